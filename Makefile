@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test fuzz soak lint house bench docs
+.PHONY: help train test fuzz mutate soak lint house bench docs
 .NOTPARALLEL:
 
 help: ## this list
@@ -18,6 +18,10 @@ test: .venv/.has-dev ## run every test and every example; ARGS="tests/config -x"
 
 fuzz: .venv/.has-dev ## search for defects with random cases; MINUTES=30 for each fuzzer, SEED=0, ONLY="name ..."
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),0) $(ONLY)
+
+mutate: .venv/.has-dev ## change single expressions in changed files and run their tests; BASE=commit, FILES="...", COUNT=30, SEED=0
+	@$(BIN)/python -m tests.mutate --base $(or $(BASE),origin/main) --count $(or $(COUNT),30) \
+		--seed $(or $(SEED),0) $(FILES)
 
 soak: .venv/.has-dev ## kill a training process 60 times, or KILLS=n, and stop, freeze and hang several
 	@WEFT_SOAK_KILLS=$(or $(KILLS),60) $(BIN)/python -m pytest -q tests/trainer/test_kills.py tests/faults \

@@ -65,7 +65,7 @@ def shards() -> dict[str, Any]:
     """Bytes per device by number of devices, and how many layers the largest gather brings."""
     import jax
 
-    from weft.trainer.collectives import collectives_of
+    from weft.cli.collectives import collectives_of
 
     bytes_held, trainer = {}, None
     for n in COUNTS:

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from benchmarks.harness import Row, ratios, row
-from weft.trainer.checkpoint_manifest import write_manifest
 from weft.trainer.checkpointer import Checkpointer
+from weft.trainer.checkpointer.manifest import write_manifest
 
 ARRAYS, SHAPE = 32, (1024, 4096)
 PAIRS = 15

@@ -17,11 +17,10 @@ import jax
 
 from benchmarks.harness import Row, ratios, row
 from weft.input import PrefetchingIterator, stdlib_corpus
-from weft.input.files import json_lines_dataset, text_dataset
+from weft.input.datasets import json_lines_dataset, text_dataset
 from weft.input.grain import DispatchConfig
-from weft.input.streaming import lm_stream_source
-from weft.input.text import lm_documents_source
-from weft.input.text_tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+from weft.input.text import lm_documents_source, lm_stream_source
+from weft.input.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 
 STEP_SECONDS = 0.020
 ROWS, LENGTH = 32, 1024

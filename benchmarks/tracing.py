@@ -3,7 +3,8 @@
 Its layers unrolled; unrolled with each block under its own jit; scanned; and in three
 transformations at once. CPU time of the Python thread, garbage collected before each measurement.
 Last, scanned at the worst depth of Python's stack against the best: Python keeps frames in pieces,
-and for a call at the end of a piece it asks the system for the next (see `weft.lifting.stack`).
+and for a call at the end of a piece it asks the system for the next (see
+`weft.lifting.trace_cache`).
 """
 
 import functools

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from weft import nnx
-from weft.input.corpus import Corpus, Split, stdlib_corpus
+from weft.input import Corpus, Split, stdlib_corpus
 
 ROWS, LENGTH = 16, 64
 LETTERS = 128  # ASCII

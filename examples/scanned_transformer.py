@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from weft import linen as nn
-from weft.input.corpus import Corpus, Split, stdlib_corpus
+from weft.input import Corpus, Split, stdlib_corpus
 from weft.training.train_state import TrainState
 
 ROWS, LENGTH = 16, 64

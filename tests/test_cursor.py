@@ -67,7 +67,7 @@ def test_set_gives_the_whole_with_what_was_changed_before():
     assert cursor(3).set(4) == 4
 
 
-def test_what_is_untouched_is_shared_and_the_rest_is_copied():
+def test_unchanged_parts_are_shared():
     changed = cursor(NESTED)["pair"].a.set(0)
     assert changed["list"] is NESTED["list"] and changed["box"] is NESTED["box"]
     assert cursor(NESTED).build() is not NESTED

@@ -11,6 +11,8 @@ import pytest
 
 import weft
 from weft import errors
+from weft.config import similar_names
+from weft.errors import did_you_mean
 
 CLASSES = [c for c in vars(errors).values() if inspect.isclass(c)]
 
@@ -85,3 +87,31 @@ def test_an_error_comes_out_of_a_worker_process():
 
 def _fail():
     raise errors.NameInUseError("param", "kernel", "Dense")
+
+
+def test_the_nearest_name_comes_first():
+    names = ["learning_rate", "learning_rates", "warmup", "rate"]
+    assert similar_names("lerning_rate", names)[0] == "learning_rate"
+    assert similar_names("Learning_Rate", names)[0] == "learning_rate"
+
+
+def test_a_part_of_a_name_is_near():
+    assert similar_names("dropout", ["dropout_rate_of_the_attention", "dim"]) == [
+        "dropout_rate_of_the_attention"
+    ]
+
+
+def test_dissimilar_names_are_omitted():
+    assert similar_names("xyz", ["learning_rate", "dim"]) == []
+
+
+def test_the_sentence_names_at_most_three():
+    assert did_you_mean("dim1", ["dim2", "dim3", "dim4", "dim5"]) == (
+        "Did you mean 'dim2' or 'dim3' or 'dim4'?"
+    )
+
+
+def test_the_sentence_lists_all_where_none_is_near():
+    assert did_you_mean("xyz", ["dim", "bias"]) == "There are: bias, dim."
+    assert did_you_mean("xyz", []) == "There are none."
+    assert did_you_mean("xyz", [f"field{i:02}" for i in range(20)]).endswith("field11, ….")

@@ -36,7 +36,7 @@ def test_pmean():
     assert means(jnp.arange(3.0))["b"].tolist() == [2, 2, 2]
 
 
-def test_what_shapes_tell():
+def test_partial_eval_by_shape_results():
     def fn(x, ids, scale, *, shift):
         return {"ones": jnp.ones(x.shape) * scale + shift, "sum": x.sum(), "ids": ids, "n": 3}
 
@@ -56,7 +56,7 @@ def test_a_spec_that_is_none(spec):
 
 
 @pytest.mark.parametrize("size", [1, 2, 9])
-def test_prefetch_keeps_what_comes(size):
+def test_prefetch_keeps_elements(size):
     batches = [{"x": np.full((N, 2), i)} for i in range(4)]
     fetched = list(jax_utils.prefetch_to_device(batches, size))
     assert [int(b["x"][0, 0]) for b in fetched] == [0, 1, 2, 3]
@@ -71,7 +71,7 @@ def test_prefetch_is_ahead_by_its_size():
     assert int(next(fetched)[0]) == 1 and read == [0, 1, 2]
 
 
-def test_what_cannot_be_prefetched():
+def test_prefetch_errors():
     with pytest.raises(ArgumentValueError, match="size=0: nothing would ever be copied"):
         jax_utils.prefetch_to_device([], 0)
     bad = jax_utils.prefetch_to_device([{"x": np.ones((N + 1, 2))}], 1)
@@ -102,7 +102,7 @@ def test_scanned_axes_may_be_kept():
     assert sums.shape == GRID.shape and sums[1, 0, 1] == GRID[1, 0, 0]
 
 
-def test_what_cannot_be_scanned():
+def test_scan_errors():
     body = lambda carry, x: (carry, x.sum())  # noqa: E731
     with pytest.raises(ArgumentShapeError, match=r"axis=\(1,\) of an array of shape \(3,\)"):
         jax_utils.scan_in_dim(body, 0, jnp.ones(3), axis=1)

@@ -1,6 +1,11 @@
 """Weft: one JAX neural-network library, three ways to write a model, one trainer.
 
-Imports nothing, so that `import weft.config` stays free of JAX.
+Imports no package before its first use, so that `import weft.config` stays free of JAX.
 """
 
+from weft._lazy import install_moved_modules, lazy_exports
+
 __version__ = "0.1.0"
+
+install_moved_modules()
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+from weft.config import values
 from weft.core.frozen_dict import FrozenDict
 from weft.errors import (
     CursorAttributeError,
@@ -38,11 +39,16 @@ __all__ = [
 A = TypeVar("A")
 
 
+def is_named_tuple(obj: object) -> bool:
+    """Returns whether `obj` is an instance of a named tuple class."""
+    return values.is_named_tuple(obj)
+
+
 @runtime_checkable
 class Indexable(Protocol):
     """Protocol of objects with elements."""
 
-    def __getitem__(self, key: Any) -> Any: ...
+    def __getitem__(self, key: object) -> Any: ...
 
 
 class AccessType(enum.Enum):
@@ -62,24 +68,13 @@ class ParentKey(Generic[A]):
 
 
 class _Entry(NamedTuple):
-    """An entry of a container."""
-
     key: Any
     access: AccessType
     name: str
     value: Any
 
 
-def is_named_tuple(obj: Any) -> bool:
-    """Returns whether `obj` is an instance of a named tuple class.
-
-    >>> is_named_tuple((1, 2))
-    False
-    """
-    return isinstance(obj, tuple) and hasattr(obj, "_fields")
-
-
-def _entries(obj: Any) -> Iterator[_Entry]:
+def _entries(obj: object) -> Iterator[_Entry]:
     if isinstance(obj, Mapping):
         for key in obj:
             yield _Entry(key, AccessType.ITEM, str(key), obj[key])
@@ -92,8 +87,7 @@ def _entries(obj: Any) -> Iterator[_Entry]:
             yield _Entry(name, AccessType.ATTR, name, getattr(obj, name))
 
 
-def _fields(obj: Any) -> list[str]:
-    """Returns a dataclass's init fields; none for other objects."""
+def _fields(obj: object) -> list[str]:
     if isinstance(obj, type) or not dataclasses.is_dataclass(obj):
         return []
     return [f.name for f in dataclasses.fields(obj) if f.init]
@@ -150,7 +144,7 @@ class Cursor(Generic[A]):
         for name, value in zip(Cursor.__slots__, (set(), {}, obj, parent_key), strict=True):
             object.__setattr__(self, name, value)
 
-    def __getitem__(self, key: Any) -> "Cursor[Any]":
+    def __getitem__(self, key: object) -> "Cursor[Any]":
         obj = self._obj
         if not isinstance(obj, Indexable):
             raise CursorTypeError(f"{self._path} is {obj!r}, which has no elements.")
@@ -177,21 +171,20 @@ class Cursor(Generic[A]):
             )
         return self._child(name, AccessType.ATTR, lambda: getattr(self._obj, name))
 
-    def _child(self, key: Any, access: AccessType, get: Callable[[], Any]) -> "Cursor[Any]":
-        if not self._holds(key, access):  # a method, an element of an array, ...
+    def _child(self, key: object, access: AccessType, get: Callable[[], Any]) -> "Cursor[Any]":
+        if not self._is_replaceable(key, access):  # a method, an element of an array, ...
             return Cursor(get(), ParentKey(self, key, access))
         if key not in self._children:
             self._children[key] = Cursor(get(), ParentKey(self, key, access))
         return self._children[key]
 
-    def _holds(self, key: Any, access: AccessType) -> bool:
+    def _is_replaceable(self, key: object, access: AccessType) -> bool:
         """Returns whether a copy of the value could have another entry there."""
         if isinstance(self._obj, Mapping | list | tuple):
             return access is AccessType.ITEM
         return access is AccessType.ATTR and key in _fields(self._obj)
 
     def _index(self, key: Any) -> int:
-        """Returns the nonnegative index of a sequence's element."""
         if isinstance(key, slice):
             raise CursorTypeError(
                 f"{self._path} was indexed with {key}, and a cursor points to one element; loop "
@@ -202,22 +195,22 @@ class Cursor(Generic[A]):
             raise CursorIndexError(f"{self._path} has {n} elements and none at {index}.")
         return index % n
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._check_holds(key, AccessType.ITEM)
+    def __setitem__(self, key: object, value: object) -> None:
+        self._check_replaceable(key, AccessType.ITEM)
         key = key if isinstance(self._obj, Mapping) else self._index(key)
         self._assign(key, AccessType.ITEM, value)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if is_named_tuple(self._obj) and name in self._obj._fields:
             self[self._obj._fields.index(name)] = value
             return
-        self._check_holds(name, AccessType.ATTR)
+        self._check_replaceable(name, AccessType.ATTR)
         self._assign(name, AccessType.ATTR, value)
 
-    def _check_holds(self, key: Any, access: AccessType) -> None:
+    def _check_replaceable(self, key: object, access: AccessType) -> None:
         """Raises if changes at this place could not be copied."""
-        if not self._holds(key, access):
-            wanted = f"{self._path}{_written(key, access)} cannot be set"
+        if not self._is_replaceable(key, access):
+            wanted = f"{self._path}{_access_text(key, access)} cannot be set"
             kind = type(self._obj).__name__
             if fields := _fields(self._obj):
                 raise CursorAttributeError(f"{wanted}: a {kind} has the fields {fields}.")
@@ -229,14 +222,14 @@ class Cursor(Generic[A]):
             )
         if self._parent_key is not None:
             above = self._parent_key
-            above.parent._check_holds(above.key, above.access_type)
+            above.parent._check_replaceable(above.key, above.access_type)
 
-    def _assign(self, key: Any, access: AccessType, value: Any) -> None:
+    def _assign(self, key: object, access: AccessType, value: object) -> None:
         value = value.build() if isinstance(value, Cursor) else value
         self._children[key] = Cursor(value, ParentKey(self, key, access))
         self._assigned.add(key)
 
-    def set(self, value: Any) -> Any:
+    def set(self, value: object) -> Any:
         """Returns a copy of the root cursor's container with another value here.
 
         >>> cursor({"a": (1, 2)})["a"][1].set(5)
@@ -245,7 +238,7 @@ class Cursor(Generic[A]):
         above = self._parent_key
         if above is None:
             return value.build() if isinstance(value, Cursor) else value
-        above.parent._check_holds(above.key, above.access_type)
+        above.parent._check_replaceable(above.key, above.access_type)
         above.parent._assign(above.key, above.access_type, value)
         while above.parent._parent_key is not None:
             above = above.parent._parent_key
@@ -253,11 +246,11 @@ class Cursor(Generic[A]):
 
     def build(self) -> A:
         """Returns a copy of the container with all changes below this cursor."""
-        return self._built()
+        return self._rebuild()
 
-    def _built(self) -> Any:
+    def _rebuild(self) -> Any:
         obj = self._obj
-        new = {key: child.build() for key, child in self._children.items() if self._differs(key)}
+        new = {key: child.build() for key, child in self._children.items() if self._is_changed(key)}
         if isinstance(obj, dict | list):
             changed: Any = copy.copy(obj)
             for key, value in new.items():
@@ -271,9 +264,9 @@ class Cursor(Generic[A]):
             return make([new.get(i, x) for i, x in enumerate(obj)])
         return dataclasses.replace(obj, **new) if new else obj
 
-    def _differs(self, key: Any) -> bool:
+    def _is_changed(self, key: object) -> bool:
         child = self._children[key]
-        return key in self._assigned or any(child._differs(below) for below in child._children)
+        return key in self._assigned or any(child._is_changed(below) for below in child._children)
 
     def apply_update(self, update_fn: Callable[[str, Any], Any]) -> "Cursor[A]":
         """Records `update_fn(path, value)` where it differs from the value; returns this cursor.
@@ -291,7 +284,7 @@ class Cursor(Generic[A]):
         if not callable(update_fn):
             raise TraverseTreeError(update_fn, None)
 
-        def update(place: Cursor[Any], value: Any, above: str) -> None:
+        def update(place: Cursor[Any], value: object, above: str) -> None:
             for key, access, name, child in _entries(value):
                 new = update_fn(above + name, child)
                 if new is not child:
@@ -340,7 +333,7 @@ class Cursor(Generic[A]):
         if not callable(cond_fn):
             raise TraverseTreeError(None, cond_fn)
 
-        def search(place: Cursor[Any], value: Any, above: str) -> Iterator[Cursor[Any]]:
+        def search(place: Cursor[Any], value: object, above: str) -> Iterator[Cursor[Any]]:
             for key, access, name, child in _entries(value):
                 below = place._child(key, access, lambda: child)  # noqa: B023
                 if cond_fn(above + name, child):
@@ -352,12 +345,13 @@ class Cursor(Generic[A]):
 
     @property
     def _path(self) -> str:
-        """Path of this place as Python code."""
         above = self._parent_key
-        return above.parent._path + _written(above.key, above.access_type) if above else "cursor"
+        return (
+            above.parent._path + _access_text(above.key, above.access_type) if above else "cursor"
+        )
 
     def __repr__(self) -> str:
-        changes = {key: self._children[key] for key in self._children if self._differs(key)}
+        changes = {key: self._children[key] for key in self._children if self._is_changed(key)}
         return f"Cursor({self._obj!r}{f', changes={changes}' if changes else ''})"
 
     def __iter__(self) -> Iterator[Any]:
@@ -372,7 +366,7 @@ class Cursor(Generic[A]):
     def __reversed__(self) -> Iterator[Any]:
         return reversed(list(self))
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         built: Any = self.build()
         return value in built
 
@@ -400,5 +394,5 @@ class Cursor(Generic[A]):
     __divmod__, __rdivmod__ = _binary(divmod), _reflected(divmod)
 
 
-def _written(key: Any, access: AccessType) -> str:
+def _access_text(key: object, access: AccessType) -> str:
     return f"[{key!r}]" if access is AccessType.ITEM else f".{key}"

@@ -12,17 +12,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from weft.core.known import known_or_shape
+from weft.core.partial_eval import partial_eval_or_shapes
 from weft.errors import ArgumentShapeError, ArgumentValueError
 
 _AXIS = "_device_put_sharded"  # what users of Flax find in the shardings
 
 
-def _over(devices: Sequence[Any], axis_name: str) -> NamedSharding:
+def _device_sharding(devices: Sequence[Any], axis_name: str) -> NamedSharding:
     return NamedSharding(Mesh(np.array(devices), (axis_name,)), PartitionSpec(axis_name))
 
 
-def replicate(tree: Any, devices: Sequence[Any] | None = None, axis_name: str = _AXIS) -> Any:
+def replicate(tree: object, devices: Sequence[Any] | None = None, axis_name: str = _AXIS) -> Any:
     """Returns a copy of each array on each device, as one array with a first axis over them.
 
     `devices` are by default all of this process.
@@ -31,10 +31,10 @@ def replicate(tree: Any, devices: Sequence[Any] | None = None, axis_name: str = 
     (1, 3)
     """
     devices = jax.local_devices() if devices is None else devices
-    sharding = _over(devices, axis_name)
+    sharding = _device_sharding(devices, axis_name)
     n = len(devices)
 
-    def copies(x: Any) -> jax.Array:
+    def copies(x: object) -> jax.Array:
         x = jnp.asarray(x)[None]
         on_each = [jax.device_put(x, device) for device in devices]
         return jax.make_array_from_single_device_arrays((n, *x.shape[1:]), sharding, on_each)
@@ -42,7 +42,7 @@ def replicate(tree: Any, devices: Sequence[Any] | None = None, axis_name: str = 
     return jax.tree.map(copies, tree)
 
 
-def unreplicate(tree: Any) -> Any:
+def unreplicate(tree: object) -> Any:
     """Returns the copies of the first device, without the device axis.
 
     >>> unreplicate(replicate({"w": jnp.ones(3)}))["w"].shape
@@ -59,7 +59,7 @@ def unreplicate(tree: Any) -> Any:
     return jax.tree.map(first, tree)
 
 
-def pmean(xs: Any, axis_name: str) -> Any:
+def pmean(xs: object, axis_name: str) -> Any:
     """Returns the mean of each array of a pytree over a mapped axis.
 
     >>> jax.vmap(lambda x: pmean(x, "i"), axis_name="i")(jnp.arange(3.0)).tolist()
@@ -69,7 +69,7 @@ def pmean(xs: Any, axis_name: str) -> Any:
 
 
 def partial_eval_by_shape(
-    fn: Callable[..., Any], input_spec: Iterable[Any], *args: Any, **kwargs: Any
+    fn: Callable[..., Any], input_spec: Iterable[Any], *args: object, **kwargs: object
 ) -> Any:
     """Returns the results of a function that do not depend on its inputs, and the others' shapes.
 
@@ -77,8 +77,6 @@ def partial_eval_by_shape(
         fn: called as `fn(*inputs, *args, **kwargs)`.
         input_spec: for each input its shape, `(shape, dtype)` or `jax.ShapeDtypeStruct`; the dtype
             is float32 by default.
-        *args: further arguments with known values.
-        **kwargs: further arguments with known values.
 
     Raises:
         ArgumentValueError: if a spec has another form.
@@ -86,12 +84,12 @@ def partial_eval_by_shape(
     >>> partial_eval_by_shape(lambda x: (x, jnp.ones(x.shape[1:])), [((4, 2), "int32")])
     (ShapeDtypeStruct(shape=(4, 2), dtype=int32), Array([1., 1.], dtype=float32))
     """
-    inputs = [_spec(spec) for spec in input_spec]
+    inputs = [_shape_struct(spec) for spec in input_spec]
     # The trace closes over the other arguments, which may be anything.
-    return known_or_shape(lambda *inputs: fn(*inputs, *args, **kwargs), *inputs)
+    return partial_eval_or_shapes(lambda *inputs: fn(*inputs, *args, **kwargs), *inputs)
 
 
-def _spec(spec: Any) -> jax.ShapeDtypeStruct:
+def _shape_struct(spec: Any) -> jax.ShapeDtypeStruct:
     if hasattr(spec, "shape") and hasattr(spec, "dtype"):
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
     if isinstance(spec, tuple | list):
@@ -129,9 +127,9 @@ def prefetch_to_device(
     """
     if size < 1:
         raise ArgumentValueError(f"size={size}: nothing would ever be copied; give 1 or more.")
-    sharding = _over(jax.local_devices() if devices is None else devices, axis_name)
+    sharding = _device_sharding(jax.local_devices() if devices is None else devices, axis_name)
 
-    def copied(path: Any, x: Any) -> jax.Array:
+    def copied(path: jax.tree_util.KeyPath, x: jax.Array | np.ndarray) -> jax.Array:
         if not np.ndim(x) or x.shape[0] % sharding.mesh.size:
             raise ArgumentShapeError(
                 f"the array at {jax.tree_util.keystr(path) or 'the root'} has shape "
@@ -153,8 +151,8 @@ def prefetch_to_device(
 
 def scan_in_dim(
     body_fn: Callable[[Any, Any], tuple[Any, Any]],
-    init: Any,
-    xs: Any,
+    init: object,
+    xs: object,
     axis: int | Sequence[int] = (0,),
     unroll: int | Sequence[int] = (1,),
     keepdims: bool = False,
@@ -163,8 +161,6 @@ def scan_in_dim(
 
     Args:
         body_fn: `(carry, x) -> (carry, y)`.
-        init: the initial carry.
-        xs: a pytree of arrays to scan over.
         axis: the axes, which the arrays of `y` get at the same places.
         unroll: number of iterations to unroll per axis; padded with 1 on the left.
         keepdims: whether `body_fn` takes and returns arrays with these axes, of size 1.
@@ -187,29 +183,31 @@ def scan_in_dim(
         )
     unroll = (*[1] * (len(axis) - len(unroll)), *unroll)[: len(axis)]
 
-    def to_front(x: Any) -> Any:
-        return jnp.moveaxis(_having(x, axis), axis, front)
+    def to_front(x: object) -> Any:
+        return jnp.moveaxis(_check_axes(x, axis), axis, front)
 
-    def back(y: Any) -> Any:
-        return jnp.moveaxis(_having(y, axis), front, axis)
+    def back(y: object) -> Any:
+        return jnp.moveaxis(_check_axes(y, axis), front, axis)
 
-    def body(carry: Any, x: Any) -> tuple[Any, Any]:
+    def body(carry: object, x: object) -> tuple[Any, Any]:
         if not keepdims:
             return body_fn(carry, x)
         carry, y = body_fn(carry, jax.tree.map(lambda x: jnp.expand_dims(x, axis), x))
-        return carry, jax.tree.map(lambda y: jnp.squeeze(_having(y, axis), axis), y)
+        return carry, jax.tree.map(lambda y: jnp.squeeze(_check_axes(y, axis), axis), y)
 
-    carry, ys = _nested(body, init, jax.tree.map(to_front, xs), unroll)
+    carry, ys = _nested_scan(body, init, jax.tree.map(to_front, xs), unroll)
     return carry, jax.tree.map(back, ys)
 
 
-def _nested(body: Callable[..., Any], carry: Any, xs: Any, unroll: tuple[int, ...]) -> Any:
+def _nested_scan(
+    body: Callable[..., Any], carry: object, xs: object, unroll: tuple[int, ...]
+) -> Any:
     if not unroll:
         return body(carry, xs)
-    return lax.scan(lambda c, x: _nested(body, c, x, unroll[1:]), carry, xs, unroll=unroll[0])
+    return lax.scan(lambda c, x: _nested_scan(body, c, x, unroll[1:]), carry, xs, unroll=unroll[0])
 
 
-def _having(x: Any, axis: tuple[int, ...]) -> Any:
+def _check_axes(x: Any, axis: tuple[int, ...]) -> Any:
     if not all(-jnp.ndim(x) <= a < jnp.ndim(x) for a in axis):
         raise ArgumentShapeError(
             f"axis={axis} of an array of shape {jnp.shape(x)}: expected axes that each array of xs "
@@ -252,7 +250,7 @@ def pad_shard_unpad(
         devices = jax.local_device_count()
         per_device = max(math.ceil(batch / devices), min_device_batch or 0)
 
-        def pad(x: Any) -> np.ndarray:
+        def pad(x: object) -> np.ndarray:
             x = np.asarray(x)
             filled = np.zeros((devices * per_device, *x.shape[1:]), x.dtype)
             filled[:batch] = x
@@ -269,7 +267,7 @@ def pad_shard_unpad(
     return padded
 
 
-def _batch_size(arguments: Any) -> int:
+def _batch_size(arguments: object) -> int:
     leaves = jax.tree_util.tree_leaves_with_path(arguments)
     sizes = {
         # Without the number of the two groups: "[1]['x']" is key x of the second argument.

@@ -3,12 +3,18 @@
 A field is a child of the pytree unless declared with `field(pytree_node=False)`; such a field is
 static: it must be hashable, and `jax.jit` retraces when it changes. A field with `init=False` is
 neither: each copy, even one by `jax.tree.map`, recomputes it.
+
+`VDict` is a dict of stacked parameters, whose arrays have a leading axis over equal layers.
+Statistics of a single parameter, such as its root mean square, must be computed per layer:
+`map_blocks` maps a function over each layer's parameters.
 """
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
+from jax.tree_util import DictKey
 
 from weft.errors import AbstractPyTreeNodeError, StructDefinitionError
 
@@ -75,14 +81,14 @@ def _register(cls: Any) -> None:
     meta = [f.name for f in fields if f.name not in data]
     keys = [jax.tree_util.GetAttrKey(name) for name in data]
 
-    def flatten(x: Any) -> tuple[Any, Any]:
+    def flatten(x: object) -> tuple[Any, Any]:
         return [getattr(x, name) for name in data], tuple([getattr(x, name) for name in meta])
 
-    def flatten_with_keys(x: Any) -> tuple[Any, Any]:
+    def flatten_with_keys(x: object) -> tuple[Any, Any]:
         children, static = flatten(x)
         return zip(keys, children, strict=True), static
 
-    def unflatten(static: tuple[Any, ...], children: Any) -> Any:
+    def unflatten(static: tuple[Any, ...], children: Iterable[Any]) -> Any:
         return cls(**dict(zip(data, children, strict=True)), **dict(zip(meta, static, strict=True)))
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
@@ -100,16 +106,62 @@ class PyTreeNode:
         [2.0]
     """
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__()
         dataclass(cls, **kwargs)
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         raise AbstractPyTreeNodeError(
             f"{type(self).__name__} has no fields to be made from; derive a class from PyTreeNode "
             "and annotate its fields, or give a class with `init=False` its own `__init__`."
         )
 
-    def replace(self: T, **updates: Any) -> T:
+    def replace(self: T, **updates: object) -> T:
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **updates)  # pyright: ignore[reportArgumentType]
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class VDict(dict[str, Any]):
+    """A dict whose arrays have a leading axis of equal size, one entry per layer.
+
+    It is a pytree like a dict, with the same key paths.
+
+    >>> jax.tree.map(lambda x: x + 1, VDict(w=1.0))
+    VDict({'w': 2.0})
+    """
+
+    def __repr__(self) -> str:
+        return f"VDict({super().__repr__()})"
+
+    def tree_flatten_with_keys(self):
+        keys = tuple(sorted(self))
+        return [(DictKey(key), self[key]) for key in keys], keys
+
+    @classmethod
+    def tree_unflatten(cls, keys: tuple[str, ...], children: Iterable[Any]) -> "VDict":
+        return cls(zip(keys, children, strict=True))
+
+
+def map_blocks(fn: Callable[..., Any], tree: object, *rest: Any) -> Any:
+    """Maps `fn` over trees like `jax.tree.map`, one layer at a time inside of a `VDict`.
+
+    `tree` is a prefix of `rest`. Results of stacked layers are stacked again.
+
+    >>> import jax.numpy as jnp
+    >>> tree = {"a": jnp.array([3.0, 1.0]), "layers": VDict(b=jnp.array([[3.0, 1.0], [5.0, 7.0]]))}
+    >>> map_blocks(jnp.max, tree)["layers"]["b"].tolist()
+    [3.0, 7.0]
+    """
+
+    def of_layer(layer: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
+        return {name: map_blocks(fn, layer[name], *(o[name] for o in others)) for name in layer}
+
+    def at(x: object, *others: Any) -> Any:
+        if not isinstance(x, VDict):
+            return fn(x, *others)
+        if not jax.tree.leaves(x):
+            return x
+        return VDict(jax.vmap(of_layer)(dict(x), *(dict(other) for other in others)))
+
+    return jax.tree.map(at, tree, *rest, is_leaf=lambda x: isinstance(x, VDict))

@@ -1,7 +1,7 @@
 """Asks a question in a process of its own, so that no answer depends on what was asked before.
 
 There it has room for Python's frames, or a time would depend on how deep its calls happen to lie:
-tracing a scan with raw JAX takes up to 1.9 times as long (see `weft.lifting.stack`).
+tracing a scan with raw JAX takes up to 1.9 times as long (see `weft.lifting.trace_cache`).
 """
 
 import importlib
@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks.frame import results
 from benchmarks.frame.results import Answer
-from weft.lifting.stack import with_room
+from weft.lifting.trace_cache import with_large_frame
 
 
 def ask(name: str) -> Answer:
@@ -34,4 +34,4 @@ def ask(name: str) -> Answer:
 def _answer(name: str) -> Answer:
     module = importlib.import_module(f"benchmarks.{name}")
     words = " ".join((module.__doc__ or "").split("\n\n")[0].split())
-    return Answer.of(words, results.here(), with_room(module.run))
+    return Answer.of(words, results.here(), with_large_frame(module.run))

@@ -51,9 +51,9 @@ def test_what_is_not_installed_is_named(install):
 # Each takes long to import, and only some programs use it.
 _RARE = {"jax.extend", "jax.experimental.checkify", "jax.experimental.pallas", "msgpack", "optax"}
 _LEFT_OUT = {
-    "weft.nnx": _RARE | {"weft.config", "weft.core.scope", "weft.serialization.packing"},
-    "weft.hierarchy.layers": _RARE | {"weft.core.scope", "weft.serialization.packing"},
-    "weft.linen": _RARE | {"weft.core.nn", "weft.serialization.packing"},
+    "weft.nnx": _RARE | {"weft.config", "weft.core.scope", "weft.serialization.msgpack"},
+    "weft.hierarchy.layers": _RARE | {"weft.core.scope", "weft.serialization.msgpack"},
+    "weft.linen": _RARE | {"weft.core.nn", "weft.serialization.msgpack"},
 }
 _IMPORTED = """
 import json, sys

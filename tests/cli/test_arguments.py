@@ -1,13 +1,31 @@
+import importlib
+
 import pytest
 
 from weft.cli.arguments import parse_arguments
 from weft.errors import CommandLineError
 
+COMMANDS = {
+    "train": "train:run",
+    "launch local -n 2 lm": "train:launch",
+    "recipes": "arguments:list_recipes",
+    "config show lm": "configs:show_or_diff",
+    "config diff lm lm-moe": "configs:show_or_diff",
+    "sample runs/lm": "trained_models:print_sample",
+    "inspect runs/lm": "inspect:run",
+    "export runs/lm --to out": "trained_models:export",
+    "tabulate lm": "tabulate:run",
+    "check lm": "check:run",
+    "lr-find lm": "lr_find:run",
+}
 
-@pytest.mark.parametrize("command", ["train", "recipes", "sample", "inspect", "tabulate"])
-def test_each_command_names_the_module_that_runs_it(command):
-    words = {"sample": ["runs/lm"], "inspect": ["runs/lm"], "tabulate": ["lm"]}.get(command, [])
-    assert parse_arguments([command, *words]).command == f"weft.cli.{command}"
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_names_the_function_that_runs_it(command):
+    name = parse_arguments(command.split()).command
+    assert name == f"weft.cli.{COMMANDS[command]}"
+    module, _, function = name.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_the_words_of_train_are_left_to_it():

@@ -68,7 +68,7 @@ def test_a_package_of_the_extra_that_is_missing_is_named(monkeypatch, capsys):
     def command(arguments):
         raise ModuleNotFoundError("No module named 'grain'", name="grain.python")
 
-    monkeypatch.setattr("weft.cli.recipes.run", command)
+    monkeypatch.setattr("weft.cli.arguments.list_recipes", command)
     assert main(["recipes"]) == 2
     assert "pip install 'weft[train]'" in capsys.readouterr().err
 
@@ -77,7 +77,7 @@ def test_any_other_missing_module_is_a_defect(monkeypatch):
     def command(arguments):
         raise ModuleNotFoundError("No module named 'nothing'", name="nothing")
 
-    monkeypatch.setattr("weft.cli.recipes.run", command)
+    monkeypatch.setattr("weft.cli.arguments.list_recipes", command)
     with pytest.raises(ModuleNotFoundError):
         main(["recipes"])
 
@@ -86,7 +86,7 @@ def test_ctrl_c_before_a_run_ends_without_a_traceback(monkeypatch, capsys):
     def command(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("weft.cli.recipes.run", command)
+    monkeypatch.setattr("weft.cli.arguments.list_recipes", command)
     assert main(["recipes"]) == 130
     assert capsys.readouterr().err == ""
 
@@ -133,7 +133,7 @@ def test_another_error_of_the_system_is_a_defect(monkeypatch):
     def command(arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("weft.cli.recipes.run", command)
+    monkeypatch.setattr("weft.cli.arguments.list_recipes", command)
     with pytest.raises(OSError, match="No space left"):
         main(["recipes"])
 

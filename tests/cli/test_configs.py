@@ -1,8 +1,19 @@
+"""
+
+`weft config`: texts that can be read, saved and compared.
+"""
+
 import pytest
 
-from weft.cli.configs import load_config, run_config
-from weft.config import to_text
+from weft.cli import main
+from weft.cli.arguments import list_recipes, parse_arguments
+from weft.cli.configs import load_config, on_mesh, parse_mesh, run_config
+from weft.config import diff, from_text, to_text
 from weft.errors import CommandLineError, ConfigTextError, UnknownConfigError, UnknownFieldError
+from weft.recipes import RECIPES
+from weft.recipes.lm import lm_tiny
+from weft.trainer.parallelism import MESH_AXIS_NAMES
+from weft.trainer.run_dir import claim_run_dir
 
 
 def test_a_recipe_and_the_text_of_its_config_are_the_same(tmp_path):
@@ -34,3 +45,105 @@ def test_what_is_no_config(tmp_path):
 def test_arguments_of_a_recipe_are_given_to_it(tmp_path):
     cfg = load_config("lm-tiny", [f"data_dir={tmp_path}", "seed=3"])
     assert cfg.seed == 3 and cfg.input.source.corpus.paths == str(tmp_path)
+
+
+def test_axes_of_the_config():
+    cfg = on_mesh(lm_tiny(), mesh="model=2")
+    assert cfg.mesh_shape == (1, 2)
+    assert cfg.mesh_axis_names == ("data", "model")
+    assert on_mesh(lm_tiny(), mesh="data=-1, model=2").mesh_shape == (-1, 2)
+    assert on_mesh(lm_tiny()) == lm_tiny()
+
+
+def test_other_axes_lay_the_transformer_over_them():
+    cfg = on_mesh(lm_tiny(), mesh="fsdp=4,model=2")
+    assert cfg.mesh_axis_names == MESH_AXIS_NAMES
+    assert dict(zip(cfg.mesh_axis_names, cfg.mesh_shape, strict=True))["fsdp"] == 4
+    assert cfg.model.decoder.emb.token_emb.param_partition_spec == ("model", "fsdp")
+
+
+def test_the_hardware():
+    rules = [("gpu-.*", (4, 2)), ("tpu-.*", None)]
+    assert on_mesh(lm_tiny().set(mesh_rules=rules), selector="gpu-8").mesh_shape == (4, 2)
+    with pytest.raises(CommandLineError, match=r"'cpu': no mesh rule .* match 'gpu-.*', 'tpu-"):
+        on_mesh(lm_tiny().set(mesh_rules=rules), selector="cpu")
+    with pytest.raises(CommandLineError, match="The rules match nothing"):
+        on_mesh(lm_tiny(), selector="cpu")
+
+
+@pytest.mark.parametrize("text", ["", "data", "data=0", "data=2,data=2", "data=2;model=2"])
+def test_what_names_no_mesh(text):
+    with pytest.raises(CommandLineError, match="write it as --mesh data=4,model=2"):
+        parse_mesh(text)
+
+
+def test_axes_that_are_not_there():
+    with pytest.raises(
+        CommandLineError, match=r"no axis 'dta'\. The config's mesh has 'data', 'mo"
+    ):
+        on_mesh(lm_tiny(), mesh="dta=2,fsdp=2")
+
+
+def show(capsys, *words):
+    assert main(["config", "show", *words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [(), ("--defaults",), ("--origin",)])
+def test_the_text_reads_back_to_the_config(options, capsys):
+    cfg = load_config("lm-tiny", ["max_step=7"])
+    assert not diff(from_text(show(capsys, "lm-tiny", "max_step=7", *options)), cfg)
+
+
+def test_defaults_are_left_out_unless_asked_for(capsys):
+    assert "watchdog_timeout_seconds" not in show(capsys, "lm-tiny")
+    assert "watchdog_timeout_seconds=None" in show(capsys, "lm-tiny", "--defaults")
+
+
+def test_origins_name_the_line_of_the_recipe_and_the_command_line(capsys):
+    lines = show(capsys, "lm-tiny", "max_step=7", "--origin").splitlines()
+    (max_step,) = [line for line in lines if line.startswith("    max_step=")]
+    assert max_step == "    max_step=7,  # command line"
+    (batch,) = [line for line in lines if "global_batch_size=8," in line]
+    assert "weft/recipes/lm.py:" in batch
+
+
+def test_recipes_files_and_runs_can_be_compared(tmp_path, capsys):
+    file = tmp_path / "mine.txt"
+    file.write_text(show(capsys, "lm-tiny", f"dir={tmp_path / 'run'}", "seed=3"))
+    claim_run_dir(load_config(str(file)))
+    assert main(["config", "diff", str(file), str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == "The configs are equal.\n"
+    assert main(["config", "diff", "lm-tiny", str(file)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "seed: 0 → 3"
+    assert main(["config", "diff", "lm", "lm-tiny"]) == 1
+    assert "model.decoder.dim: 96 → 24" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 +", "not a config text"),
+        ("os.system('true')", "os.system"),
+        ("weft.trainer.trainer.SpmdTrainer.Config(max_stp=3)", "max_stp"),
+    ],
+)
+def test_a_text_that_is_no_config_is_refused(text, message, tmp_path, capsys):
+    file = tmp_path / "x.txt"
+    file.write_text(text)
+    assert main(["config", "show", str(file)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, capsys):
+    file = tmp_path / "x.bin"
+    file.write_bytes(b"\xff\xfe\x00")
+    assert main(["config", "show", str(file)]) == 2
+    assert f"cannot read '{file}'" in capsys.readouterr().err
+
+
+def test_each_recipe_has_a_line_and_the_first_is_the_default(capsys):
+    assert list_recipes(parse_arguments(["recipes"])) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [recipe.name for recipe in RECIPES]
+    assert [line.endswith("(the default)") for line in lines] == [True, *[False] * (len(lines) - 1)]

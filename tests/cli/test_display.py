@@ -1,14 +1,30 @@
-"""What a person sees of a run: lines in a log, one redrawn block on a terminal, never both."""
+"""What a person sees of a run: lines in a log, one redrawn block on a terminal, never both.
+
+Readings of a run: late, without blocking, and with the right arithmetic.
+"""
 
 import io
+import math
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
-from weft.cli.display import LineDisplay, LiveDisplay, make_display
+from weft.cli.display import (
+    LineDisplay,
+    LiveDisplay,
+    Meter,
+    count_text,
+    layout_text,
+    make_display,
+    scalar,
+    shape_text,
+    table_console,
+    tree_table,
+)
 from weft.errors import CheckpointSaveError
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.parameter_spec import ParameterSpec
@@ -57,12 +73,12 @@ def play(display, resumed_from=None, steps=range(1, 8)):
 def test_a_run_that_is_stopped_says_what_of_it_there_is():
     display = LineDisplay(console(), "runs/x")
     display.on_end(0, "SIGTERM")
-    display.say_stopped()
+    display.print_stopped()
     assert text_of(display) == "\nstopped by SIGTERM before there was anything to save\n"
     display = LineDisplay(console(), "runs/x")
     display.on_start(trainer(), None)
     display.on_end(0, "SIGTERM")
-    display.say_stopped()
+    display.print_stopped()
     assert text_of(display).endswith(
         "\nstopped by SIGTERM after step 0, which is saved in runs/x\n"
     )
@@ -143,3 +159,120 @@ def test_it_remembers_what_the_end_of_a_run_tells():
     assert display.evals == {"held_out": (7, {"loss": 1.5, "bits_per_byte": pytest.approx(2.2)})}
     assert display.ended == (7, "max_step")
     assert display.resumed_from == 3 and display.parameters == 250_000
+
+
+class Clock:
+    """Advances a second at each look."""
+
+    now = 0.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+class Loss:
+    """Notes when it is read."""
+
+    def __init__(self, step, read):
+        self._step, self._read = step, read
+
+    def __float__(self):
+        self._read.append(self._step)
+        return float(self._step)
+
+
+BATCH = {"input_ids": np.zeros((4, 25))}
+
+
+def test_a_loss_is_read_two_steps_late():
+    read, meter = [], Meter(10, Clock())
+    readings = [meter.on_step(s, {"loss": Loss(s, read)}, BATCH) for s in (1, 2, 3, 4)]
+    assert read == [1, 2]
+    assert [r and r.step for r in readings] == [None, None, 1, 2]
+    assert meter.last().step == 4 and read == [1, 2, 3, 4]
+    assert meter.last() is None
+
+
+def run(meter, steps, batch=BATCH, **outputs):
+    """The last reading, and the speed and time left of the one before the steps read at the end."""
+    before = None
+    for step in steps:
+        before = meter.on_step(step, {"loss": 1.0, **outputs}, batch) or before
+    last = meter.last()
+    return last._replace(seconds_left=before.seconds_left) if before else last
+
+
+def test_speed_and_time_left_follow_from_the_clock():
+    meter = Meter(100, Clock())
+    readings = [meter.on_step(step, {"loss": 1.0}, BATCH) for step in range(1, 13)]
+    assert readings[-1].step == 10
+    assert readings[-1].tokens_per_second == pytest.approx(100.0)  # 4 × 25 tokens, a step a second
+    assert readings[-1].seconds_left == pytest.approx(90.0)
+    assert readings[2].tokens_per_second is None and readings[2].seconds_left is None  # too early
+
+
+def test_the_last_steps_keep_the_speed_since_they_are_read_all_at_once():
+    clock = Clock()
+    meter = Meter(100, clock)
+    for step in range(1, 11):
+        meter.on_step(step, {"loss": 1.0}, BATCH)
+    meter.pause()
+    now = clock.now
+    assert meter.last().tokens_per_second == pytest.approx(100.0) and clock.now == now
+
+
+def test_a_pause_does_not_count_as_slow_steps():
+    clock = Clock()
+    meter = Meter(100, clock)
+    run(meter, range(1, 6))
+    clock.now += 1000
+    meter.pause()
+    assert run(meter, range(6, 16)).tokens_per_second == pytest.approx(100.0)
+
+
+def test_a_run_without_end_or_tokens_has_no_time_left_or_speed():
+    reading = run(Meter(math.inf, Clock()), range(1, 5), batch={"image": np.zeros((4, 8, 8))})
+    assert reading.seconds_left is None and reading.tokens_per_second is None
+
+
+def test_without_tokens_the_examples_are_counted():
+    reading = run(Meter(100, Clock()), range(1, 13), batch={"image": np.zeros((4, 8, 8))})
+    assert reading.tokens_per_second is None
+    assert reading.examples_per_second == pytest.approx(4.0)
+
+
+def test_bits_per_byte_come_from_the_summaries():
+    summaries = {"decoder": {"bits_per_byte": WeightedScalar(jnp.float32(2.5), jnp.float32(9.0))}}
+    assert run(Meter(9, Clock()), [1], summaries=summaries).bits_per_byte == 2.5
+    assert run(Meter(9, Clock()), [1], summaries={}).bits_per_byte is None
+
+
+def test_a_summary_is_found_where_it_lies_least_deep():
+    assert scalar({"a": {"b": {"x": 1}}, "c": {"x": 2}}, "x") == 2
+    assert scalar({"a": {"b": 1}}, "x") is None
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, ""), (999, "999"), (1500, "1.5k"), (3e6, "3.0M"), (2e15, "2.0P")]
+)
+def test_large_numbers_have_units(count, text):
+    assert count_text(count) == text
+
+
+def test_shapes_and_layouts():
+    assert shape_text(()) == "()"
+    assert layout_text(None) == ""
+    assert layout_text(["data", None]) == "(data, -)"
+
+
+def test_a_pipe_gets_columns_that_can_be_cut(capsys):
+    table = tree_table("name", ["shape", "bytes"], numbers=["bytes"])
+    table.add_row("  weight", "(2, 3)", "24")
+    table.add_row("  bias", "(3)", "9000")
+    console = table_console()
+    console.print(table)
+    head, first, second = (line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert head.split() == ["name", "shape", "bytes"]
+    assert first.startswith("  weight") and first.endswith("24")
+    assert len(first) == len(second) == len(head)

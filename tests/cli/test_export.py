@@ -16,9 +16,9 @@ from weft.config import config_for_class, from_text, to_text
 from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.lora import merge_adapters
 from weft.hierarchy.lora_setters import set_lora_recursively
-from weft.input.text_tokenizers import HuggingFaceTokenizer
+from weft.input.tokenizers import HuggingFaceTokenizer
 from weft.interop.huggingface import from_huggingface, huggingface_model_config
-from weft.trainer.run_record import claim_run_dir
+from weft.trainer.run_dir import claim_run_dir
 
 TOKENIZER = {
     "version": "1.0",

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from weft.cli import main
-from weft.trainer.checkpoint_index import write_index_file
-from weft.trainer.checkpoint_manifest import write_manifest
+from weft.trainer.checkpointer.index import write_index_file
+from weft.trainer.checkpointer.manifest import write_manifest
 
 INDEX = [
     ("model/decoder/w", {"shape": [2, 3], "dtype": "bfloat16", "spec": ["data", ["a", "b"]]}),

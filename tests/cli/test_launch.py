@@ -4,7 +4,7 @@ import pytest
 
 from weft.cli import main
 from weft.cli.arguments import parse_arguments
-from weft.cli.launch import JOBS, job_name, make_job
+from weft.cli.train import JOBS, job_name, make_job
 from weft.launch.jobset import JobSetJob
 from weft.launch.local import LocalJob
 from weft.launch.slurm import SlurmJob

@@ -11,7 +11,7 @@ from weft.cli import main
 from weft.cli.configs import load_config
 from weft.cli.display import make_display
 from weft.cli.train import program, run, split_arguments
-from weft.trainer.run_record import claim_run_dir
+from weft.trainer.run_dir import claim_run_dir
 
 TINY = ["train", "lm-tiny"]
 

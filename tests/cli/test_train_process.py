@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.flags import xla_flags
-from weft.trainer.checkpoint_dirs import step_dirs
 from weft.trainer.checkpointer import Checkpointer, CheckpointValidationType, read_state_spec
+from weft.trainer.checkpointer.dirs import step_dirs
 
 pytestmark = pytest.mark.long
 

@@ -5,7 +5,7 @@
 prints as JSON what it has found and how many calls it has made: pairs of a callable and a name, or
 a config class, whose call opened a file to write, changed a folder, started a process, opened a
 connection, read a pickle or imported a planted module. An audit hook of Python sees these, and
-stops them. It tries all of `weft.config.vocabulary` and all configurable classes.
+stops them. It tries all of `weft.config.references` and all configurable classes.
 
 Planted callables, with planted names as their arguments, are searched first and in the same way;
 what is found there is printed apart, and shows that the search finds something.
@@ -349,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer arguments and pairs")
     options = parser.parse_args(argv)
     _import_weft()
-    from weft.config.vocabulary import TARGETS, VALUES
+    from weft.config.references import TARGETS, VALUES
 
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

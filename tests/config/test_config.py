@@ -1,5 +1,9 @@
 import copy
+import inspect
+import math
+import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -11,10 +15,12 @@ from weft.config import (
     FrozenConfigError,
     InstantiableConfig,
     InvalidConfigValueError,
+    Origin,
     Required,
     UnknownFieldError,
     config_class,
     config_for_function,
+    origin,
 )
 
 
@@ -108,7 +114,7 @@ def test_a_field_cannot_be_deleted():
 # By value.
 
 
-def test_what_is_assigned_is_copied():
+def test_assigned_values_are_copied():
     cfg, dropout = Layer.default_config(), Dropout.default_config()
     cfg.dropout = dropout
     dropout.rate = 0.5
@@ -166,7 +172,7 @@ def test_pickle():
     assert cfg.dim == 4
 
 
-def test_what_cannot_be_copied_is_shared():
+def test_uncopyable_values_are_shared():
     class Client:
         def __init__(self):
             self.x = 1
@@ -302,3 +308,156 @@ def test_configs_of_functions_are_values_of_fields():
 
 def divmod_of(a, b=2):
     return divmod(a, b)
+
+
+class Block(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        dim: Required[int] = REQUIRED
+        act: object = math.sqrt
+        name: str | None = None
+
+
+@config_class
+class Many(ConfigBase):
+    items_: list = []
+    note: str = "x"
+    pair: tuple = ()
+    rules: dict = {}
+
+
+def test_one_line_per_leaf():
+    assert Block.default_config().set(dim=3).debug_string().splitlines() == [
+        "act: 'math.sqrt'",
+        "dim: 3",
+        f"klass: '{__name__}.Block'",
+    ]
+
+
+def test_separators_and_omitted_fields():
+    cfg = Many(items_=[1], rules={"a": len, "b": int})
+    assert cfg.debug_string(kv_separator="=", field_separator=";") == (
+        "items_[0]=1;note='x';pair=();rules['a']='len';rules['b']='int'"
+    )
+    assert Block.default_config().debug_string(omit_default_values=()).splitlines()[1:] == [
+        "dim: REQUIRED",
+        f"klass: '{__name__}.Block'",
+        "name: None",
+    ]
+
+
+def test_repr_is_one_line():
+    cfg = Many(items_=[Block.default_config()], rules={"a": len}, pair=(1,))
+    assert repr(cfg) == (
+        "Many(items_=[Block.Config(act=sqrt, dim=REQUIRED, name=None)], note='x', pair=(1,), "
+        "rules={'a': len})"
+    )
+
+
+def test_a_long_repr_leaves_out_defaults_and_stays_short():
+    cfg = Many(items_=[Block.default_config().set(dim=i) for i in range(40)])
+    assert "act=" not in repr(cfg)
+    assert "Block.Config(dim=39)" in repr(cfg)
+    cfg = Many(items_=[Block.default_config().set(dim=i) for i in range(1000)])
+    assert len(repr(cfg)) <= 1500
+    assert repr(cfg).endswith(" …")
+
+
+class Leaf(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        rate: float = 0.1
+        sizes: list = [1]
+
+
+class Tree(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        leaf: Leaf.Config = Leaf.default_config()
+        many: list = []
+
+
+def line_above():
+    frame = inspect.currentframe().f_back
+    return Origin(__file__, frame.f_lineno - 1)
+
+
+def test_each_way_of_setting_is_remembered():
+    cfg = Leaf.default_config()
+    assert origin(cfg, "rate") is None
+    cfg.rate = 0.2
+    line = line_above()
+    assert origin(cfg, "rate") == line
+    cfg.set(rate=0.3)
+    line = line_above()
+    assert origin(cfg, "rate") == line
+    cfg = cfg.clone(rate=0.4)
+    line = line_above()
+    assert origin(cfg, "rate") == line
+    tree = Tree.default_config().set(many=[cfg])
+    tree.set_recursively("many[0].rate", value=0.5)
+    line = line_above()
+    assert origin(tree, "many[0].rate") == line
+
+
+@pytest.mark.parametrize(
+    "copier",
+    [copy.deepcopy, lambda c: c.clone(), lambda c: pickle.loads(pickle.dumps(c))],
+)
+def test_copies_keep_it(copier):
+    cfg = Leaf.default_config()
+    cfg.rate = 0.2
+    line = line_above()
+    tree = copier(Tree.default_config().set(leaf=cfg))
+    assert origin(tree, "leaf.rate") == line
+    assert origin(tree, "leaf") != line
+
+
+def test_inside_of_a_list_it_is_that_of_the_field():
+    cfg = Leaf.default_config()
+    cfg.sizes = [1, 2]
+    line = line_above()
+    assert origin(cfg, "sizes[1]") == line
+
+
+def test_a_copy_that_changes_leaves_the_original_alone():
+    cfg = Leaf.default_config().set(rate=0.2)
+    before = origin(cfg, "rate")
+    cfg.clone().rate = 0.3
+    assert origin(cfg, "rate") == before
+
+
+def test_a_config_of_a_function():
+    def make(x=1):
+        return x
+
+    cfg = config_for_function(make).set(x=2)
+    assert origin(cfg, "x") == line_above()
+
+
+def test_a_path_that_leads_nowhere():
+    with pytest.raises(UnknownFieldError, match="Did you mean 'rate'"):
+        origin(Tree.default_config(), "leaf.raet")
+    with pytest.raises(UnknownFieldError, match="The path is empty"):
+        origin(Tree.default_config(), "")
+
+
+def test_it_reads_as_file_and_line():
+    assert str(Origin("override")) == "override"
+    assert str(Origin(os.path.abspath("recipes/lm.py"), 42)) == os.path.join("recipes", "lm.py:42")
+    assert str(Origin("/far/away.py", 1)) == "/far/away.py:1"
+
+
+def test_origins_do_not_count_for_equality():
+    first = Leaf.default_config().set(rate=0.2)
+    second = Leaf.default_config()
+    second.rate = 0.2
+    assert first == second
+
+
+def test_a_thread_has_lines_too():
+    cfg = Leaf.default_config()
+    thread = threading.Thread(target=setattr, args=(cfg, "rate", 0.5))
+    thread.start()
+    thread.join()
+    assert origin(cfg, "rate").file.endswith("threading.py")

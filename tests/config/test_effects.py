@@ -10,7 +10,7 @@ import pytest
 # What could be called, and named, before names were listed function by function.
 PLANTED = (
     "weft.jax_utils.partial_eval_by_shape,jax.nn.relu,optax.inject_hyperparams,numpy.save,"
-    "numpy.memmap,weft.config.get_named_trainer_config,weft.trainer.checkpoint_dirs.remove_dir"
+    "numpy.memmap,weft.config.get_named_trainer_config,weft.trainer.checkpointer.dirs.remove_dir"
 )
 PLANTED_NAMES = "numpy.load,numpy.savetxt,jax.nn.relu"
 
@@ -51,7 +51,7 @@ def test_the_search_finds_what_it_is_for(quick):
         ("numpy.save", "open("),
         ("numpy.memmap", "open("),
         ("weft.config.get_named_trainer_config", "import planted_module"),
-        ("weft.trainer.checkpoint_dirs.remove_dir", "os.rename("),
+        ("weft.trainer.checkpointer.dirs.remove_dir", "os.rename("),
     ],
 )
 def test_the_search_finds_single_functions(name, effect, quick):
@@ -72,5 +72,5 @@ def test_nothing_that_a_text_can_have_called_has_effects(quick):
 
 @pytest.mark.soak
 @pytest.mark.skipif("WEFT_SOAK_KILLS" not in os.environ, reason="runs by `make soak`")
-def test_no_pair_of_what_a_text_can_name_has_effects():
+def test_pairs_of_allowed_names_have_no_effects():
     check(search(), 500_000)

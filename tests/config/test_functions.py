@@ -145,7 +145,7 @@ def takes_configs(a: Layer.Config, b: InstantiableConfig | None = None, c: Any =
     return a, b, c
 
 
-def test_what_is_declared_to_be_a_config_stays_one():
+def test_declared_configs_are_not_instantiated():
     layer = Layer.default_config()
     a, b, c = config_for_function(takes_configs).set(a=layer, b=layer, c=layer).instantiate()
     assert a == layer
@@ -309,13 +309,13 @@ def keys_parameter(keys=()):
         ),
     ],
 )
-def test_what_has_no_config(make, error_type, message):
+def test_objects_without_config(make, error_type, message):
     with pytest.raises(error_type) as error:
         make()
     assert message in str(error.value)
 
 
-def test_arguments_of_instantiate_may_be_what_no_config_can_hold():
+def test_instantiate_accepts_any_argument():
     class Window:
         def __init__(self, width, positions):
             self.width, self.positions = width, positions

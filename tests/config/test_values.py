@@ -1,9 +1,11 @@
 import collections
+import copy
 import dataclasses
 import enum
 import functools
+import pickle
 import threading
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Union, get_args
 
 import attrs
 import jax
@@ -11,13 +13,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.config import ConfigBase, config_class, is_attrs, is_named_tuple
+from weft.config import (
+    REQUIRED,
+    ConfigBase,
+    ConfigTypeError,
+    Required,
+    RequiredFieldMissingError,
+    RequiredFieldValue,
+    UnknownFieldError,
+    config_class,
+    is_attrs,
+    is_named_tuple,
+)
 from weft.config.values import (
+    child_items,
     copy_value,
+    get_path,
     is_dataclass,
     join_path,
-    parts,
+    parse_path,
     replace_part,
+    split_path,
     values_equal,
 )
 
@@ -59,7 +75,7 @@ class Plain:
         self.x = x
 
 
-def test_what_kind_of_record_it_is():
+def test_record_types():
     assert is_named_tuple(Point(1, 2))
     assert not is_named_tuple((1, 2))
     assert not is_named_tuple(Point)
@@ -88,7 +104,7 @@ def test_what_kind_of_record_it_is():
     ],
 )
 def test_parts(value, expected):
-    assert parts(value) == expected
+    assert child_items(value) == expected
 
 
 def test_join_path():
@@ -114,7 +130,7 @@ def test_join_path():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_can_change_is_copied(value):
+def test_mutable_values_are_copied(value):
     copied = copy_value(value)
     assert copied is not value
     assert type(copied) is type(value)
@@ -155,7 +171,7 @@ def test_configs_in_records_are_copied():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_change_or_be_copied_is_shared(value):
+def test_immutable_values_are_shared(value):
     assert copy_value(value) is value
 
 
@@ -229,7 +245,7 @@ def test_equality(a, b, equal):
     assert values_equal(b, a) is equal
 
 
-def test_what_cannot_be_compared_is_not_equal():
+def test_incomparable_values_are_unequal():
     class Odd:
         __hash__ = None
 
@@ -237,3 +253,290 @@ def test_what_cannot_be_compared_is_not_equal():
             raise RuntimeError("no")
 
     assert not values_equal(Odd(), Odd())
+
+
+def test_there_is_only_one():
+    assert RequiredFieldValue() is REQUIRED
+    assert copy.copy(REQUIRED) is REQUIRED
+    assert copy.deepcopy([REQUIRED])[0] is REQUIRED
+    assert pickle.loads(pickle.dumps(REQUIRED)) is REQUIRED
+
+
+def test_it_is_false_and_says_what_it_is():
+    assert not REQUIRED
+    assert repr(REQUIRED) == "REQUIRED"
+
+
+def test_required_is_a_union():
+    assert Required[int] == Union[int, RequiredFieldValue]  # noqa: UP007 - what it promises
+    assert int in get_args(Required[int | str])
+
+
+def test_calling_it_says_what_is_missing():
+    with pytest.raises(RequiredFieldMissingError, match="still REQUIRED was called as a function"):
+        REQUIRED(1, x=2)
+
+
+@dataclasses.dataclass
+class VisitSpec:
+    size: int
+    inner: Any = None
+
+
+@config_class
+class VisitLeaf(ConfigBase):
+    rate: float = 0.1
+    name: str | None = None
+
+
+@config_class
+class VisitTree(ConfigBase):
+    dim: Required[int] = REQUIRED
+    leaf: VisitLeaf = VisitLeaf()
+    many: list = []
+    rules: dict = {}
+    spec: Any = None
+
+
+def tree():
+    return VisitTree(
+        dim=3,
+        many=[VisitLeaf(), (1, 2)],
+        rules={"a": VisitLeaf(rate=0.5), 3: "x"},
+        spec=VisitSpec(1, VisitLeaf()),
+    )
+
+
+def test_every_leaf_is_visited_with_its_path():
+    seen = {}
+    tree().visit(visit_fn=seen.__setitem__)
+    assert seen == {
+        "dim": 3,
+        "leaf.name": None,
+        "leaf.rate": 0.1,
+        "many[0].name": None,
+        "many[0].rate": 0.1,
+        "many[1][0]": 1,
+        "many[1][1]": 2,
+        "rules['a'].name": None,
+        "rules['a'].rate": 0.5,
+        "rules[3]": "x",
+        "spec.size": 1,
+        "spec.inner.name": None,
+        "spec.inner.rate": 0.1,
+    }
+    assert list(seen)[:3] == ["dim", "leaf.name", "leaf.rate"]
+
+
+def test_enter_may_stop_and_redirect():
+    seen = {}
+
+    def enter(path, value, children):
+        if isinstance(value, VisitLeaf):
+            return None
+        if path == "rules":
+            return [("elsewhere", 1)]
+        return children
+
+    tree().visit(visit_fn=seen.__setitem__, enter_fn=enter)
+    assert seen["leaf"] == VisitLeaf()
+    assert seen["elsewhere"] == 1
+    assert not any(path.startswith("rules") for path in seen)
+
+
+def test_exit_comes_after_the_children():
+    order = []
+    VisitTree(dim=1).visit(
+        visit_fn=lambda path, value: order.append(path),
+        exit_fn=lambda path, value: order.append(f"/{path}"),
+    )
+    assert order == [
+        "dim",
+        *("leaf.name", "leaf.rate", "/leaf"),
+        *("/many", "/rules", "spec", "/"),
+    ]
+
+
+def test_to_dict_replaces_configs_only():
+    assert tree().to_dict() == {
+        "dim": 3,
+        "leaf": {"name": None, "rate": 0.1},
+        "many": [{"name": None, "rate": 0.1}, (1, 2)],
+        "rules": {"a": {"name": None, "rate": 0.5}, 3: "x"},
+        "spec": VisitSpec(1, VisitLeaf()),
+    }
+
+
+def test_the_dict_is_independent():
+    cfg = tree()
+    cfg.to_dict()["many"].append(1)
+    assert len(cfg.many) == 2
+
+
+def test_flat_dict_keeps_empty_containers():
+    assert VisitTree(dim=1).to_flat_dict(omit_default_values=()) == {
+        "dim": 1,
+        "leaf.name": None,
+        "leaf.rate": 0.1,
+        "many": [],
+        "rules": {},
+        "spec": None,
+    }
+
+
+def test_defaults_are_left_out_if_they_are_listed():
+    assert VisitTree().to_flat_dict(omit_default_values=(None, REQUIRED)) == {
+        "leaf.rate": 0.1,
+        "many": [],
+        "rules": {},
+    }
+    assert VisitTree().to_flat_dict(omit_default_values=(0.1,))["leaf.name"] is None
+
+
+def test_a_listed_value_is_shown_where_it_is_not_the_default():
+    assert VisitTree(dim=REQUIRED, spec=3).set(rules={"a": None}).to_flat_dict(
+        omit_default_values=(None,)
+    ) == {"dim": REQUIRED, "leaf.rate": 0.1, "many": [], "rules['a']": None, "spec": 3}
+
+
+class PathPoint(NamedTuple):
+    x: int
+    y: Any = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PathSpec:
+    size: int = 1
+    inner: Any = None
+
+
+@config_class
+class PathLeaf(ConfigBase):
+    rate: float = 0.1
+
+
+@config_class
+class PathTree(ConfigBase):
+    leaf: PathLeaf = PathLeaf()
+    many: list = [PathLeaf(), PathLeaf()]
+    numbers: tuple[int, ...] = (1, 2)
+    rules: dict[str, Any] = {"a": 1, "b c": [1]}
+    point: PathPoint = PathPoint(1)
+    spec: PathSpec = PathSpec()
+    unset: Any = REQUIRED
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("", []),
+        ("a", ["a"]),
+        ("a.b", ["a", "b"]),
+        ("a[2].b[-1]", ["a", 2, "b", -1]),
+        ("a['x y'].b", ["a", "x y", "b"]),
+        ('a["x]"]', ["a", "x]"]),
+        (r"a['it\'s']", ["a", "it's"]),
+        ("a[1][2]", ["a", 1, 2]),
+    ],
+)
+def test_paths_are_read(text, steps):
+    assert parse_path(text) == steps
+
+
+def test_steps_are_taken_as_they_are():
+    assert parse_path(["a", 2, "b.c"]) == ["a", 2, "b.c"]
+    assert parse_path(("a",)) == ["a"]
+
+
+@pytest.mark.parametrize("text", [".a", "a..b", "a.", "a[", "a[x]", "a[1]b", "a b", "a[1.5]", "[b"])
+def test_invalid_paths(text):
+    with pytest.raises(UnknownFieldError) as error:
+        parse_path(text)
+    assert f"{text!r} is not a path: cannot read" in str(error.value)
+    assert "as model.layers[2].rate" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("leaf.rate", 0.1),
+        ("many[1].rate", 0.1),
+        ("many[-1].rate", 0.1),
+        ("numbers[0]", 1),
+        ("rules.a", 1),
+        ("rules['b c'][0]", 1),
+        ("point.x", 1),
+        ("point.y", 0),
+        ("spec.size", 1),
+    ],
+)
+def test_values_are_found_and_set(path, value):
+    cfg = PathTree()
+    assert cfg.get_recursively(path) == value
+    cfg.set_recursively(path, value=5)
+    assert cfg.get_recursively(path) == 5
+    assert PathTree().get_recursively(path) == value
+
+
+def test_containers_keep_their_class():
+    cfg = PathTree()
+    for path in ("numbers[1]", "point.y", "spec.inner", "rules.new", "many[0]"):
+        cfg.set_recursively(path, value=7)
+    assert cfg.numbers == (1, 7)
+    assert cfg.point == PathPoint(1, 7)
+    assert cfg.spec == PathSpec(inner=7)
+    assert cfg.rules == {"a": 1, "b c": [1], "new": 7}
+    assert cfg.many == [7, PathLeaf()]
+
+
+def test_nested_set_is_validated():
+    with pytest.raises(ConfigTypeError, match=r"numbers: PathTree declares tuple\[int, \.\.\.\]"):
+        PathTree().set_recursively("numbers[0]", value="x")
+
+
+def test_a_config_inside_of_a_container_is_set_in_place():
+    cfg = PathTree()
+    leaf = cfg.many[0]
+    cfg.set_recursively("many[0].rate", value=0.9)
+    assert leaf.rate == 0.9
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("laef.rate", "unknown field 'laef' in PathTree. Did you mean 'leaf'?"),
+        ("leaf.raet", "leaf: unknown field 'raet' in PathLeaf. Did you mean 'rate'?"),
+        ("many[2].rate", "many: there is no [2] in a list of length 2. Write an index from 0 to 1"),
+        ("many.rate", "many: there is no ['rate'] in a list of length 2"),
+        ("rules.aa", "rules: unknown key 'aa'."),
+        ("spec.sise", "spec: unknown field 'sise' in PathSpec. Did you mean 'size'?"),
+        ("point.z", "point: unknown field 'z' in PathPoint. There are: x, y."),
+        ("leaf.rate.x", "leaf.rate: there is no 'x' in it, since it is 0.1."),
+        ("unset.x", "unset: there is no 'x' in it, since it is still REQUIRED."),
+    ],
+)
+def test_where_a_path_ends(path, message):
+    cfg = PathTree()
+    with pytest.raises(UnknownFieldError) as error:
+        cfg.get_recursively(path)
+    assert message in str(error.value)
+    if path != "rules.aa":  # a dict may get a new key
+        with pytest.raises(UnknownFieldError):
+            cfg.set_recursively(path, value=1)
+
+
+def test_an_empty_path_cannot_be_set():
+    for path in ("", []):
+        with pytest.raises(UnknownFieldError, match="The path is empty"):
+            PathTree().set_recursively(path, value=1)
+
+
+def test_split_path_finds_the_innermost_config():
+    cfg = PathTree()
+    owner, steps = split_path(cfg, "rules['b c'][0]")
+    assert owner is cfg
+    assert steps == ["rules", "b c", 0]
+    owner, steps = split_path(cfg, "many[0].rate")
+    assert owner is cfg.many[0]
+    assert steps == ["rate"]
+    assert get_path(cfg, ()) is cfg

@@ -5,7 +5,16 @@ import jax.numpy as jnp
 import pytest
 
 from weft.core import apply, bind, init, lift
-from weft.core.rngs import Counts, FrozenCounts, Later, Loop, Stream, for_loop, is_key, larger
+from weft.core.rngs import (
+    Counts,
+    FrozenCounts,
+    Loop,
+    LoopKeyNumber,
+    Stream,
+    counts_for_loop,
+    is_key,
+    max_counts,
+)
 from weft.errors import InvalidRngError
 
 KEY = jax.random.key(0)
@@ -103,14 +112,14 @@ def test_a_trip_from_a_scope_below():
 
 
 def numbers(draws):
-    return [draw.number() if isinstance(draw, Later) else draw for draw in draws]
+    return [draw.number() if isinstance(draw, LoopKeyNumber) else draw for draw in draws]
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 5])
 def test_a_loop_draws_as_if_its_body_had_run_once(n):
     outside = Counts()
     outside.draw(ROOT)
-    inside = Counts(for_loop(outside.freeze()))
+    inside = Counts(counts_for_loop(outside.freeze()))
     draws = [inside.draw(ROOT) for _ in range(n)]
     after = inside.end()
     assert numbers(draws) == list(range(2 + n, 2 + 2 * n))
@@ -120,9 +129,9 @@ def test_a_loop_draws_as_if_its_body_had_run_once(n):
 
 def test_a_loop_in_a_loop_skips_what_both_skip():
     outside = Counts()
-    outer = Counts(for_loop(outside.freeze()))
+    outer = Counts(counts_for_loop(outside.freeze()))
     draws = [outer.draw(BELOW)]
-    inner = Counts(for_loop(outer.below(("a",))))
+    inner = Counts(counts_for_loop(outer.below(("a",))))
     draws += [inner.draw(ROOT), inner.draw(ROOT), inner.draw(BELOW)]
     outer.update_below(("a",), inner.end())
     draws.append(outer.draw(BELOW))
@@ -136,15 +145,15 @@ def test_a_loop_whose_draws_are_known_gives_numbers_at_once():
     outside = Counts()
     outside.draw(ROOT)
     before = outside.freeze()
-    first = Counts(for_loop(before))
+    first = Counts(counts_for_loop(before))
     first.draw(ROOT)
     first.draw(ROOT)
-    again = Counts(for_loop(before, first.end()))
+    again = Counts(counts_for_loop(before, first.end()))
     assert numbers([again.draw(ROOT)]) == [4]
 
 
 def test_the_number_of_a_key_is_not_known_before_its_loop_ends():
-    inside = Counts(for_loop(FrozenCounts()))
+    inside = Counts(counts_for_loop(FrozenCounts()))
     stream = Stream(KEY).at("a", inside.draw(ROOT))
     message = "is drawn in jax.ensure_compile_time_eval.. in the body of a loop.*draw it outside"
     with pytest.raises(InvalidRngError, match=message):
@@ -155,7 +164,7 @@ def test_the_number_of_a_key_is_not_known_before_its_loop_ends():
 
 
 def test_a_key_can_be_traced_before_its_number_is_known():
-    inside = Counts(for_loop(FrozenCounts()))
+    inside = Counts(counts_for_loop(FrozenCounts()))
     traced = jax.jit(lambda key: Stream(key).at(inside.draw(ROOT)).as_key()).trace(KEY)
     inside.end()
     assert data(traced.lower().compile()(KEY)) == data(Stream(KEY).at(2).as_key())
@@ -167,16 +176,16 @@ def test_after_branches_the_larger_count_holds():
     b.draw(ROOT)
     b.draw(ROOT)
     a.draw(BELOW)
-    joined = Counts(larger(a.freeze(), b.freeze()))
+    joined = Counts(max_counts(a.freeze(), b.freeze()))
     assert [joined.draw(ROOT), joined.draw(BELOW)] == [3, 2]
-    assert larger(a.freeze(), b.freeze()) == larger(b.freeze(), a.freeze())
+    assert max_counts(a.freeze(), b.freeze()) == max_counts(b.freeze(), a.freeze())
 
 
 def test_counts_in_different_loops_are_different():
     assert FrozenCounts() == Counts().freeze()
-    a, b = (Counts(for_loop(FrozenCounts())).freeze() for _ in range(2))
+    a, b = (Counts(counts_for_loop(FrozenCounts())).freeze() for _ in range(2))
     assert a == a and a != b
-    assert Later(1, ((Loop({ROOT: 2}), ROOT),)).number() == 3
+    assert LoopKeyNumber(1, ((Loop({ROOT: 2}), ROOT),)).number() == 3
 
 
 def test_the_iterations_of_a_scan_draw_different_keys_and_counts_go_on_after_it():

@@ -11,7 +11,7 @@ import weft
 from weft import linen as nn
 from weft import nnx
 from weft.core import apply, init, lift
-from weft.hierarchy.linear import Linear
+from weft.hierarchy.layers.linear import Linear
 from weft.hierarchy.module import functional
 
 WEFT = str(pathlib.Path(weft.__file__).parent)

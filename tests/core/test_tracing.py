@@ -2,11 +2,77 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from weft.core import tracing
-from weft.core.tracing import check_trace_level, current_trace, with_room_in_trace
-from weft.errors import JaxTransformError
+from weft.core.partial_eval import partial_eval, partial_eval_or_shapes
+from weft.core.tracing import check_trace_level, current_trace
+from weft.errors import JaxTransformError, LazyInitError
+
+SHAPE = jax.ShapeDtypeStruct((2, 3), "float32")
+
+
+def test_what_needs_only_shapes_is_computed():
+    def fn(x, y):
+        return {"ones": jnp.ones(x.shape, x.dtype), "twice": 2 * y}
+
+    result = partial_eval(fn, SHAPE, np.arange(2.0, dtype="float32"))
+    assert jax.tree.map(lambda v: (v.shape, v.dtype.name), result) == {
+        "ones": ((2, 3), "float32"),
+        "twice": ((2,), "float32"),
+    }
+    assert result["twice"].tolist() == [0.0, 2.0]
+
+
+def test_a_result_that_needs_a_value_is_named():
+    def fn(x):
+        return {"a": {"b": jnp.zeros(3), "c": x.sum(), "d": x + 1}}
+
+    with pytest.raises(
+        LazyInitError, match="lazy_init cannot compute a/c: its initial value depend"
+    ):
+        partial_eval(fn, SHAPE)
+
+
+def test_what_is_computed_beside_is_not_computed():
+    huge = jax.ShapeDtypeStruct((1 << 20, 1 << 20), "float32")
+
+    def fn(x, y):
+        return y + 1 + 0 * (jnp.ones_like(x) @ x).ndim
+
+    assert partial_eval(fn, huge, jnp.float32(1)) == 2
+
+
+def test_what_is_no_array_comes_through():
+    def fn(x, n, *, name):
+        return {"n": n, "half": 0.5, "name": name, "array": np.ones(2), "none": None, "x": x[:n]}
+
+    result = partial_eval(fn, jnp.arange(3), 2, name="dense")
+    assert type(result["n"]) is int and type(result["half"]) is float
+    assert type(result["array"]) is np.ndarray
+    assert result["x"].tolist() == [0, 1]
+    assert (result["name"], result["none"]) == ("dense", None)
+
+
+def test_keys_are_known_values():
+    key = jax.random.key(3)
+    assert partial_eval(lambda key, x: jax.random.normal(key), key, SHAPE) == jax.random.normal(key)
+
+
+def test_an_unknown_value_that_is_a_result_itself():
+    with pytest.raises(
+        LazyInitError, match="1: its initial value depends on the value of an input"
+    ):
+        partial_eval(lambda x: (jnp.ones(2), x), SHAPE)
+
+
+def test_what_is_not_known_has_a_shape():
+    result = partial_eval_or_shapes(
+        lambda x, y: {"a": x.sum(), "b": (y + 1, 2), "x": x}, SHAPE, np.ones(3)
+    )
+    assert result["b"][0].tolist() == [2, 2, 2] and result["b"][1] == 2
+    assert result["a"] == jax.ShapeDtypeStruct((), "float32") and result["x"] == SHAPE
 
 
 @pytest.mark.parametrize(
@@ -41,15 +107,6 @@ def test_afterwards_it_is_the_one_from_before():
         jax.jit(lambda x: 1 // 0)(1.0)
     assert current_trace() == before
     check_trace_level(before)
-
-
-def test_what_is_called_with_room_in_a_trace_gets_all_that_it_is_given():
-    def given(*args, **kwargs):
-        return args, kwargs
-
-    inside = []
-    jax.jit(lambda x: inside.append(with_room_in_trace(given, 1, fn=2)) or x)(1.0)
-    assert inside == [((1,), {"fn": 2})] == [with_room_in_trace(given, 1, fn=2)]
 
 
 def test_a_trace_is_not_kept_alive():

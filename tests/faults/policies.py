@@ -17,9 +17,9 @@ import numpy as np
 
 from weft import nnx
 from weft.config import config_class, config_for_class, config_for_function
+from weft.distributed.preemption import still_compiling
 from weft.errors import UndefinedLossException
-from weft.hierarchy.base_layer import ParameterSpec
-from weft.hierarchy.base_model import BaseModel
+from weft.hierarchy.base_layer import BaseModel, ParameterSpec
 from weft.input.fake import EmptyInput
 from weft.interop import as_hierarchy
 from weft.launch.distributed import joined_processes
@@ -27,11 +27,10 @@ from weft.trainer.anomalies import AnomalyPolicy
 from weft.trainer.checkpointer import every_n_steps_policy
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.evaler import every_n_steps_policy as evaluate_every_n_steps
-from weft.trainer.interruption import still_compiling
-from weft.trainer.json_lines_writer import JsonLinesWriter
 from weft.trainer.learner import Learner
 from weft.trainer.optimizers import sgd_optimizer
 from weft.trainer.progress import RunListener
+from weft.trainer.summary_writer import JsonLinesWriter
 from weft.trainer.trainer import SpmdTrainer
 
 FAULTS = {2: "nan", 6: "large", 9: "root", 10: "root"}
@@ -87,6 +86,7 @@ class Fitted(BaseModel):
         x = self.rooted(input_batch["x"]) * self.state["scale"][None]
         if self.config.slow == "evaluating" and not self.is_training:
             x += slowly(x, jnp.ones((4, 4)), 1500)
+            self.add_summary("x", jnp.mean(x))  # what no summary needs is not computed
         return jnp.mean((x - 1.0) ** 2), {}
 
 

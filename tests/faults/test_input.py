@@ -9,15 +9,15 @@ import pytest
 
 from weft.config import config_for_function
 from weft.errors import InputReadError
-from weft.hierarchy.base_model import BaseModel
+from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.layers import Linear
-from weft.input.files import json_lines_dataset
+from weft.input.datasets import json_lines_dataset
 from weft.input.grain import Input, per_feed_batch, shard_dataset_with_proportion
 from weft.trainer.learner import Learner
 from weft.trainer.optimizers import adamw_optimizer
+from weft.trainer.profiling import Throughput
 from weft.trainer.progress import RunListener
 from weft.trainer.summary_writer import JsonLinesWriter, read_json_lines
-from weft.trainer.throughput import Throughput
 from weft.trainer.trainer import SpmdTrainer
 
 

@@ -15,15 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft.config import config_class, config_for_function
+from weft.distributed.preemption import still_compiling
 from weft.errors import InputReadError
-from weft.hierarchy.base_layer import ParameterSpec
-from weft.hierarchy.base_model import BaseModel
+from weft.hierarchy.base_layer import BaseModel, ParameterSpec
 from weft.input.fake import EmptyInput, FakeDataset, FakeIterator
 from weft.launch.distributed import joined_processes
 from weft.trainer.checkpointer import Checkpointer, OrbaxStateStorage
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.evaler import every_n_steps_policy as evaluate_every_n_steps
-from weft.trainer.interruption import still_compiling
 from weft.trainer.learner import Learner
 from weft.trainer.optimizers import sgd_optimizer
 from weft.trainer.progress import RunListener

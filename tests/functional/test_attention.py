@@ -2,7 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
+from weft import functional
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import (
     attention_context,
@@ -14,6 +16,16 @@ from weft.functional import (
     dot_product_attention,
     dropout,
     evaluate_mask,
+    per_dim_scale,
+    relative_to_absolute,
+    sigmoid_attention_probs,
+    xl_attention_logits,
+)
+from weft.functional.attention import (
+    attention_cache_step,
+    attention_weights,
+    check_attention_shapes,
+    drop_attention_weights,
 )
 
 RNG = np.random.default_rng(0)
@@ -71,7 +83,7 @@ def test_biases_broadcast(shape):
     np.testing.assert_allclose(y, reference(q, k, v, bias=bias), rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_masked_has_no_influence_and_no_gradient():
+def test_masked_positions_have_no_gradient():
     q, k, v = map(jnp.array, qkv(target=6))
     positions = jnp.arange(6)[None]
     mask = evaluate_mask(causal_mask, positions, positions)
@@ -206,3 +218,195 @@ def test_mask_and_its_bias_do_the_same():
         dot_product_attention(q, k, v, mask=mask),
         dot_product_attention(q, k, v, bias=bool_to_bias(mask)),
     )
+
+
+def test_sigmoid_probs():
+    logits = jnp.array([-1.0, 0.0, 2.0], jnp.bfloat16).reshape(1, 1, 1, 3)
+    bias = jnp.array([0.5, 0.0, -1e15]).reshape(1, 1, 1, 3)
+    probs = sigmoid_attention_probs(logits, bias)
+    assert probs.dtype == jnp.float32
+    np.testing.assert_allclose(probs.ravel(), [1 / (1 + np.exp(0.5)), 0.5, 0.0], rtol=1e-6)
+
+
+def test_per_dim_scale():
+    param = np.array([-1.0, 0.0, 3.0], np.float32)
+    x = np.array([[1.0, 2.0, 3.0]], np.float32)
+    expected = x * np.log1p(np.exp(param)) / np.log(2)
+    np.testing.assert_allclose(per_dim_scale(jnp.array(x), jnp.array(param)), expected, rtol=1e-6)
+    assert per_dim_scale(jnp.array(x, jnp.bfloat16), jnp.array(param)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_relative_to_absolute(length):
+    x = np.random.default_rng(0).normal(size=(2, length, 2 * length - 1))
+    y = relative_to_absolute(jnp.array(x))
+    for i in range(length):
+        for j in range(length):
+            np.testing.assert_allclose(y[:, i, j], x[:, i, j - i + length - 1], rtol=1e-6)
+
+
+def test_xl_logits_by_hand():
+    length, heads, dim = 3, 2, 4
+    keys = jax.random.split(jax.random.PRNGKey(0), 5)
+    q, k = (np.asarray(jax.random.normal(key, (2, length, heads, dim))) for key in keys[:2])
+    r = np.asarray(jax.random.normal(keys[2], (2 * length - 1, heads, dim)))
+    u, v = (np.asarray(jax.random.normal(key, (heads, dim))) for key in keys[3:])
+    logits = xl_attention_logits(*map(jnp.asarray, (q, k, r, u, v)))
+    for i in range(length):
+        for j in range(length):
+            for n in range(heads):
+                distance = r[(length - 1) - (i - j), n]  # the first row is the greatest i - j
+                by_hand = (q[:, i, n] + u[n]) * k[:, j, n] + (q[:, i, n] + v[n]) * distance
+                np.testing.assert_allclose(
+                    logits[:, n, i, j], by_hand.sum(-1), rtol=2e-5, atol=1e-5
+                )
+
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+Q = jax.random.normal(KEYS[0], (2, 5, 3, 4))
+K = jax.random.normal(KEYS[1], (2, 7, 3, 4))
+
+
+def test_is_the_softmax_of_scaled_products():
+    logits = np.einsum("bqhd,bkhd->bhqk", Q, K) / 2
+    expected = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    np.testing.assert_allclose(attention_weights(Q, K), expected, rtol=1e-5)
+    np.testing.assert_allclose(attention_weights(Q[0], K[0]), expected[0], rtol=1e-5)
+    np.testing.assert_allclose(attention_weights(Q[None], K[None]), expected[None], rtol=1e-5)
+
+
+def test_bias_and_mask():
+    mask = jnp.arange(7) > 3
+    weights = attention_weights(Q, K, bias=jnp.full((5, 1), 3.0), mask=mask)
+    np.testing.assert_allclose(weights, attention_weights(Q, K, mask=mask), rtol=1e-5)
+    assert (weights[..., :4] == 0).all()
+    np.testing.assert_allclose(weights[..., 4:], attention_weights(Q, K[:, 4:]), rtol=1e-5)
+    np.testing.assert_allclose(
+        attention_weights(Q, K, mask=jnp.zeros((5, 7))), jnp.full((2, 3, 5, 7), 1 / 7), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_dtypes(dtype):
+    q, k = Q.astype(dtype), K.astype(dtype)
+    assert attention_weights(q, k, mask=jnp.ones(7)).dtype == dtype
+    weights = attention_weights(q, k, float32_softmax=True)
+    assert weights.dtype == jnp.float32
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
+    np.testing.assert_allclose(weights, attention_weights(Q, K), atol=2e-2)
+
+
+def test_custom_einsum_and_dot_general():
+    calls = []
+
+    def dot_general(*args, **kwargs):
+        calls.append((args[2], kwargs["precision"]))
+        return lax.dot_general(*args, **kwargs)
+
+    def einsum(*args):
+        calls.append(args[0])
+        return jnp.einsum(*args)
+
+    plain = attention_weights(Q, K)
+    given = attention_weights(Q, K, dot_general=dot_general, precision="highest")
+    np.testing.assert_allclose(given, plain, rtol=1e-5)
+    np.testing.assert_allclose(attention_weights(Q, K, einsum=einsum), plain, rtol=1e-5)
+    assert calls == [((((3,), (3,)), ((0, 2), (0, 2))), "highest"), "...qhd,...khd->...hqk"]
+
+
+@pytest.mark.parametrize("name", ["bias", "mask"])
+@pytest.mark.parametrize("shape", [(5, 8), (1, 2, 3, 5, 7), (3, 1, 1, 1)])
+def test_broadcast_errors(name, shape):
+    with pytest.raises(ArgumentShapeError, match=rf"{name} has shape \(.*, \(2, 3, 5, 7\)\."):
+        attention_weights(Q, K, **{name: jnp.ones(shape)})
+
+
+def test_heads_that_share_keys():
+    shared = functional.attention_logits(Q[:, :, :2], K[:, :, :1])
+    each = functional.attention_logits(Q[:, :, :2], jnp.repeat(K[:, :, :1], 2, axis=2))
+    np.testing.assert_allclose(shared, each, rtol=1e-5)
+    averaged = functional.attention_context(shared, K[:, :, :1])
+    np.testing.assert_allclose(
+        averaged, functional.attention_context(each, jnp.repeat(K[:, :, :1], 2, axis=2)), rtol=1e-4
+    )
+
+
+def test_a_custom_dot_general_is_for_heads_that_do_not_share_keys():
+    def refuse(*args, **kwargs):
+        raise AssertionError("called for heads that share keys")
+
+    plain = functional.attention_logits(Q[:, :, :2], K[:, :, :1])
+    given = functional.attention_logits(Q[:, :, :2], K[:, :, :1], dot_general=refuse)
+    np.testing.assert_array_equal(given, plain)
+    value = K[:, :, :1]
+    context = functional.attention_context(plain, value, dot_general=refuse)
+    np.testing.assert_array_equal(context, functional.attention_context(plain, value))
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_dropped_weights(broadcast):
+    plain = attention_weights(Q, K)
+    kept = drop_attention_weights(plain, rate=0.5, prng_key=KEYS[2], broadcast=broadcast)
+    np.testing.assert_allclose(kept, jnp.where(kept == 0, 0, 2 * plain), rtol=1e-5)
+    assert bool(((kept == 0) == (kept[:1, :1] == 0)).all()) == broadcast
+    assert (drop_attention_weights(plain, rate=1.0, prng_key=KEYS[2]) == 0).all()
+    with pytest.raises(ArgumentValueError, match=r"dropout_rate=0.5 without dropout_rng: give a"):
+        drop_attention_weights(plain, rate=0.5, prng_key=None)
+
+
+def test_shapes_that_do_not_fit():
+    check_attention_shapes(Q, K, K)
+    check_attention_shapes(Q, K[:, :, :1], shared_heads=True)
+    with pytest.raises(ArgumentShapeError, match="agree in the axes before the last three"):
+        check_attention_shapes(Q, K[:1])
+    with pytest.raises(ArgumentShapeError, match="agree in heads and features, the last two"):
+        check_attention_shapes(Q, K[:, :, :1])
+    with pytest.raises(ArgumentShapeError, match="agree in features, the last axis"):
+        check_attention_shapes(Q, K[..., :3], shared_heads=True)
+    with pytest.raises(
+        ArgumentShapeError, match=r"'value': \(2, 6, .* agree between key and value"
+    ):
+        check_attention_shapes(Q, K, K[:, :6])
+    with pytest.raises(ArgumentShapeError, match=r"expected \(\*batch, length, heads, features\)"):
+        check_attention_shapes(Q[0, 0], K[0, 0])
+
+
+CACHE = jnp.zeros((2, 3, 1, 4), jnp.bfloat16)
+NEW = jnp.ones((2, 1, 1, 4))
+
+
+def test_step_appends_position():
+    keys, values, seen = attention_cache_step(CACHE, CACHE, jnp.int32(1), NEW, NEW, 2 * NEW)
+    assert keys[:, :, 0, 0].tolist() == [[0, 1, 0]] * 2
+    assert values[:, :, 0, 0].tolist() == [[0, 2, 0]] * 2
+    assert keys.dtype == jnp.bfloat16
+    assert seen.tolist() == [[[[True, True, False]]]] * 2
+
+
+def test_past_the_end_the_last_position_is_overwritten():
+    keys, _, seen = attention_cache_step(CACHE, CACHE, jnp.int32(5), NEW, NEW, NEW)
+    assert keys[:, :, 0, 0].tolist() == [[0, 0, 1]] * 2
+    assert seen.all()
+
+
+def test_queries_may_have_more_heads():
+    query = jnp.ones((2, 1, 8, 4))
+    keys, _, _ = attention_cache_step(CACHE, CACHE, jnp.int32(0), query, NEW, NEW)
+    assert keys.shape == CACHE.shape
+
+
+@pytest.mark.parametrize("query, key, value", [(2, 2, 2), (2, 1, 1), (1, 1, 2)])
+def test_one_position_at_a_time(query, key, value):
+    inputs = (jnp.ones((2, n, 1, 4)) for n in (query, key, value))
+    with pytest.raises(ArgumentShapeError, match=r"It decodes .*expects \(2, 1, 1, 4\): give one"):
+        attention_cache_step(CACHE, CACHE, jnp.int32(0), *inputs, layer="It")
+
+
+def test_a_step_with_64_bits():
+    with jax.enable_x64(True):
+        empty, new = jnp.zeros((2, 3, 1, 1), jnp.float32), jnp.ones((2, 1, 1, 1))
+        for index in (jnp.int32(1), jnp.int64(1), 1):
+            keys, _, seen = attention_cache_step(empty, empty, index, new, new, new)
+            assert keys.dtype == jnp.float32
+            assert keys[0].ravel().tolist() == [0, 1, 0]
+            assert seen[0].ravel().tolist() == [True, True, False]

@@ -149,7 +149,7 @@ def test_dtype_follows_the_input():
     assert conv(x, w.astype(jnp.float32)).dtype == jnp.float32
 
 
-def test_a_convolution_by_a_function_of_ones_own():
+def test_custom_conv_general_dilated():
     calls = []
 
     def mine(*args, **kwargs):

@@ -24,7 +24,7 @@ def test_dropout_zeros_a_fraction_and_keeps_the_mean():
     np.testing.assert_allclose(y.mean(), 1, atol=0.02)
 
 
-def test_a_mask_is_what_is_kept():
+def test_mask_is_true_where_kept():
     mask = get_dropout_mask((4, 5), prng_key=KEY, rate=0.5)
     drawn = dropout(jnp.ones((4, 5)), rate=0.5, prng_key=KEY)
     given = dropout(jnp.ones((4, 5)), rate=0.5, mask=mask)
@@ -39,7 +39,7 @@ def test_rate_zero_keeps_everything():
     np.testing.assert_array_equal(dropout(x, rate=0.0, prng_key=KEY), x)
 
 
-def test_what_is_dropped_neither_counts_nor_has_a_gradient():
+def test_dropped_elements_have_no_gradient():
     x = jnp.array([1.0, jnp.nan])
     mask = jnp.array([True, False])
     assert dropout(x, rate=0.5, mask=mask).tolist() == [2.0, 0.0]

@@ -11,9 +11,13 @@ from weft.functional import (
     alibi_slopes,
     apply_rotary,
     attend,
+    llama3_frequencies,
     lookup,
+    rotary_frequencies,
     rotary_sincos,
     sinusoidal_positions,
+    yarn_frequencies,
+    yarn_magnitude,
 )
 
 RNG = np.random.default_rng(0)
@@ -113,7 +117,7 @@ def test_alibi_bias_falls_with_distance():
     np.testing.assert_allclose(bias, expected, rtol=1e-6)
 
 
-def test_what_does_not_fit_is_named():
+def test_mismatch_is_named():
     with pytest.raises(ArgumentValueError, match="dim=5 must be even"):
         sinusoidal_positions(jnp.arange(3), dim=5)
     with pytest.raises(ArgumentValueError, match="dim=7 must be even"):
@@ -136,3 +140,56 @@ def test_rows_and_logits_are_laid_out_as_asked():
         logits = attend(table, x, out_sharding=P("data", None))
         assert logits.sharding.spec == P("data", None)
     assert jnp.isnan(lookup(jnp.ones((3, 2)), jnp.array(7))).all()
+
+
+def test_fast_pairs_stay_slow_ones_are_slowed_and_those_between_lie_between():
+    length, scaling = 8192, 8.0
+    plain = np.asarray(rotary_frequencies(128, 5e5))
+    scaled = np.asarray(llama3_frequencies(128, original_max_seq_length=length))
+    turns = plain * length / (2 * np.pi)
+    np.testing.assert_allclose(scaled[turns > 4], plain[turns > 4], rtol=1e-6)
+    np.testing.assert_allclose(scaled[turns < 1], plain[turns < 1] / scaling, rtol=1e-6)
+    between = (turns > 1) & (turns < 4)
+    assert between.any()
+    assert np.all(scaled[between] < plain[between])
+    assert np.all(scaled[between] > plain[between] / scaling)
+    assert np.all(np.diff(scaled) < 0)
+
+
+def test_no_scaling_changes_nothing():
+    scaled = yarn_frequencies(16, 1e4, original_max_seq_length=128)
+    np.testing.assert_allclose(scaled, rotary_frequencies(16, 1e4), rtol=1e-6)
+    assert yarn_magnitude(1.0) == 1.0
+
+
+def test_fast_pairs_stay_and_slow_ones_are_interpolated():
+    length, scaling = 2048, 8.0
+    plain = np.asarray(rotary_frequencies(64))
+    scaled = np.asarray(
+        yarn_frequencies(64, original_max_seq_length=length, scaling_factor=scaling)
+    )
+    turns = plain * length / (2 * np.pi)
+    np.testing.assert_allclose(scaled[turns > 64], plain[turns > 64], rtol=1e-6)
+    np.testing.assert_allclose(scaled[turns < 0.5], plain[turns < 0.5] / scaling, rtol=1e-6)
+    between = (turns > 1) & (turns < 32)
+    assert np.all(scaled[between] <= plain[between])
+    assert np.all(scaled[between] >= plain[between] / scaling)
+    assert np.all(np.diff(scaled) < 0)
+
+
+def test_extrapolation_factor_0_interpolates_all():
+    scaled = yarn_frequencies(
+        16, original_max_seq_length=128, scaling_factor=4.0, extrapolation_factor=0.0
+    )
+    np.testing.assert_allclose(scaled, rotary_frequencies(16) / 4, rtol=1e-6)
+
+
+def test_one_ramp_step_when_all_pairs_are_fast_or_slow():
+    scaled = yarn_frequencies(
+        8, original_max_seq_length=64, scaling_factor=2.0, beta_fast=4.0, beta_slow=4.0
+    )
+    assert np.all(np.isfinite(scaled))
+
+
+def test_magnitude():
+    np.testing.assert_allclose(yarn_magnitude(16.0, 0.5), 0.5 * (0.1 * np.log(16.0) + 1))

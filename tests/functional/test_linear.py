@@ -6,7 +6,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from weft.errors import ArgumentShapeError, ArgumentValueError, WeftError
-from weft.functional import dense, dense_general, project, project_weight_axes, spread
+from weft.functional import broadcast_bias, dense, dense_general, project, project_weight_axes
 
 RNG = np.random.default_rng(0)
 
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_the_matrix_product():
     np.testing.assert_allclose(ours, plain, rtol=1e-5)
 
 
-def test_dense_general_multiplies_by_a_function_of_ones_own():
+def test_dense_general_custom_dot_general():
     calls = []
 
     def dot_general(*args, **kwargs):
@@ -123,10 +123,10 @@ def test_subscripts_name_each_axis():
 
 
 def test_spread():
-    assert spread(jnp.ones((3, 2)), (0, 2), 3).shape == (3, 1, 2)
-    assert spread(jnp.ones(()), (), 2).shape == (1, 1)
+    assert broadcast_bias(jnp.ones((3, 2)), (0, 2), 3).shape == (3, 1, 2)
+    assert broadcast_bias(jnp.ones(()), (), 2).shape == (1, 1)
     whole = jnp.ones((3, 1))
-    assert spread(whole, (0, 1), 2) is whole
+    assert broadcast_bias(whole, (0, 1), 2) is whole
 
 
 def test_the_result_is_laid_out_as_asked():

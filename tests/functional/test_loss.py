@@ -4,18 +4,27 @@ import numpy as np
 import optax
 import pytest
 
+from weft.errors import ArgumentValueError
 from weft.functional import (
     absolute_error,
+    activation_flops,
     binary_cross_entropy,
     categorical_hinge_loss,
     contrastive_logits,
     contrastive_loss,
     cross_entropy,
+    elementwise_similarity,
+    focal_loss,
+    generalized_iou,
     huber_error,
     kl_divergence,
+    nearest_neighbor_entropy_loss,
+    pairwise_loss,
+    rank_pairs,
     sigmoid_cross_entropy,
     squared_error,
     weighted_mean,
+    with_cosine_margin,
 )
 
 RNG = np.random.default_rng(0)
@@ -151,7 +160,9 @@ def test_categorical_hinge_loss():
     for row, label in zip(logits, labels, strict=True):
         others = np.where(np.arange(4) == label, 0, row).max()
         expected.append(max(0, others - row[label] + 1))
-    close(categorical_hinge_loss(jnp.array(logits), jax.nn.one_hot(labels, 4)), expected)
+    logits, targets = jnp.array(logits), jax.nn.one_hot(labels, 4)
+    close(categorical_hinge_loss(logits, targets), expected)
+    close(categorical_hinge_loss(logits[None], targets[None]), [expected])
 
 
 def test_errors_of_regression():
@@ -205,3 +216,127 @@ def test_contrastive_loss_finds_the_key_of_each_query():
     close(
         contrastive_loss(logits, soft_labels=soft), optax.softmax_cross_entropy(logits, soft).mean()
     )
+
+
+@pytest.mark.parametrize("alpha, gamma", [(0.25, 1.5), (0.5, 2.0), (0.25, 0.0)])
+def test_focal_loss_by_its_formula(alpha, gamma):
+    logits = RNG.normal(size=(3, 4)).astype(np.float32)
+    targets = RNG.integers(0, 2, (3, 4))
+    p = 1 / (1 + np.exp(-logits))
+    p_t = np.where(targets, p, 1 - p)
+    alpha_t = np.where(targets, alpha, 1 - alpha)
+    expected = -alpha_t * (1 - p_t) ** gamma * np.log(p_t)
+    found = focal_loss(jnp.array(logits), jnp.array(targets), alpha=alpha, gamma=gamma)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_focal_loss_has_gradients_at_large_logits():
+    grad = jax.grad(lambda x: focal_loss(x, jnp.array([1, 0])).sum())(jnp.array([200.0, 200.0]))
+    assert np.isfinite(grad).all()
+
+
+def iou(a, b):
+    """Boxes of whole numbers, by counting unit squares."""
+
+    def cells(box):
+        return {(x, y) for x in range(box[0], box[2]) for y in range(box[1], box[3])}
+
+    low, high = np.minimum(a, b)[:2], np.maximum(a, b)[2:]
+    around, union = np.prod(high - low), cells(a) | cells(b)
+    return len(cells(a) & cells(b)) / len(union) - (around - len(union)) / around
+
+
+def test_generalized_iou_by_counting():
+    corners = RNG.integers(0, 6, (20, 2, 2))
+    boxes = np.concatenate([corners, corners + RNG.integers(1, 5, (20, 2, 2))], axis=2)
+    a, b = boxes[:, 0], boxes[:, 1]
+    expected = [iou(x, y) for x, y in zip(a, b, strict=True)]
+    found = generalized_iou(jnp.array(a, jnp.float32), jnp.array(b, jnp.float32))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+X = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+UNIT = X / np.linalg.norm(X, axis=1, keepdims=True)
+
+
+def test_the_nearest_neighbor_counts():
+    distances = np.linalg.norm(UNIT[:, None] - UNIT[None], axis=-1) + 9 * np.eye(5)
+    expected = -np.log(distances.min(1)).mean()
+    np.testing.assert_allclose(nearest_neighbor_entropy_loss(jnp.array(X)), expected, rtol=1e-4)
+    # Without the sphere, the nearest is the one of the largest inner product.
+    nearest = (X @ X.T - 99 * np.eye(5)).argmax(1)
+    expected = -np.log(np.linalg.norm(X - X[nearest], axis=1)).mean()
+    found = nearest_neighbor_entropy_loss(jnp.array(X), normalize_embedding=False)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_equal_vectors_have_finite_gradients():
+    grad = jax.grad(nearest_neighbor_entropy_loss)(jnp.ones((3, 2)).at[0].set(0.0))
+    assert np.isfinite(grad).all()
+
+
+def test_one_vector_has_no_neighbor():
+    with pytest.raises(ArgumentValueError, match=r"\(1, 3\) have no neighbors; expected at least"):
+        nearest_neighbor_entropy_loss(jnp.array(X[:1]))
+
+
+def test_products_add_up_to_the_cosine():
+    y = X[::-1]
+    products = elementwise_similarity(jnp.array(X), jnp.array(y))
+    np.testing.assert_allclose(products, UNIT * UNIT[::-1], rtol=1e-5)
+    plain = elementwise_similarity(jnp.array(X), jnp.array(y), normalize_embedding=False)
+    np.testing.assert_allclose(plain, X * y, rtol=1e-5)
+
+
+def test_a_zero_vector_has_cosine_zero_and_a_gradient():
+    zero = jnp.zeros(3)
+    assert elementwise_similarity(zero, jnp.ones(3)).tolist() == [0, 0, 0]
+    grad = jax.grad(lambda x: elementwise_similarity(x, jnp.ones(3)).sum())(zero)
+    assert np.isfinite(grad).all()
+
+
+def test_flops_are_squares_of_mean_magnitudes():
+    cost, zeros = activation_flops(jnp.array(X), sparsity_threshold=0.5)
+    np.testing.assert_allclose(cost, (np.abs(X).mean(0) ** 2).sum(), rtol=1e-5)
+    np.testing.assert_allclose(zeros, (np.abs(X) <= 0.5).sum(1).mean(), rtol=1e-5)
+    cost, zeros = activation_flops(jnp.array(X), paddings=jnp.array([0, 1, 0, 1, 1]))
+    np.testing.assert_allclose(cost, (np.abs(X[[0, 2]]).mean(0) ** 2).sum(), rtol=1e-5)
+    assert zeros == 0
+
+
+def test_the_margin_holds_back_the_right_class():
+    targets = np.eye(3, dtype=np.float32)[[0, 1, 2, 1, 0]]
+    found = with_cosine_margin(jnp.array(X), jnp.array(targets), alpha=3.0, margin=0.2)
+    np.testing.assert_allclose(found, 3 * X - 0.6 * targets, rtol=1e-5, atol=1e-6)
+
+
+def test_pairs_are_of_different_ranks():
+    pairs = np.asarray(rank_pairs(jnp.array([[2, 1, 2, 0, 3]])))[0]
+    expected = np.zeros((5, 5))
+    expected[1, [0, 2, 4]] = expected[[0, 2], 4] = 1
+    np.testing.assert_array_equal(pairs, expected)
+
+
+def test_pairwise_loss_by_its_sum():
+    logits = RNG.normal(size=(2, 3)).astype(np.float32)
+    weights = RNG.uniform(size=(2, 3, 3)).astype(np.float32)
+    scale = np.array([1.0, 3.0], np.float32)
+    total = sum(
+        scale[b] * weights[b, i, j] * np.log1p(np.exp(logits[b, j] - logits[b, i]))
+        for b in range(2)
+        for i in range(3)
+        for j in range(3)
+    )
+    loss, weight = pairwise_loss(
+        logits=jnp.array(logits), pair_weights=jnp.array(weights), loss_scale=jnp.array(scale)
+    )
+    np.testing.assert_allclose(loss, total / weights.sum(), rtol=1e-5)
+    np.testing.assert_allclose(weight, weights.sum(), rtol=1e-5)
+
+
+def test_without_pairs_there_is_no_loss():
+    nothing = jnp.zeros((1, 2, 2))
+    loss, weight = pairwise_loss(
+        logits=jnp.ones((1, 2)), pair_weights=nothing, loss_scale=jnp.ones(1)
+    )
+    assert (float(loss), float(weight)) == (0, 0)

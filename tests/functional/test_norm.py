@@ -1,3 +1,10 @@
+"""
+
+How large the programs of layers are: equations when traced, operations of StableHLO.
+
+They do not depend on the machine. The bounds are a tenth above what was counted.
+"""
+
 import functools
 
 import jax
@@ -5,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.frame.counting import equations, operations
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import (
     batch_norm,
@@ -15,6 +23,13 @@ from weft.functional import (
     normalize_sum,
     number_of_groups,
     rms_norm,
+)
+from weft.functional.norm import (
+    group_norm_axes,
+    instance_norm_axes,
+    spectral_norm,
+    weight_features,
+    weight_norm,
 )
 
 RNG = np.random.default_rng(0)
@@ -42,7 +57,7 @@ def test_layer_norm(axis):
     close(layer_norm(jnp.array(x), axis=axis), standardized(x, axis))
 
 
-def test_layer_norm_of_what_counts():
+def test_layer_norm_with_where():
     x, where = array(3, 6), np.array([[1, 1, 1, 0, 0, 0]], bool)
     y = layer_norm(jnp.array(x), where=jnp.array(where))
     close(y[:, :3], standardized(x[:, :3], -1))
@@ -174,6 +189,17 @@ def test_two_passes_do_without_a_first_element_near_the_mean():
     close(y, exact)
 
 
+def test_two_passes_over_a_mapped_axis_do_without_a_first_element_near_the_mean():
+    x = (1e4 + RNG.normal(size=(2, 128))).astype(np.float32)
+    where = np.ones(x.shape, bool)
+    where[:, 0] = False  # counts as 0, far from the mean
+    norm = functools.partial(layer_norm, axis_name="parts", eps=0.0, fast_variance=False)
+    y = jax.vmap(lambda x, where: norm(x, where=where), axis_name="parts")(jnp.array(x), where)
+    exact = x.astype(np.float64)
+    exact = (exact - exact[where].mean()) / exact[where].std()
+    np.testing.assert_allclose(y[where], exact[where], rtol=1e-2, atol=1e-2)
+
+
 def test_complex_values_are_divided_by_a_real_deviation():
     x = RNG.normal(size=(3, 8)) + 1j * RNG.normal(size=(3, 8))
     x = jnp.array(x.astype(np.complex64))
@@ -195,3 +221,97 @@ def test_groups_have_a_number_or_a_size():
         number_of_groups(12, 2, 3)
     with pytest.raises(ArgumentValueError, match="num_groups=None and group_size=0: expected a"):
         number_of_groups(12, None, 0)
+
+
+def test_axes_of_groups():
+    assert group_norm_axes(None, (2, 3, 4, 5)) == (1, 2, 3)
+    assert group_norm_axes(-1, (2, 3, 4)) == (2,)
+    with pytest.raises(ArgumentValueError, match=r"reduction_axes=\(1,\) .*\(2, 3, 4\).* add -1"):
+        group_norm_axes((1,), (2, 3, 4))
+
+
+def test_axes_of_instances():
+    assert instance_norm_axes((-1, 1), (2, 3, 4, 5)) == ((1, 3), (2,))
+    with pytest.raises(
+        ArgumentValueError, match=r"feature_axes=\(1, -3\) .*include the first axis"
+    ):
+        instance_norm_axes((1, -3), (2, 3, 4))
+
+
+WEIGHT = jnp.array(RNG.normal(size=(3, 4, 5)).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "axes, norms", [(-1, (5,)), ((0, -1), (3, 5)), ((2, 1), (4, 5)), (None, ())]
+)
+def test_norms_are_the_scales(axes, norms):
+    scale = jnp.array(RNG.uniform(1, 2, size=norms).astype(np.float32))
+    features = weight_features(WEIGHT.shape, axes)
+    shared = tuple(a for a in range(3) if a not in features)
+    norm = np.sqrt(np.square(weight_norm(WEIGHT, scale, feature_axes=axes)).sum(shared))
+    np.testing.assert_allclose(norm, scale, rtol=1e-5)
+    norm = np.sqrt(np.square(weight_norm(WEIGHT, feature_axes=axes)).sum(shared))
+    np.testing.assert_allclose(norm, np.ones(norms), rtol=1e-5)
+
+
+def test_direction_stays():
+    y = weight_norm(3 * WEIGHT, jnp.arange(5.0))
+    np.testing.assert_allclose(y, weight_norm(WEIGHT, jnp.arange(5.0)), rtol=1e-5)
+
+
+def test_the_largest_singular_value_is_one():
+    u = jnp.ones((1, 5))
+    weight, new, sigma = spectral_norm(WEIGHT, u, n_steps=60)
+    exact = np.linalg.svd(WEIGHT.reshape(12, 5), compute_uv=False)[0]
+    np.testing.assert_allclose(sigma, exact, rtol=1e-4)
+    np.testing.assert_allclose(weight, WEIGHT / exact, rtol=1e-4)
+    _, _, again = spectral_norm(WEIGHT, new)
+    np.testing.assert_allclose(again, exact, rtol=1e-4)
+
+
+def test_zeros_stay_zeros():
+    weight, _, _ = spectral_norm(jnp.zeros((3, 4)), jnp.ones((1, 4)))
+    assert weight.tolist() == jnp.zeros((3, 4)).tolist()
+
+
+def test_gradients_see_the_vectors_as_constants():
+    matrix, u = WEIGHT[0], jnp.ones((1, 5))
+    _, new, _ = spectral_norm(matrix, u)
+    v = u @ matrix.T
+    v = v / jnp.linalg.norm(v)
+    found = jax.grad(lambda w: spectral_norm(w, u)[2])(matrix)
+    np.testing.assert_allclose(found, v.T @ new, rtol=1e-4, atol=1e-5)
+
+
+def test_invalid_arguments_are_named():
+    with pytest.raises(ArgumentValueError, match=r"feature_axes=3 .* shape \(3, 4, 5\)"):
+        weight_norm(WEIGHT, feature_axes=3)
+    with pytest.raises(ArgumentValueError, match="n_steps=0: expected at least one"):
+        spectral_norm(WEIGHT, jnp.ones((1, 5)), n_steps=0)
+
+
+X = jnp.ones((2, 4, 8))
+
+
+def size(fn):
+    """Equations and operations of the function, and of it with its derivative."""
+    found = []
+    for made in (fn, jax.value_and_grad(lambda x: (fn(x) ** 2).sum())):
+        traced = jax.jit(made).trace(X)
+        found += [equations(traced.jaxpr), sum(operations(traced.lower().as_text()).values())]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fn", "at_most"),
+    [
+        (lambda x: layer_norm(x, eps=1e-6), [19, 33, 64, 104]),
+        (lambda x: rms_norm(x, eps=1e-6), [8, 15, 28, 52]),
+    ],
+    ids=["layer_norm", "rms_norm"],
+)
+def test_norms(fn, at_most):
+    sizes = size(fn)
+    assert all(x <= bound for x, bound in zip(sizes, at_most, strict=True)), sizes
+    # Means and squares are reduced at once.
+    assert operations(jax.jit(fn).lower(X).as_text())["reduce"] == 1

@@ -39,7 +39,7 @@ def routed(experts, gates, live, **sizes):
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from([1, 2]), st.sampled_from([1, 3]), st.booleans())
-def test_rooms_are_given_out_as_by_a_loop(seed, k, capacity, padded):
+def test_slots_match_loop_reference(seed, k, capacity, padded):
     rng = np.random.default_rng(seed)
     groups, tokens, num_experts = 2, 6, 4
     experts = np.argsort(rng.random((groups, tokens, num_experts)), axis=-1)[..., :k]
@@ -100,7 +100,7 @@ def test_capacity(factor, minimum, expected):
 
 
 @pytest.mark.parametrize("factor, minimum", [(0.0, None), (-1.0, 2), (None, 0)])
-def test_no_room_is_refused(factor, minimum):
+def test_zero_capacity_is_rejected(factor, minimum):
     with pytest.raises(
         ArgumentValueError, match=f"a factor of {factor} and a minimum of {minimum}"
     ):

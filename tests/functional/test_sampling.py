@@ -94,7 +94,7 @@ def test_without_a_key_the_likeliest_token_is_taken():
     np.testing.assert_allclose(log_prob, jax.nn.log_softmax(LOGITS).max(-1), rtol=1e-5)
 
 
-def test_what_is_ruled_out_is_never_drawn():
+def test_excluded_tokens_are_never_sampled():
     keys = jax.random.split(jax.random.key(0), 200)
     modify = top_k_logits(2)
     tokens = jax.vmap(lambda key: sample_token(modify(LOGITS), prng_key=key)[0])(keys)

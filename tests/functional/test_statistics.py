@@ -37,7 +37,7 @@ def test_variance_keeps_its_digits_under_a_large_mean(offset):
     np.testing.assert_allclose(variance[:, 0], reference.var(-1), rtol=1e-4)
 
 
-def test_moments_of_what_counts():
+def test_moments_with_where():
     x, where = array(4, 6), RNG.random((4, 6)) < 0.6
     where[0, 0] = False
     x[0, 0] = np.nan
@@ -64,7 +64,7 @@ def test_moments_combine_over_mapped_axes(masked):
         np.testing.assert_allclose(part_variance[0], counted.var(0), rtol=1e-4)
 
 
-def test_moments_are_float32_unless_told_otherwise():
+def test_moments_are_float32_by_default():
     x = jnp.ones((2, 3), jnp.bfloat16)
     assert [m.dtype for m in moments(x)] == [jnp.float32] * 2
     assert [m.dtype for m in moments(x, dtype=None)] == [jnp.bfloat16] * 2
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_the_definition():
         )
 
 
-def test_mean_square_of_what_counts():
+def test_mean_square_with_where():
     x = jnp.array([1.0, 3.0, 100.0])
     where = jnp.array([True, True, False])
     assert mean_square(x, (0,), where).tolist() == [5.0]
@@ -103,7 +103,7 @@ def test_segment_mean_is_the_mean_of_each_segment():
             np.testing.assert_allclose(out[b, t, :, 0], same.mean((0, 2)), rtol=1e-4, atol=1e-6)
 
 
-def test_segment_mean_of_what_counts():
+def test_segment_mean_with_where():
     x, ids = jnp.array([[1.0, 3.0, 5.0]]), jnp.array([[1, 1, 2]])
     where = jnp.array([[True, False, False]])
     assert segment_mean(x, segment_ids=ids, axis=1, where=where).tolist() == [[1.0, 1.0, 0.0]]

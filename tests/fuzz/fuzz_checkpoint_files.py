@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from tests.fuzz.readers import damaged, damaged_json, read, source_of
 from weft.errors import WeftError
-from weft.trainer.checkpoint_manifest import MANIFEST, find_damage, write_manifest
 from weft.trainer.checkpointer import Checkpointer, read_state_spec
+from weft.trainer.checkpointer.manifest import MANIFEST, find_damage, write_manifest
 
 _FILES = ["index", "arrays/w/.zarray", "python/process_0_of_1/it.json", MANIFEST]
 

@@ -9,14 +9,15 @@ import hypothesis.strategies as st
 
 from tests.fuzz.readers import any_of, read, source_of
 from weft.config import ConfigError, from_text, to_text
-from weft.config.vocabulary import ENUMS, RECORDS, TARGETS, VALUES
+from weft.config.references import ENUMS, RECORDS, TARGETS, VALUES
 from weft.recipes.lm import lm_tiny
 
 _TEXTS = [
     to_text(lm_tiny(), omit_defaults=True),
     "config_for_function(optax.adamw)(\n    learning_rate=config_for_function("
     "optax.constant_schedule)(value=0.1),\n    mask={'a': [True, None], (1, 'b'): -2.5},\n)",
-    "weft.hierarchy.linear.Linear.Config(input_dim=2, output_dim=0x10, bias=False, name='é\\n')",
+    "weft.hierarchy.layers.linear.Linear.Config(input_dim=2, output_dim=0x10, bias=False, "
+    "name='é\\n')",
     "weft.trainer.trainer.SpmdTrainer.Config(dir='runs/x', mesh_axis_names=('data',), "
     "mesh_shape=weft.trainer.mesh.HybridMeshShape(ici_mesh_shape=(1,), dcn_mesh_shape=(1,)))",
     "weft.hierarchy.base_layer.BaseLayer.Config(dtype=jax.numpy.bfloat16, "
@@ -33,7 +34,11 @@ _NAMES = st.sampled_from(
         *sorted(VALUES | TARGETS | RECORDS | ENUMS)[::12],
         *("numpy.load", "os.system", "weft", "weft.trainer", "weft.launch.local.LocalJob", "a.b"),
         *("antigravity.x", "weft.config.ConfigBase", "weft.config.functions.CallConfig", "int"),
-        *("weft.hierarchy.linear.Linear", "weft.trainer.wandb_writer.WandBWriter", "REQUIRED"),
+        *(
+            "weft.hierarchy.layers.linear.Linear",
+            "weft.trainer.summary_writer.trackers.WandBWriter",
+            "REQUIRED",
+        ),
         *("functools.partial", "config_for_function", "numpy.dtype", "__import__", "x.__class__"),
     ]
 )

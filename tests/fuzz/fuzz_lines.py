@@ -9,11 +9,11 @@ import hypothesis.strategies as st
 
 from tests.fuzz.readers import ODD, any_of, damaged_json, read, source_of
 from tests.sockets import connected
-from weft.trainer import meeting
-from weft.trainer.companions import LONGEST_LINE, Companions, parse
+from weft.distributed import rendezvous
+from weft.distributed.peers import MAX_LINE_BYTES, Peers, decode_message
 
 MESSAGES: list[dict[str, Any]] = [
-    {"at": 1, "within": 5.0, "waits": False, "wish": ["signal", "SIGTERM"]},
+    {"at": 1, "within": 5.0, "waits": False, "request": ["signal", "SIGTERM"]},
     {"alive": "waiting for input"},
     {"bye": None},
     {"bye": "ValueError: x"},
@@ -25,7 +25,14 @@ MESSAGES: list[dict[str, Any]] = [
     {"welcome": "process 0 of 2"},
 ]
 _LINES = [json.dumps(message).encode() for message in MESSAGES]
-_CRAFTED = [b"[" * 1_500, b'{"at":' * 10_000, b"9" * 5_000, b"x" * (LONGEST_LINE + 1), b"", b"\xff"]
+_CRAFTED = [
+    b"[" * 1_500,
+    b'{"at":' * 10_000,
+    b"9" * 5_000,
+    b"x" * (MAX_LINE_BYTES + 1),
+    b"",
+    b"\xff",
+]
 _CRAFTED += [b'{"alive": "\\ud800\\u001b[2J\\n\\u202e"}', b'{"at": 1e999}', b'{"at": NaN}']
 _CRAFTED += [json.dumps({key: odd}).encode() for m in MESSAGES for key in m for odd in ODD]
 _LINE = any_of(_LINES, _CRAFTED) | damaged_json(MESSAGES)
@@ -34,23 +41,23 @@ CASES = st.tuples(st.sampled_from([0, 1, None]), st.lists(_LINE, min_size=1, max
 SHORT = 100
 
 
-class _Heard(Companions):
+class _Heard(Peers):
     """Keeps errors of the thread that reads."""
 
-    def _end(self, text: str, **kwargs: Any) -> None:
+    def _fail(self, text: str, **kwargs: Any) -> None:
         if "to other processes failed" in text:
             self.failure = text
-        super()._end(text, **kwargs)
+        super()._fail(text, **kwargs)
 
-    def _end_by_force(self, text: str) -> None:
+    def _force_exit(self, text: str) -> None:
         pass
 
 
 def check(case: tuple[int | None, list[bytes]]) -> None:
     process, lines = case
     for line in lines:
-        _, message = read(lambda line=line: parse(line), ())
-        assert len(line) <= LONGEST_LINE or not message
+        _, message = read(lambda line=line: decode_message(line), ())
+        assert len(line) <= MAX_LINE_BYTES or not message
         for value in message.values():
             _check_shown(value)
     if process is None:
@@ -85,7 +92,7 @@ def _check_hello(data: bytes) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         selectors.DefaultSelector() as selector,
-        meeting._Reception(server, 3, "secret", selector) as reception,
+        rendezvous._Acceptor(server, 3, "secret", selector) as reception,
         socket.create_connection(server.getsockname()) as stranger,
     ):
         reception.take(server)

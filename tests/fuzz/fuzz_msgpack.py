@@ -8,7 +8,8 @@ import numpy as np
 
 from tests.fuzz.readers import any_of, read, source_of
 from weft.errors import DamagedBytesError
-from weft.serialization import msgpack_restore, msgpack_serialize, packing
+from weft.serialization import msgpack as packing
+from weft.serialization import msgpack_restore, msgpack_serialize
 
 _TREES = [
     {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": [1, 2.5, "x", None, True, b"y"]},

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.nnx.transforms.changes import ARRAYS, CHANGES, Box, Config, Layer
-from tests.nnx.transforms.looks import is_like_plain, look, same, work
+from tests.nnx.transforms.object_changes import ARRAYS, CHANGES, Box, Config, Layer
+from tests.nnx.transforms.object_snapshots import is_like_plain, look, same, work
 from weft import nnx
 from weft.errors import TraceContextError
 
@@ -213,7 +213,9 @@ def do_write(w: World, s: Step) -> None:
         value = pick(
             (jnp.ones(2), jnp.float32(2), jnp.arange(3), {"b": jnp.ones(1)}, None), s.value
         )
-        pick(w.variables(), s.at).set_value(value)
+        variable = pick(w.variables(), s.at)
+        if variable.get_metadata().get("mutable") is not False:  # else it refuses
+            variable.set_value(value)
 
 
 def do_metadata(w: World, s: Step) -> None:

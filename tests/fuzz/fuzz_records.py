@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from tests.fuzz.readers import DEEP, damaged, read, source_of, untouched
 from weft.errors import CorpusReadError, EmptyCorpusError, InputReadError
 from weft.input.corpus import folder_corpus
-from weft.input.files import json_lines_dataset, text_dataset
+from weft.input.datasets import json_lines_dataset, text_dataset
 
 _TEXT = 'one line\n\ntwo, "né"\r\nthree'.encode()
 _LINES = b'{"text": "one"}\n\n{"text": "tw\\u00e9", "n": [1, 2.5, null]}\n'

@@ -10,7 +10,7 @@ import tokenizers
 
 from tests.fuzz.readers import DEEP, damaged, damaged_json, read, source_of, untouched
 from weft.errors import TokenizerError
-from weft.input.text_tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+from weft.input.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 
 
 @functools.cache

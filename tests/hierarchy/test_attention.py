@@ -283,8 +283,3 @@ def test_swapping_attention_and_norm(x):
     assert sorted(state["norm"]) == ["scale"]
     y, _ = F(layer, None, state, {"target": x}, is_training=False)
     assert y.data.shape == x.shape
-
-
-def test_every_name_is_there():
-    assert all(hasattr(A, name) for name in A.__all__)
-    assert len(set(A.__all__)) == len(A.__all__)

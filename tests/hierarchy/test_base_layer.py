@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec
 from weft.config import REQUIRED, Required, config_class
 from weft.core.axis_rules import logical_axis_rules
 from weft.errors import (
+    InvalidDescendantError,
     LogicalAxisError,
     MissingPrngKeyError,
     MissingStateError,
@@ -15,14 +16,26 @@ from weft.errors import (
 )
 from weft.hierarchy.base_layer import (
     BaseLayer,
+    BaseModel,
+    CompositeTensorStats,
     DefaultTensorStats,
     ParameterNoise,
     ParameterSpec,
+    RedirectToSharedModule,
     RematSpec,
+    TensorMaxAbs,
+    TensorRMSNorm,
+    TensorStats,
+    initialize_stacked,
     no_remat,
+    stacked_parameter_specs,
 )
+from weft.hierarchy.layers import Linear
+from weft.hierarchy.layers.embedding import Embedding
 from weft.hierarchy.module import functional
+from weft.hierarchy.module import functional as F
 from weft.hierarchy.param_init import ConstantInitializer, DefaultInitializer, GaussianInitializer
+from weft.struct import VDict
 
 
 class Affine(BaseLayer):
@@ -146,7 +159,7 @@ def test_prebuilt_values_are_used_and_checked():
         layer.initialize_parameters_recursively(key, prebuilt={"frist": {}})
 
 
-def test_remat_changes_no_value_but_what_is_kept():
+def test_remat_changes_residuals_but_not_values():
     x = jnp.ones((1, 2))
     counts = []
     for spec in (None, RematSpec(policy=jax.checkpoint_policies.nothing_saveable)):
@@ -187,7 +200,7 @@ def test_tensor_stats_report_activations():
     assert set(stats) == {"rms_norm", "max_abs"}
 
 
-def test_what_is_missing_is_named():
+def test_errors_name_the_missing_entry():
     layer = make()
     params = layer.initialize_parameters_recursively(jax.random.key(0))
     with pytest.raises(
@@ -219,3 +232,171 @@ def test_a_parameter_and_a_child_of_one_name():
     layer = Clash.default_config().set(name="clash").instantiate(parent=None)
     with pytest.raises(ParameterSpecError, match="both a parameter and a child named 'first'"):
         layer.create_parameter_specs_recursively()
+
+
+@pytest.fixture(scope="module")
+def layer():
+    cfg = Linear.default_config().set(name="l", input_dim=2, output_dim=3)
+    return cfg.instantiate(parent=None)
+
+
+KEY = jax.random.PRNGKey(0)
+
+
+def test_one_without_a_stack(layer):
+    specs = stacked_parameter_specs(layer, None)
+    assert type(specs) is dict and specs["weight"].shape == (2, 3)
+    state = initialize_stacked(layer, None, KEY)
+    expected = layer.initialize_parameters_recursively(KEY)
+    assert type(state) is dict
+    np.testing.assert_array_equal(state["weight"], expected["weight"])
+
+
+def test_the_same_compiled_and_not(layer):
+    eager = initialize_stacked(layer, 3, KEY)
+    compiled = jax.jit(lambda key: initialize_stacked(layer, 3, key))(KEY)
+    assert isinstance(compiled, VDict)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), eager, compiled)
+
+
+def test_prebuilt_compiled_and_not(layer):
+    bias = jnp.arange(6.0).reshape(2, 3)
+    # A spec represents a value to be drawn.
+    prebuilt = {"bias": bias, "weight": ParameterSpec((2, 2, 3))}
+    eager = initialize_stacked(layer, 2, KEY, prebuilt=prebuilt)
+    compiled = jax.jit(
+        lambda key, bias: initialize_stacked(layer, 2, key, prebuilt={"bias": bias})
+    )(KEY, bias)
+    np.testing.assert_array_equal(eager["bias"], bias)
+    np.testing.assert_array_equal(compiled["bias"], bias)
+    np.testing.assert_allclose(eager["weight"], compiled["weight"], rtol=1e-6)
+
+
+def test_shapes_without_drawing(layer):
+    shapes = jax.eval_shape(lambda key: initialize_stacked(layer, 4, key), KEY)
+    assert shapes["weight"].shape == (4, 2, 3)
+
+
+def test_prebuilt_of_another_number(layer):
+    with pytest.raises(ParameterSpecError, match="expected a leading axis of 3"):
+        initialize_stacked(layer, 3, KEY, prebuilt={"bias": jnp.zeros((2, 3))})
+
+
+VALUE = jnp.array([3.0, -4.0])
+
+
+def summaries(cfg):
+    stats = cfg.set(name="stats").instantiate(parent=None)
+    return functional(stats, None, {}, ("x", VALUE), method="add_stats", is_training=True)[
+        1
+    ].summaries
+
+
+@pytest.mark.parametrize(
+    ("cls", "expected"),
+    [
+        (TensorStats, {}),
+        (TensorRMSNorm, {"rms_norm": np.sqrt(12.5)}),
+        (TensorMaxAbs, {"max_abs": 4.0}),
+        (DefaultTensorStats, {"rms_norm": np.sqrt(12.5), "max_abs": 4.0}),
+    ],
+)
+def test_statistics(cls, expected):
+    got = summaries(cls.default_config())
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-6)
+
+
+def test_summaries_are_named_by_their_statistics():
+    got = summaries(
+        CompositeTensorStats.default_config().set(
+            tensor_stats={"a": TensorMaxAbs.default_config(), "b": TensorMaxAbs.default_config()}
+        )
+    )
+    assert set(got) == {"a", "b"}
+
+
+class Line(BaseModel):
+    def _create_layer_parameter_specs(self):
+        return {"weight": ParameterSpec((1, 1))}
+
+    def forward(self, input_batch):
+        predictions = input_batch["x"] * self.parameters["weight"][0, 0]
+        return jnp.mean((predictions - input_batch["y"]) ** 2), {"predictions": predictions}
+
+
+def test_a_model_makes_a_loss_that_has_gradients():
+    model = Line.default_config().set(name="line").instantiate(parent=None)
+    batch = {"x": jnp.array([1.0, 2.0]), "y": jnp.array([2.0, 4.0])}
+
+    def loss(state):
+        return functional(model, None, state, (batch,), is_training=True)[0]
+
+    (value, aux), grads = jax.value_and_grad(loss, has_aux=True)({"weight": jnp.array([[1.0]])})
+    assert (float(value), aux["predictions"].tolist()) == (2.5, [1, 2])
+    assert float(grads["weight"][0, 0]) == -5.0
+
+
+TIED_KEY = jax.random.key(0)
+
+
+class Inner(BaseLayer):
+    @config_class
+    class Config(BaseLayer.Config):
+        head: RedirectToSharedModule.Config = RedirectToSharedModule.default_config()
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("head", cfg.head)
+
+    def forward(self, x):
+        return self.head(x)
+
+
+class Tied(BaseLayer):
+    @config_class
+    class Config(BaseLayer.Config):
+        inner: Inner.Config = Inner.default_config()
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("emb", Embedding.default_config().set(num_embeddings=5, dim=3))
+        self._share_with_descendants(self.emb, shared_module_name="shared_emb")
+        self._add_child("inner", cfg.inner)
+
+    def forward(self, ids):
+        return self.inner(self.emb(ids))
+
+    def through(self, x):
+        return self.inner.head(x)
+
+
+def make_tied(shared="shared_emb", **method_map):
+    cfg = Tied.default_config().set(name="tied")
+    cfg.inner.head.set(shared_module=shared, method_map=method_map)
+    layer = cfg.instantiate(parent=None)
+    return layer, layer.initialize_parameters_recursively(TIED_KEY)
+
+
+def test_an_output_layer_with_the_weights_of_the_embedding():
+    layer, params = make_tied(forward="attend")
+    assert jax.tree.map(jnp.shape, params["emb"]) == {"weight": (5, 3)}
+    assert not jax.tree.leaves(params["inner"])
+    ids = jnp.array([[1, 4]])
+    weight = params["emb"]["weight"]
+    logits = jax.jit(lambda params: F(layer, None, params, (ids,), is_training=True)[0])(params)
+    np.testing.assert_allclose(logits, weight[ids] @ weight.T, rtol=1e-4, atol=1e-6)
+
+
+def test_without_a_map_forward_is_forward():
+    layer, params = make_tied()
+    ids = jnp.array([[1, 4]])
+    y, _ = F(layer, None, params, (ids,), is_training=True, method="through")
+    np.testing.assert_array_equal(y, params["emb"]["weight"][ids])
+
+
+def test_a_module_that_is_not_shared_is_named():
+    layer, params = make_tied(shared="emb")
+    with pytest.raises(InvalidDescendantError, match=r"'emb' is not shared with tied\.inner\.head"):
+        F(layer, None, params, (jnp.array([1]),), is_training=True, method="through")

@@ -83,7 +83,7 @@ def one_device(fn):
 
 
 # Each gives f(x).
-AS_IT_IS = {
+UNMAPPED = {
     "jit": lambda f, x: transforms.jit(f)(x),
     "remat": lambda f, x: transforms.remat(f)(x),
     "grad": lambda f, x: transforms.grad(lambda x: ((y := f(x)).sum(), y), has_aux=True)(x)[1],
@@ -115,7 +115,7 @@ LOOPS = {
         0, x[0].astype(int), lambda i, _: f(x), x
     ),
 }
-ALL = {**AS_IT_IS, **STACKED, **LOOPS}
+ALL = {**UNMAPPED, **STACKED, **LOOPS}
 # JAX itself has no reverse derivative of these.
 FORWARD_ONLY = ("while_loop", "fori_loop of unknown length")
 
@@ -173,7 +173,7 @@ def test_randomness(name):
     def draw(around):
         return run(lambda root: around(lambda x: root.child(x, "randomness"), X))[0]
 
-    if name in AS_IT_IS:
+    if name in UNMAPPED:
         assert_equal(draw(ALL[name]), draw(plain))
     else:  # a key of its own
         assert abs(draw(ALL[name]) - draw(plain)).min() > 1e-3
@@ -207,8 +207,8 @@ def test_an_error_inside_names_the_module_and_leaves_no_context(name):
     assert current_context() is None
 
 
-ALIKE = ("value_and_grad", "switch", "pmap", "fori_loop of unknown length")
-NESTED = [name for name in ALL if name not in ALIKE]
+EQUIVALENT = ("value_and_grad", "switch", "pmap", "fori_loop of unknown length")
+NESTED = [name for name in ALL if name not in EQUIVALENT]
 # JAX itself has none of these.
 UNKNOWN_TO_JAX = [
     ("grad", "while_loop"),
@@ -231,7 +231,7 @@ def test_one_inside_of_another(outer, inner):
     assert_equal(run(body)[0], np.sin(np.asarray(X) * 0.5))
 
 
-@pytest.mark.parametrize("inner", [*AS_IT_IS, *STACKED])
+@pytest.mark.parametrize("inner", [*UNMAPPED, *STACKED])
 @pytest.mark.parametrize("outer", ["jit", "vmap", "scan", "cond", "custom_vjp"])
 def test_outputs_of_one_inside_of_another(outer, inner):
     def body(root):
@@ -379,7 +379,7 @@ def test_gradients_with_respect_to_parameters_inside_of_a_method():
     assert_equal(tangent, X * jnp.cos(2 * X * W))
 
 
-def test_a_rule_of_ones_own_says_the_gradients():
+def test_custom_rules_define_the_gradients():
     def body(root):
         def backward(scale, pullback, cotangent):
             of_state, of_x = pullback(cotangent)

@@ -26,7 +26,7 @@ def test_keys_are_split_off_one_after_the_other():
     assert fork_key(None, 4) is None
 
 
-def test_entries_have_roles_of_their_own():
+def test_entries_have_separate_roles():
     ctx = context(prng_key=jax.random.key(0))
 
     def fn(x):

@@ -14,14 +14,7 @@ from weft.hierarchy.attention import (
     RoFormerQKVLinear,
     TransformerLayer,
 )
-from weft.hierarchy.lora import (
-    LoraFusedQKVLinear,
-    LoraLinear,
-    LoraMultiheadOutputLinear,
-    merge_adapters,
-)
-from weft.hierarchy.module import functional as F
-from weft.hierarchy.qkv_linear import (
+from weft.hierarchy.attention.qkv_linear import (
     BaseQKVLinear,
     FusedGroupedQKVLinear,
     FusedQKVLinear,
@@ -30,9 +23,18 @@ from weft.hierarchy.qkv_linear import (
     QKVLinear,
     QLinear,
 )
+from weft.hierarchy.lora import (
+    LoraFusedQKVAdapter,
+    LoraFusedQKVLinear,
+    LoraLinear,
+    LoraLinearAdapter,
+    LoraMultiheadOutputLinear,
+    merge_adapters,
+)
+from weft.hierarchy.module import functional as F
 from weft.trainer.learner import Learner, UpdateType
-from weft.trainer.optimizer_base import OptParam
 from weft.trainer.optimizers import sgd_optimizer
+from weft.trainer.optimizers.base import OptParam
 from weft.trainer.update_transformation import ForwardOutputs
 
 DIM, HEADS, HEAD, RANK, ALPHA = 8, 4, 2, 3, 6.0
@@ -92,7 +94,7 @@ def test_the_output_adapter_is_two_products(filled, wave):
     np.testing.assert_allclose(run(layer, state, x), base + added, rtol=1e-5, atol=1e-6)
 
 
-def test_the_qkv_adapter_adds_to_what_is_enabled(filled, wave):
+def test_qkv_adapter_adds_to_enabled_projections(filled, wave):
     layer, x = qkv_layer(), wave((2, 3, DIM))
     state = filled(layer)
     got = run(layer, state, x)
@@ -337,3 +339,20 @@ class OneWeight(BaseQKVLinear):
 def test_what_does_not_fit_is_said(make, said):
     with pytest.raises(LayerConfigError, match=re.escape(said)):
         make()
+
+
+def test_the_delta_is_the_product_of_both_weights_for_each_layer_of_a_stack():
+    cfg = LoraLinearAdapter.default_config().set(name="a", input_dim=4, output_dim=3)
+    adapter = cfg.set(rank=2, alpha=1.0).instantiate(parent=None)
+    rng = np.random.default_rng(0)
+    down, up = rng.normal(size=(5, 4, 2)), rng.normal(size=(5, 2, 3))
+    state = {"lora_down": {"weight": down}, "lora_up": {"weight": up}}
+    got = adapter.delta(state, "...ir,...ro->...io")
+    for i in range(5):
+        np.testing.assert_allclose(got[i], 0.5 * down[i] @ up[i], rtol=1e-5, atol=1e-6)
+
+
+def test_enabled_projections_come_in_one_order():
+    cfg = LoraFusedQKVAdapter.default_config().set(name="a", input_dim=4, output_dim=4, num_heads=2)
+    cfg.set(rank=2, alpha=1.0, enable_lora={"value": True, "key": False, "query": True})
+    assert cfg.instantiate(parent=None).enabled() == ["query", "value"]

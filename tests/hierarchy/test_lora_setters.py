@@ -12,6 +12,7 @@ from weft.hierarchy.attention import (
     StackedTransformerLayer,
     TransformerLayer,
 )
+from weft.hierarchy.attention.qkv_linear import QLinear
 from weft.hierarchy.layers import LayerNorm
 from weft.hierarchy.lora import merge_adapters
 from weft.hierarchy.lora_setters import (
@@ -21,7 +22,6 @@ from weft.hierarchy.lora_setters import (
     without_lora,
 )
 from weft.hierarchy.module import functional as F
-from weft.hierarchy.qkv_linear import QLinear
 
 DIM = 8
 
@@ -112,7 +112,7 @@ def test_settings_reach_every_adapter_and_a_second_call_adds_none():
         adapted(cfg)
 
 
-def test_what_has_no_layers_for_adapters():
+def test_config_without_layers_to_adapt():
     with pytest.raises(LayerConfigError, match=r"LayerNorm.* has no attention"):
         adapted(LayerNorm.default_config())
 

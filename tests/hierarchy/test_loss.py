@@ -33,10 +33,6 @@ def near(expected):
     return pytest.approx(expected, rel=2e-5)
 
 
-def test_every_public_name_is_there():
-    assert all(hasattr(losses, name) for name in losses.__all__)
-
-
 def test_squares_have_axlearns_values():
     loss = losses.mean_squared_error(a, b)
     assert (loss.mean, loss.weight) == near((1.5038501, 12))

@@ -1,3 +1,4 @@
+import inspect
 import re
 import threading
 import traceback
@@ -29,8 +30,8 @@ from weft.hierarchy.module import (
     current_context,
     functional,
     install_context_stack,
+    intercept_module_calls,
     nowrap,
-    observed_calls,
 )
 
 
@@ -241,7 +242,7 @@ def test_the_fix_that_the_error_about_a_second_call_names_runs_as_written(method
 
 
 @pytest.mark.parametrize("name", ["a.b", "a/b", "", "."])
-def test_a_name_that_could_not_stand_in_a_path_is_refused(name):
+def test_invalid_names_raise(name):
     root, state = make(0)
     shown = re.escape(repr(name))
     with pytest.raises(ModuleNameError, match=f"a child of root is given the name {shown}; .*'/'"):
@@ -271,7 +272,7 @@ def test_an_exception_names_the_path_once_and_keeps_the_users_frames():
     assert functions.count("fail") == 2
 
 
-def test_calls_go_through_whoever_observes_them_the_last_one_first():
+def test_interceptors_nest_with_the_last_one_outermost():
     root, state = make(1)
     seen = []
 
@@ -282,7 +283,7 @@ def test_calls_go_through_whoever_observes_them_the_last_one_first():
 
         return see
 
-    with observed_calls(observer("a")), observed_calls(observer("b")):
+    with intercept_module_calls(observer("a")), intercept_module_calls(observer("b")):
         with pytest.raises(ValueError, match="bad 3"):
             call(root, state, 3, method="fail")
         assert call(root, state, method="own_name")[0] == "root"
@@ -298,7 +299,7 @@ def test_nowrap_methods_stay_in_the_callers_context():
     assert call(root, state, method="own_name")[0] == "root"
 
 
-def test_what_belongs_to_an_invocation_is_refused_outside_of_one():
+def test_context_access_outside_an_invocation_raises():
     root, _ = make(0)
     with pytest.raises(
         NoContextError, match="root belongs to an invocation, and none is under way"
@@ -456,3 +457,23 @@ def test_a_stack_can_be_handed_to_another_thread():
 
     module = Spawning.default_config().set(name="s").instantiate(parent=None)
     assert call(module, {"w": 7})[0] == [7]
+
+
+def test_a_call_is_that_of_forward():
+    class Doubling(Module):
+        def forward(self, x, factor=2):
+            return factor * x
+
+    class Shifted(Doubling):
+        def __call__(self, x):
+            return super().__call__(x) + 1
+
+    doubling, shifted = (
+        cls.default_config().set(name="m").instantiate(parent=None) for cls in (Doubling, Shifted)
+    )
+    assert str(inspect.signature(doubling)) == "(x, factor=2)"
+    assert (doubling(3), shifted(3)) == (6, 7)
+    doubling.forward = lambda x: -x
+    assert doubling(3) == -3
+    with pytest.raises(AttributeError, match="no attribute or child 'forward'"):
+        Module.default_config().set(name="m").instantiate(parent=None)(3)

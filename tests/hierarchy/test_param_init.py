@@ -84,7 +84,7 @@ def test_constants_and_gaussians():
     assert constant_initializer(3).debug_string() == "constant(3)"
 
 
-def test_groups_are_drawn_as_weights_of_their_own():
+def test_groups_are_initialized_separately():
     cfg = PerGroupInitializer.default_config().set(num_groups=3)
     axes = FanAxes(-2, -1)
     got = draw(cfg, (4, 6), axes)

@@ -10,18 +10,20 @@ from jax.sharding import PartitionSpec
 
 from weft.config import config_class, config_for_function
 from weft.core.axis_rules import logical_axis_rules
-from weft.errors import ArgumentShapeError, ConfigTypeError, LayerConfigError
+from weft.errors import ArgumentShapeError, ConfigTypeError, LayerConfigError, MeshError
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import functional as F
 from weft.hierarchy.pipeline import (
+    BaseSchedule,
     GPipeSchedule,
     Pipeline,
     StreamSchedule,
+    shard_stages,
     transpose_from_pipeline_stage_outputs,
     transpose_to_pipeline_stage_inputs,
 )
-from weft.hierarchy.repeat import Repeat, _drop_by_regex
+from weft.hierarchy.repeat import Repeat, drop_by_regex
 
 DIM, STAGES, BATCH = 4, 4, 8
 GPIPE, STREAM = GPipeSchedule.default_config(), StreamSchedule.default_config()
@@ -65,7 +67,7 @@ class Looped(Repeat):
         return self._run(lambda x, s: (y := self.layer(x, s), y), x, xs=shifts)
 
 
-KEEP_ALL = config_for_function(_drop_by_regex).set(rules=[])
+KEEP_ALL = config_for_function(drop_by_regex).set(rules=[])
 
 
 def make(cls, **fields):
@@ -146,7 +148,7 @@ def test_equals_the_stages_one_after_the_other(m, schedule, looped):
     np.testing.assert_allclose(got["y"][:, 0], want["y"][:, ::m], rtol=1e-6, atol=1e-6)
 
 
-def test_each_stage_and_microbatch_has_a_key_of_its_own():
+def test_each_stage_and_microbatch_has_its_own_key():
     module = piped(4, layer={"noise": 1.0})
     state = jax.tree.map(np.zeros_like, STATE)
     compiled = jax.jit(lambda key: run(module, state, np.zeros_like(X), key)[0].ys)
@@ -173,7 +175,7 @@ def test_stages_lie_over_the_mesh_axis_of_the_pipeline():
     np.testing.assert_array_equal(state["layer"]["weight"], STATE["layer"]["weight"])
 
 
-def test_rules_say_what_stages_lie_over():
+def test_rules_map_the_stage_axis():
     def layout(*rules):
         with logical_axis_rules(rules):
             return piped().create_parameter_specs_recursively()["layer"]["weight"].partition_spec
@@ -237,7 +239,7 @@ def test_skewing_and_back():
     ],
     ids=["none", "stream", "function"],
 )
-def test_what_does_not_fit_is_said(fields, said):
+def test_invalid_pipelines_raise(fields, said):
     with pytest.raises(LayerConfigError, match=re.escape(said)):
         piped(**fields)
 
@@ -253,3 +255,28 @@ def test_rows_that_do_not_divide():
         match=r"stages: a batch of shape \(8, 4\) does not divide into num_microbatches=3",
     ):
         run(piped(3))
+
+
+def made(cls):
+    return cls.default_config().set(num_stages=3, num_microbatches=4).instantiate()
+
+
+def test_as_many_steps_as_microbatches_and_stages_behind_the_first():
+    schedule = made(GPipeSchedule)
+    assert (schedule.num_stages, schedule.num_microbatches, schedule.num_iterations) == (3, 4, 6)
+
+
+def test_a_base_class_has_no_order():
+    with pytest.raises(NotImplementedError):
+        made(BaseSchedule).scan(lambda work, x: (work, x), carry=None, state=None, xs=None)
+
+
+def test_rule_for_a_missing_mesh_axis_raises():
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(shard_stages(np.ones((3, 2))), np.ones((3, 2)))
+        with (
+            logical_axis_rules([("pipeline", "stage")]),
+            pytest.raises(MeshError, match="is to be split over 'stage', and the mesh has the axe"),
+        ):
+            shard_stages(np.ones((3, 2)))

@@ -77,7 +77,7 @@ def test_a_projection_behind_a_pooling(filled):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_attention_looks_at_what_is_no_padding(filled):
+def test_attention_pooling_ignores_padding(filled):
     cfg = AttentionPooling.default_config().set(
         name="pool", input_dim=DIM, output_dim=OUT, num_outputs=2
     )
@@ -105,7 +105,7 @@ def test_attention_looks_at_what_is_no_padding(filled):
     ],
     ids=["max", "mean", "first", "last", "maxima", "means"],
 )
-def test_what_does_not_fit_is_said(cls, fields, said):
+def test_invalid_poolings_raise(cls, fields, said):
     with pytest.raises(LayerConfigError, match=re.escape(said)):
         pooling(cls, **fields)
 

@@ -13,7 +13,7 @@ from weft.hierarchy.context import fold_in_name
 from weft.hierarchy.module import functional as F
 from weft.hierarchy.param_init import FanAxes
 from weft.hierarchy.repeat import Repeat
-from weft.vdict import VDict
+from weft.struct import VDict
 
 DIM = 3
 

@@ -32,7 +32,7 @@ def test_summaries_leave_a_compiled_step_as_its_outputs():
     np.testing.assert_allclose(summaries["nested"]["double"].value(), 2 * x[0, 0, 0] + 1)
 
 
-def test_add_summary_refuses_what_no_writer_can_show_also_under_jit():
+def test_add_summary_validates_values_also_under_jit():
     with pytest.raises(SummaryValueError, match=r"shape \(4, 4, 7\).*1, 3 or 4 channels.*None"):
         jax.jit(report)(jnp.zeros((4, 4, 7)))
     with pytest.raises(SummaryValueError, match=r"int32; expected uint8.*astype"):
@@ -63,7 +63,7 @@ def test_an_evaler_keeps_the_first_of_the_summaries_that_cannot_be_added():
     assert first.accumulate(second) is first
 
 
-def test_a_summary_of_ones_own():
+def test_custom_summary():
     class Total(Summary):
         total: jax.Array
 

@@ -78,7 +78,7 @@ def test_summaries_of_iterations_can_be_merged_and_outputs_dropped():
     assert outputs.module_outputs == {}
 
 
-def test_remat_gives_the_same_gradients_and_takes_what_is_no_array():
+def test_remat_gives_the_same_gradients_and_takes_non_arrays():
     def loss(w, lift, **kwargs):
         def body(child):
             return lift(lambda x, how, scale: child(x, scale=scale[how]))(jnp.ones(2), "a", kwargs)
@@ -122,7 +122,7 @@ def test_vmap_over_the_state_or_with_one_state_for_all(state_axis):
     assert len({str(k) for k in outputs.summaries["child"]["key"].tolist()}) == 3
 
 
-def test_arguments_of_vmap_may_have_axes_of_their_own():
+def test_vmap_in_axes_per_argument():
     x = jnp.arange(6.0).reshape(2, 3)
     out, _ = run(
         lambda child: transforms.vmap(

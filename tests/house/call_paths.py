@@ -13,8 +13,7 @@ import weft
 from benchmarks.frame.counting import Calls
 from weft import linen, nnx
 from weft.config import config_for_function
-from weft.hierarchy.base_layer import BaseLayer
-from weft.hierarchy.base_model import BaseModel
+from weft.hierarchy.base_layer import BaseLayer, BaseModel
 from weft.hierarchy.layers import Linear
 from weft.hierarchy.module import functional
 from weft.hierarchy.repeat import Repeat

@@ -1,11 +1,13 @@
 """The counts of `make house`, each on a source that was counted by hand."""
 
 import ast
+from pathlib import Path
 
 import pytest
 
+import weft
 from tests.house.call_paths import paths
-from tests.house.sources import Source, cycles, import_graph, is_any
+from tests.house.sources import Source, cycles, import_graph, is_any, sources
 
 TEXT = '''"""A module.
 
@@ -69,3 +71,8 @@ def test_modules_that_import_each_other():
 
 def test_each_call_path_has_frames():
     assert all(1 < frames < 60 for _, frames in paths())
+
+
+def test_no_file_imports_itself_through_others():
+    files = sources(Path(weft.__file__).parent)
+    assert cycles(import_graph(files)) == []

@@ -8,8 +8,7 @@ from weft.errors import InputDatasetError, InputReadError, NoMeshError
 from weft.hierarchy.module import Module
 from weft.hierarchy.module import functional as F
 from weft.input.base import Input, PathAndRank, partition_by_path_rank
-from weft.input.dispatch import InputDispatcher
-from weft.input.global_batch import host_to_global_device_array
+from weft.input.dispatch import InputDispatcher, host_to_global_device_array
 
 
 class Records(Input):

@@ -74,7 +74,7 @@ def test_the_shapes_are_those_of_the_parts():
     assert concatenated().element_spec()["x"].shape == (2,)
 
 
-def test_what_ends_first_ends_a_zip_and_the_others_stay_where_they_were():
+def test_zip_ends_with_shortest_input():
     it = iter(zipped().dataset())
     assert len(list(it)) == 2
     assert it.get_state() == {"a": {"next_index": 2}, "b": {"next_index": 2}}

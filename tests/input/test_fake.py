@@ -70,7 +70,7 @@ def test_empty():
     assert take(make(EmptyInput, total_num_batches=2), 5) == [{}, {}]
 
 
-def test_ends_after_its_batches_and_goes_on_where_it_was_saved():
+def test_iterator_ends_and_resumes():
     fake = make(FakeLmInput, total_num_batches=3, is_training=False)
     batches = take(fake, 10)
     assert len(batches) == 3
@@ -100,13 +100,13 @@ def test_processes_bring_parts_of_one_global_batch():
         np.testing.assert_array_equal(together, whole[name])
 
 
-def test_given_examples_come_as_often_as_asked_and_are_shared_out():
+def test_examples_are_repeated_and_sharded():
     source = fake_source(False, [1, 2, 3], repeat=2)
     assert list(source(ALL)) == [1, 2, 3, 1, 2, 3]
     assert [list(source(DispatchConfig(i, 2))) for i in range(2)] == [[1, 3, 2], [2, 1, 3]]
 
 
-def test_training_shuffles_unless_told_not_to():
+def test_training_shuffles_by_default():
     examples = list(range(20))
     shuffled = list(fake_source(True, examples)(ALL))
     assert shuffled != examples

@@ -68,7 +68,7 @@ class TestInput:
         assert passes == [list(range(40))] * 2
         assert first[:5] != first[5:]
 
-    def test_goes_on_where_it_was_saved(self):
+    def test_resumes_where_saved(self):
         records = self.make(source=rows_source())
         it = iter(records.dataset())
         take(it, 7)
@@ -149,7 +149,7 @@ class TestSharding:
         with pytest.raises(InputDispatchError, match=r"shard_index=.* does not fit num_shards="):
             DispatchConfig(index, num)
 
-    def test_what_has_no_index_cannot_be_sharded(self):
+    def test_iter_dataset_cannot_be_sharded(self):
         ds = numbers(4).to_iter_dataset()
         with pytest.raises(InputDatasetError, match=r"shard_dataset accesses .*before to_iter"):
             shard_dataset(ds, DispatchConfig(0, 1))

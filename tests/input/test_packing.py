@@ -51,6 +51,7 @@ def test_segments_never_join_two_documents(docs, length):
         example = source[i]
         mine = rows[i * length : (i + 1) * length]
         segment, position = example["input_segment_ids"], example["input_positions"]
+        assert (segment.dtype, position.dtype) == (np.int32, np.int32)
         assert (segment[len(mine) :] == 0).all()
         assert (position[len(mine) :] == 0).all()
         found = [(int(segment[j]), mine[j][2]) for j in range(len(mine))]

@@ -71,7 +71,7 @@ def test_reads_ahead_while_the_step_runs_but_not_further_than_the_buffer():
         assert source.next_index == 4
 
 
-def test_batches_are_on_the_devices_before_they_are_asked_for():
+def test_batches_are_prefetched_to_devices():
     mesh = jax.make_mesh((8,), ("data",))
     made = []
 
@@ -89,7 +89,7 @@ def test_batches_are_on_the_devices_before_they_are_asked_for():
         assert next(batches)["x"] is made[1]
 
 
-def test_the_stream_runs_in_the_other_thread_and_is_made_anew_after_a_restore():
+def test_stream_runs_in_thread_and_restarts_after_restore():
     threads = []
 
     def stream(it):
@@ -148,7 +148,7 @@ class Held(Counter):
         return super().__next__()
 
 
-def test_one_can_look_whether_a_batch_is_there_and_do_other_things_meanwhile():
+def test_ready_and_peek_do_not_block():
     source = Held(stop=1)
     with PrefetchingIterator(source) as batches:
         # Also starts the reading, so nothing waits for ever.

@@ -21,9 +21,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from weft.errors import BatchShardingError
 from weft.input import grain
-from weft.input.files import json_lines_dataset
+from weft.input.datasets import json_lines_dataset
 from weft.input.grain import DispatchConfig
-from weft.input.streaming import lm_stream_source
+from weft.input.text import lm_stream_source
 from weft.input.text import lm_documents_source
 from weft.input import (InputDispatcher, SpmdInputDispatcher, global_to_host_array,
                         host_to_global_device_array)

@@ -4,7 +4,7 @@ import grain
 import pytest
 
 from weft.errors import InputDatasetError, InputReadError
-from weft.input.records import NamedSource, RecordDataset, TitledSource, matching_files
+from weft.input.records import FileRecordSource, LibraryRecordSource, RecordDataset, matching_files
 
 
 class Letters(list):
@@ -30,7 +30,7 @@ class Titled(Letters):
 
 
 def dataset(*paths, kind=Letters):
-    return RecordDataset(NamedSource(paths, kind))
+    return RecordDataset(FileRecordSource(paths, kind))
 
 
 def parse(letter):
@@ -43,7 +43,7 @@ def test_records_of_files_one_after_the_other():
     assert (len(ds), ds[4], list(ds[1:])) == (3, "2", ["2", "3"])
     assert sorted(ds.seed(0).shuffle()) == ["1", "2", "3"]
     assert list(ds.map(parse).map(lambda x: x["n"] + 1)) == [2, 3, 4]
-    assert str(ds) == "RecordDataset(NamedSource(3 records in 3 files))"
+    assert str(ds) == "RecordDataset(FileRecordSource(3 records in 3 files))"
 
 
 def test_transforms_of_grain_are_mapped_as_well():
@@ -54,7 +54,7 @@ def test_transforms_of_grain_are_mapped_as_well():
     assert dataset("ab").map(Double())[1] == "bb"
 
 
-def test_what_fails_is_named_also_in_what_is_mapped():
+def test_failing_records_are_named():
     ds = dataset("12", "3x!")
     with pytest.raises(
         InputReadError, match=r"^cannot read record 2 of 3x!: OSError: checksum$"
@@ -88,14 +88,14 @@ def test_a_file_that_cannot_be_opened():
         dataset("ab", "torn")
 
 
-def test_what_tells_data_apart():
+def test_fingerprint_identifies_data():
     known = dataset("a", "b", kind=Titled)
     assert (known.fingerprint, known.num_bytes) == ((("Titled", "f"), ("Titled", "f")), 4)
     # What a function does is not known.
     assert known.map(parse).fingerprint is None
     assert dataset("a").fingerprint is None
     assert dataset("a").num_bytes is None
-    assert RecordDataset("abc").describe(1) == "record 1 of 'abc'"
+    assert RecordDataset("abc").describe(1) == "record 1 of abc"
 
 
 def test_files_that_hold_nothing():
@@ -105,7 +105,9 @@ def test_files_that_hold_nothing():
 
 
 def test_rows_of_another_library():
-    rows = TitledSource(Letters("ab!"), unit="row", title="t", fingerprint=("f",), num_bytes=3)
+    rows = LibraryRecordSource(
+        Letters("ab!"), unit="row", title="t", fingerprint=("f",), num_bytes=3
+    )
     ds = RecordDataset(rows)
     assert (ds[1], ds.describe(1), ds.fingerprint, ds.num_bytes) == ("b", "row 1 of t", ("f",), 3)
     assert str(ds) == "RecordDataset(3 rows of t)"
@@ -132,7 +134,7 @@ class TestMatchingFiles:
         assert matching_files("**/c.txt") == ["sub/c.txt"]
         assert matching_files("odd[1].txt") == ["odd[1].txt"]
 
-    def test_what_names_nothing(self):
+    def test_unknown_names(self):
         with pytest.raises(InputReadError, match=r"no file matches '\*\.csv'; the folder '\.' ho"):
             matching_files(["a.txt", "*.csv"])
         with pytest.raises(InputReadError, match=r"the folder 'sub' holds 'c\.txt': correct"):

@@ -1,18 +1,19 @@
 import json
 import math
 
+import grain
 import numpy as np
 import pytest
 
 from weft.config import config_for_function
-from weft.errors import EmptyCorpusError, InputDatasetError, InputDispatchError
-from weft.input.baselines import ngram_baselines
-from weft.input.corpus import Corpus, TextFile, stdlib_corpus
-from weft.input.files import json_lines_dataset
+from weft.errors import EmptyCorpusError, InputDatasetError, InputDispatchError, InputReadError
+from weft.input.corpus import Corpus, TextFile, ngram_baselines, stdlib_corpus
+from weft.input.datasets import json_lines_dataset
 from weft.input.grain import DispatchConfig, Input
+from weft.input.packing import PackedSequences, token_stream
 from weft.input.prefetch import PrefetchingIterator
-from weft.input.text import lm_documents_source, lm_text_source
-from weft.input.tokenizer import ByteTokenizer
+from weft.input.text import lm_documents_source, lm_stream_source, lm_text_source, sequence_batches
+from weft.input.tokenizers import ByteTokenizer
 
 CORPUS = config_for_function(stdlib_corpus).set(pattern="[a-b]*.py")
 
@@ -77,7 +78,7 @@ def test_global_batches_do_not_depend_on_the_number_of_processes(num_shards, is_
             np.testing.assert_array_equal(got, want[name])
 
 
-def test_goes_on_bit_for_bit_where_it_was_saved_also_when_read_ahead():
+def test_resumes_exactly_with_prefetch():
     records = make(segments=True)
     with PrefetchingIterator(iter(records.dataset()), stream=records.batches) as it:
         for _ in range(7):
@@ -197,7 +198,7 @@ class TestDocuments:
         with pytest.raises(EmptyCorpusError, match=r"the text of documents has 9 sequences of 16"):
             self.make(is_training=True, global_batch_size=10)
 
-    def test_a_tokenizer_decides_what_a_token_is_and_how_many_bytes_it_has(self, folder):
+    def test_tokenizer_defines_tokens_and_their_bytes(self, folder):
         class Threes:
             eos_id, pad_id, vocab_size = 0, 1, 200
             token_num_bytes = np.where(np.arange(200) > 1, 3, 0)
@@ -209,3 +210,219 @@ class TestDocuments:
         found = batches(source)
         assert [b["target_num_bytes"].sum() for b in found] == [60, 60, 15]
         assert found[0]["input_ids"][0].tolist() == [0, *[ord("a")] * 5]
+
+
+EOS, PAD, LENGTH = 900, 901, 4
+
+
+def sequences(first, n):
+    """`n` sequences whose first token tells which they are."""
+    documents = [np.full(LENGTH - 1, first + i) for i in range(n)]
+    stream = token_stream(documents, eos_id=EOS)
+    return PackedSequences(stream, sequence_length=LENGTH, eos_id=EOS, pad_id=PAD)
+
+
+SOURCES = [sequences(0, 12), sequences(100, 12), sequences(200, 20)]
+
+
+def make_mixture(sources=SOURCES, **kwargs):
+    kwargs = {"global_batch_size": 8, "is_training": True, "seed": 3} | kwargs
+    return sequence_batches(sources, **kwargs)
+
+
+def names(batch):
+    return batch["input_ids"][:, 1].tolist()
+
+
+def take(it, n):
+    return [names(next(it)) for _ in range(n)]
+
+
+def flat(lists):
+    return [name for one in lists for name in one]
+
+
+def open_(source, index=0, num=1):
+    return iter(source(DispatchConfig(index, num)))
+
+
+@pytest.mark.parametrize("weights", [None, [3.0, 1.0, 4.0]], ids=["sizes", "weights"])
+def test_one_two_and_again_one_process_see_the_same_global_batches(weights):
+    source = make_mixture(weights=weights)
+    want = take(open_(source), 12)
+    one = open_(source)
+    seen = take(one, 4)
+    state = json.loads(json.dumps(one.get_state()))
+    two = [open_(source, i, 2) for i in range(2)]
+    for it in two:
+        it.set_state(state)
+    seen += [a + b for a, b in zip(*(take(it, 4) for it in two), strict=True)]
+    states = [it.get_state() for it in two]
+    assert states[0] == states[1] == {"next_index": 8}
+    again = open_(source)
+    again.set_state(states[1])
+    assert seen + take(again, 4) == want
+
+
+def test_a_mixture_keeps_its_proportions_and_each_source_its_passes():
+    rows = flat(take(open_(make_mixture(weights=[1.0, 1.0, 2.0])), 24))
+    by_source = [[r for r in rows if r // 100 == i] for i in range(3)]
+    assert [len(part) for part in by_source] == [48, 48, 96]
+    for part, source in zip(by_source, SOURCES, strict=True):
+        n = len(source)
+        passes = [part[i : i + n] for i in range(0, len(part) - n + 1, n)]
+        assert all(len(set(one)) == n for one in passes)
+        assert passes[0] != passes[1]
+    # Sources of equal size are shuffled differently.
+    assert by_source[0][:12] != [r - 100 for r in by_source[1][:12]]
+
+
+def test_without_weights_all_come_equally_often():
+    rows = flat(take(open_(make_mixture(global_batch_size=4)), 11))
+    assert len(set(rows)) == 44
+
+
+def test_evaluation_has_all_once_in_order():
+    source = make_mixture(global_batch_size=4, is_training=False)
+    rows = flat(names(batch) for batch in open_(source))
+    assert rows == [*range(12), *range(100, 112), *range(200, 220)]
+
+
+def test_rows_of_a_mixture_are_those_of_their_sources():
+    batch = next(open_(make_mixture(weights=[1.0, 1.0, 1.0])))
+    for row, name in enumerate(names(batch)):
+        example = SOURCES[name // 100][name % 100]
+        for key, value in example.items():
+            np.testing.assert_array_equal(batch[key][row], value)
+
+
+def test_weights_that_do_not_fit():
+    with pytest.raises(InputDatasetError, match=r"3 sources cannot be mixed with weights=\[1\.0\]"):
+        make_mixture(weights=[1.0])
+    with pytest.raises(InputDatasetError, match=r"weights=\[1\.0, 0\.0, 1\.0\]; pass one positive"):
+        open_(make_mixture(weights=[1.0, 0.0, 1.0]))
+
+
+def test_not_one_batch():
+    with pytest.raises(
+        EmptyCorpusError, match=r"^notes has 44 sequences of 4 tokens, fewer than one batch of 45"
+    ):
+        make_mixture(global_batch_size=45, name="notes")
+
+
+TEXTS = ["abcdefghij"[: 1 + i % 10] * (1 + i % 3) for i in range(37)]
+DOCUMENTS = grain.MapDataset.source([{"text": text} for text in TEXTS])
+STREAM_EOS, STREAM_PAD = 256, 257
+
+
+def make_stream(**kwargs):
+    defaults = {"documents": DOCUMENTS, "sequence_length": 32, "global_batch_size": 4}
+    return lm_stream_source(**(defaults | {"is_training": True} | kwargs))
+
+
+def stream_batches(source, n=None, index=0, num=1, state=None):
+    it = iter(source(DispatchConfig(index, num)))
+    if state is not None:
+        it.set_state(json.loads(json.dumps(state)))
+    found = []
+    while n is None or len(found) < n:
+        batch = next(it, None)
+        if batch is None:
+            break
+        found.append(batch)
+    state = it.get_state()
+    it.close()
+    return found, state
+
+
+def documents_of(found):
+    """The documents as the targets show them, those that were cut in their pieces."""
+    texts = []
+    for batch in found:
+        for inputs, targets, segments in zip(
+            batch["input_ids"], batch["target_labels"], batch["input_segment_ids"], strict=True
+        ):
+            for segment in range(1, segments.max() + 1):
+                here = segments == segment
+                # Inputs are the targets one step earlier.
+                assert (inputs[here][1:] == targets[here][:-1]).all()
+                texts.append(bytes(t for t in targets[here].tolist() if t < STREAM_EOS).decode())
+    return texts
+
+
+@pytest.mark.parametrize("split_documents", [True, False], ids=["cut", "whole"])
+def test_evaluation_has_each_document_once(split_documents):
+    found, _ = stream_batches(make_stream(is_training=False, split_documents=split_documents))
+    texts = documents_of(found)
+    assert "".join(texts) == "".join(TEXTS) if split_documents else sorted(texts) == sorted(TEXTS)
+    assert sum(int(b["target_num_bytes"].sum()) for b in found) == sum(map(len, TEXTS))
+    last = {name: values[-1] for name, values in found[-1].items()}
+    assert (last["input_ids"] == STREAM_PAD).all()
+    assert (last["target_labels"] == STREAM_PAD).all()
+    assert not last["input_segment_ids"].any()
+    shapes = {name: (v.shape, v.dtype) for name, v in found[0].items()}
+    assert shapes == {
+        "input_ids": ((4, 32), np.int32),
+        "target_labels": ((4, 32), np.int32),
+        "target_num_bytes": ((4,), np.int32),
+        "input_segment_ids": ((4, 32), np.int32),
+        "input_positions": ((4, 32), np.int32),
+    }
+
+
+@pytest.mark.parametrize("split_documents", [True, False], ids=["cut", "whole"])
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
+def test_one_two_and_again_one_process_see_the_same_batches(split_documents, is_training):
+    source = make_stream(split_documents=split_documents, is_training=is_training)
+    want, end = stream_batches(source, 4)
+    first, state = stream_batches(source, 1)
+    halves = [stream_batches(source, 2, index=i, num=2, state=state) for i in range(2)]
+    assert halves[0][1] == halves[1][1]
+    middle = [
+        {name: np.concatenate([a[name], b[name]]) for name in a}
+        for a, b in zip(halves[0][0], halves[1][0], strict=True)
+    ]
+    last, state = stream_batches(source, 1, state=halves[0][1])
+    for got, expected in zip(first + middle + last, want, strict=True):
+        for name in expected:
+            np.testing.assert_array_equal(got[name], expected[name])
+    assert state == end
+    # Its size does not grow.
+    assert len(json.dumps(state)) < 250
+
+
+def test_training_has_another_order_in_each_pass_and_with_each_seed():
+    found = [
+        documents_of(stream_batches(make_stream(split_documents=False, seed=s), 9)[0])
+        for s in (0, 0, 1)
+    ]
+    assert found[0] == found[1] != found[2]
+    assert len(found[0]) > len(TEXTS)
+
+
+def test_a_mixture_by_weights():
+    a, b = ([{"text": letter * 7}] * 5 for letter in "ab")
+    named = {"a": grain.MapDataset.source(a), "b": grain.MapDataset.source(b)}
+    source = make_stream(documents=named, weights={"a": 3.0, "b": 1.0}, split_documents=False)
+    texts = documents_of(stream_batches(source, 5)[0])
+    assert texts.count("a" * 7) == 3 * texts.count("b" * 7) == 60
+    with pytest.raises(
+        InputDatasetError, match=r"given for \['a'\], .* are \['a', 'b'\]; pass one"
+    ):
+        make_stream(documents=named, weights={"a": 1.0})
+
+
+def test_errors_name_the_document(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good"}\n{"text": "' + "x" * 31 + '"}\n{"words": 1}\n')
+    documents = config_for_function(json_lines_dataset).set(paths=str(path))
+    source = make_stream(documents=documents, split_documents=False, is_training=False)
+    with pytest.raises(InputReadError, match=r"line 2 of .*has 32 tokens .* sequence_length=31; l"):
+        stream_batches(make_stream(documents=documents, sequence_length=31, split_documents=False))
+    with pytest.raises(InputReadError, match=r"line 3 of \S+a\.jsonl: the record has no 'text'"):
+        stream_batches(source)
+
+
+def test_no_documents():
+    with pytest.raises(EmptyCorpusError, match=r"^documents has no documents; pass files"):
+        make_stream(documents=grain.MapDataset.source([]))

@@ -9,8 +9,8 @@ import jax
 from tests.keys import draw
 from weft import linen, nnx
 from weft.config import config_for_class
-from weft.hierarchy.linear import Linear
-from weft.hierarchy.normalization import BatchNorm
+from weft.hierarchy.layers.linear import Linear
+from weft.hierarchy.layers.normalization import BatchNorm
 
 KEY = jax.random.key(0)
 X = draw(1, 4, 3)

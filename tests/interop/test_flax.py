@@ -13,8 +13,8 @@ from weft.core.filters import DenyList
 from weft.core.logical import LogicallyPartitioned
 from weft.core.meta import Partitioned
 from weft.interop import as_linen
-from weft.interop.bridge.variables import NNXMeta
 from weft.interop.flax import FlaxBox, FlaxLinenModel, FlaxNNXModel
+from weft.interop.variables import NNXMeta
 from weft.serialization import from_state_dict, to_state_dict
 
 
@@ -69,7 +69,7 @@ class Odd(flax.struct.PyTreeNode, flax.core.meta.AxisMetadata):
         return self.replace(axes=self.axes - 1)
 
 
-def test_boxes_of_users_are_carried_and_told_of_axes():
+def test_custom_boxes_follow_axes():
     class Own(flax.linen.Module):
         @flax.linen.compact
         def __call__(self, x):

@@ -23,10 +23,10 @@ from weft.errors import (
     UnknownLayerError,
 )
 from weft.hierarchy.base_layer import BaseLayer
-from weft.hierarchy.dropout import Dropout
-from weft.hierarchy.linear import Linear
+from weft.hierarchy.layers.linear import Linear
+from weft.hierarchy.layers.normalization import BatchNorm
+from weft.hierarchy.layers.stochastic import Dropout
 from weft.hierarchy.module import Module, functional
-from weft.hierarchy.normalization import BatchNorm
 from weft.hierarchy.param_init import DefaultInitializer
 from weft.hierarchy.repeat import Repeat
 from weft.interop import InHierarchy, as_hierarchy, as_linen, as_nnx
@@ -120,7 +120,7 @@ def test_a_layer_of_any_library_is_a_child_like_any_other(make):
     [linen.Dense(2), config_for_class(linen.Dense).set(features=2), flax.linen.Dense(2)],
     ids=["module", "config", "flax"],
 )
-def test_a_child_whose_parameters_follow_from_inputs_says_how_to_give_them(child):
+def test_child_with_lazy_parameters_explains_how_to_pass_inputs(child):
     message = r"parent.inner holds a Dense, .* say weft.interop.as_hierarchy\(layer, inputs="
     with pytest.raises(LayerInputsError, match=message):
         parent_of(child).initialize_parameters_recursively(KEY)
@@ -215,7 +215,7 @@ def test_copies_of_it_are_stacked():
     np.testing.assert_allclose(carry, want, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_sown_is_a_module_output():
+def test_sown_values_are_module_outputs():
     class Sows(linen.Module):
         @linen.compact
         def __call__(self, x):
@@ -269,7 +269,7 @@ def test_summaries_and_outputs_are_collections():
     np.testing.assert_array_equal(reported["module_outputs"]["x"], X)
 
 
-def test_parameters_and_what_training_updates_are_apart():
+def test_parameters_and_updated_state_are_separate():
     layer = as_nnx(BatchNorm, input_dim=3, rngs=nnx.Rngs(0)).lazy_init(X)
     assert set(nnx.state(layer, nnx.Param)) == {"bias", "scale"}
     layer.train()
@@ -303,7 +303,7 @@ def test_the_first_values_are_those_of_the_layer():
     jax.tree.map(np.testing.assert_array_equal, unbox(made["params"]), want)
 
 
-def test_a_method_that_is_not_there_is_named():
+def test_missing_method_is_named():
     with pytest.raises(LayerMethodError, match="Plain has no method 'backward'"):
         HierarchyModel(Plain).apply({}, X, rngs={}, mutable=False, method="backward")
     with pytest.raises(LayerVariablesError, match="Linear has a variable 'weight'"):
@@ -342,7 +342,7 @@ def test_a_dtype_around_a_layer_is_that_of_its_parameters(make):
     "field",
     [{"param_init": DefaultInitializer.default_config()}, {"param_partition_spec": (None,)}],
 )
-def test_how_parameters_begin_and_lie_is_for_the_layer_to_say(field):
+def test_initialization_and_layout_belong_to_the_layer(field):
     cfg = as_hierarchy(linen.Dense(2), inputs=SHAPE).set(name="guest", **field)
     with pytest.raises(
         ParameterSpecError, match=r"guest has param_.* of Dense, a layer of another"
@@ -394,7 +394,7 @@ class Adapted(nnx.Module):
         return self.linear(x)
 
 
-def test_what_is_derived_from_a_parameter_is_trained_as_well():
+def test_derived_parameters_are_trained():
     layer = layer_of((config_for_class(Adapted),))
     specs = layer.create_parameter_specs_recursively()
     state_of = {
@@ -416,7 +416,7 @@ class Counts(linen.Module):
         return linen.Dense(2, name="dense")(x)
 
 
-def test_what_is_sown_into_summaries_is_a_summary_and_no_state():
+def test_sown_summaries_are_summaries():
     layer = layer_of((Counts(),))
     state = layer.initialize_parameters_recursively(KEY)
     assert set(state) == {"params"}

@@ -152,7 +152,7 @@ def test_keys_come_from_the_streams_of_linen(make):
     assert set(jnp.unique(jnp.round(a / X)).tolist()) == {0.0, 2.0}
 
 
-def test_training_is_said_by_the_attribute_or_the_call():
+def test_training_mode_from_attribute_or_call():
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     layer = as_linen(dropout, training=False)
     np.testing.assert_array_equal(layer.apply({}, X), X)
@@ -167,14 +167,14 @@ def test_a_method_is_called_by_name():
     assert logits.shape == (4, 5)
 
 
-def test_a_module_of_linen_stays_what_it_is():
+def test_linen_module_is_returned_unchanged():
     dense = nn.Dense(2)
     assert as_linen(dense) is dense
     assert as_linen(nn.Dense, 2, name="a") == nn.Dense(2, name="a")
     assert isinstance(as_linen(flax.linen.Dense(2)), InLinen)
 
 
-def test_what_is_sown_can_be_asked_for():
+def test_sown_values_are_returned_when_mutable():
     class Sows(flax.linen.Module):
         @flax.linen.compact
         def __call__(self, x):
@@ -194,7 +194,7 @@ def test_a_variable_that_is_missing_is_named():
         layer.apply({}, X)
 
 
-def test_what_is_no_module_of_linen_is_refused():
+def test_non_linen_modules_are_rejected():
     with pytest.raises(UnknownLayerError, match="a Linear was given"):
         LinenModel(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
 

@@ -15,10 +15,9 @@ from weft.config import config_for_class, config_for_function
 from weft.input import ByteTokenizer
 from weft.launch.distributed import joined_processes
 from weft.recipes import lm_lora
-from weft.trainer.checkpoint_policy import EvalMetric
+from weft.trainer.checkpointer.policy import EvalMetric
 from weft.trainer.decoding_evaler import DecodingEvaler
-from weft.trainer.early_stopping import EarlyStopping
-from weft.trainer.evaler import every_n_steps_policy
+from weft.trainer.evaler import EarlyStopping, every_n_steps_policy
 from weft.trainer.progress import RunListener
 
 lm_lora._LLAMA |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

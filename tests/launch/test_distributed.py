@@ -7,10 +7,10 @@ import pytest
 
 from weft.errors import CoordinatorNotFoundError, ProcessEnvironmentError
 from weft.launch.distributed import (
-    Place,
+    ProcessInfo,
     first_host,
     joined_processes,
-    place_of,
+    process_info,
     wait_for_coordinator,
 )
 from weft.launch.local import LocalJob
@@ -32,16 +32,16 @@ SLURM = {
     ("environ", "place"),
     [
         ({}, None),
-        (GIVEN, Place("10.0.0.1:1234", 4, 3)),
-        (GIVEN | {"JAX_COORDINATOR_ADDRESS": "[::1]:80"}, Place("[::1]:80", 4, 3)),
+        (GIVEN, ProcessInfo("10.0.0.1:1234", 4, 3)),
+        (GIVEN | {"JAX_COORDINATOR_ADDRESS": "[::1]:80"}, ProcessInfo("[::1]:80", 4, 3)),
         ({"JAX_NUM_PROCESSES": "1"}, None),
         (GIVEN | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
-        (SLURM, Place("gpu08:61443", 2, 1)),
+        (SLURM, ProcessInfo("gpu08:61443", 2, 1)),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
         # As the script of a SlurmJob sets them.
         (
             SLURM | {"JAX_COORDINATOR_ADDRESS": "gpu08:7", "JAX_NUM_PROCESSES": "2"},
-            Place("gpu08:7", 2, 1),
+            ProcessInfo("gpu08:7", 2, 1),
         ),
         # In the script itself, outside of srun, and in an interactive session.
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),
@@ -52,14 +52,14 @@ SLURM = {
                 "JAX_NUM_PROCESSES": "2",
                 "JOB_COMPLETION_INDEX": "1",
             },
-            Place("lm-workers-0-0.lm:8476", 2, 1),
+            ProcessInfo("lm-workers-0-0.lm:8476", 2, 1),
         ),
         ({"JOB_COMPLETION_INDEX": "1"}, None),
     ],
     ids=str,
 )
 def test_where_a_process_stands(environ, place):
-    assert place_of(environ) == place
+    assert process_info(environ) == place
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_where_a_process_stands(environ, place):
 )
 def test_what_does_not_go_together_is_refused(environ, message):
     with pytest.raises(ProcessEnvironmentError, match=message):
-        place_of(environ)
+        process_info(environ)
 
 
 def test_the_first_of_slurms_hosts():
@@ -94,7 +94,7 @@ def test_a_process_without_others_joins_nobody():
 def test_a_coordinator_that_is_not_there_is_named():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))  # and nobody listens
-        place = Place(f"127.0.0.1:{s.getsockname()[1]}", 2, 1)
+        place = ProcessInfo(f"127.0.0.1:{s.getsockname()[1]}", 2, 1)
         with pytest.raises(
             CoordinatorNotFoundError,
             match=r"process 1 of 2 could not connect to 127.* within 0\.2 s",

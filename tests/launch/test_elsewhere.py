@@ -15,8 +15,8 @@ import pytest
 
 from weft.cli.configs import load_config
 from weft.launch.local import LocalJob
-from weft.trainer.checkpoint_dirs import step_dirs
-from weft.trainer.checkpoint_manifest import read_manifest
+from weft.trainer.checkpointer.dirs import step_dirs
+from weft.trainer.checkpointer.manifest import read_manifest
 from weft.trainer.progress import RunListener
 
 pytestmark = pytest.mark.long

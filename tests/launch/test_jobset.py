@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from weft.errors import JobConfigError
-from weft.launch.distributed import Place, place_of
+from weft.launch.distributed import ProcessInfo, process_info
 from weft.launch.jobset import JobSetJob
 
 SCHEMA = json.loads(Path(__file__).with_name("jobset.v1alpha2.schema.json").read_text())
@@ -97,7 +97,7 @@ def test_the_processes_of_the_pods_know_where_they_stand():
     assert environ["WEFT_STOPPED_EXIT_CODE"] == "75"
     # As JobSet names pods: JobSet, replicated job, number of the job, number of the pod; subdomain.
     address = "lm-workers-0-0.lm:8476"
-    assert place_of(environ | {"JOB_COMPLETION_INDEX": "2"}) == Place(address, 4, 2)
+    assert process_info(environ | {"JOB_COMPLETION_INDEX": "2"}) == ProcessInfo(address, 4, 2)
 
 
 @pytest.mark.parametrize("fields", [{}, {"namespace": "research"}], ids=["here", "namespace"])

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.launch.yaml_text import to_yaml
+from weft.launch.jobset import to_yaml
 
 yaml = pytest.importorskip("yaml")
 

@@ -1,9 +1,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.experimental import checkify as jax_checkify
 
 from tests.lifting.counting import BOXES, Box
-from weft.lifting import jit
+from weft.lifting import checkify, eval_shape, jit
+from weft.lifting.jit import Compiled, Lowered, Traced
 
 
 def counting_jit(**kwargs):
@@ -64,3 +67,62 @@ def test_shardings_follow_the_users_tree():
     )
     out = fn({"x": jnp.zeros(16)})
     assert out["y"].sharding.is_equivalent_to(rows, 1)
+
+
+def doubled(compiled, args, kwargs):
+    return 2 * compiled(*args, **kwargs)
+
+
+def test_stages_have_what_those_of_jax_have_and_are_called_as_they_were_told():
+    traced = Traced(jax.jit(jnp.sin).trace(jnp.float32(0)), doubled)
+    lowered = traced.lower()
+    compiled = lowered.compile()
+    assert isinstance(lowered, Lowered) and "stablehlo.sine" in lowered.as_text()
+    assert isinstance(compiled, Compiled) and "HloModule" in compiled.as_text()
+    assert compiled(jnp.float32(1)) == 2 * jnp.sin(1.0)
+    assert repr(compiled).startswith("Compiled(")
+    assert not hasattr(compiled, "_missing") and not hasattr(compiled, "missing")
+
+
+def test_what_differed_is_said():
+    f = jit(BOXES, lambda box, x, **kwargs: x, static_argnames="mode")
+    box = Box(x=jnp.ones(2))
+    assert "traced not yet" in f.explain_recompile()
+    f(box, jnp.ones(3))
+    f(box, jnp.ones(3))
+    assert "traced once, so nothing was compiled again" in f.explain_recompile()
+    f(box, jnp.ones(4))
+    assert "float32[3] before, float32[4]" in f.explain_recompile()
+    f(Box(x=jnp.ones(2), y=jnp.ones(1)), jnp.ones(4))
+    assert "not there before, float32[1]" in f.explain_recompile()
+    f(box, jnp.ones(4), mode="fast")
+    f(box, jnp.ones(4), mode="slow")
+    assert "fast" in f.explain_recompile()
+    assert "slow" in f.explain_recompile()
+
+
+def test_shapes_instead_of_arrays():
+    box = Box(x=jnp.ones((3, 2)))
+
+    def f(box, y):
+        box.write("z", box.arrays["x"] @ y)
+        return y.sum()
+
+    shape = eval_shape(BOXES, f)(box, jax.ShapeDtypeStruct((2, 4), jnp.float32))
+    assert (shape.shape, shape.dtype) == ((), jnp.float32)
+    assert box.arrays["z"] == jax.ShapeDtypeStruct((3, 4), jnp.float32)
+
+
+def test_failed_checks_come_back():
+    def f(box, x):
+        jax_checkify.check(x > 0, "x is {x}", x=x)
+        box.write("x", x)
+        return x + 1
+
+    box = Box(x=jnp.float32(0))
+    error, value = checkify(BOXES, f)(box, jnp.float32(1))
+    error.throw()
+    assert (value, box.arrays["x"]) == (2, 1)
+    error, _ = checkify(BOXES, f)(box, jnp.float32(-1))
+    with pytest.raises(jax_checkify.JaxRuntimeError, match=r"x is -1"):
+        error.throw()

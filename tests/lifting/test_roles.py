@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from weft.errors import RoleError
-from weft.lifting.roles import CARRY, DIFF, FORK, Roles, broadcast_roles, is_role, roles_of_carrier
+from weft.lifting.roles import CARRY, DIFF, FORK, Roles, broadcast_roles, carrier_roles, is_role
 
 
 def is_leaf(x):
@@ -19,8 +19,8 @@ def test_roles_read_as_they_are_written():
 
 
 def test_a_bare_role_goes_to_everything():
-    assert roles_of_carrier(2) == Roles(((True, 2),))
-    assert roles_of_carrier(Roles((("a", 0),))) == Roles((("a", 0),))
+    assert carrier_roles(2) == Roles(((True, 2),))
+    assert carrier_roles(Roles((("a", 0),))) == Roles((("a", 0),))
 
 
 def test_a_prefix_is_spread_over_the_leaves():

@@ -27,7 +27,7 @@ from weft.errors import (
     SetAttributeInModuleSetupError,
 )
 from weft.linen.methods import compact
-from weft.linen.module import Module
+from weft.linen.module import Module, module_repr
 
 
 class Model(Module):
@@ -378,3 +378,71 @@ def test_threads_do_not_see_each_other():
 def test_type_hints_are_found(cls):
     assert {"parent", "name", *cls._field_names} <= set(typing.get_type_hints(cls))
     assert {"parent", "name", *cls._field_names} <= set(typing.get_type_hints(cls.__init__))
+
+
+class ShownModel(Module):
+    inner: Module
+    sizes: tuple = (1, 2)
+    act: object = jnp.tanh
+
+    def setup(self):
+        self.last = Affine(3)
+
+    def __call__(self, x):
+        return self.last(self.act(self.inner(x)))
+
+
+FREE = """\
+ShownModel(
+    # attributes
+    inner = Affine(
+        # attributes
+        features = 2
+        scale = 1.0
+    )
+    sizes = (1, 2)
+    act = tanh
+)"""
+
+BOUND = """\
+ShownModel(
+  # attributes
+  sizes = (1, 2)
+  act = tanh
+  # children
+  inner = Affine(
+    # attributes
+    features = 2
+    scale = 1.0
+  )
+  last = Affine(
+    # attributes
+    features = 3
+    scale = 1.0
+  )
+)"""
+
+
+def test_modules_are_shown_with_their_fields():
+    assert repr(ShownModel(Affine())) == FREE
+    assert repr(type("Empty", (Module,), {})()) == "Empty()"
+
+
+def test_bound_modules_are_shown_with_their_submodules():
+    bound = ShownModel(Affine()).bind(ShownModel(Affine()).init(KEY, X))
+    bound(X)
+    assert module_repr(bound, step="  ") == BOUND
+
+
+def test_what_has_not_been_made_yet_is_not_shown():
+    class Late(Module):
+        a: int
+        b: int = 2
+
+        def __post_init__(self):
+            shown.append(repr(self))
+            super().__post_init__()
+
+    shown = []
+    Late(1)
+    assert shown == ["Late(\n    # attributes\n    a = 1\n    b = 2\n)"]

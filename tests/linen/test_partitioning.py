@@ -7,6 +7,7 @@ from weft.core.frozen_dict import FrozenDict
 from weft.core.meta import PARTITION_NAME
 from weft.errors import AxisMetadataError, ModuleError
 from weft.linen import partitioning
+from weft.linen.linear import Dense
 from weft.linen.methods import compact
 from weft.linen.module import Module
 
@@ -143,3 +144,13 @@ def test_names_of_a_variable_that_is_a_dict_gain_and_lose_axes():
     more = box.add_axis(-1, {PARTITION_NAME: "layers"})
     assert more.names == FrozenDict({"u": ("a", "b", "layers"), "v": ("a", "layers"), "w": None})
     assert more.remove_axis(-1, {}) == box
+
+
+def test_a_layer_whose_axes_have_names():
+    kernel_init = partitioning.with_logical_partitioning(jax.nn.initializers.ones, ("embed", "mlp"))
+    variables = Dense(4, kernel_init=kernel_init).init(jax.random.key(0), jnp.ones((2, 3)))
+    box = variables["params"]["kernel"]
+    assert isinstance(box, partitioning.LogicallyPartitioned) and box.names == ("embed", "mlp")
+    with partitioning.logical_axis_rules((("embed", "model"), ("mlp", None))):
+        assert partitioning.logical_to_mesh_axes(box.names) == P("model", None)
+        assert partitioning.get_logical_axis_rules() == (("embed", "model"), ("mlp", None))

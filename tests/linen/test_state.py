@@ -1,10 +1,34 @@
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from tests.linen.modules import KEY, Affine, X
-from weft.errors import NameInUseError
+from tests.linen.modules import KEY, Affine, Counter, X
+from weft import linen as nn
+from weft.core.meta import Partitioned, with_partitioning
+from weft.errors import (
+    CompactMethodError,
+    InvalidRngError,
+    ModifyScopeVariableError,
+    NameInUseError,
+    PerturbationNotFoundError,
+    ScopeParamShapeError,
+    ScopeVariableNotFoundError,
+    UnboundModuleError,
+)
 from weft.linen.methods import compact
 from weft.linen.module import Module
-from weft.linen.state import Setup
+from weft.linen.state import (
+    SetupProgress,
+    current_module,
+    disable_named_call,
+    enable_named_call,
+    intercept_methods,
+    override_named_call,
+    without_parent,
+)
 
 
 def test_a_name_is_given_once():
@@ -78,6 +102,312 @@ def test_setup_that_failed_is_due_again():
     bound = Model().bind({"params": {"layer": Affine().init(KEY, X)["params"]}})
     with pytest.raises(KeyError, match="not yet"):
         bound(X)
-    assert bound._state.setup is Setup.DUE
+    assert bound._state.setup is SetupProgress.DUE
     fails.clear()
     assert bound(X).shape == (3, 2)
+
+
+class Model(Module):
+    @compact
+    def __call__(self, x):
+        return self.twice(Affine(name="layer")(x))
+
+    def twice(self, x):
+        return 2 * x
+
+
+def test_the_module_that_runs():
+    seen = []
+
+    class Watch(Module):
+        @compact
+        def __call__(self):
+            with without_parent():
+                inside = current_module()
+                made = Affine()
+            seen.append((current_module() is self, inside, made.parent))
+
+    Watch().init(KEY)
+    assert seen == [(True, None, None)]
+    assert current_module() is None
+
+
+def test_the_outermost_interceptor_is_called_first():
+    seen = []
+
+    def watch(label):
+        def interceptor(next_fun, args, kwargs, context):
+            seen.append((label, type(context.module).__name__, context.method_name))
+            return next_fun(*args, **kwargs)
+
+        return interceptor
+
+    with intercept_methods(watch("a")), intercept_methods(watch("b")):
+        Model().init(KEY, X)
+    assert seen == [
+        ("a", "Model", "__call__"),
+        ("b", "Model", "__call__"),
+        ("a", "Affine", "__call__"),
+        ("b", "Affine", "__call__"),
+        ("a", "Model", "twice"),
+        ("b", "Model", "twice"),
+    ]
+    Model().init(KEY, X)
+    assert len(seen) == 6
+
+
+def test_an_interceptor_changes_arguments_and_results():
+    variables = Model().init(KEY, X)
+
+    def skip(next_fun, args, kwargs, context):
+        return args[0] if context.method_name == "twice" else next_fun(*args, **kwargs)
+
+    def around(next_fun, args, kwargs, context):
+        return 3 * context.orig_method(*args, **kwargs)
+
+    plain = Model().apply(variables, X)
+    with intercept_methods(skip):
+        assert Model().apply(variables, X)[0, 0] == plain[0, 0] / 2
+    with intercept_methods(around), intercept_methods(skip):
+        # `orig_method` is the method without the interceptors that come after.
+        assert Model().apply(variables, X, method="twice")[0, 0] == pytest.approx(6 * X[0, 0])
+
+
+def test_an_interceptor_that_fails_leaves_nothing_behind():
+    def fail(*_):
+        raise KeyError("interceptor")
+
+    with pytest.raises(KeyError, match="interceptor"), intercept_methods(fail):
+        Model().init(KEY, X)
+    assert list(Model().init(KEY, X)["params"]) == ["layer"]
+
+
+def names():
+    """The names that the operations of a model carry."""
+    variables = Model().init(KEY, X)
+    jaxpr = jax.make_jaxpr(Model().apply)(variables, X)
+    return [str(eqn.source_info.name_stack) for eqn in jaxpr.eqns]
+
+
+def test_operations_carry_the_names_of_modules():
+    assert "Model/layer" in names() and "Model/Model.twice" in names()
+    with override_named_call(False):
+        assert set(names()) == {""}
+        with override_named_call(True):
+            assert "Model/layer" in names()
+    disable_named_call()
+    try:
+        assert set(names()) == {""}
+    finally:
+        enable_named_call()
+    assert "Model/layer" in names()
+
+
+def test_names_reach_what_xla_is_given():
+    variables = Model().init(KEY, X)
+    lowered = jax.jit(Model().apply).lower(variables, X)
+    assert "Model/layer/dot_general" in lowered.as_text(debug_info=True)
+
+
+def test_a_thread_has_interceptors_of_its_own():
+    calls = []
+
+    def watch(next_fun, args, kwargs, context):
+        calls.append(context.method_name)
+        return next_fun(*args, **kwargs)
+
+    with intercept_methods(watch), ThreadPoolExecutor(1) as pool:
+        pool.submit(Model().init, KEY, X).result()
+    assert calls == []
+
+
+ones = jax.nn.initializers.ones
+
+
+def model(fn, plain=False):
+    """A module with one method."""
+    return type("Model", (Module,), {"__call__": fn if plain else compact(fn)})()
+
+
+@pytest.mark.parametrize(
+    ("what", "use"),
+    [
+        ("the variables were requested", lambda m: m.variables),
+        ("the path was requested", lambda m: m.path),
+        ("the parameter 'a' was requested", lambda m: m.param("a", ones, ())),
+        ("the variable 'a' of 'c' was requested", lambda m: m.variable("c", "a", ones)),
+        ("the variable 'a' was requested", lambda m: m.has_variable("c", "a")),
+        ("the variable 'a' was requested", lambda m: m.get_variable("c", "a")),
+        ("the variable 'a' was set", lambda m: m.put_variable("c", "a", 1)),
+        ("a key of the PRNG stream 'params'", lambda m: m.make_rng()),
+        ("the PRNG stream 's' was requested", lambda m: m.has_rng("s")),
+        ("`is_initializing` was called", lambda m: m.is_initializing()),
+        ("the collection 'c' was requested", lambda m: m.is_mutable_collection("c")),
+        ("'a' was sown", lambda m: m.sow("c", "a", 1)),
+        ("'a' was perturbed", lambda m: m.perturb("a", X)),
+    ],
+)
+def test_a_module_without_variables(what, use):
+    with pytest.raises(UnboundModuleError, match=rf"{what}.*Affine is not bound.*module.bind\(v"):
+        use(Affine())
+
+
+def test_variables_are_made_in_setup_and_in_compact_methods():
+    fn = lambda self: self.variable("state", "a", jnp.ones, ())  # noqa: E731
+    with pytest.raises(CompactMethodError, match=r"'a' of 'state' was requested.*with @compact"):
+        model(fn, plain=True).init(KEY)
+
+
+def test_parameters_take_arguments_of_their_initializers():
+    def make(key, shape, *, scale):
+        return {"a": scale * jax.random.normal(key, shape)}
+
+    params = model(lambda self: self.param("p", make, (3,), scale=2.0)["a"]).init(KEY)["params"]
+    assert params["p"]["a"].shape == (3,)
+
+
+def test_parameters_are_shown_without_their_boxes():
+    def call(self):
+        init = with_partitioning(ones, ("rows",))
+        boxed = self.param("b", init, (2,), unbox=False)
+        return self.param("a", init, (2,)), boxed, self.get_variable("params", "a")
+
+    (plain, boxed, held), variables = model(call).init_with_output(KEY)
+    assert plain.shape == (2,)
+    assert isinstance(boxed, Partitioned) and isinstance(held, Partitioned)
+    assert variables["params"]["a"].names == ("rows",)
+
+
+def test_what_is_named_twice():
+    def twice(self):
+        return self.param("a", ones, ()) + self.param("a", ones, ())
+
+    with pytest.raises(NameInUseError, match=r"'a' is used twice in '/', the second time for 'par"):
+        model(twice).init(KEY)
+
+    def both(self):
+        self.variable("state", "a", lambda: 1)
+        return self.param("a", ones, ())
+
+    assert sorted(model(both).init(KEY)) == ["params", "state"]
+
+
+def test_parameters_of_another_model():
+    variables = Affine().init(KEY, X)
+    with pytest.raises(ScopeParamShapeError, match=r"'kernel' .*'/' has shape \(2, 2\).*\(2, 3\)"):
+        Affine(3).apply(variables, X)
+
+
+def test_state_is_read_and_changed():
+    variables = Counter().init(KEY, X)
+    assert int(variables["state"]["calls"]) == 1
+    with pytest.raises(ModifyScopeVariableError, match=r"'calls'.*mutable=\['state'\]"):
+        Counter().apply(variables, X)
+    _, changed = Counter().apply(variables, X, mutable=["state"])
+    assert int(changed["state"]["calls"]) == 2
+    with pytest.raises(ScopeVariableNotFoundError, match=r"'calls' .*'state'.*there are: other"):
+        Counter().apply({"state": {"other": 1}}, X)
+
+
+def test_variables_by_name():
+    def call(self, x):
+        before = self.has_variable("state", "v"), self.get_variable("state", "v", "none")
+        self.put_variable("state", "v", x)
+        return before, self.get_variable("state", "v"), self.variables["state"]
+
+    (before, now, every), variables = model(call, plain=True).init_with_output(KEY, 3)
+    assert (before, now, every, variables) == ((False, "none"), 3, {"v": 3}, {"state": {"v": 3}})
+
+
+def test_keys():
+    def call(self):
+        asked = [self.has_rng(name) for name in ("params", "noise", "dropout")]
+        return self.make_rng("noise"), self.make_rng("noise"), self.make_rng("dropout"), asked
+
+    fn = model(call)
+    rngs = {"params": KEY, "noise": jax.random.key(1)}
+    a, b, c, asked = fn.apply({}, rngs=rngs)
+    assert len({str(jax.random.key_data(key)) for key in (a, b, c)}) == 3
+    assert asked == [True, True, False]
+    assert fn.apply({}, rngs=rngs)[0] == a
+    with pytest.raises(InvalidRngError, match=r"'noise', and the given streams are: 'oth"):
+        fn.apply({}, rngs={"other": KEY})
+
+
+def test_flags_of_the_call():
+    fn = model(lambda self: (self.is_initializing(), self.is_mutable_collection("state")))
+    assert fn.init_with_output(KEY)[0] == (True, True)
+    assert fn.apply({}) == (False, False)
+    assert fn.apply({}, mutable="state")[0] == (False, True)
+
+
+def test_values_are_sown():
+    class Model(Module):
+        @compact
+        def __call__(self, x):
+            self.sow("seen", "x", x)
+            self.sow("seen", "x", x + 1)
+            self.sow("losses", "sum", x, reduce_fn=lambda a, b: a + b, init_fn=lambda: 10)
+            return self.sow("nowhere", "x", x)
+
+    assert Model().apply({}, 1, mutable=["seen", "losses"]) == (
+        False,
+        {"seen": {"x": (1, 2)}, "losses": {"sum": 11}},
+    )
+    assert Model().apply({}, 1) is False
+    left = {"seen": {"x": (0,)}}
+    assert Model().apply(left, 1, mutable="seen")[1] == {"seen": {"x": (0, 1, 2)}}
+    assert "intermediates" not in model(lambda self: self.sow("intermediates", "x", 1)).init(KEY)
+
+
+@pytest.mark.parametrize("given", [{}, {"other": X}, {"h": X}])
+def test_perturbations_without_an_entry_are_refused(given):
+    fn = model(lambda self, x: self.perturb("k", self.perturb("h", x)))
+    with pytest.raises(PerturbationNotFoundError, match=r"given without '[hk]' in the scope '/'"):
+        fn.apply({"perturbations": given}, X)
+    np.testing.assert_array_equal(fn.apply({}, X), X)  # without the collection nothing is added
+    _, changed = fn.apply({"perturbations": given}, X, mutable="perturbations")
+    assert {"h", "k"} <= set(changed["perturbations"])
+
+
+def test_gradients_of_perturbations_are_those_of_the_values():
+    fn = model(lambda self, x: (self.perturb("h", 3 * x) ** 2).sum())
+    variables = fn.init(KEY, X)
+    np.testing.assert_array_equal(variables["perturbations"]["h"], np.zeros((3, 2)))
+    gradient = jax.grad(lambda v: fn.apply(v, X))(variables)["perturbations"]["h"]
+    np.testing.assert_allclose(gradient, 6 * X, rtol=1e-6)
+    assert fn.apply({}, X) == fn.apply(variables, X)
+
+
+class Perturbed(nn.Module):
+    @nn.compact
+    def __call__(self, c, _=None):
+        return self.perturb("h", c), None
+
+
+LIFTED = {
+    "jit": nn.jit,
+    "remat": nn.remat,
+    "vmap": lambda cls: nn.vmap(cls, variable_axes={"perturbations": 0}, in_axes=(0, None)),
+    "scan": lambda cls: nn.scan(cls, variable_axes={"perturbations": 0}, length=2),
+    "scan of jit": lambda cls: LIFTED["scan"](nn.jit(cls)),
+}
+
+
+@pytest.mark.parametrize("way", LIFTED)
+def test_a_missing_perturbation_in_a_lifted_module_is_an_error(way):
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x, _ = Perturbed(name="plain")(x)
+            return LIFTED[way](Perturbed)(name="lifted")(x, None)[0]
+
+    x = jnp.ones((3, 2))
+    given = Two().init(jax.random.key(0), x)["perturbations"]
+    assert set(given) == {"plain", "lifted"}
+    np.testing.assert_array_equal(Two().apply({"perturbations": given}, x), x)
+    np.testing.assert_array_equal(Two().apply({}, x), x)
+    with pytest.raises(
+        PerturbationNotFoundError, match=r"given without 'h' in the scope '/.*lifted"
+    ):
+        Two().apply({"perturbations": {"plain": given["plain"]}}, x)

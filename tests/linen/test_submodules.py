@@ -13,8 +13,7 @@ from weft import struct
 from weft.core.frozen_dict import FrozenDict
 from weft.errors import NameInUseError
 from weft.linen.methods import compact
-from weft.linen.module import Module
-from weft.linen.submodules import map_submodules
+from weft.linen.module import Module, map_submodules
 
 
 class Pair(NamedTuple):

@@ -122,7 +122,9 @@ LIFTED = {
 
 @pytest.mark.parametrize("lift", LIFTED)
 def test_flops_of_calls_inside_of_transformations(lift):
-    calls, _ = summary.calls_of(Rows(LIFTED[lift]), KEY, (jnp.ones((2, 3)),), show_repeated=True)
+    calls, _ = summary.record_calls(
+        Rows(LIFTED[lift]), KEY, (jnp.ones((2, 3)),), show_repeated=True
+    )
     dense = [call for call in calls if type(call.module) is nn.Dense]
     flops = {call.path: summary._flops(call, KEY, with_vjp=False) for call in calls}
     assert len(flops) > 1

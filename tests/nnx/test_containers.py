@@ -176,3 +176,11 @@ def test_a_static_container_stays_static():
         xs.e = nnx.static(nnx.List([nnx.Param(1.0)]))
     with pytest.raises(AttributeMarkError, match=r"Dict\.e is static"):
         xs.e = nnx.static(nnx.List([nnx.data(1.0)]))
+
+
+def test_setdefault_returns_what_is_stored():
+    d = nnx.Dict()
+    d.setdefault("a", {})["b"] = nnx.Param(jnp.ones(1))
+    assert isinstance(d.a, nnx.Dict) and d.a.b.shape == (1,)
+    assert d.setdefault("a", 3) is d.a
+    assert d.setdefault("n") is None and "n" in d

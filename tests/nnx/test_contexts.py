@@ -1,11 +1,28 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from weft import nnx
-from weft.errors import GraphStructureError
-from weft.nnx.contexts import current_update_context, merge_context, split_context, update_context
-from weft.nnx.ref_map import RefMap
+from weft.errors import (
+    GraphStructureError,
+    InconsistentAliasError,
+    ObjectArgumentError,
+    StateFilterError,
+)
+from weft.nnx.contexts import (
+    NodeStates,
+    current_update_context,
+    from_tree,
+    merge_context,
+    prefix,
+    split_context,
+    to_tree,
+    update_context,
+)
+from weft.nnx.split_merge import RefMap
+from weft.nnx.transforms.state_roles import StateAxes
 
 
 class Layer(nnx.Module):
@@ -149,3 +166,185 @@ def test_descriptions_of_objects_that_were_others_before():
     assert model.stat is not stat and model.stat[...] == 7 and stat[...] == 0
     nnx.unflatten(graphdef, [jnp.zeros(2), jnp.ones(())], outer_index_outer_ref=outer)
     assert w[0] == 0
+
+
+def model():
+    layer = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+    return nnx.Dict(a=layer, b=layer, stat=nnx.BatchStat(jnp.zeros(())))
+
+
+def test_objects_become_states_and_objects_again():
+    m = model()
+    tree = to_tree((m, m, {"q": m.a, "x": jnp.ones(1)}, 3))
+    assert [isinstance(x, NodeStates) for x in (*tree[:2], tree[2]["q"])] == [True] * 3
+    assert len(tree[1].state) == len(tree[2]["q"].state) == 0
+    first, second, rest, n = from_tree(tree)
+    assert first is second and rest["q"] is first.a is first.b and n == 3
+    assert first.a.w is not m.a.w
+
+    @jax.jit
+    def step(tree):
+        m, *_ = from_tree(tree)
+        m.a.w[...] += 1
+        return to_tree((m, {"a": m.a}))
+
+    new, found = from_tree(step(tree))
+    assert new.a is found["a"] and new.a.w[0] == 2 and m.a.w[0] == 1
+    assert from_tree(to_tree(m.a.w)).shape == (2,) and from_tree(3) == 3
+
+
+def split_in_two(ctx, path, prefix, x):
+    return NodeStates.from_split(*ctx.split(x, nnx.Param, ...), metadata=prefix)
+
+
+def test_ways_to_split_and_merge():
+    m = model()
+    tree = to_tree((m, 3), prefix=("p", None), split_fn=split_in_two)
+    assert tree[0].metadata == "p" and len(tree[0].states) == 2
+    assert from_tree(tree)[0].b.w[...].tolist() == [1, 1]
+
+    def seen(ctx, path, prefix, x):
+        return jax.tree_util.keystr(path), prefix, type(x).__name__
+
+    assert to_tree((m, [3]), prefix=5, split_fn=seen) == (("[0]", 5, "Dict"), [3])
+    every = to_tree((m, [3]), prefix=(5, None), split_fn=seen, map_non_graph_nodes=True)
+    assert every == (("[0]", 5, "Dict"), [("[1][0]", None, "int")])
+    assert from_tree(tree, prefix=(0, 1), merge_fn=seen) == (("[0]", 0, "NodeStates"), 3)
+    every = from_tree(tree, prefix=2, merge_fn=seen, map_non_graph_nodes=True)
+    assert every[1] == ("[1]", 2, "int")
+
+
+def test_through_an_update_context():
+    m = model()
+    with update_context("t"):
+        tree = to_tree((m, m.a), ctxtag="t")
+
+        @jax.jit
+        def f(tree):
+            m, layer = from_tree(tree, ctxtag="t", is_inner=True)
+            layer.w[...] += 1
+            return to_tree({"m": m}, ctxtag="t")
+
+        assert from_tree(f(tree), ctxtag="t", is_inner=False)["m"] is m
+    assert m.b.w[0] == 2
+
+
+def test_different_things_said_of_one_variable():
+    m = model()
+    with pytest.raises(InconsistentAliasError, match="one Param is at '0/a/w', with 0"):
+        to_tree((m, m.a), prefix=(0, 1))
+    with pytest.raises(InconsistentAliasError, match="at '1/a/w', with 1"):
+        to_tree((m, m), prefix=tuple(StateAxes({nnx.Param: i, ...: 0}) for i in (0, 1)))
+    to_tree((m, m), prefix=(StateAxes({nnx.Param: 0, ...: 1}),) * 2)
+    assert len(to_tree((m, m), prefix=(0, 1), check_aliasing=False)) == 2
+    with pytest.raises(ValueError, match="different lengths of tuple"):
+        to_tree((m, 3), prefix=(0,))
+
+
+def test_states_without_a_description_and_several():
+    state = nnx.State({"w": jnp.ones((3, 2))})
+    both = NodeStates.from_states(state, state)
+    with pytest.raises(GraphStructureError, match="have no description"):
+        both.graphdef  # noqa: B018
+    with pytest.raises(GraphStructureError, match="have 2 states"):
+        both.state  # noqa: B018
+    one = both.replace(states=(state,))
+    assert one.state is state and jax.tree.leaves(NodeStates.from_prefixes([0, 1])) == [0, 1]
+    axes = NodeStates.from_prefixes([1])
+    assert jax.vmap(lambda s: s.state.w.sum(), in_axes=(axes,))(one).tolist() == [3, 3]
+    paths = jax.tree_util.tree_leaves_with_path(one)
+    assert jax.tree_util.keystr(paths[0][0]) == ".states[0]['w']"
+
+
+class Node(nnx.Module):
+    """Anything, with a name and variables."""
+
+    def __init__(self):
+        self.w, self.n = nnx.Param(jnp.ones((3, 2))), nnx.BatchStat(jnp.ones(()))
+        self.name, self.xs = "node", nnx.List([nnx.Cache(jnp.ones((2, 3)))])
+
+
+AXES = {nnx.Param: 0, nnx.PathContains("xs"): 1, ...: None}
+
+
+@pytest.mark.parametrize("axes", [AXES, StateAxes(AXES)], ids=["dict", "StateAxes"])
+def test_it_stands_where_jax_takes_a_prefix(axes):
+    node = Node()
+    made = prefix(node, axes)
+    assert (made.w, made.n, made.xs[0], made.name) == (0, None, 1, "node")
+    f = jax.vmap(lambda m, x: m.w.sum() + m.xs[0].sum() + m.n * x, in_axes=(made, None))
+    assert f(node, 2.0).tolist() == [6, 6, 6]
+
+
+def test_states_values_and_functions():
+    tree = [nnx.state(Node()), {"a": jnp.ones(1), "b": 3}]
+    by_filter = prefix(tree, {nnx.Param: "p", ...: "x"})
+    assert by_filter[0].w == "p" and by_filter[1] == {"a": "x", "b": "x"}
+    paths = prefix(tree, lambda path, x: (path, type(x).__name__))
+    assert paths[0].xs[0] == ((0, "xs", 0), "Cache") and paths[1]["b"] == ((1, "b"), "int")
+
+
+def test_what_no_filter_matches():
+    with pytest.raises(StateFilterError, match="'n', a BatchStat; the filters are Param; add"):
+        prefix(Node(), {nnx.Param: 0})
+    with pytest.raises(ObjectArgumentError, match="prefix was given 3; give a dict from filters"):
+        prefix(Node(), 3)
+
+
+class PrefixLayer(nnx.Module):
+    """Has static attributes of every kind, which are not axes."""
+
+    def __init__(self):
+        self.w, self.n = nnx.Param(jnp.full((3, 2), 2.0)), nnx.BatchStat(jnp.ones(()))
+        self.act, self.k, self.name, self.rate = jnp.tanh, 3, "layer", 0.5
+        self.mark, self.parts = nnx.static((0, 1)), [nnx.Dict(v=nnx.Cache(jnp.ones((2, 3))), at=7)]
+
+
+def total(layer):
+    return layer.w.sum() + layer.parts[0].v.sum() + layer.n
+
+
+PREFIX_LAYER = {nnx.Param: 0, nnx.Cache: 1, ...: None}
+MODES = [{}, {"graph": False}, {"graph_updates": False}]
+MAPPED = {
+    "vmap": lambda at, **modes: nnx.vmap(total, in_axes=(at,), **modes)(PrefixLayer()),
+    "vmap of a list": lambda at, **modes: nnx.vmap(
+        lambda layers: total(layers[0]), in_axes=([at],), **modes
+    )([PrefixLayer()]),
+    "scan": lambda at, **modes: nnx.scan(
+        lambda c, layer: (c, total(layer)), in_axes=(nnx.Carry, at), **modes
+    )(0, PrefixLayer())[1],
+    "pmap": lambda at, **modes: nnx.pmap(total, in_axes=(at,), **modes)(PrefixLayer()),
+    "jax.vmap": lambda at, **modes: jax.vmap(total, in_axes=(at,))(PrefixLayer()),
+}
+
+
+@pytest.mark.parametrize("modes", MODES, ids=str)
+@pytest.mark.parametrize("transformation", MAPPED)
+def test_transformations_take_it_whatever_is_static(transformation, modes):
+    run = MAPPED[transformation]
+    at = prefix(PrefixLayer(), PREFIX_LAYER)
+    assert run(at, **modes).tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("modes", MODES, ids=str)
+def test_results_and_layouts_take_it(modes):
+    at = prefix(PrefixLayer(), PREFIX_LAYER)
+    made = nnx.vmap(lambda _: PrefixLayer(), out_axes=at, **modes)(jnp.arange(5))
+    assert made.w.shape == (5, 3, 2) and made.parts[0].v.shape == (2, 5, 3) and made.n.shape == ()
+    mesh = jax.make_mesh((3,), ("d",), (AxisType.Auto,), devices=jax.devices()[:3])
+    laid_out = prefix(
+        PrefixLayer(), {nnx.Param: NamedSharding(mesh, P("d")), ...: NamedSharding(mesh, P())}
+    )
+    layer = PrefixLayer()
+    run = nnx.jit(
+        lambda layer: nnx.clone(layer), in_shardings=(laid_out,), out_shardings=laid_out, **modes
+    )
+    assert run(layer).w.sharding.spec == P("d") and run([layer][0]).n.sharding.spec == P()
+    run = nnx.jit(lambda layers: total(layers[0]), in_shardings=([laid_out],), **modes)
+    assert run([PrefixLayer()]) == 19
+    specs = prefix(PrefixLayer(), {nnx.Param: P("d"), nnx.Cache: P(None, "d"), ...: P()})
+    each = nnx.shard_map(
+        lambda m: total(m)[None], mesh=mesh, in_specs=(specs,), out_specs=P("d"), **modes
+    )
+    assert each(PrefixLayer()).tolist() == [7, 7, 7]

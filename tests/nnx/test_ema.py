@@ -6,7 +6,7 @@ import pytest
 from weft import nnx
 from weft.errors import AverageLeafError, AverageStructureError
 from weft.nnx.ema import EMA
-from weft.nnx.graph import take_apart
+from weft.nnx.graph import flatten_graph
 
 
 class Model(nnx.Module):
@@ -85,7 +85,7 @@ def test_a_decay_that_is_an_array_changes_without_a_new_trace():
     ema.decay = jnp.array(1.0)
     ema = step(ema, model)
     assert len(traces) == 1 and ema.params.w[0] == 0.5
-    assert take_apart(EMA(model, 0.5, only=nnx.Param)).is_sure
+    assert flatten_graph(EMA(model, 0.5, only=nnx.Param)).is_tracked
 
 
 @pytest.mark.parametrize(

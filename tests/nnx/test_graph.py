@@ -1,8 +1,17 @@
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import pytest
 
 from weft import nnx
+from weft.errors import (
+    AttributeMarkError,
+    GraphStructureError,
+    ObjectArgumentError,
+    TraceContextError,
+)
+from weft.nnx.graph import build_graph, check_pytree, flatten_graph
 
 
 class Pair(NamedTuple):
@@ -103,3 +112,77 @@ def test_apply_calls_a_method():
     graphdef, state = nnx.split(Adder(jnp.array(1.0)))
     out, (after, new) = graphdef.apply(nnx.State({}), state).add(2.0)
     assert out == 3 and after == graphdef and new.w[...] == 3
+
+
+class Counter(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.zeros(()))
+        self.name = "new"
+
+
+def test_values_have_to_be_as_many_as_described():
+    flat = flatten_graph(Counter())
+    for values in ([], [1, 2]):
+        with pytest.raises(
+            GraphStructureError, match=f"has 1 values, and {len(values)} were given"
+        ):
+            build_graph(flat.graphdef, values)
+    node, objects = build_graph(flat.graphdef, [5])
+    assert node.w[...] == 5 and objects == [node, objects[1]] and objects[1] is node.w
+
+
+def test_what_exists_becomes_what_is_described():
+    before, after = Counter(), nnx.List([Counter()])
+    after[0].name = "other"
+    made, _ = build_graph(flatten_graph(after).graphdef, [7], existing={1: before})
+    assert made[0] is before and before.name == "other"
+
+
+@pytest.mark.parametrize("transform", [nnx.vmap, nnx.jit], ids=["vmap", "jit"])
+def test_a_call_that_is_refused_has_changed_nothing(transform):
+    outside = Counter()
+
+    @jax.jit
+    def refused(x):
+        inside = Counter()
+        kwargs = {"in_axes": (0, None, None)} if transform is nnx.vmap else {}
+
+        @(lambda fn: transform(fn, **kwargs))
+        def change(x, first, second):
+            first.name = second.name = "changed"
+            return x
+
+        with pytest.raises(TraceContextError, match="created outside"):
+            change(x, inside, outside)
+        assert (inside.name, outside.name) == ("new", "new")
+        return x
+
+    refused(jnp.ones(2))
+
+
+class Checked(nnx.Module):
+    """Anything."""
+
+
+def test_objects_whose_attributes_are_what_was_said():
+    node = Checked()
+    node.a, node.b, node.c = 1, nnx.static((1, 2)), nnx.data(3)
+    node.w, node.xs = nnx.Param(jnp.ones(1)), nnx.List([jnp.ones(1)])
+    check_pytree(node)
+
+
+def test_data_that_came_into_a_static_attribute():
+    node, outer = Checked(), Checked()
+    node.options = nnx.static({"a": 1})
+    outer.below = nnx.List([node])
+    check_pytree(outer)
+    node.options["b"] = jnp.ones(1)
+    with pytest.raises(
+        AttributeMarkError, match="Checked has a Dict with data in it at 'below/0/options'"
+    ):
+        check_pytree(outer)
+
+
+def test_what_is_no_object():
+    with pytest.raises(ObjectArgumentError, match="check_pytree was given a dict"):
+        check_pytree({"a": 1})

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from weft import nnx
 from weft.errors import MetricArgumentError, MetricMethodError, MetricValueError
-from weft.nnx.graph import take_apart
+from weft.nnx.graph import flatten_graph
 from weft.nnx.metrics import (
     Accuracy,
     Average,
@@ -92,7 +92,7 @@ def test_several_metrics_are_updated_together():
     metrics.reset()
     assert np.isnan(metrics.compute()["loss"])
     assert list(nnx.merge(*metrics.split()).compute()) == ["loss", "accuracy", "inner"]
-    assert take_apart(metrics).is_sure
+    assert flatten_graph(metrics).is_tracked
 
 
 def test_metrics_go_through_transformations():

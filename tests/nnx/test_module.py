@@ -1,9 +1,17 @@
+"""
+
+While a trace runs, each module's call is in a scope with its name.
+"""
+
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from weft import nnx
 from weft.errors import GraphStructureError, ModuleAttributeNotFoundError
+from weft.nnx.module import SownValues
 
 
 class Layer(nnx.Module):
@@ -118,3 +126,76 @@ def test_the_gradient_of_a_perturbation_is_that_of_the_value():
     assert jax.grad(loss)(noise, state).noise[...] == 12.0
     assert layer.perturb("other", {"a": 1.0}, "perturbations") == {"a": 1.0}
     assert type(layer.other) is nnx.Perturbation
+
+
+def append(xs, x):
+    return (*xs, x)
+
+
+def test_only_wanted_kinds_are_left():
+    captured = SownValues((nnx.Intermediate,), None, {"h": nnx.Intermediate((1,))})
+    assert captured.sow(nnx.Intermediate, "h", 2, append, tuple)
+    assert not captured.sow(nnx.Cache, "c", 2, append, tuple)
+    ((name, variable),) = captured.values()
+    assert name == "h" and type(variable) is nnx.Intermediate and variable.get_value() == (1, 2)
+
+
+def test_perturbations_that_are_there_or_wanted():
+    captured = SownValues((nnx.Perturbation,), None, {"p": nnx.Perturbation(3.0)})
+    assert captured.perturbation(nnx.Perturbation, "p", 1.0) == 3
+    assert captured.perturbation(nnx.Perturbation, "q", jnp.ones(2)).tolist() == [0, 0]
+    assert captured.perturbation(nnx.Cache, "r", 1.0) is None
+
+
+def test_a_name_is_of_one_kind():
+    captured = SownValues((nnx.Intermediate, nnx.Cache), None, {})
+    captured.sow(nnx.Cache, "h", 1, append, tuple)
+    with pytest.raises(GraphStructureError, match="'h' was sown as a Cache, and now as a Intermed"):
+        captured.sow(nnx.Intermediate, "h", 1, append, tuple)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(3, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class Derived(Block):
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = [Block(rngs), Derived(rngs)]
+        self.heads = {"a": [nnx.Linear(3, 3, rngs=rngs)]}
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.heads["a"][0](x)
+
+
+@pytest.mark.parametrize("compile_", [nnx.jit, jax.jit])
+def test_each_operation_is_in_the_scopes_of_its_modules(compile_):
+    def step(model, x):
+        return model(x)
+
+    model = Model(nnx.Rngs(0))
+    text = compile_(step).lower(model, jnp.ones((2, 3))).as_text(debug_info=True)
+    found = set(re.findall(r'"jit\(step\)/([^"]*)/dot_general"', text))
+    assert found == {"Model/blocks_0/linear", "Model/blocks_1/linear", "Model/heads_a_0"}
+
+
+def test_scopes_are_closed_where_a_call_fails():
+    class Failing(nnx.Module):
+        def __call__(self, x):
+            raise KeyError
+
+    block = Block(nnx.Rngs(0))
+    with pytest.raises(KeyError):
+        jax.jit(Failing())(1.0)
+    text = jax.jit(lambda x: block(x)).lower(jnp.ones((2, 3))).as_text(debug_info=True)
+    assert "Block/linear/dot_general" in text and "Failing" not in text

@@ -1,3 +1,4 @@
+import collections
 import copy
 
 import jax
@@ -20,13 +21,22 @@ from weft.errors import (
     TraceContextError,
     TransformationTypeError,
 )
+from weft.nnx.graph import flatten_graph
 from weft.nnx.optimizer import (
     ModelAndOptimizer,
     OptArray,
     Optimizer,
     OptState,
     OptVariable,
+    StateDict,
+    TrainState,
+    from_state_dict,
+    gradients_like,
+    leaves_by_path,
+    raw_value,
     to_opt_state,
+    to_state_dict,
+    zip_state_dict,
 )
 
 
@@ -549,3 +559,158 @@ def test_a_state_of_a_transformation_as_variables():
     kept = to_opt_state({"of": params, "xs": [1, None]})
     assert type(kept["of"].w) is OptVariable and kept["of"].w.tag == "a"
     assert type(kept["xs"]) is nnx.List and kept["xs"][1] is None and kept["xs"][0][...] == 1
+
+
+PARAMETERS = {("a", 0): nnx.Param(jnp.ones(2)), ("b",): nnx.Param(None), ("c",): jnp.ones(3)}
+
+
+def test_gradients_take_the_form_of_the_parameters():
+    given = {"c": nnx.Param(jnp.zeros(3)), "a": [jnp.zeros(2)], "n": nnx.BatchStat(1.0), "x": 2}
+    made = gradients_like(PARAMETERS, given, nnx.Param)
+    assert nnx.to_flat_state(made).paths == (("a", 0), ("b",), ("c",)) and made["b"] is None
+    assert made["c"].shape == (3,) and made["a"][0].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, r"no gradient for 'a/0', .* filter Param selects; .*argnums=nnx.DiffState\(0, Param"),
+        ({"a": [1.0, 2.0]}, r"no gradient for 'c'"),
+        ({"a": [jnp.ones(1)]}, r"'a/0' has shape \(1,\), and the parameter \(2,\); give the grad"),
+        ({"a": [1.0], "c": 1.0, "d": nnx.Param(1)}, r"gradient for 'd', but no parameter there"),
+    ],
+    ids=["none", "one missing", "shape", "extra"],
+)
+def test_gradients_like_refuses_other_structures(given, message):
+    with pytest.raises(GradientStructureError, match=message):
+        gradients_like(PARAMETERS, given, nnx.Param)
+
+
+Pair = collections.namedtuple("Pair", ["a", "b"])
+
+
+def variable(path, x):
+    return nnx.Variable(raw_value(x), path=path)
+
+
+def tree():
+    state = nnx.State({"l": {"w": nnx.Param(jnp.ones(2))}, 0: nnx.Param(1.0)})
+    return Pair(({"n": 3}, state), [None, 2.0, ()])
+
+
+def test_a_pytree_is_kept_in_variables_and_given_back():
+    there = to_state_dict(tree(), variable)
+    assert type(there) is Pair and type(there.a[1]) is StateDict and type(there.b) is nnx.List
+    assert there.b[0] is None and there.b[2] == () and there.a[0].n[...] == 3
+    assert there.a[1]["l"]["w"].path == ("l", "w") and there.a[0].n.path == (0, 0, "n")
+    back = from_state_dict(there)
+    assert type(back.a[1]) is nnx.State and type(back.a[0]) is dict and back.b == [None, 2.0, ()]
+    assert jax.tree.structure(back) == jax.tree.structure(
+        jax.tree.map(raw_value, tree(), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    )
+
+
+def test_what_is_kept_notices_changes():
+    class Holder(nnx.Module):
+        def __init__(self):
+            self.kept = to_state_dict(nnx.state(nnx.Dict(w=nnx.Param(1.0))), variable)
+
+    assert flatten_graph(Holder()).is_tracked
+    graphdef = nnx.graphdef(holder := Holder())
+    holder.kept["v"] = nnx.Param(2.0)
+    assert nnx.graphdef(holder) != graphdef
+
+
+def test_a_state_dict_stands_for_a_state():
+    model = nnx.Dict(a=nnx.Dict(w=nnx.Param(1.0)))
+    there = StateDict({"a": {"w": nnx.Param(2.0)}})
+    assert nnx.to_flat_state(there).paths == (("a", "w"),)
+    nnx.update(model, there)
+    assert model.a.w[...] == 2.0
+    assert nnx.merge(nnx.graphdef(model), there).a.w is there.a.w
+
+
+def test_values_find_their_variables():
+    there = to_state_dict(tree(), variable)
+    new = jax.tree.map(lambda x: x + 1, from_state_dict(there))
+    assert [float(jnp.sum(v)) for _, v in zip_state_dict(there, new)] == [4.0, 2.0, 4.0, 3.0]
+    with pytest.raises(OptimizerStateError, match=r"has a, b at 'its root', but .* returned 0, 1"):
+        list(zip_state_dict(there, tuple(new)))
+    with pytest.raises(OptimizerStateError, match=r"has n at 'a/0', .* returned \{\} for it; an"):
+        list(zip_state_dict(there, new._replace(a=({}, new.a[1]))))
+
+
+def test_leaves_by_path():
+    model = nnx.Dict(a=[nnx.Param(1), jnp.ones(1)], b=None)
+    model.c = model.a[0]
+    model.me = nnx.data(model)
+    assert list(leaves_by_path(model)) == [("a", 0), ("a", 1)]
+    assert list(leaves_by_path(nnx.state(model))) == [("a", 0), ("a", 1)]
+    shared = nnx.Param(1)
+    tree = {"a": [shared, {}, ()], "b": shared, "c": None}
+    assert list(leaves_by_path(tree)) == [("a", 0), ("b",)]
+    assert list(leaves_by_path(tree, once=True)) == [("a", 0)]
+    assert leaves_by_path(3) == {(): 3}
+
+
+def test_raw_values():
+    assert raw_value(nnx.Param(1, on_get_value=lambda v, x: x + 1)) == 1 and raw_value(2) == 2
+    assert isinstance(raw_value(nnx.Param(jnp.ones(1), ref=True)), jax.Array)
+
+
+class Linear(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(2), tag="w")
+        self.calls = nnx.BatchStat(jnp.array(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return x @ self.w
+
+
+class WithStats(TrainState):
+    stats: nnx.State
+
+
+def make():
+    graphdef, params, stats = nnx.split(Linear(), nnx.Param, ...)
+    return WithStats.create(graphdef, params=params, tx=optax.adam(0.1), stats=stats, step=2)
+
+
+@jax.jit
+def step(state, x):
+    def loss(params):
+        y, (_, new) = state.apply(params, "stats")(x)
+        return y.sum(), nnx.filter_state(new, nnx.BatchStat)
+
+    grads, stats = jax.grad(loss, has_aux=True)(state.params)
+    return state.apply_gradients(grads, stats=stats)
+
+
+def test_a_step_gives_a_new_state():
+    state = make()
+    new = step(step(state, jnp.ones((3, 2))), jnp.ones((3, 2)))
+    assert int(new.step) == 4 and new.stats.calls[...] == 2 and state.step == 2
+    assert new.params.w[0] == pytest.approx(0.8, abs=1e-3) and state.params.w[0] == 1
+    assert new.opt_state[0].mu.w.tag == "w"
+    assert float(new.apply("params", "stats")(jnp.ones(2))[0]) == pytest.approx(1.6, abs=1e-3)
+
+
+def test_gradients_are_variables_or_arrays():
+    state = make()
+    one = state.apply_gradients(nnx.State({"w": jnp.ones(2)}))
+    two = state.apply_gradients(state.params)
+    assert jax.tree.structure(one) == jax.tree.structure(two)
+    assert one.params.w.tolist() == two.params.w.tolist()
+    plain = TrainState.create(one.graphdef, params=nnx.State({"w": jnp.ones(2)}), tx=optax.sgd(1.0))
+    assert plain.apply_gradients(nnx.State({"w": nnx.Param(jnp.ones(2))})).params.w.tolist() == [
+        0.0,
+        0.0,
+    ]
+
+
+def test_gradients_that_do_not_fit():
+    with pytest.raises(GradientStructureError, match="there is no gradient for 'w'"):
+        make().apply_gradients(nnx.State({}))
+    with pytest.raises(GradientStructureError, match=r"'w' has shape \(3,\)"):
+        make().apply_gradients(nnx.State({"w": jnp.ones(3)}))

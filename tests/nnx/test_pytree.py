@@ -130,7 +130,7 @@ def test_each_trace_has_its_own_objects():
     assert type(grads) is Box and grads.w[...].tolist() == [2, 2]
     with pytest.raises(TraceContextError, match="a Box is changed inside of a JAX transformation"):
         jax.jit(lambda x: setattr(box, "y", x))(1.0)
-    assert list(vars(box)) == ["_watch", "w"]
+    assert list(vars(box)) == ["_info", "w"]
 
 
 def test_abstract_objects():

@@ -1,8 +1,11 @@
 import threading
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from weft import nnx
+from weft.errors import SharedObjectError
 from weft.nnx.settings import Setting
 
 
@@ -66,3 +69,113 @@ def test_a_function_is_compiled_for_each_value():
     with level(2):
         second = f()
     assert first == (1, 1) and second == 2 and traces == [1, 2]
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.array(1.0))
+
+
+def change(m):
+    m.w[...] += 1
+    m.made = nnx.Param(jnp.array(5.0))
+    m.kind = "new"
+
+
+def changes(**mode):
+    """What is seen of a change: the value, the new attribute."""
+    m = Model()
+    nnx.remat(change, **mode)(m)
+    return float(m.w[...]), hasattr(m, "made"), hasattr(m, "kind")
+
+
+ALL, VALUES = (2.0, True, True), (2.0, False, False)
+
+
+def test_the_modes_say_what_comes_back():
+    assert changes() == ALL
+    assert changes(graph=True, graph_updates=True) == ALL
+    assert changes(graph_updates=False) == VALUES
+    assert changes(graph=False) == VALUES
+    assert changes(graph=False, graph_updates=True) == VALUES
+
+
+def test_objects_are_shared_only_in_graphs():
+    m = Model()
+    is_same = []
+    f = lambda a, b: is_same.append(a is b)  # noqa: E731
+    nnx.remat(f)(m, m)
+    nnx.remat(f, graph_updates=False)(m, m)
+    assert is_same == [True, True]
+    with pytest.raises(SharedObjectError, match=r"nnx\.remat.* is at a and at b; .* plain pytree"):
+        nnx.remat(f, graph=False)(m, m)
+    with pytest.raises(SharedObjectError, match="the same Model is at m and at the result"):
+        nnx.remat(lambda m: m, graph_updates=False)(m)
+    with pytest.raises(
+        SharedObjectError, match=r"the same Param of shape \(\) is at the result\[0\] and"
+    ):
+        nnx.remat(lambda: (made := nnx.Param(jnp.array(1.0)), made), graph=False)()
+
+
+def test_cycles_are_for_graphs():
+    m = Model()
+    m.me = m
+    nnx.remat(change)(m)
+    assert m.me is m and m.kind == "new"
+    nnx.remat(change, graph_updates=False)(m)
+    assert float(m.w[...]) == 3
+    with pytest.raises(SharedObjectError, match=r"the same Model is at m and at m\.me"):
+        nnx.remat(change, graph=False)(m)
+
+
+def test_settings_hold_where_nothing_is_said():
+    with nnx.set_graph_updates(False):
+        assert changes() == VALUES
+        assert changes(graph_updates=True) == ALL
+    with nnx.set_graph_mode(False):
+        assert changes() == VALUES
+        assert changes(graph=True) == ALL
+        with nnx.set_graph_mode(True):
+            assert changes() == ALL
+    assert changes() == ALL
+
+
+def test_what_holds_is_settled_when_a_function_is_transformed():
+    with nnx.set_graph_mode(False):
+        f = nnx.remat(change)
+    m = Model()
+    f(m)
+    assert not hasattr(m, "made")
+    g = nnx.remat(change)
+    with nnx.set_graph_mode(False):
+        g(m)
+    assert hasattr(m, "made")
+
+
+def test_settings_are_those_of_a_thread_and_end_with_an_exception():
+    seen = []
+    with nnx.set_graph_mode(False):
+        thread = threading.Thread(target=lambda: seen.append(changes()))
+        thread.start()
+        thread.join()
+    assert seen == [ALL]
+    with pytest.raises(KeyError), nnx.set_graph_updates(False):
+        raise KeyError
+    assert nnx.set_graph_updates.current_value() is True
+
+
+def test_a_setting_can_stay_and_can_decorate():
+    before = nnx.set_graph_mode.current_value()
+    try:
+        nnx.set_graph_mode(0)
+        assert nnx.set_graph_mode.current_value() is False
+        assert changes() == VALUES
+    finally:
+        nnx.set_graph_mode(before)
+
+    @nnx.set_graph_updates(False)
+    def decorated():
+        return changes()
+
+    assert decorated() == VALUES
+    assert changes() == ALL

@@ -1,6 +1,7 @@
 """Runs a program on NNX of Flax and of Weft, and compares what comes of it."""
 
 import inspect
+from collections.abc import Mapping
 
 import flax.nnx
 import jax
@@ -72,22 +73,21 @@ def same_error(program):
 
 
 def same_signature(name, method="__init__"):
-    """Compares names, kinds and order of parameters, and defaults that are plain values."""
+    """Compares parameters: names, kinds and defaults, and the order of positional ones."""
 
     def parameters(nnx):
         signature = inspect.signature(getattr(getattr(nnx, name), method))
-        return [
-            (p.name, p.kind, p.default if isinstance(p.default, PLAIN) else _name(p.default))
-            for p in signature.parameters.values()
-        ]
+        found = [(p.name, p.kind, _default(p.default)) for p in signature.parameters.values()]
+        return sorted(found, key=lambda p: p[0] if p[1] is inspect.Parameter.KEYWORD_ONLY else "")
 
     assert parameters(flax.nnx) == parameters(weft.nnx)
 
 
-PLAIN = (bool, int, float, str, tuple, type(None))
-
-
-def _name(x):
+def _default(x):
+    if isinstance(x, Mapping):
+        return dict(x)
+    if isinstance(x, bool | int | float | str | tuple | None):
+        return x
     return x.__name__ if isinstance(x, type) else type(x).__name__
 
 

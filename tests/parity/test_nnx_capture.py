@@ -7,7 +7,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 from weft import nnx as weft_nnx
-from weft.nnx import capturing, summary
+from weft.nnx import capture, summary
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -25,7 +25,7 @@ class Library:
         raise AttributeError(name)
 
 
-FLAX, WEFT = Library(flax_nnx), Library(weft_nnx, capturing, summary)
+FLAX, WEFT = Library(flax_nnx), Library(weft_nnx, capture, summary)
 X = jnp.ones((4, 2))
 
 

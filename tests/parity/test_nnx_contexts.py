@@ -8,18 +8,10 @@ from flax import nnx as flax_nnx
 from flax.nnx import graphlib as flax_graphlib
 
 from weft import nnx as weft_nnx
-from weft.nnx import (
-    checks,
-    contexts,
-    graph_state,
-    holding,
-    node_states,
-    prefixes,
-    ref_map,
-    references,
-    splitting,
-)
-from weft.nnx.transforms import symbols
+from weft.nnx import contexts, graph, refs, split_merge
+from weft.nnx import contexts as node_states
+from weft.nnx import contexts as prefixes
+from weft.nnx.transforms import state_roles
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -39,8 +31,8 @@ class Library:
 
 FLAX = Library(flax_nnx, flax_graphlib)
 WEFT = Library(
-    weft_nnx, checks, contexts, graph_state, holding, node_states, prefixes, ref_map, references,
-    splitting, symbols,
+    weft_nnx, graph, contexts, split_merge, split_merge, node_states, prefixes, split_merge, refs,
+    split_merge, state_roles,
 )  # fmt: skip
 
 

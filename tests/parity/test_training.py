@@ -12,9 +12,6 @@ import optax
 import pytest
 
 import weft.training.common_utils
-import weft.training.dynamic_scale
-import weft.training.early_stopping
-import weft.training.prefetch_iterator
 import weft.training.train_state
 
 X = jnp.arange(6.0).reshape(2, 3)

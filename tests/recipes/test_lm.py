@@ -1,10 +1,16 @@
-"""The default recipe keeps its promise: below the bigrams of its corpus within 200 steps."""
+"""The default recipe keeps its promise: below the bigrams of its corpus within 200 steps.
+
+The mixture of experts learns, and its routers' losses are a part of what is trained.
+"""
+
+import json
 
 import jax
+import numpy as np
 import pytest
 
 from weft.input import ngram_baselines
-from weft.recipes.lm import lm
+from weft.recipes.lm import lm, lm_moe
 
 
 @pytest.fixture
@@ -26,3 +32,34 @@ def test_the_loss_falls_below_the_bigrams_in_a_third_of_the_steps(tmp_path):
     summaries = trainer.run(return_evaler_summaries=True)
     loss = summaries["held_out"]["loss"].value()
     assert loss < ngram_baselines(cfg.input.source.corpus.instantiate())["bigram"].nats_per_token
+
+
+@pytest.mark.long
+def test_a_small_one_learns_and_spreads_its_tokens(tmp_path):
+    cfg = lm_moe().set(dir=str(tmp_path), max_step=30, mesh_shape=(1, 1, 1), evalers={})
+    decoder = cfg.model.decoder.set(dim=24)
+    decoder.transformer.num_layers = 1
+    decoder.transformer.layer.self_attention.attention.num_heads = 2
+    decoder.transformer.layer.feed_forward.set(num_experts=4, num_groups=4)
+    cfg.input.source.set(sequence_length=32, global_batch_size=8)
+    cfg.input.source.corpus.set(pattern="json/*.py", held_out_fraction=0.3)
+    schedule = cfg.learner.optimizer.inner.learning_rate
+    schedule.set(max_step=30, warmup_steps=2, peak_lr=1e-2)
+    for writer in cfg.summary_writer.writers.values():
+        writer.write_every_n_steps = 1
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
+    trainer.run()
+    values = [
+        v
+        for path in tmp_path.rglob("*.jsonl")
+        for line in path.read_text().splitlines()
+        if "loss" in (v := json.loads(line).get("values", {}))
+    ]
+    first, last = values[0], values[-1]
+    assert last["cross_entropy_loss"] < first["cross_entropy_loss"] - 1
+    # The loss is that of the tokens and those of the routers.
+    gating = "decoder/transformer/repeat/layer0/feed_forward/gating"
+    aux_loss = 0.01 * last[f"{gating}/load_balance_loss"] + 0.001 * last[f"{gating}/router_z_loss"]
+    np.testing.assert_allclose(last["aux_loss"], aux_loss, rtol=1e-4)
+    np.testing.assert_allclose(last["loss"], last["cross_entropy_loss"] + aux_loss, rtol=1e-5)
+    assert last[f"{gating}/over_capacity_1"] < 0.5

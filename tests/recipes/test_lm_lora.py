@@ -9,14 +9,14 @@ import pytest
 
 from weft.cli import main
 from weft.cli.configs import load_config, run_config
-from weft.cli.sample import restore_model
+from weft.cli.trained_models import restore_model
 from weft.config import maybe_instantiate, to_text
 from weft.errors import HuggingFaceConfigError, WeightsReadError
 from weft.hierarchy.lora import merge_adapters
 from weft.hierarchy.lora_setters import base_state, without_lora
-from weft.input.text_tokenizers import HuggingFaceTokenizer
+from weft.input.tokenizers import HuggingFaceTokenizer
 from weft.interop.huggingface import from_huggingface, to_huggingface
-from weft.interop.huggingface.folders import huggingface_model_config
+from weft.interop.huggingface.checkpoint import huggingface_model_config
 from weft.recipes import lm_lora
 from weft.serialization import save_safetensors
 

@@ -30,8 +30,7 @@ from weft.hierarchy.attention import (
     TransformerAttentionLayer,
     TransformerLayer,
 )
-from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
-from weft.hierarchy.base_model import BaseModel
+from weft.hierarchy.base_layer import BaseLayer, BaseModel, ParameterSpec
 from weft.hierarchy.layers import LayerNorm, Linear, RMSNorm
 from weft.hierarchy.module import Module, current_context, functional
 from weft.hierarchy.module import functional as F

@@ -19,7 +19,7 @@ from weft.serialization import (
     register_serialization_state,
     to_state_dict,
 )
-from weft.vdict import VDict
+from weft.struct import VDict
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -144,7 +144,7 @@ def test_named_tuples_of_old_files_are_read():
         ),
     ],
 )
-def test_what_does_not_fit_is_said_with_its_path(target, state, messages):
+def test_mismatch_names_the_path(target, state, messages):
     with pytest.raises(StateDictMismatchError) as caught:
         from_state_dict(target, state)
     for message in [*messages, "Make the target as the saved one was made"]:
@@ -197,7 +197,7 @@ def test_a_rule_is_replaced_only_on_demand(ty):
         register_serialization_state(ty, held_to_state, held_from_state)
 
 
-def test_a_rule_of_ones_own_comes_first():
+def test_custom_rule_has_precedence():
     class Own(struct.PyTreeNode):
         x: int
 
@@ -208,7 +208,7 @@ def test_a_rule_of_ones_own_comes_first():
     assert to_state_dict(Own(1)) == {"own": 1}
 
 
-def test_what_has_a_rule_is_serializable():
+def test_registered_types_are_serializable():
     for value in ({}, [], (), Pair(1, 2), Point(1), Registered(1), VDict()):
         assert is_serializable(value) and is_serializable(type(value))
     for value in (1, None, "a", np.ones(2), object(), {1}):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from weft.trainer.event_file import Event
+from weft.trainer.summary_writer.event_file import Event
 
 
 def crc32c(data):

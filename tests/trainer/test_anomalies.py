@@ -11,16 +11,14 @@ import pytest
 from weft import nnx
 from weft.config import config_class, config_for_class, config_for_function
 from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
-from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
-from weft.hierarchy.base_model import BaseModel
+from weft.hierarchy.base_layer import BaseLayer, BaseModel, ParameterSpec
 from weft.input.fake import EmptyInput
 from weft.trainer import anomalies
 from weft.trainer.anomalies import AnomalyPolicy, LossTrack, check_loss
 from weft.trainer.checkpointer import every_n_steps_policy
 from weft.trainer.learner import Learner
-from weft.trainer.optimizer_clipping import clip_by_global_norm
-from weft.trainer.optimizer_skipping import skip_and_clip_by_global_norm
 from weft.trainer.optimizers import chain, sgd_optimizer
+from weft.trainer.optimizers.clipping import clip_by_global_norm, skip_and_clip_by_global_norm
 from weft.trainer.progress import RunListener
 from weft.trainer.train_step import TrainerState
 from weft.trainer.trainer import SpmdTrainer
@@ -182,14 +180,14 @@ def assert_same(a, b):
         ),
     ],
 )
-def test_a_run_that_stops_names_the_step_the_module_and_the_parameters(tmp_path, fault, told):
+def test_the_error_names_step_module_and_parameters(tmp_path, fault, told):
     with pytest.raises(UndefinedLossException) as stopped:
         run(tmp_path, {3: fault}, on_undefined="stop")
     assert told in str(stopped.value)
     assert "or skip such steps: anomaly_policy.on_undefined='skip'." in str(stopped.value)
 
 
-def test_a_gradient_that_nothing_else_shows_is_noticed_and_named(tmp_path):
+def test_an_undefined_gradient_with_a_finite_loss_is_named(tmp_path):
     hidden = config_for_function(finite_parts_only)
     with pytest.raises(UndefinedLossException) as stopped:
         run(
@@ -206,7 +204,7 @@ def test_a_gradient_that_nothing_else_shows_is_noticed_and_named(tmp_path):
     ) in str(stopped.value)
 
 
-def test_an_update_that_is_undefined_by_itself_is_told_as_such(tmp_path):
+def test_an_undefined_update_with_finite_gradients_is_named(tmp_path):
     too_far = config_for_function(sgd_optimizer).set(
         learning_rate=float("inf"), decouple_weight_decay=True
     )
@@ -218,20 +216,20 @@ def test_an_update_that_is_undefined_by_itself_is_told_as_such(tmp_path):
     )
 
 
-def test_where_the_learner_skips_such_steps_itself_the_policy_does_not_see_them(tmp_path):
+def test_steps_that_the_learner_skips_are_no_anomalies(tmp_path):
     skipping = config_for_function(skip_and_clip_by_global_norm).set(inner=plain_sgd())
     trainer = run(tmp_path, {1: "zero"}, max_step=3, optimizer=skipping, on_undefined="stop")
     assert int(trainer.trainer_state.learner["optimizer"].nonvalid_count) == 1
     assert trainer._run_state.get_state()["anomalies"]["skipped"] == 0
 
 
-def test_a_norm_that_the_learner_computes_is_computed_once():
+def test_the_gradient_norm_is_computed_once():
     clip = clip_by_global_norm(1.0)
 
     def clipped(gradient):
         return clip.update(gradient, clip.init(gradient), gradient)[0]
 
-    def judged(gradient):
+    def apply_to_step(gradient):
         return clipped(gradient), anomalies._undefined(gradient)
 
     def passes(f):
@@ -239,7 +237,7 @@ def test_a_norm_that_the_learner_computes_is_computed_once():
         return text[text.index("ENTRY ") :].count('/reduce_sum"')
 
     # Branches for values beyond float32 are next to the program's entry.
-    assert [passes(f) for f in (clipped, judged)] == [1, 1]
+    assert [passes(f) for f in (clipped, apply_to_step)] == [1, 1]
 
 
 def test_large_gradients_are_clipped_and_count_as_gradients(tmp_path):
@@ -254,11 +252,11 @@ def test_large_gradients_are_clipped_and_count_as_gradients(tmp_path):
     np.testing.assert_allclose(optax.tree.norm(change), 0.01, rtol=1e-4)
 
 
-def test_what_is_squared_of_a_large_loss_does_not_end_the_search_for_spikes():
+def test_a_large_loss_does_not_disable_spike_detection():
     policy = AnomalyPolicy.default_config().set(on_spike="skip", spike_stddevs=3.0).instantiate()
     state = TrainerState(prng_key=jnp.zeros(()), model={"w": jnp.ones(2)}, learner={})
     track = LossTrack(0, 0.0, 0.0, 0, 0, False, False, (), ())
-    _, track = policy.judged(state, track, state, jnp.array(1e25))
+    _, track = policy.apply_to_step(state, track, state, jnp.array(1e25))
     assert not track.undefined and np.isfinite(track.square)
 
 
@@ -282,7 +280,7 @@ def test_a_step_that_is_skipped_changes_nothing_and_is_counted(skipped, caplog, 
     )
 
 
-def test_a_run_that_was_cut_skips_and_counts_as_one_that_was_not(skipped, tmp_path):
+def test_skipped_steps_are_counted_across_restarts(skipped, tmp_path):
     faults = {3: "nan", 5: "zero"}
     run(tmp_path, faults, max_step=5, on_undefined="skip")
     again = run(tmp_path, faults, on_undefined="skip")
@@ -296,7 +294,7 @@ def test_too_many_in_a_row_stop_the_run(tmp_path):
         run(tmp_path, {2: "nan", 3: "nan"}, on_undefined="skip", max_skips_in_a_row=2)
 
 
-def test_a_spike_is_found_by_what_the_losses_were(tmp_path):
+def test_spikes_are_detected_from_earlier_losses(tmp_path):
     spikes = {"spike_factor": 3.0, "spike_min_steps": 4, "spike_decay": 0.5}
     # Before there were enough steps nothing is known of the loss.
     early = run(tmp_path / "early", {1: "large"}, on_spike="stop", **spikes)
@@ -310,7 +308,7 @@ def test_a_spike_is_found_by_what_the_losses_were(tmp_path):
     assert_same(again, skipped)
 
 
-def test_a_rewind_goes_back_in_steps_but_not_in_the_data(tmp_path, caplog):
+def test_a_rewind_restores_the_state_but_not_the_data_position(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         run_ = run(tmp_path / "a", {5: "nan"}, save_every=4, on_undefined="rewind")
     # The sixth batch is bad; the steps after the checkpoint are run with the batches behind it.
@@ -342,7 +340,7 @@ def test_too_many_rewinds_stop_the_run(tmp_path):
     ],
     ids=["threshold", "decay"],
 )
-def test_what_does_not_go_together_is_refused(fields, told):
+def test_contradictory_fields_are_refused(fields, told):
     with pytest.raises(AnomalyPolicyError, match=told):
         AnomalyPolicy.default_config().set(**fields).instantiate()
 

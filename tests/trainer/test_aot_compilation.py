@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from weft.cli.collectives import collectives_of
 from weft.errors import MeshError, TopologyError
 from weft.recipes.lm import lm_tiny
 from weft.trainer.aot_compilation import (
@@ -16,9 +17,8 @@ from weft.trainer.aot_compilation import (
     get_devices_for_topology,
     reshape_devices,
 )
-from weft.trainer.collectives import collectives_of
 from weft.trainer.inference import InferenceRunner
-from weft.trainer.step_analysis import aot_model_analysis
+from weft.trainer.trainer import aot_model_analysis
 
 needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from weft.errors import CheckpointStructureError
-from weft.trainer.builder_base import Builder, ChainBuilder, initial_state
-from weft.trainer.checkpoint_index import CheckpointValidationType
+from weft.trainer.checkpointer.index import CheckpointValidationType
+from weft.trainer.state_builder import Builder, ChainBuilder, initial_state
 from weft.trainer.train_step import TrainerState
 
 
@@ -39,6 +39,5 @@ def test_a_chain_gives_what_it_was_given_unless_it_need_not(validation):
 
 def test_without_a_builder_all_is_drawn():
     layouts = jax.tree.map(lambda x: x.sharding, state())
-    step, drawn = initial_state(None, lambda key: state(), jax.random.key(1), layouts)
-    assert step == 0
+    drawn = initial_state(None, lambda key: state(), jax.random.key(1), layouts)
     assert float(drawn.model["w"][1]) == 1.0

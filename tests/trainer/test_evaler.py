@@ -1,3 +1,5 @@
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,18 +7,25 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from weft.config import config_class, config_for_function
-from weft.errors import InputDatasetError, NoMeshError
+from weft.errors import CheckpointPolicyError, EarlyStoppingError, InputDatasetError, NoMeshError
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.parameter_spec import ParameterSpec
 from weft.input import Input
+from weft.trainer.checkpointer.policy import EvalMetric
 from weft.trainer.evaler import (
+    AtEndPolicy,
     BaseOutputWriter,
+    BestMetricEvalPolicy,
+    EarlyStopping,
     GlobalMetricCalculator,
     SpmdEvaler,
+    due_at_end,
     every_n_steps_policy,
+    run_evalers,
 )
-from weft.trainer.json_lines_writer import JsonLinesWriter, read_json_lines
+from weft.trainer.progress import RunListener
+from weft.trainer.summary_writer import JsonLinesWriter, read_json_lines
 
 
 class Dataset:
@@ -234,3 +243,175 @@ def test_the_data_is_closed_when_the_model_fails(tmp_path, mesh):
     with pytest.raises(ValueError, match="in the model"):
         run(evaler, mesh)
     assert evaler.input.log == ["closed"]
+
+
+class Kept(BaseOutputWriter):
+    def write(self, *, input_batch, output_batch):
+        self.__dict__.setdefault("rows", []).append((input_batch, output_batch))
+
+
+def test_a_writer_that_does_not_buffer_needs_no_flush():
+    writer = Kept.default_config().set(name="w").instantiate(parent=None)
+    writer.write(input_batch={"x": 1}, output_batch={"y": 2})
+    writer.flush()
+    assert writer.rows == [({"x": 1}, {"y": 2})]
+
+
+def reported(loss, evaler="held_out"):
+    return {"evalers": {evaler: {"loss": WeightedScalar(loss, 4.0)}}}
+
+
+def best(**kwargs):
+    cfg = BestMetricEvalPolicy.default_config().set(metric=EvalMetric("held_out", "loss"))
+    return cfg.set(**kwargs).instantiate()
+
+
+def asked(policy, losses):
+    return [policy(step=i, train_summaries=reported(loss)) for i, loss in enumerate(losses)]
+
+
+def test_every_n_steps_and_the_last():
+    policy = every_n_steps_policy(3, min_step=4, max_step=10)
+    assert [s for s in range(1, 12) if policy(step=s, train_summaries={})] == [6, 9, 10]
+
+
+def test_at_end_policy_with_another_policy():
+    assert not AtEndPolicy.default_config().instantiate()(step=4, train_summaries={})
+    also = config_for_function(every_n_steps_policy).set(n=2)
+    policy = AtEndPolicy.default_config().set(also=also).instantiate()
+    assert [s for s in range(1, 6) if policy(step=s, train_summaries={})] == [2, 4]
+
+
+def test_best_metric_policy():
+    assert asked(best(), [2.0, 3.0, 2.0, 1.0, float("nan")]) == [True, False, False, True, False]
+    assert asked(best(mode="max"), [2.0, 3.0, 1.0]) == [True, True, False]
+    # An evaler that did not run says nothing.
+    assert not best()(step=1, train_summaries=reported(1.0, evaler="other"))
+    assert not best()(step=1, train_summaries={})
+
+
+def test_best_metric_policy_restores_its_state():
+    policy, other = best(), best()
+    asked(policy, [2.0])
+    other.set_state(policy.get_state())
+    assert asked(other, [2.5, 1.5]) == [False, True]
+
+
+def test_best_metric_policy_errors():
+    with pytest.raises(CheckpointPolicyError, match=r"BestMetricEvalPolicy got mode='least'"):
+        best(mode="least")
+    policy = best(metric=EvalMetric("held_out", "los"))
+    with pytest.raises(CheckpointPolicyError, match=r"'los', which the evaler 'held_out'.*'?loss"):
+        asked(policy, [1.0])
+
+
+def make_stopping(**kwargs):
+    cfg = EarlyStopping.default_config().set(metric=EvalMetric("held_out", "loss"))
+    return cfg.set(**kwargs).instantiate()
+
+
+def stops_at(stopping, values):
+    """The first evaluation after which the run ends."""
+    for i, value in enumerate(values):
+        if stopping(step=i, evaler_summaries={"held_out": {"loss": WeightedScalar(value, 2.0)}}):
+            return i
+    return None
+
+
+def test_patience_counts_evaluations_without_an_improvement():
+    assert stops_at(make_stopping(), [2.0, 1.0, 1.5]) == 2
+    assert stops_at(make_stopping(patience=2), [2.0, 3.0, 3.0, 1.0, 2.0, 2.0, 2.0]) == 6
+    assert stops_at(make_stopping(min_delta=0.5), [2.0, 1.8]) == 1
+    assert stops_at(make_stopping(mode="max"), [1.0, 2.0, 2.0]) == 2
+    assert stops_at(make_stopping(), [float("nan")]) == 0
+
+
+def test_patience_ignores_steps_without_an_evaluation():
+    stopping = make_stopping()
+    stops_at(stopping, [1.0])
+    assert not stopping(step=2, evaler_summaries={"other": {"loss": 5.0}})
+    assert not stopping(step=3, evaler_summaries={})
+
+
+@pytest.mark.parametrize("cut", range(5))
+def test_early_stopping_restores_its_state(cut):
+    values = [2.0, 3.0, 1.0, 2.0, 2.0, 2.0]
+    before, after = make_stopping(patience=1, mode="min"), make_stopping(patience=1, mode="min")
+    assert stops_at(before, values[:cut]) is None
+    after.set_state(before.get_state())
+    assert cut + stops_at(after, values[cut:]) == stops_at(make_stopping(patience=1), values) == 4
+
+
+def test_more_patience_continues_a_stopped_run():
+    stopped, patient = make_stopping(), make_stopping(patience=3)
+    stops_at(stopped, [1.0, 2.0])
+    patient.set_state(stopped.get_state())
+    assert stopped.should_stop
+    assert not patient.should_stop
+
+
+def test_early_stopping_errors():
+    with pytest.raises(EarlyStoppingError, match=r"patience=-1 and min_delta=0; expected numbers"):
+        make_stopping(patience=-1)
+    with pytest.raises(EarlyStoppingError, match=r"the evaler 'held_out'.*test, valid. Set early"):
+        make_stopping().check(["test", "valid"])
+
+
+class Evaler:
+    """Runs if its rule says so, or if it has to."""
+
+    def __init__(self, rule):
+        self.rule, self.eval_policy = rule, None
+
+    def eval_step(self, step, *, prng_key, model_params, train_summaries, force_run):
+        ran = force_run or self.rule(step, train_summaries)
+        return prng_key, {"sum": step + model_params} if ran else None, None
+
+
+class Told(RunListener):
+    def __init__(self):
+        self.told = []
+
+    def on_eval(self, name, step, summaries):
+        self.told.append((name, step, summaries["sum"]))
+
+
+@pytest.fixture
+def evalers():
+    return {
+        "even": Evaler(lambda step, summaries: step % 2 == 0),
+        # As a policy that waits for another evaler's result.
+        "after": Evaler(lambda step, summaries: "even" in summaries["evalers"]),
+        "never": Evaler(lambda step, summaries: False),
+    }
+
+
+def run_due(evalers, step, **kwargs):
+    listener = Told()
+    found = run_evalers(
+        evalers,
+        step=step,
+        prng_key=None,
+        model_params=10,
+        train_summaries={"loss": 1.0},
+        listener=listener,
+        **kwargs,
+    )
+    return found, listener.told
+
+
+def test_later_evalers_see_the_summaries_of_earlier_ones(evalers):
+    assert run_due(evalers, 3) == ({}, [])
+    found, told = run_due(evalers, 4)
+    assert found == {"even": {"sum": 14}, "after": {"sum": 14}}
+    assert told == [("even", 4, 14), ("after", 4, 14)]
+
+
+def test_forced_evalers_run_alone(evalers):
+    assert run_due(evalers, 4, forced={"never"})[0] == {"never": {"sum": 14}}
+    assert run_due(evalers, 4, forced=set())[0] == {}
+
+
+def test_due_at_end(evalers):
+    evalers["last"] = types.SimpleNamespace(eval_policy=AtEndPolicy.default_config().instantiate())
+    assert due_at_end(evalers) == {"last"}

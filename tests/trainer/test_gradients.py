@@ -1,23 +1,35 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from weft.errors import NoContextError, UntrainableParameterError
+from weft.config import config_for_function
+from weft.errors import GradientAccumulationError, NoContextError, UntrainableParameterError
+from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import (
     InvocationContext,
     current_context,
+    functional,
     new_output_collection,
     set_current_context,
 )
 from weft.hierarchy.parameter_spec import ParameterSpec
-from weft.trainer.gradients import forward_and_gradients, with_gradient_layouts
-from weft.trainer.optimizer_base import OptParam
+from weft.struct import VDict
+from weft.trainer.gradients import (
+    forward_and_gradients,
+    with_gradient_layouts,
+    with_minibatch_steps,
+)
+from weft.trainer.learner import Learner, UpdateType
+from weft.trainer.optimizers import sgd_optimizer
+from weft.trainer.optimizers.base import OptParam
 from weft.trainer.update_transformation import ForwardOutputs
-from weft.vdict import VDict
 
-PARAMS = {"a": VDict(w=jnp.array([1.0, 2.0])), "b": jnp.array([3.0, 4.0])}
+MODEL_PARAMS = {"a": VDict(w=jnp.array([1.0, 2.0])), "b": jnp.array([3.0, 4.0])}
 X = jnp.array([0.5, -1.0])
 
 
@@ -26,7 +38,7 @@ def fn(*, model_params, inputs):
     return ForwardOutputs(loss, {"double": 2 * loss}, new_output_collection())
 
 
-def differentiate(fn=fn, params=PARAMS, trainable=None):
+def differentiate(fn=fn, params=MODEL_PARAMS, trainable=None):
     context = InvocationContext(
         "root", parent=None, module=None, state={}, is_training=True, prng_key=None
     )
@@ -56,7 +68,7 @@ def test_only_gradients_that_lie_elsewhere_than_their_parameters_are_laid_out():
 
 def test_gradients_agree_with_jax():
     forward_pass, grads, _ = differentiate()
-    expected = jax.grad(lambda p: fn(model_params=p, inputs={"x": X}).loss)(PARAMS)
+    expected = jax.grad(lambda p: fn(model_params=p, inputs={"x": X}).loss)(MODEL_PARAMS)
     assert jax.tree.structure(grads) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_allclose, grads, expected)
     np.testing.assert_allclose(forward_pass.outputs.aux["double"], 2 * forward_pass.outputs.loss)
@@ -69,7 +81,7 @@ def test_gradients_agree_with_jax():
 def test_what_is_not_trained_has_no_gradient():
     _, grads, _ = differentiate(trainable={"a": VDict(w=False), "b": True})
     assert grads["a"] == VDict(w=optax.MaskedNode())
-    np.testing.assert_allclose(grads["b"], X * PARAMS["a"]["w"] ** 2)
+    np.testing.assert_allclose(grads["b"], X * MODEL_PARAMS["a"]["w"] ** 2)
 
 
 def test_nothing_may_be_trained():
@@ -92,9 +104,208 @@ def test_what_the_forward_pass_adds_to_the_context_gets_out():
 
 def test_only_numbers_with_gradients_can_be_trained():
     with pytest.raises(UntrainableParameterError, match=r"'b' of dtype int32.*\('b', UpdateType"):
-        differentiate(params={**PARAMS, "b": jnp.arange(2)})
+        differentiate(params={**MODEL_PARAMS, "b": jnp.arange(2)})
 
 
 def test_it_belongs_to_an_invocation():
     with pytest.raises(NoContextError, match="differentiation belongs to an invocation"):
         forward_and_gradients(fn, inputs={}, opt_params={}, trainable={})
+
+
+ROWS, DIM = 8, 3
+PARAMS = {
+    "linear": {"w": np.linspace(-1, 1, DIM, dtype=np.float32)},
+    "norm": {"mean": np.zeros(())},
+}
+
+
+def batch_of(live):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, DIM)).astype(np.float32)
+    return {"x": x, "y": rng.normal(size=ROWS).astype(np.float32), "live": np.float32(live)}
+
+
+ALL = batch_of(np.ones(ROWS))
+# Of the two microbatches, one has three rows that count and the other one.
+SOME = batch_of([1, 0, 1, 1, 1, 0, 0, 0])
+NONE = batch_of(np.zeros(ROWS))
+
+
+def forward(*, model_params, inputs):
+    """The mean of squares over the rows that count."""
+    batch = inputs["input_batch"]
+    errors = batch["x"] @ model_params["linear"]["w"] - batch["y"]
+    weight = jnp.sum(batch["live"])
+    loss = jnp.sum(errors**2 * batch["live"]) / jnp.maximum(weight, 1)
+    collection = new_output_collection()
+    collection.summaries.update(
+        loss=WeightedScalar(loss, weight),
+        mean_of_x=jnp.mean(batch["x"]),
+        noise=jax.random.normal(inputs["forward_key"]),
+    )
+    mean = model_params["norm"]["mean"]
+    collection.add_child("linear")
+    collection.add_child("norm").state_updates["mean"] = 0.5 * mean + 0.5 * jnp.mean(batch["x"])
+    return ForwardOutputs(loss, {"errors": errors}, collection)
+
+
+def inputs_of(batch):
+    return {"input_batch": batch, "forward_key": jax.random.key(1), "noise_key": jax.random.key(2)}
+
+
+def learner_of(**kwargs):
+    optimizer = config_for_function(sgd_optimizer).set(
+        learning_rate=0.1, decouple_weight_decay=True
+    )
+    cfg = Learner.default_config().set(name="learner", optimizer=optimizer, **kwargs)
+    return cfg.instantiate(parent=None)
+
+
+def step(batch, steps, fn=forward, **kwargs):
+    """The parameters, the outputs and the summaries after a step of a learner."""
+    transformation = config_for_function(with_minibatch_steps).set(steps=steps, **kwargs)
+    learner = learner_of(
+        forward_fn_transformation=transformation,
+        update_rules=[("norm/.*", UpdateType.STATE_UPDATES)],
+    )
+    opt_params = jax.tree.map(lambda x: OptParam(jnp.asarray(x, jnp.float32)), PARAMS)
+
+    @jax.jit
+    def run(inputs):
+        results, _ = functional(
+            learner,
+            prng_key=None,
+            state=learner.init(opt_params),
+            inputs={"fn": fn, "inputs": inputs, "opt_params": opt_params},
+            method="forward_and_backward",
+            is_training=True,
+        )
+        outputs = results.forward_outputs
+        return (
+            results.backward_outputs.updated_params,
+            outputs.loss,
+            outputs.aux,
+            outputs.output_collection.summaries,
+        )
+
+    return run(inputs_of(batch))
+
+
+@pytest.mark.parametrize("batch", [ALL, SOME, NONE], ids=["all", "some", "none"])
+def test_a_step_equals_that_of_the_whole_batch_however_targets_are_masked(batch):
+    (params, loss, _, summaries), (of_one, loss_of_one, _, summary_of_one) = (
+        step(batch, steps) for steps in (2, 1)
+    )
+    np.testing.assert_allclose(params["linear"]["w"], of_one["linear"]["w"], rtol=1e-6)
+    np.testing.assert_allclose(loss, loss_of_one, rtol=1e-6)
+    for value in ("mean", "weight"):
+        np.testing.assert_allclose(
+            getattr(summaries["loss"], value), getattr(summary_of_one["loss"], value), rtol=1e-6
+        )
+    np.testing.assert_allclose(summaries["mean_of_x"], summary_of_one["mean_of_x"], rtol=1e-5)
+
+
+def test_a_model_without_a_weight_counts_each_microbatch_alike():
+    def unweighted(*, model_params, inputs):
+        outputs = forward(model_params=model_params, inputs=inputs)
+        del outputs.output_collection.summaries["loss"]
+        return outputs
+
+    _, loss, _, _ = step(SOME, 2, fn=unweighted)
+    parts = [jax.tree.map(lambda x, i=i: x[i::2], SOME) for i in range(2)]
+    losses = [forward(model_params=PARAMS, inputs=inputs_of(part)).loss for part in parts]
+    np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-6)
+
+
+def test_state_goes_from_one_microbatch_to_the_next():
+    params, *_ = step(ALL, 4)
+    expected = 0.0
+    for i in range(4):
+        expected = 0.5 * expected + 0.5 * np.mean(ALL["x"][i::4])
+    np.testing.assert_allclose(params["norm"]["mean"], expected, rtol=1e-5)
+
+
+def test_each_microbatch_has_its_own_noise_and_gives_its_own_aux():
+    _, _, aux, summaries = step(ALL, 2)
+    keys = jax.random.split(jax.random.key(1))
+    noises = [jax.random.normal(key) for key in keys]
+    assert noises[0] != noises[1]
+    np.testing.assert_allclose(summaries["noise"], np.mean(noises), rtol=1e-6)
+    errors = ALL["x"] @ PARAMS["linear"]["w"] - ALL["y"]
+    np.testing.assert_allclose(aux["errors"], [errors[0::2], errors[1::2]], rtol=1e-4)
+
+
+def loss_in_parts(params, batch, steps, grad_dtype=None):
+    fn = with_minibatch_steps(steps=steps, grad_dtype=grad_dtype)(forward)
+    return fn(model_params=params, inputs=inputs_of(batch)).loss
+
+
+def test_the_loss_is_differentiated_like_any_function():
+    params = jax.tree.map(jnp.float32, PARAMS)
+    grads, of_one = (
+        jax.grad(lambda p, n=n: 3 * loss_in_parts(p, SOME, n), allow_int=True)(params)
+        for n in (2, 1)
+    )
+    np.testing.assert_allclose(grads["linear"]["w"], of_one["linear"]["w"], rtol=1e-5)
+    with pytest.raises(GradientAccumulationError, match=r"aux/errors of a forward pass over micro"):
+        fn = with_minibatch_steps(steps=2)(forward)
+        jax.grad(lambda p: fn(model_params=p, inputs=inputs_of(ALL)).aux["errors"].sum())(params)
+
+
+def test_gradients_may_be_added_up_in_another_dtype():
+    def linear(*, model_params, inputs):
+        loss = model_params["w"] * jnp.mean(inputs["input_batch"]["x"]).astype(jnp.float16)
+        return ForwardOutputs(loss, {}, new_output_collection())
+
+    inputs = {"input_batch": {"x": np.float32([2048] + [1] * 7)}, "forward_key": None}
+    grads = []
+    for dtype in (None, jnp.float32):
+        fn = with_minibatch_steps(steps=8, grad_dtype=dtype)(linear)
+        params = {"w": jnp.float16(1)}
+        grads.append(jax.grad(lambda p, f=fn: f(model_params=p, inputs=inputs).loss)(params)["w"])
+    # Half precision has no number between 2048 and 2050.
+    assert [float(g) for g in grads] == [256.0, 257.0]
+    assert {g.dtype for g in grads} == {jnp.dtype(jnp.float16)}
+
+
+def test_a_batch_stays_where_it_is_and_one_microbatch_is_alive_at_a_time():
+    if jax.device_count() < 2:
+        pytest.skip(f"needs 2 devices; WEFT_TEST_DEVICES gives {jax.device_count()}")
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    rows, dim, depth = 1024, 8, 4
+
+    def deep(*, model_params, inputs):
+        x = inputs["input_batch"]["x"]
+        for w in model_params["w"]:
+            x = jnp.tanh(x @ w)
+        return ForwardOutputs(jnp.mean(x**2), {}, new_output_collection())
+
+    def compiled(steps):
+        fn = with_minibatch_steps(steps=steps)(deep)
+
+        def loss(params, x):
+            inputs = {"input_batch": {"x": x}, "forward_key": jax.random.key(0)}
+            return fn(model_params=params, inputs=inputs).loss
+
+        rows_over_data = NamedSharding(mesh, PartitionSpec("data"))
+        params = {"w": jax.ShapeDtypeStruct((depth, dim, dim), jnp.float32)}
+        x = jax.ShapeDtypeStruct((rows, dim), jnp.float32, sharding=rows_over_data)
+        return jax.jit(jax.grad(loss)).lower(params, x).compile()
+
+    whole, parts = compiled(1), compiled(8)
+    moved = r"= \S+ (all-gather|all-to-all|collective-permute)"
+    assert not re.search(moved, parts.as_text())
+    saved = whole.memory_analysis().temp_size_in_bytes - parts.memory_analysis().temp_size_in_bytes
+    # On each device: an eighth of the activations of all layers remains.
+    assert saved > 0.5 * depth * rows // 2 * dim * 4
+
+
+def test_what_cannot_be_cut_is_named():
+    with pytest.raises(GradientAccumulationError, match=r"steps=0; expected 1 or more"):
+        with_minibatch_steps(steps=0)
+    with pytest.raises(
+        GradientAccumulationError, match=r"input_batch/live has 8 rows.*steps=3.*divi"
+    ):
+        loss_in_parts(PARAMS, ALL, 3)
+    with pytest.raises(GradientAccumulationError, match=r"without an 'input_batch'"):
+        with_minibatch_steps(steps=2)(forward)(model_params=PARAMS, inputs={"x": 1})

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from weft.errors import CheckpointNotFoundError, InferenceError
-from weft.hierarchy.base_model import BaseModel
+from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.layers import Linear
 from weft.hierarchy.metrics import WeightedScalar
 from weft.trainer.checkpointer import Checkpointer

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.flags import xla_flags
-from weft.trainer.checkpoint_dirs import step_dirs
-from weft.trainer.checkpoint_manifest import find_damage, read_manifest
+from weft.trainer.checkpointer.dirs import step_dirs
+from weft.trainer.checkpointer.manifest import find_damage, read_manifest
 
 pytestmark = pytest.mark.long
 

@@ -7,23 +7,17 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.trainer.three_ways import (
-    NNXLM,
-    RULES,
-    VOCAB,
-    HierarchyLM,
-    LinenLM,
-    from_hierarchy,
-)
+from tests.trainer.three_ways import NNXLM, RULES, VOCAB, HierarchyLM, LinenLM, from_hierarchy
 from weft import linen, nnx
 from weft.config import config_for_class, config_for_function
 from weft.errors import (
     BatchFieldError,
     ModelCallError,
     ModelOutputError,
+    TrainDtypeError,
     UnknownLayerError,
 )
-from weft.hierarchy.base_model import BaseModel
+from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.layers import Linear
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import functional
@@ -33,7 +27,12 @@ from weft.trainer.checkpointer import every_n_steps_policy
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.evaler import every_n_steps_policy as every_n_steps
 from weft.trainer.learner import Learner
-from weft.trainer.model import build_model
+from weft.trainer.model import (
+    build_model,
+    cast_floats,
+    cast_for_forward,
+    per_param_train_dtype_by_path,
+)
 from weft.trainer.optimizers import adamw_optimizer, param_ema
 from weft.trainer.progress import RunListener
 from weft.trainer.trainer import SpmdTrainer
@@ -381,3 +380,48 @@ def test_a_model_is_built_without_its_trainer(tmp_path):
     np.testing.assert_array_equal(out["twice"], 2 * batch["input_ids"])
     hierarchy = build_model(config(tmp_path, HierarchyLM.default_config()))
     assert type(hierarchy) is HierarchyLM
+
+
+PARAMS = {
+    "emb": {"weight": jnp.ones(2)},
+    "norm": {"scale": jnp.ones(2), "count": jnp.ones(2, jnp.int32)},
+    "linear": {"weight": jnp.ones(2), "bias": jnp.ones(2)},
+}
+BATCH = {"image": jnp.ones(3), "label": jnp.ones(3, jnp.int32)}
+
+
+def dtypes_of(tree):
+    return jax.tree.map(lambda x: str(x.dtype), tree)
+
+
+def test_only_floats_are_cast():
+    assert dtypes_of(cast_floats(BATCH, jnp.bfloat16)) == {"image": "bfloat16", "label": "int32"}
+    assert cast_floats(BATCH, None) is BATCH
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", jnp.dtype("bfloat16")], ids=str)
+def test_one_dtype_is_that_of_parameters_and_batch(dtype):
+    params, batch = cast_for_forward(PARAMS, BATCH, dtype)
+    assert dtypes_of(params["norm"]) == {"scale": "bfloat16", "count": "int32"}
+    assert dtypes_of(batch) == {"image": "bfloat16", "label": "int32"}
+    assert cast_for_forward(PARAMS, BATCH, None) == (PARAMS, BATCH)
+
+
+def test_the_first_rule_that_matches_a_path_gives_the_dtype():
+    rules = [("norm/.*", None), ("emb/weight", jnp.float16), (".*/weight", jnp.float32)]
+    train_dtype = per_param_train_dtype_by_path(jnp.bfloat16, update_rules=rules)
+    params, batch = cast_for_forward(PARAMS, BATCH, train_dtype)
+    assert dtypes_of(params) == {
+        "emb": {"weight": "float16"},
+        "norm": {"scale": "float32", "count": "int32"},
+        "linear": {"weight": "float32", "bias": "bfloat16"},
+    }
+    assert dtypes_of(batch)["image"] == "bfloat16"
+    _, batch = cast_for_forward(PARAMS, BATCH, lambda params: jax.tree.map(lambda x: None, params))
+    assert dtypes_of(batch)["image"] == "float32"
+
+
+def test_a_rule_that_matches_nothing_is_named():
+    train_dtype = per_param_train_dtype_by_path(update_rules=[("norm/scales", None)])
+    with pytest.raises(TrainDtypeError, match=r"'norm/scales' of train_dtype.*norm/scale"):
+        cast_for_forward(PARAMS, BATCH, train_dtype)

@@ -5,7 +5,7 @@ import optax
 
 from weft.hierarchy.module import InvocationContext, set_current_context
 from weft.trainer import optimizers
-from weft.trainer.optimizer_base import OptParam
+from weft.trainer.optimizers.base import OptParam
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.normal(size=(3, 4)), "b": RNG.normal(size=4)}

@@ -8,10 +8,12 @@ from jax.sharding import PartitionSpec
 from weft import nnx
 from weft.config import config_for_function
 from weft.errors import TransformationTypeError
-from weft.hierarchy.base_layer import ParameterSpec, TensorSpec
+from weft.hierarchy.base_layer import ParameterSpec
 from weft.hierarchy.module import InvocationContext, set_current_context
+from weft.hierarchy.parameter_spec import TensorSpec
+from weft.struct import VDict
 from weft.trainer import optimizers
-from weft.trainer.optimizer_base import (
+from weft.trainer.optimizers.base import (
     OptParam,
     PartitionedGradientTransformation,
     chain,
@@ -22,7 +24,6 @@ from weft.trainer.optimizer_base import (
     tree_paths,
     with_partition_fn,
 )
-from weft.vdict import VDict
 
 PARAMS = {"a": {"w": OptParam(jnp.ones((4, 6)))}, "w": OptParam(jnp.ones((6,)))}
 SPECS = {

@@ -4,10 +4,13 @@ import numpy as np
 import optax
 import pytest
 
+from weft.config import config_for_function
+from weft.errors import OptimizerArgumentError
 from weft.hierarchy.module import InvocationContext, set_current_context
+from weft.struct import VDict
 from weft.trainer import optimizers
-from weft.trainer.optimizer_clipping import global_norm
-from weft.vdict import VDict
+from weft.trainer.optimizers.base import OptParam
+from weft.trainer.optimizers.clipping import all_finite, global_norm, skips_undefined, tree_where
 
 RNG = np.random.default_rng(0)
 GRADS = {"w": RNG.normal(size=(3, 4)).astype(np.float32), "b": np.array([3.0, -4.0], np.float32)}
@@ -113,3 +116,128 @@ def test_blocks_may_be_reported_and_not_clipped():
     jax.tree.map(np.testing.assert_array_equal, updates, GRADS)
     np.testing.assert_allclose(reported["b/rms"], np.sqrt(12.5), rtol=1e-6)
     assert step(optimizers.clip_by_block_rms(1.0), GRADS)[1] == {}
+
+
+PARAMS = {"w": OptParam(jnp.zeros(2))}
+TRACE = config_for_function(optax.trace).set(decay=0.5)
+skip_and_clip = optimizers.skip_and_clip_by_global_norm
+
+
+def gradient(norm):
+    return {"w": jnp.array([norm, 0.0])}
+
+
+def run(tx, norms):
+    """The first components of the updates, the last state, and what was reported at last."""
+    state, first = tx.init(PARAMS), []
+    for norm in norms:
+        context = InvocationContext(
+            "root", parent=None, module=None, state={}, is_training=True, prng_key=None
+        )
+        with set_current_context(context):
+            updates, state = tx.update(gradient(norm), state, PARAMS)
+        first.append(float(updates["w"][0]))
+    return first, state, {name: float(x) for name, x in context.get_summaries().items()}
+
+
+@pytest.mark.parametrize(
+    ("tx", "skips"),
+    [
+        (optimizers.chain(optax.trace(0.5), skip_and_clip(TRACE)), True),
+        (optax.chain(optax.zero_nans(), optax.sgd(0.1)), True),
+        (optax.apply_if_finite(optax.sgd(0.1), 3), True),
+        (optax.adam(0.1), False),
+    ],
+    ids=["skip and clip", "zero nans", "apply if finite", "adam"],
+)
+def test_whether_an_optimizer_expects_undefined_gradients_is_seen_in_its_state(tx, skips):
+    assert skips_undefined(optimizers.chain(tx).init(PARAMS)) is skips
+
+
+def test_a_step_that_is_skipped_leaves_no_trace():
+    kept, kept_state, _ = run(skip_and_clip(TRACE, drop_norm=5.0), [1.0, 2.0])
+    for bad in (9.0, np.nan, np.inf, -np.inf):
+        first, state, reported = run(skip_and_clip(TRACE, drop_norm=5.0), [1.0, bad, 2.0])
+        assert first == [kept[0], 0.0, kept[1]]
+        jax.tree.map(np.testing.assert_array_equal, state.inner_state, kept_state.inner_state)
+        assert reported["nonvalid_count"] == int(state.nonvalid_count) == 1
+
+
+def test_a_large_first_gradient_leaves_statistics_that_are_numbers():
+    tx = skip_and_clip(
+        optax.scale(1.0),
+        drop_norm=optimizers.drop_norm_by_grad_norm_stddev(min_count=1),
+        grad_norm_ema_decay=0.9,
+    )
+    _, state, reported = run(tx, [1e25, 1.0])
+    assert reported["nonvalid_count"] == 0
+    assert np.isfinite(state.grad_norm_ema) and np.isfinite(state.grad_norm_square_ema)
+
+
+def test_also_without_a_limit_gradients_must_be_finite():
+    first, state, _ = run(skip_and_clip(optax.scale(1.0)), [1e30, np.nan])
+    assert first == [np.float32(1e30), 0.0]
+    assert int(state.nonvalid_count) == 1
+
+
+def test_the_inner_transformation_sees_clipped_gradients():
+    first, _, reported = run(skip_and_clip(optax.scale(1.0), max_norm=2.0), [1.0, 8.0])
+    np.testing.assert_allclose(first, [1.0, 2.0], rtol=1e-6)
+    assert reported == {"gradient_norm": 8.0, "nonvalid_count": 0, "gradient_scale": 0.25}
+
+
+def test_limits_may_follow_the_mean_norm():
+    tx = skip_and_clip(
+        optax.scale(1.0),
+        drop_norm=config_for_function(optimizers.drop_norm_by_grad_norm_ema).set(
+            multipliers=(3, 10)
+        ),
+        grad_norm_ema_decay=0.5,
+    )
+    # The first step has no limit; then the mean is 1, and 4 and 20 are above three times that.
+    first, state, reported = run(tx, [1.0, 4.0, 20.0, 2.0])
+    assert first == [1.0, 0.0, 0.0, 2.0]
+    assert (int(state.count), int(state.nonvalid_count)) == (2, 2)
+    assert {k: int(v) for k, v in state.drop_stats.items()} == {"3x_ema": 2, "10x_ema": 1}
+    # The mean of the steps that count, corrected for its beginning: (0.25 * 1 + 0.5 * 2) / 0.75.
+    np.testing.assert_allclose(state.grad_norm_ema, 5 / 3, rtol=1e-6)
+    np.testing.assert_allclose(state.grad_norm_square_ema, 3.0, rtol=1e-6)
+    assert reported["gradient_norm_ema"] == 1.0
+    assert reported["count_exceeds_10x_ema"] == 1
+
+
+def test_limits_may_follow_the_standard_deviation():
+    tx = skip_and_clip(
+        optax.scale(1.0),
+        drop_norm=optimizers.drop_norm_by_grad_norm_stddev(min_count=2, multipliers=(2,)),
+        grad_norm_ema_decay=0.5,
+    )
+    # After 1 and 9 the mean is 19/3 and the standard deviation sqrt(163/3 - (19/3)²) = 3.77.
+    assert run(tx, [1.0, 9.0, 13.8])[0] == [1.0, 9.0, np.float32(13.8)]
+    assert run(tx, [1.0, 9.0, 13.9])[0] == [1.0, 9.0, 0.0]
+    assert run(tx, [1.0, 900.0])[0] == [1.0, 900.0]
+
+
+def test_one_step_that_is_no_number_does_not_spoil_the_statistics():
+    tx = skip_and_clip(
+        optax.scale(1.0),
+        drop_norm=optimizers.drop_norm_by_grad_norm_ema(),
+        grad_norm_ema_decay=0.9,
+    )
+    _, state, _ = run(tx, [1.0, np.nan, 1.0])
+    np.testing.assert_allclose(state.grad_norm_ema, 1.0, rtol=1e-6)
+    assert all(int(count) == 0 for count in state.drop_stats.values())
+
+
+def test_statistics_need_a_decay():
+    with pytest.raises(OptimizerArgumentError, match=r"set for example grad_norm_ema_decay=0\.99"):
+        skip_and_clip(optax.scale(1.0), drop_norm=optimizers.drop_norm_by_grad_norm_ema())
+
+
+def test_helpers():
+    assert bool(all_finite({"a": jnp.ones(2), "b": {}}))
+    assert not bool(all_finite([1.0, jnp.array([1.0, jnp.inf])]))
+    assert bool(all_finite({}))
+    chosen = tree_where(jnp.array(False), {"a": jnp.ones(2)}, {"a": jnp.zeros(2, jnp.bfloat16)})
+    assert chosen["a"].dtype == jnp.bfloat16
+    assert not np.any(chosen["a"])

@@ -7,7 +7,7 @@ import pytest
 from weft.errors import OptimizerArgumentError
 from weft.hierarchy.base_layer import ParameterSpec
 from weft.trainer import optimizers
-from weft.trainer.optimizer_base import OptParam
+from weft.trainer.optimizers.base import OptParam
 
 SPECS = {"w": ParameterSpec((4, 8), jnp.float32, ("data", "model"))}
 VALUES = {"w": jnp.arange(32.0).reshape(4, 8)}

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 
 from weft.config import config_for_function
 from weft.errors import OptimizerArgumentError
-from weft.hierarchy.base_layer import FactorizationSpec, ParameterSpec, TensorSpec
+from weft.hierarchy.base_layer import ParameterSpec
+from weft.hierarchy.parameter_spec import FactorizationSpec, TensorSpec
 from weft.trainer import optimizers, schedule
 from weft.trainer.optimizers import OptParam
 

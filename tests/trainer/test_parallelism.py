@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 from tests.keys import quick_key
+from weft.cli.collectives import collectives_of
 from weft.config import config_for_function
 from weft.errors import ConfigModifierError
-from weft.hierarchy.linear import Linear
-from weft.hierarchy.moe_layer import TransformerFeedForwardMoE
+from weft.hierarchy.attention.pipelined_stack import PipelinedTransformerLayer
+from weft.hierarchy.attention.stack import RepeatedTransformerLayer
+from weft.hierarchy.attention.transformer import TransformerLayer
+from weft.hierarchy.layers.linear import Linear
+from weft.hierarchy.mixture_of_experts.feed_forward import TransformerFeedForwardMoE
 from weft.hierarchy.param_init import ConstantInitializer, DefaultInitializer
-from weft.hierarchy.pipelined_stack import PipelinedTransformerLayer
-from weft.hierarchy.stack import RepeatedTransformerLayer
-from weft.hierarchy.transformer import TransformerLayer
 from weft.input import host_to_global_device_array
 from weft.recipes.lm import lm_tiny
-from weft.trainer.collectives import collectives_of
 from weft.trainer.optimizers import adafactor_optimizer
 from weft.trainer.parallelism import (
     MESH_AXIS_NAMES,

@@ -1,4 +1,18 @@
-from weft.trainer.progress import RunListener
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import jax.numpy as jnp
+import pytest
+
+from weft.distributed.watchdog import Watchdog
+from weft.errors import CheckpointSaveError, StatusPageError
+from weft.trainer.progress import RunListener, status_html, status_page
 
 
 def test_a_listener_that_overrides_nothing_is_told_all_the_same():
@@ -9,3 +23,163 @@ def test_a_listener_that_overrides_nothing_is_told_all_the_same():
     assert listener.on_checkpoint(1) is None
     assert listener.on_save_failed(1, None) is None
     assert listener.on_end(1, "max_step") is None
+
+
+class Trainer:
+    """What the page reads of a trainer."""
+
+    class config:
+        dir, max_step = "runs/a<b", 40
+
+    step = 3
+
+    def path(self):
+        return "trainer"
+
+
+def get(url):
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read().decode(), answer.headers["Content-Type"]
+
+
+@pytest.fixture
+def served(caplog):
+    """A page after two steps, and what the run's own listener was told."""
+    told = []
+
+    class Listener(RunListener):
+        def on_step(self, step, outputs, batch):
+            told.append(step)
+
+    watchdog = Watchdog()
+    with status_page(0, watchdog, Listener()) as listener:
+        url = re.search(r"http://127\.0\.0\.1:\d+", caplog.text)[0]
+        listener.on_start(Trainer(), 3)
+        listener.on_step(4, {"loss": jnp.array(2.5)}, {})
+        listener.on_step(5, {"loss": jnp.array(jnp.nan)}, {})
+        listener.on_eval("held_out", 4, {})
+        listener.on_checkpoint(4)
+        listener.on_save_failed(5, CheckpointSaveError("the disk is full"))
+        watchdog.report("running step 6")
+        yield url, told, listener
+
+
+def test_it_says_how_the_run_is(served):
+    url, told, listener = served
+    assert told == [4, 5]
+    text, kind = get(f"{url}/json")
+    status = json.loads(text)
+    assert kind == "application/json"
+    assert status["step"] == 5 and status["max_step"] == 40 and status["dir"] == "runs/a<b"
+    assert status["doing"] == "running step 6" and status["seconds_since_progress"] < 60
+    assert status["losses"] == {"4": 2.5, "5": "nan"}
+    assert status["steps_per_second"] > 0
+    assert (status["resumed_from"], status["last_checkpoint"]) == (3, 4)
+    assert status["last_failed_save"] == "step 5: the disk is full"
+    assert status["last_evaluations"] == {"held_out": 4} and status["process"] == "0 of 1"
+    listener.on_end(5, "SIGTERM")
+    assert json.loads(get(f"{url}/json")[0])["ended"] == "SIGTERM"
+
+
+def test_people_can_read_it(served):
+    text, kind = get(served[0])
+    assert kind == "text/html; charset=utf-8"
+    assert "Run runs/a&lt;b" in text and "<td>5 of 40" in text and "4: 2.5000" in text
+
+
+def test_it_shows_where_each_thread_is(served):
+    stop = threading.Event()
+
+    def stuck_in_here():
+        stop.wait(30)
+
+    thread = threading.Thread(target=stuck_in_here, name="reader")
+    thread.start()
+    text, _ = get(f"{served[0]}/stacks")
+    stop.set()
+    thread.join()
+    assert "Thread reader:" in text and "in stuck_in_here" in text
+
+
+def test_only_this_machine_is_answered_and_only_while_it_is_open(served):
+    url = served[0]
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        get(f"{url}/secrets")
+    port = int(url.rpartition(":")[2])
+    addresses = socket.getaddrinfo(socket.gethostname(), port, socket.AF_INET)
+    for *_, address in addresses:
+        if not address[0].startswith("127."):
+            with pytest.raises(OSError, match="refused"):
+                socket.create_connection(address, timeout=5)
+
+
+def test_none_is_served_unless_asked_for_and_a_port_that_is_taken_is_named():
+    listener = RunListener()
+    with status_page(None, Watchdog(), listener) as told:
+        assert told is listener
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with (
+            pytest.raises(StatusPageError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*0 for"),
+            status_page(port, Watchdog(), listener),
+        ):
+            pass
+
+
+def test_before_the_first_step_there_is_a_page():
+    empty = {"step": 0, "max_step": None, "losses": {}, "doing": "starting"}
+    assert "starting" in status_html(empty)
+
+
+def request(url, text, timeout=20):
+    """All that is answered to what a client sends."""
+    port = int(url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=timeout) as connection:
+        connection.sendall(text.encode())
+        return b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
+
+
+STRANGE_HOSTS = ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", "", "["]
+STRANGE_HOSTS += ["localhost.", "a@localhost", "::1", "[::2]", "0.0.0.0", "localhost evil"]
+STRANGE_HOSTS += ["localhost:x", "localhost\r\nHost: evil.example", None]
+
+
+@pytest.mark.parametrize("path", ["/", "/json", "/stacks", "/secrets"])
+def test_a_page_of_the_web_that_is_made_to_lead_here_is_not_answered(served, path):
+    for host in STRANGE_HOSTS:
+        header = "" if host is None else f"Host: {host}\r\n"
+        answer = request(served[0], f"GET {path} HTTP/1.1\r\n{header}\r\n")
+        assert answer.startswith("HTTP/1.0 403 the Host has to be localhost, 127.0.0.1 or [::1]")
+        assert "step" not in answer and "Thread" not in answer and "runs" not in answer
+
+
+def test_any_name_of_the_loopback_interface_will_do(served):
+    for host in ("localhost", "LocalHost:9", "127.0.0.1:8080", "[::1]:1", "[::1]"):
+        answer = request(served[0], f"GET /json HTTP/1.1\r\nHost: {host}\r\n\r\n")
+        assert answer.startswith("HTTP/1.0 200") and '"step": 5' in answer
+
+
+@pytest.mark.long
+def test_clients_that_say_nothing_hold_few_threads_for_a_short_time(served):
+    url = served[0]
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+    before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        stuck = [
+            stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(40)
+        ]
+        slow = stuck[0]
+        slow.sendall(b"GET / HTTP/1.1\r\nX: ")
+        deadline = time.monotonic() + 20
+        for connection in stuck[20:]:  # there is no room for them
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(10) == b""
+        assert threading.active_count() - before <= 8
+        while time.monotonic() < deadline:
+            try:
+                slow.sendall(b"x")  # a byte now and then does not keep it
+                time.sleep(0.1)
+            except OSError:
+                break
+        assert time.monotonic() < deadline
+        assert json.loads(get(f"{url}/json")[0])["step"] == 5

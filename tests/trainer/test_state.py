@@ -5,17 +5,22 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from weft.config import config_for_function
-from weft.errors import MeshError
-from weft.hierarchy.linear import Linear
+from weft.errors import BatchShardingError, MeshError
+from weft.hierarchy.layers.linear import Linear
+from weft.input.fake import FakeLmInput
 from weft.trainer.learner import Learner
 from weft.trainer.mesh import build_mesh
 from weft.trainer.optimizers import adamw_optimizer
 from weft.trainer.state import (
+    batch_partition,
+    batch_shapes,
+    check_batches,
     new_state,
+    open_batches,
     partition_specs,
-    shapes_with,
     state_shardings,
     state_specs,
+    with_shardings,
 )
 
 OPTIMIZER = config_for_function(adamw_optimizer).set(learning_rate=0.1, b1=0.9, b2=0.99, eps=1e-8)
@@ -50,7 +55,7 @@ def test_a_state_begins_as_its_specs_say(parts):
     assert weight.sharding == NamedSharding(mesh, P(None, "model"))
     assert weight.addressable_shards[0].data.shape == (3, 2)
     assert not jnp.array_equal(jax.random.key_data(state.prng_key), [0, 0])
-    target = shapes_with(jax.eval_shape(begin, jax.random.key(0)), shardings)
+    target = with_shardings(jax.eval_shape(begin, jax.random.key(0)), shardings)
     assert target.model["weight"] == jax.ShapeDtypeStruct(
         (3, 4), "float32", sharding=weight.sharding
     )
@@ -60,3 +65,40 @@ def test_what_does_not_fit_the_mesh_is_named(parts):
     mesh = build_mesh((1, 8), ("data", "model"), jax.devices()[:8])
     with pytest.raises(MeshError, match=r"model\.bias of shape \(4,\).* over model = 8"):
         state_shardings(mesh, state_specs(*parts))
+
+
+def input_of(**kwargs):
+    cfg = FakeLmInput.default_config().set(
+        name="input", is_training=True, global_batch_size=8, source_length=4
+    )
+    return cfg.set(**kwargs).instantiate(parent=None)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return build_mesh((4, 2), ("data", "model"), jax.devices()[:8])
+
+
+def test_what_the_input_says_of_its_layout_counts():
+    assert batch_partition(input_of(), ("data", "model")) == P(("data", "model"))
+    own = input_of(partition_spec=P("model"))
+    assert batch_partition(own, "data") == P("model")
+
+
+def test_batches_lie_over_the_mesh_as_their_shapes_say(mesh):
+    input_ = input_of(total_num_batches=2)
+    with jax.set_mesh(mesh), open_batches(input_, P("data"), mesh) as batches:
+        batch, *rest = batches
+    assert len(rest) == 1
+    shapes = batch_shapes(input_, P("data"), mesh)
+    assert jax.tree.structure(batch) == jax.tree.structure(shapes)
+    for x, shape in zip(jax.tree.leaves(batch), jax.tree.leaves(shapes), strict=True):
+        assert (x.shape, x.dtype) == (shape.shape, shape.dtype)
+        assert x.sharding.is_equivalent_to(shape.sharding, x.ndim)
+
+
+def test_whether_a_batch_divides_is_known_without_one(mesh):
+    with jax.set_mesh(mesh):
+        check_batches(input_of(), P("data"))
+        with pytest.raises(BatchShardingError, match="6"):
+            check_batches(input_of(global_batch_size=6), P("data"))

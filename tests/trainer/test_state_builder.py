@@ -1,4 +1,13 @@
-"""New runs that begin with parts of the checkpoint of another: real checkpoints, a tiny state."""
+"""Builders that read checkpoints; more of them in test_state_builder.py.
+
+A run that starts with imported parameters and added adapters.
+
+Converters as functions of states; with checkpoints in test_state_builder.py.
+
+New runs that begin with parts of the checkpoint of another: real checkpoints, a tiny state.
+"""
+
+import json
 
 import jax
 import jax.numpy as jnp
@@ -7,18 +16,30 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from weft.config import config_class, config_for_function
-from weft.errors import CheckpointNotFoundError, CheckpointStructureError, StateBuilderError
+from weft.errors import (
+    CheckpointNotFoundError,
+    CheckpointStructureError,
+    StateBuilderError,
+    WeightsMismatchError,
+)
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.layers import Linear
-from weft.hierarchy.positional import LearnedPositionalEmbedding
+from weft.hierarchy.layers.embedding import LearnedPositionalEmbedding
+from weft.hierarchy.lora_setters import base_state, set_lora_recursively
+from weft.input.fake import FakeLmInput
+from weft.interop.huggingface import huggingface_model_config, to_huggingface
+from weft.serialization import save_safetensors
 from weft.trainer.checkpointer import Checkpointer, CheckpointValidationType
-from weft.trainer.optimizer_ema import ParamEmaState
+from weft.trainer.learner import Learner
+from weft.trainer.optimizers import sgd_optimizer
+from weft.trainer.optimizers.transformations import ParamEmaState
 from weft.trainer.state_builder import (
     BaseConverterFromPretrainedModel,
     Builder,
     ChainBuilder,
     ChainConverter,
     EmaParamsConverter,
+    ImportedWeightsBuilder,
     MergeStateConverter,
     MergeStateSelection,
     ModelStateScopeConverter,
@@ -28,11 +49,144 @@ from weft.trainer.state_builder import (
     RestoreAndConvertBuilder,
     TensorStoreStateStorageBuilder,
     clone_tree,
+    import_weights,
     initial_state,
     is_dict,
     traverse_and_set_target_state_parameters,
 )
 from weft.trainer.train_step import TrainerState
+from weft.trainer.trainer import SpmdTrainer
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, caplog):
+    cfg = Checkpointer.default_config().set(name="c", dir=str(tmp_path), keep_last_n=2)
+    with cfg.instantiate(parent=None) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step=step, state={"model": {"w": jnp.full(3, float(step))}})
+    (tmp_path / "step_00000002/arrays/model-w/0").write_bytes(b"x" * 12)
+
+    cfg = TensorStoreStateStorageBuilder.default_config().set(
+        name="builder",
+        base_dir=str(tmp_path),
+        validation=CheckpointValidationType.CONTAINS_STATE,
+    )
+    wanted = TrainerState(
+        prng_key={}, model={"w": jax.ShapeDtypeStruct((3,), jnp.float32)}, learner={}
+    )
+    state = cfg.instantiate(parent=None)(Builder.State(0, wanted, {"learner/x"}))
+    assert (state.step, state.built_keys) == (1, {"model/w", "learner/x"})
+    assert float(state.trainer_state.model["w"][0]) == 1.0
+    assert "step_00000002 (arrays/model-w/0: its content has changed) is damaged" in caplog.text
+
+
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 16,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A checkpoint: its folder, the config of its model, and its parameters."""
+    folder = tmp_path_factory.mktemp("base")
+    (folder / "config.json").write_text(json.dumps(QWEN))
+    cfg = huggingface_model_config(folder)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(0.3 * np.sin(np.arange(x.size)).reshape(x.shape), x.dtype),
+        shapes_of(cfg),
+    )
+    to_huggingface(folder, cfg, params)
+    return folder, cfg, params
+
+
+def shapes_of(cfg):
+    model = cfg.clone(name="model").instantiate(parent=None)
+    return jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
+
+
+def test_a_run_begins_with_the_checkpoint_and_draws_its_adapters(base, tmp_path):
+    folder, cfg, params = base
+    model = cfg.clone()
+    set_lora_recursively(model, rank=2, alpha=4.0)
+    trainer = SpmdTrainer.default_config().set(
+        name="trainer",
+        dir=str(tmp_path),
+        model=model,
+        learner=Learner.default_config().set(
+            optimizer=config_for_function(sgd_optimizer).set(
+                learning_rate=0.1, decouple_weight_decay=True
+            )
+        ),
+        input=FakeLmInput.default_config().set(is_training=True, global_batch_size=8),
+        mesh_shape=(4, 2),
+        mesh_axis_names=("data", "model"),
+        init_state_builder=ImportedWeightsBuilder.default_config().set(path=str(folder)),
+    )
+    trainer = trainer.instantiate(parent=None)
+    trainer.init(jax.random.key(0))
+    begun = trainer.trainer_state.model
+    jax.tree.map(np.testing.assert_array_equal, base_state(begun), params)
+    specs = trainer.trainer_state_partition_specs.model
+    layouts = jax.tree.map(lambda x: x.sharding.spec, begun)
+    assert layouts == specs and any("model" in spec for spec in jax.tree.leaves(specs))
+    adapters = {
+        jax.tree_util.keystr(path): x
+        for path, x in jax.tree_util.tree_leaves_with_path(begun)
+        if "adapter" in jax.tree_util.keystr(path)
+    }
+    assert adapters
+    for name, value in adapters.items():
+        assert np.any(value) == ("lora_down" in name)
+
+
+def test_exported_files_are_read_by_the_names_of_the_parameters(base, tmp_path):
+    _, cfg, params = base
+    path = tmp_path / "m.safetensors"
+    save_safetensors(path, params)
+    given = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), params)
+    read = import_weights(str(path), given)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.astype("bfloat16")), read, params)
+    other = cfg.clone()
+    other.decoder.dim = 16
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes_of(other))
+    with pytest.raises(
+        WeightsMismatchError, match=r"shape: decoder.emb.token_emb.weight \[16, 8\]"
+    ):
+        import_weights(str(path), zeros)
+
+
+def test_what_is_taken_gets_the_dtype_and_layout_of_the_run():
+    spec = jax.ShapeDtypeStruct((2,), jnp.bfloat16, sharding=jnp.ones(2).sharding)
+    target = Builder.State(0, TrainerState(prng_key={}, model={"a": spec, "b": spec}, learner={}))
+    pairs = [("model/a", "model/x/y")]
+    cfg = MergeStateConverter.default_config().set(name="c", selection_regexes=pairs)
+    converter = cfg.instantiate(parent=None)
+    source, aux = converter.target_to_source(target)
+    assert source.trainer_state == TrainerState({}, {"x": {"y": spec}}, {})
+    read = Builder.State(5, TrainerState({}, {"x": {"y": jnp.full(2, 1.5)}}, {}), {"model/x/y"})
+    result = converter.source_to_target(read, aux)
+    assert (result.step, result.built_keys) == (5, {"model/a"})
+    assert result.trainer_state.model["a"].dtype == jnp.bfloat16
+    assert result.trainer_state.model["b"] is spec
+
+
+@pytest.mark.parametrize("scopes", [("y", "z"), ("y", ""), ("n", "z")], ids=str)
+def test_layers_with_other_parameters_are_refused(scopes):
+    with pytest.raises(StateBuilderError, match=r"has other parameters than the source"):
+        traverse_and_set_target_state_parameters(
+            target_state={"x": {"w": 1}, "y": {"w": 2, "b": 3}},
+            target_scope=scopes[0],
+            source_params={"z": {"w": 5}},
+            source_scope=scopes[1],
+        )
+
 
 PART = CheckpointValidationType.CONTAINS_STATE
 
@@ -78,8 +232,7 @@ def run_initial(cfg, like):
 
     builder = cfg.set(name="init_state_builder").instantiate(parent=None)
     with jax.set_mesh(mesh()):
-        step, state = initial_state(builder, init, jax.random.key(7), jax.tree.map(sharding, like))
-    assert step == 0
+        state = initial_state(builder, init, jax.random.key(7), jax.tree.map(sharding, like))
     assert jax.tree.structure(state) == jax.tree.structure(like)
     return state
 

@@ -1,7 +1,124 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
 import weft.hierarchy.summary
+from weft.hierarchy.summary import AudioSummary, CallbackSummary, ImageSummary, Summary
 from weft.trainer import summary
+from weft.trainer.summary import due_summaries
 
 
 def test_the_trainers_summaries_are_those_of_the_layers():
     for name in summary.__all__:
         assert getattr(summary, name) is getattr(weft.hierarchy.summary, name)
+
+
+class Doubled(Summary):
+    x: jax.Array
+
+    def value(self):
+        return 2 * self.x
+
+
+class Several(Summary):
+    x: jax.Array
+
+    def value(self):
+        return {"a": self.x, "b": None, "c": {"d": "text"}}
+
+
+def show(values, step=0, every=1, by_kind=None):
+    return due_summaries(step, values, every_n_steps=every, every_n_steps_by_kind=by_kind)
+
+
+def test_paths_kinds_and_values():
+    values = {
+        "text": "hello",
+        "model": {"decoder": {"loss": jnp.array(2.5, jnp.bfloat16), "count": np.int32(3)}},
+        "number": 1,
+        "flag": jnp.array(True),
+        "weights": jnp.arange(6).reshape(2, 3),
+        "nothing": None,
+        "empty": {},
+        "doubled": Doubled(jnp.array(4.0)),
+        "several": Several(jnp.array(1.0)),
+    }
+    shown = show(values)
+    assert [(leaf.path, leaf.kind) for leaf in shown] == [
+        ("doubled", "ScalarSummary"),
+        ("flag", "ScalarSummary"),
+        ("model/decoder/count", "ScalarSummary"),
+        ("model/decoder/loss", "ScalarSummary"),
+        ("number", "ScalarSummary"),
+        ("several/a", "ScalarSummary"),
+        ("several/c/d", "TextSummary"),
+        ("text", "TextSummary"),
+        ("weights", "HistogramSummary"),
+    ]
+    by_path = {leaf.path: leaf.value for leaf in shown}
+    np.testing.assert_array_equal(by_path.pop("weights"), [[0, 1, 2], [3, 4, 5]])
+    assert by_path == {
+        "doubled": 8.0,
+        "flag": 1.0,
+        "model/decoder/count": 3.0,
+        "model/decoder/loss": 2.5,
+        "number": 1.0,
+        "several/a": 1.0,
+        "several/c/d": "text",
+        "text": "hello",
+    }
+
+
+def test_one_image_or_clip_becomes_a_batch_of_one():
+    image, clip = show(
+        {
+            "image": ImageSummary(jnp.zeros((4, 5, 3))),
+            "sound": AudioSummary(jnp.zeros((9, 1)), sample_rate=8000),
+        }
+    )
+    assert (image.kind, image.value.shape) == ("ImageSummary", (1, 4, 5, 3))
+    assert (clip.kind, clip.value.shape, clip.sample_rate) == ("AudioSummary", (1, 9, 1), 8000)
+
+
+def test_a_callback_gets_host_arrays_and_may_give_any_kind():
+    seen = []
+
+    def fn(x):
+        seen.append(type(x))
+        return {"image": ImageSummary(np.zeros((2, 2, 1))), "note": "done", "none": None}
+
+    shown = show({"cb": CallbackSummary(fn, (jnp.ones(2),))})
+    assert [(leaf.path, leaf.kind) for leaf in shown] == [
+        ("cb/image", "ImageSummary"),
+        ("cb/note", "TextSummary"),
+    ]
+    assert seen == [np.ndarray]
+
+
+def test_what_is_not_due_is_neither_called_nor_copied():
+    def fail():
+        raise AssertionError("not due")
+
+    deleted = jnp.ones(3)
+    deleted.delete()
+    values = {"cb": CallbackSummary(fail), "w": deleted, "loss": 1.0}
+    by_kind = {"CallbackSummary": 10, "HistogramSummary": 4}
+    assert [leaf.path for leaf in show(values, step=6, every=2, by_kind=by_kind)] == ["loss"]
+    assert show(values, step=7, every=2, by_kind=by_kind) == []
+
+
+@pytest.mark.parametrize(("step", "due"), [(0, True), (50, True), (75, False), (100, True)])
+def test_every_n_steps(step, due):
+    assert bool(show({"loss": 1.0}, step=step, every=50)) == due
+
+
+def test_values_that_no_writer_can_show_are_named_and_left_out(caplog):
+    shown = show({"a": {"odd": np.array(["x", "y"])}, "b": 1.0})
+    assert [leaf.path for leaf in shown] == ["b"]
+    assert "a/odd holds values of <U1" in caplog.text
+
+
+def test_keys_are_left_out_like_other_values_without_numbers(caplog):
+    assert show({"key": jax.random.key(0)}) == []
+    assert "key holds values of key<fry>" in caplog.text

@@ -2,8 +2,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft.hierarchy.parameter_spec import FactorizationSpec, ParameterSpec
-from weft.trainer.train_dtype import cast_floats
-from weft.trainer.train_step import loss_is_finite, opt_params, with_state_of
+from weft.trainer.model import cast_floats
+from weft.trainer.train_step import keep_state_uncast, loss_is_finite, opt_params
 
 
 def test_parameters_carry_what_their_specs_say_to_the_optimizer():
@@ -18,7 +18,7 @@ def test_parameters_carry_what_their_specs_say_to_the_optimizer():
 def test_state_keeps_its_dtype():
     specs = {"w": ParameterSpec((1,)), "mean": ParameterSpec((1,), is_state=True)}
     params = {"w": jnp.ones(1), "mean": jnp.ones(1)}
-    mixed = with_state_of(params, cast_floats(params, jnp.bfloat16), specs)
+    mixed = keep_state_uncast(params, cast_floats(params, jnp.bfloat16), specs)
     assert (mixed["w"].dtype, mixed["mean"].dtype) == (jnp.bfloat16, jnp.float32)
 
 

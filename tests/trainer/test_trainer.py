@@ -4,34 +4,53 @@ import glob
 import json
 import shutil
 import signal
+import urllib.request
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from tests.sockets import connected, reading
+from tests.trainer.test_state import OPTIMIZER
 from weft.config import config_for_function
+from weft.distributed.peers import Peers, StopRequest, use_peers
+from weft.distributed.preemption import StopRun
 from weft.errors import (
     BatchShardingError,
     CheckpointSaveError,
     InputReadError,
     MeshError,
+    ProcessesNotReadyError,
     RunDirError,
     UndefinedLossException,
 )
+from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.causal_lm import Model
-from weft.hierarchy.layers import Embedding
+from weft.hierarchy.layers import Embedding, Linear
+from weft.input.fake import FakeLmInput
 from weft.recipes.lm import lm_tiny
+from weft.trainer.anomalies import AnomalyPolicy
 from weft.trainer.checkpointer import CheckpointValidationType, every_n_steps_policy
+from weft.trainer.learner import Learner
+from weft.trainer.mesh import build_mesh, rules_of
 from weft.trainer.progress import RunListener
+from weft.trainer.state import new_state, state_shardings, state_specs
 from weft.trainer.state_builder import (
     MergeStateConverter,
     MergeStateSelection,
     RestoreAndConvertBuilder,
     TensorStoreStateStorageBuilder,
 )
-from weft.trainer.trainer import aot_model_analysis
+from weft.trainer.trainer import (
+    SpmdTrainer,
+    aot_model_analysis,
+    compilation_cache,
+    jit_train_step,
+    run_context,
+)
 
 
 def config(directory, **kwargs):
@@ -108,7 +127,22 @@ def test_a_run_learns_saves_and_reports(straight):
     assert any("loss" in json.loads(line).get("values", {}) for line in text.splitlines())
 
 
-def test_a_run_that_was_cut_ends_with_the_same_bits(straight, tmp_path):
+def test_a_run_saves_through_the_method_that_a_subclass_overrides(tmp_path):
+    class Counting(SpmdTrainer):
+        saves = 0
+
+        def save_checkpoint(self, evaler_summaries, *, force=False):
+            self.saves += 1
+            return super().save_checkpoint(evaler_summaries, force=force)
+
+    cfg = config(tmp_path, max_step=1)
+    items = {name: value for name, value in cfg.items() if name != "klass"}
+    trainer, recorder, _ = run(Counting.default_config().set(**items))
+    assert recorder.saved == [1]
+    assert trainer.saves > 0
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(straight, tmp_path):
     _, first, _ = run(config(tmp_path, max_step=2))
     trainer, second, _ = run(config(tmp_path))
     assert second.resumed_from == 2
@@ -203,7 +237,7 @@ def test_the_model_may_compute_in_another_dtype(straight, tmp_path):
     assert recorder.losses[1] != straight[1].losses[1]
 
 
-def test_what_fails_in_the_input_is_raised_and_the_rest_saved(straight, tmp_path, monkeypatch):
+def test_an_input_error_is_raised_after_saving(straight, tmp_path, monkeypatch):
     trainer = trainer_of(config(tmp_path))
     batches = trainer.input.batches
 
@@ -240,7 +274,7 @@ def failing_at(tmp_path, monkeypatch):
     return make
 
 
-def test_a_full_disk_ends_no_training_and_is_reported(failing_at, tmp_path, caplog):
+def test_training_continues_on_a_full_disk(failing_at, tmp_path, caplog):
     trainer, recorder = failing_at(2, lacks_room=True), Recorder()
     trainer.run(listener=recorder)
     assert "2 cannot be saved: full. Training continues from step 2." in caplog.text
@@ -264,7 +298,7 @@ def test_a_save_that_fails_for_another_reason_fails_the_run(failing_at):
     assert trainer.step == 2
 
 
-def test_a_new_run_begins_with_parts_of_another(straight, tmp_path):
+def test_initial_state_from_parts_of_another_run(straight, tmp_path):
     """Its decoder but for one layer; the rest is drawn, and the run begins at step 0."""
     cfg = config(tmp_path, seed=5)
     cfg.init_state_builder = RestoreAndConvertBuilder.default_config().set(
@@ -298,14 +332,14 @@ def test_a_new_run_begins_with_parts_of_another(straight, tmp_path):
     assert all(not np.any(x) for x in jax.tree.leaves(found.learner))
 
 
-def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
+def test_a_nan_loss_ends_the_run(tmp_path):
     cfg = config(tmp_path, log_every_n_steps=1)
     cfg.model.decoder.emb.token_emb.set(scale=Embedding.Scale.CONSTANT, scale_constant=float("nan"))
     with pytest.raises(UndefinedLossException, match="the loss after step 1 is nan; the last"):
         run(cfg)
 
 
-def test_what_does_not_fit_is_said_before_a_directory_is_made(tmp_path):
+def test_config_errors_precede_the_run_directory(tmp_path):
     with pytest.raises(MeshError, match=r"\(data=3, model=1\) needs 3 devices and there are 1"):
         run(config(tmp_path / "a", mesh_shape=(3, 1)))
     cfg = config(tmp_path / "b", mesh_shape=(8, 1))
@@ -318,7 +352,7 @@ def test_what_does_not_fit_is_said_before_a_directory_is_made(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_of_another_config_is_left_alone(straight):
+def test_a_directory_of_another_config_is_refused(straight):
     trainer = straight[0]
     other = config(trainer.config.dir)
     other.model.decoder.dim = 32
@@ -326,14 +360,14 @@ def test_a_directory_of_another_config_is_left_alone(straight):
         run(other)
 
 
-def test_the_step_can_be_compiled_ahead_and_analysed(tmp_path):
+def test_ahead_of_time_compilation_and_analysis(tmp_path):
     compiled = trainer_of(config(tmp_path)).compile_train_step()
     text = aot_model_analysis(compiled)
     assert "argument: " in text
     assert "floating-point operations: " in text
 
 
-def test_the_step_that_was_compiled_ahead_is_the_step(tmp_path):
+def test_the_step_compiled_ahead_of_time_runs(tmp_path):
     trainer = trainer_of(config(tmp_path))
     compiled = trainer.compile_train_step()
     trainer.init(jax.random.key(trainer.config.seed))
@@ -345,7 +379,7 @@ def test_the_step_that_was_compiled_ahead_is_the_step(tmp_path):
     assert [x.shape for x in jax.tree.leaves(state.model)] == [tuple(s.shape) for s in before]
 
 
-def test_a_profile_is_written_for_the_steps_that_are_named(tmp_path):
+def test_start_trace_steps_write_profiles(tmp_path):
     run(config(tmp_path, start_trace_steps=[2], n_steps_for_each_trace=1))
     assert list(tmp_path.glob("trace/step_00000002/**/*.xplane.pb"))
 
@@ -360,8 +394,219 @@ def test_an_error_of_the_model_shows_the_users_frames(tmp_path, monkeypatch, cap
     with caplog.at_level("WARNING"), jax.log_compiles(), raises as caught:
         trainer.run(jax.random.key(0))
     frames = [entry.name for entry in caught.traceback if "/weft/" in str(entry.path)]
-    # The calls of layers say where it was; only `run` itself is left of the trainer.
-    assert frames[0] == "call" and set(frames[1:]) == {"forward", "__call__"}, frames
+    # Only calls of layers remain.
+    assert set(frames) == {"forward"}, frames
     assert len(frames) < 10
     assert caught.traceback[-1].name == "forward"
     assert "jit(new_state)" in caplog.text and "_init_state" not in caplog.text
+
+
+def test_the_status_page_shows_the_current_activity(tmp_path, caplog):
+    cfg = lm_tiny().set(dir=str(tmp_path), status_port=0)
+    with run_context(cfg, None) as (stop, listener):
+        assert isinstance(listener, RunListener)
+        stop.doing("running step 7")
+        url = caplog.messages[-1].split()[-1]
+        with urllib.request.urlopen(f"{url}json", timeout=10) as answer:
+            assert json.load(answer)["doing"] == "running step 7"
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.stop_requested
+
+
+def test_a_missing_process_is_named_before_the_first_collective(tmp_path):
+    cfg = lm_tiny().set(dir=str(tmp_path), readiness_timeout_seconds=0.3)
+    here, there = connected()
+    reading(there)
+    names = {1: "process 1 of 2 (host h, pid 7)"}
+    with (
+        pytest.raises(ProcessesNotReadyError, match=r"within 0\.3 s: process 1 of 2 .*starting"),
+        use_peers(Peers(0, {1: here}, names, end_seconds=1e6)),
+        run_context(cfg, None),
+    ):
+        raise AssertionError("the run continues without it")
+
+
+def test_a_stop_outside_the_steps_ends_the_run(tmp_path):
+    class Listener(RunListener):
+        def on_end(self, step, reason):
+            self.ended = (step, reason)
+
+    cfg, listener = lm_tiny().set(dir=str(tmp_path)), Listener()
+    with run_context(cfg, listener, lambda: 7):
+        raise StopRun(StopRequest("signal", "SIGTERM"))
+    assert listener.ended == (7, "SIGTERM")
+
+
+MESH_AXES = ("data", "model")
+
+
+class LinearModel(BaseModel):
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        linear = Linear.default_config().set(input_dim=4, output_dim=6, bias=False)
+        self._add_child("linear", linear.set(param_partition_spec=(None, "model")))
+
+    def forward(self, input_batch):
+        return self.linear(jax.nn.one_hot(input_batch["input_ids"], 4)).mean(), {}
+
+
+class Program:
+    """A step on a mesh of two devices, and the state before the first one."""
+
+    def __init__(self, **fields):
+        if jax.device_count() < 2:
+            pytest.skip("needs 2 devices")
+        parts = {
+            "model": LinearModel.default_config(),
+            "learner": Learner.default_config().set(optimizer=OPTIMIZER),
+            "input": FakeLmInput.default_config().set(
+                is_training=True, global_batch_size=2, source_length=2, max_token_id=4
+            ),
+        }
+        cfg = SpmdTrainer.default_config().set(**parts, **fields)
+        made = {k: part.set(name=k).instantiate(parent=None) for k, part in parts.items()}
+        self.model, self.learner = made["model"], made["learner"]
+        self.mesh = build_mesh((1, 2), MESH_AXES, jax.devices()[:2])
+        self.specs = state_specs(self.model, self.learner, rules_of(cfg))
+        self.shardings = state_shardings(self.mesh, self.specs)
+        self.step = jit_train_step(
+            cfg,
+            model=self.model,
+            learner=self.learner,
+            input_=made["input"],
+            mesh=self.mesh,
+            specs=self.specs,
+            shardings=self.shardings,
+        )
+
+    def state(self):
+        def begin(key):
+            return new_state(
+                key, model=self.model, learner=self.learner, model_specs=self.specs.model
+            )
+
+        return jax.jit(begin, out_shardings=self.shardings)(jax.random.key(0))
+
+
+def test_the_step_donates_the_state_and_keeps_shardings():
+    program = Program()
+    state = program.state()
+    weight = state.model["linear"]["weight"]
+    first = np.asarray(weight)
+    with jax.set_mesh(program.mesh):
+        ids = np.ones((2, 2), np.int32)
+        after, outputs = program.step(state, {"input_ids": ids, "target_labels": ids})
+    assert weight.is_deleted()
+    moved = after.model["linear"]["weight"]
+    assert moved.sharding.spec == P(None, "model")
+    assert np.all(np.asarray(moved)[1] < first[1])
+    assert outputs["loss"].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("policy", [None, AnomalyPolicy.default_config()], ids=["plain", "guarded"])
+def test_the_lowered_step_names_modules_and_arguments(policy):
+    program = Program(anomaly_policy=policy)
+    ids = np.ones((2, 2), np.int32)
+    with jax.set_mesh(program.mesh):
+        lowered = program.step.lower(program.state(), {"input_ids": ids, "target_labels": ids})
+    text = lowered.as_text(debug_info=True)
+    assert "module @jit_train_step" in text
+    assert "model['linear']['weight']\"" in text and "\"batch['input_ids']\"" in text
+    compiled = lowered.compile().as_text()
+    assert 'op_name="jit(train_step)/' in compiled
+    for path in ("jvp(model)/linear/", "transpose(jvp(model))/linear/", "learner/optimizer"):
+        assert path in compiled
+
+
+def test_a_gradient_that_does_not_fit_the_mesh_is_named():
+    with pytest.raises(MeshError, match=r"gradients\.linear\.weight .* no axis \['fsdp'\]"):
+        kinds = SpmdTrainer.default_config().rules_by_kind.set(gradients=[("model", "fsdp")])
+        Program(rules_by_kind=kinds)
+
+
+FULL = CheckpointSaveError("full", lacks_room=True)
+BROKEN = CheckpointSaveError("broken")
+
+
+@pytest.fixture
+def saving(tmp_path, monkeypatch):
+    """Returns a function that gives a trainer whose saves and waits have these results."""
+    trainer = trainer_of(config(tmp_path))
+
+    def take(results):
+        result = results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def with_results(saves, waits=()):
+        saves, waits = list(saves), list(waits)
+        monkeypatch.setattr(trainer, "save_checkpoint", lambda *args, **kwargs: take(saves))
+        monkeypatch.setattr(trainer.checkpointer, "wait_until_finished", lambda: take(waits))
+        monkeypatch.setattr(trainer, "_throughput", None)
+        return trainer
+
+    return with_results
+
+
+def test_a_full_disk_is_reported_and_the_run_continues(saving):
+    recorder = Recorder()
+    for result in (True, False, FULL):
+        saving([result])._save_if_due({}, recorder)
+    assert (recorder.saved, recorder.failed) == ([0], [0])
+    with pytest.raises(CheckpointSaveError, match="broken"):
+        saving([BROKEN])._save_if_due({}, recorder)
+
+
+@pytest.mark.parametrize(
+    ("saves", "waits", "saved", "reported"),
+    [
+        ([True], [None], True, 0),
+        ([False], [None], False, 0),
+        ([FULL, False], [None], False, 1),  # an earlier one had failed, the last has begun
+        ([False, True], [FULL, None], True, 1),  # the last one itself failed, and is tried again
+        ([True, FULL], [FULL], None, 1),
+        ([BROKEN], [], None, 0),
+        ([True], [BROKEN], None, 0),
+    ],
+)
+def test_the_last_step_is_saved_or_the_run_fails(saving, saves, waits, saved, reported):
+    trainer, recorder = saving(saves, waits), Recorder()
+    if saved is None:
+        with pytest.raises(CheckpointSaveError, match=r"full|broken"):
+            trainer._save_last(recorder)
+    else:
+        trainer._save_last(recorder)
+    assert (bool(recorder.saved), len(recorder.failed)) == (bool(saved), reported)
+
+
+@pytest.fixture(autouse=True)
+def small_programs_are_kept():
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+
+
+def test_the_compilation_cache_stores_programs_while_open(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    with compilation_cache(str(tmp_path)):
+        jax.jit(lambda x: jnp.sin(x) + 17.25)(jnp.ones(3))
+    kept = list(tmp_path.iterdir())
+    assert kept
+    assert jax.config.jax_compilation_cache_dir == before
+    jax.jit(lambda x: jnp.sin(x) + 18.25)(jnp.ones(3))
+    assert list(tmp_path.iterdir()) == kept
+
+
+def test_no_compilation_cache_keeps_the_settings_of_jax():
+    before = jax.config.jax_compilation_cache_dir
+    with compilation_cache(None):
+        assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_memory_and_operations_of_a_compiled_function():
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    text = aot_model_analysis(jax.jit(lambda x: x @ x).lower(x).compile())
+    assert "argument: 1.0 MiB" in text
+    assert "floating-point operations: 2.68" in text

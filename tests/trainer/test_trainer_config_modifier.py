@@ -7,9 +7,9 @@ from weft.errors import ConfigModifierError, InvalidConfigValueError
 from weft.hierarchy.attention import TransformerFeedForwardLayer
 from weft.hierarchy.base_layer import RematSpec
 from weft.hierarchy.layers import LayerNorm, RMSNorm
-from weft.hierarchy.linear import Linear
+from weft.hierarchy.layers.linear import Linear
 from weft.recipes.lm import lm_tiny
-from weft.trainer.gradient_accumulation import with_minibatch_steps
+from weft.trainer.gradients import with_minibatch_steps
 from weft.trainer.mesh import HybridMeshShape, select_mesh_config
 from weft.trainer.trainer_config_modifier import (
     ChainConfigModifier,

@@ -11,25 +11,28 @@ import pytest
 
 from weft.config import config_for_function
 from weft.errors import EarlyStoppingError
-from weft.hierarchy.base_model import BaseModel
+from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.layers import Linear
 from weft.hierarchy.metrics import WeightedScalar
 from weft.input.fake import fake_source
 from weft.input.grain import Input, per_feed_batch
-from weft.trainer.checkpoint_policy import EvalMetric
 from weft.trainer.checkpointer import every_n_steps_policy as save_every_n_steps_policy
-from weft.trainer.early_stopping import EarlyStopping
-from weft.trainer.eval_policy import AtEndPolicy, BestMetricEvalPolicy, every_n_steps_policy
-from weft.trainer.evaler import SpmdEvaler
-from weft.trainer.gradient_accumulation import with_minibatch_steps
-from weft.trainer.learner import Learner
-from weft.trainer.loss_scale import DynamicLossScale
-from weft.trainer.optimizer_ema import param_ema
+from weft.trainer.checkpointer.policy import EvalMetric
+from weft.trainer.evaler import (
+    AtEndPolicy,
+    BestMetricEvalPolicy,
+    EarlyStopping,
+    SpmdEvaler,
+    every_n_steps_policy,
+)
+from weft.trainer.gradients import with_minibatch_steps
+from weft.trainer.learner import DynamicLossScale, Learner
+from weft.trainer.model import per_param_train_dtype_by_path
 from weft.trainer.optimizers import adamw_optimizer
+from weft.trainer.optimizers.transformations import param_ema
+from weft.trainer.profiling import Throughput
 from weft.trainer.progress import RunListener
 from weft.trainer.summary_writer import JsonLinesWriter, read_json_lines
-from weft.trainer.throughput import Throughput
-from weft.trainer.train_dtype import per_param_train_dtype_by_path
 from weft.trainer.trainer import SpmdTrainer
 
 

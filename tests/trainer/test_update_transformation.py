@@ -6,12 +6,15 @@ import pytest
 
 from weft.config import config_for_function
 from weft.errors import InplaceUpdateError, TransformationTypeError
-from weft.hierarchy.base_layer import FactorizationSpec, ParameterSpec
+from weft.hierarchy.base_layer import ParameterSpec
 from weft.hierarchy.module import functional
+from weft.hierarchy.parameter_spec import FactorizationSpec
+from weft.struct import VDict
 from weft.trainer import optimizers
-from weft.trainer.optimizer_base import OptParam, OptStateSpec
+from weft.trainer.optimizers.base import OptParam, OptStateSpec
 from weft.trainer.update_transformation import (
     ConditionalUpdateTransformation,
+    LearnerModule,
     OverrideInplaceUpdateTransformation,
     Updates,
     UpdateTransformation,
@@ -19,7 +22,14 @@ from weft.trainer.update_transformation import (
     as_update_transformation,
     mask_tree,
 )
-from weft.vdict import VDict
+
+
+@pytest.mark.parametrize("method", ["init", "create_state_partition_specs"])
+def test_a_learner_module_says_what_to_define(method):
+    module = LearnerModule.default_config().set(name="m").instantiate(parent=None)
+    with pytest.raises(NotImplementedError, match=f"LearnerModule must define `{method}`"):
+        getattr(module, method)({})
+
 
 TRACE = config_for_function(optax.trace).set(decay=0.5)
 PARAMS = {

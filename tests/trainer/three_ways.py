@@ -7,9 +7,9 @@ import optax
 from weft import linen, nnx
 from weft.config import config_class
 from weft.hierarchy.attention import TransformerLayer
-from weft.hierarchy.base_model import BaseModel
+from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.layers import Embedding, LayerNorm, Linear
-from weft.interop.models import flat, nested
+from weft.traverse_util import flatten_dict, unflatten_dict
 
 VOCAB, DIM, HEADS, HIDDEN = 16, 8, 2, 16
 EPSILON = 1e-6
@@ -133,7 +133,9 @@ _BELOW_LAYER = {
 
 def from_hierarchy(params):
     """The parameters of `LinenLM` and `NNXLM` for those of `HierarchyLM`, by path."""
-    return {"params": nested(dict(_moved(path, x) for path, x in flat(params).items()))}
+    return {
+        "params": unflatten_dict(dict(_moved(path, x) for path, x in flatten_dict(params).items()))
+    }
 
 
 def _moved(path, x):

@@ -1,3 +1,5 @@
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,6 +7,7 @@ import pytest
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.training import common_utils
+from weft.training.common_utils import PrefetchIterator
 
 N = jax.local_device_count()
 
@@ -45,3 +48,48 @@ def test_onehot():
     assert hot.dtype == jnp.float32
     assert hot.tolist() == [[[1, 0, 0]], [[0, 0, 1]], [[0, 0, 0]]]
     assert common_utils.onehot(np.array(1), 2, on_value=3, off_value=-1).tolist() == [-1, 3]
+
+
+def test_yields_same_elements():
+    elements = PrefetchIterator(iter(range(5)), buffer_size=2)
+    assert next(elements) == 0
+    assert list(elements) == [1, 2, 3, 4]
+    with pytest.raises(StopIteration):
+        next(elements)
+
+
+def test_reads_ahead():
+    read = threading.Event()
+
+    def source():
+        yield 0
+        read.set()
+        yield 1
+
+    with PrefetchIterator(source()) as elements:
+        assert next(elements) == 0
+        assert read.wait(10)
+
+
+def test_an_error_is_raised_where_it_happened():
+    def source():
+        yield 0
+        raise OSError("record 1 is broken")
+
+    elements = PrefetchIterator(source())
+    assert next(elements) == 0
+    for _ in range(2):
+        with pytest.raises(OSError, match="record 1 is broken"):
+            next(elements)
+
+
+def test_nothing_comes_after_close():
+    elements = PrefetchIterator(range(5))
+    assert next(elements) == 0
+    elements.close()
+    assert list(elements) == []
+
+
+def test_an_empty_buffer_is_refused():
+    with pytest.raises(ArgumentValueError, match="buffer_size=0: at least one"):
+        PrefetchIterator([], buffer_size=0)

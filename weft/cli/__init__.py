@@ -1,20 +1,80 @@
 """The command line: `weft train`, `launch`, `config`, `sample`, `export`, `inspect` and others.
 
-Reads the arguments and reports errors. Each command is a module of its own, imported on demand so
-that `weft --help` does not wait for JAX.
+Reads the arguments and reports errors. A command's module is imported on demand, so that
+`weft --help` does not wait for JAX. After a failed write to the standard output, a command that
+only prints ends: with its own code if the reader, such as `head`, closed the pipe, else with code 1
+and the reason. A training continues and saves.
 """
 
 import contextlib
 import importlib
+import logging
+import os
 import sys
 from collections.abc import Sequence
+from typing import Any, TextIO
 
 from weft.cli.arguments import parse_arguments
-from weft.cli.output import Output
-from weft.errors import MissingExtraError, WeftError
-from weft.serialization.foreign import printable
+from weft.errors import WeftError
+from weft.serialization.untrusted import printable
 
-__all__ = ["main"]
+logger = logging.getLogger(__name__)
+
+
+class Output:
+    """Standard output of a command.
+
+    Args:
+        stream: The original stream; None if the process was started without (`>&-`).
+
+    Attributes:
+        error: The reason why output is dropped, or None.
+        is_optional: Whether the command continues without output.
+    """
+
+    def __init__(self, stream: TextIO | None):
+        if stream is None:
+            # Takes the lowest free number: else a file of the run would be number 1 and receive the
+            # output of libraries.
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open until the end
+        self._stream = stream
+        self.error: OSError | None = None
+        self.is_optional = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes a text, or drops it."""
+        self._try("write", text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes the stream, or drops its buffer."""
+        self._try("flush")
+
+    def _try(self, method: str, *args: object) -> None:
+        if self.error is not None:
+            return
+        try:
+            getattr(self._stream, method)(*args)
+        except OSError as error:
+            self.error = error
+            # Discards buffered text, which would fail again at exit.
+            with contextlib.suppress(OSError, ValueError):  # the stream may have no descriptor
+                devnull = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(devnull, self._stream.fileno())
+                os.close(devnull)
+            if not self.is_optional:
+                raise
+            logger.warning("no further output, as the stream cannot be written: %s", error)
+
+
+def continue_without_output() -> None:
+    """Lets the running command continue when its output cannot be written."""
+    if isinstance(sys.stdout, Output):
+        sys.stdout.is_optional = True
+
 
 # Import names of the packages of the extra `train`.
 _TRAIN_PACKAGES = ("grain", "orbax", "safetensors", "tensorboardX", "tensorstore")
@@ -31,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             output.flush()
     # The reader, such as `head`, closed the pipe.
-    if output.error is None or output.lasts or isinstance(output.error, BrokenPipeError):
+    if output.error is None or output.is_optional or isinstance(output.error, BrokenPipeError):
         return code
     _print_error(f"the output cannot be written: {output.error.strerror}")
     return code or 1
@@ -40,32 +100,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None, output: Output) -> int:
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-        command = importlib.import_module(arguments.command)
-        return command.run(arguments)
+        module, _, function = arguments.command.partition(":")
+        return getattr(importlib.import_module(module), function)(arguments)
     except SystemExit as end:  # argparse has printed help, a version or an error
         return int(end.code or 0)
     except WeftError as error:
-        return _refuse(error)
+        _print_error(str(error))
+        return 2
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _TRAIN_PACKAGES:
             raise
-        return _refuse(
-            MissingExtraError(
-                f"this command needs the package {error.name!r}, which the extra `train` installs: "
-                "pip install 'weft[train]'"
-            )
+        _print_error(
+            f"this command needs the package {error.name!r}, which the extra `train` installs: "
+            "pip install 'weft[train]'"
         )
+        return 2
     except KeyboardInterrupt:
         return 130
     except OSError as error:
         if error is not output.error:
             raise
         return 0
-
-
-def _refuse(error: WeftError) -> int:
-    _print_error(str(error))
-    return 2
 
 
 def _print_error(text: str) -> None:

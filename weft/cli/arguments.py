@@ -1,17 +1,20 @@
-"""Argument parsers of all commands. Imports nothing slow."""
+"""Argument parsers of all commands, and `weft recipes`. Imports nothing slow."""
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import weft
 from weft.errors import CommandLineError
+from weft.recipes import RECIPES
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _RECIPE = "a recipe (see `weft recipes`), a config file, or the directory of a run"
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the arguments of a command; `command` is the module whose `run` takes them.
+    """Parses the arguments of a command; `command` is the function that runs it, `module:function`.
 
     Raises:
         CommandLineError: for an unknown command.
@@ -19,7 +22,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """
     parser, commands = _build_parser()
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
-        from weft.config.names import did_you_mean
+        from weft.errors import did_you_mean
 
         raise CommandLineError(
             f"unknown command {argv[0]!r}. {did_you_mean(argv[0], commands.choices)}"
@@ -34,13 +37,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _build_parser() -> tuple[argparse.ArgumentParser, Any]:
+def _build_parser() -> tuple[argparse.ArgumentParser, _Commands]:
     parser = argparse.ArgumentParser(prog="weft", description="Trains JAX models.")
     parser.add_argument("--version", action="version", version=f"weft {weft.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_train(commands)
     _add_launch(commands)
-    _add_recipes(commands)
+    _add(commands, "recipes", "arguments:list_recipes", "list the recipes, the default one first")
     _add_config(commands)
     _add_sample(commands)
     _add_inspect(commands)
@@ -51,19 +54,40 @@ def _build_parser() -> tuple[argparse.ArgumentParser, Any]:
     return parser, commands
 
 
-def _add(commands: Any, name: str, module: str, summary: str, **kwargs: Any) -> Any:
+def _add(
+    commands: _Commands, name: str, function: str, summary: str, **kwargs: Any
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name,
         help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
+        description=_sentence(summary),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **kwargs,
     )
-    parser.set_defaults(command=f"weft.cli.{module}")
+    parser.set_defaults(command=f"weft.cli.{function}")
     return parser
 
 
-def _add_overrides(parser: Any) -> None:
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help=_RECIPE)
+
+
+def _sentence(summary: str) -> str:
+    return summary[0].upper() + summary[1:] + "."
+
+
+def _add_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR", help="the directory of a run")
+
+
+def _add_recipe_and_overrides(parser: argparse.ArgumentParser, text: str) -> None:
+    """Adds an optional recipe; `weft.cli.train.split_arguments` tells it from the overrides."""
+    parser.add_argument(
+        "recipe_and_overrides", nargs="*", metavar="RECIPE path.to.field=value", help=text
+    )
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -72,7 +96,7 @@ def _add_overrides(parser: Any) -> None:
     )
 
 
-def _add_allow(parser: Any) -> None:
+def _add_allow(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow",
         action="append",
@@ -83,11 +107,11 @@ def _add_allow(parser: Any) -> None:
     )
 
 
-def _add_train(commands: Any) -> None:
+def _add_train(commands: _Commands) -> None:
     train = _add(
         commands,
         "train",
-        "train",
+        "train:run",
         "train a recipe, or continue a run",
         usage="weft train [-h] [--mesh AXIS=SIZE,...] [--allow NAME] [RECIPE] "
         "[path.to.field=value ...]",
@@ -98,22 +122,18 @@ def _add_train(commands: Any) -> None:
         "\n"
         "If the run's directory holds a checkpoint, training continues from it.",
     )
-    train.add_argument(
-        "recipe_and_overrides",
-        nargs="*",
-        metavar="RECIPE path.to.field=value",
-        help=f"{_RECIPE}; defaults to the first recipe. Followed by config fields to set, such "
+    _add_recipe_and_overrides(
+        train,
+        f"{_RECIPE}; defaults to the first recipe. Followed by config fields to set, such "
         "as dir=runs/name, max_step=1000, seed=1",
     )
     _add_mesh(train)
     _add_allow(train)
 
 
-def _add_launch(commands: Any) -> None:
+def _add_launch(commands: _Commands) -> None:
     summary = "train with several processes: on this machine, with Slurm, or with Kubernetes"
-    launch = commands.add_parser(
-        "launch", help=summary, description=summary[0].upper() + summary[1:] + "."
-    )
+    launch = commands.add_parser("launch", help=summary, description=_sentence(summary))
     places = launch.add_subparsers(metavar="WHERE", required=True)
     _add_place(
         places,
@@ -165,23 +185,21 @@ def _add_launch(commands: Any) -> None:
 
 
 def _add_place(
-    places: Any, name: str, summary: str, *, fields: str, epilog: str, examples: Sequence[str]
-) -> Any:
+    places: _Commands, name: str, summary: str, *, fields: str, epilog: str, examples: Sequence[str]
+) -> argparse.ArgumentParser:
     place = _add(
         places,
         name,
-        "launch",
+        "train:launch",
         summary,
         usage=f"weft launch {name} [-h] -n N [--job FIELD=VALUE ...] "
         "[--allow NAME] [RECIPE] [path.to.field=value ...]",
         epilog="Job fields, each set with --job:\n"
         f"{fields}  env.NAME=VALUE            environment variable of each process\n"
-        "  max_tries=3               maximum number of starts; all restart when one "
-        "fails\n"
+        "  max_tries=3               maximum number of starts; all restart when one fails\n"
         "  grace_seconds=120         time to save after a request to stop\n"
         "  heartbeat_timeout_seconds=100\n"
-        "                            time without a heartbeat after which a process is "
-        "lost\n"
+        "                            time without a heartbeat after which a process is lost\n"
         "  name=lm                   name of the job; defaults to the recipe's\n"
         "\n"
         + (f"{epilog}\n\n" if epilog else "")
@@ -204,26 +222,19 @@ def _add_place(
         metavar="FIELD=VALUE",
         help="sets a field of the job, see below; repeatable",
     )
-    place.add_argument(
-        "recipe_and_overrides",
-        nargs="*",
-        metavar="RECIPE path.to.field=value",
-        help="as in `weft train`; after all options",
-    )
+    _add_recipe_and_overrides(place, "as in `weft train`; after all options")
     _add_allow(place)
     return place
 
 
-def _add_recipes(commands: Any) -> None:
-    _add(commands, "recipes", "recipes", "list the recipes, the default one first")
-
-
-def _add_config(commands: Any) -> None:
+def _add_config(commands: _Commands) -> None:
     config = commands.add_parser("config", help="show a config, or compare two")
     actions = config.add_subparsers(metavar="ACTION", required=True)
-    show = _add(actions, "show", "config", "print a config as text that Weft can read")
+    show = _add(
+        actions, "show", "configs:show_or_diff", "print a config as text that Weft can read"
+    )
     show.set_defaults(action="show")
-    show.add_argument("recipe", metavar="RECIPE", help=_RECIPE)
+    _add_recipe(show)
     _add_overrides(show)
     show.add_argument(
         "--defaults", action="store_true", help="also print fields that have their default values"
@@ -234,7 +245,7 @@ def _add_config(commands: Any) -> None:
     diff = _add(
         actions,
         "diff",
-        "config",
+        "configs:show_or_diff",
         "print the differences between two configs; exit code 1 if there are any",
     )
     diff.set_defaults(action="diff")
@@ -244,9 +255,11 @@ def _add_config(commands: Any) -> None:
     _add_allow(diff)
 
 
-def _add_sample(commands: Any) -> None:
-    sample = _add(commands, "sample", "sample", "generate text from a trained run")
-    sample.add_argument("dir", metavar="DIR", help="the directory of a run")
+def _add_sample(commands: _Commands) -> None:
+    sample = _add(
+        commands, "sample", "trained_models:print_sample", "generate text from a trained run"
+    )
+    _add_dir(sample)
     sample.add_argument("--prompt", default="", help="start of the text")
     sample.add_argument(
         "--tokens", type=int, default=256, help="maximum number of tokens to generate (%(default)s)"
@@ -261,14 +274,14 @@ def _add_sample(commands: Any) -> None:
     _add_allow(sample)
 
 
-def _add_inspect(commands: Any) -> None:
+def _add_inspect(commands: _Commands) -> None:
     inspect = _add(
         commands,
         "inspect",
-        "inspect",
+        "inspect:run",
         "print the contents of a run's checkpoints, without loading them",
     )
-    inspect.add_argument("dir", metavar="DIR", help="the directory of a run")
+    _add_dir(inspect)
     inspect.add_argument(
         "--verify",
         action="store_true",
@@ -276,11 +289,11 @@ def _add_inspect(commands: Any) -> None:
     )
 
 
-def _add_export(commands: Any) -> None:
+def _add_export(commands: _Commands) -> None:
     export = _add(
         commands,
         "export",
-        "export",
+        "trained_models:export",
         "write a run's parameters as safetensors, or as a Hugging Face checkpoint",
         epilog="Examples:\n"
         "  weft export runs/lm --to lm.safetensors\n"
@@ -289,7 +302,7 @@ def _add_export(commands: Any) -> None:
         "The second form supports causal LMs with a counterpart in transformers: "
         "GPT-2, Llama, Qwen.",
     )
-    export.add_argument("dir", metavar="DIR", help="the directory of a run")
+    _add_dir(export)
     export.add_argument(
         "--to",
         required=True,
@@ -315,23 +328,23 @@ def _add_export(commands: Any) -> None:
     _add_allow(export)
 
 
-def _add_tabulate(commands: Any) -> None:
+def _add_tabulate(commands: _Commands) -> None:
     tabulate = _add(
         commands,
         "tabulate",
-        "tabulate",
+        "tabulate:run",
         "print the model as a table, without allocating its arrays",
     )
-    tabulate.add_argument("recipe", metavar="RECIPE", help=_RECIPE)
+    _add_recipe(tabulate)
     _add_overrides(tabulate)
     _add_allow(tabulate)
 
 
-def _add_lr_find(commands: Any) -> None:
+def _add_lr_find(commands: _Commands) -> None:
     find = _add(
         commands,
         "lr-find",
-        "lr_find",
+        "lr_find:run",
         "suggest a learning rate, from a short run with increasing rates",
         usage="weft lr-find [-h] [--min RATE] [--max RATE] [--steps N] [--allow NAME] [RECIPE] "
         "[path.to.field=value ...]",
@@ -344,16 +357,11 @@ def _add_lr_find(commands: Any) -> None:
             help=f"learning rate of the {what} step (%(default)g)",
         )
     find.add_argument("--steps", type=int, default=100, help="number of steps (%(default)s)")
-    find.add_argument(
-        "recipe_and_overrides",
-        nargs="*",
-        metavar="RECIPE path.to.field=value",
-        help="as in `weft train`; after all options",
-    )
+    _add_recipe_and_overrides(find, "as in `weft train`; after all options")
     _add_allow(find)
 
 
-def _add_mesh(parser: Any) -> None:
+def _add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh",
         metavar="AXIS=SIZE,...",
@@ -367,17 +375,17 @@ def _add_mesh(parser: Any) -> None:
     )
 
 
-def _add_check(commands: Any) -> None:
+def _add_check(commands: _Commands) -> None:
     check = _add(
         commands,
         "check",
-        "check",
+        "check:run",
         "compile a recipe for a mesh, and print its sharding; exit code 1 if it does not fit",
         epilog="Examples:\n"
         "  weft check lm --mesh fsdp=4,model=2\n"
         "  weft check lm --mesh data=-1,model=4 --devices v5p-128 --slices 2\n",
     )
-    check.add_argument("recipe", metavar="RECIPE", help=_RECIPE)
+    _add_recipe(check)
     _add_overrides(check)
     _add_allow(check)
     _add_mesh(check)
@@ -390,3 +398,13 @@ def _add_check(commands: Any) -> None:
     check.add_argument(
         "--slices", type=int, default=1, metavar="N", help="number of slices (%(default)s)"
     )
+
+
+def list_recipes(arguments: argparse.Namespace) -> int:
+    """Prints the recipes, the default one first."""
+    del arguments
+    width = max(len(recipe.name) for recipe in RECIPES)
+    for recipe in RECIPES:
+        default = " (the default)" if recipe is RECIPES[0] else ""
+        print(f"{recipe.name:{width}}  {recipe.summary}{default}")
+    return 0

@@ -1,6 +1,7 @@
 """`weft check`: the sharding of a recipe, compiled for a mesh of devices that may be absent."""
 
 import argparse
+import itertools
 import math
 import re
 import warnings
@@ -9,26 +10,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.configs import load_config
-from weft.cli.display import bytes_text
-from weft.cli.meshes import on_mesh
-from weft.cli.tables import layout_text, table_console, tree_table
+from weft.cli.collectives import Collective, collectives_of
+from weft.cli.configs import load_config, on_mesh
+from weft.cli.display import bytes_text, layout_text, table_console, tree_table
+from weft.cli.layout_report import ArrayLayout, array_layouts, is_conflict, rule_findings
 from weft.core.axis_rules import Rules
 from weft.errors import BatchShardingError, MeshError, ShardingWarning
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.input import Input
 from weft.trainer.aot_compilation import get_devices_for_topology
-from weft.trainer.collectives import Collective, collectives_of
-from weft.trainer.layout_report import ArrayLayout, array_layouts, is_conflict, rule_findings
-from weft.trainer.mesh import HybridMeshShape, build_mesh, over_slices
+from weft.trainer.mesh import HybridMeshShape, build_mesh, over_slices, rules_of
 from weft.trainer.model import build_model
-from weft.trainer.rules_by_kind import rules_of
-from weft.trainer.state import parameter_specs, state_specs
-from weft.trainer.training_batches import batch_partition
+from weft.trainer.state import batch_partition, parameter_specs, state_specs
+from weft.trainer.trainer import SpmdTrainer
+from weft.typing import DType, Nested
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,7 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
     devices = get_devices_for_topology(_topology(arguments.devices, cfg), arguments.slices)
     mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
     console = table_console()
-    console.print(_title(arguments.recipe, mesh), soft_wrap=True)
+    sizes = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1] or ["1 device"]
+    device = mesh.devices.flat[0]
+    kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
+    title = f"{arguments.recipe} on {' × '.join(sizes)}: {mesh.size} {kind}\n"
+    console.print(title, soft_wrap=True)
     with warnings.catch_warnings(), jax.set_mesh(mesh):
         warnings.simplefilter("ignore", ShardingWarning)
         problems = _report_layouts(console, cfg, mesh)
@@ -47,31 +51,20 @@ def run(arguments: argparse.Namespace) -> int:
     return _conclude(console, problems)
 
 
-def _topology(devices: str | None, cfg: Any) -> str | None:
+def _topology(devices: str | None, cfg: SpmdTrainer.Config) -> str | None:
     """Returns the topology to compile for; None for the devices of this machine."""
     if devices is not None:
         return f"cpu-{devices}" if devices.isdigit() else devices
-    shape = cfg.mesh_shape
-    sizes = (
-        [*shape.ici_mesh_shape, *shape.dcn_mesh_shape]
-        if isinstance(shape, HybridMeshShape)
-        else list(shape)
-    )
+    sizes: Any = cfg.mesh_shape
+    if isinstance(sizes, HybridMeshShape):
+        sizes = [*sizes.ici_mesh_shape, *sizes.dcn_mesh_shape]
     return None if -1 in sizes else f"cpu-{math.prod(sizes)}"
-
-
-def _title(recipe: str, mesh: Any) -> str:
-    sizes = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1] or ["1 device"]
-    device = mesh.devices.flat[0]
-    kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
-    return f"{recipe} on {' × '.join(sizes)}: {mesh.size} {kind}\n"
 
 
 # Layouts.
 
 
-def _report_layouts(console: Console, cfg: Any, mesh: Any) -> list[str]:
-    """Prints the layouts of all state; returns the problems."""
+def _report_layouts(console: Console, cfg: SpmdTrainer.Config, mesh: Mesh) -> list[str]:
     model = build_model(cfg)
     learner = cfg.learner.set(name="learner").instantiate(parent=None)
     sizes, rules = dict(mesh.shape), rules_of(cfg)
@@ -79,15 +72,15 @@ def _report_layouts(console: Console, cfg: Any, mesh: Any) -> list[str]:
     params = array_layouts(specs.model, sizes, model=model, rules=rules.parameters)
     rest = array_layouts(specs.learner, sizes)
     kinds = {"parameter": params}
-    judged = {"parameters": (specs.model, rules.parameters)}
+    specs_and_rules = {"parameters": (specs.model, rules.parameters)}
     # Arrays with the same layouts as the parameters are listed once.
     if rules.gradients != rules.parameters:
-        of_gradients = parameter_specs(model, rules.gradients)
-        kinds["gradient"] = array_layouts(of_gradients, sizes, rules=rules.gradients)
-        judged["gradients"] = (of_gradients, rules.gradients)
+        gradient_specs = parameter_specs(model, rules.gradients)
+        kinds["gradient"] = array_layouts(gradient_specs, sizes, rules=rules.gradients)
+        specs_and_rules["gradients"] = (gradient_specs, rules.gradients)
     if rules.optimizer != rules.parameters:
         kinds["state of the learner"] = rest
-        judged["optimizer"] = (parameter_specs(model, rules.optimizer), rules.optimizer)
+        specs_and_rules["optimizer"] = (parameter_specs(model, rules.optimizer), rules.optimizer)
     kinds["batch"] = array_layouts(_batch_specs(cfg), sizes)
     for kind, layouts in kinds.items():
         for table in _layout_tables(kind, layouts):
@@ -96,16 +89,17 @@ def _report_layouts(console: Console, cfg: Any, mesh: Any) -> list[str]:
     console.print(_totals({"parameters": params, "optimizer and other state": rest}))
     console.print()
     if "state of the learner" not in kinds:
-        said = tuple(f"/{layout.path}" for layout in params if layout.problems)
-        own = [layout for layout in rest if not f"/{layout.path}".endswith(said)]
-        kinds["state of the learner"] = own
-    return _problems(console, kinds, judged, sizes)
+        known = tuple(f"/{layout.path}" for layout in params if layout.problems)
+        kinds["state of the learner"] = [
+            layout for layout in rest if not f"/{layout.path}".endswith(known)
+        ]
+    return _problems(console, kinds, specs_and_rules, sizes)
 
 
 def _problems(
     console: Console,
     kinds: dict[str, list[ArrayLayout]],
-    judged: dict[str, tuple[Any, Rules]],
+    specs_and_rules: dict[str, tuple[Any, Rules]],
     sizes: dict[str, int],
 ) -> list[str]:
     """Prints the warnings about the rules of each kind; returns the problems."""
@@ -115,8 +109,8 @@ def _problems(
         for layout in layouts
         for problem in layout.problems
     ]
-    for kind, (specs, rules) in judged.items():
-        of_kind = f"{kind}: " if len(judged) > 1 else ""
+    for kind, (specs, rules) in specs_and_rules.items():
+        of_kind = f"{kind}: " if len(specs_and_rules) > 1 else ""
         for finding in rule_findings(specs, rules, sizes):
             if is_conflict(finding):
                 problems.append(f"{of_kind}{finding}")
@@ -125,11 +119,11 @@ def _problems(
     return problems
 
 
-def _batch_specs(cfg: Any) -> Any:
+def _batch_specs(cfg: SpmdTrainer.Config) -> Nested[TensorSpec]:
     input_: Input = cfg.input.set(name="input").instantiate(parent=None)
     entries = tuple(batch_partition(input_, cfg.batch_axis_names))
 
-    def spec(x: Any) -> TensorSpec:
+    def spec(x: jax.ShapeDtypeStruct) -> TensorSpec:
         own = entries[: len(x.shape)]
         return TensorSpec(x.shape, x.dtype, (*own, *[None] * (len(x.shape) - len(own))))
 
@@ -148,13 +142,11 @@ def _layout_tables(title: str, layouts: Sequence[ArrayLayout]) -> Iterator[Rende
             continue
         layout = row.layout
         by = [str(reasons.index(layout.reason) + 1) if layout.reason else ""] if reasons else []
-        table.add_row(
-            name,
-            f"{_dtype_text(layout.dtype)}[{','.join(map(str, layout.shape))}]",
-            _layout_cell(layout),
-            *by,
-            bytes_text(layout.bytes_per_device),
-        )
+        array = f"{_dtype_text(layout.dtype)}[{','.join(map(str, layout.shape))}]"
+        text = layout_text(layout.spec).replace(", ", ",") or "on every device"
+        problems = [Text(problem, style="bold red") for problem in layout.problems]
+        cell = Group(Text(text), *problems)
+        table.add_row(name, array, cell, *by, bytes_text(layout.bytes_per_device))
     yield table
     if reasons:
         legend = tree_table("by", ["source of the layout"], numbers=[])
@@ -174,35 +166,23 @@ def _rows(layouts: Iterable[ArrayLayout]) -> Iterator[_Row]:
     before: list[str] = []
     for layout in layouts:
         *above, name = layout.path.split("/")
-        same = next(
-            (i for i, (a, b) in enumerate(zip(above, before, strict=False)) if a != b), None
-        )
-        same = min(len(above), len(before)) if same is None else same
+        pairs = zip(above, before, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         for depth in range(same, len(above)):
             yield _Row(above[depth], depth, None)
         yield _Row(name, len(above), layout)
         before = above
 
 
-def _dtype_text(dtype: Any) -> str:
+def _dtype_text(dtype: DType) -> str:
     """Returns the name of a dtype as in HLO: f32, bf16, s32.
 
     >>> import numpy as np
     >>> _dtype_text(np.dtype("float32")), _dtype_text(np.dtype("bool"))
     ('f32', 'bool')
     """
-    return re.sub(r"^(?:(b)float|float|(u)int|int|(c)omplex)(?=\d)", _short, str(dtype))
-
-
-def _short(match: re.Match[str]) -> str:
-    whole = match[0]
-    return {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c"}[whole]
-
-
-def _layout_cell(layout: ArrayLayout) -> RenderableType:
-    text = layout_text(layout.spec).replace(", ", ",") or "on every device"
-    problems = [Text(problem, style="bold red") for problem in layout.problems]
-    return Group(Text(text), *problems)
+    short = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c"}
+    return re.sub(rf"^({'|'.join(short)})(?=\d)", lambda match: short[match[0]], str(dtype))
 
 
 def _totals(kinds: dict[str, list[ArrayLayout]]) -> Table:
@@ -217,7 +197,9 @@ def _totals(kinds: dict[str, list[ArrayLayout]]) -> Table:
 # The compiled program.
 
 
-def _report_program(console: Console, cfg: Any, mesh: Any, devices: Sequence[Any]) -> list[str]:
+def _report_program(
+    console: Console, cfg: SpmdTrainer.Config, mesh: Mesh, devices: Sequence[Any]
+) -> list[str]:
     """Compiles the train step, prints its collectives and memory; returns the problems."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ShardingWarning)
@@ -228,7 +210,7 @@ def _report_program(console: Console, cfg: Any, mesh: Any, devices: Sequence[Any
         except (MeshError, BatchShardingError) as error:
             return [str(error)]
     shape = _shape_of_program(cfg, mesh, devices)
-    console.print(_collectives_table(collectives_of(compiled.as_text()), shape))
+    console.print(_collectives_table(collectives_of(compiled.as_text() or ""), shape))
     console.print()
     console.print(_memory_table(compiled.memory_analysis()))
     console.print()
@@ -236,7 +218,9 @@ def _report_program(console: Console, cfg: Any, mesh: Any, devices: Sequence[Any
     return list(dict.fromkeys(map(str, found)))
 
 
-def _shape_of_program(cfg: Any, mesh: Any, devices: Sequence[Any]) -> dict[str, int]:
+def _shape_of_program(
+    cfg: SpmdTrainer.Config, mesh: Mesh, devices: Sequence[Any]
+) -> dict[str, int]:
     """Returns the mesh axes that the collectives of a program refer to."""
     num_slices = len({getattr(device, "slice_index", None) for device in devices})
     if devices[0].platform != "tpu" or num_slices == 1:
@@ -268,7 +252,6 @@ def _collectives_table(collectives: Iterable[Collective], mesh_shape: dict[str, 
 
 
 def _memory_table(memory: Any) -> Table:
-    """Returns a table of a device's memory during a step, as planned by XLA."""
     table = tree_table("memory per device", ["bytes"], numbers=["bytes"])
     if memory is None:
         table.add_row("unknown for this kind of device")

@@ -1,36 +1,136 @@
-"""Progress of a run: a live display on a terminal, lines of text elsewhere.
+"""Output of the commands: the progress of a run, and tables that scripts can split by columns.
 
-Both are listeners of the trainer. They print one-time events (the model, evaluations, saves) as
-lines. Per-step values are redrawn in place on a terminal, and printed every few seconds elsewhere.
+The displays are listeners of the trainer. They print one-time events (the model, evaluations,
+saves) as lines. Per-step values are redrawn in place on a terminal, and printed every few seconds
+elsewhere. Reading a loss from a device blocks until its step ends; it is therefore read two steps
+later, when the device has further steps queued.
 """
 
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.meter import Meter, Reading, scalar
 from weft.errors import CheckpointSaveError
-from weft.hierarchy.parameter_spec import ParameterSpec
+from weft.hierarchy.summary import Summary
 from weft.trainer.progress import RunListener
+
+_DELAY = 2
+_WINDOW = 50
+_FEWEST = 5
+
+
+class Reading(NamedTuple):
+    """Measurements of a step.
+
+    Attributes:
+        loss: In nats per token for a language model.
+        bits_per_byte: None if the model does not report them.
+        tokens_per_second: Over the last steps; None for data without tokens, or too early.
+        seconds_left: Until the last step; None for an unlimited run, or too early.
+    """
+
+    step: int
+    loss: float
+    bits_per_byte: float | None = None
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+    examples_per_second: float | None = None
+
+
+class Meter:
+    """Takes readings of a run."""
+
+    def __init__(self, max_step: float, clock: Callable[[], float] = time.perf_counter):
+        self._max_step = max_step
+        self._clock = clock
+        self._waiting: deque[tuple[int, Any, Any]] = deque()
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._first: tuple[int, float] | None = None
+        self._tokens_per_step = self._examples_per_step = 0
+        self._speed: float | None = None
+
+    def on_step(self, step: int, outputs: Mapping[str, Any], batch: Any) -> Reading | None:
+        """Records a started step, and returns the reading of an earlier one, if available."""
+        if isinstance(batch, Mapping) and "input_ids" in batch:
+            self._tokens_per_step = int(np.prod(np.shape(batch["input_ids"])))
+        elif fields := jax.tree.leaves(batch):
+            self._examples_per_step = int(np.shape(fields[0])[0]) if np.shape(fields[0]) else 0
+        bits = scalar(outputs.get("summaries", {}), "bits_per_byte")
+        self._waiting.append((step, outputs["loss"], bits))
+        return self._read() if len(self._waiting) > _DELAY else None
+
+    def last(self) -> Reading | None:
+        """Waits for the newest step and reads it; returns None if it was read already."""
+        reading = None
+        while self._waiting:
+            # They were ready before, so the clock does not measure their duration.
+            reading = self._read(timed=False)
+        return reading
+
+    def pause(self) -> None:
+        """Excludes the time of other work, such as evaluation, from the speed."""
+        self._recent.clear()
+
+    def _read(self, timed: bool = True) -> Reading:
+        step, loss, bits = self._waiting.popleft()
+        loss, bits = float(loss), None if bits is None else float(bits)
+        seconds_left = None
+        if timed:
+            now = self._clock()
+            self._recent.append((step, now))
+            self._first = self._first or (step, now)
+            (first, start), (last, end) = self._recent[0], self._recent[-1]
+            if len(self._recent) >= _FEWEST and end > start:
+                self._speed = (last - first) / (end - start)
+            # Estimated, including evaluations and saves.
+            if step - self._first[0] >= _FEWEST and not math.isinf(self._max_step):
+                seconds_per_step = (now - self._first[1]) / (step - self._first[0])
+                seconds_left = seconds_per_step * (self._max_step - step)
+        tokens, examples = self._tokens_per_step, self._examples_per_step
+        per_second = None if self._speed is None else self._speed * (tokens or examples)
+        return Reading(
+            step,
+            loss,
+            bits,
+            tokens_per_second=per_second if tokens else None,
+            examples_per_second=per_second if examples and not tokens else None,
+            seconds_left=seconds_left,
+        )
+
+
+def scalar(summaries: Mapping[str, Any], name: str) -> Any:
+    """Returns the outermost summary of that name, or None.
+
+    >>> scalar({"decoder": {"loss": 1.0}, "learner": {"x": {"loss": 2.0}}}, "loss")
+    1.0
+    """
+    level = [summaries]
+    while level:
+        for values in level:
+            if name in values:
+                value = values[name]
+                return value.value() if isinstance(value, Summary) else value
+        level = [v for values in level for v in values.values() if isinstance(v, Mapping)]
+    return None
+
 
 _SECONDS_BETWEEN_LINES = 10.0
 _METRICS = ("loss", "bits_per_byte", "accuracy")
 
 
 def make_display(console: Console, dir: str) -> "Display":
-    """Returns the display that suits a console.
-
-    Args:
-        dir: The directory of the run, as the user wrote it.
-    """
+    """Returns the display that suits a console; `dir` is the run's, as the user wrote it."""
     live = console.is_terminal and not console.is_dumb_terminal
     return LiveDisplay(console, dir) if live else LineDisplay(console, dir)
 
@@ -58,7 +158,7 @@ class Display(RunListener):
     def __exit__(self, *exc_info: object) -> None:
         pass
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Prints a permanent line."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -67,21 +167,22 @@ class Display(RunListener):
         self._max_step = trainer.config.max_step
         self._meter = Meter(self._max_step)
         self._has_started = True
-        specs = jax.tree.leaves(trainer.trainer_state_specs.model, is_leaf=_is_spec)
+        specs = jax.tree.leaves(trainer.trainer_state_specs.model)
         values = jax.tree.leaves(trainer.trainer_state.model)
         leaves = [x for x, spec in zip(values, specs, strict=True) if not spec.is_state]
         self.parameters = sum(leaf.size for leaf in leaves)
         size = sum(leaf.nbytes for leaf in leaves)
-        self.say(f"model      {self.parameters:,} parameters, {bytes_text(size)}")
+        self.print_line(f"model      {self.parameters:,} parameters, {bytes_text(size)}")
         mesh = ", ".join(f"{n}={s}" for n, s in jax.sharding.get_abstract_mesh().shape.items())
         devices = jax.devices()
-        self.say(f"devices    {len(devices)} × {devices[0].device_kind}, mesh {mesh}")
+        self.print_line(f"devices    {len(devices)} × {devices[0].device_kind}, mesh {mesh}")
         if resumed_from is None:
-            self.say(f"run        {self._dir}: a new run of {self._max_step:,} steps")
+            text = f"a new run of {self._max_step:,} steps"
         elif resumed_from >= self._max_step:
-            self.say(f"run        {self._dir}: finished at step {resumed_from:,} already")
+            text = f"finished at step {resumed_from:,} already"
         else:
-            self.say(f"run        {self._dir}: resuming from step {resumed_from:,}")
+            text = f"resuming from step {resumed_from:,}"
+        self.print_line(f"run        {self._dir}: {text}")
 
     def on_step(self, step: int, outputs: dict[str, Any], batch: Any) -> None:
         reading = self._meter.on_step(step, outputs, batch)
@@ -92,14 +193,14 @@ class Display(RunListener):
         found = {key: scalar(summaries, key) for key in _METRICS}
         values = {key: float(value) for key, value in found.items() if value is not None}
         self.evals[name] = (step, values)
-        self.say(f"step {step:,}  {name}: {loss_text(values)}")
+        self.print_line(f"step {step:,}  {name}: {loss_text(values)}")
         self._meter.pause()
 
     def on_checkpoint(self, step: int) -> None:
         self._meter.pause()
 
     def on_save_failed(self, step: int, error: CheckpointSaveError) -> None:
-        self.say(f"step {step:,}  NOT SAVED: {error}")
+        self.print_line(f"step {step:,}  NOT SAVED: {error}")
 
     def on_end(self, step: int, reason: str) -> None:
         self.ended = (step, reason)
@@ -112,17 +213,16 @@ class Display(RunListener):
         """True if the ended run has a checkpoint."""
         return self._has_started or bool(self.ended and self.ended[0])
 
-    def say_stopped(self) -> None:
+    def print_stopped(self) -> None:
         """Prints the step after which the run was asked to stop."""
         assert self.ended is not None
         step, reason = self.ended
+        when = "before there was anything to save"
         if self.is_saved:
-            self.say(f"\nstopped by {reason} after step {step:,}, which is saved in {self._dir}")
-        else:
-            self.say(f"\nstopped by {reason} before there was anything to save")
+            when = f"after step {step:,}, which is saved in {self._dir}"
+        self.print_line(f"\nstopped by {reason} {when}")
 
     def _show(self, reading: Reading, *, last: bool = False) -> None:
-        """Shows a reading."""
         raise NotImplementedError
 
 
@@ -137,7 +237,7 @@ class LineDisplay(Display):
     def _show(self, reading: Reading, *, last: bool = False) -> None:
         if last or self._clock() >= self._next:
             self._next = self._clock() + _SECONDS_BETWEEN_LINES
-            self.say("  ".join(reading_texts(reading)))
+            self.print_line("  ".join(reading_texts(reading)))
 
 
 class LiveDisplay(Display):
@@ -168,7 +268,7 @@ class LiveDisplay(Display):
     def _show(self, reading: Reading, *, last: bool = False) -> None:
         self._reading = reading
         if last:
-            self.say("  ".join(reading_texts(reading)))
+            self.print_line("  ".join(reading_texts(reading)))
 
     def _render(self) -> RenderableType:
         reading = self._reading
@@ -182,10 +282,6 @@ class LiveDisplay(Display):
         if self._saved is not None:
             notes.append(f"saved step {self._saved:,}")
         return Group(line, Text(" · ".join(notes), style="dim"))
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, ParameterSpec)
 
 
 def reading_texts(reading: Reading, max_step: float = math.inf) -> list[str]:
@@ -240,10 +336,71 @@ def bytes_text(size: float) -> str:
     >>> bytes_text(999), bytes_text(12_300_000)
     ('999 bytes', '12.3 MB')
     """
-    if size < 1000:
-        return f"{size} bytes"
-    for unit in ("kB", "MB", "GB"):
-        size /= 1000
-        if size < 1000:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1000:.1f} TB"
+    return f"{size} bytes" if size < 1000 else _with_unit(size, (" kB", " MB", " GB", " TB"))
+
+
+# A pipe has no width; this suffices for the paths of deep models.
+_WIDTH_OF_PIPES = 200
+
+
+class _Console(Console):
+    """Console on standard output; `weft.cli` handles broken pipes."""
+
+    def on_broken_pipe(self) -> None:
+        """Reraises the error, where the library would end the process."""
+        raise
+
+
+def table_console() -> Console:
+    """Returns a console on standard output, without highlighting."""
+    return _Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_PIPES)
+
+
+def tree_table(title: str, columns: Sequence[str], numbers: Sequence[str]) -> Table:
+    """Creates a table with a first column of indented names; `numbers` are right-aligned."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(title, no_wrap=True)
+    for column in columns:
+        right = column in numbers
+        table.add_column(column, justify="right" if right else "left", no_wrap=right)
+    return table
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """Formats a shape.
+
+    >>> shape_text([2, 3])
+    '(2, 3)'
+    """
+    return f"({', '.join(map(str, shape))})"
+
+
+def layout_text(axes: Iterable[Any] | None) -> str:
+    """Formats a layout: the mesh axes per dimension, `-` for none; "" if fully replicated.
+
+    >>> layout_text([None, "model", ("data", "fsdp")]), layout_text([None, None])
+    ('(-, model, data×fsdp)', '')
+    """
+    axes = list(axes or [])
+    if not any(axes):
+        return ""
+    names = [[a] if isinstance(a, str) else a or ["-"] for a in axes]
+    return f"({', '.join('×'.join(n) for n in names)})"
+
+
+def count_text(count: float) -> str:
+    """Formats a large number with a unit; "" for 0.
+
+    >>> count_text(950), count_text(12_340_000), count_text(0)
+    ('950', '12.3M', '')
+    """
+    if count < 1000:
+        return f"{count:.0f}" if count else ""
+    return _with_unit(count, ("k", "M", "G", "T", "P"))
+
+
+def _with_unit(number: float, units: Sequence[str]) -> str:
+    power = 1
+    while number >= 1000 ** (power + 1) and power < len(units):
+        power += 1
+    return f"{number / 1000**power:.1f}{units[power - 1]}"

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from rich.console import Console
 
-from weft.cli.display import bytes_text
-from weft.cli.tables import layout_text, shape_text, table_console, tree_table
+from weft.cli.display import bytes_text, layout_text, shape_text, table_console, tree_table
 from weft.errors import CheckpointNotFoundError, CommandLineError
-from weft.trainer.checkpoint_dirs import files_below, step_dirs
-from weft.trainer.checkpoint_index import read_index_file
-from weft.trainer.checkpoint_manifest import find_damage, has_manifest
-from weft.trainer.run_record import CHECKPOINTS_DIR
+from weft.trainer.checkpointer.dirs import list_files, step_dirs
+from weft.trainer.checkpointer.index import Entry, Index, read_index_file
+from weft.trainer.checkpointer.manifest import find_damage, has_manifest
+from weft.trainer.run_dir import CHECKPOINTS_DIR
 
 
 class Row(NamedTuple):
@@ -31,7 +30,7 @@ class Row(NamedTuple):
 
     name: str
     depth: int
-    entry: Any
+    entry: Entry | None
     bytes: int
 
 
@@ -51,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.verify:
         return _verify(found, console)
     for step, directory in found.items():
-        size = sum(os.path.getsize(os.path.join(directory, f)) for f in files_below(directory))
+        size = _size_of_files(directory)
         state = "" if has_manifest(directory) else "  incomplete: its manifest is missing"
         console.print(f"step {step:,}  {directory}  {bytes_text(size)}{state}", soft_wrap=True)
     step, directory = list(found.items())[-1]
@@ -69,9 +68,8 @@ def _verify(found: Mapping[int, str], console: Console) -> int:
         damage = find_damage(directory, step=step)
         if damage:
             damaged.append(step)
-        files = list(files_below(directory))
-        size = sum(os.path.getsize(os.path.join(directory, f)) for f in files)
-        state = "DAMAGED" if damage else f"intact: {len(files):,} files, {bytes_text(size)}"
+        num_files, size = len(list_files(directory)), bytes_text(_size_of_files(directory))
+        state = "DAMAGED" if damage else f"intact: {num_files:,} files, {size}"
         console.print(f"step {step:,}  {directory}  {state}", soft_wrap=True)
         for line in damage:
             console.print(f"  {line}", soft_wrap=True, markup=False)
@@ -83,7 +81,11 @@ def _verify(found: Mapping[int, str], console: Console) -> int:
     return 1 if damaged else 0
 
 
-def tree_rows(index: Any) -> Iterator[Row]:
+def _size_of_files(directory: str) -> int:
+    return sum(os.path.getsize(os.path.join(directory, f)) for f in list_files(directory))
+
+
+def tree_rows(index: Index) -> Iterator[Row]:
     """Yields the lines of the tree of a checkpoint.
 
     >>> index = [("model/w", {"shape": [2, 3], "dtype": "float32", "spec": None})]
@@ -103,7 +105,13 @@ def tree_rows(index: Any) -> Iterator[Row]:
 def _rows(node: Mapping[str, Any], depth: int) -> Iterator[Row]:
     for name, child in node.items():
         if isinstance(child, tuple):
-            yield Row(name, depth, child[0], _bytes(child[0]))
+            entry, size = child[0], 0
+            if isinstance(entry, Mapping) and "shape" in entry:
+                # A PRNG key, such as key<fry>, is two words.
+                is_key = entry["dtype"].startswith("key<")
+                size = 8 if is_key else jnp.dtype(entry["dtype"]).itemsize
+                size *= math.prod(entry["shape"])
+            yield Row(name, depth, entry, size)
         else:
             below = list(_rows(child, depth + 1))
             total = sum(row.bytes for row in below if row.depth == depth + 1)
@@ -111,15 +119,7 @@ def _rows(node: Mapping[str, Any], depth: int) -> Iterator[Row]:
             yield from below
 
 
-def _bytes(entry: Any) -> int:
-    if not isinstance(entry, Mapping) or "shape" not in entry:
-        return 0
-    # A PRNG key, such as key<fry>, is two words.
-    size = 8 if entry["dtype"].startswith("key<") else jnp.dtype(entry["dtype"]).itemsize
-    return math.prod(entry["shape"]) * size
-
-
-def _cells(entry: Any) -> tuple[str, str, str]:
+def _cells(entry: Entry | None) -> tuple[str, str, str]:
     if entry is None:
         return "", "", ""
     if not isinstance(entry, Mapping):

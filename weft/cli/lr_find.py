@@ -1,13 +1,198 @@
-"""`weft lr-find`: a learning rate for a recipe, from a short run with increasing rates."""
+"""`weft lr-find`: a learning rate for a recipe, from a short run whose rate grows at each step.
+
+The loss is constant while the rate is too small, falls, and rises when the rate is too
+large. The rate at which it falls fastest, over the logarithm of the rate, is a good peak for a
+schedule (Smith, 2017, "Cyclical learning rates for training neural networks").
+
+    rate of step i = min_rate * (max_rate / min_rate) ** (i / (num_steps - 1))
+"""
 
 import argparse
+import contextlib
+import dataclasses
+import itertools
+import math
+import tempfile
+from typing import Any
 
+import jax.numpy as jnp
 from rich.table import Table
 
 from weft.cli.configs import load_config
-from weft.cli.tables import table_console
+from weft.cli.display import table_console
 from weft.cli.train import split_arguments
-from weft.trainer.learning_rate_finder import LearningRateSearch, find_learning_rate
+from weft.config import ConfigBase, config_for_function
+from weft.errors import LearningRateSearchError
+from weft.trainer.checkpointer.checkpointer import BaseCheckpointer
+from weft.trainer.progress import RunListener
+from weft.trainer.schedule import ScheduleFn
+from weft.trainer.summary_writer.base import NoOpWriter
+from weft.trainer.trainer import SpmdTrainer
+from weft.trainer.trainer_config_modifier import apply_config_modifiers
+from weft.typing import Nested, T, Tensor
+
+_SMOOTHING = 0.9
+_DIVERGED = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningRateSearch:
+    """Result of a search.
+
+    Attributes:
+        rates: The learning rate of each completed step.
+        smoothed: The exponential moving average of the losses.
+        suggestion: The rate at which the smoothed loss falls fastest.
+        fields: The fields of the trainer's config that hold a learning rate.
+    """
+
+    rates: list[float]
+    losses: list[float]
+    smoothed: list[float]
+    suggestion: float
+    fields: list[str]
+
+
+def exponential_sweep(*, min_rate: float, max_rate: float, num_steps: int) -> ScheduleFn:
+    """Returns a schedule that grows by equal factors from step 0 to step `num_steps - 1`.
+
+    >>> rate = exponential_sweep(min_rate=1e-4, max_rate=1.0, num_steps=5)
+    >>> [round(float(rate(i)), 4) for i in range(5)]
+    [0.0001, 0.001, 0.01, 0.1, 1.0]
+    """
+
+    def rate(step: int | Tensor) -> Tensor:
+        share = jnp.asarray(step, jnp.float32) / (num_steps - 1)
+        return jnp.exp(math.log(min_rate) + share * math.log(max_rate / min_rate))
+
+    return rate
+
+
+def find_learning_rate(
+    cfg: SpmdTrainer.Config, *, min_rate: float = 1e-6, max_rate: float = 1.0, num_steps: int = 100
+) -> LearningRateSearch:
+    """Runs the first steps of a trainer's config with a growing learning rate.
+
+    Every field `learning_rate` of the learner is replaced, in a copy. Nothing is evaluated, saved
+    or written to the run's directory. The search ends early when the loss is not finite or far
+    above its best.
+
+    Raises:
+        LearningRateSearchError: If the arguments do not describe a sweep, the learner has no field
+            `learning_rate`, or the loss does not fall.
+    """
+    if not 0 < min_rate < max_rate or num_steps < 10:
+        raise LearningRateSearchError(
+            f"a sweep from {min_rate=:g} to {max_rate=:g} in {num_steps=}; expected 0 < min_rate < "
+            "max_rate and 10 or more steps."
+        )
+    sweep = {"min_rate": min_rate, "max_rate": max_rate, "num_steps": num_steps}
+    cfg = apply_config_modifiers(cfg).clone()
+    fields = _rate_fields(cfg.learner)
+    if not fields:
+        raise LearningRateSearchError(
+            "the learner's config has no field `learning_rate` to sweep; use an optimizer with an "
+            "argument of this name."
+        )
+    for path in fields:
+        cfg.learner.set_recursively(path, value=config_for_function(exponential_sweep).set(**sweep))
+    losses = _Losses()
+    with tempfile.TemporaryDirectory() as directory:
+        cfg.set(
+            dir=directory,
+            max_step=num_steps,
+            evalers={},
+            early_stopping=None,
+            throughput=None,
+            start_trace_steps=[],
+            summary_writer=NoOpWriter.default_config(),
+            checkpointer=NoCheckpoints.default_config(),
+        )
+        with contextlib.suppress(_DivergedError):
+            cfg.instantiate(parent=None).run(listener=losses)
+    rate = exponential_sweep(min_rate=min_rate, max_rate=max_rate, num_steps=num_steps)
+    rates = [float(rate(i)) for i in range(len(losses.values))]
+    total, smoothed = 0.0, []
+    for i, loss in enumerate(losses.values):
+        total = _SMOOTHING * total + (1 - _SMOOTHING) * loss
+        smoothed.append(total / (1 - _SMOOTHING ** (i + 1)))
+    suggestion, names = _suggestion(rates, smoothed), [f"learner.{f}" for f in fields]
+    return LearningRateSearch(rates, losses.values, smoothed, suggestion, names)
+
+
+def _rate_fields(learner: ConfigBase) -> list[str]:
+    found = []
+
+    def enter(path: str, value: object, children: T) -> T | None:
+        if path.rpartition(".")[2] == "learning_rate":
+            found.append(path)
+            return None
+        return children
+
+    learner.visit(visit_fn=lambda path, value: None, enter_fn=enter)
+    return found
+
+
+def _suggestion(rates: list[float], smoothed: list[float]) -> float:
+    slopes = [after - before for before, after in itertools.pairwise(smoothed)]
+    # The first averages are of few losses and therefore noisy.
+    first = min(len(slopes) // 10, 5)
+    steepest = min(range(first, len(slopes)), key=slopes.__getitem__, default=None)
+    if steepest is None or slopes[steepest] >= 0:
+        raise LearningRateSearchError(
+            f"the loss does not fall at any rate from {rates[0]:g} to {rates[-1]:g}: it starts at "
+            f"{smoothed[0]:.4g} and ends at {smoothed[-1]:.4g}. Sweep other rates, or use more "
+            "steps."
+        )
+    return rates[steepest]
+
+
+class _DivergedError(Exception):
+    """Loss far above its best value."""
+
+
+class _Losses(RunListener):
+    """Listener that keeps finite losses, and ends the run when they diverge."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_step(self, step: int, outputs: dict[str, Any], batch: Nested[Tensor]) -> None:
+        loss = float(outputs["loss"])
+        if not math.isfinite(loss):
+            raise _DivergedError
+        self.values.append(loss)
+        # A factor is not meaningful for losses below zero, such as log densities.
+        if loss > _DIVERGED * min(self.values) > 0:
+            raise _DivergedError
+
+
+class NoCheckpoints(BaseCheckpointer):
+    """Checkpointer that saves nothing."""
+
+    Config = BaseCheckpointer.Config
+
+    def save(
+        self,
+        *,
+        step: int,
+        state: Nested[Any],
+        evaler_summaries: dict[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
+        return False
+
+    def restore(
+        self, *, step: int | None = None, state: Nested[Any]
+    ) -> tuple[int | None, Nested[Any]]:
+        return None, state
+
+    def wait_until_finished(self) -> None:
+        pass
+
+    def stop(self, *, has_exception: bool = False) -> None:
+        pass
+
 
 _ROWS = 20
 _BAR = 40

@@ -7,16 +7,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from weft.cli.configs import load_config
-from weft.cli.display import bytes_text
-from weft.cli.tables import count_text, layout_text, shape_text, table_console, tree_table
+from weft.cli.display import (
+    bytes_text,
+    count_text,
+    layout_text,
+    shape_text,
+    table_console,
+    tree_table,
+)
 from weft.hierarchy.module import Module, functional
 from weft.hierarchy.parameter_spec import ParameterSpec
-from weft.trainer.flops import Flops, count_flops
+from weft.trainer.mesh import rules_of
 from weft.trainer.model import build_model
-from weft.trainer.rules_by_kind import rules_of
+from weft.trainer.profiling import Flops, count_flops
 from weft.trainer.state import parameter_specs
+from weft.trainer.trainer import SpmdTrainer
+from weft.typing import Nested, NestedTensor
 
 
 class Row(NamedTuple):
@@ -59,27 +68,25 @@ def rows(path: str, module: Module | None, specs: Mapping[str, Any]) -> Iterator
     Args:
         module: The module; None for one that a layer hides.
     """
-    yield Row(path, type(module).__name__ if module else "", _leaves(specs))
+    yield Row(path, type(module).__name__ if module else "", jax.tree.leaves(specs))
     for name, child in specs.items():
         below = f"{path}/{name}".lstrip("/")
         if isinstance(child, ParameterSpec):
             yield Row(below, "", [child])
-        elif _leaves(child):
+        elif jax.tree.leaves(child):
             yield from rows(below, module.children.get(name) if module else None, child)
 
 
-def forward_flops(cfg: Any, model: Module, specs: Any) -> Flops:
+def forward_flops(cfg: SpmdTrainer.Config, model: Module, specs: Nested[ParameterSpec]) -> Flops:
     """Counts the operations of the loss of one example, by parameter path.
 
     Args:
         cfg: The trainer's config, whose input provides the batch's shapes.
     """
     batch = cfg.input.set(name="input").instantiate(parent=None).element_spec()
-    params = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, _dtype(spec)), specs, is_leaf=_is_spec
-    )
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, _dtype(spec)), specs)
 
-    def forward(params: Any, batch: Any) -> Any:
+    def forward(params: NestedTensor, batch: NestedTensor) -> Any:
         inputs = {"input_batch": batch}
         return functional(model, prng_key=None, state=params, inputs=inputs, is_training=False)
 
@@ -88,17 +95,16 @@ def forward_flops(cfg: Any, model: Module, specs: Any) -> Flops:
     return Flops({path: flops // examples for path, flops in counted.items()})
 
 
-def _totals(specs: Any, flops: Flops) -> Iterator[str]:
-    leaves = _leaves(specs)
+def _totals(specs: Nested[ParameterSpec], flops: Flops) -> Iterator[str]:
+    leaves = jax.tree.leaves(specs)
     size = sum(math.prod(s.shape) * _dtype(s).itemsize for s in leaves)
     of_state = _values([spec for spec in leaves if spec.is_state])
-    beside = f", and {of_state:,} values of state" if of_state else ""
-    yield f"{_values(leaves) - of_state:,} parameters{beside}, {bytes_text(size)}"
-    of_activations = (
-        f"including {count_text(flops[None])} for products of activations, as in attention; "
-        if flops[None]
-        else ""
-    )
+    state_text = f", and {of_state:,} values of state" if of_state else ""
+    yield f"{_values(leaves) - of_state:,} parameters{state_text}, {bytes_text(size)}"
+    of_activations = ""
+    if flops[None]:
+        count = count_text(flops[None])
+        of_activations = f"including {count} for products of activations, as in attention; "
     yield (
         f"{count_text(flops.total())} FLOPs for the loss of an example, {of_activations}"
         "a training step takes about three times as many"
@@ -117,17 +123,9 @@ def _within(path: str | None, above: str) -> bool:
     return not above or (path is not None and f"{path}/".startswith(f"{above}/"))
 
 
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, ParameterSpec)
-
-
-def _leaves(specs: Any) -> list[ParameterSpec]:
-    return jax.tree.leaves(specs, is_leaf=_is_spec)
-
-
 def _values(specs: list[ParameterSpec]) -> int:
     return sum(math.prod(spec.shape) for spec in specs)
 
 
-def _dtype(spec: ParameterSpec) -> Any:
+def _dtype(spec: ParameterSpec) -> np.dtype:
     return jnp.dtype(spec.dtype or jnp.float32)

@@ -1,8 +1,9 @@
-"""`weft train`: trains a recipe and reports the results."""
+"""`weft train` and `weft launch`: training in one process, or in several through a scheduler."""
 
 import argparse
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -13,21 +14,24 @@ import jax
 from rich.console import Console
 
 import weft
-from weft.cli.configs import load_run
+from weft.cli import continue_without_output
+from weft.cli.configs import load_run, on_mesh
 from weft.cli.display import Display, loss_text, make_display
-from weft.cli.generate import find_tokenizer, generate, generates
-from weft.cli.meshes import on_mesh
-from weft.cli.output import go_on_without_output
-from weft.config import maybe_instantiate
-from weft.errors import CommandLineError
+from weft.cli.report import write_report
+from weft.cli.trained_models import can_generate, find_tokenizer, generate
+from weft.config import apply_overrides, maybe_instantiate
+from weft.distributed.preemption import still_compiling
+from weft.errors import CommandLineError, WeightsReadError
 from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
 from weft.launch.distributed import joined_processes
-from weft.launch.job import STOPPED_EXIT_CODE
+from weft.launch.job import STOPPED_EXIT_CODE, Job
+from weft.launch.jobset import JobSetJob
+from weft.launch.local import LocalJob
+from weft.launch.slurm import SlurmJob
 from weft.recipes import RECIPES, named_trainer_configs
-from weft.trainer.interruption import still_compiling
 from weft.trainer.progress import has_ended
-from weft.trainer.report import write_report
-from weft.trainer.run_record import check_run_dir, read_record, update_record, values_named
+from weft.trainer.run_dir import check_run_dir, find_fields, read_record, update_record
+from weft.trainer.trainer import SpmdTrainer
 
 _SAMPLE_TOKENS = 256
 _SAMPLE_TEMPERATURE = 0.8
@@ -35,7 +39,7 @@ _SAMPLE_TEMPERATURE = 0.8
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, or continues a run; as one of several processes if the environment defines them."""
-    go_on_without_output()
+    continue_without_output()
     with joined_processes():
         code = _train(arguments)
     if still_compiling():  # asked to stop; the compiler would block for minutes
@@ -56,34 +60,35 @@ def _train(arguments: argparse.Namespace) -> int:
     )
     check_run_dir(cfg)
     named = named_trainer_configs().get(recipe)
-    if named is not None and not named.prepare(cfg, _train_before):
+    if named is not None and not named.prepare(cfg, _train_base):
         return _stopped_code()
     options = [word for option in chosen.items() if option[1] is not None for word in option]
     options += [word for name in arguments.allow for word in ("--allow", name)]
     return _conclude(*_run(recipe, cfg), [*options, recipe, *overrides])
 
 
-def _train_before(recipe: str, cfg: Any) -> Any | None:
+def _train_base(recipe: str, cfg: SpmdTrainer.Config) -> SpmdTrainer | None:
     """Trains what a run starts from; returns the trainer, or None if it was asked to stop."""
     check_run_dir(cfg)
     trainer, display, baselines = _run(recipe, cfg)
     assert display.ended is not None
     if not has_ended(display.ended[1]):
-        display.say_stopped()
+        display.print_stopped()
         return None
-    _judge(display, baselines)
-    display.say("")
+    _compare_with_baselines(display, baselines)
+    display.print_line("")
     return trainer
 
 
-def _run(recipe: str, cfg: Any) -> tuple[Any, Display, Mapping[str, Baseline]]:
-    """Trains a config, and displays its progress."""
+def _run(
+    recipe: str, cfg: SpmdTrainer.Config
+) -> tuple[SpmdTrainer, Display, Mapping[str, Baseline]]:
     trainer = cfg.instantiate(parent=None)
     # Only one process prints.
     console = Console(highlight=False, quiet=jax.process_index() != 0)
     with make_display(console, cfg.dir) as display:
-        display.say(f"weft {weft.__version__}, jax {jax.__version__}: training {recipe}")
-        baselines = _introduce_corpus(cfg, display)
+        display.print_line(f"weft {weft.__version__}, jax {jax.__version__}: training {recipe}")
+        baselines = _print_corpus(cfg, display)
         trainer.run(return_evaler_summaries=True, listener=display)
     return trainer, display, baselines
 
@@ -110,15 +115,15 @@ def split_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
 # Output before training.
 
 
-def _introduce_corpus(cfg: Any, display: Display) -> Mapping[str, Baseline]:
+def _print_corpus(cfg: SpmdTrainer.Config, display: Display) -> Mapping[str, Baseline]:
     """Prints the corpus, and the losses of count-based models on its held-out part."""
     baselines: Mapping[str, Baseline] = {}
-    for corpus_cfg in values_named("corpus", cfg.input).values():
+    for corpus_cfg in find_fields("corpus", cfg.input).values():
         corpus = maybe_instantiate(corpus_cfg)
         if not isinstance(corpus, Corpus):
             continue
         record = corpus.record()
-        display.say(
+        display.print_line(
             f"corpus     {record['name']}: {record['files']:,} files, "
             f"{record['train_bytes']:,} bytes to train on, {record['held_out_bytes']:,} held out, "
             f"SHA-256 {str(record['sha256'])[:12]}"
@@ -126,21 +131,20 @@ def _introduce_corpus(cfg: Any, display: Display) -> Mapping[str, Baseline]:
         if isinstance(find_tokenizer(cfg), ByteTokenizer):
             baselines = ngram_baselines(corpus)
             for name, baseline in baselines.items():
-                display.say(f"{name:9}  {_baseline_text(baseline)}")
+                values = {"loss": baseline.nats_per_token, "bits_per_byte": baseline.bits_per_byte}
+                display.print_line(f"{name:9}  {loss_text(values)}")
     return baselines
-
-
-def _baseline_text(baseline: Baseline) -> str:
-    return loss_text({"loss": baseline.nats_per_token, "bits_per_byte": baseline.bits_per_byte})
 
 
 # Output after training.
 
 
 def _conclude(
-    trainer: Any, display: Display, baselines: Mapping[str, Baseline], arguments: Sequence[str]
+    trainer: SpmdTrainer,
+    display: Display,
+    baselines: Mapping[str, Baseline],
+    arguments: Sequence[str],
 ) -> int:
-    """Prints the results; returns the exit code."""
     cfg = trainer.config
     assert display.ended is not None
     step, reason = display.ended
@@ -154,15 +158,15 @@ def _conclude(
     }
     stopped = not has_ended(reason)
     if stopped:
-        display.say_stopped()
+        display.print_stopped()
     else:
-        _judge(display, baselines)
+        _compare_with_baselines(display, baselines)
         facts["samples"] = _sample(trainer, display, step)
     if jax.process_index() == 0:
         update_record(cfg.dir, **facts)
-        display.say(f"\nreport     {write_report(cfg.dir)}")
+        display.print_line(f"\nreport     {write_report(cfg.dir)}")
     commands = _next_commands(cfg, arguments, stopped=stopped, is_saved=display.is_saved)
-    display.say("\n" + "\n".join(commands))
+    display.print_line("\n" + "\n".join(commands))
     return _stopped_code() if stopped else 0
 
 
@@ -170,27 +174,23 @@ def _stopped_code() -> int:
     return int(os.environ.get(STOPPED_EXIT_CODE, 0))
 
 
-def _judge(display: Display, baselines: Mapping[str, Baseline]) -> None:
-    """Compares the evaluations with the baselines."""
+def _compare_with_baselines(display: Display, baselines: Mapping[str, Baseline]) -> None:
     if display.evals:
-        display.say("")
+        display.print_line("")
     for name, (step, values) in display.evals.items():
         line = f"{name} at step {step:,}: {loss_text(values)}"
         loss = values.get("loss")
         if loss is not None and baselines:
-            beaten = [
-                f"{n} ({b.nats_per_token:.3f})"
-                for n, b in baselines.items()
-                if loss < b.nats_per_token
-            ]
+            losses = {name: b.nats_per_token for name, b in baselines.items()}
+            beaten = [f"{name} ({of:.3f})" for name, of in losses.items() if loss < of]
             line += f"; below {', '.join(beaten)}" if beaten else "; above all baselines"
-        display.say(line)
+        display.print_line(line)
 
 
-def _sample(trainer: Any, display: Display, step: int) -> list[dict[str, Any]]:
-    """Prints generated text, if the model generates any, with the texts of earlier runs."""
+def _sample(trainer: SpmdTrainer, display: Display, step: int) -> list[dict[str, Any]]:
+    """Prints generated text, if the model can_generate any, with the texts of earlier runs."""
     tokenizer = find_tokenizer(trainer.config)
-    if tokenizer is None or not generates(trainer.model):
+    if tokenizer is None or not can_generate(trainer.model):
         return []
     with trainer.mesh():
         text = generate(
@@ -202,35 +202,97 @@ def _sample(trainer: Any, display: Display, step: int) -> list[dict[str, Any]]:
             temperature=_SAMPLE_TEMPERATURE,
             seed=trainer.config.seed,
         )
-    display.say(f"\nUnprompted text from the model:\n\n{text}")
+    display.print_line(f"\nUnprompted text from the model:\n\n{text}")
     earlier = read_record(trainer.config.dir).get("samples", [])
     sample = {"step": step, "prompt": "", "text": text}
     return [*(s for s in earlier if s["step"] != step), sample]
 
 
 def _next_commands(
-    cfg: Any, arguments: Sequence[str], *, stopped: bool, is_saved: bool
+    cfg: SpmdTrainer.Config, arguments: Sequence[str], *, stopped: bool, is_saved: bool
 ) -> list[str]:
     """Returns commands for the next steps, ready to be copied."""
     weft_command = program("weft")
-    go_on = arguments if stopped else _with(arguments, f"max_step={2 * cfg.max_step}")
+    continued = list(arguments)
+    if not stopped:
+        continued = [a for a in arguments if not a.startswith("max_step=")]
+        continued.append(f"max_step={2 * cfg.max_step}")
     commands = [
         f"{program('tensorboard')} --logdir {shlex.quote(cfg.dir)}",
-        f"{weft_command} train {shlex.join(go_on)}",
+        f"{weft_command} train {shlex.join(continued)}",
     ]
     if is_saved and find_tokenizer(cfg) is not None:
         commands.append(f"{weft_command} sample {shlex.quote(cfg.dir)} --prompt 'def '")
     return commands
 
 
-def _with(arguments: Sequence[str], override: str) -> list[str]:
-    name = override.partition("=")[0]
-    return [*(a for a in arguments if not a.startswith(f"{name}=")), override]
-
-
 def program(name: str) -> str:
     """Returns the command for a program installed with this one: its name if it is on the PATH."""
-    beside, found = os.path.join(os.path.dirname(sys.argv[0]), name), shutil.which(name)
-    if not os.path.isfile(beside) or (found and os.path.samefile(found, beside)):
+    sibling, found = os.path.join(os.path.dirname(sys.argv[0]), name), shutil.which(name)
+    if not os.path.isfile(sibling) or (found and os.path.samefile(found, sibling)):
         return name
-    return shlex.quote(os.path.relpath(beside))
+    return shlex.quote(os.path.relpath(sibling))
+
+
+JOBS: dict[str, type[Job]] = {"local": LocalJob, "slurm": SlurmJob, "k8s": JobSetJob}
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    """Runs the processes, or prints the input of a scheduler."""
+    job = make_job(arguments)
+    if isinstance(job, LocalJob):
+        continue_without_output()
+        return job.run()
+    if isinstance(job, SlurmJob) and arguments.submit:
+        print(job.submit())
+    elif isinstance(job, SlurmJob):
+        print(job.script(), end="")
+    elif isinstance(job, JobSetJob):
+        print(job.yaml(), end="")
+        if job.config.volume_claim is None and job.config.num_processes > 1:
+            print(
+                "weft launch: these pods share no directory, but a run needs one. Name a "
+                "claim that all of them can write to: --job volume_claim=NAME",
+                file=sys.stderr,
+            )
+    return 0
+
+
+def make_job(arguments: argparse.Namespace) -> Job:
+    """Creates the job that the arguments of `weft launch` describe.
+
+    Validates the recipe and its fields before anything is started, except for weights that may
+    exist only on the pods' volume.
+
+    Raises:
+        WeftError: for invalid arguments.
+    """
+    recipe, overrides = split_arguments(arguments.recipe_and_overrides)
+    try:
+        load_run(recipe, overrides, allow=arguments.allow)
+    except WeightsReadError as error:
+        if arguments.where != "k8s":
+            raise
+        print(
+            f"weft launch: not checked, because it is not on this machine: {error}", file=sys.stderr
+        )
+    here = arguments.where == "local"
+    program = [sys.executable, "-m", "weft"] if here else ["weft"]
+    options = [word for name in arguments.allow for word in ("--allow", name)]
+    cfg = JOBS[arguments.where].default_config()
+    cfg.set(
+        name=job_name(recipe),
+        command=[*program, "train", *options, recipe, *overrides],
+        num_processes=arguments.num_processes,
+    )
+    return apply_overrides(cfg, arguments.job, source="--job").instantiate()
+
+
+def job_name(recipe: str) -> str:
+    """Returns a job name for a recipe that is valid for every scheduler.
+
+    >>> job_name("lm-tiny"), job_name("configs/Wide_1.txt")
+    ('lm-tiny', 'wide-1')
+    """
+    stem = os.path.splitext(os.path.basename(os.path.normpath(recipe)))[0]
+    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "weft"

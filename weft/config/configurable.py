@@ -8,30 +8,43 @@
     cfg = Linear.default_config().set(dim=8)    # a partially specified object, as a value
     layer = cfg.instantiate()                   # Linear(cfg)
 
-A config with `instantiate` is a factory: each call creates a new object.
+A config with `instantiate` is a factory: each call creates a new object. Recipes are functions, by
+name in a module, that create trainer configs.
 """
 
-from typing import Any, Generic, TypeVar, Union
+import functools
+import importlib
+from collections.abc import Mapping
+from typing import Any, Generic, Protocol, TypeVar, Union
 
 from weft.config.config import ConfigBase
 from weft.config.fields import define_fields
-from weft.config.required import REQUIRED
 from weft.config.validation import check_value, register_validator
-from weft.config.values import join_path
+from weft.config.values import REQUIRED, join_path
 from weft.errors import (
     InvalidConfigClassError,
     InvalidConfigValueError,
     RequiredFieldMissingError,
+    UnknownConfigError,
+    did_you_mean,
 )
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Configurable")
+ConfigT = TypeVar("ConfigT", bound=ConfigBase, covariant=True)
+
+
+class _HasConfig(Protocol[ConfigT]):
+    """Class with a nested `Config`, so that type checkers and editors know its own one."""
+
+    @property
+    def Config(self) -> type[ConfigT]: ...
 
 
 class InstantiableConfig(Generic[T], ConfigBase):
     """Config of an object of type `T`."""
 
-    def instantiate(self, **kwargs: Any) -> T:
+    def instantiate(self, **kwargs: object) -> T:
         """Creates the object.
 
         Args:
@@ -49,46 +62,46 @@ ConfigOr = Union[T, InstantiableConfig[T]]  # noqa: UP007 - `T | X` cannot be su
 """`ConfigOr[Schedule]`: a schedule or its config. See `maybe_instantiate`."""
 
 
-def check_complete(config: ConfigBase, given: "dict[str, Any] | None" = None) -> None:
+def check_complete(config: ConfigBase, overrides: Mapping[str, object] | None = None) -> None:
     """Checks that all fields of a config are set and valid.
 
     Nested configs are not checked, because the object may complete them.
 
     Args:
-        given: values that replace those of fields, of any type, such as traced arrays.
+        overrides: values that replace those of fields, of any type, such as traced arrays.
 
     Raises:
         RequiredFieldMissingError: if a field is still REQUIRED.
         InvalidConfigValueError: for an invalid value in a list or dict.
     """
-    given = given or {}
-    values = {name: value for name, value in config._field_values().items() if name not in given}
-    made = config._origins.get(config._target or "")
-    missing = [name for name, value in (values | given).items() if value is REQUIRED]
+    overrides = overrides or {}
+    values = {n: value for n, value in config._field_values().items() if n not in overrides}
+    missing = [name for name, value in {**values, **overrides}.items() if value is REQUIRED]
     if missing:
-        paths = ", ".join(join_path(config._place, f".{name}") for name in missing)
-        be = "is" if len(missing) == 1 else "are"
+        paths = ", ".join(join_path(config._path, f".{name}") for name in missing)
+        verb = "is" if len(missing) == 1 else "are"
+        origin = config._origins.get(config._target or "")
         raise RequiredFieldMissingError(
-            f"{paths} {be} still REQUIRED in "
-            f"{config._title()}{f', which was created at {made}' if made else ''}. Write "
+            f"{paths} {verb} still REQUIRED in "
+            f"{config._label()}{f', which was created at {origin}' if origin else ''}. Write "
             f"cfg.set({', '.join(f'{name}=…' for name in missing)}) before cfg.instantiate()."
         )
     for name, value in values.items():
         # Fields were checked when set, but lists and dicts may have changed since.
-        check_value(value, join_path(config._place, f".{name}"))
+        check_value(value, join_path(config._path, f".{name}"))
 
 
 class Configurable:
     """Base of the classes whose objects are created from configs."""
 
-    class Config(InstantiableConfig[C]):
+    class Config(InstantiableConfig[Any]):
         """Configures a Configurable."""
 
         _target = "klass"
 
-        klass: type[C]
+        klass: type[Any]
 
-        def instantiate(self, **kwargs: Any) -> C:
+        def instantiate(self, **kwargs: object) -> Any:
             check_complete(self)
             return self.klass(self, **kwargs)
 
@@ -112,7 +125,7 @@ class Configurable:
         return self._config._frozen_view()
 
     @classmethod
-    def default_config(cls: type[C]) -> Any:
+    def default_config(cls: "type[_HasConfig[ConfigT]]") -> ConfigT:
         """Returns a config of this class with all fields at their defaults.
 
         A subclass without a `Config` of its own uses that of its parent.
@@ -121,7 +134,7 @@ class Configurable:
             MissingConfigClassDecoratorError: if `Config` lacks @config_class.
             InvalidConfigClassError: if `Config` does not derive from `Configurable.Config`.
         """
-        config_type = cls.Config
+        config_type: Any = cls.Config  # pyright: ignore[reportAttributeAccessIssue]
         if not (isinstance(config_type, type) and issubclass(config_type, Configurable.Config)):
             parent = next(
                 base.__qualname__ for base in cls.__mro__[1:] if issubclass(base, Configurable)
@@ -130,7 +143,7 @@ class Configurable:
                 f"{cls.__qualname__}.Config does not derive from the config of its parent. "
                 f"Write `class Config({parent}.Config):`."
             )
-        return config_type(klass=cls)
+        return config_type(klass=cls)  # pyright: ignore[reportReturnType]
 
 
 def needs_allow(cls: type) -> "bool | frozenset[str]":
@@ -138,10 +151,8 @@ def needs_allow(cls: type) -> "bool | frozenset[str]":
 
     Includes the fields of all bases.
     """
-    kept = [vars(base).get("_needs_allow", ()) for base in cls.__mro__]
-    return any(names is True for names in kept) or frozenset(
-        name for names in kept if names for name in names
-    )
+    declared = [vars(base).get("_needs_allow", ()) for base in cls.__mro__]
+    return True in declared or frozenset(name for names in declared for name in names or ())
 
 
 def _reject_object(value: Configurable) -> None:
@@ -165,9 +176,56 @@ class ConfigModifier(Configurable):
         raise NotImplementedError(type(self))
 
 
-def maybe_set_config(cfg: Any, **kwargs: Any) -> Any:
+def maybe_set_config(cfg: object, **kwargs: object) -> Any:
     """Sets the given fields that a config has, and returns the config."""
     if isinstance(cfg, ConfigBase):
         fields = cfg._fields()
         cfg.set(**{name: value for name, value in kwargs.items() if name in fields})
     return cfg
+
+
+class TrainerConfigFn(Protocol):
+    """Function that creates a trainer config."""
+
+    def __call__(self, data_dir: str | None = None) -> InstantiableConfig:
+        """Returns a new config.
+
+        Args:
+            data_dir: location of the data, for recipes that read any.
+        """
+        ...
+
+
+def get_named_trainer_config(config_name: str, *, config_module: str) -> TrainerConfigFn:
+    """Returns a recipe by name.
+
+    Args:
+        config_module: dotted name of a module whose `named_trainer_configs()` returns a
+            `TrainerConfigFn` by name.
+
+    Raises:
+        UnknownConfigError: if the module has no such recipe, or no recipes.
+    """
+    module = importlib.import_module(config_module)
+    if not hasattr(module, "named_trainer_configs"):
+        raise UnknownConfigError(
+            f"{config_module} does not define named_trainer_configs(), "
+            f"so there is no {config_name!r} in it. Name a module of recipes."
+        )
+    recipes: dict[str, Any] = module.named_trainer_configs()
+    if config_name not in recipes:
+        raise UnknownConfigError(
+            f"unknown recipe {config_name!r} in {config_module}. "
+            f"{did_you_mean(config_name, recipes)}"
+        )
+    return recipes[config_name]
+
+
+def with_overrides(trainer_config_fn: TrainerConfigFn, **kwargs: object) -> TrainerConfigFn:
+    """Returns a function that creates the same config with some fields changed."""
+
+    @functools.wraps(trainer_config_fn)
+    def overridden(data_dir: str | None = None) -> InstantiableConfig:
+        return trainer_config_fn(data_dir).set(**kwargs)
+
+    return overridden

@@ -3,27 +3,213 @@
 Each annotated name in the class body is a field. Its value is the default, copied for each config;
 without a value, the field is REQUIRED. Subclasses inherit fields and may redeclare them with
 another type or default. Config classes hold fields only; behavior belongs to the configured object.
+
+Values are checked against the declared types of fields, but only certain mismatches are errors:
+builtin types, their containers and unions, literals, enums, records and configs are checked;
+classes of other libraries, protocols and unresolved annotations accept everything. Unlike in
+Python's typing, lists and tuples are interchangeable, scalars of any array library are numbers, and
+any config that can be instantiated is accepted for an object or another config.
 """
 
+import collections.abc
+import enum
 import functools
+import numbers
 import sys
 import types
+import typing
 from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform, overload
 
-from weft.config.names import did_you_mean
-from weft.config.required import REQUIRED
-from weft.config.typecheck import resolve_annotation
 from weft.config.validation import check_value, validate_config_field_name
-from weft.config.values import ConfigNode, copy_value
+from weft.config.values import REQUIRED, ConfigNode, RequiredFieldValue, copy_value, values_equal
 from weft.errors import (
+    ConfigTypeError,
     InvalidConfigClassError,
     InvalidConfigNameError,
     InvalidConfigValueError,
     MissingConfigClassDecoratorError,
     NonConfigFieldError,
     UnknownFieldError,
+    did_you_mean,
 )
+
+
+def resolve_annotation(annotation: object, namespace: Callable[[], dict[str, Any]]) -> Any:
+    """Resolves the names in a declared type's strings; returns None if one is unknown."""
+    if annotation is None or isinstance(annotation, type):
+        return annotation
+    holder = types.SimpleNamespace(__annotations__={"it": annotation})
+    try:
+        return typing.get_type_hints(holder, namespace(), include_extras=True)["it"]
+    except Exception:
+        # Imported for type checkers only, or defined later.
+        return None if isinstance(annotation, str) else annotation
+
+
+def check_type(value: object, field: "Field", path: str, *, label: str) -> None:
+    """Checks a value against the declared type of its field.
+
+    Raises:
+        ConfigTypeError: if it does not match.
+    """
+    if value is REQUIRED or matches_type(value, field.hint, configs=field.accepts_configs):
+        return
+    if values_equal(value, field.default()):
+        return  # defaults are accepted despite the annotation
+    raise ConfigTypeError(
+        f"{path}: {label} declares {type_name(field.hint)} there, "
+        f"but got {value!r:.80} of type {type_name(type(value))}. {_suggest_value(value, field)}"
+    )
+
+
+def _suggest_value(value: object, field: "Field") -> str:
+    if isinstance(value, type) and hasattr(value, "default_config"):
+        return f"Set the config of the class: {type_name(value)}.default_config()."
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            pass
+        else:
+            for candidate in (int(number) if number.is_integer() else None, number):
+                if candidate is not None and matches_type(candidate, field.hint):
+                    return f"Write {candidate!r} without quotes."
+    if value is None:
+        return f"Declare `{type_name(field.hint)} | None` if it may be left out."
+    return f"Set {field.name!r} to a value of type {type_name(field.hint)}."
+
+
+def is_instantiable(x: object) -> bool:
+    """Returns whether `x` is a config that can be instantiated."""
+    return isinstance(x, ConfigNode) and hasattr(type(x), "instantiate")
+
+
+def matches_type(value: Any, hint: Any, *, configs: bool = False) -> bool:
+    """Returns False if `value` is certainly not of the type `hint`.
+
+    >>> matches_type(3, float), matches_type("3", float)
+    (True, False)
+    >>> matches_type([1, 2], tuple[int, ...]), matches_type(None, int | None)
+    (True, True)
+    """
+    if configs and is_instantiable(value):
+        return True
+    if hint is None:
+        return value is None
+    if isinstance(hint, typing.TypeVar):
+        return hint.__bound__ is None or matches_type(value, hint.__bound__, configs=configs)
+    if isinstance(hint, typing.NewType):
+        return matches_type(value, hint.__supertype__, configs=configs)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(matches_type(value, arg, configs=configs) for arg in args)
+    if origin is typing.Literal:
+        return any(value == arg and type(value) is type(arg) for arg in args)
+    if origin in (typing.Annotated, typing.Final):
+        return matches_type(value, args[0], configs=configs)
+    if origin is type:
+        return isinstance(value, type) or not isinstance(value, _PLAIN)
+    if isinstance(origin or hint, type):
+        return _matches_class(value, origin or hint, args, configs)
+    return True
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set)
+_SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.MutableSequence)
+_MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+_SETS = (set, frozenset, collections.abc.Set, collections.abc.MutableSet)
+
+
+def _matches_class(value: object, cls: type, args: tuple, configs: bool) -> bool:
+    if cls in _NUMBERS:
+        return isinstance(value, _NUMBERS[cls]) or (
+            cls is not int and getattr(value, "shape", None) == ()
+        )
+    if cls in (str, bytes, type(None), RequiredFieldValue):
+        return isinstance(value, cls)
+    if issubclass(cls, ConfigNode):
+        return is_instantiable(value) if hasattr(cls, "instantiate") else isinstance(value, cls)
+    if is_instantiable(value):
+        return True
+    if cls in _SEQUENCES:
+        return _matches_sequence(value, cls, args, configs)
+    if cls in _MAPPINGS:
+        return isinstance(value, collections.abc.Mapping) and (
+            len(args) != 2
+            or all(
+                matches_type(key, args[0]) and matches_type(child, args[1], configs=configs)
+                for key, child in value.items()
+            )
+        )
+    if cls in _SETS:
+        return isinstance(value, collections.abc.Set) and all(
+            matches_type(child, arg, configs=configs) for arg in args for child in value
+        )
+    if cls is type:
+        return isinstance(value, type) or not isinstance(value, _PLAIN)
+    if cls is collections.abc.Callable:
+        return callable(value)
+    if issubclass(cls, enum.Enum) or _is_record(cls):
+        return isinstance(value, cls)
+    return True
+
+
+_NUMBERS: dict[type, tuple[type, ...]] = {
+    # These are base classes of NumPy's scalars, except of its booleans.
+    bool: (bool,),
+    int: (numbers.Integral,),
+    float: (numbers.Real,),
+    complex: (numbers.Complex,),
+}
+
+
+def _matches_sequence(value: object, cls: type, args: tuple, configs: bool) -> bool:
+    if not isinstance(value, collections.abc.Sequence) or isinstance(value, str | bytes):
+        return False
+    if cls is tuple and args and args[-1] is not Ellipsis:
+        args = () if args == ((),) else args
+        return len(value) == len(args) and all(
+            matches_type(child, arg, configs=configs)
+            for child, arg in zip(value, args, strict=True)
+        )
+    return not args or all(matches_type(child, args[0], configs=configs) for child in value)
+
+
+def _is_record(cls: type) -> bool:
+    return (
+        hasattr(cls, "__dataclass_fields__")
+        or hasattr(cls, "__attrs_attrs__")
+        or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
+    )
+
+
+def type_name(hint: object) -> str:
+    """Formats a type.
+
+    >>> type_name(int | None), type_name(dict[str, float])
+    ('int | None', 'dict[str, float]')
+    """
+    if hint is None or hint is type(None):
+        return "None"
+    if hint is Ellipsis:
+        return "..."
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(type_name(arg) for arg in args if arg is not RequiredFieldValue)
+    if origin is typing.Literal:
+        return f"Literal[{', '.join(map(repr, args))}]"
+    if origin is typing.Annotated:
+        return type_name(args[0])
+    if isinstance(hint, typing.TypeVar | typing.NewType):
+        return hint.__name__
+    if args:
+        inner = ", ".join("..." if isinstance(arg, list) else type_name(arg) for arg in args)
+        return f"{type_name(origin)}[{inner}]"
+    if isinstance(hint, type):
+        return hint.__qualname__.rpartition("<locals>.")[2]
+    return str(hint).replace("typing.", "")
+
 
 C = TypeVar("C", bound=type)
 
@@ -50,10 +236,10 @@ class Field:
     def __init__(
         self,
         name: str,
-        annotation: Any = None,
+        annotation: object = None,
         namespace: Callable[[], dict[str, Any]] = dict,
         *,
-        default: Any = REQUIRED,
+        default: object = REQUIRED,
         factory: Callable[[], Any] | None = None,
         accepts_configs: bool = False,
     ):
@@ -64,9 +250,9 @@ class Field:
         self._default = default
         self._factory = factory
 
-    def default(self, place: str = "") -> Any:
-        """Returns a copy of the default with the path `place`."""
-        return copy_value(self._default, place) if self._factory is None else self._factory()
+    def default(self, path: str = "") -> Any:
+        """Returns a copy of the default with the path `path`."""
+        return copy_value(self._default, path) if self._factory is None else self._factory()
 
     @property
     def hint(self) -> Any:
@@ -82,11 +268,11 @@ class Field:
 
 
 @overload
-def config_class(cls: C, **kwargs: Any) -> C: ...
+def config_class(cls: C, **kwargs: object) -> C: ...
 @overload
-def config_class(cls: None = None, **kwargs: Any) -> Callable[[C], C]: ...
+def config_class(cls: None = None, **kwargs: object) -> Callable[[C], C]: ...
 @dataclass_transform(kw_only_default=True)
-def config_class(cls: Any = None, **kwargs: Any) -> Any:
+def config_class(cls: object = None, **kwargs: object) -> Any:
     """Turns a class whose body declares fields into a config class.
 
     Args:
@@ -113,7 +299,7 @@ def config_class(cls: Any = None, **kwargs: Any) -> Any:
         return functools.partial(config_class, **kwargs)
     if not (isinstance(cls, type) and issubclass(cls, ConfigNode)):
         raise InvalidConfigClassError(
-            f"@config_class decorates {_name(cls)}, which does not derive from ConfigBase. "
+            f"@config_class decorates {_class_name(cls)}, which does not derive from ConfigBase. "
             "Write `class Config(Parent.Config):` inside of a Configurable, or derive from "
             "ConfigBase."
         )
@@ -126,7 +312,7 @@ def define_fields(cls: Any, **defaults: Any) -> Any:
     fields: dict[str, Field] = {}
     for base in reversed(cls.__mro__[1:]):
         fields |= vars(base).get("__config_fields__", {})
-    for name, annotation in own_annotations(cls).items():
+    for name, annotation in class_annotations(cls).items():
         if name.startswith("_"):
             continue
         default = vars(cls).get(name, REQUIRED)
@@ -140,7 +326,7 @@ def define_fields(cls: Any, **defaults: Any) -> Any:
     for name, default in defaults.items():
         if name not in fields:
             raise UnknownFieldError(
-                f"@config_class({name}=…) of {_name(cls)}: there is no such field to set a "
+                f"@config_class({name}=…) of {_class_name(cls)}: there is no such field to set a "
                 f"default for. {did_you_mean(name, fields)}"
             )
         _check_default(default, cls, name)
@@ -150,8 +336,8 @@ def define_fields(cls: Any, **defaults: Any) -> Any:
     return cls
 
 
-def _check_default(default: Any, cls: type, name: str) -> None:
-    path = f"{_name(cls)}.{name}"
+def _check_default(default: object, cls: type, name: str) -> None:
+    path = f"{_class_name(cls)}.{name}"
     if (type(default).__module__, type(default).__name__) in _FIELD_SPECIFIERS:
         raise InvalidConfigValueError(
             f"{path} is declared with field(…). Write the default itself, as `{name}: … = []`: "
@@ -163,7 +349,7 @@ def _check_default(default: Any, cls: type, name: str) -> None:
 _FIELD_SPECIFIERS = (("dataclasses", "Field"), ("attr._make", "_CountingAttr"))
 
 
-def own_annotations(cls: type) -> dict[str, Any]:
+def class_annotations(cls: type) -> dict[str, Any]:
     """Returns the annotations in the body of a class, excluding its bases."""
     if sys.version_info >= (3, 14):
         import annotationlib
@@ -181,7 +367,7 @@ def fields_of_class(cls: type) -> dict[str, Field]:
     table = cls.__dict__.get("__config_fields__")
     if table is None:
         raise MissingConfigClassDecoratorError(
-            f"{_name(cls)} is not decorated with @config_class, so its fields are unknown. "
+            f"{_class_name(cls)} is not decorated with @config_class, so its fields are unknown. "
             f"Write @config_class above `class {cls.__name__}` in {cls.__module__}."
         )
     return table
@@ -191,28 +377,29 @@ _METHOD_KINDS = (types.FunctionType, classmethod, staticmethod, property, functo
 
 
 def _check_body(cls: type) -> None:
-    annotations = own_annotations(cls)
+    annotations = class_annotations(cls)
     for name, annotation in annotations.items():
         if str(annotation).removeprefix("typing.").startswith("ClassVar"):
             raise NonConfigFieldError(
-                f"{_name(cls)} declares {name!r} as a ClassVar. A config class holds fields only: "
-                "make it a constant of the module."
+                f"{_class_name(cls)} declares {name!r} as a ClassVar. A config class holds "
+                "fields only: make it a constant of the module."
             )
         validate_config_field_name(name)
-        check_reserved_name(name, cls, what=f"{_name(cls)} declares a field")
+        check_reserved_name(name, cls, what=f"{_class_name(cls)} declares a field")
     for name, value in vars(cls).items():
         if name in annotations or name == "instantiate" or name.startswith("__annotate"):
             continue
         if isinstance(value, _METHOD_KINDS):
             raise NonConfigFieldError(
-                f"{_name(cls)} defines {name!r}, a {_kind_of_method(value)}. A config class holds "
-                f"fields only: make {name!r} a function that takes the config, "
+                f"{_class_name(cls)} defines {name!r}, a "
+                f"{'method' if isinstance(value, types.FunctionType) else type(value).__name__}. A "
+                f"config class holds fields only: make {name!r} a function that takes the config, "
                 "or a method of the class that is configured."
             )
         if not name.startswith("__") and not isinstance(value, types.MemberDescriptorType):
             raise NonConfigFieldError(
-                f"{_name(cls)} defines {name!r} without an annotation, so it is not a field. "
-                f"Write `{name}: {_annotation_for(value)} = …`."
+                f"{_class_name(cls)} defines {name!r} without an annotation, so it is not a field. "
+                f"Write `{name}: {'Any' if value is None else type(value).__name__} = …`."
             )
 
 
@@ -230,18 +417,10 @@ def check_reserved_name(name: str, cls: type, *, what: str) -> None:
             )
 
 
-def _kind_of_method(value: Any) -> str:
-    return "method" if isinstance(value, types.FunctionType) else type(value).__name__
-
-
-def _annotation_for(value: Any) -> str:
-    return "Any" if value is None else type(value).__name__
-
-
 def _class_namespace(cls: type) -> dict[str, Any]:
     module = sys.modules.get(cls.__module__)
     return {**(vars(module) if module else {}), cls.__name__: cls}
 
 
-def _name(cls: Any) -> str:
+def _class_name(cls: object) -> str:
     return getattr(cls, "__qualname__", None) or repr(cls)

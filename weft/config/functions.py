@@ -19,11 +19,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft.config.configurable import Configurable, InstantiableConfig, check_complete
-from weft.config.fields import Field, check_reserved_name, define_fields
-from weft.config.required import REQUIRED
-from weft.config.typecheck import is_instantiable
+from weft.config.fields import Field, check_reserved_name, define_fields, is_instantiable
 from weft.config.validation import validate_config_field_name
-from weft.config.values import ConfigNode, parts, replace_part, values_equal
+from weft.config.values import REQUIRED, ConfigNode, child_items, replace_part, values_equal
 from weft.errors import InvalidConfigClassError, InvalidConfigNameError, InvalidConfigValueError
 
 if TYPE_CHECKING:
@@ -35,55 +33,55 @@ T = TypeVar("T")
 class CallConfig(InstantiableConfig[T]):
     """Config whose fields are the parameters of its target."""
 
-    __slots__ = ("_table",)
+    __slots__ = ("_field_table",)
 
-    _table: dict[str, Field] | None
-    _maker = ""
+    _field_table: dict[str, Field] | None
+    _factory_name = ""
 
     def __init__(self, target: Callable[..., T]):
-        self._start()
+        self._init_slots()
         self.__dict__[self._target or ""] = target
-        self._remember_line(self._target or "")
+        self._record_origin(self._target or "")
         for name, field in self._fields().items():
             if name != self._target:
                 self.__dict__[name] = field.default(name)
 
-    def _start(self, **kwargs: Any) -> None:
-        super()._start(**kwargs)
-        object.__setattr__(self, "_table", None)
+    def _init_slots(self, **kwargs: Any) -> None:
+        super()._init_slots(**kwargs)
+        object.__setattr__(self, "_field_table", None)
 
     def _callable(self) -> Callable[..., T]:
         return self.__dict__[self._target or ""]
 
     def _fields(self) -> dict[str, Field]:
-        table = self._table
+        table = self._field_table
         if table is None:
-            table = _fields_of(self._callable(), type(self))
-            object.__setattr__(self, "_table", table)
+            table = _make_fields(self._callable(), type(self))
+            object.__setattr__(self, "_field_table", table)
         return table
 
-    def _copy_to(self, place: str) -> "CallConfig[T]":
-        copy = super()._copy_to(place)
-        object.__setattr__(copy, "_table", self._table)
+    def _copy_to(self, path: str) -> "CallConfig[T]":
+        copy = super()._copy_to(path)
+        object.__setattr__(copy, "_field_table", self._field_table)
         return copy
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == self._target and value is not self._callable():
             # The fields follow the signature, so a new target must have the same parameters.
-            table = _fields_of(value, type(self))
+            table = _make_fields(value, type(self))
             if table.keys() != self._fields().keys():
                 raise InvalidConfigValueError(
-                    f"{self._title()} cannot be turned into a config of {_name(value)}, which "
-                    "has other parameters. Create a new config: "
-                    f"{type(self)._maker}({_name(value)})."
+                    f"{self._label()} cannot be turned into a config of {_callable_name(value)}, "
+                    "which has other parameters. Create a new config: "
+                    f"{type(self)._factory_name}({_callable_name(value)})."
                 )
             super().__setattr__(name, value)
-            object.__setattr__(self, "_table", table)
+            object.__setattr__(self, "_field_table", table)
             return
         super().__setattr__(name, value)
 
-    def _title(self) -> str:
-        return f"{type(self)._maker}({_name(self._callable())})"
+    def _label(self) -> str:
+        return f"{type(self)._factory_name}({_callable_name(self._callable())})"
 
     def instantiate(self, **kwargs: Any) -> T:
         """Calls the function or class with the values of the fields.
@@ -117,15 +115,15 @@ class CallConfig(InstantiableConfig[T]):
         value = getattr(self, name)
         if parameter.default is not parameter.empty and values_equal(value, parameter.default):
             value = parameter.default  # the same object, as it may be a sentinel
-        value = _own_containers(value)
-        return value if _wants_config(self._fields()[name].hint) else maybe_instantiate(value)
+        value = _copy_containers(value)
+        return value if _accepts_config(self._fields()[name].hint) else maybe_instantiate(value)
 
 
 class FunctionConfigBase(CallConfig[T]):
     """Config that calls a function. See `config_for_function`."""
 
     _target = "fn"
-    _maker = "config_for_function"
+    _factory_name = "config_for_function"
 
     fn: Callable[..., T]
 
@@ -134,7 +132,7 @@ class ClassConfigBase(CallConfig[T]):
     """Config that creates an object of a class. See `config_for_class`."""
 
     _target = "klass"
-    _maker = "config_for_class"
+    _factory_name = "config_for_class"
 
     klass: type[T]
 
@@ -178,8 +176,8 @@ def config_for_class(cls: type[T]) -> Any:
         raise InvalidConfigValueError(f"config_for_class takes a class, but got {cls!r:.80}.")
     if issubclass(cls, Configurable):
         raise InvalidConfigClassError(
-            f"{_name(cls)} is a Configurable, so it has its own config class. Write "
-            f"{_name(cls)}.default_config()."
+            f"{_callable_name(cls)} is a Configurable, so it has its own config class. Write "
+            f"{_callable_name(cls)}.default_config()."
         )
     return ClassConfigBase(cls)
 
@@ -190,25 +188,25 @@ def maybe_instantiate(x: Any) -> Any:
         return x.instantiate()
     if isinstance(x, ConfigNode):
         return x
-    children = parts(x) or []
-    steps = list(x) if isinstance(x, dict) else [_step(suffix) for suffix, _ in children]
+    children = child_items(x) or []
+    steps = list(x) if isinstance(x, dict) else [_parse_suffix(suffix) for suffix, _ in children]
     for step, (_, child) in zip(steps, children, strict=True):
-        made = maybe_instantiate(child)
-        if made is not child:
-            x = replace_part(x, step, made)
+        instance = maybe_instantiate(child)
+        if instance is not child:
+            x = replace_part(x, step, instance)
     return x
 
 
-def _own_containers(x: Any) -> Any:
+def _copy_containers(x: Any) -> Any:
     """Copies lists, dicts and sets, to protect the config from changes by the function."""
     if type(x) in (list, tuple):
-        return type(x)(map(_own_containers, x))
+        return type(x)(map(_copy_containers, x))
     if type(x) is dict:
-        return {key: _own_containers(child) for key, child in x.items()}
+        return {key: _copy_containers(child) for key, child in x.items()}
     return set(x) if type(x) is set else x
 
 
-def _step(suffix: str) -> Any:
+def _parse_suffix(suffix: str) -> Any:
     return suffix[1:] if suffix[0] == "." else int(suffix[1:-1])
 
 
@@ -227,23 +225,25 @@ def _parameters(target: Callable, config_type: type) -> "Mapping[str, inspect.Pa
         return dict(own)
     except (TypeError, ValueError) as error:
         raise InvalidConfigValueError(
-            f"{config_type._maker} cannot read the parameters of {_name(target)}: {error}. "
+            f"{config_type._factory_name} cannot read the parameters of "
+            f"{_callable_name(target)}: {error}. "
             "Wrap it in a function with named parameters."
         ) from None
 
 
-def _fields_of(target: Callable, config_type: type) -> dict[str, Field]:
-    held = config_type._target
-    fields = {held: Field(held, default=target)}
+def _make_fields(target: Callable, config_type: type) -> dict[str, Field]:
+    target_name = config_type._target
+    fields = {target_name: Field(target_name, default=target)}
     for name, parameter in _parameters(target, config_type).items():
         if name.startswith("_") and parameter.default is not parameter.empty:
             continue  # private
         validate_config_field_name(name)
-        check_reserved_name(name, config_type, what=f"{_name(target)} has a parameter")
-        if name == held:
+        check_reserved_name(name, config_type, what=f"{_callable_name(target)} has a parameter")
+        if name == target_name:
             raise InvalidConfigNameError(
-                f"{_name(target)} has a parameter {name!r}, a name that {config_type._maker} "
-                "reserves for the target. Wrap it in a function that renames the parameter."
+                f"{_callable_name(target)} has a parameter {name!r}, a name that "
+                f"{config_type._factory_name} reserves for the target. Wrap it in a function that "
+                "renames the parameter."
             )
         annotation, default = parameter.annotation, parameter.default
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -253,7 +253,7 @@ def _fields_of(target: Callable, config_type: type) -> dict[str, Field]:
         fields[name] = Field(
             name,
             None if annotation is parameter.empty else annotation,
-            functools.partial(_namespace, target),
+            functools.partial(_annotation_namespace, target),
             default=REQUIRED if default is parameter.empty else default,
             factory=_default_factory(target, name),
             accepts_configs=True,
@@ -261,7 +261,7 @@ def _fields_of(target: Callable, config_type: type) -> dict[str, Field]:
     return fields
 
 
-def _default_factory(target: Any, name: str) -> Callable[[], Any] | None:
+def _default_factory(target: object, name: str) -> Callable[[], Any] | None:
     """Returns the default factory of a dataclass or attrs field, which no signature shows."""
     for attribute in getattr(target, "__attrs_attrs__", ()):
         factory = getattr(attribute.default, "factory", None)
@@ -272,7 +272,7 @@ def _default_factory(target: Any, name: str) -> Callable[[], Any] | None:
     return factory if callable(factory) else None
 
 
-def _namespace(target: Any) -> dict[str, Any]:
+def _annotation_namespace(target: object) -> dict[str, Any]:
     function: Any = target.__init__ if isinstance(target, type) else target
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -280,8 +280,7 @@ def _namespace(target: Any) -> dict[str, Any]:
     return getattr(function, "__globals__", None) or (vars(module) if module else {})
 
 
-def _wants_config(hint: Any) -> bool:
-    """Returns whether a parameter is declared as a config, or a config or None."""
+def _accepts_config(hint: object) -> bool:
     arms = [hint]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
@@ -289,6 +288,6 @@ def _wants_config(hint: Any) -> bool:
     return all(isinstance(cls, type) and issubclass(cls, ConfigNode) for cls in classes)
 
 
-def _name(target: Any) -> str:
+def _callable_name(target: object) -> str:
     name = getattr(target, "__qualname__", None) or repr(target)
     return name.rpartition("<locals>.")[2]

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from weft.config.values import ConfigNode, join_path, parts
+from weft.config.values import ConfigNode, child_items, join_path
 from weft.errors import InvalidConfigNameError, InvalidConfigValueError
 
 _METHODS = (types.MethodType, types.BuiltinFunctionType)
@@ -47,7 +47,7 @@ def validate_config_field_name(name: str) -> None:
         )
 
 
-def validate_config_field_value(value: Any) -> None:
+def validate_config_field_value(value: object) -> None:
     """Checks that a config may hold a value and its nested values.
 
     Raises:
@@ -58,12 +58,12 @@ def validate_config_field_value(value: Any) -> None:
     check_value(value, path="")
 
 
-def check_value(value: Any, path: str) -> None:
+def check_value(value: object, path: str) -> None:
     """Checks like `validate_config_field_value`, with the path in the error."""
-    _check(value, path, ())
+    _check_nested(value, path, ())
 
 
-def _check(value: Any, path: str, around: tuple[int, ...]) -> None:
+def _check_nested(value: object, path: str, ancestors: tuple[int, ...]) -> None:
     if isinstance(value, ConfigNode):
         return  # its fields were checked when set
     for match_fn, validate_fn in reversed(_validators):
@@ -80,10 +80,10 @@ def _check(value: Any, path: str, around: tuple[int, ...]) -> None:
     elif isinstance(value, functools.partial):
         children = [(".args", value.args), (".keywords", value.keywords), (".func", value.func)]
     else:
-        children = parts(value) or []
+        children = child_items(value) or []
     if not children:
         return
-    if id(value) in around:
+    if id(value) in ancestors:
         raise InvalidConfigValueError(
             f"{path or 'The value'} contains itself. A config is a tree of values."
         )
@@ -91,7 +91,7 @@ def _check(value: Any, path: str, around: tuple[int, ...]) -> None:
         for key in value:
             _check_leaf(key, path)
     for suffix, child in children:
-        _check(child, join_path(path, suffix), (*around, id(value)))
+        _check_nested(child, join_path(path, suffix), (*ancestors, id(value)))
 
 
 _KINDS: tuple[tuple[tuple[type, ...], str], ...] = (
@@ -154,18 +154,18 @@ _KINDS_BY_NAME: dict[str, str] = {
 
 
 @functools.lru_cache(maxsize=1024)
-def _kind_of(cls: type) -> str | None:
+def _runtime_kind(cls: type) -> str | None:
     """Describes the runtime objects of a class; None for plain values."""
     kind = next((kind for classes, kind in _KINDS if issubclass(cls, classes)), None)
     names = (f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
     return kind or next((_KINDS_BY_NAME[name] for name in names if name in _KINDS_BY_NAME), None)
 
 
-def _check_leaf(value: Any, path: str) -> None:
+def _check_leaf(value: object, path: str) -> None:
     owner = getattr(value, "__self__", None) if isinstance(value, _METHODS) else None
     if owner is not None and not isinstance(owner, type | types.ModuleType):
         _check_leaf(owner, path)
-    kind = _kind_of(type(value))
+    kind = _runtime_kind(type(value))
     if kind is None:
         jax_core = getattr(sys.modules.get("jax"), "core", None)
         if not isinstance(value, getattr(jax_core, "Tracer", ())):

@@ -1,19 +1,73 @@
-"""Structure, copies and equality of config values.
+"""Config values: structure, copies, equality, traversals and paths.
 
 A value is a tree whose inner nodes are configs, dicts, lists, tuples, named tuples, dataclasses and
 attrs instances; all other values are leaves. All traversals (copying, comparing, validating,
-visiting, writing as text) use `parts`.
+visiting, writing as text) use `child_items`. Assigned values are copied, so that a config assigned
+twice can be changed independently. Leaves that are immutable, or cannot be copied, are shared.
 
-Assigned values are copied, so that a config assigned twice can be changed independently. Leaves
-that are immutable, or cannot be copied, are shared.
+A path, such as `model.layers[2].dropout.rate` or `rules['bias']`, is a sequence of steps: field
+names or dict keys as strings, indices as integers. Setting a value inside a container sets the
+field around it, whose type is then checked as a whole.
 """
 
 import copy
 import enum
 import functools
 import operator
+import re
 import types
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, Union
+
+from weft.errors import RequiredFieldMissingError, UnknownFieldError, did_you_mean
+
+T = TypeVar("T")
+
+
+class RequiredFieldValue:
+    """Type of `REQUIRED`, its only instance.
+
+    It is false, so that `cfg.x or fallback` treats an unset field as absent.
+    """
+
+    _only: "RequiredFieldValue | None" = None
+
+    def __new__(cls) -> "RequiredFieldValue":
+        if cls._only is None:
+            cls._only = super().__new__(cls)
+        return cls._only
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __copy__(self) -> "RequiredFieldValue":
+        return self
+
+    def __deepcopy__(self, memo: dict) -> "RequiredFieldValue":
+        return self
+
+    def __reduce__(self) -> str:
+        return "REQUIRED"
+
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise RequiredFieldMissingError(
+            "A config field that is still REQUIRED was called as a function. Set the field "
+            "before the config is used."
+        )
+
+
+REQUIRED: Any = RequiredFieldValue()
+"""Default of a field without a sensible one; `instantiate` raises an error for it."""
+
+if TYPE_CHECKING:
+    # Code reads required fields after they were set, so type checkers see the plain type.
+    Required = Annotated[T, REQUIRED]
+else:
+    Required = Union[T, RequiredFieldValue]  # noqa: UP007 - `T | X` has no subscript before 3.14
+"""`Required[int]`: an int, or not yet set."""
 
 
 class ConfigNode:
@@ -34,26 +88,26 @@ class ConfigNode:
         """Returns the values by field name, sorted."""
         raise NotImplementedError(type(self))
 
-    def _title(self) -> str:
+    def _label(self) -> str:
         """Returns the class name for errors."""
         raise NotImplementedError(type(self))
 
-    def _copy_to(self, place: str) -> "ConfigNode":
-        """Returns a copy with the path `place`."""
+    def _copy_to(self, path: str) -> "ConfigNode":
+        """Returns a copy with the path `path`."""
         raise NotImplementedError(type(self))
 
 
-def is_named_tuple(x: Any) -> bool:
+def is_named_tuple(x: object) -> bool:
     """Returns whether `x` is an instance of a named tuple class."""
     return isinstance(x, tuple) and isinstance(getattr(type(x), "_fields", None), tuple)
 
 
-def is_attrs(x: Any) -> bool:
+def is_attrs(x: object) -> bool:
     """Returns whether `x` is an instance of an attrs class (configs are not)."""
     return hasattr(type(x), "__attrs_attrs__") and not isinstance(x, ConfigNode)
 
 
-def is_dataclass(x: Any) -> bool:
+def is_dataclass(x: object) -> bool:
     """Returns whether `x` is an instance of a dataclass."""
     return hasattr(type(x), "__dataclass_fields__")
 
@@ -74,7 +128,7 @@ def record_fields(x: Any) -> list[str] | None:
     return None
 
 
-def parts(x: Any) -> list[tuple[str, Any]] | None:
+def child_items(x: Any) -> list[tuple[str, Any]] | None:
     """Returns (path suffix, child) pairs (`[2]`, `['a']`, `.rate`), or None for a leaf."""
     if isinstance(x, ConfigNode):
         return [(f".{name}", child) for name, child in x._field_values().items()]
@@ -89,7 +143,7 @@ def parts(x: Any) -> list[tuple[str, Any]] | None:
 
 
 def join_path(path: str, suffix: str) -> str:
-    """Appends a suffix of `parts` to a path, which may be empty.
+    """Appends a suffix of `child_items` to a path, which may be empty.
 
     >>> join_path("", ".model"), join_path("model", ".layers"), join_path("layers", "[2]")
     ('model', 'model.layers', 'layers[2]')
@@ -116,22 +170,22 @@ IMMUTABLE = (
 _SHARED_PACKAGES = frozenset({"jax", "jaxlib", "ml_dtypes"})
 
 
-def copy_value(x: Any, place: str = "") -> Any:
-    """Copies the mutable parts of a value."""
+def copy_value(x: Any, path: str = "") -> Any:
+    """Copies the mutable parts of a value; `path` is that of the copy."""
     if isinstance(x, ConfigNode):
-        return x._copy_to(place)
+        return x._copy_to(path)
     if isinstance(x, IMMUTABLE) or type(x).__module__.partition(".")[0] in _SHARED_PACKAGES:
         return x
     if type(x) is dict:
-        return {key: copy_value(child, f"{place}[{key!r}]") for key, child in x.items()}
+        return {key: copy_value(child, f"{path}[{key!r}]") for key, child in x.items()}
     if type(x) in (list, tuple):
-        children = [copy_value(child, f"{place}[{i}]") for i, child in enumerate(x)]
+        children = [copy_value(child, f"{path}[{i}]") for i, child in enumerate(x)]
         if type(x) is list:
             return children
         return x if all(map(operator.is_, x, children)) else tuple(children)
     if record_fields(x) is not None:
-        return _copy_record(x, place)
-    if _has_identity(x) and not hasattr(x, "__dict__"):
+        return _copy_record(x, path)
+    if _has_identity_equality(x) and not hasattr(x, "__dict__"):
         return x
     try:
         return copy.deepcopy(x)
@@ -140,9 +194,9 @@ def copy_value(x: Any, place: str = "") -> Any:
         return x
 
 
-def _copy_record(x: Any, place: str) -> Any:
-    old = dict(parts(x) or ())
-    new = {suffix[1:]: copy_value(child, place + suffix) for suffix, child in old.items()}
+def _copy_record(x: object, path: str) -> Any:
+    old = dict(child_items(x) or ())
+    new = {suffix[1:]: copy_value(child, path + suffix) for suffix, child in old.items()}
     changed = {name: child for name, child in new.items() if child is not old[f".{name}"]}
     if not changed and type(x).__hash__ is not None:
         return x  # a frozen record of immutable values
@@ -190,10 +244,10 @@ def values_equal(a: Any, b: Any) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return type(a) is type(b) and _all_equal(a, b)
     if type(a) is type(b) and not isinstance(a, IMMUTABLE):
-        a_parts, b_parts = parts(a), parts(b)
+        a_parts, b_parts = child_items(a), child_items(b)
         if a_parts is not None and b_parts is not None:
             return _all_equal(dict(a_parts), dict(b_parts))
-        if _has_identity(a) and hasattr(a, "__dict__"):
+        if _has_identity_equality(a) and hasattr(a, "__dict__"):
             # Copies of one plain object are equal.
             return _all_equal(vars(a), vars(b))
     if isinstance(a, float) and isinstance(b, float) and a != a and b != b:
@@ -207,7 +261,7 @@ def _all_equal(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(values_equal(a[key], b[key]) for key in a)
 
 
-def _leaves_equal(a: Any, b: Any) -> bool:
+def _leaves_equal(a: object, b: object) -> bool:
     shape = None if isinstance(a, type) else getattr(a, "shape", None)
     if not isinstance(b, type) and shape != getattr(b, "shape", None):
         return False
@@ -218,6 +272,175 @@ def _leaves_equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _has_identity(x: Any) -> bool:
-    """Returns whether a class inherits equality from `object`."""
+def _has_identity_equality(x: object) -> bool:
     return type(x).__eq__ is object.__eq__
+
+
+Pairs = list[tuple[str, Any]]
+
+
+def visit(
+    root: object,
+    *,
+    visit_fn: Callable[[str, Any], None],
+    enter_fn: Callable[[str, Any, Pairs | None], Pairs | None] | None = None,
+    exit_fn: Callable[[str, Any], None] | None = None,
+    path: str = "",
+) -> None:
+    """Traverses a value depth first. See `ConfigBase.visit`."""
+    items = child_items(root)
+    children = None if items is None else [(join_path(path, s), child) for s, child in items]
+    if enter_fn is not None:
+        children = enter_fn(path, root, children)
+    if children is None:
+        visit_fn(path, root)
+        return
+    for child_path, child in children:
+        visit(child, visit_fn=visit_fn, enter_fn=enter_fn, exit_fn=exit_fn, path=child_path)
+    if exit_fn is not None:
+        exit_fn(path, root)
+
+
+def to_dict(value: Any) -> Any:
+    """Converts nested configs to dicts. See `ConfigBase.to_dict`."""
+    if isinstance(value, ConfigNode):
+        return {name: to_dict(child) for name, child in value._field_values().items()}
+    if isinstance(value, dict):
+        return {key: to_dict(child) for key, child in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(to_dict(child) for child in value)
+    return value
+
+
+def to_flat_dict(root: ConfigNode, *, omit_default_values: Sequence[Any]) -> dict[str, Any]:
+    """Returns the leaves by path. See `ConfigBase.to_flat_dict`."""
+    flat: dict[str, Any] = {}
+
+    def enter(path: str, value: object, children: Pairs | None) -> Pairs | None:
+        if isinstance(value, ConfigNode):
+            # Fields are omitted here rather than at leaves, because their defaults matter.
+            return [
+                (join_path(path, f".{name}"), child)
+                for name, child in value._field_values().items()
+                if not _is_omitted(value._fields()[name].default(), child, omit_default_values)
+            ]
+        return children or None  # an empty container is a leaf
+
+    visit(root, visit_fn=flat.__setitem__, enter_fn=enter)
+    return flat
+
+
+def _is_omitted(default: object, value: object, values: Sequence[Any]) -> bool:
+    if isinstance(value, ConfigNode):
+        return False
+    return any(values_equal(default, other) for other in values) and values_equal(value, default)
+
+
+_STEP = re.compile(
+    r"""\.?(?P<name>[A-Za-z_]\w*)        # a field
+      | \[(?P<key>-?\d+
+               |'(?:[^'\\]|\\.)*'
+               |"(?:[^"\\]|\\.)*")\]     # an index, or the key of a dict
+    """,
+    re.VERBOSE,
+)
+
+
+def parse_path(path: str | Sequence[Any]) -> list[Any]:
+    """Parses a path into its steps; sequences are returned unchanged.
+
+    Raises:
+        UnknownFieldError: if the text is malformed.
+
+    >>> parse_path("model.layers[2].rules['bias']")
+    ['model', 'layers', 2, 'rules', 'bias']
+    """
+    if not isinstance(path, str):
+        return list(path)
+    from ast import literal_eval
+
+    steps: list[Any] = []
+    position = 0
+    while position < len(path):
+        match = _STEP.match(path, position)
+        dot = path[position] == "."
+        if match is None or dot != (match["name"] is not None and position > 0):
+            raise UnknownFieldError(
+                f"{path!r} is not a path: cannot read {path[position:]!r}. Write names with "
+                "dots and indices in brackets, such as model.layers[2].rate."
+            )
+        steps.append(match["name"] or literal_eval(match["key"]))
+        position = match.end()
+    return steps
+
+
+def walk_path(value: object, path: str | Sequence[Any]) -> list[tuple[str, Any]]:
+    """Returns (path, value) pairs from the start to the end of a path."""
+    trail = [("", value)]
+    for step in parse_path(path):
+        parent, value = trail[-1]
+        try:
+            suffix, child = _step_into(value, step)
+        except UnknownFieldError as error:
+            raise UnknownFieldError(f"{parent}: {error}" if parent else str(error)) from None
+        trail.append((join_path(parent, suffix), child))
+    return trail
+
+
+def _step_into(value: Any, step: Any) -> tuple[str, Any]:
+    """Returns the suffix that a step appends to a path, and the value there."""
+    if isinstance(value, dict):
+        if step in value:
+            return f"[{step!r}]", value[step]
+        raise UnknownFieldError(f"unknown key {step!r}. {did_you_mean(str(step), map(str, value))}")
+    if isinstance(value, ConfigNode):
+        fields = value._field_values()
+        if step in fields:
+            return f".{step}", fields[step]
+        title = value._label()
+        raise UnknownFieldError(
+            f"unknown field {step!r} in {title}. {did_you_mean(str(step), fields)}"
+        )
+    names = record_fields(value)
+    if names is not None:
+        if step in names:
+            return f".{step}", getattr(value, step)
+        title = type(value).__qualname__
+        raise UnknownFieldError(
+            f"unknown field {step!r} in {title}. {did_you_mean(str(step), names)}"
+        )
+    if isinstance(value, list | tuple):
+        if isinstance(step, int) and -len(value) <= step < len(value):
+            return f"[{step % len(value)}]", value[step]
+        raise UnknownFieldError(
+            f"there is no [{step!r}] in a {type(value).__name__} of length {len(value)}. "
+            f"Write an index from 0 to {len(value) - 1} in brackets."
+        )
+    state = "it is still REQUIRED" if value is REQUIRED else f"it is {value!r:.80}"
+    raise UnknownFieldError(f"there is no {step!r} in it, since {state}.")
+
+
+def get_path(value: object, path: str | Sequence[Any]) -> Any:
+    """Returns the value at a path. See `ConfigBase.get_recursively`."""
+    return walk_path(value, path)[-1][1]
+
+
+def set_path(config: ConfigNode, path: str | Sequence[Any], value: object) -> None:
+    """Sets the value at a path. See `ConfigBase.set_recursively`."""
+    owner, (name, *inside) = split_path(config, path)
+    around = [node for _, node in walk_path(owner, [name, *inside[:-1]])[1:]] if inside else []
+    for node, step in reversed(list(zip(around, inside, strict=True))):
+        value = replace_part(node, step, value)
+    setattr(owner, name, value)
+
+
+def split_path(config: ConfigNode, path: str | Sequence[Any]) -> tuple[ConfigNode, list[Any]]:
+    """Returns the innermost config on a path and the remaining steps; the last may be a new key."""
+    steps = parse_path(path)
+    if not steps:
+        raise UnknownFieldError("The path is empty. Name at least one field.")
+    nodes = [node for _, node in walk_path(config, steps[:-1])]
+    if not isinstance(nodes[-1], dict):
+        walk_path(config, steps)
+    owner = max(i for i, node in enumerate(nodes) if isinstance(node, ConfigNode))
+    return nodes[owner], steps[owner:]

@@ -49,7 +49,7 @@ class FrozenDict(Mapping[K, V]):
 
     __slots__ = ("_dict", "_hash")
 
-    def __init__(self, *args: Any, __unsafe_skip_copy__: bool = False, **kwargs: Any):
+    def __init__(self, *args: object, __unsafe_skip_copy__: bool = False, **kwargs: object):
         entries: dict[Any, Any] = dict(*args, **kwargs)
         # Nested entries are unshared plain dicts; `__getitem__` freezes them.
         self._dict: dict[K, V] = entries if __unsafe_skip_copy__ else _thawed(entries)
@@ -143,7 +143,7 @@ def _immutable(what: str) -> FrozenDictMutationError:
     )
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: object) -> Any:
     if not isinstance(value, dict):
         return value
     view = object.__new__(FrozenDict)  # the constructor would copy the outermost dict
@@ -151,8 +151,7 @@ def _frozen(value: Any) -> Any:
     return view
 
 
-def _thawed(value: Any) -> Any:
-    """Replaces nested dicts and FrozenDicts with new plain dicts."""
+def _thawed(value: object) -> Any:
     if isinstance(value, FrozenDict):
         value = value._dict
     if not isinstance(value, dict):
@@ -160,7 +159,7 @@ def _thawed(value: Any) -> Any:
     return {key: _thawed(inner) for key, inner in value.items()}
 
 
-def _lines(value: Any, num_spaces: int) -> str:
+def _lines(value: object, num_spaces: int) -> str:
     if isinstance(value, FrozenDict):
         return value.pretty_repr(num_spaces)
     if not isinstance(value, dict):
@@ -182,7 +181,7 @@ def freeze(xs: Mapping[Any, Any]) -> FrozenDict[Any, Any]:
     return FrozenDict(xs)
 
 
-def unfreeze(x: Any) -> Any:
+def unfreeze(x: object) -> Any:
     """Returns a nested dict with the entries of a FrozenDict or dict; other values unchanged.
 
     >>> unfreeze({"a": freeze({"b": 1})})
@@ -191,14 +190,14 @@ def unfreeze(x: Any) -> Any:
     return _thawed(x)
 
 
-def _check_dict(x: Any, function: str) -> None:
+def _check_dict(x: object, function: str) -> None:
     if not isinstance(x, FrozenDict | dict):
         raise NestedDictError(
             f"{function} was given a {type(x).__name__}; expected a dict or a FrozenDict."
         )
 
 
-def copy(x: Any, add_or_replace: Mapping[Any, Any] = _NOTHING) -> Any:
+def copy(x: object, add_or_replace: Mapping[Any, Any] = _NOTHING) -> Any:
     """Returns a dict or FrozenDict with added or replaced entries; containers in a dict are copied.
 
     Raises:
@@ -213,7 +212,7 @@ def copy(x: Any, add_or_replace: Mapping[Any, Any] = _NOTHING) -> Any:
     return {**jax.tree.map(lambda leaf: leaf, x), **add_or_replace}
 
 
-def pop(x: Any, key: Any) -> tuple[Any, Any]:
+def pop(x: object, key: object) -> tuple[Any, Any]:
     """Returns a dict or FrozenDict without an entry, and that entry's value.
 
     Raises:
@@ -229,7 +228,7 @@ def pop(x: Any, key: Any) -> tuple[Any, Any]:
     return rest, rest.pop(key)
 
 
-def pretty_repr(x: Any, num_spaces: int = 4) -> str:
+def pretty_repr(x: object, num_spaces: int = 4) -> str:
     """Formats a nested dict or FrozenDict with one entry per line; other values by `repr`.
 
     >>> print(pretty_repr({"a": {"b": 1}}))
@@ -246,7 +245,7 @@ def _to_state_dict(frozen: FrozenDict[Any, Any]) -> dict[str, Any]:
     return state_dicts.to_state_dict(frozen.unfreeze())
 
 
-def _from_state_dict(frozen: FrozenDict[Any, Any], state: Any) -> FrozenDict[Any, Any]:
+def _from_state_dict(frozen: FrozenDict[Any, Any], state: object) -> FrozenDict[Any, Any]:
     return FrozenDict(state_dicts.from_state_dict(frozen.unfreeze(), state, name=""))
 
 

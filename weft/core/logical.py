@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft import struct
 from weft.core.axis_rules import Rule, Rules, checked_rules, get_logical_axis_rules
-from weft.core.layout import AnyMesh, axes_of, constrain, get_global_mesh
 from weft.core.meta import Partitioned
+from weft.core.spmd import AnyMesh, axes_of, constrain, get_global_mesh
 from weft.errors import LogicalAxisError, ShardingWarning
 from weft.typing import MeshAxes
 
@@ -28,7 +28,7 @@ AnyRules = Iterable[Sequence[Any]]
 _FREE = PartitionSpec.UNCONSTRAINED
 
 
-class Assigned(NamedTuple):
+class AxisAssignment(NamedTuple):
     """Result of the rules for one axis.
 
     Attributes:
@@ -43,19 +43,21 @@ class Assigned(NamedTuple):
     passed: tuple[int, ...] = ()
 
     @property
-    def is_lost(self) -> bool:
+    def is_unassigned(self) -> bool:
         """True if the axis had rules, but all were skipped."""
         return self.rule is None and bool(self.passed)
 
 
-def assign(names: Iterable[Any], rules: Rules) -> list[Assigned]:
+def assign(names: Iterable[Any], rules: Rules) -> list[AxisAssignment]:
     """Applies rules to the names of one array's axes.
 
     Args:
         names: for each axis a logical name, None, `PartitionSpec.UNCONSTRAINED`, or a tuple of mesh
             axes, which are used unchanged.
     """
-    axes = [Assigned(name, None if isinstance(name, str) else name) for name in _checked(names)]
+    axes = [
+        AxisAssignment(name, None if isinstance(name, str) else name) for name in _checked(names)
+    ]
     where = {axis.name: i for i, axis in enumerate(axes) if isinstance(axis.name, str)}
     taken = {mesh_axis for axis in axes for mesh_axis in axes_of(axis.entry)}
     for index, (name, mesh_axes) in enumerate(rules):
@@ -71,7 +73,7 @@ def assign(names: Iterable[Any], rules: Rules) -> list[Assigned]:
     return axes
 
 
-def _checked(names: Any) -> list[Any]:
+def _checked(names: object) -> list[Any]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise LogicalAxisError(
             f"{names!r} was given for the names of an array's axes; expected one entry for each "
@@ -96,7 +98,7 @@ def _checked(names: Any) -> list[Any]:
     return names
 
 
-def say_lost(axis: Assigned, axes: Sequence[Assigned], rules: Rules) -> str:
+def conflict_message(axis: AxisAssignment, axes: Sequence[AxisAssignment], rules: Rules) -> str:
     """Returns a message about an axis whose rules were all skipped."""
     rule: Rule = rules[axis.passed[0]]
     holders = [
@@ -148,20 +150,21 @@ def names_to_mesh_axes(names: Iterable[Any], rules: AnyRules | None = None) -> P
     rules = _rules_or_context(rules)
     if not rules:
         return PartitionSpec(*(tuple(n) if isinstance(n, list) else n for n in names))
-    axes = [axis.entry for axis in assign(told_apart(names, rules), rules)]
+    axes = [axis.entry for axis in assign(mark_mesh_axes(names, rules), rules)]
     return PartitionSpec(*(a[0] if isinstance(a, tuple) and len(a) == 1 else a for a in axes))
 
 
-def told_apart(names: Iterable[Any], rules: Rules) -> list[Any]:
+def mark_mesh_axes(names: Iterable[Any], rules: Rules) -> list[Any]:
     """Converts names of `names_to_mesh_axes` for `assign`, with mesh axes in tuples.
 
     Example:
-        >>> told_apart(("embed", "model", ("data", "fsdp")), [("embed", "model"), ("fsdp", None)])
+        >>> rules = [("embed", "model"), ("fsdp", None)]
+        >>> mark_mesh_axes(("embed", "model", ("data", "fsdp")), rules)
         ['embed', ('model',), ('data',)]
     """
     meant = dict(reversed(rules))
 
-    def entry(name: Any) -> Any:
+    def entry(name: object) -> Any:
         if isinstance(name, str):
             return name if name in meant else (name,)
         if not isinstance(name, tuple | list):
@@ -177,7 +180,7 @@ def _are_names(x: Any) -> bool:
     return isinstance(x, PartitionSpec) or is_row
 
 
-def logical_to_mesh(tree: Any, rules: AnyRules | None = None) -> Any:
+def logical_to_mesh(tree: object, rules: AnyRules | None = None) -> Any:
     """Returns the layouts of a tree of arrays whose axes have logical names.
 
     `tree` contains `PartitionSpec`s or tuples with logical names, as returned by
@@ -200,7 +203,7 @@ def logical_to_mesh(tree: Any, rules: AnyRules | None = None) -> Any:
     return jax.tree.map(convert, tree, is_leaf=_are_names)
 
 
-def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: AnyRules | None = None) -> Any:
+def logical_to_mesh_sharding(tree: object, mesh: Mesh, rules: AnyRules | None = None) -> Any:
     """Returns the layouts of `logical_to_mesh` as `NamedSharding`s over a mesh.
 
     Example:
@@ -224,8 +227,8 @@ class RulesFallback(enum.Enum):
 
 
 def with_logical_constraint(
-    x: Any,
-    logical_axis_resources: Any,
+    x: object,
+    logical_axis_resources: object,
     rules: AnyRules | None = None,
     mesh: AnyMesh | None = None,
     fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
@@ -255,10 +258,10 @@ def with_logical_constraint(
     if not found or logical_axis_resources is None:
         return x
 
-    def apply(names: Any, part: Any) -> Any:
+    def apply(names: object, part: object) -> Any:
         return part if names is None else _constrain(part, names, found, mesh, fallback)
 
-    def is_leaf(names: Any) -> bool:
+    def is_leaf(names: object) -> bool:
         nameless = type(names) is tuple and all(n is None or n is _FREE for n in names)
         return names is None or nameless or _are_names(names)
 
@@ -271,7 +274,7 @@ def _constrain(
     axes = assign(names, rules)
     nothing = [axis.name for axis in axes if isinstance(axis.name, str) and axis.rule is None]
     if nothing and fallback is RulesFallback.RAISE_ERROR:
-        lost = [say_lost(axis, axes, rules) for axis in axes if axis.is_lost]
+        lost = [conflict_message(axis, axes, rules) for axis in axes if axis.is_unassigned]
         raise LogicalAxisError(
             f"no rule gave a mesh axis to {', '.join(map(repr, nothing))} in {tuple(names)}; add "
             f"a rule, as ({nothing[0]!r}, None) for an axis that is not split."
@@ -282,8 +285,8 @@ def _constrain(
     if mesh is None and get_global_mesh() is None:
         return x
     for axis in axes:
-        if axis.is_lost:
-            warnings.warn(say_lost(axis, axes, rules), ShardingWarning, stacklevel=2)
+        if axis.is_unassigned:
+            warnings.warn(conflict_message(axis, axes, rules), ShardingWarning, stacklevel=2)
     return constrain(x, PartitionSpec(*(axis.entry for axis in axes)), mesh)
 
 
@@ -347,9 +350,6 @@ def with_logical_partitioning(
 ) -> Callable[..., LogicallyPartitioned]:
     """Wraps an initializer to return a `LogicallyPartitioned`.
 
-    Args:
-        fn: the initializer, or any function that returns a value.
-
     Example:
         >>> init = with_logical_partitioning(jax.nn.initializers.ones, ("embed", "heads"))
         >>> init(jax.random.key(0), (4, 8)).names
@@ -357,7 +357,7 @@ def with_logical_partitioning(
     """
 
     @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> LogicallyPartitioned:
+    def wrapper(*args: object, **kwargs: object) -> LogicallyPartitioned:
         value = fn(*args, **kwargs)
         return LogicallyPartitioned(value, names, mesh, rules)  # pyright: ignore[reportArgumentType]
 

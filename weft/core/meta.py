@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft import struct
-from weft.core.layout import AnyMesh, constrain, get_global_mesh, global_mesh_defined
+from weft.core.spmd import AnyMesh, constrain, get_global_mesh, global_mesh_defined
 from weft.errors import AxisMetadataError, PartitioningUnspecifiedError, PartitionNameError
 from weft.typing import MeshAxes
 
@@ -70,14 +70,9 @@ class AxisMetadata(abc.ABC):
 
     @abc.abstractmethod
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
-        """Returns this box for a value that has lost an axis.
+        """Returns this box for a value that has lost the axis `index`; inverse of `add_axis`."""
 
-        Args:
-            index: position of the axis in the old value; -1 is the last axis.
-            params: `metadata_params` of the transformation.
-        """
-
-    def replace_boxed(self, val: Any) -> Self:
+    def replace_boxed(self, val: object) -> Self:
         """Returns the same metadata around another value.
 
         Classes that are not a pytree node with one child must override this.
@@ -91,7 +86,7 @@ class AxisMetadata(abc.ABC):
         return jax.tree.unflatten(structure, [val])
 
 
-def is_axis_metadata(val: Any) -> bool:
+def is_axis_metadata(val: object) -> bool:
     """Returns whether a value is a box.
 
     Example:
@@ -102,7 +97,6 @@ def is_axis_metadata(val: Any) -> bool:
 
 
 def _open(box: AxisMetadata) -> tuple[list[Any], Any]:
-    """Returns the children of a box, and its structure."""
     return jax.tree.flatten(box, is_leaf=lambda x: x is not box)
 
 
@@ -112,7 +106,7 @@ def _content(box: AxisMetadata) -> Any:
     return children[0] if len(children) == 1 and children[0] is not box else box.unbox()
 
 
-def map_axis_meta(fn: Callable[[AxisMetadata], Any], tree: Any) -> Any:
+def map_axis_meta(fn: Callable[[AxisMetadata], Any], tree: object) -> Any:
     """Replaces each outermost box of a tree by a function's result; other leaves are unchanged.
 
     Example:
@@ -124,7 +118,7 @@ def map_axis_meta(fn: Callable[[AxisMetadata], Any], tree: Any) -> Any:
     )
 
 
-def unbox(tree: Any) -> Any:
+def unbox(tree: object) -> Any:
     """Returns the values of a tree without any boxes.
 
     Example:
@@ -163,7 +157,7 @@ def replace_boxed(tree: Any, updates: Any) -> Any:
     return jax.tree.map(replace, tree, updates, is_leaf=is_axis_metadata)
 
 
-def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
+def add_axis(tree: object, index: int, params: Mapping[Any, Any]) -> Any:
     """Notifies every box of a tree, including nested ones, that its value has gained an axis.
 
     Args:
@@ -181,12 +175,11 @@ def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
     return _call_hooks(lambda box: box.add_axis(index, params), tree)
 
 
-def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
+def remove_axis(tree: object, index: int, params: Mapping[Any, Any]) -> Any:
     """Notifies every box of a tree, including nested ones, that its value has lost an axis.
 
     Args:
         index: position of the axis in the old values; -1 is the last axis.
-        params: as given to `add_axis`.
 
     Raises:
         PartitionNameError: if the axis has another name than in `params`.
@@ -201,31 +194,28 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
 
 
 def _inner(box: AxisMetadata) -> list[Any]:
-    """Returns the outermost boxes in a box."""
-
-    def is_inner(x: Any) -> bool:
+    def is_inner(x: object) -> bool:
         return is_axis_metadata(x) and x is not box
 
     return list(filter(is_inner, jax.tree.leaves(box, is_leaf=is_inner)))
 
 
 def _replace_inner(box: AxisMetadata, inner: list[Any]) -> Any:
-    """Returns a box with its outermost inner boxes replaced."""
     rest = iter(inner)
 
-    def is_inner(x: Any) -> bool:
+    def is_inner(x: object) -> bool:
         return is_axis_metadata(x) and x is not box
 
     return jax.tree.map(lambda x: next(rest) if is_inner(x) else x, box, is_leaf=is_inner)
 
 
-def _is_unchanged(before: Any, after: Any) -> bool:
+def _is_unchanged(before: object, after: object) -> bool:
     leaves, structure = jax.tree.flatten(before)
     leaves_after, structure_after = jax.tree.flatten(after)
     return structure == structure_after and all(map(operator.is_, leaves, leaves_after))
 
 
-def _call_hooks(change: Callable[[Any], AxisMetadata], tree: Any) -> Any:
+def _call_hooks(change: Callable[[Any], AxisMetadata], tree: object) -> Any:
     def call(box: AxisMetadata) -> Any:
         return call_inner(box, change(box))
 
@@ -306,7 +296,7 @@ class Partitioned(struct.PyTreeNode, AxisMetadata):
             return self.value
         return constrain(self.value, self.get_partition_spec(), self.mesh)
 
-    def replace_boxed(self, val: Any) -> Self:
+    def replace_boxed(self, val: object) -> Self:
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
@@ -387,7 +377,7 @@ def with_partitioning(
     """
 
     @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Partitioned:
+    def wrapper(*args: object, **kwargs: object) -> Partitioned:
         value = fn(*args, **kwargs)
         if callable(value):
             value = fn()(*args, **kwargs)
@@ -396,7 +386,7 @@ def with_partitioning(
     return wrapper
 
 
-def _map_layouts(fn: Callable[[Any], Any], plain: Any, tree: Any) -> Any:
+def _map_layouts(fn: Callable[[Any], Any], plain: object, tree: object) -> Any:
     def layout(x: Any) -> Any:
         if is_axis_metadata(x):
             has_layout = hasattr(x, "get_partition_spec")
@@ -407,12 +397,11 @@ def _map_layouts(fn: Callable[[Any], Any], plain: Any, tree: Any) -> Any:
     return jax.tree.map(layout, tree, is_leaf=is_axis_metadata)
 
 
-def get_partition_spec(tree: Any) -> Any:
+def get_partition_spec(tree: object) -> Any:
     """Returns the layout of each value of a tree, in place of its outermost box.
 
-    Returns:
-        The tree with a `PartitionSpec` for each array, from a `Partitioned` among its boxes or
-        empty; None for other leaves.
+    An array has the `PartitionSpec` of a `Partitioned` among its boxes, or an empty one; other
+    leaves have None.
 
     Example:
         >>> get_partition_spec({"w": Partitioned(jax.numpy.ones(2), ("data",)), "b": 3})
@@ -421,7 +410,7 @@ def get_partition_spec(tree: Any) -> Any:
     return _map_layouts(lambda box: box.get_partition_spec(), PartitionSpec(), tree)
 
 
-def get_sharding(tree: Any, mesh: Mesh) -> Any:
+def get_sharding(tree: object, mesh: Mesh) -> Any:
     """Returns the layouts of `get_partition_spec` as `NamedSharding`s over a mesh.
 
     Example:

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.core
@@ -35,6 +35,10 @@ from weft.errors import InvalidRngError
 
 Path = tuple[str, ...]
 Key = tuple[Path, str]
+K = TypeVar("K")
+
+RngKeys = jax.Array | Mapping[str, jax.Array] | None
+"""A key for the stream `params`, or keys by stream name."""
 
 
 class Loop:
@@ -45,7 +49,7 @@ class Loop:
 
 
 @dataclasses.dataclass(frozen=True)
-class Later:
+class LoopKeyNumber:
     """Number of a key drawn in a loop.
 
     Attributes:
@@ -72,7 +76,7 @@ class Later:
         return f"{self.counted}+"
 
 
-Token = str | int | Later
+SuffixPart = str | int | LoopKeyNumber
 
 
 @functools.lru_cache(maxsize=4096)
@@ -84,8 +88,8 @@ def _digest(suffix: tuple[str | int, ...]) -> int:
     return int.from_bytes(hashlib.sha1(data, usedforsecurity=False).digest()[:4])
 
 
-def _known_digest(suffix: tuple[Token, ...]) -> np.uint32:
-    known = (token.number() if isinstance(token, Later) else token for token in suffix)
+def _suffix_digest(suffix: tuple[SuffixPart, ...]) -> np.uint32:
+    known = (token.number() if isinstance(token, LoopKeyNumber) else token for token in suffix)
     return np.uint32(_digest(tuple(known)))
 
 
@@ -94,9 +98,9 @@ def _digest_p() -> Any:
     from jax.extend.core import Primitive  # as in `weft.core.tracing`
 
     made = Primitive("digest")
-    made.def_impl(lambda *, suffix: jnp.asarray(_known_digest(suffix)))
+    made.def_impl(lambda *, suffix: jnp.asarray(_suffix_digest(suffix)))
     made.def_abstract_eval(lambda *, suffix: jax.core.ShapedArray((), np.dtype("uint32")))
-    mlir.register_lowering(made, lambda ctx, *, suffix: [mlir.ir_constant(_known_digest(suffix))])
+    mlir.register_lowering(made, lambda ctx, *, suffix: [mlir.ir_constant(_suffix_digest(suffix))])
     return made
 
 
@@ -104,9 +108,9 @@ class Stream(struct.PyTreeNode):
     """PRNG stream as seen by one scope; `suffix` has the names from the root to the scope."""
 
     key: Any
-    suffix: tuple[Token, ...] = struct.field(pytree_node=False, default=())
+    suffix: tuple[SuffixPart, ...] = struct.field(pytree_node=False, default=())
 
-    def at(self, *suffix: Token) -> "Stream":
+    def at(self, *suffix: SuffixPart) -> "Stream":
         """Returns the stream of a scope further down."""
         return Stream(self.key, (*self.suffix, *suffix))
 
@@ -114,9 +118,9 @@ class Stream(struct.PyTreeNode):
         """Returns the stream's key."""
         if not self.suffix:
             return self.key
-        if any(isinstance(token, Later) for token in self.suffix):
+        if any(isinstance(token, LoopKeyNumber) for token in self.suffix):
             return jax.random.fold_in(self.key, _digest_p().bind(suffix=self.suffix))
-        return jax.random.fold_in(self.key, jnp.uint32(_known_digest(self.suffix)))
+        return jax.random.fold_in(self.key, jnp.uint32(_suffix_digest(self.suffix)))
 
 
 def is_key(x: Any) -> bool:
@@ -146,14 +150,15 @@ class FrozenCounts:
     Attributes:
         loops: the surrounding loops, each with the path from its scope to this one.
         begins: whether a loop begins here.
-        making: number of keys, on top of the table, drawn by the run that created a loop's state.
+        creation_draws: number of keys, on top of the table, drawn by the run that created a loop's
+        state.
         draws: number of keys that the loop skips, if known, or skipped if it has ended.
     """
 
     table: frozenset[tuple[Key, int]] = frozenset()
     loops: tuple[tuple[Loop, Path], ...] = ()
     begins: bool = False
-    making: frozenset[tuple[Key, int]] = frozenset()
+    creation_draws: frozenset[tuple[Key, int]] = frozenset()
     draws: frozenset[tuple[Key, int]] | None = None
 
 
@@ -161,20 +166,22 @@ class Counts:
     """Numbers of keys drawn by all scopes below one root, without keys that loops skip."""
 
     def __init__(self, frozen: FrozenCounts | None = None):
-        self._begun = frozen = frozen or FrozenCounts()
+        self._initial = frozen = frozen or FrozenCounts()
         self._table = dict(frozen.table)
         self._loops = frozen.loops
-        if frozen.begins or frozen.making:
+        if frozen.begins or frozen.creation_draws:
             loop = Loop(None if frozen.draws is None else dict(frozen.draws))
             self._loops = (*frozen.loops, (loop, ()))
 
-    def draw(self, key: Key) -> int | Later:
+    def draw(self, key: Key) -> int | LoopKeyNumber:
         """Counts one more key and returns its number, from 1."""
         self._table[key] = n = self._table.get(key, 0) + 1
         if not self._loops:
             return n
         path, stream = key
-        return Later(n, tuple((loop, ((*base, *path), stream)) for loop, base in self._loops))
+        return LoopKeyNumber(
+            n, tuple((loop, ((*base, *path), stream)) for loop, base in self._loops)
+        )
 
     def freeze(self) -> FrozenCounts:
         return FrozenCounts(frozenset(self._table.items()), self._loops)
@@ -191,23 +198,23 @@ class Counts:
         """Updates the counts with the draws of a transformation; inverts `below`."""
         self._table.update({((*path, *p), stream): count for (p, stream), count in after.table})
 
-    def end(self, made: "Made | None" = None) -> FrozenCounts:
+    def end(self, made: "CreatedScopes | None" = None) -> FrozenCounts:
         """Returns the counts after the transformation, which ends a loop that began here.
 
         `made` are the scopes in which the body has created state that the loop carries or shares,
         in a run before the loop. The loop then continues the counts of that run.
         """
-        if not (self._begun.begins or self._begun.making):
+        if not (self._initial.begins or self._initial.creation_draws):
             return self.freeze()
-        before = dict(self._begun.table)
+        before = dict(self._initial.table)
         drawn = {key: n for key, count in self._table.items() if (n := count - before.get(key, 0))}
-        if self._begun.making:
+        if self._initial.creation_draws:
             # The run that created the state has drawn additional keys.
-            skipped = {key: m for key, m in self._begun.making if drawn.get(key, 0) < m}
-            making = frozenset()
+            skipped = {key: m for key, m in self._initial.creation_draws if drawn.get(key, 0) < m}
+            creation_draws = frozenset()
         else:
             skipped = drawn if made is None else made.skipped(drawn)
-            making = frozenset() if made is None else frozenset(skipped.items())
+            creation_draws = frozenset() if made is None else frozenset(skipped.items())
         self._loops[-1][0].draws = skipped
         # The run that creates the state precedes the loop and skips the keys that it draws.
         more = skipped if made is None else {}
@@ -216,10 +223,10 @@ class Counts:
             for key in {**before, **drawn, **more}
         )
         draws = frozenset(skipped.items())
-        return FrozenCounts(table, self._begun.loops, making=making, draws=draws)
+        return FrozenCounts(table, self._initial.loops, creation_draws=creation_draws, draws=draws)
 
 
-class Made(NamedTuple):
+class CreatedScopes(NamedTuple):
     """Scopes in which a scan's body has created carried or shared state, as paths."""
 
     carried: frozenset[Path]
@@ -237,21 +244,28 @@ class Made(NamedTuple):
         return {key: n for key, n in draws.items() if key[0] in carried or key[0] not in shared}
 
 
-def for_loop(before: FrozenCounts, after: FrozenCounts | None = None) -> FrozenCounts:
+def counts_for_loop(before: FrozenCounts, after: FrozenCounts | None = None) -> FrozenCounts:
     """Returns a loop body's initial counts from those before and, if known, after the loop."""
     return dataclasses.replace(before, begins=True, draws=after and after.draws)
 
 
-def after_making(before: FrozenCounts, made: FrozenCounts) -> FrozenCounts:
+def counts_after_creation(before: FrozenCounts, made: FrozenCounts) -> FrozenCounts:
     """Returns the initial counts of a loop without a run before, after `made` created its state."""
     known = dict(before.table)
-    making = frozenset((key, n - known.get(key, 0)) for key, n in made.table)
-    return dataclasses.replace(before, making=making)
+    creation_draws = frozenset((key, n - known.get(key, 0)) for key, n in made.table)
+    return dataclasses.replace(before, creation_draws=creation_draws)
 
 
-def larger(a: FrozenCounts, b: FrozenCounts) -> FrozenCounts:
-    """Returns the larger count of two branches for each scope."""
-    table = dict(a.table)
-    for key, count in b.table:
-        table[key] = max(count, table.get(key, 0))
-    return dataclasses.replace(a, table=frozenset(table.items()))
+def max_counts(a: FrozenCounts, b: FrozenCounts) -> FrozenCounts:
+    """Returns the counts after one of two branches has run."""
+    return dataclasses.replace(a, table=max_by_key(a.table, b.table))
+
+
+def max_by_key(
+    a: frozenset[tuple[K, int]], b: frozenset[tuple[K, int]]
+) -> frozenset[tuple[K, int]]:
+    """Returns the larger number for each key of two tables."""
+    table = dict(a)
+    for key, n in b:
+        table[key] = max(n, table.get(key, 0))
+    return frozenset(table.items())

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 
 from weft.core.axis_rules import Rule, Rules, checked_rules
-from weft.core.layout import AnyMesh, axes_of, get_global_mesh
-from weft.core.logical import Assigned, LogicallyPartitioned, assign, say_lost
+from weft.core.logical import AxisAssignment, LogicallyPartitioned, assign, conflict_message
 from weft.core.meta import Partitioned, is_axis_metadata
+from weft.core.spmd import AnyMesh, axes_of, get_global_mesh
 
 
 class FindingKind(enum.Enum):
@@ -46,7 +46,7 @@ class Finding:
 
 
 def check_rules(
-    rules: Iterable[Sequence[Any]], tree: Any, mesh: AnyMesh | None = None
+    rules: Iterable[Sequence[Any]], tree: object, mesh: AnyMesh | None = None
 ) -> list[Finding]:
     """Lists probable mistakes in rules for logical axes.
 
@@ -87,8 +87,7 @@ def check_rules(
     return findings + [_unused(rules[i], i in passed, names) for i in unused]
 
 
-def _partitioned(tree: Any) -> Iterator[tuple[str, Partitioned]]:
-    """Yields the boxes with layouts, at any nesting, with the variable's path."""
+def _partitioned(tree: object) -> Iterator[tuple[str, Partitioned]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_axis_metadata):
         where = jax.tree_util.keystr(path, simple=True, separator="/")
         if isinstance(leaf, Partitioned):
@@ -97,14 +96,14 @@ def _partitioned(tree: Any) -> Iterator[tuple[str, Partitioned]]:
             yield from ((where, box) for _, box in _partitioned(leaf.unbox()))
 
 
-def _assigned(box: Partitioned, is_logical: bool, rules: Rules) -> list[Assigned]:
-    return assign(box.names, rules) if is_logical else [Assigned(n, n) for n in box.names]
+def _assigned(box: Partitioned, is_logical: bool, rules: Rules) -> list[AxisAssignment]:
+    return assign(box.names, rules) if is_logical else [AxisAssignment(n, n) for n in box.names]
 
 
-def _about_names(axes: list[Assigned], rules: Rules) -> Iterator[tuple[FindingKind, str]]:
+def _about_names(axes: list[AxisAssignment], rules: Rules) -> Iterator[tuple[FindingKind, str]]:
     for axis in axes:
-        if axis.is_lost:
-            yield FindingKind.FIGHTING_RULES, say_lost(axis, axes, rules)
+        if axis.is_unassigned:
+            yield FindingKind.FIGHTING_RULES, conflict_message(axis, axes, rules)
         elif axis.rule is None and axis.entry is None and axis.name is not None:
             yield (
                 FindingKind.MISSING_RULE,
@@ -114,7 +113,7 @@ def _about_names(axes: list[Assigned], rules: Rules) -> Iterator[tuple[FindingKi
 
 
 def _about_sizes(
-    axes: list[Assigned], box: Partitioned, mesh: AnyMesh | None
+    axes: list[AxisAssignment], box: Partitioned, mesh: AnyMesh | None
 ) -> Iterator[tuple[FindingKind, str]]:
     if mesh is None:
         return

@@ -11,13 +11,13 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.core
 
 from weft.core import meta
-from weft.core.filters import (
+from weft.core.filters import (  # fmt: skip
     DenyList,
     Filter,
     canonical,
@@ -28,15 +28,19 @@ from weft.core.filters import (
     is_filter_empty,
     subtract_filters,
     union_filters,
-)  # fmt: skip
+)
 from weft.core.frozen_dict import FrozenDict
-from weft.core.known import known_part
-from weft.core.raw_transformations import lifted_names, running_transformation
-from weft.core.rngs import Counts, Path, Stream, check_keys
+from weft.core.partial_eval import partial_eval
+from weft.core.rngs import Counts, Path, RngKeys, Stream, check_keys
 from weft.core.tracebacks import entry_point
-from weft.core.tracing import at_trace, current_trace, is_tracing, with_room_in_trace
-from weft.core.trunk import Trunk, VariableDict, copied
-from weft.core.variable import MISSING, Variable, check_shape
+from weft.core.tracing import (
+    at_trace,
+    current_trace,
+    is_tracing,
+    lifted_names,
+    running_transformation,
+)
+from weft.core.variable_store import VariableDict, VariableStore, copy_dicts
 from weft.errors import (
     ApplyScopeInvalidVariablesStructureError,
     ApplyScopeInvalidVariablesTypeError,
@@ -49,14 +53,98 @@ from weft.errors import (
     ScopeFlagNotFoundError,
     ScopeNameError,
     ScopeParamNotFoundError,
+    ScopeParamShapeError,
     ScopeVariableNotFoundError,
 )
+from weft.lifting.trace_cache import with_large_frame
 
 __all__ = [
-    "Scope", "Variable", "apply", "bind", "init", "lazy_init",
-    "DenyList", "filter_to_set", "group_collections", "in_filter",
-    "intersect_filters", "is_filter_empty", "subtract_filters", "union_filters",
-]  # fmt: skip
+    "DenyList",
+    "Scope",
+    "Variable",
+    "apply",
+    "bind",
+    "filter_to_set",
+    "group_collections",
+    "in_filter",
+    "init",
+    "intersect_filters",
+    "is_filter_empty",
+    "lazy_init",
+    "subtract_filters",
+    "union_filters",
+]
+
+
+V = TypeVar("V")
+MISSING: Any = object()
+
+
+class Variable(Generic[V]):
+    """Reference to a variable of a scope.
+
+    Attributes:
+        unbox: whether `value` is without axis metadata.
+    """
+
+    def __init__(self, scope: "Scope", collection: str, name: str, unbox: bool = True):
+        self.scope = scope
+        self.collection = collection
+        self.name = name
+        self.unbox = unbox
+
+    @property
+    def value(self) -> V:
+        """The value; assignments keep existing axis metadata."""
+        value = self.scope.get_variable(self.collection, self.name)
+        return meta.unbox(value) if self.unbox else value
+
+    @value.setter
+    def value(self, value: V) -> None:
+        if self.unbox:
+            before = self.scope.get_variable(self.collection, self.name)
+            # Without boxes, the new value may have another structure.
+            is_box = meta.is_axis_metadata
+            if any(map(is_box, jax.tree.leaves(before, is_leaf=is_box))):
+                value = meta.replace_boxed(before, value)
+        self.scope.put_variable(self.collection, self.name, value)
+
+    def is_mutable(self) -> bool:
+        return self.scope.is_mutable_collection(self.collection)
+
+    def __repr__(self) -> str:
+        where = f"{self.collection}:{self.scope.path_text.rstrip('/')}/{self.name}"
+        value = (
+            "ended" if self.scope.invalid else self.scope.get_variable(self.collection, self.name)
+        )
+        return f"Variable({where} = {value!r})"
+
+
+def check_shape(
+    scope: "Scope",
+    name: str,
+    value: object,
+    init_fn: Callable[..., Any],
+    init_args: tuple[Any, ...],
+    init_kwargs: dict[str, Any],
+) -> None:
+    """Raises ScopeParamShapeError if a parameter's shape differs from its initializer's."""
+    # Initializers return the shape that they are given; evaluating one costs half a millisecond.
+    if init_args and getattr(meta.unbox(value), "shape", None) == _as_shape(init_args[0]):
+        return
+    expected = jax.eval_shape(
+        lambda key: init_fn(key, *init_args, **init_kwargs), jax.random.key(0)
+    )
+    for found, wanted in zip(jax.tree.leaves(value), jax.tree.leaves(expected), strict=False):
+        if jax.numpy.shape(found) != wanted.shape:
+            found = jax.numpy.shape(found)
+            raise ScopeParamShapeError(name, scope.path_text, found, wanted.shape)
+
+
+def _as_shape(x: Any) -> tuple[int, ...] | None:
+    is_shape = isinstance(x, tuple | list) and {int}.issuperset(map(type, x))
+    return tuple(x) if is_shape else None
+
 
 T = TypeVar("T")
 
@@ -68,7 +156,7 @@ class Scope:
     """Node in the tree of scopes.
 
     Args:
-        variables: the collections below this scope. The dicts of mutable collections are copied;
+        variables: the collections below this scope. The dicts of mutable collections are cloned;
             the others are never changed.
         rngs: keys by stream name; by default those of the parent.
         mutable: collections that can be changed.
@@ -76,6 +164,10 @@ class Scope:
         path: for a root inside of a transformation, its path in the outermost tree.
         debug_path: `path` with the names of transformations, for messages.
         flags: values available to this scope and those below; by default those of the parent.
+
+    Attributes:
+        left_counts: numbers by key that a lifted function leaves for its caller's scope; of
+            branches, the largest of each.
 
     Example:
         >>> scope = Scope({"params": {"dense": {"bias": 1.0}}})
@@ -99,14 +191,15 @@ class Scope:
         self.parent = parent
         self._reserved: dict[str | None, set[str]] = {}  # names by collection; None: scopes
         self._ended = False
+        self.left_counts: frozenset[tuple[tuple[int, str], int]] = frozenset()
         if parent is None:
             self._above, self._debug_above = path, debug_path or path
-            self._trunk = Trunk(variables, mutable, self._debug_above)
+            self._store = VariableStore(variables, mutable, self._debug_above)
             self._below: Path = ()
             self._counts = Counts()
         else:
             self._above, self._debug_above = parent._above, parent._debug_above
-            self._trunk = parent._trunk
+            self._store = parent._store
             self._below = (*parent._below, name or "")
             self._counts = parent._counts
         self.flags: FrozenDict[str, Any] = (
@@ -228,7 +321,7 @@ class Scope:
         name: str | None = None,
         prefix: str | None = None,
         named_call: bool = True,
-        **partial_kwargs: Any,
+        **partial_kwargs: object,
     ) -> Callable[..., Any]:
         """Binds a function of scopes to a child of this scope.
 
@@ -247,7 +340,7 @@ class Scope:
             scope = self.push(name)
 
         @functools.wraps(fn)
-        def bound(*args: Any, **kwargs: Any) -> Any:
+        def bound(*args: object, **kwargs: object) -> Any:
             with jax.named_scope(scope.name or "") if named_call else contextlib.nullcontext():
                 return fn(scope.rewound(), *args, **{**partial_kwargs, **kwargs})
 
@@ -271,26 +364,26 @@ class Scope:
 
     def has_collection(self, col: str) -> bool:
         """Returns whether a collection was given or has variables in any scope."""
-        return col in self._trunk.collections or col in self._trunk.given
+        return col in self._store.collections or col in self._store.given
 
     def is_collection_empty(self, col: str) -> bool:
         """Returns whether a collection has no variables in any scope."""
-        return not self._trunk.collections.get(col)
+        return not self._store.collections.get(col)
 
     def variables(self) -> dict[str, Any]:
         """Returns the collections of this scope."""
         self._check_valid()
-        found = {col: self._collection(col) for col in self._trunk.collections}
+        found = {col: self._collection(col) for col in self._store.collections}
         return {col: dict(x) for col, x in found.items() if x or self.parent is None}
 
     def mutable_variables(self) -> dict[str, Any]:
         """Returns the mutable collections, as new dicts."""
         found = self.variables().items()
-        return {col: copied(entries) for col, entries in found if in_filter(self.mutable, col)}
+        return {col: copy_dicts(entries) for col, entries in found if in_filter(self.mutable, col)}
 
     def _collection(self, col: str) -> Mapping[str, Any]:
         self._check_valid()
-        return self._trunk.entries(col, self._below)
+        return self._store.entries(col, self._below)
 
     # Variables.
 
@@ -298,12 +391,14 @@ class Scope:
         """Returns whether a variable exists."""
         return name in self._collection(col)
 
-    def get_variable(self, col: str, name: str, default: Any = None, *, unbox: bool = False) -> Any:
+    def get_variable(
+        self, col: str, name: str, default: object = None, *, unbox: bool = False
+    ) -> Any:
         """Returns a variable's value, or `default`; with `unbox`, without its axis metadata."""
         value = self._collection(col).get(name, default)
         return meta.unbox(value) if unbox else value
 
-    def put_variable(self, col: str, name: str, value: Any) -> None:
+    def put_variable(self, col: str, name: str, value: object) -> None:
         """Sets a new or existing variable to a pytree.
 
         Raises:
@@ -315,16 +410,16 @@ class Scope:
         if not self.is_mutable_collection(col):
             hint = self._hint(col, f"call apply(..., mutable=[{col!r}]), and let {{}} change it.")
             raise ModifyScopeVariableError(col, name, self.path_text, hint)
-        self._trunk.put(col, self._below, name, value)
+        self._store.put(col, self._below, name, value)
 
     def variable(
         self,
         col: str,
         name: str,
         init_fn: Callable[..., T] | None = None,
-        *init_args: Any,
+        *init_args: object,
         unbox: bool = True,
-        **init_kwargs: Any,
+        **init_kwargs: object,
     ) -> Variable[T]:
         """Returns a reference to a variable, created if it does not exist; see `param` for errors.
 
@@ -345,9 +440,9 @@ class Scope:
         self,
         name: str,
         init_fn: Callable[..., T],
-        *init_args: Any,
+        *init_args: object,
         unbox: bool = True,
-        **init_kwargs: Any,
+        **init_kwargs: object,
     ) -> T:
         """Returns a parameter's value, created if it does not exist.
 
@@ -363,7 +458,7 @@ class Scope:
             ScopeParamShapeError: if the parameter does not have the shape of `init_fn`.
         """
         self.reserve(name, "params")
-        value = self._trunk.entries("params", self._below).get(name, MISSING)
+        value = self._store.entries("params", self._below).get(name, MISSING)
         if value is MISSING:
             if not self.is_mutable_collection("params"):
                 if self.is_collection_empty("params"):
@@ -384,8 +479,8 @@ class Scope:
         so that the variable exists once; raises JaxTransformError if it depends on transformed
         values.
         """
-        trace = self._trunk.trace()
-        if self._trunk.trace == current_trace() or trace is None:
+        trace = self._store.trace()
+        if self._store.trace == current_trace() or trace is None:
             value = first_value()
             self.put_variable(col, name, value)
             return value
@@ -399,9 +494,9 @@ class Scope:
                 if not leaks:
                     self.put_variable(col, name, value)
         except jax.errors.UnexpectedTracerError as error:
-            raise self._refused_in_trace(what) from error
+            raise self._trace_error(what) from error
         if leaks:
-            raise self._refused_in_trace(what)
+            raise self._trace_error(what)
         return value
 
     # PRNG streams and flags.
@@ -421,7 +516,7 @@ class Scope:
             raise InvalidRngError(
                 f"the scope {self.path_text!r} needs a key of the PRNG stream {name!r}, and the "
                 f"given streams are: {there}. Give a key: rngs={{{name!r}: key}}"
-                + (", and lift the stream." if self._trunk.lifted_by else ".")
+                + (", and lift the stream." if self._store.lifted_by else ".")
             )
         self._check_valid()
         self._check_trace(
@@ -434,7 +529,7 @@ class Scope:
         """Returns whether a flag was given."""
         return key in self.flags
 
-    def get_flag(self, key: str, default: Any = MISSING) -> Any:
+    def get_flag(self, key: str, default: object = MISSING) -> Any:
         """Returns a flag's value; raises ScopeFlagNotFoundError if there is none and no default."""
         if key not in self.flags and default is MISSING:
             raise ScopeFlagNotFoundError(key, self.path_text, sorted(self.flags))
@@ -445,15 +540,15 @@ class Scope:
             raise InvalidScopeError(self.path_text)
 
     def _check_trace(self, what: str, why: str = "") -> None:
-        if self._trunk.trace != current_trace():
-            raise self._refused_in_trace(what, why)
+        if self._store.trace != current_trace():
+            raise self._trace_error(what, why)
 
-    def _refused_in_trace(self, what: str, why: str = "") -> JaxTransformError:
+    def _trace_error(self, what: str, why: str = "") -> JaxTransformError:
         of_jax = running_transformation()
         return JaxTransformError(what, self.path_text, of_jax, lifted_names(of_jax), why)
 
     def _hint(self, col: str, if_lifted: str = "") -> str:
-        if not (by := self._trunk.lifted_by) or in_filter(self._trunk.lifts, col):
+        if not (by := self._store.lifted_by) or in_filter(self._store.lifts, col):
             return if_lifted.format(by) if by else ""
         return f"{by} does not lift the collection {col!r}: name it among those it lifts."
 
@@ -461,7 +556,7 @@ class Scope:
         return "; there are: " + (", ".join(sorted(self._collection(col))) or "none")
 
 
-def _is_tracer(x: Any) -> bool:
+def _is_tracer(x: object) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
@@ -470,7 +565,7 @@ def _is_tracer(x: Any) -> bool:
 
 def bind(
     variables: VariableDict,
-    rngs: Any = None,
+    rngs: RngKeys = None,
     mutable: Filter = False,
     flags: Mapping[str, Any] | None = None,
 ) -> Scope:
@@ -519,14 +614,17 @@ def apply(
 
     @entry_point
     @functools.wraps(fn)
-    def applied(variables: VariableDict, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
+    def applied(
+        variables: VariableDict, *args: object, rngs: RngKeys = None, **kwargs: object
+    ) -> Any:
         if not isinstance(variables, Mapping):
             raise ApplyScopeInvalidVariablesTypeError(variables)
         params = variables.get("params")
         if isinstance(params, Mapping) and "params" in params:
             raise ApplyScopeInvalidVariablesStructureError(variables)
         with bind(variables, rngs=rngs, mutable=mutable, flags=flags).temporary() as root:
-            result = with_room_in_trace(fn, root, *args, **kwargs)
+            run = functools.partial(with_large_frame, fn) if is_tracing() else fn
+            result = run(root, *args, **kwargs)
             return (result, root.mutable_variables()) if mutable is not False else result
 
     return applied
@@ -549,11 +647,10 @@ def init(
 
     @entry_point
     @functools.wraps(fn)
-    def initialize(rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(rngs, Mapping):
-            rngs = {"params": rngs}
+    def initialize(rngs: RngKeys, *args: object, **kwargs: object) -> Any:
+        keys = rngs if isinstance(rngs, Mapping) else {"params": rngs}
         all_flags = {**(flags or {}), "initializing": True}
-        return apply(fn, mutable=mutable, flags=all_flags)({}, *args, rngs=rngs, **kwargs)
+        return apply(fn, mutable=mutable, flags=all_flags)({}, *args, rngs=keys, **kwargs)
 
     return initialize
 
@@ -576,10 +673,10 @@ def lazy_init(
     """
 
     @functools.wraps(fn)
-    def initialize(rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        def make(rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    def initialize(rngs: RngKeys, *args: object, **kwargs: object) -> Any:
+        def make(rngs: RngKeys, *args: object, **kwargs: object) -> Any:
             return init(fn, mutable, flags)(rngs, *args, **kwargs)[1]
 
-        return known_part(make, rngs, *args, **kwargs)
+        return partial_eval(make, rngs, *args, **kwargs)
 
     return initialize

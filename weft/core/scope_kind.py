@@ -29,16 +29,17 @@ from weft.core.filters import (
 from weft.core.frozen_dict import FrozenDict
 from weft.core.rngs import (
     Counts,
+    CreatedScopes,
     FrozenCounts,
-    Made,
     Path,
     Stream,
-    after_making,
-    for_loop,
-    larger,
+    counts_after_creation,
+    counts_for_loop,
+    max_by_key,
+    max_counts,
 )
 from weft.core.scope import Scope
-from weft.core.trunk import Trunk
+from weft.core.variable_store import VariableStore
 from weft.errors import ForkError, ReturnedScopeError, RoleError
 from weft.lifting import CARRY, Kind, Roles
 
@@ -73,7 +74,7 @@ class _Root:
         carried: collections that a loop carries.
         shared: collections that all iterations or indices share.
         given: existing immutable collections without variables in this scope.
-        settled: whether this function, or one around it, has run before to create its state.
+        has_run: whether this function, or one around it, has run before to create its state.
     """
 
     mutable: Any
@@ -83,57 +84,68 @@ class _Root:
     carried: Any
     shared: Any
     given: frozenset[str]
-    settled: bool = False
+    has_run: bool = False
     path: Path = dataclasses.field(default=(), compare=False)
     debug_path: Path = dataclasses.field(default=(), compare=False)
 
 
-class _Below(NamedTuple):
-    """Scope below a root."""
+@dataclasses.dataclass(frozen=True)
+class _Collected:
+    """Static part of a scope after the function.
 
+    Attributes:
+        counts: numbers of drawn keys; None for a scope below a root.
+        left: the scope's `left_counts`, which do not distinguish results.
+    """
+
+    counts: FrozenCounts | None
+    left: frozenset[tuple[tuple[int, str], int]] = dataclasses.field(compare=False)
+
+
+class _Descendant(NamedTuple):
     root: int
     path: Path
 
 
 @dataclasses.dataclass(frozen=True)
 class ScopeKind(Kind):
-    """Kind of `Scope`; see `weft.lifting.crossing.Kind`.
+    """Kind of `Scope`; see `weft.lifting.kind.Kind`.
 
     Attributes:
         folds: whether PRNG streams restart inside from keys drawn outside, independently of the
             scope's position.
-        foresees: whether a loop counts keys as if its body had run once before.
+        counts_first_run: whether a loop counts keys as if its body had run once before.
         data_transform: maps groups of variables and of streams to those that are merged.
     """
 
     transformation: str
     folds: bool = False
-    foresees: bool = True
+    counts_first_run: bool = True
     data_transform: Callable[[Any, Any], tuple[Any, Any]] | None = None
     carriers_are_leaves: ClassVar[bool] = True
 
-    def wanted(self, roles: Roles) -> tuple[Any, ...]:
+    def group_filters(self, roles: Roles) -> tuple[Any, ...]:
         return tuple((_as_select(where), role) for where, role in roles)
 
-    def changing(self, static: Any, mutable: Any) -> Any:
+    def with_mutable(self, static: Any, mutable: Any) -> Any:
         """Returns the static half of a scope with other mutable collections."""
         return dataclasses.replace(static, mutable=mutable)
 
-    def is_carrier(self, x: Any) -> bool:
+    def is_carrier(self, x: object) -> bool:
         return isinstance(x, Scope)
 
-    def is_to_make(self, scope: Scope, where: Filter) -> bool:
+    def needs_creation(self, scope: Scope, where: Filter) -> bool:
         """Returns whether variables of some collections can be created and no previous run has."""
         made = group_collections(scope.variables(), [where])[0]
-        is_made = scope._trunk.settled and any(made.values())
+        is_made = scope._store.has_run and any(made.values())
         return not is_made and not is_filter_empty(intersect_filters(where, scope.mutable))
 
     def split(self, carriers: Sequence[Scope], filters: Sequence[tuple[Any, ...]]):
-        statics: list[_Root | _Below] = []
+        statics: list[_Root | _Descendant] = []
         groups: list[tuple[Group, ...]] = []
         for i, (scope, wanted) in enumerate(zip(carriers, filters, strict=True)):
             scope._check_valid()
-            below = _below_another(carriers, i)
+            below = _find_ancestor(carriers, i)
             if below is not None:
                 if filters[below.root] != wanted:
                     raise RoleError(
@@ -145,8 +157,8 @@ class ScopeKind(Kind):
                 groups.append(tuple(Group({}, {}, {}) for _ in wanted))
                 continue
             counts = scope._counts.below(scope._below)
-            trunk = scope._trunk
-            found = {col: trunk.entries(col, scope._below) for col in trunk.collections}
+            store = scope._store
+            found = {col: store.entries(col, scope._below) for col in store.collections}
             variables = {col: entries for col, entries in found.items() if entries}
             of_vars = group_collections(variables, [where.variables for where, _ in wanted])
             of_rngs = group_collections(scope.rngs, [where.rngs for where, _ in wanted])
@@ -155,36 +167,36 @@ class ScopeKind(Kind):
                 counts = FrozenCounts(counts.table)
             elif self.folds:
                 folding = Counts(counts)
-                of_rngs = tuple(_folded(streams, folding) for streams in of_rngs)
+                of_rngs = tuple(_fold_streams(streams, folding) for streams in of_rngs)
                 counts = folding.freeze()
             groups.append(tuple(Group(v, r, {}) for v, r in zip(of_vars, of_rngs, strict=True)))
             lifts = _union_of([where.variables for where, _ in wanted])
-            empty = (trunk.collections.keys() | trunk.given) - variables.keys()
+            empty = (store.collections.keys() | store.given) - variables.keys()
             statics.append(
                 _Root(
-                    canonical(_mutable_inside(scope, wanted)),
+                    canonical(_mutable_filter(scope, wanted)),
                     scope.flags,
                     counts,
                     canonical(lifts),
-                    _canonical_of(wanted, CARRY),
-                    _canonical_of(wanted, None),
+                    _collections_with_role(wanted, CARRY),
+                    _collections_with_role(wanted, None),
                     # Missing variables of mutable collections are created inside.
                     frozenset(
                         col
                         for col in empty
                         if in_filter(lifts, col) and not scope.is_mutable_collection(col)
                     ),
-                    settled=trunk.settled,
+                    has_run=store.has_run,
                     path=scope.path,
                     debug_path=scope.debug_path,
                 )
             )
         return list(carriers), tuple(statics), groups
 
-    def merge(self, static: tuple[_Root | _Below, ...], groups: Sequence[tuple[Group, ...]]):
+    def merge(self, static: tuple[_Root | _Descendant, ...], groups: Sequence[tuple[Group, ...]]):
         roots: dict[int, Scope] = {}
         for i, (fields, of_scope) in enumerate(zip(static, groups, strict=True)):
-            if isinstance(fields, _Below):
+            if isinstance(fields, _Descendant):
                 continue
             name = fields.debug_path[-1] if fields.debug_path else ""
             of_vars = tuple(group.variables for group in of_scope)
@@ -200,51 +212,53 @@ class ScopeKind(Kind):
                 debug_path=(*fields.debug_path[:-1], f"{self.transformation}({name})"),
                 flags=fields.flags,
             )
-            scope._trunk.lifted_by = self.transformation
-            scope._trunk.lifts = from_canonical(fields.lifts)
-            scope._trunk.given = fields.given
-            scope._trunk.settled = fields.settled
+            scope._store.lifted_by = self.transformation
+            scope._store.lifts = from_canonical(fields.lifts)
+            scope._store.given = fields.given
+            scope._store.has_run = fields.has_run
             scope._counts = Counts(fields.counts)
 
-        def found(fields: _Below) -> Scope:
+        def found(fields: _Descendant) -> Scope:
             scope = roots[fields.root]
             for name in fields.path:
                 scope = scope.push(name, reuse=True)
             return scope
 
         return None, [
-            found(fields) if isinstance(fields, _Below) else roots[i]
+            found(fields) if isinstance(fields, _Descendant) else roots[i]
             for i, fields in enumerate(static)
         ]
 
     def collect(self, inner, static, carriers, filters, new, new_filters):
         if new:
             raise ReturnedScopeError(self.transformation, new[0].path_text)
-        drawn: list[FrozenCounts | None] = []
+        collected: list[_Collected] = []
         groups = []
         for scope, fields, wanted in zip(carriers, static, filters, strict=True):
-            if isinstance(fields, _Below):
-                drawn.append(None)
+            if isinstance(fields, _Descendant):
+                collected.append(_Collected(None, scope.left_counts))
                 groups.append(tuple(Group({}, {}, {}) for _ in wanted))
                 continue
-            trunk = scope._trunk
-            drawn.append(scope._counts.end(_made_for_loop(trunk, fields)))
+            store = scope._store
+            counts = scope._counts.end(_created_scopes(store, fields))
+            collected.append(_Collected(counts, scope.left_counts))
             where = [select.variables for select, _ in wanted]
-            of_vars = group_collections(trunk.changes(), where)
-            of_made = group_collections(trunk.made, where)
+            of_vars = group_collections(store.changes(), where)
+            of_made = group_collections(store.made, where)
             groups.append(tuple(Group(v, {}, m) for v, m in zip(of_vars, of_made, strict=True)))
             scope.invalidate()
-        return tuple(drawn), groups, []
+        return tuple(collected), groups, []
 
     def commit(self, outer: Sequence[Scope], static, groups, new_groups):
         for scope in outer:
             scope._check_valid()
             scope._check_trace(f"what {self.transformation} has changed is written")
-        for scope, drawn, of_scope in zip(outer, static, groups, strict=True):
-            if drawn is None:
+        for scope, after, of_scope in zip(outer, static, groups, strict=True):
+            scope.left_counts = after.left
+            if after.counts is None:
                 continue
-            if drawn.table:
-                scope._counts.update_below(scope._below, drawn)
+            if after.counts.table:
+                scope._counts.update_below(scope._below, after.counts)
             for group in of_scope:
                 if group is not None and (group.made or group.variables):
                     _write(scope, group.made, only_new=True)
@@ -252,12 +266,12 @@ class ScopeKind(Kind):
         return []
 
     def fork(self, group: Group, n: int) -> Group:
-        return self._rekeyed(group, lambda key: jax.random.split(key, n))
+        return self._map_keys(group, lambda key: jax.random.split(key, n))
 
     def fold(self, group: Group, i: Any) -> Group:
-        return self._rekeyed(group, lambda key: jax.random.fold_in(key, i))
+        return self._map_keys(group, lambda key: jax.random.fold_in(key, i))
 
-    def _rekeyed(self, group: Group, fn: Any) -> Group:
+    def _map_keys(self, group: Group, fn: Any) -> Group:
         if group.variables:
             raise ForkError(
                 f"{self.transformation}: the collections {sorted(group.variables)} are not PRNG "
@@ -269,7 +283,7 @@ class ScopeKind(Kind):
 
     def axis(
         self,
-        static: tuple[_Root | _Below, ...],
+        static: tuple[_Root | _Descendant, ...],
         carrier: int,
         sign: int,
         group: Group,
@@ -287,7 +301,7 @@ class ScopeKind(Kind):
 
         return group._replace(variables=changed(group.variables), made=changed(group.made))
 
-    def place(self, static: tuple[_Root | _Below, ...], carrier: int, path: Any) -> str:
+    def location(self, static: tuple[_Root | _Descendant, ...], carrier: int, path: Any) -> str:
         part, name, *below = path
         above = _path_of(static[carrier])
         if part.name == "streams":
@@ -311,38 +325,45 @@ class ScopeKind(Kind):
         variables = _union(_union(group.variables, other.made), other.variables)
         return group._replace(variables=variables)
 
-    def begun(self, made: Group | None, result: Group | None) -> Group | None:
+    def initial_values(self, made: Group | None, result: Group | None) -> Group | None:
         if made is None or result is None:
             return result
         return result._replace(made=_union(made.variables, result.made))
 
-    def in_loop(self, static, after=None):
-        if not self.foresees:
+    def static_in_loop(self, static, after=None):
+        if not self.counts_first_run:
             return static
         return tuple(
-            dataclasses.replace(s, counts=for_loop(s.counts, counts)) if isinstance(s, _Root) else s
-            for s, counts in zip(static, after or (None,) * len(static), strict=True)
+            dataclasses.replace(s, counts=counts_for_loop(s.counts, end and end.counts))
+            if isinstance(s, _Root)
+            else s
+            for s, end in zip(static, after or (None,) * len(static), strict=True)
         )
 
-    def follow(self, static, before, after=None):
+    def static_after_creation(self, static, before, after=None):
         def counts(fields: _Root, made: FrozenCounts, known: FrozenCounts | None) -> FrozenCounts:
-            counts = made if self.foresees else after_making(fields.counts, made)
+            counts = made if self.counts_first_run else counts_after_creation(fields.counts, made)
             return dataclasses.replace(counts, draws=known and known.draws)
 
         return tuple(
-            dataclasses.replace(s, counts=counts(s, made, known), settled=True)
+            dataclasses.replace(s, counts=counts(s, made.counts, end and end.counts), has_run=True)
             if isinstance(s, _Root)
             else s
-            for s, made, known in zip(static, before, after or (None,) * len(static), strict=True)
+            for s, made, end in zip(static, before, after or (None,) * len(static), strict=True)
         )
 
     def join(self, static, statics):
         return tuple(
-            drawn[0] and functools.reduce(larger, drawn) for drawn in zip(*statics, strict=True)
+            _Collected(
+                of_scope[0].counts
+                and functools.reduce(max_counts, (branch.counts for branch in of_scope)),
+                functools.reduce(max_by_key, (branch.left for branch in of_scope)),
+            )
+            for of_scope in zip(*statics, strict=True)
         )
 
 
-def _folded(streams: Mapping[str, Stream], counts: Counts) -> dict[str, Stream]:
+def _fold_streams(streams: Mapping[str, Stream], counts: Counts) -> dict[str, Stream]:
     """Returns streams that restart from one key of each."""
     return {
         name: Stream(stream.at(counts.draw(((), name))).as_key())
@@ -350,8 +371,7 @@ def _folded(streams: Mapping[str, Stream], counts: Counts) -> dict[str, Stream]:
     }
 
 
-def _path_of(fields: _Root | _Below) -> Path:
-    """Returns a scope's path in its tree. Groups of a scope below another are empty."""
+def _path_of(fields: _Root | _Descendant) -> Path:
     return fields.path if isinstance(fields, _Root) else ()
 
 
@@ -363,53 +383,52 @@ def _union_of(filters: Sequence[Filter]) -> Filter:
     return functools.reduce(union_filters, filters) if filters else False
 
 
-def _canonical_of(wanted: Sequence[tuple[Select, Any]], role: Any) -> Any:
-    """Returns which collections have a role."""
+def _collections_with_role(wanted: Sequence[tuple[Select, Any]], role: object) -> Any:
     return canonical(_union_of([where.variables for where, r in wanted if r is role]))
 
 
-def _made_for_loop(trunk: Trunk, fields: _Root) -> Made | None:
+def _created_scopes(store: VariableStore, fields: _Root) -> CreatedScopes | None:
     """Returns the scopes of created state with which a surrounding loop must begin."""
     carried, shared = (
-        frozenset(trunk.made_in(from_canonical(where))) for where in (fields.carried, fields.shared)
+        frozenset(store.created_in(from_canonical(where)))
+        for where in (fields.carried, fields.shared)
     )
-    return Made(carried, shared) if carried or shared else None
+    return CreatedScopes(carried, shared) if carried or shared else None
 
 
-def _mutable_inside(scope: Scope, wanted: Sequence[tuple[Select, Any]]) -> Filter:
-    """Returns which of the crossing collections are mutable."""
+def _mutable_filter(scope: Scope, wanted: Sequence[tuple[Select, Any]]) -> Filter:
     if scope.mutable is False:
         return False
     changeable = [intersect_filters(where.variables, where.out) for where, _ in wanted]
     return intersect_filters(scope.mutable, _union_of(changeable))
 
 
-def _below_another(scopes: Sequence[Scope], i: int) -> _Below | None:
+def _find_ancestor(scopes: Sequence[Scope], i: int) -> _Descendant | None:
     """Returns another scope that is above this one, or is the same and comes first."""
     scope = scopes[i]
     for j, other in enumerate(scopes):
         n = len(other._below)
-        above = other._trunk is scope._trunk and scope._below[:n] == other._below
+        above = other._store is scope._store and scope._below[:n] == other._below
         if j != i and above and (n < len(scope._below) or j < i):
-            outer = _below_another(scopes, j)
+            outer = _find_ancestor(scopes, j)
             return (
-                _Below(j, scope._below[n:])
+                _Descendant(j, scope._below[n:])
                 if outer is None
-                else _Below(outer.root, (*outer.path, *scope._below[n:]))
+                else _Descendant(outer.root, (*outer.path, *scope._below[n:]))
             )
     return None
 
 
 def _write(scope: Scope, group: Mapping[str, Any], only_new: bool = False) -> None:
-    trunk = scope._trunk
+    store = scope._store
 
     def walk(col: str, path: Path, entries: Mapping[str, Any]) -> None:
         for name, value in entries.items():
-            there = trunk.entries(col, path)
+            there = store.entries(col, path)
             if type(value) is dict and value and isinstance(there.get(name, {}), Mapping):
                 walk(col, (*path, name), value)
             elif not (only_new and name in there):
-                trunk.put(col, path, name, value)
+                store.put(col, path, name, value)
 
     for col, entries in group.items():
         if scope.is_mutable_collection(col):

@@ -56,7 +56,6 @@ def entry_point(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def _is_internal(frame: FrameType) -> bool:
-    """Returns whether a frame belongs to Weft and is not a call of a layer."""
     code = frame.f_code
     if not code.co_filename.startswith(_WEFT):
         return False

@@ -1,6 +1,6 @@
-"""Base class of all errors."""
+"""Base of all errors, suggestions for misspelled names, and errors of packages without models."""
 
-from typing import Any
+from collections.abc import Iterable as _Iterable
 
 
 class WeftError(Exception):
@@ -10,14 +10,313 @@ class WeftError(Exception):
     take.
     """
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Python would call the constructor with `args`, which holds the finished message.
         return _rebuild, (type(self), self.args), self.__dict__.copy()
 
+    def __str__(self) -> str:
+        # That of a KeyError would be the repr of the message, which hides its line breaks.
+        return str(self.args[0]) if len(self.args) == 1 else super().__str__()
 
-def _rebuild(cls: type[WeftError], args: tuple[Any, ...]) -> WeftError:
+
+def _rebuild(cls: type[WeftError], args: tuple[object, ...]) -> WeftError:
     """Creates an error without calling Weft's constructors; only the builtin's is called."""
     error = cls.__new__(cls, *args)
     builtin = next(c for c in cls.__mro__ if not issubclass(c, WeftError))
     builtin.__init__(error, *args)
     return error
+
+
+def similar_names(name: str, candidates: _Iterable[str]) -> list[str]:
+    """Returns the candidates that are similar to `name`, the nearest first.
+
+    >>> similar_names("lerning_rate", ["learning_rate", "weight_decay", "b1"])
+    ['learning_rate']
+    """
+    # Local: only needed after a misspelling.
+    from difflib import SequenceMatcher
+
+    def similarity(candidate: str) -> float:
+        wrong, right = name.lower(), candidate.lower()
+        ratio = SequenceMatcher(None, wrong, right).ratio()
+        contained = len(wrong) > 2 and len(right) > 2 and (wrong in right or right in wrong)
+        return max(ratio, 0.65) if contained else ratio
+
+    scores = {candidate: similarity(candidate) for candidate in candidates}
+    near = [candidate for candidate, score in scores.items() if score >= 0.6]
+    return sorted(near, key=lambda candidate: (-scores[candidate], candidate))
+
+
+def did_you_mean(name: str, candidates: _Iterable[str]) -> str:
+    """Returns the last sentence of an error about an unknown name."""
+    candidates = sorted(candidates)
+    near = similar_names(name, candidates)[:3]
+    if near:
+        return f"Did you mean {' or '.join(repr(n) for n in near)}?"
+    if not candidates:
+        return "There are none."
+    shown = ", ".join(candidates[:12]) + (", …" if len(candidates) > 12 else "")
+    return f"There are: {shown}."
+
+
+class ArgumentShapeError(WeftError, ValueError):
+    """An array has a shape that does not fit the function's other arguments."""
+
+
+class ArgumentValueError(WeftError, ValueError):
+    """An argument has a value that the function does not accept."""
+
+
+class UnknownActivationError(ArgumentValueError):
+    """No activation function has that name."""
+
+
+class LiftingError(WeftError):
+    """Base of the errors of state that crosses a JAX transformation."""
+
+
+class ForkError(LiftingError, ValueError):
+    """State that cannot be split has the role FORK."""
+
+
+class AxisSizeError(LiftingError, ValueError):
+    """The sizes of the mapped axes disagree, or no input determines the size."""
+
+
+class RoleError(LiftingError, ValueError):
+    """A group of state has a role that the transformation does not support."""
+
+
+class TransformArgumentError(LiftingError, ValueError):
+    """A transformation does not support an argument."""
+
+
+class CallMismatchError(TransformArgumentError, TypeError):
+    """The inputs or outputs of a transformed function do not match their declaration."""
+
+
+class TransformOptionError(TransformArgumentError, NotImplementedError):
+    """JAX no longer has that option of a transformation."""
+
+
+class VariableAxisError(LiftingError, ValueError):
+    """A transformation returned a variable that does not fit its collection's axis."""
+
+
+class BranchStructureError(LiftingError, TypeError):
+    """The branches of a cond or switch return different structures, shapes or dtypes."""
+
+
+class CarryStructureError(LiftingError, TypeError):
+    """A loop's body changed the structure, shape or dtype of the carry."""
+
+
+class AxisMetadataError(WeftError, ValueError):
+    """The metadata of a variable does not fit the axes of its value.
+
+    Attributes:
+        path: path of the variable, as far as it is known; callers prepend to it.
+    """
+
+    def __init__(self, message: str, path: str = ""):
+        super().__init__(message)
+        self.path = path
+
+    def __str__(self) -> str:
+        message = self.args[0]
+        return f"the axis metadata of {self.path!r}: {message}" if self.path else message
+
+
+class PartitionNameError(AxisMetadataError):
+    """An axis to be removed has another name than the given one."""
+
+
+class PartitioningUnspecifiedError(PartitionNameError):
+    """An axis to be removed has a name, and no name was given."""
+
+
+class LogicalAxisError(WeftError, ValueError):
+    """Rules for logical axes, or axis names, are malformed or contradict each other."""
+
+
+class TopologyError(WeftError, ValueError):
+    """A topology does not exist, has no compiler here, or its devices do not fit a shape."""
+
+
+class ShardingWarning(WeftError, UserWarning):
+    """A requested layout over the mesh cannot be kept."""
+
+
+class StructDefinitionError(WeftError, TypeError):
+    """The argument of `struct.dataclass` is not a class."""
+
+
+class AbstractPyTreeNodeError(WeftError, NotImplementedError):
+    """`struct.PyTreeNode` itself was instantiated."""
+
+
+class FrozenDictMutationError(WeftError, ValueError, AttributeError):
+    """A FrozenDict cannot be changed."""
+
+
+class NestedDictError(WeftError, TypeError):
+    """The argument of a function of nested dicts is something else."""
+
+
+class FlatDictError(WeftError, ValueError):
+    """The paths of a flat dict collide, or cannot be joined or split."""
+
+
+class TraversalError(WeftError, ValueError):
+    """A traversal cannot enter a value, or got too few or too many values."""
+
+
+class SerializationError(WeftError):
+    """Base of the errors of state dicts and their bytes."""
+
+
+class SerializationHandlerError(SerializationError, ValueError):
+    """A type already has a rule for its state dict."""
+
+
+class StateDictKeyError(SerializationError, ValueError):
+    """Keys of a dict are equal when converted to strings."""
+
+
+class StateDictMismatchError(SerializationError, ValueError):
+    """A state dict and its target have different structures."""
+
+
+class UnserializableValueError(SerializationError, TypeError):
+    """A value cannot be serialized to bytes."""
+
+
+class DamagedBytesError(SerializationError, ValueError):
+    """Bytes are not in the format of `msgpack_serialize`."""
+
+
+class CursorError(WeftError):
+    """Base of the errors of cursors."""
+
+
+class CursorKeyError(CursorError, KeyError):
+    """A cursor has no entry of that key."""
+
+
+class CursorIndexError(CursorError, IndexError):
+    """An index of a cursor is out of range."""
+
+
+class CursorAttributeError(CursorError, AttributeError):
+    """A cursor has no attribute of that name."""
+
+
+class CursorTypeError(CursorError, TypeError):
+    """The value of a cursor cannot be indexed, iterated over or changed."""
+
+
+class CursorFindError(CursorError, LookupError):
+    """`Cursor.find` found nothing, or more than one match."""
+
+    def __init__(self, cursor: object = None, cursor2: object = None, among: str = ""):
+        if cursor is None:
+            super().__init__(
+                f"`cond_fn` matched nothing{among}; it is called with each path below the "
+                "cursor, joined by '/', and with the value at the path."
+            )
+        else:
+            super().__init__(
+                f"`cond_fn` matched more than one value, first {cursor}, then {cursor2}; make "
+                "it stricter, or use `find_all`."
+            )
+
+
+class TraverseTreeError(CursorError, TypeError):
+    """A cursor's traversal needs exactly one function."""
+
+    def __init__(self, update_fn: object = None, cond_fn: object = None):
+        super().__init__(
+            "a tree is traversed with either an `update_fn` or a `cond_fn`, but these are "
+            f"{update_fn!r} and {cond_fn!r}; pass a function of a path and a value to "
+            "`apply_update`, or to `find` and `find_all`."
+        )
+
+
+class WeightsError(WeftError):
+    """Base of the errors of weights in files."""
+
+
+class WeightsReadError(WeightsError, OSError):
+    """A file of weights does not exist, or is damaged."""
+
+
+class WeightsMismatchError(WeightsError, ValueError):
+    """The tensors of a file differ from the expected ones in name, shape or dtype."""
+
+
+class WeightsWriteError(WeightsError, ValueError):
+    """A value cannot be written as a file of weights."""
+
+
+class HuggingFaceConfigError(WeightsError, ValueError):
+    """A Hugging Face model has no counterpart in Weft, or the reverse."""
+
+
+class ConfigError(WeftError):
+    """Base of the errors of configs."""
+
+
+class UnknownFieldError(ConfigError, AttributeError):
+    """A config, or a value on a path into it, has no field of that name."""
+
+
+class FrozenConfigError(ConfigError, RuntimeError):
+    """The config of an existing object cannot be changed."""
+
+
+class InvalidConfigClassError(ConfigError, TypeError):
+    """A config class does not derive from the config class that it must extend."""
+
+
+class InvalidConfigNameError(ConfigError, ValueError):
+    """A config field cannot have that name."""
+
+
+class InvalidConfigValueError(ConfigError, TypeError):
+    """A config field cannot hold that value."""
+
+
+class ConfigTypeError(InvalidConfigValueError):
+    """A value does not match the declared type of its config field."""
+
+
+class ConfigTextError(ConfigError, ValueError):
+    """A text is not a valid config."""
+
+
+class ConfigReferenceError(ConfigTextError):
+    """A config text names a class or function that does not exist or is not allowed."""
+
+
+class ConfigModifierError(ConfigError, ValueError):
+    """A config modifier finds nothing to change at its path, or changes it wrongly."""
+
+
+class ConfigOverrideError(ConfigError, ValueError):
+    """An override is not of the form `path=value`."""
+
+
+class UnknownConfigError(ConfigError, KeyError):
+    """A module has no trainer config of that name."""
+
+
+class MissingConfigClassDecoratorError(ConfigError, TypeError):
+    """A config class lacks the decorator `@config_class`."""
+
+
+class NonConfigFieldError(ConfigError, ValueError):
+    """A config class defines something that is not a field, such as a method."""
+
+
+class RequiredFieldMissingError(ConfigError, ValueError):
+    """A field was still REQUIRED when its config was instantiated."""

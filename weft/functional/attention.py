@@ -1,24 +1,26 @@
-"""Dot-product attention, as a whole and in three parts: logits, probabilities, context.
+"""Dot-product attention, as a whole and in parts: logits, probabilities, context, a decoding cache.
 
 Queries are `(batch, target, heads, dim)`, keys and values `(batch, source, kv_heads, dim)`. With
 `kv_heads < heads`, `heads / kv_heads` consecutive query heads share a key head (Ainslie et al.,
-2023), without repeating keys and values. Logits and probabilities are computed in float32.
+2023), without repeating keys and values. Logits and probabilities are computed in float32, except
+in `attention_weights`: that doubles the memory of what is usually a model's largest array.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from weft.errors import ArgumentShapeError
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional.arrays import to_ndim
 from weft.functional.attention_mask import bool_to_bias
-from weft.functional.dropout import dropout
-from weft.functional.ranks import to_ndim
+from weft.functional.dropout import dropout, keep_mask
 
 
 def dot_product_attention(
@@ -38,9 +40,6 @@ def dot_product_attention(
     """Returns `softmax(scale * query · key + bias) · value` (Vaswani et al., 2017).
 
     Args:
-        query: query vectors.
-        key: key vectors.
-        value: value vectors.
         bias: added to the logits, broadcastable to `(batch, heads, target, source)`.
         mask: True where a query may attend, same shape as `bias`. A query with no True entry gets
             the average of all values.
@@ -48,7 +47,6 @@ def dot_product_attention(
         logit_cap: squashes the logits to ±`logit_cap`, before bias and mask.
         logit_sink: per head, a logit without a value.
         dropout_rate: applied to the probabilities.
-        dropout_key: key of the dropout mask.
         precision: as in `jax.lax.dot_general`.
 
     Raises:
@@ -81,12 +79,10 @@ def attention_logits(
     """Returns the inner products of all queries and keys.
 
     Args:
-        query: query vectors.
-        key: key vectors.
         precision: as in `jax.lax.dot_general`.
         preferred_element_type: the dtype of the products; None for that of query and key.
-        dot_general: replaces `jax.lax.dot_general` where queries and keys have the same batch axes
-            and heads.
+        dot_general: replaces `jax.lax.dot_general` where queries and keys have as many heads; they
+            then have the same batch axes.
 
     Raises:
         ArgumentShapeError: if the number of query heads is not a multiple of that of key heads.
@@ -97,7 +93,7 @@ def attention_logits(
     *batch, target, heads, dim = query.shape
     source, kv_heads = key.shape[-3:-1]
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
-    if dot_general or (heads == kv_heads and _multiplies(query, key)):
+    if heads == kv_heads and (dot_general or _is_plain_matmul(query, key)):
         n, both = len(batch), tuple(range(len(batch)))
         axes = ((n + 2,), (n + 2,)), ((*both, n + 1), (*both, n + 1))
         return (dot_general or lax.dot_general)(query, key, axes, **options)
@@ -111,7 +107,7 @@ def attention_logits(
     return logits.reshape(*batch, heads, target, source)
 
 
-def _multiplies(x: Array, y: Array) -> bool:
+def _is_plain_matmul(x: Array, y: Array) -> bool:
     """Returns whether a single `dot_general`, faster to trace than an einsum, is enough."""
     return x.dtype == y.dtype and x.shape[:-3] == y.shape[:-3]
 
@@ -139,9 +135,7 @@ def attention_probs(
     >>> attention_probs(jnp.zeros((1, 1, 1, 3)), logit_sink=jnp.zeros(1)).ravel().tolist()
     [0.25, 0.25, 0.25]
     """
-    logits = logits.astype(jnp.float32)
-    if bias is not None:
-        logits = logits + to_ndim(bias.astype(jnp.float32), logits.ndim)
+    logits = _add_bias(logits, bias)
     if logit_sink is None:
         return jax.nn.softmax(logits, axis=-1)
     sink = to_ndim(logit_sink.astype(jnp.float32)[:, None, None], logits.ndim)
@@ -167,7 +161,7 @@ def attention_context(
     *batch, heads, target, source = probs.shape
     kv_heads, dim = value.shape[-2:]
     probs = probs if probs.dtype == value.dtype else probs.astype(value.dtype)
-    if dot_general or (heads == kv_heads and _multiplies(probs, value)):
+    if heads == kv_heads and (dot_general or _is_plain_matmul(probs, value)):
         n, both = len(batch), tuple(range(len(batch)))
         axes = ((n + 2,), (n,)), ((*both, n), (*both, n + 1))
         context = (dot_general or lax.dot_general)(probs, value, axes, precision=precision)
@@ -175,3 +169,249 @@ def attention_context(
     probs = probs.reshape(*batch, kv_heads, heads // kv_heads, target, source)
     context = jnp.einsum("...kgts,...skd->...tkgd", probs, value, precision=precision)
     return context.reshape(*batch, target, heads, dim)
+
+
+def sigmoid_attention_probs(
+    logits: Float[Array, "batch heads target source"],
+    bias: Float[Array, "#batch #heads #target #source"] | None = None,
+) -> Float[Array, "batch heads target source"]:
+    """Returns the sigmoid of `logits + bias`, in float32 (Ramapuram et al., 2024).
+
+    The probabilities of the keys are independent; they do not add up to 1.
+
+    >>> sigmoid_attention_probs(jnp.zeros((1, 1, 1, 2))).ravel().tolist()
+    [0.5, 0.5]
+    """
+    return jax.nn.sigmoid(_add_bias(logits, bias))
+
+
+def _add_bias(logits: Array, bias: Array | None) -> Array:
+    """Returns the sum in float32."""
+    logits = logits.astype(jnp.float32)
+    return logits if bias is None else logits + to_ndim(bias.astype(jnp.float32), logits.ndim)
+
+
+def per_dim_scale(
+    x: Float[Array, "*batch dim"], param: Float[Array, " dim"]
+) -> Float[Array, "*batch dim"]:
+    """Scales each dimension by `softplus(param) / softplus(0)`: positive, and 1 where `param` is 0.
+
+    >>> per_dim_scale(jnp.ones(2), jnp.zeros(2)).tolist()
+    [1.0, 1.0]
+    """
+    scale = (jax.nn.softplus(param) / jax.nn.softplus(0.0)).astype(x.dtype)
+    return x * to_ndim(scale, x.ndim)
+
+
+def relative_to_absolute(
+    x: Float[Array, "*batch length 2*length-1"],
+) -> Float[Array, "*batch length length"]:
+    """Converts an axis of relative positions into one of absolute positions.
+
+    Entry `(i, k)` of `x` belongs to query `i` and the key at `i + k - (length - 1)`; entry `(i, j)`
+    of the result to query `i` and key `j`.
+
+    >>> relative_to_absolute(jnp.array([[-1, 0, 1], [-1, 0, 1]])).tolist()
+    [[0, 1], [-1, 0]]
+    """
+    length, distances = x.shape[-2:]
+    # Each row starts one entry further left than the row above: with one more entry per row, all
+    # are evenly spaced in memory.
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+    flat = padded.reshape(*x.shape[:-2], length * (distances + 1))
+    skewed = flat[..., : length * distances].reshape(*x.shape[:-2], length, distances)
+    return skewed[..., length - 1 :]
+
+
+def xl_attention_logits(
+    query: Float[Array, "batch length heads dim"],
+    key: Float[Array, "batch length heads dim"],
+    relative_positions: Float[Array, "2*length-1 heads dim"],
+    u: Float[Array, "heads dim"],
+    v: Float[Array, "heads dim"],
+) -> Float[Array, "batch heads length length"]:
+    """Returns logits of content and relative position (Dai et al., 2019, section 3.3).
+
+    Args:
+        relative_positions: projected embeddings of `query position - key position`, from
+            `length - 1` down to `-(length - 1)`.
+        u: added to the query for the product with keys.
+        v: added to the query for the product with `relative_positions`.
+    """
+    u, v = to_ndim(u, query.ndim), to_ndim(v, query.ndim)
+    return attention_logits(query + u, key) + relative_to_absolute(
+        attention_logits(query + v, relative_positions[None])
+    )
+
+
+def attention_weights(
+    query: Float[Array, "*batch target heads dim"],
+    key: Float[Array, "*batch source heads dim"],
+    *,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    float32_softmax: bool = False,
+    precision: lax.PrecisionLike = None,
+    dot_general: Callable[..., Array] | None = None,
+    einsum: Callable[..., Array] | None = None,
+) -> Float[Array, "*batch heads target source"]:
+    """Returns `softmax(query · key / sqrt(dim) + bias)` over the source.
+
+    Args:
+        key: key vectors, of the same dtype.
+        bias: added to the logits, broadcastable to `(*batch, heads, target, source)`.
+        mask: where it is False or 0, a logit becomes the dtype's lowest number; same shape as
+            `bias`. A fully masked query attends to all keys equally.
+        float32_softmax: whether to compute and return the softmax in float32.
+        precision: as in `jax.lax.dot_general`.
+        dot_general: replaces `jax.lax.dot_general`.
+        einsum: replaces both; called with subscripts, queries and keys.
+
+    Raises:
+        ArgumentShapeError: if bias or mask does not broadcast to the logits.
+
+    >>> x = jnp.ones((1, 3, 1, 2))
+    >>> attention_weights(x, x, mask=jnp.array([True, False, True]))[0, 0, 0].tolist()
+    [0.5, 0.0, 0.5]
+    """
+    query = query / math.sqrt(query.shape[-1])
+    if einsum is not None:
+        logits = einsum("...qhd,...khd->...hqk", query, key)
+    else:
+        logits = attention_logits(
+            query, key, precision=precision, preferred_element_type=None, dot_general=dot_general
+        )
+    if bias is not None:
+        check_broadcastable("bias", bias, logits.shape)
+        logits = logits + to_ndim(bias, logits.ndim)
+    if mask is not None:
+        check_broadcastable("mask", mask, logits.shape)
+        logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
+    if float32_softmax and logits.dtype != jnp.float32:
+        logits = logits.astype(jnp.float32)
+    return jax.nn.softmax(logits, axis=-1)
+
+
+def drop_attention_weights(
+    weights: Float[Array, "*batch heads target source"],
+    *,
+    rate: float,
+    prng_key: Key[Array, ""] | None,
+    broadcast: bool = True,
+) -> Float[Array, "*batch heads target source"]:
+    """Zeros weights with probability `rate`, and scales up the others.
+
+    Args:
+        rate: in `[0, 1]`.
+        broadcast: whether all examples and heads share one mask.
+
+    Raises:
+        ArgumentValueError: if `prng_key` is missing, or `rate` is not in `[0, 1]`.
+
+    >>> import jax
+    >>> drop_attention_weights(jnp.ones((1, 1)), rate=1.0, prng_key=jax.random.key(0)).tolist()
+    [[0.0]]
+    """
+    if prng_key is None:
+        raise ArgumentValueError(
+            f"dropout_rate={rate} without dropout_rng: give a key, or deterministic=True."
+        )
+    if rate == 1.0:
+        return jnp.zeros_like(weights)
+    shared = range(weights.ndim - 2) if broadcast else ()
+    return dropout(weights, rate=rate, mask=keep_mask(prng_key, rate, weights.shape, shared))
+
+
+def check_attention_shapes(
+    query: Array, key: Array, value: Array | None = None, *, shared_heads: bool = False
+) -> None:
+    """Checks that the shapes of queries, keys and values match.
+
+    Args:
+        query: shape `(*batch, target, heads, dim)`.
+        key: shape `(*batch, source, heads, dim)`.
+        value: shape `(*batch, source, heads, value_dim)`, or None.
+        shared_heads: whether keys and values may have fewer heads than queries.
+
+    Raises:
+        ArgumentShapeError: if the shapes do not match.
+    """
+    shapes = {"query": query.shape, "key": key.shape}
+    if value is not None:
+        shapes["value"] = value.shape
+        fits = key.shape[:-1] == value.shape[:-1]
+        _check_heads(shapes, fits, "agree between key and value in all axes but the last")
+    fits = query.shape[:-3] == key.shape[:-3]
+    _check_heads(shapes, fits, "agree in the axes before the last three")
+    if shared_heads:
+        _check_heads(shapes, query.shape[-1] == key.shape[-1], "agree in features, the last axis")
+    else:
+        fits = query.shape[-2:] == key.shape[-2:]
+        _check_heads(shapes, fits, "agree in heads and features, the last two")
+
+
+def _check_heads(shapes: dict[str, tuple[int, ...]], fits: bool, expected: str) -> None:
+    if not fits or any(len(shape) < 3 for shape in shapes.values()):
+        raise ArgumentShapeError(
+            f"the shapes are {shapes}; expected (*batch, length, heads, features), and that they "
+            f"{expected}."
+        )
+
+
+def check_broadcastable(name: str, given: Array, full: tuple[int, ...]) -> None:
+    """Checks that a bias or mask broadcasts to the logits.
+
+    Raises:
+        ArgumentShapeError: otherwise.
+    """
+    shape = jnp.shape(given)
+    if shape == full:
+        return
+    sizes = zip(reversed(shape), reversed(full), strict=False)
+    if len(shape) > len(full) or any(n not in (1, m) for n, m in sizes):
+        raise ArgumentShapeError(
+            f"{name} has shape {shape}, which does not broadcast to that of the logits, {full}."
+        )
+
+
+def attention_cache_step(
+    cached_key: Float[Array, "*batch length heads dim"],
+    cached_value: Float[Array, "*batch length heads dim"],
+    index: Int[Array, ""],
+    query: Float[Array, "*batch 1 query_heads dim"],
+    key: Float[Array, "*batch 1 heads dim"],
+    value: Float[Array, "*batch 1 heads dim"],
+    *,
+    layer: str = "attention",
+) -> tuple[Array, Array, Bool[Array, "*batch 1 1 length"]]:
+    """Returns keys and values extended by one position, and a mask of the filled positions.
+
+    Past the end, the last position is overwritten.
+
+    Args:
+        index: number of positions so far.
+        layer: name of the decoding layer, for errors.
+
+    Raises:
+        ArgumentShapeError: if there is not exactly one new position, or the cache has another
+            shape.
+
+    >>> empty, x = jnp.zeros((1, 3, 1, 1)), jnp.ones((1, 1, 1, 1))
+    >>> keys, values, seen = attention_cache_step(empty, empty, 1, x, x, x)
+    >>> keys.ravel().tolist(), seen.ravel().tolist()
+    ([0.0, 1.0, 0.0], [True, True, False])
+    """
+    *batch, length, heads, features = cached_key.shape
+    expected = (*batch, 1, heads, features)
+    if key.shape != expected or query.shape[:-2] != expected[:-2] or value.shape != expected:
+        raise ArgumentShapeError(
+            f"{layer} decodes with queries of shape {query.shape}, keys of shape {key.shape} and "
+            f"values of shape {value.shape}, and its cache expects {expected}: give one position "
+            "at a time, and the batch that the cache was made with."
+        )
+    keys, values = (
+        lax.dynamic_update_slice_in_dim(cached, new.astype(cached.dtype), index, len(batch))
+        for cached, new in ((cached_key, key), (cached_value, value))
+    )
+    seen = jnp.broadcast_to(jnp.arange(length) <= index, (*batch, 1, 1, length))
+    return keys, values, seen

@@ -16,14 +16,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError
+from weft.functional.arrays import promote_dtype
 from weft.functional.conv_shape import (
     ConvPadding,
     conv_explicit_padding,
     conv_transpose_explicit_padding,
     per_axis,
 )
-from weft.functional.dtypes import promote_dtype
-from weft.functional.linear import spread
+from weft.functional.linear import broadcast_bias
 
 
 def conv(
@@ -44,7 +44,6 @@ def conv(
     """Convolves the spatial axes of `x`, without flipping the window.
 
     Args:
-        x: the input.
         weight: shape `(*window, input / groups, output)`.
         bias: added to each output channel.
         strides: one number, or one per spatial axis.
@@ -65,7 +64,7 @@ def conv(
     >>> conv(jnp.ones((1, 5, 2)), jnp.ones((3, 2, 4)), strides=2, padding="SAME").shape
     (1, 3, 4)
     """
-    window = _window_of(x, weight)
+    window = _window_shape(x, weight)
     if x.shape[-1] != weight.shape[-2] * groups:
         raise ArgumentShapeError(
             f"weight has shape {weight.shape}: {weight.shape[-2]} input channels for each of "
@@ -92,7 +91,7 @@ def conv(
         conv_general_dilated=conv_general_dilated,
         out_sharding=out_sharding,
     )
-    return y if bias is None else y + spread(bias, (y.ndim - 1,), y.ndim)
+    return y if bias is None else y + broadcast_bias(bias, (y.ndim - 1,), y.ndim)
 
 
 def conv_local(
@@ -110,7 +109,6 @@ def conv_local(
     """Convolves the spatial axes of `x` with separate weights for each output position.
 
     Args:
-        x: the input.
         weight: shape `(*out_spatial, input * prod(window), output)`, input channel before window.
         bias: added to the output.
         window: size along each spatial axis.
@@ -147,7 +145,7 @@ def conv_local(
         dimension_numbers=_channels_last(n),
         precision=precision,
     )
-    return y if bias is None else y + spread(bias, range(1, y.ndim), y.ndim)
+    return y if bias is None else y + broadcast_bias(bias, range(1, y.ndim), y.ndim)
 
 
 def conv_transpose(
@@ -166,7 +164,6 @@ def conv_transpose(
     """Convolves `x` with `strides - 1` zeros between its positions: a learned upsampling.
 
     Args:
-        x: the input.
         weight: as in `conv`; `(*window, output / groups, input)` with `transpose_kernel`.
         bias: added to each output channel.
         strides: number of outputs per input position.
@@ -186,9 +183,9 @@ def conv_transpose(
     >>> conv_transpose(jnp.ones((1, 5, 2)), jnp.ones((3, 2, 4)), strides=2).shape
     (1, 10, 4)
     """
-    window = _window_of(x, weight)
+    window = _window_shape(x, weight)
     if transpose_kernel:
-        weight = _transposed(weight, groups)
+        weight = _flip_kernel(weight, groups)
     if x.shape[-1] != weight.shape[-2] * groups:
         raise ArgumentShapeError(
             f"weight takes {weight.shape[-2]} input channels for each of {groups} group(s), but x "
@@ -210,10 +207,10 @@ def conv_transpose(
         precision=precision,
         preferred_element_type=preferred_element_type,
     )
-    return y if bias is None else y + spread(bias, (y.ndim - 1,), y.ndim)
+    return y if bias is None else y + broadcast_bias(bias, (y.ndim - 1,), y.ndim)
 
 
-def _transposed(weight: Array, groups: int) -> Array:
+def _flip_kernel(weight: Array, groups: int) -> Array:
     """Returns the weight flipped, with inputs and outputs of each group exchanged."""
     *window, outputs, inputs = weight.shape
     weight = jnp.flip(weight, tuple(range(len(window))))
@@ -250,7 +247,7 @@ def _channels_last(n: int) -> lax.ConvDimensionNumbers:
     return lax.ConvDimensionNumbers(array, (n + 1, n, *range(n)), array)
 
 
-def _window_of(x, weight) -> tuple[int, ...]:
+def _window_shape(x, weight) -> tuple[int, ...]:
     if x.ndim != weight.ndim or x.ndim < 2:
         raise ArgumentShapeError(
             "x must be (batch, *spatial, channels) and weight (*window, input, output) with the "

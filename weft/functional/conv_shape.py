@@ -12,7 +12,20 @@ that a stream convolved in pieces has the outputs of the whole:
     CAUSAL  span - 1 in total, span - stride on the left: an output sees no position after its
             stride. Applies to the first spatial axis, time; the others use SAME.
 
-The SAME of `jax.lax` does depend on the length: see `conv_padding_of_length`.
+The SAME of `jax.lax` does depend on the length: see `lax_conv_padding`.
+
+Those of `pad_conv` and `pad_conv_transpose`, by the names that Flax uses:
+
+    VALID       none
+    SAME        an input of length `n` has `ceil(n / stride)` outputs; half on each side, the odd
+                position on the right (on the left with SAME_LOWER)
+    CIRCULAR    wraps around
+    REFLECT     mirrors the input, without repeating its end
+    CAUSAL      zeros before the input, so that outputs see no later position; one axis only
+
+A number, one number per axis, or `(left, right)` per axis also work. Transposed convolutions accept
+VALID, SAME and CIRCULAR, and SAME_LOWER (as SAME) with strides of 1. Padding other than zeros is
+added to the array itself; the convolution adds zeros.
 """
 
 from __future__ import annotations
@@ -25,8 +38,10 @@ from jaxtyping import Array, Num
 from weft.errors import ArgumentShapeError, ArgumentValueError
 
 NAMED_PADDINGS = ("SAME", "VALID", "CAUSAL")
-LENGTH_PADDINGS = ("SAME", "VALID", "SAME_LOWER")
+LAX_PADDINGS = ("SAME", "VALID", "SAME_LOWER")
 ConvPadding = str | Sequence[Sequence[int]]  # one of the names, or (left, right) per spatial axis
+Padding = str | int | Sequence[int | Sequence[int]]
+Pairs = tuple[tuple[int, int], ...]
 
 
 def per_axis(sizes: int | Sequence[int] | None, n: int) -> tuple[int, ...]:
@@ -57,7 +72,7 @@ def conv_explicit_padding(
     strides: Sequence[int],
     padding: ConvPadding,
     dilation: Sequence[int] | None = None,
-) -> tuple[tuple[int, int], ...]:
+) -> Pairs:
     """Returns the `(left, right)` padding of each spatial axis.
 
     Pairs given as `padding` are returned unchanged.
@@ -73,7 +88,7 @@ def conv_explicit_padding(
     """
     _require_same_rank(window=window, strides=strides)
     if not isinstance(padding, str):
-        return _as_pairs(padding, len(window))
+        return _as_pairs(padding, len(window), NAMED_PADDINGS)
     span = conv_dilate_window(window=window, dilation=dilation)
     if padding == "VALID":
         return ((0, 0),) * len(window)
@@ -83,10 +98,10 @@ def conv_explicit_padding(
     if padding == "CAUSAL":
         left = max(span[0] - strides[0], 0)
         return ((left, span[0] - 1 - left), *same[1:])
-    raise _unknown_padding(padding)
+    raise _unknown_padding(padding, len(window), NAMED_PADDINGS)
 
 
-def conv_padding_of_length(
+def lax_conv_padding(
     in_shape: Sequence[int],
     *,
     window: Sequence[int],
@@ -97,7 +112,6 @@ def conv_padding_of_length(
     """Returns the `(left, right)` padding of each spatial axis, by the names of `jax.lax`.
 
     Args:
-        in_shape: the input's spatial shape.
         window, strides, dilation: as in `conv_explicit_padding`.
         padding: pairs, or a case-insensitive name: VALID, SAME (`ceil(n / stride)` outputs for an
             input of length `n`, the odd position on the right) or SAME_LOWER (on the left).
@@ -106,15 +120,15 @@ def conv_padding_of_length(
         ArgumentShapeError: if the arguments have different numbers of axes.
         ArgumentValueError: if the padding is neither a known name nor pairs of sizes.
 
-    >>> conv_padding_of_length((6,), window=(3,), strides=(2,), padding="SAME")
+    >>> lax_conv_padding((6,), window=(3,), strides=(2,), padding="SAME")
     ((0, 1),)
     """
     _require_same_rank(in_shape=in_shape, window=window, strides=strides)
     if not isinstance(padding, str):
-        return _as_pairs(padding, len(window))
+        return _as_pairs(padding, len(window), LAX_PADDINGS)
     name = padding.upper()
-    if name not in LENGTH_PADDINGS:
-        raise _unknown_padding(padding, LENGTH_PADDINGS)
+    if name not in LAX_PADDINGS:
+        raise _unknown_padding(padding, len(window), LAX_PADDINGS)
     if name == "VALID":
         return ((0, 0),) * len(window)
 
@@ -166,9 +180,9 @@ def conv_transpose_explicit_padding(
     """
     _require_same_rank(window=window, strides=strides)
     if not isinstance(padding, str):
-        return _as_pairs(padding, len(window))
+        return _as_pairs(padding, len(window), NAMED_PADDINGS)
     if padding not in NAMED_PADDINGS:
-        raise _unknown_padding(padding)
+        raise _unknown_padding(padding, len(window), NAMED_PADDINGS)
     span = conv_dilate_window(window=window, dilation=dilation)
 
     def pads(axis: int) -> tuple[int, int]:
@@ -300,20 +314,168 @@ def _require_same_rank(**sizes: Sequence) -> None:
         raise ArgumentShapeError(f"Expected one number per spatial axis in each of {shown}.")
 
 
-def _as_pairs(padding: Sequence[Sequence[int]], n: int) -> tuple[tuple[int, int], ...]:
-    try:
-        pairs = tuple((left, right) for left, right in padding)
-    except (TypeError, ValueError):
-        pairs = ()
-    if len(pairs) != n:
+PADDINGS = ("VALID", "SAME", "SAME_LOWER", "CIRCULAR", "REFLECT", "CAUSAL")
+TRANSPOSE_PADDINGS = ("VALID", "SAME", "SAME_LOWER", "CIRCULAR")
+
+
+def pad_conv(
+    x: Num[Array, "*batch_spatial channels"],
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Padding,
+    dilation: Sequence[int],
+    input_dilation: Sequence[int] | None = None,
+) -> tuple[Num[Array, "*batch_padded channels"], Pairs]:
+    """Returns the padded input of a convolution, and the zeros that the convolution must add.
+
+    Args:
+        x: the input, with any number of batch axes.
+        window, strides, dilation: one number per spatial axis.
+        padding: see the module; names are case-insensitive.
+        input_dilation: requires VALID or numeric padding.
+
+    Raises:
+        ArgumentShapeError: if there is not one number per spatial axis.
+        ArgumentValueError: if the padding is unknown or not supported here.
+
+    >>> x, zeros = pad_conv(
+    ...     jnp.ones((1, 5, 2)), window=(3,), strides=(1,), padding="CAUSAL", dilation=(2,)
+    ... )
+    >>> x.shape, zeros
+    ((1, 5, 2), ((4, 0),))
+    """
+    _require_axes(x, window=window, strides=strides, dilation=dilation)
+    if not isinstance(padding, str):
+        return x, _as_pairs(padding, len(window), PADDINGS, numbers=True)
+    name = padding.upper()
+    if name != "VALID" and any(step != 1 for step in input_dilation or ()):
         raise ArgumentValueError(
-            f"padding={padding!r} is not one (left, right) pair for each of {n} spatial axes."
+            f"padding={padding!r} with input_dilation={tuple(input_dilation or ())}: give the "
+            "padding as numbers, or use a transposed convolution."
         )
-    return pairs
-
-
-def _unknown_padding(padding: str, known: Sequence[str] = NAMED_PADDINGS) -> ArgumentValueError:
-    return ArgumentValueError(
-        f"padding={padding!r} is neither one of {', '.join(known)} "
-        "nor a (left, right) pair per spatial axis."
+    span = conv_dilate_window(window=window, dilation=dilation)
+    none = ((0, 0),) * len(window)
+    if name == "CAUSAL":
+        if len(window) != 1:
+            raise ArgumentValueError(
+                f"padding='CAUSAL' is for one spatial axis, but the window is {tuple(window)}: "
+                "give (left, right) for each axis."
+            )
+        return x, ((span[0] - 1, 0),)
+    if name in ("CIRCULAR", "REFLECT"):
+        sides = [((n - 1) // 2, n // 2) for n in span]
+        return _pad_spatial(x, sides, "wrap" if name == "CIRCULAR" else "reflect"), none
+    if name not in PADDINGS:
+        raise _unknown_padding(padding, len(window), PADDINGS, numbers=True)
+    spatial = x.shape[x.ndim - len(window) - 1 : -1]
+    return x, lax_conv_padding(
+        spatial, window=window, strides=strides, padding=name, dilation=dilation
     )
+
+
+def pad_conv_transpose(
+    x: Num[Array, "*batch_spatial channels"],
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Padding,
+    dilation: Sequence[int],
+    transpose_kernel: bool = False,
+) -> tuple[Num[Array, "*batch_padded channels"], Pairs]:
+    """Returns the padded input of a transposed convolution, and the zeros to add around it.
+
+    CIRCULAR wraps outputs beyond one end to the other, and keeps `length * stride` outputs, like
+    SAME.
+
+    Args:
+        x: the input, with any number of batch axes.
+        window, strides, dilation: one number per spatial axis.
+        padding: see the module; names are case-insensitive.
+        transpose_kernel: see `conv_transpose`; with CIRCULAR, moves a window's odd output to the
+            other side.
+
+    Raises:
+        ArgumentShapeError: if there is not one number per spatial axis.
+        ArgumentValueError: if the padding is unknown or not supported here.
+
+    >>> x, zeros = pad_conv_transpose(
+    ...     jnp.ones((1, 5, 2)), window=(3,), strides=(2,), padding="CIRCULAR", dilation=(1,)
+    ... )
+    >>> x.shape, zeros
+    ((1, 6, 2), ((0, 1),))
+    """
+    _require_axes(x, window=window, strides=strides, dilation=dilation)
+    if not isinstance(padding, str):
+        return x, _as_pairs(padding, len(window), TRANSPOSE_PADDINGS, numbers=True)
+    name = padding.upper()
+    if name == "SAME_LOWER" and all(stride == 1 for stride in strides):
+        name = "SAME"
+    if name == "CIRCULAR":
+        span = conv_dilate_window(window=window, dilation=dilation)
+        sizes = zip(span, strides, strict=True)
+        circular = [_circular_padding(n, stride, transpose_kernel) for n, stride in sizes]
+        return _pad_spatial(x, [sides for sides, _ in circular], "wrap"), tuple(
+            z for _, z in circular
+        )
+    if name not in ("VALID", "SAME"):
+        raise _unknown_padding(padding, len(window), TRANSPOSE_PADDINGS, numbers=True)
+    return x, conv_transpose_explicit_padding(
+        window=window, strides=strides, padding=name, dilation=dilation
+    )
+
+
+def _circular_padding(
+    span: int, stride: int, is_flipped: bool
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the input positions to repeat on each side, and the (negative) padding with zeros.
+
+    Without padding, input `i` reaches the outputs from `i * stride` on. Outputs from `first` on are
+    kept, which centres the window; the positions repeated on the left reach up to them.
+    """
+    first = (max(span - stride, 0) + is_flipped) // 2
+    left = -(-(span - 1 - first) // stride)
+    right = (first + stride - 1) // stride
+    zeros = span - 1 - first - left * stride, first - 1 - (right - 1) * stride
+    return (left, right), zeros
+
+
+def _pad_spatial(x: Array, sides: Sequence[tuple[int, int]], mode: str) -> Array:
+    batch = ((0, 0),) * (x.ndim - len(sides) - 1)
+    return jnp.pad(x, (*batch, *sides, (0, 0)), mode=mode)
+
+
+def _as_pairs(padding: Padding, n: int, names: Sequence[str], numbers: bool = False) -> Pairs:
+    """Returns `(left, right)` for each axis; `numbers` allows a number for both sides."""
+    pairs = []
+    try:
+        sides = (padding,) * n if numbers and isinstance(padding, int) else padding
+        for side in sides:  # pyright: ignore[reportGeneralTypeIssues] - an int is caught below
+            left, right = (side, side) if numbers and isinstance(side, int) else side
+            pairs.append((int(left), int(right)))
+    except (TypeError, ValueError):
+        pairs = []
+    if len(pairs) != n:
+        raise _unknown_padding(padding, n, names, numbers)
+    return tuple(pairs)
+
+
+def _unknown_padding(
+    padding: object, n: int, names: Sequence[str], numbers: bool = False
+) -> ArgumentValueError:
+    expected = f"for each of {n} spatial axes, (left, right)"
+    if numbers:
+        expected = f"a number, nor for each of {n} spatial axes, a number or (left, right)"
+    return ArgumentValueError(
+        f"padding={padding!r} is neither one of {', '.join(names)} nor {expected}."
+    )
+
+
+def _require_axes(x: Array, **sizes: Sequence[int]) -> None:
+    n = len(sizes["window"])
+    if x.ndim < n + 1 or any(len(value) != n for value in sizes.values()):
+        shown = ", ".join(f"{name}={tuple(value)}" for name, value in sizes.items())
+        raise ArgumentShapeError(
+            f"Expected one number per spatial axis in each of {shown}, and an input with as many "
+            f"axes before its channels; its shape is {x.shape}."
+        )

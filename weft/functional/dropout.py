@@ -25,7 +25,6 @@ def dropout(
     """Zeros elements of `x` with probability `rate`, and divides the others by `1 - rate`.
 
     Args:
-        x: the input.
         rate: in `[0, 1)`.
         prng_key: key of the mask.
         mask: elements to keep, broadcastable to `x`, instead of a random mask.
@@ -62,9 +61,6 @@ def keep_mask(
     """Returns a mask that is True (keep) with probability `1 - rate`, as Flax draws it.
 
     Args:
-        key: key of the mask.
-        rate: probability of False.
-        shape: shape of the masked array.
         broadcast_dims: axes that share one decision; the mask has size 1 there.
 
     Raises:
@@ -114,7 +110,6 @@ def get_stochastic_depth_linear_rate(
         peak_rate: the last stage's rate, in `[0, 1)`; None returns None.
         stage_order: counted from 0, so that the first stage is never dropped, or from 1, so that
             the last one has the peak rate.
-        num_stages: number of stages.
 
     Raises:
         ArgumentValueError: if `peak_rate` is not in `[0, 1)`.
@@ -140,9 +135,7 @@ def drop_tokens(
     Later layers get shorter examples, and cost less (Li et al., 2023).
 
     Args:
-        x: the tokens.
         rate: the fraction to remove, in `[0, 1)`; at least one token stays.
-        prng_key: key of the choice.
         num_cls_tokens: number of tokens at the front that always stay, and do not count.
 
     Raises:

@@ -1,4 +1,15 @@
-"""Embeddings of tokens and of positions."""
+"""Embeddings of tokens and of positions.
+
+Rotary positions of Llama 3.1: slow pairs of dimensions are slowed down for long contexts.
+
+Unlike YaRN, it compares full periods with the context, and does not scale logits.
+
+YaRN: rotary positions for longer contexts than in training (Peng et al., 2023).
+
+Pairs of dimensions that turn often within the original context keep their frequency; those that
+turn less than once have it divided, so that no angle is new to the model; those between are
+interpolated. Logits are raised a little, because attention spreads over more keys.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.dtypes import promote_dtype
-from weft.functional.ranks import to_ndim
+from weft.functional.arrays import promote_dtype, to_ndim
 
 RotaryLayout = Literal["interleaved", "half"]
 
@@ -28,7 +38,6 @@ def lookup(
     table).
 
     Args:
-        table: the rows.
         ids: negative ids count from the end.
         out_sharding: as in `jax.Array.at[].get`.
 
@@ -248,3 +257,86 @@ def alibi_bias(
 def _require_even(dim: int) -> None:
     if dim % 2:
         raise ArgumentValueError(f"dim={dim} must be even: positions take it in pairs.")
+
+
+def llama3_frequencies(
+    dim: int,
+    theta: float = 5e5,
+    *,
+    original_max_seq_length: int,
+    scaling_factor: float = 8.0,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+) -> Float[Array, " half_dim"]:
+    """Returns the rotation of each pair of dimensions per position.
+
+    Args:
+        dim: size of the vectors to rotate; even.
+        theta: the base of the frequencies.
+        original_max_seq_length: the context length before the extension.
+        scaling_factor: divides the frequencies of slow pairs.
+        low_freq_factor: pairs with fewer turns within the original context are slow.
+        high_freq_factor: pairs with more turns keep their frequency; those between are
+            interpolated.
+
+    >>> plain = rotary_frequencies(8, 1e4)
+    >>> scaled = llama3_frequencies(8, 1e4, original_max_seq_length=100, scaling_factor=4.0)
+    >>> [round(x, 2) for x in (plain / scaled).tolist()]
+    [1.0, 2.51, 4.0, 4.0]
+    """
+    plain = rotary_frequencies(dim, theta)
+    turns = original_max_seq_length * plain / (2 * math.pi)
+    kept = jnp.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
+    return plain * kept + plain / scaling_factor * (1.0 - kept)
+
+
+def yarn_frequencies(
+    dim: int,
+    theta: float = 1e4,
+    *,
+    original_max_seq_length: int,
+    scaling_factor: float = 1.0,
+    extrapolation_factor: float = 1.0,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+) -> Float[Array, " half_dim"]:
+    """Returns the rotation of each pair of dimensions per position.
+
+    Args:
+        dim: size of the vectors to rotate; even.
+        theta: the base of the frequencies.
+        original_max_seq_length: the context length in training.
+        scaling_factor: the ratio of the new to the original context length.
+        extrapolation_factor: how far fast pairs keep their frequency; 0 divides all frequencies.
+        beta_fast: pairs with more turns within the original context are fast.
+        beta_slow: pairs with fewer turns are slow.
+
+    >>> plain = rotary_frequencies(8)
+    >>> scaled = yarn_frequencies(8, original_max_seq_length=64, scaling_factor=4.0)
+    >>> [round(x, 2) for x in (plain / scaled).tolist()]
+    [1.0, 1.6, 4.0, 4.0]
+    """
+    plain = rotary_frequencies(dim, theta)
+
+    def pair_that_turns(times: float) -> float:
+        return (
+            dim * math.log(original_max_seq_length / (2 * math.pi * times)) / (2 * math.log(theta))
+        )
+
+    first = max(math.floor(pair_that_turns(beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(beta_slow)), dim - 1)
+    slow = jnp.clip((jnp.arange(dim // 2) - first) / max(last - first, 1e-3), 0.0, 1.0)
+    kept = (1.0 - slow) * extrapolation_factor
+    return plain * kept + plain / scaling_factor * (1.0 - kept)
+
+
+def yarn_magnitude(scaling_factor: float, attn_factor: float = 1.0) -> float:
+    """Returns the factor of sines and cosines, for queries and keys: `0.1 ln(scaling) + 1`.
+
+    It is 1 for `scaling_factor <= 1`, and multiplied by `attn_factor`.
+
+    >>> yarn_magnitude(1.0), round(yarn_magnitude(4.0), 4)
+    (1.0, 1.1386)
+    """
+    magnitude = 1.0 if scaling_factor <= 1 else 0.1 * math.log(scaling_factor) + 1.0
+    return magnitude * attn_factor

@@ -1,4 +1,4 @@
-"""Parameter initialization: `jax.nn.initializers` re-exported, plus its building blocks.
+"""Parameter initialization: those of `jax.nn.initializers`, and their building blocks.
 
 `fan_sizes` and `draw` are the two halves of variance scaling, for weights whose input and output
 axes are not the last two.
@@ -12,60 +12,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.nn.initializers import (
-    Initializer,
-    constant,
-    delta_orthogonal,
-    glorot_normal,
-    glorot_uniform,
-    he_normal,
-    he_uniform,
-    kaiming_normal,
-    kaiming_uniform,
-    lecun_normal,
-    lecun_uniform,
-    normal,
-    ones,
-    orthogonal,
-    truncated_normal,
-    uniform,
-    variance_scaling,
-    xavier_normal,
-    xavier_uniform,
-    zeros,
-)
+from jax.nn.initializers import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
+from jax.nn.initializers import Initializer, ones, variance_scaling, zeros
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from weft.errors import ArgumentValueError
-
-__all__ = [
-    "DISTRIBUTIONS",
-    "constant",
-    "default_embed_init",
-    "delta_orthogonal",
-    "draw",
-    "fan_sizes",
-    "glorot_normal",
-    "glorot_uniform",
-    "he_normal",
-    "he_uniform",
-    "kaiming_normal",
-    "kaiming_uniform",
-    "lecun_normal",
-    "lecun_uniform",
-    "normal",
-    "ones",
-    "ones_init",
-    "orthogonal",
-    "truncated_normal",
-    "uniform",
-    "variance_scaling",
-    "xavier_normal",
-    "xavier_uniform",
-    "zeros",
-    "zeros_init",
-]
 
 Distribution = Literal["uniform", "normal", "truncated_normal"]
 DISTRIBUTIONS: tuple[Distribution, ...] = ("uniform", "normal", "truncated_normal")

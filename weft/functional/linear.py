@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.dtypes import promote_dtype
-from weft.functional.ranks import to_ndim
+from weft.functional.arrays import promote_dtype, to_ndim
+from weft.functional.statistics import canonical_axes
 
 
 def dense(
@@ -34,7 +34,6 @@ def dense(
 
     Args:
         x: the input; its last axis is contracted.
-        weight: the matrix.
         bias: added to every row.
         precision, preferred_element_type, out_sharding: as in `jax.lax.dot_general`.
         dot_general: replaces `jax.lax.dot_general`.
@@ -71,7 +70,6 @@ def dense_general(
     """Contracts `axis` of `x` with as many axes of `weight`, and appends the weight's other axes.
 
     Args:
-        x: the input.
         weight: shape `(*batch, *contracted, *features)`, in the order of `batch_axes` and `axis`.
         bias: shape `(*batch, *features)`.
         axis: the axes of `x` to contract.
@@ -87,8 +85,8 @@ def dense_general(
     >>> dense_general(jnp.ones((3, 5, 8)), heads).shape
     (3, 5, 4, 2)
     """
-    axes = _canonical_axes(axis, x.ndim)
-    batch = _canonical_axes(batch_axes, x.ndim)
+    axes = canonical_axes(axis, x.ndim)
+    batch = canonical_axes(batch_axes, x.ndim)
     leading = batch + axes
     expected = tuple(x.shape[a] for a in leading)
     if weight.shape[: len(leading)] != expected:
@@ -98,7 +96,7 @@ def dense_general(
         )
     options = (axes, batch, precision, preferred_element_type, out_sharding)
     if dot_general is None:
-        return _contract_at_once(x, weight, bias, *options)
+        return _jit_contract(x, weight, bias, *options)
     return _contract(x, weight, bias, *options, dot_general)
 
 
@@ -127,14 +125,14 @@ def _contract(
     )
     if bias is None:
         return y
-    bias = spread(bias, (*weight_batch, *range(x.ndim - len(axes), y.ndim)), y.ndim)
+    bias = broadcast_bias(bias, (*weight_batch, *range(x.ndim - len(axes), y.ndim)), y.ndim)
     is_plain = y.dtype == bias.dtype != bool  # `lax.add` needs equal dtypes, not bool
     return lax.add(y, bias) if is_plain else y + bias
 
 
 # One call of a compiled function takes a tenth of the time of three operations by themselves, and
 # half of it while tracing, where the operations are put in its place.
-_contract_at_once = jax.jit(_contract, static_argnums=(3, 4, 5, 6, 7), inline=True)
+_jit_contract = jax.jit(_contract, static_argnums=(3, 4, 5, 6, 7), inline=True)
 
 
 def project(
@@ -155,8 +153,6 @@ def project(
 
     Args:
         subscripts: of an einsum over `x` and `weight`.
-        x: the input.
-        weight: the weight.
         bias: broadcast against the result's last axes.
         precision, preferred_element_type, out_sharding: as in `jax.numpy.einsum`.
         einsum: replaces `jax.numpy.einsum`; receives `preferred_element_type` and `out_sharding`
@@ -216,10 +212,12 @@ def _labels(term: str, ndim: int, subscripts: str) -> tuple[int, list[str | int]
     return free, [*before, *range(free, 0, -1), *after]
 
 
-def spread(bias: Num[Array, "*sizes"], axes: Sequence[int], ndim: int) -> Num[Array, "*ones"]:
+def broadcast_bias(
+    bias: Num[Array, "*sizes"], axes: Sequence[int], ndim: int
+) -> Num[Array, "*ones"]:
     """Returns the bias with `ndim` axes: its own at `axes`, and size 1 elsewhere.
 
-    >>> spread(jnp.ones((3, 2)), (1, 3), 4).shape
+    >>> broadcast_bias(jnp.ones((3, 2)), (1, 3), 4).shape
     (1, 3, 1, 2)
     """
     if bias.ndim == ndim:
@@ -228,8 +226,3 @@ def spread(bias: Num[Array, "*sizes"], axes: Sequence[int], ndim: int) -> Num[Ar
     for axis, size in zip(axes, bias.shape, strict=True):
         shape[axis] = size
     return lax.reshape(bias, shape)
-
-
-def _canonical_axes(axes: int | Sequence[int], ndim: int) -> tuple[int, ...]:
-    axes = (axes,) if isinstance(axes, int) else tuple(axes)
-    return tuple(a % ndim for a in axes)

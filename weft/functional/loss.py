@@ -2,6 +2,12 @@
 
 Most functions return one number per example, for `weighted_mean`. `cross_entropy` and
 `binary_cross_entropy` return `(loss, aux)`, where the dict `aux` has the loss of each target.
+
+Losses for detection: rare classes, and boxes.
+
+Losses and similarities of embeddings.
+
+Pairwise ranking losses: the better one of two items should have the larger logit.
 """
 
 from __future__ import annotations
@@ -10,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from weft.functional.ranks import positions
+from weft.errors import ArgumentValueError
+from weft.functional.arrays import positions
 
 Aux = dict[str, Array]
 
@@ -237,3 +244,198 @@ def contrastive_loss(
         logits = jnp.where(key_paddings, jnp.finfo(jnp.float32).min, logits)
     labels = jnp.arange(logits.shape[0])
     return cross_entropy(logits, labels, soft_target_labels=soft_labels)[0]
+
+
+def focal_loss(
+    logits: Float[Array, "*shape"],
+    targets: Num[Array, "*shape"],
+    *,
+    alpha: float = 0.25,
+    gamma: float = 1.5,
+) -> Float[Array, "*shape"]:
+    """Returns `alpha_t * (1 - p_t) ** gamma * cross_entropy` (Lin et al., 2017).
+
+    `p_t` is the probability of the target; `alpha_t` is `alpha` for true targets (1), `1 - alpha`
+    for false ones (0). With `gamma=0`, likely answers are not weakened.
+
+    >>> focal_loss(jnp.zeros(2), jnp.array([1, 0]), gamma=0.0).round(4).tolist()
+    [0.173..., 0.519...]
+    """
+    logits, targets = logits.astype(jnp.float32), targets.astype(jnp.float32)
+    cross_entropy = sigmoid_cross_entropy(logits, targets)
+    # p_t = exp(-cross_entropy), so that neither is computed from the other's rounding.
+    weight = targets * alpha + (1 - targets) * (1 - alpha)
+    return weight * (1 - jnp.exp(-cross_entropy)) ** gamma * cross_entropy
+
+
+def generalized_iou(
+    predictions: Float[Array, "*batch 4"], targets: Float[Array, "*batch 4"], *, eps: float = 1e-7
+) -> Float[Array, "*batch"]:
+    """Returns the overlap of two boxes, from -1 (far apart) to 1 (Rezatofighi et al., 2019).
+
+    It is the intersection over the union, minus the share of the smallest enclosing box that
+    neither covers. Boxes are two opposite corners, the smaller coordinates first; `eps` is added to
+    divisors.
+
+    >>> box, other = jnp.array([0.0, 0.0, 1.0, 1.0]), jnp.array([2.0, 0.0, 3.0, 1.0])
+    >>> generalized_iou(box[None], jnp.stack([box, other])).round(3).tolist()
+    [1.0, -0.33...]
+    """
+    a, b = predictions.astype(jnp.float32), targets.astype(jnp.float32)
+
+    def area(low: Array, high: Array) -> Array:
+        return jnp.prod(jnp.maximum(high - low, 0), axis=-1)
+
+    low_a, high_a, low_b, high_b = a[..., :2], a[..., 2:], b[..., :2], b[..., 2:]
+    intersection = area(jnp.maximum(low_a, low_b), jnp.minimum(high_a, high_b))
+    union = area(low_a, high_a) + area(low_b, high_b) - intersection
+    around = area(jnp.minimum(low_a, low_b), jnp.maximum(high_a, high_b))
+    return intersection / (union + eps) - (around - union) / (around + eps)
+
+
+def _normalize(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*batch dim"]:
+    """Returns vectors of length 1; those shorter than `eps` are divided by `eps`."""
+    # The maximum is inside the root, which has no gradient at 0.
+    return x / jnp.sqrt(jnp.maximum(jnp.sum(jnp.square(x), axis=-1, keepdims=True), eps**2))
+
+
+def nearest_neighbor_entropy_loss(
+    embeddings: Float[Array, "batch dim"], *, normalize_embedding: bool = True, eps: float = 1e-8
+) -> Float[Array, ""]:
+    """Returns the mean of `-log(distance to the nearest other)`: low for evenly spread vectors.
+
+    This is the Kozachenko-Leonenko estimate of differential entropy, up to sign and a constant
+    (Sablayrolles et al., 2019).
+
+    Args:
+        embeddings: at least two.
+        normalize_embedding: whether to normalize the vectors first. In both cases, "nearest" means
+            the largest inner product.
+        eps: added to distances.
+
+    Raises:
+        ArgumentValueError: if there are fewer than two.
+
+    >>> opposite = jnp.array([[1.0, 0.0], [-5.0, 0.0]])
+    >>> round(nearest_neighbor_entropy_loss(opposite).item(), 3)  # both are 2 apart
+    -0.693
+    """
+    n = embeddings.shape[0]
+    if n < 2:
+        raise ArgumentValueError(
+            f"embeddings of shape {embeddings.shape} have no neighbors; expected at least two."
+        )
+    x = embeddings.astype(jnp.float32)
+    if normalize_embedding:
+        x = _normalize(x, eps)
+    others = jnp.where(jnp.eye(n, dtype=bool), -jnp.inf, x @ x.T)
+    nearest = x[jnp.argmax(others, axis=1)]
+    distances = jnp.sqrt(jnp.maximum(jnp.sum(jnp.square(x - nearest), axis=1), eps**2))
+    return -jnp.mean(jnp.log(distances + eps))
+
+
+def elementwise_similarity(
+    x: Float[Array, "*batch dim"],
+    y: Float[Array, "*batch dim"],
+    *,
+    normalize_embedding: bool = True,
+    eps: float = 1e-8,
+) -> Float[Array, "*batch dim"]:
+    """Returns products of components, which add up to the cosine of two vectors.
+
+    Without `normalize_embedding`, they add up to the inner product. `eps` is the least length to
+    divide by.
+
+    >>> elementwise_similarity(jnp.array([3.0, 4.0]), jnp.array([0.0, 2.0])).round(3).tolist()
+    [0.0, 0.80...]
+    """
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return _normalize(x, eps) * _normalize(y, eps) if normalize_embedding else x * y
+
+
+def activation_flops(
+    embeddings: Float[Array, "batch dim"],
+    *,
+    paddings: Num[Array, " batch"] | None = None,
+    sparsity_threshold: float = 0.0,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Returns a smooth cost of a search with these sparse vectors, and their mean number of zeros.
+
+    The cost is the sum over components of the squared mean magnitude: the expected number of
+    products in an inner product if magnitudes were probabilities (Paria et al., 2020).
+
+    Args:
+        paddings: 1 for vectors that do not count.
+        sparsity_threshold: the largest magnitude that counts as zero.
+
+    >>> cost, zeros = activation_flops(jnp.array([[1.0, 0.0], [1.0, 2.0]]))
+    >>> cost.item(), zeros.item()
+    (2.0, 0.5)
+    """
+    magnitudes = jnp.abs(embeddings.astype(jnp.float32))
+    if paddings is None:
+        paddings = jnp.zeros(magnitudes.shape[:1])
+    live = 1 - paddings.astype(jnp.float32)
+    count = jnp.maximum(1, live.sum())
+    mean = jnp.sum(magnitudes * live[:, None], axis=0) / count
+    zeros = jnp.sum(magnitudes <= sparsity_threshold, axis=1)
+    return jnp.sum(jnp.square(mean)), jnp.sum(zeros * live) / count
+
+
+def with_cosine_margin(
+    cosines: Float[Array, "*batch classes"],
+    targets: Float[Array, "*batch classes"],
+    *,
+    alpha: float = 1.0,
+    margin: float = 0.0,
+) -> Float[Array, "*batch classes"]:
+    """Returns `alpha * (cosines - margin * targets)`: the right class must lead by a margin.
+
+    These are the logits of a softmax cross entropy (Wang et al., 2018, CosFace). `cosines` are
+    those of an embedding and each class; `targets` are one-hot, or probabilities.
+
+    >>> right = jnp.array([1.0, 0.0])
+    >>> with_cosine_margin(jnp.array([0.5, 0.5]), right, alpha=10, margin=0.5).tolist()
+    [0.0, 5.0]
+    """
+    return alpha * (cosines.astype(jnp.float32) - margin * targets)
+
+
+def rank_pairs(ranks: Int[Array, "batch items"]) -> Float[Array, "batch items items"]:
+    """Returns 1 at (b, i, j) if item i is ranked before item j, else 0.
+
+    Ranks start at 1, the best, and may be shared. A rank of 0 or less excludes an item.
+
+    >>> rank_pairs(jnp.array([[1, 2, 0]])).tolist()
+    [[[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]]
+    """
+    first, second = ranks[:, :, None], ranks[:, None, :]
+    return ((first < second) & (first > 0)).astype(jnp.float32)
+
+
+def pairwise_loss(
+    *,
+    logits: Float[Array, "batch items"],
+    pair_weights: Float[Array, "batch items items"],
+    loss_scale: Float[Array, " batch"],
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Returns the mean of `-log sigmoid(logit_i - logit_j)`, and the sum of its weights.
+
+    The loss of a Bradley-Terry model (Burges et al., 2005, RankNet).
+
+    Args:
+        logits: of each item.
+        pair_weights: at (b, i, j), the weight of "item i is better than item j".
+        loss_scale: a factor of each example's loss, not included in the weights.
+
+    >>> loss, weight = pairwise_loss(
+    ...     logits=jnp.zeros((1, 2)), pair_weights=rank_pairs(jnp.array([[1, 2]])),
+    ...     loss_scale=jnp.ones(1))
+    >>> round(loss.item(), 3), weight.item()
+    (0.693, 1.0)
+    """
+    logits = logits.astype(jnp.float32)
+    per_pair = jax.nn.softplus(logits[:, None, :] - logits[:, :, None])
+    total = jnp.sum(per_pair * pair_weights * loss_scale[:, None, None])
+    weight = jnp.sum(pair_weights, dtype=jnp.float32)
+    return total / jnp.maximum(weight, 1e-7), weight

@@ -1,4 +1,4 @@
-"""Normalisation layers' math.
+"""Normalization of activations and of weights.
 
 Statistics are computed in float32 (`dtype`, see `statistics.py`), and scale and bias are applied in
 it; the result has the dtype of the input.
@@ -16,14 +16,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.ranks import to_ndim
+from weft.functional.arrays import to_ndim
 from weft.functional.statistics import (
     Axes,
     canonical_axes,
     cast,
     constant,
+    cross_axis_mean,
     deviations,
-    mean_of_parts,
     mean_square,
     moments,
     segment_mean,
@@ -46,7 +46,6 @@ def layer_norm(
     """Returns `(x - mean) / sqrt(variance + eps) * scale + bias` (Ba et al., 2016).
 
     Args:
-        x: the input.
         scale, bias: broadcast against the last axes of `x`.
         axis: the axis or axes of the statistics.
         eps: added to the variance.
@@ -60,7 +59,7 @@ def layer_norm(
     """
     axes = canonical_axes(axis, x.ndim)
     if axis_name is None and isinstance(eps, float):
-        return _layer_norm_at_once(x, scale, bias, where, axes, eps, fast_variance, dtype)
+        return _jit_layer_norm(x, scale, bias, where, axes, eps, fast_variance, dtype)
     parts = axis_name, axis_index_groups
     y = _standardize(cast(x, dtype), axes, eps, where, *parts, fast=fast_variance)
     return _affine(y, scale, bias, x.dtype)
@@ -81,7 +80,7 @@ def _layer_norm(
 
 # One call of a compiled function takes a fraction of the time of twenty operations by themselves,
 # and half of it while tracing, where the operations are put in its place.
-_layer_norm_at_once = jax.jit(_layer_norm, static_argnums=(4, 5, 6, 7), inline=True)
+_jit_layer_norm = jax.jit(_layer_norm, static_argnums=(4, 5, 6, 7), inline=True)
 
 
 def rms_norm(
@@ -99,7 +98,6 @@ def rms_norm(
     """Returns `x / sqrt(mean(x²) + eps) * scale` (Zhang and Sennrich, 2019).
 
     Args:
-        x: the input.
         scale: broadcast against the last axes of `x`.
         axis: the axis or axes of the mean.
         eps: added to the mean square.
@@ -138,9 +136,7 @@ def group_norm(
     """Normalises groups of channels (Wu and He, 2018).
 
     Args:
-        x: the input.
         scale, bias: per channel.
-        num_groups: number of groups of channels.
         axis: the axes that share statistics, in addition to the channels of a group; by default
             all except the first and the last.
         eps: added to the variance.
@@ -290,7 +286,7 @@ def _divide_by_rms(
 ) -> Array:
     square = mean_square(x, axes, where)
     if axis_name is not None:
-        square = mean_of_parts(x, axes, where, axis_name, axis_index_groups)(square)
+        square = cross_axis_mean(x, axes, where, axis_name, axis_index_groups)(square)
     return _divide_by_root(x, square, eps)
 
 
@@ -301,13 +297,144 @@ def _divide_by_root(x: Array, square: Array, eps: float) -> Array:
 
 def _affine(y: Array, scale: Array | None, bias: Array | None, dtype: DTypeLike) -> Array:
     if scale is not None:
-        y = lax.mul(y, _beside(scale, y))
+        y = lax.mul(y, _match_operand(scale, y))
     if bias is not None:
-        y = lax.add(y, _beside(bias, y))
+        y = lax.add(y, _match_operand(bias, y))
     return cast(y, dtype)
 
 
-def _beside(x: Array, y: Array) -> Array:
+def _match_operand(x: Array, y: Array) -> Array:
     """Returns a scale or bias with the dtype and number of axes of the other operand."""
     x = cast(x, y.dtype)
     return x if x.ndim == y.ndim else lax.expand_dims(x, range(y.ndim - x.ndim))
+
+
+def group_norm_axes(reduction_axes: Axes | None, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the axes that share statistics, the last one split into groups.
+
+    `reduction_axes` of None means all but the first.
+
+    Raises:
+        ArgumentValueError: if the last axis is not among them.
+
+    >>> group_norm_axes(None, (2, 3, 4)), group_norm_axes((0, -1), (2, 3, 4))
+    ((1, 2), (0, 2))
+    """
+    ndim = len(shape)
+    if reduction_axes is None:
+        return tuple(range(1, ndim))
+    axes = canonical_axes(reduction_axes, ndim)
+    if ndim - 1 not in axes:
+        raise ArgumentValueError(
+            f"reduction_axes={reduction_axes} of an input of shape {tuple(shape)} leave out the "
+            "last axis, which holds the channels; add -1."
+        )
+    return axes
+
+
+def instance_norm_axes(
+    feature_axes: Axes, shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the axes of the channels in increasing order, and those that share statistics.
+
+    Raises:
+        ArgumentValueError: if `feature_axes` include the first axis, the batch axis.
+
+    >>> instance_norm_axes(-1, (2, 3, 4, 5))
+    ((3,), (1, 2))
+    """
+    features = tuple(sorted(canonical_axes(feature_axes, len(shape))))
+    if 0 in features:
+        raise ArgumentValueError(
+            f"feature_axes={feature_axes} of an input of shape {tuple(shape)} include the first "
+            "axis, the batch axis; leave it out."
+        )
+    return features, tuple(a for a in range(1, len(shape)) if a not in features)
+
+
+def weight_norm(
+    weight: Float[Array, "*shape"],
+    scale: Float[Array, "*features"] | None = None,
+    *,
+    feature_axes: Axes | None = -1,
+    eps: float = 1e-12,
+) -> Float[Array, "*shape"]:
+    """Returns `scale * weight / |weight|` (Salimans and Kingma, 2016).
+
+    Args:
+        weight: the direction.
+        scale: the norms, with the axes `feature_axes` in increasing order; 1 by default.
+        feature_axes: the axes with a norm per position; None for one norm of the whole weight.
+        eps: added to the square of the norm.
+
+    Raises:
+        ArgumentValueError: if the weight does not have these axes.
+
+    >>> weight_norm(jnp.array([[2.0, -5.0]]), jnp.array([3.0, 1.0])).tolist()
+    [[3.0, -1.0]]
+    """
+    features = weight_features(weight.shape, feature_axes)
+    shared = tuple(a for a in range(weight.ndim) if a not in features)
+    y = l2_normalize(weight, eps, shared)
+    if scale is None:
+        return y
+    return y * scale.reshape([1 if a in shared else n for a, n in enumerate(weight.shape)])
+
+
+def weight_features(shape: Sequence[int], feature_axes: Axes | None) -> tuple[int, ...]:
+    """Returns the axes of a weight that have norms, in increasing order; none for None.
+
+    Raises:
+        ArgumentValueError: if the weight does not have these axes.
+
+    >>> weight_features((3, 4, 5), (-1, 0))
+    (0, 2)
+    """
+    if feature_axes is None:
+        return ()
+    axes = (feature_axes,) if isinstance(feature_axes, int) else tuple(feature_axes)
+    if any(not -len(shape) <= a < len(shape) for a in axes):
+        raise ArgumentValueError(
+            f"feature_axes={feature_axes} are not all axes of a weight of shape {tuple(shape)}."
+        )
+    return tuple(sorted(canonical_axes(axes, len(shape))))
+
+
+def spectral_norm(
+    weight: Float[Array, "*rows columns"],
+    u: Float[Array, "1 columns"],
+    *,
+    n_steps: int = 1,
+    eps: float = 1e-12,
+) -> tuple[Float[Array, "*rows columns"], Float[Array, "1 columns"], Float[Array, ""]]:
+    """Returns a weight divided by its largest singular value, the next `u`, and that value.
+
+    The singular value is estimated by power iteration (Miyato et al., 2018), starting from `u`. No
+    gradient flows through the iteration, only through `v weight u`.
+
+    Args:
+        weight: a matrix; all axes but the last are its rows.
+        u: an estimate of the first right singular vector, such as the one returned before.
+        n_steps: number of iterations, at least 1.
+        eps: added to the squares of norms.
+
+    Raises:
+        ArgumentValueError: if `n_steps` is less than 1.
+
+    >>> weight, u = jnp.diag(jnp.array([4.0, 1.0])), jnp.ones((1, 2))
+    >>> weight, u, sigma = spectral_norm(weight, u, n_steps=9)
+    >>> weight.round(3).tolist(), sigma.round(3).item()
+    ([[1.0, 0.0], [0.0, 0.25]], 4.0)
+    """
+    if n_steps < 1:
+        raise ArgumentValueError(f"n_steps={n_steps}: expected at least one step of the iteration.")
+    matrix = weight.reshape(-1, weight.shape[-1])
+    fixed = lax.stop_gradient(matrix)
+    v = u
+    for _ in range(n_steps):
+        v = l2_normalize(u @ fixed.T, eps, None)
+        u = l2_normalize(v @ fixed, eps, None)
+    u, v = lax.stop_gradient((u, v))
+    sigma = (v @ matrix @ u.T)[0, 0]
+    # A weight of zeros stays zero.
+    return weight / jnp.where(sigma != 0, sigma, 1), u, sigma

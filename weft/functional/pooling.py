@@ -28,7 +28,6 @@ def pool(
     """Reduces the numbers of each window by a function of two numbers.
 
     Args:
-        x: the input.
         initial: the identity of `reduce`, such as 0 for `jax.lax.add`; the value of padding.
         reduce: associative, such as `jax.lax.add`.
         window: size along each spatial axis.
@@ -68,7 +67,6 @@ def max_pool(
     """Returns the largest value of each window, ignoring padding.
 
     Args:
-        x: the input.
         window: size along each spatial axis.
         strides: step between windows along each axis; 1 by default.
         padding: a name, or `(left, right)` per spatial axis.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from weft.errors import ArgumentShapeError
-from weft.functional.ranks import positions
+from weft.functional.arrays import positions
 
 Activation = Callable[[Array], Array]
 
@@ -105,7 +105,6 @@ def flip_sequences(
     """Returns sequences in reverse order; positions after a sequence's end stay in place.
 
     Args:
-        x: the sequences.
         seq_lengths: number of positions per sequence that count; all by default. Its axes are the
             first axes of `x` without the time axis.
         axis: the time axis, at most the number of axes of `seq_lengths`.
@@ -132,7 +131,6 @@ def within_lengths(
 
     Args:
         new: the state after the step, arrays whose first axes are those of `seq_lengths`.
-        old: the state before.
         step: the position of the step, from 0.
         seq_lengths: number of positions per sequence that count.
 

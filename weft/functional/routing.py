@@ -43,8 +43,6 @@ def expert_capacity(
     """Returns an expert's number of slots for the tokens of a group.
 
     Args:
-        group_size: number of tokens in a group.
-        num_experts: number of experts.
         factor: multiple of an equal share, `group_size / num_experts`, rounded up. None, without a
             minimum, makes slots for the whole group.
         minimum: the smallest capacity.
@@ -80,7 +78,6 @@ def route(
     Args:
         experts: the choices of each token, all different, best first.
         gates: their weights.
-        num_experts: number of experts.
         capacity: number of slots of each expert, per group.
         live: tokens that take part; all by default.
 
@@ -181,7 +178,6 @@ def limit_to_groups(
 
 
 def _token_mean(x: Array, live: Array | None, *, axis: int | None) -> Array:
-    """Returns the mean over live tokens, along `axis` or over everything."""
     if live is None:
         return jnp.mean(x, axis=axis)
     weight = live if axis is None else live[..., None]

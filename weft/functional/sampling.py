@@ -14,8 +14,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from weft.errors import ArgumentValueError
+from weft.functional.arrays import positions, to_ndim
 from weft.functional.attention_mask import NEG_INF
-from weft.functional.ranks import positions, to_ndim
 
 LogitsToLogitsFn = Callable[[Array], Array]
 

@@ -42,8 +42,6 @@ def moments(
     """Returns mean and variance along `axis`, which stays with size 1.
 
     Args:
-        x: the values.
-        axis: the axis or axes to reduce.
         where: values that count, broadcastable to `x`; all by default. Without any, mean and
             variance are 0.
         axis_name: mapped axes over which to combine the statistics.
@@ -62,7 +60,7 @@ def moments(
     if axis_name is None:
         return mean, variance
     # Chan, Golub and LeVeque (1979): the variance within the parts plus that between their means.
-    combine = mean_of_parts(x, axes, where, axis_name, axis_index_groups)
+    combine = cross_axis_mean(x, axes, where, axis_name, axis_index_groups)
     overall = combine(mean)
     return overall, combine(variance + abs_square(mean - overall))
 
@@ -77,7 +75,6 @@ def segment_mean(
     """Returns the mean along `axis`, separately for each segment of axis 1.
 
     Args:
-        x: the values.
         segment_ids: the segment of each position; ids in `[0, time]`.
         axis: the axes to reduce, including axis 1, which keeps its size: each position has its
             segment's mean. The others stay with size 1.
@@ -206,7 +203,7 @@ def real(x: Array) -> Array:
     return lax.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
-def mean_of_parts(
+def cross_axis_mean(
     x: Array,
     axes: tuple[int, ...],
     where: Array | None,

@@ -11,8 +11,8 @@ from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError
 from weft.functional import pooling
-from weft.functional.batch_axes import over_batch_axes
-from weft.functional.conv_shape import ConvPadding, conv_padding_of_length
+from weft.functional.arrays import over_batch_axes
+from weft.functional.conv_shape import ConvPadding, lax_conv_padding
 
 
 def max_pool(
@@ -27,7 +27,7 @@ def max_pool(
         inputs: the input, with any number of batch axes.
         window_shape: size along each spatial axis.
         strides: step between windows along each axis; 1 by default.
-        padding: a name of `conv_padding_of_length`, or `(left, right)` per spatial axis.
+        padding: a name of `lax_conv_padding`, or `(left, right)` per spatial axis.
 
     Raises:
         ArgumentShapeError: if the sizes are for different axes, or the input has fewer.
@@ -37,7 +37,7 @@ def max_pool(
         >>> max_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
         [1.0, 3.0]
     """
-    return _pool(pooling.max_pool, inputs, window_shape, strides, padding)
+    return _pool_batched(pooling.max_pool, inputs, window_shape, strides, padding)
 
 
 def min_pool(
@@ -52,7 +52,7 @@ def min_pool(
         >>> min_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
         [0.0, 2.0]
     """
-    return _pool(pooling.min_pool, inputs, window_shape, strides, padding)
+    return _pool_batched(pooling.min_pool, inputs, window_shape, strides, padding)
 
 
 def pool(
@@ -72,8 +72,8 @@ def pool(
         >>> pool(jnp.full((1, 4, 1), 3.0), 1.0, lax.mul, (2,), (2,), "VALID").ravel().tolist()
         [9.0, 9.0]
     """
-    reduced = functools.partial(_reduced, init, reduce_fn)
-    return _pool(reduced, inputs, window_shape, strides, padding)
+    reduced = functools.partial(_pool_reduce, init, reduce_fn)
+    return _pool_batched(reduced, inputs, window_shape, strides, padding)
 
 
 def avg_pool(
@@ -95,7 +95,7 @@ def avg_pool(
     """
     if not count_include_pad:
         inputs = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
-    return _pool(
+    return _pool_batched(
         pooling.avg_pool,
         inputs,
         window_shape,
@@ -105,13 +105,13 @@ def avg_pool(
     )
 
 
-def _reduced(
+def _pool_reduce(
     init: Any, reduce_fn: Callable[..., Any], x: Array, window: Any, **kwargs: Any
 ) -> Array:
     return pooling.pool(x, init, reduce_fn, window, **kwargs)
 
 
-def _pool(
+def _pool_batched(
     pool: Callable[..., Array],
     inputs: Array,
     window: Sequence[int],
@@ -127,7 +127,7 @@ def _pool(
         )
     spatial = inputs.shape[first:-1]
     strides = (1,) * len(window) if strides is None else tuple(strides)
-    pads = conv_padding_of_length(spatial, window=window, strides=strides, padding=padding)
+    pads = lax_conv_padding(spatial, window=window, strides=strides, padding=padding)
     return over_batch_axes(
         lambda x: pool(x, window, strides=strides, padding=pads, **kwargs), inputs, len(window) + 1
     )

@@ -1,63 +1,163 @@
-"""Layers: modules that describe and initialize parameters but do not hold them."""
+"""Layers: modules that describe and initialize their parameters but do not hold them.
+
+The parameters of a layer that runs one child several times are stacked: their specs have a leading
+axis, which is replicated and counts as a batch axis of the fans, and each copy is initialized with
+its own key. The subtree is a `VDict`, so that optimizers can separate the copies.
+"""
 
 import copy
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import jax
+import jax.core
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from weft.config import Configurable, config_class, maybe_instantiate
-from weft.config.names import did_you_mean
+from weft.config import REQUIRED, Configurable, Required, config_class, maybe_instantiate
 from weft.core.logical import names_to_mesh_axes
 from weft.errors import (
+    LayerMethodError,
     LogicalAxisError,
     MissingPrngKeyError,
     MissingStateError,
     ParameterSpecError,
+    did_you_mean,
 )
-from weft.functional.sizes import check_sizes
+from weft.functional.arrays import check_sizes
 from weft.hierarchy import transforms
 from weft.hierarchy.context import child_context, fold_in_name
-from weft.hierarchy.module import Module, nowrap
+from weft.hierarchy.context_kind import fork_key
+from weft.hierarchy.module import Module, get_public_method, nowrap
 from weft.hierarchy.param_init import DefaultInitializer, FanAxes
 from weft.hierarchy.parameter_spec import (
-    FactorizationSpec,
     NestedParameterSpec,
     ParameterSpec,
-    TensorSpec,
     with_leading_axis,
 )
-from weft.hierarchy.stacking import initialize_copies, parameter_specs_of_copies
-from weft.hierarchy.tensor_stats import (
-    CompositeTensorStats,
-    DefaultTensorStats,
-    TensorMaxAbs,
-    TensorRMSNorm,
-    TensorStats,
-)
+from weft.struct import VDict
 from weft.typing import DType, NestedTensor, Tensor
 
-__all__ = [
-    "BaseLayer",
-    "CompositeTensorStats",
-    "DefaultTensorStats",
-    "FactorizationSpec",
-    "NestedParameterSpec",
-    "ParameterNoise",
-    "ParameterSpec",
-    "RematSpec",
-    "TensorMaxAbs",
-    "TensorRMSNorm",
-    "TensorSpec",
-    "TensorStats",
-    "no_remat",
-    "with_leading_axis",
-]
+
+class TensorStats(Module):
+    """Base of statistics of named arrays."""
+
+    def add_stats(self, name: str, value: Tensor) -> None:
+        """Adds summaries about an array called `name` in its layer; this base class adds none."""
+
+
+class TensorRMSNorm(TensorStats):
+    """Reports the root mean square."""
+
+    def add_stats(self, name: str, value: Tensor) -> None:
+        self.add_summary("rms_norm", jnp.sqrt(jnp.mean(jnp.square(value.astype(jnp.float32)))))
+
+
+class TensorMaxAbs(TensorStats):
+    """Reports the maximum absolute value."""
+
+    def add_stats(self, name: str, value: Tensor) -> None:
+        self.add_summary("max_abs", jnp.max(jnp.abs(value)).astype(jnp.float32))
+
+
+class CompositeTensorStats(TensorStats):
+    """Reports several statistics."""
+
+    @config_class
+    class Config(TensorStats.Config):
+        """Configures CompositeTensorStats.
+
+        Attributes:
+            inline_child_summaries: whether to omit names of statistics from the paths of summaries.
+        """
+
+        tensor_stats: dict[str, TensorStats.Config] = {}
+        inline_child_summaries: bool = False
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        for name, child in cfg.tensor_stats.items():
+            self._add_child(name, child)
+
+    def add_stats(self, name: str, value: Tensor) -> None:
+        context = self.get_invocation_context()
+        for child_name, child in self.children.items():
+            child.add_stats(name, value)  # pyright: ignore[reportAttributeAccessIssue]
+            if self.config.inline_child_summaries:
+                for of_child, summary in context.get_summaries().pop(child_name).items():
+                    self.add_summary(of_child, summary)
+
+
+class DefaultTensorStats(CompositeTensorStats):
+    """Reports the root mean square and the maximum absolute value."""
+
+    @config_class
+    class Config(CompositeTensorStats.Config):
+        """Configures DefaultTensorStats."""
+
+        tensor_stats: dict[str, TensorStats.Config] = {
+            "norm": TensorRMSNorm.default_config(),
+            "max": TensorMaxAbs.default_config(),
+        }
+        inline_child_summaries: bool = True
+
+
+def stacked_parameter_specs(layer: "BaseLayer", n: int | None) -> dict[str, Any]:
+    """Returns the specs of `n` copies of a layer, or for n=None of the layer itself."""
+    specs = layer.create_parameter_specs_recursively()
+    if n is None:
+        return specs
+    return VDict(jax.tree.map(lambda spec: with_leading_axis(spec, n), specs))
+
+
+def initialize_stacked(
+    layer: "BaseLayer", n: int | None, prng_key: Tensor, *, prebuilt: NestedTensor | None = None
+) -> dict[str, Any]:
+    """Initializes the parameters of `n` copies of a layer, or for n=None of the layer itself.
+
+    Args:
+      layer: one of the copies.
+      n: number of copies.
+      prng_key: split for each copy, so that the first copies do not depend on `n`.
+      prebuilt: stacked values to use instead; missing values and None are initialized.
+
+    Raises:
+      ParameterSpecError: if a value in `prebuilt` has a wrong leading axis or shape.
+    """
+    if n is None:
+        return layer.initialize_parameters_recursively(prng_key, prebuilt=prebuilt)
+    prebuilt_values = jax.tree.map(
+        lambda x: None if isinstance(x, ParameterSpec) else x, dict(prebuilt or {})
+    )
+    for path, value in jax.tree_util.tree_leaves_with_path(prebuilt_values):
+        if jnp.shape(value)[:1] != (n,):
+            raise ParameterSpecError(
+                f"prebuilt {layer.path()}{jax.tree_util.keystr(path)} has shape "
+                f"{jnp.shape(value)}; expected a leading axis of {n}, one entry per copy of "
+                f"{layer.path()}."
+            )
+
+    def initialize(key: Tensor, values: NestedTensor) -> NestedTensor:
+        return layer.initialize_parameters_recursively(key, prebuilt=values)
+
+    keys = fork_key(prng_key, n)
+    if isinstance(prng_key, jax.core.Tracer):
+        # A loop compiles for one copy, in 0.4 x the compile time of vmap.
+        return VDict(
+            jax.lax.map(lambda key_and_values: initialize(*key_and_values), (keys, prebuilt_values))
+        )
+    # Outside of a compiled function, a loop would be recompiled at each call.
+    drawn = [
+        initialize(keys[i], jax.tree.map(lambda x, i=i: x[i], prebuilt_values)) for i in range(n)
+    ]
+    return VDict(jax.tree.map(lambda *copies: jnp.stack(copies), *drawn))
+
 
 F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 
 
 class ParameterNoise(Configurable):
@@ -157,7 +257,6 @@ class BaseLayer(Module):
         return {}
 
     def _compute_fan_axes(self, name: str, spec: ParameterSpec) -> FanAxes | None:
-        """Returns the input and output axes of a parameter whose spec has none."""
         if name.endswith("weight") and len(spec.shape) >= 2:
             return FanAxes(in_axis=-2, out_axis=-1)
         return None
@@ -187,7 +286,7 @@ class BaseLayer(Module):
             )
         return specs
 
-    def _num_copies(self, name: str) -> int | None:
+    def _num_stacked(self, name: str) -> int | None:
         """Returns the number of stacked copies of a child's parameters; None if not stacked."""
         return None
 
@@ -201,7 +300,7 @@ class BaseLayer(Module):
         specs: dict[str, Any] = dict(self._own_parameter_specs())
         for name, child in self._children.items():
             if isinstance(child, BaseLayer):
-                specs[name] = parameter_specs_of_copies(child, self._num_copies(name))
+                specs[name] = stacked_parameter_specs(child, self._num_stacked(name))
         return specs
 
     @nowrap
@@ -221,27 +320,33 @@ class BaseLayer(Module):
             ParameterSpecError: if a prebuilt value has the wrong shape, or matches no parameter.
             ParameterInitError: if no initializer fits a parameter.
         """
-        given: dict[str, Any] = dict(prebuilt or {})
+        remaining: dict[str, Any] = dict(prebuilt or {})
         state: dict[str, Any] = {}
         for name, spec in self._own_parameter_specs().items():
-            state[name] = self._initialize_parameter(name, spec, prng_key, given.pop(name, None))
+            state[name] = self._initialize_parameter(
+                name, spec, prng_key, remaining.pop(name, None)
+            )
         for name, child in self._children.items():
             if isinstance(child, BaseLayer):
-                state[name] = initialize_copies(
+                state[name] = initialize_stacked(
                     child,
-                    self._num_copies(name),
+                    self._num_stacked(name),
                     fold_in_name(prng_key, name),
-                    prebuilt=given.pop(name, None),
+                    prebuilt=remaining.pop(name, None),
                 )
-        if given:
+        if remaining:
             raise ParameterSpecError(
-                f"prebuilt has {sorted(given)} for {self.path()}, which has no such parameters "
-                f"or children. {did_you_mean(next(iter(given)), state)}"
+                f"prebuilt has {sorted(remaining)} for {self.path()}, which has no such parameters "
+                f"or children. {did_you_mean(next(iter(remaining)), state)}"
             )
         return state
 
     def _initialize_parameter(
-        self, name: str, spec: ParameterSpec, prng_key: Tensor, prebuilt: Any
+        self,
+        name: str,
+        spec: ParameterSpec,
+        prng_key: Tensor,
+        prebuilt: Tensor | ParameterSpec | None,
     ) -> Tensor:
         if prebuilt is None or isinstance(prebuilt, ParameterSpec):
             assert spec.initializer is not None  # filled in by _own_parameter_specs
@@ -279,11 +384,7 @@ class BaseLayer(Module):
 
     @nowrap
     def require_prng_key(self, what: str) -> Tensor:
-        """Returns the PRNG key of the current invocation, or raises MissingPrngKeyError.
-
-        Args:
-            what: what needs the key, for the error.
-        """
+        """Returns the PRNG key of this invocation; raises MissingPrngKeyError, naming `what`."""
         if self.prng_key is None:
             raise MissingPrngKeyError(
                 f"{what} of {self.path()} needs a PRNG key and the invocation has none; "
@@ -291,15 +392,13 @@ class BaseLayer(Module):
             )
         return self.prng_key
 
-    def _call_in_context(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _in_context(self, method: Callable[..., R]) -> Callable[..., R]:
         spec = self.config.remat_spec
         if spec is None or not self.is_training or getattr(method, "_weft_no_remat", False):
-            return method(self, *args, **kwargs)
+            return method
         return transforms.remat(
-            lambda *args, **kwargs: method(self, *args, **kwargs),
-            prevent_cse=spec.prevent_cse,
-            policy=maybe_instantiate(spec.policy),
-        )(*args, **kwargs)
+            method, prevent_cse=spec.prevent_cse, policy=maybe_instantiate(spec.policy)
+        )
 
     def _add_tensor_stats(self, name: str, value: Tensor) -> None:
         if "tensor_stats" in self._children:
@@ -309,3 +408,59 @@ class BaseLayer(Module):
     def _remat_name(self, x: Tensor, name: str) -> Tensor:
         """Names a value for policies that keep values by name, as `<layer class>.<name>`."""
         return checkpoint_name(x, f"{type(self).__name__}.{name}")
+
+
+class BaseModel(BaseLayer):
+    """Layer that computes a loss from a batch. A subclass defines `forward`."""
+
+    def forward(self, input_batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Returns the loss, a scalar, and a dict of auxiliary outputs such as logits."""
+        raise NotImplementedError(type(self))
+
+
+class RedirectToSharedModule(BaseLayer):
+    """Layer without parameters that calls a module shared by an ancestor.
+
+    For example, an output layer with the weights of the embedding: the decoder calls
+    `_share_with_descendants(self.emb, shared_module_name="shared_emb")`, and a layer below it uses
+
+        RedirectToSharedModule.default_config().set(
+            shared_module="shared_emb", method_map={"forward": "attend"}
+        )
+
+    as output layer, whose `forward` is the embedding's `attend`.
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a RedirectToSharedModule.
+
+        Attributes:
+            method_map: maps methods of this layer to those of the shared module; empty means
+                `forward` to `forward`.
+        """
+
+        shared_module: Required[str] = REQUIRED
+        method_map: dict[str, str] = {}
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        for name, target in (cfg.method_map or {"forward": "forward"}).items():
+            if name != "forward" and (name.startswith("_") or hasattr(BaseLayer, name)):
+                raise LayerMethodError(
+                    f"{self.path()} cannot redirect {name!r} of its method_map; expected 'forward' "
+                    "or a new public name."
+                )
+            setattr(self, name, functools.partial(self.redirect, target))
+
+    def redirect(self, target: str, *args: object, **kwargs: object) -> Any:
+        """Calls the method called `target` of the shared module."""
+        shared = self.get_shared_module(self.config.shared_module).module
+        method = get_public_method(shared, target)
+        if method is None:
+            raise LayerMethodError(
+                f"{self.path()} redirects to {target!r} of {shared.path()}, but "
+                f"{type(shared).__name__} has no public method of that name; "
+                "change method_map."
+            )
+        return method(*args, **kwargs)

@@ -1,14 +1,18 @@
-"""Functions that set dropout rates, norms or biases everywhere in a config.
+"""Functions that set dropout rates, norms, biases or sharding everywhere in a config, in place.
 
-They change the config in place, including configs in fields, lists and dicts.
+Weights of attention and feed-forward layers can be sharded twice: heads or hidden dimensions over
+the tensor-parallel axis, the model dimension over the data-parallel axis (Xu et al., 2021).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft.config import REQUIRED, ConfigBase, InstantiableConfig
-from weft.hierarchy.dropout import Dropout
-from weft.hierarchy.normalization import BaseNormalizationLayer, LayerNormStateless
+from weft.hierarchy.attention.multihead_attention import MultiheadAttention
+from weft.hierarchy.attention.transformer import TransformerLayer
+from weft.hierarchy.layers.normalization import BaseNormalizationLayer, LayerNormStateless
+from weft.hierarchy.layers.stochastic import Dropout
+from weft.typing import PartitionSpec
 
 
 def set_dropout_rate_recursively(
@@ -24,7 +28,7 @@ def set_dropout_rate_recursively(
     """
 
     def set_rate(config: Any) -> None:
-        if _makes(config, Dropout) and not (set_only_if_none and config.rate is not None):
+        if is_config_of(config, Dropout) and not (set_only_if_none and config.rate is not None):
             config.rate = dropout_rate
 
     for_each_config(cfg, set_rate)
@@ -36,7 +40,9 @@ def set_layer_norm_eps_recursively(
     """Sets `eps` of every LayerNorm, or only of those without one."""
 
     def set_eps(config: Any) -> None:
-        if _makes(config, LayerNormStateless) and not (set_only_if_none and config.eps is not None):
+        if is_config_of(config, LayerNormStateless) and not (
+            set_only_if_none and config.eps is not None
+        ):
             config.eps = eps
 
     for_each_config(cfg, set_eps)
@@ -53,14 +59,10 @@ def set_bias_recursively(cfg: ConfigBase, bias: bool = False) -> None:
 
 
 def set_norm_recursively(cfg: ConfigBase, norm_cfg: InstantiableConfig) -> None:
-    """Replaces every normalization layer.
-
-    Args:
-        norm_cfg: the new layer; without an `input_dim`, it gets that of the replaced one.
-    """
+    """Replaces every normalization layer; a new one without an `input_dim` gets the old one's."""
 
     def replaced(value: Any) -> Any:
-        if _makes(value, BaseNormalizationLayer):
+        if is_config_of(value, BaseNormalizationLayer):
             new = norm_cfg.clone()
             if "input_dim" in new.keys() and new.input_dim is REQUIRED:  # noqa: SIM118
                 new.input_dim = value.input_dim
@@ -74,7 +76,7 @@ def set_norm_recursively(cfg: ConfigBase, norm_cfg: InstantiableConfig) -> None:
             value = list(value.values())
         if type(value) in (list, tuple):
             return any(map(has_norm, value))
-        return _makes(value, BaseNormalizationLayer)
+        return is_config_of(value, BaseNormalizationLayer)
 
     def set_norm(config: Any) -> None:
         for name, value in config.items():
@@ -84,21 +86,148 @@ def set_norm_recursively(cfg: ConfigBase, norm_cfg: InstantiableConfig) -> None:
     for_each_config(cfg, set_norm)
 
 
-def _makes(value: Any, cls: type) -> bool:
+def is_config_of(value: object, cls: type | tuple[type, ...]) -> bool:
+    """Returns whether a value is the config of one of the classes."""
     klass = getattr(value, "klass", None)
     return isinstance(value, ConfigBase) and isinstance(klass, type) and issubclass(klass, cls)
 
 
 def for_each_config(root: ConfigBase, fn: Callable[[ConfigBase], None]) -> None:
     """Calls `fn` on every config inside `root`, inner ones first, and on `root` itself."""
-    found: list[ConfigBase] = []
+    configs: list[ConfigBase] = []
 
-    def enter(path: str, value: Any, children: list | None) -> list | None:
+    def enter(path: str, value: object, children: list | None) -> list | None:
         del path
         if isinstance(value, ConfigBase):
-            found.append(value)
+            configs.append(value)
         return children
 
     root.visit(visit_fn=lambda path, value: None, enter_fn=enter)
-    for config in reversed(found):
+    for config in reversed(configs):
         fn(config)
+
+
+AxisNames = str | Sequence[str] | None
+
+
+def set_attention_partition_specs(
+    cfg: MultiheadAttention.Config,
+    *,
+    batch_axis_names: AxisNames = ("data", "fsdp"),
+    fsdp_axis_names: AxisNames = "fsdp",
+    tp_axis_names: AxisNames = "model",
+    seq_axis_names: AxisNames = "seq",
+    set_attn_activation_specs: bool = False,
+) -> None:
+    """Sets the partition specs of an attention layer in place.
+
+    Args:
+      batch_axis_names: the mesh axes of the batch.
+      fsdp_axis_names: the mesh axes of the model dimension in weights.
+      tp_axis_names: the mesh axes of heads.
+      seq_axis_names: the mesh axes of positions.
+      set_attn_activation_specs: whether to set those of queries, keys, values and the output.
+    """
+    weight = (fsdp_axis_names, tp_axis_names, None)
+    _innermost_linear(cfg.input_linear).param_partition_spec = weight
+    _innermost_linear(cfg.output_linear).param_partition_spec = weight
+    if set_attn_activation_specs:
+        heads = (batch_axis_names, seq_axis_names, tp_axis_names, None)
+        cfg.set(q_partition_spec=heads, k_partition_spec=heads, v_partition_spec=heads)
+        cfg.o_partition_spec = (batch_axis_names, seq_axis_names, None)
+
+
+def set_feed_forward_partition_specs(
+    cfg: Any,
+    *,
+    batch_axis_names: AxisNames = ("data", "fsdp"),
+    fsdp_axis_names: AxisNames = "fsdp",
+    tp_axis_names: AxisNames = "model",
+    seq_axis_names: AxisNames = "seq",
+) -> None:
+    """Sets the partition specs of a feed-forward layer in place.
+
+    `cfg` is of a `TransformerFeedForwardLayer`, or of a mixture of experts, which keeps the mesh
+    axes of its experts. `tp_axis_names` shards the hidden dimension; the other axes are as for
+    `set_attention_partition_specs`.
+    """
+    if hasattr(cfg, "dim_to_mesh_axis_map"):
+        _set_expert_partition_specs(
+            cfg,
+            batch=batch_axis_names,
+            fsdp=fsdp_axis_names,
+            tp=tp_axis_names,
+            seq=seq_axis_names,
+        )
+        return
+    linear1, linear2 = _innermost_linear(cfg.linear1), _innermost_linear(cfg.linear2)
+    linear1.param_partition_spec = (fsdp_axis_names, tp_axis_names)
+    linear2.param_partition_spec = (tp_axis_names, fsdp_axis_names)
+    activations = (batch_axis_names, seq_axis_names, tp_axis_names)
+    linear1.output_partition_spec = activations
+    linear2.output_partition_spec = activations
+
+
+def _innermost_linear(cfg: Any) -> Any:
+    while True:
+        for name in ("input_linear", "layer"):
+            if hasattr(cfg, name):
+                cfg = getattr(cfg, name)
+                break
+        else:
+            return cfg
+
+
+def _set_expert_partition_specs(
+    cfg: Any, *, batch: AxisNames, fsdp: AxisNames, tp: AxisNames, seq: AxisNames
+) -> None:
+    """Sets those of a mixture of experts, whose arrays are keyed by the letters of their axes."""
+    batch, fsdp, tp, seq = (
+        x if x is None or isinstance(x, str) else tuple(x) for x in (batch, fsdp, tp, seq)
+    )
+    axes = dict(cfg.dim_to_mesh_axis_map)
+    for dims, spec in axes.items():
+        if dims[0] == "o" and spec is not None:
+            axes[dims] = PartitionSpec(batch, *tuple(spec)[1:])
+    experts = axes["emh"][0] if axes.get("emh") else None
+    axes["me"] = PartitionSpec(fsdp, None)
+    axes["emh"] = PartitionSpec(experts, fsdp, tp)
+    axes["ehm"] = PartitionSpec(experts, tp, fsdp)
+    cfg.dim_to_mesh_axis_map = axes
+    if hasattr(cfg, "input_dim_to_partition_spec"):
+        tokens = {"bsm": PartitionSpec(batch, seq, None)}
+        cfg.output_dim_to_partition_spec = tokens
+        cfg.input_dim_to_partition_spec = {
+            **tokens,
+            "emh": PartitionSpec(experts, None, tp),
+            "ehm": PartitionSpec(experts, tp, None),
+        }
+
+
+def set_double_shard_weights_config(
+    cfg: TransformerLayer.Config | Sequence[TransformerLayer.Config],
+    *,
+    batch_axis_names: AxisNames = ("data", "fsdp"),
+    fsdp_axis_names: AxisNames = "fsdp",
+    tp_axis_names: AxisNames = "model",
+    seq_axis_names: AxisNames = "seq",
+    set_attn_activation_specs: bool = False,
+) -> None:
+    """Sets the partition specs of one or several transformer layers in place.
+
+    Arguments are as for `set_attention_partition_specs` and `set_feed_forward_partition_specs`.
+    """
+    axes = {
+        "batch_axis_names": batch_axis_names,
+        "fsdp_axis_names": fsdp_axis_names,
+        "tp_axis_names": tp_axis_names,
+        "seq_axis_names": seq_axis_names,
+    }
+    layers: Any = cfg if isinstance(cfg, list | tuple) else [cfg]
+    for layer in layers:
+        for attention in (layer.self_attention, layer.cross_attention):
+            if attention is not None:
+                set_attention_partition_specs(
+                    attention.attention, set_attn_activation_specs=set_attn_activation_specs, **axes
+                )
+        set_feed_forward_partition_specs(layer.feed_forward, **axes)

@@ -3,6 +3,10 @@
 Modules hold no arrays. An `InvocationContext` has the side inputs of an invocation (the module's
 state, a PRNG key, whether it is training) and its side outputs (summaries, state updates, module
 outputs). Calling a child's method pushes a child context on the thread's stack until it returns.
+
+A JAX transformation such as `jax.vmap(self.child)(x)` does not pass the context through. The child
+can read its parameters, so a pure call works. Side effects raise an error: outputs would leak
+tracers, and the PRNG key would be the same for every index or iteration.
 """
 
 import contextlib
@@ -11,25 +15,41 @@ import hashlib
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from weft.config.names import did_you_mean
-from weft.core.tracing import current_trace, is_tracing
+from weft.core.tracing import current_trace, is_tracing, lifted_names, running_transformation
 from weft.errors import (
     ContextStackError,
+    ContextTransformError,
     InvalidDescendantError,
     ModuleNameError,
     NoContextError,
     OutputConflictError,
+    did_you_mean,
 )
-from weft.hierarchy.untransformed import refused
 from weft.typing import NestedTensor, Tensor
 
-if TYPE_CHECKING:
-    from weft.hierarchy.module import Module
+
+class ModuleNode(Protocol):
+    """Part of `weft.hierarchy.module.Module` that contexts use."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def children(self) -> Mapping[str, "ModuleNode"]: ...
+
+    @property
+    def parent(self) -> "ModuleNode | None": ...
+
+    def path(self) -> str: ...
+
+    def find_descendant(self, module: "ModuleNode") -> list[str] | None: ...
+
+    def shared_modules(self) -> Mapping[str, "ModuleNode"]: ...
 
 
 class OutputCollection(NamedTuple):
@@ -65,7 +85,16 @@ class OutputCollection(NamedTuple):
             mine.update(theirs)
 
 
-_ONE_OF = {
+def drop_empty(outputs: dict[str, Any]) -> None:
+    """Removes the dicts of children without outputs."""
+    for name, value in list(outputs.items()):
+        if isinstance(value, dict):
+            drop_empty(value)
+            if not value:
+                del outputs[name]
+
+
+_SINGULAR = {
     "summaries": "summary",
     "state_updates": "state update",
     "module_outputs": "module output",
@@ -77,7 +106,7 @@ def new_output_collection() -> OutputCollection:
     return OutputCollection({}, {}, {})
 
 
-def check_name(name: Any, place: str) -> None:
+def check_name(name: object, place: str) -> None:
     """Raises ModuleNameError for a name that cannot be part of a path."""
     if not isinstance(name, str) or not name or "." in name or "/" in name:
         raise ModuleNameError(
@@ -117,7 +146,7 @@ class InvocationContext:
 
     name: str
     parent: "InvocationContext | None"
-    module: "Module | None"
+    module: ModuleNode | None
     state: NestedTensor
     is_training: bool
     prng_key: Any
@@ -132,10 +161,10 @@ class InvocationContext:
         # The trace of outputs and keys: that in which the invocation began.
         self._trace: Any = current_trace() if self.parent is None else self.parent._trace
         self._child_calls: dict[str, str] = {}
-        self._passages: dict[str, InvocationContext] = {}
+        self._child_views: dict[str, InvocationContext] = {}
         # The states of shared modules above this context, where a transformation has cut the chain
         # of parents.
-        self._shared_states: dict[Module, NestedTensor] = {}
+        self._shared_states: dict[ModuleNode, NestedTensor] = {}
         # The path of this context, where a transformation has cut the chain of parents.
         self._path: str | None = None
 
@@ -164,7 +193,7 @@ class InvocationContext:
             InvalidDescendantError: if there is no such module, or its state cannot be reached.
         """
         module = override_kwargs.pop("module", None) or self._child_module(name)
-        if self._trace is not current_trace() and self.is_foreign():
+        if self._trace is not current_trace() and self.is_from_outer_trace():
             # A pure call, which may be traced several times, as branches and loops are.
             override_kwargs.setdefault("output_collection", new_output_collection())
         elif "output_collection" not in override_kwargs:
@@ -174,21 +203,21 @@ class InvocationContext:
         fields = {"is_training": self.is_training, "prng_key": _ChildKey(self, name)}
         return InvocationContext(name, self, module, **{**fields, **override_kwargs})
 
-    def is_foreign(self) -> bool:
+    def is_from_outer_trace(self) -> bool:
         """Returns whether a JAX transformation is running that this invocation did not cross.
 
         Then outputs would leak tracers, and keys would be equal for all indices.
         """
         return self._trace != current_trace() and is_tracing()
 
-    def make_foreign(self) -> None:
+    def mark_from_outer_trace(self) -> None:
         """Makes this context foreign where the context it was derived from is."""
         self._trace = None
 
-    def passage(self, name: str) -> "InvocationContext":
+    def child_view(self, name: str) -> "InvocationContext":
         """Returns the context of a child that is only on the path to a descendant."""
-        if name not in self._passages:
-            self._passages[name] = InvocationContext(
+        if name not in self._child_views:
+            self._child_views[name] = InvocationContext(
                 name,
                 self,
                 self._child_module(name),
@@ -197,9 +226,9 @@ class InvocationContext:
                 _ChildKey(self, name),
                 self.output_collection.child(name),
             )
-        return self._passages[name]
+        return self._child_views[name]
 
-    def _child_module(self, name: str) -> "Module":
+    def _child_module(self, name: str) -> ModuleNode:
         children = self.module.children if self.module is not None else {}
         if name not in children:
             raise InvalidDescendantError(
@@ -208,25 +237,26 @@ class InvocationContext:
             )
         return children[name]
 
-    def _child_outputs(self, name: str, module: "Module") -> OutputCollection:
+    def _child_outputs(self, name: str, module: ModuleNode) -> OutputCollection:
         if name in self._child_calls:
             raise OutputConflictError(
                 f"{name!r} is invoked twice in one invocation of {self.path()}: first at "
-                f"{self._child_calls[name]}, again at {_caller()}. Its outputs would overwrite "
+                f"{self._child_calls[name]}, again at {_caller_location()}. Its outputs would "
+                f"overwrite "
                 "those of the "
                 "first call, and its randomness would be the same. Name the second call: "
-                f"{self._mend(name, module)}."
+                f"{self._suggest_call(name, module)}."
             )
-        self._child_calls[name] = _caller()
-        if name in self._passages:  # a descendant was called first, through this child
+        self._child_calls[name] = _caller_location()
+        if name in self._child_views:  # a descendant was called first, through this child
             return self.output_collection.child(name)
         return self.output_collection.add_child(name)
 
-    def _mend(self, name: str, module: "Module") -> str:
+    def _suggest_call(self, name: str, module: ModuleNode) -> str:
         stem, _, number = name.rpartition("_")
         n = int(number) + 1 if stem and number.isdecimal() else 2
         stem = stem if n > 2 else name
-        while f"{stem}_{n}" in self._child_calls or f"{stem}_{n}" in self._passages:
+        while f"{stem}_{n}" in self._child_calls or f"{stem}_{n}" in self._child_views:
             n += 1
         # The line belongs in a method of the module whose context is current.
         caller = (current_context() or self).module
@@ -239,7 +269,7 @@ class InvocationContext:
             called = f"self.get_shared_module({of!r}).module"
         return f"`with child_context({f'{stem}_{n}'!r}, module={called}): {called}(...)`"
 
-    def state_of(self, module: "Module") -> NestedTensor:
+    def state_of(self, module: ModuleNode) -> NestedTensor:
         """Returns the state of this context's module, a descendant, or a shared module."""
         context = self
         while True:
@@ -267,8 +297,8 @@ class InvocationContext:
         It returns the result of `method_fn` and an `OutputCollection`.
         """
 
-        def pure(*args: Any, **kwargs: Any) -> tuple[Any, OutputCollection]:
-            context = self.twin()
+        def pure(*args: object, **kwargs: object) -> tuple[Any, OutputCollection]:
+            context = self.fork()
             context._trace = current_trace()
             with set_current_context(context, require_parent=False):
                 result = method_fn(*args, **kwargs)
@@ -276,32 +306,40 @@ class InvocationContext:
 
         return pure
 
-    def twin(self) -> "InvocationContext":
+    def fork(self) -> "InvocationContext":
         """Returns a copy of this context without outputs."""
-        twin = dataclasses.replace(
+        fork = dataclasses.replace(
             self,
             prng_key=self.__dict__.get("_derived", self.__dict__.get("prng_key")),
             output_collection=new_output_collection(),
         )
-        twin._shared_states, twin._trace = self._shared_states, self._trace
-        return twin
+        fork._shared_states, fork._trace = self._shared_states, self._trace
+        return fork
 
-    def add_summary(self, name: str, value: Any) -> None:
+    def add_summary(self, name: str, value: object) -> None:
         """Adds a value to report for this step; see `Module.add_summary`."""
         self._add("summaries", name, value)
 
-    def add_state_update(self, name: str, value: Any) -> None:
+    def add_state_update(self, name: str, value: object) -> None:
         """Adds a new value for an entry of the state; see `Module.add_state_update`."""
         self._add("state_updates", name, value)
 
-    def add_module_output(self, name: str, value: Any) -> None:
+    def add_module_output(self, name: str, value: object) -> None:
         """Adds an output other than the result; see `Module.add_module_output`."""
         self._add("module_outputs", name, value)
 
-    def _add(self, kind: str, name: str, value: Any) -> None:
+    def add_outputs(self, collection: OutputCollection) -> None:
+        """Adds the outputs of a call by `functional`, each under a name new to this invocation."""
+        for kind, outputs in collection._asdict().items():
+            for name, value in outputs.items():
+                self._add(kind, name, value)
+
+    def _add(self, kind: str, name: str, value: object) -> None:
         outputs = getattr(self.output_collection, kind)
-        if self.is_foreign():
-            raise refused(self, f"the {_ONE_OF[kind]} {name!r} is added", "a tracer would leak")
+        if self.is_from_outer_trace():
+            raise side_effect_error(
+                self, f"the {_SINGULAR[kind]} {name!r} is added", "a tracer would leak"
+            )
         if name in outputs:
             raise OutputConflictError(
                 f"{name!r} is added twice to the {kind} of {self.path()}; use another name."
@@ -310,8 +348,8 @@ class InvocationContext:
 
     def set_state_update(self, value: dict[str, Any]) -> None:
         """Replaces all state updates of this invocation."""
-        if self.is_foreign():
-            raise refused(self, "state updates are set", "a tracer would leak")
+        if self.is_from_outer_trace():
+            raise side_effect_error(self, "state updates are set", "a tracer would leak")
         updates = self.output_collection.state_updates
         updates.clear()
         updates.update(value)
@@ -355,7 +393,7 @@ def require_context(what: str) -> InvocationContext:
     return context
 
 
-class Entered:
+class ActiveContext:
     """Context manager that makes a context current, in the named scope of its module.
 
     Compiled operations carry their named scopes, which name the module in profiles and dumps.
@@ -376,7 +414,7 @@ class Entered:
         _contexts.stack.append(self._context)
         return self._context
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         _contexts.stack.pop()
         self._scope.__exit__(*exception)
 
@@ -404,7 +442,7 @@ def set_current_context(
 
 
 @contextlib.contextmanager
-def child_context(name: str, **kwargs: Any) -> Iterator[InvocationContext]:
+def child_context(name: str, **kwargs: object) -> Iterator[InvocationContext]:
     """Opens a child of the current context until the block ends.
 
     Args:
@@ -416,7 +454,7 @@ def child_context(name: str, **kwargs: Any) -> Iterator[InvocationContext]:
     """
     caller = require_context(f"child_context({name!r})")
     check_name(name, f"a context below {caller.path()}")
-    with Entered(caller.add_child(name, **kwargs), caller) as context:
+    with ActiveContext(caller.add_child(name, **kwargs), caller) as context:
         yield context
 
 
@@ -436,12 +474,33 @@ def install_context_stack(stack: Sequence[InvocationContext]) -> None:
     _contexts.stack = list(stack)
 
 
-def _caller() -> str:
-    """Returns file and line of the nearest frame outside of this package's internals."""
+def _caller_location() -> str:
     frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") in _PLUMBING:
+    while frame is not None and frame.f_globals.get("__name__") in _INTERNAL_MODULES:
         frame = frame.f_back
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_PLUMBING = (__name__, "weft.hierarchy.module", "contextlib")
+_INTERNAL_MODULES = (__name__, "weft.hierarchy.module", "contextlib")
+
+
+def side_effect_error(
+    context: InvocationContext, effect: str, reason: str
+) -> ContextTransformError:
+    """Returns the error for a side effect in a transformation that does not lift the context.
+
+    Args:
+        effect: such as "the PRNG key is read".
+        reason: why it is an error, such as "every iteration would draw the same".
+    """
+    module = context.module
+    jax_transform = running_transformation()
+    # `scan` has another name in this package.
+    names = ["scan_in_context" if name == "scan" else name for name in lifted_names(jax_transform)]
+    replacements = "` or `".join(names) if jax_transform else "the transformation of the same name"
+    return ContextTransformError(
+        f"{effect} in {context.path() if module is None else module.path()!r} inside of "
+        f"{jax_transform or 'a transformation of JAX'}, "
+        f"which does not pass the invocation through, so {reason}. Use `{replacements}` of "
+        "`weft.hierarchy.transforms` instead: it passes parameters, keys and outputs through."
+    )

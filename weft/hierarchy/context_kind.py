@@ -6,18 +6,23 @@ shared from above) are inputs; `summaries`, `state_updates`, `module_outputs` ar
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
+from jax.tree_util import KeyPath
 
 from weft.core.filters import group_collections
 from weft.errors import OutputConflictError
-from weft.hierarchy.context import InvocationContext, OutputCollection
+from weft.hierarchy.context import (
+    InvocationContext,
+    ModuleNode,
+    OutputCollection,
+    set_current_context,
+)
 from weft.lifting import Kind
-
-if TYPE_CHECKING:
-    from weft.hierarchy.module import Module
+from weft.lifting.signature import named_after
+from weft.typing import ArrayLike, Tensor
 
 OUTPUTS = OutputCollection._fields
 
@@ -27,22 +32,22 @@ class _Static:
     """Static part of a context. Its path is for errors and ignored in comparisons."""
 
     name: str
-    module: "Module | None"
+    module: ModuleNode | None
     is_training: bool
-    shared: tuple["Module", ...]
-    is_foreign: bool
+    shared: tuple[ModuleNode, ...]
+    is_from_outer_trace: bool
     path: str = dataclasses.field(compare=False)
 
 
-def fork_key(prng_key: Any, n: int) -> Any:
+def fork_key(prng_key: Tensor | None, n: int) -> Any:
     """Splits `n` keys off a key, sequentially, along a new leading axis; None for None."""
     return None if prng_key is None else _fork_key(prng_key, n)
 
 
 # Jitted, since outside of a compiled function the loop would be compiled at each call.
 @functools.partial(jax.jit, static_argnums=1)
-def _fork_key(prng_key: Any, n: int) -> Any:
-    def step(key: Any, _: None) -> tuple[Any, Any]:
+def _fork_key(prng_key: Tensor, n: int) -> Any:
+    def step(key: Tensor, _: None) -> tuple[Any, Any]:
         key, child = jax.random.split(key)
         return key, child
 
@@ -50,7 +55,7 @@ def _fork_key(prng_key: Any, n: int) -> Any:
     return jax.lax.scan(step, prng_key, None, length=n)[1]
 
 
-def _shared_states(context: InvocationContext) -> "dict[Module, Any]":
+def _shared_states(context: InvocationContext) -> dict[ModuleNode, Any]:
     """Returns the states of shared modules that are not below the context's own module."""
     module = context.module
     shared = {} if module is None else module.shared_modules()
@@ -62,30 +67,30 @@ def _shared_states(context: InvocationContext) -> "dict[Module, Any]":
 
 
 class ContextKind(Kind):
-    """Kind of `InvocationContext`; see `weft.lifting.crossing.Kind`."""
+    """Kind of `InvocationContext`; see `weft.lifting.kind.Kind`."""
 
     carriers_are_leaves = True
 
-    def is_carrier(self, x: Any) -> bool:
+    def is_carrier(self, x: object) -> bool:
         return isinstance(x, InvocationContext)
 
     def split(self, carriers: Sequence[InvocationContext], filters: Sequence[tuple[Any, ...]]):
         statics, groups = [], []
-        for context, wanted in zip(carriers, filters, strict=True):
+        for context, context_filters in zip(carriers, filters, strict=True):
             shared = _shared_states(context)
             entries = {
                 "state": context.state,
                 "prng_key": context.prng_key,
                 "shared": list(shared.values()),
             }
-            groups.append(group_collections(entries, wanted))
+            groups.append(group_collections(entries, context_filters))
             statics.append(
                 _Static(
                     context.name,
                     context.module,
                     context.is_training,
                     tuple(shared),
-                    context.is_foreign(),
+                    context.is_from_outer_trace(),
                     context.path(),
                 )
             )
@@ -94,7 +99,7 @@ class ContextKind(Kind):
     def merge(self, static: tuple[_Static, ...], groups: Sequence[tuple[dict[str, Any], ...]]):
         contexts = []
         for fields, of_context in zip(static, groups, strict=True):
-            entries = _entries(of_context)
+            entries = _flatten_groups(of_context)
             context = InvocationContext(
                 name=fields.name,
                 parent=None,
@@ -106,8 +111,8 @@ class ContextKind(Kind):
             states = entries.get("shared", [])
             context._shared_states = dict(zip(fields.shared, states, strict=False))
             context._path = fields.path
-            if fields.is_foreign:
-                context.make_foreign()
+            if fields.is_from_outer_trace:
+                context.mark_from_outer_trace()
             contexts.append(context)
         return None, contexts
 
@@ -119,17 +124,17 @@ class ContextKind(Kind):
                 "context's outputs are passed on automatically."
             )
         groups = [
-            group_collections(context.output_collection._asdict(), wanted)
-            for context, wanted in zip(carriers, filters, strict=True)
+            group_collections(context.output_collection._asdict(), context_filters)
+            for context, context_filters in zip(carriers, filters, strict=True)
         ]
         return None, groups, []
 
     def commit(self, outer: Sequence[InvocationContext], static, groups, new_groups):
         # A foreign context has only the names of children in its outputs.
         pairs = zip(outer, groups, strict=True)
-        native = [(context, of) for context, of in pairs if not context.is_foreign()]
-        for context, of_context in native:
-            for name, entries in _entries(of_context).items():
+        current = [(context, of) for context, of in pairs if not context.is_from_outer_trace()]
+        for context, of_context in current:
+            for name, entries in _flatten_groups(of_context).items():
                 present = getattr(context.output_collection, name)
                 if twice := sorted(present.keys() & entries.keys()):
                     raise OutputConflictError(
@@ -137,8 +142,8 @@ class ContextKind(Kind):
                         "time inside of a "
                         "transformed function; use other names there."
                     )
-        for context, of_context in native:
-            for name, entries in _entries(of_context).items():
+        for context, of_context in current:
+            for name, entries in _flatten_groups(of_context).items():
                 getattr(context.output_collection, name).update(entries)
         return []
 
@@ -148,7 +153,7 @@ class ContextKind(Kind):
             for name, value in group.items()
         }
 
-    def fold(self, group: dict[str, Any], i: Any) -> dict[str, Any]:
+    def fold(self, group: dict[str, Any], i: ArrayLike) -> dict[str, Any]:
         return {
             name: jax.random.fold_in(value, i)
             if name == "prng_key" and value is not None
@@ -158,45 +163,69 @@ class ContextKind(Kind):
 
     def created(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the state entries that a call updates; other branches leave them unchanged."""
-        entries = _entries_at(before.get("state", {}), after.get("state_updates", {}))
+        entries = _state_entries_at(before.get("state", {}), after.get("state_updates", {}))
         return {"state_updates": entries} if entries else None
 
     def union(self, group: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-        return _merged(*({k: v for k, v in g.items() if k in OUTPUTS} for g in (group, other)))
+        return _merge_nested(
+            *({k: v for k, v in g.items() if k in OUTPUTS} for g in (group, other))
+        )
 
-    def place(self, static: tuple[_Static, ...], carrier: int, path: Any) -> str:
-        return _place(static[carrier].module, static[carrier].path, path)
+    def location(self, static: tuple[_Static, ...], carrier: int, path: KeyPath) -> str:
+        return _describe_entry(static[carrier].module, static[carrier].path, path)
 
-    def place_of(self, context: InvocationContext, kind: str, path: Any) -> str:
+    def place_of(self, context: InvocationContext, kind: str, path: KeyPath) -> str:
         """Returns the location of an output, by its kind and path; for errors."""
-        return _place(context.module, context.path(), (jax.tree_util.DictKey(kind), *path))
+        return _describe_entry(context.module, context.path(), (jax.tree_util.DictKey(kind), *path))
 
 
-def _place(module: "Module | None", path_of_context: str, path: Any) -> str:
+def _describe_entry(module: ModuleNode | None, path_of_context: str, path: KeyPath) -> str:
     shown = path_of_context if module is None else module.path()
     entry = jax.tree_util.keystr(path, simple=True, separator="/")
     return f"{entry!r} of the module {shown!r}"
 
 
-def _entries(groups: tuple[dict[str, Any] | None, ...]) -> dict[str, Any]:
+def _flatten_groups(groups: tuple[dict[str, Any] | None, ...]) -> dict[str, Any]:
     return {name: value for group in groups for name, value in (group or {}).items()}
 
 
-def _entries_at(state: Any, updates: Any) -> dict[str, Any]:
+def _state_entries_at(state: object, updates: Mapping[str, object]) -> dict[str, Any]:
     """Returns the entries of a nested state at the places of updates, where present."""
-    found: dict[str, Any] = {}
+    present: dict[str, Any] = {}
     if isinstance(state, dict):
         for name, update in updates.items():
             entry = state.get(name)
             if isinstance(update, dict):
-                if below := _entries_at(entry, update):
-                    found[name] = below
+                if below := _state_entries_at(entry, update):
+                    present[name] = below
             elif entry is not None:
-                found[name] = entry
-    return found
+                present[name] = entry
+    return present
 
 
-def _merged(a: Any, b: Any) -> Any:
+def _merge_nested(a: object, b: object) -> Any:
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return b
-    return {**a, **{name: _merged(a[name], x) if name in a else x for name, x in b.items()}}
+    return {**a, **{name: _merge_nested(a[name], x) if name in a else x for name, x in b.items()}}
+
+
+CONTEXT_KIND = ContextKind()
+
+
+def in_context(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` with an additional first argument: the context to run in."""
+
+    def call(context: InvocationContext, *args: object, **kwargs: object) -> Any:
+        with set_current_context(context, require_parent=False):
+            return fn(*args, **kwargs)
+
+    return named_after(fn, call, leading=("context",))
+
+
+def with_packed_args(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` as a function of a context, a tuple of arguments and a dict of keywords."""
+
+    def call(context: InvocationContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return in_context(fn)(context, *args, **kwargs)
+
+    return named_after(fn, call)

@@ -1,51 +1,552 @@
-"""Convolutions, their transposes, and their window arithmetic in one namespace."""
+"""Convolutions, transposed convolutions and max pooling.
 
+Inputs are `(batch, *spatial, input_dim)`. Parameters: `weight` of shape
+`(*window, input_dim / num_input_dim_groups, output_dim)`, and `bias`. See
+`weft.functional.conv_shape` for the named paddings.
+
+Convolutions over time may take paddings, `Num[Array, "batch time"]`, 1 for padding and 0 elsewhere.
+They zero padded positions of their inputs and outputs.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from weft.config import REQUIRED, Required, config_class
+from weft.errors import ArgumentShapeError, LayerConfigError
 from weft.functional import (
-    NAMED_PADDINGS as SUPPORT_CONV_PADDING,
-)
-from weft.functional import (
+    ConvPadding,
     compute_conv_paddings,
     compute_conv_transpose_paddings,
-    conv_dilate_window,
+    conv,
     conv_explicit_padding,
     conv_output_shape,
-    conv_transpose_explicit_padding,
+    conv_transpose,
     conv_transpose_output_shape,
+    get_activation_fn,
+    max_pool,
 )
-from weft.hierarchy.conv_layers import BaseConv, Conv1D, Conv2D, Conv3D, ConvPaddingType
-from weft.hierarchy.conv_time import Conv1DWithPadding, Conv2DWith1DPadding, StackOverTime
-from weft.hierarchy.conv_transpose_layers import (
-    BaseConvTranspose,
-    Conv1DTranspose,
-    Conv2DTranspose,
-    Conv2DTransposeWith1DPadding,
-    Conv3DTranspose,
-)
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy.module import Module, nowrap
+from weft.hierarchy.param_init import FanAxes
+from weft.hierarchy.parameter_spec import FactorizationSpec, maybe_shard
+from weft.typing import MeshAxes, PartitionSpec, Tensor
 
-__all__ = [
-    # Convolutions.
-    "BaseConv",
-    "Conv1D",
-    "Conv2D",
-    "Conv3D",
-    # Transposed convolutions.
-    "BaseConvTranspose",
-    "Conv1DTranspose",
-    "Conv2DTranspose",
-    "Conv3DTranspose",
-    # Convolutions of padded sequences.
-    "Conv1DWithPadding",
-    "Conv2DTransposeWith1DPadding",
-    "Conv2DWith1DPadding",
-    "StackOverTime",
-    # Windows, paddings, shapes.
-    "SUPPORT_CONV_PADDING",
-    "ConvPaddingType",
-    "compute_conv_paddings",
-    "compute_conv_transpose_paddings",
-    "conv_dilate_window",
-    "conv_explicit_padding",
-    "conv_output_shape",
-    "conv_transpose_explicit_padding",
-    "conv_transpose_output_shape",
-]
+ConvPaddingType = ConvPadding
+
+
+class BaseConv(BaseLayer):
+    """Base of the convolutions over any number of spatial axes.
+
+    A subclass declares `output_dim`, `window`, `strides`, `padding`, `dilation` and `bias`, and
+    inherits parameters and `output_shape`.
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a BaseConv.
+
+        Attributes:
+            num_input_dim_groups: number of groups of channels, each convolved separately; input_dim
+                for a depthwise convolution.
+        """
+
+        input_dim: Required[int] = REQUIRED
+        num_input_dim_groups: int = 1
+
+    _num_axes: ClassVar[int] = 0  # number of spatial axes
+
+    @classmethod
+    def default_config(cls) -> Config:
+        """Returns a config whose weight is sharded over the mesh axis "model" by outputs."""
+        cfg = super().default_config()
+        return cfg.set(param_partition_spec=(None,) * (cls._num_axes + 1) + ("model",))
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        groups = cfg.num_input_dim_groups
+        for name in ("input_dim", "output_dim"):
+            size = getattr(cfg, name, groups)
+            if size % groups:
+                raise LayerConfigError(
+                    f"{self.path()}: {name}={size} is not divisible by "
+                    f"num_input_dim_groups={groups}; change one of them."
+                )
+
+    def _per_axis(self, name: str) -> tuple[int, ...]:
+        value = getattr(self.config, name)
+        if value is None:
+            return (1,) * self._num_axes
+        return (value,) if isinstance(value, int) else tuple(value)
+
+    def _window_sizes(self) -> dict[str, Any]:
+        return {
+            "window": self._per_axis("window"),
+            "strides": self._per_axis("strides"),
+            "padding": self.config.padding,
+            "dilation": self._per_axis("dilation"),
+        }
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg = self.config
+        shape = (*self._per_axis("window"), *self._channels())
+        mesh_axes = cfg.param_partition_spec or (None,) * len(shape)
+        specs = {
+            "weight": ParameterSpec(
+                shape=shape,
+                mesh_axes=mesh_axes,
+                factorization=FactorizationSpec((None,) * self._num_axes + ("row", "col")),
+            )
+        }
+        if cfg.bias:
+            specs["bias"] = ParameterSpec(shape=(cfg.output_dim,), mesh_axes=(mesh_axes[-1],))
+        return specs
+
+    def _channels(self) -> tuple[int, int]:
+        cfg = self.config
+        return cfg.input_dim // cfg.num_input_dim_groups, cfg.output_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolves `Float[Array, "batch *spatial input_dim"]`."""
+        cfg, params, options = self.config, self.parameters, self._window_sizes()
+        del options["window"]
+        y = self._conv(
+            x,
+            params["weight"],
+            params["bias"] if cfg.bias else None,
+            groups=cfg.num_input_dim_groups,
+            **options,
+        )
+        self._add_tensor_stats("outputs", y)
+        return y
+
+    def _conv(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return conv(x, *args, **kwargs)
+
+    def _out_spatial(self, in_spatial: Sequence[int | None]) -> tuple[int | None, ...]:
+        return conv_output_shape(in_spatial, **self._window_sizes())
+
+    @nowrap
+    def output_shape(self, *, input_shape: Sequence[int | None]) -> list[int | None]:
+        """Returns the shape of the output; raises ArgumentShapeError for a wrong rank or channels.
+
+        `input_shape` is `(batch, *spatial, input_dim)`, None for unknown sizes.
+        """
+        batch, *spatial, channels = input_shape
+        if len(spatial) != self._num_axes or channels not in (None, self.config.input_dim):
+            raise ArgumentShapeError(
+                f"{self.path()}: input_shape={tuple(input_shape)} must be (batch, "
+                f"{self._num_axes} spatial sizes, {self.config.input_dim} channels)."
+            )
+        return [batch, *self._out_spatial(spatial), self.config.output_dim]
+
+
+class Conv1D(BaseConv):
+    """Convolution over time.
+
+    Example:
+        >>> cfg = Conv1D.default_config().set(input_dim=2, output_dim=4, window=3, padding="SAME")
+        >>> cfg.set(name="conv").instantiate(parent=None).output_shape(input_shape=(None, 9, 2))
+        [None, 9, 4]
+    """
+
+    @config_class
+    class Config(BaseConv.Config):
+        """Configures a Conv1D; specs that are None leave layouts to the compiler.
+
+        Attributes:
+            strides: the step between two outputs.
+            padding: "SAME", "VALID", "CAUSAL", or one pair (left, right) in a tuple.
+            dilation: the step between two positions of a window; None is 1.
+        """
+
+        output_dim: Required[int] = REQUIRED
+        window: Required[int] = REQUIRED
+        strides: int = 1
+        padding: ConvPaddingType = ((0, 0),)
+        dilation: int | None = None
+        bias: bool = True
+        input_partition_spec: PartitionSpec | MeshAxes | None = None
+        output_partition_spec: PartitionSpec | MeshAxes | None = None
+
+    _num_axes = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolves `Float[Array, "batch time input_dim"]`.
+
+        Returns `Float[Array, "batch out_time output_dim"]`.
+        """
+        y = super().forward(maybe_shard(x, self.config.input_partition_spec))
+        return maybe_shard(y, self.config.output_partition_spec)
+
+
+class Conv2D(BaseConv):
+    """Convolution over height and width."""
+
+    @config_class
+    class Config(BaseConv.Config):
+        """Configures a Conv2D, with window sizes, strides and dilations per axis.
+
+        Attributes:
+            strides: the steps between two outputs.
+            padding: "SAME", "VALID", "CAUSAL" (the first axis is time), or a pair (before, after)
+                per axis.
+            dilation: the steps between two positions of a window; None is 1.
+        """
+
+        output_dim: Required[int] = REQUIRED
+        window: tuple[int, int] = (1, 1)
+        strides: tuple[int, int] = (1, 1)
+        padding: ConvPaddingType = ((0, 0), (0, 0))
+        dilation: tuple[int, int] | None = None
+        bias: bool = True
+
+    _num_axes = 2
+
+
+class Conv3D(BaseConv):
+    """Convolution over three axes, such as those of a video or a volume."""
+
+    @config_class
+    class Config(BaseConv.Config):
+        """Configures a Conv3D; fields as in `Conv2D.Config`."""
+
+        output_dim: Required[int] = REQUIRED
+        window: tuple[int, int, int] = (1, 1, 1)
+        strides: tuple[int, int, int] = (1, 1, 1)
+        padding: ConvPaddingType = ((0, 0), (0, 0), (0, 0))
+        dilation: tuple[int, int, int] | None = None
+        bias: bool = True
+
+    _num_axes = 3
+
+
+def zero_padding(x: Tensor, paddings: Tensor) -> Tensor:
+    """Returns `x`, `Num[Array, "batch time *rest"]`, with zeros at padded positions."""
+    is_real = (paddings == 0).reshape(*paddings.shape, *[1] * (x.ndim - 2))
+    return jnp.where(is_real, x, jnp.zeros((), x.dtype))
+
+
+def convolve_with_paddings(
+    convolve: Callable[[Tensor], Tensor],
+    conv_paddings: Callable[[Tensor], Tensor],
+    x: Tensor,
+    paddings: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Convolves `x` without its padding, and returns the output and its paddings.
+
+    Args:
+        conv_paddings: from `paddings` to those of the output.
+        x: `Num[Array, "batch time *rest"]`.
+    """
+    y = convolve(zero_padding(x, paddings))
+    out_paddings = conv_paddings(paddings)
+    return zero_padding(y, out_paddings), out_paddings
+
+
+def time_axis(layer: BaseConv) -> dict[str, Any]:
+    """Returns a convolution's window along its first spatial axis, for `compute_conv_paddings`."""
+    sizes = layer._window_sizes()
+    padding = sizes["padding"]
+    return {
+        "window": sizes["window"][0],
+        "stride": sizes["strides"][0],
+        "conv_padding": padding if isinstance(padding, str) else padding[:1],
+        "dilation": sizes["dilation"][0],
+        "anchor": layer.config.anchor,
+    }
+
+
+class Conv1DWithPadding(Conv1D):
+    """Convolution over time for padded sequences."""
+
+    @config_class
+    class Config(Conv1D.Config):
+        """Configures a Conv1DWithPadding.
+
+        Attributes:
+            anchor: the position in the window whose padding an output gets; None is the first that
+                is not in the convolution's own padding.
+        """
+
+        anchor: int | None = None
+
+    def forward(self, x: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns `Float[Array, "batch out_time output_dim"]` and its paddings.
+
+        `x` is `Float[Array, "batch time input_dim"]`.
+        """
+        return convolve_with_paddings(super().forward, self.conv_paddings, x, paddings)
+
+    def conv_paddings(self, paddings: Tensor) -> Tensor:
+        """Returns the paddings of the output."""
+        return compute_conv_paddings(paddings, **time_axis(self))
+
+
+class Conv2DWith1DPadding(Conv2D):
+    """Convolution over time and another axis for padded sequences."""
+
+    @config_class
+    class Config(Conv2D.Config):
+        """Configures a Conv2DWith1DPadding; for `anchor` see `Conv1DWithPadding`."""
+
+        anchor: int | None = None
+
+    def forward(self, x: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns `Float[Array, "batch out_time out_width output_dim"]` and its paddings.
+
+        `x` is `Float[Array, "batch time width input_dim"]`.
+        """
+        return convolve_with_paddings(super().forward, self.conv_paddings, x, paddings)
+
+    def conv_paddings(self, paddings: Tensor) -> Tensor:
+        """Returns the paddings of the output."""
+        return compute_conv_paddings(paddings, **time_axis(self))
+
+
+class StackOverTime(BaseLayer):
+    """Layer without parameters that concatenates consecutive vectors into fewer, larger ones."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a StackOverTime.
+
+        Attributes:
+            stride: number of vectors to concatenate.
+            padding: "SAME", "VALID", "CAUSAL" or a pair (left, right), for lengths that `stride`
+                does not divide. "VALID" drops the last vectors.
+        """
+
+        stride: Required[int] = REQUIRED
+        padding: str | tuple[int, int] = "VALID"
+
+    def _explicit_padding(self) -> tuple[tuple[int, int], ...]:
+        cfg = self.config
+        padding = cfg.padding if isinstance(cfg.padding, str) else (tuple(cfg.padding),)
+        return conv_explicit_padding(window=(cfg.stride,), strides=(cfg.stride,), padding=padding)
+
+    def forward(self, inputs: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns `Float[Array, "batch out_time stride*dim"]` and its paddings.
+
+        `inputs` are `Float[Array, "batch time dim"]`.
+        """
+        return convolve_with_paddings(self._stack, self.conv_paddings, inputs, paddings)
+
+    def _stack(self, x: Tensor) -> Tensor:
+        x = jnp.pad(x, ((0, 0), *self._explicit_padding(), (0, 0)))
+        stride = self.config.stride
+        count = x.shape[1] // stride
+        return x[:, : count * stride].reshape(x.shape[0], count, stride * x.shape[2])
+
+    def conv_paddings(self, paddings: Tensor) -> Tensor:
+        """Returns the paddings of the output: those of the first vector of each."""
+        stride = self.config.stride
+        return compute_conv_paddings(
+            paddings, window=stride, stride=stride, conv_padding=self._explicit_padding()
+        )
+
+    @nowrap
+    def output_shape(self, *, input_shape: Sequence[int | None]) -> list[int | None]:
+        """Returns the shape of the output from `(batch, time, dim)`, None for unknown sizes."""
+        batch, time, dim = input_shape
+        stride = self.config.stride
+        (out_time,) = conv_output_shape(
+            (time,), window=(stride,), strides=(stride,), padding=self._explicit_padding()
+        )
+        return [batch, out_time, None if dim is None else dim * stride]
+
+
+class BaseConvTranspose(BaseConv):
+    """Base of the transposed convolutions over any number of spatial axes."""
+
+    def _conv(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return conv_transpose(x, *args, **kwargs)
+
+    def _out_spatial(self, in_spatial: Sequence[int | None]) -> tuple[int | None, ...]:
+        return conv_transpose_output_shape(in_spatial, **self._window_sizes())
+
+
+class Conv1DTranspose(BaseConvTranspose):
+    """Transposed convolution over time, optionally of padded sequences."""
+
+    @config_class
+    class Config(BaseConvTranspose.Config):
+        """Configures a Conv1DTranspose.
+
+        Attributes:
+            strides: number of outputs per input.
+            padding: "SAME", "VALID", "CAUSAL", or one pair (left, right) in a tuple.
+            dilation: the step between two positions of a window.
+            anchor: as for `Conv1DWithPadding`.
+        """
+
+        output_dim: Required[int] = REQUIRED
+        window: int = 1
+        strides: int = 1
+        padding: Required[ConvPaddingType] = REQUIRED
+        dilation: int = 1
+        bias: bool = True
+        anchor: int | None = None
+
+    _num_axes = 1
+
+    def forward(self, x: Tensor, *, paddings: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Returns `Float[Array, "batch out_time output_dim"]`, and its paddings or None.
+
+        `x` is `Float[Array, "batch time input_dim"]`; `paddings` None means it has none.
+        """
+        if paddings is None:
+            return super().forward(x), None
+        return convolve_with_paddings(super().forward, self.conv_paddings, x, paddings)
+
+    def conv_paddings(self, paddings: Tensor) -> Tensor:
+        """Returns the paddings of the output."""
+        return compute_conv_transpose_paddings(paddings, **time_axis(self))
+
+
+class Conv2DTranspose(BaseConvTranspose):
+    """Transposed convolution over height and width."""
+
+    @config_class
+    class Config(BaseConvTranspose.Config):
+        """Configures a Conv2DTranspose, with window sizes, strides and dilations per axis.
+
+        Attributes:
+            strides: numbers of outputs per input.
+            padding: "SAME", "VALID", "CAUSAL" (the first axis is time), or a pair (before, after)
+                per axis.
+            dilation: the steps between two positions of a window.
+            transpose_kernel: whether the weight is flipped, with its last two axes exchanged, as
+                that of the convolution whose gradient this is.
+        """
+
+        output_dim: Required[int] = REQUIRED
+        window: tuple[int, int] = (1, 1)
+        strides: tuple[int, int] = (1, 1)
+        padding: Required[ConvPaddingType] = REQUIRED
+        dilation: tuple[int, int] = (1, 1)
+        bias: bool = True
+        transpose_kernel: bool = False
+
+    _num_axes = 2
+
+    def _conv(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return super()._conv(x, *args, transpose_kernel=self.config.transpose_kernel, **kwargs)
+
+    def _channels(self) -> tuple[int, int]:
+        cfg = self.config
+        if not cfg.transpose_kernel:
+            return super()._channels()
+        return cfg.output_dim // cfg.num_input_dim_groups, cfg.input_dim
+
+    def _compute_fan_axes(self, name: str, spec: ParameterSpec) -> FanAxes | None:
+        if name == "weight" and self.config.transpose_kernel:
+            return FanAxes(in_axis=-1, out_axis=-2)
+        return super()._compute_fan_axes(name, spec)
+
+
+class Conv2DTransposeWith1DPadding(Conv2DTranspose):
+    """Transposed convolution over time and another axis for padded sequences."""
+
+    @config_class
+    class Config(Conv2DTranspose.Config):
+        """Configures a Conv2DTransposeWith1DPadding; for `anchor` see `Conv1DWithPadding`."""
+
+        anchor: int | None = None
+
+    def forward(self, x: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns `Float[Array, "batch out_time out_width output_dim"]` and its paddings.
+
+        `x` is `Float[Array, "batch time width input_dim"]`.
+        """
+        return convolve_with_paddings(super().forward, self.conv_paddings, x, paddings)
+
+    def conv_paddings(self, paddings: Tensor) -> Tensor:
+        """Returns the paddings of the output."""
+        return compute_conv_transpose_paddings(paddings, **time_axis(self))
+
+
+class Conv3DTranspose(BaseConvTranspose):
+    """Transposed convolution over three axes."""
+
+    @config_class
+    class Config(BaseConvTranspose.Config):
+        """Configures a Conv3DTranspose; fields as in `Conv2DTranspose.Config`."""
+
+        output_dim: Required[int] = REQUIRED
+        window: tuple[int, int, int] = (1, 1, 1)
+        strides: tuple[int, int, int] = (1, 1, 1)
+        padding: Required[ConvPaddingType] = REQUIRED
+        dilation: tuple[int, int, int] = (1, 1, 1)
+        bias: bool = True
+
+    _num_axes = 3
+
+
+class MaxPool2D(BaseLayer):
+    """Max pooling without padding."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a MaxPool2D; both fields have one entry per axis."""
+
+        window: tuple[int, int] = (2, 2)
+        strides: tuple[int, int] = (1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the maxima of each window of `x`, `Num[Array, "batch height width channels"]`."""
+        cfg = self.config
+        return max_pool(x, cfg.window, strides=cfg.strides)
+
+    @nowrap
+    def output_shape(self, *, input_shape: Sequence[int | None]) -> list[int | None]:
+        """Returns the shape of the output; sizes may be None if unknown."""
+        cfg = self.config
+        batch, *spatial, channels = input_shape
+        out = conv_output_shape(spatial, window=cfg.window, strides=cfg.strides, padding="VALID")
+        return [batch, *out, channels]
+
+
+class SqueezeExcitation(BaseLayer):
+    """Scales each channel by a gate computed from the means of all channels (Hu et al., 2018).
+
+    With `se_ratio=0` and no `num_reduced_filters`, it is the identity.
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a SqueezeExcitation.
+
+        Attributes:
+            se_ratio: hidden size of the gate, as a fraction of `input_dim`.
+            num_reduced_filters: hidden size of the gate; None goes by `se_ratio`.
+            activation: activation between the two layers of the gate.
+            gating: activation after the second.
+        """
+
+        input_dim: Required[int] = REQUIRED
+        se_ratio: float = 0.0
+        num_reduced_filters: int | None = None
+        activation: str = "nn.relu"
+        gating: str = "nn.sigmoid"
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        reduced = cfg.num_reduced_filters
+        if reduced is None and cfg.se_ratio > 0:
+            reduced = max(1, int(cfg.input_dim * cfg.se_ratio))
+        self._reduced = reduced
+        self._activation = get_activation_fn(cfg.activation)
+        self._gating = get_activation_fn(cfg.gating)
+        if reduced:
+            conv = Conv2D.default_config()
+            self._add_child("reduce", conv.clone(input_dim=cfg.input_dim, output_dim=reduced))
+            self._add_child("expand", conv.clone(input_dim=reduced, output_dim=cfg.input_dim))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Scales the channels of `inputs`, `Float[Array, "batch height width input_dim"]`."""
+        if not self._reduced:
+            return inputs
+        squeezed = jnp.mean(inputs, axis=(1, 2), keepdims=True)
+        return inputs * self._gating(self.expand(self._activation(self.reduce(squeezed))))

@@ -1,69 +1,273 @@
-"""Decoding loops on any model that scores tokens: sampling here, beam search in `decoding_beam`.
+"""Decoding loops on any model that scores tokens: sampling and beam search.
 
 Both are pure functions of a callable `tokens_to_scores(token_ids, cache)`, independent of modules.
-See `decoding_loop` for the layout of hypotheses, `decoding_stop` for stopping conditions.
+A batch of `batch` prompts is decoded into `num_decodes` hypotheses each. Sequences have the shape
+`(batch, num_decodes, length)`; the model and its cache see both leading axes as one. Each prompt
+has its own position, so that prompts of different lengths are decoded together:
+
+    position   0    1    2    3
+               bos  a    b    .        the last known token is at `index` (here 2);
+                              ^        its scores determine the token at `index + 1`
+
+Beam search is an approximate search for the likeliest sequences that end with an end token. Each
+prompt has `num_decodes` live hypotheses. A step continues each with every token. Those continued
+with the end token compete with the finished ones for `num_decodes` places, by their scores with the
+brevity penalty; the best `num_decodes` of all others stay live. A prompt is done when no live
+hypothesis can overtake its worst finished one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from weft import struct
-from weft.hierarchy import decoding_loop as loops
-from weft.hierarchy.decoding_beam import (
-    BeamSearchOutputs,
-    BrevityPenaltyFn,
-    PrefixMerger,
-    beam_search_decode,
-    brevity_penalty_fn,
-    compute_merge_matrix_by_prefix_ids,
-)
-from weft.hierarchy.decoding_loop import (
-    NEG_INF,
-    TokensToScores,
-    add_decoding_dim,
-    flatten_decoding_dim,
-    infer_initial_time_step,
-    unflatten_decoding_dim,
-)
-from weft.hierarchy.decoding_stop import (
-    CompositeDecodingCondition,
-    StopDecodingCondition,
-    StopOnMaxLength,
-    StopOnSubsequence,
-)
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.struct import map_blocks
 from weft.typing import NestedTensor, Tensor
 
-__all__ = [
-    # decoding methods
-    "sample_decode",
-    "SampleOutputs",
-    "DecodingState",
-    "beam_search_decode",
-    "BeamSearchOutputs",
-    # their options
-    "StopDecodingCondition",
-    "StopOnSubsequence",
-    "StopOnMaxLength",
-    "CompositeDecodingCondition",
-    "BrevityPenaltyFn",
-    "brevity_penalty_fn",
-    "PrefixMerger",
-    "compute_merge_matrix_by_prefix_ids",
-    # arrays of hypotheses
-    "NEG_INF",
-    "TokensToScores",
-    "infer_initial_time_step",
-    "add_decoding_dim",
-    "flatten_decoding_dim",
-    "unflatten_decoding_dim",
-]
+NEG_INF = -1.0e7
+"""Score of an impossible choice: finite, so that sums of such scores are not NaN."""
+
+TokensToScores = Callable[[Tensor, NestedTensor], tuple[Tensor, NestedTensor]]
+"""Function from token ids `(batch * num_decodes, 1)` and the cache to the log probabilities of the
+next token, `(batch * num_decodes, vocab)`, and the new cache."""
+
+State = TypeVar("State")
+
+
+def infer_initial_time_step(
+    prefix: Int[Array, "batch length"], *, pad_id: int
+) -> Int[Array, " batch"]:
+    """Returns the position of each prompt's last token that is not padding, at least 0.
+
+    >>> infer_initial_time_step(jnp.array([[1, 5, 6, 0], [1, 0, 0, 0]]), pad_id=0).tolist()
+    [2, 0]
+    """
+    positions = jnp.arange(prefix.shape[1], dtype=jnp.int32)
+    return jnp.max(jnp.where(prefix == pad_id, 0, positions), axis=1)
+
+
+def add_decoding_dim(
+    x: Shaped[Array, "batch ..."], num_decodes: int
+) -> Shaped[Array, "batch decodes ..."]:
+    """Repeats `x`, one entry per prompt, for each hypothesis; a scalar is unchanged."""
+    return x if x.ndim == 0 else jnp.repeat(x[:, None], num_decodes, axis=1)
+
+
+def flatten_decoding_dim(
+    x: Shaped[Array, "batch decodes ..."],
+) -> Shaped[Array, "rows ..."]:
+    """Merges the first two axes; a scalar is unchanged."""
+    return x if x.ndim == 0 else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def unflatten_decoding_dim(
+    x: Shaped[Array, "rows ..."], batch_size: int, num_decodes: int
+) -> Shaped[Array, "batch decodes ..."]:
+    """Splits the first axis into prompts and hypotheses; a scalar is unchanged."""
+    return x if x.ndim == 0 else x.reshape(batch_size, num_decodes, *x.shape[1:])
+
+
+def expand_cache(cache: NestedTensor, num_decodes: int) -> NestedTensor:
+    """Repeats a cache of one entry per prompt for each hypothesis, merging both axes.
+
+    In a `VDict` the arrays of several layers are stacked, and the prompts are the second axis.
+    """
+    return map_blocks(lambda x: flatten_decoding_dim(add_decoding_dim(x, num_decodes)), cache)
+
+
+def gather_cache(cache: NestedTensor, hypotheses: Int[Array, "batch decodes"]) -> NestedTensor:
+    """Gathers for each new hypothesis the cache, as of `expand_cache`, of the one it continues."""
+    batch, num_decodes = hypotheses.shape
+    rows = (jnp.arange(batch)[:, None] * num_decodes + hypotheses).reshape(-1)
+    return map_blocks(lambda x: x if x.ndim == 0 else x[rows], cache)
+
+
+def gather_hypotheses(
+    x: Shaped[Array, "batch decodes ..."], hypotheses: Int[Array, "batch chosen"]
+) -> Shaped[Array, "batch chosen ..."]:
+    """Gathers hypotheses of each prompt."""
+    return jax.vmap(lambda of_prompt, chosen: of_prompt[chosen])(x, hypotheses)
+
+
+def initial_sequences(
+    inputs: Int[Array, "batch length"],
+    time_step: Int[Array, " batch"],
+    *,
+    num_decodes: int,
+    max_decode_len: int,
+    pad_id: int,
+) -> Int[Array, "batch decodes max_decode_len+1"]:
+    """Returns the prompts, for each hypothesis, padded to the length of the result.
+
+    Args:
+      time_step: the position of each prompt's last token; later tokens are ignored.
+      max_decode_len: the length of a result, without the first token.
+
+    Raises:
+      ArgumentShapeError: if the prompts are longer than the result.
+      ArgumentValueError: if `num_decodes` is not positive.
+    """
+    if num_decodes < 1:
+        raise ArgumentValueError(f"num_decodes={num_decodes}; expected at least 1.")
+    length = inputs.shape[1]
+    if length > max_decode_len + 1:
+        raise ArgumentShapeError(
+            f"inputs of shape {inputs.shape} are longer than max_decode_len={max_decode_len} "
+            f"allows, which is {max_decode_len + 1} with the first token; "
+            f"raise max_decode_len to {length - 1} or more."
+        )
+    prompt = jnp.where(jnp.arange(length)[None] <= time_step[:, None], inputs, pad_id)
+    padded = jnp.pad(prompt, ((0, 0), (0, max_decode_len + 1 - length)), constant_values=pad_id)
+    return add_decoding_dim(padded.astype(jnp.int32), num_decodes)
+
+
+def tokens_at(
+    sequences: Int[Array, "batch decodes length"], index: Int[Array, " batch"]
+) -> Int[Array, "batch decodes"]:
+    """Returns the tokens at each prompt's position, the last ones for a position beyond the end."""
+    return jnp.take_along_axis(sequences, index[:, None, None], axis=2, mode="clip")[:, :, 0]
+
+
+def write_tokens_at(
+    x: Shaped[Array, "batch decodes length"],
+    index: Int[Array, " batch"],
+    values: Shaped[Array, "batch decodes"],
+) -> Shaped[Array, "batch decodes length"]:
+    """Returns `x` with new values at each prompt's position; those beyond the end are ignored."""
+    return x.at[jnp.arange(x.shape[0]), :, index].set(values.astype(x.dtype), mode="drop")
+
+
+def next_token_scores(
+    tokens_to_scores: TokensToScores,
+    sequences: Int[Array, "batch decodes length"],
+    index: Int[Array, " batch"],
+    cache: NestedTensor,
+) -> tuple[Float[Array, "batch decodes vocab"], NestedTensor]:
+    """Returns the log probabilities of the token after each position, and the new cache."""
+    batch, num_decodes, _ = sequences.shape
+    tokens = flatten_decoding_dim(tokens_at(sequences, index))
+    scores, cache = tokens_to_scores(tokens[:, None], cache)
+    return unflatten_decoding_dim(scores, batch, num_decodes), cache
+
+
+def run_loop(
+    kind: str, cond: Callable[[State], Any], body: Callable[[State], State], state: State
+) -> State:
+    """Runs `jax.lax.while_loop`, or the same in Python.
+
+    Args:
+      kind: "lax" or "python"; the latter shows concrete values to a debugger.
+
+    Raises:
+      ArgumentValueError: for any other `kind`.
+    """
+    if kind == "lax":
+        return lax.while_loop(cond, body, state)
+    if kind != "python":
+        raise ArgumentValueError(f"loop={kind!r}; expected 'lax' or 'python'.")
+    while cond(state):
+        state = body(state)
+    return state
+
+
+class StopDecodingCondition(Protocol):
+    """Function that returns which hypotheses end with the newest token."""
+
+    def __call__(
+        self,
+        *,
+        index: Int[Array, " batch"],
+        sequences: Int[Array, "batch decodes length"],
+        prefix_len: Int[Array, " batch"],
+    ) -> Bool[Array, "batch decodes"]:
+        """Returns True for each hypothesis that is complete.
+
+        Args:
+          index: the position of each prompt's newest token in `sequences`.
+          sequences: the prompts and the tokens decoded so far.
+          prefix_len: the length of each prompt, which is the position of the first decoded token.
+        """
+        ...
+
+
+class StopOnSubsequence(StopDecodingCondition):
+    """Condition that the decoded tokens, without the prompt, end with one of some sequences.
+
+    Example:
+      >>> stop = StopOnSubsequence([[7, 8], [9]])
+      >>> sequences = jnp.array([[[1, 7, 8], [1, 7, 7]]])
+      >>> stop(index=jnp.array([2]), sequences=sequences, prefix_len=jnp.array([1])).tolist()
+      [[True, False]]
+    """
+
+    def __init__(self, stopping_seqs: int | Sequence[int] | Sequence[Sequence[int]]):
+        """Creates the condition from a token, a sequence of tokens, or several such sequences.
+
+        Raises:
+          ArgumentValueError: if there is no sequence, or an empty one.
+        """
+        seqs = [stopping_seqs] if isinstance(stopping_seqs, int | np.integer) else stopping_seqs
+        seqs = [seqs] if all(isinstance(token, int | np.integer) for token in seqs) else seqs
+        self._seqs = [tuple(seq) for seq in seqs]  # pyright: ignore[reportArgumentType]
+        if not all(self._seqs):
+            raise ArgumentValueError(
+                f"stopping_seqs={stopping_seqs} has an empty sequence; expected token ids, such "
+                "as [[7, 8], [9]]."
+            )
+
+    def __call__(self, *, index, sequences, prefix_len):
+        index, prefix_len = jnp.atleast_1d(index), jnp.atleast_1d(prefix_len)
+        stop = jnp.zeros(sequences.shape[:2], bool)
+        for seq in self._seqs:
+            positions = index[:, None] + jnp.arange(1 - len(seq), 1)[None]
+            window = jnp.take_along_axis(sequences, positions[:, None], axis=2, mode="clip")
+            decoded = positions[:, :1] >= prefix_len[:, None]
+            stop |= decoded & jnp.all(window == jnp.array([[seq]]), axis=2)
+        return stop
+
+
+class StopOnMaxLength(StopDecodingCondition):
+    """Condition that a number of tokens has been decoded.
+
+    Example:
+      >>> stop = StopOnMaxLength(2)
+      >>> sequences = jnp.array([[[1, 4, 4, 0]], [[1, 3, 4, 0]]])
+      >>> stop(index=jnp.array([2, 2]), sequences=sequences, prefix_len=jnp.array([1, 2])).tolist()
+      [[True], [False]]
+    """
+
+    def __init__(self, max_len: int | Int[Array, " batch"]):
+        """Creates the condition from the number of tokens after the prompt, for all or for each."""
+        self._max_len = max_len
+
+    def __call__(self, *, index, sequences, prefix_len):
+        stop = jnp.asarray(index - prefix_len + 1 >= self._max_len)
+        return jnp.broadcast_to(stop.reshape(-1, 1), sequences.shape[:2])
+
+
+class CompositeDecodingCondition(StopDecodingCondition):
+    """Condition that at least one of several conditions is true."""
+
+    def __init__(self, conditions: Sequence[StopDecodingCondition]):
+        """Creates the condition; raises ArgumentValueError if there are no conditions."""
+        if not conditions:
+            raise ArgumentValueError("conditions is empty; expected at least one condition.")
+        self._conditions = tuple(conditions)
+
+    def __call__(self, *, index, sequences, prefix_len):
+        stop = jnp.zeros(sequences.shape[:2], bool)
+        for condition in self._conditions:
+            stop |= condition(index=index, sequences=sequences, prefix_len=prefix_len)
+        return stop
 
 
 class SampleOutputs(struct.PyTreeNode):
@@ -139,7 +343,7 @@ def sample_decode(
     [[[2, 3, 4, 0, 0]]]
     """
     last = inputs.shape[1] if max_decode_len is None else max_decode_len
-    sequences = loops.initial_sequences(
+    sequences = initial_sequences(
         inputs, time_step, num_decodes=num_decodes, max_decode_len=last, pad_id=pad_id
     )
 
@@ -155,10 +359,10 @@ def sample_decode(
         sequences=sequences,
         token_scores=_prompt_scores(input_token_scores, time_step, sequences),
         stop_decoding=jnp.zeros(sequences.shape[:2], bool),
-        cache=loops.expand_cache(cache, num_decodes),
+        cache=expand_cache(cache, num_decodes),
         prng_key=prng_key,
     )
-    state = loops.run_loop(loop, unfinished, step, first)
+    state = run_loop(loop, unfinished, step, first)
     return SampleOutputs(state.sequences[:, :, 1:], state.token_scores)
 
 
@@ -168,20 +372,19 @@ def _sample_step(
     stop_condition: Callable[..., Tensor],
     pad_id: int,
 ) -> DecodingState:
-    """Samples one token for each hypothesis."""
     # The first of the two keys is for this step, as in AXLearn, for equal samples from equal seeds.
     key, next_key = jax.random.split(state.prng_key)
-    log_probs, cache = loops.next_token_scores(
+    log_probs, cache = next_token_scores(
         tokens_to_scores, state.sequences, state.cur_index, state.cache
     )
     tokens = jax.random.categorical(key, log_probs)
     scores = jnp.take_along_axis(log_probs, tokens[:, :, None], axis=2)[:, :, 0]
     done, index = state.stop_decoding, state.cur_index + 1
-    sequences = loops.put_at(state.sequences, index, jnp.where(done, pad_id, tokens))
+    sequences = write_tokens_at(state.sequences, index, jnp.where(done, pad_id, tokens))
     return DecodingState(
         cur_index=index,
         sequences=sequences,
-        token_scores=loops.put_at(state.token_scores, index - 1, jnp.where(done, 0.0, scores)),
+        token_scores=write_tokens_at(state.token_scores, index - 1, jnp.where(done, 0.0, scores)),
         stop_decoding=done | stop_condition(index=index, sequences=sequences),
         cache=cache,
         prng_key=next_key,
@@ -189,12 +392,264 @@ def _sample_step(
 
 
 def _prompt_scores(
-    given: Float[Array, "batch length"] | None, time_step: Tensor, sequences: Tensor
+    prefix_scores: Float[Array, "batch length"] | None, time_step: Tensor, sequences: Tensor
 ) -> Float[Array, "batch decodes max_decode_len"]:
     batch, num_decodes, length = sequences.shape
     scores = jnp.zeros((batch, length - 1), jnp.float32)
-    if given is not None:
-        size = min(given.shape[1], length - 1)
+    if prefix_scores is not None:
+        size = min(prefix_scores.shape[1], length - 1)
         in_prompt = jnp.arange(size)[None] < time_step[:, None]
-        scores = scores.at[:, :size].set(jnp.where(in_prompt, given[:, :size], 0.0))
-    return loops.add_decoding_dim(scores, num_decodes)
+        scores = scores.at[:, :size].set(jnp.where(in_prompt, prefix_scores[:, :size], 0.0))
+    return add_decoding_dim(scores, num_decodes)
+
+
+class BeamSearchOutputs(struct.PyTreeNode):
+    """Results of beam search, without the first token of each prompt.
+
+    Attributes:
+      sequences: prompts and continuations up to the end token, then padding; the best of each
+        prompt first. (batch, num_decodes, max_decode_len).
+      scores: the sums of log probabilities of the decoded tokens, with the brevity penalty;
+        `NEG_INF` where fewer than `num_decodes` sequences were finished. (batch, num_decodes).
+      live_sequences: the hypotheses without an end token when the search ended, as `sequences`.
+      live_scores: their sums of log probabilities, without the penalty.
+    """
+
+    sequences: Tensor
+    scores: Tensor
+    live_sequences: Tensor
+    live_scores: Tensor
+
+
+class BrevityPenaltyFn(Protocol):
+    """Function that corrects the scores of sequences for their lengths."""
+
+    def __call__(self, *, length: Tensor, raw_scores: Tensor) -> Tensor:
+        """Returns the scores to compare.
+
+        Args:
+          length: the lengths of the sequences without their first tokens, prompts included.
+          raw_scores: sums of log probabilities.
+        """
+        ...
+
+
+def brevity_penalty_fn(
+    *, alpha: float = 0.0, bp_type: Literal["t5", "hf"] = "t5"
+) -> BrevityPenaltyFn:
+    """Divides scores by a power of the length.
+
+    Args:
+      alpha: the power; larger values favor longer sequences, 0 changes nothing.
+      bp_type: "t5" divides by `((5 + length) / 6)^alpha` (Wu et al., 2016,
+        https://arxiv.org/abs/1609.08144, equation 14), "hf" by `length^alpha`.
+
+    Raises:
+      ArgumentValueError: for any other `bp_type`.
+
+    >>> brevity_penalty_fn(alpha=1.0)(length=jnp.array(7), raw_scores=jnp.array(-6.0)).item()
+    -3.0
+    """
+    if bp_type not in ("t5", "hf"):
+        raise ArgumentValueError(f"bp_type={bp_type!r}; expected 't5' or 'hf'.")
+
+    def penalize(*, length: Tensor, raw_scores: Tensor) -> Tensor:
+        size = jnp.asarray(length, jnp.float32)
+        return raw_scores / (size if bp_type == "hf" else (5.0 + size) / 6.0) ** alpha
+
+    return penalize
+
+
+class PrefixMerger(Protocol):
+    """Merging of equivalent hypotheses, such as two alignments of one transcript.
+
+    Beam search adds up the probabilities of merged hypotheses.
+    """
+
+    def init_state(self, *, tokens: Int[Array, "batch decodes length"]) -> NestedTensor:
+        """Returns the state for padded prompts; its arrays begin with the axes (batch, decodes)."""
+        ...
+
+    def update(self, *, tokens: Int[Array, "batch decodes"], state: NestedTensor) -> NestedTensor:
+        """Returns the state after the newest token of each hypothesis.
+
+        The first step has the last token of each prompt.
+        """
+        ...
+
+    def compute(self, state: NestedTensor) -> Int[Array, "batch decodes decodes"]:
+        """Returns 1 at (b, i, j) if hypothesis j of prompt b counts as its hypothesis i, else 0."""
+        ...
+
+
+def compute_merge_matrix_by_prefix_ids(
+    prefix_ids: Int[Array, "batch decodes"],
+) -> Int[Array, "batch decodes decodes"]:
+    """Merges the hypotheses of a prompt with equal ids, such as hashes, into the first of them.
+
+    >>> compute_merge_matrix_by_prefix_ids(jnp.array([[5, 6, 5]])).tolist()
+    [[[1, 0, 1], [0, 1, 0], [0, 0, 0]]]
+    """
+    same = prefix_ids[:, :, None] == prefix_ids[:, None, :]
+    first = jnp.argmax(same, axis=2) == jnp.arange(prefix_ids.shape[1])[None]
+    return (same & first[:, :, None]).astype(jnp.int32)
+
+
+class _BeamState(NamedTuple):
+    index: Tensor
+    live_sequences: Tensor
+    live_scores: Tensor
+    sequences: Tensor
+    scores: Tensor
+    cache: NestedTensor
+    merger_state: Any
+
+
+def beam_search_decode(
+    *,
+    inputs: Int[Array, "batch length"],
+    time_step: Int[Array, " batch"],
+    cache: NestedTensor,
+    tokens_to_scores: TokensToScores,
+    eos_id: int,
+    num_decodes: int,
+    max_decode_len: int | None = None,
+    loop: Literal["lax", "python"] = "lax",
+    brevity_penalty: BrevityPenaltyFn | None = None,
+    pad_id: int = 0,
+    prefix_merger: PrefixMerger | None = None,
+) -> BeamSearchOutputs:
+    """Searches for the likeliest continuations of prompts.
+
+    Args:
+      inputs, time_step, cache, tokens_to_scores, max_decode_len, loop: as for `sample_decode`.
+      eos_id: the end token.
+      num_decodes: number of hypotheses to keep, and to return, per prompt.
+      brevity_penalty: see `brevity_penalty_fn`; none by default.
+      prefix_merger: merges equivalent hypotheses; none by default.
+
+    Raises:
+      ArgumentShapeError: if `inputs` are longer than `max_decode_len + 1`.
+      ArgumentValueError: if `num_decodes`, `loop` or `eos_id` is invalid.
+
+    >>> log_probs = jnp.log(jnp.array([[0.0, 0.2, 0.8], [0.0, 0.9, 0.1], [0.0, 0.6, 0.4]]))
+    >>> found = beam_search_decode(
+    ...     inputs=jnp.array([[1, 0, 0]]), time_step=jnp.array([0]), cache={}, eos_id=2,
+    ...     tokens_to_scores=lambda ids, cache: (log_probs[ids[:, 0]], cache), num_decodes=2)
+    >>> found.sequences.tolist(), [f"{p:.2f}" for p in jnp.exp(found.scores)[0]]
+    ([[[2, 0, 0], [1, 2, 0]]], ['0.10', '0.09'])
+    """
+    last = inputs.shape[1] if max_decode_len is None else max_decode_len
+    penalize = brevity_penalty or brevity_penalty_fn()
+    sequences = initial_sequences(
+        inputs, time_step, num_decodes=num_decodes, max_decode_len=last, pad_id=pad_id
+    )
+    shape = sequences.shape[:2]
+    nothing = jnp.full(shape, NEG_INF, jnp.float32)
+    state = _BeamState(
+        index=time_step.astype(jnp.int32),
+        live_sequences=sequences,
+        # The hypotheses of a prompt are equal at first, so all but one start dead.
+        live_scores=nothing.at[:, 0].set(0.0),
+        sequences=jnp.full_like(sequences, pad_id),
+        scores=nothing,
+        cache=expand_cache(cache, num_decodes),
+        merger_state=None if prefix_merger is None else prefix_merger.init_state(tokens=sequences),
+    )
+    state = run_loop(
+        loop,
+        lambda state: jnp.any(_is_unfinished(state, last, penalize)),
+        functools.partial(
+            _beam_step,
+            last=last,
+            penalize=penalize,
+            tokens_to_scores=tokens_to_scores,
+            eos_id=eos_id,
+            merger=prefix_merger,
+        ),
+        state,
+    )
+    return BeamSearchOutputs(
+        state.sequences[:, :, 1:], state.scores, state.live_sequences[:, :, 1:], state.live_scores
+    )
+
+
+def _is_unfinished(state: _BeamState, last: int, penalize: BrevityPenaltyFn) -> Tensor:
+    # Scores only fall as sequences grow, and penalties only shrink.
+    bound = penalize(length=jnp.array(last), raw_scores=jnp.max(state.live_scores, axis=1))
+    return (state.index < last) & (bound > jnp.min(state.scores, axis=1))
+
+
+def _beam_step(
+    state: _BeamState,
+    *,
+    last: int,
+    penalize: BrevityPenaltyFn,
+    tokens_to_scores: TokensToScores,
+    eos_id: int,
+    merger: PrefixMerger | None,
+) -> _BeamState:
+    is_open = _is_unfinished(state, last, penalize)
+    live_scores, merger_state = state.live_scores, state.merger_state
+    if merger is not None:
+        tokens = tokens_at(state.live_sequences, state.index)
+        merger_state = merger.update(tokens=tokens, state=merger_state)
+        live_scores = _merge_hypotheses(live_scores, merger.compute(merger_state))
+    log_probs, cache = next_token_scores(
+        tokens_to_scores, state.live_sequences, state.index, state.cache
+    )
+    vocab = log_probs.shape[-1]
+    if not 0 <= eos_id < vocab:
+        raise ArgumentValueError(
+            f"eos_id={eos_id} is not in the vocabulary of {vocab} tokens that tokens_to_scores "
+            f"scores; expected 0 <= eos_id < {vocab}."
+        )
+    index = state.index + 1
+    candidates = jnp.maximum(live_scores[:, :, None] + log_probs, NEG_INF)
+
+    # Finished hypotheses: the old ones, and the live ones with the end token.
+    ended = jnp.full(state.live_sequences.shape[:2], eos_id)
+    penalized = penalize(length=index[:, None], raw_scores=candidates[:, :, eos_id])
+    penalized = jnp.where(candidates[:, :, eos_id] > NEG_INF, penalized, NEG_INF)
+    pool = (
+        jnp.concatenate(
+            [state.sequences, write_tokens_at(state.live_sequences, index, ended)], axis=1
+        ),
+        jnp.concatenate([state.scores, penalized], axis=1),
+    )
+    sequences, scores = _top_hypotheses(pool, keep=state.scores.shape[1])
+
+    # Live hypotheses: the best of the others.
+    others = candidates.at[:, :, eos_id].set(NEG_INF).reshape(candidates.shape[0], -1)
+    live_scores, chosen = jax.lax.top_k(others, state.live_scores.shape[1])
+    parents, tokens = chosen // vocab, chosen % vocab
+    live_sequences = write_tokens_at(
+        gather_hypotheses(state.live_sequences, parents), index, tokens
+    )
+
+    def if_open(new: Tensor, old: Tensor) -> Tensor:
+        return jnp.where(is_open.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    return _BeamState(
+        index=if_open(index, state.index),
+        live_sequences=if_open(live_sequences, state.live_sequences),
+        live_scores=if_open(live_scores, state.live_scores),
+        sequences=if_open(sequences, state.sequences),
+        scores=if_open(scores, state.scores),
+        cache=gather_cache(cache, parents),
+        merger_state=jax.tree.map(lambda x: gather_hypotheses(x, parents), merger_state),
+    )
+
+
+def _top_hypotheses(pool: tuple[Tensor, Tensor], keep: int) -> tuple[Tensor, Tensor]:
+    sequences, scores = pool
+    scores, chosen = jax.lax.top_k(scores, keep)
+    return gather_hypotheses(sequences, chosen), scores
+
+
+def _merge_hypotheses(
+    scores: Float[Array, "batch decodes"], matrix: Tensor
+) -> Float[Array, "batch decodes"]:
+    """Adds up the probabilities of merged hypotheses, and marks all but one of them dead."""
+    merged = jax.nn.logsumexp(scores[:, None, :], axis=2, b=matrix)
+    return jnp.maximum(merged, NEG_INF)

@@ -12,14 +12,14 @@ from typing import Any
 
 from weft.config import ConfigBase
 from weft.errors import LayerConfigError
-from weft.hierarchy.config_setters import for_each_config
-from weft.hierarchy.feed_forward import TransformerFeedForwardLayer
-from weft.hierarchy.linear import Linear
+from weft.hierarchy.attention.feed_forward import TransformerFeedForwardLayer
+from weft.hierarchy.attention.multihead_attention import MultiheadAttention
+from weft.hierarchy.attention.qkv_linear import MultiheadOutputLinear
+from weft.hierarchy.config_setters import for_each_config, is_config_of
+from weft.hierarchy.layers.linear import Linear
 from weft.hierarchy.lora import LoraFusedQKVLinear, LoraLinear, LoraMultiheadOutputLinear
-from weft.hierarchy.multihead_attention import MultiheadAttention
-from weft.hierarchy.qkv_linear import MultiheadOutputLinear
 
-_WITH_ADAPTER = (LoraLinear, LoraMultiheadOutputLinear, LoraFusedQKVLinear)
+_ADAPTED_LAYERS = (LoraLinear, LoraMultiheadOutputLinear, LoraFusedQKVLinear)
 
 
 def set_lora_recursively(
@@ -46,7 +46,7 @@ def set_lora_recursively(
       LayerConfigError: if there is no layer to adapt.
 
     Example:
-      >>> from weft.hierarchy.transformer import TransformerLayer
+      >>> from weft.hierarchy.attention.transformer import TransformerLayer
       >>> cfg = TransformerLayer.default_config()
       >>> set_lora_recursively(cfg, rank=2, alpha=4.0)
       >>> cfg.feed_forward.linear1.klass.__name__
@@ -54,7 +54,7 @@ def set_lora_recursively(
     """
     done = []
 
-    def beside(layer: Any, kind: Any) -> Any:
+    def with_adapter(layer: Any, kind: Any) -> Any:
         done.append(layer)
         new = kind.default_config().set(layer=layer)
         new.adapter.set(rank=rank, alpha=alpha)
@@ -62,36 +62,28 @@ def set_lora_recursively(
         return new
 
     def add(config: Any) -> None:
-        if attention and _is_of(config, MultiheadAttention):
-            if _is_of(config.output_linear, MultiheadOutputLinear):
-                config.output_linear = beside(config.output_linear, LoraMultiheadOutputLinear)
+        if attention and is_config_of(config, MultiheadAttention):
+            if is_config_of(config.output_linear, MultiheadOutputLinear):
+                config.output_linear = with_adapter(config.output_linear, LoraMultiheadOutputLinear)
             holder = config if not hasattr(config.input_linear, "input_linear") else None
             holder = holder or config.input_linear
-            if not _is_of(holder.input_linear, LoraFusedQKVLinear):
-                holder.input_linear = _enabled(beside(holder.input_linear, LoraFusedQKVLinear))
-        if feed_forward and _is_of(config, TransformerFeedForwardLayer):
+            if not is_config_of(holder.input_linear, LoraFusedQKVLinear):
+                layer = holder.input_linear
+                own = not layer.klass.is_kv_sharing(layer)
+                holder.input_linear = with_adapter(layer, LoraFusedQKVLinear)
+                holder.input_linear.adapter.enable_lora = {"query": True, "key": own, "value": own}
+        if feed_forward and is_config_of(config, TransformerFeedForwardLayer):
             for name in ("linear1", "linear2"):
-                if _is_of(getattr(config, name), Linear):
-                    setattr(config, name, beside(getattr(config, name), LoraLinear))
+                if is_config_of(getattr(config, name), Linear):
+                    setattr(config, name, with_adapter(getattr(config, name), LoraLinear))
 
     for_each_config(cfg, add)
     if not done:
         raise LayerConfigError(
-            f"{cfg._title()} has no attention and no feed-forward layer to which an adapter could "
+            f"{cfg._label()} has no attention and no feed-forward layer to which an adapter could "
             f"be added (attention={attention}, feed_forward={feed_forward}). "
             "Pass the config of a transformer."
         )
-
-
-def _is_of(config: Any, cls: type) -> bool:
-    klass = getattr(config, "klass", None)
-    return isinstance(klass, type) and issubclass(klass, cls)
-
-
-def _enabled(cfg: Any) -> Any:
-    own = not cfg.layer.klass.is_kv_sharing(cfg.layer)
-    cfg.adapter.enable_lora = {"query": True, "key": own, "value": own}
-    return cfg
 
 
 def without_lora(cfg: Any) -> Any:
@@ -100,7 +92,7 @@ def without_lora(cfg: Any) -> Any:
 
     def remove(config: Any) -> None:
         for name, value in config.items():
-            if any(_is_of(value, cls) for cls in _WITH_ADAPTER):
+            if is_config_of(value, _ADAPTED_LAYERS):
                 setattr(config, name, value.layer)
 
     for_each_config(new, remove)

@@ -15,49 +15,12 @@ from jaxtyping import Array, Float, Int, Num
 from weft import functional
 from weft.errors import ArgumentValueError
 from weft.functional import (
-    NEG_INF,
-    binary_cross_entropy,
-    categorical_hinge_loss,
     contrastive_logits,
     cross_entropy,
     pairwise_loss,
 )
-from weft.functional import nearest_neighbor_entropy_loss as koleo_loss
-from weft.functional import sigmoid_cross_entropy as sigmoid_cross_entropy_with_logits
 from weft.hierarchy.metrics import WeightedScalar
 from weft.typing import Tensor
-
-__all__ = [
-    # classification
-    "cross_entropy",
-    "binary_cross_entropy",
-    "sigmoid_cross_entropy_with_logits",
-    "categorical_hinge_loss",
-    "focal_loss",
-    "large_margin_cosine_loss",
-    "kl_divergence",
-    # regression
-    "mean_squared_error",
-    "bilinear_mean_squared_error",
-    "l1_loss",
-    "huber_loss",
-    "giou_loss",
-    # embeddings
-    "contrastive_logits",
-    "asymmetric_contrastive_loss_from_logits",
-    "asymmetric_contrastive_loss_from_features",
-    "symmetric_contrastive_loss_from_logits",
-    "symmetric_contrastive_loss_from_features",
-    "negative_cosine_similarity_loss",
-    "koleo_loss",
-    "flops_loss",
-    # rankings
-    "pairwise_loss",
-    "ranking_pairwise_loss",
-    # others
-    "NEG_INF",
-    "ReductionMethod",
-]
 
 
 class ReductionMethod(enum.StrEnum):
@@ -75,7 +38,7 @@ def _reduce(loss: Tensor, weight: Tensor | None, reduction: ReductionMethod) -> 
     return jnp.sum(weighted) if reduction == ReductionMethod.SUM else weighted
 
 
-def _aligned(weight: Tensor | None, loss: Tensor) -> Tensor | None:
+def _broadcast_weight(weight: Tensor | None, loss: Tensor) -> Tensor | None:
     """Returns weights of examples, with axes of size 1 for the axes of an example."""
     if weight is None or weight.ndim >= loss.ndim:
         return weight
@@ -83,7 +46,7 @@ def _aligned(weight: Tensor | None, loss: Tensor) -> Tensor | None:
 
 
 def _weighted_scalar(loss: Tensor, weight: Tensor | None, eps: float) -> WeightedScalar:
-    return WeightedScalar(*functional.weighted_mean(loss, _aligned(weight, loss), eps=eps))
+    return WeightedScalar(*functional.weighted_mean(loss, _broadcast_weight(weight, loss), eps=eps))
 
 
 def mean_squared_error(
@@ -123,8 +86,7 @@ def bilinear_mean_squared_error(
     Args:
       targets: their shape may differ from that of `preds`.
       shape: the shape to resize both to, with all axes.
-      sample_weight: as for `mean_squared_error`, of the resized images.
-      eps: as for `mean_squared_error`.
+      sample_weight, eps: as for `mean_squared_error`, of the resized images.
     """
     preds, targets = (
         jax.image.resize(x.astype(jnp.float32), shape, "bilinear", antialias=False)
@@ -163,7 +125,7 @@ def huber_loss(
     loss = functional.huber_error(predictions, targets, delta=delta)
     if reduce_axis is not None:
         loss = jnp.mean(loss, axis=reduce_axis)
-    return _reduce(loss, _aligned(sample_weight, loss), reduction)
+    return _reduce(loss, _broadcast_weight(sample_weight, loss), reduction)
 
 
 def giou_loss(
@@ -205,7 +167,7 @@ def focal_loss(
       sample_weight: per element or per example; all 1 by default.
     """
     loss = functional.focal_loss(logits, targets, alpha=alpha, gamma=gamma)
-    return _reduce(loss, _aligned(sample_weight, loss), ReductionMethod.SUM)
+    return _reduce(loss, _broadcast_weight(sample_weight, loss), ReductionMethod.SUM)
 
 
 def kl_divergence(
@@ -287,7 +249,7 @@ def asymmetric_contrastive_loss_from_logits(
     )
 
 
-def _paddings(
+def _key_paddings(
     positive_keys: Tensor, negative_keys: Tensor | None, negative_paddings: Tensor | None
 ) -> Tensor | None:
     if negative_keys is None or negative_paddings is None:
@@ -296,7 +258,7 @@ def _paddings(
     return jnp.concatenate([none, negative_paddings.astype(bool)])
 
 
-def _logits_to_all(queries: Tensor, keys: Tensor, negatives: Tensor | None) -> Tensor:
+def _logits_with_negatives(queries: Tensor, keys: Tensor, negatives: Tensor | None) -> Tensor:
     if negatives is not None:
         keys = jnp.concatenate([keys, negatives])
     return contrastive_logits(queries, keys)
@@ -317,7 +279,6 @@ def asymmetric_contrastive_loss_from_features(
       positive_keys: the key of each query; a negative key for all other queries.
       negative_keys: further negative keys.
       negative_key_paddings: True for padded negative keys.
-      temperature: divides the logits.
       soft_labels: the probability of each key, the positive ones first.
 
     >>> x = 20 * jnp.eye(2)
@@ -325,8 +286,8 @@ def asymmetric_contrastive_loss_from_features(
     0.0
     """
     return asymmetric_contrastive_loss_from_logits(
-        _logits_to_all(queries, positive_keys, negative_keys),
-        key_paddings=_paddings(positive_keys, negative_keys, negative_key_paddings),
+        _logits_with_negatives(queries, positive_keys, negative_keys),
+        key_paddings=_key_paddings(positive_keys, negative_keys, negative_key_paddings),
         temperature=temperature,
         soft_labels=soft_labels,
     )
@@ -347,11 +308,9 @@ def symmetric_contrastive_loss_from_logits(
     Args:
       x_y_logits: of each x and all y.
       y_x_logits: of each y and all x.
-      y_as_key_paddings: True for padded y.
-      x_as_key_paddings: True for padded x.
+      y_as_key_paddings, x_as_key_paddings: True for padded keys.
       temperature: divides the logits.
-      y_as_key_soft_labels: the probability of each y for each x.
-      x_as_key_soft_labels: the probability of each x for each y.
+      y_as_key_soft_labels, x_as_key_soft_labels: the probability of each key instead.
     """
     x_to_y = asymmetric_contrastive_loss_from_logits(
         x_y_logits,
@@ -383,21 +342,17 @@ def symmetric_contrastive_loss_from_features(
     """Returns `symmetric_contrastive_loss_from_logits` of inner products.
 
     Args:
-      x: vectors.
       y: the vectors that match those of x.
       x_negatives: further vectors like x, which match no y.
       y_negatives: further vectors like y, which match no x.
-      x_negative_paddings: True for padded `x_negatives`.
-      y_negative_paddings: True for padded `y_negatives`.
-      temperature: divides the logits.
-      y_as_key_soft_labels: the probability of each y for each x, the negatives last.
-      x_as_key_soft_labels: the probability of each x for each y, the negatives last.
+      x_negative_paddings, y_negative_paddings: True for padded negatives.
+      y_as_key_soft_labels, x_as_key_soft_labels: as for the logits, the negatives last.
     """
     return symmetric_contrastive_loss_from_logits(
-        _logits_to_all(x, y, y_negatives),
-        _logits_to_all(y, x, x_negatives),
-        y_as_key_paddings=_paddings(y, y_negatives, y_negative_paddings),
-        x_as_key_paddings=_paddings(x, x_negatives, x_negative_paddings),
+        _logits_with_negatives(x, y, y_negatives),
+        _logits_with_negatives(y, x, x_negatives),
+        y_as_key_paddings=_key_paddings(y, y_negatives, y_negative_paddings),
+        x_as_key_paddings=_key_paddings(x, x_negatives, x_negative_paddings),
         temperature=temperature,
         y_as_key_soft_labels=y_as_key_soft_labels,
         x_as_key_soft_labels=x_as_key_soft_labels,

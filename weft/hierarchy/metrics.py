@@ -1,32 +1,91 @@
-"""Metrics that accumulate over batches, devices and iterations."""
+"""Numeric summaries and how they merge across batches, devices and iterations."""
 
 from collections.abc import Mapping
 from typing import Any, Self
 
+import jax.numpy as jnp
 import numpy as np
 
 from weft.config import Configurable
 from weft.errors import OutputConflictError
-from weft.hierarchy.metric_summaries import (
-    MaxSummary,
-    MetricSummary,
-    MinSummary,
-    SumSummary,
-    WeightedSummary,
-    WeightedValue,
-)
 from weft.hierarchy.summary import Summary
+from weft.typing import Tensor
 
-__all__ = [
-    "MaxSummary",
-    "MetricAccumulator",
-    "MetricSummary",
-    "MinSummary",
-    "SumSummary",
-    "WeightedScalar",
-    "WeightedSummary",
-    "WeightedValue",
-]
+
+class MetricSummary(Summary):
+    """Base of numeric summaries."""
+
+
+class WeightedValue(MetricSummary):
+    """A mean and its weight, such as a number of examples; merging keeps the first batch's."""
+
+    mean: Tensor | float
+    weight: Tensor | float
+
+    def value(self) -> Tensor | float:
+        return self.mean
+
+
+class WeightedSummary(WeightedValue):
+    """Weighted mean; merging two returns the mean over both.
+
+    Example:
+        >>> total = WeightedSummary(1.0, 1.0).accumulate(WeightedSummary(4.0, 2.0))
+        >>> float(total.mean), float(total.weight)
+        (3.0, 3.0)
+    """
+
+    def accumulate(self, other: Self) -> Self:
+        weight = self.weight + other.weight
+        total = self.mean * self.weight + other.mean * other.weight
+        # The mean of no examples is 0, not NaN.
+        mean = jnp.where(weight > 0, total / jnp.maximum(weight, 1e-30), 0)
+        return type(self)(mean, weight)
+
+
+class _ReducerSummary(MetricSummary):
+    """A number or array that is reduced element by element over batches."""
+
+    _value: Tensor | float
+
+    def value(self) -> Tensor | float:
+        return self._value
+
+
+class MaxSummary(_ReducerSummary):
+    """Maximum over all batches.
+
+    Example:
+        >>> MaxSummary(1.0).accumulate(MaxSummary(4.0)).value().item()
+        4.0
+    """
+
+    def accumulate(self, other: Self) -> Self:
+        return type(self)(jnp.maximum(self._value, other._value))
+
+
+class MinSummary(_ReducerSummary):
+    """Minimum over all batches.
+
+    Example:
+        >>> MinSummary(1.0).accumulate(MinSummary(4.0)).value().item()
+        1.0
+    """
+
+    def accumulate(self, other: Self) -> Self:
+        return type(self)(jnp.minimum(self._value, other._value))
+
+
+class SumSummary(_ReducerSummary):
+    """Sum over all batches.
+
+    Example:
+        >>> SumSummary(1.0).accumulate(SumSummary(4.0)).value()
+        5.0
+    """
+
+    def accumulate(self, other: Self) -> Self:
+        return type(self)(self._value + other._value)
 
 
 class WeightedScalar(WeightedSummary):
@@ -67,29 +126,29 @@ class MetricAccumulator(Configurable):
         Raises:
             OutputConflictError: if a name is a dict in one batch and a value in another.
         """
-        self._total = _accumulate(self._total, _weighted(model_outputs), path="")
+        self._total = _accumulate(self._total, _as_weighted(model_outputs), path="")
 
     def summaries(self) -> dict[str, Any]:
         """Returns the accumulated summaries, nested like those of one batch."""
-        return _unweighted(self._total)
+        return _as_numbers(self._total)
 
 
-class _PlainMean(WeightedScalar):
+class _UnweightedMean(WeightedScalar):
     """Mean of numbers that were reported without a weight."""
 
 
-def _weighted(value: Any) -> Any:
+def _as_weighted(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _weighted(child) for name, child in value.items()}
+        return {name: _as_weighted(child) for name, child in value.items()}
     if value is None or isinstance(value, Summary | str) or np.ndim(value):
         return value
-    return _PlainMean(value, 1.0)
+    return _UnweightedMean(value, 1.0)
 
 
-def _unweighted(value: Any) -> Any:
+def _as_numbers(value: object) -> Any:
     if isinstance(value, Mapping):
-        return {name: _unweighted(child) for name, child in value.items()}
-    return value.mean if isinstance(value, _PlainMean) else value
+        return {name: _as_numbers(child) for name, child in value.items()}
+    return value.mean if isinstance(value, _UnweightedMean) else value
 
 
 def _accumulate(total: Any, new: Any, path: str) -> Any:
@@ -99,9 +158,9 @@ def _accumulate(total: Any, new: Any, path: str) -> Any:
             "of them."
         )
     if isinstance(total, Mapping):
-        merged = dict(total)
+        totals = dict(total)
         for name, value in new.items():
             below = f"{path}/{name}" if path else name
-            merged[name] = _accumulate(total[name], value, below) if name in total else value
-        return merged
+            totals[name] = _accumulate(total[name], value, below) if name in total else value
+        return totals
     return total.accumulate(new) if isinstance(total, Summary) else total

@@ -7,6 +7,7 @@ module's method first opens the called module's context, which holds its state, 
 
 import contextlib
 import functools
+import importlib
 import inspect
 import logging
 import threading
@@ -15,67 +16,41 @@ from typing import Any, NamedTuple, Protocol, TypeVar, Union
 
 import jax
 
-from weft.config import REQUIRED, Configurable, InstantiableConfig, Required, config_class
-from weft.config.functions import CallConfig, ClassConfigBase
-from weft.config.names import did_you_mean
-from weft.core.tracebacks import entry_point
-from weft.core.tracing import with_room_in_trace
+from weft.config import REQUIRED, Configurable, Required, config_class
+from weft.core.tracebacks import hide_frames
+from weft.core.tracing import is_tracing
 from weft.errors import (
     ChildConfigError,
     ChildNameConflictError,
     InvalidDescendantError,
-    OutputConflictError,
     UnknownLayerError,
+    did_you_mean,
 )
 from weft.hierarchy.context import (
-    ContextStack,
-    Entered,
+    ActiveContext,
     InvocationContext,
+    ModuleNode,
     OutputCollection,
     check_name,
-    child_context,
-    clone_context_stack,
     current_context,
-    install_context_stack,
-    new_output_collection,
+    drop_empty,
     require_context,
-    set_current_context,
+    side_effect_error,
 )
-from weft.hierarchy.transforms import propagate_repeated_output_collections, scan_in_context
-from weft.hierarchy.untransformed import refused
+from weft.lifting.trace_cache import with_large_frame
 from weft.typing import NestedTensor, Tensor
 
-__all__ = [
-    "ChildNameConflictError",
-    "ContextStack",
-    "InvalidDescendantError",
-    "InvocationContext",
-    "Module",
-    "OutputCollection",
-    "OutputConflictError",
-    "SharedModule",
-    "Summable",
-    "child_context",
-    "clone_context_stack",
-    "current_context",
-    "functional",
-    "install_context_stack",
-    "method_named",
-    "new_output_collection",
-    "nowrap",
-    "observed_calls",
-    "propagate_repeated_output_collections",
-    "scan_in_context",
-    "set_current_context",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
+# Module above this package that turns layers of other libraries, and functions, into configs of
+# children; imported when it is first needed.
+_CHILD_CONFIGS = "weft.interop.hierarchy"
 
 
 class Summable(Protocol):
     """Summary that supports `+`, so that loop iterations can be added up."""
 
-    def __add__(self, other: Any) -> Any: ...
+    def __add__(self, other: object) -> Any: ...
 
 
 class SharedModule(NamedTuple):
@@ -92,89 +67,79 @@ def nowrap(fun: F) -> F:
     return fun
 
 
-def method_named(module: "Module", name: str) -> Callable[..., Any] | None:
+def get_public_method(module: "Module", name: str) -> Callable[..., Any] | None:
     """Returns the public method called `name`; None for children, fields, properties and others."""
-    found = None if name.startswith("_") else inspect.getattr_static(module, name, None)
-    is_method = callable(found) and not isinstance(found, type | staticmethod | Module)
+    attribute = None if name.startswith("_") else inspect.getattr_static(module, name, None)
+    is_method = callable(attribute) and not isinstance(attribute, type | staticmethod | Module)
     return getattr(module, name) if is_method else None
 
 
-def _in_own_context(method: Callable[..., Any]) -> Callable[..., Any]:
+def _in_own_context(method: Callable[..., R]) -> Callable[..., R]:
     """Wraps a method so that calls from other modules run in its own module's context."""
 
     @functools.wraps(method)
-    def call(self: "Module", *args: Any, **kwargs: Any) -> Any:
+    def call(self: "Module", *args: object, **kwargs: object) -> R:
         context = current_context()
         if context is None or context.module is self:
             return method(self, *args, **kwargs)
         try:
-            with Entered(self._child_context_of(context), context):
-                return _observed(_OBSERVERS.stack, self, method, args, kwargs)
+            with ActiveContext(self._child_context_of(context), context):
+                fn = functools.partial(self._in_context(method), self)
+                for interceptor in _INTERCEPTORS.stack:
+                    fn = _intercepted(interceptor, self, method.__name__, fn)
+                return fn(*args, **kwargs)
         except Exception as error:
-            _note_path(error, self, method.__name__)
+            _add_path_note(error, self, method.__name__)
             raise
+
+    call._weft_method = method  # pyright: ignore[reportAttributeAccessIssue]
+    return call
+
+
+Interceptor = Callable[["Module", str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Function of a module, a method's name, the method and its arguments; it calls the method."""
+
+
+class _Interceptors(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Interceptor] = []
+
+
+_INTERCEPTORS = _Interceptors()
+
+
+@contextlib.contextmanager
+def intercept_module_calls(interceptor: Interceptor) -> Iterator[None]:
+    """Calls `interceptor` in place of method calls between modules while the context is open."""
+    _INTERCEPTORS.stack.append(interceptor)
+    try:
+        yield
+    finally:
+        _INTERCEPTORS.stack.remove(interceptor)
+
+
+def _intercepted(
+    interceptor: Interceptor, module: "Module", name: str, fn: Callable[..., Any]
+) -> Callable[..., Any]:
+    def call(*args: object, **kwargs: object) -> Any:
+        return interceptor(module, name, fn, args, kwargs)
 
     return call
 
 
-Observer = Callable[["Module", str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Function of a module, a method's name, the method and its arguments; it calls the method."""
-
-
-class _Observers(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Observer] = []
-
-
-_OBSERVERS = _Observers()
-
-
-@contextlib.contextmanager
-def observed_calls(observer: Observer) -> Iterator[None]:
-    """Calls `observer` in place of each method call between modules while the context is open."""
-    _OBSERVERS.stack.append(observer)
-    try:
-        yield
-    finally:
-        _OBSERVERS.stack.remove(observer)
-
-
-def _observed(
-    observers: list[Observer],
-    module: "Module",
-    method: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    if not observers:
-        return module._call_in_context(method, *args, **kwargs)
-    *others, last = observers
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return _observed(others, module, method, args, kwargs)
-
-    return last(module, method.__name__, call, args, kwargs)
-
-
-def _note_path(error: Exception, module: "Module", method: str) -> None:
-    """Notes the path of the innermost module on an error, once."""
+def _add_path_note(error: Exception, module: "Module", method: str) -> None:
     if not getattr(error, "_weft_path_noted", False):
         error._weft_path_noted = True  # pyright: ignore[reportAttributeAccessIssue]
         error.add_note(f"In {type(module).__name__}.{method} of module {module.path()!r}.")
 
 
-def _child_config(x: Any) -> InstantiableConfig:
-    """Returns the config of a child, wrapping layers of other libraries."""
-    if isinstance(x, Module.Config):
-        return x
-    # Imported here because the adapters import this module.
-    from weft.interop.hierarchy import as_hierarchy
-    from weft.interop.recognition import adapter_of
+class _Forward:
+    """Descriptor of `__call__`: the method `forward`, without a call in between."""
 
-    makes = x.klass if isinstance(x, ClassConfigBase) else None
-    is_layer = makes is not None and adapter_of(makes)
-    takes_a_place = isinstance(x, CallConfig) and {"name", "parent"} <= set(x.keys())
-    return x if takes_a_place and not is_layer else as_hierarchy(x)
+    def __get__(self, module: "Module | None", cls: "type[Module]") -> Any:
+        if module is None:
+            return getattr(cls, "forward", self)
+        return module.forward  # pyright: ignore[reportAttributeAccessIssue] - of the subclass
 
 
 class Module(Configurable):
@@ -219,11 +184,11 @@ class Module(Configurable):
         name: Required[str] = REQUIRED
         vlog: int | None = None
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)
         for name, value in list(vars(cls).items()):
-            wanted = inspect.isfunction(value) and not name.startswith("_")
-            if wanted and not getattr(value, "_weft_nowrap", False):
+            is_public = inspect.isfunction(value) and not name.startswith("_")
+            if is_public and not getattr(value, "_weft_nowrap", False):
                 setattr(cls, name, _in_own_context(value))
 
     def __init__(self, cfg: Config, *, parent: "Module | None"):
@@ -260,17 +225,17 @@ class Module(Configurable):
         children = self.__dict__.get("_children", {})
         if name in children:
             return children[name]
-        known = [n for n in (*children, *dir(type(self))) if not n.startswith("_")]
+        attributes = [n for n in (*children, *dir(type(self))) if not n.startswith("_")]
         raise AttributeError(
             f"{type(self).__name__} {self.__dict__.get('_name', '')!r} has no attribute or child "
-            f"{name!r}. {did_you_mean(name, known)}"
+            f"{name!r}. {did_you_mean(name, attributes)}"
         )
 
     def __repr__(self) -> str:
         children = f" of {', '.join(self._children)}" if self._children else ""
         return f"<{type(self).__name__} {self.path()}{children}>"
 
-    def _add_child(self, name: str, child_config: Any, **kwargs: Any) -> "Module":
+    def _add_child(self, name: str, child_config: Any, **kwargs: object) -> "Module":
         """Creates a child.
 
         Args:
@@ -293,7 +258,9 @@ class Module(Configurable):
                 "give the child another name."
             )
         wrong = f"the child {name!r} of {self.path()} was given {child_config!r}; "
-        config = _child_config(child_config)
+        config = child_config
+        if not isinstance(config, Module.Config):
+            config = importlib.import_module(_CHILD_CONFIGS).as_child_config(config)
         try:
             child = config.clone(name=name).instantiate(parent=self, **kwargs)
         except UnknownLayerError as error:
@@ -318,7 +285,7 @@ class Module(Configurable):
         return child
 
     def _add_descendant(
-        self, names: str | Sequence[str], child_config: Any, **kwargs: Any
+        self, names: str | Sequence[str], child_config: Any, **kwargs: object
     ) -> "Module":
         """Creates a child of a descendant; see `_add_child`.
 
@@ -340,10 +307,10 @@ class Module(Configurable):
             module = module._children[step]
         return module._add_child(name, child_config, **kwargs)
 
-    def find_descendant(self, module: "Module") -> list[str] | None:
+    def find_descendant(self, module: ModuleNode) -> list[str] | None:
         """Returns the names from this module to `module`, or None if it is not below this one."""
         names: list[str] = []
-        at: Module | None = module
+        at: Any = module
         while at is not None and at is not self:
             names.append(at._name)
             at = at._parent
@@ -391,30 +358,29 @@ class Module(Configurable):
             if shared_module_or_name in (name, module):
                 context = self.get_invocation_context()
                 return SharedModule(module, context.state_of(module), name)
-        wanted = shared_module_or_name
-        wanted = wanted.path() if isinstance(wanted, Module) else wanted
+        name = shared_module_or_name
+        name = name.path() if isinstance(name, Module) else name
         raise InvalidDescendantError(
-            f"{wanted!r} is not shared with {self.path()}. "
-            f"{did_you_mean(wanted, shared)} Share it from a module above both with "
+            f"{name!r} is not shared with {self.path()}. "
+            f"{did_you_mean(name, shared)} Share it from a module above both with "
             "`self._share_with_descendants(module, shared_module_name=...)`."
         )
 
     # The invocation.
 
     def _child_context_of(self, context: InvocationContext) -> InvocationContext:
-        """Returns the context for invoking this module from `context`."""
         names = context.module.find_descendant(self) if context.module is not None else None
         if names:
             for name in names[:-1]:
-                context = context.passage(name)
+                context = context.child_view(name)
             return context.add_child(names[-1])
         shared = context.module.shared_modules() if context.module is not None else {}
         name = next((name for name, module in shared.items() if module is self), self._name)
         return context.add_child(name, module=self)
 
-    def _call_in_context(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a method in its open context; subclasses may extend this."""
-        return method(self, *args, **kwargs)
+    def _in_context(self, method: Callable[..., R]) -> Callable[..., R]:
+        """Returns a method as it is called in its open context; subclasses may extend this."""
+        return method
 
     def get_invocation_context(self) -> InvocationContext:
         """Returns the current context, or raises NoContextError outside of an invocation."""
@@ -433,8 +399,8 @@ class Module(Configurable):
         """
         context = self.get_invocation_context()
         key = context.prng_key
-        if key is not None and context.is_foreign():
-            raise refused(
+        if key is not None and context.is_from_outer_trace():
+            raise side_effect_error(
                 context, "the PRNG key is read", "every index or iteration would draw the same"
             )
         return key
@@ -444,7 +410,7 @@ class Module(Configurable):
         """State of the module in the current invocation."""
         return self.get_invocation_context().state
 
-    def add_summary(self, name: str, value: Any) -> None:
+    def add_summary(self, name: str, value: object) -> None:
         """Reports an array, `WeightedScalar`, `Summary` or nested dict of them for this step.
 
         Raises:
@@ -457,11 +423,11 @@ class Module(Configurable):
         )
         self.get_invocation_context().add_summary(name, value)
 
-    def add_state_update(self, name: str, value: Any) -> None:
+    def add_state_update(self, name: str, value: object) -> None:
         """Sets a new value, an array or nested dict, for an entry of the state after the step."""
         self.get_invocation_context().add_state_update(name, value)
 
-    def add_module_output(self, name: str, value: Any) -> None:
+    def add_module_output(self, name: str, value: object) -> None:
         """Adds a side output of the method, any pytree, under a name new to this invocation."""
         self.get_invocation_context().add_module_output(name, value)
 
@@ -469,8 +435,7 @@ class Module(Configurable):
         """Returns the module outputs so far, including those of children."""
         return self.get_invocation_context().get_module_outputs()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
+    __call__ = _Forward()
 
     # Logging.
 
@@ -478,20 +443,19 @@ class Module(Configurable):
         """Returns whether messages of this level are logged."""
         return self._vlog_level is not None and level <= self._vlog_level
 
-    def vlog(self, level: int, msg: str, *args: Any, **kwargs: Any) -> None:
+    def vlog(self, level: int, msg: str, *args: object, **kwargs: Any) -> None:
         """Logs `msg % args` if the config's `vlog` is at least `level`."""
         if self.vlog_is_on(level):
             logging.getLogger(type(self).__module__).info(
                 "%s: " + msg, self.path(), *args, **kwargs
             )
 
-    def vprint(self, level: int, msg: str, *args: Any, **kwargs: Any) -> None:
+    def vprint(self, level: int, msg: str, *args: object, **kwargs: Any) -> None:
         """Prints `msg.format(*args, **kwargs)`, including traced values, if `vlog` would log."""
         if self.vlog_is_on(level):
             jax.debug.print(f"{self.path()}: {msg}", *args, **kwargs)
 
 
-@entry_point
 def functional(
     module: Module,
     prng_key: Tensor | None,
@@ -506,12 +470,9 @@ def functional(
     """Invokes a method of a module as a pure function.
 
     Args:
-        module: the module.
         prng_key: a PRNG key; None if the method needs none.
         state: arrays of the module and its descendants, a nested dict.
         inputs: positional arguments as a sequence, or keyword arguments as a dict.
-        method: name of the method.
-        is_training: value of `Module.is_training`.
         drop_output_collections: side outputs to omit.
         copy_args_tree: whether to copy the containers in `state` and `inputs`, so that the method
             cannot change the caller's.
@@ -529,23 +490,20 @@ def functional(
         is_training=is_training,
         prng_key=prng_key,
     )
-    bound = getattr(module, method)
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    with Entered(context, None):
-        try:
-            result = with_room_in_trace(bound, *args, **kwargs)
-        except Exception as error:
-            _note_path(error, module, method)
-            raise
-    outputs = context.output_collection._asdict()
-    outputs["summaries"] = _without_empty(outputs["summaries"])
-    outputs["module_outputs"] = _without_empty(outputs["module_outputs"])
+    try:
+        with ActiveContext(context, None):
+            fn = getattr(module, method)
+            if getattr(fn, "__self__", None) is module and hasattr(fn, "_weft_method"):
+                fn = functools.partial(fn._weft_method, module)  # its context is open
+            result = with_large_frame(fn, *args, **kwargs) if is_tracing() else fn(*args, **kwargs)
+    except Exception as error:
+        _add_path_note(error, module, method)
+        hide_frames(error)
+        raise
+    outputs = context.output_collection
+    for part in (outputs.summaries, outputs.module_outputs):
+        drop_empty(part)
     return result, OutputCollection(
-        **{k: {} if k in drop_output_collections else v for k, v in outputs.items()}
+        **{k: {} if k in drop_output_collections else v for k, v in outputs._asdict().items()}
     )
-
-
-def _without_empty(outputs: dict[str, Any]) -> dict[str, Any]:
-    """Drops the dicts of children without outputs."""
-    nested = {k: _without_empty(v) if isinstance(v, dict) else v for k, v in outputs.items()}
-    return {k: v for k, v in nested.items() if not isinstance(v, dict) or v}

@@ -25,25 +25,6 @@ from weft.errors import ParameterInitError
 from weft.functional.initializers import DISTRIBUTIONS, draw, fan_sizes
 from weft.typing import DType, Shape, Tensor
 
-__all__ = [
-    "PARAM_REGEXP_BIAS",
-    "PARAM_REGEXP_SCALE",
-    "PARAM_REGEXP_WEIGHT",
-    "ConstantInitializer",
-    "DefaultInitializer",
-    "FanAxes",
-    "GaussianInitializer",
-    "Initializer",
-    "PerGroupInitializer",
-    "Shape",
-    "WeightInitializer",
-    "constant_initializer",
-    "gaussian_initializer",
-    "maybe_prepend_axis",
-    "truncated_normal",
-    "uniform",
-]
-
 PARAM_REGEXP_WEIGHT = ".*weight$"
 PARAM_REGEXP_BIAS = ".*bias$"
 PARAM_REGEXP_SCALE = ".*scale$"
@@ -122,8 +103,6 @@ class Initializer(Configurable):
         Args:
             name: the parameter's name within its layer.
             prng_key: the parameter's own key.
-            shape: shape of the value.
-            dtype: dtype of the value.
             axes: input and output axes, if the initializer depends on them.
         """
         raise ParameterInitError(
@@ -222,15 +201,11 @@ class WeightInitializer(Initializer):
 
     def debug_string(self, name=None, shape=None, axes=None):
         cfg = self.config
-        scale = cfg.scale if cfg.fan is None else f"{cfg.scale} / {cfg.fan}"
-        if shape is not None and axes is not None and cfg.fan is not None:
-            scale = f"{cfg.scale} / {fans(shape, axes)[cfg.fan]}"
-        if cfg.fan is None:
-            spread = f"-{scale}, {scale}" if cfg.distribution == "uniform" else f"0, {scale}^2"
-        else:
-            root = "3 * " if cfg.distribution == "uniform" else ""
-            bound = f"sqrt({root}{scale})"
-            spread = f"-{bound}, {bound}" if cfg.distribution == "uniform" else f"0, {bound}^2"
+        is_uniform, bound = cfg.distribution == "uniform", f"{cfg.scale}"
+        if cfg.fan is not None:
+            fan = cfg.fan if shape is None or axes is None else fans(shape, axes)[cfg.fan]
+            bound = f"sqrt({'3 * ' if is_uniform else ''}{cfg.scale} / {fan})"
+        spread = f"-{bound}, {bound}" if is_uniform else f"0, {bound}^2"
         return f"{cfg.distribution}({spread})"
 
 
@@ -269,14 +244,9 @@ class DefaultInitializer(Initializer):
             PARAM_REGEXP_BIAS: ConstantInitializer.default_config().set(value=0.0),
             PARAM_REGEXP_SCALE: ConstantInitializer.default_config().set(value=1.0),
         }
-        rules = {
-            **cfg.init_by_param_name,
-            **{
-                regex: init
-                for regex, init in by_default.items()
-                if regex not in cfg.init_by_param_name
-            },
-        }
+        rules = {**cfg.init_by_param_name}
+        for regex, init in by_default.items():
+            rules.setdefault(regex, init)
         self._rules = {regex: init.instantiate() for regex, init in rules.items()}
 
     def _initializer_of(self, name: str) -> Initializer:
@@ -337,7 +307,7 @@ class PerGroupInitializer(Initializer):
         return f"{self.config.num_groups} * [{of_part}]"
 
 
-def constant_initializer(value: Any) -> Initializer:
+def constant_initializer(value: object) -> Initializer:
     """Returns a ConstantInitializer of `value`."""
     return ConstantInitializer.default_config().set(value=value).instantiate()
 

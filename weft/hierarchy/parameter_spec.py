@@ -7,11 +7,11 @@ import jax
 from jax.sharding import PartitionSpec
 
 from weft.core.axis_rules import get_logical_axis_rules
-from weft.core.layout import axes_of
-from weft.core.logical import names_to_mesh_axes, told_apart
+from weft.core.logical import mark_mesh_axes, names_to_mesh_axes
+from weft.core.spmd import axes_of, constrain, get_global_mesh
 from weft.errors import ParameterSpecError
-from weft.hierarchy.param_init import FanAxes, Initializer, fans
-from weft.typing import DType, MeshAxes, Nested, Shape
+from weft.hierarchy.param_init import FanAxes, Initializer, constant_initializer, fans
+from weft.typing import DType, MeshAxes, Nested, Shape, Tensor
 
 
 class FactorizationSpec(NamedTuple):
@@ -92,7 +92,13 @@ class ParameterSpec(TensorSpec):
 NestedParameterSpec = Nested[ParameterSpec]
 
 
-def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: Any = None) -> ParameterSpec:
+def constant_spec(shape: Shape, value: float = 0.0, **kwargs: Any) -> ParameterSpec:
+    """Returns the spec of a parameter that starts at `value` and has no weight decay."""
+    initializer = constant_initializer(value)
+    return ParameterSpec(shape, initializer=initializer, weight_decay_scale=0.0, **kwargs)
+
+
+def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: object = None) -> ParameterSpec:
     """Returns the spec of `size` stacked copies; the new axis is sharded over `mesh_axis`."""
     prepended = spec.fan_axes and spec.fan_axes.prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
     factors = spec.factorization and FactorizationSpec((None, *spec.factorization.axes))
@@ -114,7 +120,7 @@ def with_leading_axis_name(spec: ParameterSpec, name: str) -> ParameterSpec:
     Raises:
         LogicalAxisError: if another axis has this name.
     """
-    (first,) = told_apart((name,), get_logical_axis_rules())
+    (first,) = mark_mesh_axes((name,), get_logical_axis_rules())
     others = tuple(spec.logical_axes or spec.partition_spec)[1:]
     mesh_axes = names_to_mesh_axes((first, *others))
     if names_to_mesh_axes((None, *others))[1:] != spec.partition_spec[1:]:
@@ -127,3 +133,29 @@ def with_leading_axis_name(spec: ParameterSpec, name: str) -> ParameterSpec:
     return dataclasses.replace(
         spec, mesh_axes=mesh_axes, logical_axes=(first, *others) if is_named else None
     )
+
+
+def maybe_shard(x: Tensor, partition_spec: PartitionSpec | MeshAxes | None) -> Tensor:
+    """Constrains the sharding of an array on the mesh of `jax.set_mesh`.
+
+    Args:
+      partition_spec: mesh axes of each axis, or logical names with rules in the context. Without
+        it, or without a mesh, `x` is returned as it is.
+
+    Raises:
+      MeshError: if the mesh lacks an axis, or the spec has more axes than the array.
+
+    Warns:
+      ShardingWarning: if a mesh axis does not divide an axis of the array, which then is not split.
+        Axes of size 1, such as a single decoding position, are not split without a warning.
+    """
+    mesh = get_global_mesh()
+    if partition_spec is None or mesh is None:
+        return x
+    mesh_axes = set(mesh.axis_names)
+    sizes = (*x.shape, *[0] * len(partition_spec))
+    entries = [
+        None if size == 1 and mesh_axes.issuperset(axes_of(entry)) else entry
+        for entry, size in zip(names_to_mesh_axes(partition_spec), sizes, strict=False)
+    ]
+    return constrain(x, PartitionSpec(*entries))

@@ -1,10 +1,17 @@
 """Pipeline parallelism: layers on different devices work on different microbatches at once.
 
+    step        0    1    2    3    4      M = 3 microbatches, N = 3 stages,
+    stage 0     m0   m1   m2   .    .      M + N - 1 steps.
+    stage 1     .    m0   m1   m2   .
+    stage 2     .    .    m0   m1   m2     Each stage works on the previous stage's result of the
+                                           previous step.
+
 The layers, or stages, are copies of one child "layer". The leading axis of their parameters is
-sharded over the mesh axis "pipeline", or as logical axis rules map that name. A schedule assigns
-microbatches to stages in each step (`weft.hierarchy.pipeline_schedule`). In a step, all stages run
-under one `vmap` and pass their results on. The result equals that of running the layers in sequence
-on any mesh.
+sharded over the mesh axis "pipeline", or as logical axis rules map that name. In each step, all
+stages run under one `vmap`, on microbatches that a schedule assigns to them. A buffer with a
+sharded axis of stages holds their inputs; after the step it is shifted along that axis, so that
+each device passes its part to the next one. At the dots, a stage computes on rows that are
+discarded. On any mesh, the result equals that of running the layers in sequence.
 """
 
 from collections.abc import Callable
@@ -12,33 +19,192 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
 
-from weft.config import REQUIRED, Required, config_class
-from weft.core.layout import axes_of
+from weft.config import REQUIRED, Configurable, Required, config_class
+from weft.core.logical import names_to_mesh_axes
+from weft.core.spmd import axes_of, constrain, get_global_mesh
 from weft.errors import ArgumentShapeError, LayerConfigError
 from weft.hierarchy import transforms
 from weft.hierarchy.context import InvocationContext, OutputCollection
 from weft.hierarchy.module import Module, nowrap
-from weft.hierarchy.parameter_spec import with_leading_axis_name
-from weft.hierarchy.pipeline_schedule import (
-    PIPELINE_AXIS,
-    BaseSchedule,
-    GPipeSchedule,
-    StreamSchedule,
-    stage_layout,
-)
+from weft.hierarchy.parameter_spec import maybe_shard, with_leading_axis_name
 from weft.hierarchy.repeat import Repeat
-from weft.hierarchy.sharding import maybe_shard
 from weft.typing import PartitionSpec, Tensor
 
-__all__ = [
-    "BaseSchedule",
-    "GPipeSchedule",
-    "Pipeline",
-    "StreamSchedule",
-    "transpose_from_pipeline_stage_outputs",
-    "transpose_to_pipeline_stage_inputs",
-]
+PIPELINE_AXIS = "pipeline"
+"""Name of the stage axis: a mesh axis, unless logical axis rules map it."""
+
+StepFn = Callable[[Any, Any], tuple[Any, Any]]
+"""Runs all stages for one step: takes their inputs, arrays `(num_stages, ...)`, and the step's
+entry of `xs`; returns their outputs and values to stack."""
+
+
+def stage_layout() -> Any:
+    """Returns the sharding of the stage axis by the mesh and rules of the context."""
+    mesh = get_global_mesh()
+    (entry,) = names_to_mesh_axes((PIPELINE_AXIS,))
+    is_absent = mesh is None or (entry == PIPELINE_AXIS and entry not in mesh.axis_names)
+    return PartitionSpec.UNCONSTRAINED if is_absent else entry
+
+
+def shard_stages(x: object) -> Any:
+    """Shards the first axis of all arrays in a pytree as the stage axis.
+
+    Raises:
+      MeshError: if the mesh lacks an axis that the rules assign to stages.
+    """
+    entry = stage_layout()
+
+    def constrained(x: jax.Array) -> jax.Array:
+        others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+        return constrain(x, PartitionSpec(entry, *others))
+
+    return jax.tree.map(constrained, x)
+
+
+class BaseSchedule(Configurable):
+    """Base of schedules. A subclass defines `scan`."""
+
+    @config_class
+    class Config(Configurable.Config):
+        """Configures a BaseSchedule; the pipeline sets both fields."""
+
+        num_stages: Required[int] = REQUIRED
+        num_microbatches: Required[int] = REQUIRED
+
+    @property
+    def num_stages(self) -> int:
+        return self.config.num_stages
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.config.num_microbatches
+
+    @property
+    def num_iterations(self) -> int:
+        """Number of steps."""
+        return self.num_microbatches + self.num_stages - 1
+
+    def scan(
+        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: object
+    ) -> tuple[Any, Any]:
+        """Runs all microbatches through all stages.
+
+        Args:
+          fn: runs all stages for one step.
+          carry: the microbatches, arrays `(num_microbatches, ...)`.
+          state: the context of the stages. Its outputs are stacked along an axis of steps,
+            `(num_iterations, num_stages, ...)`.
+          xs: values per step, arrays `(num_iterations, ...)`.
+          **scan_kwargs: as for `weft.hierarchy.transforms.scan`.
+
+        Returns:
+          The outputs of the last stage, and the stacked values.
+        """
+        raise NotImplementedError(type(self))
+
+    def _loop(
+        self,
+        body: Callable[..., Any],
+        carry: Any,
+        state: InvocationContext,
+        xs: Any,
+        scan_kwargs: dict[str, Any],
+    ) -> tuple[Any, Any]:
+        return transforms.scan(
+            state, body, carry, xs, state_axis=None, length=self.num_iterations, **scan_kwargs
+        )
+
+    def _initial_inputs(self, microbatches: object) -> Any:
+        """Returns real rows as initial input of all stages, so that none fails on them."""
+        n = self.num_stages
+        work = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (n, *x.shape[1:])), microbatches)
+        return shard_stages(work)
+
+
+class GPipeSchedule(BaseSchedule):
+    """Schedule that runs all microbatches in sequence (Huang et al., 2019).
+
+    Each device holds the inputs and results of all microbatches.
+    """
+
+    def scan(
+        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: object
+    ) -> tuple[Any, Any]:
+        def body(work: Any, x: tuple[Any, Any]) -> tuple[Any, Any]:
+            entering, x = x
+            work = jax.tree.map(lambda a, b: _replace_stage(b, 0, a[None]), entering, work)
+            done, y = fn(shard_stages(work), x)
+            # The shift wraps around; the next microbatch replaces the values at the first stage.
+            passed_on = _shift_stages(shard_stages(done), 1)
+            return passed_on, (jax.tree.map(lambda x: x[0], passed_on), y)
+
+        # Rows that enter after the last microbatch are discarded.
+        at = jnp.minimum(jnp.arange(self.num_iterations), self.num_microbatches - 1)
+        entering = jax.tree.map(lambda x: x[at], carry)
+        _, (results, ys) = self._loop(
+            body, self._initial_inputs(carry), state, (entering, xs), scan_kwargs
+        )
+        return jax.tree.map(lambda x: x[self.num_stages - 1 :], results), ys
+
+
+class StreamSchedule(BaseSchedule):
+    """Schedule in the order of GPipe, with inputs and results sharded over the stages.
+
+    Each device holds `num_microbatches / num_stages` microbatches. They move towards the first
+    stage, one stage per step, and results follow them.
+    """
+
+    def __init__(self, cfg: BaseSchedule.Config):
+        super().__init__(cfg)
+        if cfg.num_microbatches % cfg.num_stages:
+            raise LayerConfigError(
+                f"num_microbatches={cfg.num_microbatches} is not a multiple of num_stages="
+                f"{cfg.num_stages}, which a StreamSchedule needs; set a multiple, or use a "
+                "GPipeSchedule."
+            )
+
+    def scan(
+        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: object
+    ) -> tuple[Any, Any]:
+        n, per_stage = self.num_stages, self.num_microbatches // self.num_stages
+
+        def body(buffers: Any, x: tuple[Any, Any]) -> tuple[Any, Any]:
+            (work, stream), (step, x) = buffers, x
+            column = step % per_stage
+            passing = jax.tree.map(lambda s: s[:, column], stream)
+            work = jax.tree.map(lambda w, p: _replace_stage(w, 0, p), work, passing)
+            done, y = fn(shard_stages(work), x)
+            done = shard_stages(done)
+            # The first stage took its microbatch; the others move up, and the last result follows.
+            moved = jax.tree.map(
+                lambda p, d: _replace_stage(p, n - 1, d), _shift_stages(passing, -1), done
+            )
+            stream = jax.tree.map(lambda s, m: s.at[:, column].set(m), stream, moved)
+            return (_shift_stages(done, 1), shard_stages(stream)), y
+
+        stream = jax.tree.map(lambda x: x.reshape(n, per_stage, *x.shape[1:]), carry)
+        buffers = (self._initial_inputs(carry), shard_stages(stream))
+        steps = jnp.arange(self.num_iterations)
+        (_, stream), ys = self._loop(body, buffers, state, (steps, xs), scan_kwargs)
+
+        def collected(x: jax.Array) -> jax.Array:
+            # Results came n - 1 steps after the inputs whose places they take.
+            return jnp.roll(x, 1 - n, axis=1).reshape(-1, *x.shape[2:])
+
+        return jax.tree.map(collected, stream), ys
+
+
+def _shift_stages(x: object, by: int) -> Any:
+    """Passes the values of each stage to the next, or for -1 to the previous one."""
+    return jax.tree.map(lambda x: jnp.roll(x, by, axis=0), x)
+
+
+def _replace_stage(x: jax.Array, stage: int, by: jax.Array) -> jax.Array:
+    """Replaces the values of one stage without communication between stages."""
+    index = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0],) + (1,) * (x.ndim - 1), 0)
+    return jnp.where(index == stage, by, x)
 
 
 def transpose_to_pipeline_stage_inputs(
@@ -187,33 +353,32 @@ class Pipeline(Repeat):
         cfg = self.config
         context = self.get_invocation_context()
         layer_context = context.add_child("layer", prng_key=context.prng_key)
-        inner = layer_context.twin()
+        inner = layer_context.fork()
         run_stages = transforms.vmap(
             fn, axis_size=cfg.num_layers, spmd_axis_name=axes_of(stage_layout()) or None
         )
         carry, ys = self._schedule.scan(
             lambda work, _: run_stages(work, xs),
-            carry=jax.tree.map(self._to_microbatches, carry),
+            carry=jax.tree.map(self._split_microbatches, carry),
             state=inner,
             xs=None,
-            unroll=1 if cfg.unroll is None else cfg.unroll,
-            remat_kwargs=self._remat_kwargs(),
-            drop_output=self._drop_output,
+            **self._scan_kwargs(),
         )
-        self._collect(context, layer_context, inner.output_collection)
+        outputs = jax.tree.map(transpose_from_pipeline_stage_outputs, inner.output_collection)
+        self._add_outputs(context, layer_context, self._reduce_microbatches(outputs))
         stacked = jax.tree.map(
-            lambda y: jax.vmap(_from_microbatches, in_axes=1)(
+            lambda y: jax.vmap(_merge_microbatches, in_axes=1)(
                 transpose_from_pipeline_stage_outputs(y)
             ),
             ys,
         )
-        return Repeat.Output(jax.tree.map(_from_microbatches, carry), stacked)
+        return Repeat.Output(jax.tree.map(_merge_microbatches, carry), stacked)
 
-    def _run_one_by_one(self, fn: Callable[..., Any], carry: Any, *, xs: Any) -> Repeat.Output:
+    def _run_sequentially(self, fn: Callable[..., Any], carry: Any, *, xs: Any) -> Repeat.Output:
         """Runs the stages in sequence on the whole batch, as a `Repeat` does."""
         return super()._run(fn, carry, xs=xs)
 
-    def _to_microbatches(self, x: Tensor) -> Tensor:
+    def _split_microbatches(self, x: Tensor) -> Tensor:
         m = self.config.num_microbatches
         if x.ndim == 0 or x.shape[0] % m:
             raise ArgumentShapeError(
@@ -224,47 +389,31 @@ class Pipeline(Repeat):
         # sharded like the batch.
         return jnp.moveaxis(x.reshape(-1, m, *x.shape[1:]), 1, 0)
 
-    def _collect(
-        self, context: InvocationContext, layer_context: InvocationContext, outputs: Any
-    ) -> None:
-        """Adds the outputs of all stages and steps to those of the invocation."""
-        outputs = jax.tree.map(transpose_from_pipeline_stage_outputs, outputs)
+    def _reduce_microbatches(self, outputs: OutputCollection) -> OutputCollection:
         summaries = outputs.summaries
         if jax.tree.leaves(summaries):
-            summaries = transforms.merged_summaries(
+            summaries = transforms.reduce_summaries(
                 [
                     jax.tree.map(lambda x, i=i: x[i], summaries)
                     for i in range(self.config.num_microbatches)
                 ]
             )
-        transforms.propagate_repeated_output_collections(
-            OutputCollection(
-                summaries=summaries,
-                state_updates=jax.tree.map(_one_update, outputs.state_updates),
-                module_outputs=jax.tree_util.tree_map_with_path(
-                    _stages_first, outputs.module_outputs
-                ),
-            ),
-            child_name_prefix="layer",
-            target_output_collection=OutputCollection(
-                summaries=context.output_collection.summaries,
-                state_updates=layer_context.output_collection.state_updates,
-                module_outputs=layer_context.output_collection.module_outputs,
-            ),
+        return OutputCollection(
+            summaries,
+            jax.tree.map(_reduce_state_update, outputs.state_updates),
+            jax.tree_util.tree_map_with_path(_move_stages_first, outputs.module_outputs),
         )
 
 
-def _from_microbatches(x: Tensor) -> Tensor:
-    """Joins the rows of all microbatches in the order of the batch."""
+def _merge_microbatches(x: Tensor) -> Tensor:
     return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
-def _one_update(x: Tensor) -> Tensor:
-    """Reduces the state updates of all microbatches to one."""
+def _reduce_state_update(x: Tensor) -> Tensor:
     return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[-1]
 
 
-def _stages_first(path: Any, x: Tensor) -> Tensor:
+def _move_stages_first(path: KeyPath, x: Tensor) -> Tensor:
     """Moves the axis of stages first, or averages a loss over microbatches."""
     # A stage that is a loop has a loss per layer.
     if x.ndim == 2 or str(getattr(path[-1], "key", "")).endswith("loss"):

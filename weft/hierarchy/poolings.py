@@ -3,19 +3,19 @@
 In a `paddings` array, True or 1 marks tokens to ignore.
 """
 
-from typing import Any
+from typing import ClassVar
 
 import jax.numpy as jnp
 
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class
 from weft.errors import LayerConfigError
-from weft.functional.ranks import positions
-from weft.hierarchy.attention_bias import BoolTensorAttentionBias
+from weft.functional.arrays import positions
+from weft.hierarchy.attention.bias import BoolTensorAttentionBias
+from weft.hierarchy.attention.feed_forward import TransformerFeedForwardLayer, scaled_hidden_dim
+from weft.hierarchy.attention.transformer import TransformerAttentionLayer
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
-from weft.hierarchy.feed_forward import TransformerFeedForwardLayer, scaled_hidden_dim
-from weft.hierarchy.linear import Linear
+from weft.hierarchy.layers.linear import Linear
 from weft.hierarchy.module import Module
-from weft.hierarchy.transformer import TransformerAttentionLayer
 from weft.typing import Tensor
 
 
@@ -30,6 +30,23 @@ class BasePoolingLayer(BaseLayer):
         output_dim: Required[int] = REQUIRED
         num_outputs: int = 1
 
+    _keeps_size: ClassVar[bool] = False
+    _has_one_output: ClassVar[bool] = False
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if self._keeps_size and cfg.input_dim != cfg.output_dim:
+            raise LayerConfigError(
+                f"{self.path()}: a {type(self).__name__} keeps the size of tokens, but input_dim="
+                f"{cfg.input_dim} differs from output_dim={cfg.output_dim}; wrap it in a "
+                "PoolingWithProjection."
+            )
+        if self._has_one_output and cfg.num_outputs != 1:
+            raise LayerConfigError(
+                f"{self.path()}: a {type(self).__name__} returns one vector, but num_outputs="
+                f"{cfg.num_outputs}; use an AttentionPooling for more."
+            )
+
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
         """Pools tokens.
 
@@ -41,22 +58,6 @@ class BasePoolingLayer(BaseLayer):
           `Float[Array, "batch num_outputs output_dim"]`.
         """
         raise NotImplementedError(type(self))
-
-    def _require_equal_dims(self) -> None:
-        cfg = self.config
-        if cfg.input_dim != cfg.output_dim:
-            raise LayerConfigError(
-                f"{self.path()}: a {type(self).__name__} keeps the size of tokens, but input_dim="
-                f"{cfg.input_dim} differs from output_dim={cfg.output_dim}; wrap it in a "
-                "PoolingWithProjection."
-            )
-
-    def _require_one_output(self) -> None:
-        if self.config.num_outputs != 1:
-            raise LayerConfigError(
-                f"{self.path()}: a {type(self).__name__} returns one vector, but num_outputs="
-                f"{self.config.num_outputs}; use an AttentionPooling for more."
-            )
 
 
 class AttentionPooling(BasePoolingLayer):
@@ -73,7 +74,7 @@ class AttentionPooling(BasePoolingLayer):
         feed_forward: InstantiableConfig = TransformerFeedForwardLayer.default_config()
 
     @classmethod
-    def default_config(cls) -> Any:
+    def default_config(cls) -> Config:
         """Returns a config whose feed-forward layer is four times as wide."""
         cfg = super().default_config()
         cfg.feed_forward.hidden_dim = scaled_hidden_dim(4)
@@ -96,9 +97,9 @@ class AttentionPooling(BasePoolingLayer):
         target = jnp.broadcast_to(query, (tokens.shape[0], *query.shape))
         bias = None
         if paddings is not None:
-            live = jnp.logical_not(paddings)[:, None, None]
-            shape = (*live.shape[:2], query.shape[0], live.shape[-1])
-            bias = BoolTensorAttentionBias.from_tensor(jnp.broadcast_to(live, shape))
+            is_real = jnp.logical_not(paddings)[:, None, None]
+            shape = (*is_real.shape[:2], query.shape[0], is_real.shape[-1])
+            bias = BoolTensorAttentionBias.from_tensor(jnp.broadcast_to(is_real, shape))
         attended = self.cross_attention(target=target, source=tokens, attention_logit_biases=bias)
         return self.feed_forward(attended.data)
 
@@ -112,13 +113,10 @@ class AveragePooling(BasePoolingLayer):
 
         eps: float = 1e-8
 
-    def __init__(self, cfg: Config, *, parent: Module | None):
-        super().__init__(cfg, parent=parent)
-        self._require_equal_dims()
-        self._require_one_output()
+    _keeps_size, _has_one_output = True, True
 
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
-        weights = _live(tokens, paddings).astype(jnp.float32)[..., None]
+        weights = _token_mask(tokens, paddings).astype(jnp.float32)[..., None]
         total = jnp.sum(tokens * weights, axis=1, keepdims=True)
         mean = total / (jnp.sum(weights, axis=1, keepdims=True) + self.config.eps)
         return mean.astype(tokens.dtype)
@@ -127,42 +125,37 @@ class AveragePooling(BasePoolingLayer):
 class MaxPooling(BasePoolingLayer):
     """Maximum of each dimension over the tokens that are not padding; 0 if all are."""
 
-    def __init__(self, cfg: BasePoolingLayer.Config, *, parent: Module | None):
-        super().__init__(cfg, parent=parent)
-        self._require_equal_dims()
-        self._require_one_output()
+    _keeps_size, _has_one_output = True, True
 
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
-        live = _live(tokens, paddings)[..., None]
-        largest = jnp.max(jnp.where(live, tokens, -jnp.inf), axis=1, keepdims=True)
-        any_live = jnp.any(live, axis=1, keepdims=True)
-        return jnp.where(any_live, largest, 0.0).astype(tokens.dtype)
+        is_real = _token_mask(tokens, paddings)[..., None]
+        largest = jnp.max(jnp.where(is_real, tokens, -jnp.inf), axis=1, keepdims=True)
+        any_real = jnp.any(is_real, axis=1, keepdims=True)
+        return jnp.where(any_real, largest, 0.0).astype(tokens.dtype)
 
 
 class FirstNTokenPooling(BasePoolingLayer):
     """First `num_outputs` tokens that are not padding, followed by zeros if there are fewer."""
 
-    def __init__(self, cfg: BasePoolingLayer.Config, *, parent: Module | None):
-        super().__init__(cfg, parent=parent)
-        self._require_equal_dims()
+    _keeps_size = True
 
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
-        live = _live(tokens, paddings)
-        return _picked(tokens, live, jnp.cumsum(live, axis=1) - 1, self.config.num_outputs)
+        is_real = _token_mask(tokens, paddings)
+        return _select_tokens(
+            tokens, is_real, jnp.cumsum(is_real, axis=1) - 1, self.config.num_outputs
+        )
 
 
 class LastNTokenPooling(BasePoolingLayer):
     """Last `num_outputs` tokens that are not padding, after zeros if there are fewer."""
 
-    def __init__(self, cfg: BasePoolingLayer.Config, *, parent: Module | None):
-        super().__init__(cfg, parent=parent)
-        self._require_equal_dims()
+    _keeps_size = True
 
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
         n = self.config.num_outputs
-        live = _live(tokens, paddings)
-        order = jnp.cumsum(live, axis=1) - jnp.sum(live, axis=1, keepdims=True) + n - 1
-        return _picked(tokens, live, order, n)
+        is_real = _token_mask(tokens, paddings)
+        order = jnp.cumsum(is_real, axis=1) - jnp.sum(is_real, axis=1, keepdims=True) + n - 1
+        return _select_tokens(tokens, is_real, order, n)
 
 
 class PoolingWithProjection(BasePoolingLayer):
@@ -186,15 +179,15 @@ class PoolingWithProjection(BasePoolingLayer):
         return self.proj(self.pooler(tokens, paddings))
 
 
-def _live(tokens: Tensor, paddings: Tensor | None) -> Tensor:
+def _token_mask(tokens: Tensor, paddings: Tensor | None) -> Tensor:
     """Returns which tokens are not padding, `Bool[Array, "batch time"]`."""
     if paddings is None:
         return jnp.ones(tokens.shape[:2], jnp.bool_)
     return jnp.logical_not(paddings)
 
 
-def _picked(tokens: Tensor, live: Tensor, order: Tensor, n: int) -> Tensor:
-    """Returns the live tokens at places 0 to `n - 1` of `order`, in that order."""
-    is_at = (order[..., None] == positions(n, order.ndim + 1)) & live[..., None]
+def _select_tokens(tokens: Tensor, is_real: Tensor, order: Tensor, n: int) -> Tensor:
+    """Returns the tokens in `is_real` at places 0 to `n - 1` of `order`, in that order."""
+    is_at = (order[..., None] == positions(n, order.ndim + 1)) & is_real[..., None]
     # At most one token is at each place, so that nothing is rounded.
     return jnp.einsum("btn,btd->bnd", is_at.astype(tokens.dtype), tokens)

@@ -11,6 +11,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from weft.config import (
     REQUIRED,
     InstantiableConfig,
@@ -21,11 +24,13 @@ from weft.config import (
 )
 from weft.hierarchy import transforms
 from weft.hierarchy.base_layer import BaseLayer
-from weft.hierarchy.context import OutputCollection
+from weft.hierarchy.context import InvocationContext, OutputCollection
 from weft.hierarchy.module import Module
+from weft.struct import VDict
+from weft.typing import NestedTensor
 
 
-def _drop_by_regex(rules: Sequence[str]) -> Callable[[str], bool]:
+def drop_by_regex(rules: Sequence[str]) -> Callable[[str], bool]:
     """Returns a predicate for paths that one of the rules matches in full."""
     return lambda path: any(re.fullmatch(rule, path) for rule in rules)
 
@@ -73,7 +78,7 @@ class Repeat(BaseLayer):
         num_layers: Required[int] = REQUIRED
         unroll: bool | int | None = None
         drop_output: InstantiableConfig[Callable[[str], bool]] = config_for_function(
-            _drop_by_regex
+            drop_by_regex
         ).set(rules=["module_outputs.*"])
 
     class Output(NamedTuple):
@@ -92,21 +97,29 @@ class Repeat(BaseLayer):
         self._add_child("layer", cfg.layer)
         self._drop_output = maybe_instantiate(cfg.drop_output)
 
-    def _num_copies(self, name: str) -> int | None:
-        return self.config.num_layers if name == "layer" else super()._num_copies(name)
+    def _num_stacked(self, name: str) -> int | None:
+        return self.config.num_layers if name == "layer" else super()._num_stacked(name)
 
-    def _remat_kwargs(self) -> dict[str, Any] | None:
-        """Returns arguments of `jax.checkpoint` for each iteration, None without remat."""
-        spec = self.layer.config.remat_spec
-        if spec is None or not self.is_training:
-            return None
-        unroll, n = self.config.unroll, self.config.num_layers
-        # A loop separates its forward and backward pass; only without one could the compiler merge
-        # recomputed values.
-        without_loop = unroll is True or (unroll or 1) >= n
+    def init_states(self, **kwargs: object) -> NestedTensor:
+        """Returns the stacked decoding states of all iterations."""
+        n = self.config.num_layers
+        state = self.layer.init_states(**kwargs)
+        return VDict(layer=jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state))
+
+    def _scan_kwargs(self) -> dict[str, Any]:
+        spec, unroll, remat_kwargs = self.layer.config.remat_spec, self.config.unroll, None
+        if spec is not None and self.is_training:
+            # A loop separates its forward and backward pass; only without one could the compiler
+            # merge recomputed values.
+            without_loop = unroll is True or (unroll or 1) >= self.config.num_layers
+            remat_kwargs = {
+                "prevent_cse": spec.prevent_cse and without_loop,
+                "policy": maybe_instantiate(spec.policy),
+            }
         return {
-            "prevent_cse": spec.prevent_cse and without_loop,
-            "policy": maybe_instantiate(spec.policy),
+            "unroll": 1 if unroll is None else unroll,
+            "remat_kwargs": remat_kwargs,
+            "drop_output": self._drop_output,
         }
 
     def _run(
@@ -126,25 +139,24 @@ class Repeat(BaseLayer):
         """
         context = self.get_invocation_context()
         layer_context = context.add_child("layer", prng_key=context.prng_key)
-        inner = layer_context.twin()
+        inner = layer_context.fork()
+        length = self.config.num_layers
         result = transforms.scan(
-            inner,
-            fn,
-            carry,
-            xs,
-            state_axis=0,
-            length=self.config.num_layers,
-            unroll=1 if self.config.unroll is None else self.config.unroll,
-            remat_kwargs=self._remat_kwargs(),
-            drop_output=self._drop_output,
+            inner, fn, carry, xs, state_axis=0, length=length, **self._scan_kwargs()
         )
+        self._add_outputs(context, layer_context, inner.output_collection)
+        return Repeat.Output(*result)
+
+    def _add_outputs(
+        self,
+        context: InvocationContext,
+        layer_context: InvocationContext,
+        repeated: OutputCollection,
+    ) -> None:
         transforms.propagate_repeated_output_collections(
-            inner.output_collection,
+            repeated,
             child_name_prefix="layer",
-            target_output_collection=OutputCollection(
-                summaries=context.output_collection.summaries,
-                state_updates=layer_context.output_collection.state_updates,
-                module_outputs=layer_context.output_collection.module_outputs,
+            target_output_collection=layer_context.output_collection._replace(
+                summaries=context.output_collection.summaries
             ),
         )
-        return Repeat.Output(*result)

@@ -22,11 +22,7 @@ class Summary(struct.PyTreeNode):
         raise NotImplementedError(type(self))
 
     def accumulate(self, other: Self) -> Self:
-        """Returns a summary of this and a later one; by default, keeps the first.
-
-        Args:
-            other: of the same class, from a later batch.
-        """
+        """Returns a summary of this and a later one; by default, keeps the first."""
         del other
         return self
 

@@ -13,7 +13,7 @@ instead of closing over them. Transformed functions must be called inside an inv
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -21,51 +21,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft import lifting
+from weft.errors import LoopOutputError, OutputConflictError
 from weft.hierarchy.context import (
     InvocationContext,
     OutputCollection,
     current_context,
+    drop_empty,
     require_context,
+    set_current_context,
 )
-from weft.hierarchy.context_kind import OUTPUTS
-from weft.hierarchy.control_flow import cond, fori_loop, switch, while_loop
-from weft.hierarchy.derivatives import custom_jvp, custom_vjp, grad, jvp, value_and_grad, vjp
-from weft.hierarchy.in_context import CONTEXTS, in_context, spread
-from weft.lifting import CARRY, FORK, Roles
-from weft.lifting.argnums import as_tuple, check_argnums
-from weft.lifting.names import named_after
-
-__all__ = [
-    "CONTEXTS",
-    "in_context",
-    "jit",
-    "eval_shape",
-    "checkify",
-    "vmap",
-    "pmap",
-    "shard_map",
-    "scan",
-    "scan_in_context",
-    "while_loop",
-    "fori_loop",
-    "cond",
-    "switch",
-    "remat",
-    "grad",
-    "value_and_grad",
-    "jvp",
-    "vjp",
-    "custom_jvp",
-    "custom_vjp",
-    "merged_summaries",
-    "propagate_repeated_output_collections",
-]
+from weft.hierarchy.context_kind import CONTEXT_KIND, OUTPUTS, in_context, with_packed_args
+from weft.lifting import CARRY, DIFF, FORK, Roles
+from weft.lifting.signature import as_tuple, check_argnums, named_after, resolve_argnums
+from weft.typing import ArrayLike
 
 Carry = TypeVar("Carry")
 SHARED = jax.sharding.PartitionSpec()
 
 
-def _mapped(state_axis: int | None) -> Roles:
+def _mapped_roles(state_axis: int | None) -> Roles:
     """Returns the roles of a context along a new axis: separate keys, stacked outputs."""
     return Roles((("state", state_axis), ("prng_key", FORK), ("shared", None), (OUTPUTS, 0)))
 
@@ -78,18 +52,18 @@ def remat(fn: Callable[..., Any], **remat_kwargs: Any) -> Callable[..., Any]:
         **remat_kwargs: `prevent_cse` and `policy`, as for `jax.checkpoint`.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
 
-        def of_arrays(*arrays: Any) -> Any:
+        def of_arrays(*arrays: object) -> Any:
             all_leaves = list(leaves)
             for i, array in zip(at, arrays, strict=True):
                 all_leaves[i] = array
             args, kwargs = tree.unflatten(all_leaves)
             return fn(*args, **kwargs)
 
-        lifted = lifting.remat(CONTEXTS, in_context(of_arrays), **remat_kwargs)
+        lifted = lifting.remat(CONTEXT_KIND, in_context(of_arrays), **remat_kwargs)
         return lifted(require_context("remat"), *(leaves[i] for i in at))
 
     return call
@@ -99,8 +73,8 @@ def vmap(
     fn: Callable[..., Any],
     *,
     state_axis: int | None = 0,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: object = 0,
+    out_axes: object = 0,
     **vmap_kwargs: Any,
 ) -> Callable[..., Any]:
     """Applies `jax.vmap` to a function that invokes modules.
@@ -114,19 +88,25 @@ def vmap(
         out_axes: as for `jax.vmap`.
         **vmap_kwargs: `axis_size`, `axis_name`, `spmd_axis_name`.
     """
+    return _map_args(lifting.vmap, fn, state_axis, in_axes, out_axes=out_axes, **vmap_kwargs)
 
-    def call(*args: Any) -> Any:
+
+def _map_args(
+    map_: Callable[..., Callable[..., Any]],
+    fn: Callable[..., Any],
+    state_axis: int | None,
+    in_axes: object,
+    **options: object,
+) -> Callable[..., Any]:
+    """Applies `lifting.vmap` or `lifting.pmap` to a function that invokes modules."""
+
+    def call(*args: object) -> Any:
         per_arg = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-        lifted = lifting.vmap(
-            CONTEXTS,
-            in_context(fn),
-            in_axes=(_mapped(state_axis), *per_arg),
-            out_axes=out_axes,
-            **vmap_kwargs,
-        )
-        return lifted(require_context("vmap"), *args)
+        roles = (_mapped_roles(state_axis), *per_arg)
+        lifted = map_(CONTEXT_KIND, in_context(fn), in_axes=roles, **options)
+        return lifted(require_context(map_.__name__), *args)
 
-    return call
+    return named_after(fn, call, leading=())
 
 
 def scan(
@@ -159,34 +139,35 @@ def scan(
     """
     # The named scope of the current context is already open.
     caller = current_context()
-    scope = context.name if caller is not None and context.parent is caller else None
+    is_child = caller is not None and context.parent is caller
 
-    def body(context: InvocationContext, carry: Carry, x: Any) -> tuple[Carry, Any]:
-        with jax.named_scope(scope) if scope else contextlib.nullcontext():
-            result = in_context(fn)(context, carry, x)
+    def body(context: InvocationContext, carry: Carry, x: object) -> tuple[Carry, Any]:
+        scope = jax.named_scope(context.name) if is_child else contextlib.nullcontext()
+        with scope, set_current_context(context, require_parent=False):
+            result = fn(carry, x)
         if drop_output is not None:
             for kind, outputs in context.output_collection._asdict().items():
-                _drop(outputs, kind, drop_output)
+                _drop_outputs(outputs, kind, drop_output)
         return result
 
     named_after(fn, body)
     if remat_kwargs is not None:
-        body = lifting.remat(CONTEXTS, body, **{"prevent_cse": False, **remat_kwargs})
+        body = lifting.remat(CONTEXT_KIND, body, **{"prevent_cse": False, **remat_kwargs})
     return lifting.scan(
-        CONTEXTS,
+        CONTEXT_KIND,
         body,
-        in_axes=(_mapped(state_axis), CARRY, 0),
+        in_axes=(_mapped_roles(state_axis), CARRY, 0),
         out_axes=(CARRY, 0),
         length=length,
         unroll=unroll,
     )(context, carry, xs)
 
 
-def _drop(outputs: dict[str, Any], path: str, drop: Callable[[str], bool]) -> None:
+def _drop_outputs(outputs: dict[str, Any], path: str, drop: Callable[[str], bool]) -> None:
     for name in list(outputs):
         below = f"{path}/{name}"
         if isinstance(outputs[name], dict):
-            _drop(outputs[name], below, drop)
+            _drop_outputs(outputs[name], below, drop)
         elif drop(below):
             del outputs[name]
 
@@ -215,7 +196,7 @@ def scan_in_context(
         merge_summaries: whether to report one summary for all iterations instead of one each.
     """
     context = require_context("scan_in_context")
-    inner = context.twin()
+    inner = context.fork()
     result = scan(
         inner,
         fn,
@@ -261,26 +242,25 @@ def propagate_repeated_output_collections(
         return
     iterations = [jax.tree.map(lambda x, i=i: x[i], summaries) for i in range(len(leaves[0]))]
     if merge_summaries:
-        merged = merged_summaries(iterations)
-        target.summaries.setdefault(child_name_prefix, {}).update(merged)
+        target.summaries.setdefault(child_name_prefix, {}).update(reduce_summaries(iterations))
         return
     for i, of_iteration in enumerate(iterations):
         target.summaries.setdefault(f"{child_name_prefix}{i}", {}).update(of_iteration)
 
 
-def merged_summaries(summaries: Sequence[Any]) -> Any:
+def reduce_summaries(summaries: Sequence[Any]) -> Any:
     """Merges trees of summaries of the same structure, at least one.
 
     Arrays are averaged; other summable values, such as a `WeightedScalar`, are added.
     """
-    return jax.tree.map(_merged, *summaries, is_leaf=_is_summable)
+    return jax.tree.map(_reduce, *summaries, is_leaf=_is_summable)
 
 
-def _is_summable(x: Any) -> bool:
+def _is_summable(x: object) -> bool:
     return not isinstance(x, dict | jax.Array) and hasattr(x, "__add__")
 
 
-def _merged(*values: Any) -> Any:
+def _reduce(*values: Any) -> Any:
     if _is_summable(values[0]):
         return functools.reduce(lambda a, b: a + b, values)
     return jnp.mean(jnp.stack(values), axis=0)
@@ -305,7 +285,7 @@ def jit(
         return tuple(i + 1 if i >= 0 else i for i in as_tuple(argnums))
 
     lifted = lifting.jit(
-        CONTEXTS,
+        CONTEXT_KIND,
         in_context(fn),
         static_argnums=shifted(static_argnums),
         static_argnames=static_argnames,
@@ -313,7 +293,7 @@ def jit(
         inline=inline,
     )
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return lifted(require_context("jit"), *args, **kwargs)
 
     return named_after(fn, call, leading=())
@@ -324,7 +304,7 @@ def shard_map(
     *,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     in_specs: Any,
-    out_specs: Any,
+    out_specs: object,
     state_spec: jax.sharding.PartitionSpec = SHARED,
     axis_names: frozenset[str] = frozenset(),
     check_vma: bool = True,
@@ -347,17 +327,17 @@ def shard_map(
         (("state", state_spec), ("prng_key", FORK), ("shared", SHARED), (OUTPUTS, of_devices))
     )
 
-    def of_device(context: InvocationContext, *args: Any) -> Any:
+    def of_device(context: InvocationContext, *args: object) -> Any:
         result = in_context(fn)(context, *args)
         for part in context.output_collection:
             part.update(jax.tree.map(lambda x: jnp.asarray(x)[None], part))
         return result
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> Any:
         is_one = isinstance(in_specs, jax.sharding.PartitionSpec)
         per_arg = (in_specs,) * len(args) if is_one else tuple(in_specs)
         lifted = lifting.shard_map(
-            CONTEXTS,
+            CONTEXT_KIND,
             named_after(fn, of_device),
             mesh=mesh,
             in_specs=(roles, *per_arg),
@@ -375,8 +355,8 @@ def pmap(
     axis_name: str = "devices",
     *,
     state_axis: int | None = 0,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: object = 0,
+    out_axes: object = 0,
     devices: Sequence[Any] | None = None,
 ) -> Callable[..., Any]:
     """Applies `vmap` with one device per index.
@@ -389,42 +369,360 @@ def pmap(
         out_axes: as for `vmap`.
         devices: by default as many of `jax.devices()` as needed.
     """
-
-    def call(*args: Any) -> Any:
-        per_arg = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-        lifted = lifting.pmap(
-            CONTEXTS,
-            in_context(fn),
-            axis_name=axis_name,
-            in_axes=(_mapped(state_axis), *per_arg),
-            out_axes=out_axes,
-            devices=devices,
-        )
-        return lifted(require_context("pmap"), *args)
-
-    return named_after(fn, call, leading=())
+    return _map_args(
+        lifting.pmap,
+        fn,
+        state_axis,
+        in_axes,
+        axis_name=axis_name,
+        out_axes=out_axes,
+        devices=devices,
+    )
 
 
-def checkify(fn: Callable[..., Any], errors: Any = None) -> Callable[..., tuple[Any, Any]]:
+def checkify(fn: Callable[..., Any], errors: object = None) -> Callable[..., tuple[Any, Any]]:
     """Applies `jax.experimental.checkify.checkify` to a function that invokes modules.
 
     Returns:
         A function that returns the error, possibly empty, and the result of `fn`. The checks are
         `errors`, by default `checkify.user_checks`.
     """
-    lifted = lifting.checkify(CONTEXTS, spread(fn), errors=errors)
+    lifted = lifting.checkify(CONTEXT_KIND, with_packed_args(fn), errors=errors)
 
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def call(*args: object, **kwargs: object) -> tuple[Any, Any]:
         return lifted(require_context("checkify"), args, kwargs)
 
     return named_after(fn, call, leading=())
 
 
-def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def eval_shape(fn: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """Applies `jax.eval_shape` to a function that invokes modules, and calls it.
 
     Arguments are arrays or `jax.ShapeDtypeStruct`s. No outputs of modules are added.
     """
     inputs = Roles(((("state", "prng_key", "shared"), None),))
-    lifted = lifting.eval_shape(CONTEXTS, spread(fn), in_axes=(inputs, None, None))
+    lifted = lifting.eval_shape(CONTEXT_KIND, with_packed_args(fn), in_axes=(inputs, None, None))
     return lifted(require_context("eval_shape"), args, kwargs)
+
+
+_LOOP_ROLES = Roles((("prng_key", FORK), (True, None)))
+
+
+def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init_val: object) -> Any:
+    """Runs `jax.lax.while_loop` on functions that invoke modules, inside an invocation.
+
+    Every iteration has the same state and its own PRNG key.
+
+    Raises:
+        LoopOutputError: if a function adds a summary, state update or module output, which the loop
+            cannot collect per iteration.
+    """
+    lifted = lifting.while_loop(
+        CONTEXT_KIND,
+        _refuse_outputs(cond_fn, "while_loop"),
+        _refuse_outputs(body_fn, "while_loop"),
+        in_axes=(_LOOP_ROLES, CARRY),
+    )
+    return lifted(require_context("while_loop"), init_val)
+
+
+def fori_loop(
+    lower: ArrayLike,
+    upper: ArrayLike,
+    body_fn: Callable[..., Any],
+    init_val: object,
+    *,
+    unroll: int | bool | None = None,
+) -> Any:
+    """Runs `jax.lax.fori_loop` on a function that invokes modules; see `while_loop`.
+
+    With Python numbers as bounds, the loop is reverse-differentiable and `unroll` applies.
+    """
+    of_body = _refuse_outputs(body_fn, "fori_loop")
+
+    def body(i: ArrayLike, context: InvocationContext, carry: Any) -> Any:
+        return of_body(context, i, carry)
+
+    lifted = lifting.fori_loop(
+        CONTEXT_KIND,
+        lower,
+        upper,
+        named_after(body_fn, body),
+        in_axes=(_LOOP_ROLES, CARRY),
+        unroll=unroll,
+    )
+    return lifted(require_context("fori_loop"), init_val)
+
+
+def _refuse_outputs(fn: Callable[..., Any], loop: str) -> Callable[..., Any]:
+    def call(context: InvocationContext, *args: object) -> Any:
+        result = in_context(fn)(context, *args)
+        for kind, outputs in context.output_collection._asdict().items():
+            for path, _ in jax.tree_util.tree_leaves_with_path(outputs):
+                raise LoopOutputError(
+                    f"{CONTEXT_KIND.place_of(context, kind, path)} is added in a {loop}, which "
+                    f"cannot "
+                    "collect outputs per iteration. Return it with the carry and add it "
+                    "after the loop, or use `scan_in_context`, which stacks outputs."
+                )
+            outputs.clear()  # the names of children, which may also be called outside
+        return result
+
+    return named_after(fn, call)
+
+
+def cond(
+    pred: object, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: object
+) -> Any:
+    """Runs `jax.lax.cond` on functions that invoke modules; see `switch`."""
+    index = jnp.asarray(pred, bool).astype(jnp.int32)
+    return _switch("cond", index, (false_fun, true_fun), operands, ("false_fun", "true_fun"))
+
+
+def switch(index: ArrayLike, branches: Sequence[Callable[..., Any]], *operands: object) -> Any:
+    """Runs `jax.lax.switch` on functions that invoke modules, inside an invocation.
+
+    Args:
+        index: of the branch to run.
+        branches: functions of `operands`, with results of the same structure. They add the same
+            summaries and module outputs. A state update made by only some of them leaves the state
+            unchanged in the others.
+
+    Raises:
+        OutputConflictError: if a branch invokes a child that was invoked before.
+        BranchStructureError: if results, summaries or module outputs differ in structure, shape or
+            dtype, or the state has no entry for an update that only some branches make.
+    """
+    return _switch("switch", index, tuple(branches), operands, None)
+
+
+def _switch(
+    name: str,
+    index: ArrayLike,
+    branches: tuple[Callable[..., Any], ...],
+    operands: tuple[Any, ...],
+    names: tuple[str, ...] | None,
+) -> Any:
+    context = require_context(name)
+    called: set[str] = set()
+
+    def in_branch(branch: Callable[..., Any]) -> Callable[..., Any]:
+        def call(inner: InvocationContext, *operands: object) -> Any:
+            result = in_context(branch)(inner, *operands)
+            # Entries without outputs differ between branches and are not part of the result.
+            outputs = inner.output_collection
+            called.update(set.intersection(*(set(part) for part in outputs)))
+            if twice := sorted(called & context.output_collection.summaries.keys()):
+                raise OutputConflictError(
+                    f"{twice} are invoked in one invocation of {context.path()} and again in a "
+                    f"branch of {name}, where their randomness would be the same. Name the second "
+                    "call: `with child_context('another_name', module=...)`."
+                )
+            for part in outputs:
+                drop_empty(part)
+            return result
+
+        return named_after(branch, call)
+
+    lifted = lifting.switch(CONTEXT_KIND, [in_branch(branch) for branch in branches], names=names)
+    result = lifted(index, context, *operands)
+    for child in sorted(called):
+        context.output_collection.child(child)
+    return result
+
+
+def value_and_grad(
+    fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """Applies `jax.value_and_grad` to a function that invokes modules; takes the same arguments.
+
+    Derivatives are with respect to arguments; `vjp` also returns those of parameters.
+
+    Returns:
+        A function with the arguments of `fn`, to be called inside an invocation. It returns the
+        value, or with `has_aux` a pair of the value and the rest, and the gradients.
+    """
+
+    def call(*args: object, **kwargs: object) -> tuple[Any, Any]:
+        at = resolve_argnums("value_and_grad", "argnums", fn, argnums, args)
+        lifted = lifting.value_and_grad(
+            CONTEXT_KIND,
+            with_packed_args(fn),
+            wrt=(None, tuple(DIFF if i in at else None for i in range(len(args))), None),
+            has_aux=has_aux,
+            holomorphic=holomorphic,
+            allow_int=allow_int,
+        )
+        value, (_, grads, _) = lifted(require_context("value_and_grad"), args, kwargs)
+        return value, grads[at[0]] if isinstance(argnums, int) else tuple(grads[i] for i in at)
+
+    return named_after(fn, call, leading=())
+
+
+def grad(
+    fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """Applies `jax.grad` to a function that invokes modules; see `value_and_grad`.
+
+    Returns:
+        A function that returns the gradients, or with `has_aux` a pair of them and the rest.
+    """
+    value_and_grads = value_and_grad(fn, argnums, has_aux=has_aux, **kwargs)
+
+    def call(*args: object, **kwargs: object) -> Any:
+        value, grads = value_and_grads(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return named_after(fn, call, leading=())
+
+
+_STATE_ROLES = Roles((("state", DIFF), (True, None)))
+# In a custom rule, state shared from above would have a derivative that no rule returns.
+_OWN_STATE_ROLES = Roles((("state", DIFF), (("prng_key", *OUTPUTS), None)))
+
+
+def vjp(fn: Callable[..., Any], *primals: object, has_aux: bool = False) -> tuple[Any, ...]:
+    """Applies `jax.vjp` to a function that invokes modules, inside an invocation.
+
+    Returns:
+        The result, a function from its cotangent to the gradients of the current module's state and
+        of each argument, and with `has_aux` the rest.
+    """
+    lifted = lifting.vjp(
+        CONTEXT_KIND, with_packed_args(fn), wrt=(_STATE_ROLES, DIFF, None), has_aux=has_aux
+    )
+    value, pullback, *aux = lifted(require_context("vjp"), primals, {})
+    return value, jax.tree_util.Partial(_apply_pullback, pullback), *aux
+
+
+def _apply_pullback(pullback: Callable[[Any], Any], cotangent: object) -> tuple[Any, ...]:
+    (of_state, _), of_primals, _ = pullback(cotangent)
+    return of_state["state"], *of_primals
+
+
+def jvp(
+    fn: Callable[..., Any],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    state_tangents: object = None,
+    *,
+    has_aux: bool = False,
+) -> tuple[Any, ...]:
+    """Applies `jax.jvp` to a function that invokes modules, inside an invocation.
+
+    Args:
+        tangents: of the arguments, in the same structure.
+        state_tangents: of the current module's state, a dict like it; None where the state is
+            constant.
+        has_aux: whether `fn` returns a pair of its result and auxiliary values.
+
+    Returns:
+        The result, its tangent, and with `has_aux` the auxiliary values.
+    """
+    of_state = () if state_tangents is None else ({"state": state_tangents},)
+    lifted = lifting.jvp(
+        CONTEXT_KIND,
+        with_packed_args(fn),
+        wrt=(_STATE_ROLES if of_state else None, DIFF, None),
+        has_aux=has_aux,
+    )
+    arguments = require_context("jvp"), tuple(primals), {}
+    return lifted(arguments, [*of_state, *jax.tree.leaves(tuple(tangents))])
+
+
+def custom_vjp(
+    fn: Callable[..., Any],
+    forward_fn: Callable[..., Any],
+    backward_fn: Callable[..., Any],
+    *,
+    nondiff_argnums: Sequence[int] = (),
+) -> Callable[..., Any]:
+    """Applies `jax.custom_vjp` to a function that invokes modules.
+
+    Args:
+        forward_fn: takes the arguments of `fn`; returns the result of `fn` and the residuals for
+            `backward_fn`, such as the function returned by `vjp`.
+        backward_fn: `backward_fn(*nondiff, residuals, cotangent)` returns the gradients of the
+            current module's state and of each argument not in `nondiff_argnums`.
+        nondiff_argnums: the arguments without a gradient.
+
+    Returns:
+        A function with the arguments and results of `fn`, to be called inside an invocation.
+        Outputs come from `forward_fn` where derivatives are taken. It cannot call modules shared
+        from above the current one, since `backward_fn` could not return their gradients.
+    """
+
+    def call(*args: object) -> Any:
+        at = resolve_argnums("custom_vjp", "nondiff_argnums", fn, nondiff_argnums, args)
+        nondiff, diff, join_args = _split_at(args, at)
+
+        def backward(residuals: object, cotangent: object) -> list[Any]:
+            of_state, *of_args = backward_fn(*nondiff, residuals, cotangent)
+            return [{"state": of_state}, *jax.tree.structure(diff).flatten_up_to(tuple(of_args))]
+
+        lifted = lifting.custom_vjp(
+            CONTEXT_KIND,
+            in_context(named_after(fn, lambda diff: fn(*join_args(diff)))),
+            in_context(named_after(forward_fn, lambda diff: forward_fn(*join_args(diff)))),
+            named_after(backward_fn, backward),
+            wrt=(_OWN_STATE_ROLES, DIFF),
+        )
+        return lifted(require_context("custom_vjp"), diff)
+
+    return named_after(fn, call, leading=())
+
+
+def custom_jvp(
+    fn: Callable[..., Any], jvp_fn: Callable[..., Any], *, nondiff_argnums: Sequence[int] = ()
+) -> Callable[..., Any]:
+    """Applies `jax.custom_jvp` to a function that invokes modules.
+
+    Args:
+        jvp_fn: `jvp_fn(*nondiff, primals, tangents, state_tangents)` returns the result of `fn` and
+            its tangent; see `jvp`.
+        nondiff_argnums: the arguments without a tangent.
+
+    Returns:
+        A function with the arguments and results of `fn`; as for `custom_vjp`.
+    """
+
+    def call(*args: object) -> Any:
+        at = resolve_argnums("custom_jvp", "nondiff_argnums", fn, nondiff_argnums, args)
+        nondiff, diff, join_args = _split_at(args, at)
+
+        def rule(tangents: list[Any], context: InvocationContext, diff: tuple[Any, ...]) -> Any:
+            of_state, *of_args = tangents
+            of_args = jax.tree.structure(diff).unflatten(of_args)
+            return in_context(jvp_fn)(context, *nondiff, diff, of_args, of_state["state"])
+
+        lifted = lifting.custom_jvp(
+            CONTEXT_KIND,
+            in_context(named_after(fn, lambda diff: fn(*join_args(diff)))),
+            named_after(jvp_fn, rule),
+            wrt=(_OWN_STATE_ROLES, DIFF),
+        )
+        return lifted(require_context("custom_jvp"), diff)
+
+    return named_after(fn, call, leading=())
+
+
+def _split_at(
+    args: tuple[Any, ...], at: Collection[int]
+) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[Any], list[Any]]]:
+    diff = tuple(x for i, x in enumerate(args) if i not in at)
+    fixed = [x if i in at else None for i, x in enumerate(args)]
+
+    def join_args(diff: Iterable[object]) -> list[Any]:
+        rest = iter(diff)
+        return [x if i in at else next(rest) for i, x in enumerate(fixed)]
+
+    return tuple(args[i] for i in sorted(at)), diff, join_args

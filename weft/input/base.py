@@ -2,7 +2,7 @@
 
 A subclass defines the `dataset` of one process. From it, `batches` creates this process's part of
 each global batch, `partition_spec` shards the global batch over the mesh (see
-`weft.input.global_batch`), and `dispatch_global_batch` turns it into the model's batch inside the
+`weft.input.dispatch`), and `dispatch_global_batch` turns it into the model's batch inside the
 compiled step.
 """
 
@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec
 from weft.config import ConfigOr, config_class, maybe_instantiate
 from weft.errors import InputDatasetError, InputReadError
 from weft.hierarchy.module import Module, nowrap
-from weft.input.dispatch import BaseInputDispatcher
-from weft.input.global_batch import input_partition_spec
+from weft.input.dispatch import BaseInputDispatcher, input_partition_spec
 from weft.typing import Nested, Tensor
 
 
@@ -144,11 +143,7 @@ class Input(Module):
 
     @nowrap
     def dispatch_global_batch(self, global_physical_batch: Nested[Tensor]) -> Nested[Tensor]:
-        """Returns the model's batch, inside the compiled step.
-
-        Args:
-            global_physical_batch: One global array per leaf, with the rows of all processes.
-        """
+        """Returns the model's batch from arrays with all processes' rows, in the compiled step."""
         batch = global_physical_batch
         if self.dispatcher:
             batch = self.dispatcher.physical_to_logical_batch(batch)

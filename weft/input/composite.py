@@ -15,7 +15,7 @@ from weft.input.base import Input
 from weft.typing import Nested
 
 
-class _CompositeInput(Input):
+class CompositeInput(Input):
     """Base of composite inputs, whose children each read their own part of the data."""
 
     @config_class
@@ -55,14 +55,14 @@ class _CompositeInput(Input):
         return added
 
 
-class ConcatenatedInput(_CompositeInput):
+class ConcatenatedInput(CompositeInput):
     """Batches of several inputs, one input after the other.
 
     All inputs but the last must be finite.
     """
 
     @config_class
-    class Config(_CompositeInput.Config):
+    class Config(CompositeInput.Config):
         """Configures a ConcatenatedInput."""
 
         inputs: Sequence[InstantiableConfig] = []
@@ -76,11 +76,11 @@ class ConcatenatedInput(_CompositeInput):
         return _Composite(_ConcatenatedIterator, self._inputs)
 
 
-class ZipInput(_CompositeInput):
+class ZipInput(CompositeInput):
     """Dicts with one batch of each input; ends with the first input that ends."""
 
     @config_class
-    class Config(_CompositeInput.Config):
+    class Config(CompositeInput.Config):
         """Configures a ZipInput."""
 
         inputs: dict[str, InstantiableConfig] = {}

@@ -3,20 +3,34 @@
 A hash of a file's name assigns it to the training or the held-out part, so changes of one file
 never move another. The default corpus is the source code of Python's standard library, which
 differs between Python versions; `Corpus.record()` includes the hash for a run's record.
+
+`ngram_baselines` are the cross-entropies of unigram, bigram and trigram models. Each order falls
+back on the next lower one with the smoothing of Witten and Bell (1991, "The zero-frequency
+problem"), which has no hyperparameters. With N(h) the occurrences of a context h and T(h) the
+number of distinct tokens after it,
+
+    p(c | h) = (N(h c) + T(h) p(c | shorter h)) / (N(h) + T(h))
+
+The unigram falls back on the uniform distribution.
 """
 
 import dataclasses
 import fnmatch
 import functools
 import hashlib
+import math
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from weft.errors import CorpusReadError, EmptyCorpusError
-from weft.serialization.foreign import open_file
+from weft.input.packing import token_stream
+from weft.input.tokenizers import ByteTokenizer
+from weft.serialization.untrusted import invalid_text_reason, open_file
 
 Split = Literal["train", "held_out"]
 
@@ -153,10 +167,10 @@ def stdlib_corpus(*, pattern: str = "**/*.py", held_out_fraction: float = 0.1) -
     TextFile('json/__init__.py', ... bytes)
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = _files_below(root, pattern, STDLIB_EXCLUDED)
-    files = [TextFile(name, _read(path)) for name, path in found]
+    found = _list_files(root, pattern, STDLIB_EXCLUDED)
+    files = [TextFile(name, _read_text(path)) for name, path in found]
     name = f"stdlib-{sysconfig.get_python_version()}"
-    return _checked(name, files, held_out_fraction, [root], pattern)
+    return _checked_corpus(name, files, held_out_fraction, [root], pattern)
 
 
 def folder_corpus(
@@ -190,7 +204,7 @@ def folder_corpus(
             files.extend(_documents(root.name, root, text_key))
             continue
         prefix = f"{root.name}/" if len(roots) > 1 else ""
-        for name, path in _files_below(root, pattern, exclude):
+        for name, path in _list_files(root, pattern, exclude):
             files.extend(_documents(prefix + name, path, text_key))
     seen: set[str] = set()
     for file in files:
@@ -201,10 +215,10 @@ def folder_corpus(
                 "or pass their common parent"
             )
         seen.add(file.name)
-    return _checked(roots[0].name if roots else "", files, held_out_fraction, roots, pattern)
+    return _checked_corpus(roots[0].name if roots else "", files, held_out_fraction, roots, pattern)
 
 
-def _checked(
+def _checked_corpus(
     name: str,
     files: Iterable[TextFile],
     held_out_fraction: float,
@@ -223,8 +237,7 @@ def _checked(
     return corpus
 
 
-def _files_below(root: Path, pattern: str, exclude: Sequence[str]) -> list[tuple[str, Path]]:
-    """Returns relative names and paths."""
+def _list_files(root: Path, pattern: str, exclude: Sequence[str]) -> list[tuple[str, Path]]:
 
     def kept(part: str) -> bool:
         return not any(fnmatch.fnmatchcase(part, glob) for glob in exclude)
@@ -235,20 +248,19 @@ def _files_below(root: Path, pattern: str, exclude: Sequence[str]) -> list[tuple
         subfolders[:] = sorted(filter(kept, subfolders))
         for path in (Path(folder, name) for name in names if kept(name)):
             name = path.relative_to(root).as_posix()
-            if _fits(name, pattern) and path.is_file():
+            if _matches_pattern(name, pattern) and path.is_file():
                 found.append((name, path))
     return found
 
 
 def _documents(name: str, path: Path, text_key: str) -> list[TextFile]:
-    """Reads a text file, or each record of a file of records."""
     if not name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
-        return [TextFile(name, _read(path))]
+        return [TextFile(name, _read_text(path))]
     # Local import, so that a corpus of text does not need Grain.
-    from weft.input.files import json_lines_dataset, parquet_dataset
-    from weft.input.token_files import document_text
+    from weft.input.datasets import json_lines_dataset, parquet_dataset
+    from weft.input.token_cache import document_text
 
-    def text(record: Any) -> bytes:
+    def text(record: object) -> bytes:
         found = document_text(record, text_key)
         return found.encode() if isinstance(found, str) else found
 
@@ -257,51 +269,11 @@ def _documents(name: str, path: Path, text_key: str) -> list[TextFile]:
     return [TextFile(f"{name}#{i:07}", texts[i]) for i in range(len(texts))]
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches_pattern(name: str, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(name, glob) for glob in (pattern, pattern.removeprefix("**/")))
 
 
-# First bytes of non-text formats, and programs that unpack them.
-_PACKED = {
-    b"\x1f\x8b": ("gzip", "gunzip"),
-    b"PK\x03\x04": ("zip", "unzip"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
-    b"\xfd7zXZ\x00": ("xz", "unxz"),
-    b"BZh": ("bzip2", "bunzip2"),
-    b"\x04\x22\x4d\x18": ("lz4", "unlz4"),
-    b"\x89PNG": ("PNG", None),
-    b"%PDF-": ("PDF", None),
-}
-
-
-def text_fault(data: bytes) -> str | None:
-    r"""Returns why data is not text in UTF-8, and how to fix it; None for text.
-
-    Models would learn compressed or binary data like text.
-
-    >>> text_fault("né".encode()), text_fault(b"a\0b")
-    (None, 'is not text: byte 1 is 0, as in binary files; leave the file out')
-    """
-    for start, (kind, program) in _PACKED.items():
-        if data.startswith(start) and (kind != "bzip2" or data[4:10] == b"1AY&SY"):
-            fix = (
-                f"unpack it first, for example with `{program}`" if program else "extract its text"
-            )
-            return f"is not text: {kind} data begins at byte 0; {fix}, or leave the file out"
-    if (at := data.find(b"\0")) >= 0:
-        return f"is not text: byte {at:,} is 0, as in binary files; leave the file out"
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return (
-            f"is not text in UTF-8: byte {error.start:,} is 0x{data[error.start]:02x} "
-            f"({error.reason}); convert it, for example with `iconv -f ISO-8859-1 -t UTF-8`, "
-            "or leave the file out"
-        )
-    return None
-
-
-def _read(path: Path) -> bytes:
+def _read_text(path: Path) -> bytes:
     try:
         with open_file(path) as file:
             data = file.read()
@@ -310,7 +282,106 @@ def _read(path: Path) -> bytes:
             f"cannot read {path} ({error.strerror or error}); make it readable or exclude it from "
             "the corpus"
         ) from error
-    fault = text_fault(data)
+    fault = invalid_text_reason(data)
     if fault is not None:
         raise CorpusReadError(f"{path} {fault} (`exclude` of the corpus)")
     return data
+
+
+ORDER_NAMES = {1: "unigram", 2: "bigram", 3: "trigram"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+    """Held-out losses of one n-gram order.
+
+    Attributes:
+        order: 1, 2 or 3.
+        nats_per_token: Mean cross-entropy over the targets, including ends of files, comparable to
+            a model's loss.
+        bits_per_byte: The total, per byte of text.
+    """
+
+    order: int
+    nats_per_token: float
+    bits_per_byte: float
+
+    @property
+    def name(self) -> str:
+        return ORDER_NAMES[self.order]
+
+
+def ngram_baselines(corpus: Corpus, *, max_train_bytes: int = 32_000_000) -> Mapping[str, Baseline]:
+    """Computes the baselines "unigram", "bigram" and "trigram" on the held-out part of a corpus.
+
+    Args:
+        corpus: Tokens are bytes; files are separated by an end token, as in packed sequences.
+        max_train_bytes: Maximum number of training bytes to count, which suffice for trigrams of
+            bytes.
+
+    Raises:
+        EmptyCorpusError: If a part of the corpus has no file.
+
+    >>> from weft.input.corpus import stdlib_corpus
+    >>> result = ngram_baselines(stdlib_corpus(pattern="asyncio/*.py"))
+    >>> [name for name, b in result.items() if b.bits_per_byte < 8]
+    ['unigram', 'bigram', 'trigram']
+    """
+    train = _corpus_tokens(corpus, "train")[: max_train_bytes + 1]
+    held_out = _corpus_tokens(corpus, "held_out")
+    num_tokens, num_bytes = len(held_out) - 1, corpus.num_bytes("held_out")
+    nats = ngram_nats(train, held_out, vocab_size=ByteTokenizer.eos_id + 1)
+    return {
+        ORDER_NAMES[order]: Baseline(
+            order=order,
+            nats_per_token=total / num_tokens,
+            bits_per_byte=total / num_bytes / math.log(2),
+        )
+        for order, total in nats.items()
+    }
+
+
+def ngram_nats(train: np.ndarray, held_out: np.ndarray, *, vocab_size: int) -> dict[int, float]:
+    """Computes the total cross-entropy, in nats, of all held-out tokens but the first, by order.
+
+    Args:
+        train: `Int[np.ndarray, "train"]`, ids below `vocab_size`.
+        held_out: `Int[np.ndarray, "held_out"]`.
+        vocab_size: Size of the alphabet. Memory is `8 * vocab_size**3` bytes.
+    """
+    # A duplicate of the first token gives every target two tokens of context.
+    seen = np.concatenate([train[:1], train]).astype(np.int32)
+    asked = np.concatenate([held_out[:1], held_out]).astype(np.int32)
+    keys, key_counts = np.unique(_encode_ngrams(asked, 3, vocab_size), return_counts=True)
+    probability = np.full(len(keys), 1 / vocab_size)
+    nats = {}
+    for order in ORDER_NAMES:
+        contexts = vocab_size ** (order - 1)
+        counts = np.bincount(
+            _encode_ngrams(seen, order, vocab_size), minlength=contexts * vocab_size
+        )
+        by_context = counts.reshape(contexts, vocab_size)
+        totals = by_context.sum(axis=1)
+        kinds = np.bincount(np.flatnonzero(counts) // vocab_size, minlength=contexts)
+        key = keys % vocab_size**order
+        context = key // vocab_size
+        n, t = totals[context], kinds[context]
+        smoothed = (counts[key] + t * probability) / np.maximum(n + t, 1)
+        # For an unseen context, use the shorter one.
+        probability = np.where(n > 0, smoothed, probability)
+        nats[order] = float(-np.sum(key_counts * np.log(probability)))
+    return nats
+
+
+def _corpus_tokens(corpus: Corpus, split: Split) -> np.ndarray:
+    tokenizer = ByteTokenizer()
+    documents = (tokenizer.encode(file.text) for file in corpus.split(split))
+    return token_stream(documents, eos_id=tokenizer.eos_id)
+
+
+def _encode_ngrams(tokens: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
+    """Encodes each n-gram as one number, the last token least significant."""
+    key = tokens[: len(tokens) - order + 1]
+    for offset in range(1, order):
+        key = key * vocab_size + tokens[offset : len(tokens) - order + 1 + offset]
+    return key

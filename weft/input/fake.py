@@ -62,7 +62,6 @@ class EmptyInput(Input):
         return FakeDataset(self, slice(first, first + rows))
 
     def _global_batch(self, rng: np.random.Generator) -> Nested[np.ndarray]:
-        """Returns a batch of `global_batch_size` rows."""
         return {}
 
 
@@ -202,7 +201,7 @@ def fake_source(
 
 
 def _cast(example: Nested[Any], spec: Nested[jax.ShapeDtypeStruct], index: int) -> Nested[Any]:
-    def cast(path, leaf_spec: jax.ShapeDtypeStruct, value: Any) -> np.ndarray:
+    def cast(path, leaf_spec: jax.ShapeDtypeStruct, value: object) -> np.ndarray:
         array = np.asarray(value, leaf_spec.dtype)
         if array.shape != tuple(leaf_spec.shape):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -310,7 +309,7 @@ def fake_glue_source(
     input_key: str | Sequence[str],
     label_key: str,
     is_training: bool,
-    label_value: Any = 0,
+    label_value: object = 0,
     num_examples: int | None = None,
     shuffle_buffer_size: int | None = None,
     spec: Nested[jax.ShapeDtypeStruct] | None = None,

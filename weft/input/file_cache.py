@@ -24,7 +24,7 @@ from weft.errors import InputReadError
 
 logger = logging.getLogger(__name__)
 
-SMALL = 64 * 2**20
+MAX_BYTES_IN_MEMORY = 64 * 2**20
 
 
 def cache_folder() -> Path:
@@ -32,7 +32,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
 
 
-def made_once(
+def cached_bytes(
     kind: str, key: object, make: Callable[[BinaryIO], None], *, num_bytes: int | None
 ) -> np.ndarray:
     """Returns the bytes that `make` writes, in memory or mapped from the cache folder.
@@ -49,22 +49,22 @@ def made_once(
     Raises:
         InputReadError: If the cache folder cannot be written.
     """
-    if num_bytes is not None and num_bytes <= SMALL:
+    if num_bytes is not None and num_bytes <= MAX_BYTES_IN_MEMORY:
         memory = io.BytesIO()
         make(memory)
         return np.frombuffer(memory.getvalue(), np.uint8)
     folder = cache_folder() / kind
     path = folder / hashlib.sha256(repr(key).encode()).hexdigest()[:40]
-    with _says_where(path):
+    with _explain_write_errors(path):
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            with _locked(path.with_suffix(".lock")):
+            with _file_lock(path.with_suffix(".lock")):
                 if not path.exists():
-                    _make(path, make)
-        return _map(str(path), np.uint8)
+                    _write_file(path, make)
+        return _open_memmap(str(path), np.uint8)
 
 
-class _Mapped(np.memmap):
+class _CachedMemmap(np.memmap):
     """Mapped file that is pickled for worker processes as its name, not its bytes."""
 
     def __reduce__(self):
@@ -72,16 +72,16 @@ class _Mapped(np.memmap):
         path = self.filename
         if path is None or self.ndim != 1 or self.nbytes != os.path.getsize(path):
             return np.asarray(self).__reduce__()
-        return _map, (str(path), self.dtype)
+        return _open_memmap, (str(path), self.dtype)
 
 
-def _map(path: str, dtype: np.typing.DTypeLike) -> np.ndarray:
+def _open_memmap(path: str, dtype: np.typing.DTypeLike) -> np.ndarray:
     if not os.path.getsize(path):
         return np.empty(0, dtype)  # an empty file cannot be mapped
-    return _Mapped(path, dtype, "r")
+    return _CachedMemmap(path, dtype, "r")
 
 
-def _make(path: Path, make: Callable[[BinaryIO], None]) -> None:
+def _write_file(path: Path, make: Callable[[BinaryIO], None]) -> None:
     start = time.monotonic()
     descriptor, partial = tempfile.mkstemp(dir=path.parent)
     try:
@@ -98,7 +98,7 @@ def _make(path: Path, make: Callable[[BinaryIO], None]) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _file_lock(path: Path) -> Iterator[None]:
     """Holds an exclusive lock, which is released when its process dies."""
     with open(path, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -106,7 +106,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _says_where(path: Path) -> Iterator[None]:
+def _explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -35,15 +35,16 @@ from weft.config import (
 from weft.errors import InputDatasetError, InputDispatchError
 from weft.hierarchy.module import Module, nowrap
 from weft.input import base as input_base
-from weft.input.grain_datasets import PadMapDataset, ProportionMapDataset
-from weft.input.grain_iterators import (
+from weft.input.grain_datasets import (
     PadIterDataset,
+    PadMapDataset,
+    ProportionMapDataset,
     UnbatchIterDataset,
     WorkerIterDataset,
     check_num_examples,
     mark_flags_as_parsed,
 )
-from weft.input.records import NamedSource, RecordDataset
+from weft.input.records import FileRecordSource, RecordDataset
 from weft.typing import Nested
 
 T = TypeVar("T")
@@ -159,7 +160,7 @@ def array_record_dataset(
     *,
     data_source_cls: Callable[..., Any] = grain.sources.ArrayRecordDataSource,
     seed: int | None,
-    **data_source_cls_args: Any,
+    **data_source_cls_args: object,
 ) -> grain.MapDataset:
     """Returns the records of ArrayRecord files, one file after the other.
 
@@ -171,7 +172,7 @@ def array_record_dataset(
         InputReadError: If a file or record cannot be read; names both.
     """
     files = [paths] if isinstance(paths, str) else list(paths)
-    source = NamedSource(files, lambda path: data_source_cls(path, **data_source_cls_args))
+    source = FileRecordSource(files, lambda path: data_source_cls(path, **data_source_cls_args))
     ds = RecordDataset(source)
     return ds if seed is None else ds.seed(seed)
 
@@ -212,7 +213,7 @@ def shard_dataset(ds: Dataset, dispatch_config: DispatchConfig) -> grain.MapData
     Raises:
         InputDatasetError: If `ds` is not a `MapDataset`.
     """
-    shard = _random_access(ds, "shard_dataset")
+    shard = _require_map_dataset(ds, "shard_dataset")
     for index, num in zip(*dispatch_config.levels(), strict=True):
         shard = shard.slice(slice(index, None, num))
     return shard
@@ -237,7 +238,7 @@ def shard_dataset_with_proportion(
             f"range {range_start} to {range_end} is empty or not within the period {period}; "
             "expected 0 <= range_start < range_end <= period"
         )
-    ds = _random_access(ds, "shard_dataset_with_proportion")
+    ds = _require_map_dataset(ds, "shard_dataset_with_proportion")
     return ProportionMapDataset(ds, start=range_start, end=range_end, period=period)
 
 
@@ -285,14 +286,14 @@ def unbatch(ds: Dataset, *, skip_empty_batch: bool = False) -> grain.IterDataset
     return UnbatchIterDataset(maybe_to_iter_dataset(ds), skip_empty_batch=skip_empty_batch)
 
 
-def default_pad_example_fn(example: Any) -> Any:
+def default_pad_example_fn(example: object) -> Any:
     """Returns an example of the same structure, shapes and types, with zeros and empty strings.
 
     >>> default_pad_example_fn({"ids": np.array([3, 4]), "text": "abc", "n": 2})
     {'ids': array([0, 0]), 'n': 0, 'text': ''}
     """
 
-    def pad(leaf: Any) -> Any:
+    def pad(leaf: object) -> Any:
         return np.zeros_like(leaf) if isinstance(leaf, np.ndarray) else type(leaf)()
 
     return jax.tree.map(pad, example)
@@ -330,7 +331,7 @@ def rekey(
     ds: Dataset,
     *,
     key_map: Mapping[str, str | None],
-    default_value: Any = "",
+    default_value: object = "",
     retain_original_inputs: bool = False,
     separator: str | None = None,
 ) -> Dataset:
@@ -349,7 +350,7 @@ def rekey(
     def path(key: str) -> list[str]:
         return key.split(separator) if separator else [key]
 
-    def lookup(example: Any, key: str | None) -> Any:
+    def lookup(example: object, key: str | None) -> Any:
         if not key:
             return default_value
         for part in path(key):
@@ -394,13 +395,13 @@ def sample_from_datasets(*, sources: Sequence[Dataset], weights: Sequence[float]
     return grain.IterDataset.mix(repeated, weights)
 
 
-def _copy_dicts(example: Any) -> Any:
+def _copy_dicts(example: object) -> Any:
     if not isinstance(example, Mapping):
         return example
     return {key: _copy_dicts(value) for key, value in example.items()}
 
 
-def _random_access(ds: Dataset, name: str) -> grain.MapDataset:
+def _require_map_dataset(ds: Dataset, name: str) -> grain.MapDataset:
     if not isinstance(ds, grain.MapDataset):
         raise InputDatasetError(
             f"{name} accesses elements by index, which {type(ds).__name__} does not support; "

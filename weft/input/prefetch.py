@@ -24,7 +24,7 @@ class SavableIterator(Protocol):
 
     def get_state(self) -> Any: ...
 
-    def set_state(self, state: Any) -> None: ...
+    def set_state(self, state: object) -> None: ...
 
 
 class PrefetchingIterator:
@@ -67,7 +67,7 @@ class PrefetchingIterator:
         self._stream = stream
         self._buffer_size = buffer_size
         self._state = copy.deepcopy(source.get_state())
-        self._reader: _Reader | None = None
+        self._reader: _ReaderThread | None = None
         self.wait_seconds = 0.0
 
     def __iter__(self) -> "PrefetchingIterator":
@@ -89,7 +89,9 @@ class PrefetchingIterator:
             batch = next(batches)
         """
         if self._reader is None:
-            self._reader = _Reader(self._source, self._stream, self._buffer_size)
+            self._reader = _ReaderThread(self._source, self._stream, self._buffer_size)
+        if self._reader.buffer:
+            return True
         start = time.monotonic()
         try:
             return self._reader.wait(timeout)
@@ -106,7 +108,7 @@ class PrefetchingIterator:
         """Returns the source's state after the last returned batch."""
         return copy.deepcopy(self._state)
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: object) -> None:
         """Continues after the batch with this state, and drops waiting batches."""
         self._stop()
         self._source.set_state(copy.deepcopy(state))
@@ -131,12 +133,12 @@ class PrefetchingIterator:
         self.close()
 
 
-class _Reader:
+class _ReaderThread:
     """One run of the thread: a buffer of (batch, state), and its end."""
 
     def __init__(self, source, stream, buffer_size: int):
         self._changed = threading.Condition()
-        self._buffer: deque[tuple[Any, Any]] = deque()
+        self.buffer: deque[tuple[Any, Any]] = deque()
         self._buffer_size = buffer_size
         self._stopped = False
         self._end: BaseException | None = None
@@ -159,39 +161,39 @@ class _Reader:
 
     def _put(self, item: tuple[Any, Any]) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or len(self._buffer) < self._buffer_size)
+            self._changed.wait_for(lambda: self._stopped or len(self.buffer) < self._buffer_size)
             if self._stopped:
                 return False
-            self._buffer.append(item)
+            self.buffer.append(item)
             self._changed.notify_all()
             return True
 
     def wait(self, timeout: float | None) -> bool:
         with self._changed:
             return self._changed.wait_for(
-                lambda: bool(self._buffer) or self._end is not None, timeout
+                lambda: bool(self.buffer) or self._end is not None, timeout
             )
 
     def look(self) -> Any:
         with self._changed:
-            if not self._buffer:
+            if not self.buffer:
                 assert self._end is not None
                 raise self._end
-            return self._buffer[0][0]
+            return self.buffer[0][0]
 
     def take(self) -> tuple[Any, Any]:
         with self._changed:
-            if not self._buffer:
+            if not self.buffer:
                 assert self._end is not None
                 raise self._end
-            item = self._buffer.popleft()
+            item = self.buffer.popleft()
             self._changed.notify_all()
             return item
 
     def stop(self) -> None:
         with self._changed:
             self._stopped = True
-            self._buffer.clear()
+            self.buffer.clear()
             self._changed.notify_all()
         # A daemon thread, so that a source that hangs does not block the exit of the process.
         self._thread.join(timeout=_CLOSE_TIMEOUT_SECONDS)

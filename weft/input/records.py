@@ -13,14 +13,28 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 
 from weft.errors import InputDatasetError, InputReadError
 
 
-class NamedSource:
+class Records(Protocol):
+    """Protocol of sequences of records; some also have `describe` and `fingerprint`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+def describe_record(records: Records, index: int) -> str:
+    """Returns the name of a record for messages."""
+    describe = getattr(records, "describe", None)
+    return describe(index) if describe else f"record {index} of {records}"
+
+
+class FileRecordSource:
     """Random-access source of files, whose errors name the file and the record.
 
     Args:
@@ -49,10 +63,10 @@ class NamedSource:
         return self._ends[-1] if self._ends else 0
 
     def __repr__(self) -> str:
-        return f"NamedSource({len(self)} records in {len(self._paths)} files)"
+        return f"FileRecordSource({len(self)} records in {len(self._paths)} files)"
 
     def __getitem__(self, index: int) -> Any:
-        file, record = self._place(index)
+        file, record = self._locate(index)
         try:
             return self._sources[file][record]
         except InputReadError:
@@ -64,7 +78,7 @@ class NamedSource:
 
     def describe(self, index: int) -> str:
         """Returns the name of a record for messages."""
-        file, record = self._place(index)
+        file, record = self._locate(index)
         describe = getattr(self._sources[file], "describe", None)
         return describe(record) if describe else f"record {record} of {self._paths[file]}"
 
@@ -82,16 +96,22 @@ class NamedSource:
         known = [size for size in sizes if size is not None]
         return sum(known) if len(known) == len(sizes) else None
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         file = bisect.bisect_right(self._ends, index)
         return file, index - (self._ends[file - 1] if file else 0)
 
 
-class TitledSource:
+class LibraryRecordSource:
     """Rows of another library's dataset, with names for errors."""
 
     def __init__(
-        self, rows: Any, *, unit: str, title: str, fingerprint: tuple | None, num_bytes: int | None
+        self,
+        rows: Records,
+        *,
+        unit: str,
+        title: str,
+        fingerprint: tuple | None,
+        num_bytes: int | None,
     ):
         self._rows, self._unit, self._title = rows, unit, title
         self.fingerprint, self.num_bytes = fingerprint, num_bytes
@@ -117,7 +137,7 @@ class TitledSource:
 class RecordDataset(grain.MapDataset):
     """Random-access records with functions, whose errors name the record."""
 
-    def __init__(self, source: Any, functions: Sequence[Callable[[Any], Any]] = ()):
+    def __init__(self, source: Records, functions: Sequence[Callable[[Any], Any]] = ()):
         super().__init__()
         self._source, self._functions = source, tuple(functions)
 
@@ -136,7 +156,7 @@ class RecordDataset(grain.MapDataset):
                 value = function(value)
             except Exception as error:
                 # Errors of Weft that already name their cause.
-                what = str(error) if isinstance(error, InputDatasetError) else _shown(error)
+                what = str(error) if isinstance(error, InputDatasetError) else _format_error(error)
                 raise InputReadError(f"{self.describe(index)}: {what}") from error
         return value
 
@@ -149,8 +169,7 @@ class RecordDataset(grain.MapDataset):
 
     def describe(self, index: int) -> str:
         """Returns the name of a record for messages."""
-        describe = getattr(self._source, "describe", None)
-        return describe(index) if describe else f"record {index} of {self._source!r}"
+        return describe_record(self._source, index)
 
     @property
     def fingerprint(self) -> tuple | None:
@@ -163,7 +182,7 @@ class RecordDataset(grain.MapDataset):
         return getattr(self._source, "num_bytes", None)
 
 
-def _shown(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

@@ -8,21 +8,150 @@
     )
     cfg = Input.default_config().set(source=source)
 
-`lm_documents_source` reads records of files, or a mixture of several. For both, batches are a
-function of their index, see `weft.input.sequences`.
+`lm_documents_source` reads records of files, or a mixture of several. For both, order, mixture and
+sharding are computed with indices. Global batch k therefore has the same rows for any number of
+processes, which each read consecutive rows of it, and the iterator's state is `{"next_index": k}`.
+A run may resume with another number of processes or workers.
+
+`lm_stream_source` packs during training, for text too large or too changing to be tokenized in
+advance. It returns the same features as `lm_documents_source`, but:
+
+                        lm_documents_source         lm_stream_source
+    row k is            arithmetic on k             the result of all documents before it
+    state               one number                  a place among the documents, and how many rows
+                                                    were made since: some numbers, of fixed count
+    before step 1       every document is read      nothing is read
+    each process        reads its own rows          reads all documents, and keeps its own rows
+
+Since every process reads all documents, their states are equal, and a run may resume with another
+number of processes.
 """
 
-from collections.abc import Mapping
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import grain
+import grain.experimental
+import numpy as np
+
 from weft.config import ConfigOr, config_for_class, config_for_function, maybe_instantiate
-from weft.errors import InputDatasetError
+from weft.errors import EmptyCorpusError, InputDatasetError
 from weft.input.corpus import Corpus, Split, stdlib_corpus
-from weft.input.grain import BuildDatasetFn
+from weft.input.grain import (
+    BuildDatasetFn,
+    Dataset,
+    DispatchConfig,
+    feed_batch_size,
+    maybe_to_iter_dataset,
+    pad_for_evaluation,
+    prefetch_dataset,
+    sample_from_datasets,
+    shard_dataset_with_proportion,
+)
 from weft.input.packing import PackedSequences, token_stream
-from weft.input.sequences import sequence_batches
-from weft.input.token_files import tokens_of_documents
-from weft.input.tokenizer import ByteTokenizer, Tokenizer
+from weft.input.token_cache import document_text, tokenize_documents
+from weft.input.tokenizers import ByteTokenizer, Tokenizer
+
+
+def sequence_batches(
+    sources: Sequence[PackedSequences],
+    *,
+    global_batch_size: int,
+    is_training: bool,
+    weights: Sequence[float] | None = None,
+    seed: int = 0,
+    num_workers: int = 0,
+    name: str = "the text",
+) -> BuildDatasetFn:
+    """Returns a source of batches for `weft.input.grain.Input`.
+
+    Args:
+        is_training: Whether sequences are endless, with each source reshuffled in each pass; or in
+            order, once. Then their number must be a multiple of the batch.
+        weights: Relative number of sequences of each source, in training. Defaults to their sizes.
+        num_workers: Processes that create batches. Usually 0: a batch of 32 sequences takes less
+            than a millisecond.
+
+    Raises:
+        EmptyCorpusError: If there is no batch.
+        InputDatasetError: If the weights do not fit the sources.
+    """
+    sizes = [len(source) for source in sources]
+    if sum(sizes) < global_batch_size:
+        raise EmptyCorpusError(
+            f"{name} has {sum(sizes)} sequences of {sources[0].sequence_length} tokens, fewer "
+            f"than one batch of {global_batch_size}; add text, or reduce sequence_length or "
+            "global_batch_size"
+        )
+    if weights is not None and len(weights) != len(sources):
+        raise InputDatasetError(
+            f"{len(sources)} sources cannot be mixed with weights={list(weights)}; pass one "
+            "positive weight for each"
+        )
+    all_sources = _SequenceMixture(sources)
+
+    def build_dataset(dispatch_config: DispatchConfig) -> grain.IterDataset:
+        rows = feed_batch_size(global_batch_size, dispatch_config)
+        start = rows * dispatch_config.flat_index()
+        ds = shard_dataset_with_proportion(
+            all_sources.order(weights, seed if is_training else None),
+            range_start=start,
+            range_end=start + rows,
+            period=global_batch_size,
+        )
+        ds = ds.batch(rows, drop_remainder=True).map(all_sources.take)
+        if num_workers:
+            options = grain.MultiprocessingOptions(
+                num_workers=num_workers, per_worker_buffer_size=2
+            )
+            return prefetch_dataset(ds, multiprocessing_options=options)
+        # No threads, because the trainer reads ahead in its own.
+        return maybe_to_iter_dataset(ds, read_options=grain.ReadOptions(0, 0))
+
+    return build_dataset
+
+
+class _SequenceMixture:
+    """Sequences of several sources under one index, where those of one source are adjacent."""
+
+    def __init__(self, sources: Sequence[PackedSequences]):
+        self._sources = list(sources)
+        self._starts = np.concatenate([[0], np.cumsum([len(source) for source in sources])])
+
+    def order(self, weights: Sequence[float] | None, seed: int | None) -> grain.MapDataset:
+        """Returns the indices in reading order; without a seed, sequentially and once."""
+        starts = self._starts.tolist()
+        if seed is None:
+            return grain.MapDataset.range(starts[-1])
+        if weights is None:
+            return grain.MapDataset.range(starts[-1]).seed(seed).shuffle().repeat(None)
+        parts: list[Any] = [
+            # One seed for each, or sources of equal size would be shuffled in the same order.
+            grain.MapDataset.range(start, end).seed(seed + i).shuffle()
+            for i, (start, end) in enumerate(itertools.pairwise(starts))
+        ]
+        return sample_from_datasets(  # pyright: ignore[reportReturnType]
+            sources=parts, weights=weights
+        )
+
+    def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the examples of some indices as one batch."""
+        if len(self._sources) == 1:
+            return self._sources[0].take(indices)
+        which = np.searchsorted(self._starts, indices, side="right") - 1
+        batch: dict[str, np.ndarray] = {}
+        for i in np.unique(which):
+            rows = np.flatnonzero(which == i)
+            examples = self._sources[i].take(indices[rows] - self._starts[i])
+            for key, values in examples.items():
+                if key not in batch:
+                    batch[key] = np.empty((len(indices), *values.shape[1:]), values.dtype)
+                batch[key][rows] = values
+        return batch
+
 
 STDLIB = config_for_function(stdlib_corpus)
 BYTES = config_for_class(ByteTokenizer)
@@ -55,26 +184,38 @@ def lm_text_source(
     Raises:
         EmptyCorpusError: If there is no batch to train on, or nothing to evaluate.
     """
-    corpus, tokenizer = maybe_instantiate(corpus), maybe_instantiate(tokenizer)
-    documents = (tokenizer.encode(file.text) for file in corpus.split(split))
-    source = PackedSequences(
-        token_stream(documents, eos_id=tokenizer.eos_id),
+    corpus = maybe_instantiate(corpus)
+    loaded: Tokenizer = maybe_instantiate(tokenizer)
+    documents = (loaded.encode(file.text) for file in corpus.split(split))
+    pack = _packing(loaded, sequence_length, global_batch_size, is_training, segments)
+    stream = token_stream(documents, eos_id=loaded.eos_id)
+    return sequence_batches(
+        [pack(stream, max_examples=max_examples)],
+        global_batch_size=global_batch_size,
+        is_training=is_training,
+        seed=seed,
+        num_workers=num_workers,
+        name=f"the {split!r} part of {corpus}",
+    )
+
+
+def _packing(
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    global_batch_size: int,
+    is_training: bool,
+    segments: bool,
+) -> Callable[..., PackedSequences]:
+    """Returns `PackedSequences` with all arguments but the stream."""
+    return functools.partial(
+        PackedSequences,
         sequence_length=sequence_length,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
         drop_remainder=is_training,
         pad_to_multiple_of=1 if is_training else global_batch_size,
         segments=segments,
-        max_examples=max_examples,
         token_num_bytes=tokenizer.token_num_bytes,
-    )
-    return sequence_batches(
-        [source],
-        global_batch_size=global_batch_size,
-        is_training=is_training,
-        seed=seed,
-        num_workers=num_workers,
-        name=f"the {split!r} part of {corpus}",
     )
 
 
@@ -93,12 +234,12 @@ def lm_documents_source(
 ) -> BuildDatasetFn:
     """Returns a source of batches of `PackedSequences`, from documents with random access.
 
-    All documents are tokenized once, before the first batch; see `weft.input.token_files`. For
+    All documents are tokenized once, before the first batch; see `weft.input.token_cache`. For
     other arguments see `lm_text_source`.
 
     Args:
-        documents: A `grain.MapDataset` of dicts, such as those of `weft.input.files`; or several by
-            name.
+        documents: A `grain.MapDataset` of dicts, such as those of `weft.input.datasets`; or
+            several by name.
         weights: Relative number of sequences from each of several, in training. Defaults to their
             sizes.
 
@@ -117,18 +258,10 @@ def lm_documents_source(
     """
     named = named_documents(documents, weights)
     loaded: Tokenizer = maybe_instantiate(tokenizer)
+    pack = _packing(loaded, sequence_length, global_batch_size, is_training, segments)
     sources = [
-        PackedSequences(
-            tokens_of_documents(maybe_instantiate(one), loaded, text_key=text_key),
-            sequence_length=sequence_length,
-            eos_id=loaded.eos_id,
-            pad_id=loaded.pad_id,
-            drop_remainder=is_training,
-            pad_to_multiple_of=1 if is_training else global_batch_size,
-            segments=segments,
-            token_num_bytes=loaded.token_num_bytes,
-        )
-        for one in named.values()
+        pack(tokenize_documents(maybe_instantiate(dataset), loaded, text_key=text_key))
+        for dataset in named.values()
     ]
     return sequence_batches(
         sources,
@@ -156,3 +289,136 @@ def named_documents(
             "pass one positive weight for each of them"
         )
     return named
+
+
+# Packed as one feature, at half the cost of two.
+_TOKEN_PAIRS = "pairs"
+
+
+def lm_stream_source(
+    *,
+    documents: ConfigOr[Any] | Mapping[str, ConfigOr[Any]],
+    weights: Mapping[str, float] | None = None,
+    text_key: str = "text",
+    tokenizer: ConfigOr[Tokenizer] = BYTES,
+    sequence_length: int,
+    global_batch_size: int,
+    is_training: bool,
+    seed: int = 0,
+    split_documents: bool = True,
+    num_threads: int = 2,
+) -> BuildDatasetFn:
+    """Returns a source of batches that are packed during reading.
+
+    Args:
+        documents: A `grain.MapDataset` of dicts, such as those of `weft.input.datasets`; or
+            several by name.
+        weights: Relative number of documents from each of several, in training. Defaults to their
+            sizes.
+        is_training: Whether documents are endless, reshuffled in each pass; or in order, once, with
+            padding in the last batch.
+        split_documents: Whether a document may continue in the next example. If not, it is placed
+            whole into the first example of the batch with enough room, with padding.
+
+    Raises:
+        EmptyCorpusError: If there are no documents.
+        InputDatasetError: If the weights do not name the documents.
+        InputReadError: During iteration, if a document cannot be read, has no text, or is too long;
+            names the document.
+    """
+    named = named_documents(documents, weights)
+    loaded: Tokenizer = maybe_instantiate(tokenizer)
+    datasets = {name: maybe_instantiate(one) for name, one in named.items()}
+    for name, one in datasets.items():
+        if not len(one):
+            raise EmptyCorpusError(f"{name} has no documents; pass files that contain records")
+    limit = None if split_documents else sequence_length
+
+    def build_dataset(dispatch_config: DispatchConfig) -> grain.IterDataset:
+        # Mapped first, while errors can name the document.
+        tokens = {
+            name: one.map(_Tokenize(loaded, text_key, limit)) for name, one in datasets.items()
+        }
+        packed = _pack_sequences(
+            maybe_to_iter_dataset(
+                _mix_documents(tokens, weights, seed if is_training else None),
+                read_options=grain.ReadOptions(num_threads, 8 * num_threads),
+            ),
+            sequence_length,
+            num_bins=None if split_documents else global_batch_size,
+        )
+        if not is_training:
+            packed = pad_for_evaluation(
+                packed, per_feed_batch_size=global_batch_size, max_num_examples=sys.maxsize
+            )
+        rows = feed_batch_size(global_batch_size, dispatch_config)
+        start = rows * dispatch_config.flat_index()
+        batches = maybe_to_iter_dataset(packed.batch(global_batch_size, drop_remainder=True))
+        return batches.map(_Features(loaded, slice(start, start + rows)))
+
+    return build_dataset
+
+
+def _mix_documents(
+    named: Mapping[str, grain.MapDataset], weights: Mapping[str, float] | None, seed: int | None
+) -> Dataset:
+    """Shuffles, repeats and mixes; without a seed, concatenates."""
+    if seed is None:
+        return grain.MapDataset.concatenate(list(named.values()))
+    # One seed for each, or sources of equal size would be shuffled in the same order.
+    shuffled = [one.seed(seed + i).shuffle() for i, one in enumerate(named.values())]
+    weights = weights or {name: float(len(one)) for name, one in named.items()}
+    return sample_from_datasets(sources=shuffled, weights=[weights[name] for name in named])
+
+
+def _pack_sequences(
+    ds: grain.IterDataset, length: int, *, num_bins: int | None
+) -> grain.IterDataset:
+    lengths = {_TOKEN_PAIRS: length}
+    if num_bins is None:
+        return grain.experimental.ConcatThenSplitIterDataset(ds, length_struct=lengths)
+    return grain.experimental.FirstFitPackIterDataset(
+        ds, length_struct=lengths, num_packing_bins=num_bins, shuffle_bins=False
+    )
+
+
+# Classes instead of closures, so that datasets can be pickled for worker processes.
+
+
+class _Tokenize:
+    """Converts a document to pairs of an input and the next token, `Int32["tokens 2"]`."""
+
+    def __init__(self, tokenizer: Tokenizer, text_key: str, limit: int | None):
+        self._tokenizer, self._text_key, self._limit = tokenizer, text_key, limit
+
+    def __call__(self, record: object) -> dict[str, np.ndarray]:
+        tokens = self._tokenizer.encode(document_text(record, self._text_key))
+        if self._limit is not None and len(tokens) >= self._limit:
+            raise InputDatasetError(
+                f"the document has {len(tokens) + 1} tokens with its end, more than "
+                f"sequence_length={self._limit}; leave it out, increase sequence_length, or "
+                "set split_documents=True"
+            )
+        with_ends = np.full(len(tokens) + 2, self._tokenizer.eos_id, np.int32)
+        with_ends[1:-1] = tokens
+        return {_TOKEN_PAIRS: np.stack([with_ends[:-1], with_ends[1:]], axis=1)}
+
+
+class _Features:
+    """Creates the features of `PackedSequences` for one process's rows of a global batch."""
+
+    def __init__(self, tokenizer: Tokenizer, rows: slice):
+        self._pad_id, self._token_num_bytes = tokenizer.pad_id, tokenizer.token_num_bytes
+        self._rows = rows
+
+    def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        segments = batch[f"{_TOKEN_PAIRS}_segment_ids"][self._rows]
+        pairs = np.where(segments[..., None] > 0, batch[_TOKEN_PAIRS][self._rows], self._pad_id)
+        inputs, targets = pairs[..., 0].astype(np.int32), pairs[..., 1].astype(np.int32)
+        return {
+            "input_ids": inputs,
+            "target_labels": targets,
+            "target_num_bytes": self._token_num_bytes[targets].sum(axis=1, dtype=np.int32),
+            "input_segment_ids": segments,
+            "input_positions": batch[f"{_TOKEN_PAIRS}_positions"][self._rows],
+        }

@@ -4,19 +4,6 @@
 per library (`weft.interop.models`). Libraries are imported when their layers are used.
 """
 
-from weft.interop.hierarchy import InHierarchy, as_hierarchy
-from weft.interop.linen import InLinen, as_linen
-from weft.interop.models import Model
-from weft.interop.nnx import InNNX, as_nnx
-from weft.interop.recognition import model_of
+from weft._lazy import lazy_exports
 
-__all__ = [
-    "as_linen",
-    "as_nnx",
-    "as_hierarchy",
-    "Model",
-    "model_of",
-    "InLinen",
-    "InNNX",
-    "InHierarchy",
-]
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

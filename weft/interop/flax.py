@@ -11,15 +11,13 @@ import jax
 from weft.core.filters import DenyList
 from weft.core.logical import LogicallyPartitioned
 from weft.core.meta import AxisMetadata, Partitioned, is_axis_metadata
-from weft.interop.bridge.variables import NNXMeta
 from weft.interop.linen import LinenModel
-from weft.interop.models import library
+from weft.interop.models import import_library
 from weft.interop.nnx import NNXModel
-from weft.nnx.kinds import variable_type_from_name
-from weft.nnx.structure import Fixed
+from weft.interop.variables import NNXMeta
+from weft.nnx.variables import variable_type_from_name
+from weft.nnx.versions import StaticValue
 from weft.serialization import from_state_dict, register_serialization_state, to_state_dict
-
-__all__ = ["FlaxBox", "FlaxLinenModel", "FlaxNNXModel"]
 
 
 class FlaxBox(AxisMetadata):
@@ -41,9 +39,9 @@ class FlaxBox(AxisMetadata):
         return FlaxBox(self.box.remove_axis(index, params))
 
 
-def _flatten(x: FlaxBox) -> tuple[list[Any], Fixed]:
+def _flatten(x: FlaxBox) -> tuple[list[Any], StaticValue]:
     leaves, structure = jax.tree.flatten(x.box)
-    return leaves, Fixed(structure)
+    return leaves, StaticValue(structure)
 
 
 jax.tree_util.register_pytree_node(
@@ -69,7 +67,7 @@ def _to_flax(box: AxisMetadata) -> Any:
     """Returns the Flax box for a box of Weft; the bare value if Flax has none."""
     if isinstance(box, FlaxBox):
         return box.box
-    linen = library("flax.linen", "flax")
+    linen = import_library("flax.linen", "flax")
     if isinstance(box, LogicallyPartitioned):
         return linen.LogicallyPartitioned(box.value, box.names, box.mesh, box.rules)
     if isinstance(box, Partitioned):
@@ -81,28 +79,28 @@ class FlaxLinenModel(LinenModel):
     """A module of Flax Linen; see `LinenModel`."""
 
     @staticmethod
-    def _outside() -> Any:
+    def _without_parent() -> Any:
         return contextlib.nullcontext()
 
     @staticmethod
-    def _kind() -> type:
-        return library("flax.linen", "flax").Module
+    def _base_class() -> type:
+        return import_library("flax.linen", "flax").Module
 
-    def _filter(self, mutable):
+    def _library_filter(self, mutable):
         if not isinstance(mutable, DenyList):
             return mutable
-        denied = self._filter(mutable.deny)
-        return library("flax.core", "flax").DenyList(denied)
+        denied = self._library_filter(mutable.deny)
+        return import_library("flax.core", "flax").DenyList(denied)
 
-    def _in(self, variables):
+    def _to_library(self, variables):
         return jax.tree.map(
             lambda x: _to_flax(x) if is_axis_metadata(x) else x,
             dict(variables),
             is_leaf=is_axis_metadata,
         )
 
-    def _out(self, variables):
-        of_flax = library("flax.core.meta", "flax").is_axis_metadata
+    def _from_library(self, variables):
+        of_flax = import_library("flax.core.meta", "flax").is_axis_metadata
         return jax.tree.map(
             lambda x: _to_weft(x) if of_flax(x) else x, dict(variables), is_leaf=of_flax
         )
@@ -111,18 +109,18 @@ class FlaxLinenModel(LinenModel):
 class FlaxNNXModel(NNXModel):
     """A module of Flax NNX; see `NNXModel`."""
 
-    def __init__(self, module: Any, *args: Any, **kwargs: Any):
+    def __init__(self, module: object, *args: object, **kwargs: object):
         super().__init__(module, *args, **kwargs)
-        self.metadata_fn = _box_of_variable
+        self.metadata_fn = _box_variable
 
     @property
     def nnx(self) -> Any:
-        return library("flax.nnx", "flax")
+        return import_library("flax.nnx", "flax")
 
-    def _collection(self, leaf: Any) -> str:
-        return _name_of(type(leaf)) if isinstance(leaf, self.nnx.Variable) else "arrays"
+    def _collection(self, leaf: object) -> str:
+        return _collection_name(type(leaf)) if isinstance(leaf, self.nnx.Variable) else "arrays"
 
-    def _new(self, col: str, value: Any) -> Any:
+    def _new(self, col: str, value: object) -> Any:
         made = super()._new(col, value)
         if col == "arrays":
             return made
@@ -130,19 +128,19 @@ class FlaxNNXModel(NNXModel):
         return kind(made.get_raw_value(), **{"eager_sharding": False, **made.get_metadata()})
 
 
-_OF_FLAX = ("eager_sharding", "hijax", "ref")
+_FLAX_METADATA = ("eager_sharding", "hijax", "ref")
 """What Flax keeps in the metadata of each variable."""
 
 
-def _name_of(kind: type) -> str:
-    nnx = library("flax.nnx", "flax")
+def _collection_name(kind: type) -> str:
+    nnx = import_library("flax.nnx", "flax")
     return nnx.variable_name_from_type(kind, allow_register=True)
 
 
-def _box_of_variable(variable: Any) -> Any:
+def _box_variable(variable: Any) -> Any:
     value = variable.get_raw_value()
-    metadata = {k: v for k, v in variable.get_metadata().items() if k not in _OF_FLAX}
+    metadata = {k: v for k, v in variable.get_metadata().items() if k not in _FLAX_METADATA}
     if not metadata:
         return value
-    kind = variable_type_from_name(_name_of(type(variable)), allow_register=True)
+    kind = variable_type_from_name(_collection_name(type(variable)), allow_register=True)
     return NNXMeta(kind, value, metadata)

@@ -8,28 +8,36 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from weft.config import REQUIRED, Required, config_class
+from weft.config import REQUIRED, InstantiableConfig, Required, config_class
 from weft.config.configurable import needs_allow
+from weft.config.functions import CallConfig, ClassConfigBase
 from weft.core.axis_rules import composite_rules, get_logical_axis_rules
 from weft.core.filters import DenyList, in_filter
-from weft.core.known import known_part
-from weft.core.layout import constrain
 from weft.core.logical import (
     LogicallyPartitioned,
     logical_to_mesh_axes,
     names_to_mesh_axes,
 )
 from weft.core.meta import Partitioned, is_axis_metadata, unbox
+from weft.core.partial_eval import partial_eval
+from weft.core.spmd import constrain
+from weft.core.tabulate import split_arrays
 from weft.errors import LayerInputsError, LayerMethodError, ParameterSpecError, UnknownLayerError
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
-from weft.hierarchy.module import Module, functional, method_named, nowrap
-from weft.interop.bridge.variables import NNXMeta
-from weft.interop.models import Model, Path, check_same_paths, flat, nested, one_key, shown
-from weft.interop.recognition import model_of
+from weft.hierarchy.module import Module, functional, get_public_method, nowrap
+from weft.interop.models import (
+    Model,
+    Path,
+    adapter_of,
+    check_variables,
+    model_of,
+    path_text,
+    single_key,
+)
+from weft.interop.variables import NNXMeta
 from weft.nnx.eager_sharding import use_eager_sharding
+from weft.traverse_util import flatten_dict, unflatten_dict
 from weft.typing import DType
-
-__all__ = ["HierarchyModel", "InHierarchy", "as_hierarchy"]
 
 
 class HierarchyModel(Model):
@@ -40,7 +48,6 @@ class HierarchyModel(Model):
 
     Args:
         config: of the layer, or a class of layers.
-        **kwargs: fields of the config of a class.
     """
 
     def __init__(self, config: Any, **kwargs: Any):
@@ -61,10 +68,16 @@ class HierarchyModel(Model):
         return layer.create_parameter_specs_recursively() if is_layer else {}
 
     def _call(
-        self, state: Any, key: Any, training: bool | None, method: Any, args: Any, kwargs: Any
+        self,
+        state: Any,
+        key: jax.Array,
+        training: bool | None,
+        method: str | None,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         method = "forward" if method in (None, "__call__") else method
-        fn = method_named(self._layer, method)
+        fn = get_public_method(self._layer, method)
         if fn is None:
             raise LayerMethodError(
                 f"{self.name} has no method {method!r}; expected one such as 'forward'."
@@ -81,7 +94,7 @@ class HierarchyModel(Model):
         )
 
     def init(self, rngs, *args, training=None, method=None, **kwargs):
-        layer, key = self._layer, one_key(rngs, "params", "default")
+        layer, key = self._layer, single_key(rngs, "params", "default")
         if not isinstance(layer, BaseLayer):
             return {}
         state = layer.initialize_parameters_recursively(key)
@@ -92,37 +105,39 @@ class HierarchyModel(Model):
             *(state, jax.random.key(0), *args),
             **kwargs,
         )
-        updated, specs = flat(updates), flat(self._specs())
-        return nested(
+        updated, specs = flatten_dict(updates), flatten_dict(self._specs())
+        return unflatten_dict(
             {
                 ("state" if path in updated else "params", *path): _boxed(value, specs[path])
-                for path, value in flat(state).items()
+                for path, value in flatten_dict(state).items()
             }
         )
 
     def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
         specs = self._specs()
         given = {col: variables.get(col, {}) for col in ("params", "state")}
-        places = {tuple(path): col for (col, *path) in flat(given)}
-        values = {tuple(path): unbox(x) for (_, *path), x in flat(given).items()}
-        check_same_paths(self.name, flat(specs), values)
-        key = one_key(rngs, "default", "dropout")
-        out, side = self._call(_like(specs, values), key, training, method, args, kwargs)
+        places = {tuple(path): col for (col, *path) in flatten_dict(given)}
+        values = {tuple(path): unbox(x) for (_, *path), x in flatten_dict(given).items()}
+        check_variables(self.name, flatten_dict(specs), values)
+        key = single_key(rngs, "default", "dropout")
+        out, side = self._call(_nest_like(specs, values), key, training, method, args, kwargs)
         found: dict[Path, Any] = {
-            (places.get(path, "state"), *path): x for path, x in flat(side.state_updates).items()
+            (places.get(path, "state"), *path): x
+            for path, x in flatten_dict(side.state_updates).items()
         }
         for col in ("summaries", "module_outputs"):
-            found.update(((col, *path), x) for path, x in flat(getattr(side, col)).items())
-        return out, nested({path: x for path, x in found.items() if in_filter(mutable, path[0])})
+            found.update(((col, *path), x) for path, x in flatten_dict(getattr(side, col)).items())
+        return out, unflatten_dict(
+            {path: x for path, x in found.items() if in_filter(mutable, path[0])}
+        )
 
 
-def _boxed(value: Any, spec: ParameterSpec) -> Any:
-    """Returns the parameter, boxed with its spec's layout if there is one."""
+def _boxed(value: object, spec: ParameterSpec) -> Any:
     names = tuple(spec.logical_axes or spec.partition_spec)
-    return _Laid(value, names) if any(names) else value
+    return _NamedAxes(value, names) if any(names) else value
 
 
-class _Laid(Partitioned):
+class _NamedAxes(Partitioned):
     """A parameter whose axes have names: mesh axes, or names that the context's rules map to some.
 
     Attributes:
@@ -135,10 +150,9 @@ class _Laid(Partitioned):
         return constrain(self.value, layout, self.mesh) if apply_constraint else self.value
 
 
-def _like(template: Mapping[str, Any], values: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Returns values nested like a template, in mappings of its classes."""
+def _nest_like(template: Mapping[str, Any], values: Mapping[Path, Any], path: Path = ()) -> Any:
     made = {
-        name: _like(below, values, (*path, name))
+        name: _nest_like(below, values, (*path, name))
         if isinstance(below, Mapping)
         else values[(*path, name)]
         for name, below in template.items()
@@ -146,11 +160,7 @@ def _like(template: Mapping[str, Any], values: Mapping[Path, Any], path: Path = 
     return type(template)(made)  # pyright: ignore[reportCallIssue]
 
 
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def _check_is_layer(config: Any, kwargs: Mapping[str, Any]) -> None:
+def _check_is_layer(config: object, kwargs: Mapping[str, Any]) -> None:
     """Refuses modules that act outside of a run, and fields reserved for the layer's config."""
     cls = config if isinstance(config, type) else getattr(config, "klass", type(config))
     kept = needs_allow(cls)
@@ -167,13 +177,11 @@ def _check_is_layer(config: Any, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _shapes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns `jax.eval_shape`, also for arguments that are not arrays."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = {i: x for i, x in enumerate(leaves) if _is_array(x)}
+def _shapes(fn: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    arrays, fill = split_arrays((args, kwargs))
 
-    def of_arrays(arrays: dict[int, Any]) -> Any:
-        args, kwargs = tree.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+    def of_arrays(arrays: list[Any]) -> Any:
+        args, kwargs = fill(arrays)
         return fn(*args, **kwargs)
 
     return jax.eval_shape(of_arrays, arrays)
@@ -218,9 +226,9 @@ class InHierarchy(BaseLayer):
                     "how they begin and are laid out. Leave it out, and give that layer its "
                     "initializers, with the names of their axes."
                 )
-        self._known: dict[Path, Any] | None = None
+        self._variable_shapes: dict[Path, Any] | None = None
 
-    def _make(self, key: Any) -> dict[str, Any]:
+    def _make(self, key: jax.Array) -> dict[str, Any]:
         inputs = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x,
             self.config.inputs,
@@ -237,14 +245,14 @@ class InHierarchy(BaseLayer):
                 f"is called with, and was given no inputs ({error}); say "
                 "weft.interop.as_hierarchy(layer, inputs=(jax.ShapeDtypeStruct(shape, dtype),))."
             ) from error
-        dtype = self._dtype_that_is_set()
+        dtype = self._configured_dtype()
         return {
             col: _cast(entries, dtype) if dtype and self._model.trains(col) else entries
             for col, entries in made.items()
-            if col not in _REPORTS
+            if col not in _OUTPUT_COLLECTIONS
         }
 
-    def _dtype_that_is_set(self) -> DType | None:
+    def _configured_dtype(self) -> DType | None:
         layer: Module | None = self
         while isinstance(layer, BaseLayer):
             if layer.config.dtype is not None:
@@ -253,36 +261,37 @@ class InHierarchy(BaseLayer):
         return None
 
     def _variables(self) -> dict[Path, Any]:
-        """Returns the layer's variables by path, with shapes in place of values."""
-        if self._known is None:
-            self._known = flat(jax.eval_shape(self._make, jax.random.key(0)))
-        return self._known
+        if self._variable_shapes is None:
+            self._variable_shapes = flatten_dict(jax.eval_shape(self._make, jax.random.key(0)))
+        return self._variable_shapes
 
     @nowrap
     def create_parameter_specs_recursively(self) -> dict[str, Any]:
-        return nested(
+        return unflatten_dict(
             {
-                _named(path): _spec(x, is_state=not self._model.trains(path[0]))
+                _string_path(path): _spec(x, is_state=not self._model.trains(path[0]))
                 for path, x in self._variables().items()
             }
         )
 
     @nowrap
-    def initialize_parameters_recursively(self, prng_key, *, prebuilt: Any = None):
-        given = {path: x for path, x in flat(prebuilt or {}).items() if x is not None}
+    def initialize_parameters_recursively(
+        self, prng_key, *, prebuilt: Mapping[str, Any] | None = None
+    ):
+        given = {path: x for path, x in flatten_dict(prebuilt or {}).items() if x is not None}
         given = {path: x for path, x in given.items() if not isinstance(x, ParameterSpec)}
-        made = known_part(self._make, prng_key)  # without what the variables do not need
-        state = {_named(path): unbox(x) for path, x in flat(made).items()}
+        made = partial_eval(self._make, prng_key)  # without what the variables do not need
+        state = {_string_path(path): unbox(x) for path, x in flatten_dict(made).items()}
         for path, x in given.items():
             if path not in state or jnp.shape(x) != jnp.shape(state[path]):
-                there = ", ".join(f"{shown(p)} {jnp.shape(v)}" for p, v in state.items())
+                there = ", ".join(f"{path_text(p)} {jnp.shape(v)}" for p, v in state.items())
                 raise ParameterSpecError(
-                    f"prebuilt has {shown(path)!r} of shape {jnp.shape(x)} for {self.path()}, "
+                    f"prebuilt has {path_text(path)!r} of shape {jnp.shape(x)} for {self.path()}, "
                     f"whose layer {self._model.name} has: {there}."
                 )
-        return nested({**state, **given})
+        return unflatten_dict({**state, **given})
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: Any) -> Any:
         """Calls the layer, or its public method named `method`, with the given arguments.
 
         Raises:
@@ -296,67 +305,67 @@ class InHierarchy(BaseLayer):
             )
         wanted = self._variables()
         state: Any = self.state
-        given, real = flat(state), {_named(path): path for path in wanted}
-        check_same_paths(self._model.name, {_named(p): unbox(x) for p, x in wanted.items()}, given)
+        given, real = flatten_dict(state), {_string_path(path): path for path in wanted}
+        check_variables(
+            self._model.name, {_string_path(p): unbox(x) for p, x in wanted.items()}, given
+        )
         trained = {col for col, *_ in real.values() if self._model.trains(col)}
         with use_eager_sharding(False):
             out, changed = self._model.apply(
-                nested({real[path]: x for path, x in given.items() if path in real}),
+                unflatten_dict({real[path]: x for path, x in given.items() if path in real}),
                 *args,
                 rngs={} if self.prng_key is None else {"default": self.prng_key},
                 mutable=DenyList(tuple(trained)),
                 training=self.is_training,
                 **kwargs,
             )
-        self._report({_named(path): unbox(x) for path, x in flat(changed).items()}, real)
+        self._add_outputs(
+            {_string_path(path): unbox(x) for path, x in flatten_dict(changed).items()}, real
+        )
         return out
 
-    def _report(self, changed: dict[Path, Any], known: Mapping[Path, Any]) -> None:
-        updates = nested({path: x for path, x in changed.items() if path in known})
+    def _add_outputs(self, changed: dict[Path, Any], known: Mapping[Path, Any]) -> None:
+        updates = unflatten_dict({path: x for path, x in changed.items() if path in known})
         for col, entries in updates.items():
             self.add_state_update(col, entries)
-        new = nested({path: x for path, x in changed.items() if path not in known})
+        new = unflatten_dict({path: x for path, x in changed.items() if path not in known})
         for name, value in new.pop("summaries", {}).items():
-            self.add_summary(name, _sown(value))
+            self.add_summary(name, _sown_value(value))
         for name, value in {**new.pop("module_outputs", {}), **new}.items():
             self.add_module_output(name, value)
 
 
-_REPORTS = ("summaries", "module_outputs", "intermediates")
+_OUTPUT_COLLECTIONS = ("summaries", "module_outputs", "intermediates")
 """Collections of what a call reports; they are not state."""
 
 
-def _named(path: Path) -> tuple[str, ...]:
-    """Returns the path with strings as parts, as in the hierarchy's states."""
+def _string_path(path: Path) -> tuple[str, ...]:
     return tuple(map(str, path))
 
 
-def _cast(tree: Any, dtype: DType) -> Any:
-    """Converts floating-point numbers to another dtype."""
+def _cast(tree: object, dtype: DType) -> Any:
     return jax.tree.map(
         lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
     )
 
 
-def _sown(value: Any) -> Any:
+def _sown_value(value: object) -> Any:
     """Returns the sown value, or a dict of them by number if there are several."""
     if isinstance(value, Mapping):
-        return {name: _sown(below) for name, below in value.items()}
+        return {name: _sown_value(below) for name, below in value.items()}
     if type(value) is tuple:
         return value[0] if len(value) == 1 else {str(i): x for i, x in enumerate(value)}
     return value
 
 
-def _names(x: Any) -> tuple[Any, ...]:
-    """Returns the axis names of a box, before any rule."""
+def _names(x: object) -> tuple[Any, ...]:
     if isinstance(x, NNXMeta):
         names = x.metadata.get("out_sharding")
         return tuple(getattr(names, "spec", names) or ())
     return tuple(getattr(x, "get_partition_spec", tuple)()) if is_axis_metadata(x) else ()
 
 
-def _layout(x: Any) -> PartitionSpec:
-    """Returns the mesh axes of a variable's box, by its rules or those of the context."""
+def _layout(x: object) -> PartitionSpec:
     names = _names(x)
     if isinstance(x, LogicallyPartitioned):
         return logical_to_mesh_axes(names, x.rules) or PartitionSpec()
@@ -365,7 +374,6 @@ def _layout(x: Any) -> PartitionSpec:
 
 
 def _spec(x: Any, *, is_state: bool) -> Any:
-    """Returns the spec of a variable, with its box's layout."""
     layout, names = _layout(x), _names(x)
     is_logical = isinstance(x, LogicallyPartitioned) or tuple(layout) != names
     scale = 0.0 if is_state else None
@@ -384,19 +392,17 @@ def _spec(x: Any, *, is_state: bool) -> Any:
     return jax.tree.map(spec, unbox(x))
 
 
-def as_hierarchy(x: Any, /, *args: Any, inputs: Any = (), **kwargs: Any) -> Any:
+def as_hierarchy(x: object, /, *args: object, inputs: object = (), **kwargs: object) -> Any:
     """Returns the config of a hierarchy layer that wraps a layer of any library.
 
     Its parameters have the mesh axes of the layer's axis metadata. Changes that a call makes, such
     as batch statistics, update the hierarchy's state. The layer is called in training or evaluation
-    mode, see `weft.interop.models.with_mode`.
+    mode, see `weft.interop.models.add_mode`.
 
     Args:
         x: the layer, see `weft.interop.model_of`; a class of layers; or a config of either, such as
             one of `config_for_class`. Configs of hierarchy layers are returned unchanged.
-        *args: for a class.
         inputs: arrays or `jax.ShapeDtypeStruct` of a call, which determine parameter shapes.
-        **kwargs: for a class.
 
     Raises:
         UnknownLayerError: on instantiation, if the library of `x` is unknown.
@@ -414,3 +420,10 @@ def as_hierarchy(x: Any, /, *args: Any, inputs: Any = (), **kwargs: Any) -> Any:
         return x.default_config().set(**kwargs)
     inputs = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
     return InHierarchy.default_config().set(layer=x, args=args, kwargs=kwargs, inputs=inputs)
+
+
+def as_child_config(x: Any) -> InstantiableConfig:
+    """Returns the config of a child that is not the config of a module, see `Module._add_child`."""
+    is_layer = isinstance(x, ClassConfigBase) and adapter_of(x.klass)
+    makes_module = isinstance(x, CallConfig) and {"name", "parent"} <= set(x.keys())
+    return x if makes_module and not is_layer else as_hierarchy(x)

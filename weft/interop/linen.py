@@ -6,14 +6,21 @@ from typing import Any
 from weft import linen
 from weft.core.filters import Filter
 from weft.errors import UnknownLayerError
-from weft.interop.models import Model, Variables, boxed_like, flat, method_of, nested, with_mode
-from weft.interop.recognition import model_of
-from weft.linen.running import alone
+from weft.interop.models import (
+    Keys,
+    Method,
+    Model,
+    Variables,
+    add_mode,
+    model_of,
+    rebox,
+    resolve_method,
+)
+from weft.linen.state import without_parent
+from weft.traverse_util import flatten_dict, unflatten_dict
 
-__all__ = ["InLinen", "LinenModel", "as_linen", "linen_streams"]
 
-
-def linen_streams(rngs: Mapping[str, Any]) -> dict[str, Any]:
+def linen_streams(rngs: Keys) -> dict[str, Any]:
     """Returns the streams for a Linen module; `default` replaces a missing `params`."""
     streams = dict(rngs)
     if "default" in streams:
@@ -25,10 +32,10 @@ def linen_streams(rngs: Mapping[str, Any]) -> dict[str, Any]:
 class LinenModel(Model):
     """A Linen module, or a class of modules with its arguments."""
 
-    def __init__(self, module: Any, *args: Any, **kwargs: Any):
-        with self._outside():
+    def __init__(self, module: Any, *args: object, **kwargs: object):
+        with self._without_parent():
             made = module(*args, **kwargs) if isinstance(module, type) else module
-            if not isinstance(made, self._kind()):
+            if not isinstance(made, self._base_class()):
                 raise UnknownLayerError(
                     f"a module of Linen was to be used, and a {type(made).__name__} was given; "
                     "give one, or let weft.interop.model_of say what it is."
@@ -36,14 +43,12 @@ class LinenModel(Model):
             self.module = made.clone(parent=None)
 
     @staticmethod
-    def _kind() -> type:
-        """Returns the module base class of the library."""
+    def _base_class() -> type:
         return linen.Module
 
     @staticmethod
-    def _outside() -> Any:
-        """Returns a context in which new modules have no parent."""
-        return alone()
+    def _without_parent() -> Any:
+        return without_parent()
 
     @property
     def name(self) -> str:
@@ -51,51 +56,48 @@ class LinenModel(Model):
 
     def init(self, rngs, *args, training=None, method=None, **kwargs):
         kwargs = self._arguments(method, kwargs, training)
-        with self._outside():
-            return self._out(self.module.init(linen_streams(rngs), *args, **kwargs))
+        with self._without_parent():
+            return self._from_library(self.module.init(linen_streams(rngs), *args, **kwargs))
 
     def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
         kwargs = self._arguments(method, kwargs, training)
-        streams, given = linen_streams(rngs), self._in(variables)
-        with self._outside():
-            filtered = self._filter(mutable)
+        streams, given = linen_streams(rngs), self._to_library(variables)
+        with self._without_parent():
+            filtered = self._library_filter(mutable)
             out = self.module.apply(given, *args, rngs=streams, mutable=filtered, **kwargs)
         if mutable is False:
             return out, {}
         out, changed = out
-        return out, _changes(variables, self._out(changed))
+        return out, _changed_entries(variables, self._from_library(changed))
 
-    def _arguments(self, method: Any, kwargs: dict[str, Any], training: bool | None) -> Any:
-        called = method_of(self.module, method, self.name)
+    def _arguments(self, method: Method, kwargs: dict[str, Any], training: bool | None) -> Any:
+        called = resolve_method(self.module, method, self.name)
         # Of the module itself, `__call__` is what says how it is called.
         called = called if method else getattr(self.module, "__call__", called)  # noqa: B004
         given = {} if method is None else {"method": method}
-        return {**given, **with_mode(called, kwargs, training)}
+        return {**given, **add_mode(called, kwargs, training)}
 
-    def _filter(self, mutable: Filter) -> Any:
-        """Converts a filter of collections for the library."""
+    def _library_filter(self, mutable: Filter) -> Any:
         return mutable
 
-    def _in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Converts variables for the library."""
+    def _to_library(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         return variables
 
-    def _out(self, variables: Mapping[str, Any]) -> Variables:
-        """Converts variables of the library for Weft."""
+    def _from_library(self, variables: Mapping[str, Any]) -> Variables:
         return dict(variables)
 
 
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Variables:
-    """Returns the entries that are other objects than before."""
-    old = flat(before)
-    return nested({p: v for p, v in flat(after).items() if p not in old or old[p] is not v})
+def _changed_entries(before: Mapping[str, Any], after: Mapping[str, Any]) -> Variables:
+    old = flatten_dict(before)
+    return unflatten_dict(
+        {p: v for p, v in flatten_dict(after).items() if p not in old or old[p] is not v}
+    )
 
 
 class InLinen(linen.Module):
     """A layer of any library as a module of Linen.
 
     Attributes:
-        model: the layer.
         training: whether it is called in training mode; None does not set the mode.
     """
 
@@ -104,7 +106,7 @@ class InLinen(linen.Module):
 
     @linen.compact
     def __call__(
-        self, *args: Any, training: bool | None = None, method: str | None = None, **kwargs: Any
+        self, *args: object, training: bool | None = None, method: Method = None, **kwargs: object
     ) -> Any:
         """Calls the layer, or its method named `method`; `training` overrides the attribute."""
         scope: Any = self.scope
@@ -113,33 +115,40 @@ class InLinen(linen.Module):
         variables = self.variables
         if self.is_initializing() and not any(variables.values()):
             variables = self.model.init(self._streams(), *args, **how)
-            self._put(variables)
+            self._store_variables(variables)
         out, changed = self.model.apply(
             variables, *args, rngs=self._streams(), mutable=scope.mutable, **how
         )
         if not self.is_initializing():
-            self._put(boxed_as(variables, changed))
+            self._store_variables(rebox_all(variables, changed))
         return out
 
     def _streams(self) -> dict[str, Any]:
         scope: Any = self.scope
         return {name: self.make_rng(name) for name in scope.rngs}
 
-    def _put(self, variables: Mapping[str, Any]) -> None:
+    def _store_variables(self, variables: Mapping[str, Any]) -> None:
         for col, entries in variables.items():
             if self.is_mutable_collection(col):
                 for name, value in entries.items():
                     self.put_variable(col, name, value)
 
 
-def boxed_as(before: Mapping[str, Any], changed: Mapping[str, Any]) -> Variables:
+def rebox_all(before: Mapping[str, Any], changed: Mapping[str, Any]) -> Variables:
     """Returns changed variables in the boxes they were in before."""
-    old = flat(before)
-    return nested({path: boxed_like(old.get(path), v) for path, v in flat(changed).items()})
+    old = flatten_dict(before)
+    return unflatten_dict(
+        {path: rebox(old.get(path), v) for path, v in flatten_dict(changed).items()}
+    )
 
 
 def as_linen(
-    x: Any, /, *args: Any, name: str | None = None, training: bool | None = None, **kwargs: Any
+    x: object,
+    /,
+    *args: object,
+    name: str | None = None,
+    training: bool | None = None,
+    **kwargs: object,
 ) -> linen.Module:
     """Returns a layer of any library as a module of Linen.
 
@@ -149,11 +158,8 @@ def as_linen(
     Args:
         x: the layer, see `weft.interop.model_of`, or a class of layers. Modules of Linen are
             returned unchanged. If the layer holds arrays itself, `init` copies them.
-        *args: for a class.
-        name: of the module in its parent.
         training: whether the layer is called in training mode, a default for calls; None does not
             set the mode.
-        **kwargs: for a class.
 
     Raises:
         UnknownLayerError: if the library of `x` is unknown.

@@ -3,6 +3,8 @@
 Variables are nested dicts by collection and path, like those of Linen; values may be in boxes of
 axis metadata. Each library has one `Model` for its layers, and each way of writing models in Weft
 has one layer that holds a `Model`, so the number of adapters is the number of libraries.
+
+`model_of` recognizes the library of an object by its class's module, without importing the library.
 """
 
 import abc
@@ -11,13 +13,28 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
+from weft.config import REQUIRED, ClassConfigBase, FunctionConfigBase, InstantiableConfig
 from weft.core.filters import Filter
 from weft.core.meta import is_axis_metadata
-from weft.errors import LayerMethodError, LayerVariablesError, MissingLibraryError
-from weft.nnx.structure import Fixed
+from weft.errors import (
+    LayerMethodError,
+    LayerVariablesError,
+    MissingLibraryError,
+    UnknownLayerError,
+)
+from weft.nnx.rngs import Rngs
+from weft.nnx.versions import StaticValue
 
 Path = tuple[Any, ...]
 Variables = dict[str, Any]
+"""Nested dicts of values by collection and path; values may be in boxes."""
+Keys = Mapping[str, jax.Array]
+"""PRNG keys by stream; `default` replaces missing streams."""
+RngsLike = Rngs | Keys | jax.Array | int | None
+Method = str | Callable[..., Any] | None
+"""A method, its name, or a function of the layer; None for a call of the layer itself."""
 
 
 class Model(abc.ABC):
@@ -34,41 +51,36 @@ class Model(abc.ABC):
     @abc.abstractmethod
     def init(
         self,
-        rngs: Mapping[str, Any],
-        *args: Any,
+        rngs: Keys,
+        *args: object,
         training: bool | None = None,
         method: str | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Variables:
         """Returns the variables of the layer, for a call with the given arguments.
 
         Args:
-            rngs: PRNG keys by stream; `default` replaces missing streams.
-            *args: of the call.
             training: whether this is part of training; None does not set the mode.
             method: name of the method to call, by default the layer itself.
-            **kwargs: of the call.
         """
 
     @abc.abstractmethod
     def apply(
         self,
         variables: Mapping[str, Any],
-        *args: Any,
-        rngs: Mapping[str, Any],
+        *args: object,
+        rngs: Keys,
         mutable: Filter,
         training: bool | None = None,
         method: str | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Any, Variables]:
         """Calls the layer on its variables.
 
         Args:
             variables: as returned by `init`; values may be in boxes.
-            *args: of the call.
             rngs, training, method: see `init`.
             mutable: the collections that may change.
-            **kwargs: of the call.
 
         Returns:
             The call's result, and the new or changed entries of mutable collections.
@@ -83,9 +95,9 @@ class Model(abc.ABC):
         layer = getattr(self, "module", None)
         return callable(getattr(getattr(layer, "made", layer), name, None))
 
-    def _key(self) -> Fixed:
+    def _key(self) -> StaticValue:
         attributes = {k: v for k, v in vars(self).items() if not k.startswith("_")}
-        return Fixed((type(self), tuple(attributes.items())))
+        return StaticValue((type(self), tuple(attributes.items())))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Model) and self._key() == other._key()
@@ -97,7 +109,7 @@ class Model(abc.ABC):
         return f"{type(self).__name__}({self.name})"
 
 
-def library(name: str, extra: str) -> Any:
+def import_library(name: str, extra: str) -> Any:
     """Imports and returns a library.
 
     Raises:
@@ -112,7 +124,7 @@ def library(name: str, extra: str) -> Any:
         ) from error
 
 
-def one_key(rngs: Mapping[str, Any], *names: str) -> Any:
+def single_key(rngs: Keys, *names: str) -> Any:
     """Returns the key for a layer that takes a single one, or None.
 
     `names` are the streams to try first.
@@ -120,7 +132,7 @@ def one_key(rngs: Mapping[str, Any], *names: str) -> Any:
     return next((rngs[n] for n in (*names, *rngs) if n in rngs), None)
 
 
-def parameters_of(fn: Callable[..., Any]) -> set[str]:
+def parameter_names(fn: Callable[..., Any]) -> set[str]:
     """Returns the names of a function's keyword parameters; none if they are unknown."""
     try:
         # The signature of a class may be that of its metaclass, which says nothing.
@@ -140,7 +152,7 @@ _MODES = {
 }
 
 
-def with_mode(
+def add_mode(
     fn: Callable[..., Any], kwargs: Mapping[str, Any], training: bool | None
 ) -> dict[str, Any]:
     """Returns the arguments with the training mode added, under the names that libraries use.
@@ -153,12 +165,12 @@ def with_mode(
     """
     if training is None:
         return dict(kwargs)
-    taken = parameters_of(fn)
-    said = {name: (training == sense) for name, sense in _MODES.items() if name in taken}
-    return {**said, **kwargs}
+    taken = parameter_names(fn)
+    flags = {name: (training == sense) for name, sense in _MODES.items() if name in taken}
+    return {**flags, **kwargs}
 
 
-def method_of(layer: Any, method: Any, name: str) -> Callable[..., Any]:
+def resolve_method(layer: object, method: Method, name: str) -> Callable[..., Any]:
     """Returns the layer itself, its method of that name, or a function of the layer.
 
     Raises:
@@ -179,67 +191,121 @@ def method_of(layer: Any, method: Any, name: str) -> Callable[..., Any]:
     return found
 
 
-# Nested dicts and their paths.
-
-
-def flat(tree: Mapping[Any, Any], path: Path = ()) -> dict[Path, Any]:
-    """Returns the values of nested mappings by path."""
-    found: dict[Path, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            found.update(flat(value, (*path, name)))
-        else:
-            found[(*path, name)] = value
-    return found
-
-
-def nested(values: Mapping[Path, Any]) -> dict[Any, Any]:
-    """Inverts `flat`."""
-    tree: dict[Any, Any] = {}
-    for (*above, name), value in values.items():
-        at = tree
-        for part in above:
-            at = at.setdefault(part, {})
-        at[name] = value
-    return tree
-
-
-def shown(path: Path) -> str:
+def path_text(path: Path) -> str:
     """Formats a path for messages."""
     return "/".join(map(str, path))
 
 
-def boxed_like(before: Any, value: Any) -> Any:
+def rebox(before: Any, value: Any) -> Any:
     """Puts a value into the box of the one before it, if any."""
     if is_axis_metadata(before) and not is_axis_metadata(value):
         return before.replace_boxed(value)
     return value
 
 
-def check_same_paths(
+def check_variables(
     name: str, wanted: Mapping[Path, Any], given: Mapping[Path, Any], shapes: bool = True
 ) -> None:
     """Checks that given variables match a layer's.
 
     Args:
-        name: of the layer.
         wanted: objects with a shape, by collection and path.
-        given: the values.
-        shapes: whether to compare shapes.
 
     Raises:
         LayerVariablesError: if one is missing, or has another shape.
     """
     for path, value in wanted.items():
         if path not in given:
-            there = ", ".join(map(shown, given)) or "none"
+            there = ", ".join(map(path_text, given)) or "none"
             raise LayerVariablesError(
-                f"{name} has a variable {shown(path)!r}, which was not given; there are: {there}. "
+                f"{name} has a variable {path_text(path)!r}, which was not given; there are: "
+                f"{there}. "
                 "Give it the variables that its `init` made."
             )
         new = getattr(given[path], "shape", None)
         if shapes and new is not None and tuple(new) != tuple(value.shape):
             raise LayerVariablesError(
-                f"the variable {shown(path)!r} of {name} has the shape {tuple(new)}; expected "
+                f"the variable {path_text(path)!r} of {name} has the shape {tuple(new)}; expected "
                 f"{tuple(value.shape)}. The variables are those of another layer."
             )
+
+
+_ADAPTERS = {
+    "weft.linen.": "weft.interop.linen:LinenModel",
+    "weft.nnx.": "weft.interop.nnx:NNXModel",
+    "weft.hierarchy.": "weft.interop.hierarchy:HierarchyModel",
+    "flax.linen.": "weft.interop.flax:FlaxLinenModel",
+    "flax.nnx.": "weft.interop.flax:FlaxNNXModel",
+    "equinox.": "weft.interop.equinox_haiku:EquinoxModel",
+    "haiku.": "weft.interop.equinox_haiku:HaikuModel",
+}
+
+
+def adapter_of(x: object) -> str:
+    """Returns the module of the `Model` for a layer or class of layers; empty if there is none."""
+    if isinstance(x, tuple) and len(x) == 2 and type(x) is tuple:
+        x = x[0]  # a layer and its state
+    # The root of the classes of a library comes first: a module of one may hold another's.
+    for base in reversed((x if isinstance(x, type) else type(x)).__mro__):
+        for prefix, adapter in _ADAPTERS.items():
+            if f"{base.__module__}.".startswith(prefix):
+                return adapter
+    return ""
+
+
+def model_of(x: object, *args: object, **kwargs: object) -> Model:
+    """Returns the `Model` of a layer.
+
+    Args:
+        x: a layer of Linen, NNX, Flax, Equinox or Haiku, a class of layers of these or the
+            hierarchy, or a config that makes one. Also a hierarchy config, a pair of an Equinox
+            layer and its state, a result of `haiku.transform`, or a `Model`.
+
+    Raises:
+        UnknownLayerError: if `x` is something else, or arguments were given without a class.
+    """
+    if (args or kwargs) and not isinstance(x, type):
+        raise UnknownLayerError(
+            f"{x!r} is not a class, but was given the arguments {args} and {kwargs}; "
+            "pass a class and its arguments, or a layer alone."
+        )
+    if isinstance(x, Model):
+        return x
+    adapter = adapter_of(x)
+    if not adapter and isinstance(x, ClassConfigBase | FunctionConfigBase):
+        return _config_model(x)
+    if not adapter and isinstance(x, InstantiableConfig):
+        return model_of(x.instantiate())
+    if not adapter:
+        raise UnknownLayerError(
+            f"{x!r} is not a layer of a known library; pass a module of Linen or NNX, of "
+            "Weft or Flax, a config of a hierarchy layer, a module of Equinox, a module or "
+            "transformed function of Haiku, or derive from weft.interop.Model."
+        )
+    return _load_adapter(adapter)(x, *args, **kwargs)
+
+
+class _ConfigFactory:
+    """Function that makes the module of a config, complete except for its `rngs`."""
+
+    def __init__(self, config: Any):
+        self._config = config
+        self.made = config.klass if isinstance(config, ClassConfigBase) else config.fn
+        self.__name__ = self.made.__name__
+
+    def __call__(self, *, rngs: Any) -> Any:
+        return self._config.instantiate(rngs=rngs)
+
+
+def _config_model(config: Any) -> Model:
+    if "rngs" not in config.keys() or config.rngs not in (None, REQUIRED):  # noqa: SIM118
+        return model_of(config.instantiate())
+    maker = _ConfigFactory(config)
+    # Nothing but NNX gives streams by this name; a function that takes them makes such a module.
+    adapter = adapter_of(maker.made) if isinstance(maker.made, type) else _ADAPTERS["weft.nnx."]
+    return _load_adapter(adapter)(maker) if adapter else model_of(config.instantiate())
+
+
+def _load_adapter(adapter: str) -> Any:
+    module, _, name = adapter.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,42 +1,249 @@
-"""Layers of NNX in other models, and layers of other libraries in models of NNX."""
+"""Layers of NNX in other models (`NNXModel`), and layers of other libraries in models of NNX.
 
+The variables of such a layer are attributes of a `ToNNX`, for a Linen module, or an `InNNX`.
+"""
+
+import contextlib
+import threading
 import warnings
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 
 from weft import nnx
 from weft.core.filters import DenyList, Filter, in_filter
-from weft.core.known import known_or_shape
 from weft.core.meta import global_mesh_defined, unbox
-from weft.errors import InvalidRngError
-from weft.interop.bridge.to_nnx import ToNNX, initializing
-from weft.interop.bridge.variables import collection_of, to_linen_var, to_nnx_var
+from weft.core.partial_eval import partial_eval_or_shapes
+from weft.core.tabulate import to_shapes
+from weft.errors import InvalidRngError, LayerVariablesError, TransformArgumentError
+from weft.interop.linen import LinenModel
 from weft.interop.models import (
+    Keys,
+    Method,
     Model,
     Path,
+    RngsLike,
     Variables,
-    check_same_paths,
-    flat,
-    method_of,
-    nested,
-    one_key,
-    parameters_of,
-    shown,
+    check_variables,
+    model_of,
+    parameter_names,
+    path_text,
+    resolve_method,
+    single_key,
 )
-from weft.interop.recognition import model_of
-from weft.linen.running import alone
-from weft.nnx.observing import visit
+from weft.interop.variables import collection_of, to_linen_var, to_nnx_var
+from weft.linen.state import without_parent
+from weft.nnx.intercept import visit_model
+from weft.nnx.module import Module
+from weft.nnx.rngs import Rngs
+from weft.nnx.variables import Variable, variable_type_from_name
+from weft.traverse_util import flatten_dict, unflatten_dict
 
-__all__ = ["InNNX", "NNXModel", "as_nnx"]
+ModuleOrMethod = TypeVar("ModuleOrMethod")
+_OWN_PREFIX = "to_nnx__"
 
 
-class _Parts(NamedTuple):
+class _LazyInit(threading.local):
+    """The modules that the running `lazy_init` has initialized; None outside of any."""
+
+    def __init__(self) -> None:
+        self.done: list[ToNNX] | None = None
+
+
+_lazy_init = _LazyInit()
+
+
+class ToNNX(Module):
+    """A Linen module as a module of NNX.
+
+    Its variables are attributes, made by `lazy_init`; those of a submodule are in a dict with the
+    submodule's name.
+
+    Args:
+        rngs: a key, or `Rngs` to fork. Each call draws one key of each stream; `default` replaces
+            a missing `params`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import linen as nn, nnx
+        >>> layer = ToNNX(nn.Dense(2), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((1, 3)))
+        >>> layer.kernel.shape
+        (3, 2)
+    """
+
+    def __init__(self, module: object, rngs: RngsLike = None):
+        self.to_nnx__module = module
+        if isinstance(rngs, Rngs):
+            rngs = rngs.fork()
+        self.to_nnx__rngs = rngs if rngs is None or isinstance(rngs, Rngs) else Rngs(params=rngs)
+
+    @property
+    def module(self) -> Any:
+        """Linen module."""
+        return self.to_nnx__module
+
+    @property
+    def rngs(self) -> Rngs | None:
+        """PRNG streams."""
+        return self.to_nnx__rngs
+
+    @property
+    def _model(self) -> Model:
+        module = self.to_nnx__module
+        return module if isinstance(module, Model) else LinenModel(module)
+
+    def lazy_init(self, *args: Any, rngs: RngsLike = None, **kwargs: Any) -> Self:
+        """Makes the variables and returns the module itself; arguments are those of a call."""
+        self._assign_variables(self._model.init(self._keys(rngs), *args, **kwargs))
+        return self
+
+    def __call__(
+        self,
+        *args: Any,
+        rngs: RngsLike = None,
+        method: Method = None,
+        mutable: Filter | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Calls the Linen module on its variables.
+
+        Args:
+            rngs: streams in place of the module's own: `Rngs`, a key, or keys by stream.
+            method: a method, its name, or a function of the Linen module.
+            mutable: the collections that the call may change, in place.
+        """
+        keys, model = self._keys(rngs), self._model
+        call: dict[str, Any] = {"method": method, **kwargs}
+        if _lazy_init.done is not None:
+            if not any(m is self for m in _lazy_init.done):
+                _lazy_init.done.append(self)
+                self._assign_variables(model.init(keys, *args, **call))
+            return model.apply(self._variables(), *args, rngs=keys, mutable=True, **call)[0]
+        out, changed = model.apply(
+            self._variables(), *args, rngs=keys, mutable=mutable or False, **call
+        )
+        if changed:
+            self._assign_variables(changed)
+        return out
+
+    def _keys(self, rngs: RngsLike) -> dict[str, Any]:
+        if isinstance(rngs, Mapping):
+            return dict(rngs)
+        if rngs is None:
+            rngs = self.to_nnx__rngs
+        elif not isinstance(rngs, Rngs):
+            return {"params": rngs}
+        keys = {}
+        for name, stream in [] if rngs is None else rngs.items():
+            # Streams that this module's model was not given are none of the Linen module either.
+            with contextlib.suppress(InvalidRngError):
+                keys[name] = stream()
+        return keys
+
+    # The attributes.
+
+    def _own_variables(self) -> dict[Path, Any]:
+        names = [
+            n for n in vars(self) if not n.startswith(("_", _OWN_PREFIX)) and n not in _SET_BY_MODE
+        ]
+        return flatten_dict({name: vars(self)[name] for name in names})
+
+    def _variables(self) -> dict[str, Any]:
+        found: dict[Path, Any] = {}
+        for path, x in self._own_variables().items():
+            if not isinstance(x, Variable):
+                raise LayerVariablesError(
+                    f"{type(self).__name__} of {self._model.name} has the attribute "
+                    f"{path_text(path)!r} of type {type(x).__name__}, which is in no collection; "
+                    f"make "
+                    "it a variable, such as nnx.Param."
+                )
+            found[collection_of(type(x)), *path] = to_linen_var(x)
+        return unflatten_dict(found)
+
+    def _applies_layout(self, x: object) -> bool:
+        """Returns whether to apply the layout of a new value's box; an error without a mesh."""
+        return True
+
+    def _assign_variables(self, variables: Mapping[str, Any]) -> None:
+        there: dict[Path, Any] = self._own_variables()
+        new: dict[Path, Any] = {}
+        for (col, *rest), x in flatten_dict(variables).items():
+            path, kind = tuple(rest), variable_type_from_name(col, allow_register=True)
+            before: Any = new.get(path, there.get(path))
+            if path in new or (before is not None and type(before) is not kind):
+                raise LayerVariablesError(
+                    f"{self._model.name} has a variable {path_text(path)!r} in the collections "
+                    f"{collection_of(type(before))!r} and {col!r}, and a module of NNX has one "
+                    "attribute of a name; rename one of them."
+                )
+            if before is None:
+                new[path] = to_nnx_var(col, x, lay_out=self._applies_layout(x))
+            else:
+                before.set_raw_value(to_nnx_var(col, x, lay_out=False).get_raw_value())
+        for path, variable in new.items():
+            self._set_variable(path, variable)
+
+    def _set_variable(self, path: Path, variable: object) -> None:
+        name, *below = path
+        if not below:
+            setattr(self, name, variable)
+            return
+        if name not in vars(self):
+            setattr(self, name, {})
+        entries = vars(self)[name]
+        for part in below[:-1]:
+            if part not in entries:
+                entries[part] = {}  # stored as another object, a `Dict` of NNX
+            entries = entries[part]
+        entries[below[-1]] = variable
+
+
+_SET_BY_MODE = ("deterministic",)
+
+
+def lazy_init(fn: ModuleOrMethod, *args: Any, **kwargs: Any) -> ModuleOrMethod:
+    """Makes the variables of other libraries' layers in a module by calling it; returns `fn`.
+
+    Raises:
+        TransformArgumentError: if `fn` is neither an NNX module nor a method of one.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import linen as nn, nnx
+        >>> model = nnx.Sequential(ToNNX(nn.Dense(4), nnx.Rngs(0)), ToNNX(nn.Dense(2), nnx.Rngs(1)))
+        >>> lazy_init(model, jnp.ones((1, 3))).layers[1].kernel.shape
+        (4, 2)
+    """
+    of = fn if isinstance(fn, Module) else getattr(fn, "__self__", None)
+    if not isinstance(of, Module) or not callable(fn):
+        raise TransformArgumentError(
+            f"lazy_init was given {fn!r}; give a module of NNX that can be called, or a method of "
+            "one, such as model.encode."
+        )
+    if isinstance(fn, ToNNX):
+        fn.lazy_init(*args, **kwargs)
+        return fn  # pyright: ignore[reportReturnType]
+    with initializing():
+        fn(*args, **kwargs)
+    return fn
+
+
+@contextlib.contextmanager
+def initializing() -> Iterator[None]:
+    """Lets the first call of each `ToNNX` make its variables."""
+    before, _lazy_init.done = _lazy_init.done, []
+    try:
+        yield
+    finally:
+        _lazy_init.done = before
+
+
+class _AbstractModule(NamedTuple):
     """A module without its values.
 
     Attributes:
-        graphdef: its description.
         leaves: its variables and arrays by path, with shapes in place of values.
         keys: the values in PRNG streams, by path.
     """
@@ -51,7 +258,6 @@ class NNXModel(Model):
 
     Args:
         module: the module, whose values are the initial ones; or a class or function that makes it.
-        *args: for a class.
         **kwargs: for a class, except `rngs`.
 
     Attributes:
@@ -62,9 +268,9 @@ class NNXModel(Model):
 
     nnx: Any = nnx
 
-    def __init__(self, module: Any, *args: Any, **kwargs: Any):
+    def __init__(self, module: Any, *args: object, **kwargs: Any):
         self.module, self.args, self.kwargs = module, args, kwargs
-        self.takes_rngs = "rngs" not in kwargs and "rngs" in parameters_of(module)
+        self.takes_rngs = "rngs" not in kwargs and "rngs" in parameter_names(module)
         self.abstract = True
         self.metadata_fn: Any = to_linen_var
 
@@ -74,7 +280,7 @@ class NNXModel(Model):
         return getattr(self.module, "__name__", of_class.__name__)
 
     @property
-    def _is_made(self) -> bool:
+    def _is_instance(self) -> bool:
         return isinstance(self.module, self.nnx.Pytree)
 
     def trains(self, collection):
@@ -86,9 +292,9 @@ class NNXModel(Model):
 
     # Making it.
 
-    def make(self, rngs: Mapping[str, Any]) -> Any:
+    def make(self, rngs: Keys) -> Any:
         """Returns the module with its initial values."""
-        if self._is_made:
+        if self._is_instance:
             made = self.nnx.clone(self.module)
             keys = {tag: rngs[tag] for tag in self._tags(made) if tag in rngs}
             if "default" in rngs:
@@ -96,25 +302,25 @@ class NNXModel(Model):
             self.nnx.reseed(made, policy="match_shape", **keys)
             return made
         streams = {"rngs": self.nnx.Rngs(**rngs)} if self.takes_rngs else {}
-        with alone():
+        with without_parent():
             return self.module(*self.args, **self.kwargs, **streams)
 
-    def type_made(self, rngs: Mapping[str, Any]) -> type:
+    def module_type(self, rngs: Keys) -> type:
         """Returns the class of the module."""
-        return self._described(rngs).graphdef.root.type
+        return self._describe(rngs).graphdef.root.type
 
-    def _tags(self, module: Any) -> set[str]:
+    def _tags(self, module: object) -> set[str]:
         found = (x for _, x in self.nnx.iter_graph(module))
         return {x.tag for x in found if isinstance(x, self.nnx.RngStream)}
 
-    def _is_key(self, leaf: Any) -> bool:
+    def _is_key(self, leaf: object) -> bool:
         return isinstance(leaf, self.nnx.RngState)
 
-    def collections(self, module: Any) -> dict[Path, Any]:
+    def collections(self, module: object) -> dict[Path, Any]:
         """Returns a module's variables and arrays, by collection and path, without PRNG streams."""
         return self._by_collection(self._leaves(module)[1])
 
-    def _leaves(self, module: Any) -> tuple[Any, dict[Path, Any]]:
+    def _leaves(self, module: object) -> tuple[Any, dict[Path, Any]]:
         graphdef, state = self.nnx.split(module)
         return graphdef, dict(self.nnx.to_flat_state(state))
 
@@ -125,7 +331,7 @@ class NNXModel(Model):
             if not self._is_key(leaf)
         }
 
-    def _collection(self, leaf: Any) -> str:
+    def _collection(self, leaf: object) -> str:
         return collection_of(type(leaf)) if isinstance(leaf, nnx.Variable) else "arrays"
 
     def boxed(self, leaf: Any) -> Any:
@@ -134,48 +340,49 @@ class NNXModel(Model):
             return leaf
         return leaf.get_raw_value() if self.metadata_fn is None else self.metadata_fn(leaf)
 
-    def _described(self, rngs: Mapping[str, Any]) -> _Parts:
+    def _describe(self, rngs: Keys) -> _AbstractModule:
         """Returns the module without computing values other than its streams."""
         found: list[Any] = []
 
-        def build(rngs: Mapping[str, Any]) -> list[Any]:
+        def build(rngs: Keys) -> list[Any]:
             graphdef, leaves = self._leaves(self.make(rngs))
-            shapes = {path: self._with(leaf, _shape_of(leaf)) for path, leaf in leaves.items()}
+            shapes = {
+                path: self._with_value(leaf, to_shapes(_raw_value(leaf)))
+                for path, leaf in leaves.items()
+            }
             found[:] = [graphdef, shapes]
             return [x.get_raw_value() for x in leaves.values() if self._is_key(x)]
 
         absent = jax.eval_shape(lambda: jax.random.key(0))
-        if self._is_made and self._tags(self.module) == {"default"}:
-            absent = one_key(rngs, "dropout") if rngs else absent  # a stream for all purposes
+        if self._is_instance and self._tags(self.module) == {"default"}:
+            absent = single_key(rngs, "dropout") if rngs else absent  # a stream for all purposes
         streams = {"default": absent, **rngs}
-        if not (self.abstract or self._is_made):
+        if not (self.abstract or self._is_instance):
             streams = {"default": jax.random.key(0), **rngs}
             values = build(streams)
         else:
-            values = known_or_shape(build, streams)
+            values = partial_eval_or_shapes(build, streams)
         paths = [path for path, leaf in found[1].items() if self._is_key(leaf)]
-        return _Parts(found[0], found[1], dict(zip(paths, values, strict=True)))
+        return _AbstractModule(found[0], found[1], dict(zip(paths, values, strict=True)))
 
-    def _with(self, leaf: Any, value: Any) -> Any:
-        """Returns a variable or array like another, with another value."""
+    def _with_value(self, leaf: Any, value: Any) -> Any:
         if not isinstance(leaf, self.nnx.Variable):
             return value
         return type(leaf).from_metadata(value, leaf.get_metadata())
 
-    def with_values(
-        self, variables: Mapping[str, Any], rngs: Mapping[str, Any], mutable: Filter
+    def merge_values(
+        self, variables: Mapping[str, Any], rngs: Keys, mutable: Filter
     ) -> tuple[Any, dict[Path, Any], dict[Path, Any]]:
         """Returns the module with given values, all its values, and those that were newly made.
 
         Args:
-            variables: the values.
             rngs: keys by stream; drawing from another stream is an error.
             mutable: the collections whose missing values may be made.
 
         Raises:
             LayerVariablesError: if a value is missing, or a parameter has another shape.
         """
-        parts, given = self._described(rngs), flat(variables)
+        parts, given = self._describe(rngs), flatten_dict(variables)
         wanted = self._by_collection(parts.leaves)
         missing = {path: leaf for path, leaf in wanted.items() if path not in given}
         made: dict[Path, Any] = {}
@@ -183,15 +390,15 @@ class NNXModel(Model):
             first = self.collections(self.make(rngs))
             made = {path: first[path] for path in missing}
         values = {path: unbox(x) for path, x in given.items()}
-        values.update((path, _raw(x)) for path, x in made.items())
-        check_same_paths(self.name, wanted, values, shapes=False)
-        parameters = {p: _raw(x) for p, x in wanted.items() if p[0] == "params"}
+        values.update((path, _raw_value(x)) for path, x in made.items())
+        check_variables(self.name, wanted, values, shapes=False)
+        parameters = {p: _raw_value(x) for p, x in wanted.items() if p[0] == "params"}
         with_shapes = {p: x for p, x in parameters.items() if hasattr(x, "shape")}
-        check_same_paths(self.name, with_shapes, values)
+        check_variables(self.name, with_shapes, values)
         leaves = {
-            path: self._stream_part(leaf, parts.keys[path], rngs)
+            path: self._rng_leaf(leaf, parts.keys[path], rngs)
             if self._is_key(leaf)
-            else self._with(leaf, values[self._collection(leaf), *path])
+            else self._with_value(leaf, values[self._collection(leaf), *path])
             for path, leaf in parts.leaves.items()
         }
         module = self.nnx.merge(parts.graphdef, self.nnx.from_flat_state(list(leaves.items())))
@@ -199,13 +406,13 @@ class NNXModel(Model):
         kept = {path: values[path] for path in self.collections(module) if path in values}
         return module, kept, made
 
-    def _stream_part(self, leaf: Any, value: Any, rngs: Mapping[str, Any]) -> Any:
+    def _rng_leaf(self, leaf: Any, value: Any, rngs: Keys) -> Any:
         """Returns a part of a PRNG stream; streams without a known key refuse to draw."""
         if not isinstance(value, jax.ShapeDtypeStruct):
-            return self._with(leaf, value)
+            return self._with_value(leaf, value)
         there, name = ", ".join(map(repr, rngs)) or "none", self.name
 
-        def refuse(*_: Any) -> Any:
+        def refuse(*_: object) -> Any:
             raise InvalidRngError(
                 f"{name} draws a key from a PRNG stream that it was not given; it was given: "
                 f"{there}. Give one for each stream that it draws from, such as "
@@ -217,7 +424,7 @@ class NNXModel(Model):
         metadata = {**leaf.get_metadata(), "on_get_value": refuse}
         return type(leaf).from_metadata(key, metadata)
 
-    def _attach(self, module: Any, extra: Mapping[Path, Any]) -> None:
+    def _attach(self, module: object, extra: Mapping[Path, Any]) -> None:
         """Adds values to a module that an earlier call sowed or made."""
         places, kinds = dict(self.nnx.iter_graph(module)), (self.nnx.Pytree, ToNNX)
         strays = []
@@ -227,42 +434,44 @@ class NNXModel(Model):
             if ends and ends[-1] == len(path) - 1:
                 setattr(holder, path[-1], self._new(col, value))
             elif isinstance(holder, ToNNX):
-                holder._hold(tuple(path[ends[-1] :]), self._new(col, value))
+                holder._set_variable(tuple(path[ends[-1] :]), self._new(col, value))
             else:
-                strays.append(shown((col, *path)))
+                strays.append(path_text((col, *path)))
         if strays:
             warnings.warn(
                 f"{self.name} was given variables that it has no place for: {', '.join(strays)}.",
                 stacklevel=6,
             )
 
-    def _new(self, col: str, value: Any) -> Any:
+    def _new(self, col: str, value: object) -> Any:
         return to_nnx_var(col, value) if col != "arrays" else unbox(value)
 
     # Using it.
 
     def init(self, rngs, *args, training=None, method=None, **kwargs):
         module = self.make(rngs)
-        self.begin(module, args, kwargs, method, training)
+        self.init_wrapped_layers(module, args, kwargs, method, training)
         leaves = self.collections(module)
-        return nested({path: self.boxed(leaf) for path, leaf in leaves.items()})
+        return unflatten_dict({path: self.boxed(leaf) for path, leaf in leaves.items()})
 
-    def begin(
-        self, module: Any, args: Any, kwargs: Any, method: Any, training: bool | None = None
+    def init_wrapped_layers(
+        self,
+        module: object,
+        args: object,
+        kwargs: object,
+        method: Method,
+        training: bool | None = None,
     ) -> None:
         """Makes the variables of other libraries' layers in a new module, by calling it.
 
         All other changes of the call are reverted.
 
         Args:
-            module: as returned by `make`.
-            args: of the call.
-            kwargs: of the call, by name.
             method: the method to call.
             training: whether this is part of training; None does not set the mode.
         """
         graph = [x for _, x in nnx.iter_graph(module)]
-        if all(x._held() for x in graph if isinstance(x, ToNNX)):
+        if all(x._own_variables() for x in graph if isinstance(x, ToNNX)):
             return
         before = [(x, x.get_raw_value()) for x in graph if isinstance(x, nnx.Variable)]
         with initializing():
@@ -273,45 +482,37 @@ class NNXModel(Model):
         nnx.pop(module, lambda _, x: isinstance(x, nnx.Intermediate) and id(x) not in there)
 
     def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
-        module, before, made = self.with_values(variables, rngs, mutable)
+        module, before, made = self.merge_values(variables, rngs, mutable)
         out = self.call(module, args, kwargs, method, training)
         return out, self.changes(
             module, {p: v for p, v in before.items() if p not in made}, mutable
         )
 
     def call(
-        self, module: Any, args: Any, kwargs: Any, method: Any, training: bool | None = None
+        self, module: Any, args: Any, kwargs: Any, method: Method, training: bool | None = None
     ) -> Any:
         """Calls the module or one of its methods, in a mode."""
         if training is not None and isinstance(module, self.nnx.Module):
             module.train() if training else module.eval()
         if isinstance(module, nnx.Pytree):
-            visit(module)
-        with alone():
-            return method_of(module, method, self.name)(*args, **kwargs)
+            visit_model(module)
+        with without_parent():
+            return resolve_method(module, method, self.name)(*args, **kwargs)
 
-    def changes(self, module: Any, before: Mapping[Path, Any], mutable: Filter) -> Variables:
+    def changes(self, module: object, before: Mapping[Path, Any], mutable: Filter) -> Variables:
         """Returns a module's values in mutable collections that differ from before."""
-        return nested(
+        return unflatten_dict(
             {
                 path: self.boxed(leaf)
                 for path, leaf in self.collections(module).items()
                 if in_filter(mutable, path[0])
-                and (path not in before or before[path] is not _raw(leaf))
+                and (path not in before or before[path] is not _raw_value(leaf))
             }
         )
 
 
-def _raw(leaf: Any) -> Any:
+def _raw_value(leaf: Any) -> Any:
     return leaf.get_raw_value() if hasattr(leaf, "get_raw_value") else leaf
-
-
-def _shape_of(leaf: Any) -> Any:
-    def shape(x: Any) -> Any:
-        is_array = hasattr(x, "shape") and hasattr(x, "dtype")
-        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array else x
-
-    return jax.tree.map(shape, _raw(leaf))
 
 
 class InNNX(ToNNX):
@@ -320,7 +521,6 @@ class InNNX(ToNNX):
     `train()` and `eval()` of the surrounding model set its mode.
 
     Args:
-        model: the layer.
         rngs: the streams from which its keys are drawn.
         mutable: the collections that a call may change.
 
@@ -328,33 +528,32 @@ class InNNX(ToNNX):
         deterministic: the opposite of training mode; None does not set the mode.
     """
 
-    def __init__(self, model: Model, rngs: Any = None, *, mutable: Filter = True):
+    def __init__(self, model: Model, rngs: RngsLike = None, *, mutable: Filter = True):
         super().__init__(model, rngs)
         self.to_nnx__mutable = mutable
         self.deterministic: bool | None = None
 
-    def lazy_init(self, *args: Any, rngs: Any = None, **kwargs: Any) -> Self:
+    def lazy_init(self, *args: object, rngs: RngsLike = None, **kwargs: object) -> Self:
         return super().lazy_init(*args, rngs=rngs, **self._with_mode(kwargs))
 
-    def _lays_out(self, x: Any) -> bool:
+    def _applies_layout(self, x: object) -> bool:
         return global_mesh_defined() or getattr(x, "mesh", None) is not None
 
     def _with_mode(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        is_said = self.deterministic is not None
-        return {"training": not self.deterministic, **kwargs} if is_said else kwargs
+        has_mode = self.deterministic is not None
+        return {"training": not self.deterministic, **kwargs} if has_mode else kwargs
 
     def __call__(
         self,
-        *args: Any,
-        rngs: Any = None,
-        method: Any = None,
+        *args: object,
+        rngs: RngsLike = None,
+        method: Method = None,
         mutable: Filter | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """Calls the layer.
 
         Args:
-            *args: of the layer.
             rngs: streams in place of the module's own.
             method: the method to call, by default the layer itself.
             mutable: the collections that may change, by default those of the module.
@@ -365,7 +564,7 @@ class InNNX(ToNNX):
         return super().__call__(*args, **how, **self._with_mode(kwargs))
 
 
-def as_nnx(x: Any, /, *args: Any, rngs: Any = None, **kwargs: Any) -> nnx.Module:
+def as_nnx(x: object, /, *args: object, rngs: RngsLike = None, **kwargs: object) -> nnx.Module:
     """Returns a layer of any library as a module of NNX.
 
     Its variables are attributes of the module, with their axis metadata, made by
@@ -375,9 +574,7 @@ def as_nnx(x: Any, /, *args: Any, rngs: Any = None, **kwargs: Any) -> nnx.Module
     Args:
         x: the layer, see `weft.interop.model_of`, or a class of layers. Modules of NNX are returned
             unchanged.
-        *args: for a class.
         rngs: `Rngs` or a key, from which the layer's keys are drawn.
-        **kwargs: for a class.
 
     Raises:
         UnknownLayerError: if the library of `x` is unknown.

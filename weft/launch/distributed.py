@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 import jax
 
+from weft.distributed.peers import HEARTBEAT_TIMEOUT_SECONDS, use_peers
+from weft.distributed.rendezvous import rendezvous
 from weft.errors import CoordinatorNotFoundError, ProcessEnvironmentError, WeftError
 from weft.launch.job import (
     COORDINATOR_ADDRESS,
@@ -31,8 +33,6 @@ from weft.launch.job import (
     PROCESS_ID,
     RENDEZVOUS_TOKEN,
 )
-from weft.trainer.companions import HEARTBEAT_TIMEOUT_SECONDS, in_company
-from weft.trainer.meeting import meet
 
 _CONNECT_SECONDS = 300.0
 _JAX_NOTICES_LATER_SECONDS = 30
@@ -40,7 +40,7 @@ _LAST_WORDS_SECONDS = 1.0
 _LONGEST_TOKEN = 256
 
 
-class Place(NamedTuple):
+class ProcessInfo(NamedTuple):
     """Id of a process among the processes of a run."""
 
     coordinator: str
@@ -48,40 +48,39 @@ class Place(NamedTuple):
     process_id: int
 
 
-def place_of(environ: Mapping[str, str]) -> Place | None:
+def process_info(environ: Mapping[str, str]) -> ProcessInfo | None:
     """Returns the place of the process with these environment variables; None if it is alone.
 
     Raises:
         ProcessEnvironmentError: if the variables contradict each other.
 
-    >>> place_of({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_JOB_ID": "17",
+    >>> process_info({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_JOB_ID": "17",
     ...           "SLURM_STEP_NODELIST": "gpu[07-08],big1"})
-    Place(coordinator='gpu07:61457', num_processes=4, process_id=3)
+    ProcessInfo(coordinator='gpu07:61457', num_processes=4, process_id=3)
     """
     slurm = _of_slurm(environ)
-    said = {
-        name: environ[name]
-        for name in (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID)
-        if environ.get(name)
-    }
-    if not said and (slurm is None or slurm[NUM_PROCESSES] == "1"):
+    names = COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
+    explicit = {name: environ[name] for name in names if environ.get(name)}
+    if not explicit and (slurm is None or slurm[NUM_PROCESSES] == "1"):
         return None
-    if said.get(NUM_PROCESSES) == "1" and said.get(PROCESS_ID, "0") == "0":
+    if explicit.get(NUM_PROCESSES) == "1" and explicit.get(PROCESS_ID, "0") == "0":
         return None
     values = dict(slurm or {})
     if "JOB_COMPLETION_INDEX" in environ:
         values[PROCESS_ID] = environ["JOB_COMPLETION_INDEX"]
-    values |= said
-    missing = [n for n in (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID) if n not in values]
+    values |= explicit
+    missing = [name for name in names if name not in values]
     if missing:
+        present = ", ".join(f"{name}={value}" for name, value in values.items())
         raise ProcessEnvironmentError(
-            f"the environment has {_shown(values)} but not {' and '.join(missing)}. Set all "
+            f"the environment has {present} but not {' and '.join(missing)}. Set all "
             "three, as `weft launch` does, or none for a process that runs alone."
         )
-    return _checked(values)
+    return _parse(values)
 
 
-def _checked(values: Mapping[str, str]) -> Place:
+def _parse(values: Mapping[str, str]) -> ProcessInfo:
+    """Parses the variables, or raises ProcessEnvironmentError."""
     address = values[COORDINATOR_ADDRESS]
     if not re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}", address):
         raise ProcessEnvironmentError(
@@ -99,23 +98,21 @@ def _checked(values: Mapping[str, str]) -> Place:
             f"{PROCESS_ID}={index} is out of range for {NUM_PROCESSES}={num}; ids count from 0 "
             f"to {num - 1}."
         )
-    return Place(address, num, index)
+    return ProcessInfo(address, num, index)
 
 
 def _of_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Returns the variables of a process that `srun` started, or None."""
-    found = {
-        NUM_PROCESSES: environ.get("SLURM_STEP_NUM_TASKS"),
-        PROCESS_ID: environ.get("SLURM_PROCID"),
-        COORDINATOR_ADDRESS: environ.get("SLURM_STEP_NODELIST"),
-    }
     job = environ.get("SLURM_JOB_ID", "")
-    if None in found.values() or not job.isdigit():
+    try:
+        num, index, nodes = (
+            environ[f"SLURM_{n}"] for n in ("STEP_NUM_TASKS", "PROCID", "STEP_NODELIST")
+        )
+    except KeyError:
         return None
-    values = {name: value or "" for name, value in found.items()}
-    host = first_host(values[COORDINATOR_ADDRESS])
-    values[COORDINATOR_ADDRESS] = f"{host}:{slurm_port(int(job))}"
-    return values
+    if not job.isdigit():
+        return None
+    address = f"{first_host(nodes)}:{slurm_port(int(job))}"
+    return {NUM_PROCESSES: num, PROCESS_ID: index, COORDINATOR_ADDRESS: address}
 
 
 def slurm_port(job_id: int) -> int:
@@ -138,12 +135,8 @@ def first_host(node_list: str) -> str:
     return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0])
 
 
-def _shown(values: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items())
-
-
 @contextlib.contextmanager
-def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[Place | None]:
+def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[ProcessInfo | None]:
     """Initializes `jax.distributed` and yields the place, or None for a process that is alone.
 
     Must be entered before JAX is used. An error inside is printed and ends the process at once, as
@@ -155,14 +148,22 @@ def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[Place
         ProcessesNotReadyError: if others do not join; the message names them.
     """
     environ = os.environ if environ is None else environ
-    place = place_of(environ)
+    place = process_info(environ)
     if place is None or jax.distributed.is_initialized():
         yield place
         return
-    heartbeat_timeout, token = _heartbeat_timeout(environ), _token(environ)
+    text = environ.get(HEARTBEAT_TIMEOUT, str(HEARTBEAT_TIMEOUT_SECONDS))
+    if not re.fullmatch("[1-9][0-9]{0,5}", text):
+        raise ProcessEnvironmentError(f"{HEARTBEAT_TIMEOUT}={text!r} is not a number of seconds.")
+    heartbeat_timeout, token = int(text), environ.get(RENDEZVOUS_TOKEN, "")
+    if len(token) > _LONGEST_TOKEN:
+        raise ProcessEnvironmentError(
+            f"{RENDEZVOUS_TOKEN} has {len(token)} characters; expected at most {_LONGEST_TOKEN}, "
+            "such as the output of `openssl rand -hex 16`."
+        )
     if place.process_id != 0:
         wait_for_coordinator(place)
-    companions = meet(
+    peers = rendezvous(
         place.coordinator,
         process_id=place.process_id,
         num_processes=place.num_processes,
@@ -171,34 +172,17 @@ def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[Place
         heartbeat_timeout_seconds=heartbeat_timeout,
     )
     try:
-        with in_company(companions):
+        with use_peers(peers):
             jax.distributed.initialize(
                 *place,
                 cluster_detection_method="deactivate",
-                # Longer than the timeout of the companions, which name the silent process.
+                # Longer than the timeout of the peers, which name the silent process.
                 heartbeat_timeout_seconds=heartbeat_timeout + _JAX_NOTICES_LATER_SECONDS,
             )
             yield place
     except BaseException as error:
         _leave(error, place.process_id)
     jax.distributed.shutdown()
-
-
-def _heartbeat_timeout(environ: Mapping[str, str]) -> int:
-    text = environ.get(HEARTBEAT_TIMEOUT, str(HEARTBEAT_TIMEOUT_SECONDS))
-    if not re.fullmatch("[1-9][0-9]{0,5}", text):
-        raise ProcessEnvironmentError(f"{HEARTBEAT_TIMEOUT}={text!r} is not a number of seconds.")
-    return int(text)
-
-
-def _token(environ: Mapping[str, str]) -> str:
-    token = environ.get(RENDEZVOUS_TOKEN, "")
-    if len(token) > _LONGEST_TOKEN:
-        raise ProcessEnvironmentError(
-            f"{RENDEZVOUS_TOKEN} has {len(token)} characters; expected at most {_LONGEST_TOKEN}, "
-            "such as the output of `openssl rand -hex 16`."
-        )
-    return token
 
 
 def _leave(error: BaseException, process_id: int) -> None:
@@ -222,7 +206,7 @@ def _leave(error: BaseException, process_id: int) -> None:
     os._exit(code)
 
 
-def wait_for_coordinator(place: Place, timeout_seconds: float = _CONNECT_SECONDS) -> None:
+def wait_for_coordinator(place: ProcessInfo, timeout_seconds: float = _CONNECT_SECONDS) -> None:
     """Waits until process 0 listens, or raises CoordinatorNotFoundError instead of JAX's abort."""
     host, _, port = place.coordinator.rpartition(":")
     deadline = time.monotonic() + timeout_seconds

@@ -13,7 +13,6 @@ input of a scheduler.
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from weft.config import REQUIRED, Configurable, Required, config_class
 from weft.errors import JobConfigError
@@ -84,13 +83,8 @@ class Job(Configurable):
                 f"{self._where('command')} is empty. Write a program and its arguments as "
                 'separate strings, such as command=["weft", "train", "lm"].'
             )
-        least_values = {
-            "num_processes": 1,
-            "gpus_per_process": 0,
-            "max_tries": 1,
-            "heartbeat_timeout_seconds": 2,
-        }
-        for field, least in least_values.items():
+        least_values = {"num_processes": 1, "gpus_per_process": 0, "max_tries": 1}
+        for field, least in (*least_values.items(), ("heartbeat_timeout_seconds", 2)):
             if getattr(cfg, field) < least:
                 raise JobConfigError(
                     f"{self._where(field)}={getattr(cfg, field)}; expected {least} or more."
@@ -101,20 +95,17 @@ class Job(Configurable):
                 "0, in which a process can save before it stops."
             )
         for name in cfg.env:
-            self._check_variable(name)
-
-    def _check_variable(self, name: str) -> None:
-        if not _VARIABLE.fullmatch(name):
-            raise JobConfigError(
-                f"{self._where('env')} has {name!r}, which is not a valid name of an "
-                "environment variable. Use letters, digits and underscores, and do not begin "
-                "with a digit."
-            )
-        if name in (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID, RENDEZVOUS_TOKEN):
-            raise JobConfigError(
-                f"{self._where('env')} sets {name}, which the job sets itself to connect its "
-                "processes. Remove it."
-            )
+            if not _VARIABLE.fullmatch(name):
+                raise JobConfigError(
+                    f"{self._where('env')} has {name!r}, which is not a valid name of an "
+                    "environment variable. Use letters, digits and underscores, and do not begin "
+                    "with a digit."
+                )
+            if name in (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID, RENDEZVOUS_TOKEN):
+                raise JobConfigError(
+                    f"{self._where('env')} sets {name}, which the job sets itself to connect its "
+                    "processes. Remove it."
+                )
 
     def _where(self, field: str) -> str:
         return f"{type(self).__name__} {self.config.name!r}: {field}"
@@ -129,13 +120,7 @@ class Job(Configurable):
         return {**cfg.env, **variables}
 
 
-def check_text(job: str, field: str, value: Any, pattern: str, expected: str) -> None:
-    """Checks a text that a scheduler reads.
-
-    Raises:
-        JobConfigError: if the value does not match.
-
-    >>> check_text("job", "name", "lm", "[a-z]+", "small letters")
-    """
-    if not re.fullmatch(pattern, value):
+def check_text(job: str, field: str, value: str | None, pattern: str, expected: str) -> None:
+    """Raises a JobConfigError if a text that a scheduler reads does not match a pattern."""
+    if value is not None and not re.fullmatch(pattern, value):
         raise JobConfigError(f"{job}: {field}={value!r}; expected {expected}.")

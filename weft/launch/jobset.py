@@ -11,13 +11,15 @@ runs, and restarts all pods when one fails. The manifest is text for `kubectl ap
 A Secret accompanies it, with the rendezvous token of the processes.
 """
 
+import json
+import re
 import secrets
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.config import REQUIRED, Required, config_class
 from weft.errors import JobConfigError
 from weft.launch.job import COORDINATOR_ADDRESS, RENDEZVOUS_TOKEN, TRY_AGAIN, Job, check_text
-from weft.launch.yaml_text import to_yaml
 
 _LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 _REPLICATED_JOB = "workers"
@@ -65,13 +67,10 @@ class JobSetJob(Job):
         cfg, where = self.config, f"JobSetJob {self.config.name!r}"
         expected = "lowercase letters, digits and hyphens, not starting or ending with a hyphen"
         for field in ("name", "namespace", "volume_claim"):
-            value = getattr(cfg, field)
-            if value is not None:
-                check_text(where, field, value, _LABEL, expected)
+            check_text(where, field, getattr(cfg, field), _LABEL, expected)
         check_text(where, "image", cfg.image, r"\S+", "the name of an image, without spaces")
         for field in ("mount_path", "working_dir"):
-            if getattr(cfg, field) is not None:
-                check_text(where, field, getattr(cfg, field), r"/[^\s:]+", "an absolute path")
+            check_text(where, field, getattr(cfg, field), r"/[^\s:]+", "an absolute path")
         too_long = len(self._pod_name(cfg.num_processes - 1)) + _POD_SUFFIX - _LONGEST_NAME
         if too_long > 0:
             raise JobConfigError(
@@ -179,3 +178,50 @@ class JobSetJob(Job):
     def yaml(self) -> str:
         """Returns the Secret and the manifest, for `kubectl apply -f -`."""
         return f"{to_yaml(self.secret())}\n---\n{to_yaml(self.manifest())}\n"
+
+
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+# JSON leaves these unescaped, but YAML requires escapes.
+_NOT_PRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+# Includes those of YAML 1.1, which many tools read.
+_RESERVED = frozenset(["true", "false", "yes", "no", "on", "off", "y", "n", "null"])
+
+
+def to_yaml(value: Mapping[str, Any] | Sequence[Any], indent: int = 0) -> str:
+    """Formats mappings, lists, strings, numbers, booleans and None as YAML.
+
+    Ambiguous strings are quoted as in JSON, which is valid YAML.
+
+    >>> print(to_yaml({"kind": "Job", "spec": {"args": ["train", "seed=1"], "on": 3, "env": {}}}))
+    kind: Job
+    spec:
+      args:
+      - train
+      - "seed=1"
+      "on": 3
+      env: {}
+    """
+    pad = " " * indent
+    lines = []
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            is_nested = isinstance(inner, Mapping | Sequence) and not isinstance(inner, str)
+            below = f" {_scalar(inner)}"
+            if is_nested and inner:
+                below = f"\n{to_yaml(inner, indent + 2 * isinstance(inner, Mapping))}"
+            lines.append(f"{pad}{_scalar(name)}:{below}")
+    else:
+        for inner in value:
+            if isinstance(inner, Mapping) and inner:
+                lines.append(f"{pad}- {to_yaml(inner, indent + 2).lstrip()}")
+            else:
+                lines.append(f"{pad}- {_scalar(inner)}")
+    return "\n".join(lines)
+
+
+def _scalar(value: object) -> str:
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _RESERVED:
+        return value
+    # JSON is YAML: numbers, quoted strings, empty lists and mappings.
+    text = json.dumps(value, ensure_ascii=False)
+    return _NOT_PRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

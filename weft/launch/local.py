@@ -8,7 +8,6 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
 
 from weft.config import config_class
 from weft.errors import JobConfigError
@@ -47,15 +46,22 @@ class LocalJob(Job):
         cfg = self.config
         for tries_left in reversed(range(cfg.max_tries)):
             outcome = self._run_once()
-            self._report(outcome)
+            if outcome.failed is not None:
+                _report(failure_text(outcome, cfg.num_processes))
+            elif outcome.stopped_by is not None:
+                codes = ", ".join(f"process {e.index}: {e.code}" for e in sorted(outcome.ended))
+                _report(f"stopped by {outcome.stopped_by}, forwarded to all; exit codes: {codes}")
             if outcome.failed is None or not tries_left:
                 break
-            _say(f"restarting all processes; tries left after this one: {tries_left - 1}")
+            _report(f"restarting all processes; tries left after this one: {tries_left - 1}")
         return outcome.code
 
     def _run_once(self) -> Outcome:
         cfg = self.config
-        address, token = f"127.0.0.1:{_free_port()}", secrets.token_hex(16)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        token = secrets.token_hex(16)
         logs = None
         if cfg.log_dir is not None:
             width = len(str(cfg.num_processes - 1))
@@ -63,7 +69,7 @@ class LocalJob(Job):
                 os.path.join(cfg.log_dir, f"process-{i:0{width}}.log")
                 for i in range(cfg.num_processes)
             ]
-            _say(f"{cfg.num_processes} process(es), with logs in {logs[0]} and its siblings")
+            _report(f"{cfg.num_processes} process(es), with logs in {logs[0]} and its siblings")
         group = ProcessGroup(
             cfg.command,
             [
@@ -85,7 +91,7 @@ class LocalJob(Job):
         """
         devices = {"JAX_PLATFORMS": "cpu"}
         if self.config.gpus_per_process:
-            devices = {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus(index, os.environ))}
+            devices = {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus(index))}
         return {
             **os.environ,
             **devices,
@@ -94,10 +100,10 @@ class LocalJob(Job):
             PROCESS_ID: str(index),
         }
 
-    def _gpus(self, index: int, environ: Mapping[str, str]) -> list[str]:
+    def _gpus(self, index: int) -> list[str]:
         cfg = self.config
         needed = cfg.num_processes * cfg.gpus_per_process
-        visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         visible = visible or [str(i) for i in range(needed)]
         if len(visible) < needed:
             raise JobConfigError(
@@ -107,14 +113,6 @@ class LocalJob(Job):
             )
         first = index * cfg.gpus_per_process
         return visible[first : first + cfg.gpus_per_process]
-
-    def _report(self, outcome: Outcome) -> None:
-        """Prints failures and stops."""
-        if outcome.failed is not None:
-            _say(failure_text(outcome, self.config.num_processes))
-        elif outcome.stopped_by is not None:
-            codes = ", ".join(f"process {e.index}: {e.code}" for e in sorted(outcome.ended))
-            _say(f"stopped by {outcome.stopped_by}, forwarded to all; exit codes: {codes}")
 
 
 def failure_text(outcome: Outcome, num_processes: int) -> str:
@@ -140,12 +138,6 @@ def _end(ended: Ended) -> str:
     return f"ended with exit code {ended.code}" if ended.code else "exited normally"
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     with contextlib.suppress(OSError):  # stderr may be closed
         print(f"weft launch: {text}", file=sys.stderr, flush=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

@@ -16,10 +16,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, BinaryIO, NamedTuple
 
+from weft.distributed.watchdog import handle_stop_signals
 from weft.errors import JobConfigError
 
 LAST_LINES = 20
@@ -72,7 +72,7 @@ if os.getppid() == int(sys.argv[1]):  # else it has ended before
 """
 
 
-def ending_with_parent(command: Sequence[str]) -> list[str]:
+def end_with_parent(command: Sequence[str]) -> list[str]:
     """Wraps a command so that its process is asked to stop when this process is killed."""
     if sys.platform != "linux":
         return list(command)
@@ -120,7 +120,7 @@ class ProcessGroup:
         """
         self._started = time.monotonic()
         try:
-            with self._signals_passed_on():
+            with handle_stop_signals(self._on_signal):
                 for index in range(len(self._environments)):
                     self._start(index)
                 return self._wait()
@@ -131,24 +131,20 @@ class ProcessGroup:
 
     def _start(self, index: int) -> None:
         with contextlib.ExitStack() as stack:
-            output: Any = subprocess.PIPE
+            output: int | BinaryIO = subprocess.PIPE
             if self._log_paths is not None:
-                output = stack.enter_context(self._open_log(self._log_paths[index]))
+                output = stack.enter_context(_open_log(self._log_paths[index]))
             try:
-                if (
-                    shutil.which(self._command[0], path=self._environments[index].get("PATH"))
-                    is None
-                ):
+                path = self._environments[index].get("PATH")
+                if shutil.which(self._command[0], path=path) is None:
                     raise FileNotFoundError(f"there is no program {self._command[0]!r}")
                 process = subprocess.Popen(
-                    ending_with_parent(self._command),
+                    end_with_parent(self._command),
                     env=dict(self._environments[index]),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    # Ctrl-C on a terminal reaches all processes of its group; each should receive
-                    # it once.
-                    start_new_session=True,
+                    start_new_session=True,  # a terminal's Ctrl-C should reach each process once
                 )
             except OSError as error:
                 raise JobConfigError(
@@ -156,7 +152,12 @@ class ProcessGroup:
                     "the PATH."
                 ) from error
         self._processes.append(process)
-        threading.Thread(target=self._watch, args=(index, process), daemon=True).start()
+
+        def watch() -> None:
+            process.wait()
+            self._ends.put((index, time.monotonic()))
+
+        threading.Thread(target=watch, daemon=True).start()
         if process.stdout is not None:
             reader = threading.Thread(target=self._read, args=(index, process.stdout), daemon=True)
             reader.start()
@@ -164,22 +165,7 @@ class ProcessGroup:
         if self._stopped_by is not None:  # started after the signal
             process.send_signal(signal.Signals[self._stopped_by])
 
-    def _open_log(self, path: str) -> Any:
-        try:
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            return open(path, "wb")
-        except OSError as error:
-            raise JobConfigError(
-                f"the log {path!r} cannot be written: {error}. Name another log_dir."
-            ) from error
-
-    # The threads.
-
-    def _watch(self, index: int, process: subprocess.Popen[bytes]) -> None:
-        process.wait()
-        self._ends.put((index, time.monotonic()))
-
-    def _read(self, index: int, pipe: Any) -> None:
+    def _read(self, index: int, pipe: IO[bytes]) -> None:
         with pipe:
             for line in pipe:
                 text = line.decode(errors="replace").rstrip("\r\n")
@@ -201,7 +187,10 @@ class ProcessGroup:
             ended.append(self._described(index, moment))
             if ended[-1].code and failed is None:
                 failed = ended[-1] if self._stopped_by is None else None
-                self._stop_others()
+                # Asks the others to stop.
+                if self._stopped_by is None:
+                    self._forward_signal(signal.SIGTERM)
+                self._end_within(self._failure_grace_seconds)
         return Outcome(tuple(ended), failed, self._stopped_by)
 
     def _described(self, index: int, moment: float) -> Ended:
@@ -217,16 +206,10 @@ class ProcessGroup:
             lines = last_lines(self._log_paths[index])
         return Ended(index, process.pid, code, name, moment - self._started, lines)
 
-    def _stop_others(self) -> None:
-        """Asks the other processes to stop after a failure."""
-        if self._stopped_by is None:
-            self._pass_on(signal.SIGTERM)
-        self._end_within(self._failure_grace_seconds)
-
     def _end_within(self, seconds: float) -> None:
         self._deadline = min(self._deadline or float("inf"), time.monotonic() + seconds)
 
-    def _pass_on(self, number: signal.Signals) -> None:
+    def _forward_signal(self, number: signal.Signals) -> None:
         for process in self._processes:
             process.send_signal(number)
 
@@ -236,27 +219,22 @@ class ProcessGroup:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)  # with its children
 
-    @contextlib.contextmanager
-    def _signals_passed_on(self) -> Iterator[None]:
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            # The terminal was closed: the processes should save and stop.
-            asked = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
-            self._stopped_by = self._stopped_by or asked.name
-            self._end_within(self._grace_seconds)
-            self._pass_on(asked)
+    def _on_signal(self, number: signal.Signals) -> None:
+        # The terminal was closed: the processes should save and stop.
+        forwarded = signal.SIGTERM if number == signal.SIGHUP else number
+        self._stopped_by = self._stopped_by or forwarded.name
+        self._end_within(self._grace_seconds)
+        self._forward_signal(forwarded)
 
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under `nohup`
-            numbers.append(signal.SIGHUP)
-        previous = {number: signal.signal(number, on_signal) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+
+def _open_log(path: str) -> BinaryIO:
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        return open(path, "wb")
+    except OSError as error:
+        raise JobConfigError(
+            f"the log {path!r} cannot be written: {error}. Name another log_dir."
+        ) from error
 
 
 def last_lines(path: str) -> tuple[str, ...]:

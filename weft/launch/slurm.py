@@ -57,17 +57,14 @@ class SlurmJob(Job):
                 f"num_processes={cfg.num_processes}; all nodes run the same number."
             )
         where = f"SlurmJob {cfg.name!r}"
-        one_word = ("one word, since a directive of sbatch ends at a space", r"[^\s'\"\\]+")
+        one_word = "one word, since a directive of sbatch ends at a space"
         for field in ("name", "partition", "account", "output", "memory_per_node"):
-            value = getattr(cfg, field)
-            if value is not None:
-                check_text(where, field, value, one_word[1], one_word[0])
+            check_text(where, field, getattr(cfg, field), r"[^\s'\"\\]+", one_word)
         for name, value in cfg.sbatch.items():
             check_text(where, "sbatch", name, r"[a-z][a-z0-9-]*", "names, as in --name=value")
-            check_text(where, f"sbatch[{name!r}]", value, r"[^\s'\"\\]*", one_word[0])
-        if cfg.time is not None:
-            expected = "Slurm's time format: 90 (minutes), 8:00:00 or 2-12:00:00"
-            check_text(where, "time", cfg.time, _TIME, expected)
+            check_text(where, f"sbatch[{name!r}]", value, r"[^\s'\"\\]*", one_word)
+        expected = "Slurm's time format: 90 (minutes), 8:00:00 or 2-12:00:00"
+        check_text(where, "time", cfg.time, _TIME, expected)
         both = sorted(self._own_directives().keys() & cfg.sbatch.keys())
         if both:
             raise JobConfigError(

@@ -1,4 +1,4 @@
-"""Derivatives with respect to arguments and groups of state."""
+"""Derivatives with respect to arguments and groups of state, custom rules, and remat."""
 
 from __future__ import annotations
 
@@ -6,23 +6,36 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.custom_derivatives import zero_from_primal
 
-from weft.lifting.crossing import Cargo, Kind, Results, Units, commit, depart, is_parcel, run
-from weft.lifting.names import named_after
+from weft.lifting.kind import (
+    Kind,
+    PureArgs,
+    PureResults,
+    Units,
+    call_pure,
+    commit_results,
+    is_state_node,
+    split_args,
+)
 from weft.lifting.roles import DIFF
+from weft.lifting.signature import named_after
+from weft.lifting.trace_cache import cached_for_equal_functions
 
 
 class _Differentiable:
     """Call as a function of the values to differentiate, selected by `wrt`."""
 
-    def __init__(self, kind: Kind, fn: Callable[..., Any], args: Any, wrt: Any, has_aux: bool):
-        self.outer, cargo = depart(kind, args, wrt, "wrt")
-        units = Units.of_cargo(cargo)
+    def __init__(
+        self, kind: Kind, fn: Callable[..., Any], args: object, wrt: object, has_aux: bool
+    ):
+        self.outer, pure_args = split_args(kind, args, wrt, "wrt")
+        units = Units.of_pure_args(pure_args)
 
-        def pure(diff: list[Any]) -> tuple[Any, Results]:
+        def pure(diff: list[Any]) -> tuple[Any, PureResults]:
             """Returns the result, and all other outputs."""
-            inside = Cargo(cargo.static, units.merged(DIFF, diff).packed())
-            results = run(kind, lambda args: fn(*args), inside)
+            inside = PureArgs(pure_args.static, units.with_role_replaced(DIFF, diff).packed())
+            results = call_pure(kind, fn, inside)
             value, aux = results.packed if has_aux else (results.packed, None)
             return value, results._replace(packed=aux)
 
@@ -30,23 +43,25 @@ class _Differentiable:
 
     @property
     def inputs(self) -> list[Any]:
-        return self.units.with_roles(DIFF)
+        return self.units.values_with_role(DIFF)
 
-    def commit(self, results: Results) -> Any:
-        return commit(self._kind, self.outer, results)
+    def write_back(self, results: PureResults) -> Any:
+        return commit_results(self._kind, self.outer, results)
 
 
-def as_args(units: Units, values: list[Any]) -> Any:
+def in_args_tree(units: Units, values: list[Any]) -> Any:
     """Returns the values with role DIFF in the tree of the arguments, None elsewhere."""
-    by_unit = units.emptied().merged(DIFF, values).packed()
-    return jax.tree.map(lambda x: x.groups if is_parcel(x) else x, by_unit, is_leaf=is_parcel)
+    by_unit = units.without_values().with_role_replaced(DIFF, values).packed()
+    return jax.tree.map(
+        lambda x: x.groups if is_state_node(x) else x, by_unit, is_leaf=is_state_node
+    )
 
 
 def value_and_grad(
     kind: Kind,
     fn: Callable[..., Any],
     *,
-    wrt: Any,
+    wrt: object,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -65,14 +80,14 @@ def value_and_grad(
             group.
     """
 
-    def call(*args: Any) -> tuple[Any, Any]:
+    def call(*args: object) -> tuple[Any, Any]:
         of_call = _Differentiable(kind, fn, args, wrt, has_aux)
         differentiated = jax.value_and_grad(
             of_call.pure, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
         )
         (value, results), grads = differentiated(of_call.inputs)
-        aux = of_call.commit(results)
-        return (value, aux) if has_aux else value, as_args(of_call.units, grads)
+        aux = of_call.write_back(results)
+        return (value, aux) if has_aux else value, in_args_tree(of_call.units, grads)
 
     return call
 
@@ -81,7 +96,7 @@ def grad(kind: Kind, fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any
     """Returns the gradients of `value_and_grad`; with `has_aux`, and the auxiliary output."""
     both = value_and_grad(kind, fn, **kwargs)
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> Any:
         value, grads = both(*args)
         return (grads, value[1]) if kwargs.get("has_aux") else grads
 
@@ -89,7 +104,7 @@ def grad(kind: Kind, fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any
 
 
 def vjp(
-    kind: Kind, fn: Callable[..., Any], *, wrt: Any, has_aux: bool = False
+    kind: Kind, fn: Callable[..., Any], *, wrt: object, has_aux: bool = False
 ) -> Callable[..., tuple[Any, ...]]:
     """Applies `jax.vjp` to a function that takes carriers; see `value_and_grad` for the arguments.
 
@@ -98,15 +113,15 @@ def vjp(
         `value_and_grad`, and with `has_aux` the auxiliary output.
     """
 
-    def call(*args: Any) -> tuple[Any, ...]:
+    def call(*args: object) -> tuple[Any, ...]:
         of_call = _Differentiable(kind, fn, args, wrt, has_aux)
         value, pullback, results = jax.vjp(of_call.pure, of_call.inputs, has_aux=True)
-        aux = of_call.commit(results)
-        empty = of_call.units.emptied()
+        aux = of_call.write_back(results)
+        empty = of_call.units.without_values()
 
-        def backward(pullback: Callable[[Any], Any], cotangent: Any) -> Any:
+        def backward(pullback: Callable[[Any], Any], cotangent: object) -> Any:
             (grads,) = pullback(cotangent)
-            return as_args(empty, grads)
+            return in_args_tree(empty, grads)
 
         # A pytree of the residuals, so that it can leave a transformation.
         of_value = jax.tree_util.Partial(backward, pullback)
@@ -116,7 +131,7 @@ def vjp(
 
 
 def jvp(
-    kind: Kind, fn: Callable[..., Any], *, wrt: Any, has_aux: bool = False
+    kind: Kind, fn: Callable[..., Any], *, wrt: object, has_aux: bool = False
 ) -> Callable[..., tuple[Any, ...]]:
     """Applies `jax.jvp` to a function that takes carriers; see `value_and_grad` for the arguments.
 
@@ -131,7 +146,129 @@ def jvp(
         value, tangent, results = jax.jvp(
             of_call.pure, (of_call.inputs,), (tangents,), has_aux=True
         )
-        aux = of_call.commit(results)
+        aux = of_call.write_back(results)
         return (value, tangent, aux) if has_aux else (value, tangent)
+
+    return call
+
+
+def custom_vjp(
+    kind: Kind,
+    fn: Callable[..., Any],
+    forward_fn: Callable[..., Any],
+    backward_fn: Callable[..., Any],
+    *,
+    wrt: object,
+    of_state: bool = False,
+) -> Callable[..., Any]:
+    """Applies `jax.custom_vjp` to a function that takes carriers.
+
+    The state that `fn` changes comes from `forward_fn` when derivatives are taken.
+
+    Args:
+        forward_fn: takes the same arguments; returns the result of `fn`, and residuals.
+        backward_fn: takes the residuals and a cotangent of the result; returns one gradient for
+            each argument and group of state with role DIFF, in order.
+        wrt: a prefix of the arguments: DIFF for gradients of `backward_fn`, None elsewhere.
+        of_state: whether `backward_fn` also takes the cotangents of changed state, which are the
+            groups of each carrier, and the collected static half.
+    """
+
+    def call(*args: object) -> Any:
+        outer, diff, rest, run_with = _split_diff(kind, args, wrt)
+
+        def pure(diff: list[Any], rest: list[Any]) -> PureResults:
+            return run_with(fn, diff, rest)
+
+        def forward(diff: list[Any], rest: list[Any]) -> tuple[PureResults, Any]:
+            results = run_with(forward_fn, diff, rest)
+            value, residuals = results.packed
+            return results._replace(packed=value), residuals
+
+        def backward(residuals: object, cotangents: PureResults) -> tuple[list[Any], None]:
+            static, groups = cotangents.static.value, [p.groups for p in cotangents.state_nodes]
+            more = (groups, static) if of_state else ()
+            return list(backward_fn(residuals, cotangents.packed, *more)), None
+
+        with_rule = jax.custom_vjp(named_after(fn, pure))
+        with_rule.defvjp(named_after(forward_fn, forward), named_after(backward_fn, backward))
+        return commit_results(kind, outer, with_rule(diff, rest))
+
+    return call
+
+
+def custom_jvp(
+    kind: Kind, fn: Callable[..., Any], jvp_fn: Callable[..., Any], *, wrt: object
+) -> Callable[..., Any]:
+    """Applies `jax.custom_jvp` to a function that takes carriers.
+
+    The state that `fn` changes comes from `jvp_fn` when derivatives are taken.
+
+    Args:
+        jvp_fn: `jvp_fn(tangents, *args)`, with one tangent for each argument and group of state
+            with role DIFF, in order. It returns the result of `fn` and its tangent.
+        wrt: a prefix of the arguments: DIFF for tangents of `jvp_fn`, None elsewhere.
+    """
+
+    def call(*args: Any) -> Any:
+        outer, diff, rest, run_with = _split_diff(kind, args, wrt)
+
+        def pure(diff: list[Any], rest: list[Any]) -> PureResults:
+            return run_with(fn, diff, rest)
+
+        def rule(primals: Any, tangents: Any) -> tuple[PureResults, PureResults]:
+            results = run_with(lambda *args: jvp_fn(tangents[0], *args), *primals)
+            value, tangent = results.packed
+            results = results._replace(packed=value)
+            zeros = jax.tree.map(zero_from_primal, results)
+            return results, zeros._replace(packed=tangent)
+
+        with_rule = jax.custom_jvp(named_after(fn, pure))
+        with_rule.defjvp(named_after(jvp_fn, rule))
+        return commit_results(kind, outer, with_rule(diff, rest))
+
+    return call
+
+
+def _split_diff(kind: Kind, args: object, wrt: object) -> tuple[Any, list[Any], list[Any], Any]:
+    """Returns a call's differentiable values, the rest, and the pure function of both."""
+    outer, pure_args = split_args(kind, args, wrt, "wrt")
+    units = Units.of_pure_args(pure_args)
+    diff = units.values_with_role(DIFF)
+    rest = [None if role is DIFF else value for value, role in units.pairs()]
+    # Values that outlive the call hold no arrays of it.
+    empty, static = units.without_values(), pure_args.static
+
+    def run_with(fn: Callable[..., Any], diff: list[Any], rest: list[Any]) -> PureResults:
+        packed = empty.with_values(rest).with_role_replaced(DIFF, diff).packed()
+        return call_pure(kind, fn, PureArgs(static, packed))
+
+    return outer, diff, rest, run_with
+
+
+def remat(
+    kind: Kind,
+    fn: Callable[..., Any],
+    *,
+    prevent_cse: bool = True,
+    policy: Callable[..., bool] | None = None,
+    in_axes: object = None,
+) -> Callable[..., Any]:
+    """Applies `jax.checkpoint` to a function that takes carriers.
+
+    `in_axes` is a prefix of the arguments, of whose `Roles` only the filters are used.
+    """
+
+    def pure(pure_args: PureArgs) -> PureResults:
+        return call_pure(kind, fn, pure_args)
+
+    traced = cached_for_equal_functions(
+        (fn, kind, prevent_cse, policy),
+        lambda: jax.checkpoint(named_after(fn, pure), prevent_cse=prevent_cse, policy=policy),  # pyright: ignore[reportArgumentType]
+    )
+
+    def call(*args: object) -> Any:
+        outer, pure_args = split_args(kind, args, in_axes)
+        return commit_results(kind, outer, traced(pure_args))
 
     return call

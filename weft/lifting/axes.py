@@ -9,16 +9,16 @@ import jax
 import numpy as np
 
 from weft.errors import AxisSizeError, RoleError
-from weft.lifting.crossing import Cargo, Kind, Parcel, Results, Units, in_results
-from weft.lifting.roles import FORK, Roles, Special, is_role
+from weft.lifting.kind import Kind, PureArgs, PureResults, StateNode, Units, result_units
+from weft.lifting.roles import FORK, Roles, SpecialRole, is_role
 
 Metadata = dict[Any, Any]
 
 
-def refuse_roles(units: Units, transformation: str, allowed: tuple[Special, ...]) -> None:
+def check_roles(units: Units, transformation: str, allowed: tuple[SpecialRole, ...]) -> None:
     """Raises RoleError for a role that the transformation does not support."""
     for role in units.roles:
-        if isinstance(role, Special) and role not in allowed:
+        if isinstance(role, SpecialRole) and role not in allowed:
             raise RoleError(
                 f"{transformation} has no role {role!r}; expected an axis, None"
                 + "".join(f", {a!r}" for a in allowed)
@@ -28,7 +28,7 @@ def refuse_roles(units: Units, transformation: str, allowed: tuple[Special, ...]
 
 def enter_axis(
     kind: Kind,
-    cargo: Cargo,
+    pure_args: PureArgs,
     units: Units,
     size: int | None,
     transformation: str,
@@ -43,9 +43,9 @@ def enter_axis(
     Raises:
         AxisSizeError: if sizes disagree, an axis does not exist, or the size is unknown.
     """
-    entered = units.having(_with_axes(kind, cargo, units, -1, metadata))
-    n = _axis_size(kind, cargo, entered, size, transformation)
-    return n, entered.having(
+    entered = units.with_values(_with_axes(kind, pure_args, units, -1, metadata))
+    n = _axis_size(kind, pure_args, entered, size, transformation)
+    return n, entered.with_values(
         [
             kind.fork(value, max(n, at_least_keys)) if is_group and role is FORK else value
             for (value, role), is_group in zip(entered.pairs(), entered.is_group, strict=True)
@@ -53,9 +53,11 @@ def enter_axis(
     )
 
 
-def _with_axes(kind: Kind, cargo: Cargo, units: Units, sign: int, metadata: Metadata) -> list[Any]:
+def _with_axes(
+    kind: Kind, pure_args: PureArgs, units: Units, sign: int, metadata: Metadata
+) -> list[Any]:
     """Adds the axis to the metadata of the values (`sign` 1) or removes it (-1)."""
-    static, _ = cargo.static.value
+    static, _ = pure_args.static.value
     return [
         kind.axis(static, carrier, sign, value, role, metadata)
         if carrier is not None and isinstance(role, int)
@@ -65,12 +67,10 @@ def _with_axes(kind: Kind, cargo: Cargo, units: Units, sign: int, metadata: Meta
 
 
 def _axis_size(
-    kind: Kind, cargo: Cargo, units: Units, size: int | None, transformation: str
+    kind: Kind, pure_args: PureArgs, units: Units, size: int | None, transformation: str
 ) -> int:
-    """Returns the common size of the mapped axes."""
-
     def name(i: int, number: int) -> str:
-        return units.place(kind, cargo.static.value[0], i, number)
+        return units.location(kind, pure_args.static.value[0], i, number)
 
     # Names are slow to create for many values, so only errors do so.
     found = []
@@ -99,28 +99,30 @@ def _axis_size(
 
 
 def leave_axis(
-    kind: Kind, cargo: Cargo, results: Results, out_axes: Any, metadata: Metadata
-) -> Results:
+    kind: Kind, pure_args: PureArgs, results: PureResults, out_axes: object, metadata: Metadata
+) -> PureResults:
     """Returns the results, with the axis added to their metadata."""
-    units = in_results(cargo, results, out_axes)
-    units.values = _with_axes(kind, cargo, units, 1, metadata)
-    return Results(results.static, *units.packed())
+    units = result_units(pure_args, results, out_axes)
+    units.values = _with_axes(kind, pure_args, units, 1, metadata)
+    return PureResults(results.static, *units.packed())
 
 
-def results_prefix(cargo: Cargo, out_axes: Any, of_role: Callable[[Any], Any]) -> Any:
-    """Returns JAX's entry for each part of the results, as a prefix of the `Results`.
+def out_axes_of_results(
+    pure_args: PureArgs, out_axes: object, of_role: Callable[[Any], Any]
+) -> Any:
+    """Returns JAX's entry for each part of the results, as a prefix of the `PureResults`.
 
     Input carriers keep their roles; `out_axes` has those of the function's own results.
     """
-    _, flat = cargo.static.value
+    _, flat = pure_args.static.value
 
-    def of_parcel(roles: Roles) -> Parcel:
-        return Parcel(tuple(map(of_role, roles.roles)))
+    def of_state_node(roles: Roles) -> StateNode:
+        return StateNode(tuple(map(of_role, roles.roles)))
 
     packed = jax.tree.map(
-        lambda role: of_parcel(role) if isinstance(role, Roles) else of_role(role),
+        lambda role: of_state_node(role) if isinstance(role, Roles) else of_role(role),
         out_axes,
         is_leaf=is_role,
     )
-    parcels = [of_parcel(role) for role in flat if isinstance(role, Roles)]
-    return Results(of_role(None), parcels, packed)
+    state_nodes = [of_state_node(role) for role in flat if isinstance(role, Roles)]
+    return PureResults(of_role(None), state_nodes, packed)

@@ -15,27 +15,28 @@ from typing import Any
 import jax
 
 from weft.errors import BranchStructureError
-from weft.lifting.creation import Traced, groups, with_begun
-from weft.lifting.crossing import (
+from weft.lifting.kind import (
     Kind,
-    Parcel,
-    Results,
+    PureResults,
+    StateNode,
     Static,
     Units,
-    commit,
-    depart,
-    is_parcel,
-    run,
+    call_pure,
+    commit_results,
+    is_state_node,
+    split_args,
 )
-from weft.lifting.names import named_after
-from weft.lifting.structure import traced_by_structure
+from weft.lifting.signature import named_after
+from weft.lifting.state_creation import TracedFunction, groups_before_and_after, with_initial_values
+from weft.lifting.trace_cache import flatten_units, jit_by_structure, restore_unchanged
+from weft.typing import ArrayLike
 
 
 def switch(
     kind: Kind,
     branches: Sequence[Callable[..., Any]],
     *,
-    in_axes: Any = None,
+    in_axes: object = None,
     names: Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """Applies `jax.lax.switch` to functions that take carriers, as `call(index, *args)`.
@@ -48,98 +49,102 @@ def switch(
     Raises:
         BranchStructureError: if results or final states differ in structure, shape or dtype.
     """
-    pure = functools.partial(_chosen, kind, branches, names)
-    chosen = traced_by_structure(tuple(branches), kind, pure)
+    pure = functools.partial(_run_switch, kind, branches, names)
+    chosen = jit_by_structure(tuple(branches), kind, pure)
 
-    def call(index: Any, *args: Any) -> Any:
-        outer, cargo = depart(kind, args, in_axes)
-        static, _ = cargo.static.value
-        return commit(kind, outer, chosen(static, Units.of_cargo(cargo), index))
+    def call(index: ArrayLike, *args: object) -> Any:
+        outer, pure_args = split_args(kind, args, in_axes)
+        static, _ = pure_args.static.value
+        structure, leaves = flatten_units(static, Units.of_pure_args(pure_args))
+        results = chosen.value(structure, leaves, index)
+        return commit_results(kind, outer, restore_unchanged(leaves, results))
 
     return call
 
 
-class _Branch:
+class _TracedBranch:
     """Branch that was traced once; leaves of groups are identified by their paths.
 
     Attributes:
-        made: each group's new entries with initial values, or None; as in the next two, arrays are
-            replaced by numbers of results of the trace.
-        left: all entries of each group after the branch.
-        returned: the branch's own results.
-        first, whole: the numbers in `made` and in `left` by path.
+        created: each group's new entries with initial values, or None; as in the next two, arrays
+            are replaced by numbers of results of the trace.
+        state: all entries of each group after the branch.
+        created_at, state_at: the numbers in `created` and in `state` by path.
         changed: paths of changed entries.
         kept: paths of created entries that are unchanged since.
     """
 
-    def __init__(self, kind: Kind, fn: Callable[..., Any], static: Any, units: Units):
+    def __init__(self, kind: Kind, fn: Callable[..., Any], static: object, units: Units):
         self.fn = fn
         self.static: Static = Static(None)
         self.changed: list[Any] = []
         self.kept: set[Any] = set()
 
         def of_values(values: list[Any]) -> tuple[Any, ...]:
-            inside = units.having(values)
-            results = run(kind, lambda args: fn(*args), inside.cargo(static))
-            of_groups = groups(inside, results)
+            inside = units.with_values(values)
+            results = call_pure(kind, fn, inside.pure_args(static))
+            of_groups = groups_before_and_after(inside, results)
             made = [kind.created(before, after) for before, after, _ in of_groups]
             whole = [kind.union(before, after) for before, after, _ in of_groups]
-            found = _by_path([before for before, _, _ in of_groups])
-            left, begun = _by_path(whole), _by_path(made)
-            self.changed = [p for p, x in left.items() if found.get(p) is not x]
-            self.kept = {p for p, x in begun.items() if left.get(p) is x}
+            before = _by_path([before for before, _, _ in of_groups])
+            after = _by_path(whole)
+            self.changed = [p for p, x in after.items() if before.get(p) is not x]
+            self.kept = {p for p, x in _by_path(made).items() if after.get(p) is x}
             self.static = results.static
             return made, whole, results.packed
 
-        self.traced = Traced(fn, of_values, units.values)
+        self.traced = TracedFunction(fn, of_values, units.values)
         self.shapes = self.traced.shapes
         count = itertools.count()
         numbers = jax.tree.map(lambda _: next(count), self.shapes)
-        self.made, self.left, self.returned = numbers
-        self.first, self.whole = _by_path(self.made), _by_path(self.left)
+        self.created, self.state, self.returned = numbers
+        self.created_at, self.state_at = _by_path(self.created), _by_path(self.state)
 
     def leaves(self, values: list[Any]) -> list[Any]:
         """Returns the results of the trace."""
         return jax.tree.leaves(self.traced(values))
 
 
-def _chosen(
+def _run_switch(
     kind: Kind,
     branches: Sequence[Callable[..., Any]],
     names: Sequence[str] | None,
-    static: Any,
+    static: object,
     units: Units,
-    index: Any,
-) -> Results:
-    """Returns the results of the switch, as a function of pure values."""
-    traced = [_Branch(kind, branch, static, units) for branch in branches]
+    index: ArrayLike,
+) -> PureResults:
+    traced = [_TracedBranch(kind, branch, static, units) for branch in branches]
     names = names or [f"branch {i}" for i in range(len(branches))]
     _check_results(traced, names)
     joined = kind.join(static, [branch.static.value for branch in traced])
-    first = dict.fromkeys(path for branch in traced for path in branch.first)
+    first = dict.fromkeys(path for branch in traced for path in branch.created_at)
     changed = dict.fromkeys(path for branch in traced for path in (*branch.changed, *first))
-    if len({frozenset((*branch.whole, *first)) for branch in traced}) > 1:
-        _check_alike(kind, static, units, traced, names, first)
+    if len({frozenset((*branch.state_at, *first)) for branch in traced}) > 1:
+        _check_same_structure(kind, static, units, traced, names, first)
     # An initial value that all creating branches compute in the same way does not depend on the
     # taken branch, so it is not a result of the switch, which would vary with the index.
-    makers = {path: [branch for branch in traced if path in branch.first] for path in first}
-    fixed = {path: of for path, of in makers.items() if len(traced) > 1 and _alike(path, of)}
-    initial = dict(zip(first, _initial(traced, units.values, first, fixed), strict=True))
+    makers = {path: [branch for branch in traced if path in branch.created_at] for path in first}
+    fixed = {
+        path: of
+        for path, of in makers.items()
+        if len(traced) > 1 and _have_same_initial_value(path, of)
+    }
+    initial = dict(zip(first, _initial_values(traced, units.values, first, fixed), strict=True))
     chosen_first = [path for path in first if path not in fixed]
     chosen = [p for p in changed if p not in fixed or any(p not in of.kept for of in fixed[p])]
 
-    def one(branch: _Branch) -> Callable[[list[Any], list[Any]], Any]:
+    def one(branch: _TracedBranch) -> Callable[[list[Any], list[Any]], Any]:
         def of_values(values: list[Any], initial: list[Any]) -> Any:
             leaves = branch.leaves(values)
             # Entries that this branch does not create have another branch's initial value.
             made_elsewhere = dict(zip(first, initial, strict=True))
 
-            def pick(path: Any, own: dict[Any, int]) -> Any:
+            def pick(path: object, own: dict[Any, int]) -> Any:
                 return leaves[own[path]] if path in own else made_elsewhere[path]
 
             return (
-                [pick(path, branch.whole) for path in chosen],
-                [pick(path, branch.first) for path in chosen_first],
+                [pick(path, branch.state_at) for path in chosen],
+                [pick(path, branch.created_at) for path in chosen_first],
                 jax.tree.map(leaves.__getitem__, branch.returned),
             )
 
@@ -151,14 +156,16 @@ def _chosen(
             index, of_branches, units.values, list(initial.values())
         )
     except TypeError:
-        _check_alike(kind, static, units, traced, names, first)
+        _check_same_structure(kind, static, units, traced, names, first)
         raise  # it is the index that does not fit
     begun = {**initial, **dict(zip(chosen_first, begun, strict=True))}
     after = {**begun, **dict(zip(chosen, after, strict=True))}
     before = [v for v, is_group in zip(units.values, units.is_group, strict=True) if is_group]
-    made = functools.reduce(functools.partial(_united, kind), [branch.made for branch in traced])
+    made = functools.reduce(
+        functools.partial(_union_groups, kind), [branch.created for branch in traced]
+    )
     # All groups as any branch leaves them, with entries that the branch does not create.
-    there = _united(kind, _united(kind, before, made), traced[0].left)
+    there = _union_groups(kind, _union_groups(kind, before, made), traced[0].state)
     found = _by_path(before)
     made, whole = (
         jax.tree_util.tree_map_with_path(lambda path, _, of=of: of[path], groups)
@@ -166,40 +173,42 @@ def _chosen(
     )
     rest = iter(whole)
     sizes = [size for size in units.layout.sizes if size is not None]
-    parcels = [Parcel(tuple(itertools.islice(rest, size))) for size in sizes]
+    state_nodes = [StateNode(tuple(itertools.islice(rest, size))) for size in sizes]
     collected = type(traced[0].static)(joined)
-    return with_begun(kind, Results(collected, parcels, packed), made)
+    return with_initial_values(kind, PureResults(collected, state_nodes, packed), made)
 
 
-def _united(kind: Kind, made: list[Any], more: list[Any]) -> list[Any]:
-    """Returns groups with the entries of other groups, if any."""
+def _union_groups(kind: Kind, made: list[Any], more: list[Any]) -> list[Any]:
     return [
         a if b is None else b if a is None else kind.union(a, b)
         for a, b in zip(made, more, strict=True)
     ]
 
 
-def _alike(path: Any, makers: Sequence[_Branch]) -> bool:
-    """Returns whether the branches that create an entry compute one initial value."""
+def _have_same_initial_value(path: object, makers: Sequence[_TracedBranch]) -> bool:
     begin, *others = makers
     return all(
-        begin.traced.is_like(begin.first[path], other.traced, other.first[path]) for other in others
+        begin.traced.is_like(begin.created_at[path], other.traced, other.created_at[path])
+        for other in others
     )
 
 
-def _initial(
-    traced: Sequence[_Branch], values: list[Any], first: dict[Any, None], fixed: Collection[Any]
+def _initial_values(
+    traced: Sequence[_TracedBranch],
+    values: list[Any],
+    first: dict[Any, None],
+    fixed: Collection[Any],
 ) -> list[Any]:
     """Returns initial values of entries from the first branch that creates each.
 
     Entries that all branches create, each with its own value, are None.
     """
     found: dict[Any, Any] = {}
-    rest = [p for p in first if p in fixed or not all(p in branch.first for branch in traced)]
+    rest = [p for p in first if p in fixed or not all(p in branch.created_at for branch in traced)]
     for branch in traced:
-        paths = [path for path in rest if path in branch.first and path not in found]
+        paths = [path for path in rest if path in branch.created_at and path not in found]
         if paths:
-            computed = branch.traced.only([branch.first[path] for path in paths], values)
+            computed = branch.traced.only([branch.created_at[path] for path in paths], values)
             found.update(zip(paths, computed, strict=True))
     return [found.get(path) for path in first]
 
@@ -209,12 +218,12 @@ def cond(
     true_fun: Callable[..., Any],
     false_fun: Callable[..., Any],
     *,
-    in_axes: Any = None,
+    in_axes: object = None,
 ) -> Callable[..., Any]:
     """Applies `jax.lax.cond` as `call(pred, *args)` to functions of carriers; see `switch`."""
     chosen = switch(kind, (false_fun, true_fun), in_axes=in_axes, names=("false_fun", "true_fun"))
 
-    def call(pred: Any, *args: Any) -> Any:
+    def call(pred: ArrayLike, *args: object) -> Any:
         return chosen(jax.numpy.asarray(pred, bool).astype("int32"), *args)
 
     return call
@@ -224,9 +233,8 @@ def _by_path(of_groups: list[Any]) -> dict[Any, Any]:
     return dict(jax.tree_util.tree_leaves_with_path(of_groups))
 
 
-def _check_results(traced: Sequence[_Branch], names: Sequence[str]) -> None:
-    """Raises BranchStructureError if the trees of branches' results differ."""
-    trees = [jax.tree.structure(branch.shapes[2], is_leaf=is_parcel) for branch in traced]
+def _check_results(traced: Sequence[_TracedBranch], names: Sequence[str]) -> None:
+    trees = [jax.tree.structure(branch.shapes[2], is_leaf=is_state_node) for branch in traced]
     for name, tree in zip(names[1:], trees[1:], strict=False):
         if tree != trees[0]:
             raise BranchStructureError(
@@ -235,17 +243,17 @@ def _check_results(traced: Sequence[_Branch], names: Sequence[str]) -> None:
             )
 
 
-def _check_alike(
+def _check_same_structure(
     kind: Kind,
-    static: Any,
+    static: object,
     units: Units,
-    traced: Sequence[_Branch],
+    traced: Sequence[_TracedBranch],
     names: Sequence[str],
     made: dict[Any, None],
 ) -> None:
     """Raises BranchStructureError if a branch's results differ from the first one's."""
-    by_place = [_by_place(kind, static, units, branch) for branch in traced]
-    passing = {units.place_in_groups(kind, static, path) for path in made}
+    by_place = [_types_by_location(kind, static, units, branch) for branch in traced]
+    passing = {units.location_in_groups(kind, static, path) for path in made}
     theirs = by_place[0]
     for name, ours in zip(names[1:], by_place[1:], strict=False):
         for at in sorted((ours.keys() ^ theirs.keys()) - passing):
@@ -256,7 +264,7 @@ def _check_alike(
             )
     # A branch that does not make something passes it on as it was made.
     passed = {
-        units.place_in_groups(kind, static, path): x
+        units.location_in_groups(kind, static, path): x
         for branch in reversed(traced)
         for path, x in jax.tree_util.tree_leaves_with_path(branch.shapes[0])
     }
@@ -271,19 +279,20 @@ def _check_alike(
                 )
 
 
-def _by_place(kind: Kind, static: Any, units: Units, branch: _Branch) -> dict[str, Any]:
-    """Returns the types of all results by location."""
+def _types_by_location(
+    kind: Kind, static: object, units: Units, branch: _TracedBranch
+) -> dict[str, Any]:
     _, whole, packed = branch.shapes
     found = {
-        units.place_in_groups(kind, static, path): x
+        units.location_in_groups(kind, static, path): x
         for path, x in jax.tree_util.tree_leaves_with_path(whole)
     }
     returned = itertools.count(sum(size is not None for size in units.layout.sizes))
-    for path, x in jax.tree_util.tree_leaves_with_path(packed, is_leaf=is_parcel):
-        if is_parcel(x):
+    for path, x in jax.tree_util.tree_leaves_with_path(packed, is_leaf=is_state_node):
+        if is_state_node(x):
             carrier = next(returned)
             for inside, value in jax.tree_util.tree_leaves_with_path(x):
-                found[kind.place(static, carrier, inside[1:])] = value
+                found[kind.location(static, carrier, inside[1:])] = value
         else:
             found[f"the result{jax.tree_util.keystr(path)}"] = x
     return found

@@ -18,19 +18,13 @@ import jax.numpy as jnp
 
 from weft.errors import RoleError
 from weft.lifting import axes
-from weft.lifting.creation import Made, body_with_state, with_begun
-from weft.lifting.crossing import (
-    Kind,
-    Results,
-    Units,
-    commit,
-    depart,
-    run,
-)
-from weft.lifting.names import named_after
+from weft.lifting.kind import Kind, PureResults, Units, call_pure, commit_results, split_args
 from weft.lifting.roles import CARRY, FORK
-from weft.lifting.scan import Trees, iteration, own_where_same, scan, trees_of_arguments
-from weft.lifting.structure import traced_by_structure
+from weft.lifting.scan import CarryStructures, LoopBody, carry_structures_of_args, scan
+from weft.lifting.signature import named_after
+from weft.lifting.state_creation import body_with_state, with_initial_values
+from weft.lifting.trace_cache import flatten_units, jit_by_structure, restore_unchanged
+from weft.typing import ArrayLike
 
 
 def while_loop(
@@ -38,7 +32,7 @@ def while_loop(
     cond_fn: Callable[..., Any],
     body_fn: Callable[..., Any],
     *,
-    in_axes: Any,
+    in_axes: object,
 ) -> Callable[..., Any]:
     """Applies `jax.lax.while_loop` to functions that take carriers.
 
@@ -54,95 +48,65 @@ def while_loop(
         RoleError: for an unsupported role.
     """
 
-    def pure(of_call: Any, units: Units) -> Results:
-        static, trees = of_call
-        make = functools.partial(_Body, kind, body_fn, trees)
-        body, run_body, made = body_with_state(
-            "while_loop", kind, make, static, units, lambda body: body.first
+    def pure(static: tuple[Any, CarryStructures], units: Units) -> PureResults:
+        of_kind, trees = static
+        make = functools.partial(_WhileBody, kind, body_fn, CARRY, trees)
+        body, step, initial = body_with_state(
+            kind, make, of_kind, units, lambda body: (body.carry, jnp.int32(0))
         )
-        same: list[bool] = []
 
-        def cond(state: tuple[Any, list[Any]]) -> Any:
-            cargo = body.inside(*state).cargo(kind.for_condition(static, body.static))
-            return run(kind, lambda args: cond_fn(*args), cargo).packed
-
-        def noted(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+        def is_on(state: tuple[Any, list[Any]]) -> Any:
             i, carry = state
-            new_carry = run_body(i, carry)
-            same[:] = [a is b for a, b in zip(carry, new_carry, strict=True)]
-            return i + 1, new_carry
+            of_condition = kind.static_in_condition(of_kind, body.static)
+            pure_args = body.inside(carry, i).pure_args(of_condition)
+            return call_pure(kind, cond_fn, pure_args).packed
 
-        named_after(cond_fn, cond)
-        named_after(body_fn, noted)
-        _, carry = jax.lax.while_loop(cond, noted, body.first)
-        carry = own_where_same(body.first[1], carry, same)
-        return with_begun(kind, body.results(carry), made)
+        def iteration(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+            i, carry = state
+            return i + 1, step(carry, i)[0]
 
-    looped = traced_by_structure((cond_fn, body_fn), kind, pure)
+        named_after(cond_fn, is_on)
+        named_after(body_fn, iteration)
+        _, carry = jax.lax.while_loop(is_on, iteration, (jnp.int32(0), body.carry))
+        return with_initial_values(kind, body.results(carry, []), initial)
 
-    def call(*args: Any) -> Any:
-        outer, cargo = depart(kind, args, in_axes)
-        units = Units.of_cargo(cargo)
-        axes.refuse_roles(units, "while_loop", (CARRY, FORK))
+    looped = jit_by_structure((cond_fn, body_fn), kind, pure)
+
+    def call(*args: object) -> Any:
+        outer, pure_args = split_args(kind, args, in_axes)
+        units = Units.of_pure_args(pure_args)
+        axes.check_roles(units, "while_loop", (CARRY, FORK))
         if any(isinstance(role, int) for role in units.roles):
             raise RoleError("while_loop: its length is unknown, so it has no axis; give CARRY.")
 
-        static, _ = cargo.static.value
-        of_call = static, trees_of_arguments(in_axes, cargo.packed)
-        return commit(kind, outer, looped(of_call, units))
+        static, _ = pure_args.static.value
+        of_call = static, carry_structures_of_args(in_axes, pure_args.packed)
+        structure, leaves = flatten_units(of_call, units)
+        results = restore_unchanged(leaves, looped.value(structure, leaves))
+        return commit_results(kind, outer, results)
 
     return call
 
 
-class _Body:
-    """Body as a function of an iteration's index and of the leaves of the carry."""
+class _WhileBody(LoopBody):
+    """Body whose slices are the iteration's index, which is folded into keys."""
 
-    def __init__(self, kind: Kind, fn: Callable[..., Any], trees: Trees, static: Any, units: Units):
-        self._kind, self.fn, self.static, self._units = kind, fn, static, units
-        self._trees = trees
-        carry, self._tree = jax.tree.flatten(units.with_roles(CARRY))
-        self.first = jnp.int32(0), carry
-        self.made: Made | None = None
+    transformation = "while_loop"
 
-    def inside(self, i: Any, carry: list[Any]) -> Units:
-        """Returns the inputs of the i-th iteration."""
-        folded = _folded(self._kind, i, self._units)
-        return folded.merged(CARRY, self._tree.unflatten(carry))
-
-    def __call__(self, i: Any, carry: list[Any]) -> list[Any]:
-        inside = self.inside(i, carry)
-        returned, self.collected, made = iteration(
-            "while_loop", self._kind, self.fn, CARRY, self._trees, self.static, inside
+    def inside(self, carry: list[Any], xs: object) -> Units:
+        folded = self._units.with_values(
+            [self._kind.fold(v, xs) if role is FORK else v for v, role in self._units.pairs()]
         )
-        if made is not None:
-            leaves, tree = jax.tree.flatten(made)
-            self.made = Made(tree, self.collected.value)
-            return leaves
-        new_carry = jax.tree.leaves(returned.with_roles(CARRY))
-        returned.values = [v if role is None else None for v, role in returned.pairs()]
-        self._returned = returned
-        return new_carry
-
-    def results(self, carry: list[Any]) -> Results:
-        """Returns the results of the loop."""
-        merged = self._returned.merged(CARRY, self._tree.unflatten(carry))
-        return Results(self.collected, *merged.packed())
-
-
-def _folded(kind: Kind, i: Any, units: Units) -> Units:
-    """Returns the units with iteration `i`'s own keys."""
-    return units.having(
-        [kind.fold(value, i) if role is FORK else value for value, role in units.pairs()]
-    )
+        return folded.with_role_replaced(CARRY, self._carry_tree.unflatten(carry))
 
 
 def fori_loop(
     kind: Kind,
-    lower: Any,
-    upper: Any,
+    lower: ArrayLike,
+    upper: ArrayLike,
     body_fn: Callable[..., Any],
     *,
-    in_axes: Any,
+    in_axes: object,
     unroll: int | bool | None = None,
 ) -> Callable[..., Any]:
     """Applies `jax.lax.fori_loop` to a function that takes carriers; see `while_loop`.
@@ -158,7 +122,7 @@ def fori_loop(
 
     named_after(body_fn, body)
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> Any:
         roles = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
         if isinstance(lower, int) and isinstance(upper, int):
             loop = scan(

@@ -20,7 +20,7 @@ import jax
 from weft.errors import RoleError
 
 
-class Special(enum.Enum):
+class SpecialRole(enum.Enum):
     """Roles that are not an axis."""
 
     CARRY = "CARRY"
@@ -31,9 +31,9 @@ class Special(enum.Enum):
         return self.value
 
 
-CARRY, DIFF, FORK = Special.CARRY, Special.DIFF, Special.FORK
+CARRY, DIFF, FORK = SpecialRole.CARRY, SpecialRole.DIFF, SpecialRole.FORK
 
-Role = int | None | Special
+Role = int | None | SpecialRole
 
 
 class Roles(tuple):
@@ -56,17 +56,19 @@ class Roles(tuple):
         return f"Roles({super().__repr__()})"
 
 
-def is_role(x: Any) -> bool:
+def is_role(x: object) -> bool:
     """Returns whether `x` is a leaf of a role prefix."""
-    return x is None or isinstance(x, int | Special | Roles)
+    return x is None or isinstance(x, int | SpecialRole | Roles)
 
 
-def roles_of_carrier(role: Role | Roles) -> Roles:
+def carrier_roles(role: Role | Roles) -> Roles:
     """Returns the roles of a carrier's groups; a bare role applies to all its state."""
     return role if isinstance(role, Roles) else Roles(((True, role),))
 
 
-def broadcast_roles(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what: str) -> list[Any]:
+def broadcast_roles(
+    prefix: object, tree: object, is_leaf: Callable[[Any], bool], what: str
+) -> list[Any]:
     """Returns one role for each leaf of `tree`, from a pytree prefix called `what` in errors.
 
     Raises:
@@ -74,7 +76,7 @@ def broadcast_roles(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what
     """
     flat: list[Any] = []
 
-    def extend(role: Any, subtree: Any) -> None:
+    def extend(role: object, subtree: object) -> None:
         flat.extend([role] * len(jax.tree.leaves(subtree, is_leaf=is_leaf)))
 
     try:
@@ -83,18 +85,20 @@ def broadcast_roles(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what
         # The user's prefix does not contain the roles of carriers.
         is_whole = not (isinstance(prefix, tuple) and any(type(x) is Roles for x in prefix))
         given = f"{what}={prefix!r}" if is_whole else what
-        misfit = _misfit(prefix, tree, is_leaf, what if is_whole else "")
+        misfit = _prefix_mismatch(prefix, tree, is_leaf, what if is_whole else "")
         raise RoleError(f"{given} {misfit}") from None
     return flat
 
 
-def _misfit(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what: str) -> str:
+def _prefix_mismatch(
+    prefix: object, tree: object, is_leaf: Callable[[Any], bool], what: str
+) -> str:
     """Describes the first difference of a prefix and a tree; omits locations if `what` is ""."""
     of_results = what.startswith("out")
     whole = "the result" if of_results else "the arguments"
     fix = "Give one entry for all, or one for each."
 
-    def find(role: Any, x: Any, path: str) -> str | None:
+    def find(role: object, x: object, path: str) -> str | None:
         of_role, of_x = _entries(role, is_role), _entries(x, is_leaf)
         if of_role is None:
             return None
@@ -108,20 +112,19 @@ def _misfit(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what: str) -
                 and of_x is not None
             ):
                 return (
-                    f"has {_counted(of_role, 'entry', 'entries')}, and the call has "
-                    f"{_counted(of_x, 'argument', 'arguments')} by position. {fix}"
+                    f"has {_with_count(of_role, 'entry', 'entries')}, and the call has "
+                    f"{_with_count(of_x, 'argument', 'arguments')} by position. {fix}"
                 )
-            there, at = _shown(x, of_x), f" at {what}{path}" if what else ""
+            there, at = _describe(x, of_x), f" at {what}{path}" if what else ""
             place = place if what else "what it speaks of"
-            return f"has {_shown(role, of_role)}{at}, where {place} is {there}. {fix}"
+            return f"has {_describe(role, of_role)}{at}, where {place} is {there}. {fix}"
         found = (find(of_role[key], of_x[key], path + key) for key in of_role)
         return next((words for words in found if words is not None), None)
 
     return find(prefix, tree, "") or f"does not fit {whole}. {fix}"
 
 
-def _entries(x: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | None:
-    """Returns the entries of a container by key as text; None for a leaf."""
+def _entries(x: object, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | None:
     if x is not None and is_leaf(x):
         return None
     found, _ = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
@@ -130,12 +133,12 @@ def _entries(x: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | None:
     return {jax.tree_util.keystr(path): value for path, value in found}
 
 
-def _shown(x: Any, entries: dict[str, Any] | None) -> str:
+def _describe(x: object, entries: dict[str, Any] | None) -> str:
     if entries is None:
         return "an array" if isinstance(x, jax.Array) else f"one {type(x).__name__}"
     keys = f" ({', '.join(entries)})" if isinstance(x, dict) and entries else ""
-    return f"a {type(x).__name__} of {_counted(entries, 'entry', 'entries')}{keys}"
+    return f"a {type(x).__name__} of {_with_count(entries, 'entry', 'entries')}{keys}"
 
 
-def _counted(entries: dict[str, Any], one: str, several: str) -> str:
+def _with_count(entries: dict[str, Any], one: str, several: str) -> str:
     return f"{len(entries)} {one if len(entries) == 1 else several}"

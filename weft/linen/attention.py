@@ -1,4 +1,6 @@
-"""Multi-head attention layers.
+"""Multi-head attention layers, and attention as a function of queries, keys and values.
+
+A layer's `attention_fn` is a function with some or all parameters of `dot_product_attention`.
 
 With `decode=True`, keys and values are kept in the collection `cache`: the first call, with inputs
 of the full length, creates an empty cache; each later call has one position, which is added to the
@@ -17,27 +19,150 @@ from jaxtyping import Array, Bool, Float
 
 from weft import functional
 from weft.errors import ArgumentValueError
-from weft.functional.attention_cache import attention_cache_step
-from weft.linen.attention_functions import dot_product_attention, dot_product_attention_weights
-from weft.linen.attention_masks import combine_masks, make_attention_mask, make_causal_mask
-from weft.linen.calls import merge_param
-from weft.linen.initializers import zeros_init
+from weft.functional.arrays import promote_dtype
+from weft.functional.attention import (
+    attention_cache_step,
+    attention_weights,
+    check_attention_shapes,
+    drop_attention_weights,
+)
+from weft.functional.attention_mask import combine_masks
+from weft.functional.initializers import zeros_init
+from weft.linen.apply import merge_param
 from weft.linen.linear import DenseGeneral, DotGeneral, Initializer, default_kernel_init
 from weft.linen.methods import compact, nowrap
 from weft.linen.module import Module
 from weft.linen.normalization import LayerNorm
 from weft.typing import DType
 
-__all__ = [
-    "MultiHeadAttention",
-    "MultiHeadDotProductAttention",
-    "SelfAttention",
-    "combine_masks",
-    "dot_product_attention",
-    "dot_product_attention_weights",
-    "make_attention_mask",
-    "make_causal_mask",
-]
+Einsum = Callable[..., Array]
+
+
+def dot_product_attention_weights(
+    query: Float[Array, "*batch target heads dim"],
+    key: Float[Array, "*batch source heads dim"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DType | None = None,
+    precision: lax.PrecisionLike = None,
+    module: Module | None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Array] | None = None,
+    einsum: Einsum | None = None,
+) -> Float[Array, "*batch heads target source"]:
+    """Returns the attention weights `softmax(query · key / sqrt(dim) + bias)`.
+
+    Args:
+        bias: added to the logits, broadcastable to `(*batch, heads, target, source)`.
+        mask: True where a query may attend, broadcastable to the same shape.
+        broadcast_dropout: whether all examples and heads share a dropout mask.
+        dropout_rng: key for dropout.
+        dtype: dtype of the computation; by default promoted from query and key.
+        precision: see `jax.lax.dot_general`.
+        module: stores the weights before dropout, as `attention_weights` in its collection
+            `intermediates`.
+        force_fp32_for_softmax: whether to compute and return the softmax in float32.
+        einsum_dot_general: replaces `jax.lax.dot_general`.
+        einsum: replaces both; called with subscripts, queries and keys.
+
+    Raises:
+        ArgumentShapeError: if the shapes do not match.
+        ArgumentValueError: if the key for dropout is missing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x = jnp.ones((1, 2, 1, 4))
+        >>> dot_product_attention_weights(x, x).tolist()
+        [[[[0.5, 0.5], [0.5, 0.5]]]]
+    """
+    query, key = promote_dtype(query, key, dtype=dtype)
+    check_attention_shapes(query, key)
+    weights = attention_weights(
+        query,
+        key,
+        bias=bias,
+        mask=mask,
+        float32_softmax=force_fp32_for_softmax,
+        precision=precision,
+        dot_general=einsum_dot_general,
+        einsum=einsum,
+    )
+    if module is not None:
+        module.sow("intermediates", "attention_weights", weights)
+    if deterministic or dropout_rate == 0.0:
+        return weights
+    return drop_attention_weights(
+        weights, rate=dropout_rate, prng_key=dropout_rng, broadcast=broadcast_dropout
+    )
+
+
+def dot_product_attention(
+    query: Float[Array, "*batch target heads dim"],
+    key: Float[Array, "*batch source heads dim"],
+    value: Float[Array, "*batch source heads value_dim"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DType | None = None,
+    precision: lax.PrecisionLike = None,
+    module: Module | None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Array] | None = None,
+    qk_attn_weights_einsum: Einsum | None = None,
+    attn_weights_value_einsum: Einsum | None = None,
+) -> Float[Array, "*batch target heads value_dim"]:
+    """Returns the values averaged with the attention weights (Vaswani et al., 2017).
+
+    See `dot_product_attention_weights` for the other arguments and errors.
+
+    Args:
+        qk_attn_weights_einsum: einsum of queries and keys.
+        attn_weights_value_einsum: einsum of weights and values; give both or neither.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x = jnp.ones((1, 3, 2, 4))
+        >>> dot_product_attention(x, x, x).shape
+        (1, 3, 2, 4)
+    """
+    if (qk_attn_weights_einsum is None) != (attn_weights_value_einsum is None):
+        raise ArgumentValueError(
+            "one of qk_attn_weights_einsum and attn_weights_value_einsum was given; give both, or "
+            "none."
+        )
+    query, key, value = promote_dtype(query, key, value, dtype=dtype)
+    check_attention_shapes(query, key, value)
+    weights = dot_product_attention_weights(
+        query,
+        key,
+        bias,
+        mask,
+        broadcast_dropout,
+        dropout_rng,
+        dropout_rate,
+        deterministic,
+        query.dtype,
+        precision,
+        module,
+        force_fp32_for_softmax,
+        einsum_dot_general,
+        qk_attn_weights_einsum,
+    )
+    if attn_weights_value_einsum is not None:
+        return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, value)
+    return functional.attention_context(
+        weights,
+        value if value.dtype == weights.dtype else value.astype(weights.dtype),
+        precision=precision,
+        dot_general=einsum_dot_general,
+    )
 
 
 class MultiHeadDotProductAttention(Module):
@@ -48,7 +173,6 @@ class MultiHeadDotProductAttention(Module):
         qkv_features: total size of all heads; by default the size of `inputs_q`.
         out_features: output size; by default the size of `inputs_q`.
         broadcast_dropout: whether all examples and heads share a dropout mask.
-        dropout_rate: rate for the attention weights.
         deterministic: disables dropout; set here or in the call.
         out_kernel_init, out_bias_init: by default `kernel_init` and `bias_init`.
         attention_fn: replaces `dot_product_attention`; receives the options among its parameters.
@@ -110,7 +234,6 @@ class MultiHeadDotProductAttention(Module):
         """Applies attention.
 
         Args:
-            inputs_q: input of the queries.
             inputs_k: input of the keys; by default `inputs_q`.
             inputs_v: input of the values; by default `inputs_k`.
             inputs_kv: alternative to `inputs_k`, for both keys and values.
@@ -222,7 +345,6 @@ class MultiHeadDotProductAttention(Module):
     def _decode(
         self, query: Array, key: Array, value: Array, mask: Array | None
     ) -> tuple[Array, Array, Array | None]:
-        """Returns the keys and values of all cached positions and a mask for the others."""
         begun = self.has_variable("cache", "cached_key")
         cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
         cached_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
@@ -239,7 +361,6 @@ class MultiHeadDotProductAttention(Module):
 
     @nowrap
     def _dropout(self, deterministic: bool | None, rng: Any) -> tuple[bool, Any]:
-        """Returns whether dropout is disabled, and its key."""
         if self.dropout_rate == 0.0:
             return True, None
         deterministic = merge_param("deterministic", self.deterministic, deterministic)
@@ -249,7 +370,6 @@ class MultiHeadDotProductAttention(Module):
 
     @nowrap
     def _accepted(self, options: dict[str, Any], sow_weights: bool) -> dict[str, Any]:
-        """Returns the options that `attention_fn` accepts."""
         einsums = {
             "qk_attn_weights_einsum": self.qk_attn_weights_einsum_cls,
             "attn_weights_value_einsum": self.attn_weights_value_einsum_cls,
@@ -280,9 +400,11 @@ class SelfAttention(MultiHeadDotProductAttention):
 
     Example:
         >>> import jax
+        >>> from weft import linen as nn
         >>> x = jnp.ones((1, 5, 8))
-        >>> layer = SelfAttention(num_heads=2)
-        >>> layer.init_with_output(jax.random.key(0), x, make_causal_mask(x[..., 0]))[0].shape
+        >>> layer = nn.SelfAttention(num_heads=2)
+        >>> mask = nn.make_causal_mask(x[..., 0])
+        >>> layer.init_with_output(jax.random.key(0), x, mask)[0].shape
         (1, 5, 8)
     """
 

@@ -12,16 +12,16 @@ import numpy as np
 
 from weft.core import lift
 from weft.core.filters import Filter, in_filter
-from weft.lifting.argnums import check_argnums
-from weft.linen.passengers import Carriage, arrive, board, inside
+from weft.lifting.signature import check_argnums
+from weft.linen.module_kind import ModuleState, commit_counters, merge_modules, split_modules
 
 Fn = Callable[..., Any]
 Path = tuple[str, ...]
 
 
-def _places(carriage: Carriage) -> list[tuple[int, Path]]:
+def _scope_positions(module_state: ModuleState) -> list[tuple[int, Path]]:
     """Returns each scope's carried scope, by index, and the path from there."""
-    scopes = carriage.scopes
+    scopes = module_state.scopes
 
     def place(scope: Any) -> tuple[int, Path]:
         n, i = min(
@@ -34,14 +34,12 @@ def _places(carriage: Carriage) -> list[tuple[int, Path]]:
     return [place(scope) for scope in scopes]
 
 
-def _places_of_target(carriage: Carriage) -> list[tuple[int, Path]]:
-    places = _places(carriage)
-    return [places[seat.index] for seat in carriage.target_seats()]
+def _target_positions(module_state: ModuleState) -> list[tuple[int, Path]]:
+    places = _scope_positions(module_state)
+    return [places[ref.index] for ref in module_state.target_refs()]
 
 
-def _gradients(carriage: Carriage, of_scopes: Carriage) -> Any:
-    """Returns the gradients of the target's collections, in the structure of the target's tree."""
-
+def _gradients(module_state: ModuleState, of_scopes: ModuleState) -> Any:
     def below(variables: Any, path: Path) -> Any:
         for name in path:
             variables = variables.get(name, {})
@@ -49,52 +47,52 @@ def _gradients(carriage: Carriage, of_scopes: Carriage) -> Any:
 
     found = [
         {col: of for col, of_all in of_scopes.scopes[i].items() if (of := below(of_all, path))}
-        for i, path in _places_of_target(carriage)
+        for i, path in _target_positions(module_state)
     ]
-    return jax.tree.unflatten(carriage.target_structure(), found)
+    return jax.tree.unflatten(module_state.target_structure(), found)
 
 
-class _Zeros:
+class _ZeroTangents:
     """Zero tangents of all carried modules, into which tangents of the target can be filled."""
 
-    def __init__(self, carriage: Carriage, wrt: Filter):
-        self.carriage = carriage
-        self.shapes: list[dict[str, Any]] = [{} for _ in carriage.scopes]
-        for i, _ in _places(carriage):
-            variables = carriage.scopes[i].variables()
+    def __init__(self, module_state: ModuleState, wrt: Filter):
+        self.module_state = module_state
+        self.shapes: list[dict[str, Any]] = [{} for _ in module_state.scopes]
+        for i, _ in _scope_positions(module_state):
+            variables = module_state.scopes[i].variables()
             wanted = {col: v for col, v in variables.items() if v and in_filter(wrt, col)}
             self.shapes[i] = jax.tree.map(jax.typeof, wanted)
 
-    def filled(self, of_target: Any) -> Carriage:
+    def filled(self, of_target: object) -> ModuleState:
         """Inverts `_gradients`."""
-        of_scopes = [jax.tree.map(_zero, shapes) for shapes in self.shapes]
-        given = self.carriage.target_structure().flatten_up_to(of_target)
-        for (i, path), of_module in zip(_places_of_target(self.carriage), given, strict=True):
-            for col, tangents in _some(of_module).items():
-                of_scopes[i][col] = _put(of_scopes[i].get(col, {}), path, tangents)
-        return Carriage(self.carriage.manifest, of_scopes)
+        of_scopes = [jax.tree.map(_zero_tangent, shapes) for shapes in self.shapes]
+        given = self.module_state.target_structure().flatten_up_to(of_target)
+        for (i, path), of_module in zip(_target_positions(self.module_state), given, strict=True):
+            for col, tangents in _nonempty_collections(of_module).items():
+                of_scopes[i][col] = _set_at_path(of_scopes[i].get(col, {}), path, tangents)
+        return ModuleState(self.module_state.module_def, of_scopes)
 
 
-def _some(of_module: Mapping[str, Any]) -> dict[str, Any]:
+def _nonempty_collections(of_module: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the collections with tangents; those of variables not yet created are empty."""
     return {col: tangents for col, tangents in of_module.items() if jax.tree.leaves(tangents)}
 
 
-def _put(variables: Any, path: Path, value: Any) -> Any:
+def _set_at_path(variables: Any, path: Path, value: Any) -> Any:
     if not path:
         return value
-    return {**variables, path[0]: _put(variables.get(path[0], {}), path[1:], value)}
+    return {**variables, path[0]: _set_at_path(variables.get(path[0], {}), path[1:], value)}
 
 
-def _zero(of: Any) -> Any:
+def _zero_tangent(of: Any) -> Any:
     dtype = of.dtype if jnp.issubdtype(of.dtype, jnp.inexact) else jax.dtypes.float0
     return np.zeros(of.shape, dtype) if dtype == jax.dtypes.float0 else jnp.zeros(of.shape, dtype)
 
 
 def vjp(
     fn: Fn,
-    mdl: Any,
-    *primals: Any,
+    mdl: object,
+    *primals: object,
     has_aux: bool = False,
     reduce_axes: tuple[()] = (),
     vjp_variables: Filter = "params",
@@ -106,16 +104,15 @@ def vjp(
 
     Args:
         fn: the function; with `has_aux` it returns a pair of its result and any auxiliary output.
-        vjp_variables: collections to differentiate.
 
     Returns:
         The result, a function from its cotangent to the gradients of the module's collections and
         of each argument, and with `has_aux` the auxiliary output.
     """
-    boarding, carriage, primals, _ = board((fn,), mdl, primals)
+    splitter, module_state, primals, _ = split_modules((fn,), mdl, primals)
     value, pullback, *aux = lift.vjp(
-        inside(fn),
-        carriage,
+        merge_modules(fn),
+        module_state,
         *primals,
         has_aux=has_aux,
         reduce_axes=reduce_axes,
@@ -123,19 +120,19 @@ def vjp(
         variables=variables,
         rngs=rngs,
     )
-    arrive(boarding, carriage)
+    commit_counters(splitter)
 
-    def pulled_back(pullback: Fn, cotangent: Any) -> tuple[Any, ...]:
+    def pulled_back(pullback: Fn, cotangent: object) -> tuple[Any, ...]:
         of_scopes, *of_primals = pullback(cotangent)
-        return _gradients(carriage, of_scopes), *of_primals
+        return _gradients(module_state, of_scopes), *of_primals
 
     return value, jax.tree_util.Partial(pulled_back, pullback), *aux
 
 
 def value_and_grad(
     fn: Fn,
-    mdl: Any,
-    *primals: Any,
+    mdl: object,
+    *primals: object,
     has_aux: bool = False,
     reduce_axes: tuple[()] = (),
     variables: Filter = True,
@@ -146,10 +143,10 @@ def value_and_grad(
     Returns:
         The scalar result (with `has_aux`, the pair) and a tuple with the gradient of each argument.
     """
-    boarding, carriage, primals, _ = board((fn,), mdl, primals)
+    splitter, module_state, primals, _ = split_modules((fn,), mdl, primals)
     options = {"has_aux": has_aux, "reduce_axes": reduce_axes, "variables": variables, "rngs": rngs}
-    *value, grads = lift.value_and_grad(inside(fn), carriage, *primals, **options)
-    arrive(boarding, carriage)
+    *value, grads = lift.value_and_grad(merge_modules(fn), module_state, *primals, **options)
+    commit_counters(splitter)
     return (tuple(value) if has_aux else value[0]), grads
 
 
@@ -161,10 +158,10 @@ def grad(fn: Fn, mdl: Any, *primals: Any, has_aux: bool = False, **kwargs: Any) 
 
 def jvp(
     fn: Fn,
-    mdl: Any,
+    mdl: object,
     primals: Sequence[Any],
     tangents: Sequence[Any],
-    variable_tangents: Any,
+    variable_tangents: object,
     variables: Filter = True,
     rngs: Filter = True,
 ) -> tuple[Any, Any]:
@@ -174,12 +171,14 @@ def jvp(
         variable_tangents: tangents of variables, by collection; for several modules, a tree of such
             dicts. All other tangents are zero.
     """
-    boarding, carriage, primals, _ = board((fn,), mdl, tuple(primals))
-    given = carriage.target_structure().flatten_up_to(variable_tangents)
-    cols = sorted({col for of_module in given for col in _some(of_module)})
-    of_scopes = _Zeros(carriage, cols).filled(variable_tangents)
-    result = lift.jvp(inside(fn), carriage, primals, tangents, of_scopes, variables, rngs)
-    arrive(boarding, carriage)
+    splitter, module_state, primals, _ = split_modules((fn,), mdl, tuple(primals))
+    given = module_state.target_structure().flatten_up_to(variable_tangents)
+    cols = sorted({col for of_module in given for col in _nonempty_collections(of_module)})
+    of_scopes = _ZeroTangents(module_state, cols).filled(variable_tangents)
+    result = lift.jvp(
+        merge_modules(fn), module_state, primals, tangents, of_scopes, variables, rngs
+    )
+    commit_counters(splitter)
     return result
 
 
@@ -193,14 +192,7 @@ def custom_vjp(
     """Applies `jax.custom_vjp` to `fn(module, *args)`.
 
     The gradients of modules captured in closures are zero; to define them, pass a tree of modules.
-
-    Args:
-        forward_fn: takes the arguments of `fn`; returns its result and residuals for `backward_fn`,
-            such as the function that `vjp` returns.
-        backward_fn: `backward_fn(*nondiff, residuals, cotangent)` returns the gradients of the
-            module's collections `grad_vars` and of each argument not in `nondiff_argnums`.
-        grad_vars: collections with gradients.
-        nondiff_argnums: arguments without gradients; 0 is the module.
+    See `weft.core.lift.custom_vjp` for the arguments; 0 in `nondiff_argnums` is the module.
 
     Example:
         >>> import jax.numpy as jnp
@@ -222,19 +214,21 @@ def custom_vjp(
     """
     check_argnums("linen.custom_vjp", "nondiff_argnums", fn, nondiff_argnums)
 
-    def run(mdl: Any, *args: Any) -> Any:
+    def run(mdl: object, *args: object) -> Any:
         fns = (fn, forward_fn)
-        boarding, carriage, args, _ = board(fns, mdl, args)
-        zeros = _Zeros(carriage, grad_vars)
+        splitter, module_state, args, _ = split_modules(fns, mdl, args)
+        zeros = _ZeroTangents(module_state, grad_vars)
 
-        def backward(*args: Any) -> tuple[Any, ...]:
+        def backward(*args: object) -> tuple[Any, ...]:
             of_target, *of_args = backward_fn(*args)
             return zeros.filled(of_target), *of_args
 
         options = {"grad_vars": grad_vars, "nondiff_argnums": nondiff_argnums}
-        lifted = lift.custom_vjp(inside(fn), inside(forward_fn, 1), backward, **options)
-        result = lifted(carriage, *args)
-        arrive(boarding, carriage)
+        lifted = lift.custom_vjp(
+            merge_modules(fn), merge_modules(forward_fn, 1), backward, **options
+        )
+        result = lifted(module_state, *args)
+        commit_counters(splitter)
         return result
 
     return run
@@ -248,11 +242,8 @@ def custom_jvp(
 ) -> Fn:
     """Applies `jax.custom_jvp` to `fn(module, *args)`; see `custom_vjp` for captured modules.
 
-    Args:
-        jvp_fn: `jvp_fn(*nondiff, module, primals, tangents, variable_tangents)` returns the result
-            of `fn` and its tangent; see `jvp`.
-        grad_vars: collections with tangents.
-        nondiff_argnums: arguments without tangents; 0 is the module.
+    `jvp_fn(*nondiff, module, primals, tangents, variable_tangents)` returns the result of `fn` and
+    its tangent; see `weft.core.lift.custom_jvp` for the other arguments.
 
     Example:
         >>> import jax.numpy as jnp
@@ -268,22 +259,22 @@ def custom_jvp(
     """
     check_argnums("linen.custom_jvp", "nondiff_argnums", fn, nondiff_argnums)
 
-    def run(mdl: Any, *args: Any) -> Any:
+    def run(mdl: object, *args: object) -> Any:
         fns = (fn, jvp_fn)
-        boarding, carriage, args, _ = board(fns, mdl, args)
+        splitter, module_state, args, _ = split_modules(fns, mdl, args)
 
         def rule(*args: Any) -> tuple[Any, Any]:
             *nondiff, inner, primals, tangents, of_scopes = args
 
             def on_modules(mdl: Any) -> tuple[Any, Any]:
-                variable_tangents = _gradients(carriage, of_scopes)
+                variable_tangents = _gradients(module_state, of_scopes)
                 return jvp_fn(*nondiff, mdl, primals, tangents, variable_tangents)
 
-            return inside(on_modules, 1)(inner)
+            return merge_modules(on_modules, 1)(inner)
 
         options = {"grad_vars": grad_vars, "nondiff_argnums": nondiff_argnums}
-        result = lift.custom_jvp(inside(fn), rule, **options)(carriage, *args)
-        arrive(boarding, carriage)
+        result = lift.custom_jvp(merge_modules(fn), rule, **options)(module_state, *args)
+        commit_counters(splitter)
         return result
 
     return run

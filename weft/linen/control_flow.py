@@ -3,13 +3,13 @@
 `variables` and `rngs` select the collections and PRNG streams that a function sees.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weft.core import lift
 from weft.core.filters import Filter
-from weft.linen.passengers import Carriage, Logged, arrive, board, inside
+from weft.linen.module_kind import commit_counters, merge_modules, split_modules
+from weft.typing import ArrayLike
 
 Fn = Callable[..., Any]
 
@@ -17,8 +17,8 @@ Fn = Callable[..., Any]
 def while_loop(
     cond_fn: Fn,
     body_fn: Fn,
-    mdl: Any,
-    init: Any,
+    mdl: object,
+    init: object,
     carry_variables: Filter = False,
     broadcast_variables: Filter = True,
     split_rngs: Mapping[Any, bool] = {},
@@ -32,66 +32,63 @@ def while_loop(
         broadcast_variables: collections that all iterations share.
         split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
     """
-    boarding, carriage, (init,), _ = board((body_fn, cond_fn), mdl, (init,))
-    is_on, run = inside(cond_fn, 1), inside(body_fn)
+    splitter, module_state, (init,), _ = split_modules((body_fn, cond_fn), mdl, (init,))
     result = lift.while_loop(
-        lambda carriage, carry: is_on(carriage, carry.value),
-        lambda carriage, carry: Logged(run(carriage, carry.value), carriage),
-        carriage,
-        Logged(init, carriage),
+        merge_modules(cond_fn, 1),
+        merge_modules(body_fn),
+        module_state,
+        init,
         carry_variables,
         broadcast_variables,
         split_rngs,
-    ).read(carriage)
-    arrive(boarding, carriage)
+    )
+    commit_counters(splitter)
     return result
 
 
 def fori_loop(
-    lower: Any,
-    upper: Any,
+    lower: ArrayLike,
+    upper: ArrayLike,
     body_fn: Fn,
-    mdl: Any,
-    init: Any,
+    mdl: object,
+    init: object,
     carry_variables: Filter = False,
     broadcast_variables: Filter = True,
     split_rngs: Mapping[Any, bool] = {},
 ) -> Any:
     """Applies `jax.lax.fori_loop` to `body_fn(i, module, carry)`; see `while_loop`."""
 
-    def body(mdl: Any, i: Any, carry: Any) -> Any:
+    def body(mdl: object, i: object, carry: object) -> Any:
         return body_fn(i, mdl, carry)
 
-    boarding, carriage, (init,), _ = board((body_fn,), mdl, (init,))
-    run = inside(body)
+    splitter, module_state, (init,), _ = split_modules((body_fn,), mdl, (init,))
+    run = merge_modules(body)
     result = lift.fori_loop(
         lower,
         upper,
-        lambda i, carriage, carry: Logged(run(carriage, i, carry.value), carriage),
-        carriage,
-        Logged(init, carriage),
+        lambda i, module_state, carry: run(module_state, i, carry),
+        module_state,
+        init,
         carry_variables,
         broadcast_variables,
         split_rngs,
-    ).read(carriage)
-    arrive(boarding, carriage)
+    )
+    commit_counters(splitter)
     return result
 
 
 def cond(
-    pred: Any,
+    pred: ArrayLike,
     true_fun: Fn,
     false_fun: Fn,
-    mdl: Any,
-    *operands: Any,
+    mdl: object,
+    *operands: object,
     variables: Filter = True,
     rngs: Filter = True,
 ) -> Any:
     """Applies `jax.lax.cond` to functions of a module.
 
     Args:
-        pred: whether `true_fun` runs.
-        true_fun: `true_fun(module, *operands)`.
         false_fun: as `true_fun`, with a result of the same structure. Variables that only one of
             them creates are created for both.
         rngs: PRNG streams that both functions see; both draw the same keys.
@@ -108,37 +105,25 @@ def cond(
         ['one', 'other']
     """
     fns = (true_fun, false_fun)
-    boarding, carriage, operands, _ = board(fns, mdl, operands)
-    lifted = (_branch(fn, i) for i, fn in enumerate(fns))
-    result = lift.cond(pred, *lifted, carriage, *operands, variables=variables, rngs=rngs)
-    result = result.read(carriage)
-    arrive(boarding, carriage)
+    splitter, module_state, operands, _ = split_modules(fns, mdl, operands)
+    lifted = (merge_modules(fn, i) for i, fn in enumerate(fns))
+    result = lift.cond(pred, *lifted, module_state, *operands, variables=variables, rngs=rngs)
+    commit_counters(splitter)
     return result
 
 
-def _branch(fn: Fn, index: int) -> Fn:
-    run = inside(fn, index)
-
-    @functools.wraps(fn)
-    def branch(carriage: Carriage, *operands: Any) -> Logged:
-        return Logged(run(carriage, *operands), carriage)
-
-    return branch
-
-
 def switch(
-    index: Any,
+    index: ArrayLike,
     branches: Sequence[Fn],
-    mdl: Any,
-    *operands: Any,
+    mdl: object,
+    *operands: object,
     variables: Filter = True,
     rngs: Filter = True,
 ) -> Any:
     """Applies `jax.lax.switch` to functions `branch(module, *operands)`; see `cond`."""
     fns = tuple(branches)
-    boarding, carriage, operands, _ = board(fns, mdl, operands)
-    lifted = [_branch(fn, i) for i, fn in enumerate(fns)]
-    result = lift.switch(index, lifted, carriage, *operands, variables=variables, rngs=rngs)
-    result = result.read(carriage)
-    arrive(boarding, carriage)
+    splitter, module_state, operands, _ = split_modules(fns, mdl, operands)
+    lifted = [merge_modules(fn, i) for i, fn in enumerate(fns)]
+    result = lift.switch(index, lifted, module_state, *operands, variables=variables, rngs=rngs)
+    commit_counters(splitter)
     return result

@@ -1,4 +1,4 @@
-"""Linear maps of the last axis, of any axes, or by einsum."""
+"""Linear maps of the last axis, of any axes, or by einsum, and embeddings."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Num
+from jaxtyping import Array, Float, Int, Num
 
 from weft import functional
-from weft.errors import ArgumentShapeError
-from weft.linen.calls import merge_param
-from weft.linen.dtypes import promote_dtype
-from weft.linen.initializers import lecun_normal, zeros_init
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional.arrays import as_tuple, promote_dtype
+from weft.functional.initializers import default_embed_init, lecun_normal, zeros_init
+from weft.linen.apply import merge_param
 from weft.linen.methods import compact
 from weft.linen.module import Module
 from weft.typing import DType
-
-__all__ = ["Dense", "DenseGeneral", "Einsum"]
 
 DotGeneral = Callable[..., Array]
 Initializer = Callable[..., Any]
@@ -28,7 +26,7 @@ default_kernel_init = lecun_normal()
 
 
 class PromoteDtype(Protocol):
-    """Function that converts arrays to a common dtype, as `weft.linen.dtypes.promote_dtype`."""
+    """Function that converts arrays to a common dtype, as `weft.functional.promote_dtype`."""
 
     def __call__(self, *args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]: ...
 
@@ -90,7 +88,7 @@ class Dense(Module):
             kernel,
             bias,
             precision=self.precision,
-            dot_general=_dot_general(self.dot_general, self.dot_general_cls),
+            dot_general=self.dot_general_cls() if self.dot_general_cls else self.dot_general,
         )
 
 
@@ -137,7 +135,7 @@ class DenseGeneral(Module):
         """
         functional.check_sizes(type(self).__name__, features=self.features)
         sizes = jnp.shape(inputs)
-        features = _as_tuple(self.features)
+        features = as_tuple(self.features)
         axis, batch_dims = self._axes(sizes)
         batch = tuple(sizes[a] for a in batch_dims)
         contracted = tuple(sizes[a] for a in axis)
@@ -159,13 +157,13 @@ class DenseGeneral(Module):
             axis=axis,
             batch_axes=batch_dims,
             precision=self.precision,
-            dot_general=_dot_general(self.dot_general, self.dot_general_cls),
+            dot_general=self.dot_general_cls() if self.dot_general_cls else self.dot_general,
         )
 
     def _axes(self, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         ndim = len(sizes)
-        axis = sorted(a + ndim if a < 0 else a for a in _as_tuple(self.axis))
-        batch_dims = sorted(_as_tuple(self.batch_dims))
+        axis = sorted(a + ndim if a < 0 else a for a in as_tuple(self.axis))
+        batch_dims = sorted(as_tuple(self.batch_dims))
         if batch_dims != list(range(len(batch_dims))):
             raise ArgumentShapeError(
                 f"DenseGeneral {path_of(self)} has batch_dims={self.batch_dims}; expected the "
@@ -233,7 +231,7 @@ class Einsum(Module):
             subscripts,
             inputs,
             kernel,
-            None if bias is None else functional.spread(bias, out_axes, ndim),
+            None if bias is None else functional.broadcast_bias(bias, out_axes, ndim),
             precision=self.precision,
             preferred_element_type=self.preferred_element_type,
         )
@@ -249,13 +247,71 @@ def _shaped(init: Initializer, flat: tuple[int, ...]) -> Initializer:
     return make
 
 
-def _dot_general(given: DotGeneral | None, make: Callable[[], DotGeneral] | None) -> Any:
-    return given if make is None else make()
-
-
-def _as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
-    return tuple(x) if isinstance(x, Sequence) else (x,)
-
-
 def path_of(module: Module) -> str:
+    """Returns the path of a module, for errors."""
     return "/".join(module.path) or "(the outermost module)"
+
+
+class Embed(Module):
+    """Table of learned vectors, one for each id.
+
+    The parameter `embedding`, shape `(num_embeddings, features)`, is an attribute of bound modules.
+
+    Attributes:
+        dtype: output dtype; by default that of the table, in `attend` promoted from query and
+            table.
+        promote_dtype: converts table and query to the output dtype.
+
+    Example:
+        >>> import jax
+        >>> layer = Embed(10, 4)
+        >>> ids = jnp.array([3, 5])
+        >>> vectors, variables = layer.init_with_output(jax.random.key(0), ids)
+        >>> vectors.shape
+        (2, 4)
+        >>> layer.apply(variables, vectors, method="attend").shape
+        (2, 10)
+    """
+
+    num_embeddings: int
+    features: int
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    embedding_init: Initializer = default_embed_init
+    promote_dtype: PromoteDtype = promote_dtype
+
+    def setup(self) -> None:
+        functional.check_sizes(
+            type(self).__name__, num_embeddings=self.num_embeddings, features=self.features
+        )
+        shape = (self.num_embeddings, self.features)
+        self.embedding: Any = self.param("embedding", self.embedding_init, shape, self.param_dtype)
+
+    def __call__(self, inputs: Int[Array, "*shape"]) -> Float[Array, "*shape features"]:
+        """Returns the vectors of ids, NaN outside of the table; negative ids count from its end.
+
+        Raises:
+            ArgumentValueError: if the ids are not integers, or too large for JAX.
+        """
+        inputs = functional.as_ids(inputs)
+        if not jnp.issubdtype(inputs.dtype, jnp.integer):
+            raise ArgumentValueError(
+                f"Embed {path_of(self)} was given ids of dtype {inputs.dtype}; expected "
+                "integers: convert them with ids.astype(int)."
+            )
+        (table,) = self.promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
+        return functional.lookup(table, inputs)
+
+    def attend(self, query: Float[Array, "*batch features"]) -> Float[Array, "*batch ids"]:
+        """Returns the inner products of each query with every vector: logits of tied embeddings.
+
+        Raises:
+            ArgumentShapeError: if the query's size is not `features`.
+        """
+        if jnp.shape(query)[-1:] != (self.features,):
+            raise ArgumentShapeError(
+                f"Embed {path_of(self)} has vectors of size {self.features}; expected queries of "
+                f"shape (..., {self.features}), but theirs is {jnp.shape(query)}."
+            )
+        query, table = self.promote_dtype(query, self.embedding, dtype=self.dtype)
+        return functional.attend(table, query)

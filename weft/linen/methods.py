@@ -7,19 +7,22 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
 from weft.core.filters import in_filter
 from weft.errors import CallCompactUnboundModuleError, CallSetupUnboundModuleError
-from weft.linen.running import RUNNING, intercepted, name_of, named_call_is_on
-
-if TYPE_CHECKING:
-    from weft.linen.module import Module
+from weft.linen.state import (
+    RUNNING,
+    ModuleVariables,
+    call_interceptors,
+    name_of,
+    named_call_enabled,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
-_NOWHERE = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 def compact(fun: F) -> F:
@@ -65,7 +68,7 @@ def compact_name_scope(fun: F) -> F:
     """
 
     @functools.wraps(fun)
-    def scoped(self: "Module", *args: Any, **kwargs: Any) -> Any:
+    def scoped(self: ModuleVariables, *args: object, **kwargs: object) -> Any:
         with self._state.name_scope(self, fun.__name__):
             return fun(self, *args, **kwargs)
 
@@ -82,36 +85,36 @@ def nowrap(fun: F) -> F:
     return fun
 
 
-def wrap_methods(cls: type["Module"], fields: Collection[str]) -> None:
+def wrap_methods(cls: type[ModuleVariables], fields: Collection[str]) -> None:
     """Wraps the methods that a module class itself defines, except for functions in fields."""
     for name, value in list(vars(cls).items()):
         if name in fields or (name.startswith("__") and name != "__call__"):
             continue
         if isinstance(value, property):
-            getter = value.fget and _as_its_own(value.fget)
+            getter = value.fget and _wrap_getter(value.fget)
             setattr(cls, name, property(getter, value.fset, value.fdel, value.__doc__))
         elif isinstance(value, types.FunctionType):
-            setattr(cls, name, _checked_setup(value) if name == "setup" else wrapped(value))
+            setattr(cls, name, _wrap_setup(value) if name == "setup" else wrap_method(value))
 
 
-def _checked_setup(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_setup(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
-    def setup(self: "Module") -> None:
+    def setup(self: ModuleVariables) -> None:
         if self.scope is None:
             raise CallSetupUnboundModuleError(type(self).__name__)
         if RUNNING.interceptors and self._state.in_setup:
-            intercepted(fn, self, (), {})
+            call_interceptors(fn, self, (), {})
         else:
             fn(self)
 
     return setup
 
 
-def _as_its_own(getter: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_getter(getter: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a property's getter so that modules created in it belong to the module."""
 
     @functools.wraps(getter)
-    def get(self: "Module") -> Any:
+    def get(self: ModuleVariables) -> Any:
         RUNNING.modules.append(self)
         try:
             return getter(self)
@@ -121,7 +124,7 @@ def _as_its_own(getter: Callable[..., Any]) -> Callable[..., Any]:
     return get
 
 
-def wrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_method(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the wrapper of a method that is called on modules."""
     if getattr(fn, "nowrap", False) or getattr(fn, "is_wrapped", False):
         return fn
@@ -129,7 +132,7 @@ def wrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
     name = fn.__name__
 
     @functools.wraps(fn)
-    def call(self: "Module", *args: Any, **kwargs: Any) -> Any:
+    def call(self: ModuleVariables, *args: object, **kwargs: object) -> Any:
         state = self._state
         scope = self.scope
         if scope is None:
@@ -143,9 +146,12 @@ def wrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
             state.begin_compact(self, name)
         RUNNING.modules.append(self)
         try:
-            with _named(self, name), state.at() if is_compact and state.place else _NOWHERE:
+            with (
+                _named_scope(self, name),
+                state.at() if is_compact and state.place else _NO_CONTEXT,
+            ):
                 if RUNNING.interceptors:
-                    result = intercepted(fn, self, args, kwargs)
+                    result = call_interceptors(fn, self, args, kwargs)
                 else:
                     result = fn(self, *args, **kwargs)
             if scope is not None and "capture" in scope.flags:
@@ -160,15 +166,14 @@ def wrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _named(module: "Module", method: str) -> Any:
-    if module.scope is None or not named_call_is_on():
-        return _NOWHERE
+def _named_scope(module: ModuleVariables, method: str) -> Any:
+    if module.scope is None or not named_call_enabled():
+        return _NO_CONTEXT
     shown = name_of(module) or type(module).__name__
     return jax.named_scope(shown if method == "__call__" else f"{shown}.{method}")
 
 
-def _capture(module: "Module", method: str, result: Any) -> None:
-    """Sows a method's result if `capture_intermediates` selects it."""
+def _capture(module: ModuleVariables, method: str, result: object) -> None:
     wanted = module.scope.flags["capture"]  # pyright: ignore[reportOptionalMemberAccess]
     asked = method == "__call__" if wanted is True else wanted(module, method)
     if asked and in_filter(module.scope.mutable, "intermediates"):  # pyright: ignore[reportOptionalMemberAccess]

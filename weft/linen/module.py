@@ -4,6 +4,13 @@ An unbound module is a description, its fields. `init` and `apply` bind a copy t
 call, in which its methods create and use variables. Submodules are created in `setup`, which names
 them by their attributes, or in a compact method, which names them by their classes. A child's scope
 is below its parent's, so the variables form the same tree as the modules.
+
+A module in a field of another module, directly or in lists, dicts and those fields of a
+`struct.dataclass` that are children of its pytree, becomes its submodule when the other is bound,
+named by the attribute and its place in the containers. The original remains unbound: its copy is
+bound. A module in several places is one submodule, named by the first place. Within a container the
+order is that of the names as text: the key "a" precedes "b", however the dict was filled, and the
+index 10 precedes 2.
 """
 
 import dataclasses
@@ -12,12 +19,13 @@ import enum
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, dataclass_transform
 
 from weft import core
 from weft.core.filters import Filter, union_filters
 from weft.core.frozen_dict import FrozenDict
+from weft.core.rngs import RngKeys
 from weft.core.scope import Scope
 from weft.core.tracebacks import entry_point
 from weft.errors import (
@@ -34,17 +42,97 @@ from weft.errors import (
     SetAttributeInModuleSetupError,
 )
 from weft.linen import summary
-from weft.linen.display import module_repr
 from weft.linen.methods import wrap_methods
-from weft.linen.running import RUNNING, Name, alone, current_module, name_of
-from weft.linen.state import Setup, State
-from weft.linen.submodules import map_submodules
-from weft.linen.variables import BUT_INTERMEDIATES, ModuleVariables
+from weft.linen.state import (
+    ALL_BUT_INTERMEDIATES,
+    RUNNING,
+    ModuleVariables,
+    NameField,
+    SetupProgress,
+    State,
+    current_module,
+    name_of,
+    without_parent,
+)
+from weft.struct import child_names
+
+
+def map_submodules(
+    fn: Callable[[str, "Module"], Any], value: Any, is_leaf: Callable[[Any], bool], at: str = ""
+) -> Any:
+    """Maps the modules in an attribute's value; lists become tuples, and dicts frozen dicts.
+
+    Args:
+        fn: maps the name of a module's place and the module to the replacement.
+    """
+    if is_leaf(value):
+        return fn(at, value)
+    if isinstance(value, tuple | list):
+        names = getattr(value, "_fields", range(len(value)))
+        items = _map_items(fn, zip(names, value, strict=True), is_leaf, at)
+        if isinstance(value, tuple) and all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, Mapping) and isinstance(value, dict | FrozenDict):
+        items = _map_items(fn, value.items(), is_leaf, at)
+        return FrozenDict(zip(value, items, strict=True))
+    names, holder = child_names(type(value)), cast(Any, value)
+    before = [getattr(value, name) for name in names]
+    items = _map_items(fn, zip(names, before, strict=True), is_leaf, at)
+    changed = {n: a for n, a, b in zip(names, items, before, strict=True) if a is not b}
+    return holder.replace(**changed) if changed else value
+
+
+def _map_items(
+    fn: Callable[[str, "Module"], Any],
+    items: Iterable[tuple[Any, Any]],
+    is_leaf: Callable[[Any], bool],
+    at: str,
+) -> list[Any]:
+    """Maps a container's values in the order of their names; returns them in their own."""
+    named = [(f"{at}_{name}", value) for name, value in items]
+    mapped: list[Any] = [None] * len(named)
+    for i in sorted(range(len(named)), key=lambda i: named[i][0]):
+        mapped[i] = map_submodules(fn, named[i][1], is_leaf, named[i][0])
+    return mapped
+
+
+def module_repr(module: ModuleVariables, step: str = "    ") -> str:
+    """Returns the text of a module, each level indented by `step`."""
+    held = vars(module)
+    fields = [f.name for f in dataclasses.fields(cast(Any, module)) if f.repr and f.name in held]
+    children = module._state.children if "_state" in held else {}
+    names = {name for name in fields if name not in ("parent", "name")}
+    lines = []
+    if shown := [(n, held[n]) for n in fields if n in names and n not in children]:
+        lines.append("# attributes")
+        lines += [f"{name} = {_shown(value, step)}" for name, value in shown]
+    if children:
+        lines.append("# children")
+        lines += [f"{name} = {module_repr(child, step)}" for name, child in children.items()]
+    if not lines:
+        return f"{type(module).__name__}()"
+    return "\n".join([f"{type(module).__name__}(", _moved("\n".join(lines), step), ")"])
+
+
+def _shown(value: object, step: str) -> str:
+    if callable(value) and hasattr(value, "__name__"):
+        return value.__name__
+    if dataclasses.is_dataclass(value) and hasattr(value, "_state"):
+        return module_repr(value, step)  # pyright: ignore[reportArgumentType]
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        return repr(dict(value))
+    return repr(value)
+
+
+def _moved(text: str, step: str) -> str:
+    return "\n".join(step + line for line in text.split("\n"))
+
 
 M = TypeVar("M", bound="Module")
 
 
-class _Current(enum.Enum):
+class CurrentModule(enum.Enum):
     """Default of `parent`: the module whose method runs, None outside of methods."""
 
     MODULE = enum.auto()
@@ -87,8 +175,8 @@ class Module(ModuleVariables):
         (5, 3)
     """
 
-    parent: "Module | Scope | _Current | None" = dataclasses.field(
-        default=_Current.MODULE, kw_only=True, repr=False, compare=False
+    parent: "Module | Scope | CurrentModule | None" = dataclasses.field(
+        default=CurrentModule.MODULE, kw_only=True, repr=False, compare=False
     )
     name: str | None = dataclasses.field(default=None, kw_only=True)
 
@@ -97,7 +185,7 @@ class Module(ModuleVariables):
 
     _field_names: ClassVar[tuple[str, ...]] = ()
 
-    def __init_subclass__(cls, kw_only: bool = False, **kwargs: Any) -> None:
+    def __init_subclass__(cls, kw_only: bool = False, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         own = inspect.get_annotations(cls)
         if taken := {name: own[name] for name in ("parent", "name") if name in own}:
@@ -116,14 +204,14 @@ class Module(ModuleVariables):
         set_(self, "_state", State())
         set_(self, "scope", None)
         parent = self.parent
-        if parent is _Current.MODULE:
+        if parent is CurrentModule.MODULE:
             parent = current_module()
             set_(self, "parent", parent)
         if isinstance(parent, Scope):
             self._state.adopted = {}
             self._bind(parent)
         elif isinstance(parent, Module):
-            parent._take_in(self)
+            parent._adopt_fields(self)
         elif parent is not None:
             raise InvalidParentModuleError(type(self).__name__, parent)
 
@@ -132,7 +220,7 @@ class Module(ModuleVariables):
     def setup(self) -> None:
         """Creates submodules and variables as attributes; runs before the first method."""
 
-    def _take_in(self, child: "Module") -> None:
+    def _adopt_fields(self, child: "Module") -> None:
         """Attaches a submodule created in one of this module's methods."""
         state = self._state
         if state.in_setup and name_of(child) is None:
@@ -158,22 +246,21 @@ class Module(ModuleVariables):
             # `isinstance` is slow for abstract classes such as `FrozenDict`.
             is_holder = FrozenDict in kind.__mro__ or hasattr(kind, "_weft_struct")
             if is_holder or isinstance(value, _HOLDERS):
-                adopted = map_submodules(self._adopt, value, _is_module, name)
+                adopted = map_submodules(self._adopt, value, is_module, name)
                 if adopted is not value:
                     self._state.given = {**self._state.given, name: value}
                     object.__setattr__(self, name, adopted)
 
     def _rebind(self, scope: Any) -> None:
-        """Binds a module and its submodules to another scope."""
         object.__setattr__(self, "scope", scope)
         for name, child in self._state.children.items():
             child._rebind(scope.push(name))
 
-    def _let_go(self) -> None:
+    def _end_scope(self) -> None:
         """Breaks the reference cycles of a tree that is no longer used, to release its traces."""
         for child in self._state.children.values():
             if child.parent is self:
-                child._let_go()
+                child._end_scope()
                 vars(child)["parent"] = None
         self._state.adopted.clear()
 
@@ -192,24 +279,24 @@ class Module(ModuleVariables):
         state = self._state
         scope: Any = self.scope
         if type(self).setup is not Module.setup:
-            state.setup = Setup.RUNS
+            state.setup = SetupProgress.RUNS
             RUNNING.modules.append(self)
             scope.free_names(state.own_names)
             try:
                 self.setup()
             except BaseException:
-                state.setup = Setup.DUE
+                state.setup = SetupProgress.DUE
                 raise
             finally:
                 RUNNING.modules.pop()
                 scope.take_names(state.own_names)
-        state.setup = Setup.DONE
+        state.setup = SetupProgress.DONE
         if not state.own_names and (names := scope.names()):
             state.own_names = names
 
     # Attributes.
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if self.__dict__.get("scope") is None:
             object.__setattr__(self, name, value)
             return
@@ -217,7 +304,7 @@ class Module(ModuleVariables):
             raise SetAttributeFrozenModuleError(self._shown, name, value)
         if name in self._field_names or name in ("parent", "name"):
             raise SetAttributeInModuleSetupError(self._shown, name)
-        object.__setattr__(self, name, map_submodules(self._adopt, value, _is_module, name))
+        object.__setattr__(self, name, map_submodules(self._adopt, value, is_module, name))
 
     def __delattr__(self, name: str) -> None:
         if self.__dict__.get("scope") is not None:
@@ -254,7 +341,7 @@ class Module(ModuleVariables):
         parent: "Module | Scope | None" = None,
         _deep_clone: "bool | dict[int, Module]" = False,
         _reset_names: bool = False,
-        **updates: Any,
+        **updates: object,
     ) -> M:
         """Returns an unbound copy.
 
@@ -274,22 +361,18 @@ class Module(ModuleVariables):
         if _deep_clone is not False:
             copies = {} if _deep_clone is True else _deep_clone
             copied = functools.partial(_deep_copy, copies=copies, reset_names=_reset_names)
-            fields = {n: map_submodules(copied, v, _is_module) for n, v in fields.items()}
+            fields = {n: map_submodules(copied, v, is_module) for n, v in fields.items()}
         name = None if _reset_names else name_of(self)
         return type(self)(**{**fields, "parent": parent, "name": name, **updates})
 
     def copy(
         self: M,
         *,
-        parent: "Module | _Current | None" = _Current.MODULE,
+        parent: "Module | CurrentModule | None" = CurrentModule.MODULE,
         name: str | None = None,
-        **updates: Any,
+        **updates: object,
     ) -> M:
-        """Returns a copy with its own name, a submodule of the module whose method runs.
-
-        Args:
-            **updates: new values of fields.
-        """
+        """Returns a copy with its own name and fields `updates`, a child of the running module."""
         return self.clone(parent=parent, name=name, **updates)  # pyright: ignore[reportArgumentType]
 
     # Entry points.
@@ -297,8 +380,8 @@ class Module(ModuleVariables):
     def bind(
         self: M,
         variables: Mapping[str, Any],
-        *args: Any,
-        rngs: Any = None,
+        *args: object,
+        rngs: RngKeys = None,
         mutable: Filter = False,
     ) -> M:
         """Returns a copy with variables, for use outside of `apply`.
@@ -313,7 +396,7 @@ class Module(ModuleVariables):
             [2.0, 3.0]
         """
         _check_instance(self, "bind")
-        return self._on(core.bind(variables, rngs=rngs, mutable=mutable))
+        return self._with_scope(core.bind(variables, rngs=rngs, mutable=mutable))
 
     def unbind(self: M) -> tuple[M, dict[str, Any]]:
         """Returns an unbound copy and the variables; inverts `bind`."""
@@ -325,12 +408,12 @@ class Module(ModuleVariables):
     def apply(
         self,
         variables: Mapping[str, Any],
-        *args: Any,
-        rngs: Any = None,
-        method: Any = None,
+        *args: object,
+        rngs: RngKeys = None,
+        method: "str | Callable[..., Any] | None" = None,
         mutable: Filter = False,
         capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """Calls a method with variables.
 
@@ -357,12 +440,12 @@ class Module(ModuleVariables):
     @entry_point
     def init_with_output(
         self,
-        rngs: Any,
-        *args: Any,
-        method: Any = None,
-        mutable: Filter = BUT_INTERMEDIATES,
+        rngs: RngKeys,
+        *args: object,
+        method: "str | Callable[..., Any] | None" = None,
+        mutable: Filter = ALL_BUT_INTERMEDIATES,
         capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Any, dict[str, Any]]:
         """Returns a method's result and the variables that it creates; see `init`."""
         run, mutable, flags = Module._runner(
@@ -373,12 +456,12 @@ class Module(ModuleVariables):
     @entry_point
     def init(
         self,
-        rngs: Any,
-        *args: Any,
-        method: Any = None,
-        mutable: Filter = BUT_INTERMEDIATES,
+        rngs: RngKeys,
+        *args: object,
+        method: "str | Callable[..., Any] | None" = None,
+        mutable: Filter = ALL_BUT_INTERMEDIATES,
         capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> dict[str, Any]:
         """Returns the variables that a method creates.
 
@@ -405,11 +488,11 @@ class Module(ModuleVariables):
 
     def lazy_init(
         self,
-        rngs: Any,
-        *args: Any,
-        method: Any = None,
-        mutable: Filter = BUT_INTERMEDIATES,
-        **kwargs: Any,
+        rngs: RngKeys,
+        *args: object,
+        method: "str | Callable[..., Any] | None" = None,
+        mutable: Filter = ALL_BUT_INTERMEDIATES,
+        **kwargs: object,
     ) -> dict[str, Any]:
         """Returns the variables of `init` without other computations, for arrays or their shapes.
 
@@ -420,9 +503,12 @@ class Module(ModuleVariables):
         return core.lazy_init(run, mutable, flags)(rngs, *args, **kwargs)
 
     def _runner(
-        self, what: str, method: Any, mutable: Filter, capture: Any
+        self,
+        what: str,
+        method: "str | Callable[..., Any] | None",
+        mutable: Filter,
+        capture: "bool | Callable[[Module, str], bool]",
     ) -> tuple[Callable[..., Any], Filter, dict[str, Any]]:
-        """Returns a function of a scope that calls a method."""
         _check_instance(self, what)
         _ = self._state  # refuses what was not made whole
         call = self._method(method)
@@ -430,21 +516,21 @@ class Module(ModuleVariables):
         if capture:
             mutable = union_filters(mutable, "intermediates")
 
-        def run(scope: Scope, *args: Any, **kwargs: Any) -> Any:
-            module = self._on(scope)
+        def run(scope: Scope, *args: object, **kwargs: object) -> Any:
+            module = self._with_scope(scope)
             try:
-                with alone():
+                with without_parent():
                     return call(module, *args, **kwargs)
             finally:
-                module._let_go()
+                module._end_scope()
 
         return run, mutable, flags
 
-    def _on(self: M, scope: Scope) -> M:
+    def _with_scope(self: M, scope: Scope) -> M:
         """Returns a copy on another tree of variables, without submodules bound elsewhere."""
-        return self.clone(parent=scope, _deep_clone=_holds_bound(self))
+        return self.clone(parent=scope, _deep_clone=_has_bound_submodule(self))
 
-    def _method(self, method: Any) -> Callable[..., Any]:
+    def _method(self, method: "str | Callable[..., Any] | None") -> Callable[..., Any]:
         if method is None:
             method = "__call__"
         if isinstance(method, str):
@@ -463,11 +549,11 @@ class Module(ModuleVariables):
 
     def module_paths(
         self,
-        rngs: Any,
-        *args: Any,
+        rngs: RngKeys,
+        *args: object,
         show_repeated: bool = False,
-        mutable: Filter = BUT_INTERMEDIATES,
-        **kwargs: Any,
+        mutable: Filter = ALL_BUT_INTERMEDIATES,
+        **kwargs: object,
     ) -> "dict[str, Module]":
         """Returns unbound copies of the modules that `init` uses, by path.
 
@@ -477,17 +563,17 @@ class Module(ModuleVariables):
 
     def tabulate(
         self,
-        rngs: Any,
-        *args: Any,
+        rngs: RngKeys,
+        *args: object,
         depth: int | None = None,
         show_repeated: bool = False,
-        mutable: Filter = BUT_INTERMEDIATES,
+        mutable: Filter = ALL_BUT_INTERMEDIATES,
         console_kwargs: Mapping[str, Any] | None = None,
         table_kwargs: Mapping[str, Any] = {},
         column_kwargs: Mapping[str, Any] = {},
         compute_flops: bool = False,
         compute_vjp_flops: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> str:
         """Returns a table of inputs, outputs and variables of a call's modules.
 
@@ -512,7 +598,7 @@ class Module(ModuleVariables):
 _HOLDERS = (Module, list, tuple, dict)
 
 
-def _check_instance(x: Any, method: str) -> None:
+def _check_instance(x: object, method: str) -> None:
     if not isinstance(x, Module):
         raise InvalidInstanceModuleError("Module", method)
 
@@ -523,8 +609,7 @@ def _deep_copy(_: str, module: Module, copies: dict[int, Module], reset_names: b
     return copies[id(module)]
 
 
-def _holds_bound(value: Any) -> bool:
-    """Returns whether a module in the fields of a module, or in a container, is bound."""
+def _has_bound_submodule(value: Any) -> bool:
     if isinstance(value, Module):
         below = [vars(value).get(name) for name in value._field_names]
     elif isinstance(value, list | tuple):
@@ -533,10 +618,13 @@ def _holds_bound(value: Any) -> bool:
         below = value.values()
     else:
         return False
-    return any((isinstance(x, Module) and x.scope is not None) or _holds_bound(x) for x in below)
+    return any(
+        (isinstance(x, Module) and x.scope is not None) or _has_bound_submodule(x) for x in below
+    )
 
 
-def _is_module(x: Any) -> bool:
+def is_module(x: object) -> bool:
+    """Returns whether `x` is a module."""
     return isinstance(x, Module)
 
 
@@ -558,6 +646,6 @@ def _hash(self: Module) -> int:
 
 
 # `typing.get_type_hints` of a subclass's `__init__` looks for names where the subclass is defined.
-Module.__dataclass_fields__["parent"].type = Module | Scope | _Current | None
+Module.__dataclass_fields__["parent"].type = Module | Scope | CurrentModule | None
 Module.__hash__ = _hash
-Module.name = Name()  # pyright: ignore[reportAttributeAccessIssue]
+Module.name = NameField()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,29 +1,42 @@
-"""Normalization with statistics of the input.
+"""Normalization of activations by statistics, and of a layer's weights.
 
 `reduction_axes` share statistics; `feature_axes` have a scale and a bias for each position.
 Statistics are in float32 unless `force_float32_reductions=False`. The output has the dtype `dtype`,
 by default promoted from input, scale and bias.
+
+`SpectralNorm` and `WeightNorm` wrap another layer, which sees normalized parameters. Statistics and
+scales of a parameter are variables of the wrapper, named by the parameter's path, such as
+`Dense_0/kernel/u`. `init` returns normalized parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from weft import functional
-from weft.functional.dtypes import canonicalize_dtype
-from weft.functional.initializers import ones, zeros
-from weft.functional.norm_axes import group_norm_axes, instance_norm_axes
+from weft.errors import ArgumentShapeError
+from weft.functional.arrays import canonicalize_dtype
+from weft.functional.initializers import Initializer, normal, ones, zeros
+from weft.functional.norm import (
+    group_norm_axes,
+    instance_norm_axes,
+    spectral_norm,
+    weight_features,
+    weight_norm,
+)
 from weft.functional.statistics import Axes, canonical_axes, cast, statistics_dtype
-from weft.linen.initializers import Initializer
+from weft.linen.apply import merge_param
 from weft.linen.methods import compact
 from weft.linen.module import Module
-
-__all__ = ["GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
+from weft.linen.state import name_of
+from weft.linen.transforms import map_variables
+from weft.typing import DType
 
 
 class LayerNorm(Module):
@@ -31,8 +44,6 @@ class LayerNorm(Module):
 
     Attributes:
         dtype: output dtype; by default promoted from input and parameters.
-        reduction_axes: axes that share statistics.
-        feature_axes: axes of scale and bias.
         axis_name: mapped or mesh axis to include in the statistics.
         axis_index_groups: groups of indices of that axis that share statistics, see `jax.lax.psum`.
         use_fast_variance: whether to compute mean and variance in one reduction.
@@ -56,7 +67,7 @@ class LayerNorm(Module):
     reduction_axes: Axes = -1
     feature_axes: Axes = -1
     axis_name: str | None = None
-    axis_index_groups: Any = None
+    axis_index_groups: Sequence[Sequence[int]] | None = None
     use_fast_variance: bool = True
     force_float32_reductions: bool = True
 
@@ -64,26 +75,9 @@ class LayerNorm(Module):
     def __call__(
         self, x: Float[Array, "*shape"], *, mask: Bool[Array, "*#shape"] | None = None
     ) -> Float[Array, "*shape"]:
-        """Normalizes an input.
-
-        Args:
-            mask: values that count in the statistics; all by default.
-        """
+        """Normalizes an input; `mask` selects the values of the statistics, by default all."""
         features = sorted(canonical_axes(self.feature_axes, x.ndim))
-        scale, bias = scale_and_bias(self, [x.shape[a] for a in features])
-        y = functional.layer_norm(
-            cast(x, statistics_dtype(x, self.force_float32_reductions)),
-            along(features, scale, x),
-            along(features, bias, x),
-            axis=self.reduction_axes,
-            eps=self.epsilon,
-            where=mask,
-            axis_name=self.axis_name,
-            axis_index_groups=self.axis_index_groups,
-            fast_variance=self.use_fast_variance,
-            dtype=None,
-        )
-        return cast(y, canonicalize_dtype(x, scale, bias, dtype=self.dtype))
+        return _layer_norm(self, x, self.reduction_axes, features, mask)
 
 
 class RMSNorm(Module):
@@ -106,7 +100,7 @@ class RMSNorm(Module):
     reduction_axes: Axes = -1
     feature_axes: Axes = -1
     axis_name: str | None = None
-    axis_index_groups: Any = None
+    axis_index_groups: Sequence[Sequence[int]] | None = None
     use_fast_variance: bool = True
     force_float32_reductions: bool = True
 
@@ -161,7 +155,7 @@ class GroupNorm(Module):
     scale_init: Initializer = ones
     reduction_axes: Axes | None = None
     axis_name: str | None = None
-    axis_index_groups: Any = None
+    axis_index_groups: Sequence[Sequence[int]] | None = None
     use_fast_variance: bool = True
     force_float32_reductions: bool = True
 
@@ -224,7 +218,7 @@ class InstanceNorm(Module):
     scale_init: Initializer = ones
     feature_axes: Axes = -1
     axis_name: str | None = None
-    axis_index_groups: Any = None
+    axis_index_groups: Sequence[Sequence[int]] | None = None
     use_fast_variance: bool = True
     force_float32_reductions: bool = True
 
@@ -238,20 +232,30 @@ class InstanceNorm(Module):
             ArgumentValueError: if the first axis is in `feature_axes`.
         """
         features, axes = instance_norm_axes(self.feature_axes, x.shape)
-        scale, bias = scale_and_bias(self, [x.shape[a] for a in features])
-        y = functional.layer_norm(
-            cast(x, statistics_dtype(x, self.force_float32_reductions)),
-            along(features, scale, x),
-            along(features, bias, x),
-            axis=axes,
-            eps=self.epsilon,
-            where=mask,
-            axis_name=self.axis_name,
-            axis_index_groups=self.axis_index_groups,
-            fast_variance=self.use_fast_variance,
-            dtype=None,
-        )
-        return cast(y, canonicalize_dtype(x, scale, bias, dtype=self.dtype))
+        return _layer_norm(self, x, axes, features, mask)
+
+
+def _layer_norm(
+    module: LayerNorm | InstanceNorm,
+    x: Array,
+    axes: Axes,
+    features: Sequence[int],
+    mask: Array | None,
+) -> Array:
+    scale, bias = scale_and_bias(module, [x.shape[a] for a in features])
+    y = functional.layer_norm(
+        cast(x, statistics_dtype(x, module.force_float32_reductions)),
+        along(features, scale, x),
+        along(features, bias, x),
+        axis=axes,
+        eps=module.epsilon,
+        where=mask,
+        axis_name=module.axis_name,
+        axis_index_groups=module.axis_index_groups,
+        fast_variance=module.use_fast_variance,
+        dtype=None,
+    )
+    return cast(y, canonicalize_dtype(x, scale, bias, dtype=module.dtype))
 
 
 def scale_and_bias(module: Any, shape: Sequence[int]) -> tuple[Array | None, Array | None]:
@@ -267,3 +271,260 @@ def along(axes: Sequence[int], values: Array | None, x: Array) -> Array | None:
     if values is None or list(axes) == list(range(x.ndim - len(axes), x.ndim)):
         return values
     return values.reshape([x.shape[a] if a in axes else 1 for a in range(x.ndim)])
+
+
+class BatchNorm(Module):
+    """Normalization with statistics of the batch or running averages (Ioffe and Szegedy, 2015).
+
+    `apply` updates the averages `mean` and `var` of the collection `batch_stats` if it is mutable.
+
+    Attributes:
+        use_running_average: whether to normalize with the averages, as in evaluation, without
+            updating them; set here or in the call.
+        axis: feature axes; each position along them has its own statistics.
+        momentum: decay of the averages.
+        dtype: output dtype; by default promoted from input and parameters.
+        axis_name: mapped or mesh axis over which the batch is split. All parts use the statistics
+            of the whole batch, weighted by their masks. `init` does not need the axis.
+        axis_index_groups: groups of indices of that axis that share statistics, see `jax.lax.psum`.
+        use_fast_variance: whether to compute mean and variance in one reduction.
+        force_float32_reductions: whether statistics have at least float32; otherwise the averages
+            have `param_dtype`.
+
+    Example:
+        >>> import jax
+        >>> from weft import linen as nn
+        >>> x = jnp.array([[1.0], [3.0]])
+        >>> layer = nn.BatchNorm(momentum=0.5)
+        >>> variables = layer.init(jax.random.key(0), x, use_running_average=False)
+        >>> y, updates = layer.apply(
+        ...     variables, x, use_running_average=False, mutable=["batch_stats"]
+        ... )
+        >>> y.round(2).tolist(), updates["batch_stats"]["mean"].tolist()
+        ([[-1.0], [1.0]], [1.0])
+    """
+
+    use_running_average: bool | None = None
+    axis: int | Sequence[int] = -1
+    momentum: float = 0.99
+    epsilon: float = 1e-5
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    use_bias: bool = True
+    use_scale: bool = True
+    bias_init: Initializer = zeros
+    scale_init: Initializer = ones
+    axis_name: str | None = None
+    axis_index_groups: Sequence[Sequence[int]] | None = None
+    use_fast_variance: bool = True
+    force_float32_reductions: bool = True
+
+    @compact
+    def __call__(
+        self,
+        x: Float[Array, "*shape"],
+        use_running_average: bool | None = None,
+        *,
+        mask: Bool[Array, "*#shape"] | None = None,
+    ) -> Float[Array, "*shape"]:
+        """Normalizes a batch.
+
+        Args:
+            use_running_average: see the attribute; exactly one of the two must be set.
+            mask: values that count in the statistics; all by default.
+
+        Raises:
+            ParameterGivenTwiceError: if `use_running_average` is given twice or not at all.
+        """
+        use_average = merge_param(
+            "use_running_average", self.use_running_average, use_running_average
+        )
+        features = canonical_axes(self.axis, x.ndim)
+        shape = [size if a in features else 1 for a, size in enumerate(x.shape)]
+        squeezed = tuple(size for a, size in enumerate(x.shape) if a in features)
+        kept = jnp.float32 if self.force_float32_reductions else self.param_dtype
+        averages = [
+            self.variable("batch_stats", "mean", lambda: jnp.zeros(squeezed, kept)),
+            self.variable("batch_stats", "var", lambda: jnp.ones(squeezed, kept)),
+        ]
+        if use_average:
+            mean, var = (average.value.reshape(shape) for average in averages)
+        else:
+            initializing = self.is_initializing()
+            mean, var = functional.moments(
+                x,
+                axis=[a for a in range(x.ndim) if a not in features],
+                where=mask,
+                axis_name=None if initializing else self.axis_name,
+                axis_index_groups=self.axis_index_groups,
+                fast=self.use_fast_variance,
+                dtype=statistics_dtype(x, self.force_float32_reductions),
+            )
+            if not initializing:
+                for average, value in zip(averages, (mean, var), strict=True):
+                    average.value = functional.update_running_average(
+                        average.value, value.reshape(squeezed), decay=self.momentum
+                    )
+        scale, bias = scale_and_bias(self, squeezed)
+        y = functional.batch_norm(
+            cast(x, statistics_dtype(x, self.force_float32_reductions)),
+            mean,
+            var,
+            None if scale is None else scale.reshape(shape),
+            None if bias is None else bias.reshape(shape),
+            eps=self.epsilon,
+            dtype=None,
+        )
+        return cast(y, canonicalize_dtype(x, scale, bias, dtype=self.dtype))
+
+
+class SpectralNorm(Module):
+    """Division of a layer's weights by their largest singular values (Miyato et al., 2018).
+
+    Applies `functional.norm.spectral_norm` to each parameter with at least two axes, and
+    stores its singular value `sigma` and vector `u`.
+
+    Attributes:
+        layer_instance: the layer, a submodule of the module that creates it.
+        n_steps: number of power iterations per call; 0 leaves the weights unchanged.
+        epsilon: added to the squares of norms.
+        dtype: dtype of the normalized weights; by default promoted from weights and `u`.
+        param_dtype: dtype of the first `u` and `sigma`.
+        error_on_non_matrix: whether to reject parameters with more than two axes; otherwise all
+            axes but the last are the rows of the matrix.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> layer = nn.SpectralNorm(nn.Dense(4))
+        >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 3)), update_stats=False)
+        >>> sorted(variables["batch_stats"])
+        ['layer_instance/kernel/sigma', 'layer_instance/kernel/u']
+        >>> y, updates = layer.apply(
+        ...     variables, jnp.ones((1, 3)), update_stats=True, mutable=["batch_stats"]
+        ... )
+    """
+
+    layer_instance: Module
+    n_steps: int = 1
+    epsilon: float = 1e-12
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    error_on_non_matrix: bool = False
+    collection_name: str = "batch_stats"
+
+    @compact
+    def __call__(self, *args: Any, update_stats: bool, **kwargs: Any) -> Any:
+        """Calls the layer with the other arguments.
+
+        Args:
+            update_stats: whether to store the new `u` and `sigma`, as in training.
+
+        Raises:
+            ArgumentShapeError: if a parameter is not a matrix and `error_on_non_matrix` is set.
+        """
+
+        def normalized(name: str, weight: Array) -> Array:
+            return self._normalized(name, weight, update_stats)
+
+        return _call(self, normalized, args, kwargs)
+
+    def _normalized(self, name: str, weight: Array, update_stats: bool) -> Array:
+        if weight.ndim < 2 or self.n_steps < 1:
+            return weight
+        if weight.ndim > 2 and self.error_on_non_matrix:
+            raise ArgumentShapeError(
+                f"the parameter {name} has shape {weight.shape} and is not a matrix; set "
+                "error_on_non_matrix=False to take all axes but the last as its rows."
+            )
+        col, dtype = self.collection_name, self.param_dtype
+        shape = (1, weight.shape[-1])
+        u = self.variable(
+            col, f"{name}/u", lambda: normal(1.0)(self.make_rng("params"), shape, dtype)
+        )
+        sigma = self.variable(col, f"{name}/sigma", jnp.ones, (), dtype)
+        options = {"n_steps": self.n_steps, "eps": self.epsilon}
+        weight, new_u, new_sigma = spectral_norm(weight, u.value, **options)
+        if update_stats:
+            u.value, sigma.value = new_u, new_sigma
+        return weight.astype(canonicalize_dtype(weight, new_u, dtype=self.dtype))
+
+
+class WeightNorm(Module):
+    """Weight normalization with learned norms (Salimans and Kingma, 2016).
+
+    Applies `functional.norm.weight_norm` to the parameters, with a new parameter `scale`.
+
+    Attributes:
+        layer_instance: the layer, a submodule of the module that creates it.
+        epsilon: added to the squares of norms.
+        dtype: dtype of the normalized weights; by default promoted from weights and scales.
+        use_scale: whether to learn scales; otherwise all norms are 1.
+        feature_axes: axes whose positions have separate norms; None for one norm per parameter.
+        variable_filter: substrings of the paths of parameters to normalize, such as
+            `layer_instance/kernel`; None for all parameters.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> variables = nn.WeightNorm(nn.Dense(4)).init(jax.random.key(0), jnp.ones((1, 3)))
+        >>> jax.tree.map(jnp.shape, variables["params"])["layer_instance/kernel/scale"]
+        (4,)
+        >>> kernel = variables["params"]["layer_instance"]["kernel"]
+        >>> jnp.linalg.norm(kernel, axis=0).round(3).tolist()
+        [1.0, 1.0, 1.0, 1.0]
+    """
+
+    layer_instance: Module
+    epsilon: float = 1e-12
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    use_scale: bool = True
+    scale_init: Initializer = ones
+    feature_axes: Axes | None = -1
+    variable_filter: Iterable[str] | None = frozenset({"kernel"})
+
+    @compact
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the layer with the same arguments.
+
+        Raises:
+            ArgumentValueError: if a parameter lacks one of `feature_axes`.
+        """
+        return _call(self, self._normalized, args, kwargs)
+
+    def _normalized(self, name: str, weight: Array) -> Array:
+        parts = tuple(self.variable_filter or ())
+        if parts and not any(part in name for part in parts):
+            return weight
+        scale = None
+        if self.use_scale:
+            shape = tuple(weight.shape[a] for a in weight_features(weight.shape, self.feature_axes))
+            scale = self.param(f"{name}/scale", self.scale_init, shape, self.param_dtype)
+        y = weight_norm(weight, scale, feature_axes=self.feature_axes, eps=self.epsilon)
+        return y.astype(canonicalize_dtype(y, dtype=self.dtype))
+
+
+def _call(
+    module: Any,
+    normalized: Callable[[str, Float[Array, "*shape"]], Float[Array, "*shape"]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    layer = module.layer_instance
+
+    def seen(variables: dict[str, Any]) -> dict[str, Any]:
+        def of_path(path: Any, weight: Array) -> Array:
+            below = jax.tree_util.keystr(path, simple=True, separator="/")
+            return normalized(f"{name_of(layer)}/{below}", weight)
+
+        return {
+            col: jax.tree_util.tree_map_with_path(of_path, tree) for col, tree in variables.items()
+        }
+
+    run = map_variables(
+        _run, "params", trans_in_fn=seen, init=module.is_initializing(), mutable=True
+    )
+    return run(layer, *args, **kwargs)
+
+
+def _run(layer: Module, *args: Any, **kwargs: Any) -> Any:
+    return layer(*args, **kwargs)

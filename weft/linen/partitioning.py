@@ -1,9 +1,9 @@
-"""Axis names in a separate collection, as in older programs.
+"""Logical axes of variables and activations, which rules map to mesh axes.
 
-`param_with_axes` creates a parameter and stores the names of its axes in the collection
-`params_axes`; `get_axis_names` returns the layouts of that collection. New programs should store
-the names with the variable, see `weft.linen.with_logical_partitioning`. The other names of this
-module are aliases of those in `weft.linen.spmd`.
+See `weft.core.logical` for how rules are applied. `param_with_axes` and `variable_with_axes` are
+for older programs: they store the names of axes in a separate collection such as `params_axes`,
+whose layouts `get_axis_names` returns. New programs should store the names with the variable, see
+`with_logical_partitioning`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,35 +13,49 @@ from jax.sharding import PartitionSpec
 
 from weft import struct
 from weft.core import meta
+from weft.core.axis_rules import get_logical_axis_rules, logical_axis_rules, set_logical_axis_rules
 from weft.core.axis_rules import get_logical_axis_rules as get_axis_rules
 from weft.core.axis_rules import logical_axis_rules as axis_rules
 from weft.core.axis_rules import set_logical_axis_rules as set_axis_rules
 from weft.core.filters import Filter, union_filters
 from weft.core.frozen_dict import FrozenDict, unfreeze
-from weft.core.logical import RulesFallback, logical_to_mesh, logical_to_mesh_axes
+from weft.core.logical import (
+    LogicallyPartitioned,
+    RulesFallback,
+    logical_to_mesh,
+    logical_to_mesh_axes,
+    logical_to_mesh_sharding,
+    with_logical_constraint,
+    with_logical_partitioning,
+)
 from weft.core.logical import with_logical_constraint as with_sharding_constraint
-from weft.core.scope import Scope
-from weft.core.variable import Variable
+from weft.core.scope import Scope, Variable
 from weft.errors import AxisMetadataError, ModuleError
 from weft.linen import transforms
-from weft.linen.module import Module
-from weft.linen.running import current_module
+from weft.linen.state import ModuleVariables, current_module
 
 __all__ = [
     "AxisMetadata",
+    "LogicallyPartitioned",
     "PartitionedVariable",
     "RulesFallback",
     "axis_rules",
     "get_axis_names",
     "get_axis_rules",
+    "get_logical_axis_rules",
+    "logical_axis_rules",
     "logical_to_mesh",
     "logical_to_mesh_axes",
+    "logical_to_mesh_sharding",
     "param_with_axes",
     "remat",
     "scan_with_axes",
     "set_axis_rules",
+    "set_logical_axis_rules",
     "variable_with_axes",
     "vmap_with_axes",
+    "with_logical_constraint",
+    "with_logical_partitioning",
     "with_sharding_constraint",
 ]
 
@@ -63,7 +77,7 @@ class AxisMetadata(struct.PyTreeNode, meta.AxisMetadata):
     def unbox(self) -> Self:
         return self
 
-    def replace_boxed(self, val: Any) -> Any:
+    def replace_boxed(self, val: object) -> Any:
         return val
 
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
@@ -86,7 +100,7 @@ class AxisMetadata(struct.PyTreeNode, meta.AxisMetadata):
 Names = tuple[Any, ...] | FrozenDict[str, Any]
 
 
-def _map_names(fn: Callable[[Any], Any], names: Any) -> Any:
+def _map_names(fn: Callable[[Any], Any], names: object) -> Any:
     """Maps the names of each array of a variable; None means an array without names."""
     if isinstance(names, Mapping):
         return FrozenDict({key: _map_names(fn, below) for key, below in names.items()})
@@ -118,7 +132,7 @@ class PartitionedVariable(Variable):
         return with_sharding_constraint(super().value, self.axes, fallback=self.fallback)
 
     @value.setter
-    def value(self, value: Any) -> None:
+    def value(self, value: object) -> None:
         value = with_sharding_constraint(value, self.axes, fallback=self.fallback)
         Variable.value.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -128,7 +142,7 @@ def param_with_axes(
     init_fn: Callable[..., Any],
     *init_args: Any,
     axes: Sequence[str | None] | Mapping[str, Any] | None = None,
-    module: Module | None = None,
+    module: ModuleVariables | None = None,
     **init_kwargs: Any,
 ) -> Any:
     """Returns a parameter with axis names, laid out by the rules.
@@ -169,7 +183,7 @@ def variable_with_axes(
     init_fn: Callable[..., Any],
     *init_args: Any,
     axes: Sequence[str | None] | Mapping[str, Any] | None = None,
-    module: Module | None = None,
+    module: ModuleVariables | None = None,
     fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
     **init_kwargs: Any,
 ) -> PartitionedVariable:
@@ -186,7 +200,7 @@ def variable_with_axes(
     return PartitionedVariable(made.scope, collection, name, made.unbox, axes, fallback)
 
 
-def _running(module: Module | None, name: str) -> Module:
+def _running(module: ModuleVariables | None, name: str) -> ModuleVariables:
     module = current_module() if module is None else module
     if module is None:
         raise ModuleError(
@@ -196,7 +210,7 @@ def _running(module: Module | None, name: str) -> Module:
 
 
 def _note_axes(
-    module: Module, collection: str, name: str, axes: Sequence[Any] | Mapping[str, Any]
+    module: ModuleVariables, collection: str, name: str, axes: Sequence[Any] | Mapping[str, Any]
 ) -> None:
     try:
         new = AxisMetadata(_map_names(meta.checked_names, axes))
@@ -216,11 +230,8 @@ def _note_axes(
     module.sow(f"{collection}_axes", f"{name}_axes", new, agreed, lambda: None)
 
 
-def get_axis_names(axes_metadata: Any) -> FrozenDict:
-    """Returns the layouts of a collection of names, as a tree like that of the variables.
-
-    Args:
-        axes_metadata: the collection, as `variables["params_axes"]`.
+def get_axis_names(axes_metadata: object) -> FrozenDict:
+    """Returns the layouts of a collection like `params_axes`, as a tree like that of variables.
 
     Raises:
         AxisMetadataError: if a leaf is not `AxisMetadata`.
@@ -234,7 +245,7 @@ def get_axis_names(axes_metadata: Any) -> FrozenDict:
         })
     """
 
-    def layouts(tree: Any, path: tuple[str, ...]) -> Any:
+    def layouts(tree: object, path: tuple[str, ...]) -> Any:
         if isinstance(tree, AxisMetadata):
             return _map_names(lambda names: PartitionSpec(*names), tree.names)
         if isinstance(tree, Mapping):
@@ -250,13 +261,13 @@ def get_axis_names(axes_metadata: Any) -> FrozenDict:
 
 
 def scan_with_axes(
-    target: Any,
+    target: object,
     variable_axes: Mapping[Any, int] = {},
     variable_broadcast: Filter = False,
     variable_carry: Filter = False,
     split_rngs: Mapping[Any, bool] = {},
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: object = 0,
+    out_axes: object = 0,
     length: int | None = None,
     reverse: bool = False,
     unroll: int = 1,
@@ -291,11 +302,11 @@ def scan_with_axes(
 
 
 def vmap_with_axes(
-    target: Any,
+    target: object,
     variable_axes: Mapping[Any, int | None],
     split_rngs: Mapping[Any, bool] = {},
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: object = 0,
+    out_axes: object = 0,
     axis_size: int | None = None,
     axis_name: str | None = None,
     partitioning_axis_names: Mapping[Any, str] = {},
@@ -328,7 +339,7 @@ def vmap_with_axes(
 
 
 def remat(
-    target: Any,
+    target: object,
     variables: Filter = True,
     rngs: Filter = True,
     concrete: bool = False,

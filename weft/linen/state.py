@@ -1,19 +1,188 @@
-"""Runtime state of a bound module: its submodules and used names."""
+"""State of modules while they run: the running methods, a bound module's names, and its variables.
+
+A module created in another module's method belongs to that module, so each thread has a stack of
+modules whose methods run. A bound module knows its submodules and the names that it has used;
+`ModuleVariables` gives its methods access to variables and PRNG keys.
+"""
 
 import contextlib
+import contextvars
+import dataclasses
 import enum
-from collections.abc import Iterator, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from weft.errors import MultipleMethodsCompactError, NameInUseError
+import jax
+import jax.numpy as jnp
+
+from weft.core.filters import DenyList
+from weft.core.scope import Scope, Variable
+from weft.errors import (
+    CompactMethodError,
+    MultipleMethodsCompactError,
+    NameInUseError,
+    PerturbationNotFoundError,
+    UnboundModuleError,
+)
 
 if TYPE_CHECKING:
-    from weft.core.scope import Names, Scope
-    from weft.linen.module import Module
+    from typing import Self
+
+    from weft.core.scope import Names
 
 
-class Setup(enum.Enum):
+@dataclasses.dataclass(frozen=True)
+class InterceptorContext:
+    """Call seen by an interceptor; `orig_method` is the method without further interceptors."""
+
+    module: "ModuleVariables"
+    method_name: str
+    orig_method: Callable[..., Any]
+
+
+class Interceptor(Protocol):
+    """Function called in place of each method; `next_fun` is the next interceptor or the method."""
+
+    def __call__(
+        self,
+        next_fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        context: InterceptorContext,
+    ) -> Any: ...
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.modules: "list[ModuleVariables | None]" = []
+        self.interceptors: tuple[Interceptor, ...] = ()
+        self.lifted = 0  # number of transformed functions being traced
+
+    def __reduce__(self) -> str:
+        return "RUNNING"  # classes pickled by value refer to it in their methods
+
+
+RUNNING = _Running()
+_named_call: contextvars.ContextVar[bool] = contextvars.ContextVar("named_call", default=True)
+
+
+# The classes whose modules read their path inside of a transformation. A trace of such a module is
+# valid only at that path, while all other modules share traces.
+PATH_READERS: "weakref.WeakSet[type[ModuleVariables]]" = weakref.WeakSet()
+
+
+def record_path_read(module: "ModuleVariables") -> None:
+    """Records that a module reads its name or path."""
+    if RUNNING.lifted:
+        PATH_READERS.update(type(m) for m in (module, *RUNNING.modules) if m is not None)
+
+
+def name_of(module: "ModuleVariables") -> str | None:
+    """Returns a module's name, without recording the read."""
+    return vars(module).get("name")
+
+
+class NameField:
+    """Field `name` of modules."""
+
+    def __get__(self, module: "ModuleVariables | None", cls: type) -> Any:
+        if module is None:
+            return None
+        record_path_read(module)
+        return name_of(module)
+
+    def __set__(self, module: "ModuleVariables", name: str | None) -> None:
+        vars(module)["name"] = name
+
+
+def current_module() -> "ModuleVariables | None":
+    """Returns the module whose method runs, or None."""
+    return RUNNING.modules[-1] if RUNNING.modules else None
+
+
+@contextlib.contextmanager
+def without_parent() -> Iterator[None]:
+    """Enters a context in which new modules have no parent."""
+    RUNNING.modules.append(None)
+    try:
+        yield
+    finally:
+        RUNNING.modules.pop()
+
+
+@contextlib.contextmanager
+def intercept_methods(interceptor: Interceptor) -> Iterator[None]:
+    """Enters a context in which an interceptor replaces each method call of each module.
+
+    Args:
+        interceptor: `interceptor(next_fun, args, kwargs, context)` returns the result of the call.
+            Of several interceptors, the outermost is called first.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import linen as nn
+        >>> def doubled(next_fun, args, kwargs, context):
+        ...     result = next_fun(*args, **kwargs)
+        ...     return 2 * result if context.method_name == "__call__" else result
+        >>> class Identity(nn.Module):
+        ...     def __call__(self, x):
+        ...         return x
+        >>> with nn.intercept_methods(doubled):
+        ...     print(Identity().apply({}, 3))
+        6
+    """
+    before = RUNNING.interceptors
+    RUNNING.interceptors = (*before, interceptor)
+    try:
+        yield
+    finally:
+        RUNNING.interceptors = before
+
+
+def call_interceptors(
+    fn: Callable[..., Any], module: "ModuleVariables", args: Any, kwargs: Any
+) -> Any:
+    """Calls a method through the interceptors."""
+    context = InterceptorContext(module, fn.__name__, fn.__get__(module))
+
+    def call(depth: int, *args: object, **kwargs: object) -> Any:
+        if depth == len(interceptors):
+            return fn(module, *args, **kwargs)
+        return interceptors[depth](lambda *a, **k: call(depth + 1, *a, **k), args, kwargs, context)
+
+    interceptors = RUNNING.interceptors
+    return call(0, *args, **kwargs)
+
+
+def named_call_enabled() -> bool:
+    """Returns whether operations are named after their modules."""
+    return _named_call.get()
+
+
+def enable_named_call() -> None:
+    """Names operations after their modules, the default, in this thread."""
+    _named_call.set(True)
+
+
+def disable_named_call() -> None:
+    """Stops naming operations after their modules, in this thread."""
+    _named_call.set(False)
+
+
+@contextlib.contextmanager
+def override_named_call(enable: bool = True) -> Iterator[None]:
+    """Enters a context in which operations are named after their modules, or not."""
+    token = _named_call.set(enable)
+    try:
+        yield
+    finally:
+        _named_call.reset(token)
+
+
+class SetupProgress(enum.Enum):
     """Progress of the method `setup`."""
 
     DUE = enum.auto()
@@ -32,33 +201,34 @@ class State:
 
     Attributes:
         given: original values of fields that hold modules.
-        inside: transformations of the module's class that the module is inside of.
+        transform_tokens: transformations of the module's class that the module is transform_tokens
+        of.
         own_names: names used by `setup` and the fields. They cross transformations with the module,
-            so that a function inside cannot reuse a name.
+            so that a transformed function cannot reuse a name.
         adopted: by identity, modules given to this module or one above, and their bound copies.
             Keeping the originals prevents reuse of an identity.
     """
 
-    setup = Setup.DUE
+    setup = SetupProgress.DUE
     in_compact = False
-    children: "dict[str, Module]" = _NOTHING
+    children: "dict[str, ModuleVariables]" = _NOTHING
     given: dict[str, Any] = _NOTHING
-    inside: frozenset[Any] = frozenset()
+    transform_tokens: frozenset[Any] = frozenset()
     own_names: "Names" = _NOTHING
-    adopted: "dict[int, tuple[Module, Module]]"
+    adopted: dict[int, tuple[Any, Any]]
     _taken: dict[str | None, list[str]] = _NOTHING
     _method = ""
-    _named_by: "dict[str, tuple[str, Module]]" = _NOTHING
+    _named_by: "dict[str, tuple[str, ModuleVariables]]" = _NOTHING
     _name_scopes: frozenset[str] = frozenset()
     _places: "list[tuple[Scope | None, dict[str, int]]]" = _NOTHING
 
     @property
     def setup_is_due(self) -> bool:
-        return self.setup is Setup.DUE
+        return self.setup is SetupProgress.DUE
 
     @property
     def in_setup(self) -> bool:
-        return self.setup is Setup.RUNS
+        return self.setup is SetupProgress.RUNS
 
     @property
     def place(self) -> "Scope | None":
@@ -66,7 +236,7 @@ class State:
         return self._places[-1][0] if self._places else None
 
     @property
-    def cursor(self) -> dict[str, int]:
+    def counters(self) -> dict[str, int]:
         """The number of automatically named submodules at this place, by class name."""
         return self._places[-1][1] if self._places else _NOTHING
 
@@ -75,7 +245,7 @@ class State:
         """True if a method runs that can create submodules without an attribute."""
         return self.in_compact or self.place is not None
 
-    def begin_compact(self, module: "Module", method: str) -> None:
+    def begin_compact(self, module: "ModuleVariables", method: str) -> None:
         """Releases the names used by a previous call of a compact method."""
         scope: Any = module.scope
         for col, names in self._taken.items():
@@ -91,7 +261,9 @@ class State:
         self.in_compact = True
         self._method = method
 
-    def take(self, scope: "Scope", name: str, module: "Module", child: "Module") -> None:
+    def take(
+        self, scope: "Scope", name: str, module: "ModuleVariables", child: "ModuleVariables"
+    ) -> None:
         """Records the name of a new submodule; raises an error if the name is taken."""
         if scope.name_reserved(name):
             raise NameInUseError(f"submodule {type(child).__name__}", name, module._shown)
@@ -117,18 +289,17 @@ class State:
 
     def next_name(self, prefix: str) -> str:
         """Returns a name for a submodule without one."""
-        cursor = self._all_places()[-1][1]
-        n = cursor.get(prefix, 0)
-        cursor[prefix] = n + 1
+        counters = self._all_places()[-1][1]
+        n = counters.get(prefix, 0)
+        counters[prefix] = n + 1
         return f"{prefix}_{n}"
 
-    def named_elsewhere(self, cursor: Mapping[str, int]) -> None:
+    def update_counters(self, counters: Mapping[str, int]) -> None:
         """Updates the numbers of named submodules with those of another copy of the module."""
-        if cursor and self.names_submodules:
-            self._all_places()[-1][1].update(cursor)
+        if counters and self.names_submodules:
+            self._all_places()[-1][1].update(counters)
 
     def _all_places(self) -> "list[tuple[Scope | None, dict[str, int]]]":
-        """Returns the open places with their cursors, the module's own scope first."""
         if not self._places:
             self._places = [(None, {})]
         return self._places
@@ -143,7 +314,9 @@ class State:
         finally:
             places.pop()
 
-    def name_scope(self, module: "Module", name: str) -> contextlib.AbstractContextManager[None]:
+    def name_scope(
+        self, module: "ModuleVariables", name: str
+    ) -> contextlib.AbstractContextManager[None]:
         """Returns a context that creates submodules in a scope with the name of a method."""
         scope: Any = module.scope
         if scope.name_reserved(name) and name not in self._name_scopes:
@@ -153,11 +326,11 @@ class State:
 
     def resume(
         self,
-        module: "Module",
+        module: "ModuleVariables",
         in_compact: bool,
         place: str | None,
-        cursor: dict[str, int],
-        inside: frozenset[Any],
+        counters: dict[str, int],
+        transform_tokens: frozenset[Any],
         own_names: "Names",
     ) -> None:
         """Takes over the state of another copy of the module."""
@@ -165,9 +338,245 @@ class State:
         if own_names:
             self.own_names = own_names
             scope.take_names(own_names)
-        self.in_compact, self.inside = in_compact, inside
+        self.in_compact, self.transform_tokens = in_compact, transform_tokens
         if place is not None:
             self._name_scopes |= {place}
-            self._all_places().append((scope.push(place, reuse=True), dict(cursor)))
-        elif cursor:
-            self._places = [(None, dict(cursor))]
+            self._all_places().append((scope.push(place, reuse=True), dict(counters)))
+        elif counters:
+            self._places = [(None, dict(counters))]
+
+
+T = TypeVar("T")
+ALL_BUT_INTERMEDIATES = DenyList("intermediates")
+"""The default of `mutable` in `init`."""
+
+
+def _append(xs: tuple[Any, ...], x: object) -> tuple[Any, ...]:
+    return (*xs, x)
+
+
+class ModuleVariables:
+    """Base class of `Module`: access to variables; `scope` is None if not bound."""
+
+    scope: Scope | None
+    _state: State
+
+    if TYPE_CHECKING:  # defined by `Module`
+        parent: Any
+
+        def clone(self, **updates: object) -> "Self": ...
+        def init(self, *args: object, **kwargs: object) -> dict[str, Any]: ...
+        def apply(self, *args: object, **kwargs: object) -> Any: ...
+        def _run_setup(self) -> None: ...
+        def _rebind(self, scope: object) -> None: ...
+        def _end_scope(self) -> None: ...
+
+    @property
+    def _shown(self) -> str:
+        if self.scope is None:
+            return type(self).__name__
+        return f"{type(self).__name__} {'/'.join(self.scope.path) or '(the outermost module)'}"
+
+    def _bound(self, what: str) -> Scope:
+        if self.scope is None:
+            raise UnboundModuleError(what, type(self).__name__)
+        return self.scope
+
+    def _owner(self, what: str) -> Scope:
+        """Returns the scope in which a variable can be created."""
+        if self.scope is None:
+            raise UnboundModuleError(f"{what} was requested", type(self).__name__)
+        if not (self._state.in_compact or self._state.in_setup):
+            raise CompactMethodError(what, self._shown)
+        return self.scope
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of this module and its submodules, by collection."""
+        return self._bound("the variables were requested").variables()
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The names of the modules from the root to this one."""
+        scope = self._bound("the path was requested")
+        record_path_read(self)  # pyright: ignore[reportArgumentType]
+        return scope.path
+
+    def param(
+        self,
+        name: str,
+        init_fn: Callable[..., T],
+        *init_args: object,
+        unbox: bool = True,
+        **init_kwargs: object,
+    ) -> T:
+        """Returns a parameter, which `init` creates.
+
+        Args:
+            init_fn: computes the first value from a key and `init_args`.
+            unbox: whether to return the value without its axis metadata.
+
+        Raises:
+            CompactMethodError: if called in a method that is neither `setup` nor compact.
+            NameInUseError: if the name is taken in the module.
+            ScopeParamShapeError: if the given parameter has another shape.
+
+        Example:
+            >>> import jax
+            >>> from weft import linen as nn
+            >>> class Bias(nn.Module):
+            ...     @nn.compact
+            ...     def __call__(self, x):
+            ...         return x + self.param("bias", nn.initializers.ones, x.shape[-1:])[None]
+            >>> Bias().init(jax.random.key(0), jax.numpy.zeros((4, 2)))
+            {'params': {'bias': Array([1., 1.], dtype=float32)}}
+        """
+        scope = self._owner(f"the parameter {name!r}")
+        value = scope.param(name, init_fn, *init_args, unbox=unbox, **init_kwargs)
+        self._state.note(name, "params")
+        return value
+
+    def variable(
+        self,
+        col: str,
+        name: str,
+        init_fn: Callable[..., T] | None = None,
+        *init_args: object,
+        unbox: bool = True,
+        **init_kwargs: object,
+    ) -> Variable[T]:
+        """Returns a reference to a variable, whose `value` can be read, and set if mutable.
+
+        Args:
+            init_fn: computes the first value from `init_args`.
+            unbox: whether the value is shown without its axis metadata.
+
+        Raises:
+            CompactMethodError: if called in a method that is neither `setup` nor compact.
+            NameInUseError: if the name is taken in the module.
+            ScopeVariableNotFoundError: if the variable does not exist and cannot be created.
+
+        Example:
+            >>> import jax
+            >>> from weft import linen as nn
+            >>> class Counter(nn.Module):
+            ...     @nn.compact
+            ...     def __call__(self):
+            ...         calls = self.variable("state", "calls", lambda: 0)
+            ...         calls.value += 1
+            ...         return calls.value
+            >>> Counter().apply({"state": {"calls": 4}}, mutable=["state"])
+            (5, {'state': {'calls': 5}})
+        """
+        scope = self._owner(f"the variable {name!r} of {col!r}")
+        ref = scope.variable(col, name, init_fn, *init_args, unbox=unbox, **init_kwargs)
+        self._state.note(name, col)
+        return ref
+
+    def has_variable(self, col: str, name: str) -> bool:
+        """Returns whether this module has a variable."""
+        return self._bound(f"the variable {name!r} was requested").has_variable(col, name)
+
+    def get_variable(
+        self, col: str, name: str, default: object = None, *, unbox: bool = False
+    ) -> Any:
+        """Returns a variable's value, or `default`; with `unbox`, without its axis metadata."""
+        scope = self._bound(f"the variable {name!r} was requested")
+        return scope.get_variable(col, name, default, unbox=unbox)
+
+    def put_variable(self, col: str, name: str, value: object) -> None:
+        """Sets a new or existing variable of this module, in a mutable collection."""
+        self._bound(f"the variable {name!r} was set").put_variable(col, name, value)
+
+    def make_rng(self, name: str = "params") -> jax.Array:
+        """Returns a new PRNG key of a stream; `params` replaces a missing one.
+
+        Raises:
+            InvalidRngError: if there is no stream.
+        """
+        return self._bound(f"a key of the PRNG stream {name!r} was requested").make_rng(name)
+
+    def has_rng(self, name: str) -> bool:
+        """Returns whether `init` or `apply` was given a PRNG stream."""
+        return self._bound(f"the PRNG stream {name!r} was requested").has_rng(name)
+
+    def is_initializing(self) -> bool:
+        """Returns whether the call is by `init`, not `apply`."""
+        return self._bound("`is_initializing` was called").get_flag("initializing", False)
+
+    def is_mutable_collection(self, col: str) -> bool:
+        """Returns whether the variables of a collection can be changed."""
+        return self._bound(f"the collection {col!r} was requested").is_mutable_collection(col)
+
+    def sow(
+        self,
+        col: str,
+        name: str,
+        value: object,
+        reduce_fn: Callable[[Any, Any], Any] = _append,
+        init_fn: Callable[[], Any] = tuple,
+    ) -> bool:
+        """Stores a value in a collection, for use outside of the module.
+
+        Args:
+            col: the collection; if it is not mutable, nothing is stored.
+            reduce_fn: combines the previously stored value and the new one.
+            init_fn: returns the initial stored value.
+
+        Returns:
+            Whether the collection is mutable.
+
+        Example:
+            >>> from weft import linen as nn
+            >>> class Twice(nn.Module):
+            ...     def __call__(self, x):
+            ...         self.sow("intermediates", "input", x)
+            ...         return 2 * x
+            >>> Twice().apply({}, 3, mutable=["intermediates"])
+            (6, {'intermediates': {'input': (3,)}})
+        """
+        scope = self._bound(f"{name!r} was sown")
+        if not scope.is_mutable_collection(col):
+            return False
+        if not scope.has_variable(col, name):
+            if not scope.name_reserved(name, col):
+                scope.reserve(name, col)
+                self._state.note(name, col)
+            # A branch or a loop that sows then begins with the previous value.
+            scope.put_variable(col, name, init_fn())
+        before = scope.get_variable(col, name)
+        scope.put_variable(col, name, reduce_fn(before, value))
+        return True
+
+    def perturb(self, name: str, value: T, collection: str = "perturbations") -> T:
+        """Adds a variable of zeros to a value, so that the variable's gradient is the value's.
+
+        Args:
+            value: an array; use the result in its place.
+            collection: collection of the zeros, created by `init`. If it is not given to `apply`,
+                the value is returned unchanged.
+
+        Raises:
+            PerturbationNotFoundError: if the given collection lacks this variable, whose gradient
+                would be zero.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from weft import linen as nn
+            >>> class Square(nn.Module):
+            ...     def __call__(self, x):
+            ...         return jnp.sum(self.perturb("x", x) ** 2)
+            >>> x = jnp.array([1.0, 3.0])
+            >>> variables = Square().init(jax.random.key(0), x)
+            >>> jax.grad(lambda v: Square().apply(v, x))(variables)
+            {'perturbations': {'x': Array([2., 6.], dtype=float32)}}
+        """
+        scope = self._bound(f"{name!r} was perturbed")
+        if scope.is_mutable_collection(collection) and not scope.has_variable(collection, name):
+            scope.variable(collection, name, lambda: jax.tree.map(jnp.zeros_like, value))
+            self._state.note(name, collection)
+        if not scope.has_collection(collection):
+            return value
+        if not scope.has_variable(collection, name):
+            raise PerturbationNotFoundError(name, collection, scope.path_text)
+        return jax.tree.map(jnp.add, value, scope.get_variable(collection, name))

@@ -7,27 +7,29 @@ in the lowered call, without compilation.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
-from weft.core import tables
+from weft.core import tabulate as tables
 from weft.core.filters import Filter
-from weft.linen.methods import compact, wrapped
-from weft.linen.running import InterceptorContext, intercept_methods
-from weft.linen.variables import BUT_INTERMEDIATES
-
-if TYPE_CHECKING:
-    from weft.linen.module import Module
+from weft.core.rngs import RngKeys
+from weft.linen.methods import compact, wrap_method
+from weft.linen.state import (
+    ALL_BUT_INTERMEDIATES,
+    InterceptorContext,
+    ModuleVariables,
+    intercept_methods,
+)
 
 Path = tuple[str, ...]
 
 
 @dataclasses.dataclass
-class Call:
+class RecordedCall:
     """Recorded call of a method, with `jax.ShapeDtypeStruct` for arrays; `fn` is untransformed."""
 
-    module: "Module"
+    module: ModuleVariables
     path: Path
     method: str
     args: tuple[Any, ...]
@@ -42,19 +44,19 @@ class Call:
         return name if self.method == "__call__" else f"{name} ({self.method})"
 
 
-def calls_of(
-    module: "Module",
+def record_calls(
+    module: ModuleVariables,
     rngs: Any,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] = {},
-    mutable: Filter = BUT_INTERMEDIATES,
+    mutable: Filter = ALL_BUT_INTERMEDIATES,
     show_repeated: bool = False,
-) -> tuple[list[Call], dict[str, Any]]:
+) -> tuple[list[RecordedCall], dict[str, Any]]:
     """Returns the calls that `init` of a module makes, in order, and the variables by shape.
 
     Arrays in the arguments may be `jax.ShapeDtypeStruct`; `kwargs` may contain `method`.
     """
-    calls: list[Call] = []
+    calls: list[RecordedCall] = []
     seen: set[Path] = set()
 
     def watch(
@@ -64,15 +66,15 @@ def calls_of(
         if context.method_name == "setup" or (path in seen and not show_repeated):
             return next_fun(*args, **kwargs)
         seen.add(path)
-        shapes_in = tables.abstract((tuple(args), dict(kwargs)))
+        shapes_in = tables.to_shapes((tuple(args), dict(kwargs)))
         module = context.module.clone(_reset_names=True)
-        call = Call(module, path, context.method_name, *shapes_in, fn=_method(context))
+        call = RecordedCall(module, path, context.method_name, *shapes_in, fn=_method(context))
         calls.append(call)
         result = next_fun(*args, **kwargs)
-        call.outputs, call.variables = tables.abstract((result, context.module.variables))
+        call.outputs, call.variables = tables.to_shapes((result, context.module.variables))
         return result
 
-    arrays, fill = tables.filled((rngs, args, dict(kwargs)))
+    arrays, fill = tables.split_arrays((rngs, args, dict(kwargs)))
 
     def initialize(arrays: list[Any]) -> dict[str, Any]:
         rngs, args, kwargs = fill(arrays)
@@ -83,43 +85,42 @@ def calls_of(
 
 
 def _method(context: InterceptorContext) -> Callable[..., Any]:
-    """Returns the running method as a function of another copy of the module."""
     fn = context.orig_method.__func__  # pyright: ignore[reportFunctionMemberAccess]
     if not context.module._state.in_compact:
-        return wrapped(fn)
+        return wrap_method(fn)
 
     @functools.wraps(fn)
-    def run(module: "Module", *args: Any, **kwargs: Any) -> Any:
+    def run(module: ModuleVariables, *args: object, **kwargs: object) -> Any:
         return fn(module, *args, **kwargs)
 
-    return wrapped(compact(run))  # it may be a helper of a compact method
+    return wrap_method(compact(run))  # it may be a helper of a compact method
 
 
 def module_paths(
-    module: "Module",
-    rngs: Any,
+    module: ModuleVariables,
+    rngs: RngKeys,
     show_repeated: bool,
     mutable: Filter,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> dict[str, "Module"]:
+) -> dict[str, Any]:
     """Returns the result of `Module.module_paths`."""
-    calls, _ = calls_of(module, rngs, args, kwargs, mutable, show_repeated)
+    calls, _ = record_calls(module, rngs, args, kwargs, mutable, show_repeated)
     return {"/".join(call.path): call.module for call in calls}
 
 
 def tabulate(
-    module: "Module",
-    rngs: Any,
+    module: ModuleVariables,
+    rngs: RngKeys,
     depth: int | None = None,
     show_repeated: bool = False,
-    mutable: Filter = BUT_INTERMEDIATES,
+    mutable: Filter = ALL_BUT_INTERMEDIATES,
     console_kwargs: Mapping[str, Any] | None = None,
     table_kwargs: Mapping[str, Any] = {},
     column_kwargs: Mapping[str, Any] = {},
     compute_flops: bool = False,
     compute_vjp_flops: bool = False,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Callable[..., str]:
     """Returns a function from a module's arguments to a table of the modules that the call uses.
 
@@ -139,9 +140,9 @@ def tabulate(
         True
     """
 
-    def tabulated(*args: Any, **more: Any) -> str:
+    def tabulated(*args: object, **more: object) -> str:
         every = {**kwargs, **more}
-        calls, variables = calls_of(module, rngs, args, every, mutable, show_repeated)
+        calls, variables = record_calls(module, rngs, args, every, mutable, show_repeated)
         cols = sorted(variables, key=lambda col: (col != "params", col))
         counts = ["flops"] * compute_flops + ["vjp_flops"] * compute_vjp_flops
         rows = []
@@ -155,26 +156,27 @@ def tabulate(
                 for col in cols
             ]
             seen.add(call.path)
-            inputs = tables.text_of_inputs(call.args, call.kwargs)
-            shown = [inputs, tables.text(call.outputs), *map(str, flops), *of_cols]
+            inputs = tables.format_inputs(call.args, call.kwargs)
+            shown = [inputs, tables.format_tree(call.outputs), *map(str, flops), *of_cols]
             rows.append(["/".join(call.path), call.title, *shown])
         names = ["path", "module", "inputs", "outputs", *counts, *cols]
         footers = [""] * (3 + len(counts)) + [
             "Total",
-            *(tables.size(variables[col]) for col in cols),
+            *(tables.format_size(variables[col]) for col in cols),
         ]
         options = {
             "title": f"{type(module).__name__} Summary",
-            "caption": f"\nTotal Parameters: {tables.size(variables)}",
+            "caption": f"\nTotal Parameters: {tables.format_size(variables)}",
             **table_kwargs,
         }
-        return tables.drawn(names, rows, footers, options, column_kwargs, console_kwargs)
+        return tables.render_table(names, rows, footers, options, column_kwargs, console_kwargs)
 
     return tabulated
 
 
-def _variables_text(collection: Any, call: Call, calls: list[Call], depth: int | None) -> str:
-    """Returns the variables and their number for a call's module in one collection."""
+def _variables_text(
+    collection: object, call: RecordedCall, calls: list[RecordedCall], depth: int | None
+) -> str:
     below = _at(collection, call.path)
     names = {c.path[len(call.path)] for c in calls if _is_child(c.path, call.path)}
     own = {name: value for name, value in below.items() if name not in names}
@@ -182,25 +184,25 @@ def _variables_text(collection: Any, call: Call, calls: list[Call], depth: int |
     counted = below if is_last else own
     if not jax.tree.leaves(counted):
         return ""
-    lines = tables.text(dict(sorted(own.items()))) + "\n\n" if own else ""
-    return lines + tables.size(counted)
+    lines = tables.format_tree(dict(sorted(own.items()))) + "\n\n" if own else ""
+    return lines + tables.format_size(counted)
 
 
 def _is_child(path: Path, above: Path) -> bool:
     return len(path) > len(above) and path[: len(above)] == above
 
 
-def _at(collection: Any, path: Path) -> Mapping[str, Any]:
+def _at(collection: object, path: Path) -> Mapping[str, Any]:
     for name in path:
         collection = collection.get(name, {}) if isinstance(collection, Mapping) else {}
     return collection if isinstance(collection, Mapping) else {}
 
 
-def _flops(call: Call, rngs: Any, with_vjp: bool) -> int:
+def _flops(call: RecordedCall, rngs: RngKeys, with_vjp: bool) -> int:
     """Returns XLA's FLOP count of a call, or of a call and the gradient of all inputs."""
-    arrays, fill = tables.filled((call.args, call.kwargs))
+    arrays, fill = tables.split_arrays((call.args, call.kwargs))
 
-    def run(variables: Any, arrays: list[Any]) -> Any:
+    def run(variables: object, arrays: list[Any]) -> Any:
         args, kwargs = fill(arrays)
         options = {"rngs": rngs, "mutable": True, "method": call.fn}
         return call.module.apply(variables, *args, **options, **kwargs)

@@ -1,95 +1,177 @@
-"""Transformations of module classes, their methods, and functions of modules.
+"""Lifting of module classes and functions, based on functions of scopes.
 
-Each corresponds to a function of `weft.core.lift`; see `weft.linen.lifted` for the implementation.
-`variables` and `rngs` select the collections and PRNG streams that a function sees.
+A class becomes a subclass with lifted methods, which call those of the class. A
+function, or a method, takes a module or a tree of modules first. Each transformation corresponds to
+a function of `weft.core.lift`; `variables` and `rngs` select the collections and PRNG streams that
+a function sees.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
+
+import jax
 
 from weft.core import lift, meta
 from weft.core.filters import Filter
 from weft.errors import TransformArgumentError, TransformTargetError
-from weft.lifting.functions import shared_by_equal_functions
-from weft.linen.lifted import Build, Methods, subclass, transformed
+from weft.lifting.jit import Lowered
+from weft.lifting.signature import check_argnums
+from weft.lifting.trace_cache import cached_for_equal_functions
 from weft.linen.module import Module
-from weft.linen.passengers import Carriage, Logged
-from weft.linen.running import named_call_is_on
+from weft.linen.module_kind import (
+    TransformToken,
+    commit_counters,
+    merge_modules,
+    split_modules,
+)
+from weft.linen.state import named_call_enabled
+
+Methods = str | Collection[str] | Mapping[str, Mapping[str, Any]] | None
+Build = Callable[..., Callable[..., Any]]
+
+
+def transformed(
+    prefix: str, build: Build, target: object, methods: Methods = None, **options: object
+) -> Any:
+    """Returns a transformed module class or function; raises TransformTargetError for others.
+
+    Args:
+        build: `build(fn, **options)` is a function of `weft.core.lift`.
+        methods: methods of a class to lift: names, or options by name; by default `__call__`.
+    """
+    if isinstance(target, type) and issubclass(target, Module):
+        return _transform_class(prefix, build, target, methods, options)
+    if isinstance(target, Module) or not callable(target):
+        raise TransformTargetError(target)
+    return _transform_function(prefix, build, target, options)
+
+
+def _transform_class(
+    prefix: str, build: Build, cls: type[Module], methods: Methods, options: dict[str, Any]
+) -> type[Module]:
+    if methods is None:
+        methods = ("__call__",)
+    elif isinstance(methods, str):
+        methods = (methods,)
+    own = methods if isinstance(methods, Mapping) else {name: {} for name in methods}
+    chosen = {name: {**options, **changed} for name, changed in own.items()}
+    for name in chosen:
+        if not callable(getattr(cls, name, None)):
+            raise TransformTargetError(f"{cls.__name__}.{name}")
+
+    def make() -> type[Module]:
+        token = TransformToken()
+        lifted = {
+            name: _transform_function(prefix, build, getattr(cls, name), of_method, token)
+            for name, of_method in chosen.items()
+        }
+        return subclass(cls, prefix, lifted)
+
+    # A class that each call transforms again is one class, so that it is compiled once.
+    return cached_for_equal_functions(("class", prefix, build, cls, chosen), make)
+
+
+def subclass(cls: type[Module], prefix: str, methods: dict[str, Any]) -> type[Module]:
+    """Returns a subclass of `cls` with other methods and the prefixed name."""
+    name = prefix + cls.__name__
+    about = {"__module__": cls.__module__, "__qualname__": name, "__doc__": cls.__doc__}
+    return type(name, (cls,), {**about, **methods})
+
+
+def _transform_function(
+    prefix: str,
+    build: Build,
+    fn: Callable[..., Any],
+    options: dict[str, Any],
+    token: TransformToken | None = None,
+) -> Callable[..., Any]:
+    for what in ("static_argnums", "donate_argnums"):
+        check_argnums(f"linen.{prefix.lower()}", what, fn, options.get(what, ()))
+    pack, unpack = _PACKINGS.get(build, (None, None))
+    lifted = build(merge_modules(fn, unpack=unpack), **options)
+
+    @functools.wraps(fn)
+    def run(target: Any, *args: object, **kwargs: object) -> Any:
+        if token is not None and token in target._state.transform_tokens:
+            return fn(target, *args, **kwargs)
+        splitter, module_state, args, kwargs = split_modules((fn,), target, args, kwargs, token)
+        if pack is None:
+            result = lifted(module_state, *args, **kwargs)
+        else:
+            result = lifted(module_state, *pack(*args, **kwargs))
+        commit_counters(splitter)
+        return result
+
+    if hasattr(lifted, "lower"):
+
+        def lower(target: object, *args: object, **kwargs: object) -> Lowered:
+            _, module_state, args, kwargs = split_modules((fn,), target, args, kwargs, token)
+            return Lowered(lifted.lower(module_state, *args, **kwargs), run_compiled)
+
+        def run_compiled(
+            compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            splitter, module_state, rest, kwargs = split_modules(
+                (fn,), args[0], args[1:], kwargs, token
+            )
+            result = compiled(module_state, *rest, **kwargs)
+            commit_counters(splitter)
+            return result
+
+        run.lower = lower  # pyright: ignore[reportAttributeAccessIssue]
+        run.explain_recompile = lifted.explain_recompile  # pyright: ignore[reportAttributeAccessIssue]
+    return run
+
 
 Target = TypeVar("Target")
-# JAX may rerun a trace without calling the function; the log then provides the used names.
 
 
-def _with_logged_result(build: Build) -> Build:
-    def build_logged(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        def run(carriage: Carriage, *args: Any, **kwargs: Any) -> Logged:
-            return Logged(fn(carriage, *args, **kwargs), carriage)
-
-        lifted = build(run, **options)
-
-        @functools.wraps(lifted)
-        def call(carriage: Carriage, *args: Any, **kwargs: Any) -> Any:
-            return lifted(carriage, *args, **kwargs).read(carriage)
-
-        return call
-
-    return build_logged
+def _pack_args(*args: object, **kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs
 
 
-def _scan(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    def body(carriage: Carriage, carry: Logged, *xs: Any) -> Any:
-        result = fn(carriage, carry.value, *xs)
-        if not isinstance(result, tuple) or len(result) != 2:
-            return result
-        return Logged(result[0], carriage), result[1]
-
-    loop = lift.scan(body, **options)
-
-    def call(carriage: Carriage, carry: Any, *xs: Any) -> Any:
-        carry, y = loop(carriage, Logged(carry, carriage), *xs)
-        return carry.read(carriage), y
-
-    return call
+def _unpack_args(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs
 
 
-def _remat_scan(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    def body(carriage: Carriage, carry: Logged) -> Logged:
-        return Logged(fn(carriage, carry.value), carriage)
-
-    loop = lift.remat_scan(body, **options)
-    return lambda carriage, carry: loop(carriage, Logged(carry, carriage)).read(carriage)
+def _pack_slices(carry: object, *xs: object) -> tuple[Any, tuple[Any, ...]]:
+    return carry, xs
 
 
-def _checkify(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    def run(carriage: Carriage, *args: Any, **kwargs: Any) -> Logged:
-        return Logged(fn(carriage, *args, **kwargs), carriage)
-
-    lifted = lift.checkify(run, **options)
-
-    def call(carriage: Carriage, *args: Any, **kwargs: Any) -> Any:
-        error, result = lifted(carriage, *args, **kwargs)
-        return error, result.read(carriage)
-
-    return call
+def _unpack_slices(carry: object, xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (carry, *xs), {}
 
 
-_jit = _with_logged_result(lift.jit)
-_remat = _with_logged_result(lift.remat)
-
-
-# Several runs of one function.
+# The forms in which some functions of `weft.core.lift` pass arguments without wrappers.
+_PACKINGS = {
+    lift.scan: (_pack_slices, _unpack_slices),
+    **dict.fromkeys(
+        (
+            lift.vmap,
+            lift.pmap,
+            lift.shard_map,
+            lift.remat,
+            lift.checkify,
+            lift.fold_rngs,
+            lift.map_variables,
+        ),
+        (_pack_args, _unpack_args),
+    ),
+}
 
 
 def vmap(
     target: Target,
     variable_axes: Mapping[Any, int | None] = {},
     split_rngs: Mapping[Any, bool] = {},
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: object = 0,
+    out_axes: object = 0,
     axis_size: int | None = None,
-    axis_name: Any = None,
-    spmd_axis_name: Any = None,
+    axis_name: Hashable = None,
+    spmd_axis_name: Hashable = None,
     metadata_params: Mapping[Any, Any] = {},
     methods: Methods = None,
 ) -> Target:
@@ -133,8 +215,8 @@ def pmap(
     target: Target,
     variable_axes: Mapping[Any, int | None] = {},
     split_rngs: Mapping[Any, bool] = {},
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: object = 0,
+    out_axes: object = 0,
     axis_name: str = "devices",
     devices: Sequence[Any] | None = None,
     metadata_params: Mapping[Any, Any] = {},
@@ -161,9 +243,9 @@ def shard_map(
     variable_specs: Mapping[Any, Any] = {},
     split_rngs: Mapping[Any, bool] = {},
     *,
-    mesh: Any,
-    in_specs: Any,
-    out_specs: Any,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    in_specs: object,
+    out_specs: object,
     axis_names: frozenset[str] = frozenset(),
     check_vma: bool = True,
     methods: Methods = None,
@@ -198,8 +280,8 @@ def scan(
     variable_broadcast: Filter = False,
     variable_carry: Filter = False,
     split_rngs: Mapping[Any, bool] = {},
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: object = 0,
+    out_axes: object = 0,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
@@ -237,7 +319,7 @@ def scan(
     """
     return transformed(
         "Scan",
-        _scan,
+        lift.scan,
         target,
         methods,
         variable_axes=variable_axes,
@@ -281,7 +363,7 @@ def remat_scan(
         )
     return transformed(
         "Remat_scan",
-        _remat_scan,
+        lift.remat_scan,
         target,
         lengths=tuple(lengths),
         policy=policy,
@@ -321,7 +403,7 @@ def remat(
     """
     return transformed(
         "Checkpoint",
-        _remat,
+        lift.remat,
         target,
         methods,
         variables=variables,
@@ -343,7 +425,7 @@ def jit(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
-    device: Any = None,
+    device: object = None,
     backend: str | None = None,
     methods: Methods = None,
 ) -> Target:
@@ -354,7 +436,6 @@ def jit(
         static_argnums: arguments that are hashable values, not arrays; 0 is the module.
         donate_argnums: arguments whose buffers may be reused for the results.
         device: device to use instead of the arguments' device.
-        backend: platform to use, such as "cpu".
         methods: see `vmap`.
 
     Returns:
@@ -363,7 +444,7 @@ def jit(
     """
     return transformed(
         "Jit",
-        _jit,
+        lift.jit,
         target,
         methods,
         variables=variables,
@@ -380,7 +461,7 @@ def checkify(
     target: Target,
     variables: Filter = True,
     rngs: Filter = True,
-    errors: Any = None,
+    errors: object = None,
     methods: Methods = None,
 ) -> Target:
     """Applies `jax.experimental.checkify.checkify` to a module class or a function of a module.
@@ -402,7 +483,7 @@ def checkify(
     """
     return transformed(
         "Checkify",
-        _checkify,
+        lift.checkify,
         target,
         methods,
         variables=variables,
@@ -430,7 +511,6 @@ def map_variables(
     """Maps the variables that a module class or a function of a module sees.
 
     Args:
-        mapped_collections: collections to map.
         trans_in_fn: maps the dict of those collections to the one that the target sees.
         trans_out_fn: maps the dict that the target leaves to the one to store.
         init: whether to run first on the unmapped collections, to create missing variables.
@@ -507,15 +587,15 @@ def named_call(class_fn: Target, force: bool = True) -> Target:
         shown = lift.named_call(fn)
 
         @functools.wraps(fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (shown if force or named_call_is_on() else fn)(*args, **kwargs)
+        def call(*args: object, **kwargs: object) -> Any:
+            return (shown if force or named_call_enabled() else fn)(*args, **kwargs)
 
         return call
 
     target: Any = class_fn
     if isinstance(target, type) and issubclass(target, Module):
         make = lambda: subclass(target, "", {"__call__": named(target.__call__)})  # noqa: E731
-        return shared_by_equal_functions(("named", target, force), make)  # pyright: ignore[reportReturnType]
+        return cached_for_equal_functions(("named", target, force), make)  # pyright: ignore[reportReturnType]
     if isinstance(target, Module) or not callable(target):
         raise TransformTargetError(target)
     return named(target)  # pyright: ignore[reportReturnType]

@@ -7,13 +7,19 @@ module written like a Linen one. The code is in `weft.interop` and loads on dema
 
 from __future__ import annotations
 
-from weft.interop.bridge.functional import Functional, functional
-from weft.interop.bridge.guests import linen_in_bridge_mdl, nnx_in_bridge_mdl
-from weft.interop.bridge.modules import Module, compact
-from weft.interop.bridge.scopes import AttrPriority, Scope, current_context, current_module
-from weft.interop.bridge.to_linen import ToLinen, to_linen
-from weft.interop.bridge.to_nnx import ToNNX, lazy_init
-from weft.interop.bridge.variables import NNXMeta, to_linen_var, to_nnx_var, with_partitioning
+from weft.interop.bridge import (
+    AttrPriority,
+    Module,
+    Scope,
+    compact,
+    current_context,
+    current_module,
+    linen_in_bridge_mdl,
+    nnx_in_bridge_mdl,
+)
+from weft.interop.nnx import ToNNX, lazy_init
+from weft.interop.nnx_functional import Functional, ToLinen, functional, to_linen
+from weft.interop.variables import NNXMeta, to_linen_var, to_nnx_var, with_partitioning
 
 __all__ = [
     # wrappers

@@ -7,13 +7,16 @@ they keep references, and `train` and `eval` reach their items.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, SupportsIndex, TypeVar
 
 import jax
 
 from weft.errors import LayerCallError
+from weft.nnx.display import Enclosing, join_lines, mapping_repr, object_repr
 from weft.nnx.module import Module
-from weft.nnx.pytree import Marked, Pytree, register_container, tracked
+from weft.nnx.pytree import MarkedValue, Pytree, register_container, tracked
+
+T = TypeVar("T")
 
 
 def _changing(name: str, of: type) -> Callable[..., Any]:
@@ -21,8 +24,8 @@ def _changing(name: str, of: type) -> Callable[..., Any]:
     method = getattr(of, name)
 
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._watch.check(self)
-        before, marks = of(self), dict(self._watch.marks)
+        self._info.check(self)
+        before, marks = of(self), dict(self._info.marks)
         try:
             self._unpack_marks()
             result = method(self, *args, **kwargs)
@@ -30,11 +33,11 @@ def _changing(name: str, of: type) -> Callable[..., Any]:
         except BaseException:
             of.clear(self)  # pyright: ignore[reportAttributeAccessIssue]
             self.__class__._restore(self, before)
-            self._watch.marks = marks
+            self._info.marks = marks
             raise
         finally:
-            self._watch.changed()
-        if isinstance(result, Marked):
+            self._info.changed()
+        if isinstance(result, MarkedValue):
             return result.value
         return self if name in ("__iadd__", "__imul__", "__ior__") else result
 
@@ -42,7 +45,7 @@ def _changing(name: str, of: type) -> Callable[..., Any]:
     return changed
 
 
-class List(Module, list[Any]):
+class List(Module, list[T]):
     """List module that keeps references; lists in attributes are converted to it.
 
     Example:
@@ -56,14 +59,14 @@ class List(Module, list[Any]):
     __hash__ = None  # pyright: ignore[reportAssignmentType]
     __repr__ = Pytree.__repr__
 
-    def __init__(self, it: Any = ()):
+    def __init__(self, it: Iterable[T] = ()):
         self.extend(it)
 
     def _items(self) -> list[tuple[Hashable, Any]]:
         return [*enumerate(self), *super()._items()]
 
-    def _look(self) -> list[Any]:
-        return [*super()._look(), *list.__iter__(self)]
+    def _snapshot(self) -> list[Any]:
+        return [*super()._snapshot(), *list.__iter__(self)]
 
     def _fill(self, items: Iterable[tuple[Any, Any]]) -> None:
         for name, value in items:
@@ -83,7 +86,7 @@ class List(Module, list[Any]):
         list.__setitem__(self, slice(None), [v for name, v in items if not isinstance(name, str)])
 
     @staticmethod
-    def _key(name: Any) -> Any:
+    def _key(name: object) -> Any:
         if isinstance(name, str):
             return Pytree._key(name)
         return jax.tree_util.SequenceKey(name)
@@ -92,29 +95,29 @@ class List(Module, list[Any]):
 
     def _unpack_marks(self) -> None:
         """Moves marks from items to a separate list, which is changed with the items."""
-        marks = self._watch.marks
+        marks = self._info.marks
         for i in [name for name in marks if not isinstance(name, str)]:
-            list.__setitem__(self, i, Marked(self[i], marks.pop(i)))
+            list.__setitem__(self, i, MarkedValue(self[i], marks.pop(i)))
 
     def _pack_marks(self) -> None:
         for i, item in enumerate(self):
             new = item
-            if isinstance(item, Marked):
-                new, self._watch.marks[i] = item.of(self, i), item.is_data  # pyright: ignore[reportArgumentType]
+            if isinstance(item, MarkedValue):
+                new, self._info.marks[i] = item.of(self, i), item.is_data  # pyright: ignore[reportArgumentType]
             if (new := tracked(new)) is not item:
                 list.__setitem__(self, i, new)
 
-    def remove(self, value: Any, /) -> None:
+    def remove(self, value: T, /) -> None:
         """Removes the first item equal to a value."""
         del self[self.index(value)]
 
-    def sort(self, *, key: Any = None, reverse: bool = False) -> None:
+    def sort(self, *, key: Callable[[Any], Any] | None = None, reverse: bool = False) -> None:
         items = list(_with_marks(self, enumerate(self)))
-        values = [item if key is None else key(item) for item in self]
+        values: list[Any] = [item if key is None else key(item) for item in self]
         order = sorted(range(len(self)), key=values.__getitem__, reverse=reverse)
         self[:] = [items[i] for i in order]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         make, args, state, *_ = super().__reduce_ex__(protocol)
         return make, args, state, iter(_with_marks(self, enumerate(self)))
 
@@ -138,19 +141,19 @@ class Dict(Module, dict[Any, Any]):
     __hash__ = None  # pyright: ignore[reportAssignmentType]
     __repr__ = Pytree.__repr__
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         self.update(*args, **kwargs)
 
     def _items(self) -> list[tuple[Hashable, Any]]:
         return sorted(self.items(), key=lambda item: (str(type(item[0])), item[0]))
 
-    def _look(self) -> list[Any]:
-        return [*super()._look(), *dict.keys(self), *dict.values(self)]
+    def _snapshot(self) -> list[Any]:
+        return [*super()._snapshot(), *dict.keys(self), *dict.values(self)]
 
     def _fill(self, items: Iterable[tuple[Any, Any]]) -> None:
         dict.update(self, items)
 
-    def _put(self, name: Any, value: Any) -> None:
+    def _put(self, name: object, value: object) -> None:
         dict.__setitem__(self, name, value)
 
     def _replace(self, items: Sequence[tuple[Any, Any]]) -> None:
@@ -166,25 +169,31 @@ class Dict(Module, dict[Any, Any]):
         return None if keys == tuple(key for key, _ in self._items()) else keys
 
     @staticmethod
-    def _key(name: Any) -> Any:
+    def _key(name: object) -> Any:
         return jax.tree_util.DictKey(name)
 
     _restore = dict.update
 
     def _unpack_marks(self) -> None:
-        marks = self._watch.marks
+        marks = self._info.marks
         for key in list(marks):
-            dict.__setitem__(self, key, Marked(self[key], marks.pop(key)))
+            dict.__setitem__(self, key, MarkedValue(self[key], marks.pop(key)))
 
     def _pack_marks(self) -> None:
         for key, item in self.items():
             new = item
-            if isinstance(item, Marked):
-                new, self._watch.marks[key] = item.of(self, key), item.is_data
+            if isinstance(item, MarkedValue):
+                new, self._info.marks[key] = item.of(self, key), item.is_data
             if (new := tracked(new)) is not item:
                 dict.__setitem__(self, key, new)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def setdefault(self, key: Any, default: object = None, /) -> Any:
+        """Returns the value of `key`, which becomes `default` if there is none, as it is stored."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         make, args, *_ = super().__reduce_ex__(protocol)
         items = zip(self, _with_marks(self, self.items()), strict=True)
         return make, args, None, None, iter(items)
@@ -195,7 +204,7 @@ class Dict(Module, dict[Any, Any]):
         there = ", ".join(map(repr, self)) or "nothing"
         raise AttributeError(f"the Dict has no {name!r}; there are: {there}.")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self[name] = value
 
     def __delattr__(self, name: str) -> None:
@@ -207,9 +216,23 @@ class Dict(Module, dict[Any, Any]):
         return dict.__eq__(self, other)
 
 
+@object_repr.register
+def _(x: List, inside: Enclosing = frozenset()) -> str:
+    if id(x) in inside:
+        return f"{type(x).__name__}(...)"
+    return join_lines("List([", [object_repr(v, inside | {id(x)}) for v in x], "])")
+
+
+@object_repr.register
+def _(x: Dict, inside: Enclosing = frozenset()) -> str:
+    if id(x) in inside:
+        return f"{type(x).__name__}(...)"
+    return mapping_repr(type(x).__name__, x.items(), inside | {id(x)})
+
+
 def _with_marks(x: Pytree, items: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
-    marks = x._watch.marks
-    return (Marked(value, marks[key]) if key in marks else value for key, value in items)
+    marks = x._info.marks
+    return (MarkedValue(value, marks[key]) if key in marks else value for key, value in items)
 
 
 for _name in (
@@ -218,7 +241,7 @@ for _name in (
 ):  # fmt: skip
     setattr(List, _name, _changing(_name, list))
 for _name in (
-    "clear", "pop", "popitem", "setdefault", "update", "__setitem__", "__delitem__", "__ior__",
+    "clear", "pop", "popitem", "update", "__setitem__", "__delitem__", "__ior__",
 ):  # fmt: skip
     setattr(Dict, _name, _changing(_name, dict))
 register_container(list, List)
@@ -243,7 +266,7 @@ class Sequential(Module):
     def __init__(self, *fns: Callable[..., Any]):
         self.layers = fns
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Calls the layers; the arguments are those of the first."""
         result: Any = args[0] if len(args) == 1 and not kwargs else args
         for i, layer in enumerate(self.layers):
@@ -258,7 +281,7 @@ class Sequential(Module):
         return result
 
 
-def _arguments(result: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(result: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(result, tuple):
         return result, {}
     if isinstance(result, dict):

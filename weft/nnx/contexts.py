@@ -13,6 +13,9 @@ new ones:
             ...
             with split_context("f") as ctx: return ctx.split(model)
         with merge_context("f", inner=False) as ctx: ctx.merge(*f(parts[1]))
+
+`to_tree` replaces each object of a tree by a pytree node with its states, for JAX functions;
+`from_tree` is the inverse. Parts that several objects share are in the first of them.
 """
 
 from __future__ import annotations
@@ -20,15 +23,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Hashable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, Self
 
-from weft.errors import GraphStructureError
-from weft.nnx.filters import Filter
-from weft.nnx.graph import GraphDef
-from weft.nnx.ref_map import RefMap
-from weft.nnx.splitting import flatten, unflatten
-from weft.nnx.state import FlatState, merge_state, split_state
+import jax
+
+from weft.errors import (
+    GraphStructureError,
+    InconsistentAliasError,
+    ObjectArgumentError,
+    StateFilterError,
+)
+from weft.nnx.filters import Filter, Path, filters_text, predicates
+from weft.nnx.graph import GraphDef, flatten_graph
+from weft.nnx.pytree import Pytree, key_of
+from weft.nnx.split_merge import RefMap, flatten, unflatten
+from weft.nnx.state import FlatState, merge_state, path_text, split_state
+from weft.nnx.variables import Variable
 
 
 @dataclasses.dataclass
@@ -44,7 +55,7 @@ class SplitContext:
     ref_index: RefMap
     is_inner: bool | None
 
-    def split(self, node: Any, *filters: Filter) -> tuple[Any, ...]:
+    def split(self, node: object, *filters: Filter) -> tuple[Any, ...]:
         """Splits like `nnx.split`; states leave out objects seen before."""
         graphdef, flat = self._flat(node)
         whole = flat.to_nested_state()
@@ -53,7 +64,7 @@ class SplitContext:
         states = split_state(whole, *filters)
         return graphdef, *(states if len(filters) > 1 else (states,))
 
-    def flatten(self, node: Any, *filters: Filter, with_paths: bool = True) -> tuple[Any, ...]:
+    def flatten(self, node: object, *filters: Filter, with_paths: bool = True) -> tuple[Any, ...]:
         """Flattens like `nnx.flatten`, with one flat state per filter.
 
         Raises:
@@ -70,7 +81,7 @@ class SplitContext:
         groups = flat.split(*filters)
         return graphdef, *(groups if len(filters) > 1 else (groups,))
 
-    def _flat(self, node: Any, with_paths: bool = True) -> tuple[GraphDef, Any]:
+    def _flat(self, node: object, with_paths: bool = True) -> tuple[GraphDef, Any]:
         update = current_update_context(self.ctxtag) if self.ctxtag is not None else None
         graphdef, flat = flatten(
             node,
@@ -96,17 +107,17 @@ class MergeContext:
     index_ref: dict[int, Any]
     is_inner: bool | None
 
-    def merge(self, graphdef: GraphDef, state: Any, /, *states: Any) -> Any:
+    def merge(self, graphdef: GraphDef, state: object, /, *states: object) -> Any:
         """Merges like `nnx.merge` with copied variables; outside, updates the original objects."""
         return self._made(graphdef, merge_state(state, *states) if states else state, copy=True)
 
-    def unflatten(self, graphdef: GraphDef, flat_state: Any, /, *flat_states: Any) -> Any:
+    def unflatten(self, graphdef: GraphDef, flat_state: object, /, *flat_states: object) -> Any:
         """Unflattens like `nnx.unflatten`; accepts several flat states."""
         if flat_states:
             flat_state = FlatState.merge(flat_state, *flat_states)
         return self._made(graphdef, flat_state, copy=False)
 
-    def _made(self, graphdef: GraphDef, state: Any, copy: bool) -> Any:
+    def _made(self, graphdef: GraphDef, state: object, copy: bool) -> Any:
         outer = None
         if self.is_inner is False:
             outer = current_update_context(self.ctxtag).outer_index_outer_ref
@@ -153,12 +164,12 @@ class UpdateContext:
             self.inner_ref_outer_index = RefMap((x, i) for i, x in index_ref.items())
 
 
-class _Open(threading.local):
+class _OpenContexts(threading.local):
     def __init__(self) -> None:
         self.contexts: list[UpdateContext] = []
 
 
-_OPEN = _Open()
+_OPEN = _OpenContexts()
 
 
 @contextlib.contextmanager
@@ -260,3 +271,272 @@ def merge_context(
     yield context
     if update is not None:
         update.unflatten_end(context.index_ref, bool(inner))
+
+
+_MISSING: Any = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeStates:
+    """States of an object, as one node of a tree.
+
+    Attributes:
+        states: states, or prefixes of them.
+        metadata: static data to pass along.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> states = NodeStates.from_states(nnx.State({"w": jnp.ones((3, 2))}))
+        >>> axes = NodeStates.from_prefixes([1])
+        >>> jax.vmap(lambda s: s.state.w.sum(), in_axes=(axes,))(states)
+        Array([3., 3.], dtype=float32)
+    """
+
+    _graphdef: GraphDef | None
+    states: tuple[Any, ...]
+    metadata: Any = None
+
+    @property
+    def graphdef(self) -> GraphDef:
+        """Description of the object.
+
+        Raises:
+            GraphStructureError: if there is none.
+        """
+        if self._graphdef is None:
+            raise GraphStructureError(
+                "these NodeStates have no description; make them by NodeStates.from_split."
+            )
+        return self._graphdef
+
+    @property
+    def state(self) -> Any:
+        """The only state.
+
+        Raises:
+            GraphStructureError: if there are several.
+        """
+        if len(self.states) != 1:
+            raise GraphStructureError(
+                f"these NodeStates have {len(self.states)} states; look at .states."
+            )
+        return self.states[0]
+
+    @classmethod
+    def from_split(
+        cls, graphdef: GraphDef | None, state: object, /, *states: object, metadata: object = None
+    ) -> Self:
+        """Builds node states from the results of `nnx.split`."""
+        return cls(graphdef, (state, *states), metadata)
+
+    @classmethod
+    def from_states(cls, state: object, /, *states: object) -> Self:
+        """Builds node states without a description."""
+        return cls(None, (state, *states))
+
+    @classmethod
+    def from_prefixes(cls, prefixes: Any, /, *, metadata: Any = None) -> Self:
+        """Builds node states from prefixes of each state, such as axes."""
+        return cls(None, tuple(prefixes), metadata)
+
+    def replace(self, **updates: object) -> Self:
+        """Returns a copy with other attributes."""
+        return dataclasses.replace(self, **updates)
+
+
+jax.tree_util.register_pytree_with_keys(
+    NodeStates,
+    lambda x: ([(jax.tree_util.GetAttrKey("states"), x.states)], (x._graphdef, x.metadata)),
+    lambda fixed, children: NodeStates(fixed[0], next(iter(children)), fixed[1]),
+)
+
+
+def _is_object(x: object) -> bool:
+    return isinstance(x, Pytree | Variable)
+
+
+def _is_node_states(x: object) -> bool:
+    return isinstance(x, NodeStates)
+
+
+def _default_split(
+    ctx: SplitContext, path: jax.tree_util.KeyPath, prefix: object, x: object
+) -> NodeStates:
+    return NodeStates.from_split(*ctx.split(x))
+
+
+def _default_merge(
+    ctx: MergeContext, path: jax.tree_util.KeyPath, prefix: object, x: NodeStates
+) -> Any:
+    return ctx.merge(x.graphdef, *x.states)
+
+
+def to_tree(
+    tree: object,
+    /,
+    *,
+    prefix: object = _MISSING,
+    split_fn: Callable[[SplitContext, Any, Any, Any], Any] = _default_split,
+    map_non_graph_nodes: bool = False,
+    ctxtag: Hashable | None = None,
+    check_aliasing: bool = True,
+) -> Any:
+    """Replaces the objects of a tree by their states.
+
+    Args:
+        prefix: prefix of the tree, such as axes.
+        split_fn: maps a split context, a path, a prefix leaf and an object to the replacement; by
+            default `NodeStates` with one state.
+        map_non_graph_nodes: whether to call it for leaves that are not objects as well.
+        check_aliasing: whether to check that all occurrences of a variable have the same prefix.
+
+    Raises:
+        InconsistentAliasError: if they differ.
+        ValueError: from JAX, if `prefix` is not a prefix of the tree.
+
+    Example:
+        >>> from weft import nnx
+        >>> layer = nnx.Dict(w=nnx.Param(1.0))
+        >>> tree = to_tree((layer, {"again": layer, "x": 2}))
+        >>> len(tree[0].state), len(tree[1]["again"].state), tree[1]["x"]
+        (1, 0, 2)
+        >>> first, rest = from_tree(tree)
+        >>> first is rest["again"]
+        True
+    """
+    items, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_object)
+    values = _broadcast_prefix(prefix, tree, _is_object, len(items))
+    if check_aliasing and prefix is not _MISSING:
+        _check_aliases([(path, s, x) for (path, x), s in zip(items, values, strict=True)])
+    with split_context(ctxtag) as ctx:
+        leaves = [
+            split_fn(ctx, path, s, x) if map_non_graph_nodes or _is_object(x) else x
+            for (path, x), s in zip(items, values, strict=True)
+        ]
+    return structure.unflatten(leaves)
+
+
+def from_tree(
+    tree: object,
+    /,
+    *,
+    prefix: object = _MISSING,
+    merge_fn: Callable[[MergeContext, Any, Any, Any], Any] = _default_merge,
+    is_node_leaf: Callable[[Any], bool] = _is_node_states,
+    is_leaf: Callable[[Any], bool] = _is_node_states,
+    map_non_graph_nodes: bool = False,
+    is_inner: bool | None = None,
+    ctxtag: Hashable | None = None,
+) -> Any:
+    """Replaces the states in a tree by objects; the inverse of `to_tree`.
+
+    Args:
+        merge_fn: maps a merge context, a path, a prefix leaf and `NodeStates` to an object.
+        is_node_leaf: predicate of leaves that represent objects.
+        is_leaf: predicate that stops the traversal.
+        map_non_graph_nodes: whether to call `merge_fn` for other leaves as well.
+
+    Raises:
+        GraphStructureError: if values are missing, or `is_inner` is missing with a tag.
+    """
+    items, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    values = _broadcast_prefix(prefix, tree, is_leaf, len(items))
+    with merge_context(ctxtag, is_inner) as ctx:
+        leaves = [
+            merge_fn(ctx, path, s, x) if map_non_graph_nodes or is_node_leaf(x) else x
+            for (path, x), s in zip(items, values, strict=True)
+        ]
+    return structure.unflatten(leaves)
+
+
+def _broadcast_prefix(
+    prefix: object, tree: object, is_leaf: Callable[[Any], bool], number_of_leaves: int
+) -> list[Any]:
+    if prefix is _MISSING:
+        return [0] * number_of_leaves
+    values: list[Any] = []
+
+    def is_entry(x: object) -> bool:
+        return x is None or is_leaf(x)
+
+    def extend(value: object, part: object) -> None:
+        values.extend([value] * len(jax.tree.leaves(part, is_leaf=is_leaf)))
+
+    jax.tree.map(extend, prefix, tree, is_leaf=is_entry)
+    return values
+
+
+def _check_aliases(items: list[tuple[Any, Any, Any]]) -> None:
+    seen: dict[int, tuple[str, Any]] = {}
+    for root, value, x in items:
+        if not _is_object(x):
+            continue
+        flat = flatten_graph(x)
+        for path, leaf in zip(flat.graphdef.paths, flat.leaves, strict=True):
+            of_leaf = getattr(value, "map_prefix", None)
+            here = of_leaf(path, leaf) if of_leaf is not None else value
+            where = path_text((*map(key_of, root), *path))
+            there, before = seen.setdefault(id(leaf), (where, here))
+            if before != here:
+                raise InconsistentAliasError(
+                    f"one {type(leaf).__name__} is at {there!r}, with {before!r}, and at "
+                    f"{where!r}, with {here!r}; give both the same, or nnx.clone(...) at one "
+                    "place."
+                )
+
+
+def prefix(node: Any, filter_map: Any, /, *, graph: bool | None = None) -> Any:
+    """Returns a prefix of a tree with an entry for each variable and array, chosen by filters.
+
+    It is usable as `in_axes`, `in_shardings` and `in_specs`. `filter_map` maps filters to entries,
+    or is an `nnx.StateAxes` or a function of a path and a variable or value.
+
+    Raises:
+        StateFilterError: if no filter matches a value.
+        ObjectArgumentError: if `filter_map` has another type.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> model = nnx.Dict(w=nnx.Param(jnp.ones((3, 2))), n=nnx.BatchStat(jnp.ones(())))
+        >>> axes = prefix(model, {nnx.Param: 0, ...: None})
+        >>> jax.vmap(lambda m: m.w.sum() + m.n, in_axes=(axes,))(model)
+        Array([3., 3., 3.], dtype=float32)
+    """
+    value_at = _as_function(filter_map)
+
+    def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
+        return value_at(tuple(map(key_of, path)), x)
+
+    is_variable = lambda x: isinstance(x, Variable)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(at, node, is_leaf=is_variable)
+
+
+def _as_function(filter_map: Any) -> Callable[[Path, Any], Any]:
+    if isinstance(filter_map, Mapping):
+        filters = list(filter_map)
+        return _by_filter(filters, list(filter_map.values()))
+    if callable(getattr(filter_map, "map_prefix", None)):
+        return filter_map.map_prefix
+    if callable(filter_map):
+        return filter_map
+    raise ObjectArgumentError(
+        f"prefix was given {filter_map!r}; give a dict from filters to entries, such as "
+        "{nnx.Param: 0, ...: None}, or a function of a path and a value."
+    )
+
+
+def _by_filter(filters: list[Any], values: list[Any]) -> Callable[[Path, Any], Any]:
+    matching = predicates(filters)
+
+    def value_at(path: Path, x: object) -> Any:
+        for matches, value in zip(matching, values, strict=True):
+            if matches(path, x):
+                return value
+        raise StateFilterError(
+            f"no filter matches {path_text(path)!r}, a {type(x).__name__}; the filters are "
+            f"{filters_text(filters)}; add `...` as the last."
+        )
+
+    return value_at

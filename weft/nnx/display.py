@@ -3,54 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
-from typing import Any
+from collections.abc import Iterable
 
 import jax
 import numpy as np
 
-
-def shown(x: Any, inside: frozenset[int] = frozenset()) -> str:
-    """Returns the text of an object, with the sizes of its variables."""
-    from weft.nnx.pytree import Pytree
-    from weft.nnx.state import State
-    from weft.nnx.variables import Variable
-
-    if id(x) in inside:
-        return f"{type(x).__name__}(...)"
-    if isinstance(x, Variable):
-        return variable_repr(x)
-    if isinstance(x, list) and isinstance(x, Pytree):
-        return _lines("List([", [shown(v, inside | {id(x)}) for v in x], "])")
-    if isinstance(x, dict | State):
-        name = type(x).__name__ + "(" if type(x) is not dict else ""
-        items = [f"{k!r}: {shown(v, inside | {id(x)})}" for k, v in x.items()]
-        return _lines(name + "{", items, "})" if name else "}")
-    if type(x) is tuple and any(isinstance(v, Pytree | Variable) for v in x):
-        return _lines("(", [shown(v, inside) for v in x], ")")
-    if isinstance(x, Pytree):
-        items = [f"{k}={shown(v, inside | {id(x)})}" for k, v in vars(x).items() if k != "_watch"]
-        return _lines(f"{type(x).__name__}({_sizes(x)}", items, ")")
-    return _value(x)
+Enclosing = frozenset[int]
+"""Ids of the objects around a value, so that a cycle ends."""
+_NOTHING: Enclosing = frozenset()
 
 
-def variable_repr(variable: Any) -> str:
-    """Returns the text of a variable: its value and its metadata."""
-    items = [f"value={_value(variable._value)}"]
-    items += [f"{name}={value!r}" for name, value in variable._metadata.items()]
-    sizes = _size([variable._value])
-    return _lines(f"{type(variable).__name__}({' # ' + sizes if sizes else ''}", items, ")")
-
-
-def _lines(start: str, items: list[str], end: str) -> str:
-    if not items:
-        return start + end
-    inner = ",\n".join(items).replace("\n", "\n  ")
-    return f"{start}\n  {inner}\n{end}"
-
-
-def _value(x: Any) -> str:
+@functools.singledispatch
+def object_repr(x: object, inside: Enclosing = _NOTHING) -> str:
+    """Returns the text of an object or a value; classes of objects register their own."""
     if isinstance(x, jax.Array | np.ndarray) and x.size > 8:
         return f"Array(shape={x.shape}, dtype={x.dtype})"
     if callable(x) and isinstance(name := getattr(x, "__name__", None), str):
@@ -58,7 +26,38 @@ def _value(x: Any) -> str:
     return repr(x)
 
 
-def _size(values: list[Any]) -> str:
+value_repr = object_repr.dispatch(object)
+
+
+@object_repr.register
+def _(x: dict, inside: Enclosing = _NOTHING) -> str:
+    return mapping_repr("", x.items(), inside | {id(x)})
+
+
+@object_repr.register
+def _(x: tuple, inside: Enclosing = _NOTHING) -> str:
+    has_objects = any(object_repr.dispatch(type(v)) is not value_repr for v in x)
+    if type(x) is not tuple or not has_objects:
+        return repr(x)
+    return join_lines("(", [object_repr(v, inside) for v in x], ")")
+
+
+def mapping_repr(name: str, items: Iterable[tuple[object, object]], inside: Enclosing) -> str:
+    """Returns the text of a mapping of class `name`, or of a dict if it is empty."""
+    lines = [f"{key!r}: {object_repr(value, inside)}" for key, value in items]
+    return join_lines(name + "({" if name else "{", lines, "})" if name else "}")
+
+
+def join_lines(start: str, items: list[str], end: str) -> str:
+    """Returns items on indented lines of their own, between `start` and `end`."""
+    if not items:
+        return start + end
+    inner = ",\n".join(items).replace("\n", "\n  ")
+    return f"{start}\n  {inner}\n{end}"
+
+
+def size_text(values: object) -> str:
+    """Returns the number of elements and bytes of arrays, or an empty text without arrays."""
     leaves = [x for x in jax.tree.leaves(values) if hasattr(x, "shape") and hasattr(x, "dtype")]
     if not leaves:
         return ""
@@ -71,22 +70,7 @@ def _size(values: list[Any]) -> str:
     return f"{numbers:,} ({size if unit == 'B' else f'{size:.1f}'} {unit})"
 
 
-def _sizes(x: Any) -> str:
-    from weft.nnx.graph import iter_graph
-    from weft.nnx.variables import Variable
-
-    found: dict[str, list[Any]] = {}
-    for _, node in iter_graph(x):
-        if isinstance(node, Variable):
-            found.setdefault(type(node).__name__, []).append(node._value)
-    if not found:
-        return ""
-    parts = [f"{name}: {_size(values)}" for name, values in sorted(found.items())]
-    total = _size([v for values in found.values() for v in values])
-    return " # " + ", ".join(parts + ([f"Total: {total}"] if len(parts) > 1 else []))
-
-
-def display(*args: Any) -> None:
+def display(*args: object) -> None:
     """Shows objects: with Treescope in a notebook that has it, otherwise as text.
 
     Example:
@@ -96,7 +80,7 @@ def display(*args: Any) -> None:
           value=1
         )
     """
-    show: Any = print
+    show = print
     if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
         with contextlib.suppress(ImportError):
             show = importlib.import_module("treescope").display

@@ -14,12 +14,19 @@ import jax.core
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
-from weft.core.layout import AnyMesh, fitting, get_global_mesh
-from weft.core.spmd import get_mesh, get_pspec, shard_value, without_format
+from weft.core.spmd import (
+    AnyMesh,
+    fitting_spec,
+    get_global_mesh,
+    get_mesh,
+    get_pspec,
+    shard_value,
+    without_format,
+)
 from weft.errors import AxisMetadataError, NoMeshError
 from weft.nnx.settings import Setting
 
-NAMES = ("sharding", "sharding_names")
+SHARDING_ALIASES = ("sharding", "sharding_names")
 
 
 class use_eager_sharding(Setting, default=True):
@@ -47,13 +54,13 @@ def using_eager_sharding() -> bool:
     return use_eager_sharding.current()
 
 
-def named_layout(metadata: dict[str, Any], what: str) -> dict[str, Any]:
+def with_out_sharding(metadata: dict[str, Any], what: str) -> dict[str, Any]:
     """Returns metadata in which the layout of the value is called `out_sharding`.
 
     Raises:
         AxisMetadataError: if the layout has a wrong type.
     """
-    for name in NAMES:
+    for name in SHARDING_ALIASES:
         if name in metadata:
             rest = {k: v for k, v in metadata.items() if k != name}
             metadata = {**rest, "out_sharding": metadata[name]}
@@ -70,7 +77,7 @@ def named_layout(metadata: dict[str, Any], what: str) -> dict[str, Any]:
     return metadata
 
 
-def laid_out(value: Any, metadata: dict[str, Any], what: str) -> Any:
+def shard_new_value(value: object, metadata: dict[str, Any], what: str) -> Any:
     """Places the value of a new variable on its mesh; `what` names it in errors.
 
     Raises:
@@ -79,7 +86,7 @@ def laid_out(value: Any, metadata: dict[str, Any], what: str) -> Any:
         LogicalAxisError: if the rules are malformed, or contradict those of the context.
     """
     layout = metadata["out_sharding"]
-    if not layout or not is_laid_out(metadata):
+    if not layout or not is_eagerly_sharded(metadata):
         return value
     mesh = metadata.get("mesh")
     if mesh is None and get_mesh(layout) is None and get_global_mesh() is None:
@@ -91,26 +98,25 @@ def laid_out(value: Any, metadata: dict[str, Any], what: str) -> Any:
     try:
         value = shard_value(value, layout, metadata.get("sharding_rules"), mesh)
         if isinstance(layout, Format) and layout.layout is not None:
-            value = jax.tree.map(lambda x: _ordered(x, layout.layout), value)
-        return with_abstract_layouts(value, metadata)
+            value = jax.tree.map(lambda x: _with_memory_order(x, layout.layout), value)
+        return with_abstract_shardings(value, metadata)
     except Exception as error:
         error.add_note(f"Raised while making a {what} with {metadata!r}.")
         raise
 
 
-def _ordered(value: Any, order: Any) -> Any:
-    """Returns a value with the memory order of a `Format`, which a compiled function sets."""
+def _with_memory_order(value: Any, order: Any) -> Any:
     if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
         return value
     return jax.device_put(value, Format(order, value.sharding))
 
 
-def layout_of(metadata: dict[str, Any]) -> PartitionSpec | None:
+def pspec_of(metadata: dict[str, Any]) -> PartitionSpec | None:
     """Returns the layout in metadata, in mesh axes."""
     return get_pspec(metadata.get("out_sharding"), metadata.get("sharding_rules"))
 
 
-def is_laid_out(metadata: dict[str, Any]) -> bool:
+def is_eagerly_sharded(metadata: dict[str, Any]) -> bool:
     """Returns whether a variable is sharded as soon as it is made."""
     return metadata.get("eager_sharding", using_eager_sharding())
 
@@ -121,7 +127,7 @@ def mesh_of(metadata: dict[str, Any]) -> AnyMesh | None:
     return next((mesh for mesh in known if mesh is not None), None)
 
 
-def with_abstract_layouts(value: Any, metadata: dict[str, Any]) -> Any:
+def with_abstract_shardings(value: object, metadata: dict[str, Any]) -> Any:
     """Adds the metadata's layout to the shapes in a variable's value that have none."""
     mesh = mesh_of(metadata)
     if mesh is None:
@@ -129,12 +135,12 @@ def with_abstract_layouts(value: Any, metadata: dict[str, Any]) -> Any:
 
     def laid(x: Any) -> Any:
         is_open = isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None
-        return abstractly_laid_out(x, layout_of(metadata), mesh) if is_open else x
+        return abstract_value(x, pspec_of(metadata), mesh) if is_open else x
 
     return jax.tree.map(laid, value)
 
 
-def abstractly_laid_out(
+def abstract_value(
     value: jax.ShapeDtypeStruct, spec: PartitionSpec | None, mesh: AnyMesh
 ) -> jax.ShapeDtypeStruct:
     """Returns a shape with its layout over a mesh.
@@ -142,6 +148,6 @@ def abstractly_laid_out(
     Raises:
         MeshError: if the layout does not fit the mesh or the shape.
     """
-    entries = fitting(spec or PartitionSpec(), value.shape, mesh)
+    entries = fitting_spec(spec or PartitionSpec(), value.shape, mesh)
     sharding = NamedSharding(mesh, PartitionSpec(*entries))
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from weft.errors import AverageLeafError, AverageStructureError
-from weft.nnx.assembling import put_together
 from weft.nnx.filters import Filter, Path, to_predicate
-from weft.nnx.graph import take_apart
+from weft.nnx.graph import build_graph, flatten_graph
+from weft.nnx.optimizer import leaves_by_path, raw_value, to_state_dict
 from weft.nnx.pytree import Pytree, static
-from weft.nnx.splitting import state
-from weft.nnx.state import shown_path, to_flat_state
-from weft.nnx.state_dict import kept, leaves_of, raw
+from weft.nnx.split_merge import state
+from weft.nnx.state import path_text, to_flat_state
 from weft.nnx.variables import Variable
 
 M = TypeVar("M")
@@ -44,46 +43,49 @@ class EMA(Pytree):
         [1.0, 1.0]
     """
 
-    def __init__(self, params: Any, decay: float, *, only: Filter = ..., graph: bool | None = None):
+    def __init__(
+        self, params: object, decay: float, *, only: Filter = ..., graph: bool | None = None
+    ):
         self.decay = decay
         self.filter = static(tuple(only) if isinstance(only, list) else only)
-        self.params = kept(state(params, self.filter), _average)
+        self.params = to_state_dict(state(params, self.filter), _average)
 
-    def update(self, updates: Any) -> None:
+    def update(self, updates: object) -> None:
         """Updates the averages: `average = decay * average + (1 - decay) * value`.
 
         Raises:
             AverageStructureError: if paths or shapes differ from those of the averages.
         """
-        given, averages = leaves_of(updates), dict(to_flat_state(self.params))
+        given, averages = leaves_by_path(updates), dict(to_flat_state(self.params))
         matches = to_predicate(self.filter)
         for path, x in given.items():
             if path not in averages and matches(path, x):
                 raise AverageStructureError(
-                    f"there is a value for {shown_path(path)!r}, but no average; update with the "
+                    f"there is a value for {path_text(path)!r}, but no average; update with the "
                     "variables that the averages were made of."
                 )
         moved = [
-            (average, self._moved(path, raw(average), given)) for path, average in averages.items()
+            (average, self._averaged(path, raw_value(average), given))
+            for path, average in averages.items()
         ]
         for average, value in moved:
             average.set_raw_value(value)
 
-    def _moved(self, path: Path, average: Any, given: dict[Path, Any]) -> Any:
+    def _averaged(self, path: Path, average: Any, given: dict[Path, Any]) -> Any:
         if path not in given:
             raise AverageStructureError(
-                f"there is an average for {shown_path(path)!r}, but no value; update with the "
+                f"there is an average for {path_text(path)!r}, but no value; update with the "
                 "variables that the averages were made of."
             )
-        value = raw(given[path])
+        value = raw_value(given[path])
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (average, value)]
         if shapes[0] != shapes[1]:
             raise AverageStructureError(
-                f"the value for {shown_path(path)!r} has shape {shapes[1]}, and its average "
+                f"the value for {path_text(path)!r} has shape {shapes[1]}, and its average "
                 f"{shapes[0]}; update with the variables that the averages were made of."
             )
 
-        def mean(a: Any, x: Any) -> jax.Array:
+        def mean(a: jax.Array, x: Any) -> jax.Array:
             return jnp.asarray(self.decay * a + (1 - self.decay) * x, jnp.result_type(a))
 
         return jax.tree.map(mean, average, value)
@@ -98,16 +100,16 @@ class EMA(Pytree):
             False
         """
         averages = dict(to_flat_state(self.params))
-        flat = take_apart(model)
+        flat = flatten_graph(model)
         pairs = zip(flat.graphdef.paths, flat.leaves, strict=True)
         leaves = [averages.get(path, leaf) for path, leaf in pairs]
-        return put_together(flat.graphdef, leaves, share=True)[0]
+        return build_graph(flat.graphdef, leaves, share=True)[0]
 
 
-def _average(path: Path, x: Any) -> Any:
+def _average(path: Path, x: object) -> Any:
     if not isinstance(x, Variable):
         raise AverageLeafError(
-            f"there is a {type(x).__name__} at {shown_path(path)!r}, and only variables have "
+            f"there is a {type(x).__name__} at {path_text(path)!r}, and only variables have "
             "averages; make it a variable, or give only=nnx.Param."
         )
     return x.copy()

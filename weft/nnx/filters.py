@@ -60,7 +60,6 @@ class PathContains:
     """Filter of paths that contain a name.
 
     Attributes:
-        key: the name.
         exact: whether a part of the path must equal it; otherwise a part must contain it.
     """
 
@@ -200,12 +199,12 @@ def _literal(where: AnyValue) -> AnyValue:
     return where
 
 
-def shown_filters(filters: Sequence[Filter]) -> str:
+def filters_text(filters: Sequence[Filter]) -> str:
     """Returns the text of filters, as users write them.
 
     Example:
         >>> from weft import nnx
-        >>> shown_filters([nnx.Param, "lora", ...])
+        >>> filters_text([nnx.Param, "lora", ...])
         "Param, 'lora', ..."
     """
     plain = [_literal(f) for f in filters]

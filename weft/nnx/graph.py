@@ -3,54 +3,64 @@
 The description, a `GraphDef`, has each object's class, static attributes, and positions of other
 attributes: objects, variables, plain values, or references to earlier objects, which preserve
 sharing. It is compared by value. The values are variables and arrays in traversal order.
+
+A graph is built from both. All changes of existing objects are planned and checked before the first
+is made, so that an error leaves every object unchanged.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from weft.errors import GraphStructureError
-from weft.lifting.functions import Same
+from weft.errors import AttributeMarkError, GraphStructureError, ObjectArgumentError
+from weft.lifting.trace_cache import IdentityKey
 from weft.nnx.filters import Path, to_predicate
-from weft.nnx.pytree import Pytree
-from weft.nnx.structure import (
-    IMMUTABLE,
-    PLAIN,
-    UNCHANGING,
-    Fixed,
-    cannot_change,
-    changing_parts,
-    fixed,
-    is_hashable,
-    of_plain,
+from weft.nnx.pytree import (
+    Pytree,
+    children,
+    container_items,
+    is_array,
+    is_data,
+    iter_graph,
+    with_children,
 )
+from weft.nnx.state import FlatState, State, from_flat_state, merge_state, path_text, to_flat_state
 from weft.nnx.variables import NO_METADATA, Variable, metadata_key
+from weft.nnx.versions import (
+    OTHER_STATIC_TYPES,
+    PLAIN_TYPES,
+    ObjectInfo,
+    StaticValue,
+    is_hashable,
+    is_immutable,
+    mutable_parts,
+    plain_static_value,
+    static_value,
+)
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
-class Ref(NamedTuple):
+class NodeRef(NamedTuple):
     """Reference to an earlier object."""
 
     index: int
 
 
-class Leaf(NamedTuple):
+class LeafDef(NamedTuple):
     """Value that is not a variable."""
 
 
-_LEAF = Leaf()
+_LEAF_DEF = LeafDef()
 
 
-class Within(NamedTuple):
+class ContainerKey(NamedTuple):
     """Position of a value inside a container in an attribute."""
 
     name: Hashable
@@ -62,7 +72,7 @@ class VariableDef(NamedTuple):
 
     type: type[Variable[Any]]
     index: int
-    metadata: Fixed
+    metadata: StaticValue
 
 
 class NodeDef(NamedTuple):
@@ -102,11 +112,8 @@ class GraphDef:
         """Number of values of the graph."""
         return len(self.paths)
 
-    def apply(self, state: Any, *states: Any, graph: bool | None = None) -> Any:
+    def apply(self, state: object, *states: object, graph: bool | None = None) -> Any:
         """Calls a method purely; see `nnx.call`. Further states are merged."""
-        from weft.nnx.splitting import call
-        from weft.nnx.state import merge_state
-
         return call((self, merge_state(state, *states) if states else state))
 
     @property
@@ -157,7 +164,7 @@ class GraphDef:
 jax.tree_util.register_static(GraphDef)
 
 
-def _parts(part: Any) -> Iterator[Any]:
+def _parts(part: object) -> Iterator[Any]:
     yield part
     if isinstance(part, NodeDef):
         for _, below in part.attributes:
@@ -165,60 +172,61 @@ def _parts(part: Any) -> Iterator[Any]:
 
 
 @dataclasses.dataclass
-class Flat:
+class FlatGraph:
     """Graph split into description and values.
 
     Attributes:
         leaves: variables, and values that are not variables.
-        owners: for a value that is not a variable, its object and attribute name, or a `Within`.
+        owners: for a value that is not a variable, its object and attribute name, or a
+        `ContainerKey`.
         objects: objects and variables by index, without those already known.
-        again: paths of repeated objects, and their indices.
-        is_sure: whether no static value or container can change unnoticed.
+        repeated: paths of repeated objects, and their indices.
+        is_tracked: whether no static value or container can change unnoticed.
     """
 
     graphdef: GraphDef
     leaves: list[Any]
     owners: list[tuple[Any, Hashable] | None]
     objects: list[Any]
-    again: list[tuple[int, Path]]
-    is_sure: bool
+    repeated: list[tuple[int, Path]]
+    is_tracked: bool
 
 
-class _Walk:
+class _Flattener:
     def __init__(self, with_metadata: bool, known: Mapping[Any, int]) -> None:
         self.with_metadata = with_metadata
         self.index = {id(x): i for x, i in known.items()}
         self.next = 1 + max(self.index.values(), default=-1)
         self.objects: list[Any] = []
-        self.again: list[tuple[int, Path]] = []
+        self.repeated: list[tuple[int, Path]] = []
         self.leaves: list[Any] = []
         self.owners: list[tuple[Any, Hashable] | None] = []
         self.paths: list[Path] = []
-        self.is_sure = True
+        self.is_tracked = True
 
-    def describe(self, x: Any, path: Path, owner: Any = None, is_data: bool = False) -> Any:
+    def describe(self, x: object, path: Path, owner: object = None, is_data: bool = False) -> Any:
         if isinstance(x, Variable):
             index = self._index(x, path)
-            if type(index) is Ref:
+            if type(index) is NodeRef:
                 return index
             self._leaf(x, path, None)
             metadata = NO_METADATA
             if x._metadata:
-                self.is_sure &= all(map(cannot_change, x._metadata.values()))
+                self.is_tracked &= all(map(is_immutable, x._metadata.values()))
                 metadata = metadata_key(x) if self.with_metadata else NO_METADATA
             return VariableDef(type(x), index, metadata)
         if isinstance(x, Pytree):
-            index, marks = self._index(x, path), x._watch.marks
-            if type(index) is Ref:
+            index, marks = self._index(x, path), x._info.marks
+            if type(index) is NodeRef:
                 return index
             attributes = tuple(
                 [
                     (name, self._marked(x, name, value, (*path, name)))
                     if name in marks
-                    else (name, of_plain(value))
-                    if (kind := type(value)) in PLAIN
-                    else (name, fixed(value))
-                    if kind in UNCHANGING
+                    else (name, plain_static_value(value))
+                    if (kind := type(value)) in PLAIN_TYPES
+                    else (name, static_value(value))
+                    if kind in OTHER_STATIC_TYPES
                     else (name, self.describe(value, (*path, name), (x, name)))
                     for name, value in x._items()
                 ]
@@ -226,35 +234,35 @@ class _Walk:
             return NodeDef(type(x), index, attributes, x._marks(), x._order())
         if is_array(x):
             self._leaf(x, path, owner)
-            return _LEAF
-        below = _children(x)
+            return _LEAF_DEF
+        below = container_items(x)
         if below is None:
             if isinstance(x, _CONTAINERS):
                 _check_no_objects(x, path)
             if is_data and x is not None:
                 self._leaf(x, path, owner)
-                return _LEAF
-            self.is_sure = self.is_sure and cannot_change(x)
-            return fixed(x)
-        self.is_sure &= isinstance(x, tuple)
+                return _LEAF_DEF
+            self.is_tracked = self.is_tracked and is_immutable(x)
+            return static_value(x)
+        self.is_tracked &= isinstance(x, tuple)
         children, tree = below
         attributes = tuple(
-            (key, self.describe(v, (*path, key), _within(owner, key))) for key, v in children
+            (key, self.describe(v, (*path, key), _container_key(owner, key))) for key, v in children
         )
         return NodeDef(type(x), None, attributes, tree)
 
     def _marked(self, x: Pytree, name: Any, value: Any, path: Path) -> Any:
-        if not x._watch.marks[name] and not _holds_containers(value):
-            self.is_sure &= cannot_change(value)
-            return fixed(value)
+        if not x._info.marks[name] and not _holds_containers(value):
+            self.is_tracked &= is_immutable(value)
+            return static_value(value)
         return self.describe(value, path, (x, name), is_data=True)
 
-    def _index(self, x: Any, path: Path) -> Any:
+    def _index(self, x: object, path: Path) -> Any:
         new = self.next
         index = self.index.setdefault(id(x), new)
         if index != new:
-            self.again.append((index, path))
-            return Ref(index)
+            self.repeated.append((index, path))
+            return NodeRef(index)
         self.next += 1
         self.objects.append(x)
         return index
@@ -265,30 +273,23 @@ class _Walk:
         self.paths.append(path)
 
 
-def _holds_containers(x: Any) -> bool:
+def _holds_containers(x: object) -> bool:
     """Returns whether a static value is a `List` or `Dict`, or a tuple of them, without data."""
     return isinstance(x, Pytree) or (type(x) is tuple and any(map(_holds_containers, x)))
 
 
-def _within(owner: Any, key: Hashable) -> Any:
+def _container_key(owner: Any, key: Hashable) -> Any:
     if owner is None:
         return None
     x, place = owner
-    name, keys = place if isinstance(place, Within) else (place, ())
-    return x, Within(name, (*keys, key))
+    name, keys = place if isinstance(place, ContainerKey) else (place, ())
+    return x, ContainerKey(name, (*keys, key))
 
 
-def is_array(x: Any) -> bool:
-    """Returns whether a value is an array or abstract array."""
-    return isinstance(x, _ARRAYS)
-
-
-_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 _CONTAINERS = (list, tuple, dict)
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
-def _check_no_objects(x: Any, path: Path) -> None:
+def _check_no_objects(x: list[Any] | tuple[Any, ...] | dict[Any, Any], path: Path) -> None:
     """Rejects objects in a container unknown to JAX, where they would be constants."""
     for item in x.values() if isinstance(x, dict) else x:
         if isinstance(item, Variable | Pytree):
@@ -299,71 +300,28 @@ def _check_no_objects(x: Any, path: Path) -> None:
             )
 
 
-def children(x: Any) -> list[tuple[Hashable, Any]]:
-    """Returns the attributes of an object, or the items of a container, by name or key."""
-    if isinstance(x, Pytree):
-        return x._items()
-    if isinstance(x, Variable) or is_array(x):
-        return []
-    return (_children(x) or ([], None))[0]
-
-
-def data_children(x: Any) -> list[tuple[Hashable, Any]]:
-    """Returns the attributes or items that are data, which are an object's pytree children."""
-    items = children(x)
-    return [(k, v) for k, v in items if x._is_data(k, v)] if isinstance(x, Pytree) else items
-
-
-def with_children(x: Any, items: Iterable[Any]) -> Any:
-    """Returns a copy of a container with other items."""
-    return jax.tree.unflatten(jax.tree.structure(x, is_leaf=lambda y: y is not x), items)
-
-
-def with_item(x: Any, keys: Sequence[Hashable], value: Any) -> Any:
-    """Returns a copy of a container with another value at a path of keys."""
-    if not keys:
-        return value
-    first, *rest = keys
-    items = children(x)
-    return with_children(x, [with_item(v, rest, value) if k == first else v for k, v in items])
-
-
-def _children(x: Any) -> tuple[list[tuple[Hashable, Any]], Any] | None:
-    """Returns a JAX container's items by key and its structure; None for a value."""
-    if x is None or isinstance(x, IMMUTABLE) or type(x) in _FUNCTIONS:
-        return None
-    items, tree = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
-    if jax.tree_util.treedef_is_leaf(tree) and (not items or items[0][1] is x):
-        return None
-    return [(key_of(path[0]), value) for path, value in items], tree
-
-
-def key_of(key: Any) -> Hashable:
-    """Returns the name, key or index of an element of a JAX path."""
-    for name in ("key", "idx", "name"):
-        if hasattr(key, name):
-            return getattr(key, name)
-    return key
-
-
-def take_apart(x: Any, with_metadata: bool = True, known: Mapping[Any, int] = _NOTHING) -> Flat:
+def flatten_graph(
+    x: object, with_metadata: bool = True, known: Mapping[Any, int] = _NOTHING
+) -> FlatGraph:
     """Splits a graph into a description, by default with variables' metadata, and values.
 
     `known` has indices of objects of another description that this one refers to.
     """
-    walk = _Walk(with_metadata, known)
+    walk = _Flattener(with_metadata, known)
     root = walk.describe(x, ())
     graphdef = GraphDef(root, walk.paths)
-    return Flat(graphdef, walk.leaves, walk.owners, walk.objects, walk.again, walk.is_sure)
+    return FlatGraph(
+        graphdef, walk.leaves, walk.owners, walk.objects, walk.repeated, walk.is_tracked
+    )
 
 
-def flat_of_variables(graphdef: GraphDef, objects: list[Any]) -> Flat:
+def flat_graph_of_variables(graphdef: GraphDef, objects: list[Any]) -> FlatGraph:
     """Returns a graph whose values are all variables, and in which nothing can change unnoticed."""
     leaves = [x for x in objects if isinstance(x, Variable)]
-    return Flat(graphdef, leaves, [None] * len(leaves), objects, [], True)
+    return FlatGraph(graphdef, leaves, [None] * len(leaves), objects, [], True)
 
 
-def objects_alike(
+def matching_objects(
     items: Sequence[tuple[Hashable, Any]], known: Sequence[tuple[Hashable, Any]]
 ) -> list[Any] | None:
     """Returns the objects and variables of a graph that equals a description, found quickly.
@@ -377,62 +335,62 @@ def objects_alike(
         None if something differs from its description, or may change unnoticed.
     """
     found: list[Any] = []
-    is_alike = _are_alike(items, known, found) and len({*map(id, found)}) == len(found)
+    is_alike = _matches(items, known, found) and len({*map(id, found)}) == len(found)
     return found if is_alike else None
 
 
-def _are_alike(
+def _matches(
     items: Sequence[tuple[Hashable, Any]], known: Sequence[tuple[Hashable, Any]], found: list[Any]
 ) -> bool:
     if len(items) != len(known):
         return False
     for (name, x), (known_name, part) in zip(items, known, strict=True):
         kind = type(part)
-        if kind is Fixed:
+        if kind is StaticValue:
             # The same function may close over other values now, so compare by value.
-            is_alike = (type(x) in PLAIN and x is part.value) or fixed(x) == part
+            is_alike = (type(x) in PLAIN_TYPES and x is part.value) or static_value(x) == part
         elif type(x) is not part.type:
             is_alike = False
         elif kind is VariableDef:
             found.append(x)
-            is_alike = not x._metadata or all(map(cannot_change, x._metadata.values()))
+            is_alike = not x._metadata or all(map(is_immutable, x._metadata.values()))
         elif part.index is None:
-            is_alike = type(x) is tuple and _are_alike([*enumerate(x)], part.attributes, found)
+            is_alike = type(x) is tuple and _matches([*enumerate(x)], part.attributes, found)
         else:
             found.append(x)
             is_alike = x._marks() == part.marks and x._order() == part.order
-            is_alike = is_alike and _are_alike(x._items(), part.attributes, found)
+            is_alike = is_alike and _matches(x._items(), part.attributes, found)
         if name != known_name or not is_alike:
             return False
     return True
 
 
-def leaf_parts(graphdef: GraphDef) -> list[Any]:
+def leaf_defs(graphdef: GraphDef) -> list[Any]:
     """Returns the definitions of the values of a description."""
-    return [part for part in _parts(graphdef.root) if isinstance(part, VariableDef | Leaf)]
+    return [part for part in _parts(graphdef.root) if isinstance(part, VariableDef | LeafDef)]
 
 
-def changing_values(flat: Flat) -> tuple[Same, ...]:
+def mutable_static_values(flat: FlatGraph) -> tuple[IdentityKey, ...]:
     """Returns the static values of a graph that can change, each equal to itself alone."""
     metadata = (x._metadata.values() for x in flat.leaves if isinstance(x, Variable))
-    static = (part.value for part in _parts(flat.graphdef.root) if isinstance(part, Fixed))
-    return tuple(changing_parts((*static, *itertools.chain(*metadata))))
+    static = (part.value for part in _parts(flat.graphdef.root) if isinstance(part, StaticValue))
+    return tuple(mutable_parts((*static, *itertools.chain(*metadata))))
 
 
-def unhashable_values(graphdef: GraphDef, is_unchanged: bool = False) -> list[Any]:
+def unhashable_static_values(graphdef: GraphDef, is_unchanged: bool = False) -> list[Any]:
     """Returns the unhashable static values; with `is_unchanged`, without changed ones."""
-    parts = (part for part in _parts(graphdef.root) if isinstance(part, Fixed))
+    parts = (part for part in _parts(graphdef.root) if isinstance(part, StaticValue))
     of = [part for part in parts if not is_hashable(part.value)]
-    return [part.value for part in of if not is_unchanged or Fixed(part.value) == part]
+    return [part.value for part in of if not is_unchanged or StaticValue(part.value) == part]
 
 
 def with_static_values(graphdef: GraphDef, values: Iterable[Any]) -> GraphDef:
-    """Returns an equal description with other, pairwise equal `unhashable_values`."""
+    """Returns an equal description with other, pairwise equal `unhashable_static_values`."""
     rest = iter(values)
 
-    def replaced(part: Any) -> Any:
-        if isinstance(part, Fixed):
-            return part if is_hashable(part.value) else part.having(next(rest))
+    def replaced(part: object) -> Any:
+        if isinstance(part, StaticValue):
+            return part if is_hashable(part.value) else part.with_value(next(rest))
         if isinstance(part, NodeDef):
             attributes = tuple([(name, replaced(below)) for name, below in part.attributes])
             return part._replace(attributes=attributes)
@@ -441,41 +399,74 @@ def with_static_values(graphdef: GraphDef, values: Iterable[Any]) -> GraphDef:
     return GraphDef(replaced(graphdef.root), graphdef.paths, dict(graphdef.outer))
 
 
-# Traversals without splitting.
+def leaves_of(graphdef: GraphDef, state: State | FlatState) -> list[Any]:
+    """Returns the values of a state in the order of a description.
+
+    Raises:
+        GraphStructureError: if a value is missing or unexpected.
+    """
+    found = dict(state if isinstance(state, FlatState) else to_flat_state(state))
+    missing = [path for path in graphdef.paths if path not in found]
+    extra = set(found) - set(graphdef.paths)
+    if missing or extra:
+        what, paths = ("has no value for", missing) if missing else ("has values for", extra)
+        shown = ", ".join(sorted(path_text(path) for path in paths)[:5]) + (
+            " ..." if len(paths) > 5 else ""
+        )
+        raise GraphStructureError(
+            f"the state {what} {shown}, which the description has"
+            + ("; give all states that split returned." if missing else " not; remove it.")
+        )
+    return [found[path] for path in graphdef.paths]
 
 
-def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[tuple[Path, Any]]:
-    """Yields each object and value of a graph once with its path, inner ones first.
+def copies(leaves: Iterable[Any]) -> list[Any]:
+    """Returns values with copies of the variables among them."""
+    return [x.copy() if isinstance(x, Variable) else x for x in leaves]
+
+
+def call(graphdef_state: tuple[GraphDef, Any], /) -> Any:
+    """Calls a method of a split object, given as a pair of description and state, purely.
+
+    Returns:
+        A proxy of the object; a call of it or its methods returns the result and the new pair.
 
     Example:
         >>> from weft import nnx
-        >>> [path for path, _ in iter_graph({"a": nnx.List([1, nnx.Param(2)])})]
-        [('a', 0), ('a', 1), ('a',), ()]
+        >>> class Counter(nnx.Module):
+        ...     def __init__(self):
+        ...         self.n = nnx.Variable(0)
+        ...     def count(self, by):
+        ...         self.n.set_value(self.n.get_value() + by)
+        ...         return self.n.get_value()
+        >>> n, (graphdef, state) = nnx.call(nnx.split(Counter())).count(3)
+        >>> n, state.n.get_value()
+        (3, 3)
     """
-    seen: set[int] = set()
-
-    def walk(x: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-        if isinstance(x, Variable | Pytree):
-            if id(x) in seen:
-                return
-            seen.add(id(x))
-        for name, value in children(x):
-            yield from walk(value, (*path, name))
-        yield path, x
-
-    return walk(node, ())
+    return _MethodCaller(graphdef_state, ())
 
 
-def iter_children(node: Any, /, *, graph: bool | None = None) -> Iterator[tuple[Hashable, Any]]:
-    """Yields the objects and variables in an object's attributes; `graph` is ignored."""
-    return ((k, v) for k, v in children(node) if isinstance(v, Variable | Pytree))
+class _MethodCaller:
+    def __init__(self, graphdef_state: tuple[GraphDef, Any], path: tuple[Any, ...]):
+        self._graphdef_state = graphdef_state
+        self._path = path
 
+    def __getattr__(self, name: str) -> "_MethodCaller":
+        return _MethodCaller(self._graphdef_state, (*self._path, name))
 
-def iter_module_children(
-    node: Any, /, *, graph: bool | None = None
-) -> Iterator[tuple[Hashable, Any]]:
-    """Yields the objects, without variables, in an object's attributes; `graph` is ignored."""
-    return ((k, v) for k, v in children(node) if isinstance(v, Pytree))
+    def __getitem__(self, key: object) -> "_MethodCaller":
+        return _MethodCaller(self._graphdef_state, (*self._path, [key]))
+
+    def __call__(self, *args: object, **kwargs: object) -> tuple[Any, tuple[GraphDef, State]]:
+        graphdef, state = self._graphdef_state
+        root = build_graph(graphdef, copies(leaves_of(graphdef, state)), share=True)[0]
+        at = root
+        for part in self._path:
+            at = at[part[0]] if isinstance(part, list) else getattr(at, part)
+        result = at(*args, **kwargs)
+        flat = flatten_graph(root)
+        items = zip(flat.graphdef.paths, flat.leaves, strict=True)
+        return result, (flat.graphdef, from_flat_state(items))
 
 
 def find_duplicates(node: Any, /, *, only: Any = ...) -> list[list[Path]]:
@@ -493,7 +484,7 @@ def find_duplicates(node: Any, /, *, only: Any = ...) -> list[list[Path]]:
     paths: dict[int, list[Path]] = {}
     seen: set[int] = set()
 
-    def walk(x: Any, path: Path) -> None:
+    def walk(x: object, path: Path) -> None:
         if isinstance(x, Variable | Pytree):
             if matches(path, x):
                 paths.setdefault(id(x), []).append(path)
@@ -507,7 +498,9 @@ def find_duplicates(node: Any, /, *, only: Any = ...) -> list[list[Path]]:
     return [found for found in paths.values() if len(found) > 1]
 
 
-def recursive_map(f: Callable[[Path, Any], Any], node: Any, /, *, graph: bool | None = None) -> Any:
+def recursive_map(
+    f: Callable[[Path, Any], Any], node: object, /, *, graph: bool | None = None
+) -> Any:
     """Returns a copy of a graph with `f(path, x)` in place of each object and value, inner first.
 
     Objects and variables passed to `f` are copies.
@@ -519,7 +512,7 @@ def recursive_map(f: Callable[[Path, Any], Any], node: Any, /, *, graph: bool | 
     """
     made: dict[int, Any] = {}
 
-    def walk(x: Any, path: Path) -> Any:
+    def walk(x: object, path: Path) -> Any:
         if isinstance(x, Variable | Pytree):
             if id(x) not in made:
                 # Registered before its contents are mapped, so that cycles lead back to it.
@@ -535,5 +528,161 @@ def recursive_map(f: Callable[[Path, Any], Any], node: Any, /, *, graph: bool | 
     return walk(node, ())
 
 
-def _empty_copy(x: Any) -> Any:
-    return x.copy() if isinstance(x, Variable) else type(x)._made_of((), x._watch.marks)
+def _empty_copy(x: Variable[Any] | Pytree) -> Any:
+    return x.copy() if isinstance(x, Variable) else type(x)._from_items((), x._info.marks)
+
+
+_NO_OBJECTS: Mapping[int, Any] = MappingProxyType({})
+
+
+class Change(NamedTuple):
+    """Planned change of an object: its new description and attributes."""
+
+    object: Any
+    part: NodeDef
+    items: list[tuple[Any, Any]]
+    marks: dict[str, bool]
+
+
+def check_changes(changes: Sequence[Change]) -> None:
+    """Raises `TraceContextError` if an object may not be changed in this trace."""
+    for made, *_ in changes:
+        made._info.check(made)
+
+
+def apply_changes(changes: Sequence[Change]) -> None:
+    """Applies planned changes."""
+    for made, part, items, marks in changes:
+        if type(made) is not part.type:
+            made.__class__ = part.type
+        made._set_items(items, marks, part.order)
+
+
+def plan_graph(
+    graphdef: GraphDef,
+    leaves: Iterable[Any],
+    share: bool = False,
+    existing: Mapping[int, Any] = _NO_OBJECTS,
+    known: Mapping[int, Any] = _NO_OBJECTS,
+) -> tuple[Any, list[Any], list[Change]]:
+    """Returns the results of `build_graph`, and the changes that are still to be made."""
+    leaves = list(leaves)
+    if len(leaves) != graphdef.num_leaves:
+        raise GraphStructureError(
+            f"the description has {graphdef.num_leaves} values, and {len(leaves)} were given; give "
+            "those that nnx.flatten returned."
+        )
+    rest = iter(leaves)
+    objects: dict[int, Any] = dict(known)
+    changes: list[Change] = []
+    numbers: list[Any] = []  # values in place of arrays: their attributes stay data
+    watch = ObjectInfo()  # shared: all objects are made at the same place
+
+    def build(part: Any) -> Any:
+        kind = type(part)
+        if kind is VariableDef:
+            value = next(rest)
+            if part.index in existing:
+                made = existing[part.index]
+            elif isinstance(value, Variable):
+                made = value if share else value.copy(_copy_ref=False)
+            else:
+                made = part.type.from_metadata(value, dict(part.metadata.value))
+            objects[part.index] = made
+            return made
+        if kind is StaticValue:
+            return part.value
+        if kind is LeafDef:
+            value = next(rest)
+            if not is_data(value):
+                numbers.append(value)
+            return value
+        if kind is NodeRef:
+            if part.index not in objects:
+                raise GraphStructureError(
+                    f"the description refers to object {part.index} of another one, with which it "
+                    "was split; merge both in one nnx.merge_context(), that one first."
+                )
+            return objects[part.index]
+        if part.index is None:
+            return jax.tree.unflatten(part.marks, [build(below) for _, below in part.attributes])
+        is_new = part.index not in existing
+        made = part.type._new_like(watch) if is_new else existing[part.index]
+        objects[part.index] = made
+        # Fast path: most attributes are static.
+        items = [
+            (name, below.value if type(below) is StaticValue else build(below))
+            for name, below in part.attributes
+        ]
+        marks = dict(part.marks)
+        if numbers:
+            marks |= {name: True for name, below in part.attributes if type(below) is LeafDef}
+        change = Change(made, part, items, marks)
+        if is_new:
+            apply_changes([change])
+            return made
+        is_same = type(made) is part.type
+        if not is_same or not made._has_items(items, marks, part.order):
+            changes.append(change)
+        return made
+
+    root = build(graphdef.root)
+    return root, [objects[i] for i in sorted(objects)], changes
+
+
+def build_graph(
+    graphdef: GraphDef,
+    leaves: Iterable[Any],
+    share: bool = False,
+    existing: Mapping[int, Any] = _NO_OBJECTS,
+    known: Mapping[int, Any] = _NO_OBJECTS,
+) -> tuple[Any, list[Any]]:
+    """Builds the graph of a description and values; returns the outermost object, and all by index.
+
+    Args:
+        leaves: for each value a variable, which is copied with its `jax.Ref`, or a variable's
+            value.
+        share: whether to use the given variables themselves.
+        existing: objects to update by index; variables keep their values.
+        known: objects of other descriptions that this one refers to, by index.
+
+    Raises:
+        GraphStructureError: if the number of values is wrong, or a referenced object is unknown.
+    """
+    root, objects, changes = plan_graph(graphdef, leaves, share, existing, known)
+    check_changes(changes)
+    apply_changes(changes)
+    return root, objects
+
+
+def check_pytree(pytree: object) -> None:
+    """Checks that static attributes hold no data, in an object and those in it.
+
+    Assignment checks this already; use it after changes in place or through `vars(module)`.
+
+    Raises:
+        ObjectArgumentError: if `pytree` is not an object.
+        AttributeMarkError: if a static attribute holds an array, a variable or an object.
+
+    Example:
+        >>> from weft import nnx
+        >>> check_pytree(nnx.List([nnx.Param(1.0)]))
+    """
+    if not isinstance(pytree, Pytree):
+        raise ObjectArgumentError(
+            f"check_pytree was given a {type(pytree).__name__}; give an nnx.Module or nnx.Pytree."
+        )
+    for path, x in iter_graph(pytree):
+        for name, value in x._items() if isinstance(x, Pytree) else ():
+            if not x._is_data(name, value) and _has_data(value):
+                raise AttributeMarkError(
+                    f"{type(x).__name__} has a {type(value).__name__} with data in it at "
+                    f"{path_text((*path, name))!r}, which is marked static; use nnx.data(value), "
+                    "or remove arrays, variables and objects from it."
+                )
+
+
+def _has_data(value: object) -> bool:
+    if isinstance(value, Pytree) and isinstance(value, list | dict):
+        return any(_has_data(below) for _, below in value._items())
+    return is_data(value)

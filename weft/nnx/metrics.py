@@ -18,7 +18,7 @@ from weft import struct
 from weft.errors import MetricArgumentError, MetricMethodError, MetricValueError
 from weft.nnx.filters import Filter
 from weft.nnx.pytree import Pytree
-from weft.nnx.splitting import split
+from weft.nnx.split_merge import split
 from weft.nnx.variables import A, Variable
 
 
@@ -54,7 +54,7 @@ class Metric(Pytree):
         """Discards all updates."""
         raise _unwritten(self, "reset")
 
-    def update(self, **kwargs: Any) -> None:
+    def update(self, **kwargs: object) -> None:
         """Adds a batch; keyword arguments unknown to the metric are ignored."""
         raise _unwritten(self, "update")
 
@@ -91,10 +91,6 @@ def _argument(metric: Metric, name: str, given: dict[str, Any]) -> Any:
 class Average(Metric):
     """Mean of all values of the keyword argument `argname`.
 
-    Attributes:
-        total: sum of the values.
-        count: number of values.
-
     Example:
         >>> loss = Average("loss")
         >>> loss.update(loss=jnp.array([1.0, 2.0]))
@@ -112,7 +108,7 @@ class Average(Metric):
         self.total[...] = 0
         self.count[...] = 0
 
-    def update(self, mask: Bool[Array, "..."] | None = None, **kwargs: Any) -> None:
+    def update(self, mask: Bool[Array, "..."] | None = None, **kwargs: object) -> None:
         """Adds values.
 
         Args:
@@ -137,7 +133,7 @@ class Average(Metric):
         return self.total[...] / self.count[...]
 
 
-def _mask(metric: Metric, given: Any, values: Array) -> Bool[Array, "..."]:
+def _mask(metric: Metric, given: object, values: Array) -> Bool[Array, "..."]:
     mask = _argument(metric, "mask", {"mask": given}).astype(bool)
     fits = mask.ndim <= values.ndim and all(
         m in (1, n) for m, n in zip(mask.shape[::-1], values.shape[::-1], strict=False)
@@ -164,7 +160,6 @@ class Welford(Metric):
 
     Attributes:
         count: number of values, those of the keyword argument `argname`.
-        mean: their mean.
         m2: sum of squared deviations from the mean.
 
     Example:
@@ -185,7 +180,7 @@ class Welford(Metric):
         self.mean[...] = 0
         self.m2[...] = 0
 
-    def update(self, mask: Bool[Array, "..."] | None = None, **kwargs: Any) -> None:
+    def update(self, mask: Bool[Array, "..."] | None = None, **kwargs: object) -> None:
         """Adds values; see `Average.update`."""
         values = _argument(self, self.argname, kwargs)
         if not values.size:
@@ -289,7 +284,7 @@ class MultiMetric(Metric):
         {'loss': 1.0, 'size': 4.0}
     """
 
-    def __init__(self, **metrics: Any):
+    def __init__(self, **metrics: object):
         for name, metric in metrics.items():
             if not all(hasattr(metric, method) for method in ("update", "compute", "reset")):
                 raise MetricArgumentError(
@@ -312,7 +307,7 @@ class MultiMetric(Metric):
         for metric in self._metrics().values():
             metric.reset()
 
-    def update(self, **updates: Any) -> None:
+    def update(self, **updates: object) -> None:
         """Updates all metrics with those arguments that they know.
 
         `mask` can map names of metrics to masks; the others then have none.

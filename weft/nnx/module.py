@@ -2,6 +2,9 @@
 
 During tracing, a module's call opens a `jax.named_scope` with the name that its calling module
 holds it under, so that profiles and compiled text show the layer of each operation.
+
+During `nnx.capture`, an attribute of each module collects sown values. It is part of the module's
+state, so it passes through transformations inside the call.
 """
 
 from __future__ import annotations
@@ -10,40 +13,38 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from weft.core.tracing import is_tracing
+from weft.core.tracing import current_trace, is_tracing
 from weft.errors import GraphStructureError, ModuleAttributeNotFoundError
 from weft.nnx.filters import Filter, Path, to_predicate
-from weft.nnx.graph import iter_children, iter_graph
-from weft.nnx.kinds import Perturbation, variable_type_from_name
-from weft.nnx.pytree import Pytree
-from weft.nnx.sown import PLACE
-from weft.nnx.splitting import clone
-from weft.nnx.variables import Variable
+from weft.nnx.pytree import Pytree, iter_children, iter_graph
+from weft.nnx.split_merge import clone
+from weft.nnx.variables import Perturbation, Variable, variable_type_from_name
 
 T = TypeVar("T")
 _MISSING: Any = object()
 
 
-def _append(xs: tuple[Any, ...], x: Any) -> tuple[Any, ...]:
+def append_sown(xs: tuple[Any, ...], x: object) -> tuple[Any, ...]:
+    """Returns a tuple of sown values with another one, the default of `Module.sow`."""
     return (*xs, x)
 
 
-class _Running(threading.local):
+class _RunningCalls(threading.local):
     """Running module calls, each with the names of the modules that it holds, by id."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Pytree | None, dict[int, str]]] = [(None, {})]
 
 
-_RUNNING = _Running()
+_RUNNING = _RunningCalls()
 
 
-def _named_call(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _call_in_named_scope(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def in_scope(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not is_tracing():
@@ -66,7 +67,7 @@ def _names_of(module: Pytree) -> dict[int, str]:
     """Returns the attribute and keys by which a module holds each other one, by id."""
     names: dict[int, str] = {}
 
-    def note(name: str, value: Any) -> None:
+    def note(name: str, value: object) -> None:
         if isinstance(value, list | dict):
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 note(f"{name}_{key}", item)
@@ -96,21 +97,20 @@ class Module(Pytree):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if inspect.isfunction(call := vars(cls).get("__call__")):
-            cls.__call__ = _named_call(call)
+            cls.__call__ = _call_in_named_scope(call)
 
     def sow(
         self,
         variable_type: type[Variable[Any]] | str,
         name: str,
-        value: Any,
-        reduce_fn: Callable[[Any, Any], Any] = _append,
+        value: object,
+        reduce_fn: Callable[[Any, Any], Any] = append_sown,
         init_fn: Callable[[], Any] = tuple,
     ) -> bool:
         """Stores a value in a variable; returns False if `nnx.capture` omits its kind.
 
         Args:
             variable_type: class of the variable, or its name (see `variable_type_from_name`).
-            name: name of the attribute.
             reduce_fn: combines the stored value and the new one; by default appends to a tuple.
             init_fn: makes the initial value.
 
@@ -118,7 +118,7 @@ class Module(Pytree):
             GraphStructureError: if the attribute exists and is not such a variable.
         """
         there, kind = vars(self).get(name, _MISSING), _kind(variable_type)
-        captured = vars(self).get(PLACE)
+        captured = vars(self).get(CAPTURED)
         if captured is not None:
             return captured.sow(kind, name, value, reduce_fn, init_fn)
         if there is _MISSING:
@@ -129,7 +129,7 @@ class Module(Pytree):
         return True
 
     def perturb(
-        self, name: str, value: Any, variable_type: type[Variable[Any]] | str = Perturbation
+        self, name: str, value: object, variable_type: type[Variable[Any]] | str = Perturbation
     ) -> Any:
         """Adds a variable of zeros to a value, so that the variable's gradient is the value's.
 
@@ -141,7 +141,7 @@ class Module(Pytree):
             GraphStructureError: if the attribute exists and is not such a variable.
         """
         there, kind = vars(self).get(name, _MISSING), _kind(variable_type)
-        captured = vars(self).get(PLACE)
+        captured = vars(self).get(CAPTURED)
         if captured is not None:
             added = captured.perturbation(kind, name, value)
             return value if added is None else jax.tree.map(jnp.add, value, added)
@@ -164,7 +164,7 @@ class Module(Pytree):
         *filters: Filter,
         raise_if_not_found: bool = True,
         graph: bool | None = None,
-        **attributes: Any,
+        **attributes: object,
     ) -> None:
         """Sets attributes of this module and its submodules that have them and match the filters.
 
@@ -173,12 +173,12 @@ class Module(Pytree):
         """
         _set_attributes(self, filters, raise_if_not_found, attributes)
 
-    def train(self, **attributes: Any) -> None:
+    def train(self, **attributes: object) -> None:
         """Sets `deterministic` and `use_running_average` to False, and `attributes` as given."""
         modes = {"deterministic": False, "use_running_average": False}
         self.set_attributes(**{**modes, **attributes}, raise_if_not_found=False)
 
-    def eval(self, **attributes: Any) -> None:
+    def eval(self, **attributes: object) -> None:
         """Sets `deterministic` and `use_running_average` to True, and `attributes` as given."""
         modes = {"deterministic": True, "use_running_average": True}
         self.set_attributes(**{**modes, **attributes}, raise_if_not_found=False)
@@ -190,7 +190,7 @@ def _kind(variable_type: type[Variable[Any]] | str) -> type[Variable[Any]]:
     return variable_type
 
 
-def _check_type(module: Module, name: str, there: Any, wanted: Any) -> None:
+def _check_type(module: Module, name: str, there: object, wanted: type[Variable[Any]]) -> None:
     if not isinstance(there, wanted):
         raise GraphStructureError(
             f"{type(module).__name__}.{name} is a {type(there).__name__}, and should be a "
@@ -199,7 +199,7 @@ def _check_type(module: Module, name: str, there: Any, wanted: Any) -> None:
 
 
 def _set_attributes(
-    node: Any, filters: tuple[Filter, ...], raise_if_not_found: bool, attributes: dict[str, Any]
+    node: object, filters: tuple[Filter, ...], raise_if_not_found: bool, attributes: dict[str, Any]
 ) -> None:
     matches = to_predicate(filters or True)
     places = [
@@ -219,7 +219,7 @@ def _set_attributes(
         setattr(module, name, attributes[name])
 
 
-def iter_modules(module: Any, /, *, graph: bool | None = None) -> Iterator[tuple[Path, Module]]:
+def iter_modules(module: object, /, *, graph: bool | None = None) -> Iterator[tuple[Path, Module]]:
     """Yields the modules in an object with their paths, inner ones first; `graph` is ignored.
 
     Example:
@@ -237,7 +237,7 @@ def with_attributes(
     only: Filter = ...,
     raise_if_not_found: bool = True,
     graph: bool | None = None,
-    **attributes: Any,
+    **attributes: object,
 ) -> T:
     """Returns a copy of an object with other attributes in modules that `only` matches.
 
@@ -266,7 +266,7 @@ def view(
     only: Filter = ...,
     raise_if_not_found: bool = True,
     graph: bool | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> T:
     """Returns a copy of an object in another mode, which shares its variables.
 
@@ -300,7 +300,7 @@ def view(
     return made
 
 
-def view_info(node: Any, /, *, only: Filter = ..., graph: bool | None = None) -> str:
+def view_info(node: object, /, *, only: Filter = ..., graph: bool | None = None) -> str:
     """Returns the signatures of `set_view` of an object's modules that `only` matches, by class."""
     methods = {type(m): m.set_view for _, m in _with_views(node, only)}
     return "\n".join(
@@ -316,7 +316,7 @@ def _shown_signature(method: Any) -> inspect.Signature:
         return inspect.signature(method)
 
 
-def _with_views(node: Any, only: Filter) -> list[tuple[Path, Any]]:
+def _with_views(node: object, only: Filter) -> list[tuple[Path, Any]]:
     matches = to_predicate(only)
     found = ((path, m) for path, m in iter_graph(node) if isinstance(m, Pytree))
     return [(path, m) for path, m in found if hasattr(type(m), "set_view") and matches(path, m)]
@@ -328,3 +328,116 @@ def _taken(module: Any, kwargs: dict[str, Any]) -> list[str]:
         return list(kwargs)
     names = {p.name for p in parameters}
     return [name for name in kwargs if name in names]
+
+
+CAPTURED = "_captured"
+"""Name of the attribute."""
+
+
+class UnreturnedValue(NamedTuple):
+    """Placeholder for a value sown in an inner trace and not yet returned, with a previous one."""
+
+    before: tuple[Any, ...]
+
+
+class SownValues(Pytree):
+    """Values sown by one module.
+
+    Each kind has one variable from the start, with a dict by name, so that transformations that
+    return only variables' values return sown values too.
+
+    Args:
+        kinds: kinds of variables to collect, excluding derived kinds.
+        outputs: kind for the results of methods, or None.
+    """
+
+    def __init__(
+        self,
+        kinds: tuple[type[Variable[Any]], ...],
+        outputs: type[Variable[Any]] | None,
+        variables: dict[str, Variable[Any]],
+    ):
+        self.kinds, self.outputs = kinds, outputs
+        values: dict[type[Variable[Any]], dict[str, Any]] = {kind: {} for kind in kinds}
+        for name, variable in variables.items():
+            values.setdefault(type(variable), {})[name] = variable.get_raw_value()
+        self.variables = [kind.from_metadata(value, {}) for kind, value in values.items()]
+
+    def sow(
+        self,
+        kind: type[Variable[Any]],
+        name: str,
+        value: object,
+        reduce_fn: Callable[[Any, Any], Any],
+        init_fn: Callable[[], Any],
+    ) -> bool:
+        """Stores a value as `Module.sow` does; returns False for kinds not collected."""
+        if kind not in self.kinds:
+            return False
+        there = self._existing(kind, name)
+        before = init_fn() if there is None else _values(there)[name]
+        variable = self._variable_of_kind(kind) if there is None else there
+        self._store(variable, name, reduce_fn(before, value))
+        return True
+
+    def perturbation(self, kind: type[Variable[Any]], name: str, value: object) -> Any:
+        """Returns the term that `Module.perturb` adds, or None."""
+        there = self._existing(kind, name)
+        if there is not None:
+            return _values(there)[name]
+        if kind not in self.kinds:
+            return None
+        zeros = jax.tree.map(jnp.zeros_like, value)
+        self._store(self._variable_of_kind(kind), name, zeros)
+        return zeros
+
+    def unreturned(self) -> Iterator[str]:
+        """Yields names of values that copies sowed and their trace did not return."""
+        for variable in self.variables:
+            for name, value in variable.get_raw_value().items():
+                if isinstance(value, UnreturnedValue):
+                    yield name
+
+    def values(self) -> Iterator[tuple[str, Variable[Any]]]:
+        """Yields each value as a variable, sorted by name."""
+        holder = {name: v for v in self.variables for name in v.get_raw_value()}
+        for name in sorted(holder):
+            yield name, type(holder[name])(holder[name].get_raw_value()[name])
+
+    def _variable_of_kind(self, kind: type[Variable[Any]]) -> Variable[Any]:
+        return next(variable for variable in self.variables if type(variable) is kind)
+
+    def _store(self, variable: Variable[Any], name: str, value: object) -> None:
+        here = current_trace()
+        if variable._trace != here and self._info.trace == here:
+            variable = self._replace_outer(variable, name)
+        variable.set_raw_value({**variable.get_raw_value(), name: value})
+
+    def _replace_outer(self, outer: Variable[Any], name: str) -> Variable[Any]:
+        """Replaces an outer trace's variable, leaving a placeholder in it."""
+        values = _values(outer)
+        inner = type(outer).from_metadata(values, outer.get_metadata())
+        self.variables[next(i for i, x in enumerate(self.variables) if x is outer)] = inner
+        before = (values[name],) if name in values else ()
+        noted = {**outer.get_raw_value(), name: UnreturnedValue(before)}
+        outer.set_raw_value(noted, _unsafe_bypass_check=True)
+        return inner
+
+    def _existing(self, kind: type[Variable[Any]], name: str) -> Variable[Any] | None:
+        there = next((v for v in self.variables if name in _values(v)), None)
+        if there is not None and not isinstance(there, kind):
+            raise GraphStructureError(
+                f"{name!r} was sown as a {type(there).__name__}, and now as a {kind.__name__}, in "
+                "one call; use another name."
+            )
+        return there
+
+
+def _values(variable: Variable[Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in variable.get_raw_value().items():
+        if not isinstance(value, UnreturnedValue):
+            values[name] = value
+        elif value.before:
+            values[name] = value.before[0]
+    return values

@@ -3,40 +3,47 @@
 State per parameter is in variables with the parameter's metadata, so that it is sharded like the
 parameter, or by its `optimizer_sharding`; other state has no metadata. An update calls the
 transformation on plain arrays, and writes nothing if it raises.
+
+A `State` can change unnoticed, so a call that remembers an object's structure would have to check
+it each time. Optimizers and averages keep their state per parameter in a `StateDict` instead.
+
+`TrainState` suits functional training loops; `Optimizer` suits loops that change objects in place.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
+from weft import struct
 from weft.core.spmd import without_format
 from weft.errors import (
+    GradientStructureError,
     ImmutableVariableError,
     OptimizerCallError,
     OptimizerStateError,
     OptimizerWarning,
     TransformationTypeError,
 )
-from weft.nnx.eager_sharding import laid_out, mesh_of, named_layout
+from weft.nnx.containers import Dict, List
+from weft.nnx.eager_sharding import mesh_of, shard_new_value, with_out_sharding
 from weft.nnx.filters import Filter, Path, to_predicate
-from weft.nnx.gradients import gradients_like
-from weft.nnx.graph import is_array, iter_graph
-from weft.nnx.kinds import Param
-from weft.nnx.pytree import Pytree, static
-from weft.nnx.references import held
-from weft.nnx.splitting import pure
-from weft.nnx.state import State, from_flat_state, shown_path, to_flat_state
-from weft.nnx.state_dict import StateDict, kept, leaves_of, matched, raw, values_of
-from weft.nnx.updating import update
-from weft.nnx.variables import Variable
+from weft.nnx.graph import GraphDef
+from weft.nnx.pytree import Pytree, children, data_children, is_array, iter_graph, static
+from weft.nnx.refs import to_ref
+from weft.nnx.split_merge import pure
+from weft.nnx.state import State, from_flat_state, path_text, to_flat_state
+from weft.nnx.update import update
+from weft.nnx.variables import Param, Variable
 
 if TYPE_CHECKING:
     import optax
+
 
 A = TypeVar("A")
 M = TypeVar("M")
@@ -61,7 +68,7 @@ class OptVariable(OptState[A]):
     __slots__ = ()
 
 
-def to_opt_state(tree: Any, shapes: Mapping[Path, tuple[int, ...]] | None = None) -> Any:
+def to_opt_state(tree: object, shapes: Mapping[Path, tuple[int, ...]] | None = None) -> Any:
     """Returns a transformation's state with variables as leaves.
 
     State whose shape differs from its parameter's, in `shapes`, loses axis names that do not fit.
@@ -69,30 +76,31 @@ def to_opt_state(tree: Any, shapes: Mapping[Path, tuple[int, ...]] | None = None
     Example:
         >>> import optax
         >>> from weft import nnx
-        >>> kept = to_opt_state(optax.adam(0.1).init(nnx.State({"w": nnx.Param(jnp.ones(2))})))
-        >>> type(kept[0].count).__name__, type(kept[0].mu.w).__name__
+        >>> params = nnx.State({"w": nnx.Param(jnp.ones(2))})
+        >>> state = to_opt_state(optax.adam(0.1).init(params))
+        >>> type(state[0].count).__name__, type(state[0].mu.w).__name__
         ('OptArray', 'OptVariable')
     """
     shapes = shapes or {}
 
-    def make(path: Path, x: Any) -> OptState[Any]:
+    def make(path: Path, x: object) -> OptState[Any]:
         if not isinstance(x, Variable):
             return OptArray(x)
-        value, metadata = raw(x), x.get_metadata()
+        value, metadata = raw_value(x), x.get_metadata()
         metadata.pop("mutable", None)
         own = metadata.pop("optimizer_sharding", None)
         if own is not None:
-            metadata = named_layout({**metadata, "out_sharding": own}, "OptVariable")
+            metadata = with_out_sharding({**metadata, "out_sharding": own}, "OptVariable")
         shape, axes = getattr(value, "shape", None), without_format(metadata.get("out_sharding"))
         if axes is not None and path in shapes and shape not in (None, shapes[path]):
             del metadata["out_sharding"]
             if shape[1:] == shapes[path] and not isinstance(axes, Sharding):
                 metadata["out_sharding"] = (None, *axes)  # history over the last steps
         if own is not None and "out_sharding" in metadata:
-            value = laid_out(value, metadata, "OptVariable")
-        return OptVariable.from_metadata(held(value, metadata), metadata)
+            value = shard_new_value(value, metadata, "OptVariable")
+        return OptVariable.from_metadata(to_ref(value, metadata), metadata)
 
-    return kept(tree, make)
+    return to_state_dict(tree, make)
 
 
 class Optimizer(Pytree, Generic[M]):
@@ -145,10 +153,12 @@ class Optimizer(Pytree, Generic[M]):
         self.tx = static(tx)
         self.wrt = static(tuple(wrt) if isinstance(wrt, list) else wrt)
         parameters = {path: _plain(x) for path, x in _parameters(model, self.wrt).items()}
-        shapes = {path: raw(x).shape for path, x in parameters.items() if is_array(raw(x))}
+        shapes = {
+            path: raw_value(x).shape for path, x in parameters.items() if is_array(raw_value(x))
+        }
         self.opt_state = to_opt_state(tx.init(from_flat_state(parameters)), shapes)
 
-    def update(self, model: M, grads: Any = _MISSING, /, **kwargs: Any) -> Any:
+    def update(self, model: M, grads: object = _MISSING, /, **kwargs: object) -> Any:
         """Updates the parameters of a model; returns the change of each, a state of arrays.
 
         Args:
@@ -172,8 +182,8 @@ class Optimizer(Pytree, Generic[M]):
                 "optimizer.update(model, grads), or use nnx.ModelAndOptimizer."
             )
         parameters = _parameters(model, self.wrt)
-        params = from_flat_state((path, raw(x)) for path, x in parameters.items())
-        before = values_of(self.opt_state)
+        params = from_flat_state((path, raw_value(x)) for path, x in parameters.items())
+        before = from_state_dict(self.opt_state)
         _check_mutable(parameters)
         given = gradients_like(parameters, grads, self.wrt)
         try:
@@ -184,11 +194,11 @@ class Optimizer(Pytree, Generic[M]):
         import optax  # local: optax would double the import time of this package
 
         moved = optax.apply_updates(params, updates)
-        changes = list(matched(self.opt_state, after))
+        changes = list(zip_state_dict(self.opt_state, after))
         arrays: list[tuple[Path, Any]] = []
         for path, x in parameters.items():
             if isinstance(x, Variable):
-                changes.append((x, _laid_out_as_before(x, _at(moved, path))))
+                changes.append((x, _sharded_like(x, _at(moved, path))))
             else:
                 arrays.append((path, _at(moved, path)))
         for variable, value in changes:
@@ -215,14 +225,14 @@ class ModelAndOptimizer(Optimizer[M]):
         super().__init__(model, tx, wrt=wrt)
         self.model = model
 
-    def update(self, grads: Any, /, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def update(self, grads: object, /, **kwargs: object) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Updates the parameters of the model; see `Optimizer.update`."""
         return super().update(self.model, grads, **kwargs)
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: object) -> Any:
     """Returns a variable without `jax.Ref`, since transformations look into variables."""
-    return type(x).from_metadata(raw(x), x.get_metadata()) if isinstance(x, Variable) else x
+    return type(x).from_metadata(raw_value(x), x.get_metadata()) if isinstance(x, Variable) else x
 
 
 def _at(tree: Any, path: Path) -> Any:
@@ -232,20 +242,20 @@ def _at(tree: Any, path: Path) -> Any:
     return at
 
 
-def _laid_out_as_before(parameter: Variable[Any], value: Any) -> Any:
+def _sharded_like(parameter: Variable[Any], value: object) -> Any:
     """Returns a new value sharded like the parameter; the state may span more devices."""
     metadata = parameter.get_metadata()
     layouts = [metadata.get(name) for name in ("optimizer_sharding", "out_sharding")]
     if None in layouts or mesh_of(metadata) is None:
         return value
-    return laid_out(value, metadata, type(parameter).__name__)
+    return shard_new_value(value, metadata, type(parameter).__name__)
 
 
-def _parameters(model: Any, wrt: Filter) -> dict[Path, Any]:
+def _parameters(model: object, wrt: Filter) -> dict[Path, Any]:
     matches = to_predicate(wrt)
     found = {
         path: x
-        for path, x in leaves_of(model, once=True).items()
+        for path, x in leaves_by_path(model, once=True).items()
         if (isinstance(x, Variable) or is_array(x)) and matches(path, x)
     }
     if isinstance(found.get(()), State):  # one without entries
@@ -264,10 +274,10 @@ def _parameters(model: Any, wrt: Filter) -> dict[Path, Any]:
 def _check_mutable(parameters: dict[Path, Any]) -> None:
     for path, x in parameters.items():
         if isinstance(x, Variable) and not x.get_metadata("mutable", True):
-            raise ImmutableVariableError(f"{type(x).__name__} at {shown_path(path)!r}")
+            raise ImmutableVariableError(f"{type(x).__name__} at {path_text(path)!r}")
 
 
-def _check_parameters(opt_state: Any, parameters: dict[Path, Any]) -> None:
+def _check_parameters(opt_state: object, parameters: dict[Path, Any]) -> None:
     for _, x in iter_graph(opt_state):
         if isinstance(x, StateDict) and (paths := set(dict(to_flat_state(x)))) != set(parameters):
             path = sorted(paths ^ set(parameters), key=str)[0]
@@ -277,6 +287,259 @@ def _check_parameters(opt_state: Any, parameters: dict[Path, Any]) -> None:
                 else ("the model", "the state of the optimizer")
             )
             raise OptimizerStateError(
-                f"{has} has {shown_path(path)!r} among the parameters and {lacks} does not; make "
+                f"{has} has {path_text(path)!r} among the parameters and {lacks} does not; make "
                 "the optimizer for the model that it updates."
             ) from None
+
+
+class StateDict(Dict):
+    """Dict with the structure of a `State`; arguments as for `dict`.
+
+    Example:
+        >>> from weft import nnx
+        >>> state = StateDict({"layer": {"kernel": nnx.Param(1.0)}})
+        >>> state.layer.kernel[...], state["layer"]["kernel"][...]
+        (1.0, 1.0)
+    """
+
+
+def to_state_dict(tree: Any, make: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """Returns a pytree with variables `make(path, leaf)` as leaves, in change-tracking containers.
+
+    States become a `StateDict`, lists and dicts a `List` and a `Dict`; `path` prefixes all paths.
+
+    Example:
+        >>> from weft import nnx
+        >>> to_state_dict({"count": 0}, lambda path, x: nnx.Variable(x)).count[...]
+        0
+    """
+    if isinstance(tree, Variable):
+        return make(path, tree)
+    kind = type(tree)
+    if kind is State:
+        mapping = tree.raw_mapping
+        return StateDict(
+            {name: to_state_dict(value, make, (name,)) for name, value in mapping.items()}
+        )
+    if kind is dict:
+        return Dict(
+            {name: to_state_dict(value, make, (*path, name)) for name, value in tree.items()}
+        )
+    if kind is list:
+        return List([to_state_dict(value, make, (*path, i)) for i, value in enumerate(tree)])
+    below, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
+    if below and below[0] is tree:
+        return make(path, tree)
+    parts = [to_state_dict(value, make, (*path, i)) for i, value in enumerate(below)]
+    return jax.tree.unflatten(structure, parts)
+
+
+def raw_value(x: object) -> Any:
+    """Returns the value of a variable without hooks; other leaves are unchanged."""
+    if not isinstance(x, Variable):
+        return x
+    value = x.get_raw_value()
+    return value[...] if isinstance(value, jax.Ref) else value
+
+
+def from_state_dict(tree: object) -> Any:
+    """Returns the pytree given to `to_state_dict`, with the variables' current values."""
+    if isinstance(tree, Variable):
+        return raw_value(tree)
+    if isinstance(tree, Dict):
+        values = {name: from_state_dict(value) for name, value in tree.items()}
+        return State(values, _copy=False) if isinstance(tree, StateDict) else values
+    if isinstance(tree, List):
+        return [from_state_dict(value) for value in tree]
+    below, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
+    if below and below[0] is tree:
+        return tree
+    return jax.tree.unflatten(structure, [from_state_dict(value) for value in below])
+
+
+def zip_state_dict(
+    tree: object, values: object, path: Path = ()
+) -> Iterator[tuple[Variable[Any], Any]]:
+    """Yields the variables of a result of `to_state_dict`, each with its value in another pytree.
+
+    Raises:
+        OptimizerStateError: if the structures differ.
+    """
+    if isinstance(tree, Variable):
+        yield tree, values
+        return
+    there, given = children(tree), dict(children(values))
+    if len(there) != len(given) or any(name not in given for name, _ in there):
+        names = ", ".join(str(name) for name, _ in there) or "nothing"
+        raise OptimizerStateError(
+            f"the state of the optimizer has {names} at {path_text(path) or 'its root'!r}, but "
+            f"its transformation returned {', '.join(map(str, given)) or repr(values)} for it; an "
+            "update must return a state with the structure that init returned."
+        )
+    for name, value in there:
+        yield from zip_state_dict(value, given[name], (*path, name))
+
+
+def leaves_by_path(tree: object, once: bool | None = None) -> dict[Path, Any]:
+    """Returns the variables and other leaves of a model, a state or nested dicts, by path.
+
+    With `once`, the default for objects, a repeated variable has only its first path.
+
+    Example:
+        >>> list(leaves_by_path({"a": {"b": 1.0}, "c": None}))
+        [('a', 'b')]
+    """
+    found: dict[Path, Any] = {}
+    seen: set[int] = set()
+    once = isinstance(tree, Pytree) if once is None else once
+
+    def walk(x: object, path: Path) -> None:
+        if isinstance(x, Variable) or is_array(x):
+            if not (once and isinstance(x, Variable) and id(x) in seen):
+                found[path] = x
+                seen.add(id(x))
+        elif below := data_children(x):
+            if isinstance(x, Pytree):
+                if id(x) in seen:
+                    return
+                seen.add(id(x))
+            for name, value in below:
+                walk(value, (*path, name))
+        elif not (x is None or isinstance(x, Mapping | Sequence | Pytree)):
+            found[path] = x
+
+    walk(tree, ())
+    return found
+
+
+def gradients_like(parameters: Mapping[Path, Any], grads: object, wrt: Filter) -> State:
+    """Returns the values of gradients, as a state with the paths of the parameters.
+
+    `grads` is a state, nested dicts or a model; those that `wrt` does not match are ignored.
+
+    Raises:
+        GradientStructureError: if paths or shapes of gradients and parameters differ.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> w, grads = nnx.Param(jnp.ones(2)), {"w": jnp.zeros(2), "n": 1.0}
+        >>> gradients_like({("w",): w}, grads, nnx.Param).to_pure_dict()
+        {'w': Array([0., 0.], dtype=float32)}
+    """
+    given = leaves_by_path(grads)
+    for path, x in parameters.items():
+        _check_gradient(path, raw_value(x), raw_value(given.get(path)), wrt)
+    matches = to_predicate(wrt)
+    for path, x in given.items():
+        if path not in parameters and isinstance(x, Variable) and matches(path, x):
+            raise GradientStructureError(
+                f"there is a gradient for {path_text(path)!r}, but no parameter there, or the "
+                "same one as at another path; give the gradients with respect to the variables of "
+                "the model itself."
+            )
+    return from_flat_state((path, raw_value(given.get(path))) for path in parameters)
+
+
+def _check_gradient(path: Path, parameter: object, gradient: object, wrt: Filter) -> None:
+    if gradient is None and parameter is not None:
+        name = wrt.__name__ if isinstance(wrt, type) else wrt
+        raise GradientStructureError(
+            f"there is no gradient for {path_text(path)!r}, a parameter that the filter {name} "
+            f"selects; take the gradients with argnums=nnx.DiffState(0, {name})."
+        )
+    shape, size = getattr(parameter, "shape", None), getattr(gradient, "shape", None)
+    if shape is not None and size is not None and shape != size:
+        raise GradientStructureError(
+            f"the gradient for {path_text(path)!r} has shape {size}, and the parameter {shape}; "
+            "give the gradient of a scalar loss with respect to it."
+        )
+
+
+class TrainState(struct.PyTreeNode):
+    """State of a simple training loop; derive from it to add fields.
+
+    Attributes:
+        graphdef: description of the model.
+        step: number of applied updates.
+        tx: the optimizer; static.
+
+    Example:
+        >>> import optax
+        >>> from weft import nnx
+        >>> graphdef, params = nnx.split(nnx.Dict(w=nnx.Param(jnp.ones(2))))
+        >>> train_state = TrainState.create(graphdef, params=params, tx=optax.sgd(0.5))
+        >>> train_state = train_state.apply_gradients(params)
+        >>> int(train_state.step), train_state.params.w.tolist()
+        (1, [0.5, 0.5])
+    """
+
+    graphdef: GraphDef
+    params: State
+    opt_state: "optax.OptState"
+    step: jax.Array
+    tx: "optax.GradientTransformation" = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls,
+        graphdef: GraphDef,
+        *,
+        params: State,
+        tx: "optax.GradientTransformation",
+        step: int = 0,
+        **kwargs: object,
+    ) -> Self:
+        """Creates a state with initial optimizer state; `kwargs` are fields of a derived class."""
+        return cls(
+            graphdef=graphdef,
+            params=params,
+            opt_state=tx.init(params),
+            step=jnp.asarray(step),
+            tx=tx,
+            **kwargs,
+        )
+
+    def apply(self, state: State | str, *states: State | str) -> Any:
+        """Calls a method of the model purely; see `nnx.call`.
+
+        A state may be given by the name of a field; further states are merged with it.
+
+        Example:
+            >>> import optax
+            >>> from weft import nnx
+            >>> class Scale(nnx.Module):
+            ...     def __init__(self):
+            ...         self.factor = nnx.Param(jnp.array(2.0))
+            ...     def __call__(self, x):
+            ...         return x * self.factor
+            >>> graphdef, params = nnx.split(Scale())
+            >>> state = TrainState.create(graphdef, params=params, tx=optax.sgd(0.5))
+            >>> y, _ = state.apply("params")(3.0)
+            >>> float(y)
+            6.0
+        """
+        found = [getattr(self, s) if isinstance(s, str) else s for s in (state, *states)]
+        return self.graphdef.apply(*found)
+
+    def apply_gradients(self, grads: State, **kwargs: object) -> Self:
+        """Returns the state after one optimizer step.
+
+        Args:
+            grads: gradients, at the paths of the parameters; variables or arrays.
+            **kwargs: other fields to replace.
+
+        Raises:
+            GradientStructureError: if paths or shapes of gradients and parameters differ.
+        """
+        parameters = dict(to_flat_state(self.params))
+        values = to_flat_state(gradients_like(parameters, grads, ...))
+        like = from_flat_state(
+            (path, x.replace(value) if isinstance(x := parameters[path], Variable) else value)
+            for path, value in values
+        )
+        updates, opt_state = self.tx.update(like, self.opt_state, self.params)
+        import optax  # local: optax would double the import time of this package
+
+        params = optax.apply_updates(self.params, updates)
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)

@@ -11,17 +11,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar, dataclass_transform, get_origin
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Self, TypeVar, dataclass_transform, get_origin
 
 import jax
 import numpy as np
 
 from weft.core.tracing import current_trace
 from weft.errors import AttributeMarkError
-from weft.lifting.functions import by_value
-from weft.nnx.structure import PLAIN, Fixed, Watch, fixed, of_plain
+from weft.lifting.trace_cache import value_key
+from weft.nnx.display import Enclosing, join_lines, object_repr, size_text
+from weft.nnx.filters import Path
 from weft.nnx.variables import Variable
+from weft.nnx.versions import (
+    IMMUTABLE_TYPES,
+    PLAIN_TYPES,
+    ObjectInfo,
+    StaticValue,
+    plain_static_value,
+    static_value,
+)
 
 T = TypeVar("T")
 _MISSING: Any = object()
@@ -29,20 +39,20 @@ _NUMBERS = (int, float, complex)
 _VALUES = (Variable, jax.Array, np.ndarray)
 
 
-class Marked:
+class MarkedValue:
     """Value on its way into an attribute, marked as data or static."""
 
-    def __init__(self, value: Any, is_data: bool):
+    def __init__(self, value: object, is_data: bool):
         self.value = value
         self.is_data = is_data
 
-    def of(self, owner: Any, name: Any) -> Any:
+    def of(self, owner: object, name: object) -> Any:
         """Returns the value for an attribute or item of an object, after a check."""
         _check_static(owner, name, self.value, self.is_data)
         return self.value
 
 
-def _check_static(owner: Any, name: Any, value: Any, mark: bool | None) -> None:
+def _check_static(owner: object, name: object, value: object, mark: bool | None) -> None:
     if mark is False and _holds_data(value):
         raise AttributeMarkError(
             f"{type(owner).__name__}.{name} is static, and was given a {type(value).__name__}, "
@@ -55,7 +65,7 @@ def _holds_data(value: Any) -> bool:
     if type(value) is tuple:
         return any(map(_holds_data, value))
     if type(value) in _CONTAINERS.values():
-        marks = value._watch.marks
+        marks = value._info.marks
         return any(marks.get(name) or _holds_data(item) for name, item in value._items())
     return is_data(value)
 
@@ -71,14 +81,14 @@ Data = Annotated[T, Mark(True)]
 Static = Annotated[T, Mark(False)]
 
 
-def _mark(is_data: bool, value: Any, kwargs: dict[str, Any]) -> Any:
+def _mark(is_data: bool, value: object, kwargs: dict[str, Any]) -> Any:
     if value is not _MISSING:
-        return Marked(value, is_data)
+        return MarkedValue(value, is_data)
     metadata = {**(kwargs.pop("metadata", None) or {}), "is_data": is_data}
     return dataclasses.field(metadata=metadata, **kwargs)
 
 
-def data(value: Any = _MISSING, /, **kwargs: Any) -> Any:
+def data(value: object = _MISSING, /, **kwargs: object) -> Any:
     """Marks an attribute's value as data; without a value, returns such a `dataclasses.field`.
 
     Example:
@@ -92,7 +102,7 @@ def data(value: Any = _MISSING, /, **kwargs: Any) -> Any:
     return _mark(True, value, kwargs)
 
 
-def static(value: Any = _MISSING, /, **kwargs: Any) -> Any:
+def static(value: object = _MISSING, /, **kwargs: object) -> Any:
     """Marks an attribute's value as static; without a value, returns such a `dataclasses.field`.
 
     Raises:
@@ -118,7 +128,7 @@ def register_data_type(type_: type[T]) -> type[T]:
     return type_
 
 
-def is_data(value: Any) -> bool:
+def is_data(value: object) -> bool:
     """Returns whether an unmarked attribute with this value is data.
 
     Example:
@@ -139,7 +149,7 @@ def is_data(value: Any) -> bool:
     return not (len(leaves) == 1 and leaves[0] is value) and any(map(is_data, leaves))
 
 
-def has_data(value: Any) -> bool:
+def has_data(value: object) -> bool:
     """Returns whether a value is or contains data."""
     return is_data(value)
 
@@ -164,7 +174,7 @@ def dataclass(cls: Any = None, /, **kwargs: Any) -> Any:
     return dataclasses.dataclass(**{"repr": False, **kwargs})(cls)
 
 
-def _marks_of(cls: type) -> dict[str, bool]:
+def _class_marks(cls: type) -> dict[str, bool]:
     marks = {}
     for name, annotation in vars(cls).get("__annotations__", {}).items():
         if isinstance(annotation, str):
@@ -192,50 +202,48 @@ class Pytree:
         Array(2, dtype=int32, weak_type=True)
     """
 
-    _watch: Watch
+    _info: ObjectInfo
     _field_marks: Mapping[str, bool] = {}
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         made = super().__new__(cls)
-        object.__setattr__(made, "_watch", Watch())
+        object.__setattr__(made, "_info", ObjectInfo())
         return made
 
-    def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, pytree: bool = True, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         inherited = [vars(base).get("_field_marks", {}) for base in reversed(cls.__mro__[1:])]
-        cls._field_marks = {k: v for of in (*inherited, _marks_of(cls)) for k, v in of.items()}
+        cls._field_marks = {k: v for of in (*inherited, _class_marks(cls)) for k, v in of.items()}
         if pytree:
             _register(cls)
 
     def _items(self) -> list[tuple[Hashable, Any]]:
         attributes = dict(vars(self))
-        del attributes["_watch"]
+        del attributes["_info"]
         return sorted(attributes.items())
 
     @classmethod
-    def _blank(cls, like: Watch) -> Any:
-        """Returns an object without attributes, with the origin of another one."""
+    def _new_like(cls, like: ObjectInfo) -> Any:
         if cls.__new__ is not Pytree.__new__:
             return cls.__new__(cls)
         made = super().__new__(cls)
-        object.__setattr__(made, "_watch", Watch(like))
+        object.__setattr__(made, "_info", ObjectInfo(like))
         return made
 
-    def _look(self) -> list[Any]:
+    def _snapshot(self) -> list[Any]:
         """Returns parts that remain identical until the object changes."""
-        own, marks = vars(self), self._watch.marks
+        own, marks = vars(self), self._info.marks
         return [type(self), len(own), *own, *own.values(), *marks, *marks.values()]
 
     @classmethod
-    def _made_of(cls, items: Iterable[tuple[Any, Any]], marks: Mapping[str, bool]) -> Any:
+    def _from_items(cls, items: Iterable[tuple[Any, Any]], marks: Mapping[str, bool]) -> Any:
         made = cls.__new__(cls)
-        made._watch.marks.update(marks)
+        made._info.marks.update(marks)
         made._fill(items)
         return made
 
     def _marks(self) -> tuple[tuple[Hashable, bool], ...]:
-        """Returns the marks of attributes that differ from the default."""
-        marks = self._watch.marks
+        marks = self._info.marks
         if not marks:
             return ()
         items = dict(self._items())
@@ -243,7 +251,7 @@ class Pytree:
         return tuple((name, marks[name]) for name in sorted(kept, key=str))
 
     @staticmethod
-    def _key(name: Any) -> Any:
+    def _key(name: object) -> Any:
         return jax.tree_util.GetAttrKey(name)
 
     def _fill(self, items: Iterable[tuple[Any, Any]]) -> None:
@@ -255,14 +263,14 @@ class Pytree:
     def _replace(self, items: Sequence[tuple[Any, Any]]) -> None:
         """Replaces all attributes; unchanged ones remain visible to other threads throughout."""
         self._fill(items)
-        for name in vars(self).keys() - {"_watch", *(name for name, _ in items)}:
+        for name in vars(self).keys() - {"_info", *(name for name, _ in items)}:
             del vars(self)[name]
 
     def _order(self) -> tuple[Hashable, ...] | None:
         """Returns the order of the attributes, if it matters and differs from that of `_items`."""
         return None
 
-    def _is_already(
+    def _has_items(
         self,
         items: Sequence[tuple[Any, Any]],
         marks: dict[str, bool],
@@ -270,20 +278,20 @@ class Pytree:
     ) -> bool:
         there = self._items()
         return (
-            marks == self._watch.marks
+            marks == self._info.marks
             and order == self._order()
             and len(there) == len(items)
             and all(a is b and m == n for (m, a), (n, b) in zip(there, items, strict=True))
         )
 
-    def _become(
+    def _set_items(
         self,
         items: Sequence[tuple[Any, Any]],
         marks: dict[str, bool],
         order: Sequence[Hashable] | None = None,
     ) -> None:
         there = self._items()
-        self._watch.marks = marks
+        self._info.marks = marks
         if order is not None:
             of_names = dict(items)
             items = [(name, of_names[name]) for name in order]
@@ -291,24 +299,24 @@ class Pytree:
             self._replace(items)
         else:
             self._fill(items)
-        self._watch.changed()
+        self._info.changed()
 
-    def _is_data(self, name: Hashable, value: Any) -> bool:
-        marks = self._watch.marks
+    def _is_data(self, name: Hashable, value: object) -> bool:
+        marks = self._info.marks
         return marks[name] if name in marks else is_data(value)  # pyright: ignore[reportArgumentType]
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        watch, here = self._watch, current_trace()
+    def __setattr__(self, name: str, value: object) -> None:
+        watch, here = self._info, current_trace()
         if watch.trace is not here and watch.trace != here:
             watch.check(self)
         kind = type(value)
         if (
             watch.marks
             or self._field_marks
-            or kind in _HOLDING
+            or kind in _TRACKED_TYPES
             or (isinstance(value, _NUMBERS) and kind is not type(vars(self).get(name)))
         ):
-            mark, value = self._marked(name, value)
+            mark, value = self._mark_and_value(name, value)
             object.__setattr__(self, name, value)
             if mark is not None:
                 watch.marks[name] = mark
@@ -319,10 +327,10 @@ class Pytree:
         if watch.watched:
             watch.changed()
 
-    def _marked(self, name: str, value: Any) -> tuple[bool | None, Any]:
+    def _mark_and_value(self, name: str, value: object) -> tuple[bool | None, Any]:
         """Returns the mark of an attribute's new value, and the value to store."""
-        mark = self._watch.marks.get(name, self._field_marks.get(name))
-        if isinstance(value, Marked):
+        mark = self._info.marks.get(name, self._field_marks.get(name))
+        if isinstance(value, MarkedValue):
             mark, value = value.is_data, value.value
         elif mark is None and isinstance(value, _NUMBERS):
             # A number in place of data remains data, so that the structure does not change.
@@ -330,42 +338,36 @@ class Pytree:
             mark = True if isinstance(before, _VALUES) else None
         if mark is False:
             _check_static(self, name, value, mark)
-        return mark, tracked(value) if type(value) in _HOLDING else value
+        return mark, tracked(value) if type(value) in _TRACKED_TYPES else value
 
     def __delattr__(self, name: str) -> None:
-        self._watch.check(self)
+        self._info.check(self)
         object.__delattr__(self, name)
-        self._watch.marks.pop(name, None)
-        self._watch.changed()
+        self._info.marks.pop(name, None)
+        self._info.changed()
 
     def __getstate__(self) -> dict[str, Any]:
-        attributes = {k: v for k, v in vars(self).items() if k != "_watch"}
-        marks = {k: v for k, v in self._watch.marks.items() if k in attributes}
+        attributes = {k: v for k, v in vars(self).items() if k != "_info"}
+        marks = {k: v for k, v in self._info.marks.items() if k in attributes}
         return {"attributes": attributes, "marks": marks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._watch.marks.update(state["marks"])
+        self._info.marks.update(state["marks"])
         vars(self).update(state["attributes"])
 
     def __repr__(self) -> str:
-        from weft.nnx.display import shown
-
-        return shown(self)
+        return object_repr(self)
 
 
 class _Structure:
-    """Structure of an object without its data, compared by value.
-
-    Attributes:
-        parts: static values by name, None for data.
-    """
+    """Structure of an object without its data, compared by value; `parts` are None for data."""
 
     __slots__ = ("_key", "parts")
 
-    def __init__(self, parts: list[tuple[Hashable, Fixed | None]]):
+    def __init__(self, parts: list[tuple[Hashable, StaticValue | None]]):
         self.parts = parts
         # The keys of a Dict can be anything, and 1 and True are equal.
-        self._key = [(k if type(k) is str else by_value(k), part) for k, part in parts]
+        self._key = [(k if type(k) is str else value_key(k), part) for k, part in parts]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Structure) and self._key == other._key
@@ -378,16 +380,16 @@ class _Structure:
 
 
 def _parts(x: Pytree) -> tuple[list[tuple[Any, Any]], _Structure]:
-    found, parts, marks = [], [], x._watch.marks
+    found, parts, marks = [], [], x._info.marks
     for item in x._items():
         name, value = item
-        if type(value) in PLAIN and name not in marks:
-            parts.append((name, of_plain(value)))
+        if type(value) in PLAIN_TYPES and name not in marks:
+            parts.append((name, plain_static_value(value)))
         elif x._is_data(name, value):
             found.append(item)
             parts.append((name, None))
         else:
-            parts.append((name, fixed(value)))
+            parts.append((name, static_value(value)))
     return found, _Structure(parts)
 
 
@@ -412,7 +414,7 @@ def _unflatten(cls: type[Pytree], structure: _Structure, children: Iterable[Any]
         # Data remains data, whatever JAX replaces it with.
         if not is_data(value):
             marks[name] = True
-    return cls._made_of(items, marks)
+    return cls._from_items(items, marks)
 
 
 def _register(cls: type[Pytree]) -> None:
@@ -422,13 +424,13 @@ def _register(cls: type[Pytree]) -> None:
 
 
 _CONTAINERS: dict[type, Callable[[Any], Any]] = {}
-_HOLDING: set[type] = {tuple, Marked}
+_TRACKED_TYPES: set[type] = {tuple, MarkedValue}
 
 
 def register_container(kind: type, make: Callable[[Any], Any]) -> None:
     """Registers a tracked version of a container type, excluding subclasses, for attributes."""
     _CONTAINERS[kind] = make
-    _HOLDING.add(kind)
+    _TRACKED_TYPES.add(kind)
 
 
 def tracked(value: Any) -> Any:
@@ -440,7 +442,7 @@ def tracked(value: Any) -> Any:
     kind = type(value)
     if kind in _CONTAINERS:
         return _CONTAINERS[kind](value)
-    if kind is Marked:
+    if kind is MarkedValue:
         raise AttributeMarkError(
             f"nnx.{'data' if value.is_data else 'static'}({value.value!r}) is inside a tuple or "
             "another mark; mark an attribute, or an item of a list or dict."
@@ -450,3 +452,117 @@ def tracked(value: Any) -> Any:
         same = all(a is b for a, b in zip(items, value, strict=True))
         return value if same else items
     return value
+
+
+# Traversals.
+
+
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+_FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType)
+
+
+def is_array(x: object) -> bool:
+    """Returns whether a value is an array or abstract array."""
+    return isinstance(x, _ARRAYS)
+
+
+def children(x: object) -> list[tuple[Hashable, Any]]:
+    """Returns the attributes of an object, or the items of a container, by name or key."""
+    if isinstance(x, Pytree):
+        return x._items()
+    if isinstance(x, Variable) or is_array(x):
+        return []
+    return (container_items(x) or ([], None))[0]
+
+
+def data_children(x: object) -> list[tuple[Hashable, Any]]:
+    """Returns the attributes or items that are data, which are an object's pytree children."""
+    items = children(x)
+    return [(k, v) for k, v in items if x._is_data(k, v)] if isinstance(x, Pytree) else items
+
+
+def container_items(x: object) -> tuple[list[tuple[Hashable, Any]], Any] | None:
+    """Returns a JAX container's items by key and its structure; None for a value."""
+    if x is None or isinstance(x, IMMUTABLE_TYPES) or type(x) in _FUNCTION_TYPES:
+        return None
+    items, tree = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
+    if jax.tree_util.treedef_is_leaf(tree) and (not items or items[0][1] is x):
+        return None
+    return [(key_of(path[0]), value) for path, value in items], tree
+
+
+def key_of(key: object) -> Hashable:
+    """Returns the name, key or index of an element of a JAX path."""
+    for name in ("key", "idx", "name"):
+        if hasattr(key, name):
+            return getattr(key, name)
+    return key
+
+
+def with_children(x: object, items: Iterable[Any]) -> Any:
+    """Returns a copy of a container with other items."""
+    return jax.tree.unflatten(jax.tree.structure(x, is_leaf=lambda y: y is not x), items)
+
+
+def with_item(x: object, keys: Sequence[Hashable], value: object) -> Any:
+    """Returns a copy of a container with another value at a path of keys."""
+    if not keys:
+        return value
+    first, *rest = keys
+    items = children(x)
+    return with_children(x, [with_item(v, rest, value) if k == first else v for k, v in items])
+
+
+def iter_graph(node: object, /, *, graph: bool | None = None) -> Iterator[tuple[Path, Any]]:
+    """Yields each object and value of a graph once with its path, inner ones first.
+
+    Example:
+        >>> from weft import nnx
+        >>> [path for path, _ in iter_graph({"a": nnx.List([1, nnx.Param(2)])})]
+        [('a', 0), ('a', 1), ('a',), ()]
+    """
+    seen: set[int] = set()
+
+    def walk(x: object, path: Path) -> Iterator[tuple[Path, Any]]:
+        if isinstance(x, Variable | Pytree):
+            if id(x) in seen:
+                return
+            seen.add(id(x))
+        for name, value in children(x):
+            yield from walk(value, (*path, name))
+        yield path, x
+
+    return walk(node, ())
+
+
+def iter_children(node: object, /, *, graph: bool | None = None) -> Iterator[tuple[Hashable, Any]]:
+    """Yields the objects and variables in an object's attributes; `graph` is ignored."""
+    return ((k, v) for k, v in children(node) if isinstance(v, Variable | Pytree))
+
+
+def iter_module_children(
+    node: object, /, *, graph: bool | None = None
+) -> Iterator[tuple[Hashable, Any]]:
+    """Yields the objects, without variables, in an object's attributes; `graph` is ignored."""
+    return ((k, v) for k, v in children(node) if isinstance(v, Pytree))
+
+
+@object_repr.register
+def _(x: Pytree, inside: Enclosing = frozenset()) -> str:
+    if id(x) in inside:
+        return f"{type(x).__name__}(...)"
+    items = [f"{k}={object_repr(v, inside | {id(x)})}" for k, v in vars(x).items() if k != "_info"]
+    return join_lines(f"{type(x).__name__}({_sizes(x)}", items, ")")
+
+
+def _sizes(x: Pytree) -> str:
+    """Returns the sizes of an object's variables by class, as a comment."""
+    values: dict[str, list[object]] = {}
+    for _, node in iter_graph(x):
+        if isinstance(node, Variable):
+            values.setdefault(type(node).__name__, []).append(node._value)
+    if not values:
+        return ""
+    parts = [f"{name}: {size_text(values[name])}" for name in sorted(values)]
+    total = [f"Total: {size_text(values)}"] if len(parts) > 1 else []
+    return " # " + ", ".join(parts + total)

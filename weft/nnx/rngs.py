@@ -16,9 +16,8 @@ import numpy as np
 
 from weft.errors import InvalidRngError, RngStreamNotFoundError
 from weft.nnx.filters import Filter, Path, to_predicate
-from weft.nnx.graph import iter_graph
-from weft.nnx.pytree import Pytree
-from weft.nnx.splitting import clone
+from weft.nnx.pytree import Pytree, iter_graph
+from weft.nnx.split_merge import clone
 from weft.nnx.variables import Variable
 
 
@@ -40,7 +39,7 @@ class RngCount(RngState):
     __slots__ = ()
 
 
-def _as_key(seed: Any, name: str) -> jax.Array:
+def _as_key(seed: object, name: str) -> jax.Array:
     if isinstance(seed, RngStream):
         return seed.key.get_value()
     if isinstance(seed, Variable):
@@ -123,14 +122,13 @@ class RngStream(Draws):
         ((2,), 1)
     """
 
-    def __init__(self, key: Any, *, tag: str = "default"):
+    def __init__(self, key: object, *, tag: str = "default"):
         key = _as_key(key, tag)
         self.tag = tag
         self.key = RngKey(key, tag=tag)
         self.count = RngCount(jnp.zeros(key.shape, jnp.uint32), tag=tag)
 
     def __call__(self) -> jax.Array:
-        """Returns the next key."""
         key, count = self.key.get_value(), self.count.get_value()
         self.count.set_value(count + 1)
         return jax.random.fold_in(key, count)
@@ -146,11 +144,7 @@ class RngStream(Draws):
         return RngStream(jnp.broadcast_to(key, (*shape, *key.shape)), tag=self.tag)
 
     def fork(self, *, split: int | tuple[int, ...] | None = None) -> "RngStream":
-        """Returns an independent stream, from one key of this stream.
-
-        Args:
-            split: sizes of new leading axes with independent streams.
-        """
+        """Returns an independent stream, from one key; `split` has sizes of new leading axes."""
         return RngStream(self(), tag=self.tag) if split is None else self.split(split)
 
 
@@ -171,7 +165,7 @@ class Rngs(Draws):
         ((2,), ())
     """
 
-    def __init__(self, default: Any = None, **rngs: Any):
+    def __init__(self, default: object = None, **rngs: object):
         if isinstance(default, Mapping):
             rngs, default = {**default, **rngs}, None
         given = rngs if default is None else {**rngs, "default": default}
@@ -230,11 +224,7 @@ class Rngs(Draws):
         return self._each(lambda name, stream: _changed(stream, (name,), broadcast=k))
 
     def fork(self, *, split: Sizes | None = None) -> "Rngs":
-        """Returns independent streams, from one key of each stream.
-
-        Args:
-            split: sizes of new leading axes, or sizes by filter.
-        """
+        """Returns independent streams, from one key of each; for `split` see `Rngs.split`."""
         return self._each(lambda name, stream: stream.fork(split=_sizes_of(split, (name,), stream)))
 
     def _each(self, change: Callable[[str, RngStream], RngStream]) -> "Rngs":
@@ -247,7 +237,7 @@ class Rngs(Draws):
 _UNMATCHED: Any = object()
 
 
-def _sizes_of(sizes: Any, path: Path, stream: RngStream, unmatched: Any = None) -> Any:
+def _sizes_of(sizes: object, path: Path, stream: RngStream, unmatched: object = None) -> Any:
     if not isinstance(sizes, Mapping):
         return sizes
     for where, of_stream in sizes.items():
@@ -257,7 +247,11 @@ def _sizes_of(sizes: Any, path: Path, stream: RngStream, unmatched: Any = None) 
 
 
 def _changed(
-    stream: RngStream, path: Path, split: Any = None, broadcast: Any = None, fork: Filter = None
+    stream: RngStream,
+    path: Path,
+    split: object = None,
+    broadcast: object = None,
+    fork: Filter = None,
 ) -> RngStream:
     if (sizes := _sizes_of(split, path, stream)) is not None:
         return stream.split(sizes)
@@ -268,7 +262,7 @@ def _changed(
     return RngStream(stream, tag=stream.tag)
 
 
-def _streams(node: Any, only: Filter) -> list[tuple[Path, RngStream]]:
+def _streams(node: object, only: Filter) -> list[tuple[Path, RngStream]]:
     matches = to_predicate(only)
     return [
         (path, x)
@@ -283,7 +277,7 @@ class Backups(Sequence[tuple[RngStream, Any, Any]]):
     def __init__(self, backups: Sequence[tuple[RngStream, Any, Any]]):
         self.backups = tuple(backups)
 
-    def __getitem__(self, i: Any) -> Any:
+    def __getitem__(self, i: int) -> Any:
         return self.backups[i]
 
     def __len__(self) -> int:
@@ -292,7 +286,7 @@ class Backups(Sequence[tuple[RngStream, Any, Any]]):
     def __enter__(self) -> "Backups":
         return self
 
-    def __exit__(self, *args: Any) -> None:
+    def __exit__(self, *args: object) -> None:
         restore_rngs(self)
 
 
@@ -303,7 +297,7 @@ def restore_rngs(backups: Sequence[tuple[RngStream, Any, Any]], /) -> None:
         stream.count.set_value(count)
 
 
-def _replaced(stream: RngStream, key: jax.Array, before: Any) -> tuple[RngStream, Any, Any]:
+def _replaced(stream: RngStream, key: jax.Array, before: object) -> tuple[RngStream, Any, Any]:
     backup = (stream, before, stream.count.get_value())
     stream.key.set_value(key)
     stream.count.set_value(jnp.zeros(key.shape, jnp.uint32))
@@ -311,7 +305,7 @@ def _replaced(stream: RngStream, key: jax.Array, before: Any) -> tuple[RngStream
 
 
 def split_rngs(
-    node: Any = None,
+    node: object = None,
     /,
     *,
     splits: int | tuple[int, ...],
@@ -358,10 +352,10 @@ def split_rngs(
 
 
 def fork_rngs(
-    node: Any = None,
+    node: object = None,
     /,
     *,
-    split: Any = None,
+    split: object = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
@@ -383,7 +377,7 @@ def fork_rngs(
 def _for_the_call(change: Callable[[Any], Backups]) -> Callable[..., Any]:
     def decorator(f: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(f)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             with change((args, kwargs)):
                 return f(*args, **kwargs)
 
@@ -393,12 +387,12 @@ def _for_the_call(change: Callable[[Any], Backups]) -> Callable[..., Any]:
 
 
 def reseed(
-    node: Any,
+    node: object,
     /,
     *,
     graph: bool | None = None,
     policy: str | Callable[[Path, jax.Array, tuple[int, ...]], jax.Array] = "scalars_only",
-    **stream_keys: Any,
+    **stream_keys: object,
 ) -> None:
     """Sets new keys of PRNG streams in an object, and restarts their counts.
 
@@ -439,7 +433,7 @@ def reseed(
 
 
 def with_rngs(
-    node: Any = None,
+    node: object = None,
     /,
     *,
     split: Sizes | None = None,
@@ -469,7 +463,7 @@ def with_rngs(
 
         def decorator(f: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(f)
-            def call(*args: Any, **kwargs: Any) -> Any:
+            def call(*args: object, **kwargs: object) -> Any:
                 args, kwargs = with_rngs((args, kwargs), **options)
                 return f(*args, **kwargs)
 

@@ -2,13 +2,19 @@
 
 A setting is a stack of values per thread; the last one is current. It is part of the cache key of
 `jax.jit`, so functions are recompiled when it changes.
+
+Settings choose between two semantics of objects. As *graphs* (the default), objects may be shared
+and cyclic, and all changes in a function are visible outside: values, references, static
+attributes. As *trees*, nothing is shared, and only the values of variables come back.
+`graph_updates=False` allows shared input references, and brings back values only. The mode is fixed
+when a function is transformed.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypedDict
 
 import jax
 
@@ -31,11 +37,11 @@ class Setting:
     _context: ClassVar[Any]
     _default: ClassVar[Any]
 
-    def __init_subclass__(cls, *, default: Any, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, default: object, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         cls._context, cls._default = jax.make_user_context(()), default
 
-    def __init__(self, value: Any, /):
+    def __init__(self, value: object, /):
         self.value = value
         self._before: tuple[Any, ...] | None = self._context.value
         self._entered: list[Any] = []
@@ -71,15 +77,63 @@ class Setting:
         self._entered[-1].__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._entered.pop().__exit__(*error)
 
     def __call__(self, f: Callable[..., Any]) -> Callable[..., Any]:
         self._undo()
 
         @functools.wraps(f)
-        def under_it(*args: Any, **kwargs: Any) -> Any:
+        def under_it(*args: object, **kwargs: object) -> Any:
             with self._on_top():
                 return f(*args, **kwargs)
 
         return under_it
+
+
+class _BooleanSetting(Setting, default=True):
+    def __init__(self, value: object, /):
+        super().__init__(bool(value))
+
+    @classmethod
+    def current_value(cls) -> bool:
+        """Returns the value in this thread."""
+        return cls.current()
+
+
+class set_graph_mode(_BooleanSetting, default=True):
+    """Sets whether objects cross transformations as graphs by default.
+
+    Args:
+        value: True for graphs, False for trees; the default of `graph=`. It applies to this thread
+            from now on, or within a context or decorated function.
+
+    Example:
+        >>> with set_graph_mode(False):
+        ...     set_graph_mode.current_value()
+        False
+    """
+
+
+class set_graph_updates(_BooleanSetting, default=True):
+    """Sets whether transformations bring back changes of references and static attributes.
+
+    Args:
+        value: the default of `graph_updates=`; for its scope see `set_graph_mode`.
+    """
+
+
+class GraphOptions(TypedDict, total=False):
+    """Semantics of objects in one transformed function; None for the setting."""
+
+    graph: bool | None
+    graph_updates: bool | None
+
+
+def resolve_graph_options(
+    graph: bool | None = None, graph_updates: bool | None = None
+) -> tuple[bool, bool]:
+    """Returns whether objects may be shared, and whether changes of structure come back."""
+    references = set_graph_mode.current() if graph is None else bool(graph)
+    updates = set_graph_updates.current() if graph_updates is None else bool(graph_updates)
+    return references, references and updates

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from weft.core.layout import AnyMesh, axes_of, get_global_mesh
 from weft.core.meta import PARTITION_NAME, Partitioned
-from weft.core.spmd import logical_axis_rules, without_format
+from weft.core.spmd import AnyMesh, axes_of, get_global_mesh, logical_axis_rules, without_format
 from weft.errors import (
     AxisMetadataError,
     LogicalAxisError,
@@ -25,19 +24,19 @@ from weft.errors import (
     VariableArgumentError,
 )
 from weft.nnx.eager_sharding import (
-    abstractly_laid_out,
-    is_laid_out,
-    layout_of,
+    abstract_value,
+    is_eagerly_sharded,
     mesh_of,
+    pspec_of,
     use_eager_sharding,
     using_eager_sharding,
-    with_abstract_layouts,
+    with_abstract_shardings,
 )
-from weft.nnx.graph import GraphDef, is_array, take_apart
-from weft.nnx.initial_metadata import with_metadata
-from weft.nnx.splitting import split
+from weft.nnx.graph import GraphDef, flatten_graph
+from weft.nnx.pytree import is_array
+from weft.nnx.split_merge import split
 from weft.nnx.state import State
-from weft.nnx.variables import Variable
+from weft.nnx.variables import Variable, with_metadata
 
 A = TypeVar("A")
 
@@ -55,7 +54,7 @@ __all__ = [
     "with_partitioning",
 ]
 
-_LEFT = {
+_REMOVED_AXES = {
     "out_sharding": "axes_that_left",
     "optimizer_sharding": "optimizer_axes_that_left",
 }
@@ -66,7 +65,7 @@ def with_partitioning(
     initializer: Callable[..., Any],
     sharding: tuple[Any, ...],
     mesh: Mesh | None = None,
-    **metadata: Any,
+    **metadata: object,
 ) -> Callable[..., Any]:
     """Returns an initializer whose values become variables with a layout.
 
@@ -84,13 +83,13 @@ def with_partitioning(
     return with_metadata(initializer, out_sharding=sharding, mesh=mesh, **metadata)
 
 
-def _is_variable(x: Any) -> bool:
+def _is_variable(x: object) -> bool:
     return isinstance(x, Variable)
 
 
-def _layouts(make: Callable[[PartitionSpec, Any], Any], tree: Any) -> Any:
-    def at(path: Any, x: Any) -> Any:
-        def plain(value: Any) -> Any:
+def _map_shardings(make: Callable[[PartitionSpec, Any], Any], tree: Any) -> Any:
+    def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
+        def plain(value: object) -> Any:
             is_kept = is_array(value) or isinstance(value, jax.Ref)
             return make(PartitionSpec(), path) if is_kept else None
 
@@ -102,29 +101,29 @@ def _layouts(make: Callable[[PartitionSpec, Any], Any], tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(at, tree, is_leaf=_is_variable)
 
 
-def _pspec_at(path: Any, variable: Variable[Any]) -> PartitionSpec | None:
+def _pspec_at(path: jax.tree_util.KeyPath, variable: Variable[Any]) -> PartitionSpec | None:
     try:
-        return layout_of(variable._metadata)
+        return pspec_of(variable._metadata)
     except LogicalAxisError as error:
-        raise LogicalAxisError(f"the layout of {_shown(path)!r}: {error}") from None
+        raise LogicalAxisError(f"the layout of {_path_text(path)!r}: {error}") from None
 
 
-def _shown(path: Any) -> str:
+def _path_text(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _sharding(mesh: AnyMesh, spec: PartitionSpec, path: Any) -> NamedSharding:
+def _sharding(mesh: AnyMesh, spec: PartitionSpec, path: jax.tree_util.KeyPath) -> NamedSharding:
     unknown = {name for entry in spec for name in axes_of(entry)}.difference(mesh.axis_names)
     if unknown:
         raise MeshError(
-            f"{_shown(path)!r} has the layout {spec}, and the mesh has the axes "
+            f"{_path_text(path)!r} has the layout {spec}, and the mesh has the axes "
             f"{', '.join(map(repr, mesh.axis_names))}; use one of those, or None, or enter "
             "logical_axis_rules that map logical names to mesh axes."
         )
     return NamedSharding(mesh, spec)
 
 
-def get_partition_spec(tree: Any) -> Any:
+def get_partition_spec(tree: object) -> Any:
     """Returns a tree of variables with a `PartitionSpec` in place of each value.
 
     It is `out_sharding` after `sharding_rules` and `logical_axis_rules`; empty for an array without
@@ -141,10 +140,10 @@ def get_partition_spec(tree: Any) -> Any:
         ...     get_partition_spec(nnx.State({"w": w})).w.get_value()
         P('data',)
     """
-    return _layouts(lambda spec, _: spec, tree)
+    return _map_shardings(lambda spec, _: spec, tree)
 
 
-def get_named_sharding(tree: Any, mesh: AnyMesh) -> Any:
+def get_named_sharding(tree: object, mesh: AnyMesh) -> Any:
     """Returns the layouts of a tree of variables as `NamedSharding`s; see `get_partition_spec`.
 
     Raises:
@@ -162,7 +161,7 @@ def get_named_sharding(tree: Any, mesh: AnyMesh) -> Any:
         raise VariableArgumentError(
             f"get_named_sharding was given {mesh!r} for the mesh; give a jax.sharding.Mesh."
         )
-    return _layouts(functools.partial(_sharding, mesh), tree)
+    return _map_shardings(functools.partial(_sharding, mesh), tree)
 
 
 def abstract_with_sharding(tree: A, graph: bool | None = None) -> A:
@@ -187,45 +186,47 @@ def abstract_with_sharding(tree: A, graph: bool | None = None) -> A:
         P('data',)
     """
 
-    def at(path: Any, x: Any) -> Any:
+    def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
         spec = _pspec_at(path, x) if _is_variable(x) else None
         if spec is None:
             return x
         mesh = mesh_of(x._metadata)
         if mesh is None:
             raise NoMeshError(
-                f"{_shown(path)!r} has the layout {spec}, and there is no mesh; enter "
+                f"{_path_text(path)!r} has the layout {spec}, and there is no mesh; enter "
                 "jax.set_mesh(mesh), or give the variable mesh=mesh."
             )
-        return _laid(x, mesh, spec, path, keep=True)
+        return _with_sharding(x, mesh, spec, path, keep=True)
 
     return jax.tree_util.tree_map_with_path(at, tree, is_leaf=_is_variable)
 
 
-def _laid(x: Any, mesh: AnyMesh, spec: PartitionSpec, path: Any, keep: bool = False) -> Any:
+def _with_sharding(
+    x: Any, mesh: AnyMesh, spec: PartitionSpec, path: jax.tree_util.KeyPath, keep: bool = False
+) -> Any:
     """Adds a layout to an abstract value or variable; with `keep`, only if it has none."""
 
-    def laid(value: Any) -> Any:
+    def laid(value: object) -> Any:
         if not isinstance(value, jax.ShapeDtypeStruct) or (keep and value.sharding is not None):
             return value
         try:
-            return abstractly_laid_out(value, spec, mesh)
+            return abstract_value(value, spec, mesh)
         except MeshError as error:
-            raise MeshError(f"the layout of {_shown(path)!r}: {error}") from None
+            raise MeshError(f"the layout of {_path_text(path)!r}: {error}") from None
 
     return x.copy(jax.tree.map(laid, x._value)) if _is_variable(x) else laid(x)
 
 
-def lay_out_shapes(tree: Any) -> None:
+def shard_shapes(tree: object) -> None:
     """Adds layouts to shapes in variables, in place, where a mesh is known."""
     is_mesh_set = get_global_mesh() is not None
-    for x in take_apart(tree).objects:
+    for x in flatten_graph(tree).objects:
         if (
             isinstance(x, Variable)
             and (is_mesh_set or x._metadata)  # else there is no mesh
-            and is_laid_out(x._metadata)
+            and is_eagerly_sharded(x._metadata)
         ):
-            value = with_abstract_layouts(x._value, x._metadata)
+            value = with_abstract_shardings(x._value, x._metadata)
             x.set_raw_value(value, _unsafe_bypass_check=True)
 
 
@@ -259,9 +260,9 @@ def get_abstract_model(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         state = jax.eval_shape(parts)
 
-    def at(path: Any, x: Any) -> Any:
+    def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
         spec = _pspec_at(path, x) if _is_variable(x) else None
-        return _laid(x, mesh, spec or PartitionSpec(), path)
+        return _with_sharding(x, mesh, spec or PartitionSpec(), path)
 
     state = jax.tree_util.tree_map_with_path(at, state, is_leaf=_is_variable)
     return kept[0], state
@@ -290,7 +291,7 @@ def add_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
         >>> add_axis(w, 0, {PARTITION_NAME: "layers"}).sharding_names
         ('layers', None, 'model')
     """
-    return _told(_add, tree, index, transform_metadata)
+    return _update_axes(_add, tree, index, transform_metadata)
 
 
 def remove_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
@@ -306,32 +307,36 @@ def remove_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A
         AxisMetadataError: if the metadata has no such axis.
         TraceContextError: if a variable belongs to another trace.
     """
-    return _told(_remove, tree, index, transform_metadata)
+    return _update_axes(_remove, tree, index, transform_metadata)
 
 
 def name_next_axis(variable: Variable[Any], name: str | None) -> None:
     """Sets the name of the axis that `add_axis` without a name adds next."""
     metadata = variable._metadata
-    layouts = [layout for layout in _LEFT if metadata.get(layout) is not None]
-    _change(variable, {_LEFT[x]: (*metadata.get(_LEFT[x], ()), name) for x in layouts})
+    layouts = [layout for layout in _REMOVED_AXES if metadata.get(layout) is not None]
+    _change(
+        variable, {_REMOVED_AXES[x]: (*metadata.get(_REMOVED_AXES[x], ()), name) for x in layouts}
+    )
 
 
-def knows_axes(variable: Variable[Any]) -> bool:
+def has_axis_metadata(variable: Variable[Any]) -> bool:
     """Returns whether a variable has metadata or a method that a new axis may affect."""
     cls = type(variable)
     is_plain = cls.add_axis is Variable.add_axis and cls.remove_axis is Variable.remove_axis
     return bool(variable._metadata) or not is_plain
 
 
-def _told(change: Callable[..., Any], tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
+def _update_axes(
+    change: Callable[..., Any], tree: object, index: int, params: Mapping[Any, Any]
+) -> Any:
     if _is_variable(tree):
         return change(tree, index, params)
 
-    def at(path: Any, x: Any) -> Any:
+    def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
         try:
             return change(x, index, params) if _is_variable(x) else x
         except AxisMetadataError as error:
-            error.path = "/".join(part for part in (_shown(path), error.path) if part)
+            error.path = "/".join(part for part in (_path_text(path), error.path) if part)
             raise
 
     return jax.tree_util.tree_map_with_path(at, tree, is_leaf=_is_variable)
@@ -340,9 +345,9 @@ def _told(change: Callable[..., Any], tree: Any, index: int, params: Mapping[Any
 def _add(variable: Variable[Any], index: int, params: Mapping[Any, Any]) -> Variable[Any]:
     changed: dict[str, Any] = {}
     for entry, axis in _entries(variable, params):
-        left = variable._metadata.get(_LEFT.get(entry), ())
-        if entry in _LEFT and axis is None and PARTITION_NAME not in params and left:
-            axis, changed[_LEFT[entry]] = left[-1], left[:-1]
+        left = variable._metadata.get(_REMOVED_AXES.get(entry), ())
+        if entry in _REMOVED_AXES and axis is None and PARTITION_NAME not in params and left:
+            axis, changed[_REMOVED_AXES[entry]] = left[-1], left[:-1]
         changed[entry] = _renamed(variable, entry, "add_axis", index, axis)
     _change(variable, changed)
     variable.add_axis(index, params.get(PARTITION_NAME))
@@ -352,11 +357,11 @@ def _add(variable: Variable[Any], index: int, params: Mapping[Any, Any]) -> Vari
 def _remove(variable: Variable[Any], index: int, params: Mapping[Any, Any]) -> Variable[Any]:
     changed: dict[str, Any] = {}
     for entry, axis in _entries(variable, params):
-        if entry in _LEFT and axis is None and PARTITION_NAME not in params:
-            left = variable._metadata.get(_LEFT[entry], ())
+        if entry in _REMOVED_AXES and axis is None and PARTITION_NAME not in params:
+            left = variable._metadata.get(_REMOVED_AXES[entry], ())
             names = tuple(_spec(variable._metadata[entry]))
             axis = names[index] if -len(names) <= index < len(names) else None
-            changed[_LEFT[entry]] = (*left, axis)
+            changed[_REMOVED_AXES[entry]] = (*left, axis)
         changed[entry] = _renamed(variable, entry, "remove_axis", index, axis)
     _change(variable, changed)
     variable.remove_axis(index, params.get(PARTITION_NAME))
@@ -367,18 +372,18 @@ def _entries(variable: Variable[Any], params: Mapping[Any, Any]) -> list[tuple[s
     """Returns the metadata with an entry per axis, and each one's entry of the axis in question."""
     metadata = variable._metadata
     found = [(k, v) for k, v in params.items() if isinstance(metadata.get(k), tuple)]
-    for layout in _LEFT:
+    for layout in _REMOVED_AXES:
         if metadata.get(layout) is not None and layout not in params:
             found.append((layout, params.get(PARTITION_NAME)))
     return found
 
 
-def _spec(layout: Any) -> Any:
+def _spec(layout: object) -> Any:
     layout = without_format(layout)
     return layout.spec if isinstance(layout, NamedSharding) else layout
 
 
-def _renamed(variable: Variable[Any], entry: str, change: str, index: int, axis: Any) -> Any:
+def _renamed(variable: Variable[Any], entry: str, change: str, index: int, axis: object) -> Any:
     layout = without_format(variable._metadata[entry])  # the memory order refers to other axes
     box = Partitioned(variable._value, tuple(_spec(layout)))
     names = getattr(box, change)(index, {PARTITION_NAME: axis}).names
@@ -390,5 +395,5 @@ def _renamed(variable: Variable[Any], entry: str, change: str, index: int, axis:
 def _change(variable: Variable[Any], changed: dict[str, Any]) -> None:
     if changed:
         metadata = {**variable._metadata, **changed}
-        done = [left for left in _LEFT.values() if metadata.get(left) == ()]
+        done = [left for left in _REMOVED_AXES.values() if metadata.get(left) == ()]
         variable.set_metadata({k: v for k, v in metadata.items() if k not in done})

@@ -6,13 +6,22 @@ can be split by filters, merged, and converted to dicts of plain values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+)
 from typing import Any
 
 import jax
 
 from weft.errors import StateFilterError, StatePathError
-from weft.nnx.filters import Filter, Path, grouped, shown_filters
+from weft.nnx.display import Enclosing, mapping_repr, object_repr
+from weft.nnx.filters import Filter, Path, filters_text, grouped
 from weft.nnx.variables import Variable
 
 
@@ -50,7 +59,7 @@ class State(MutableMapping[Hashable, Any]):
         value = self._mapping[key]
         return State(value, _copy=False) if isinstance(value, dict) else value
 
-    def __setitem__(self, key: Hashable, value: Any) -> None:
+    def __setitem__(self, key: Hashable, value: object) -> None:
         is_nested = isinstance(value, State | dict)
         self._mapping[key] = _plain(value) if is_nested else value
 
@@ -65,7 +74,7 @@ class State(MutableMapping[Hashable, Any]):
         except StatePathError as error:
             raise AttributeError(str(error)) from None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self[name] = value
 
     def __delattr__(self, name: str) -> None:
@@ -87,9 +96,7 @@ class State(MutableMapping[Hashable, Any]):
         return from_flat_state((p, v) for p, v in self.flat_state() if p not in gone)
 
     def __repr__(self) -> str:
-        from weft.nnx.display import shown
-
-        return shown(self)
+        return object_repr(self)
 
     def __reduce__(self) -> Any:
         return State, (self._mapping,)
@@ -102,7 +109,7 @@ class State(MutableMapping[Hashable, Any]):
         return to_flat_state(self)
 
     @classmethod
-    def from_flat_path(cls, flat_state: Any) -> "State":
+    def from_flat_path(cls, flat_state: object) -> "State":
         """Builds a state from paths and values."""
         return from_flat_state(flat_state)
 
@@ -113,7 +120,7 @@ class State(MutableMapping[Hashable, Any]):
         return filter_state(self, first, *filters)
 
     @classmethod
-    def merge(cls, state: Any, /, *states: Any) -> "State":
+    def merge(cls, state: object, /, *states: object) -> "State":
         return merge_state(state, *states)
 
     def to_pure_dict(self, extract_fn: Callable[[Any], Any] | None = None) -> dict[Hashable, Any]:
@@ -125,12 +132,17 @@ class State(MutableMapping[Hashable, Any]):
         replace_by_pure_dict(self, pure_dict, replace_fn)
 
 
-def shown_path(path: Path) -> str:
+@object_repr.register
+def _(x: State, inside: Enclosing = frozenset()) -> str:
+    return mapping_repr(type(x).__name__, x.items(), inside)
+
+
+def path_text(path: Path) -> str:
     """Returns a path as text."""
     return "/".join(map(str, path))
 
 
-def _plain(nested: Any) -> Any:
+def _plain(nested: State | dict[Hashable, Any]) -> Any:
     if isinstance(nested, State):
         nested = nested._mapping
     return {k: _plain(v) if isinstance(v, State | dict) else v for k, v in nested.items()}
@@ -249,7 +261,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def to_flat_state(state: Any) -> FlatState:
+def to_flat_state(state: object) -> FlatState:
     """Returns a state as paths and values; a bare variable or value has the empty path.
 
     Example:
@@ -258,7 +270,7 @@ def to_flat_state(state: Any) -> FlatState:
     """
     items: list[tuple[Path, Any]] = []
 
-    def walk(nested: Any, path: Path) -> None:
+    def walk(nested: Mapping[Hashable, Any], path: Path) -> None:
         for key, value in nested.items():
             if isinstance(value, State | dict):
                 walk(value._mapping if isinstance(value, State) else value, (*path, key))
@@ -288,7 +300,7 @@ def from_flat_state(flat_state: Any, *, cls: type[State] = State) -> State:
             at = at.setdefault(part, {})
             if not isinstance(at, dict):
                 raise StatePathError(
-                    f"{shown_path(path)!r} leads through {part!r}, which is a value; "
+                    f"{path_text(path)!r} leads through {part!r}, which is a value; "
                     "a path has a value or further paths."
                 )
         at[last] = value
@@ -299,15 +311,15 @@ def _split(flat: FlatState, filters: tuple[Filter, ...]) -> list[FlatState]:
     groups, rest = grouped(flat, filters)
     if rest:
         raise StateFilterError(
-            f"no filter matches {shown_path(rest[0][0])!r}"
+            f"no filter matches {path_text(rest[0][0])!r}"
             + (f" and {len(rest) - 1} more" if len(rest) > 1 else "")
-            + f", a {type(rest[0][1]).__name__}; the filters are {shown_filters(filters)}; "
+            + f", a {type(rest[0][1]).__name__}; the filters are {filters_text(filters)}; "
             "add `...` as the last."
         )
     return [FlatState(group, sort=False) for group in groups]
 
 
-def split_state(state: Any, first: Filter, /, *filters: Filter) -> Any:
+def split_state(state: object, first: Filter, /, *filters: Filter) -> Any:
     """Splits a state into one state per filter; a value goes to the first filter that matches.
 
     Raises:
@@ -324,28 +336,30 @@ def split_state(state: Any, first: Filter, /, *filters: Filter) -> Any:
     return groups[0] if not filters else tuple(groups)
 
 
-def filter_state(state: Any, first: Filter, /, *filters: Filter) -> Any:
+def filter_state(state: object, first: Filter, /, *filters: Filter) -> Any:
     """Splits like `split_state`, and omits unmatched values."""
     groups, _ = grouped(to_flat_state(state), (first, *filters))
     states = [from_flat_state(group) for group in groups]
     return states[0] if not filters else tuple(states)
 
 
-def merge_state(state: Any, /, *states: Any, cls: type[State] = State) -> State:
+def merge_state(state: object, /, *states: object, cls: type[State] = State) -> State:
     """Merges states into one of class `cls`; later ones replace earlier ones."""
     return from_flat_state(FlatState.merge(*map(to_flat_state, (state, *states))), cls=cls)
 
 
-def map_state(f: Callable[[Path, Any], Any], state: Any) -> State:
+def map_state(f: Callable[[Path, Any], Any], state: object) -> State:
     """Returns a state with `f(path, value)` in place of each value."""
     return from_flat_state((path, f(path, value)) for path, value in to_flat_state(state))
 
 
-def _value(x: Any) -> Any:
+def _value(x: object) -> Any:
     return x.get_value() if isinstance(x, Variable) else x
 
 
-def to_pure_dict(state: Any, extract_fn: Callable[[Any], Any] | None = None) -> dict[Hashable, Any]:
+def to_pure_dict(
+    state: object, extract_fn: Callable[[Any], Any] | None = None
+) -> dict[Hashable, Any]:
     """Converts a state to nested dicts of its values, or of `extract_fn(variable or array)`."""
     extract = extract_fn or _value
     return _plain(map_state(lambda _, x: extract(x), state))
@@ -365,7 +379,7 @@ def replace_by_pure_dict(
         StatePathError: if the state lacks a path of the dicts.
     """
 
-    def replaced(x: Any, value: Any) -> Any:
+    def replaced(x: object, value: object) -> Any:
         return x.replace(value) if isinstance(x, Variable) else value
 
     replace = replace_fn or replaced
@@ -373,7 +387,7 @@ def replace_by_pure_dict(
     for path, value in to_flat_state(restore_int_paths(pure_dict, there)):
         if path not in there:
             raise StatePathError(
-                f"the state has nothing at {shown_path(path)!r}, which the dict has; "
+                f"the state has nothing at {path_text(path)!r}, which the dict has; "
                 "remove it from the dict."
             )
         at = state._mapping if isinstance(state, State) else state
@@ -382,7 +396,9 @@ def replace_by_pure_dict(
         at[path[-1]] = replace(there[path], value)
 
 
-def restore_int_paths(pure_dict: Mapping[Hashable, Any], paths: Any = ()) -> dict[Hashable, Any]:
+def restore_int_paths(
+    pure_dict: Mapping[Hashable, Any], paths: Collection[Path] = ()
+) -> dict[Hashable, Any]:
     """Converts string keys such as "0", except at `paths`, back to integers after file reads."""
 
     def restored(path: Path) -> Path:

@@ -12,15 +12,14 @@ from typing import Any
 
 import jax
 
-from weft.core import tables
+from weft.core import tabulate as tables
 from weft.core.meta import Partitioned
 from weft.errors import GraphStructureError, ModuleAttributeNotFoundError
 from weft.nnx.filters import Path
-from weft.nnx.graph import iter_graph
-from weft.nnx.observing import class_of, modules_of, observe
-from weft.nnx.pytree import Pytree
+from weft.nnx.intercept import intercept_calls, iter_objects, original_class
+from weft.nnx.pytree import Pytree, iter_graph
 from weft.nnx.rngs import Rngs, RngStream
-from weft.nnx.splitting import merge, split
+from weft.nnx.split_merge import merge, split
 from weft.nnx.variables import Variable
 
 _PLACE = "_place"
@@ -85,8 +84,8 @@ def without_streams(call: CallInfo) -> bool:
 
 
 def tabulate(
-    obj: Any,
-    *input_args: Any,
+    obj: object,
+    *input_args: object,
     depth: int | None = None,
     method: str = "__call__",
     row_filter: Callable[[CallInfo], bool] = without_streams,
@@ -95,7 +94,7 @@ def tabulate(
     console_kwargs: Mapping[str, Any] = {},
     compute_flops: bool = False,
     compute_vjp_flops: bool = False,
-    **input_kwargs: Any,
+    **input_kwargs: object,
 ) -> str:
     """Returns a table of a model's modules with one row per method, for its first call.
 
@@ -133,9 +132,9 @@ def tabulate(
             f"{type(obj).__name__} has no method {method!r} to tabulate; give its name as method=."
         )
     counts = ["flops"] * compute_flops + ["vjp_flops"] * compute_vjp_flops
-    run = _Run(counts, {path: id(x) for path, x in modules_of(obj)})
+    run = _Run(counts, {path: id(x) for path, x in iter_objects(obj)})
     _call_abstractly(obj, method, input_args, input_kwargs, run)
-    there, kinds = dict(modules_of(obj)), sorted(_by_kind(obj))
+    there, kinds = dict(iter_objects(obj)), sorted(_by_kind(obj))
     rows = [
         _row(call, there[path], kinds, counts)
         for path, call in run.calls
@@ -143,28 +142,28 @@ def tabulate(
     ]
     names = ["path", "type", "inputs", "outputs", *counts, *kinds]
     totals = _by_kind(obj)
-    footers = [""] * (3 + len(counts)) + ["Total", *(tables.size(totals[k]) for k in kinds)]
+    footers = [""] * (3 + len(counts)) + ["Total", *(tables.format_size(totals[k]) for k in kinds)]
     options = {
         "title": f"{type(obj).__name__} Summary",
-        "caption": f"\nTotal Parameters: {tables.size(totals)}",
+        "caption": f"\nTotal Parameters: {tables.format_size(totals)}",
         **table_kwargs,
     }
-    return tables.drawn(names, rows, footers, options, column_kwargs, console_kwargs)
+    return tables.render_table(names, rows, footers, options, column_kwargs, console_kwargs)
 
 
 def _call_abstractly(
     obj: Pytree, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: _Run
 ) -> None:
     graphdef, state = split(obj)
-    arrays, fill = tables.filled((state, args, kwargs))
+    arrays, fill = tables.split_arrays((state, args, kwargs))
 
     def call(arrays: list[Any]) -> Any:
         state, args, kwargs = fill(arrays)
         copy = merge(graphdef, state, copy=True)
-        for path, x in list(modules_of(copy)):
+        for path, x in list(iter_objects(copy)):
             # Unique per run: calls compiled in an earlier run would not be recorded again.
             vars(x)[_PLACE] = (run.token, path)
-            observe(x, _note)
+            intercept_calls(x, _note)
         getattr(copy, method)(*args, **kwargs)
 
     _RUNS.open.append(run)
@@ -175,7 +174,7 @@ def _call_abstractly(
 
 
 def _note(
-    x: Any, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    x: object, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Records the first call of each method, except calls by the object itself."""
     run = _RUNS.open[-1] if _RUNS.open else None
@@ -183,12 +182,12 @@ def _note(
     if run is None or path is None or run.open[-1:] == [path]:
         return method(*args, **kwargs)
     where = path if name == "__call__" else (*path, name)
-    before = tables.abstract(split(x)) if run.counts else ()
+    before = tables.to_shapes(split(x)) if run.counts else ()
     call = None
     if where not in run.seen:
         run.seen.add(where)
-        inputs = tables.text_of_inputs(*tables.abstract((args, kwargs))) if args or kwargs else ""
-        call = CallInfo(run.ids[path], len(run.calls), class_of(x), where, inputs, None)
+        inputs = tables.format_inputs(*tables.to_shapes((args, kwargs))) if args or kwargs else ""
+        call = CallInfo(run.ids[path], len(run.calls), original_class(x), where, inputs, None)
         run.calls.append((path, call))
     run.open.append(path)
     try:
@@ -196,7 +195,7 @@ def _note(
     finally:
         run.open.pop()
     if call is not None:
-        call.outputs = tables.abstract(result)
+        call.outputs = tables.to_shapes(result)
         # Afterwards: functions compiled here earlier would hide their calls.
         for count in run.counts:
             setattr(call, count, _flops(before, name, args, kwargs, count == "vjp_flops"))
@@ -207,7 +206,7 @@ def _flops(
     before: tuple[Any, ...], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], vjp: bool
 ) -> int:
     graphdef, state = before
-    arrays, fill = tables.filled(tables.abstract((state, args, kwargs)))
+    arrays, fill = tables.split_arrays(tables.to_shapes((state, args, kwargs)))
 
     def run(arrays: list[Any]) -> Any:
         state, args, kwargs = fill(arrays)
@@ -228,19 +227,26 @@ def _row(call: CallInfo, x: Pytree, kinds: list[str], counts: list[str]) -> list
     below = _by_kind(x)
     cells = []
     for kind in kinds:
-        lines = tables.text(own[kind]) + "\n\n" if kind in own else ""
-        cells.append(lines + tables.size(below[kind]) if kind in below else "")
+        lines = tables.format_tree(own[kind]) + "\n\n" if kind in own else ""
+        cells.append(lines + tables.format_size(below[kind]) if kind in below else "")
     flops = [str(getattr(call, count)) for count in counts]
     path = "/".join(map(str, call.path))
-    return [path, call.type.__name__, call.inputs_repr, tables.text(call.outputs), *flops, *cells]
+    return [
+        path,
+        call.type.__name__,
+        call.inputs_repr,
+        tables.format_tree(call.outputs),
+        *flops,
+        *cells,
+    ]
 
 
 def _with_layout(variable: Variable[Any]) -> Any:
-    names, value = variable.sharding_names, tables.abstract(variable.get_raw_value())
+    names, value = variable.sharding_names, tables.to_shapes(variable.get_raw_value())
     return Partitioned(value, names) if isinstance(names, tuple) and names else value
 
 
-def _by_kind(x: Any) -> dict[str, list[Any]]:
+def _by_kind(x: object) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for _, variable in iter_graph(x):
         if isinstance(variable, Variable):

@@ -2,17 +2,19 @@
 
 A variable is a box that modules share and transformations track. Its value is an array or any
 pytree; its class states its purpose (`Param`, `BatchStat`, `Cache` ...), and metadata more, such as
-its sharding. Operators apply to its value.
+its sharding. Operators apply to its value. The names of the classes are Linen's collections.
 """
 
 from __future__ import annotations
 
 import builtins
 import copy
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +29,10 @@ from weft.errors import (
     VariableOperationError,
     VariableTypeError,
 )
-from weft.nnx.eager_sharding import laid_out, named_layout
-from weft.nnx.initial_metadata import HOOKS, VariableMetadata
-from weft.nnx.naming import changed_elsewhere, origin
-from weft.nnx.recording import RECORDING
-from weft.nnx.references import held, held_at_first, with_defaults, write
-from weft.nnx.structure import EPOCH, Fixed
+from weft.nnx.display import Enclosing, join_lines, object_repr, size_text, value_repr
+from weft.nnx.eager_sharding import shard_new_value, with_out_sharding
+from weft.nnx.refs import initial_ref, to_ref, with_var_defaults, write_ref
+from weft.nnx.versions import RECORDING, STRUCTURE_VERSION, StaticValue, foreign_trace_error, origin
 
 A = TypeVar("A")
 V = TypeVar("V", bound="Variable[Any]")
@@ -40,7 +40,7 @@ _MISSING: Any = object()
 _ARRAYS = (jax.Array, np.ndarray)
 
 
-def _called(hooks: Any, variable: "Variable[Any]", *args: Any) -> Any:
+def _call_hooks(hooks: Any, variable: "Variable[Any]", *args: Any) -> Any:
     *first, value = args
     for hook in hooks if isinstance(hooks, tuple | list) else (hooks,):
         value = hook(variable, *first, value)
@@ -48,7 +48,7 @@ def _called(hooks: Any, variable: "Variable[Any]", *args: Any) -> Any:
 
 
 class Variable(Generic[A]):
-    """Value held by reference.
+    """Value to_ref by reference.
 
     Args:
         value: array, or any pytree.
@@ -56,7 +56,7 @@ class Variable(Generic[A]):
             functions, of the variable and a value that return a replacement; subclasses can define
             them as methods. String filters compare `tag`; `mutable=False` makes the value
             immutable; `out_sharding` shards it (`weft.nnx.eager_sharding`); `ref=True` holds it in
-            a `jax.Ref` (`weft.nnx.references`).
+            a `jax.Ref` (`weft.nnx.refs`).
 
     Raises:
         NoMeshError: if the value has a layout, and there is no mesh.
@@ -83,23 +83,23 @@ class Variable(Generic[A]):
             metadata, value = {**metadata, **value.entries()}, value.raw_value
         if self._hooks:
             metadata = {**self._hooks, **metadata}
-        given, metadata = metadata, with_defaults(metadata)
+        given, metadata = metadata, with_var_defaults(metadata)
         if metadata:
-            metadata = named_layout(metadata, type(self).__name__)
+            metadata = with_out_sharding(metadata, type(self).__name__)
         set_(self, "_metadata", metadata)
         set_(self, "_trace", current_trace())
         set_(self, "_origin", origin())
         set_(self, "_watched", False)
         if "on_create_value" in metadata:
-            value = _called(metadata["on_create_value"], self, value)
+            value = _call_hooks(metadata["on_create_value"], self, value)
         value = self.create_value(value)
         if metadata or type(value) is jax.Ref:
-            value = _as_asked(value, metadata, given, type(self).__name__)
+            value = _initial_value(value, metadata, given, type(self).__name__)
         set_(self, "_value", value)
         if (recording := RECORDING.now) is not None:
             recording.note(self, value)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         own = {name: vars(cls)[name] for name in HOOKS if name in vars(cls)}
         if own:
@@ -129,7 +129,7 @@ class Variable(Generic[A]):
 
     @property
     def ref(self) -> bool:
-        """True if the value should be held in a `jax.Ref` (`weft.nnx.references`)."""
+        """True if the value should be to_ref in a `jax.Ref` (`weft.nnx.refs`)."""
         return bool(self._metadata.get("ref"))
 
     @property
@@ -141,22 +141,18 @@ class Variable(Generic[A]):
         """Returns the initial value; a hook for subclasses."""
         return value
 
-    def get_value(self, *, index: Any = _MISSING) -> A:
+    def get_value(self, *, index: object = _MISSING) -> A:
         """Returns the value, or the part at `index`; subclasses may override it, for all reads."""
         value, metadata = self._value, self._metadata
         if metadata:
             if "ref" in metadata or "hijax" in metadata:
                 value = _read(value)
             if "on_get_value" in metadata:
-                value = _called(metadata["on_get_value"], self, value)
+                value = _call_hooks(metadata["on_get_value"], self, value)
         return value if index is _MISSING or index is ... else value[index]  # pyright: ignore[reportIndexIssue]
 
-    def set_value(self, value: A, *, index: Any = _MISSING) -> None:
-        """Sets the value.
-
-        Args:
-            value: new value; it may have another shape.
-            index: part to set; `...` keeps an array's shape and dtype.
+    def set_value(self, value: A, *, index: object = _MISSING) -> None:
+        """Sets the value, or a part of it; the index `...` keeps the shape and dtype of an array.
 
         Raises:
             ImmutableVariableError: if the variable has the metadata `mutable=False`.
@@ -167,31 +163,31 @@ class Variable(Generic[A]):
         if isinstance(value, Variable):
             value = value.get_value()
         if index is ...:
-            value, index = self._in_shape(value), _MISSING
+            value, index = self._cast_to_shape(value), _MISSING
         metadata = self._metadata
         if not metadata and index is _MISSING:  # neither a hook nor a reference
             _set_value(self, value)
             return
         has_hook = "on_set_value" in metadata
-        if not has_hook and self._is_held():
-            write(self._value, value, ... if index is _MISSING else index, _shown(self))
+        if not has_hook and self._is_in_ref():
+            write_ref(self._value, value, ... if index is _MISSING else index, _describe(self))
             return
         if index is not _MISSING:
-            before = _read(self._value) if self._is_held() else self._value
-            value = _with_part(before, index, value)
+            before = _read(self._value) if self._is_in_ref() else self._value
+            value = _with_index(before, index, value)
         if has_hook:
-            value = _called(metadata["on_set_value"], self, value)
+            value = _call_hooks(metadata["on_set_value"], self, value)
         self._put(value)
 
-    def _is_held(self) -> bool:
+    def _is_in_ref(self) -> bool:
         """Returns whether the value is in a `jax.Ref`; checks metadata first, which is faster."""
         metadata = self._metadata
         is_asked = "ref" in metadata or "hijax" in metadata
         return is_asked and isinstance(self._value, jax.Ref)
 
-    def _put(self, value: Any) -> None:
-        if self._is_held() and not isinstance(value, jax.Ref):
-            write(self._value, value, ..., _shown(self))
+    def _put(self, value: object) -> None:
+        if self._is_in_ref() and not isinstance(value, jax.Ref):
+            write_ref(self._value, value, ..., _describe(self))
         else:
             _set_value(self, value)
 
@@ -208,10 +204,10 @@ class Variable(Generic[A]):
     def _check_writable(self) -> None:
         trace, here, metadata = self._trace, current_trace(), self._metadata
         # A reference is writable in any trace: JAX propagates the change.
-        if trace is not here and trace != here and not self._is_held():
-            raise changed_elsewhere(self)
+        if trace is not here and trace != here and not self._is_in_ref():
+            raise foreign_trace_error(self)
         if metadata and not metadata.get("mutable", True):
-            raise ImmutableVariableError(_shown(self))
+            raise ImmutableVariableError(_describe(self))
 
     @property
     def value(self) -> A:
@@ -230,7 +226,7 @@ class Variable(Generic[A]):
     # Metadata.
 
     def get_metadata(
-        self, name: str | None = None, default: Any = _MISSING, *, exclude_required: bool = False
+        self, name: str | None = None, default: object = _MISSING, *, exclude_required: bool = False
     ) -> Any:
         """Returns all metadata as a new dict, or the entry `name`; `exclude_required` is ignored.
 
@@ -241,12 +237,12 @@ class Variable(Generic[A]):
             return dict(self._metadata)
         if name not in self._metadata and default is _MISSING:
             raise VariableMetadataError(
-                f"{_shown(self)} has no metadata {name!r}; it has: "
+                f"{_describe(self)} has no metadata {name!r}; it has: "
                 f"{', '.join(self._metadata) or 'none'}."
             )
         return self._metadata.get(name, default)
 
-    def set_metadata(self, *args: Any, **metadata: Any) -> None:
+    def set_metadata(self, *args: object, **metadata: object) -> None:
         """Sets metadata.
 
         Args:
@@ -257,7 +253,7 @@ class Variable(Generic[A]):
             TraceContextError: inside a transformation that the variable was not passed to.
         """
         if self._trace != current_trace():
-            raise changed_elsewhere(self)
+            raise foreign_trace_error(self)
         if not args:
             changed = {**self._metadata, **metadata}
         elif len(args) == 1 and isinstance(args[0], Mapping) and not metadata:
@@ -266,7 +262,7 @@ class Variable(Generic[A]):
             changed = {**self._metadata, args[0]: args[1]}
         else:
             raise VariableArgumentError(
-                f"{_shown(self)}: set_metadata was given {args!r} and {metadata!r}; give names "
+                f"{_describe(self)}: set_metadata was given {args!r} and {metadata!r}; give names "
                 "and values (name=value), or a mapping that replaces all metadata."
             )
         object.__setattr__(self, "_metadata", changed)
@@ -287,10 +283,10 @@ class Variable(Generic[A]):
 
     def _changed(self) -> None:
         if self._watched:
-            EPOCH.end()
+            STRUCTURE_VERSION.end()
 
     @classmethod
-    def from_metadata(cls: builtins.type[V], value: Any, attributes: Mapping[str, Any]) -> V:
+    def from_metadata(cls: builtins.type[V], value: object, attributes: Mapping[str, Any]) -> V:
         """Returns a variable from a value and metadata, without calling hooks."""
         variable = object.__new__(cls)
         set_ = object.__setattr__
@@ -304,15 +300,15 @@ class Variable(Generic[A]):
 
     # Copies.
 
-    def copy(self: V, value: Any = _MISSING, *, _copy_ref: bool = True, **updates: Any) -> V:
+    def copy(self: V, value: object = _MISSING, *, _copy_ref: bool = True, **updates: object) -> V:
         """Returns a copy, with other value and metadata if given; a `jax.Ref` is copied."""
         new = self._value if value is _MISSING else value
         metadata = {**self._metadata, **updates}
         if metadata:
             metadata = (
-                with_defaults(metadata) if "ref" in updates or "hijax" in updates else metadata
+                with_var_defaults(metadata) if "ref" in updates or "hijax" in updates else metadata
             )
-            new = held(_read(new) if _copy_ref and self._is_held() else new, metadata)
+            new = to_ref(_read(new) if _copy_ref and self._is_in_ref() else new, metadata)
         return type(self).from_metadata(new, metadata)
 
     replace = copy
@@ -326,32 +322,33 @@ class Variable(Generic[A]):
         """
         if type(other) is not type(self):
             raise VariableTypeError(
-                f"{_shown(self)} cannot copy from a {type(other).__name__}; give a variable of its "
+                f"{_describe(self)} cannot copy from a {type(other).__name__}; give a variable "
+                f"of its "
                 "own class."
             )
         self._check_writable()
-        self._put(_read(other._value) if other._is_held() else other._value)
-        self.set_metadata(_of_other(self, other))
+        self._put(_read(other._value) if other._is_in_ref() else other._value)
+        self.set_metadata(_metadata_from(self, other))
 
     def update_from_state(self, variable_state: "Variable[A]") -> None:
         """Copies the value, and metadata that differs."""
         self._check_writable()
         other = variable_state
-        self._put(_read(other._value) if other._is_held() else other._value)
+        self._put(_read(other._value) if other._is_in_ref() else other._value)
         if metadata_key(self) != metadata_key(variable_state):
-            self.set_metadata(_of_other(self, variable_state))
+            self.set_metadata(_metadata_from(self, variable_state))
 
     # Axes.
 
     def add_axis(self, axis_index: int, axis_name: str | None) -> None:
         """Updates metadata after the value has gained an axis."""
         if "on_add_axis" in self._metadata:
-            _called(self._metadata["on_add_axis"], self, axis_index, axis_name)
+            _call_hooks(self._metadata["on_add_axis"], self, axis_index, axis_name)
 
     def remove_axis(self, axis_index: int, axis_name: str | None) -> None:
         """Updates metadata after the value has lost an axis."""
         if "on_remove_axis" in self._metadata:
-            _called(self._metadata["on_remove_axis"], self, axis_index, axis_name)
+            _call_hooks(self._metadata["on_remove_axis"], self, axis_index, axis_name)
 
     # Like the value.
 
@@ -365,19 +362,23 @@ class Variable(Generic[A]):
             return getattr(self.get_value(), name)
         except AttributeError:
             raise VariableAttributeError(
-                f"{_shown(self)} has no metadata {name!r}, and its value has no such attribute."
+                f"{_describe(self)} has no metadata {name!r}, and its value has no such attribute."
             ) from None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in ("value", "raw_value"):
             object.__setattr__(self, name, value)
             return
         raise VariableAttributeError(
-            f"{_shown(self)}: {name} cannot be set; set metadata with "
+            f"{_describe(self)}: {name} cannot be set; set metadata with "
             f"variable.set_metadata({name}=...), the value with variable[...] = ..."
         )
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: EllipsisType) -> A: ...
+    @overload
+    def __getitem__(self, index: object) -> Any: ...
+    def __getitem__(self, index: object) -> Any:
         value = self.get_value() if self._metadata or self._gets else self._value
         return value if index is ... else value[index]  # pyright: ignore[reportIndexIssue]
 
@@ -388,19 +389,21 @@ class Variable(Generic[A]):
         before = self._value
         kind = type(value)
         if not (kind is type(before) and _is_array(kind) and value.aval == before.aval):
-            value = self._in_shape(value)  # fast path of most writes
+            value = self._cast_to_shape(value)  # fast path of most writes
         self.set_value(value)
 
-    def _in_shape(self, value: Any) -> Any:
+    def _cast_to_shape(self, value: object) -> Any:
         before = self._value
-        return _like(before, value) if isinstance(before, _ARRAYS) or self._is_held() else value
+        return (
+            _cast_like(before, value) if isinstance(before, _ARRAYS) or self._is_in_ref() else value
+        )
 
-    def __delitem__(self, index: Any) -> None:
+    def __delitem__(self, index: object) -> None:
         changed = copy.copy(self.get_value())
         del changed[index]  # pyright: ignore[reportIndexIssue]
         self.set_value(changed)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.get_value()(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
     def __len__(self) -> int:
@@ -409,7 +412,7 @@ class Variable(Generic[A]):
     def __iter__(self) -> Any:
         return iter(self.get_value())  # pyright: ignore[reportCallIssue, reportArgumentType]
 
-    def __contains__(self, item: Any) -> bool:
+    def __contains__(self, item: object) -> bool:
         return item in self.get_value()  # pyright: ignore[reportOperatorIssue]
 
     def __bool__(self) -> bool:
@@ -427,17 +430,29 @@ class Variable(Generic[A]):
     def __index__(self) -> int:
         return operator.index(self.get_value())  # pyright: ignore[reportArgumentType]
 
+    if TYPE_CHECKING:  # defined below the class
+
+        def _binary(self, other: object, /) -> A: ...
+        def _unary(self) -> A: ...
+
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _binary
+        __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _binary
+        __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __and__ = __rand__ = _binary
+        __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = _binary
+        __lt__ = __le__ = __gt__ = __ge__ = _binary
+        __neg__ = __pos__ = __abs__ = __invert__ = _unary
+
     def __jax_array__(self) -> jax.Array:
         return jnp.asarray(self.get_value())
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: object, **kwargs: object) -> Any:
         return jax.device_get(self.get_value()).__array__(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"value": _read(self._value), "metadata": self._metadata}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        value = held(state["value"], state["metadata"])
+        value = to_ref(state["value"], state["metadata"])
         made = type(self).from_metadata(value, state["metadata"])
         for name in ("_metadata", "_trace", "_watched", "_value"):
             object.__setattr__(self, name, getattr(made, name))
@@ -445,20 +460,26 @@ class Variable(Generic[A]):
             recording.note(self, value)
 
     def __repr__(self) -> str:
-        from weft.nnx.display import variable_repr
+        return object_repr(self)
 
-        return variable_repr(self)
+
+@object_repr.register
+def _(x: Variable, inside: Enclosing = frozenset()) -> str:
+    items = [f"value={value_repr(x._value)}"]
+    items += [f"{name}={value!r}" for name, value in x._metadata.items()]
+    size = size_text(x._value)
+    return join_lines(f"{type(x).__name__}({' # ' + size if size else ''}", items, ")")
 
 
 _set_value = Variable._value.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
-NO_METADATA = Fixed(())
+NO_METADATA = StaticValue(())
 
 
-def metadata_key(variable: Variable[Any]) -> Fixed:
+def metadata_key(variable: Variable[Any]) -> StaticValue:
     """Returns the metadata, compared by value."""
     metadata = variable._metadata
-    return Fixed(tuple(sorted(metadata.items()))) if metadata else NO_METADATA
+    return StaticValue(tuple(sorted(metadata.items()))) if metadata else NO_METADATA
 
 
 def _register(cls: type[Variable[Any]]) -> None:
@@ -468,7 +489,7 @@ def _register(cls: type[Variable[Any]]) -> None:
     def flatten_with_keys(x: Variable[Any]) -> tuple[list[Any], Any]:
         return [(jax.tree_util.GetAttrKey("value"), x._value)], metadata_key(x)
 
-    def unflatten(metadata: Fixed, children: Any) -> Variable[Any]:
+    def unflatten(metadata: StaticValue, children: Any) -> Variable[Any]:
         return cls.from_metadata(children[0], dict(metadata.value))
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
@@ -477,29 +498,31 @@ def _register(cls: type[Variable[Any]]) -> None:
 _register(Variable)
 
 
-def _read(value: Any) -> Any:
+def _read(value: object) -> Any:
     return value[...] if isinstance(value, jax.Ref) else value
 
 
-def _as_asked(value: Any, metadata: dict[str, Any], given: dict[str, Any], what: str) -> Any:
+def _initial_value(
+    value: object, metadata: dict[str, Any], given: dict[str, Any], what: str
+) -> Any:
     if isinstance(value, jax.Ref):
         raise VariableArgumentError(
             f"a {what} was given a jax.Ref; give it the array, and ref=True."
         )
     if metadata.get("out_sharding") is not None:
-        value = laid_out(value, metadata, what)
+        value = shard_new_value(value, metadata, what)
     if "ref" in metadata or "hijax" in metadata:
-        value = held_at_first(value, metadata, given, what)
+        value = initial_ref(value, metadata, given, what)
     return value
 
 
-def _of_other(variable: Variable[Any], other: Variable[Any]) -> dict[str, Any]:
+def _metadata_from(variable: Variable[Any], other: Variable[Any]) -> dict[str, Any]:
     """Returns another variable's metadata, with `variable`'s own `ref` and `hijax`."""
     kept = {k: v for k, v in variable._metadata.items() if k in ("ref", "hijax")}
     return {**{k: v for k, v in other._metadata.items() if k not in ("ref", "hijax")}, **kept}
 
 
-def _with_part(value: Any, index: Any, part: Any) -> Any:
+def _with_index(value: Any, index: Any, part: Any) -> Any:
     if isinstance(value, jax.Array):
         return value.at[index].set(part)
     if index is ...:
@@ -514,7 +537,7 @@ def _is_array(kind: type) -> bool:
     return issubclass(kind, jax.Array)
 
 
-def _like(before: Any, value: Any) -> Any:
+def _cast_like(before: Any, value: Any) -> Any:
     if isinstance(value, Variable):
         value = value.get_value()
     if isinstance(value, jax.Array):
@@ -531,14 +554,14 @@ def _like(before: Any, value: Any) -> Any:
     return value if value.shape == before.shape else jnp.broadcast_to(value, before.shape)
 
 
-def _shown(variable: Variable[Any]) -> str:
+def _describe(variable: Variable[Any]) -> str:
     value = variable._value
     shape = f" of shape {value.shape}" if hasattr(value, "shape") else ""
     return f"{type(variable).__name__}{shape}"
 
 
 def _binary(name: str, fn: Callable[[Any, Any], Any], reverse: bool = False) -> Any:
-    def method(self: Variable[Any], other: Any) -> Any:
+    def method(self: Variable[Any], other: object) -> Any:
         other = other.get_value() if isinstance(other, Variable) else other
         return fn(other, self.get_value()) if reverse else fn(self.get_value(), other)
 
@@ -555,7 +578,7 @@ def _unary(name: str, fn: Callable[[Any], Any]) -> Any:
 
 
 def _in_place(name: str, sign: str) -> Any:
-    def method(self: Variable[Any], other: Any) -> Any:
+    def method(self: Variable[Any], other: object) -> Any:
         raise VariableOperationError(
             f"variable {sign} x would replace the variable by the result; write variable[...] "
             f"{sign} x to change its value."
@@ -581,3 +604,172 @@ for _name in ("neg", "pos", "abs", "invert"):
 Variable.__divmod__ = _binary("__divmod__", divmod)  # pyright: ignore[reportAttributeAccessIssue]
 Variable.__rdivmod__ = _binary("__rdivmod__", divmod, reverse=True)  # pyright: ignore[reportAttributeAccessIssue]
 Variable.__round__ = lambda self, n=0: round(self.get_value(), n)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_remove_axis")
+
+
+@dataclasses.dataclass
+class VariableMetadata:
+    """Value with metadata, on its way into a variable; see `Variable` for the hooks."""
+
+    raw_value: Any
+    on_set_value: Any = ()
+    on_get_value: Any = ()
+    on_create_value: Any = ()
+    on_add_axis: Any = ()
+    on_remove_axis: Any = ()
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def entries(self) -> dict[str, Any]:
+        """Returns the metadata of the variable, including the given hooks."""
+        hooks = {name: getattr(self, name) for name in HOOKS if getattr(self, name)}
+        return {**hooks, **self.metadata}
+
+
+def with_metadata(
+    initializer: Callable[..., Any],
+    on_set_value: object = (),
+    on_get_value: object = (),
+    on_create_value: object = (),
+    on_add_axis: object = (),
+    on_remove_axis: object = (),
+    **metadata: object,
+) -> Callable[..., VariableMetadata]:
+    """Returns an initializer whose values become variables with metadata.
+
+    The hooks `on_*` are those of `Variable`, `Variable.add_axis` and `Variable.remove_axis`.
+
+    Example:
+        >>> import jax
+        >>> from weft import nnx
+        >>> init = with_metadata(jax.nn.initializers.ones, tag="head")
+        >>> nnx.Param(init(jax.random.key(0), (2,))).tag
+        'head'
+    """
+
+    @functools.wraps(initializer)
+    def initialize(*args: object, **kwargs: object) -> VariableMetadata:
+        return VariableMetadata(
+            initializer(*args, **kwargs),
+            on_set_value,
+            on_get_value,
+            on_create_value,
+            on_add_axis,
+            on_remove_axis,
+            metadata,
+        )
+
+    return initialize
+
+
+Kind = TypeVar("Kind", bound=type[Variable[Any]])
+_TYPES: dict[str, type[Variable[Any]]] = {}
+
+
+@overload
+def register_variable_name(name: str, typ: Kind, *, overwrite: bool = False) -> Kind: ...
+@overload
+def register_variable_name(name: str, *, overwrite: bool = False) -> Callable[[Kind], Kind]: ...
+def register_variable_name(name: str, typ: Any = _MISSING, *, overwrite: bool = False) -> Any:
+    """Registers a name for a kind of variable.
+
+    Args:
+        typ: the class; if omitted, returns a class decorator.
+
+    Raises:
+        VariableTypeError: if the name is taken.
+
+    Example:
+        >>> @register_variable_name("moving_averages")
+        ... class MovingAverage(Variable): pass
+        >>> variable_type_from_name("moving_averages") is MovingAverage
+        True
+    """
+    if typ is _MISSING:
+
+        def decorator(typ: Kind) -> Kind:
+            return register_variable_name(name, typ, overwrite=overwrite)
+
+        return decorator
+    if name in _TYPES and not overwrite:
+        raise VariableTypeError(
+            f"{name!r} is already the name of {_TYPES[name].__qualname__}, and was given for "
+            f"{typ.__qualname__}; use another, or give overwrite=True."
+        )
+    _TYPES[name] = typ
+    return typ
+
+
+def variable_type_from_name(
+    name: str, /, *, base: type[Variable[Any]] = Variable, allow_register: bool = False
+) -> type[Variable[Any]]:
+    """Returns the kind of variable with a name.
+
+    With `allow_register`, creates a class, derived from `base`, for an unknown name.
+
+    Raises:
+        VariableTypeError: if the name is unknown.
+    """
+    if name not in _TYPES:
+        if not allow_register:
+            raise VariableTypeError(
+                f"no kind of variable has the name {name!r}; known names: "
+                f"{', '.join(sorted(_TYPES))}. Give allow_register=True to make one."
+            )
+        return register_variable_name(name, type(name, (base,), {"__slots__": ()}))
+    return _TYPES[name]
+
+
+def variable_name_from_type(typ: type[Variable[Any]], /, *, allow_register: bool = False) -> str:
+    """Returns the name of a kind of variable; with `allow_register`, registers the class name.
+
+    Raises:
+        VariableTypeError: if it has no name.
+    """
+    for name, known in _TYPES.items():
+        if known is typ:
+            return name
+    if not allow_register:
+        raise VariableTypeError(
+            f"the kind of variable {typ.__qualname__} has no name; give it one with "
+            f"nnx.register_variable_name({typ.__name__!r}, {typ.__name__}), or give "
+            "allow_register=True."
+        )
+    register_variable_name(typ.__name__, typ)
+    return typ.__name__
+
+
+@register_variable_name("params")
+class Param(Variable[A]):
+    """Trainable parameter."""
+
+    __slots__ = ()
+
+
+@register_variable_name("batch_stats")
+class BatchStat(Variable[A]):
+    """Statistic of batches, such as a running mean."""
+
+    __slots__ = ()
+
+
+@register_variable_name("cache")
+class Cache(Variable[A]):
+    """Value cached between calls, such as keys and values of attention."""
+
+    __slots__ = ()
+
+
+@register_variable_name("intermediates")
+class Intermediate(Variable[A]):
+    """Sown value."""
+
+    __slots__ = ()
+
+
+@register_variable_name("perturbations")
+class Perturbation(Intermediate[A]):
+    """Zeros added to a value, whose gradient is the value's."""
+
+    __slots__ = ()

@@ -64,7 +64,7 @@ RECIPES = (
     Recipe(
         "lm-moe",
         "the default recipe with a mixture of experts in each layer",
-        "weft.recipes.lm_moe:lm_moe",
+        "weft.recipes.lm:lm_moe",
     ),
     Recipe(
         "lm-nnx",
@@ -77,9 +77,7 @@ RECIPES = (
         "weft.recipes.digits:digits",
     ),
     Recipe(
-        "lm-llama",
-        "a small byte-level Llama: the base of lm-lora",
-        "weft.recipes.lm_lora:lm_llama",
+        "lm-llama", "a small byte-level Llama: the base of lm-lora", "weft.recipes.lm_lora:lm_llama"
     ),
     Recipe(
         "lm-lora",

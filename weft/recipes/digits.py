@@ -25,7 +25,7 @@ from weft.input.grain import (
     pad_for_evaluation,
     shard_dataset_with_proportion,
 )
-from weft.recipes.training import trainer_config
+from weft.recipes.lm import trainer_config
 
 _NUM_CLASSES = 10
 _NO_LABEL = -1  # of padding images, which do not count

@@ -1,8 +1,9 @@
-"""Byte-level language model on the text of Python's standard library.
+"""Byte-level language models on the text of Python's standard library.
 
 A Transformer decoder with RMS norms, rotary positions, gated feed-forward layers and tied
 embeddings, trained by AdamW with a warm-up and a cosine decay. Its tokens are bytes, which avoids a
-download and allows a comparison of the loss with n-gram counts.
+download and allows a comparison of the loss with n-gram counts. `trainer_config` has the training,
+evaluation, checkpoints and reports that all recipes share.
 """
 
 from typing import Any
@@ -16,18 +17,97 @@ from weft.hierarchy.attention import (
     TransformerLayer,
     scaled_hidden_dim,
 )
-from weft.hierarchy.attention_bias import SlidingWindowAttentionBias
-from weft.hierarchy.causal_lm import Model
+from weft.hierarchy.attention.bias import SlidingWindowAttentionBias
+from weft.hierarchy.causal_lm import Model, metrics_config
 from weft.hierarchy.decoder import Decoder
 from weft.hierarchy.layers import Embedding, RMSNorm
+from weft.hierarchy.mixture_of_experts import Top2Gating, TransformerFeedForwardMoE
 from weft.hierarchy.param_init import PARAM_REGEXP_WEIGHT, DefaultInitializer, WeightInitializer
 from weft.input import ByteTokenizer, folder_corpus, stdlib_corpus
 from weft.input.grain import Input
 from weft.input.text import lm_text_source
-from weft.recipes.training import trainer_config
+from weft.trainer.checkpointer.checkpointer import Checkpointer
+from weft.trainer.checkpointer.policy import every_n_steps_policy
+from weft.trainer.evaler import SpmdEvaler
+from weft.trainer.evaler import every_n_steps_policy as eval_every_n_steps_policy
+from weft.trainer.learner import Learner
+from weft.trainer.optimizers import adamw_optimizer
+from weft.trainer.optimizers.clipping import skip_and_clip_by_global_norm
+from weft.trainer.schedule import cosine_with_linear_warmup
+from weft.trainer.summary_writer.base import CompositeWriter
+from weft.trainer.summary_writer.files import JsonLinesWriter, SummaryWriter
+from weft.trainer.trainer import SpmdTrainer
+
+
+def trainer_config(
+    directory: str,
+    *,
+    model: Any,
+    train_input: Any,
+    held_out_input: Any,
+    max_step: int,
+    peak_lr: float,
+    eval_every: int,
+    save_every: int,
+) -> SpmdTrainer.Config:
+    """Returns a config with AdamW, a warm-up and a cosine decay on a mesh of data and model.
+
+    Args:
+        directory: Directory of the run.
+        held_out_input: Data to evaluate on; it must end.
+        peak_lr: The learning rate after the warm-up.
+        eval_every: Number of steps between evaluations.
+        save_every: Number of steps between checkpoints.
+    """
+    optimizer = config_for_function(adamw_optimizer).set(
+        learning_rate=config_for_function(cosine_with_linear_warmup).set(
+            peak_lr=peak_lr, max_step=max_step, warmup_steps=max_step // 20, alpha=0.1
+        ),
+        b1=0.9,
+        b2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+    )
+    evaler = SpmdEvaler.default_config().set(
+        input=held_out_input,
+        eval_policy=config_for_function(eval_every_n_steps_policy).set(n=eval_every),
+        summary_writer=_writer(every_n_steps=1),
+    )
+    checkpointer = Checkpointer.default_config().set(
+        save_policy=config_for_function(every_n_steps_policy).set(n=save_every), keep_last_n=2
+    )
+    return SpmdTrainer.default_config().set(
+        name="trainer",
+        dir=directory,
+        max_step=max_step,
+        model=model,
+        learner=Learner.default_config().set(
+            optimizer=config_for_function(skip_and_clip_by_global_norm).set(
+                inner=optimizer, max_norm=1.0
+            )
+        ),
+        input=train_input,
+        evalers={"held_out": evaler},
+        checkpointer=checkpointer,
+        summary_writer=_writer(every_n_steps=5),
+        mesh_shape=(-1, 1),
+        mesh_axis_names=("data", "model"),
+    )
+
+
+def _writer(*, every_n_steps: int) -> CompositeWriter.Config:
+    """Returns writers for TensorBoard and, for the report, JSON lines."""
+    writers = {
+        "tensorboard": SummaryWriter.default_config(),
+        "json_lines": JsonLinesWriter.default_config(),
+    }
+    for writer in writers.values():
+        writer.write_every_n_steps = every_n_steps
+    return CompositeWriter.default_config().set(writers=writers)
+
 
 # Only two of the ids above the bytes are used; a multiple of 8 divides over a mesh.
-_VOCAB_SIZE = 264
+VOCAB_SIZE = 264
 
 
 def lm(data_dir: str | None = None) -> InstantiableConfig:
@@ -37,14 +117,11 @@ def lm(data_dir: str | None = None) -> InstantiableConfig:
         data_dir: A folder to train on, of text, JSON lines or Parquet files with a `text` in each
             record; None for the standard library.
     """
-    return _trainer(
+    return text_trainer_config(
         "runs/lm",
         data_dir,
         model=_model(dim=96, num_layers=3, num_heads=4, context=128),
-        sequence_length=128,
-        batch_size=16,
         max_step=600,
-        peak_lr=6e-3,
         eval_every=200,
         save_every=200,
     )
@@ -52,7 +129,7 @@ def lm(data_dir: str | None = None) -> InstantiableConfig:
 
 def lm_tiny(data_dir: str | None = None) -> InstantiableConfig:
     """Returns a small version of `lm`, with steps of milliseconds, on a part of the corpus."""
-    cfg = _trainer(
+    cfg = text_trainer_config(
         "runs/lm-tiny",
         data_dir,
         model=_model(dim=24, num_layers=2, num_heads=2, context=32),
@@ -95,10 +172,10 @@ def _model(*, dim: int, num_layers: int, num_heads: int, context: int) -> Any:
     layer.feed_forward.linear2.bias = False
     # Each layer adds to the residual stream twice; the sum of all has the variance of one.
     for to_residual in (layer.self_attention.attention.output_linear, layer.feed_forward.linear2):
-        to_residual.param_init = _init(variance=1 / (2 * num_layers))
+        to_residual.param_init = initializer(variance=1 / (2 * num_layers))
     decoder = Decoder.default_config().set(
         dim=dim,
-        vocab_size=_VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE,
         transformer=RepeatedTransformerLayer.default_config().set(
             num_layers=num_layers, layer=layer
         ),
@@ -107,50 +184,97 @@ def _model(*, dim: int, num_layers: int, num_heads: int, context: int) -> Any:
         pad_token_id=ByteTokenizer.pad_id,
     )
     decoder.emb.token_emb.scale = Embedding.Scale.UNIT
-    return Model.default_config().set(decoder=decoder, param_init=_init(variance=1.0))
+    return Model.default_config().set(decoder=decoder, param_init=initializer(variance=1.0))
 
 
-def _init(*, variance: float) -> Any:
+def initializer(*, variance: float) -> DefaultInitializer.Config:
     """Returns an initializer whose outputs have this variance for inputs of variance 1."""
-    weight = WeightInitializer.default_config().set(
+    by_name = {PARAM_REGEXP_WEIGHT: _weight(variance=variance)}
+    return DefaultInitializer.default_config().set(init_by_param_name=by_name)
+
+
+def _weight(*, variance: float) -> WeightInitializer.Config:
+    return WeightInitializer.default_config().set(
         fan="fan_in", distribution="normal", scale=variance
     )
-    return DefaultInitializer.default_config().set(init_by_param_name={PARAM_REGEXP_WEIGHT: weight})
 
 
-def _trainer(
+def text_trainer_config(
     directory: str,
     data_dir: str | None,
     *,
-    model: Any,
-    sequence_length: int,
-    batch_size: int,
-    max_step: int,
-    peak_lr: float,
-    eval_every: int,
-    save_every: int,
-) -> Any:
+    model: InstantiableConfig,
+    sequence_length: int = 128,
+    batch_size: int = 16,
+    peak_lr: float = 6e-3,
+    **training: int,
+) -> SpmdTrainer.Config:
+    """Returns a config that trains on a folder of text; None for the standard library.
+
+    `training` are further arguments of `trainer_config`.
+    """
     corpus = config_for_function(stdlib_corpus).set(held_out_fraction=0.02)
     if data_dir is not None:
         corpus = config_for_function(folder_corpus).set(paths=data_dir)
 
-    def text(split: str, **kwargs: Any) -> Any:
+    def text(split: str, global_batch_size: int) -> Input.Config:
         source = config_for_function(lm_text_source).set(
             corpus=corpus,
             split=split,
             sequence_length=sequence_length,
             is_training=split == "train",
-            **kwargs,
+            global_batch_size=global_batch_size,
         )
         return Input.default_config().set(source=source)
 
     return trainer_config(
         directory,
         model=model,
-        train_input=text("train", global_batch_size=batch_size),
-        held_out_input=text("held_out", global_batch_size=4 * batch_size),
-        max_step=max_step,
+        train_input=text("train", batch_size),
+        held_out_input=text("held_out", 4 * batch_size),
         peak_lr=peak_lr,
-        eval_every=eval_every,
-        save_every=save_every,
+        **training,
     )
+
+
+_NUM_LAYERS = 3
+
+
+def lm_moe(data_dir: str | None = None) -> InstantiableConfig:
+    """Returns a mixture-of-experts language model that trains in minutes on two cores."""
+    cfg = text_trainer_config(
+        "runs/lm-moe", data_dir, model=_moe_model(), max_step=400, eval_every=200, save_every=200
+    )
+    return cfg.set(mesh_shape=(-1, 1, 1), mesh_axis_names=("data", "expert", "model"))
+
+
+def _moe_model() -> Model.Config:
+    """Returns a model in which each token goes to two of eight experts in each layer.
+
+    The experts have half the hidden dimensions of the dense layer: the same arithmetic per token
+    with four times the parameters. The router losses are part of the loss.
+    """
+    model = _model(dim=96, num_layers=_NUM_LAYERS, num_heads=4, context=128)
+    transformer = model.decoder.transformer
+    transformer.layer.feed_forward = TransformerFeedForwardMoE.default_config().set(
+        norm=RMSNorm.default_config(),
+        hidden_dim=scaled_hidden_dim(4 / 3),
+        activation=("nn.silu", "linear"),
+        num_experts=8,
+        # Each sequence of a batch is a group.
+        num_groups=16,
+        gating=Top2Gating.default_config().set(train_capacity_factor=2.5, eval_capacity_factor=4.0),
+        load_balance_loss_weight=0.01,
+        router_z_loss_weight=0.001,
+        # Experts start like dense layers, routers close to uniform.
+        param_init=DefaultInitializer.default_config().set(
+            init_by_param_name={
+                ".*gate_weight$": _weight(variance=0.01),
+                ".*wo_weight$": _weight(variance=1 / (2 * _NUM_LAYERS)),
+                PARAM_REGEXP_WEIGHT: _weight(variance=1.0),
+            }
+        ),
+    )
+    # By default a loop drops side outputs of its layers.
+    transformer.repeat.drop_output.rules = [r"module_outputs(?!.*/aux_loss$).*"]
+    return model.set(metrics=metrics_config(aux_loss_regex="decoder/transformer/.*/aux_loss"))

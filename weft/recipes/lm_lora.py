@@ -19,15 +19,16 @@ from weft.config import InstantiableConfig, config_for_class, from_text
 from weft.errors import HuggingFaceConfigError
 from weft.hierarchy.lora_setters import set_lora_recursively, without_lora
 from weft.input import ByteTokenizer
-from weft.input.text_tokenizers import HuggingFaceTokenizer
+from weft.input.tokenizers import HuggingFaceTokenizer
 from weft.interop.huggingface import FAMILIES, huggingface_model_config, to_huggingface
 from weft.interop.huggingface.settings import NO_PADDING, Settings
-from weft.recipes.lm import _init, _trainer
+from weft.recipes.lm import initializer, text_trainer_config
 from weft.serialization import TensorFiles
-from weft.trainer.checkpoint_dirs import step_dirs
-from weft.trainer.imported_weights import ImportedWeightsBuilder
+from weft.trainer.checkpointer.dirs import step_dirs
 from weft.trainer.learner import UpdateType
-from weft.trainer.run_record import CHECKPOINTS_DIR
+from weft.trainer.run_dir import CHECKPOINTS_DIR
+from weft.trainer.state_builder import ImportedWeightsBuilder
+from weft.trainer.trainer import SpmdTrainer
 
 _BASE_DIR = "runs/lm-llama"
 _BASE = f"{_BASE_DIR}/huggingface"
@@ -52,17 +53,9 @@ def lm_llama(data_dir: str | None = None) -> InstantiableConfig:
 
     It trains on `data_dir`, or on the standard library without the part for `lm_lora`.
     """
-    model: Any = FAMILIES["llama"].read(Settings(_LLAMA)).set(param_init=_init(variance=1.0))
-    cfg = _trainer(
-        _BASE_DIR,
-        data_dir,
-        model=model,
-        sequence_length=_LENGTH,
-        batch_size=16,
-        max_step=300,
-        peak_lr=6e-3,
-        eval_every=150,
-        save_every=150,
+    model: Any = FAMILIES["llama"].read(Settings(_LLAMA)).set(param_init=initializer(variance=1.0))
+    cfg = text_trainer_config(
+        _BASE_DIR, data_dir, model=model, max_step=300, eval_every=150, save_every=150
     )
     return cfg if data_dir is not None else _with_files(cfg, "[!e]*.py", held_out_fraction=0.02)
 
@@ -83,12 +76,10 @@ def lm_lora(data_dir: str | None = None, base: str | None = None) -> Instantiabl
     model = llama.model if base is None else _model_of(base)
     tokenizer = None if base is None else _tokenizer_of(base, model)
     set_lora_recursively(model, rank=8, alpha=16.0)
-    cfg = _trainer(
+    cfg = text_trainer_config(
         "runs/lm-lora",
         data_dir,
         model=model,
-        sequence_length=_LENGTH,
-        batch_size=16,
         max_step=200,
         peak_lr=5e-3,
         eval_every=100,
@@ -105,14 +96,15 @@ def lm_lora(data_dir: str | None = None, base: str | None = None) -> Instantiabl
     return cfg if data_dir is not None else _with_files(cfg, "encodings/*.py", 0.1)
 
 
-def prepare(cfg: Any, train: Callable[[str, Any], Any]) -> bool:
+def prepare(cfg: SpmdTrainer.Config, train: Callable[[str, Any], SpmdTrainer | None]) -> bool:
     """Creates the small Llama's checkpoint if a run needs it; returns whether the run can begin.
 
     Args:
         train: Trains a recipe by its name and config, and returns the trainer; None if it was asked
             to stop.
     """
-    path = cfg.init_state_builder.path
+    builder: Any = cfg.init_state_builder
+    path = builder.path
     saved = step_dirs(os.path.join(cfg.dir, CHECKPOINTS_DIR))
     if path != _BASE or saved or Path(path, "config.json").exists():
         return True
@@ -124,7 +116,7 @@ def prepare(cfg: Any, train: Callable[[str, Any], Any]) -> bool:
     return True
 
 
-def _export(path: str, model: Any, trainer: Any) -> None:
+def _export(path: str, model: Any, trainer: SpmdTrainer) -> None:
     """Writes a trained model once, regardless of the number of processes."""
     # Replicated over all processes.
     params = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), trainer.trainer_state.model)
@@ -136,14 +128,15 @@ def _export(path: str, model: Any, trainer: Any) -> None:
         sync_global_devices("the checkpoint that a run begins with is written")
 
 
-def _with_files(cfg: Any, pattern: str, held_out_fraction: float) -> Any:
+def _with_files(
+    cfg: SpmdTrainer.Config, pattern: str, held_out_fraction: float
+) -> SpmdTrainer.Config:
     for input_cfg in (cfg.input, cfg.evalers["held_out"].input):
         input_cfg.source.corpus.set(pattern=pattern, held_out_fraction=held_out_fraction)
     return cfg
 
 
 def _model_of(base: str) -> Any:
-    """Returns the config of a checkpoint's model."""
     if not base.endswith(".safetensors"):
         return huggingface_model_config(base)
     with TensorFiles(base) as files:

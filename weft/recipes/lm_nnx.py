@@ -22,7 +22,7 @@ from weft.functional import (
 )
 from weft.hierarchy.metrics import WeightedScalar
 from weft.input import ByteTokenizer
-from weft.recipes.lm import _VOCAB_SIZE, _trainer
+from weft.recipes.lm import VOCAB_SIZE, text_trainer_config
 
 AXIS_RULES = (
     ("layers", None),
@@ -35,16 +35,13 @@ AXIS_RULES = (
 
 def lm_nnx(data_dir: str | None = None) -> InstantiableConfig:
     """Returns an NNX language model that trains in minutes on two cores."""
-    cfg = _trainer(
+    cfg = text_trainer_config(
         "runs/lm-nnx",
         data_dir,
         model=config_for_class(LanguageModel).set(
             dim=96, num_layers=3, num_heads=4, hidden_dim=256, window=127
         ),
-        sequence_length=128,
-        batch_size=16,
         max_step=600,
-        peak_lr=6e-3,
         eval_every=200,
         save_every=200,
     )
@@ -52,7 +49,6 @@ def lm_nnx(data_dir: str | None = None) -> InstantiableConfig:
 
 
 def _weight(*names: str | None, variance: float = 1.0) -> Any:
-    """Returns a variance-scaling initializer of a weight with named axes."""
     init = nnx.initializers.variance_scaling(variance, "fan_in", "normal")
     return nnx.with_partitioning(init, names)
 
@@ -125,7 +121,7 @@ class LanguageModel(nnx.Module):
         rngs: nnx.Rngs,
     ):
         named = nnx.with_partitioning(nnx.initializers.normal(dim**-0.5), ("vocab", "embed"))
-        self.embed = nnx.Embed(_VOCAB_SIZE, dim, embedding_init=named, rngs=rngs)
+        self.embed = nnx.Embed(VOCAB_SIZE, dim, embedding_init=named, rngs=rngs)
         # Each block adds to the residual stream twice; the sum of all has the variance of one.
         variance = 1 / (2 * num_layers)
 

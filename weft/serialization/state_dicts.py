@@ -32,7 +32,7 @@ _path = _Path()
 
 
 @contextlib.contextmanager
-def _at(name: str) -> Iterator[None]:
+def _enter(name: str) -> Iterator[None]:
     _path.names.append(name)
     try:
         yield
@@ -62,11 +62,9 @@ def register_serialization_state(
     """Registers the conversion of a type to state dicts and back. Subclasses do not inherit it.
 
     Args:
-        ty: the type.
         ty_to_state_dict: returns a value's state dict; calls `to_state_dict` for nested values.
         ty_from_state_dict: takes a target and a state dict, returns a value like the target. It
           calls `from_state_dict` for nested values, with `name` for the path.
-        override: whether to replace an existing rule.
 
     Raises:
         SerializationHandlerError: if the type has a rule and `override` is False.
@@ -83,7 +81,7 @@ def _is_struct(ty: type) -> bool:
     return "_weft_struct" in vars(ty)
 
 
-def _rule(ty: type) -> tuple[ToState, FromState] | None:
+def _handlers(ty: type) -> tuple[ToState, FromState] | None:
     if ty in _registry:
         return _registry[ty]
     if _is_struct(ty):
@@ -93,16 +91,16 @@ def _rule(ty: type) -> tuple[ToState, FromState] | None:
     return _registry[dict] if issubclass(ty, dict) else None
 
 
-def is_serializable(target: Any) -> bool:
+def is_serializable(target: object) -> bool:
     """Returns whether there is a rule for the state dict of a type, or of a value's type.
 
     >>> is_serializable({"a": 1}), is_serializable(1)
     (True, False)
     """
-    return _rule(target if isinstance(target, type) else type(target)) is not None
+    return _handlers(target if isinstance(target, type) else type(target)) is not None
 
 
-def to_state_dict(target: Any) -> Any:
+def to_state_dict(target: object) -> Any:
     """Returns the state dict of a tree of dicts, lists, tuples, structs and registered types.
 
     Values of other types are leaves, returned unchanged.
@@ -114,12 +112,12 @@ def to_state_dict(target: Any) -> Any:
         >>> to_state_dict({"layers": [1.0, 2.0]})
         {'layers': {'0': 1.0, '1': 2.0}}
     """
-    with _at(".") if not _path.names else contextlib.nullcontext():
-        rule = _rule(type(target))
+    with _enter(".") if not _path.names else contextlib.nullcontext():
+        rule = _handlers(type(target))
         return target if rule is None else rule[0](target)
 
 
-def from_state_dict(target: Any, state: Any, name: str = ".") -> Any:
+def from_state_dict(target: object, state: object, name: str = ".") -> Any:
     """Returns a tree like `target` with the leaves of a state dict.
 
     Leaves are those of the state dict, regardless of the target's shapes and dtypes. Entries
@@ -127,7 +125,6 @@ def from_state_dict(target: Any, state: Any, name: str = ".") -> Any:
 
     Args:
         target: a tree of the state dict's structure; None returns the state dict.
-        state: the state dict.
         name: first or next part of the path in messages; "" adds nothing.
 
     Raises:
@@ -137,15 +134,15 @@ def from_state_dict(target: Any, state: Any, name: str = ".") -> Any:
         >>> from_state_dict([0, 0], {"0": 1, "1": 2})
         [1, 2]
     """
-    with _at(name) if name else contextlib.nullcontext():
-        rule = _rule(type(target))
+    with _enter(name) if name else contextlib.nullcontext():
+        rule = _handlers(type(target))
         return _leaf_from_state(target, state) if rule is None else rule[1](target, state)
 
 
-def _children(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _children_to_state(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     state = {}
     for name, value in entries:
-        with _at(name):
+        with _enter(name):
             state[name] = to_state_dict(value)
     return state
 
@@ -154,15 +151,14 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def _check_keys(wanted: list[str], state: Any, what: str, others_may_stand: bool = False) -> None:
-    """Raises unless a state has the keys of the target at this path."""
+def _check_keys(wanted: list[str], state: object, what: str, extra_allowed: bool = False) -> None:
     if not isinstance(state, Mapping):
         raise _mismatch(
             what, f"expected a dict with the keys {_quoted(wanted)}, got a {type(state).__name__}"
         )
     lacks = [name for name in wanted if name not in state]
     extra = [str(key) for key in state if key not in wanted]
-    if not lacks and (others_may_stand or not extra):
+    if not lacks and (extra_allowed or not extra):
         return
     said = []
     if lacks:
@@ -190,11 +186,11 @@ def _dict_to_state(xs: dict[Any, Any]) -> dict[str, Any]:
             f"keys of the dict at {current_path()!r} are equal as strings: {_quoted(same)}; a "
             "state dict has string keys, so rename one of the keys."
         )
-    return _children(zip(names, xs.values(), strict=True))
+    return _children_to_state(zip(names, xs.values(), strict=True))
 
 
-def _dict_from_state(xs: dict[Any, Any], state: Any) -> dict[Any, Any]:
-    _check_keys([str(key) for key in xs], state, "a dict", others_may_stand=True)
+def _dict_from_state(xs: dict[Any, Any], state: Mapping[str, Any]) -> dict[Any, Any]:
+    _check_keys([str(key) for key in xs], state, "a dict", extra_allowed=True)
     made = copy.copy(xs)  # also one of an OrderedDict or another subclass
     for key, value in xs.items():
         made[key] = from_state_dict(value, state[str(key)], name=str(key))
@@ -202,10 +198,10 @@ def _dict_from_state(xs: dict[Any, Any], state: Any) -> dict[Any, Any]:
 
 
 def _sequence_to_state(xs: list[Any] | tuple[Any, ...]) -> dict[str, Any]:
-    return _children((str(i), x) for i, x in enumerate(xs))
+    return _children_to_state((str(i), x) for i, x in enumerate(xs))
 
 
-def _sequence_from_state(xs: Any, state: Any) -> Any:
+def _sequence_from_state(xs: Any, state: Mapping[str, Any]) -> Any:
     what = f"a {type(xs).__name__}"
     if isinstance(state, Mapping) and len(state) != len(xs):
         raise _mismatch(what, f"the target has {len(xs)} entries, the state dict {len(state)}")
@@ -214,7 +210,7 @@ def _sequence_from_state(xs: Any, state: Any) -> Any:
 
 
 def _namedtuple_to_state(xs: Any) -> dict[str, Any]:
-    return _children(zip(xs._fields, xs, strict=True))
+    return _children_to_state(zip(xs._fields, xs, strict=True))
 
 
 def _namedtuple_from_state(xs: Any, state: Any) -> Any:
@@ -230,11 +226,11 @@ def _data_fields(xs: Any) -> list[str]:
     return [f.name for f in fields if f.init and f.metadata.get("pytree_node", True)]
 
 
-def _struct_to_state(xs: Any) -> dict[str, Any]:
-    return _children((name, getattr(xs, name)) for name in _data_fields(xs))
+def _struct_to_state(xs: object) -> dict[str, Any]:
+    return _children_to_state((name, getattr(xs, name)) for name in _data_fields(xs))
 
 
-def _struct_from_state(xs: Any, state: Any) -> Any:
+def _struct_from_state(xs: Any, state: Mapping[str, Any]) -> Any:
     names = _data_fields(xs)
     _check_keys(names, state, f"the struct {type(xs).__name__}")
     made = {name: from_state_dict(getattr(xs, name), state[name], name=name) for name in names}
@@ -242,10 +238,12 @@ def _struct_from_state(xs: Any, state: Any) -> Any:
 
 
 def _partial_to_state(xs: jax.tree_util.Partial) -> dict[str, Any]:
-    return _children((("args", xs.args), ("keywords", xs.keywords)))
+    return _children_to_state((("args", xs.args), ("keywords", xs.keywords)))
 
 
-def _partial_from_state(xs: jax.tree_util.Partial, state: Any) -> jax.tree_util.Partial:
+def _partial_from_state(
+    xs: jax.tree_util.Partial, state: Mapping[str, Any]
+) -> jax.tree_util.Partial:
     _check_keys(["args", "keywords"], state, "a Partial")
     args = from_state_dict(xs.args, state["args"], name="args")
     keywords = from_state_dict(xs.keywords, state["keywords"], name="keywords")
@@ -262,7 +260,7 @@ _registry.update(
 )
 
 
-def is_prng_key(x: Any) -> bool:
+def is_prng_key(x: object) -> bool:
     """Returns whether a value is an array of typed PRNG keys."""
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 

@@ -18,22 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from weft import lifting
 from weft.config import Configurable, config_class
+from weft.distributed.peers import join_first
 from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
-from weft.hierarchy.transforms import CONTEXTS
-from weft.lifting.stages import Lowered
-from weft.trainer.diagnosis import UNKNOWN, Diagnosis
-from weft.trainer.optimizer_base import path_name, tree_paths
-from weft.trainer.optimizer_clipping import norm_by_squares
-from weft.trainer.optimizer_skipping import tree_where
-from weft.trainer.train_step import loss_is_finite
-from weft.typing import Tensor
+from weft.lifting.jit import Lowered
+from weft.trainer.first_nonfinite import UNKNOWN, NonfiniteSearch
+from weft.trainer.optimizers.base import path_name, tree_paths
+from weft.trainer.optimizers.clipping import norm_by_squares, tree_where
+from weft.trainer.train_step import TrainerState, loss_is_finite
+from weft.typing import NestedTensor, Tensor
 
 logger = logging.getLogger(__name__)
 
 Action = Literal["stop", "skip", "rewind"]
-_SHOWN_PARAMETERS = 3
 
 
 class LossTrack(NamedTuple):
@@ -128,8 +125,13 @@ class AnomalyPolicy(Configurable):
             spike &= loss > cfg.spike_factor * mean
         return spike
 
-    def judged(
-        self, state: Any, track: LossTrack, new_state: Any, loss: Tensor, gradients: Any = None
+    def apply_to_step(
+        self,
+        state: TrainerState,
+        track: LossTrack,
+        new_state: TrainerState,
+        loss: Tensor,
+        gradients: NestedTensor | None = None,
     ) -> tuple[Any, LossTrack]:
         """Returns the state and the track after a step; the old state if the step was bad.
 
@@ -140,7 +142,7 @@ class AnomalyPolicy(Configurable):
         pairs = zip(_float_leaves(new_state), _float_leaves(state), strict=True)
         # Numbers that were undefined before the step, such as an infinite threshold, are intended.
         bad_leaves = jnp.stack([~_finite(new) & _finite(old) for (_, new), (_, old) in pairs])
-        bad_gradients = _undefined(gradients)
+        bad_gradients = _undefined({} if gradients is None else gradients)
         undefined = ~jnp.isfinite(loss) | jnp.any(bad_leaves) | jnp.any(bad_gradients)
         spike = ~undefined & self._is_spike(loss, track)
         bad = undefined | spike
@@ -176,22 +178,22 @@ class AnomalyGuard:
         policy: AnomalyPolicy,
         step: Callable[..., tuple[Any, dict[str, Any]]],
         *,
-        shardings: Any,
+        shardings: TrainerState,
         mesh: jax.sharding.Mesh,
     ):
         self._policy = policy
-        self._diagnosis = Diagnosis(step)
+        self._search = NonfiniteSearch(step)
         self._gradient_names: list[str] = []
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._track = LossTrack(0, 0.0, 0.0, 0, 0, False, False, (), ())
         self._rewinds = 0
 
-        def train_step(state_and_track: Any, batch: Any) -> Any:
+        def train_step(state_and_track: tuple[TrainerState, LossTrack], batch: NestedTensor) -> Any:
             state, track = state_and_track
             new_state, outputs = step(state, batch, with_gradients=True)
             gradients = outputs.pop("gradients")
             self._gradient_names = jax.tree.leaves(tree_paths(gradients))
-            state, track = policy.judged(state, track, new_state, outputs["loss"], gradients)
+            state, track = policy.apply_to_step(state, track, new_state, outputs["loss"], gradients)
             outputs["summaries"] = {
                 **outputs["summaries"],
                 "anomalies": {"skipped_steps": track.skipped},
@@ -199,29 +201,28 @@ class AnomalyGuard:
             return (state, track), outputs
 
         layout = (shardings, self._replicated)
-        self._jitted = lifting.jit(
-            CONTEXTS,
+        self._jitted = jax.jit(
             train_step,
             in_shardings=(layout, None),
             out_shardings=(layout, None),
             donate_argnums=0,
         )
 
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, state: TrainerState, batch: NestedTensor) -> tuple[Any, dict[str, Any]]:
         """Runs a step; a bad step returns the state unchanged."""
         return self._run(self._jitted, (state, batch), {})
 
     def _run(self, jitted: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         state, batch = args
-        (state, track), outputs = jitted((state, self._placed()), batch, **kwargs)
+        (state, track), outputs = jitted((state, self._replicated_track()), batch, **kwargs)
         self._track = LossTrack(*map(np.asarray, track))
         return state, outputs
 
-    def lower(self, state: Any, batch: Any) -> Lowered:
+    def lower(self, state: TrainerState, batch: NestedTensor) -> Lowered:
         """Lowers the step, as `jax.jit(...).lower` does."""
-        return Lowered(self._jitted.lower((state, self._placed()), batch), self._run)
+        return Lowered(self._jitted.lower((state, self._replicated_track()), batch), self._run)
 
-    def _placed(self) -> LossTrack:
+    def _replicated_track(self) -> LossTrack:
         track, dtypes = self._track, (jnp.int32, jnp.float32, jnp.float32, jnp.int32, jnp.int32)
         values: Any = [np.asarray(x, dtype) for x, dtype in zip(track, dtypes, strict=False)]
         values += [np.zeros((), bool), np.zeros((), bool), np.zeros(0, bool), np.zeros(0, bool)]
@@ -249,7 +250,9 @@ class AnomalyGuard:
 
     # After a step.
 
-    def wants_rewind(self, step: int, loss: Tensor, state: Any, batch: Any) -> bool:
+    def must_rewind(
+        self, step: int, loss: Tensor, state: TrainerState, batch: NestedTensor
+    ) -> bool:
         """Returns whether to restore the last checkpoint, after a step that returned `state`.
 
         The data continues from its present position.
@@ -263,7 +266,7 @@ class AnomalyGuard:
         if not (track.undefined or track.spike):
             return False
         action = cfg.on_undefined if track.undefined else cfg.on_spike
-        text = self._described(step, float(loss), state, batch)
+        text = self._describe(step, float(loss), state, batch)
         if action == "skip" and track.in_a_row < cfg.max_skips_in_a_row:
             logger.warning("%s The step is skipped; %d so far.", text, int(track.skipped))
             return False
@@ -288,7 +291,7 @@ class AnomalyGuard:
             f"anomaly_policy.{'on_undefined' if track.undefined else 'on_spike'}='skip'."
         )
 
-    def _described(self, step: int, loss: float, state: Any, batch: Any) -> str:
+    def _describe(self, step: int, loss: float, state: TrainerState, batch: NestedTensor) -> str:
         track = self._track
         if track.spike:
             return f"the loss of step {step} is {loss:.4g}, and was {self._mean():.4g} on average."
@@ -296,25 +299,25 @@ class AnomalyGuard:
         fields = [path_name(path) for path, x in _float_leaves(batch) if not np.all(_finite(x))]
         if fields:
             text += f" The batch has undefined numbers in {', '.join(fields)}."
-        module = self._diagnosis.first_module(state, batch)
+        module = self._search.first_module(state, batch)
         if module is not None:
             text += f" The first module with an undefined output is {module}."
         elif np.isfinite(loss):
             text += " The outputs of all modules are finite."
         if np.isfinite(loss) and module in (None, UNKNOWN):
-            text += self._described_gradients(state, batch)
+            text += self._describe_gradients(state, batch)
         leaves = _float_leaves(state)
         bad = [path for (path, _), is_bad in zip(leaves, track.bad_leaves, strict=True) if is_bad]
         names = [path_name(path[1:]) for path in bad if path[0].name == "model"]
         return text + (f" Parameters undefined by its update: {_listed(names)}." if names else "")
 
-    def _described_gradients(self, state: Any, batch: Any) -> str:
+    def _describe_gradients(self, state: TrainerState, batch: NestedTensor) -> str:
         names = self._gradient_names
         pairs = zip(names, self._track.bad_gradients, strict=True)
         bad = [name for name, is_bad in pairs if is_bad]
         if not bad:
             return " The gradients are finite too; the learner's update is not." if names else ""
-        module, bad = self._diagnosis.first_gradient(state, batch, bad, names)
+        module, bad = self._search.first_gradient(state, batch, bad, names)
         if module is None:
             return f" Undefined gradients: {_listed(bad)}."
         return (
@@ -327,8 +330,7 @@ class AnomalyGuard:
         return float(self._track.mean) / (1 - self._policy.config.spike_decay**count)
 
 
-def _float_leaves(state: Any) -> list[tuple[Any, Any]]:
-    """Returns paths and values of the floating-point arrays."""
+def _float_leaves(state: object) -> list[tuple[Any, Any]]:
     found = jax.tree_util.tree_flatten_with_path(state)[0]
     return [(path, x) for path, x in found if jnp.issubdtype(x.dtype, jnp.floating)]
 
@@ -337,14 +339,12 @@ def _finite(x: Tensor) -> Tensor:
     return jnp.all(jnp.isfinite(x))
 
 
-def _undefined(gradients: Any) -> Tensor:
-    """Returns for each gradient whether it has a NaN or an infinity."""
-
-    def by_leaf(gradients: Any) -> Tensor:
+def _undefined(gradients: NestedTensor) -> Tensor:
+    def by_leaf(gradients: NestedTensor) -> Tensor:
         bad = (~_finite(x) for x in jax.tree.leaves(gradients))
         return jnp.stack([jnp.zeros((), bool), *bad])[1:]
 
-    def none(gradients: Any) -> Tensor:
+    def none(gradients: NestedTensor) -> Tensor:
         return jnp.zeros(len(jax.tree.leaves(gradients)), bool)
 
     # If their norm is finite, all are; the compiler shares the norm with the learner's.
@@ -352,8 +352,7 @@ def _undefined(gradients: Any) -> Tensor:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN_PARAMETERS
-    return ", ".join(names[:_SHOWN_PARAMETERS]) + (f" and {more} more" if more > 0 else "")
+    return join_first(names, 3, ", ")
 
 
 def check_loss(loss: Tensor, step: int) -> None:

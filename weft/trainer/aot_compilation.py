@@ -17,21 +17,22 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.tree_util import KeyPath
 
-from weft.config.names import did_you_mean
+from weft.config import InstantiableConfig
 from weft.core.axis_rules import logical_axis_rules
-from weft.errors import TopologyError
-from weft.trainer.inference import method_program
+from weft.errors import TopologyError, did_you_mean
+from weft.trainer.inference import InferenceRunner, method_program
 from weft.trainer.mesh import (
     MeshShape,
     build_mesh,
     check_divides,
     named_sharding,
     over_slices,
+    rules_of,
 )
-from weft.trainer.rules_by_kind import rules_of
-from weft.trainer.state import parameter_specs, shapes_with, state_shardings
-from weft.typing import PartitionSpec
+from weft.trainer.state import parameter_specs, state_shardings, with_shardings
+from weft.typing import Nested, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,6 @@ def get_devices_for_topology(topology: str | None, topology_num_slices: int = 1)
         topology: "cpu-N" for N virtual CPU devices, or a name of
           `USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS`, optionally after "tpu-"; None for the
           devices of this machine.
-        topology_num_slices: number of slices.
 
     Raises:
         TopologyError: if the topology is unknown, or its compiler is not installed.
@@ -168,7 +168,7 @@ def reshape_devices(
 
 
 def compile_trainer_programs(
-    trainer_config: Any,
+    trainer_config: InstantiableConfig,
     *,
     topology: str | None,
     topology_num_slices: int = 1,
@@ -176,11 +176,7 @@ def compile_trainer_programs(
 ) -> dict[str, jax.stages.Compiled]:
     """Compiles the programs that a trainer runs on its devices, by name: "train_step".
 
-    Args:
-        trainer_config: its mesh spans all devices of the topology.
-        topology: see `get_devices_for_topology`.
-        topology_num_slices: number of slices.
-        compiler_options: options for XLA.
+    The config's mesh spans all devices of the topology; see `get_devices_for_topology`.
 
     Raises:
         TopologyError: if the topology is unknown.
@@ -192,9 +188,9 @@ def compile_trainer_programs(
 
 
 def compile_inference_programs(
-    inferencer_config: Any,
+    inferencer_config: InferenceRunner.Config,
     *,
-    input_batch_spec: Any,
+    input_batch_spec: Nested[jax.ShapeDtypeStruct] | None,
     topology: str | None,
     topology_num_slices: int = 1,
     compiler_options: dict[str, Any] | None = None,
@@ -206,10 +202,6 @@ def compile_inference_programs(
         inferencer_config: of an `InferenceRunner`; its mesh spans all devices of the topology.
         input_batch_spec: a tree with the shapes and dtypes of a global batch, such as
           `jax.ShapeDtypeStruct`s.
-        topology: see `get_devices_for_topology`.
-        topology_num_slices: number of slices.
-        compiler_options: options for XLA.
-        method: the method of the model.
 
     Raises:
         TopologyError: if the topology is unknown.
@@ -225,10 +217,10 @@ def compile_inference_programs(
         shapes = jax.eval_shape(
             lambda: model.initialize_parameters_recursively(jax.random.key(0)),
         )
-        params = shapes_with(shapes, state_shardings(mesh, specs))
+        params = with_shardings(shapes, state_shardings(mesh, specs))
         partition = tuple(cfg.input_batch_partition_spec.partition_spec(mesh))
 
-        def laid_out(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+        def laid_out(path: KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             spec = PartitionSpec(*partition[: len(x.shape)])
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             sharding = named_sharding(mesh, spec, f"input_batch_spec {name}")

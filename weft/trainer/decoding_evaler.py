@@ -10,6 +10,7 @@ Samples depend only on parameters, prompts and the run's key, so a resumed run r
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from weft.hierarchy.module import Module
 from weft.input.text import Tokenizer
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.metric_calculator import BaseMetricCalculator
-from weft.trainer.run_record import write_whole
+from weft.trainer.run_dir import write_atomically
 from weft.typing import Nested, NestedTensor, Tensor
 
 
@@ -84,7 +85,7 @@ class SampleDecoding(BaseMetricCalculator):
             },
         )
 
-    def _prompts(self, batch: Any) -> Tensor:
+    def _prompts(self, batch: Mapping[str, Tensor]) -> Tensor:
         cfg = self.config
         tokens = batch.get(cfg.prompt_field)
         if tokens is None or tokens.shape[1] < cfg.prompt_length:
@@ -95,20 +96,11 @@ class SampleDecoding(BaseMetricCalculator):
             )
         return tokens[:, : cfg.prompt_length]
 
-    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> Any:
-        return {"prng_key": prng_key}
-
-    def forward(
-        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: Any
-    ) -> dict[str, Any]:
-        prng_key, outputs = self._run(model_params, state["prng_key"], input_batch)
-        return {"state": {"prng_key": prng_key}, "output": jax.device_get(outputs)}
-
     def get_summaries(
         self,
         *,
         model_params: NestedTensor,
-        state: Any,
+        state: dict[str, Any],
         all_forward_outputs: list[Nested[Any]],
     ) -> dict[str, Any]:
         samples = self.texts(all_forward_outputs)
@@ -175,4 +167,4 @@ class DecodingEvaler(SpmdEvaler):
             return
         path = Path(self.summary_writer.config.dir, f"step_{step:08d}.jsonl")
         os.makedirs(path.parent, exist_ok=True)
-        write_whole(path, "".join(json.dumps(sample) + "\n" for sample in samples))
+        write_atomically(path, "".join(json.dumps(sample) + "\n" for sample in samples))

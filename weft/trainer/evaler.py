@@ -1,59 +1,195 @@
-"""Evaluation of a model on its own data, at the steps that a policy selects.
+"""Evalers: evaluation of a model on its own data, at the steps that a policy selects.
 
-The metric calculator computes the metrics; the evaler provides batches and writes the summaries.
+The evaler provides batches, its metric calculator computes the metrics, and its writer writes them.
+It calls its policy after every step with the training summaries and, under "evalers", the summaries
+of earlier evalers at the same step. A policy with `get_state` and `set_state` is saved.
+
+Early stopping ends a run when an evaler's metric has not improved for a while.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import PartitionSpec
 
 from weft.config import (
     REQUIRED,
+    Configurable,
     InstantiableConfig,
     Required,
     config_class,
     config_for_function,
     maybe_instantiate,
 )
-from weft.errors import InputDatasetError
+from weft.distributed.preemption import batches_until_stopped
+from weft.errors import EarlyStoppingError, InputDatasetError
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.module import Module
 from weft.input import Input, host_to_global_device_array
-from weft.trainer.eval_policy import (
-    AtEndPolicy,
-    BestMetricEvalPolicy,
-    EvalPolicy,
-    every_n_steps_policy,
-)
-from weft.trainer.interruption import batches_until_stopped
+from weft.trainer.checkpointer.policy import BestMetric, EvalMetric
 from weft.trainer.metric_calculator import (
     BaseMetricCalculator,
-    CompositeMetricCalculator,
-    GlobalMetricCalculator,
     ModelSummaryAccumulator,
-    PredictionOutputs,
 )
-from weft.trainer.output_writer import BaseOutputWriter
-from weft.trainer.summary_writer import SummaryWriter
+from weft.trainer.metric_calculator import (
+    CompositeMetricCalculator as CompositeMetricCalculator,
+)
+from weft.trainer.metric_calculator import (
+    GlobalMetricCalculator as GlobalMetricCalculator,
+)
+from weft.trainer.metric_calculator import (
+    PredictionOutputs as PredictionOutputs,
+)
+from weft.trainer.progress import RunListener
+from weft.trainer.summary_writer.files import SummaryWriter
 from weft.typing import DType, Nested, NestedTensor, Tensor
 
-__all__ = [
-    "AtEndPolicy",
-    "BaseMetricCalculator",
-    "BaseOutputWriter",
-    "BestMetricEvalPolicy",
-    "CompositeMetricCalculator",
-    "EvalPolicy",
-    "GlobalMetricCalculator",
-    "ModelSummaryAccumulator",
-    "PredictionOutputs",
-    "SpmdEvaler",
-    "every_n_steps_policy",
-]
+
+class BaseOutputWriter(Module):
+    """Base class of output writers. A subclass defines `write` and, if it buffers, `flush`."""
+
+    def write(self, *, input_batch: Nested[Any], output_batch: Nested[Any]) -> None:
+        """Writes the "output" of the metric calculator's `forward` for a batch on the devices."""
+        raise NotImplementedError(type(self))
+
+    def flush(self) -> None:
+        """Flushes buffers; called after the last batch."""
+
+
+class EvalPolicy(Protocol):
+    """Function that decides whether to evaluate."""
+
+    def __call__(self, *, step: int, train_summaries: dict[str, Any]) -> bool:
+        """Returns whether to evaluate after this step."""
+        ...
+
+
+def every_n_steps_policy(
+    n: int = 1, *, min_step: int = 1, max_step: int | None = None
+) -> EvalPolicy:
+    """Returns a policy that evaluates after every n-th step from `min_step` on, and `max_step`.
+
+    >>> policy = every_n_steps_policy(40, max_step=100)
+    >>> [step for step in range(101) if policy(step=step, train_summaries={})]
+    [40, 80, 100]
+    """
+
+    def policy(*, step: int, train_summaries: dict[str, Any]) -> bool:
+        del train_summaries
+        return step == max_step or (step >= min_step and step % n == 0)
+
+    return policy
+
+
+class AtEndPolicy(Configurable):
+    """Policy that evaluates at the end of a run: its last step, the end of its data, an early stop.
+
+    A run that a signal stops has not ended; it continues later.
+    """
+
+    @config_class
+    class Config(Configurable.Config):
+        """Configures an AtEndPolicy; the policy `also` selects evaluations before the end."""
+
+        also: InstantiableConfig[EvalPolicy] | None = None
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._also: EvalPolicy | None = maybe_instantiate(config.also)
+
+    def __call__(self, *, step: int, train_summaries: dict[str, Any]) -> bool:
+        return bool(self._also and self._also(step=step, train_summaries=train_summaries))
+
+
+class BestMetricEvalPolicy(BestMetric):
+    """Policy that evaluates when the metric of an earlier evaler has its best value so far."""
+
+    @config_class
+    class Config(Configurable.Config):
+        """Configures a BestMetricEvalPolicy.
+
+        Attributes:
+            metric: The metric; its evaler must precede this one.
+            mode: "max" if larger is better, "min" if smaller is.
+        """
+
+        metric: Required[EvalMetric] = REQUIRED
+        mode: str = "min"
+
+    def __call__(self, *, step: int, train_summaries: dict[str, Any]) -> bool:
+        return bool(self.improves(step, train_summaries.get("evalers", {})))
+
+
+class EarlyStopping(BestMetric):
+    """Decides when to stop; its state is saved with the run.
+
+    Example:
+        >>> cfg = EarlyStopping.default_config().set(metric=EvalMetric("held_out", "loss"))
+        >>> stopping = cfg.set(patience=1).instantiate()
+        >>> [stopping(step=i, evaler_summaries={"held_out": {"loss": x}})
+        ...  for i, x in enumerate([2.0, 1.0, 1.5, 1.5])]
+        [False, False, False, True]
+    """
+
+    @config_class
+    class Config(Configurable.Config):
+        """Configures an EarlyStopping.
+
+        Attributes:
+            metric: The metric to watch, such as `EvalMetric("held_out", "loss")`.
+            mode: "min" if smaller is better, "max" if larger is.
+            patience: Number of consecutive evaluations without improvement that are allowed; the
+                next one ends the run.
+            min_delta: Smallest change that counts as an improvement.
+        """
+
+        metric: Required[EvalMetric] = REQUIRED
+        mode: str = "min"
+        patience: int = 0
+        min_delta: float = 0.0
+
+    def __init__(self, config: Config):
+        super().__init__(config, name="early_stopping")
+        if config.patience < 0 or config.min_delta < 0:
+            raise EarlyStoppingError(
+                f"early_stopping got patience={config.patience} and min_delta={config.min_delta:g};"
+                " expected numbers that are not negative."
+            )
+        self._patience, self._min_delta, self._count = config.patience, config.min_delta, 0
+
+    @property
+    def should_stop(self) -> bool:
+        """True if the run should end."""
+        return self._count > self._patience
+
+    def check(self, evalers: Collection[str]) -> None:
+        """Raises EarlyStoppingError if the run's evalers do not include that of the metric."""
+        name = self.config.metric[0]
+        if name not in evalers:
+            raise EarlyStoppingError(
+                f"early_stopping uses the evaler {name!r}, which the run does not have; it has "
+                f"{', '.join(evalers) or 'none'}. Set early_stopping.metric to one of these, or "
+                "add it to evalers."
+            )
+
+    def __call__(self, *, step: int, evaler_summaries: dict[str, Any]) -> bool:
+        """Records the metric after a step, if it was evaluated; returns whether to stop."""
+        improved = self.improves(step, evaler_summaries)
+        if improved is not None:
+            self._count = 0 if improved else self._count + 1
+        return self.should_stop
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the best value so far and the count of evaluations since."""
+        return {**super().get_state(), "count": self._count, "should_stop": self.should_stop}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores a saved state; the patience of this config decides whether to stop."""
+        super().set_state(state)
+        self._count = state["count"]
 
 
 class SpmdEvaler(Module):
@@ -66,10 +202,7 @@ class SpmdEvaler(Module):
         Attributes:
             input: The data. Its dataset must be finite. The model is compiled for each shape of
                 batch.
-            eval_policy: Decides after which steps to evaluate.
-            metric_calculator: Computes the metrics.
             eval_dtype: The dtype of the computation, unless the calculator has its own.
-            summary_writer: Writes the metrics.
             output_writer: Receives the calculator's outputs for each batch.
             trace_at_iters: Batches of each evaluation, counted from 0, to profile; traces are
                 written below the directory of the summary writer.
@@ -128,9 +261,6 @@ class SpmdEvaler(Module):
         The metrics are a function of parameters, data and key.
 
         Args:
-            step: The step of the parameters.
-            prng_key: For the evaluation.
-            model_params: The parameters.
             return_aux: Whether to return the calculator's outputs for each batch.
             train_summaries: The training summaries of this step, for the policy.
             force_run: Whether to evaluate regardless of the policy.
@@ -171,7 +301,6 @@ class SpmdEvaler(Module):
         return next_key, summaries, outputs if return_aux else None
 
     def _global_batches(self) -> Generator[NestedTensor]:
-        """Yields the batches as global arrays on the mesh."""
         input_: Input = self.input
         dispatched = input_.dispatcher is not None or input_.config.input_partitioner is not None
         iterator: Any = iter(input_.dataset())
@@ -189,3 +318,39 @@ class SpmdEvaler(Module):
         name = f"trace/step_{step:08d}_iter_{batch}"
         with jax.profiler.trace(os.path.join(self.summary_writer.config.dir, name)):
             yield jax.block_until_ready
+
+
+def run_evalers(
+    evalers: Mapping[str, SpmdEvaler],
+    *,
+    step: int,
+    prng_key: Tensor,
+    model_params: NestedTensor,
+    train_summaries: Mapping[str, Any] | None,
+    listener: RunListener,
+    forced: Collection[str] | None = None,
+) -> dict[str, Any]:
+    """Runs the evalers that are due, or only the `forced`; returns their summaries by name.
+
+    The policy of each evaler receives the summaries of those before it.
+    """
+    results: dict[str, Any] = {}
+    for name, evaler in evalers.items():
+        if forced is not None and name not in forced:
+            continue
+        _, summaries, _ = evaler.eval_step(
+            step,
+            prng_key=prng_key,
+            model_params=model_params,
+            train_summaries={**(train_summaries or {}), "evalers": results},
+            force_run=forced is not None,
+        )
+        if summaries is not None:
+            results[name] = summaries
+            listener.on_eval(name, step, summaries)
+    return results
+
+
+def due_at_end(evalers: Mapping[str, SpmdEvaler]) -> set[str]:
+    """Returns the names of the evalers whose policy is an `AtEndPolicy`."""
+    return {name for name, evaler in evalers.items() if isinstance(evaler.eval_policy, AtEndPolicy)}

@@ -1,33 +1,48 @@
-"""Forward passes, and gradients of their loss with respect to some of the parameters."""
+"""Gradients of a forward pass's loss, of a whole batch or accumulated over parts of it.
 
+A batch that does not fit into memory at once is split into microbatches. A scan runs the forward
+and backward pass of each and sums their gradients, so that only the activations of one are in
+memory at a time:
+
+    gradient = sum(w[i] * gradient of loss[i]) / sum(w[i])    over the microbatches i
+
+`w[i]` is the weight of the `WeightedScalar` that the model reports as its summary "loss", such as
+the number of valid targets; 1 without such a summary. The result equals that of the whole batch, up
+to rounding, if the loss is the mean that this summary describes and examples are independent. Batch
+statistics, balance losses over a batch, and random masks differ.
+
+Microbatch i has the rows i, i + steps, i + 2 * steps, ... of the batch, so that each device keeps
+its rows.
+"""
+
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.tree_util import KeyPath
 
-from weft import lifting
-from weft.core.layout import constrain
-from weft.errors import UntrainableParameterError
-from weft.hierarchy.context import require_context
-from weft.hierarchy.parameter_spec import ParameterSpec
-from weft.hierarchy.transforms import CONTEXTS, in_context
-from weft.lifting import DIFF
-from weft.trainer.optimizer_base import NestedOptParam, opt_param_values, path_name
+from weft.config import InstantiableConfig
+from weft.core.spmd import constrain
+from weft.errors import GradientAccumulationError, UntrainableParameterError
+from weft.hierarchy.context import OutputCollection, require_context
+from weft.hierarchy.metrics import MetricAccumulator, WeightedSummary
+from weft.hierarchy.parameter_spec import NestedParameterSpec, ParameterSpec
+from weft.trainer.optimizers.base import NestedOptParam, opt_param_values, path_name
 from weft.trainer.update_transformation import ForwardFn, ForwardOutputs, ForwardPass
-from weft.typing import Nested, NestedTensor, PartitionSpec, Tensor
+from weft.typing import DType, Nested, NestedTensor, PartitionSpec, T, Tensor
 
 
 def forward_and_gradients(
-    fn: ForwardFn, *, inputs: Any, opt_params: NestedOptParam, trainable: Nested[bool]
+    fn: ForwardFn, *, inputs: NestedTensor, opt_params: NestedOptParam, trainable: Nested[bool]
 ) -> tuple[ForwardPass, NestedTensor]:
     """Runs `fn` and computes the gradients of its loss, inside an invocation.
 
     Args:
-      fn: the forward pass.
-      inputs: its inputs.
-      opt_params: the parameters.
       trainable: whether to differentiate with respect to each parameter.
 
     Returns:
@@ -50,28 +65,28 @@ def forward_and_gradients(
                 "...]`."
             )
 
-    def loss_fn(trained: list, frozen: list, inputs: Any) -> tuple[Any, ForwardOutputs]:
-        rest = {True: iter(trained), False: iter(frozen)}
-        params = tree.unflatten([next(rest[bool(is_trained)]) for is_trained in flags])
-        outputs = fn(model_params=params, inputs=inputs)
-        return outputs.loss, outputs
+    context = require_context("differentiation")
 
-    # Crossing with the context keeps additions of `fn` from leaking out of the differentiation.
-    differentiated = lifting.value_and_grad(
-        CONTEXTS, in_context(loss_fn), wrt=(None, DIFF, None, None), has_aux=True
-    )
+    def loss_fn(trained: list[Tensor]) -> tuple[Any, tuple[ForwardOutputs, OutputCollection]]:
+        rest = iter(trained)
+        both = zip(leaves, flags, strict=True)
+        params = tree.unflatten([next(rest) if is_trained else leaf for leaf, is_trained in both])
+        # What `fn` adds to the context is a result, so that it does not leak.
+        outputs, additions = context.functional(fn)(model_params=params, inputs=inputs)
+        return outputs.loss, (outputs, additions)
+
     trained = [leaf for leaf, is_trained in zip(leaves, flags, strict=True) if is_trained]
-    frozen = [leaf for leaf, is_trained in zip(leaves, flags, strict=True) if not is_trained]
-    (_, outputs), (_, grads, *_) = differentiated(
-        require_context("differentiation"), trained, frozen, inputs
-    )
+    (_, (outputs, additions)), grads = jax.value_and_grad(loss_fn, has_aux=True)(trained)
+    context.add_outputs(additions)
     rest = iter(grads)
     masked = [next(rest) if is_trained else optax.MaskedNode() for is_trained in flags]
     forward_pass = ForwardPass(forward_fn=fn, inputs=inputs, model_params=values, outputs=outputs)
     return forward_pass, tree.unflatten(masked)
 
 
-def with_gradient_layouts(params: NestedTensor, specs: Any, gradient_specs: Any) -> NestedTensor:
+def with_gradient_layouts(
+    params: NestedTensor, specs: NestedParameterSpec, gradient_specs: NestedParameterSpec
+) -> NestedTensor:
     """Returns the parameters unchanged, with sharding constraints on their gradients.
 
     When gradients are summed over microbatches, both addends and sum have this sharding. Gradients
@@ -84,10 +99,7 @@ def with_gradient_layouts(params: NestedTensor, specs: Any, gradient_specs: Any)
             return x
         return _with_gradient_layout(x, of_gradient.partition_spec)
 
-    def is_spec(x: Any) -> bool:
-        return isinstance(x, ParameterSpec)
-
-    return jax.tree.map(laid_out, specs, gradient_specs, params, is_leaf=is_spec)
+    return jax.tree.map(laid_out, specs, gradient_specs, params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -106,3 +118,223 @@ def _backward(spec: PartitionSpec, _: None, gradient: Tensor) -> tuple[Tensor]:
 
 
 _with_gradient_layout.defvjp(_forward, _backward)
+
+
+ByPath = dict[str, Any]
+
+
+def with_minibatch_steps(
+    *,
+    steps: int,
+    metric_accumulator: InstantiableConfig | None = None,
+    grad_dtype: DType | None = None,
+) -> Callable[[ForwardFn], ForwardFn]:
+    """Returns a transformation that runs a forward pass over microbatches, one after another.
+
+    For `Learner.Config.forward_fn_transformation`. The inputs of the forward pass are a dict: its
+    "input_batch" is split along the first axis of its arrays, each microbatch gets its own
+    "forward_key", and the rest is passed unchanged. A microbatch sees earlier ones' state updates.
+
+    Args:
+        steps: The number of microbatches; must divide the number of rows.
+        metric_accumulator: Merges the summaries of the microbatches; a `MetricAccumulator` if None.
+        grad_dtype: The dtype of the gradient sum; None for the dtypes of the parameters.
+
+    Returns:
+        A function from a forward function to a forward function. Only the loss of the result can be
+        differentiated, and its "aux" stacks those of the microbatches along a new first axis.
+
+    Raises:
+        GradientAccumulationError: If `steps` is below 1; when called, if the batch does not divide.
+
+    Example:
+        >>> from weft.config import config_for_function
+        >>> config_for_function(with_minibatch_steps).set(steps=4).steps
+        4
+    """
+    if steps < 1:
+        raise GradientAccumulationError(
+            f"with_minibatch_steps got steps={steps}; expected 1 or more microbatches."
+        )
+
+    accumulator = metric_accumulator or MetricAccumulator.default_config()
+
+    def transform(fn: ForwardFn) -> ForwardFn:
+        def forward(*, model_params: NestedTensor, inputs: NestedTensor) -> ForwardOutputs:
+            microbatches = _Microbatches(fn, steps, accumulator, grad_dtype)
+            return microbatches.differentiable()(model_params, inputs)
+
+        return forward if steps > 1 else fn
+
+    return transform
+
+
+@dataclasses.dataclass(frozen=True)
+class _Microbatches:
+    """Forward pass over the microbatches of a batch, and its derivative."""
+
+    fn: ForwardFn
+    steps: int
+    metric_accumulator: InstantiableConfig
+    grad_dtype: DType | None
+
+    def differentiable(self) -> Callable[[Any, Any], ForwardOutputs]:
+        """Returns the pass as a function of parameters and inputs with the loss's derivative."""
+
+        @jax.custom_vjp
+        def run(params: NestedTensor, inputs: NestedTensor) -> ForwardOutputs:
+            return self._scan(params, inputs, trained=set())[0]
+
+        def forward(params: NestedTensor, inputs: NestedTensor) -> tuple[ForwardOutputs, Any]:
+            trained = {
+                path for path, primal in _by_path(params, _is_primal).items() if primal.perturbed
+            }
+            params, inputs = jax.tree.map(lambda x: x.value, (params, inputs), is_leaf=_is_primal)
+            return self._scan(params, inputs, trained)
+
+        def backward(gradients: NestedTensor, cotangents: ForwardOutputs) -> tuple[Any, None]:
+            factor = _of_loss_alone(cotangents)
+            return jax.tree.map(lambda g: (factor * g).astype(g.dtype), gradients), None
+
+        run.defvjp(forward, backward, symbolic_zeros=True)
+        return run
+
+    def _scan(
+        self, params: NestedTensor, inputs: NestedTensor, trained: set[str]
+    ) -> tuple[ForwardOutputs, Any]:
+        """Returns the outputs of the whole batch, and gradients in the structure of the parameters.
+
+        `trained` has the paths of the parameters with gradients; the others' gradients are None.
+        """
+        values, tree = _by_path(params), jax.tree.structure(params)
+        microbatches = _cut(inputs, self.steps)
+        shapes = jax.eval_shape(
+            lambda p, x: self.fn(model_params=p, inputs=x),
+            params,
+            _at(microbatches, 0),
+        )
+        update_shapes = shapes.output_collection.state_updates
+        state = {
+            path: values[path] if path in values else jnp.zeros(shape.shape, shape.dtype)
+            for path, shape in _by_path(update_shapes).items()
+        }
+        grads = {
+            path: jnp.zeros_like(x, self.grad_dtype)
+            for path, x in values.items()
+            if path in trained
+        }
+
+        def run(wrt: ByPath, state: ByPath, inputs: NestedTensor) -> tuple[Tensor, ForwardOutputs]:
+            now = {**values, **state, **wrt}
+            outputs = self.fn(
+                model_params=tree.unflatten([now[path] for path in values]), inputs=inputs
+            )
+            return outputs.loss, outputs
+
+        def one(carry: tuple[ByPath, ByPath], inputs: NestedTensor) -> tuple[Any, Any]:
+            grads, state = carry
+            wrt = {path: {**values, **state}[path] for path in grads}
+            new, outputs = jax.grad(run, has_aux=True)(wrt, state, inputs)
+            weight = _weight(outputs)
+            grads = {path: g + (weight * new[path]).astype(g.dtype) for path, g in grads.items()}
+            updates = _by_path(outputs.output_collection.state_updates)
+            state = {path: updates[path].astype(x.dtype) for path, x in state.items()}
+            collection = outputs.output_collection._replace(state_updates={})
+            return (grads, state), (weight, outputs.replace(output_collection=collection))
+
+        (grads, state), (weights, stacked) = jax.lax.scan(one, (grads, state), microbatches)
+        total = jnp.sum(weights)
+        # A batch without a valid target has weight 0 and gradient 0.
+        factor = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+        gradients = [
+            (factor * grads[path]).astype(x.dtype) if path in grads else None
+            for path, x in values.items()
+        ]
+        updates = jax.tree.unflatten(
+            jax.tree.structure(update_shapes), [state[path] for path in _by_path(update_shapes)]
+        )
+        return self._joined(stacked, factor * weights, updates), tree.unflatten(gradients)
+
+    def _joined(
+        self, stacked: ForwardOutputs, shares: Tensor, updates: dict[str, Any]
+    ) -> ForwardOutputs:
+        """Returns the outputs of the batch from those of the microbatches."""
+        accumulator: MetricAccumulator = self.metric_accumulator.instantiate()
+        for i in range(self.steps):
+            accumulator.update(_at(stacked.output_collection.summaries, i))
+        return ForwardOutputs(
+            loss=jnp.sum(shares * stacked.loss).astype(stacked.loss.dtype),
+            aux=stacked.aux,
+            output_collection=OutputCollection(
+                summaries=accumulator.summaries(),
+                state_updates=updates,
+                module_outputs=stacked.output_collection.module_outputs,
+            ),
+        )
+
+
+def _cut(inputs: object, steps: int) -> dict[str, Any]:
+    """Returns the inputs of all microbatches, stacked on a first axis."""
+    if not isinstance(inputs, dict) or "input_batch" not in inputs:
+        raise GradientAccumulationError(
+            f"with_minibatch_steps(steps={steps}) got inputs of the forward pass without an "
+            "'input_batch' to split. Make the inputs a dict with this key."
+        )
+
+    def cut(path: KeyPath, x: Tensor) -> Any:
+        if jnp.ndim(x) == 0:
+            return jnp.broadcast_to(x, (steps,))
+        if x.shape[0] % steps:
+            raise GradientAccumulationError(
+                f"input_batch/{path_name(path)} has {x.shape[0]} rows, which cannot be split into "
+                f"steps={steps} microbatches of equal size. Set steps to a divisor of "
+                f"{x.shape[0]}, or the batch size to a multiple of {steps}."
+            )
+        return jnp.swapaxes(x.reshape(x.shape[0] // steps, steps, *x.shape[1:]), 0, 1)
+
+    def repeated(x: Tensor) -> Any:
+        return jnp.broadcast_to(x, (steps, *jnp.shape(x)))
+
+    parts = {name: jax.tree.map(repeated, value) for name, value in inputs.items()}
+    parts["input_batch"] = jax.tree_util.tree_map_with_path(cut, inputs["input_batch"])
+    if inputs.get("forward_key") is not None:
+        parts["forward_key"] = jax.random.split(inputs["forward_key"], steps)
+    return parts
+
+
+def _weight(outputs: ForwardOutputs) -> Tensor:
+    loss = outputs.output_collection.summaries.get("loss")
+    weight = loss.weight if isinstance(loss, WeightedSummary) else 1
+    return jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
+
+
+def _of_loss_alone(cotangents: ForwardOutputs) -> Tensor:
+    """Returns the cotangent of the loss; raises if another output has one."""
+    others = cotangents.replace(loss=None)
+    for path, cotangent in jax.tree_util.tree_leaves_with_path(others, is_leaf=_is_zero):
+        if not _is_zero(cotangent):
+            raise GradientAccumulationError(
+                f"{path_name(path)} of a forward pass over microbatches was differentiated; only "
+                "its loss can be. Add the required term to the model's loss."
+            )
+    loss = cotangents.loss
+    return jnp.zeros(loss.shape, loss.dtype) if _is_zero(loss) else loss
+
+
+def _by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> ByPath:
+    return {
+        path_name(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    }
+
+
+def _at(tree: T, i: int) -> T:
+    return jax.tree.map(lambda x: x[i], tree)
+
+
+def _is_primal(x: object) -> bool:
+    return isinstance(x, CustomVJPPrimal)
+
+
+def _is_zero(x: object) -> bool:
+    return isinstance(x, SymbolicZero)

@@ -20,19 +20,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from weft.config import REQUIRED, Required, config_class
-from weft.config.names import did_you_mean
+from weft.config import REQUIRED, ConfigBase, Required, config_class
 from weft.core.axis_rules import logical_axis_rules
-from weft.errors import InferenceError
-from weft.hierarchy.base_model import BaseModel
-from weft.hierarchy.module import Module, functional, method_named
+from weft.errors import InferenceError, did_you_mean
+from weft.hierarchy.base_layer import BaseModel
+from weft.hierarchy.module import Module, functional, get_public_method
 from weft.input import host_to_global_device_array
-from weft.trainer.checkpoint_index import CheckpointValidationType
-from weft.trainer.mesh import MeshShape, build_mesh
-from weft.trainer.model import model_config
+from weft.trainer.checkpointer.index import CheckpointValidationType
+from weft.trainer.mesh import AxisRules, MeshShape, RulesByKind, build_mesh, rules_of
+from weft.trainer.model import cast_floats, trained_model_config
 from weft.trainer.parallelism import BATCH_AXIS_NAMES
-from weft.trainer.rules_by_kind import AxisRules, RulesByKind, rules_of
-from weft.trainer.run_record import CHECKPOINTS_DIR
+from weft.trainer.run_dir import CHECKPOINTS_DIR
 from weft.trainer.state import parameter_specs, state_shardings
 from weft.trainer.state_builder import (
     Builder,
@@ -41,7 +39,6 @@ from weft.trainer.state_builder import (
     TensorStoreStateStorageBuilder,
     initial_state,
 )
-from weft.trainer.train_dtype import cast_floats
 from weft.trainer.train_step import TrainerState
 from weft.typing import DType, NestedTensor, Tensor
 
@@ -100,7 +97,7 @@ class MethodRunner:
         self._mesh = mesh
         self._prng_key = prng_key
 
-    def __call__(self, input_batch: Any) -> "MethodRunner.Output":
+    def __call__(self, input_batch: NestedTensor) -> "MethodRunner.Output":
         """Runs the method on host arrays with the rows of this process."""
         with self._mesh():
             batch = self._to_devices(input_batch)
@@ -120,10 +117,8 @@ class InferenceRunner(Module):
             logical_axis_rules: Rules from logical axes to mesh axes, see `SpmdTrainer`.
             rules_by_kind: Such rules for parameters or activations alone.
             inference_dtype: The dtype of the computation; None for the dtypes of the parameters.
-            input_batch_partition_spec: The partitioning of batches.
             output_batch_partition_spec: The partitioning of outputs that have the rows of the
                 batch; other outputs are replicated.
-            init_state_builder: Reads the parameters.
         """
 
         mesh_shape: Required[MeshShape] = REQUIRED
@@ -139,7 +134,7 @@ class InferenceRunner(Module):
         )
 
     @classmethod
-    def config_from_trainer(cls, trainer_cfg: Any) -> Config:
+    def config_from_trainer(cls, trainer_cfg: ConfigBase) -> Config:
         """Returns the config of a runner with the model, mesh and newest checkpoint of a run.
 
         If the learner keeps a moving average of the parameters, the runner uses the average.
@@ -153,15 +148,12 @@ class InferenceRunner(Module):
                 builder=builder, converter=EmaParamsConverter.default_config()
             )
 
-        def batch() -> Any:
-            return trainer_cfg.input.set(name="input").instantiate(parent=None).element_spec()
-
         return cls.default_config().set(
             mesh_shape=trainer_cfg.mesh_shape,
             mesh_axis_names=trainer_cfg.mesh_axis_names,
             logical_axis_rules=trainer_cfg.logical_axis_rules,
             rules_by_kind=trainer_cfg.rules_by_kind,
-            model=model_config(trainer_cfg.model, batch),
+            model=trained_model_config(trainer_cfg),
             init_state_builder=builder,
         )
 
@@ -194,7 +186,7 @@ class InferenceRunner(Module):
             return TrainerState(prng_key={}, model=params, learner={})
 
         builder: Any = self.init_state_builder
-        return initial_state(builder, init, jax.random.key(0), shardings)[1]
+        return initial_state(builder, init, jax.random.key(0), shardings)
 
     def create_method_runner(
         self,
@@ -215,7 +207,7 @@ class InferenceRunner(Module):
         Raises:
             InferenceError: If the model has no such method.
         """
-        if method_named(self.model, method) is None:
+        if get_public_method(self.model, method) is None:
             names = [name for name in dir(type(self.model)) if not name.startswith("_")]
             raise InferenceError(
                 f"{self.path()} cannot run {method!r}: the model, a "
@@ -247,13 +239,9 @@ class InferenceRunner(Module):
         prng_key: Tensor | None = None,
         **kwargs: Any,
     ) -> Iterator[MethodRunner.Output]:
-        """Yields the outputs of a method of the model for batches.
+        """Yields the outputs of a method of the model for batches, compiled for each shape.
 
-        Args:
-            input_batches: The batches; the method is compiled for each shape.
-            method: Its name.
-            prng_key: The key for its randomness.
-            **kwargs: Further arguments of `create_method_runner`, and of the method.
+        Other arguments are those of `create_method_runner`, and of the method.
         """
         runner = self.create_method_runner(method=method, prng_key=prng_key, **kwargs)
         for batch in input_batches:
@@ -276,7 +264,7 @@ def method_program(
     to_spec = cfg.output_batch_partition_spec.partition_spec(mesh)
 
     @jax.jit
-    def inference_step(prng_key: Tensor, params: Any, batch: Any) -> Any:
+    def inference_step(prng_key: Tensor, params: NestedTensor, batch: NestedTensor) -> Any:
         next_key, key = jax.random.split(prng_key)
         params, batch = cast_floats((params, batch), cfg.inference_dtype)
         output, collection = functional(
@@ -289,26 +277,26 @@ def method_program(
             drop_output_collections=(),
         )
         rows = {x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
-        kept = _without(collection.module_outputs, drop_module_outputs)
-        laid_out = jax.tree.map(lambda x: _laid_out(x, rows, to_spec, mesh), output)
+        kept = _drop_outputs(collection.module_outputs, drop_module_outputs)
+        laid_out = jax.tree.map(lambda x: _constrain_rows(x, rows, to_spec, mesh), output)
         return next_key, laid_out, kept, collection.summaries
 
     return inference_step
 
 
-def _laid_out(x: Any, rows: set[int], spec: PartitionSpec, mesh: jax.sharding.Mesh) -> Any:
+def _constrain_rows(x: Tensor, rows: set[int], spec: PartitionSpec, mesh: jax.sharding.Mesh) -> Any:
     has_rows = jnp.ndim(x) > 0 and x.shape[0] in rows
     return jax.lax.with_sharding_constraint(
         x, NamedSharding(mesh, spec if has_rows else PartitionSpec())
     )
 
 
-def _without(outputs: Any, drop: Callable[[str], bool], path: str = "") -> Any:
+def _drop_outputs(outputs: Any, drop: Callable[[str], bool], path: str = "") -> Any:
     kept = {}
     for name, value in outputs.items():
         below = f"{path}/{name}" if path else name
         if isinstance(value, dict):
-            inner = _without(value, drop, below)
+            inner = _drop_outputs(value, drop, below)
             if inner:
                 kept[name] = inner
         elif not drop(below):

@@ -3,6 +3,16 @@
 A learner runs the forward pass, differentiates the loss with respect to the parameters that
 optimizers update, transforms the gradients, and returns the new parameters. Its state (moments,
 counts, moving averages of parameters) is a nested dict; an invocation reads it and adds updates.
+
+It may scale the loss, which keeps half-precision gradients from underflow: the scale grows after a
+number of steps with finite gradients, and falls after a step whose gradients are not finite; that
+step changes nothing else (Micikevicius et al., 2018). It may report statistics of parameters and
+gradients:
+
+    rms         root mean square
+    norm        root of the sum of squares
+    max_abs     maximum absolute value
+    histogram   up to 1,024 of the values, evenly spaced over the array
 """
 
 import dataclasses
@@ -13,45 +23,136 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from weft.config import (
     REQUIRED,
     ConfigOr,
+    Configurable,
     InstantiableConfig,
     Required,
     config_class,
     config_for_function,
     maybe_instantiate,
 )
-from weft.config.names import did_you_mean
-from weft.errors import UpdateRuleError
+from weft.errors import LossScaleError, UpdateRuleError, VariableStatError, did_you_mean
 from weft.hierarchy.base_layer import NestedParameterSpec
 from weft.hierarchy.module import Module, nowrap
 from weft.trainer.gradients import forward_and_gradients
-from weft.trainer.learner_base import LearnerModule
-from weft.trainer.loss_scale import DynamicLossScale, unscaled, with_scaled_loss
-from weft.trainer.optimizer_base import (
+from weft.trainer.optimizers.base import (
     COUNT_SPEC,
     NestedOptParam,
     NestedOptStateSpec,
-    PartitionedGradientTransformation,
     as_partitioned,
     path_name,
+    replicated,
     tree_paths,
 )
-from weft.trainer.optimizer_ema import param_ema
-from weft.trainer.optimizer_skipping import all_finite, skips_undefined, tree_where
+from weft.trainer.optimizers.clipping import all_finite, skips_undefined, tree_where
+from weft.trainer.optimizers.transformations import param_ema
 from weft.trainer.update_transformation import (
     BackwardOutputs,
     ForwardBackwardOutputs,
     ForwardFn,
+    ForwardOutputs,
+    LearnerModule,
     Updates,
     as_update_transformation,
     mask_tree,
 )
-from weft.trainer.variable_stats import variable_stat
-from weft.typing import Nested, NestedTensor, Tensor
+from weft.training.train_state import DynamicScale
+from weft.typing import Nested, NestedTensor, T, Tensor
+
+
+class DynamicLossScale(Configurable):
+    """Scale of a learner's loss; its state is a dict of the scale and a count of steps.
+
+    Example:
+        >>> loss_scale = DynamicLossScale.default_config().set(initial_scale=8).instantiate()
+        >>> state = loss_scale.after(loss_scale.init(), is_finite=jnp.array(False))
+        >>> float(state["scale"])
+        4.0
+    """
+
+    @config_class
+    class Config(Configurable.Config):
+        """Configures a DynamicLossScale.
+
+        Attributes:
+            initial_scale: scale of the first step.
+            growth_factor: factor by which the scale grows; above 1.
+            backoff_factor: factor by which it falls after a step whose gradients are not finite;
+                between 0 and 1.
+            growth_interval: number of consecutive finite steps after which it grows.
+            minimum_scale: lower bound.
+        """
+
+        initial_scale: float = 2.0**15
+        growth_factor: float = 2.0
+        backoff_factor: float = 0.5
+        growth_interval: int = 2000
+        minimum_scale: float = 1.0
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        expectations = (
+            ("growth_factor", cfg.growth_factor > 1, "a factor above 1"),
+            ("backoff_factor", 0 < cfg.backoff_factor < 1, "a factor between 0 and 1"),
+            ("growth_interval", cfg.growth_interval >= 1, "1 or more steps"),
+            ("minimum_scale", cfg.minimum_scale > 0, "a scale above 0"),
+            (
+                "initial_scale",
+                cfg.initial_scale >= cfg.minimum_scale,
+                f"at least minimum_scale={cfg.minimum_scale:g}",
+            ),
+        )
+        for name, holds, expected in expectations:
+            if not holds:
+                raise LossScaleError(
+                    f"loss_scale.{name}={getattr(cfg, name):g}; expected {expected}."
+                )
+
+    def init(self) -> dict[str, Tensor]:
+        """Returns the state before the first step."""
+        return {
+            "scale": jnp.array(self.config.initial_scale, jnp.float32),
+            "finite_steps": jnp.zeros((), jnp.int32),
+        }
+
+    def partition(self) -> dict[str, Any]:
+        """Returns the layout of the state."""
+        return {"scale": replicated((), jnp.float32), "finite_steps": COUNT_SPEC}
+
+    def after(self, state: dict[str, Tensor], *, is_finite: Tensor) -> dict[str, Tensor]:
+        """Returns the state after a step whose gradients were all finite, or not."""
+        cfg = self.config
+        scale = DynamicScale(
+            growth_factor=cfg.growth_factor,
+            backoff_factor=cfg.backoff_factor,
+            growth_interval=cfg.growth_interval - 1,  # it counts the steps before this one
+            minimum_scale=cfg.minimum_scale,
+            scale=state["scale"],
+            fin_steps=state["finite_steps"],
+        ).after(is_finite)
+        return {
+            "scale": jnp.asarray(scale.scale),
+            "finite_steps": jnp.asarray(scale.fin_steps, jnp.int32),
+        }
+
+
+def with_scaled_loss(fn: ForwardFn, scale: Tensor) -> ForwardFn:
+    """Returns a forward pass whose loss is multiplied by a scale, in single precision."""
+
+    def forward(*, model_params: NestedTensor, inputs: NestedTensor) -> ForwardOutputs:
+        outputs = fn(model_params=model_params, inputs=inputs)
+        return outputs.replace(loss=outputs.loss.astype(jnp.float32) * scale)
+
+    return forward
+
+
+def unscaled(tree: T, scale: Tensor) -> T:
+    """Divides losses or gradients by the scale, in at least single precision."""
+    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) / scale, tree)
+
 
 # For example, runs a forward function over parts of the batch.
 ForwardFnTransformation = Callable[[ForwardFn], ForwardFn]
@@ -95,7 +196,7 @@ class BaseLearner(LearnerModule):
     """Interface between a trainer and its learner."""
 
     def forward_and_backward(
-        self, *, fn: ForwardFn, inputs: Any, opt_params: NestedOptParam
+        self, *, fn: ForwardFn, inputs: NestedTensor, opt_params: NestedOptParam
     ) -> ForwardBackwardOutputs:
         """Runs the forward pass `fn` on `inputs`, differentiates, and updates the parameters."""
         raise NotImplementedError(f"{type(self).__name__} must define `forward_and_backward`.")
@@ -120,12 +221,76 @@ class BaseLearner(LearnerModule):
         return False
 
     @nowrap
-    def handles_undefined_gradients(self, state: Any, model_params: NestedOptParam) -> Nested[bool]:
+    def handles_undefined_gradients(
+        self, state: Mapping[str, Any], model_params: NestedOptParam
+    ) -> Nested[bool]:
         """Returns for each parameter whether steps with undefined gradients are skipped for it."""
         return jax.tree.map(lambda _: self.handles_undefined_loss(), model_params)
 
 
-class Learner(BaseLearner):
+class _OneForwardPassLearner(BaseLearner):
+    """Base of learners that differentiate one forward pass, and may average the parameters."""
+
+    @config_class
+    class Config(BaseLearner.Config):
+        """Configures the forward pass and the moving average.
+
+        Attributes:
+          ema: the moving average of all parameters, kept if its `decay` is not None.
+          forward_fn_transformation: applied to the forward pass before it is differentiated, such
+            as `with_minibatch_steps`, which accumulates gradients.
+        """
+
+        ema: InstantiableConfig = config_for_function(param_ema)
+        forward_fn_transformation: ConfigOr[ForwardFnTransformation] | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._ema = None if cfg.ema.decay is None else as_partitioned(cfg.ema)
+        self._forward_fn_transformation = maybe_instantiate(cfg.forward_fn_transformation)
+        self._loss_scale: DynamicLossScale | None = None
+
+    def forward_and_backward(
+        self, *, fn: ForwardFn, inputs: NestedTensor, opt_params: NestedOptParam
+    ) -> ForwardBackwardOutputs:
+        scale = None if self._loss_scale is None else self.state["loss_scale"]["scale"]
+        if scale is not None:
+            fn = with_scaled_loss(fn, scale)
+        if self._forward_fn_transformation is not None:
+            fn = self._forward_fn_transformation(fn)
+        trainable = self.should_update_with_optimizers(opt_params)
+        forward_pass, gradients = forward_and_gradients(
+            fn, inputs=inputs, opt_params=opt_params, trainable=trainable
+        )
+        if scale is not None:
+            gradients = unscaled(gradients, scale)
+            loss = unscaled(forward_pass.outputs.loss, scale)
+            forward_pass = forward_pass.replace(outputs=forward_pass.outputs.replace(loss=loss))
+        outputs = forward_pass.outputs
+        updated_params = self.update(
+            Updates(
+                opt_params=opt_params,
+                delta_updates=gradients,
+                inplace_updates=outputs.output_collection.state_updates,
+                forward_pass={"default": forward_pass},
+            )
+        )
+        handled = self.handles_undefined_gradients(self.state, opt_params)
+        watched = jax.tree.map(lambda is_handled: not is_handled, handled)
+        gradients = mask_tree(gradients, keep=watched)
+        return ForwardBackwardOutputs(
+            forward_outputs=outputs,
+            backward_outputs=BackwardOutputs(updated_params=updated_params, gradients=gradients),
+        )
+
+    def _update_ema(self, opt_params: NestedOptParam, new_params: NestedTensor) -> None:
+        if self._ema is not None:
+            new = jax.tree.map(lambda p, x: dataclasses.replace(p, value=x), opt_params, new_params)
+            _, ema_state = self._ema.update({}, self.state["ema"], new)
+            self.add_state_update("ema", ema_state)
+
+
+class Learner(_OneForwardPassLearner):
     """Learner with one optimizer.
 
     Its state has the entries "optimizer", "ema" if a moving average of the parameters is kept,
@@ -134,7 +299,7 @@ class Learner(BaseLearner):
     """
 
     @config_class
-    class Config(BaseLearner.Config):
+    class Config(_OneForwardPassLearner.Config):
         """Configures a Learner.
 
         Attributes:
@@ -143,34 +308,26 @@ class Learner(BaseLearner):
           update_rules: pairs of a regular expression, which must match the whole path of a
             parameter, and its kind of updates; the first match counts. Without a match, a parameter
             gets all updates. State of layers (`ParameterSpec.is_state`) is never optimized.
-          ema: the moving average of the parameters, kept if its `decay` is not None.
           enable_per_variable_summaries: whether to report statistics of each parameter and its
             gradient; or regular expressions of the paths to report.
-          per_variable_stats: the statistics to report: "rms" and others of
-            `weft.trainer.variable_stats`.
+          per_variable_stats: the statistics to report, listed in the module docstring.
           ignore_undefined_loss: whether to skip and count steps whose loss or gradients are not
             finite.
-          forward_fn_transformation: applied to the forward pass before it is differentiated, such
-            as `with_minibatch_steps`, which accumulates gradients.
           loss_scale: scale of the loss during differentiation, for half precision. Steps
             with gradients that are not finite change only the scale.
         """
 
         optimizer: Required[InstantiableConfig] = REQUIRED
         update_rules: Sequence[tuple[str, UpdateType | None]] = []
-        ema: InstantiableConfig = config_for_function(param_ema)
         enable_per_variable_summaries: bool | list[str] = False
         per_variable_stats: Sequence[str] = ("rms",)
         ignore_undefined_loss: bool = False
-        forward_fn_transformation: ConfigOr[ForwardFnTransformation] | None = None
         loss_scale: DynamicLossScale.Config | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         self._add_child("optimizer", as_update_transformation(cfg.optimizer))
         self._loss_scale = maybe_instantiate(cfg.loss_scale)
-        self._ema = _ema_or_none(cfg.ema)
-        self._forward_fn_transformation = maybe_instantiate(cfg.forward_fn_transformation)
         self._stats = {name: variable_stat(name) for name in cfg.per_variable_stats}
 
     @nowrap
@@ -203,7 +360,9 @@ class Learner(BaseLearner):
         return self.config.ignore_undefined_loss
 
     @nowrap
-    def handles_undefined_gradients(self, state: Any, model_params: NestedOptParam) -> Nested[bool]:
+    def handles_undefined_gradients(
+        self, state: Mapping[str, Any], model_params: NestedOptParam
+    ) -> Nested[bool]:
         handles = (
             self.handles_undefined_loss()
             or self._loss_scale is not None
@@ -219,16 +378,6 @@ class Learner(BaseLearner):
             model_params,
         )
 
-    def forward_and_backward(
-        self, *, fn: ForwardFn, inputs: Any, opt_params: NestedOptParam
-    ) -> ForwardBackwardOutputs:
-        scale = None if self._loss_scale is None else self.state["loss_scale"]["scale"]
-        if scale is not None:
-            fn = with_scaled_loss(fn, scale)
-        if self._forward_fn_transformation is not None:
-            fn = self._forward_fn_transformation(fn)
-        return _forward_and_backward(self, fn, inputs, opt_params, scale)
-
     def update(self, updates: Updates) -> NestedTensor:
         self._add_per_variable_summaries(updates)
         applied = updates.mask(
@@ -239,10 +388,7 @@ class Learner(BaseLearner):
             applied.mask(self.should_update_with_optimizers, fields=("opt_params", "delta_updates"))
         )
         new_params = optimized.replace(opt_params=updates.opt_params).updated_values()
-        if self._ema is not None:
-            new_opt_params = _with_values(updates.opt_params, new_params)
-            _, ema_state = self._ema.update({}, self.state["ema"], new_opt_params)
-            self.add_state_update("ema", ema_state)
+        self._update_ema(updates.opt_params, new_params)
         if self.config.ignore_undefined_loss or self._loss_scale is not None:
             new_params = self._unless_undefined(new_params, updates)
         return new_params
@@ -265,18 +411,17 @@ class Learner(BaseLearner):
             self.add_summary("loss_scale", state["scale"])
         return tree_where(is_defined, new_params, updates.param_values())
 
-    def _matching(self, wanted: Callable[[UpdateType | None], bool], tree: Any) -> Nested[bool]:
-        return jax.tree.map(lambda path: wanted(self._update_type(path)), tree_paths(tree))
+    def _matching(self, wanted: Callable[[UpdateType | None], bool], tree: object) -> Nested[bool]:
+        rules = [*self.config.update_rules, (".*", UpdateType.ALL_UPDATES)]
 
-    def _update_type(self, path: str) -> UpdateType | None:
-        for pattern, update_type in self.config.update_rules:
-            if re.fullmatch(pattern, path):
-                return update_type
-        return UpdateType.ALL_UPDATES
+        def matches(path: str) -> bool:
+            return wanted(next(kind for pattern, kind in rules if re.fullmatch(pattern, path)))
+
+        return jax.tree.map(matches, tree_paths(tree))
 
     def _optimized(self, tree: Any) -> Any:
         keep = self.should_update_with_optimizers(tree)
-        return mask_tree(tree, keep=keep, mask_value=optax.MaskedNode())
+        return mask_tree(tree, keep=keep)
 
     def _add_per_variable_summaries(self, updates: Updates) -> None:
         chosen = self.config.enable_per_variable_summaries
@@ -294,27 +439,22 @@ class Learner(BaseLearner):
                         self.add_summary(f"{kind}_{stat}/{name}", fn(x))
 
 
-class CompositeLearner(BaseLearner):
+class CompositeLearner(_OneForwardPassLearner):
     """Learner that assigns each parameter to one of several learners.
 
     Its state has an entry for each learner, and "ema" if it averages the parameters.
     """
 
     @config_class
-    class Config(BaseLearner.Config):
+    class Config(_OneForwardPassLearner.Config):
         """Configures a CompositeLearner.
 
-        Attributes:
-          rules: pairs of a regular expression, which must match the whole path of a parameter, and
-            the name of its learner; the first match counts. Each parameter must match one.
-          ema: as for `Learner`, of all parameters.
-          forward_fn_transformation: as for `Learner`; the learners themselves may have none.
+        `rules` are pairs of a regular expression, which must match the whole path of a parameter,
+        and the name of its learner; the first match counts. Each parameter must match one.
         """
 
         rules: Required[Sequence[tuple[str, str]]] = REQUIRED
         learners: Mapping[str, BaseLearner.Config] = {}
-        ema: InstantiableConfig = config_for_function(param_ema)
-        forward_fn_transformation: ConfigOr[ForwardFnTransformation] | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -327,8 +467,6 @@ class CompositeLearner(BaseLearner):
                     f"the rule ({pattern!r}, {name!r}) names no learner of {self.path()}. "
                     f"{did_you_mean(name, cfg.learners)}"
                 )
-        self._ema = _ema_or_none(cfg.ema)
-        self._forward_fn_transformation = maybe_instantiate(cfg.forward_fn_transformation)
 
     def _check_learner(self, name: str, learner: BaseLearner.Config) -> None:
         if name == "ema":
@@ -373,7 +511,9 @@ class CompositeLearner(BaseLearner):
         return all(learner.handles_undefined_loss() for learner in self.children.values())
 
     @nowrap
-    def handles_undefined_gradients(self, state: Any, model_params: NestedOptParam) -> Nested[bool]:
+    def handles_undefined_gradients(
+        self, state: Mapping[str, Any], model_params: NestedOptParam
+    ) -> Nested[bool]:
         parts = [
             self.children[name].handles_undefined_gradients(state[name], part)
             for name, part in self._parts(model_params).items()
@@ -390,33 +530,22 @@ class CompositeLearner(BaseLearner):
             ],
         )
 
-    def forward_and_backward(
-        self, *, fn: ForwardFn, inputs: Any, opt_params: NestedOptParam
-    ) -> ForwardBackwardOutputs:
-        if self._forward_fn_transformation is not None:
-            fn = self._forward_fn_transformation(fn)
-        return _forward_and_backward(self, fn, inputs, opt_params)
-
     def update(self, updates: Updates) -> NestedTensor:
         parts = [
             self.children[name].update(updates.mask(keep))
             for name, keep in self._kept_by_learner(updates.opt_params).items()
         ]
         new_params = _merge_parts(updates.opt_params, parts)
-        if self._ema is not None:
-            new_opt_params = _with_values(updates.opt_params, new_params)
-            _, ema_state = self._ema.update({}, self.state["ema"], new_opt_params)
-            self.add_state_update("ema", ema_state)
+        self._update_ema(updates.opt_params, new_params)
         return new_params
 
-    def _parts(self, tree: Any) -> dict[str, Any]:
+    def _parts(self, tree: object) -> dict[str, Any]:
         """Returns for each learner the tree with the other learners' parameters masked."""
         return {
-            name: mask_tree(tree, keep=keep, mask_value=optax.MaskedNode())
-            for name, keep in self._kept_by_learner(tree).items()
+            name: mask_tree(tree, keep=keep) for name, keep in self._kept_by_learner(tree).items()
         }
 
-    def _kept_by_learner(self, tree: Any) -> dict[str, Nested[bool]]:
+    def _kept_by_learner(self, tree: object) -> dict[str, Nested[bool]]:
         names = jax.tree.map(self._learner_of, tree_paths(tree))
         return {
             learner: jax.tree.map(lambda name, learner=learner: name == learner, names)
@@ -435,7 +564,7 @@ class CompositeLearner(BaseLearner):
         )
 
 
-def _merge_parts(tree: Any, parts: Sequence[Any]) -> Any:
+def _merge_parts(tree: object, parts: Sequence[Any]) -> Any:
     """Returns a tree like `tree` with each leaf from the part that has it."""
     leaf_at = {
         path: leaf for part in parts for path, leaf in jax.tree_util.tree_flatten_with_path(part)[0]
@@ -443,46 +572,26 @@ def _merge_parts(tree: Any, parts: Sequence[Any]) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: leaf_at[path], tree)
 
 
-def _ema_or_none(cfg: InstantiableConfig) -> PartitionedGradientTransformation | None:
-    return None if cfg.decay is None else as_partitioned(cfg)
+_SAMPLES = 1024
 
 
-def _with_values(opt_params: NestedOptParam, values: NestedTensor) -> NestedOptParam:
-    return jax.tree.map(
-        lambda param, value: dataclasses.replace(param, value=value), opt_params, values
-    )
+def variable_stat(name: str) -> Callable[[Tensor], Tensor]:
+    """Returns the function that computes a statistic; raises a VariableStatError for unknown names.
 
-
-def _forward_and_backward(
-    learner: BaseLearner,
-    fn: ForwardFn,
-    inputs: Any,
-    opt_params: NestedOptParam,
-    loss_scale: Tensor | None = None,
-) -> ForwardBackwardOutputs:
-    trainable = learner.should_update_with_optimizers(opt_params)
-    forward_pass, gradients = forward_and_gradients(
-        fn, inputs=inputs, opt_params=opt_params, trainable=trainable
-    )
-    if loss_scale is not None:
-        gradients = unscaled(gradients, loss_scale)
-        loss = unscaled(forward_pass.outputs.loss, loss_scale)
-        forward_pass = forward_pass.replace(outputs=forward_pass.outputs.replace(loss=loss))
-    outputs = forward_pass.outputs
-    updated_params = learner.update(
-        Updates(
-            opt_params=opt_params,
-            delta_updates=gradients,
-            inplace_updates=outputs.output_collection.state_updates,
-            forward_pass={"default": forward_pass},
+    >>> float(variable_stat("norm")(jnp.array([3.0, -4.0])))
+    5.0
+    """
+    if name not in _STATS:
+        raise VariableStatError(
+            f"per_variable_stats names {name!r}, which is not a statistic. "
+            f"{did_you_mean(name, _STATS)}"
         )
-    )
-    handled = learner.handles_undefined_gradients(learner.state, opt_params)
-    watched = jax.tree.map(lambda is_handled: not is_handled, handled)
-    return ForwardBackwardOutputs(
-        forward_outputs=outputs,
-        backward_outputs=BackwardOutputs(
-            updated_params=updated_params,
-            gradients=mask_tree(gradients, keep=watched, mask_value=optax.MaskedNode()),
-        ),
-    )
+    return _STATS[name]
+
+
+_STATS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rms": lambda x: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))),
+    "norm": lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)))),
+    "max_abs": lambda x: jnp.max(jnp.abs(x)).astype(jnp.float32),
+    "histogram": lambda x: x.reshape(-1)[:: -(-x.size // _SAMPLES)].astype(jnp.float32),
+}

@@ -1,8 +1,12 @@
-"""Meshes: grids of devices with named axes.
+"""Meshes, grids of devices with named axes, and rules that map names of array axes to mesh axes.
 
 A hybrid mesh distinguishes the part of each axis within a slice or host, with a fast interconnect
 (`ici_mesh_shape`), from the part that crosses the network between them (`dcn_mesh_shape`); the size
 of an axis is the product of both.
+
+A model names the axes of its parameters and activations once. Each kind of array may map a name to
+a different mesh axis, for example to shard the optimizer state of replicated parameters. Gradients
+and the learner's state take their names from the parameters.
 """
 
 import copy
@@ -10,13 +14,21 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
-from weft.config import ConfigModifier, maybe_instantiate
+from weft.config import (
+    ConfigBase,
+    ConfigModifier,
+    Configurable,
+    InstantiableConfig,
+    config_class,
+    maybe_instantiate,
+)
+from weft.core.axis_rules import Rules, checked_rules
 from weft.errors import ConfigModifierError, MeshError
 
 MeshShape = Sequence[int]
@@ -60,7 +72,7 @@ def build_mesh(
     if isinstance(mesh_shape, HybridMeshShape):
         grid = _hybrid_grid(mesh_shape, names, devices)
         return jax.sharding.Mesh(grid, names, axis_types=axis_types)
-    (sizes,) = _filled({"mesh_shape": mesh_shape}, names, len(devices))
+    (sizes,) = _infer_sizes({"mesh_shape": mesh_shape}, names, len(devices))
     num_slices = len({_slice_of(device) for device in devices})
     if num_slices > 1 and devices[0].platform == "tpu":  # make_mesh handles a single slice only
         grid = _hybrid_grid(over_slices(sizes, num_slices), names, devices)
@@ -85,11 +97,11 @@ def over_slices(mesh_shape: MeshShape, num_slices: int) -> HybridMeshShape:
     return HybridMeshShape(within, across)
 
 
-def _slice_of(device: Any) -> Hashable:
+def _slice_of(device: object) -> Hashable:
     return getattr(device, "slice_index", None)
 
 
-def _filled(
+def _infer_sizes(
     shapes: dict[str, MeshShape], names: tuple[str, ...], num_devices: int
 ) -> list[tuple[int, ...]]:
     """Replaces the -1, such that all shapes multiply to the number of devices."""
@@ -121,7 +133,7 @@ def _hybrid_grid(
     shape: HybridMeshShape, names: tuple[str, ...], devices: Sequence[Any]
 ) -> np.ndarray:
     shapes = {"ici_mesh_shape": shape.ici_mesh_shape, "dcn_mesh_shape": shape.dcn_mesh_shape}
-    ici, dcn = _filled(shapes, names, len(devices))
+    ici, dcn = _infer_sizes(shapes, names, len(devices))
     within = [
         mesh_utils.create_device_mesh(ici, devices=group, allow_split_physical_axes=True)
         for group in _groups(devices, math.prod(dcn), names, dcn)
@@ -163,7 +175,7 @@ def _groups(
     )
 
 
-def select_mesh_config(trainer_config: Any, *, mesh_selector: str) -> None:
+def select_mesh_config(trainer_config: InstantiableConfig, *, mesh_selector: str) -> None:
     """Adapts a trainer config in place to hardware, such as "tpu-v5e-256", by its `mesh_rules`.
 
     A rule is a pair of a regular expression and a mesh shape, a config modifier (which sets a mesh
@@ -214,3 +226,64 @@ def named_sharding(
             f"{mesh.axis_names}. Add the axis to mesh_axis_names (its size may be 1)."
         )
     return jax.sharding.NamedSharding(mesh, spec)
+
+
+AxisRules = Sequence[tuple[str, str | Sequence[str] | None]]
+
+
+class RulesByKind(Configurable):
+    """Axis rules for one kind of array, which take precedence over those for all kinds.
+
+    Example:
+        >>> cfg = RulesByKind.default_config().set(parameters=[("fsdp", None)])
+        >>> cfg.instantiate().with_all([("fsdp", "data"), ("mlp", "model")]).parameters
+        (('fsdp', None), ('mlp', 'model'))
+    """
+
+    @config_class
+    class Config(Configurable.Config):
+        """Configures a RulesByKind with pairs of a name and the mesh axis or axes for it, or None.
+
+        Attributes:
+            parameters: for the model's parameters and other state.
+            optimizer: for the learner's state, including moving averages of parameters.
+            gradients: for gradients, as they leave the backward pass.
+            activations: for layouts that the model sets inside its computation.
+        """
+
+        parameters: AxisRules = []
+        optimizer: AxisRules = []
+        gradients: AxisRules = []
+        activations: AxisRules = []
+
+    def with_all(self, rules: AxisRules) -> "KindRules":
+        """Returns the rules of each kind, with those for all where a name has none.
+
+        Raises a LogicalAxisError if rules are malformed.
+        """
+        return KindRules(
+            **{
+                kind: _with_priority(getattr(self.config, kind), rules)
+                for kind in KindRules._fields
+            }
+        )
+
+
+class KindRules(NamedTuple):
+    """Complete rules of each kind, with the fields of `RulesByKind.Config`."""
+
+    parameters: Rules = ()
+    optimizer: Rules = ()
+    gradients: Rules = ()
+    activations: Rules = ()
+
+
+def rules_of(cfg: ConfigBase) -> KindRules:
+    """Returns the rules from a config's `logical_axis_rules` and `rules_by_kind`."""
+    return cfg.rules_by_kind.instantiate().with_all(cfg.logical_axis_rules)
+
+
+def _with_priority(own: AxisRules, rules: AxisRules) -> Rules:
+    first = checked_rules(own)
+    known = {name for name, _ in first}
+    return first + tuple(rule for rule in checked_rules(rules) if rule[0] not in known)

@@ -14,15 +14,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class
-from weft.config.names import did_you_mean
-from weft.errors import MetricCalculatorError
+from weft.distributed.preemption import InterruptibleJit
+from weft.errors import MetricCalculatorError, did_you_mean
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.context import OutputCollection, fold_in_name
 from weft.hierarchy.metrics import MetricAccumulator
-from weft.hierarchy.module import Module, functional, method_named
-from weft.input.global_batch import current_mesh
-from weft.trainer.interruption import Interruptible
-from weft.trainer.train_dtype import cast_floats
+from weft.hierarchy.module import Module, functional, get_public_method
+from weft.input.dispatch import current_mesh
+from weft.trainer.model import cast_floats
 from weft.typing import DType, Nested, NestedTensor, Tensor
 
 
@@ -46,6 +45,8 @@ class BaseMetricCalculator(Module):
         eval_dtype: DType | None = None
         prefix: str | None = None
 
+    _run: Callable[[NestedTensor, Tensor, NestedTensor], tuple[Tensor, Any]]
+
     def __init__(
         self,
         cfg: Config,
@@ -58,26 +59,30 @@ class BaseMetricCalculator(Module):
         self._model = model
         self._model_param_partition_specs = model_param_partition_specs
 
-    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> Any:
-        """Returns the state before the first batch."""
-        raise NotImplementedError(type(self))
+    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> dict[str, Any]:
+        """Returns the state before the first batch; by default the key, as "prng_key"."""
+        return {"prng_key": prng_key}
 
     def forward(
-        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: Any
+        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: dict[str, Any]
     ) -> dict[str, Any]:
         """Runs the model on a global batch, with the state of the previous one.
+
+        By default this calls `self._run`, which a subclass sets to a result of `_jit_of_model`.
 
         Returns:
             A dict of "state", for the next batch, and "output", which is collected for
             `get_summaries`.
         """
-        raise NotImplementedError(type(self))
+        prng_key, outputs = self._run(model_params, state["prng_key"], input_batch)
+        # The host has room for the outputs of all batches.
+        return {"state": {"prng_key": prng_key}, "output": jax.device_get(outputs)}
 
     def get_summaries(
         self,
         *,
         model_params: NestedTensor,
-        state: Any,
+        state: dict[str, Any],
         all_forward_outputs: list[Nested[Any]],
     ) -> dict[str, Any]:
         """Computes the metrics from the last batch's state and the "output" of each batch."""
@@ -109,7 +114,7 @@ class BaseMetricCalculator(Module):
             the outputs, replicated so that each process can read them.
         """
         # Checked now rather than at the first evaluation, which may be hours into training.
-        if method_named(self._model, method) is None:
+        if get_public_method(self._model, method) is None:
             names = [name for name in dir(type(self._model)) if not name.startswith("_")]
             raise MetricCalculatorError(
                 f"{self.path()} is to call {method!r} of the model, but "
@@ -135,7 +140,7 @@ class BaseMetricCalculator(Module):
         @functools.cache
         def compiled_for(mesh: jax.sharding.Mesh) -> Callable[..., Any]:
             jitted = jax.jit(eval_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
-            return Interruptible(jitted, self.path())
+            return InterruptibleJit(jitted, self.path())
 
         return lambda params, prng_key, batch: compiled_for(current_mesh())(params, prng_key, batch)
 
@@ -163,12 +168,12 @@ class ModelSummaryAccumulator(BaseMetricCalculator):
             outputs=lambda batch, result, collection: collection.summaries,
         )
 
-    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> Any:
+    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> dict[str, Any]:
         self._accumulator = self.config.metric_accumulator.instantiate()
         return {"prng_key": prng_key}
 
     def forward(
-        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: Any
+        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: dict[str, Any]
     ) -> dict[str, Any]:
         prng_key, summaries = self._run(model_params, state["prng_key"], input_batch)
         self._accumulator.update(summaries)
@@ -178,7 +183,7 @@ class ModelSummaryAccumulator(BaseMetricCalculator):
         self,
         *,
         model_params: NestedTensor,
-        state: Any,
+        state: dict[str, Any],
         all_forward_outputs: list[Nested[Any]],
     ) -> dict[str, Any]:
         return self._with_prefix(self._accumulator.summaries())
@@ -229,28 +234,14 @@ class GlobalMetricCalculator(BaseMetricCalculator):
         return input_batch[field]  # pyright: ignore[reportIndexIssue]
 
     def _calculate_metrics(self, outputs: PredictionOutputs) -> dict[str, Any]:
-        """Computes scalars, `WeightedScalar`s and other summaries by name.
-
-        Args:
-            outputs: The rows of all batches, concatenated, as host arrays.
-        """
+        """Computes summaries by name from the rows of all batches, concatenated, as host arrays."""
         raise NotImplementedError(type(self))
-
-    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> Any:
-        return {"prng_key": prng_key}
-
-    def forward(
-        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: Any
-    ) -> dict[str, Any]:
-        prng_key, outputs = self._run(model_params, state["prng_key"], input_batch)
-        # The host has room for the predictions of all batches.
-        return {"state": {"prng_key": prng_key}, "output": jax.device_get(outputs)}
 
     def get_summaries(
         self,
         *,
         model_params: NestedTensor,
-        state: Any,
+        state: dict[str, Any],
         all_forward_outputs: list[Nested[Any]],
     ) -> dict[str, Any]:
         together = jax.tree.map(lambda *parts: np.concatenate(parts), *all_forward_outputs)
@@ -313,7 +304,7 @@ class CompositeMetricCalculator(BaseMetricCalculator):
                 f"{' -> '.join(error.args[1])}. Remove one of them."
             ) from None
 
-    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> Any:
+    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> dict[str, Any]:
         return {
             name: calculator.init_state(
                 prng_key=fold_in_name(prng_key, name), model_params=model_params
@@ -322,7 +313,7 @@ class CompositeMetricCalculator(BaseMetricCalculator):
         }
 
     def forward(
-        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: Any
+        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: dict[str, Any]
     ) -> dict[str, Any]:
         states, outputs = {}, {}
         for name in self._order:
@@ -341,7 +332,7 @@ class CompositeMetricCalculator(BaseMetricCalculator):
         self,
         *,
         model_params: NestedTensor,
-        state: Any,
+        state: dict[str, Any],
         all_forward_outputs: list[Nested[Any]],
     ) -> dict[str, Any]:
         together: dict[str, Any] = {}

@@ -5,25 +5,33 @@ Its call takes a batch and returns a loss and auxiliary outputs:
     loss, aux = model(input_batch)
 
 The trainer wraps a module of another library in a `LibraryModel` once the shapes of a batch are
-known. Its parameters, state, keys and axis names are then those of a hierarchy layer.
+known. Its parameters, state, keys and axis names are then those of a hierarchy layer. The dtype of
+the computation is one for all parameters, or one per parameter.
 """
 
 import contextlib
+import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from weft.config import FunctionConfigBase
-from weft.config.names import did_you_mean
-from weft.errors import BatchFieldError, ModelCallError, ModelOutputError
+from weft.config import ConfigBase, FunctionConfigBase, InstantiableConfig
+from weft.errors import (
+    BatchFieldError,
+    ModelCallError,
+    ModelOutputError,
+    TrainDtypeError,
+    did_you_mean,
+)
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import Module, nowrap
 from weft.interop.hierarchy import InHierarchy
-from weft.typing import Tensor
+from weft.trainer.optimizers.base import tree_paths
+from weft.typing import DType, Nested, NestedTensor, T, Tensor
 
 
 class LibraryModel(InHierarchy):
@@ -35,8 +43,8 @@ class LibraryModel(InHierarchy):
 
     def forward(self, input_batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """Computes the loss, a scalar, and the module's other outputs."""
-        with explained(self, input_batch):
-            loss, aux = checked_outputs(self, super().forward(input_batch))
+        with explain_call_errors(self, input_batch):
+            loss, aux = check_outputs(self, super().forward(input_batch))
         if "loss" not in self.get_invocation_context().get_summaries():
             fields = jax.tree.leaves(input_batch)
             rows = fields[0].shape[0] if fields else 1
@@ -51,15 +59,15 @@ class LibraryModel(InHierarchy):
 
     def predict(self, input_batch: Mapping[str, Any]) -> Any:
         """Calls the module's `predict` method with a batch."""
-        with explained(self, input_batch):
+        with explain_call_errors(self, input_batch):
             return super().forward(input_batch, method="predict")
 
-    def _make(self, key: Any) -> dict[str, Any]:
-        with explained(self, self.config.inputs[0]):
+    def _make(self, key: Tensor) -> dict[str, Any]:
+        with explain_call_errors(self, self.config.inputs[0]):
             return super()._make(key)
 
 
-def model_config(model: Any, batch: Callable[[], Any]) -> Any:
+def model_config(model: InstantiableConfig, batch: Callable[[], Any]) -> Any:
     """Returns the config of the layer to train.
 
     Args:
@@ -72,36 +80,39 @@ def model_config(model: Any, batch: Callable[[], Any]) -> Any:
     return LibraryModel.default_config().set(layer=model, inputs=(batch(),))
 
 
-def _makes_a_layer(model: Any) -> bool:
-    """Returns whether a config of a function makes a hierarchy layer."""
+def _makes_a_layer(model: InstantiableConfig) -> bool:
     # Linen modules have fields of these names too.
     return isinstance(model, FunctionConfigBase) and {"name", "parent"} <= set(model.keys())
 
 
-def build_model(trainer_config: Any) -> BaseLayer:
-    """Builds the model of a trainer config without the trainer, from its `model` and `input`."""
+def trained_model_config(trainer_config: ConfigBase) -> Any:
+    """Returns the config of the layer that a trainer config trains."""
 
     def batch() -> Any:
         return trainer_config.input.set(name="input").instantiate(parent=None).element_spec()
 
-    config = model_config(trainer_config.model, batch)
-    return config.set(name="model").instantiate(parent=None)
+    return model_config(trainer_config.model, batch)
 
 
-def checked_outputs(model: Module, outputs: Any) -> tuple[Tensor, Any]:
+def build_model(trainer_config: ConfigBase) -> BaseLayer:
+    """Builds the model of a trainer config without the trainer, from its `model` and `input`."""
+    return trained_model_config(trainer_config).set(name="model").instantiate(parent=None)
+
+
+def check_outputs(model: Module, outputs: object) -> tuple[Tensor, Any]:
     """Returns loss and auxiliary outputs; raises a ModelOutputError without a scalar loss."""
     expected = "expected a pair of the loss, a scalar, and anything else: `return loss, aux`."
     if not (isinstance(outputs, tuple) and len(outputs) == 2):
-        raise ModelOutputError(f"{model.path()} returned {_described(outputs)}; {expected}")
+        raise ModelOutputError(f"{model.path()} returned {_describe_value(outputs)}; {expected}")
     loss, aux = outputs
     if not hasattr(loss, "dtype") or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
-        wrong = f"{model.path()} returned {_described(loss)} as its loss; {expected}"
+        wrong = f"{model.path()} returned {_describe_value(loss)} as its loss; {expected}"
         is_unreduced = bool(getattr(loss, "shape", ()))
         raise ModelOutputError(wrong + " Take its mean: `loss.mean()`." if is_unreduced else wrong)
     return loss, aux
 
 
-def _described(x: Any) -> str:
+def _describe_value(x: Any) -> str:
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"an array of shape {tuple(x.shape)} and dtype {x.dtype}"
     if isinstance(x, tuple):
@@ -110,7 +121,7 @@ def _described(x: Any) -> str:
 
 
 @contextlib.contextmanager
-def explained(model: Module, batch: Mapping[str, Any]) -> Iterator[None]:
+def explain_call_errors(model: Module, batch: Mapping[str, Any]) -> Iterator[None]:
     """Raises a BatchFieldError or ModelCallError if a model needs other fields or arguments."""
     try:
         yield
@@ -132,3 +143,85 @@ def explained(model: Module, batch: Mapping[str, Any]) -> Iterator[None]:
             "is called with one argument, a dict of the batch's fields, and with flags for "
             "training or evaluation if it takes them: `def __call__(self, input_batch)`."
         ) from error
+
+
+PerParamDType = Callable[[NestedTensor], Nested[DType | None]]
+"""Function from parameters to their dtypes in the forward pass; None keeps a dtype."""
+
+
+def per_param_train_dtype_by_path(
+    default_dtype: DType | None = jnp.bfloat16,
+    *,
+    update_rules: Sequence[tuple[str, DType | None]] = (),
+) -> PerParamDType:
+    """Returns dtypes by regular expressions on parameters' paths, for a trainer's `train_dtype`.
+
+    Args:
+        default_dtype: For parameters without a matching rule and for floats in a batch; None keeps
+            their own.
+        update_rules: Pairs of a pattern, which must match the whole path, such as "decoder/emb/.*",
+            and a dtype, or None for the parameter's own; the first match counts.
+
+    Raises:
+        TrainDtypeError: When called, if a rule matches no parameter.
+
+    >>> dtypes = per_param_train_dtype_by_path("bfloat16", update_rules=[(".*/scale", None)])
+    >>> dtypes({"norm": {"scale": jnp.ones(2)}, "linear": {"weight": jnp.ones(2)}})
+    {'linear': {'weight': 'bfloat16'}, 'norm': {'scale': None}}
+    """
+    return _ByPath(default_dtype, tuple((pattern, dtype) for pattern, dtype in update_rules))
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByPath:
+    default_dtype: DType | None
+    rules: tuple[tuple[str, DType | None], ...]
+
+    def __call__(self, params: NestedTensor) -> Nested[Any]:
+        paths = tree_paths(params)
+        for pattern, _ in self.rules:
+            self._check_matches(pattern, jax.tree.leaves(paths))
+        return jax.tree.map(self._dtype_of, paths)
+
+    def _check_matches(self, pattern: str, paths: list[str]) -> None:
+        if not any(re.fullmatch(pattern, path) for path in paths):
+            raise TrainDtypeError(
+                f"the rule {pattern!r} of train_dtype matches the whole path of no parameter. "
+                f"{did_you_mean(pattern, paths)}"
+            )
+
+    def _dtype_of(self, path: str) -> DType | None:
+        for pattern, dtype in self.rules:
+            if re.fullmatch(pattern, path):
+                return dtype
+        return self.default_dtype
+
+
+def cast_floats(tree: T, dtype: DType | None) -> T:
+    """Casts floating-point arrays to a dtype; other leaves, or all for None, are unchanged."""
+    if dtype is None:
+        return tree
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x, tree
+    )
+
+
+def cast_for_forward(
+    params: NestedTensor, batch: T, train_dtype: DType | PerParamDType | None
+) -> tuple[NestedTensor, T]:
+    """Casts parameters and a batch to one dtype, to one per parameter, or not at all."""
+    if train_dtype is None or not _is_per_param(train_dtype):
+        return cast_floats(params, train_dtype), cast_floats(batch, train_dtype)
+    dtypes = train_dtype(params)
+    cast = jax.tree.map(
+        lambda dtype, x: cast_floats(x, dtype), dtypes, params, is_leaf=lambda x: x is None
+    )
+    return cast, cast_floats(batch, getattr(train_dtype, "default_dtype", None))
+
+
+def _is_per_param(train_dtype: DType) -> bool:
+    try:
+        jnp.dtype(train_dtype)
+    except TypeError:
+        return True
+    return False

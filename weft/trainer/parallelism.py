@@ -19,28 +19,29 @@ https://arxiv.org/abs/2205.05198 (seq).
 
 from typing import Any
 
-from weft.config import ConfigBase, ConfigModifier, config_class
+from weft.config import ConfigBase, ConfigModifier, InstantiableConfig, config_class
 from weft.errors import ConfigModifierError
-from weft.hierarchy.attention_sharding import (
+from weft.hierarchy.attention.feed_forward import TransformerFeedForwardLayer
+from weft.hierarchy.attention.multihead_attention import MultiheadAttention
+from weft.hierarchy.attention.pipelined_stack import PipelinedTransformerLayer
+from weft.hierarchy.attention.stack import RepeatedTransformerLayer, StackedTransformerLayer
+from weft.hierarchy.causal_lm import Model
+from weft.hierarchy.config_setters import (
     set_attention_partition_specs,
     set_feed_forward_partition_specs,
 )
-from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.decoder import Decoder, LmHead
-from weft.hierarchy.embedding import Embedding
-from weft.hierarchy.feed_forward import TransformerFeedForwardLayer
-from weft.hierarchy.moe_layer import TransformerFeedForwardMoE
-from weft.hierarchy.multihead_attention import MultiheadAttention
-from weft.hierarchy.normalization import LayerNorm, RMSNorm
-from weft.hierarchy.pipelined_stack import PipelinedTransformerLayer
-from weft.hierarchy.stack import RepeatedTransformerLayer, StackedTransformerLayer
+from weft.hierarchy.layers.embedding import Embedding
+from weft.hierarchy.layers.normalization import LayerNorm, RMSNorm
+from weft.hierarchy.mixture_of_experts.feed_forward import TransformerFeedForwardMoE
 from weft.typing import PartitionSpec
 
 MESH_AXIS_NAMES = ("pipeline", "data", "expert", "fsdp", "seq", "model")
 BATCH_AXIS_NAMES = ("data", "expert", "fsdp")
 _VECTORS = (BATCH_AXIS_NAMES, "seq", None)
-# Keyed by axis letters, as in `weft.hierarchy.moe_layer`. Groups of tokens are sharded like the
-# rows of a batch, in the order of its axes, so that tokens move over the expert axis only.
+# Keyed by axis letters, as in `weft.hierarchy.mixture_of_experts.feed_forward`. Groups of tokens
+# are sharded like the rows of a batch, in the order of its axes, so that tokens move over the
+# expert axis only.
 _GROUPS = ("expert", "fsdp")
 _OF_EXPERTS = {
     "me": PartitionSpec("fsdp", None),
@@ -107,7 +108,7 @@ class ParallelismModifier(ConfigModifier):
         model: int = 1
         num_microbatches: int | None = None
 
-    def __call__(self, cfg: Any) -> Any:
+    def __call__(self, cfg: InstantiableConfig) -> Any:
         stages = self.config.pipeline
         if stages != 1:
             _into_stages(cfg.model, stages, self.config.num_microbatches or 2 * stages)
@@ -129,7 +130,7 @@ def _layers(model: ConfigBase) -> list[tuple[str, Any]]:
     """Returns the configs of classes in a model's config, with their paths."""
     found: list[tuple[str, Any]] = []
 
-    def enter(path: str, value: Any, children: list | None) -> list | None:
+    def enter(path: str, value: object, children: list | None) -> list | None:
         if isinstance(getattr(value, "klass", None), type):
             found.append((path, value))
         return children
@@ -138,8 +139,7 @@ def _layers(model: ConfigBase) -> list[tuple[str, Any]]:
     return found
 
 
-def _into_stages(model: Any, num_stages: int, num_microbatches: int) -> None:
-    """Replaces stacks of layers in a model by pipelines."""
+def _into_stages(model: ConfigBase, num_stages: int, num_microbatches: int) -> None:
     stacks = [
         (path, cfg)
         for path, cfg in _layers(model)
@@ -191,7 +191,7 @@ def _lay_out(model: ConfigBase) -> bool:
     return has_layers
 
 
-def _lay_out_around(cfg: Any) -> None:
+def _lay_out_around(cfg: ConfigBase) -> None:
     """Sets the layout of a language model's parts around its attention and feed-forward layers."""
     if issubclass(cfg.klass, Embedding):
         # The table is gathered over fsdp where it is used, like a layer's weights.

@@ -1,22 +1,28 @@
-"""State of a training run: its specs, its sharding over a mesh, and its initial value.
+"""State and batches of a training run: specs, shardings over a mesh, and initial values.
 
 The specs of the model's parameters determine those of the learner's state, and all specs, by the
 rules of each kind of array, the shardings. Each device computes only its own shards of the initial
-state; no array is ever materialized whole.
+state; no array is ever materialized whole. Batches are moved from the input onto the mesh ahead of
+the steps.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from weft.core.axis_rules import Rules, logical_axis_rules
 from weft.hierarchy.base_layer import BaseLayer
-from weft.hierarchy.parameter_spec import TensorSpec
+from weft.hierarchy.parameter_spec import NestedParameterSpec, TensorSpec
+from weft.input import Input, PrefetchingIterator, host_to_global_device_array
 from weft.trainer.learner import BaseLearner
-from weft.trainer.mesh import check_divides, named_sharding
-from weft.trainer.rules_by_kind import KindRules
+from weft.trainer.mesh import KindRules, check_divides, named_sharding
 from weft.trainer.train_step import TrainerState, opt_params
-from weft.typing import Tensor
+from weft.typing import Nested, Tensor
 
 
 def parameter_specs(model: BaseLayer, rules: Rules) -> Any:
@@ -40,23 +46,23 @@ def state_specs(
 
 def partition_specs(specs: TrainerState) -> TrainerState:
     """Returns the mesh axes of each array."""
-    return jax.tree.map(lambda spec: spec.partition_spec, specs, is_leaf=_is_spec)
+    return jax.tree.map(lambda spec: spec.partition_spec, specs)
 
 
-def state_shardings(mesh: jax.sharding.Mesh, specs: Any) -> Any:
+def state_shardings(mesh: jax.sharding.Mesh, specs: object) -> Any:
     """Returns the shardings of a tree of specs; raises a MeshError if an array does not fit."""
 
-    def sharding(path: Any, spec: TensorSpec) -> jax.sharding.NamedSharding:
+    def sharding(path: KeyPath, spec: TensorSpec) -> jax.sharding.NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         sharding = named_sharding(mesh, spec.partition_spec, name)
         check_divides(name, spec.shape, sharding)
         return sharding.with_memory_kind(spec.memory_kind) if spec.memory_kind else sharding
 
-    return jax.tree_util.tree_map_with_path(sharding, specs, is_leaf=_is_spec)
+    return jax.tree_util.tree_map_with_path(sharding, specs)
 
 
 def new_state(
-    prng_key: Tensor, *, model: BaseLayer, learner: BaseLearner, model_specs: Any
+    prng_key: Tensor, *, model: BaseLayer, learner: BaseLearner, model_specs: NestedParameterSpec
 ) -> TrainerState:
     """Computes the state before the first step; the key serves the parameters and all steps."""
     prng_key, init_key = jax.random.split(prng_key)
@@ -66,12 +72,41 @@ def new_state(
     )
 
 
-def shapes_with(shapes: TrainerState, shardings: TrainerState) -> TrainerState:
+def with_shardings(shapes: TrainerState, shardings: TrainerState) -> TrainerState:
     """Combines shapes and dtypes, as of `jax.eval_shape`, with `state_shardings`."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
 
 
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, TensorSpec)
+def batch_partition(input_: Input, batch_axis_names: str | Sequence[str] | None) -> PartitionSpec:
+    """Returns the sharding of a batch: that of the input, else rows over `batch_axis_names`."""
+    if input_.config.partition_spec is not None or input_.dispatcher is not None:
+        return input_.partition_spec
+    return PartitionSpec(batch_axis_names)
+
+
+def check_batches(input_: Input, partition: PartitionSpec) -> None:
+    """Checks with zeros that a batch can be sharded; raises a BatchShardingError if not."""
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), input_.element_spec())
+    host_to_global_device_array(zeros, partition=partition)
+
+
+def open_batches(input_: Input, partition: PartitionSpec, mesh: Mesh) -> PrefetchingIterator:
+    """Returns an iterator over batches on the devices, prepared ahead of the steps."""
+    to_devices = functools.partial(host_to_global_device_array, partition=partition, mesh=mesh)
+    return PrefetchingIterator(
+        iter(input_.dataset()),  # pyright: ignore[reportArgumentType]
+        stream=lambda it: map(to_devices, input_.batches(it)),
+    )
+
+
+def batch_shapes(input_: Input, partition: PartitionSpec, mesh: Mesh) -> Nested[Any]:
+    """Returns shapes, dtypes and layouts of a batch of all processes."""
+    sharding = NamedSharding(mesh, partition)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            (x.shape[0] * jax.process_count(), *x.shape[1:]), x.dtype, sharding=sharding
+        ),
+        input_.element_spec(),
+    )

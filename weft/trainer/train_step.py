@@ -1,16 +1,17 @@
 """Training step as a pure function of the state and a batch."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from weft.hierarchy.module import Module, functional
-from weft.hierarchy.parameter_spec import ParameterSpec
+from weft.hierarchy.parameter_spec import NestedParameterSpec
+from weft.input import Input
 from weft.trainer.gradients import with_gradient_layouts
-from weft.trainer.model import checked_outputs, explained
-from weft.trainer.optimizer_base import OptParam
-from weft.trainer.train_dtype import PerParamDType, cast_for_forward
+from weft.trainer.model import PerParamDType, cast_for_forward, check_outputs, explain_call_errors
+from weft.trainer.optimizers import OptParam
 from weft.trainer.update_transformation import ForwardOutputs
 from weft.typing import DType, NestedTensor, Tensor
 
@@ -27,7 +28,7 @@ class TrainerState(NamedTuple):
     learner: Any
 
 
-def opt_params(model_params: NestedTensor, specs: Any) -> Any:
+def opt_params(model_params: NestedTensor, specs: NestedParameterSpec) -> Any:
     """Converts parameters for the learner, with metadata from their `ParameterSpec`s."""
     return jax.tree.map(
         lambda spec, value: OptParam(
@@ -38,18 +39,15 @@ def opt_params(model_params: NestedTensor, specs: Any) -> Any:
         ),
         specs,
         model_params,
-        is_leaf=lambda x: isinstance(x, ParameterSpec),
     )
 
 
-def with_state_of(params: NestedTensor, cast: NestedTensor, specs: Any) -> NestedTensor:
+def keep_state_uncast(
+    params: NestedTensor, cast: NestedTensor, specs: NestedParameterSpec
+) -> NestedTensor:
     """Returns cast parameters, and state uncast, since a moving average sums small numbers."""
     return jax.tree.map(
-        lambda spec, whole, low: whole if spec.is_state else low,
-        specs,
-        params,
-        cast,
-        is_leaf=lambda x: isinstance(x, ParameterSpec),
+        lambda spec, whole, low: whole if spec.is_state else low, specs, params, cast
     )
 
 
@@ -59,9 +57,9 @@ def train_step(
     *,
     model: Module,
     learner: Module,
-    input_: Any,
-    model_specs: Any,
-    gradient_specs: Any,
+    input_: Input,
+    model_specs: NestedParameterSpec,
+    gradient_specs: NestedParameterSpec,
     train_dtype: DType | PerParamDType | None,
     with_gradients: bool = False,
 ) -> tuple[TrainerState, dict[str, Any]]:
@@ -82,12 +80,12 @@ def train_step(
     next_key, noise_key, forward_key, learner_key = jax.random.split(state.prng_key, 4)
     batch = input_.dispatch_global_batch(batch)
 
-    def forward(*, model_params: NestedTensor, inputs: Any) -> ForwardOutputs:
+    def forward(*, model_params: NestedTensor, inputs: Mapping[str, Any]) -> ForwardOutputs:
         model_params = with_gradient_layouts(model_params, model_specs, gradient_specs)
         params = model.apply_parameter_noise_recursively(inputs["noise_key"], model_params)
         cast, batch = cast_for_forward(params, inputs["input_batch"], train_dtype)
-        params = with_state_of(params, cast, model_specs)
-        with explained(model, batch):
+        params = keep_state_uncast(params, cast, model_specs)
+        with explain_call_errors(model, batch):
             outputs, collection = functional(
                 model,
                 prng_key=inputs["forward_key"],
@@ -95,7 +93,7 @@ def train_step(
                 inputs={"input_batch": batch},
                 is_training=True,
             )
-        loss, aux = checked_outputs(model, outputs)
+        loss, aux = check_outputs(model, outputs)
         return ForwardOutputs(loss=loss, aux=aux, output_collection=collection)
 
     inputs = {"input_batch": batch, "forward_key": forward_key, "noise_key": noise_key}

@@ -1,9 +1,13 @@
 """Trainer of a model on a mesh of devices, with evaluation and checkpoints.
 
-`run` prepares the state (restored or new), then for each batch runs one compiled step that updates
-the state in place, summaries, evaluation, and a checkpoint if its policy requires one. The order of
-steps, keys and data depends on the config and the seed alone; an interrupted run therefore ends
-with the same bits as an uninterrupted one.
+`run` prepares the state (restored or new), compiles the step with the first batch, and then runs it
+for each batch. The step updates the state in place; summaries, evaluations and checkpoints follow
+if they are due. The order of steps, keys and data depends on the config and the seed alone; an
+interrupted run therefore ends with the same bits as an uninterrupted one.
+
+A run whose last step is not saved fails. If a save fails for lack of disk space, it is reported,
+training continues, and the next save that is due is the next attempt; the last step gets two
+attempts. Any other error of a save ends the run.
 """
 
 import contextlib
@@ -16,9 +20,11 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from weft.config import (
     REQUIRED,
+    ConfigBase,
     ConfigModifier,
     ConfigOr,
     InstantiableConfig,
@@ -28,63 +34,38 @@ from weft.config import (
 )
 from weft.core.axis_rules import logical_axis_rules
 from weft.core.tracebacks import entry_point
-from weft.errors import CheckpointSaveError, UndefinedLossException
-from weft.hierarchy.module import Module
+from weft.distributed.peers import StopRequest
+from weft.distributed.preemption import GracefulStop, StopRun, barrier_after, graceful_stop
+from weft.distributed.watchdog import Watchdog
+from weft.errors import CheckpointSaveError
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.module import Module, nowrap
 from weft.input import Input, PrefetchingIterator
+from weft.trainer import state as state_lib
 from weft.trainer.anomalies import AnomalyGuard, AnomalyPolicy, check_loss
-from weft.trainer.base_writer import BaseWriter, writers_of_a_run
-from weft.trainer.checkpointer import BaseCheckpointer, Checkpointer
-from weft.trainer.companions import Wish
-from weft.trainer.compilation_cache import compilation_cache
-from weft.trainer.early_stopping import EarlyStopping
-from weft.trainer.evaler import SpmdEvaler
-from weft.trainer.evaluations import due_at_end, run_evalers
-from weft.trainer.interruption import GracefulStop, StopRun, getting_ready
+from weft.trainer.checkpointer.checkpointer import BaseCheckpointer, Checkpointer
+from weft.trainer.checkpointer.host_state import RunState
+from weft.trainer.evaler import EarlyStopping, SpmdEvaler, due_at_end, run_evalers
 from weft.trainer.learner import BaseLearner
 from weft.trainer.mesh import (
+    AxisRules,
     HybridMeshShape,
     MeshShape,
+    RulesByKind,
     build_mesh,
-    select_mesh_config,
+    rules_of,
 )
-from weft.trainer.model import model_config
-from weft.trainer.progress import EARLY_STOPPING, MAX_STEP, RunListener, has_ended
-from weft.trainer.rules_by_kind import AxisRules, RulesByKind, rules_of
-from weft.trainer.run_life import run_life, void_later_summaries
-from weft.trainer.run_record import CHECKPOINTS_DIR, claim_run_dir
-from weft.trainer.run_state import RunState
-from weft.trainer.save_failures import save_at_end, save_if_due
-from weft.trainer.state import (
-    new_state,
-    partition_specs,
-    shapes_with,
-    state_shardings,
-    state_specs,
-)
+from weft.trainer.model import PerParamDType, model_config
+from weft.trainer.profiling import StepTraces, Throughput
+from weft.trainer.progress import EARLY_STOPPING, MAX_STEP, RunListener, has_ended, status_page
+from weft.trainer.run_dir import CHECKPOINTS_DIR, claim_run_dir
 from weft.trainer.state_builder import Builder, initial_state
-from weft.trainer.step_analysis import aot_model_analysis
-from weft.trainer.step_program import jit_train_step
-from weft.trainer.step_traces import StepTraces
-from weft.trainer.summary_writer import SummaryWriter
-from weft.trainer.throughput import Throughput
-from weft.trainer.train_dtype import PerParamDType
-from weft.trainer.train_step import TrainerState
+from weft.trainer.summary_writer.base import BaseWriter, CheckpointerAction, closing_writers
+from weft.trainer.summary_writer.files import SummaryWriter
+from weft.trainer.train_step import TrainerState, train_step
 from weft.trainer.trainer_config_modifier import apply_config_modifiers
-from weft.trainer.training_batches import (
-    batch_partition,
-    batch_shapes,
-    check_batches,
-    open_batches,
-)
-from weft.typing import DType, PartitionSpec, Tensor
-
-__all__ = [
-    "SpmdTrainer",
-    "TrainerState",
-    "UndefinedLossException",
-    "aot_model_analysis",
-    "select_mesh_config",
-]
+from weft.trainer.update_transformation import LearnerModule
+from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -184,21 +165,25 @@ class SpmdTrainer(Module):
         self._rules = rules_of(cfg)
         self._step = 0
         self._state: TrainerState | None = None
+        self._batches: PrefetchingIterator | None = None
+        self._failed_saves = 0
+        self._max_step, self._log_every_n_steps = cfg.max_step, cfg.log_every_n_steps
+        self._evalers: dict[str, SpmdEvaler] = {}
         with self.mesh():
             self._add_child("input", cfg.input)
             self._add_child("model", model_config(cfg.model, self.input.element_spec))
             self._add_child("learner", cfg.learner)
-            self._state_specs = state_specs(self.model, self.learner, self._rules)
-            self._shardings = state_shardings(self._mesh, self._state_specs)
-            self._add_child("checkpointer", cfg.checkpointer.set(dir=_below(cfg, CHECKPOINTS_DIR)))
+            self._state_specs = state_lib.state_specs(self.model, self.learner, self._rules)
+            self._shardings = state_lib.state_shardings(self._mesh, self._state_specs)
+            checkpointer = cfg.checkpointer.set(dir=os.path.join(cfg.dir, CHECKPOINTS_DIR))
+            self._checkpointer: Any = self._add_child("checkpointer", checkpointer)
             if cfg.init_state_builder is not None:
                 self._add_child("init_state_builder", cfg.init_state_builder)
-            self._add_child(
-                "summary_writer", cfg.summary_writer.set(dir=_below(cfg, "summaries/train_train"))
-            )
+            writer = cfg.summary_writer.set(dir=os.path.join(cfg.dir, "summaries/train_train"))
+            self._write_summaries: Any = self._add_child("summary_writer", writer)
             for name, evaler in cfg.evalers.items():
-                evaler.summary_writer.set(dir=_below(cfg, f"summaries/{name}"))
-                self._add_child(
+                evaler.summary_writer.set(dir=os.path.join(cfg.dir, f"summaries/{name}"))
+                self._evalers[name] = self._add_child(  # pyright: ignore[reportArgumentType]
                     name,
                     evaler,
                     model=self.model,
@@ -213,11 +198,14 @@ class SpmdTrainer(Module):
             specs=self._state_specs,
             shardings=self._shardings,
         )
+        self._checks_loss = not (
+            cfg.anomaly_policy is not None or self.learner.handles_undefined_loss()
+        )
         self._throughput: Throughput | None = maybe_instantiate(cfg.throughput)
         self._early_stopping: EarlyStopping | None = maybe_instantiate(cfg.early_stopping)
         if self._early_stopping is not None:
             self._early_stopping.check(cfg.evalers)
-        policies = {f"evalers/{name}": self.children[name].eval_policy for name in cfg.evalers}  # pyright: ignore[reportAttributeAccessIssue]
+        policies = {f"evalers/{name}": x.eval_policy for name, x in self._evalers.items()}
         policies |= {"early_stopping": self._early_stopping, "anomalies": self._train_step}
         self._run_state = RunState(policies)
         self._traces = StepTraces(
@@ -231,6 +219,7 @@ class SpmdTrainer(Module):
 
     # The state.
 
+    @nowrap
     @contextlib.contextmanager
     def mesh(self) -> Iterator[None]:
         """Enters the trainer's mesh and its rules for activations."""
@@ -255,61 +244,68 @@ class SpmdTrainer(Module):
     @property
     def trainer_state_partition_specs(self) -> TrainerState:
         """Layouts of the state."""
-        return partition_specs(self._state_specs)
+        return state_lib.partition_specs(self._state_specs)
 
     @property
     def _new_state(self) -> Callable[[Tensor], TrainerState]:
         # Not a method: JAX gives what it compiles the name of `new_state`.
         return functools.partial(
-            new_state,
+            state_lib.new_state,
             model=self.model,
             learner=self.learner,
             model_specs=self._state_specs.model,
         )
 
+    @nowrap
     def init(self, prng_key: Tensor) -> None:
         """Initializes or builds a new state, each array on the devices that hold it.
 
         The key is for the parameters and all steps.
         """
         with self.mesh():
-            self._step, self._state = initial_state(
-                self.children.get("init_state_builder"),  # pyright: ignore[reportArgumentType]
-                self._new_state,
-                prng_key,
-                self._shardings,
-                interruptible=self._state is None,  # else a state would be replaced by a new one
+            self._step, self._state = (
+                0,
+                initial_state(
+                    self.children.get("init_state_builder"),  # pyright: ignore[reportArgumentType]
+                    self._new_state,
+                    prng_key,
+                    self._shardings,
+                    interruptible=self._state
+                    is None,  # else a state would be replaced by a new one
+                ),
             )
 
     # The data.
 
     def _batch_partition(self) -> PartitionSpec:
-        return batch_partition(self.input, self.config.batch_axis_names)
+        return state_lib.batch_partition(self.input, self.config.batch_axis_names)
 
     def _open_batches(self) -> PrefetchingIterator:
-        return open_batches(self.input, self._batch_partition(), self._mesh)
+        return state_lib.open_batches(self.input, self._batch_partition(), self._mesh)
 
     # Checkpoints.
 
-    def _to_save(self, batches: PrefetchingIterator | None, state: Any) -> dict[str, Any]:
-        beside = {"input_iter": batches, "run_state": self._run_state, "next_step": self._step + 1}
-        return {**state._asdict(), **beside}
+    def _to_save(self, batches: PrefetchingIterator | None, state: TrainerState) -> dict[str, Any]:
+        host_state = {
+            "input_iter": batches,
+            "run_state": self._run_state,
+            "next_step": self._step + 1,
+        }
+        return {**state._asdict(), **host_state}
 
+    @nowrap
     def restore_checkpoint(self, restore_step: int | None = None) -> int | None:
         """Restores the state, and the position in the data if `run` has opened it.
 
-        Args:
-            restore_step: None for the newest undamaged checkpoint.
-
-        Returns:
-            The restored step, or None if there is no checkpoint.
+        `restore_step` None is the newest undamaged checkpoint. Returns the restored step, or None
+        if there is no checkpoint.
         """
         with self.mesh(), contextlib.ExitStack() as stack:
-            stack.enter_context(getting_ready("restoring the checkpoint"))
+            stack.enter_context(barrier_after("restoring the checkpoint"))
             batches = self._batches or stack.enter_context(self._open_batches())
             shapes = jax.eval_shape(self._new_state, jax.random.key(0))
-            target = shapes_with(shapes, self._shardings)
-            step, restored = self.checkpointer.restore(
+            target = state_lib.with_shardings(shapes, self._shardings)
+            step, restored = self._checkpointer.restore(
                 step=restore_step, state=self._to_save(batches, target)
             )
             if step is not None:
@@ -317,9 +313,7 @@ class SpmdTrainer(Module):
                 self._state = TrainerState(**{k: restored[k] for k in TrainerState._fields})
             return step
 
-    _batches: PrefetchingIterator | None = None
-    _failed_saves = 0
-
+    @nowrap
     def save_checkpoint(
         self, evaler_summaries: dict[str, Any] | None, *, force: bool = False
     ) -> bool:
@@ -329,21 +323,19 @@ class SpmdTrainer(Module):
             evaler_summaries: from the evalers that ran after this step, for policies that use them.
             force: whether to save even if the policy would not.
         """
-        with self.mesh():
-            return self.checkpointer.save(
-                step=self._step,
-                state=self._to_save(self._batches, self._state),
-                evaler_summaries=evaler_summaries,
-                force=force,
-            )
+        state = self._to_save(self._batches, self.trainer_state)
+        return self._checkpointer.save(
+            step=self._step, state=state, evaler_summaries=evaler_summaries, force=force
+        )
 
     # The step.
 
+    @nowrap
     def compile_train_step(
         self,
         *,
         trainer_state: TrainerState | None = None,
-        input_batch: Any = None,
+        input_batch: Nested[Any] | None = None,
         compiler_options: dict[str, Any] | None = None,
     ) -> jax.stages.Compiled:
         """Compiles the step ahead of time, with options for XLA.
@@ -355,17 +347,21 @@ class SpmdTrainer(Module):
                 # The key too: the devices of the mesh may belong to another machine.
                 trainer_state = jax.eval_shape(lambda: self._new_state(jax.random.key(0)))
             if input_batch is None:
-                input_batch = batch_shapes(self.input, self._batch_partition(), self._mesh)
+                input_batch = state_lib.batch_shapes(
+                    self.input, self._batch_partition(), self._mesh
+                )
             lowered = self._train_step.lower(trainer_state, input_batch)
             return lowered.compile(compiler_options=compiler_options)
 
     # The run.
 
+    @nowrap
     def model_params_for_eval(self) -> Any:
         """Returns the parameters for evaluation: their moving average if the learner keeps one."""
         ema = getattr(self.trainer_state.learner.get("ema"), "ema", None)
         return self.trainer_state.model if not jax.tree.leaves(ema) else ema
 
+    @nowrap
     @entry_point
     def run(
         self,
@@ -399,12 +395,12 @@ class SpmdTrainer(Module):
         """
         cfg = self.config
         with self.mesh():
-            check_batches(self.input, self._batch_partition())
+            state_lib.check_batches(self.input, self._batch_partition())
         started_before = claim_run_dir(cfg)
         with contextlib.ExitStack() as stack:
-            writers = [reporter.summary_writer for reporter in self._reporters()]
-            stack.enter_context(writers_of_a_run(writers))
-            stop, listener = stack.enter_context(run_life(cfg, listener, lambda: self._step))
+            writers = [self.summary_writer, *(x.summary_writer for x in self._evalers.values())]
+            stack.enter_context(closing_writers(writers))
+            stop, listener = stack.enter_context(run_context(cfg, listener, lambda: self._step))
             if cfg.context_manager is not None:
                 stack.enter_context(maybe_instantiate(cfg.context_manager)())
             stack.enter_context(self.mesh())
@@ -417,116 +413,111 @@ class SpmdTrainer(Module):
             if resumed_from is None:
                 self.init(first_key)
             if started_before:
-                self._void_later_summaries()
+                self._discard_later_summaries()
             self.summary_writer.log_config(cfg, step=self._step)
             if self._throughput is not None:
                 self._throughput.start(cfg.dir, self._step)
             listener.on_start(self, resumed_from)
 
             evaler_summaries, stopped = self._run_steps(stop, listener, first_key)
-            by_signal = stopped is not None and stopped.wish.kind == "signal"
-            self._save_last(listener, even_before_first=by_signal)
+            by_signal = stopped is not None and stopped.request.kind == "signal"
+            if self._step or by_signal:
+                self._save_last(listener)
             if stopped is not None and stopped.error is not None:
                 raise stopped.error
-            reason = MAX_STEP if stopped is None else stopped.wish.text
+            reason = MAX_STEP if stopped is None else stopped.request.text
             all_names = return_evaler_summaries is True
-            wanted = set(cfg.evalers if all_names else return_evaler_summaries or ())
+            wanted = set(self._evalers if all_names else return_evaler_summaries or ())
             if has_ended(reason):
-                missing = (due_at_end(self._evalers()) | wanted) - evaler_summaries.keys()
+                missing = (due_at_end(self._evalers) | wanted) - evaler_summaries.keys()
                 evaler_summaries |= self._run_evalers(None, listener, forced=missing)
             listener.on_end(self._step, reason)
             if not return_evaler_summaries or not has_ended(reason):
                 return None
-            return {name: evaler_summaries[name] for name in cfg.evalers if name in wanted}
-
-    def _reporters(self) -> list[Any]:
-        """Returns the trainer and its evalers, each with a summary writer."""
-        return [self, *(self.children[name] for name in self.config.evalers)]
-
-    def _void_later_summaries(self) -> None:
-        checkpoints = _below(self.config, CHECKPOINTS_DIR)
-        void_later_summaries(self._reporters(), checkpoints, step=self._step, state=self._state)
+            return {name: evaler_summaries[name] for name in self._evalers if name in wanted}
 
     def _run_steps(
         self, stop: GracefulStop, listener: RunListener, first_key: Tensor
     ) -> tuple[dict[str, Any], StopRun | None]:
         """Runs the remaining steps; returns the last evaluations, and the reason to stop."""
+        assert self._batches is not None
         evaler_summaries: dict[str, Any] = {}
-        compiled = False
-
-        def compile_once(batch: Any) -> None:
-            if not compiled:
-                stop.doing("compiling the step")
-                stop.compile(self._train_step.lower(self._state, batch))  # pyright: ignore[reportFunctionMemberAccess]
-
+        patience: float | None = self.config.readiness_timeout_seconds
+        early = self._early_stopping
         try:
-            self._stop_early()
-            while self._step < self.config.max_step:
-                stop.doing(f"waiting for the input of step {self._step + 1}")
-                batch = stop.next_batch(
-                    self._batches,  # pyright: ignore[reportArgumentType]
-                    f"running step {self._step + 1}",
-                    prepare=compile_once,
-                    within_seconds=None if compiled else self.config.readiness_timeout_seconds,
-                )
-                compiled = True
-                outputs = self._run_step(batch, listener)
-                if outputs is None:
+            while self._step < self._max_step and not (early and early.should_stop):
+                step = self._step + 1
+                stop.doing(f"waiting for the input of step {step}")
+                doing = f"running step {step}"
+                with stop.next_batch(self._batches, doing, within_seconds=patience) as batch:
+                    if patience is not None:  # the first step
+                        stop.doing("compiling the step")
+                        stop.compile(self._train_step.lower(self._state, batch))
+                        patience = None
+                with self._traces.around(step) as computes:
+                    self._state, outputs = self._train_step(self._state, batch)
+                    self._step = step
+                    computes(outputs)
+                if self._must_rewind(outputs["loss"], batch):
                     self._rewind(first_key)
                     continue
-                stop.doing(f"evaluating or saving after step {self._step}")
+                listener.on_step(step, outputs, batch)
+                self._report(outputs, batch)
+                stop.doing(f"evaluating or saving after step {step}")
                 with self._throughput.paused() if self._throughput else contextlib.nullcontext():
-                    evaler_summaries = self._run_evalers(outputs["summaries"], listener)
-                    if self._early_stopping is not None:
-                        self._early_stopping(step=self._step, evaler_summaries=evaler_summaries)
+                    if self._evalers:
+                        evaler_summaries = self._run_evalers(outputs["summaries"], listener)
+                    if early is not None:
+                        early(step=step, evaler_summaries=evaler_summaries)
                     self._save_if_due(evaler_summaries, listener)
-                self._stop_early()
         except StopRun as stopped:
             return evaler_summaries, stopped
-        return evaler_summaries, None
+        is_early = early is not None and early.should_stop
+        return evaler_summaries, StopRun(StopRequest("end", EARLY_STOPPING)) if is_early else None
 
-    def _run_step(self, batch: Any, listener: RunListener) -> dict[str, Any] | None:
-        """Runs a step; returns its outputs, or None if the run must be rewound."""
-        cfg, step = self.config, self._step + 1
-        with self._traces.around(step) as computes:
-            self._state, outputs = self._train_step(self._state, batch)
-            self._step = step
-            computes(outputs)
-        guard, loss = self._train_step, outputs["loss"]
-        if isinstance(guard, AnomalyGuard):
-            if guard.wants_rewind(step, loss, self._state, batch):
-                return None
-        elif (
-            step % (cfg.log_every_n_steps or 10) == 0 and not self.learner.handles_undefined_loss()
-        ):
-            check_loss(loss, step)
-        listener.on_step(step, outputs, batch)
-        summaries = {"loss": outputs["loss"], **outputs["summaries"]}
-        if self._throughput is not None:
+    def _must_rewind(self, loss: Tensor, batch: NestedTensor) -> bool:
+        """Returns whether the anomaly policy wants a rewind; raises if the loss ends the run."""
+        if isinstance(self._train_step, AnomalyGuard):
+            return self._train_step.must_rewind(self._step, loss, self.trainer_state, batch)
+        if self._checks_loss and self._step % (self._log_every_n_steps or 10) == 0:
+            check_loss(loss, self._step)
+        return False
+
+    def _report(self, outputs: dict[str, Any], batch: NestedTensor) -> None:
+        step, loss = self._step, outputs["loss"]
+        summaries = {"loss": loss, **outputs["summaries"]}
+        if self._throughput is not None and self._throughput.is_due(step):
+            assert self._batches is not None
             summaries["throughput"] = self._throughput.on_step(
                 step,
-                outputs["loss"],
+                loss,
                 batch,
                 model=self.model,
                 params=self.trainer_state.model,
-                input_wait_seconds=self._batches.wait_seconds if self._batches else 0.0,
+                input_wait_seconds=self._batches.wait_seconds,
             )
-        self.summary_writer(step, summaries)
-        if cfg.log_every_n_steps and step % cfg.log_every_n_steps == 0:
+        self._write_summaries(step, summaries)
+        if self._log_every_n_steps and step % self._log_every_n_steps == 0:
             logger.info("step %d: loss %.4f", step, float(loss))
-        return outputs
 
     def _rewind(self, first_key: Tensor) -> None:
         """Returns to the last checkpoint, or to the start, but not in the data."""
         assert self._batches is not None
         position = self._batches.get_state()
-        self.checkpointer.wait_until_finished()
+        self._checkpointer.wait_until_finished()
         if self.restore_checkpoint() is None:
             self.init(first_key)
         self._batches.set_state(position)
-        self._void_later_summaries()
+        self._discard_later_summaries()
         if self._throughput is not None:
             self._throughput.start(self.config.dir, self._step)
+
+    def _discard_later_summaries(self) -> None:
+        checkpoints = os.path.join(self.config.dir, CHECKPOINTS_DIR)
+        for reporter in (self, *self._evalers.values()):
+            reporter.summary_writer.log_checkpoint(
+                checkpoints, state=self._state, action=CheckpointerAction.RESTORE, step=self._step
+            )
 
     def _run_evalers(
         self,
@@ -535,7 +526,7 @@ class SpmdTrainer(Module):
         forced: Collection[str] | None = None,
     ) -> dict[str, Any]:
         return run_evalers(
-            self._evalers(),
+            self._evalers,
             step=self._step,
             prng_key=jax.random.fold_in(self.trainer_state.prng_key, 0),
             model_params=self.model_params_for_eval(),
@@ -544,24 +535,25 @@ class SpmdTrainer(Module):
             forced=forced,
         )
 
-    def _evalers(self) -> dict[str, Any]:
-        return {name: self.children[name] for name in self.config.evalers}
-
-    def _stop_early(self) -> None:
-        if self._early_stopping is not None and self._early_stopping.should_stop:
-            raise StopRun(Wish("end", EARLY_STOPPING))
-
     def _save_if_due(self, evaler_summaries: dict[str, Any], listener: RunListener) -> None:
-        report = functools.partial(self._on_save_failed, listener)
-        if save_if_due(lambda: self.save_checkpoint(evaler_summaries), report=report):
-            self._on_saved(listener)
+        try:
+            if self.save_checkpoint(evaler_summaries):
+                self._on_saved(listener)
+        except CheckpointSaveError as error:
+            self._on_save_failed(error, listener)
 
-    def _save_last(self, listener: RunListener, *, even_before_first: bool = False) -> None:
-        """Saves the current step, unless it is already saved, and waits for it."""
-        due = bool(self._step or even_before_first)
-        report = functools.partial(self._on_save_failed, listener)
-        wait = self.checkpointer.wait_until_finished
-        if save_at_end(lambda: due and self.save_checkpoint(None, force=True), wait, report=report):
+    def _save_last(self, listener: RunListener) -> None:
+        def save() -> bool:
+            is_new = self.save_checkpoint(None, force=True)
+            self._checkpointer.wait_until_finished()
+            return is_new
+
+        try:
+            is_new = save()
+        except CheckpointSaveError as error:  # of this save or of an earlier one
+            self._on_save_failed(error, listener)
+            is_new = save()
+        if is_new:
             self._on_saved(listener)
 
     def _on_saved(self, listener: RunListener) -> None:
@@ -569,17 +561,118 @@ class SpmdTrainer(Module):
             self._throughput.on_checkpoint(self._step, self._state)
         listener.on_checkpoint(self._step)
 
-    def _on_save_failed(self, listener: RunListener, error: CheckpointSaveError) -> None:
+    def _on_save_failed(self, error: CheckpointSaveError, listener: RunListener) -> None:
+        """Reports that the disk is full; raises other errors."""
+        if not error.lacks_room:
+            raise error
         logger.error("%s Training continues from step %d.", error, self._step)
         self._failed_saves += 1
-        self.summary_writer(self._step, {"failed_saves": self._failed_saves})
+        self._write_summaries(self._step, {"failed_saves": self._failed_saves})
         listener.on_save_failed(self._step, error)
 
     def _close(self, *exc_info: Any) -> None:
         self._traces.close()
-        self.checkpointer.stop(has_exception=exc_info[0] is not None)
+        self._checkpointer.stop(has_exception=exc_info[0] is not None)
         self._batches = None
 
 
-def _below(cfg: SpmdTrainer.Config, name: str) -> str:
-    return os.path.join(cfg.dir, name)
+@contextlib.contextmanager
+def run_context(
+    cfg: ConfigBase, listener: RunListener | None, step: Callable[[], int] = lambda: 0
+) -> Iterator[tuple[GracefulStop, RunListener]]:
+    """Supervises a run while open; ends quietly if asked to stop before or after its steps.
+
+    Yields the object that decides when to stop, and the listener for the run. `step` returns the
+    run's last step.
+    """
+    limits = (cfg.watchdog_timeout_seconds, cfg.crash_on_hang_timeout_seconds)
+    with (
+        Watchdog(*limits) as watchdog,
+        status_page(cfg.status_port, watchdog, listener or RunListener()) as status_listener,
+        graceful_stop(watchdog.report, cfg.readiness_timeout_seconds) as stop,
+    ):
+        # Wait for all processes before the first collective, which would block without a message.
+        # A request to stop is handled before the first step.
+        stop.agreed("preparing the state", within_seconds=cfg.readiness_timeout_seconds)
+        try:
+            yield stop, status_listener
+        except StopRun as stopped:  # nothing to save, or already saved
+            if stopped.error is not None:
+                raise stopped.error from None
+            status_listener.on_end(step(), stopped.request.text)
+
+
+def jit_train_step(
+    cfg: ConfigBase,
+    *,
+    model: BaseLayer,
+    learner: LearnerModule,
+    input_: Input,
+    mesh: jax.sharding.Mesh,
+    specs: TrainerState,
+    shardings: TrainerState,
+) -> Callable[..., Any]:
+    """Returns the jitted step of a trainer, which donates the state to the next one.
+
+    Raises:
+        MeshError: if a gradient does not fit the mesh; the message names it.
+    """
+    gradient_specs = state_lib.parameter_specs(model, rules_of(cfg).gradients)
+    state_lib.state_shardings(mesh, {"gradients": gradient_specs})
+    step = functools.partial(
+        train_step,
+        model=model,
+        learner=learner,
+        input_=input_,
+        model_specs=specs.model,
+        gradient_specs=gradient_specs,
+        train_dtype=maybe_instantiate(cfg.train_dtype),
+    )
+    if cfg.anomaly_policy is not None:
+        policy = cfg.anomaly_policy.instantiate()
+        return AnomalyGuard(policy, step, shardings=shardings, mesh=mesh)
+    return jax.jit(
+        step,
+        in_shardings=(shardings, None),
+        out_shardings=(shardings, None),
+        donate_argnums=0,
+    )
+
+
+@contextlib.contextmanager
+def compilation_cache(directory: str | None) -> Iterator[None]:
+    """Uses a directory as JAX's persistent compilation cache within the block.
+
+    Programs that compile within a second are not stored, unless JAX's setting
+    `jax_persistent_cache_min_compile_time_secs` differs. Several processes and runs may share a
+    directory. None leaves JAX's settings as they are.
+    """
+    if directory is None:
+        yield
+        return
+    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    _use_cache(directory)
+    try:
+        yield
+    finally:
+        _use_cache(before)
+
+
+def _use_cache(directory: str | None) -> None:
+    # The open cache belongs to the previous directory.
+    jax_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", directory)
+
+
+def aot_model_analysis(compiled: jax.stages.Compiled) -> str:
+    """Returns memory by purpose and floating-point operations of a compiled step."""
+    lines = []
+    memory = compiled.memory_analysis()
+    for name in ("argument", "output", "temp", "alias", "generated_code"):
+        size = getattr(memory, f"{name}_size_in_bytes", None)
+        if size is not None:
+            lines.append(f"{name.replace('_', ' ')}: {size / 2**20:.1f} MiB")
+    cost = compiled.cost_analysis() or {}
+    if "flops" in cost:
+        lines.append(f"floating-point operations: {cost['flops']:.3e}")
+    return "\n".join(lines)

@@ -33,18 +33,16 @@ from weft.config import (
     maybe_instantiate,
 )
 from weft.config.configurable import needs_allow
-from weft.config.names import did_you_mean
-from weft.errors import ConfigModifierError, UnknownFieldError
+from weft.errors import ConfigModifierError, UnknownFieldError, did_you_mean
 from weft.hierarchy.base_layer import BaseLayer, RematSpec
 from weft.hierarchy.metrics import MetricAccumulator
 from weft.hierarchy.module import Module
-from weft.trainer.gradient_accumulation import with_minibatch_steps
+from weft.trainer.gradients import with_minibatch_steps
 from weft.trainer.mesh import HybridMeshShape, MeshShape
 from weft.typing import MeshAxes, PartitionSpec
 
 
-def _config_at(modifier: ConfigModifier, cfg: Any, path: str) -> ConfigBase:
-    """Returns the config at a path of a trainer's config."""
+def _config_at(modifier: ConfigModifier, cfg: ConfigBase, path: str) -> ConfigBase:
     name = type(modifier).__name__
     try:
         found = cfg.get_recursively(path)
@@ -58,7 +56,9 @@ def _config_at(modifier: ConfigModifier, cfg: Any, path: str) -> ConfigBase:
     return found
 
 
-def _set_field(modifier: ConfigModifier, config: Any, path: str, field: str, value: Any) -> None:
+def _set_field(
+    modifier: ConfigModifier, config: ConfigBase, path: str, field: str, value: object
+) -> None:
     if field not in config.keys():  # noqa: SIM118 - a config is not a mapping
         kind = getattr(config, "klass", type(config)).__name__
         raise ConfigModifierError(
@@ -69,11 +69,11 @@ def _set_field(modifier: ConfigModifier, config: Any, path: str, field: str, val
 
 
 def _set_field_of_layer(
-    modifier: ConfigModifier, cfg: Any, path: str, field: str, value: Any
+    modifier: ConfigModifier, cfg: ConfigBase, path: str, field: str, value: object
 ) -> None:
     config: Any = _config_at(modifier, cfg, path)
     made = getattr(config, "klass", type(config))
-    if not issubclass(made, BaseLayer) or field in {"klass", *_held_back(made)}:
+    if not issubclass(made, BaseLayer) or field in {"klass", *_restricted_fields(made)}:
         raise ConfigModifierError(
             f"{type(modifier).__name__} is to set {field!r} of {path!r}, but it may only set "
             f"layouts and recomputation of layers. Set {field!r} of {made.__name__} in the config "
@@ -82,13 +82,13 @@ def _set_field_of_layer(
     _set_field(modifier, config, path, field, value)
 
 
-def _held_back(made: Any) -> frozenset[str]:
+def _restricted_fields(made: object) -> frozenset[str]:
     """Returns the fields that only the caller may set, neither a text nor a modifier in it."""
     names = needs_allow(made) if isinstance(made, type) else frozenset()
     return frozenset() if isinstance(names, bool) else names
 
 
-def apply_config_modifiers(cfg: Any) -> Any:
+def apply_config_modifiers(cfg: InstantiableConfig) -> Any:
     """Returns a copy with its `config_modifiers` applied and removed; `cfg` itself without any."""
     modifiers = getattr(cfg, "config_modifiers", ())
     if not modifiers:
@@ -127,7 +127,7 @@ class MeshShapeModifier(ConfigModifier):
 
         mesh_shape: Required[MeshShape | HybridMeshShape] = REQUIRED
 
-    def __call__(self, cfg: Any) -> Any:
+    def __call__(self, cfg: InstantiableConfig) -> Any:
         return cfg.set(mesh_shape=self.config.mesh_shape)
 
 
@@ -145,7 +145,7 @@ class RematSpecModifier(ConfigModifier):
 
         remat_policies: Required[dict[str, RematSpec]] = REQUIRED
 
-    def __call__(self, cfg: Any) -> Any:
+    def __call__(self, cfg: InstantiableConfig) -> Any:
         for path, spec in self.config.remat_policies.items():
             _set_field_of_layer(self, cfg, path, "remat_spec", spec)
         return cfg
@@ -166,7 +166,7 @@ class PartitionSpecModifier(ConfigModifier):
 
         partition_specs: Required[dict[str, PartitionSpec | MeshAxes | dict[str, Any]]] = REQUIRED
 
-    def __call__(self, cfg: Any) -> Any:
+    def __call__(self, cfg: InstantiableConfig) -> Any:
         for path, specs in self.config.partition_specs.items():
             if not isinstance(specs, Mapping):
                 specs = {"param_partition_spec": specs}
@@ -189,7 +189,7 @@ class ModuleConfigModifier(ConfigModifier):
         target_config: Required[str] = REQUIRED
         modification: Required[Configurable.Config] = REQUIRED
 
-    def __call__(self, cfg: Any) -> Any:
+    def __call__(self, cfg: InstantiableConfig) -> Any:
         path = self.config.target_config
         _config_at(self, cfg, path)
         cfg.set_recursively(path, value=self.config.modification)
@@ -217,11 +217,11 @@ class ReplaceLayerConfigModifier(ConfigModifier):
         source_config: Required[Configurable.Config] = REQUIRED
         exclude_keys: Sequence[str] | None = None
 
-    def __call__(self, cfg: Any) -> Any:
+    def __call__(self, cfg: InstantiableConfig) -> Any:
         target = self.config.target_cls
         paths: list[str] = []
 
-        def enter(path: str, value: Any, children: list | None) -> list | None:
+        def enter(path: str, value: object, children: list | None) -> list | None:
             if path and getattr(value, "klass", None) is target:
                 paths.append(path)
             return children
@@ -235,12 +235,12 @@ class ReplaceLayerConfigModifier(ConfigModifier):
             cfg.set_recursively(path, value=self._replacement(cfg.get_recursively(path)))
         return cfg
 
-    def _replacement(self, old: Any) -> Any:
+    def _replacement(self, old: ConfigBase) -> Any:
         new = self.config.source_config.clone()
         left_out = {"klass", *(self.config.exclude_keys or ())}
         common = set(new.keys()) & set(old.keys()) - left_out
         # A text may set these fields of the replaced config, but not of its replacement.
-        decided = sorted(common & _held_back(new.klass) - _held_back(old.klass))
+        decided = sorted(common & _restricted_fields(new.klass) - _restricted_fields(old.klass))
         if decided:
             raise ConfigModifierError(
                 f"{type(self).__name__} is to copy {', '.join(decided)} from {old.klass.__name__} "
@@ -260,7 +260,7 @@ class GradientAccumulationModifier(ConfigModifier):
         grad_acc_steps: Required[int] = REQUIRED
         metric_accumulator: MetricAccumulator.Config = MetricAccumulator.default_config()
 
-    def __call__(self, cfg: Any) -> Any:
+    def __call__(self, cfg: InstantiableConfig) -> Any:
         own = self.config
         learner = _config_at(self, cfg, "learner")
         transformation = config_for_function(with_minibatch_steps).set(

@@ -1,4 +1,4 @@
-"""Forward passes, parameter updates, and transformations of updates in a learner.
+"""Updates of parameters in a learner, and modules that transform them.
 
 A delta update is added to a parameter: gradients become deltas. An in-place update replaces it,
 such as a moving average computed in the forward pass. An `UpdateTransformation` is a module that
@@ -21,13 +21,11 @@ from weft.config import (
     config_class,
     maybe_instantiate,
 )
-from weft.config.names import did_you_mean
-from weft.errors import InplaceUpdateError
+from weft.errors import InplaceUpdateError, did_you_mean
 from weft.hierarchy.base_layer import NestedParameterSpec, ParameterSpec
 from weft.hierarchy.module import Module, OutputCollection, nowrap
 from weft.struct import PyTreeNode, field
-from weft.trainer.learner_base import LearnerModule
-from weft.trainer.optimizer_base import (
+from weft.trainer.optimizers.base import (
     COUNT_SPEC,
     NestedOptParam,
     NestedOptStateSpec,
@@ -38,8 +36,26 @@ from weft.trainer.optimizer_base import (
     path_name,
     tree_paths,
 )
-from weft.trainer.optimizer_skipping import tree_where
+from weft.trainer.optimizers.clipping import tree_where
 from weft.typing import Nested, NestedTensor, Tensor
+
+
+class LearnerModule(Module):
+    """Module that creates its own state from parameters, and its layout from their specs."""
+
+    @nowrap
+    def init(self, model_params: NestedOptParam) -> Any:
+        """Returns the state before the first step, given the parameters of a model."""
+        raise NotImplementedError(f"{type(self).__name__} must define `init`.")
+
+    @nowrap
+    def create_state_partition_specs(
+        self, model_param_specs: NestedParameterSpec
+    ) -> NestedOptStateSpec:
+        """Returns the layout of the state: a tree like that of `init`, of tensor specs."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `create_state_partition_specs`."
+        )
 
 
 class ForwardOutputs(PyTreeNode):
@@ -56,7 +72,7 @@ class ForwardOutputs(PyTreeNode):
 class ForwardFn(Protocol):
     """Pure function of a model's parameters and of inputs, such as a batch and PRNG keys."""
 
-    def __call__(self, *, model_params: NestedTensor, inputs: Any) -> ForwardOutputs:
+    def __call__(self, *, model_params: NestedTensor, inputs: NestedTensor) -> ForwardOutputs:
         """Runs the model."""
         ...
 
@@ -88,7 +104,7 @@ class ForwardBackwardOutputs(PyTreeNode):
     backward_outputs: BackwardOutputs
 
 
-def mask_tree(tree: Any, *, keep: Nested[bool], mask_value: Any) -> Any:
+def mask_tree(tree: object, *, keep: Nested[bool], mask_value: object = optax.MaskedNode()) -> Any:
     """Replaces the leaves of a tree that `keep`, which may have more leaves, marks False.
 
     >>> mask_tree({"a": 1, "b": 2}, keep={"a": True, "b": False}, mask_value=None)
@@ -148,12 +164,7 @@ class Updates(PyTreeNode):
         kept = keep(self.opt_params) if callable(keep) else keep
         if "inplace_updates" in fields:
             _check_inplace_updates(self)
-        return self.replace(
-            **{
-                name: mask_tree(getattr(self, name), keep=kept, mask_value=optax.MaskedNode())
-                for name in fields
-            }
-        )
+        return self.replace(**{name: mask_tree(getattr(self, name), keep=kept) for name in fields})
 
     def updated_values(self) -> NestedTensor:
         """Adds deltas to the parameters, then applies in-place updates.
@@ -174,7 +185,7 @@ class Updates(PyTreeNode):
         return jax.tree_util.tree_map_with_path(updated, self.opt_params)
 
 
-def _flat(tree: Any) -> dict[tuple[Any, ...], Any]:
+def _flat(tree: object) -> dict[tuple[Any, ...], Any]:
     return dict(jax.tree_util.tree_flatten_with_path(tree)[0])
 
 
@@ -298,9 +309,9 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
     def _replaces(self, path: str) -> bool:
         return any(re.fullmatch(rule, path) for rule in self.config.rules)
 
-    def _optimized(self, tree: Any) -> Any:
+    def _optimized(self, tree: object) -> Any:
         keep = jax.tree.map(lambda path: not self._replaces(path), tree_paths(tree))
-        return mask_tree(tree, keep=keep, mask_value=optax.MaskedNode())
+        return mask_tree(tree, keep=keep)
 
 
 class ConditionalUpdateTransformation(UpdateTransformation):
@@ -369,8 +380,7 @@ def as_update_transformation(cfg: InstantiableConfig) -> UpdateTransformation.Co
     return WrappedPartitionedGradientTransformation.default_config().set(transformation=cfg)
 
 
-def _with_leaves(tree: Any, leaves: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
-    """Returns a nested dict with some leaves added or replaced."""
+def _with_leaves(tree: object, leaves: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
     new: dict[str, Any] = {}
     for path, value in {**_flat(tree), **leaves}.items():
         node = new

@@ -1,19 +1,21 @@
 """Directories of checkpoints, in Flax's formats.
 
     run/
-        checkpoint_10           a file
-        checkpoint_20/          or a directory; see `weft.training.checkpoint_formats`
+        checkpoint_10           one file: a state dict, packed by `weft.serialization`
+        checkpoint_20/          or a directory of Orbax
+        checkpoint_30           a file with placeholders for arrays of several processes ...
+        checkpoint_30_gda/      ... and these arrays, each a directory in the zarr format
 
-Names are a prefix and the step. A checkpoint is written under a hidden name and renamed when it is
-complete. For arrays on several processes, or to save during training, use
-`weft.trainer.checkpointer` instead.
+Flax writes all of these; Weft reads them and writes the first. Names are a prefix and the step. A
+checkpoint is written under a hidden name and renamed when it is complete. For arrays on several
+processes, or to save during training, use `weft.trainer.checkpointer` instead.
 """
 
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -22,12 +24,155 @@ import numpy as np
 from weft.errors import (
     AlreadyExistsError,
     CheckpointStepError,
+    DamagedBytesError,
+    DamagedCheckpointError,
     InvalidCheckpointError,
     MatchingCheckpointNotFoundError,
+    MissingExtraError,
     MPACheckpointingRequiredError,
+    MPARestoreDataCorruptedError,
+    MPARestoreTargetRequiredError,
 )
-from weft.serialization import from_state_dict, msgpack_serialize, to_state_dict
-from weft.training.checkpoint_formats import ARRAYS_SUFFIX, is_orbax, read_checkpoint
+from weft.serialization import from_state_dict, msgpack_restore, msgpack_serialize, to_state_dict
+
+ARRAYS_SUFFIX = "_gda"
+
+_PLACEHOLDER = "//GDAPlaceholder:"
+_ORBAX_FILE = "_METADATA"
+
+
+def is_orbax(path: str) -> bool:
+    """Returns whether a path is a complete Orbax directory."""
+    return os.path.isfile(os.path.join(path, _ORBAX_FILE))
+
+
+def read_checkpoint(path: str, target: object) -> Any:
+    """Returns the state dict of a checkpoint, a file or directory.
+
+    Arrays in files of their own are laid out like those of the state dict `target`.
+
+    Raises:
+        DamagedCheckpointError: if the files are not as they were written.
+        MPARestoreTargetRequiredError: if `target` lacks layouts for arrays of several processes.
+        MissingExtraError: if a package of the extra `train` is missing.
+    """
+    layouts = {
+        _name(key): leaf.sharding
+        for key, leaf in jax.tree.leaves_with_path(target)
+        if getattr(leaf, "sharding", None) is not None
+    }
+    if os.path.isdir(path):
+        return _with_empty_nodes(_read_orbax(path, layouts), target)
+    return _with_arrays(_read_file(path), path, None if target is None else layouts)
+
+
+def _name(key: jax.tree_util.KeyPath) -> str:
+    return jax.tree_util.keystr(key, simple=True, separator="/")
+
+
+def _step_of(path: str) -> str:
+    found = re.search(r"-?\d[\d.]*(e\+?\d+)?$", path)
+    return found.group() if found else "unknown"
+
+
+def _read_file(path: str) -> Any:
+    with open(path, "rb") as file:
+        data = file.read()
+    try:
+        return msgpack_restore(data)
+    except DamagedBytesError as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _with_arrays(state: object, path: str, layouts: Mapping[str, Any] | None) -> Any:
+    """Replaces placeholders by the arrays of several processes, which have files of their own."""
+
+    def filled(key: jax.tree_util.KeyPath, leaf: object) -> Any:
+        if not (isinstance(leaf, str) and leaf.startswith(_PLACEHOLDER)):
+            return leaf
+        if layouts is None:
+            raise MPARestoreTargetRequiredError(path, _step_of(path))
+        if _name(key) not in layouts:
+            raise MPARestoreTargetRequiredError(path, _step_of(path), _name(key))
+        directory = os.path.join(path + ARRAYS_SUFFIX, *leaf.removeprefix(_PLACEHOLDER).split("/"))
+        return _read_zarr(directory, layouts[_name(key)], _step_of(path))
+
+    return jax.tree.map_with_path(filled, state)
+
+
+def _read_zarr(directory: str, sharding: jax.sharding.Sharding, step: str) -> jax.Array:
+    try:
+        import tensorstore
+    except ImportError as error:
+        raise _missing(directory, "tensorstore", error) from error
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": os.path.abspath(directory)}}
+
+    def result(future: Any) -> Any:
+        try:
+            return future.result()
+        except ValueError as error:
+            raise MPARestoreDataCorruptedError(step, directory) from error
+
+    stored = result(tensorstore.open(spec, read=True))  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.make_array_from_callback(
+        stored.shape, sharding, lambda index: result(stored[index].read())
+    )
+
+
+def _read_orbax(path: str, layouts: Mapping[str, Any]) -> Any:
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise _missing(path, "orbax-checkpoint", error) from error
+
+    first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def restore_args(key: jax.tree_util.KeyPath, saved: object) -> Any:
+        if type(saved) is not ocp.metadata.ArrayMetadata:
+            return ocp.RestoreArgs()
+        # Arrays that were not JAX arrays, or that JAX would narrow (float64), become NumPy arrays.
+        layout = layouts.get(_name(key), first_device if saved.sharding is not None else None)
+        if layout is None or jax.dtypes.canonicalize_dtype(saved.dtype) != saved.dtype:
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        layout.shard_shape(saved.shape)  # a layout that does not fit is not damage to the files
+        return ocp.ArrayRestoreArgs(sharding=layout)
+
+    def result(read: Any, **kwargs: Any) -> Any:
+        try:
+            return read(os.path.abspath(path), **kwargs)
+        except (KeyError, OSError, ValueError) as error:
+            raise _damaged(path, f"{type(error).__name__}: {error}") from error
+
+    if not is_orbax(path):
+        raise _damaged(path, f"it is a directory without Orbax's file {_ORBAX_FILE}")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        metadata = result(reader.metadata).item_metadata
+        if metadata is None:
+            raise _damaged(path, "Orbax does not find the tree in it")
+        args = jax.tree.map_with_path(restore_args, metadata.tree)
+        return to_state_dict(result(reader.restore, args=ocp.args.PyTreeRestore(restore_args=args)))
+
+
+def _with_empty_nodes(state: object, target: object) -> Any:
+    """Restores nodes without leaves, such as `optax.EmptyState`, which Orbax reads as None."""
+    if isinstance(state, dict) and isinstance(target, dict):
+        return {key: _with_empty_nodes(value, target.get(key)) for key, value in state.items()}
+    empty = state is None and isinstance(target, dict) and not target
+    return {} if empty else state
+
+
+def _damaged(path: str, why: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"the checkpoint {path!r} cannot be read ({why}). Copy it again, or restore another one."
+    )
+
+
+def _missing(path: str, package: str, error: ImportError) -> MissingExtraError:
+    return MissingExtraError(
+        f"reading the checkpoint {path!r} needs the package {package}, which cannot be "
+        f"imported ({error}). Install it with `pip install 'weft[train]'`."
+    )
+
 
 _NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 
@@ -36,7 +181,7 @@ Path = str | os.PathLike[str]
 
 def save_checkpoint(
     ckpt_dir: Path,
-    target: Any,
+    target: object,
     step: int | float,
     prefix: str = "checkpoint_",
     keep: int = 1,
@@ -72,13 +217,13 @@ def save_checkpoint(
         >>> available_steps(run), restore_checkpoint(run, {"w": np.zeros(2)})["w"].tolist()
         ([2, 3], [1.0, 1.0])
     """
-    step = _checked(step)
+    step = _check_step(step)
     directory, start = _directory_and_start(ckpt_dir, prefix)
     path = os.path.join(directory, f"{start}{step}")
-    if not overwrite and any(there >= step for there, _ in _found(ckpt_dir, prefix)):
+    if not overwrite and any(there >= step for there, _ in _list_checkpoints(ckpt_dir, prefix)):
         raise InvalidCheckpointError(path, step)
     state = to_state_dict(target)
-    if any(_is_spread(leaf) for leaf in jax.tree.leaves(state)):
+    if any(_spans_processes(leaf) for leaf in jax.tree.leaves(state)):
         raise MPACheckpointingRequiredError(path, step)
     if os.path.isdir(path) and not is_orbax(path):
         raise AlreadyExistsError(path)
@@ -88,7 +233,7 @@ def save_checkpoint(
 
 
 def restore_checkpoint(
-    ckpt_dir: Path, target: Any, step: int | float | None = None, prefix: str = "checkpoint_"
+    ckpt_dir: Path, target: object, step: int | float | None = None, prefix: str = "checkpoint_"
 ) -> Any:
     """Reads a checkpoint of `save_checkpoint` or Flax, in any of their formats.
 
@@ -111,7 +256,7 @@ def restore_checkpoint(
         >>> restore_checkpoint("/nothing/here", {"w": 0})
         {'w': 0}
     """
-    path = _chosen(os.fspath(ckpt_dir), step, prefix)
+    path = _select_path(os.fspath(ckpt_dir), step, prefix)
     if path is None:
         return target
     if target is None:
@@ -121,7 +266,7 @@ def restore_checkpoint(
 
 def latest_checkpoint(ckpt_dir: Path, prefix: str = "checkpoint_") -> str | None:
     """Returns the path of the checkpoint with the largest step, or None."""
-    found = _found(ckpt_dir, prefix)
+    found = _list_checkpoints(ckpt_dir, prefix)
     return found[-1][1] if found else None
 
 
@@ -132,7 +277,7 @@ def available_steps(
 
     Raises a CheckpointStepError if `step_type` is int and a step is not whole.
     """
-    found = _found(ckpt_dir, prefix)
+    found = _list_checkpoints(ckpt_dir, prefix)
     for step, path in found:
         if step_type(step) != step:
             raise CheckpointStepError(
@@ -159,7 +304,7 @@ def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
     return sorted(file_list, key=parts)
 
 
-def _checked(step: Any) -> int | float:
+def _check_step(step: Any) -> int | float:
     step = step.item() if hasattr(step, "item") else step
     if type(step) not in (int, float) or not np.isfinite(step):
         raise CheckpointStepError(f"the step is {step!r}; expected a finite int or float.")
@@ -172,8 +317,7 @@ def _directory_and_start(ckpt_dir: Path, prefix: str) -> tuple[str, str]:
     return directory or os.curdir, start
 
 
-def _found(ckpt_dir: Path, prefix: str) -> list[tuple[int | float, str]]:
-    """Returns the steps and paths of all checkpoints, ascending."""
+def _list_checkpoints(ckpt_dir: Path, prefix: str) -> list[tuple[int | float, str]]:
     directory, start = _directory_and_start(ckpt_dir, prefix)
     found = []
     for name in os.listdir(directory) if os.path.isdir(directory) else []:
@@ -184,12 +328,12 @@ def _found(ckpt_dir: Path, prefix: str) -> list[tuple[int | float, str]]:
     return sorted(found)
 
 
-def _chosen(ckpt_dir: str, step: int | float | None, prefix: str) -> str | None:
+def _select_path(ckpt_dir: str, step: int | float | None, prefix: str) -> str | None:
     if step is None:
         itself = os.path.isfile(ckpt_dir) or is_orbax(ckpt_dir)
         return ckpt_dir if itself else latest_checkpoint(ckpt_dir, prefix)
-    found = dict(_found(ckpt_dir, prefix))
-    if _checked(step) not in found:
+    found = dict(_list_checkpoints(ckpt_dir, prefix))
+    if _check_step(step) not in found:
         there = f"existing steps: {', '.join(map(str, found))}" if found else "there are none"
         raise MatchingCheckpointNotFoundError(
             f"there is no checkpoint {prefix}{step} in {ckpt_dir!r}; {there}. Use the step of an "
@@ -198,8 +342,7 @@ def _chosen(ckpt_dir: str, step: int | float | None, prefix: str) -> str | None:
     return found[step]
 
 
-def _is_spread(leaf: Any) -> bool:
-    """Returns whether no process has all of the values."""
+def _spans_processes(leaf: object) -> bool:
     return (
         isinstance(leaf, jax.Array)
         and not leaf.is_fully_addressable
@@ -207,7 +350,7 @@ def _is_spread(leaf: Any) -> bool:
     )
 
 
-def _hidden(path: str) -> str:
+def _temporary_path(path: str) -> str:
     """Returns a name next to `path` that neither Weft nor Flax takes for a checkpoint."""
     directory, name = os.path.split(path)
     return os.path.join(directory, f".{name}.{uuid.uuid4().hex}")
@@ -215,7 +358,7 @@ def _hidden(path: str) -> str:
 
 def _write(path: str, data: bytes) -> None:
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    being_written, replaced = _hidden(path), _hidden(path)
+    being_written, replaced = _temporary_path(path), _temporary_path(path)
     try:
         with open(being_written, "xb") as file:
             file.write(data)
@@ -235,7 +378,7 @@ def _write(path: str, data: bytes) -> None:
 def _remove_others(
     ckpt_dir: Path, prefix: str, new: tuple[int | float, str], keep: int, apart: int | None
 ) -> None:
-    others = [entry for entry in _found(ckpt_dir, prefix) if entry[1] != new[1]]
+    others = [entry for entry in _list_checkpoints(ckpt_dir, prefix) if entry[1] != new[1]]
     older = [entry for entry in others if entry[0] < new[0]]
     doomed = [path for _, path in others[len(older) :]]
     last_kept = -float("inf")
@@ -254,7 +397,7 @@ def _remove(path: str) -> None:
     """Removes a checkpoint atomically: an interruption leaves no partial one under its name."""
     for part in (path, path + ARRAYS_SUFFIX):
         if os.path.isdir(part):
-            doomed = _hidden(part)
+            doomed = _temporary_path(part)
             os.rename(part, doomed)
             shutil.rmtree(doomed)
         elif os.path.exists(part):

@@ -1,8 +1,11 @@
-"""Utilities for loops over replicated devices."""
+"""Utilities for loops over replicated devices, and an iterator that reads ahead in a thread.
+
+Use `weft.input.PrefetchingIterator`, on which it is based, if the position must survive a restart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.ranks import positions
+from weft.functional.arrays import positions
+from weft.input.prefetch import PrefetchingIterator
 
 
 def shard(xs: Any) -> Any:
@@ -23,7 +27,7 @@ def shard(xs: Any) -> Any:
     """
     n = jax.local_device_count()
 
-    def split(path: Any, x: Any) -> Any:
+    def split(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
         if not x.ndim or x.shape[0] % n:
             raise ArgumentShapeError(
                 f"the array at {jax.tree_util.keystr(path) or 'the root'} has shape {x.shape}; its "
@@ -81,3 +85,62 @@ def onehot(
     labels = jnp.asarray(labels)
     hot = labels[..., None] == positions(num_classes, labels.ndim + 1)
     return jnp.where(hot, jnp.float32(on_value), jnp.float32(off_value))
+
+
+class PrefetchIterator:
+    """Iterator that reads up to `buffer_size` elements ahead in a thread, from the first `next` on.
+
+    An error of the iterator is raised in place of the element, and at every later `next`.
+
+    >>> with PrefetchIterator([1, 2, 3], buffer_size=2) as elements:
+    ...     list(elements)
+    [1, 2, 3]
+    """
+
+    def __init__(self, data_iter: Iterable[Any], buffer_size: int = 1):
+        if buffer_size < 1:
+            raise ArgumentValueError(
+                f"buffer_size={buffer_size}: at least one element must be able to wait; use 1 or "
+                "more."
+            )
+        self.buffer_size = buffer_size
+        self._elements = PrefetchingIterator(_StatelessIterator(data_iter), buffer_size=buffer_size)
+        self._closed = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._closed:
+            raise StopIteration
+        return next(self._elements)
+
+    def close(self) -> None:
+        """Ends the thread and drops the elements read ahead; there are no further elements."""
+        self._closed = True
+        self._elements.close()
+
+    def __enter__(self) -> "PrefetchIterator":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class _StatelessIterator:
+    """Iterator without a position."""
+
+    def __init__(self, elements: Iterable[Any]):
+        self._elements = iter(elements)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._elements)
+
+    def get_state(self) -> None:
+        return None
+
+    def set_state(self, state: object) -> None:
+        del state

@@ -172,7 +172,7 @@ def test_state_made_and_changed_in_deeper_nestings(names):
     check(*names)
 
 
-# How often a body is traced, see `weft.lifting.creation`.
+# How often a body is traced, see `weft.lifting.state_creation`.
 
 LOOPS = {"scan", "scan backwards", "scan of none", "while", "while of none", "fori"}
 MIXED = ["scan", "while", "fori", "taken", "not taken", "axis"]
@@ -235,11 +235,13 @@ def first_iterations(state, depth):
 
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("length", [0, 1, 3])
-@pytest.mark.parametrize("foresees", [True, False])
-def test_a_scan_makes_what_it_carries_with_the_keys_of_its_first_iteration(split, length, foresees):
+@pytest.mark.parametrize("counts_first_run", [True, False])
+def test_a_scan_makes_what_it_carries_with_the_keys_of_its_first_iteration(
+    split, length, counts_first_run
+):
     options = {
         "split_rngs": {"params": split, "noise": split},
-        "check_constancy_invariants": foresees,
+        "check_constancy_invariants": counts_first_run,
     }
 
     def program(length, **of_state):
@@ -251,14 +253,14 @@ def test_a_scan_makes_what_it_carries_with_the_keys_of_its_first_iteration(split
     jax.tree.map(np.testing.assert_array_equal, carried, first_iterations(own, 1))
 
 
-def by_hand(split, foresees, draws):
+def by_hand(split, counts_first_run, draws):
     """The variables of the first iteration, from keys and their numbers."""
 
     def first(key):
         return jax.random.split(key, 3)[0] if split else key
 
     def value(stream, path, number):
-        at = Stream(first(RNGS[stream])).at(*path, number + draws[path, stream] * foresees)
+        at = Stream(first(RNGS[stream])).at(*path, number + draws[path, stream] * counts_first_run)
         return jax.random.uniform(at.as_key())
 
     child = {name: value("noise", ("child",), i) for name, i in (("a", 1), ("c", 2))}
@@ -409,7 +411,7 @@ def as_key(scope, name):
 
 
 LOOPS = ["while", "fori", "fori of dynamic length"]
-LOOPS += ["scan", "scan that foresees nothing", "scan that carries params"]
+LOOPS += ["scan", "scan that counts_first_run nothing", "scan that carries params"]
 
 
 @functools.cache

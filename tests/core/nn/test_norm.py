@@ -5,8 +5,8 @@ import pytest
 
 from tests.keys import draw
 from weft.core import apply, init
-from weft.core.nn import batch_norm, group_norm, layer_norm
-from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.core.nn import batch_norm, dropout, group_norm, layer_norm
+from weft.errors import ArgumentShapeError, ArgumentValueError, InvalidRngError
 
 KEY = jax.random.key(0)
 X = 3 + 2 * draw(0, 8, 5, 6)
@@ -70,3 +70,35 @@ def test_bad_groups():
         init(group_norm)(KEY, X, num_groups=None, group_size=4)
     with pytest.raises(ArgumentValueError, match=r"num_groups=0 .* expected a positive number"):
         init(group_norm)(KEY, X, num_groups=0)
+
+
+ONES = jnp.ones((1000,))
+RNGS = {"dropout": jax.random.key(0)}
+
+
+def test_what_stays_is_scaled_up():
+    y = apply(dropout)({}, ONES, 0.25, rngs=RNGS)
+    assert set(y.tolist()) == {0.0, float(jnp.float32(1 / 0.75))}
+    assert abs(float(y.mean()) - 1) < 0.1
+
+
+def test_each_call_drops_others():
+    def twice(scope, x):
+        return dropout(scope, x, 0.5), dropout(scope, x, 0.5)
+
+    a, b = apply(twice)({}, ONES, rngs=RNGS)
+    assert (a != b).any()
+
+
+def test_no_key_is_needed_where_nothing_is_random():
+    for kwargs in ({"rate": 0.0}, {"rate": 0.5, "deterministic": True}):
+        assert (apply(dropout)({}, ONES, **kwargs) == ONES).all()
+    assert (apply(dropout)({}, ONES, 1.0) == 0).all()
+    with pytest.raises(InvalidRngError, match="needs a key of the PRNG stream 'dropout'"):
+        apply(dropout)({}, ONES, 0.5)
+
+
+def test_a_rate_is_between_0_and_1():
+    for rate in (-0.5, 1.5):
+        with pytest.raises(ArgumentValueError, match=rf"rate={rate} must be in \[0, 1"):
+            apply(dropout)({}, ONES, rate, rngs=RNGS)

@@ -20,7 +20,7 @@ def test_the_config_of_the_published_model():
     assert again == cfg
 
 
-def test_what_is_dropped_in_training():
+def test_dropout_settings():
     rates = {"attn_pdrop": 0.3, "embd_pdrop": 0, "resid_pdrop": 0.2}
     decoder = GPT2.read(Settings({**VALUES, **rates})).decoder
     layer = decoder.transformer.layer
@@ -43,6 +43,6 @@ def test_what_is_dropped_in_training():
     ],
     ids=lambda setting: next(iter(setting)),
 )
-def test_what_has_no_counterpart(setting):
+def test_unsupported_settings(setting):
     with pytest.raises(HuggingFaceConfigError, match=f"{next(iter(setting))}=.* no counterpart"):
         GPT2.read(Settings({**VALUES, **setting}))

@@ -45,7 +45,7 @@ def test_configs_both_ways(family, values):
     assert cfg.decoder.lm_head is None
 
 
-def test_what_attention_drops_in_training():
+def test_attention_dropout():
     cfg = LLAMA.read(Settings({**LLAMA_VALUES, "attention_dropout": 0.3}))
     assert attention_of(cfg).dropout.rate == LLAMA.write(cfg)["attention_dropout"] == 0.3
     assert LLAMA.write(LLAMA.read(Settings(LLAMA_VALUES)))["attention_dropout"] == 0.0
@@ -70,6 +70,6 @@ def test_defaults_of_the_families():
     ],
     ids=lambda setting: next(iter(setting)),
 )
-def test_what_has_no_counterpart(setting):
+def test_unsupported_settings(setting):
     with pytest.raises(HuggingFaceConfigError, match=f"{next(iter(setting))}=.* no counterpart"):
         LLAMA.read(Settings({**LLAMA_VALUES, **setting}))

@@ -1,7 +1,7 @@
 import pytest
 
 from weft.errors import HuggingFaceConfigError
-from weft.hierarchy.rope import (
+from weft.hierarchy.attention.rope import (
     Llama3SinusoidalPositionalEmbedding,
     RoFormerSinusoidalPositionalEmbedding,
     YaRNSinusoidalPositionalEmbedding,
@@ -46,7 +46,7 @@ def test_rotary_positions_both_ways(rope, kind):
     assert rotary_settings(cfg) == pytest.approx(rope) or rotary_settings(cfg) == rope
 
 
-def test_older_files_have_the_base_beside_the_scaling():
+def test_older_rope_theta_location():
     scaling = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
     scaling["type"] = scaling.pop("rope_type")
     cfg = Settings({"rope_scaling": scaling, "rope_theta": 5e5}).rotary()

@@ -12,12 +12,16 @@ from weft.errors import (
     MissingModeError,
     RngArgumentError,
 )
-from weft.nnx.kinds import Cache, Intermediate
+from weft.functional.attention_mask import combine_masks, make_causal_mask
 from weft.nnx.module import Module, view
-from weft.nnx.nn.attention import MultiHeadAttention, combine_masks, make_causal_mask
+from weft.nnx.nn.attention import (
+    MultiHeadAttention,
+    dot_product_attention,
+)
 from weft.nnx.rngs import Rngs
-from weft.nnx.splitting import merge, split
+from weft.nnx.split_merge import merge, split
 from weft.nnx.state import to_flat_state
+from weft.nnx.variables import Cache, Intermediate
 
 X = draw(1, 2, 5, 8)
 OTHER = draw(2, 2, 7, 6)
@@ -248,3 +252,65 @@ def test_bad_arguments():
         attention()(X, None, X)
     with pytest.raises(ArgumentShapeError, match=r"mask has shape \(2, 1, 5, 6\), which does not"):
         attention()(X, mask=jnp.ones((2, 1, 5, 6)))
+
+
+Q = draw(1, 2, 5, 4, 3)
+K = draw(2, 2, 7, 4, 3)
+V = draw(3, 2, 7, 4, 6)
+
+
+def test_averages_the_values():
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", Q, K) / np.sqrt(3))
+    close(dot_product_attention(Q, K, V), jnp.einsum("bhqk,bkhd->bqhd", weights, V))
+
+
+def test_heads_share_those_of_keys():
+    few = K[:, :, :2], V[:, :, :2]
+    each = (jnp.repeat(x, 2, axis=2) for x in few)
+    close(dot_product_attention(Q, *few), dot_product_attention(Q, *each))
+
+
+def test_causal():
+    mask = jnp.tril(jnp.ones((5, 7), bool))
+    close(dot_product_attention(Q, K, V, is_causal=True), dot_product_attention(Q, K, V, mask=mask))
+    first = jnp.arange(7) < 1
+    y = dot_product_attention(Q, K, V, mask=first, is_causal=True)
+    close(y, jnp.broadcast_to(V[:, :1], y.shape))
+
+
+def test_weights_are_kept_before_dropout():
+    module = Module()
+    options = {"dropout_rng": jax.random.key(0), "dropout_rate": 0.5, "module": module}
+    for _ in range(2):
+        dropped = dot_product_attention(Q, K, V, **options)
+    kept = module.attention_weights
+    assert isinstance(kept, Intermediate) and len(kept.get_value()) == 2
+    close(kept.get_value()[0].sum(-1), 1)
+    assert (jnp.abs(dropped - dot_product_attention(Q, K, V)) > 1e-3).any()
+
+
+def test_all_may_be_dropped():
+    y = dot_product_attention(Q, K, V, dropout_rng=jax.random.key(0), dropout_rate=1.0)
+    assert (y == 0).all()
+
+
+def test_dtype():
+    half = [x.astype(jnp.bfloat16) for x in (Q, K, V)]
+    assert dot_product_attention(*half).dtype == jnp.bfloat16
+    assert dot_product_attention(Q, *half[1:]).dtype == jnp.float32
+    assert dot_product_attention(Q, K, V, dtype=jnp.float16).dtype == jnp.float16
+
+
+def test_errors():
+    with pytest.raises(ArgumentShapeError, match="agree in the axes before the last three"):
+        dot_product_attention(Q, K[:1], V[:1])
+    with pytest.raises(ArgumentShapeError, match=r"4 heads of queries .* cannot share 3 heads"):
+        dot_product_attention(Q, K[:, :, :3], V[:, :, :3])
+    with pytest.raises(ArgumentShapeError, match="agree in features, the last axis"):
+        dot_product_attention(Q, K[..., :2], V)
+    with pytest.raises(ArgumentShapeError, match="agree between key and value in all axes but"):
+        dot_product_attention(Q, K, V[:, :5])
+    with pytest.raises(ArgumentShapeError, match=r"mask has shape \(5, 8\)"):
+        dot_product_attention(Q, K, V, mask=jnp.ones((5, 8)))
+    with pytest.raises(ArgumentValueError, match=r"dropout_rate=0.5 without dropout_rng: give a"):
+        dot_product_attention(Q, K, V, dropout_rate=0.5)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.keys import draw
 from weft import nnx
-from weft.errors import ArgumentShapeError, RngArgumentError
+from weft.errors import ArgumentShapeError, CellDefinitionError, InvalidRngError, RngArgumentError
+from weft.functional.recurrent import gru_step
 from weft.nnx.nn.recurrent import flip_sequences
 
 X = draw(0, 2, 5, 3)
@@ -199,3 +200,111 @@ def test_streams_that_are_none():
     ):
         with pytest.raises(RngArgumentError, match=r"was given rngs=.*; expected PRNG streams"):
             make()
+
+
+normal = jax.nn.initializers.normal(1.0)
+
+
+def test_a_gru_is_the_step_of_functional():
+    cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
+    h, x = jnp.ones((2, 4)), jnp.arange(6.0).reshape(2, 3)
+    expected = gru_step(
+        h,
+        jnp.split(x @ cell.dense_i.kernel[...] + cell.dense_i.bias[None], 3, -1),
+        jnp.split(h @ cell.dense_h.kernel[...], 3, -1),
+    )
+    carry, y = cell(h, x)
+    assert jnp.allclose(y, expected, atol=1e-6) and carry is y and cell.num_feature_axes == 1
+
+
+def test_a_simple_cell_adds_its_state_if_residual():
+    plain = nnx.SimpleCell(3, 4, activation_fn=jnp.negative, rngs=nnx.Rngs(0))
+    residual = nnx.SimpleCell(3, 4, activation_fn=jnp.negative, residual=True, rngs=nnx.Rngs(0))
+    h, x = jnp.ones((2, 4)), jnp.ones((2, 3))
+    assert jnp.allclose(plain(h, x)[1] - residual(h, x)[1], h, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [nnx.GRUCell, nnx.SimpleCell], ids=lambda kind: kind.__name__)
+def test_parameters_of_low_precision(kind):
+    cell = kind(3, 4, param_dtype=jnp.bfloat16, dtype=None, rngs=nnx.Rngs(0))
+    carry = cell.initialize_carry((2, 3))
+    assert carry.dtype == cell.dense_h.kernel.dtype == jnp.bfloat16
+    assert cell(carry, jnp.ones((2, 3), jnp.bfloat16))[1].dtype == jnp.bfloat16
+
+
+def test_a_first_state():
+    cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
+    assert not cell.initialize_carry((2, 5, 3)).any() and cell.rngs is None
+    drawn = cell.initialize_carry((2, 3), nnx.Rngs(carry=1), normal)
+    assert (drawn == cell.initialize_carry((2, 3), nnx.RngStream(1), normal)).all()
+    kept = nnx.GRUCell(3, 4, carry_init=normal, keep_rngs=True, rngs=nnx.Rngs(0))
+    first, second = kept.initialize_carry((3,)), kept.initialize_carry((3,))
+    assert first.shape == (4,) and (first != second).all() and kept.rngs.count[...] == 2
+
+
+def test_a_first_state_that_cannot_be_drawn():
+    cell = nnx.GRUCell(3, 4, carry_init=normal, rngs=nnx.Rngs(0))
+    with pytest.raises(
+        InvalidRngError, match=r"GRUCell draws its first state but .* keep_rngs=True"
+    ):
+        cell.initialize_carry((2, 3))
+    with pytest.raises(RngArgumentError, match="GRUCell was given rngs=3; expected PRNG streams"):
+        cell.initialize_carry((2, 3), 3)
+
+
+def test_inputs_and_states_that_do_not_fit():
+    cell = nnx.SimpleCell(3, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ArgumentShapeError, match=r"in_features=3 .* an input of shape \(2, 5\)"):
+        cell(jnp.ones((2, 4)), jnp.ones((2, 5)))
+    with pytest.raises(ArgumentShapeError, match=r"in_features=4 .* an input of shape \(2, 3\)"):
+        cell(jnp.ones((2, 3)), jnp.ones((2, 3)))
+    with pytest.raises(InvalidRngError, match=r"rngs=0 to draw its parameters"):
+        nnx.SimpleCell(3, 4, rngs=0)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_cell_of_ones_own_that_misses_a_method():
+    class Mine(nnx.RNNCellBase):
+        pass
+
+    for call, name in (
+        (lambda cell: cell.initialize_carry((1,)), "initialize_carry"),
+        (lambda cell: cell(1, 2), "__call__"),
+        (lambda cell: cell.num_feature_axes, "num_feature_axes"),
+    ):
+        with pytest.raises(
+            CellDefinitionError, match=f"Mine does not define {name}; a cell defines"
+        ):
+            call(Mine())
+
+
+def one_map_of(cell):
+    """An `OptimizedLSTMCell` with the parameters of an `LSTMCell`."""
+    new = nnx.OptimizedLSTMCell(3, 4, rngs=nnx.Rngs(0))
+    of_input = [cell.ii, cell.if_, cell.ig, cell.io]
+    of_state = [cell.hi, cell.hf, cell.hg, cell.ho]
+    new.dense_i.kernel[...] = jnp.concatenate([m.kernel[...] for m in of_input], -1)
+    new.dense_h.kernel[...] = jnp.concatenate([m.kernel[...] for m in of_state], -1)
+    new.dense_h.bias[...] = jnp.concatenate([m.bias[...] for m in of_state], -1)
+    return new
+
+
+def test_one_map_for_all_gates_computes_the_same():
+    cell = nnx.LSTMCell(3, 4, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0))
+    fast, x = one_map_of(cell), jnp.arange(6.0).reshape(2, 3)
+    carry = other = cell.initialize_carry((2, 3))
+    for _ in range(2):
+        carry, y = cell(carry, x)
+        other, z = fast(other, x)
+    assert jnp.allclose(y, z, atol=1e-6) and jnp.allclose(carry[0], other[0], atol=1e-6)
+    assert y is carry[1] and cell.num_feature_axes == fast.num_feature_axes == 1
+
+
+@pytest.mark.parametrize("kind", [nnx.LSTMCell, nnx.OptimizedLSTMCell], ids=lambda k: k.__name__)
+def test_memory_and_output_are_drawn_apart(kind):
+    cell = kind(3, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    c, h = cell.initialize_carry((2, 3), nnx.Rngs(0), nnx.initializers.normal())
+    assert c.shape == h.shape == (2, 4) and (c != h).any() and c.dtype == jnp.bfloat16
+    (c, h), y = cell((c, h), jnp.ones((2, 3), jnp.bfloat16))
+    assert c.dtype == y.dtype == jnp.bfloat16
+    with pytest.raises(ArgumentShapeError, match=r"an input of shape \(2, 5\)"):
+        cell((c, h), jnp.ones((2, 5)))

@@ -1,3 +1,8 @@
+"""
+
+Whatever transforms a function, what JAX compiles has the user's name for it.
+"""
+
 import functools
 import threading
 
@@ -8,7 +13,7 @@ import pytest
 from weft import nnx
 from weft.errors import CallMismatchError, CapturedObjectError, StateFilterError
 from weft.errors import TransformArgumentError as ArgumentError
-from weft.nnx.transforms.calls import current_call
+from weft.nnx.versions import current_call
 
 
 class Pair(nnx.Module):
@@ -201,3 +206,70 @@ def test_static_arguments_are_seen_as_they_are():
         nnx.remat(lambda m, flag: m.w if flag else 0.0)(Pair(), True)
     negative = nnx.remat(lambda x, flag: x if flag else 2 * x, static_argnums=(-1,))
     assert float(negative(1.0, False)) == 2
+
+
+class Model(nnx.Module):
+    def __init__(self, *shape):
+        self.w = nnx.Param(jnp.ones(shape))
+
+
+def user_step(model, x):
+    return jnp.sum(model.w * x)
+
+
+def user_body(x, model):
+    return x * model.w.sum(), x
+
+
+def user_loop(i, x):
+    return x + 1.0
+
+
+def ruled():
+    f = nnx.custom_vjp(user_step)
+    f.defvjp(lambda model, x: (f(model, x), x), lambda x, g: (nnx.state(Model(2)), x))
+    return lambda: f(Model(2), jnp.ones(2))
+
+
+X = jnp.ones(2)
+RUNS = {
+    "jit": (lambda: nnx.jit(user_step)(Model(2), X), "user_step"),
+    "jit of a partial": (lambda: nnx.jit_partial(user_step, Model(2))(X), "user_step"),
+    "remat": (lambda: nnx.remat(user_step)(Model(2), X), "user_step"),
+    "custom_vjp": (ruled(), "user_step"),
+    "pmap": (lambda: nnx.pmap(user_step)(Model(1, 2), X[None]), "user_step"),
+    "cond": (lambda: nnx.cond(X[0] > 0, user_step, user_step, Model(2), X), "user_step"),
+    "scan": (lambda: nnx.scan(user_body)(jnp.array(1.0), Model(2)), "user_body"),
+    "fori_loop": (lambda: nnx.fori_loop(0, 2, user_loop, 1.0), "user_loop"),
+}
+INTERNAL = ("pure", "call", "run", "checked", "body", "of_values", "of_leaves", "lambda")
+
+
+def names_in(run):
+    """The names of all functions that are traced inside of a run."""
+    found = set()
+
+    def look(jaxpr):
+        found.add(jaxpr.debug_info.func_name)
+        for equation in jaxpr.eqns:
+            name = equation.params.get("name")
+            found.update([name] if isinstance(name, str) else [])
+            for value in jax.tree.leaves(
+                list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+            ):
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    look(inner)
+
+    def outermost():
+        return run()
+
+    look(jax.make_jaxpr(outermost)().jaxpr)
+    return found - {"outermost"}
+
+
+@pytest.mark.parametrize(("run", "name"), RUNS.values(), ids=RUNS)
+def test_what_is_compiled_is_named_after_the_users_function(run, name):
+    found = names_in(run)
+    assert name in found, found
+    assert not any(part == given for given in found for part in INTERNAL), found

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tests.nnx.transforms.looks import is_like_plain, look, same, work
+from tests.nnx.transforms.object_snapshots import is_like_plain, look, same, work
 from weft import nnx
 from weft.errors import (
     CallMismatchError,
@@ -89,6 +89,30 @@ def test_partials_and_modules_that_are_called():
     assert g(model, 1.0) == 4 and g(model, x=1.0) == 4
     h = nnx.jit(functools.partial(lambda model, x: model.w * x, Model(7.0)))
     assert h(2.0) == 14
+
+
+def test_objects_passed_by_name():
+    traced = []
+
+    @nnx.jit
+    def f(x, model=None, *, other=None):
+        traced.append(x)
+        for i, m in enumerate([model, other]):
+            if m is not None:
+                m.n[...] += i + 1
+                x = x * m.w
+        return x
+
+    a, b = Model(2.0), Model(3.0)
+    for n in (1, 2, 3):
+        assert f(1.0, model=a) == 2 and a.n[...] == 4 * n - 3
+        assert f(1.0) == 1 and a.n[...] == 4 * n - 3
+        assert f(1.0, model=b) == 3 and b.n[...] == 3 * n - 2
+        assert f(1.0, other=a) == 2 and a.n[...] == 4 * n - 1
+        assert f(1.0, other=b, model=a) == 6 and (a.n[...], b.n[...]) == (4 * n, 3 * n)
+        assert f(1.0, a) == 2
+        a.n[...] -= 1
+    assert len(traced) == 5
 
 
 def test_captured_models_can_be_read_and_nothing_else():
@@ -411,7 +435,7 @@ def test_no_model_is_kept():
         return weakref.ref(model)
 
     assert is_gone(captured)
-    assert not f._plans and f._last is None
+    assert not f._cached_calls and f._last is None
 
 
 def test_no_variable_is_kept_that_has_been_replaced():
@@ -451,7 +475,7 @@ def test_what_is_remembered_is_bounded():
     f, models = nnx.jit(lambda m: m.w * 1), [Model(float(i)) for i in range(100)]
     for _ in range(2):
         assert [f(m).item() for m in models] == list(range(100))
-    assert len(f._plans) <= module._MAX_PLANS
+    assert len(f._cached_calls) <= module._MAX_CACHED_CALLS
 
     g, model = nnx.jit(lambda x, m: x, static_argnums=0), Model()
     bound, module._MAX_PROGRAMS = module._MAX_PROGRAMS, 5
@@ -465,7 +489,7 @@ def test_what_is_remembered_is_bounded():
         module._MAX_PROGRAMS = bound
     assert g(1, model) == 1
     h.clear_cache()
-    assert not h._programs.value and not h._plans and h(model) == 11
+    assert not h._programs.value and not h._cached_calls and h(model) == 11
 
 
 def test_functional_style():

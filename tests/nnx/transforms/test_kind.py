@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.nnx.transforms.changes import ARRAYS, CHANGES, Model, WithArrays
+from tests.nnx.transforms.object_changes import ARRAYS, CHANGES, Model, WithArrays
 from weft import nnx
 from weft.errors import (
     CapturedObjectError,
@@ -246,7 +246,7 @@ def seen(kind, *objects, of=...):
     groups = [[{n: id(x) for n, x in group.items()} for group in of_one] for of_one in groups]
     owners = [owner and (id(owner[0]), owner[1]) for owner in flat.owners]
     objects = [*map(id, flat.objects)]
-    return static, groups, [*map(id, flat.leaves)], owners, objects, flat.again, flat.is_sure
+    return static, groups, [*map(id, flat.leaves)], owners, objects, flat.repeated, flat.is_tracked
 
 
 def test_objects_that_look_alike_are_described_once():

@@ -8,12 +8,12 @@ import jax
 
 from weft import lifting
 from weft.core.filters import Filter
-from weft.core.lift.common import Fn
+from weft.core.lift.transforms import Fn
 from weft.core.scope import Scope
 from weft.core.scope_kind import Group, ScopeKind, Select
 from weft.errors import TransformArgumentError
 from weft.lifting import DIFF, Roles
-from weft.lifting.argnums import check_argnums
+from weft.lifting.signature import check_argnums
 
 
 def _wrt(of_diff: Filter, variables: Filter, rngs: Filter) -> tuple[Roles, Any]:
@@ -21,10 +21,8 @@ def _wrt(of_diff: Filter, variables: Filter, rngs: Filter) -> tuple[Roles, Any]:
     return Roles(((Select(of_diff), DIFF), (Select(variables, rngs), None))), DIFF
 
 
-def _variables(grads: Any) -> Any:
-    """Returns the gradients of collections from the gradients of groups."""
-
-    def is_groups(x: Any) -> bool:
+def _variables(grads: object) -> Any:
+    def is_groups(x: object) -> bool:
         return isinstance(x, tuple) and len(x) > 0 and isinstance(x[0], Group)
 
     return jax.tree.map(lambda groups: groups[0].variables, grads, is_leaf=is_groups)
@@ -32,8 +30,8 @@ def _variables(grads: Any) -> Any:
 
 def vjp(
     fn: Fn,
-    scope: Any,
-    *primals: Any,
+    scope: object,
+    *primals: object,
     has_aux: bool = False,
     reduce_axes: tuple[()] = (),
     vjp_variables: Filter = "params",
@@ -44,7 +42,6 @@ def vjp(
 
     Args:
         fn: the function; with `has_aux` it returns a pair of its result and any auxiliary output.
-        vjp_variables: collections to differentiate.
 
     Returns:
         The result, a function from its cotangent to the gradients of the collections and of each
@@ -61,15 +58,15 @@ def vjp(
     return value, jax.tree_util.Partial(_pulled_back, pullback), *aux
 
 
-def _pulled_back(pullback: Callable[[Any], Any], cotangent: Any) -> tuple[Any, ...]:
+def _pulled_back(pullback: Callable[[Any], Any], cotangent: object) -> tuple[Any, ...]:
     of_scope, of_primals = pullback(cotangent)
     return _variables(of_scope), *of_primals
 
 
 def value_and_grad(
     fn: Fn,
-    scope: Any,
-    *primals: Any,
+    scope: object,
+    *primals: object,
     has_aux: bool = False,
     reduce_axes: tuple[()] = (),
     variables: Filter = True,
@@ -100,10 +97,10 @@ def grad(fn: Fn, scope: Any, *primals: Any, has_aux: bool = False, **kwargs: Any
 
 def jvp(
     fn: Fn,
-    scope: Any,
+    scope: object,
     primals: Sequence[Any],
     tangents: Sequence[Any],
-    variable_tangents: Any,
+    variable_tangents: object,
     variables: Filter = True,
     rngs: Filter = True,
 ) -> tuple[Any, Any]:
@@ -141,7 +138,6 @@ def custom_vjp(
             such as the function that `vjp` returns.
         backward_fn: `backward_fn(*nondiff, residuals, cotangent)` returns the gradients of the
             collections `grad_vars` and of each argument not in `nondiff_argnums`.
-        grad_vars: collections with gradients.
         nondiff_argnums: arguments without gradients; 0 is the scope.
 
     Example:
@@ -159,14 +155,14 @@ def custom_vjp(
     check_argnums("lift.custom_vjp", "nondiff_argnums", fn, nondiff_argnums)
 
     @functools.wraps(fn)
-    def call(scope: Any, *args: Any) -> Any:
-        nondiff, diff, together = _divided(args, nondiff_argnums)
+    def call(scope: object, *args: object) -> Any:
+        nondiff, diff, together = _split_nondiff(args, nondiff_argnums)
         scopes, of_args = _structure_of_scopes(scope), jax.tree.structure(diff)
         lifted = lifting.custom_vjp(
             ScopeKind("custom_vjp"),
             lambda scope, diff: fn(scope, *together(diff)),
             lambda scope, diff: forward_fn(scope, *together(diff)),
-            lambda needed, cotangent: _as_units(
+            lambda needed, cotangent: _gradient_groups(
                 backward_fn(*nondiff, needed, cotangent), scopes, of_args
             ),
             wrt=_wrt(grad_vars, True, True),
@@ -187,7 +183,6 @@ def custom_jvp(
     Args:
         jvp_fn: `jvp_fn(*nondiff, scope, primals, tangents, variable_tangents)` returns the result
             of `fn` and its tangent; see `jvp`.
-        grad_vars: collections with tangents.
         nondiff_argnums: arguments without tangents; 0 is the scope.
 
     Example:
@@ -203,11 +198,11 @@ def custom_jvp(
     check_argnums("lift.custom_jvp", "nondiff_argnums", fn, nondiff_argnums)
 
     @functools.wraps(fn)
-    def call(scope: Any, *args: Any) -> Any:
-        nondiff, diff, together = _divided(args, nondiff_argnums)
+    def call(scope: object, *args: object) -> Any:
+        nondiff, diff, together = _split_nondiff(args, nondiff_argnums)
         scopes = _structure_of_scopes(scope)
 
-        def rule(tangents: list[Any], scope: Any, diff: tuple[Any, ...]) -> Any:
+        def rule(tangents: list[Any], scope: object, diff: tuple[Any, ...]) -> Any:
             n = scopes.num_leaves
             of_variables = scopes.unflatten([group.variables for group in tangents[:n]])
             of_args = jax.tree.structure(diff).unflatten(tangents[n:])
@@ -224,10 +219,9 @@ def custom_jvp(
     return call
 
 
-def _divided(
+def _split_nondiff(
     args: tuple[Any, ...], nondiff_argnums: Sequence[int]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[Any], list[Any]]]:
-    """Splits arguments into those without and with a derivative; also returns the inverse."""
     n = len(args) + 1
     at = {i % n - 1 for i in nondiff_argnums}
     diff = tuple(x for i, x in enumerate(args) if i not in at)
@@ -240,18 +234,18 @@ def _divided(
     return tuple(x for i, x in enumerate(args) if i in at), diff, together
 
 
-def _as_units(grads: Any, scopes: Any, args: Any) -> list[Any]:
+def _gradient_groups(grads: Any, scopes: Any, args: Any) -> list[Any]:
     """Converts the result of `backward_fn` to groups of scopes followed by arguments."""
     of_scope, *of_args = grads
     of_scopes = scopes.flatten_up_to(of_scope)
     return [*(Group(dict(g), {}, {}) for g in of_scopes), *args.flatten_up_to(tuple(of_args))]
 
 
-def _structure_of_scopes(scope: Any) -> Any:
+def _structure_of_scopes(scope: object) -> Any:
     return jax.tree.structure(scope, is_leaf=lambda x: isinstance(x, Scope))
 
 
-def _check_reduce_axes(reduce_axes: Any) -> None:
+def _check_reduce_axes(reduce_axes: object) -> None:
     if reduce_axes:
         raise TransformArgumentError(
             f"reduce_axes={reduce_axes!r}: JAX no longer reduces over axes automatically; sum the "

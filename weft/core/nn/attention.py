@@ -1,4 +1,14 @@
-"""Attention as a function of a scope, over one or several axes."""
+"""Attention as a function of a scope, over one or several axes, with a cache for decoding.
+
+A mask has the shape `(batch, *other axes, 1, *axes of the queries, *axes of the keys)`, or one that
+broadcasts to it; the 1 is for the heads. Positions along several attended axes are in the order of
+their flattened axes.
+
+The cache is a `CacheEntry`, the variable `entry` of the collection `cache`. The first call creates
+an empty cache with the length of its inputs, and attends without it. Each later call has one
+position, which is written at the entry's index, and attends to all written positions. Past the end,
+it replaces the oldest position.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +21,188 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
-from weft import functional
-from weft.core.nn.decoding import decode
+from weft import functional, struct
 from weft.core.nn.linear import Initializer, default_kernel_init, dense_general
-from weft.core.nn.masks import attended_axes, causal, pairwise
 from weft.core.scope import Scope
 from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional.arrays import as_tuple
+from weft.functional.attention import check_broadcastable
 from weft.functional.dropout import keep_mask
+
+Axes = tuple[int, ...]
+
+
+def attended_axes(ndim: int, axis: int | Sequence[int] | None) -> Axes:
+    """Returns the axes to attend over, of arrays `(batch, *axes, heads, dim)`; None means all.
+
+    Raises:
+        ArgumentValueError: if an axis is the batch, the heads or the last one, or does not exist.
+
+    >>> attended_axes(5, None)
+    (1, 2)
+    """
+    if axis is None:
+        return tuple(range(1, ndim - 2))
+    axes = as_tuple(axis)
+    if not all(1 <= a < ndim - 2 for a in axes) or len(set(axes)) != len(axes):
+        raise ArgumentValueError(
+            f"axis={axis}: attention goes over different axes between the batch and the heads, "
+            f"which are 1 to {ndim - 3} here."
+        )
+    return axes
+
+
+def causal(
+    query: Num[Array, "batch *targets_heads dim"],
+    key: Num[Array, "batch *sources_heads dim"],
+    axes: Axes,
+) -> Bool[Array, "*mask"]:
+    """Returns True where a key is not later than the query, along the attended axes.
+
+    >>> x = jnp.zeros((1, 3, 1, 1))
+    >>> causal(x, x, (1,)).astype(int).tolist()
+    [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
+    """
+    targets, sources = (tuple(x.shape[a] for a in axes) for x in (query, key))
+    order = jnp.arange(math.prod(targets))[:, None] >= jnp.arange(math.prod(sources))[None]
+    return order.reshape(*[1] * (query.ndim - len(axes) - 1), *targets, *sources)
+
+
+def pairwise(
+    combine: Callable[[Array, Array], Array],
+    named: dict[str, Array | None],
+    query: Num[Array, "batch *targets_heads dim"],
+    key: Num[Array, "batch *sources_heads dim"],
+    axes: Axes,
+) -> Array | None:
+    """Combines values of each query and each key; None if there are no values.
+
+    Args:
+        named: values of the queries and of the keys, in this order, by the names of the user's
+            arguments; shapes `(batch, *axes)` with or without a last axis of size 1. If None for
+            the keys, the queries' values are used.
+
+    >>> x, ids = jnp.zeros((1, 3, 1, 1)), jnp.array([[1, 1, 2]])
+    >>> known = {"segmentation": ids, "key_segmentation": None}
+    >>> pairwise(jnp.equal, known, x, x, (1,)).astype(int).tolist()
+    [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
+    """
+    (name, of_query), (key_name, of_key) = named.items()
+    if of_query is None and of_key is None:
+        return None
+    if of_query is None:
+        raise ArgumentValueError(f"{key_name} was given without {name}: give both.")
+    if of_key is None:
+        of_key, key_name = of_query, f"{name}, also for the keys as there is no {key_name},"
+    lay_out = functools.partial(_broadcast_mask, axes=axes)
+    return combine(lay_out(name, of_query, query, 0), lay_out(key_name, of_key, key, 1))
+
+
+def _broadcast_mask(name: str, known: Array, of: Array, place: int, *, axes: Axes) -> Array:
+    """Reshapes to `(batch, *other axes, 1, *axes)`, with the attended axes in their place."""
+    known, expected = jnp.asarray(known), of.shape[:-2]
+    x = known[..., 0] if known.shape[len(expected) :] == (1,) else known
+    fits = x.ndim == len(expected) and all(
+        n in (1, m) for n, m in zip(x.shape, expected, strict=True)
+    )
+    if not fits:
+        raise ArgumentShapeError(
+            f"{name} has shape {known.shape}; expected {expected}, or with an axis of size 1 after "
+            "them."
+        )
+    other = tuple(a for a in range(x.ndim) if a not in axes)
+    x = jnp.transpose(x, (*other, *axes))
+    n, ones = len(other), (1,) * len(axes)
+    around = (*ones, *x.shape[n:]) if place else (*x.shape[n:], *ones)
+    return x.reshape(*x.shape[:n], 1, *around)
+
+
+class CacheEntry(struct.PyTreeNode):
+    """Keys and values of previous positions.
+
+    Calling an entry returns an empty one of another size. For a tree of caches:
+    `jax.tree.map(lambda entry: entry((batch, length)), cache, is_leaf=callable)`.
+
+    Attributes:
+        key: shape `(batch, *lengths, heads, dim)`.
+        value: same shape as `key`.
+        i: number of positions.
+
+    Example:
+        >>> entry = CacheEntry(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4)), jnp.uint32(3))
+        >>> longer = entry((8, 100))
+        >>> longer.key.shape, int(longer.i)
+        ((8, 100, 2, 4), 0)
+    """
+
+    key: Any
+    value: Any
+    i: Any
+
+    def __call__(self, shape: tuple[int, ...], dtype: DTypeLike | None = None) -> CacheEntry:
+        """Returns an empty entry of shape `(batch, *lengths)`, by default with the same dtype.
+
+        Raises:
+            ArgumentShapeError: if the number of lengths differs.
+        """
+        if len(shape) != self.key.ndim - 2:
+            raise ArgumentShapeError(
+                f"a cache of shape {tuple(shape)} was requested; expected the size of the batch "
+                f"and {self.key.ndim - 3} length(s)."
+            )
+        key, value = (
+            jnp.zeros((*shape, *x.shape[-2:]), dtype or x.dtype) for x in (self.key, self.value)
+        )
+        return CacheEntry(key, value, jnp.zeros((), jnp.uint32))
+
+
+def decode(
+    scope: Scope,
+    query: Num[Array, "batch *targets_heads dim"],
+    key: Num[Array, "batch *sources_heads dim"],
+    value: Num[Array, "batch *sources_heads dim"],
+) -> tuple[Array, Array, Bool[Array, "*mask"] | None]:
+    """Adds a position's keys and values to the cache, and returns the cached ones.
+
+    Returns:
+        Keys, values, and a mask of written positions; None if this call created the cache.
+
+    Raises:
+        ArgumentShapeError: if a call has more than one position, or another batch size than the
+            cache.
+        ArgumentValueError: if the variable `entry` is not a `CacheEntry`.
+    """
+    begun = scope.has_variable("cache", "entry")
+    entry = scope.variable("cache", "entry", lambda: CacheEntry(key, value, None)(key.shape[:-2]))
+    if not begun:
+        return key, value, None
+    cached: CacheEntry = entry.value
+    if not isinstance(cached, CacheEntry):
+        raise ArgumentValueError(
+            f"the cache of {scope.path_text!r} has a {type(cached).__name__} as its entry; "
+            "expected the CacheEntry that a first call with cache=True makes."
+        )
+    batch, *lengths = cached.key.shape[:-2]
+    ones = [1] * len(lengths)
+    for x, of_cache in ((query, cached.key), (key, cached.key), (value, cached.value)):
+        expected = (batch, *ones, *of_cache.shape[-2:])
+        if x.shape != expected:
+            raise ArgumentShapeError(
+                f"a step of decoding in {scope.path_text!r} has heads of shape {x.shape}, and the "
+                f"cache expects {expected}: give one position at a time, and its batch."
+            )
+    n = math.prod(lengths)
+    at = jnp.unravel_index(cached.i % n, lengths)
+    start = tuple(jnp.int32(a) for a in (0, *at, 0, 0))
+    keys, values = (
+        lax.dynamic_update_slice(into, x.astype(into.dtype), start)
+        for into, x in ((cached.key, key), (cached.value, value))
+    )
+    entry.value = CacheEntry(keys, values, cached.i + 1)
+    seen = jnp.arange(n, dtype=jnp.uint32) <= cached.i
+    return keys, values, seen.reshape(1, 1, *ones, *lengths)
 
 
 def dot_product_attention(
@@ -31,7 +214,7 @@ def dot_product_attention(
     bias: Float[Array, "..."] | None = None,
     axis: int | Sequence[int] | None = None,
     broadcast_dropout: bool = True,
-    dropout_rng: Any = None,
+    dropout_rng: Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     precision: lax.PrecisionLike = None,
@@ -46,8 +229,6 @@ def dot_product_attention(
         axis: axes to attend over; by default all between batch and heads.
         broadcast_dropout: whether all examples and heads share a dropout mask.
         dropout_rng: key to use instead of the scope's.
-        dropout_rate: rate for the probabilities.
-        deterministic: disables dropout.
 
     Raises:
         ArgumentShapeError: if the shapes do not match.
@@ -79,7 +260,7 @@ def dot_product_attention(
     logits = logits * query.shape[-1] ** -0.5
     full = (*batch, query.shape[-2], *targets, *sources)
     if bias is not None:
-        _check_bias(bias, full)
+        check_broadcastable("bias", bias, full)
         logits = logits + jnp.broadcast_to(bias, full).reshape(logits.shape)
     probs = jax.nn.softmax(logits)
     if dropout_rate > 0.0 and not deterministic:
@@ -91,14 +272,6 @@ def dot_product_attention(
     context = functional.attention_context(probs.astype(dtype), value, precision=precision)
     context = context.reshape(*batch, *targets, *context.shape[-2:])
     return jnp.transpose(context, tuple(order.index(a) for a in range(query.ndim)))
-
-
-def _check_bias(bias: Array, full: tuple[int, ...]) -> None:
-    sizes = zip(reversed(bias.shape), reversed(full), strict=False)
-    if bias.ndim > len(full) or any(n not in (1, m) for n, m in sizes):
-        raise ArgumentShapeError(
-            f"bias has shape {bias.shape}, which does not broadcast to that of the logits, {full}."
-        )
 
 
 def multi_head_dot_product_attention(
@@ -117,7 +290,7 @@ def multi_head_dot_product_attention(
     key_segmentation: Int[Array, " batch *source"] | None = None,
     cache: bool = False,
     broadcast_dropout: bool = True,
-    dropout_rng: Any = None,
+    dropout_rng: Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     precision: lax.PrecisionLike = None,
@@ -130,18 +303,16 @@ def multi_head_dot_product_attention(
 
     Args:
         scope: has the scopes `query`, `key`, `value` and `out`, each with `kernel` and `bias`.
-        inputs_q: input of the queries.
         inputs_kv: input of keys and values; None for `inputs_q`.
         qkv_features: total size of all heads; by default the size of `inputs_q`.
         out_features: output size; by default the size of `inputs_q`.
         attention_axis: axes to attend over; by default all between batch and features.
-        causal_mask: whether to mask later positions.
         padding_mask: False for padding; may have a last axis of size 1.
         key_padding_mask: as `padding_mask`, for `inputs_kv` or for all positions of the cache; by
             default that of the queries.
         segmentation: segment ids; only positions of the same segment attend to each other.
         key_segmentation: see `key_padding_mask`.
-        cache: whether to decode, with one position per call (`weft.core.nn.decoding`).
+        cache: whether to decode, with one position per call (`weft.core.nn.attention`).
         broadcast_dropout, dropout_rng, dropout_rate, deterministic, precision: see
         `dot_product_attention`.
         attention_fn: replaces `dot_product_attention`, with the same arguments.
@@ -185,7 +356,6 @@ def _projected(
     num_heads: int,
     qkv_features: int | None,
 ) -> list[Array]:
-    """Returns queries, keys and values of all heads."""
     inputs_kv = inputs_q if inputs_kv is None else inputs_kv
     features = qkv_features or inputs_q.shape[-1]
     if features % num_heads:
@@ -220,7 +390,6 @@ def _bias(
     padding: dict[str, Array | None],
     segments: dict[str, Array | None],
 ) -> Array | None:
-    """Returns the mask as a bias of the logits."""
     if padding["padding_mask"] is None and padding["key_padding_mask"] is not None:
         padding = {**padding, "padding_mask": jnp.ones(query.shape[:-2], bool)}
     if seen is not None and [x is None for x in segments.values()] == [False, True]:

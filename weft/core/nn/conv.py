@@ -14,6 +14,7 @@ from weft import functional
 from weft.core.nn.linear import Initializer, default_kernel_init
 from weft.core.scope import Scope
 from weft.errors import ArgumentShapeError
+from weft.functional.arrays import as_tuple
 
 Sizes = int | Sequence[int] | None
 
@@ -139,7 +140,7 @@ def conv_transpose(
 
 
 def _window(inputs: Array, kernel_size: int | Sequence[int]) -> tuple[int, ...]:
-    window = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
+    window = as_tuple(kernel_size)
     if inputs.ndim != len(window) + 2:
         raise ArgumentShapeError(
             f"kernel_size {window} is for {len(window)} spatial axes, so the input must have "

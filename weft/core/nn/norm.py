@@ -1,9 +1,8 @@
-"""Normalization as functions of a scope."""
+"""Normalization and dropout as functions of a scope."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,8 @@ from jaxtyping import Array, Float
 from weft import functional
 from weft.core.nn.linear import Initializer
 from weft.core.scope import Scope
+from weft.functional.dropout import keep_mask
+from weft.functional.statistics import canonical_axes
 
 zeros, ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
 
@@ -30,7 +31,7 @@ def batch_norm(
     bias_init: Initializer = zeros,
     scale_init: Initializer = ones,
     axis_name: str | None = None,
-    axis_index_groups: Any = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
     kind: str = "batch_stats",
 ) -> Float[Array, "*shape"]:
     """Normalizes with the statistics of the batch, and updates their running averages.
@@ -42,7 +43,6 @@ def batch_norm(
         momentum: decay of the averages.
         axis_name: mapped axes to include in the statistics.
         axis_index_groups: see `jax.lax.pmean`.
-        kind: collection of the statistics.
 
     Example:
         >>> from weft.core import apply, init
@@ -54,7 +54,7 @@ def batch_norm(
         >>> changed["batch_stats"]["mean"].tolist()
         [1.0]
     """
-    features = sorted(a % x.ndim for a in ((axis,) if isinstance(axis, int) else axis))
+    features = sorted(canonical_axes(axis, x.ndim))
     reduced = tuple(a for a in range(x.ndim) if a not in features)
     shape = tuple(x.shape[a] if a in features else 1 for a in range(x.ndim))
     squeezed = tuple(x.shape[a] for a in features)
@@ -135,7 +135,6 @@ def group_norm(
     Args:
         scope: has `scale` and `bias`, of shape `(1, ..., channels)`.
         num_groups: number of groups; must be None if `group_size` is given.
-        group_size: number of channels per group.
 
     Raises:
         ArgumentShapeError: if the channels are not divisible into equal groups.
@@ -159,3 +158,33 @@ def group_norm(
         eps=epsilon,
     )
     return y.astype(dtype)
+
+
+def dropout(
+    scope: Scope,
+    inputs: Float[Array, "*shape"],
+    rate: float,
+    deterministic: bool = False,
+    rng: Array | None = None,
+) -> Float[Array, "*shape"]:
+    """Applies dropout with probability `rate`, scaling the other elements up.
+
+    The key is `rng` or one of the scope's stream `dropout`; `deterministic` returns the input.
+
+    Raises:
+        ArgumentValueError: if the rate is not in `[0, 1]`.
+        InvalidRngError: if there is no key.
+
+    Example:
+        >>> import jax
+        >>> from weft.core import apply
+        >>> y = apply(dropout)({}, jnp.ones(100), 0.5, rngs={"dropout": jax.random.key(0)})
+        >>> sorted(set(y.tolist()))
+        [0.0, 2.0]
+    """
+    if rate == 0.0 or deterministic:
+        return inputs
+    if rate == 1.0:
+        return jnp.zeros_like(inputs)
+    key = scope.make_rng("dropout") if rng is None else rng
+    return functional.dropout(inputs, rate=rate, mask=keep_mask(key, rate, inputs.shape))

@@ -1,19 +1,133 @@
-"""A family of models: one table of tensors that is used in both directions, and two functions.
+"""Families of Hugging Face models: the conversions between their checkpoints and Weft's models.
 
-config.json     ── read ──►    Model.Config
-                ◄── write ──
-safetensors     ◄─ entries ─►  parameters
+A `Family` has one table of tensors, used in both directions, and two functions for `config.json`.
+A `Conversion` of a tensor's layout goes both ways: `to_hf(to_weft(x))` is `x`. Kernels of torch's
+Linear are `(outputs, inputs)`, those of GPT-2's Conv1D `(inputs, outputs)` as in Weft, where heads
+have a separate axis: `(model_dim, num_heads, per_head_dim)`.
+
+Rotary pair `i` is `(i, i + dim / 2)` in Hugging Face's files and `(2 i, 2 i + 1)` in Weft's layers,
+so query and key kernels get their dimensions permuted; inner products do not change.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from weft.errors import HuggingFaceConfigError
+from weft.hierarchy.attention.feed_forward import TransformerFeedForwardLayer
+from weft.hierarchy.attention.stack import RepeatedTransformerLayer
 from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.decoder import Decoder
-from weft.hierarchy.stack import RepeatedTransformerLayer
-from weft.interop.huggingface.changes import SAME, Entry
+from weft.hierarchy.layers.stochastic import Dropout
 from weft.interop.huggingface.settings import ACTIVATIONS, NO_PADDING, Settings
+
+Array = np.ndarray | jax.Array
+
+
+class Conversion(NamedTuple):
+    """A change of layout and its inverse, of NumPy arrays and JAX tracers."""
+
+    to_weft: Callable[[Any], Any]
+    to_hf: Callable[[Any], Any]
+
+
+class TensorMapping(NamedTuple):
+    """A tensor under both names.
+
+    Attributes:
+        hf_name: name in Hugging Face's files, with `{}` for the layer number.
+        weft_name: path in Weft's parameters, relative to the layer if it belongs to one.
+        change: of its layout.
+    """
+
+    hf_name: str
+    weft_name: str
+    change: Conversion
+
+
+IDENTITY = Conversion(lambda x: x, lambda x: x)
+"""Vectors, tables, and kernels of the same layout."""
+
+TRANSPOSED = Conversion(lambda x: x.T, lambda x: x.T)
+"""Kernels of torch's Linear."""
+
+POSITIONS = Conversion(lambda x: x[None], lambda x: x[0])
+"""A table of learned positions."""
+
+
+def _interleaved(dim: int) -> np.ndarray:
+    """Returns the dimension in Hugging Face's order of each dimension in Weft's order."""
+    return np.arange(dim).reshape(2, -1).T.ravel()
+
+
+def _to_interleaved(x: Array) -> Any:
+    return x[..., _interleaved(x.shape[-1])]
+
+
+def _to_halves(x: Array) -> Any:
+    return x[..., np.argsort(_interleaved(x.shape[-1]))]
+
+
+ROTARY = Conversion(_to_interleaved, _to_halves)
+"""A vector for the dimensions of a head that is rotated."""
+
+
+def input_heads(num_heads: int, *, rotary: bool = False) -> Conversion:
+    """Returns the change of a kernel `(heads × dim, model_dim)` to (perhaps rotary) heads.
+
+    >>> x = np.arange(8.0).reshape(4, 2)
+    >>> change = input_heads(1, rotary=True)
+    >>> change.to_weft(x)[:, 0].tolist()
+    [[0.0, 4.0, 2.0, 6.0], [1.0, 5.0, 3.0, 7.0]]
+    >>> bool((change.to_hf(change.to_weft(x)) == x).all())
+    True
+    """
+    turn = ROTARY if rotary else IDENTITY
+
+    def to_weft(x: Array) -> Any:
+        return turn.to_weft(x.T.reshape(x.shape[1], num_heads, -1))
+
+    def to_hf(x: Array) -> Any:
+        return turn.to_hf(x).reshape(x.shape[0], -1).T
+
+    return Conversion(to_weft, to_hf)
+
+
+def head_biases(num_heads: int, *, rotary: bool = False) -> Conversion:
+    """Returns the change of the bias `(heads × dim,)` of `input_heads`."""
+    turn = ROTARY if rotary else IDENTITY
+    return Conversion(
+        lambda x: turn.to_weft(x.reshape(num_heads, -1)),
+        lambda x: turn.to_hf(x).reshape(-1),
+    )
+
+
+def output_heads(num_heads: int) -> Conversion:
+    """Returns the change of a kernel `(model_dim, heads × dim)` from heads to the model."""
+    return Conversion(
+        lambda x: x.reshape(x.shape[0], num_heads, -1), lambda x: x.reshape(x.shape[0], -1)
+    )
+
+
+def output_heads_of_conv(num_heads: int) -> Conversion:
+    """Returns the change of a Conv1D kernel `(heads × dim, model_dim)`."""
+    inner = output_heads(num_heads)
+    return Conversion(lambda x: inner.to_weft(x.T), lambda x: inner.to_hf(x).T)
+
+
+def fused_heads_of_conv(num_heads: int) -> Conversion:
+    """Returns the change of a kernel `(model_dim, 3 × heads × dim)` to queries, keys and values."""
+    return Conversion(
+        lambda x: x.reshape(x.shape[0], 3, num_heads, -1).transpose(1, 0, 2, 3),
+        lambda x: x.transpose(1, 0, 2, 3).reshape(x.shape[1], -1),
+    )
+
+
+def fused_head_biases(num_heads: int) -> Conversion:
+    """Returns the change of the bias `(3 × heads × dim,)` of `fused_heads_of_conv`."""
+    return Conversion(lambda x: x.reshape(3, num_heads, -1), lambda x: x.reshape(-1))
 
 
 class Family(NamedTuple):
@@ -27,7 +141,7 @@ class Family(NamedTuple):
         write: makes the content of `config.json` for the config of a model; raises AttributeError
           or the like for a model of another kind.
         entries: tensors of a layer, and tensors outside of layers.
-        may_stand: returns whether a file may have another tensor, by its name without prefix.
+        extra_allowed: returns whether a file may have another tensor, by its name without prefix.
     """
 
     model_type: str
@@ -35,12 +149,12 @@ class Family(NamedTuple):
     prefix: str
     read: Callable[[Settings], Model.Config]
     write: Callable[[Any], dict[str, Any]]
-    entries: Callable[[Settings], list[Entry]]
-    may_stand: str
+    entries: Callable[[Settings], list[TensorMapping]]
+    extra_allowed: str
 
 
 def decoder_config(
-    s: Settings, layer: Any, *, num_layers: int, dim: int, norm: Any
+    s: Settings, layer: object, *, num_layers: int, dim: int, norm: object
 ) -> Decoder.Config:
     """Returns the config of a decoder with tied embeddings, without positions.
 
@@ -56,13 +170,13 @@ def decoder_config(
     )
 
 
-def special_tokens(decoder: Any) -> dict[str, Any]:
+def special_tokens(decoder: object) -> dict[str, Any]:
     """Returns the special tokens for `config.json`: the inverse of `Settings.special_tokens`."""
     tokens = {name: getattr(decoder, name) for name in ("pad_token_id", "eos_token_id")}
     return {name: None if i == NO_PADDING else i for name, i in tokens.items()}
 
 
-def dropout_rate(decoder: Any, dropout: Any) -> float:
+def dropout_rate(decoder: Decoder.Config, dropout: Dropout.Config) -> float:
     """Returns the rate of a dropout config in training, by default the decoder's."""
     return decoder.dropout_rate if dropout.rate is None else dropout.rate
 
@@ -73,7 +187,7 @@ def activation_name(activation: str) -> str:
     Raises:
         HuggingFaceConfigError: if there is none.
     """
-    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    names = {weft_name: hf_name for hf_name, weft_name in reversed(ACTIVATIONS.items())}
     if activation not in names:
         raise HuggingFaceConfigError(
             f"the activation {activation!r} has no name in Hugging Face's configs; there are "
@@ -82,13 +196,13 @@ def activation_name(activation: str) -> str:
     return names[activation]
 
 
-def hidden_dim(feed_forward: Any, input_dim: int) -> int:
+def hidden_dim(feed_forward: TransformerFeedForwardLayer.Config, input_dim: int) -> int:
     """Returns the hidden dimension of a feed-forward config, computed if it is a function."""
     value = feed_forward.hidden_dim
     return value if isinstance(value, int) else value.clone(input_dim=input_dim).instantiate()
 
 
-def norm_entries(theirs: str, ours: str, *, bias: bool = False) -> list[Entry]:
+def norm_entries(hf_name: str, weft_name: str, *, bias: bool = False) -> list[TensorMapping]:
     """Returns the entries of a norm."""
     names = {"weight": "scale", "bias": "bias"} if bias else {"weight": "scale"}
-    return [Entry(f"{theirs}.{a}", f"{ours}.{b}", SAME) for a, b in names.items()]
+    return [TensorMapping(f"{hf_name}.{a}", f"{weft_name}.{b}", IDENTITY) for a, b in names.items()]

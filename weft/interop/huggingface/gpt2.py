@@ -2,18 +2,19 @@
 
 from typing import Any
 
-from weft.hierarchy.attention_bias import CausalAttentionBias
+from weft.hierarchy.attention.bias import CausalAttentionBias
+from weft.hierarchy.attention.multihead_attention import MultiheadAttention
+from weft.hierarchy.attention.qkv_linear import FusedQKVLinear
+from weft.hierarchy.attention.transformer import TransformerLayer
 from weft.hierarchy.causal_lm import Model
-from weft.hierarchy.dropout import Dropout
-from weft.hierarchy.multihead_attention import MultiheadAttention
-from weft.hierarchy.normalization import LayerNorm
-from weft.hierarchy.positional import LearnedPositionalEmbedding
-from weft.hierarchy.qkv_linear import FusedQKVLinear
-from weft.hierarchy.transformer import TransformerLayer
-from weft.interop.huggingface import changes
-from weft.interop.huggingface.changes import SAME, Entry
+from weft.hierarchy.layers.embedding import LearnedPositionalEmbedding
+from weft.hierarchy.layers.normalization import LayerNorm
+from weft.hierarchy.layers.stochastic import Dropout
+from weft.interop.huggingface import family
 from weft.interop.huggingface.family import (
+    IDENTITY,
     Family,
+    TensorMapping,
     activation_name,
     decoder_config,
     dropout_rate,
@@ -81,28 +82,30 @@ def _write(cfg: Any) -> dict[str, Any]:
     }
 
 
-def _entries(s: Settings) -> list[Entry]:
+def _entries(s: Settings) -> list[TensorMapping]:
     heads = s.size("n_head")
     attention, ff = "self_attention.attention", "feed_forward"
     fused = f"{attention}.i_proj.qkv_proj"
     return [
-        Entry("wte.weight", "decoder.emb.token_emb.weight", SAME),
-        Entry("wpe.weight", "decoder.emb.pos_emb.weight", changes.POSITIONS),
+        TensorMapping("wte.weight", "decoder.emb.token_emb.weight", IDENTITY),
+        TensorMapping("wpe.weight", "decoder.emb.pos_emb.weight", family.POSITIONS),
         *norm_entries("ln_f", "decoder.output_norm", bias=True),
         *norm_entries("h.{}.ln_1", "self_attention.norm", bias=True),
         *norm_entries("h.{}.ln_2", f"{ff}.norm", bias=True),
-        Entry("h.{}.attn.c_attn.weight", f"{fused}.weight", changes.fused_heads_of_conv(heads)),
-        Entry("h.{}.attn.c_attn.bias", f"{fused}.bias", changes.fused_head_biases(heads)),
-        Entry(
+        TensorMapping(
+            "h.{}.attn.c_attn.weight", f"{fused}.weight", family.fused_heads_of_conv(heads)
+        ),
+        TensorMapping("h.{}.attn.c_attn.bias", f"{fused}.bias", family.fused_head_biases(heads)),
+        TensorMapping(
             "h.{}.attn.c_proj.weight",
             f"{attention}.o_proj.weight",
-            changes.output_heads_of_conv(heads),
+            family.output_heads_of_conv(heads),
         ),
-        Entry("h.{}.attn.c_proj.bias", f"{attention}.o_proj.bias", SAME),
-        Entry("h.{}.mlp.c_fc.weight", f"{ff}.linear1.weight", SAME),
-        Entry("h.{}.mlp.c_fc.bias", f"{ff}.linear1.bias", SAME),
-        Entry("h.{}.mlp.c_proj.weight", f"{ff}.linear2.weight", SAME),
-        Entry("h.{}.mlp.c_proj.bias", f"{ff}.linear2.bias", SAME),
+        TensorMapping("h.{}.attn.c_proj.bias", f"{attention}.o_proj.bias", IDENTITY),
+        TensorMapping("h.{}.mlp.c_fc.weight", f"{ff}.linear1.weight", IDENTITY),
+        TensorMapping("h.{}.mlp.c_fc.bias", f"{ff}.linear1.bias", IDENTITY),
+        TensorMapping("h.{}.mlp.c_proj.weight", f"{ff}.linear2.weight", IDENTITY),
+        TensorMapping("h.{}.mlp.c_proj.bias", f"{ff}.linear2.bias", IDENTITY),
     ]
 
 
@@ -113,5 +116,5 @@ GPT2 = Family(
     read=_read,
     write=_write,
     entries=_entries,
-    may_stand=r"lm_head\.weight|h\.\d+\.attn\.(masked_)?bias",
+    extra_allowed=r"lm_head\.weight|h\.\d+\.attn\.(masked_)?bias",
 )

@@ -8,19 +8,22 @@ qwen3     norms of queries and keys, before they are rotated
 from typing import Any, NamedTuple
 
 from weft.config import config_for_function
-from weft.hierarchy.attention_bias import CausalAttentionBias
+from weft.hierarchy.attention.bias import CausalAttentionBias
+from weft.hierarchy.attention.multihead_attention import GroupedQueryAttention
+from weft.hierarchy.attention.qkv_linear import GroupedQKVLinear
+from weft.hierarchy.attention.rope import RoFormerQKVLinear
+from weft.hierarchy.attention.scale_qk import ScaleKey, ScaleQuery, constant_scale_fn
+from weft.hierarchy.attention.transformer import TransformerLayer
 from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.decoder import LmHead
-from weft.hierarchy.multihead_attention import GroupedQueryAttention
-from weft.hierarchy.normalization import RMSNorm
-from weft.hierarchy.qkv_linear import GroupedQKVLinear
-from weft.hierarchy.rope import RoFormerQKVLinear
-from weft.hierarchy.scale_qk import ScaleKey, ScaleQuery, constant_scale_fn
-from weft.hierarchy.transformer import TransformerLayer
-from weft.interop.huggingface import changes
-from weft.interop.huggingface.changes import ROTARY, SAME, TRANSPOSED, Entry
+from weft.hierarchy.layers.normalization import RMSNorm
+from weft.interop.huggingface import family
 from weft.interop.huggingface.family import (
+    IDENTITY,
+    ROTARY,
+    TRANSPOSED,
     Family,
+    TensorMapping,
     activation_name,
     decoder_config,
     dropout_rate,
@@ -32,16 +35,7 @@ from weft.interop.huggingface.settings import MAX_LAYERS, Settings, rotary_setti
 
 
 class _Variant(NamedTuple):
-    """Differences between Llama-like models.
-
-    Attributes:
-        qkv_bias: whether queries, keys and values have biases.
-        output_bias: whether the output of attention has a bias.
-        mlp_bias: whether the feed-forward layer has biases.
-        qk_norm: whether queries and keys are normalised.
-        head_dim: the dimension of a head.
-        kv_heads: number of heads of keys and values.
-    """
+    """Differences between Llama-like models."""
 
     qkv_bias: bool
     output_bias: bool
@@ -147,40 +141,44 @@ def _write(cfg: Any) -> dict[str, Any]:
     }
 
 
-def _entries(s: Settings) -> list[Entry]:
+def _entries(s: Settings) -> list[TensorMapping]:
     v, heads = _variant(s), s.size("num_attention_heads")
     attention, ff = "self_attention.attention", "feed_forward"
     qkv = f"{attention}.i_proj"
     entries = [
-        Entry("embed_tokens.weight", "decoder.emb.token_emb.weight", SAME),
+        TensorMapping("embed_tokens.weight", "decoder.emb.token_emb.weight", IDENTITY),
         *norm_entries("norm", "decoder.output_norm"),
         *norm_entries("layers.{}.input_layernorm", "self_attention.norm"),
         *norm_entries("layers.{}.post_attention_layernorm", f"{ff}.norm"),
     ]
     if not s.flag("tie_word_embeddings", False):
-        entries.append(Entry("lm_head.weight", "decoder.lm_head.weight", SAME))
+        entries.append(TensorMapping("lm_head.weight", "decoder.lm_head.weight", IDENTITY))
     for name, count in (("q_proj", heads), ("k_proj", v.kv_heads), ("v_proj", v.kv_heads)):
-        theirs, ours = f"layers.{{}}.self_attn.{name}", f"{qkv}.i_proj.{name}"
+        hf_name, weft_name = f"layers.{{}}.self_attn.{name}", f"{qkv}.i_proj.{name}"
         rotary = name != "v_proj"
-        change = changes.input_heads(count, rotary=rotary)
-        entries.append(Entry(f"{theirs}.weight", f"{ours}.weight", change))
+        change = family.input_heads(count, rotary=rotary)
+        entries.append(TensorMapping(f"{hf_name}.weight", f"{weft_name}.weight", change))
         if v.qkv_bias:
-            change = changes.head_biases(count, rotary=rotary)
-            entries.append(Entry(f"{theirs}.bias", f"{ours}.bias", change))
+            change = family.head_biases(count, rotary=rotary)
+            entries.append(TensorMapping(f"{hf_name}.bias", f"{weft_name}.bias", change))
     if v.qk_norm:
         for name in ("q", "k"):
-            ours = f"{qkv}.{'query' if name == 'q' else 'key'}_scale.norm.scale"
-            entries.append(Entry(f"layers.{{}}.self_attn.{name}_norm.weight", ours, ROTARY))
-    theirs, ours = "layers.{}.self_attn.o_proj", f"{attention}.o_proj"
-    entries.append(Entry(f"{theirs}.weight", f"{ours}.weight", changes.output_heads(heads)))
+            weft_name = f"{qkv}.{'query' if name == 'q' else 'key'}_scale.norm.scale"
+            entries.append(
+                TensorMapping(f"layers.{{}}.self_attn.{name}_norm.weight", weft_name, ROTARY)
+            )
+    hf_name, weft_name = "layers.{}.self_attn.o_proj", f"{attention}.o_proj"
+    entries.append(
+        TensorMapping(f"{hf_name}.weight", f"{weft_name}.weight", family.output_heads(heads))
+    )
     if v.output_bias:
-        entries.append(Entry(f"{theirs}.bias", f"{ours}.bias", SAME))
+        entries.append(TensorMapping(f"{hf_name}.bias", f"{weft_name}.bias", IDENTITY))
     linears = {"gate_proj": "linear1_0", "up_proj": "linear1_1", "down_proj": "linear2"}
-    for theirs, ours in linears.items():
-        name = f"layers.{{}}.mlp.{theirs}"
-        entries.append(Entry(f"{name}.weight", f"{ff}.{ours}.weight", TRANSPOSED))
+    for hf_name, weft_name in linears.items():
+        name = f"layers.{{}}.mlp.{hf_name}"
+        entries.append(TensorMapping(f"{name}.weight", f"{ff}.{weft_name}.weight", TRANSPOSED))
         if v.mlp_bias:
-            entries.append(Entry(f"{name}.bias", f"{ff}.{ours}.bias", SAME))
+            entries.append(TensorMapping(f"{name}.bias", f"{ff}.{weft_name}.bias", IDENTITY))
     return entries
 
 
@@ -192,7 +190,7 @@ def _family(model_type: str, architecture: str) -> Family:
         read=_read,
         write=_write,
         entries=_entries,
-        may_stand=r"lm_head\.weight|.*rotary_emb\.inv_freq",
+        extra_allowed=r"lm_head\.weight|.*rotary_emb\.inv_freq",
     )
 
 

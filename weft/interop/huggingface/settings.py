@@ -6,12 +6,12 @@ from typing import Any
 
 from weft.errors import HuggingFaceConfigError
 from weft.functional import yarn_magnitude
-from weft.hierarchy.dropout import Dropout
-from weft.hierarchy.rope import (
+from weft.hierarchy.attention.rope import (
     Llama3SinusoidalPositionalEmbedding,
     RoFormerSinusoidalPositionalEmbedding,
     YaRNSinusoidalPositionalEmbedding,
 )
+from weft.hierarchy.layers.stochastic import Dropout
 
 ACTIVATIONS = {
     **{"silu": "nn.silu", "swish": "nn.silu", "relu": "nn.relu", "gelu": "exact_gelu"},
@@ -31,14 +31,13 @@ class Settings:
 
     Args:
         values: the content of a `config.json`.
-        source: its name in messages.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str = "config.json"):
         self.values = values
         self.source = source
 
-    def get(self, name: str, *default: Any) -> Any:
+    def get(self, name: str, *default: object) -> Any:
         """Returns a setting, or `default` if it is missing or null.
 
         Raises:
@@ -87,7 +86,7 @@ class Settings:
             raise self.refusal(name, value, "can be true or false")
         return value
 
-    def require(self, name: str, *allowed: Any) -> None:
+    def require(self, name: str, *allowed: object) -> None:
         """Checks that a setting is missing, null or one of the `allowed` values.
 
         Raises:
@@ -97,7 +96,7 @@ class Settings:
         if value is not None and value not in allowed:
             raise self.refusal(name, value, f"can be {' or '.join(map(repr, allowed))}")
 
-    def refusal(self, name: str, value: Any, can: str) -> HuggingFaceConfigError:
+    def refusal(self, name: str, value: object, can: str) -> HuggingFaceConfigError:
         """Returns the error about an unsupported setting; `can` is like "can be 1"."""
         return HuggingFaceConfigError(
             f"{self.source} has {name}={value!r}, which has no counterpart in Weft: {name} {can}. "

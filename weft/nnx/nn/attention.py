@@ -2,13 +2,16 @@
 
 `query`, `key` and `value` project the inputs to heads; `out` projects the heads' results. For
 decoding, `init_cache` allocates a cache for all positions; each call with `decode=True` takes one
-position, adds it to the cache and attends to all cached positions.
+position, adds it to the cache and attends to all cached positions. A function that accepts some of
+the options of `dot_product_attention` can be the `attention_fn` of a layer.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,29 +20,90 @@ from jaxtyping import Array, Bool, Float
 
 from weft import functional
 from weft.errors import ArgumentShapeError, ArgumentValueError, MissingCacheError
-from weft.functional.attention_cache import attention_cache_step
+from weft.functional.attention import (
+    attention_cache_step,
+    attention_weights,
+    check_attention_shapes,
+    drop_attention_weights,
+)
+from weft.functional.attention_mask import combine_masks
 from weft.functional.initializers import zeros
-from weft.functional.mask_arrays import combine_masks, make_attention_mask, make_causal_mask
-from weft.nnx.kinds import Cache
 from weft.nnx.module import Module
-from weft.nnx.nn.attention_functions import dot_product_attention
-from weft.nnx.nn.dtypes import PromoteDtype, promote_dtype
 from weft.nnx.nn.linear import DotGeneral, LinearGeneral
-from weft.nnx.nn.modes import drawn_key, kept_stream, mode_of
 from weft.nnx.nn.normalization import LayerNorm
-from weft.nnx.nn.parameters import NO_METADATA, Initializer, Metadata, default_kernel_init
+from weft.nnx.nn.parameters import (
+    NO_METADATA,
+    Initializer,
+    Metadata,
+    PromoteDtype,
+    default_kernel_init,
+    draw_key,
+    fork_stream,
+    promote_dtype,
+    resolve_mode,
+)
 from weft.nnx.rngs import Rngs, RngStream
+from weft.nnx.variables import Cache, Intermediate
 from weft.typing import DType
 
-__all__ = [
-    "MultiHeadAttention",
-    "combine_masks",
-    "dot_product_attention",
-    "make_attention_mask",
-    "make_causal_mask",
-]
+
+def dot_product_attention(
+    query: Float[Array, "*batch target heads dim"],
+    key: Float[Array, "*batch source kv_heads dim"],
+    value: Float[Array, "*batch source kv_heads value_dim"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DType | None = None,
+    precision: lax.PrecisionLike = None,
+    module: Module | None = None,
+    promote_dtype: PromoteDtype = promote_dtype,
+    is_causal: bool = False,
+) -> Float[Array, "*batch target heads value_dim"]:
+    """Returns `softmax(query · key / sqrt(dim) + bias) · value` (Vaswani et al., 2017).
+
+    Args:
+        key: keys; if they have fewer heads, consecutive query heads share one (Ainslie et al.,
+            2023).
+        bias: added to the logits, broadcastable to `(*batch, heads, target, source)`.
+        mask: True, or nonzero, where a query may attend; broadcastable to the same shape.
+        broadcast_dropout: whether all examples and heads share one dropout mask.
+        deterministic: whether dropout is off.
+        dtype: computation dtype; by default promoted from query, key and value.
+        precision: precision of the products, as in `jax.lax.dot_general`.
+        module: module that sows the weights, before dropout, as the `Intermediate`
+            `attention_weights`.
+        is_causal: whether queries attend only to keys at or before their position.
+
+    Raises:
+        ArgumentShapeError: if the shapes do not match.
+        ArgumentValueError: if dropout has no key.
+
+    Example:
+        >>> x = jnp.ones((1, 3, 2, 4))
+        >>> dot_product_attention(x, x[:, :, :1], x[:, :, :1]).shape
+        (1, 3, 2, 4)
+    """
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    check_attention_shapes(query, key, value, shared_heads=True)
+    if is_causal:
+        targets, sources = (jnp.arange(x.shape[-3]) for x in (query, key))
+        earlier = functional.causal_mask(targets[:, None], sources[None])
+        mask = earlier if mask is None else jnp.logical_and(*functional.same_ndim(mask, earlier))
+    weights = attention_weights(query, key, bias=bias, mask=mask, precision=precision)
+    if module is not None:
+        module.sow(Intermediate, "attention_weights", weights)
+    if dropout_rate != 0.0 and not deterministic:
+        weights = drop_attention_weights(
+            weights, rate=dropout_rate, prng_key=dropout_rng, broadcast=broadcast_dropout
+        )
+    return functional.attention_context(weights, value, precision=precision)
 
 
+@dataclass(repr=False, eq=False)
 class MultiHeadAttention(Module):
     """Multi-head attention (Vaswani et al., 2017).
 
@@ -85,150 +149,127 @@ class MultiHeadAttention(Module):
         ((1, 1, 8), 1)
     """
 
-    def __init__(
+    num_heads: int
+    in_features: int
+    qkv_features: int | None = None
+    out_features: int | None = None
+    num_kv_heads: int | None = None
+    in_kv_features: int | None = None
+    _: KW_ONLY
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    broadcast_dropout: bool = True
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    precision: lax.PrecisionLike = None
+    kernel_init: InitVar[Initializer] = default_kernel_init
+    out_kernel_init: InitVar[Initializer | None] = None
+    bias_init: InitVar[Initializer] = zeros
+    out_bias_init: InitVar[Initializer | None] = None
+    use_bias: bool = True
+    attention_fn: Callable[..., Array] = dot_product_attention
+    decode: bool | None = None
+    normalize_qk: bool = False
+    qkv_promote_dtype: PromoteDtype = promote_dtype
+    out_promote_dtype: PromoteDtype = promote_dtype
+    ln_promote_dtype: PromoteDtype = promote_dtype
+    qkv_dot_general: DotGeneral | None = None
+    out_dot_general: DotGeneral | None = None
+    qkv_dot_general_cls: Callable[[], DotGeneral] | None = None
+    out_dot_general_cls: Callable[[], DotGeneral] | None = None
+    rngs: Rngs
+    keep_rngs: InitVar[bool] = True
+    kernel_metadata: InitVar[Metadata] = NO_METADATA
+    out_kernel_metadata: InitVar[Metadata] = NO_METADATA
+    bias_metadata: InitVar[Metadata] = NO_METADATA
+    out_bias_metadata: InitVar[Metadata] = NO_METADATA
+    query_ln_scale_metadata: InitVar[Metadata] = NO_METADATA
+    key_ln_scale_metadata: InitVar[Metadata] = NO_METADATA
+
+    def __post_init__(
         self,
-        num_heads: int,
-        in_features: int,
-        qkv_features: int | None = None,
-        out_features: int | None = None,
-        num_kv_heads: int | None = None,
-        in_kv_features: int | None = None,
-        *,
-        dtype: DType | None = None,
-        param_dtype: DType = jnp.float32,
-        broadcast_dropout: bool = True,
-        dropout_rate: float = 0.0,
-        deterministic: bool | None = None,
-        precision: lax.PrecisionLike = None,
-        kernel_init: Initializer = default_kernel_init,
-        out_kernel_init: Initializer | None = None,
-        bias_init: Initializer = zeros,
-        out_bias_init: Initializer | None = None,
-        use_bias: bool = True,
-        attention_fn: Callable[..., Array] = dot_product_attention,
-        decode: bool | None = None,
-        normalize_qk: bool = False,
-        qkv_promote_dtype: PromoteDtype = promote_dtype,
-        out_promote_dtype: PromoteDtype = promote_dtype,
-        ln_promote_dtype: PromoteDtype = promote_dtype,
-        qkv_dot_general: DotGeneral | None = None,
-        out_dot_general: DotGeneral | None = None,
-        qkv_dot_general_cls: Callable[[], DotGeneral] | None = None,
-        out_dot_general_cls: Callable[[], DotGeneral] | None = None,
-        rngs: Rngs,
-        keep_rngs: bool = True,
-        kernel_metadata: Metadata = NO_METADATA,
-        out_kernel_metadata: Metadata = NO_METADATA,
-        bias_metadata: Metadata = NO_METADATA,
-        out_bias_metadata: Metadata = NO_METADATA,
-        query_ln_scale_metadata: Metadata = NO_METADATA,
-        key_ln_scale_metadata: Metadata = NO_METADATA,
-    ):
-        functional.check_sizes(
-            type(self).__name__,
-            num_heads=num_heads,
-            in_features=in_features,
-            qkv_features=qkv_features,
-            out_features=out_features,
+        kernel_init: Initializer,
+        out_kernel_init: Initializer | None,
+        bias_init: Initializer,
+        out_bias_init: Initializer | None,
+        keep_rngs: bool,
+        kernel_metadata: Metadata,
+        out_kernel_metadata: Metadata,
+        bias_metadata: Metadata,
+        out_bias_metadata: Metadata,
+        query_ln_scale_metadata: Metadata,
+        key_ln_scale_metadata: Metadata,
+    ) -> None:
+        rngs = self.rngs
+        qkv_features, out_features, kv_heads, kv_features = self._resolve_sizes()
+        linear = functools.partial(
+            LinearGeneral,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+            rngs=rngs,
         )
-        self.num_heads, self.in_features = num_heads, in_features
-        self.qkv_features = in_features if qkv_features is None else qkv_features
-        self.out_features = in_features if out_features is None else out_features
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.in_kv_features = in_features if in_kv_features is None else in_kv_features
-        self.dtype, self.param_dtype, self.precision = dtype, param_dtype, precision
-        self.broadcast_dropout, self.dropout_rate = broadcast_dropout, dropout_rate
-        self.deterministic, self.decode = deterministic, decode
-        self.use_bias, self.attention_fn, self.normalize_qk = use_bias, attention_fn, normalize_qk
-        self.qkv_promote_dtype, self.out_promote_dtype = qkv_promote_dtype, out_promote_dtype
-        self.ln_promote_dtype = ln_promote_dtype
-        self.qkv_dot_general, self.out_dot_general = qkv_dot_general, out_dot_general
-        self.qkv_dot_general_cls = qkv_dot_general_cls
-        self.out_dot_general_cls = out_dot_general_cls
-        self.head_dim = self._head_dim()
-
-        qkv = kernel_init, bias_init, kernel_metadata, bias_metadata
-        out = out_kernel_init or kernel_init, out_bias_init or bias_init
-        self._make_qkv(rngs, *qkv)
-        self._make_norms(rngs, query_ln_scale_metadata, key_ln_scale_metadata)
-        self._make_out(rngs, *out, out_kernel_metadata, out_bias_metadata)
-        drops = keep_rngs and dropout_rate > 0
-        self.rngs = kept_stream(rngs, "dropout", "MultiHeadAttention") if drops else None
-        self.cached_key: Cache[Array] | None = None
-        self.cached_value: Cache[Array] | None = None
-        self.cache_index: Cache[Array] | None = None
-
-    def _make_qkv(
-        self,
-        rngs: Rngs,
-        kernel_init: Initializer,
-        bias_init: Initializer,
-        kernel_metadata: Metadata,
-        bias_metadata: Metadata,
-    ) -> None:
-        options: dict[str, Any] = {
-            **self._linear_options(),
-            "promote_dtype": self.qkv_promote_dtype,
-            "dot_general": self.qkv_dot_general,
-            "dot_general_cls": self.qkv_dot_general_cls,
-            "kernel_init": kernel_init,
-            "bias_init": bias_init,
-            "kernel_metadata": kernel_metadata,
-            "bias_metadata": bias_metadata,
-            "rngs": rngs,
-        }
-        heads, kv_heads = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
-        self.query = LinearGeneral(self.in_features, heads, **options)
-        self.key = LinearGeneral(self.in_kv_features, kv_heads, **options)
-        self.value = LinearGeneral(self.in_kv_features, kv_heads, **options)
-
-    def _make_norms(self, rngs: Rngs, *metadata: Metadata) -> None:
-        def make(scale_metadata: Metadata) -> LayerNorm:
-            return LayerNorm(
-                self.head_dim,
-                use_bias=False,
-                dtype=self.dtype,
-                param_dtype=self.param_dtype,
-                promote_dtype=self.ln_promote_dtype,
-                scale_metadata=scale_metadata,
-                rngs=rngs,
-            )
-
-        norms = map(make, metadata) if self.normalize_qk else (None, None)
-        self.query_ln, self.key_ln = norms
-
-    def _make_out(
-        self,
-        rngs: Rngs,
-        kernel_init: Initializer,
-        bias_init: Initializer,
-        kernel_metadata: Metadata,
-        bias_metadata: Metadata,
-    ) -> None:
-        self.out = LinearGeneral(
-            (self.num_heads, self.head_dim),
-            self.out_features,
-            axis=(-2, -1),
-            promote_dtype=self.out_promote_dtype,
-            dot_general=self.out_dot_general,
-            dot_general_cls=self.out_dot_general_cls,
+        to_heads = functools.partial(
+            linear,
+            promote_dtype=self.qkv_promote_dtype,
+            dot_general=self.qkv_dot_general,
+            dot_general_cls=self.qkv_dot_general_cls,
             kernel_init=kernel_init,
             bias_init=bias_init,
             kernel_metadata=kernel_metadata,
             bias_metadata=bias_metadata,
-            rngs=rngs,
-            **self._linear_options(),
         )
+        self.head_dim = dim = qkv_features // self.num_heads
+        self.query = to_heads(self.in_features, (self.num_heads, dim))
+        self.key = to_heads(kv_features, (kv_heads, dim))
+        self.value = to_heads(kv_features, (kv_heads, dim))
+        self.query_ln = self.key_ln = None
+        if self.normalize_qk:
+            norm = functools.partial(
+                LayerNorm,
+                dim,
+                use_bias=False,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                promote_dtype=self.ln_promote_dtype,
+                rngs=rngs,
+            )
+            self.query_ln = norm(scale_metadata=query_ln_scale_metadata)
+            self.key_ln = norm(scale_metadata=key_ln_scale_metadata)
+        self.out = linear(
+            (self.num_heads, dim),
+            out_features,
+            axis=(-2, -1),
+            promote_dtype=self.out_promote_dtype,
+            dot_general=self.out_dot_general,
+            dot_general_cls=self.out_dot_general_cls,
+            kernel_init=out_kernel_init or kernel_init,
+            bias_init=out_bias_init or bias_init,
+            kernel_metadata=out_kernel_metadata,
+            bias_metadata=out_bias_metadata,
+        )
+        stream = None
+        if keep_rngs and self.dropout_rate > 0:
+            stream = fork_stream(rngs, "dropout", "MultiHeadAttention")
+        self.rngs = stream  # pyright: ignore[reportAttributeAccessIssue] - the argument is Rngs
+        self.cached_key: Cache[Array] | None = None
+        self.cached_value: Cache[Array] | None = None
+        self.cache_index: Cache[Array] | None = None
 
-    def _linear_options(self) -> dict[str, Any]:
-        return {
-            "use_bias": self.use_bias,
-            "dtype": self.dtype,
-            "param_dtype": self.param_dtype,
-            "precision": self.precision,
-        }
-
-    def _head_dim(self) -> int:
+    def _resolve_sizes(self) -> tuple[int, int, int, int]:
+        functional.check_sizes(
+            type(self).__name__,
+            num_heads=self.num_heads,
+            in_features=self.in_features,
+            qkv_features=self.qkv_features,
+            out_features=self.out_features,
+        )
+        of_input = self.in_features
+        self.qkv_features = of_input if self.qkv_features is None else self.qkv_features
+        self.out_features = of_input if self.out_features is None else self.out_features
+        self.num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        self.in_kv_features = of_input if self.in_kv_features is None else self.in_kv_features
         if self.qkv_features % self.num_heads:
             raise ArgumentValueError(
                 f"MultiHeadAttention has {self.qkv_features} features for queries, keys and "
@@ -241,7 +282,7 @@ class MultiHeadAttention(Module):
                 f"num_kv_heads={self.num_kv_heads}; expected num_heads to be a multiple of "
                 "num_kv_heads."
             )
-        return self.qkv_features // self.num_heads
+        return self.qkv_features, self.out_features, self.num_kv_heads, self.in_kv_features
 
     def __call__(
         self,
@@ -261,19 +302,16 @@ class MultiHeadAttention(Module):
         """Applies attention.
 
         Args:
-            inputs_q: input of the queries.
             inputs_k: input of the keys; by default `inputs_q`.
             inputs_v: input of the values; by default `inputs_k`.
             mask: True, or nonzero, where a query may attend to a key.
-            deterministic: overrides the attribute.
+            deterministic, decode: override the attributes.
             rngs: PRNG streams, one stream or a key to use instead of the layer's own stream.
             sow_weights: whether to sow the attention weights, before dropout, as the `Intermediate`
                 `attention_weights`.
-            decode: overrides the attribute.
             is_causal: whether queries attend only to keys at or before their position; implied by
                 `decode`.
             out_sharding: sharding of the output, as in `jax.lax.dot_general`.
-            qkv_sharding: sharding of queries, keys and values.
 
         Raises:
             ArgumentValueError: if values are given without keys.
@@ -294,23 +332,28 @@ class MultiHeadAttention(Module):
         value = self.value(inputs_v, qkv_sharding)
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
-        if mode_of(self, "decode", decode):
+        if resolve_mode(self, "decode", decode):
             key, value, mask = self._decode(query, key, value, mask)
             is_causal = False
-        deterministic, dropout_rng = self._dropout(deterministic, rngs)
+        is_deterministic, dropout_rng = True, None
+        if self.dropout_rate and not resolve_mode(self, "deterministic", deterministic):
+            given = self.rngs if rngs is None else rngs
+            is_deterministic, dropout_rng = False, draw_key(given, "dropout", self._shown())
         options = {
             "mask": mask,
             "dropout_rng": dropout_rng,
             "dropout_rate": self.dropout_rate,
             "broadcast_dropout": self.broadcast_dropout,
-            "deterministic": deterministic,
+            "deterministic": is_deterministic,
             "dtype": self.dtype,
             "precision": self.precision,
             "module": self if sow_weights else None,
             "is_causal": is_causal,
         }
         if self.attention_fn is not dot_product_attention:
-            options = _accepted(self.attention_fn, options)
+            accepted = inspect.signature(self.attention_fn).parameters
+            if all(p.kind is not p.VAR_KEYWORD for p in accepted.values()):
+                options = {name: x for name, x in options.items() if name in accepted}
         return self.out(self.attention_fn(query, key, value, **options), out_sharding)
 
     def init_cache(self, input_shape: Sequence[int], dtype: DType = jnp.float32) -> None:
@@ -393,16 +436,3 @@ class MultiHeadAttention(Module):
         of_value.set_value(values)
         at.set_value(index + 1)
         return keys, values, combine_masks(mask, seen, dtype=jnp.bool_)
-
-    def _dropout(self, deterministic: bool | None, rngs: Any) -> tuple[bool, Any]:
-        if self.dropout_rate == 0.0 or mode_of(self, "deterministic", deterministic):
-            return True, None
-        given = self.rngs if rngs is None else rngs
-        return False, drawn_key(given, "dropout", self._shown())
-
-
-def _accepted(fn: Callable[..., Array], options: dict[str, Any]) -> dict[str, Any]:
-    known = inspect.signature(fn).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in known.values()):
-        return options
-    return {name: x for name, x in options.items() if name in known}

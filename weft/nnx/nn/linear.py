@@ -1,38 +1,41 @@
-"""Linear layers, over the last axis or over any axes."""
+"""Linear layers (over the last axis, over any axes, by an einsum) and embeddings."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Num
+from jaxtyping import Array, Float, Int, Num
 
 from weft import functional
 from weft.core.frozen_dict import FrozenDict
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.initializers import zeros
-from weft.nnx.initial_metadata import VariableMetadata
+from weft.functional.arrays import as_tuple
+from weft.functional.initializers import default_embed_init, zeros
 from weft.nnx.module import Module
-from weft.nnx.nn.dtypes import PromoteDtype, promote_dtype
 from weft.nnx.nn.parameters import (
     NO_METADATA,
     Initializer,
     Metadata,
+    PromoteDtype,
     default_kernel_init,
     new_param,
+    optional_value,
+    promote_dtype,
 )
 from weft.nnx.rngs import Rngs
+from weft.nnx.variables import VariableMetadata
 from weft.typing import DType
-
-__all__ = ["Linear", "LinearGeneral"]
 
 DotGeneral = Callable[..., Array]
 
 
+@dataclass(repr=False, eq=False)
 class Linear(Module):
     """Linear map of the last axis.
 
@@ -55,52 +58,44 @@ class Linear(Module):
         ((2, 4), (3, 4))
     """
 
-    def __init__(
+    in_features: int
+    out_features: int
+    _: KW_ONLY
+    use_bias: bool = True
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    precision: lax.PrecisionLike = None
+    kernel_init: InitVar[Initializer] = default_kernel_init
+    bias_init: InitVar[Initializer] = zeros
+    dot_general: DotGeneral = lax.dot_general
+    promote_dtype: PromoteDtype = promote_dtype
+    preferred_element_type: DType | None = None
+    rngs: InitVar[Rngs]
+    kernel_metadata: InitVar[Metadata] = NO_METADATA
+    bias_metadata: InitVar[Metadata] = NO_METADATA
+
+    def __post_init__(
         self,
-        in_features: int,
-        out_features: int,
-        *,
-        use_bias: bool = True,
-        dtype: DType | None = None,
-        param_dtype: DType = jnp.float32,
-        precision: lax.PrecisionLike = None,
-        kernel_init: Initializer = default_kernel_init,
-        bias_init: Initializer = zeros,
-        dot_general: DotGeneral = lax.dot_general,
-        promote_dtype: PromoteDtype = promote_dtype,
-        preferred_element_type: DType | None = None,
+        kernel_init: Initializer,
+        bias_init: Initializer,
         rngs: Rngs,
-        kernel_metadata: Metadata = NO_METADATA,
-        bias_metadata: Metadata = NO_METADATA,
-    ):
-        functional.check_sizes(
-            type(self).__name__, in_features=in_features, out_features=out_features
-        )
-        shape = (in_features, out_features)
-        self.kernel = new_param(kernel_init, rngs, shape, param_dtype, kernel_metadata)
+        kernel_metadata: Metadata,
+        bias_metadata: Metadata,
+    ) -> None:
+        sizes = {"in_features": self.in_features, "out_features": self.out_features}
+        functional.check_sizes(type(self).__name__, **sizes)
+        shape, dtype = (self.in_features, self.out_features), self.param_dtype
+        self.kernel = new_param(kernel_init, rngs, shape, dtype, kernel_metadata)
         self.bias = None
-        if use_bias:
-            self.bias = new_param(bias_init, rngs, (out_features,), param_dtype, bias_metadata)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.use_bias = use_bias
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.precision = precision
-        self.dot_general = dot_general
-        self.promote_dtype = promote_dtype
-        self.preferred_element_type = preferred_element_type
+        if self.use_bias:
+            self.bias = new_param(bias_init, rngs, shape[1:], dtype, bias_metadata)
 
     def __call__(
         self, inputs: Num[Array, "*batch input"], out_sharding: Any = None
     ) -> Num[Array, "*batch output"]:
-        """Applies the map.
-
-        Args:
-            out_sharding: sharding of the output, as in `jax.lax.dot_general`.
-        """
+        """Applies the map; `out_sharding` is the output's, as in `jax.lax.dot_general`."""
         x, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel[...], value_of(self.bias)), dtype=self.dtype
+            (inputs, self.kernel[...], optional_value(self.bias)), dtype=self.dtype
         )
         if x.shape[-1:] != kernel.shape[:1]:
             raise ArgumentShapeError(
@@ -119,6 +114,7 @@ class Linear(Module):
         )
 
 
+@dataclass(repr=False, eq=False)
 class LinearGeneral(Module):
     """Linear map from any axes to any number of axes.
 
@@ -149,57 +145,52 @@ class LinearGeneral(Module):
         ((7, 2, 5), (3, 4, 2, 5))
     """
 
-    def __init__(
-        self,
-        in_features: int | Sequence[int],
-        out_features: int | Sequence[int],
-        *,
-        axis: int | Sequence[int] = -1,
-        batch_axis: Mapping[int, int] = FrozenDict({}),
-        use_bias: bool = True,
-        dtype: DType | None = None,
-        param_dtype: DType = jnp.float32,
-        kernel_init: Initializer = default_kernel_init,
-        bias_init: Initializer = zeros,
-        precision: lax.PrecisionLike = None,
-        promote_dtype: PromoteDtype = promote_dtype,
-        dot_general: DotGeneral | None = None,
-        dot_general_cls: Callable[[], DotGeneral] | None = None,
-        preferred_element_type: DType | None = None,
-        rngs: Rngs,
-        kernel_metadata: Metadata = NO_METADATA,
-        bias_metadata: Metadata = NO_METADATA,
-    ):
-        functional.check_sizes(
-            type(self).__name__, in_features=in_features, out_features=out_features
-        )
-        self.in_features = _as_tuple(in_features)
-        self.out_features = _as_tuple(out_features)
-        self.axis = _as_tuple(axis)
-        self.batch_axis: Mapping[int, int] = FrozenDict(batch_axis)
-        self.use_bias = use_bias
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.precision = precision
-        self.dot_general = dot_general
-        self.dot_general_cls = dot_general_cls
-        self.promote_dtype = promote_dtype
-        self.preferred_element_type = preferred_element_type
-        self._check_sizes()
+    in_features: int | Sequence[int]
+    out_features: int | Sequence[int]
+    _: KW_ONLY
+    axis: int | Sequence[int] = -1
+    batch_axis: Mapping[int, int] = FrozenDict({})
+    use_bias: bool = True
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    kernel_init: InitVar[Initializer] = default_kernel_init
+    bias_init: InitVar[Initializer] = zeros
+    precision: lax.PrecisionLike = None
+    promote_dtype: PromoteDtype = promote_dtype
+    dot_general: DotGeneral | None = None
+    dot_general_cls: Callable[[], DotGeneral] | None = None
+    preferred_element_type: DType | None = None
+    rngs: InitVar[Rngs]
+    kernel_metadata: InitVar[Metadata] = NO_METADATA
+    bias_metadata: InitVar[Metadata] = NO_METADATA
 
+    def __post_init__(
+        self,
+        kernel_init: Initializer,
+        bias_init: Initializer,
+        rngs: Rngs,
+        kernel_metadata: Metadata,
+        bias_metadata: Metadata,
+    ) -> None:
+        sizes = {"in_features": self.in_features, "out_features": self.out_features}
+        functional.check_sizes(type(self).__name__, **sizes)
+        self.in_features = in_features = as_tuple(self.in_features)
+        self.out_features = out_features = as_tuple(self.out_features)
+        self.axis = as_tuple(self.axis)
+        self.batch_axis = FrozenDict(self.batch_axis)
+        self._check_sizes()
         batch = tuple(self.batch_axis[i] for i in range(len(self.batch_axis)))
-        n_in, n_out = math.prod(batch + self.in_features), math.prod(self.out_features)
-        shape = (*batch, *self.in_features, *self.out_features)
-        init = _shaped(kernel_init, (n_in, n_out))
-        self.kernel = new_param(init, rngs, shape, param_dtype, kernel_metadata)
+        shape = (*batch, *in_features, *out_features)
+        init = _shaped(kernel_init, (math.prod(batch + in_features), math.prod(out_features)))
+        self.kernel = new_param(init, rngs, shape, self.param_dtype, kernel_metadata)
         self.bias = None
-        if use_bias:
-            shape = (*batch, *self.out_features)
+        if self.use_bias:
+            shape = (*batch, *out_features)
             init = _shaped(bias_init, (math.prod(shape),))
-            self.bias = new_param(init, rngs, shape, param_dtype, bias_metadata)
+            self.bias = new_param(init, rngs, shape, self.param_dtype, bias_metadata)
 
     def _check_sizes(self) -> None:
-        if len(self.in_features) != len(self.axis):
+        if len(as_tuple(self.in_features)) != len(as_tuple(self.axis)):
             raise ArgumentShapeError(
                 f"LinearGeneral was given in_features={self.in_features} and axis={self.axis}; "
                 "expected one size for each axis."
@@ -214,16 +205,12 @@ class LinearGeneral(Module):
     def __call__(
         self, inputs: Num[Array, "*input"], out_sharding: Any = None
     ) -> Num[Array, "*output"]:
-        """Applies the map.
-
-        Args:
-            out_sharding: sharding of the output, as in `jax.lax.dot_general`.
-        """
+        """Applies the map; `out_sharding` is the output's, as in `jax.lax.dot_general`."""
         x, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel[...], value_of(self.bias)), dtype=self.dtype
+            (inputs, self.kernel[...], optional_value(self.bias)), dtype=self.dtype
         )
         batch_axes = tuple(range(len(self.batch_axis)))
-        axis = tuple(sorted(a + x.ndim if a < 0 else a for a in self.axis))
+        axis = tuple(sorted(a + x.ndim if a < 0 else a for a in as_tuple(self.axis)))
         self._check_input(x.shape, kernel.shape, batch_axes + axis)
         given = self.dot_general if self.dot_general_cls is None else self.dot_general_cls()
         return functional.dense_general(
@@ -251,11 +238,6 @@ class LinearGeneral(Module):
             )
 
 
-def value_of(bias: Any) -> Any:
-    """Returns the value of a variable; None stays None."""
-    return None if bias is None else bias[...]
-
-
 def _replaced(dot_general: DotGeneral | None) -> DotGeneral | None:
     return None if dot_general is lax.dot_general else dot_general
 
@@ -272,5 +254,195 @@ def _shaped(init: Initializer, flat: tuple[int, ...]) -> Initializer:
     return make
 
 
-def _as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
-    return tuple(x) if isinstance(x, Sequence) else (x,)
+@dataclass(repr=False, eq=False)
+class Einsum(Module):
+    """Einsum of the input and a kernel.
+
+    The parameters are `kernel` and `bias`; the bias has the kernel's axes that the result has, in
+    the result's order. Other arguments are those of `Linear`.
+
+    Args:
+        einsum_str: subscripts of input, kernel and result, such as `"bti,io->bto"`.
+        kernel_shape: shape of the kernel, or the size of its only axis.
+        bias_shape: shape of the bias, or a size; None for no bias.
+        einsum_op: replaces `jax.numpy.einsum`.
+
+    Raises:
+        ArgumentValueError: if the subscripts do not name two operands and a result.
+        ArgumentShapeError: if the kernel or the bias does not match the subscripts.
+
+    Example:
+        >>> from weft import nnx
+        >>> layer = Einsum("btd,dnh->btnh", (4, 2, 5), (2, 5), rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((7, 3, 4))).shape
+        (7, 3, 2, 5)
+    """
+
+    einsum_str: str
+    kernel_shape: int | Sequence[int]
+    bias_shape: int | Sequence[int] | None = None
+    _: KW_ONLY
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    precision: lax.PrecisionLike = None
+    kernel_init: InitVar[Initializer] = default_kernel_init
+    bias_init: InitVar[Initializer] = zeros
+    promote_dtype: PromoteDtype = promote_dtype
+    einsum_op: Callable[..., Array] = jnp.einsum
+    preferred_element_type: DType | None = None
+    rngs: InitVar[Rngs]
+    kernel_metadata: InitVar[Metadata] = NO_METADATA
+    bias_metadata: InitVar[Metadata] = NO_METADATA
+
+    def __post_init__(
+        self,
+        kernel_init: Initializer,
+        bias_init: Initializer,
+        rngs: Rngs,
+        kernel_metadata: Metadata,
+        bias_metadata: Metadata,
+    ) -> None:
+        self.kernel_shape = kernel_shape = as_tuple(self.kernel_shape)
+        self.bias_shape = None if self.bias_shape is None else as_tuple(self.bias_shape)
+        _check_parameters(self.einsum_str, kernel_shape, self.bias_shape)
+        self.einsum_str = self.einsum_str.replace(" ", "")
+        dtype = self.param_dtype
+        self.kernel = new_param(kernel_init, rngs, kernel_shape, dtype, kernel_metadata)
+        self.bias = None
+        if self.bias_shape is not None:
+            self.bias = new_param(bias_init, rngs, self.bias_shape, dtype, bias_metadata)
+
+    def __call__(
+        self,
+        inputs: Num[Array, "*input"],
+        einsum_str: str | None = None,
+        out_sharding: Any = None,
+    ) -> Num[Array, "*output"]:
+        """Applies the map.
+
+        Args:
+            einsum_str: overrides the subscripts for this call.
+            out_sharding: sharding of the output, as in `jax.numpy.einsum`.
+
+        Raises:
+            ArgumentValueError: if the subscripts do not name two operands and a result.
+        """
+        subscripts = self.einsum_str if einsum_str is None else einsum_str
+        x, kernel, bias = self.promote_dtype(
+            (inputs, self.kernel[...], optional_value(self.bias)), dtype=self.dtype
+        )
+        axes, out_axes, ndim = functional.project_weight_axes(subscripts, x.ndim, kernel.ndim)
+        try:
+            if bias is not None:
+                shape = tuple(kernel.shape[axis] for axis in axes)
+                bias = bias if bias.shape == shape else bias.reshape(shape)
+                bias = functional.broadcast_bias(bias, out_axes, ndim)
+            return functional.project(
+                subscripts,
+                x,
+                kernel,
+                bias,
+                precision=self.precision,
+                preferred_element_type=self.preferred_element_type,
+                einsum=self.einsum_op,
+                out_sharding=out_sharding,
+            )
+        except (TypeError, ValueError) as error:
+            if self.einsum_op is not jnp.einsum:
+                raise
+            raise ArgumentShapeError(
+                f"Einsum {subscripts!r} with a kernel of shape {kernel.shape} was given an "
+                f"input of shape {x.shape}: {error}"
+            ) from error
+
+
+def _check_parameters(
+    subscripts: str, kernel_shape: tuple[int, ...], bias_shape: tuple[int, ...] | None
+) -> None:
+    """Checks the shapes as far as possible without an input, which may have more leading axes."""
+    named = subscripts.replace(" ", "").partition(",")[0].replace("...", "")
+    axes, _, _ = functional.project_weight_axes(subscripts, len(named), len(kernel_shape))
+    expected = tuple(kernel_shape[axis] for axis in axes)
+    if bias_shape is not None and math.prod(bias_shape) != math.prod(expected):
+        raise ArgumentShapeError(
+            f"Einsum {subscripts!r} with kernel_shape={kernel_shape} was given "
+            f"bias_shape={bias_shape}; expected {expected}, the sizes of those axes of the "
+            "kernel that the result has."
+        )
+
+
+@dataclass(repr=False, eq=False)
+class Embed(Module):
+    """Learned table with one vector per id.
+
+    The parameter is `embedding`, shape `(num_embeddings, features)`.
+
+    Args:
+        dtype: dtype of the output; by default that of the table.
+        promote_dtype: casts table and query to `dtype`.
+
+    Example:
+        >>> from weft import nnx
+        >>> layer = Embed(10, 4, rngs=nnx.Rngs(0))
+        >>> vectors = layer(jnp.array([3, 5]))
+        >>> vectors.shape, layer.attend(vectors).shape
+        ((2, 4), (2, 10))
+    """
+
+    num_embeddings: int
+    features: int
+    _: KW_ONLY
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    embedding_init: InitVar[Initializer] = default_embed_init
+    promote_dtype: PromoteDtype = promote_dtype
+    rngs: InitVar[Rngs]
+    embedding_metadata: InitVar[Metadata] = NO_METADATA
+
+    def __post_init__(
+        self, embedding_init: Initializer, rngs: Rngs, embedding_metadata: Metadata
+    ) -> None:
+        sizes = {"num_embeddings": self.num_embeddings, "features": self.features}
+        functional.check_sizes(type(self).__name__, **sizes)
+        shape, dtype = (self.num_embeddings, self.features), self.param_dtype
+        self.embedding = new_param(embedding_init, rngs, shape, dtype, embedding_metadata)
+        self.dtype = self.embedding.dtype if self.dtype is None else self.dtype
+
+    def __call__(
+        self, inputs: Int[Array, "*shape"], out_sharding: Any = None
+    ) -> Float[Array, "*shape features"]:
+        """Returns the vectors of ids; out-of-range ids return NaN, so that errors are visible.
+
+        Args:
+            inputs: ids; negative ones count from the end.
+            out_sharding: sharding of the output, as in `jax.Array.at[].get`.
+
+        Raises:
+            ArgumentValueError: if the ids are not integers, or too large for JAX's integers.
+        """
+        inputs = functional.as_ids(inputs)
+        if not jnp.issubdtype(inputs.dtype, jnp.integer):
+            raise ArgumentValueError(
+                f"Embed with num_embeddings={self.num_embeddings} was given ids of dtype "
+                f"{inputs.dtype}; expected integers: convert them with ids.astype(int)."
+            )
+        (table,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype, inexact=False)
+        return functional.lookup(table, inputs, out_sharding=out_sharding)
+
+    def attend(
+        self, query: Float[Array, "*batch features"], out_sharding: Any = None
+    ) -> Float[Array, "*batch ids"]:
+        """Returns the inner products of queries with all vectors: logits with tied embeddings.
+
+        `out_sharding` is that of the output, as in `jax.lax.dot_general`.
+
+        Raises:
+            ArgumentShapeError: if the last axis of the query is not of size `features`.
+        """
+        query, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
+        if query.shape[-1:] != table.shape[-1:]:
+            raise ArgumentShapeError(
+                f"Embed with features={self.features} was given queries of shape {query.shape}; "
+                f"expected (..., {table.shape[-1]})."
+            )
+        return functional.attend(table, query, out_sharding=out_sharding)

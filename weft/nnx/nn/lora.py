@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,16 +12,19 @@ from jaxtyping import Array, Num
 from weft import functional
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.initializers import he_uniform, zeros
-from weft.nnx.kinds import Param
 from weft.nnx.module import Module
-from weft.nnx.nn.dtypes import PromoteDtype, promote_dtype
 from weft.nnx.nn.linear import Linear
-from weft.nnx.nn.parameters import NO_METADATA, Initializer, Metadata, new_param
+from weft.nnx.nn.parameters import (
+    NO_METADATA,
+    Initializer,
+    Metadata,
+    PromoteDtype,
+    new_param,
+    promote_dtype,
+)
 from weft.nnx.rngs import Rngs
-from weft.nnx.variables import Variable
+from weft.nnx.variables import Param, Variable
 from weft.typing import DType
-
-__all__ = ["LoRA", "LoRALinear", "LoRAParam"]
 
 default_a_initializer = he_uniform()
 
@@ -31,6 +35,7 @@ class LoRAParam(Param[Any]):
     __slots__ = ()
 
 
+@dataclass(repr=False, eq=False)
 class LoRA(Module):
     """Low-rank linear map, added to the output of another module.
 
@@ -54,56 +59,49 @@ class LoRA(Module):
         (16, 4)
     """
 
-    def __init__(
+    in_features: int
+    lora_rank: InitVar[int]
+    out_features: int
+    _: KW_ONLY
+    base_module: Callable[..., Any] | None = None
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    a_initializer: InitVar[Initializer] = default_a_initializer
+    b_initializer: InitVar[Initializer] = zeros
+    lora_param_type: type[Variable[Any]] = LoRAParam
+    promote_dtype: PromoteDtype = promote_dtype
+    rngs: InitVar[Rngs]
+    a_metadata: InitVar[Metadata] = NO_METADATA
+    b_metadata: InitVar[Metadata] = NO_METADATA
+
+    def __post_init__(
         self,
-        in_features: int,
         lora_rank: int,
-        out_features: int,
-        *,
-        base_module: Callable[..., Any] | None = None,
-        dtype: DType | None = None,
-        param_dtype: DType = jnp.float32,
-        a_initializer: Initializer = default_a_initializer,
-        b_initializer: Initializer = zeros,
-        lora_param_type: type[Variable[Any]] = LoRAParam,
-        promote_dtype: PromoteDtype = promote_dtype,
+        a_initializer: Initializer,
+        b_initializer: Initializer,
         rngs: Rngs,
-        a_metadata: Metadata = NO_METADATA,
-        b_metadata: Metadata = NO_METADATA,
-    ):
+        a_metadata: Metadata,
+        b_metadata: Metadata,
+    ) -> None:
         functional.check_sizes(
             type(self).__name__,
-            in_features=in_features,
+            in_features=self.in_features,
             lora_rank=lora_rank,
-            out_features=out_features,
+            out_features=self.out_features,
         )
-        if base_module is not None and not callable(base_module):
+        if self.base_module is not None and not callable(self.base_module):
             raise ArgumentValueError(
-                f"LoRA was given base_module={base_module!r}, which is not callable; expected a "
-                "module with a __call__, or None."
+                f"LoRA was given base_module={self.base_module!r}, which is not callable; expected "
+                "a module with a __call__, or None."
             )
-        self.in_features = in_features
-        self.out_features = out_features
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.lora_param_type = lora_param_type
-        self.base_module = base_module
-        self.promote_dtype = promote_dtype
-        shape = (in_features, lora_rank)
-        self.lora_a = new_param(
-            a_initializer, rngs, shape, param_dtype, a_metadata, lora_param_type
-        )
-        shape = (lora_rank, out_features)
-        self.lora_b = new_param(
-            b_initializer, rngs, shape, param_dtype, b_metadata, lora_param_type
-        )
+        dtype, kind = self.param_dtype, self.lora_param_type
+        shape = (self.in_features, lora_rank)
+        self.lora_a = new_param(a_initializer, rngs, shape, dtype, a_metadata, kind)
+        shape = (lora_rank, self.out_features)
+        self.lora_b = new_param(b_initializer, rngs, shape, dtype, b_metadata, kind)
 
     def __call__(self, x: Num[Array, "*batch input"], **kwargs: Any) -> Num[Array, "*batch output"]:
-        """Applies the map.
-
-        Args:
-            **kwargs: passed to `base_module`.
-        """
+        """Applies the map; `base_module` receives the keyword arguments too."""
         given, a, b = self.promote_dtype((x, self.lora_a[...], self.lora_b[...]), dtype=self.dtype)
         if given.shape[-1:] != a.shape[:1]:
             raise ArgumentShapeError(
@@ -174,9 +172,5 @@ class LoRALinear(Linear):
     def __call__(
         self, x: Num[Array, "*batch input"], out_sharding: Any = None
     ) -> Num[Array, "*batch output"]:
-        """Applies both maps.
-
-        Args:
-            out_sharding: sharding of the output, as in `jax.lax.dot_general`.
-        """
+        """Applies both maps; `out_sharding` is the output's, as in `jax.lax.dot_general`."""
         return super().__call__(x, out_sharding=out_sharding) + self.lora(x)

@@ -1,12 +1,15 @@
-"""Norms that use statistics of their input: layer, RMS, group and instance norm.
+"""Normalization layers, and wrappers that normalize a layer's weights before each call.
 
 `reduction_axes` share statistics; along `feature_axes` each position has its own scale and bias.
 Statistics are computed in float32; the output has dtype `dtype`, by default promoted from input,
-scale and bias.
+scale and bias. The state that a wrapper keeps for a parameter is stored under the parameter's path.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,21 +17,123 @@ from jaxtyping import Array, Bool, Float
 
 from weft import functional
 from weft.errors import ArgumentShapeError
-from weft.functional.initializers import ones, zeros
-from weft.functional.norm_axes import group_norm_axes, instance_norm_axes
+from weft.functional import norm
+from weft.functional.arrays import canonicalize_dtype
+from weft.functional.initializers import normal, ones, zeros
 from weft.functional.statistics import Axes, canonical_axes, cast, statistics_dtype
+from weft.nnx.filters import Filter, Path, PathContains, to_predicate
 from weft.nnx.module import Module
-from weft.nnx.nn.dtypes import PromoteDtype, promote_dtype
-from weft.nnx.nn.linear import value_of
-from weft.nnx.nn.norm_parameters import along, optional_param, promoted
-from weft.nnx.nn.parameters import NO_METADATA, Initializer, Metadata
+from weft.nnx.nn.parameters import (
+    NO_METADATA,
+    Initializer,
+    Metadata,
+    PromoteDtype,
+    new_param,
+    optional_value,
+    params_key,
+    promote_dtype,
+    resolve_mode,
+)
+from weft.nnx.pytree import iter_graph
 from weft.nnx.rngs import Rngs
+from weft.nnx.variables import BatchStat, Param
 from weft.typing import DType
 
-__all__ = ["GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
+
+@dataclass(repr=False, eq=False)
+class _ScaledNorm(Module):
+    num_features: int
+    _: KW_ONLY
+    epsilon: float = 1e-6
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    use_scale: bool = True
+    scale_init: InitVar[Initializer] = ones
+    axis_name: str | None = None
+    axis_index_groups: Sequence[Sequence[int]] | None = None
+    use_fast_variance: bool = True
+    promote_dtype: PromoteDtype = promote_dtype
+    rngs: InitVar[Rngs]
+    scale_metadata: InitVar[Metadata] = NO_METADATA
+
+    def __post_init__(self, scale_init: Initializer, rngs: Rngs, scale_metadata: Metadata) -> None:
+        functional.check_sizes(type(self).__name__, num_features=self.num_features)
+        self.scale = None
+        if self.use_scale:
+            shape, dtype = (self.num_features,), self.param_dtype
+            self.scale = new_param(scale_init, rngs, shape, dtype, scale_metadata)
+
+    def _promoted(self, x: Array, *others: Array | None) -> tuple[DType, tuple[Array | None, ...]]:
+        """Returns the output's dtype, and the other arrays as `promote_dtype` casts them."""
+        if self.promote_dtype is promote_dtype:
+            return canonicalize_dtype(x, *others, dtype=self.dtype), others
+        x, *others_ = self.promote_dtype((x, *others), dtype=self.dtype)
+        return x.dtype, tuple(others_)
+
+    def _along(self, values: Array | None, axes: Sequence[int], x: Array) -> Any:
+        """Reshapes values of shape `(num_features,)`, or None, to broadcast to the input.
+
+        Raises:
+            ArgumentShapeError: if the input has a different number of features.
+        """
+        if values is None:
+            return None
+        size = math.prod(x.shape[a] for a in axes)
+        if size != self.num_features:
+            raise ArgumentShapeError(
+                f"{type(self).__name__} with num_features={self.num_features} was given an input "
+                f"of shape {x.shape}, whose features (axis {', '.join(map(str, axes))}) are "
+                f"{size}; make the layer with num_features={size}, or set its feature axis."
+            )
+        if tuple(axes) == (x.ndim - 1,):
+            return values
+        return values.reshape([size if a in axes else 1 for a, size in enumerate(x.shape)])
 
 
-class LayerNorm(Module):
+@dataclass(repr=False, eq=False)
+class _AffineNorm(_ScaledNorm):
+    _: KW_ONLY
+    use_bias: bool = True
+    bias_init: InitVar[Initializer] = zeros
+    bias_metadata: InitVar[Metadata] = NO_METADATA
+
+    def __post_init__(
+        self,
+        scale_init: Initializer,
+        rngs: Rngs,
+        scale_metadata: Metadata,
+        bias_init: Initializer,
+        bias_metadata: Metadata,
+    ) -> None:
+        super().__post_init__(scale_init, rngs, scale_metadata)
+        self.bias = None
+        if self.use_bias:
+            shape, dtype = (self.num_features,), self.param_dtype
+            self.bias = new_param(bias_init, rngs, shape, dtype, bias_metadata)
+
+    def _layer_norm(
+        self, x: Array, axes: Axes, features: Sequence[int], mask: Array | None
+    ) -> Array:
+        dtype, (scale, bias) = self._promoted(
+            x, optional_value(self.scale), optional_value(self.bias)
+        )
+        y = functional.layer_norm(
+            cast(x, statistics_dtype(x)),
+            self._along(scale, features, x),
+            self._along(bias, features, x),
+            axis=axes,
+            eps=self.epsilon,
+            where=mask,
+            axis_name=self.axis_name,
+            axis_index_groups=self.axis_index_groups,
+            fast_variance=self.use_fast_variance,
+            dtype=None,
+        )
+        return cast(y, dtype)
+
+
+@dataclass(repr=False, eq=False)
+class LayerNorm(_AffineNorm):
     """Layer normalization, `functional.layer_norm` (Ba et al., 2016).
 
     The parameters are `scale` and `bias`, shape `(num_features,)` or None.
@@ -37,8 +142,6 @@ class LayerNorm(Module):
         num_features: number of features, along all `feature_axes`.
         epsilon: added to the variance.
         dtype: dtype of the output; by default promoted from input and parameters.
-        reduction_axes: axes that share statistics.
-        feature_axes: axes of scale and bias.
         axis_name: mapped or mesh axis over which statistics are also averaged.
         axis_index_groups: groups of indices of that axis that share statistics, as in
             `jax.lax.psum`.
@@ -51,70 +154,20 @@ class LayerNorm(Module):
         [-1.0, 1.0]
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        epsilon: float = 1e-6,
-        dtype: DType | None = None,
-        param_dtype: DType = jnp.float32,
-        use_bias: bool = True,
-        use_scale: bool = True,
-        bias_init: Initializer = zeros,
-        scale_init: Initializer = ones,
-        reduction_axes: Axes = -1,
-        feature_axes: Axes = -1,
-        axis_name: str | None = None,
-        axis_index_groups: Any = None,
-        use_fast_variance: bool = True,
-        promote_dtype: PromoteDtype = promote_dtype,
-        rngs: Rngs,
-        bias_metadata: Metadata = NO_METADATA,
-        scale_metadata: Metadata = NO_METADATA,
-    ):
-        functional.check_sizes(type(self).__name__, num_features=num_features)
-        given = rngs, num_features, param_dtype
-        self.scale = optional_param(use_scale, scale_init, *given, scale_metadata)
-        self.bias = optional_param(use_bias, bias_init, *given, bias_metadata)
-        self.num_features = num_features
-        self.epsilon = epsilon
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.use_bias = use_bias
-        self.use_scale = use_scale
-        self.reduction_axes = reduction_axes
-        self.feature_axes = feature_axes
-        self.axis_name = axis_name
-        self.axis_index_groups = axis_index_groups
-        self.use_fast_variance = use_fast_variance
-        self.promote_dtype = promote_dtype
+    _: KW_ONLY
+    reduction_axes: Axes = -1
+    feature_axes: Axes = -1
 
     def __call__(
         self, x: Float[Array, "*shape"], *, mask: Bool[Array, "*#shape"] | None = None
     ) -> Float[Array, "*shape"]:
-        """Normalizes an input.
-
-        Args:
-            mask: values included in the statistics; all by default.
-        """
+        """Normalizes an input; `mask` selects the values of the statistics, by default all."""
         features = sorted(canonical_axes(self.feature_axes, x.ndim))
-        dtype, (scale, bias) = promoted(self, x, value_of(self.scale), value_of(self.bias))
-        y = functional.layer_norm(
-            cast(x, statistics_dtype(x)),
-            along(self, scale, features, x, self.num_features),
-            along(self, bias, features, x, self.num_features),
-            axis=self.reduction_axes,
-            eps=self.epsilon,
-            where=mask,
-            axis_name=self.axis_name,
-            axis_index_groups=self.axis_index_groups,
-            fast_variance=self.use_fast_variance,
-            dtype=None,
-        )
-        return cast(y, dtype)
+        return self._layer_norm(x, self.reduction_axes, features, mask)
 
 
-class RMSNorm(Module):
+@dataclass(repr=False, eq=False)
+class RMSNorm(_ScaledNorm):
     """Root mean square normalization, `functional.rms_norm` (Zhang and Sennrich, 2019).
 
     The parameter is `scale`, shape `(num_features,)` or None. Arguments as for `LayerNorm`;
@@ -126,48 +179,19 @@ class RMSNorm(Module):
         [-1.0, 1.0]
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        epsilon: float = 1e-6,
-        dtype: DType | None = None,
-        param_dtype: DType = jnp.float32,
-        use_scale: bool = True,
-        scale_init: Initializer = ones,
-        reduction_axes: Axes = -1,
-        feature_axes: Axes = -1,
-        axis_name: str | None = None,
-        axis_index_groups: Any = None,
-        use_fast_variance: bool = True,
-        promote_dtype: PromoteDtype = promote_dtype,
-        rngs: Rngs,
-        scale_metadata: Metadata = NO_METADATA,
-    ):
-        functional.check_sizes(type(self).__name__, num_features=num_features)
-        given = rngs, num_features, param_dtype
-        self.scale = optional_param(use_scale, scale_init, *given, scale_metadata)
-        self.num_features = num_features
-        self.epsilon = epsilon
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.use_scale = use_scale
-        self.reduction_axes = reduction_axes
-        self.feature_axes = feature_axes
-        self.axis_name = axis_name
-        self.axis_index_groups = axis_index_groups
-        self.use_fast_variance = use_fast_variance
-        self.promote_dtype = promote_dtype
+    _: KW_ONLY
+    reduction_axes: Axes = -1
+    feature_axes: Axes = -1
 
     def __call__(
         self, x: Float[Array, "*shape"], mask: Bool[Array, "*#shape"] | None = None
     ) -> Float[Array, "*shape"]:
         """Normalizes an input; see `LayerNorm`."""
         features = sorted(canonical_axes(self.feature_axes, x.ndim))
-        dtype, (scale,) = promoted(self, x, value_of(self.scale))
+        dtype, (scale,) = self._promoted(x, optional_value(self.scale))
         y = functional.rms_norm(
             cast(x, statistics_dtype(x)),
-            along(self, scale, features, x, self.num_features),
+            self._along(scale, features, x),
             axis=self.reduction_axes,
             eps=self.epsilon,
             where=mask,
@@ -178,14 +202,14 @@ class RMSNorm(Module):
         return cast(y, dtype)
 
 
-class GroupNorm(Module):
+@dataclass(repr=False, eq=False)
+class GroupNorm(_AffineNorm):
     """Group normalization of channels, per example (Wu and He, 2018).
 
     The parameters are `scale` and `bias`, shape `(num_features,)` or None.
 
     Args:
         num_features: number of channels, along the last axis.
-        num_groups: number of groups; None if `group_size` is given.
         group_size: number of channels per group; requires `num_groups=None`.
         reduction_axes: axes that share statistics, including the last; by default all but the
             first.
@@ -203,50 +227,19 @@ class GroupNorm(Module):
         [[-1.0, 1.0, -1.0, 1.0]]
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        num_groups: int | None = 32,
-        group_size: int | None = None,
-        *,
-        epsilon: float = 1e-6,
-        dtype: DType | None = None,
-        param_dtype: DType = jnp.float32,
-        use_bias: bool = True,
-        use_scale: bool = True,
-        bias_init: Initializer = zeros,
-        scale_init: Initializer = ones,
-        reduction_axes: Axes | None = None,
-        axis_name: str | None = None,
-        axis_index_groups: Any = None,
-        use_fast_variance: bool = True,
-        promote_dtype: PromoteDtype = promote_dtype,
-        rngs: Rngs,
-        bias_metadata: Metadata = NO_METADATA,
-        scale_metadata: Metadata = NO_METADATA,
-    ):
-        functional.check_sizes(
-            type(self).__name__,
-            num_features=num_features,
-            num_groups=num_groups,
-            group_size=group_size,
-        )
+    num_groups: int | None = 32
+    group_size: int | None = None
+    _: KW_ONLY
+    reduction_axes: Axes | None = None
+
+    def __post_init__(self, *init_vars: Any) -> None:
+        super().__post_init__(*init_vars)
+        sizes = {"num_groups": self.num_groups, "group_size": self.group_size}
+        functional.check_sizes(type(self).__name__, **sizes)
         self.feature_axis = -1
-        self.num_groups = functional.number_of_groups(num_features, num_groups, group_size)
-        self.group_size = num_features // self.num_groups
-        given = rngs, num_features, param_dtype
-        self.scale = optional_param(use_scale, scale_init, *given, scale_metadata)
-        self.bias = optional_param(use_bias, bias_init, *given, bias_metadata)
-        self.epsilon = epsilon
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.use_bias = use_bias
-        self.use_scale = use_scale
-        self.reduction_axes = reduction_axes
-        self.axis_name = axis_name
-        self.axis_index_groups = axis_index_groups
-        self.use_fast_variance = use_fast_variance
-        self.promote_dtype = promote_dtype
+        self.num_groups = functional.number_of_groups(self.num_features, **sizes)
+        self.group_size = self.num_features // self.num_groups
+        del self.num_features  # the product of the two
 
     def __call__(
         self,
@@ -259,18 +252,21 @@ class GroupNorm(Module):
         Raises:
             ArgumentValueError: if the last axis is not in `reduction_axes`.
         """
-        axes = group_norm_axes(self.reduction_axes, x.shape)
-        if x.shape[-1] != self.num_groups * self.group_size:
+        axes = norm.group_norm_axes(self.reduction_axes, x.shape)
+        num_groups, group_size = self.num_groups or 1, self.group_size or 1
+        if x.shape[-1] != num_groups * group_size:
             raise ArgumentShapeError(
-                f"GroupNorm with {self.num_groups} groups of {self.group_size} channels was given "
-                f"an input of shape {x.shape}; expected (..., {self.num_groups * self.group_size})."
+                f"GroupNorm with {num_groups} groups of {group_size} channels was given an input "
+                f"of shape {x.shape}; expected (..., {num_groups * group_size})."
             )
-        dtype, (scale, bias) = promoted(self, x, value_of(self.scale), value_of(self.bias))
+        dtype, (scale, bias) = self._promoted(
+            x, optional_value(self.scale), optional_value(self.bias)
+        )
         y = functional.group_norm(
             cast(x, statistics_dtype(x)),
             scale,
             bias,
-            num_groups=self.num_groups,
+            num_groups=num_groups,
             axis=axes,
             eps=self.epsilon,
             where=None if mask is None else jnp.broadcast_to(mask, x.shape),
@@ -282,7 +278,8 @@ class GroupNorm(Module):
         return cast(y, dtype)
 
 
-class InstanceNorm(Module):
+@dataclass(repr=False, eq=False)
+class InstanceNorm(_AffineNorm):
     """Instance normalization: each channel of each example separately (Ulyanov et al., 2016).
 
     The parameters are `scale` and `bias`, shape `(num_features,)` or None.
@@ -300,41 +297,8 @@ class InstanceNorm(Module):
         [[[-1.0, -1.0], [1.0, 1.0]]]
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        epsilon: float = 1e-6,
-        dtype: DType | None = None,
-        param_dtype: DType = jnp.float32,
-        use_bias: bool = True,
-        use_scale: bool = True,
-        bias_init: Initializer = zeros,
-        scale_init: Initializer = ones,
-        feature_axes: Axes = -1,
-        axis_name: str | None = None,
-        axis_index_groups: Any = None,
-        use_fast_variance: bool = True,
-        promote_dtype: PromoteDtype = promote_dtype,
-        rngs: Rngs,
-        bias_metadata: Metadata = NO_METADATA,
-        scale_metadata: Metadata = NO_METADATA,
-    ):
-        functional.check_sizes(type(self).__name__, num_features=num_features)
-        given = rngs, num_features, param_dtype
-        self.scale = optional_param(use_scale, scale_init, *given, scale_metadata)
-        self.bias = optional_param(use_bias, bias_init, *given, bias_metadata)
-        self.num_features = num_features
-        self.epsilon = epsilon
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.use_bias = use_bias
-        self.use_scale = use_scale
-        self.feature_axes = feature_axes
-        self.axis_name = axis_name
-        self.axis_index_groups = axis_index_groups
-        self.use_fast_variance = use_fast_variance
-        self.promote_dtype = promote_dtype
+    _: KW_ONLY
+    feature_axes: Axes = -1
 
     def __call__(
         self, x: Float[Array, " batch *shape"], *, mask: Bool[Array, "*#batch"] | None = None
@@ -344,18 +308,266 @@ class InstanceNorm(Module):
         Raises:
             ArgumentValueError: if the first axis is in `feature_axes`.
         """
-        features, axes = instance_norm_axes(self.feature_axes, x.shape)
-        dtype, (scale, bias) = promoted(self, x, value_of(self.scale), value_of(self.bias))
-        y = functional.layer_norm(
-            cast(x, statistics_dtype(x)),
-            along(self, scale, features, x, self.num_features),
-            along(self, bias, features, x, self.num_features),
-            axis=axes,
-            eps=self.epsilon,
-            where=mask,
-            axis_name=self.axis_name,
-            axis_index_groups=self.axis_index_groups,
-            fast_variance=self.use_fast_variance,
-            dtype=None,
+        features, axes = norm.instance_norm_axes(self.feature_axes, x.shape)
+        return self._layer_norm(x, axes, features, mask)
+
+
+@dataclass(repr=False, eq=False)
+class BatchNorm(_AffineNorm):
+    """Batch normalization (Ioffe and Szegedy, 2015).
+
+    The parameters are `scale` and `bias`, shape `(num_features,)` or None; the running averages are
+    `mean` and `var`, `BatchStat`s in float32.
+
+    Args:
+        num_features: number of features, along all axes in `axis`.
+        use_running_average: whether to normalize with the averages and leave them unchanged, set by
+            `model.train()` and `model.eval()`; if None, calls must pass it.
+        axis: feature axes, along which each position has its own statistics.
+        momentum: decay of the averages per step.
+        dtype: dtype of the output; by default promoted from input, averages and parameters.
+        axis_name: mapped or mesh axis over which the batch is sharded. All shards are normalized
+            with the statistics of the whole batch, in which each value that the masks include
+            counts once.
+
+    The other arguments are those of `LayerNorm`.
+
+    Example:
+        >>> from weft import nnx
+        >>> layer = BatchNorm(1, momentum=0.5, rngs=nnx.Rngs(0))
+        >>> layer(jnp.array([[1.0], [3.0]])).round(2).tolist(), layer.mean[...].tolist()
+        ([[-1.0], [1.0]], [1.0])
+        >>> layer.eval()
+        >>> layer(jnp.array([[1.0]])).tolist()
+        [[0.0]]
+    """
+
+    _: KW_ONLY
+    epsilon: float = 1e-5
+    use_running_average: bool | None = False
+    axis: Axes = -1
+    momentum: float = 0.99
+
+    def __post_init__(self, *init_vars: Any) -> None:
+        super().__post_init__(*init_vars)
+        self.mean = BatchStat(jnp.zeros((self.num_features,), jnp.float32))
+        self.var = BatchStat(jnp.ones((self.num_features,), jnp.float32))
+
+    def __call__(
+        self,
+        x: Float[Array, "*shape"],
+        use_running_average: bool | None = None,
+        *,
+        mask: Bool[Array, "*#shape"] | None = None,
+    ) -> Float[Array, "*shape"]:
+        """Normalizes a batch.
+
+        Args:
+            use_running_average: overrides the attribute.
+            mask: values included in the statistics; all by default.
+        """
+        use_average = resolve_mode(self, "use_running_average", use_running_average)
+        features = sorted(canonical_axes(self.axis, x.ndim))
+        averages = self.mean.get_value(), self.var.get_value()
+        dtype, (_, _, scale, bias) = self._promoted(
+            x, *averages, optional_value(self.scale), optional_value(self.bias)
+        )
+        mean, var, scale, bias = (
+            self._along(values, features, x) for values in (*averages, scale, bias)
+        )
+        if not use_average:
+            mean, var = functional.moments(
+                x,
+                axis=[a for a in range(x.ndim) if a not in features],
+                where=mask,
+                axis_name=self.axis_name,
+                axis_index_groups=self.axis_index_groups,
+                fast=self.use_fast_variance,
+                dtype=statistics_dtype(x),
+            )
+            for variable, average, value in zip(
+                (self.mean, self.var), averages, (mean, var), strict=True
+            ):
+                variable.set_value(
+                    functional.update_running_average(
+                        average, value.reshape(average.shape), decay=self.momentum
+                    )
+                )
+        y = functional.batch_norm(
+            cast(x, statistics_dtype(x)), mean, var, scale, bias, eps=self.epsilon, dtype=None
         )
         return cast(y, dtype)
+
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """Sets the mode, see `nnx.view`; None leaves it unchanged."""
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+
+
+KERNELS = PathContains("kernel")
+
+
+@dataclass(repr=False, eq=False)
+class SpectralNorm(Module):
+    """Layer wrapper that divides weights by their largest singular values (Miyato et al., 2018).
+
+    It bounds the Lipschitz constant of discriminators in generative adversarial networks.
+    `functional.norm.spectral_norm` normalizes each parameter with two or more axes;
+    `batch_stats` holds its singular value and vector under `(*path, "sigma")` and `(*path, "u")`.
+
+    Args:
+        n_steps: number of power iterations per call; 0 leaves the weights unchanged.
+        epsilon: added to squared norms.
+        dtype: dtype to which the normalized weights are rounded; they keep the parameter's dtype.
+        param_dtype: dtype of the vectors and singular values.
+        error_on_non_matrix: whether to reject parameters with more than two axes; otherwise all
+            axes but the last are the rows of the matrix.
+        update_stats: whether calls store the new vectors and singular values. It is stored negated,
+            as `use_running_average`, which `model.train()` and `model.eval()` set.
+
+    Example:
+        >>> from weft import nnx
+        >>> from weft.nnx.nn.linear import Linear
+        >>> layer = SpectralNorm(Linear(3, 4, rngs=nnx.Rngs(0)), n_steps=20, rngs=nnx.Rngs(1))
+        >>> y = layer(jnp.ones((1, 3)))
+        >>> singular = jnp.linalg.svd(layer.layer_instance.kernel[...], compute_uv=False)
+        >>> float(singular[0].round(3)), sorted(layer.batch_stats)
+        (1.0, [('kernel', 'sigma'), ('kernel', 'u')])
+    """
+
+    layer_instance: Module
+    _: KW_ONLY
+    n_steps: int = 1
+    epsilon: float = 1e-12
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    error_on_non_matrix: bool = False
+    update_stats: InitVar[bool] = True
+    rngs: InitVar[Rngs]
+
+    def __post_init__(self, update_stats: bool, rngs: Rngs) -> None:
+        self.use_running_average = not update_stats
+        stats = {}
+        for path, param in self._matrices():
+            u = normal()(params_key(rngs), (1, param.shape[-1]), self.param_dtype)
+            stats[*path, "u"] = BatchStat(u)
+            stats[*path, "sigma"] = BatchStat(jnp.ones((), self.param_dtype))
+        self.batch_stats = stats
+
+    def __call__(self, x: Any, update_stats: bool | None = None) -> Any:
+        """Normalizes the weights of the layer, and calls it.
+
+        Args:
+            update_stats: overrides `use_running_average`.
+        """
+        if update_stats is None:
+            update_stats = not self.use_running_average
+        for path, param in self._matrices():
+            self._normalize(path, param, update_stats)
+        return self.layer_instance(x)  # pyright: ignore[reportCallIssue]
+
+    def _matrices(self) -> Iterator[tuple[Path, Any]]:
+        if self.n_steps < 1:
+            return iter(())
+        found = matching_params(self.layer_instance, ...)
+        return ((path, param) for path, param in found if param.get_value().ndim > 1)
+
+    def _normalize(self, path: Path, param: Any, update_stats: bool) -> None:
+        weight = param.get_value()
+        if weight.ndim > 2 and self.error_on_non_matrix:
+            name = type(self.layer_instance).__name__
+            raise ArgumentShapeError(
+                f"the parameter {'/'.join(map(str, path))} of the {name} in a SpectralNorm has "
+                f"shape {weight.shape} and is not a matrix; give "
+                "error_on_non_matrix=False to take all axes but the last as its rows."
+            )
+        u, sigma = self.batch_stats[*path, "u"], self.batch_stats[*path, "sigma"]
+        weight, new_u, new_sigma = norm.spectral_norm(
+            weight, u.get_value(), n_steps=self.n_steps, eps=self.epsilon
+        )
+        if update_stats:
+            u[...], sigma[...] = new_u, new_sigma
+        param[...] = weight.astype(canonicalize_dtype(weight, new_u, dtype=self.dtype))
+
+
+@dataclass(repr=False, eq=False)
+class WeightNorm(Module):
+    """Layer wrapper that splits weights into direction and norm (Salimans and Kingma, 2016).
+
+    `functional.norm.weight_norm` normalizes each parameter; `scales` holds the learned norms
+    under the parameters' paths, or is None without scales.
+
+    Args:
+        feature_axes: axes of a parameter along which each position has its own norm; None for one
+            norm per parameter.
+        use_scale: whether norms are learned; otherwise all norms are 1.
+        epsilon: added to squared norms.
+        dtype: dtype to which the normalized weights are rounded; they keep the parameter's dtype.
+        variable_filter: filter of the parameters to normalize.
+        promote_dtype: casts a normalized weight to the dtype to which it is rounded.
+
+    Raises:
+        ArgumentValueError: if a parameter lacks the `feature_axes`.
+
+    Example:
+        >>> from weft import nnx
+        >>> from weft.nnx.nn.linear import Linear
+        >>> layer = WeightNorm(Linear(3, 2, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+        >>> y = layer(jnp.ones((1, 3)))
+        >>> jnp.linalg.norm(layer.layer_instance.kernel[...], axis=0).round(3).tolist()
+        [1.0, 1.0]
+        >>> layer.scales["kernel",].shape
+        (2,)
+    """
+
+    layer_instance: Module
+    _: KW_ONLY
+    feature_axes: Axes | None = -1
+    use_scale: bool = True
+    scale_init: Initializer = ones
+    epsilon: float = 1e-12
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    variable_filter: Filter = KERNELS
+    promote_dtype: PromoteDtype = promote_dtype
+    rngs: InitVar[Rngs]
+
+    def __post_init__(self, rngs: Rngs) -> None:
+        self.scales: Any = None
+        if self.use_scale:
+            found = matching_params(self.layer_instance, self.variable_filter)
+            self.scales = {path: self._scale(param.shape, rngs) for path, param in found}
+
+    def _scale(self, shape: tuple[int, ...], rngs: Rngs) -> Param[Array]:
+        shape = tuple(shape[a] for a in norm.weight_features(shape, self.feature_axes))
+        # A key is drawn only if it is used, so that layers made later keep their keys.
+        key = None if self.scale_init is ones else params_key(rngs)
+        return Param(self.scale_init(key, shape, self.param_dtype))
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Normalizes the weights of the layer, and calls it with the arguments.
+
+        Raises:
+            ArgumentValueError: if a parameter lacks the `feature_axes`.
+        """
+        for path, param in matching_params(self.layer_instance, self.variable_filter):
+            scale = None if self.scales is None else self.scales[path].get_value()
+            weight = norm.weight_norm(
+                param.get_value(), scale, feature_axes=self.feature_axes, eps=self.epsilon
+            )
+            (param[...],) = self.promote_dtype((weight,), dtype=self.dtype)
+        return self.layer_instance(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
+
+
+def matching_params(layer: Module, which: Filter) -> Iterator[tuple[Path, Param[Any]]]:
+    """Yields the parameters in a layer that a filter matches, each once, with their paths.
+
+    Example:
+        >>> from weft import nnx
+        >>> from weft.nnx.nn.linear import Linear
+        >>> [path for path, _ in matching_params(Linear(3, 2, rngs=nnx.Rngs(0)), ...)]
+        [('bias',), ('kernel',)]
+    """
+    matches = to_predicate(which)
+    found = ((path, x) for path, x in iter_graph(layer) if isinstance(x, Param))
+    return ((path, x) for path, x in found if matches(path, x))

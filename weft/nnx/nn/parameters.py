@@ -1,40 +1,49 @@
-"""Creation of parameters from an initializer, a key of the stream `params` and metadata."""
+"""Parts of all layers: parameters, the dtype of the computation, PRNG streams and modes.
+
+A mode is behavior that differs between training, evaluation and decoding: an attribute, set by
+`model.train()` and `model.eval()`, and an argument of the call, which overrides the attribute
+unless it is None.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array
 
-from weft.errors import InvalidRngError
+from weft import functional
+from weft.core.frozen_dict import FrozenDict
+from weft.errors import InvalidRngError, MissingModeError, RngArgumentError
 from weft.functional.initializers import lecun_normal
-from weft.nnx.kinds import Param
-from weft.nnx.rngs import Rngs
+from weft.nnx.module import Module
+from weft.nnx.rngs import Rngs, RngStream
+from weft.nnx.variables import Param, Variable
+from weft.typing import DType
 
 Initializer = Callable[..., Any]
 Metadata = Mapping[str, Any]
 
 default_kernel_init = lecun_normal()
-NO_METADATA: Metadata = MappingProxyType({})
+NO_METADATA: Metadata = FrozenDict()
 
 
 def new_param(
     init: Initializer,
     rngs: Rngs,
     shape: Sequence[int],
-    dtype: Any,
+    dtype: DType,
     metadata: Metadata = NO_METADATA,
-    kind: Any = Param,
-) -> Any:
+    kind: Callable[..., Any] = Param,
+) -> Param[Array]:
     """Returns a new variable.
 
     Args:
         init: initializer; may return a value with metadata, like those of `nnx.with_metadata`.
         rngs: its stream `params` draws the value.
         metadata: metadata of the variable; the initializer's takes precedence.
-        kind: class of the variable.
 
     Raises:
         InvalidRngError: if `rngs` is not `Rngs`.
@@ -43,10 +52,11 @@ def new_param(
         >>> new_param(default_kernel_init, Rngs(0), (2, 3), "float32", {"tag": "head"}).shape
         (2, 3)
     """
-    return kind(init(key_of(rngs), shape, dtype), **metadata)
+    value = init(params_key(rngs), shape, dtype)
+    return kind(value) if metadata is NO_METADATA else kind(value, **metadata)
 
 
-def key_of(rngs: Rngs) -> jax.Array:
+def params_key(rngs: Rngs) -> jax.Array:
     """Returns the next key of the stream `params`.
 
     Raises:
@@ -58,3 +68,112 @@ def key_of(rngs: Rngs) -> jax.Array:
             "rngs=nnx.Rngs(0)."
         )
     return rngs.params()
+
+
+class PromoteDtype(Protocol):
+    """Callable that casts arrays to one dtype, as `promote_dtype` does."""
+
+    def __call__(self, args: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any: ...
+
+
+def promote_dtype(
+    args: Sequence[Any], /, *, dtype: DTypeLike | None = None, inexact: bool = True
+) -> tuple[Any, ...]:
+    """Returns the arguments as arrays of one dtype.
+
+    Args:
+        args: arrays or numbers; None stays None.
+        dtype: the dtype; by default the one to which the arguments promote.
+        inexact: whether the dtype must be floating-point or complex; integers then promote to
+            float32.
+
+    Raises:
+        ArgumentValueError: if `dtype` must be inexact and is not, or there are no arrays to
+            promote.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x, bias = promote_dtype((jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float32)))
+        >>> x.dtype.name, bias.dtype.name
+        ('float32', 'float32')
+    """
+    return tuple(functional.promote_dtype(*args, dtype=dtype, inexact=inexact))
+
+
+def optional_value(variable: Variable[Array] | None) -> Array | None:
+    """Returns the value of a variable; None stays None."""
+    return None if variable is None else variable[...]
+
+
+def resolve_mode(layer: Module, name: str, given: bool | None) -> bool:
+    """Returns the mode in which a layer is called: `given`, or else its attribute `name`.
+
+    Raises:
+        MissingModeError: if it is neither passed nor set.
+
+    Example:
+        >>> from weft import nnx
+        >>> layer = nnx.Module()
+        >>> layer.deterministic = True
+        >>> resolve_mode(layer, "deterministic", None), resolve_mode(layer, "deterministic", False)
+        (True, False)
+    """
+    mode = getattr(layer, name) if given is None else given
+    if mode is None:
+        raise MissingModeError(type(layer).__name__, name)
+    return mode
+
+
+def draw_key(rngs: Rngs | RngStream | jax.Array | None, name: str, layer: str) -> jax.Array:
+    """Returns a key from PRNG streams, from one stream, or the given key.
+
+    Raises:
+        InvalidRngError: if `rngs` is None.
+        RngArgumentError: if `rngs` has another type.
+        RngStreamNotFoundError: if there is no such stream.
+
+    Example:
+        >>> rngs = Rngs(dropout=0)
+        >>> bool(draw_key(rngs, "dropout", "") == draw_key(RngStream(0), "dropout", ""))
+        True
+    """
+    if isinstance(rngs, RngStream):
+        return rngs()
+    if isinstance(rngs, Rngs):
+        return rngs[name]()
+    if isinstance(rngs, jax.Array):
+        return rngs
+    if rngs is None:
+        raise InvalidRngError(
+            f"{layer} applies dropout but has no PRNG stream; give it rngs=nnx.Rngs({name}=0) "
+            "when it is made or called, or call it with deterministic=True."
+        )
+    raise invalid_rngs_error(rngs, layer)
+
+
+def fork_stream(rngs: object, name: str, layer: str) -> RngStream | None:
+    """Returns a stream for a layer, forked from PRNG streams or one stream; None stays None.
+
+    Raises:
+        RngArgumentError: if `rngs` has another type.
+        RngStreamNotFoundError: if there is no such stream.
+
+    Example:
+        >>> fork_stream(Rngs(dropout=0), "dropout", "").tag
+        'dropout'
+    """
+    if rngs is None:
+        return None
+    if isinstance(rngs, Rngs):
+        rngs = rngs[name]
+    if not isinstance(rngs, RngStream):
+        raise invalid_rngs_error(rngs, layer)
+    return rngs.fork()
+
+
+def invalid_rngs_error(rngs: object, layer: str) -> RngArgumentError:
+    """Returns the error about `rngs` of a wrong type."""
+    return RngArgumentError(
+        f"{layer} was given rngs={rngs!r}; expected PRNG streams such as nnx.Rngs(0), one stream, "
+        "or, in a call, a key."
+    )

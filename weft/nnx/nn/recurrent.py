@@ -1,32 +1,381 @@
-"""Recurrence over sequences: a cell in a scan, and two in opposite directions.
+"""Recurrent cells, and layers that run them over sequences.
 
-`state_axes` selects the cell's state that all steps share, that is carried, or that is stacked
-along an axis; by default all is carried, so that a cell can count and draw. With `seq_lengths`, the
-returned state is that after a sequence's last valid position, and outputs after it are undefined.
+A cell maps a state and an input to the next state and an output; `weft.functional.recurrent` has
+the formulas. The loop of `RNN` is a lifted scan, so all steps share the cell's parameters; other
+variables can be carried or stacked along a new axis. With `seq_lengths`, the returned state is that
+after a sequence's last valid position, and later outputs are meaningless.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import KW_ONLY, InitVar, dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from weft.errors import ArgumentShapeError
+from weft import functional
+from weft.errors import ArgumentShapeError, CellDefinitionError, InvalidRngError
 from weft.functional import recurrent
+from weft.functional.initializers import orthogonal, zeros
+from weft.functional.recurrent import gru_step, lstm_step
 from weft.nnx.filters import Filter, Path
-from weft.nnx.graph import iter_graph
 from weft.nnx.module import Module
-from weft.nnx.nn.cells import RNNCellBase, Streams
-from weft.nnx.nn.modes import kept_stream, not_streams
+from weft.nnx.nn.linear import Linear
+from weft.nnx.nn.parameters import (
+    NO_METADATA,
+    Initializer,
+    Metadata,
+    PromoteDtype,
+    default_kernel_init,
+    fork_stream,
+    invalid_rngs_error,
+    promote_dtype,
+)
+from weft.nnx.pytree import iter_graph
 from weft.nnx.rngs import Rngs, RngStream, split_rngs
-from weft.nnx.transforms.scan import scan
-from weft.nnx.transforms.symbols import Carry, StateAxes
+from weft.nnx.transforms.control_flow import scan
+from weft.nnx.transforms.state_roles import Carry, StateAxes
+from weft.typing import DType
 
-__all__ = ["RNN", "Bidirectional", "flip_sequences"]
+Activation = Callable[..., Any]
+Streams = Rngs | RngStream | None
+State = Float[Array, "*batch state"]
+Input = Float[Array, "*batch input"]
+LSTMCarry = tuple[State, State]
+
+
+LinearOfSize = Callable[[int], Linear]
+
+
+def recurrent_kernel_init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+    """Draws an orthogonal matrix, in at least float32, and casts it to `dtype`."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return orthogonal()(key, shape, wide).astype(dtype)
+
+
+class RNNCellBase(Module):
+    """Base class of cells: `cell(carry, inputs) -> (carry, output)`.
+
+    Example:
+        >>> from weft import nnx
+        >>> class Sum(RNNCellBase):
+        ...     num_feature_axes = 0
+        ...     def initialize_carry(self, input_shape, rngs=None, carry_init=None):
+        ...         return jnp.zeros(input_shape)
+        ...     def __call__(self, carry, inputs):
+        ...         return carry + inputs, carry + inputs
+        >>> carry = Sum().initialize_carry(())
+        >>> [float(carry := Sum()(carry, x)[0]) for x in (1.0, 2.0, 3.0)]
+        [1.0, 3.0, 6.0]
+    """
+
+    def initialize_carry(
+        self,
+        input_shape: tuple[int, ...],
+        rngs: Streams = None,
+        carry_init: Initializer | None = None,
+    ) -> Any:
+        """Returns the state before the first input.
+
+        Args:
+            input_shape: shape of one input, batch axes included.
+            rngs: streams with `carry`, or one stream.
+        """
+        raise _undefined(self, "initialize_carry")
+
+    def __call__(self, carry: Any, inputs: Array) -> tuple[Any, Array]:
+        raise _undefined(self, "__call__")
+
+    @property
+    def num_feature_axes(self) -> int:
+        """Number of axes of an input that are not batch axes."""
+        raise _undefined(self, "num_feature_axes")
+
+
+def _undefined(cell: RNNCellBase, name: str) -> CellDefinitionError:
+    return CellDefinitionError(
+        f"{type(cell).__name__} does not define {name}; a cell defines initialize_carry, __call__ "
+        "and num_feature_axes."
+    )
+
+
+@dataclass(repr=False, eq=False)
+class _LinearCell(RNNCellBase):
+    """Fields of cells that apply linear maps to their input and state, of one feature axis."""
+
+    in_features: int
+    hidden_features: int
+    _: KW_ONLY
+    activation_fn: Activation = jnp.tanh
+    kernel_init: InitVar[Initializer] = default_kernel_init
+    recurrent_kernel_init: InitVar[Initializer] = recurrent_kernel_init
+    bias_init: InitVar[Initializer] = zeros
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    carry_init: Initializer | None = None
+    promote_dtype: PromoteDtype = promote_dtype
+    keep_rngs: InitVar[bool] = False
+    rngs: Rngs
+    kernel_metadata: InitVar[Metadata] = NO_METADATA
+    recurrent_kernel_metadata: InitVar[Metadata] = NO_METADATA
+    bias_metadata: InitVar[Metadata] = NO_METADATA
+
+    _input_has_bias: ClassVar[bool] = True
+
+    def __post_init__(
+        self,
+        kernel_init: Initializer,
+        recurrent_kernel_init: Initializer,
+        bias_init: Initializer,
+        keep_rngs: bool,
+        kernel_metadata: Metadata,
+        recurrent_kernel_metadata: Metadata,
+        bias_metadata: Metadata,
+    ) -> None:
+        sizes = {"in_features": self.in_features, "hidden_features": self.hidden_features}
+        functional.check_sizes(type(self).__name__, **sizes)
+        rngs, kept = self.rngs, None
+        if keep_rngs:
+            kept = fork_stream(rngs, "carry", type(self).__name__)
+        self.rngs = kept  # pyright: ignore[reportAttributeAccessIssue] - the argument is Rngs
+        linear = functools.partial(
+            Linear,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            bias_init=bias_init,
+            promote_dtype=self.promote_dtype,
+            rngs=rngs,
+            bias_metadata=bias_metadata,
+        )
+        self._make_maps(
+            functools.partial(
+                linear,
+                self.in_features,
+                use_bias=self._input_has_bias,
+                kernel_init=kernel_init,
+                kernel_metadata=kernel_metadata,
+            ),
+            functools.partial(
+                linear,
+                self.hidden_features,
+                use_bias=not self._input_has_bias,
+                kernel_init=recurrent_kernel_init,
+                kernel_metadata=recurrent_kernel_metadata,
+            ),
+        )
+
+    def _make_maps(self, of_input: LinearOfSize, of_state: LinearOfSize) -> None:
+        raise NotImplementedError
+
+    def _first_states(
+        self, n: int, input_shape: tuple[int, ...], rngs: Streams, carry_init: Initializer | None
+    ) -> list[Array]:
+        """Returns the `n` arrays of a state before the first input, each drawn with its own key.
+
+        Raises:
+            InvalidRngError: if an initializer is given and there is no stream.
+            RngArgumentError: if `rngs` has another type.
+        """
+        name = type(self).__name__
+        streams = self.rngs if rngs is None else rngs
+        stream = streams.carry if isinstance(streams, Rngs) else streams
+        given = carry_init or self.carry_init
+        make: Initializer = given or zeros
+        if stream is None and given is not None:
+            raise InvalidRngError(
+                f"{name} draws its first state but has no PRNG stream; give "
+                "initialize_carry(..., rngs=nnx.Rngs(carry=0)), or make the cell with "
+                "keep_rngs=True."
+            )
+        if not (stream is None or isinstance(stream, RngStream)):
+            raise invalid_rngs_error(rngs, name)
+        shape = (*input_shape[:-1], self.hidden_features)
+        keys = [None if stream is None else stream() for _ in range(n)]
+        return [make(key, shape, self.param_dtype) for key in keys]
+
+    @property
+    def num_feature_axes(self) -> int:
+        return 1
+
+
+class _OneStateCell(_LinearCell):
+    """Cell whose state is its output."""
+
+    def initialize_carry(
+        self,
+        input_shape: tuple[int, ...],
+        rngs: Streams = None,
+        carry_init: Initializer | None = None,
+    ) -> State:
+        return self._first_states(1, input_shape, rngs, carry_init)[0]
+
+
+@dataclass(repr=False, eq=False)
+class SimpleCell(_OneStateCell):
+    """Simple recurrent cell (Elman, 1990): `h' = act(dense_i(x) + dense_h(h))`.
+
+    Args:
+        hidden_features: size of the state.
+        param_dtype: dtype of the parameters and of the first state.
+        carry_init: initializer of the first state; zeros by default.
+        residual: whether to add the state before the activation.
+        kernel_init: initializer of the kernel of `dense_i`, with `kernel_metadata`.
+        recurrent_kernel_init: initializer of the kernel of `dense_h`, with
+            `recurrent_kernel_metadata`.
+        keep_rngs: whether the cell keeps its own PRNG stream to draw first states.
+        rngs: stream `params`, and `carry` with `keep_rngs`.
+
+    Example:
+        >>> from weft import nnx
+        >>> cell = SimpleCell(3, 4, rngs=nnx.Rngs(0))
+        >>> carry, y = cell(cell.initialize_carry((2, 3)), jnp.ones((2, 3)))
+        >>> y.shape
+        (2, 4)
+    """
+
+    _: KW_ONLY
+    dtype: DType = jnp.float32
+    residual: bool = False
+
+    def _make_maps(self, of_input: LinearOfSize, of_state: LinearOfSize) -> None:
+        self.dense_h = of_state(self.hidden_features)
+        self.dense_i = of_input(self.hidden_features)
+
+    def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
+        new = self.dense_i(inputs) + self.dense_h(carry)
+        carry = self.activation_fn(new + carry if self.residual else new)
+        return carry, carry
+
+
+@dataclass(repr=False, eq=False)
+class GRUCell(_OneStateCell):
+    """Gated recurrent unit, `functional.gru_step` (Cho et al., 2014).
+
+    The layers `dense_i`, of the input, and `dense_h`, of the state, each return reset gate, update
+    gate and candidate, concatenated.
+
+    Args:
+        gate_fn: activation of the gates.
+        activation_fn: activation of the candidate.
+        dtype: computation dtype; by default promoted from input and parameters.
+
+    The other arguments are those of `SimpleCell`.
+
+    Example:
+        >>> from weft import nnx
+        >>> cell = GRUCell(3, 4, rngs=nnx.Rngs(0))
+        >>> cell.dense_i.kernel.shape, cell.dense_h.kernel.shape
+        ((3, 12), (4, 12))
+    """
+
+    _: KW_ONLY
+    gate_fn: Activation = jax.nn.sigmoid
+
+    def _make_maps(self, of_input: LinearOfSize, of_state: LinearOfSize) -> None:
+        self.dense_i = of_input(3 * self.hidden_features)
+        self.dense_h = of_state(3 * self.hidden_features)
+
+    def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
+        carry = gru_step(
+            carry,
+            jnp.split(self.dense_i(inputs), 3, -1),
+            jnp.split(self.dense_h(carry), 3, -1),
+            gate_fn=self.gate_fn,
+            activation_fn=self.activation_fn,
+        )
+        return carry, carry
+
+
+@dataclass(repr=False, eq=False)
+class _GatedMemoryCell(_LinearCell):
+    """Cell with a memory and an output; the linear maps of the state have biases."""
+
+    _: KW_ONLY
+    gate_fn: Activation = jax.nn.sigmoid
+
+    _input_has_bias = False
+
+    def initialize_carry(
+        self,
+        input_shape: tuple[int, ...],
+        rngs: Streams = None,
+        carry_init: Initializer | None = None,
+    ) -> LSTMCarry:
+        c, h = self._first_states(2, input_shape, rngs, carry_init)
+        return c, h
+
+
+@dataclass(repr=False, eq=False)
+class LSTMCell(_GatedMemoryCell):
+    """Long short-term memory, `functional.lstm_step` (Hochreiter and Schmidhuber, 1997).
+
+    The linear maps are the layers `ii`, `if_`, `ig`, `io` of the input and `hi`, `hf`, `hg`, `ho`
+    of the state: input gate, forget gate, candidate and output gate.
+
+    Args:
+        activation_fn: activation of the candidate and of the output.
+        bias_init: initializer of the biases, which the maps of the state have.
+        carry_init: initializer of the first memory and output, each with its own key; zeros by
+            default.
+
+    The other arguments are those of `GRUCell`.
+
+    Example:
+        >>> from weft import nnx
+        >>> cell = LSTMCell(3, 4, rngs=nnx.Rngs(0))
+        >>> (c, h), y = cell(cell.initialize_carry((2, 3)), jnp.ones((2, 3)))
+        >>> c.shape, y.shape
+        ((2, 4), (2, 4))
+    """
+
+    def _make_maps(self, of_input: LinearOfSize, of_state: LinearOfSize) -> None:
+        n = self.hidden_features
+        self.ii, self.if_, self.ig, self.io = of_input(n), of_input(n), of_input(n), of_input(n)
+        self.hi, self.hf, self.hg, self.ho = of_state(n), of_state(n), of_state(n), of_state(n)
+
+    def __call__(self, carry: LSTMCarry, inputs: Input) -> tuple[LSTMCarry, State]:
+        """Applies one step to memory and output; returns the next ones, and the output again."""
+        c, h = carry
+        c, h = lstm_step(
+            c,
+            self.ii(inputs) + self.hi(h),
+            self.if_(inputs) + self.hf(h),
+            self.ig(inputs) + self.hg(h),
+            self.io(inputs) + self.ho(h),
+            gate_fn=self.gate_fn,
+            activation_fn=self.activation_fn,
+        )
+        return (c, h), h
+
+
+@dataclass(repr=False, eq=False)
+class OptimizedLSTMCell(_GatedMemoryCell):
+    """`LSTMCell` with one linear map of the input, `dense_i`, and one of the state, `dense_h`.
+
+    Two large products are faster than eight small ones. Each map returns input gate, forget gate,
+    candidate and output gate, concatenated; `kernel_init` and `recurrent_kernel_init` draw the
+    concatenated kernels. Arguments as for `LSTMCell`.
+
+    Example:
+        >>> from weft import nnx
+        >>> cell = OptimizedLSTMCell(3, 4, rngs=nnx.Rngs(0))
+        >>> cell.dense_i.kernel.shape, cell.dense_h.kernel.shape
+        ((3, 16), (4, 16))
+    """
+
+    def _make_maps(self, of_input: LinearOfSize, of_state: LinearOfSize) -> None:
+        self.dense_i = of_input(4 * self.hidden_features)
+        self.dense_h = of_state(4 * self.hidden_features)
+
+    def __call__(self, carry: LSTMCarry, inputs: Input) -> tuple[LSTMCarry, State]:
+        c, h = carry
+        gates = jnp.split(self.dense_i(inputs) + self.dense_h(h), 4, -1)
+        c, h = lstm_step(c, *gates, gate_fn=self.gate_fn, activation_fn=self.activation_fn)
+        return (c, h), h
 
 
 def flip_sequences(
@@ -53,6 +402,7 @@ def flip_sequences(
     return recurrent.flip_sequences(inputs, seq_lengths, axis=axis)
 
 
+@dataclass(repr=False, eq=False)
 class RNN(Module):
     """Layer that runs a cell over sequences.
 
@@ -74,39 +424,30 @@ class RNN(Module):
 
     Example:
         >>> from weft import nnx
-        >>> from weft.nnx.nn.cells import GRUCell
+        >>> from weft.nnx.nn.recurrent import GRUCell
         >>> layer = RNN(GRUCell(3, 4, rngs=nnx.Rngs(0)), return_carry=True)
         >>> carry, y = layer(jnp.ones((2, 5, 3)), seq_lengths=jnp.array([2, 5]))
         >>> y.shape, bool(jnp.array_equal(carry, y[jnp.array([0, 1]), jnp.array([1, 4])]))
         ((2, 5, 4), True)
     """
 
-    def __init__(
-        self,
-        cell: RNNCellBase,
-        *,
-        time_major: bool = False,
-        return_carry: bool = False,
-        reverse: bool = False,
-        keep_order: bool = False,
-        unroll: int = 1,
-        state_axes: Mapping[Any, Any] | StateAxes | None = None,
-        broadcast_rngs: Filter = None,
-        rngs: Rngs | RngStream | bool = True,
-    ):
-        self.cell = cell
-        self.time_major = time_major
-        self.return_carry = return_carry
-        self.reverse = reverse
-        self.keep_order = keep_order
-        self.unroll = unroll
-        if not isinstance(state_axes, StateAxes):
-            state_axes = StateAxes(state_axes or {...: Carry})
-        self.state_axes = state_axes
-        if isinstance(broadcast_rngs, list):
-            broadcast_rngs = tuple(broadcast_rngs)
-        self.broadcast_rngs = broadcast_rngs
-        self.rngs = _stream_of(self, rngs)
+    cell: RNNCellBase
+    _: KW_ONLY
+    time_major: bool = False
+    return_carry: bool = False
+    reverse: bool = False
+    keep_order: bool = False
+    unroll: int = 1
+    state_axes: Mapping[Any, Any] | StateAxes | None = None
+    broadcast_rngs: Filter = None
+    rngs: Rngs | RngStream | bool | None = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.state_axes, StateAxes):
+            self.state_axes = StateAxes(self.state_axes or {...: Carry})
+        if isinstance(self.broadcast_rngs, list):
+            self.broadcast_rngs = tuple(self.broadcast_rngs)
+        self.rngs = _own_stream(self, self.rngs)
 
     def __call__(
         self,
@@ -135,12 +476,12 @@ class RNN(Module):
         time_major = self.time_major if time_major is None else time_major
         reverse = self.reverse if reverse is None else reverse
         keep_order = self.keep_order if keep_order is None else keep_order
-        axis = _axis_of_time(self.cell, inputs.shape, time_major)
+        axis = _time_axis(self.cell, inputs.shape, time_major)
         if seq_lengths is not None:
             recurrent.check_lengths(inputs.shape, seq_lengths, axis)
         if initial_carry is None:
             shape = (*inputs.shape[:axis], *inputs.shape[axis + 1 :])
-            streams = _checked(self, rngs)
+            streams = _resolve_rngs(self, rngs)
             stream = streams.carry.fork() if isinstance(streams, Rngs) else streams
             initial_carry = self.cell.initialize_carry(shape, stream)
         flips = reverse and seq_lengths is not None
@@ -162,14 +503,14 @@ class RNN(Module):
             if backups:
                 streams = {id(stream) for stream, *_ in backups}
                 paths = (path for path, x in iter_graph(self.cell) if id(x) in streams)
-                step = functools.partial(_step_of_same_keys, tuple(paths))
+                step = functools.partial(_step_with_same_keys, tuple(paths))
             loop = functools.partial(
                 scan, out_axes=(Carry, axis), reverse=reverse, unroll=self.unroll
             )
             if seq_lengths is None:
                 return loop(step, in_axes=(self.state_axes, Carry, axis))(self.cell, carry, inputs)
             run = loop(
-                functools.partial(_step_of_lengths, step),
+                functools.partial(_step_with_lengths, step),
                 in_axes=(self.state_axes, Carry, axis, 0, None),
             )
             steps = jnp.arange(inputs.shape[axis])
@@ -181,7 +522,7 @@ def _step(cell: RNNCellBase, carry: Any, x: Array) -> tuple[Any, Any]:
     return cell(carry, x)
 
 
-def _step_of_same_keys(
+def _step_with_same_keys(
     paths: tuple[Path, ...], cell: RNNCellBase, carry: Any, x: Array
 ) -> tuple[Any, Any]:
     for path, stream in iter_graph(cell):
@@ -190,7 +531,7 @@ def _step_of_same_keys(
     return cell(carry, x)
 
 
-def _step_of_lengths(
+def _step_with_lengths(
     step_of: Callable[..., tuple[Any, Any]],
     cell: RNNCellBase,
     carry: tuple[Any, Any],
@@ -204,7 +545,7 @@ def _step_of_lengths(
     return (running, recurrent.within_lengths(running, kept, step, seq_lengths)), y
 
 
-def _axis_of_time(cell: RNNCellBase, shape: tuple[int, ...], time_major: bool) -> int:
+def _time_axis(cell: RNNCellBase, shape: tuple[int, ...], time_major: bool) -> int:
     axis = len(shape) - (cell.num_feature_axes + 1)
     if axis < 0:
         raise ArgumentShapeError(
@@ -214,17 +555,17 @@ def _axis_of_time(cell: RNNCellBase, shape: tuple[int, ...], time_major: bool) -
     return 0 if time_major else axis
 
 
-def _stream_of(layer: Module, rngs: Any) -> RngStream | None:
+def _own_stream(layer: Module, rngs: Any) -> RngStream | None:
     if isinstance(rngs, bool):
         return RngStream(0, tag="carry") if rngs else None
-    return kept_stream(rngs, "carry", type(layer).__name__)
+    return fork_stream(rngs, "carry", type(layer).__name__)
 
 
-def _checked(layer: Any, rngs: Any) -> Any:
+def _resolve_rngs(layer: Any, rngs: Any) -> Any:
     if rngs is None:
         return layer.rngs
     if not isinstance(rngs, Rngs | RngStream):
-        raise not_streams(rngs, type(layer).__name__)
+        raise invalid_rngs_error(rngs, type(layer).__name__)
     return rngs
 
 
@@ -232,6 +573,7 @@ def _concatenate(a: Array, b: Array) -> Array:
     return jnp.concatenate([a, b], -1)
 
 
+@dataclass(repr=False, eq=False)
 class Bidirectional(Module):
     """Layer that runs one `RNN` over sequences and one over their reverse, and merges the outputs.
 
@@ -248,30 +590,22 @@ class Bidirectional(Module):
 
     Example:
         >>> from weft import nnx
-        >>> from weft.nnx.nn.cells import GRUCell
+        >>> from weft.nnx.nn.recurrent import GRUCell
         >>> forward, backward = (RNN(GRUCell(3, n, rngs=nnx.Rngs(n))) for n in (4, 6))
         >>> Bidirectional(forward, backward)(jnp.ones((2, 5, 3))).shape
         (2, 5, 10)
     """
 
-    merge_fn: Callable[[Any, Any], Any] = staticmethod(_concatenate)
+    forward_rnn: RNN
+    backward_rnn: RNN
+    _: KW_ONLY
+    merge_fn: Callable[[Any, Any], Any] = _concatenate
+    time_major: bool = False
+    return_carry: bool = False
+    rngs: Rngs | RngStream | bool | None = True
 
-    def __init__(
-        self,
-        forward_rnn: RNN,
-        backward_rnn: RNN,
-        *,
-        merge_fn: Callable[[Any, Any], Any] = _concatenate,
-        time_major: bool = False,
-        return_carry: bool = False,
-        rngs: Rngs | RngStream | bool = True,
-    ):
-        self.forward_rnn = forward_rnn
-        self.backward_rnn = backward_rnn
-        self.merge_fn = merge_fn
-        self.time_major = time_major
-        self.return_carry = return_carry
-        self.rngs = _stream_of(self, rngs)
+    def __post_init__(self) -> None:
+        self.rngs = _own_stream(self, self.rngs)
 
     def __call__(
         self,
@@ -293,7 +627,7 @@ class Bidirectional(Module):
             reverse: no effect, like `keep_order`; accepted for compatibility with `RNN`.
         """
         return_carry = self.return_carry if return_carry is None else return_carry
-        streams = _checked(self, rngs)
+        streams = _resolve_rngs(self, rngs)
         first = (None, None) if initial_carry is None else initial_carry
         run: dict[str, Any] = {
             "rngs": streams.carry if isinstance(streams, Rngs) else streams,

@@ -1,10 +1,10 @@
-"""Derivatives with respect to arguments and parts of the state of objects."""
+"""Derivatives with respect to arguments and parts of the state of objects, and remat."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 
@@ -12,33 +12,41 @@ from weft import lifting
 from weft.core.tracebacks import entry_point
 from weft.errors import CallMismatchError, TransformArgumentError, TransformOptionError
 from weft.lifting import DIFF, Roles
-from weft.lifting.names import takes_name
-from weft.nnx.assembling import put_together
+from weft.lifting.signature import copy_name
 from weft.nnx.filters import Everything, OfType, Path, PathIn, Predicate, to_predicate
-from weft.nnx.graph import Flat, GraphDef, VariableDef, take_apart
-from weft.nnx.kinds import Param
-from weft.nnx.naming import origin
-from weft.nnx.splitting import state
-from weft.nnx.state import from_flat_state, shown_path, to_flat_state
-from weft.nnx.transforms.calls import MISSING, Call, opened, recorded, taking_named, transformed
+from weft.nnx.graph import FlatGraph, GraphDef, VariableDef, build_graph, flatten_graph
+from weft.nnx.settings import GraphOptions, resolve_graph_options
+from weft.nnx.split_merge import state
+from weft.nnx.state import from_flat_state, path_text, to_flat_state
+from weft.nnx.transforms.calls import (
+    MISSING,
+    P,
+    R,
+    StaticArguments,
+    optional_function,
+    with_kwargs_first,
+    wrap_transformed,
+)
 from weft.nnx.transforms.kind import ObjectKind, is_object
-from weft.nnx.transforms.modes import references_and_structure
-from weft.nnx.transforms.symbols import DiffState
-from weft.nnx.variables import Variable
+from weft.nnx.transforms.state_roles import DiffState
+from weft.nnx.variables import Param, Variable
+from weft.nnx.versions import TransformCall, open_call, origin
+from weft.typing import as_grad, as_value_and_grad, same_signature
 
 Argnums = int | DiffState | Sequence[int | DiffState]
 
 
+@as_value_and_grad
+@optional_function
 def value_and_grad(
-    f: Callable[..., Any] = MISSING,
+    f: Callable[P, Any] = MISSING,
     *,
     argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
     reduce_axes: tuple[Any, ...] = (),
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
+    **options: Unpack[GraphOptions],
 ) -> Callable[..., Any]:
     """Applies `jax.value_and_grad` to a function of objects.
 
@@ -49,7 +57,6 @@ def value_and_grad(
             or those of a `DiffState(position, filter)`.
         holomorphic: as for `jax.grad`, like `allow_int`.
         reduce_axes: must be `()`, as for `jax.grad`.
-        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Returns:
         A function that returns the result of `f` and the gradients for `argnums`: for an object a
@@ -68,24 +75,29 @@ def value_and_grad(
         >>> float(loss), float(grads.w[...])
         (9.0, 6.0)
     """
-    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "allow_int": allow_int}
-    options |= {"holomorphic": holomorphic, "reduce_axes": reduce_axes}
-    options |= {"graph": graph, "graph_updates": graph_updates}
-    if f is MISSING:
-        return functools.partial(value_and_grad, **options)
-    return _differentiated("value_and_grad", f, **options)
+    return _differentiate(
+        "value_and_grad",
+        f,
+        options,
+        argnums=argnums,
+        has_aux=has_aux,
+        reduce_axes=reduce_axes,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+    )
 
 
+@as_grad
+@optional_function
 def grad(
-    f: Callable[..., Any] = MISSING,
+    f: Callable[P, Any] = MISSING,
     *,
     argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
     reduce_axes: tuple[Any, ...] = (),
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
+    **options: Unpack[GraphOptions],
 ) -> Callable[..., Any]:
     """Returns the gradients of `value_and_grad`, with `has_aux` as a pair with the auxiliary value.
 
@@ -99,30 +111,33 @@ def grad(
         >>> float(grads.n[...])
         3.0
     """
-    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "allow_int": allow_int}
-    options |= {"holomorphic": holomorphic, "reduce_axes": reduce_axes}
-    options |= {"graph": graph, "graph_updates": graph_updates}
-    if f is MISSING:
-        return functools.partial(grad, **options)
-    both = _differentiated("grad", f, **options)
+    both = _differentiate(
+        "grad",
+        f,
+        options,
+        argnums=argnums,
+        has_aux=has_aux,
+        reduce_axes=reduce_axes,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+    )
 
     @entry_point
     @functools.wraps(f)
-    def gradients(*args: Any, **kwargs: Any) -> Any:
+    def gradients(*args: P.args, **kwargs: P.kwargs) -> Any:
         result, grads = both(*args, **kwargs)
         return (grads, result[1]) if has_aux else grads
 
     return gradients
 
 
-@entry_point
+@optional_function
 def vjp(
     f: Callable[..., Any] = MISSING,
-    *primals: Any,
+    *primals: object,
     has_aux: bool = False,
     reduce_axes: tuple[Any, ...] = (),
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
+    **options: Unpack[GraphOptions],
 ) -> Any:
     """Applies `jax.vjp` to a function of objects.
 
@@ -130,7 +145,6 @@ def vjp(
         f: returns arrays, or with `has_aux` a pair of arrays and any value; without it, a decorator
             is returned.
         reduce_axes: must be `()`, as for `jax.vjp`.
-        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Returns:
         The result of `f`, and a function from its cotangent to a tuple of gradients, one per
@@ -147,17 +161,13 @@ def vjp(
         >>> float(out), float(gradients[0][...]), float(gradients[1])
         (6.0, 2.0, 3.0)
     """
-    options: dict[str, Any] = {"has_aux": has_aux, "reduce_axes": reduce_axes}
-    options |= {"graph": graph, "graph_updates": graph_updates}
-    if f is MISSING:
-        return functools.partial(vjp, **options)
     if not primals:
-        return functools.partial(vjp, f, **options)
-    _refuse_reduced("vjp", reduce_axes)
-    kind = ObjectKind("vjp", *references_and_structure(graph, graph_updates), is_result_free=True)
-    wanted = _Wanted("vjp", range(len(primals)), kind)
-    with opened(Call("vjp", f, primals, ("primals", "the result"), place=origin())):
-        fn = recorded(_of_arrays("vjp", f, has_aux))
+        return functools.partial(vjp, f, has_aux=has_aux, reduce_axes=reduce_axes, **options)
+    _refuse_reduce_axes("vjp", reduce_axes)
+    kind = ObjectKind("vjp", *resolve_graph_options(**options), is_result_free=True)
+    wanted = _DiffArguments("vjp", range(len(primals)), kind)
+    with open_call(TransformCall("vjp", f, primals, ("primals", "the result"), place=origin())):
+        fn = _refuse_object_results("vjp", f, has_aux)
         lifted = lifting.vjp(kind, fn, wrt=wanted.roles(primals), has_aux=has_aux)
         of_primals = wanted.of(primals)
         out, backward, *aux = lifted(*primals)
@@ -168,15 +178,14 @@ def vjp(
     return (out, jax.tree_util.Partial(pullback, backward), *aux)
 
 
-@entry_point
+@optional_function
 def jvp(
     f: Callable[..., Any] = MISSING,
     primals: tuple[Any, ...] = MISSING,
     tangents: tuple[Any, ...] = MISSING,
     *,
     has_aux: bool = False,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
+    **options: Unpack[GraphOptions],
 ) -> Any:
     """Applies `jax.jvp` to a function of objects.
 
@@ -185,7 +194,6 @@ def jvp(
             is returned.
         tangents: one per primal; for an object a `State`, or an object of the same structure, with
             tangents of some or all of its variables.
-        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Returns:
         The result of `f` and its tangent; with `has_aux` also the auxiliary value.
@@ -202,20 +210,17 @@ def jvp(
         >>> float(out), float(tangent)
         (9.0, 18.0)
     """
-    options: dict[str, Any] = {"has_aux": has_aux, "graph": graph, "graph_updates": graph_updates}
-    if f is MISSING:
-        return functools.partial(jvp, **options)
     if primals is MISSING:
-        return functools.partial(jvp, f, **options)
+        return functools.partial(jvp, f, has_aux=has_aux, **options)
     if tangents is MISSING or len(primals) != len(tangents):
         n = 0 if tangents is MISSING else len(tangents)
         raise CallMismatchError(
             f"jvp: there are {len(primals)} primals and {n} tangents; pass one tangent per primal."
         )
-    kind = ObjectKind("jvp", *references_and_structure(graph, graph_updates), is_result_free=True)
-    pushed = [_of_primal(*pair) for pair in zip(primals, tangents, strict=True)]
+    kind = ObjectKind("jvp", *resolve_graph_options(**options), is_result_free=True)
+    pushed = [_split_primal(*pair) for pair in zip(primals, tangents, strict=True)]
     objects = [x for x in jax.tree.leaves(primals, is_leaf=is_object) if is_object(x)]
-    flat = take_apart((tuple(objects), ()))
+    flat = flatten_graph((tuple(objects), ()))
     groups: list[dict[int, Any]] = [{} for _ in objects]
     of_objects = [t for _, of_arg, _ in pushed for t in of_arg]
     for n, (path, leaf) in enumerate(zip(flat.graphdef.paths, flat.leaves, strict=True)):
@@ -224,13 +229,13 @@ def jvp(
             value = of_objects[i][path[2:]]
             groups[i][n] = leaf.copy(value) if isinstance(leaf, Variable) else value
     of_arrays = [t for _, _, of_arg in pushed for t in of_arg]
-    with opened(Call("jvp", f, primals, ("primals", "the result"), place=origin())):
-        fn = recorded(_of_arrays("jvp", f, has_aux))
+    with open_call(TransformCall("jvp", f, primals, ("primals", "the result"), place=origin())):
+        fn = _refuse_object_results("jvp", f, has_aux)
         wrt = tuple(roles for roles, _, _ in pushed)
         return lifting.jvp(kind, fn, wrt=wrt, has_aux=has_aux)(primals, [*groups, *of_arrays])
 
 
-def _of_primal(primal: Any, tangent: Any) -> tuple[Any, list[dict[Path, Any]], list[Any]]:
+def _split_primal(primal: object, tangent: object) -> tuple[Any, list[dict[Path, Any]], list[Any]]:
     """Returns the roles in an argument, its objects' tangents by path, and its arrays' tangents."""
     leaves, tree = jax.tree.flatten(primal, is_leaf=is_object)
     found = tree.flatten_up_to(tangent)
@@ -242,8 +247,8 @@ def _of_primal(primal: Any, tangent: Any) -> tuple[Any, list[dict[Path, Any]], l
             continue
         items = to_flat_state(state(t) if is_object(t) else t)
         by_path = {p: v.get_value() if isinstance(v, Variable) else v for p, v in items}
-        if unknown := by_path.keys() - set(take_apart(x).graphdef.paths):
-            at = ", ".join(sorted(repr(shown_path(path)) for path in unknown))
+        if unknown := by_path.keys() - set(flatten_graph(x).graphdef.paths):
+            at = ", ".join(sorted(repr(path_text(path)) for path in unknown))
             raise CallMismatchError(
                 f"jvp: the tangent of a {type(x).__name__} is a {type(t).__name__} with a value "
                 f"at {at}, where the primal has no variable; pass an object of its structure, or "
@@ -254,7 +259,7 @@ def _of_primal(primal: Any, tangent: Any) -> tuple[Any, list[dict[Path, Any]], l
     return tree.unflatten(roles), of_objects, of_arrays
 
 
-def _refuse_reduced(name: str, reduce_axes: Any) -> None:
+def _refuse_reduce_axes(name: str, reduce_axes: object) -> None:
     if reduce_axes != ():
         raise TransformOptionError(
             f"{name}: reduce_axes={reduce_axes!r}, which JAX no longer supports; omit it, and sum "
@@ -262,10 +267,8 @@ def _refuse_reduced(name: str, reduce_axes: Any) -> None:
         )
 
 
-def _of_arrays(name: str, f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """Wraps `f` to refuse objects in a differentiated result."""
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
+def _refuse_object_results(name: str, f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    def checked(*args: object, **kwargs: object) -> Any:
         result = f(*args, **kwargs)
         value = result[0] if has_aux and isinstance(result, tuple | list) else result
         if any(is_object(x) for x in jax.tree.leaves(value, is_leaf=is_object)):
@@ -275,28 +278,27 @@ def _of_arrays(name: str, f: Callable[..., Any], has_aux: bool) -> Callable[...,
             )
         return result
 
-    return takes_name(f, checked)
+    return copy_name(f, checked)
 
 
-def _differentiated(
+def _differentiate(
     name: str,
-    f: Callable[..., Any],
+    f: Callable[P, Any],
+    graph_options: GraphOptions,
     *,
     argnums: Argnums,
     has_aux: bool,
-    reduce_axes: Any,
-    graph: bool | None,
-    graph_updates: bool | None,
-    **options: Any,
-) -> Any:
-    _refuse_reduced(name, reduce_axes)
-    kind = ObjectKind(name, *references_and_structure(graph, graph_updates), is_result_free=True)
-    wanted = _Wanted(name, argnums, kind)
+    reduce_axes: object,
+    **options: bool,
+) -> Callable[P, Any]:
+    _refuse_reduce_axes(name, reduce_axes)
+    kind = ObjectKind(name, *resolve_graph_options(**graph_options), is_result_free=True)
+    wanted = _DiffArguments(name, argnums, kind)
 
-    def call(kwargs: dict[str, Any], *args: Any) -> tuple[Any, Any]:
+    def call(kwargs: dict[str, Any], *args: object) -> tuple[Any, Any]:
         differentiate = lifting.value_and_grad(
             kind,
-            recorded(taking_named(_of_arrays(name, f, has_aux))),
+            with_kwargs_first(_refuse_object_results(name, f, has_aux)),
             wrt=(None, *wanted.roles(args)),
             has_aux=has_aux,
             **options,
@@ -306,12 +308,10 @@ def _differentiated(
         result, grads = differentiate(kwargs, *args)
         return result, wanted.pick(of_args(grads[1:]))
 
-    return transformed(name, f, call, ("argnums", "the result"))
+    return wrap_transformed(name, f, call, ("argnums", "the result"))
 
 
-class _Wanted:
-    """The differentiated arguments, and the differentiated state of objects in them."""
-
+class _DiffArguments:
     def __init__(self, name: str, argnums: Argnums, kind: ObjectKind):
         self._name, self._kind = name, kind
         self._is_one = isinstance(argnums, int | DiffState)
@@ -324,7 +324,6 @@ class _Wanted:
                 )
 
     def _by_position(self, n: int) -> dict[int, Predicate | None]:
-        """Returns the filter of each differentiated argument, None for the default."""
         filters: dict[int, Predicate | None] = {}
         for given in self._given:
             number = given.argnum if isinstance(given, DiffState) else given
@@ -345,7 +344,7 @@ class _Wanted:
         filters = self._by_position(len(args))
         usual = OfType(Param) if self._kind.structure else Everything()
 
-        def of(where: Predicate | None, x: Any) -> Any:
+        def of(where: Predicate | None, x: object) -> Any:
             if not is_object(x):
                 return DIFF
             # A variable that is itself an argument is differentiated whatever its type.
@@ -365,34 +364,34 @@ class _Wanted:
         """Returns a function from gradients of `weft.lifting` to those for users, per argument."""
         filters = self._by_position(len(args))
         found = [x for x in jax.tree.leaves((before, args), is_leaf=is_object) if is_object(x)]
-        flat = take_apart((tuple(found), ()))
+        flat = flatten_graph((tuple(found), ()))
         paths, numbers = flat.graphdef.paths, {key: n for n, key in enumerate(_identities(flat))}
 
-        def shape_of(x: Any) -> Any:
+        def shape_of(x: object) -> Any:
             if not is_object(x):
                 return 0
-            own = take_apart(x)
-            return _Shape(own.graphdef, tuple(numbers[key] for key in _identities(own)))
+            own = flatten_graph(x)
+            return _GradientStructure(own.graphdef, tuple(numbers[key] for key in _identities(own)))
 
         made = [jax.tree.map(shape_of, arg, is_leaf=is_object) for arg in args]
 
         def of_object(every: Mapping[int, Any], is_whole: bool, x: Any, gradient: Any) -> Any:
-            if not isinstance(x, _Shape):
+            if not isinstance(x, _GradientStructure):
                 return gradient
             if is_whole:
                 # Each object gets its own copy of a shared gradient.
-                return put_together(x.graphdef, [every[n] for n in x.numbers])[0]
+                return build_graph(x.graphdef, [every[n] for n in x.numbers])[0]
             items = [(paths[n][2:], leaf) for n, leaf in gradient[0].items()]
             if x.graphdef.root.__class__ is VariableDef:
                 return items[0][1] if items else None
             return from_flat_state(items)
 
-        def as_users_know(grads: tuple[Any, ...]) -> list[Any]:
-            is_shape = lambda x: isinstance(x, _Shape)  # noqa: E731
+        def to_user_gradients(grads: tuple[Any, ...]) -> list[Any]:
+            is_shape = lambda x: isinstance(x, _GradientStructure)  # noqa: E731
             every: dict[int, Any] = {}
 
             def note(x: Any, gradient: Any) -> None:
-                if isinstance(x, _Shape):
+                if isinstance(x, _GradientStructure):
                     every.update(gradient[0])
 
             for i in filters:
@@ -411,7 +410,7 @@ class _Wanted:
                 for i, (shape, gradient) in enumerate(zip(made, grads, strict=True))
             ]
 
-        return as_users_know
+        return to_user_gradients
 
     def pick(self, of_args: Sequence[Any]) -> Any:
         """Returns the items of `argnums` from one item per argument."""
@@ -423,14 +422,48 @@ class _Wanted:
         return found[0] if self._is_one else tuple(found)
 
 
-class _Shape(NamedTuple):
+class _GradientStructure(NamedTuple):
     """The structure of an object, and the numbers of its values among those of all arguments."""
 
     graphdef: GraphDef
     numbers: tuple[int, ...]
 
 
-def _identities(flat: Flat) -> list[Any]:
+def _identities(flat: FlatGraph) -> list[Any]:
     """Returns the identity of each value: the variable, or the owner and the attribute."""
     at = zip(flat.leaves, flat.owners, strict=True)
     return [id(leaf) if owner is None else (id(owner[0]), owner[1]) for leaf, owner in at]
+
+
+@same_signature
+@optional_function
+def remat(
+    f: Callable[P, R] = MISSING,
+    *,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] = (),
+    policy: Callable[..., bool] | None = None,
+    **options: Unpack[GraphOptions],
+) -> Callable[..., Any]:
+    """Applies `jax.checkpoint` to a function of objects; without one, returns a decorator.
+
+    Args:
+        prevent_cse: as for `jax.checkpoint`; False inside a scan, where it is not needed.
+        static_argnums: positions of static, hashable arguments.
+        policy: values to save, one of `jax.checkpoint_policies`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> w = nnx.Param(jnp.array(2.0))
+        >>> float(nnx.grad(nnx.remat(lambda w, x: jnp.sin(w * x)))(w, 0.0)[...])
+        0.0
+    """
+    static = StaticArguments("remat", "static_argnums", f, static_argnums)
+    lifted = lifting.remat(
+        ObjectKind("remat", *resolve_graph_options(**options)),
+        with_kwargs_first(static.fn),
+        prevent_cse=prevent_cse,
+        policy=policy,
+    )
+    return wrap_transformed("remat", f, lambda kwargs, *args: lifted(kwargs, *static.wrapped(args)))

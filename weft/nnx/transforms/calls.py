@@ -1,14 +1,12 @@
-"""Open calls of transformations in the current thread, so that errors can use the user's names."""
+"""Transformed functions: their calls, arguments and results, and errors about these."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import UnionType
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -23,96 +21,30 @@ from weft.errors import (
     TransformArgumentError,
 )
 from weft.lifting import CARRY, DIFF
-from weft.lifting.argnums import check_argnums
-from weft.lifting.crossing import Static
-from weft.lifting.names import takes_name
-from weft.nnx.filters import Path, shown_filters
-from weft.nnx.naming import Origin, known_of, origin, text_of
+from weft.lifting.kind import Static
+from weft.lifting.signature import check_argnums, copy_name
+from weft.nnx.filters import Path, filters_text
 from weft.nnx.pytree import Pytree
+from weft.nnx.settings import GraphOptions
 from weft.nnx.variables import Variable
+from weft.nnx.versions import TransformCall, current_call, describe_object, open_call, origin
 
 MISSING: Any = object()
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class Call:
-    """A call of a transformed function.
-
-    Attributes:
-        specs: the parameters that hold the roles of arguments and of results.
-        inside: places of objects in the arguments of `fn`, if they differ from `args`.
-        values: the numbers of the values after the call, and their paths.
-        returned: places of objects in the result of `fn`.
-    """
-
-    def __init__(
-        self,
-        transformation: str,
-        fn: Callable[..., Any],
-        args: Any,
-        specs: tuple[str, str],
-        *,
-        names: list[str] | None = None,
-        named: Mapping[str, Any] = MappingProxyType({}),
-        place: Origin | None = None,
-    ):
-        self.transformation, self.fn, self.args, self.specs = transformation, fn, args, specs
-        self.names = parameter_names(fn) if names is None else names
-        self.named, self.place = named, place
-        # In words: the objects themselves belong to a trace that ends before the call does.
-        self.inside: list[str] | None = None
-        self.returned: list[str] = []
-        self.values: tuple[Sequence[int], Sequence[Path]] = ([], ())
-
-    @property
-    def title(self) -> str:
-        """The transformation and the function, as in `nnx.vmap(f)`."""
-        name = getattr(self.fn, "__name__", type(self.fn).__name__)
-        return f"nnx.{self.transformation}({name})"
-
-    @property
-    def line(self) -> str:
-        """The source line that transforms the function."""
-        if self.place is not None:
-            return text_of(self.place)
-        code = getattr(self.fn, "__code__", None)
-        return text_of((code, 0)) if code is not None else self.title
-
-    @property
-    def given(self) -> list[str]:
-        """Places of the objects in the arguments of `fn`, in words."""
-        if self.inside is not None:
-            return self.inside
-        named = list(self.named)
-        return object_paths(tuple(self.named.values()), named) + object_paths(self.args, self.names)
-
-
-class _Open(threading.local):
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-
-
-_OPEN = _Open()
-
-
-def current_call() -> Call | None:
-    """Returns the innermost open call of this thread."""
-    return _OPEN.calls[-1] if _OPEN.calls else None
-
-
-@contextlib.contextmanager
-def opened(call: Call) -> Iterator[Call]:
-    """Makes a call the innermost one within the context."""
-    _OPEN.calls.append(call)
-    try:
-        yield call
-    finally:
-        _OPEN.calls.pop()
-
-
-def object_paths(tree: Any, names: list[str] | None) -> list[str]:
+def object_paths(
+    tree: object,
+    names: list[str] | None,
+    types: type | UnionType = Pytree | Variable,
+) -> list[str]:
     """Returns the places of the objects in a tree, in words."""
-    is_object = lambda x: isinstance(x, Pytree | Variable)  # noqa: E731
     found = []
+
+    def is_object(x: object) -> bool:
+        return isinstance(x, types)
+
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_object):
         if is_object(x):
             first, rest = path[:1], path[1:] if names is not None else path
@@ -127,24 +59,28 @@ def object_paths(tree: Any, names: list[str] | None) -> list[str]:
 def place_of(path: Path) -> str:
     """Returns a path from the pair of arguments and results in the user's notation."""
     part, i, *below = path
-    call, roots = current_call(), []
+    call = current_call()
+    roots: list[str] = []
     if call is not None and part == 1:
         roots = call.returned
     elif call is not None:
-        roots = call.given
+        roots = call.given or [
+            *object_paths((*call.named.values(),), [*call.named]),
+            *object_paths(call.args, argument_names(call)),
+        ]
     which: Any = i
     unnamed = f"args[{which}]" if part == 0 else "the result"
     root = roots[which] if which < len(roots) else unnamed
     return root + "".join(f".{p}" if isinstance(p, str) else f"[{p!r}]" for p in below)
 
 
-def note_values(keys: Sequence[int], paths: Sequence[Path]) -> None:
+def record_value_paths(keys: Sequence[int], paths: Sequence[Path]) -> None:
     """Records the paths of values by number in the open call, for errors."""
     if (call := current_call()) is not None:
         call.values = keys, paths
 
 
-def place_of_value(path_of: Callable[[int], Path | None], path: Any) -> str:
+def place_of_value(path_of: Callable[[int], Path | None], path: jax.tree_util.KeyPath) -> str:
     """Returns the place of a value, or of a part of it, in the user's notation.
 
     `path` is a JAX path that starts with the number of the value; `path_of` maps input numbers.
@@ -158,122 +94,169 @@ def place_of_value(path_of: Callable[[int], Path | None], path: Any) -> str:
     return (place_of(after[n]) if n in after else "a new value") + jax.tree_util.keystr(rest)
 
 
-def argument_at(path: Any) -> str:
+def argument_at(path: jax.tree_util.KeyPath) -> str:
     """Returns the user's notation of a JAX path among the arguments."""
     call, i = current_call(), path[0].idx
-    name = call.names[i] if call is not None and i < len(call.names) else f"args[{i}]"
+    names = [] if call is None else argument_names(call)
+    name = names[i] if i < len(names) else f"args[{i}]"
     return name + jax.tree_util.keystr(path[1:])
 
 
-def parameter_names(fn: Any) -> list[str]:
+def argument_names(call: TransformCall) -> list[str]:
+    """Returns the names of the positional arguments of a call."""
+    return parameter_names(call.fn) if call.names is None else call.names
+
+
+def parameter_names(fn: object) -> list[str]:
     """Returns the names of the positional parameters."""
     code = getattr(fn, "__code__", None)
     return list(code.co_varnames[: code.co_argcount]) if code is not None else []
 
 
-def _shown(x: Any) -> str:
+def _describe_value(x: object) -> str:
     value = x._value if isinstance(x, Variable) else None
     shape = f" of shape {value.shape}" if hasattr(value, "shape") else ""
     return f"{type(x).__name__}{shape}"
 
 
-def _said(role: Any, is_derivative: bool) -> str:
+def _describe_role(role: object, is_derivative: bool) -> str:
     if is_derivative:
         return "a gradient" if role is DIFF else "no gradient"
     return "nnx.Carry" if role is CARRY else repr(role)
 
 
-def _in_call(fallback: str = "a transformation") -> str:
+def _call_title(fallback: str = "a transformation") -> str:
     call = current_call()
     return call.title if call is not None else fallback
 
 
-def unmatched(x: Any, path: Path, filters: Sequence[Any]) -> Exception:
+def unmatched_error(x: object, path: Path, filters: Sequence[Any]) -> Exception:
     """Returns the error for a part of an object that matches no filter."""
     call = current_call()
     spec = call.specs[path[0]] if call is not None else "a filter"  # pyright: ignore[reportArgumentType, reportCallIssue]
     return StateFilterError(
-        f"{_in_call()}: {spec} has no filter for {place_of(path)}, a {type(x).__name__}; its "
-        f"filters are {shown_filters(filters)}; add `...` as the last one."
+        f"{_call_title()}: {spec} has no filter for {place_of(path)}, a {type(x).__name__}; its "
+        f"filters are {filters_text(filters)}; add `...` as the last one."
         + (f" The line to change is {call.line}" if call is not None else "")
     )
 
 
-def inconsistent_aliases(x: Any, first: tuple[Path, Any], second: tuple[Path, Any]) -> Exception:
+def inconsistent_alias_error(
+    x: object, first: tuple[Path, Any], second: tuple[Path, Any]
+) -> Exception:
     """Returns the error for a value with two roles, each a pair of its path and the role."""
     call = current_call()
     specs = call.specs if call is not None else ("in_axes", "out_axes")
     is_derivative = any(role is DIFF for _, role in (first, second))
-    said = [
-        f"{specs[path[0]]} gives {_said(role, is_derivative)} to {place_of(path)}"  # pyright: ignore[reportArgumentType, reportCallIssue]
+    roles = [
+        f"{specs[path[0]]} gives {_describe_role(role, is_derivative)} to {place_of(path)}"  # pyright: ignore[reportArgumentType, reportCallIssue]
         for path, role in (first, second)
     ]
     return InconsistentAliasError(
-        f"{_in_call()}: the same {_shown(x)} is in two "
-        f"places with different settings: {said[0]}, and {said[1]}. All aliases of a "
+        f"{_call_title()}: the same {_describe_value(x)} is in two "
+        f"places with different settings: {roles[0]}, and {roles[1]}. All aliases of a "
         "reference need the same setting; use one for both, or pass nnx.clone(...) in one "
         "place." + (f" The line to change is {call.line}" if call is not None else "")
     )
 
 
-def shared_in_tree_mode(x: Any, first: Path, second: Path) -> Exception:
+def shared_object_error(x: object, first: Path, second: Path) -> Exception:
     """Returns the error for an object in two places where objects are plain pytrees."""
     return SharedObjectError(
-        f"{_in_call()} with graph=False or "
-        f"graph_updates=False: the same {_shown(x)} is at {place_of(first)} and at "
+        f"{_call_title()} with graph=False or "
+        f"graph_updates=False: the same {_describe_value(x)} is at {place_of(first)} and at "
         f"{place_of(second)}; in this mode an object is a plain pytree without shared references. "
         "Pass nnx.clone(...) in one place, or set graph=True, graph_updates=True."
     )
 
 
-def captured_output(x: Any, path: Path) -> Exception:
+def captured_object_error(x: object, path: Path) -> Exception:
     """Returns the error for an outside object in the results or in an argument."""
     call = current_call()
     return CapturedObjectError(
-        f"{_in_call()}: {place_of(path)} is a {_shown(x)} that was created outside and not "
+        f"{_call_title()}: {place_of(path)} is a {_describe_value(x)} that was created outside "
+        f"and not "
         "passed as an argument, so it would come out as another object (an implicit clone)."
-        + (f" It {known}." if (known := known_of(x)) else "")
+        + (f" It {known}." if (known := describe_object(x)) else "")
         + " Pass it as an argument, or return "
         "nnx.clone(...) of it." + (f" The line to change is {call.line}" if call else "")
     )
 
 
-def changed_in_loop(path: Path, what: str) -> Exception:
+def loop_change_error(path: Path, what: str) -> Exception:
     """Returns the error for an object that changed in a loop by more than its values."""
     return LoopStructureError(
-        f"{_in_call('a loop')}: the body {what} at {place_of(path)}; objects "
+        f"{_call_title('a loop')}: the body {what} at {place_of(path)}; objects "
         "that all iterations share or carry keep their attributes, references and static values, "
         "and only values of variables change. Create the attribute before the loop, with its value "
         "in a variable if it changes from one iteration to the next."
     )
 
 
-def made_again(path: Path) -> Exception:
+def repeated_creation_error(path: Path) -> Exception:
     """Returns the error for an object that a loop's body makes in each iteration."""
     return LoopStructureError(
-        f"{_in_call('a loop')}: the body makes an attribute at {place_of(path)}, which exists "
+        f"{_call_title('a loop')}: the body makes an attribute at {place_of(path)}, which exists "
         "already; a loop carries the objects that its body makes, so make it only if it is missing "
         "(if not hasattr(...)), or before the loop."
     )
 
 
-def made_of_own_keys(path: Path | None) -> Exception:
+def iteration_key_error(path: Path | None) -> Exception:
     """Returns the error for a variable made before a loop from keys of one iteration."""
     at = "a PRNG stream" if path is None else place_of(path)
     return LoopStructureError(
-        f"{_in_call('a loop')}: the body makes an attribute whose initial value depends on {at}, "
+        f"{_call_title('a loop')}: the body makes an attribute whose initial value depends on "
+        f"{at}, "
         "which differs between iterations; draw from a carried stream, or make the attribute "
         "before the loop."
     )
 
 
-def transformed(
+def with_graph_options(fn: Callable[P, R], function: str | None = None) -> Callable[P, R]:
+    """Decorates an entry point with keyword arguments `**options: Unpack[GraphOptions]`.
+
+    Its signature names them, and its errors are raised without Weft's frames. Without an argument
+    for the parameter `function`, it returns a decorator.
+    """
+    signature = inspect.signature(fn)
+    parameters = list(signature.parameters.values())[:-1]
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=note)
+        for name, note in GraphOptions.__annotations__.items()
+    ]
+    names = frozenset(p.name for p in (*parameters, *options))
+
+    @functools.wraps(fn)
+    def entered(*args: P.args, **kwargs: P.kwargs) -> Any:
+        for unknown in kwargs.keys() - names:
+            raise TypeError(f"{fn.__name__}() got an unexpected keyword argument {unknown!r}")
+        if function is not None and not args and function not in kwargs:
+            return functools.partial(entered, **kwargs)
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
+
+    entered.__signature__ = signature.replace(parameters=[*parameters, *options])  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
+    return entered
+
+
+def optional_function(fn: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a transformation with graph options to return a decorator without a function."""
+    return with_graph_options(fn, next(iter(inspect.signature(fn).parameters)))
+
+
+def wrap_transformed(
     transformation: str,
-    fn: Callable[..., Any],
+    fn: Callable[P, Any],
     call: Callable[..., Any],
     specs: tuple[str, str] = ("in_axes", "out_axes"),
-    in_axes: Any = None,
-) -> Callable[..., Any]:
+    in_axes: object = None,
+    *,
+    by_position: bool = False,
+) -> Callable[P, Any]:
     """Returns the transformed function that users call.
 
     Args:
@@ -282,6 +265,7 @@ def transformed(
         call: takes a dict of the keyword-only arguments, then the positional arguments.
         specs: the parameters that hold the roles of arguments and of results.
         in_axes: roles of the arguments; a tuple may include omitted arguments with defaults.
+        by_position: whether `call` takes the positional arguments alone, which have roles.
 
     Raises:
         TransformArgumentError: if `fn` is a bound method.
@@ -293,11 +277,20 @@ def transformed(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
             if kwargs:
-                args, kwargs = by_position(fn, args, kwargs)
+                args, kwargs = bind_positional(fn, args, kwargs)
             if isinstance(in_axes, tuple | list) and len(args) < len(in_axes):
                 args = _with_defaults(fn, args, len(in_axes))
-            with opened(Call(transformation, fn, args, specs, named=kwargs, place=place)):
-                return call(kwargs, *args)
+            with open_call(
+                TransformCall(transformation, fn, args, specs, named=kwargs, place=place)
+            ):
+                if not by_position:
+                    return call(kwargs, *args)
+                if kwargs:
+                    raise CallMismatchError(
+                        f"nnx.{transformation}: {', '.join(kwargs)} can only be passed by name, "
+                        "but roles of arguments go by position; make it a positional parameter."
+                    )
+                return call(*args)
         except Exception as error:
             hide_frames(error)
             raise
@@ -305,7 +298,7 @@ def transformed(
     return wrapper
 
 
-def by_position(
+def bind_positional(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the positional arguments and the keyword-only ones."""
@@ -325,26 +318,12 @@ def _with_defaults(fn: Callable[..., Any], args: tuple[Any, ...], n: int) -> tup
     return (*args, *(p.default for p in parameters)) if all(has_place) else args
 
 
-def only_by_position(transformation: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `call`, which has roles for positional arguments only, to refuse others."""
-
-    def checked(kwargs: dict[str, Any], *args: Any) -> Any:
-        if kwargs:
-            raise CallMismatchError(
-                f"nnx.{transformation}: {', '.join(kwargs)} can only be passed by name, but roles "
-                "of arguments go by position; make it a positional parameter."
-            )
-        return call(*args)
-
-    return checked
-
-
-def taking_named(fn: Callable[..., Any]) -> Callable[..., Any]:
+def with_kwargs_first(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `fn` with the keyword arguments as a dict in first position."""
-    return takes_name(fn, lambda kwargs, *args: fn(*args, **kwargs))
+    return copy_name(fn, lambda kwargs, *args: fn(*args, **kwargs))
 
 
-def check_unbound(transformation: str, fn: Any) -> None:
+def check_unbound(transformation: str, fn: object) -> None:
     """Raises TransformArgumentError for a bound method, which would capture its object."""
     if inspect.ismethod(fn) and isinstance(fn.__self__, Pytree):
         owner, name = type(fn.__self__).__name__, fn.__name__
@@ -353,18 +332,6 @@ def check_unbound(transformation: str, fn: Any) -> None:
             f"through the transformation; transform {owner}.{name} and pass the object as its "
             f"first argument, or write @nnx.{transformation} above the method in the class."
         )
-
-
-def recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `fn` to record its result in the open call, for errors."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        result = fn(*args, **kwargs)
-        if (call := current_call()) is not None:
-            call.returned = object_paths(result, None)
-        return result
-
-    return takes_name(fn, run)
 
 
 class StaticArguments:
@@ -376,7 +343,7 @@ class StaticArguments:
     def __init__(self, title: str, what: str, fn: Callable[..., Any], argnums: int | Sequence[int]):
         self._argnums = frozenset((argnums,) if isinstance(argnums, int) else argnums)
         check_argnums(f"nnx.{title}", what, fn, self._argnums)
-        self.fn = _unboxing(fn) if self._argnums else fn
+        self.fn = _unbox_arguments(fn) if self._argnums else fn
 
     def wrapped(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the arguments, with boxes around the static ones."""
@@ -387,8 +354,8 @@ class StaticArguments:
         return boxed
 
 
-def _unboxing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def unboxing(*args: Any, **kwargs: Any) -> Any:
+def _unbox_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def unboxing(*args: object, **kwargs: object) -> Any:
         return fn(*(x.value if isinstance(x, Static) else x for x in args), **kwargs)
 
-    return takes_name(fn, unboxing)
+    return copy_name(fn, unboxing)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,33 +16,30 @@ from weft import lifting
 from weft.core.tracebacks import entry_point
 from weft.errors import TransformArgumentError
 from weft.lifting import DIFF, Roles
-from weft.lifting.argnums import check_argnums
-from weft.lifting.crossing import Static
-from weft.lifting.names import takes_name
-from weft.nnx.assembling import put_together
+from weft.lifting.kind import Static
+from weft.lifting.signature import check_argnums, copy_name
 from weft.nnx.filters import Everything, to_predicate
-from weft.nnx.graph import key_of, take_apart
-from weft.nnx.naming import origin
-from weft.nnx.splitting import state
-from weft.nnx.state import from_flat_state, shown_path, to_flat_state
+from weft.nnx.graph import build_graph, flatten_graph
+from weft.nnx.pytree import key_of
+from weft.nnx.settings import GraphOptions, resolve_graph_options
+from weft.nnx.split_merge import state
+from weft.nnx.state import from_flat_state, path_text, to_flat_state
 from weft.nnx.transforms.calls import (
     MISSING,
-    Call,
-    by_position,
+    bind_positional,
     check_unbound,
-    opened,
+    optional_function,
     parameter_names,
-    recorded,
 )
 from weft.nnx.transforms.kind import ObjectKind, is_object
-from weft.nnx.transforms.modes import references_and_structure
-from weft.nnx.transforms.symbols import DiffState
+from weft.nnx.transforms.state_roles import DiffState
 from weft.nnx.variables import Variable
+from weft.nnx.versions import TransformCall, open_call, origin
 
 NondiffArgnums = int | DiffState | Sequence[int | DiffState]
 
 
-class _Objects:
+class _RuleArguments:
     def __init__(self, args: tuple[Any, ...], where: Sequence[Any]):
         leaves, self._tree = jax.tree.flatten(args, is_leaf=is_object)
         of_arg = [len(jax.tree.leaves(arg, is_leaf=is_object)) for arg in args]
@@ -50,8 +47,8 @@ class _Objects:
         self._is_object = [is_object(x) for x in leaves]
         self._is_variable = [isinstance(x, Variable) for x in leaves]
         self._is_wanted = [to_predicate(f) if f is not None else Everything() for f in filters]
-        flat = take_apart((tuple(x for x in leaves if is_object(x)), ()))
-        self._graphdefs = [take_apart(x).graphdef if is_object(x) else None for x in leaves]
+        flat = flatten_graph((tuple(x for x in leaves if is_object(x)), ()))
+        self._graphdefs = [flatten_graph(x).graphdef if is_object(x) else None for x in leaves]
         # Variables with shapes as values, as templates.
         self._leaves = [
             (path, x.copy(jax.tree.map(jax.typeof, x.get_raw_value())))
@@ -66,7 +63,9 @@ class _Objects:
             for is_object, wanted in zip(self._is_object, self._is_wanted, strict=True)
         )
 
-    def as_given(self, groups: Sequence[dict[int, Any]], arrays: Any, is_whole: bool) -> Any:
+    def to_arguments(
+        self, groups: Sequence[dict[int, Any]], arrays: Sequence[Any] | None, is_whole: bool
+    ) -> Any:
         """Returns values of objects (missing ones as zeros) and arrays in the arguments' tree.
 
         `arrays=None` sets all arrays to None; without `is_whole`, a `State` replaces each object.
@@ -87,7 +86,7 @@ class _Objects:
                 result.append(next(iter(items.values()), None))
             elif is_whole:
                 graphdef: Any = self._graphdefs[at]
-                result.append(put_together(graphdef, [items[p] for p in graphdef.paths])[0])
+                result.append(build_graph(graphdef, [items[p] for p in graphdef.paths])[0])
             else:
                 result.append(from_flat_state(items.items()))
         return self._tree.unflatten(result)
@@ -106,16 +105,16 @@ class _Objects:
                 return None
             i = next(numbers)
 
-            def at(path: Any, leaf: Any) -> Any:
+            def at(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
                 return leaf if (i, tuple(map(key_of, path))) in keep else None
 
             return jax.tree_util.tree_map_with_path(at, x, is_leaf=is_variable)
 
         is_variable = lambda x: isinstance(x, Variable)  # noqa: E731
-        given = self.as_given(groups, None, is_whole=True)
+        given = self.to_arguments(groups, None, is_whole=True)
         return jax.tree.map(pruned, given, is_leaf=is_object)
 
-    def as_units(self, name: str, given: Any) -> list[Any]:
+    def to_groups(self, name: str, given: object) -> list[Any]:
         """Converts a rule's result, one value per argument, to groups of objects, then arrays.
 
         Raises:
@@ -160,7 +159,7 @@ class _Objects:
                 group[n] = _zeros_like(leaf)
         if by_path:
             raise TransformArgumentError(
-                f"{name}: the rule returns a gradient at {shown_path(next(iter(by_path)))!r}, "
+                f"{name}: the rule returns a gradient at {path_text(next(iter(by_path)))!r}, "
                 "where the argument has no differentiated variable; remove it."
             )
         return group
@@ -174,7 +173,7 @@ def _parameters_of(fn: Callable[..., Any]) -> frozenset[str]:
 
 
 def _zeros_like(leaf: Any) -> Any:
-    def zeros(x: Any) -> Any:
+    def zeros(x: jax.Array | jax.ShapeDtypeStruct) -> Any:
         is_float = jnp.issubdtype(x.dtype, jnp.inexact)
         return jnp.zeros(x.shape, x.dtype) if is_float else np.zeros(x.shape, jax.dtypes.float0)
 
@@ -183,25 +182,20 @@ def _zeros_like(leaf: Any) -> Any:
     return zeros(leaf)
 
 
-class _WithRule:
-    """Base of functions with their own rule."""
-
+class _CustomRule:
     name: str
 
     def __init__(
         self,
         fun: Callable[..., Any],
         nondiff_argnums: NondiffArgnums,
-        graph: bool | None,
-        graph_updates: bool | None,
+        options: GraphOptions,
     ):
         check_unbound(self.name, fun)
         self._place = origin()
         functools.update_wrapper(self, fun)
         self._fun = fun
-        self._kind = ObjectKind(
-            self.name, *references_and_structure(graph, graph_updates), is_result_free=True
-        )
+        self._kind = ObjectKind(self.name, *resolve_graph_options(**options), is_result_free=True)
         given = (
             (nondiff_argnums,)
             if isinstance(nondiff_argnums, int | DiffState)
@@ -211,36 +205,40 @@ class _WithRule:
         check_argnums(f"nnx.{self.name}", "nondiff_argnums", fun, self._fixed)
         self._filters = {x.argnum: x.filter for x in given if isinstance(x, DiffState)}
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
     @entry_point
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         if kwargs:
-            args, kwargs = by_position(self._fun, args, kwargs)
+            args, kwargs = bind_positional(self._fun, args, kwargs)
         at = {i + len(args) if i < 0 else i for i in self._fixed}
         fixed = [args[i] for i in sorted(at)]
         others = tuple(x for i, x in enumerate(args) if i not in at)
         where = [self._filters.get(i) for i in range(len(args)) if i not in at]
 
         def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*others: Any) -> Any:
+            def call(*others: object) -> Any:
                 rest = iter(others)
                 given = iter(fixed)
                 every = (next(given) if i in at else next(rest) for i in range(len(args)))
                 return fn(*every, **kwargs)
 
-            return takes_name(fn, call)
+            return copy_name(fn, call)
 
         names = [x for i, x in enumerate(parameter_names(self._fun)) if i not in at]
         specs = ("nondiff_argnums", "the result")
-        with opened(Call(self.name, self._fun, others, specs, names=names, place=self._place)):
-            return self._lifted(bound, fixed, _Objects(others, where))(*others)
+        with open_call(
+            TransformCall(self.name, self._fun, others, specs, names=names, place=self._place)
+        ):
+            return self._lifted(bound, fixed, _RuleArguments(others, where))(*others)
 
-    def _lifted(self, bound: Any, fixed: list[Any], objects: _Objects) -> Callable[..., Any]:
+    def _lifted(
+        self, bound: object, fixed: list[Any], objects: _RuleArguments
+    ) -> Callable[..., Any]:
         raise NotImplementedError
 
-    def _ruled(self, rule: Any, method: str) -> Any:
+    def _require_rule(self, rule: object, method: str) -> Any:
         if rule is None:
             raise TransformArgumentError(
                 f"nnx.{self.name}({getattr(self._fun, '__name__', self._fun)}) has no rule; call "
@@ -249,7 +247,7 @@ class _WithRule:
         return rule
 
 
-class CustomVjp(_WithRule):
+class CustomVjp(_CustomRule):
     """A function with its own rule for gradients."""
 
     name = "custom_vjp"
@@ -272,40 +270,50 @@ class CustomVjp(_WithRule):
         """
         self._rules = fwd, bwd
 
-    def _lifted(self, bound: Any, fixed: list[Any], objects: _Objects) -> Callable[..., Any]:
-        fwd, bwd = self._ruled(self._rules, "defvjp(fwd, bwd)")
+    def _lifted(
+        self,
+        bound: Callable[[Callable[..., Any]], Callable[..., Any]],
+        fixed: list[Any],
+        objects: _RuleArguments,
+    ) -> Callable[..., Any]:
+        fwd, bwd = self._require_rule(self._rules, "defvjp(fwd, bwd)")
 
         def forward(*others: Any) -> tuple[Any, Any]:
             result, residuals = bound(fwd)(*others)
-            flat = take_apart(residuals)
+            flat = flatten_graph(residuals)
             values = [x.get_raw_value() if isinstance(x, Variable) else x for x in flat.leaves]
             return result, (Static(flat.graphdef), values)
 
         takes_updates = "updates_g" in _parameters_of(bwd)
 
-        def backward(residuals: Any, cotangent: Any, of_state: Any, collected: Any) -> list[Any]:
+        def backward(
+            residuals: Any,
+            cotangent: Any,
+            of_state: Sequence[tuple[dict[int, Any], ...]],
+            collected: Any,
+        ) -> list[Any]:
             graphdef, values = residuals
             g = self._kind.cotangents(collected, cotangent)
             groups = [{n: x for group in of for n, x in group.items()} for of in of_state]
             more: dict[str, Any] = {}
             if self._kind.structure:
-                g = objects.as_given(groups, None, is_whole=False), g
+                g = objects.to_arguments(groups, None, is_whole=False), g
             elif takes_updates:
                 more = {"updates_g": objects.updates(groups)}
-            given = bwd(*fixed, put_together(graphdef.value, values)[0], g, **more)
-            return objects.as_units(self.name, given)
+            given = bwd(*fixed, build_graph(graphdef.value, values)[0], g, **more)
+            return objects.to_groups(self.name, given)
 
         return lifting.custom_vjp(
             self._kind,
-            recorded(bound(self._fun)),
-            recorded(takes_name(fwd, forward)),
-            takes_name(bwd, backward),
+            bound(self._fun),
+            copy_name(fwd, forward),
+            copy_name(bwd, backward),
             wrt=objects.roles(),
             of_state=True,
         )
 
 
-class CustomJvp(_WithRule):
+class CustomJvp(_CustomRule):
     """A function with its own rule for tangents."""
 
     name = "custom_jvp"
@@ -322,36 +330,40 @@ class CustomJvp(_WithRule):
         self._rule = jvp
         return jvp
 
-    def _lifted(self, bound: Any, fixed: list[Any], objects: _Objects) -> Callable[..., Any]:
-        rule = self._ruled(self._rule, "defjvp(rule)")
+    def _lifted(
+        self,
+        bound: Callable[[Callable[..., Any]], Callable[..., Any]],
+        fixed: list[Any],
+        objects: _RuleArguments,
+    ) -> Callable[..., Any]:
+        rule = self._require_rule(self._rule, "defjvp(rule)")
 
-        def pushed(tangents: list[Any], *others: Any) -> tuple[Any, Any]:
+        def pushed(tangents: list[Any], *others: object) -> tuple[Any, Any]:
             groups = [x for x in tangents if isinstance(x, dict)]
             arrays = tangents[len(groups) :]
             is_whole = not self._kind.structure
-            return rule(*fixed, others, objects.as_given(groups, arrays, is_whole))
+            return rule(*fixed, others, objects.to_arguments(groups, arrays, is_whole))
 
         return lifting.custom_jvp(
             self._kind,
-            recorded(bound(self._fun)),
-            takes_name(rule, pushed),
+            bound(self._fun),
+            copy_name(rule, pushed),
             wrt=objects.roles(),
         )
 
 
+@optional_function
 def custom_vjp(
     fun: Callable[..., Any] = MISSING,
     *,
     nondiff_argnums: NondiffArgnums = (),
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
+    **options: Unpack[GraphOptions],
 ) -> Any:
     """Applies `jax.custom_vjp` to a function of objects; without one, returns a decorator.
 
     Args:
         nondiff_argnums: positions of arguments without a gradient, which `bwd` takes first, and
             `DiffState(position, filter)` for an object that is differentiated in part.
-        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Returns:
         The function, whose `defvjp(fwd, bwd)` sets the rule.
@@ -375,25 +387,20 @@ def custom_vjp(
         >>> float(nnx.grad(scaled)(nnx.Param(2.0), 3.0)[...])
         300.0
     """
-    if fun is MISSING:
-        return functools.partial(
-            custom_vjp, nondiff_argnums=nondiff_argnums, graph=graph, graph_updates=graph_updates
-        )
-    return CustomVjp(fun, nondiff_argnums, graph, graph_updates)
+    return CustomVjp(fun, nondiff_argnums, options)
 
 
+@optional_function
 def custom_jvp(
     fun: Callable[..., Any] = MISSING,
     *,
     nondiff_argnums: NondiffArgnums = (),
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
+    **options: Unpack[GraphOptions],
 ) -> Any:
     """Applies `jax.custom_jvp` to a function of objects; without one, returns a decorator.
 
     Args:
         nondiff_argnums: see `custom_vjp`.
-        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Returns:
         The function, whose `defjvp(rule)` sets the rule.
@@ -413,8 +420,4 @@ def custom_jvp(
         >>> float(nnx.grad(square)(nnx.Param(3.0))[...])
         300.0
     """
-    if fun is MISSING:
-        return functools.partial(
-            custom_jvp, nondiff_argnums=nondiff_argnums, graph=graph, graph_updates=graph_updates
-        )
-    return CustomJvp(fun, nondiff_argnums, graph, graph_updates)
+    return CustomJvp(fun, nondiff_argnums, options)

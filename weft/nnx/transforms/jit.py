@@ -1,11 +1,14 @@
 """jit: a repeated call with unchanged objects costs as much as with `jax.jit`.
 
-A call with known objects has a *plan*: the variables to read, the function of `jax.jit` to call,
-and the variables to write. A plan is valid within its epoch (`weft.nnx.structure`), which ends when
-an object of a plan changes by more than the value of a variable.
+A *cached call* with known objects has the variables to read, the function of `jax.jit` to call, and
+the variables to write. It is valid until the end of its version (`weft.nnx.versions`), when one of
+its objects changes by more than the value of a variable.
 
-The *program* of a plan, the function that JAX compiles, is shared by all calls with objects of the
+The *program* of a call, the function that JAX compiles, is shared by all calls with objects of the
 same structure, and by all functions that are equal by value.
+
+Calls of functions compiled ahead of time take no static arguments, as in JAX. eval_shape,
+make_jaxpr and checkify return the shapes, the program and the errors of a call.
 """
 
 from __future__ import annotations
@@ -16,263 +19,337 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
-from weft.core.tracebacks import hide_frames
+import jax
+
+from weft import lifting
+from weft.core.tracebacks import entry_point, hide_frames
 from weft.core.tracing import TraceState, current_trace, is_tracing
-from weft.errors import TransformArgumentError
-from weft.lifting.argnums import check_argnums
-from weft.lifting.functions import AtFirstCall, by_value
-from weft.lifting.stages import Lowered, Traced
-from weft.nnx.graph import Flat, flat_of_variables
-from weft.nnx.naming import origin
-from weft.nnx.structure import EPOCH
-from weft.nnx.transforms.abstract import eval_shape
-from weft.nnx.transforms.calls import MISSING, check_unbound, opened, parameter_names
-from weft.nnx.transforms.calls import Call as OpenCall
-from weft.nnx.transforms.jit_aot import Call
+from weft.errors import CompiledCallError, TransformArgumentError
+from weft.lifting.jit import Lowered, Traced
+from weft.lifting.kind import call_pure, split_args
+from weft.lifting.signature import check_argnums
+from weft.lifting.trace_cache import LazyCached, value_key
+from weft.nnx.graph import FlatGraph, flat_graph_of_variables
+from weft.nnx.settings import GraphOptions, resolve_graph_options
+from weft.nnx.split_merge import as_abstract
+from weft.nnx.spmd import shard_shapes
+from weft.nnx.transforms.calls import (
+    MISSING,
+    P,
+    R,
+    StaticArguments,
+    check_unbound,
+    optional_function,
+    parameter_names,
+    with_kwargs_first,
+    wrap_transformed,
+)
+from weft.nnx.transforms.graph_diff import first_difference
 from weft.nnx.transforms.jit_program import (
     MAY_HOLD_OBJECTS,
-    Found,
+    CallLayout,
     FunctionChanged,
-    HiddenObject,
-    Layout,
-    Options,
+    JitOptions,
+    NestedObject,
     Program,
-    Written,
-    found_anywhere,
-    found_at_top,
+    SplitCall,
+    WrittenValues,
+    contains_objects,
     has_objects,
-    holds_objects,
-    objects_at_top,
+    object_arguments,
+    split_nested_objects,
+    split_object_arguments,
 )
-from weft.nnx.transforms.kind import ObjectKind, is_object, watched
-from weft.nnx.transforms.modes import references_and_structure
-from weft.nnx.transforms.symbols import as_roles
+from weft.nnx.transforms.kind import ObjectKind, is_object, mark_watched
+from weft.nnx.transforms.state_roles import as_roles
 from weft.nnx.variables import Variable
+from weft.nnx.versions import STRUCTURE_VERSION, TransformCall, open_call, origin
+from weft.typing import as_grad
 
 _set_value = Variable._value.__set__  # pyright: ignore[reportAttributeAccessIssue]
-_MAX_PLANS = 64
+T = TypeVar("T")
+Q = ParamSpec("Q")
+Options = ParamSpec("Options")
+_MAX_CACHED_CALLS = 64
 _MAX_PROGRAMS = 512
 _LOCK = threading.RLock()
 
 
-class _Plan:
+class _CachedCall:
     """Steps of a call with known objects, which it does not keep alive.
 
     `n_first` is the number of leading objects, or `sys.maxsize` if objects come later or by name.
     """
 
     __slots__ = (
-        "at", "donated", "epoch", "jitted", "kept", "n_args", "n_first", "names", "objects",
-        "program", "trace",
+        "at",
+        "donated",
+        "jitted",
+        "kept",
+        "n_args",
+        "n_first",
+        "names",
+        "objects",
+        "program",
+        "trace",
+        "version",
     )  # fmt: skip
 
-    def __init__(self, program: Program, epoch: object, found: Found, forget: Any):
-        self.program, self.jitted, self.epoch = program, program.jitted, epoch
+    def __init__(
+        self, program: Program, version: object, call: SplitCall, forget: Callable[[object], None]
+    ):
+        self.program, self.jitted, self.version = program, program.jitted, version
         self.trace = current_trace()
-        self.donated = [found.flat.leaves[n] for n in program.donated]
-        self.kept = [found.flat.leaves[n] for n in program.kept]
-        self.at = [(i, weakref.ref(x, forget)) for i, x in found.at]
-        self.names = [(name, weakref.ref(x, forget)) for name, x in found.names]
-        self.objects = [weakref.ref(x) for x in found.flat.objects]
-        positions = [i for i, _ in found.at]
-        at_front = positions == list(range(len(positions))) and not found.names
+        self.donated = [call.flat.leaves[n] for n in program.donated]
+        self.kept = [call.flat.leaves[n] for n in program.kept]
+        self.at = [(i, weakref.ref(x, forget)) for i, x in call.at]
+        self.names = [(name, weakref.ref(x, forget)) for name, x in call.names]
+        self.objects = [weakref.ref(x) for x in call.flat.objects]
+        positions = [i for i, _ in call.at]
+        at_front = positions == list(range(len(positions))) and not call.names
         self.n_first = len(positions) if at_front else sys.maxsize
-        self.n_args = found.layout.n_args
+        self.n_args = call.layout.n_args
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Returns whether a call has the same objects in the same places."""
         return (
-            self.epoch is EPOCH.now
+            self.version is STRUCTURE_VERSION.now
             and all(i < len(args) and args[i] is ref() for i, ref in self.at)
             and all(name in kwargs and kwargs[name] is ref() for name, ref in self.names)
         )
 
-    def write(self, of_donated: list[Any], of_kept: list[Any], more: None, written: Written):
+    def write(self, of_donated: list[Any], of_kept: list[Any], more: None, written: WrittenValues):
         """Writes the values of a call that changed nothing but values."""
         changed = (*self.donated, *(self.kept[i] for i in written.at))
         any(map(_set_value, changed, (*of_donated, *of_kept)))
 
-    def flat(self) -> Flat:
+    def flat(self) -> FlatGraph:
         graphdef = self.program.layout.static.graphdef
-        return flat_of_variables(graphdef, [ref() for ref in self.objects])
+        return flat_graph_of_variables(graphdef, [ref() for ref in self.objects])
 
 
-class JitWrapped:
+class JitWrapped(Generic[P, R]):
     """A jitted function of objects; the result of `nnx.jit`."""
 
     # Every call reads `_last`, so it is not in the `__dict__` that holds attributes of `fn`.
     __slots__ = ("__dict__", "__weakref__", "_last")
 
-    def __init__(self, fn: Callable[..., Any], options: Options):
-        taken_over = () if is_object(fn) else functools.WRAPPER_UPDATES
-        functools.update_wrapper(self, fn, updated=taken_over)
+    def __init__(self, fn: Callable[P, R], options: JitOptions):
+        copied = () if is_object(fn) else functools.WRAPPER_UPDATES
+        functools.update_wrapper(self, fn, updated=copied)
         self._fn, self._options, self._place = fn, options, origin()
         # Functions that are equal by value share their programs.
-        self._programs: AtFirstCall[dict[Any, Program]] = AtFirstCall((fn, options), dict)
-        self._seen: Hashable = None
-        # Plans; for objects of a trace without a plan, the trace of their last call.
-        self._plans: dict[Any, _Plan | TraceState] = {}
-        self._last: _Plan | None = None
-        self._has_hidden = False
+        self._programs: LazyCached[dict[CallLayout, Program]] = LazyCached((fn, options), dict)
+        self._fn_key: Hashable = None
+        # For objects of a trace without a cached call, the trace of their last call.
+        self._cached_calls: dict[Hashable, _CachedCall | TraceState] = {}
+        self._last: _CachedCall | None = None
+        self._has_nested_objects = False
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            plan = self._last
+            cached = self._last
             # The code from here on is the overhead of a call.
-            if plan is None or plan.epoch is not EPOCH.now or kwargs or len(args) < plan.n_first:
-                return self._call_as_found(args, kwargs)
-            for i, ref in plan.at:
+            if (
+                cached is None
+                or cached.version is not STRUCTURE_VERSION.now
+                or kwargs
+                or len(args) < cached.n_first
+            ):
+                return self._call_uncached(args, kwargs)
+            for i, ref in cached.at:
                 if args[i] is not ref():
-                    return self._call_as_found(args, kwargs)
-            rest = args[plan.n_first :]
+                    return self._call_uncached(args, kwargs)
+            rest = args[cached.n_first :]
             for x in rest:
                 # JAX exhausts the recursion limit on an object that contains itself.
-                if isinstance(x, MAY_HOLD_OBJECTS) and holds_objects(x):
-                    return self._call_as_found(args, kwargs)
-            donated, kept = plan.donated, plan.kept
+                if isinstance(x, MAY_HOLD_OBJECTS) and contains_objects(x):
+                    return self._call_uncached(args, kwargs)
+            donated, kept = cached.donated, cached.kept
             try:
-                result, of_donated, of_kept, more, written = plan.jitted(
+                result, of_donated, of_kept, more, written = cached.jitted(
                     [variable._value for variable in donated] if donated else donated,
                     [variable._value for variable in kept] if kept else kept,
                     *rest,
                 )
-            except (HiddenObject, FunctionChanged):
-                plan = None
+            except (NestedObject, FunctionChanged):
+                cached = None
             except (TypeError, ValueError):
-                # The cause may be outside the plan: an object in a container, or a sharding.
-                if plan.n_args == len(args) and not has_objects(rest):
+                # The cause may be outside the program: an object in a container, or a sharding.
+                if cached.n_args == len(args) and not has_objects(rest):
                     raise
-                plan = None
-            if plan is None:
-                return self._call_as_found(args, kwargs)
-            if more is not None or plan.trace is not current_trace():
+                cached = None
+            if cached is None:
+                return self._call_uncached(args, kwargs)
+            if more is not None or cached.trace is not current_trace():
                 outputs = result, of_donated, of_kept, more, written
-                return plan.program.finish(plan.flat(), outputs)
+                return cached.program.finish(cached.flat(), outputs)
+            # `any` visits all, since each call returns None.
             if of_donated:
-                any(
-                    map(_set_value, donated, of_donated)
-                )  # `any` visits all, since each call returns None
+                any(map(_set_value, donated, of_donated))
             if of_kept:
                 at = written.at
                 changed = kept if len(at) == len(kept) else [kept[i] for i in at]
                 any(map(_set_value, changed, of_kept))
-            return result
+            return result  # pyright: ignore[reportReturnType]
         except Exception as error:
             hide_frames(error)
             raise
 
-    def _call_as_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._or_anew(self._call_looked_at, args, kwargs)
+    def _call_uncached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Makes a call, by new programs if values that the function uses have changed."""
+        is_first = True
+        while True:
+            try:
+                program, call, inputs, named = self._inspect(args, kwargs)
+                outputs = program.jitted(*inputs, **named)
+                break
+            except FunctionChanged:
+                if not is_first:
+                    raise
+                is_first = False
+                self._drop_programs()
+        if isinstance(call, FlatGraph):
+            return program.finish(call, outputs)
+        if outputs[3] is None and call.trace is current_trace():
+            call.write(*outputs[1:])
+            return outputs[0]
+        return program.finish(call.flat(), outputs)
 
-    def _or_anew(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Makes a call, and repeats it with new programs if the function's own values changed."""
-        try:
-            return call(args, kwargs)
-        except FunctionChanged:
-            self._programs, self._seen = AtFirstCall(object(), dict), None
-            self.forget()
-        return call(args, kwargs)
+    def _drop_programs(self) -> None:
+        self._programs, self._fn_key = LazyCached(object(), dict), None
+        self.forget()
 
-    def _call_looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        at, names = objects_at_top(self._options, args, kwargs)
+    def _inspect(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Program, "_CachedCall | FlatGraph", Sequence[Any], dict[str, Any]]:
+        at, names = object_arguments(self._options, args, kwargs)
         positions, of_names = [i for i, _ in at], [name for name, _ in names]
         rest = [x for i, x in enumerate(args) if i not in positions]
         named = {k: x for k, x in kwargs.items() if k not in of_names}
         if has_objects((rest, named)):
             # A call that only differs from the last one when traced costs more than a look.
-            self._has_hidden, self._last = True, None
-            return self._call_found(self._found(found_anywhere, args, kwargs))
-        if (plan := self._plan(args, kwargs, at, names)) is None:
-            return self._call_found(self._found(found_at_top, args, kwargs))
-        values = ([x._value for x in found] for found in (plan.donated, plan.kept))
-        outputs = plan.jitted(*values, *rest, **named)
-        if outputs[3] is None and plan.trace is current_trace():
-            plan.write(*outputs[1:])
-            return outputs[0]
-        return plan.program.finish(plan.flat(), outputs)
+            self._has_nested_objects, self._last = True, None
+            return self._inspect_uncached(split_nested_objects, args, kwargs)
+        if (cached := self._cached_call(args, kwargs, at, names)) is None:
+            return self._inspect_uncached(split_object_arguments, args, kwargs)
+        values = ([x._value for x in variables] for variables in (cached.donated, cached.kept))
+        return cached.program, cached, (*values, *rest), named
 
-    def _found(self, look: Callable[..., Found], args: Any, kwargs: Any) -> Found:
+    def _inspect_uncached(
+        self, split: Callable[..., SplitCall], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Program, FlatGraph, Sequence[Any], dict[str, Any]]:
+        call = self._split_call(split, args, kwargs)
+        program = self._program(call.layout)
+        return program, call.flat, (*program.values_of(call.flat), *call.rest), call.named
+
+    def _split_call(
+        self, split: Callable[..., SplitCall], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> SplitCall:
         names = [*parameter_names(self._fn)[: len(args)]]
         names += [*(f"args[{i}]" for i in range(len(names), len(args))), *sorted(kwargs)]
         every = (*args, *(x for _, x in sorted(kwargs.items())))
         specs = "in_shardings", "out_shardings"
-        with opened(OpenCall("jit", self._fn, every, specs, names=names, place=self._place)):
-            return look(self._options, args, kwargs)
+        with open_call(
+            TransformCall("jit", self._fn, every, specs, names=names, place=self._place)
+        ):
+            return split(self._options, args, kwargs)
 
-    def _plan(self, args: Any, kwargs: Any, at: list[Any], names: list[Any]) -> _Plan | None:
-        """Returns a valid plan of a call, creating it if needed, or None if none is possible."""
+    def _cached_call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        at: list[tuple[int, Any]],
+        names: list[tuple[str, Any]],
+    ) -> _CachedCall | None:
+        """Returns the valid cached call, creating it if needed, or None if none is possible."""
         key = len(args), *((place, id(x)) for place, x in (*at, *names))
-        plan = self._plans.get(key)
-        if not isinstance(plan, _Plan) or not plan.fits(args, kwargs):
+        cached = self._cached_calls.get(key)
+        if not isinstance(cached, _CachedCall) or not cached.fits(args, kwargs):
             here = current_trace()
-            if is_tracing() and plan != here:
-                # Most objects of a trace are called once, too rarely to pay for a plan.
-                self._keep(key, here)
+            if is_tracing() and cached != here:
+                # Most objects of a trace are called once, too rarely for a cached call.
+                self._store_cached_call(key, here)
                 return None
             while True:
-                epoch = EPOCH.now
-                found = self._found(found_at_top, args, kwargs)
-                if not found.can_be_planned:
+                version = STRUCTURE_VERSION.now
+                split = self._split_call(split_object_arguments, args, kwargs)
+                if not split.is_cacheable:
                     return None
-                before = [watched(x) for x in found.flat.objects]
-                if all(before):
+                were_watched = [mark_watched(x) for x in split.flat.objects]
+                if all(were_watched):
                     break
-            plan = _Plan(self._program(found.layout), epoch, found, self._forgetting(key))
-            self._keep(key, plan)
-            EPOCH.remembering[id(self)] = self
-        self._last = None if self._has_hidden else plan
-        return plan
+            program, forget = self._program(split.layout), self._forget_callback(key)
+            cached = _CachedCall(program, version, split, forget)
+            self._store_cached_call(key, cached)
+            STRUCTURE_VERSION.dependents[id(self)] = self
+        self._last = None if self._has_nested_objects else cached
+        return cached
 
-    def _keep(self, key: Hashable, plan: _Plan | TraceState) -> None:
-        self._plans[key] = plan
-        for old in list(self._plans)[:-_MAX_PLANS]:
-            self._plans.pop(old, None)
+    def _store_cached_call(self, key: Hashable, call: _CachedCall | TraceState) -> None:
+        self._cached_calls[key] = call
+        for old in list(self._cached_calls)[:-_MAX_CACHED_CALLS]:
+            self._cached_calls.pop(old, None)
 
-    def _forgetting(self, key: Hashable) -> Callable[[Any], None]:
+    def _forget_callback(self, key: Hashable) -> Callable[[object], None]:
         weak = weakref.ref(self)
 
-        def forget(_: Any) -> None:
+        def forget(_: object) -> None:
             if (me := weak()) is not None:
-                me._plans.pop(key, None)
-                # If it is the plan of another key, the next call finds that again.
+                me._cached_calls.pop(key, None)
+                # If it is the cached call of another key, the next call finds that again.
                 me._last = None
 
         return forget
 
-    def _program(self, layout: Layout) -> Program:
-        if self._seen is None:
-            self._seen = by_value(self._fn)
-        programs, made = self._programs.value, (self._fn, self._options, layout, self._seen)
+    def _program(self, layout: CallLayout) -> Program:
+        if self._fn_key is None:
+            self._fn_key = value_key(self._fn)
+        programs = self._programs.value
         with _LOCK:
-            program = programs.pop(layout, None) or Program(*made)
+            program = programs.pop(layout, None)
+            if program is None:
+                program = Program(self._fn, self._options, layout, self._fn_key)
             programs[layout] = program  # the latest comes last
             while len(programs) > _MAX_PROGRAMS:
                 del programs[next(iter(programs))]
         return program
 
-    def _call_found(self, found: Found) -> Any:
-        program = self._program(found.layout)
-        outputs = program.jitted(*program.values_of(found.flat), *found.rest, **found.named)
-        return program.finish(found.flat, outputs)
-
-    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Lowers a call as `jax.jit(...).lower`; objects keep their state."""
         return self.trace(*args, **kwargs).lower()
 
-    def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
+    def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Traces a call as `jax.jit(...).trace`; objects keep their state."""
-        return self._or_anew(self._traced, args, kwargs)
+        is_first = True
+        while True:
+            try:
+                program, _, inputs, named = self._inspect_uncached(
+                    split_nested_objects, args, kwargs
+                )
+                traced = program.jitted.trace(*inputs, **named)
+                break
+            except FunctionChanged:
+                if not is_first:
+                    raise
+                is_first = False
+                self._drop_programs()
+        return Traced(traced, CompiledCall(program, self._options, args, kwargs).run)
 
-    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        found = self._found(found_anywhere, args, kwargs)
-        program = self._program(found.layout)
-        values = program.values_of(found.flat)
-        traced = program.jitted.trace(*values, *found.rest, **found.named)
-        return Traced(traced, Call(program, self._options, args, kwargs).run)
-
-    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Returns the result of a call with shapes in place of arrays; objects keep their state."""
         return eval_shape(self._fn, *args, **kwargs)
 
@@ -283,29 +360,53 @@ class JitWrapped:
 
     def forget(self) -> None:
         """Drops the cached structure of objects."""
-        self._plans.clear()
+        self._cached_calls.clear()
         self._last = None
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+    @overload
+    def __get__(
+        self: JitWrapped[Concatenate[T, Q], R], instance: T, owner: type | None = None
+    ) -> Callable[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
 
+class _Jit(Protocol[Options]):
+    @overload
+    def __call__(
+        self, fun: Callable[P, R], /, *args: Options.args, **options: Options.kwargs
+    ) -> JitWrapped[P, R]: ...
+    @overload
+    def __call__(
+        self, *args: Options.args, **options: Options.kwargs
+    ) -> Callable[[Callable[P, R]], JitWrapped[P, R]]: ...
+
+
+def _as_jit(
+    transformation: Callable[Concatenate[Callable[..., Any], Options], Any],
+) -> _Jit[Options]:
+    return cast(_Jit[Options], transformation)
+
+
+@_as_jit
+@optional_function
 def jit(
-    fun: Callable[..., Any] = MISSING,
+    fun: Callable[P, R] = MISSING,
     *,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
+    in_shardings: object = None,
+    out_shardings: object = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
     keep_unused: bool = False,
-    device: Any = None,
+    device: object = None,
     backend: str | None = None,
     inline: bool = False,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-) -> Any:
+    **options: Unpack[GraphOptions],
+) -> JitWrapped[P, R]:
     """Applies `jax.jit` to a function of objects, at the cost of `jax.jit`.
 
     A call with known objects only reads and writes the values of their variables. Objects whose
@@ -325,7 +426,6 @@ def jit(
         donate_argnums: positions of arguments whose arrays and variables may be reused;
             `donate_argnames`: their names.
         keep_unused: as for `jax.jit`, like `device`, `backend` and `inline`.
-        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Returns:
         The function, with `lower`, `trace` and `eval_shape` as in `jax.jit`.
@@ -345,24 +445,21 @@ def jit(
         >>> float(model.w[...])
         2.0
     """
-    options: dict[str, Any] = {"in_shardings": in_shardings, "out_shardings": out_shardings}
-    options |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
-    options |= {"donate_argnums": donate_argnums, "donate_argnames": donate_argnames}
     others = {"keep_unused": keep_unused, "inline": inline, "device": device, "backend": backend}
-    modes = {"graph": graph, "graph_updates": graph_updates}
-    if fun is MISSING:
-        return functools.partial(jit, **options, **others, **modes)
     check_unbound("jit", fun)
-    kind = ObjectKind("jit", *references_and_structure(graph, graph_updates))
-    static = _both_ways(fun, "static", static_argnums, static_argnames)
-    donated = _both_ways(fun, "donate", donate_argnums, donate_argnames)
+    kind = ObjectKind("jit", *resolve_graph_options(**options))
+    static = _argnums_and_argnames(fun, "static", static_argnums, static_argnames)
+    donated = _argnums_and_argnames(fun, "donate", donate_argnums, donate_argnames)
     given = tuple((name, value) for name, value in others.items() if value)
     shardings = as_roles(in_shardings), as_roles(out_shardings)
-    return JitWrapped(fun, Options(kind, *shardings, *static, *donated, given))
+    return JitWrapped(fun, JitOptions(kind, *shardings, *static, *donated, given))
 
 
-def _both_ways(
-    fun: Callable[..., Any], name: str, argnums: Any, argnames: Any
+def _argnums_and_argnames(
+    fun: Callable[..., Any],
+    name: str,
+    argnums: int | Iterable[int] | None,
+    argnames: str | Iterable[str] | None,
 ) -> tuple[frozenset[int], frozenset[str]]:
     numbers = {argnums} if isinstance(argnums, int) else set(argnums or ())
     names = {argnames} if isinstance(argnames, str) else set(argnames or ())
@@ -386,7 +483,6 @@ def _check_argnames(
     parameters: Sequence[inspect.Parameter],
     names: Iterable[str],
 ) -> None:
-    """Raises TransformArgumentError for names that `fun` does not have."""
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     there = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
@@ -399,7 +495,7 @@ def _check_argnames(
             )
 
 
-def jit_partial(fun: Callable[..., Any], *partial_args: Any, **options: Any) -> Callable[..., Any]:
+def jit_partial(fun: Callable[..., R], *partial_args: Any, **options: Any) -> Callable[..., R]:
     """Returns a jitted function with its first arguments bound.
 
     `options` are those of `nnx.jit`; they refer to all arguments, including bound ones.
@@ -415,13 +511,166 @@ def jit_partial(fun: Callable[..., Any], *partial_args: Any, **options: Any) -> 
 
 
 def cached_partial(
-    f: Callable[..., Any],
-    *cached_args: Any,
+    f: Callable[..., R],
+    *cached_args: object,
     graph: bool | None = None,
     graph_updates: bool | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., R]:
     """Returns `functools.partial(f, *cached_args)` for a transformed `f`, for compatibility.
 
     `nnx.jit` caches the structure of objects for every call; bound objects may change in any way.
     """
     return functools.partial(f, *cached_args)
+
+
+class CompiledCall:
+    """The call for which a function is compiled."""
+
+    def __init__(
+        self, program: Program, options: JitOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ):
+        self._program, self._options = program, options
+        self._n_args = len(args)
+        self._static = {i: x for i, x in enumerate(args) if i in options.static_argnums}
+        self._named = {k: x for k, x in kwargs.items() if k in options.static_argnames}
+        self._names = sorted(kwargs.keys() - self._named.keys())
+
+    def run(
+        self, compiled: jax.stages.Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls the compiled program, writes the changed values, and returns the result.
+
+        Raises:
+            CompiledCallError: if the structure of an object or the number of arguments differs.
+        """
+        if len(args) != self._n_args - len(self._static) or sorted(kwargs) != self._names:
+            raise CompiledCallError(
+                f"a function compiled for {self._n_args - len(self._static)} positional "
+                f"arguments and {self._names} by name is called with {len(args)} and "
+                f"{sorted(kwargs)}; pass them as to lower, without the static ones."
+            )
+        rest = iter(args)
+        every = (self._static[i] if i in self._static else next(rest) for i in range(self._n_args))
+        call = split_nested_objects(self._options, tuple(every), {**kwargs, **self._named})
+        if call.layout != self._program.layout:
+            raise _structure_error(self._program.layout, call.layout)
+        given = [x for i, x in enumerate(call.rest) if i not in self._static]
+        named = {k: x for k, x in call.named.items() if k not in self._named}
+        outputs = compiled(*self._program.values_of(call.flat), *given, **named)
+        return self._program.finish(call.flat, outputs)
+
+
+def _structure_error(before: CallLayout, now: CallLayout) -> CompiledCallError:
+    every = range(sys.maxsize)
+    graphs = before.static.graphdef, now.static.graphdef
+    difference = first_difference(graphs, (every, every))
+    where = "has other variables or other metadata"
+    if difference is not None and len(difference.path) > 1:
+        _, first, *below = difference.path
+        names = (f".{x}" if isinstance(x, str) else f"[{x}]" for x in below)
+        where = f"differs at object {first}{''.join(names)}"
+    return CompiledCallError(
+        f"a compiled function is called with objects unlike those it was compiled for: the new "
+        f"argument {where}; pass objects of the same structure, or lower and compile it for these."
+    )
+
+
+@entry_point
+def eval_shape(
+    f: Callable[..., R],
+    *args: object,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+    **kwargs: object,
+) -> R:
+    """Returns the result of `f` with shapes in place of arrays, without computing it.
+
+    The shapes in variables carry the `NamedSharding` that their values would have over the mesh in
+    their metadata, or else over that of `jax.set_mesh`.
+
+    Args:
+        f: the function; it gets copies of the objects, and objects that it creates hold shapes.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
+
+    Example:
+        >>> from weft import nnx
+        >>> nnx.eval_shape(lambda: nnx.Dict(w=nnx.Param(jax.numpy.ones(3)))).w[...]
+        ShapeDtypeStruct(shape=(3,), dtype=float32)
+    """
+    check_unbound("eval_shape", f)
+    kind = ObjectKind("eval_shape", *resolve_graph_options(graph, graph_updates))
+    abstract_args, abstract_kwargs = as_abstract((args, kwargs))
+    call = with_kwargs_first(f)
+    specs = ("args", "the result")
+    with open_call(
+        TransformCall("eval_shape", f, abstract_args, specs, named=abstract_kwargs, place=origin())
+    ):
+        result = lifting.eval_shape(kind, call)(abstract_kwargs, *abstract_args)
+    shard_shapes(result)
+    return result
+
+
+@as_grad
+@optional_function
+def make_jaxpr(
+    f: Callable[P, Any] = MISSING,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    **options: Unpack[GraphOptions],
+) -> Callable[P, Any]:
+    """Applies `jax.make_jaxpr` to a function of objects, which keep their state.
+
+    Args:
+        f: the function; without it, a decorator is returned.
+        **options: see `nnx.set_graph_mode` and `nnx.set_graph_updates`.
+        static_argnums: positions of static, hashable arguments.
+
+    Returns:
+        A function that returns the jaxpr of a call. Its inputs are the arrays among the arguments
+        and the values of objects, ordered by attribute name; its outputs are the results of `f`.
+
+    Example:
+        >>> from weft import nnx
+        >>> w = nnx.Param(jax.numpy.float32(1.0))
+        >>> print(nnx.make_jaxpr(lambda w, x: w + x)(w, jax.numpy.float32(2.0)))
+        { lambda ; a:f32[] b:f32[]. let c:f32[] = add a b in (c,) }
+    """
+    kind = ObjectKind("make_jaxpr", *resolve_graph_options(**options))
+    static = StaticArguments("make_jaxpr", "static_argnums", f, static_argnums)
+    fn = with_kwargs_first(static.fn)
+
+    def call(kwargs: dict[str, Any], *args: object) -> Any:
+        _, pure_args = split_args(kind, (kwargs, *static.wrapped(args)), None)
+        return jax.make_jaxpr(lambda pure_args: call_pure(kind, fn, pure_args).packed)(pure_args)
+
+    return wrap_transformed("make_jaxpr", f, call)
+
+
+def checkify(
+    f: Callable[P, R],
+    errors: object = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Callable[P, tuple[Any, R]]:
+    """Applies `jax.experimental.checkify.checkify` to a function of objects.
+
+    Args:
+        errors: enabled checks; None for `checkify.user_checks`.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
+
+    Returns:
+        A function that returns a `checkify.Error` and the result of `f`.
+
+    Example:
+        >>> from jax.experimental import checkify
+        >>> from weft import nnx
+        >>> def positive(m):
+        ...     checkify.check(m.n > 0, "not positive")
+        >>> error, _ = nnx.checkify(positive)(nnx.Dict(n=nnx.Variable(jax.numpy.array(-1))))
+        >>> error.get().split(" (")[0]
+        'not positive'
+    """
+    kind = ObjectKind("checkify", *resolve_graph_options(graph, graph_updates))
+    return wrap_transformed(
+        "checkify", f, lifting.checkify(kind, with_kwargs_first(f), errors=errors)
+    )

@@ -1,7 +1,7 @@
 """Programs that JAX compiles for jitted functions of objects, and the inspection of calls.
 
-JAX does not receive objects that are arguments themselves, and receives a `Hole` for objects in
-containers. Their values are two flat lists, the first of them donated. The outputs are the
+JAX does not receive objects that are arguments themselves, and receives an `ObjectRef` for objects
+in containers. Their values are two flat lists, the first of them donated. The outputs are the
 changed values with a note that identifies them, or, if more than values has changed, all results of
 `weft.lifting`.
 """
@@ -14,34 +14,27 @@ from typing import Any, NamedTuple
 
 import jax
 
-from weft.core.layout import constrain_like_jit
+from weft.core.spmd import constrain_like_jit
 from weft.core.tracing import current_trace
 from weft.errors import CallMismatchError, TransformArgumentError
 from weft.lifting import Roles
-from weft.lifting.crossing import Cargo, Parcel, Results, Static, commit, run
-from weft.lifting.functions import by_value
-from weft.lifting.names import named_after
+from weft.lifting.kind import PureArgs, PureResults, StateNode, Static, call_pure, commit_results
 from weft.lifting.roles import broadcast_roles, is_role
-from weft.lifting.stack import with_room
+from weft.lifting.signature import named_after
+from weft.lifting.trace_cache import large_frame, value_key
 from weft.nnx.filters import Everything
-from weft.nnx.graph import Flat
+from weft.nnx.graph import FlatGraph
 from weft.nnx.pytree import Pytree
-from weft.nnx.transforms.calls import (
-    Call,
-    current_call,
-    object_paths,
-    opened,
-    parameter_names,
-    recorded,
-)
+from weft.nnx.transforms.calls import object_paths, parameter_names
 from weft.nnx.transforms.kind import ObjectKind, is_object, trace_of
 from weft.nnx.variables import NO_METADATA, Variable, metadata_key
+from weft.nnx.versions import TransformCall, open_call
 
 MAY_HOLD_OBJECTS = (Pytree, Variable, dict, list, tuple)
 
 
-class Options(NamedTuple):
-    """Options that the user gave to `nnx.jit`, with shardings converted by `as_roles`."""
+class JitOptions(NamedTuple):
+    """Options of `nnx.jit`, with shardings converted by `as_roles`."""
 
     kind: ObjectKind
     in_shardings: Any
@@ -54,21 +47,21 @@ class Options(NamedTuple):
 
 
 @jax.tree_util.register_static
-class Hole:
+class ObjectRef:
     """Placeholder for the object with an index in the arguments."""
 
     def __init__(self, index: int):
         self.index = index
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Hole) and self.index == other.index
+        return isinstance(other, ObjectRef) and self.index == other.index
 
     def __hash__(self) -> int:
         return self.index
 
 
 @jax.tree_util.register_static
-class Written:
+class WrittenValues:
     """The values that come back.
 
     `at` has the positions of changed values that are not donated; `is_all` if nothing else changed.
@@ -78,13 +71,16 @@ class Written:
         self.at, self.is_all = at, is_all
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Written) and (self.at, self.is_all) == (other.at, other.is_all)
+        return isinstance(other, WrittenValues) and (self.at, self.is_all) == (
+            other.at,
+            other.is_all,
+        )
 
     def __hash__(self) -> int:
         return hash(self.at)
 
 
-class HiddenObject(Exception):
+class NestedObject(Exception):
     """Raised in a trace that finds an object in a container among the arguments."""
 
 
@@ -92,7 +88,7 @@ class FunctionChanged(Exception):
     """Raised in a trace of a shared function whose own values have changed."""
 
 
-class Layout(NamedTuple):
+class CallLayout(NamedTuple):
     """The structure of the objects of a call.
 
     Attributes:
@@ -113,9 +109,10 @@ class Layout(NamedTuple):
 class Program:
     """The function that JAX compiles, for objects of one structure."""
 
-    def __init__(self, fn: Callable[..., Any], options: Options, layout: Layout, seen: Hashable):
-        self._fn, self._options, self.layout = recorded(fn), options, layout
-        self._user_fn, self._seen = fn, seen
+    def __init__(
+        self, fn: Callable[..., Any], options: JitOptions, layout: CallLayout, seen: Hashable
+    ):
+        self._options, self.layout = options, layout
         is_donated = [layout.donated[i] for i, _ in layout.static.places]
         self.donated = [n for n, is_given in enumerate(is_donated) if is_given]
         self.kept = [n for n, is_given in enumerate(is_donated) if not is_given]
@@ -123,8 +120,20 @@ class Program:
         if options.in_shardings is not None:
             self._shardings = [layout.roles[i][g][1] for i, g in layout.static.places]
 
-        def pure(donated: list[Any], kept: list[Any], /, *rest: Any, **named: Any) -> Any:
-            return self._pure(donated, kept, rest, named)
+        @large_frame
+        def pure(donated: list[Any], kept: list[Any], /, *rest: object, **named: object) -> Any:
+            if value_key(fn) != seen:
+                raise FunctionChanged
+            values = self._merge_values(donated, kept)
+            args, kwargs, pure_args = self._pure_args(values, rest, named)
+            given = object_paths(args, parameter_names(fn), ObjectRef)
+            given += object_paths((*kwargs.values(),), [*kwargs], ObjectRef)
+            specs = "in_shardings", "out_shardings"
+            with open_call(TransformCall("jit", fn, args, specs, given=given)):
+                results = call_pure(
+                    options.kind, fn, pure_args, options.out_shardings, has_kwargs=True
+                )
+            return self._outputs(results, values)
 
         left_out, leading = (*layout.at, *layout.names), ("donated_state", "state")
         named_after(fn, pure, leading=leading, left_out=left_out)
@@ -153,80 +162,70 @@ class Program:
             left = (_without_state(x) for i, x in rest if i not in layout.at)
             result["in_shardings"] = (donated, kept, *left)
         if of.out_shardings is not None:
-            out = jax.tree.map(_packed, of.out_shardings, is_leaf=is_role)
+            out = jax.tree.map(_as_node, of.out_shardings, is_leaf=is_role)
             result["out_shardings"] = (out, None, None, None, None)
         return result
 
-    def _pure(self, donated: Any, kept: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if by_value(self._user_fn) != self._seen:
-            raise FunctionChanged
-        layout, values = self.layout, self._in_order(donated, kept)
+    def _pure_args(
+        self, values: Sequence[Any], rest: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], PureArgs]:
+        """Returns the arguments with a placeholder for each object, and those for `call_pure`."""
+        layout = self.layout
         groups: list[tuple[dict[int, Any], ...]]
         groups = [tuple({} for _ in roles) for roles in layout.roles]
         for n, (i, g) in enumerate(layout.static.places):
-            groups[i][g][n] = self._going_in(n, values[n])
-        args, kwargs = list(rest), dict(named)
-        holes = map(Hole, range(len(groups)))
+            groups[i][g][n] = self._input_leaf(n, values[n])
+        args = list(rest)
+        refs = map(ObjectRef, range(len(groups)))
         for i in layout.at:
-            args.insert(i, next(holes))
-        kwargs.update(zip(layout.names, holes, strict=False))
-        leaves, tree = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_hole_or_object)
+            args.insert(i, next(refs))
+        kwargs = dict(sorted({**named, **dict(zip(layout.names, refs, strict=False))}.items()))
+        leaves, tree = jax.tree.flatten((*args, kwargs), is_leaf=_is_ref_or_object)
         if any(map(is_object, leaves)):
-            raise HiddenObject
+            raise NestedObject
         packed = tree.unflatten(
-            Parcel(groups[x.index]) if isinstance(x, Hole) else x for x in leaves
+            StateNode(groups[x.index]) if isinstance(x, ObjectRef) else x for x in leaves
         )
-        roles = tuple(layout.roles[x.index] if isinstance(x, Hole) else None for x in leaves)
-        with opened(Call("jit", self._user_fn, (args, kwargs), ("in_shardings", "out_shardings"))):
-            results = with_room(
-                run,
-                self._options.kind,
-                self._call,
-                Cargo(Static((layout.static, roles)), packed),
-                self._options.out_shardings,
-            )
-        return self._outputs(results, values)
+        roles = tuple(layout.roles[x.index] if isinstance(x, ObjectRef) else None for x in leaves)
+        return (*args,), kwargs, PureArgs(Static((layout.static, roles)), packed)
 
-    def _call(self, args: Any) -> Any:
-        if (call := current_call()) is not None:
-            call.inside = object_paths(args[0], parameter_names(self._user_fn))
-        return self._fn(*args[0], **args[1])
-
-    def _in_order(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+    def _merge_values(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         values = dict(zip((*self.donated, *self.kept), (*donated, *kept), strict=True))
         return [values[n] for n in range(len(values))]
 
-    def _going_in(self, n: int, value: Any) -> Any:
+    def _input_leaf(self, n: int, value: object) -> Any:
         """Returns a value as `weft.lifting` takes it, which makes plain variables itself."""
         made = self.layout.made[n]
         is_enough = made is not None and made[1] is NO_METADATA and not isinstance(value, Variable)
         return value if is_enough else self.as_leaf(n, value)
 
-    def as_leaf(self, n: int, value: Any) -> Any:
+    def as_leaf(self, n: int, value: object) -> Any:
         """Returns a value in a copy of its variable, or itself for an attribute."""
         made = self.layout.made[n]
         return value if made is None else made[0].from_metadata(value, made[1].value)
 
-    def values_of(self, flat: Flat) -> tuple[list[Any], list[Any]]:
+    def values_of(self, flat: FlatGraph) -> tuple[list[Any], list[Any]]:
         """Returns the donated values and the others."""
         values = [x._value if isinstance(x, Variable) else x for x in flat.leaves]
         return [values[n] for n in self.donated], [values[n] for n in self.kept]
 
-    def finish(self, flat: Flat, outputs: tuple[Any, ...]) -> Any:
+    def finish(self, flat: FlatGraph, outputs: tuple[Any, ...]) -> Any:
         """Writes the changes of a call, and returns its result."""
         result, of_donated, of_kept, more, written = outputs
         if more is None:
             numbers = [*self.donated, *(self.kept[i] for i in written.at)]
             values = zip(numbers, (*of_donated, *of_kept), strict=True)
             group = {n: self.as_leaf(n, value) for n, value in values}
-            more = Static(None), [Parcel((group,))]
-        static, parcels = more
-        return commit(self._options.kind, flat, Results(static, parcels, result))
+            more = Static(None), [StateNode((group,))]
+        static, state_nodes = more
+        return commit_results(self._options.kind, flat, PureResults(static, state_nodes, result))
 
-    def _outputs(self, results: Results, values: list[Any]) -> tuple[Any, ...]:
+    def _outputs(self, results: PureResults, values: list[Any]) -> tuple[Any, ...]:
         """Returns the result, the values to write, and if more has changed all changes."""
-        self._keep_layout(results.parcels, values)
-        changed = {n: x for p in results.parcels for group in p.groups for n, x in group.items()}
+        self._constrain_outputs(results.state_nodes, values)
+        changed = {
+            n: x for p in results.state_nodes for group in p.groups for n, x in group.items()
+        }
         made = self.layout.made
         if results.static.value is not None or any(
             isinstance(x, Variable) and metadata_key(x) != made[n][1]  # pyright: ignore[reportOptionalSubscript]
@@ -235,19 +234,25 @@ class Program:
             for n in self.donated:
                 i, g = self.layout.static.places[n]
                 # Donated values no longer exist outside.
-                results.parcels[i].groups[g].setdefault(n, self.as_leaf(n, values[n]))
-            more = results.static, results.parcels
-            return results.packed, [], [], more, Written((), False)
+                results.state_nodes[i].groups[g].setdefault(n, self.as_leaf(n, values[n]))
+            more = results.static, results.state_nodes
+            return results.packed, [], [], more, WrittenValues((), False)
         new = {n: x._value if isinstance(x, Variable) else x for n, x in changed.items()}
         at = tuple(i for i, n in enumerate(self.kept) if n in new)
         donated = [new.get(n, values[n]) for n in self.donated]
-        return results.packed, donated, [new[self.kept[i]] for i in at], None, Written(at, True)
+        return (
+            results.packed,
+            donated,
+            [new[self.kept[i]] for i in at],
+            None,
+            WrittenValues(at, True),
+        )
 
-    def _keep_layout(self, parcels: list[Parcel], values: list[Any]) -> None:
+    def _constrain_outputs(self, state_nodes: list[StateNode], values: list[Any]) -> None:
         """Constrains all outputs to the input shardings, or each call would do it again."""
         for n, sharding in enumerate(self._shardings):
             i, g = self.layout.static.places[n]
-            group = parcels[i].groups[g]
+            group = state_nodes[i].groups[g]
             x = group.get(n, self.as_leaf(n, values[n]))
             value = x._value if isinstance(x, Variable) else x
             if sharding is not None and _shapes(value) == _shapes(values[n]):
@@ -256,29 +261,31 @@ class Program:
                 group[n] = x.copy(value, _copy_ref=False) if isinstance(x, Variable) else value
 
 
-class Found(NamedTuple):
+class SplitCall(NamedTuple):
     """An inspected call: `rest` and `named` go to JAX, `at` and `names` hold its objects."""
 
-    flat: Flat
-    layout: Layout
+    flat: FlatGraph
+    layout: CallLayout
     rest: Sequence[Any]
     named: dict[str, Any]
     at: Sequence[tuple[int, Any]]
     names: Sequence[tuple[str, Any]]
 
     @property
-    def can_be_planned(self) -> bool:
-        """True if every change that a plan depends on is observed."""
+    def is_cacheable(self) -> bool:
+        """True if every change that a cached call depends on is observed."""
         here = current_trace()
         return (
-            self.flat.is_sure
+            self.flat.is_tracked
             and all(isinstance(x, Variable) for x in self.flat.leaves)
             and not any(isinstance(x, Variable) for _, x in (*self.at, *self.names))
             and all(trace_of(x) == here for x in self.flat.objects)
         )
 
 
-def objects_at_top(options: Options, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
+def object_arguments(
+    options: JitOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], list[Any]]:
     """Returns the arguments that are objects, with their positions, and those passed by name.
 
     Raises:
@@ -297,24 +304,28 @@ def objects_at_top(options: Options, args: Any, kwargs: Any) -> tuple[list[Any],
     return at, names
 
 
-def has_objects(x: Any) -> bool:
+def has_objects(x: object) -> bool:
     """Returns whether a pytree contains an object."""
     return any(map(is_object, jax.tree.leaves(x, is_leaf=is_object)))
 
 
-def holds_objects(x: Any) -> bool:
+def contains_objects(
+    x: Pytree | Variable[Any] | dict[Any, Any] | list[Any] | tuple[Any, ...],
+) -> bool:
     """Returns whether `x` is an object or a plain container with one, without calling JAX."""
     if isinstance(x, Pytree | Variable):
         return True
     for item in x.values() if isinstance(x, dict) else x:
-        if isinstance(item, MAY_HOLD_OBJECTS) and holds_objects(item):
+        if isinstance(item, MAY_HOLD_OBJECTS) and contains_objects(item):
             return True
     return False
 
 
-def found_at_top(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+def split_object_arguments(
+    options: JitOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> SplitCall:
     """Inspects a call with objects only as arguments."""
-    at, names = objects_at_top(options, args, kwargs)
+    at, names = object_arguments(options, args, kwargs)
     shardings = _per_argument(options.in_shardings, len(args))
     roles = [_roles(shardings[i]) for i, _ in at] + [_SHARED for _ in names]
     donated = [i in options.donate_argnums for i, _ in at]
@@ -323,66 +334,72 @@ def found_at_top(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
     rest = [x for i, x in enumerate(args) if i not in positions]
     named = {name: x for name, x in kwargs.items() if name not in of_names}
     objects = [x for _, x in (*at, *names)]
-    flat, static, _ = options.kind.split(objects, [options.kind.wanted(r) for r in roles])
-    layout = Layout(
-        positions, of_names, len(args), static, tuple(roles), tuple(donated), _made(flat)
+    flat, static, _ = options.kind.split(objects, [options.kind.group_filters(r) for r in roles])
+    layout = CallLayout(
+        positions, of_names, len(args), static, tuple(roles), tuple(donated), _variable_defs(flat)
     )
-    return Found(flat, layout, rest, named, at, names)
+    return SplitCall(flat, layout, rest, named, at, names)
 
 
-def found_anywhere(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
-    """Inspects a call with objects also in containers, where it puts holes."""
+def split_nested_objects(
+    options: JitOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> SplitCall:
+    """Inspects a call with objects also in containers, where it puts refs."""
     shardings = _per_argument(options.in_shardings, len(args))
     objects: list[Any] = []
     roles: list[Roles] = []
     donated: list[bool] = []
 
-    def hollowed(arg: Any, prefix: Any, is_donated: bool) -> Any:
+    def with_refs(arg: object, prefix: object, is_donated: bool) -> Any:
         leaves, tree = jax.tree.flatten(arg, is_leaf=is_object)
         of_leaves = broadcast_roles(prefix, arg, is_object, "in_shardings")
         for n, (x, role) in enumerate(zip(leaves, of_leaves, strict=True)):
             if is_object(x):
-                leaves[n] = Hole(len(objects))
+                leaves[n] = ObjectRef(len(objects))
                 objects.append(x)
                 roles.append(_roles(role))
                 donated.append(is_donated)
         return tree.unflatten(leaves)
 
     rest = [
-        x if i in options.static_argnums else hollowed(x, shardings[i], i in options.donate_argnums)
+        x
+        if i in options.static_argnums
+        else with_refs(x, shardings[i], i in options.donate_argnums)
         for i, x in enumerate(args)
     ]
     named = {
         name: x
         if name in options.static_argnames
-        else hollowed(x, None, name in options.donate_argnames)
+        else with_refs(x, None, name in options.donate_argnames)
         for name, x in sorted(kwargs.items())
     }
-    flat, static, _ = options.kind.split(objects, [options.kind.wanted(r) for r in roles])
-    layout = Layout((), (), len(args), static, tuple(roles), tuple(donated), _made(flat))
-    return Found(flat, layout, rest, named, (), ())
+    flat, static, _ = options.kind.split(objects, [options.kind.group_filters(r) for r in roles])
+    layout = CallLayout(
+        (), (), len(args), static, tuple(roles), tuple(donated), _variable_defs(flat)
+    )
+    return SplitCall(flat, layout, rest, named, (), ())
 
 
 _SHARED = Roles(((Everything(), None),))
 
 
-def _roles(role: Any) -> Roles:
+def _roles(role: object) -> Roles:
     if role is None:
         return _SHARED
     return role if isinstance(role, Roles) else Roles(((Everything(), role),))
 
 
-def _made(flat: Flat) -> tuple[Any, ...]:
+def _variable_defs(flat: FlatGraph) -> tuple[Any, ...]:
     return tuple(
         (type(x), metadata_key(x)) if isinstance(x, Variable) else None for x in flat.leaves
     )
 
 
-def _shapes(x: Any) -> Any:
+def _shapes(x: object) -> Any:
     return jax.tree.map(jax.numpy.shape, x)
 
 
-def _per_argument(shardings: Any, n: int) -> Sequence[Any]:
+def _per_argument(shardings: object, n: int) -> Sequence[Any]:
     if not isinstance(shardings, tuple) or isinstance(shardings, Roles):
         return [shardings] * n
     if len(shardings) != n:
@@ -393,14 +410,14 @@ def _per_argument(shardings: Any, n: int) -> Sequence[Any]:
     return shardings
 
 
-def _without_state(shardings: Any) -> Any:
+def _without_state(shardings: object) -> Any:
     without = lambda x: None if isinstance(x, Roles) else x  # noqa: E731
     return jax.tree.map(without, shardings, is_leaf=is_role)
 
 
-def _packed(role: Any) -> Any:
-    return Parcel(role.roles) if isinstance(role, Roles) else role
+def _as_node(role: object) -> Any:
+    return StateNode(role.roles) if isinstance(role, Roles) else role
 
 
-def _is_hole_or_object(x: Any) -> bool:
-    return isinstance(x, Hole) or is_object(x)
+def _is_ref_or_object(x: object) -> bool:
+    return isinstance(x, ObjectRef) or is_object(x)

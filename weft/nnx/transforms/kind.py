@@ -6,6 +6,7 @@ back, and the graph only if references or static attributes have changed, or obj
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -17,70 +18,83 @@ import jax
 from weft.core.tracing import current_trace
 from weft.errors import AxisMetadataError, BranchObjectsError
 from weft.lifting import Kind, Roles
-from weft.lifting.crossing import Parcel, is_parcel
-from weft.lifting.scan import changes_shared
-from weft.nnx.assembling import Change, check_changes, make_changes, plan_together, put_together
+from weft.lifting.kind import StateNode, is_state_node
+from weft.lifting.scan import changed_shared_message
 from weft.nnx.filters import Path
 from weft.nnx.graph import (
-    Flat,
+    Change,
+    ContainerKey,
+    FlatGraph,
     GraphDef,
-    Within,
-    changing_values,
-    flat_of_variables,
-    objects_alike,
-    take_apart,
-    unhashable_values,
-    with_item,
+    apply_changes,
+    build_graph,
+    check_changes,
+    flat_graph_of_variables,
+    flatten_graph,
+    matching_objects,
+    mutable_static_values,
+    plan_graph,
+    unhashable_static_values,
     with_static_values,
 )
-from weft.nnx.naming import changed_elsewhere
-from weft.nnx.pytree import Pytree
-from weft.nnx.recording import RECORDING, Recording
+from weft.nnx.pytree import Pytree, with_item
 from weft.nnx.rngs import RngCount, RngKey
-from weft.nnx.spmd import add_axis, knows_axes, remove_axis
+from weft.nnx.spmd import add_axis, has_axis_metadata, remove_axis
 from weft.nnx.state import from_flat_state
-from weft.nnx.structure import Copies, changing_parts, is_hashable
 from weft.nnx.transforms.calls import (
     argument_at,
-    captured_output,
-    inconsistent_aliases,
-    made_of_own_keys,
-    note_values,
+    captured_object_error,
+    inconsistent_alias_error,
+    iteration_key_error,
+    object_paths,
     place_of,
     place_of_value,
-    shared_in_tree_mode,
+    record_value_paths,
+    shared_object_error,
 )
-from weft.nnx.transforms.differences import Difference
-from weft.nnx.transforms.growth import Described, is_new, number_of, united
-from weft.nnx.transforms.halves import (
-    Changed,
+from weft.nnx.transforms.graph_diff import (
+    Difference,
+    NumberedGraph,
+    is_new_number,
+    new_number,
+    union_of_graphs,
+)
+from weft.nnx.transforms.object_state import (
+    ChangedObjects,
+    FilterRoles,
     Group,
     Grouping,
     Groups,
-    Inner,
-    Static,
-    Wanted,
-    are_same,
-    described,
-    first_paths,
-    is_changed,
-    known_numbers,
-    values_of,
-)
-from weft.nnx.transforms.making import (
-    check_loop,
+    InnerObjects,
+    StaticObjects,
+    add_key_counts,
+    are_identical,
+    branch_difference,
+    check_loop_graph,
     check_loop_values,
-    difference,
-    grown_half,
-    note_counts,
-    note_made,
+    describe_graph,
+    first_paths,
+    input_numbers,
+    is_changed,
+    record_created,
+    variables_and_values,
+    with_created_objects,
 )
 from weft.nnx.variables import Variable, metadata_key
+from weft.nnx.versions import (
+    RECORDING,
+    Recording,
+    StaticSnapshot,
+    current_call,
+    foreign_trace_error,
+    is_hashable,
+    mutable_parts,
+)
 
-_MAX_BEFORE = 64
+_MAX_CACHED_SPLITS = 64
 
 
-class SharedChanges(Exception):
+class SharedStateChanged(Exception):
     """Ends the trace of a scan without graph updates whose body changes shared state.
 
     `paths` lead from each object to its changed variables; `text` is for the error if those cannot
@@ -93,23 +107,23 @@ class SharedChanges(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class AtPaths:
+class PathFilter:
     """A filter of the values at some paths from their object."""
 
     paths: frozenset[Path]
 
-    def __call__(self, path: Path, x: Any) -> bool:
+    def __call__(self, path: Path, x: object) -> bool:
         return path in self.paths
 
 
-def is_object(x: Any) -> bool:
+def is_object(x: object) -> bool:
     """Returns whether `x` is an object or a variable, identified by reference."""
     return isinstance(x, Pytree | Variable)
 
 
 @dataclasses.dataclass(frozen=True)
 class ObjectKind(Kind):
-    """The kind of objects and variables; see `weft.lifting.crossing.Kind`.
+    """The kind of objects and variables; see `weft.lifting.kind.Kind`.
 
     Attributes:
         transformation: its name, for errors.
@@ -127,158 +141,169 @@ class ObjectKind(Kind):
     is_branch: bool = False
     is_result_free: bool = False
 
-    def wanted(self, roles: Roles) -> Wanted:
+    def group_filters(self, roles: Roles) -> FilterRoles:
         return tuple(roles)
 
-    def is_carrier(self, x: Any) -> bool:
+    def is_carrier(self, x: object) -> bool:
         return is_object(x)
 
-    def split(self, carriers: Sequence[Any], filters: Sequence[Wanted]):
-        flat, static = self._as_before(carriers, filters) or self._seen(carriers, filters)
+    def split(self, carriers: Sequence[Any], filters: Sequence[FilterRoles]):
+        flat, static = self._split_from_cache(carriers, filters) or self._split_uncached(
+            carriers, filters
+        )
         groups: list[Groups] = [tuple({} for _ in wanted) for wanted in filters]
         for n, leaf, (i, g) in zip(static.numbers, flat.leaves, static.places, strict=True):
             groups[i][g][n] = leaf
         return flat, static, groups
 
-    def _seen(self, carriers: Sequence[Any], filters: Sequence[Wanted]) -> tuple[Flat, Static]:
-        flat = take_apart((tuple(carriers), ()), with_metadata=False)
+    def _split_uncached(
+        self, carriers: Sequence[Any], filters: Sequence[FilterRoles]
+    ) -> tuple[FlatGraph, StaticObjects]:
+        flat = flatten_graph((tuple(carriers), ()), with_metadata=False)
         grouping = Grouping(filters, ())
         self._check_aliases(flat, grouping)
         at = zip(flat.graphdef.paths, flat.leaves, strict=True)
         places = tuple(grouping.place(path, leaf)[1:] for path, leaf in at)
         index = {id(x): i for i, x in enumerate(flat.objects)}
         owners = tuple(owner and (index[id(owner[0])], owner[1]) for owner in flat.owners)
-        is_sure = flat.is_sure and not any(owners)
-        changing = () if flat.is_sure else changing_values(flat)
+        is_tracked = flat.is_tracked and not any(owners)
+        changing = () if flat.is_tracked else mutable_static_values(flat)
         numbers, records = range(len(places)), RECORDING.now is not None
-        static = Static(flat.graphdef, places, owners, is_sure, changing, numbers, records)
-        if carriers and is_sure and not flat.again and grouping.is_of_structure:
-            if len(self._before) >= _MAX_BEFORE:
-                self._before.clear()
-            self._before[tuple(map(type, carriers))] = static, filters
+        static = StaticObjects(
+            flat.graphdef, places, owners, is_tracked, changing, numbers, records
+        )
+        if carriers and is_tracked and not flat.repeated and grouping.depends_only_on_structure:
+            if len(self._split_cache) >= _MAX_CACHED_SPLITS:
+                self._split_cache.clear()
+            self._split_cache[tuple(map(type, carriers))] = static, filters
         return flat, static
 
     @functools.cached_property
-    def _before(self) -> dict[tuple[type, ...], tuple[Static, Sequence[Wanted]]]:
+    def _split_cache(self) -> dict[tuple[type, ...], tuple[StaticObjects, Sequence[FilterRoles]]]:
         """Static halves by classes of objects; layers of a model often have equal structure."""
         return {}
 
-    def _as_before(
-        self, carriers: Sequence[Any], filters: Sequence[Wanted]
-    ) -> tuple[Flat, Static] | None:
-        static, wanted = self._before.get(tuple(map(type, carriers)), (None, None))
+    def _split_from_cache(
+        self, carriers: Sequence[Any], filters: Sequence[FilterRoles]
+    ) -> tuple[FlatGraph, StaticObjects] | None:
+        static, wanted = self._split_cache.get(tuple(map(type, carriers)), (None, None))
         if static is None or wanted != filters or static.records != (RECORDING.now is not None):
             return None
         _, known = static.graphdef.root.attributes[0]
-        objects = objects_alike([*enumerate(carriers)], known.attributes)
-        return None if objects is None else (flat_of_variables(static.graphdef, objects), static)
+        objects = matching_objects([*enumerate(carriers)], known.attributes)
+        return (
+            None if objects is None else (flat_graph_of_variables(static.graphdef, objects), static)
+        )
 
-    def merge(self, static: Static, groups: Sequence[Groups]):
+    def merge(self, static: StaticObjects, groups: Sequence[Groups]):
         at = zip(static.numbers, static.places, strict=True)
         leaves = [groups[i][g][n] for n, (i, g) in at]
-        (carriers, _), objects = put_together(static.graphdef, leaves)
+        (carriers, _), objects = build_graph(static.graphdef, leaves)
         held = [
             leaf if variable is None else variable
-            for variable, leaf in values_of(static, objects, leaves)
+            for variable, leaf in variables_and_values(static, objects, leaves)
         ]
         values = [x._value if isinstance(x, Variable) else x for x in held]
         metadata = [x._metadata if isinstance(x, Variable) else None for x in held]
-        looks = [(x, x._look()) for x in objects if isinstance(x, Pytree)]
+        snapshots = [(x, x._snapshot()) for x in objects if isinstance(x, Pytree)]
         recording = None
-        if self._makes_before or static.records:
+        if self._hoists_creation or static.records:
             recording = Recording([x for x in objects if isinstance(x, RngCount)])
-        looks = looks if static.is_sure else None
-        return Inner(objects, values, metadata, looks, recording), list(carriers)
+        snapshots = snapshots if static.is_tracked else None
+        return InnerObjects(objects, values, metadata, snapshots, recording), list(carriers)
 
     @property
-    def _makes_before(self) -> bool:
+    def _hoists_creation(self) -> bool:
         """True if objects that the function makes are made before it."""
         return self.structure and (self.is_loop or self.is_branch)
 
-    def call(self, inner: Inner, fn: Callable[[Any], Any], args: Any) -> Any:
-        if inner.recording is None:
-            return fn(args)
-        with inner.recording:
-            return fn(args)
+    def call_context(self, inner: InnerObjects) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if inner.recording is None else inner.recording
+
+    def note_result(self, result: object) -> None:
+        if (call := current_call()) is not None:
+            call.returned = object_paths(result, None)
 
     def collect(
         self,
-        inner: Inner,
-        static: Static,
+        inner: InnerObjects,
+        static: StaticObjects,
         carriers: Sequence[Any],
-        filters: Sequence[Wanted],
+        filters: Sequence[FilterRoles],
         new: Sequence[Any],
-        new_filters: Sequence[Wanted],
+        new_filters: Sequence[FilterRoles],
     ):
         groups: list[Groups] = [tuple({} for _ in wanted) for wanted in filters]
         new_groups: list[Groups] = [tuple({} for _ in wanted) for wanted in new_filters]
-        if not self.structure or (not new and inner.looks_the_same()):
-            if self.is_loop and not inner.looks_the_same():
+        if not self.structure or (not new and inner.has_same_structure()):
+            if self.is_loop and not inner.has_same_structure():
                 check_loop_values(static, carriers, filters, inner)
             shared: list[Path] = []
-            for n, (variable, _) in enumerate(values_of(static, inner.objects, inner.values)):
+            for n, (variable, _) in enumerate(
+                variables_and_values(static, inner.objects, inner.values)
+            ):
                 if variable is not None and is_changed(variable, inner, n):
                     i, g = static.places[n]
-                    if not self._begins_again(variable, filters[i][g]):
+                    if not self._is_shared_count(variable, filters[i][g]):
                         groups[i][g][static.numbers[n]] = variable
                         if self.is_loop and not self.structure and filters[i][g][1] is None:
                             shared.append(static.graphdef.paths[n])
             if shared:
-                text = changes_shared(self.transformation, place_of(shared[0]))
-                raise SharedChanges(text, shared)
+                text = changed_shared_message(self.transformation, place_of(shared[0]))
+                raise SharedStateChanged(text, shared)
             if not new:
-                note_values(static.numbers, static.graphdef.paths)
+                record_value_paths(static.numbers, static.graphdef.paths)
                 return static.unchanged(), groups, new_groups
             carriers = ()
-        flat = take_apart((tuple(carriers), tuple(new)), with_metadata=False)
-        is_same = self.structure and _is_same(flat, inner, static)
+        flat = flatten_graph((tuple(carriers), tuple(new)), with_metadata=False)
+        is_same = self.structure and _is_unchanged(flat, inner, static)
         grouping = Grouping(filters, new_filters)
         if not is_same:
             self._check_captured(flat, inner, static)
             self._check_aliases(flat, grouping)
-        keys, made = self._sorted_into((groups, new_groups), flat, grouping, inner, static)
+        keys, made = self._sort_into_groups((groups, new_groups), flat, grouping, inner, static)
         if is_same:
             return static.unchanged(), groups, new_groups
         origin = {id(x): i for i, x in enumerate(inner.objects)}
         origins = tuple(origin.get(id(x)) for x in flat.objects)
-        found = Described(flat.graphdef, origins, keys)
+        found = NumberedGraph(flat.graphdef, origins, keys)
         before = None
         if self.is_loop and self.structure:
-            gained = check_loop(static, flat, found, grouping.is_own, inner.recording)
+            gained = check_loop_graph(static, flat, found, grouping.is_mapped, inner.recording)
             if gained:
-                before = grown_half(static, found, gained, made)
-                note_counts(static, flat, inner, groups)
+                before = with_created_objects(static, found, gained, made)
+                add_key_counts(static, flat, inner, groups)
         elif made and static.records and not self.is_branch:
-            note_counts(static, flat, inner, groups)
-        copies = None if flat.is_sure else _copies(flat.graphdef, static.graphdef)
+            add_key_counts(static, flat, inner, groups)
+        copies = None if flat.is_tracked else _static_snapshot(flat.graphdef, static.graphdef)
         if static.origins is not None:
             origins = tuple(None if o is None else static.origins[o] for o in origins)
-        changed = Changed(flat.graphdef, origins, tuple(keys), copies, before)
+        changed = ChangedObjects(flat.graphdef, origins, tuple(keys), copies, before)
         return changed, groups, new_groups
 
-    def _sorted_into(
+    def _sort_into_groups(
         self,
         groups: tuple[list[Groups], list[Groups]],
-        flat: Flat,
+        flat: FlatGraph,
         grouping: Grouping,
-        inner: Inner,
-        static: Static,
+        inner: InnerObjects,
+        static: StaticObjects,
     ) -> tuple[list[int], dict[int, tuple[int, int]]]:
         """Puts new and changed values into groups; returns all numbers, and places of new ones."""
-        known, recording = known_numbers(inner, static), inner.recording
+        known, recording = input_numbers(inner, static), inner.recording
         keys: list[int] = []
         made: dict[int, tuple[int, int]] = {}
-        note_values(keys, flat.graphdef.paths)
+        record_value_paths(keys, flat.graphdef.paths)
         for n, (path, leaf) in enumerate(zip(flat.graphdef.paths, flat.leaves, strict=True)):
             owner = flat.owners[n]
             at = known.get(id(leaf) if owner is None else (id(owner[0]), owner[1]))
             if at is None:
-                key = number_of(path) if self._makes_before else len(inner.values) + n
+                key = new_number(path) if self._hoists_creation else len(inner.values) + n
                 part, i, g = grouping.place(path, leaf)
                 groups[part][i][g][key] = leaf
                 if part == 0:
                     made[key] = i, g
-                is_wanted = static.records or (part == 0 and self._makes_before)
+                is_wanted = static.records or (part == 0 and self._hoists_creation)
                 if is_wanted and recording is not None and leaf in recording:
                     first = recording.first_value(leaf)
                     # Branches return the same structure.
@@ -288,33 +313,33 @@ class ObjectKind(Kind):
                 key = static.numbers[at]
                 if is_changed(leaf, inner, at):
                     i, g = static.places[at]
-                    if not self._begins_again(leaf, grouping.wanted(i, g)):
+                    if not self._is_shared_count(leaf, grouping.wanted(i, g)):
                         groups[0][i][g][key] = leaf
             keys.append(key)
         return keys, made
 
-    def _begins_again(self, leaf: Any, wanted: tuple[Any, Any]) -> bool:
+    def _is_shared_count(self, leaf: object, wanted: tuple[Any, Any]) -> bool:
         """Returns whether to drop a change: of a key count that all iterations share."""
         is_shared = self.is_loop and self.structure and wanted[1] is None
         return is_shared and isinstance(leaf, RngCount)
 
-    def _check_captured(self, flat: Flat, inner: Inner, static: Static) -> None:
+    def _check_captured(self, flat: FlatGraph, inner: InnerObjects, static: StaticObjects) -> None:
         here, inside = current_trace(), {id(x): i for i, x in enumerate(inner.objects)}
         for i, x in enumerate(flat.objects):
             if id(x) not in inside:
                 if trace_of(x) != here:
-                    raise captured_output(x, first_paths(flat.graphdef)[i])
+                    raise captured_object_error(x, first_paths(flat.graphdef)[i])
             elif not self.structure:
                 paths = first_paths(static.graphdef), first_paths(flat.graphdef)
-                raise shared_in_tree_mode(x, paths[0][inside[id(x)]], paths[1][i])
+                raise shared_object_error(x, paths[0][inside[id(x)]], paths[1][i])
 
-    def _check_aliases(self, flat: Flat, grouping: "Grouping") -> None:
+    def _check_aliases(self, flat: FlatGraph, grouping: "Grouping") -> None:
         """Refuses objects that occur twice, where not allowed or with different roles."""
-        at_first = first_paths(flat.graphdef) if flat.again else {}
-        for index, path in flat.again:
+        at_first = first_paths(flat.graphdef) if flat.repeated else {}
+        for index, path in flat.repeated:
             first = at_first[index]
             if not self.references or (not self.structure and path[0] == 1):
-                raise shared_in_tree_mode(flat.objects[index], first, path)
+                raise shared_object_error(flat.objects[index], first, path)
             if grouping.is_same(first, path) or (self.is_result_free and path[0] == 1):
                 continue
             for leaf_path, leaf in zip(flat.graphdef.paths, flat.leaves, strict=True):
@@ -322,12 +347,14 @@ class ObjectKind(Kind):
                     other = (*path, *leaf_path[len(first) :])
                     roles = grouping.role(leaf_path, leaf), grouping.role(other, leaf)
                     if roles[0] != roles[1] or type(roles[0]) is not type(roles[1]):
-                        raise inconsistent_aliases(leaf, (leaf_path, roles[0]), (other, roles[1]))
+                        raise inconsistent_alias_error(
+                            leaf, (leaf_path, roles[0]), (other, roles[1])
+                        )
 
     def commit(
         self,
-        outer: Flat,
-        static: Changed | None,
+        outer: FlatGraph,
+        static: ChangedObjects | None,
         groups: Sequence[Groups | None],
         new_groups: Sequence[Groups],
     ) -> list[Any]:
@@ -345,7 +372,7 @@ class ObjectKind(Kind):
         for leaf, owner, _ in kept:
             what = leaf if owner is None else owner[0]
             if trace_of(what) != here:
-                raise changed_elsewhere(what)
+                raise foreign_trace_error(what)
         new: Sequence[Any] = ()
         changes: Sequence[Change] = ()
         objects: Sequence[Any] = ()
@@ -355,17 +382,17 @@ class ObjectKind(Kind):
             graphdef = static.graphdef
             if static.copies is not None:
                 graphdef = with_static_values(graphdef, static.copies.made())
-            (_, new), objects, changes = plan_together(graphdef, leaves, existing=existing)
+            (_, new), objects, changes = plan_graph(graphdef, leaves, existing=existing)
             check_changes(changes)
         # Nothing is refused from here on, so that either all changes are written or none.
         for leaf, owner, value in kept:
-            _write(leaf, owner, value)
-        make_changes(changes)
+            _write_value(leaf, owner, value)
+        apply_changes(changes)
         if static is not None and (recording := RECORDING.now) is not None:
-            note_made(recording, static, objects, found, outer)
+            record_created(recording, static, objects, found, outer)
         return list(new)
 
-    def cotangents(self, static: Changed | None, packed: Any) -> Any:
+    def cotangents(self, static: ChangedObjects | None, packed: object) -> Any:
         """Returns the cotangents of a result for the function of a rule.
 
         Groups of a new object become a `State`, or in tree mode an object of its class.
@@ -376,8 +403,8 @@ class ObjectKind(Kind):
         keys = dict(zip(static.graphdef.paths, static.keys, strict=True))
         numbers = itertools.count()
 
-        def unpacked(x: Any) -> Any:
-            if not isinstance(x, Parcel):
+        def unpacked(x: object) -> Any:
+            if not isinstance(x, StateNode):
                 return x
             i, found = next(numbers), dict(_entries([x.groups]))
             at = {p[2:]: found[n] for p, n in keys.items() if p[:2] == (1, i) and n in found}
@@ -386,13 +413,13 @@ class ObjectKind(Kind):
             if self.structure:
                 return from_flat_state(at.items())
             graphdef = GraphDef(results.attributes[i][1], list(at))
-            return put_together(graphdef, at.values())[0]
+            return build_graph(graphdef, at.values())[0]
 
-        return jax.tree.map(unpacked, packed, is_leaf=is_parcel)
+        return jax.tree.map(unpacked, packed, is_leaf=is_state_node)
 
     def axis(
         self,
-        static: Static,
+        static: StaticObjects,
         carrier: int,
         sign: int,
         group: Group,
@@ -401,35 +428,35 @@ class ObjectKind(Kind):
     ) -> Group:
         change = add_axis if sign > 0 else remove_axis
 
-        def changed(n: int, x: Any) -> Any:
-            if not isinstance(x, Variable) or not knows_axes(x):
+        def changed(n: int, x: object) -> Any:
+            if not isinstance(x, Variable) or not has_axis_metadata(x):
                 return x
             copied = x.copy()
             try:
                 change(copied, axis, metadata)
             except AxisMetadataError as error:
-                error.path = self.place(static, carrier, (jax.tree_util.DictKey(n),))
+                error.path = self.location(static, carrier, (jax.tree_util.DictKey(n),))
                 raise
             return copied
 
         return {n: changed(n, x) for n, x in group.items()}
 
-    def may_create(self, static: Static, where: Any) -> bool:
+    def may_create(self, static: StaticObjects, where: object) -> bool:
         return self.is_loop and self.structure
 
     def created(self, before: Group, after: Group) -> Group | None:
         made = {
             n: x.copy(after.get(~n, x._value), _copy_ref=False)
             for n, x in after.items()
-            if is_new(n) and n not in before and isinstance(x, Variable)
+            if is_new_number(n) and n not in before and isinstance(x, Variable)
         }
         # The counts of keys with which a loop continues.
         made |= {~n: before[~n].copy(x) for n, x in after.items() if ~n in before}
         return made or None
 
-    def resumed(
+    def initial_state(
         self,
-        static: Static,
+        static: StaticObjects,
         made: list[Group | None],
         used: Callable[[], Sequence[tuple[Group, Any]]],
     ) -> list[Group | None]:
@@ -441,46 +468,50 @@ class ObjectKind(Kind):
                 if isinstance(x, RngKey):
                     is_used[n] = x._value is not False
                     if x._value is True and isinstance(role, int):
-                        raise made_of_own_keys(static.path_of(n))
+                        raise iteration_key_error(static.path_of(n))
 
-        def goes_on(n: int) -> bool:
-            if is_new(n):
+        def continues(n: int) -> bool:
+            if is_new_number(n):
                 return True
             path = static.path_of(n)
             key = None if path is None else keys.get((*path[:-1], "key"))
             return key is None or is_used.get(key, True)
 
-        return [None if of is None else {n: x for n, x in of.items() if goes_on(n)} for of in made]
+        return [
+            None if of is None else {n: x for n, x in of.items() if continues(n)} for of in made
+        ]
 
     def union(self, group: Group, other: Group) -> Group:
         return {**group, **{n: x for n, x in other.items() if n >= 0}}
 
-    def begun(self, made: Group | None, result: Group | None) -> Group | None:
+    def initial_values(self, made: Group | None, result: Group | None) -> Group | None:
         if made is None or result is None:
             return result
-        new = {n: x for n, x in made.items() if is_new(n)}
+        new = {n: x for n, x in made.items() if is_new_number(n)}
         return {**new, **result, **{~n: x._value for n, x in made.items()}}
 
-    def follow(self, static: Static, before: Changed, after: Any = None) -> Static:
+    def static_after_creation(
+        self, static: StaticObjects, before: ChangedObjects, after: object = None
+    ) -> StaticObjects:
         return before.before or static
 
-    def for_condition(self, static: Static, of_body: Static) -> Static:
+    def static_in_condition(self, static: StaticObjects, of_body: StaticObjects) -> StaticObjects:
         return of_body
 
-    def join(self, static: Static, statics: Sequence[Changed | None]) -> Any:
+    def join(self, static: StaticObjects, statics: Sequence[ChangedObjects | None]) -> Any:
         if all(after == statics[0] for after in statics[1:]):
             return statics[0]
-        graphs = [described(static, changed) for changed in statics]
+        graphs = [describe_graph(static, changed) for changed in statics]
         is_copied = any(changed is not None and changed.copies is not None for changed in statics)
-        one = None if is_copied else united(described(static, None), graphs)
+        one = None if is_copied else union_of_graphs(describe_graph(static, None), graphs)
         if one is not None:
-            return Changed(one.graphdef, tuple(one.origins), tuple(one.numbers), None)
+            return ChangedObjects(one.graphdef, tuple(one.origins), tuple(one.numbers), None)
         others = [g for g, after in zip(graphs, statics, strict=True) if after != statics[0]]
         pairs = [(may_lack, graph) for may_lack in (True, False) for graph in others]
-        found = (difference(graphs[0], graph, may_lack) for may_lack, graph in pairs)
-        raise self._differs(next(filter(None, found), None))
+        found = (branch_difference(graphs[0], graph, may_lack) for may_lack, graph in pairs)
+        raise self._branch_error(next(filter(None, found), None))
 
-    def _differs(self, found: Difference | None) -> Exception:
+    def _branch_error(self, found: Difference | None) -> Exception:
         at = "an object" if found is None else place_of(found.path)
         seen = ("changed", "unchanged") if found is None else found.seen
         return BranchObjectsError(
@@ -489,34 +520,34 @@ class ObjectKind(Kind):
             "variables; make the same change in all of them, or before."
         )
 
-    def place(self, static: Static, carrier: int, path: Any) -> str:
+    def location(self, static: StaticObjects, carrier: int, path: jax.tree_util.KeyPath) -> str:
         return place_of_value(static.path_of, path)
 
-    def argument(self, path: Any) -> str:
+    def argument(self, path: jax.tree_util.KeyPath) -> str:
         return argument_at(path)
 
 
-def _is_same(flat: Flat, inner: Inner, static: Static) -> bool:
+def _is_unchanged(flat: FlatGraph, inner: InnerObjects, static: StaticObjects) -> bool:
     return (
-        are_same(flat.objects, inner.objects)
+        are_identical(flat.objects, inner.objects)
         and flat.graphdef == static.graphdef
-        and (not static.changing or _shares_the_same(flat.graphdef, static.graphdef))
+        and (not static.changing or _keeps_mutable_values(flat.graphdef, static.graphdef))
     )
 
 
-def _shares_the_same(now: GraphDef, before: GraphDef) -> bool:
+def _keeps_mutable_values(now: GraphDef, before: GraphDef) -> bool:
     """Returns whether no mutable static value replaces a different, possibly equal, input one."""
-    old, new = ([*changing_parts((*unhashable_values(of),))] for of in (before, now))
+    old, new = ([*mutable_parts((*unhashable_static_values(of),))] for of in (before, now))
     went_in = set(old)
     return all(a == b or a not in went_in for a, b in zip(new, old, strict=True))
 
 
-def _copies(now: GraphDef, before: GraphDef) -> Copies:
-    unchanged = changing_parts((*unhashable_values(before, is_unchanged=True),))
-    return Copies(unhashable_values(now), [same.value for same in unchanged])
+def _static_snapshot(now: GraphDef, before: GraphDef) -> StaticSnapshot:
+    unchanged = mutable_parts((*unhashable_static_values(before, is_unchanged=True),))
+    return StaticSnapshot(unhashable_static_values(now), [same.value for same in unchanged])
 
 
-def _give_own_metadata(found: dict[int, Any], outer: Flat) -> None:
+def _give_own_metadata(found: dict[int, Any], outer: FlatGraph) -> None:
     """Gives the caller's variables their own copies of mutable metadata."""
     at = [
         (n, name, value)
@@ -528,23 +559,23 @@ def _give_own_metadata(found: dict[int, Any], outer: Flat) -> None:
     if not at:
         return
     there = (x._metadata.values() for x in outer.leaves if isinstance(x, Variable))
-    made = Copies([value for _, _, value in at], itertools.chain(*there)).made()
+    made = StaticSnapshot([value for _, _, value in at], itertools.chain(*there)).made()
     for (n, name, _), value in zip(at, made, strict=True):
         found[n] = found[n].copy(_copy_ref=False, **{name: value})
 
 
-def trace_of(x: Any) -> Any:
+def trace_of(x: Pytree | Variable[Any]) -> Any:
     """Returns the trace in which an object or variable was created."""
-    return x._trace if isinstance(x, Variable) else x._watch.trace
+    return x._trace if isinstance(x, Variable) else x._info.trace
 
 
-def watched(x: Any) -> bool:
-    """Marks an object or variable as watched, and returns whether it already was."""
+def mark_watched(x: Pytree | Variable[Any]) -> bool:
+    """Watches an object or variable for changes, and returns whether it was watched before."""
     if isinstance(x, Variable):
         before = x._watched
         object.__setattr__(x, "_watched", True)
         return before
-    before, x._watch.watched = x._watch.watched, True
+    before, x._info.watched = x._info.watched, True
     return before
 
 
@@ -552,10 +583,10 @@ def _entries(groups: Iterable[Groups | None]) -> Iterator[tuple[int, Any]]:
     return (item for of_object in groups for group in of_object or () for item in group.items())
 
 
-def _write(leaf: Any, owner: Any, value: Any) -> None:
+def _write_value(leaf: Any, owner: Any, value: Any) -> None:
     if owner is not None:
         x, place = owner
-        if isinstance(place, Within):
+        if isinstance(place, ContainerKey):
             container = dict(x._items())[place.name]
             place, value = place.name, with_item(container, place.keys, value)
         x._put(place, value)

@@ -1,42 +1,54 @@
-"""vmap, shard_map and pmap: functions mapped over an axis or over devices."""
+"""vmap, shard_map and pmap: functions of objects mapped over an axis or over devices."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from weft import lifting
+from weft.core.meta import PARTITION_NAME
+from weft.lifting import CARRY, Roles
+from weft.lifting.roles import broadcast_roles, carrier_roles
+from weft.nnx.filters import to_predicate
+from weft.nnx.graph import flatten_graph
+from weft.nnx.settings import GraphOptions, resolve_graph_options
+from weft.nnx.spmd import add_axis, name_next_axis, remove_axis
 from weft.nnx.transforms.calls import (
     MISSING,
+    P,
+    R,
     StaticArguments,
-    only_by_position,
-    recorded,
-    transformed,
+    bind_positional,
+    optional_function,
+    wrap_transformed,
 )
-from weft.nnx.transforms.kind import ObjectKind
-from weft.nnx.transforms.modes import references_and_structure
-from weft.nnx.transforms.symbols import as_axes, as_roles
+from weft.nnx.transforms.kind import ObjectKind, is_object
+from weft.nnx.transforms.state_roles import as_axes, as_roles
+from weft.nnx.variables import Variable
+from weft.nnx.versions import current_call
+from weft.typing import same_signature
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
+@same_signature
+@optional_function
 def vmap(
-    f: Callable[..., Any] = MISSING,
+    f: Callable[P, R] = MISSING,
     *,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
-    axis_name: Any = None,
+    in_axes: object = 0,
+    out_axes: object = 0,
+    axis_name: object = None,
     axis_size: int | None = None,
-    spmd_axis_name: Any = None,
+    spmd_axis_name: object = None,
     transform_metadata: Mapping[Any, Any] = _NONE,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-) -> Callable[..., Any]:
+    **options: Unpack[GraphOptions],
+) -> Callable[P, R]:
     """Applies `jax.vmap` to a function of objects; without one, returns a decorator.
 
     Args:
@@ -48,7 +60,6 @@ def vmap(
         spmd_axis_name: mesh axis over which the new axis is sharded.
         transform_metadata: `{nnx.PARTITION_NAME: name}` names the new axis in the metadata of
             variables.
-        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Raises:
         InconsistentAliasError: if one object is in two places with different axes.
@@ -64,14 +75,9 @@ def vmap(
         >>> nnx.vmap(lambda a, b: a.w @ b.w, in_axes=(1, 0))(a, b)
         Array([2., 2., 2.], dtype=float32)
     """
-    options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
-    options |= {"axis_name": axis_name, "axis_size": axis_size, "spmd_axis_name": spmd_axis_name}
-    options |= {"transform_metadata": transform_metadata}
-    if f is MISSING:
-        return functools.partial(vmap, in_axes=in_axes, out_axes=out_axes, **options)
     mapped = lifting.vmap(
-        ObjectKind("vmap", *references_and_structure(graph, graph_updates)),
-        recorded(f),
+        ObjectKind("vmap", *resolve_graph_options(**options)),
+        f,
         in_axes=as_axes(in_axes, "in_axes"),
         out_axes=as_axes(out_axes, "out_axes"),
         axis_size=axis_size,
@@ -79,11 +85,13 @@ def vmap(
         spmd_axis_name=spmd_axis_name,
         metadata=dict(transform_metadata),
     )
-    return transformed("vmap", f, only_by_position("vmap", mapped), in_axes=in_axes)
+    return wrap_transformed("vmap", f, mapped, in_axes=in_axes, by_position=True)
 
 
+@same_signature
+@optional_function
 def pmap(
-    f: Callable[..., Any] = MISSING,
+    f: Callable[P, R] = MISSING,
     *,
     axis_name: Any = None,
     in_axes: Any = 0,
@@ -94,9 +102,8 @@ def pmap(
     axis_size: int | None = None,
     donate_argnums: int | Sequence[int] = (),
     transform_metadata: Mapping[Any, Any] = _NONE,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-) -> Callable[..., Any]:
+    **options: Unpack[GraphOptions],
+) -> Callable[P, R]:
     """Maps a function of objects over devices, one index of the mapped axes per device.
 
     Args:
@@ -109,55 +116,50 @@ def pmap(
         axis_size: number of devices, if neither `devices` nor arguments determine it.
         donate_argnums: accepted for compatibility; no memory is donated.
         transform_metadata: see `vmap`.
-        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Raises:
         AxisSizeError: if the mapped axes do not agree, or need more devices than available.
     """
-    options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates, "backend": backend}
-    options |= {"axis_name": axis_name, "axis_size": axis_size, "devices": devices}
-    options |= {"static_broadcasted_argnums": static_broadcasted_argnums}
-    options |= {"donate_argnums": donate_argnums, "transform_metadata": transform_metadata}
-    if f is MISSING:
-        return functools.partial(pmap, in_axes=in_axes, out_axes=out_axes, **options)
     if devices is None and (backend is not None or axis_size is not None):
         devices = jax.devices(backend)[:axis_size]
     static = StaticArguments("pmap", "static_broadcasted_argnums", f, static_broadcasted_argnums)
     mapped = lifting.pmap(
-        ObjectKind("pmap", *references_and_structure(graph, graph_updates)),
-        recorded(static.fn),
+        ObjectKind("pmap", *resolve_graph_options(**options)),
+        static.fn,
         axis_name="devices" if axis_name is None else axis_name,
         in_axes=as_axes(in_axes, "in_axes"),
         out_axes=as_axes(out_axes, "out_axes"),
         devices=devices,
         metadata=dict(transform_metadata),
     )
-    call = only_by_position("pmap", lambda *args: mapped(*static.wrapped(args)))
-    return transformed("pmap", f, call, in_axes=in_axes)
+
+    def call(*args: object) -> Any:
+        return mapped(*static.wrapped(args))
+
+    return wrap_transformed("pmap", f, call, in_axes=in_axes, by_position=True)
 
 
+@same_signature
+@optional_function
 def shard_map(
-    f: Callable[..., Any] = MISSING,
+    f: Callable[P, R] = MISSING,
     *,
     mesh: Mesh | AbstractMesh,
-    in_specs: Any,
-    out_specs: Any,
+    in_specs: object,
+    out_specs: object,
     axis_names: frozenset[str] | set[str] = frozenset(),
     check_vma: bool = True,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-) -> Callable[..., Any]:
+    **options: Unpack[GraphOptions],
+) -> Callable[P, R]:
     """Applies `jax.shard_map` to a function of objects.
 
     Args:
         f: the function of the local shards; without it, a decorator is returned.
-        mesh: the device mesh.
         in_specs: a `PartitionSpec` per argument, or a pytree prefix of these; for an object one for
             all its state, `StateSharding`, or the result of `nnx.prefix`.
         out_specs: the same for the results. Arguments keep their specifications.
         axis_names: the manual axes of the mesh; by default all.
         check_vma: as for `jax.shard_map`.
-        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Raises:
         InconsistentAliasError: if one object is in two places with different specifications.
@@ -174,26 +176,86 @@ def shard_map(
         >>> f(model, jnp.ones(3))
         Array([1., 1., 1.], dtype=float32)
     """
-    if f is MISSING:
-        return functools.partial(
-            shard_map,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=axis_names,
-            check_vma=check_vma,
-            graph=graph,
-            graph_updates=graph_updates,
-        )
     mapped = lifting.shard_map(
-        ObjectKind("shard_map", *references_and_structure(graph, graph_updates)),
-        recorded(f),
+        ObjectKind("shard_map", *resolve_graph_options(**options)),
+        f,
         mesh=mesh,
         in_specs=as_roles(in_specs),
         out_specs=as_roles(out_specs),
         axis_names=frozenset(axis_names),
         check_vma=check_vma,
     )
-    return transformed(
-        "shard_map", f, only_by_position("shard_map", mapped), ("in_specs", "out_specs"), in_specs
-    )
+    specs = "in_specs", "out_specs"
+    return wrap_transformed("shard_map", f, mapped, specs, in_specs, by_position=True)
+
+
+@same_signature
+@optional_function
+def transform_metadata(
+    f: Callable[P, R] = MISSING,
+    *,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    partition: str | None,
+    **options: Unpack[GraphOptions],
+) -> Callable[P, R]:
+    """Returns `f` with the mapped axis removed from the metadata of its variables.
+
+    Under `jax.vmap`, or `nnx.vmap` without `transform_metadata=`, the value of a variable has one
+    axis less than outside. The wrapper removes that axis from the metadata while `f` runs, and adds
+    it to the metadata of variables that `f` returns.
+
+    Args:
+        f: the function; without it, a decorator is returned.
+        in_axes: as for `nnx.vmap`, like `out_axes`.
+        partition: name of the axis.
+        **options: ignored; objects keep their references.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> @nnx.vmap(axis_size=3)
+        ... @nnx.transform_metadata(partition="layers")
+        ... def create():
+        ...     return nnx.Param(jnp.ones(4), out_sharding=("model",), eager_sharding=False)
+        >>> create().out_sharding
+        ('layers', 'model')
+    """
+    params = {PARTITION_NAME: partition}
+    in_roles, out_roles = as_roles(in_axes), as_roles(out_axes)
+
+    @functools.wraps(f)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = bind_positional(f, args, kwargs) if kwargs else (args, kwargs)
+        given = _mapped(args, in_roles, "in_axes")
+        call = current_call()
+        # A transformation of objects moves the axes itself, and only needs the name.
+        is_inside = call is not None and call.fn is wrapper
+        for variable, axis in () if is_inside else given.values():
+            remove_axis(variable, axis, params)
+        result = f(*args, **kwargs)
+        made = _mapped(result, out_roles, "out_axes")
+        made = {key: item for key, item in made.items() if key not in given}
+        for variable, axis in (made if is_inside else {**given, **made}).values():
+            if is_inside:
+                name_next_axis(variable, partition)
+            else:
+                add_axis(variable, axis, params)
+        return result
+
+    return wrapper
+
+
+def _mapped(tree: object, roles: object, what: str) -> dict[int, tuple[Variable[Any], int]]:
+    leaves = jax.tree.leaves(tree, is_leaf=is_object)
+    found: dict[int, tuple[Variable[Any], int]] = {}
+    for x, role in zip(leaves, broadcast_roles(roles, tree, is_object, what), strict=True):
+        if not is_object(x):
+            continue
+        of_object: Roles = carrier_roles(role)
+        flat = flatten_graph(x)
+        for path, leaf in zip(flat.graphdef.paths, flat.leaves, strict=True):
+            axis = next((r for where, r in of_object if to_predicate(where)(path, leaf)), None)
+            if isinstance(leaf, Variable) and axis is not None and axis is not CARRY:
+                found.setdefault(id(leaf), (leaf, axis))
+    return found

@@ -1,0 +1,72 @@
+"""Charts as a reader of the page gets them: XML with the lines where the values are."""
+
+import math
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.cli.charts import Series, finite, line_chart, smoothed, thin_out, ticks
+
+
+def elements(svg, tag):
+    return [e for e in ET.fromstring(svg).iter() if e.tag == tag]
+
+
+def test_a_line_goes_down_where_values_fall():
+    svg = line_chart([Series("loss", [(0, 4.0), (10, 1.0)], dots=True)], label="loss")
+    first, last = elements(svg, "circle")
+    assert float(first.get("cx")) < float(last.get("cx"))
+    assert float(first.get("cy")) < float(last.get("cy"))  # y grows downwards in SVG
+    assert [e.text for e in elements(svg, "title")] == ["loss at 0: 4", "loss at 10: 1"]
+
+
+def test_a_level_is_named_and_inside_the_frame():
+    svg = line_chart([Series("loss", [(0, 2.0), (1, 1.9)])], levels={"bi<gram": 5.0}, height=320)
+    (level,) = [p for p in elements(svg, "path") if p.get("class") == "level"]
+    assert 0 <= float(level.get("d").split()[1].partition("H")[0]) <= 320
+    assert "bi<gram 5" in [t.text for t in elements(svg, "text")]
+
+
+def test_values_that_are_not_finite_leave_a_chart_that_can_be_drawn():
+    svg = line_chart([Series("loss", [(0, math.nan), (1, 2.0), (2, math.inf), (3, 1.0)])])
+    assert "nan" not in svg and "inf" not in svg
+    assert line_chart([Series("loss", [(0, math.nan)])]).count("<path") == line_chart([]).count(
+        "<path"
+    )
+
+
+def test_many_points_are_thinned_but_the_ends_stay():
+    points = [(i, float(i)) for i in range(10_000)]
+    thin = thin_out(points)
+    assert len(thin) == 500 and thin[0] == points[0] and thin[-1] == points[-1]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 12))
+def test_ticks_enclose_the_values_and_are_about_as_many_as_asked_for(low, spread, about):
+    found = ticks(low, low + spread, about)
+    slack = 1e-6 * max(abs(low), spread)
+    assert found[0] <= low + slack and found[-1] >= low + spread - slack
+    assert 2 <= len(found) <= about + 3
+
+
+@pytest.mark.parametrize("value", [0.0, 5.0, -3.0])
+def test_ticks_of_a_single_value_are_around_it(value):
+    found = ticks(value, value, 4)
+    assert found[0] < value < found[-1]
+
+
+def test_smoothing_takes_out_noise_but_not_the_trend():
+    points = [(i, 100.0 - i + (-1) ** i) for i in range(100)]
+    smooth = [y for _, y in smoothed(points)]
+    assert all(a > b for a, b in pairwise(smooth[5:]))
+    assert abs(smooth[-1] - 1.0) < 6
+    assert smoothed(points[:8]) == points[:8]  # too few to average
+
+
+def test_smoothing_starts_at_the_first_value_and_leaves_out_nan():
+    assert smoothed([(1, 4.0), (2, math.nan), (3, 4.0)]) == [(1, 4.0), (3, pytest.approx(4.0))]
+    assert finite([(1, math.inf), (2, 1.0)]) == [(2, 1.0)]

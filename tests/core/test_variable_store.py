@@ -1,0 +1,103 @@
+from collections import OrderedDict
+
+import pytest
+
+from weft.core.frozen_dict import FrozenDict, freeze
+from weft.core.variable_store import VariableStore, copy_dicts, to_dicts
+from weft.errors import ScopeTreeError
+
+
+def test_what_a_collection_has_in_a_scope():
+    store = VariableStore({"params": {"a": {"b": 1}, "c": 2}}, False)
+    assert store.entries("params", ()) == {"a": {"b": 1}, "c": 2}
+    assert store.entries("params", ("a",)) == {"b": 1}
+    assert store.entries("params", ("z", "y")) == {}
+    assert store.entries("cache", ("a",)) == {}
+    assert store.collections == {"params": {"a": {"b": 1}, "c": 2}}
+
+
+def test_of_mutable_collections_the_dicts_are_copied():
+    params, state = freeze({"a": {"b": 1}}), OrderedDict(a={"b": 1})
+    store = VariableStore({"params": params, "state": state}, "state")
+    assert store.collections["params"] is params
+    store.put("state", ("a",), "b", 2)
+    store.put("state", ("new",), "c", 3)
+    assert store.collections["state"] == {"a": {"b": 2}, "new": {"c": 3}}
+    assert type(store.collections["state"]) is dict
+    assert state == {"a": {"b": 1}}
+
+
+def test_dicts_that_scopes_hold_are_updated():
+    store = VariableStore({}, True)
+    store.put("state", ("a",), "b", {"c": 1})
+    held = store.entries("state", ("a", "b"))
+    store.put("state", (), "a", {"b": {"d": 2}})
+    assert held == {"c": 1, "d": 2}
+
+
+def test_a_value_of_another_mapping_class_is_replaced():
+    store = VariableStore({}, True)
+    store.put("state", (), "a", freeze({"b": 1}))
+    store.put("state", (), "a", freeze({"c": 1}))
+    assert store.collections["state"]["a"] == freeze({"c": 1})
+
+
+def test_a_value_where_a_dict_should_be_is_named():
+    store = VariableStore({"params": {"a": 1.0}}, True, ("lifted",))
+    message = r"the collection 'params' has a float at '/lifted/a', where a scope needs a dict"
+    with pytest.raises(ScopeTreeError, match=message):
+        store.entries("params", ("a", "b"))
+    with pytest.raises(ScopeTreeError, match="a variable and a scope share a name"):
+        store.put("params", ("a",), "b", 1)
+    assert store.collections == {"params": {"a": 1.0}}
+
+
+def test_only_what_was_written_to_has_changed():
+    store = VariableStore({"params": {"a": {"b": 1, "c": 2}}, "state": {"x": 0}}, True)
+    assert store.changes() == {}
+    store.put("params", ("a",), "b", 3)
+    store.put("state", (), "y", {"z": 1})
+    changes = store.changes()
+    assert changes == {"params": {"a": {"b": 3}}}
+    store.put("state", (), "y", {"z": 2})
+    changes = store.changes()
+    assert changes == {"params": {"a": {"b": 3}}, "state": {"y": {"z": 2}}}
+    changes["state"]["y"]["z"] = 5
+    assert store.entries("state", ("y",)) == {"z": 2}
+
+
+def test_what_is_written_again_as_it_was_has_not_changed():
+    value = [1.5, {"a": 2.5}]
+    store = VariableStore({"state": {"x": value, "y": 0}}, True)
+    store.put("state", (), "x", [value[0], dict(value[1])])
+    store.put("state", (), "y", 1)
+    store.put("state", (), "y", 0)
+    assert store.changes() == {}
+    store.put("state", (), "x", [value[0], value[1]["a"]])
+    assert store.changes() == {"state": {"x": [1.5, 2.5]}}
+
+
+def test_the_first_values_of_what_was_made_are_kept():
+    store = VariableStore({"state": {"old": 0}}, True)
+    store.put("state", (), "old", 1)
+    store.put("state", ("a",), "new", 2)
+    assert store.made == {"state": {"a": {"new": 2}}}
+    store.put("state", ("a",), "new", 3)
+    store.put("state", ("a",), "new", 4)
+    assert store.made == {"state": {"a": {"new": 2}}}
+
+
+def test_a_first_value_that_is_a_dict_does_not_change_with_it():
+    store = VariableStore({}, True)
+    store.put("state", (), "x", {"n": 0})
+    store.put("state", (), "x", {"n": 1})
+    assert store.made == {"state": {"x": {"n": 0}}}
+
+
+def test_copies_of_mappings():
+    inner = FrozenDict(b=[1])
+    xs = {"a": {"c": inner}}
+    assert type(to_dicts(xs)["a"]["c"]) is dict
+    assert copy_dicts(xs)["a"]["c"] is inner
+    assert copy_dicts(xs)["a"] is not xs["a"]
+    assert to_dicts(xs)["a"]["c"]["b"] is inner["b"]

@@ -1,0 +1,492 @@
+"""Lines between processes: agreements, and how an end, a silence or a delay is reported."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.sockets import all_from, connected, full_pipe, reading
+from weft.distributed.peers import Peers, StopRequest, current_peers, use_peers
+from weft.errors import ProcessesNotReadyError, ProcessLostError
+
+NAMES = {i: f"process {i} of 3 (host h, pid {i})" for i in range(3)}
+
+
+@pytest.fixture
+def three():
+    """Three ends of the lines, in one process."""
+    opened = []
+
+    def open_lines(**kwargs):
+        pairs = {i: connected() for i in (1, 2)}
+        kwargs = {"end_seconds": 1e6} | kwargs
+        made = [Peers(0, {i: pair[0] for i, pair in pairs.items()}, NAMES, **kwargs)]
+        made += [Peers(i, {0: pair[1]}, {0: NAMES[0]}, **kwargs) for i, pair in pairs.items()]
+        opened.extend(made)
+        return made
+
+    yield open_lines
+    at_once(*(peers.leave for peers in opened))
+
+
+@pytest.fixture
+def alone():
+    """One end of the lines, and the sockets at the other ends."""
+    with contextlib.ExitStack() as stack:
+
+        def open_lines(process, *others, buffer=None, **kwargs):
+            pairs = {i: connected(buffer) for i in others}
+            for _, there in pairs.values():
+                stack.enter_context(there)
+            here = {i: pair[0] for i, pair in pairs.items()}
+            made = Peers(process, here, NAMES, **{"end_seconds": 1e6} | kwargs)
+            stack.callback(made.leave, patience_seconds=0)
+            return made, *(there for _, there in pairs.values())
+
+        yield open_lines
+
+
+def at_once(*calls):
+    """What each call gives or raises, all running together."""
+    results = [None] * len(calls)
+
+    def run(i):
+        try:
+            results[i] = calls[i]()
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    return results
+
+
+def messages(data):
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def say(connection, **message):
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def go_on():
+    return None
+
+
+def test_all_go_on_together_and_stop_together(three):
+    lines = three()
+    for _ in range(3):
+        assert at_once(*(lambda c=c: c.agree(go_on) for c in lines)) == [None] * 3
+    requests = [
+        go_on,
+        lambda: StopRequest("end", "input ended"),
+        lambda: StopRequest("signal", "SIGTERM"),
+    ]
+    agreed = at_once(*(lambda c=c, w=w: c.agree(w) for c, w in zip(lines, requests, strict=True)))
+    assert agreed == [("signal", "SIGTERM")] * 3
+    assert at_once(*(lambda c=c: c.agree(go_on) for c in lines)) == [None] * 3
+    assert [c.requested for c in lines] == [None] * 3
+
+
+def test_a_wish_that_comes_while_waiting_is_heard_by_who_has_not_come(three):
+    lines, request = three(), []
+    waiting = threading.Thread(
+        target=lambda: lines[1].agree(lambda: request[0] if request else None)
+    )
+    waiting.start()
+    time.sleep(0.2)
+    assert lines[2].requested is None
+    request.append(StopRequest("signal", "SIGINT"))
+    deadline = time.monotonic() + 10
+    while lines[2].requested is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert lines[2].requested == lines[0].requested == ("signal", "SIGINT")
+    agreed = at_once(*(lambda c=c: c.agree(go_on) for c in (lines[0], lines[2])))
+    assert agreed == [("signal", "SIGINT")] * 2
+    waiting.join()
+
+
+def test_a_wish_that_comes_after_all_have_gone_on_is_for_the_next_point(alone):
+    peers, there = alone(0, 1)
+
+    def arrives(at, request):
+        say(there, at=at, request=request, within=None, waits=False)
+
+    def the_other_comes_and_wishes_late():
+        arrives(1, None)
+        arrives(1, ["signal", "SIGTERM"])
+        deadline = time.monotonic() + 10
+        while peers.requested is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    # The other one has been told to go on, so this one has to go on as well.
+    assert peers.agree(go_on, alive=the_other_comes_and_wishes_late) is None
+    arrives(2, None)
+    assert peers.agree(go_on) == ("signal", "SIGTERM")
+    peers.leave(patience_seconds=0)
+    stops = [m["stop"] for m in messages(all_from(there)) if "go" in m]
+    assert stops == [None, ["signal", "SIGTERM"]]
+
+
+def test_a_wish_waits_where_all_only_wait_for_each_other(three):
+    lines, request = three(), StopRequest("signal", "SIGTERM")
+
+    def one_that_wishes():
+        assert lines[1].agree(go_on) is None
+        lines[1]._send_to_coordinator(
+            {"at": 1, "request": request, "within": None}
+        )  # when all have gone on
+        assert lines[1].agree(None) is None
+        return lines[1].agree(go_on)
+
+    def one_that_is_asked(peers):
+        assert peers.agree(go_on) is None
+        while peers.requested is None:
+            time.sleep(0.01)
+        assert peers.agree(None) is None
+        assert peers.requested == request
+        return peers.agree(go_on)
+
+    asked = [lambda c=c: one_that_is_asked(c) for c in (lines[0], lines[2])]
+    assert at_once(one_that_wishes, *asked) == [request] * 3
+
+
+def test_no_line_waits_for_the_acknowledgement_of_another_one(three):
+    # Else each point of agreement would take the 40 ms after which a kernel acknowledges.
+    for peers in three():
+        for connection in peers._connections.values():
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_who_is_late_is_named_with_what_it_does_and_shows_where(three, capfd):
+    lines = three()
+    lines[2].doing = "compiling the step"
+    time.sleep(1.5)  # it is reported soon, whatever the time between heartbeats
+    calls = [lambda c=c: c.agree(go_on, within_seconds=0.5) for c in lines[:2]]
+    for error in at_once(*calls):
+        assert isinstance(error, ProcessesNotReadyError)
+        assert str(error) == (
+            "not ready within 0.5 s: process 2 of 3 (host h, pid 2), which is compiling the step. "
+            "All others were waiting. If it is not frozen, its log has the stacks of its threads."
+        )
+    with pytest.raises(ProcessesNotReadyError, match="process 2 of 3"):
+        lines[2].agree(go_on)
+    stacks = capfd.readouterr().err
+    assert stacks.count("Current thread") == 1 and "in test_who_is_late_is_named" in stacks
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        (lambda c: c._connections[0].shutdown(socket.SHUT_RDWR), "has ended without notice"),
+        (lambda c: c.leave("InputReadError: a.txt"), "has failed: InputReadError: a.txt"),
+        (lambda c: c.leave(), "has ended before the others"),
+    ],
+    ids=["killed", "failed", "left"],
+)
+def test_who_ends_is_named_to_all(three, how, told):
+    lines = three()
+    threading.Timer(0.1, how, (lines[1],)).start()
+    for error in at_once(*(lambda c=c: c.agree(go_on) for c in (lines[0], lines[2]))):
+        assert isinstance(error, ProcessLostError)
+        assert str(error).startswith(f"process 1 of 3 (host h, pid 1) {told}")
+        assert "cannot continue without it" in str(error)
+
+
+def test_the_end_of_process_0_is_named_as_well(three):
+    lines = three()
+    lines[0]._connections[2].shutdown(socket.SHUT_RDWR)
+    with pytest.raises(ProcessLostError, match=r"process 0 of 3 .* has ended without notice"):
+        lines[2].agree(go_on)
+    # And where something else has failed because of it.
+    with pytest.raises(ProcessLostError, match="process 0") as lost:
+        lines[2].raise_cause(RuntimeError("gloo: connection closed"))
+    assert isinstance(lost.value.__cause__, RuntimeError)
+    # What another process's end is not behind is left alone.
+    three()[1].raise_cause(RuntimeError("mine"), patience_seconds=0.1)
+
+
+def test_silence_counts_as_an_end(alone):
+    peers, _ = alone(0, 1, heartbeat_timeout_seconds=0.5)
+    with pytest.raises(ProcessLostError, match=r"process 1 of 3 .* has sent nothing for"):
+        peers.agree(go_on)
+
+
+def test_who_comes_once_the_first_or_all_others_have_left_is_told(three, alone):
+    lines = three()
+    left = threading.Thread(target=lines[0].leave)
+    left.start()
+    left.join()
+    with pytest.raises(ProcessLostError, match=r"process 0 of 3 .* has ended before the others"):
+        lines[1].agree(go_on)
+    peers, there = alone(0, 1)
+    say(there, bye=None)
+    there.close()
+    time.sleep(0.2)
+    with pytest.raises(ProcessLostError, match=r"process 1 of 3 .* has ended before the others"):
+        peers.agree(go_on)
+
+
+def talking(connection):
+    """Says that it is alive again and again, so that the other end never has read everything."""
+    with contextlib.suppress(OSError):
+        while True:
+            say(connection, alive="x" * 100)
+
+
+def test_what_is_said_last_arrives_though_not_all_was_read(alone):
+    for _ in range(3):
+        _, frozen, other = alone(0, 1, 2, heartbeat_timeout_seconds=0.2)
+        heard = reading(other)
+        threading.Thread(target=talking, args=(other,)).start()
+        time.sleep(0.6)
+        other.shutdown(socket.SHUT_WR)
+        frozen.shutdown(socket.SHUT_RDWR)
+        (over,) = [m["over"] for m in messages(heard()) if "over" in m]
+        assert over.startswith("process 1 of 3 (host h, pid 1) has sent nothing for")
+
+
+def test_what_is_said_last_arrives_at_who_reads_it_later(alone):
+    failing, first = alone(1, 0, buffer=1 << 16)
+    threading.Thread(target=talking, args=(first,)).start()
+    for _ in range(100):  # more than there is room for
+        failing._send([failing._connections[0]], {"alive": "x" * 4000})
+    leaving = threading.Thread(target=failing.leave, args=("InputReadError: a.txt",))
+    leaving.start()
+    time.sleep(0.3)
+    assert messages(reading(first)())[-1] == {"bye": "InputReadError: a.txt"}
+    leaving.join()
+
+
+def test_the_first_ends_after_the_others_but_waits_for_none_without_end(alone):
+    first, killed, slow = alone(0, 1, 2)
+    killed.close()
+    with pytest.raises(ProcessLostError, match="process 1 of 3"):
+        first.agree(go_on)
+    started = time.monotonic()
+    threading.Timer(0.5, slow.shutdown, (socket.SHUT_WR,)).start()
+    first.leave("ProcessLostError: process 1 of 3")
+    assert 0.4 < time.monotonic() - started < 4
+
+    first, _ = alone(0, 1)
+    started = time.monotonic()
+    first.leave(patience_seconds=0.2)
+    assert 0.15 < time.monotonic() - started < 4
+
+
+def test_what_is_no_message_is_passed_over(alone):
+    peers, there = alone(1, 0)
+    there.sendall(b'GET / HTTP/1.1\r\n\r\n[1]\n{"other": 1}\n')
+    there.sendall(b"x" * (1 << 18) + b'\n{"go": 1, "stop": null}\n')
+    assert peers.agree(go_on) is None
+    peers.leave(patience_seconds=0)
+    at = {"at": 1, "within": None, "waits": False, "request": None}
+    assert at in messages(all_from(there))
+
+
+def test_where_the_reading_thread_fails_the_run_ends(alone, monkeypatch):
+    def fails(peers, index, line):
+        raise TypeError("unhashable")
+
+    monkeypatch.setattr(Peers, "_on_line", fails)
+    peers, there = alone(1, 0)
+    say(there, asked=None)
+    with pytest.raises(ProcessLostError, match="to other processes failed: TypeError: "):
+        peers.agree(go_on)
+
+
+def test_long_errors_fit_into_a_line(three):
+    lines = three()
+    error = "XlaRuntimeError: " + "\N{SNOWMAN}" * (1 << 20) + " out of memory"
+    threading.Timer(0.1, lines[1].leave, (error,)).start()
+    for lost in at_once(*(lambda c=c: c.agree(go_on) for c in (lines[0], lines[2]))):
+        assert "process 1 of 3 (host h, pid 1) has failed: XlaRuntimeError: " in str(lost)
+        assert "out of memory. This process cannot" in str(lost) and len(str(lost)) < 5000
+    lines, request = three(), StopRequest("error", error)
+    agreed = at_once(*(lambda c=c: c.agree(lambda: request) for c in lines))
+    assert len(set(agreed)) == 1 and agreed[0].text.endswith("out of memory")
+
+
+def test_of_many_that_are_late_some_are_named(monkeypatch, alone):
+    monkeypatch.setattr(
+        "tests.distributed.test_peers.NAMES", {i: f"process {i}" for i in range(20)}
+    )
+    peers, *_ = alone(0, *range(1, 20))
+    with pytest.raises(ProcessesNotReadyError) as late:
+        peers.agree(go_on, within_seconds=0.1)
+    shown = "; ".join(f"process {i}, which is starting" for i in range(1, 9))
+    assert f"within 0.1 s: {shown} and 11 more. All others" in str(late.value)
+
+
+def test_the_first_is_named_with_what_it_does_now(alone, capfd):
+    peers, there = alone(0, 1)
+    peers.doing = "restoring the checkpoint"
+    say(there, at=1, request=None, within=0.1, waits=True)
+    with there.makefile() as lines:
+        over = next(m["over"] for m in map(json.loads, lines) if "over" in m)
+    assert "process 0 of 3 (host h, pid 0), which is restoring the checkpoint." in over
+    with pytest.raises(ProcessesNotReadyError):
+        peers.raise_cause(RuntimeError("a collective that was cut"))
+    assert "in test_the_first_is_named" in capfd.readouterr().err
+
+
+STRANGE = {
+    "nested": b"[" * 1_500,
+    "nested objects": b'{"at":' * 20_000,
+    "no text": b"\xff\xfe{}",
+    "a number": b"7",
+    "of the wrong type": b'{"at": "soon", "within": null, "request": null, "waits": false}',
+    "a point that is not a number": b'{"at": true}',
+    "a request of a kind that there is none of": b'{"at": 1, "request": ["x", "y"]}',
+    "a request that is none": b'{"at": 1, "request": 7}',
+    "no seconds": b'{"at": 1, "within": NaN, "waits": false}',
+    "unknown": b'{"at": 1, "within": null, "request": null, "waits": false, "more": 1}',
+    "many digits": b'{"at": ' + b"9" * 5_000 + b"}",
+    "too long": b'{"alive": "' + b"x" * 300_000 + b'"}',
+}
+
+
+@pytest.mark.parametrize("line", STRANGE.values(), ids=STRANGE)
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_line_that_is_no_message_is_ignored(alone, caplog, process, line):
+    peers, there = alone(process, 1 - process)
+    there.sendall(line + b"\n")
+    if process == 0:
+        say(there, at=1, request=None, within=None, waits=False)
+    else:
+        say(there, go=1, stop=None)
+    assert peers.agree(go_on) is None
+    peers.leave(patience_seconds=0)
+    assert f"{NAMES[1 - process]} sent an invalid message; it is ignored" in caplog.text
+
+
+def test_the_rest_of_a_line_that_is_too_long_is_not_a_line(alone):
+    peers, there = alone(1, 0)
+    there.sendall(b"x" * 200_000)
+    time.sleep(0.3)
+    say(there, over="process 7 is gone")  # ends the long line
+    say(there, go=1, stop=None)
+    assert peers.agree(go_on) is None
+
+
+def test_what_others_say_is_escaped_where_it_is_printed(alone):
+    peers, there = alone(0, 1)
+    say(there, bye="\x1b]0;title\x07 a\nweft: \x9b2J \u202e \ud800")
+    shown = r"\x1b]0;title\x07 a" "\n    weft: " r"\x9b2J \u202e \ud800\."
+    with pytest.raises(ProcessLostError, match="has failed: " + re.escape(shown[:-2])):
+        peers.agree(go_on)
+
+
+def test_a_thread_finds_the_lines_that_are_open_and_says_goodbye(alone):
+    assert current_peers() is None
+    peers, there = alone(1, 0)
+    heard = reading(there)
+    with pytest.raises(KeyError), use_peers(peers):
+        assert current_peers() is peers
+        raise KeyError("x")
+    assert current_peers() is None
+    assert messages(heard())[-1] == {"bye": "KeyError: 'x'"}
+
+
+STUCK = """
+import ctypes, socket, sys, time
+from weft.distributed.peers import Peers
+connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+Peers(1, {0: connection}, {0: "process 0 of 2 (host h, pid 7)"}, end_seconds=0.3)
+print("ready", flush=True)
+ctypes.CDLL(None).sleep(60)  # as in a collective: no error can be raised in this thread
+"""
+
+
+@pytest.mark.long
+def test_one_whose_errors_nobody_reads_is_ended_as_well():
+    with (
+        full_pipe() as pipe,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        subprocess.Popen(
+            [sys.executable, "-c", STUCK, str(server.getsockname()[1])],
+            stdout=subprocess.PIPE,
+            stderr=pipe,
+        ) as process,
+    ):
+        connection, _ = server.accept()
+        with connection:
+            assert process.stdout.readline() == b"ready\n"
+            say(connection, over="process 2 of 3 is gone", late=True, missing=[1])
+            try:
+                assert process.wait(timeout=20) == 1
+            finally:
+                process.kill()
+
+
+@pytest.mark.long
+def test_a_process_whose_main_thread_is_stuck_is_ended_with_the_name():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        process = subprocess.Popen(
+            [sys.executable, "-c", STUCK, str(server.getsockname()[1])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        connection, _ = server.accept()
+        with process, connection:
+            assert process.stdout.readline() == "ready\n"
+            connection.shutdown(socket.SHUT_RDWR)
+            try:
+                _, told = process.communicate(timeout=20)
+            finally:
+                os.kill(process.pid, signal.SIGKILL) if process.poll() is None else None
+    assert process.returncode == 1
+    assert "weft: process 0 of 2 (host h, pid 7) has ended without notice" in told
+
+
+STOPPED = """
+import socket, sys
+from weft.distributed.peers import Peers
+connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+names = {1: "process 1 of 2 (host h, pid 7)"}
+first = Peers(0, {1: connection}, names, heartbeat_timeout_seconds=1)
+print("ready", flush=True)
+first.agree(lambda: None)
+print("went on", flush=True)
+first.leave()
+"""
+
+
+@pytest.mark.long
+def test_a_time_for_which_all_were_stopped_counts_for_nobody():
+    """As when Slurm suspends a job: all stop, and one is awake a moment before the others."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        subprocess.Popen(
+            [sys.executable, "-c", STOPPED, str(server.getsockname()[1])],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        connection, _ = server.accept()
+        with connection:
+            try:
+                assert process.stdout.readline() == "ready\n"
+                say(connection, alive="waiting")
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(2.5)
+                process.send_signal(signal.SIGCONT)
+                time.sleep(0.3)
+                say(connection, at=1, request=None, within=None, waits=False)
+                assert process.stdout.readline() == "went on\n"
+                connection.shutdown(socket.SHUT_WR)
+                assert process.wait(timeout=20) == 0
+            finally:
+                process.kill()

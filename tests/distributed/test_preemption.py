@@ -1,0 +1,390 @@
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.sockets import connected
+from weft.distributed import preemption
+from weft.distributed.peers import Peers
+from weft.distributed.preemption import (
+    DelayedMax,
+    GracefulStop,
+    InterruptibleJit,
+    StopRun,
+    barrier,
+    barrier_after,
+    batches_until_stopped,
+    broadcast_from_first,
+    compile_unless_stopped,
+    graceful_stop,
+    max_over_processes,
+    still_compiling,
+    stop_point,
+)
+from weft.errors import ProcessesNotReadyError, ProcessLostError
+from weft.input import PrefetchingIterator
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_remembered_and_the_handler_restored(number):
+    before = signal.getsignal(number)
+    with GracefulStop() as stop:
+        assert stop.signal_name is None and not stop.stop_requested
+        signal.raise_signal(number)
+        assert stop.signal_name == number.name and stop.stop_requested
+    assert signal.getsignal(number) is before
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with GracefulStop() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.signal_name is None and not stop.stop_requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_ctrl_c_ends_at_once():
+    with GracefulStop(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_other_threads_change_no_handlers():
+    seen = []
+
+    def work():
+        with GracefulStop():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGTERM)]
+
+
+def test_alone_a_process_agrees_at_once():
+    with GracefulStop() as stop:
+        assert stop.agreed("step 1") is None
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.agreed("step 2") == ("signal", "SIGTERM")
+
+
+class Busy:
+    """Work that takes until it is released, or too long."""
+
+    def __init__(self):
+        self.done, self._released = False, threading.Event()
+
+    def work(self):
+        self._released.wait(timeout=30)
+        self.done = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._released.set()
+
+
+class Source:
+    """Two numbers; then it is busy, and ends or fails."""
+
+    def __init__(self, busy=None, error=None):
+        self.n, self.busy, self.error = 0, busy, error
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.n == 2:
+            if self.busy:
+                self.busy.work()
+            raise self.error or StopIteration
+        self.n += 1
+        return self.n
+
+    def get_state(self):
+        return self.n
+
+    def set_state(self, state):
+        self.n = state
+
+
+def next_batch(stop, batches):
+    with stop.next_batch(batches, "a step") as batch:
+        return batch
+
+
+def test_waiting_for_input_delays_no_stop_and_takes_no_batch():
+    busy = Busy()
+    # Released first: an iterator waits for its source when it is closed.
+    with PrefetchingIterator(Source(busy)) as batches, busy, GracefulStop() as stop:
+        assert [next_batch(stop, batches) for _ in range(2)] == [1, 2]
+        timer = threading.Timer(0.2, signal.raise_signal, (signal.SIGTERM,))
+        timer.start()
+        with pytest.raises(StopRun) as stopped:
+            next_batch(stop, batches)
+        assert not busy.done
+        assert stopped.value.request == ("signal", "SIGTERM") and stopped.value.error is None
+        assert batches.get_state() == 2
+
+
+def test_a_signal_in_the_block_takes_no_batch():
+    with PrefetchingIterator(Source()) as batches, GracefulStop() as stop:
+        with pytest.raises(StopRun), stop.next_batch(batches, "a step"):
+            signal.raise_signal(signal.SIGTERM)
+        assert batches.get_state() == 0
+
+
+def test_an_error_in_the_block_stops_the_run_and_takes_no_batch():
+    with PrefetchingIterator(Source()) as batches, GracefulStop() as stop:
+        with pytest.raises(StopRun) as stopped, stop.next_batch(batches, "a step"):
+            raise ZeroDivisionError
+        assert isinstance(stopped.value.error, ZeroDivisionError)
+        assert batches.get_state() == 0
+
+
+def test_the_end_and_a_failure_of_the_input_stop_the_run():
+    with PrefetchingIterator(Source()) as batches, GracefulStop() as stop:
+        next_batch(stop, batches), next_batch(stop, batches)
+        with pytest.raises(StopRun) as stopped:
+            next_batch(stop, batches)
+        assert stopped.value.request == ("end", "input ended")
+    failure = OSError("a.txt, record 3")
+    with PrefetchingIterator(Source(error=failure)) as batches, GracefulStop() as stop:
+        next_batch(stop, batches), next_batch(stop, batches)
+        with pytest.raises(StopRun) as stopped:
+            next_batch(stop, batches)
+        assert stopped.value.error is failure
+
+
+def test_a_point_stops_a_run_and_is_nothing_outside_of_one():
+    stop_point("batch 1")
+    told = []
+    with GracefulStop(report=told.append):
+        stop_point("batch 2")
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StopRun, match="SIGTERM"):
+            stop_point("batch 3")
+    assert told == ["batch 2", "batch 3"]
+
+
+def test_batches_inside_of_a_step_end_fail_and_stop():
+    def all_of(source):
+        with batches_until_stopped(source, iter, "held_out") as batches:
+            return list(batches)
+
+    assert all_of(iter([1, 2])) == all_of(Source()) == [1, 2]
+    told = []
+    with GracefulStop(report=told.append) as stop:
+        assert all_of(Source()) == [1, 2]
+        assert told[:2] == ["waiting for batch 1 of held_out", "running batch 1 of held_out"]
+        with pytest.raises(OSError, match=r"a\.txt"):
+            all_of(Source(error=OSError("a.txt")))
+        busy = Busy()
+
+        def ask_to_stop():
+            signal.raise_signal(signal.SIGTERM)
+            while not stop.stop_requested:
+                time.sleep(0.01)
+            threading.Timer(1.0, busy.__exit__).start()  # a source that is closed is waited for
+
+        threading.Timer(0.2, ask_to_stop).start()
+        with pytest.raises(StopRun, match="SIGTERM"):
+            all_of(Source(busy))
+
+
+class Lowered:
+    """A compilation that is busy for a while, or fails."""
+
+    def __init__(self, busy=None, error=None):
+        self.busy, self.error = busy, error
+
+    def compile(self):
+        if self.busy:
+            self.busy.work()
+        if self.error:
+            raise self.error
+
+
+def test_a_compilation_is_left_when_the_run_is_to_stop():
+    with GracefulStop() as stop:
+        with pytest.raises(ValueError, match="XLA"):
+            stop.compile(Lowered(error=ValueError("XLA")))
+        threading.Timer(0.1, signal.raise_signal, (signal.SIGTERM,)).start()
+        with Busy() as busy:
+            stop.compile(Lowered(busy))
+            assert not busy.done and still_compiling()
+    while still_compiling():
+        time.sleep(0.05)
+
+
+class Slow:
+    """A jitted function that takes a while to compile."""
+
+    def __init__(self, busy):
+        self.lowered, self.busy = 0, busy
+
+    def __call__(self, x):
+        return 2 * x
+
+    def lower(self, x):
+        self.lowered += 1
+        return Lowered(self.busy if x.ndim else None)
+
+
+def test_work_inside_of_a_run_is_left_while_it_is_compiled():
+    busy, told = Busy(), []
+    slow = Slow(busy)
+    double = InterruptibleJit(slow, "the loss of held_out")
+    assert list(double(jnp.arange(2))) == [0, 2] and slow.lowered == 0  # outside of a run
+    with GracefulStop(report=told.append):
+        assert double(jnp.array(3)) == 6 and double(jnp.array(4)) == 8 and slow.lowered == 1
+        assert told == ["compiling the loss of held_out", "computing the loss of held_out"]
+        threading.Timer(0.1, signal.raise_signal, (signal.SIGTERM,)).start()
+        with busy:
+            with pytest.raises(StopRun, match="SIGTERM"):
+                double(jnp.arange(2))  # of another shape
+            assert not busy.done
+    while still_compiling():
+        time.sleep(0.05)
+
+
+def test_a_compiler_that_fails_tells_the_other_processes_before_all_end():
+    class OneOfTwo:
+        def agree(self, request, **_):
+            points.append(request())
+
+        def is_stopping(self):
+            return False
+
+    points = []
+    with GracefulStop() as stop:
+        stop._peers = OneOfTwo()
+        lowered = Lowered(error=ValueError("XLA"))
+        ended = stop.compile_on_all(lowered, "the loss")
+        assert ended.request.kind == "error" and str(ended.error) == "XLA"
+        with pytest.raises(ValueError, match="XLA"):
+            compile_unless_stopped(lowered, "the loss")
+        stop._peers = None
+    assert [(w.kind, w.text) for w in points] == [("error", "compiling the loss: XLA")] * 2
+
+
+def test_what_was_compiled_beside_is_what_a_call_uses():
+    compilations = []
+
+    def listener(name, seconds, **_):
+        compilations.append(name) if "backend_compile" in name else None
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    double = jax.jit(lambda x: 2 * x + 17)
+    x = jnp.arange(3.0)
+    with GracefulStop() as stop:
+        stop.compile(double.lower(x))
+    n = len(compilations)
+    double(x)
+    InterruptibleJit(double, "twice")(x)
+    jax.monitoring.unregister_event_duration_listener(listener)
+    assert len(compilations) == n >= 1
+
+
+class Lost:
+    """Lines to processes, one of them gone."""
+
+    def raise_cause(self, error):
+        raise ProcessLostError("process 1 of 2 has ended") from error
+
+
+@pytest.fixture
+def two():
+    """The lines between two processes, both ends here."""
+    here, there = connected()
+    names = {i: f"process {i} of 2" for i in range(2)}
+    ends = [Peers(0, {1: here}, names, end_seconds=1e6)]
+    ends.append(Peers(1, {0: there}, names, end_seconds=1e6))
+    yield ends
+    leaving = [threading.Thread(target=peers.leave) for peers in ends]
+    for thread in leaving:
+        thread.start()
+    for thread in leaving:
+        thread.join()
+
+
+def test_one_that_is_late_with_what_all_do_first_is_named_with_it(two, monkeypatch):
+    told, restored = [], threading.Event()
+
+    def the_other():
+        with GracefulStop(two[1], patience_seconds=1.5), pytest.raises(ProcessesNotReadyError):
+            with barrier_after("restoring"):
+                pass
+            with barrier_after("restoring"):
+                restored.wait()
+
+    thread = threading.Thread(target=the_other)
+    thread.start()
+    with GracefulStop(two[0], told.append, patience_seconds=1.5) as stop:
+        stop.doing("preparing the state")
+        with barrier_after("restoring"):
+            assert two[0].doing == "restoring"
+        assert two[0].doing == told[-1] == "preparing the state"
+        monkeypatch.setattr(jax, "process_count", lambda: 2)  # where JAX would wait without end
+        with (
+            pytest.raises(ProcessesNotReadyError, match=r"1\.5 s: process 1 of 2, which is restor"),
+            barrier_after("restoring"),
+        ):
+            broadcast_from_first(3)
+    assert "waiting for the other processes while restoring" in told
+    restored.set()
+    thread.join()
+
+
+def test_without_a_limit_one_that_is_late_is_waited_for(two):
+    def the_other():
+        with GracefulStop(two[1], patience_seconds=0.1):
+            time.sleep(1.0)
+            barrier()
+
+    thread = threading.Thread(target=the_other)
+    thread.start()
+    with GracefulStop(two[0], patience_seconds=0.1):
+        barrier()
+    thread.join()
+    barrier()  # outside of a run, nobody
+
+
+def test_an_error_that_another_process_caused_names_it(monkeypatch):
+    monkeypatch.setattr("weft.distributed.preemption.current_peers", Lost)
+    with pytest.raises(ProcessLostError, match="process 1"), graceful_stop(print, 1):
+        raise RuntimeError("gloo: connection closed by peer")
+
+
+def test_one_process_agrees_with_itself():
+    later = DelayedMax()
+    assert (broadcast_from_first(3), max_over_processes(4), later(5), later(0)) == (3, 4, 5, 0)
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    """As the second of two processes sees it; the first always gives 7."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    utils = preemption.multihost_utils
+    monkeypatch.setattr(utils, "broadcast_one_to_all", lambda x: np.int32(7))
+    monkeypatch.setattr(utils, "process_allgather", lambda x: np.array([7, x]))
+
+
+def test_what_others_give_counts(two_processes):
+    assert broadcast_from_first(3) == 7
+    assert (max_over_processes(3), max_over_processes(9)) == (7, 9)
+
+
+def test_the_largest_comes_one_call_later(two_processes):
+    # Here all devices are of this process, so it is the largest of its own.
+    later = DelayedMax()
+    assert [later(n) for n in (0, 1, 0, 5)] == [0, 0, 1, 0]

@@ -1,0 +1,256 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.hierarchy.attention.bias import (
+    NEG_INF,
+    ALiBiAttentionLogitBiasLayer,
+    BaseAttentionBias,
+    BiasAndResidual,
+    BoolAttentionBias,
+    BoolTensorAttentionBias,
+    CausalAttentionBias,
+    CausalAttentionLogitBiasLayer,
+    CompositeAttentionBias,
+    FullAttentionLogitBiasLayer,
+    LeftRightWindowAttentionBias,
+    MaskFnAttentionBias,
+    SegmentIdAttentionBias,
+    SlidingWindowAttentionBias,
+    SymmetricALiBiAttentionLogitBiasLayer,
+    TensorAttentionBias,
+    ZeroAttentionBias,
+    alibi_get_slopes,
+    apply_attention_logit_biases,
+    as_attention_bias,
+    causal_mask,
+    compute_padding_biases,
+    make_causal_biases,
+    make_segment_mask,
+    make_sliding_window_causal_biases,
+    split,
+)
+from weft.hierarchy.module import functional as F
+
+N = 5
+ROWS, COLUMNS = np.indices((N, N))
+POSITIONS = jnp.arange(N)[None]
+SEGMENTS = jnp.array([[1, 1, 2, 2, 2]])
+SAME = np.asarray(SEGMENTS[0][:, None] == SEGMENTS[0][None])
+
+
+def instantiate(cfg):
+    return cfg.instantiate(target_positions=POSITIONS, source_positions=POSITIONS)
+
+
+def allowed(bias):
+    value = bias.value()
+    assert set(np.unique(value)) <= {np.float32(NEG_INF), np.float32(0)}
+    return np.asarray(value == 0)
+
+
+@pytest.mark.parametrize(
+    "cfg, expected",
+    [
+        (CausalAttentionBias.default_config(), COLUMNS <= ROWS),
+        (
+            SlidingWindowAttentionBias.default_config(sliding_window_size=1),
+            (COLUMNS <= ROWS) & (ROWS - COLUMNS <= 1),
+        ),
+        (
+            LeftRightWindowAttentionBias.default_config(left_context=2, right_context=1),
+            (ROWS - COLUMNS <= 2) & (COLUMNS - ROWS <= 1),
+        ),
+        (
+            MaskFnAttentionBias.default_config(lambda q, k: (q + k) % 2 == 0),
+            (ROWS + COLUMNS) % 2 == 0,
+        ),
+    ],
+)
+def test_masks_by_position(cfg, expected):
+    bias = instantiate(cfg)
+    assert bias.eval_shape() == (1, 1, N, N)
+    np.testing.assert_array_equal(allowed(bias)[0, 0], expected)
+    np.testing.assert_array_equal(bias.bool_value()[0, 0], expected)
+
+
+def test_positions_of_a_step():
+    cfg = CausalAttentionBias.default_config()
+    bias = cfg.instantiate(target_positions=jnp.array([[3], [1]]), source_positions=POSITIONS)
+    np.testing.assert_array_equal(allowed(bias).sum(axis=(1, 2, 3)), [4, 2])
+
+
+def test_segments():
+    np.testing.assert_array_equal(allowed(SegmentIdAttentionBias(SEGMENTS))[0, 0], SAME)
+    mask = make_segment_mask(source_segments=SEGMENTS[:, :3], target_segments=SEGMENTS)
+    np.testing.assert_array_equal(mask[0, 0] == 0, SAME[:, :3])
+
+
+def test_masks_as_arrays():
+    np.testing.assert_array_equal(make_causal_biases(N) == 0, COLUMNS <= ROWS)
+    window = make_sliding_window_causal_biases(N, 2) == 0
+    np.testing.assert_array_equal(window, (COLUMNS <= ROWS) & (ROWS - COLUMNS <= 2))
+
+
+def test_sum_of_masks_is_a_mask():
+    bias = instantiate(CausalAttentionBias.default_config()) + SegmentIdAttentionBias(SEGMENTS)
+    assert isinstance(bias, CompositeAttentionBias)
+    np.testing.assert_array_equal(allowed(bias)[0, 0], SAME & (COLUMNS <= ROWS))
+
+
+def test_sum_with_an_array():
+    slope = jnp.arange(2.0).reshape(1, 2, 1, 1) * (COLUMNS - ROWS)[None, None]
+    causal = instantiate(CausalAttentionBias.default_config())
+    for bias in (causal + slope, slope + causal, TensorAttentionBias.from_tensor(slope) + causal):
+        assert bias.eval_shape() == (1, 2, N, N)
+        np.testing.assert_allclose(
+            bias.value()[0, 1][ROWS >= COLUMNS], (COLUMNS - ROWS)[ROWS >= COLUMNS]
+        )
+        assert np.all(bias.value()[0, 1][ROWS < COLUMNS] < -1e14)
+
+
+def test_nothing_added_changes_nothing():
+    causal = instantiate(CausalAttentionBias.default_config())
+    assert isinstance(causal + None, CausalAttentionBias)
+    assert isinstance(ZeroAttentionBias() + causal, CausalAttentionBias)
+    zero = as_attention_bias(None)
+    assert zero.value() is None and not zero.has_value() and zero.eval_shape() is None
+    assert not (zero + zero).has_value()
+    assert CompositeAttentionBias([]).value() is None
+    assert as_attention_bias(causal) is causal
+
+
+@pytest.mark.parametrize("shape", [(N, N), (2, N, N), (2, 1, N, N)])
+def test_axes_that_are_left_out(shape):
+    bias = as_attention_bias(jnp.zeros(shape))
+    assert bias.eval_shape() == (*((1,) if len(shape) == 2 else (2,)), 1, N, N)
+    mask = BoolTensorAttentionBias.from_tensor(jnp.ones(shape, bool))
+    assert allowed(mask).all() and mask.eval_shape() == bias.eval_shape()
+
+
+def test_dtype():
+    bias = instantiate(CausalAttentionBias.default_config().set(dtype=jnp.bfloat16))
+    assert bias.value().dtype == jnp.bfloat16
+    assert bias.astype(jnp.float32).value().dtype == jnp.float32
+    assert as_attention_bias(jnp.zeros((N, N), jnp.bfloat16)).value().dtype == jnp.bfloat16
+
+
+def test_split():
+    causal = instantiate(CausalAttentionBias.default_config())
+    tensor = TensorAttentionBias.from_tensor(jnp.ones((N, N)))
+    bias = causal + SegmentIdAttentionBias(SEGMENTS) + tensor
+    got_causal, window, segments, rest = split(
+        bias, CausalAttentionBias, SlidingWindowAttentionBias, SegmentIdAttentionBias
+    )
+    assert isinstance(got_causal, CausalAttentionBias)
+    assert isinstance(window, ZeroAttentionBias)
+    assert isinstance(segments, SegmentIdAttentionBias)
+    assert isinstance(rest, TensorAttentionBias)
+    total = got_causal + window + segments + rest
+    np.testing.assert_array_equal(total.value(), bias.value())
+
+
+def test_several_of_a_class_become_one():
+    causal = instantiate(CausalAttentionBias.default_config())
+    window = instantiate(LeftRightWindowAttentionBias.default_config(1, None))
+    ones = TensorAttentionBias.from_tensor(jnp.ones((N, N)))
+    bias = causal + window + ones + ones + SegmentIdAttentionBias(SEGMENTS)
+    masks, rest = bias.bias_and_residual(MaskFnAttentionBias)
+    np.testing.assert_array_equal(allowed(masks)[0, 0], (COLUMNS <= ROWS) & (ROWS - COLUMNS <= 1))
+    both = bias.bias_and_residual(TensorAttentionBias)
+    assert isinstance(both, BiasAndResidual)
+    np.testing.assert_array_equal(both.bias.value(), np.full((1, 1, N, N), 2.0))
+    bools, rest = bias.bias_and_residual(BoolAttentionBias)
+    np.testing.assert_array_equal((bools + rest).value(), bias.value())
+    assert isinstance(
+        (causal + causal).bias_and_residual(CausalAttentionBias).bias, CausalAttentionBias
+    )
+    mask = BoolTensorAttentionBias.from_tensor(jnp.array(COLUMNS <= ROWS))
+    joined = (mask + BoolTensorAttentionBias.from_tensor(jnp.array(SAME))).bias_and_residual(
+        BoolTensorAttentionBias
+    )
+    np.testing.assert_array_equal(allowed(joined.bias)[0, 0], SAME & (COLUMNS <= ROWS))
+
+
+def test_two_that_do_not_make_up_one():
+    bias = SegmentIdAttentionBias(SEGMENTS) + SegmentIdAttentionBias(SEGMENTS + 1)
+    with pytest.raises(ArgumentValueError, match="2 biases of the class SegmentIdAttentionBias"):
+        split(bias, SegmentIdAttentionBias)
+
+
+def test_biases_are_pytrees():
+    causal = instantiate(CausalAttentionBias.default_config())
+    bias = causal + SegmentIdAttentionBias(SEGMENTS)
+    np.testing.assert_array_equal(jax.jit(lambda b: b.value())(bias), bias.value())
+    assert isinstance(jax.tree.map(lambda x: x, bias), BaseAttentionBias)
+
+
+def test_shape_of_a_bias():
+    message = "an attention bias has the shape (5,); expected (batch, heads, target, source)"
+    with pytest.raises(ArgumentShapeError, match=re.escape(message)):
+        as_attention_bias(jnp.zeros(N))
+
+
+def test_mask_that_is_not_boolean():
+    with pytest.raises(ArgumentValueError, match="a mask of the dtype float32 was given"):
+        BoolTensorAttentionBias.from_tensor(jnp.zeros((N, N)))
+
+
+def test_mask_function_itself():
+    bias = MaskFnAttentionBias(causal_mask, POSITIONS, POSITIONS)
+    np.testing.assert_array_equal(allowed(bias)[0, 0], COLUMNS <= ROWS)
+
+
+# Two segments of 2 and 3; positions are counted within each.
+LAYER_SEGMENTS, LAYER_POSITIONS = jnp.array([[1, 1, 2, 2, 2]]), jnp.array([[0, 1, 0, 1, 2]])
+LAYER_ROWS, LAYER_COLUMNS = np.indices((5, 5))
+LAYER_SAME = np.asarray(LAYER_SEGMENTS[0][:, None] == LAYER_SEGMENTS[0][None])
+DISTANCE = np.asarray(LAYER_POSITIONS[0][:, None] - LAYER_POSITIONS[0][None])
+
+
+def bias(cls, **fields):
+    layer = cls.default_config().set(name="bias", **fields).instantiate(parent=None)
+    inputs = {"segment_ids": LAYER_SEGMENTS, "positions": LAYER_POSITIONS}
+    return np.asarray(F(layer, None, {}, inputs, is_training=False)[0])
+
+
+def test_full():
+    np.testing.assert_array_equal(bias(FullAttentionLogitBiasLayer)[0, 0] == 0, LAYER_SAME)
+
+
+def test_causal_within_segments():
+    got = bias(CausalAttentionLogitBiasLayer)
+    assert got.shape == (1, 1, 5, 5)
+    np.testing.assert_array_equal(got[0, 0] == 0, LAYER_SAME & (LAYER_COLUMNS <= LAYER_ROWS))
+
+
+def test_alibi_falls_with_distance():
+    for cls, seen in (
+        (ALiBiAttentionLogitBiasLayer, LAYER_SAME & (LAYER_COLUMNS <= LAYER_ROWS)),
+        (SymmetricALiBiAttentionLogitBiasLayer, LAYER_SAME),
+    ):
+        got = bias(cls, num_heads=2)
+        for head, slope in enumerate(alibi_get_slopes(2)):
+            expected = -slope * np.abs(DISTANCE)
+            np.testing.assert_allclose(got[0, head][seen], expected[seen], rtol=1e-6)
+            assert np.all(got[0, head][~seen] < -1e14)
+
+
+def test_padding():
+    ids = jnp.array([[5, 7, 0], [1, 0, 0]])
+    got = compute_padding_biases(ids, pad_token_id=0)
+    real = np.asarray(ids != 0)
+    np.testing.assert_array_equal(got[:, 0] == 0, real[:, :, None] & real[:, None])
+    np.testing.assert_array_equal(compute_padding_biases(ids, pad_token_id=None), 0.0)
+
+
+def test_adding_to_logits():
+    logits = jnp.ones((1, 1, 2, 2), jnp.bfloat16)
+    assert apply_attention_logit_biases(logits) is logits
+    got = apply_attention_logit_biases(logits, jnp.array([[0.0, NEG_INF]]))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got[0, 0, 0, 0], 1.0)

@@ -1,0 +1,564 @@
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.config import REQUIRED
+from weft.errors import ArgumentValueError, LayerConfigError
+from weft.hierarchy.attention.bias import (
+    CausalAttentionBias,
+    LeftRightWindowAttentionBias,
+    SlidingWindowAttentionBias,
+    make_causal_biases,
+    make_sliding_window_causal_biases,
+)
+from weft.hierarchy.attention.multihead_attention import (
+    ForwardMode,
+    GroupedQueryAttention,
+    MultiheadAttention,
+    MultiheadAttentionXL,
+    SigmoidAttention,
+    compute_gqa_context,
+    compute_gqa_logits,
+    sigmoid_with_biases,
+    softmax_with_biases,
+)
+from weft.hierarchy.attention.qkv_linear import (
+    FusedGroupedQKVLinear,
+    FusedQKVLinear,
+    GroupedQKVLinear,
+    QLinear,
+)
+from weft.hierarchy.attention.rope import RoFormerQKVLinear
+from weft.hierarchy.attention.scale_qk import PerDimScale, ScaleKey, ScaleQuery
+from weft.hierarchy.layers.normalization import RMSNorm
+from weft.hierarchy.module import functional as F
+
+DIM, HEADS, BATCH, LENGTH = 8, 4, 2, 6
+CAUSAL = CausalAttentionBias.default_config()
+WINDOW = SlidingWindowAttentionBias.default_config(sliding_window_size=2)
+
+
+def attention(cls=MultiheadAttention, **fields):
+    dims = {"query_dim": DIM, "key_dim": DIM, "value_dim": DIM, "num_heads": HEADS}
+    cfg = cls.default_config().set(name="attention", **{**dims, **fields})
+    return cfg.instantiate(parent=None)
+
+
+def run(layer, state, query, method="forward", is_training=False, prng_key=None, **kwargs):
+    inputs = {"query": query, **kwargs}
+    static = {name: inputs.pop(name) for name in ("return_aux", "is_prefill") if name in inputs}
+
+    def apply(prng_key, state, inputs):
+        inputs = {**inputs, **static}
+        return F(layer, prng_key, state, inputs, method=method, is_training=is_training)[0]
+
+    # One compilation takes less time than one for each operation.
+    return jax.jit(apply)(prng_key, state, inputs)
+
+
+@pytest.fixture
+def x(wave):
+    return wave((BATCH, LENGTH, DIM)) + wave((BATCH, LENGTH, 1), 0.3)
+
+
+def rope(**fields):
+    return RoFormerQKVLinear.default_config().set(rotary_value=False, **fields)
+
+
+def grouped(**fields):
+    return GroupedQKVLinear.default_config().set(num_kv_heads=2, **fields)
+
+
+# Masks.
+
+
+@pytest.mark.parametrize(
+    "mask, biases",
+    [
+        (CAUSAL, make_causal_biases(LENGTH)),
+        (WINDOW, make_sliding_window_causal_biases(LENGTH, 2)),
+        (
+            LeftRightWindowAttentionBias.default_config(left_context=None, right_context=0),
+            make_causal_biases(LENGTH)[None],
+        ),
+    ],
+    ids=["causal", "window", "left"],
+)
+def test_mask_equals_biases(mask, biases, filled, x):
+    state = filled(attention())
+    masked = run(attention(mask=mask), state, x).data
+    np.testing.assert_allclose(
+        masked, run(attention(), state, x, attention_logit_biases=biases).data, rtol=1e-5, atol=1e-6
+    )
+    assert not np.allclose(masked, run(attention(), state, x).data, atol=1e-3)
+
+
+def test_causal_is_short_for_a_mask(filled, x):
+    state = filled(attention())
+    np.testing.assert_array_equal(
+        run(attention(causal=True), state, x).data, run(attention(mask=CAUSAL), state, x).data
+    )
+
+
+def test_mask_and_biases_add_up(filled, x):
+    state = filled(attention())
+    window = make_sliding_window_causal_biases(LENGTH, 2)
+    np.testing.assert_allclose(
+        run(attention(mask=CAUSAL), state, x, attention_logit_biases=window).data,
+        run(attention(mask=WINDOW), state, x).data,
+        atol=1e-6,
+    )
+
+
+def test_positions_decide_about_the_mask(filled, x):
+    layer = attention(mask=CAUSAL)
+    state = filled(layer)
+    positions = jnp.broadcast_to(jnp.arange(LENGTH)[::-1], (BATCH, LENGTH))
+    backwards = run(layer, state, x, query_positions=positions).data
+    forwards = run(layer, state, x[:, ::-1]).data
+    np.testing.assert_allclose(backwards, forwards[:, ::-1], rtol=1e-5, atol=1e-6)
+
+
+def test_segments_do_not_see_each_other(filled, x):
+    layer = attention(mask=CAUSAL, input_linear=rope())
+    state = filled(layer)
+    positions = jnp.array([[0, 1, 2, 0, 1, 2]])
+    segments = jnp.array([[1, 1, 1, 2, 2, 2]] * BATCH)
+    packed = run(layer, state, x, segment_ids=segments, query_positions=positions).data
+    for part in (slice(0, 3), slice(3, 6)):
+        alone = run(layer, state, x[:, part]).data
+        np.testing.assert_allclose(packed[:, part], alone, rtol=1e-5, atol=1e-6)
+
+
+# The parts of the computation.
+
+
+def test_dimensions(filled, wave):
+    layer = attention(hidden_dim=12, output_dim=5, key_dim=6, value_dim=7)
+    assert (layer.hidden_dim(), layer.output_dim(), layer.per_head_dim()) == (12, 5, 3)
+    inputs = {"key": wave((BATCH, 3, 6)), "value": wave((BATCH, 3, 7))}
+    output = run(layer, filled(layer), wave((BATCH, 2, DIM)), return_aux=["probs"], **inputs)
+    assert output.data.shape == (BATCH, 2, 5)
+    assert output.probs.shape == (BATCH, HEADS, 2, 3)
+    np.testing.assert_allclose(output.probs.sum(-1), 1.0, rtol=1e-5)
+
+
+def test_return_aux_selects_outputs(filled, x):
+    layer = attention()
+    output = run(layer, filled(layer), x)
+    assert output.probs is None and output.kv_state is None
+
+
+def test_sink_takes_probability(filled, x):
+    layer = attention(logit_sink=True)
+    state = filled(layer)
+    state["sink"] = jnp.array([-1e9, 0.0, 5.0, 1e9])
+    probs = run(layer, state, x, return_aux=["probs"]).probs
+    plain = run(attention(), state, x, return_aux=["probs"]).probs
+    np.testing.assert_allclose(probs[:, 0], plain[:, 0], rtol=1e-5)
+    np.testing.assert_allclose(probs[:, 3], 0.0, atol=1e-6)
+    sums = probs.sum(-1)
+    assert np.all(sums[:, 1] < 1) and np.all(sums[:, 2] < sums[:, 1])
+    assert layer.create_parameter_specs_recursively()["sink"].shape == (HEADS,)
+
+
+def test_dropout_is_of_probabilities_and_in_training_only(filled, x):
+    layer = attention()
+    layer_with_dropout = attention(dropout=layer.config.dropout.set(rate=0.5))
+    state = filled(layer)
+    kwargs = {"prng_key": jax.random.PRNGKey(0), "return_aux": ["probs"]}
+    plain = run(layer, state, x, is_training=True, **kwargs).probs
+    dropped = run(layer_with_dropout, state, x, is_training=True, **kwargs).probs
+    kept = dropped != 0
+    assert 0.3 < np.mean(kept) < 0.7
+    np.testing.assert_allclose(dropped[kept], 2 * plain[kept], rtol=1e-5)
+    np.testing.assert_array_equal(run(layer_with_dropout, state, x, **kwargs).probs, plain)
+
+
+def test_grouped_heads_share_keys(filled, x):
+    layer = attention(GroupedQueryAttention, input_linear=grouped())
+    assert layer.num_kv_heads == 2
+    state = filled(layer)
+    # The same with a copy of each key head for each of its query heads.
+    full = {**state, "i_proj": dict(state["i_proj"])}
+    for name in ("k_proj", "v_proj"):
+        part = state["i_proj"][name]
+        full["i_proj"][name] = {
+            "weight": jnp.repeat(part["weight"], 2, axis=1),
+            "bias": jnp.repeat(part["bias"], 2, axis=0),
+        }
+    np.testing.assert_allclose(
+        run(layer, state, x).data, run(attention(), full, x).data, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_grouped_attention_with_as_many_key_heads(filled, x):
+    state = filled(attention())
+    np.testing.assert_allclose(
+        run(attention(GroupedQueryAttention), state, x).data,
+        run(attention(), state, x).data,
+        rtol=1e-6,
+    )
+
+
+def test_fused_and_grouped_fused_run(filled, x):
+    for cls, linear in (
+        (MultiheadAttention, FusedQKVLinear.default_config()),
+        (GroupedQueryAttention, FusedGroupedQKVLinear.default_config().set(num_kv_heads=1)),
+    ):
+        layer = attention(cls, input_linear=linear)
+        assert run(layer, filled(layer), x).data.shape == x.shape
+
+
+def test_sigmoid(filled, x):
+    layer = attention(SigmoidAttention, seq_len=LENGTH, mask=CAUSAL)
+    probs = run(layer, filled(layer), x, return_aux=["probs"]).probs
+    assert np.all(np.triu(probs, 1) == 0)
+    wider = attention(SigmoidAttention, seq_len=LENGTH, mask=CAUSAL, subtract_seq_len_bias=False)
+    more = run(wider, filled(wider), x, return_aux=["probs"]).probs
+    seen = np.tril(np.ones((LENGTH, LENGTH), bool))
+    odds = (more / (1 - more))[..., seen], (probs / (1 - probs))[..., seen]
+    np.testing.assert_allclose(odds[0], LENGTH * odds[1], rtol=1e-4)
+
+
+def test_keys_scaled_once_or_in_every_step(filled, x):
+    scale = ScaleKey.default_config().set(norm=RMSNorm.default_config())
+    later, before = (
+        attention(key_scale=scale, scale_kv_before_cache_update=before) for before in (None, True)
+    )
+    state = filled(later)
+    np.testing.assert_allclose(run(later, state, x).data, run(before, state, x).data, rtol=1e-6)
+    kept = [
+        run(layer, state, x, return_aux=["kv_state"]).kv_state.k_proj for layer in (later, before)
+    ]
+    rms = [np.sqrt(np.mean(np.square(k), axis=-1)) for k in kept]
+    assert np.std(rms[0]) > 0.01
+    scale = state["scale_key"]["norm"]["scale"]
+    by_scale = np.sqrt(np.mean(np.square(np.divide(kept[1], scale)), axis=-1))
+    np.testing.assert_allclose(by_scale, 1.0, rtol=1e-3)
+
+
+def test_without_a_key_scale(filled, x):
+    state = filled(attention())
+    np.testing.assert_array_equal(
+        run(attention(key_scale=None), state, x).data, run(attention(), state, x).data
+    )
+    assert isinstance(MultiheadAttention.default_key_scale_config(), ScaleKey.Config)
+    assert MultiheadAttention.default_query_scale_config() == attention().config.query_scale
+
+
+def test_keys_of_another_layer(filled, x):
+    first = attention(mask=CAUSAL)
+    second = attention(mask=CAUSAL, input_linear=QLinear.default_config())
+    state = filled(first)
+    kv_state = run(first, state, x, return_aux=["kv_state"]).kv_state
+    shared = {**state, "i_proj": {"q_proj": state["i_proj"]["q_proj"]}}
+    np.testing.assert_allclose(
+        run(second, shared, x, kv_state=kv_state).data, run(first, state, x).data, rtol=1e-6
+    )
+    assert sorted(second.init_states(batch_size=2, max_len=3, dtype=jnp.float32)) == ["time_step"]
+
+
+def test_functions_of_logits(wave):
+    logits = wave((1, 2, 3, 3)).astype(jnp.bfloat16)
+    bias = make_causal_biases(3)[None, None]
+    for fn in (softmax_with_biases, sigmoid_with_biases):
+        probs = fn(logits, bias)
+        assert probs.dtype == jnp.bfloat16
+        assert np.all(np.triu(probs.astype(jnp.float32), 1) == 0)
+    np.testing.assert_allclose(
+        softmax_with_biases(logits, None, jnp.full(2, 1e9)).astype(jnp.float32), 0.0
+    )
+    q, k = wave((1, 3, 4, 2)), wave((1, 5, 2, 2), 1.0)
+    logits = compute_gqa_logits(q, k)
+    np.testing.assert_allclose(logits[0, 3, 1, 2], q[0, 1, 3] @ k[0, 2, 1], rtol=1e-5)
+    context = compute_gqa_context(logits, k)
+    np.testing.assert_allclose(context[0, 1, 3], logits[0, 3, 1] @ k[0, :, 1], rtol=1e-5)
+
+
+def test_bfloat16_stays(filled, x):
+    layer = attention(mask=CAUSAL, input_linear=rope())
+    state = jax.tree.map(lambda p: p.astype(jnp.bfloat16), filled(layer))
+    output = run(layer, state, x.astype(jnp.bfloat16), return_aux=["kv_state"])
+    assert output.data.dtype == output.kv_state.k_proj.dtype == jnp.bfloat16
+    exact = run(layer, filled(layer), x).data
+    np.testing.assert_allclose(output.data.astype(jnp.float32), exact, atol=0.05)
+
+
+def test_gradients(filled, x):
+    layer = attention(mask=WINDOW, input_linear=rope())
+    state = filled(layer)
+
+    @jax.jit
+    def loss(state):
+        return (run(layer, state, x, is_training=True).data ** 2).sum()
+
+    grads = jax.jit(jax.grad(loss))(state)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        at, eps = (0,) * leaf.ndim, 1e-2
+        up, down = (
+            jax.tree_util.tree_map_with_path(
+                lambda p, x, path=path, at=at, d=d: x.at[at].add(d) if p == path else x, state
+            )
+            for d in (eps, -eps)
+        )
+        slope = (loss(up) - loss(down)) / (2 * eps)
+        grad = next(g for p, g in jax.tree_util.tree_leaves_with_path(grads) if p == path)
+        np.testing.assert_allclose(slope, grad[at], rtol=2e-2, atol=2e-2)
+
+
+def test_activations_lie_over_the_mesh(filled):
+    n = jax.device_count()
+    heads = ("data", None, None, None)
+    layer = attention(
+        q_partition_spec=heads,
+        k_partition_spec=heads,
+        v_partition_spec=heads,
+        o_partition_spec=("data", None, None),
+    )
+    state, x = filled(layer), jnp.ones((n, 3, DIM))
+    plain = run(layer, state, x).data
+    mesh = jax.make_mesh((n,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        laid_out = jax.jit(lambda x: run(layer, state, x).data)(x)
+    assert laid_out.sharding.spec[0] == "data"
+    np.testing.assert_allclose(laid_out, plain, rtol=1e-5)
+
+
+# Decoding.
+
+DECODERS = {
+    "rope": (MultiheadAttention, {"mask": CAUSAL, "input_linear": rope()}),
+    "rope, groups, window, sink": (
+        GroupedQueryAttention,
+        {"mask": WINDOW, "input_linear": rope(input_linear=grouped()), "logit_sink": True},
+    ),
+    "fused, keys scaled before": (
+        MultiheadAttention,
+        {
+            "mask": CAUSAL,
+            "input_linear": FusedQKVLinear.default_config(),
+            "key_scale": ScaleKey.default_config().set(norm=RMSNorm.default_config()),
+            "scale_kv_before_cache_update": True,
+        },
+    ),
+    "sigmoid": (SigmoidAttention, {"mask": CAUSAL, "seq_len": LENGTH}),
+    "xl": (MultiheadAttentionXL, {"mask": CAUSAL}),
+}
+
+
+def decode(layer, state, x, steps):
+    """The outputs of steps of the given lengths, the first of them a prefill if it is negative."""
+    cached = layer.init_states(batch_size=BATCH, max_len=LENGTH + 2, dtype=jnp.float32)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def step(cached, x, is_prefill):
+        inputs = {"cached_states": cached, "query": x, "is_prefill": is_prefill}
+        return F(layer, None, state, inputs, method="extend_step", is_training=False)[0]
+
+    outputs, at = [], 0
+    for length in steps:
+        cached, output = step(cached, x[:, at : at + abs(length)], length < 0)
+        outputs.append(output.data)
+        at += abs(length)
+    np.testing.assert_array_equal(cached["time_step"], at)
+    return jnp.concatenate(outputs, axis=1)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoding_equals_the_whole_sequence(name, filled, x):
+    cls, fields = DECODERS[name]
+    layer = attention(cls, **fields)
+    state = filled(layer)
+    expected = run(layer, state, x).data
+    got = decode(layer, state, x, [-3, 1, 1, 1])
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [[1] * LENGTH, [-1, 2, 2, 1]], ids=str)
+def test_decoding_in_other_steps(steps, filled, x):
+    cls, fields = DECODERS["rope, groups, window, sink"]
+    layer = attention(cls, **fields)
+    state = filled(layer)
+    got = decode(layer, state, x, steps)
+    np.testing.assert_allclose(got, run(layer, state, x).data, rtol=1e-4, atol=1e-5)
+
+
+def test_prompts_of_different_lengths(filled, x):
+    layer = attention(mask=CAUSAL, input_linear=rope())
+    state = filled(layer)
+    lengths = np.array([2, 4])
+    expected = run(layer, state, x).data
+    cached = layer.init_states(batch_size=BATCH, max_len=LENGTH, dtype=jnp.float32)
+    segments = (np.arange(4) < lengths[:, None]).astype(np.int32)
+    cached, output = run(
+        layer,
+        state,
+        x[:, :4],
+        "extend_step",
+        cached_states=cached,
+        is_prefill=True,
+        segment_ids=segments,
+    )
+    np.testing.assert_array_equal(cached["time_step"], lengths)
+    for b, length in enumerate(lengths):
+        np.testing.assert_allclose(
+            output.data[b, :length], expected[b, :length], rtol=1e-4, atol=1e-6
+        )
+    for i in range(2):
+        rows = np.arange(BATCH)
+        token = x[rows, lengths + i][:, None]
+        cached, output = run(layer, state, token, "extend_step", cached_states=cached)
+        np.testing.assert_allclose(
+            output.data[:, 0], expected[rows, lengths + i], rtol=1e-4, atol=1e-6
+        )
+
+
+def test_biases_of_a_step(filled, x):
+    """Without a mask of its own, a step sees all that is cached, but for what biases hide."""
+    layer = attention()
+    state = filled(layer)
+    cached = layer.init_states(batch_size=BATCH, max_len=LENGTH + 2, dtype=jnp.float32)
+    cached, _ = run(layer, state, x[:, :4], "extend_step", cached_states=cached, is_prefill=True)
+    _, output = run(layer, state, x[:, 4:5], "extend_step", cached_states=cached)
+    expected = run(layer, state, x[:, 4:5], key=x[:, :5]).data
+    np.testing.assert_allclose(output.data, expected, rtol=1e-5, atol=1e-6)
+    biases = jnp.where(jnp.arange(LENGTH + 2) == 1, -1e15, 0.0)[None]
+    _, output = run(
+        layer, state, x[:, 4:5], "extend_step", cached_states=cached, attention_logit_biases=biases
+    )
+    seen = x[:, jnp.array([0, 2, 3, 4])]
+    expected = run(layer, state, x[:, 4:5], key=seen).data
+    np.testing.assert_allclose(output.data, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_decoding_with_keys_of_another_layer(filled, x):
+    first = attention(mask=CAUSAL)
+    second = attention(mask=CAUSAL, input_linear=QLinear.default_config())
+    states = filled(first), filled(second)
+    kv_state = run(first, states[0], x, return_aux=["kv_state"]).kv_state
+    expected = run(second, states[1], x, kv_state=kv_state).data
+    cached = [
+        layer.init_states(batch_size=BATCH, max_len=LENGTH, dtype=jnp.float32)
+        for layer in (first, second)
+    ]
+
+    @jax.jit
+    def step(cached, x):
+        inputs = {"cached_states": cached[0], "query": x, "return_aux": ["kv_state"]}
+        one, output = F(first, None, states[0], inputs, method="extend_step", is_training=False)[0]
+        inputs = {"cached_states": cached[1], "query": x, "kv_state": output.kv_state}
+        two, output = F(second, None, states[1], inputs, method="extend_step", is_training=False)[0]
+        return (one, two), output.data
+
+    for t in range(LENGTH):
+        cached, y = step(tuple(cached), x[:, t : t + 1])
+        np.testing.assert_allclose(y[:, 0], expected[:, t], rtol=1e-4, atol=1e-6)
+
+
+def test_modes():
+    assert ForwardMode.of_step(True) is ForwardMode.INIT_STATES
+    assert ForwardMode.of_step(False) is ForwardMode.EXTEND_STEP
+
+
+# What goes wrong.
+
+
+@pytest.mark.parametrize(
+    "cls, fields, message",
+    [
+        (
+            MultiheadAttention,
+            {"num_heads": 3},
+            "num_heads=3 does not divide the hidden dimension 8",
+        ),
+        (MultiheadAttention, {"input_linear": grouped()}, "makes 2 key heads for num_heads=4"),
+        (MultiheadAttention, {"causal": True, "mask": WINDOW}, "causal=True and mask are both set"),
+        (
+            SigmoidAttention,
+            {"seq_len": 3, "logit_sink": True},
+            "logit_sink applies to a softmax only",
+        ),
+        (MultiheadAttentionXL, {"input_linear": QLinear.default_config()}, "the layer's own keys"),
+    ],
+)
+def test_fields_that_do_not_fit(cls, fields, message):
+    with pytest.raises(LayerConfigError, match=re.escape(message)):
+        attention(cls, **fields)
+
+
+def test_unknown_aux(filled, x):
+    layer = attention()
+    with pytest.raises(ArgumentValueError, match="attention: unknown return_aux \\['prob'\\]"):
+        run(layer, filled(layer), x, return_aux=["prob"])
+
+
+XL_DIM = 8
+
+
+def xl_attention(**fields):
+    cfg = MultiheadAttentionXL.default_config().set(name="xl", num_heads=2, **fields)
+    return cfg.set(query_dim=XL_DIM, key_dim=XL_DIM, value_dim=XL_DIM).instantiate(parent=None)
+
+
+def run_xl(layer, state, **inputs):
+    return F(layer, None, state, inputs, is_training=False)[0]
+
+
+def test_scaling_logits_or_queries(filled, wave):
+    """Both are the same if `u` and `v`, which are added in between, are 0."""
+    x = wave((2, 4, XL_DIM))
+    position = MultiheadAttentionXL.ScalePosition
+    by_logit, by_query = (xl_attention(scale_position=p) for p in (position.LOGIT, position.QUERY))
+    state = filled(by_logit)
+    zero = {name: jnp.zeros_like(state[name]) for name in ("u_bias", "v_bias")}
+    outputs = [run_xl(layer, {**state, **zero}, query=x).data for layer in (by_logit, by_query)]
+    np.testing.assert_allclose(*outputs, rtol=1e-5, atol=1e-6)
+    outputs = [run_xl(layer, state, query=x).data for layer in (by_logit, by_query)]
+    assert not np.allclose(*outputs, atol=1e-4)
+
+
+def test_norms_and_scales_of_queries(filled, wave):
+    scale = ScaleQuery.default_config().set(
+        norm=RMSNorm.default_config(), per_dim_scale=PerDimScale.default_config()
+    )
+    layer = xl_attention(query_scale=scale)
+    x = wave((2, 4, XL_DIM))
+    assert run_xl(layer, filled(layer), query=x).data.shape == x.shape
+
+
+def test_dimension_of_positions(filled, wave):
+    layer = xl_attention(pos_emb_dim=6)
+    state = filled(layer)
+    assert state["r_proj"]["weight"].shape == (6, 2, 4)
+    assert sorted(state["r_proj"]) == ["weight"]
+    assert run_xl(layer, state, query=wave((1, 3, XL_DIM))).data.shape == (1, 3, XL_DIM)
+
+
+def test_shifting_a_sequence_shifts_the_output(filled, wave):
+    """Without a mask, only relative positions count."""
+    layer = xl_attention()
+    state, x = filled(layer), wave((1, 4, XL_DIM))
+    biases = jnp.where(jnp.arange(5) < 4, 0.0, -1e15)[None]
+    at_front = jnp.concatenate([x, x[:, :1]], axis=1)
+    at_back = jnp.concatenate([x[:, :1], x], axis=1)
+    front = run_xl(layer, state, query=at_front, attention_logit_biases=biases).data[:, :4]
+    back = run_xl(layer, state, query=at_back, attention_logit_biases=biases[:, ::-1]).data[:, 1:]
+    np.testing.assert_allclose(front, back, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["key", "value", "query_positions"])
+def test_self_attention_only(name, filled, wave):
+    layer = xl_attention()
+    given = {name: jnp.arange(3)[None] if name == "query_positions" else wave((1, 3, XL_DIM))}
+    with pytest.raises(ArgumentValueError, match=f"{name} given, but"):
+        run_xl(layer, filled(layer), query=wave((1, 3, XL_DIM)), **given)
+
+
+def test_defaults():
+    assert MultiheadAttentionXL.default_config().scale_position is not REQUIRED
+    assert not MultiheadAttentionXL.default_config().input_linear.layer.bias

@@ -1,0 +1,202 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.errors import ArgumentValueError, LayerConfigError
+from weft.hierarchy.attention.bias import CausalAttentionBias
+from weft.hierarchy.attention.qkv_linear import QLinear
+from weft.hierarchy.attention.transformer import (
+    BottleNeckAdapterTransformerLayer,
+    ParallelTransformerLayer,
+    TransformerAttentionLayer,
+    TransformerLayer,
+)
+from weft.hierarchy.base_layer import RematSpec
+from weft.hierarchy.module import functional as F
+
+DIM, SOURCE, BATCH, LENGTH = 8, 6, 2, 5
+CAUSAL = CausalAttentionBias.default_config()
+
+
+def plain(**fields):
+    cfg = TransformerLayer.default_config().set(name="layer", input_dim=DIM, **fields)
+    cfg.self_attention.attention.set(num_heads=2, mask=CAUSAL)
+    cfg.feed_forward.hidden_dim = 16
+    return cfg
+
+
+def with_cross_attention():
+    cross = TransformerAttentionLayer.default_config().set(source_dim=SOURCE)
+    cross.attention.num_heads = 2
+    return plain(cross_attention=cross)
+
+
+def parallel():
+    cfg = ParallelTransformerLayer.default_config().set(name="layer", input_dim=DIM)
+    cfg.self_attention.set(num_heads=2, mask=CAUSAL)
+    cfg.feed_forward.hidden_dim = 16
+    return cfg
+
+
+def adapted(**fields):
+    cfg = BottleNeckAdapterTransformerLayer.default_config().set(name="layer", input_dim=DIM)
+    layer = plain()
+    return cfg.set(layer=layer, **fields)
+
+
+LAYERS = {"plain": plain, "cross": with_cross_attention, "parallel": parallel, "adapted": adapted}
+
+
+def build(cfg):
+    return cfg.instantiate(parent=None)
+
+
+def run(layer, state, method="forward", prng_key=None, is_training=False, **inputs):
+    static = {name: inputs.pop(name) for name in ("return_aux", "is_prefill") if name in inputs}
+
+    def apply(state, inputs):
+        inputs = {**inputs, **static}
+        return F(layer, prng_key, state, inputs, method=method, is_training=is_training)[0]
+
+    return jax.jit(apply)(state, inputs)
+
+
+@pytest.fixture
+def x(wave):
+    return wave((BATCH, LENGTH, DIM)) + wave((BATCH, 1, DIM), 0.4)
+
+
+def more_inputs(name, wave):
+    return {"cross_attention_data": wave((BATCH, 3, SOURCE))} if name == "cross" else {}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_decoding_equals_the_whole_sequence(name, filled, x, wave):
+    layer = build(LAYERS[name]())
+    state, inputs = filled(layer), more_inputs(name, wave)
+    expected = run(layer, state, data=x, **inputs).data
+    cached = layer.init_states(batch_size=BATCH, max_len=LENGTH + 1, dtype=jnp.float32)
+    cached, output = run(
+        layer, state, "extend_step", cached_states=cached, data=x[:, :3], is_prefill=True, **inputs
+    )
+    outputs = [output.data]
+    for t in (3, 4):
+        cached, output = run(
+            layer, state, "extend_step", cached_states=cached, data=x[:, t : t + 1], **inputs
+        )
+        outputs.append(output.data)
+    got = jnp.concatenate(outputs, axis=1)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "parallel"])
+def test_segments_and_positions(name, filled, x):
+    """A packed sequence gives what its parts give by themselves."""
+    layer = build(LAYERS[name]())
+    state = filled(layer)
+    packed = run(
+        layer,
+        state,
+        data=x,
+        target_segment_ids=jnp.array([[1, 1, 2, 2, 2]] * BATCH),
+        target_positions=jnp.array([[0, 1, 0, 1, 2]]),
+    ).data
+    for part in (slice(0, 2), slice(2, 5)):
+        alone = run(layer, state, data=x[:, part]).data
+        np.testing.assert_allclose(packed[:, part], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_return_aux(name, filled, x, wave):
+    layer = build(LAYERS[name]())
+    aux = {"self_attention_probs", "self_attention_kv_state"}
+    aux |= {"cross_attention_probs"} if name == "cross" else set()
+    inputs = more_inputs(name, wave)
+    output = run(layer, filled(layer), data=x, return_aux=aux, **inputs)
+    assert output.self_attention_probs.shape == (BATCH, 2, LENGTH, LENGTH)
+    assert output.self_attention_kv_state.k_proj.shape == (BATCH, LENGTH, 2, 4)
+    if name == "cross":
+        assert output.cross_attention_probs.shape == (BATCH, 2, LENGTH, 3)
+    output = run(layer, filled(layer), data=x, **inputs)
+    assert output[1:] == (None, None, None)
+
+
+def test_keys_of_another_layer(filled, x):
+    first, cfg = build(plain()), plain()
+    cfg.self_attention.attention.input_linear = QLinear.default_config()
+    second = build(cfg)
+    kv_state = run(
+        first, filled(first), data=x, return_aux={"self_attention_kv_state"}
+    ).self_attention_kv_state
+    state = filled(second)
+    expected = run(second, state, data=x, self_attention_kv_state=kv_state).data
+    cached = second.init_states(batch_size=BATCH, max_len=LENGTH, dtype=jnp.float32)
+    _, output = run(
+        second,
+        state,
+        "extend_step",
+        cached_states=cached,
+        data=x,
+        is_prefill=True,
+        self_attention_kv_state=kv_state,
+    )
+    np.testing.assert_allclose(output.data, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_remat_changes_nothing(filled, x):
+    layer, again = build(plain()), build(plain(remat_spec=RematSpec()))
+    state = filled(layer)
+
+    def grads(layer):
+        def loss(state):
+            return (F(layer, None, state, (x,), is_training=True)[0].data ** 2).sum()
+
+        return jax.jit(jax.grad(loss))(state)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        grads(layer),
+        grads(again),
+    )
+
+
+def test_adapter_is_small_and_behind(filled, x):
+    layer = build(adapted(bottleneck_ratio=0.25))
+    assert layer.create_parameter_specs_recursively()["adapter"]["linear1"]["weight"].shape == (
+        8,
+        2,
+    )
+    assert layer.config.adapter.structure == "postnorm"
+
+
+def test_probs_of_an_attention_layer(filled, x):
+    cfg = TransformerAttentionLayer.default_config().set(name="a", target_dim=DIM, source_dim=DIM)
+    cfg.attention.num_heads = 2
+    layer = build(cfg)
+    output = run(layer, filled(layer), target=x, return_aux={"probs"})
+    np.testing.assert_allclose(output.probs.sum(-1), 1.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, inputs, message",
+    [
+        ("cross", {}, "layer has a cross_attention, but was given no cross_attention_data"),
+        (
+            "plain",
+            {"cross_attention_data": jnp.ones((BATCH, 3, SOURCE))},
+            "layer was given cross_attention_data, but has no cross_attention",
+        ),
+    ],
+)
+def test_cross_attention_and_its_data(name, inputs, message, filled, x):
+    layer = build(LAYERS[name]())
+    with pytest.raises(ArgumentValueError, match=re.escape(message)):
+        run(layer, filled(layer), data=x, **inputs)
+
+
+def test_adapter_without_dimensions():
+    with pytest.raises(LayerConfigError, match=r"bottleneck_ratio=0\.1 of input_dim=8"):
+        build(adapted(bottleneck_ratio=0.1))

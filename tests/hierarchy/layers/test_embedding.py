@@ -1,0 +1,222 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from weft.errors import LayerConfigError
+from weft.hierarchy.layers.embedding import (
+    Embedding,
+    LearnedPositionalEmbedding,
+    ModalityEmbedding,
+    ModalityVocabInfo,
+    SeparableSpaceTimePositionalEmbedding,
+    SinusoidalPositionalEmbedding,
+    sinusoidal_positional_embeddings,
+)
+from weft.hierarchy.module import functional as F
+
+KEY = jax.random.key(0)
+IDS = jnp.array([[3, 0, 1], [2, 2, 3]])
+
+
+def make(cls=Embedding, **kwargs):
+    if cls is Embedding:
+        kwargs = {"num_embeddings": 4, "dim": 6, **kwargs}
+    layer = cls.default_config().set(name="emb", **kwargs).instantiate(parent=None)
+    return layer, layer.initialize_parameters_recursively(KEY)
+
+
+def run(layer, params, *inputs, **kwargs):
+    return F(layer, None, params, inputs, is_training=True, **kwargs)[0]
+
+
+def test_looks_rows_up():
+    layer, params = make()
+    assert params["weight"].shape == (4, 6)
+    np.testing.assert_array_equal(run(layer, params, IDS), params["weight"][IDS])
+
+
+def test_attend_is_the_product_with_the_transposed_table():
+    layer, params = make()
+    x = jax.random.normal(KEY, (2, 5, 6))
+    logits = run(layer, params, x, method="attend")
+    np.testing.assert_allclose(logits, x @ params["weight"].T, rtol=1e-4, atol=1e-6)
+
+
+def test_vectors_start_with_length_about_one():
+    _, params = make(num_embeddings=200, dim=300)
+    np.testing.assert_allclose(params["weight"].std(), 300**-0.5, rtol=0.02)
+
+
+def test_scale():
+    layer, params = make(scale=Embedding.Scale.UNIT)
+    expected = params["weight"][IDS] * 6**0.5
+    np.testing.assert_allclose(run(layer, params, IDS), expected, rtol=1e-6)
+    layer, params = make(scale=Embedding.Scale.CONSTANT, scale_constant=3.0)
+    np.testing.assert_allclose(run(layer, params, IDS), params["weight"][IDS] * 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "scale, constant", [(Embedding.Scale.CONSTANT, None), (Embedding.Scale.UNIT, 2.0), (None, 2.0)]
+)
+def test_a_constant_without_its_scale_is_refused(scale, constant):
+    with pytest.raises(LayerConfigError, match=r"emb: scale=.*and scale_constant=.*do not match"):
+        make(scale=scale, scale_constant=constant)
+
+
+def test_the_dtype_is_that_of_the_table():
+    layer, params = make(scale=Embedding.Scale.UNIT, dtype=jnp.bfloat16)
+    assert run(layer, params, IDS).dtype == jnp.bfloat16
+
+
+def test_specs_and_layout_over_a_mesh():
+    layer, params = make(
+        embedding_partition_spec=("model", None),
+        input_partition_spec=("data", None),
+        output_partition_spec=("data", None, None),
+    )
+    specs = layer.create_parameter_specs_recursively()
+    assert specs["weight"].mesh_axes == PartitionSpec(None, "model")
+    with jax.set_mesh(
+        jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    ):
+        y = jax.jit(lambda params, ids: run(layer, params, ids))(params, IDS)
+    assert y.sharding.spec[0] == "data"
+    np.testing.assert_array_equal(y, params["weight"][IDS])
+
+
+def test_gradients_reach_the_rows_that_were_looked_up():
+    layer, params = make()
+    ids = jnp.array([1, 1, 3])
+    grads = jax.jit(jax.grad(lambda params: run(layer, params, ids).sum()))(params)
+    np.testing.assert_array_equal(grads["weight"][:, 0], [0, 2, 0, 1])
+
+
+def test_space_and_time_add_up():
+    layer, params = make(
+        SeparableSpaceTimePositionalEmbedding,
+        dim=6,
+        spatial_embeddings=Embedding.default_config().set(num_embeddings=3),
+        temporal_embeddings=Embedding.default_config().set(num_embeddings=2),
+    )
+    assert (layer.num_spatial_embeddings, layer.num_temporal_embeddings) == (3, 2)
+    assert layer.max_seq_len == 6
+    times, places = (params[f"{k}_embeddings"]["weight"] for k in ("temporal", "spatial"))
+    expected = (times[:, None] + places[None]).reshape(6, 6)
+    np.testing.assert_allclose(run(layer, params, method="embeddings"), expected, rtol=1e-6)
+    positions = jnp.array([[5, 0], [2, 3]])
+    np.testing.assert_allclose(run(layer, params, positions), expected[positions], rtol=1e-6)
+
+
+def run_positional(layer, state, *inputs, **kwargs):
+    return F(layer, None, state, inputs, is_training=False, **kwargs)[0]
+
+
+def test_sinusoidal():
+    cfg = SinusoidalPositionalEmbedding.default_config().set(
+        name="p", dim=4, min_timescale=2, max_timescale=50
+    )
+    y = run_positional(cfg.instantiate(parent=None), {}, jnp.array([[0, 3]]))
+    expected = [np.sin(1.5), np.sin(3 / 50), np.cos(1.5), np.cos(3 / 50)]
+    np.testing.assert_allclose(y[0], [[0, 0, 1, 1], expected], rtol=1e-5)
+    same = sinusoidal_positional_embeddings(
+        jnp.array([[0, 3]]), dim=4, min_timescale=2, max_timescale=50
+    )
+    np.testing.assert_array_equal(y, same)
+
+
+def learned(**fields):
+    cfg = LearnedPositionalEmbedding.default_config().set(name="p", dim=2, **fields)
+    return cfg.instantiate(parent=None)
+
+
+def test_learned_table(filled):
+    layer = learned(shape=(3,))
+    state = filled(layer)
+    table = run_positional(layer, state, method="embeddings")
+    np.testing.assert_array_equal(table, state["weight"][0])
+    np.testing.assert_array_equal(
+        run_positional(layer, state, jnp.array([2, 0])), table[jnp.array([2, 0])]
+    )
+    spec = layer.create_parameter_specs_recursively()["weight"]
+    assert spec.mesh_axes == PartitionSpec(None, None, "model")
+
+
+def test_learned_table_with_several_axes(filled):
+    layer = learned(shape=(3, 4))
+    state = filled(layer)
+    assert state["weight"].shape == (1, 3, 4, 2)
+    assert run_positional(layer, state, jnp.array([[1, 2]])).shape == (1, 2, 4, 2)
+    spec = layer.create_parameter_specs_recursively()["weight"]
+    assert spec.mesh_axes == PartitionSpec(None, None, None, "model")
+
+
+MODALITY_IDS = jnp.array([[0, 3, 5], [4, 7, 2]])
+
+
+def info(start, end, name="image"):
+    return ModalityVocabInfo(name, 0, 0, start, end, generate_logits=True)
+
+
+def make_modality(start, end, **kwargs):
+    cfg = ModalityEmbedding.default_config().set(
+        name="emb", dim=4, modality_vocab_info=info(start, end), **kwargs
+    )
+    layer = cfg.instantiate(parent=None)
+    return layer, layer.initialize_parameters_recursively(KEY)
+
+
+def run_modality(layer, params, *inputs, method="forward"):
+    return F(layer, None, params, inputs, is_training=True, method=method)[0]
+
+
+def test_only_ids_of_the_modality_are_embedded():
+    layer, params = make_modality(3, 6)
+    assert params["weight"].shape == (3, 4)
+    y = run_modality(layer, params, {"inputs": MODALITY_IDS})
+    expected = np.zeros((2, 3, 4), np.float32)
+    for place, row in {(0, 1): 0, (0, 2): 2, (1, 0): 1}.items():
+        expected[place] = params["weight"][row]
+    np.testing.assert_array_equal(y, expected)
+
+
+def test_modalities_add_up():
+    text, of_text = make_modality(0, 3)
+    image, of_image = make_modality(3, 8)
+    x = run_modality(text, of_text, {"inputs": MODALITY_IDS})
+    y = run_modality(image, of_image, MODALITY_IDS, x, method="lookup_modality_embeddings")
+    whole = jnp.concatenate([of_text["weight"], of_image["weight"]])
+    np.testing.assert_array_equal(y, whole[MODALITY_IDS])
+
+
+def test_attend_gives_logits_of_the_modality():
+    layer, params = make_modality(3, 6)
+    x = jax.random.normal(KEY, (2, 3, 4))
+    logits = run_modality(layer, params, x, method="attend")
+    np.testing.assert_allclose(logits, x @ params["weight"].T, rtol=1e-4, atol=1e-6)
+
+
+def test_other_modalities_have_no_gradient():
+    layer, params = make_modality(3, 6)
+    grads = jax.jit(
+        jax.grad(lambda params: run_modality(layer, params, {"inputs": MODALITY_IDS}).sum())
+    )(params)
+    np.testing.assert_array_equal(grads["weight"][:, 0], [1, 1, 1])
+
+
+def test_decoding_embeds_one_step_after_the_other():
+    layer, params = make_modality(0, 8)
+    whole = run_modality(layer, params, {"inputs": MODALITY_IDS})
+    cached = layer.init_states(batch_size=2, dtype=jnp.float32)
+    for step in range(3):
+        inputs = {
+            "cached_states": cached,
+            "input_batch": {"inputs": MODALITY_IDS[:, step : step + 1]},
+        }
+        (cached, x), _ = F(layer, None, params, inputs, method="extend_step", is_training=False)
+        np.testing.assert_array_equal(x, whole[:, step : step + 1])
+
+
+def test_vocab_size():
+    assert info(10, 14).vocab_size == 4

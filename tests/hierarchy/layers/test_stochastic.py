@@ -1,0 +1,70 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.errors import ArgumentValueError, MissingPrngKeyError
+from weft.hierarchy.layers.stochastic import Dropout, DropToken, StochasticDepth
+from weft.hierarchy.module import functional as F
+
+KEY = jax.random.key(0)
+LAYERS = [Dropout, StochasticDepth, DropToken]
+
+
+def run(cls, x, *, is_training=True, prng_key=KEY, **kwargs):
+    layer = cls.default_config().set(name="layer", **kwargs).instantiate(parent=None)
+    assert layer.initialize_parameters_recursively(KEY) == {}
+    return F(layer, prng_key, {}, (x,), is_training=is_training)[0]
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+def test_nothing_is_dropped_outside_of_training_or_without_a_rate(cls):
+    x = jnp.ones((4, 6, 3))
+    assert run(cls, x, rate=0.5, is_training=False, prng_key=None) is x
+    assert run(cls, x, rate=0.0, prng_key=None) is x
+    assert run(cls, x, prng_key=None) is x
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+def test_a_missing_key_is_named(cls):
+    with pytest.raises(MissingPrngKeyError, match="of layer needs a PRNG key"):
+        run(cls, jnp.ones((4, 6, 3)), rate=0.5, prng_key=None)
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+def test_what_is_dropped_follows_the_key(cls):
+    x = jax.random.normal(KEY, (16, 6, 3))
+    first, again = (run(cls, x, rate=0.5) for _ in range(2))
+    other = run(cls, x, rate=0.5, prng_key=jax.random.key(7))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+
+
+def test_dropout_keeps_the_mean():
+    y = run(Dropout, jnp.ones((100, 100)), rate=0.2)
+    assert np.unique(y).tolist() == pytest.approx([0, 1.25])
+    np.testing.assert_allclose(y.mean(), 1, atol=0.02)
+
+
+def test_stochastic_depth_drops_examples_or_all():
+    y = run(StochasticDepth, jnp.ones((64, 2, 3)), rate=0.5)
+    assert set(np.unique(y[:, 0, 0])) == {0, 2}
+    np.testing.assert_array_equal(y, jnp.broadcast_to(y[:, :1, :1], y.shape))
+    assert len(np.unique(run(StochasticDepth, jnp.ones((64, 2, 3)), rate=0.5, mode="batch"))) == 1
+
+
+def test_drop_token_shortens_and_keeps_the_first():
+    x = jnp.broadcast_to(jnp.arange(9.0)[None, :, None], (4, 9, 2))
+    y = run(DropToken, x, rate=0.5, num_cls_tokens=1)
+    assert y.shape == (4, 5, 2)
+    assert (y[:, 0] == 0).all()
+
+
+def test_a_rate_of_one_is_refused():
+    with pytest.raises(ArgumentValueError, match="rate=1"):
+        run(Dropout, jnp.ones(3), rate=1.0)
+
+
+def test_under_jit_and_grad_what_is_dropped_has_no_gradient():
+    grad = jax.jit(jax.grad(lambda x: run(Dropout, x, rate=0.5).sum()))(jnp.ones((8, 8)))
+    assert set(np.unique(grad)) == {0, 2}

@@ -1,0 +1,171 @@
+import gzip
+import json
+import os
+import pickle
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import InputReadError, MissingExtraError
+from weft.input import file_cache, record_files
+from weft.input.record_files import JsonLinesFile, LineFile, ParquetFile, file_fingerprint
+
+
+def write(path, content):
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return str(path)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.sampled_from([b"", b"a", b"bc", b"\r", b" ", b"\n", b"d\r\n"]), max_size=12))
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_lines_are_those_that_python_finds(tmp_path_factory, chunk, parts):
+    content = b"".join(parts)
+    path = write(tmp_path_factory.mktemp("lines") / "file.txt", content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record_files, "_CHUNK", chunk)
+        lines = LineFile(path)
+        found = [lines[i] for i in range(len(lines))]
+        numbers = [lines.line_number(i) for i in range(len(lines))]
+    pieces = content.split(b"\n")
+    # A `\r` belongs to the end of a line only before a `\n`.
+    want = [p.removesuffix(b"\r") for p in pieces[:-1]] + pieces[-1:]
+    assert list(zip(numbers, found, strict=True)) == [(i + 1, w) for i, w in enumerate(want) if w]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("is_small", [True, False])
+def test_json_values_by_index_also_in_another_process(tmp_path, monkeypatch, name, is_small):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if not is_small:
+        monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 0)
+    values = [{"text": f"é{i}"} for i in range(100)]
+    path = write(tmp_path / name, "\n".join(map(json.dumps, values)).encode())
+    first = JsonLinesFile(path)
+    assert [first[i] for i in (99, 0, 50)] == [values[i] for i in (99, 0, 50)]
+    assert len(first) == 100
+    # A pickle holds no data, so that workers are started quickly.
+    data = pickle.dumps(first)
+    assert len(data) < 300
+    assert pickle.loads(data)[7] == values[7]
+    assert (tmp_path / "cache").exists() is not is_small
+
+
+def test_index_of_changed_file_is_rebuilt(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 0)
+    path = write(tmp_path / "a.txt", b"one\ntwo\n")
+    assert len(LineFile(path)) == 2
+    write(tmp_path / "a.txt", b"one\ntwo\nthree\n")
+    assert len(LineFile(path)) == 3
+    # Also if only the time has changed.
+    os.utime(path, ns=(1, 1))
+    write(tmp_path / "a.txt", b"a\nbcde\nfghij\n")
+    assert LineFile(path)[1] == b"bcde"
+
+
+@pytest.mark.parametrize(
+    ("line", "column", "why"),
+    [
+        (b'{"a": tru}', 7, r"Expecting value, in '{\"a\": tru}'"),
+        (b'{"a": 1', 8, "Expecting ',' delimiter"),
+        (b'{"a": "\xff"}', 8, "invalid start byte"),
+        (b"x" * 50, 1, "Expecting value, in 'xxxxxxxxxxxxxxxxxxxx'"),
+    ],
+    ids=["value", "end", "utf-8", "text"],
+)
+def test_bad_json_is_named_by_file_line_and_column(tmp_path, line, column, why):
+    path = write(tmp_path / "a.jsonl", b'{"a": 1}\n\n' + line + b"\n2\n")
+    values = JsonLinesFile(path)
+    assert (values[0], values[2]) == ({"a": 1}, 2)
+    with pytest.raises(InputReadError, match=rf"{path}, line 3, column {column}: {why}"):
+        values[1]
+
+
+def test_missing_file():
+    with pytest.raises(InputReadError, match=r"cannot open gone\.txt \(No such file"):
+        LineFile("gone.txt")
+    with pytest.raises(InputReadError, match=r"pass the path of an existing file"):
+        file_fingerprint("gone.txt")
+
+
+def test_a_file_that_was_cut_after_it_was_opened(tmp_path):
+    path = write(tmp_path / "a.txt", b"one\ntwo\n")
+    lines = LineFile(path)
+    assert lines[1] == b"two"
+    write(tmp_path / "a.txt", b"one\nt")
+    with pytest.raises(InputReadError, match=rf"{path} ends before byte 7: it was changed"):
+        lines[1]
+
+
+def test_a_file_that_is_gone_after_it_was_opened(tmp_path):
+    path = write(tmp_path / "a.txt", b"one\ntwo\n")
+    lines = LineFile(path)
+    assert len(lines) == 2
+    os.remove(path)
+    with pytest.raises(InputReadError, match=rf"cannot read {path} \(No such .*it existed when"):
+        lines[1]
+
+
+def test_a_gzipped_file_that_is_torn(tmp_path):
+    path = write(tmp_path / "a.txt.gz", b"one\ntwo\n" * 1000)
+    (tmp_path / "a.txt.gz").write_bytes((tmp_path / "a.txt.gz").read_bytes()[:-12])
+    with pytest.raises(
+        InputReadError, match=rf"{path} cannot be decompressed: Compressed file ended"
+    ):
+        len(LineFile(path))
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
+    import pyarrow as pa
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    table = pa.table({"text": [f"row {i}" for i in range(3000)], "n": list(range(3000))})
+    # Groups that do not fit the batches that they are unpacked to.
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700)
+    return str(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_rows_by_index_also_in_another_process(path, monkeypatch, tmp_path, is_small):
+    if not is_small:
+        monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 0)
+    rows = ParquetFile(path)
+    assert len(rows) == 3000
+    assert [rows[i]["n"] for i in range(3000)] == list(range(3000))
+    data = pickle.dumps(rows)
+    assert len(data) < 300
+    assert pickle.loads(data)[1500] == {"text": "row 1500", "n": 1500}
+    assert (tmp_path / "cache").exists() is not is_small
+    assert rows.describe(3) == f"row 3 of {path}"
+
+
+def test_only_some_columns(path):
+    rows = ParquetFile(path, ["n"])
+    assert rows[2999] == {"n": 2999}
+    assert rows.fingerprint != ParquetFile(path).fingerprint
+    with pytest.raises(InputReadError, match=r"has no column 'm'; it has \['text', 'n'\]: change"):
+        ParquetFile(path, ["n", "m"])
+
+
+def test_damaged_parquet_files(path, tmp_path):
+    (tmp_path / "text").write_text("no table")
+    with pytest.raises(InputReadError, match=r"text is not a Parquet file: ArrowInvalid: Parquet"):
+        ParquetFile(str(tmp_path / "text"))
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    content[4:2000] = bytes(1996)
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(InputReadError, match=r"row group 0 of \S+ cannot be read: \w+"):
+        ParquetFile(path)[0]
+
+
+def test_without_pyarrow(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(MissingExtraError, match=r"needs the package pyarrow.*weft\[parquet\]"):
+        ParquetFile(str(tmp_path / "a.parquet"))

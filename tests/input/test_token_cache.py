@@ -1,0 +1,232 @@
+import errno
+import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+
+import grain
+import numpy as np
+import pytest
+
+from weft.errors import EmptyCorpusError, InputReadError
+from weft.input import file_cache, token_cache
+from weft.input.datasets import json_lines_dataset
+from weft.input.file_cache import cache_folder, cached_bytes
+from weft.input.token_cache import document_text, tokenize_documents
+from weft.input.tokenizers import ByteTokenizer
+
+
+class Words:
+    """A word is its length; refuses `bad`."""
+
+    eos_id, pad_id, fingerprint = 0, 99, "words"
+    calls = 0
+
+    def __init__(self, vocab_size=100):
+        self.vocab_size = vocab_size
+        self.token_num_bytes = np.arange(vocab_size)
+
+    def encode(self, text):
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts):
+        type(self).calls += 1
+        if any("bad" in text for text in texts):
+            raise ValueError("no such word")
+        return [np.array([len(word) for word in text.split()], np.int32) for text in texts]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Words.calls = 0
+    return tmp_path
+
+
+@pytest.mark.parametrize("batch", [1, 10, 10**6])
+def test_documents_in_one_line_however_many_are_tokenized_at_once(monkeypatch, batch):
+    monkeypatch.setattr(token_cache, "_BATCH_CHARACTERS", batch)
+    documents = grain.MapDataset.source([{"text": t} for t in ("a bb", "", "ccc", "dd e")])
+    tokens = tokenize_documents(documents, Words())
+    assert tokens.tolist() == [0, 1, 2, 0, 0, 3, 0, 2, 1, 0]
+    assert tokens.dtype == np.uint16
+    assert tokenize_documents(documents, Words(70_000)).dtype == np.uint32
+
+
+def test_records_that_were_filtered_out_are_passed_over():
+    documents = grain.MapDataset.source([{"text": t} for t in ("a", "bb", "c")])
+    kept = documents.filter(lambda d: d["text"] != "bb")
+    assert tokenize_documents(kept, ByteTokenizer()).tolist() == [256, 97, 256, 99, 256]
+
+
+def test_the_tokens_of_large_files_are_kept(folder, monkeypatch):
+    monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 0)
+    for text, calls in (("one three", 1), ("one three", 1), ("other", 2)):
+        if calls > Words.calls:
+            (folder / "a.jsonl").write_text(json.dumps({"text": text}))
+        tokens = tokenize_documents(json_lines_dataset("a.jsonl"), Words())
+        assert tokens.tolist() == [0, *map(len, text.split()), 0]
+        assert Words.calls == calls
+    # What is mapped is not known, so it is tokenized each time.
+    mapped = json_lines_dataset("a.jsonl").map(lambda d: {"text": "a"})
+    for _ in range(2):
+        assert tokenize_documents(mapped, Words()).tolist() == [0, 1, 0]
+    assert Words.calls == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a bad word"}', r"line 2 of a\.jsonl cannot be tokenized: ValueError: no such"),
+        (
+            '{"words": 1, "id": 2}',
+            r"line 2 of a\.jsonl: .*no 'text', it has \['id', 'words'\]; set",
+        ),
+        ('{"text": [1]}', r"line 2 of a\.jsonl: 'text' of the record is of type list; expected a"),
+        ("[1]", r"line 2 of a\.jsonl: the record is of type list; expected a dict with 'text'"),
+        ('{"text": 1', r"a\.jsonl, line 2, column 11: Expecting"),
+    ],
+    ids=["tokenizer", "key", "type", "list", "json"],
+)
+def test_a_document_that_cannot_be_used_is_named(folder, line, message):
+    (folder / "a.jsonl").write_text('{"text": "good"}\n' + line + '\n{"text": "good"}')
+    with pytest.raises(InputReadError, match=message):
+        tokenize_documents(json_lines_dataset("a.jsonl"), Words())
+
+
+def test_a_document_of_another_dataset_is_named_by_its_number():
+    documents = grain.MapDataset.source([{"text": "a"}, {"text": "bad"}])
+    with pytest.raises(InputReadError, match=r"^record 1 of \w*Dataset.* cannot be tokenized"):
+        tokenize_documents(documents, Words())
+
+
+def test_no_documents(folder):
+    (folder / "a.jsonl").touch()
+    with pytest.raises(
+        EmptyCorpusError, match=r"\(0 records in 1 files\)\) has no documents; pass"
+    ):
+        tokenize_documents(json_lines_dataset("a.jsonl"), Words())
+
+
+def test_text_is_a_string_or_bytes():
+    assert document_text({"t": b"x"}, "t") == b"x"
+    assert document_text({"t": "x"}, "t") == "x"
+
+
+@pytest.fixture
+def cache(folder):
+    return folder / "cache"
+
+
+def test_the_folder_is_the_users(monkeypatch, cache):
+    assert cache_folder() == cache / "weft"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert str(cache_folder()) == "/home/someone/.cache/weft"
+
+
+@pytest.mark.parametrize("num_bytes", [3, None, 10**9], ids=str)
+def test_large_data_is_cached_small_data_stays_in_memory(cache, num_bytes):
+    calls = []
+
+    def make(out):
+        calls.append(out)
+        out.write(b"a")
+        out.write(b"bc")
+
+    for _ in range(2):
+        assert cached_bytes("kind", ("key", 1), make, num_bytes=num_bytes).tobytes() == b"abc"
+    is_large = num_bytes != 3
+    assert len(calls) == (1 if is_large else 2)
+    assert isinstance(cached_bytes("kind", ("key", 1), make, num_bytes=None), np.memmap)
+    cached_bytes("kind", ("key", 2), make, num_bytes=None)
+    assert len(list((cache / "weft" / "kind").glob("*.lock"))) == 2
+
+
+def test_memmap_is_pickled_by_file_name():
+    numbers = np.arange(10_000, dtype=np.int32)
+    made = cached_bytes("kind", "numbers", lambda out: out.write(numbers.tobytes()), num_bytes=None)
+    made = made.view(np.int32)
+    data = pickle.dumps(made)
+    assert len(data) < 500
+    np.testing.assert_array_equal(pickle.loads(data), numbers)
+    # What is no longer the file goes as it is.
+    for part in (made[5:9], made[::2], made + 1):
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(part)), part)
+    with pytest.raises(ValueError, match="read-only"):
+        made[0] = 1
+
+
+def test_nothing_is_also_something():
+    assert cached_bytes("kind", "empty", lambda out: None, num_bytes=None).tobytes() == b""
+    assert cached_bytes("kind", "empty", lambda out: None, num_bytes=0).tobytes() == b""
+
+
+def test_failure_leaves_no_file(cache):
+    def make(out):
+        out.write(b"half")
+        raise ValueError("torn")
+
+    with pytest.raises(ValueError, match="torn"):
+        cached_bytes("kind", "key", make, num_bytes=None)
+    assert [p.suffix for p in (cache / "weft" / "kind").iterdir()] == [".lock"]
+    whole = cached_bytes("kind", "key", lambda out: out.write(b"whole"), num_bytes=None)
+    assert whole.tobytes() == b"whole"
+
+
+def test_a_folder_that_cannot_be_written(cache, monkeypatch):
+    cache.mkdir()
+    (cache / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
+    with pytest.raises(
+        InputReadError, match=r"cannot write \S+/file/weft/kind/\w+ .*set XDG_CACHE_HOME to a"
+    ):
+        cached_bytes("kind", "key", lambda out: None, num_bytes=None)
+
+
+def test_full_disk_raises():
+    def make(out):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(InputReadError, match=r"\(No space left on device\); make the folder"):
+        cached_bytes("kind", "key", make, num_bytes=None)
+
+
+def test_a_second_process_waits_for_the_first(cache):
+    program = """
+        from weft.input.file_cache import cached_bytes
+        def make(out):
+            print("making", flush=True)
+            input()
+            out.write(b"by the other process")
+        cached_bytes("kind", "key", make, num_bytes=None)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "making\n"
+        made = []
+        waiting = threading.Thread(
+            target=lambda: made.append(
+                cached_bytes("kind", "key", lambda out: out.write(b"mine"), num_bytes=None)
+            )
+        )
+        waiting.start()
+        waiting.join(timeout=0.3)
+        assert waiting.is_alive() and not made
+        other.communicate("\n", timeout=60)
+        waiting.join(timeout=60)
+    assert made[0].tobytes() == b"by the other process"
+    assert other.returncode == 0
+
+
+def test_the_limit_is_a_number_of_bytes():
+    assert file_cache.MAX_BYTES_IN_MEMORY == 64 * 2**20

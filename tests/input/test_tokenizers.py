@@ -1,0 +1,162 @@
+import os
+import pickle
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import MissingExtraError, TokenizerError
+from weft.input.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.text())
+def test_every_text_round_trips(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_special_ids_lie_above_the_bytes_and_are_not_text():
+    tokenizer = ByteTokenizer()
+    assert sorted({tokenizer.eos_id, tokenizer.pad_id}) == [256, 257]
+    assert tokenizer.vocab_size == 258
+    assert tokenizer.decode([tokenizer.eos_id, 104, 105, tokenizer.pad_id]) == "hi"
+
+
+def test_half_a_character_does_not_raise():
+    assert ByteTokenizer().decode([104, 195]) == "h\ufffd"
+
+
+TEXT = "Héllo wörld, one two three\n 漢字  two"
+LINES = ["one two three", "Héllo wörld", "two one", "three two one"] * 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("tokenizers")
+
+
+@pytest.fixture(scope="module")
+def bpe(folder):
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra text")
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        LINES,
+        trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["<|end|>", "<|pad|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    # As a tokenizer of a model of limited length is saved.
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+@pytest.fixture(scope="module")
+def pieces(folder):
+    sentencepiece = pytest.importorskip("sentencepiece", reason="needs the extra text")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES),
+        model_prefix=str(folder / "pieces"),
+        vocab_size=290,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        minloglevel=2,
+    )
+    return str(folder / "pieces.model")
+
+
+def check(tokenizer):
+    """What holds for every tokenizer that loses nothing."""
+    ids = tokenizer.encode(TEXT)
+    assert (ids.dtype, ids.ndim) == (np.int32, 1)
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.decode([tokenizer.eos_id, *ids, tokenizer.pad_id]) == TEXT
+    np.testing.assert_array_equal(tokenizer.encode(TEXT.encode()), ids)
+    for one, text in zip(tokenizer.encode_batch(["two", "", TEXT]), ["two", "", TEXT], strict=True):
+        np.testing.assert_array_equal(one, tokenizer.encode(text))
+    assert len(tokenizer.token_num_bytes) == tokenizer.vocab_size
+    assert tokenizer.token_num_bytes[ids].sum() == len(TEXT.encode())
+    assert not tokenizer.token_num_bytes[[tokenizer.eos_id, tokenizer.pad_id]].any()
+    assert max(tokenizer.eos_id, tokenizer.pad_id, *ids) < tokenizer.vocab_size
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.fingerprint == tokenizer.fingerprint
+    np.testing.assert_array_equal(copy.encode(TEXT), ids)
+
+
+def test_hugging_face(bpe):
+    tokenizer = HuggingFaceTokenizer(bpe, eos_token="<|end|>", pad_token="<|pad|>")
+    check(tokenizer)
+    assert (tokenizer.eos_id, tokenizer.pad_id) == (0, 1)
+    assert repr(tokenizer) == f"HuggingFaceTokenizer({bpe!r}, {tokenizer.vocab_size} tokens)"
+
+
+def test_ids_of_its_own_stand_behind_the_vocabulary(bpe):
+    tokenizer = HuggingFaceTokenizer(bpe)
+    size = HuggingFaceTokenizer(bpe, eos_token="<|end|>", pad_token="<|pad|>").vocab_size
+    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (size, size + 1, size + 2)
+    check(tokenizer)
+
+
+def test_no_text_spells_a_special_token(bpe):
+    tokenizer = HuggingFaceTokenizer(bpe, eos_token="<|end|>")
+    ids = tokenizer.encode("one<|end|>two")
+    assert tokenizer.eos_id not in ids
+    assert tokenizer.decode(ids) == "one<|end|>two"
+
+
+def test_sentencepiece(pieces):
+    tokenizer = SentencePieceTokenizer(pieces)
+    check(tokenizer)
+    # Its own end; it has no padding.
+    assert (tokenizer.eos_id, tokenizer.pad_id) == (2, tokenizer.vocab_size - 1)
+    assert SentencePieceTokenizer(pieces, eos_token="<s>").eos_id == 1
+
+
+@pytest.mark.parametrize("kind", [HuggingFaceTokenizer, SentencePieceTokenizer])
+def test_files_that_are_no_tokenizers(kind, folder):
+    with pytest.raises(TokenizerError, match=r"cannot read the tokenizer gone \(No such file"):
+        kind("gone")
+    # Numbers are files that are open already; they stay open.
+    with pytest.raises(TokenizerError, match="is read from a path, but got 0; pass the path of"):
+        kind(0)
+    os.fstat(0)
+    pytest.importorskip("tokenizers" if kind is HuggingFaceTokenizer else "sentencepiece")
+    (folder / "text").write_text("no tokenizer")
+    with pytest.raises(TokenizerError, match=r"text is not (a|an) [\w. ]+: \w+Error: .*; pass the"):
+        kind(str(folder / "text"))
+
+
+def test_tokens_that_it_does_not_have(bpe, pieces):
+    with pytest.raises(TokenizerError, match=r"no token '</s>' to be the eos_token; it has '<\|en"):
+        HuggingFaceTokenizer(bpe, eos_token="</s>")
+    with pytest.raises(TokenizerError, match=r"no token '<p>' to be the pad_token; it has '<unk>'"):
+        SentencePieceTokenizer(pieces, pad_token="<p>")
+    with pytest.raises(TokenizerError, match=r"are both token 0, so ends .*omit pad_tok"):
+        HuggingFaceTokenizer(bpe, eos_token="<|end|>", pad_token="<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("kind", "package"),
+    [(HuggingFaceTokenizer, "tokenizers"), (SentencePieceTokenizer, "sentencepiece")],
+)
+def test_without_the_package(kind, package, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    (folder / "any").touch()
+    with pytest.raises(MissingExtraError, match=rf"needs the package {package}.*weft\[text\]"):
+        kind(str(folder / "any"))

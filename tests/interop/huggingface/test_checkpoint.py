@@ -1,0 +1,366 @@
+"""Checkpoints of tiny random models of `transformers`, read, run, written and broken."""
+
+import functools
+import json
+import os
+import shutil
+import sys
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from weft.errors import HuggingFaceConfigError, WeightsMismatchError, WeightsReadError
+from weft.functional import scale_by
+from weft.hierarchy.attention.stack import StackedTransformerLayer
+from weft.hierarchy.layers import Linear
+from weft.hierarchy.module import functional
+from weft.interop.huggingface import (
+    from_huggingface,
+    huggingface_model_config,
+    load_huggingface_params,
+    to_huggingface,
+)
+
+ROPE_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+ROPE_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+ROPE_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+IDS = np.random.RandomState(0).randint(3, 40, (2, 12))
+VOCAB = 40
+GROUPED = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# Name, class, settings. Every way in which a family may be set up is there once.
+MODELS = {
+    "gpt2": ("GPT2", GPT2),
+    "llama": ("Llama", {**GROUPED, "rope_theta": 20000.0, "head_dim": 8}),
+    "llama-3.1": ("Llama", {**GROUPED, "rope_parameters": ROPE_LLAMA3}),
+    "llama-biases-linear-tied": (
+        "Llama",
+        {
+            **GROUPED,
+            "num_key_value_heads": 4,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": ROPE_LINEAR,
+        },
+    ),
+    "qwen2": ("Qwen2", {**GROUPED, "tie_word_embeddings": True}),
+    "qwen2-yarn": ("Qwen2", {**GROUPED, "rope_parameters": ROPE_YARN}),
+    "qwen3": ("Qwen3", {**GROUPED, "head_dim": 8}),
+}
+
+
+class Reference(NamedTuple):
+    """A checkpoint and what its model computes.
+
+    Attributes:
+        folder: of the checkpoint.
+        logits: of `IDS`.
+        greedy: `IDS[:, :5]` and the 8 likeliest tokens after them, one after the other.
+    """
+
+    folder: Any
+    logits: np.ndarray
+    greedy: np.ndarray
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    if sys.version_info >= (3, 12):
+        pytest.importorskip("transformers", reason="torch's CPU build is there for Python 3.11")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with warnings.catch_warnings():
+        # torch and transformers warn of each other's and their own older names.
+        for kind in (DeprecationWarning, FutureWarning, UserWarning):
+            warnings.simplefilter("ignore", kind)
+        import torch
+        import transformers
+        from transformers import (  # noqa: F401 - classes are imported when asked for
+            GPT2LMHeadModel,
+            LlamaForCausalLM,
+            Qwen2ForCausalLM,
+            Qwen3ForCausalLM,
+        )
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+@pytest.fixture(scope="module")
+def references(transformers, tmp_path_factory):
+    """Makes the reference of one of `MODELS` by name."""
+    import torch
+
+    @functools.cache
+    def make(name):
+        kind, settings = MODELS[name]
+        head = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**settings)
+        model = getattr(transformers, f"{kind}{head}")(config).eval()
+        for parameter in model.parameters():  # no bias is 0, no norm's scale 1, no logit near 0
+            torch.nn.init.normal_(parameter, mean=0.1, std=0.3)
+        folder = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folder, max_shard_size="10KB" if name == "qwen3" else "5GB")
+        return Reference(folder, logits_of(model, IDS), greedy_of(model, IDS[:, :5]))
+
+    return make
+
+
+def logits_of(model, ids):
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(ids)).logits.numpy()
+
+
+def greedy_of(model, ids, steps=8):
+    for _ in range(steps):
+        ids = np.concatenate([ids, logits_of(model, ids)[:, -1:].argmax(-1)], axis=1)
+    return ids
+
+
+def instantiate(cfg):
+    return cfg.clone(name="model").instantiate(parent=None)
+
+
+def run(cfg, params, method, *, jit=True, **inputs):
+    model = instantiate(cfg)
+
+    def call(params):
+        return functional(
+            model,
+            prng_key=jax.random.key(0),
+            state=params,
+            inputs=inputs,
+            method=method,
+            is_training=False,
+        )[0]
+
+    return (jax.jit(call) if jit else call)(params)
+
+
+def logits(cfg, params):
+    return run(cfg, params, "extract_logits", input_batch={"input_ids": jnp.asarray(IDS)})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(references, name):
+    reference = references(name)
+    cfg, params = from_huggingface(reference.folder)
+    np.testing.assert_allclose(logits(cfg, params), reference.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-3.1", "qwen3"])
+def test_greedy_decoding_through_the_cache_gives_the_same_tokens(references, name):
+    reference = references(name)
+    cfg, params = from_huggingface(reference.folder)
+    ended = (reference.greedy[:, 5:-1] == cfg.decoder.eos_token_id).any()
+    assert not ended and len(np.unique(reference.greedy)) > 5
+    length = reference.greedy.shape[1]
+    outputs = run(
+        cfg,
+        params,
+        "sample_decode",
+        input_batch={"prefix": jnp.asarray(IDS[:, :5], jnp.int32)},
+        max_sequence_length=length - 1,
+        logits_modifier=scale_by(0.0),
+    )
+    np.testing.assert_array_equal(outputs.sequences[:, 0], reference.greedy[:, 1:])
+
+
+@pytest.mark.parametrize("name", ["llama-3.1", "qwen2-yarn", "qwen3"])
+def test_checkpoint_specific_settings(references, name):
+    """The parity above would be worth little if the logits did not depend on it."""
+    reference = references(name)
+    cfg, params = from_huggingface(reference.folder)
+    qkv = cfg.decoder.transformer.layer.self_attention.attention.input_linear
+    if name == "qwen3":
+        qkv.query_scale.norm.eps = qkv.key_scale.norm.eps = 10.0
+    else:
+        qkv.rope_pos_emb_layer.scaling_factor *= 2
+    assert np.abs(logits(cfg, params) - reference.logits).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_export_round_trips(references, transformers, name, tmp_path):
+    reference = references(name)
+    cfg, params = from_huggingface(reference.folder)
+    files = to_huggingface(tmp_path, cfg, params, max_position_embeddings=64)
+    assert sorted(f.name for f in files) == ["config.json", "model.safetensors"]
+    kind = type(transformers.AutoConfig.from_pretrained(reference.folder))
+    written = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert type(written) is kind
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    np.testing.assert_array_equal(logits_of(model.eval(), IDS), reference.logits)
+
+
+def test_layers_with_parameters_of_their_own(references, tmp_path):
+    reference = references("qwen3")
+    stack = StackedTransformerLayer.default_config()
+    cfg = huggingface_model_config(reference.folder, stack=stack)
+    shapes = jax.eval_shape(instantiate(cfg).initialize_parameters_recursively, jax.random.key(0))
+    params = load_huggingface_params(reference.folder, shapes)
+    assert {"layer0", "layer1"} == params["decoder"]["transformer"].keys()
+    np.testing.assert_allclose(logits(cfg, params), reference.logits, atol=1e-4)
+    to_huggingface(tmp_path, cfg, params)
+    _, repeated = from_huggingface(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, repeated, from_huggingface(reference.folder)[1])
+
+
+def test_parameters_are_laid_out_and_converted_as_asked(references):
+    folder = references("llama").folder
+    cfg = huggingface_model_config(folder, dtype=jnp.bfloat16)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    shapes = jax.eval_shape(instantiate(cfg).initialize_parameters_recursively, jax.random.key(0))
+
+    def laid_out(x):
+        axes = ["data" if n % 8 == 0 else None for n in x.shape]
+        first = axes.index("data") if "data" in axes else len(axes)
+        spec = PartitionSpec(*(a if i == first else None for i, a in enumerate(axes)))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    target = jax.tree.map(laid_out, shapes)
+    params = load_huggingface_params(folder, target)
+    plain = from_huggingface(folder)[1]
+    for x, y, z in zip(*map(jax.tree.leaves, (params, target, plain)), strict=True):
+        assert x.sharding == y.sharding and x.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(z.astype(jnp.bfloat16)))
+
+
+def changed(source, folder, **settings):
+    """A copy of a checkpoint with other settings."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    return folder
+
+
+def renamed(source, folder, names):
+    """A copy of a checkpoint whose tensors are named, or left out, by a function."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {names(name): x for name, x in tensors.items() if names(name)}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_checkpoint_of_the_model_without_a_head(references, tmp_path):
+    """Published files of GPT-2 have this form, with masks next to the parameters."""
+    reference = references("gpt2")
+    folder = renamed(reference.folder, tmp_path, lambda name: name.removeprefix("transformer."))
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {
+        "h.0.attn.bias": np.ones((1, 1, 32, 32), "u1"),
+        "lm_head.weight": tensors["wte.weight"],
+    }
+    save_file(tensors, folder / "model.safetensors")
+    np.testing.assert_allclose(logits(*from_huggingface(folder)), reference.logits, atol=1e-4)
+
+
+def test_tensors_that_are_missing_or_of_another_shape(references, tmp_path):
+    source = references("llama").folder
+    lacking = renamed(source, tmp_path / "a", lambda n: "" if "1.self_attn.k_proj" in n else n)
+    with pytest.raises(
+        WeightsMismatchError, match=r"missing: model.layers.1.self_attn.k_proj.weight \[16, 16\]"
+    ):
+        from_huggingface(lacking)
+    extra = renamed(source, tmp_path / "b", lambda n: n.replace("norm.weight", "norm.scale"))
+    with pytest.raises(WeightsMismatchError, match=r"unexpected: model.norm.scale \[16\]"):
+        from_huggingface(extra)
+    other = changed(source, tmp_path / "c", intermediate_size=32)
+    message = r"shape: model.layers.0.mlp.gate_proj.weight \[24, 16\] in the file, \[32, 16\]"
+    with pytest.raises(WeightsMismatchError, match=message):
+        from_huggingface(other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"model_type": "mamba"},
+            r"model_type='mamba', which has no counterpart.*'gpt2' or 'llama'",
+        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"are quantized \(gptq\)"),
+        ({"num_hidden_layers": None}, r"config.json lacks 'num_hidden_layers'"),
+    ],
+    ids=["model type", "quantized", "lacks"],
+)
+def test_models_without_a_counterpart(references, tmp_path, settings, message):
+    folder = changed(references("llama").folder, tmp_path, **settings)
+    with pytest.raises(HuggingFaceConfigError, match=message):
+        huggingface_model_config(folder)
+
+
+def test_a_folder_that_is_none(tmp_path):
+    with pytest.raises(WeightsReadError, match=r"config.json' cannot be read.*Name the folder of"):
+        huggingface_model_config(tmp_path)
+
+
+def test_models_that_no_family_computes(references, tmp_path):
+    cfg, params = from_huggingface(references("llama").folder)
+    other = cfg.clone()
+    other.decoder.transformer.layer.self_attention.attention.atten_logit_cap = 30.0
+    other.decoder.dropout_rate = 0.1  # which does not count
+    with pytest.raises(HuggingFaceConfigError) as error:
+        to_huggingface(tmp_path, other, params)
+    assert str(error.value) == (
+        "no model of the types gpt2, llama, qwen2, qwen3 computes what this one does "
+        "(its value → what would be needed):\n"
+        "  decoder.transformer.layer.self_attention.attention.atten_logit_cap: 30.0 → None\n"
+        "Export it as safetensors, which every model can."
+    )
+    other = cfg.clone()
+    other.decoder.transformer.layer.feed_forward.activation = ("nn.tanh", "linear")
+    with pytest.raises(HuggingFaceConfigError, match=r"'nn.tanh' has no name in Hugging Face"):
+        to_huggingface(tmp_path, other, params)
+    with pytest.raises(HuggingFaceConfigError, match=r"computes what this one does\. Export it"):
+        to_huggingface(tmp_path, Linear.default_config(), params)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parameters_of_another_model(references, tmp_path):
+    cfg, params = from_huggingface(references("llama").folder)
+    params["decoder"]["adapter"] = {"weight": jnp.ones(1)}
+    del params["decoder"]["lm_head"]
+    with pytest.raises(WeightsMismatchError) as error:
+        to_huggingface(tmp_path, cfg, params)
+    assert "it lacks decoder.adapter.weight, and has decoder.lm_head.weight" in str(error.value)

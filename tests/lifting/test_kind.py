@@ -1,0 +1,122 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.lifting.counting import BOXES, Box
+from weft.errors import RoleError
+from weft.lifting.kind import (
+    PureArgs,
+    StateNode,
+    Static,
+    Units,
+    call_pure,
+    commit_results,
+    result_units,
+    split_args,
+)
+from weft.lifting.roles import CARRY, Roles
+
+
+def trip(fn, args, roles=None):
+    outer, pure_args = split_args(BOXES, args, roles)
+    return commit_results(BOXES, outer, call_pure(BOXES, fn, pure_args))
+
+
+def test_a_trip_brings_back_results_and_writes():
+    box = Box(x=jnp.float32(1))
+
+    def fn(box, y):
+        box.write("x", box.arrays["x"] + y)
+        return {"twice": box.arrays["x"] * 2}
+
+    out = trip(fn, (box, jnp.float32(2)))
+    assert out["twice"] == 6
+    assert box.arrays["x"] == 3
+    assert box.writes == 1
+
+
+def test_the_function_never_sees_the_callers_own_carrier():
+    box = Box(x=jnp.float32(1))
+    trip(lambda box: box.arrays.clear(), (box,))
+    assert "x" in box.arrays
+
+
+def test_a_failure_inside_leaves_the_original_as_it_was():
+    box = Box(x=jnp.float32(1))
+
+    def fn(box):
+        box.write("x", jnp.float32(5))
+        raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"):
+        trip(fn, (box,))
+    assert box.arrays == {"x": 1}
+    assert box.writes == 0
+
+
+def test_returned_carriers_come_back_as_carriers():
+    made = trip(lambda y: [Box(y=y + 1)], (jnp.float32(1),))
+    assert isinstance(made[0], Box)
+    assert made[0].arrays["y"] == 2
+
+
+def test_what_no_filter_matches_stays_behind():
+    box = Box(x=jnp.float32(1), y=jnp.float32(2))
+    seen = []
+    roles = (Roles(((("x",), None),)),)
+    trip(lambda box: seen.extend(box.arrays), (box,), roles)
+    assert seen == ["x"]
+    assert box.arrays["y"] == 2
+
+
+def test_the_users_tree_keeps_its_shape():
+    _, pure_args = split_args(BOXES, {"a": [Box(x=jnp.zeros(2))], "b": jnp.ones(3)}, None)
+    assert jax.tree.structure(pure_args.packed) == jax.tree.structure(
+        {"a": [StateNode(({"x": 0},))], "b": 0}
+    )
+
+
+def test_the_static_half_travels_as_structure_and_compares_by_value():
+    assert jax.tree.leaves(Static(("a", 1))) == []
+    assert jax.tree.structure(Static(("a", 1))) == jax.tree.structure(Static(("a", 1)))
+    assert jax.tree.structure(Static(("a", 1))) != jax.tree.structure(Static(("a", 2)))
+
+
+def test_roles_for_something_without_state_are_refused():
+    with pytest.raises(RoleError, match=r"gives .* to a ArrayImpl, which carries no state"):
+        split_args(BOXES, (jnp.zeros(2),), (Roles((("x", 0),)),))
+
+
+def test_units_are_the_groups_and_the_other_leaves():
+    box = Box(a=jnp.zeros(1), b=jnp.ones(1))
+    roles = (Roles((("a", CARRY), ("b", 0))), None)
+    _, pure_args = split_args(BOXES, (box, jnp.full(1, 2)), roles)
+    units = Units.of_pure_args(pure_args)
+    assert units.roles == [CARRY, 0, None]
+    assert units.is_group == [True, True, False]
+    assert jax.tree.structure(units.packed()) == jax.tree.structure(pure_args.packed)
+    replaced = units.with_role_replaced(CARRY, [{"a": jnp.full(1, 7)}]).packed()
+    assert replaced[0].groups[0]["a"] == 7
+
+
+def test_results_give_carriers_the_roles_they_went_in_with():
+    box = Box(a=jnp.zeros(1))
+    _, pure_args = split_args(BOXES, (box,), (Roles((("a", 3),)),))
+    results = call_pure(BOXES, lambda box: (jnp.ones(2), Box(z=jnp.ones(1))), pure_args, (None, 1))
+    units = result_units(pure_args, results, (None, 1))
+    assert units.roles == [3, None, 1]
+
+
+def test_pure_args_cross_jit_with_their_structure_as_the_key():
+    traces = []
+
+    @jax.jit
+    def go(pure_args):
+        traces.append(1)
+        return call_pure(BOXES, lambda box: box.arrays["x"] * 2, pure_args)
+
+    for value in (1.0, 2.0):
+        box = Box(x=jnp.float32(value))
+        outer, pure_args = split_args(BOXES, (box,), None)
+        assert commit_results(BOXES, outer, go(PureArgs(*pure_args))) == 2 * value
+    assert len(traces) == 1

@@ -1,0 +1,54 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.lifting.counting import BOXES, Box
+from weft.lifting import Roles, map_state
+
+ROLES = Roles((("x", None), (True, None)))
+
+
+def negated(groups):
+    return jax.tree.map(jnp.negative, groups[0]), *groups[1:]
+
+
+def test_the_function_sees_the_state_through_two_maps():
+    box = Box(x=jnp.float32(3), y=jnp.float32(5))
+
+    def f(box):
+        box.write("x", box.arrays["x"] - 1)
+        return box.arrays["x"] + box.arrays["y"]
+
+    mapped = map_state(
+        BOXES, f, in_axes=(ROLES,), map_in=negated, map_out=lambda found, left: negated(left)
+    )
+    assert mapped(box) == -4 + 5
+    assert (box.arrays["x"], box.arrays["y"]) == (4, 5)
+
+
+def test_a_run_before_makes_the_state():
+    box, runs = Box(y=jnp.float32(5)), []
+
+    def f(box):
+        runs.append(sorted(box.arrays))
+        if "x" not in box.arrays:
+            box.write("x", jnp.float32(1))
+        return box.arrays["x"]
+
+    mapped = map_state(
+        BOXES, f, in_axes=(ROLES,), map_in=negated, initialize=lambda before, after: after
+    )
+    assert mapped(box) == -1
+    assert runs == [["y"], ["x", "y"]]
+
+
+def test_a_failure_leaves_the_original():
+    box = Box(x=jnp.float32(3))
+
+    def f(box):
+        box.write("x", 0.0)
+        raise KeyError("no")
+
+    with pytest.raises(KeyError):
+        map_state(BOXES, f)(box)
+    assert (box.arrays["x"], box.writes) == (3, 0)

@@ -1,0 +1,389 @@
+import array
+import collections
+import copy
+import dataclasses
+import enum
+import functools
+import resource
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.lifting.counting import BOXES, Box
+from weft.lifting import CARRY, scan
+from weft.lifting.trace_cache import (
+    LazyCached,
+    cached_for_equal_functions,
+    value_key,
+    with_large_frame,
+)
+
+FACTOR = 2
+
+
+def made_for(fn):
+    """What equal functions share."""
+    return cached_for_equal_functions(fn, object)
+
+
+def closure(value):
+    def fn(x):
+        return x * value
+
+    return fn
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+ARRAY = jnp.ones(2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, "a", None, 1.5, (1, "b"), frozenset({1, 2}), Colour.RED, jnp.exp, closure(3), ARRAY],
+    ids=lambda value: type(value).__name__,
+)
+def test_functions_made_anew_with_equal_values_are_the_same(value):
+    assert made_for(closure(value)) is made_for(closure(value))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (1, 2),
+        (1, 1.0),
+        (1, True),
+        (0.0, -0.0),
+        ("a", "b"),
+        ((1,), (2,)),
+        (Colour.RED, Colour.BLUE),
+        (jnp.exp, jnp.sin),
+        (closure(3), closure(4)),
+        (jnp.ones(2), jnp.ones(2)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_functions_with_other_values_are_not(a, b):
+    assert made_for(closure(a)) is not made_for(closure(b))
+
+
+@pytest.mark.parametrize(
+    "value", [np.ones(2), object(), [1], {"a": 1}, {1}], ids=lambda v: type(v).__name__
+)
+def test_what_can_change_unseen_is_not_shared(value):
+    fn = closure(value)
+    assert made_for(fn) is not made_for(fn)
+
+
+def test_options_are_compared_by_value():
+    fn = closure(1)
+    for options in ([1, 2], {"a": 1}, {1, 2}):
+        parts = [(fn, options), (fn, type(options)(options))]
+        first, second = (cached_for_equal_functions(each, object) for each in parts)
+        assert first is second
+
+
+def test_globals_count(monkeypatch):
+    def make():
+        return lambda x: x * FACTOR
+
+    before = made_for(make())
+    assert made_for(make()) is before
+    monkeypatch.setitem(globals(), "FACTOR", 3)
+    assert made_for(make()) is not before
+
+
+def test_defaults_and_partial_arguments_count():
+    def make(default):
+        return lambda x, y=default: x + y
+
+    assert made_for(make(1)) is made_for(make(1))
+    assert made_for(make(1)) is not made_for(make(2))
+    fn = closure(1)
+    assert made_for(functools.partial(fn, 1)) is made_for(functools.partial(fn, 1))
+    assert made_for(functools.partial(fn, 1)) is not made_for(functools.partial(fn, x=1))
+
+
+def test_a_function_may_call_itself():
+    def make():
+        def count(n):
+            return 0 if n == 0 else 1 + count(n - 1)
+
+        return count
+
+    assert made_for(make()) is made_for(make())
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    scale: Any
+    other: Any = None
+
+
+class Opaque:
+    pass
+
+
+OPAQUE = Opaque()
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (Settings(1, OPAQUE), Settings(1.0, OPAQUE)),
+        (Settings(1, OPAQUE), Settings(True, OPAQUE)),
+        ((1, OPAQUE), (1.0, OPAQUE)),
+        (frozenset({1, OPAQUE}), frozenset({True, OPAQUE})),
+        (np.float32(0.0), np.float32(-0.0)),
+        (Opaque(), Opaque()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_that_are_equal_and_not_the_same(a, b):
+    assert value_key(a) != value_key(b)
+    assert value_key(a) == value_key(a)
+    assert hash(value_key(a)) == hash(value_key(a))
+
+
+def test_attributes_of_functions_count():
+    def scaled(scale):
+        def fn(x):
+            return x * fn.scale
+
+        fn.scale = scale
+        return fn
+
+    assert made_for(scaled(2)) is made_for(scaled(2))
+    assert made_for(scaled(2)) is not made_for(scaled(3))
+
+
+def test_a_function_is_compared_as_it_is_when_it_is_first_called():
+    def late():
+        factor = 1
+
+        def fn(x):
+            return x * factor
+
+        def change(value):
+            nonlocal factor
+            factor = value
+
+        return fn, change
+
+    fn, change = late()
+    shared = LazyCached(fn, object)
+    change(5)
+    again, change_again = late()
+    assert LazyCached(again, object).value is not shared.value
+    change_again(5)
+    assert LazyCached(again, object).value is shared.value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        optax.identity,
+        optax.set_to_zero,
+        lambda: optax.adam(1e-3),
+        lambda: optax.sgd(optax.linear_schedule(1.0, 0.1, 10)),
+    ],
+    ids=["identity", "zero", "adam", "schedule"],
+)
+def test_functions_that_a_library_makes_are_the_same(make):
+    assert value_key(make()) == value_key(make()) != value_key(optax.scale(2.0))
+    assert value_key(optax.identity()) != value_key(optax.set_to_zero())
+
+
+def test_what_can_change_is_compared_as_it_is_now():
+    @dataclasses.dataclass
+    class Config:
+        scale: float
+        xs: list
+
+    class Thing:
+        pass
+
+    thing = Thing()
+    changes = {
+        "list": ([thing], lambda x: x.append(1)),
+        "dict": ({"a": thing}, lambda x: x.update(b=1)),
+        "set": ({thing}, lambda x: x.add(1)),
+        "queue": (collections.deque([1]), lambda x: x.append(1)),
+        "namespace": (types.SimpleNamespace(a=1), lambda x: setattr(x, "a", 2)),
+        "dataclass": (Config(1.0, []), lambda x: x.xs.append(1)),
+    }
+    for name, (value, change) in changes.items():
+        before = value_key(value)
+        assert value_key(copy.copy(value)) == before == value_key(value), name
+        change(value)
+        assert value_key(value) != before, name
+    assert value_key(Config(1.0, [])) == value_key(Config(1.0, [])) != value_key(Config(1, []))
+
+
+def test_a_function_that_writes_to_what_is_outside_is_like_no_other():
+    def make(k):
+        n = 0
+
+        def counted(x):
+            nonlocal n
+            n += 1
+            return x * k
+
+        def inside(x):
+            def add():
+                nonlocal x
+                x += k
+
+            add()
+            return x
+
+        def calls(x):
+            return counted(x)
+
+        return counted, inside, calls
+
+    a, b = make(1), make(1)
+    assert [value_key(f) == value_key(g) for f, g in zip(a, b, strict=True)] == [False, True, False]
+    assert all(value_key(f) == value_key(f) for f in a)
+
+
+class Equal:
+    """Compared by value, and without a hash."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __eq__(self, other):
+        return isinstance(other, Equal) and self.x == other.x
+
+
+class Slotted(Equal):
+    __slots__ = ("y",)
+
+
+class Unwritable(Equal):
+    """Pickle cannot write it."""
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError
+
+
+STATES = {
+    "bytearray": (lambda: bytearray(b"ab"), lambda x: x.append(1)),
+    "array": (lambda: array.array("i", [1]), lambda x: x.append(1)),
+    "object": (lambda: Equal(1), lambda x: setattr(x, "x", 1.0)),
+    "slots": (lambda: Slotted(1), lambda x: setattr(x, "y", 2)),
+    "nested": (lambda: Equal([Equal({"a": 1})]), lambda x: x.x[0].x.update(a=True)),
+    "counter": (lambda: collections.Counter("a"), lambda x: x.update("a")),
+}
+
+
+@pytest.mark.parametrize(("make", "change"), STATES.values(), ids=STATES)
+def test_what_has_no_hash_is_compared_by_its_present_state(make, change):
+    x = make()
+    before = value_key(x)
+    assert before == value_key(make()) and hash(before) == hash(value_key(make()))
+    change(x)
+    assert value_key(x) != before
+
+
+def test_what_holds_itself_or_cannot_be_written_is_itself():
+    loop, unwritable = Equal(1), Unwritable(1)
+    loop.x = [loop]
+    assert value_key(loop) == value_key(loop)
+    assert value_key(unwritable) == value_key(unwritable) != value_key(Unwritable(1))
+
+
+CALLS = 2_000
+
+
+def pages_in(fn):
+    """How many pages of memory the process is given while `fn` runs."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    fn()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def below(depth, fn):
+    return fn() if depth == 0 else below(depth - 1, fn)
+
+
+def many_calls():
+    for _ in range(CALLS):
+        below(3, int)
+
+
+def test_no_depth_is_slow_with_room():
+    # Where a piece of Python's stack is full, each call is given a new one, which is a new page.
+    depths = range(200)
+    without = [below(depth, lambda: pages_in(many_calls)) for depth in depths]
+    with_it = [below(depth, lambda: with_large_frame(pages_in, many_calls)) for depth in depths]
+    assert max(without) >= CALLS, (
+        "Python has fixed this: weft.lifting.trace_cache is no longer needed"
+    )
+    assert max(with_it) < CALLS / 10
+
+
+def test_arguments_results_and_errors_pass():
+    assert with_large_frame(lambda *args, **kwargs: (args, kwargs), 1, fn=2) == ((1,), {"fn": 2})
+    with pytest.raises(ZeroDivisionError):
+        with_large_frame(lambda: 1 / 0)
+
+
+def test_there_is_room_for_as_many_calls_as_python_allows():
+    def inner():
+        return below(900, lambda: pages_in(many_calls))
+
+    assert with_large_frame(inner) < CALLS / 10
+
+
+def test_equal_functions_share_a_trace_outside_of_jit():
+    traces = []
+
+    def run(scale):
+        def body(carry, x):
+            traces.append(1)
+            return carry * scale + x, None
+
+        return scan(BOXES, body, in_axes=(CARRY, 0), out_axes=(CARRY, None))(0.0, jnp.ones(3))[0]
+
+    assert [float(run(2.0)) for _ in range(2)] == [7, 7]
+    assert float(run(3.0)) == 13
+    # `traces` can change, so the functions themselves are not equal: only a lifted one is kept.
+    loop = scan(BOXES, lambda c, x: (traces.append(1), (c + x, None))[1], in_axes=(CARRY, 0),
+                out_axes=(CARRY, None))  # fmt: skip
+    traces.clear()
+    for _ in range(3):
+        loop(0.0, jnp.ones(3))
+    assert len(traces) == 1
+
+
+def test_what_is_no_array_stays_what_it_is():
+    def body(carry, mode, box):
+        assert mode == "add"
+        return carry + box.arrays["n"], None
+
+    loop = scan(BOXES, body, in_axes=(CARRY, None, None), out_axes=(CARRY, None), length=3)
+    assert loop(0, "add", Box(n=2))[0] == 6
+
+
+def test_a_loop_leaves_no_mark_in_the_trace_around_it():
+    loop = scan(BOXES, lambda c, x: (c + x, None), in_axes=(CARRY, 0), out_axes=(CARRY, None))
+    jaxpr = jax.make_jaxpr(lambda x: loop(0.0, x))(jnp.ones(3))
+    assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["scan"]
+
+
+def test_equal_values_of_different_types_are_not_confused():
+    def body(carry, mode):
+        return carry + {bool: 1, int: 10, float: 100, set: 1000}[type(mode)], None
+
+    loop = scan(BOXES, body, in_axes=(CARRY, None), out_axes=(CARRY, None), length=1)
+    assert [int(loop(0, mode)[0]) for mode in (True, 1, 1.0, {1})] == [1, 10, 100, 1000]

@@ -1,0 +1,169 @@
+"""Dropout and PReLU of NNX, and the modes and streams of layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft import nnx
+from weft.errors import (
+    ArgumentValueError,
+    InvalidRngError,
+    MissingModeError,
+    RngArgumentError,
+    RngStreamNotFoundError,
+)
+from weft.nnx.module import Module, view
+from weft.nnx.nn.elementwise import Dropout, PReLU
+from weft.nnx.nn.parameters import draw_key, fork_stream, resolve_mode
+from weft.nnx.rngs import Rngs, RngStream, split_rngs
+from weft.nnx.split_merge import merge, split
+
+X = jnp.ones((50, 40))
+
+
+def test_what_stays_is_scaled_up():
+    y = Dropout(0.25, rngs=Rngs(0))(X)
+    assert set(np.unique(y).tolist()) == {0.0, float(jnp.float32(1 / 0.75))}
+    assert abs(float(y.mean()) - 1) < 0.1
+
+
+def test_each_call_drops_others():
+    layer = Dropout(0.5, rngs=Rngs(0))
+    assert (layer(X) != layer(X)).any()
+    assert layer.rngs is not None and layer.rngs.count[...] == 2
+
+
+def test_layers_of_one_source_drop_others():
+    rngs = Rngs(0)
+    a, b = Dropout(0.5, rngs=rngs), Dropout(0.5, rngs=rngs)
+    assert (a(X) != b(X)).any()
+
+
+def test_along_axes():
+    y = Dropout(0.5, broadcast_dims=(0,), rngs=Rngs(0))(X)
+    assert (y == y[:1]).all() and (y != y[:, :1]).any()
+    with pytest.raises(ArgumentValueError, match=r"broadcast_dims=\(2,\) .*\(50, 40\)"):
+        Dropout(0.5, broadcast_dims=(2,), rngs=Rngs(0))(X)
+
+
+def test_modes_of_a_model():
+    class Model(Module):
+        def __init__(self, rngs):
+            self.layers = [Dropout(0.5, rngs=rngs), Dropout(0.5, deterministic=None, rngs=rngs)]
+
+        def __call__(self, x, **kwargs):
+            return self.layers[1](self.layers[0](x, **kwargs), **kwargs)
+
+    model = Model(Rngs(0))
+    with pytest.raises(
+        MissingModeError, match=r"Dropout was called with deterministic=None, and ha"
+    ):
+        model(X)
+    model.eval()
+    assert model(X) is X
+    assert (model(X, deterministic=False) != X).any()
+    model.train()
+    assert (model(X) != X).any()
+    evaluated = view(model, deterministic=True)
+    evaluated.layers[0].set_view()
+    assert evaluated(X) is X and model.layers[0].deterministic is False
+
+
+def test_no_key_is_needed_where_nothing_is_random():
+    assert Dropout(0.0)(X) is X
+    assert Dropout(0.5)(X, deterministic=True) is X
+    assert (Dropout(1.0)(X) == 0).all()
+    with pytest.raises(
+        InvalidRngError, match=r"Dropout with rate=0.5 applies .* rngs=nnx.Rngs\(drop"
+    ):
+        Dropout(0.5)(X)
+
+
+def test_the_call_gives_streams_a_stream_or_a_key():
+    layer = Dropout(0.5, rng_collection="noise")
+    key = jax.random.key(3)
+    a = layer(X, rngs=Rngs(noise=key))
+    np.testing.assert_array_equal(a, layer(X, rngs=Rngs(key).default))
+    np.testing.assert_array_equal(a, layer(X, rngs=jax.random.fold_in(key, 0)))
+    with pytest.raises(RngStreamNotFoundError, match="no PRNG stream 'noise'"):
+        layer(X, rngs=Rngs(dropout=0))
+    with pytest.raises(
+        RngArgumentError, match=r"was given rngs='noise'; expected PRNG streams such"
+    ):
+        layer(X, rngs="noise")  # pyright: ignore[reportArgumentType]
+
+
+def test_members_of_a_batch_drop_others():
+    layer = Dropout(0.5, rngs=Rngs(0))
+    split_rngs(layer, splits=3)
+    graphdef, state = split(layer)
+    y = jax.vmap(lambda state: merge(graphdef, state)(X))(state)
+    assert (y[0] != y[1]).any() and (y[1] != y[2]).any()
+
+
+@pytest.mark.parametrize("rate", [-0.5, 1.5])
+def test_a_rate_is_between_0_and_1(rate):
+    with pytest.raises(ArgumentValueError, match=rf"rate={rate} must be in \[0, 1"):
+        Dropout(rate, rngs=Rngs(0))(X)
+
+
+class Layer(Module):
+    def __init__(self, decode):
+        self.decode = decode
+
+
+@pytest.mark.parametrize(
+    "own, given, mode", [(True, None, True), (True, False, False), (None, 0, 0)]
+)
+def test_what_is_given_goes_before_what_is_set(own, given, mode):
+    assert resolve_mode(Layer(own), "decode", given) is mode
+
+
+def test_a_mode_that_is_nowhere():
+    message = r"Layer was called with decode=None, and has decode=None itself; .*decode=True or Fal"
+    with pytest.raises(MissingModeError, match=message):
+        resolve_mode(Layer(None), "decode", None)
+
+
+def test_keys():
+    rngs, key = Rngs(0, dropout=1), jax.random.key(5)
+    assert draw_key(rngs, "dropout", "") == RngStream(1)()
+    assert draw_key(rngs.dropout, "", "") == jax.random.fold_in(jax.random.key(1), 1)
+    assert draw_key(key, "", "") is key
+    with pytest.raises(
+        InvalidRngError, match=r"It applies dropout .* rngs=nnx.Rngs\(noise=0\) when"
+    ):
+        draw_key(None, "noise", "It")
+    with pytest.raises(
+        RngArgumentError, match="It was given rngs=3; expected PRNG streams such as"
+    ):
+        draw_key(3, "noise", "It")
+    with pytest.raises(RngStreamNotFoundError, match="'noise'"):
+        draw_key(Rngs(params=0), "noise", "It")
+
+
+def test_streams_of_a_layer():
+    rngs = Rngs(0, dropout=1)
+    stream = fork_stream(rngs, "dropout", "")
+    assert stream is not None and stream is not rngs.dropout and stream.tag == "dropout"
+    assert rngs.dropout.count[...] == 1 and stream.count[...] == 0
+    stream = fork_stream(rngs.default, "dropout", "")
+    assert stream is not None and stream.tag == "default"
+    assert fork_stream(None, "dropout", "") is None
+    with pytest.raises(RngArgumentError, match="It was given rngs=Array"):
+        fork_stream(jax.random.key(0), "dropout", "It")
+
+
+def test_the_slope_of_prelu_is_learned():
+    layer = PReLU(0.5, negative_slope_metadata={"tag": "slope"})
+    assert layer(jnp.array([-2.0, 3.0])).tolist() == [-1.0, 3.0]
+    assert layer.negative_slope.tag == "slope"
+    graphdef, state = nnx.split(layer)
+    grads = jax.grad(lambda s: nnx.merge(graphdef, s)(jnp.array([-2.0, 3.0])).sum())(state)
+    assert nnx.to_pure_dict(grads) == {"negative_slope": -2.0}
+
+
+def test_prelu_keeps_the_dtype_of_the_input_unless_told():
+    assert PReLU()(jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
+    assert PReLU(dtype=jnp.float16)(jnp.ones(2)).dtype == jnp.float16

@@ -1,0 +1,340 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from weft import nnx
+from weft.errors import GraphStructureError, LoopStructureError, ObjectArgumentError
+from weft.nnx.capture import capture
+from weft.nnx.transforms.jit import jit
+
+
+class Layer(nnx.Module):
+    """Sows what goes in, and counts its calls."""
+
+    def __init__(self):
+        self.w, self.calls = nnx.Param(jnp.full(2, 2.0)), nnx.BatchStat(jnp.array(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        self.sow(nnx.Intermediate, "x", x)
+        return x * self.w
+
+    def twice(self, x):
+        return self(self(x))
+
+
+class Model(nnx.Module):
+    """Two layers, what is between them, and something of another kind."""
+
+    def __init__(self):
+        self.layers = nnx.List([Layer(), Layer()])
+
+    def __call__(self, x):
+        x = self.perturb("between", self.layers[0](x))
+        self.sow(nnx.Cache, "kept", 1)
+        return self.layers[1](x)
+
+
+def names(module):
+    return [name for name, _ in module._items()]
+
+
+def test_what_is_sown_is_a_result_and_not_left():
+    model, x = Model(), jnp.ones(2)
+    y, seen = capture(model, nnx.Intermediate)(x)
+    assert y.tolist() == [4, 4] and isinstance(seen, nnx.State)
+    assert jax.tree.map(jnp.sum, seen.to_pure_dict()) == {
+        "layers": {0: {"x": (2,)}, 1: {"x": (4,)}}
+    }
+    assert names(model) == ["layers"] and names(model.layers[0]) == ["calls", "w"]
+    assert model.layers[0].calls[...] == 1 and type(model) is Model
+    y, kept, between = capture(model, nnx.Cache, nnx.Perturbation)(x)
+    assert kept.to_pure_dict() == {"kept": (1,)} and between.between[...].tolist() == [0, 0]
+    assert capture(model)(x).tolist() == [4, 4] and names(model) == ["layers"]
+
+
+def test_functions_methods_and_decorators():
+    model, x = Model(), jnp.ones(2)
+
+    @capture(nnx.Intermediate)
+    def run(x, *, modules):
+        """Two models in a row."""
+        return modules[0](modules[1](x))
+
+    assert run.__name__ == "run" and run.__doc__ == "Two models in a row."
+    _, seen = run(x, modules=[model, Model()])
+    assert seen[1]["layers"][0].x[0].tolist() == [1, 1] and seen[0]["layers"][1].x[0][0] == 8
+    _, seen = capture(model.layers[0].twice, nnx.Intermediate)(x)
+    assert [v[0].item() for v in seen.x.get_value()] == [1, 2]
+    _, seen = capture(lambda x: model.layers[0](x), nnx.Intermediate)(x)
+    assert len(seen) == 0 and names(model.layers[0]) == ["calls", "w", "x"]
+
+
+def test_results_of_methods():
+    layer = Layer()
+    y, seen = capture(layer, nnx.Intermediate, method_outputs=nnx.Intermediate)(jnp.ones(2))
+    assert list(seen) == ["__call__", "x"] and seen["__call__"][0].tolist() == y.tolist()
+    _, seen = capture(
+        lambda m: m.twice(jnp.ones(2)), nnx.Cache, nnx.Intermediate, method_outputs=nnx.Cache
+    )(layer)[:2]
+    assert {name: len(v.get_value()) for name, v in seen.items()} == {"__call__": 2, "twice": 1}
+    assert type(layer) is Layer
+
+
+def test_what_is_there_first_and_gradients_of_what_is_between():
+    model, x = Model(), jnp.ones(2)
+    _, first = capture(model, nnx.Intermediate)(x)
+    _, both = capture(model, nnx.Intermediate, init=first)(x)
+    assert len(both["layers"][0].x.get_value()) == 2
+    assert len(first["layers"][0].x.get_value()) == 1
+    _, zeros = capture(model, nnx.Perturbation)(x)
+
+    def loss(between):
+        y, _ = capture(nnx.clone(model), nnx.Perturbation, init=between)(x)
+        return y.sum()
+
+    assert jax.grad(loss)(zeros).between[...].tolist() == [2, 2]
+    shifted = jax.tree.map(lambda v: v + 1, zeros)
+    assert capture(model, init=shifted)(x).tolist() == [6, 6]
+
+
+def test_inside_of_and_around_compiled_functions():
+    model, x = Model(), jnp.ones(2)
+    run = jit(lambda model, x: capture(model, nnx.Intermediate)(x))
+    for _ in range(2):
+        y, seen = run(model, x)
+    assert seen["layers"][1].x[0][0] == 2 and names(model) == ["layers"]
+    inner = jit(lambda model, x: model(x))
+    for _ in range(2):
+        y, seen = capture(inner, nnx.Intermediate)(model, x)
+    assert seen["layers"][1].x[0][0] == 2 and y[0] == 4 and names(model) == ["layers"]
+    assert model.layers[0].calls[...] == 4
+
+
+def test_modules_that_a_traced_function_closes_over_sow():
+    class Plain(nnx.Module):
+        """Changes nothing."""
+
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "x", 2 * x)
+            return x
+
+    plain = Plain()
+    _, seen = jax.jit(capture(plain, nnx.Intermediate))(3)
+    assert seen.to_pure_dict() == {"x": (6,)} and names(plain) == []
+
+
+def test_captures_in_captures_and_modules_that_are_there_twice():
+    layer = Layer()
+    inner = capture(lambda m: m(jnp.ones(2)), nnx.Intermediate)
+    (_, seen), rest = capture(lambda m: inner(m), nnx.Intermediate)(layer)
+    assert list(seen) == ["x"] and len(rest) == 0 and names(layer) == ["calls", "w"]
+    _, seen = capture(lambda ms: ms[0](ms[1](jnp.ones(2))), nnx.Intermediate)([layer, layer])
+    assert list(seen) == [0] and len(seen[0].x.get_value()) == 2
+
+
+def test_errors_and_copies_leave_nothing_behind():
+    layer = Layer()
+
+    def fails(layer):
+        layer(jnp.ones(2))
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        capture(fails, nnx.Intermediate, method_outputs=nnx.Intermediate)(layer)
+    clone, _ = capture(nnx.clone, nnx.Intermediate, method_outputs=nnx.Intermediate)(layer)
+    for x in (layer, clone):
+        assert names(x) == ["calls", "w"] and type(x) is Layer
+
+
+def test_what_cannot_be_captured():
+    layer, x = Layer(), jnp.ones(2)
+    with pytest.raises(ObjectArgumentError, match="capture was given 3; give kinds of variables"):
+        capture(layer, 3)
+    with pytest.raises(ObjectArgumentError, match="was given a int, which is not callable"):
+        capture(3, nnx.Intermediate)
+    with pytest.raises(GraphStructureError, match="init has a Cache at 'a/x', but no module is th"):
+        capture(layer, nnx.Cache, init=nnx.State({"a": {"x": nnx.Cache(1)}}))(x)
+    with pytest.raises(
+        GraphStructureError, match="init has a int at 'x', but it is not a variable"
+    ):
+        capture(layer, nnx.Cache, init={"x": 1})(x)
+    with pytest.raises(GraphStructureError, match="two modules among the arguments sow at 'x'"):
+        capture(lambda a, b: a(b(x)), nnx.Intermediate)(layer, Layer())
+    assert names(layer) == ["calls", "w"]
+
+
+SOWN = nnx.StateAxes({(nnx.Param, nnx.Intermediate): 0, ...: None})
+MAPPED = nnx.StateAxes({nnx.Intermediate: 0, ...: None})
+MODES = [{"graph": False}, {"graph_updates": False}, {}]
+
+
+class Sower(nnx.Module):
+    """Sows what it returns, and has something that is not mapped."""
+
+    def __init__(self, *shape):
+        self.w, self.calls = nnx.Param(jnp.full(shape, 2.0)), nnx.BatchStat(jnp.array(3.0))
+
+    def __call__(self, x):
+        y = x * jnp.broadcast_to(self.w[...], x.shape) * self.calls
+        self.sow(nnx.Intermediate, "y", y)
+        return y
+
+
+def called(model, x):
+    return model(x)
+
+
+def differentiated(**modes):
+    return lambda model, x: nnx.grad(lambda m: m(x).sum(), **modes)(model)
+
+
+def branched(**modes):
+    return lambda model, x: nnx.cond(True, called, called, model, x, **modes)
+
+
+TRANSFORMED = {
+    "jit": lambda **modes: nnx.jit(called, **modes),
+    "remat": lambda **modes: nnx.remat(called, **modes),
+    "grad": differentiated,
+    "cond": branched,
+    "vmap": lambda **modes: nnx.vmap(called, in_axes=(MAPPED, 0), **modes),
+    "remat in jit": lambda **modes: nnx.jit(nnx.remat(called, **modes), **modes),
+    "vmap in grad": lambda **modes: (
+        lambda model, x: nnx.grad(
+            lambda m: nnx.vmap(called, in_axes=(MAPPED, 0), **modes)(m, x).sum(), **modes
+        )(model)
+    ),
+}
+
+
+@pytest.mark.parametrize("modes", MODES, ids=str)
+@pytest.mark.parametrize("transformation", TRANSFORMED)
+def test_what_is_sown_comes_through_transformations(transformation, modes):
+    model, x = nnx.Dict(a=Sower(2)), jnp.arange(6.0).reshape(3, 2)
+    run = TRANSFORMED[transformation](**modes)
+    _, seen = capture(lambda model: run(model.a, x), nnx.Intermediate)(model)
+    assert seen.to_pure_dict()["a"]["y"][0].tolist() == (x * 6).tolist()
+    assert names(model.a) == ["calls", "w"]
+
+
+@pytest.mark.parametrize("modes", MODES, ids=str)
+@pytest.mark.parametrize("transformed", [lambda f: f, nnx.jit], ids=["scan", "scan in jit"])
+def test_what_is_sown_in_a_loop_is_stacked(transformed, modes):
+    model, x = Sower(3, 2), jnp.ones(2)
+    run = transformed(
+        nnx.scan(
+            lambda x, m: m(x), in_axes=(nnx.Carry, SOWN), out_axes=nnx.Carry, length=3, **modes
+        )
+    )
+    _, seen = capture(run, nnx.Intermediate)(x, model)
+    assert seen.y[0].tolist() == [[6, 6], [36, 36], [216, 216]]
+    if not modes:
+        run(x, model)
+        assert model.y[0].tolist() == seen.y[0].tolist()
+
+
+def test_what_is_shared_by_all_iterations_keeps_its_attributes():
+    def body(x, m):
+        m.new = nnx.Cache(x)
+        return x
+
+    with pytest.raises(
+        LoopStructureError, match=r"the body makes an attribute at m\.new, which exists"
+    ):
+        nnx.scan(body, in_axes=(nnx.Carry, SOWN), out_axes=nnx.Carry)(jnp.ones(2), Sower(3, 2))
+
+
+def test_modules_that_are_split_and_merged_under_vmap_sow():
+    model, x = Sower(2), jnp.arange(6.0).reshape(3, 2)
+
+    @capture(nnx.Intermediate)
+    def run(model, x):
+        graphdef, sown, rest = nnx.split(model, nnx.Intermediate, ...)
+
+        def each(sown, x):
+            model = nnx.merge(graphdef, sown, rest)
+            return model(x), nnx.state(model, nnx.Intermediate)
+
+        y, sown = jax.vmap(each)(sown, x)
+        nnx.update(model, sown)
+        return y
+
+    y, seen = run(model, x)
+    assert seen.y[0].tolist() == y.tolist() == (x * 6).tolist()
+
+
+def split_and_merged(transformation, returned, calls=1):
+    """A call of a module that is merged, inside a raw transformation, from a state outside."""
+
+    def run(model, x):
+        graphdef, state = nnx.split(model)
+
+        def each(x):
+            inner = nnx.merge(graphdef, state)
+            y = inner(x)
+            return y, nnx.state(inner, nnx.Intermediate) if returned else None
+
+        for _ in range(calls):
+            y, sown = transformation(each)(x)
+        if returned:
+            nnx.update(model, sown)
+        return y
+
+    return run
+
+
+RAW = {
+    "vmap": jax.vmap,
+    "vmap in vmap": lambda f: lambda x: jax.vmap(jax.vmap(f))(x[None]),
+    "jit": jax.jit,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, x: (c, f(x)), None, x)[1],
+}
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("outer", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("transformation", RAW)
+def test_state_of_a_merged_module_brings_sown_values_back(transformation, outer, calls):
+    model, x = nnx.Sequential(Sower(2), Sower(2)), jnp.arange(6.0).reshape(3, 2)
+    run = split_and_merged(RAW[transformation], returned=True, calls=calls)
+    y, seen = capture(outer(run), nnx.Intermediate)(model, x)
+    first, second = seen["layers"][0].y, seen["layers"][1].y
+    assert len(first[...]) == len(second[...]) == 1
+    assert first[0].reshape(3, 2).tolist() == (x * 6).tolist()
+    assert second[0].tolist() == y.tolist() and y.reshape(3, 2).tolist() == (x * 36).tolist()
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("transformation", RAW)
+def test_sown_values_that_a_merged_module_does_not_return_are_refused(transformation, outer):
+    run = outer(split_and_merged(RAW[transformation], returned=False))
+    model, x = nnx.Dict(a=Sower(2)), jnp.arange(6.0).reshape(3, 2)
+    with pytest.raises(
+        GraphStructureError, match=r"sown or perturbed at 'a/y' is lost.*nnx\.update"
+    ):
+        capture(lambda model: run(model.a, x), nnx.Intermediate)(model)
+    assert names(model.a) == ["calls", "w"]
+
+
+def test_what_was_sown_before_stays_in_front_of_what_a_merged_module_sows():
+    model, x = Sower(2), jnp.ones((3, 2))
+    run = split_and_merged(jax.vmap, returned=True, calls=2)
+    _, seen = capture(lambda m: (m(x[0]), run(m, x)), nnx.Intermediate)(model)
+    # The value of the trace is the whole state, so that what was there comes mapped as well.
+    assert [jnp.shape(y) for y in seen.y[...]] == [(3, 2), (3, 2)]
+
+
+def test_gradients_of_what_is_between_come_through_trees():
+    model, x = nnx.Dict(a=Sower(2)), jnp.ones(2)
+
+    def run(model, x):
+        return model.a.perturb("between", model.a(x))
+
+    compiled = nnx.jit(run, graph=False)
+    _, zeros = capture(compiled, nnx.Perturbation)(model, x)
+
+    def loss(between):
+        return capture(compiled, init=between)(nnx.clone(model), x).sum() * 2
+
+    assert jax.grad(loss)(zeros)["a"].between[...].tolist() == [2, 2]

@@ -1,0 +1,149 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from weft import nnx
+from weft.nnx.intercept import (
+    intercept_calls,
+    iter_objects,
+    original_class,
+    stop_intercepting,
+    visit_model,
+    visiting,
+)
+from weft.nnx.transforms.jit import jit
+
+SEEN = []
+
+
+@pytest.fixture(autouse=True)
+def no_calls():
+    SEEN.clear()
+
+
+def note(x, name, method, args, kwargs):
+    SEEN.append((original_class(x).__name__, name, len(args), sorted(kwargs)))
+    return method(*args, **kwargs)
+
+
+class Base(nnx.Module):
+    """Methods of each sort."""
+
+    scale = functools.partialmethod(lambda self, n, x: n * x, 2)
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        return self.enc(x)
+
+    def enc(self, x, *, flag=False):
+        return x + self._own()
+
+    def _own(self):
+        return 1
+
+    @staticmethod
+    def still(x):
+        return x
+
+    @classmethod
+    def of_class(cls):
+        return cls.__name__
+
+    @property
+    def size(self):
+        return 3
+
+
+class Derived(Base):
+    """Overrides a method, and compiles one."""
+
+    def enc(self, x, *, flag=True):
+        return super().enc(x) * 2
+
+    @jit
+    def compiled(self, x):
+        self.w[...] += 1
+        return self.enc(x)
+
+
+def test_calls_of_methods_are_seen():
+    x = Derived()
+    intercept_calls(x, note)
+    assert type(x).__name__ == "Derived" and isinstance(x, Derived) and original_class(x) is Derived
+    assert (x(1), x.enc(1, flag=True), x.still(5), x.of_class(), x.size) == (4, 4, 5, "Derived", 3)
+    assert SEEN == [
+        ("Derived", "__call__", 1, []), ("Derived", "enc", 1, []), ("Derived", "enc", 1, ["flag"]),
+    ]  # fmt: skip
+    stop_intercepting(x)
+    assert type(x) is Derived and x(1) == 4 and len(SEEN) == 3
+    stop_intercepting(x)
+    assert type(x) is Derived
+
+
+def test_calls_inside_of_transformations_are_seen():
+    x = Derived()
+    intercept_calls(x, note)
+    assert x.compiled(1.0) == 4 and x.w[...] == 2
+    assert [name for _, name, *_ in SEEN] == ["compiled", "enc"]
+    stop_intercepting(x)
+    SEEN.clear()
+    assert x.compiled(1.0) == 4 and not SEEN
+
+
+def test_a_compiled_function_notices_that_it_is_observed():
+    x = Derived()
+
+    @jit
+    def f(x):
+        return x.enc(1.0)
+
+    f(x)
+    intercept_calls(x, note)
+    f(x)
+    assert len(SEEN) == 1
+    stop_intercepting(x)
+    f(x)
+    assert len(SEEN) == 1 and type(x) is Derived
+
+
+def test_classes_are_made_once():
+    x, y = Derived(), Derived()
+    intercept_calls(x, note)
+    intercept_calls(y, note)
+    assert type(x) is type(y) and jax.tree.structure(x) == jax.tree.structure(y)
+
+
+def pass_on(x, name, method, args, kwargs):
+    return method(*args, **kwargs)
+
+
+def test_one_that_is_observed_twice_is_left_step_by_step():
+    x = Derived()
+    intercept_calls(x, note)
+    intercept_calls(x, pass_on)
+    assert original_class(x) is Derived and x.enc(1) == 4 and len(SEEN) == 1
+    stop_intercepting(x)
+    assert type(x) is not Derived and x.enc(1) == 4 and len(SEEN) == 2
+    stop_intercepting(x)
+    assert type(x) is Derived and x.enc(1) == 4 and len(SEEN) == 2
+
+
+def test_models_are_shown_only_while_that_is_asked_for():
+    seen, x = [], Derived()
+    visit_model(x)
+    with visiting(seen.append), visiting(lambda x: intercept_calls(x, note)):
+        visit_model(x)
+    visit_model(x)
+    assert seen == [x] and x.enc(1) == 4 and len(SEEN) == 1
+
+
+def test_lists_and_dicts_are_no_modules_of_users():
+    class Own(nnx.List):
+        """A list with a method."""
+
+    tree = {"a": nnx.List([Derived()]), "b": nnx.Dict(c=Own([nnx.Param(1)])), "c": jnp.ones(1)}
+    assert [path for path, _ in iter_objects(tree)] == [("a", 0), ("b", "c")]

@@ -1,0 +1,150 @@
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft import nnx
+from weft.errors import TraceContextError, VariableArgumentError, VariableShapeError
+from weft.nnx.refs import var_defaults
+from weft.nnx.transforms.jit import jit
+
+NAMES = pytest.mark.parametrize("name", ["ref", "hijax"])
+
+
+def is_held(variable):
+    return isinstance(variable.get_raw_value(), jax.Ref)
+
+
+@NAMES
+def test_it_reads_and_writes_like_any_variable(name):
+    w = nnx.Param(jnp.array([1.0, 2.0]), **{name: True})
+    assert is_held(w) and getattr(w, name) and w.get_metadata() == {name: True}
+    assert w.ref is (name == "ref") and w.hijax is (name == "hijax")
+    w[0] = 5
+    w[...] = w * 2
+    assert w[...].tolist() == [10, 4] and w[1] == 4 and w.sum() == 14 and jnp.sum(w) == 14
+    assert np.asarray(w).tolist() == [10, 4] and w.shape == (2,) and w.dtype == jnp.float32
+    w[...] = 3
+    w.set_value(1, index=0)
+    held = w.get_raw_value()
+    w.value = np.array([1, 2])
+    w.set_raw_value(w + 1)
+    assert w.value.tolist() == [2, 3] and w.get_raw_value() is held
+    assert float(nnx.Param(1.5, **{name: True})) == 1.5
+    key = nnx.Variable(jax.random.key(0), **{name: True})
+    key[...] = jax.random.key(1)
+    assert jax.random.key_data(key[...]).tolist() == [0, 1]
+
+
+def test_functions_that_jax_transforms_write_to_it():
+    w = nnx.Param(jnp.zeros(2), ref=True)
+
+    @jax.jit
+    def captured():
+        w[...] += 1
+
+    @jax.jit
+    def given(w):
+        w[0] = 7
+
+    def body(carry, x):
+        w[...] = w[...] + x
+        return carry, None
+
+    captured()
+    captured()
+    given(w)
+    jax.lax.scan(body, 0, jnp.arange(3.0))
+    assert w[...].tolist() == [10, 5]
+    assert jax.grad(lambda x: (w[...] * x).sum())(jnp.ones(2)).tolist() == [10, 5]
+    with pytest.raises(TraceContextError, match="Param of shape"):
+        jax.jit(lambda: w.set_metadata(a=1))()
+
+
+def test_it_goes_through_transformations_of_objects():
+    model = nnx.Dict(w=nnx.Param(jnp.zeros(2), ref=True), n=nnx.Variable(jnp.array(0)))
+    held = model.w.get_raw_value()
+
+    @jit
+    def step(model):
+        model.w[...] += 1
+        model.n[...] += 1
+        return model.w.sum()
+
+    assert [float(step(model)) for _ in range(3)] == [2, 4, 6]
+    assert model.w[...].tolist() == [3, 3] and model.n[...] == 3
+    assert model.w.get_raw_value() is held and model.w.ref
+
+
+def test_hooks():
+    w = nnx.Param(
+        jnp.ones(2), ref=True, on_set_value=lambda _, x: x * 2, on_get_value=lambda _, x: x + 1
+    )
+    w[0] = jnp.float32(3)
+    assert w[...].tolist() == [7, 3]
+
+
+def test_copies_have_references_of_their_own():
+    w = nnx.Param(jnp.ones(2), ref=True)
+    model = nnx.Dict(w=w)
+    graphdef, state = nnx.split(model)
+    copies = [
+        w.copy(), copy.deepcopy(w), pickle.loads(pickle.dumps(w)), nnx.clone(model).w,
+        nnx.merge(graphdef, state, copy=True).w, w.replace(jnp.ones(2)),
+    ]  # fmt: skip
+    w[...] = 5
+    assert all(is_held(c) and c[...].tolist() == [1, 1] and c.ref for c in copies)
+    assert nnx.merge(graphdef, state).w is w
+    assert w.copy(_copy_ref=False).get_raw_value() is w.get_raw_value()
+    plain = w.copy(ref=False)
+    assert not is_held(plain) and plain.get_metadata() == {} and plain[...].tolist() == [5, 5]
+    assert nnx.to_pure_dict(state)["w"].tolist() == [5, 5]
+    assert nnx.as_abstract(model).w.get_value() == jax.ShapeDtypeStruct((2,), jnp.float32)
+
+
+def test_it_takes_over_values_into_its_reference():
+    w = nnx.Param(jnp.ones(2), ref=True)
+    held, model = w.get_raw_value(), nnx.Dict(w=w)
+    w.copy_from(nnx.Param(jnp.zeros(2), tag="a"))
+    assert w[...].tolist() == [0, 0] and w.get_metadata() == {"tag": "a", "ref": True}
+    nnx.update(model, {"w": jnp.ones(2)})
+    nnx.update(model, nnx.State({"w": nnx.Param(w * 3)}))
+    assert w[...].tolist() == [3, 3] and w.get_raw_value() is held and w.ref
+    plain = nnx.Param(jnp.zeros(2))
+    plain.copy_from(w)
+    assert not is_held(plain) and plain.get_metadata() == {}
+
+
+def test_what_holds_for_new_variables():
+    assert dict(var_defaults()) == {"hijax": False, "ref": False} and len(var_defaults()) == 2
+    with var_defaults(ref=True):
+        assert var_defaults().ref and is_held(nnx.Param(jnp.ones(2)))
+        assert not is_held(nnx.Param(jnp.ones(2), ref=False))
+        with var_defaults(hijax=True):
+            assert dict(var_defaults()) == {"hijax": True, "ref": True}
+        names = nnx.Variable(("a", "b"))
+        assert names[0] == "a" and not names.ref
+    assert not is_held(nnx.Param(jnp.ones(2)))
+
+    @var_defaults(hijax=True)
+    def make():
+        return nnx.Param(jnp.ones(2))
+
+    assert make().hijax and not var_defaults().hijax
+
+
+def test_what_a_reference_cannot_hold():
+    w = nnx.Param(jnp.ones(2), ref=True)
+    with pytest.raises(
+        VariableShapeError, match=r"Param of shape \(2,\).*\(3,\); give one of shape"
+    ):
+        w.set_value(jnp.ones(3))
+    with pytest.raises(VariableArgumentError, match="Param with ref=True was given a dict"):
+        nnx.Param({"a": 1}, ref=True)
+    with pytest.raises(VariableArgumentError, match=r"given a jax\.Ref; give it the array"):
+        nnx.Param(w.get_raw_value(), tag="a")
+    with pytest.raises(VariableArgumentError, match=r"given a jax\.Ref; give it the array"):
+        nnx.Param(w.get_raw_value())

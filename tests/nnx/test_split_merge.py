@@ -1,0 +1,315 @@
+import pickle
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft import nnx
+from weft.errors import (
+    GraphStructureError,
+    ImmutableVariableError,
+    ObjectArgumentError,
+    StateFilterError,
+    VariableArgumentError,
+)
+from weft.nnx.split_merge import GraphState, RefMap, unpack, vars_as, with_vars
+
+
+class Node(nnx.Module):
+    """Anything, with a name and a variable."""
+
+
+def model():
+    node = Node()
+    node.w, node.stat = nnx.Param(jnp.ones(2), tag="a"), nnx.BatchStat(3.0)
+    node.x, node.n = jnp.zeros(1), 5
+    return node
+
+
+def test_split_shares_variables_and_merge_takes_them():
+    node = model()
+    graphdef, params, rest = nnx.split(node, nnx.Param, ...)
+    assert list(params) == ["w"] and list(rest) == ["stat", "x"] and params.w is node.w
+    assert nnx.merge(graphdef, rest, params).w is node.w
+    assert nnx.merge(graphdef, rest, params, copy=True).w is not node.w
+    assert nnx.merge(graphdef, nnx.to_pure_dict(params), rest).w.tag == "a"
+    assert len(nnx.split(node, ...)) == 2 and nnx.variables(node).w is nnx.state(node).w
+    assert [list(s) for s in nnx.state(node, "a", nnx.BatchStat)] == [["w"], ["stat"]]
+    w = nnx.Param(1)
+    assert nnx.state(w) is w and nnx.merge(*nnx.split(w)) is w
+
+
+def test_parts_that_do_not_fit():
+    graphdef, params, rest = nnx.split(model(), nnx.Param, ...)
+    with pytest.raises(
+        GraphStructureError, match="has no value for stat, x, which the description"
+    ):
+        nnx.merge(graphdef, params)
+    with pytest.raises(
+        GraphStructureError, match="has values for q, which the description has not"
+    ):
+        nnx.merge(graphdef, params, rest, {"q": 1})
+    with pytest.raises(StateFilterError, match=r"'stat' and 1 more, .* are Param; add"):
+        nnx.split(model(), nnx.Param)
+
+
+def test_inside_of_a_transformation_both_are_new():
+    node = model()
+    graphdef, state = nnx.split(node)
+
+    @jax.jit
+    def step(state, x):
+        inner = nnx.merge(graphdef, state)
+        inner.w[...] = inner.w + x
+        return nnx.state(inner)
+
+    new = step(state, 1.0)
+    assert new.w[...].tolist() == [2, 2] and node.w[...].tolist() == [1, 1]
+    nnx.update(node, new)
+    assert node.w[...].tolist() == [2, 2]
+
+
+def test_clones():
+    node = model()
+    new = nnx.clone(node)
+    assert new.w is not node.w and new.w[...] is node.w[...] and new.n == 5
+    assert nnx.clone(node, arrays=True).w[...] is not node.w[...]
+    assert nnx.clone(node, variables=False).w is node.w
+
+
+def test_flatten_and_map():
+    node = model()
+    graphdef, flat = nnx.flatten(node)
+    assert flat.paths == (("stat",), ("w",), ("x",)) and nnx.unflatten(graphdef, flat).w is node.w
+    assert nnx.unflatten(graphdef, flat, copy_variables=True).w is not node.w
+    assert nnx.unflatten(graphdef, nnx.state(node)).w is node.w
+    _, leaves = nnx.flatten(node, with_paths=False)
+    assert leaves[0] == 3.0 and nnx.unflatten(graphdef, leaves).w.tag == "a"
+    new = nnx.map(lambda path, x: x.replace(0) if path == ("w",) else x, node)
+    assert new.w[...] == 0 and new.stat[...] == 3.0 and node.w.shape == (2,)
+
+
+def test_values_alone_and_shapes_alone():
+    node = model()
+    assert nnx.pure(node).stat == 3.0 and nnx.as_pure([nnx.Param(1)]) == [1]
+    abstract = nnx.as_abstract(node)
+    assert abstract.w[...] == jax.ShapeDtypeStruct((2,), jnp.float32) and abstract.w.tag == "a"
+    assert abstract.x.shape == (1,) and nnx.graphdef(abstract) == nnx.graphdef(node)
+    nnx.set_metadata(node, only=nnx.Param, new=1)
+    assert node.w.new == 1 and not node.stat.has_metadata("new")
+
+
+def test_call_leaves_the_parts_as_they_are():
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.n, self.subs = nnx.Variable(jnp.array(0)), [Node()]
+
+        def __call__(self, by):
+            self.n[...] = self.n + by
+            self.subs.append(Node())
+            return len(self.subs)
+
+    graphdef, state = nnx.split({"c": [Counter()]})
+    out, (after, new) = nnx.call((graphdef, state))["c"][0](2)
+    assert out == 2 and new["c"][0].n[...] == 2 and after != graphdef
+    assert state["c"][0].n[...] == 0 and len(nnx.merge(graphdef, state)["c"][0].subs) == 1
+    out, _ = nnx.call(nnx.split(model())).w.sum()
+    assert out == 2
+
+
+# Random graphs.
+
+KINDS = (Node, nnx.List, nnx.Dict, nnx.Param, nnx.BatchStat, "array", "number", "tuple")
+
+
+@st.composite
+def graphs(draw):
+    """A graph of objects, whose edges go anywhere: it shares, and has cycles."""
+    kinds = [Node, *draw(st.lists(st.sampled_from(KINDS), max_size=7))]
+    made = [
+        {"array": jnp.full(1, i), "number": i, "tuple": ()}.get(kind)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        if isinstance(kind, str)
+        else kind(jnp.array(i), tag=str(i))
+        if issubclass(kind, nnx.Variable)
+        else kind()
+        for i, kind in enumerate(kinds)
+    ]
+    made = [(made[0], made[-1], [made[-1]]) if type(x) is tuple else x for x in made]
+    edges = st.tuples(st.integers(0, len(made) - 1), st.integers(0, len(made) - 1))
+    for i, (a, b) in enumerate(draw(st.lists(edges, max_size=12))):
+        owner, value = made[a], made[b]
+        if isinstance(owner, list):
+            owner.append(value)
+        elif isinstance(owner, nnx.Pytree):
+            setattr(owner, f"x{i}", value)
+    made[0].last = made[-1]
+    return made[0]
+
+
+def described(root):
+    """A graph in words: every edge with the number of the object it leads to."""
+    numbers, words = {}, []
+
+    def walk(x):
+        if isinstance(x, nnx.Pytree | nnx.Variable):
+            if id(x) in numbers:
+                return numbers[id(x)]
+            numbers[id(x)] = len(numbers)
+        if isinstance(x, nnx.Variable):
+            words.append((type(x).__name__, x[...].tolist(), x.get_metadata()))
+        elif isinstance(x, nnx.Pytree):
+            words.append((type(x).__name__, [(str(k), walk(v)) for k, v in x._items()]))
+        elif isinstance(x, tuple):
+            return [walk(v) for v in x]
+        else:
+            return x.tolist() if hasattr(x, "tolist") else x
+        return numbers[id(x)]
+
+    return walk(root), words
+
+
+@settings(deadline=None, max_examples=25)
+@given(graphs())
+def test_random_graphs_go_apart_and_together(root):
+    words = described(root)
+    graphdef, state = nnx.split(root)
+    assert described(nnx.merge(graphdef, state)) == words == described(nnx.clone(root))
+    parts = nnx.split(root, nnx.Param, nnx.BatchStat, ...)
+    assert parts[0] == graphdef == nnx.graphdef(nnx.clone(root))
+    assert described(nnx.merge(parts[0], *reversed(parts[1:]), copy=True)) == words
+    assert described(nnx.unflatten(*nnx.flatten(root))) == words
+    assert described(nnx.recursive_map(lambda path, x: x, root)) == words
+    shared = nnx.clone(root, variables=False)
+    assert [v for _, v in nnx.flatten(shared)[1] if isinstance(v, nnx.Variable)] == [
+        v for _, v in nnx.flatten(root)[1] if isinstance(v, nnx.Variable)
+    ]
+    assert described(root) == words
+
+
+@settings(deadline=None, max_examples=25)
+@given(graphs())
+def test_random_graphs_take_values_from_states(root):
+    other = nnx.map(lambda path, x: x + 1 if not isinstance(x, nnx.Variable) else x[...] + 1, root)
+    other_words = described(other)
+    assert nnx.graphdef(other) == nnx.graphdef(root)
+    parts = nnx.to_flat_state(nnx.state(other)).split(nnx.Param, ...)
+    nnx.update(root, *(part.to_nested_state() for part in parts))
+    assert described(root) == other_words
+    nnx.update(root, nnx.to_pure_dict(nnx.state(nnx.clone(other))))
+    assert described(root) == other_words
+
+
+def small_model():
+    return nnx.Dict(w=nnx.Param(jnp.ones(2)), n=nnx.BatchStat(jnp.zeros(())))
+
+
+def test_it_is_a_state_that_is_merged_without_a_description():
+    node = small_model()
+    whole = unpack(node)
+    assert isinstance(whole, nnx.State) and whole.w is node.w and list(whole) == ["n", "w"]
+    assert nnx.merge(whole).w is node.w and nnx.merge(whole, copy=True).w is not node.w
+    params, rest = unpack(node, nnx.Param, ...)
+    assert nnx.merge(params, rest).n is node.n
+    assert nnx.merge(rest, nnx.state(node, nnx.Param)).w is node.w
+    nnx.update(node, jax.tree.map(lambda x: x + 1, whole))
+    assert node.w[...].tolist() == [2, 2]
+
+
+def test_jax_knows_it():
+    whole = unpack(small_model())
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(whole)]
+    assert paths == ["['n'].value", "['w'].value"]
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s))
+    assert nnx.merge(step(whole)).w[...].tolist() == [2, 2]
+    assert nnx.merge(pickle.loads(pickle.dumps(whole))).w[...].tolist() == [1, 1]
+    assert type(whole.map(lambda _, x: x)) is nnx.State and "GraphState({" in repr(whole)
+
+
+def test_what_is_no_state_and_no_description():
+    with pytest.raises(ObjectArgumentError, match="GraphState was given a int and a State"):
+        GraphState(1, nnx.State({}))
+    with pytest.raises(ObjectArgumentError, match="merge was given a int first"):
+        nnx.merge(3)
+    with pytest.raises(GraphStructureError, match="has no value for n"):
+        nnx.merge(unpack(small_model(), nnx.Param, ...)[0])
+    with pytest.raises(StateFilterError, match="no filter matches 'n'"):
+        unpack(small_model(), nnx.Param)
+
+
+def test_keys_are_objects_themselves():
+    a, b = nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(2))
+    seen = RefMap([(a, 0)])
+    seen[b] = 1
+    assert a in seen and seen[b] == 1 and len(seen) == 2 and [x is a for x in seen] == [True, False]
+    assert nnx.Param(1) not in seen and seen.get(3) is None
+    del seen[a]
+    assert repr(seen) == "RefMap({Param: 1})"
+    with pytest.raises(KeyError):
+        seen[a]
+
+
+class Holder(nnx.Module):
+    """Variables, one of them shared, and a value that is none."""
+
+    def __init__(self):
+        self.w, self.n = nnx.Param(jnp.ones(2)), nnx.BatchStat(jnp.zeros(()))
+        self.name = "node"
+
+
+def is_held(variable):
+    return isinstance(variable.get_raw_value(), jax.Ref)
+
+
+@pytest.mark.parametrize("name", ["ref", "hijax"])
+def test_values_in_references_and_back(name):
+    node = Holder()
+    held = vars_as(node, **{name: True})
+    assert held is not node and is_held(held.w) and is_held(held.n) and not is_held(node.w)
+    assert held.name == "node" and held.w.get_metadata() == {name: True}
+
+    @jax.jit
+    def step(node):
+        node.w[...] += 1
+
+    step(held)
+    step(held)
+    back = vars_as(held, **{name: False})
+    assert back.w[...].tolist() == [3, 3] and not is_held(back.w) and back.w.get_metadata() == {}
+    assert node.w[...].tolist() == [1, 1]
+
+
+def test_only_some_of_them_and_those_that_are_so_already():
+    node = Holder()
+    held = vars_as(node, ref=True, only=nnx.Param)
+    assert is_held(held.w) and held.n is node.n
+    assert vars_as(held, ref=True, only=nnx.Param).w is held.w
+    assert vars_as(node).w is node.w and vars_as(3, ref=True) == 3
+    assert is_held(vars_as({"a": [nnx.Param(1.0)]}, ref=True)["a"][0])
+    assert with_vars is vars_as
+
+
+def test_values_that_stay():
+    node = vars_as(Holder(), mutable=False)
+    with pytest.raises(ImmutableVariableError, match="Param of shape"):
+        node.w[...] = 0
+    again = vars_as(node, mutable=True)
+    again.w[...] = 0
+    assert again.w.get_metadata() == {} and node.w[0] == 1
+
+
+def test_variables_that_are_there_twice():
+    node = Holder()
+    node.again = node.w
+    with pytest.raises(GraphStructureError, match="the variable at 'again' is also at 'w'"):
+        vars_as(node, ref=True)
+    held = vars_as(node, ref=True, allow_duplicates=True)
+    assert held.w is held.again and is_held(held.w)
+    assert is_held(vars_as(node, ref=True, only=nnx.BatchStat).n)
+    assert vars_as(node).again is node.w
+
+
+def test_values_that_a_reference_cannot_hold():
+    with pytest.raises(VariableArgumentError, match="Cache with ref=True was given a tuple"):
+        vars_as([nnx.Cache((1, 2))], ref=True)

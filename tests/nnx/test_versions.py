@@ -1,0 +1,256 @@
+"""Changes of structure are noticed, and errors about objects say which one is meant."""
+
+import os
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft import nnx
+from weft.errors import TraceContextError
+from weft.nnx.graph import flatten_graph
+from weft.nnx.versions import STRUCTURE_VERSION, ObjectInfo, StaticValue, path_of, static_value
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(2), tag="a")
+        self.layers = [nnx.Param(1.0), nnx.data(2)]
+        self.heads = {"a": nnx.Param(1.0)}
+        self.nested = ({"deep": [1]},)
+        self.scale = 1.0
+        self.count = nnx.data(0)
+        self.buffer = jnp.zeros(2)
+
+
+def watched() -> Model:
+    """A model as a call leaves it that remembers how it looks."""
+    model = Model()
+    for x in flatten_graph(model).objects:
+        if isinstance(x, nnx.Variable):
+            object.__setattr__(x, "_watched", True)
+        else:
+            x._info.watched = True
+    return model
+
+
+CHANGES = {
+    "a new attribute": lambda m: setattr(m, "new", 1),
+    "another static value": lambda m: setattr(m, "scale", 2.0),
+    "another array": lambda m: setattr(m, "buffer", jnp.ones(2)),
+    "another variable": lambda m: setattr(m, "w", nnx.Param(jnp.ones(2))),
+    "an attribute deleted": lambda m: delattr(m, "scale"),
+    "a mark": lambda m: setattr(m, "scale", nnx.data(1.0)),
+    "metadata": lambda m: m.w.set_metadata(tag="b"),
+    "metadata deleted": lambda m: m.w.del_metadata("tag"),
+    "metadata of another variable": lambda m: m.w.copy_from(nnx.Param(jnp.ones(2))),
+    "metadata of a state": lambda m: nnx.update(m, {"w": nnx.Param(jnp.ones(2), tag="c")}),
+    "append": lambda m: m.layers.append(1),
+    "extend": lambda m: m.layers.extend([1]),
+    "insert": lambda m: m.layers.insert(0, 1),
+    "pop": lambda m: m.layers.pop(),
+    "remove": lambda m: m.layers.remove(2),
+    "clear": lambda m: m.layers.clear(),
+    "reverse": lambda m: m.layers.reverse(),
+    "sort": lambda m: m.layers.sort(key=str),
+    "an item": lambda m: m.layers.__setitem__(0, 1),
+    "a slice": lambda m: m.layers.__setitem__(slice(0, 1), []),
+    "an item deleted": lambda m: m.layers.__delitem__(0),
+    "+=": lambda m: m.layers.__iadd__([1]),
+    "*=": lambda m: m.layers.__imul__(2),
+    "a key": lambda m: m.heads.__setitem__("b", 1),
+    "a key as attribute": lambda m: setattr(m.heads, "b", 1),
+    "a key deleted": lambda m: m.heads.__delitem__("a"),
+    "a key deleted as attribute": lambda m: delattr(m.heads, "a"),
+    "update": lambda m: m.heads.update(b=1),
+    "|=": lambda m: m.heads.__ior__({"b": 1}),
+    "setdefault": lambda m: m.heads.setdefault("b", 1),
+    "dict.pop": lambda m: m.heads.pop("a"),
+    "popitem": lambda m: m.heads.popitem(),
+    "dict.clear": lambda m: m.heads.clear(),
+    "deep inside": lambda m: m.nested[0]["deep"].append(2),
+    "sow": lambda m: m.sow(nnx.Intermediate, "h", 1),
+    "a mode": lambda m: m.set_attributes(scale=3.0),
+    "variables taken out": lambda m: nnx.pop(m, "a"),
+    "an array from a state": lambda m: nnx.update(m, {"buffer": jnp.ones(2)}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_every_change_of_a_watched_structure_makes_a_new_version(change):
+    model = watched()
+    before, graphdef = STRUCTURE_VERSION.now, nnx.graphdef(model)
+    assert nnx.graphdef(model) == graphdef and STRUCTURE_VERSION.now is before
+    change(model)
+    assert STRUCTURE_VERSION.now is not before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.w.set_value(jnp.zeros(2)),
+        lambda m: m.w.__setitem__(0, 5.0),
+        lambda m: nnx.update(m, {"w": jnp.zeros(2)}),
+        lambda m: nnx.update(m, nnx.state(m, nnx.Param)),
+        lambda m: nnx.state(m),
+        lambda m: nnx.clone(m),
+        lambda m: setattr(Model(), "scale", 3.0),
+        lambda m: (m.layers[0], m.heads["a"], m.heads.get("b"), list(m.layers), len(m.heads)),
+    ],
+    ids=range(8),
+)
+def test_values_and_other_objects_keep_the_version(change):
+    model = watched()
+    before = STRUCTURE_VERSION.now
+    change(model)
+    assert STRUCTURE_VERSION.now is before
+
+
+def test_a_change_in_another_thread_is_seen():
+    model, before = watched(), STRUCTURE_VERSION.now
+    thread = threading.Thread(target=lambda: setattr(model, "scale", 2.0))
+    thread.start()
+    thread.join()
+    assert STRUCTURE_VERSION.now is not before
+
+
+@pytest.mark.parametrize(
+    "change", [*CHANGES.values(), lambda m: m.w.set_value(0)], ids=[*CHANGES, "value"]
+)
+def test_inside_of_a_jax_trace_objects_of_outside_stay_as_they_are(change):
+    model = watched()
+    before, version = repr(model), STRUCTURE_VERSION.now
+
+    @jax.jit
+    def f(x):
+        change(model)
+        return x
+
+    with pytest.raises(
+        TraceContextError, match="was created outside of it, so a tracer would leak"
+    ):
+        f(1.0)
+    assert repr(model) == before and STRUCTURE_VERSION.now is version
+
+
+def test_what_is_made_inside_of_a_trace_can_be_changed_there():
+    @jax.jit
+    def f(x):
+        model = Model()
+        model.w[...] = x
+        model.layers.append(x)
+        model.new = x
+        return model
+
+    model = f(jnp.arange(2.0))
+    assert model.w[...].tolist() == model.new.tolist() == model.layers[2].tolist() == [0, 1]
+
+
+def test_containers_that_do_not_tell_of_changes_make_a_graph_unsure():
+    def is_tracked(value):
+        return flatten_graph(nnx.Dict(x=value)).is_tracked
+
+    assert (
+        is_tracked(1)
+        and is_tracked([1])
+        and is_tracked((1, {"a": [2]}))
+        and is_tracked(jnp.ones(1))
+    )
+    assert is_tracked(nnx.static((1, "a"))) and is_tracked(frozenset([1]))
+    assert is_tracked(nnx.static([1])) and not is_tracked({1, 2}) and not is_tracked(object())
+    assert not is_tracked(nnx.Param(1, names=["a"]))
+    assert not is_tracked(nnx.State({"a": jnp.ones(1)}))
+
+
+def test_what_is_fixed_is_compared_by_value():
+    assert StaticValue([1, {"a": (2.0,)}]) == StaticValue([1, {"a": (2.0,)}])
+    assert hash(StaticValue([1])) == hash(StaticValue([1]))
+    assert StaticValue(1) != StaticValue(1.0) and StaticValue(1) != 1
+    array = np.ones(1)
+    before = StaticValue(array)
+    assert before == StaticValue(array) == StaticValue(np.ones(1))
+    array[0] = 2
+    assert before != StaticValue(array)
+    assert repr(StaticValue([1])) == "[1]"
+
+
+def test_object_info_knows_its_trace():
+    watch = ObjectInfo()
+    watch.check(object())
+
+    def f(x):
+        with pytest.raises(TraceContextError, match="a Model is changed"):
+            watch.check(Model())
+        return x
+
+    jax.eval_shape(f, 1.0)
+
+
+def test_static_values_that_look_alike_are_told_apart():
+    values = [0, False, 0.0, -0.0, 1, True, 1.0, "1", b"1", None, (), (1,), (True,), jnp.float32]
+    for i, a in enumerate(values):
+        for j, b in enumerate(values):
+            assert (static_value(a) == static_value(b)) == (i == j), (a, b)
+            assert type(static_value(a).value) is type(a)
+
+
+def test_functions_are_told_apart_by_what_they_see():
+    def scaled(by):
+        return lambda x: x * by
+
+    assert static_value(scaled(2)) == static_value(scaled(2))
+    assert static_value(scaled(2)) != static_value(scaled(3))
+    assert static_value(jax.nn.initializers.zeros) == static_value(jax.nn.initializers.zeros)
+    assert static_value(jax.nn.initializers.zeros) != static_value(jax.nn.initializers.ones)
+
+
+class Layer(nnx.Module):
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones(3))  # the line in the message
+
+
+class NestedModel(nnx.Module):
+    def __init__(self) -> None:
+        self.layers = [Layer(), Layer()]
+        self.heads = {"a": Layer()}
+
+
+def test_an_object_is_found_by_the_attributes_that_lead_to_it():
+    model = NestedModel()
+    assert path_of(model.layers[1].w) == "NestedModel.layers[1].w"
+    assert path_of(model.heads["a"]) == "NestedModel.heads.a"
+    assert path_of(model) == path_of(nnx.Param(1)) == ""
+
+
+def test_the_error_names_the_variable_its_line_and_the_open_transformation():
+    model = NestedModel()
+
+    @nnx.vmap
+    def write(x: jax.Array) -> jax.Array:
+        model.layers[0].w[...] = x
+        return x
+
+    with pytest.raises(TraceContextError) as error:
+        write(jnp.ones((2, 3)))
+    text = str(error.value)
+    assert "a Param of shape (3,) is changed inside of nnx.vmap(write)" in text
+    assert "It is NestedModel.layers[0].w and was made at" in text
+    with open(__file__) as file:
+        line = next(n for n, text in enumerate(file, 1) if "the line in the message" in text)
+    assert f"{os.path.relpath(__file__)}:{line}" in text
+
+
+def test_also_a_module_and_also_inside_of_plain_jax():
+    model = NestedModel()
+    with pytest.raises(
+        TraceContextError, match=r"a Layer is changed inside of a JAX .* It is NestedMod"
+    ):
+        jax.jit(lambda x: setattr(model.layers[1], "seen", x))(1.0)
+
+
+def test_a_cycle_ends_the_search():
+    a, b = Layer(), Layer()
+    a.other, b.other = b, a
+    assert path_of(a.w).endswith(".w")

@@ -1,0 +1,563 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft import nnx
+from weft.errors import (
+    AxisSizeError,
+    BranchObjectsError,
+    BranchStructureError,
+    CapturedObjectError,
+    CarryStructureError,
+    LoopStructureError,
+    RoleError,
+    SharedObjectError,
+    TraceContextError,
+    TransformArgumentError,
+)
+from weft.lifting.kind import Static
+from weft.nnx.transforms.control_flow import box_objects, unbox_objects
+
+XS = jnp.arange(3.0)
+Carry = nnx.Carry
+MODES = pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
+
+
+class Pair(nnx.Module):
+    def __init__(self, w=2.0, n=0.0):
+        self.w = nnx.Param(jnp.asarray(w))
+        self.n = nnx.BatchStat(jnp.asarray(n))
+
+    def add(self, x):
+        self.n[...] += x
+        return self
+
+
+@MODES
+def test_a_module_is_carried_from_step_to_step(mode):
+    m = Pair()
+    out, ys = nnx.scan(lambda m, x: (m.add(x), m.n * 1), **mode)(m, XS)
+    assert out is m
+    assert ys.tolist() == [0.0, 1.0, 3.0] and float(m.n) == 3
+
+
+@MODES
+def test_layers_are_applied_one_after_another(mode):
+    layers = Pair(jnp.arange(1.0, 4.0), jnp.zeros(3))
+
+    def f(x, layer):
+        layer.n[...] = x
+        return x * layer.w
+
+    y = nnx.scan(f, in_axes=(Carry, 0), out_axes=Carry, **mode)(jnp.ones(()), layers)
+    assert float(y) == 6
+    assert layers.n[...].tolist() == [1.0, 1.0, 2.0]
+
+
+def test_the_carry_stands_anywhere_and_more_than_once():
+    f = nnx.scan(
+        lambda x, a, m: (x * a, a + 1, m.add(a)),
+        in_axes=(1, Carry, Carry),
+        out_axes=(1, Carry, Carry),
+    )
+    m = Pair()
+    y, a, out = f(jnp.ones((2, 3)), jnp.zeros(()), m)
+    assert y.tolist() == [[0.0, 1.0, 2.0]] * 2
+    assert float(a) == 3 and out is m and float(m.n) == 3
+
+
+def test_a_part_of_an_object_is_carried_and_another_scanned():
+    m = Pair(XS, 0.0)
+    axes = nnx.StateAxes({nnx.Param: 0, ...: Carry})
+    f = lambda x, m: x + m.add(m.w[...]).n  # noqa: E731
+    y = nnx.scan(f, in_axes=(Carry, axes), out_axes=Carry)(jnp.zeros(()), m)
+    assert float(m.n) == 3 and float(y) == 0 + 1 + 3
+
+
+def test_no_carry_options_and_empty_loops():
+    assert nnx.scan(lambda x, y: x * y, in_axes=(0, None), out_axes=0)(XS, 2.0).tolist() == [
+        0,
+        2,
+        4,
+    ]
+    backwards = nnx.scan(lambda c, x: (c + x, c), reverse=True, unroll=2)(jnp.zeros(()), XS)
+    assert backwards[1].tolist() == [3.0, 2.0, 0.0]
+    m = Pair()
+    nnx.scan(lambda m, x: (m.add(x), None))(m, jnp.zeros(0))
+    assert float(m.n) == 0
+
+
+def test_what_each_step_makes_is_stacked():
+    layers = Pair(XS, XS)
+
+    def f(c, layer):
+        layer.seen = nnx.Cache(c)
+        layer.kind = "seen"
+        return c + layer.w, Pair(c)
+
+    _, made = nnx.scan(f)(jnp.zeros(()), layers)
+    assert layers.seen[...].tolist() == made.w[...].tolist() == [0.0, 0.0, 1.0]
+    assert layers.kind == "seen"
+
+
+def test_streams_advance_as_in_a_python_loop():
+    rngs, other = nnx.Rngs(0), nnx.Rngs(0)
+    draw = lambda rngs, x: (rngs, x + jax.random.normal(rngs.noise()))  # noqa: E731
+    _, ys = nnx.scan(draw)(rngs, XS)
+    np.testing.assert_allclose(ys, [draw(other, x)[1] for x in XS], rtol=1e-6)
+    assert int(rngs.default.count[...]) == 3
+
+
+def test_each_carry_has_a_counterpart():
+    message = r"scan: in_axes=\(Carry, 0\) has 1 Carry and out_axes=0 has 0; each Carry of one"
+    with pytest.raises(TransformArgumentError, match=message):
+        nnx.scan(lambda c, x: x, out_axes=0)
+    with pytest.raises(TransformArgumentError, match=r"has 0 Carry and .* has 1"):
+        nnx.scan(lambda c, x: x, in_axes=(0, 0))
+    with pytest.raises(
+        TransformArgumentError, match=r"in_axes=\(\{'a': .*Carry.*\}, 0\) has a Carry in"
+    ):
+        nnx.scan(lambda c, x: x, in_axes=({"a": Carry}, 0))
+
+
+def test_the_body_returns_what_out_axes_speak_of():
+    with pytest.raises(TransformArgumentError, match="the body returns NoneType, but by out_axes"):
+        nnx.scan(lambda c, x: None)(0.0, XS)
+    with pytest.raises(RoleError, match=r"out_axes=\(CARRY, 0\) has a tuple of 2 entries"):
+        nnx.scan(lambda c, x: (c, x, x))(0.0, XS)
+    with pytest.raises(RoleError, match=r"shared by all iterations .* at the result"):
+        nnx.scan(lambda c, x: (c, x), out_axes=(Carry, None))(jnp.zeros(()), XS)
+
+
+def test_a_carried_object_is_returned_as_itself():
+    with pytest.raises(
+        TransformArgumentError, match=r"scan\(<lambda>\): the carry is returned as ano"
+    ):
+        nnx.scan(lambda m, x: (nnx.clone(m), x))(Pair(), XS)
+    with pytest.raises(
+        TransformArgumentError, match="receives 1 objects in its carry and returns 0"
+    ):
+        nnx.scan(lambda d, x: ({"m": 1.0}, x))({"m": Pair()}, XS)
+    pair = [Pair(), Pair()]
+    with pytest.raises(TransformArgumentError, match=r"the carry\[0\] is returned as another Pair"):
+        nnx.scan(lambda p, x: (p[::-1], x))(pair, XS)
+
+
+def wrong(**values):
+    def f(m, x):
+        for name, value in values.items():
+            setattr(m, name, value) if name not in ("w", "n") else m.n.set_value(value)
+        return m, x
+
+    return f
+
+
+def test_a_carry_keeps_its_shape_and_dtype():
+    with pytest.raises(
+        CarryStructureError, match=r"carry at m\.n is given as float32\[\] and .*\[2\]"
+    ):
+        nnx.scan(wrong(n=jnp.ones(2)))(Pair(), XS)
+    with pytest.raises(CarryStructureError, match=r"carry at d\['m'\]\.n is given as .* bool\[\]"):
+        nnx.scan(lambda d, x: (wrong(n=jnp.array(True))(d["m"], x) and d, x))(
+            {"m": Pair(n=jnp.float32(0))}, XS
+        )
+    with pytest.raises(
+        CarryStructureError, match=r"the carry at c\['a'\] is given as float32\[2\]"
+    ):
+        nnx.scan(lambda c, x: ({"a": c["a"][:1]}, x))({"a": jnp.ones(2)}, XS)
+
+
+def test_a_carried_or_shared_object_keeps_its_attributes():
+    with pytest.raises(
+        LoopStructureError, match=r"makes an attribute at m\.made; .* before the loop"
+    ):
+        nnx.scan(wrong(made=nnx.Param))(Pair(), XS)
+    with pytest.raises(LoopStructureError, match=r"removes the attribute at m\.w"):
+        nnx.scan(lambda m, x: (delattr(m, "w"), (m, x))[1])(Pair(), XS)
+    kind = nnx.Dict(kind="old", part=Pair())
+    with pytest.raises(LoopStructureError, match=r"changes a reference or static value at m\.kind"):
+        nnx.scan(wrong(kind="new"))(kind, XS)
+    with pytest.raises(LoopStructureError, match=r"a reference or static value at shared\.part"):
+        f = lambda c, shared: (wrong(part=Pair())(shared, c), c)[1]  # noqa: E731
+        nnx.scan(f, in_axes=(Carry, None), out_axes=Carry, length=2)(
+            kind.part, nnx.Dict(part=Pair())
+        )
+    assert kind.kind == "old"
+
+
+def test_what_is_shared_is_not_written():
+    m = Pair(XS)
+    f = lambda c, m: m.add(c).w * c  # noqa: E731
+    axes = nnx.StateAxes({nnx.Param: 0, ...: None})
+    with pytest.raises(
+        RoleError, match=r"scan: .* shared by all iterations .*, at m\.n; have it carried"
+    ):
+        nnx.scan(f, in_axes=(Carry, axes), out_axes=Carry)(jnp.zeros(()), m)
+    assert float(m.n) == 0
+
+
+def test_what_is_captured_stays_outside():
+    m = Pair()
+    with pytest.raises(CapturedObjectError, match=r"the result\[1\] is a Pair"):
+        nnx.scan(lambda c, x: (c, m))(0.0, XS)
+    with pytest.raises(TraceContextError, match="BatchStat"):
+        nnx.scan(lambda c, x: (c, m.add(x).n * 1))(0.0, XS)
+    ys = nnx.scan(lambda c, x: (c, x * m.w))(0.0, XS)[1]
+    assert ys.tolist() == [0.0, 2.0, 4.0]
+
+
+def test_lengths():
+    with pytest.raises(AxisSizeError, match="scan: no input is mapped, so the size is unknown"):
+        nnx.scan(lambda c: c, in_axes=Carry, out_axes=Carry)(0.0)
+    with pytest.raises(AxisSizeError, match=r"the size given: 4, x: 3"):
+        nnx.scan(lambda c, x: (c, x), length=4)(0.0, XS)
+    with pytest.raises(AxisSizeError, match=r"scan: .*\(m\.n: 2, m\.w: 3\)"):
+        nnx.scan(lambda c, m: (c, c))(0.0, Pair(jnp.ones(3), jnp.ones(2)))
+
+
+def test_an_exception_in_a_scan_changes_nothing():
+    m = Pair()
+
+    def f(m, x):
+        m.add(x)
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        nnx.scan(f)(m, XS)
+    assert float(m.add(1.0).n) == 1
+
+
+def test_gradients_go_through():
+    layers = Pair(jnp.arange(1.0, 4.0), jnp.zeros(3))
+
+    def loss(layers, x):
+        f = nnx.remat(lambda x, layer: jnp.sin(layer.add(x).w * x))
+        return nnx.scan(f, in_axes=(Carry, 0), out_axes=Carry)(x, layers)
+
+    def by_hand(w, x):
+        for i in range(3):
+            x = jnp.sin(w[i] * x)
+        return x
+
+    grads = nnx.grad(loss)(layers, jnp.float32(0.5))
+    np.testing.assert_allclose(grads.w[...], jax.grad(by_hand)(layers.w[...], 0.5), rtol=1e-5)
+    assert float(layers.n[0]) == 0.5
+
+
+class BranchPair(nnx.Module):
+    def __init__(self, w=2.0, n=0.0):
+        self.w = nnx.Param(jnp.asarray(w))
+        self.n = nnx.BatchStat(jnp.asarray(n))
+
+
+def up(m):
+    m.n[...] += 1
+    return m.w * 2
+
+
+def down(m):
+    m.n[...] -= 10
+    return m.w * 3
+
+
+@MODES
+def test_the_branch_that_is_taken_writes(mode):
+    m = BranchPair()
+    taken = [float(nnx.cond(p, up, down, m, **mode)) for p in (True, jnp.array(False), 1)]
+    assert (taken, float(m.n)) == ([4.0, 6.0, 4.0], -8.0)
+    taken = [float(nnx.switch(i, [up, down], m, **mode)) for i in (0, 7, -2, jnp.array(1))]
+    assert (taken, float(m.n)) == ([4.0, 6.0, 4.0, 6.0], -26.0)
+
+
+@MODES
+def test_a_branch_may_leave_alone_what_another_writes(mode):
+    m, rngs = BranchPair(), nnx.Rngs(0)
+    draw = lambda m, rngs: m.n.set_value(rngs.noise.uniform())  # noqa: E731
+    for taken, count in ((False, 0), (True, 1)):
+        nnx.cond(taken, draw, lambda m, rngs: None, m, rngs, **mode)
+        assert int(rngs.default.count[...]) == count
+    assert float(m.n) == nnx.Rngs(0).noise.uniform()
+
+
+def test_changes_that_are_alike_are_seen():
+    m, other = nnx.Dict(part=BranchPair()), BranchPair()
+
+    def branch(value):
+        def change(m, other):
+            m.part = other
+            m.made = [nnx.Param(value)]
+            m.kind = "new"
+            return m, other.w
+
+        return change
+
+    out, w = nnx.cond(False, branch(1.0), branch(2.0), m, other)
+    assert out is m and w is other.w and m.part is other
+    assert (float(m.made[0]), m.kind) == (2.0, "new")
+
+
+def put(name, value):
+    return lambda m: setattr(m, name, value)
+
+
+def kind(value):
+    return put("kind", value)
+
+
+def swap(m):
+    m.w, m.n = m.n, m.w
+
+
+DIFFERENT = {
+    "array": (put("x", jnp.ones(())), r"m\.x is absent after one branch, and present after an"),
+    "static": (kind("a"), r"m\.kind is absent after one branch, and present after"),
+    "deleted": (lambda m: delattr(m, "w"), r"m\.w is present after one branch, and absent after"),
+    "replaced": (
+        lambda m: setattr(m, "w", nnx.Param(1.0)),
+        r"m\.w is an existing object after one branch, and a new object after another",
+    ),
+    "swapped": (swap, r"m\.n is one object after one branch, and a different one after another"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_changes_that_differ_are_shown_with_their_place(name):
+    change, message = DIFFERENT[name]
+    m = BranchPair()
+    with pytest.raises(BranchObjectsError, match=r"nnx\.cond: " + message) as error:
+        nnx.cond(True, change, lambda m: None, m)
+    assert isinstance(error.value, TypeError)
+    with pytest.raises(BranchObjectsError, match=r"nnx\.switch: m\.\w+ is "):
+        nnx.switch(0, [lambda m: None, lambda m: None, change], m)
+    assert nnx.graphdef(m) == nnx.graphdef(BranchPair())
+    nnx.cond(True, change, lambda m: None, m, graph_updates=False)  # only values come back
+
+
+def make_count(m):
+    m.count = nnx.BatchStat(jnp.zeros(()))
+    m.count[...] += m.w[...]
+
+
+def make_noise(m):
+    m.part.noise = nnx.Variable(m.rngs.noise.uniform())
+
+
+def make_aliases(m):
+    m.z = nnx.Variable(jnp.ones(()))
+    m.a = m.part.alias = m.z
+    m.a[...] *= 5
+
+
+def make_module(m):
+    m.new = nnx.List([BranchPair(n=3.0), nnx.Rngs(7)])
+    m.new[0].n[...] += 1
+    m.new[1].default()
+
+
+MADE = {
+    "": lambda m: (),
+    "count": lambda m: (float(m.count),),
+    "noise": lambda m: (float(m.part.noise),),
+    "aliases": lambda m: (float(m.z), m.a is m.z, m.part.alias is m.z),
+    "module": lambda m: (float(m.new[0].n), int(m.new[1].default.count[...])),
+}
+NOISE = float(nnx.Rngs(0).noise.uniform())
+BRANCHES = {"": lambda m: None, "count": make_count, "noise": make_noise}
+BRANCHES |= {"aliases": make_aliases, "module": make_module}
+INITIAL = {"": (), "count": (0,), "noise": (NOISE,), "aliases": (1, True, True), "module": (3, 0)}
+TAKEN = {"": (), "count": (2,), "noise": (NOISE,), "aliases": (5, True, True), "module": (4, 1)}
+
+
+def model():
+    m = BranchPair()
+    m.part, m.rngs = BranchPair(), nnx.Rngs(0)
+    return m
+
+
+def jitted(f, m):
+    nnx.jit(f)(m)
+
+
+def nested(f, m):
+    nnx.cond(True, f, lambda m: None, m)
+
+
+@pytest.mark.parametrize("around", [lambda f, m: f(m), jitted, nested])
+@pytest.mark.parametrize("taken", BRANCHES)
+def test_what_only_some_branches_make_is_made_for_all(taken, around):
+    m, index = model(), [*BRANCHES].index(taken)
+    around(lambda m: nnx.switch(index, [*BRANCHES.values()], m), m)
+    for name, found in MADE.items():
+        assert found(m) == (TAKEN if name == taken else INITIAL)[name]
+    assert int(m.rngs.default.count[...]) == (taken == "noise")
+    assert (float(m.w), float(m.n)) == (2, 0)
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("inside", [jitted, nested])
+@pytest.mark.parametrize("around", [lambda f, m: f(m), jitted, nested])
+def test_what_a_branch_that_is_not_taken_makes_inside_of_others(name, around, inside):
+    branch = BRANCHES[name]
+    m = model()
+    around(lambda m: nnx.cond(False, lambda m: inside(branch, m), lambda m: None, m), m)
+    assert MADE[name](m) == INITIAL[name]
+
+
+def test_two_branches_make_one_attribute_each_with_its_own_value():
+    def make(value):
+        def branch(m):
+            m.made = nnx.Variable(jnp.float32(value))
+            m.made[...] += 1
+
+        return branch
+
+    for i in range(3):
+        m = BranchPair()
+        nnx.switch(i, [make(1), make(5), lambda m: None], m)
+        assert float(m.made) == (2, 6, 1)[i]
+
+
+def test_what_branches_make_at_one_place_is_alike():
+    m, param, stat = BranchPair(), nnx.Param, nnx.BatchStat
+    make = lambda kind: lambda m: setattr(m, "made", kind(1.0))  # noqa: E731
+    with pytest.raises(BranchObjectsError, match=r"m\.made is Param after one .* BatchStat after"):
+        nnx.cond(True, make(stat), make(param), m)
+    with pytest.raises(BranchObjectsError, match=r"m\.w is absent after one branch, and present"):
+        nnx.cond(True, make(stat), lambda m: delattr(m, "w"), m)
+    with pytest.raises(BranchStructureError, match=r"m\.made is float32\[2\] in true_fun, and flo"):
+        nnx.cond(
+            True,
+            lambda m: setattr(m, "made", stat(jnp.ones(2))),
+            lambda m: setattr(m, "made", stat(jnp.ones(()))),
+            m,
+        )
+    with pytest.raises(BranchObjectsError, match=r"m\.made is absent after one branch, and pre"):
+        nnx.cond(True, lambda m: setattr(m, "made", stat(1.0, names=["a"])), lambda m: None, m)
+    with pytest.raises(
+        BranchStructureError, match=r"m\.made is float32\[\] in true_fun, and float"
+    ):
+        f = lambda m: (setattr(m, "made", stat(jnp.ones(2))), m.made.set_value(jnp.ones(())))[:0]  # noqa: E731
+        nnx.cond(True, f, lambda m: (), m)
+    with pytest.raises(BranchObjectsError, match=r"m\.items\[0\] is absent after one"):
+        m.items = []
+        nnx.cond(True, lambda m: m.items.append(param(1.0)), lambda m: None, m)
+
+
+def test_results_that_differ_are_shown():
+    m = BranchPair()
+    with pytest.raises(BranchObjectsError, match=r"m\.kind is 'b' after one branch, and 'a' after"):
+        nnx.cond(True, kind("a"), kind("b"), m)
+    with pytest.raises(
+        BranchObjectsError, match=r"the result is one object after one branch, and a diff"
+    ):
+        nnx.cond(True, lambda m: m.w, lambda m: m.n, m)
+    with pytest.raises(
+        BranchObjectsError, match=r"the result is BranchPair after .*, and Dict after another"
+    ):
+        nnx.cond(True, lambda: nnx.Dict(), lambda: BranchPair())
+    with pytest.raises(
+        BranchStructureError, match=r"true_fun returns another structure than false_f"
+    ):
+        nnx.cond(True, lambda m: (m.w * 1, BranchPair()), lambda m: m.w * 1, m)
+    with pytest.raises(
+        BranchStructureError, match=r"the result\['y'\] is float32\[2\] in branch 1, and"
+    ):
+        nnx.switch(0, [lambda: {"y": 1.0}, lambda: {"y": jnp.ones(2)}])
+    with pytest.raises(
+        BranchStructureError, match=r"the result\.w is float32\[\] in true_fun, and flo"
+    ):
+        nnx.cond(True, lambda: BranchPair(), lambda: BranchPair(w=jnp.ones(2)))
+    with pytest.raises(
+        BranchStructureError, match=r"m\.n is float32\[2\] in true_fun, and float32\[\]"
+    ):
+        nnx.cond(True, lambda m: m.n.set_value(jnp.ones(2)), lambda m: None, m)
+    with pytest.raises(
+        BranchStructureError, match=r"m\.n\['a'\] is there after true_fun, and not aft|m\.n"
+    ):
+        nnx.cond(True, lambda m: m.n.set_value({"a": 1.0}), lambda m: None, m)
+
+
+def test_what_is_captured_is_read_and_not_changed_or_returned():
+    m = BranchPair()
+    for value in (2.0, 5.0):
+        m.w[...] = value
+        assert float(nnx.cond(True, lambda x: x * m.w, lambda x: x, 3.0)) == 3 * value
+    with pytest.raises(TraceContextError, match=r"nnx\.cond\(<lambda>\)"):
+        nnx.cond(True, lambda: up(m), lambda: down(m))
+    with pytest.raises(
+        CapturedObjectError, match=r"nnx\.cond\(<lambda>\): the result is a BranchPair"
+    ):
+        nnx.cond(True, lambda: m, lambda: m)
+
+
+def test_operands_may_be_shared_only_in_graphs():
+    m = BranchPair()
+    nnx.cond(True, lambda a, b: (up(a), up(b)), lambda a, b: (0.0, 0.0), m, m)
+    assert float(m.n) == 2
+    with pytest.raises(SharedObjectError, match=r"nnx\.cond\(<lambda>\).* is at a and at b\[0\]"):
+        nnx.cond(True, lambda a, b: 1, lambda a, b: 1, m, [m], graph=False)
+
+
+def test_what_cannot_choose_is_refused():
+    m = BranchPair()
+    with pytest.raises(TransformArgumentError, match="switch: there are no branches"):
+        nnx.switch(0, [], m)
+    with pytest.raises(TypeError, match="must be scalar"):
+        nnx.cond(jnp.array([True, False]), up, down, m)
+    with pytest.raises(TypeError, match="must be an integer"):
+        nnx.switch(1.0, [up, down], m)
+
+
+def test_an_exception_in_a_branch_changes_nothing():
+    m = BranchPair()
+
+    def stop(m):
+        m.n[...] += 1
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        nnx.cond(True, up, stop, m)
+    assert float(m.n) == 0
+
+
+def test_gradients_and_nesting():
+    m = BranchPair()
+
+    def inner(m):
+        return nnx.cond(m.n[...] > 0.5, up, down, m)
+
+    f = nnx.jit(nnx.value_and_grad(lambda m, p: nnx.cond(p, inner, up, m)))
+    with jax.checking_leaks():
+        value, grads = f(m, True)
+    assert (float(value), float(grads.w[...]), float(m.n)) == (6.0, 3.0, -10.0)
+
+
+def test_objects_leave_a_body_as_their_places():
+    m, v = nnx.Dict(w=nnx.Param(1.0)), nnx.Param(2.0)
+    given = {"m": m, "x": (jnp.ones(2), v)}
+    boxed = box_objects(given, {"m": m, "x": (jnp.zeros(2), v)})
+    assert (boxed["m"], boxed["x"][1]) == (Static(0), Static(1))
+    back = unbox_objects(given, boxed)
+    assert back["m"] is m and back["x"][1] is v and back["x"][0].tolist() == [0.0, 0.0]
+
+
+def test_one_object_may_be_carried_twice():
+    m = nnx.Dict()
+    boxed = box_objects((m, [m]), (m, [m]))
+    back = unbox_objects((m, [m]), boxed)
+    assert back[0] is m and back[1][0] is m
+
+
+def test_each_object_is_returned_in_its_place():
+    a, b = nnx.Dict(), nnx.List()
+    with pytest.raises(
+        TransformArgumentError, match=r"a loop: the carry\[0\] is returned as another L"
+    ):
+        box_objects((a, b), (b, a))
+    with pytest.raises(
+        TransformArgumentError, match="receives 2 objects in its carry and returns 1"
+    ):
+        box_objects((a, b), (a, 1.0))
+    with pytest.raises(TransformArgumentError, match=r"the carry\[1\] is returned as another Dict"):
+        box_objects((a,), (a, nnx.Dict()))

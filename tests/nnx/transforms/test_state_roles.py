@@ -1,0 +1,166 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from weft import nnx
+from weft.errors import RoleError, StateFilterError, TransformArgumentError
+from weft.lifting import CARRY, Roles
+from weft.nnx.transforms.state_roles import as_roles
+
+
+class Pair(nnx.Module):
+    def __init__(self, w=2.0, n=0.0):
+        self.w = nnx.Param(jnp.asarray(w))
+        self.n = nnx.BatchStat(jnp.asarray(n))
+
+
+def test_symbols_show_what_was_said():
+    assert repr(nnx.StateAxes({nnx.Param: 1, ...: None})) == "StateAxes({Param: 1, ...: None})"
+    assert repr(nnx.StateAxes({"tag": nnx.Carry})) == "StateAxes({'tag': Carry})"
+    assert repr(nnx.StateSharding({...: P("x")})) == "StateSharding({...: P('x',)})"
+    state = nnx.DiffState(0, nnx.Param)
+    assert (state.argnum, state.filter) == (0, nnx.Param)
+
+
+def test_symbols_are_values():
+    first = nnx.StateAxes({nnx.Param: 1, ...: None})
+    assert first == nnx.StateAxes([(nnx.Param, 1), (..., None)])
+    assert hash(first) == hash(nnx.StateAxes({nnx.Param: 1, ...: None}))
+    assert first != nnx.StateAxes({nnx.Param: 0, ...: None})
+    assert first != nnx.StateSharding({nnx.Param: 1, ...: None})
+    assert len({nnx.DiffState(0, nnx.Param), nnx.DiffState(0, nnx.Param)}) == 1
+
+
+def test_the_parts_of_a_symbol_can_be_read():
+    axes = nnx.StateAxes({nnx.Param: 1, ...: nnx.Carry})
+    assert axes.axes == (1, nnx.Carry)
+    assert [axis for _, axis in axes.items()] == [1, nnx.Carry]
+    assert axes.filters[0](("w",), nnx.Param(1.0)) and axes.filters[1]((), 1)
+    assert nnx.StateSharding({...: P("x")}).shardings == (P("x"),)
+
+
+def test_the_first_filter_that_matches_says():
+    axes = nnx.StateAxes({nnx.PathContains("w"): 0, nnx.Param: 1})
+    assert axes.map_prefix(("w",), nnx.Param(1.0)) == 0
+    assert axes.map_prefix(("v",), nnx.Param(1.0)) == 1
+    assert nnx.DiffState(0, nnx.Param).map_prefix(("w",), nnx.Param(1.0))
+    with pytest.raises(
+        TransformArgumentError, match=r"no filter of StateAxes.* the BatchStat at \("
+    ):
+        axes.map_prefix(("s", 0), nnx.BatchStat(1.0))
+
+
+def test_symbols_stand_in_prefixes():
+    pair = Pair(jnp.ones((2, 3)), jnp.ones(3))
+    axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
+    f = lambda tree, x: tree["m"][0].w.sum() * x + tree["m"][0].n  # noqa: E731
+    mapped = nnx.vmap(f, in_axes=({"m": (axes,)}, None))
+    assert mapped({"m": (pair,)}, 2.0).tolist() == [5.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_an_object_with_axes_in_place_of_variables_is_a_prefix(graph):
+    pair = Pair(jnp.ones((2, 3)), jnp.ones(3))
+    prefix = nnx.prefix(pair, {nnx.Param: 1, nnx.BatchStat: 0}, graph=graph)
+    mapped = nnx.vmap(lambda m: m.w.sum() + m.n, in_axes=(prefix,), graph=graph)
+    assert mapped(pair).tolist() == [3.0, 3.0, 3.0]
+
+
+def test_symbols_hold_in_each_of_the_semantics():
+    axes = nnx.StateAxes({nnx.Param: 1, ...: None})
+    for mode in ({"graph_updates": False}, {"graph": False}):
+        pair = Pair(jnp.ones((2, 3)))
+        mapped = nnx.vmap(lambda m: m.w.sum(), in_axes=axes, **mode)
+        assert mapped(pair).tolist() == [2.0, 2.0, 2.0]
+        grads = nnx.grad(lambda m: m.n**2, argnums=nnx.DiffState(0, nnx.BatchStat), **mode)(pair)
+        assert list(grads) == ["n"]
+
+
+def test_what_is_no_axis_is_refused():
+    for wrong, shown in ((0.5, "0.5, a float"), ("x", "'x', a str")):
+        with pytest.raises(TransformArgumentError, match=f"in_axes has {shown}, where an axis is"):
+            nnx.vmap(lambda m: None, in_axes=wrong)
+        with pytest.raises(TransformArgumentError, match=f"out_axes has {shown}, where an axis is"):
+            nnx.vmap(lambda m: None, out_axes=({"a": wrong},))
+        with pytest.raises(TransformArgumentError, match=f"in_axes has {shown}, where"):
+            nnx.scan(lambda m: None, in_axes=(nnx.Carry, nnx.StateAxes({...: wrong})))
+    with pytest.raises(
+        TransformArgumentError, match="in_axes has a Carry, which only loops support"
+    ):
+        nnx.vmap(lambda m: None, in_axes=nnx.StateAxes({...: nnx.Carry}))
+    with pytest.raises(
+        TransformArgumentError, match="a Param is given where an axis or a sharding"
+    ):
+        nnx.vmap(lambda m: None, in_axes=(nnx.Param(0),))
+    with pytest.raises(RoleError, match=r"in_axes gives StateAxes\(\{\.\.\.: 0\}\) to a ArrayImpl"):
+        nnx.vmap(lambda x: x, in_axes=nnx.StateAxes({...: 0}))(jnp.ones(3))
+
+
+def test_a_prefix_that_does_not_fit_is_shown():
+    pair = Pair(jnp.ones(3), jnp.ones(3))
+    with pytest.raises(RoleError, match=r"in_axes=\(0, 0\) has 2 entries, and the call has 1 arg"):
+        nnx.vmap(lambda m: None, in_axes=(0, 0))(pair)
+    with pytest.raises(RoleError, match=r"out_axes=\(0, 0, 0\) has a tuple of 3 entries at"):
+        nnx.vmap(lambda m: (m.w * 1, 2.0), out_axes=(0, 0, 0))(pair)
+
+
+def test_everything_else_can_be_said_by_pairs_and_lists():
+    pair = Pair(jnp.ones((2, 3)), jnp.ones(3))
+    axes = nnx.StateAxes([((nnx.BatchStat, "tag"), 0), (nnx.Not(nnx.BatchStat), 1)])
+    mapped = nnx.vmap(lambda m, x: m.w.sum() + m.n + x, in_axes=[axes, None])
+    assert mapped(pair, 1.0).tolist() == [4.0, 4.0, 4.0]
+
+
+def test_a_filter_that_matches_everything_comes_last():
+    with pytest.raises(StateFilterError, match="put it last"):
+        nnx.StateAxes({...: None, nnx.Param: 0})
+
+
+def test_prefixes_become_what_the_engine_knows():
+    assert as_roles([nnx.Carry, 0, None]) == (CARRY, 0, None)
+    assert isinstance(as_roles(nnx.StateAxes({...: nnx.Carry})), Roles)
+
+
+class Parts(nnx.Module):
+    """Parameters at two depths, a count, and static attributes."""
+
+    def __init__(self):
+        self.w, self.count = nnx.Param(jnp.ones((4, 2))), nnx.BatchStat(jnp.ones(()))
+        self.inner, self.k = nnx.Dict(v=nnx.Param(jnp.ones((4, 3)))), 3
+
+
+@pytest.mark.parametrize("has_variables", [False, True])
+def test_a_state_of_axes_or_layouts_is_one_filter_for_each_value(has_variables):
+    def state(of_parameters, of_others):
+        def role(path, x):
+            of = of_parameters if isinstance(x, nnx.Param) else of_others
+            return nnx.Variable(of) if has_variables else of
+
+        return nnx.map_state(role, nnx.state(Parts()))
+
+    axes = nnx.StateAxes(state(0, None))
+    total = lambda m: m.w.sum() + m.inner.v.sum() + m.count  # noqa: E731
+    assert sorted(axes.axes, key=str) == [0, None]
+    assert nnx.vmap(total, in_axes=(axes,))(Parts()).tolist() == [6, 6, 6, 6]
+    mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+    split, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+    parts = Parts()
+
+    @nnx.jit(in_shardings=(nnx.StateSharding(state(split, whole)),))
+    def double(parts):
+        parts.inner.v[...] *= 2
+
+    double(parts)
+    assert parts.inner.v[...].sharding.is_equivalent_to(split, 2)
+    specs = nnx.StateSharding(state(P("d"), P()))
+    auto = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=jax.devices()[:4])
+    mapped = nnx.shard_map(lambda m: total(m)[None], mesh=auto, in_specs=(specs,), out_specs=P("d"))
+    assert mapped(Parts()).tolist() == [6, 6, 6, 6]
+
+
+def test_a_state_that_lacks_a_path_names_it():
+    axes = nnx.StateAxes(nnx.State({"w": 0}))
+    with pytest.raises(StateFilterError, match=r"has no filter for m\.count, a BatchStat"):
+        nnx.vmap(lambda m: m.w, in_axes=(axes,))(Parts())

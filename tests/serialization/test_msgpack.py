@@ -1,0 +1,166 @@
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.extend.random import define_prng_impl
+
+from weft import struct
+from weft.errors import DamagedBytesError, StateDictMismatchError, UnserializableValueError
+from weft.serialization import from_bytes, msgpack_restore, msgpack_serialize, to_bytes
+from weft.serialization import msgpack as packing
+
+DTYPES = ["bool", "int8", "uint64", "float16", "float64", "complex64", "complex128", ">i4", "<U3",
+          "S2", "datetime64[D]", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn",
+          "int4", "uint2"]  # fmt: skip
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=25)
+def test_arrays_of_all_dtypes_round_trip(data):
+    dtype = np.dtype(data.draw(st.sampled_from(DTYPES)))
+    shape = data.draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
+    values = np.asarray(np.arange(np.prod(shape, dtype=int)).reshape(shape) % 2)
+    array = np.asarray(values.astype(dtype), order=data.draw(st.sampled_from("CF")))
+    for limit in (2**30, 3):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packing, "MAX_CHUNK_SIZE", limit)
+            back = msgpack_restore(msgpack_serialize({"a": [array]}))["a"][0]
+        assert back.shape == shape and back.dtype == dtype.newbyteorder("=")
+        assert back.tobytes() == array.astype(back.dtype).tobytes()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, -(2**63), 2**64 - 1, 1.5, 1 + 2j, True, None, "a", b"a", [1, [2]], {"a": {}}, {1: 2},
+     {None: 1}, np.float32(1.5), np.int64(2), np.bool_(True), np.complex64(1j), np.str_("ab"),
+     ml_dtypes.bfloat16(1.5)],
+)  # fmt: skip
+def test_other_values_come_back_with_their_types(value):
+    back = msgpack_restore(msgpack_serialize(value))
+    assert back == value and type(back) is type(value)
+
+
+def test_jax_arrays_come_back_as_numpy_arrays():
+    back = from_bytes({"a": jnp.zeros(2)}, to_bytes({"a": jnp.ones(2, jnp.bfloat16)}))["a"]
+    assert type(back) is np.ndarray and back.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(back, np.ones(2))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_typed_keys_come_back(impl):
+    keys = {"one": jax.random.key(1, impl=impl), "many": jax.random.split(jax.random.key(2), 3)}
+    for back in (from_bytes(keys, to_bytes(keys)), msgpack_restore(msgpack_serialize(keys))):
+        for name, key in keys.items():
+            assert back[name].dtype == key.dtype and back[name].shape == key.shape
+            assert jnp.array_equal(jax.random.key_data(back[name]), jax.random.key_data(key))
+
+
+def test_the_data_of_a_key_becomes_a_key_where_the_target_has_one():
+    key = jax.random.key(3)
+    back = from_bytes({"key": jax.random.key(0)}, to_bytes({"key": jax.random.key_data(key)}))
+    assert back["key"] == key
+
+
+def test_in_place_changes_the_given_containers_and_nothing_else_does(monkeypatch):
+    monkeypatch.setattr(packing, "MAX_CHUNK_SIZE", 16)
+    tree = {"a": {"b": jnp.arange(3)}, "c": [jnp.arange(5)]}
+    encoded = msgpack_serialize(tree)
+    assert isinstance(tree["a"]["b"], jax.Array) and isinstance(tree["c"][0], jax.Array)
+    assert msgpack_serialize(tree, in_place=True) == encoded
+    assert type(tree["a"]["b"]) is np.ndarray and set(tree["c"][0]["chunks"]) == {"0", "1"}
+    np.testing.assert_array_equal(msgpack_restore(encoded)["c"][0], np.arange(5))
+
+
+class Point(struct.PyTreeNode):
+    x: int
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ({"a": [object()]}, "the value at './a/0' is a object, which has no form as bytes"),
+        (
+            {"a": Point(1)},
+            "the value at './a' is a Point, which has no form as bytes; give .* to_b",
+        ),
+        ((1, 2), r"the value at '\.' is a tuple"),
+        ({"a": 2**64}, "the integer 18446744073709551616 at './a' does not fit into 64 bits"),
+        ({"a": {(1, 2): 3}}, r"the key \(1, 2\) of the dict at './a' is a tuple; use to_bytes"),
+        ({"a": np.array([None])}, "the array at './a' is a ndarray of dtype object"),
+        ({"a": np.zeros(1, "i4,f4")}, "the array at './a' is a ndarray of dtype"),
+        ({"a": np.ma.array([1, 2])}, "the array at './a' is a MaskedArray of dtype int64"),
+        ({"a": np.zeros(1, "i4,f4")[0]}, "the array at './a' is a void of dtype"),
+    ],
+)
+def test_unserializable_value_names_the_path(value, message):
+    with pytest.raises(UnserializableValueError, match=message):
+        msgpack_serialize(value)
+
+
+def test_arrays_without_values_are_refused():
+    def save(x):
+        return to_bytes({"a": x})
+
+    with pytest.raises(UnserializableValueError, match=r"array at '\./a' has no values to write: "):
+        jax.jit(save)(1.0)
+    gone = jnp.ones(2)
+    gone.delete()
+    with pytest.raises(UnserializableValueError, match=r"has no values to write: .*deleted"):
+        save(gone)
+
+
+def test_keys_of_an_implementation_without_a_name_are_refused():
+    def split(key, shape):
+        return jnp.broadcast_to(key, (*shape, 1))
+
+    impl = define_prng_impl(
+        key_shape=(1,),
+        seed=lambda seed: jnp.atleast_1d(seed).astype("uint32"),
+        split=split,
+        random_bits=lambda key, width, shape: jnp.zeros(shape, f"uint{width}"),
+        fold_in=lambda key, data: key,
+        name="none",
+        tag="none",
+    )
+    with pytest.raises(UnserializableValueError, match=r"key at '\./a' is of the implementation"):
+        to_bytes({"a": jax.random.key(0, impl=impl)})
+
+
+good = msgpack_serialize({"a": np.arange(3), "b": "text"})
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        b"",
+        good[:-3],
+        good + b"x",
+        good.replace(b"int64", b"int63"),
+        good.replace(b"int64", b"int16"),
+        msgpack.packb({"__msgpack_chunked_array__": True, "shape": {}}),
+        msgpack.packb(msgpack.ExtType(1, msgpack.packb(((2,), "float32", b"")))),
+    ],
+)
+def test_damaged_bytes_are_said_to_be(encoded):
+    with pytest.raises(DamagedBytesError, match=f"the {len(encoded)} bytes are not what msgpack"):
+        msgpack_restore(encoded)
+
+
+def test_a_dtype_that_is_unknown_is_named():
+    with pytest.raises(DamagedBytesError, match="array of an unknown dtype, 'int63'"):
+        msgpack_restore(good.replace(b"int64", b"int63"))
+
+
+def test_bytes_of_another_structure_are_said_with_their_path():
+    with pytest.raises(StateDictMismatchError, match=r"'\./a'.* 2 entries, the state dict 1"):
+        from_bytes({"a": [0, 0]}, to_bytes({"a": [1]}))
+
+
+def test_extension_types_of_others_stay():
+    other = msgpack.ExtType(9, b"abc")
+    assert msgpack_restore(msgpack.packb({"a": other})) == {"a": other}

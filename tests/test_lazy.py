@@ -1,0 +1,69 @@
+"""Packages offer the names of their stubs, and names of earlier versions lead to those of today."""
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import weft
+from weft._lazy import _moved_names, current_name, defining_name, public_name
+
+ROOT = Path(weft.__file__).parent
+PACKAGES = sorted(
+    ".".join(("weft", *stub.parent.relative_to(ROOT).parts)) for stub in ROOT.rglob("__init__.pyi")
+)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_name_of_a_stub_is_there(package):
+    found = importlib.import_module(package)
+    for name in found.__all__:
+        assert getattr(found, name) is not None
+        assert name in dir(found)
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+        found.nothing  # noqa: B018
+
+
+def test_a_submodule_does_not_replace_the_function_of_its_name():
+    code = "import weft.nnx.display, weft.nnx; assert callable(weft.nnx.display), weft.nnx.display"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_packages_are_loaded_on_first_use():
+    code = "import sys, weft; assert 'jax' not in sys.modules; weft.nnx.Linear, weft.linen.Dense"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_names_that_moved_lead_to_what_is_there():
+    for old, new in _moved_names().items():
+        module, _, name = new.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (AttributeError, ImportError):
+            found = importlib.import_module(new)
+        if isinstance(found, types.ModuleType):
+            assert found.__name__ == new, old
+        assert current_name(new) == new, "a new name is not an old one"
+
+
+def test_no_module_hides_behind_an_entry_of_the_table():
+    here = {m.name for m in pkgutil.walk_packages([str(ROOT)], "weft.")}
+    assert here.isdisjoint(_moved_names())
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "public"),
+    [
+        ("weft.config.config", "ConfigBase", "weft.config.ConfigBase"),
+        ("weft.nnx.module", "Module.sow", "weft.nnx.Module.sow"),
+        ("weft._lazy", "public_name", "weft._lazy.public_name"),
+        ("optax", "adam", "optax.adam"),
+    ],
+)
+def test_public_names(module, name, public):
+    assert public_name(module, name) == public
+    assert defining_name(public) == f"{module}.{name}"

@@ -1,0 +1,587 @@
+import logging
+import os
+import shutil
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.config import config_for_function
+from weft.errors import (
+    CheckpointNotFoundError,
+    CheckpointPolicyError,
+    CheckpointSaveError,
+    CheckpointStateError,
+    CheckpointStructureError,
+    DamagedCheckpointError,
+)
+from weft.trainer.checkpointer import (
+    BaseCheckpointer,
+    BestMetricPolicy,
+    Checkpointer,
+    CheckpointValidationType,
+    EvalMetric,
+    KeepBest,
+    drop_learner_optimizer_cfg,
+    every_n_steps_policy,
+    read_index_file,
+    read_state_spec,
+    write_index_file,
+)
+from weft.trainer.checkpointer import checkpointer as module
+from weft.trainer.summary_writer import SummaryWriter
+
+
+class Listed(BaseCheckpointer):
+    """Finds its steps in the names of files, and remembers how it was stopped."""
+
+    @classmethod
+    def checkpoint_paths(cls, base_dir):
+        return [f"{base_dir}/step_00000002", f"{base_dir}/step_00000010"]
+
+    def stop(self, *, has_exception=False):
+        self.stopped = has_exception
+
+
+def test_steps_are_read_from_paths():
+    assert sorted(Listed.checkpoint_steps("runs")) == [2, 10]
+    assert Listed.latest_checkpoint_step("runs") == 10
+    assert Listed.latest_checkpoint_path("runs") == "runs/step_00000010"
+
+
+def test_without_a_checkpoint_there_is_no_latest(monkeypatch):
+    monkeypatch.setattr(Listed, "checkpoint_paths", classmethod(lambda cls, base_dir: []))
+    with pytest.raises(CheckpointNotFoundError, match="runs"):
+        Listed.latest_checkpoint_path("runs")
+
+
+def test_a_block_stops_it_and_tells_it_of_an_exception():
+    checkpointer = Listed.default_config().set(name="c", dir="runs").instantiate(parent=None)
+    with checkpointer:
+        pass
+    assert checkpointer.stopped is False
+    with pytest.raises(KeyError), checkpointer:
+        raise KeyError("x")
+    assert checkpointer.stopped is True
+
+
+class Iterator:
+    def __init__(self, position=0):
+        self.position = position
+
+    def get_state(self):
+        return {"position": self.position}
+
+    def set_state(self, state):
+        self.position = state["position"]
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(**kwargs):
+        cfg = Checkpointer.default_config().set(name="checkpointer", dir=str(tmp_path / "ckpts"))
+        made.append(cfg.set(**kwargs).instantiate(parent=None))
+        return made[-1]
+
+    yield make
+    for checkpointer in made:
+        checkpointer.stop()
+
+
+def state_of(step):
+    return {"w": jnp.full((8, 4), float(step)), "count": step, "it": Iterator(step)}
+
+
+TARGET: dict[str, Any] = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32), "count": 0}
+
+
+def target():
+    return {**TARGET, "it": Iterator()}
+
+
+def save_steps(checkpointer, *steps):
+    for step in steps:
+        assert checkpointer.save(step=step, state=state_of(step))
+    checkpointer.wait_until_finished()
+
+
+def steps_in(checkpointer):
+    return Checkpointer.checkpoint_steps(checkpointer.config.dir)
+
+
+def check_restored(step, state, expected):
+    assert step == expected
+    assert float(state["w"][0, 0]) == expected
+    assert state["count"] == state["it"].position == expected
+
+
+# Saving and restoring.
+
+
+def test_the_newest_is_restored_or_the_one_asked_for(make):
+    save_steps(make(keep_last_n=3), 1, 2, 3)
+    checkpointer = make()
+    check_restored(*checkpointer.restore(state=target()), 3)
+    check_restored(*checkpointer.restore(step=2, state=target()), 2)
+    assert checkpointer.ckpt_dir(2) == Checkpointer.checkpoint_paths(checkpointer.config.dir)[1]
+    assert Checkpointer.latest_checkpoint_step(checkpointer.config.dir) == 3
+    assert Checkpointer.latest_checkpoint_path(checkpointer.config.dir) == checkpointer.ckpt_dir(3)
+
+
+def test_without_a_checkpoint_the_state_is_given_back(make):
+    checkpointer, state = make(), target()
+    step, restored = checkpointer.restore(state=state)
+    assert step is None
+    assert restored is state
+    assert not os.path.exists(checkpointer.config.dir)
+    assert steps_in(checkpointer) == []
+    with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint in"):
+        Checkpointer.latest_checkpoint_step(checkpointer.config.dir)
+    with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint in"):
+        checkpointer.restore(step=3, state=state)
+
+
+def test_a_step_that_is_not_there(make):
+    checkpointer = make(keep_last_n=2)
+    save_steps(checkpointer, 10, 20)
+    with pytest.raises(CheckpointNotFoundError, match=r"of step 15 .*There are: 10, 20"):
+        checkpointer.restore(step=15, state=target())
+
+
+def test_the_policy_decides_unless_it_is_forced_and_no_step_is_saved_twice(make):
+    policy = config_for_function(every_n_steps_policy).set(n=2)
+    checkpointer = make(save_policy=policy, keep_last_n=9)
+    assert not checkpointer.save(step=1, state=state_of(1))
+    assert checkpointer.save(step=2, state=state_of(2))
+    assert not checkpointer.save(step=2, state=state_of(2), force=True)
+    assert checkpointer.save(step=3, state=state_of(3), force=True)
+    checkpointer.wait_until_finished()
+    assert not checkpointer.save(step=3, state=state_of(3), force=True)
+    assert steps_in(checkpointer) == [2, 3]
+    again = make(save_policy=policy)
+    again.restore(state=target())
+    assert not again.save(step=3, state=state_of(3), force=True)
+
+
+def test_the_policy_sees_what_the_evalers_found(make):
+    policy = BestMetricPolicy.default_config().set(metric=EvalMetric("valid", "accuracy"))
+    checkpointer = make(save_policy=policy, keep_last_n=9)
+    saved = [
+        checkpointer.save(step=i, state=state_of(i), evaler_summaries={"valid": {"accuracy": a}})
+        for i, a in enumerate([0.1, 0.5, 0.3, 0.6])
+    ]
+    assert saved == [True, True, False, True]
+    assert not checkpointer.save(step=5, state=state_of(5))
+    checkpointer.wait_until_finished()
+    # After a restart, the best so far is still known.
+    again = make(save_policy=policy, keep_last_n=9)
+    assert again.restore(state=target())[0] == 3
+    assert not again.save(step=6, state=state_of(6), evaler_summaries={"valid": {"accuracy": 0.55}})
+
+
+def test_a_step_that_is_saved_again_is_replaced(make):
+    save_steps(make(keep_last_n=2), 1, 2)
+    checkpointer = make(keep_last_n=2)
+    checkpointer.restore(step=1, state=target())
+    checkpointer.save(step=2, state=state_of(2) | {"count": 77})
+    checkpointer.wait_until_finished()
+    assert steps_in(checkpointer) == [1, 2]
+    assert checkpointer.restore(state=target())[1]["count"] == 77
+    assert sorted(os.listdir(checkpointer.config.dir)) == ["step_00000001", "step_00000002"]
+
+
+def test_states_that_do_not_fit(make):
+    save_steps(make(), 5)
+    other = {**TARGET, "w": jax.ShapeDtypeStruct((8, 5), jnp.bfloat16)}
+    with pytest.raises(CheckpointStructureError) as error:
+        make().restore(state={**other, "it": Iterator()})
+    assert "w: checkpoint float32[8, 4], state bfloat16[8, 5]" in str(error.value)
+    other["w"] = jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)
+    lenient = make(validation=CheckpointValidationType.CONTAINS_STATE_UP_TO_DTYPE)
+    step, restored = lenient.restore(state=other)
+    assert (step, restored["w"].dtype) == (5, jnp.bfloat16)
+
+
+def test_a_state_that_cannot_be_saved_is_an_error_of_its_own(make):
+    checkpointer = make()
+    with pytest.raises(CheckpointStateError, match="type object at 'x'"):
+        checkpointer.save(step=1, state={"x": object()})
+    assert os.listdir(checkpointer.config.dir) == []
+
+
+def test_a_synchronous_save_stands_when_it_returns_and_raises_what_went_wrong(make, monkeypatch):
+    checkpointer = make(asynchronous=False)
+    for step in (1, 2):
+        assert checkpointer.save(step=step, state=state_of(step))
+        assert steps_in(checkpointer) == [step]
+    with monkeypatch.context() as patch:
+        patch.setattr(module.dirs, "commit_dir", lambda path: 1 / 0)
+        with pytest.raises(
+            CheckpointSaveError, match=r"step 3 .*ZeroDivisionError.*Complete checkpoints: 2\."
+        ):
+            checkpointer.save(step=3, state=state_of(3))
+    assert checkpointer.save(step=3, state=state_of(3))
+    assert steps_in(checkpointer) == [3]
+
+
+class TrainerState(NamedTuple):
+    model: Any
+    learner: Any
+
+
+@pytest.mark.parametrize("container", [dict, TrainerState])
+def test_a_filter_leaves_parts_of_the_state_out(make, container):
+    state = container(model={"w": jnp.ones(2)}, learner={"optimizer": {"mu": jnp.ones(2)}, "n": 4})
+    checkpointer = make()
+    checkpointer.save(step=1, state=state)
+    checkpointer.wait_until_finished()
+    new = container(
+        model={"w": jnp.zeros(2)}, learner={"optimizer": {"other": jnp.zeros(3)}, "n": 0}
+    )
+    filtered = make(restore_state_filter=drop_learner_optimizer_cfg())
+    _, restored = filtered.restore(state=new)
+    restored = restored if container is dict else restored._asdict()
+    assert float(restored["model"]["w"][0]) == 1.0
+    assert restored["learner"] == {"n": 4}
+
+
+# Which are kept.
+
+
+def test_the_newest_are_kept_and_those_far_enough_apart(make):
+    checkpointer = make(keep_last_n=2, keep_every_n_steps=30)
+    save_steps(checkpointer, *range(10, 101, 10))
+    assert steps_in(checkpointer) == [10, 40, 70, 90, 100]
+
+
+def test_by_default_one_is_kept(make):
+    checkpointer = make()
+    save_steps(checkpointer, 1, 2, 3)
+    assert steps_in(checkpointer) == [3]
+    assert os.listdir(checkpointer.config.dir) == ["step_00000003"]
+
+
+def test_the_best_is_kept_while_the_newest_come_and_go(make):
+    best = KeepBest.default_config().set(metric=EvalMetric("valid", "loss"), mode="min")
+    checkpointer = make(keep_last_n=2, keep_best=best)
+    left = []
+    for step, loss in enumerate([3.0, 1.0, 2.0, float("nan"), 1.5, 0.5, 2.0], 1):
+        summaries = {"valid": {"loss": jnp.array(loss)}}
+        checkpointer.save(step=step, state=state_of(step), evaler_summaries=summaries)
+        checkpointer.wait_until_finished()
+        left.append(steps_in(checkpointer))
+    assert left[2:] == [[2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7]]
+    # A restarted process knows the metric of each checkpoint.
+    again = make(keep_last_n=1, keep_best=best)
+    again.restore(state=target())
+    again.save(step=8, state=state_of(8))
+    again.wait_until_finished()
+    assert steps_in(again) == [6, 8]
+
+
+def test_all_rules_together(make, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "time", lambda: now[0])
+    best = KeepBest.default_config().set(metric=EvalMetric("valid", "accuracy"), n=2)
+    checkpointer = make(
+        keep_last_n=1, keep_every_n_steps=40, keep_every_n_seconds=60, keep_best=best
+    )
+    for step, accuracy in zip(range(10, 101, 10), [0, 1, 2, 9, 3, 4, 8, 5, 6, 7], strict=True):
+        now[0] += 25
+        summaries = {"valid": {"accuracy": accuracy}}
+        checkpointer.save(step=step, state=state_of(step), evaler_summaries=summaries)
+    checkpointer.wait_until_finished()
+    # By steps 10, 50, 90; by time 10, 40, 70, 100; the best 40 and 70; the last 100.
+    assert steps_in(checkpointer) == [10, 40, 50, 70, 90, 100]
+
+
+def test_the_best_by_a_metric_that_nobody_reports(make):
+    best = KeepBest.default_config().set(metric=EvalMetric("valid", "los"))
+    checkpointer = make(keep_best=best)
+    with pytest.raises(CheckpointPolicyError, match=r"checkpointer.keep_best uses 'los'.*loss"):
+        checkpointer.save(step=1, state=state_of(1), evaler_summaries={"valid": {"loss": 1.0}})
+    assert checkpointer.save(step=2, state=state_of(2))  # it did not run
+
+
+def test_removals_can_be_rarer(make):
+    checkpointer = make(gc_loop_interval_seconds=3600)
+    save_steps(checkpointer, 1, 2, 3)
+    assert steps_in(checkpointer) == [1, 2, 3]
+
+
+def test_what_is_ahead_of_the_run_does_not_push_out_what_it_stands_on(make):
+    save_steps(make(keep_last_n=9), 10, 20, 30)
+    checkpointer = make(keep_last_n=1)
+    checkpointer.restore(step=10, state=target())
+    save_steps(checkpointer, 15)
+    assert steps_in(checkpointer) == [15, 20, 30]
+
+
+def test_reading_removes_nothing(make):
+    save_steps(make(keep_last_n=9), 1, 2, 3)
+    with make(keep_last_n=1) as reader:
+        reader.restore(state=target())
+    assert steps_in(reader) == [1, 2, 3]
+
+
+def test_none_kept_is_refused(make):
+    with pytest.raises(CheckpointPolicyError, match="checkpointer: keep_last_n=0; expected 1"):
+        make(keep_last_n=0)
+
+
+def test_an_old_one_that_cannot_be_removed_is_reported(make, monkeypatch, caplog):
+    def refuse(path):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(module.dirs, "remove_dir", refuse)
+    checkpointer = make()
+    save_steps(checkpointer, 1, 2)
+    assert steps_in(checkpointer) == [1, 2]
+    assert "step_00000001 cannot be removed: not yours" in caplog.text
+
+
+# Damage.
+
+
+def a_file_of(checkpointer, step):
+    for name in ("0.0", "c/0/0"):
+        path = os.path.join(checkpointer.ckpt_dir(step), "arrays", "w", name)
+        if os.path.exists(path):
+            return path
+    raise AssertionError(os.listdir(os.path.join(checkpointer.ckpt_dir(step), "arrays", "w")))
+
+
+def overwrite(path, at, data):
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+DAMAGE = {
+    "flipped byte": lambda c, s: overwrite(a_file_of(c, s), 70, b"\xff"),
+    "zeroed block": lambda c, s: overwrite(a_file_of(c, s), 0, bytes(128)),
+    "truncated": lambda c, s: os.truncate(a_file_of(c, s), 100),
+    "deleted": lambda c, s: os.unlink(a_file_of(c, s)),
+    "metadata": lambda c, s: os.unlink(os.path.join(c.ckpt_dir(s), "arrays", "w", ".zarray")),
+    "index": lambda c, s: overwrite(os.path.join(c.ckpt_dir(s), "index"), 3, b"x"),
+    "iterator": lambda c, s: shutil.rmtree(os.path.join(c.ckpt_dir(s), "python")),
+    "no manifest": lambda c, s: os.unlink(os.path.join(c.ckpt_dir(s), "manifest.json")),
+    "empty manifest": lambda c, s: os.truncate(os.path.join(c.ckpt_dir(s), "manifest.json"), 0),
+    "empty directory": lambda c, s: [
+        shutil.rmtree(c.ckpt_dir(s)),
+        os.mkdir(c.ckpt_dir(s)),
+    ],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_restored(make, damage, caplog):
+    saver = make(keep_last_n=3)
+    save_steps(saver, 1, 2, 3)
+    DAMAGE[damage](saver, 3)
+    checkpointer = make(keep_last_n=3)
+    with caplog.at_level(logging.WARNING):
+        check_restored(*checkpointer.restore(state=target()), 2)
+    assert f"The checkpoint {saver.ckpt_dir(3)} (" in caplog.text
+    assert "is damaged. Restoring the previous one instead." in caplog.text
+    (found,) = checkpointer.damaged_checkpoints
+    assert found.path == saver.ckpt_dir(3)
+    assert found.damage
+    # Asked for by name, it is refused.
+    with pytest.raises(DamagedCheckpointError, match=r"step_00000003 .* Restore another step: 1"):
+        checkpointer.restore(step=3, state=target())
+    # And when the run gets there again, a whole one takes its place.
+    save_steps(checkpointer, 3)
+    check_restored(*checkpointer.restore(step=3, state=target()), 3)
+
+
+def test_if_all_are_damaged_there_is_no_silent_new_beginning(make):
+    checkpointer = make(keep_last_n=3)
+    save_steps(checkpointer, 1, 2)
+    for step in (1, 2):
+        DAMAGE["flipped byte"](checkpointer, step)
+    with pytest.raises(DamagedCheckpointError) as error:
+        checkpointer.restore(state=target())
+    assert "every checkpoint in" in str(error.value)
+    for step in (1, 2):
+        name = os.path.relpath(a_file_of(checkpointer, step), checkpointer.ckpt_dir(step))
+        assert f"step_0000000{step} ({name}: its content has changed)" in str(error.value)
+
+
+def test_all_processes_pass_over_what_another_one_found_damaged(make, monkeypatch, caplog):
+    save_steps(make(keep_last_n=2), 1, 2)
+    answers = iter([1, 0, 0])  # of all about step 2, about step 1, about the arrays of step 1
+    monkeypatch.setattr(module, "max_over_processes", lambda mine: next(answers))
+    check_restored(*make().restore(state=target()), 1)
+    assert "step_00000002 (another process found damage" in caplog.text
+
+
+def test_a_damaged_one_does_not_count_as_kept(make):
+    saver = make(keep_last_n=9)
+    save_steps(saver, 1, 2, 3)
+    DAMAGE["flipped byte"](saver, 3)
+    checkpointer = make(keep_last_n=2)
+    check_restored(*checkpointer.restore(state=target()), 2)
+    save_steps(checkpointer, 4)
+    assert steps_in(checkpointer) == [2, 4]
+
+
+# Failures.
+
+
+def test_a_directory_that_cannot_be_made(make, tmp_path):
+    (tmp_path / "ckpts").write_text("a file is in the way")
+    with pytest.raises(
+        CheckpointSaveError, match=r"step 1 could not be saved in .*checkpoints: none"
+    ):
+        make().save(step=1, state=state_of(1))
+
+
+def test_what_goes_wrong_in_another_process_goes_wrong_here(make, monkeypatch):
+    checkpointer = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "broadcast_from_first", lambda mine: 1)
+        with pytest.raises(CheckpointSaveError, match=r"process 0 could not make .*_00000001.tmp"):
+            checkpointer.save(step=1, state=state_of(1))
+    shutil.rmtree(checkpointer.config.dir)
+    for worst, lacks_room in ((1, True), (2, False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "max_over_processes", lambda mine, worst=worst: worst)
+            checkpointer.save(step=2, state=state_of(2))
+            with pytest.raises(CheckpointSaveError, match="another process could not") as found:
+                checkpointer.wait_until_finished()
+        assert found.value.lacks_room is lacks_room
+
+
+def test_a_save_that_fails_in_the_background_comes_up_and_the_next_goes_on(
+    make, monkeypatch, caplog
+):
+    checkpointer = make(keep_last_n=1)
+    save_steps(checkpointer, 1)
+
+    def fail(ckpt_dir, facts):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.manifest, "write_manifest", fail)
+        assert checkpointer.save(step=2, state=state_of(2))
+        checkpointer._storage._thread.join()
+    assert "checkpoint of step 2 could not be written" in caplog.text
+    # It takes no room on the full disk, and existing checkpoints stay.
+    assert os.listdir(checkpointer.config.dir) == ["step_00000001"]
+
+    message = r"step 2 could not be saved .*No space left.*Complete checkpoints: 1\. Free disk"
+    with pytest.raises(CheckpointSaveError, match=message):
+        checkpointer.save(step=3, state=state_of(3))
+    checkpointer.wait_until_finished()
+    check_restored(*checkpointer.restore(state=target()), 3)
+    assert steps_in(checkpointer) == [3]
+
+
+def test_a_failure_comes_up_when_one_waits_and_the_step_can_be_saved_again(make, monkeypatch):
+    checkpointer = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(module.dirs, "commit_dir", lambda path: 1 / 0)
+        checkpointer.save(step=2, state=state_of(2))
+        with pytest.raises(CheckpointSaveError, match="ZeroDivisionError"):
+            checkpointer.wait_until_finished()
+    checkpointer.wait_until_finished()
+    save_steps(checkpointer, 2)
+    assert steps_in(checkpointer) == [2]
+
+
+@pytest.mark.parametrize("has_exception", [False, True])
+def test_at_the_end_a_failure_does_not_hide_the_exception_of_the_run(
+    make, monkeypatch, caplog, has_exception
+):
+    checkpointer = make()
+    monkeypatch.setattr(module.dirs, "commit_dir", lambda path: 1 / 0)
+    expected = KeyError if has_exception else CheckpointSaveError
+    with pytest.raises(expected), checkpointer:
+        checkpointer.save(step=2, state=state_of(2))
+        if has_exception:
+            raise KeyError("the run's own")
+    assert "step 2" in caplog.text
+
+
+# The contents of a checkpoint, and its listeners.
+
+
+def test_the_index_describes_the_state(make):
+    checkpointer = make()
+    save_steps(checkpointer, 4)
+    path = checkpointer.ckpt_dir(4)
+    assert dict(read_index_file(path))["count"] == 4
+    spec = read_state_spec(path)
+    assert (spec["w"].shape, spec["w"].dtype) == ((8, 4), jnp.float32)
+    assert sorted(os.listdir(path)) == ["arrays", "index", "manifest.json", "python"]
+
+
+def index_writer(note):
+    def write(ckpt_dir, index):
+        write_index_file(ckpt_dir=ckpt_dir, index=index)
+        with open(os.path.join(ckpt_dir, "note"), "w") as file:
+            file.write(note)
+
+    return write
+
+
+def test_an_index_writer_of_ones_own(make):
+    checkpointer = make(index_writer=config_for_function(index_writer).set(note="hi"))
+    save_steps(checkpointer, 4)
+    assert "note" in os.listdir(checkpointer.ckpt_dir(4))
+    check_restored(*checkpointer.restore(state=target()), 4)
+
+
+def test_a_summary_writer_is_told(make, read_events, tmp_path):
+    checkpointer = make(summary_writer=SummaryWriter.default_config())
+    save_steps(checkpointer, 4)
+    checkpointer.restore(state=target())
+    checkpointer.stop()
+    names = [name for name in os.listdir(tmp_path / "ckpts") if "tfevents" in name]
+    (name,) = names
+    saved, restored = read_events(str(tmp_path / "ckpts" / name))[1:]
+    assert saved.session_log.checkpoint_path == checkpointer.ckpt_dir(4)
+    assert (saved.step, restored.step) == (4, 5)
+
+
+def test_cleanup(make):
+    checkpointer = make(keep_last_n=2)
+    save_steps(checkpointer, 1, 2)
+    Checkpointer.cleanup_checkpoint(checkpointer.ckpt_dir(1))
+    Checkpointer.cleanup_checkpoint(checkpointer.ckpt_dir(1))
+    assert steps_in(checkpointer) == [2]
+
+
+def test_what_killed_processes_left_is_cleared_by_the_next_save(make):
+    checkpointer = make()
+    save_steps(checkpointer, 1)
+    shutil.copytree(checkpointer.ckpt_dir(1), checkpointer.ckpt_dir(2) + ".tmp")
+    shutil.copytree(checkpointer.ckpt_dir(1), checkpointer.ckpt_dir(7) + ".trash")
+    assert make().restore(state=target())[0] == 1
+    assert len(os.listdir(checkpointer.config.dir)) == 3
+    save_steps(checkpointer, 2)
+    assert os.listdir(checkpointer.config.dir) == ["step_00000002"]
+
+
+def test_typed_keys_and_sharded_arrays_go_through(make):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    w = jax.device_put(np.random.default_rng(0).random((16, 4), np.float32), sharding)
+    key = jax.random.key(7)
+    checkpointer = make()
+    checkpointer.save(step=1, state={"w": w, "key": key})
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    _, restored = checkpointer.restore(
+        state={
+            "w": jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=one),
+            "key": jax.eval_shape(lambda: key),
+        }
+    )
+    assert restored["w"].sharding == one
+    assert np.asarray(restored["w"]).tobytes() == np.asarray(w).tobytes()
+    assert restored["key"] == key

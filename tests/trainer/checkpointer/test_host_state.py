@@ -1,0 +1,100 @@
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from weft.errors import CheckpointStateError, CheckpointStructureError
+from weft.trainer.checkpointer.host_state import (
+    PythonSavable,
+    RunState,
+    maybe_restore_python_savables,
+    maybe_save_python_savables,
+)
+
+
+class Iterator:
+    def __init__(self, state=None):
+        self.state = state
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+def test_what_is_savable():
+    assert isinstance(Iterator(), PythonSavable)
+    assert not isinstance(np.zeros(3), PythonSavable)
+    assert not isinstance({"get_state": 1}, PythonSavable)
+
+
+@pytest.mark.parametrize(
+    "state", [{"next_index": 5, "shards": [1, None, 2.5, "x"]}, b"\x00\xff bytes", 3, None]
+)
+def test_states_come_back(tmp_path, state):
+    paths = ["input_iter", "a/b", "../../x", "ä b"]
+    maybe_save_python_savables(
+        {**{path: Iterator(state) for path in paths}, "array": np.zeros(3)}, dir=str(tmp_path)
+    )
+    restored = {path: Iterator("old") for path in paths}
+    maybe_restore_python_savables({**restored, "array": np.zeros(3)}, dir=str(tmp_path))
+    assert [iterator.state for iterator in restored.values()] == [state] * len(paths)
+    # Whatever the paths are, nothing is written outside of the directory.
+    assert os.listdir(tmp_path) == ["process_0_of_1"]
+    assert len(os.listdir(tmp_path / "process_0_of_1")) == len(paths)
+
+
+def test_numbers_of_numpy_become_pythons(tmp_path):
+    maybe_save_python_savables({"i": Iterator({"n": np.int64(7)})}, dir=str(tmp_path))
+    restored = Iterator()
+    maybe_restore_python_savables({"i": restored}, dir=str(tmp_path))
+    assert restored.state == {"n": 7}
+
+
+def test_other_states_are_refused(tmp_path):
+    with pytest.raises(CheckpointStateError, match=r"'it'.*Iterator.*holds an object of type set"):
+        maybe_save_python_savables({"it": Iterator({"s": {1, 2}})}, dir=str(tmp_path))
+
+
+def test_a_state_that_is_not_there(tmp_path):
+    with pytest.raises(CheckpointStructureError, match="no state of 'it' for process 0 of 1"):
+        maybe_restore_python_savables({"it": Iterator()}, dir=str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_another_number_of_processes_restores_what_all_wrote_alike(tmp_path, monkeypatch, same):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for process in (0, 1):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        state = {"next_index": 5 if same else 5 + process}
+        maybe_save_python_savables({"it": Iterator(state)}, dir=str(tmp_path))
+    monkeypatch.undo()
+    restored = Iterator()
+    if same:
+        maybe_restore_python_savables({"it": restored}, dir=str(tmp_path))
+        assert restored.state == {"next_index": 5}
+    else:
+        with pytest.raises(CheckpointStructureError, match=r"states differ.*number of processes"):
+            maybe_restore_python_savables({"it": restored}, dir=str(tmp_path))
+        assert restored.state is None
+
+
+class Counter:
+    def __init__(self, count=0):
+        self.count = count
+
+    def get_state(self):
+        return {"count": self.count}
+
+    def set_state(self, state):
+        self.count = state["count"]
+
+
+def test_parts_go_on_from_what_was_saved_by_name():
+    saved = json.loads(json.dumps(RunState({"a": Counter(3), "gone": Counter(4)}).get_state()))
+    a, new = Counter(), Counter(7)
+    RunState({"a": a, "new": new, "stateless": print, "none": None}).set_state(saved)
+    assert (a.count, new.count) == (3, 7)

@@ -1,0 +1,134 @@
+import json
+import os
+import shutil
+import sys
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from weft.errors import MissingExtraError
+from weft.trainer.checkpointer.manifest import MANIFEST, find_damage, has_manifest, write_manifest
+
+
+@pytest.fixture
+def ckpt_dir(tmp_path):
+    path = tmp_path / "step_00000010"
+    (path / "arrays" / "w").mkdir(parents=True)
+    (path / "index").write_text("[]")
+    (path / "arrays" / "w" / "0.0").write_bytes(bytes(range(256)) * 64)
+    (path / "arrays" / "w" / "empty").write_bytes(b"")
+    write_manifest(str(path))
+    return path
+
+
+def overwrite(path, at, data):
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def flip(path, at, bit):
+    overwrite(path, at, bytes([path.read_bytes()[at] ^ 1 << bit]))
+
+
+def test_whole_files_have_no_damage(ckpt_dir):
+    assert has_manifest(str(ckpt_dir))
+    assert find_damage(str(ckpt_dir)) == []
+    # What the operating system or a person leaves there is none either.
+    (ckpt_dir / ".DS_Store").write_text("x")
+    assert find_damage(str(ckpt_dir)) == []
+
+
+@pytest.mark.parametrize(
+    ("harm", "found"),
+    [
+        (lambda file: flip(file, 5000, 3), "its content has changed"),
+        (lambda file: overwrite(file, 4096, bytes(4096)), "its content has changed"),
+        (lambda file: os.truncate(file, 1000), "has 1000 bytes instead of 16384"),
+        (lambda file: overwrite(file, 16384, b"x"), "has 16385 bytes instead of 16384"),
+        (os.unlink, "is missing"),
+    ],
+    ids=["flipped bit", "zeroed block", "truncated", "extended", "deleted"],
+)
+def test_each_kind_of_damage_is_found_and_named(ckpt_dir, harm, found):
+    harm(ckpt_dir / "arrays" / "w" / "0.0")
+    assert find_damage(str(ckpt_dir)) == [f"arrays/w/0.0: {found}"]
+
+
+def test_all_damaged_files_are_named(ckpt_dir):
+    shutil.rmtree(ckpt_dir / "arrays")
+    assert find_damage(str(ckpt_dir)) == ["arrays/w/0.0: is missing", "arrays/w/empty: is missing"]
+
+
+def test_a_file_that_is_a_directory_now_is_damage(ckpt_dir):
+    (ckpt_dir / "index").unlink()
+    (ckpt_dir / "index").mkdir()
+    assert len(find_damage(str(ckpt_dir))) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (None, "manifest.json: is missing"),
+        ("", "manifest.json: cannot be read (JSONDecodeError"),
+        ("[]", "manifest.json: cannot be read (TypeError"),
+        ("{}", "manifest.json: cannot be read (KeyError"),
+        ('{"version": 1, "files": {}, "xxh3_128": ""}', "manifest.json: is of version 1, not 2"),
+        (
+            '{"version": 2, "facts": {}, "files": {}, "xxh3_128": ""}',
+            "manifest.json: its content has changed",
+        ),
+    ],
+)
+def test_a_manifest_that_is_none(ckpt_dir, content, found):
+    if content is None:
+        (ckpt_dir / MANIFEST).unlink()
+        assert not has_manifest(str(ckpt_dir))
+    else:
+        (ckpt_dir / MANIFEST).write_text(content)
+    (damage,) = find_damage(str(ckpt_dir))
+    assert damage.startswith(found)
+
+
+def test_every_byte_of_the_manifest_counts(ckpt_dir):
+    path = ckpt_dir / MANIFEST
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        flip(path, at, 1)
+        try:
+            same = json.loads(path.read_bytes())["files"] == json.loads(whole)["files"]
+        except (ValueError, KeyError, TypeError):
+            same = False
+        # Bytes that say nothing about files, such as spaces, do no harm.
+        assert find_damage(str(ckpt_dir)) or same
+        path.write_bytes(whole)
+    assert find_damage(str(ckpt_dir)) == []
+
+
+@hypothesis.given(at=st.integers(0, 16383), bit=st.integers(0, 7))
+@hypothesis.settings(
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+def test_any_flipped_bit_is_found(ckpt_dir, at, bit):
+    path = ckpt_dir / "arrays" / "w" / "0.0"
+    flip(path, at, bit)
+    assert find_damage(str(ckpt_dir))
+    flip(path, at, bit)
+    assert not find_damage(str(ckpt_dir))
+
+
+def test_every_file_and_directory_is_synced(ckpt_dir, monkeypatch):
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
+    write_manifest(str(ckpt_dir))
+    paths = [os.path.join(root, n) for root, dirs, names in os.walk(ckpt_dir) for n in dirs + names]
+    assert synced == {os.stat(path).st_ino for path in [ckpt_dir, *paths]}
+
+
+def test_without_xxhash_the_message_names_the_extra(ckpt_dir, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(MissingExtraError, match=r"'xxhash', .* pip install \"weft\[train\]\""):
+        write_manifest(str(ckpt_dir))

@@ -1,0 +1,251 @@
+"""What only real processes show: kills in the middle of a save, a full disk, two processes."""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+
+from tests.flags import xla_flags
+from weft.trainer.checkpointer import Checkpointer
+
+pytestmark = pytest.mark.long
+
+COMMON = """
+import os, sys
+import numpy as np
+from weft.trainer.checkpointer import Checkpointer
+
+class Iterator:
+    position = 0
+    def get_state(self):
+        return {"position": self.position}
+    def set_state(self, state):
+        self.position = state["position"]
+
+def make(directory, **kwargs):
+    cfg = Checkpointer.default_config().set(name="checkpointer", dir=directory, **kwargs)
+    return cfg.instantiate(parent=None)
+
+def state_of(step, size=200_000):
+    import jax.numpy as jnp
+    it = Iterator()
+    it.position = step
+    arrays = [jnp.full(size, step + i / 10, jnp.float32) for i in range(5)]
+    return {"arrays": arrays, "count": step, "it": it}
+"""
+
+
+def run(script, *args, **kwargs):
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMON + textwrap.dedent(script), *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
+
+
+def finish(process, timeout=120):
+    output, errors = process.communicate(timeout=timeout)
+    assert process.returncode == 0, output + errors
+    return output, errors
+
+
+class Iterator:
+    position = 0
+
+    def get_state(self):
+        return {"position": self.position}
+
+    def set_state(self, state):
+        self.position = state["position"]
+
+
+def restore(directory, size=200_000):
+    cfg = Checkpointer.default_config().set(name="checkpointer", dir=str(directory))
+    it = Iterator()
+    arrays = [jax.ShapeDtypeStruct((size,), np.float32)] * 5
+    with cfg.instantiate(parent=None) as checkpointer:
+        step, state = checkpointer.restore(state={"arrays": arrays, "count": 0, "it": it})
+    assert checkpointer.damaged_checkpoints == ()
+    for i, array in enumerate(state["arrays"]):
+        np.testing.assert_array_equal(array, np.full(size, step + i / 10, np.float32))
+    assert state["count"] == it.position == step
+    return step
+
+
+def test_a_process_killed_while_it_saves_leaves_whole_checkpoints_only(tmp_path):
+    # The modules are imported once, the devices are opened in each child.
+    script = """
+    import signal, time
+    import orbax.checkpoint
+
+    base, *delays = sys.argv[1:]
+    for i, delay in enumerate(delays):
+        directory = f"{base}/{i}"
+        child = os.fork()
+        if child == 0:
+            checkpointer = make(directory, keep_last_n=2)
+            for step in range(1, 10_000):
+                checkpointer.save(step=step, state=state_of(step))
+        while not (os.path.isdir(directory) and Checkpointer.checkpoint_steps(directory)):
+            time.sleep(0.005)
+        time.sleep(float(delay))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    """
+    chance = random.Random(0)
+    delays = [f"{chance.uniform(0, 0.3):.4f}" for _ in range(4)]
+    finish(run(script, tmp_path, *delays))
+    left_over = 0
+    for i in range(len(delays)):
+        left_over += any(not name.isdigit() for name in os.listdir(tmp_path / str(i)))
+        assert restore(tmp_path / str(i)) >= 1
+    assert left_over  # at least one was killed in the middle
+
+
+@pytest.mark.parametrize("how", ["small disk", "file size limit"])
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, how, request):
+    """The first fits, the larger second does not, the small third does again."""
+    script = """
+    import resource
+    from weft.errors import CheckpointSaveError
+
+    directory, how = sys.argv[1:]
+    checkpointer = make(directory, keep_last_n=1)
+    checkpointer.save(step=1, state=state_of(1))
+    checkpointer.wait_until_finished()
+    if how == "file size limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+    checkpointer.save(step=2, state=state_of(2, size=1_000_000))
+    try:
+        checkpointer.wait_until_finished()
+    except CheckpointSaveError as error:
+        print(error)
+    print(Checkpointer.checkpoint_steps(directory), sorted(os.listdir(directory)))
+    checkpointer.save(step=3, state=state_of(3, size=1000))
+    checkpointer.wait_until_finished()
+    print(Checkpointer.checkpoint_steps(directory))
+    """
+    where = request.getfixturevalue("small_disk") if how == "small disk" else tmp_path
+    output, errors = finish(run(script, where / "ckpts", how))
+    assert "Complete checkpoints: 1." in output
+    assert "checkpoint of step 2 could not be written" in errors
+    assert "[1] ['step_00000001']" in output
+    assert "[3]" in output.splitlines()
+    assert restore(where / "ckpts", size=1000) == 3
+
+
+def make_large(directory, **kwargs):
+    """Writes files of 1 MB at most."""
+    cfg = Checkpointer.default_config().set(name="checkpointer", dir=str(directory), **kwargs)
+    cfg.storage.max_chunk_bytes = 2**20
+    return cfg.instantiate(parent=None)
+
+
+def test_two_processes_save_fail_together_and_take_over_from_one(tmp_path):
+    script = """
+    import gc, resource
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+    from weft.errors import CheckpointSaveError
+
+    directory, of_one, port, index = sys.argv[1:]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(index))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    whole = np.arange(32.0, dtype=np.float32).reshape(8, 4)
+    w = jax.make_array_from_callback((8, 4), sharding, lambda i: whole[i])
+    it = Iterator()
+    checkpointer = make(directory, keep_last_n=2)
+    for step in (1, 2, 3):
+        it.position = step
+        assert checkpointer.save(step=step, state={"w": w + step, "count": step, "it": it})
+    checkpointer.wait_until_finished()
+    it.position = 0
+    target = {"w": jax.ShapeDtypeStruct((8, 4), np.float32, sharding=sharding), "count": 0}
+    step, state = checkpointer.restore(state={**target, "it": it})
+    assert step == state["count"] == it.position == 3
+    for shard in state["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, whole[shard.index] + 3)
+
+    # Only one of them cannot write. Both hear of it, and both can save the next one.
+    if index == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, resource.RLIM_INFINITY))
+    checkpointer.save(step=4, state={"w": w, "count": 4, "it": it})
+    try:
+        checkpointer.wait_until_finished()
+    except CheckpointSaveError as error:
+        print("failed for lack of room:", error.lacks_room, error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    assert checkpointer.save(step=4, state={"w": w + 4, "count": 4, "it": it})
+    checkpointer.wait_until_finished()
+    checkpointer.stop()
+    print("steps", Checkpointer.checkpoint_steps(directory))
+
+    # What one tells, all know one call later.
+    from weft.distributed.preemption import DelayedMax
+    later = DelayedMax()
+    assert [later(int(index) * n) for n in (1, 2, 3)] == [0, 1, 2]
+
+    # A file that only the second process reads is damaged: both pass over the step.
+    if index == "0":
+        with open(f"{Checkpointer.latest_checkpoint_path(directory)}/arrays/w/3.0", "r+b") as file:
+            file.write(b"damage")
+    checkpointer = make(directory, keep_last_n=2)
+    step, _ = checkpointer.restore(state={**target, "it": it})
+    (damaged,) = checkpointer.damaged_checkpoints
+    print("restored", step, "passed over", damaged)
+    checkpointer.stop()
+    if index == "0":
+        checkpointer.cleanup_checkpoint(checkpointer.ckpt_dir(4), sync=False)
+
+    # What one process has saved in one piece: each reads the half that its devices hold.
+    def memory(name):
+        (line,) = [x for x in open("/proc/self/status") if x.startswith(name + ":")]
+        return int(line.split()[1]) / 1024
+
+    like = jax.ShapeDtypeStruct((1024, 2048), np.float32, sharding=sharding)
+    checkpointer = make(of_one)
+    gc.collect()
+    open("/proc/self/clear_refs", "w").write("5")
+    before = memory("VmRSS")
+    _, state = checkpointer.restore(state={"large": [like] * 12})
+    grown = memory("VmHWM") - before
+    for i, array in enumerate(state["large"]):
+        for shard in array.addressable_shards:
+            assert shard.data.shape == (256, 2048) and float(shard.data[0, 0]) == i
+    print(f"grown by {grown:.0f} MB")
+    assert grown < 70, grown  # of 96
+    """
+    large = [np.full((1024, 2048), i, np.float32) for i in range(12)]
+    with make_large(tmp_path / "of_one") as checkpointer:
+        checkpointer.save(step=1, state={"large": large})
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {**os.environ, "XLA_FLAGS": xla_flags(2)}
+    dirs = (tmp_path / "ckpts", tmp_path / "of_one")
+    processes = [run(script, *dirs, port, i, env=env) for i in (0, 1)]
+    outputs = [finish(process)[0] for process in processes]
+    assert all("steps [3, 4]" in output for output in outputs), outputs
+    assert all("failed for lack of room: True" in output for output in outputs), outputs
+    assert "process 1 of 2: " in outputs[0]
+    assert "restored 3 passed over" in outputs[0] and "restored 3 passed over" in outputs[1]
+    assert "arrays/w/3.0: its content has changed" in outputs[1]
+    # And here, one process with another mesh.
+    cfg = Checkpointer.default_config().set(name="checkpointer", dir=str(tmp_path / "ckpts"))
+    it = Iterator()
+    target = {"w": jax.ShapeDtypeStruct((8, 4), np.float32), "count": 0, "it": it}
+    with cfg.instantiate(parent=None) as checkpointer:
+        step, state = checkpointer.restore(state=target)
+    assert (step, state["count"], it.position) == (3, 3, 3)
+    np.testing.assert_array_equal(state["w"], np.arange(32.0).reshape(8, 4) + 3)

@@ -1,0 +1,431 @@
+"""
+
+Reading arrays from files as zarr lays them out, written here by hand or by tensorstore.
+"""
+
+import json
+import os
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from weft.errors import CheckpointStateError, CheckpointStructureError
+from weft.hierarchy.parameter_spec import TensorSpec
+from weft.trainer.checkpointer.index import CheckpointValidationType, write_index_file
+from weft.trainer.checkpointer.manifest import read_manifest, write_manifest
+from weft.trainer.checkpointer.storage import ArrayFiles, OrbaxStateStorage
+
+
+class State(NamedTuple):
+    key: jax.Array
+    model: dict
+
+
+class Iterator:
+    def __init__(self, position):
+        self.position = position
+
+    def get_state(self):
+        return {"position": self.position}
+
+    def set_state(self, state):
+        self.position = state["position"]
+
+
+@pytest.fixture
+def storage():
+    storage = OrbaxStateStorage.default_config().instantiate()
+    yield storage
+    storage.stop()
+
+
+def save(storage, path, state, wait=True):
+    os.makedirs(path, exist_ok=True)
+    storage.save_to_dir(
+        step=1, state=state, ckpt_dir=str(path), on_commit_callback=write_index_file
+    )
+    if wait:
+        storage.wait_until_finished()
+
+
+def restore(storage, path, state, validation=CheckpointValidationType.EXACT):
+    return storage.restore_from_dir(1, state, ckpt_dir=str(path), validation=validation)
+
+
+def bits(x):
+    """All of an array's bits, NaNs and signs of zero among them."""
+    x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return np.asarray(x).tobytes()
+
+
+def mesh_of(*shape):
+    count = int(np.prod(shape))
+    devices = np.array(jax.devices()[:count]).reshape(shape)
+    return jax.sharding.Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def laid_out(x, mesh, *axes):
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+def like(state, sharding=None):
+    return jax.tree.map(
+        lambda x: (
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding)
+            if isinstance(x, jax.Array)
+            else x
+        ),
+        state,
+    )
+
+
+DTYPES = ["bool", "int4", "int8", "int32", "uint8", "uint32", "float8_e4m3fn", "float16"]
+DTYPES += ["bfloat16", "float32", "complex64"]
+
+
+def test_arrays_of_every_dtype_come_back_bit_by_bit(storage, tmp_path):
+    random = np.random.default_rng(0).integers(0, 256, 4 * 6 * 8, np.uint8).tobytes()
+    state = {}
+    for dtype in DTYPES:
+        values = np.frombuffer(random, np.uint8)[: 4 * 6]
+        if jnp.dtype(dtype).itemsize > 1:  # any bits at all, NaNs with payloads included
+            values = np.frombuffer(random, jnp.dtype(dtype))[: 4 * 6]
+        state[dtype] = jnp.asarray(values.astype(dtype).reshape(4, 6))
+    save(storage, tmp_path, state)
+    restored = restore(storage, tmp_path, like(state))
+    for dtype in DTYPES:
+        assert restored[dtype].dtype == jnp.dtype(dtype)
+        assert bits(restored[dtype]) == bits(state[dtype]), dtype
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_typed_keys_stay_typed_keys(storage, tmp_path, impl):
+    mesh = mesh_of(4, 2)
+    keys = jax.random.split(jax.random.key(3, impl=impl), 8)
+    state = {
+        "one": jax.random.key(2, impl=impl),
+        "many": laid_out(keys, mesh, "data"),
+        "raw": jax.random.PRNGKey(5),
+    }
+    save(storage, tmp_path, state)
+    restored = restore(storage, tmp_path, like(state))
+    for name in state:
+        assert restored[name].dtype == state[name].dtype
+        assert bits(restored[name]) == bits(state[name])
+    assert restored["many"].sharding == state["many"].sharding
+
+
+@pytest.mark.parametrize("after", [(1, 1), (2, 1), (2, 2), (1, 8), (8, 1)])
+def test_an_array_goes_from_one_mesh_to_another(storage, tmp_path, after):
+    x = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
+    before = mesh_of(4, 2)
+    state = {
+        "both": laid_out(x, before, "data", "model"),
+        "one": laid_out(x, before, None, ("data", "model")),
+        "none": laid_out(x, before),
+    }
+    save(storage, tmp_path, state)
+    mesh = mesh_of(*after)
+    layouts = {"both": ("model", "data"), "one": ("data",), "none": (None, "model")}
+    target = {
+        name: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes))
+        )
+        for name, axes in layouts.items()
+    }
+    restored = restore(storage, tmp_path, target)
+    for name in layouts:
+        assert restored[name].sharding == target[name].sharding
+        assert bits(restored[name]) == x.tobytes()
+
+
+def test_a_state_goes_over_more_and_more_devices(storage, tmp_path):
+    x = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
+    state = {"w": laid_out(x, mesh_of(1, 1), "data"), "key": jax.random.key(3)}
+    for n in (2, 4, 8):
+        save(storage, tmp_path / str(n), state)
+        rows = NamedSharding(mesh_of(n, 1), PartitionSpec("data"))
+        target = {**like(state), "w": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows)}
+        state = restore(storage, tmp_path / str(n), target)
+        assert [shard.data.shape for shard in state["w"].addressable_shards] == [(16 // n, 24)] * n
+        assert bits(state["w"]) == x.tobytes() and state["key"] == jax.random.key(3)
+
+
+def test_layouts_may_be_specs_over_the_current_mesh(storage, tmp_path):
+    mesh = mesh_of(2, 4)
+    save(storage, tmp_path, {"w": jnp.arange(16.0).reshape(4, 4), "e": jnp.zeros((0, 4))})
+    specs = {
+        "w": TensorSpec((4, 4), jnp.float32, mesh_axes=("data", "model")),
+        "e": TensorSpec((0, 4), jnp.float32, mesh_axes=(None, "model")),
+    }
+    with jax.set_mesh(mesh):
+        restored = restore(storage, tmp_path, specs)
+    assert restored["w"].sharding == NamedSharding(mesh, PartitionSpec("data", "model"))
+    assert restored["e"].sharding == NamedSharding(mesh, PartitionSpec(None, "model"))
+    assert float(restored["w"][3, 3]) == 15.0
+
+
+def test_states_of_any_containers_and_python_values(storage, tmp_path):
+    state = {
+        "state": State(key=jax.random.key(0), model={"w": [jnp.ones(3), (jnp.array(2.0), None)]}),
+        "numpy": np.arange(4, dtype=np.int64),
+        "empty": jnp.zeros((0, 3), jnp.bfloat16),
+        "empty_numpy": np.zeros((2, 0)),
+        "step": 7,
+        "rate": 0.1,
+        "big": 2**80,
+        "inf": float("inf"),
+        "name": "ä",
+        "done": True,
+        "it": Iterator(11),
+    }
+    save(storage, tmp_path, state)
+    # Only what the state looks like goes in: the values come from the checkpoint.
+    target = jax.tree.map(lambda x: x * 0, {k: v for k, v in state.items() if k[0] in "neb"})
+    target = {**like(state), **target, "step": 0, "rate": 0.0, "inf": 0.0, "done": False}
+    target["name"], target["it"], target["numpy"] = "", Iterator(0), np.zeros(4, np.int64)
+    restored = restore(storage, tmp_path, target)
+    assert isinstance(restored["state"], State)
+    assert jax.tree.structure(restored["state"]) == jax.tree.structure(state["state"])
+    assert bits(restored["state"].model["w"][0]) == bits(jnp.ones(3))
+    assert isinstance(restored["numpy"], np.ndarray)
+    np.testing.assert_array_equal(restored["numpy"], np.arange(4))
+    assert (restored["empty"].shape, restored["empty"].dtype) == ((0, 3), jnp.bfloat16)
+    assert restored["empty_numpy"].shape == (2, 0)
+    for name in ("step", "rate", "big", "inf", "name", "done"):
+        assert restored[name] == state[name]
+        assert type(restored[name]) is type(state[name])
+    assert restored["it"] is target["it"]
+    assert restored["it"].position == 11
+
+
+def test_a_state_without_arrays(storage, tmp_path):
+    save(storage, tmp_path, {"step": 3, "it": Iterator(1)})
+    it = Iterator(0)
+    assert restore(storage, tmp_path, {"step": 0, "it": it}) == {"step": 3, "it": it}
+    assert it.position == 1
+
+
+def test_the_state_may_change_as_soon_as_the_save_has_begun(storage, tmp_path):
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    arrays = [jnp.full((256, 256), float(i)) for i in range(8)]
+    numpy, it = np.arange(1000), Iterator(5)
+    save(storage, tmp_path, {"w": arrays, "numpy": numpy, "it": it}, wait=False)
+    numpy += 1
+    it.position = 6
+    for _ in range(3):
+        arrays = step(arrays)
+    jax.block_until_ready(arrays)
+    storage.wait_until_finished()
+    it = Iterator(0)
+    restored = restore(
+        storage, tmp_path, {"w": like(arrays), "numpy": np.zeros(1000, numpy.dtype), "it": it}
+    )
+    for i, array in enumerate(restored["w"]):
+        np.testing.assert_array_equal(array, np.full((256, 256), i, np.float32))
+    np.testing.assert_array_equal(restored["numpy"], np.arange(1000))
+    assert it.position == 5
+
+
+def test_names_of_any_length_and_with_any_letters(storage, tmp_path):
+    names = ["x" * 300, "x" * 299 + "y", "..", "a.b", "a-b", "a", "ä ö", "%2E", "A", "-"]
+    state = {name: jnp.array(float(i)) for i, name in enumerate(names)}
+    state["a/b"] = jnp.array(10.0)
+    save(storage, tmp_path, state)
+    restored = restore(storage, tmp_path, like(state))
+    assert {name: float(x) for name, x in restored.items()} == {
+        name: float(i) for i, name in enumerate([*names, "a/b"])
+    }
+
+
+def test_a_part_of_a_checkpoint(storage, tmp_path):
+    save(storage, tmp_path, {"model": {"w": jnp.ones(3), "b": jnp.zeros(3)}, "step": 5})
+    part = {"model": {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}}
+    with pytest.raises(CheckpointStructureError, match=r"model/b: checkpoint float32\[3\]"):
+        restore(storage, tmp_path, part)
+    restored = restore(storage, tmp_path, part, CheckpointValidationType.CONTAINS_STATE)
+    np.testing.assert_array_equal(restored["model"]["w"], np.ones(3))
+
+
+def test_other_dtypes(storage, tmp_path):
+    save(storage, tmp_path, {"w": jnp.array([1.5, 2.5]), "n": np.array([1.0])})
+    target = {"w": jax.ShapeDtypeStruct((2,), jnp.bfloat16), "n": np.zeros(1, np.float32)}
+    restored = restore(storage, tmp_path, target, CheckpointValidationType.EXACT_UP_TO_DTYPE)
+    assert restored["w"].dtype == jnp.bfloat16
+    assert restored["n"].dtype == np.float32
+    np.testing.assert_array_equal(np.asarray(restored["w"], np.float32), [1.5, 2.5])
+
+
+def test_nothing_is_changed_where_the_structures_differ(storage, tmp_path):
+    save(storage, tmp_path, {"w": jnp.ones(3), "it": Iterator(5)})
+    it = Iterator(0)
+    with pytest.raises(CheckpointStructureError):
+        restore(storage, tmp_path, {"w": jnp.ones(4), "it": it})
+    assert it.position == 0
+
+
+def test_dtypes_that_cannot_be_saved_are_named(storage, tmp_path):
+    with pytest.raises(CheckpointStateError, match=r"'model/w' is an array of uint4.*as uint8"):
+        save(storage, tmp_path, {"model": {"w": jnp.ones(3, jnp.uint4)}})
+
+
+def test_an_error_in_the_background_comes_up_at_the_next_wait_once(storage, tmp_path, caplog):
+    def fail(*, ckpt_dir, index):
+        raise OSError("the disk is full")
+
+    os.makedirs(tmp_path / "ckpt")
+    storage.save_to_dir(
+        step=4, state={"w": jnp.ones(3)}, ckpt_dir=str(tmp_path / "ckpt"), on_commit_callback=fail
+    )
+    with pytest.raises(OSError, match="the disk is full"):
+        storage.wait_until_finished()
+    assert "checkpoint of step 4 could not be written" in caplog.text
+    assert not (tmp_path / "ckpt").exists()
+    storage.wait_until_finished()
+    save(storage, tmp_path / "next", {"w": jnp.ones(3)})
+
+
+def test_a_stopped_storage_can_save_again(storage, tmp_path):
+    save(storage, tmp_path / "a", {"w": jnp.ones(3)})
+    storage.stop()
+    save(storage, tmp_path / "b", {"w": jnp.ones(3)})
+    assert json.loads((tmp_path / "b" / "index").read_text())["index"][0][0] == "w"
+
+
+def write(ckpt_dir, name, array, chunks):
+    """By tensorstore, so that the reader is held against another writer."""
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": f"{ckpt_dir}/arrays/{name}"},
+        "metadata": {"chunks": chunks, "compressor": None},
+    }
+    opened = tensorstore.open(
+        spec, create=True, dtype=array.dtype, shape=array.shape, fill_value=None
+    ).result()
+    opened.write(array).result()
+
+
+def device_mesh(*shape):
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return jax.sharding.Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def shape_like(array, *axes, mesh=(1, 1)):
+    sharding = NamedSharding(device_mesh(*mesh), PartitionSpec(*axes))
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
+def read(ckpt_dir, targets, *, manifest=None):
+    return ArrayFiles(str(ckpt_dir), "arrays", manifest).read(targets)
+
+
+@pytest.mark.parametrize("chunks", [[8, 12], [4, 12], [3, 5], [1, 1]], ids=str)
+@pytest.mark.parametrize("axes", [(), ("data", "model"), (None, ("data", "model"))], ids=str)
+def test_any_chunks_to_any_layout(tmp_path, chunks, axes):
+    x = np.random.default_rng(0).standard_normal((8, 12)).astype(np.float32)
+    write(tmp_path, "x", x, chunks)
+    target = shape_like(x, *axes, mesh=(2, 2))
+    arrays, seen, faults = read(tmp_path, {"x": target})
+    assert faults == []
+    assert arrays["x"].sharding == target.sharding
+    np.testing.assert_array_equal(arrays["x"], x)
+    assert "arrays/x/.zarray" in seen and "arrays/x/0.0" in seen
+
+
+def test_numbers_numpy_arrays_other_dtypes_and_keys(tmp_path):
+    half = np.arange(6).reshape(2, 3).astype(jnp.bfloat16)
+    keys = jax.random.split(jax.random.key(1, impl="rbg"), 4)
+    write(tmp_path, "scalar", np.float32(2.5).reshape(()), [])
+    write(tmp_path, "half", half, [2, 2])
+    write(tmp_path, "keys", np.asarray(jax.random.key_data(keys)), [3, 4])
+    targets = {
+        "scalar": shape_like(np.float32(0)),
+        "half": jax.ShapeDtypeStruct((2, 3), np.float32, sharding=shape_like(half).sharding),
+        "keys": shape_like(keys, "data", mesh=(2, 1)),
+    }
+    arrays, _, faults = read(tmp_path, targets)
+    assert faults == []
+    assert (float(arrays["scalar"]), arrays["half"].dtype) == (2.5, np.float32)
+    np.testing.assert_array_equal(arrays["half"], half.astype(np.float32))
+    assert (arrays["keys"] == keys).all()
+    assert len(arrays["keys"].sharding.device_set) == 2
+    arrays, _, _ = read(tmp_path, {"half": np.zeros((2, 3), jnp.bfloat16)})
+    assert isinstance(arrays["half"], np.ndarray)
+    np.testing.assert_array_equal(arrays["half"], half)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Two arrays and a manifest."""
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for name in ("x", "y"):
+        write(tmp_path, name, x, [2, 3])
+    write_manifest(str(tmp_path))
+    return tmp_path, {"x": shape_like(x), "y": shape_like(x)}
+
+
+def header_with(**changes):
+    def harm(directory):
+        content = json.loads((directory / ".zarray").read_text())
+        (directory / ".zarray").write_text(json.dumps({**content, **changes}))
+
+    return harm
+
+
+HARMS = {
+    "flipped": (lambda d: (d / "1.0").write_bytes(b"\1" * 24), "1.0: its content has changed"),
+    "cut": (lambda d: (d / "1.0").write_bytes(b""), "1.0: has 0 bytes instead of 24"),
+    "gone": (lambda d: (d / "1.0").unlink(), "1.0: is missing"),
+    "no header": (lambda d: (d / ".zarray").unlink(), ".zarray: is missing"),
+    "header": (header_with(chunks=[4, 3]), ".zarray: has "),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_file_is_named_and_other_arrays_are_read(checkpoint, harm):
+    directory, targets = checkpoint
+    do, expected = HARMS[harm]
+    do(directory / "arrays" / "x")
+    manifest = read_manifest(str(directory))
+    arrays, seen, (fault,) = read(directory, targets, manifest=manifest)
+    assert fault.startswith(f"arrays/x/{expected}")
+    assert list(arrays) == ["y"]
+    assert f"arrays/x/{expected.split(':')[0]}" in seen
+
+
+UNCHECKED = {
+    "short": (lambda d: (d / "1.0").write_bytes(b"123"), "1.0: has 3 bytes instead of 24"),
+    "gone": (lambda d: (d / "1.0").unlink(), "1.0: cannot be read"),
+    "no header": (
+        lambda d: (d / ".zarray").write_text("{}"),
+        ".zarray: does not describe an array",
+    ),
+    "no text": (
+        lambda d: (d / ".zarray").write_bytes(b"\xff"),
+        ".zarray: does not describe an array",
+    ),
+    "compressed": (header_with(compressor={"id": "zlib"}), "was not written by Weft"),
+    "shape": (header_with(shape=[4, 4]), "has the shape (4, 4), the index (4, 3)"),
+}
+
+
+@pytest.mark.parametrize("harm", UNCHECKED)
+def test_without_a_manifest_what_does_not_fit_is_named(checkpoint, harm):
+    directory, targets = checkpoint
+    do, expected = UNCHECKED[harm]
+    do(directory / "arrays" / "x")
+    _, _, (fault,) = read(directory, targets)
+    assert fault.startswith("arrays/x/") and expected in fault
+
+
+def test_a_file_that_the_manifest_does_not_know(checkpoint):
+    directory, targets = checkpoint
+    write(directory, "z", np.zeros(3, np.float32), [3])
+    target = {**targets, "z": shape_like(np.zeros(3, np.float32))}
+    _, _, faults = read(directory, target, manifest=read_manifest(str(directory)))
+    assert faults == ["arrays/z/.zarray: is not in the manifest"]

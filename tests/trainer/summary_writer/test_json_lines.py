@@ -1,0 +1,104 @@
+import json
+import math
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.hierarchy.summary import ImageSummary
+from weft.trainer.summary_writer import JsonLinesWriter, read_json_lines
+from weft.trainer.summary_writer.base import CheckpointerAction
+from weft.trainer.summary_writer.files import JSON_LINES_FILE
+
+
+def make(path, **kwargs):
+    cfg = JsonLinesWriter.default_config().set(name="writer", dir=str(path), **kwargs)
+    return cfg.instantiate(parent=None)
+
+
+def lines(path):
+    return (path / JSON_LINES_FILE).read_text().splitlines()
+
+
+def test_one_object_a_line_with_step_time_and_values(tmp_path):
+    writer = make(tmp_path / "new" / "dir")
+    writer(3, {"model": {"loss": jnp.array(0.5)}, "text": "hé", "w": np.ones(3)})
+    writer.log_average_step_time(4, [0.25, 0.75])
+    first, second = [json.loads(line) for line in lines(tmp_path / "new" / "dir")]
+    assert (first["step"], first["values"]) == (3, {"model/loss": 0.5, "text": "hé"})
+    assert second["values"] == {"average_step_time": 0.5}
+    assert first["time"] <= second["time"]
+
+
+def test_numbers_that_json_has_no_word_for_are_valid_json_and_come_back(tmp_path):
+    make(tmp_path)(1, {"a": math.nan, "b": -math.inf, "c": jnp.inf})
+
+    def refuse(word):
+        raise ValueError(word)
+
+    json.loads(lines(tmp_path)[0], parse_constant=refuse)
+    (record,) = read_json_lines(str(tmp_path))
+    assert math.isnan(record["values"]["a"])
+    assert (record["values"]["b"], record["values"]["c"]) == (-math.inf, math.inf)
+
+
+def test_steps_without_anything_to_show_write_no_line(tmp_path):
+    writer = make(tmp_path, write_every_n_steps=10)
+    for step in range(21):
+        writer(step, {"loss": float(step), "image": ImageSummary(jnp.zeros((1, 1, 1)))})
+    writer(30, {"image": ImageSummary(jnp.zeros((1, 1, 1)))})
+    writer.log_average_step_time(30, [])
+    assert [json.loads(line)["step"] for line in lines(tmp_path)] == [0, 10, 20]
+
+
+def test_configs_and_checkpoints(tmp_path):
+    writer = make(tmp_path)
+    writer.log_config(writer.config, step=2)
+    writer.log_checkpoint("/c/step_00000005", state={}, action=CheckpointerAction.SAVE, step=5)
+    config, checkpoint = read_json_lines(str(tmp_path / JSON_LINES_FILE))
+    assert config["config"] == writer.config.debug_string()
+    assert checkpoint["checkpoint"] == {"action": "SAVE", "dir": "/c/step_00000005"}
+
+
+def test_a_run_that_restored_an_earlier_step_makes_the_later_lines_void(tmp_path):
+    writer = make(tmp_path)
+    for step in (1, 2, 3, 4):
+        writer(step, {"loss": 1.0})
+    writer = make(tmp_path)
+    writer.log_checkpoint("d", state={}, action=CheckpointerAction.RESTORE, step=2)
+    for step in (3, 4, 5):
+        writer(step, {"loss": 2.0})
+    assert len(lines(tmp_path)) == 8
+    records = [record for record in read_json_lines(str(tmp_path)) if "values" in record]
+    found = [(record["step"], record["values"]["loss"]) for record in records]
+    assert found == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "ti', b"\xc3"])
+def test_a_line_torn_by_a_kill_is_passed_over_and_then_replaced(tmp_path, torn):
+    make(tmp_path)(1, {"loss": 1.0})
+    with open(tmp_path / JSON_LINES_FILE, "ab") as file:
+        file.write(torn)
+    assert len(read_json_lines(str(tmp_path))) == 1
+    make(tmp_path)(2, {"loss": 2.0})
+    assert [record["step"] for record in read_json_lines(str(tmp_path))] == [1, 2]
+
+
+def test_a_first_line_can_be_torn_too(tmp_path):
+    (tmp_path / JSON_LINES_FILE).write_bytes(b'{"st')
+    make(tmp_path)(2, {"loss": 2.0})
+    assert [record["step"] for record in read_json_lines(str(tmp_path))] == [2]
+
+
+def test_a_full_disk_costs_lines_and_nothing_else(tmp_path, caplog, files_limited_to):
+    writer = make(tmp_path)
+    writer(1, {"loss": 1.0})
+    size = os.path.getsize(tmp_path / JSON_LINES_FILE)
+    with files_limited_to(size + 20):
+        writer(2, {"loss": 2.0})
+        writer(3, {"loss": 3.0})
+    writer(4, {"loss": 4.0})
+    assert caplog.text.count("cannot write") == 1
+    assert "can write" in caplog.text
+    assert [record["step"] for record in read_json_lines(str(tmp_path))] == [1, 4]

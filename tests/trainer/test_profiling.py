@@ -1,0 +1,313 @@
+"""
+
+Counting floating-point operations, against products worked out by hand.
+"""
+
+import datetime
+import gzip
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.errors import ProfilerTraceError, ThroughputError
+from weft.hierarchy.base_layer import BaseModel
+from weft.trainer.profiling import StepTraces, Throughput, count_flops, peak_flops_of
+from weft.trainer.run_dir import read_record, update_record
+
+BATCH = {"input_ids": np.zeros((4, 8), np.int32)}
+LOSS = jnp.zeros(())
+
+
+class Clock:
+    def __init__(self):
+        self.seconds = 1_000.0
+
+    def __call__(self):
+        return self.seconds
+
+
+class Product(BaseModel):
+    """A product of [4, 8] and [8, 8]."""
+
+    def forward(self, input_batch):
+        return jnp.sum(input_batch["input_ids"].astype(jnp.float32) @ self.state["w"]), {}
+
+
+MODEL = Product.default_config().set(name="model").instantiate(parent=None)
+
+
+class Run:
+    """A run whose steps take a second each, and its start two minutes."""
+
+    def __init__(self, directory, step=0, **kwargs):
+        self.clock = Clock()
+        self.params = {"w": jnp.zeros((8, 8))}
+        cfg = Throughput.default_config().set(**{"every_n_steps": 2, **kwargs})
+        self.throughput = Throughput(cfg, clock=self.clock, now=self.clock)
+        if not read_record(str(directory)):
+            time = datetime.datetime.fromtimestamp(self.clock.seconds, datetime.UTC).isoformat()
+            update_record(str(directory), starts=[{"time": time}])
+        self.clock.seconds += 120
+        self.throughput.start(str(directory), step)
+        self.step_number = step
+
+    def step(self, seconds=1.0, waited=0.0):
+        self.clock.seconds += seconds
+        self.waited = getattr(self, "waited", 0.0) + waited
+        self.step_number += 1
+        return self.throughput.on_step(
+            self.step_number,
+            LOSS,
+            BATCH,
+            model=MODEL,
+            params=self.params,
+            input_wait_seconds=self.waited,
+        )
+
+    def save(self, seconds=0.0):
+        with self.throughput.paused():
+            self.clock.seconds += seconds / 2
+            self.throughput.on_checkpoint(self.step_number, LOSS)
+            self.clock.seconds += seconds / 2
+
+
+def test_speed_is_that_of_the_steps_between_two_readings(tmp_path):
+    run = Run(tmp_path)
+    assert [bool(run.step(seconds)) for seconds in (30, 0.5, 0.5, 0.5)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    run.save(seconds=60)  # which is not counted
+    assert run.step() == {}
+    summaries = run.step()
+    assert summaries["steps_per_second"] == pytest.approx(1.0)
+    assert summaries["examples_per_second"] == pytest.approx(4.0)
+    assert summaries["tokens_per_second"] == pytest.approx(32.0)
+
+
+def test_a_batch_without_tokens_has_examples_only(tmp_path):
+    run = Run(tmp_path, tokens_field="ids")
+    run.step()
+    assert "tokens_per_second" not in run.step()
+
+
+def test_a_slow_input_shows_and_is_said_once(tmp_path, caplog):
+    run = Run(tmp_path)
+    run.step(waited=100)  # for the first batch, which belongs to no step
+    assert run.step(waited=0.05)["input_wait_seconds"] == pytest.approx(0.05)
+    assert not caplog.records
+    run.save(seconds=10)
+    run.step(waited=0.4)
+    assert run.step(waited=0.2)["input_wait_seconds"] == pytest.approx(0.3)
+    for _ in range(4):
+        run.step(waited=0.9)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "Up to step 4 each step waited 0.3 s for its input, 30 % of the time: the input is slower"
+    )
+
+
+def test_mfu_is_a_share_of_what_the_devices_can_do(tmp_path):
+    run = Run(tmp_path, peak_flops_per_device=12_288.0)
+    run.step()
+    # 2 * 4 * 8 * 8 operations forward, three times as many in all, in a second.
+    assert run.step()["mfu"] == pytest.approx(3 * 2 * 4 * 8 * 8 / 12_288)
+    if len(jax.devices()) > 1:
+        run.params = jax.device_put(
+            run.params,
+            jax.sharding.NamedSharding(
+                jax.sharding.Mesh(jax.devices()[:2], "x"), jax.sharding.PartitionSpec()
+            ),
+        )
+        run.step()
+        assert run.step()["mfu"] == pytest.approx(3 * 2 * 4 * 8 * 8 / 12_288 / 2)
+
+
+def test_there_is_no_mfu_for_a_device_that_is_not_known(tmp_path):
+    run = Run(tmp_path)
+    run.step()
+    assert "mfu" not in run.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("TPU v5 lite", 197e12),
+        ("TPU v5", 459e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+    ],
+)
+def test_kinds_of_devices(kind, peak):
+    assert peak_flops_of(kind) == peak
+
+
+def test_goodput_counts_what_is_kept_over_all_starts(tmp_path):
+    run = Run(tmp_path)
+    for _ in range(5):
+        run.step(10)  # the first one is compiled, so it does not count
+    run.save(seconds=20)
+    for _ in range(3):
+        run.step(10)
+    end = run.clock.seconds  # killed: the last three steps are lost
+    assert read_record(str(tmp_path))["goodput"] == [{"step": 5, "productive_seconds": 40.0}]
+
+    again = Run(tmp_path, step=5)
+    again.clock.seconds = end
+    again.throughput.start(str(tmp_path), 5)
+    again.clock.seconds += 100
+    again.step(10)
+    assert again.step(10) == {} and again.step(10)
+    goodput = again.step(10) or again.step(10)
+    seconds = again.clock.seconds - 1_000
+    assert goodput["goodput"] == pytest.approx((40 + again.clock.seconds - end - 110) / seconds)
+
+
+def test_a_mark_after_the_step_that_is_restored_is_void(tmp_path):
+    run = Run(tmp_path)
+    for _ in range(4):
+        run.step()
+        run.save()
+    again = Run(tmp_path, step=2)
+    again.step()
+    again.save()
+    marks = read_record(str(tmp_path))["goodput"]
+    assert [(mark["step"], mark["productive_seconds"]) for mark in marks] == [
+        (1, 0),
+        (2, 1),
+        (3, 1),
+    ]
+
+
+def test_no_steps_between_readings_is_refused():
+    with pytest.raises(ThroughputError, match=r"throughput.every_n_steps=0; expected 1 or more"):
+        Throughput.default_config().set(every_n_steps=0).instantiate()
+
+
+W, X = jnp.zeros((3, 5)), jnp.zeros((2, 3))
+
+
+def test_a_batched_product_counts_each_row():
+    x, w = jnp.zeros((4, 2, 3)), jnp.zeros((4, 3, 5))
+    counted = count_flops(lambda w, x: jnp.einsum("bij,bjk->bik", x, w), w, x)
+    assert counted == {"": 2 * 4 * 2 * 3 * 5}
+
+
+def test_a_scan_counts_its_body_for_each_iteration():
+    def stack(w, x):
+        return jax.lax.scan(lambda x, w: (jnp.dot(x, w["a"]), None), x, w)[0]
+
+    assert count_flops(stack, {"a": jnp.zeros((7, 3, 3))}, X) == {"a": 7 * (2 * 2 * 3 * 3)}
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, lambda f: jax.vmap(f, (None, 0))])
+def test_transformations_are_looked_into(transform):
+    x = X[None] if transform not in (jax.jit, jax.checkpoint) else X
+    assert count_flops(transform(lambda w, x: x @ w), W, x) == {"": 60}
+
+
+def test_a_gradient_counts_the_products_of_both_directions():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w))
+
+    assert count_flops(jax.grad(loss), W, X).total() == 2 * 60
+    assert count_flops(jax.grad(loss, argnums=(0, 1)), W, X).total() == 3 * 60
+
+
+def test_a_weight_is_followed_through_casts_turns_and_slices():
+    def fn(w, x):
+        a = jax.jit(lambda w: w["a"].astype(jnp.bfloat16).T)(w)
+        return (2 * x.astype(jnp.bfloat16) @ a) @ w["b"][:, :4].astype(jnp.bfloat16)
+
+    weights = {"a": jnp.zeros((5, 3)), "b": jnp.zeros((5, 9))}
+    assert count_flops(fn, weights, X) == {"a": 60, "b": 2 * 2 * 5 * 4}
+
+
+def test_products_of_what_is_computed_belong_to_no_weight():
+    def attention(w, x):
+        return (x @ w) @ (x @ w).T
+
+    assert count_flops(attention, W, X) == {"": 2 * 60, None: 2 * 2 * 2 * 5}
+
+
+def test_the_costliest_branch_of_a_cond_counts():
+    def branch(w, x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: (x @ w) @ w, x)
+
+    assert count_flops(branch, jnp.zeros((3, 3)), X) == {"": 2 * (2 * 2 * 9)}
+
+
+def test_the_body_of_a_while_loop_counts_once():
+    def loop(w, x):
+        return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ w, x)
+
+    assert count_flops(loop, jnp.zeros((3, 3)), X).total() == 2 * 2 * 9
+
+
+def test_a_convolution_counts_its_window():
+    x, kernel = jnp.zeros((1, 8, 8, 3)), jnp.zeros((2, 2, 3, 5))
+
+    def conv(kernel, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+
+    assert count_flops(conv, kernel, x) == {"": 2 * (8 * 8 * 5) * (2 * 2 * 3)}
+
+
+def run(traces, steps):
+    step_fn = jax.jit(lambda x: jnp.sin(x) @ x)
+    for step in steps:
+        with traces.around(step) as computes:
+            computes(step_fn(jnp.ones((8, 8))))
+
+
+def event_names(directory, step):
+    """What the viewers show."""
+    (folder,) = (directory / f"trace/step_{step:08d}/plugins/profile").iterdir()
+    (xplane,) = folder.glob("*.xplane.pb")
+    assert xplane.stat().st_size
+    (events_file,) = folder.glob("*.trace.json.gz")
+    with gzip.open(events_file) as file:
+        return [event.get("name", "") for event in json.load(file)["traceEvents"]]
+
+
+def test_a_trace_can_be_viewed_and_holds_its_steps(tmp_path):
+    run(StepTraces(str(tmp_path), [2, 3], n_steps=2), range(1, 5))
+    assert [path.name for path in (tmp_path / "trace").iterdir()] == ["step_00000002"]
+    assert len([name for name in event_names(tmp_path, 2) if name.startswith("PjitFunction")]) >= 2
+
+
+def test_a_trace_has_as_much_of_python_as_is_asked_for(tmp_path):
+    run(StepTraces(str(tmp_path / "a"), [1], n_steps=1), [1])
+    run(StepTraces(str(tmp_path / "b"), [1], n_steps=1, python_tracer_level=0), [1])
+    run(StepTraces(str(tmp_path / "c"), [1], n_steps=1, host_tracer_level=0), [1])
+    whole, without_python, without_host = (event_names(tmp_path / name, 1) for name in "abc")
+    assert any(name.startswith("$") for name in whole)  # how functions of Python are shown
+    assert not any(name.startswith("$") for name in without_python)
+    assert any(name.startswith("PjitFunction") for name in without_python)
+    assert not any(name.startswith("PjitFunction") for name in without_host)
+
+
+def test_a_run_that_ends_first_ends_the_trace(tmp_path):
+    traces = StepTraces(str(tmp_path), [1], n_steps=10)
+    run(traces, [1])
+    traces.close()
+    traces.close()
+    assert list(tmp_path.glob("trace/step_00000001/**/*.xplane.pb"))
+
+
+def test_other_processes_trace_nothing(tmp_path):
+    run(StepTraces(str(tmp_path), [1], processes=[1]), [1, 2, 3])
+    assert not list(tmp_path.iterdir())
+    run(StepTraces(str(tmp_path), [1], n_steps=1, processes="all"), [1])
+    assert list(tmp_path.iterdir())
+
+
+def test_a_trace_of_no_steps_is_refused(tmp_path):
+    with pytest.raises(ProfilerTraceError, match=r"n_steps_for_each_trace=0; expected 1 or more"):
+        StepTraces(str(tmp_path), [1], n_steps=0)

@@ -1,0 +1,185 @@
+"""A run's directory: who may use it, and what it remembers."""
+
+import json
+import os
+import re
+
+import jax
+import pytest
+
+from weft.config import REQUIRED, Configurable, Required, config_class, config_for_function
+from weft.errors import RunDirError
+from weft.input.corpus import folder_corpus
+from weft.recipes.lm import lm_tiny
+from weft.trainer.parallelism import ParallelismModifier
+from weft.trainer.run_dir import (
+    CONFIG_FILE,
+    check_run_dir,
+    claim_run_dir,
+    environment,
+    find_fields,
+    read_record,
+    update_record,
+    write_atomically,
+)
+
+
+class Source(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        corpus: object = None
+        seed: int = 0
+
+
+class Run(Configurable):
+    """Fake trainer: only the fields of its config are read."""
+
+    @config_class
+    class Config(Configurable.Config):
+        dir: Required[str] = REQUIRED
+        max_step: int = 10
+        width: int = 4
+        evalers: dict = {}
+        input: Source.Config = Source.default_config()
+        fn: object = None
+
+
+def run_config(dir, **fields):
+    return Run.default_config().set(dir=str(dir), **fields)
+
+
+def test_claiming_makes_the_directory_and_checking_does_not(tmp_path):
+    cfg = run_config(tmp_path / "a" / "b")
+    check_run_dir(cfg)
+    assert not (tmp_path / "a").exists()
+    claim_run_dir(cfg)
+    assert "max_step=10" in (tmp_path / "a" / "b" / CONFIG_FILE).read_text()
+
+
+def test_each_start_is_noted_with_its_environment(tmp_path):
+    cfg = run_config(tmp_path)
+    assert not claim_run_dir(cfg)
+    assert claim_run_dir(cfg.set(max_step=20, evalers={"x": 1}))
+    starts = read_record(cfg.dir)["starts"]
+    assert len(starts) == 2 and starts[0]["jax"] == jax.__version__
+    assert starts[0].keys() == environment().keys()
+    assert "max_step=20" in (tmp_path / CONFIG_FILE).read_text()
+
+
+def test_a_run_may_be_moved(tmp_path):
+    claim_run_dir(run_config(tmp_path / "a"))
+    os.rename(tmp_path / "a", tmp_path / "b")
+    check_run_dir(run_config(tmp_path / "b"))
+
+
+def test_another_config_is_refused_with_the_difference(tmp_path):
+    claim_run_dir(run_config(tmp_path))
+    before = (tmp_path / CONFIG_FILE).read_text()
+    with pytest.raises(RunDirError, match=r"width: 4 → 8") as error:
+        claim_run_dir(run_config(tmp_path, width=8, max_step=11))
+    assert "max_step" not in str(error.value)
+    assert "Choose another directory" in str(error.value)
+    assert (tmp_path / CONFIG_FILE).read_text() == before
+
+
+def test_what_no_text_can_hold_is_compared_as_text(tmp_path):
+    claim_run_dir(run_config(tmp_path, fn=lambda: 1))
+    check_run_dir(run_config(tmp_path, fn=lambda: 2))
+    with pytest.raises(RunDirError, match=r"width: - 4\n  width: \+ 8"):
+        check_run_dir(run_config(tmp_path, fn=lambda: 1, width=8))
+
+
+def test_other_text_is_refused_by_its_hash(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a").write_text("one")
+    corpus = config_for_function(folder_corpus).set(
+        paths=str(tmp_path / "text"), held_out_fraction=0.0
+    )
+    cfg = run_config(tmp_path / "run", input=Source.default_config().set(corpus=corpus))
+    claim_run_dir(cfg)
+    assert read_record(cfg.dir)["corpora"]["input.corpus"]["train_bytes"] == 3
+    check_run_dir(cfg)
+    (tmp_path / "text" / "a").write_text("two")
+    with pytest.raises(
+        RunDirError, match=r"input\.corpus was text with the SHA-256 .* restore the"
+    ):
+        check_run_dir(cfg)
+
+
+def test_checkpoints_of_an_unknown_run_are_left_alone(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(RunDirError, match="holds checkpoints of an unknown run"):
+        claim_run_dir(run_config(tmp_path))
+    assert os.listdir(tmp_path) == ["checkpoints"]
+
+
+def test_a_directory_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirError, match=re.escape(f"{tmp_path}/file is a file")):
+        check_run_dir(run_config(tmp_path / "file" / "run"))
+
+
+def test_a_directory_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(RunDirError, match="may not be written"):
+        check_run_dir(run_config(tmp_path / "run"))
+
+
+def test_a_disk_that_refuses_is_named(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(RunDirError, match="No space left on device"):
+        claim_run_dir(run_config(tmp_path / "run"))
+
+
+def test_a_config_or_record_that_cannot_be_read_is_named(tmp_path):
+    claim_run_dir(run_config(tmp_path))
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(RunDirError, match=r"run\.json cannot be read.*move it away"):
+        read_record(str(tmp_path))
+    (tmp_path / CONFIG_FILE).unlink()
+    (tmp_path / CONFIG_FILE).mkdir()
+    with pytest.raises(RunDirError, match=r"config\.txt cannot be read"):
+        check_run_dir(run_config(tmp_path))
+
+
+def test_a_run_goes_on_with_another_layout_of_its_arrays(tmp_path):
+    claim_run_dir(lm_tiny().set(dir=str(tmp_path)))
+    modifier = ParallelismModifier.default_config().set(fsdp=2).instantiate()
+    cfg = modifier(lm_tiny().set(dir=str(tmp_path)))
+    check_run_dir(cfg)
+    cfg.model.decoder.dim = 8
+    with pytest.raises(RunDirError, match=r"model\.decoder\.dim") as caught:
+        check_run_dir(cfg)
+    assert "partition_spec" not in str(caught.value)
+
+
+def test_a_file_that_is_no_config_belongs_to_another_run(tmp_path):
+    (tmp_path / CONFIG_FILE).write_text("1 +")
+    with pytest.raises(RunDirError, match="belongs to a run with another config"):
+        check_run_dir(run_config(tmp_path))
+
+
+def test_notes_are_added_to_the_record(tmp_path):
+    update_record(str(tmp_path), end={"step": 3})
+    update_record(str(tmp_path), samples=[1])
+    assert json.loads((tmp_path / "run.json").read_text()) == {"end": {"step": 3}, "samples": [1]}
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    write_atomically(path, "old")
+    monkeypatch.setattr(os, "replace", lambda a, b: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_atomically(path, "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["x"]
+
+
+def test_configs_are_found_by_the_name_of_their_field():
+    corpus = config_for_function(folder_corpus).set(paths="x")
+    cfg = run_config("d", input=Source.default_config().set(corpus=corpus))
+    assert list(find_fields("corpus", cfg)) == ["input.corpus"]
+    assert find_fields("tokenizer", cfg) == {}

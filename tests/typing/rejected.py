@@ -1,0 +1,87 @@
+"""Mistakes that pyright must find: it reports each `ignore` that has become unnecessary."""
+
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=true
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+
+import jax
+import jax.numpy as jnp
+
+import weft
+from weft import linen as nn
+from weft import nnx
+from weft.config import REQUIRED, Required, config_class
+from weft.hierarchy import BaseLayer, Dropout, LayerNorm, Linear
+from weft.trainer import SpmdTrainer
+
+
+@nnx.jit
+def double(x: jax.Array) -> jax.Array:
+    return 2 * x
+
+
+@nnx.jit(static_argnames="n")
+def repeat(x: jax.Array, n: int) -> list[jax.Array]:
+    return [x] * n
+
+
+@nnx.vmap(in_axes=(0, None))
+def add(x: jax.Array, y: jax.Array) -> jax.Array:
+    return x + y
+
+
+def nnx_modules(rngs: nnx.Rngs):
+    nnx.Linear(4, "8", rngs=rngs)  # pyright: ignore[reportArgumentType]
+    nnx.Linear(4, 8)  # pyright: ignore[reportCallIssue]
+    nnx.Linear(4, 8, rngs=0)  # pyright: ignore[reportArgumentType]
+    nnx.Linear(4, 8, use_bias="no", rngs=rngs)  # pyright: ignore[reportArgumentType]
+    nnx.Linear(4, 8, bias=True, rngs=rngs)  # pyright: ignore[reportCallIssue]
+    nnx.Dropout("0.5", rngs=rngs)  # pyright: ignore[reportArgumentType]
+    print(nnx.Linear(4, 8, rngs=rngs).weight)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def nnx_transformations(x: jax.Array):
+    double("x")  # pyright: ignore[reportArgumentType]
+    double(x, x)  # pyright: ignore[reportCallIssue]
+    repeat(x, n="3")  # pyright: ignore[reportArgumentType]
+    repeat(x)  # pyright: ignore[reportCallIssue]
+    add(x)  # pyright: ignore[reportCallIssue]
+    nnx.jit(double, static_argnum=0)  # pyright: ignore[reportCallIssue]
+    nnx.vmap(in_axis=0)  # pyright: ignore[reportCallIssue]
+    nnx.grad(double)(x, 3)  # pyright: ignore[reportCallIssue]
+
+
+class Mlp(nn.Module):
+    features: int
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.sin(x)
+
+
+def linen_modules():
+    nn.Dense("4")  # pyright: ignore[reportArgumentType]
+    nn.Dense()  # pyright: ignore[reportCallIssue]
+    nn.Dense(4, bias=True)  # pyright: ignore[reportCallIssue]
+    nn.remat(Mlp)(feature=3)  # pyright: ignore[reportCallIssue]
+    Mlp(3)("x")  # pyright: ignore[reportArgumentType]
+
+
+class Layer(BaseLayer):
+    @config_class
+    class Config(BaseLayer.Config):
+        dim: Required[int] = REQUIRED
+        rate: float = "0.5"  # pyright: ignore[reportAssignmentType]
+        norm: LayerNorm.Config = LayerNorm.default_config()
+
+
+def configs(trainer: SpmdTrainer.Config):
+    cfg = Layer.default_config()
+    cfg.dim = "8"  # pyright: ignore[reportAttributeAccessIssue]
+    cfg.norm = Dropout.default_config()  # pyright: ignore[reportAttributeAccessIssue]
+    Dropout.default_config().rate = "0.5"  # pyright: ignore[reportAttributeAccessIssue]
+    Linear.Config(input_dim="4")  # pyright: ignore[reportArgumentType]
+    trainer.max_step = "3"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def packages():
+    print(weft.nnx.Liner)  # pyright: ignore[reportAttributeAccessIssue]
+    print(weft.linen.Dens)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,266 @@
+"""Use of a run's trained model: `weft sample` generates text, `weft export` writes parameters."""
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import weft
+from weft.cli.configs import run_config
+from weft.cli.display import bytes_text
+from weft.config import maybe_instantiate, to_text
+from weft.core.axis_rules import logical_axis_rules
+from weft.errors import CheckpointNotFoundError, CommandLineError
+from weft.functional import scale_by
+from weft.hierarchy.lora import merge_adapters
+from weft.hierarchy.lora_setters import without_lora
+from weft.hierarchy.module import Module, functional
+from weft.input.text import Tokenizer
+from weft.serialization import save_safetensors
+from weft.trainer.checkpointer.index import CheckpointValidationType
+from weft.trainer.mesh import build_mesh, rules_of
+from weft.trainer.model import LibraryModel, build_model
+from weft.trainer.run_dir import CHECKPOINTS_DIR, find_fields
+from weft.trainer.trainer import SpmdTrainer
+from weft.typing import NestedTensor, Tensor
+
+Sampler = Callable[[NestedTensor, Tensor], Tensor]
+"""Function of parameters and a key that returns tokens."""
+
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+def restore_model(
+    cfg: SpmdTrainer.Config, *, step: int | None = None
+) -> tuple[Module, dict[str, Any]]:
+    """Builds the model of a run and restores its parameters on one device.
+
+    Restores the moving average of the parameters if the learner keeps one.
+
+    Args:
+        step: The step of the checkpoint; None for the newest complete one.
+
+    Raises:
+        CheckpointNotFoundError: if the run has not saved yet.
+    """
+    axes = cfg.mesh_axis_names
+    mesh = build_mesh((1,) * len(axes), axes, jax.devices()[:1])
+    with jax.set_mesh(mesh), logical_axis_rules(rules_of(cfg).activations):
+        model = build_model(cfg)
+        checkpointer = cfg.checkpointer.set(
+            name="checkpointer",
+            dir=os.path.join(cfg.dir, CHECKPOINTS_DIR),
+            validation=CheckpointValidationType.CONTAINS_STATE,
+        ).instantiate(parent=None)
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        shapes = jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+        )
+        averaged = getattr(getattr(cfg.learner, "ema", None), "decay", None) is not None
+        wanted = {"learner": {"ema": {"ema": target}}} if averaged else {"model": target}
+        restored, state = checkpointer.restore(step=step, state=wanted)
+        checkpointer.stop()
+    if restored is None:
+        raise CheckpointNotFoundError(
+            f"the run in {cfg.dir!r} has not saved a checkpoint yet. Train it longer."
+        )
+    return model, state["learner"]["ema"]["ema"] if averaged else state["model"]
+
+
+# Text generation.
+
+
+def print_sample(arguments: argparse.Namespace) -> int:
+    """Prints a prompt and its continuation."""
+    cfg = run_config(arguments.dir, allow=arguments.allow)
+    tokenizer = find_tokenizer(cfg)
+    if tokenizer is None:
+        raise CommandLineError(
+            f"the run in {arguments.dir!r} reads no text: its input has no tokenizer."
+        )
+    model, params = restore_model(cfg)
+    text = generate(
+        model,
+        params,
+        tokenizer=tokenizer,
+        prompt=arguments.prompt,
+        num_tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+    )
+    print(arguments.prompt + text)
+    return 0
+
+
+def find_tokenizer(cfg: SpmdTrainer.Config) -> Tokenizer | None:
+    """Returns the tokenizer of the input of a trainer's config, or None."""
+    found = find_fields("tokenizer", cfg.input)
+    return maybe_instantiate(next(iter(found.values()))) if found else None
+
+
+def generate(
+    model: Module,
+    params: NestedTensor,
+    *,
+    tokenizer: Tokenizer,
+    prompt: str,
+    num_tokens: int,
+    temperature: float,
+    seed: int,
+) -> str:
+    """Samples a continuation of a prompt, and returns it without the prompt.
+
+    Args:
+        num_tokens: Maximum number of tokens; the model may end the text earlier.
+        temperature: Divides the logits; 0 for greedy decoding.
+
+    Raises:
+        CommandLineError: if the model does not generate text, or a number is out of range.
+    """
+    if not can_generate(model):
+        raise CommandLineError(
+            f"{type(model).__name__} generates no text. Sample from a run of a language model: "
+            "one of the hierarchy, or one with a method `predict(input_batch)` that returns "
+            "the `logits` for `input_ids`."
+        )
+    if num_tokens < 1 or temperature < 0:
+        raise CommandLineError(
+            f"--tokens={num_tokens} --temperature={temperature:g}: expected at least one "
+            "token, and a temperature of 0 or more."
+        )
+    # A document begins with the end token of the previous one.
+    ids = np.concatenate([[tokenizer.eos_id], tokenizer.encode(prompt.encode())])
+    make = _decoder if hasattr(model, "sample_decode") else _predictor
+    sample = jax.jit(make(model, ids, num_tokens, temperature))
+    # The result omits the first token.
+    added = np.asarray(sample(params, jax.random.key(seed)))[len(ids) - 1 :]
+    ends = np.flatnonzero((added == tokenizer.eos_id) | (added == tokenizer.pad_id))
+    return tokenizer.decode(added[: ends[0]] if len(ends) else added)
+
+
+def can_generate(model: Module) -> bool:
+    """Returns whether `generate` can sample from a trainer's model."""
+    return hasattr(model, "sample_decode") or (isinstance(model, LibraryModel) and model.predicts)
+
+
+def _decoder(model: Module, ids: np.ndarray, num_tokens: int, temperature: float) -> Sampler:
+    inputs = {
+        "input_batch": {"prefix": jnp.asarray(ids[None], jnp.int32)},
+        "max_sequence_length": len(ids) - 1 + num_tokens,
+        "logits_modifier": scale_by(temperature),
+    }
+
+    def sample(params: NestedTensor, key: Tensor) -> Tensor:
+        outputs, _ = functional(
+            model,
+            prng_key=key,
+            state=params,
+            inputs=inputs,
+            method="sample_decode",
+            is_training=False,
+        )
+        return outputs.sequences[0, 0]
+
+    return sample
+
+
+def _predictor(model: Module, ids: np.ndarray, num_tokens: int, temperature: float) -> Sampler:
+    """Predicts each token from all earlier ones, for models without a cache."""
+    modify = scale_by(temperature)
+
+    def sample(params: NestedTensor, key: Tensor) -> Tensor:
+        def add(at: Tensor, carry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            tokens, key = carry
+            outputs, _ = functional(
+                model,
+                prng_key=None,
+                state=params,
+                inputs={"input_batch": {"input_ids": tokens[None]}},
+                method="predict",
+                is_training=False,
+            )
+            key, draw = jax.random.split(key)
+            logits = modify(outputs["logits"][0, at][None])[0]
+            return tokens.at[at + 1].set(jax.random.categorical(draw, logits)), key
+
+        tokens = jnp.concatenate([ids, np.zeros(num_tokens, ids.dtype)]).astype(jnp.int32)
+        first, last = len(ids) - 1, len(ids) - 1 + num_tokens
+        return jax.lax.fori_loop(first, last, add, (tokens, key))[0][1:]
+
+    return sample
+
+
+# Export.
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Writes safetensors, or a checkpoint that transformers loads, and prints the files' names."""
+    from weft.interop.huggingface import to_huggingface
+
+    cfg = run_config(arguments.dir, allow=arguments.allow)
+    _check_export(arguments)
+    model: Any
+    model, params = restore_model(cfg, step=arguments.step)
+    model_cfg: Any = cfg.model
+    to_file = arguments.to.endswith(".safetensors")
+    if arguments.merge or not to_file:
+        model_cfg, params = without_lora(model_cfg), merge_adapters(model, params)
+    if arguments.dtype is not None:
+        params = jax.tree.map(
+            lambda x: x.astype(arguments.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+            params,
+        )
+    max_shard_bytes = int(arguments.max_file_gb * 1e9)
+    if to_file:
+        # Describes the model, so that the file is useful without the run.
+        metadata = {"weft": weft.__version__, "model": to_text(model_cfg)}
+        files = save_safetensors(
+            arguments.to, params, metadata=metadata, max_shard_bytes=max_shard_bytes
+        )
+    else:
+        lengths = find_fields("sequence_length", cfg.input).values()
+        files = to_huggingface(
+            arguments.to,
+            model_cfg,
+            params,
+            max_position_embeddings=max((n for n in lengths if isinstance(n, int)), default=2048),
+            max_shard_bytes=max_shard_bytes,
+        )
+        files += _copy_tokenizer(cfg, Path(arguments.to))
+    for file in files:
+        print(f"{file}  {bytes_text(file.stat().st_size)}")
+    return 0
+
+
+def _check_export(arguments: argparse.Namespace) -> None:
+    if arguments.dtype is not None and arguments.dtype not in _FLOATS:
+        raise CommandLineError(
+            f"--dtype={arguments.dtype!r} is not one of {', '.join(_FLOATS)}. Write --dtype "
+            "bfloat16."
+        )
+    if not arguments.max_file_gb > 0:
+        raise CommandLineError(
+            f"--max-file-gb={arguments.max_file_gb:g} is too small; expected more than 0."
+        )
+    if Path(arguments.to).is_file() and not arguments.to.endswith(".safetensors"):
+        raise CommandLineError(
+            f"--to={arguments.to!r} is a file. Name a folder for a Hugging Face checkpoint, or a "
+            "file that ends in .safetensors."
+        )
+
+
+def _copy_tokenizer(cfg: SpmdTrainer.Config, folder: Path) -> list[Path]:
+    """Copies the tokenizer's file if transformers can read it."""
+    tokenizers = [getattr(t, "path", None) for t in find_fields("tokenizer", cfg.input).values()]
+    source = Path(next((path for path in tokenizers if isinstance(path, str)), ""))
+    if source.name != "tokenizer.json":
+        return []
+    shutil.copyfile(source, folder / source.name)
+    return [folder / source.name]

@@ -1,0 +1,431 @@
+"""Functions of scopes that are mapped, compiled, rematerialized, or see other variables."""
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from weft import lifting
+from weft.core.filters import Filter, subtract_filters
+from weft.core.rngs import Stream
+from weft.core.scope_kind import Group, ScopeKind, Select
+from weft.errors import TransformArgumentError
+from weft.lifting import FORK, Roles
+from weft.lifting.kind import Static
+from weft.lifting.signature import as_tuple, check_argnums
+
+Fn = Callable[..., Any]
+
+
+class _Broadcast:
+    def __repr__(self) -> str:
+        return "broadcast"
+
+
+broadcast = _Broadcast()
+"""Axis of a scan for values shared by all iterations."""
+
+
+def roles_of(
+    axes: Mapping[Any, Any], rngs: Mapping[Any, bool], *first: tuple[Filter, Any]
+) -> Roles:
+    """Returns the roles of a scope's collections and streams."""
+    return Roles(
+        (
+            *((Select(where), role) for where, role in first),
+            *((Select(where), axis) for where, axis in axes.items()),
+            *((Select(rngs=where), FORK if split else None) for where, split in rngs.items()),
+        )
+    )
+
+
+def shared(variables: Filter, rngs: Filter) -> Roles:
+    """Returns the roles of a scope that crosses unchanged."""
+    return Roles(((Select(variables, rngs), None),))
+
+
+def without_broadcast(axes: object) -> Any:
+    """Returns axes with the engine's value for `broadcast`."""
+    is_leaf = lambda x: x is None or x is broadcast  # noqa: E731
+    return jax.tree.map(lambda axis: None if axis is broadcast else axis, axes, is_leaf=is_leaf)
+
+
+def takes_packed_args(fn: Fn) -> bool:
+    """Returns whether a function takes its arguments as the lifted function receives them.
+
+    Such a function is lifted without wrappers: it takes the scope, a tuple of positional arguments
+    and a dict of keyword arguments, or for `scan` the scope, the carry and a tuple of slices.
+    """
+    return getattr(fn, "takes_packed_args", False)
+
+
+def with_packed_args(fn: Fn) -> Fn:
+    """Wraps `fn` to take its positional arguments as a tuple and keyword arguments as a dict."""
+    if takes_packed_args(fn):
+        return fn
+
+    @functools.wraps(fn)
+    def call(scope: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return fn(scope, *args, **kwargs)
+
+    return call
+
+
+def with_unpacked_args(fn: Fn, lifted: Fn) -> Fn:
+    """Inverts `with_packed_args`: takes the arguments as `fn` does."""
+    if takes_packed_args(fn):
+        return lifted
+
+    @functools.wraps(fn)
+    def call(scope: object, *args: object, **kwargs: object) -> Any:
+        return lifted(scope, args, kwargs)
+
+    return call
+
+
+def vmap(
+    fn: Fn,
+    variable_axes: Mapping[Any, int | None],
+    split_rngs: Mapping[Any, bool],
+    in_axes: object = 0,
+    out_axes: object = 0,
+    axis_size: int | None = None,
+    axis_name: Hashable = None,
+    spmd_axis_name: Hashable = None,
+    metadata_params: Mapping[Any, Any] = {},
+) -> Fn:
+    """Applies `jax.vmap` to `fn(scope, *args)`.
+
+    Args:
+        variable_axes: by filter of collections, the mapped axis, or None for shared variables.
+        split_rngs: by filter of PRNG streams, whether each index has its own keys.
+        in_axes: see `jax.vmap`, for `args`; keyword arguments are mapped over axis 0.
+        axis_size: size of the new axis, if no mapped value determines it.
+        axis_name: name of the new axis for collectives.
+        spmd_axis_name: mesh axis over which the new axis is laid out.
+        metadata_params: passed to axis metadata that gains or loses the axis.
+
+    Example:
+        >>> from weft.core import init, lift, nn
+        >>> dense = lift.vmap(nn.dense, {"params": 0}, {"params": True}, in_axes=(0, None))
+        >>> y, variables = init(dense)(jax.random.key(0), jax.numpy.ones((5, 3)), 2)
+        >>> y.shape, variables["params"]["kernel"].shape
+        ((5, 2), (5, 3, 2))
+    """
+    lifted = lifting.vmap(
+        ScopeKind("vmap"),
+        with_packed_args(fn),
+        in_axes=(roles_of(variable_axes, split_rngs), in_axes, 0),
+        out_axes=out_axes,
+        axis_size=axis_size,
+        axis_name=axis_name,
+        spmd_axis_name=spmd_axis_name,
+        metadata=dict(metadata_params),
+    )
+    return with_unpacked_args(fn, lifted)
+
+
+def pmap(
+    fn: Fn,
+    variable_axes: Mapping[Any, int | None],
+    split_rngs: Mapping[Any, bool],
+    in_axes: object = 0,
+    out_axes: object = 0,
+    axis_name: str = "devices",
+    devices: Sequence[Any] | None = None,
+    metadata_params: Mapping[Any, Any] = {},
+) -> Fn:
+    """Applies `vmap` with one device for each index, by default the first of `jax.devices()`.
+
+    Mapped axes count from 0. Raises AxisSizeError if there are fewer devices than indices.
+    """
+    lifted = lifting.pmap(
+        ScopeKind("pmap"),
+        with_packed_args(fn),
+        in_axes=(roles_of(variable_axes, split_rngs), in_axes, 0),
+        out_axes=out_axes,
+        axis_name=axis_name,
+        devices=devices,
+        metadata=dict(metadata_params),
+    )
+    return with_unpacked_args(fn, lifted)
+
+
+def shard_map(
+    fn: Fn,
+    variable_specs: Mapping[Any, Any],
+    split_rngs: Mapping[Any, bool],
+    *,
+    mesh: Any,
+    in_specs: object,
+    out_specs: object,
+    axis_names: frozenset[str] = frozenset(),
+    check_vma: bool = True,
+) -> Fn:
+    """Applies `jax.shard_map` to `fn(scope, *args)`.
+
+    Args:
+        variable_specs: by filter of collections, the `PartitionSpec` of the variables.
+        split_rngs: by filter of PRNG streams, whether each device has its own keys.
+        axis_names: mesh axes that `fn` sees; by default all.
+    """
+    spec = jax.sharding.PartitionSpec()
+    roles = Roles(
+        (
+            *((Select(where), spec) for where, spec in variable_specs.items()),
+            *((Select(rngs=where), FORK if split else spec) for where, split in split_rngs.items()),
+        )
+    )
+    lifted = lifting.shard_map(
+        ScopeKind("shard_map"),
+        with_packed_args(fn),
+        mesh=mesh,
+        in_specs=(roles, in_specs, spec),
+        out_specs=out_specs,
+        axis_names=axis_names,
+        check_vma=check_vma,
+    )
+    return with_unpacked_args(fn, lifted)
+
+
+def remat(
+    fn: Fn,
+    variables: Filter = True,
+    rngs: Filter = True,
+    concrete: bool = False,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] = (),
+    policy: Callable[..., bool] | None = None,
+) -> Fn:
+    """Applies `jax.checkpoint` to `fn(scope, *args)`; `concrete` must be False.
+
+    Args:
+        prevent_cse: see `jax.checkpoint`; False inside a scan.
+        static_argnums: arguments that are hashable values, not arrays; 0 is the scope.
+        policy: selects values to store, see `jax.checkpoint_policies`.
+    """
+    if concrete:
+        raise TransformArgumentError(
+            "remat(concrete=True): JAX no longer computes concrete values in it; name the "
+            "arguments that have to be concrete in static_argnums."
+        )
+    check_argnums("lift.remat", "static_argnums", fn, static_argnums)
+    static = as_tuple(static_argnums)
+    packed = with_packed_args(fn)
+
+    @functools.wraps(packed)
+    def of_static(scope: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args = tuple(x.value if isinstance(x, Static) else x for x in args)
+        return packed(scope, args, kwargs)
+
+    lifted = lifting.remat(
+        ScopeKind("remat"),
+        of_static if static else packed,
+        prevent_cse=prevent_cse,
+        policy=policy,
+        in_axes=(shared(variables, rngs), None, None),
+    )
+
+    def with_static(scope: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        at = {i % (len(args) + 1) - 1 for i in static}
+        args = tuple(Static(x) if i in at else x for i, x in enumerate(args))
+        return lifted(scope, args, kwargs)
+
+    return with_unpacked_args(fn, with_static if static else lifted)
+
+
+checkpoint = remat
+
+
+def jit(
+    fn: Fn,
+    variables: Filter = True,
+    rngs: Filter = True,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    device: object = None,
+    backend: str | None = None,
+) -> Fn:
+    """Applies `jax.jit` to `fn(scope, *args)`, compiling once for equal structure.
+
+    The position of the scope does not matter, and a new `fn` with the same code and equal captured
+    values is not recompiled. PRNG streams restart inside, from a key drawn outside.
+
+    Args:
+        static_argnums: arguments that are hashable values, not arrays; 0 is the scope.
+        donate_argnums: arguments whose buffers may be reused for the results.
+        device: device to use instead of the arguments' device.
+
+    Returns:
+        The function. Its `explain_recompile()` describes the cause of a recompilation, and its
+        `lower` is that of `jax.jit`.
+    """
+    check_argnums("lift.jit", "static_argnums", fn, static_argnums)
+    check_argnums("lift.jit", "donate_argnums", fn, donate_argnums)
+    lifted = lifting.jit(
+        ScopeKind("jit", folds=True),
+        fn,
+        of_carriers=shared(variables, rngs),
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+    )
+    if backend is not None:
+        device = jax.devices(backend)[0]
+
+    @functools.wraps(fn)
+    def call(scope: object, *args: object, **kwargs: object) -> Any:
+        if device is None:
+            return lifted(scope, *args, **kwargs)
+        with jax.default_device(device):
+            return lifted(scope, *args, **kwargs)
+
+    call.explain_recompile = lifted.explain_recompile  # pyright: ignore[reportAttributeAccessIssue]
+    call.lower = lifted.lower  # pyright: ignore[reportAttributeAccessIssue]
+    return call
+
+
+def eval_shape(fn: Fn, variables: Filter = True, rngs: Filter = True) -> Fn:
+    """Applies `jax.eval_shape` to `fn(scope, *args)`; changed variables become shapes."""
+    in_axes = (shared(variables, rngs), None, None)
+    lifted = lifting.eval_shape(ScopeKind("eval_shape"), with_packed_args(fn), in_axes=in_axes)
+    return with_unpacked_args(fn, lifted)
+
+
+def checkify(
+    fn: Fn,
+    variables: Filter = True,
+    rngs: Filter = True,
+    errors: object = None,
+) -> Fn:
+    """Applies `jax.experimental.checkify.checkify` to `fn(scope, *args)`.
+
+    The result returns a checkify error and the result of `fn`. `errors` are the enabled checks, by
+    default `checkify.user_checks`.
+    """
+    in_axes = (shared(variables, rngs), None, None)
+    lifted = lifting.checkify(
+        ScopeKind("checkify"), with_packed_args(fn), errors=errors, in_axes=in_axes
+    )
+    return with_unpacked_args(fn, lifted)
+
+
+def named_call(fn: Fn, name: str | None = None) -> Fn:
+    """Names the operations of `fn` in profiles, by default after the function."""
+    shown = name or getattr(fn, "__name__", "fn")
+
+    @functools.wraps(fn)
+    def call(*args: object, **kwargs: object) -> Any:
+        with jax.named_scope(shown):
+            return fn(*args, **kwargs)
+
+    return call
+
+
+Map = Callable[[Any], Any]
+
+
+def _identity(variables: object) -> Any:
+    return variables
+
+
+def map_variables(
+    fn: Fn,
+    mapped_collections: Filter,
+    map_in_fn: Map = _identity,
+    map_out_fn: Map = _identity,
+    init: bool = False,
+    mutable: bool = False,
+    rngs: Filter = True,
+    variables: Filter = True,
+) -> Fn:
+    """Maps the variables that `fn(scope, *args)` sees.
+
+    Args:
+        map_in_fn: maps the dict of those collections to the one that `fn` sees.
+        map_out_fn: maps the dict that `fn` leaves to the one to store.
+        init: whether `fn` first runs on the unmapped collections, to create missing variables if
+            the collections are mutable.
+        mutable: whether `fn` may change the mapped collections.
+
+    Example:
+        >>> from weft.core import init, lift, nn
+        >>> def transposed(variables):
+        ...     return jax.tree.map(lambda x: x.T, variables)
+        >>> decode = lift.map_variables(nn.dense, "params", transposed)
+        >>> def tied(scope, x):
+        ...     hidden = nn.dense(scope, x, 2, bias=False)
+        ...     return decode(scope.rewound(), hidden, 3, bias=False)
+        >>> init(tied)(jax.random.key(0), jax.numpy.ones(3))[0].shape
+        (3,)
+    """
+    kind = ScopeKind("map_variables")
+
+    def map_in(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+        return _map_group(map_in_fn, groups[0]), *groups[1:]
+
+    def map_all_out(found: tuple[Group, ...], left: tuple[Group, ...]) -> tuple[Group, ...]:
+        initial = kind.union(found[0], Group({}, {}, left[0].made))
+        made = map_out_fn(initial.variables) if left[0].made else {}
+        changed = _map_group(map_out_fn, kind.union(found[0], left[0]))
+        return changed._replace(made=made), *left[1:]
+
+    def map_out(found: tuple[Group, ...], left: tuple[Group, ...]) -> tuple[Group, ...]:
+        return map_all_out(found, left) if left[0].variables or left[0].made else left
+
+    def initialize(before: tuple[Group, ...], after: tuple[Group, ...]) -> tuple[Group, ...]:
+        return _map_group(map_out_fn, kind.union(before[0], after[0])), *before[1:]
+
+    mapped = Select(mapped_collections, out=mutable or init)
+    rest = Select(subtract_filters(variables, mapped_collections), rngs)
+    lift = functools.partial(
+        lifting.map_state,
+        kind,
+        with_packed_args(fn),
+        in_axes=(Roles(((mapped, None), (rest, None))), None, None),
+        map_in=map_in,
+    )
+    plain = lift(map_out=map_all_out if mutable else map_out)
+    initializing = lift(map_out=map_all_out, initialize=initialize)
+
+    def lifted(scope: object, args: object, kwargs: object) -> Any:
+        scopes = jax.tree.leaves(scope, is_leaf=kind.is_carrier)
+        makes = init and any(kind.needs_creation(s, mapped_collections) for s in scopes)
+        return (initializing if makes else plain)(scope, args, kwargs)
+
+    return with_unpacked_args(fn, lifted)
+
+
+def _map_group(fn: Map, group: Group) -> Group:
+    return Group(fn(group.variables), group.streams, {})
+
+
+def swap_collection(fn: Fn, col_a: str, col_b: str) -> Fn:
+    """Swaps two collections that `fn(scope, *args)` sees."""
+
+    def swap(collections: dict[str, Any]) -> dict[str, Any]:
+        names = {col_a: col_b, col_b: col_a}
+        return {names[col]: variables for col, variables in collections.items()}
+
+    return map_variables(fn, (col_a, col_b), swap, swap, mutable=True)
+
+
+def fold_rngs(fn: Fn, variables: Filter = True, rngs: Filter = True) -> Fn:
+    """Restarts the PRNG streams that `fn(scope, *args)` sees from a key drawn of each."""
+    in_axes = (shared(variables, rngs), None, None)
+    kind = ScopeKind("fold_rngs", folds=True)
+    return with_unpacked_args(fn, lifting.map_state(kind, with_packed_args(fn), in_axes=in_axes))
+
+
+def tree_map_rngs(fn: Map, tree: object) -> Any:
+    """Maps the keys of PRNG streams, as in the groups of `pack`.
+
+    `fn` maps a key to its replacement, such as several keys along a new axis.
+    """
+
+    def map_one(stream: object) -> Any:
+        return stream.replace(key=fn(stream.key)) if isinstance(stream, Stream) else fn(stream)
+
+    return jax.tree.map(map_one, tree, is_leaf=lambda x: isinstance(x, Stream))

@@ -1,0 +1,178 @@
+"""Tables of models: shapes, dtypes, sizes and FLOPs.
+
+Models run abstractly, and FLOPs are counted by XLA in lowered functions, without compilation.
+"""
+
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from weft.core import meta
+
+
+def to_shapes(tree: Any) -> Any:
+    """Replaces arrays and tracers in a tree by `jax.ShapeDtypeStruct`s.
+
+    Example:
+        >>> to_shapes({"x": jnp.ones(2), "n": 3})
+        {'n': 3, 'x': ShapeDtypeStruct(shape=(2,), dtype=float32)}
+    """
+
+    def one(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
+
+    return jax.tree.map(one, tree)
+
+
+def is_array(x: object) -> bool:
+    """Returns whether a value has a shape and a dtype."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def split_arrays(tree: object) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Returns the arrays of a tree, and a function that replaces them in the tree.
+
+    Example:
+        >>> arrays, fill = split_arrays({"x": jnp.ones(2), "name": "a"})
+        >>> len(arrays), fill([5])
+        (1, {'name': 'a', 'x': 5})
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    at = [i for i, x in enumerate(leaves) if is_array(x)]
+
+    def fill(arrays: Sequence[Any]) -> Any:
+        new = list(leaves)
+        for i, x in zip(at, arrays, strict=True):
+            new[i] = x
+        return structure.unflatten(new)
+
+    return [leaves[i] for i in at], fill
+
+
+def format_tree(value: Any) -> str:
+    """Formats a tree of shapes in lines: `name: value` in dicts, `- value` in lists.
+
+    Example:
+        >>> print(format_tree({"a": jnp.ones(2), "b": [1, None]}))
+        a: float32[2]
+        b:
+        - 1
+        - None
+    """
+    if isinstance(value, Mapping):
+        items = ((f"{name}:", v) for name, v in value.items())
+        return "\n".join(_format_entry(mark, v) for mark, v in items) or "{}"
+    if isinstance(value, list | tuple):
+        return "\n".join(_format_entry("-", v) for v in value) or "[]"
+    if isinstance(value, meta.AxisMetadata):
+        names = getattr(value, "names", None)
+        where = f" P({', '.join(map(str, names))})" if names else f" {type(value).__name__}"
+        return format_tree(value.unbox()) + where
+    if is_array(value):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return getattr(value, "__name__", None) or str(value)
+
+
+def _format_entry(mark: str, value: object) -> str:
+    shown = format_tree(value)
+    nested = isinstance(value, Mapping | list | tuple) and bool(value)
+    if mark == "-":
+        return "- " + shown.replace("\n", "\n  ")
+    if not nested:
+        return f"{mark} {shown}"
+    step = "" if isinstance(value, list | tuple) else "  "
+    return f"{mark}\n{step}" + shown.replace("\n", f"\n{step}")
+
+
+def format_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Formats the arguments of a call, without a list around a single one."""
+    every = [*args, dict(kwargs)] if kwargs else list(args)
+    return format_tree(every[0] if len(every) == 1 else every)
+
+
+def format_size(tree: object) -> str:
+    """Returns the number of elements in a tree and their bytes.
+
+    Example:
+        >>> format_size({"w": jnp.ones((4, 2))})
+        '8 (32 B)'
+    """
+    leaves = [x for x in jax.tree.leaves(tree) if is_array(x)]
+    numbers = sum(math.prod(x.shape) for x in leaves)
+    number_of_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if number_of_bytes < 1000 or unit == "TB":
+            break
+        number_of_bytes /= 1000
+    shown = number_of_bytes if unit == "B" else f"{number_of_bytes:.1f}"
+    return f"{numbers:,} ({shown} {unit})"
+
+
+def flops(fn: Callable[..., Any], *args: object, with_vjp: bool = False) -> int:
+    """Returns the FLOPs that XLA counts in a function of trees of arrays or their shapes.
+
+    With `with_vjp`, includes the gradient of all inputs.
+
+    Example:
+        >>> flops(lambda x: x @ x, jax.ShapeDtypeStruct((4, 4), "float32")) > 0
+        True
+    """
+
+    def run(args: Any) -> Any:
+        return [x for x in jax.tree.leaves(fn(*args)) if is_array(x)]
+
+    def backward(args: object) -> Any:
+        floats, rest = _split_floats(args)
+        out, pullback = jax.vjp(lambda floats: run(_merge_floats(floats, rest)), floats)
+        return pullback(jax.tree.map(_cotangent, out))
+
+    cost: Any = jax.jit(backward if with_vjp else run).lower(args).cost_analysis() or {}
+    return int(cost.get("flops", 0))
+
+
+def _cotangent(x: Any) -> Any:
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+    return x if is_float else np.zeros(x.shape, jax.dtypes.float0)
+
+
+def _split_floats(tree: object) -> tuple[Any, Any]:
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
+    floats = jax.tree.map(lambda x: x if is_float(x) else None, tree)
+    return floats, jax.tree.map(lambda x: None if is_float(x) else x, tree)
+
+
+def _merge_floats(a: object, b: object) -> Any:
+    is_none = lambda x: x is None  # noqa: E731
+    return jax.tree.map(lambda x, y: y if x is None else x, a, b, is_leaf=is_none)
+
+
+def render_table(
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    footers: Sequence[str],
+    table_kwargs: Mapping[str, Any],
+    column_kwargs: Mapping[str, Any],
+    console_kwargs: Mapping[str, Any] | None,
+) -> str:
+    """Returns a table as text, made by rich; the footer "Total" is aligned to the right."""
+    # Imported here, since rich takes longer to import than all modules of this package.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    defaults = {"show_header": True, "show_lines": True, "show_footer": True}
+    table = Table(**{**defaults, **table_kwargs})
+    for name, footer in zip(names, footers, strict=True):
+        total = Text(footer, justify="right" if footer == "Total" else "default")
+        table.add_column(name, footer=total, **column_kwargs)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    terminal = {"force_terminal": True, "force_jupyter": False, **(console_kwargs or {})}
+    console = Console(file=io.StringIO(), **terminal)
+    console.print(table)
+    return "\n" + console.file.getvalue() + "\n"  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,1 @@
+"""Coordination of the processes of a run: rendezvous, agreement, preemption, hangs."""

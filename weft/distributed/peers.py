@@ -1,0 +1,557 @@
+"""Connections between the processes of a run, for agreement and for notice of failures.
+
+A JAX collective waits forever for a late process and cannot name it. Each process therefore also
+keeps a TCP connection to process 0, for lines of JSON:
+
+    to process 0      {"at": 7, "request": null}    has reached the 7th point of agreement
+                      {"alive": "waiting for input"}    from time to time
+                      {"bye": null}              ends, normally or with a reason
+    from process 0    {"go": 7, "stop": null}    all have arrived; stop if any requests to
+                      {"asked": ["signal", "SIGTERM"]}  one requests to stop; arrive soon
+                      {"over": "..."}            one is gone or late; no process can continue
+
+A process that dies closes its connection; one that is stopped or cut off is silent too long. In
+both cases process 0 names it to the others, and they end. A late process that receives this
+message prints the stacks of its threads.
+
+Lines may come from another version or a stranger: one that is not a valid message, is too long or
+nested too deeply is ignored, and printed text is escaped.
+
+The last messages must arrive. If a socket with unread data is closed, the kernel drops data not yet
+delivered, so an ending process keeps reading until the others have closed their side.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple
+
+from weft.distributed.watchdog import dump_stacks, print_error
+from weft.errors import ProcessesNotReadyError, ProcessLostError
+from weft.serialization.untrusted import parse_json, printable
+from weft.typing import T
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_TIMEOUT_SECONDS = 100
+"""Silence after which a process counts as gone; JAX's own default."""
+
+_POLL_SECONDS = 0.1
+_ACTIVITY_SECONDS = 1.0
+_LATE_LOG_SECONDS = 30.0
+MAX_LINE_BYTES = 1 << 16
+"""Maximal number of bytes of a line; a longer one is ignored."""
+
+_MAX_TEXT_LENGTH = 4096  # at most 12 bytes in a line for each character
+_MAX_LATE_SHOWN = 8
+# From the notice that another process is gone to the end of this one if its main thread is stuck.
+_FORCED_EXIT_SECONDS = 10.0
+# JAX aborts the others when process 0 is gone, so they end a little before it.
+_EARLIER_FACTOR = 0.9
+# How long an ending process waits for the others to receive its notice.
+_LEAVE_SECONDS = 5.0
+
+
+class StopRequest(NamedTuple):
+    """Reason why a process requests to stop.
+
+    Attributes:
+        kind: "error", "signal" or "end"; of several requests, the first kind in this order counts.
+        text: the error, the signal's name, or a description of the end.
+    """
+
+    kind: str
+    text: str
+
+
+_REQUEST_KINDS = ("error", "signal", "end")
+
+
+class Peers:
+    """Connections to the other processes; created by `weft.distributed.rendezvous.rendezvous`.
+
+    Args:
+        process_id: index of this process.
+        connections: in process 0 those to all others, in the others the one to process 0.
+        names: names of the processes in messages.
+        heartbeat_timeout_seconds: silence after which a process counts as gone.
+        end_seconds: time that this process may still run after another is gone.
+    """
+
+    def __init__(
+        self,
+        process_id: int,
+        connections: Mapping[int, socket.socket],
+        names: Mapping[int, str],
+        *,
+        heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
+        end_seconds: float = _FORCED_EXIT_SECONDS,
+    ):
+        self._id = process_id
+        self._connections = dict(connections)
+        self._names = dict(names)
+        self._heartbeat_timeout = heartbeat_timeout_seconds
+        self._end_seconds = end_seconds
+        self._changed = threading.Condition(threading.RLock())
+        self._sending = threading.Lock()
+        self._point = 0
+        self._released_point = 0
+        self._agreed_request: StopRequest | None = None
+        self._pending_request: StopRequest | None = None
+        self._failure: str | None = None
+        self._late_failure: str | None = None
+        self._has_left = False
+        self._open = set(self._connections)  # those whose side is not closed
+        self.doing = "starting"
+        heard = time.monotonic()
+        self._heard = dict.fromkeys(self._connections, heard)
+        # In process 0 only: the point that each process has reached.
+        self._reached_points = dict.fromkeys((0, *self._connections), 0)
+        self._requests: dict[int, StopRequest] = {}
+        self._activities = dict.fromkeys(self._connections, "starting")
+        self._lost: set[int] = set()
+        self._first_arrival: float | None = None
+        self._time_limit: float | None = None
+        self._late_logged_at = 0.0
+        for connection in self._connections.values():
+            connection.settimeout(heartbeat_timeout_seconds)
+            # A line need not wait for the acknowledgment of the previous one.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        threading.Thread(target=self._listen, name="weft-peers", daemon=True).start()
+
+    # The interface for the run.
+
+    @property
+    def requested(self) -> StopRequest | None:
+        """The request of some process; all should reach the next point soon."""
+        return self._pending_request
+
+    def agree(
+        self,
+        request: Callable[[], StopRequest | None] | None,
+        *,
+        within_seconds: float | None = None,
+        alive: Callable[[], None] = lambda: None,
+    ) -> StopRequest | None:
+        """Waits until all processes have reached this point; returns the request to stop, or None.
+
+        Args:
+            request: returns this process's request to stop, or None; polled while waiting. None at
+                a point where processes only wait; requests then count for the next one.
+            within_seconds: how long the first process waits for the last; None for no limit.
+            alive: called repeatedly while waiting.
+
+        Raises:
+            ProcessesNotReadyError: if some did not arrive in time.
+            ProcessLostError: if one is gone.
+        """
+        self._point += 1
+        sent = None if request is None else _clip_request(request())
+        at = {"at": self._point, "within": within_seconds, "waits": request is None}
+        self._send_to_coordinator(at | {"request": sent})
+        while True:
+            # Read first: process 0 may have let all continue before it left.
+            coordinator_left = self._id != 0 and 0 in self._lost
+            with self._changed:
+                if self._released_point < self._point and self._failure is None:
+                    self._changed.wait(_POLL_SECONDS)
+                self.check()
+                if self._released_point >= self._point:
+                    return None if request is None else self._agreed_request
+            if coordinator_left:
+                self._on_lost(0, "has ended before the others")
+            alive()
+            if request is not None and sent is None:
+                sent = _clip_request(request())
+                if sent is not None:
+                    self._send_to_coordinator(at | {"request": sent})
+
+    @property
+    def _stops_on_error(self) -> bool:
+        """True if all have agreed to fail, so that the end of one is expected."""
+        return self._agreed_request is not None and self._agreed_request.kind == "error"
+
+    def check(self) -> None:
+        """Raises ProcessLostError if a process is gone, ProcessesNotReadyError if it was late."""
+        if self._late_failure is not None:
+            raise ProcessesNotReadyError(self._late_failure)
+        if self._failure is not None:
+            raise ProcessLostError(self._failure)
+
+    def raise_cause(self, error: BaseException, patience_seconds: float = 2.0) -> None:
+        """Raises the loss of another process as the cause of an error, once it is noticed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._stops_on_error or self._failure is not None, patience_seconds
+            )
+        try:
+            self.check()
+        except (ProcessLostError, ProcessesNotReadyError) as reason:
+            raise reason from error
+
+    def leave(self, why: str | None = None, *, patience_seconds: float = _LEAVE_SECONDS) -> None:
+        """Announces the end of this process, with its error, and waits until the others know.
+
+        If another process is lost, this one is ended within seconds, also after it has left.
+        """
+        if self._has_left:
+            return
+        self._has_left = True
+        for index, connection in self._connections.items():
+            self._send([connection], {"bye": None if why is None else _clip_text(why)})
+            self._shut_down_write(index)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open - self._lost, patience_seconds)
+            if not self._open:
+                self._close()
+
+    # The thread.
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._has_left or self._failure is not None
+
+    def _listen(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                for index, connection in self._connections.items():
+                    selector.register(connection, selectors.EVENT_READ, index)
+                self._read_messages(selector)
+        except Exception as error:  # without this thread no end of a process would be noticed
+            text = f"the connection to other processes failed: {type(error).__name__}: {error}"
+            self._fail(text, late=False)
+        if self._has_left:
+            self._close()
+
+    def _read_messages(self, selector: selectors.BaseSelector) -> None:
+        """Reads until this process ends and the others have closed their side."""
+        buffers = dict.fromkeys(self._connections, b"")
+        pulse, beat, sent = self._heartbeat_timeout / 4, 0.0, None
+        pause, looked = min(pulse, 1.0), time.monotonic()
+        while self._open or not self._is_ending:
+            for key, _ in selector.select(pause):
+                lines = self._read(key.data, buffers)
+                for line in lines or ():
+                    if not self._is_ending:
+                        self._on_line(key.data, line)
+                if lines is None:
+                    selector.unregister(key.fileobj)
+                    self._on_closed(key.data)
+            now = time.monotonic()
+            away, looked = now - looked - pause, now
+            if self._is_ending:
+                continue
+            if away > pulse:  # this process was stopped; the others need not have been silent
+                with self._changed:
+                    self._heard = {i: min(at + away, now) for i, at in self._heard.items()}
+                    if self._first_arrival is not None:
+                        self._first_arrival = min(self._first_arrival + away, now)
+            # Sent soon if the activity has changed, since the process may freeze during it.
+            due = _ACTIVITY_SECONDS if self.doing != sent else pulse
+            if now - beat >= min(due, pulse):
+                beat, sent = now, self.doing
+                self._send(self._connections.values(), {"alive": _clip_text(sent)})
+            self._check_timeouts(now)
+
+    def _read(self, index: int, buffers: dict[int, bytes]) -> list[bytes] | None:
+        """Returns the lines that have come from a process; None at the end."""
+        try:
+            data = self._connections[index].recv(MAX_LINE_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            return None
+        self._heard[index] = time.monotonic()
+        *lines, rest = (buffers[index] + data).split(b"\n")
+        buffers[index] = rest[: MAX_LINE_BYTES + 1]  # enough to know that it is too long
+        return lines
+
+    def _on_closed(self, index: int) -> None:
+        if self._id == 0 or self._has_left:
+            self._shut_down_write(index)
+        if index not in self._lost:  # it did not send "bye"
+            self._on_lost(index, "has ended without notice, killed or crashed")
+        with self._changed:
+            self._open.discard(index)
+            self._changed.notify_all()
+
+    def _on_line(self, index: int, line: bytes) -> None:
+        message = decode_message(line)
+        if not message:
+            logger.warning("%s sent an invalid message; it is ignored", self._names[index])
+        elif "bye" in message:
+            with self._changed:
+                self._lost.add(index)
+                self._changed.notify_all()
+            # If process 0 has failed, it waits a little until the others have ended.
+            if self._id == 0 or message["bye"] is None:
+                self._shut_down_write(index)
+            if message["bye"] is not None and not self._stops_on_error:
+                self._on_lost(index, f"has failed: {message['bye']}")
+        elif self._id == 0:
+            self._activities[index] = message.get("alive", self._activities[index])
+            if "at" in message:
+                self._on_arrival(index, message)
+        elif "go" in message:
+            with self._changed:
+                if "stop" in message:
+                    self._agreed_request = _to_stop_request(message["stop"])
+                    self._pending_request = None
+                self._released_point = message["go"]
+                self._changed.notify_all()
+        elif "asked" in message:
+            self._pending_request = _to_stop_request(message["asked"])
+        elif "over" in message:
+            late, missing = message.get("late", False), message.get("missing", ())
+            self._fail(message["over"], late=late, missing=missing)
+
+    def _check_timeouts(self, now: float) -> None:
+        for index, heard in self._heard.items():
+            if index not in self._lost and now - heard > self._heartbeat_timeout:
+                self._on_lost(index, f"has sent nothing for {now - heard:.0f} s")
+        with self._changed:
+            if self._id or self._first_arrival is None:
+                return
+            waited = now - self._first_arrival
+            furthest = max(self._reached_points.values())
+            missing = [i for i, at in self._reached_points.items() if at < furthest]
+        ended = [i for i in missing if i in self._lost]
+        if ended:
+            self._on_lost(ended[0], "has ended before the others")
+        elif missing and self._time_limit is not None and waited > self._time_limit:
+            text = (
+                f"not ready within {self._time_limit:g} s: {self._describe_missing(missing)}. "
+                "All others were waiting. If it is not frozen, its log has the stacks of its "
+                "threads."
+            )
+            self._broadcast({"over": text, "late": True, "missing": missing})
+            self._fail(text, late=True, missing=missing)
+        elif missing and min(waited, now - self._late_logged_at) > _LATE_LOG_SECONDS:
+            self._late_logged_at = now
+            described = self._describe_missing(missing)
+            logger.warning("after %.0f s still waiting for %s", waited, described)
+
+    def _describe_missing(self, missing: list[int]) -> str:
+        doing = self._activities | {0: self.doing}
+        described = [f"{self._names[i]}, which is {doing[i]}" for i in missing]
+        return join_first(described, _MAX_LATE_SHOWN, "; ")
+
+    # Process 0, which coordinates all.
+
+    def _send_to_coordinator(self, message: dict[str, Any]) -> None:
+        if self._id == 0:
+            self._on_arrival(0, message)
+        else:
+            self._send([self._connections[0]], {"alive": _clip_text(self.doing)}, message)
+
+    def _on_arrival(self, index: int, message: dict[str, Any]) -> None:
+        with self._changed:
+            # A request that comes after all have continued counts for the next point.
+            is_new = message["at"] > self._released_point
+            if is_new:
+                self._reached_points[index] = message["at"]
+                self._time_limit = message.get("within")
+                if self._first_arrival is None:
+                    self._first_arrival = time.monotonic()
+            request = _to_stop_request(message.get("request"))
+            if request is not None:
+                self._requests[index] = self._pending_request = request
+                self._broadcast({"asked": request})
+            if is_new and min(self._reached_points.values()) == message["at"]:
+                go: dict[str, Any] = {"go": message["at"]}
+                if not message.get("waits"):
+                    requests = sorted(
+                        self._requests.values(), key=lambda r: _REQUEST_KINDS.index(r.kind)
+                    )
+                    self._agreed_request = requests[0] if requests else None
+                    self._requests, self._pending_request = {}, None
+                    go["stop"] = self._agreed_request
+                self._first_arrival = None
+                self._broadcast(go)
+                self._released_point = message["at"]
+                self._changed.notify_all()
+
+    def _broadcast(self, message: dict[str, Any]) -> None:
+        self._send([c for i, c in self._connections.items() if i not in self._lost], message)
+
+    def _send(self, connections: Iterable[socket.socket], *messages: dict[str, Any]) -> None:
+        with self._sending:
+            for connection in connections:
+                send_messages(connection, *messages)
+
+    def _shut_down_write(self, index: int) -> None:
+        with contextlib.suppress(OSError):
+            self._connections[index].shutdown(socket.SHUT_WR)
+
+    def _close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+
+    # Ends.
+
+    def _on_lost(self, index: int, how: str) -> None:
+        self._lost.add(index)
+        if self._is_ending:
+            return
+        text = f"{self._names[index]} {how.rstrip('.')}. This process cannot continue without it."
+        if self._id == 0:
+            self._broadcast({"over": text, "late": False})
+        self._fail(text, late=False)
+
+    def _fail(self, text: str, *, late: bool, missing: Collection[int] = ()) -> None:
+        """Ends this process: by an error in its main thread, or by force after a while.
+
+        The force is needed even after the error, since at exit JAX waits for all processes.
+        """
+        with self._changed:
+            if self._failure is not None or self._has_left:
+                return
+            seconds = self._end_seconds * (_EARLIER_FACTOR if self._id else 1)
+            timer = threading.Timer(seconds, self._force_exit, args=(text,))
+            timer.daemon = True
+            timer.start()
+            if self._id in missing:  # before the main thread continues
+                print_error(dump_stacks())
+            self._failure, self._late_failure = text, text if late else None
+            self._changed.notify_all()
+        logger.error("%s", text)
+
+    def _force_exit(self, text: str) -> None:
+        print_error(f"weft: {text}")
+        os._exit(1)
+
+
+def send_messages(connection: socket.socket, *messages: Mapping[str, Any]) -> None:
+    """Sends messages as lines of JSON; the loss of the connection is noticed when reading."""
+    with contextlib.suppress(OSError):
+        connection.sendall(b"".join(json.dumps(message).encode() + b"\n" for message in messages))
+
+
+def decode_message(line: bytes) -> dict[str, Any]:
+    """Returns the message in a line, with its texts made printable; {} if it is invalid.
+
+    >>> decode_message(b'{"at": 3}'), decode_message(b"GET / HTTP/1.1")
+    ({'at': 3}, {})
+    >>> decode_message(b'{"at": "now"}')
+    {}
+    """
+    if len(line) > MAX_LINE_BYTES:
+        return {}
+    try:
+        message = parse_json(line)
+    except ValueError:
+        return {}
+    if isinstance(message, dict) and all(
+        name in _FIELDS and _FIELDS[name](value) for name, value in message.items()
+    ):
+        return {name: _escape_text(value) for name, value in message.items()}
+    return {}
+
+
+def _escape_text(value: object) -> object:
+    """Returns texts without control characters, with all lines after the first indented."""
+    if isinstance(value, list):
+        return [_escape_text(inner) for inner in value]
+    if isinstance(value, str):
+        return re.sub(r"\n(?!    )", "\n    ", printable(value))
+    return value
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_stop_request(value: object) -> bool:
+    if isinstance(value, list) and len(value) == 2:
+        return value[0] in _REQUEST_KINDS and _is_text(value[1])
+    return value is None
+
+
+def _is_time_limit(value: object) -> bool:
+    return value is None or (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    )
+
+
+# The fields of messages, including those of the rendezvous.
+_FIELDS: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("at", "go", "process", "of", "pid"), _is_count),
+    **dict.fromkeys(("alive", "over", "token", "host", "refused", "welcome"), _is_text),
+    **dict.fromkeys(("request", "stop", "asked"), _is_stop_request),
+    **dict.fromkeys(("waits", "late"), lambda value: isinstance(value, bool)),
+    "bye": lambda value: value is None or _is_text(value),
+    "within": _is_time_limit,
+    "missing": lambda value: isinstance(value, list) and all(map(_is_count, value)),
+}
+
+
+def join_first(texts: Sequence[str], limit: int, separator: str) -> str:
+    """Joins the first texts and counts the others.
+
+    >>> join_first(["a", "b", "c"], 2, ", ")
+    'a, b and 1 more'
+    """
+    more = len(texts) - limit
+    shown = separator.join(texts[:limit])
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _clip_text(text: str) -> str:
+    """Returns the text, shortened to its start and end if it does not fit into a line."""
+    half = _MAX_TEXT_LENGTH // 2
+    return text if len(text) <= _MAX_TEXT_LENGTH else f"{text[:half]} … {text[-half:]}"
+
+
+def _clip_request(request: StopRequest | None) -> StopRequest | None:
+    return request and StopRequest(request.kind, _clip_text(request.text))
+
+
+def _to_stop_request(value: Sequence[str] | None) -> StopRequest | None:
+    return None if value is None else StopRequest(*value)
+
+
+class ThreadStack(threading.local, Generic[T]):
+    """Stack of each thread."""
+
+    def __init__(self) -> None:
+        self.items: list[T] = []
+
+    @property
+    def top(self) -> T | None:
+        """The last item; None if there is none."""
+        return self.items[-1] if self.items else None
+
+
+_PEERS = ThreadStack[Peers]()
+
+
+@contextlib.contextmanager
+def use_peers(peers: Peers) -> Iterator[Peers]:
+    """Makes connections available to the runs of this thread, and closes them after the block."""
+    _PEERS.items.append(peers)
+    try:
+        yield peers
+    except BaseException as error:
+        peers.leave(f"{type(error).__name__}: {error}")
+        raise
+    else:
+        peers.leave()
+    finally:
+        _PEERS.items.pop()
+
+
+def current_peers() -> Peers | None:
+    """Returns the connections of this thread; None without any."""
+    return _PEERS.top

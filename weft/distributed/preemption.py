@@ -1,0 +1,439 @@
+"""Graceful stop of a run by a signal, between two steps and after a checkpoint.
+
+A signal may come while the step is compiled or runs, is evaluated or saved, or while the run waits
+for input. A second thread does the work that would block the main thread in C++ for long, so that
+the main thread notices signals.
+
+All processes must stop after the same step: one that runs another step would wait for the others
+forever. Before each step, each batch of an evaluation, and the result of a compilation, they meet
+at a point of agreement (`Peers.agree`). A process that waits for its input or its compiler
+notices the request of another to stop and goes to the point. An input that ends early or fails in
+one process stops all of them:
+
+    process 0    step 4    SIGTERM, comes to the point          saves step 4
+    process 1    step 4    waits for input, is asked to stop    saves step 4
+
+A process that diverges leaves the others waiting in the next collective, so an observation of one
+process (a full disk, a damaged file, its clock) is exchanged before any process acts on it, by
+`broadcast_from_first`, `max_over_processes` or `DelayedMax`.
+"""
+
+import contextlib
+import itertools
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from weft.distributed.peers import Peers, StopRequest, ThreadStack, current_peers, use_peers
+from weft.distributed.rendezvous import connect_peers
+from weft.distributed.watchdog import handle_stop_signals
+from weft.errors import LossSpikeError, ProcessLostError, UndefinedLossException
+from weft.input import PrefetchingIterator
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1
+_COMPILE_THREAD = "weft-compile"
+
+
+class StopRun(BaseException):
+    """Ends the steps of a run; all processes raise it at the same point.
+
+    It is not an Exception, so that error handling does not catch it. `request` is the reason, and
+    `error` the error that this process raises after it has saved, if any.
+    """
+
+    def __init__(self, request: StopRequest, error: Exception | None = None):
+        super().__init__(request.text)
+        self.request = request
+        self.error = error
+
+
+class GracefulStop:
+    """Context in which SIGTERM, SIGHUP and Ctrl-C stop the run instead of ending the process.
+
+    A closed terminal sends SIGHUP; if it is ignored, as under `nohup`, it stays ignored. A second
+    Ctrl-C raises KeyboardInterrupt. Only the main thread can handle signals; in other threads
+    nothing is changed.
+
+    Args:
+        peers: the connections to the other processes; None for a single process.
+        report: called with the current activity, and repeatedly while waiting for others.
+        patience_seconds: how much longer than another process one may take to restore or to
+            compile.
+
+    Example:
+        >>> with GracefulStop() as stop:
+        ...     signal.raise_signal(signal.SIGTERM)
+        ...     stop.signal_name, stop.agreed("running").text
+        ('SIGTERM', 'SIGTERM')
+    """
+
+    def __init__(
+        self,
+        peers: Peers | None = None,
+        report: Callable[[str], None] = lambda doing: None,
+        patience_seconds: float | None = None,
+    ) -> None:
+        self.signal_name: str | None = None
+        self._peers = peers
+        self._report = report
+        self._patience_seconds = patience_seconds
+        self._within: float | None = None
+        self._now = "starting"
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> "GracefulStop":
+        def on_signal(number: signal.Signals) -> None:
+            if self.signal_name is not None and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.signal_name = number.name
+
+        self._exit.enter_context(handle_stop_signals(on_signal))
+        _ACTIVE.items.append(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _ACTIVE.items.remove(self)
+        self._exit.close()
+
+    # Agreeing.
+
+    def doing(self, what: str) -> None:
+        """Announces the current activity to the watchdog and the other processes."""
+        self._now = what
+        if self._peers is not None:
+            self._peers.doing = what
+        self._report(what)
+
+    @property
+    def stop_requested(self) -> bool:
+        """True if a process requests a stop or is gone, so that the next point should come soon."""
+        if self._peers is None:
+            return self.signal_name is not None
+        self._peers.check()
+        return self.signal_name is not None or self._peers.requested is not None
+
+    def agreed(
+        self, doing: str, own: StopRequest | None = None, *, within_seconds: float | None = None
+    ) -> StopRequest | None:
+        """Returns why all processes stop here, or None. All must call it equally often.
+
+        Args:
+            doing: the next activity.
+            own: why this process requests to stop, in addition to a signal.
+            within_seconds: how long the first process waits here for the last.
+
+        Raises:
+            ProcessesNotReadyError: if some do not arrive in time.
+            ProcessLostError: if one is gone.
+        """
+
+        def request() -> StopRequest | None:
+            if own is None and self.signal_name is not None:
+                return StopRequest("signal", self.signal_name)
+            return own
+
+        if self._peers is None:
+            self.doing(doing)
+            return own or (self.signal_name and StopRequest("signal", self.signal_name)) or None
+        stop = self._peers.agree(
+            request,
+            within_seconds=within_seconds,
+            alive=lambda: self._report(f"waiting for the other processes before {doing}"),
+        )
+        self.doing(doing)
+        return stop
+
+    def check(self, doing: str) -> None:
+        """Raises StopRun if any process requests to stop; all processes must call it."""
+        stop = self.agreed(doing)
+        if stop is not None:
+            raise StopRun(stop)
+
+    @contextlib.contextmanager
+    def barrier_after(self, doing: str) -> Iterator[None]:
+        """Runs a block that all processes must complete before any of them continues.
+
+        Raises:
+            ProcessesNotReadyError: if one takes longer than another by more than the patience.
+            ProcessLostError: if one is gone.
+        """
+        before = self._now, self._within
+        self.doing(doing)
+        self._within = self._patience_seconds
+        try:
+            yield
+            self.barrier()
+        finally:
+            self._within = before[1]
+        self.doing(before[0])
+
+    def barrier(self) -> None:
+        """Waits for all processes; within `barrier_after`, no longer than its patience."""
+        if self._peers is None:
+            return
+        what = f"waiting for the other processes while {self._now}"
+        self._peers.agree(None, within_seconds=self._within, alive=lambda: self._report(what))
+        self._report(self._now)
+
+    # Waiting.
+
+    @contextlib.contextmanager
+    def next_batch(
+        self, batches: PrefetchingIterator, doing: str, *, within_seconds: float | None = None
+    ) -> Iterator[Any]:
+        """Yields the next batch; at the end of the block, all processes agree on using theirs.
+
+        If they stop, or one fails in its block, all raise StopRun, and no batch is consumed.
+        """
+        own, error = None, None
+        is_ready = batches.ready(_POLL_SECONDS)
+        while not is_ready and not self.stop_requested:
+            is_ready = batches.ready(_POLL_SECONDS)
+        if is_ready:
+            try:
+                yield batches.peek()
+            except StopIteration:
+                own = StopRequest("end", "input ended")
+            except Exception as raised:
+                where = f"process {jax.process_index()} of {jax.process_count()} has failed"
+                own = StopRequest("error", f"{where}: {type(raised).__name__}: {raised}")
+                error = raised
+        stop = self.agreed(doing, own, within_seconds=within_seconds)
+        if stop is None:
+            next(batches)
+            return
+        if stop.kind == "error" and error is None:
+            error = ProcessLostError(
+                f"{stop.text.rstrip('.')}. The training up to this point is saved."
+            )
+        raise StopRun(stop, error if stop.kind == "error" else None)
+
+    def compile(self, lowered: jax.stages.Lowered) -> None:
+        """Compiles a program, unless a process requests to stop before it is done.
+
+        JAX caches the result for the later call. An abandoned compilation cannot be ended and
+        continues in its thread; see `still_compiling`.
+        """
+        done, failure = threading.Event(), []
+
+        def work() -> None:
+            try:
+                lowered.compile()
+            except BaseException as error:  # raised in the main thread
+                failure.append(error)
+            finally:
+                done.set()
+
+        threading.Thread(target=work, name=_COMPILE_THREAD).start()
+        while not done.wait(_POLL_SECONDS):
+            if self.stop_requested:
+                return
+        if failure:
+            raise failure[0]
+
+    def compile_on_all(self, lowered: jax.stages.Lowered, name: str) -> StopRun | None:
+        """Compiles a program; all processes meet afterwards, or as soon as one requests to stop.
+
+        Returns None if all have compiled it, else the end of the run in all processes, with the
+        compiler's error if it fails here.
+        """
+        self.doing(f"compiling {name}")
+        failure, own = None, None
+        try:
+            self.compile(lowered)
+        except Exception as error:
+            failure, own = error, StopRequest("error", f"compiling {name}: {error}")
+        stop = self.agreed(f"computing {name}", own, within_seconds=self._patience_seconds)
+        stop = stop or own
+        return None if stop is None else StopRun(stop, failure)
+
+
+class InterruptibleJit:
+    """Jitted function whose compilation a request to stop the run interrupts.
+
+    Outside a run it is only the function. All processes must make the same calls. `name` is the
+    name of its result, for the watchdog.
+    """
+
+    def __init__(self, jitted: jax.stages.Wrapped, name: str):
+        self._jitted, self._name = jitted, name
+        self._compiled: set[tuple] = set()
+
+    def __call__(self, *args: object) -> Any:
+        if _ACTIVE.top is not None:
+            leaves, tree = jax.tree.flatten(args)
+            signature = (tree, *((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves))
+            if signature not in self._compiled:
+                stop = _ACTIVE.top.compile_on_all(self._jitted.lower(*args), self._name)
+                if stop is not None:
+                    raise stop
+                self._compiled.add(signature)
+        return self._jitted(*args)
+
+
+def still_compiling() -> bool:
+    """Returns whether an abandoned compilation is running, which delays the end of the process."""
+    return any(thread.name == _COMPILE_THREAD for thread in threading.enumerate())
+
+
+_ACTIVE = ThreadStack[GracefulStop]()
+
+
+def stop_point(doing: str) -> None:
+    """Raises StopRun if the run should stop, at a point in long work that all processes reach.
+
+    Do not catch it. Outside a run it does nothing. An evaluation has such a point before each
+    batch.
+    """
+    if _ACTIVE.top is not None:
+        _ACTIVE.top.check(doing)
+
+
+def compile_unless_stopped(lowered: jax.stages.Lowered, name: str) -> bool:
+    """Compiles an optional program in all processes; returns whether to use it.
+
+    It returns False if the run is about to stop, or if another process cannot compile it, and
+    raises the compiler's error in this process.
+    """
+    stop = None if _ACTIVE.top is None else _ACTIVE.top.compile_on_all(lowered, name)
+    if stop is not None and stop.error is not None:
+        raise stop.error
+    return stop is None
+
+
+@contextlib.contextmanager
+def barrier_after(doing: str) -> Iterator[None]:
+    """Applies `GracefulStop.barrier_after` of the current run, if there is one."""
+    with contextlib.nullcontext() if _ACTIVE.top is None else _ACTIVE.top.barrier_after(doing):
+        yield
+
+
+def barrier() -> None:
+    """Waits for all processes of a run, before work that would hang without one of them."""
+    if _ACTIVE.top is not None:
+        _ACTIVE.top.barrier()
+
+
+@contextlib.contextmanager
+def batches_until_stopped(
+    iterator: Any, stream: Callable[[Any], Iterable[Any]], name: str
+) -> Iterator[Iterator[Any]]:
+    """Yields the batches of work within a step, such as an evaluation, with a `stop_point` each.
+
+    In a run, `stream`'s batches of the source `iterator` are prefetched, so that a slow source does
+    not delay a stop; all processes end with the first whose batches end. The source is closed.
+    """
+    if _ACTIVE.top is not None and hasattr(iterator, "get_state"):
+        with PrefetchingIterator(iterator, stream=stream) as batches:
+            yield _until_stopped(_ACTIVE.top, batches, name)
+        return
+    try:
+        yield iter(stream(iterator))
+    finally:
+        getattr(iterator, "close", lambda: None)()
+
+
+def _until_stopped(stop: GracefulStop, batches: PrefetchingIterator, name: str) -> Iterator[Any]:
+    for n in itertools.count(1):
+        stop.doing(f"waiting for batch {n} of {name}")
+        try:
+            with stop.next_batch(batches, f"running batch {n} of {name}") as batch:
+                pass
+        except StopRun as stopped:
+            if stopped.error is not None:
+                raise stopped.error from None
+            if stopped.request.kind == "end":
+                return
+            raise
+        yield batch
+
+
+@contextlib.contextmanager
+def graceful_stop(
+    report: Callable[[str], None], readiness_timeout_seconds: float
+) -> Iterator[GracefulStop]:
+    """Opens a `GracefulStop` with this thread's connections to other processes, or new ones.
+
+    An error caused by the end of another process becomes a ProcessLostError that names it.
+    """
+    with contextlib.ExitStack() as stack:
+        peers = current_peers()
+        if peers is None:
+            peers = connect_peers(readiness_timeout_seconds)
+            if peers is not None:
+                stack.enter_context(use_peers(peers))
+        try:
+            yield stack.enter_context(GracefulStop(peers, report, readiness_timeout_seconds))
+        except (ProcessLostError, UndefinedLossException, LossSpikeError):
+            raise  # all processes raise the latter two together
+        except Exception as error:
+            if peers is not None:
+                peers.raise_cause(error)
+            raise
+
+
+# Exchange of numbers. All processes must call these at the same points; with one process they cost
+# nothing. In a run, they wait first where a late process is named, and then in a collective.
+
+
+def broadcast_from_first(number: int) -> int:
+    """Returns process 0's number, an int32.
+
+    >>> broadcast_from_first(3)
+    3
+    """
+    if jax.process_count() == 1:
+        return number
+    barrier()
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def max_over_processes(number: int) -> int:
+    """Returns the largest of all processes' numbers, which are int32.
+
+    >>> max_over_processes(3)
+    3
+    """
+    if jax.process_count() == 1:
+        return number
+    barrier()
+    return int(np.max(multihost_utils.process_allgather(np.int32(number))))
+
+
+class DelayedMax:
+    """Largest number of all processes, one call late, so that no step waits for it.
+
+    Example:
+        >>> later = DelayedMax()
+        >>> later(3), later(0)
+        (3, 0)
+    """
+
+    def __init__(self) -> None:
+        self._pending: jax.Array | None = None  # result of the previous call
+
+    def __call__(self, number: int) -> int:
+        """Sends this process's int32 to the others; returns the largest of the previous call.
+
+        The first call returns 0; with one process, each call returns `number`.
+        """
+        if jax.process_count() == 1:
+            return number
+        mesh = Mesh(np.array(jax.devices()), ("devices",))
+        local_numbers = np.full(len(jax.local_devices()), number, np.int32)
+        sharding = NamedSharding(mesh, PartitionSpec("devices"))
+        all_numbers = jax.make_array_from_process_local_data(sharding, local_numbers)
+        # JAX caches the compiled reduction by the function and its sharding.
+        largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        before, self._pending = self._pending, largest(all_numbers)
+        return 0 if before is None else int(before)

@@ -1,0 +1,135 @@
+"""Signals that stop a process, and a watchdog that prints all threads' stacks when a step hangs.
+
+SIGQUIT prints them at once: `kill -QUIT`, or Ctrl-Backslash on a terminal. An unread pipe, such as
+that of a frozen launcher, blocks its writers, and `faulthandler` blocks all threads when it writes
+there; so a process prints from threads of their own, and does not wait for them.
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+logger = logging.getLogger(__name__)
+
+_PRINT_SECONDS = 1.0
+
+
+def call_with_timeout(call: Callable[..., object], *args: object, **kwargs: object) -> None:
+    """Runs a call that may block, such as `logger.error`, and continues after at most a second."""
+    thread = threading.Thread(target=call, args=args, kwargs=kwargs, daemon=True)
+    thread.start()
+    thread.join(_PRINT_SECONDS)
+
+
+def print_error(text: str) -> None:
+    """Prints to the process's own standard error, even if `sys.stderr` is replaced."""
+    file = sys.__stderr__ or sys.stderr
+    if file is not None:
+        call_with_timeout(print, text, file=file, flush=True)
+
+
+def dump_stacks() -> str:
+    """Returns the stacks as `faulthandler` shows them, with the caller's as the current one."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
+
+@contextlib.contextmanager
+def handle_stop_signals(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Handles SIGTERM, Ctrl-C and SIGHUP, unless that is ignored, as under `nohup`.
+
+    Only the main thread can handle signals; in other threads, nothing is changed.
+    """
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                previous[number] = signal.signal(
+                    number, lambda number, frame: handler(signal.Signals(number))
+                )
+    try:
+        yield
+    finally:
+        for number, handled in previous.items():
+            signal.signal(number, handled)
+
+
+class Watchdog:
+    """Context manager that prints all threads' stacks after a time without reports, and at SIGQUIT.
+
+    Args:
+        timeout_seconds: time without a report before the stacks are printed, repeatedly; None for
+            never.
+        crash_after_seconds: time after which SIGABRT ends the process; None for never.
+
+    Attributes:
+        doing: activity of the run at the last report.
+
+    Example:
+        >>> with Watchdog(timeout_seconds=60.0) as watchdog:
+        ...     watchdog.report("step 1")
+    """
+
+    def __init__(
+        self, timeout_seconds: float | None = None, crash_after_seconds: float | None = None
+    ):
+        self._timeout = timeout_seconds
+        self._crash_after = crash_after_seconds
+        self._stopped = threading.Event()
+        self._last = time.monotonic()
+        self.doing = "starting"
+        self._thread: threading.Thread | None = None
+
+    def report(self, doing: str) -> None:
+        """Reports that the run is alive, and its next activity."""
+        self._last, self.doing = time.monotonic(), doing
+
+    @property
+    def silent_seconds(self) -> float:
+        """Time since the last report."""
+        return time.monotonic() - self._last
+
+    def __enter__(self) -> "Watchdog":
+        self._last = time.monotonic()
+        if hasattr(faulthandler, "register"):  # not on Windows
+            stderr = sys.__stderr__ or sys.stderr
+            faulthandler.register(signal.SIGQUIT, file=stderr, all_threads=True)
+        if self._timeout is not None or self._crash_after is not None:
+            self._thread = threading.Thread(target=self._watch, name="weft-watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stopped.set()
+        if hasattr(faulthandler, "unregister"):
+            faulthandler.unregister(signal.SIGQUIT)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        limits = [t for t in (self._timeout, self._crash_after) if t is not None]
+        printed_at = 0.0
+        while not self._stopped.wait(min(limits) / 4):
+            silent = time.monotonic() - self._last
+            due = time.monotonic() - printed_at
+            if self._timeout is not None and min(silent, due) > self._timeout:
+                printed_at = time.monotonic()
+                self._print_stacks(silent)
+            if self._crash_after is not None and silent > self._crash_after:
+                self._print_stacks(silent)
+                os.kill(os.getpid(), signal.SIGABRT)
+                return
+
+    def _print_stacks(self, silent: float) -> None:
+        message = "No progress for %.0f s while %s. The stacks of all threads:"
+        call_with_timeout(logger.error, message, silent, self.doing)
+        print_error(dump_stacks())

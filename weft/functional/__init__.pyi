@@ -1,0 +1,81 @@
+from weft.functional.activation import (
+    ActivationFn as ActivationFn, ACTIVATIONS as ACTIVATIONS,
+    get_activation_fn as get_activation_fn,
+)
+from weft.functional.arrays import (
+    canonicalize_dtype as canonicalize_dtype, check_sizes as check_sizes,
+    over_batch_axes as over_batch_axes, promote_dtype as promote_dtype, same_ndim as same_ndim,
+    to_ndim as to_ndim,
+)
+from weft.functional.attention import (
+    attention_context as attention_context, attention_logits as attention_logits,
+    attention_probs as attention_probs, cap_logits as cap_logits,
+    dot_product_attention as dot_product_attention, per_dim_scale as per_dim_scale,
+    relative_to_absolute as relative_to_absolute,
+    sigmoid_attention_probs as sigmoid_attention_probs, xl_attention_logits as xl_attention_logits,
+)
+from weft.functional.attention_mask import (
+    and_masks as and_masks, bool_to_bias as bool_to_bias, causal_mask as causal_mask,
+    evaluate_mask as evaluate_mask, left_right_window_mask as left_right_window_mask,
+    MaskFn as MaskFn, NEG_INF as NEG_INF, or_masks as or_masks, segment_mask as segment_mask,
+    sliding_window_causal_mask as sliding_window_causal_mask,
+    truncated_key_mask as truncated_key_mask,
+)
+from weft.functional.conv import (
+    conv as conv, conv_local as conv_local, conv_transpose as conv_transpose,
+)
+from weft.functional.conv_shape import (
+    compute_conv_paddings as compute_conv_paddings,
+    compute_conv_transpose_paddings as compute_conv_transpose_paddings,
+    conv_dilate_window as conv_dilate_window, conv_explicit_padding as conv_explicit_padding,
+    conv_output_shape as conv_output_shape,
+    conv_transpose_explicit_padding as conv_transpose_explicit_padding,
+    conv_transpose_output_shape as conv_transpose_output_shape, ConvPadding as ConvPadding,
+    lax_conv_padding as lax_conv_padding, NAMED_PADDINGS as NAMED_PADDINGS, pad_conv as pad_conv,
+    pad_conv_transpose as pad_conv_transpose, Padding as Padding, per_axis as per_axis,
+)
+from weft.functional.dropout import (
+    drop_tokens as drop_tokens, dropout as dropout, get_dropout_mask as get_dropout_mask,
+    get_stochastic_depth_linear_rate as get_stochastic_depth_linear_rate,
+    stochastic_depth as stochastic_depth,
+)
+from weft.functional.embedding import (
+    alibi_bias as alibi_bias, alibi_slopes as alibi_slopes, apply_rotary as apply_rotary,
+    as_ids as as_ids, attend as attend, llama3_frequencies as llama3_frequencies, lookup as lookup,
+    rotary_frequencies as rotary_frequencies, rotary_sincos as rotary_sincos, sincos as sincos,
+    sinusoidal_positions as sinusoidal_positions, yarn_frequencies as yarn_frequencies,
+    yarn_magnitude as yarn_magnitude,
+)
+from weft.functional.initializers import draw as draw, fan_sizes as fan_sizes
+from weft.functional.linear import (
+    broadcast_bias as broadcast_bias, dense as dense, dense_general as dense_general,
+    project as project, project_weight_axes as project_weight_axes,
+)
+from weft.functional.loss import (
+    absolute_error as absolute_error, activation_flops as activation_flops,
+    binary_cross_entropy as binary_cross_entropy, categorical_hinge_loss as categorical_hinge_loss,
+    contrastive_logits as contrastive_logits, contrastive_loss as contrastive_loss,
+    cross_entropy as cross_entropy, elementwise_similarity as elementwise_similarity,
+    focal_loss as focal_loss, generalized_iou as generalized_iou, huber_error as huber_error,
+    kl_divergence as kl_divergence, nearest_neighbor_entropy_loss as nearest_neighbor_entropy_loss,
+    pairwise_loss as pairwise_loss, rank_pairs as rank_pairs,
+    sigmoid_cross_entropy as sigmoid_cross_entropy, squared_error as squared_error,
+    weighted_mean as weighted_mean, with_cosine_margin as with_cosine_margin,
+)
+from weft.functional.norm import (
+    batch_norm as batch_norm, group_norm as group_norm, l2_normalize as l2_normalize,
+    layer_norm as layer_norm, normalize_sum as normalize_sum, number_of_groups as number_of_groups,
+    rms_norm as rms_norm,
+)
+from weft.functional.pooling import (
+    avg_pool as avg_pool, max_pool as max_pool, min_pool as min_pool, pool as pool,
+)
+from weft.functional.sampling import (
+    chain as chain, LogitsToLogitsFn as LogitsToLogitsFn, sample_token as sample_token,
+    scale_by as scale_by, top_k_logits as top_k_logits, top_p_logits as top_p_logits,
+)
+from weft.functional.statistics import (
+    compute_mean_square_with_segment_ids as compute_mean_square_with_segment_ids,
+    moments as moments, segment_mean as segment_mean,
+    update_running_average as update_running_average,
+)

@@ -1,0 +1,163 @@
+"""Helpers of layers for ranks, batch axes, sizes and dtypes.
+
+Axes are added explicitly, since JAX's own rank promotion may be forbidden by
+`jax_numpy_rank_promotion`. A layer computes in its own dtype, or in the promoted one of its arrays:
+a floating-point or complex dtype, even where all inputs are integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Num
+
+from weft.errors import ArgumentValueError
+from weft.typing import DType
+
+
+def to_ndim(x: Num[Array, "*shape"], ndim: int) -> Num[Array, "*ones_and_shape"]:
+    """Returns `x` with axes of size 1 prepended, up to at least `ndim`; scalars stay scalars.
+
+    >>> to_ndim(jnp.ones(3), 2).shape, to_ndim(jnp.array(1.0), 2).shape
+    ((1, 3), ())
+    """
+    x = jnp.asarray(x)
+    return lax.expand_dims(x, range(ndim - x.ndim)) if 0 < x.ndim < ndim else x
+
+
+def same_ndim(*xs: Num[Array, "..."]) -> list[Num[Array, "..."]]:
+    """Returns arrays with axes of size 1 prepended, up to the largest number of axes.
+
+    >>> [x.shape for x in same_ndim(jnp.ones((2, 3)), jnp.ones(3))]
+    [(2, 3), (1, 3)]
+    """
+    ndim = max(map(jnp.ndim, xs))
+    return [to_ndim(x, ndim) for x in xs]
+
+
+def positions(size: int, ndim: int) -> Num[Array, "*ones size"]:
+    """Returns `0, 1, ..., size - 1` along the last of `ndim` axes.
+
+    >>> positions(3, 2).tolist()
+    [[0, 1, 2]]
+    """
+    return to_ndim(jnp.arange(size), ndim)
+
+
+def over_batch_axes(
+    fn: Callable[[Array], Array], x: Num[Array, "*batch_and_item"], item_ndim: int
+) -> Num[Array, "*batch_and_result"]:
+    """Calls `fn` with the batch axes of `x` merged into one, and restores them in the result.
+
+    `item_ndim` is the number of axes after the (zero or more) batch axes.
+
+    >>> import jax.numpy as jnp
+    >>> over_batch_axes(lambda x: x.sum(axis=1), jnp.ones((2, 3, 4, 5)), 2).shape
+    (2, 3, 5)
+    """
+    free = x.ndim - item_ndim
+    if free == 1:
+        return fn(x)
+    batch: tuple[Any, ...] = x.shape[:free]
+    y = fn(x.reshape(math.prod(batch), *x.shape[free:]))
+    return y.reshape(*batch, *y.shape[1:])
+
+
+def as_tuple(sizes: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns sizes or axes as a tuple; a number becomes a tuple of one.
+
+    >>> as_tuple(2), as_tuple([2, 3])
+    ((2,), (2, 3))
+    """
+    return (int(sizes),) if isinstance(sizes, int | np.integer) else tuple(sizes)
+
+
+def check_sizes(layer: str, **sizes: Any) -> None:
+    """Raises unless each size is a positive integer, a sequence of these, or None.
+
+    Args:
+        layer: the layer's name, for errors.
+        **sizes: by the names that users know.
+
+    Raises:
+        ArgumentValueError: naming the layer and the size.
+
+    >>> check_sizes("Dense", features=3, kernel_size=(2, 2), num_groups=None)
+    """
+    for name, value in sizes.items():
+        for size in value if isinstance(value, tuple | list) else (value,):
+            if type(size) is int and size > 0:
+                continue
+            is_integer = isinstance(size, int | np.integer) and not isinstance(size, bool)
+            if (is_integer and size <= 0) or isinstance(size, bool | float | complex | str):
+                raise ArgumentValueError(
+                    f"{layer} was given {name}={value!r}; expected "
+                    + ("positive integers." if value is not size else "a positive integer.")
+                )
+
+
+def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> DType:
+    """Returns the dtype of a computation.
+
+    Args:
+        *args: arrays or numbers; None is ignored.
+        dtype: returned if given; by default the dtype that `args` promote to.
+        inexact: whether the dtype must be floating-point or complex; integers alone then promote
+            to float32.
+
+    Raises:
+        ArgumentValueError: if `dtype` must be inexact but is not, or no dtype can be inferred.
+
+    >>> canonicalize_dtype(jnp.ones(2, jnp.bfloat16), 1)
+    dtype(bfloat16)
+    >>> canonicalize_dtype(jnp.ones(2, jnp.int32)).name
+    'float32'
+    """
+    if dtype is None:
+        common = _promoted_dtype([x for x in args if x is not None])
+        fits = not inexact or jnp.issubdtype(common, jnp.inexact)
+        return common if fits else jnp.promote_types(jnp.float32, common)
+    if inexact and not jnp.issubdtype(dtype, jnp.inexact):
+        raise ArgumentValueError(
+            f"dtype={jnp.dtype(dtype).name} cannot hold fractions: this computes in a floating-"
+            "point or complex dtype. Leave dtype out, or give one such as jnp.float32."
+        )
+    return dtype
+
+
+def promote_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> list[Any]:
+    """Returns the arguments as arrays of one dtype; None stays None.
+
+    `dtype` and `inexact` are those of `canonicalize_dtype`.
+
+    Raises:
+        ArgumentValueError: see `canonicalize_dtype`.
+
+    >>> x, bias, scale = promote_dtype(jnp.ones(2, jnp.bfloat16), None, 2)
+    >>> x.dtype.name, bias, scale.dtype.name
+    ('bfloat16', None, 'bfloat16')
+    """
+    dtype = canonicalize_dtype(*args, dtype=dtype, inexact=inexact)
+    return [x if x is None or _has_dtype(x, dtype) else jnp.asarray(x, dtype) for x in args]
+
+
+def _has_dtype(x: Any, dtype: Any) -> bool:
+    """Returns whether `x` is a JAX array of that dtype, and not weakly typed."""
+    return getattr(x, "weak_type", True) is False and x.dtype == dtype
+
+
+def _promoted_dtype(args: Sequence[Any]) -> Any:
+    if not args:
+        raise ArgumentValueError(
+            "The dtype is unknown: neither a dtype nor an array was given; pass at least one."
+        )
+    common = getattr(args[0], "dtype", None)
+    if all(_has_dtype(x, common) for x in args):
+        return common  # promotion is slow, and most often there is nothing to promote
+    return jnp.result_type(*(x if hasattr(x, "dtype") else jnp.asarray(x) for x in args))

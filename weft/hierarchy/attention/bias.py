@@ -1,0 +1,464 @@
+"""Biases of attention logits as structured objects, and layers that compute them.
+
+Most biases are masks, 0 or `NEG_INF`, with a short description: causal, within a window, within a
+segment. Until its `value()` is computed, a bias object keeps this description, so that an
+implementation of attention can `split` a sum `a + b` and handle the parts it knows specially.
+
+The layers return values, `Float[Array, "batch #heads time time"]`, for a model that shares one bias
+among all layers. An attention layer can also mask by itself: see its field `mask`.
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, Generic, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from weft import struct
+from weft.config import (
+    REQUIRED,
+    ConfigOr,
+    Required,
+    config_class,
+    config_for_class,
+    config_for_function,
+)
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional import alibi_bias, alibi_slopes, attention_mask
+from weft.functional.arrays import to_ndim
+from weft.functional.attention_mask import (
+    NEG_INF,
+    MaskFn,
+    and_masks,
+    bool_to_bias,
+    causal_mask,
+    evaluate_mask,
+    left_right_window_mask,
+    sliding_window_causal_mask,
+)
+from weft.hierarchy.base_layer import BaseLayer
+from weft.typing import DType, Tensor
+
+B = TypeVar("B", bound="BaseAttentionBias")
+
+
+class BaseAttentionBias(struct.PyTreeNode):
+    """Bias added to attention logits. A subclass defines `value`."""
+
+    dtype: DType = struct.field(pytree_node=False, kw_only=True, default=jnp.float32)
+
+    def value(self) -> Tensor | None:
+        """Returns `Float[Array, "#batch #heads target source"]`, or None for a bias of 0."""
+        raise NotImplementedError(type(self))
+
+    def eval_shape(self) -> tuple[int, ...] | None:
+        """Returns the shape of the value, or None if it has none."""
+        value = jax.eval_shape(self.value)
+        return None if value is None else value.shape
+
+    def has_value(self) -> bool:
+        """Returns False if the value is None."""
+        return self.eval_shape() is not None
+
+    def __add__(self, other: "BaseAttentionBias | Tensor | None") -> "BaseAttentionBias":
+        return CompositeAttentionBias(
+            [*self._parts(), *as_attention_bias(other)._parts()]
+        )._simplify()
+
+    __radd__ = __add__
+
+    def _parts(self) -> "list[BaseAttentionBias]":
+        return [self] if self.has_value() else []
+
+    @classmethod
+    def from_sequence(cls, biases: "Sequence[BaseAttentionBias]") -> "BaseAttentionBias":
+        """Returns one bias of this class equal to the sum; raises ArgumentValueError if none is."""
+        if len(biases) == 1:
+            return biases[0]
+        raise ArgumentValueError(
+            f"{len(biases)} biases of the class {cls.__name__} cannot be combined into one; add "
+            "them up, or `split` by a more general class."
+        )
+
+    def bias_and_residual(self, cls: type[B]) -> "BiasAndResidual[B]":
+        """Splits the bias into the part of class `cls`, or None, and the rest."""
+        of_class: Any = [part for part in self._parts() if isinstance(part, cls)]
+        rest = [part for part in self._parts() if not isinstance(part, cls)]
+        taken: Any = cls.from_sequence(of_class) if of_class else None
+        return BiasAndResidual(
+            bias=taken,
+            residual=CompositeAttentionBias(rest)._simplify(),
+        )
+
+    def astype(self, dtype: DType) -> Self:
+        """Returns the bias with a value of another dtype."""
+        return self.replace(dtype=dtype)
+
+
+class BiasAndResidual(struct.PyTreeNode, Generic[B]):
+    """Pair of the part of a bias of the requested class, or None, and the rest; can be unpacked."""
+
+    bias: B | None
+    residual: BaseAttentionBias
+
+    def __iter__(self):
+        return iter((self.bias, self.residual))
+
+
+class CompositeAttentionBias(BaseAttentionBias):
+    """Sum of biases; masks among them are joined first."""
+
+    biases: Sequence[BaseAttentionBias]
+
+    def _parts(self) -> list[BaseAttentionBias]:
+        return [part for bias in self.biases for part in bias._parts()]
+
+    def _simplify(self) -> BaseAttentionBias:
+        if not self.biases:
+            return ZeroAttentionBias()
+        return self.biases[0] if len(self.biases) == 1 else self
+
+    def value(self) -> Tensor | None:
+        parts = self._parts()
+        masks: list[Any] = [p.bool_value() for p in parts if isinstance(p, BoolAttentionBias)]
+        values: list[Any] = [p.value() for p in parts if not isinstance(p, BoolAttentionBias)]
+        if masks:
+            values.append(bool_to_bias(functools.reduce(jnp.logical_and, masks)))
+        return functools.reduce(operator.add, values).astype(self.dtype) if values else None
+
+
+class TensorAttentionBias(BaseAttentionBias):
+    """Bias given by its value; see `from_tensor`."""
+
+    _value: Tensor
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> "TensorAttentionBias":
+        """Returns a bias of the given value, `Float[Array, "#batch #heads target source"]`.
+
+        A value without the axis of heads, or batch and heads, is broadcast over these.
+        """
+        return cls(_add_heads_axis(tensor), dtype=tensor.dtype)
+
+    def value(self) -> Tensor:
+        return self._value.astype(self.dtype)
+
+    @classmethod
+    def from_sequence(cls, biases: Sequence[BaseAttentionBias]) -> BaseAttentionBias:
+        value = CompositeAttentionBias(list(biases)).value()
+        assert value is not None  # each of them has one
+        return cls.from_tensor(value)
+
+
+class BoolAttentionBias(BaseAttentionBias):
+    """Mask: 0 where attending is allowed, `NEG_INF` elsewhere. A subclass defines `bool_value`."""
+
+    def bool_value(self) -> Tensor | None:
+        """Returns `Bool[Array, "#batch #heads target source"]`, or None if all is allowed."""
+        raise NotImplementedError(type(self))
+
+    def value(self) -> Tensor | None:
+        mask = self.bool_value()
+        return None if mask is None else bool_to_bias(mask).astype(self.dtype)
+
+    @classmethod
+    def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
+        if len(biases) == 1 or cls is not BoolAttentionBias:
+            return super().from_sequence(biases)
+        return BoolTensorAttentionBias.from_sequence(biases)
+
+
+class BoolTensorAttentionBias(BoolAttentionBias):
+    """Mask given by its value; see `from_tensor`."""
+
+    _bool_value: Tensor
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> "BoolTensorAttentionBias":
+        """Returns a mask with the given value.
+
+        Args:
+          tensor: `Bool[Array, "#batch #heads target source"]`, True where attending is allowed.
+            Without the axis of heads, or batch and heads, it is broadcast over these.
+
+        Raises:
+          ArgumentValueError: if it is not boolean.
+        """
+        if tensor.dtype != jnp.bool_:
+            raise ArgumentValueError(
+                f"a mask of the dtype {tensor.dtype} was given; expected bool, True where "
+                "attending is allowed. For a bias, use TensorAttentionBias."
+            )
+        return cls(_add_heads_axis(tensor))
+
+    def bool_value(self) -> Tensor:
+        return self._bool_value
+
+    @classmethod
+    def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
+        return cls.from_tensor(functools.reduce(jnp.logical_and, [b.bool_value() for b in biases]))
+
+
+class MaskFnAttentionBias(BoolAttentionBias):
+    """Mask computed by a function of positions.
+
+    Attributes:
+      target_positions: `Int[Array, "#batch target"]`, of the queries.
+      source_positions: `Int[Array, "#batch source"]`, of the keys.
+    """
+
+    mask: MaskFn = struct.field(pytree_node=False)
+    target_positions: Tensor
+    source_positions: Tensor
+
+    @classmethod
+    def default_config(cls, mask: ConfigOr[MaskFn]) -> Any:
+        """Returns a config without positions, for the field `mask` of an attention layer."""
+        return config_for_class(cls).set(mask=mask)
+
+    def bool_value(self) -> Tensor:
+        return attention_mask.evaluate_mask(self.mask, self.target_positions, self.source_positions)
+
+    @classmethod
+    def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
+        first, *others = biases
+        same = all(
+            b.target_positions is first.target_positions
+            and b.source_positions is first.source_positions
+            for b in others
+        )
+        if others and same:
+            return MaskFnAttentionBias(
+                and_masks(*(b.mask for b in biases)), first.target_positions, first.source_positions
+            )
+        return super().from_sequence(biases)
+
+
+class CausalAttentionBias(MaskFnAttentionBias):
+    """Mask by which each position attends to itself and earlier positions."""
+
+    mask: MaskFn = struct.field(pytree_node=False, default=causal_mask, kw_only=True)
+
+    @classmethod
+    def default_config(cls) -> Any:
+        """Returns a config without positions, for the field `mask` of an attention layer."""
+        return config_for_class(cls)
+
+    @classmethod
+    def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
+        same = all(b.target_positions is biases[0].target_positions for b in biases)
+        return biases[0] if same else super().from_sequence(biases)
+
+
+class SlidingWindowAttentionBias(MaskFnAttentionBias):
+    """Mask for attention to each position itself and `sliding_window_size` positions before it."""
+
+    sliding_window_size: int = struct.field(pytree_node=False, kw_only=True)
+
+    @classmethod
+    def default_config(cls, sliding_window_size: int) -> Any:
+        """Returns a config without positions, for the field `mask` of an attention layer."""
+        mask = config_for_function(sliding_window_causal_mask)
+        return config_for_class(cls).set(
+            mask=mask.set(sliding_window_size=sliding_window_size),
+            sliding_window_size=sliding_window_size,
+        )
+
+
+class LeftRightWindowAttentionBias(MaskFnAttentionBias):
+    """Mask by which each position attends to itself and some positions on both sides.
+
+    Attributes:
+      left_context: number of positions before it; None for all.
+      right_context: number of positions after it; None for all.
+    """
+
+    left_context: int | None = struct.field(pytree_node=False, kw_only=True)
+    right_context: int | None = struct.field(pytree_node=False, kw_only=True)
+
+    @classmethod
+    def default_config(cls, left_context: int | None, right_context: int | None) -> Any:
+        """Returns a config without positions, for the field `mask` of an attention layer."""
+        window = {"left_context": left_context, "right_context": right_context}
+        mask = config_for_function(left_right_window_mask).set(**window)
+        return config_for_class(cls).set(mask=mask, **window)
+
+
+class SegmentIdAttentionBias(BoolAttentionBias):
+    """Mask by which each position attends to its segment; ids are `Int[Array, "batch time"]`."""
+
+    segment_ids: Tensor
+
+    def bool_value(self) -> Tensor:
+        return attention_mask.segment_mask(self.segment_ids, self.segment_ids)
+
+
+class ZeroAttentionBias(BoolAttentionBias):
+    """No bias."""
+
+    def bool_value(self) -> None:
+        return None
+
+
+def as_attention_bias(bias: BaseAttentionBias | Tensor | None) -> BaseAttentionBias:
+    """Returns a bias as an object: itself, a wrapped value, or a `ZeroAttentionBias` for None."""
+    if bias is None:
+        return ZeroAttentionBias()
+    return bias if isinstance(bias, BaseAttentionBias) else TensorAttentionBias.from_tensor(bias)
+
+
+def split(bias: BaseAttentionBias, *cls: type[BaseAttentionBias]) -> tuple[Any, ...]:
+    """Splits a bias by class.
+
+    Returns:
+      The part of each class, in order, a `ZeroAttentionBias` where it has none, and the rest.
+
+    Example:
+      >>> ids = jnp.array([[1, 1, 2]])
+      >>> bias = make_causal_biases(3)[None, None] + SegmentIdAttentionBias(ids)
+      >>> causal, segments, rest = split(bias, CausalAttentionBias, SegmentIdAttentionBias)
+      >>> causal.has_value(), segments.segment_ids.tolist(), type(rest).__name__
+      (False, [[1, 1, 2]], 'TensorAttentionBias')
+    """
+    parts: list[BaseAttentionBias] = []
+    for one in cls:
+        taken = bias.bias_and_residual(one)
+        parts.append(ZeroAttentionBias() if taken.bias is None else taken.bias)
+        bias = taken.residual
+    return (*parts, bias)
+
+
+def make_causal_biases(seq_len: int) -> Tensor:
+    """Returns the bias of causal attention, `Float[Array, "seq_len seq_len"]`.
+
+    Example:
+      >>> (make_causal_biases(2) < 0).tolist()
+      [[False, True], [False, False]]
+    """
+    return _bias_from_mask(causal_mask, seq_len)
+
+
+def make_sliding_window_causal_biases(seq_len: int, sliding_window_size: int) -> Tensor:
+    """Returns the bias of attention to `sliding_window_size` positions before each."""
+    return _bias_from_mask(sliding_window_causal_mask(sliding_window_size), seq_len)
+
+
+def make_segment_mask(*, source_segments: Tensor, target_segments: Tensor) -> Tensor:
+    """Returns the bias of attention within segments, `Float[Array, "batch 1 target source"]`.
+
+    Segment ids are `Int[Array, "batch source"]` and `Int[Array, "batch target"]`.
+    """
+    return bool_to_bias(attention_mask.segment_mask(target_segments, source_segments))
+
+
+def _bias_from_mask(mask: MaskFn, seq_len: int) -> Tensor:
+    positions = jnp.arange(seq_len)
+    return bool_to_bias(mask(positions[:, None], positions[None]))
+
+
+def _add_heads_axis(tensor: Tensor) -> Tensor:
+    if tensor.ndim not in (2, 3, 4):
+        raise ArgumentShapeError(
+            f"an attention bias has the shape {tensor.shape}; expected (batch, heads, target, "
+            "source), (batch, target, source) or (target, source)."
+        )
+    if tensor.ndim == 2:
+        tensor = tensor[None]
+    return tensor if tensor.ndim == 4 else tensor[:, None]
+
+
+def compute_padding_biases(input_ids: Tensor, *, pad_token_id: int | None) -> Tensor:
+    """Returns the bias that masks padding, `Float[Array, "batch 1 time time"]`.
+
+    Args:
+      input_ids: `Int[Array, "batch time"]`.
+      pad_token_id: None if the inputs have no padding.
+
+    Example:
+      >>> (compute_padding_biases(jnp.array([[5, 0]]), pad_token_id=0) == 0).tolist()
+      [[[[True, False], [False, False]]]]
+    """
+    padding = jnp.zeros(input_ids.shape) if pad_token_id is None else input_ids == pad_token_id
+    bias = padding * NEG_INF
+    return bias[:, None, :, None] + bias[:, None, None, :]
+
+
+def apply_attention_logit_biases(
+    logits: Tensor, attention_logit_biases: Tensor | None = None
+) -> Tensor:
+    """Returns the sum of logits and a bias, in the dtype of the logits.
+
+    Args:
+      logits: `Float[Array, "batch heads target source"]`.
+      attention_logit_biases: `Float[Array, "#batch #heads #target #source"]`, or None.
+    """
+    if attention_logit_biases is None:
+        return logits
+    biases = to_ndim(attention_logit_biases, logits.ndim)
+    return logits + biases.astype(logits.dtype)
+
+
+def alibi_get_slopes(num_heads: int) -> list[float]:
+    """Returns the slope by which each head's logits fall with distance (Press et al., 2022).
+
+    Example:
+      >>> alibi_get_slopes(4)
+      [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    return alibi_slopes(num_heads).tolist()
+
+
+class AttentionLogitBiasLayer(BaseLayer):
+    """Layer whose bias lets positions attend to their own segment."""
+
+    def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
+        """Returns a bias, `Float[Array, "batch #heads time time"]`.
+
+        Args:
+          segment_ids: `Int[Array, "batch time"]`.
+          positions: `Int[Array, "batch time"]` within the segments.
+        """
+        del positions
+        return make_segment_mask(source_segments=segment_ids, target_segments=segment_ids)
+
+
+class FullAttentionLogitBiasLayer(AttentionLogitBiasLayer):
+    """Layer whose bias lets positions attend to their whole segment."""
+
+
+class CausalAttentionLogitBiasLayer(AttentionLogitBiasLayer):
+    """Layer whose bias lets positions attend to themselves and earlier ones of their segment."""
+
+    def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
+        causal = bool_to_bias(evaluate_mask(causal_mask, positions, positions))
+        return causal + super().forward(segment_ids=segment_ids, positions=positions)
+
+
+class ALiBiAttentionLogitBiasLayer(CausalAttentionLogitBiasLayer):
+    """Layer for causal attention whose logits fall with distance, with one slope per head."""
+
+    @config_class
+    class Config(CausalAttentionLogitBiasLayer.Config):
+        """Configures an ALiBiAttentionLogitBiasLayer."""
+
+        num_heads: Required[int] = REQUIRED
+
+    def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
+        falling = alibi_bias(alibi_slopes(self.config.num_heads), positions, positions)
+        return falling + super().forward(segment_ids=segment_ids, positions=positions)
+
+
+class SymmetricALiBiAttentionLogitBiasLayer(FullAttentionLogitBiasLayer):
+    """Layer for bidirectional attention whose logits fall with distance, one slope per head."""
+
+    @config_class
+    class Config(FullAttentionLogitBiasLayer.Config):
+        """Configures a SymmetricALiBiAttentionLogitBiasLayer."""
+
+        num_heads: Required[int] = REQUIRED
+
+    def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
+        falling = alibi_bias(alibi_slopes(self.config.num_heads), positions, positions)
+        return falling + super().forward(segment_ids=segment_ids, positions=positions)

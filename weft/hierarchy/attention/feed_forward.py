@@ -1,0 +1,266 @@
+"""Residual layers, and the feed-forward layer of a transformer.
+
+    structure        y =
+    "prenorm"        x + f(norm(x))
+    "postnorm"       norm(x + f(x))
+    "hybridnorm"     x + postnorm(f(prenorm(x)))
+    "hybridnorm_v2"  z + postnorm(f(z))  with  z = prenorm(x)
+    "v2"             out_norm(x + res_norm(f(in_norm(x)))), each norm optional
+    "nonorm"         f(x), with the skip connection elsewhere
+
+Dropout and stochastic depth apply to the branch after its norms, right before the sum.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from weft.config import (
+    REQUIRED,
+    FunctionConfigBase,
+    InstantiableConfig,
+    Required,
+    config_class,
+    config_for_function,
+)
+from weft.errors import LayerConfigError
+from weft.functional import get_activation_fn
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy.layers.linear import Linear
+from weft.hierarchy.layers.normalization import LayerNorm
+from weft.hierarchy.layers.stochastic import Dropout, StochasticDepth
+from weft.hierarchy.module import Module
+from weft.hierarchy.parameter_spec import constant_spec
+from weft.typing import Tensor
+
+
+class NormPosition(enum.Enum):
+    """Position of a norm."""
+
+    IN_NORM = "in_norm"
+    """Before the branch."""
+    RES_NORM = "res_norm"
+    """After the branch, before the sum."""
+    OUT_NORM = "out_norm"
+    """After the sum."""
+
+
+_IN, _RES, _OUT = NormPosition.IN_NORM, NormPosition.RES_NORM, NormPosition.OUT_NORM
+
+# Names of the children by structure and position.
+_NORMS: dict[str, dict[NormPosition, str]] = {
+    "prenorm": {_IN: "norm"},
+    "postnorm": {_OUT: "norm"},
+    "hybridnorm": {_IN: "prenorm", _RES: "postnorm"},
+    "hybridnorm_v2": {_IN: "prenorm", _RES: "postnorm"},
+    "v2": {position: position.value for position in NormPosition},
+    "nonorm": {},
+}
+
+
+class ResidualLayer(BaseLayer):
+    """Base of layers with a skip connection.
+
+    A subclass adds norms with `_add_norms` and computes its branch between `_enter_branch` and
+    `_leave_branch`.
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a ResidualLayer.
+
+        Attributes:
+          structure: placement of norms; see the table in the module docstring.
+          norm: config of all norms, or one per position. With the structure "v2", only the given
+            positions have norms.
+          dropout: dropout of the branch.
+          stochastic_depth: drops the whole branch.
+          residual_gate_init: initial value of a learned factor of the branch; None for no factor.
+        """
+
+        structure: str = "prenorm"
+        norm: InstantiableConfig | dict[NormPosition, InstantiableConfig] = (
+            LayerNorm.default_config()
+        )
+        dropout: InstantiableConfig = Dropout.default_config()
+        stochastic_depth: InstantiableConfig = StochasticDepth.default_config()
+        residual_gate_init: float | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if cfg.structure not in _NORMS:
+            raise LayerConfigError(
+                f"{self.path()}: structure={cfg.structure!r} is unknown; expected one of "
+                f"{', '.join(_NORMS)}."
+            )
+        self._norms: dict[NormPosition, str] = {}
+
+    def _add_norms(self, dim: int) -> None:
+        cfg = self.config
+        norm_names = _NORMS[cfg.structure]
+        norms: Any = cfg.norm if isinstance(cfg.norm, dict) else dict.fromkeys(norm_names, cfg.norm)
+        by_choice = cfg.structure == "v2"
+        if by_choice and not isinstance(cfg.norm, dict):
+            raise LayerConfigError(
+                f"{self.path()}: structure='v2' needs a dict of norms by position, such as "
+                "{NormPosition.IN_NORM: RMSNorm.default_config()}, but norm is one config."
+            )
+        if not by_choice and norms.keys() != norm_names.keys():
+            raise LayerConfigError(
+                f"{self.path()}: structure={cfg.structure!r} has norms at "
+                f"{', '.join(map(str, norm_names))}, but norm has {', '.join(map(str, norms))}."
+            )
+        for position, norm in norms.items():
+            self._norms[position] = norm_names[position]
+            self._add_child(norm_names[position], norm.clone(input_dim=dim))
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        init = self.config.residual_gate_init
+        if init is None:
+            return {}
+        return {"residual_gate": constant_spec((), init, mesh_axes=())}
+
+    def _normalize(self, position: NormPosition, x: Tensor) -> Tensor:
+        return getattr(self, self._norms[position])(x) if position in self._norms else x
+
+    def _enter_branch(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        normalized = self._normalize(_IN, x)
+        return (normalized if self.config.structure == "hybridnorm_v2" else x), normalized
+
+    def _leave_branch(
+        self,
+        skipped: Tensor,
+        y: Tensor,
+        *,
+        dropout: Callable[[Tensor], Tensor],
+        weight: float = 1.0,
+    ) -> Tensor:
+        """Returns the layer's output for a branch output `y`, which is scaled by `weight`."""
+        y = self.stochastic_depth(dropout(self._normalize(_RES, y)))
+        y = y if weight == 1 else y * weight
+        if self.config.residual_gate_init is not None:
+            y = y * self.parameters["residual_gate"].astype(y.dtype)
+        if self.config.structure == "nonorm":
+            return y
+        return self._normalize(_OUT, skipped + y)
+
+
+def scaled_hidden_dim(scale: float = 4) -> FunctionConfigBase:
+    """Returns a hidden dimension of `scale` times the input dimension, rounded.
+
+    Example:
+      >>> scaled_hidden_dim(2.5).set(input_dim=8).instantiate()
+      20
+    """
+    return config_for_function(scale_dim).set(scale=scale)
+
+
+def scale_dim(input_dim: int, *, scale: float) -> int:
+    """Returns `scale * input_dim`, rounded."""
+    return round(input_dim * scale)
+
+
+class TransformerFeedForwardLayer(ResidualLayer):
+    """Residual layer with the branch `linear2(activation(linear1(x)))`, gated with two activations.
+
+    Gated means `linear2(activation0(linear1_0(x)) * activation1(linear1_1(x)))` (Shazeer, 2020).
+    """
+
+    @config_class
+    class Config(ResidualLayer.Config):
+        """Configures a TransformerFeedForwardLayer.
+
+        Attributes:
+          input_dim: the size of input and output.
+          hidden_dim: the size between the linear maps, or a function of `input_dim`, such as
+            `scaled_hidden_dim(4)`.
+          activation: the name of the activation, such as "nn.gelu"; two names for a gated layer,
+            such as ("nn.silu", "linear").
+          hidden_dropout: between activation and `linear2`; None for that of the branch, or for
+            none with structure="postnorm".
+          residual_weight: a factor of the branch.
+          add_dead_neuron_summary: whether to report, per activation, the number of hidden
+            dimensions that are 0 for all inputs.
+          add_value_rms_norm_summary: values whose root mean square to report: "linear1_outputs",
+            "linear2_outputs".
+        """
+
+        input_dim: Required[int] = REQUIRED
+        hidden_dim: Required[int | FunctionConfigBase] = REQUIRED
+        linear1: InstantiableConfig = Linear.default_config().set(
+            param_partition_spec=(None, "model")
+        )
+        activation: str | tuple[str, str] = "nn.relu"
+        linear2: InstantiableConfig = Linear.default_config().set(
+            param_partition_spec=("model", None)
+        )
+        hidden_dropout: InstantiableConfig | None = None
+        residual_weight: float = 1.0
+        add_dead_neuron_summary: bool | None = None
+        add_value_rms_norm_summary: Sequence[str] = []
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        names = cfg.add_value_rms_norm_summary
+        if unknown := set(names) - {"linear1_outputs", "linear2_outputs"}:
+            raise LayerConfigError(
+                f"{self.path()}: add_value_rms_norm_summary has {sorted(unknown)}; expected "
+                "'linear1_outputs' or 'linear2_outputs'."
+            )
+        hidden_dim: Any = cfg.hidden_dim
+        if not isinstance(hidden_dim, int):
+            hidden_dim = hidden_dim.set(input_dim=cfg.input_dim).instantiate()
+        self._add_norms(cfg.input_dim)
+        linear1 = cfg.linear1.set(input_dim=cfg.input_dim, output_dim=hidden_dim)
+        if isinstance(cfg.activation, str):
+            self._activations = {"linear1": cfg.activation}
+        else:
+            self._activations = {f"linear1_{i}": name for i, name in enumerate(cfg.activation)}
+        for name in self._activations:
+            self._add_child(name, linear1)
+        self._add_child("linear2", cfg.linear2.set(input_dim=hidden_dim, output_dim=cfg.input_dim))
+        # With the norm after the sum, only the branch's output is dropped.
+        if cfg.structure == "postnorm" and cfg.hidden_dropout is None:
+            self._dropouts = ["dropout"]
+        else:
+            hidden = cfg.dropout if cfg.hidden_dropout is None else cfg.hidden_dropout
+            self._dropouts = ["dropout1", "dropout2"]
+            self._add_child("dropout1", hidden)
+        self._add_child(self._dropouts[-1], cfg.dropout)
+        self._add_child("stochastic_depth", cfg.stochastic_depth)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Applies the layer to `Float[Array, "*batch input_dim"]`."""
+        cfg = self.config
+        self._add_tensor_stats("inputs", inputs)
+        skipped, x = self._enter_branch(inputs)
+        x = self._linear1_activation(x)
+        if len(self._dropouts) == 2:
+            x = getattr(self, self._dropouts[0])(x)
+        x = self._remat_name(self.linear2(x), "linear2_0")
+        self._report("linear2_outputs", x)
+        outputs = self._leave_branch(
+            skipped, x, dropout=getattr(self, self._dropouts[-1]), weight=cfg.residual_weight
+        )
+        self._add_tensor_stats("outputs", outputs)
+        return outputs
+
+    def _linear1_activation(self, x: Tensor) -> Tensor:
+        hidden = None
+        for i, (linear, activation) in enumerate(self._activations.items()):
+            y = self._remat_name(getattr(self, linear)(x), f"linear1_{i}")
+            self._report("linear1_outputs" if i == 0 else f"linear1_{i}_outputs", y)
+            y = get_activation_fn(activation)(y)
+            if self.config.add_dead_neuron_summary:
+                largest = jnp.max(jnp.abs(y), axis=tuple(range(y.ndim - 1)))
+                self.add_summary(f"dead_neurons/{i}_{activation}", jnp.sum(largest == 0))
+            hidden = y if hidden is None else hidden * y
+        assert hidden is not None  # there is at least one activation
+        return hidden
+
+    def _report(self, name: str, value: Tensor) -> None:
+        self._add_tensor_stats(name, value)
+        if name in self.config.add_value_rms_norm_summary:
+            self.add_summary(f"rms_norm/{name}", jnp.sqrt(jnp.mean(jnp.square(value))))

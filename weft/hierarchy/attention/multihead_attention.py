@@ -1,0 +1,588 @@
+"""Multi-head attention, over a whole sequence or in decoding steps.
+
+    query ── i_proj ── scale ─┐
+    key ──── i_proj ── scale ─┴─ logits + biases ── softmax ── dropout ─┐
+    value ── i_proj ────────────────────────────────────────────────────┴─ context ── o_proj
+
+A decoding step first writes its keys and values to the cache, then reads those of all positions so
+far. `time_step` counts the cached positions of each sequence.
+
+The logits of Transformer-XL attention depend on relative positions (Dai et al., 2019):
+
+    logit(i, j) = (q_i + u) · k_j  +  (q_i + v) · r(i - j)
+
+`r` projects sinusoidal embeddings of the distance; `u` and `v` are learned for each head.
+"""
+
+import enum
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from weft import functional
+from weft.config import REQUIRED, ClassConfigBase, Required, config_class
+from weft.errors import ArgumentValueError, LayerConfigError
+from weft.functional.arrays import to_ndim
+from weft.hierarchy.attention.bias import (
+    BaseAttentionBias,
+    BoolTensorAttentionBias,
+    CausalAttentionBias,
+    MaskFnAttentionBias,
+    SegmentIdAttentionBias,
+    as_attention_bias,
+)
+from weft.hierarchy.attention.kv_cache import BaseKVCache, KVCache, KVState
+from weft.hierarchy.attention.qkv_linear import (
+    BaseQKVLinear,
+    FusedQKVLinear,
+    MultiheadInputLinear,
+    MultiheadOutputLinear,
+    QKVLinear,
+)
+from weft.hierarchy.attention.scale_qk import BaseScaleQK, ScaleKey, ScaleQuery
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy.context import child_context
+from weft.hierarchy.layers.embedding import SinusoidalPositionalEmbedding
+from weft.hierarchy.layers.stochastic import Dropout
+from weft.hierarchy.module import Module, nowrap
+from weft.hierarchy.parameter_spec import constant_spec, maybe_shard
+from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Tensor
+
+PartitionSpecType = PartitionSpec | MeshAxes
+
+
+class ForwardMode(enum.Enum):
+    """Ways to call a layer that supports decoding."""
+
+    FORWARD = 0
+    """Whole sequence, without a cache."""
+    INIT_STATES = 1
+    """First positions of a sequence (the prompt), with an empty cache."""
+    EXTEND_STEP = 2
+    """Positions that follow those in the cache."""
+
+    @staticmethod
+    def of_step(is_prefill: bool) -> "ForwardMode":
+        return ForwardMode.INIT_STATES if is_prefill else ForwardMode.EXTEND_STEP
+
+
+def softmax_with_biases(
+    logits: Tensor,
+    attention_logit_biases: Tensor | None = None,
+    logit_sink: Tensor | None = None,
+) -> Tensor:
+    """Computes `functional.attention_probs` in the dtype of the logits."""
+    probs = functional.attention_probs(logits, attention_logit_biases, logit_sink=logit_sink)
+    return probs.astype(logits.dtype)
+
+
+def sigmoid_with_biases(logits: Tensor, attention_logit_biases: Tensor | None = None) -> Tensor:
+    """Computes `functional.sigmoid_attention_probs` in the dtype of the logits."""
+    return functional.sigmoid_attention_probs(logits, attention_logit_biases).astype(logits.dtype)
+
+
+def compute_gqa_logits(q_proj: Tensor, k_proj: Tensor) -> Tensor:
+    """Computes `functional.attention_logits`; consecutive query heads share a key head."""
+    return functional.attention_logits(q_proj, k_proj)
+
+
+def compute_gqa_context(probs: Tensor, v_proj: Tensor) -> Tensor:
+    """Computes `functional.attention_context`; consecutive query heads share a value head."""
+    return functional.attention_context(probs, v_proj)
+
+
+class MultiheadAttention(BaseLayer):
+    """Multi-head attention (Vaswani et al., 2017)."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a MultiheadAttention.
+
+        Attributes:
+          query_dim, key_dim, value_dim: sizes of the vectors that are projected.
+          hidden_dim: total size of all heads; None for `query_dim`.
+          output_dim: None for `query_dim`.
+          query_scale: norms and scales of queries.
+          key_scale: norms and scales of keys; None for none.
+          scale_kv_before_cache_update: whether keys are scaled once, before they are cached,
+            instead of in each step.
+          dropout: dropout of the probabilities.
+          mask: attention mask by position, such as `CausalAttentionBias.default_config()`; None for
+            full attention.
+          causal: shorthand for a causal `mask`.
+          atten_logit_cap: bound c of c * tanh(logits / c); None for none.
+          logit_sink: whether each head learns a logit of an extra key without a value, so that it
+            may attend to nothing.
+          q_partition_spec, k_partition_spec, v_partition_spec: sharding of queries, keys and
+            values, (batch, time, heads, per_head_dim).
+          o_partition_spec: sharding of the output, (batch, time, dim).
+        """
+
+        query_dim: Required[int] = REQUIRED
+        key_dim: Required[int] = REQUIRED
+        value_dim: Required[int] = REQUIRED
+        num_heads: Required[int] = REQUIRED
+        hidden_dim: int | None = None
+        output_dim: int | None = None
+        input_linear: BaseQKVLinear.Config = QKVLinear.default_config()
+        output_linear: MultiheadOutputLinear.Config = MultiheadOutputLinear.default_config()
+        query_scale: BaseScaleQK.Config = ScaleQuery.default_config()
+        key_scale: BaseScaleQK.Config | None = ScaleKey.default_config()
+        scale_kv_before_cache_update: bool | None = None
+        dropout: Dropout.Config = Dropout.default_config()
+        mask: ClassConfigBase[MaskFnAttentionBias] | None = None
+        causal: bool | None = None
+        atten_logit_cap: float | None = None
+        logit_sink: bool | None = None
+        kv_cache: BaseKVCache.Config = KVCache.default_config()
+        q_partition_spec: PartitionSpecType | None = None
+        k_partition_spec: PartitionSpecType | None = None
+        v_partition_spec: PartitionSpecType | None = None
+        o_partition_spec: PartitionSpecType | None = None
+
+    class Output(NamedTuple):
+        """Output of attention.
+
+        Attributes:
+          data: `Float[Array, "batch target output_dim"]`.
+          probs: `Float[Array, "batch heads target source"]`, if "probs" is in `return_aux`.
+          kv_state: keys and values for another layer, if "kv_state" is in `return_aux`.
+        """
+
+        data: Tensor
+        probs: Tensor | None = None
+        kv_state: KVState | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        heads = {"num_heads": cfg.num_heads, "per_head_dim": self.per_head_dim()}
+        dims = {name: getattr(cfg, name) for name in ("query_dim", "key_dim", "value_dim")}
+        self._add_child("i_proj", cfg.input_linear.set(**dims, **heads))
+        self._add_child("o_proj", cfg.output_linear.set(model_dim=self.output_dim(), **heads))
+        self._add_child("dropout", cfg.dropout)
+        self._add_child("scale_query", cfg.query_scale.set(per_head_dim=self.per_head_dim()))
+        if cfg.key_scale is not None:
+            self._add_child("scale_key", cfg.key_scale.set(per_head_dim=self.per_head_dim()))
+        self._shares_kv = cfg.input_linear.klass.is_kv_sharing(cfg.input_linear)
+        if not self._shares_kv:
+            self._add_child("kv_cache", cfg.kv_cache)
+        self._mask = cfg.mask
+        if cfg.causal:
+            if cfg.mask is not None:
+                raise LayerConfigError(
+                    f"{self.path()}: causal=True and mask are both set; causal=True already sets "
+                    "a mask, so set only one of them."
+                )
+            self._mask = CausalAttentionBias.default_config()
+        if self.i_proj.num_kv_heads != self.num_kv_heads:
+            raise LayerConfigError(
+                f"{self.path()}: {type(self.i_proj).__name__} makes {self.i_proj.num_kv_heads} "
+                f"key heads for num_heads={cfg.num_heads}; use GroupedQueryAttention, in which "
+                "query heads share key heads."
+            )
+
+    @nowrap
+    def hidden_dim(self) -> int:
+        """Returns the total size of all heads."""
+        return self.config.hidden_dim or self.config.query_dim
+
+    @nowrap
+    def output_dim(self) -> int:
+        """Returns the size of the output."""
+        return self.config.output_dim or self.config.query_dim
+
+    @nowrap
+    def per_head_dim(self) -> int:
+        """Returns the size of a head, or raises LayerConfigError if it is not an integer."""
+        hidden_dim, num_heads = self.hidden_dim(), self.config.num_heads
+        if hidden_dim % num_heads:
+            raise LayerConfigError(
+                f"{self.path()}: num_heads={num_heads} does not divide the hidden dimension "
+                f"{hidden_dim}; set hidden_dim to a multiple, or change num_heads."
+            )
+        return hidden_dim // num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.config.num_heads
+
+    @staticmethod
+    def default_query_scale_config() -> BaseScaleQK.Config:
+        """Returns the default of `query_scale`."""
+        return ScaleQuery.default_config()
+
+    @staticmethod
+    def default_key_scale_config() -> BaseScaleQK.Config:
+        """Returns the default of `key_scale`."""
+        return ScaleKey.default_config()
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        if not self.config.logit_sink:
+            return {}
+        return {"sink": constant_spec((self.config.num_heads,), mesh_axes=(None,))}
+
+    def forward(
+        self,
+        query: Tensor,
+        *,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        kv_state: KVState | None = None,
+        attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        query_positions: Tensor | None = None,
+        return_aux: Collection[str] | None = None,
+    ) -> Output:
+        """Attends over a whole sequence.
+
+        Args:
+          query: `Float[Array, "batch target query_dim"]`.
+          key: `Float[Array, "batch source key_dim"]`; None for self attention.
+          value: `Float[Array, "batch source value_dim"]`; None for `key`.
+          kv_state: keys and values of another layer, if this one projects none.
+          attention_logit_biases: `Float[Array, "#batch #heads target source"]`, added to the logits
+            in addition to the layer's own mask.
+          segment_ids: `Int[Array, "batch target"]`: positions attend within their own segment.
+          query_positions: `Int[Array, "#batch target"]`; None counts from 0.
+          return_aux: optional outputs to return: "probs", "kv_state".
+        """
+        if query_positions is None:
+            query_positions = jnp.arange(query.shape[1])[None]
+        proj = self._project(query, key, value, kv_state, query_positions)
+        if kv_state is not None:
+            key_positions = kv_state.key_positions
+        else:
+            key_positions = query_positions if key is None else jnp.arange(key.shape[1])[None]
+        biases = as_attention_bias(attention_logit_biases)
+        if segment_ids is not None:
+            biases = biases + SegmentIdAttentionBias(segment_ids)
+        kv_state = KVState(proj.key, proj.value, key_positions)
+        return self._attend(proj.query, query_positions, kv_state, biases, return_aux)
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        """Returns the initial state for decoding sequences of up to `max_len` positions."""
+        states: dict[str, Any] = {"time_step": jnp.zeros([batch_size], jnp.int32)}
+        if not self._shares_kv:
+            shape = (batch_size, max_len, self.num_kv_heads, self.per_head_dim())
+            states["kv_cache"] = self.kv_cache.init_states(shape, dtype=dtype)
+        return states
+
+    def extend_step(
+        self,
+        cached_states: dict[str, Any],
+        query: Tensor,
+        *,
+        is_prefill: bool = False,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        kv_state: KVState | None = None,
+        segment_ids: Tensor | None = None,
+        attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        return_aux: Collection[str] | None = None,
+        page_pool: object = None,
+    ) -> tuple[NestedTensor, Output]:
+        """Attends from the next positions of each sequence to all positions so far.
+
+        Args:
+          cached_states: from `init_states` or the previous step.
+          query: `Float[Array, "batch step query_dim"]`.
+          is_prefill: whether the cache is empty, so that the step attends only to itself.
+          key: `Float[Array, "batch step key_dim"]`; None for `query`.
+          value: `Float[Array, "batch step value_dim"]`; None for `key`.
+          kv_state, return_aux: as for `forward`.
+          segment_ids: `Int[Array, "batch step"]`: 0 for padding, which may follow the last token of
+            a sequence and is not cached. None for no padding.
+          attention_logit_biases: `Float[Array, "#batch #heads step source"]`, added to the logits
+            in addition to the layer's own mask. Source is `step` in a prefill, else `max_len`.
+          page_pool: for a paged cache.
+
+        Returns:
+          The state for the next step, and the output of this one.
+        """
+        time_step = cached_states["time_step"]
+        batch, step = query.shape[:2]
+        positions = time_step[:, None] + jnp.arange(step)[None]
+        unpadded_len = jnp.full([batch], step, jnp.int32)
+        if segment_ids is not None:
+            unpadded_len = jnp.sum(segment_ids != 0, axis=1, dtype=jnp.int32)
+        proj = self._project(query, key, value, kv_state, positions)
+        states = {**cached_states, "time_step": time_step + unpadded_len}
+        if kv_state is None:
+            states["kv_cache"], cached = self.kv_cache.extend_step(
+                cached_states["kv_cache"],
+                k_proj=proj.key,
+                v_proj=proj.value,
+                key_positions=positions,
+                unpadded_len=None if segment_ids is None else unpadded_len,
+                page_pool=page_pool,
+            )
+            kv_state = KVState(proj.key, proj.value, positions) if is_prefill else cached
+        assert kv_state is not None
+        filled = kv_state.key_positions < states["time_step"][:, None]
+        biases = as_attention_bias(attention_logit_biases)
+        biases = biases + BoolTensorAttentionBias.from_tensor(filled[:, None, None])
+        return states, self._attend(proj.query, positions, kv_state, biases, return_aux)
+
+    def _project(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_state: KVState | None,
+        query_positions: Tensor,
+    ) -> BaseQKVLinear.Output:
+        """Projects to queries, keys and values, which are named for remat and sharded."""
+        cfg = self.config
+        proj = self.i_proj(
+            query, key=key, value=value, kv_state=kv_state, query_positions=query_positions
+        )
+        q_proj = self._remat_name(maybe_shard(proj.query, cfg.q_partition_spec), "q_proj")
+        self._add_tensor_stats("q_proj_outputs", q_proj)
+        if kv_state is not None:
+            return proj._replace(query=q_proj)
+        k_proj = self._remat_name(maybe_shard(proj.key, cfg.k_partition_spec), "k_proj")
+        v_proj = self._remat_name(maybe_shard(proj.value, cfg.v_partition_spec), "v_proj")
+        self._add_tensor_stats("k_proj_outputs", k_proj)
+        self._add_tensor_stats("v_proj_outputs", v_proj)
+        if cfg.scale_kv_before_cache_update:
+            k_proj = self._scale_key(k_proj, query_positions)
+        return proj._replace(query=q_proj, key=k_proj, value=v_proj)
+
+    def _scale_key(self, k_proj: Tensor, positions: Tensor) -> Tensor:
+        if self.config.key_scale is None:
+            return k_proj
+        return self.scale_key(k_proj, positions=positions)
+
+    def _attend(
+        self,
+        q_proj: Tensor,
+        query_positions: Tensor,
+        kv_state: KVState,
+        biases: BaseAttentionBias,
+        return_aux: Collection[str] | None,
+    ) -> Output:
+        cfg = self.config
+        aux = set(return_aux or ())
+        if unknown := aux - {"probs", "kv_state"}:
+            raise ArgumentValueError(
+                f"{self.path()}: unknown return_aux {sorted(unknown)}; expected 'probs' or "
+                "'kv_state'."
+            )
+        k_proj, v_proj, key_positions = kv_state
+        if not cfg.scale_kv_before_cache_update:
+            k_proj = self._scale_key(k_proj, key_positions)
+        if self._mask is not None:
+            biases = biases + self._mask.instantiate(
+                target_positions=query_positions, source_positions=key_positions
+            )
+        context, probs = self._compute_attention(
+            q_proj=self._scale_query(q_proj, query_positions),
+            k_proj=k_proj,
+            v_proj=v_proj,
+            attention_logit_biases=biases,
+            query_positions=query_positions,
+            key_positions=key_positions,
+        )
+        o_proj = self.o_proj(self._remat_name(context, "context"))
+        o_proj = self._remat_name(maybe_shard(o_proj, cfg.o_partition_spec), "o_proj")
+        self._add_tensor_stats("o_proj_outputs", o_proj)
+        return self.Output(
+            data=o_proj,
+            probs=probs if "probs" in aux else None,
+            kv_state=kv_state if "kv_state" in aux else None,
+        )
+
+    def _scale_query(self, q_proj: Tensor, positions: Tensor) -> Tensor:
+        return self.scale_query(q_proj, positions=positions)
+
+    def _compute_attention(
+        self,
+        *,
+        q_proj: Tensor,
+        k_proj: Tensor,
+        v_proj: Tensor,
+        attention_logit_biases: BaseAttentionBias,
+        query_positions: Tensor,
+        key_positions: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Computes context and probabilities from scaled queries and keys, and all biases."""
+        logits = self._compute_logits(
+            q_proj, k_proj, query_positions=query_positions, key_positions=key_positions
+        )
+        logits = self._cap_logits(logits)
+        probs = self.dropout(self._compute_probs(logits, attention_logit_biases.value()))
+        return self._compute_context(probs, v_proj), probs
+
+    def _compute_logits(
+        self, q_proj: Tensor, k_proj: Tensor, *, query_positions: Tensor, key_positions: Tensor
+    ) -> Tensor:
+        del query_positions, key_positions
+        return functional.attention_logits(q_proj, k_proj)
+
+    def _cap_logits(self, logits: Tensor) -> Tensor:
+        cap = self.config.atten_logit_cap
+        return logits if not cap else functional.cap_logits(logits, cap)
+
+    def _compute_probs(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+        sink = self.parameters["sink"] if self.config.logit_sink else None
+        return functional.attention_probs(logits, bias, logit_sink=sink)
+
+    def _compute_context(self, probs: Tensor, v_proj: Tensor) -> Tensor:
+        return functional.attention_context(probs, v_proj)
+
+
+class GroupedQueryAttention(MultiheadAttention):
+    """Attention in which consecutive query heads share a head of keys and values.
+
+    `input_linear`, such as `GroupedQKVLinear`, sets the number of key heads.
+    """
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.i_proj.num_kv_heads
+
+
+class SigmoidAttention(MultiheadAttention):
+    """Attention with sigmoid probabilities, independent for each key (Ramapuram et al., 2024)."""
+
+    @config_class
+    class Config(MultiheadAttention.Config):
+        """Configures a SigmoidAttention.
+
+        Attributes:
+          seq_len: expected number of keys.
+          subtract_seq_len_bias: whether to subtract log(`seq_len`) from logits, so that initial
+            probabilities sum to about 1.
+        """
+
+        seq_len: Required[int] = REQUIRED
+        subtract_seq_len_bias: bool = True
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if cfg.logit_sink:
+            raise LayerConfigError(
+                f"{self.path()}: logit_sink applies to a softmax only; leave it unset, since a "
+                "sigmoid can attend to nothing without it."
+            )
+
+    def _compute_probs(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+        if self.config.subtract_seq_len_bias:
+            logits = logits - jnp.log(float(self.config.seq_len))
+        return functional.sigmoid_attention_probs(logits, bias)
+
+
+def xl_attention_logits(
+    q_proj: Tensor, k_proj: Tensor, relative_pos_emb: Tensor, u: Tensor, v: Tensor
+) -> Tensor:
+    """Computes `functional.xl_attention_logits`: content and relative position over a sequence."""
+    return functional.xl_attention_logits(q_proj, k_proj, relative_pos_emb, u, v)
+
+
+class MultiheadRelativePositionLinear(MultiheadInputLinear):
+    """Projection of relative position embeddings to the heads."""
+
+
+class MultiheadAttentionXL(MultiheadAttention):
+    """Self attention with relative positions."""
+
+    class ScalePosition(enum.Enum):
+        """Place where the scale factor of queries is applied."""
+
+        LOGIT = 0
+        """On the logits, after adding `u` and `v`."""
+        QUERY = 1
+        """On the queries, before adding `u` and `v`."""
+
+    @config_class
+    class Config(MultiheadAttention.Config):
+        """Configures a MultiheadAttentionXL.
+
+        Attributes:
+          pos_emb_dim: size of relative position embeddings; None for `query_dim`.
+          relative_pos_linear: projects the embeddings to the heads.
+          scale_position: where the scale factor of queries is applied.
+        """
+
+        pos_emb_dim: int | None = None
+        relative_pos_emb: SinusoidalPositionalEmbedding.Config = (
+            SinusoidalPositionalEmbedding.default_config()
+        )
+        relative_pos_linear: MultiheadRelativePositionLinear.Config = (
+            MultiheadRelativePositionLinear.default_config().set(bias=False)
+        )
+        scale_position: Required["MultiheadAttentionXL.ScalePosition"] = REQUIRED
+
+    @classmethod
+    def default_config(cls) -> Config:
+        """Returns a config with one fused projection without bias."""
+        cfg = super().default_config()
+        layer = MultiheadInputLinear.default_config().set(bias=False)
+        return cfg.set(
+            scale_position=cls.ScalePosition.LOGIT,
+            input_linear=FusedQKVLinear.default_config().set(layer=layer),
+        )
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if self._shares_kv:
+            raise LayerConfigError(
+                f"{self.path()}: relative positions need the layer's own keys; use an "
+                "input_linear that projects to keys."
+            )
+        dim = cfg.pos_emb_dim or cfg.query_dim
+        self._add_child("relative_pos_emb", cfg.relative_pos_emb.set(dim=dim))
+        self._add_child(
+            "r_proj",
+            cfg.relative_pos_linear.set(
+                model_dim=dim, num_heads=cfg.num_heads, per_head_dim=self.per_head_dim()
+            ),
+        )
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        shape = (self.config.num_heads, self.per_head_dim())
+        bias = ParameterSpec(shape, mesh_axes=("model", None))
+        return {**super()._create_layer_parameter_specs(), "u_bias": bias, "v_bias": bias}
+
+    def forward(self, query, *, key=None, value=None, **kwargs):
+        """Self-attends over a whole sequence; see `MultiheadAttention.forward`.
+
+        Raises:
+          ArgumentValueError: if `key`, `value` or `query_positions` is given; positions start at 0.
+        """
+        given = {"key": key, "value": value, "query_positions": kwargs.get("query_positions")}
+        if wrong := [name for name, x in given.items() if x is not None]:
+            raise ArgumentValueError(
+                f"{self.path()}: {', '.join(wrong)} given, but MultiheadAttentionXL is self "
+                "attention with positions from 0; omit the argument or use MultiheadAttention."
+            )
+        return super().forward(query, **kwargs)
+
+    def _scale_query(self, q_proj: Tensor, positions: Tensor) -> Tensor:
+        if self.config.scale_position is self.ScalePosition.QUERY:
+            return super()._scale_query(q_proj, positions)
+        with child_context("scale_query"):
+            return self.scale_query.apply_per_dim_scale(self.scale_query.apply_norm(q_proj))
+
+    def _compute_logits(
+        self, q_proj: Tensor, k_proj: Tensor, *, query_positions: Tensor, key_positions: Tensor
+    ) -> Tensor:
+        u, v = self.parameters["u_bias"], self.parameters["v_bias"]
+        length = k_proj.shape[1]
+        distances = jnp.arange(length - 1, -length, -1)
+        r_proj = self.r_proj(self.relative_pos_emb(distances).astype(q_proj.dtype))
+        if q_proj.shape[1] == length:
+            logits = xl_attention_logits(q_proj, k_proj, r_proj, u, v)
+        else:
+            # A decoding step has few queries, each with its own position.
+            by_distance = functional.attention_logits(q_proj + to_ndim(v, 4), r_proj[None])
+            at = length - 1 - (query_positions[:, :, None] - key_positions[:, None, :])
+            logits = functional.attention_logits(
+                q_proj + to_ndim(u, 4), k_proj
+            ) + jnp.take_along_axis(by_distance, at[:, None], axis=-1, mode="clip")
+        if self.config.scale_position is self.ScalePosition.LOGIT:
+            with child_context("scale_logits", module=self.scale_query):
+                return self.scale_query.apply_scale_factor(logits)
+        return logits

@@ -1,0 +1,158 @@
+"""Pipelined stack of transformer layers; each stage is a stack of some of them."""
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from weft.config import REQUIRED, Required, config_class
+from weft.errors import LayerConfigError
+from weft.hierarchy.attention.bias import as_attention_bias
+from weft.hierarchy.attention.stack import (
+    BaseStackedTransformerLayer,
+    Output,
+    SingleChildStack,
+    StackedTransformerLayer,
+)
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.module import Module
+from weft.hierarchy.pipeline import Pipeline
+from weft.struct import VDict
+from weft.typing import NestedTensor, Tensor
+
+# Optional outputs of stages, with axes of layers and rows.
+_PROBS = ("self_attention_probs", "cross_attention_probs")
+
+
+class TransformerPipeline(Pipeline):
+    """Pipeline of a pipelined stack."""
+
+    def forward(
+        self, data: Tensor, *, return_aux: Collection[str] | None = None, **layer_kwargs: Any
+    ) -> Output:
+        """Applies all stages to a whole sequence; keyword arguments go to each stage."""
+        batch = data.shape[0]
+        for name in layer_kwargs:
+            if name.endswith("_logit_biases") and layer_kwargs[name] is not None:
+                layer_kwargs[name] = as_attention_bias(layer_kwargs[name])  # it has four axes
+        leaves, tree = jax.tree.flatten(layer_kwargs)
+        # Arrays with a row per example move with the rows; others are shared.
+        with_rows = [jnp.shape(x)[:1] == (batch,) for x in leaves]
+
+        def stage(carry: Any, _: None) -> tuple[Any, Output]:
+            data, rows = carry
+            moving = iter(rows)
+            mixed = [
+                next(moving) if is_row else x for x, is_row in zip(leaves, with_rows, strict=True)
+            ]
+            output = self.layer(data, return_aux=return_aux, **tree.unflatten(mixed))
+            # Rows first, so that microbatches can be joined.
+            probs = {name: _moveaxis(getattr(output, name), 0, 1) for name in _PROBS}
+            # Values shared by all rows, such as positions, are returned once per row.
+            kv_state = jax.tree.map(
+                lambda x: jnp.broadcast_to(x, (data.shape[0], *x.shape[1:])),
+                output.self_attention_kv_state,
+            )
+            rest = output._replace(data=None, self_attention_kv_state=kv_state, **probs)
+            return (output.data, rows), rest
+
+        rows = [x for x, is_row in zip(leaves, with_rows, strict=True) if is_row]
+        (data, _), rest = self._run(stage, (data, rows))
+        return _merge_stages(
+            data, rest._replace(**{n: _moveaxis(getattr(rest, n), 1, 2) for n in _PROBS})
+        )
+
+    def extend_step(
+        self, cached_states: dict[str, Any], data: Tensor, **kwargs: object
+    ) -> tuple[NestedTensor, Output]:
+        """Applies the stages in sequence to the next positions."""
+
+        def stage(data: Tensor, state: object) -> tuple[Tensor, Any]:
+            state, output = self.layer.extend_step(state, data, **kwargs)
+            return output.data, (state, output._replace(data=None))
+
+        data, (states, rest) = self._run_sequentially(stage, data, xs=cached_states["layer"])
+        return VDict(layer=states), _merge_stages(data, rest)
+
+
+def _moveaxis(x: Tensor | None, source: int, destination: int) -> Tensor | None:
+    return None if x is None else jnp.moveaxis(x, source, destination)
+
+
+def _merge_stages(data: Tensor, rest: Output) -> Output:
+    probs = {name: getattr(rest, name) for name in _PROBS}
+    return rest._replace(
+        data=data,
+        self_attention_kv_state=jax.tree.map(lambda x: x[-1], rest.self_attention_kv_state),
+        **{n: None if x is None else x.reshape(-1, *x.shape[2:]) for n, x in probs.items()},
+    )
+
+
+class PipelinedTransformerLayer(SingleChildStack):
+    """Stack whose stages work on different microbatches at the same time.
+
+    Parameters have a leading axis of stages with the name "pipeline". In decoding, stages run in
+    sequence.
+
+    Example:
+      >>> from weft.hierarchy.attention.transformer import TransformerLayer
+      >>> layer = TransformerLayer.default_config()
+      >>> layer.self_attention.attention.num_heads, layer.feed_forward.hidden_dim = 2, 16
+      >>> cfg = PipelinedTransformerLayer.default_config().set(
+      ...     name="stack", input_dim=8, layer=layer, num_layers=4, num_stages=2, num_microbatches=4
+      ... )
+      >>> specs = cfg.instantiate(parent=None).create_parameter_specs_recursively()
+      >>> weight = specs["pipeline"]["layer"]["layer1"]["feed_forward"]["linear1"]["weight"]
+      >>> weight.shape, tuple(weight.mesh_axes)
+      ((2, 8, 16), ('pipeline', None, 'model'))
+    """
+
+    @config_class
+    class Config(BaseStackedTransformerLayer.Config):
+        """Configures a PipelinedTransformerLayer.
+
+        Attributes:
+          num_stages: number of stages, which divides `num_layers`.
+          num_microbatches: number of parts of a batch; see `Pipeline`.
+          stage: stack of one stage's layers, each with the config `layer`.
+        """
+
+        num_stages: Required[int] = REQUIRED
+        num_microbatches: Required[int] = REQUIRED
+        stage: BaseLayer.Config = StackedTransformerLayer.default_config()
+        pipeline: TransformerPipeline.Config = TransformerPipeline.default_config()
+
+    _child = "pipeline"
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if cfg.num_stages < 1 or cfg.num_layers % cfg.num_stages:
+            raise LayerConfigError(
+                f"{self.path()}: num_layers={cfg.num_layers} is not a multiple of num_stages="
+                f"{cfg.num_stages}; set num_stages to a divisor."
+            )
+        for name in ("peak_stochastic_depth_rate", "scan_kwargs"):
+            if getattr(cfg, name):
+                raise LayerConfigError(
+                    f"{self.path()}: {name}={getattr(cfg, name)} makes layers differ, but the "
+                    "stages of a pipeline must be equal; use StackedTransformerLayer."
+                )
+        carry = tuple(cfg.carry or ("data",))
+        if carry != ("data",):
+            raise LayerConfigError(
+                f"{self.path()}: carry={carry}, but stages of a pipeline pass on only "
+                "'data'; use RepeatedTransformerLayer."
+            )
+        stage: Any = cfg.stage
+        stage = stage.set(
+            input_dim=cfg.input_dim,
+            num_layers=cfg.num_layers // cfg.num_stages,
+            layer=self._with_input_dim(cfg.layer),
+        )
+        self._add_child(
+            "pipeline",
+            cfg.pipeline.set(
+                layer=stage, num_layers=cfg.num_stages, num_microbatches=cfg.num_microbatches
+            ),
+        )

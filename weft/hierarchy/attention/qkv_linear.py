@@ -1,0 +1,356 @@
+"""Projections to queries, keys and values, and from heads to the output.
+
+A projection's weight has shape `(model_dim, num_heads, per_head_dim)` in both directions. The
+projections to queries, keys and values are separate (`QKVLinear`, `GroupedQKVLinear`), fused into
+one weight (`FusedQKVLinear`, `FusedGroupedQKVLinear`), or for queries only (`QLinear`, with keys
+and values of another layer); `RoFormerQKVLinear` in `rope.py` wraps any of them.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from weft.config import REQUIRED, Required, config_class
+from weft.errors import ArgumentValueError, LayerConfigError
+from weft.functional import project
+from weft.hierarchy import transforms
+from weft.hierarchy.attention.kv_cache import KVState
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy.context import child_context
+from weft.hierarchy.module import Module
+from weft.hierarchy.param_init import FanAxes
+from weft.hierarchy.parameter_spec import FactorizationSpec, maybe_shard
+from weft.typing import MeshAxes, Tensor
+
+
+class BaseMultiheadLinear(BaseLayer):
+    """Base of linear maps between the model dimension and the heads."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a BaseMultiheadLinear."""
+
+        model_dim: Required[int] = REQUIRED
+        num_heads: Required[int] = REQUIRED
+        per_head_dim: Required[int] = REQUIRED
+        bias: bool = True
+
+    _subscripts: ClassVar[str]
+    _fan_axes: ClassVar[FanAxes]
+
+    @classmethod
+    def default_config(cls) -> Config:
+        """Returns a config that shards heads over the mesh axis "model"."""
+        return super().default_config().set(param_partition_spec=(None, "model", None))
+
+    def _bias_spec(self, mesh_axes: MeshAxes | PartitionSpec) -> ParameterSpec:
+        raise NotImplementedError(type(self))
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg = self.config
+        mesh_axes = cfg.param_partition_spec or (None, None, None)
+        specs = {
+            "weight": ParameterSpec(
+                shape=(cfg.model_dim, cfg.num_heads, cfg.per_head_dim),
+                mesh_axes=mesh_axes,
+                factorization=FactorizationSpec(("row", None, "col")),
+            )
+        }
+        if cfg.bias:
+            specs["bias"] = self._bias_spec(mesh_axes)
+        return specs
+
+    def _compute_fan_axes(self, name: str, spec: ParameterSpec) -> FanAxes | None:
+        return self._fan_axes if name == "weight" else None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Projects the last axis or axes of `Float[Array, "batch time ..."]`."""
+        params = self.parameters
+        return project(
+            self._subscripts,
+            inputs,
+            params["weight"],
+            params["bias"] if self.config.bias else None,
+        )
+
+
+class MultiheadInputLinear(BaseMultiheadLinear):
+    """Projection from the model dimension to the heads."""
+
+    _subscripts = "...d,dnh->...nh"
+    _fan_axes = FanAxes(in_axis=0, out_axis=(1, 2))
+
+    def _bias_spec(self, mesh_axes: MeshAxes | PartitionSpec) -> ParameterSpec:
+        cfg = self.config
+        return ParameterSpec((cfg.num_heads, cfg.per_head_dim), mesh_axes=mesh_axes[-2:])
+
+
+class MultiheadOutputLinear(BaseMultiheadLinear):
+    """Projection from the heads to the model dimension, still the weight's first axis."""
+
+    _subscripts = "...nh,dnh->...d"
+    _fan_axes = FanAxes(in_axis=(1, 2), out_axis=0)
+
+    def _bias_spec(self, mesh_axes: MeshAxes | PartitionSpec) -> ParameterSpec:
+        return ParameterSpec((self.config.model_dim,), mesh_axes=mesh_axes[:1])
+
+
+_DIMS = ("query_dim", "key_dim", "value_dim", "num_heads", "per_head_dim")
+
+
+class BaseQKVLinear(BaseLayer):
+    """Base of projections to queries, keys and values."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a BaseQKVLinear with the sizes of the vectors to project."""
+
+        query_dim: Required[int] = REQUIRED
+        key_dim: Required[int] = REQUIRED
+        value_dim: Required[int] = REQUIRED
+        num_heads: Required[int] = REQUIRED
+        per_head_dim: Required[int] = REQUIRED
+
+    class Output(NamedTuple):
+        """Queries, keys and values.
+
+        Attributes:
+          query: `Float[Array, "batch target heads per_head_dim"]`.
+          key, value: `Float[Array, "batch source kv_heads per_head_dim"]`.
+        """
+
+        query: Tensor
+        key: Tensor
+        value: Tensor
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.config.num_heads
+
+    @classmethod
+    def is_kv_sharing(cls, cfg: "BaseQKVLinear.Config") -> bool:
+        """Returns whether a config of this class uses keys and values of another layer."""
+        return False
+
+    def _add_projection(self, name: str, *, model_dim: int, num_heads: int) -> None:
+        cfg = self.config
+        self._add_child(
+            name,
+            cfg.layer.set(model_dim=model_dim, num_heads=num_heads, per_head_dim=cfg.per_head_dim),
+        )
+
+    def _dims(self) -> dict[str, int]:
+        """Returns the sizes that a layer around another projection passes on to it."""
+        return {name: getattr(self.config, name) for name in _DIMS}
+
+    def _check_equal_dims(self, instead: str) -> None:
+        cfg = self.config
+        if not cfg.query_dim == cfg.key_dim == cfg.value_dim:
+            raise LayerConfigError(
+                f"{self.path()}: query_dim={cfg.query_dim}, key_dim={cfg.key_dim} and "
+                f"value_dim={cfg.value_dim} must be equal to share one weight; use {instead}."
+            )
+
+    def _inputs(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_state: KVState | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the inputs of the projections; key defaults to query, value to key."""
+        if kv_state is not None:
+            raise ArgumentValueError(
+                f"{self.path()} is a {type(self).__name__}, which projects keys and values itself, "
+                "but was given kv_state; omit it, or set input_linear to "
+                "QLinear.default_config()."
+            )
+        key = query if key is None else key
+        return query, key, key if value is None else value
+
+    def forward(
+        self,
+        query: Tensor,
+        *,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        kv_state: KVState | None = None,
+        query_positions: Tensor | None = None,
+    ) -> Output:
+        """Projects to queries, keys and values.
+
+        Args:
+          query: `Float[Array, "batch target query_dim"]`.
+          key: `Float[Array, "batch source key_dim"]`; None for `query`.
+          value: `Float[Array, "batch source value_dim"]`; None for `key`.
+          kv_state: keys and values of another layer, for layers that share them.
+          query_positions: `Int[Array, "batch target"]`, for layers that depend on positions.
+        """
+        raise NotImplementedError(type(self))
+
+
+class QKVLinear(BaseQKVLinear):
+    """Three separate projections."""
+
+    @config_class
+    class Config(BaseQKVLinear.Config):
+        """Configures a QKVLinear; `layer` is the config of each projection."""
+
+        layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
+        query_partition_spec: PartitionSpec | None = None
+        key_partition_spec: PartitionSpec | None = None
+        value_partition_spec: PartitionSpec | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        kv_heads = self.num_kv_heads
+        self._add_projection("q_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads)
+        self._add_projection("k_proj", model_dim=cfg.key_dim, num_heads=kv_heads)
+        self._add_projection("v_proj", model_dim=cfg.value_dim, num_heads=kv_heads)
+
+    def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
+        cfg = self.config
+        query, key, value = self._inputs(query, key, value, kv_state)
+        return self.Output(
+            query=maybe_shard(self.q_proj(query), cfg.query_partition_spec),
+            key=maybe_shard(self.k_proj(key), cfg.key_partition_spec),
+            value=maybe_shard(self.v_proj(value), cfg.value_partition_spec),
+        )
+
+
+def _check_kv_heads(cfg: Any, path: str) -> None:
+    if cfg.num_heads % cfg.num_kv_heads:
+        raise LayerConfigError(
+            f"{path}: num_heads={cfg.num_heads} is not a multiple of "
+            f"num_kv_heads={cfg.num_kv_heads}; each key head is shared by equally many query heads."
+        )
+
+
+class GroupedQKVLinear(QKVLinear):
+    """Three separate projections, with fewer heads of keys and values (Ainslie et al., 2023)."""
+
+    @config_class
+    class Config(QKVLinear.Config):
+        """Configures a GroupedQKVLinear; `num_kv_heads` divides `num_heads`."""
+
+        num_kv_heads: Required[int] = REQUIRED
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        _check_kv_heads(cfg, self.path())
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.config.num_kv_heads
+
+
+class FusedQKVLinear(BaseQKVLinear):
+    """Single projection whose weight `(3, model_dim, num_heads, per_head_dim)` holds all three."""
+
+    @config_class
+    class Config(BaseQKVLinear.Config):
+        """Configures a FusedQKVLinear; `layer` is the config of one of three projections."""
+
+        layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._check_equal_dims("QKVLinear")
+        self._add_projection("qkv_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads)
+
+    def _num_stacked(self, name: str) -> int | None:
+        return 3 if name == "qkv_proj" else super()._num_stacked(name)
+
+    def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
+        inputs = self._inputs(query, key, value, kv_state)
+        if key is None and value is None:
+            with child_context("qkv_proj"):
+                project_all = transforms.vmap(self.qkv_proj.forward, in_axes=None, axis_size=3)
+                return self.Output(*project_all(query))
+        stacked = self.parameters["qkv_proj"]
+        outputs = []
+        for i, x in enumerate(inputs):
+            own = jax.tree.map(lambda p, i=i: p[i], dict(stacked))
+            with child_context(f"{'qkv'[i]}_proj", module=self.qkv_proj, state=own):
+                outputs.append(self.qkv_proj(x))
+        return self.Output(*outputs)
+
+
+class FusedGroupedQKVLinear(BaseQKVLinear):
+    """Single projection to the concatenated heads of queries, keys and values."""
+
+    @config_class
+    class Config(BaseQKVLinear.Config):
+        """Configures a FusedGroupedQKVLinear.
+
+        Attributes:
+          num_kv_heads: number of key heads, which divides `num_heads`.
+          output_partition_spec: sharding of the concatenated heads.
+        """
+
+        num_kv_heads: Required[int] = REQUIRED
+        layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
+        output_partition_spec: PartitionSpec | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        _check_kv_heads(cfg, self.path())
+        self._check_equal_dims("GroupedQKVLinear")
+        self._add_projection(
+            "qkv_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads + 2 * cfg.num_kv_heads
+        )
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.config.num_kv_heads
+
+    def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
+        cfg = self.config
+        self._inputs(query, key, value, kv_state)
+        if key is not None or value is not None:
+            raise ArgumentValueError(
+                f"{self.path()} is a FusedGroupedQKVLinear, which projects keys and values from "
+                "the input of queries, but was given key or value; use GroupedQKVLinear."
+            )
+        heads = maybe_shard(self.qkv_proj(query), cfg.output_partition_spec)
+        ends = (cfg.num_heads, cfg.num_heads + cfg.num_kv_heads)
+        return self.Output(*jnp.split(heads, ends, axis=-2))
+
+
+class QLinear(BaseQKVLinear):
+    """Projection to queries only; keys and values come from another layer."""
+
+    @config_class
+    class Config(BaseQKVLinear.Config):
+        """Configures a QLinear."""
+
+        layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._add_projection("q_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads)
+
+    @classmethod
+    def is_kv_sharing(cls, cfg: BaseQKVLinear.Config) -> bool:
+        return True
+
+    def forward(
+        self,
+        query: Tensor,
+        *,
+        kv_state: KVState,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        query_positions: Tensor | None = None,
+    ) -> BaseQKVLinear.Output:
+        """Projects to queries; keys and values are those of `kv_state`.
+
+        Raises:
+          ArgumentValueError: if `kv_state` is missing, or `key` or `value` is given.
+        """
+        if kv_state is None or key is not None or value is not None:
+            raise ArgumentValueError(
+                f"{self.path()} is a QLinear, which takes keys and values from another layer: pass "
+                "that layer's kv_state, and neither key nor value. A layer returns it if "
+                'return_aux contains "kv_state".'
+            )
+        return self.Output(self.q_proj(query), kv_state.k_proj, kv_state.v_proj)

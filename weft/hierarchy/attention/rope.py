@@ -1,0 +1,251 @@
+"""Rotary position embeddings: queries and keys are rotated by angles proportional to position.
+
+Inner products of queries and keys then depend on relative positions (Su et al., 2021).
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from weft.config import REQUIRED, Required, config_class
+from weft.errors import ArgumentShapeError, ArgumentValueError, LayerConfigError
+from weft.functional import (
+    apply_rotary,
+    llama3_frequencies,
+    rotary_frequencies,
+    sincos,
+    yarn_frequencies,
+    yarn_magnitude,
+)
+from weft.hierarchy.attention.qkv_linear import BaseQKVLinear, QKVLinear
+from weft.hierarchy.attention.scale_qk import BaseScaleQK
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.module import Module, nowrap
+from weft.typing import Tensor
+
+
+class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
+    """Sines and cosines of rotary angles."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a RoFormerSinusoidalPositionalEmbedding of even size `dim`."""
+
+        dim: Required[int] = REQUIRED
+        theta: float = 10000.0
+
+    @nowrap
+    def default_query_positions(self, max_seq_len: int) -> Tensor:
+        """Returns the default positions of a sequence, `Int[Array, "1 max_seq_len"]`."""
+        return jnp.arange(max_seq_len)[None]
+
+    def _positions(self, positions: Tensor | None, max_seq_len: int | None) -> Tensor:
+        if positions is not None and max_seq_len is not None:
+            raise ArgumentValueError(
+                f"{self.path()} was given positions of shape {positions.shape} and "
+                f"max_seq_len={max_seq_len}; expected only one of them."
+            )
+        if positions is not None:
+            return positions
+        if max_seq_len is None:
+            raise ArgumentValueError(
+                f"{self.path()} needs positions, or max_seq_len for positions from 0."
+            )
+        return self.default_query_positions(max_seq_len)
+
+    def forward(self, *, positions: Tensor | None = None, max_seq_len: int | None = None) -> Tensor:
+        """Returns sines, then cosines, `Float[Array, "batch time dim"]`.
+
+        Args:
+          positions: `Int[Array, "batch time"]`.
+          max_seq_len: shorthand for positions 0 to `max_seq_len - 1`.
+
+        Raises:
+          ArgumentValueError: unless exactly one of the arguments is given.
+        """
+        positions = self._positions(positions, max_seq_len)
+        return jnp.concatenate(sincos(positions, self._frequencies()), axis=-1)
+
+    def _frequencies(self) -> Tensor:
+        return rotary_frequencies(self.config.dim, self.config.theta)
+
+
+class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
+    """Rotary embedding for contexts longer than in training (Peng et al., 2023)."""
+
+    @config_class
+    class Config(RoFormerSinusoidalPositionalEmbedding.Config):
+        """Configures a YaRNSinusoidalPositionalEmbedding.
+
+        Attributes:
+          original_max_seq_length: maximum context length in training.
+          scaling_factor: new context length over the original one.
+          extrapolation_factor: share of its frequency that a fast pair of dimensions keeps.
+          attn_factor: factor of queries and keys, on top of the one derived from `scaling_factor`.
+          beta_fast: pairs with more rotations than this within the original context are fast.
+          beta_slow: pairs with fewer rotations are slow; their frequency is divided by
+            `scaling_factor`.
+        """
+
+        original_max_seq_length: Required[int] = REQUIRED
+        scaling_factor: float = 1.0
+        extrapolation_factor: float = 1.0
+        attn_factor: float = 1.0
+        beta_fast: float = 32.0
+        beta_slow: float = 1.0
+
+    def compute_rope_params(self) -> tuple[Tensor, float]:
+        """Returns frequencies, `Float[Array, "dim/2"]`, and the factor of sines and cosines."""
+        cfg = self.config
+        frequencies = yarn_frequencies(
+            cfg.dim,
+            cfg.theta,
+            original_max_seq_length=cfg.original_max_seq_length,
+            scaling_factor=cfg.scaling_factor,
+            extrapolation_factor=cfg.extrapolation_factor,
+            beta_fast=cfg.beta_fast,
+            beta_slow=cfg.beta_slow,
+        )
+        return frequencies, yarn_magnitude(cfg.scaling_factor, cfg.attn_factor)
+
+    def build_rotary_sinusoidal_positional_embeddings(
+        self, positions: Tensor, inv_freq: Tensor, mscale: float
+    ) -> Tensor:
+        """Returns sines and cosines times `mscale`; `inv_freq` is the angle per position."""
+        return jnp.concatenate(sincos(positions, inv_freq), axis=-1) * mscale
+
+    def forward(self, *, positions: Tensor | None = None, max_seq_len: int | None = None) -> Tensor:
+        return self.build_rotary_sinusoidal_positional_embeddings(
+            self._positions(positions, max_seq_len), *self.compute_rope_params()
+        )
+
+
+class Llama3SinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
+    """Rotary embedding of Llama 3.1 for contexts longer than in initial training."""
+
+    @config_class
+    class Config(RoFormerSinusoidalPositionalEmbedding.Config):
+        """Configures a Llama3SinusoidalPositionalEmbedding.
+
+        Attributes:
+          original_max_seq_length: maximum context length in initial training.
+          scaling_factor: divisor of the frequencies of slow pairs of dimensions.
+          low_freq_factor: pairs with fewer rotations within the original context are slow.
+          high_freq_factor: pairs with more rotations keep their frequency.
+        """
+
+        original_max_seq_length: Required[int] = REQUIRED
+        scaling_factor: float = 8.0
+        low_freq_factor: float = 1.0
+        high_freq_factor: float = 4.0
+
+    def _frequencies(self) -> Tensor:
+        cfg = self.config
+        return llama3_frequencies(
+            cfg.dim,
+            cfg.theta,
+            original_max_seq_length=cfg.original_max_seq_length,
+            scaling_factor=cfg.scaling_factor,
+            low_freq_factor=cfg.low_freq_factor,
+            high_freq_factor=cfg.high_freq_factor,
+        )
+
+
+def apply_rotary_position_embeddings(
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinusoidal_pos: Tensor,
+    rotary_key: bool,
+    rotary_value: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotates queries, and optionally keys and values, all `Float[Array, "batch time heads dim"]`.
+
+    `sinusoidal_pos` is `Float[Array, "#batch time #heads dim"]`, first the sines.
+    """
+    return (
+        _rotate(query, sinusoidal_pos),
+        _rotate(key, sinusoidal_pos) if rotary_key else key,
+        _rotate(value, sinusoidal_pos) if rotary_value else value,
+    )
+
+
+def _rotate(x: Tensor, sinusoidal_pos: Tensor) -> Tensor:
+    """Rotates as many leading dimensions of `x` as there are sines and cosines."""
+    dim = sinusoidal_pos.shape[-1]
+    turned = apply_rotary(x[..., :dim], *jnp.split(sinusoidal_pos, 2, axis=-1))
+    return turned if dim == x.shape[-1] else jnp.concatenate([turned, x[..., dim:]], axis=-1)
+
+
+class RoFormerQKVLinear(BaseQKVLinear):
+    """Rotates the queries and keys of another projection layer."""
+
+    @config_class
+    class Config(BaseQKVLinear.Config):
+        """Configures a RoFormerQKVLinear.
+
+        Attributes:
+          input_linear: projects to queries, keys and values.
+          rotary_value: whether to rotate values too.
+          query_scale: norms and scales of queries before the rotation.
+          key_scale: norms and scales of keys before the rotation.
+          partial_rope_factor: fraction of leading dimensions of each head to rotate; None for all.
+        """
+
+        rope_pos_emb_layer: RoFormerSinusoidalPositionalEmbedding.Config = (
+            RoFormerSinusoidalPositionalEmbedding.default_config()
+        )
+        input_linear: BaseQKVLinear.Config = QKVLinear.default_config()
+        rotary_value: Required[bool] = REQUIRED
+        query_scale: BaseScaleQK.Config | None = None
+        key_scale: BaseScaleQK.Config | None = None
+        partial_rope_factor: float | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        factor = 1.0 if cfg.partial_rope_factor is None else cfg.partial_rope_factor
+        self._rotary_dim = int(cfg.per_head_dim * factor)
+        if not 0 < factor <= 1 or self._rotary_dim % 2:
+            raise LayerConfigError(
+                f"{self.path()}: partial_rope_factor={factor} of per_head_dim={cfg.per_head_dim} "
+                f"rotates {self._rotary_dim} dimensions; expected a factor in (0, 1] and an even "
+                "number of dimensions."
+            )
+        self._add_child("rope_pos_emb_layer", cfg.rope_pos_emb_layer.set(dim=self._rotary_dim))
+        self._add_child("i_proj", cfg.input_linear.set(**self._dims()))
+        for name in ("query_scale", "key_scale"):
+            scale = getattr(cfg, name)
+            if scale is not None:
+                self._add_child(name, scale.set(per_head_dim=cfg.per_head_dim))
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.i_proj.num_kv_heads
+
+    @classmethod
+    def is_kv_sharing(cls, cfg: Any) -> bool:
+        return cfg.input_linear.klass.is_kv_sharing(cfg.input_linear)
+
+    def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
+        cfg = self.config
+        q, k, v = self.i_proj(
+            query, key=key, value=value, kv_state=kv_state, query_positions=query_positions
+        )
+        if query_positions is None:
+            query_positions = self.rope_pos_emb_layer.default_query_positions(query.shape[1])
+        if q.shape[1] != k.shape[1] and kv_state is None:
+            raise ArgumentShapeError(
+                f"{self.path()} rotates keys by the positions of the queries, but there are "
+                f"{q.shape[1]} queries and {k.shape[1]} keys; use QKVLinear for cross attention."
+            )
+        sinusoidal = self.rope_pos_emb_layer(positions=query_positions)[:, :, None]
+        if cfg.query_scale is not None:
+            q = self.query_scale(q, positions=query_positions)
+        q = _rotate(q, sinusoidal)
+        if self.is_kv_sharing(cfg):
+            return self.Output(q, k, v)  # already rotated by the other layer
+        if cfg.key_scale is not None:
+            k = self.key_scale(k, positions=query_positions)
+        v = _rotate(v, sinusoidal) if cfg.rotary_value else v
+        return self.Output(q, _rotate(k, sinusoidal), v)

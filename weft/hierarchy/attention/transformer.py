@@ -1,0 +1,457 @@
+"""Transformer layers: attention and a feed-forward layer, each with a skip connection.
+
+All layers can be applied to a whole sequence (`forward`), or in decoding (`init_states`,
+`extend_step`) to a prompt and then to single positions.
+"""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from weft.config import REQUIRED, InstantiableConfig, Required, config_class
+from weft.errors import ArgumentValueError, LayerConfigError
+from weft.hierarchy.attention.bias import BaseAttentionBias
+from weft.hierarchy.attention.feed_forward import ResidualLayer, TransformerFeedForwardLayer
+from weft.hierarchy.attention.kv_cache import KVState
+from weft.hierarchy.attention.multihead_attention import ForwardMode, MultiheadAttention
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.layers.normalization import LayerNorm
+from weft.hierarchy.module import Module
+from weft.typing import DType, NestedTensor, Tensor
+
+
+class TransformerAttentionLayer(ResidualLayer):
+    """Attention with a skip connection."""
+
+    @config_class
+    class Config(ResidualLayer.Config):
+        """Configures a TransformerAttentionLayer.
+
+        Attributes:
+          target_dim: size of input and output.
+          source_dim: size of the vectors that are attended to.
+        """
+
+        target_dim: Required[int] = REQUIRED
+        source_dim: Required[int] = REQUIRED
+        attention: InstantiableConfig = MultiheadAttention.default_config()
+
+    class Output(NamedTuple):
+        """Output of the layer, as `MultiheadAttention.Output`."""
+
+        data: Tensor
+        probs: Tensor | None = None
+        kv_state: KVState | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._add_norms(cfg.target_dim)
+        self._add_child(
+            "attention",
+            cfg.attention.set(
+                query_dim=cfg.target_dim,
+                key_dim=cfg.source_dim,
+                value_dim=cfg.source_dim,
+                output_dim=cfg.target_dim,
+            ),
+        )
+        self._add_child("dropout", cfg.dropout)
+        self._add_child("stochastic_depth", cfg.stochastic_depth)
+
+    def forward(
+        self,
+        *,
+        target: Tensor,
+        source: Tensor | KVState | None = None,
+        attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        target_positions: Tensor | None = None,
+        return_aux: Collection[str] | None = None,
+    ) -> Output:
+        """Attends over a whole sequence; see `MultiheadAttention.forward`.
+
+        Args:
+          target: `Float[Array, "batch target target_dim"]`.
+          source: `Float[Array, "batch source source_dim"]` to attend to, or keys and values of
+            another layer; None for `target`.
+          target_positions: `Int[Array, "#batch target"]`; None counts from 0.
+        """
+        _, output = self._forward_for_mode(
+            ForwardMode.FORWARD,
+            {},
+            target,
+            source,
+            attention_logit_biases=attention_logit_biases,
+            segment_ids=segment_ids,
+            query_positions=target_positions,
+            return_aux=return_aux,
+        )
+        return output
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        """Returns the initial state of decoding; see `MultiheadAttention.init_states`."""
+        states = self.attention.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
+        return {"attention": states}
+
+    def extend_step(
+        self,
+        cached_states: dict[str, Any],
+        target: Tensor,
+        *,
+        is_prefill: bool = False,
+        source: Tensor | KVState | None = None,
+        segment_ids: Tensor | None = None,
+        attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        return_aux: Collection[str] | None = None,
+        page_pool: object = None,
+    ) -> tuple[dict[str, Any], Output]:
+        """Attends from the next positions; see `MultiheadAttention.extend_step`.
+
+        Args:
+          cached_states: from `init_states` or the previous step; unchanged if `source` is an array.
+          target: `Float[Array, "batch step target_dim"]`.
+          source: as for `forward`; None for the cache.
+        """
+        step_kwargs = {"segment_ids": segment_ids, "page_pool": page_pool}
+        return self._forward_for_mode(
+            ForwardMode.of_step(is_prefill),
+            cached_states,
+            target,
+            source,
+            attention_logit_biases=attention_logit_biases,
+            return_aux=return_aux,
+            **({} if _is_array(source) else step_kwargs),
+        )
+
+    def _forward_for_mode(
+        self,
+        mode: ForwardMode,
+        cached_states: dict[str, Any],
+        target: Tensor,
+        source: Tensor | KVState | None,
+        **attention_kwargs: object,
+    ) -> tuple[dict[str, Any], Output]:
+        skipped, x = self._enter_branch(target)
+        if isinstance(source, KVState):
+            attention_kwargs["kv_state"] = source
+        if mode is ForwardMode.FORWARD or _is_array(source):
+            key = source if _is_array(source) else None
+            output = self.attention(x, key=key, value=key, **attention_kwargs)
+        else:
+            states, output = self.attention.extend_step(
+                cached_states["attention"],
+                x,
+                is_prefill=mode is ForwardMode.INIT_STATES,
+                **attention_kwargs,
+            )
+            cached_states = {**cached_states, "attention": states}
+        data = self._leave_branch(skipped, output.data, dropout=self.dropout)
+        return cached_states, self.Output(data, output.probs, output.kv_state)
+
+
+def _is_array(source: Tensor | KVState | None) -> bool:
+    return source is not None and not isinstance(source, KVState)
+
+
+class BaseTransformerLayer(BaseLayer):
+    """Base of layers, and stacks of layers, that keep the shape of their input."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a BaseTransformerLayer."""
+
+        input_dim: Required[int] = REQUIRED
+
+    class Output(NamedTuple):
+        """Output of the layer; optional fields are set if named in `return_aux`.
+
+        Attributes:
+          data: `Float[Array, "batch target input_dim"]`.
+          self_attention_probs: `Float[Array, "batch heads target target"]`, with a leading axis of
+            layers for a stack.
+          self_attention_kv_state: keys and values for another layer.
+          cross_attention_probs: `Float[Array, "batch heads target source"]`, with a leading axis of
+            layers for a stack.
+        """
+
+        data: Tensor
+        self_attention_probs: Tensor | None = None
+        self_attention_kv_state: KVState | None = None
+        cross_attention_probs: Tensor | None = None
+
+    def forward(self, data: Tensor, **kwargs: Any) -> Output:
+        """Applies the layer to a whole sequence.
+
+        Args:
+          data: `Float[Array, "batch target input_dim"]`.
+          self_attention_kv_state: keys and values of another layer, if this one projects none.
+          self_attention_logit_biases: `Float[Array, "#batch #heads target target"]`.
+          cross_attention_data: `Float[Array, "batch source source_dim"]`.
+          cross_attention_logit_biases: `Float[Array, "#batch #heads target source"]`.
+          target_segment_ids: `Int[Array, "batch target"]`: positions attend within a segment.
+          target_positions: `Int[Array, "#batch target"]`; None counts from 0.
+          return_aux: optional fields of the output to return.
+        """
+        return self._forward_for_mode(ForwardMode.FORWARD, {}, data, **kwargs)[1]
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        """Returns the initial state for decoding sequences of up to `max_len` positions."""
+        raise NotImplementedError(type(self))
+
+    def extend_step(
+        self,
+        cached_states: dict[str, Any],
+        data: Tensor,
+        *,
+        is_prefill: bool = False,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], Output]:
+        """Applies the layer to the next positions of each sequence; see also `forward`.
+
+        Args:
+          cached_states: from `init_states` or the previous step.
+          data: `Float[Array, "batch step input_dim"]`.
+          is_prefill: whether the cache is empty.
+          self_attention_logit_biases: `Float[Array, "#batch #heads step source"]`, where source is
+            `step` in a prefill, else `max_len`.
+          target_segment_ids: `Int[Array, "batch step"]`: 0 for padding after a sequence's last
+            token, which is not cached.
+          page_pool: for a paged cache.
+        """
+        return self._forward_for_mode(
+            ForwardMode.of_step(is_prefill), cached_states, data, **kwargs
+        )
+
+    def _forward_for_mode(
+        self, mode: ForwardMode, cached_states: dict[str, Any], data: Tensor, **kwargs: Any
+    ) -> tuple[dict[str, Any], Output]:
+        raise NotImplementedError(type(self))
+
+
+def _part_return_aux(return_aux: Collection[str] | None, part: str) -> set[str]:
+    return {name.removeprefix(part) for name in return_aux or () if name.startswith(part)}
+
+
+class TransformerLayer(BaseTransformerLayer):
+    """Self attention, optional cross attention and a feed-forward layer."""
+
+    @config_class
+    class Config(BaseTransformerLayer.Config):
+        """Configures a TransformerLayer.
+
+        Attributes:
+          self_attention: a `TransformerAttentionLayer` or compatible layer.
+          cross_attention: the same; None for none.
+          feed_forward: a `TransformerFeedForwardLayer` or compatible layer.
+        """
+
+        self_attention: InstantiableConfig = TransformerAttentionLayer.default_config()
+        cross_attention: InstantiableConfig | None = None
+        feed_forward: InstantiableConfig = TransformerFeedForwardLayer.default_config()
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        dim = cfg.input_dim
+        self._add_child("self_attention", cfg.self_attention.set(target_dim=dim, source_dim=dim))
+        self._add_child("feed_forward", cfg.feed_forward.set(input_dim=dim))
+        if cfg.cross_attention is not None:
+            self._add_child("cross_attention", cfg.cross_attention.set(target_dim=dim))
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        states = self.self_attention.init_states(
+            batch_size=batch_size, max_len=max_len, dtype=dtype
+        )
+        return {"self_attention": states}
+
+    def _forward_for_mode(
+        self,
+        mode: ForwardMode,
+        cached_states: dict[str, Any],
+        data: Tensor,
+        *,
+        self_attention_kv_state: KVState | None = None,
+        self_attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        cross_attention_data: Tensor | None = None,
+        cross_attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        target_segment_ids: Tensor | None = None,
+        target_positions: Tensor | None = None,
+        page_pool: object = None,
+        return_aux: Collection[str] | None = None,
+    ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
+        self._check_cross_attention(cross_attention_data)
+        states, self_attention = self._attend(
+            "self_attention",
+            mode,
+            cached_states,
+            target=data,
+            source=self_attention_kv_state,
+            attention_logit_biases=self_attention_logit_biases,
+            segment_ids=target_segment_ids,
+            return_aux=_part_return_aux(return_aux, "self_attention_"),
+            **(
+                {"target_positions": target_positions}
+                if mode is ForwardMode.FORWARD
+                else {"page_pool": page_pool}
+            ),
+        )
+        data, cross_probs = self_attention.data, None
+        if cross_attention_data is not None:
+            states, cross_attention = self._attend(
+                "cross_attention",
+                mode,
+                states,
+                target=data,
+                source=cross_attention_data,
+                attention_logit_biases=cross_attention_logit_biases,
+                return_aux=_part_return_aux(return_aux, "cross_attention_"),
+            )
+            data, cross_probs = cross_attention.data, cross_attention.probs
+        return states, self.Output(
+            data=self.feed_forward(data),
+            self_attention_probs=self_attention.probs,
+            self_attention_kv_state=self_attention.kv_state,
+            cross_attention_probs=cross_probs,
+        )
+
+    def _attend(
+        self,
+        name: str,
+        mode: ForwardMode,
+        states: dict[str, Any],
+        *,
+        target: Tensor,
+        **kwargs: object,
+    ) -> tuple[dict[str, Any], Any]:
+        layer = getattr(self, name)
+        if mode is ForwardMode.FORWARD:
+            return states, layer(target=target, **kwargs)
+        new, output = layer.extend_step(
+            states.get(name, {}), target, is_prefill=mode is ForwardMode.INIT_STATES, **kwargs
+        )
+        return ({**states, name: new} if name in states else states), output
+
+    def _check_cross_attention(self, cross_attention_data: Tensor | None) -> None:
+        has_layer = self.config.cross_attention is not None
+        if has_layer and cross_attention_data is None:
+            raise ArgumentValueError(
+                f"{self.path()} has a cross_attention, but was given no cross_attention_data; pass "
+                "an array to attend to."
+            )
+        if cross_attention_data is not None and not has_layer:
+            raise ArgumentValueError(
+                f"{self.path()} was given cross_attention_data, but has no cross_attention; set "
+                "cross_attention to TransformerAttentionLayer.default_config()."
+            )
+
+
+class ParallelTransformerLayer(BaseTransformerLayer):
+    """`x + attention(norm(x)) + feed_forward(norm(x))` (Wang and Komatsuzaki, 2021)."""
+
+    @config_class
+    class Config(BaseTransformerLayer.Config):
+        """Configures a ParallelTransformerLayer; `feed_forward` has no norm and skip connection."""
+
+        norm: InstantiableConfig = LayerNorm.default_config()
+        self_attention: MultiheadAttention.Config = MultiheadAttention.default_config()
+        feed_forward: TransformerFeedForwardLayer.Config = (
+            TransformerFeedForwardLayer.default_config().set(structure="nonorm")
+        )
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        dim = cfg.input_dim
+        self._add_child("norm", cfg.norm.set(input_dim=dim))
+        self._add_child(
+            "self_attention",
+            cfg.self_attention.set(query_dim=dim, key_dim=dim, value_dim=dim, output_dim=dim),
+        )
+        self._add_child("feed_forward", cfg.feed_forward.set(input_dim=dim))
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        states = self.self_attention.init_states(
+            batch_size=batch_size, max_len=max_len, dtype=dtype
+        )
+        return {"self_attention": states}
+
+    def _forward_for_mode(
+        self,
+        mode: ForwardMode,
+        cached_states: dict[str, Any],
+        data: Tensor,
+        *,
+        self_attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        target_segment_ids: Tensor | None = None,
+        target_positions: Tensor | None = None,
+        page_pool: object = None,
+        return_aux: Collection[str] | None = None,
+    ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
+        x = self.norm(data)
+        kwargs = {
+            "attention_logit_biases": self_attention_logit_biases,
+            "segment_ids": target_segment_ids,
+            "return_aux": _part_return_aux(return_aux, "self_attention_"),
+        }
+        if mode is ForwardMode.FORWARD:
+            attention = self.self_attention(x, query_positions=target_positions, **kwargs)
+        else:
+            states, attention = self.self_attention.extend_step(
+                cached_states["self_attention"],
+                x,
+                is_prefill=mode is ForwardMode.INIT_STATES,
+                page_pool=page_pool,
+                **kwargs,
+            )
+            cached_states = {"self_attention": states}
+        return cached_states, self.Output(
+            data=data + attention.data + self.feed_forward(x),
+            self_attention_probs=attention.probs,
+            self_attention_kv_state=attention.kv_state,
+        )
+
+
+class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
+    """Layer followed by a narrow feed-forward layer (Houlsby et al., 2019).
+
+    To fine-tune a model, train the adapters and freeze the rest.
+    """
+
+    @config_class
+    class Config(BaseTransformerLayer.Config):
+        """Configures the adapter: its hidden dimension is `bottleneck_ratio` times `input_dim`."""
+
+        layer: BaseTransformerLayer.Config = TransformerLayer.default_config()
+        adapter: TransformerFeedForwardLayer.Config = (
+            TransformerFeedForwardLayer.default_config().set(structure="postnorm")
+        )
+        bottleneck_ratio: float = 0.5
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        hidden_dim = int(cfg.input_dim * cfg.bottleneck_ratio)
+        if hidden_dim < 1:
+            raise LayerConfigError(
+                f"{self.path()}: bottleneck_ratio={cfg.bottleneck_ratio} of input_dim="
+                f"{cfg.input_dim} has no dimensions; expected at least 1."
+            )
+        self._add_child("layer", cfg.layer.set(input_dim=cfg.input_dim))
+        self._add_child("adapter", cfg.adapter.set(input_dim=cfg.input_dim, hidden_dim=hidden_dim))
+
+    def forward(self, data: Tensor, **kwargs: Any) -> BaseTransformerLayer.Output:
+        output = self.layer(data, **kwargs)
+        return output._replace(data=self.adapter(output.data))
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        states = self.layer.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
+        return {"layer": states}
+
+    def extend_step(
+        self,
+        cached_states: dict[str, Any],
+        data: Tensor,
+        *,
+        is_prefill: bool = False,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
+        states, output = self.layer.extend_step(
+            cached_states["layer"], data, is_prefill=is_prefill, **kwargs
+        )
+        return {"layer": states}, output._replace(data=self.adapter(output.data))

@@ -1,0 +1,8 @@
+"""Common layers in one namespace; each family has its own file.
+
+See `weft.hierarchy.attention` for attention and transformers.
+"""
+
+from weft._lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

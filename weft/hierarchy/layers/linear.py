@@ -1,0 +1,138 @@
+"""Linear layers, and noise on parameters."""
+
+import jax
+import jax.numpy as jnp
+
+from weft.config import REQUIRED, Required, config_class
+from weft.functional import dense, dense_general, l2_normalize
+from weft.hierarchy.base_layer import BaseLayer, ParameterNoise, ParameterSpec
+from weft.hierarchy.param_init import FanAxes
+from weft.hierarchy.parameter_spec import FactorizationSpec, maybe_shard
+from weft.typing import MeshAxes, NestedTensor, PartitionSpec, Tensor
+
+
+class Linear(BaseLayer):
+    """Linear map of the last axis.
+
+    Parameters: `weight` of shape (input_dim, output_dim), and `bias`.
+
+    Example:
+        >>> cfg = Linear.default_config().set(name="linear", input_dim=2, output_dim=3)
+        >>> layer = cfg.instantiate(parent=None)
+        >>> layer.create_parameter_specs_recursively()["weight"].shape
+        (2, 3)
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a Linear; without an `output_partition_spec` the compiler chooses."""
+
+        input_dim: Required[int] = REQUIRED
+        output_dim: Required[int] = REQUIRED
+        bias: bool = True
+        output_partition_spec: PartitionSpec | MeshAxes | None = None
+
+    @classmethod
+    def default_config(cls) -> Config:
+        """Returns a config whose weight is sharded over the mesh axis "model" by outputs."""
+        return super().default_config().set(param_partition_spec=(None, "model"))
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg = self.config
+        mesh_axes = cfg.param_partition_spec or (None, None)
+        specs = {
+            "weight": ParameterSpec(
+                shape=(cfg.input_dim, cfg.output_dim),
+                mesh_axes=mesh_axes,
+                factorization=FactorizationSpec(("row", "col")),
+            )
+        }
+        if cfg.bias:
+            specs["bias"] = ParameterSpec(shape=(cfg.output_dim,), mesh_axes=(mesh_axes[-1],))
+        return specs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `Float[Array, "*batch input_dim"]` to `Float[Array, "*batch output_dim"]`."""
+        y = dense(x, self._weight(), self.parameters["bias"] if self.config.bias else None)
+        self._add_tensor_stats("outputs", y)
+        return maybe_shard(y, self.config.output_partition_spec)
+
+    def _weight(self) -> Tensor:
+        return self.parameters["weight"]
+
+
+class UnitNormLinear(Linear):
+    """Linear map with weight vectors of unit length; cosines for inputs of unit length."""
+
+    def _weight(self) -> Tensor:
+        return l2_normalize(self.parameters["weight"], axis=0, eps=1e-12)
+
+
+class MultiLinear(BaseLayer):
+    """Stack of linear maps of the same input.
+
+    Parameters: `weight` of shape (input_dim, num_outputs, output_dim), and `bias`.
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a MultiLinear of `num_outputs` maps, each to `output_dim`."""
+
+        input_dim: Required[int] = REQUIRED
+        num_outputs: Required[int] = REQUIRED
+        output_dim: Required[int] = REQUIRED
+        bias: bool = True
+
+    @classmethod
+    def default_config(cls) -> Config:
+        """Returns a config whose weight is sharded over the mesh axis "model" by maps."""
+        return super().default_config().set(param_partition_spec=(None, "model", None))
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg = self.config
+        mesh_axes = cfg.param_partition_spec or (None, None, None)
+        specs = {
+            "weight": ParameterSpec(
+                shape=(cfg.input_dim, cfg.num_outputs, cfg.output_dim),
+                mesh_axes=mesh_axes,
+                factorization=FactorizationSpec(("row", None, "col")),
+                fan_axes=FanAxes(in_axis=0, out_axis=2, batch_axis=1),
+            )
+        }
+        if cfg.bias:
+            specs["bias"] = ParameterSpec(
+                shape=(cfg.num_outputs, cfg.output_dim), mesh_axes=tuple(mesh_axes[1:])
+            )
+        return specs
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Applies every map to `Float[Array, "*batch input_dim"]`.
+
+        Returns `Float[Array, "*batch num_outputs output_dim"]`.
+        """
+        bias = self.parameters["bias"] if self.config.bias else None
+        y = dense_general(inputs, self.parameters["weight"], bias)
+        self._add_tensor_stats("outputs", y)
+        return y
+
+
+class VariationalNoise(ParameterNoise):
+    """Independent normal noise on every parameter (Graves, 2011)."""
+
+    @config_class
+    class Config(ParameterNoise.Config):
+        """Configures a VariationalNoise with the standard deviation `vn_std`; 0 adds nothing."""
+
+        vn_std: Required[float] = REQUIRED
+
+    def apply(self, prng_key: Tensor, params: NestedTensor) -> NestedTensor:
+        std = self.config.vn_std
+        if std <= 0:
+            return params
+        leaves, structure = jax.tree.flatten(params)
+        keys = jax.random.split(prng_key, len(leaves))
+        noisy = [
+            x + jax.random.normal(key, x.shape, x.dtype) * jnp.asarray(std, x.dtype)
+            for x, key in zip(leaves, keys, strict=True)
+        ]
+        return jax.tree.unflatten(structure, noisy)

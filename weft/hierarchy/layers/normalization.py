@@ -1,0 +1,313 @@
+"""Normalization layers and moving averages.
+
+Statistics are computed in `forward_dtype`, or the dtype of the input if None; the output has the
+dtype of the input. `eps` is added to the variance, mean square or squared length. Parameters are
+`scale` and, for layers that subtract a mean, `bias`.
+"""
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from weft.config import REQUIRED, Required, config_class
+from weft.errors import LayerConfigError
+from weft.functional import (
+    batch_norm,
+    group_norm,
+    l2_normalize,
+    layer_norm,
+    moments,
+    rms_norm,
+    update_running_average,
+)
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy.module import Module
+from weft.hierarchy.param_init import constant_initializer
+from weft.hierarchy.parameter_spec import constant_spec, maybe_shard
+from weft.typing import DType, MeshAxes, PartitionSpec, Tensor
+
+
+class BaseNormalizationLayer(BaseLayer):
+    """Base of layers that normalize vectors of a fixed size."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a BaseNormalizationLayer."""
+
+        input_dim: Required[int] = REQUIRED
+
+    def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
+        """Normalizes vectors.
+
+        Args:
+            x: `Float[Array, "*batch input_dim"]`.
+            segment_ids: `Int[Array, "batch time"]`, 0 for padding; used by layers that share
+                statistics between positions.
+        """
+        raise NotImplementedError(type(self))
+
+    def _vector_spec(self, value: float, **kwargs: Any) -> ParameterSpec:
+        return ParameterSpec(
+            shape=(self.config.input_dim,),
+            mesh_axes=self.config.param_partition_spec,
+            initializer=constant_initializer(value),
+            **kwargs,
+        )
+
+
+class LayerNormStateless(BaseNormalizationLayer):
+    """Layer normalization without parameters."""
+
+    @config_class
+    class Config(BaseNormalizationLayer.Config):
+        """Configures a LayerNormStateless."""
+
+        eps: float = 1e-8
+        forward_dtype: DType | None = jnp.float32
+
+    def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
+        del segment_ids  # every position has statistics of its own
+        return self._normalize(x)
+
+    def _normalize(
+        self, x: Tensor, scale: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        cfg = self.config
+        y = layer_norm(x, scale, bias, eps=cfg.eps, dtype=cfg.forward_dtype)
+        self._add_tensor_stats("outputs", y)
+        return y
+
+
+class LayerNorm(LayerNormStateless):
+    """Layer normalization (https://arxiv.org/abs/1607.06450)."""
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        return {"scale": self._vector_spec(1.0), "bias": self._vector_spec(0.0)}
+
+    def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
+        del segment_ids  # every position has statistics of its own
+        return self._normalize(x, self.parameters["scale"], self.parameters["bias"])
+
+
+class RMSNormStateless(BaseNormalizationLayer):
+    """Normalization by the root mean square, without parameters."""
+
+    @config_class
+    class Config(BaseNormalizationLayer.Config):
+        """Configures a RMSNormStateless; specs that are None leave layouts to the compiler.
+
+        Attributes:
+            zero_centered: whether the factor is 1 + `scale`, with `scale` initialized to 0, so that
+                weight decay pulls the factor towards 1.
+        """
+
+        eps: float = 1e-8
+        forward_dtype: DType | None = jnp.float32
+        zero_centered: bool | None = None
+        input_partition_spec: PartitionSpec | MeshAxes | None = None
+        output_partition_spec: PartitionSpec | MeshAxes | None = None
+
+    def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
+        del segment_ids  # every position has statistics of its own
+        return self._normalize(x)
+
+    def _normalize(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        cfg = self.config
+        y = rms_norm(
+            maybe_shard(x, cfg.input_partition_spec),
+            scale,
+            eps=cfg.eps,
+            zero_centered=bool(cfg.zero_centered),
+            dtype=cfg.forward_dtype,
+        )
+        self._add_tensor_stats("outputs", y)
+        return maybe_shard(y, cfg.output_partition_spec)
+
+
+class RMSNorm(RMSNormStateless):
+    """Normalization by the root mean square (https://arxiv.org/abs/1910.07467)."""
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        return {"scale": self._vector_spec(0.0 if self.config.zero_centered else 1.0)}
+
+    def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
+        del segment_ids  # every position has statistics of its own
+        return self._normalize(x, self.parameters["scale"])
+
+
+class NormType(enum.Enum):
+    """Statistics of a group: mean and variance, or root mean square."""
+
+    LAYERNORM = "layernorm"
+    RMSNORM = "rmsnorm"
+
+
+class GroupNorm(BaseNormalizationLayer):
+    """Normalization of groups of channels (https://arxiv.org/abs/1803.08494)."""
+
+    @config_class
+    class Config(BaseNormalizationLayer.Config):
+        """Configures a GroupNorm.
+
+        Attributes:
+            num_groups: number of groups; must divide `input_dim`.
+            norm_type: None for LAYERNORM.
+            norm_axes: axes that share statistics in addition to a group's channels, such as 1 for
+                time, or -1 for none; None for all but the batch.
+        """
+
+        num_groups: Required[int] = REQUIRED
+        eps: float = 1e-8
+        norm_type: NormType | None = None
+        norm_axes: int | tuple[int, ...] | None = None
+        forward_dtype: DType | None = jnp.float32
+
+    @classmethod
+    def default_config(cls) -> Config:
+        """Returns a config that normalizes by mean and variance."""
+        return super().default_config().set(norm_type=NormType.LAYERNORM)
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if cfg.input_dim % cfg.num_groups:
+            raise LayerConfigError(
+                f"{self.path()}: input_dim={cfg.input_dim} cannot be split into "
+                f"num_groups={cfg.num_groups} equal groups; set num_groups to a divisor."
+            )
+        self._subtracts_mean = cfg.norm_type is not NormType.RMSNORM
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        specs = {"scale": self._vector_spec(1.0)}
+        if self._subtracts_mean:
+            specs["bias"] = self._vector_spec(0.0)
+        return specs
+
+    def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
+        """Normalizes groups of channels of `x`, `Float[Array, "batch *spatial input_dim"]`.
+
+        Each segment of axis 1 has its own statistics, including padding (0).
+        """
+        cfg = self.config
+        y = group_norm(
+            x,
+            self.parameters["scale"],
+            self.parameters["bias"] if self._subtracts_mean else None,
+            num_groups=cfg.num_groups,
+            axis=cfg.norm_axes,
+            eps=cfg.eps,
+            subtract_mean=self._subtracts_mean,
+            segment_ids=segment_ids,
+            dtype=cfg.forward_dtype,
+        )
+        self._add_tensor_stats("outputs", y)
+        return y
+
+
+class BatchNorm(BaseNormalizationLayer):
+    """Batch normalization (https://arxiv.org/abs/1502.03167).
+
+    In training, statistics are computed over all axes but the last and update the state
+    `moving_mean` and `moving_variance`, which is used outside of training.
+    """
+
+    @config_class
+    class Config(BaseNormalizationLayer.Config):
+        """Configures a BatchNorm; `decay` is the weight of the old moving average."""
+
+        decay: float = 0.999
+        eps: float = 1e-8
+        forward_dtype: DType | None = jnp.float32
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        moving: dict[str, Any] = {
+            "dtype": jnp.float32,
+            "weight_decay_scale": 0.0,
+            "is_state": True,
+        }
+        return {
+            "scale": self._vector_spec(1.0),
+            "bias": self._vector_spec(0.0),
+            "moving_mean": self._vector_spec(0.0, **moving),
+            "moving_variance": self._vector_spec(1.0, **moving),
+        }
+
+    def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
+        """Normalizes each channel of `x`, `Float[Array, "*batch input_dim"]`.
+
+        Positions whose entry of `segment_ids` is 0 do not affect the statistics.
+        """
+        cfg = self.config
+        mean, variance = self.parameters["moving_mean"], self.parameters["moving_variance"]
+        if self.is_training:
+            moving = {"moving_mean": mean, "moving_variance": variance}
+            where = None
+            if segment_ids is not None:
+                where = (segment_ids > 0).reshape(*segment_ids.shape, *[1] * (x.ndim - 2))
+            axes = tuple(range(x.ndim - 1))
+            mean, variance = (
+                m.reshape(-1) for m in moments(x, axis=axes, where=where, dtype=cfg.forward_dtype)
+            )
+            for (name, old), new in zip(moving.items(), (mean, variance), strict=True):
+                self.add_state_update(name, update_running_average(old, new, decay=cfg.decay))
+        y = batch_norm(
+            x,
+            mean,
+            variance,
+            self.parameters["scale"],
+            self.parameters["bias"],
+            eps=cfg.eps,
+            dtype=cfg.forward_dtype,
+        )
+        self._add_tensor_stats("outputs", y)
+        return y
+
+
+class L2Norm(BaseLayer):
+    """Scales vectors to unit length."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures an L2Norm."""
+
+        eps: float = 1e-8
+        forward_dtype: DType | None = jnp.float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalizes the last axis."""
+        cfg = self.config
+        y = x if cfg.forward_dtype is None else x.astype(cfg.forward_dtype)
+        return l2_normalize(y, eps=cfg.eps).astype(x.dtype)
+
+
+class MovingAverage(BaseLayer):
+    """Average of all values so far, optionally weighted towards recent ones.
+
+    Value number `n` has weight `max(1 / n, min_weight)`. The state `count` and `value` is updated
+    in training.
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a MovingAverage of arrays of `shape`; `min_weight` 0 is the plain mean."""
+
+        shape: Sequence[int] = ()
+        min_weight: Required[float] = REQUIRED
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        shapes = {"count": (), "value": tuple(self.config.shape)}
+        return {
+            name: constant_spec(shape, dtype=jnp.float32, is_state=True)
+            for name, shape in shapes.items()
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the average including `x`, an array of the configured shape."""
+        count, value = self.parameters["count"], self.parameters["value"]
+        weight = jnp.maximum(1 / (count + 1), self.config.min_weight)
+        average = update_running_average(value, x, decay=1 - weight)
+        if self.is_training:
+            self.add_state_update("count", count + 1)
+            self.add_state_update("value", average)
+        return average

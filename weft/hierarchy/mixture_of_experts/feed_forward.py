@@ -1,0 +1,392 @@
+"""Mixture-of-experts feed-forward layer of a transformer, and its conversion from a dense one.
+
+A router sends each token to a few of many feed-forward layers, the experts, which adds parameters
+without adding computation per token:
+
+    tokens (o g s m) --router--> logits (o g s e) --gating--> slots (o g s e c)
+    dispatch: (o g s m) -> (o e g c m) --experts--> (o e g c m) --combine--> (o g s m)
+
+Axes: outer batch, group, token of a group ("sequence"), model dimension, expert, slot
+("capacity"), hidden dimension. Tokens compete for slots within their group. Groups are sharded over
+"data" and "expert" before the dispatch and experts over "expert" after it; the compiler inserts the
+exchange of tokens (Lepikhin et al., 2021).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from weft.config import REQUIRED, FunctionConfigBase, Required, config_class
+from weft.errors import (
+    ArgumentShapeError,
+    ArgumentValueError,
+    LayerConfigError,
+    ParameterSpecError,
+    did_you_mean,
+)
+from weft.functional import get_activation_fn
+from weft.functional.routing import decorrelation_loss
+from weft.hierarchy.attention.feed_forward import ResidualLayer
+from weft.hierarchy.base_layer import ParameterSpec
+from weft.hierarchy.mixture_of_experts.gating import BaseGating, Top2Gating
+from weft.hierarchy.module import Module
+from weft.hierarchy.param_init import FanAxes
+from weft.hierarchy.parameter_spec import FactorizationSpec, maybe_shard
+from weft.typing import PartitionSpec, Tensor
+
+# Default sharding of arrays, by the letters of their axes.
+DIM_TO_MESH_AXES: dict[str, PartitionSpec] = {
+    "me": PartitionSpec(None, None),
+    "emh": PartitionSpec("expert", None, "model"),
+    "ehm": PartitionSpec("expert", "model", None),
+    "ogsm": PartitionSpec("data", "expert", None, None),
+    "ogse": PartitionSpec("data", "expert", None, None),
+    "ogsec": PartitionSpec("data", "expert", None, None, None),
+    "oegcm": PartitionSpec("data", "expert", None, None, None),
+    "oegch": PartitionSpec("data", "expert", None, None, "model"),
+}
+
+
+def get_outer_batch_from_mesh(
+    *,
+    mesh_axis_names: Sequence[str],
+    outer_batch_axis_names: Sequence[str],
+    mesh_shape: Any,
+) -> int | None:
+    """Returns the number of outer batches: one for each part of a mesh that holds all experts.
+
+    Args:
+      mesh_axis_names: names of all mesh axes.
+      outer_batch_axis_names: axes over which experts are not sharded, such as "data".
+      mesh_shape: sizes of the axes, or a hybrid mesh shape with `ici_mesh_shape` and
+        `dcn_mesh_shape`. If None, the result is None.
+
+    Raises:
+      ArgumentValueError: if the mesh has no such axis, or its size is not known.
+
+    Example:
+      >>> get_outer_batch_from_mesh(
+      ...     mesh_axis_names=("data", "expert"),
+      ...     outer_batch_axis_names=("data",),
+      ...     mesh_shape=(4, 2),
+      ... )
+      4
+    """
+    if mesh_shape is None:
+        return None
+    parts = [mesh_shape]
+    if hasattr(mesh_shape, "ici_mesh_shape"):
+        parts = [mesh_shape.ici_mesh_shape, mesh_shape.dcn_mesh_shape]
+    number = 1
+    for part in parts:
+        sizes = dict(zip(mesh_axis_names, part, strict=True))
+        for name in outer_batch_axis_names:
+            if sizes.get(name, 0) < 1:
+                raise ArgumentValueError(
+                    f"the outer batch is sharded over the mesh axis {name!r}, whose size in "
+                    f"{sizes} is not known; expected a mesh axis with a positive size."
+                )
+            number *= sizes[name]
+    return number
+
+
+class TransformerFeedForwardMoE(ResidualLayer):
+    """Mixture of feed-forward layers with a skip connection.
+
+    Parameters: `gate_weight` (input_dim, num_experts) of the router, `wi_weight` (num_experts,
+    input_dim, hidden_dim), or `wi_0_weight` and `wi_1_weight` of a gated layer, and `wo_weight`
+    (num_experts, hidden_dim, input_dim). Experts have no biases.
+
+    The module output "aux_loss" is the weighted sum of its losses. A language model adds it to its
+    own loss with `metrics_config(aux_loss_regex=".*/aux_loss")`.
+    """
+
+    @config_class
+    class Config(ResidualLayer.Config):
+        """Configures a TransformerFeedForwardMoE.
+
+        Attributes:
+          input_dim: size of input and output.
+          hidden_dim: hidden size of an expert, or a function of `input_dim`, such as
+            `scaled_hidden_dim(4)`.
+          activation: a name such as "nn.gelu", or two for a gated layer, such as
+            ("nn.silu", "linear").
+          num_groups: number of groups per outer batch. More groups need less memory, but are more
+            likely to drop tokens.
+          outer_batch: number of parts of a batch that each use all experts; see
+            `get_outer_batch_from_mesh`.
+          load_balance_loss_weight: weight of the gating's load-balancing loss.
+          router_z_loss_weight: weight of the gating's loss on the size of logits.
+          corr_loss_weight: weight of the mean squared cosine between the router weights of two
+            experts.
+          residual_weight: factor of the branch.
+          dim_to_mesh_axis_map: sharding of weights and activations by the letters of their axes, as
+            in the module docstring. With one outer batch, groups take its mesh axes as well.
+        """
+
+        input_dim: Required[int] = REQUIRED
+        hidden_dim: Required[int | FunctionConfigBase] = REQUIRED
+        activation: str | tuple[str, str] = "nn.relu"
+        num_experts: Required[int] = REQUIRED
+        num_groups: Required[int] = REQUIRED
+        outer_batch: int = 1
+        gating: BaseGating.Config = Top2Gating.default_config()
+        load_balance_loss_weight: float = 0.01
+        router_z_loss_weight: float = 0.0
+        corr_loss_weight: float = 0.0
+        residual_weight: float = 1.0
+        dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {}
+
+    _drops_hidden: ClassVar[bool] = True
+
+    @classmethod
+    def default_config(cls) -> Config:
+        """Returns a config that shards experts over "expert" and hidden dimensions over "model"."""
+        return super().default_config().set(dim_to_mesh_axis_map=dict(DIM_TO_MESH_AXES))
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        for name in ("num_experts", "num_groups", "outer_batch"):
+            if getattr(cfg, name) < 1:
+                raise LayerConfigError(
+                    f"{self.path()}: {name}={getattr(cfg, name)}; expected at least 1."
+                )
+        if unknown := sorted(cfg.dim_to_mesh_axis_map.keys() - DIM_TO_MESH_AXES.keys()):
+            raise LayerConfigError(
+                f"{self.path()}: dim_to_mesh_axis_map has {unknown}; expected keys "
+                f"among {', '.join(DIM_TO_MESH_AXES)}."
+            )
+        hidden_dim: Any = cfg.hidden_dim
+        if not isinstance(hidden_dim, int):
+            hidden_dim = hidden_dim.set(input_dim=cfg.input_dim).instantiate()
+        self._hidden_dim: int = hidden_dim
+        names = (cfg.activation,) if isinstance(cfg.activation, str) else cfg.activation
+        self._activations = [get_activation_fn(name) for name in names]
+        self._add_norms(cfg.input_dim)
+        self._add_child("gating", cfg.gating.set(num_experts=cfg.num_experts))
+        # With the norm after the sum, dropout applies only to the branch's output.
+        whole = cfg.structure == "postnorm" or not self._drops_hidden
+        self._dropouts = ["dropout"] if whole else ["dropout1", "dropout2"]
+        for name in self._dropouts:
+            self._add_child(name, cfg.dropout)
+        self._add_child("stochastic_depth", cfg.stochastic_depth)
+
+    def _wi_names(self) -> list[str]:
+        n = len(self._activations)
+        return ["wi_weight"] if n == 1 else [f"wi_{i}_weight" for i in range(n)]
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg = self.config
+        m, e, h = cfg.input_dim, cfg.num_experts, self._hidden_dim
+
+        def spec(shape: tuple[int, ...], dims: str, fan_axes: FanAxes) -> ParameterSpec:
+            factors = (None,) * (len(shape) - 2) + ("row", "col")
+            return ParameterSpec(
+                shape,
+                mesh_axes=cfg.dim_to_mesh_axis_map.get(dims),
+                factorization=FactorizationSpec(factors),
+                fan_axes=fan_axes,
+            )
+
+        of_expert = FanAxes(in_axis=1, out_axis=2, batch_axis=0)
+        return {
+            **super()._create_layer_parameter_specs(),
+            "gate_weight": spec((m, e), "me", FanAxes(in_axis=0, out_axis=1)),
+            **{name: spec((e, m, h), "emh", of_expert) for name in self._wi_names()},
+            "wo_weight": spec((e, h, m), "ehm", of_expert),
+        }
+
+    def forward(self, inputs: Tensor, paddings: Tensor | None = None) -> Tensor:
+        """Applies the layer; the output has the shape of `inputs`.
+
+        Args:
+          inputs: `Float[Array, "batch time input_dim"]`. Earlier tokens get slots first.
+          paddings: `Bool[Array, "batch time"]`, True for tokens without experts and loss.
+
+        Raises:
+          ArgumentShapeError: if the tokens do not divide into the groups in training. Outside of
+            training, the number of groups is reduced.
+        """
+        cfg = self.config
+        self._add_tensor_stats("inputs", inputs)
+        skipped, x = self._enter_branch(inputs)
+        live = None if paddings is None else jnp.logical_not(paddings)
+        x = self._remat_name(self._apply_experts(x, live), "linear2_0")
+        outputs = self._leave_branch(
+            skipped, x, dropout=getattr(self, self._dropouts[-1]), weight=cfg.residual_weight
+        )
+        self._add_tensor_stats("outputs", outputs)
+        return outputs
+
+    def _group_sizes(self, num_tokens: int) -> tuple[int, int]:
+        cfg = self.config
+        outer, groups = cfg.outer_batch, cfg.num_groups
+        if num_tokens % (outer * groups) == 0:
+            return outer, groups
+        if self.is_training:
+            raise ArgumentShapeError(
+                f"{self.path()}: {num_tokens} tokens do not divide into outer_batch={outer} times "
+                f"num_groups={groups} groups; set num_groups to a divisor of "
+                f"{num_tokens // math.gcd(num_tokens, outer)}."
+            )
+        outer = math.gcd(num_tokens, outer)
+        return outer, math.gcd(num_tokens // outer, groups)
+
+    def _apply_experts(self, x: Tensor, live: Tensor | None) -> Tensor:
+        sizes = self._group_sizes(math.prod(x.shape[:-1]))
+        tokens = self._shard(x.reshape(*sizes, -1, x.shape[-1]), "ogsm")
+        output = self.gating(
+            self._router_logits(tokens, "ogse"),
+            **({} if live is None else {"live": live.reshape(tokens.shape[:-1])}),
+        )
+        self._add_losses(output)
+        specs = {dims: self._partition_spec(dims, sizes[0]) for dims in ("oegcm", "ogsm")}
+        slots = self.gating.dispatch(
+            tokens,
+            dispatch_tensor=self._shard(output.dispatch_tensor, "ogsec"),
+            combine_tensor=output.combine_tensor,
+            dtype=x.dtype,
+            partition_spec=specs["oegcm"],
+        )
+        combined = self.gating.combine(
+            self._shard(self._experts(slots), "oegcm"),
+            combine_tensor=self._shard(output.combine_tensor, "ogsec"),
+            dtype=x.dtype,
+            partition_spec=specs["ogsm"],
+        )
+        return combined.reshape(x.shape)
+
+    def _router_logits(self, tokens: Tensor, dims: str) -> Tensor:
+        """Computes logits in float32, for stability (Fedus et al., 2022, section 2.4)."""
+        weight = self.parameters["gate_weight"].astype(jnp.float32)
+        return self._shard(tokens.astype(jnp.float32) @ weight, dims)
+
+    def _experts(self, slots: Tensor) -> Tensor:
+        """Applies each expert to its slots, `(o e g c m)`."""
+        hidden: Any = None
+        for i, (name, activation) in enumerate(
+            zip(self._wi_names(), self._activations, strict=True)
+        ):
+            weight = self.parameters[name].astype(slots.dtype)
+            y = self._shard(jnp.einsum("oegcm,emh->oegch", slots, weight), "oegch")
+            y = activation(self._remat_name(y, f"linear1_{i}"))
+            hidden = y if hidden is None else hidden * y
+        if len(self._dropouts) == 2:
+            hidden = getattr(self, self._dropouts[0])(hidden)
+        weight = self.parameters["wo_weight"].astype(slots.dtype)
+        return jnp.einsum("oegch,ehm->oegcm", hidden, weight)
+
+    def _add_losses(self, output: BaseGating.Output) -> None:
+        cfg = self.config
+        loss = cfg.load_balance_loss_weight * output.load_balance_loss
+        if cfg.router_z_loss_weight:
+            loss = loss + cfg.router_z_loss_weight * output.router_z_loss
+        if cfg.corr_loss_weight:
+            corr_loss = decorrelation_loss(self.parameters["gate_weight"])
+            self.add_summary("corr_loss", corr_loss)
+            loss = loss + cfg.corr_loss_weight * corr_loss
+        if output.seq_load_balance_loss is not None:
+            loss = loss + output.seq_load_balance_loss
+        self.add_module_output("aux_loss", loss)
+
+    def _partition_spec(self, dims: str, outer_batch: int) -> PartitionSpec | None:
+        spec = self.config.dim_to_mesh_axis_map.get(dims)
+        if spec is None or outer_batch > 1:
+            return spec
+        axes = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
+        group = dims.index("g")
+        axes[group], axes[0] = axes[0] + axes[group], ()
+        return PartitionSpec(*(a or None for a in axes))
+
+    def _shard(self, x: Tensor, dims: str) -> Tensor:
+        return maybe_shard(x, self._partition_spec(dims, x.shape[0]))
+
+
+def convert_dense_to_moe_parameters(
+    source_parameters: Mapping[str, Any], *, target_parameter_specs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Copies dense layers into every expert (sparse upcycling: Komatsuzaki et al., 2023).
+
+    Args:
+      source_parameters: of a model with bias-free `TransformerFeedForwardLayer`s.
+      target_parameter_specs: of the same model with some of them `TransformerFeedForwardMoE`s.
+
+    Returns:
+      Parameters for `initialize_parameters_recursively(..., prebuilt=...)` of the target. Those
+      that the source lacks, such as router weights, remain specs and will be initialized.
+
+    Raises:
+      ParameterSpecError: if a parameter has no counterpart or another shape, naming it.
+    """
+    return _convert(source_parameters, target_parameter_specs, "")
+
+
+# Parameters of an expert layer, and the dense layers that they come from.
+_DENSE_NAMES = {
+    "wi_weight": "linear1",
+    "wi_0_weight": "linear1_0",
+    "wi_1_weight": "linear1_1",
+    "wo_weight": "linear2",
+}
+_INITIALIZED = ("gate_weight", "gating")
+
+
+def _convert(source: Any, target: Mapping[str, Any], path: str) -> Any:
+    is_moe = "wo_weight" in target
+    used = set()
+    # Keeps a VDict, which marks a stack.
+    new: dict[str, Any] = type(target)() if isinstance(target, dict) else {}
+    for name, spec in target.items():
+        at = f"{path}/{name}" if path else name
+        if is_moe and name in _DENSE_NAMES:
+            dense = _DENSE_NAMES[name]
+            used.add(dense)
+            new[name] = _repeat_for_experts(_source_entry(source, dense, at), spec, at)
+        elif is_moe and name in _INITIALIZED:
+            new[name] = spec
+        else:
+            used.add(name)
+            if isinstance(spec, Mapping):
+                new[name] = _convert(source.get(name, {}), spec, at)
+            else:
+                new[name] = _check_shape(_source_entry(source, name, at), spec, at)
+    unused = [name for name in source if name not in used and jax.tree.leaves(source[name])]
+    if unused:
+        raise ParameterSpecError(
+            f"{path or 'the source'} has the parameters {sorted(unused)}, which the target "
+            f"lacks; it has {sorted(target)}."
+        )
+    return new
+
+
+def _source_entry(source: Mapping[str, Any], name: str, at: str) -> Any:
+    if name not in source:
+        raise ParameterSpecError(
+            f"{at} is copied from {name!r} of the source, which has {sorted(source)}. "
+            f"{did_you_mean(name, source)}"
+        )
+    return source[name]
+
+
+def _repeat_for_experts(linear: Mapping[str, Tensor], spec: Any, at: str) -> Tensor:
+    if unused := sorted(set(linear) - {"weight"}):
+        raise ParameterSpecError(
+            f"{at} is copied from a linear layer with {unused}, but experts have only weights; "
+            "expected a dense layer with bias=False."
+        )
+    # Experts are the third axis from the end; axes of a stack may precede it.
+    one = linear["weight"][..., None, :, :]
+    num_experts = spec.shape[-3]
+    return _check_shape(jnp.repeat(one, num_experts, axis=-3), spec, at)
+
+
+def _check_shape(value: Tensor, spec: Any, at: str) -> Tensor:
+    if tuple(value.shape) != tuple(spec.shape):
+        raise ParameterSpecError(
+            f"{at} has shape {tuple(spec.shape)} in the target, but the source has "
+            f"{tuple(value.shape)}."
+        )
+    return value

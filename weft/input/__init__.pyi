@@ -1,0 +1,23 @@
+from weft.input.base import (
+    Input as Input, InputPartitionFn as InputPartitionFn,
+    partition_by_path_rank as partition_by_path_rank, PathAndRank as PathAndRank,
+)
+from weft.input.corpus import (
+    Baseline as Baseline, Corpus as Corpus, folder_corpus as folder_corpus,
+    ngram_baselines as ngram_baselines, Split as Split, stdlib_corpus as stdlib_corpus,
+    TextFile as TextFile,
+)
+from weft.input.dispatch import (
+    BaseInputDispatcher as BaseInputDispatcher, global_to_host_array as global_to_host_array,
+    host_to_global_device_array as host_to_global_device_array,
+    input_partition_spec as input_partition_spec, InputDispatcher as InputDispatcher,
+    SpmdInputDispatcher as SpmdInputDispatcher,
+)
+from weft.input.packing import PackedSequences as PackedSequences, token_stream as token_stream
+from weft.input.prefetch import (
+    PrefetchingIterator as PrefetchingIterator, SavableIterator as SavableIterator,
+)
+from weft.input.tokenizers import (
+    ByteTokenizer as ByteTokenizer, HuggingFaceTokenizer as HuggingFaceTokenizer,
+    SentencePieceTokenizer as SentencePieceTokenizer, Tokenizer as Tokenizer,
+)

@@ -1,0 +1,233 @@
+"""Random-access datasets of records in files.
+
+    documents = json_lines_dataset("data/*.jsonl.gz")
+    documents[7]["text"]
+
+They are Grain `MapDataset`s whose errors name the file and the record, see `weft.input.records`.
+The state of an iterator is one number, also after shuffles. Files are listed when the dataset is
+created, and must not change while it is used. For ArrayRecord files see
+`weft.input.grain.array_record_dataset`.
+
+Datasets of Hugging Face's `datasets` need the extra `hf`, those of TensorFlow Datasets the extra
+`tfds`, without TensorFlow; they must be stored as ArrayRecord files:
+`tfds.builder(name, file_format="array_record")`.
+"""
+
+import functools
+import gzip
+import os
+import zlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from weft.errors import InputReadError, MissingExtraError
+from weft.input.record_files import JsonLinesFile, LineFile, ParquetFile, file_fingerprint
+from weft.input.records import FileRecordSource, LibraryRecordSource, RecordDataset, matching_files
+from weft.serialization.untrusted import invalid_text_reason, open_file
+
+
+def text_dataset(
+    paths: str | Sequence[str], *, document: Literal["file", "line"] = "file"
+) -> RecordDataset:
+    """Returns documents of plain text, as `{"text": bytes}`.
+
+    Args:
+        paths: Files and glob patterns; `.gz` files are decompressed.
+        document: Whether a document is a whole file, or a nonempty line.
+
+    Raises:
+        InputReadError: If a path or pattern matches no file, or a file or document cannot be read.
+
+    >>> import json
+    >>> documents = text_dataset(json.__path__[0] + "/*.py")
+    >>> documents.describe(0).endswith("json/__init__.py"), len(documents[0]["text"]) > 1000
+    (True, True)
+    """
+    files = matching_files(paths)
+    source = FileRecordSource(files, LineFile) if document == "line" else _WholeFiles(files)
+    return RecordDataset(_Texts(source))
+
+
+def json_lines_dataset(paths: str | Sequence[str]) -> RecordDataset:
+    """Returns the values of files with one JSON value per line.
+
+    Args:
+        paths: Files and glob patterns; `.gz` files are decompressed.
+
+    Raises:
+        InputReadError: If a path or pattern matches no file, or a file cannot be read; on access,
+            with file, line and column, if a line is not JSON.
+    """
+    return RecordDataset(FileRecordSource(matching_files(paths), JsonLinesFile))
+
+
+def parquet_dataset(
+    paths: str | Sequence[str], *, columns: Sequence[str] | None = None
+) -> RecordDataset:
+    """Returns the rows of Parquet files, as dicts of Python values. Needs the extra `parquet`.
+
+    Raises:
+        InputReadError: If a path or pattern matches no file, or a file is not a Parquet file or
+            lacks a column.
+        MissingExtraError: If pyarrow is not installed.
+    """
+    open_file = functools.partial(ParquetFile, columns=columns)
+    return RecordDataset(FileRecordSource(matching_files(paths), open_file))
+
+
+class _WholeFiles:
+    def __init__(self, paths: Sequence[str]):
+        self._paths = list(paths)
+        self._states = [file_fingerprint(path) for path in self._paths]
+        self.fingerprint = ("files", *self._states)
+        self.num_bytes = sum(size for _, size, _ in self._states)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __repr__(self) -> str:
+        return f"{len(self)} files"
+
+    def __getitem__(self, index: int) -> bytes:
+        path = self._paths[index]
+        try:
+            with open_file(path) as file:
+                data = file.read()
+            data = gzip.decompress(data) if path.endswith(".gz") else data
+        except (OSError, EOFError, zlib.error) as error:
+            what = getattr(error, "strerror", None) or error
+            raise InputReadError(f"cannot read {path} ({what}); fix it, or leave it out") from error
+        return data
+
+    def describe(self, index: int) -> str:
+        return self._paths[index]
+
+
+class _Texts:
+    """Source that wraps bytes in records with the key `text`, like JSON and Parquet records."""
+
+    def __init__(self, source):
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __repr__(self) -> str:
+        return repr(self._source)
+
+    def __getitem__(self, index: int) -> dict[str, bytes]:
+        data = self._source[index]
+        fault = invalid_text_reason(data)
+        if fault is not None:
+            raise InputReadError(f"{self.describe(index)} {fault}")
+        return {"text": data}
+
+    def describe(self, index: int) -> str:
+        return self._source.describe(index)
+
+    @property
+    def fingerprint(self) -> tuple | None:
+        return self._source.fingerprint
+
+    @property
+    def num_bytes(self) -> int | None:
+        return self._source.num_bytes
+
+
+def hugging_face_dataset(
+    path: str, *, name: str | None = None, split: str | None = None
+) -> RecordDataset:
+    """Returns the rows of a dataset, as dicts of Python values.
+
+    Args:
+        path: A folder written by `save_to_disk`, or a name for `datasets.load_dataset`, which may
+            download it.
+        name: Configuration of a dataset that is not a folder.
+        split: Split, such as `"train"`. None: the only one.
+
+    Raises:
+        InputReadError: If it cannot be loaded, or lacks the split.
+        MissingExtraError: If `datasets` is not installed.
+    """
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingExtraError(
+            f"hugging_face_dataset needs the package datasets, which cannot be imported ({error}); "
+            "install it with `pip install 'weft[hf]'`"
+        ) from error
+    saved = os.path.isdir(path) and {"state.json", "dataset_dict.json"} & set(os.listdir(path))
+    try:
+        if saved:
+            found: Any = datasets.load_from_disk(path)
+        else:
+            found = datasets.load_dataset(path, name, split=split)
+    except Exception as error:
+        raise InputReadError(
+            f"cannot load the dataset {path!r}, split {split!r}: {type(error).__name__}: {error}"
+        ) from error
+    title = path if split is None else f"{split} of {path}"
+    if isinstance(found, dict):
+        if split is None and len(found) == 1:
+            split = next(iter(found))
+        if split not in found:
+            raise InputReadError(
+                f"the dataset {path!r} has the splits {sorted(found)}, not {split!r}; set split "
+                "to one of them"
+            )
+        found = found[split]
+    elif saved and split is not None:
+        raise InputReadError(
+            f"the dataset {path!r} was saved without splits, so it has no {split!r}; omit split"
+        )
+    files = [file["filename"] for file in found.cache_files]
+    states = (title, *map(file_fingerprint, files)) if files else None
+    num_bytes = sum(os.path.getsize(file) for file in files)
+    return RecordDataset(
+        LibraryRecordSource(found, unit="row", title=title, fingerprint=states, num_bytes=num_bytes)
+    )
+
+
+def tfds_dataset(
+    name: str, *, split: str, data_dir: str | None = None, download: bool = False
+) -> RecordDataset:
+    """Returns the examples of a split, as dicts of NumPy arrays and bytes.
+
+    Args:
+        name: Name of a dataset, such as `"mnist"` or `"mnist:3.*.*"`; or the folder of a prepared
+            one, with `dataset_info.json`.
+
+    Raises:
+        InputReadError: If it cannot be loaded.
+        MissingExtraError: If `tensorflow-datasets` is not installed.
+    """
+    try:
+        import tensorflow_datasets as tfds  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingExtraError(
+            "tfds_dataset needs the package tensorflow-datasets, which cannot be imported "
+            f"({error}); install it with `pip install 'weft[tfds]'`"
+        ) from error
+    try:
+        if os.path.exists(os.path.join(name, "dataset_info.json")):
+            builder: Any = tfds.builder_from_directory(name)
+        else:
+            builder = tfds.builder(name, data_dir=data_dir, file_format="array_record")
+            if download:
+                builder.download_and_prepare()
+        rows = builder.as_data_source(split)
+    except Exception as error:
+        raise InputReadError(
+            f"cannot load split {split!r} of the dataset {name!r}: {type(error).__name__}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    name = builder.info.full_name
+    return RecordDataset(
+        LibraryRecordSource(
+            rows,
+            unit="example",
+            title=f"{split} of {name}",
+            fingerprint=("tfds", str(builder.data_dir), name, split),
+            num_bytes=int(builder.info.splits[split].num_bytes),
+        )
+    )

@@ -1,0 +1,267 @@
+"""Random access to lines of text and JSON lines files, optionally gzipped, and to Parquet rows.
+
+Line boundaries are indexed once (see `weft.input.file_cache`), so reading a line is one read, and
+the state of an iterator is one number. Empty lines are skipped. Parquet compresses groups of many
+rows, so reading a row costs as much as its group: the file is converted once to Arrow's own format,
+and mapped into memory.
+"""
+
+import gzip
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from weft.errors import InputReadError, MissingExtraError
+from weft.input.file_cache import cached_bytes
+from weft.serialization.untrusted import open_file, parse_json
+
+_CHUNK = 16 * 2**20
+_NEWLINE, _RETURN = b"\n\r"
+# Approximate size limit for gzipped text that is decompressed in memory.
+_GZIP_FACTOR = 8
+
+
+class LineFile:
+    r"""Lines of one file, without their ends; item i is the i-th nonempty line.
+
+    Args:
+        path: A text file with lines ending in `\n` or `\r\n`; gzipped if its name ends with `.gz`.
+
+    Raises:
+        InputReadError: If it cannot be read.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self.fingerprint = file_fingerprint(path)
+        self.num_bytes = os.path.getsize(path)
+
+    def __reduce__(self):
+        # A worker process reopens the file, and maps the index again.
+        return type(self), (self.path,)
+
+    def __len__(self) -> int:
+        return len(self._line_bounds)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.line(index)
+
+    def line(self, index: int) -> bytes:
+        """Returns the bytes of a record's line."""
+        start, end = (int(x) for x in self._line_bounds[index])
+        return self._read(start, end)
+
+    def line_number(self, index: int) -> int:
+        """Returns the number of a record's line in the file, from 1. Reads everything before it."""
+        end, at, newlines = int(self._line_bounds[index][0]), 0, 0
+        while at < end:
+            chunk = self._read(at, min(at + _CHUNK, end))
+            newlines, at = newlines + chunk.count(b"\n"), at + len(chunk)
+        return newlines + 1
+
+    def describe(self, index: int) -> str:
+        """Returns the name of a record for messages."""
+        return f"line {self.line_number(index)} of {self.path}"
+
+    def _read(self, start: int, end: int) -> bytes:
+        if self._decompressed is not None:
+            return self._decompressed[start:end].tobytes()
+        # Not mapped: truncating a mapped file kills the reader. Not kept open: a dataset may have
+        # more files than a process may open.
+        try:
+            with open_file(self.path, buffering=0) as file:
+                data = os.pread(file.fileno(), end - start, start)
+        except OSError as error:
+            raise InputReadError(
+                f"cannot read {self.path} ({error.strerror or error}); it existed when the "
+                "dataset was created"
+            ) from error
+        if len(data) != end - start:
+            raise InputReadError(
+                f"{self.path} ends before byte {end}: it was changed while it was read; do not "
+                "change the files of a run, and start it again"
+            )
+        return data
+
+    @cached_property
+    def _decompressed(self) -> np.ndarray | None:
+        if not self.path.endswith(".gz"):
+            return None
+
+        def unpack(out: BinaryIO) -> None:
+            with gzip.open(self.path) as packed:
+                try:
+                    shutil.copyfileobj(packed, out, _CHUNK)
+                except (OSError, EOFError, zlib.error) as error:
+                    raise InputReadError(f"{self.path} cannot be decompressed: {error}") from error
+
+        num_bytes = _GZIP_FACTOR * self.num_bytes
+        return cached_bytes("unpacked", self.fingerprint, unpack, num_bytes=num_bytes)
+
+    @cached_property
+    def _line_bounds(self) -> np.ndarray:
+        """`Int64[np.ndarray, "lines 2"]`: first byte of each line, and end of its last."""
+        size = self.num_bytes if self._decompressed is None else len(self._decompressed)
+
+        def find(out: BinaryIO) -> None:
+            start, last = 0, b"\n"
+            for at in range(0, size, _CHUNK):
+                # Includes the byte before, to detect a `\r` before the first newline.
+                data = last + self._read(at, min(at + _CHUNK, size))
+                chunk, last = np.frombuffer(data, np.uint8), data[-1:]
+                newlines = np.flatnonzero(chunk[1:] == _NEWLINE)
+                ends = newlines + at
+                starts = np.concatenate([[start], ends + 1])
+                ends = ends - (chunk[newlines] == _RETURN)
+                start = int(starts[-1])
+                bounds = np.stack([starts[:-1], ends], axis=1).astype(np.int64)
+                out.write(bounds[ends > starts[:-1]].tobytes())
+            if start < size:
+                out.write(np.array([start, size], np.int64).tobytes())
+
+        index = cached_bytes("lines", self.fingerprint, find, num_bytes=size)
+        return index.view(np.int64).reshape(-1, 2)
+
+
+class JsonLinesFile(LineFile):
+    """JSON values of a file with one value per line."""
+
+    def __getitem__(self, index: int) -> Any:
+        line = self.line(index)
+        try:
+            return parse_json(line)
+        except ValueError as error:
+            column, what = 1, str(error)
+            if isinstance(error, json.JSONDecodeError):
+                column, what = error.colno, error.msg
+            elif isinstance(error, UnicodeDecodeError):
+                column, what = error.start + 1, error.reason
+            shown = line.decode(errors="replace")[max(column - 21, 0) : column + 19]
+            raise InputReadError(
+                f"{self.path}, line {self.line_number(index)}, column {column}: {what}, in "
+                f"{shown!r}; a JSON lines file has one whole JSON value in each line"
+            ) from error
+
+
+def file_fingerprint(path: str) -> tuple[str, int, int]:
+    """Returns the identity of a file's contents: real path, size and modification time.
+
+    Raises:
+        InputReadError: If the file does not exist.
+    """
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise InputReadError(
+            f"cannot open {path} ({error.strerror or error}); pass the path of an existing file"
+        ) from error
+    return os.path.realpath(path), status.st_size, status.st_mtime_ns
+
+
+_ROWS_PER_BATCH = 1024
+
+
+class ParquetFile:
+    """Rows of one file, as dicts of Python values.
+
+    Raises:
+        InputReadError: If it is not a Parquet file, or lacks a column.
+        MissingExtraError: If pyarrow is not installed.
+    """
+
+    def __init__(self, path: str, columns: Sequence[str] | None = None):
+        self.path, self._columns = path, None if columns is None else list(columns)
+        self.fingerprint = (*file_fingerprint(path), *(columns or ()))
+        pyarrow_parquet()
+        with self._opened() as file:
+            self._num_rows = file.metadata.num_rows
+            self.num_bytes = sum(
+                file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)
+            )
+            names = file.schema_arrow.names
+            missing = [name for name in self._columns or () if name not in names]
+        if missing:
+            raise InputReadError(
+                f"{path} has no column {missing[0]!r}; it has {names}: change columns"
+            )
+
+    def __reduce__(self):
+        return type(self), (self.path, self._columns)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        batch = self._reader.get_batch(index // _ROWS_PER_BATCH)
+        return batch.slice(index % _ROWS_PER_BATCH, 1).to_pylist()[0]
+
+    def describe(self, index: int) -> str:
+        """Returns the name of a record for messages."""
+        return f"row {index} of {self.path}"
+
+    def _opened(self) -> Any:
+        parquet = pyarrow_parquet()
+        try:
+            return parquet.ParquetFile(self.path)
+        except Exception as error:
+            raise InputReadError(
+                f"{self.path} is not a Parquet file: {type(error).__name__}: {error}"
+            ) from error
+
+    @cached_property
+    def _reader(self) -> Any:
+        import pyarrow as pa  # pyright: ignore[reportMissingImports]
+
+        def unpack(out: BinaryIO) -> None:
+            with self._opened() as file:
+                schema = file.schema_arrow
+                if self._columns is not None:
+                    schema = pa.schema([schema.field(name) for name in self._columns])
+                with pa.ipc.new_file(out, schema) as writer:
+                    for table in self._tables(file):
+                        writer.write_table(table, max_chunksize=_ROWS_PER_BATCH)
+
+        data = cached_bytes("parquet", self.fingerprint, unpack, num_bytes=self.num_bytes)
+        return pa.ipc.open_file(pa.py_buffer(data))
+
+    def _tables(self, file: Any):
+        """Yields tables of equal sizes, so that a row's number determines its table."""
+        import pyarrow as pa  # pyright: ignore[reportMissingImports]
+
+        rest = None
+        for group in range(file.num_row_groups):
+            try:
+                table = file.read_row_group(group, columns=self._columns)
+            except Exception as error:
+                raise InputReadError(
+                    f"row group {group} of {self.path} cannot be read: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            table = table if rest is None else pa.concat_tables([rest, table])
+            whole = len(table) // _ROWS_PER_BATCH * _ROWS_PER_BATCH
+            rest = table.slice(whole)
+            yield table.slice(0, whole).combine_chunks()
+        if rest is not None:
+            yield rest.combine_chunks()
+
+
+def pyarrow_parquet() -> Any:
+    """Imports `pyarrow.parquet`.
+
+    Raises:
+        MissingExtraError: If it is not installed.
+    """
+    try:
+        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingExtraError(
+            f"reading Parquet needs the package pyarrow, which cannot be imported ({error}); "
+            "install it with `pip install 'weft[parquet]'`"
+        ) from error
+    return pyarrow.parquet

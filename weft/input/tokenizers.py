@@ -1,0 +1,322 @@
+"""Tokenizers: bytes, and trained ones of Hugging Face `tokenizers` and SentencePiece.
+
+    tokenizer = config_for_class(HuggingFaceTokenizer).set(
+        path="tokenizer.json", eos_token="<|endoftext|>"
+    )
+
+For bytes, ids 0 to 255 are the bytes, and two more ids are special. A model's bits per byte then
+follow exactly from its cross-entropy. Trained tokenizers need the extra `text`; text never encodes
+to special tokens, even if it spells one.
+"""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from weft.errors import MissingExtraError, TokenizerError
+from weft.serialization.untrusted import open_file
+
+
+class Tokenizer(Protocol):
+    """Interface of tokenizers.
+
+    Optional members are `encode_batch`, a faster `encode` of a list of texts; and `fingerprint`, a
+    string that changes with the ids of texts, which enables caching of tokens.
+
+    Attributes:
+        eos_id: Separates documents; never an id of text.
+        pad_id: Padding; never an id of text.
+        vocab_size: Exclusive upper bound of all ids.
+        token_num_bytes: `Int[np.ndarray, "vocab"]`, bytes of text of each token.
+    """
+
+    eos_id: int
+    pad_id: int
+    vocab_size: int
+    token_num_bytes: np.ndarray
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Encodes a text, without an end."""
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Decodes ids, without `eos_id` and `pad_id`."""
+        ...
+
+
+class ByteTokenizer:
+    """Tokenizer whose ids are bytes.
+
+    Attributes:
+        eos_id: 256, at the start of each document and after the last one.
+        pad_id: 257; never counts as a target.
+        vocab_size: 258.
+        token_num_bytes: 1 for each byte, 0 for the other two.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.encode("é!").tolist()
+    [195, 169, 33]
+    >>> tokenizer.decode([256, 195, 169, 33, 257])
+    'é!'
+    """
+
+    eos_id = 256
+    pad_id = 257
+    vocab_size = 258
+    token_num_bytes = (np.arange(vocab_size) < eos_id).astype(np.int32)
+    fingerprint = "bytes"
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Encodes a text as `Int32[np.ndarray, "bytes"]`, without an end."""
+        data = text.encode() if isinstance(text, str) else text
+        return np.frombuffer(data, np.uint8).astype(np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Decodes ids, without `eos_id` and `pad_id`; invalid UTF-8 becomes U+FFFD."""
+        values = np.asarray(ids).reshape(-1)
+        return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class _FileTokenizer:
+    """Base of tokenizers with a file and two special ids, which `encode` does not append.
+
+    Args:
+        eos_token: Token that separates documents. None: a new id after the others.
+        pad_token: Padding token. None: a new id after the others.
+
+    Raises:
+        TokenizerError: If the file cannot be loaded, or lacks one of the tokens.
+        MissingExtraError: If the required package is not installed.
+    """
+
+    def __init__(self, path: str, *, eos_token: str | None = None, pad_token: str | None = None):
+        self._arguments = (path, eos_token, pad_token)
+        if not isinstance(path, str | os.PathLike):
+            # `open` accepts the descriptor of an open file, and closes it.
+            raise TokenizerError(
+                f"a tokenizer is read from a path, but got {path!r}; pass the path of its file"
+            )
+        try:
+            with open_file(path) as file:
+                content = file.read()
+        except OSError as error:
+            raise TokenizerError(
+                f"cannot read the tokenizer {path} ({error.strerror or error}); pass the path "
+                "of its file"
+            ) from error
+        with self._library_errors("read"):
+            self._load(path, content)
+        if self._num_tokens() == 0:
+            raise TokenizerError(f"{path} has no tokens; pass the file of a trained tokenizer")
+        self.vocab_size = self._num_tokens()
+        self.eos_id = self._special_id(path, "eos_token", eos_token)
+        self.pad_id = self._special_id(path, "pad_token", pad_token)
+        if self.eos_id == self.pad_id:
+            raise TokenizerError(
+                f"{path}: eos_token and pad_token are both token {self.eos_id}, so ends of "
+                "documents would be padding, which is never learnt; omit pad_token for a new "
+                "id"
+            )
+        special = f"{type(self).__name__} {self.eos_id} {self.pad_id} "
+        self.fingerprint = special + hashlib.sha256(content).hexdigest()
+
+    def __reduce__(self):
+        return _from_file, (type(self), *self._arguments)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._arguments[0]!r}, {self.vocab_size} tokens)"
+
+    def _special_id(self, path: str, name: str, token: str | None) -> int:
+        if token is None:
+            self.vocab_size += 1
+            return self.vocab_size - 1
+        found = self._token_id(token)
+        if found is None:
+            raise TokenizerError(
+                f"{path} has no token {token!r} to be the {name}; it has {self._examples()}: "
+                f"name one of its special tokens, or omit {name} for a new id"
+            )
+        return found
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Encodes a text, without an end: `Int32[np.ndarray, "tokens"]`."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """Encodes several texts on all cores. See `encode`."""
+        words = [text.decode("utf-8") if isinstance(text, bytes) else text for text in texts]
+        with self._library_errors("encode"):
+            return [np.array(ids, np.int32) for ids in self._encode(words)]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Decodes ids, without `eos_id` and `pad_id`."""
+        values = np.asarray(ids).reshape(-1).tolist()
+        limit = self._num_tokens()
+        known = [i for i in values if 0 <= i < limit and i not in (self.eos_id, self.pad_id)]
+        with self._library_errors("decode"):
+            return self._decode(known)
+
+    @contextlib.contextmanager
+    def _library_errors(self, what: str) -> Iterator[None]:
+        """Converts errors of the library, such as a panic of Rust, to TokenizerError."""
+        try:
+            yield
+        except (TokenizerError, MissingExtraError):
+            raise
+        except BaseException as error:
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise TokenizerError(
+                    f"{self._arguments[0]} cannot {what} a text: {type(error).__name__}: "
+                    f"{error}; pass the original file of the tokenizer"
+                ) from error
+            raise
+
+    @cached_property
+    def token_num_bytes(self) -> np.ndarray:
+        """Bytes of text of each token; 0 for special ones."""
+        sizes = np.zeros(self.vocab_size, np.int32)
+        known = [self._num_bytes(i) for i in range(self._num_tokens())]
+        sizes[: len(known)] = known
+        sizes[[self.eos_id, self.pad_id]] = 0
+        return sizes
+
+    def _load(self, path: str, content: bytes) -> None:
+        raise NotImplementedError(type(self))
+
+    def _num_tokens(self) -> int:
+        raise NotImplementedError(type(self))
+
+    def _token_id(self, token: str) -> int | None:
+        raise NotImplementedError(type(self))
+
+    def _examples(self) -> str:
+        raise NotImplementedError(type(self))
+
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        raise NotImplementedError(type(self))
+
+    def _decode(self, ids: list[int]) -> str:
+        raise NotImplementedError(type(self))
+
+    def _num_bytes(self, index: int) -> int:
+        raise NotImplementedError(type(self))
+
+
+class HuggingFaceTokenizer(_FileTokenizer):
+    """A `tokenizer.json` of Hugging Face's `tokenizers`."""
+
+    def _load(self, path: str, content: bytes) -> None:
+        try:
+            import tokenizers  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise _missing_package("tokenizers", error) from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:
+            raise _load_error(path, "a tokenizer.json", error) from error
+        # The input pads and truncates; text must not encode to special tokens.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = True
+        # A byte of byte-level tokens is one character; others write spaces as characters.
+        self._is_byte_level = _has_decoder(self._tokenizer, "ByteLevel")
+        self._special_ids = set(self._tokenizer.get_added_tokens_decoder())
+
+    def _num_tokens(self) -> int:
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def _token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def _examples(self) -> str:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return ", ".join(repr(token.content) for token in list(added)[:8]) or "no special tokens"
+
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return (one.ids for one in encoded)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _num_bytes(self, index: int) -> int:
+        token = self._tokenizer.id_to_token(index)
+        if token is None or index in self._special_ids:
+            return 0
+        return len(token) if self._is_byte_level else _piece_num_bytes(token)
+
+
+class SentencePieceTokenizer(_FileTokenizer):
+    """A model of SentencePiece, `tokenizer.model`.
+
+    Without `eos_token` or `pad_token`, the model's own ones are used if they exist.
+    """
+
+    def _load(self, path: str, content: bytes) -> None:
+        try:
+            import sentencepiece  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise _missing_package("sentencepiece", error) from error
+        try:
+            self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except Exception as error:
+            raise _load_error(path, "a SentencePiece model", error) from error
+
+    def _num_tokens(self) -> int:
+        return self._processor.get_piece_size()
+
+    def _special_id(self, path: str, name: str, token: str | None) -> int:
+        own = self._processor.eos_id() if name == "eos_token" else self._processor.pad_id()
+        return own if token is None and own >= 0 else super()._special_id(path, name, token)
+
+    def _token_id(self, token: str) -> int | None:
+        found = self._processor.piece_to_id(token)
+        return found if self._processor.id_to_piece(found) == token else None
+
+    def _examples(self) -> str:
+        ids = range(min(8, self._num_tokens()))
+        return ", ".join(repr(self._processor.id_to_piece(i)) for i in ids)
+
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        return self._processor.encode(texts, out_type=int)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._processor.decode(ids)
+
+    def _num_bytes(self, index: int) -> int:
+        if self._processor.is_control(index) or self._processor.is_unknown(index):
+            return 0
+        return _piece_num_bytes(self._processor.id_to_piece(index))
+
+
+def _from_file(cls: type[_FileTokenizer], path: str, eos_token: str | None, pad_token: str | None):
+    return cls(path, eos_token=eos_token, pad_token=pad_token)
+
+
+def _piece_num_bytes(piece: str) -> int:
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        return 1  # a byte of an unknown character
+    return len(piece.replace("▁", " ").encode())
+
+
+def _has_decoder(tokenizer: Any, kind: str) -> bool:
+    return tokenizer.decoder is not None and kind in repr(tokenizer.decoder)
+
+
+def _missing_package(package: str, error: ImportError) -> MissingExtraError:
+    return MissingExtraError(
+        f"this tokenizer needs the package {package}, which cannot be imported ({error}); install "
+        "it with `pip install 'weft[text]'`"
+    )
+
+
+def _load_error(path: str, expected: str, error: Exception) -> TokenizerError:
+    return TokenizerError(
+        f"{path} is not {expected}: {type(error).__name__}: {error}; pass the original file of "
+        "the tokenizer"
+    )

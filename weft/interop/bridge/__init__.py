@@ -1,1 +1,0 @@
-"""Linen in NNX and NNX in Linen: the implementation of `weft.nnx.bridge`."""

@@ -1,0 +1,320 @@
+"""Hugging Face checkpoint folders: `config.json` and `model.safetensors`."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from weft.config import diff
+from weft.errors import HuggingFaceConfigError, WeightsMismatchError, WeightsReadError
+from weft.hierarchy.attention.stack import BaseStackedTransformerLayer
+from weft.hierarchy.causal_lm import Model
+from weft.interop.huggingface.family import Family, TensorMapping, hidden_dim
+from weft.interop.huggingface.gpt2 import GPT2
+from weft.interop.huggingface.llama import LLAMA, QWEN2, QWEN3
+from weft.interop.huggingface.settings import Settings
+from weft.serialization.safetensors import (
+    MAX_SHARD_BYTES,
+    PendingTensor,
+    TensorFiles,
+    check_tensors,
+    tensor_names,
+    write_tensors,
+)
+from weft.serialization.untrusted import read_json_file
+from weft.typing import DType, NestedTensor
+
+FAMILIES: Mapping[str, Family] = {f.model_type: f for f in (GPT2, LLAMA, QWEN2, QWEN3)}
+"""The families of models by the model type of `config.json`."""
+
+CONFIG = "config.json"
+_PathLike = str | os.PathLike[str]
+
+# Parts of paths in a config that do not change what a trained model computes.
+_WITHOUT_EFFECT = re.compile(
+    r"name|dtype|.*param_init|param_noise|.*partition_spec|remat_spec|tensor_stats|.*dropout\d?"
+    r"|dropout_rate|stochastic_depth|metrics|.*_axis_names|scan_chunk|kv_cache|decoding|add_.*"
+    r"|logits_forward_dtype|forward_dtype|scale_kv_before_cache_update"
+)
+
+
+# Reading.
+
+
+def huggingface_model_config(
+    folder: _PathLike,
+    *,
+    dtype: DType = jnp.float32,
+    stack: BaseStackedTransformerLayer.Config | None = None,
+) -> Model.Config:
+    """Returns the config of a checkpoint's causal LM.
+
+    Args:
+        folder: a folder with the `config.json` of a model of the type gpt2, llama, qwen2 or qwen3.
+        stack: stack of layers; `RepeatedTransformerLayer` if None.
+
+    Raises:
+        WeightsReadError: if the config is missing, or not JSON.
+        HuggingFaceConfigError: if the model is not supported.
+    """
+    settings = _settings(folder)
+    cfg: Any = _family(settings).read(settings).set(dtype=dtype)
+    if stack is not None:
+        made = cfg.decoder.transformer
+        cfg.decoder.transformer = stack.clone(num_layers=made.num_layers, layer=made.layer)
+    return cfg
+
+
+def _settings(folder: _PathLike) -> Settings:
+    path = Path(folder) / CONFIG
+    try:
+        values = read_json_file(path)
+        if not isinstance(values, dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError) as error:
+        raise WeightsReadError(
+            f"{str(path)!r} cannot be read ({error}). Name the folder of a Hugging Face checkpoint."
+        ) from error
+    return Settings(values, str(path))
+
+
+def _family(settings: Settings) -> Family:
+    kind: Any = settings.values.get("model_type")
+    if not (isinstance(kind, str) and kind in FAMILIES):
+        raise settings.refusal("model_type", kind, f"can be {' or '.join(map(repr, FAMILIES))}")
+    quantization = settings.values.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise HuggingFaceConfigError(
+            f"the weights of {settings.source} are quantized "
+            f"({method or 'by an unknown method'}), and plain ones can be "
+            "read. Choose the checkpoint that they were made from."
+        )
+    return FAMILIES[kind]
+
+
+def load_huggingface_params(folder: _PathLike, target: NestedTensor) -> NestedTensor:
+    """Reads the parameters of a checkpoint, one at a time.
+
+    Args:
+        folder: see `huggingface_model_config`.
+        target: the parameters of that model, or their shapes; values get their dtypes and
+            shardings.
+
+    Raises:
+        WeightsReadError: if a file is missing or damaged.
+        WeightsMismatchError: if the files do not match the model.
+        HuggingFaceConfigError: if the model is not supported.
+    """
+    settings = _settings(folder)
+    family = _family(settings)
+    places = _tensor_locations(family, settings, dict(tensor_names(target)))
+    with TensorFiles(folder) as files:
+        prefix = family.prefix
+        if not any(name.startswith(prefix) for name in files.tensors):
+            prefix = ""  # of the model without a head for logits
+        wanted = {
+            _hf_tensor_name(place, i, prefix): place.hf_shape()
+            for place in places
+            for i in place.numbers()
+        }
+        extra_allowed = re.compile(rf"({re.escape(prefix)})?({family.extra_allowed})")
+        check_tensors(
+            files, wanted, cast=True, extra_allowed=lambda name: bool(extra_allowed.fullmatch(name))
+        )
+        values = [_read(files, place, prefix) for place in places]
+    return jax.tree.unflatten(jax.tree.structure(target), values)
+
+
+def from_huggingface(
+    folder: _PathLike, *, dtype: DType = jnp.float32
+) -> tuple[Model.Config, NestedTensor]:
+    """Reads a checkpoint: the config of its model, and the parameters.
+
+    Args:
+        folder: see `huggingface_model_config`.
+
+    Raises:
+        WeightsReadError: if a file is missing or damaged.
+        WeightsMismatchError: if the files do not match the model.
+        HuggingFaceConfigError: if the model is not supported.
+    """
+    cfg = huggingface_model_config(folder, dtype=dtype)
+    return cfg, load_huggingface_params(folder, _shapes(cfg))
+
+
+def _shapes(cfg: Model.Config) -> NestedTensor:
+    model: Any = cfg.clone(name="model").instantiate(parent=None)
+    return jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
+
+
+# Where each parameter is.
+
+
+class _TensorLocation:
+    """A parameter of ours and its tensor of theirs, or the tensors of all layers.
+
+    Attributes:
+        layer: the layer number; None outside of layers, -1 where all are in one array.
+    """
+
+    def __init__(self, entry: TensorMapping, leaf: Any, layer: int | None):
+        self.entry, self.leaf, self.layer = entry, leaf, layer
+
+    def numbers(self) -> list[int | None]:
+        """Returns the layers, one tensor each."""
+        return list(range(self.leaf.shape[0])) if self.layer == -1 else [self.layer]
+
+    def weft_shape(self) -> tuple[int, ...]:
+        """Returns the shape of one layer's parameter."""
+        return tuple(self.leaf.shape[1:] if self.layer == -1 else self.leaf.shape)
+
+    def hf_shape(self) -> jax.ShapeDtypeStruct:
+        """Returns the shape of a tensor of theirs."""
+        own = jax.ShapeDtypeStruct(self.weft_shape(), self.leaf.dtype)
+        return jax.eval_shape(self.entry.change.to_hf, own)
+
+
+_IN_LAYERS = re.compile(r"decoder\.transformer\.(?:repeat\.layer|layer(\d+))\.(.*)")
+
+
+def _tensor_locations(
+    family: Family, settings: Settings, leaves: Mapping[str, Any]
+) -> list[_TensorLocation]:
+    entries = {entry.weft_name: entry for entry in family.entries(settings)}
+    places, unknown = [], []
+    for name, leaf in leaves.items():
+        match = _IN_LAYERS.fullmatch(name)
+        layer, ours = None, name
+        if match:
+            layer, ours = -1 if match[1] is None else int(match[1]), match[2]
+        if ours in entries:
+            places.append(_TensorLocation(entries[ours], leaf, layer))
+        else:
+            unknown.append(name)
+    lacking = entries.keys() - {place.entry.weft_name for place in places}
+    if unknown or lacking:
+        named = ", ".join(sorted(unknown)[:8]) or "none"
+        raise WeightsMismatchError(
+            f"the parameters are not those of the {family.model_type} of {settings.source}: it "
+            f"lacks {named}, and has {', '.join(sorted(lacking)[:8]) or 'none'} besides. Make the "
+            "model from huggingface_model_config, and merge adapters first."
+        )
+    return places
+
+
+def _hf_tensor_name(place: _TensorLocation, layer: int | None, prefix: str) -> str:
+    name = place.entry.hf_name.format(layer)
+    return name if name.startswith("lm_head.") else prefix + name
+
+
+def _read(files: TensorFiles, place: _TensorLocation, prefix: str) -> jax.Array:
+    leaf, change = place.leaf, place.entry.change
+    value = np.empty(leaf.shape, jnp.dtype(leaf.dtype))
+    for i in place.numbers():
+        read = change.to_weft(files.read(_hf_tensor_name(place, i, prefix)))
+        value[i if place.layer == -1 else ...] = read
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return jnp.asarray(value)
+    return jax.make_array_from_callback(leaf.shape, sharding, value.__getitem__)
+
+
+# Writing.
+
+
+def to_huggingface(
+    folder: _PathLike,
+    cfg: Model.Config,
+    params: NestedTensor,
+    *,
+    max_position_embeddings: int = 2048,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[Path]:
+    """Writes a causal LM as a Hugging Face checkpoint, which `transformers` loads.
+
+    Args:
+        folder: created if missing; files of an earlier checkpoint are replaced.
+        cfg: the config of a model that `huggingface_model_config` supports.
+        max_position_embeddings: longest sequence, which rotary models do not define themselves.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        HuggingFaceConfigError: if no Hugging Face family computes the same; the message lists the
+          differences.
+        WeightsMismatchError: if the parameters are not those of the model.
+    """
+    family, values = _config_dict(cfg)
+    settings = Settings(values, "the model")
+    leaves = dict(tensor_names(params))
+    pending = {}
+    for place in _tensor_locations(family, settings, leaves):
+        for i in place.numbers():
+            theirs = _hf_tensor_name(place, i, family.prefix)
+            shape, dtype = place.hf_shape().shape, place.leaf.dtype
+            pending[theirs] = PendingTensor(shape, dtype, _reader(place, i))
+    if family is not GPT2:
+        values["max_position_embeddings"] = max_position_embeddings
+    dtypes = sorted({jnp.dtype(leaf.dtype).name for leaf in leaves.values()})
+    values |= {"architectures": [family.architecture], "dtype": dtypes[-1]}
+    # "pt" is the layout that other programs expect.
+    files = write_tensors(
+        Path(folder) / "model.safetensors",
+        pending,
+        metadata={"format": "pt"},
+        max_shard_bytes=max_shard_bytes,
+    )
+    path = Path(folder) / CONFIG
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return [path, *files]
+
+
+def _reader(place: _TensorLocation, layer: int | None) -> Callable[[], np.ndarray]:
+    def read() -> np.ndarray:
+        leaf = place.leaf[layer] if place.layer == -1 else place.leaf
+        return place.entry.change.to_hf(np.asarray(leaf))
+
+    return read
+
+
+def _config_dict(cfg: object) -> tuple[Family, dict[str, Any]]:
+    """Returns the family that computes what a model does, and its `config.json` content."""
+    differences = []
+    for write in (LLAMA.write, GPT2.write):
+        try:
+            values = write(cfg)
+        except (AttributeError, TypeError, IndexError):
+            continue  # it has not even the parts of one
+        family = FAMILIES[values["model_type"]]
+        rebuilt: Any = family.read(Settings(values, "the model"))
+        differences = _differences(cfg, rebuilt)
+        if not differences:
+            return family, values
+        differences = [f"  {change}" for change in differences]
+        break
+    raise HuggingFaceConfigError(
+        f"no model of the types {', '.join(FAMILIES)} computes what this one does"
+        + (" (its value → what would be needed):\n" if differences else ". ")
+        + "\n".join([*differences, "Export it as safetensors, which every model can."])
+    )
+
+
+def _differences(cfg: Any, rebuilt: Any) -> list[Any]:
+    ours = cfg.clone()
+    made, stack = rebuilt.decoder.transformer, ours.decoder.transformer
+    # How layers are stacked does not count.
+    rebuilt.decoder.transformer = stack.clone(num_layers=made.num_layers, layer=made.layer)
+    stack.layer.feed_forward.hidden_dim = hidden_dim(stack.layer.feed_forward, ours.decoder.dim)
+    return [
+        change
+        for change in diff(ours, rebuilt)
+        if not any(_WITHOUT_EFFECT.fullmatch(part) for part in re.split(r"[.\[\]]+", change.path))
+    ]

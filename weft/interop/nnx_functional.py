@@ -1,0 +1,178 @@
+"""NNX modules as Linen modules: `ToLinen`, whose collections are the kinds of variables.
+
+The NNX module exists for one call. `init` makes it with keys of the Linen module's streams; `apply`
+makes it again, computing only the initial values it needs, and sets the variables. Changes made by
+the call go back to the mutable collections.
+
+`functional` turns an NNX class into a pair of pure functions: `init` returns a state that `apply`
+takes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from weft import linen
+from weft.core.filters import in_filter
+from weft.core.frozen_dict import FrozenDict
+from weft.errors import GraphStructureError, RngStreamNotFoundError
+from weft.interop.linen import rebox_all
+from weft.interop.models import Keys, Method
+from weft.interop.nnx import NNXModel
+from weft.interop.variables import to_linen_var
+from weft.nnx.graph import GraphDef
+from weft.nnx.rngs import Rngs
+from weft.nnx.split_merge import split
+from weft.nnx.state import State
+from weft.traverse_util import unflatten_dict
+
+
+class ToLinen(linen.Module):
+    """An NNX module as a module of Linen; see `to_linen`."""
+
+    nnx_class: Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = FrozenDict({})
+    skip_rng: bool = False
+    metadata_fn: Callable[[Any], Any] | None = to_linen_var
+    abstract_init: bool = True
+
+    @linen.compact
+    def __call__(self, *args: object, nnx_method: Method = None, **kwargs: object) -> Any:
+        """Calls the NNX module on the variables.
+
+        `nnx_method` is a method, its name, or a function of the NNX module.
+
+        Raises:
+            RngStreamNotFoundError: at `init`, if the module needs a missing stream.
+            InvalidRngError: if a key is drawn from a stream that `apply` was not given.
+            LayerVariablesError: if a variable is missing that cannot be made, or a parameter has
+                another shape.
+        """
+        scope: Any = self.scope
+        rngs = {name: self.make_rng(name) for name in scope.rngs}
+        model = NNXModel(self.nnx_class, *self.args, **self.kwargs)
+        model.takes_rngs, model.abstract = not self.skip_rng, self.abstract_init
+        model.metadata_fn = self.metadata_fn
+        variables = self.variables
+        if self.is_initializing() and not any(variables.values()):
+            module = self._make_module(model, rngs)
+            model.init_wrapped_layers(module, args, kwargs, nnx_method)
+            leaves = model.collections(module)
+            self._store_variables(
+                unflatten_dict({path: model.boxed(leaf) for path, leaf in leaves.items()})
+            )
+            return model.call(module, args, kwargs, nnx_method)
+        module, before, made = model.merge_values(variables, rngs, scope.mutable)
+        self._store_variables(
+            unflatten_dict({path: model.boxed(leaf) for path, leaf in made.items()})
+        )
+        out = model.call(module, args, kwargs, nnx_method)
+        if not self.is_initializing():
+            self._store_variables(
+                rebox_all(variables, model.changes(module, before, scope.mutable))
+            )
+        return out
+
+    def _make_module(self, model: NNXModel, rngs: Keys) -> Any:
+        try:
+            return model.make(rngs)
+        except RngStreamNotFoundError as error:
+            error.add_note(
+                f"{model.name} is made by a module of Linen, whose streams are its own: give "
+                "`init` a key for each, as in init({'params': key, 'dropout': other_key}, ...)."
+            )
+            raise
+
+    def _store_variables(self, variables: Mapping[str, Any]) -> None:
+        scope: Any = self.scope
+        for col, entries in variables.items():
+            if in_filter(scope.mutable, col):
+                for name, value in entries.items():
+                    self.put_variable(col, name, value)
+
+
+def to_linen(
+    nnx_class: Callable[..., Any],
+    *args: object,
+    metadata_fn: Callable[[Any], Any] | None = to_linen_var,
+    name: str | None = None,
+    skip_rng: bool = False,
+    abstract_init: bool = True,
+    **kwargs: object,
+) -> ToLinen:
+    """Returns an NNX module as a module of Linen.
+
+    Args:
+        metadata_fn: converts a variable to its entry in a collection; by default the value, in an
+            `NNXMeta` if there is metadata. None for the bare value.
+        skip_rng: whether the class does not take `rngs`.
+        abstract_init: whether `apply` skips computing the initial values.
+        **kwargs: for the class, except `rngs`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from weft import nnx
+        >>> model = to_linen(nnx.Linear, 3, 2)
+        >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
+        >>> jax.tree.map(jnp.shape, variables)
+        {'params': {'bias': (2,), 'kernel': (3, 2)}}
+    """
+    return ToLinen(
+        nnx_class,
+        args,
+        FrozenDict(kwargs),
+        skip_rng,
+        metadata_fn,
+        abstract_init,
+        name=name,
+    )
+
+
+M = TypeVar("M")
+
+
+@dataclasses.dataclass
+class Functional(Generic[M]):
+    """A module to be made by `init`."""
+
+    module_type: type[M]
+    graphdef: GraphDef | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def init(self, *, rngs: Rngs | None = None) -> State:
+        """Makes the module and returns its state; `rngs` go to the class if it takes streams."""
+        streams = {} if rngs is None else {"rngs": rngs}
+        self.graphdef, state = split(self.module_type(*self.args, **self.kwargs, **streams))
+        return state
+
+    def apply(self, *states: object) -> Any:
+        """Returns a callable like the module, on the given state or its parts.
+
+        See `nnx.call`: calls return the result, and the new description and state.
+
+        Raises:
+            GraphStructureError: before `init`.
+        """
+        if self.graphdef is None:
+            raise GraphStructureError(
+                f"the structure of {self.module_type.__name__} is known after `init` was called; "
+                "call it once before `apply`."
+            )
+        return self.graphdef.apply(*states)
+
+
+def functional(cls: type[M]) -> Callable[..., Functional[M]]:
+    """Returns a class of modules whose instances are made by `init`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> linear = functional(nnx.Linear)(3, 2)
+        >>> state = linear.init(rngs=nnx.Rngs(0))
+        >>> y, (graphdef, state) = linear.apply(state)(jnp.ones((1, 3)))
+        >>> y.shape
+        (1, 2)
+    """
+    return lambda *args, **kwargs: Functional(cls, None, args, kwargs)

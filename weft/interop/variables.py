@@ -1,0 +1,200 @@
+"""Conversion of NNX variables to Linen and back: classes to collections, metadata to boxes.
+
+Linen keeps a variable's axes in a box around its value, NNX in its metadata. A box with
+`to_nnx_metadata` becomes metadata that remembers its class; other metadata becomes a box,
+`NNXMeta`. Both are updated when an axis is added or removed.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from weft.core.meta import AxisMetadata, Partitioned, is_axis_metadata
+from weft.core.spmd import constrain, get_pspec
+from weft.errors import LayerVariablesError, VariableTypeError
+from weft.nnx.variables import (
+    Variable,
+    VariableMetadata,
+    register_variable_name,
+    variable_name_from_type,
+    variable_type_from_name,
+)
+from weft.nnx.versions import StaticValue
+from weft.serialization import from_state_dict, register_serialization_state, to_state_dict
+
+_BOX = "linen_meta_type"
+"""The metadata entry with the class of the box that the other entries came from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NNXMeta(AxisMetadata):
+    """A value in a Linen collection with the metadata of its NNX variable.
+
+    Attributes:
+        var_type: the class of the variable.
+        metadata: its metadata; `out_sharding` is the layout of its axes.
+
+    Example:
+        >>> from weft import nnx
+        >>> box = NNXMeta(nnx.Param, jax.numpy.ones((4, 8)), {"out_sharding": (None, "model")})
+        >>> box.add_axis(0, {"partition_name": "layers"}).metadata["out_sharding"]
+        ('layers', None, 'model')
+    """
+
+    var_type: type[Variable[Any]]
+    value: Any
+    metadata: Mapping[str, Any]
+
+    @property
+    def _names(self) -> Any:
+        return self.metadata.get("out_sharding")
+
+    def replace(self, **updates: object) -> Self:
+        """Returns a copy with other fields."""
+        return dataclasses.replace(self, **updates)
+
+    def unbox(self) -> Any:
+        """Returns the value, sharded over the mesh of the metadata or of `jax.set_mesh`, if any."""
+        if not self._names:
+            return self.value
+        return constrain(self.value, self.get_partition_spec(), self.metadata.get("mesh"))
+
+    def replace_boxed(self, val: object) -> Self:
+        return self.replace(value=val)
+
+    def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+        return self._renamed(lambda names: names.add_axis(index, params))
+
+    def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+        return self._renamed(lambda names: names.remove_axis(index, params))
+
+    def _renamed(self, change: Callable[[Partitioned], Partitioned]) -> Self:
+        if self._names is None:
+            return self
+        names = getattr(self._names, "spec", self._names)
+        changed = change(Partitioned(self.value, tuple(names))).names
+        return self.replace(metadata={**self.metadata, "out_sharding": changed})
+
+    def get_partition_spec(self) -> PartitionSpec:
+        """Returns the layout of the metadata, by its rules and those of the context."""
+        spec = get_pspec(self._names, self.metadata.get("sharding_rules"))
+        return PartitionSpec() if spec is None else spec
+
+    def to_nnx_variable(self) -> Variable[Any]:
+        """Returns the NNX variable."""
+        return self.var_type.from_metadata(self.value, self.metadata)
+
+
+def _register() -> None:
+    key = jax.tree_util.GetAttrKey("value")
+
+    def static(box: NNXMeta) -> StaticValue:
+        return StaticValue((box.var_type, tuple(sorted(box.metadata.items()))))
+
+    def made(fixed: StaticValue, children: Any) -> NNXMeta:
+        var_type, metadata = fixed.value
+        return NNXMeta(var_type, next(iter(children)), dict(metadata))
+
+    jax.tree_util.register_pytree_with_keys(
+        NNXMeta,
+        lambda box: ([(key, box.value)], static(box)),
+        made,
+        lambda box: ([box.value], static(box)),
+    )
+    register_serialization_state(
+        NNXMeta,
+        lambda box: {"value": to_state_dict(box.value)},
+        lambda box, state: box.replace(
+            value=from_state_dict(box.value, state["value"], name="value")
+        ),
+    )
+
+
+_register()
+
+
+def collection_of(kind: type[Variable[Any]]) -> str:
+    """Returns the collection of a kind of variable: its registered name or its class's."""
+    with contextlib.suppress(VariableTypeError):
+        return variable_name_from_type(kind)
+    # Where another class of this name was there before, the collection is the same.
+    with contextlib.suppress(VariableTypeError):
+        register_variable_name(kind.__name__, kind)
+    return kind.__name__
+
+
+def to_linen_var(vs: Variable[Any]) -> Any:
+    """Returns the Linen collection entry of an NNX variable.
+
+    It is the value; with metadata, in its original box or an `NNXMeta`.
+    """
+    metadata, value = vs.get_metadata(), vs.get_raw_value()
+    if isinstance(value, jax.Ref):
+        value = value[...]
+    if not metadata:
+        return value
+    box = metadata.pop(_BOX, None)
+    if box is None:
+        return NNXMeta(type(vs), value, metadata)
+    return box.from_nnx_metadata({"value": value, **metadata})
+
+
+def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> Variable[Any]:
+    """Returns the NNX variable for an entry of a Linen collection.
+
+    Args:
+        col: the collection; an unknown name makes a new kind of variable.
+        x: the value, or a box with it.
+        lay_out: whether the value is new and gets the layout of its metadata.
+
+    Raises:
+        LayerVariablesError: if it is the box of a variable of another kind, or of a class that
+            cannot become metadata.
+    """
+    kind = variable_type_from_name(col, allow_register=True)
+    if not is_axis_metadata(x):
+        return kind(x)
+    if isinstance(x, NNXMeta):
+        if collection_of(x.var_type) != col:
+            raise LayerVariablesError(
+                f"the collection {col!r} has an NNXMeta of a {x.var_type.__name__}, whose "
+                f"collection is {collection_of(x.var_type)!r}; put it there."
+            )
+        return x.to_nnx_variable()
+    if not hasattr(x, "to_nnx_metadata"):
+        raise LayerVariablesError(
+            f"the collection {col!r} has a {type(x).__name__}, which cannot become the metadata "
+            "of a variable; give its class the methods to_nnx_metadata and from_nnx_metadata, as "
+            "Partitioned has them."
+        )
+    metadata = {**x.to_nnx_metadata(), _BOX: type(x)}
+    value = metadata.pop("value")
+    return kind(value, **metadata) if lay_out else kind.from_metadata(value, metadata)
+
+
+def with_partitioning(
+    fn: Callable[..., Any], names: object, mesh: Mesh | None = None
+) -> Callable[..., VariableMetadata]:
+    """Returns an initializer for bridge modules whose values have a layout.
+
+    Args:
+        names: for each axis of the value a mesh axis, a tuple of them, or None.
+        mesh: the mesh; by default that of `jax.set_mesh`.
+
+    Example:
+        >>> init = with_partitioning(jax.nn.initializers.ones, (None, "model"))
+        >>> init(jax.random.key(0), (4, 8)).metadata["out_sharding"]
+        (None, 'model')
+    """
+
+    @functools.wraps(fn)
+    def initialize(*args: object, **kwargs: object) -> VariableMetadata:
+        metadata = {"out_sharding": names, "mesh": mesh, _BOX: Partitioned}
+        return VariableMetadata(fn(*args, **kwargs), metadata=metadata)
+
+    return initialize

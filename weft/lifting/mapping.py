@@ -1,0 +1,298 @@
+"""Functions mapped over an axis, with mapped, shared or forked state: vmap, pmap and shard_map."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from weft.errors import AxisSizeError, TransformArgumentError, VariableAxisError
+from weft.lifting import axes
+from weft.lifting.kind import (
+    Kind,
+    PureArgs,
+    PureResults,
+    Units,
+    call_pure,
+    commit_results,
+    result_units,
+    split_args,
+)
+from weft.lifting.roles import FORK
+from weft.lifting.signature import named_after
+
+
+def vmap(
+    kind: Kind,
+    fn: Callable[..., Any],
+    *,
+    in_axes: object = 0,
+    out_axes: object = 0,
+    axis_size: int | None = None,
+    axis_name: Hashable = None,
+    spmd_axis_name: Hashable = None,
+    metadata: axes.Metadata | None = None,
+) -> Callable[..., Any]:
+    """Applies `jax.vmap` to a function that takes carriers.
+
+    Args:
+        in_axes: a prefix of the arguments: an axis, None, or `Roles` for a carrier.
+        out_axes: a prefix of the results, in the same form. Input carriers keep their roles.
+        axis_size: size of the new axis, if no argument determines it.
+        axis_name: name of the new axis for collectives.
+        spmd_axis_name: mesh axis over which the new axis is laid out.
+        metadata: passed to axis metadata that gains or loses the axis.
+
+    Raises:
+        AxisSizeError: if the mapped axes do not agree.
+        RoleError: for a role other than an axis, None or FORK.
+        VariableAxisError: if a value with the axis None differs between indices.
+    """
+    metadata = metadata or {}
+
+    def call(*args: object) -> Any:
+        outer, pure_args = split_args(kind, args, in_axes)
+        units = Units.of_pure_args(pure_args)
+        axes.check_roles(units, "vmap", (FORK,))
+        n, entered = axes.enter_axis(kind, pure_args, units, axis_size, "vmap", metadata)
+
+        structure: list[Any] = []
+
+        def mapped(packed: object) -> PureResults:
+            results = call_pure(kind, fn, PureArgs(pure_args.static, packed), out_axes)
+            structure[:] = [jax.tree.structure(results)]
+            return results
+
+        batched = jax.vmap(
+            named_after(fn, mapped),
+            in_axes=(units.with_values([0 if r is FORK else r for r in units.roles]).packed(),),
+            out_axes=axes.out_axes_of_results(
+                pure_args, out_axes, lambda r: None if r is FORK else r
+            ),
+            axis_size=n,
+            axis_name=axis_name,
+            spmd_axis_name=spmd_axis_name,
+        )
+        try:
+            results = batched(entered.packed())
+        except ValueError as error:
+            # JAX detects and locates it after the function ran.
+            if found := re.search(r"out_axes(\..+?), got axis spec None but output", str(error)):
+                at = _location_of_result(kind, pure_args, out_axes, structure[0], found[1])
+                raise VariableAxisError(
+                    f"vmap: {at} is declared to be the same for all, with the axis None, but "
+                    "it differs from one index to the next; give it an axis. A variable that is "
+                    "made of random numbers is the same for all if its PRNG stream is not split."
+                ) from None
+            raise
+        return commit_results(
+            kind, outer, axes.leave_axis(kind, pure_args, results, out_axes, metadata)
+        )
+
+    return call
+
+
+def _location_of_result(
+    kind: Kind, pure_args: PureArgs, out_axes: Any, structure: Any, shown: str
+) -> str:
+    results = structure.unflatten(range(structure.num_leaves))
+    number = next(
+        n
+        for path, n in jax.tree_util.tree_leaves_with_path(results)
+        if jax.tree_util.keystr(path) == shown
+    )
+    units = result_units(pure_args, results, out_axes)
+    i, leaf = next(
+        (i, jax.tree.leaves(value).index(number))
+        for i, value in enumerate(units.values)
+        if number in jax.tree.leaves(value)
+    )
+    return units.location_in_results(kind, pure_args.static.value[0], i, leaf)
+
+
+def shard_map(
+    kind: Kind,
+    fn: Callable[..., Any],
+    *,
+    mesh: Mesh | jax.sharding.AbstractMesh,
+    in_specs: object,
+    out_specs: object,
+    axis_names: frozenset[str] = frozenset(),
+    check_vma: bool = True,
+) -> Callable[..., Any]:
+    """Applies `jax.shard_map` to a function that takes carriers.
+
+    Args:
+        in_specs: a prefix of the arguments: a `PartitionSpec`, or `Roles` for a carrier. There, the
+            role of a group is a `PartitionSpec`, which also applies to the results, or FORK for
+            separate keys of each device.
+        axis_names: mesh axes that `fn` sees; by default all.
+    """
+    names = tuple(axis_names or mesh.axis_names)
+    n = int(np.prod([mesh.shape[name] for name in names]))
+
+    def call(*args: object) -> Any:
+        outer, pure_args = split_args(kind, args, in_specs, "in_specs")
+        units = Units.of_pure_args(pure_args)
+
+        def of_device(packed: object) -> PureResults:
+            parts = Units.of_packed(packed, units.layout.flat_roles)
+            values = [
+                jax.tree.map(lambda x: x[0], value) if role is FORK else value
+                for value, role in parts.pairs()
+            ]
+            local_args = PureArgs(pure_args.static, parts.with_values(values).packed())
+            return call_pure(kind, fn, local_args, out_specs)
+
+        mapped = jax.shard_map(
+            named_after(fn, of_device),
+            mesh=mesh,
+            in_specs=(
+                units.with_values(
+                    [PartitionSpec(names) if r is FORK else r for r in units.roles]
+                ).packed(),
+            ),
+            out_specs=axes.out_axes_of_results(pure_args, out_specs, _spec_or_shared),
+            axis_names=frozenset(names),
+            check_vma=check_vma,
+        )
+
+        def forked(group: object) -> Any:
+            return _shard_keys(kind.fork(group, n), mesh, names)
+
+        values = [forked(v) if role is FORK else v for v, role in units.pairs()]
+        return commit_results(kind, outer, mapped(units.with_values(values).packed()))
+
+    return call
+
+
+def pmap(
+    kind: Kind,
+    fn: Callable[..., Any],
+    *,
+    axis_name: str = "devices",
+    in_axes: object = 0,
+    out_axes: object = 0,
+    devices: Sequence[Any] | None = None,
+    metadata: axes.Metadata | None = None,
+) -> Callable[..., Any]:
+    """Runs a function on several devices, each with one index of the mapped axes.
+
+    Args:
+        in_axes, out_axes: see `vmap`, with axes from 0.
+        devices: by default as many of `jax.devices()` as needed.
+        metadata: passed to axis metadata that gains or loses the axis.
+
+    Raises:
+        AxisSizeError: if the mapped axes do not agree, or there are too few devices.
+        TransformArgumentError: under `jax.set_mesh` of a mesh with explicit axes, or inside
+            `shard_map` or `pmap`.
+    """
+    metadata = metadata or {}
+
+    def call(*args: object) -> Any:
+        _check_context()
+        outer, pure_args = split_args(kind, args, in_axes)
+        units = Units.of_pure_args(pure_args)
+        axes.check_roles(units, "pmap", (FORK,))
+        size = None if devices is None else len(devices)
+        n, entered = axes.enter_axis(kind, pure_args, units, size, "pmap", metadata)
+        there = jax.devices() if devices is None else devices
+        if n > len(there):
+            raise AxisSizeError(
+                f"pmap: the mapped axes have size {n}, and there are {len(there)} devices; each "
+                "index needs one. Map over fewer, or use vmap for what one device can do alone."
+            )
+        mesh = Mesh(np.asarray(there[:n]), (axis_name,))
+
+        def of_device(values: list[Any]) -> PureResults:
+            inside = [_squeeze_axis(*pair) for pair in zip(values, units.roles, strict=True)]
+            args = PureArgs(pure_args.static, units.with_values(inside).packed())
+            results = call_pure(kind, fn, args, out_axes)
+            returned = result_units(pure_args, results, out_axes)
+            outside = [_expand_axis(*pair) for pair in returned.pairs()]
+            return PureResults(results.static, *returned.with_values(outside).packed())
+
+        mapped = jax.shard_map(
+            named_after(fn, of_device),
+            mesh=mesh,
+            in_specs=([_spec(role, axis_name) for role in units.roles],),
+            out_specs=axes.out_axes_of_results(pure_args, out_axes, lambda r: _spec(r, axis_name)),
+            check_vma=False,
+        )
+        shardings = [NamedSharding(mesh, _spec(role, axis_name)) for role in units.roles]
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            values = [_put_on_mesh(*pair) for pair in zip(entered.values, shardings, strict=True)]
+            results = jax.jit(named_after(fn, mapped))(values)
+        return commit_results(
+            kind, outer, axes.leave_axis(kind, pure_args, results, out_axes, metadata)
+        )
+
+    return call
+
+
+def _check_context() -> None:
+    """Rejects a context mesh under which results of another mesh cannot be used."""
+    context = jax.sharding.get_abstract_mesh()
+    kinds = {kind.name.lower() for kind in context.axis_types if kind is not AxisType.Auto}
+    if kinds:
+        raise TransformArgumentError(
+            f"pmap uses a mesh of its own, and the mesh in the context has the "
+            f"{' and '.join(sorted(kinds))} axes {context.axis_names}; call pmap outside of "
+            "jax.set_mesh, shard_map and pmap, or use shard_map with that mesh, or vmap with "
+            "spmd_axis_name."
+        )
+
+
+def _shard_keys(
+    keys: object, mesh: Mesh | jax.sharding.AbstractMesh, names: tuple[str, ...]
+) -> Any:
+    """Lays out keys, one for each device, as JAX requires for explicit axes of a mesh."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = tuple(name for name in names if types[name] is AxisType.Explicit)
+    if not explicit:
+        return keys
+    return jax.sharding.reshard(keys, NamedSharding(mesh, PartitionSpec(explicit)))
+
+
+def _put_on_mesh(value: object, sharding: NamedSharding) -> Any:
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+
+    def moved(x: object) -> Any:
+        if not isinstance(x, jax.core.Tracer):
+            return jax.device_put(x, sharding)
+        mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+        if mesh is None or AxisType.Explicit not in mesh.axis_types:
+            return x
+        # Under `jax.vmap` there are more axes than the type says, so none of them is named.
+        return jax.device_put(x, everywhere)
+
+    return jax.tree.map(moved, value)
+
+
+def _spec_or_shared(role: object) -> PartitionSpec:
+    return role if isinstance(role, PartitionSpec) else PartitionSpec()
+
+
+def _spec(role: Any, axis_name: str) -> PartitionSpec:
+    if role is FORK:
+        return PartitionSpec(axis_name)
+    return PartitionSpec() if role is None else PartitionSpec(*(None,) * role, axis_name)
+
+
+def _squeeze_axis(value: Any, role: Any) -> Any:
+    if role is None:
+        return value
+    return jax.tree.map(lambda x: jnp.squeeze(x, 0 if role is FORK else role), value)
+
+
+def _expand_axis(value: object, role: object) -> Any:
+    return (
+        jax.tree.map(lambda x: jnp.expand_dims(x, role), value) if isinstance(role, int) else value
+    )

@@ -1,0 +1,231 @@
+"""State created by a loop's body or only by some branches.
+
+A loop's carry has a fixed structure, and branches return the same structure, so new state is
+created before. Each function is first traced on the state of its first run:
+
+- A loop's body that creates no state which the loop carries or shares is traced once; that trace is
+  the loop. Otherwise, the initial values are computed from that trace, with the inputs and keys of
+  the first iteration, and the body is traced again on the existing state.
+- Branches are traced once each. State that only some of them create gets its initial value before.
+
+The innermost of d nested loops that all carry or share the state they create is thus traced d + 1
+times: the first trace of a loop contains both traces of the inner loop, and its second trace finds
+the state. The number does not depend on whether a model is initialized. State stacked along an axis
+needs no second trace; an inner loop that carries it finds it missing in each trace, and traces its
+body twice in each.
+
+If no such state can be created, since all collections of the call are immutable, JAX traces the
+body directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from weft.errors import CarryStructureError
+from weft.lifting.kind import Kind, PureResults, StateNode, Units
+from weft.lifting.roles import CARRY
+from weft.lifting.signature import named_after
+
+
+class TracedFunction:
+    """Function of pytrees of arrays that is traced once and evaluated repeatedly.
+
+    JAX sees the name of the user's function `named`.
+    """
+
+    def __init__(self, named: Callable[..., Any], fn: Callable[..., Any], *args: object):
+        self._fn = fn
+        leaves, tree = jax.tree.flatten(args)
+        trees: list[Any] = []
+
+        def of_leaves(*leaves: object) -> list[Any]:
+            outputs, out_tree = jax.tree.flatten(fn(*tree.unflatten(leaves)))
+            trees.append(out_tree)
+            return outputs
+
+        with jax.disable_jit(False):
+            self._closed = jax.make_jaxpr(named_after(named, of_leaves))(*leaves)
+        (self._tree,) = trees
+
+    @property
+    def shapes(self) -> Any:
+        """Returns the result, with types in place of arrays."""
+        return self._tree.unflatten(self._closed.out_avals)
+
+    def __call__(self, *args: object) -> Any:
+        """Returns the result. Without jit, runs the function again, so that it can be debugged."""
+        if is_jit_disabled():
+            return self._fn(*args)
+        consts = self._closed.consts
+        leaves = jax.tree.leaves(args)
+        return self._tree.unflatten(jax.core.eval_jaxpr(self._closed.jaxpr, consts, *leaves))
+
+    def used(self, outputs: Sequence[int], *args: object) -> tuple[Any, ...]:
+        """Returns for each array of the arguments whether the given leaves depend on it."""
+        _, inputs = self._reduced(outputs)
+        return jax.tree.unflatten(jax.tree.structure(args), inputs)
+
+    def _reduced(self, outputs: Sequence[int]) -> tuple[Any, list[bool]]:
+        """Returns the trace of some leaves of the result, and which inputs it has."""
+        wanted = set(outputs)
+        return dce_jaxpr(
+            self._closed.jaxpr, [i in wanted for i in range(len(self._closed.out_avals))]
+        )
+
+    def is_like(self, output: int, other: TracedFunction, of_other: int) -> bool:
+        """Returns whether a leaf of the result is computed as one of another trace.
+
+        Both traces have the same arguments. Equal computations that differ in the text of their
+        jaxprs, or that use constants of different arrays, count as different.
+        """
+        (mine, inputs), (its, of_its) = self._reduced([output]), other._reduced([of_other])
+        consts = zip(self._closed.consts, other._closed.consts, strict=False)
+        return (
+            inputs == of_its
+            and len(self._closed.consts) == len(other._closed.consts)
+            and all(a is b for a, b in consts)
+            and str(mine) == str(its)
+        )
+
+    def only(self, outputs: Sequence[int], *args: object) -> list[Any]:
+        """Returns some leaves of the result, computed without the others."""
+        jaxpr, inputs = self._reduced(outputs)
+        wanted = set(outputs)
+        leaves = [x for x, is_used in zip(jax.tree.leaves(args), inputs, strict=True) if is_used]
+        results = iter(jax.core.eval_jaxpr(jaxpr, self._closed.consts, *leaves))
+        # A constant of the trace would be no array, and a change of it would be computed by NumPy.
+        found = {i: jnp.asarray(next(results)) for i in sorted(wanted)}
+        return [found[i] for i in outputs]
+
+
+def is_jit_disabled() -> bool:
+    """Returns whether loops run in Python, in `jax.disable_jit()`."""
+    return jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class CreatedState(NamedTuple):
+    """State created by a run of a body: its structure, and the static half of the run."""
+
+    tree: Any
+    static: Any
+
+
+def body_with_state(
+    kind: Kind,
+    make: Callable[[Any, Units], Any],
+    static: object,
+    units: Units,
+    first: Callable[[Any], tuple[Any, ...]],
+) -> tuple[Any, Callable[..., Any], list[Any]]:
+    """Returns a loop's body, after creating its state.
+
+    Args:
+        make: returns the body, a `weft.lifting.scan.LoopBody`, for a static half and units.
+        first: returns the arguments of the first run of such a body.
+
+    Returns:
+        The body, the function for the loop, and the created state of each group, or None.
+    """
+    inside = kind.static_in_loop(static)
+    body = make(inside, units)
+    nothing = [None] * sum(units.is_group)
+    is_counted_before = is_jit_disabled() and inside is not static
+    if not (is_counted_before or may_create(kind, static, units)):
+        return body, body, nothing
+    args = first(body)
+    traced = TracedFunction(body.fn, body, *args)
+    if body.created is None:
+        if not is_counted_before:
+            return body, traced, nothing
+        # The body runs in Python, so the results of its trace must be known before.
+        body = make(kind.static_in_loop(static, body.collected.value), units)
+        return body, body, nothing
+    tree = body.created.tree
+    every = range(tree.num_leaves)
+    created = tree.unflatten(traced.only(every, *args))
+    created = kind.initial_state(
+        static, created, lambda: _of_groups(body.inside(*traced.used(every, *args)))
+    )
+    groups = iter(created)
+    values = [
+        kind.union(value, new) if is_group and (new := next(groups)) is not None else value
+        for value, is_group in zip(units.values, units.is_group, strict=True)
+    ]
+    units = units.with_values(values)
+    followed = kind.static_after_creation(static, body.created.static)
+    is_counted = is_jit_disabled() and followed is not static
+    before, body = body.created.static, make(followed, units)
+    if is_counted:
+        TracedFunction(body.fn, body, *first(body))
+        if body.created is None:
+            body = make(kind.static_after_creation(static, before, body.collected.value), units)
+
+    def again(*args: object) -> Any:
+        result = body(*args)
+        if body.created is not None:
+            raise _created_later_error(body.transformation, kind, static, units, body.created.tree)
+        return result
+
+    return body, again, created
+
+
+def _of_groups(units: Units) -> list[tuple[Any, Any]]:
+    pairs = zip(units.pairs(), units.is_group, strict=True)
+    return [pair for pair, is_group in pairs if is_group]
+
+
+def may_create(kind: Kind, static: object, units: Units) -> bool:
+    """Returns whether a call may create state that must exist before it."""
+    return any(
+        is_group and (role is None or role is CARRY) and kind.may_create(static, where)
+        for is_group, role, where in zip(units.is_group, units.roles, units.filters, strict=True)
+    )
+
+
+def created_groups(kind: Kind, units: Units, results: PureResults) -> list[Any] | None:
+    """Returns the created state of each group that a loop carries or shares, or None."""
+    made = [
+        kind.created(before, after) if role is None or role is CARRY else None
+        for before, after, role in groups_before_and_after(units, results)
+    ]
+    return made if any(of_group is not None for of_group in made) else None
+
+
+def _created_later_error(
+    transformation: str, kind: Kind, static: Any, units: Units, tree: Any
+) -> Exception:
+    path, _ = jax.tree_util.tree_leaves_with_path(tree.unflatten(range(tree.num_leaves)))[0]
+    at = units.location_in_groups(kind, static, path)
+    return CarryStructureError(
+        f"{transformation}: {at} is made only where the body finds "
+        "the state that its first run has made; a loop begins with all carried state, so make it "
+        "in the first run, too, or before the loop."
+    )
+
+
+def with_initial_values(kind: Kind, results: PureResults, made: list[Any]) -> PureResults:
+    """Returns the results of a loop, with the initial values of state created before it."""
+    before = iter(made)
+    state_nodes = [
+        StateNode(tuple(kind.initial_values(next(before), group) for group in state_node.groups))
+        for state_node in results.state_nodes
+    ]
+    return results._replace(state_nodes=state_nodes)
+
+
+def groups_before_and_after(units: Units, results: PureResults) -> list[tuple[Any, Any, Any]]:
+    """Returns each group of the input carriers: before, after, and its role."""
+    before = [
+        (value, role)
+        for value, role, is_group in zip(units.values, units.roles, units.is_group, strict=True)
+        if is_group
+    ]
+    after = [group for state_node in results.state_nodes for group in state_node.groups]
+    return [(b, a, role) for (b, role), a in zip(before, after, strict=True)]

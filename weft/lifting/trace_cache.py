@@ -1,0 +1,368 @@
+"""Functions that are traced once for equal code and equal structure of their arguments.
+
+JAX identifies a function by identity, so a function redefined at each call is recompiled at each
+call. Here, two functions are equal if they have the same code, and the values in their closures,
+defaults and globals are equal. A value that cannot be compared safely (a mutable array, a tracer, a
+mutable object) makes a function equal only to itself: recompiling is better than reusing another
+function's values.
+
+Outside of `jax.jit`, a loop or a branch runs in a `jax.jit` for this reason, with static values as
+structure; inside of another trace, this has no effect. An output that is an unchanged input is
+replaced by the caller's value, so that surrounding transformations, which may share it, recognize
+it as unchanged.
+
+Traces have large frames. CPython (since 3.11) allocates frames in chunks of 16 KB, enough for 60 to
+100 calls. A call that finds its chunk full allocates another one and frees it on return. If a trace
+crosses that boundary, thousands of its calls do so, and it takes up to 1.9 times as long. A frame
+larger than a chunk gets its own chunk, with additional room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import enum
+import functools
+import itertools
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.core
+import numpy as np
+
+from weft.lifting.kind import Static, Units
+from weft.lifting.signature import named_after
+
+T = TypeVar("T")
+F = TypeVar("F", bound=types.FunctionType)
+
+
+class _Incomparable(Exception):
+    """Raised for a value that cannot be compared."""
+
+
+class IdentityKey:
+    """Object that is equal only to itself, kept alive so that its identity is not reused."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, IdentityKey) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+_MAX_CACHED = 512
+_cache: OrderedDict[Hashable, Any] = OrderedDict()
+
+
+def cached_for_equal_functions(parts: object, make: Callable[[], T]) -> T:
+    """Returns the cached object of equal `parts`, all its inputs, or `make()`."""
+    try:
+        key = _constant_key(parts, ())
+    except _Incomparable:
+        return make()
+    if key in _cache:
+        _cache.move_to_end(key)
+    else:
+        _cache[key] = make()
+        if len(_cache) > _MAX_CACHED:
+            _cache.popitem(last=False)
+    return _cache[key]
+
+
+class LazyCached(Generic[T]):
+    """Object that is created or found at the first use; see `cached_for_equal_functions`."""
+
+    def __init__(self, parts: object, make: Callable[[], T]):
+        self._parts, self._make = parts, make
+
+    @functools.cached_property
+    def value(self) -> T:
+        return cached_for_equal_functions(self._parts, self._make)
+
+
+def value_key(value: object) -> Hashable:
+    """Returns a hashable key of a value, equal for equal values.
+
+    Mutable values with their own comparison are compared by their present state; values that cannot
+    be compared are equal only to themselves.
+    """
+    return _any_value_key(value, ())
+
+
+def _any_value_key(value: Any, above: tuple[Any, ...]) -> Hashable:
+    try:
+        return _constant_key(value, ())
+    except _Incomparable:
+        pass
+    if any(value is x for x in above):
+        return IdentityKey(value)  # contains itself
+    above = (*above, value)
+    key = functools.partial(_any_value_key, above=above)
+    # Values with their own comparison are compared by it, but part by part, since 1, 1.0 and True
+    # are equal. Mutable values are compared by their present parts.
+    if isinstance(value, tuple | list | deque):
+        return type(value), tuple(map(key, value))
+    if isinstance(value, frozenset | set):
+        return type(value), frozenset(map(key, value))
+    if isinstance(value, Mapping):
+        return type(value), tuple((key(k), key(v)) for k, v in value.items())
+    if isinstance(value, types.SimpleNamespace):
+        return type(value), key(vars(value))
+    if _is_compared_by_fields(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return type(value), tuple(key(getattr(value, name)) for name in names)
+    try:
+        hash(value)
+    except TypeError:
+        return _pickled_key(value, key)
+    return type(value), value
+
+
+def _pickled_key(value: object, key: Callable[[Any], Hashable]) -> Hashable:
+    """Returns the key of a value without a hash, such as a `bytearray`: its pickled form."""
+    if type(value).__eq__ is object.__eq__:
+        return IdentityKey(value)
+    try:
+        written = value.__reduce_ex__(4)
+    except Exception:  # the class may raise anything
+        return IdentityKey(value)
+    if isinstance(written, str):
+        return IdentityKey(value)
+    # The last two entries of the five are iterators over items.
+    parts = [list(x) if isinstance(x, Iterator) else x for x in written]
+    return type(value), tuple(map(key, parts))
+
+
+def _is_compared_by_fields(value: object) -> bool:
+    return (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and type(value).__eq__ is not object.__eq__
+    )
+
+
+def _is_frozen_dataclass(value: object) -> bool:
+    return (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and type(value).__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
+
+def _function_key(fn: object, above: tuple[Any, ...]) -> Hashable:
+    """Returns a hashable key, equal for equal functions; `above` are enclosing values."""
+    if isinstance(fn, functools.partial):
+        above = (*above, fn)
+        held = _constant_key(fn.args, above), _named_values_key(fn.keywords, above)
+        return "partial", _function_key(fn.func, above), held
+    if isinstance(fn, types.MethodType):
+        above = (*above, fn)
+        return "method", _function_key(fn.__func__, above), _constant_key(fn.__self__, above)
+    if not isinstance(fn, types.FunctionType):
+        return _constant_key(fn, above)
+    if fn in above:
+        return "recursion", above.index(fn)
+    above = (*above, fn)
+    # The globals of a library do not change.
+    is_library = is_library_function(fn)
+    if not is_library and _assigned_outer_names(fn.__code__):
+        raise _Incomparable  # differs after each run
+    try:
+        closure = [cell.cell_contents for cell in fn.__closure__ or ()]
+    except ValueError:
+        raise _Incomparable from None  # a name that has no value yet
+    seen = fn.__globals__
+    names = () if is_library else [name for name in _global_names(fn.__code__) if name in seen]
+    # A wrapped function is also in the closure; a signature does not affect behavior.
+    shown = ("__wrapped__", "__signature__")
+    own = {k: v for k, v in fn.__dict__.items() if k not in shown} if fn.__dict__ else {}
+    return (
+        fn.__code__,
+        IdentityKey(seen),
+        tuple([_constant_key(value, above) for value in closure]),
+        _constant_key(fn.__defaults__, above),
+        _named_values_key(fn.__kwdefaults__, above) if fn.__kwdefaults__ else (),
+        _named_values_key(own, above) if own else (),
+        tuple([(name, _constant_key(seen[name], above)) for name in names]),
+    )
+
+
+def _named_values_key(values: Mapping[str, Any], above: tuple[Any, ...]) -> Hashable:
+    return tuple([(name, _constant_key(value, above)) for name, value in sorted(values.items())])
+
+
+@functools.lru_cache(maxsize=1024)
+def _assigned_outer_names(code: types.CodeType) -> frozenset[str]:
+    inside = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    names = {name for c in inside for name in _assigned_outer_names(c)} - {*code.co_cellvars}
+    for step in dis.get_instructions(code):
+        verb, _, place = step.opname.partition("_")
+        is_outside = place == "GLOBAL" or (place == "DEREF" and step.argval in code.co_freevars)
+        if verb in ("STORE", "DELETE") and is_outside:
+            names.add(step.argval)
+    return frozenset(names)
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    inside = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return tuple(sorted({*code.co_names, *(name for c in inside for name in _global_names(c))}))
+
+
+# Used for each field of a crossing module and each value of a function: creating the union at each
+# use would take longer than the check.
+_PLAIN = (bool, int, str, bytes, type(None))
+_PLAIN_TYPES = frozenset(_PLAIN)
+_FLOAT_TYPES = (float, complex)
+_IMMUTABLE_TYPES = (type, types.ModuleType, types.BuiltinFunctionType)
+_BOUND_FUNCTION_TYPES = (types.MethodType, functools.partial)
+_COMPARABLE_TYPES = (enum.Enum, np.dtype, jax.sharding.Sharding, jax.sharding.PartitionSpec)
+
+
+def _constant_key(value: Any, above: tuple[Any, ...]) -> Hashable:
+    kind = type(value)
+    if kind in _PLAIN_TYPES:
+        return kind, value
+    if kind is types.FunctionType:
+        # A nested function is created again by each call of the outer one.
+        fixed = value.__closure__ is None and "<locals>" not in value.__qualname__
+        return (
+            IdentityKey(value)
+            if fixed and is_library_function(value)
+            else _function_key(value, above)
+        )
+    if isinstance(value, _PLAIN):
+        return kind, value
+    if isinstance(value, tuple):
+        return type(value), tuple([_constant_key(v, above) for v in value])
+    if isinstance(value, _IMMUTABLE_TYPES):
+        return IdentityKey(value)
+    if isinstance(value, _FLOAT_TYPES):
+        return type(value), repr(value)  # distinguishes 0.0 and -0.0
+    if isinstance(value, np.generic):
+        return type(value), value.tobytes()
+    if isinstance(value, frozenset):
+        return type(value), frozenset(_constant_key(v, above) for v in value)
+    # A function's values may change before its next run; other given values do not.
+    if not above and isinstance(value, list | set):
+        return type(value), tuple(_constant_key(v, above) for v in value)
+    if not above and isinstance(value, dict):
+        items = tuple((_constant_key(k, above), _constant_key(v, above)) for k, v in value.items())
+        return type(value), items
+    if isinstance(value, _BOUND_FUNCTION_TYPES):
+        return _function_key(value, above)
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        return IdentityKey(value)
+    if isinstance(value, _COMPARABLE_TYPES):
+        return type(value), value
+    if callable(value) and type(value).__module__.split(".")[0] in ("jax", "jaxlib", "numpy"):
+        return IdentityKey(value)  # jax.numpy.exp and the like
+    if _is_frozen_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]  # pyright: ignore[reportArgumentType]
+        fields = (getattr(value, name) for name in names)
+        return type(value), tuple(_constant_key(field, above) for field in fields)
+    raise _Incomparable
+
+
+def is_library_function(fn: types.FunctionType) -> bool:
+    """Returns whether a function is from a library such as JAX, with fixed globals."""
+    # Wrappers have the `__module__` of the wrapped function, so this uses the globals.
+    return _is_library(fn.__globals__.get("__name__", ""))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_library(module: str) -> bool:
+    return module.split(".")[0] in ("jax", "numpy", "optax", "weft")
+
+
+def large_frame(fn: F) -> F:
+    """Gives a function a frame with room for all calls below it, if its calls take long.
+
+    Allocation of the frame takes 13 µs.
+    """
+    # A frame of 512 KB that is never written to. Its chunk has as much additional room, which is
+    # enough for all calls within the default recursion limit.
+    fn.__code__ = fn.__code__.replace(co_stacksize=1 << 16)
+    return fn
+
+
+@large_frame
+def with_large_frame(fn: Callable[..., T], /, *args: object, **kwargs: object) -> T:
+    """Calls a function with room for all calls below it, see `large_frame`.
+
+    Example:
+        >>> with_large_frame(max, 1, 2)
+        2
+    """
+    return fn(*args, **kwargs)
+
+
+def jit_by_structure(
+    fns: Any, options: Any, pure: Callable[..., Any]
+) -> LazyCached[Callable[..., tuple[list[Any], Static]]]:
+    """Returns `pure(static, units, *arrays)`, traced once for equal structure.
+
+    The function takes the results of `flatten_units`, then `arrays`; `restore_unchanged` takes its
+    result. `fns` are the user's functions that `pure` calls, and `options` its other dependencies.
+    """
+
+    # Takes leaves instead of trees, since JAX flattens its arguments repeatedly.
+    @large_frame
+    def of_leaves(structure: Static, leaves: list[Any], *arrays: object) -> tuple[Any, Static]:
+        static, layout, trees = structure.value
+        rest = map(_unwrap_leaf, leaves)
+        values = [tree.unflatten(itertools.islice(rest, tree.num_leaves)) for tree in trees]
+        results, tree = jax.tree.flatten(pure(static, Units(layout, values), *arrays))
+        given = {id(x): i for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+        kept = {i: given[id(x)] for i, x in enumerate(results) if id(x) in given}
+        changed = [x for i, x in enumerate(results) if i not in kept]
+        return changed, Static((tree, tuple(kept.items())))
+
+    def make() -> Callable[..., Any]:
+        named = fns[-1] if isinstance(fns, tuple) else fns
+        return jax.jit(named_after(named, of_leaves), inline=True)
+
+    return LazyCached((fns, options), make)
+
+
+def flatten_units(static: object, units: Units) -> tuple[Static, list[Any]]:
+    """Returns the structure of a call and its leaves, for a function of `jit_by_structure`."""
+    leaves, trees = [], []
+    for value, role in units.pairs():
+        of_value, tree = jax.tree.flatten(value)
+        leaves.extend(map(_ignore_static, of_value) if role is None else of_value)
+        trees.append(tree)
+    return Static((static, units.layout, tuple(trees))), leaves
+
+
+def restore_unchanged(leaves: list[Any], results: tuple[list[Any], Static]) -> Any:
+    """Returns the result of a function of `jit_by_structure`, with unchanged leaves as given."""
+    changed, structure = results
+    tree, kept = structure.value
+    own, others = dict(kept), iter(changed)
+    return tree.unflatten(
+        leaves[own[i]] if i in own else next(others) for i in range(tree.num_leaves)
+    )
+
+
+@jax.tree_util.register_static
+class _IgnoredStatic(Static):
+    """Static value that is equal to all others."""
+
+
+def _ignore_static(x: object) -> Any:
+    if isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        return x
+    return _IgnoredStatic(x if isinstance(x, Hashable) else IdentityKey(x))
+
+
+def _unwrap_leaf(x: object) -> Any:
+    value = x.value if isinstance(x, _IgnoredStatic) else x
+    return value.value if isinstance(value, IdentityKey) else value

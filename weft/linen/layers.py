@@ -1,0 +1,189 @@
+"""Layers of no family: PReLU, dropout, chains of layers, and a wrapper for several batch axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from weft import functional
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional.dropout import keep_mask
+from weft.linen.apply import merge_param
+from weft.linen.linear import path_of
+from weft.linen.methods import compact
+from weft.linen.module import Module
+from weft.typing import DType
+
+
+class PReLU(Module):
+    """Leaky ReLU with a learned slope (He et al., 2015): `x` if positive, else `slope * x`.
+
+    The parameter `negative_slope` is a scalar.
+
+    Example:
+        >>> import jax
+        >>> y, variables = PReLU().init_with_output(jax.random.key(0), jnp.array([-1.0, 2.0]))
+        >>> y, variables
+        (Array([-0.01,  2.  ], dtype=float32),
+         {'params': {'negative_slope': Array(0.01, dtype=float32)}})
+    """
+
+    param_dtype: DType = jnp.float32
+    negative_slope_init: float = 0.01
+
+    @compact
+    def __call__(self, inputs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        slope = self.param(
+            "negative_slope", lambda _: jnp.asarray(self.negative_slope_init, self.param_dtype)
+        )
+        inputs = jnp.asarray(inputs)
+        return jax.nn.leaky_relu(inputs, slope.astype(inputs.dtype))
+
+
+class Dropout(Module):
+    """Dropout with probability `rate`, scaling the other elements up (Srivastava et al., 2014).
+
+    `apply` needs a key for the PRNG stream: `rngs={"dropout": key}`.
+
+    Attributes:
+        rate: probability of zero, in `[0, 1]`.
+        broadcast_dims: axes whose elements are dropped together.
+        deterministic: whether to return the input unchanged; set here or in the call.
+
+    Example:
+        >>> import jax
+        >>> x = jnp.ones((1, 3))
+        >>> layer = Dropout(0.5, broadcast_dims=(1,))
+        >>> layer.apply({}, x, deterministic=False, rngs={"dropout": jax.random.key(2)}).tolist()
+        [[2.0, 2.0, 2.0]]
+        >>> layer.apply({}, x, deterministic=True).tolist()
+        [[1.0, 1.0, 1.0]]
+    """
+
+    rate: float
+    broadcast_dims: Sequence[int] = ()
+    deterministic: bool | None = None
+    rng_collection: str = "dropout"
+
+    @compact
+    def __call__(
+        self,
+        inputs: Float[Array, "*shape"],
+        deterministic: bool | None = None,
+        rng: Key[Array, ""] | None = None,
+    ) -> Float[Array, "*shape"]:
+        """Drops elements.
+
+        Args:
+            deterministic: overrides the attribute; exactly one of the two must be set.
+            rng: key to use instead of the stream.
+
+        Raises:
+            ParameterGivenTwiceError: if `deterministic` is given twice or not at all.
+            ArgumentValueError: if the rate is not in `[0, 1]`, or an axis does not exist.
+            InvalidRngError: if there is no stream.
+        """
+        deterministic = merge_param("deterministic", self.deterministic, deterministic)
+        if self.rate == 0 or deterministic:
+            return inputs
+        if self.rate == 1:
+            return jnp.zeros_like(inputs)
+        key = self.make_rng(self.rng_collection) if rng is None else rng
+        mask = keep_mask(key, self.rate, inputs.shape, self.broadcast_dims)
+        return functional.dropout(inputs, rate=self.rate, mask=mask)
+
+
+class Sequential(Module):
+    """Layer that applies layers in sequence.
+
+    A tuple returned by a layer becomes the next layer's arguments, a dict its keyword arguments.
+    Modules among the layers are named `layers_{i}` by their position.
+
+    Raises:
+        ArgumentValueError: if `layers` is not a sequence, or is empty in a call.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> model = Sequential([nn.Dense(4), nn.relu, nn.Dense(2)])
+        >>> sorted(model.init(jax.random.key(0), jnp.ones((1, 3)))["params"])
+        ['layers_0', 'layers_2']
+    """
+
+    layers: Sequence[Callable[..., Any]]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, Sequence):
+            raise ArgumentValueError(
+                f"Sequential was given layers={type(self.layers).__name__}(...); expected a list "
+                "of layers: Sequential([layer])."
+            )
+        super().__post_init__()
+
+    @compact
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.layers:
+            raise ArgumentValueError(
+                f"Sequential {path_of(self)} has no layers; expected at least one."
+            )
+        first, *others = self.layers
+        y = first(*args, **kwargs)
+        for layer in others:
+            if isinstance(y, tuple):
+                y = layer(*y)
+            elif isinstance(y, dict):
+                y = layer(**y)
+            else:
+                y = layer(y)
+        return y
+
+
+class BatchApply:
+    """Wrapper that merges the first axes of arrays, calls a function, and splits them again.
+
+    Args:
+        f: a function or module of arrays with one batch axis.
+        num_dims: number of axes to merge; arrays with fewer are passed unchanged.
+
+    Example:
+        >>> BatchApply(lambda x: x.sum(axis=1), num_dims=2)(jnp.ones((2, 3, 4))).shape
+        (2, 3)
+    """
+
+    def __init__(self, f: Callable[..., Any], num_dims: int = 2) -> None:
+        self.f = f
+        self.num_dims = num_dims
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function with pytrees of arrays.
+
+        Raises:
+            ArgumentShapeError: if no array has `num_dims` axes, or a result lacks the batch axis.
+        """
+        n = self.num_dims
+        leaves = jax.tree.leaves((args, kwargs))
+        shapes = [jnp.shape(x) for x in leaves]
+        batch = next((shape[:n] for shape in shapes if len(shape) >= n), None)
+        if batch is None:
+            raise ArgumentShapeError(
+                f"BatchApply merges {n} axes, but no argument has that many: the shapes are "
+                f"{shapes}."
+            )
+
+        def flat(x: Any) -> Any:
+            return jnp.reshape(x, (-1, *x.shape[n:])) if jnp.ndim(x) >= n else x
+
+        def unflat(y: Any) -> Any:
+            if jnp.shape(y)[:1] != (math.prod(batch),):
+                raise ArgumentShapeError(
+                    f"BatchApply's function returned an array of shape {jnp.shape(y)}; expected "
+                    f"its first axis to have size {math.prod(batch)}, for the batch axes {batch}."
+                )
+            return jnp.reshape(y, (*batch, *y.shape[1:]))
+
+        args, kwargs = jax.tree.map(flat, (args, kwargs))
+        return jax.tree.map(unflat, self.f(*args, **kwargs))

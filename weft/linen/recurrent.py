@@ -1,0 +1,546 @@
+"""Recurrent cells, and layers that apply them to sequences.
+
+A cell maps a state and an input to the next state and an output; `weft.functional.recurrent` has
+the formulas. To use a cell directly, create the first state with `initialize_carry`. The loop of
+`RNN` is a lifted scan, so all steps share the cell's parameters; other variables can be carried or
+stacked along a new axis. With `seq_lengths`, the returned state is that after a sequence's last
+valid position, and later outputs are meaningless.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from weft import functional
+from weft.core.filters import Filter
+from weft.core.frozen_dict import FrozenDict
+from weft.core.lift import broadcast
+from weft.functional.arrays import promote_dtype
+from weft.functional.initializers import Initializer, lecun_normal, ones, orthogonal, zeros
+from weft.functional.recurrent import (
+    check_lengths,
+    flip_sequences,
+    gru_step,
+    lstm_step,
+    mgu_step,
+    within_lengths,
+)
+from weft.linen.conv import Conv
+from weft.linen.linear import Dense
+from weft.linen.methods import compact, nowrap
+from weft.linen.module import Module
+from weft.linen.transforms import scan
+from weft.typing import DType
+
+Activation = Callable[[Array], Array]
+State = Float[Array, "*batch state"]
+Input = Float[Array, "*batch input"]
+Carry = tuple[State, State]
+GATES = "ifgo"
+
+
+class RNNCellBase(Module):
+    """Base class of cells: `cell(carry, inputs) -> (carry, output)`.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> class Sum(nn.RNNCellBase):
+        ...     num_feature_axes = 0
+        ...     def initialize_carry(self, rng, input_shape):
+        ...         return jnp.zeros(input_shape)
+        ...     def __call__(self, carry, x):
+        ...         return carry + x, carry + x
+        >>> nn.RNN(Sum()).apply({}, jnp.arange(5.0)).tolist()
+        [0.0, 1.0, 3.0, 6.0, 10.0]
+    """
+
+    @nowrap
+    def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Any:
+        """Returns the state before the first input; `input_shape` includes batch axes."""
+        raise NotImplementedError(f"{type(self).__name__} does not define initialize_carry.")
+
+    @property
+    def num_feature_axes(self) -> int:
+        """The number of axes of an input that are not batch axes."""
+        raise NotImplementedError(f"{type(self).__name__} does not define num_feature_axes.")
+
+
+class _Cell(RNNCellBase):
+    features: int
+
+    @nowrap
+    def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Any:
+        return _first_state(self, rng, input_shape)
+
+    @property
+    def num_feature_axes(self) -> int:
+        return 1
+
+
+class _GatedCell(_Cell):
+    gate_fn: Activation = jax.nn.sigmoid
+    activation_fn: Activation = jnp.tanh
+    kernel_init: Initializer = lecun_normal()
+    recurrent_kernel_init: Initializer = orthogonal()
+    bias_init: Initializer = zeros
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    carry_init: Initializer = zeros
+
+
+class _MemoryCell(_Cell):
+    @nowrap
+    def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Carry:
+        first, second = jax.random.split(rng)
+        return _first_state(self, first, input_shape), _first_state(self, second, input_shape)
+
+
+def _first_state(cell: Any, rng: Array, input_shape: tuple[int, ...]) -> Array:
+    return cell.carry_init(rng, (*input_shape[:-1], cell.features), cell.param_dtype)
+
+
+class SimpleCell(_Cell):
+    """Recurrent cell with one linear map of input and state (Elman, 1990).
+
+    `h' = act(i(x) + h(h))`, with the submodules `i` and `h`.
+
+    Attributes:
+        kernel_init, recurrent_kernel_init: initializers of the kernels of input and state.
+        dtype: dtype of the computation; by default promoted from inputs and parameters.
+        param_dtype: dtype of the parameters and of the first state.
+        carry_init: initializer of the first state.
+        residual: whether to add the state before the activation.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> cell, x = nn.SimpleCell(4), jnp.ones((2, 3))
+        >>> carry = cell.initialize_carry(jax.random.key(0), x.shape)
+        >>> (carry, y), _ = cell.init_with_output(jax.random.key(1), carry, x)
+        >>> y.shape
+        (2, 4)
+    """
+
+    activation_fn: Activation = jnp.tanh
+    kernel_init: Initializer = lecun_normal()
+    recurrent_kernel_init: Initializer = orthogonal()
+    bias_init: Initializer = zeros
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    carry_init: Initializer = zeros
+    residual: bool = False
+
+    @compact
+    def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
+        functional.check_sizes(type(self).__name__, features=self.features)
+        of_input, of_state = linear_maps(self)
+        new = of_input(name="i")(inputs) + of_state(name="h")(carry)
+        carry = self.activation_fn(new + carry if self.residual else new)
+        return carry, carry
+
+
+class GRUCell(_GatedCell):
+    """Gated recurrent unit, `functional.gru_step` (Cho et al., 2014).
+
+    The submodules are `ir`, `iz`, `in` for the input and `hr`, `hz`, `hn` for the state, for the
+    reset gate, the update gate and the candidate; `activation_fn` is for the candidate. See
+    `SimpleCell` for the other attributes.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> variables = nn.RNN(nn.GRUCell(4)).init(jax.random.key(0), jnp.ones((2, 5, 3)))
+        >>> sorted(variables["params"]["cell"])
+        ['hn', 'hr', 'hz', 'in', 'ir', 'iz']
+    """
+
+    @compact
+    def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
+        functional.check_sizes(type(self).__name__, features=self.features)
+        of_input, of_state = linear_maps(self)
+        new_of_state = of_state(use_bias=True, bias_init=self.bias_init, name="hn")
+        carry = gru_step(
+            carry,
+            [of_input(name=name)(inputs) for name in ("ir", "iz", "in")],
+            [of_state(name="hr")(carry), of_state(name="hz")(carry), new_of_state(carry)],
+            gate_fn=self.gate_fn,
+            activation_fn=self.activation_fn,
+        )
+        return carry, carry
+
+
+class MGUCell(_Cell):
+    """Minimal gated unit, `functional.mgu_step` (Zhou et al., 2016).
+
+    The submodules are `if`, `in` for the input and `hf`, `hn` for the state, for the forget gate
+    and the candidate. See `SimpleCell` for the other attributes.
+
+    Attributes:
+        gate_fn, forget_bias_init: activation and bias initializer of the gate.
+        activation_fn, activation_bias_init: activation and bias initializer of the candidate.
+        reset_gate: whether the gate also applies to the state's part of the candidate.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> variables = nn.RNN(nn.MGUCell(4)).init(jax.random.key(0), jnp.ones((2, 5, 3)))
+        >>> variables["params"]["cell"]["if"]["bias"].tolist()
+        [1.0, 1.0, 1.0, 1.0]
+    """
+
+    gate_fn: Activation = jax.nn.sigmoid
+    activation_fn: Activation = jnp.tanh
+    kernel_init: Initializer = lecun_normal()
+    recurrent_kernel_init: Initializer = orthogonal()
+    forget_bias_init: Initializer = ones
+    activation_bias_init: Initializer = zeros
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    carry_init: Initializer = zeros
+    reset_gate: bool = True
+
+    @compact
+    def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
+        functional.check_sizes(type(self).__name__, features=self.features)
+        new_bias = self.activation_bias_init
+        of_input, of_state = linear_maps(self, self.forget_bias_init)
+        new_of_input = of_input(bias_init=new_bias, name="in")
+        new_of_state = of_state(use_bias=self.reset_gate, bias_init=new_bias, name="hn")
+        carry = mgu_step(
+            carry,
+            [of_input(name="if")(inputs), new_of_input(inputs)],
+            [of_state(name="hf")(carry), new_of_state(carry)],
+            gate_fn=self.gate_fn,
+            activation_fn=self.activation_fn,
+            reset_gate=self.reset_gate,
+        )
+        return carry, carry
+
+
+def linear_maps(
+    cell: Any, bias_init: Initializer | None = None
+) -> tuple[Callable[..., Dense], Callable[..., Dense]]:
+    """Returns factories of the linear maps of the input, which have a bias, and of the state."""
+    dense = functools.partial(
+        Dense, features=cell.features, dtype=cell.dtype, param_dtype=cell.param_dtype
+    )
+    return (
+        functools.partial(
+            dense, kernel_init=cell.kernel_init, bias_init=bias_init or cell.bias_init
+        ),
+        functools.partial(dense, kernel_init=cell.recurrent_kernel_init, use_bias=False),
+    )
+
+
+class LSTMCell(_MemoryCell, _GatedCell):
+    """Long short-term memory cell, `functional.lstm_step` (Hochreiter and Schmidhuber, 1997).
+
+    The submodules are `ii`, `if`, `ig`, `io` for the input and `hi`, `hf`, `hg`, `ho` for the
+    state: input gate, forget gate, candidate and output gate. See `SimpleCell` for the other
+    attributes.
+
+    Attributes:
+        gate_fn: activation of the gates.
+        activation_fn: activation of the candidate and of the output.
+        bias_init: initializer of the biases of the state's maps; the input's maps have none.
+        carry_init: initializer of the first memory and output, each with its own key.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> cell, x = nn.LSTMCell(4), jnp.ones((2, 3))
+        >>> carry = cell.initialize_carry(jax.random.key(0), x.shape)
+        >>> ((c, h), y), _ = cell.init_with_output(jax.random.key(1), carry, x)
+        >>> c.shape, y.shape
+        ((2, 4), (2, 4))
+    """
+
+    @compact
+    def __call__(self, carry: Carry, inputs: Input) -> tuple[Carry, State]:
+        """Computes one step from memory and output to the next, and returns the output again."""
+        functional.check_sizes(type(self).__name__, features=self.features)
+        c, h = carry
+        of_input, of_state = linear_maps(self)
+        of_input = functools.partial(of_input, use_bias=False)
+        of_state = functools.partial(of_state, use_bias=True, bias_init=self.bias_init)
+        gates = [of_input(name=f"i{g}")(inputs) + of_state(name=f"h{g}")(h) for g in GATES]
+        c, h = lstm_step(c, *gates, gate_fn=self.gate_fn, activation_fn=self.activation_fn)
+        return (c, h), h
+
+
+class OptimizedLSTMCell(_MemoryCell, _GatedCell):
+    """`LSTMCell` with the linear maps merged into one of the input and one of the state.
+
+    Two large multiplications are faster than eight small ones. Attributes, variables and values are
+    those of `LSTMCell`.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> x = jnp.ones((2, 5, 3))
+        >>> variables = nn.RNN(nn.OptimizedLSTMCell(4)).init(jax.random.key(0), x)
+        >>> y = nn.RNN(nn.LSTMCell(4)).apply(variables, x)
+        >>> bool(jnp.allclose(y, nn.RNN(nn.OptimizedLSTMCell(4)).apply(variables, x), atol=1e-6))
+        True
+    """
+
+    @compact
+    def __call__(self, carry: Carry, inputs: Input) -> tuple[Carry, State]:
+        functional.check_sizes(type(self).__name__, features=self.features)
+        c, h = carry
+        params = functools.partial(
+            _LinearParams, features=self.features, param_dtype=self.param_dtype
+        )
+        of_input, of_state = self.kernel_init, self.recurrent_kernel_init
+        size, width = inputs.shape[-1], h.shape[-1]
+        kernels = [params(kernel_init=of_input, name=f"i{g}")(size)[0] for g in GATES]
+        maps = [
+            params(kernel_init=of_state, bias_init=self.bias_init, name=f"h{g}")(width)
+            for g in GATES
+        ]
+        recurrent, biases = zip(*maps, strict=True)
+        from_input = functional.dense(
+            *promote_dtype(inputs, jnp.concatenate(kernels, -1), dtype=self.dtype)
+        )
+        from_state = functional.dense(
+            *promote_dtype(
+                h, jnp.concatenate(recurrent, -1), jnp.concatenate(biases), dtype=self.dtype
+            )
+        )
+        gates = jnp.split(from_input + from_state, 4, -1)
+        c, h = lstm_step(c, *gates, gate_fn=self.gate_fn, activation_fn=self.activation_fn)
+        return (c, h), h
+
+
+class ConvLSTMCell(_MemoryCell):
+    """Convolutional long short-term memory cell (Shi et al., 2015).
+
+    The convolutions are the submodules `ih` of the input and `hh` of the state. Their output
+    channels are those of the input gate, the candidate, the forget gate (to which 1 is added) and
+    the output gate. See `Conv` and `LSTMCell` for the attributes; `features` are the channels of
+    memory and output.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> frames = jnp.ones((2, 7, 8, 3))  # batch, time, width, channels
+        >>> layer = nn.RNN(nn.ConvLSTMCell(4, (3,)))
+        >>> layer.init_with_output(jax.random.key(0), frames)[0].shape
+        (2, 7, 8, 4)
+    """
+
+    kernel_size: Sequence[int]
+    strides: Sequence[int] | None = None
+    padding: str | Sequence[tuple[int, int]] = "SAME"
+    use_bias: bool = True
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    carry_init: Initializer = zeros
+
+    @compact
+    def __call__(
+        self, carry: Carry, inputs: Float[Array, "*batch_and_space channels"]
+    ) -> tuple[Carry, Float[Array, "*batch_and_space features"]]:
+        functional.check_sizes(
+            type(self).__name__, features=self.features, kernel_size=self.kernel_size
+        )
+        c, h = carry
+        conv = functools.partial(
+            Conv,
+            features=4 * self.features,
+            kernel_size=self.kernel_size,
+            strides=self.strides,
+            padding=self.padding,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+        )
+        i, g, f, o = jnp.split(conv(name="ih")(inputs) + conv(name="hh")(h), 4, -1)
+        c, h = lstm_step(c, i, f + 1, g, o)
+        return (c, h), h
+
+    @property
+    def num_feature_axes(self) -> int:
+        return len(self.kernel_size) + 1
+
+
+class _LinearParams(Module):
+    features: int
+    param_dtype: DType
+    kernel_init: Initializer
+    bias_init: Initializer | None = None
+
+    @compact
+    def __call__(self, size: int) -> tuple[Array, Any]:
+        functional.check_sizes(type(self).__name__, features=self.features)
+        kernel = self.param("kernel", self.kernel_init, (size, self.features), self.param_dtype)
+        if self.bias_init is None:
+            return kernel, None
+        return kernel, self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+
+
+class RNN(Module):
+    """Layer that applies a cell to sequences.
+
+    Attributes:
+        cell: the cell; its variables are in the submodule `cell`.
+        time_major: whether time is the first axis; otherwise it precedes the `num_feature_axes`.
+        return_carry: whether to return the last state too.
+        reverse: whether to run from the last position to the first.
+        keep_order: whether a reverse run returns outputs in the order of the inputs.
+        unroll: number of steps per compiled iteration.
+        variable_axes, variable_broadcast, variable_carry, split_rngs: see `scan`.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> x = jnp.ones((2, 5, 3))
+        >>> (carry, y), _ = nn.RNN(nn.GRUCell(4), return_carry=True).init_with_output(
+        ...     jax.random.key(0), x, seq_lengths=jnp.array([2, 5])
+        ... )
+        >>> y.shape, bool(jnp.array_equal(carry, y[jnp.array([0, 1]), jnp.array([1, 4])]))
+        ((2, 5, 4), True)
+    """
+
+    cell: RNNCellBase
+    time_major: bool = False
+    return_carry: bool = False
+    reverse: bool = False
+    keep_order: bool = False
+    unroll: int = 1
+    variable_axes: Mapping[Any, Any] = FrozenDict()
+    variable_broadcast: Filter = "params"
+    variable_carry: Filter = False
+    split_rngs: Mapping[Any, bool] = FrozenDict({"params": False})
+
+    def __call__(
+        self,
+        inputs: Float[Array, "*batch_time_features"],
+        *,
+        initial_carry: Any = None,
+        init_key: Array | None = None,
+        seq_lengths: Int[Array, "*batch"] | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+    ) -> Any:
+        """Runs the cell; options override the attributes of the same name.
+
+        Args:
+            inputs: the sequences, of shape `(time, *batch, *features)` if `time_major`.
+            initial_carry: the first state; by default the cell's.
+            init_key: PRNG key for the cell's first state.
+            seq_lengths: number of valid positions of each sequence; all by default.
+
+        Returns:
+            The outputs, or the last state and the outputs.
+
+        Raises:
+            ArgumentShapeError: if `seq_lengths` does not match the sequences.
+        """
+        return_carry = self.return_carry if return_carry is None else return_carry
+        time_major = self.time_major if time_major is None else time_major
+        reverse = self.reverse if reverse is None else reverse
+        keep_order = self.keep_order if keep_order is None else keep_order
+        axis = 0 if time_major else inputs.ndim - (self.cell.num_feature_axes + 1)
+        if seq_lengths is not None:
+            check_lengths(inputs.shape, seq_lengths, axis)
+        if initial_carry is None:
+            key = jax.random.key(0) if init_key is None else init_key
+            shape = (*inputs.shape[:axis], *inputs.shape[axis + 1 :])
+            initial_carry = self.cell.initialize_carry(key, shape)
+        flips = reverse and seq_lengths is not None
+        if flips:
+            inputs = flip_sequences(inputs, seq_lengths, axis=axis)
+        loop = functools.partial(
+            scan,
+            variable_axes=self.variable_axes,
+            variable_broadcast=self.variable_broadcast,
+            variable_carry=self.variable_carry,
+            split_rngs=self.split_rngs,
+            out_axes=axis,
+            reverse=reverse and not flips,
+            unroll=self.unroll,
+        )
+        if return_carry and seq_lengths is not None:
+            steps = jnp.arange(inputs.shape[axis])
+            (_, carry), outputs = loop(_step_of_lengths, in_axes=(axis, 0, broadcast))(
+                self.cell, (initial_carry, initial_carry), inputs, steps, seq_lengths
+            )
+        else:
+            carry, outputs = loop(_step, in_axes=axis)(self.cell, initial_carry, inputs)
+        if reverse and keep_order == flips:
+            outputs = jax.tree.map(lambda y: flip_sequences(y, seq_lengths, axis=axis), outputs)
+        return (carry, outputs) if return_carry else outputs
+
+
+def _step(cell: RNNCellBase, carry: Any, x: Array) -> tuple[Any, Any]:
+    return cell(carry, x)
+
+
+def _step_of_lengths(
+    cell: RNNCellBase, carry: tuple[Any, Any], x: Array, step: Array, seq_lengths: Array
+) -> tuple[tuple[Any, Any], Any]:
+    """Computes a step of all sequences, keeping the final state of those that have ended."""
+    running, kept = carry
+    running, y = cell(running, x)
+    return (running, within_lengths(running, kept, step, seq_lengths)), y
+
+
+def _concatenate(a: Array, b: Array) -> Array:
+    return jnp.concatenate([a, b], -1)
+
+
+class Bidirectional(Module):
+    """Layer that applies one `RNN` forward and one backward, and merges the outputs.
+
+    Attributes:
+        forward_rnn, backward_rnn: the submodules; may be the same module, to share parameters.
+        merge_fn: merges outputs in the order of the inputs; by default concatenates the last axis.
+        return_carry: whether to return both last states, as a pair.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> layer = nn.Bidirectional(nn.RNN(nn.GRUCell(4)), nn.RNN(nn.GRUCell(6)))
+        >>> y, _ = layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 3)))
+        >>> y.shape
+        (2, 5, 10)
+    """
+
+    forward_rnn: RNN
+    backward_rnn: RNN
+    merge_fn: Callable[[Any, Any], Any] = _concatenate
+    time_major: bool = False
+    return_carry: bool = False
+
+    def __call__(
+        self,
+        inputs: Float[Array, "*batch_time_features"],
+        *,
+        initial_carry: tuple[Any, Any] | None = None,
+        init_key: Array | None = None,
+        seq_lengths: Int[Array, "*batch"] | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+    ) -> Any:
+        """Runs both; see `RNN`. `initial_carry` is a pair; `reverse`, `keep_order` are ignored."""
+        return_carry = self.return_carry if return_carry is None else return_carry
+        keys = (None, None) if init_key is None else jax.random.split(init_key)
+        first = (None, None) if initial_carry is None else initial_carry
+        run = {
+            "seq_lengths": seq_lengths,
+            "return_carry": return_carry,
+            "time_major": self.time_major if time_major is None else time_major,
+        }
+        forward = self.forward_rnn(
+            inputs, initial_carry=first[0], init_key=keys[0], reverse=False, **run
+        )
+        backward = self.backward_rnn(
+            inputs, initial_carry=first[1], init_key=keys[1], reverse=True, keep_order=True, **run
+        )
+        if not return_carry:
+            return jax.tree.map(self.merge_fn, forward, backward)
+        (forward_carry, y), (backward_carry, z) = forward, backward
+        return (forward_carry, backward_carry), jax.tree.map(self.merge_fn, y, z)

@@ -1,0 +1,130 @@
+"""Elementwise layers: dropout, and PReLU, an activation with a learned slope."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from weft import functional
+from weft.functional.dropout import keep_mask
+from weft.nnx.module import Module
+from weft.nnx.nn.parameters import (
+    NO_METADATA,
+    Metadata,
+    PromoteDtype,
+    draw_key,
+    fork_stream,
+    promote_dtype,
+    resolve_mode,
+)
+from weft.nnx.rngs import Rngs, RngStream
+from weft.nnx.variables import Param
+from weft.typing import DType
+
+
+@dataclass(repr=False, eq=False)
+class Dropout(Module):
+    """Dropout: zeros elements at probability `rate`, scales up others (Srivastava et al., 2014).
+
+    Args:
+        rate: probability of zero, in `[0, 1]`.
+        broadcast_dims: axes that share one dropout mask.
+        deterministic: whether to return the input unchanged, set by `model.train()` and
+            `model.eval()`; if None, calls must pass it.
+        rng_collection: name of the PRNG stream.
+        rngs: PRNG streams from which the layer forks its own; without, calls must pass one.
+
+    Raises:
+        RngArgumentError: if `rngs` has another type.
+        RngStreamNotFoundError: if there is no such stream.
+
+    Example:
+        >>> from weft import nnx
+        >>> layer = Dropout(0.5, broadcast_dims=(1,), rngs=nnx.Rngs(dropout=0))
+        >>> layer(jnp.ones((2, 3))).tolist()
+        [[2.0, 2.0, 2.0], [0.0, 0.0, 0.0]]
+        >>> layer.eval()
+        >>> layer(jnp.ones((1, 3))).tolist()
+        [[1.0, 1.0, 1.0]]
+    """
+
+    rate: float
+    _: KW_ONLY
+    broadcast_dims: Sequence[int] = ()
+    deterministic: bool | None = False
+    rng_collection: str = "dropout"
+    rngs: Rngs | RngStream | None = None
+
+    def __post_init__(self) -> None:
+        self.rngs = fork_stream(self.rngs, self.rng_collection, _shown(self.rate))
+
+    def __call__(
+        self,
+        inputs: Float[Array, "*shape"],
+        *,
+        deterministic: bool | None = None,
+        rngs: Rngs | RngStream | Array | None = None,
+    ) -> Float[Array, "*shape"]:
+        """Drops elements.
+
+        Args:
+            deterministic: overrides the attribute.
+            rngs: PRNG streams, one stream or a key to use instead of the layer's own stream.
+
+        Raises:
+            ArgumentValueError: if the rate is not in `[0, 1]`, or `broadcast_dims` are out of
+                range.
+        """
+        if resolve_mode(self, "deterministic", deterministic) or self.rate == 0:
+            return inputs
+        if self.rate == 1:
+            return jnp.zeros_like(inputs)
+        given = self.rngs if rngs is None else rngs
+        key = draw_key(given, self.rng_collection, _shown(self.rate))
+        mask = keep_mask(key, self.rate, inputs.shape, self.broadcast_dims)
+        return functional.dropout(inputs, rate=self.rate, mask=mask)
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Sets the mode, see `nnx.view`; None leaves it unchanged."""
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+
+@dataclass(repr=False, eq=False)
+class PReLU(Module):
+    """Parametric ReLU: `x` where positive, a learned slope times `x` elsewhere (He et al., 2015).
+
+    The parameter is `negative_slope`, a scalar.
+
+    Args:
+        dtype: computation dtype; by default that of the input.
+
+    Example:
+        >>> PReLU()(jnp.array([-1.0, 2.0])).tolist()
+        [-0.009999999776482582, 2.0]
+    """
+
+    negative_slope_init: InitVar[float] = 0.01
+    _: KW_ONLY
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    promote_dtype: PromoteDtype = promote_dtype
+    negative_slope_metadata: InitVar[Metadata] = NO_METADATA
+
+    def __post_init__(self, negative_slope_init: float, negative_slope_metadata: Metadata) -> None:
+        slope = jnp.asarray(negative_slope_init, self.param_dtype)
+        self.negative_slope = Param(slope, **negative_slope_metadata)
+
+    def __call__(self, inputs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        x, slope = jnp.asarray(inputs), self.negative_slope[...]
+        if self.dtype is not None:
+            x, slope = self.promote_dtype((x, slope), dtype=self.dtype)
+        return jax.nn.leaky_relu(x, slope.astype(x.dtype))
+
+
+def _shown(rate: float) -> str:
+    return f"Dropout with rate={rate}"

@@ -1,0 +1,295 @@
+"""Comparison and union of graphs of objects, of loops and branches that make objects.
+
+An input object is identified by its number, a new one by its first path, so that graphs of several
+runs can be compared and merged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from weft.nnx.filters import Path
+from weft.nnx.graph import GraphDef, LeafDef, NodeDef, NodeRef, VariableDef
+from weft.nnx.versions import StaticValue, is_immutable
+
+
+class Difference(NamedTuple):
+    """A path where two graphs differ, and the content of each there, in words."""
+
+    path: Path
+    seen: tuple[str, str]
+
+
+def first_difference(
+    graphs: tuple[GraphDef, GraphDef],
+    origins: tuple[Sequence[int | None], Sequence[int | None]],
+    may_lack: Callable[[int, int | None, Any], bool] = lambda *_: False,
+) -> Difference | None:
+    """Returns the first difference between two graphs.
+
+    Args:
+        graphs: descriptions of both.
+        origins: for each graph the original number of every object, None for a new object.
+        may_lack: returns whether only one graph may have an attribute; takes the index of that
+            graph, the original number of the object, and the name.
+    """
+
+    def is_lacked(side: int, node: NodeDef, name: object) -> bool:
+        index = node.index
+        return may_lack(side, None if index is None else origins[side][index], name)
+
+    def find(a: Any, b: Any, path: Path) -> Difference | None:
+        if _index(a) is not None and _index(b) is not None:
+            known = [of[x.index] for of, x in zip(origins, (a, b), strict=True)]
+            if known[0] != known[1]:
+                if None not in known:
+                    return Difference(path, ("one object", "a different one"))
+                new, old = "a new object", "an existing object"
+                return Difference(path, (new, old) if known[0] is None else (old, new))
+        if not (isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type):
+            return None if _without_index(a) == _without_index(b) else _part_difference(a, b, path)
+        of_a, of_b = dict(a.attributes), dict(b.attributes)
+        for name in {**of_a, **of_b}:
+            if name not in of_a and not is_lacked(1, b, name):
+                return Difference((*path, name), ("absent", "present"))
+            if name not in of_b and not is_lacked(0, a, name):
+                return Difference((*path, name), ("present", "absent"))
+        for name in filter(of_b.__contains__, of_a):
+            if found := find(of_a[name], of_b[name], (*path, name)):
+                return found
+        if a.marks != b.marks:
+            return Difference(path, ("marked one way", "marked another way"))
+        return (
+            None if a.order == b.order else Difference(path, ("in one order", "in another order"))
+        )
+
+    return find(graphs[0].root, graphs[1].root, ())
+
+
+def _index(part: object) -> int | None:
+    return (
+        getattr(part, "index", None) if isinstance(part, NodeDef | VariableDef | NodeRef) else None
+    )
+
+
+def _without_index(part: Any) -> Any:
+    # Numbers are local to each graph; the caller has compared the objects.
+    return part if _index(part) is None else part._replace(index=0)
+
+
+def _part_difference(a: object, b: object, path: Path) -> Difference:
+    return Difference(path, (_describe_part(a), _describe_part(b)))
+
+
+def _describe_part(part: object) -> str:
+    if isinstance(part, StaticValue):
+        return repr(part.value)
+    return part.type.__name__ if isinstance(part, NodeDef | VariableDef) else "an array"
+
+
+ObjectId = int | Path
+
+_FIRST_NEW = 1 << 31
+
+
+def new_number(path: Path) -> int:
+    """Returns the number of a new value at a path, equal in all runs and processes."""
+    digest = hashlib.blake2b(repr(path).encode(), digest_size=7).digest()
+    return _FIRST_NEW + int.from_bytes(digest)
+
+
+def is_new_number(number: int) -> bool:
+    """Returns whether a number is that of a new value."""
+    return number >= _FIRST_NEW
+
+
+class _ObjectAt(NamedTuple):
+    ident: ObjectId
+
+
+class _NumberedValue(NamedTuple):
+    number: int
+
+
+class _NumberedVariable(NamedTuple):
+    part: VariableDef
+    number: int
+
+
+class NumberedGraph(NamedTuple):
+    """A graph description, the original number of each object (None if new), and value numbers."""
+
+    graphdef: GraphDef
+    origins: Sequence[int | None]
+    numbers: Sequence[int]
+
+
+class ObjectTable:
+    """A graph as a table of its objects, with `_ObjectAt` in place of objects in descriptions."""
+
+    def __init__(self, root: object, known: dict[ObjectId, Any]):
+        self.root, self.known = root, known
+
+    @classmethod
+    def of(cls, described: NumberedGraph) -> ObjectTable:
+        graphdef, origins, numbers = described
+        rest, known, idents = iter(numbers), {}, {}
+
+        def walk(part: Any, path: Path) -> Any:
+            kind = type(part)
+            if kind is NodeRef:
+                return _ObjectAt(idents[part.index])
+            if kind is LeafDef:
+                return _NumberedValue(next(rest))
+            if kind is StaticValue:
+                return part
+            at: ObjectId = path
+            if part.index is not None:
+                origin = origins[part.index]
+                idents[part.index] = at = path if origin is None else origin
+            if kind is VariableDef:
+                known[at] = _NumberedVariable(part._replace(index=0), next(rest))
+                return _ObjectAt(at)
+            inside = tuple([(name, walk(x, (*path, name))) for name, x in part.attributes])
+            if part.index is None:
+                return part._replace(attributes=inside)
+            known[at] = part._replace(index=0, attributes=inside)
+            return _ObjectAt(at)
+
+        return cls(walk(graphdef.root, ()), known)
+
+    def described(self) -> NumberedGraph:
+        index: dict[ObjectId, int] = {}
+        paths: list[Path] = []
+        numbers: list[int] = []
+
+        def note(path: Path, number: int) -> None:
+            paths.append(path)
+            numbers.append(number)
+
+        def build(part: object, path: Path) -> Any:
+            if isinstance(part, _NumberedValue):
+                note(path, part.number)
+                return LeafDef()
+            if isinstance(part, _ObjectAt):
+                if part.ident in index:
+                    return NodeRef(index[part.ident])
+                i = index[part.ident] = len(index)
+                known = self.known[part.ident]
+                if isinstance(known, _NumberedVariable):
+                    note(path, known.number)
+                    return known.part._replace(index=i)
+                return within(known._replace(index=i), path)
+            return within(part, path) if isinstance(part, NodeDef) else part
+
+        def within(part: NodeDef, path: Path) -> NodeDef:
+            inside = tuple([(name, build(x, (*path, name))) for name, x in part.attributes])
+            return part._replace(attributes=inside)
+
+        graphdef = GraphDef(build(self.root, ()), paths)
+        origins = tuple(at if isinstance(at, int) else None for at in index)
+        return NumberedGraph(graphdef, origins, tuple(numbers))
+
+    def can_hoist(self, ident: ObjectId | None, name: Hashable) -> bool:
+        """Returns whether an attribute can be made earlier: new objects with variables only."""
+        attributes = dict(self.known[ident].attributes) if isinstance(ident, int) else {}
+        if name not in attributes or not isinstance(name, str):
+            return False  # an item of a list would change its length
+        inside = list(self._inside(attributes[name], set()))
+        return any(isinstance(x, _ObjectAt) for x in inside) and all(map(_can_be_hoisted, inside))
+
+    def variable_numbers(self, ident: ObjectId | None, name: Hashable) -> list[int]:
+        """Returns the numbers of the variables in an attribute."""
+        attribute = dict(self.known[ident].attributes)[name] if ident is not None else None
+        found = (x for x in self._inside(attribute, set()) if isinstance(x, _ObjectAt))
+        held = (self.known[x.ident] for x in found)
+        return [x.number for x in held if isinstance(x, _NumberedVariable)]
+
+    def _inside(self, part: object, seen: set[ObjectId]) -> Iterable[Any]:
+        yield part
+        if isinstance(part, _ObjectAt):
+            if part.ident in seen or isinstance(part.ident, int):
+                return
+            seen.add(part.ident)
+            yield from self._inside(self.known[part.ident], seen)
+        elif isinstance(part, NodeDef):
+            for _, below in part.attributes:
+                yield from self._inside(below, seen)
+
+
+def _can_be_hoisted(x: object) -> bool:
+    if isinstance(x, _ObjectAt):
+        return not isinstance(x.ident, int)
+    if isinstance(x, StaticValue):
+        return is_immutable(x.value)
+    return not isinstance(x, _NumberedValue)
+
+
+def with_new_attributes(
+    before: NumberedGraph, after: NumberedGraph, made: Iterable[tuple[int, Hashable]]
+) -> NumberedGraph:
+    """Returns the graph before with the attributes `made`, ignoring other changes in `after`."""
+    old, new, gained = ObjectTable.of(before), ObjectTable.of(after), set(made)
+    known = {**new.known, **old.known}
+    for i in {i for i, _ in gained}:
+        own, now = dict(old.known[i].attributes), new.known[i]
+        kept = [name for name, _ in now.attributes if name in own or (i, name) in gained]
+        attributes = tuple((n, own.get(n, part)) for n, part in now.attributes if n in kept)
+        known[i] = now._replace(
+            attributes=attributes,
+            marks=tuple(mark for mark in now.marks if mark[0] in kept),
+            order=now.order and tuple(name for name in now.order if name in kept),
+        )
+    return ObjectTable(old.root, known).described()
+
+
+def union_of_graphs(before: NumberedGraph, graphs: Sequence[NumberedGraph]) -> NumberedGraph | None:
+    """Returns one graph with the objects that any branch made, or None if they differ otherwise."""
+    tables = [ObjectTable.of(graph) for graph in graphs]
+    if any(table.root != tables[0].root for table in tables):
+        return None
+    old = ObjectTable.of(before).known
+    known: dict[ObjectId, Any] = {}
+    for at in dict.fromkeys(at for table in tables for at in table.known):
+        versions = [(table, table.known[at]) for table in tables if at in table.known]
+        one = versions[0][1]
+        if any(version != one for _, version in versions):
+            one = _union_of_nodes(at, old[at], versions) if isinstance(at, int) else None
+        if one is None:
+            return None
+        known[at] = one
+    return ObjectTable(tables[0].root, known).described()
+
+
+def _union_of_nodes(
+    at: int, old: NodeDef, versions: Sequence[tuple[ObjectTable, Any]]
+) -> NodeDef | None:
+    nodes = [node for _, node in versions]
+    if not all(isinstance(node, NodeDef) and node.order is None for node in nodes):
+        return None
+    if len({node.type for node in nodes}) > 1:
+        return None
+    there = dict(old.attributes)
+    attributes: dict[Hashable, Any] = {}
+    marks: dict[Hashable, bool] = {}
+    for table, node in versions:
+        for name, part in node.attributes:
+            is_alike = attributes.setdefault(name, part) == part
+            is_everywhere = all(name in dict(other.attributes) for other in nodes)
+            may_pass = name not in there and table.can_hoist(at, name)
+            if not is_alike or not (is_everywhere or may_pass):
+                return None
+        for name, mark in node.marks:
+            if marks.setdefault(name, mark) != mark:
+                return None
+    return nodes[0]._replace(
+        attributes=tuple(sorted(attributes.items(), key=lambda item: _attribute_sort_key(item[0]))),
+        marks=tuple((name, marks[name]) for name in sorted(marks, key=str)),
+    )
+
+
+def _attribute_sort_key(name: object) -> tuple[bool, str, Any]:
+    # Items of a list come before its attributes, those of a dict by type and name.
+    return isinstance(name, str), str(type(name)), name

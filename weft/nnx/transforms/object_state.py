@@ -1,0 +1,396 @@
+"""The static half of a call's objects, and their state inside the call.
+
+A group of an object's state maps the number of a value in the call to the variable or array. Extra
+data of a value is at `~number`: the first value of a new variable, or a key count at the time when
+the last variable was made.
+
+Graph changes in the bodies of loops and branches.
+
+A loop carries the objects that its body makes, from their first values on. `check_loop_graph` finds
+them, and refuses all other changes of the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from weft.lifting import CARRY
+from weft.lifting.trace_cache import IdentityKey
+from weft.nnx.filters import Everything, OfType, Path, Predicate, to_predicate
+from weft.nnx.graph import (
+    FlatGraph,
+    GraphDef,
+    NodeDef,
+    NodeRef,
+    VariableDef,
+    flatten_graph,
+    leaf_defs,
+)
+from weft.nnx.pytree import Pytree
+from weft.nnx.transforms.calls import loop_change_error, repeated_creation_error, unmatched_error
+from weft.nnx.transforms.graph_diff import (
+    Difference,
+    NumberedGraph,
+    ObjectTable,
+    first_difference,
+    with_new_attributes,
+)
+from weft.nnx.variables import Variable
+from weft.nnx.versions import Recording, StaticSnapshot, is_hashable
+
+Group = dict[int, Any]
+Groups = tuple[Group, ...]
+FilterRoles = tuple[tuple[Any, Any], ...]
+
+
+class StaticObjects(NamedTuple):
+    """The static half of a call's objects.
+
+    Attributes:
+        graphdef: describes the pair of the objects and no results, without metadata.
+        places: the object and its group of each value.
+        owners: for each value that is not a variable, the index of its object and its attribute.
+        is_tracked: whether all values are variables, and no static value is mutable.
+        changing: mutable static values, compared by identity as well, since a program would
+            otherwise serve another object of equal value with the changes of the first one.
+        records: whether an enclosing loop or branch needs the first values of new variables.
+        origins: if a loop's body made objects, for each the caller's one, None for a new one.
+    """
+
+    graphdef: GraphDef
+    places: tuple[tuple[int, int], ...]
+    owners: tuple[tuple[int, Hashable] | None, ...]
+    is_tracked: bool
+    changing: tuple[IdentityKey, ...]
+    numbers: Sequence[int]
+    records: bool
+    origins: tuple[int | None, ...] | None = None
+
+    def path_of(self, number: int) -> Path | None:
+        """Returns the path of an input value."""
+        if self.origins is None:
+            return self.graphdef.paths[number] if number < len(self.numbers) else None
+        return dict(zip(self.numbers, self.graphdef.paths, strict=True)).get(number)
+
+    def unchanged(self) -> "ChangedObjects | None":
+        if self.origins is None:
+            return None
+        return ChangedObjects(self.graphdef, self.origins, tuple(self.numbers), None)
+
+
+class ChangedObjects(NamedTuple):
+    """The graph after a call, of the input objects and of the results.
+
+    Attributes:
+        origins: for each object the index of the input one, None for a new one.
+        keys: for each value the number of the input one, or a number after those.
+        copies: copies of new `unhashable_values`, for each caller; None if no static value or
+            metadata is mutable.
+        before: if a loop's body made objects, the static half for the body that finds them.
+    """
+
+    graphdef: GraphDef
+    origins: tuple[int | None, ...]
+    keys: tuple[int, ...]
+    copies: StaticSnapshot | None
+    before: StaticObjects | None = None
+
+
+class InnerObjects(NamedTuple):
+    """The objects inside a call, with their initial values.
+
+    `snapshots` are the initial parts of each object, if they show all changes.
+    """
+
+    objects: list[Any]
+    values: list[Any]
+    metadata: list[Any]
+    snapshots: list[tuple[Pytree, list[Any]]] | None
+    recording: Recording | None
+
+    def has_same_structure(self) -> bool:
+        """Returns whether only values and metadata of variables can have changed."""
+        return self.snapshots is not None and all(
+            are_identical(x._snapshot(), look) for x, look in self.snapshots
+        )
+
+
+class Grouping:
+    """The groups of values, and the roles of these groups."""
+
+    def __init__(self, of_args: Sequence[FilterRoles], of_results: Sequence[FilterRoles]):
+        self._wanted = of_args, of_results
+        self._predicates: Any = [
+            [[to_predicate(where) for where, _ in of_object] for of_object in of_part]
+            for of_part in self._wanted
+        ]
+
+    def wanted(self, i: int, g: int) -> tuple[Any, Any]:
+        return self._wanted[0][i][g]
+
+    def place(self, path: Path, leaf: object) -> tuple[int, int, int]:
+        """Returns 0 for an argument or 1 for a result, and the indices of the object and group.
+
+        Raises:
+            StateFilterError: if no filter matches.
+        """
+        part, i = path[:2]
+        predicates: list[Predicate] = self._predicates[part][i]  # pyright: ignore[reportCallIssue, reportArgumentType]
+        below = path[2:]
+        for g, matches in enumerate(predicates):
+            if type(matches) is Everything or matches(below, leaf):
+                return part, i, g  # pyright: ignore[reportReturnType]
+        raise unmatched_error(leaf, path, [where for where, _ in self._wanted[part][i]])  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    @property
+    def depends_only_on_structure(self) -> bool:
+        """True if equal graph descriptions always have the same groups."""
+        every = (matches for part in self._predicates for of in part for matches in of)
+        return all(isinstance(matches, Everything | OfType) for matches in every)
+
+    def role(self, path: Path, leaf: object) -> Any:
+        part, i, g = self.place(path, leaf)
+        return self._wanted[part][i][g][1]
+
+    def roles(self, path: Path) -> list[Any]:
+        part, i = path[:2]
+        return [role for _, role in self._wanted[part][i]]  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    def is_mapped(self, after: FlatGraph, path: Path) -> bool:
+        at = zip(after.graphdef.paths, after.leaves, strict=True)
+        roles = [self.role(p, leaf) for p, leaf in at if p[: len(path)] == path]
+        return all(isinstance(role, int) for role in roles or self.roles(path))
+
+    def is_same(self, path: Path, other: Path) -> bool:
+        of_path, of_other = (self._wanted[p[0]][p[1]] for p in (path, other))  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return len(of_path) == 1 and of_path == of_other
+
+
+def variables_and_values(
+    static: StaticObjects, objects: Iterable[Any], leaves: Sequence[Any]
+) -> Iterator[tuple[Variable[Any] | None, Any]]:
+    """Yields each value with its variable, or None for an attribute."""
+    variables = (x for x in objects if isinstance(x, Variable))
+    for leaf, owner in zip(leaves, static.owners, strict=True):
+        yield (next(variables) if owner is None else None), leaf
+
+
+def input_numbers(inner: InnerObjects, static: StaticObjects) -> dict[Any, int]:
+    """Returns the numbers of the input values, by variable, or by owner and attribute."""
+    known: dict[Any, int] = {}
+    for n, (variable, _) in enumerate(variables_and_values(static, inner.objects, inner.values)):
+        owner = static.owners[n]
+        known[id(variable) if owner is None else (id(inner.objects[owner[0]]), owner[1])] = n
+    return known
+
+
+def describe_graph(static: StaticObjects, changed: ChangedObjects | None) -> NumberedGraph:
+    """Returns the graph after a branch, or the input graph."""
+    if changed is not None:
+        return NumberedGraph(changed.graphdef, changed.origins, changed.keys)
+    return NumberedGraph(static.graphdef, range(len(first_paths(static.graphdef))), static.numbers)
+
+
+def are_identical(xs: list[Any], ys: list[Any]) -> bool:
+    """Returns whether two lists hold the same objects."""
+    return len(xs) == len(ys) and all(map(operator.is_, xs, ys))
+
+
+def is_changed(leaf: object, inner: InnerObjects, n: int) -> bool:
+    """Returns whether a value, or a variable's metadata, differs from its initial one."""
+    before, now = inner.values[n], leaf
+    if isinstance(leaf, Variable):
+        now = leaf._value
+        if leaf._metadata is not inner.metadata[n]:
+            return True
+    if now is before:
+        return False
+    old, new = jax.tree.leaves(before), jax.tree.leaves(now)
+    return (
+        len(old) != len(new)
+        or any(a is not b for a, b in zip(old, new, strict=True))
+        or jax.tree.structure(before) != jax.tree.structure(now)
+    )
+
+
+def first_paths(graphdef: GraphDef) -> dict[int, Path]:
+    """Returns the first path of each object."""
+    paths: dict[int, Path] = {}
+
+    def walk(part: object, path: Path) -> None:
+        if isinstance(part, VariableDef):
+            paths[part.index] = path
+        elif isinstance(part, NodeDef):
+            if part.index is not None:
+                paths[part.index] = path
+            for name, below in part.attributes:
+                walk(below, (*path, name))
+
+    walk(graphdef.root, ())
+    return paths
+
+
+def branch_difference(a: NumberedGraph, b: NumberedGraph, may_lack: bool) -> Difference | None:
+    """Returns the first difference; `may_lack` ignores attributes that can be made earlier."""
+    tables = ObjectTable.of(a), ObjectTable.of(b)
+    return first_difference(
+        (a.graphdef, b.graphdef),
+        (a.origins, b.origins),
+        lambda side, ident, name: may_lack and tables[side].can_hoist(ident, name),
+    )
+
+
+def with_created_objects(
+    static: StaticObjects,
+    found: NumberedGraph,
+    gained: Sequence[tuple[int, Hashable]],
+    made: dict[int, tuple[int, int]],
+) -> StaticObjects:
+    """Returns the static half of objects that have gained attributes.
+
+    `gained` has numbers of objects and names of attributes; `made` the argument and group of each
+    new value.
+    """
+    one = with_new_attributes(describe_graph(static, None), found, gained)
+    index = {origin: i for i, origin in enumerate(one.origins)}
+    places = {**dict(zip(static.numbers, static.places, strict=True)), **made}
+    owners = dict(zip(static.numbers, static.owners, strict=True))
+    outer = static.origins
+    return static._replace(
+        graphdef=one.graphdef,
+        places=tuple(places[n] for n in one.numbers),
+        owners=tuple((o := owners.get(n)) and (index[o[0]], o[1]) for n in one.numbers),
+        numbers=tuple(one.numbers),
+        origins=tuple(o if o is None or outer is None else outer[o] for o in one.origins),
+    )
+
+
+def add_key_counts(
+    static: StaticObjects,
+    flat: FlatGraph,
+    inner: InnerObjects,
+    groups: Sequence[Groups],
+) -> None:
+    """Adds the key counts at the time when the last variable was made to the groups."""
+    if inner.recording is None:
+        return
+    new = [leaf for leaf in flat.leaves if leaf in inner.recording]
+    numbers = {
+        id(x): n
+        for n, (x, _) in enumerate(variables_and_values(static, inner.objects, inner.values))
+    }
+    for count, value in inner.recording.counts_after(new):
+        n = numbers[id(count)]
+        i, g = static.places[n]
+        groups[i][g][~static.numbers[n]] = value
+
+
+def record_created(
+    recording: Recording,
+    static: ChangedObjects,
+    objects: Sequence[Any],
+    found: dict[int, Any],
+    outer: FlatGraph,
+) -> None:
+    """Records the variables that a transformation has made, with their first values."""
+    counts = {id(outer.leaves[~n]): x for n, x in found.items() if ~len(outer.leaves) < n < 0}
+    for part, key in zip(leaf_defs(static.graphdef), static.keys, strict=True):
+        if isinstance(part, VariableDef) and static.origins[part.index] is None:
+            made = objects[part.index]
+            recording.note(made, found.get(~key, made._value), counts)
+
+
+def check_loop_values(
+    static: StaticObjects,
+    carriers: Sequence[Any],
+    filters: Sequence[FilterRoles],
+    inner: InnerObjects,
+) -> None:
+    """Refuses changes that a loop without graph updates would lose: all but values of variables.
+
+    Changes of static values and new attributes of objects that the loop does not carry are dropped,
+    as in every transformation without graph updates.
+    """
+    flat = flatten_graph((tuple(carriers), ()), with_metadata=False)
+    now = dict(zip(flat.graphdef.paths, flat.leaves, strict=True))
+    values = variables_and_values(static, inner.objects, inner.values)
+    for n, (path, (variable, value)) in enumerate(zip(static.graphdef.paths, values, strict=True)):
+        if variable is not None and now.get(path, variable) is not variable:
+            raise loop_change_error(path, "replaces the variable")
+        if variable is None and is_changed(now.get(path, value), inner, n):
+            raise loop_change_error(path, "changes the array")
+    grouping = Grouping(filters, ())
+
+    def is_dropped(_: FlatGraph, path: Path) -> bool:
+        return not any(role is CARRY for role in grouping.roles(path))
+
+    origin = {id(x): i for i, x in enumerate(inner.objects)}
+    origins = [origin.get(id(x)) for x in flat.objects]
+    found = NumberedGraph(flat.graphdef, origins, range(len(flat.leaves)))
+    check_loop_graph(static, flat, found, is_dropped, None)
+
+
+def check_loop_graph(
+    static: StaticObjects,
+    after: FlatGraph,
+    found: NumberedGraph,
+    may_change: Callable[[FlatGraph, Path], bool],
+    recording: Recording | None,
+) -> list[tuple[int, Hashable]]:
+    """Refuses changes of the graph, except where `may_change` allows them.
+
+    Returns:
+        The attributes to make before the loop: indices of their objects, and names.
+    """
+    origins, gained = found.origins, []
+    objects = ObjectTable.of(found)
+    known = dict(zip(found.numbers, after.leaves, strict=True))
+
+    def compare(a: object, b: object, path: Path) -> None:
+        if isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type:
+            old, new = dict(a.attributes), dict(b.attributes)
+            for name in {**old, **new}:
+                if name in old and name in new:
+                    compare(old[name], new[name], (*path, name))
+                elif not may_change(after, (*path, name)):
+                    if name in new and is_made(b, name):
+                        gained.append((a.index, name))
+                        continue
+                    change = "makes an attribute" if name in new else "removes the attribute"
+                    raise loop_change_error((*path, name), change)
+            return
+        if isinstance(b, NodeRef | NodeDef | VariableDef):
+            b_index = origins[b.index] if b.index is not None else None
+            same = type(a) is type(b) and a.index == b_index
+        else:
+            same = a == b
+        if not same and not may_change(after, path):
+            if was_made(a):
+                raise repeated_creation_error(path)
+            raise loop_change_error(path, "changes a reference or static value")
+
+    def was_made(part: object) -> bool:
+        index = getattr(part, "index", None)
+        return index is not None and static.origins is not None and static.origins[index] is None
+
+    def is_recorded(variable: Any) -> bool:
+        is_plain = not isinstance(variable._value, jax.Ref)
+        is_plain = is_plain and all(map(is_hashable, variable._metadata.values()))
+        return recording is not None and variable in recording and is_plain
+
+    def is_made(node: NodeDef, name: Hashable) -> bool:
+        ident = None if node.index is None else origins[node.index]
+        return (
+            recording is not None
+            and static.origins is None  # otherwise already made
+            and objects.can_hoist(ident, name)
+            and all(is_recorded(known[n]) for n in objects.variable_numbers(ident, name))
+        )
+
+    old, new = (dict(root.attributes)[0] for root in (static.graphdef.root, after.graphdef.root))
+    compare(old, new, (0,))
+    return gained

@@ -1,0 +1,455 @@
+"""Records about objects: changes of structure, the trace and the line that made them.
+
+A call that remembers an object must detect structure changes without traversing it. Remembered
+objects are *watched*: any change of a watched object other than of a variable's value starts a new
+*version*. A call traverses the object again only if the version differs from the remembered one.
+
+A *recording* has the values with which the body of a loop or a branch makes variables: a loop
+carries such a variable from its first value on.
+
+Errors name objects by these records, and by the open calls of transformations in this thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import inspect
+import io
+import linecache
+import pickle
+import threading
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import CodeType, MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from weft.core.tracing import current_trace
+from weft.errors import TraceContextError
+from weft.lifting.trace_cache import IdentityKey, is_library_function, value_key
+
+
+class _StructureVersion:
+    """Current version, and by id the caches of object structures to clear at its end."""
+
+    def __init__(self) -> None:
+        self.now = object()
+        self.dependents: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def end(self) -> None:
+        """Starts another version."""
+        self.now = object()
+        for ref in self.dependents.valuerefs():
+            if (x := ref()) is not None:
+                x.forget()
+        self.dependents.clear()
+
+
+STRUCTURE_VERSION = _StructureVersion()
+
+
+class ObjectInfo:
+    """Record of an object's origin and marks.
+
+    Attributes:
+        trace: JAX trace in which the object was made.
+        origin: program position that made it.
+        watched: whether a call remembers the object's structure.
+        marks: by attribute, whether it is marked data (True) or static (False).
+    """
+
+    __slots__ = ("marks", "origin", "trace", "watched")
+
+    def __init__(self, like: "ObjectInfo | None" = None) -> None:
+        self.trace = current_trace() if like is None else like.trace
+        self.origin = origin() if like is None else like.origin
+        self.watched = False
+        self.marks: dict[str, bool] = {}
+
+    def check(self, what: object) -> None:
+        """Raises `TraceContextError` if the object belongs to another trace."""
+        trace, here = self.trace, current_trace()
+        if trace is not here and trace != here:
+            raise foreign_trace_error(what)
+
+    def changed(self) -> None:
+        """Records a change of structure; call it after the change, for thread safety."""
+        if self.watched:
+            STRUCTURE_VERSION.end()
+
+
+# JAX classes that are hashed by value without defining `__hash__` themselves.
+_JAX_TYPES = (
+    jax.sharding.PartitionSpec,
+    jax.sharding.Mesh,
+    jax.sharding.AbstractMesh,
+    jax.sharding.Sharding,
+    jax.Device,
+)
+IMMUTABLE_TYPES = (str, bytes, int, float, complex, type, np.dtype, np.generic, *_JAX_TYPES)
+
+
+def is_immutable(x: object) -> bool:
+    """Returns whether a static value is immutable: hashable by value, or a function.
+
+    A callable object without a hash, such as a dataclass with `__call__`, can change.
+    """
+    if isinstance(x, tuple | frozenset):
+        return all(map(is_immutable, x))
+    if x is None or x is ... or isinstance(x, IMMUTABLE_TYPES) or type(x) in OTHER_STATIC_TYPES:
+        return True
+    if callable(x):
+        return is_hashable(x)
+    if type(x).__hash__ in (None, object.__hash__):
+        return False
+    try:
+        hash(x)
+    except TypeError:  # an item is unhashable
+        return False
+    return True
+
+
+def mutable_parts(x: object) -> Iterator[IdentityKey]:
+    """Yields the parts of a static value that can change, each equal to itself alone."""
+    if isinstance(x, tuple):
+        for part in x:
+            yield from mutable_parts(part)
+    elif not is_immutable(x):
+        yield IdentityKey(x)
+
+
+def is_hashable(x: object) -> bool:
+    """Returns whether a value has a hash."""
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+class StaticSnapshot:
+    """Snapshot of static values; each caller of a compiled function gets its own copies.
+
+    Hashable values count as immutable and are not copied, since they may be compared by identity;
+    so do values that Python can neither hash nor pickle. All copies are equal.
+
+    Args:
+        values: values to copy together, so that sharing between them is preserved.
+        kept: objects that are never copied.
+    """
+
+    def __init__(self, values: Sequence[Any], kept: Iterable[Any] = ()):
+        self._uncopied: dict[int, Any] = {id(x): x for x in kept}
+        for value in values:
+            try:
+                self._pickled(value)
+            except Exception:  # an unpicklable class may raise anything
+                self._uncopied[id(value)] = value
+        self._of_all = self._pickled(list(values))
+
+    def _pickled(self, x: object) -> bytes:
+        uncopied = self._uncopied
+
+        class Pickler(pickle.Pickler):
+            def persistent_id(self, x: object) -> int | None:
+                if id(x) not in uncopied:
+                    if not is_hashable(x) and not isinstance(x, jax.Array):
+                        return None
+                    uncopied[id(x)] = x
+                return id(x)
+
+        file = io.BytesIO()
+        Pickler(file, protocol=4).dump(x)
+        return file.getvalue()
+
+    def made(self) -> list[Any]:
+        """Returns new copies of the values."""
+        uncopied = self._uncopied
+
+        class Unpickler(pickle.Unpickler):
+            def persistent_load(self, pid: int) -> Any:
+                return uncopied[pid]
+
+        return Unpickler(io.BytesIO(self._of_all)).load()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StaticSnapshot)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class StaticValue:
+    """Static part of an object, compared by value."""
+
+    __slots__ = ("_hash", "_key", "value")
+
+    def __init__(self, value: Any):
+        self.value = value
+        self._key = value_key(value)
+        self._hash = hash(self._key)
+
+    def with_value(self, value: Any) -> StaticValue:
+        """Returns this one with an equal value."""
+        made = object.__new__(StaticValue)
+        made.value, made._key, made._hash = value, self._key, self._hash
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, StaticValue) and self._hash == other._hash and self._key == other._key
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+# Most static values have these types, which are never data.
+PLAIN_TYPES = frozenset((bool, int, str, bytes, type(None)))
+# These are static as well, and none of them can change.
+OTHER_STATIC_TYPES = frozenset((float, complex, type, type(jnp.float32), types.FunctionType))
+plain_static_value = functools.lru_cache(maxsize=4096, typed=True)(StaticValue)
+_library_values: dict[int, StaticValue] = {}  # by the id of what is kept in it
+
+
+def static_value(value: object) -> StaticValue:
+    """Returns a static value for comparison; cached for common values."""
+    if (found := _library_values.get(id(value))) is not None:
+        return found
+    kind = type(value)
+    if kind in PLAIN_TYPES or (
+        kind is float and value != 0.0
+    ):  # 0.0 and -0.0 are not the same here
+        return plain_static_value(value)
+    made = StaticValue(value)
+    if _is_library_value(value):
+        _library_values[id(value)] = made
+    return made
+
+
+def _is_library_value(value: object) -> bool:
+    if type(value) is types.FunctionType:
+        is_top = value.__closure__ is None and "<locals>" not in value.__qualname__
+        return is_top and is_library_function(value)
+    return isinstance(value, type) and value.__module__.startswith("jax.")
+
+
+_NO_COUNTS: Mapping[int, Any] = MappingProxyType({})
+
+
+class Recording:
+    """The first values of the variables that one run of a function makes.
+
+    `counts` are the counts of keys in the function's arguments.
+    """
+
+    def __init__(self, counts: Sequence[Any]):
+        self._counts, self._trace = counts, current_trace()
+        self._made: dict[int, tuple[Any, Any, list[Any]]] = {}
+
+    def note(self, variable: Any, value: Any, counts: Mapping[int, Any] = _NO_COUNTS) -> None:
+        """Notes that a variable was made here.
+
+        Args:
+            counts: what counts of keys were when it was made, by id, if not what they are now.
+        """
+        if variable._trace != self._trace:
+            return  # what has a trace of its own has a recording of its own
+        key = id(variable)
+        self._made.pop(key, None)
+        # The variable is kept, so that no other one has its id.
+        values = [counts.get(id(count), count._value) for count in self._counts]
+        self._made[key] = variable, value, values
+
+    def __contains__(self, variable: object) -> bool:
+        return id(variable) in self._made
+
+    def first_value(self, variable: Any) -> Any:
+        """Returns a variable's first value, or its present one if it was not recorded."""
+        known = self._made.get(id(variable))
+        return variable._value if known is None else known[1]
+
+    def counts_after(self, variables: Iterable[Any]) -> list[tuple[Any, Any]]:
+        """Returns the counts of keys, with their values when the last of `variables` was made."""
+        wanted = set(map(id, variables))
+        values = next((v for key, (_, _, v) in reversed(self._made.items()) if key in wanted), None)
+        return [] if values is None else [*zip(self._counts, values, strict=True)]
+
+    def __enter__(self) -> None:
+        self._outer, RECORDING.now = RECORDING.now, self
+
+    def __exit__(self, *_: object) -> None:
+        RECORDING.now = self._outer
+
+
+class _CurrentRecording(threading.local):
+    now: Recording | None = None
+
+
+RECORDING = _CurrentRecording()
+
+
+Origin = tuple[CodeType, int]
+
+
+def origin() -> Origin:
+    """Returns the program's position outside Weft; decoded on demand."""
+    frame: Any = inspect.currentframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("weft."):
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
+
+
+def line_of(origin: Origin | None) -> str | None:
+    """Returns file and line of an origin, relative to the working directory."""
+    if origin is None:
+        return None
+    from weft.config.config import Origin as Place  # imports all of `weft.config`, only for errors
+
+    return str(Place(origin[0].co_filename, _line_number(origin)))
+
+
+def source_text(origin: Origin) -> str:
+    """Returns file, line and source line of an origin."""
+    text = linecache.getline(origin[0].co_filename, _line_number(origin)).strip()
+    return f"{line_of(origin)}: {text}" if text else f"{line_of(origin)}"
+
+
+def _line_number(origin: Origin) -> int:
+    code, instruction = origin
+    for start, end, line in code.co_lines():
+        if start <= instruction < end and line is not None:
+            return line
+    return 0
+
+
+def path_of(x: object, depth: int = 8) -> str:
+    """Returns the path to an object from an unowned one at most `depth` up, as "Model.layer.w".
+
+    An object may have several owners and knows none of them, so this searches all live objects.
+    That is slow, and only for errors: the line that made an object is often the same for all layers
+    of a model.
+    """
+    name, seen = "", {id(x)}
+    for _ in range(depth):
+        found = _owner(x)
+        if found is None or id(found[0]) in seen:
+            break
+        x, at = found
+        seen.add(id(x))
+        name = (f".{at}" if isinstance(at, str) else f"[{at!r}]") + name
+    return ("" if _info_of(x) is None else type(x).__name__) + name if name else ""
+
+
+def _owner(x: object) -> tuple[Any, Hashable] | None:
+    for holder in gc.get_referrers(x):
+        # Attributes are in the object's dict.
+        owners = gc.get_referrers(holder) if isinstance(holder, dict) else []
+        owner: Any
+        for owner in (holder, *owners):
+            if _info_of(owner) is not None:
+                for name, value in owner._items():
+                    if value is x:
+                        return owner, name
+    return None
+
+
+def _info_of(x: object) -> ObjectInfo | None:
+    info = getattr(x, "_info", None)
+    return info if isinstance(info, ObjectInfo) else None
+
+
+def foreign_trace_error(x: object) -> TraceContextError:
+    """Returns the error about changing an object in a trace that did not create it."""
+    value = getattr(x, "_value", None) if _info_of(x) is None else None
+    shape = getattr(value, "shape", None)
+    what = type(x).__name__ + (f" of shape {shape}" if shape is not None else "")
+    call = current_call()
+    return TraceContextError(
+        what, call.title if call is not None else "a JAX transformation", describe_object(x)
+    )
+
+
+def describe_object(x: object) -> str:
+    """Describes an object, such as "is Model.layer.w and was made at train.py:3"."""
+    info, path = _info_of(x), path_of(x)
+    line = line_of(getattr(x, "_origin", None) if info is None else info.origin)
+    known = [f"is {path}" if path else "", f"was made at {line}" if line else ""]
+    return " and ".join(part for part in known if part)
+
+
+@dataclasses.dataclass
+class TransformCall:
+    """Call of a transformed function, for errors in the user's names.
+
+    Attributes:
+        specs: the parameters that hold the roles of arguments and of results.
+        names: names of `args`; by default those of the parameters of `fn`.
+        named: arguments by name.
+        place: position that transforms the function.
+        given: places of the objects in the arguments of `fn`, if they differ from those in `args`.
+            In words: the objects themselves belong to a trace that ends before the call does.
+        returned: places of the objects in the result of `fn`.
+        values: the numbers of the values after the call, and their paths.
+    """
+
+    transformation: str
+    fn: Callable[..., object]
+    args: Any
+    specs: tuple[str, str]
+    _: dataclasses.KW_ONLY
+    names: list[str] | None = None
+    named: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    place: Origin | None = None
+    given: list[str] | None = None
+    returned: list[str] = dataclasses.field(default_factory=list)
+    values: tuple[Sequence[int], Sequence[tuple[Hashable, ...]]] = ((), ())
+
+    @property
+    def title(self) -> str:
+        """The transformation and the function, as in `nnx.vmap(f)`."""
+        name = getattr(self.fn, "__name__", type(self.fn).__name__)
+        return f"nnx.{self.transformation}({name})"
+
+    @property
+    def line(self) -> str:
+        """The source line that transforms the function."""
+        if self.place is not None:
+            return source_text(self.place)
+        code = getattr(self.fn, "__code__", None)
+        return source_text((code, 0)) if code is not None else self.title
+
+
+class _OpenCalls(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[TransformCall] = []
+
+
+_OPEN = _OpenCalls()
+
+
+def current_call() -> TransformCall | None:
+    """Returns the innermost open call of this thread."""
+    return _OPEN.calls[-1] if _OPEN.calls else None
+
+
+@contextlib.contextmanager
+def open_call(call: TransformCall) -> Iterator[TransformCall]:
+    """Makes a call the innermost one within the context."""
+    _OPEN.calls.append(call)
+    try:
+        yield call
+    finally:
+        _OPEN.calls.pop()

@@ -1,0 +1,129 @@
+"""Untrusted input: files, JSON and text that this program did not write.
+
+These functions raise only `OSError` and `ValueError`, which readers turn into their documented
+error: a FIFO or device is refused instead of waited for, JSON nested too deeply is a `ValueError`,
+and printed text loses terminal control characters.
+"""
+
+import json
+import math
+import os
+import stat
+from collections.abc import Sequence
+from typing import Any
+
+MAX_AXES = 32
+"""How many axes an array may have, in JAX and in NumPy before 2.0."""
+
+MAX_JSON_BYTES = 2**28
+"""How large a file of JSON may be; the index of the largest published models has a few MB."""
+
+
+def open_file(path: str | os.PathLike[str], *, buffering: int = -1) -> Any:
+    """Opens a regular file for reading; never waits for a writer.
+
+    Raises:
+        OSError: if the file is missing, or is a directory, a FIFO, a socket or a device.
+    """
+    # Without O_NONBLOCK, to open a FIFO waits until another process writes to it.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        fd = os.open(path, flags)
+    except ValueError as error:  # a NUL in the path, or half of a surrogate pair
+        raise OSError(f"{os.fspath(path)!r} is not a path: {error}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(f"{os.fspath(path)!r} is not a regular file")
+    return open(fd, "rb", buffering)
+
+
+def read_json_file(path: str | os.PathLike[str]) -> Any:
+    """Returns the JSON value of a file.
+
+    Raises:
+        OSError: see `open_file`.
+        ValueError: if it has more than `MAX_JSON_BYTES`, or is not JSON.
+    """
+    with open_file(path) as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
+    return parse_json(data)
+
+
+def parse_json(data: str | bytes | bytearray) -> Any:
+    """Returns the JSON value of a text or of UTF-8 bytes.
+
+    Raises:
+        ValueError: if it is not JSON, or nested too deeply.
+
+    >>> parse_json(b'{"a": [1]}')
+    {'a': [1]}
+    """
+    try:
+        return json.loads(data if isinstance(data, str) else data.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def is_possible_shape(shape: Sequence[int], itemsize: int) -> bool:
+    """Returns whether NumPy can make an array of this shape; it refuses large sizes even if empty.
+
+    >>> is_possible_shape([0, 3], 4), is_possible_shape([0, 2**62], 4)
+    (True, False)
+    """
+    largest = math.prod(size for size in shape if size) * itemsize
+    return len(shape) <= MAX_AXES and min(shape, default=0) >= 0 and largest < 2**63
+
+
+def printable(text: str) -> str:
+    r"""Returns the text with all nonprintable characters escaped, except line ends.
+
+    >>> printable("é: \x1b[2J\nnext")
+    'é: \\x1b[2J\nnext'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+# First bytes of non-text formats, and programs that unpack them.
+_PACKED = {
+    b"\x1f\x8b": ("gzip", "gunzip"),
+    b"PK\x03\x04": ("zip", "unzip"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+    b"\xfd7zXZ\x00": ("xz", "unxz"),
+    b"BZh": ("bzip2", "bunzip2"),
+    b"\x04\x22\x4d\x18": ("lz4", "unlz4"),
+    b"\x89PNG": ("PNG", None),
+    b"%PDF-": ("PDF", None),
+}
+
+
+def invalid_text_reason(data: bytes) -> str | None:
+    r"""Returns why data is not text in UTF-8, and how to fix it; None for text.
+
+    Models would learn compressed or binary data like text.
+
+    >>> invalid_text_reason("né".encode()), invalid_text_reason(b"a\0b")
+    (None, 'is not text: byte 1 is 0, as in binary files; leave the file out')
+    """
+    for start, (kind, program) in _PACKED.items():
+        if data.startswith(start) and (kind != "bzip2" or data[4:10] == b"1AY&SY"):
+            fix = (
+                f"unpack it first, for example with `{program}`" if program else "extract its text"
+            )
+            return f"is not text: {kind} data begins at byte 0; {fix}, or leave the file out"
+    if (at := data.find(b"\0")) >= 0:
+        return f"is not text: byte {at:,} is 0, as in binary files; leave the file out"
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return (
+            f"is not text in UTF-8: byte {error.start:,} is 0x{data[error.start]:02x} "
+            f"({error.reason}); convert it, for example with `iconv -f ISO-8859-1 -t UTF-8`, "
+            "or leave the file out"
+        )
+    return None

@@ -1,0 +1,75 @@
+from weft.trainer.anomalies import AnomalyPolicy as AnomalyPolicy
+from weft.trainer.aot_compilation import (
+    compile_inference_programs as compile_inference_programs,
+    compile_trainer_programs as compile_trainer_programs,
+    SystemCharacteristics as SystemCharacteristics,
+)
+from weft.trainer.checkpointer.checkpointer import (
+    BaseCheckpointer as BaseCheckpointer, Checkpointer as Checkpointer,
+)
+from weft.trainer.checkpointer.index import CheckpointValidationType as CheckpointValidationType
+from weft.trainer.checkpointer.policy import CheckpointPolicy as CheckpointPolicy
+from weft.trainer.decoding_evaler import (
+    DecodingEvaler as DecodingEvaler, SampleDecoding as SampleDecoding,
+)
+from weft.trainer.evaler import (
+    EarlyStopping as EarlyStopping, EvalPolicy as EvalPolicy, SpmdEvaler as SpmdEvaler,
+)
+from weft.trainer.gradients import with_minibatch_steps as with_minibatch_steps
+from weft.trainer.inference import (
+    DataPartitionType as DataPartitionType, InferenceRunner as InferenceRunner,
+    MethodRunner as MethodRunner,
+)
+from weft.trainer.learner import (
+    BaseLearner as BaseLearner, CompositeLearner as CompositeLearner, Learner as Learner,
+    UpdateType as UpdateType,
+)
+from weft.trainer.mesh import (
+    build_mesh as build_mesh, HybridMeshShape as HybridMeshShape, RulesByKind as RulesByKind,
+    select_mesh_config as select_mesh_config,
+)
+from weft.trainer.metric_calculator import (
+    BaseMetricCalculator as BaseMetricCalculator,
+    CompositeMetricCalculator as CompositeMetricCalculator,
+    GlobalMetricCalculator as GlobalMetricCalculator,
+    ModelSummaryAccumulator as ModelSummaryAccumulator,
+)
+from weft.trainer.model import (
+    LibraryModel as LibraryModel, per_param_train_dtype_by_path as per_param_train_dtype_by_path,
+)
+from weft.trainer.optimizers.algorithms import adamw_optimizer as adamw_optimizer
+from weft.trainer.parallelism import (
+    mesh_shape_from_axes as mesh_shape_from_axes, ParallelismModifier as ParallelismModifier,
+)
+from weft.trainer.profiling import Throughput as Throughput
+from weft.trainer.progress import has_ended as has_ended, RunListener as RunListener
+from weft.trainer.schedule import cosine_with_linear_warmup as cosine_with_linear_warmup
+from weft.trainer.state_builder import (
+    Builder as Builder, ChainBuilder as ChainBuilder, import_weights as import_weights,
+    ImportedWeightsBuilder as ImportedWeightsBuilder,
+    RestoreAndConvertBuilder as RestoreAndConvertBuilder,
+    TensorStoreStateStorageBuilder as TensorStoreStateStorageBuilder,
+)
+from weft.trainer.summary_writer.base import (
+    BaseWriter as BaseWriter, CompositeWriter as CompositeWriter, NoOpWriter as NoOpWriter,
+)
+from weft.trainer.summary_writer.files import (
+    JsonLinesWriter as JsonLinesWriter, SummaryWriter as SummaryWriter,
+)
+from weft.trainer.summary_writer.trackers import (
+    MLflowWriter as MLflowWriter, WandBWriter as WandBWriter,
+)
+from weft.trainer.train_step import TrainerState as TrainerState
+from weft.trainer.trainer import SpmdTrainer as SpmdTrainer
+from weft.trainer.trainer_config_modifier import (
+    ChainConfigModifier as ChainConfigModifier,
+    GradientAccumulationModifier as GradientAccumulationModifier,
+    MeshShapeModifier as MeshShapeModifier, ModuleConfigModifier as ModuleConfigModifier,
+    PartitionSpecModifier as PartitionSpecModifier, RematSpecModifier as RematSpecModifier,
+    ReplaceLayerConfigModifier as ReplaceLayerConfigModifier,
+)
+from weft.trainer.update_transformation import (
+    ConditionalUpdateTransformation as ConditionalUpdateTransformation,
+    OverrideInplaceUpdateTransformation as OverrideInplaceUpdateTransformation,
+    UpdateTransformation as UpdateTransformation,
+)

@@ -1,0 +1,521 @@
+"""Checkpointers, which save a run's state, and from it continue an interrupted run exactly.
+
+A thread writes a checkpoint to a temporary directory, then the manifest of its files, and then
+renames the directory. A restore checks the manifest first; a damaged checkpoint is reported and
+skipped for the previous one. Old checkpoints are removed when a newer one is complete.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from weft.config import (
+    REQUIRED,
+    ConfigOr,
+    InstantiableConfig,
+    Required,
+    config_class,
+    config_for_function,
+    maybe_instantiate,
+)
+from weft.distributed.preemption import broadcast_from_first, max_over_processes
+from weft.errors import CheckpointPolicyError, CheckpointSaveError, DamagedCheckpointError
+from weft.hierarchy.module import Module, nowrap
+from weft.serialization.untrusted import read_json_file
+from weft.trainer.checkpointer import dirs, manifest
+from weft.trainer.checkpointer.host_state import PythonSavable
+from weft.trainer.checkpointer.index import (
+    CheckpointValidationType,
+    Index,
+    IndexFileWriter,
+    write_index_file,
+)
+from weft.trainer.checkpointer.policy import (
+    CheckpointPolicy,
+    KeepBest,
+    every_n_steps_policy,
+    kept_steps,
+    metric_value,
+    scalars_of,
+)
+from weft.trainer.checkpointer.storage import OrbaxStateStorage, StateStorage
+from weft.trainer.summary_writer.files import CheckpointerAction, SummaryWriter
+from weft.typing import Nested
+
+logger = logging.getLogger(__name__)
+
+
+class BaseCheckpointer(Module):
+    """Base of the checkpointers. As a context manager, it stops at the end of the block."""
+
+    _needs_allow = ("dir",)  # a trainer sets it
+
+    @config_class
+    class Config(Module.Config):
+        """Configures a BaseCheckpointer; `dir` is the directory of all checkpoints of the run."""
+
+        dir: Required[str] = REQUIRED
+        save_policy: InstantiableConfig[CheckpointPolicy] = config_for_function(
+            every_n_steps_policy
+        )
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._save_policy: CheckpointPolicy = maybe_instantiate(cfg.save_policy)
+
+    def __enter__(self) -> "BaseCheckpointer":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop(has_exception=exc_info[1] is not None)
+
+    @classmethod
+    def checkpoint_paths(cls, base_dir: str) -> list[str]:
+        """Returns the directories of all complete checkpoints of a run, ordered by step."""
+        raise NotImplementedError(cls)
+
+    @classmethod
+    def checkpoint_steps(cls, base_dir: str) -> list[int]:
+        """Returns the steps of all complete checkpoints of a run, ascending."""
+        return [dirs.parse_step_from_dir(path) for path in cls.checkpoint_paths(base_dir)]
+
+    @classmethod
+    def latest_checkpoint_path(cls, base_dir: str) -> str:
+        """Returns the newest complete checkpoint, or raises CheckpointNotFoundError."""
+        paths = cls.checkpoint_paths(base_dir)
+        if not paths:
+            raise dirs.not_found_error(base_dir)
+        return paths[-1]
+
+    @classmethod
+    def latest_checkpoint_step(cls, base_dir: str) -> int:
+        """Returns the step of the newest complete checkpoint, or raises CheckpointNotFoundError."""
+        return dirs.parse_step_from_dir(cls.latest_checkpoint_path(base_dir))
+
+    def save(
+        self,
+        *,
+        step: int,
+        state: Nested[Any],
+        evaler_summaries: dict[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Starts saving a state if the policy wants this step.
+
+        Args:
+            state: A pytree of arrays, Python values and savable objects. It may be changed or
+                donated when the call returns.
+            evaler_summaries: Summaries of the evalers that ran after this step, by evaler name.
+            force: Whether to save regardless of the policy, unless this step is already saved.
+
+        Returns:
+            Whether a save was started.
+
+        Raises:
+            CheckpointSaveError: If this save cannot start, or an earlier one has failed since the
+                last call; in the second case, this save has started nevertheless.
+            CheckpointStateError: If the state holds a value that cannot be saved.
+        """
+        raise NotImplementedError(type(self))
+
+    def restore(
+        self, *, step: int | None = None, state: Nested[Any]
+    ) -> tuple[int | None, Nested[Any]]:
+        """Restores a state.
+
+        Args:
+            step: The step; None for the newest.
+            state: The expected state: arrays or `jax.ShapeDtypeStruct`s with the target
+                shardings; Python values; savable objects, which are updated in place.
+
+        Returns:
+            The step and the state; None and `state` itself if there is no checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: If there is none of this step.
+            DamagedCheckpointError: If it is damaged, or for the newest, if all are.
+            CheckpointStructureError: If the checkpoint has another structure than `state`.
+        """
+        raise NotImplementedError(type(self))
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save in progress; raises CheckpointSaveError if a save has failed."""
+        raise NotImplementedError(type(self))
+
+    def stop(self, *, has_exception: bool = False) -> None:
+        """Waits for the save in progress and releases all resources.
+
+        If an exception ends the run (`has_exception`), a failed save does not raise.
+        """
+        raise NotImplementedError(type(self))
+
+
+RestoreStateFilter = Callable[[Nested[Any]], Nested[Any]]
+"""Function that selects the part of a state to restore."""
+
+_POLICY_STATE = "save_policy.json"
+
+
+def drop_learner_optimizer_cfg() -> InstantiableConfig[RestoreStateFilter]:
+    """Returns the config of a filter that omits the optimizer state, to change the optimizer."""
+    return config_for_function(drop_learner_optimizer)
+
+
+def drop_learner_optimizer() -> RestoreStateFilter:
+    """Returns a filter that omits the state of the learner's optimizer."""
+
+    def without(state: Any) -> Nested[Any]:
+        learner = dict(state["learner"] if isinstance(state, dict) else state.learner)
+        learner.pop("optimizer", None)
+        if isinstance(state, dict):
+            return {**state, "learner": learner}
+        return state._replace(learner=learner)
+
+    return without
+
+
+@dataclasses.dataclass(frozen=True)
+class DamagedCheckpoint:
+    """Checkpoint that could not be restored, with a description of the damage per file."""
+
+    path: str
+    damage: tuple[str, ...]
+
+    def __str__(self) -> str:
+        more = ["…"] if len(self.damage) > 3 else []
+        return f"{self.path} ({'; '.join([*self.damage[:3], *more])})"
+
+
+class Checkpointer(BaseCheckpointer):
+    """Checkpointer that saves in the background and never restores a damaged checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> cfg = Checkpointer.default_config().set(name="checkpointer", dir=tempfile.mkdtemp())
+        >>> with cfg.instantiate(parent=None) as checkpointer:
+        ...     checkpointer.save(step=1, state={"w": np.arange(3.0), "epoch": 1})
+        ...     checkpointer.wait_until_finished()
+        ...     checkpointer.restore(state={"w": np.zeros(3), "epoch": 0})
+        True
+        (1, {'epoch': 1, 'w': array([0., 1., 2.])})
+    """
+
+    @config_class
+    class Config(BaseCheckpointer.Config):
+        """Configures a Checkpointer.
+
+        Attributes:
+            keep_last_n: Number of the newest checkpoints to keep.
+            keep_every_n_steps: Also keeps checkpoints at least this many steps apart.
+            keep_every_n_seconds: Also keeps checkpoints saved at least this many seconds apart.
+            keep_best: Also keeps the best.
+            asynchronous: Whether `save` returns while a thread writes. If not, `save` returns when
+                the checkpoint is complete, and raises its errors.
+            gc_loop_interval_seconds: The shortest time between two removals of old checkpoints. 0
+                removes them as soon as a newer one is complete.
+            validation: How checkpoint and state must match on restore; None for EXACT.
+            index_writer: Writes the index; None for `write_index_file`.
+            summary_writer: Records each save and restore; writes to `dir` if it has none.
+            restore_state_filter: Selects the part of a state to restore.
+        """
+
+        keep_last_n: int = 1
+        keep_every_n_steps: int | None = None
+        keep_every_n_seconds: float | None = None
+        keep_best: KeepBest.Config | None = None
+        asynchronous: bool = True
+        gc_loop_interval_seconds: float = 0
+        storage: StateStorage.Config = OrbaxStateStorage.default_config()
+        validation: CheckpointValidationType | None = None
+        index_writer: ConfigOr[IndexFileWriter] | None = None
+        summary_writer: SummaryWriter.Config | None = None
+        restore_state_filter: InstantiableConfig[RestoreStateFilter] | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if cfg.keep_last_n < 1:
+            raise CheckpointPolicyError(
+                f"{self.path()}: keep_last_n={cfg.keep_last_n}; expected 1 or more, since a run "
+                "continues from the last checkpoint."
+            )
+        self._storage: StateStorage = cfg.storage.instantiate()
+        self._index_writer = maybe_instantiate(cfg.index_writer) or write_index_file
+        self._filter = maybe_instantiate(cfg.restore_state_filter)
+        self._keep_best = None if cfg.keep_best is None else cfg.keep_best.instantiate()
+        if cfg.summary_writer is not None:
+            writer = cfg.summary_writer
+            writer = writer if writer.dir is not REQUIRED else writer.clone(dir=cfg.dir)
+            self._add_child("summary_writer", writer)
+        self._saving: int | None = None  # the step of the save in progress
+        self._last_step: int | None = None  # saved or restored, so it need not be saved again
+        self._last_removal = -float("inf")
+        self._damaged: dict[int, DamagedCheckpoint] = {}
+
+    def ckpt_dir(self, step: int) -> str:
+        """Returns the directory of a step's checkpoint."""
+        return dirs.build_step_dir(self.config.dir, step=step)
+
+    @property
+    def damaged_checkpoints(self) -> tuple[DamagedCheckpoint, ...]:
+        """The damaged checkpoints that `restore` found."""
+        return tuple(self._damaged.values())
+
+    @classmethod
+    def checkpoint_paths(cls, base_dir: str) -> list[str]:
+        return [path for path in dirs.step_dirs(base_dir).values() if manifest.has_manifest(path)]
+
+    @classmethod
+    def cleanup_checkpoint(cls, ckpt_dir: str, *, sync: bool = True) -> None:
+        """Removes a checkpoint; with `sync`, all processes call this and wait for the removal."""
+        if jax.process_index() == 0 and os.path.exists(ckpt_dir):
+            dirs.remove_dir(ckpt_dir)
+        if sync and jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"removed {ckpt_dir}")
+
+    # Saving.
+
+    @nowrap
+    def save(
+        self,
+        *,
+        step: int,
+        state: Nested[Any],
+        evaler_summaries: dict[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
+        evaler_summaries = evaler_summaries or {}
+        wanted = self._save_policy(step=step, evaler_summaries=evaler_summaries)
+        if not (wanted or force) or step in (self._saving, self._last_step):
+            return False
+        if self._keep_best is not None:
+            metric = self._keep_best.config.metric
+            metric_value(metric, step, evaler_summaries, of=f"{self.path()}.keep_best")
+        metrics = scalars_of(step, evaler_summaries)
+        facts = {"step": step, "saved_at": time.time(), "metrics": metrics}
+        failure = self._finish_save()
+        self._begin_save(step, state, facts)
+        if not self.config.asynchronous:
+            failure = self._finish_save() or failure
+        if failure is not None:
+            raise failure
+        return True
+
+    def _begin_save(self, step: int, state: Nested[Any], facts: dict[str, Any]) -> None:
+        final_dir = self.ckpt_dir(step)
+        ckpt_dir = dirs.temporary_dir(final_dir)
+        self._create_dir(ckpt_dir, step)
+        policy = self._save_policy
+        policy_state = policy.get_state() if isinstance(policy, PythonSavable) else None
+
+        def publish(*, ckpt_dir: str, index: Index) -> None:
+            if jax.process_index() != 0:
+                return
+            self._index_writer(ckpt_dir=ckpt_dir, index=index)
+            if policy_state is not None:
+                with open(os.path.join(ckpt_dir, _POLICY_STATE), "w", encoding="utf-8") as file:
+                    json.dump(policy_state, file)
+            manifest.write_manifest(ckpt_dir, facts=facts)
+            dirs.commit_dir(final_dir)
+            self._damaged.pop(step, None)
+            self._log(final_dir, step, CheckpointerAction.SAVE, state=None)
+            self._remove_old(step)
+
+        try:
+            self._storage.save_to_dir(
+                step=step, state=state, ckpt_dir=ckpt_dir, on_commit_callback=publish
+            )
+        except BaseException:
+            shutil.rmtree(ckpt_dir, ignore_errors=True)
+            raise
+        self._saving = step
+
+    def _create_dir(self, ckpt_dir: str, step: int) -> None:
+        failure = None
+        if jax.process_index() == 0:
+            try:
+                os.makedirs(self.config.dir, exist_ok=True)
+                dirs.remove_leftovers(self.config.dir)
+                os.makedirs(ckpt_dir)
+            except OSError as error:
+                failure = error
+        if broadcast_from_first(failure is not None):
+            failure = failure or OSError(f"process 0 could not make {ckpt_dir}")
+            raise self._save_error(step, failure) from failure
+
+    def _finish_save(self, *, alone: bool = False) -> CheckpointSaveError | None:
+        """Waits for the save in progress; returns its failure, in all processes unless `alone`."""
+        step, self._saving = self._saving, None
+        if step is None:
+            return None
+        failure = None
+        try:
+            self._storage.wait_until_finished()
+        except Exception as error:
+            failure = self._save_error(step, error)
+            failure.__cause__ = error
+        if not alone:
+            worst = max_over_processes(0 if failure is None else 1 if failure.lacks_room else 2)
+            if worst and failure is None:
+                other = OSError("another process could not write its part; see its error")
+                failure = self._save_error(step, other)
+            if failure is not None:
+                failure.lacks_room = worst == 1
+        if failure is None:
+            self._last_step = step
+        return failure
+
+    def _save_error(self, step: int, error: BaseException) -> CheckpointSaveError:
+        complete = ", ".join(map(str, self.checkpoint_steps(self.config.dir))) or "none"
+        return CheckpointSaveError(
+            f"the checkpoint of step {step} could not be saved in {self.config.dir!r}: "
+            f"{type(error).__name__}: {error}. Complete checkpoints: {complete}. Free disk space, "
+            "or make the directory writable.",
+            lacks_room=dirs.is_disk_full(error),
+        )
+
+    def _remove_old(self, step: int) -> None:
+        now = time.monotonic()
+        if now - self._last_removal < self.config.gc_loop_interval_seconds:
+            return
+        self._last_removal = now
+        # Later steps are from another course of the run and must not cause removals.
+        paths = {s: path for s, path in dirs.step_dirs(self.config.dir).items() if s <= step}
+        facts, cfg = {}, self.config
+        for s, path in paths.items():
+            if s not in self._damaged:
+                found = manifest.read_manifest(path, step=s)
+                facts[s] = {} if isinstance(found, str) else found.facts
+        kept = kept_steps(
+            facts,
+            last_n=cfg.keep_last_n,
+            every_n_steps=cfg.keep_every_n_steps,
+            every_n_seconds=cfg.keep_every_n_seconds,
+            best=self._keep_best,
+        )
+        for old in paths.keys() - kept:
+            try:
+                self.cleanup_checkpoint(paths[old], sync=False)
+            except OSError as error:
+                logger.warning("The old checkpoint %s cannot be removed: %s", paths[old], error)
+
+    def wait_until_finished(self) -> None:
+        if failure := self._finish_save():
+            raise failure
+
+    def stop(self, *, has_exception: bool = False) -> None:
+        failure = self._finish_save(alone=has_exception)
+        self._storage.stop()
+        if "summary_writer" in self.children:
+            self.summary_writer.close()
+        if failure is not None and has_exception:
+            logger.error("%s", failure)
+        elif failure is not None:
+            raise failure
+
+    # Restoring.
+
+    def restore(
+        self, *, step: int | None = None, state: Nested[Any]
+    ) -> tuple[int | None, Nested[Any]]:
+        self.wait_until_finished()
+        whole_state = state
+        validation = self.config.validation or CheckpointValidationType.EXACT
+        if self._filter is not None:
+            state = self._filter(state)
+            validation = validation.allowing_more
+        damaged = []
+        for found in self._candidate_steps(step):
+            try:
+                restored = self._restore_step(found, state, validation)
+            except DamagedCheckpointError as error:
+                damaged.append(DamagedCheckpoint(self.ckpt_dir(found), error.damage))
+                self._damaged[found] = damaged[-1]
+                if step is None:
+                    logger.warning(
+                        "The checkpoint %s is damaged. Restoring the previous one instead.",
+                        damaged[-1],
+                    )
+            else:
+                return found, restored
+        if not damaged:
+            return None, whole_state
+        raise self._all_damaged_error(step, damaged)
+
+    def _candidate_steps(self, wanted: int | None) -> Iterator[int]:
+        """Yields the wanted step, or all from the newest on, as process 0 sees them."""
+        none = -1
+        steps = reversed(dirs.step_dirs(self.config.dir) if jax.process_index() == 0 else {})
+        if wanted is not None:
+            if not broadcast_from_first(wanted in steps):
+                raise dirs.not_found_error(self.config.dir, wanted)
+            steps = iter([wanted])
+        while (step := broadcast_from_first(next(steps, none))) != none:
+            yield step
+
+    def _restore_step(
+        self, step: int, state: Nested[Any], validation: CheckpointValidationType
+    ) -> Nested[Any]:
+        ckpt_dir = self.ckpt_dir(step)
+        damage = manifest.find_damage(ckpt_dir, step=step, except_below=self._storage.checks_below)
+        if max_over_processes(bool(damage)):
+            damage = damage or ["another process found damage; its error names the file"]
+            raise DamagedCheckpointError(f"the checkpoint {ckpt_dir} is damaged", damage=damage)
+        policy = self._save_policy
+        policy_state = _read_policy_state(ckpt_dir) if isinstance(policy, PythonSavable) else None
+        restored = self._storage.restore_from_dir(
+            step, state, ckpt_dir=ckpt_dir, validation=validation
+        )
+        if isinstance(policy, PythonSavable) and policy_state is not None:
+            policy.set_state(policy_state)
+        self._last_step = step
+        self._log(ckpt_dir, step, CheckpointerAction.RESTORE, restored)
+        return restored
+
+    def _all_damaged_error(
+        self, wanted: int | None, damaged: list[DamagedCheckpoint]
+    ) -> DamagedCheckpointError:
+        damage = [line for checkpoint in damaged for line in checkpoint.damage]
+        if wanted is None:
+            return DamagedCheckpointError(
+                f"every checkpoint in {self.config.dir!r} is damaged: "
+                f"{'; '.join(map(str, damaged))}. Restore one from a copy, or move the "
+                "directory away to start over.",
+                damage=damage,
+            )
+        others = [s for s in self.checkpoint_steps(self.config.dir) if s != wanted]
+        return DamagedCheckpointError(
+            f"the checkpoint {damaged[0]} is damaged. "
+            f"Restore another step: {', '.join(map(str, others)) or 'there is none'}.",
+            damage=damage,
+        )
+
+    def _log(
+        self, ckpt_dir: str, step: int, action: CheckpointerAction, state: Nested[Any] | None
+    ) -> None:
+        if "summary_writer" in self.children:
+            self.summary_writer.log_checkpoint(ckpt_dir, state=state, action=action, step=step)
+
+
+def _read_policy_state(ckpt_dir: str) -> dict[str, Any] | None:
+    path = os.path.join(ckpt_dir, _POLICY_STATE)
+    if not os.path.exists(path):
+        return None
+    try:
+        content = read_json_file(path)
+        if not isinstance(content, dict):
+            raise ValueError("it is not a dict")
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpointError(
+            f"{path!r} cannot be read as the state of a policy ({error}).",
+            damage=[f"{_POLICY_STATE}: cannot be read ({error})"],
+        ) from error
+    return content

@@ -1,0 +1,237 @@
+"""Names of checkpoint directories, and their atomic creation and removal.
+
+    checkpoints/
+        step_00000100/          complete, older
+        step_00000200/          complete; its manifest was its last file
+        step_00000300.tmp/      being written, or left by a process that was killed
+
+A `rename` creates the final name after every file is on the disk, and another `rename` removes it
+before the first file is deleted. A directory with a final name is therefore always complete; any
+fault in it is damage.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+
+import jax
+
+from weft.errors import CheckpointNotFoundError, did_you_mean
+
+STEP_PREFIX = "step"
+STEP_NUM_DIGITS = 8
+
+_BARRIER_SECONDS = 3600.0
+_POLL_SECONDS = 0.02
+_STEP_DIR = re.compile(rf"{STEP_PREFIX}_(\d{{{STEP_NUM_DIGITS},}})")
+_BEING_WRITTEN, _REPLACED, _BEING_REMOVED = ".tmp", ".old", ".trash"
+
+
+def build_step_dir(base_dir: str, *, step: int) -> str:
+    """Returns the directory of a step's checkpoint.
+
+    >>> build_step_dir("/run/checkpoints", step=200)
+    '/run/checkpoints/step_00000200'
+    """
+    return os.path.join(base_dir, f"{STEP_PREFIX}_{step:0{STEP_NUM_DIGITS}d}")
+
+
+def parse_step_from_dir(step_dir: str) -> int:
+    """Returns the step of a checkpoint's directory, or raises CheckpointNotFoundError.
+
+    >>> parse_step_from_dir("/run/checkpoints/step_00000200")
+    200
+    """
+    name = os.path.basename(os.path.normpath(step_dir))
+    match = _STEP_DIR.fullmatch(name)
+    if match is None:
+        raise CheckpointNotFoundError(
+            f"{step_dir!r} is not the directory of a checkpoint; expected a name such as "
+            f"{os.path.basename(build_step_dir('', step=200))!r}."
+        )
+    return int(match.group(1))
+
+
+def step_dirs(base_dir: str) -> dict[int, str]:
+    """Returns the directories in `base_dir` with names of checkpoints, by ascending step."""
+    names = os.listdir(base_dir) if os.path.isdir(base_dir) else []
+    found = {parse_step_from_dir(name): name for name in names if _STEP_DIR.fullmatch(name)}
+    return {step: os.path.join(base_dir, found[step]) for step in sorted(found)}
+
+
+def not_found_error(base_dir: str, step: int | None = None) -> CheckpointNotFoundError:
+    """Returns the error about a missing checkpoint, with the steps that exist."""
+    steps = step_dirs(base_dir)
+    if step is None or not steps:
+        return CheckpointNotFoundError(
+            f"there is no checkpoint in {base_dir!r}. Use the directory that contains directories "
+            f"such as {os.path.basename(build_step_dir('', step=200))!r}."
+        )
+    return CheckpointNotFoundError(
+        f"there is no checkpoint of step {step} in {base_dir!r}. "
+        f"{did_you_mean(str(step), map(str, steps))}"
+    )
+
+
+def temporary_dir(step_dir: str) -> str:
+    """Returns the directory of an incomplete checkpoint."""
+    return step_dir + _BEING_WRITTEN
+
+
+def commit_dir(step_dir: str) -> None:
+    """Renames a complete directory to its final name, replacing an older one."""
+    replaced = step_dir + _REPLACED
+    if os.path.exists(step_dir):
+        _remove(replaced)
+        os.rename(step_dir, replaced)
+    os.rename(temporary_dir(step_dir), step_dir)
+    fsync(os.path.dirname(step_dir))
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove_dir(step_dir: str) -> None:
+    """Removes a checkpoint atomically: a killed process leaves no partial one under its name."""
+    trash_dir = step_dir + _BEING_REMOVED
+    _remove(trash_dir)
+    os.rename(step_dir, trash_dir)
+    fsync(os.path.dirname(trash_dir))
+    shutil.rmtree(trash_dir, ignore_errors=True)
+
+
+def remove_leftovers(base_dir: str) -> None:
+    """Removes the leftovers of killed processes. No process may be saving in `base_dir`."""
+    for name in os.listdir(base_dir):
+        path = os.path.join(base_dir, name)
+        stem, suffix = os.path.splitext(path)
+        if not _STEP_DIR.fullmatch(os.path.basename(stem)):
+            continue
+        if suffix == _REPLACED and os.path.isdir(path) and not os.path.lexists(stem):
+            os.rename(path, stem)  # its replacement was never completed
+        elif suffix in (_BEING_WRITTEN, _REPLACED, _BEING_REMOVED):
+            _remove(path)
+
+
+def _remove(path: str) -> None:
+    """Removes a directory, or a file or link that has the name of one, if it exists."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+
+def list_files(directory: str) -> list[str]:
+    """Returns the relative paths, with `/`, of all files below a directory, sorted."""
+    found = []
+    for root, _, names in os.walk(directory):
+        within = os.path.relpath(root, directory)
+        found += [name if within == "." else f"{within}/{name}" for name in names]
+    return sorted(found)
+
+
+def fsync(path: str) -> None:
+    """Waits until a file, or the entries of a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class CommitGroup:
+    """Group of processes that write one checkpoint to a common directory.
+
+    They write in threads, which must not use collectives since the main thread uses them for the
+    next step. Instead, each leaves a file and renames it, which needs no space on a full disk:
+
+        step_00000300.tmp/processes/1.writing      at the beginning
+        step_00000300.tmp/processes/1.written      at the end
+        step_00000300.tmp/processes/1.failed       after an error, with its message if that fits
+        step_00000300.tmp/processes/1.full         after an error for lack of space
+    """
+
+    def __init__(self, ckpt_dir: str):
+        self._dir = os.path.join(ckpt_dir, "processes")
+        self._index, self._count = jax.process_index(), jax.process_count()
+
+    @contextlib.contextmanager
+    def barrier(self) -> Iterator[None]:
+        """Surrounds the writes of a process; the first process waits for all others at the end.
+
+        It raises an OSError if another one failed or timed out.
+        """
+        if self._count == 1:
+            yield
+            return
+        os.makedirs(self._dir, exist_ok=True)
+        with open(self._file(self._index, "writing"), "w", encoding="utf-8"):
+            pass
+        try:
+            yield
+        except BaseException as error:
+            own = self._file(self._index, "writing")
+            with contextlib.suppress(OSError), open(own, "w", encoding="utf-8") as file:
+                file.write(f"{type(error).__name__}: {error}")
+            # The first process may have failed too, and removed everything.
+            with contextlib.suppress(OSError):
+                self._rename("full" if is_disk_full(error) else "failed")
+            raise
+        if self._index:
+            self._rename("written")
+            return
+        for other in range(1, self._count):
+            self._wait_for(other)
+        shutil.rmtree(self._dir)
+
+    def _file(self, index: int, state: str) -> str:
+        return os.path.join(self._dir, f"{index}.{state}")
+
+    def _rename(self, state: str) -> None:
+        os.rename(self._file(self._index, "writing"), self._file(self._index, state))
+
+    def _wait_for(self, other: int) -> None:
+        deadline = time.monotonic() + _BARRIER_SECONDS
+        while not os.path.exists(self._file(other, "written")):
+            for state, number in (("full", errno.ENOSPC), ("failed", errno.EIO)):
+                if os.path.exists(self._file(other, state)):
+                    with open(self._file(other, state), encoding="utf-8") as file:
+                        reason = file.read() or os.strerror(number)
+                    raise OSError(number, f"process {other} of {self._count}: {reason}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"process {other} of {self._count} has not written its part of the checkpoint "
+                    f"within {_BARRIER_SECONDS:.0f} s"
+                )
+            time.sleep(_POLL_SECONDS)
+
+
+_FULL_DISK_NUMBERS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Texts of array storage in place of Python's errno.
+_FULL_DISK_TEXTS = (
+    "ENOSPC",
+    "EDQUOT",
+    "EFBIG",
+    "No space left",
+    "quota exceeded",
+    "File too large",
+)
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Returns whether an error, or one of its causes, reports a full disk or quota.
+
+    >>> is_disk_full(OSError(errno.ENOSPC, "No space left on device"))
+    True
+    >>> is_disk_full(PermissionError("not yours"))
+    False
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL_DISK_NUMBERS:
+            return True
+        if any(text in str(error) for text in _FULL_DISK_TEXTS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,140 @@
+"""Host-side state in a checkpoint: that of objects such as the iterator over the data.
+
+States are JSON or bytes; reading one runs no code. Each process writes files for its own objects.
+"""
+
+import base64
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+from urllib.parse import quote
+
+import jax
+import numpy as np
+
+from weft.errors import CheckpointStateError, CheckpointStructureError, DamagedCheckpointError
+from weft.serialization.untrusted import read_json_file
+
+_BYTES = "base64"
+
+
+@runtime_checkable
+class PythonSavable(Protocol):
+    """Object whose state is a JSON value or bytes."""
+
+    def get_state(self) -> Any:
+        """Returns the current state."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Continues from a state that `get_state` returned."""
+        ...
+
+
+def maybe_save_python_savables(value_map: Mapping[str, object], *, dir: str) -> None:
+    """Writes the states of this process's savable objects, below a shared directory.
+
+    Args:
+        value_map: Values by path; those that are not savable are skipped.
+
+    Raises:
+        CheckpointStateError: If a state is neither JSON nor bytes.
+    """
+    for path, value in value_map.items():
+        if not isinstance(value, PythonSavable):
+            continue
+        state = value.get_state()
+        content = {"state": state}
+        if isinstance(state, bytes):
+            content = {_BYTES: base64.b64encode(state).decode()}
+        try:
+            text = json.dumps(content, default=_plain_number)
+        except (TypeError, ValueError) as error:
+            raise CheckpointStateError(
+                f"the state of {path!r}, an object of type {type(value).__qualname__}, is not a "
+                f"JSON value: {error}. Return dicts, lists, numbers, strings or bytes from its "
+                "`get_state`."
+            ) from None
+        file = _file(dir, path, jax.process_index(), jax.process_count())
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        with open(file, "w", encoding="utf-8") as f:
+            f.write(text)
+
+
+def maybe_restore_python_savables(value_map: Mapping[str, object], *, dir: str) -> None:
+    """Restores the states of this process's savable objects; skips other values.
+
+    Raises:
+        CheckpointStructureError: If a state is missing, or a different number of processes wrote
+            states that differ.
+        DamagedCheckpointError: If a file is not the text of a state.
+    """
+    for path, value in value_map.items():
+        if not isinstance(value, PythonSavable):
+            continue
+        content = _read(path, dir)
+        is_bytes = _BYTES in content
+        value.set_state(base64.b64decode(content[_BYTES]) if is_bytes else content["state"])
+
+
+def _read(path: str, directory: str) -> dict[str, Any]:
+    """Returns this process's state; if other processes wrote states, the one they agree on."""
+    own = _file(directory, path, jax.process_index(), jax.process_count())
+    if os.path.exists(own):
+        return _load(own)
+    process_dirs = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
+    files = [os.path.join(directory, name, os.path.basename(own)) for name in process_dirs]
+    contents = [_load(file) for file in files if os.path.exists(file)]
+    if not contents or any(content != contents[0] for content in contents):
+        raise CheckpointStructureError(
+            f"{directory!r} has no state of {path!r} for process {jax.process_index()} of "
+            f"{jax.process_count()}, but {process_dirs}, and their states differ. Restore with the "
+            "number of processes that saved it."
+        )
+    return contents[0]
+
+
+def _load(file: str) -> dict[str, Any]:
+    try:
+        content = read_json_file(file)
+        if not (isinstance(content, dict) and content.keys() & {_BYTES, "state"}):
+            raise ValueError(f"it holds neither {_BYTES!r} nor 'state'")
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpointError(
+            f"{file!r} cannot be read as the state of an object ({type(error).__name__}: {error}). "
+            "Restore another checkpoint.",
+            damage=[f"python/{'/'.join(file.split(os.sep)[-2:])}: cannot be read ({error})"],
+        ) from error
+    return content
+
+
+def _file(directory: str, path: str, process: int, count: int) -> str:
+    return os.path.join(directory, f"process_{process}_of_{count}", quote(path, safe="") + ".json")
+
+
+def _plain_number(x: object) -> object:
+    if isinstance(x, np.generic):
+        return x.item()
+    raise TypeError(f"it holds an object of type {type(x).__qualname__}")
+
+
+class RunState:
+    """States of a run's policies by name, for a checkpoint; policies without a state are omitted.
+
+    Policies may change between two starts of a run: a policy without a saved state starts fresh,
+    and saved states of removed policies are ignored.
+    """
+
+    def __init__(self, parts: Mapping[str, object]):
+        self._parts = {name: p for name, p in parts.items() if isinstance(p, PythonSavable)}
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the states by name."""
+        return {name: part.get_state() for name, part in self._parts.items()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restores states that `get_state` returned in this or an earlier start of the run."""
+        for name, part in self._parts.items():
+            if name in state:
+                part.set_state(state[name])

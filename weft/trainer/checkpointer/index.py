@@ -1,0 +1,290 @@
+"""Index of a checkpoint: the structure of its state, without the values of arrays.
+
+A pytree becomes a flat list of paths, such as `learner/optimizer/0/mu/decoder/emb/weight`, each
+with the shape, dtype and layout of an array, or the value of a Python number or string. Two states
+match if their lists match, whatever their containers.
+"""
+
+import enum
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from weft.config import similar_names
+from weft.errors import CheckpointStateError, CheckpointStructureError, DamagedCheckpointError
+from weft.hierarchy.parameter_spec import TensorSpec
+from weft.serialization.untrusted import read_json_file
+from weft.trainer.checkpointer.host_state import PythonSavable
+from weft.typing import DType, Nested
+
+INDEX = "index"
+_VERSION = 1
+_SHOWN = 8
+
+Entry = Mapping[str, Any] | bool | int | float | str
+"""Python value, or a dict: "shape", "dtype" and "spec" of an array, "savable" of an object that
+saves its own state."""
+
+Index = Sequence[tuple[str, Entry]]
+"""Entries by path."""
+
+ArrayOrSpec = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | TensorSpec
+
+
+class CheckpointValidationType(enum.StrEnum):
+    """Strictness of the comparison between a checkpoint and the state to restore.
+
+    Attributes:
+        EXACT: The same paths, shapes and dtypes.
+        EXACT_UP_TO_DTYPE: The same paths and shapes; arrays are converted to the state's dtypes.
+        CONTAINS_STATE: The checkpoint has all that the state has, and may have more.
+        CONTAINS_STATE_UP_TO_DTYPE: As CONTAINS_STATE; arrays are converted.
+    """
+
+    EXACT = "EXACT"
+    EXACT_UP_TO_DTYPE = "EXACT_UP_TO_DTYPE"
+    CONTAINS_STATE = "CONTAINS_STATE"
+    CONTAINS_STATE_UP_TO_DTYPE = "CONTAINS_STATE_UP_TO_DTYPE"
+
+    @property
+    def checks_dtype(self) -> bool:
+        """True if dtypes must be the same."""
+        return not self.value.endswith("UP_TO_DTYPE")
+
+    @property
+    def allows_more(self) -> bool:
+        """True if the checkpoint may have leaves that the state lacks."""
+        return self.value.startswith("CONTAINS_STATE")
+
+    @property
+    def allowing_more(self) -> "CheckpointValidationType":
+        """The corresponding type for a part of the state."""
+        return CheckpointValidationType(self.value.replace("EXACT", "CONTAINS_STATE"))
+
+
+class IndexFileWriter(Protocol):
+    """Function that writes an index into the directory of a checkpoint."""
+
+    def __call__(self, ckpt_dir: str, index: Index) -> None:
+        """Writes `index` into `ckpt_dir`."""
+        ...
+
+
+def flatten_state(state: Nested[Any]) -> list[tuple[str, Any]]:
+    """Returns the leaves of a state by path; raises CheckpointStateError if two paths are equal."""
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state_leaf)
+    named = [(jax.tree_util.keystr(p, simple=True, separator="/"), leaf) for p, leaf in leaves]
+    paths = [path for path, _ in named]
+    if len(set(paths)) != len(paths):
+        twice = next(path for i, path in enumerate(paths) if path in paths[:i])
+        raise CheckpointStateError(
+            f"the state has two leaves with the path {twice!r}; a name may contain '/'. "
+            "Rename one of them."
+        )
+    return named
+
+
+def is_state_leaf(x: object) -> bool:
+    """Returns whether an object of a state is saved as a whole."""
+    return isinstance(x, PythonSavable | TensorSpec)
+
+
+def is_array(x: object) -> TypeGuard[ArrayOrSpec]:
+    """Returns whether a leaf of a state is an array or the shape of one."""
+    return isinstance(x, ArrayOrSpec)
+
+
+def is_key_dtype(dtype: DType) -> bool:
+    """Returns whether a dtype is that of typed PRNG keys, as of `jax.random.key`."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def build_index(state: Nested[Any]) -> list[tuple[str, Entry]]:
+    """Returns the index of a state.
+
+    Args:
+        state: A pytree of arrays, their shapes, Python values and savable objects.
+
+    Raises:
+        CheckpointStateError: If it holds a value of another type.
+
+    >>> build_index({"step": 3, "w": np.zeros((2, 3), np.float32)})
+    [('step', 3), ('w', {'shape': [2, 3], 'dtype': 'float32', 'spec': None})]
+    """
+    return [(path, _entry(path, leaf)) for path, leaf in flatten_state(state)]
+
+
+def _entry(path: str, leaf: object) -> Entry:
+    if isinstance(leaf, PythonSavable):
+        return {"savable": type(leaf).__name__}
+    if is_array(leaf):
+        return {
+            "shape": [int(size) for size in leaf.shape],
+            "dtype": str(leaf.dtype) if is_key_dtype(leaf.dtype) else jnp.dtype(leaf.dtype).name,
+            "spec": _layout(leaf),
+        }
+    if isinstance(leaf, bool | int | float | str):
+        return leaf
+    raise CheckpointStateError(
+        f"the state holds an object of type {type(leaf).__qualname__} at {path!r}; a checkpoint "
+        "takes arrays, Python numbers and strings, and objects with `get_state` and `set_state`."
+    )
+
+
+def _layout(leaf: ArrayOrSpec) -> list[Any] | None:
+    """Returns the mesh axes of each dimension; None for an array without a mesh."""
+    if isinstance(leaf, TensorSpec):
+        spec = leaf.partition_spec
+    else:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return None
+        spec = sharding.spec
+    return [list(axes) if isinstance(axes, tuple) else axes for axes in spec]
+
+
+def write_index_file(*, ckpt_dir: str, index: Index) -> None:
+    """Writes the index of a checkpoint."""
+    with open(os.path.join(ckpt_dir, INDEX), "w", encoding="utf-8") as file:
+        json.dump({"version": _VERSION, "index": [list(pair) for pair in index]}, file, indent=0)
+
+
+def read_index_file(ckpt_dir: str) -> list[tuple[str, Entry]]:
+    """Reads the index of a checkpoint; raises DamagedCheckpointError if it is malformed."""
+    path = os.path.join(ckpt_dir, INDEX)
+    try:
+        content = read_json_file(path)
+        if content["version"] != _VERSION:
+            raise ValueError(f"it has version {content['version']}, not {_VERSION}")
+        return [(str(path), entry) for path, entry in content["index"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpointError(
+            f"{path!r} cannot be read as the index of a checkpoint ({error}). "
+            "Restore another step, or use the version of Weft that wrote it.",
+            damage=[f"{INDEX}: cannot be read ({error})"],
+        ) from error
+
+
+def read_state_spec(ckpt_dir: str) -> Nested[Any]:
+    """Reads the structure of a checkpoint's state, without its arrays.
+
+    The result has nested dicts by the parts of each path, with a `TensorSpec` for each array, and
+    Python values. Savable objects are omitted.
+    """
+    tree: dict[str, Any] = {}
+    for path, entry in read_index_file(ckpt_dir):
+        if isinstance(entry, Mapping) and "shape" not in entry:
+            continue
+        *above, name = path.split("/")
+        node = tree
+        for part in above:
+            node = node.setdefault(part, {})
+        node[name] = _tensor_spec(entry) if isinstance(entry, Mapping) else entry
+    return tree
+
+
+def _tensor_spec(entry: Mapping[str, Any]) -> TensorSpec:
+    shape, layout = tuple(entry["shape"]), entry["spec"]
+    if layout is not None:
+        axes = [tuple(axes) if isinstance(axes, list) else axes for axes in layout]
+        layout = PartitionSpec(*axes, *[None] * (len(shape) - len(axes)))
+    name = entry["dtype"]
+    keys = {str(dtype): dtype for dtype in _key_dtypes().values()}
+    dtype = keys[name] if name.startswith("key<") else jnp.dtype(name)
+    return TensorSpec(shape=shape, dtype=dtype, mesh_axes=layout)
+
+
+def key_implementation(dtype: DType) -> str:
+    """Returns the implementation name, as `jax.random.key` takes it, of a typed keys' dtype.
+
+    >>> key_implementation(jax.random.key(0, impl="rbg").dtype)
+    'rbg'
+    """
+    return next(name for name, known in _key_dtypes().items() if known == dtype)
+
+
+def _key_dtypes() -> dict[str, Any]:
+    return {
+        name: jax.eval_shape(lambda impl=name: jax.random.key(0, impl=impl)).dtype
+        for name in ("threefry2x32", "rbg", "unsafe_rbg")
+    }
+
+
+def check_state_structure(
+    ckpt_structure: Index,
+    target_structure: Index,
+    *,
+    validation: CheckpointValidationType = CheckpointValidationType.EXACT,
+) -> None:
+    """Checks that a checkpoint can be restored to a state, given the index of each.
+
+    Raises:
+        CheckpointStructureError: If they differ; names paths, shapes and dtypes on both sides.
+    """
+    saved, wanted = dict(ckpt_structure), dict(target_structure)
+    missing = [path for path in wanted if path not in saved]
+    unused = [path for path in saved if path not in wanted]
+    extra = [] if validation.allows_more else unused
+    shapes, dtypes = [], []
+    for path in wanted.keys() & saved.keys():
+        if _kind(saved[path]) != _kind(wanted[path]):
+            shapes.append(path)
+        elif _dtype_of(saved[path]) != _dtype_of(wanted[path]) and (
+            validation.checks_dtype or "key<" in _dtype_of(saved[path]) + _dtype_of(wanted[path])
+        ):
+            dtypes.append(path)
+    differ = sorted(shapes + dtypes)
+    if not (missing or extra or differ):
+        return
+    lines = [f"the checkpoint and the state differ (validation is {validation.value}):"]
+    lines += _list_some(
+        differ,
+        lambda path: f"checkpoint {_entry_text(saved[path])}, state {_entry_text(wanted[path])}",
+    )
+
+    def describe_missing(path: str) -> str:
+        similar = similar_names(path, unused)
+        hint = f" Did you mean {similar[0]!r}?" if similar else ""
+        return f"state {_entry_text(wanted[path])}, not in the checkpoint.{hint}"
+
+    lines += _list_some(missing, describe_missing)
+    lines += _list_some(
+        extra, lambda path: f"checkpoint {_entry_text(saved[path])}, not in the state"
+    )
+    if missing or shapes:
+        lines.append("Restore with the model and learner configs that it was saved with.")
+    else:
+        kind = ("CONTAINS_STATE" if extra else "EXACT") + ("_UP_TO_DTYPE" if dtypes else "")
+        lines.append(f"To restore it nevertheless, set the checkpointer's validation to {kind!r}.")
+    raise CheckpointStructureError("\n".join(lines))
+
+
+def _list_some(paths: list[str], describe: Callable[[str], str]) -> list[str]:
+    """Returns a line for each of the first paths, and one that counts the others."""
+    lines = [f"  {path}: {describe(path)}" for path in paths[:_SHOWN]]
+    return lines + ([f"  … {len(paths) - _SHOWN} more"] if len(paths) > _SHOWN else [])
+
+
+def _kind(entry: Entry) -> object:
+    """Returns the part of an entry that must agree under every validation."""
+    if isinstance(entry, Mapping):
+        return tuple(entry["shape"]) if "shape" in entry else "savable"
+    return type(entry)
+
+
+def _dtype_of(entry: Entry) -> str:
+    return entry.get("dtype", "") if isinstance(entry, Mapping) else ""
+
+
+def _entry_text(entry: Entry) -> str:
+    if not isinstance(entry, Mapping):
+        return f"{type(entry).__name__} {entry!r}"
+    if "shape" in entry:
+        return f"{entry['dtype']}{list(entry['shape'])}"
+    return f"an object ({entry['savable']})"

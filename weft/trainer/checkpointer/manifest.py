@@ -1,0 +1,164 @@
+"""Manifest of a checkpoint: a digest of every file, so that all damage is detected.
+
+Array storage detects a missing or truncated file, but returns wrong numbers if a byte changed. The
+manifest is the last file of a checkpoint to be written, and the first to be read. It also holds the
+facts by which retention chooses checkpoints, and the step, so that a renamed directory is detected.
+
+The digest is the 128-bit XXH3, which is as fast as reading memory. It detects damage, not forgery.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from weft.errors import MissingExtraError
+from weft.serialization.untrusted import open_file, read_json_file
+from weft.trainer.checkpointer.dirs import fsync, list_files
+
+MANIFEST = "manifest.json"
+_VERSION = 2
+_DIGEST = "xxh3_128"
+_CHANGED = "its content has changed"
+_THREADS = 4
+_BLOCK_BYTES = 1 << 18  # stays in the cache between being read and being digested
+
+
+class Manifest:
+    """Content of a manifest that was read and verified.
+
+    Attributes:
+        facts: noted when the checkpoint was written: "step", "saved_at" in seconds since
+            1970, "metrics" by name of the evaler and path.
+        files: size and digest of each file by its path.
+    """
+
+    def __init__(self, ckpt_dir: str, content: Mapping[str, Any]):
+        self._dir = ckpt_dir
+        self.facts: dict[str, Any] = dict(content["facts"])
+        self.files: dict[str, Any] = {path: dict(e) for path, e in content["files"].items()}
+        for path, entry in self.files.items():
+            if type(entry.get("size")) is not int or not isinstance(entry.get(_DIGEST), str):
+                raise ValueError(f"it lacks the size or digest of {path!r}")
+            if os.path.isabs(path) or ".." in path.split("/"):
+                raise ValueError(f"{path!r} is not below the checkpoint")
+
+    def damage_of(self, path: str, into: memoryview | None = None) -> str | None:
+        """Returns the damage of one of `files`, or None; fills a buffer of its exact size."""
+        entry, full_path = self.files.get(path), os.path.join(self._dir, path)
+        if entry is None:
+            return "is not in the manifest"
+        try:
+            size = os.path.getsize(full_path)
+            if size != entry["size"]:
+                return f"has {size} bytes instead of {entry['size']}"
+            if into is not None and len(into) != size:
+                return f"has {size} bytes, where the array takes {len(into)}"
+            return None if _digest_of_file(full_path, into) == entry[_DIGEST] else _CHANGED
+        except FileNotFoundError:
+            return "is missing"
+        except OSError as error:
+            return f"cannot be read ({error})"
+
+    def damage_of_all(self, paths: Iterable[str]) -> list[str]:
+        """Returns one line for each damaged file."""
+        paths = list(paths)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            faults = list(pool.map(self.damage_of, paths))
+        return [f"{p}: {fault}" for p, fault in zip(paths, faults, strict=True) if fault]
+
+
+def write_manifest(ckpt_dir: str, *, facts: Mapping[str, Any] | None = None) -> None:
+    """Syncs a complete checkpoint's files to the disk; writes its manifest with JSON `facts`."""
+    paths = [path for path in list_files(ckpt_dir) if path != MANIFEST]
+
+    def describe(path: str) -> dict[str, Any]:
+        full_path = os.path.join(ckpt_dir, path)
+        fsync(full_path)
+        return {"size": os.path.getsize(full_path), _DIGEST: _digest_of_file(full_path)}
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        files = dict(zip(paths, pool.map(describe, paths), strict=True))
+    content = {"version": _VERSION, "facts": dict(facts or {}), "files": files}
+    with open(os.path.join(ckpt_dir, MANIFEST), "w", encoding="utf-8") as file:
+        json.dump({**content, _DIGEST: _digest_of_json(content)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    for root, _, _ in os.walk(ckpt_dir):
+        fsync(root)
+
+
+def has_manifest(ckpt_dir: str) -> bool:
+    """Returns whether a checkpoint is complete; it may be damaged nevertheless."""
+    return os.path.isfile(os.path.join(ckpt_dir, MANIFEST))
+
+
+def read_manifest(ckpt_dir: str, *, step: int | None = None) -> Manifest | str:
+    """Returns the manifest of a checkpoint, or its damage; checks the step if one is given."""
+    try:
+        content = read_json_file(os.path.join(ckpt_dir, MANIFEST))
+        digest = content.pop(_DIGEST)
+        if content["version"] != _VERSION:
+            return f"{MANIFEST}: is of version {content['version']}, not {_VERSION}"
+        manifest = Manifest(ckpt_dir, content)
+    except FileNotFoundError:
+        return f"{MANIFEST}: is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})"
+    if _digest_of_json(content) != digest:
+        return f"{MANIFEST}: {_CHANGED}"
+    written = manifest.facts.get("step", step)
+    if step is not None and written != step:
+        return f"{MANIFEST}: was written for step {written}, not {step}"
+    return manifest
+
+
+def find_damage(
+    ckpt_dir: str, *, step: int | None = None, except_below: str | None = None
+) -> list[str]:
+    """Returns one line per damaged file of a checkpoint.
+
+    Args:
+        step: The expected step; None to accept any.
+        except_below: Directory, with a trailing "/", whose files are not checked.
+    """
+    manifest = read_manifest(ckpt_dir, step=step)
+    if isinstance(manifest, str):
+        return [manifest]
+    return manifest.damage_of_all(
+        path
+        for path in sorted(manifest.files)
+        if except_below is None or not path.startswith(except_below)
+    )
+
+
+def _digest_of_file(path: str, into: memoryview | None = None) -> str:
+    """Returns the digest of a file and leaves its content in `into`."""
+    digest, at = _xxh3(), 0
+    block = memoryview(bytearray(_BLOCK_BYTES if into is None else 0))
+    with open_file(path, buffering=0) as file:
+        while True:
+            buffer = block if into is None else into[at : at + _BLOCK_BYTES]
+            read = file.readinto(buffer) if len(buffer) else 0
+            if not read:
+                return digest.hexdigest()
+            digest.update(buffer[:read])
+            at += read
+
+
+def _digest_of_json(value: Mapping[str, Any]) -> str:
+    digest = _xxh3()
+    digest.update(json.dumps(value, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _xxh3() -> Any:
+    try:
+        import xxhash
+    except ImportError as error:
+        raise MissingExtraError(
+            "checkpoints need the package 'xxhash', which is not installed. Install the training "
+            'dependencies: pip install "weft[train]".'
+        ) from error
+    return xxhash.xxh3_128()

@@ -1,0 +1,274 @@
+"""Policies that decide whether to save after a step, and which older checkpoints to keep.
+
+A checkpoint is kept if at least one of these rules keeps it:
+
+    keep_last_n=2              the newest two
+    keep_every_n_steps=1000    beginning with the oldest, each at least 1000 steps after the last
+    keep_every_n_seconds=3600  the same by the time of saving
+    keep_best=...              those with the best value of an evaler's metric at their step
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from weft.config import (
+    REQUIRED,
+    Configurable,
+    InstantiableConfig,
+    Required,
+    config_class,
+    maybe_instantiate,
+)
+from weft.distributed.preemption import DelayedMax
+from weft.errors import CheckpointPolicyError, did_you_mean
+from weft.trainer.checkpointer.host_state import RunState
+from weft.trainer.summary import due_summaries
+
+
+class CheckpointPolicy(Protocol):
+    """Function that decides whether to save; saved itself if it has `get_state` and `set_state`."""
+
+    def __call__(self, *, step: int, evaler_summaries: dict[str, Any]) -> bool:
+        """Returns whether to save, given the summaries of the evalers that ran after this step."""
+        ...
+
+
+def every_n_steps_policy(n: int = 1, *, min_step: int = 1) -> CheckpointPolicy:
+    """Returns a policy that saves after every n-th step, from `min_step` on.
+
+    >>> policy = every_n_steps_policy(50)
+    >>> [step for step in range(1, 151) if policy(step=step, evaler_summaries={})]
+    [50, 100, 150]
+    """
+    return lambda *, step, evaler_summaries: step >= min_step and step % n == 0
+
+
+def every_n_steps_and_last_policy(
+    n: int = 1, *, min_step: int = 1, max_step: int
+) -> CheckpointPolicy:
+    """Returns a policy that saves after every n-th step from `min_step` on and after `max_step`."""
+    every_n_steps = every_n_steps_policy(n, min_step=min_step)
+    return lambda *, step, evaler_summaries: (
+        step == max_step or every_n_steps(step=step, evaler_summaries=evaler_summaries)
+    )
+
+
+class EvalMetric(NamedTuple):
+    """Number that an evaler reports, by its path in the summaries, such as "model/loss"."""
+
+    evaler_name: str
+    metric_name: str
+
+
+def scalars_of(step: int, evaler_summaries: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns the numbers that evalers reported after a step, by evaler name and path."""
+    return {
+        name: {
+            leaf.path: float(leaf.value)
+            for leaf in due_summaries(step, summaries, every_n_steps=1)
+            if leaf.kind == "ScalarSummary"
+        }
+        for name, summaries in evaler_summaries.items()
+    }
+
+
+def metric_value(
+    metric: EvalMetric, step: int, evaler_summaries: dict[str, Any], *, of: str
+) -> float | None:
+    """Returns the value of a metric; None if the evaler did not run after this step.
+
+    Raises:
+        CheckpointPolicyError: If the evaler does not report it; names the caller, `of`.
+    """
+    evaler, name = metric
+    if evaler not in evaler_summaries:
+        return None
+    scalars = scalars_of(step, {evaler: evaler_summaries[evaler]})[evaler]
+    if name not in scalars:
+        raise CheckpointPolicyError(
+            f"{of} uses {name!r}, which the evaler {evaler!r} does not report. "
+            f"{did_you_mean(name, scalars)}"
+        )
+    return scalars[name]
+
+
+def check_mode(mode: str | None, *, of: str) -> int:
+    """Returns 1 for "max" and -1 for "min"; raises CheckpointPolicyError for another mode."""
+    if mode not in ("max", "min"):
+        raise CheckpointPolicyError(f"{of} got mode={mode!r}; expected 'max' or 'min'.")
+    return 1 if mode == "max" else -1
+
+
+class EverySecondsPolicy(Configurable):
+    """Policy that saves when some time has passed since the last save or the start of the run.
+
+    With several processes, the first clock that reaches it decides; all save after the next step.
+    """
+
+    @config_class
+    class Config(Configurable.Config):
+        """Configures an EverySecondsPolicy; after `seconds`, the current step completes first."""
+
+        seconds: Required[float] = REQUIRED
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        if not config.seconds > 0:
+            raise CheckpointPolicyError(
+                f"EverySecondsPolicy got seconds={config.seconds!r}; expected more than 0."
+            )
+        self._last = time.monotonic()
+        self._all = DelayedMax()
+
+    def __call__(self, *, step: int, evaler_summaries: dict[str, Any]) -> bool:
+        is_due = bool(self._all(time.monotonic() - self._last >= self.config.seconds))
+        if is_due:
+            self._last = time.monotonic()
+        return is_due
+
+
+class AnyPolicy(Configurable):
+    """Policy that saves when at least one of several policies does."""
+
+    @config_class
+    class Config(Configurable.Config):
+        """Configures an AnyPolicy."""
+
+        policies: Required[Sequence[InstantiableConfig[CheckpointPolicy]]] = REQUIRED
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._policies: list[CheckpointPolicy] = [maybe_instantiate(p) for p in config.policies]
+        states = RunState({str(i): policy for i, policy in enumerate(self._policies)})
+        self.get_state, self.set_state = states.get_state, states.set_state
+
+    def __call__(self, *, step: int, evaler_summaries: dict[str, Any]) -> bool:
+        decisions = [p(step=step, evaler_summaries=evaler_summaries) for p in self._policies]
+        return any(decisions)  # all are called, since some count steps
+
+
+class BestMetric(Configurable):
+    """Base of policies for steps at which a metric improves on its best value so far.
+
+    The best value is saved with the run. The config of a subclass has `metric` and `mode`.
+    """
+
+    _min_delta = 0.0  # smallest change that counts as an improvement
+
+    def __init__(self, config: Any, *, name: str | None = None):
+        super().__init__(config)
+        self._metric, self._name = config.metric, name or type(self).__name__
+        self._sign = check_mode(config.mode, of=self._name)
+        self._best: float | None = None
+
+    def improves(self, step: int, evaler_summaries: dict[str, Any]) -> bool | None:
+        """Returns whether the metric has its best value so far; None if it was not evaluated."""
+        value = metric_value(self._metric, step, evaler_summaries, of=self._name)
+        if value is None:
+            return None
+        if self._best is None:
+            improved = not math.isnan(value)
+        else:
+            improved = self._sign * (value - self._best) > self._min_delta
+        if improved:
+            self._best = value
+        return improved
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the best value so far."""
+        return {"best": self._best}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores a saved best value."""
+        self._best = state["best"]
+
+
+class BestMetricPolicy(BestMetric):
+    """Policy that saves when a metric improves on its best value so far, also across restarts."""
+
+    @config_class
+    class Config(Configurable.Config):
+        """Configures a BestMetricPolicy; `mode` is "max" if larger is better, else "min"."""
+
+        metric: Required[EvalMetric] = REQUIRED
+        mode: str | None = "max"
+
+    def __call__(self, *, step: int, evaler_summaries: dict[str, Any]) -> bool:
+        return bool(self.improves(step, evaler_summaries))
+
+
+class KeepBest(Configurable):
+    """Rule that keeps the checkpoints with the best values of a metric.
+
+    Only checkpoints at whose step the evaler ran qualify: run both at the same steps.
+    """
+
+    @config_class
+    class Config(Configurable.Config):
+        """Configures a KeepBest.
+
+        Attributes:
+            mode: "max" if larger is better, "min" if smaller is.
+            n: Number of checkpoints to keep.
+        """
+
+        metric: Required[EvalMetric] = REQUIRED
+        mode: str = "max"
+        n: int = 1
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._sign = check_mode(config.mode, of="KeepBest")
+        if config.n < 1:
+            raise CheckpointPolicyError(f"KeepBest got n={config.n}; expected 1 or more.")
+
+    def kept(self, facts: Mapping[int, Mapping[str, Any]]) -> set[int]:
+        """Returns the steps to keep, given the facts of each step's manifest."""
+        evaler, name = self.config.metric
+        values = {
+            s: f.get("metrics", {}).get(evaler, {}).get(name, math.nan) for s, f in facts.items()
+        }
+        # Ties go to the newer step; NaN is never kept.
+        best = sorted((self._sign * v, step) for step, v in values.items() if not math.isnan(v))
+        return {step for _, step in best[-self.config.n :]}
+
+
+def kept_steps(
+    facts: Mapping[int, Mapping[str, Any]],
+    *,
+    last_n: int,
+    every_n_steps: int | None = None,
+    every_n_seconds: float | None = None,
+    best: KeepBest | None = None,
+) -> set[int]:
+    """Returns the steps whose checkpoints are kept.
+
+    Args:
+        facts: facts of each step's manifest, by steps ascending.
+        last_n: number of the newest to keep.
+        every_n_steps: smallest distance in steps of others to keep; None for none.
+        every_n_seconds: smallest distance in time of others to keep; None for none.
+
+    >>> sorted(kept_steps({step: {} for step in range(10, 101, 10)}, last_n=2, every_n_steps=30))
+    [10, 40, 70, 90, 100]
+    """
+    kept = set(list(facts)[-last_n:])
+    kept |= _spaced_steps(facts, every_n_steps, lambda step: step)
+    kept |= _spaced_steps(
+        facts, every_n_seconds, lambda step: facts[step].get("saved_at", math.nan)
+    )
+    return kept if best is None else kept | best.kept(facts)
+
+
+def _spaced_steps(
+    steps: Iterable[int], distance: float | None, position: Callable[[int], float]
+) -> set[int]:
+    kept: set[int] = set()
+    last = -math.inf
+    for step in steps:
+        if distance is not None and position(step) - last >= distance:
+            kept.add(step)
+            last = position(step)
+    return kept

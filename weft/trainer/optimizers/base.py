@@ -1,0 +1,300 @@
+"""Optimizers as triples of pure functions, and their composition.
+
+    state   = init(params)                       params: a tree of OptParam
+    updates, state = update(updates, state, params)
+    specs   = partition(param_specs)             laid out as state, each leaf a TensorSpec
+
+The first two are those of optax, except that a parameter carries metadata of its layer; `partition`
+computes the state's layout on the mesh before the state exists. A plain optax transformation works
+wherever such an optimizer is expected; its `partition` is derived from its `init`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from weft.config import InstantiableConfig, maybe_instantiate
+from weft.errors import TransformationTypeError
+from weft.hierarchy.base_layer import NestedParameterSpec
+from weft.hierarchy.module import current_context
+from weft.hierarchy.parameter_spec import FactorizationSpec, TensorSpec
+from weft.typing import DType, Nested, NestedTensor, Shape, Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class OptParam:
+    """Parameter as an optimizer sees it; a leaf of the tree of parameters.
+
+    Attributes:
+      factorization_spec: axes along which to factor statistics; None if they may not be factored.
+      weight_decay_scale: the layer's factor for weight decay; None leaves it to the optimizer.
+      is_state: whether it is state of the layer, which optimizers leave unchanged.
+    """
+
+    value: Tensor
+    factorization_spec: FactorizationSpec | None = None
+    weight_decay_scale: float | None = None
+    is_state: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return self.value.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.value.dtype
+
+
+NestedOptParam = Nested[OptParam]
+OptStateSpec = TensorSpec
+NestedOptStateSpec = Any  # a pytree laid out as the optimizer's state, with OptStateSpec leaves
+
+TransformInitFn = Callable[[NestedOptParam], Any]
+TransformPartitionSpecFn = Callable[[NestedParameterSpec], NestedOptStateSpec]
+
+
+class TransformUpdateFn(Protocol):
+    """Function that transforms updates and the state of the transformation."""
+
+    def __call__(
+        self, updates: NestedTensor, state: Any, params: NestedOptParam
+    ) -> tuple[NestedTensor, Any]:
+        """Performs one step on gradients, or on the output of an earlier transformation.
+
+        Args:
+          params: before the update.
+
+        Returns:
+          The new updates, which after the last transformation are added to the parameters, and the
+          state.
+        """
+        ...
+
+
+class PartitionedGradientTransformation(NamedTuple):
+    """Optimizer, or a part of one: its initial state, one step, and the layout of its state."""
+
+    init: TransformInitFn
+    update: TransformUpdateFn
+    partition: TransformPartitionSpecFn
+
+
+TransformationLike = (
+    PartitionedGradientTransformation | optax.GradientTransformation | InstantiableConfig
+)
+
+
+def opt_param_values(params: NestedOptParam) -> NestedTensor:
+    """Returns the arrays of a tree of parameters.
+
+    >>> opt_param_values({"w": OptParam(value=1.0)})
+    {'w': 1.0}
+    """
+    return jax.tree.map(lambda param: param.value, params)
+
+
+def tree_paths(tree: Nested[object]) -> Nested[str]:
+    """Returns a tree like `tree` with the path of each leaf, such as "decoder/emb/weight".
+
+    >>> tree_paths({"a": {"b": 1}, "c": (2, 3)})
+    {'a': {'b': 'a/b'}, 'c': ('c/0', 'c/1')}
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), tree)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """Returns a JAX key path as names joined by slashes."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def report(name: str, value: jax.typing.ArrayLike) -> None:
+    """Adds a summary to the current invocation, if any, in place of an earlier one of that name."""
+    context = current_context()
+    if context is not None:
+        context.get_summaries()[name] = value
+
+
+# Partitioning.
+
+
+def replicated(shape: Shape, dtype: DType) -> OptStateSpec:
+    """Returns the spec of a replicated array."""
+    return TensorSpec(shape=tuple(shape), dtype=dtype, mesh_axes=(None,) * len(shape))
+
+
+# Any, since it takes the place of an array in states.
+COUNT_SPEC: Any = replicated((), jnp.int32)
+
+
+def copy_partition(
+    specs: Nested[TensorSpec],
+    *,
+    pattern: str | re.Pattern | None = None,
+    memory_kind: str | None = None,
+) -> Any:
+    """Returns specs of arrays laid out like those that `specs`, of parameters or states, describe.
+
+    Args:
+      pattern: sets the memory kind only where it matches the whole path; None sets it everywhere.
+      memory_kind: the memory that holds the arrays; None leaves it unchanged.
+    """
+
+    def copied(path: tuple[Any, ...], spec: TensorSpec) -> TensorSpec:
+        kind = spec.memory_kind
+        if memory_kind is not None and (pattern is None or re.fullmatch(pattern, path_name(path))):
+            kind = memory_kind
+        return TensorSpec(spec.shape, spec.dtype, spec.mesh_axes, kind)
+
+    return jax.tree_util.tree_map_with_path(copied, specs)
+
+
+def mirrored_partition(init: Callable[[Any], Any]) -> TransformPartitionSpecFn:
+    """Derives the layout of a state from the function that makes it, evaluated abstractly.
+
+    A leaf of the state with the shape of a parameter and a path that ends in that parameter's path
+    is laid out like the parameter; all other leaves are replicated.
+    """
+
+    def partition(param_specs: NestedParameterSpec) -> NestedOptStateSpec:
+        spec_at = dict(jax.tree_util.tree_flatten_with_path(param_specs)[0])
+
+        def abstract(spec: TensorSpec) -> jax.ShapeDtypeStruct:
+            dtype = jnp.float32 if spec.dtype is None else spec.dtype
+            return jax.ShapeDtypeStruct(spec.shape, dtype)
+
+        shapes = jax.tree.map(abstract, param_specs)
+
+        def laid_out(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> OptStateSpec:
+            suffixes = (path[i:] for i in range(len(path) + 1))  # the longest first
+            spec = next((spec_at[suffix] for suffix in suffixes if suffix in spec_at), None)
+            if spec is None or tuple(spec.shape) != leaf.shape:
+                return replicated(leaf.shape, leaf.dtype)
+            return TensorSpec(shape=leaf.shape, dtype=leaf.dtype, mesh_axes=spec.mesh_axes)
+
+        return jax.tree_util.tree_map_with_path(laid_out, jax.eval_shape(init, shapes))
+
+    return partition
+
+
+def with_partition_fn(
+    base: optax.GradientTransformation, partition_fn: TransformPartitionSpecFn
+) -> PartitionedGradientTransformation:
+    """Adds a partition to an optax transformation, which sees only the arrays of the parameters."""
+
+    def init_fn(params: NestedOptParam) -> Any:
+        return base.init(opt_param_values(params))
+
+    def update_fn(
+        updates: NestedTensor, state: optax.OptState, params: NestedOptParam
+    ) -> tuple[Any, optax.OptState]:
+        return base.update(updates, state, opt_param_values(params))
+
+    return PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
+
+
+def as_partitioned(transformation: TransformationLike) -> PartitionedGradientTransformation:
+    """Returns either kind of transformation, or one made from a config, with its partition.
+
+    Raises a TransformationTypeError for other values.
+    """
+    made = maybe_instantiate(transformation)
+    if isinstance(made, PartitionedGradientTransformation):
+        return made
+    if isinstance(made, optax.GradientTransformation):
+        return with_partition_fn(made, mirrored_partition(made.init))
+    raise TransformationTypeError(
+        "an optimizer is a PartitionedGradientTransformation, an optax.GradientTransformation, or "
+        f"a config of one; got {made!r} of type {type(made).__name__}."
+    )
+
+
+def adam_partition(base: optax.GradientTransformation) -> PartitionedGradientTransformation:
+    """Returns `optax.scale_by_adam` with both moments laid out like the parameters."""
+    return as_partitioned(base)
+
+
+def trace_partition(base: optax.GradientTransformation) -> PartitionedGradientTransformation:
+    """Returns `optax.trace` with the trace laid out like the parameters."""
+    return as_partitioned(base)
+
+
+# Composition.
+
+
+def stateless(
+    update_fn: Callable[[NestedTensor, NestedOptParam], NestedTensor],
+) -> PartitionedGradientTransformation:
+    """Creates a transformation without state from a function of updates and parameters."""
+    return PartitionedGradientTransformation(
+        init=lambda params: optax.EmptyState(),
+        update=lambda updates, state, params: (update_fn(updates, params), state),
+        partition=lambda param_specs: optax.EmptyState(),
+    )
+
+
+def identity() -> PartitionedGradientTransformation:
+    """Returns a transformation that leaves updates unchanged."""
+    return stateless(lambda updates, params: updates)
+
+
+def chain(*args: TransformationLike) -> PartitionedGradientTransformation:
+    """Chains transformations, with or without a partition, or their configs; the state is a tuple.
+
+    Raises a TransformationTypeError for other values.
+
+    >>> tx = chain(optax.scale(2.0), optax.scale(3.0))
+    >>> params = {"w": OptParam(value=jnp.zeros(()))}
+    >>> updates, _ = tx.update({"w": 1.0}, tx.init(params), params)
+    >>> updates
+    {'w': 6.0}
+    """
+    sequence = _in_sequence({str(i): arg for i, arg in enumerate(args)})
+
+    def update_fn(
+        updates: NestedTensor, state: tuple, params: NestedOptParam
+    ) -> tuple[NestedTensor, tuple]:
+        states = {str(i): part_state for i, part_state in enumerate(state)}
+        updates, states = sequence.update(updates, states, params)
+        return updates, tuple(states.values())
+
+    return PartitionedGradientTransformation(
+        init=lambda params: tuple(sequence.init(params).values()),
+        update=update_fn,
+        partition=lambda param_specs: tuple(sequence.partition(param_specs).values()),
+    )
+
+
+def named_chain(**kwargs: TransformationLike) -> PartitionedGradientTransformation:
+    """Chains transformations like `chain`, with a state that is a dict by their names.
+
+    >>> tx = named_chain(double=optax.scale(2.0), momentum=optax.trace(0.9))
+    >>> sorted(tx.init({"w": OptParam(value=jnp.zeros(()))}))
+    ['double', 'momentum']
+    """
+    return _in_sequence(kwargs)
+
+
+def _in_sequence(
+    transformations: Mapping[str, TransformationLike],
+) -> PartitionedGradientTransformation:
+    # An immutable tuple, such that chains of equal parts compare equal.
+    parts = tuple((name, as_partitioned(part)) for name, part in transformations.items())
+
+    def update_fn(
+        updates: NestedTensor, state: dict[str, Any], params: NestedOptParam
+    ) -> tuple[NestedTensor, dict[str, Any]]:
+        new_state = {}
+        for name, part in parts:
+            updates, new_state[name] = part.update(updates, state[name], params)
+        return updates, new_state
+
+    return PartitionedGradientTransformation(
+        init=lambda params: {name: part.init(params) for name, part in parts},
+        update=update_fn,
+        partition=lambda specs: {name: part.partition(specs) for name, part in parts},
+    )

@@ -1,0 +1,520 @@
+"""Transformations that scale updates, add weight decay, or keep moving averages.
+
+A per-parameter scale is a function from the tree of parameters to a tree of factors.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from weft.config import maybe_instantiate
+from weft.functional.arrays import to_ndim
+from weft.hierarchy.base_layer import NestedParameterSpec, ParameterSpec
+from weft.hierarchy.parameter_spec import FactorizationSpec, TensorSpec
+from weft.struct import map_blocks
+from weft.trainer.optimizers.base import (
+    COUNT_SPEC,
+    NestedOptParam,
+    OptParam,
+    OptStateSpec,
+    PartitionedGradientTransformation,
+    copy_partition,
+    identity,
+    opt_param_values,
+    replicated,
+    report,
+    stateless,
+    tree_paths,
+)
+from weft.trainer.schedule import Schedule, ScheduleFn, as_schedule_fn
+from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
+
+PerParamScale = Callable[[NestedOptParam], Nested[Any]]
+
+logger = logging.getLogger(__name__)
+
+
+def scale(step_size: float) -> PartitionedGradientTransformation:
+    """Multiplies updates by a number."""
+    return stateless(lambda updates, params: jax.tree.map(lambda u: u * step_size, updates))
+
+
+def scale_by_schedule(
+    step_size_fn: Schedule, *, name: str | None = None
+) -> PartitionedGradientTransformation:
+    """Multiplies updates by a schedule's value at the number of steps done.
+
+    Reports "schedule_step" and "schedule_scale", with the prefix `name` to distinguish two
+    schedules.
+    """
+    schedule_fn = as_schedule_fn(step_size_fn)
+    prefix = "" if name is None else f"{name}/"
+
+    def update_fn(
+        updates: NestedTensor, state: optax.ScaleByScheduleState, params: NestedOptParam
+    ) -> tuple[NestedTensor, optax.ScaleByScheduleState]:
+        step_size = schedule_fn(state.count)
+        report(f"{prefix}schedule_step", state.count)
+        report(f"{prefix}schedule_scale", step_size)
+        updates = jax.tree.map(lambda u: u * step_size, updates)
+        return updates, optax.ScaleByScheduleState(optax.safe_increment(state.count))
+
+    return PartitionedGradientTransformation(
+        init=lambda params: optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)),
+        update=update_fn,
+        partition=lambda param_specs: optax.ScaleByScheduleState(COUNT_SPEC),
+    )
+
+
+def scale_from_learning_rate(learning_rate: Schedule, *, flip_sign: bool = True) -> ScheduleFn:
+    """Adapts a learning rate for `scale_by_schedule`; reports its value and "lr_schedule_step".
+
+    The returned schedule is negated for gradient descent unless `flip_sign` is False.
+    """
+    learning_rate_fn = as_schedule_fn(learning_rate)
+
+    def fn(step: Tensor) -> Tensor:
+        value = learning_rate_fn(step)
+        report("lr_schedule_step", step)
+        report("learning_rate", value)
+        return -value if flip_sign else value
+
+    return fn
+
+
+def per_param_scale_by_path(
+    *, scale_by_path: Sequence[tuple[str, float]], description: str, default_scale: float = 1.0
+) -> PerParamScale:
+    """Returns scales by regular expressions on parameters' paths.
+
+    Args:
+      scale_by_path: pairs of a pattern, which must match the whole path, such as
+        "decoder/emb/weight", and a scale; the first match counts.
+      description: purpose of the scale, logged with the parameters whose scale differs.
+      default_scale: scale without a match.
+
+    >>> no_bias_decay = per_param_scale_by_path(
+    ...     scale_by_path=[(".*/bias", 0.0)], description="weight decay"
+    ... )
+    >>> no_bias_decay({"linear": {"weight": 1.0, "bias": 2.0}})
+    {'linear': {'bias': 0.0, 'weight': 1.0}}
+    """
+
+    def scale_of(path: str) -> float:
+        for pattern, scale in scale_by_path:
+            if re.fullmatch(pattern, path):
+                logger.info("%s of %s: %s", description, path, scale)
+                return scale
+        return default_scale
+
+    return lambda params: jax.tree.map(scale_of, tree_paths(params))
+
+
+def per_param_scale_by_rms(*, min_scale: float = 1e-4) -> PerParamScale:
+    """Returns scales by the root mean square of each parameter, at least `min_scale`."""
+
+    def scale_of(param: OptParam) -> Tensor:
+        return optax.safe_root_mean_squares(param.value, min_scale)
+
+    return lambda params: jax.tree.map(scale_of, params)
+
+
+def scale_update_per_param(per_param_scale: PerParamScale) -> PartitionedGradientTransformation:
+    """Multiplies each update by the scale of its parameter; accepts the function or its config."""
+    scale_fn = maybe_instantiate(per_param_scale)
+    return stateless(
+        lambda updates, params: jax.tree.map(lambda u, s: u * s, updates, scale_fn(params))
+    )
+
+
+def scale_by_param_block_rms(min_scale: float = 1e-3) -> PartitionedGradientTransformation:
+    """Multiplies each update by its parameter's root mean square, per layer of a stack.
+
+    The factor is at least `min_scale`, which lets parameters that are zero change.
+    """
+
+    def scaled(update: Tensor, value: Tensor) -> Tensor:
+        return update * optax.safe_root_mean_squares(value, min_scale)
+
+    return stateless(lambda updates, params: map_blocks(scaled, updates, opt_param_values(params)))
+
+
+def scale_by_trust_ratio(
+    min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0
+) -> PartitionedGradientTransformation:
+    """Multiplies each update by the ratio of its parameter's norm to its own, per layer of a stack.
+
+    Source: You et al., https://arxiv.org/abs/1904.00962; see `optax.scale_by_trust_ratio`.
+
+    Args:
+      min_norm: lower bound of both norms.
+      trust_coefficient: factor of the ratio.
+      eps: added to the norm of the update.
+    """
+    base = optax.scale_by_trust_ratio(min_norm, trust_coefficient, eps)
+
+    def scaled(update: Tensor, value: Tensor) -> Any:
+        return base.update(update, optax.EmptyState(), value)[0]
+
+    return stateless(lambda updates, params: map_blocks(scaled, updates, opt_param_values(params)))
+
+
+# Decay.
+
+
+class AddDecayedWeightsState(NamedTuple):
+    """State of `add_decayed_weights`: the number of steps done, or None without a schedule."""
+
+    count: Any
+
+
+def decay_scales(params: NestedOptParam, per_param_scale: PerParamScale | None) -> Nested[Any]:
+    """Returns the decay factors of the layers, else of `per_param_scale`, else 1."""
+    if per_param_scale is None:
+        return jax.tree.map(_layer_scale, params)
+    return jax.tree.map(_layer_scale, params, per_param_scale(params))
+
+
+def _layer_scale(param: OptParam, otherwise: float | Tensor = 1.0) -> float | Tensor:
+    return otherwise if param.weight_decay_scale is None else param.weight_decay_scale
+
+
+def add_decayed_weights(
+    weight_decay: float,
+    *,
+    learning_rate_exponent: float | None = None,
+    learning_rate: Schedule | None = None,
+    per_param_scale: PerParamScale | None = None,
+) -> PartitionedGradientTransformation:
+    """Adds to each update its parameter times the weight decay.
+
+    Args:
+      learning_rate_exponent: if given, multiplies the decay by this power of the learning rate.
+      learning_rate: schedule of the learning rate.
+      per_param_scale: function, or a config of one, that returns factors for parameters whose layer
+        sets no `weight_decay_scale`.
+    """
+    scale_fn = maybe_instantiate(per_param_scale)
+    learning_rate_fn = as_schedule_fn(learning_rate)
+    counts = learning_rate_exponent is not None
+
+    def update_fn(
+        updates: NestedTensor, state: AddDecayedWeightsState, params: NestedOptParam
+    ) -> tuple[NestedTensor, AddDecayedWeightsState]:
+        rate = weight_decay
+        if learning_rate_exponent is not None:
+            rate = rate * learning_rate_fn(state.count) ** learning_rate_exponent
+            state = AddDecayedWeightsState(optax.safe_increment(state.count))
+        return _with_decay(updates, params, rate, scale_fn), state
+
+    return PartitionedGradientTransformation(
+        init=lambda params: AddDecayedWeightsState(jnp.zeros((), jnp.int32) if counts else None),
+        update=update_fn,
+        partition=lambda param_specs: AddDecayedWeightsState(COUNT_SPEC if counts else None),
+    )
+
+
+def l2_regularizer(
+    regularizer_weight: float | None = 0.0, per_param_scale: PerParamScale | None = None
+) -> PartitionedGradientTransformation:
+    """Adds to each gradient that of an L2 penalty, `regularizer_weight` times the parameter.
+
+    `regularizer_weight` is the weight of half the squared norm, with 0 or None for no penalty, and
+    `per_param_scale` is as for `add_decayed_weights`.
+    """
+    if not regularizer_weight:
+        return identity()
+    scale_fn = maybe_instantiate(per_param_scale)
+    return stateless(
+        lambda updates, params: _with_decay(updates, params, regularizer_weight, scale_fn)
+    )
+
+
+def _with_decay(
+    updates: NestedTensor,
+    params: NestedOptParam,
+    rate: float | Tensor,
+    scale_fn: PerParamScale | None,
+) -> NestedTensor:
+    if isinstance(rate, int | float) and rate == 0:
+        return updates
+    return jax.tree.map(
+        lambda update, param, scale: update + rate * scale * param.value,
+        updates,
+        params,
+        decay_scales(params, scale_fn),
+    )
+
+
+def decoupled_scale_and_decay(
+    learning_rate: Schedule,
+    weight_decay: float,
+    weight_decay_per_param_scale: PerParamScale | None,
+    update_schedule: Schedule,
+) -> tuple[PartitionedGradientTransformation, ...]:
+    """Returns parts of `-update_schedule * (learning_rate * update + weight_decay * parameter)`.
+
+    Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, where weight decay does not
+    depend on the learning rate, but both depend on the schedule.
+    """
+    return (
+        scale_by_schedule(
+            scale_from_learning_rate(learning_rate, flip_sign=False), name="learning_rate"
+        ),
+        add_decayed_weights(weight_decay, per_param_scale=weight_decay_per_param_scale),
+        scale_by_schedule(update_schedule),
+        scale(-1.0),
+    )
+
+
+class EmaState(NamedTuple):
+    """State of `ema`.
+
+    Attributes:
+      count: number of steps done.
+      ema: averages in the dtype of the accumulator.
+      scale: factor of integer averages; one unused number for other dtypes.
+    """
+
+    count: Any
+    ema: Any
+    scale: Any
+
+
+def ema(
+    decay: Schedule, debias: bool = True, accumulator_dtype: DType | None = jnp.float32
+) -> PartitionedGradientTransformation:
+    """Replaces updates by their exponential moving average.
+
+    In an integer dtype, averages are fixed-point numbers with one factor per column, where a column
+    shares all indices but that of the first axis.
+
+    Args:
+      decay: weight of the previous average; may be a schedule.
+      debias: whether to divide by `1 - decay**t` after t steps, to correct for the initial zero.
+      accumulator_dtype: dtype of the stored average; None for that of the parameter.
+    """
+    decay_fn = as_schedule_fn(decay)
+
+    def init_fn(params: NestedOptParam) -> EmaState:
+        values = opt_param_values(params)
+        specs = jax.tree.map(spec_of, values), jax.tree.map(scale_spec_of, values)
+        zeros = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
+        return EmaState(jnp.zeros((), jnp.int32), *zeros)
+
+    def update_fn(
+        updates: NestedTensor, state: EmaState, params: NestedOptParam
+    ) -> tuple[NestedTensor, EmaState]:
+        decay = decay_fn(state.count)
+        count = optax.safe_increment(state.count)
+        correction = 1 - decay**count if debias else 1.0
+
+        averages = jax.tree.map(
+            lambda u, kept, scale: (1 - decay) * u + decay * _from_accumulator(kept, scale),
+            updates,
+            state.ema,
+            state.scale,
+        )
+        kept = jax.tree.map(lambda x, old: _to_accumulator(x, old.dtype), averages, state.ema)
+        new_ema = jax.tree.map(lambda x, pair: pair[0], averages, kept)
+        new_scale = jax.tree.map(lambda x, pair: pair[1], averages, kept)
+        updates = jax.tree.map(lambda x, u: (x / correction).astype(u.dtype), averages, updates)
+        return updates, EmaState(count, new_ema, new_scale)
+
+    def partition_fn(param_specs: NestedParameterSpec) -> EmaState:
+        specs = jax.tree.map(spec_of, param_specs), jax.tree.map(scale_spec_of, param_specs)
+        return EmaState(COUNT_SPEC, *specs)
+
+    def spec_of(x: ParameterSpec | Tensor) -> OptStateSpec:
+        dtype = x.dtype if accumulator_dtype is None else accumulator_dtype
+        return TensorSpec(x.shape, dtype, getattr(x, "mesh_axes", None))
+
+    def scale_spec_of(x: ParameterSpec | Tensor) -> OptStateSpec:
+        spec = spec_of(x)
+        if not jnp.issubdtype(jnp.dtype(spec.dtype), jnp.integer):
+            return replicated((1,), jnp.float32)
+        mesh_axes = None if spec.mesh_axes is None else spec.mesh_axes[1:]
+        return TensorSpec(spec.shape[1:], jnp.float32, mesh_axes)
+
+    return PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
+
+
+def _from_accumulator(kept: Tensor, scale: Tensor) -> Tensor:
+    if not jnp.issubdtype(kept.dtype, jnp.integer):
+        return kept
+    return kept.astype(jnp.float32) * to_ndim(scale, kept.ndim)
+
+
+def _to_accumulator(x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return x.astype(dtype), jnp.zeros((1,), jnp.float32)
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=0 if x.ndim else None) / jnp.iinfo(dtype).max
+    divisor = to_ndim(jnp.where(scale > 0, scale, 1), x.ndim)
+    return jnp.round(x / divisor).astype(dtype), scale
+
+
+class ParamEmaState(NamedTuple):
+    """State of `param_ema`: the number of steps done and the averages of the parameters."""
+
+    count: Any
+    ema: Any
+
+
+def param_ema(*, decay: Schedule | None = None) -> PartitionedGradientTransformation:
+    """Keeps an exponential moving average of the parameters and leaves updates unchanged.
+
+    The average starts at zero; the decays of `weft.trainer.schedule.ema_schedule` correct for that.
+    `decay`, which may be a schedule, is the weight of the previous average; None keeps no average.
+    State of layers, such as moving statistics, is stored without averaging.
+    """
+    if decay is None:
+        return identity()
+    decay_fn = as_schedule_fn(decay)
+
+    def init_fn(params: NestedOptParam) -> ParamEmaState:
+        first = jax.tree.map(
+            lambda param: param.value if param.is_state else jnp.zeros_like(param.value), params
+        )
+        return ParamEmaState(jnp.zeros((), jnp.int32), first)
+
+    def update_fn(
+        updates: NestedTensor, state: ParamEmaState, params: NestedOptParam
+    ) -> tuple[NestedTensor, ParamEmaState]:
+        decay = decay_fn(state.count)
+        averages = jax.tree.map(
+            lambda param, kept: (
+                param.value
+                if param.is_state
+                else ((1 - decay) * param.value + decay * kept).astype(kept.dtype)
+            ),
+            params,
+            state.ema,
+        )
+        return updates, ParamEmaState(optax.safe_increment(state.count), averages)
+
+    def partition_fn(param_specs: NestedParameterSpec) -> ParamEmaState:
+        return ParamEmaState(COUNT_SPEC, copy_partition(param_specs))
+
+    return PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
+
+
+def replace_with_updates() -> PartitionedGradientTransformation:
+    """Sets each parameter to its incoming update instead of adding the update to it.
+
+    For statistics that come back as gradients, such as the scales of 8-bit floating point.
+    """
+    return stateless(
+        lambda updates, params: jax.tree.map(lambda u, p: u - p.value, updates, params)
+    )
+
+
+class _Moment(NamedTuple):
+    """Second moment of one parameter: either `v_row` and `v_col` or `v` is used."""
+
+    v_row: Any
+    v_col: Any
+    v: Any
+
+
+def scale_by_factored_rms(
+    decay: Schedule, *, factored: bool = True, eps: float = 1e-30
+) -> PartitionedGradientTransformation:
+    """Divides updates by the root of the moving average of their squares.
+
+    For a matrix of gradients G, the moment of G² is approximated by the outer product of its row
+    means and its column means, divided by the mean of all: two vectors replace a matrix. The layer
+    chooses the row and column axes in the parameter's factorization spec.
+    Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235.
+
+    Args:
+      decay: weight of the previous average; may be a schedule.
+      factored: whether to factor the averages of parameters whose spec allows it.
+      eps: added to the squares.
+    """
+    decay_fn = as_schedule_fn(decay)
+
+    def row_and_col(spec: FactorizationSpec | None) -> tuple[int, int] | None:
+        if not factored or spec is None or not {"row", "col"} <= set(spec.axes):
+            return None
+        return spec.axes.index("row"), spec.axes.index("col")
+
+    def init_fn(params: NestedOptParam) -> optax.FactoredState:
+        specs = jax.tree.map(
+            lambda p: _moment_spec(p, None, row_and_col(p.factorization_spec)), params
+        )
+        zeros = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
+        return _state(jnp.zeros((), jnp.int32), zeros)
+
+    def update_fn(
+        updates: NestedTensor, state: optax.FactoredState, params: NestedOptParam
+    ) -> tuple[NestedTensor, optax.FactoredState]:
+        decay = decay_fn(state.count)
+
+        def step(update, param, *moment):
+            axes = row_and_col(param.factorization_spec)
+            return _step(update, _Moment(*moment), axes, decay, eps)
+
+        steps = jax.tree.map(step, updates, params, state.v_row, state.v_col, state.v)
+        moments = jax.tree.map(lambda u, s: s[1], updates, steps)
+        updates = jax.tree.map(lambda u, s: s[0], updates, steps)
+        return updates, _state(optax.safe_increment(state.count), moments)
+
+    def partition_fn(param_specs: NestedParameterSpec) -> optax.FactoredState:
+        specs = jax.tree.map(
+            lambda s: _moment_spec(s, s.partition_spec, row_and_col(s.factorization)), param_specs
+        )
+        return _state(COUNT_SPEC, specs)
+
+    return PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
+
+
+def _state(count: Any, moments: Nested[_Moment]) -> optax.FactoredState:
+    fields = {
+        name: jax.tree.map(
+            lambda m, name=name: getattr(m, name), moments, is_leaf=lambda x: type(x) is _Moment
+        )
+        for name in _Moment._fields
+    }
+    return optax.FactoredState(count=count, **fields)
+
+
+def _moment_spec(
+    param: OptParam | ParameterSpec, mesh_axes: PartitionSpec | None, axes: tuple[int, int] | None
+) -> _Moment:
+    shape = tuple(param.shape)
+    unused = replicated((1,), jnp.float32)
+    if axes is None:
+        return _Moment(unused, unused, TensorSpec(shape, jnp.float32, mesh_axes))
+
+    def without(axis: int) -> TensorSpec:
+        layout = None if mesh_axes is None else (*mesh_axes[:axis], *mesh_axes[axis + 1 :])
+        return TensorSpec((*shape[:axis], *shape[axis + 1 :]), jnp.float32, layout)
+
+    return _Moment(without(axes[0]), without(axes[1]), unused)
+
+
+def _step(
+    update: Tensor, moment: _Moment, axes: tuple[int, int] | None, decay: float | Tensor, eps: float
+) -> tuple[Tensor, _Moment]:
+    squares = jnp.square(update.astype(jnp.float32)) + eps
+
+    def averaged(kept: Tensor, new: Tensor) -> Tensor:
+        return decay * kept + (1 - decay) * new
+
+    if axes is None:
+        v = averaged(moment.v, squares)
+        return update * jax.lax.rsqrt(v), moment._replace(v=v)
+    row, col = axes
+    v_row = averaged(moment.v_row, jnp.mean(squares, axis=row))
+    v_col = averaged(moment.v_col, jnp.mean(squares, axis=col))
+    # The mean over the remaining one of both axes; the other axes are stacked, not factored.
+    mean = jnp.mean(v_row, axis=col - (row < col), keepdims=True)
+    by_row = jnp.expand_dims(jax.lax.rsqrt(v_row / mean), axis=row)
+    by_col = jnp.expand_dims(jax.lax.rsqrt(v_col), axis=col)
+    return update * by_row * by_col, _Moment(v_row, v_col, moment.v)

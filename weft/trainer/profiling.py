@@ -1,0 +1,426 @@
+"""Speed of a run: throughput in its summaries, floating-point operations, and profiler traces.
+
+    steps per second   between two readings, excluding evaluation and saving
+    MFU                operations that the model needs, relative to the devices' peak
+    input wait         seconds per step of waiting for its batch
+    goodput            fraction of the time since the first start of the run that went into steps
+                       that were not lost
+
+MFU counts three times the operations of a forward pass (the backward pass takes two), regardless of
+recomputation (Chowdhery et al., 2022, appendix B). They are counted in its jaxpr: only matrix
+products and convolutions, a scan's body once per iteration, each product for the weight that it
+uses, followed through casts, reshapes and slices. Goodput covers all starts: work lost when a
+process was killed, compilation, waiting for a start, saving and evaluation do not count as steps.
+
+Each profiler trace has its own directory below the run's,
+`trace/step_00000010/plugins/profile/<time>/`, with `*.xplane.pb` for XProf and TensorBoard's
+profile plugin, and `*.trace.json.gz` for ui.perfetto.dev.
+"""
+
+import contextlib
+import datetime
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+
+from weft.config import Configurable, config_class
+from weft.errors import ProfilerTraceError, ThroughputError
+from weft.hierarchy.module import Module, functional
+from weft.trainer.run_dir import read_record, update_record
+from weft.typing import NestedTensor
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, JaxprEqn
+
+# Dense bfloat16 FLOP/s per device, by JAX's device kind, from the makers' data sheets. The longest
+# name contained in a device kind applies.
+PEAK_FLOPS = {
+    "TPU v2": 22.5e12,
+    "TPU v3": 61.5e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "V100": 125e12,
+    "A10G": 70e12,
+    "A100": 312e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}
+_RECORD = "goodput"
+# Fraction of the time above which the input is reported as slow.
+_SLOW_INPUT = 0.1
+
+logger = logging.getLogger(__name__)
+_MAX_MARKS = 200
+
+
+def peak_flops_of(device_kind: str) -> float | None:
+    """Returns the peak operations per second of a `jax.Device.device_kind`; None for unknown ones.
+
+    >>> peak_flops_of("NVIDIA H100 80GB HBM3"), peak_flops_of("cpu")
+    (989000000000000.0, None)
+    """
+    names = [name for name in PEAK_FLOPS if name in device_kind]
+    return PEAK_FLOPS[max(names, key=len)] if names else None
+
+
+class Throughput(Configurable):
+    """Measurement of a run's steps, with a monotonic clock and the time of day, in seconds."""
+
+    @config_class
+    class Config(Configurable.Config):
+        """Configures a Throughput.
+
+        Attributes:
+            every_n_steps: Number of steps between two readings. A reading waits for its step; in
+                between, steps are dispatched ahead.
+            tokens_field: The field of a batch whose elements are counted as tokens, if present.
+            peak_flops_per_device: For the MFU; None for `peak_flops_of` the device kind, without
+                MFU for unknown kinds.
+        """
+
+        every_n_steps: int = 100
+        tokens_field: str = "input_ids"
+        peak_flops_per_device: float | None = None
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        now: Callable[[], float] = time.time,
+    ):
+        super().__init__(config)
+        if config.every_n_steps < 1:
+            raise ThroughputError(
+                f"throughput.every_n_steps={config.every_n_steps}; expected 1 or more steps."
+            )
+        self._every_n_steps = config.every_n_steps
+        self._clock, self._now = clock, now
+        self._start: tuple[int, float] | None = None  # step and time to count from
+        self._paused = 0.0  # total seconds
+        self._pause_began: float | None = None
+        self._productive = 0.0  # seconds of steps since the first start of the run
+        self._flops: float | None = None  # of a step, once counted
+        self._waited: tuple[int, float] = (0, 0.0)  # last report's step and total seconds
+        self._slow_logged = False
+
+    def start(self, directory: str, step: int) -> None:
+        """Starts or resumes measuring after a step."""
+        self._directory, self._start = directory, None
+        record = read_record(directory)
+        starts = record.get("starts", [])
+        self._first_start = (
+            datetime.datetime.fromisoformat(starts[0]["time"]).timestamp()
+            if starts
+            else self._now()
+        )
+        marks = [mark for mark in record.get(_RECORD, []) if mark["step"] <= step]
+        self._productive = marks[-1]["productive_seconds"] if marks else 0.0
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether to call `on_step`, which waits for the step; for the first step, too."""
+        return self._start is None or step % self._every_n_steps == 0
+
+    def on_step(
+        self,
+        step: int,
+        outputs: object,
+        batch: NestedTensor,
+        *,
+        model: Module,
+        params: NestedTensor,
+        input_wait_seconds: float = 0.0,
+    ) -> dict[str, float]:
+        """Records a dispatched step; returns values to report by name, none if it is not due.
+
+        Args:
+            outputs: Arrays that the step computes.
+            model: The module whose `forward(input_batch)` the step differentiates.
+            input_wait_seconds: Total time that the run has waited for batches so far.
+        """
+        if not self.is_due(step):
+            return {}
+        jax.block_until_ready(outputs)
+        before, (steps, seconds) = self._start, self._read(step)
+        waited, self._waited = self._waited, (step, input_wait_seconds)
+        if before is None or seconds <= 0:
+            return {}
+        per_second = steps / seconds
+        wait = (input_wait_seconds - waited[1]) / (step - waited[0])
+        self._warn_if_slow(step, wait, wait * per_second)
+        summaries = {
+            "steps_per_second": per_second,
+            "examples_per_second": per_second * jax.tree.leaves(batch)[0].shape[0],
+            "input_wait_seconds": wait,
+            "goodput": min(1.0, self._productive / max(self._now() - self._first_start, 1e-9)),
+        }
+        if isinstance(batch, Mapping) and self.config.tokens_field in batch:
+            tokens = jax.tree.leaves(batch[self.config.tokens_field])[0].size
+            summaries["tokens_per_second"] = per_second * tokens
+        utilization = self._utilization(per_second, batch, model, params)
+        if utilization is not None:
+            summaries["mfu"] = utilization
+        return summaries
+
+    def _warn_if_slow(self, step: int, wait: float, share: float) -> None:
+        if share > _SLOW_INPUT and not self._slow_logged:
+            self._slow_logged = True
+            logger.warning(
+                "Up to step %d each step waited %.3g s for its input, %.0f %% of the time: the "
+                "input is slower than the model. Reduce its work per batch, or read with more "
+                "workers.",
+                step,
+                wait,
+                100 * min(share, 1.0),
+            )
+
+    def _read(self, step: int) -> tuple[int, float]:
+        """Returns the number of steps since the last reading, and their duration in seconds."""
+        now = self._active_seconds()
+        before, self._start = self._start, (step, now)
+        if before is None:  # the first step, which includes compilation
+            return 0, 0.0
+        seconds = now - before[1]
+        self._productive += seconds
+        return step - before[0], seconds
+
+    def _active_seconds(self) -> float:
+        now = self._clock() if self._pause_began is None else self._pause_began
+        return now - self._paused
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Excludes the time while open from that of steps."""
+        self._pause_began = self._clock()
+        try:
+            yield
+        finally:
+            self._paused += self._clock() - self._pause_began
+            self._pause_began = None
+
+    def on_checkpoint(self, step: int, outputs: object) -> None:
+        """Records in the run's directory the time of the steps up to a saved one."""
+        jax.block_until_ready(outputs)
+        self._read(step)
+        if jax.process_index():
+            return
+        marks = read_record(self._directory).get(_RECORD, [])
+        marks = [mark for mark in marks if mark["step"] < step][-_MAX_MARKS:]
+        marks.append({"step": step, "productive_seconds": round(self._productive, 3)})
+        with contextlib.suppress(OSError):  # a full disk does not end training
+            update_record(self._directory, **{_RECORD: marks})
+
+    def _utilization(
+        self, per_second: float, batch: NestedTensor, model: Module, params: NestedTensor
+    ) -> float | None:
+        peak = self.config.peak_flops_per_device or peak_flops_of(jax.devices()[0].device_kind)
+        if peak is None:
+            return None
+        if self._flops is None:
+            self._flops = 3 * _forward_flops(model, params, batch)
+        devices = len(jax.tree.leaves(params)[0].sharding.device_set)
+        return self._flops * per_second / (peak * devices)
+
+
+def _forward_flops(model: Module, params: NestedTensor, batch: NestedTensor) -> int:
+    """Counts the operations of a forward pass over a global batch, without running it."""
+
+    def forward(params: NestedTensor, batch: NestedTensor) -> Any:
+        (loss, _), _ = functional(
+            model,
+            prng_key=jax.random.key(0),
+            state=params,
+            inputs={"input_batch": batch},
+            is_training=True,
+        )
+        return loss
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch))
+    return count_flops(forward, *shapes).total()
+
+
+Flops = Counter[str | None]
+
+
+def count_flops(fn: Callable[..., Any], weights: object, *args: object) -> Flops:
+    """Counts the floating-point operations of a function without running it.
+
+    Args:
+        fn: A function of arrays.
+        weights: Its first argument: a pytree of arrays, or their shapes as `jax.ShapeDtypeStruct`.
+        *args: The others.
+
+    Returns:
+        Operations by the path of the weight, joined by `/`; under None those of products without a
+        weight. The body of a `while_loop` counts once; of a `cond` the costliest branch.
+
+    >>> import jax.numpy as jnp
+    >>> count_flops(lambda w, x: x @ w["a"], {"a": jnp.zeros((3, 5))}, jnp.zeros((2, 3)))
+    Counter({'a': 60})
+    """
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_leaves_with_path(weights)
+    ]
+    jaxpr = jax.make_jaxpr(fn)(weights, *args).jaxpr
+    others = [None] * (len(jaxpr.invars) - len(paths))
+    return _count(jaxpr, [*paths, *others])[0]
+
+
+def _count(jaxpr: "Jaxpr", sources: list[str | None]) -> tuple[Flops, list[str | None]]:
+    """Returns the operations of a jaxpr, and the weight that each of its outputs is, if any."""
+    source_of = dict(zip(jaxpr.invars, sources, strict=True))
+
+    def look_up(variables: Any) -> list[str | None]:
+        return [None if hasattr(v, "val") else source_of.get(v) for v in variables]
+
+    total: Flops = Counter()
+    for equation in jaxpr.eqns:
+        flops, outputs = _count_equation(equation, look_up(equation.invars))
+        total.update(flops)
+        source_of.update(zip(equation.outvars, outputs, strict=True))
+    return total, look_up(jaxpr.outvars)
+
+
+def _count_equation(
+    equation: "JaxprEqn", sources: list[str | None]
+) -> tuple[Flops, list[str | None]]:
+    name, params = equation.primitive.name, equation.params
+    computed: list[str | None] = [None] * len(equation.outvars)
+    if name in _PRODUCTS:
+        source = next((s for s in sources if s is not None), None)
+        return Counter({source: _PRODUCTS[name](equation)}), computed
+    inner = [jaxpr for value in params.values() for jaxpr in _jaxprs(value)]
+    if not inner:
+        # With a single array operand, such as a cast, transpose or slice, a weight stays a weight.
+        arrays = [s for v, s in zip(equation.invars, sources, strict=True) if not _is_scalar(v)]
+        return Counter(), arrays * len(computed) if len(arrays) == 1 else computed
+    counted = [_count(jaxpr, _of_body(name, jaxpr, sources)) for jaxpr in inner]
+    if name == "cond":
+        return max((flops for flops, _ in counted), key=Counter.total), computed
+    times = params["length"] if name == "scan" else 1
+    total: Flops = Counter()
+    for flops, _ in counted:
+        total.update({source: times * count for source, count in flops.items()})
+    outputs = counted[0][1]
+    return total, outputs if len(counted) == 1 and len(outputs) == len(computed) else computed
+
+
+def _of_body(name: str, jaxpr: "Jaxpr", sources: list[str | None]) -> list[str | None]:
+    """Returns the sources of a body's arguments, the last of the equation's."""
+    count = len(jaxpr.invars)
+    known = [] if name == "while" or count > len(sources) else sources[len(sources) - count :]
+    return known or [None] * count
+
+
+def _flops_of_dot(equation: Any) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    lhs = equation.invars[0].aval.shape
+    return 2 * _size(equation) * math.prod(lhs[axis] for axis in contracted)
+
+
+def _flops_of_conv(equation: Any) -> int:
+    # Each output sums over a window of input features: all of the kernel but its outputs.
+    kernel = equation.invars[1].aval.shape
+    outputs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * _size(equation) * math.prod(kernel) // outputs
+
+
+_PRODUCTS: dict[str, Callable[[Any], int]] = {
+    "dot_general": _flops_of_dot,
+    "conv_general_dilated": _flops_of_conv,
+}
+
+
+def _size(equation: Any) -> int:
+    return math.prod(equation.outvars[0].aval.shape)
+
+
+def _is_scalar(variable: Any) -> bool:
+    return not variable.aval.shape
+
+
+def _jaxprs(value: object) -> list[Any]:
+    """Returns the jaxprs in a parameter of an equation, open or closed, alone or in a sequence."""
+    if isinstance(value, tuple | list):
+        return [jaxpr for item in value for jaxpr in _jaxprs(item)]
+    value = getattr(value, "jaxpr", value)
+    return [value] if hasattr(value, "eqns") else []
+
+
+_DEFAULT_STEPS = 3
+
+
+class StepTraces:
+    """Controller that starts and stops the profiler around steps.
+
+    Args:
+        directory: The run's directory.
+        start_steps: The first steps of traces; steps within an earlier trace are ignored.
+        n_steps: Number of steps per trace; None for 3. Less than 1 raises a ProfilerTraceError.
+        processes: The processes that trace, or "all".
+        host_tracer_level, python_tracer_level: Level of detail for the host and for Python, 0 for
+            none; None for JAX's default.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        start_steps: Sequence[int],
+        n_steps: int | None = None,
+        processes: Literal["all"] | Sequence[int] = (0,),
+        *,
+        host_tracer_level: int | None = None,
+        python_tracer_level: int | None = None,
+    ):
+        if n_steps is not None and n_steps < 1:
+            raise ProfilerTraceError(
+                f"n_steps_for_each_trace={n_steps}; expected 1 or more steps, or None for "
+                f"{_DEFAULT_STEPS}."
+            )
+        here = processes == "all" or jax.process_index() in processes
+        self._start_steps = frozenset(start_steps if here else ())
+        self._directory = directory
+        self._n_steps = n_steps or _DEFAULT_STEPS
+        self._last: int | None = None  # the last step of the open trace
+        self._options = jax.profiler.ProfileOptions()
+        if host_tracer_level is not None:
+            self._options.host_tracer_level = host_tracer_level
+        if python_tracer_level is not None:
+            self._options.python_tracer_level = python_tracer_level
+
+    @contextlib.contextmanager
+    def around(self, step: int) -> Iterator[Callable[[Any], None]]:
+        """Surrounds a step.
+
+        Yields a function to call with the step's outputs, which it waits for if a trace ends here.
+        """
+        if step in self._start_steps and self._last is None:
+            directory = os.path.join(self._directory, f"trace/step_{step:08d}")
+            jax.profiler.start_trace(directory, profiler_options=self._options)
+            self._last = step + self._n_steps - 1
+        results: list[Any] = []
+        yield results.append
+        if self._last is not None and step >= self._last:
+            jax.block_until_ready(results)
+            self.close()
+
+    def close(self) -> None:
+        """Ends an open trace, as when the run ends before the trace does."""
+        if self._last is not None:
+            self._last = None
+            jax.profiler.stop_trace()

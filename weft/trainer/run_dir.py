@@ -1,0 +1,242 @@
+"""Record of a run in its directory: config, data, and starts.
+
+    config.txt    the config, as text that `weft.config.from_text` reads
+    run.json      the corpus and its hash, notes, and for each start: time, versions, devices
+
+A directory belongs to the config that first claimed it. Fields that determine the resulting bits
+(model, learner, data, seed) must be the same at each start; duration, location and monitoring of
+the run may change.
+"""
+
+import ast
+import datetime
+import difflib
+import json
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import weft
+from weft.config import ConfigBase, diff, from_text, maybe_instantiate, to_text
+from weft.errors import ConfigError, RunDirError
+from weft.serialization.untrusted import read_json_file
+
+CONFIG_FILE = "config.txt"
+RECORD_FILE = "run.json"
+CHECKPOINTS_DIR = "checkpoints"
+
+# Fields that do not affect the parameters after a given step.
+MAY_CHANGE = frozenset(
+    {
+        "name",
+        "dir",
+        "max_step",
+        "mesh_shape",
+        "mesh_axis_names",
+        "mesh_rules",
+        "batch_axis_names",
+        "evalers",
+        "checkpointer",
+        "summary_writer",
+        "log_every_n_steps",
+        "watchdog_timeout_seconds",
+        "crash_on_hang_timeout_seconds",
+        "readiness_timeout_seconds",
+        "status_port",
+        # Changed to get past the step at which a run has stopped.
+        "anomaly_policy",
+        "early_stopping",
+        "throughput",
+        "compilation_cache_dir",
+        "config_modifiers",
+        "start_trace_steps",
+        "n_steps_for_each_trace",
+        "start_trace_process_indices",
+        "host_tracer_level",
+        "python_tracer_level",
+        "context_manager",
+    }
+)
+
+
+def check_run_dir(cfg: ConfigBase) -> None:
+    """Checks, without changes, that a run may use its directory.
+
+    Raises:
+        RunDirError: if the directory cannot be written, or belongs to another config or other data.
+    """
+    directory = Path(cfg.dir)
+    _check_writable(directory)
+    if not (directory / CONFIG_FILE).exists():
+        if (directory / CHECKPOINTS_DIR).exists():
+            raise RunDirError(
+                f"dir={cfg.dir!r} holds checkpoints of an unknown run: there is no {CONFIG_FILE}. "
+                "Choose another directory."
+            )
+        return
+    changes = _changes(directory / CONFIG_FILE, cfg)
+    if changes:
+        raise RunDirError(
+            f"dir={cfg.dir!r} belongs to a run with another config (its value → the one given):\n"
+            + "\n".join(f"  {change}" for change in changes)
+            + "\nChoose another directory, or restore the values of these fields."
+        )
+    before, now = read_record(cfg.dir).get("corpora", {}), _corpora(cfg)
+    for path in before.keys() & now.keys():
+        if before[path]["sha256"] != now[path]["sha256"]:
+            raise RunDirError(
+                f"dir={cfg.dir!r} belongs to a run on other text: {path} was "
+                f"{_corpus_text(before[path])} and is {_corpus_text(now[path])}. Choose another "
+                f"directory, or "
+                "restore the text."
+            )
+
+
+def claim_run_dir(cfg: ConfigBase) -> bool:
+    """Creates the directory of a run and records its start; returns whether it was started before.
+
+    Raises a RunDirError like `check_run_dir`.
+    """
+    check_run_dir(cfg)
+    directory = Path(cfg.dir)
+    started_before = (directory / CONFIG_FILE).exists()
+    if jax.process_index():
+        return started_before
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(directory / CONFIG_FILE, to_text(cfg) + "\n")
+        record = read_record(cfg.dir)
+        starts = [*record.get("starts", []), environment()]
+        update_record(cfg.dir, corpora=_corpora(cfg), starts=starts)
+    except OSError as error:
+        raise _unwritable_error(directory, error) from error
+    return started_before
+
+
+def read_record(directory: str) -> dict[str, Any]:
+    """Returns the contents of `run.json`, {} if missing; raises a RunDirError if damaged."""
+    path = Path(directory, RECORD_FILE)
+    try:
+        record = read_json_file(path)
+        if not isinstance(record, dict):
+            raise ValueError("it is not a JSON object")
+        return record
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise RunDirError(
+            f"{path} cannot be read: {error}. It is only a record; move it away to continue."
+        ) from error
+
+
+def update_record(directory: str, **values: object) -> None:
+    """Sets entries of `run.json` to plain JSON values."""
+    text = json.dumps({**read_record(directory), **values}, indent=2)
+    write_atomically(Path(directory, RECORD_FILE), text + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Returns versions, devices and time of this process."""
+    devices = jax.devices()
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "weft": weft.__version__,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(terse=True),
+        "devices": f"{len(devices)} × {devices[0].device_kind}",
+        "processes": jax.process_count(),
+    }
+
+
+def find_fields(name: str, cfg: ConfigBase) -> dict[str, Any]:
+    """Returns all values of fields of a name, such as an input's `corpus`, by path, unless None."""
+    found: dict[str, Any] = {}
+
+    def enter(path: str, value: object, children: list[Any] | None) -> Any:
+        if path.rpartition(".")[2] == name and value is not None:
+            found[path] = value
+        return children
+
+    cfg.visit(visit_fn=lambda path, value: None, enter_fn=enter)
+    return found
+
+
+def _corpora(cfg: ConfigBase) -> dict[str, Any]:
+    found = find_fields("corpus", cfg.input)
+    corpora = {f"input.{path}": maybe_instantiate(value) for path, value in found.items()}
+    return {path: c.record() for path, c in corpora.items() if hasattr(c, "record")}
+
+
+def _corpus_text(corpus: Mapping[str, Any]) -> str:
+    return f"{corpus['name']} with the SHA-256 {corpus['sha256'][:12]}…"
+
+
+def _changes(path: Path, cfg: ConfigBase) -> list[str]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be read: {error}. Choose another directory.") from error
+    try:
+        # Only compared; nothing is instantiated from it.
+        before = from_text(text, source=str(path), allow=("weft.trainer",))
+    except ConfigError:
+        # It has values without a text form, such as lambdas, which all look the same.
+        return list(_changed_lines(_field_texts(text), _field_texts(to_text(cfg))))
+    return [str(c) for c in diff(before, cfg) if not _may_change(c.path)]
+
+
+# Fields for shardings, anywhere in a model's config.
+_LAYOUT = re.compile(r"partition_spec$|^(batch|seq)_axis_names$|^dim_to_mesh_axis_map$")
+
+
+def _may_change(path: str) -> bool:
+    names = re.split(r"[.\[]", path)
+    return names[0] in MAY_CHANGE or any(map(_LAYOUT.search, names))
+
+
+def _field_texts(text: str) -> dict[str, str]:
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        return {"config": text}
+    keywords = call.keywords if isinstance(call, ast.Call) else ()
+    return {str(k.arg): ast.get_source_segment(text, k.value) or "" for k in keywords}
+
+
+def _changed_lines(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted((before.keys() | after.keys()) - MAY_CHANGE):
+        lines = (before.get(name, "").splitlines(), after.get(name, "").splitlines())
+        for line in difflib.ndiff(*lines):
+            if line[0] in "+-":
+                yield f"{name}: {line}"
+
+
+def _check_writable(directory: Path) -> None:
+    paths = (directory, *directory.absolute().parents)
+    existing = next(path for path in paths if os.path.exists(path))
+    if not existing.is_dir():
+        raise _unwritable_error(directory, f"{existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _unwritable_error(directory, f"{existing} may not be written")
+
+
+def _unwritable_error(directory: Path, why: object) -> RunDirError:
+    return RunDirError(
+        f"dir={str(directory)!r} cannot be written: {why}. Choose another one with dir=runs/name."
+    )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file atomically: readers see the new or the previous contents."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,220 @@
+"""Interface of the summary writers, and their handling of disk errors.
+
+The trainer calls a writer at every step, and the writer picks the summaries that are due. A disk
+error never ends a run: it is logged once, and the writer continues when the disk is back.
+"""
+
+import contextlib
+import enum
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from weft.config import REQUIRED, ConfigBase, Required, config_class
+from weft.hierarchy.module import Module
+from weft.trainer.summary import FlatSummary, SummaryKind, due_summaries
+from weft.typing import Nested
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class CheckpointerAction(enum.StrEnum):
+    """Actions of a checkpointer that writers log."""
+
+    SAVE = "SAVE"
+    RESTORE = "RESTORE"
+
+
+def processor_zero_only(fn: F) -> F:
+    """Wraps a function to run only in process 0; in the other processes it returns None."""
+
+    @functools.wraps(fn)
+    def call(*args: object, **kwargs: object) -> object:
+        return fn(*args, **kwargs) if jax.process_index() == 0 else None
+
+    return call  # pyright: ignore[reportReturnType]
+
+
+@contextlib.contextmanager
+def closing_writers(writers: "Iterable[BaseWriter]") -> Iterator[None]:
+    """Closes writers after the block, also if an error ends it."""
+    try:
+        yield
+    except BaseException:
+        _close_all(writers, failed=True)
+        raise
+    _close_all(writers, failed=False)
+
+
+def _close_all(writers: "Iterable[BaseWriter]", failed: bool) -> None:
+    """Closes all writers; logs a warning for each that fails."""
+    for writer in writers:
+        try:
+            writer.close(failed=failed)
+        except Exception as error:
+            logging.getLogger(__name__).warning(
+                "%s was not closed: %s: %s", writer.path(), type(error).__name__, error
+            )
+
+
+class BaseWriter(Module):
+    """Base of the writers. A subclass defines `__call__` and `log_config`."""
+
+    _needs_allow = ("dir",)  # a trainer sets it
+
+    @config_class
+    class Config(Module.Config):
+        """Configures a BaseWriter."""
+
+        dir: Required[str] = REQUIRED
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._dir, self._is_refused = cfg.dir, False
+
+    def __call__(self, step: int, values: dict[str, Any]) -> None:
+        """Writes a step's summaries: scalars, arrays and strings in nested dicts.
+
+        Values may be on devices; only those due at this step are copied to the host.
+        """
+        raise NotImplementedError(type(self))
+
+    def log_config(self, config: ConfigBase, step: int = 0) -> None:
+        """Writes a config as text, which applies from `step` on."""
+        raise NotImplementedError(type(self))
+
+    def log_checkpoint(
+        self, ckpt_dir: str, *, state: Nested[Any], action: CheckpointerAction, step: int = 0
+    ) -> None:
+        """Records that the checkpoint of a step was saved or restored."""
+
+    def log_average_step_time(self, step: int, step_times: Sequence[float]) -> None:
+        """Writes the average of `step_times`, the seconds of steps that end with `step`."""
+        if len(step_times):
+            self._log_number(step, "average_step_time", sum(step_times) / len(step_times))
+
+    def _log_number(self, step: int, name: str, value: float) -> None:
+        """Writes a number regardless of the interval."""
+
+    def flush(self) -> None:
+        """Flushes buffered summaries to their files."""
+
+    def close(self, *, failed: bool = False) -> None:
+        """Flushes and closes the writer, after an error if `failed`; a later write reopens it."""
+
+    @contextlib.contextmanager
+    def _errors_reported(
+        self, where: str = "", errors: tuple[type[Exception], ...] = (OSError,)
+    ) -> Iterator[None]:
+        """Logs one warning for a series of write errors to `where`, by default the directory."""
+        log, where = logging.getLogger(__name__), where or self._dir
+        try:
+            yield
+        except errors as error:
+            if not self._is_refused:
+                lost = "Training continues; summaries are lost until writing succeeds again."
+                log.warning("%s cannot write to %s: %s. %s", self.path(), where, error, lost)
+            self._is_refused = True
+        else:
+            if self._is_refused:
+                log.warning("%s can write to %s again.", self.path(), where)
+            self._is_refused = False
+
+
+class PeriodicWriter(BaseWriter):
+    """Base of the writers that show summaries only at some steps."""
+
+    @config_class
+    class Config(BaseWriter.Config):
+        """Configures a PeriodicWriter.
+
+        Attributes:
+            write_every_n_steps: Number of steps between two writes of a summary.
+            write_every_n_steps_map: The same by kind of summary, such as `{"ImageSummary": 100}`.
+        """
+
+        write_every_n_steps: int = 1
+        write_every_n_steps_map: dict[SummaryKind, int] | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._every_n_steps = cfg.write_every_n_steps
+        self._every_n_steps_by_kind = cfg.write_every_n_steps_map
+
+    def _due(self, step: int, values: Mapping[str, Any]) -> list[FlatSummary]:
+        return due_summaries(
+            step,
+            values,
+            every_n_steps=self._every_n_steps,
+            every_n_steps_by_kind=self._every_n_steps_by_kind,
+        )
+
+
+class NoOpWriter(BaseWriter):
+    """Writer that discards all summaries."""
+
+    def __call__(self, step: int, values: dict[str, Any]) -> None:
+        del step, values
+
+    def log_config(self, config: ConfigBase, step: int = 0) -> None:
+        del config, step
+
+
+class CompositeWriter(BaseWriter):
+    """Writer that forwards all calls to several writers.
+
+    Example:
+        >>> cfg = CompositeWriter.default_config().set(
+        ...     name="writer",
+        ...     dir="/tmp/run",
+        ...     writers={"quiet": NoOpWriter.default_config()},
+        ... )
+        >>> cfg.instantiate(parent=None).writers
+        [<NoOpWriter writer.quiet>]
+    """
+
+    @config_class
+    class Config(BaseWriter.Config):
+        """Configures a CompositeWriter; a writer without a `dir` writes in the composite's."""
+
+        writers: Required[dict[str, BaseWriter.Config]] = REQUIRED
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._writers = []
+        for name, writer in cfg.writers.items():
+            writer = writer if writer.dir is not REQUIRED else writer.clone(dir=cfg.dir)
+            self._writers.append(self._add_child(name, writer))
+
+    @property
+    def writers(self) -> list[BaseWriter]:
+        """The writers, in the order of the config."""
+        return list(self._writers)
+
+    def __call__(self, step: int, values: Mapping[str, Any]) -> None:
+        for writer in self._writers:
+            writer(step, values)
+
+    def log_config(self, config: ConfigBase, step: int = 0) -> None:
+        for writer in self._writers:
+            writer.log_config(config, step=step)
+
+    def log_checkpoint(
+        self, ckpt_dir: str, *, state: Nested[Any], action: CheckpointerAction, step: int = 0
+    ) -> None:
+        for writer in self._writers:
+            writer.log_checkpoint(ckpt_dir, state=state, action=action, step=step)
+
+    def log_average_step_time(self, step: int, step_times: Sequence[float]) -> None:
+        for writer in self._writers:
+            writer.log_average_step_time(step, step_times)
+
+    def flush(self) -> None:
+        for writer in self._writers:
+            writer.flush()
+
+    def close(self, *, failed: bool = False) -> None:
+        _close_all(self._writers, failed)

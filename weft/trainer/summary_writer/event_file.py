@@ -1,0 +1,183 @@
+"""TensorBoard event files and the summaries in them.
+
+A file is a sequence of `Event` protocol buffers, each framed by its length and checksums. The
+framing and the protocol buffers are tensorboardX's. Its queue and writer thread are not used, since
+the thread ends at the first disk error, and the full queue then blocks the training.
+
+Images and sound are encoded here, as PNG and WAV, without an imaging library.
+"""
+
+import contextlib
+import io
+import os
+import socket
+import struct
+import sys
+import time
+import wave
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+# tensorboardX imports torch if it is installed, which takes seconds and is not needed here.
+_hides_torch = "torch" not in sys.modules
+if _hides_torch:
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+try:
+    import tensorboardX
+    from tensorboardX import summary as protos
+    from tensorboardX.proto import event_pb2, summary_pb2
+finally:
+    if _hides_torch:
+        del sys.modules["torch"]
+
+# The generated modules create their classes at import, where no type checker sees them.
+Event: Any = event_pb2.__dict__["Event"]
+SessionLog: Any = event_pb2.__dict__["SessionLog"]
+SummaryProto: Any = summary_pb2.__dict__["Summary"]
+
+
+class EventFile:
+    """Event file in a directory, which is created if necessary."""
+
+    def __init__(self, directory: str):
+        if "://" not in directory:  # tensorboardX also writes to s3:// and gs://
+            os.makedirs(directory, exist_ok=True)
+        stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        # TensorBoard reads the files of a directory in the order of their names.
+        number = 0
+        while os.path.exists(path := os.path.join(directory, f"{stem}.{number:03d}")):
+            number += 1
+        self.path = path
+        self._records = tensorboardX.RecordWriter(path)
+        self._at_exit = weakref.finalize(self, _close, self._records)
+        try:
+            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            self.flush()
+        except OSError:
+            # On a full disk, files can be created but not filled; do not leave empty ones.
+            self.close()
+            os.unlink(path)
+            raise
+
+    def add(self, summary: Any, step: int) -> None:
+        """Writes a `Summary` protocol buffer; after an OSError the file must be closed."""
+        event = Event(wall_time=time.time(), step=step, summary=summary)
+        self._records.write(event.SerializeToString())
+
+    def start_session(self, step: int) -> None:
+        """Marks events of this and later steps in other files as void for readers."""
+        log = SessionLog(status=SessionLog.START)
+        self._write(Event(wall_time=time.time(), step=step, session_log=log))
+
+    def add_checkpoint(self, checkpoint_path: str, step: int) -> None:
+        """Records that a checkpoint was saved."""
+        log = SessionLog(status=SessionLog.CHECKPOINT, checkpoint_path=checkpoint_path)
+        self._write(Event(wall_time=time.time(), step=step, session_log=log))
+
+    def flush(self) -> None:
+        self._records.flush()
+
+    def close(self) -> None:
+        """Flushes the file if possible, and closes it."""
+        self._at_exit()
+
+    def _write(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+
+
+def _close(records: Any) -> None:
+    with contextlib.suppress(OSError):
+        records.close()
+
+
+scalar: Callable[[str, float], Any] = protos.scalar
+"""Returns the summary of a point of a curve, by its tag and value."""
+text: Callable[[str, str], Any] = protos.text
+"""Returns the summary of a text, which TensorBoard renders as Markdown, by its tag and value."""
+
+
+def histogram(tag: str, values: np.ndarray, bins: int = 30) -> Any:
+    """Returns the summary of a histogram of the finite values; None if there are none.
+
+    The `bins` buckets are of equal width.
+    """
+    flat = np.asarray(values, np.float64).reshape(-1)
+    finite = flat[np.isfinite(flat)]
+    return protos.histogram(tag, finite, bins) if finite.size else None
+
+
+def images(tag: str, value: np.ndarray) -> Any:
+    """Returns the summary of one image per row, named `tag/0`, `tag/1`, ..., or `tag` for one row.
+
+    `value` is `[batch, height, width, channels]`, uint8 or floats between 0 and 1.
+    """
+    if value.dtype != np.uint8:
+        value = np.nan_to_num(value.astype(np.float32), nan=0.0)
+        value = np.rint(value.clip(0, 1) * 255).astype(np.uint8)
+    summary = SummaryProto()
+    for name, image in _named(tag, value):
+        height, width, channels = image.shape
+        encoded = SummaryProto.Image(
+            height=height, width=width, colorspace=channels, encoded_image_string=png(image)
+        )
+        summary.value.add(tag=name, image=encoded)
+    return summary
+
+
+def audio(tag: str, value: np.ndarray, sample_rate: int) -> Any:
+    """Returns the summary of one clip per row, named as in `images`.
+
+    `value` is `[batch, time, channels]`, floats between -1 and 1; `sample_rate` is in Hz.
+    """
+    summary = SummaryProto()
+    for name, clip in _named(tag, value):
+        frames, channels = clip.shape
+        encoded = SummaryProto.Audio(
+            sample_rate=sample_rate,
+            num_channels=channels,
+            length_frames=frames,
+            encoded_audio_string=wav(clip, sample_rate),
+            content_type="audio/wav",
+        )
+        summary.value.add(tag=name, audio=encoded)
+    return summary
+
+
+def _named(tag: str, batch: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    names = [tag] if len(batch) == 1 else [f"{tag}/{i}" for i in range(len(batch))]
+    return list(zip(names, batch, strict=True))
+
+
+def png(image: np.ndarray) -> bytes:
+    """Encodes a uint8 image `[height, width, channels]` with 1, 3 or 4 channels."""
+    height, width, channels = image.shape
+    color_type = {1: 0, 3: 2, 4: 6}[channels]
+    # Each row begins with the number of its filter, 0 for none.
+    rows = np.concatenate([np.zeros((height, 1), np.uint8), image.reshape(height, -1)], axis=1)
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, color_type, 0, 0, 0)
+    pixels = zlib.compress(rows.tobytes())
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    )
+
+
+def wav(clip: np.ndarray, sample_rate: int) -> bytes:
+    """Encodes sound `[time, channels]` of floats between -1 and 1 as 16-bit samples."""
+    samples = np.nan_to_num(clip.astype(np.float32), nan=0.0).clip(-1, 1)
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(clip.shape[1])
+        file.setsampwidth(2)
+        file.setframerate(sample_rate)
+        file.writeframes(np.rint(samples * 32767).astype("<i2").tobytes())
+    return buffer.getvalue()

@@ -1,0 +1,239 @@
+"""Summary writers to files: TensorBoard's event files, and JSON lines for scripts and `tail -f`.
+
+A writer receives the nested summaries of a step; the name of a summary is its path, `model/loss`.
+The JSON lines are
+
+    {"step": 20, "time": 1760000000.0, "values": {"loss": 2.3}}
+    {"step": 20, "time": 1760000000.1, "checkpoint": {"action": "SAVE", "dir": "…/step_00000020"}}
+
+A restarted run appends. If it restored an earlier step, its RESTORE line voids the lines of later
+steps, and `read_json_lines` omits them.
+"""
+
+import contextlib
+import json
+import math
+import os
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from typing import IO, Any
+
+import jax
+
+from weft.config import ConfigBase, config_class
+from weft.hierarchy.module import Module
+from weft.trainer.summary import FlatSummary
+from weft.trainer.summary_writer import event_file
+from weft.trainer.summary_writer.base import CheckpointerAction, PeriodicWriter, processor_zero_only
+from weft.trainer.summary_writer.event_file import EventFile
+from weft.typing import Nested
+
+_DEFAULT_FLUSH_SECONDS = 120.0
+
+
+class SummaryWriter(PeriodicWriter):
+    """Writer of TensorBoard event files: scalars, histograms, texts, images and audio.
+
+    A restarted run writes another file in the same directory. If it restored an earlier step than
+    the last one written, `log_checkpoint` makes TensorBoard discard the steps in between, such that
+    each step has one value.
+    """
+
+    @config_class
+    class Config(PeriodicWriter.Config):
+        """Configures a SummaryWriter.
+
+        Attributes:
+            max_queue: Number of events that may be buffered in memory.
+            flush_ms: Maximum age of buffered events in milliseconds, checked at each step; None for
+                120,000.
+        """
+
+        max_queue: int = 1000
+        flush_ms: float | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._file: EventFile | None = None
+        self._max_queue = cfg.max_queue
+        self._flush_seconds = (
+            _DEFAULT_FLUSH_SECONDS if cfg.flush_ms is None else cfg.flush_ms / 1000
+        )
+        self._waiting = 0
+        self._last_flush = time.monotonic()
+
+    @processor_zero_only
+    def __call__(self, step: int, values: dict[str, Any]) -> None:
+        protos = [_to_proto(shown) for shown in self._due(step, values)]
+        self._add(step, protos)
+
+    @processor_zero_only
+    def log_config(self, config: ConfigBase, step: int = 0) -> None:
+        # Indentation makes it a Markdown code block, which keeps the line breaks.
+        lines = textwrap.indent(config.debug_string(), "    ")
+        self._add(step, [event_file.text("trainer_config", lines)])
+        self.flush()
+
+    @processor_zero_only
+    def log_checkpoint(
+        self, ckpt_dir: str, *, state: Nested[Any], action: CheckpointerAction, step: int = 0
+    ) -> None:
+        del state
+        if action == CheckpointerAction.SAVE:
+            self._write(lambda file: file.add_checkpoint(ckpt_dir, step))
+        else:
+            self._write(lambda file: file.start_session(step + 1))
+
+    @processor_zero_only
+    def _log_number(self, step: int, name: str, value: float) -> None:
+        self._add(step, [event_file.scalar(name, value)])
+
+    @contextlib.contextmanager
+    def as_default(self) -> Iterator[EventFile | None]:
+        """Yields the event file to code that makes its own protocol buffers.
+
+        In the block, `file.add(proto, step)` writes one regardless of the interval; the file is
+        flushed afterwards. On processes other than the first, and while the disk fails, it yields
+        None.
+
+        Example:
+            >>> import tempfile
+            >>> cfg = SummaryWriter.default_config().set(name="writer", dir=tempfile.mkdtemp())
+            >>> writer = cfg.instantiate(parent=None)
+            >>> with writer.as_default() as file:
+            ...     file.add(event_file.scalar("temperature", 21.5), step=1)
+            >>> writer.close()
+        """
+        if jax.process_index() == 0:
+            self._write(lambda file: None)
+        yield self._file
+        self.flush()
+
+    @processor_zero_only
+    def flush(self) -> None:
+        if self._file is not None:
+            self._write(EventFile.flush)
+            self._waiting = 0
+            self._last_flush = time.monotonic()
+
+    @processor_zero_only
+    def close(self, *, failed: bool = False) -> None:
+        del failed
+        self.flush()
+        self._drop_file()
+
+    def _add(self, step: int, protos: list[Any]) -> None:
+        protos = [proto for proto in protos if proto is not None]
+        if protos:
+            self._write(lambda file: [file.add(proto, step) for proto in protos])
+            self._waiting += len(protos)
+        is_old = time.monotonic() - self._last_flush >= self._flush_seconds
+        if self._waiting > self._max_queue or is_old:
+            self.flush()
+
+    def _write(self, action: Callable[[EventFile], Any]) -> None:
+        """Runs an action on the event file, opening it if needed."""
+        with self._errors_reported():
+            try:
+                self._file = self._file or EventFile(self._dir)
+                action(self._file)
+            except OSError:
+                self._drop_file()  # it may end within a record; the next file is complete
+                raise
+
+    def _drop_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+def _to_proto(shown: FlatSummary) -> Any:
+    match shown.kind:
+        case "ScalarSummary":
+            return event_file.scalar(shown.path, shown.value)
+        case "TextSummary":
+            return event_file.text(shown.path, shown.value)
+        case "HistogramSummary":
+            return event_file.histogram(shown.path, shown.value)
+        case "ImageSummary":
+            return event_file.images(shown.path, shown.value)
+        case _:
+            return event_file.audio(shown.path, shown.value, shown.sample_rate or 0)
+
+
+JSON_LINES_FILE = "summaries.jsonl"
+_JSON_KINDS = ("ScalarSummary", "TextSummary")
+
+
+class JsonLinesWriter(PeriodicWriter):
+    """Writer that appends one JSON object per line to `summaries.jsonl` in `dir`.
+
+    It ignores images, sound and arrays. Each line is flushed when the call returns, so it survives
+    the end of the process.
+    """
+
+    Config = PeriodicWriter.Config
+
+    @processor_zero_only
+    def __call__(self, step: int, values: dict[str, Any]) -> None:
+        due = {s.path: s.value for s in self._due(step, values) if s.kind in _JSON_KINDS}
+        for path, value in due.items():
+            # JSON cannot represent these numbers; `float` parses their names.
+            if isinstance(value, float) and not math.isfinite(value):
+                due[path] = str(value)
+        if due:
+            self._append(step, values=due)
+
+    @processor_zero_only
+    def log_config(self, config: ConfigBase, step: int = 0) -> None:
+        self._append(step, config=config.debug_string())
+
+    @processor_zero_only
+    def log_checkpoint(
+        self, ckpt_dir: str, *, state: Nested[Any], action: CheckpointerAction, step: int = 0
+    ) -> None:
+        del state
+        self._append(step, checkpoint={"action": action.value, "dir": ckpt_dir})
+
+    @processor_zero_only
+    def _log_number(self, step: int, name: str, value: float) -> None:
+        self._append(step, values={name: value})
+
+    def _append(self, step: int, **fields: object) -> None:
+        line = json.dumps({"step": int(step), "time": time.time(), **fields}, allow_nan=False)
+        path = os.path.join(self.config.dir, JSON_LINES_FILE)
+        with self._errors_reported():
+            os.makedirs(self.config.dir, exist_ok=True)
+            with open(path, "a+b") as file:
+                _drop_partial_line(file)
+                file.write(line.encode() + b"\n")
+
+
+def _drop_partial_line(file: IO[bytes]) -> None:
+    """Truncates an incomplete last line, left by a killed process or a full disk."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 1))
+    if size and file.read() != b"\n":
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def read_json_lines(path: str) -> list[dict[str, Any]]:
+    """Returns the lines of a `JsonLinesWriter`'s file or directory, except voided ones.
+
+    "nan" and infinities in `values` are floats again.
+    """
+    path = os.path.join(path, JSON_LINES_FILE) if os.path.isdir(path) else path
+    records: list[dict[str, Any]] = []
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            record = json.loads(line)
+            if record.get("checkpoint", {}).get("action") == CheckpointerAction.RESTORE.value:
+                records = [r for r in records if r["step"] <= record["step"]]
+            values = record.get("values", {})
+            values.update({k: float(v) for k, v in values.items() if v in ("nan", "inf", "-inf")})
+            records.append(record)
+    return records

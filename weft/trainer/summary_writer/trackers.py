@@ -1,0 +1,273 @@
+"""Summary writers for experiment trackers: Weights & Biases and MLflow.
+
+A tracker's package is imported only when a writer is created.
+"""
+
+import importlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from weft.config import REQUIRED, ConfigBase, config_class
+from weft.config.config import value_repr
+from weft.errors import MissingExtraError
+from weft.hierarchy.module import Module
+from weft.trainer.summary import FlatSummary
+from weft.trainer.summary_writer.base import PeriodicWriter, processor_zero_only
+
+
+class _TrackerWriter(PeriodicWriter):
+    """Base of the writers to a tracker.
+
+    Attributes:
+        _tracker: Name of the package, and of the extra that installs it.
+    """
+
+    _needs_allow = True  # it opens connections
+    _tracker: str
+
+    def __init__(self, cfg: PeriodicWriter.Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        try:
+            self._package: Any = importlib.import_module(self._tracker)
+        except ImportError as error:
+            raise MissingExtraError(
+                f"{self.path()}: {type(self).__name__} needs the package {self._tracker}, which "
+                f"cannot be imported ({error}). Install it with `pip install "
+                f"'weft[{self._tracker}]'`, or use another summary_writer."
+            ) from error
+
+    def _start_run(self) -> None:
+        raise NotImplementedError(type(self))
+
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        raise NotImplementedError(type(self))
+
+    @processor_zero_only
+    def _log_number(self, step: int, name: str, value: float) -> None:
+        self._log(step, {name: value})
+
+    def _named(self, name: str) -> str:
+        return f"{self.config.prefix}/{name}" if self.config.prefix else name
+
+    def _stored_id(self, file_name: str, make: Callable[[], str]) -> tuple[str, bool]:
+        """Returns the run's id from a file in `dir`, or a new one, and whether it is new."""
+        os.makedirs(self.config.dir, exist_ok=True)
+        path = os.path.join(self.config.dir, file_name)
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                return file.read().strip(), False
+        run_id = make()
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(run_id)
+        return run_id, True
+
+
+class WandBWriter(_TrackerWriter):
+    """Summary writer for the process's run of Weights & Biases.
+
+    All writers of a process, such as those of a trainer and its evalers, share one run; `prefix`
+    distinguishes their summaries. The first one to write starts the run with its config, and ends
+    it, unless the program itself started one. The id is stored in that writer's `dir`, so that
+    restarted training continues the run. Without the package wandb it raises a MissingExtraError.
+    """
+
+    _tracker = "wandb"
+
+    @config_class
+    class Config(PeriodicWriter.Config):
+        """Configures a WandBWriter.
+
+        Attributes:
+            prefix: Prepended to the name of every summary, as `prefix/name`.
+            exp_name: Name of the run; None lets wandb choose one.
+            entity: The user or team that owns the run.
+            notes: Description of the run.
+            mode: "online", "offline" or "disabled".
+            resume: As in `wandb.init` for a run of the same id; "auto" continues it, like "allow".
+            wandb_dir: Directory of wandb's own files; None for `dir`.
+            wandb_settings_kwargs: Further arguments for `wandb.Settings`.
+            convert_2d_to_image: Whether to show arrays with two axes as images instead of
+                histograms.
+        """
+
+        prefix: str | None = None
+        exp_name: str | None = None
+        project: str | None = None
+        entity: str | None = None
+        group: str | None = None
+        tags: Sequence[str] | None = None
+        notes: str | None = None
+        mode: str = "online"
+        resume: str = "auto"
+        wandb_dir: str | None = None
+        wandb_settings_kwargs: dict[str, Any] | None = None
+        convert_2d_to_image: bool = False
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._own_run: Any = None  # started by this writer
+
+    def _start_run(self) -> None:
+        if self._package.run is not None:
+            return
+        cfg = self.config
+        settings = cfg.wandb_settings_kwargs
+        same_names = ("project", "entity", "group", "notes", "mode")
+        self._package.init(
+            **{name: getattr(cfg, name) for name in same_names},
+            id=self._stored_id("wandb_id", lambda: f"{time.time_ns():x}")[0],
+            name=cfg.exp_name,
+            tags=cfg.tags and list(cfg.tags),
+            # wandb's own "auto" reads the id from its directory, not from the argument.
+            resume="allow" if cfg.resume == "auto" else cfg.resume,
+            dir=cfg.wandb_dir or cfg.dir,
+            settings=None if settings is None else self._package.Settings(**settings),
+        )
+        self._own_run = self._package.run
+
+    @processor_zero_only
+    def __call__(self, step: int, values: dict[str, Any]) -> None:
+        shown = self._due(step, values)
+        if shown:
+            self._log(step, {leaf.path: self._convert(leaf) for leaf in shown})
+
+    @processor_zero_only
+    def log_config(self, config: ConfigBase, step: int = 0) -> None:
+        del step
+        self._start_run()
+        self._package.config.update(self.format_config(config), allow_val_change=True)
+
+    @processor_zero_only
+    def close(self, *, failed: bool = False) -> None:
+        if self._own_run is not None and self._own_run is self._package.run:
+            self._package.finish(exit_code=int(failed))
+        self._own_run = None
+
+    @staticmethod
+    def format_config(val: Any) -> Any:
+        """Converts a config, or a value in one, to nested dicts of numbers and strings for wandb.
+
+        >>> from weft.config import config_for_function
+        >>> WandBWriter.format_config(config_for_function(round).set(number=2.5))
+        {'fn': "'round'", 'ndigits': None, 'number': 2.5}
+        """
+        if isinstance(val, ConfigBase):
+            return {name: WandBWriter.format_config(value) for name, value in val.items()}
+        if isinstance(val, dict):
+            return {str(name): WandBWriter.format_config(value) for name, value in val.items()}
+        if type(val) in (list, tuple):
+            return [WandBWriter.format_config(value) for value in val]
+        if val is REQUIRED:
+            return "REQUIRED"
+        return val if isinstance(val, bool | int | float | str | None) else value_repr(val)
+
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        self._start_run()
+        self._package.log({self._named(name): v for name, v in values.items()}, step=step)
+
+    def _convert(self, shown: FlatSummary) -> Any:
+        wandb, value = self._package, shown.value
+        match shown.kind:
+            case "HistogramSummary":
+                if value.ndim == 2 and self.config.convert_2d_to_image:
+                    return wandb.Image(value)
+                return wandb.Histogram(value)
+            case "ImageSummary":
+                return [wandb.Image(image) for image in value]
+            case "AudioSummary":
+                return [wandb.Audio(clip, sample_rate=shown.sample_rate) for clip in value]
+            case _:
+                return value
+
+
+class MLflowWriter(_TrackerWriter):
+    """Summary writer that logs numbers and texts to an MLflow run, but not images, audio or arrays.
+
+    The first write starts the run. Its id is stored in `dir`, so that restarted training continues
+    it. Without the package mlflow it raises a MissingExtraError.
+    """
+
+    _tracker = "mlflow"
+
+    @config_class
+    class Config(PeriodicWriter.Config):
+        """Configures an MLflowWriter.
+
+        Attributes:
+            tracking_uri: A server's address or `sqlite:///PATH`; None for MLflow's own setting,
+                such as MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory.
+            experiment_name: The experiment of the run, created if it does not exist.
+            run_name: None lets MLflow choose a name.
+            prefix: Prepended to names, as `prefix/name`.
+        """
+
+        tracking_uri: str | None = None
+        experiment_name: str = "Default"
+        run_name: str | None = None
+        tags: dict[str, str] = {}
+        prefix: str | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._client: Any = None
+        self._run_id = ""  # of the open run
+
+    def _start_run(self) -> None:
+        if self._run_id:
+            return
+        cfg = self.config
+        client = self._client = self._package.MlflowClient(tracking_uri=cfg.tracking_uri)
+
+        def create_run() -> str:
+            experiment = client.get_experiment_by_name(cfg.experiment_name)
+            if experiment is None:
+                experiment_id = client.create_experiment(cfg.experiment_name)
+            else:
+                experiment_id = experiment.experiment_id
+            run = client.create_run(experiment_id, tags=cfg.tags, run_name=cfg.run_name)
+            return run.info.run_id
+
+        self._run_id, is_new = self._stored_id("mlflow_run_id", create_run)
+        if not is_new:
+            client.update_run(self._run_id, status="RUNNING")
+
+    @processor_zero_only
+    def __call__(self, step: int, values: dict[str, Any]) -> None:
+        shown = self._due(step, values)
+        with self._server_errors_reported():
+            self._log(step, {s.path: s.value for s in shown if s.kind == "ScalarSummary"})
+            for text in (s for s in shown if s.kind == "TextSummary"):
+                name = f"{self._named(text.path)}/step_{step:08d}.txt"
+                self._client.log_text(self._run_id, text.value, name)
+
+    @processor_zero_only
+    def log_config(self, config: ConfigBase, step: int = 0) -> None:
+        self._start_run()
+        self._client.log_text(self._run_id, config.debug_string(), f"config/step_{step:08d}.txt")
+
+    @processor_zero_only
+    def _log_number(self, step: int, name: str, value: float) -> None:
+        with self._server_errors_reported():
+            self._log(step, {name: value})
+
+    @processor_zero_only
+    def close(self, *, failed: bool = False) -> None:
+        if self._run_id:
+            self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+        self._run_id = ""
+
+    def _server_errors_reported(self) -> AbstractContextManager[None]:
+        errors = (OSError, self._package.MlflowException)
+        return self._errors_reported(self.config.tracking_uri or "MLflow's own store", errors)
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        self._start_run()
+        now = int(time.time() * 1000)
+        metric = self._package.entities.Metric
+        metrics = [metric(self._named(path), value, now, step) for path, value in values.items()]
+        # MLflow accepts at most a thousand at a time.
+        for i in range(0, len(metrics), 1000):
+            self._client.log_batch(self._run_id, metrics=metrics[i : i + 1000])

@@ -1,0 +1,419 @@
+"""Nested dicts as flat dicts of paths, and traversals that update parts of containers.
+
+`flatten_dict` makes the path to each leaf a key; `unflatten_dict` inverts it. Mappings are dicts;
+all other values are leaves.
+
+A traversal selects parts of a value, to read or replace them: `t_identity` the value itself,
+`t_identity["a"].each()` the entries of its item "a". `iterate` yields the parts; `update` and `set`
+return a copy of the value with other parts.
+"""
+
+import abc
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import jax
+
+from weft.errors import FlatDictError, NestedDictError, TraversalError
+
+Path = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _EmptyNode:
+    """Placeholder for an empty dict in a flat dict."""
+
+
+empty_node = _EmptyNode()
+
+
+def check_mapping(xs: object, function: str) -> None:
+    """Raises unless `xs` is a mapping."""
+    if not isinstance(xs, Mapping):
+        raise NestedDictError(
+            f"{function} was given a {type(xs).__name__}; expected a dict, with names as keys."
+        )
+
+
+def _join_path(path: Path, sep: str | None) -> Any:
+    if sep is None:
+        return path
+    for name in path:
+        if not isinstance(name, str):
+            raise FlatDictError(
+                f"the path {path} has {name!r}, which is not a string, so it cannot be joined by "
+                f"{sep!r}; leave out `sep`, or make the key a string."
+            )
+    return sep.join(path)
+
+
+def flatten_dict(
+    xs: Mapping[Any, Any],
+    keep_empty_nodes: bool = False,
+    is_leaf: Callable[[Path, Any], bool] | None = None,
+    sep: str | None = None,
+) -> dict[Any, Any]:
+    """Returns the leaves of a nested dict by their paths.
+
+    Args:
+        keep_empty_nodes: keeps empty dicts, as `empty_node`; by default they are omitted.
+        is_leaf: takes a dict's path and value, returns whether to treat it as a leaf.
+        sep: joins each path to one string, such as "a/b"; by default a path is a tuple.
+
+    Raises:
+        NestedDictError: if `xs` is not a mapping.
+        FlatDictError: if paths cannot be joined, or are equal once joined.
+
+    Example:
+        >>> flatten_dict({"a": {"b": 1, "c": {}}}, keep_empty_nodes=True)
+        {('a', 'b'): 1, ('a', 'c'): _EmptyNode()}
+        >>> flatten_dict({"a": {"b": 1}}, sep="/")
+        {'a/b': 1}
+    """
+    check_mapping(xs, "flatten_dict")
+    flat = {}
+
+    def visit(value: object, path: Path) -> None:
+        if isinstance(value, Mapping) and not (is_leaf and is_leaf(path, value)):
+            for key, inner in value.items():
+                visit(inner, (*path, key))
+            if value or not keep_empty_nodes or not path:
+                return
+            value = empty_node
+        key = _join_path(path, sep)
+        if key in flat:
+            raise FlatDictError(
+                f"two leaves have the path {key!r} once their names are joined by {sep!r}; use a "
+                "separator that no name contains, or leave out `sep`."
+            )
+        flat[key] = value
+
+    visit(xs, ())
+    return flat
+
+
+def unflatten_dict(xs: Mapping[Any, Any], sep: str | None = None) -> Any:
+    """Returns the nested dict of a flat dict; inverts `flatten_dict`.
+
+    Paths are tuples of keys, or strings joined by `sep`.
+
+    Raises:
+        NestedDictError: if `xs` is not a mapping.
+        FlatDictError: if a path cannot be split, or leads through another leaf.
+
+    Example:
+        >>> unflatten_dict({("a", "b"): 1, ("a", "c"): empty_node})
+        {'a': {'b': 1, 'c': {}}}
+        >>> unflatten_dict({"a/b": 1}, sep="/")
+        {'a': {'b': 1}}
+    """
+    check_mapping(xs, "unflatten_dict")
+    root: dict[Any, Any] = {}
+    dicts: dict[Path, dict[Any, Any]] = {(): root}
+    leaves: set[Path] = set()
+
+    def dict_at(path: Path) -> dict[Any, Any]:
+        if path in leaves:
+            raise _collision(path)
+        if path not in dicts:
+            dicts[path] = dict_at(path[:-1]).setdefault(path[-1], {})
+        return dicts[path]
+
+    for key, value in xs.items():
+        path = _split_key(key, sep)
+        if isinstance(value, _EmptyNode):
+            dict_at(path)
+        elif path == () and len(xs) == 1:
+            return value  # `is_leaf` took the whole dict for a leaf
+        elif path in dicts:
+            raise _collision(path)
+        else:
+            dict_at(path[:-1])[path[-1]] = value
+            leaves.add(path)
+    return root
+
+
+def _collision(path: Path) -> FlatDictError:
+    return FlatDictError(
+        f"the path {path} is that of a leaf and also the beginning of another leaf's path; take "
+        "one of the two out."
+    )
+
+
+def _split_key(key: object, sep: str | None) -> Path:
+    if sep is not None and isinstance(key, str):
+        return tuple(key.split(sep))
+    if sep is None and isinstance(key, tuple):
+        return key
+    if sep is None and isinstance(key, str) and len(key) == 1:
+        return (key,)
+    raise FlatDictError(
+        f"the key {key!r} is not a path; expected "
+        + ('a tuple of keys, or `sep`, such as "/".' if sep is None else "a string, as sep is set.")
+    )
+
+
+def path_aware_map(f: Callable[[Path, Any], Any], nested_dict: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Maps a function over the paths and leaves of a nested dict; empty dicts stay.
+
+    Raises:
+        NestedDictError: if `nested_dict` is not a mapping.
+
+    Example:
+        >>> path_aware_map(lambda path, x: x * (path[-1] == "w"), {"a": {"w": 2, "b": 3}})
+        {'a': {'w': 2, 'b': 0}}
+    """
+    check_mapping(nested_dict, "path_aware_map")
+    flat = flatten_dict(nested_dict, keep_empty_nodes=True)
+    return unflatten_dict({path: x if x is empty_node else f(path, x) for path, x in flat.items()})
+
+
+class Traversal(abc.ABC):
+    """Selector of parts of a value; `traversal[key]` and `traversal.attribute` go further in."""
+
+    @abc.abstractmethod
+    def iterate(self, inputs: object) -> Iterator[Any]:
+        """Yields the selected parts of `inputs`."""
+
+    @abc.abstractmethod
+    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
+        """Returns a copy of `inputs` with each part replaced by `fn(part)`."""
+
+    def set(self, values: Iterable[Any], inputs: object) -> Any:
+        """Returns a copy of `inputs` with the parts replaced by `values`, in order.
+
+        Raises:
+            TraversalError: if the numbers of parts and values differ.
+        """
+        values = list(values)
+        rest = iter(values)
+
+        def next_value(_: object) -> Any:
+            for value in rest:
+                return value
+            raise TraversalError(
+                f"set was given {len(values)} values, fewer than the traversal has parts here."
+            )
+
+        made = self.update(next_value, inputs)
+        if left := list(rest):
+            raise TraversalError(
+                f"set was given {len(values)} values, {len(left)} more than the traversal has "
+                "parts here."
+            )
+        return made
+
+    def compose(self, other: "Traversal") -> "Traversal":
+        """Selects the parts that `other` selects in the parts of this one."""
+        return TraverseCompose(self, other)
+
+    def merge(self, *traversals: "Traversal") -> "Traversal":
+        """Selects the parts that any of `traversals` selects in the parts of this one."""
+        return self.compose(TraverseMerge(*traversals))
+
+    def each(self) -> "Traversal":
+        """Selects the entries of the parts, which are lists, tuples or mappings."""
+        return self.compose(TraverseEach())
+
+    def tree(self) -> "Traversal":
+        """Selects the leaves of the parts, which are pytrees."""
+        return self.compose(TraverseTree())
+
+    def filter(self, fn: Callable[[Any], bool]) -> "Traversal":
+        """Selects the parts for which `fn` is true."""
+        return self.compose(TraverseFilter(fn))
+
+    def __getitem__(self, key: object) -> "Traversal":
+        return self.compose(TraverseItem(key))
+
+    def __getattr__(self, attr: str) -> "Traversal":
+        if attr.startswith("__"):  # Python asks for these, as `copy` and `pickle` do
+            raise AttributeError(attr)
+        return self.compose(TraverseAttr(attr))
+
+
+class TraverseId(Traversal):
+    """Traversal of the value itself.
+
+    >>> t_identity["a"].each().update(lambda x: x + 1, {"a": [1, 2], "b": 3})
+    {'a': [2, 3], 'b': 3}
+    """
+
+    def iterate(self, inputs: object) -> Iterator[Any]:
+        yield inputs
+
+    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
+        return fn(inputs)
+
+
+t_identity = TraverseId()
+
+
+# The attributes of traversals have an underscore, as any other name is an attribute to traverse.
+
+
+class TraverseCompose(Traversal):
+    """Traversal of the parts that `y` selects in the parts of `x`."""
+
+    def __init__(self, x: Traversal, y: Traversal):
+        self._x, self._y = x, y
+
+    def iterate(self, inputs: object) -> Iterator[Any]:
+        for part in self._x.iterate(inputs):
+            yield from self._y.iterate(part)
+
+    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
+        return self._x.update(lambda part: self._y.update(fn, part), inputs)
+
+
+class TraverseMerge(Traversal):
+    """Traversal of the parts of several traversals; shared parts are updated repeatedly."""
+
+    def __init__(self, *traversals: Traversal):
+        self._traversals = traversals
+
+    def iterate(self, inputs: object) -> Iterator[Any]:
+        for traversal in self._traversals:
+            yield from traversal.iterate(inputs)
+
+    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
+        for traversal in self._traversals:
+            inputs = traversal.update(fn, inputs)
+        return inputs
+
+
+class TraverseEach(Traversal):
+    """Traversal of the entries of a list, tuple or mapping."""
+
+    def iterate(self, inputs: object) -> Iterator[Any]:
+        yield from (_checked_entries(inputs).values())
+
+    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
+        return _rebuild(inputs, {key: fn(part) for key, part in _checked_entries(inputs).items()})
+
+
+def _checked_entries(inputs: object) -> Mapping[Any, Any]:
+    if isinstance(inputs, Mapping):
+        return inputs
+    if isinstance(inputs, list | tuple):
+        return dict(enumerate(inputs))
+    raise TraversalError(
+        f"each() goes into lists, tuples and mappings, not into a {type(inputs).__name__}; use "
+        "tree() for the leaves of other pytrees."
+    )
+
+
+def _rebuild(inputs: object, entries: Mapping[Any, Any]) -> Any:
+    if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
+        return type(inputs)(*entries.values())
+    if isinstance(inputs, list | tuple):
+        return type(inputs)(entries.values())
+    if not isinstance(inputs, MutableMapping):
+        return type(inputs)(entries)  # pyright: ignore[reportCallIssue] - a FrozenDict, say
+    made = copy.copy(inputs)
+    made.update(entries)
+    return made
+
+
+class TraverseItem(Traversal):
+    """Traversal of `value[key]`; of each selected item if the key is a slice."""
+
+    def __init__(self, key: Any):
+        self._key = key
+
+    def iterate(self, inputs: Any) -> Iterator[Any]:
+        part = inputs[self._key]
+        yield from part if self._is_slice() else (part,)
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        if isinstance(inputs, Mapping):
+            return _rebuild(inputs, {**inputs, self._key: fn(inputs[self._key])})
+        made = list(inputs) if isinstance(inputs, tuple) else copy.copy(inputs)
+        for key in range(*self._key.indices(len(made))) if self._is_slice() else (self._key,):
+            made[key] = fn(made[key])
+        return _rebuild(inputs, dict(enumerate(made))) if isinstance(inputs, tuple) else made
+
+    def _is_slice(self) -> bool:
+        return isinstance(self._key, slice)
+
+
+class TraverseAttr(Traversal):
+    """Traversal of `value.attr`."""
+
+    def __init__(self, attr: str):
+        self._attr = attr
+
+    def iterate(self, inputs: object) -> Iterator[Any]:
+        yield getattr(inputs, self._attr)
+
+    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
+        part = fn(getattr(inputs, self._attr))
+        if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
+            return inputs._replace(**{self._attr: part})  # pyright: ignore[reportAttributeAccessIssue]
+        if dataclasses.is_dataclass(inputs) and not isinstance(inputs, type):
+            return dataclasses.replace(inputs, **{self._attr: part})
+        made = copy.copy(inputs)
+        setattr(made, self._attr, part)
+        return made
+
+
+class TraverseFilter(Traversal):
+    """Traversal of the value if `fn` is true of it."""
+
+    def __init__(self, fn: Callable[[Any], bool]):
+        self._fn = fn
+
+    def iterate(self, inputs: object) -> Iterator[Any]:
+        if self._fn(inputs):
+            yield inputs
+
+    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
+        return fn(inputs) if self._fn(inputs) else inputs
+
+
+class TraverseTree(Traversal):
+    """Traversal of the leaves of a pytree."""
+
+    def iterate(self, inputs: object) -> Iterator[Any]:
+        yield from jax.tree.leaves(inputs)
+
+    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
+        return jax.tree.map(fn, inputs)
+
+
+class ModelParamTraversal(Traversal):
+    """Traversal of a nested dict's leaves that `filter_fn(path, leaf)` selects.
+
+    A path is a string such as "/dense/kernel". `iterate` and `update` raise NestedDictError if the
+    value is not a mapping.
+
+    >>> kernels = ModelParamTraversal(lambda path, _: path.endswith("kernel"))
+    >>> kernels.update(lambda x: 2 * x, {"dense": {"bias": 1, "kernel": 2}})
+    {'dense': {'bias': 1, 'kernel': 4}}
+    """
+
+    def __init__(self, filter_fn: Callable[[str, Any], bool]):
+        self._filter_fn = filter_fn
+
+    def _sorted(self, inputs: Any) -> list[tuple[Path, Any, bool]]:
+        check_mapping(inputs, "ModelParamTraversal")
+        flat = flatten_dict(inputs, keep_empty_nodes=True)
+        paths = sorted(flat, key=lambda path: [str(name) for name in path])
+        return [(path, flat[path], self._selects(path, flat[path])) for path in paths]
+
+    def _selects(self, path: Path, value: object) -> bool:
+        if value is empty_node:
+            return False
+        return self._filter_fn("/" + "/".join(str(name) for name in path), value)
+
+    def iterate(self, inputs: object) -> Iterator[Any]:
+        yield from (value for _, value, selected in self._sorted(inputs) if selected)
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        made = {
+            path: fn(value) if selected else value for path, value, selected in self._sorted(inputs)
+        }
+        nested = unflatten_dict(made)
+        return nested if isinstance(inputs, dict) else type(inputs)(nested)
