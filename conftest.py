@@ -6,6 +6,7 @@ It is at the root, so that the examples in weft/ run under it as the tests do.
 import gc
 import os
 import tempfile
+import threading
 from importlib.metadata import version
 
 import pytest
@@ -86,7 +87,21 @@ def settings_stay_for_the_tests_that_follow():
     before = {name: jax.config.values[name] for name in _SETTINGS}
     yield
     assert {name: jax.config.values[name] for name in _SETTINGS} == before
+    assert _traces_in_two_threads() == 1, "a test left a mesh or a setting of its thread behind"
     _leave_aside_what_is_there()
+
+
+def _traces_in_two_threads() -> int:
+    """Counts how often this thread and a new one trace a function: twice if their settings differ."""
+    import jax
+
+    traces = []
+    fn = jax.jit(lambda: traces.append(None))
+    fn.trace()
+    thread = threading.Thread(target=fn.trace)
+    thread.start()
+    thread.join()
+    return len(traces)
 
 
 def _leave_aside_what_is_there():

@@ -116,10 +116,11 @@ def turned_off(nnx):
     def f():
         return nnx.using_eager_sharding()
 
-    nnx.use_eager_sharding(False)
-    out += [f(), nnx.using_eager_sharding()]
-    nnx.use_eager_sharding(True)
-    return [*out, nnx.using_eager_sharding()]
+    with nnx.use_eager_sharding(True):  # the statements below change it to the end of this block
+        nnx.use_eager_sharding(False)
+        out += [f(), nnx.using_eager_sharding()]
+        nnx.use_eager_sharding(True)
+        return [*out, nnx.using_eager_sharding()]
 
 
 def by_rules(nnx):
