@@ -92,7 +92,7 @@ def settings_stay_for_the_tests_that_follow():
 
 
 def _traces_in_two_threads() -> int:
-    """Counts how often this thread and a new one trace a function: twice if their settings differ."""
+    """Counts the traces of a function in this thread and a new one: 2 if their settings differ."""
     import jax
 
     traces = []

@@ -76,10 +76,10 @@ def _beyond_plain(directory: Path, state: Any) -> tuple[str, str]:
         times.append(np.diff(marks))
     saving, digests, loading, removing = map(statistics.median, zip(*times, strict=True))
     return (
-        f"writing new plain files takes {saving:.2g} s here; beyond it are the digests, "
-        f"{digests:.2g} s, and removing the checkpoint before, {removing:.2g} s",
-        f"reading plain files takes {loading:.2g} s here; beyond it are the digests, which take "
-        f"{digests:.2g} s where nothing else is read for them",
+        f"writing new plain files takes {saving:.2g} s here; computing the digests takes "
+        f"another {digests:.2g} s, and removing the previous checkpoint {removing:.2g} s",
+        f"reading plain files takes {loading:.2g} s here; computing the digests takes another "
+        f"{digests:.2g} s",
     )
 
 

@@ -54,19 +54,19 @@ class _OnSlots:
 
 
 def _floors(question: str, by_hand: Callable[[], Any]) -> tuple[list[Row], dict[bool, str]]:
-    """Rows of what none can be faster than, and the reasons: of objects, and of functions."""
+    """Returns the rows of the floor, and why objects and functions miss their targets."""
     step = _OnSlots(by_hand())
     slots = _row(f"{question}, raw JAX on slots / raw", step, by_hand())
     again = _row(f"{question}, raw JAX again / raw", by_hand(), by_hand())
     of_objects = (
         f"a Python closure that reads {len(step.slots)} slots, calls a jitted function of a flat "
-        f"list and writes the slots, without any check, measures {number(slots.median)} here; "
-        "beyond it a call looks whether anything has changed, and is itself one of Python"
+        f"list and writes the slots, without any check, takes {number(slots.median)} here; "
+        "Weft's call also checks whether an object has changed, and is one more Python call"
     )
     of_functions = (
-        "it is `jax.jit` on nested dicts as the base is, and Weft runs no code in a call (see the "
-        f"counts); the base against itself measures {number(again.median)} here, and the middle "
-        f"half of its ratios lies between {number(again.quartiles[0])} and "
+        "noise: like the baseline, this is `jax.jit` on nested dicts, and no code of Weft runs in "
+        f"a call (see the counts); the baseline against itself measures {number(again.median)} "
+        f"here, with an interquartile range of {number(again.quartiles[0])} to "
         f"{number(again.quartiles[1])}"
     )
     return [slots, again], {True: of_objects, False: of_functions}

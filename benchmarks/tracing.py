@@ -27,8 +27,8 @@ LAYERS = 12
 _OF_ONE = 45  # pairs where one block is traced, which takes so little that noise would tell more
 _IN_JIT = {12: 0.35, 24: 0.20, 48: 0.13}
 _OBJECTS = (
-    "; beyond it, the model is taken apart and rebuilt inside, and at each call the objects of a "
-    "block are compared with those of the call before, where there is no epoch to go by"
+    "; in addition, the model is split and merged in the trace, where calls cannot rely on an "
+    "epoch and compare the objects of each block with those of the previous call"
 )
 
 
@@ -44,7 +44,7 @@ def traced(
     why: str = "",
     pairs: int = 15,
 ) -> list[Row]:
-    """The row of a program traced against that by hand; with `cold` from empty caches."""
+    """Returns the row of a program's trace against that of raw JAX; `cold`: from empty caches."""
     if program is None:
         return []
     question = f"{question}, {library.name} / raw"
@@ -71,11 +71,13 @@ def traced(
 
 
 def _by_jit(n: int) -> list[Row]:
-    """Each block under its own jit, against raw JAX without it; raw JAX with it is shown too."""
+    """Returns the rows of blocks under their own jit, against raw JAX without one."""
     values, rows = decoder_values(n), []
     for library in (RAW, *libraries()):
         floor = (
-            f"raw JAX so written is {rows[0].median:.2f}, below which none can be" if rows else ""
+            f"raw JAX in the same form takes {rows[0].median:.2f}, which is the floor"
+            if rows
+            else ""
         )
         if library.name.endswith("NNX"):
             floor += _OBJECTS
