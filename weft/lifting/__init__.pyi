@@ -6,7 +6,6 @@ from weft.lifting.branches import cond as cond, switch as switch
 from weft.lifting.jit import checkify as checkify, eval_shape as eval_shape, jit as jit
 from weft.lifting.kind import Kind as Kind
 from weft.lifting.loops import fori_loop as fori_loop, while_loop as while_loop
-from weft.lifting.map_state import map_state as map_state
-from weft.lifting.mapping import pmap as pmap, shard_map as shard_map, vmap as vmap
+from weft.lifting.mapping import map_state as map_state, pmap as pmap, shard_map as shard_map, vmap as vmap
 from weft.lifting.roles import CARRY as CARRY, DIFF as DIFF, FORK as FORK, Roles as Roles
 from weft.lifting.scan import scan as scan
