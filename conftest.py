@@ -7,6 +7,7 @@ import gc
 import os
 import tempfile
 import threading
+import time
 from importlib.metadata import version
 
 import pytest
@@ -37,6 +38,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ[_KEPT_FROM] = "0.2"
 
 
+_STARTED = pytest.StashKey[float]()
 _SETTINGS = (
     "jax_disable_most_optimizations",
     "jax_compilation_cache_dir",
@@ -102,6 +104,18 @@ def _traces_in_two_threads() -> int:
     thread.start()
     thread.join()
     return len(traces)
+
+
+def pytest_configure(config):
+    config.stash[_STARTED] = time.monotonic()
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Keeps how long the whole suite took, for `make house`."""
+    config = session.config
+    whole = not (config.option.file_or_dir or config.option.keyword or config.option.markexpr)
+    if whole and not exitstatus and not hasattr(config, "workerinput"):
+        config.cache.set("weft/suite_seconds", time.monotonic() - config.stash[_STARTED])
 
 
 def _leave_aside_what_is_there():

@@ -1,10 +1,13 @@
 """Prints how the code base measures: python -m tests.house."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
 
 
 class Row(NamedTuple):
@@ -35,7 +38,7 @@ def texts() -> Iterator[Row]:
     """Yields the measures of the source files."""
     from tests.house import sources
 
-    files = sources.sources(Path(__file__).parents[2] / "weft")
+    files = sources.sources(ROOT / "weft")
     code = {file.module: file.code_lines() for file in files}
     lines = sum(map(len, code.values()))
     imports = sum(len(file.import_lines() & code[file.module]) for file in files)
@@ -60,6 +63,16 @@ def texts() -> Iterator[Row]:
     yield Row("import cycles between files", 9, len(sources.cycles(graph)), 0)
     yield Row("code lines", 52_204, lines, 46_000)
     yield Row("docstring lines", 25_438, docstrings, 19_000)
+
+
+def suite() -> Iterator[Row]:
+    """Yields the minutes that `make test` took here last, if it passed."""
+    seconds = ROOT / ".pytest_cache/v/weft/suite_seconds"
+    if seconds.exists():
+        minutes = round(json.loads(seconds.read_text()) / 60, 1)
+        yield Row("minutes of the last `make test`", 24, minutes, 12)
+    else:
+        print("Run `make test` first, to see how long it takes.", file=sys.stderr)
 
 
 def runs() -> Iterator[Row]:
@@ -96,7 +109,7 @@ def table(rows: list[Row]) -> str:
 
 def main() -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    print(table([*runs(), *texts()]))
+    print(table([*runs(), *texts(), *suite()]))
     return 0
 
 
