@@ -1,4 +1,4 @@
-"""Lazy imports: names that packages offer in their `__init__.pyi`, and names that have moved."""
+"""Lazy imports: names that packages offer, names that have moved, and packages of extras."""
 
 import ast
 import functools
@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).parent
 
@@ -158,3 +159,23 @@ def _execute(load: Callable[[types.ModuleType], None], module: types.ModuleType)
 def install_moved_modules() -> None:
     """Makes modules importable by their names in earlier versions; called once, by `weft`."""
     sys.meta_path.insert(0, _MovedModules())  # pyright: ignore[reportArgumentType]
+
+
+def import_extra(module: str, extra: str, *, needed_by: str, package: str = "") -> Any:
+    """Imports a module of one of Weft's extras.
+
+    Args:
+        package: Name of the package that has the module, if it differs.
+
+    Raises:
+        MissingExtraError: If it cannot be imported.
+    """
+    from weft.errors import MissingExtraError
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{needed_by} needs the package {package or module}, which cannot be imported "
+            f"({error}); install it with `pip install 'weft[{extra}]'`"
+        ) from error

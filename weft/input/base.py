@@ -121,6 +121,13 @@ class Input(Module):
         raise NotImplementedError(type(self))
 
     @nowrap
+    def _feed_read_config(self) -> dict[str, int]:
+        """Returns `num_shards` and `shard_index` of this process."""
+        if self.dispatcher:
+            return self.dispatcher.feed_read_config()
+        return {"num_shards": jax.process_count(), "shard_index": jax.process_index()}
+
+    @nowrap
     def batches(self, it: Iterable[Any]) -> Iterator[Nested[np.ndarray]]:
         """Yields this process's part of each global batch.
 

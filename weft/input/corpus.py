@@ -238,17 +238,16 @@ def _checked_corpus(
 
 
 def _list_files(root: Path, pattern: str, exclude: Sequence[str]) -> list[tuple[str, Path]]:
-
-    def kept(part: str) -> bool:
-        return not any(fnmatch.fnmatchcase(part, glob) for glob in exclude)
+    def matches(name: str, globs: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
     found = []
     for folder, subfolders, names in os.walk(root):
         # Pruned during the walk: a standard library can include a site-packages of 10,000 files.
-        subfolders[:] = sorted(filter(kept, subfolders))
-        for path in (Path(folder, name) for name in names if kept(name)):
+        subfolders[:] = sorted(name for name in subfolders if not matches(name, exclude))
+        for path in (Path(folder, name) for name in names if not matches(name, exclude)):
             name = path.relative_to(root).as_posix()
-            if _matches_pattern(name, pattern) and path.is_file():
+            if matches(name, (pattern, pattern.removeprefix("**/"))) and path.is_file():
                 found.append((name, path))
     return found
 
@@ -267,10 +266,6 @@ def _documents(name: str, path: Path, text_key: str) -> list[TextFile]:
     read = parquet_dataset if name.endswith(".parquet") else json_lines_dataset
     texts: Any = read(str(path)).map(text)
     return [TextFile(f"{name}#{i:07}", texts[i]) for i in range(len(texts))]
-
-
-def _matches_pattern(name: str, pattern: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, glob) for glob in (pattern, pattern.removeprefix("**/")))
 
 
 def _read_text(path: Path) -> bytes:

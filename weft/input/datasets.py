@@ -18,9 +18,10 @@ import gzip
 import os
 import zlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-from weft.errors import InputReadError, MissingExtraError
+from weft._lazy import import_extra
+from weft.errors import InputReadError
 from weft.input.record_files import JsonLinesFile, LineFile, ParquetFile, file_fingerprint
 from weft.input.records import FileRecordSource, LibraryRecordSource, RecordDataset, matching_files
 from weft.serialization.untrusted import invalid_text_reason, open_file
@@ -44,8 +45,9 @@ def text_dataset(
     (True, True)
     """
     files = matching_files(paths)
-    source = FileRecordSource(files, LineFile) if document == "line" else _WholeFiles(files)
-    return RecordDataset(_Texts(source))
+    return RecordDataset(
+        FileRecordSource(files, _TextLines) if document == "line" else _WholeFiles(files)
+    )
 
 
 def json_lines_dataset(paths: str | Sequence[str]) -> RecordDataset:
@@ -88,7 +90,7 @@ class _WholeFiles:
     def __repr__(self) -> str:
         return f"{len(self)} files"
 
-    def __getitem__(self, index: int) -> bytes:
+    def __getitem__(self, index: int) -> dict[str, bytes]:
         path = self._paths[index]
         try:
             with open_file(path) as file:
@@ -97,41 +99,23 @@ class _WholeFiles:
         except (OSError, EOFError, zlib.error) as error:
             what = getattr(error, "strerror", None) or error
             raise InputReadError(f"cannot read {path} ({what}); fix it, or leave it out") from error
-        return data
+        return _text_record(data, self, index)
 
     def describe(self, index: int) -> str:
         return self._paths[index]
 
 
-class _Texts:
-    """Source that wraps bytes in records with the key `text`, like JSON and Parquet records."""
-
-    def __init__(self, source):
-        self._source = source
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __repr__(self) -> str:
-        return repr(self._source)
-
+class _TextLines(LineFile):
     def __getitem__(self, index: int) -> dict[str, bytes]:
-        data = self._source[index]
-        fault = invalid_text_reason(data)
-        if fault is not None:
-            raise InputReadError(f"{self.describe(index)} {fault}")
-        return {"text": data}
+        return _text_record(self.line(index), self, index)
 
-    def describe(self, index: int) -> str:
-        return self._source.describe(index)
 
-    @property
-    def fingerprint(self) -> tuple | None:
-        return self._source.fingerprint
-
-    @property
-    def num_bytes(self) -> int | None:
-        return self._source.num_bytes
+def _text_record(data: bytes, source: _WholeFiles | _TextLines, index: int) -> dict[str, bytes]:
+    """Returns a text as a record with the key `text`, like JSON and Parquet records."""
+    fault = invalid_text_reason(data)
+    if fault is not None:
+        raise InputReadError(f"{source.describe(index)} {fault}")
+    return {"text": data}
 
 
 def hugging_face_dataset(
@@ -149,17 +133,11 @@ def hugging_face_dataset(
         InputReadError: If it cannot be loaded, or lacks the split.
         MissingExtraError: If `datasets` is not installed.
     """
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MissingExtraError(
-            f"hugging_face_dataset needs the package datasets, which cannot be imported ({error}); "
-            "install it with `pip install 'weft[hf]'`"
-        ) from error
+    datasets = import_extra("datasets", "hf", needed_by="hugging_face_dataset")
     saved = os.path.isdir(path) and {"state.json", "dataset_dict.json"} & set(os.listdir(path))
     try:
         if saved:
-            found: Any = datasets.load_from_disk(path)
+            found = datasets.load_from_disk(path)
         else:
             found = datasets.load_dataset(path, name, split=split)
     except Exception as error:
@@ -201,16 +179,11 @@ def tfds_dataset(
         InputReadError: If it cannot be loaded.
         MissingExtraError: If `tensorflow-datasets` is not installed.
     """
-    try:
-        import tensorflow_datasets as tfds  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MissingExtraError(
-            "tfds_dataset needs the package tensorflow-datasets, which cannot be imported "
-            f"({error}); install it with `pip install 'weft[tfds]'`"
-        ) from error
+    package = "tensorflow-datasets"
+    tfds = import_extra("tensorflow_datasets", "tfds", needed_by="tfds_dataset", package=package)
     try:
         if os.path.exists(os.path.join(name, "dataset_info.json")):
-            builder: Any = tfds.builder_from_directory(name)
+            builder = tfds.builder_from_directory(name)
         else:
             builder = tfds.builder(name, data_dir=data_dir, file_format="array_record")
             if download:

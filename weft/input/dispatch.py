@@ -261,8 +261,7 @@ class InputDispatcher(BaseInputDispatcher):
             per_feed = -(-per_feed // devices_per_feed) * devices_per_feed
             complete.global_physical_batch_size = per_feed * feeds
         super().__init__(complete, parent=parent)
-        wrong = self._config_error()
-        if wrong:
+        if wrong := self._config_error():
             raise InputDispatchError(f"{self.path()}: {wrong}")
 
     def _config_error(self) -> str | None:
@@ -345,8 +344,8 @@ class InputDispatcher(BaseInputDispatcher):
             leaf = np.asarray(leaf)
             if leaf.ndim == 0 or len(leaf) != size:
                 raise InputDispatchError(
-                    f"{self.path()}: {jax.tree_util.keystr(path, simple=True, separator='/')!r} "
-                    f"has shape {leaf.shape}, but a feed of a global batch of "
+                    f"{self.path()}: {_leaf_name(path)} has shape {leaf.shape}, but a feed of a "
+                    f"global batch of "
                     f"{self.config.global_logical_batch_size} over {self.num_logical_feeds} feeds "
                     f"has {size} rows; batch the dataset by {size}"
                 )
@@ -420,8 +419,7 @@ class SpmdInputDispatcher(BaseInputDispatcher):
     def _blocks_of_processes(self) -> dict[int, tuple[int, ...]]:
         mesh, spec = current_mesh(), self.config.partition_spec
         first = spec[0] if len(spec) else None
-        axes = (first,) if isinstance(first, str) else tuple(first or ())
-        num_blocks = math.prod(mesh.shape[axis] for axis in axes)
+        num_blocks = math.prod(mesh.shape[axis] for axis in _entry_axes(first))
         size = self.config.global_logical_batch_size
         if size % num_blocks:
             raise InputDispatchError(
@@ -430,11 +428,11 @@ class SpmdInputDispatcher(BaseInputDispatcher):
                 f"use a multiple, such as {-(-size // num_blocks) * num_blocks}"
             )
         sharding = NamedSharding(mesh, PartitionSpec(first))
-        blocks = {
-            device: shard_start(index)[0]
+        held = {
+            device: (device.process_index, shard_start(index)[0])
             for device, index in sharding.devices_indices_map((num_blocks,)).items()
         }
-        return blocks_by_process({d: (d.process_index, b) for d, b in blocks.items()}, self.path())
+        return blocks_by_process(held, self.path())
 
 
 def blocks_by_process(

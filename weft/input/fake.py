@@ -15,12 +15,7 @@ from weft.config import REQUIRED, Required, config_class
 from weft.errors import InputDatasetError
 from weft.hierarchy.module import Module, nowrap
 from weft.input.base import Input
-from weft.input.grain import (
-    BuildDatasetFn,
-    DispatchConfig,
-    feed_batch_size,
-    shard_dataset,
-)
+from weft.input.grain import BuildDatasetFn, DispatchConfig, feed_batch_size, shard_dataset
 from weft.typing import Nested
 
 
@@ -53,10 +48,7 @@ class EmptyInput(Input):
 
     @nowrap
     def dataset(self) -> "FakeDataset":
-        if self.dispatcher:
-            part = DispatchConfig(**self.dispatcher.feed_read_config())
-        else:
-            part = DispatchConfig(jax.process_index(), jax.process_count())
+        part = DispatchConfig(**self._feed_read_config())
         rows = feed_batch_size(self.config.global_batch_size, part)
         first = rows * part.flat_index()
         return FakeDataset(self, slice(first, first + rows))

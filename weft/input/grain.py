@@ -35,15 +35,7 @@ from weft.config import (
 from weft.errors import InputDatasetError, InputDispatchError
 from weft.hierarchy.module import Module, nowrap
 from weft.input import base as input_base
-from weft.input.grain_datasets import (
-    PadIterDataset,
-    PadMapDataset,
-    ProportionMapDataset,
-    UnbatchIterDataset,
-    WorkerIterDataset,
-    check_num_examples,
-    mark_flags_as_parsed,
-)
+from weft.input import grain_datasets
 from weft.input.records import FileRecordSource, RecordDataset
 from weft.typing import Nested
 
@@ -88,7 +80,7 @@ class DispatchConfig:
             object.__setattr__(
                 self, name, tuple(value) if isinstance(value, Sequence) else (value,)
             )
-        index, num = self.levels()[0], self.levels()[1]
+        index, num = self.levels()
         if len(index) != len(num) or not all(0 <= i < n for i, n in zip(index, num, strict=True)):
             raise InputDispatchError(
                 f"shard_index={index} does not fit num_shards={num}; expected one index from 0 "
@@ -148,11 +140,7 @@ class Input(input_base.Input):
 
     @nowrap
     def _batches(self) -> Dataset:
-        if self.dispatcher:
-            part = self.dispatcher.feed_read_config()
-        else:
-            part = {"num_shards": jax.process_count(), "shard_index": jax.process_index()}
-        return self.source(DispatchConfig(**part))
+        return self.source(DispatchConfig(**self._feed_read_config()))
 
 
 def array_record_dataset(
@@ -202,8 +190,8 @@ def prefetch_dataset(
     if options is None or options.num_workers == 0:
         return maybe_to_iter_dataset(ds)
     if isinstance(ds, grain.MapDataset):
-        return WorkerIterDataset(ds, options=options, read_options=grain.ReadOptions(1, 1))
-    mark_flags_as_parsed()
+        return grain_datasets.IterDataset(grain_datasets.WorkerIterator, ds, options=options)
+    grain_datasets.mark_flags_as_parsed()
     return ds.mp_prefetch(options)
 
 
@@ -239,7 +227,7 @@ def shard_dataset_with_proportion(
             "expected 0 <= range_start < range_end <= period"
         )
     ds = _require_map_dataset(ds, "shard_dataset_with_proportion")
-    return ProportionMapDataset(ds, start=range_start, end=range_end, period=period)
+    return grain_datasets.ProportionMapDataset(ds, start=range_start, end=range_end, period=period)
 
 
 def per_feed_batch(
@@ -283,7 +271,9 @@ def unbatch(ds: Dataset, *, skip_empty_batch: bool = False) -> grain.IterDataset
     Returns:
         A dataset whose iterator raises `InputDatasetError` for a batch that cannot be split.
     """
-    return UnbatchIterDataset(maybe_to_iter_dataset(ds), skip_empty_batch=skip_empty_batch)
+    return grain_datasets.IterDataset(
+        grain_datasets.UnbatchIterator, maybe_to_iter_dataset(ds), skip_empty_batch=skip_empty_batch
+    )
 
 
 def default_pad_example_fn(example: object) -> Any:
@@ -316,10 +306,11 @@ def pad_for_evaluation(
             iterable, when it reaches them.
     """
     if isinstance(ds, grain.MapDataset):
-        check_num_examples(len(ds), max_num_examples)
+        grain_datasets.check_num_examples(len(ds), max_num_examples)
         length = -(-len(ds) // per_feed_batch_size) * per_feed_batch_size
-        return PadMapDataset(ds, length=length, pad_example_fn=pad_example_fn)
-    return PadIterDataset(
+        return grain_datasets.PadMapDataset(ds, length=length, pad_example_fn=pad_example_fn)
+    return grain_datasets.IterDataset(
+        grain_datasets.PadIterator,
         ds,
         multiple=per_feed_batch_size,
         pad_example_fn=pad_example_fn,

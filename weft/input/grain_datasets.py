@@ -16,14 +16,12 @@ from absl import flags
 from weft.errors import InputDatasetError
 
 
-class ProportionMapDataset(grain.MapDataset):
-    """Elements whose index, modulo a period, is in a range."""
+class _MapDataset(grain.MapDataset):
+    """Base of random-access datasets with another length than their parent."""
 
-    def __init__(self, parent: grain.MapDataset, *, start: int, end: int, period: int):
+    def __init__(self, parent: grain.MapDataset, length: int):
         super().__init__(parent)
-        self._start, self._kept, self._period = start, end - start, period
-        whole, rest = divmod(len(parent), period)
-        self._length = whole * self._kept + min(max(rest - start, 0), self._kept)
+        self._length = length
 
     def __len__(self) -> int:
         return self._length
@@ -32,39 +30,67 @@ class ProportionMapDataset(grain.MapDataset):
         if isinstance(index, slice):
             return self.slice(index)
         epoch, index = divmod(index, self._length)
+        return self._element(index, epoch * len(self._parent))
+
+    def _element(self, index: int, offset: int) -> Any:
+        """Returns an element of the epoch that begins at `offset` in the parent."""
+        raise NotImplementedError(type(self))
+
+
+class ProportionMapDataset(_MapDataset):
+    """Elements whose index, modulo a period, is in a range."""
+
+    def __init__(self, parent: grain.MapDataset, *, start: int, end: int, period: int):
+        self._start, self._kept, self._period = start, end - start, period
+        whole, rest = divmod(len(parent), period)
+        super().__init__(parent, whole * self._kept + min(max(rest - start, 0), self._kept))
+
+    def _element(self, index: int, offset: int) -> Any:
         round_, place = divmod(index, self._kept)
-        parent_index = round_ * self._period + self._start + place
-        return self._parent[parent_index + epoch * len(self._parent)]
+        return self._parent[offset + round_ * self._period + self._start + place]
 
     def __str__(self) -> str:
         end = self._start + self._kept
         return f"ProportionMapDataset[{self._start}:{end} of {self._period}]"
 
 
-class PadMapDataset(grain.MapDataset):
+class PadMapDataset(_MapDataset):
     """Dataset padded to a length."""
 
     def __init__(self, parent: grain.MapDataset, *, length: int, pad_example_fn: Callable):
-        super().__init__(parent)
-        self._length, self._pad_example_fn = length, pad_example_fn
+        super().__init__(parent, length)
+        self._pad_example_fn = pad_example_fn
 
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return self.slice(index)
-        epoch, index = divmod(index, self._length)
+    def _element(self, index: int, offset: int) -> Any:
         if index < len(self._parent):
-            return self._parent[index + epoch * len(self._parent)]
+            return self._parent[offset + index]
         return self._pad_example_fn(self._parent[0])
 
     def __str__(self) -> str:
         return f"PadMapDataset({self._length})"
 
 
-class PadIterDataset(grain.IterDataset):
-    """Iterable padded to a multiple."""
+class IterDataset(grain.IterDataset):
+    """Iterable dataset of a class of iterators, which takes the parent and settings."""
+
+    def __init__(
+        self,
+        iterator_class: Callable[..., grain.DatasetIterator],
+        parent: grain.MapDataset | grain.IterDataset,
+        **settings: Any,
+    ):
+        super().__init__(parent)
+        self._iterator_class, self._settings = iterator_class, settings
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return self._iterator_class(self._parent, **self._settings)
+
+    def __str__(self) -> str:
+        return f"IterDataset({self._iterator_class}, {self._settings})"
+
+
+class PadIterator(grain.DatasetIterator):
+    """Iterator padded to a multiple."""
 
     def __init__(
         self,
@@ -74,28 +100,10 @@ class PadIterDataset(grain.IterDataset):
         pad_example_fn: Callable[[Any], Any],
         max_num_examples: int,
     ):
-        super().__init__(parent)
-        self._settings = (multiple, pad_example_fn, max_num_examples)
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _PadIterator(iter(self._parent), *self._settings)
-
-    def __str__(self) -> str:
-        return f"PadIterDataset(multiple of {self._settings[0]})"
-
-
-class _PadIterator(grain.DatasetIterator):
-    def __init__(
-        self,
-        parent: grain.DatasetIterator,
-        multiple: int,
-        pad_example_fn: Callable[[Any], Any],
-        max_num_examples: int,
-    ):
-        super().__init__(parent)
+        super().__init__(iter(parent))
         self._multiple, self._pad_example_fn = multiple, pad_example_fn
         self._max_num_examples = max_num_examples
-        self._first_state = parent.get_state()
+        self._first_state = self._parent.get_state()
         self._count = 0
 
     def __next__(self) -> Any:
@@ -135,26 +143,14 @@ def check_num_examples(number: int, limit: int) -> None:
         )
 
 
-class UnbatchIterDataset(grain.IterDataset):
-    """Rows of batches."""
+class UnbatchIterator(grain.DatasetIterator):
+    """Iterator over the rows of batches."""
 
     def __init__(self, parent: grain.IterDataset, *, skip_empty_batch: bool):
-        super().__init__(parent)
-        self._skip_empty_batch = skip_empty_batch
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _UnbatchIterator(iter(self._parent), self._skip_empty_batch)
-
-    def __str__(self) -> str:
-        return "UnbatchIterDataset"
-
-
-class _UnbatchIterator(grain.DatasetIterator):
-    def __init__(self, parent: grain.DatasetIterator, skip_empty_batch: bool):
-        super().__init__(parent)
+        super().__init__(iter(parent))
         self._skip_empty_batch = skip_empty_batch
         # The current batch can be read again from the parent's state before it.
-        self._before = parent.get_state()
+        self._before = self._parent.get_state()
         self._batch: Any = None
         self._num_rows = self._row = 0
 
@@ -194,39 +190,16 @@ class _UnbatchIterator(grain.DatasetIterator):
             self._read()
 
 
-class WorkerIterDataset(grain.IterDataset):
-    """Random-access dataset read by worker processes.
+class WorkerIterator(grain.DatasetIterator):
+    """Iterator over a random-access dataset that worker processes read.
 
     Unlike in Grain's own multi-process dataset, the state is the number of returned elements, so a
     run may resume with another number of workers.
     """
 
-    def __init__(
-        self,
-        parent: grain.MapDataset,
-        *,
-        options: grain.MultiprocessingOptions,
-        read_options: grain.ReadOptions,
-    ):
-        super().__init__(parent)
-        self._settings = (parent, options, read_options)
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _WorkerIterator(*self._settings)
-
-    def __str__(self) -> str:
-        return f"WorkerIterDataset(num_workers={self._settings[1].num_workers})"
-
-
-class _WorkerIterator(grain.DatasetIterator):
-    def __init__(
-        self,
-        ds: grain.MapDataset,
-        options: grain.MultiprocessingOptions,
-        read_options: grain.ReadOptions,
-    ):
+    def __init__(self, ds: grain.MapDataset, *, options: grain.MultiprocessingOptions):
         super().__init__()
-        self._ds, self._options, self._read_options = ds, options, read_options
+        self._ds, self._options = ds, options
         self._next_index = 0
         self._workers: list[grain.DatasetIterator] = []  # one, if started
         # At interpreter exit, Grain's own cleanup would find its modules unloaded.
@@ -240,7 +213,8 @@ class _WorkerIterator(grain.DatasetIterator):
             raise StopIteration
         if not self._workers:
             mark_flags_as_parsed()
-            rest = self._ds.slice(slice(self._next_index, None)).to_iter_dataset(self._read_options)
+            rest = self._ds.slice(slice(self._next_index, None))
+            rest = rest.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
             self._workers.append(iter(rest.mp_prefetch(self._options)))
         element = next(self._workers[0])
         self._next_index += 1

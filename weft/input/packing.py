@@ -86,9 +86,8 @@ class PackedSequences:
         self._segments = segments
         self._token_num_bytes = token_num_bytes
         num_targets = len(stream) - 1
-        available = num_targets // sequence_length
-        if not drop_remainder and num_targets % sequence_length:
-            available += 1
+        whole, rest = divmod(num_targets, sequence_length)
+        available = whole if drop_remainder or not rest else whole + 1
         if available < 1:
             raise EmptyCorpusError(
                 f"{max(num_targets, 0)} tokens do not fill one sequence of {sequence_length}; "

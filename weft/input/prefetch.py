@@ -102,7 +102,7 @@ class PrefetchingIterator:
         """Returns or raises the result of `next` without advancing."""
         self.ready()
         assert self._reader is not None
-        return self._reader.look()
+        return self._reader.look()[0]
 
     def get_state(self) -> Any:
         """Returns the source's state after the last returned batch."""
@@ -174,19 +174,17 @@ class _ReaderThread:
                 lambda: bool(self.buffer) or self._end is not None, timeout
             )
 
-    def look(self) -> Any:
+    def look(self) -> tuple[Any, Any]:
         with self._changed:
             if not self.buffer:
                 assert self._end is not None
                 raise self._end
-            return self.buffer[0][0]
+            return self.buffer[0]
 
     def take(self) -> tuple[Any, Any]:
         with self._changed:
-            if not self.buffer:
-                assert self._end is not None
-                raise self._end
-            item = self.buffer.popleft()
+            item = self.look()
+            self.buffer.popleft()
             self._changed.notify_all()
             return item
 

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from weft.errors import InputReadError, MissingExtraError
+from weft._lazy import import_extra
+from weft.errors import InputReadError
 from weft.input.file_cache import cached_bytes
 from weft.serialization.untrusted import open_file, parse_json
 
@@ -178,7 +179,6 @@ class ParquetFile:
     def __init__(self, path: str, columns: Sequence[str] | None = None):
         self.path, self._columns = path, None if columns is None else list(columns)
         self.fingerprint = (*file_fingerprint(path), *(columns or ()))
-        pyarrow_parquet()
         with self._opened() as file:
             self._num_rows = file.metadata.num_rows
             self.num_bytes = sum(
@@ -206,7 +206,9 @@ class ParquetFile:
         return f"row {index} of {self.path}"
 
     def _opened(self) -> Any:
-        parquet = pyarrow_parquet()
+        parquet = import_extra(
+            "pyarrow.parquet", "parquet", needed_by="reading Parquet", package="pyarrow"
+        )
         try:
             return parquet.ParquetFile(self.path)
         except Exception as error:
@@ -249,19 +251,3 @@ class ParquetFile:
             yield table.slice(0, whole).combine_chunks()
         if rest is not None:
             yield rest.combine_chunks()
-
-
-def pyarrow_parquet() -> Any:
-    """Imports `pyarrow.parquet`.
-
-    Raises:
-        MissingExtraError: If it is not installed.
-    """
-    try:
-        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MissingExtraError(
-            f"reading Parquet needs the package pyarrow, which cannot be imported ({error}); "
-            "install it with `pip install 'weft[parquet]'`"
-        ) from error
-    return pyarrow.parquet

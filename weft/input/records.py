@@ -92,9 +92,8 @@ class FileRecordSource:
     @property
     def num_bytes(self) -> int | None:
         """Approximate size of all files in bytes; None if unknown for one."""
-        sizes = [getattr(source, "num_bytes", None) for source in self._sources]
-        known = [size for size in sizes if size is not None]
-        return sum(known) if len(known) == len(sizes) else None
+        sizes: list[Any] = [getattr(source, "num_bytes", None) for source in self._sources]
+        return None if None in sizes else sum(sizes)
 
     def _locate(self, index: int) -> tuple[int, int]:
         file = bisect.bisect_right(self._ends, index)
@@ -155,9 +154,9 @@ class RecordDataset(grain.MapDataset):
             try:
                 value = function(value)
             except Exception as error:
-                # Errors of Weft that already name their cause.
-                what = str(error) if isinstance(error, InputDatasetError) else _format_error(error)
-                raise InputReadError(f"{self.describe(index)}: {what}") from error
+                # An InputDatasetError already names its cause.
+                kind = "" if isinstance(error, InputDatasetError) else f"{type(error).__name__}: "
+                raise InputReadError(f"{self.describe(index)}: {kind}{error}") from error
         return value
 
     def map(self, transform):
@@ -180,10 +179,6 @@ class RecordDataset(grain.MapDataset):
     def num_bytes(self) -> int | None:
         """Approximate size of the records in bytes; None if unknown."""
         return getattr(self._source, "num_bytes", None)
-
-
-def _format_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def matching_files(paths: str | Sequence[str]) -> list[str]:

@@ -39,18 +39,8 @@ import numpy as np
 
 from weft.config import ConfigOr, config_for_class, config_for_function, maybe_instantiate
 from weft.errors import EmptyCorpusError, InputDatasetError
+from weft.input import grain as grain_input
 from weft.input.corpus import Corpus, Split, stdlib_corpus
-from weft.input.grain import (
-    BuildDatasetFn,
-    Dataset,
-    DispatchConfig,
-    feed_batch_size,
-    maybe_to_iter_dataset,
-    pad_for_evaluation,
-    prefetch_dataset,
-    sample_from_datasets,
-    shard_dataset_with_proportion,
-)
 from weft.input.packing import PackedSequences, token_stream
 from weft.input.token_cache import document_text, tokenize_documents
 from weft.input.tokenizers import ByteTokenizer, Tokenizer
@@ -65,7 +55,7 @@ def sequence_batches(
     seed: int = 0,
     num_workers: int = 0,
     name: str = "the text",
-) -> BuildDatasetFn:
+) -> grain_input.BuildDatasetFn:
     """Returns a source of batches for `weft.input.grain.Input`.
 
     Args:
@@ -93,10 +83,10 @@ def sequence_batches(
         )
     all_sources = _SequenceMixture(sources)
 
-    def build_dataset(dispatch_config: DispatchConfig) -> grain.IterDataset:
-        rows = feed_batch_size(global_batch_size, dispatch_config)
+    def build_dataset(dispatch_config: grain_input.DispatchConfig) -> grain.IterDataset:
+        rows = grain_input.feed_batch_size(global_batch_size, dispatch_config)
         start = rows * dispatch_config.flat_index()
-        ds = shard_dataset_with_proportion(
+        ds = grain_input.shard_dataset_with_proportion(
             all_sources.order(weights, seed if is_training else None),
             range_start=start,
             range_end=start + rows,
@@ -107,9 +97,9 @@ def sequence_batches(
             options = grain.MultiprocessingOptions(
                 num_workers=num_workers, per_worker_buffer_size=2
             )
-            return prefetch_dataset(ds, multiprocessing_options=options)
+            return grain_input.prefetch_dataset(ds, multiprocessing_options=options)
         # No threads, because the trainer reads ahead in its own.
-        return maybe_to_iter_dataset(ds, read_options=grain.ReadOptions(0, 0))
+        return grain_input.maybe_to_iter_dataset(ds, read_options=grain.ReadOptions(0, 0))
 
     return build_dataset
 
@@ -128,14 +118,8 @@ class _SequenceMixture:
             return grain.MapDataset.range(starts[-1])
         if weights is None:
             return grain.MapDataset.range(starts[-1]).seed(seed).shuffle().repeat(None)
-        parts: list[Any] = [
-            # One seed for each, or sources of equal size would be shuffled in the same order.
-            grain.MapDataset.range(start, end).seed(seed + i).shuffle()
-            for i, (start, end) in enumerate(itertools.pairwise(starts))
-        ]
-        return sample_from_datasets(  # pyright: ignore[reportReturnType]
-            sources=parts, weights=weights
-        )
+        parts = [grain.MapDataset.range(start, end) for start, end in itertools.pairwise(starts)]
+        return _shuffle_and_mix(parts, weights, seed)
 
     def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the examples of some indices as one batch."""
@@ -169,7 +153,7 @@ def lm_text_source(
     segments: bool = False,
     max_examples: int | None = None,
     num_workers: int = 0,
-) -> BuildDatasetFn:
+) -> grain_input.BuildDatasetFn:
     """Returns a source of batches of `PackedSequences`.
 
     Args:
@@ -231,7 +215,7 @@ def lm_documents_source(
     seed: int = 0,
     segments: bool = False,
     num_workers: int = 0,
-) -> BuildDatasetFn:
+) -> grain_input.BuildDatasetFn:
     """Returns a source of batches of `PackedSequences`, from documents with random access.
 
     All documents are tokenized once, before the first batch; see `weft.input.token_cache`. For
@@ -307,7 +291,7 @@ def lm_stream_source(
     seed: int = 0,
     split_documents: bool = True,
     num_threads: int = 2,
-) -> BuildDatasetFn:
+) -> grain_input.BuildDatasetFn:
     """Returns a source of batches that are packed during reading.
 
     Args:
@@ -334,13 +318,13 @@ def lm_stream_source(
             raise EmptyCorpusError(f"{name} has no documents; pass files that contain records")
     limit = None if split_documents else sequence_length
 
-    def build_dataset(dispatch_config: DispatchConfig) -> grain.IterDataset:
+    def build_dataset(dispatch_config: grain_input.DispatchConfig) -> grain.IterDataset:
         # Mapped first, while errors can name the document.
         tokens = {
             name: one.map(_Tokenize(loaded, text_key, limit)) for name, one in datasets.items()
         }
         packed = _pack_sequences(
-            maybe_to_iter_dataset(
+            grain_input.maybe_to_iter_dataset(
                 _mix_documents(tokens, weights, seed if is_training else None),
                 read_options=grain.ReadOptions(num_threads, 8 * num_threads),
             ),
@@ -348,12 +332,14 @@ def lm_stream_source(
             num_bins=None if split_documents else global_batch_size,
         )
         if not is_training:
-            packed = pad_for_evaluation(
+            packed = grain_input.pad_for_evaluation(
                 packed, per_feed_batch_size=global_batch_size, max_num_examples=sys.maxsize
             )
-        rows = feed_batch_size(global_batch_size, dispatch_config)
+        rows = grain_input.feed_batch_size(global_batch_size, dispatch_config)
         start = rows * dispatch_config.flat_index()
-        batches = maybe_to_iter_dataset(packed.batch(global_batch_size, drop_remainder=True))
+        batches = grain_input.maybe_to_iter_dataset(
+            packed.batch(global_batch_size, drop_remainder=True)
+        )
         return batches.map(_Features(loaded, slice(start, start + rows)))
 
     return build_dataset
@@ -361,14 +347,20 @@ def lm_stream_source(
 
 def _mix_documents(
     named: Mapping[str, grain.MapDataset], weights: Mapping[str, float] | None, seed: int | None
-) -> Dataset:
+) -> grain_input.Dataset:
     """Shuffles, repeats and mixes; without a seed, concatenates."""
     if seed is None:
         return grain.MapDataset.concatenate(list(named.values()))
-    # One seed for each, or sources of equal size would be shuffled in the same order.
-    shuffled = [one.seed(seed + i).shuffle() for i, one in enumerate(named.values())]
     weights = weights or {name: float(len(one)) for name, one in named.items()}
-    return sample_from_datasets(sources=shuffled, weights=[weights[name] for name in named])
+    return _shuffle_and_mix(list(named.values()), [weights[name] for name in named], seed)
+
+
+def _shuffle_and_mix(
+    parts: Sequence[grain.MapDataset], weights: Sequence[float], seed: int
+) -> grain.MapDataset:
+    # One seed for each, or parts of equal size would be shuffled in the same order.
+    shuffled = [part.seed(seed + i).shuffle() for i, part in enumerate(parts)]
+    return grain_input.sample_from_datasets(sources=shuffled, weights=weights)  # pyright: ignore[reportReturnType]
 
 
 def _pack_sequences(

@@ -14,10 +14,11 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from weft._lazy import import_extra
 from weft.errors import MissingExtraError, TokenizerError
 from weft.serialization.untrusted import open_file
 
@@ -109,11 +110,10 @@ class _FileTokenizer:
                 f"cannot read the tokenizer {path} ({error.strerror or error}); pass the path "
                 "of its file"
             ) from error
-        with self._library_errors("read"):
-            self._load(path, content)
-        if self._num_tokens() == 0:
+        with self._library_errors("cannot read a text"):
+            self.vocab_size = self._num_tokens = self._load(content)
+        if self._num_tokens == 0:
             raise TokenizerError(f"{path} has no tokens; pass the file of a trained tokenizer")
-        self.vocab_size = self._num_tokens()
         self.eos_id = self._special_id(path, "eos_token", eos_token)
         self.pad_id = self._special_id(path, "pad_token", pad_token)
         if self.eos_id == self.pad_id:
@@ -150,19 +150,19 @@ class _FileTokenizer:
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """Encodes several texts on all cores. See `encode`."""
         words = [text.decode("utf-8") if isinstance(text, bytes) else text for text in texts]
-        with self._library_errors("encode"):
+        with self._library_errors("cannot encode a text"):
             return [np.array(ids, np.int32) for ids in self._encode(words)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Decodes ids, without `eos_id` and `pad_id`."""
         values = np.asarray(ids).reshape(-1).tolist()
-        limit = self._num_tokens()
-        known = [i for i in values if 0 <= i < limit and i not in (self.eos_id, self.pad_id)]
-        with self._library_errors("decode"):
+        special = (self.eos_id, self.pad_id)
+        known = [i for i in values if 0 <= i < self._num_tokens and i not in special]
+        with self._library_errors("cannot decode a text"):
             return self._decode(known)
 
     @contextlib.contextmanager
-    def _library_errors(self, what: str) -> Iterator[None]:
+    def _library_errors(self, fault: str) -> Iterator[None]:
         """Converts errors of the library, such as a panic of Rust, to TokenizerError."""
         try:
             yield
@@ -171,8 +171,8 @@ class _FileTokenizer:
         except BaseException as error:
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise TokenizerError(
-                    f"{self._arguments[0]} cannot {what} a text: {type(error).__name__}: "
-                    f"{error}; pass the original file of the tokenizer"
+                    f"{self._arguments[0]} {fault}: {type(error).__name__}: {error}; pass the "
+                    "original file of the tokenizer"
                 ) from error
             raise
 
@@ -180,15 +180,12 @@ class _FileTokenizer:
     def token_num_bytes(self) -> np.ndarray:
         """Bytes of text of each token; 0 for special ones."""
         sizes = np.zeros(self.vocab_size, np.int32)
-        known = [self._num_bytes(i) for i in range(self._num_tokens())]
-        sizes[: len(known)] = known
+        sizes[: self._num_tokens] = [self._num_bytes(i) for i in range(self._num_tokens)]
         sizes[[self.eos_id, self.pad_id]] = 0
         return sizes
 
-    def _load(self, path: str, content: bytes) -> None:
-        raise NotImplementedError(type(self))
-
-    def _num_tokens(self) -> int:
+    def _load(self, content: bytes) -> int:
+        """Loads the file and returns the number of its tokens."""
         raise NotImplementedError(type(self))
 
     def _token_id(self, token: str) -> int | None:
@@ -210,24 +207,17 @@ class _FileTokenizer:
 class HuggingFaceTokenizer(_FileTokenizer):
     """A `tokenizer.json` of Hugging Face's `tokenizers`."""
 
-    def _load(self, path: str, content: bytes) -> None:
-        try:
-            import tokenizers  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise _missing_package("tokenizers", error) from error
-        try:
+    def _load(self, content: bytes) -> int:
+        tokenizers = import_extra("tokenizers", "text", needed_by="this tokenizer")
+        with self._library_errors("is not a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:
-            raise _load_error(path, "a tokenizer.json", error) from error
         # The input pads and truncates; text must not encode to special tokens.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True
         # A byte of byte-level tokens is one character; others write spaces as characters.
-        self._is_byte_level = _has_decoder(self._tokenizer, "ByteLevel")
+        self._is_byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
         self._special_ids = set(self._tokenizer.get_added_tokens_decoder())
-
-    def _num_tokens(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def _token_id(self, token: str) -> int | None:
@@ -257,17 +247,10 @@ class SentencePieceTokenizer(_FileTokenizer):
     Without `eos_token` or `pad_token`, the model's own ones are used if they exist.
     """
 
-    def _load(self, path: str, content: bytes) -> None:
-        try:
-            import sentencepiece  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise _missing_package("sentencepiece", error) from error
-        try:
-            self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=content)
-        except Exception as error:
-            raise _load_error(path, "a SentencePiece model", error) from error
-
-    def _num_tokens(self) -> int:
+    def _load(self, content: bytes) -> int:
+        sentencepiece = import_extra("sentencepiece", "text", needed_by="this tokenizer")
+        with self._library_errors("is not a SentencePiece model"):
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         return self._processor.get_piece_size()
 
     def _special_id(self, path: str, name: str, token: str | None) -> int:
@@ -279,7 +262,7 @@ class SentencePieceTokenizer(_FileTokenizer):
         return found if self._processor.id_to_piece(found) == token else None
 
     def _examples(self) -> str:
-        ids = range(min(8, self._num_tokens()))
+        ids = range(min(8, self._num_tokens))
         return ", ".join(repr(self._processor.id_to_piece(i)) for i in ids)
 
     def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
@@ -302,21 +285,3 @@ def _piece_num_bytes(piece: str) -> int:
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         return 1  # a byte of an unknown character
     return len(piece.replace("▁", " ").encode())
-
-
-def _has_decoder(tokenizer: Any, kind: str) -> bool:
-    return tokenizer.decoder is not None and kind in repr(tokenizer.decoder)
-
-
-def _missing_package(package: str, error: ImportError) -> MissingExtraError:
-    return MissingExtraError(
-        f"this tokenizer needs the package {package}, which cannot be imported ({error}); install "
-        "it with `pip install 'weft[text]'`"
-    )
-
-
-def _load_error(path: str, expected: str, error: Exception) -> TokenizerError:
-    return TokenizerError(
-        f"{path} is not {expected}: {type(error).__name__}: {error}; pass the original file of "
-        "the tokenizer"
-    )
