@@ -94,14 +94,6 @@ def value_repr(value: object) -> str:
     return repr(value)
 
 
-def _short_repr(value: object) -> str:
-    """Formats a config on one line; a long one without fields at their defaults."""
-    text = _one_line(value, all_fields=True)
-    if len(text) > _REPR_LIMIT:
-        text = _one_line(value, all_fields=False)
-    return text if len(text) <= _REPR_LIMIT else text[: _REPR_LIMIT - 2] + " …"
-
-
 def _one_line(value: Any, *, all_fields: bool) -> str:
     def write(child: object) -> str:
         return _one_line(child, all_fields=all_fields)
@@ -277,7 +269,11 @@ class ConfigBase(ConfigNode):
         return values_equal(self, other)
 
     def __repr__(self) -> str:
-        return _short_repr(self)
+        """Formats the config on one line; a long one without fields at their defaults."""
+        text = _one_line(self, all_fields=True)
+        if len(text) > _REPR_LIMIT:
+            text = _one_line(self, all_fields=False)
+        return text if len(text) <= _REPR_LIMIT else text[: _REPR_LIMIT - 2] + " …"
 
     def debug_string(
         self,

@@ -21,18 +21,9 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform, overload
 
+from weft import errors
 from weft.config.validation import check_value, validate_config_field_name
 from weft.config.values import REQUIRED, ConfigNode, RequiredFieldValue, copy_value, values_equal
-from weft.errors import (
-    ConfigTypeError,
-    InvalidConfigClassError,
-    InvalidConfigNameError,
-    InvalidConfigValueError,
-    MissingConfigClassDecoratorError,
-    NonConfigFieldError,
-    UnknownFieldError,
-    did_you_mean,
-)
 
 
 def resolve_annotation(annotation: object, namespace: Callable[[], dict[str, Any]]) -> Any:
@@ -57,7 +48,7 @@ def check_type(value: object, field: "Field", path: str, *, label: str) -> None:
         return
     if values_equal(value, field.default()):
         return  # defaults are accepted despite the annotation
-    raise ConfigTypeError(
+    raise errors.ConfigTypeError(
         f"{path}: {label} declares {type_name(field.hint)} there, "
         f"but got {value!r:.80} of type {type_name(type(value))}. {_suggest_value(value, field)}"
     )
@@ -108,8 +99,6 @@ def matches_type(value: Any, hint: Any, *, configs: bool = False) -> bool:
         return any(value == arg and type(value) is type(arg) for arg in args)
     if origin in (typing.Annotated, typing.Final):
         return matches_type(value, args[0], configs=configs)
-    if origin is type:
-        return isinstance(value, type) or not isinstance(value, _PLAIN)
     if isinstance(origin or hint, type):
         return _matches_class(value, origin or hint, args, configs)
     return True
@@ -249,6 +238,7 @@ class Field:
         self.accepts_configs = accepts_configs
         self._default = default
         self._factory = factory
+        self._hint: Any = None  # once resolved
 
     def default(self, path: str = "") -> Any:
         """Returns a copy of the default with the path `path`."""
@@ -257,14 +247,9 @@ class Field:
     @property
     def hint(self) -> Any:
         """Declared type with strings resolved; `Any` if that is not (yet) possible."""
-        if not hasattr(self, "_hint"):
-            if self.annotation is None:
-                return Any
-            hint = resolve_annotation(self.annotation, self.namespace)
-            if hint is None:
-                return Any
-            self._hint = hint
-        return self._hint
+        if self._hint is None:
+            self._hint = resolve_annotation(self.annotation, self.namespace)
+        return Any if self._hint is None else self._hint
 
 
 @overload
@@ -298,7 +283,7 @@ def config_class(cls: object = None, **kwargs: object) -> Any:
     if cls is None:
         return functools.partial(config_class, **kwargs)
     if not (isinstance(cls, type) and issubclass(cls, ConfigNode)):
-        raise InvalidConfigClassError(
+        raise errors.InvalidConfigClassError(
             f"@config_class decorates {_class_name(cls)}, which does not derive from ConfigBase. "
             "Write `class Config(Parent.Config):` inside of a Configurable, or derive from "
             "ConfigBase."
@@ -325,9 +310,9 @@ def define_fields(cls: Any, **defaults: Any) -> Any:
             delattr(cls, name)
     for name, default in defaults.items():
         if name not in fields:
-            raise UnknownFieldError(
+            raise errors.UnknownFieldError(
                 f"@config_class({name}=…) of {_class_name(cls)}: there is no such field to set a "
-                f"default for. {did_you_mean(name, fields)}"
+                f"default for. {errors.did_you_mean(name, fields)}"
             )
         _check_default(default, cls, name)
         inherited = fields[name]
@@ -339,7 +324,7 @@ def define_fields(cls: Any, **defaults: Any) -> Any:
 def _check_default(default: object, cls: type, name: str) -> None:
     path = f"{_class_name(cls)}.{name}"
     if (type(default).__module__, type(default).__name__) in _FIELD_SPECIFIERS:
-        raise InvalidConfigValueError(
+        raise errors.InvalidConfigValueError(
             f"{path} is declared with field(…). Write the default itself, as `{name}: … = []`: "
             "each config gets a copy of it."
         )
@@ -366,7 +351,7 @@ def fields_of_class(cls: type) -> dict[str, Field]:
     """
     table = cls.__dict__.get("__config_fields__")
     if table is None:
-        raise MissingConfigClassDecoratorError(
+        raise errors.MissingConfigClassDecoratorError(
             f"{_class_name(cls)} is not decorated with @config_class, so its fields are unknown. "
             f"Write @config_class above `class {cls.__name__}` in {cls.__module__}."
         )
@@ -380,7 +365,7 @@ def _check_body(cls: type) -> None:
     annotations = class_annotations(cls)
     for name, annotation in annotations.items():
         if str(annotation).removeprefix("typing.").startswith("ClassVar"):
-            raise NonConfigFieldError(
+            raise errors.NonConfigFieldError(
                 f"{_class_name(cls)} declares {name!r} as a ClassVar. A config class holds "
                 "fields only: make it a constant of the module."
             )
@@ -390,14 +375,14 @@ def _check_body(cls: type) -> None:
         if name in annotations or name == "instantiate" or name.startswith("__annotate"):
             continue
         if isinstance(value, _METHOD_KINDS):
-            raise NonConfigFieldError(
+            raise errors.NonConfigFieldError(
                 f"{_class_name(cls)} defines {name!r}, a "
                 f"{'method' if isinstance(value, types.FunctionType) else type(value).__name__}. A "
                 f"config class holds fields only: make {name!r} a function that takes the config, "
                 "or a method of the class that is configured."
             )
         if not name.startswith("__") and not isinstance(value, types.MemberDescriptorType):
-            raise NonConfigFieldError(
+            raise errors.NonConfigFieldError(
                 f"{_class_name(cls)} defines {name!r} without an annotation, so it is not a field. "
                 f"Write `{name}: {'Any' if value is None else type(value).__name__} = …`."
             )
@@ -411,7 +396,7 @@ def check_reserved_name(name: str, cls: type, *, what: str) -> None:
     """
     for base in cls.__mro__:
         if name in vars(base) and base.__module__.startswith("weft.config.") and base is not cls:
-            raise InvalidConfigNameError(
+            raise errors.InvalidConfigNameError(
                 f"{what} {name!r}, but every config has a method of that name. "
                 f"Call it {name + '_'!r}."
             )

@@ -18,10 +18,10 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from weft.config import values
 from weft.config.configurable import Configurable, InstantiableConfig, check_complete
 from weft.config.fields import Field, check_reserved_name, define_fields, is_instantiable
 from weft.config.validation import validate_config_field_name
-from weft.config.values import REQUIRED, ConfigNode, child_items, replace_part, values_equal
 from weft.errors import InvalidConfigClassError, InvalidConfigNameError, InvalidConfigValueError
 
 if TYPE_CHECKING:
@@ -112,9 +112,9 @@ class CallConfig(InstantiableConfig[T]):
         return self._callable()(*args, **named, **kwargs)
 
     def _argument(self, name: str, parameter: "inspect.Parameter") -> Any:
-        value = getattr(self, name)
-        if parameter.default is not parameter.empty and values_equal(value, parameter.default):
-            value = parameter.default  # the same object, as it may be a sentinel
+        value, default = getattr(self, name), parameter.default
+        if default is not parameter.empty and values.values_equal(value, default):
+            value = default  # the same object, as it may be a sentinel
         value = _copy_containers(value)
         return value if _accepts_config(self._fields()[name].hint) else maybe_instantiate(value)
 
@@ -156,7 +156,7 @@ def config_for_function(fn: Callable[..., T]) -> Any:
     >>> cfg.instantiate(), cfg.instantiate(by=10.0)
     (6.0, 30.0)
     """
-    if not callable(fn) or isinstance(fn, ConfigNode):
+    if not callable(fn) or isinstance(fn, values.ConfigNode):
         raise InvalidConfigValueError(f"config_for_function takes a function, but got {fn!r:.80}.")
     return FunctionConfigBase(fn)
 
@@ -186,14 +186,14 @@ def maybe_instantiate(x: Any) -> Any:
     """Instantiates a config, or the configs in a container; returns other values unchanged."""
     if is_instantiable(x):
         return x.instantiate()
-    if isinstance(x, ConfigNode):
+    if isinstance(x, values.ConfigNode):
         return x
-    children = child_items(x) or []
-    steps = list(x) if isinstance(x, dict) else [_parse_suffix(suffix) for suffix, _ in children]
+    children = values.child_items(x) or []
+    steps = list(x) if isinstance(x, dict) else values.record_fields(x) or range(len(children))
     for step, (_, child) in zip(steps, children, strict=True):
         instance = maybe_instantiate(child)
         if instance is not child:
-            x = replace_part(x, step, instance)
+            x = values.replace_part(x, step, instance)
     return x
 
 
@@ -204,10 +204,6 @@ def _copy_containers(x: Any) -> Any:
     if type(x) is dict:
         return {key: _copy_containers(child) for key, child in x.items()}
     return set(x) if type(x) is set else x
-
-
-def _parse_suffix(suffix: str) -> Any:
-    return suffix[1:] if suffix[0] == "." else int(suffix[1:-1])
 
 
 def _parameters(target: Callable, config_type: type) -> "Mapping[str, inspect.Parameter]":
@@ -254,7 +250,7 @@ def _make_fields(target: Callable, config_type: type) -> dict[str, Field]:
             name,
             None if annotation is parameter.empty else annotation,
             functools.partial(_annotation_namespace, target),
-            default=REQUIRED if default is parameter.empty else default,
+            default=values.REQUIRED if default is parameter.empty else default,
             factory=_default_factory(target, name),
             accepts_configs=True,
         )
@@ -285,7 +281,7 @@ def _accepts_config(hint: object) -> bool:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
     classes = [typing.get_origin(arm) or arm for arm in arms]
-    return all(isinstance(cls, type) and issubclass(cls, ConfigNode) for cls in classes)
+    return all(isinstance(cls, type) and issubclass(cls, values.ConfigNode) for cls in classes)
 
 
 def _callable_name(target: object) -> str:

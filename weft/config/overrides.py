@@ -9,34 +9,20 @@ are optional: `data,model`, `('data', 'model')` and `[data, model]` are the same
 
 import collections.abc
 import enum
+import functools
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from weft.config import fields, values
 from weft.config.config import ConfigBase, Origin
-from weft.config.fields import (
-    class_annotations,
-    is_instantiable,
-    matches_type,
-    resolve_annotation,
-    type_name,
-)
 from weft.config.text_parser import read_value
 from weft.config.text_writer import value_text
-from weft.config.values import (
-    REQUIRED,
-    ConfigNode,
-    RequiredFieldValue,
-    get_path,
-    record_fields,
-    set_path,
-    split_path,
-    to_flat_dict,
-)
 from weft.errors import ConfigError, ConfigOverrideError, ConfigTypeError, UnknownFieldError
 
+_Number = TypeVar("_Number", float, complex)
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -67,7 +53,7 @@ def convert(text: str, hint: object, read: Callable[[str], Any], like: object = 
     """
     text = text.strip()
     if text == "REQUIRED":
-        return REQUIRED
+        return values.REQUIRED
     if hint is None or hint is type(None):
         return _lookup_member(text.lower(), {"none": None, "null": None})
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -104,7 +90,7 @@ def _lookup_member(text: str, members: dict[str, Any]) -> Any:
 def _convert_union(text: str, arms: Sequence[Any], read: Callable[[str], Any]) -> Any:
     # The most restrictive types first, those that accept any text last.
     ranked = sorted(
-        (arm for arm in arms if arm is not RequiredFieldValue),
+        (arm for arm in arms if arm is not values.RequiredFieldValue),
         key=lambda arm: (arm is str, arm is not type(None), _SCALAR_ORDER.get(arm, 9)),
     )
     cause = None
@@ -129,7 +115,7 @@ def _convert_undeclared(text: str, hint: object, read: Callable[[str], Any], lik
             # More than a word: report the parser's error.
             raise NoConversion(error) from None
         return text
-    if not matches_type(value, hint, configs=True):
+    if not fields.matches_type(value, hint, configs=True):
         raise NoConversion
     return value
 
@@ -137,7 +123,7 @@ def _convert_undeclared(text: str, hint: object, read: Callable[[str], Any], lik
 def _expects_object(hint: object) -> bool:
     cls = typing.get_origin(hint) or hint
     return isinstance(cls, type) and (
-        issubclass(cls, ConfigNode) or cls in (type, collections.abc.Callable)
+        issubclass(cls, values.ConfigNode) or cls in (type, collections.abc.Callable)
     )
 
 
@@ -149,22 +135,15 @@ def _to_int(text: str) -> int:
     try:
         return int(text, 0)
     except ValueError:
-        number = _to_float(text)  # 1e6 steps
+        number = _to_number(float, text)  # 1e6 steps
         if not number.is_integer():
             raise NoConversion from None
         return int(number)
 
 
-def _to_float(text: str) -> float:
+def _to_number(cls: type[_Number], text: str) -> _Number:
     try:
-        return float(text)
-    except ValueError:
-        raise NoConversion from None
-
-
-def _to_complex(text: str) -> complex:
-    try:
-        return complex(text)
+        return cls(text)
     except ValueError:
         raise NoConversion from None
 
@@ -178,8 +157,8 @@ def _to_str(text: str) -> str:
 _SCALARS: dict[Any, Callable[[str], Any]] = {
     bool: _to_bool,
     int: _to_int,
-    float: _to_float,
-    complex: _to_complex,
+    float: functools.partial(_to_number, float),
+    complex: functools.partial(_to_number, complex),
     str: _to_str,
 }
 _SCALAR_ORDER = {int: 1, float: 2, complex: 3, bool: 4}  # 1 is a number, not a bool
@@ -296,14 +275,14 @@ def _apply_override(cfg: ConfigBase, override: str, allow: Sequence[str], origin
             "learner.learning_rate=3e-4."
         )
     try:
-        owner, steps = split_path(cfg, path)
+        owner, steps = values.split_path(cfg, path)
     except UnknownFieldError as error:
         raise UnknownFieldError(f"{override}: {error}{_suggest_paths(cfg, path)}") from None
     assert isinstance(owner, ConfigBase)
     hint, like = _declared_type(owner, steps)
     try:
         value = convert(text, hint, lambda t: read_value(t, allow=allow, source=""), like)
-        set_path(owner, steps, value)
+        values.set_path(owner, steps, value)
     except NoConversion as error:
         kind = type(error.cause) if error.cause else ConfigTypeError
         expected = error.cause or f"expected {_type_text(hint, like)}, but got {text!r}."
@@ -319,17 +298,19 @@ def _declared_type(owner: ConfigBase, steps: Sequence[Any]) -> tuple[Any, Any]:
     hint, value, like = field.hint, getattr(owner, steps[0]), field.default()
     for step in steps[1:]:
         hint = _child_hint(hint, value, step)
-        value = get_path(value, [step]) if not isinstance(value, dict) else value.get(step)
+        value = values.get_path(value, [step]) if not isinstance(value, dict) else value.get(step)
         like = value
     return hint, like
 
 
 def _child_hint(hint: Any, value: Any, step: Any) -> Any:
-    if record_fields(value) is not None:
+    if values.record_fields(value) is not None:
         for cls in type(value).__mro__:
-            annotation = class_annotations(cls).get(step)
+            annotation = fields.class_annotations(cls).get(step)
             if annotation is not None:
-                resolved = resolve_annotation(annotation, vars(sys.modules[cls.__module__]).copy)
+                resolved = fields.resolve_annotation(
+                    annotation, vars(sys.modules[cls.__module__]).copy
+                )
                 return Any if resolved is None else resolved
         return Any
     container = dict if isinstance(value, dict) else collections.abc.Sequence
@@ -345,23 +326,23 @@ def _child_hint(hint: Any, value: Any, step: Any) -> Any:
 
 
 def _type_text(hint: object, like: object) -> str:
-    if hint is Any and like is not None and not isinstance(like, RequiredFieldValue):
-        return type_name(type(like))
-    return type_name(hint)
+    if hint is Any and like is not None and not isinstance(like, values.RequiredFieldValue):
+        return fields.type_name(type(like))
+    return fields.type_name(hint)
 
 
 def _current_value(owner: ConfigBase, steps: Sequence[Any]) -> str:
     try:
-        value = get_path(owner, steps)
+        value = values.get_path(owner, steps)
     except UnknownFieldError:
         return ""
-    shown = value._label() if is_instantiable(value) else f"{value_text(value):.80}"
+    shown = value._label() if fields.is_instantiable(value) else f"{value_text(value):.80}"
     origin = owner._origins.get(steps[0])
     return f" It is {shown}, {f'set at {origin}' if origin else 'by default'}."
 
 
 def _suggest_paths(cfg: ConfigBase, path: str) -> str:
     name = path.rpartition(".")[2]
-    paths = to_flat_dict(cfg, omit_default_values=())
+    paths = values.to_flat_dict(cfg, omit_default_values=())
     similar = [p for p in paths if p.rpartition(".")[2] == name]
     return f" There is {' and '.join(similar[:3])}." if similar else ""

@@ -176,7 +176,7 @@ class _Parser:
         if isinstance(cls, type) and issubclass(cls, ConfigBase):
             return self._set_fields(node, cls())
         if isinstance(cls, type) and _is_numpy_scalar(cls):
-            return self._numpy_scalar(node, cls)
+            return self._construct(node, cls, bool, int, float)
         return self._record(node, cls, name)
 
     def _call_config(self, node: ast.Call, head: ast.Call) -> ConfigBase:
@@ -290,9 +290,6 @@ class _Parser:
             return cls(*arguments)
         except (TypeError, ValueError, ArithmeticError) as error:
             raise self._error(node, str(error)) from None
-
-    def _numpy_scalar(self, node: ast.Call, cls: Any) -> Any:
-        return self._construct(node, cls, bool, int, float)
 
     def _dtype(self, node: ast.Call) -> Any:
         importlib.import_module("ml_dtypes")  # so that NumPy knows bfloat16 and its like by name

@@ -20,16 +20,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from weft.config import values
 from weft.config.config import Origin
 from weft.config.references import reference_to
-from weft.config.values import (
-    REQUIRED,
-    ConfigNode,
-    child_items,
-    join_path,
-    record_fields,
-    values_equal,
-)
 
 _WIDTH = 96
 _LITERALS = (type(None), bool, int, float, str, bytes)
@@ -70,9 +63,9 @@ class _Writer:
         return self.names[id(obj)]
 
     def write(self, value: Any, indent: int = 0) -> str:
-        if isinstance(value, ConfigNode):
+        if isinstance(value, values.ConfigNode):
             return self._config(value, indent)
-        if value is REQUIRED:
+        if value is values.REQUIRED:
             return "REQUIRED"
         if type(value) in _LITERALS:
             return repr(value)
@@ -86,17 +79,19 @@ class _Writer:
             opening, closing = "[]" if type(value) is list else "()"
             items = [("", child, None) for child in value]
             return self._block(opening, items, closing, indent)
-        if record_fields(value) is not None and not (callable(value) and self._name(value)):
+        if values.record_fields(value) is not None and not (callable(value) and self._name(value)):
             name = self._name(type(value)) or unreadable(type(value))
-            fields = [(f"{suffix[1:]}=", child, None) for suffix, child in child_items(value) or ()]
+            fields = [
+                (f"{suffix[1:]}=", child, None) for suffix, child in values.child_items(value) or ()
+            ]
             return self._block(f"{name}(", fields, ")", indent)
         return self._leaf(value)
 
-    def _config(self, config: ConfigNode, indent: int) -> str:
+    def _config(self, config: values.ConfigNode, indent: int) -> str:
         fields = config._fields()
         shown = []
         for name, value in config._field_values().items():
-            omitted = self.omit_defaults and values_equal(value, fields[name].default())
+            omitted = self.omit_defaults and values.values_equal(value, fields[name].default())
             if not omitted and (name != config._target or not _is_target_in_head(config)):
                 shown.append((f"{name}=", value, config._origins.get(name)))
         return self._block(f"{self._head(config)}(", shown, ")", indent, break_lines=self.lines)
@@ -150,7 +145,7 @@ class _Writer:
                 return text
         return unreadable(value)
 
-    def _head(self, config: ConfigNode) -> str:
+    def _head(self, config: values.ConfigNode) -> str:
         if not _is_target_in_head(config):
             return self._name(type(config)) or unreadable(type(config))
         target = config._field_values()[config._target or ""]
@@ -161,7 +156,7 @@ class _Writer:
         return f"{name}.Config" if name else unreadable(target)
 
 
-def _is_target_in_head(config: ConfigNode) -> bool:
+def _is_target_in_head(config: values.ConfigNode) -> bool:
     if getattr(config, "_factory_name", ""):
         return True
     target = config._field_values().get(config._target or "")
@@ -227,7 +222,7 @@ class Change(NamedTuple):
 
 
 def _format_value(value: object) -> str:
-    text = value._label() if isinstance(value, ConfigNode) else value_text(value)
+    text = value._label() if isinstance(value, values.ConfigNode) else value_text(value)
     return text if len(text) <= 120 else text[:119] + "…"
 
 
@@ -258,9 +253,9 @@ def diff(a: object, b: object) -> ConfigDiff:
 
 
 def _compare(path: str, a: Any, b: Any, changes: list[Change]) -> None:
-    if values_equal(a, b):
+    if values.values_equal(a, b):
         return
-    both_configs = isinstance(a, ConfigNode) and isinstance(b, ConfigNode)
+    both_configs = isinstance(a, values.ConfigNode) and isinstance(b, values.ConfigNode)
     a_parts, b_parts = _children(a), _children(b)
     comparable = both_configs or (type(a) is type(b) and a_parts is not None)
     if not comparable or a_parts is None or b_parts is None:
@@ -276,9 +271,9 @@ def _compare(path: str, a: Any, b: Any, changes: list[Change]) -> None:
         suffixes.sort(key=lambda suffix: suffix != f".{a._target}")  # the function or class first
     for suffix in suffixes:
         before, after = a_parts.get(suffix, ABSENT), b_parts.get(suffix, ABSENT)
-        _compare(join_path(path, suffix), before, after, changes)
+        _compare(values.join_path(path, suffix), before, after, changes)
 
 
 def _children(value: object) -> dict[str, Any] | None:
-    children = child_items(value)
+    children = values.child_items(value)
     return None if children is None else dict(children)

@@ -40,14 +40,8 @@ class RequiredFieldValue:
     def __bool__(self) -> bool:
         return False
 
-    def __copy__(self) -> "RequiredFieldValue":
-        return self
-
-    def __deepcopy__(self, memo: dict) -> "RequiredFieldValue":
-        return self
-
     def __reduce__(self) -> str:
-        return "REQUIRED"
+        return "REQUIRED"  # copies and pickles are this instance, too
 
     def __repr__(self) -> str:
         return "REQUIRED"
@@ -393,19 +387,12 @@ def _step_into(value: Any, step: Any) -> tuple[str, Any]:
         if step in value:
             return f"[{step!r}]", value[step]
         raise UnknownFieldError(f"unknown key {step!r}. {did_you_mean(str(step), map(str, value))}")
-    if isinstance(value, ConfigNode):
-        fields = value._field_values()
-        if step in fields:
-            return f".{step}", fields[step]
-        title = value._label()
-        raise UnknownFieldError(
-            f"unknown field {step!r} in {title}. {did_you_mean(str(step), fields)}"
-        )
-    names = record_fields(value)
+    is_config = isinstance(value, ConfigNode)
+    names = value._fields() if is_config else record_fields(value)
     if names is not None:
         if step in names:
             return f".{step}", getattr(value, step)
-        title = type(value).__qualname__
+        title = value._label() if is_config else type(value).__qualname__
         raise UnknownFieldError(
             f"unknown field {step!r} in {title}. {did_you_mean(str(step), names)}"
         )
