@@ -20,28 +20,14 @@ from jaxtyping import Array, Bool, Float
 
 from weft import functional
 from weft.errors import ArgumentShapeError, ArgumentValueError, MissingCacheError
-from weft.functional.attention import (
-    attention_cache_step,
-    attention_weights,
-    check_attention_shapes,
-    drop_attention_weights,
-)
+from weft.functional import attention
 from weft.functional.attention_mask import combine_masks
 from weft.functional.initializers import zeros
 from weft.nnx.module import Module
+from weft.nnx.nn import parameters
 from weft.nnx.nn.linear import DotGeneral, LinearGeneral
 from weft.nnx.nn.normalization import LayerNorm
-from weft.nnx.nn.parameters import (
-    NO_METADATA,
-    Initializer,
-    Metadata,
-    PromoteDtype,
-    default_kernel_init,
-    draw_key,
-    fork_stream,
-    promote_dtype,
-    resolve_mode,
-)
+from weft.nnx.nn.parameters import NO_METADATA, Initializer, Metadata, PromoteDtype
 from weft.nnx.rngs import Rngs, RngStream
 from weft.nnx.variables import Cache, Intermediate
 from weft.typing import DType
@@ -60,7 +46,7 @@ def dot_product_attention(
     dtype: DType | None = None,
     precision: lax.PrecisionLike = None,
     module: Module | None = None,
-    promote_dtype: PromoteDtype = promote_dtype,
+    promote_dtype: PromoteDtype = parameters.promote_dtype,
     is_causal: bool = False,
 ) -> Float[Array, "*batch target heads value_dim"]:
     """Returns `softmax(query · key / sqrt(dim) + bias) · value` (Vaswani et al., 2017).
@@ -88,16 +74,16 @@ def dot_product_attention(
         (1, 3, 2, 4)
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    check_attention_shapes(query, key, value, shared_heads=True)
+    attention.check_attention_shapes(query, key, value, shared_heads=True)
     if is_causal:
         targets, sources = (jnp.arange(x.shape[-3]) for x in (query, key))
         earlier = functional.causal_mask(targets[:, None], sources[None])
         mask = earlier if mask is None else jnp.logical_and(*functional.same_ndim(mask, earlier))
-    weights = attention_weights(query, key, bias=bias, mask=mask, precision=precision)
+    weights = attention.attention_weights(query, key, bias=bias, mask=mask, precision=precision)
     if module is not None:
         module.sow(Intermediate, "attention_weights", weights)
     if dropout_rate != 0.0 and not deterministic:
-        weights = drop_attention_weights(
+        weights = attention.drop_attention_weights(
             weights, rate=dropout_rate, prng_key=dropout_rng, broadcast=broadcast_dropout
         )
     return functional.attention_context(weights, value, precision=precision)
@@ -162,7 +148,7 @@ class MultiHeadAttention(Module):
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     precision: lax.PrecisionLike = None
-    kernel_init: InitVar[Initializer] = default_kernel_init
+    kernel_init: InitVar[Initializer] = parameters.default_kernel_init
     out_kernel_init: InitVar[Initializer | None] = None
     bias_init: InitVar[Initializer] = zeros
     out_bias_init: InitVar[Initializer | None] = None
@@ -170,9 +156,9 @@ class MultiHeadAttention(Module):
     attention_fn: Callable[..., Array] = dot_product_attention
     decode: bool | None = None
     normalize_qk: bool = False
-    qkv_promote_dtype: PromoteDtype = promote_dtype
-    out_promote_dtype: PromoteDtype = promote_dtype
-    ln_promote_dtype: PromoteDtype = promote_dtype
+    qkv_promote_dtype: PromoteDtype = parameters.promote_dtype
+    out_promote_dtype: PromoteDtype = parameters.promote_dtype
+    ln_promote_dtype: PromoteDtype = parameters.promote_dtype
     qkv_dot_general: DotGeneral | None = None
     out_dot_general: DotGeneral | None = None
     qkv_dot_general_cls: Callable[[], DotGeneral] | None = None
@@ -251,7 +237,7 @@ class MultiHeadAttention(Module):
         )
         stream = None
         if keep_rngs and self.dropout_rate > 0:
-            stream = fork_stream(rngs, "dropout", "MultiHeadAttention")
+            stream = parameters.fork_stream(rngs, "dropout", "MultiHeadAttention")
         self.rngs = stream  # pyright: ignore[reportAttributeAccessIssue] - the argument is Rngs
         self.cached_key: Cache[Array] | None = None
         self.cached_value: Cache[Array] | None = None
@@ -332,13 +318,13 @@ class MultiHeadAttention(Module):
         value = self.value(inputs_v, qkv_sharding)
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
-        if resolve_mode(self, "decode", decode):
+        if parameters.resolve_mode(self, "decode", decode):
             key, value, mask = self._decode(query, key, value, mask)
             is_causal = False
         is_deterministic, dropout_rng = True, None
-        if self.dropout_rate and not resolve_mode(self, "deterministic", deterministic):
-            given = self.rngs if rngs is None else rngs
-            is_deterministic, dropout_rng = False, draw_key(given, "dropout", self._shown())
+        if self.dropout_rate and not parameters.resolve_mode(self, "deterministic", deterministic):
+            is_deterministic, given = False, self.rngs if rngs is None else rngs
+            dropout_rng = parameters.draw_key(given, "dropout", self._shown())
         options = {
             "mask": mask,
             "dropout_rng": dropout_rng,
@@ -427,7 +413,7 @@ class MultiHeadAttention(Module):
         if of_key is None or of_value is None or at is None:
             raise MissingCacheError(self._shown(), self.in_features)
         index = at.get_value()
-        keys, values, seen = attention_cache_step(
+        keys, values, seen = attention.attention_cache_step(
             *(of_key.get_value(), of_value.get_value(), index),
             *(query, key, value),
             layer=self._shown(),

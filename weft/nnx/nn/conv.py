@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num
 
 from weft import functional
 from weft.errors import ArgumentShapeError
-from weft.functional.initializers import zeros
-from weft.nnx.module import Module
-from weft.nnx.nn.parameters import (
-    NO_METADATA,
-    Initializer,
-    Metadata,
-    PromoteDtype,
-    default_kernel_init,
-    new_param,
-    optional_value,
-    promote_dtype,
-)
-from weft.nnx.rngs import Rngs
-from weft.typing import DType
+from weft.nnx.nn.parameters import KernelModule
 
 Sizes = int | Sequence[int] | None
 
 
 @dataclass(repr=False, eq=False)
-class _Conv(Module):
+class _Conv(KernelModule):
     in_features: int
     out_features: int
     kernel_size: int | Sequence[int]
@@ -41,25 +27,8 @@ class _Conv(Module):
     kernel_dilation: Sizes = 1
     use_bias: bool = True
     mask: Num[Array, "*kernel"] | None = None
-    dtype: DType | None = None
-    param_dtype: DType = jnp.float32
-    precision: lax.PrecisionLike = None
-    kernel_init: InitVar[Initializer] = default_kernel_init
-    bias_init: InitVar[Initializer] = zeros
-    promote_dtype: PromoteDtype = promote_dtype
-    preferred_element_type: DType | None = None
-    rngs: InitVar[Rngs]
-    kernel_metadata: InitVar[Metadata] = NO_METADATA
-    bias_metadata: InitVar[Metadata] = NO_METADATA
 
-    def __post_init__(
-        self,
-        kernel_init: Initializer,
-        bias_init: Initializer,
-        rngs: Rngs,
-        kernel_metadata: Metadata,
-        bias_metadata: Metadata,
-    ) -> None:
+    def __post_init__(self, *init_vars: Any) -> None:
         functional.check_sizes(
             type(self).__name__,
             in_features=self.in_features,
@@ -71,12 +40,9 @@ class _Conv(Module):
         self.kernel_dilation = _as_sizes(self.kernel_dilation)
         if not isinstance(self.padding, str | int):
             self.padding = tuple(s if isinstance(s, int) else tuple(s) for s in self.padding)
-        dtype = self.param_dtype
-        self.kernel_shape = shape = (*window, *self._kernel_channels())
-        self.kernel = new_param(kernel_init, rngs, shape, dtype, kernel_metadata)
-        self.bias = None
-        if self.use_bias:
-            self.bias = new_param(bias_init, rngs, (self.out_features,), dtype, bias_metadata)
+        self.kernel_shape = (*window, *self._kernel_channels())
+        bias_shape = (self.out_features,) if self.use_bias else None
+        self._make_parameters(self.kernel_shape, bias_shape, *init_vars)
         self._check_mask(self.kernel.shape)
 
     def _kernel_channels(self) -> tuple[int, int]:
@@ -134,6 +100,7 @@ class Conv(_Conv):
             kernel's.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> from weft import nnx
         >>> layer = Conv(3, 16, (3, 3), strides=2, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((1, 8, 8, 3))).shape, layer.kernel.shape
@@ -182,9 +149,7 @@ class Conv(_Conv):
             dilation=dilation,
             input_dilation=input_dilation,
         )
-        x, kernel, bias = self.promote_dtype(
-            (padded, kernel, optional_value(self.bias)), dtype=self.dtype
-        )
+        x, kernel, bias = self._promoted(padded, kernel)
         return functional.over_batch_axes(
             lambda x: functional.conv(
                 x,
@@ -226,6 +191,7 @@ class ConvTranspose(_Conv):
         ArgumentShapeError: if the mask's shape is not the kernel's.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> from weft import nnx
         >>> layer = ConvTranspose(3, 8, 3, strides=2, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((1, 4, 3))).shape, layer.kernel.shape
@@ -262,9 +228,7 @@ class ConvTranspose(_Conv):
             dilation=dilation,
             transpose_kernel=self.transpose_kernel,
         )
-        x, kernel, bias = self.promote_dtype(
-            (padded, kernel, optional_value(self.bias)), dtype=self.dtype
-        )
+        x, kernel, bias = self._promoted(padded, kernel)
         return functional.over_batch_axes(
             lambda x: functional.conv_transpose(
                 x,

@@ -12,15 +12,8 @@ from jaxtyping import Array, Float
 from weft import functional
 from weft.functional.dropout import keep_mask
 from weft.nnx.module import Module
-from weft.nnx.nn.parameters import (
-    NO_METADATA,
-    Metadata,
-    PromoteDtype,
-    draw_key,
-    fork_stream,
-    promote_dtype,
-    resolve_mode,
-)
+from weft.nnx.nn import parameters
+from weft.nnx.nn.parameters import NO_METADATA, Metadata, PromoteDtype
 from weft.nnx.rngs import Rngs, RngStream
 from weft.nnx.variables import Param
 from weft.typing import DType
@@ -60,7 +53,7 @@ class Dropout(Module):
     rngs: Rngs | RngStream | None = None
 
     def __post_init__(self) -> None:
-        self.rngs = fork_stream(self.rngs, self.rng_collection, _shown(self.rate))
+        self.rngs = parameters.fork_stream(self.rngs, self.rng_collection, _shown(self.rate))
 
     def __call__(
         self,
@@ -79,12 +72,12 @@ class Dropout(Module):
             ArgumentValueError: if the rate is not in `[0, 1]`, or `broadcast_dims` are out of
                 range.
         """
-        if resolve_mode(self, "deterministic", deterministic) or self.rate == 0:
+        if parameters.resolve_mode(self, "deterministic", deterministic) or self.rate == 0:
             return inputs
         if self.rate == 1:
             return jnp.zeros_like(inputs)
         given = self.rngs if rngs is None else rngs
-        key = draw_key(given, self.rng_collection, _shown(self.rate))
+        key = parameters.draw_key(given, self.rng_collection, _shown(self.rate))
         mask = keep_mask(key, self.rate, inputs.shape, self.broadcast_dims)
         return functional.dropout(inputs, rate=self.rate, mask=mask)
 
@@ -112,7 +105,7 @@ class PReLU(Module):
     _: KW_ONLY
     dtype: DType | None = None
     param_dtype: DType = jnp.float32
-    promote_dtype: PromoteDtype = promote_dtype
+    promote_dtype: PromoteDtype = parameters.promote_dtype
     negative_slope_metadata: InitVar[Metadata] = NO_METADATA
 
     def __post_init__(self, negative_slope_init: float, negative_slope_metadata: Metadata) -> None:

@@ -16,18 +16,10 @@ from weft import functional
 from weft.core.frozen_dict import FrozenDict
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.arrays import as_tuple
-from weft.functional.initializers import default_embed_init, zeros
+from weft.functional.initializers import default_embed_init
 from weft.nnx.module import Module
-from weft.nnx.nn.parameters import (
-    NO_METADATA,
-    Initializer,
-    Metadata,
-    PromoteDtype,
-    default_kernel_init,
-    new_param,
-    optional_value,
-    promote_dtype,
-)
+from weft.nnx.nn import parameters
+from weft.nnx.nn.parameters import NO_METADATA, Initializer, KernelModule, Metadata, PromoteDtype
 from weft.nnx.rngs import Rngs
 from weft.nnx.variables import VariableMetadata
 from weft.typing import DType
@@ -36,7 +28,7 @@ DotGeneral = Callable[..., Array]
 
 
 @dataclass(repr=False, eq=False)
-class Linear(Module):
+class Linear(KernelModule):
     """Linear map of the last axis.
 
     The parameters are `kernel`, shape `(in_features, out_features)`, and `bias`, shape
@@ -62,41 +54,19 @@ class Linear(Module):
     out_features: int
     _: KW_ONLY
     use_bias: bool = True
-    dtype: DType | None = None
-    param_dtype: DType = jnp.float32
-    precision: lax.PrecisionLike = None
-    kernel_init: InitVar[Initializer] = default_kernel_init
-    bias_init: InitVar[Initializer] = zeros
     dot_general: DotGeneral = lax.dot_general
-    promote_dtype: PromoteDtype = promote_dtype
-    preferred_element_type: DType | None = None
-    rngs: InitVar[Rngs]
-    kernel_metadata: InitVar[Metadata] = NO_METADATA
-    bias_metadata: InitVar[Metadata] = NO_METADATA
 
-    def __post_init__(
-        self,
-        kernel_init: Initializer,
-        bias_init: Initializer,
-        rngs: Rngs,
-        kernel_metadata: Metadata,
-        bias_metadata: Metadata,
-    ) -> None:
+    def __post_init__(self, *init_vars: Any) -> None:
         sizes = {"in_features": self.in_features, "out_features": self.out_features}
         functional.check_sizes(type(self).__name__, **sizes)
-        shape, dtype = (self.in_features, self.out_features), self.param_dtype
-        self.kernel = new_param(kernel_init, rngs, shape, dtype, kernel_metadata)
-        self.bias = None
-        if self.use_bias:
-            self.bias = new_param(bias_init, rngs, shape[1:], dtype, bias_metadata)
+        shape = (self.in_features, self.out_features)
+        self._make_parameters(shape, shape[1:] if self.use_bias else None, *init_vars)
 
     def __call__(
         self, inputs: Num[Array, "*batch input"], out_sharding: Any = None
     ) -> Num[Array, "*batch output"]:
         """Applies the map; `out_sharding` is the output's, as in `jax.lax.dot_general`."""
-        x, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel[...], optional_value(self.bias)), dtype=self.dtype
-        )
+        x, kernel, bias = self._promoted(inputs, self.kernel[...])
         if x.shape[-1:] != kernel.shape[:1]:
             raise ArgumentShapeError(
                 f"{type(self).__name__} with in_features={self.in_features} and "
@@ -115,7 +85,7 @@ class Linear(Module):
 
 
 @dataclass(repr=False, eq=False)
-class LinearGeneral(Module):
+class LinearGeneral(KernelModule):
     """Linear map from any axes to any number of axes.
 
     The parameters are `kernel`, shape `(*batch, *in_features, *out_features)`, and `bias`, shape
@@ -151,26 +121,11 @@ class LinearGeneral(Module):
     axis: int | Sequence[int] = -1
     batch_axis: Mapping[int, int] = FrozenDict({})
     use_bias: bool = True
-    dtype: DType | None = None
-    param_dtype: DType = jnp.float32
-    kernel_init: InitVar[Initializer] = default_kernel_init
-    bias_init: InitVar[Initializer] = zeros
-    precision: lax.PrecisionLike = None
-    promote_dtype: PromoteDtype = promote_dtype
     dot_general: DotGeneral | None = None
     dot_general_cls: Callable[[], DotGeneral] | None = None
-    preferred_element_type: DType | None = None
-    rngs: InitVar[Rngs]
-    kernel_metadata: InitVar[Metadata] = NO_METADATA
-    bias_metadata: InitVar[Metadata] = NO_METADATA
 
     def __post_init__(
-        self,
-        kernel_init: Initializer,
-        bias_init: Initializer,
-        rngs: Rngs,
-        kernel_metadata: Metadata,
-        bias_metadata: Metadata,
+        self, kernel_init: Initializer, bias_init: Initializer, *init_vars: Any
     ) -> None:
         sizes = {"in_features": self.in_features, "out_features": self.out_features}
         functional.check_sizes(type(self).__name__, **sizes)
@@ -180,14 +135,14 @@ class LinearGeneral(Module):
         self.batch_axis = FrozenDict(self.batch_axis)
         self._check_sizes()
         batch = tuple(self.batch_axis[i] for i in range(len(self.batch_axis)))
-        shape = (*batch, *in_features, *out_features)
-        init = _shaped(kernel_init, (math.prod(batch + in_features), math.prod(out_features)))
-        self.kernel = new_param(init, rngs, shape, self.param_dtype, kernel_metadata)
-        self.bias = None
-        if self.use_bias:
-            shape = (*batch, *out_features)
-            init = _shaped(bias_init, (math.prod(shape),))
-            self.bias = new_param(init, rngs, shape, self.param_dtype, bias_metadata)
+        outputs = batch + out_features
+        self._make_parameters(
+            (*batch, *in_features, *out_features),
+            outputs if self.use_bias else None,
+            _shaped(kernel_init, (math.prod(batch + in_features), math.prod(out_features))),
+            _shaped(bias_init, (math.prod(outputs),)),
+            *init_vars,
+        )
 
     def _check_sizes(self) -> None:
         if len(as_tuple(self.in_features)) != len(as_tuple(self.axis)):
@@ -206,9 +161,7 @@ class LinearGeneral(Module):
         self, inputs: Num[Array, "*input"], out_sharding: Any = None
     ) -> Num[Array, "*output"]:
         """Applies the map; `out_sharding` is the output's, as in `jax.lax.dot_general`."""
-        x, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel[...], optional_value(self.bias)), dtype=self.dtype
-        )
+        x, kernel, bias = self._promoted(inputs, self.kernel[...])
         batch_axes = tuple(range(len(self.batch_axis)))
         axis = tuple(sorted(a + x.ndim if a < 0 else a for a in as_tuple(self.axis)))
         self._check_input(x.shape, kernel.shape, batch_axes + axis)
@@ -255,7 +208,7 @@ def _shaped(init: Initializer, flat: tuple[int, ...]) -> Initializer:
 
 
 @dataclass(repr=False, eq=False)
-class Einsum(Module):
+class Einsum(KernelModule):
     """Einsum of the input and a kernel.
 
     The parameters are `kernel` and `bias`; the bias has the kernel's axes that the result has, in
@@ -282,35 +235,14 @@ class Einsum(Module):
     kernel_shape: int | Sequence[int]
     bias_shape: int | Sequence[int] | None = None
     _: KW_ONLY
-    dtype: DType | None = None
-    param_dtype: DType = jnp.float32
-    precision: lax.PrecisionLike = None
-    kernel_init: InitVar[Initializer] = default_kernel_init
-    bias_init: InitVar[Initializer] = zeros
-    promote_dtype: PromoteDtype = promote_dtype
     einsum_op: Callable[..., Array] = jnp.einsum
-    preferred_element_type: DType | None = None
-    rngs: InitVar[Rngs]
-    kernel_metadata: InitVar[Metadata] = NO_METADATA
-    bias_metadata: InitVar[Metadata] = NO_METADATA
 
-    def __post_init__(
-        self,
-        kernel_init: Initializer,
-        bias_init: Initializer,
-        rngs: Rngs,
-        kernel_metadata: Metadata,
-        bias_metadata: Metadata,
-    ) -> None:
+    def __post_init__(self, *init_vars: Any) -> None:
         self.kernel_shape = kernel_shape = as_tuple(self.kernel_shape)
         self.bias_shape = None if self.bias_shape is None else as_tuple(self.bias_shape)
         _check_parameters(self.einsum_str, kernel_shape, self.bias_shape)
         self.einsum_str = self.einsum_str.replace(" ", "")
-        dtype = self.param_dtype
-        self.kernel = new_param(kernel_init, rngs, kernel_shape, dtype, kernel_metadata)
-        self.bias = None
-        if self.bias_shape is not None:
-            self.bias = new_param(bias_init, rngs, self.bias_shape, dtype, bias_metadata)
+        self._make_parameters(kernel_shape, self.bias_shape, *init_vars)
 
     def __call__(
         self,
@@ -328,9 +260,7 @@ class Einsum(Module):
             ArgumentValueError: if the subscripts do not name two operands and a result.
         """
         subscripts = self.einsum_str if einsum_str is None else einsum_str
-        x, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel[...], optional_value(self.bias)), dtype=self.dtype
-        )
+        x, kernel, bias = self._promoted(inputs, self.kernel[...])
         axes, out_axes, ndim = functional.project_weight_axes(subscripts, x.ndim, kernel.ndim)
         try:
             if bias is not None:
@@ -395,7 +325,7 @@ class Embed(Module):
     dtype: DType | None = None
     param_dtype: DType = jnp.float32
     embedding_init: InitVar[Initializer] = default_embed_init
-    promote_dtype: PromoteDtype = promote_dtype
+    promote_dtype: PromoteDtype = parameters.promote_dtype
     rngs: InitVar[Rngs]
     embedding_metadata: InitVar[Metadata] = NO_METADATA
 
@@ -405,7 +335,9 @@ class Embed(Module):
         sizes = {"num_embeddings": self.num_embeddings, "features": self.features}
         functional.check_sizes(type(self).__name__, **sizes)
         shape, dtype = (self.num_embeddings, self.features), self.param_dtype
-        self.embedding = new_param(embedding_init, rngs, shape, dtype, embedding_metadata)
+        self.embedding = parameters.new_param(
+            embedding_init, rngs, shape, dtype, embedding_metadata
+        )
         self.dtype = self.embedding.dtype if self.dtype is None else self.dtype
 
     def __call__(

@@ -13,15 +13,9 @@ from weft import functional
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.initializers import he_uniform, zeros
 from weft.nnx.module import Module
+from weft.nnx.nn import parameters
 from weft.nnx.nn.linear import Linear
-from weft.nnx.nn.parameters import (
-    NO_METADATA,
-    Initializer,
-    Metadata,
-    PromoteDtype,
-    new_param,
-    promote_dtype,
-)
+from weft.nnx.nn.parameters import NO_METADATA, Initializer, Metadata, PromoteDtype
 from weft.nnx.rngs import Rngs
 from weft.nnx.variables import Param, Variable
 from weft.typing import DType
@@ -69,7 +63,7 @@ class LoRA(Module):
     a_initializer: InitVar[Initializer] = default_a_initializer
     b_initializer: InitVar[Initializer] = zeros
     lora_param_type: type[Variable[Any]] = LoRAParam
-    promote_dtype: PromoteDtype = promote_dtype
+    promote_dtype: PromoteDtype = parameters.promote_dtype
     rngs: InitVar[Rngs]
     a_metadata: InitVar[Metadata] = NO_METADATA
     b_metadata: InitVar[Metadata] = NO_METADATA
@@ -96,9 +90,9 @@ class LoRA(Module):
             )
         dtype, kind = self.param_dtype, self.lora_param_type
         shape = (self.in_features, lora_rank)
-        self.lora_a = new_param(a_initializer, rngs, shape, dtype, a_metadata, kind)
+        self.lora_a = parameters.new_param(a_initializer, rngs, shape, dtype, a_metadata, kind)
         shape = (lora_rank, self.out_features)
-        self.lora_b = new_param(b_initializer, rngs, shape, dtype, b_metadata, kind)
+        self.lora_b = parameters.new_param(b_initializer, rngs, shape, dtype, b_metadata, kind)
 
     def __call__(self, x: Num[Array, "*batch input"], **kwargs: Any) -> Num[Array, "*batch output"]:
         """Applies the map; `base_module` receives the keyword arguments too."""
@@ -141,7 +135,7 @@ class LoRALinear(Linear):
         a_initializer: Initializer = default_a_initializer,
         b_initializer: Initializer = zeros,
         lora_param_type: type[Variable[Any]] = LoRAParam,
-        lora_promote_dtype: PromoteDtype = promote_dtype,
+        lora_promote_dtype: PromoteDtype = parameters.promote_dtype,
         rngs: Rngs,
         a_metadata: Metadata = NO_METADATA,
         b_metadata: Metadata = NO_METADATA,

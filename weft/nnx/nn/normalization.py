@@ -23,17 +23,8 @@ from weft.functional.initializers import normal, ones, zeros
 from weft.functional.statistics import Axes, canonical_axes, cast, statistics_dtype
 from weft.nnx.filters import Filter, Path, PathContains, to_predicate
 from weft.nnx.module import Module
-from weft.nnx.nn.parameters import (
-    NO_METADATA,
-    Initializer,
-    Metadata,
-    PromoteDtype,
-    new_param,
-    optional_value,
-    params_key,
-    promote_dtype,
-    resolve_mode,
-)
+from weft.nnx.nn import parameters
+from weft.nnx.nn.parameters import NO_METADATA, Initializer, Metadata, PromoteDtype
 from weft.nnx.pytree import iter_graph
 from weft.nnx.rngs import Rngs
 from weft.nnx.variables import BatchStat, Param
@@ -52,7 +43,7 @@ class _ScaledNorm(Module):
     axis_name: str | None = None
     axis_index_groups: Sequence[Sequence[int]] | None = None
     use_fast_variance: bool = True
-    promote_dtype: PromoteDtype = promote_dtype
+    promote_dtype: PromoteDtype = parameters.promote_dtype
     rngs: InitVar[Rngs]
     scale_metadata: InitVar[Metadata] = NO_METADATA
 
@@ -61,11 +52,11 @@ class _ScaledNorm(Module):
         self.scale = None
         if self.use_scale:
             shape, dtype = (self.num_features,), self.param_dtype
-            self.scale = new_param(scale_init, rngs, shape, dtype, scale_metadata)
+            self.scale = parameters.new_param(scale_init, rngs, shape, dtype, scale_metadata)
 
     def _promoted(self, x: Array, *others: Array | None) -> tuple[DType, tuple[Array | None, ...]]:
         """Returns the output's dtype, and the other arrays as `promote_dtype` casts them."""
-        if self.promote_dtype is promote_dtype:
+        if self.promote_dtype is parameters.promote_dtype:
             return canonicalize_dtype(x, *others, dtype=self.dtype), others
         x, *others_ = self.promote_dtype((x, *others), dtype=self.dtype)
         return x.dtype, tuple(others_)
@@ -109,14 +100,15 @@ class _AffineNorm(_ScaledNorm):
         self.bias = None
         if self.use_bias:
             shape, dtype = (self.num_features,), self.param_dtype
-            self.bias = new_param(bias_init, rngs, shape, dtype, bias_metadata)
+            self.bias = parameters.new_param(bias_init, rngs, shape, dtype, bias_metadata)
+
+    def _scale_and_bias(self) -> tuple[Array | None, Array | None]:
+        return parameters.optional_value(self.scale), parameters.optional_value(self.bias)
 
     def _layer_norm(
         self, x: Array, axes: Axes, features: Sequence[int], mask: Array | None
     ) -> Array:
-        dtype, (scale, bias) = self._promoted(
-            x, optional_value(self.scale), optional_value(self.bias)
-        )
+        dtype, (scale, bias) = self._promoted(x, *self._scale_and_bias())
         y = functional.layer_norm(
             cast(x, statistics_dtype(x)),
             self._along(scale, features, x),
@@ -188,7 +180,7 @@ class RMSNorm(_ScaledNorm):
     ) -> Float[Array, "*shape"]:
         """Normalizes an input; see `LayerNorm`."""
         features = sorted(canonical_axes(self.feature_axes, x.ndim))
-        dtype, (scale,) = self._promoted(x, optional_value(self.scale))
+        dtype, (scale,) = self._promoted(x, parameters.optional_value(self.scale))
         y = functional.rms_norm(
             cast(x, statistics_dtype(x)),
             self._along(scale, features, x),
@@ -259,9 +251,7 @@ class GroupNorm(_AffineNorm):
                 f"GroupNorm with {num_groups} groups of {group_size} channels was given an input "
                 f"of shape {x.shape}; expected (..., {num_groups * group_size})."
             )
-        dtype, (scale, bias) = self._promoted(
-            x, optional_value(self.scale), optional_value(self.bias)
-        )
+        dtype, (scale, bias) = self._promoted(x, *self._scale_and_bias())
         y = functional.group_norm(
             cast(x, statistics_dtype(x)),
             scale,
@@ -366,12 +356,10 @@ class BatchNorm(_AffineNorm):
             use_running_average: overrides the attribute.
             mask: values included in the statistics; all by default.
         """
-        use_average = resolve_mode(self, "use_running_average", use_running_average)
+        use_average = parameters.resolve_mode(self, "use_running_average", use_running_average)
         features = sorted(canonical_axes(self.axis, x.ndim))
         averages = self.mean.get_value(), self.var.get_value()
-        dtype, (_, _, scale, bias) = self._promoted(
-            x, *averages, optional_value(self.scale), optional_value(self.bias)
-        )
+        dtype, (_, _, scale, bias) = self._promoted(x, *averages, *self._scale_and_bias())
         mean, var, scale, bias = (
             self._along(values, features, x) for values in (*averages, scale, bias)
         )
@@ -449,7 +437,7 @@ class SpectralNorm(Module):
         self.use_running_average = not update_stats
         stats = {}
         for path, param in self._matrices():
-            u = normal()(params_key(rngs), (1, param.shape[-1]), self.param_dtype)
+            u = normal()(parameters.params_key(rngs), (1, param.shape[-1]), self.param_dtype)
             stats[*path, "u"] = BatchStat(u)
             stats[*path, "sigma"] = BatchStat(jnp.ones((), self.param_dtype))
         self.batch_stats = stats
@@ -529,7 +517,7 @@ class WeightNorm(Module):
     dtype: DType | None = None
     param_dtype: DType = jnp.float32
     variable_filter: Filter = KERNELS
-    promote_dtype: PromoteDtype = promote_dtype
+    promote_dtype: PromoteDtype = parameters.promote_dtype
     rngs: InitVar[Rngs]
 
     def __post_init__(self, rngs: Rngs) -> None:
@@ -541,7 +529,7 @@ class WeightNorm(Module):
     def _scale(self, shape: tuple[int, ...], rngs: Rngs) -> Param[Array]:
         shape = tuple(shape[a] for a in norm.weight_features(shape, self.feature_axes))
         # A key is drawn only if it is used, so that layers made later keep their keys.
-        key = None if self.scale_init is ones else params_key(rngs)
+        key = None if self.scale_init is ones else parameters.params_key(rngs)
         return Param(self.scale_init(key, shape, self.param_dtype))
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:

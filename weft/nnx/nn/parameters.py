@@ -8,16 +8,19 @@ unless it is None.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from weft import functional
 from weft.core.frozen_dict import FrozenDict
 from weft.errors import InvalidRngError, MissingModeError, RngArgumentError
-from weft.functional.initializers import lecun_normal
+from weft.functional.initializers import lecun_normal, zeros
 from weft.nnx.module import Module
 from weft.nnx.rngs import Rngs, RngStream
 from weft.nnx.variables import Param, Variable
@@ -103,6 +106,45 @@ def promote_dtype(
 def optional_value(variable: Variable[Array] | None) -> Array | None:
     """Returns the value of a variable; None stays None."""
     return None if variable is None else variable[...]
+
+
+@dataclass(repr=False, eq=False)
+class KernelModule(Module):
+    """Base class of layers with the parameters `kernel` and `bias`, which may be None."""
+
+    _: KW_ONLY
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    precision: lax.PrecisionLike = None
+    kernel_init: InitVar[Initializer] = default_kernel_init
+    bias_init: InitVar[Initializer] = zeros
+    promote_dtype: PromoteDtype = promote_dtype
+    preferred_element_type: DType | None = None
+    rngs: InitVar[Rngs]
+    kernel_metadata: InitVar[Metadata] = NO_METADATA
+    bias_metadata: InitVar[Metadata] = NO_METADATA
+
+    def _make_parameters(
+        self,
+        kernel_shape: tuple[int, ...],
+        bias_shape: tuple[int, ...] | None,
+        kernel_init: Initializer,
+        bias_init: Initializer,
+        rngs: Rngs,
+        kernel_metadata: Metadata,
+        bias_metadata: Metadata,
+    ) -> None:
+        dtype = self.param_dtype
+        self.kernel = new_param(kernel_init, rngs, kernel_shape, dtype, kernel_metadata)
+        self.bias = (
+            None
+            if bias_shape is None
+            else new_param(bias_init, rngs, bias_shape, dtype, bias_metadata)
+        )
+
+    def _promoted(self, inputs: Array, kernel: Array) -> tuple[Array, Array, Array | None]:
+        bias = None if self.bias is None else self.bias[...]
+        return self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
 
 
 def resolve_mode(layer: Module, name: str, given: bool | None) -> bool:

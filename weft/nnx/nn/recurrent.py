@@ -24,17 +24,9 @@ from weft.functional.initializers import orthogonal, zeros
 from weft.functional.recurrent import gru_step, lstm_step
 from weft.nnx.filters import Filter, Path
 from weft.nnx.module import Module
+from weft.nnx.nn import parameters
 from weft.nnx.nn.linear import Linear
-from weft.nnx.nn.parameters import (
-    NO_METADATA,
-    Initializer,
-    Metadata,
-    PromoteDtype,
-    default_kernel_init,
-    fork_stream,
-    invalid_rngs_error,
-    promote_dtype,
-)
+from weft.nnx.nn.parameters import NO_METADATA, Initializer, Metadata, PromoteDtype
 from weft.nnx.pytree import iter_graph
 from weft.nnx.rngs import Rngs, RngStream, split_rngs
 from weft.nnx.transforms.control_flow import scan
@@ -111,13 +103,13 @@ class _LinearCell(RNNCellBase):
     hidden_features: int
     _: KW_ONLY
     activation_fn: Activation = jnp.tanh
-    kernel_init: InitVar[Initializer] = default_kernel_init
+    kernel_init: InitVar[Initializer] = parameters.default_kernel_init
     recurrent_kernel_init: InitVar[Initializer] = recurrent_kernel_init
     bias_init: InitVar[Initializer] = zeros
     dtype: DType | None = None
     param_dtype: DType = jnp.float32
     carry_init: Initializer | None = None
-    promote_dtype: PromoteDtype = promote_dtype
+    promote_dtype: PromoteDtype = parameters.promote_dtype
     keep_rngs: InitVar[bool] = False
     rngs: Rngs
     kernel_metadata: InitVar[Metadata] = NO_METADATA
@@ -140,7 +132,7 @@ class _LinearCell(RNNCellBase):
         functional.check_sizes(type(self).__name__, **sizes)
         rngs, kept = self.rngs, None
         if keep_rngs:
-            kept = fork_stream(rngs, "carry", type(self).__name__)
+            kept = parameters.fork_stream(rngs, "carry", type(self).__name__)
         self.rngs = kept  # pyright: ignore[reportAttributeAccessIssue] - the argument is Rngs
         linear = functools.partial(
             Linear,
@@ -192,7 +184,7 @@ class _LinearCell(RNNCellBase):
                 "keep_rngs=True."
             )
         if not (stream is None or isinstance(stream, RngStream)):
-            raise invalid_rngs_error(rngs, name)
+            raise parameters.invalid_rngs_error(rngs, name)
         shape = (*input_shape[:-1], self.hidden_features)
         keys = [None if stream is None else stream() for _ in range(n)]
         return [make(key, shape, self.param_dtype) for key in keys]
@@ -558,14 +550,14 @@ def _time_axis(cell: RNNCellBase, shape: tuple[int, ...], time_major: bool) -> i
 def _own_stream(layer: Module, rngs: Any) -> RngStream | None:
     if isinstance(rngs, bool):
         return RngStream(0, tag="carry") if rngs else None
-    return fork_stream(rngs, "carry", type(layer).__name__)
+    return parameters.fork_stream(rngs, "carry", type(layer).__name__)
 
 
 def _resolve_rngs(layer: Any, rngs: Any) -> Any:
     if rngs is None:
         return layer.rngs
     if not isinstance(rngs, Rngs | RngStream):
-        raise invalid_rngs_error(rngs, type(layer).__name__)
+        raise parameters.invalid_rngs_error(rngs, type(layer).__name__)
     return rngs
 
 
