@@ -47,10 +47,10 @@ def test_flops_of_a_function_and_of_its_gradient():
 
 def test_a_table():
     console = {"width": 40, "force_terminal": False}
-    shown = tabulate.render_table(
-        ["a", "b"], [["[dim]1", "2"]], ["", "Total"], {"title": "T"}, {}, console
-    )
-    assert all(part in shown for part in ("[dim]1", "Total", " T "))
-    assert "\x1b" not in shown and "\x1b" in tabulate.render_table(
-        ["a"], [["1"]], [""], {}, {}, None
-    )
+    variables = {"params": {"w": jnp.ones((4, 2))}}
+    rows = [["[dim]1", "2", ""]]
+    shown = tabulate.render_table("model", ["a", "b"], variables, rows, {}, {}, console)
+    parts = ("[dim]1", "Total", " str Summary", "Parameters: 8 (32 B)")
+    assert all(part in shown for part in parts)
+    titled = tabulate.render_table("model", ["a"], {}, [["1"]], {"title": "T"}, {}, None)
+    assert "\x1b" not in shown and "\x1b" in titled and "Summary" not in titled

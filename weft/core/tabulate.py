@@ -152,24 +152,37 @@ def _merge_floats(a: object, b: object) -> Any:
 
 
 def render_table(
+    model: object,
     names: Sequence[str],
+    variables: Mapping[str, Any],
     rows: Sequence[Sequence[str]],
-    footers: Sequence[str],
     table_kwargs: Mapping[str, Any],
     column_kwargs: Mapping[str, Any],
     console_kwargs: Mapping[str, Any] | None,
 ) -> str:
-    """Returns a table as text, made by rich; the footer "Total" is aligned to the right."""
+    """Returns the table of a model as text, made by rich.
+
+    Args:
+        names: names of the first columns.
+        variables: variables by the name of their column, which is one of the last.
+    """
     # Imported here, since rich takes longer to import than all modules of this package.
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    defaults = {"show_header": True, "show_lines": True, "show_footer": True}
+    defaults = {
+        "title": f"{type(model).__name__} Summary",
+        "caption": f"\nTotal Parameters: {format_size(variables)}",
+        **{"show_header": True, "show_lines": True, "show_footer": True},
+    }
     table = Table(**{**defaults, **table_kwargs})
-    for name, footer in zip(names, footers, strict=True):
-        total = Text(footer, justify="right" if footer == "Total" else "default")
-        table.add_column(name, footer=total, **column_kwargs)
+    *others, last = names
+    for name in others:
+        table.add_column(name, footer=Text(""), **column_kwargs)
+    table.add_column(last, footer=Text("Total", justify="right"), **column_kwargs)
+    for name, tree in variables.items():
+        table.add_column(name, footer=Text(format_size(tree)), **column_kwargs)
     for row in rows:
         table.add_row(*map(Text, row))
     terminal = {"force_terminal": True, "force_jupyter": False, **(console_kwargs or {})}

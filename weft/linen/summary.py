@@ -14,13 +14,9 @@ import jax
 from weft.core import tabulate as tables
 from weft.core.filters import Filter
 from weft.core.rngs import RngKeys
+from weft.linen import state
 from weft.linen.methods import compact, wrap_method
-from weft.linen.state import (
-    ALL_BUT_INTERMEDIATES,
-    InterceptorContext,
-    ModuleVariables,
-    intercept_methods,
-)
+from weft.linen.state import ALL_BUT_INTERMEDIATES, InterceptorContext, ModuleVariables
 
 Path = tuple[str, ...]
 
@@ -78,7 +74,7 @@ def record_calls(
 
     def initialize(arrays: list[Any]) -> dict[str, Any]:
         rngs, args, kwargs = fill(arrays)
-        with intercept_methods(watch):
+        with state.intercept_methods(watch):
             return module.init(rngs, *args, mutable=mutable, **kwargs)
 
     return calls, jax.eval_shape(initialize, arrays)
@@ -144,6 +140,7 @@ def tabulate(
         every = {**kwargs, **more}
         calls, variables = record_calls(module, rngs, args, every, mutable, show_repeated)
         cols = sorted(variables, key=lambda col: (col != "params", col))
+        variables = {col: variables[col] for col in cols}
         counts = ["flops"] * compute_flops + ["vjp_flops"] * compute_vjp_flops
         rows = []
         seen: set[Path] = set()
@@ -152,24 +149,17 @@ def tabulate(
                 continue
             flops = [_flops(call, rngs, with_vjp="vjp" in name) for name in counts]
             of_cols = [
-                "" if call.path in seen else _variables_text(variables[col], call, calls, depth)
-                for col in cols
+                "" if call.path in seen else _variables_text(collection, call, calls, depth)
+                for collection in variables.values()
             ]
             seen.add(call.path)
             inputs = tables.format_inputs(call.args, call.kwargs)
             shown = [inputs, tables.format_tree(call.outputs), *map(str, flops), *of_cols]
             rows.append(["/".join(call.path), call.title, *shown])
-        names = ["path", "module", "inputs", "outputs", *counts, *cols]
-        footers = [""] * (3 + len(counts)) + [
-            "Total",
-            *(tables.format_size(variables[col]) for col in cols),
-        ]
-        options = {
-            "title": f"{type(module).__name__} Summary",
-            "caption": f"\nTotal Parameters: {tables.format_size(variables)}",
-            **table_kwargs,
-        }
-        return tables.render_table(names, rows, footers, options, column_kwargs, console_kwargs)
+        names = ["path", "module", "inputs", "outputs", *counts]
+        return tables.render_table(
+            module, names, variables, rows, table_kwargs, column_kwargs, console_kwargs
+        )
 
     return tabulated
 

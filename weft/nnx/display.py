@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 
+from weft.core.tabulate import format_size, is_array
+
 Enclosing = frozenset[int]
 """Ids of the objects around a value, so that a cycle ends."""
 _NOTHING: Enclosing = frozenset()
@@ -58,16 +60,7 @@ def join_lines(start: str, items: list[str], end: str) -> str:
 
 def size_text(values: object) -> str:
     """Returns the number of elements and bytes of arrays, or an empty text without arrays."""
-    leaves = [x for x in jax.tree.leaves(values) if hasattr(x, "shape") and hasattr(x, "dtype")]
-    if not leaves:
-        return ""
-    numbers = sum(int(np.prod(x.shape)) for x in leaves)
-    size: float = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in leaves)
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{numbers:,} ({size if unit == 'B' else f'{size:.1f}'} {unit})"
+    return format_size(values) if any(map(is_array, jax.tree.leaves(values))) else ""
 
 
 def display(*args: object) -> None:

@@ -134,21 +134,16 @@ def tabulate(
     counts = ["flops"] * compute_flops + ["vjp_flops"] * compute_vjp_flops
     run = _Run(counts, {path: id(x) for path, x in iter_objects(obj)})
     _call_abstractly(obj, method, input_args, input_kwargs, run)
-    there, kinds = dict(iter_objects(obj)), sorted(_by_kind(obj))
+    there, variables = dict(iter_objects(obj)), dict(sorted(_by_kind(obj).items()))
     rows = [
-        _row(call, there[path], kinds, counts)
+        _row(call, there[path], list(variables), counts)
         for path, call in run.calls
         if (depth is None or len(path) <= depth) and row_filter(call)
     ]
-    names = ["path", "type", "inputs", "outputs", *counts, *kinds]
-    totals = _by_kind(obj)
-    footers = [""] * (3 + len(counts)) + ["Total", *(tables.format_size(totals[k]) for k in kinds)]
-    options = {
-        "title": f"{type(obj).__name__} Summary",
-        "caption": f"\nTotal Parameters: {tables.format_size(totals)}",
-        **table_kwargs,
-    }
-    return tables.render_table(names, rows, footers, options, column_kwargs, console_kwargs)
+    names = ["path", "type", "inputs", "outputs", *counts]
+    return tables.render_table(
+        obj, names, variables, rows, table_kwargs, column_kwargs, console_kwargs
+    )
 
 
 def _call_abstractly(
