@@ -72,36 +72,20 @@ class PathContains:
         return any(str(self.key) in str(part) for part in path)
 
 
+@dataclasses.dataclass(frozen=True)
 class Everything:
     """Filter that matches everything."""
 
     def __call__(self, path: Path, x: AnyValue) -> bool:
         return True
 
-    def __repr__(self) -> str:
-        return "Everything()"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Everything)
-
-    def __hash__(self) -> int:
-        return hash(Everything)
-
-
+@dataclasses.dataclass(frozen=True)
 class Nothing:
     """Filter that matches nothing."""
 
     def __call__(self, path: Path, x: AnyValue) -> bool:
         return False
-
-    def __repr__(self) -> str:
-        return "Nothing()"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Nothing)
-
-    def __hash__(self) -> int:
-        return hash(Nothing)
 
 
 class _Combined:
