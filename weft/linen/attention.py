@@ -9,6 +9,7 @@ cache and attends to all cached positions.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -19,17 +20,12 @@ from jaxtyping import Array, Bool, Float
 
 from weft import functional
 from weft.errors import ArgumentValueError
+from weft.functional import attention
 from weft.functional.arrays import promote_dtype
-from weft.functional.attention import (
-    attention_cache_step,
-    attention_weights,
-    check_attention_shapes,
-    drop_attention_weights,
-)
 from weft.functional.attention_mask import combine_masks
 from weft.functional.initializers import zeros_init
 from weft.linen.apply import merge_param
-from weft.linen.linear import DenseGeneral, DotGeneral, Initializer, default_kernel_init
+from weft.linen.linear import DenseGeneral, DotGeneral, Initializer, default_kernel_init, path_of
 from weft.linen.methods import compact, nowrap
 from weft.linen.module import Module
 from weft.linen.normalization import LayerNorm
@@ -80,8 +76,8 @@ def dot_product_attention_weights(
         [[[[0.5, 0.5], [0.5, 0.5]]]]
     """
     query, key = promote_dtype(query, key, dtype=dtype)
-    check_attention_shapes(query, key)
-    weights = attention_weights(
+    attention.check_attention_shapes(query, key)
+    weights = attention.attention_weights(
         query,
         key,
         bias=bias,
@@ -95,7 +91,7 @@ def dot_product_attention_weights(
         module.sow("intermediates", "attention_weights", weights)
     if deterministic or dropout_rate == 0.0:
         return weights
-    return drop_attention_weights(
+    return attention.drop_attention_weights(
         weights, rate=dropout_rate, prng_key=dropout_rng, broadcast=broadcast_dropout
     )
 
@@ -138,7 +134,7 @@ def dot_product_attention(
             "none."
         )
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
-    check_attention_shapes(query, key, value)
+    attention.check_attention_shapes(query, key, value)
     weights = dot_product_attention_weights(
         query,
         key,
@@ -257,9 +253,24 @@ class MultiHeadDotProductAttention(Module):
         )
         inputs_k, inputs_v = self._inputs(inputs_q, inputs_k, inputs_v, inputs_kv)
         heads = (self.num_heads, self._head_features(inputs_q))
-        query = self._projection("query", heads)(inputs_q)
-        key = self._projection("key", heads)(inputs_k)
-        value = self._projection("value", heads)(inputs_v)
+        dense = functools.partial(
+            DenseGeneral,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+        )
+        to_heads = functools.partial(
+            dense,
+            heads,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            dot_general=self.qkv_dot_general,
+            dot_general_cls=self.qkv_dot_general_cls,
+        )
+        query = to_heads(name="query")(inputs_q)
+        key = to_heads(name="key")(inputs_k)
+        value = to_heads(name="value")(inputs_v)
         if self.normalize_qk:
             query, key = (
                 LayerNorm(
@@ -281,15 +292,11 @@ class MultiHeadDotProductAttention(Module):
             "force_fp32_for_softmax": self.force_fp32_for_softmax,
         }
         x = self.attention_fn(query, key, value, **self._accepted(options, sow_weights))
-        return DenseGeneral(
+        return dense(
             self.out_features or inputs_q.shape[-1],
             axis=(-2, -1),
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=self.out_bias_init or self.bias_init,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            precision=self.precision,
             dot_general=self.out_dot_general,
             dot_general_cls=self.out_dot_general_cls,
             name="out",
@@ -327,21 +334,6 @@ class MultiHeadDotProductAttention(Module):
         return features // self.num_heads
 
     @nowrap
-    def _projection(self, name: str, heads: tuple[int, int]) -> DenseGeneral:
-        return DenseGeneral(
-            heads,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            precision=self.precision,
-            dot_general=self.qkv_dot_general,
-            dot_general_cls=self.qkv_dot_general_cls,
-            name=name,
-        )
-
-    @nowrap
     def _decode(
         self, query: Array, key: Array, value: Array, mask: Array | None
     ) -> tuple[Array, Array, Array | None]:
@@ -351,7 +343,7 @@ class MultiHeadDotProductAttention(Module):
         index = self.variable("cache", "cache_index", lambda: jnp.zeros((), jnp.int32))
         if not begun:
             return key, value, mask
-        keys, values, seen = attention_cache_step(
+        keys, values, seen = attention.attention_cache_step(
             *(cached_key.value, cached_value.value, index.value),
             *(query, key, value),
             layer=_shown(self),
@@ -427,4 +419,4 @@ class SelfAttention(MultiHeadDotProductAttention):
 
 
 def _shown(module: Module) -> str:
-    return f"{type(module).__name__} {'/'.join(module.path) or '(the outermost module)'}"
+    return f"{type(module).__name__} {path_of(module)}"

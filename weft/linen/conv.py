@@ -15,7 +15,8 @@ from weft import functional
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.arrays import promote_dtype
 from weft.functional.initializers import zeros_init
-from weft.linen.linear import Initializer, PromoteDtype, default_kernel_init, path_of
+from weft.linen import linear
+from weft.linen.linear import Initializer, PromoteDtype, path_of
 from weft.linen.methods import compact, nowrap
 from weft.linen.module import Module
 from weft.typing import DType
@@ -37,7 +38,7 @@ class _Conv(Module):
     dtype: DType | None = None
     param_dtype: DType = jnp.float32
     precision: lax.PrecisionLike = None
-    kernel_init: Initializer = default_kernel_init
+    kernel_init: Initializer = linear.default_kernel_init
     bias_init: Initializer = zeros_init()
     promote_dtype: PromoteDtype = promote_dtype
     conv_general_dilated: Callable[..., Array] | None = None
@@ -210,12 +211,9 @@ def parameters(module: Any, x: Array, kernel_shape: Shape, bias_shape: Shape) ->
             f"{type(module).__name__} {path_of(module)} has a mask of shape {mask.shape}; expected "
             f"the kernel's, {kernel_shape}."
         )
-    kernel = module.param("kernel", module.kernel_init, kernel_shape, module.param_dtype)
+    kernel, bias = linear.kernel_and_bias(module, kernel_shape, bias_shape)
     if mask is not None:
         kernel = kernel * mask
-    bias = None
-    if module.use_bias:
-        bias = module.param("bias", module.bias_init, bias_shape, module.param_dtype)
     return module.promote_dtype(x, kernel, bias, dtype=module.dtype)
 
 
@@ -251,7 +249,7 @@ class ConvTranspose(Module):
     dtype: DType | None = None
     param_dtype: DType = jnp.float32
     precision: lax.PrecisionLike = None
-    kernel_init: Initializer = default_kernel_init
+    kernel_init: Initializer = linear.default_kernel_init
     bias_init: Initializer = zeros_init()
     transpose_kernel: bool = False
     promote_dtype: PromoteDtype = promote_dtype

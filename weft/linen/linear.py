@@ -31,6 +31,16 @@ class PromoteDtype(Protocol):
     def __call__(self, *args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]: ...
 
 
+def kernel_and_bias(
+    module: Any, kernel_shape: Sequence[int], bias_shape: Sequence[int]
+) -> tuple[Array, Array | None]:
+    """Returns the parameters `kernel` and `bias` of a layer, or None for an unused bias."""
+    kernel = module.param("kernel", module.kernel_init, kernel_shape, module.param_dtype)
+    if not module.use_bias:
+        return kernel, None
+    return kernel, module.param("bias", module.bias_init, bias_shape, module.param_dtype)
+
+
 class Dense(Module):
     """Linear map of the last axis.
 
@@ -74,14 +84,8 @@ class Dense(Module):
                 f"Dense {path_of(self)} maps the last axis of its input, which has none: its shape "
                 "is ()."
             )
-        kernel = self.param(
-            "kernel", self.kernel_init, (shape[-1], self.features), self.param_dtype
-        )
-        bias = (
-            self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-            if self.use_bias
-            else None
-        )
+        sizes = (shape[-1], self.features)
+        kernel, bias = kernel_and_bias(self, sizes, sizes[1:])
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         return functional.dense(
             inputs,
@@ -140,15 +144,14 @@ class DenseGeneral(Module):
         batch = tuple(sizes[a] for a in batch_dims)
         contracted = tuple(sizes[a] for a in axis)
 
-        n_out = math.prod(features)
-        flat = (math.prod(batch) * math.prod(contracted), n_out)
-        shape = (*batch, *contracted, *features)
-        kernel = self.param("kernel", _shaped(self.kernel_init, flat), shape, self.param_dtype)
+        init = _shaped(self.kernel_init, (math.prod(batch + contracted), math.prod(features)))
+        shape = batch + contracted + features
+        kernel = self.param("kernel", init, shape, self.param_dtype)
         bias = None
         if self.use_bias:
-            flat = (math.prod(batch) * n_out,)
-            shape = (*batch, *features)
-            bias = self.param("bias", _shaped(self.bias_init, flat), shape, self.param_dtype)
+            shape = batch + features
+            init = _shaped(self.bias_init, (math.prod(shape),))
+            bias = self.param("bias", init, shape, self.param_dtype)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         return functional.dense_general(
             inputs,
@@ -221,11 +224,8 @@ class Einsum(Module):
         axes, out_axes, ndim = functional.project_weight_axes(
             subscripts, jnp.ndim(inputs), len(self.shape)
         )
-        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
-        bias = None
-        if self.use_bias:
-            shape = tuple(self.shape[axis] for axis in axes)
-            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        bias_shape = tuple(self.shape[axis] for axis in axes)
+        kernel, bias = kernel_and_bias(self, self.shape, bias_shape)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         return functional.project(
             subscripts,

@@ -21,15 +21,9 @@ from jaxtyping import Array, Bool, Float
 
 from weft import functional
 from weft.errors import ArgumentShapeError
+from weft.functional import norm
 from weft.functional.arrays import canonicalize_dtype
 from weft.functional.initializers import Initializer, normal, ones, zeros
-from weft.functional.norm import (
-    group_norm_axes,
-    instance_norm_axes,
-    spectral_norm,
-    weight_features,
-    weight_norm,
-)
 from weft.functional.statistics import Axes, canonical_axes, cast, statistics_dtype
 from weft.linen.apply import merge_param
 from weft.linen.methods import compact
@@ -178,7 +172,7 @@ class GroupNorm(Module):
         )
         channels = x.shape[-1]
         num_groups = functional.number_of_groups(channels, self.num_groups, self.group_size)
-        axes = group_norm_axes(self.reduction_axes, x.shape)
+        axes = norm.group_norm_axes(self.reduction_axes, x.shape)
         scale, bias = scale_and_bias(self, (channels,))
         y = functional.group_norm(
             cast(x, statistics_dtype(x, self.force_float32_reductions)),
@@ -231,7 +225,7 @@ class InstanceNorm(Module):
         Raises:
             ArgumentValueError: if the first axis is in `feature_axes`.
         """
-        features, axes = instance_norm_axes(self.feature_axes, x.shape)
+        features, axes = norm.instance_norm_axes(self.feature_axes, x.shape)
         return _layer_norm(self, x, axes, features, mask)
 
 
@@ -443,7 +437,7 @@ class SpectralNorm(Module):
         )
         sigma = self.variable(col, f"{name}/sigma", jnp.ones, (), dtype)
         options = {"n_steps": self.n_steps, "eps": self.epsilon}
-        weight, new_u, new_sigma = spectral_norm(weight, u.value, **options)
+        weight, new_u, new_sigma = norm.spectral_norm(weight, u.value, **options)
         if update_stats:
             u.value, sigma.value = new_u, new_sigma
         return weight.astype(canonicalize_dtype(weight, new_u, dtype=self.dtype))
@@ -497,9 +491,11 @@ class WeightNorm(Module):
             return weight
         scale = None
         if self.use_scale:
-            shape = tuple(weight.shape[a] for a in weight_features(weight.shape, self.feature_axes))
+            shape = tuple(
+                weight.shape[a] for a in norm.weight_features(weight.shape, self.feature_axes)
+            )
             scale = self.param(f"{name}/scale", self.scale_init, shape, self.param_dtype)
-        y = weight_norm(weight, scale, feature_axes=self.feature_axes, eps=self.epsilon)
+        y = norm.weight_norm(weight, scale, feature_axes=self.feature_axes, eps=self.epsilon)
         return y.astype(canonicalize_dtype(y, dtype=self.dtype))
 
 

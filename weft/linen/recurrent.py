@@ -21,16 +21,10 @@ from weft import functional
 from weft.core.filters import Filter
 from weft.core.frozen_dict import FrozenDict
 from weft.core.lift import broadcast
+from weft.functional import recurrent
 from weft.functional.arrays import promote_dtype
 from weft.functional.initializers import Initializer, lecun_normal, ones, orthogonal, zeros
-from weft.functional.recurrent import (
-    check_lengths,
-    flip_sequences,
-    gru_step,
-    lstm_step,
-    mgu_step,
-    within_lengths,
-)
+from weft.functional.recurrent import gru_step, lstm_step, mgu_step
 from weft.linen.conv import Conv
 from weft.linen.linear import Dense
 from weft.linen.methods import compact, nowrap
@@ -299,13 +293,13 @@ class OptimizedLSTMCell(_MemoryCell, _GatedCell):
             params(kernel_init=of_state, bias_init=self.bias_init, name=f"h{g}")(width)
             for g in GATES
         ]
-        recurrent, biases = zip(*maps, strict=True)
+        state_kernels, biases = zip(*maps, strict=True)
         from_input = functional.dense(
             *promote_dtype(inputs, jnp.concatenate(kernels, -1), dtype=self.dtype)
         )
         from_state = functional.dense(
             *promote_dtype(
-                h, jnp.concatenate(recurrent, -1), jnp.concatenate(biases), dtype=self.dtype
+                h, jnp.concatenate(state_kernels, -1), jnp.concatenate(biases), dtype=self.dtype
             )
         )
         gates = jnp.split(from_input + from_state, 4, -1)
@@ -372,7 +366,6 @@ class _LinearParams(Module):
 
     @compact
     def __call__(self, size: int) -> tuple[Array, Any]:
-        functional.check_sizes(type(self).__name__, features=self.features)
         kernel = self.param("kernel", self.kernel_init, (size, self.features), self.param_dtype)
         if self.bias_init is None:
             return kernel, None
@@ -444,14 +437,14 @@ class RNN(Module):
         keep_order = self.keep_order if keep_order is None else keep_order
         axis = 0 if time_major else inputs.ndim - (self.cell.num_feature_axes + 1)
         if seq_lengths is not None:
-            check_lengths(inputs.shape, seq_lengths, axis)
+            recurrent.check_lengths(inputs.shape, seq_lengths, axis)
         if initial_carry is None:
             key = jax.random.key(0) if init_key is None else init_key
             shape = (*inputs.shape[:axis], *inputs.shape[axis + 1 :])
             initial_carry = self.cell.initialize_carry(key, shape)
         flips = reverse and seq_lengths is not None
         if flips:
-            inputs = flip_sequences(inputs, seq_lengths, axis=axis)
+            inputs = recurrent.flip_sequences(inputs, seq_lengths, axis=axis)
         loop = functools.partial(
             scan,
             variable_axes=self.variable_axes,
@@ -470,7 +463,9 @@ class RNN(Module):
         else:
             carry, outputs = loop(_step, in_axes=axis)(self.cell, initial_carry, inputs)
         if reverse and keep_order == flips:
-            outputs = jax.tree.map(lambda y: flip_sequences(y, seq_lengths, axis=axis), outputs)
+            outputs = jax.tree.map(
+                lambda y: recurrent.flip_sequences(y, seq_lengths, axis=axis), outputs
+            )
         return (carry, outputs) if return_carry else outputs
 
 
@@ -484,7 +479,7 @@ def _step_of_lengths(
     """Computes a step of all sequences, keeping the final state of those that have ended."""
     running, kept = carry
     running, y = cell(running, x)
-    return (running, within_lengths(running, kept, step, seq_lengths)), y
+    return (running, recurrent.within_lengths(running, kept, step, seq_lengths)), y
 
 
 def _concatenate(a: Array, b: Array) -> Array:

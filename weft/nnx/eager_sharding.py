@@ -14,15 +14,8 @@ import jax.core
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
-from weft.core.spmd import (
-    AnyMesh,
-    fitting_spec,
-    get_global_mesh,
-    get_mesh,
-    get_pspec,
-    shard_value,
-    without_format,
-)
+from weft.core import spmd
+from weft.core.spmd import AnyMesh, get_global_mesh, get_mesh, without_format
 from weft.errors import AxisMetadataError, NoMeshError
 from weft.nnx.settings import Setting
 
@@ -96,7 +89,7 @@ def shard_new_value(value: object, metadata: dict[str, Any], what: str) -> Any:
             "nnx.use_eager_sharding(False)."
         )
     try:
-        value = shard_value(value, layout, metadata.get("sharding_rules"), mesh)
+        value = spmd.shard_value(value, layout, metadata.get("sharding_rules"), mesh)
         if isinstance(layout, Format) and layout.layout is not None:
             value = jax.tree.map(lambda x: _with_memory_order(x, layout.layout), value)
         return with_abstract_shardings(value, metadata)
@@ -113,7 +106,7 @@ def _with_memory_order(value: Any, order: Any) -> Any:
 
 def pspec_of(metadata: dict[str, Any]) -> PartitionSpec | None:
     """Returns the layout in metadata, in mesh axes."""
-    return get_pspec(metadata.get("out_sharding"), metadata.get("sharding_rules"))
+    return spmd.get_pspec(metadata.get("out_sharding"), metadata.get("sharding_rules"))
 
 
 def is_eagerly_sharded(metadata: dict[str, Any]) -> bool:
@@ -148,6 +141,6 @@ def abstract_value(
     Raises:
         MeshError: if the layout does not fit the mesh or the shape.
     """
-    entries = fitting_spec(spec or PartitionSpec(), value.shape, mesh)
+    entries = spmd.fitting_spec(spec or PartitionSpec(), value.shape, mesh)
     sharding = NamedSharding(mesh, PartitionSpec(*entries))
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)

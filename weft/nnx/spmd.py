@@ -23,15 +23,8 @@ from weft.errors import (
     NoMeshError,
     VariableArgumentError,
 )
-from weft.nnx.eager_sharding import (
-    abstract_value,
-    is_eagerly_sharded,
-    mesh_of,
-    pspec_of,
-    use_eager_sharding,
-    using_eager_sharding,
-    with_abstract_shardings,
-)
+from weft.nnx import eager_sharding
+from weft.nnx.eager_sharding import mesh_of, pspec_of, use_eager_sharding, using_eager_sharding
 from weft.nnx.graph import GraphDef, flatten_graph
 from weft.nnx.pytree import is_array
 from weft.nnx.split_merge import split
@@ -210,7 +203,7 @@ def _with_sharding(
         if not isinstance(value, jax.ShapeDtypeStruct) or (keep and value.sharding is not None):
             return value
         try:
-            return abstract_value(value, spec, mesh)
+            return eager_sharding.abstract_value(value, spec, mesh)
         except MeshError as error:
             raise MeshError(f"the layout of {_path_text(path)!r}: {error}") from None
 
@@ -224,9 +217,9 @@ def shard_shapes(tree: object) -> None:
         if (
             isinstance(x, Variable)
             and (is_mesh_set or x._metadata)  # else there is no mesh
-            and is_eagerly_sharded(x._metadata)
+            and eager_sharding.is_eagerly_sharded(x._metadata)
         ):
-            value = with_abstract_shardings(x._value, x._metadata)
+            value = eager_sharding.with_abstract_shardings(x._value, x._metadata)
             x.set_raw_value(value, _unsafe_bypass_check=True)
 
 
