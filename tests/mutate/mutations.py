@@ -19,6 +19,7 @@ _SIGNS: dict[type[ast.AST], str] = {
     **{ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**", ast.BitAnd: "&", ast.BitOr: "|"},
     **{ast.LShift: "<<", ast.RShift: ">>"},
 }
+_SYMMETRIC = {"minimum", "maximum", "min", "max", "gcd", "add", "multiply", "result_type"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -46,16 +47,14 @@ class Mutation:
         return "\n".join(lines)
 
 
-def mutations(path: str, text: str) -> list[Mutation]:
-    """Returns the mutations of a file that are valid Python and another program."""
-    tree = ast.parse(text)
-    found = (Mutation(path, text, *edit) for edit in sorted(set(_Edits(text).of(tree))))
-    return [m for m in found if _is_other_program(tree, m.mutated)]
+def edits(path: str, text: str) -> list[Mutation]:
+    """Returns the mutations of a file, and edits that are not Python or the same program."""
+    return [Mutation(path, text, *edit) for edit in sorted(set(_Edits(text).of(ast.parse(text))))]
 
 
-def _is_other_program(tree: ast.Module, mutated: str) -> bool:
+def is_other_program(mutation: Mutation) -> bool:
     try:
-        return ast.dump(ast.parse(mutated)) != ast.dump(tree)
+        return ast.dump(ast.parse(mutation.mutated)) != ast.dump(ast.parse(mutation.text))
     except SyntaxError:
         return False
 
@@ -97,7 +96,7 @@ class _Edits:
             case ast.Constant(value=bool(value)):
                 yield *self._span(node), str(not value)
             case ast.Constant(value=int() | float() as value):
-                yield *self._span(node), repr(value + 1)
+                yield *self._span(node), repr(value + 1 if value < 1000 else 2 * value)
             case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test):
                 start, end = self._span(test)
                 yield start, end, f"not ({self._text[start:end]})"
@@ -109,7 +108,7 @@ class _Edits:
                 yield *self._span(node), "break"
             case ast.Expr(value=ast.Call() | ast.Yield() | ast.YieldFrom()) | ast.Raise():
                 yield *self._span(node), "pass"
-            case ast.AugAssign() | ast.Delete() | ast.Assert():
+            case ast.AugAssign() | ast.Delete():
                 yield *self._span(node), "pass"
             case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
                 yield *self._span(node), "pass"
@@ -126,20 +125,23 @@ class _Edits:
                 yield at, at + len(sign), _SWAPPED[sign]
 
     def _with_other_arguments(self, call: ast.Call) -> Iterator[tuple[int, int, str]]:
-        is_symmetric = ast.unparse(call.func).endswith(("minimum", "maximum"))
+        function = ast.unparse(call.func)
+        is_symmetric = function.rpartition(".")[2] in _SYMMETRIC
         has_two = len(call.args) > 1 and not any(isinstance(x, ast.Starred) for x in call.args[:2])
         if has_two and not is_symmetric:
             (start, a), (b, end) = map(self._span, call.args[:2])
             yield start, end, self._text[b:end] + self._text[a:b] + self._text[start:a]
         for keyword in call.keywords:
+            if function == "zip":  # strict=True says what always holds
+                continue
             start, end = self._span(keyword)
             comma = re.compile(r"\s*,").match(self._text, end)
             yield start, comma.end() if comma else end, ""
 
 
 def _mutable_children(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields the parts of a node, but not types, messages, and what a type checker alone reads."""
-    if isinstance(node, ast.JoinedStr | ast.Raise):
+    """Yields the parts of a node, but not types, messages, and what always holds."""
+    if isinstance(node, ast.JoinedStr | ast.Raise | ast.Assert):
         return
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         yield from node.orelse
@@ -150,5 +152,7 @@ def _mutable_children(node: ast.AST) -> Iterator[ast.AST]:
         yield from (node.args, *node.body)
     elif isinstance(node, ast.AnnAssign):
         yield from filter(None, [node.value])
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "zip":
+        yield from node.args
     elif not isinstance(node, ast.arg):
         yield from ast.iter_child_nodes(node)

@@ -1,7 +1,11 @@
 import pytest
 
-from tests.mutate.__main__ import ROOT, nearest_tests
-from tests.mutate.mutations import mutations
+from tests.mutate.__main__ import ROOT, Suite, names_around
+from tests.mutate.mutations import Mutation, edits, is_other_program
+
+
+def mutations(path: str, text: str) -> list[Mutation]:
+    return list(filter(is_other_program, edits(path, text)))
 
 
 def mutants(text: str) -> list[str]:
@@ -21,6 +25,10 @@ def mutants(text: str) -> list[str]:
         ("f(a, b)", ["pass", "f(b, a)"]),
         ("x = f(a=y, b=z)", ["x = f( b=z)", "x = f(a=y, )"]),
         ("x.y = z", ["pass"]),
+        ("x = y[1000]", ["x = y[2000]"]),
+        ("x = jnp.minimum(a, b)", []),
+        ("x = zip(a, strict=True)", []),
+        ("assert x < y", []),
         ("x: list[2] = y", []),
         ("def f(a: g(2) = 3): ...", ["def f(a: g(2) = 4): ..."]),
         ("raise ValueError(f'{x + 1}')", ["pass"]),
@@ -40,7 +48,29 @@ def test_a_diff_shows_the_changed_line():
     assert mutation.diff().endswith("-x = y.a[0]\n+x = y.a[1]")
 
 
-def test_the_tests_of_a_file():
-    found = nearest_tests("weft/traverse_util.py", ROOT)
+@pytest.fixture(scope="module")
+def test_files():
+    return Suite(ROOT)
+
+
+def test_the_nearest_tests_of_a_file(test_files):
+    found = test_files.nearest("weft/traverse_util.py")
     assert found[:2] == ["weft/traverse_util.py", "tests/test_traverse_util.py"]
-    assert all("tests/linen" in test for test in nearest_tests("weft/linen/summary.py", ROOT)[1:])
+    assert all("tests/linen" in test for test in test_files.nearest("weft/linen/summary.py")[1:])
+
+
+def test_the_other_tests_begin_with_those_that_name_what_is_mutated(test_files):
+    text = "class GRUCell:\n    x = y < z\n\n\ndef _private(): ...\n"
+    (mutation,) = mutations("weft/linen/recurrent.py", text)
+    others = test_files.others(mutation)
+    naming = ["GRUCell" in (ROOT / test).read_text("utf-8") for test in others]
+    assert naming == sorted(naming, reverse=True)
+    assert "tests/parity/test_linen_recurrent.py" in others[: naming.index(False)]
+    assert "tests/linen/test_conv.py" in others[naming.index(False) :]
+    assert not set(others) & set(test_files.nearest(mutation.path))
+
+
+def test_names_around_a_mutation_lead_to_the_tests_that_reach_it():
+    text = "class A:\n    def __call__(self): return _b()\n\ndef _b():\n    return 3 + 4\n"
+    (mutation,) = (m for m in mutations("weft/x.py", text) if "3 - 4" in m.mutated)
+    assert names_around(mutation) == ["_b", "A"]
