@@ -239,6 +239,8 @@ def test_long_lines_are_broken():
     text = to_text(Data(x=list(range(100))))
     assert max(map(len, text.splitlines())) < 100
     assert from_text(text, allow=(M,)).x == list(range(100))
+    assert f"    x=['{'a' * 88}'],\n" in to_text(Data(x=["a" * 88]))
+    assert f"    x=[\n        '{'a' * 89}',\n" in to_text(Data(x=["a" * 89]))
 
 
 def test_origins_stand_behind_the_fields():

@@ -19,7 +19,9 @@ _SIGNS: dict[type[ast.AST], str] = {
     **{ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**", ast.BitAnd: "&", ast.BitOr: "|"},
     **{ast.LShift: "<<", ast.RShift: ">>"},
 }
-_SYMMETRIC = {"minimum", "maximum", "min", "max", "gcd", "add", "multiply", "result_type"}
+_SYMMETRIC = {
+    "min", "max", "minimum", "maximum", "add", "multiply", "gcd", "result_type", "values_equal",
+}  # fmt: skip
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
