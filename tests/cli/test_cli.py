@@ -1,18 +1,54 @@
 """The command line as a person meets it: help, wrong words, exit codes, a start without delay."""
 
+import contextlib
+import re
 import subprocess
 import sys
 
 import pytest
 
-from weft.cli import main
+from weft.cli import Output, continue_without_output, main
 from weft.recipes import RECIPES
 
+HELP = {
+    "": ["Trains JAX models."],
+    "train": [
+        "Train a recipe, or continue a run.",
+        "Examples:\n  weft train\n",
+        "continues from it.",
+    ],
+    "launch": ["Train with several processes: on this machine, with Slurm, or with Kubernetes."],
+    "launch local": [
+        "-n N [--job FIELD=VALUE ...] [--allow NAME] [RECIPE]",
+        "  name=lm  ",
+        "-n 2 lm",
+    ],
+    "launch slurm": ["-n N [--job FIELD=VALUE ...] [--allow NAME] [RECIPE]", "Examples:\n  weft l"],
+    "launch k8s": ["-n N [--job FIELD=VALUE ...] [--allow NAME] [RECIPE]", "| kubectl apply -f -"],
+    "recipes": ["List the recipes, the default one first."],
+    "config": ["show", "diff"],
+    "config show": ["Print a config as text that Weft can read."],
+    "config diff": ["Print the differences between two configs; exit code 1 if there are any."],
+    "sample": ["Generate text from a trained run."],
+    "inspect": ["Print the contents of a run's checkpoints, without loading them."],
+    "export": ["Write a run's parameters as safetensors, or as a Hugging Face checkpoint."],
+    "tabulate": ["Print the model as a table, without allocating its arrays."],
+    "check": ["Compile a recipe for a mesh, and print its sharding; exit code 1 if it does not"],
+    "lr-find": ["Suggest a learning rate, from a short run with increasing rates."],
+}
 
-@pytest.mark.parametrize("command", [[], ["train"], ["sample"], ["config", "show"], ["config"]])
-def test_help_says_what_a_command_does(command, capsys):
-    assert main([*command, "--help"]) == 0
-    assert capsys.readouterr().out.startswith(f"usage: weft {' '.join(command)}".rstrip())
+
+@pytest.mark.parametrize("command", HELP)
+def test_help_says_what_a_command_and_each_of_its_arguments_do(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main([*command.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: weft {command}".rstrip())
+    for part in HELP[command]:
+        assert part in text
+    for section in re.findall(r"(?:arguments|options):\n((?:  .*\n)+)", text):
+        for line in re.sub(r"\n {9,}", "  ", section).splitlines():
+            assert re.search(r"\S {2,}\S", line) or line in ("  COMMAND", "  WHERE", "  ACTION")
 
 
 def test_the_recipes_are_listed_with_the_default_first(capsys):
@@ -127,6 +163,16 @@ def test_a_command_without_output_is_no_error(argv):
 def test_where_errors_cannot_be_written_either_the_code_is_still_right():
     assert run_with(["trian"], ">/dev/full 2>/dev/full")[0] == 2
     assert run_with(["recipes"], ">/dev/full 2>/dev/full")[0] == 1
+
+
+def test_a_command_that_continues_without_output_warns_once(caplog):
+    with open("/dev/full", "w") as full, contextlib.redirect_stdout(Output(full)) as output:
+        continue_without_output()
+        print("first", flush=True)
+        print("second", flush=True)
+    assert output.is_optional
+    reason = "the stream cannot be written: [Errno 28] No space left on device"
+    assert caplog.messages == [f"no further output, as {reason}"]
 
 
 def test_another_error_of_the_system_is_a_defect(monkeypatch):
