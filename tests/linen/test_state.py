@@ -285,6 +285,13 @@ def test_what_is_named_twice():
     with pytest.raises(NameInUseError, match=r"'a' is used twice in '/', the second time for 'par"):
         model(twice).init(KEY)
 
+    def sown(self):
+        self.sow("state", "a", 1)
+        self.variable("state", "a", lambda: 1)
+
+    with pytest.raises(NameInUseError, match=r"'a' is used twice in '/', the second time for 'sta"):
+        model(sown).apply({}, mutable="state")
+
     def both(self):
         self.variable("state", "a", lambda: 1)
         return self.param("a", ones, ())
