@@ -114,7 +114,7 @@ def pytest_sessionfinish(session, exitstatus):
     """Keeps how long the whole suite took, for `make house`."""
     config = session.config
     whole = not (config.option.file_or_dir or config.option.keyword or config.option.markexpr)
-    if whole and not exitstatus and not hasattr(config, "workerinput"):
+    if whole and not exitstatus and hasattr(config, "cache") and not hasattr(config, "workerinput"):
         config.cache.set("weft/suite_seconds", time.monotonic() - config.stash[_STARTED])
 
 
