@@ -232,6 +232,17 @@ def test_the_state_may_change_as_soon_as_the_save_has_begun(storage, tmp_path):
     assert it.position == 5
 
 
+def test_a_large_array_is_split_into_files_of_the_configured_size(tmp_path):
+    cfg = OrbaxStateStorage.default_config().set(max_chunk_bytes=1000)
+    storage = cfg.instantiate()
+    state = {"w": jnp.arange(1024.0)}
+    save(storage, tmp_path, state)
+    sizes = [file.stat().st_size for file in (tmp_path / "arrays" / "w").glob("[0-9]*")]
+    assert len(sizes) > 1 and max(sizes) <= 1000 and sum(sizes) == 4096
+    assert (restore(storage, tmp_path, state)["w"] == state["w"]).all()
+    storage.stop()
+
+
 def test_names_of_any_length_and_with_any_letters(storage, tmp_path):
     names = ["x" * 300, "x" * 299 + "y", "..", "a.b", "a-b", "a", "ä ö", "%2E", "A", "-"]
     state = {name: jnp.array(float(i)) for i, name in enumerate(names)}
