@@ -36,6 +36,16 @@ class Open(nnx.Module):
         self.given = tuple(kwargs)
 
 
+def test_layers_are_equal_to_themselves_alone_and_shown_as_modules():
+    exported = [getattr(nnx, name) for name in dir(nnx)]
+    layers = [x for x in exported if getattr(x, "__module__", "").startswith("weft.nnx.nn.")]
+    layers = [x for x in layers if isinstance(x, type) and issubclass(x, nnx.Module)]
+    assert nnx.Linear in layers
+    for layer in layers:
+        assert layer.__eq__ is object.__eq__ and layer.__hash__ is object.__hash__
+        assert layer.__repr__ is nnx.Module.__repr__
+
+
 def test_modes_reach_every_module():
     layer = Layer([Layer()])
     layer.eval()
