@@ -15,13 +15,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import weft
 from weft.config import origin
+from weft.core import logical
 from weft.core.axis_rules import Rules
-from weft.core.logical import (
-    LogicallyPartitioned,
-    logical_to_mesh_axes,
-    mark_mesh_axes,
-    names_to_mesh_axes,
-)
 from weft.core.rules_report import Finding, FindingKind, check_rules
 from weft.core.spmd import axes_of
 from weft.hierarchy.module import Module
@@ -159,13 +154,15 @@ def rule_findings(
         axes = spec.logical_axes if isinstance(spec, ParameterSpec) else None
         if not axes:
             continue
-        if names_to_mesh_axes(axes, rules) == spec.partition_spec:
+        if logical.names_to_mesh_axes(axes, rules) == spec.partition_spec:
             in_tuples |= {name for entry in axes if isinstance(entry, tuple) for name in entry}
-            axes = tuple(mark_mesh_axes(axes, rules))
+            axes = tuple(logical.mark_mesh_axes(axes, rules))
         # Variables with rules of their own are not subject to these rules.
-        if logical_to_mesh_axes(axes, rules) == spec.partition_spec:
+        if logical.logical_to_mesh_axes(axes, rules) == spec.partition_spec:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            boxes[name] = LogicallyPartitioned(jax.ShapeDtypeStruct(spec.shape, "float32"), axes)
+            boxes[name] = logical.LogicallyPartitioned(
+                jax.ShapeDtypeStruct(spec.shape, "float32"), axes
+            )
     mesh = AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
     found = check_rules(rules, boxes, mesh)
     return [

@@ -9,15 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from weft.cli import display
 from weft.cli.configs import load_config
-from weft.cli.display import (
-    bytes_text,
-    count_text,
-    layout_text,
-    shape_text,
-    table_console,
-    tree_table,
-)
 from weft.hierarchy.module import Module, functional
 from weft.hierarchy.parameter_spec import ParameterSpec
 from weft.trainer.mesh import rules_of
@@ -49,13 +42,15 @@ def run(arguments: argparse.Namespace) -> int:
     specs = parameter_specs(model, rules_of(cfg).parameters)
     flops = forward_flops(cfg, model, specs)
     columns = ["class", "parameters", "FLOPs", "shape", "dtype", "layout"]
-    table = tree_table("module", columns, numbers=["parameters", "FLOPs"])
+    table = display.tree_table("module", columns, numbers=["parameters", "FLOPs"])
     for row in rows("", model, specs):
         depth = row.path.count("/") + bool(row.path)
         name = "  " * depth + (row.path.rpartition("/")[2] or model.name)
         here = sum(n for path, n in flops.items() if _within(path, row.path))
-        table.add_row(name, row.kind, f"{_values(row.specs):,}", count_text(here), *_cells(row))
-    console = table_console()
+        table.add_row(
+            name, row.kind, f"{_values(row.specs):,}", display.count_text(here), *_cells(row)
+        )
+    console = display.table_console()
     console.print(table)
     for line in _totals(specs, flops):
         console.print(line, soft_wrap=True)
@@ -100,13 +95,13 @@ def _totals(specs: Nested[ParameterSpec], flops: Flops) -> Iterator[str]:
     size = sum(math.prod(s.shape) * _dtype(s).itemsize for s in leaves)
     of_state = _values([spec for spec in leaves if spec.is_state])
     state_text = f", and {of_state:,} values of state" if of_state else ""
-    yield f"{_values(leaves) - of_state:,} parameters{state_text}, {bytes_text(size)}"
+    yield f"{_values(leaves) - of_state:,} parameters{state_text}, {display.bytes_text(size)}"
     of_activations = ""
     if flops[None]:
-        count = count_text(flops[None])
+        count = display.count_text(flops[None])
         of_activations = f"including {count} for products of activations, as in attention; "
     yield (
-        f"{count_text(flops.total())} FLOPs for the loss of an example, {of_activations}"
+        f"{display.count_text(flops.total())} FLOPs for the loss of an example, {of_activations}"
         "a training step takes about three times as many"
     )
 
@@ -115,7 +110,11 @@ def _cells(row: Row) -> tuple[str, str, str]:
     if row.kind or len(row.specs) != 1:
         return "", "", ""
     (spec,) = row.specs
-    return shape_text(spec.shape), _dtype(spec).name, layout_text(spec.partition_spec)
+    return (
+        display.shape_text(spec.shape),
+        _dtype(spec).name,
+        display.layout_text(spec.partition_spec),
+    )
 
 
 def _within(path: str | None, above: str) -> bool:

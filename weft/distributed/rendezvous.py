@@ -26,14 +26,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from weft.distributed.peers import (
-    HEARTBEAT_TIMEOUT_SECONDS,
-    MAX_LINE_BYTES,
-    Peers,
-    decode_message,
-    join_first,
-    send_messages,
-)
+from weft.distributed import peers
 from weft.distributed.watchdog import print_error
 from weft.errors import ProcessesNotReadyError
 
@@ -59,8 +52,8 @@ def rendezvous(
     num_processes: int,
     timeout_seconds: float,
     token: str = "",
-    heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
-) -> Peers:
+    heartbeat_timeout_seconds: float = peers.HEARTBEAT_TIMEOUT_SECONDS,
+) -> peers.Peers:
     """Waits for all processes and opens the connections between them.
 
     Args:
@@ -94,7 +87,7 @@ def rendezvous(
     )
 
 
-def connect_peers(timeout_seconds: float) -> Peers | None:
+def connect_peers(timeout_seconds: float) -> peers.Peers | None:
     """Opens connections to the other processes of `jax.distributed`; all have to call this.
 
     The first exchange uses JAX, which would wait forever: if some processes do not join it in time,
@@ -106,7 +99,9 @@ def connect_peers(timeout_seconds: float) -> Peers | None:
     if index:
         hosts, port, token = _broadcast(None, timeout_seconds)
         addresses = [(host, port) for host in hosts]
-        return _join(addresses, index, count, token, timeout_seconds, HEARTBEAT_TIMEOUT_SECONDS)
+        return _join(
+            addresses, index, count, token, timeout_seconds, peers.HEARTBEAT_TIMEOUT_SECONDS
+        )
     with socket.create_server(("", 0)) as server:
         name, port, token = socket.gethostname(), server.getsockname()[1], secrets.token_hex(16)
         own_address = name
@@ -114,7 +109,7 @@ def connect_peers(timeout_seconds: float) -> Peers | None:
             own_address = socket.gethostbyname(name)
         _broadcast([[own_address, name], port, token], timeout_seconds)
         return _accept_all(
-            server, count, token, timeout_seconds, HEARTBEAT_TIMEOUT_SECONDS, f"{name}:{port}"
+            server, count, token, timeout_seconds, peers.HEARTBEAT_TIMEOUT_SECONDS, f"{name}:{port}"
         )
 
 
@@ -150,7 +145,7 @@ def _accept_all(
     timeout_seconds: float,
     heartbeat_timeout_seconds: float,
     address: str,
-) -> Peers:
+) -> peers.Peers:
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         acceptor = stack.enter_context(_Acceptor(server, count, token, selector))
@@ -169,7 +164,7 @@ def _accept_all(
         acceptor.connections = {}
     for connection in connections.values():
         _answer(connection, welcome=names[0])
-    return Peers(0, connections, names, heartbeat_timeout_seconds=heartbeat_timeout_seconds)
+    return peers.Peers(0, connections, names, heartbeat_timeout_seconds=heartbeat_timeout_seconds)
 
 
 class _Acceptor:
@@ -235,7 +230,7 @@ class _Acceptor:
         if not data or len(line) > _HELLO_BYTES:
             self._drop(connection)
         elif line.endswith(b"\n"):
-            self._admit(connection, decode_message(line))
+            self._admit(connection, peers.decode_message(line))
         else:
             self._pending[connection] = (since, line)
 
@@ -272,7 +267,7 @@ class _Acceptor:
 
 def _answer(connection: socket.socket, **message: str) -> None:
     connection.settimeout(_HELLO_SECONDS)
-    send_messages(connection, message)
+    peers.send_messages(connection, message)
 
 
 def _join(
@@ -282,7 +277,7 @@ def _join(
     token: str,
     timeout_seconds: float,
     heartbeat_timeout_seconds: float,
-) -> Peers:
+) -> peers.Peers:
     """Connects to process 0 and waits until it has all processes."""
     hello = {"process": index, "of": count, "token": token}
     hello |= {"host": socket.gethostname(), "pid": os.getpid()}
@@ -294,7 +289,7 @@ def _join(
                 connection = stack.enter_context(
                     socket.create_connection(addresses[attempt % len(addresses)], timeout=5)
                 )
-                send_messages(connection, hello)
+                peers.send_messages(connection, hello)
                 # Process 0 waits for the others and reports first if they do not come.
                 answer = _read_line(connection, deadline - time.monotonic() + _HELLO_SECONDS)
             except OSError as failure:
@@ -303,7 +298,7 @@ def _join(
                 raise ProcessesNotReadyError(answer["refused"])
             if "welcome" in answer:
                 stack.pop_all()
-                return Peers(
+                return peers.Peers(
                     index,
                     {0: connection},
                     {0: answer["welcome"]},
@@ -323,7 +318,7 @@ def _read_line(connection: socket.socket, timeout_seconds: float) -> dict[str, A
     deadline = time.monotonic() + timeout_seconds
     line = b""
     try:
-        while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+        while not line.endswith(b"\n") and len(line) < peers.MAX_LINE_BYTES:
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
             data = connection.recv(1)
             if not data:
@@ -331,7 +326,7 @@ def _read_line(connection: socket.socket, timeout_seconds: float) -> dict[str, A
             line += data
     except OSError:
         return {}
-    return decode_message(line)
+    return peers.decode_message(line)
 
 
 def _process_name(index: int, count: int, host: str, pid: int | str) -> str:
@@ -339,8 +334,8 @@ def _process_name(index: int, count: int, host: str, pid: int | str) -> str:
 
 
 def _missing_text(names: dict[int, str], count: int, address: str, seconds: float) -> str:
-    missing = join_first([str(i) for i in range(count) if i not in names], _MAX_LISTED, ", ")
-    there = join_first([names[i] for i in sorted(names)], _MAX_LISTED, "; ")
+    missing = peers.join_first([str(i) for i in range(count) if i not in names], _MAX_LISTED, ", ")
+    there = peers.join_first([names[i] for i in sorted(names)], _MAX_LISTED, "; ")
     plural = "processes" if count - len(names) > 1 else "process"
     return (
         f"{plural} {missing} of {count} did not come to {address} within {seconds:g} s. Present: "

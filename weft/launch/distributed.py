@@ -26,13 +26,7 @@ import jax
 from weft.distributed.peers import HEARTBEAT_TIMEOUT_SECONDS, use_peers
 from weft.distributed.rendezvous import rendezvous
 from weft.errors import CoordinatorNotFoundError, ProcessEnvironmentError, WeftError
-from weft.launch.job import (
-    COORDINATOR_ADDRESS,
-    HEARTBEAT_TIMEOUT,
-    NUM_PROCESSES,
-    PROCESS_ID,
-    RENDEZVOUS_TOKEN,
-)
+from weft.launch import job
 
 _CONNECT_SECONDS = 300.0
 _JAX_NOTICES_LATER_SECONDS = 30
@@ -59,15 +53,15 @@ def process_info(environ: Mapping[str, str]) -> ProcessInfo | None:
     ProcessInfo(coordinator='gpu07:61457', num_processes=4, process_id=3)
     """
     slurm = _of_slurm(environ)
-    names = COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
+    names = job.COORDINATOR_ADDRESS, job.NUM_PROCESSES, job.PROCESS_ID
     explicit = {name: environ[name] for name in names if environ.get(name)}
-    if not explicit and (slurm is None or slurm[NUM_PROCESSES] == "1"):
+    if not explicit and (slurm is None or slurm[job.NUM_PROCESSES] == "1"):
         return None
-    if explicit.get(NUM_PROCESSES) == "1" and explicit.get(PROCESS_ID, "0") == "0":
+    if explicit.get(job.NUM_PROCESSES) == "1" and explicit.get(job.PROCESS_ID, "0") == "0":
         return None
     values = dict(slurm or {})
     if "JOB_COMPLETION_INDEX" in environ:
-        values[PROCESS_ID] = environ["JOB_COMPLETION_INDEX"]
+        values[job.PROCESS_ID] = environ["JOB_COMPLETION_INDEX"]
     values |= explicit
     missing = [name for name in names if name not in values]
     if missing:
@@ -81,38 +75,38 @@ def process_info(environ: Mapping[str, str]) -> ProcessInfo | None:
 
 def _parse(values: Mapping[str, str]) -> ProcessInfo:
     """Parses the variables, or raises ProcessEnvironmentError."""
-    address = values[COORDINATOR_ADDRESS]
+    address = values[job.COORDINATOR_ADDRESS]
     if not re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}", address):
         raise ProcessEnvironmentError(
-            f"{COORDINATOR_ADDRESS}={address!r} is not of the form host:port, such as "
+            f"{job.COORDINATOR_ADDRESS}={address!r} is not of the form host:port, such as "
             "10.0.0.1:1234."
         )
     numbers = []
-    for name in (NUM_PROCESSES, PROCESS_ID):
+    for name in (job.NUM_PROCESSES, job.PROCESS_ID):
         if not re.fullmatch("[0-9]+", values[name]):
             raise ProcessEnvironmentError(f"{name}={values[name]!r} is not an integer.")
         numbers.append(int(values[name]))
     num, index = numbers
     if index >= num:
         raise ProcessEnvironmentError(
-            f"{PROCESS_ID}={index} is out of range for {NUM_PROCESSES}={num}; ids count from 0 "
-            f"to {num - 1}."
+            f"{job.PROCESS_ID}={index} is out of range for {job.NUM_PROCESSES}={num}; ids count "
+            f"from 0 to {num - 1}."
         )
     return ProcessInfo(address, num, index)
 
 
 def _of_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
-    job = environ.get("SLURM_JOB_ID", "")
+    job_id = environ.get("SLURM_JOB_ID", "")
     try:
         num, index, nodes = (
             environ[f"SLURM_{n}"] for n in ("STEP_NUM_TASKS", "PROCID", "STEP_NODELIST")
         )
     except KeyError:
         return None
-    if not job.isdigit():
+    if not job_id.isdigit():
         return None
-    address = f"{first_host(nodes)}:{slurm_port(int(job))}"
-    return {NUM_PROCESSES: num, PROCESS_ID: index, COORDINATOR_ADDRESS: address}
+    address = f"{first_host(nodes)}:{slurm_port(int(job_id))}"
+    return {job.NUM_PROCESSES: num, job.PROCESS_ID: index, job.COORDINATOR_ADDRESS: address}
 
 
 def slurm_port(job_id: int) -> int:
@@ -152,14 +146,16 @@ def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[Proce
     if place is None or jax.distributed.is_initialized():
         yield place
         return
-    text = environ.get(HEARTBEAT_TIMEOUT, str(HEARTBEAT_TIMEOUT_SECONDS))
+    text = environ.get(job.HEARTBEAT_TIMEOUT, str(HEARTBEAT_TIMEOUT_SECONDS))
     if not re.fullmatch("[1-9][0-9]{0,5}", text):
-        raise ProcessEnvironmentError(f"{HEARTBEAT_TIMEOUT}={text!r} is not a number of seconds.")
-    heartbeat_timeout, token = int(text), environ.get(RENDEZVOUS_TOKEN, "")
+        raise ProcessEnvironmentError(
+            f"{job.HEARTBEAT_TIMEOUT}={text!r} is not a number of seconds."
+        )
+    heartbeat_timeout, token = int(text), environ.get(job.RENDEZVOUS_TOKEN, "")
     if len(token) > _LONGEST_TOKEN:
         raise ProcessEnvironmentError(
-            f"{RENDEZVOUS_TOKEN} has {len(token)} characters; expected at most {_LONGEST_TOKEN}, "
-            "such as the output of `openssl rand -hex 16`."
+            f"{job.RENDEZVOUS_TOKEN} has {len(token)} characters; expected at most "
+            f"{_LONGEST_TOKEN}, such as the output of `openssl rand -hex 16`."
         )
     if place.process_id != 0:
         wait_for_coordinator(place)
@@ -220,6 +216,6 @@ def wait_for_coordinator(place: ProcessInfo, timeout_seconds: float = _CONNECT_S
                     f"process {place.process_id} of {place.num_processes} could not connect to "
                     f"{place.coordinator} within {timeout_seconds:g} s ({error}). Process 0 "
                     "listens there: check in its log whether it started, and whether "
-                    f"{COORDINATOR_ADDRESS} names its host."
+                    f"{job.COORDINATOR_ADDRESS} names its host."
                 ) from error
         time.sleep(min(0.1, timeout_seconds))

@@ -22,15 +22,8 @@ from jax.tree_util import KeyPath
 from weft.config import InstantiableConfig
 from weft.core.axis_rules import logical_axis_rules
 from weft.errors import TopologyError, did_you_mean
+from weft.trainer import mesh as mesh_lib
 from weft.trainer.inference import InferenceRunner, method_program
-from weft.trainer.mesh import (
-    MeshShape,
-    build_mesh,
-    check_divides,
-    named_sharding,
-    over_slices,
-    rules_of,
-)
 from weft.trainer.state import parameter_specs, state_shardings, with_shardings
 from weft.typing import Nested, PartitionSpec
 
@@ -146,7 +139,11 @@ def _cpu_devices(count: int) -> Sequence[Any]:
 
 
 def reshape_devices(
-    *, devices: Sequence[Any], mesh_shape: MeshShape, devices_per_slice: int, num_slices: int
+    *,
+    devices: Sequence[Any],
+    mesh_shape: mesh_lib.MeshShape,
+    devices_per_slice: int,
+    num_slices: int,
 ) -> np.ndarray:
     """Returns devices in the shape of a mesh; mesh neighbors are near each other in the machine.
 
@@ -164,7 +161,7 @@ def reshape_devices(
             "numbers must be equal."
         )
     names = [str(i) for i in range(len(sizes))]
-    return build_mesh(over_slices(sizes, num_slices), names, devices).devices
+    return mesh_lib.build_mesh(mesh_lib.over_slices(sizes, num_slices), names, devices).devices
 
 
 def compile_trainer_programs(
@@ -209,8 +206,8 @@ def compile_inference_programs(
     """
     cfg = inferencer_config
     devices = get_devices_for_topology(topology, topology_num_slices)
-    mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
-    rules = rules_of(cfg)
+    mesh = mesh_lib.build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
+    rules = mesh_lib.rules_of(cfg)
     with jax.set_mesh(mesh), logical_axis_rules(rules.activations):
         model = cfg.model.clone(name="model").instantiate(parent=None)
         specs = parameter_specs(model, rules.parameters)
@@ -223,8 +220,8 @@ def compile_inference_programs(
         def laid_out(path: KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             spec = PartitionSpec(*partition[: len(x.shape)])
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            sharding = named_sharding(mesh, spec, f"input_batch_spec {name}")
-            check_divides(f"input_batch_spec {name}", x.shape, sharding)
+            sharding = mesh_lib.named_sharding(mesh, spec, f"input_batch_spec {name}")
+            mesh_lib.check_divides(f"input_batch_spec {name}", x.shape, sharding)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         batch = jax.tree_util.tree_map_with_path(

@@ -38,15 +38,7 @@ from weft.errors import LossScaleError, UpdateRuleError, VariableStatError, did_
 from weft.hierarchy.base_layer import NestedParameterSpec
 from weft.hierarchy.module import Module, nowrap
 from weft.trainer.gradients import forward_and_gradients
-from weft.trainer.optimizers.base import (
-    COUNT_SPEC,
-    NestedOptParam,
-    NestedOptStateSpec,
-    as_partitioned,
-    path_name,
-    replicated,
-    tree_paths,
-)
+from weft.trainer.optimizers import base
 from weft.trainer.optimizers.clipping import all_finite, skips_undefined, tree_where
 from weft.trainer.optimizers.transformations import param_ema
 from weft.trainer.update_transformation import (
@@ -120,7 +112,7 @@ class DynamicLossScale(Configurable):
 
     def partition(self) -> dict[str, Any]:
         """Returns the layout of the state."""
-        return {"scale": replicated((), jnp.float32), "finite_steps": COUNT_SPEC}
+        return {"scale": base.replicated((), jnp.float32), "finite_steps": base.COUNT_SPEC}
 
     def after(self, state: dict[str, Tensor], *, is_finite: Tensor) -> dict[str, Tensor]:
         """Returns the state after a step whose gradients were all finite, or not."""
@@ -196,7 +188,7 @@ class BaseLearner(LearnerModule):
     """Interface between a trainer and its learner."""
 
     def forward_and_backward(
-        self, *, fn: ForwardFn, inputs: NestedTensor, opt_params: NestedOptParam
+        self, *, fn: ForwardFn, inputs: NestedTensor, opt_params: base.NestedOptParam
     ) -> ForwardBackwardOutputs:
         """Runs the forward pass `fn` on `inputs`, differentiates, and updates the parameters."""
         raise NotImplementedError(f"{type(self).__name__} must define `forward_and_backward`.")
@@ -209,7 +201,7 @@ class BaseLearner(LearnerModule):
         raise NotImplementedError(f"{type(self).__name__} must define `update`.")
 
     @nowrap
-    def should_update_with_optimizers(self, model_params: NestedOptParam) -> Nested[bool]:
+    def should_update_with_optimizers(self, model_params: base.NestedOptParam) -> Nested[bool]:
         """Returns for each parameter, or leaf at its path, whether optimizers update it."""
         raise NotImplementedError(
             f"{type(self).__name__} must define `should_update_with_optimizers`."
@@ -222,7 +214,7 @@ class BaseLearner(LearnerModule):
 
     @nowrap
     def handles_undefined_gradients(
-        self, state: Mapping[str, Any], model_params: NestedOptParam
+        self, state: Mapping[str, Any], model_params: base.NestedOptParam
     ) -> Nested[bool]:
         """Returns for each parameter whether steps with undefined gradients are skipped for it."""
         return jax.tree.map(lambda _: self.handles_undefined_loss(), model_params)
@@ -246,12 +238,12 @@ class _OneForwardPassLearner(BaseLearner):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._ema = None if cfg.ema.decay is None else as_partitioned(cfg.ema)
+        self._ema = None if cfg.ema.decay is None else base.as_partitioned(cfg.ema)
         self._forward_fn_transformation = maybe_instantiate(cfg.forward_fn_transformation)
         self._loss_scale: DynamicLossScale | None = None
 
     def forward_and_backward(
-        self, *, fn: ForwardFn, inputs: NestedTensor, opt_params: NestedOptParam
+        self, *, fn: ForwardFn, inputs: NestedTensor, opt_params: base.NestedOptParam
     ) -> ForwardBackwardOutputs:
         scale = None if self._loss_scale is None else self.state["loss_scale"]["scale"]
         if scale is not None:
@@ -283,7 +275,7 @@ class _OneForwardPassLearner(BaseLearner):
             backward_outputs=BackwardOutputs(updated_params=updated_params, gradients=gradients),
         )
 
-    def _update_ema(self, opt_params: NestedOptParam, new_params: NestedTensor) -> None:
+    def _update_ema(self, opt_params: base.NestedOptParam, new_params: NestedTensor) -> None:
         if self._ema is not None:
             new = jax.tree.map(lambda p, x: dataclasses.replace(p, value=x), opt_params, new_params)
             _, ema_state = self._ema.update({}, self.state["ema"], new)
@@ -331,7 +323,7 @@ class Learner(_OneForwardPassLearner):
         self._stats = {name: variable_stat(name) for name in cfg.per_variable_stats}
 
     @nowrap
-    def init(self, model_params: NestedOptParam) -> dict[str, Any]:
+    def init(self, model_params: base.NestedOptParam) -> dict[str, Any]:
         state = {"optimizer": self.optimizer.init(self._optimized(model_params))}
         if self._ema is not None:
             state["ema"] = self._ema.init(model_params)
@@ -344,13 +336,13 @@ class Learner(_OneForwardPassLearner):
     @nowrap
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
-    ) -> dict[str, NestedOptStateSpec]:
+    ) -> dict[str, base.NestedOptStateSpec]:
         optimized = self._optimized(model_param_specs)
         specs = {"optimizer": self.optimizer.create_state_partition_specs(optimized)}
         if self._ema is not None:
             specs["ema"] = self._ema.partition(model_param_specs)
         if self.config.ignore_undefined_loss:
-            specs["undefined_loss_count"] = COUNT_SPEC
+            specs["undefined_loss_count"] = base.COUNT_SPEC
         if self._loss_scale is not None:
             specs["loss_scale"] = self._loss_scale.partition()
         return specs
@@ -361,7 +353,7 @@ class Learner(_OneForwardPassLearner):
 
     @nowrap
     def handles_undefined_gradients(
-        self, state: Mapping[str, Any], model_params: NestedOptParam
+        self, state: Mapping[str, Any], model_params: base.NestedOptParam
     ) -> Nested[bool]:
         handles = (
             self.handles_undefined_loss()
@@ -371,7 +363,7 @@ class Learner(_OneForwardPassLearner):
         return jax.tree.map(lambda _: handles, model_params)
 
     @nowrap
-    def should_update_with_optimizers(self, model_params: NestedOptParam) -> Nested[bool]:
+    def should_update_with_optimizers(self, model_params: base.NestedOptParam) -> Nested[bool]:
         return jax.tree.map(
             lambda matches, param: matches and not getattr(param, "is_state", False),
             self._matching(should_update_with_optimizers, model_params),
@@ -417,7 +409,7 @@ class Learner(_OneForwardPassLearner):
         def matches(path: str) -> bool:
             return wanted(next(kind for pattern, kind in rules if re.fullmatch(pattern, path)))
 
-        return jax.tree.map(matches, tree_paths(tree))
+        return jax.tree.map(matches, base.tree_paths(tree))
 
     def _optimized(self, tree: Any) -> Any:
         keep = self.should_update_with_optimizers(tree)
@@ -433,7 +425,7 @@ class Learner(_OneForwardPassLearner):
             for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
                 if not jnp.issubdtype(x.dtype, jnp.inexact):
                     continue
-                name = path_name(path)
+                name = base.path_name(path)
                 if any(re.fullmatch(pattern, name) for pattern in patterns):
                     for stat, fn in self._stats.items():
                         self.add_summary(f"{kind}_{stat}/{name}", fn(x))
@@ -486,7 +478,7 @@ class CompositeLearner(_OneForwardPassLearner):
             )
 
     @nowrap
-    def init(self, model_params: NestedOptParam) -> dict[str, Any]:
+    def init(self, model_params: base.NestedOptParam) -> dict[str, Any]:
         state = {
             name: self.children[name].init(part) for name, part in self._parts(model_params).items()
         }
@@ -497,7 +489,7 @@ class CompositeLearner(_OneForwardPassLearner):
     @nowrap
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
-    ) -> dict[str, NestedOptStateSpec]:
+    ) -> dict[str, base.NestedOptStateSpec]:
         specs = {
             name: self.children[name].create_state_partition_specs(part)
             for name, part in self._parts(model_param_specs).items()
@@ -512,7 +504,7 @@ class CompositeLearner(_OneForwardPassLearner):
 
     @nowrap
     def handles_undefined_gradients(
-        self, state: Mapping[str, Any], model_params: NestedOptParam
+        self, state: Mapping[str, Any], model_params: base.NestedOptParam
     ) -> Nested[bool]:
         parts = [
             self.children[name].handles_undefined_gradients(state[name], part)
@@ -521,7 +513,7 @@ class CompositeLearner(_OneForwardPassLearner):
         return _merge_parts(model_params, parts)
 
     @nowrap
-    def should_update_with_optimizers(self, model_params: NestedOptParam) -> Nested[bool]:
+    def should_update_with_optimizers(self, model_params: base.NestedOptParam) -> Nested[bool]:
         return _merge_parts(
             model_params,
             [
@@ -546,7 +538,7 @@ class CompositeLearner(_OneForwardPassLearner):
         }
 
     def _kept_by_learner(self, tree: object) -> dict[str, Nested[bool]]:
-        names = jax.tree.map(self._learner_of, tree_paths(tree))
+        names = jax.tree.map(self._learner_of, base.tree_paths(tree))
         return {
             learner: jax.tree.map(lambda name, learner=learner: name == learner, names)
             for learner in self.children

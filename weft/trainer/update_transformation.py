@@ -25,17 +25,7 @@ from weft.errors import InplaceUpdateError, did_you_mean
 from weft.hierarchy.base_layer import NestedParameterSpec, ParameterSpec
 from weft.hierarchy.module import Module, OutputCollection, nowrap
 from weft.struct import PyTreeNode, field
-from weft.trainer.optimizers.base import (
-    COUNT_SPEC,
-    NestedOptParam,
-    NestedOptStateSpec,
-    OptParam,
-    PartitionedGradientTransformation,
-    as_partitioned,
-    opt_param_values,
-    path_name,
-    tree_paths,
-)
+from weft.trainer.optimizers import base
 from weft.trainer.optimizers.clipping import tree_where
 from weft.typing import Nested, NestedTensor, Tensor
 
@@ -44,14 +34,14 @@ class LearnerModule(Module):
     """Module that creates its own state from parameters, and its layout from their specs."""
 
     @nowrap
-    def init(self, model_params: NestedOptParam) -> Any:
+    def init(self, model_params: base.NestedOptParam) -> Any:
         """Returns the state before the first step, given the parameters of a model."""
         raise NotImplementedError(f"{type(self).__name__} must define `init`.")
 
     @nowrap
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
-    ) -> NestedOptStateSpec:
+    ) -> base.NestedOptStateSpec:
         """Returns the layout of the state: a tree like that of `init`, of tensor specs."""
         raise NotImplementedError(
             f"{type(self).__name__} must define `create_state_partition_specs`."
@@ -126,19 +116,19 @@ class Updates(PyTreeNode):
       forward_pass: passes that the updates come from, by name; "default" for a learner's own.
     """
 
-    opt_params: NestedOptParam
+    opt_params: base.NestedOptParam
     delta_updates: Any
     inplace_updates: Any = field(default_factory=dict)
     forward_pass: Mapping[str, ForwardPass] = field(default_factory=dict)
 
     def param_values(self) -> NestedTensor:
         """Returns the arrays of the parameters."""
-        return opt_param_values(self.opt_params)
+        return base.opt_param_values(self.opt_params)
 
     def param_specs(self) -> NestedParameterSpec:
         """Returns the parameters' specs, as far as optimizers need them."""
 
-        def spec_of(param: OptParam) -> ParameterSpec:
+        def spec_of(param: base.OptParam) -> ParameterSpec:
             return ParameterSpec(
                 shape=param.shape,
                 dtype=param.dtype,
@@ -151,7 +141,7 @@ class Updates(PyTreeNode):
 
     def mask(
         self,
-        keep: Nested[bool] | Callable[[NestedOptParam], Nested[bool]],
+        keep: Nested[bool] | Callable[[base.NestedOptParam], Nested[bool]],
         *,
         fields: Sequence[str] = ("opt_params", "delta_updates", "inplace_updates"),
     ) -> "Updates":
@@ -175,7 +165,7 @@ class Updates(PyTreeNode):
         _check_inplace_updates(self)
         delta_at, inplace_at = _flat(self.delta_updates), _flat(self.inplace_updates)
 
-        def updated(path: tuple[Any, ...], param: OptParam) -> Tensor:
+        def updated(path: tuple[Any, ...], param: base.OptParam) -> Tensor:
             if path in inplace_at:
                 return jnp.asarray(inplace_at[path], param.dtype)
             if path in delta_at:
@@ -193,7 +183,7 @@ def _check_inplace_updates(updates: Updates) -> None:
     param_at = _flat(updates.opt_params)
     for path, value in _flat(updates.inplace_updates).items():
         if path not in param_at:
-            name, names = path_name(path), [path_name(known) for known in param_at]
+            name, names = base.path_name(path), [base.path_name(known) for known in param_at]
             raise InplaceUpdateError(
                 f"the state update {name!r} is not for a parameter; a layer may only update what "
                 "its `_create_layer_parameter_specs` names. "
@@ -201,8 +191,8 @@ def _check_inplace_updates(updates: Updates) -> None:
             )
         if jnp.shape(value) != tuple(param_at[path].shape):
             raise InplaceUpdateError(
-                f"the state update of {path_name(path)!r} has shape {jnp.shape(value)}, but the "
-                f"parameter has {tuple(param_at[path].shape)}."
+                f"the state update of {base.path_name(path)!r} has shape {jnp.shape(value)}, but "
+                f"the parameter has {tuple(param_at[path].shape)}."
             )
 
 
@@ -239,21 +229,21 @@ class WrappedPartitionedGradientTransformation(UpdateTransformation):
         """Configures a WrappedPartitionedGradientTransformation."""
 
         transformation: Required[
-            ConfigOr[PartitionedGradientTransformation | optax.GradientTransformation]
+            ConfigOr[base.PartitionedGradientTransformation | optax.GradientTransformation]
         ] = REQUIRED
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._transformation = as_partitioned(cfg.transformation)
+        self._transformation = base.as_partitioned(cfg.transformation)
 
     @nowrap
-    def init(self, model_params: NestedOptParam) -> Any:
+    def init(self, model_params: base.NestedOptParam) -> Any:
         return self._transformation.init(model_params)
 
     @nowrap
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
-    ) -> NestedOptStateSpec:
+    ) -> base.NestedOptStateSpec:
         return self._transformation.partition(model_param_specs)
 
     def transform_update(self, updates: Updates) -> Updates:
@@ -280,13 +270,13 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
         rules: Required[Sequence[str]] = REQUIRED
 
     @nowrap
-    def init(self, model_params: NestedOptParam) -> Any:
+    def init(self, model_params: base.NestedOptParam) -> Any:
         return super().init(self._optimized(model_params))
 
     @nowrap
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
-    ) -> NestedOptStateSpec:
+    ) -> base.NestedOptStateSpec:
         return super().create_state_partition_specs(self._optimized(model_param_specs))
 
     def transform_update(self, updates: Updates) -> Updates:
@@ -299,7 +289,7 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
         replacements = {
             path: value
             for path, value in _flat(updates.delta_updates).items()
-            if self._replaces(path_name(path))
+            if self._replaces(base.path_name(path))
         }
         return optimized.replace(
             opt_params=updates.opt_params,
@@ -310,7 +300,7 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
         return any(re.fullmatch(rule, path) for rule in self.config.rules)
 
     def _optimized(self, tree: object) -> Any:
-        keep = jax.tree.map(lambda path: not self._replaces(path), tree_paths(tree))
+        keep = jax.tree.map(lambda path: not self._replaces(path), base.tree_paths(tree))
         return mask_tree(tree, keep=keep)
 
 
@@ -334,15 +324,15 @@ class ConditionalUpdateTransformation(UpdateTransformation):
         self._update_schedule = maybe_instantiate(cfg.update_schedule)
 
     @nowrap
-    def init(self, model_params: NestedOptParam) -> Any:
+    def init(self, model_params: base.NestedOptParam) -> Any:
         return {"inner": self.inner.init(model_params), "step": jnp.zeros((), jnp.int32)}
 
     @nowrap
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
-    ) -> NestedOptStateSpec:
+    ) -> base.NestedOptStateSpec:
         inner = self.inner.create_state_partition_specs(model_param_specs)
-        return {"inner": inner, "step": COUNT_SPEC}
+        return {"inner": inner, "step": base.COUNT_SPEC}
 
     def transform_update(self, updates: Updates) -> Updates:
         step = self.state["step"]

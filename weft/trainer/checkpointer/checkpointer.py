@@ -31,21 +31,9 @@ from weft.errors import CheckpointPolicyError, CheckpointSaveError, DamagedCheck
 from weft.hierarchy.module import Module, nowrap
 from weft.serialization.untrusted import read_json_file
 from weft.trainer.checkpointer import dirs, manifest
+from weft.trainer.checkpointer import index as index_lib
+from weft.trainer.checkpointer import policy as policy_lib
 from weft.trainer.checkpointer.host_state import PythonSavable
-from weft.trainer.checkpointer.index import (
-    CheckpointValidationType,
-    Index,
-    IndexFileWriter,
-    write_index_file,
-)
-from weft.trainer.checkpointer.policy import (
-    CheckpointPolicy,
-    KeepBest,
-    every_n_steps_policy,
-    kept_steps,
-    metric_value,
-    scalars_of,
-)
 from weft.trainer.checkpointer.storage import OrbaxStateStorage, StateStorage
 from weft.trainer.summary_writer.files import CheckpointerAction, SummaryWriter
 from weft.typing import Nested
@@ -63,13 +51,13 @@ class BaseCheckpointer(Module):
         """Configures a BaseCheckpointer; `dir` is the directory of all checkpoints of the run."""
 
         dir: Required[str] = REQUIRED
-        save_policy: InstantiableConfig[CheckpointPolicy] = config_for_function(
-            every_n_steps_policy
+        save_policy: InstantiableConfig[policy_lib.CheckpointPolicy] = config_for_function(
+            policy_lib.every_n_steps_policy
         )
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._save_policy: CheckpointPolicy = maybe_instantiate(cfg.save_policy)
+        self._save_policy: policy_lib.CheckpointPolicy = maybe_instantiate(cfg.save_policy)
 
     def __enter__(self) -> "BaseCheckpointer":
         return self
@@ -231,12 +219,12 @@ class Checkpointer(BaseCheckpointer):
         keep_last_n: int = 1
         keep_every_n_steps: int | None = None
         keep_every_n_seconds: float | None = None
-        keep_best: KeepBest.Config | None = None
+        keep_best: policy_lib.KeepBest.Config | None = None
         asynchronous: bool = True
         gc_loop_interval_seconds: float = 0
         storage: StateStorage.Config = OrbaxStateStorage.default_config()
-        validation: CheckpointValidationType | None = None
-        index_writer: ConfigOr[IndexFileWriter] | None = None
+        validation: index_lib.CheckpointValidationType | None = None
+        index_writer: ConfigOr[index_lib.IndexFileWriter] | None = None
         summary_writer: SummaryWriter.Config | None = None
         restore_state_filter: InstantiableConfig[RestoreStateFilter] | None = None
 
@@ -248,7 +236,7 @@ class Checkpointer(BaseCheckpointer):
                 "continues from the last checkpoint."
             )
         self._storage: StateStorage = cfg.storage.instantiate()
-        self._index_writer = maybe_instantiate(cfg.index_writer) or write_index_file
+        self._index_writer = maybe_instantiate(cfg.index_writer) or index_lib.write_index_file
         self._filter = maybe_instantiate(cfg.restore_state_filter)
         self._keep_best = None if cfg.keep_best is None else cfg.keep_best.instantiate()
         if cfg.summary_writer is not None:
@@ -298,8 +286,8 @@ class Checkpointer(BaseCheckpointer):
             return False
         if self._keep_best is not None:
             metric = self._keep_best.config.metric
-            metric_value(metric, step, evaler_summaries, of=f"{self.path()}.keep_best")
-        metrics = scalars_of(step, evaler_summaries)
+            policy_lib.metric_value(metric, step, evaler_summaries, of=f"{self.path()}.keep_best")
+        metrics = policy_lib.scalars_of(step, evaler_summaries)
         facts = {"step": step, "saved_at": time.time(), "metrics": metrics}
         failure = self._finish_save()
         self._begin_save(step, state, facts)
@@ -316,7 +304,7 @@ class Checkpointer(BaseCheckpointer):
         policy = self._save_policy
         policy_state = policy.get_state() if isinstance(policy, PythonSavable) else None
 
-        def publish(*, ckpt_dir: str, index: Index) -> None:
+        def publish(*, ckpt_dir: str, index: index_lib.Index) -> None:
             if jax.process_index() != 0:
                 return
             self._index_writer(ckpt_dir=ckpt_dir, index=index)
@@ -394,7 +382,7 @@ class Checkpointer(BaseCheckpointer):
             if s not in self._damaged:
                 found = manifest.read_manifest(path, step=s)
                 facts[s] = {} if isinstance(found, str) else found.facts
-        kept = kept_steps(
+        kept = policy_lib.kept_steps(
             facts,
             last_n=cfg.keep_last_n,
             every_n_steps=cfg.keep_every_n_steps,
@@ -428,7 +416,7 @@ class Checkpointer(BaseCheckpointer):
     ) -> tuple[int | None, Nested[Any]]:
         self.wait_until_finished()
         whole_state = state
-        validation = self.config.validation or CheckpointValidationType.EXACT
+        validation = self.config.validation or index_lib.CheckpointValidationType.EXACT
         if self._filter is not None:
             state = self._filter(state)
             validation = validation.allowing_more
@@ -462,7 +450,7 @@ class Checkpointer(BaseCheckpointer):
             yield step
 
     def _restore_step(
-        self, step: int, state: Nested[Any], validation: CheckpointValidationType
+        self, step: int, state: Nested[Any], validation: index_lib.CheckpointValidationType
     ) -> Nested[Any]:
         ckpt_dir = self.ckpt_dir(step)
         damage = manifest.find_damage(ckpt_dir, step=step, except_below=self._storage.checks_below)

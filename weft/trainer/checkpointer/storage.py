@@ -38,24 +38,9 @@ from weft.distributed.preemption import max_over_processes
 from weft.errors import CheckpointStateError, DamagedCheckpointError
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.serialization.untrusted import parse_json
+from weft.trainer.checkpointer import host_state
+from weft.trainer.checkpointer import index as index_lib
 from weft.trainer.checkpointer.dirs import CommitGroup
-from weft.trainer.checkpointer.host_state import (
-    maybe_restore_python_savables,
-    maybe_save_python_savables,
-)
-from weft.trainer.checkpointer.index import (
-    ArrayOrSpec,
-    CheckpointValidationType,
-    Index,
-    build_index,
-    check_state_structure,
-    flatten_state,
-    is_array,
-    is_key_dtype,
-    is_state_leaf,
-    key_implementation,
-    read_index_file,
-)
 from weft.trainer.checkpointer.manifest import Manifest, has_manifest, read_manifest
 from weft.typing import Nested
 
@@ -72,7 +57,7 @@ _ALIGNMENT = 64  # JAX uses memory at such an address in place and copies any ot
 class StateStorageCommitCallback(Protocol):
     """Callback for a state that is on disk, called in the thread that wrote it."""
 
-    def __call__(self, *, ckpt_dir: str, index: Index) -> None:
+    def __call__(self, *, ckpt_dir: str, index: index_lib.Index) -> None:
         """Completes the checkpoint in a directory, given the entries of the state."""
         ...
 
@@ -114,7 +99,7 @@ class StateStorage(Configurable):
         state: Nested[Any],
         *,
         ckpt_dir: str,
-        validation: CheckpointValidationType = CheckpointValidationType.EXACT,
+        validation: index_lib.CheckpointValidationType = index_lib.CheckpointValidationType.EXACT,
     ) -> Nested[Any]:
         """Reads a state.
 
@@ -177,8 +162,8 @@ class OrbaxStateStorage(StateStorage):
         on_commit_callback: StateStorageCommitCallback,
     ) -> None:
         self.wait_until_finished()
-        leaves = flatten_state(state)
-        index = build_index(state)
+        leaves = index_lib.flatten_state(state)
+        index = index_lib.build_index(state)
         arrays = {_array_name(path): _to_save(path, leaf) for path, leaf in leaves if _stored(leaf)}
         processes = CommitGroup(ckpt_dir)
         copied = threading.Event()  # the state may change from now on
@@ -187,7 +172,7 @@ class OrbaxStateStorage(StateStorage):
             try:
                 with processes.barrier(), _mute_orbax_errors():
                     python_dir = os.path.join(ckpt_dir, self._PYTHON)
-                    maybe_save_python_savables(dict(leaves), dir=python_dir)
+                    host_state.maybe_save_python_savables(dict(leaves), dir=python_dir)
                     futures = self._start_write(arrays, os.path.join(ckpt_dir, self._ARRAYS))
                     copied.set()
                     for future in futures:
@@ -238,18 +223,22 @@ class OrbaxStateStorage(StateStorage):
         state: Nested[Any],
         *,
         ckpt_dir: str,
-        validation: CheckpointValidationType = CheckpointValidationType.EXACT,
+        validation: index_lib.CheckpointValidationType = index_lib.CheckpointValidationType.EXACT,
     ) -> Nested[Any]:
-        saved = read_index_file(ckpt_dir)
-        check_state_structure(saved, build_index(state), validation=validation)
-        leaves = flatten_state(state)
+        saved = index_lib.read_index_file(ckpt_dir)
+        index_lib.check_state_structure(saved, index_lib.build_index(state), validation=validation)
+        leaves = index_lib.flatten_state(state)
         arrays = self._read_arrays(
             step, {path: leaf for path, leaf in leaves if _stored(leaf)}, ckpt_dir
         )
-        maybe_restore_python_savables(dict(leaves), dir=os.path.join(ckpt_dir, self._PYTHON))
+        host_state.maybe_restore_python_savables(
+            dict(leaves), dir=os.path.join(ckpt_dir, self._PYTHON)
+        )
         values = dict(saved)
         restored = [_restored(path, leaf, arrays, values) for path, leaf in leaves]
-        return jax.tree.unflatten(jax.tree.structure(state, is_leaf=is_state_leaf), restored)
+        return jax.tree.unflatten(
+            jax.tree.structure(state, is_leaf=index_lib.is_state_leaf), restored
+        )
 
     def _read_arrays(self, step: int, targets: dict[str, Any], ckpt_dir: str) -> dict[str, Any]:
         found = read_manifest(ckpt_dir, step=step) if has_manifest(ckpt_dir) else None
@@ -305,7 +294,7 @@ def _mute_orbax_errors() -> Iterator[None]:
 
 def _stored(leaf: Any) -> bool:
     # Orbax refuses arrays without elements; the index has all the information about them.
-    return is_array(leaf) and 0 not in leaf.shape
+    return index_lib.is_array(leaf) and 0 not in leaf.shape
 
 
 def _restored(
@@ -315,9 +304,9 @@ def _restored(
         return arrays[path]
     if isinstance(leaf, np.ndarray):
         return np.zeros(leaf.shape, leaf.dtype)
-    if is_array(leaf):
+    if index_lib.is_array(leaf):
         return jnp.zeros(leaf.shape, leaf.dtype, device=_sharding_of(leaf))
-    return leaf if is_state_leaf(leaf) else values[path]
+    return leaf if index_lib.is_state_leaf(leaf) else values[path]
 
 
 def _array_name(path: str) -> str:
@@ -342,16 +331,16 @@ def _to_save(path: str, leaf: Array) -> Array:
     return leaf if isinstance(leaf, jax.Array) else np.array(leaf)
 
 
-def _sharding_of(leaf: ArrayOrSpec) -> jax.sharding.Sharding:
+def _sharding_of(leaf: index_lib.ArrayOrSpec) -> jax.sharding.Sharding:
     if isinstance(leaf, TensorSpec):
         return leaf.sharding(jax.sharding.get_mesh())
     return getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
 
 
-def _with_layout(leaf: ArrayOrSpec) -> Target:
+def _with_layout(leaf: index_lib.ArrayOrSpec) -> Target:
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf
-    dtype = leaf.dtype if is_key_dtype(leaf.dtype) else jnp.dtype(leaf.dtype)
+    dtype = leaf.dtype if index_lib.is_key_dtype(leaf.dtype) else jnp.dtype(leaf.dtype)
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=_sharding_of(leaf))
 
 
@@ -419,8 +408,8 @@ class _Reader:
     def read(self, target: Target) -> Array:
         """Returns the array with the dtype and layout of the target."""
         impl, shape, dtype = None, tuple(target.shape), target.dtype
-        if is_key_dtype(dtype):
-            impl = key_implementation(dtype)
+        if index_lib.is_key_dtype(dtype):
+            impl = index_lib.key_implementation(dtype)
             data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
             shape, dtype = shape + data.shape, data.dtype
         if shape != self._shape:

@@ -14,34 +14,8 @@ import optax
 
 from weft.errors import OptimizerArgumentError
 from weft.hierarchy.base_layer import NestedParameterSpec
-from weft.trainer.optimizers.base import (
-    NestedOptParam,
-    NestedOptStateSpec,
-    PartitionedGradientTransformation,
-    TransformationLike,
-    adam_partition,
-    as_partitioned,
-    chain,
-    copy_partition,
-    identity,
-    mirrored_partition,
-    path_name,
-    trace_partition,
-)
+from weft.trainer.optimizers import base, transformations
 from weft.trainer.optimizers.clipping import clip_by_block_rms
-from weft.trainer.optimizers.transformations import (
-    PerParamScale,
-    add_decayed_weights,
-    decoupled_scale_and_decay,
-    ema,
-    l2_regularizer,
-    scale,
-    scale_by_factored_rms,
-    scale_by_param_block_rms,
-    scale_by_schedule,
-    scale_by_trust_ratio,
-    scale_from_learning_rate,
-)
 from weft.trainer.schedule import Schedule
 from weft.typing import DType, NestedTensor, Tensor
 
@@ -54,8 +28,8 @@ def sgd_optimizer(
     decouple_weight_decay: bool,
     momentum: float = 0,
     weight_decay: float = 0,
-    weight_decay_per_param_scale: PerParamScale | None = None,
-) -> PartitionedGradientTransformation:
+    weight_decay_per_param_scale: transformations.PerParamScale | None = None,
+) -> base.PartitionedGradientTransformation:
     """Creates an optimizer for stochastic gradient descent.
 
     Args:
@@ -71,10 +45,15 @@ def sgd_optimizer(
     >>> float(updates["w"])
     -1.0
     """
-    trace = trace_partition(optax.trace(decay=momentum)) if momentum else identity()
-    decay = add_decayed_weights(weight_decay, per_param_scale=weight_decay_per_param_scale)
+    trace = base.trace_partition(optax.trace(decay=momentum)) if momentum else base.identity()
+    decay = transformations.add_decayed_weights(
+        weight_decay, per_param_scale=weight_decay_per_param_scale
+    )
     first = (trace, decay) if decouple_weight_decay else (decay, trace)
-    return chain(*first, scale_by_schedule(scale_from_learning_rate(learning_rate)))
+    return base.chain(
+        *first,
+        transformations.scale_by_schedule(transformations.scale_from_learning_rate(learning_rate)),
+    )
 
 
 def adam_optimizer(
@@ -84,9 +63,9 @@ def adam_optimizer(
     b2: float,
     eps: float,
     l2_regularizer_weight: float | None = 0,
-    l2_regularizer_per_param_scale: PerParamScale | None = None,
+    l2_regularizer_per_param_scale: transformations.PerParamScale | None = None,
     mu_dtype: DType | None = None,
-) -> PartitionedGradientTransformation:
+) -> base.PartitionedGradientTransformation:
     """Creates an Adam optimizer with an L2 penalty that passes through the moments.
 
     Source: Kingma and Ba, https://arxiv.org/abs/1412.6980; see `optax.scale_by_adam`.
@@ -98,10 +77,10 @@ def adam_optimizer(
       l2_regularizer_weight, l2_regularizer_per_param_scale: as for `l2_regularizer`.
       mu_dtype: dtype of the first moment; None for that of the parameter.
     """
-    return chain(
-        l2_regularizer(l2_regularizer_weight, l2_regularizer_per_param_scale),
-        adam_partition(optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)),
-        scale_by_schedule(scale_from_learning_rate(learning_rate)),
+    return base.chain(
+        transformations.l2_regularizer(l2_regularizer_weight, l2_regularizer_per_param_scale),
+        base.adam_partition(optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)),
+        transformations.scale_by_schedule(transformations.scale_from_learning_rate(learning_rate)),
     )
 
 
@@ -112,10 +91,10 @@ def adamw_optimizer(
     b2: float,
     eps: float,
     weight_decay: float = 0,
-    weight_decay_per_param_scale: PerParamScale | None = None,
+    weight_decay_per_param_scale: transformations.PerParamScale | None = None,
     mu_dtype: DType | None = None,
-    adam_update_transformation: TransformationLike | None = None,
-) -> PartitionedGradientTransformation:
+    adam_update_transformation: base.TransformationLike | None = None,
+) -> base.PartitionedGradientTransformation:
     """Creates an Adam optimizer with weight decay that is multiplied by the learning rate.
 
     Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101; see `optax.scale_by_adam`.
@@ -126,10 +105,12 @@ def adamw_optimizer(
       adam_update_transformation: transformation, or a config of one, of Adam's update before weight
         decay is added.
     """
-    return chain(
+    return base.chain(
         *_adam(b1, b2, eps, mu_dtype, adam_update_transformation),
-        add_decayed_weights(weight_decay, per_param_scale=weight_decay_per_param_scale),
-        scale_by_schedule(scale_from_learning_rate(learning_rate)),
+        transformations.add_decayed_weights(
+            weight_decay, per_param_scale=weight_decay_per_param_scale
+        ),
+        transformations.scale_by_schedule(transformations.scale_from_learning_rate(learning_rate)),
     )
 
 
@@ -141,10 +122,10 @@ def adamw_decoupled_optimizer(
     eps: float,
     update_schedule: Schedule,
     weight_decay: float = 0,
-    weight_decay_per_param_scale: PerParamScale | None = None,
+    weight_decay_per_param_scale: transformations.PerParamScale | None = None,
     mu_dtype: DType | None = None,
-    adam_update_transformation: TransformationLike | None = None,
-) -> PartitionedGradientTransformation:
+    adam_update_transformation: base.TransformationLike | None = None,
+) -> base.PartitionedGradientTransformation:
     """Creates an Adam optimizer with weight decay that does not depend on the learning rate.
 
     The update is `-update_schedule * (learning_rate * adam + weight_decay * parameter)`; a larger
@@ -156,9 +137,9 @@ def adamw_decoupled_optimizer(
       weight_decay: factor of the parameters; much smaller than for `adamw_optimizer`.
       weight_decay_per_param_scale, adam_update_transformation: as for `adamw_optimizer`.
     """
-    return chain(
+    return base.chain(
         *_adam(b1, b2, eps, mu_dtype, adam_update_transformation),
-        *decoupled_scale_and_decay(
+        *transformations.decoupled_scale_and_decay(
             learning_rate, weight_decay, weight_decay_per_param_scale, update_schedule
         ),
     )
@@ -169,10 +150,10 @@ def _adam(
     b2: float,
     eps: float,
     mu_dtype: DType | None,
-    transformation: TransformationLike | None,
-) -> list[PartitionedGradientTransformation]:
-    adam = adam_partition(optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype))
-    return [adam] if transformation is None else [adam, as_partitioned(transformation)]
+    transformation: base.TransformationLike | None,
+) -> list[base.PartitionedGradientTransformation]:
+    adam = base.adam_partition(optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype))
+    return [adam] if transformation is None else [adam, base.as_partitioned(transformation)]
 
 
 def adafactor_optimizer(
@@ -185,11 +166,11 @@ def adafactor_optimizer(
     dtype_momentum: DType = jnp.float32,
     weight_decay: float | None = None,
     weight_decay_scale_by_learning_rate_exponent: float | None = None,
-    weight_decay_per_param_scale: PerParamScale | None = None,
+    weight_decay_per_param_scale: transformations.PerParamScale | None = None,
     eps: float = 1e-30,
     factored: bool = True,
     apply_scale_by_trust_ratio: bool = False,
-) -> PartitionedGradientTransformation:
+) -> base.PartitionedGradientTransformation:
     """Creates an Adafactor optimizer, with factored moments and updates relative to parameters.
 
     Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235.
@@ -211,14 +192,18 @@ def adafactor_optimizer(
     Raises:
       OptimizerArgumentError: if `weight_decay` is given without its exponent.
     """
-    parts = [scale_by_factored_rms(b2, factored=factored, eps=eps)]
+    parts = [transformations.scale_by_factored_rms(b2, factored=factored, eps=eps)]
     if clipping_threshold is not None:
         parts.append(clip_by_block_rms(clipping_threshold))
-    parts.append(scale_by_schedule(scale_from_learning_rate(learning_rate, flip_sign=False)))
+    parts.append(
+        transformations.scale_by_schedule(
+            transformations.scale_from_learning_rate(learning_rate, flip_sign=False)
+        )
+    )
     if multiply_by_parameter_scale:
-        parts.append(scale_by_param_block_rms())
+        parts.append(transformations.scale_by_param_block_rms())
     if b1 is not None:
-        parts.append(ema(b1, debias=False, accumulator_dtype=dtype_momentum))
+        parts.append(transformations.ema(b1, debias=False, accumulator_dtype=dtype_momentum))
     if weight_decay is not None:
         if weight_decay_scale_by_learning_rate_exponent is None:
             raise OptimizerArgumentError(
@@ -227,7 +212,7 @@ def adafactor_optimizer(
                 "depend on the learning rate, to 1 for decay that is proportional to it."
             )
         parts.append(
-            add_decayed_weights(
+            transformations.add_decayed_weights(
                 weight_decay,
                 learning_rate_exponent=weight_decay_scale_by_learning_rate_exponent,
                 learning_rate=learning_rate,
@@ -235,13 +220,13 @@ def adafactor_optimizer(
             )
         )
     if apply_scale_by_trust_ratio:
-        parts.append(scale_by_trust_ratio(eps=eps))
-    return chain(*parts, scale(-1.0))
+        parts.append(transformations.scale_by_trust_ratio(eps=eps))
+    return base.chain(*parts, transformations.scale(-1.0))
 
 
 def scale_by_lion(
     b1: float = 0.9, b2: float = 0.99, mu_dtype: DType | None = None
-) -> PartitionedGradientTransformation:
+) -> base.PartitionedGradientTransformation:
     """Replaces updates by the sign of a mean of the gradient and its moving average.
 
     Source: Chen et al., https://arxiv.org/abs/2302.06675; see `optax.scale_by_lion`.
@@ -251,7 +236,7 @@ def scale_by_lion(
       b2: decay of the average.
       mu_dtype: dtype of the average; None for that of the parameter.
     """
-    return as_partitioned(optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype))
+    return base.as_partitioned(optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype))
 
 
 def lion_optimizer(
@@ -261,8 +246,8 @@ def lion_optimizer(
     mu_dtype: DType | None = None,
     weight_decay: float = 0.0,
     multiply_by_parameter_scale: bool = False,
-    weight_decay_per_param_scale: PerParamScale | None = None,
-) -> PartitionedGradientTransformation:
+    weight_decay_per_param_scale: transformations.PerParamScale | None = None,
+) -> base.PartitionedGradientTransformation:
     """Creates a Lion optimizer with weight decay that is multiplied by the learning rate.
 
     Args:
@@ -273,11 +258,13 @@ def lion_optimizer(
     """
     parts = [scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)]
     if multiply_by_parameter_scale:
-        parts.append(scale_by_param_block_rms())
-    return chain(
+        parts.append(transformations.scale_by_param_block_rms())
+    return base.chain(
         *parts,
-        add_decayed_weights(weight_decay, per_param_scale=weight_decay_per_param_scale),
-        scale_by_schedule(scale_from_learning_rate(learning_rate)),
+        transformations.add_decayed_weights(
+            weight_decay, per_param_scale=weight_decay_per_param_scale
+        ),
+        transformations.scale_by_schedule(transformations.scale_from_learning_rate(learning_rate)),
     )
 
 
@@ -293,12 +280,12 @@ def adastar_optimizer(
     raw_update_clipping_threshold: float | None,
     update_ema_decay: float | None,
     update_ema_debias: bool,
-    adam_update_transformation: TransformationLike | None = None,
+    adam_update_transformation: base.TransformationLike | None = None,
     weight_decay: float = 0,
-    weight_decay_per_param_scale: PerParamScale | None = None,
+    weight_decay_per_param_scale: transformations.PerParamScale | None = None,
     update_schedule: Schedule,
     verbosity: int = 0,
-) -> PartitionedGradientTransformation:
+) -> base.PartitionedGradientTransformation:
     """Creates an Adastar optimizer, which generalizes AdamW, and Adafactor without factoring.
 
     Per parameter, with optional moving averages:
@@ -330,7 +317,7 @@ def adastar_optimizer(
       verbosity: 1 or more reports norms of updates per parameter.
     """
     raw, smoothed = ("raw_update_norm", "smoothed_update_norm") if verbosity >= 1 else (None, None)
-    transformations: list[TransformationLike] = [
+    parts: list[base.TransformationLike] = [
         _scale_by_averages(
             (gradient_ema_decay, gradient_ema_debias),
             (gradient_square_ema_decay, gradient_square_ema_debias),
@@ -342,10 +329,10 @@ def adastar_optimizer(
         clip_by_block_rms(None, summary_suffix=smoothed),
     ]
     if adam_update_transformation is not None:
-        transformations.append(adam_update_transformation)
-    return chain(
-        *transformations,
-        *decoupled_scale_and_decay(
+        parts.append(adam_update_transformation)
+    return base.chain(
+        *parts,
+        *transformations.decoupled_scale_and_decay(
             learning_rate, weight_decay, weight_decay_per_param_scale, update_schedule
         ),
     )
@@ -370,9 +357,9 @@ def _scale_by_averages(
     *,
     eps: float,
     eps_square: float,
-    clip: PartitionedGradientTransformation,
-) -> PartitionedGradientTransformation:
-    def init_fn(params: NestedOptParam) -> AdastarState:
+    clip: base.PartitionedGradientTransformation,
+) -> base.PartitionedGradientTransformation:
+    def init_fn(params: base.NestedOptParam) -> AdastarState:
         averages = (
             None
             if decay is None
@@ -382,7 +369,7 @@ def _scale_by_averages(
         return AdastarState(jnp.zeros((), jnp.int32), *averages)
 
     def update_fn(
-        updates: NestedTensor, state: AdastarState, params: NestedOptParam
+        updates: NestedTensor, state: AdastarState, params: base.NestedOptParam
     ) -> tuple[NestedTensor, AdastarState]:
         count = optax.safe_increment(state.count)
         squares = jax.tree.map(lambda g: jnp.square(g.astype(jnp.float32)) + eps_square, updates)
@@ -393,7 +380,9 @@ def _scale_by_averages(
         smoothed, update_ema = _averaged(raw, state.update_ema, update_average, count)
         return smoothed, AdastarState(count, gradient_ema, square_ema, update_ema)
 
-    return PartitionedGradientTransformation(init_fn, update_fn, mirrored_partition(init_fn))
+    return base.PartitionedGradientTransformation(
+        init_fn, update_fn, base.mirrored_partition(init_fn)
+    )
 
 
 def _averaged(
@@ -411,12 +400,12 @@ _SPACES = {"device": jax.memory.Space.Device, "pinned_host": jax.memory.Space.Ho
 
 
 def offload_optimizer(
-    optimizer: TransformationLike,
+    optimizer: base.TransformationLike,
     *,
     pattern: str | re.Pattern = ".*",
     offload_src: str = "device",
     offload_dst: str = "pinned_host",
-) -> PartitionedGradientTransformation:
+) -> base.PartitionedGradientTransformation:
     """Keeps the state of an optimizer in another memory between steps.
 
     XLA decides how much of the transfer overlaps with computation.
@@ -429,21 +418,21 @@ def offload_optimizer(
     Raises:
       OptimizerArgumentError: if a memory is unknown.
     """
-    inner = as_partitioned(optimizer)
+    inner = base.as_partitioned(optimizer)
     to_src = _move_to("offload_src", offload_src, pattern)
     to_dst = _move_to("offload_dst", offload_dst, pattern)
 
     def update_fn(
-        updates: NestedTensor, state: optax.OptState, params: NestedOptParam
+        updates: NestedTensor, state: optax.OptState, params: base.NestedOptParam
     ) -> tuple[NestedTensor, optax.OptState]:
         updates, state = inner.update(updates, to_src(state), params)
         return updates, to_dst(state)
 
-    def partition_fn(param_specs: NestedParameterSpec) -> NestedOptStateSpec:
+    def partition_fn(param_specs: NestedParameterSpec) -> base.NestedOptStateSpec:
         specs = inner.partition(param_specs)
-        return copy_partition(specs, pattern=pattern, memory_kind=offload_dst)
+        return base.copy_partition(specs, pattern=pattern, memory_kind=offload_dst)
 
-    return PartitionedGradientTransformation(
+    return base.PartitionedGradientTransformation(
         lambda params: to_dst(inner.init(params)), update_fn, partition_fn
     )
 
@@ -456,7 +445,7 @@ def _move_to(argument: str, memory_kind: str, pattern: str | re.Pattern) -> Call
         )
 
     def move(path: tuple[Any, ...], x: Tensor) -> Tensor:
-        if not re.fullmatch(pattern, path_name(path)):
+        if not re.fullmatch(pattern, base.path_name(path)):
             return x
         return jax.device_put(x, _SPACES[memory_kind])
 

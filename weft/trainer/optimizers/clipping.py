@@ -14,18 +14,7 @@ from weft.config import maybe_instantiate
 from weft.errors import OptimizerArgumentError
 from weft.hierarchy.base_layer import NestedParameterSpec
 from weft.struct import VDict, map_blocks
-from weft.trainer.optimizers.base import (
-    COUNT_SPEC,
-    NestedOptParam,
-    NestedOptStateSpec,
-    PartitionedGradientTransformation,
-    TransformationLike,
-    as_partitioned,
-    path_name,
-    replicated,
-    report,
-    stateless,
-)
+from weft.trainer.optimizers import base
 from weft.trainer.schedule import decay_bias_correction
 from weft.typing import NestedTensor, T, Tensor
 
@@ -68,7 +57,7 @@ def clipping_factor(norm: Tensor, max_norm: float | None, eps: float) -> Tensor:
 
 def clip_by_global_norm(
     max_norm: float | None = None, *, drop_norm: float | None = None, eps: float = 1e-8
-) -> PartitionedGradientTransformation:
+) -> base.PartitionedGradientTransformation:
     """Scales all updates such that their global norm is at most `max_norm`.
 
     Reports "gradient_norm", before clipping, and "gradient_scale". A NaN norm makes the updates
@@ -80,23 +69,23 @@ def clip_by_global_norm(
       eps: added to the norm before dividing by it.
     """
 
-    def clipped(updates: NestedTensor, params: NestedOptParam) -> NestedTensor:
+    def clipped(updates: NestedTensor, params: base.NestedOptParam) -> NestedTensor:
         norm = global_norm(updates)
-        report("gradient_norm", norm)
+        base.report("gradient_norm", norm)
         if max_norm is None and drop_norm is None:
             return updates
         factor = clipping_factor(norm, max_norm, eps)
         if drop_norm is not None:
             factor = jnp.where(norm > drop_norm, 0.0, factor)
-        report("gradient_scale", factor)
+        base.report("gradient_scale", factor)
         return scaled(updates, factor)
 
-    return stateless(clipped)
+    return base.stateless(clipped)
 
 
 def clip_by_block_rms(
     threshold: float | None, *, summary_suffix: str | None = None
-) -> PartitionedGradientTransformation:
+) -> base.PartitionedGradientTransformation:
     """Scales each update, per layer of a stack, to a root mean square of at most `threshold`.
 
     Args:
@@ -105,7 +94,7 @@ def clip_by_block_rms(
         path with this suffix, as "decoder/emb/weight/norm"; in a stack, under "repeat/0/layer/...".
     """
 
-    def clipped(updates: NestedTensor, params: NestedOptParam) -> NestedTensor:
+    def clipped(updates: NestedTensor, params: base.NestedOptParam) -> NestedTensor:
         rms = map_blocks(lambda u: jnp.sqrt(jnp.mean(jnp.square(u.astype(jnp.float32)))), updates)
         if summary_suffix is not None:
             report_blocks(rms, summary_suffix)
@@ -114,7 +103,7 @@ def clip_by_block_rms(
         factors = jax.tree.map(lambda x: 1.0 / jnp.maximum(1.0, x / threshold), rms)
         return map_blocks(lambda u, factor: (u * factor).astype(u.dtype), updates, factors)
 
-    return stateless(clipped)
+    return base.stateless(clipped)
 
 
 def report_blocks(values: NestedTensor, suffix: str) -> None:
@@ -133,11 +122,11 @@ def report_blocks(values: NestedTensor, suffix: str) -> None:
             value, is_leaf=lambda x: isinstance(x, VDict)
         )[0]
         for below, entry in entries:
-            name = path + "".join(f"{part}/" for part in [path_name(below)] if part)
+            name = path + "".join(f"{part}/" for part in [base.path_name(below)] if part)
             if isinstance(entry, VDict):
                 visit(entry, name)
             else:
-                report(name + suffix, entry)
+                base.report(name + suffix, entry)
 
     visit(values, "")
 
@@ -202,13 +191,13 @@ class SkipClipState(NamedTuple):
 
 
 def skip_and_clip_by_global_norm(
-    inner: TransformationLike,
+    inner: base.TransformationLike,
     *,
     drop_norm: float | DropNormThresholdFn | None = None,
     max_norm: float | None = None,
     grad_norm_ema_decay: float | None = None,
     eps: float = 1e-8,
-) -> PartitionedGradientTransformation:
+) -> base.PartitionedGradientTransformation:
     """Clips gradients for `inner`, and skips steps whose gradients are not finite or too large.
 
     Reports "gradient_norm", "nonvalid_count" and "gradient_scale"; if `drop_norm` is a function
@@ -226,7 +215,7 @@ def skip_and_clip_by_global_norm(
     Raises:
       OptimizerArgumentError: if `drop_norm` is a function and `grad_norm_ema_decay` is None.
     """
-    transformation = as_partitioned(inner)
+    transformation = base.as_partitioned(inner)
     limit: Any = maybe_instantiate(drop_norm)
     norms = None
     if callable(limit):
@@ -238,12 +227,12 @@ def skip_and_clip_by_global_norm(
             )
         norms = _NormStatistics(cast(DropNormThresholdFn, limit), grad_norm_ema_decay)
 
-    def init_fn(params: NestedOptParam) -> SkipClipState:
+    def init_fn(params: base.NestedOptParam) -> SkipClipState:
         zeros = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), _specs(norms, None))
         return zeros._replace(inner_state=transformation.init(params))
 
     def update_fn(
-        updates: NestedTensor, state: SkipClipState, params: NestedOptParam
+        updates: NestedTensor, state: SkipClipState, params: base.NestedOptParam
     ) -> tuple[NestedTensor, SkipClipState]:
         norm = global_norm(updates)
         is_valid = jnp.isfinite(norm)
@@ -255,11 +244,11 @@ def skip_and_clip_by_global_norm(
         elif limit is not None:
             is_valid &= norm < cast(float, limit)
         nonvalid_count = state.nonvalid_count + jnp.where(is_valid, 0, 1)
-        report("gradient_norm", norm)
-        report("nonvalid_count", nonvalid_count)
+        base.report("gradient_norm", norm)
+        base.report("nonvalid_count", nonvalid_count)
         if max_norm is not None:
             factor = clipping_factor(norm, max_norm, eps)
-            report("gradient_scale", factor)
+            base.report("gradient_scale", factor)
             updates = scaled(updates, factor)
         # The inner step is elementwise: a select fuses with it, a conditional would not.
         updates, inner_state = transformation.update(updates, state.inner_state, params)
@@ -270,7 +259,7 @@ def skip_and_clip_by_global_norm(
     def partition_fn(param_specs: NestedParameterSpec) -> SkipClipState:
         return _specs(norms, transformation.partition(param_specs))
 
-    return PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
+    return base.PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
 
 
 class _NormStatistics(NamedTuple):
@@ -284,10 +273,10 @@ class _NormStatistics(NamedTuple):
         thresholds = self.threshold_fn(count=state.count, mean=mean, stddev=stddev)
         exceeded = {name: norm > threshold for name, threshold in thresholds.items()}
         counts = {name: state.drop_stats[name] + exceeded[name] for name in exceeded}
-        report("gradient_norm_ema", mean)
-        report("gradient_norm_stddev", stddev)
+        base.report("gradient_norm_ema", mean)
+        base.report("gradient_norm_stddev", stddev)
         for name, count in counts.items():
-            report(f"count_exceeds_{name}", count)
+            base.report(f"count_exceeds_{name}", count)
         return ~jnp.any(jnp.array(list(exceeded.values()))), counts
 
     def with_norm(self, norm: Tensor, state: SkipClipState) -> SkipClipState:
@@ -306,13 +295,13 @@ class _NormStatistics(NamedTuple):
         )
 
 
-def _specs(norms: _NormStatistics | None, inner: NestedOptStateSpec) -> SkipClipState:
+def _specs(norms: _NormStatistics | None, inner: base.NestedOptStateSpec) -> SkipClipState:
     if norms is None:
-        return SkipClipState(None, COUNT_SPEC, None, None, inner, None)
-    number, zero = replicated((), jnp.float32), jnp.zeros(())
+        return SkipClipState(None, base.COUNT_SPEC, None, None, inner, None)
+    number, zero = base.replicated((), jnp.float32), jnp.zeros(())
     thresholds = norms.threshold_fn(count=jnp.zeros((), jnp.int32), mean=zero, stddev=zero)
-    drop_stats = dict.fromkeys(thresholds, COUNT_SPEC)
-    return SkipClipState(COUNT_SPEC, COUNT_SPEC, number, number, inner, drop_stats)
+    drop_stats = dict.fromkeys(thresholds, base.COUNT_SPEC)
+    return SkipClipState(base.COUNT_SPEC, base.COUNT_SPEC, number, number, inner, drop_stats)
 
 
 _SKIPPING_STATES = (SkipClipState, optax.ApplyIfFiniteState, optax.ZeroNansState)

@@ -17,36 +17,23 @@ from weft.functional.arrays import to_ndim
 from weft.hierarchy.base_layer import NestedParameterSpec, ParameterSpec
 from weft.hierarchy.parameter_spec import FactorizationSpec, TensorSpec
 from weft.struct import map_blocks
-from weft.trainer.optimizers.base import (
-    COUNT_SPEC,
-    NestedOptParam,
-    OptParam,
-    OptStateSpec,
-    PartitionedGradientTransformation,
-    copy_partition,
-    identity,
-    opt_param_values,
-    replicated,
-    report,
-    stateless,
-    tree_paths,
-)
+from weft.trainer.optimizers import base
 from weft.trainer.schedule import Schedule, ScheduleFn, as_schedule_fn
 from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
 
-PerParamScale = Callable[[NestedOptParam], Nested[Any]]
+PerParamScale = Callable[[base.NestedOptParam], Nested[Any]]
 
 logger = logging.getLogger(__name__)
 
 
-def scale(step_size: float) -> PartitionedGradientTransformation:
+def scale(step_size: float) -> base.PartitionedGradientTransformation:
     """Multiplies updates by a number."""
-    return stateless(lambda updates, params: jax.tree.map(lambda u: u * step_size, updates))
+    return base.stateless(lambda updates, params: jax.tree.map(lambda u: u * step_size, updates))
 
 
 def scale_by_schedule(
     step_size_fn: Schedule, *, name: str | None = None
-) -> PartitionedGradientTransformation:
+) -> base.PartitionedGradientTransformation:
     """Multiplies updates by a schedule's value at the number of steps done.
 
     Reports "schedule_step" and "schedule_scale", with the prefix `name` to distinguish two
@@ -56,18 +43,18 @@ def scale_by_schedule(
     prefix = "" if name is None else f"{name}/"
 
     def update_fn(
-        updates: NestedTensor, state: optax.ScaleByScheduleState, params: NestedOptParam
+        updates: NestedTensor, state: optax.ScaleByScheduleState, params: base.NestedOptParam
     ) -> tuple[NestedTensor, optax.ScaleByScheduleState]:
         step_size = schedule_fn(state.count)
-        report(f"{prefix}schedule_step", state.count)
-        report(f"{prefix}schedule_scale", step_size)
+        base.report(f"{prefix}schedule_step", state.count)
+        base.report(f"{prefix}schedule_scale", step_size)
         updates = jax.tree.map(lambda u: u * step_size, updates)
         return updates, optax.ScaleByScheduleState(optax.safe_increment(state.count))
 
-    return PartitionedGradientTransformation(
+    return base.PartitionedGradientTransformation(
         init=lambda params: optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)),
         update=update_fn,
-        partition=lambda param_specs: optax.ScaleByScheduleState(COUNT_SPEC),
+        partition=lambda param_specs: optax.ScaleByScheduleState(base.COUNT_SPEC),
     )
 
 
@@ -80,8 +67,8 @@ def scale_from_learning_rate(learning_rate: Schedule, *, flip_sign: bool = True)
 
     def fn(step: Tensor) -> Tensor:
         value = learning_rate_fn(step)
-        report("lr_schedule_step", step)
-        report("learning_rate", value)
+        base.report("lr_schedule_step", step)
+        base.report("learning_rate", value)
         return -value if flip_sign else value
 
     return fn
@@ -112,27 +99,29 @@ def per_param_scale_by_path(
                 return scale
         return default_scale
 
-    return lambda params: jax.tree.map(scale_of, tree_paths(params))
+    return lambda params: jax.tree.map(scale_of, base.tree_paths(params))
 
 
 def per_param_scale_by_rms(*, min_scale: float = 1e-4) -> PerParamScale:
     """Returns scales by the root mean square of each parameter, at least `min_scale`."""
 
-    def scale_of(param: OptParam) -> Tensor:
+    def scale_of(param: base.OptParam) -> Tensor:
         return optax.safe_root_mean_squares(param.value, min_scale)
 
     return lambda params: jax.tree.map(scale_of, params)
 
 
-def scale_update_per_param(per_param_scale: PerParamScale) -> PartitionedGradientTransformation:
+def scale_update_per_param(
+    per_param_scale: PerParamScale,
+) -> base.PartitionedGradientTransformation:
     """Multiplies each update by the scale of its parameter; accepts the function or its config."""
     scale_fn = maybe_instantiate(per_param_scale)
-    return stateless(
+    return base.stateless(
         lambda updates, params: jax.tree.map(lambda u, s: u * s, updates, scale_fn(params))
     )
 
 
-def scale_by_param_block_rms(min_scale: float = 1e-3) -> PartitionedGradientTransformation:
+def scale_by_param_block_rms(min_scale: float = 1e-3) -> base.PartitionedGradientTransformation:
     """Multiplies each update by its parameter's root mean square, per layer of a stack.
 
     The factor is at least `min_scale`, which lets parameters that are zero change.
@@ -141,12 +130,14 @@ def scale_by_param_block_rms(min_scale: float = 1e-3) -> PartitionedGradientTran
     def scaled(update: Tensor, value: Tensor) -> Tensor:
         return update * optax.safe_root_mean_squares(value, min_scale)
 
-    return stateless(lambda updates, params: map_blocks(scaled, updates, opt_param_values(params)))
+    return base.stateless(
+        lambda updates, params: map_blocks(scaled, updates, base.opt_param_values(params))
+    )
 
 
 def scale_by_trust_ratio(
     min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0
-) -> PartitionedGradientTransformation:
+) -> base.PartitionedGradientTransformation:
     """Multiplies each update by the ratio of its parameter's norm to its own, per layer of a stack.
 
     Source: You et al., https://arxiv.org/abs/1904.00962; see `optax.scale_by_trust_ratio`.
@@ -156,12 +147,14 @@ def scale_by_trust_ratio(
       trust_coefficient: factor of the ratio.
       eps: added to the norm of the update.
     """
-    base = optax.scale_by_trust_ratio(min_norm, trust_coefficient, eps)
+    trust_ratio = optax.scale_by_trust_ratio(min_norm, trust_coefficient, eps)
 
     def scaled(update: Tensor, value: Tensor) -> Any:
-        return base.update(update, optax.EmptyState(), value)[0]
+        return trust_ratio.update(update, optax.EmptyState(), value)[0]
 
-    return stateless(lambda updates, params: map_blocks(scaled, updates, opt_param_values(params)))
+    return base.stateless(
+        lambda updates, params: map_blocks(scaled, updates, base.opt_param_values(params))
+    )
 
 
 # Decay.
@@ -173,14 +166,14 @@ class AddDecayedWeightsState(NamedTuple):
     count: Any
 
 
-def decay_scales(params: NestedOptParam, per_param_scale: PerParamScale | None) -> Nested[Any]:
+def decay_scales(params: base.NestedOptParam, per_param_scale: PerParamScale | None) -> Nested[Any]:
     """Returns the decay factors of the layers, else of `per_param_scale`, else 1."""
     if per_param_scale is None:
         return jax.tree.map(_layer_scale, params)
     return jax.tree.map(_layer_scale, params, per_param_scale(params))
 
 
-def _layer_scale(param: OptParam, otherwise: float | Tensor = 1.0) -> float | Tensor:
+def _layer_scale(param: base.OptParam, otherwise: float | Tensor = 1.0) -> float | Tensor:
     return otherwise if param.weight_decay_scale is None else param.weight_decay_scale
 
 
@@ -190,7 +183,7 @@ def add_decayed_weights(
     learning_rate_exponent: float | None = None,
     learning_rate: Schedule | None = None,
     per_param_scale: PerParamScale | None = None,
-) -> PartitionedGradientTransformation:
+) -> base.PartitionedGradientTransformation:
     """Adds to each update its parameter times the weight decay.
 
     Args:
@@ -204,7 +197,7 @@ def add_decayed_weights(
     counts = learning_rate_exponent is not None
 
     def update_fn(
-        updates: NestedTensor, state: AddDecayedWeightsState, params: NestedOptParam
+        updates: NestedTensor, state: AddDecayedWeightsState, params: base.NestedOptParam
     ) -> tuple[NestedTensor, AddDecayedWeightsState]:
         rate = weight_decay
         if learning_rate_exponent is not None:
@@ -212,32 +205,32 @@ def add_decayed_weights(
             state = AddDecayedWeightsState(optax.safe_increment(state.count))
         return _with_decay(updates, params, rate, scale_fn), state
 
-    return PartitionedGradientTransformation(
+    return base.PartitionedGradientTransformation(
         init=lambda params: AddDecayedWeightsState(jnp.zeros((), jnp.int32) if counts else None),
         update=update_fn,
-        partition=lambda param_specs: AddDecayedWeightsState(COUNT_SPEC if counts else None),
+        partition=lambda param_specs: AddDecayedWeightsState(base.COUNT_SPEC if counts else None),
     )
 
 
 def l2_regularizer(
     regularizer_weight: float | None = 0.0, per_param_scale: PerParamScale | None = None
-) -> PartitionedGradientTransformation:
+) -> base.PartitionedGradientTransformation:
     """Adds to each gradient that of an L2 penalty, `regularizer_weight` times the parameter.
 
     `regularizer_weight` is the weight of half the squared norm, with 0 or None for no penalty, and
     `per_param_scale` is as for `add_decayed_weights`.
     """
     if not regularizer_weight:
-        return identity()
+        return base.identity()
     scale_fn = maybe_instantiate(per_param_scale)
-    return stateless(
+    return base.stateless(
         lambda updates, params: _with_decay(updates, params, regularizer_weight, scale_fn)
     )
 
 
 def _with_decay(
     updates: NestedTensor,
-    params: NestedOptParam,
+    params: base.NestedOptParam,
     rate: float | Tensor,
     scale_fn: PerParamScale | None,
 ) -> NestedTensor:
@@ -256,7 +249,7 @@ def decoupled_scale_and_decay(
     weight_decay: float,
     weight_decay_per_param_scale: PerParamScale | None,
     update_schedule: Schedule,
-) -> tuple[PartitionedGradientTransformation, ...]:
+) -> tuple[base.PartitionedGradientTransformation, ...]:
     """Returns parts of `-update_schedule * (learning_rate * update + weight_decay * parameter)`.
 
     Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, where weight decay does not
@@ -288,7 +281,7 @@ class EmaState(NamedTuple):
 
 def ema(
     decay: Schedule, debias: bool = True, accumulator_dtype: DType | None = jnp.float32
-) -> PartitionedGradientTransformation:
+) -> base.PartitionedGradientTransformation:
     """Replaces updates by their exponential moving average.
 
     In an integer dtype, averages are fixed-point numbers with one factor per column, where a column
@@ -301,14 +294,14 @@ def ema(
     """
     decay_fn = as_schedule_fn(decay)
 
-    def init_fn(params: NestedOptParam) -> EmaState:
-        values = opt_param_values(params)
+    def init_fn(params: base.NestedOptParam) -> EmaState:
+        values = base.opt_param_values(params)
         specs = jax.tree.map(spec_of, values), jax.tree.map(scale_spec_of, values)
         zeros = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
         return EmaState(jnp.zeros((), jnp.int32), *zeros)
 
     def update_fn(
-        updates: NestedTensor, state: EmaState, params: NestedOptParam
+        updates: NestedTensor, state: EmaState, params: base.NestedOptParam
     ) -> tuple[NestedTensor, EmaState]:
         decay = decay_fn(state.count)
         count = optax.safe_increment(state.count)
@@ -328,20 +321,20 @@ def ema(
 
     def partition_fn(param_specs: NestedParameterSpec) -> EmaState:
         specs = jax.tree.map(spec_of, param_specs), jax.tree.map(scale_spec_of, param_specs)
-        return EmaState(COUNT_SPEC, *specs)
+        return EmaState(base.COUNT_SPEC, *specs)
 
-    def spec_of(x: ParameterSpec | Tensor) -> OptStateSpec:
+    def spec_of(x: ParameterSpec | Tensor) -> base.OptStateSpec:
         dtype = x.dtype if accumulator_dtype is None else accumulator_dtype
         return TensorSpec(x.shape, dtype, getattr(x, "mesh_axes", None))
 
-    def scale_spec_of(x: ParameterSpec | Tensor) -> OptStateSpec:
+    def scale_spec_of(x: ParameterSpec | Tensor) -> base.OptStateSpec:
         spec = spec_of(x)
         if not jnp.issubdtype(jnp.dtype(spec.dtype), jnp.integer):
-            return replicated((1,), jnp.float32)
+            return base.replicated((1,), jnp.float32)
         mesh_axes = None if spec.mesh_axes is None else spec.mesh_axes[1:]
         return TensorSpec(spec.shape[1:], jnp.float32, mesh_axes)
 
-    return PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
+    return base.PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
 
 
 def _from_accumulator(kept: Tensor, scale: Tensor) -> Tensor:
@@ -366,7 +359,7 @@ class ParamEmaState(NamedTuple):
     ema: Any
 
 
-def param_ema(*, decay: Schedule | None = None) -> PartitionedGradientTransformation:
+def param_ema(*, decay: Schedule | None = None) -> base.PartitionedGradientTransformation:
     """Keeps an exponential moving average of the parameters and leaves updates unchanged.
 
     The average starts at zero; the decays of `weft.trainer.schedule.ema_schedule` correct for that.
@@ -374,17 +367,17 @@ def param_ema(*, decay: Schedule | None = None) -> PartitionedGradientTransforma
     State of layers, such as moving statistics, is stored without averaging.
     """
     if decay is None:
-        return identity()
+        return base.identity()
     decay_fn = as_schedule_fn(decay)
 
-    def init_fn(params: NestedOptParam) -> ParamEmaState:
+    def init_fn(params: base.NestedOptParam) -> ParamEmaState:
         first = jax.tree.map(
             lambda param: param.value if param.is_state else jnp.zeros_like(param.value), params
         )
         return ParamEmaState(jnp.zeros((), jnp.int32), first)
 
     def update_fn(
-        updates: NestedTensor, state: ParamEmaState, params: NestedOptParam
+        updates: NestedTensor, state: ParamEmaState, params: base.NestedOptParam
     ) -> tuple[NestedTensor, ParamEmaState]:
         decay = decay_fn(state.count)
         averages = jax.tree.map(
@@ -399,17 +392,17 @@ def param_ema(*, decay: Schedule | None = None) -> PartitionedGradientTransforma
         return updates, ParamEmaState(optax.safe_increment(state.count), averages)
 
     def partition_fn(param_specs: NestedParameterSpec) -> ParamEmaState:
-        return ParamEmaState(COUNT_SPEC, copy_partition(param_specs))
+        return ParamEmaState(base.COUNT_SPEC, base.copy_partition(param_specs))
 
-    return PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
+    return base.PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
 
 
-def replace_with_updates() -> PartitionedGradientTransformation:
+def replace_with_updates() -> base.PartitionedGradientTransformation:
     """Sets each parameter to its incoming update instead of adding the update to it.
 
     For statistics that come back as gradients, such as the scales of 8-bit floating point.
     """
-    return stateless(
+    return base.stateless(
         lambda updates, params: jax.tree.map(lambda u, p: u - p.value, updates, params)
     )
 
@@ -424,7 +417,7 @@ class _Moment(NamedTuple):
 
 def scale_by_factored_rms(
     decay: Schedule, *, factored: bool = True, eps: float = 1e-30
-) -> PartitionedGradientTransformation:
+) -> base.PartitionedGradientTransformation:
     """Divides updates by the root of the moving average of their squares.
 
     For a matrix of gradients G, the moment of G² is approximated by the outer product of its row
@@ -444,7 +437,7 @@ def scale_by_factored_rms(
             return None
         return spec.axes.index("row"), spec.axes.index("col")
 
-    def init_fn(params: NestedOptParam) -> optax.FactoredState:
+    def init_fn(params: base.NestedOptParam) -> optax.FactoredState:
         specs = jax.tree.map(
             lambda p: _moment_spec(p, None, row_and_col(p.factorization_spec)), params
         )
@@ -452,7 +445,7 @@ def scale_by_factored_rms(
         return _state(jnp.zeros((), jnp.int32), zeros)
 
     def update_fn(
-        updates: NestedTensor, state: optax.FactoredState, params: NestedOptParam
+        updates: NestedTensor, state: optax.FactoredState, params: base.NestedOptParam
     ) -> tuple[NestedTensor, optax.FactoredState]:
         decay = decay_fn(state.count)
 
@@ -469,9 +462,9 @@ def scale_by_factored_rms(
         specs = jax.tree.map(
             lambda s: _moment_spec(s, s.partition_spec, row_and_col(s.factorization)), param_specs
         )
-        return _state(COUNT_SPEC, specs)
+        return _state(base.COUNT_SPEC, specs)
 
-    return PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
+    return base.PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
 
 
 def _state(count: Any, moments: Nested[_Moment]) -> optax.FactoredState:
@@ -485,10 +478,12 @@ def _state(count: Any, moments: Nested[_Moment]) -> optax.FactoredState:
 
 
 def _moment_spec(
-    param: OptParam | ParameterSpec, mesh_axes: PartitionSpec | None, axes: tuple[int, int] | None
+    param: base.OptParam | ParameterSpec,
+    mesh_axes: PartitionSpec | None,
+    axes: tuple[int, int] | None,
 ) -> _Moment:
     shape = tuple(param.shape)
-    unused = replicated((1,), jnp.float32)
+    unused = base.replicated((1,), jnp.float32)
     if axes is None:
         return _Moment(unused, unused, TensorSpec(shape, jnp.float32, mesh_axes))
 
