@@ -18,6 +18,7 @@ from weft.trainer.checkpointer.dirs import list_files, step_dirs
 from weft.trainer.checkpointer.index import Entry, Index, read_index_file
 from weft.trainer.checkpointer.manifest import find_damage, has_manifest
 from weft.trainer.run_dir import CHECKPOINTS_DIR
+from weft.traverse_util import unflatten_dict
 
 
 class Row(NamedTuple):
@@ -92,14 +93,7 @@ def tree_rows(index: Index) -> Iterator[Row]:
     >>> [(row.name, row.depth, row.bytes) for row in tree_rows(index)]
     [('model', 0, 24), ('w', 1, 24)]
     """
-    tree: dict[str, Any] = {}
-    for path, entry in index:
-        *above, name = path.split("/")
-        node = tree
-        for part in above:
-            node = node.setdefault(part, {})
-        node[name] = (entry,)
-    yield from _rows(tree, 0)
+    yield from _rows(unflatten_dict({path: (entry,) for path, entry in index}, sep="/"), 0)
 
 
 def _rows(node: Mapping[str, Any], depth: int) -> Iterator[Row]:

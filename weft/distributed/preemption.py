@@ -144,7 +144,7 @@ class GracefulStop:
 
         if self._peers is None:
             self.doing(doing)
-            return own or (self.signal_name and StopRequest("signal", self.signal_name)) or None
+            return request()
         stop = self._peers.agree(
             request,
             within_seconds=within_seconds,
@@ -196,9 +196,8 @@ class GracefulStop:
         If they stop, or one fails in its block, all raise StopRun, and no batch is consumed.
         """
         own, error = None, None
-        is_ready = batches.ready(_POLL_SECONDS)
-        while not is_ready and not self.stop_requested:
-            is_ready = batches.ready(_POLL_SECONDS)
+        while not (is_ready := batches.ready(_POLL_SECONDS)) and not self.stop_requested:
+            pass
         if is_ready:
             try:
                 yield batches.peek()

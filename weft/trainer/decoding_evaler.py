@@ -97,11 +97,7 @@ class SampleDecoding(BaseMetricCalculator):
         return tokens[:, : cfg.prompt_length]
 
     def get_summaries(
-        self,
-        *,
-        model_params: NestedTensor,
-        state: dict[str, Any],
-        all_forward_outputs: list[Nested[Any]],
+        self, *, model_params: NestedTensor, state: dict[str, Any], all_forward_outputs: list[Any]
     ) -> dict[str, Any]:
         samples = self.texts(all_forward_outputs)
         shown = {

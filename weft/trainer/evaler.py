@@ -30,19 +30,7 @@ from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.module import Module
 from weft.input import Input, host_to_global_device_array
 from weft.trainer.checkpointer.policy import BestMetric, EvalMetric
-from weft.trainer.metric_calculator import (
-    BaseMetricCalculator,
-    ModelSummaryAccumulator,
-)
-from weft.trainer.metric_calculator import (
-    CompositeMetricCalculator as CompositeMetricCalculator,
-)
-from weft.trainer.metric_calculator import (
-    GlobalMetricCalculator as GlobalMetricCalculator,
-)
-from weft.trainer.metric_calculator import (
-    PredictionOutputs as PredictionOutputs,
-)
+from weft.trainer.metric_calculator import BaseMetricCalculator, ModelSummaryAccumulator
 from weft.trainer.progress import RunListener
 from weft.trainer.summary_writer.files import SummaryWriter
 from weft.typing import DType, Nested, NestedTensor, Tensor

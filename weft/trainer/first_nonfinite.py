@@ -14,7 +14,6 @@ Equinox and Flax NNX modules report no calls; the layer around them does.
 import contextlib
 import logging
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
+from weft.distributed.peers import ThreadStack
 from weft.distributed.preemption import compile_unless_stopped
 from weft.errors import ProcessesNotReadyError, ProcessLostError
 from weft.hierarchy.context import ModuleNode, current_context
@@ -43,6 +43,10 @@ UNKNOWN = "not known"
 """Name of the module if the search fails or the run is stopping."""
 
 _ROOT = "the model itself"
+
+Method = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
 
 
 class NonfiniteSearch:
@@ -111,12 +115,7 @@ class NonfiniteSearch:
     def _run_forward(self, state: TrainerState, batch: NestedTensor) -> None:
         self._ended_calls.clear()
 
-        def check(
-            call: ModuleCall,
-            method: Callable[..., Any],
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-        ) -> Any:
+        def check(call: ModuleCall, method: Method, args: Args, kwargs: Kwargs) -> Any:
             result = method(*args, **kwargs)
             for leaf in filter(_is_floating, jax.tree.leaves(result)):
                 _check(~jnp.any(jnp.isnan(leaf) | jnp.isposinf(leaf)), str(call))
@@ -130,12 +129,7 @@ class NonfiniteSearch:
     def _run_backward(self, state: TrainerState, batch: NestedTensor) -> None:
         open_calls = [_ROOT]
 
-        def check(
-            call: ModuleCall,
-            method: Callable[..., Any],
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-        ) -> Any:
+        def check(call: ModuleCall, method: Method, args: Args, kwargs: Kwargs) -> Any:
             args, kwargs = _check_gradients((args, kwargs), str(call))
             open_calls.append(str(call))
             try:
@@ -242,7 +236,7 @@ class ModuleCall(NamedTuple):
         return f"{self.path}, a {self.kind} ({self.method})"
 
 
-Observer = Callable[[ModuleCall, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Observer = Callable[[ModuleCall, Method, Args, Kwargs], Any]
 """Function that receives a call, the method and its arguments, and calls the method."""
 
 
@@ -262,11 +256,11 @@ def trace_calls(observer: Observer) -> Iterator[None]:
         if "haiku" in sys.modules:
             stack.enter_context(sys.modules["haiku"].intercept_methods(tracer.on_haiku_call))
         stack.enter_context(visiting(tracer.on_nnx_model))
-        _TRACERS.stack.append(tracer)
+        _TRACERS.items.append(tracer)
         try:
             yield
         finally:
-            _TRACERS.stack.remove(tracer)
+            _TRACERS.items.remove(tracer)
 
 
 class _OpenCall(NamedTuple):
@@ -292,9 +286,9 @@ class _CallTracer:
     def see(
         self,
         call: ModuleCall,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        method: Method,
+        args: Args,
+        kwargs: Kwargs,
         *,
         root: ModuleNode | None = None,
         prefix: str | None = None,
@@ -306,36 +300,19 @@ class _CallTracer:
             self._open.pop()
 
     def on_hierarchy_call(
-        self,
-        module: Module,
-        name: str,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, module: Module, name: str, method: Method, args: Args, kwargs: Kwargs
     ) -> Any:
         call = ModuleCall(self._absolute_path(module), type(module).__name__, name)
         return self.see(call, method, args, kwargs, root=_root(module))
 
-    def on_linen_call(
-        self,
-        next_fun: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        context: Any,
-    ) -> Any:
+    def on_linen_call(self, next_fun: Method, args: Args, kwargs: Kwargs, context: Any) -> Any:
         module, prefix = context.module, self._prefix()
         call = ModuleCall(
             _join_path(prefix, *module.path), type(module).__name__, context.method_name
         )
-        return self.see(call, next_fun, args, dict(kwargs), prefix=prefix)
+        return self.see(call, next_fun, args, kwargs, prefix=prefix)
 
-    def on_haiku_call(
-        self,
-        next_fun: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        context: Any,
-    ) -> Any:
+    def on_haiku_call(self, next_fun: Method, args: Args, kwargs: Kwargs, context: Any) -> Any:
         if context.method_name == "__init__":
             return next_fun(*args, **kwargs)
         module, prefix = context.module, self._prefix()
@@ -373,22 +350,14 @@ class _CallTracer:
         return _join_path(outer.path, module.path().partition(".")[2])
 
 
-class _TracerStack(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[_CallTracer] = []
+_TRACERS = ThreadStack[_CallTracer]()
 
 
-_TRACERS = _TracerStack()
-
-
-def _on_nnx_call(
-    x: object, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    path = vars(x).get(_PATH_ATTRIBUTE)
-    if not _TRACERS.stack or path is None:
+def _on_nnx_call(x: object, name: str, method: Method, args: Args, kwargs: Kwargs) -> Any:
+    path, tracer = vars(x).get(_PATH_ATTRIBUTE), _TRACERS.top
+    if tracer is None or path is None:
         return method(*args, **kwargs)
-    call = ModuleCall(path, original_class(x).__name__, name)
-    return _TRACERS.stack[-1].see(call, method, args, kwargs)
+    return tracer.see(ModuleCall(path, original_class(x).__name__, name), method, args, kwargs)
 
 
 def _root(module: ModuleNode) -> ModuleNode:

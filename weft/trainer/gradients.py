@@ -108,16 +108,9 @@ def _with_gradient_layout(x: Tensor, spec: PartitionSpec) -> Tensor:
     return x
 
 
-def _forward(x: Tensor, spec: PartitionSpec) -> tuple[Tensor, None]:
-    del spec
-    return x, None
-
-
-def _backward(spec: PartitionSpec, _: None, gradient: Tensor) -> tuple[Tensor]:
-    return (constrain(gradient, spec),)
-
-
-_with_gradient_layout.defvjp(_forward, _backward)
+_with_gradient_layout.defvjp(
+    lambda x, spec: (x, None), lambda spec, _, gradient: (constrain(gradient, spec),)
+)
 
 
 ByPath = dict[str, Any]
@@ -208,11 +201,7 @@ class _Microbatches:
         """
         values, tree = _by_path(params), jax.tree.structure(params)
         microbatches = _cut(inputs, self.steps)
-        shapes = jax.eval_shape(
-            lambda p, x: self.fn(model_params=p, inputs=x),
-            params,
-            _at(microbatches, 0),
-        )
+        shapes = jax.eval_shape(lambda: self.fn(model_params=params, inputs=_at(microbatches, 0)))
         update_shapes = shapes.output_collection.state_updates
         state = {
             path: values[path] if path in values else jnp.zeros(shape.shape, shape.dtype)

@@ -38,9 +38,7 @@ from weft.errors import LossScaleError, UpdateRuleError, VariableStatError, did_
 from weft.hierarchy.base_layer import NestedParameterSpec
 from weft.hierarchy.module import Module, nowrap
 from weft.trainer.gradients import forward_and_gradients
-from weft.trainer.optimizers import base
-from weft.trainer.optimizers.clipping import all_finite, skips_undefined, tree_where
-from weft.trainer.optimizers.transformations import param_ema
+from weft.trainer.optimizers import base, clipping, transformations
 from weft.trainer.update_transformation import (
     BackwardOutputs,
     ForwardBackwardOutputs,
@@ -233,7 +231,7 @@ class _OneForwardPassLearner(BaseLearner):
             as `with_minibatch_steps`, which accumulates gradients.
         """
 
-        ema: InstantiableConfig = config_for_function(param_ema)
+        ema: InstantiableConfig = config_for_function(transformations.param_ema)
         forward_fn_transformation: ConfigOr[ForwardFnTransformation] | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
@@ -358,7 +356,7 @@ class Learner(_OneForwardPassLearner):
         handles = (
             self.handles_undefined_loss()
             or self._loss_scale is not None
-            or skips_undefined(state["optimizer"])
+            or clipping.skips_undefined(state["optimizer"])
         )
         return jax.tree.map(lambda _: handles, model_params)
 
@@ -389,10 +387,10 @@ class Learner(_OneForwardPassLearner):
         """Returns the new parameters; if undefined, restores the old state and parameters."""
         losses = [forward_pass.outputs.loss for forward_pass in updates.forward_pass.values()]
         trained = updates.mask(self.should_update_with_optimizers, fields=("delta_updates",))
-        is_defined = all_finite([*losses, trained.delta_updates])
+        is_defined = clipping.all_finite([*losses, trained.delta_updates])
         new_state = self.get_invocation_context().get_state_updates()
         for name in new_state:
-            new_state[name] = tree_where(is_defined, new_state[name], self.state[name])
+            new_state[name] = clipping.tree_where(is_defined, new_state[name], self.state[name])
         if self.config.ignore_undefined_loss:
             count = self.state["undefined_loss_count"] + jnp.where(is_defined, 0, 1)
             self.add_state_update("undefined_loss_count", count)
@@ -401,7 +399,7 @@ class Learner(_OneForwardPassLearner):
             state = self.state["loss_scale"]
             self.add_state_update("loss_scale", self._loss_scale.after(state, is_finite=is_defined))
             self.add_summary("loss_scale", state["scale"])
-        return tree_where(is_defined, new_params, updates.param_values())
+        return clipping.tree_where(is_defined, new_params, updates.param_values())
 
     def _matching(self, wanted: Callable[[UpdateType | None], bool], tree: object) -> Nested[bool]:
         rules = [*self.config.update_rules, (".*", UpdateType.ALL_UPDATES)]
@@ -412,8 +410,7 @@ class Learner(_OneForwardPassLearner):
         return jax.tree.map(matches, base.tree_paths(tree))
 
     def _optimized(self, tree: Any) -> Any:
-        keep = self.should_update_with_optimizers(tree)
-        return mask_tree(tree, keep=keep)
+        return mask_tree(tree, keep=self.should_update_with_optimizers(tree))
 
     def _add_per_variable_summaries(self, updates: Updates) -> None:
         chosen = self.config.enable_per_variable_summaries
@@ -514,13 +511,11 @@ class CompositeLearner(_OneForwardPassLearner):
 
     @nowrap
     def should_update_with_optimizers(self, model_params: base.NestedOptParam) -> Nested[bool]:
-        return _merge_parts(
-            model_params,
-            [
-                self.children[name].should_update_with_optimizers(part)
-                for name, part in self._parts(model_params).items()
-            ],
-        )
+        parts = [
+            self.children[name].should_update_with_optimizers(part)
+            for name, part in self._parts(model_params).items()
+        ]
+        return _merge_parts(model_params, parts)
 
     def update(self, updates: Updates) -> NestedTensor:
         parts = [
@@ -558,9 +553,7 @@ class CompositeLearner(_OneForwardPassLearner):
 
 def _merge_parts(tree: object, parts: Sequence[Any]) -> Any:
     """Returns a tree like `tree` with each leaf from the part that has it."""
-    leaf_at = {
-        path: leaf for part in parts for path, leaf in jax.tree_util.tree_flatten_with_path(part)[0]
-    }
+    leaf_at = {path: x for part in parts for path, x in base.leaves_by_path(part).items()}
     return jax.tree_util.tree_map_with_path(lambda path, _: leaf_at[path], tree)
 
 

@@ -79,11 +79,7 @@ class BaseMetricCalculator(Module):
         return {"state": {"prng_key": prng_key}, "output": jax.device_get(outputs)}
 
     def get_summaries(
-        self,
-        *,
-        model_params: NestedTensor,
-        state: dict[str, Any],
-        all_forward_outputs: list[Nested[Any]],
+        self, *, model_params: NestedTensor, state: dict[str, Any], all_forward_outputs: list[Any]
     ) -> dict[str, Any]:
         """Computes the metrics from the last batch's state and the "output" of each batch."""
         raise NotImplementedError(type(self))
@@ -180,11 +176,7 @@ class ModelSummaryAccumulator(BaseMetricCalculator):
         return {"state": {"prng_key": prng_key}, "output": {}}
 
     def get_summaries(
-        self,
-        *,
-        model_params: NestedTensor,
-        state: dict[str, Any],
-        all_forward_outputs: list[Nested[Any]],
+        self, *, model_params: NestedTensor, state: dict[str, Any], all_forward_outputs: list[Any]
     ) -> dict[str, Any]:
         return self._with_prefix(self._accumulator.summaries())
 
@@ -238,11 +230,7 @@ class GlobalMetricCalculator(BaseMetricCalculator):
         raise NotImplementedError(type(self))
 
     def get_summaries(
-        self,
-        *,
-        model_params: NestedTensor,
-        state: dict[str, Any],
-        all_forward_outputs: list[Nested[Any]],
+        self, *, model_params: NestedTensor, state: dict[str, Any], all_forward_outputs: list[Any]
     ) -> dict[str, Any]:
         together = jax.tree.map(lambda *parts: np.concatenate(parts), *all_forward_outputs)
         return self._with_prefix(self._calculate_metrics(together))
@@ -329,11 +317,7 @@ class CompositeMetricCalculator(BaseMetricCalculator):
         return {"state": states, "output": outputs}
 
     def get_summaries(
-        self,
-        *,
-        model_params: NestedTensor,
-        state: dict[str, Any],
-        all_forward_outputs: list[Nested[Any]],
+        self, *, model_params: NestedTensor, state: dict[str, Any], all_forward_outputs: list[Any]
     ) -> dict[str, Any]:
         together: dict[str, Any] = {}
         for name, calculator in self._calculators.items():

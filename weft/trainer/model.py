@@ -180,21 +180,16 @@ class _ByPath:
     def __call__(self, params: NestedTensor) -> Nested[Any]:
         paths = tree_paths(params)
         for pattern, _ in self.rules:
-            self._check_matches(pattern, jax.tree.leaves(paths))
+            if not any(re.fullmatch(pattern, path) for path in jax.tree.leaves(paths)):
+                raise TrainDtypeError(
+                    f"the rule {pattern!r} of train_dtype matches the whole path of no parameter. "
+                    f"{did_you_mean(pattern, jax.tree.leaves(paths))}"
+                )
         return jax.tree.map(self._dtype_of, paths)
 
-    def _check_matches(self, pattern: str, paths: list[str]) -> None:
-        if not any(re.fullmatch(pattern, path) for path in paths):
-            raise TrainDtypeError(
-                f"the rule {pattern!r} of train_dtype matches the whole path of no parameter. "
-                f"{did_you_mean(pattern, paths)}"
-            )
-
     def _dtype_of(self, path: str) -> DType | None:
-        for pattern, dtype in self.rules:
-            if re.fullmatch(pattern, path):
-                return dtype
-        return self.default_dtype
+        matching = (dtype for pattern, dtype in self.rules if re.fullmatch(pattern, path))
+        return next(matching, self.default_dtype)
 
 
 def cast_floats(tree: T, dtype: DType | None) -> T:
@@ -211,7 +206,7 @@ def cast_for_forward(
 ) -> tuple[NestedTensor, T]:
     """Casts parameters and a batch to one dtype, to one per parameter, or not at all."""
     if train_dtype is None or not _is_per_param(train_dtype):
-        return cast_floats(params, train_dtype), cast_floats(batch, train_dtype)
+        return cast_floats((params, batch), train_dtype)
     dtypes = train_dtype(params)
     cast = jax.tree.map(
         lambda dtype, x: cast_floats(x, dtype), dtypes, params, is_leaf=lambda x: x is None

@@ -190,17 +190,14 @@ class Throughput(Configurable):
 
     def _read(self, step: int) -> tuple[int, float]:
         """Returns the number of steps since the last reading, and their duration in seconds."""
-        now = self._active_seconds()
+        now = self._clock() if self._pause_began is None else self._pause_began
+        now -= self._paused
         before, self._start = self._start, (step, now)
         if before is None:  # the first step, which includes compilation
             return 0, 0.0
         seconds = now - before[1]
         self._productive += seconds
         return step - before[0], seconds
-
-    def _active_seconds(self) -> float:
-        now = self._clock() if self._pause_began is None else self._pause_began
-        return now - self._paused
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

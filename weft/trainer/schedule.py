@@ -4,6 +4,7 @@ A schedule is a number, a function from a step to a number, or a config of eithe
 converts all of them to functions, which are pure and take the step as a number or traced array.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -151,8 +152,7 @@ def segment_wise(segments: Sequence[Schedule], *, segment_steps: Sequence[int]) 
         raise ScheduleError(
             f"segment_wise needs lengths of at least 0; got segment_steps={list(segment_steps)}."
         )
-    ends = [sum(segment_steps[: i + 1]) for i in range(len(segment_steps))]
-    return stepwise(segments, ends)
+    return stepwise(segments, list(itertools.accumulate(segment_steps)))
 
 
 def _check_boundaries(
@@ -319,8 +319,6 @@ def cosine_with_linear_warmup(
         "cosine_with_linear_warmup", "the beginning of the decay", begin, max_step
     )
     decay = optax.cosine_decay_schedule(peak_lr, decay_steps, alpha)
-    if begin == warmup_steps:
-        return _with_linear_warmup([decay], [], warmup_steps, begin_value, peak_lr)
     return _with_linear_warmup(
         [peak_lr, decay], [begin - warmup_steps], warmup_steps, begin_value, peak_lr
     )

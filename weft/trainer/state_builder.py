@@ -47,7 +47,7 @@ from weft.trainer.checkpointer.index import (
 from weft.trainer.checkpointer.storage import OrbaxStateStorage, StateStorage
 from weft.trainer.mesh import build_mesh, named_sharding, rules_of
 from weft.trainer.model import build_model
-from weft.trainer.state import parameter_specs
+from weft.trainer.state import parameter_specs, with_shardings
 from weft.trainer.train_step import TrainerState
 from weft.typing import T, Tensor
 
@@ -243,11 +243,7 @@ def initial_state(
     draw = jit(init, shardings)
     if builder is None:
         return draw(prng_key)
-    specs = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        jax.eval_shape(init, prng_key),
-        shardings,
-    )
+    specs = with_shardings(jax.eval_shape(init, prng_key), shardings)
     drawn_first = builder.input_state_type() is Builder.StateType.TENSORS
     state = draw(prng_key) if drawn_first else specs
     with barrier_after("building the first state"):
@@ -658,14 +654,10 @@ def traverse_and_set_target_state_parameters(
     """
     of_target = {p: x for p, x in flatten_state(target_state) if _within(p, target_scope)}
     of_source = {
-        f"{target_scope}{path[len(source_scope) :]}"
-        if source_scope
-        else _join(target_scope, path): x
+        f"{target_scope}/{path.removeprefix(source_scope).lstrip('/')}".strip("/"): x
         for path, x in flatten_state(source_params)
         if _within(path, source_scope)
     }
-    if not target_scope:
-        of_source = {path.lstrip("/"): x for path, x in of_source.items()}
     differ = sorted(of_target.keys() ^ of_source.keys())
     if differ or not of_target:
         where = f"{target_scope or 'the model'} (from {source_scope or 'the whole'})"
@@ -685,10 +677,6 @@ def is_dict(x: object, has_key: str | None = None) -> bool:
     (True, False, False)
     """
     return isinstance(x, dict) and (has_key is None or has_key in x)
-
-
-def _join(scope: str, path: str) -> str:
-    return f"{scope}/{path}" if scope else path
 
 
 def _within(path: str, scope: str) -> bool:

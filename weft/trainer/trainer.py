@@ -263,17 +263,14 @@ class SpmdTrainer(Module):
         The key is for the parameters and all steps.
         """
         with self.mesh():
-            self._step, self._state = (
-                0,
-                initial_state(
-                    self.children.get("init_state_builder"),  # pyright: ignore[reportArgumentType]
-                    self._new_state,
-                    prng_key,
-                    self._shardings,
-                    interruptible=self._state
-                    is None,  # else a state would be replaced by a new one
-                ),
+            state = initial_state(
+                self.children.get("init_state_builder"),  # pyright: ignore[reportArgumentType]
+                self._new_state,
+                prng_key,
+                self._shardings,
+                interruptible=self._state is None,  # else a state would be replaced by a new one
             )
+        self._step, self._state = 0, state
 
     # The data.
 

@@ -27,6 +27,7 @@ from weft.hierarchy.module import Module, OutputCollection, nowrap
 from weft.struct import PyTreeNode, field
 from weft.trainer.optimizers import base
 from weft.trainer.optimizers.clipping import tree_where
+from weft.traverse_util import unflatten_dict
 from weft.typing import Nested, NestedTensor, Tensor
 
 
@@ -100,7 +101,7 @@ def mask_tree(tree: object, *, keep: Nested[bool], mask_value: object = optax.Ma
     >>> mask_tree({"a": 1, "b": 2}, keep={"a": True, "b": False}, mask_value=None)
     {'a': 1, 'b': None}
     """
-    is_kept = _flat(keep)
+    is_kept = base.leaves_by_path(keep)
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf if is_kept[path] else mask_value, tree
     )
@@ -163,7 +164,8 @@ class Updates(PyTreeNode):
         shape.
         """
         _check_inplace_updates(self)
-        delta_at, inplace_at = _flat(self.delta_updates), _flat(self.inplace_updates)
+        delta_at = base.leaves_by_path(self.delta_updates)
+        inplace_at = base.leaves_by_path(self.inplace_updates)
 
         def updated(path: tuple[Any, ...], param: base.OptParam) -> Tensor:
             if path in inplace_at:
@@ -175,13 +177,9 @@ class Updates(PyTreeNode):
         return jax.tree_util.tree_map_with_path(updated, self.opt_params)
 
 
-def _flat(tree: object) -> dict[tuple[Any, ...], Any]:
-    return dict(jax.tree_util.tree_flatten_with_path(tree)[0])
-
-
 def _check_inplace_updates(updates: Updates) -> None:
-    param_at = _flat(updates.opt_params)
-    for path, value in _flat(updates.inplace_updates).items():
+    param_at = base.leaves_by_path(updates.opt_params)
+    for path, value in base.leaves_by_path(updates.inplace_updates).items():
         if path not in param_at:
             name, names = base.path_name(path), [base.path_name(known) for known in param_at]
             raise InplaceUpdateError(
@@ -288,7 +286,7 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
         )
         replacements = {
             path: value
-            for path, value in _flat(updates.delta_updates).items()
+            for path, value in base.leaves_by_path(updates.delta_updates).items()
             if self._replaces(base.path_name(path))
         }
         return optimized.replace(
@@ -355,10 +353,11 @@ class ConditionalUpdateTransformation(UpdateTransformation):
 
     def _unless(self, should_update: Tensor, transformed: Updates, updates: Updates) -> Any:
         """Returns in-place updates that keep parameters in skipped steps."""
-        before, values = _flat(updates.inplace_updates), _flat(updates.param_values())
+        values = base.leaves_by_path(updates.param_values())
+        before = values | base.leaves_by_path(updates.inplace_updates)
         leaves = {
-            path: jnp.where(should_update, value, before[path] if path in before else values[path])
-            for path, value in _flat(transformed.inplace_updates).items()
+            path: jnp.where(should_update, value, before[path])
+            for path, value in base.leaves_by_path(transformed.inplace_updates).items()
         }
         return _with_leaves({}, leaves)
 
@@ -371,10 +370,5 @@ def as_update_transformation(cfg: InstantiableConfig) -> UpdateTransformation.Co
 
 
 def _with_leaves(tree: object, leaves: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
-    new: dict[str, Any] = {}
-    for path, value in {**_flat(tree), **leaves}.items():
-        node = new
-        for entry in path[:-1]:
-            node = node.setdefault(entry.key, {})
-        node[path[-1].key] = value
-    return new
+    merged = {**base.leaves_by_path(tree), **leaves}
+    return unflatten_dict({tuple(part.key for part in path): x for path, x in merged.items()})

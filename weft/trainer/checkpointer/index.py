@@ -21,6 +21,7 @@ from weft.errors import CheckpointStateError, CheckpointStructureError, DamagedC
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.serialization.untrusted import read_json_file
 from weft.trainer.checkpointer.host_state import PythonSavable
+from weft.traverse_util import unflatten_dict
 from weft.typing import DType, Nested
 
 INDEX = "index"
@@ -177,16 +178,12 @@ def read_state_spec(ckpt_dir: str) -> Nested[Any]:
     The result has nested dicts by the parts of each path, with a `TensorSpec` for each array, and
     Python values. Savable objects are omitted.
     """
-    tree: dict[str, Any] = {}
-    for path, entry in read_index_file(ckpt_dir):
-        if isinstance(entry, Mapping) and "shape" not in entry:
-            continue
-        *above, name = path.split("/")
-        node = tree
-        for part in above:
-            node = node.setdefault(part, {})
-        node[name] = _tensor_spec(entry) if isinstance(entry, Mapping) else entry
-    return tree
+    leaves = {
+        path: _tensor_spec(entry) if isinstance(entry, Mapping) else entry
+        for path, entry in read_index_file(ckpt_dir)
+        if not isinstance(entry, Mapping) or "shape" in entry
+    }
+    return unflatten_dict(leaves, sep="/")
 
 
 def _tensor_spec(entry: Mapping[str, Any]) -> TensorSpec:

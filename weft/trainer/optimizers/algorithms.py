@@ -14,8 +14,7 @@ import optax
 
 from weft.errors import OptimizerArgumentError
 from weft.hierarchy.base_layer import NestedParameterSpec
-from weft.trainer.optimizers import base, transformations
-from weft.trainer.optimizers.clipping import clip_by_block_rms
+from weft.trainer.optimizers import base, clipping, transformations
 from weft.trainer.schedule import Schedule
 from weft.typing import DType, NestedTensor, Tensor
 
@@ -194,7 +193,7 @@ def adafactor_optimizer(
     """
     parts = [transformations.scale_by_factored_rms(b2, factored=factored, eps=eps)]
     if clipping_threshold is not None:
-        parts.append(clip_by_block_rms(clipping_threshold))
+        parts.append(clipping.clip_by_block_rms(clipping_threshold))
     parts.append(
         transformations.scale_by_schedule(
             transformations.scale_from_learning_rate(learning_rate, flip_sign=False)
@@ -324,9 +323,9 @@ def adastar_optimizer(
             (update_ema_decay, update_ema_debias),
             eps=eps,
             eps_square=eps_square,
-            clip=clip_by_block_rms(raw_update_clipping_threshold, summary_suffix=raw),
+            clip=clipping.clip_by_block_rms(raw_update_clipping_threshold, summary_suffix=raw),
         ),
-        clip_by_block_rms(None, summary_suffix=smoothed),
+        clipping.clip_by_block_rms(None, summary_suffix=smoothed),
     ]
     if adam_update_transformation is not None:
         parts.append(adam_update_transformation)

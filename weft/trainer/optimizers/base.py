@@ -112,6 +112,11 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def leaves_by_path(tree: object) -> dict[tuple[Any, ...], Any]:
+    """Returns the leaves of a tree by their JAX key paths."""
+    return dict(jax.tree_util.tree_leaves_with_path(tree))
+
+
 def report(name: str, value: jax.typing.ArrayLike) -> None:
     """Adds a summary to the current invocation, if any, in place of an earlier one of that name."""
     context = current_context()
@@ -161,7 +166,7 @@ def mirrored_partition(init: Callable[[Any], Any]) -> TransformPartitionSpecFn:
     """
 
     def partition(param_specs: NestedParameterSpec) -> NestedOptStateSpec:
-        spec_at = dict(jax.tree_util.tree_flatten_with_path(param_specs)[0])
+        spec_at = leaves_by_path(param_specs)
 
         def abstract(spec: TensorSpec) -> jax.ShapeDtypeStruct:
             dtype = jnp.float32 if spec.dtype is None else spec.dtype

@@ -55,7 +55,7 @@ class EventFile:
         self._records = tensorboardX.RecordWriter(path)
         self._at_exit = weakref.finalize(self, _close, self._records)
         try:
-            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            self._write(file_version="brain.Event:2")
             self.flush()
         except OSError:
             # On a full disk, files can be created but not filled; do not leave empty ones.
@@ -65,18 +65,16 @@ class EventFile:
 
     def add(self, summary: Any, step: int) -> None:
         """Writes a `Summary` protocol buffer; after an OSError the file must be closed."""
-        event = Event(wall_time=time.time(), step=step, summary=summary)
-        self._records.write(event.SerializeToString())
+        self._write(step=step, summary=summary)
 
     def start_session(self, step: int) -> None:
         """Marks events of this and later steps in other files as void for readers."""
-        log = SessionLog(status=SessionLog.START)
-        self._write(Event(wall_time=time.time(), step=step, session_log=log))
+        self._write(step=step, session_log=SessionLog(status=SessionLog.START))
 
     def add_checkpoint(self, checkpoint_path: str, step: int) -> None:
         """Records that a checkpoint was saved."""
         log = SessionLog(status=SessionLog.CHECKPOINT, checkpoint_path=checkpoint_path)
-        self._write(Event(wall_time=time.time(), step=step, session_log=log))
+        self._write(step=step, session_log=log)
 
     def flush(self) -> None:
         self._records.flush()
@@ -85,8 +83,8 @@ class EventFile:
         """Flushes the file if possible, and closes it."""
         self._at_exit()
 
-    def _write(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())
+    def _write(self, **fields: object) -> None:
+        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def _close(records: Any) -> None:
