@@ -68,10 +68,6 @@ def _add(
     return parser
 
 
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help=_RECIPE)
-
-
 def _sentence(summary: str) -> str:
     return summary[0].upper() + summary[1:] + "."
 
@@ -87,7 +83,8 @@ def _add_recipe_and_overrides(parser: argparse.ArgumentParser, text: str) -> Non
     )
 
 
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
+def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help=_RECIPE)
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -234,8 +231,7 @@ def _add_config(commands: _Commands) -> None:
         actions, "show", "configs:show_or_diff", "print a config as text that Weft can read"
     )
     show.set_defaults(action="show")
-    _add_recipe(show)
-    _add_overrides(show)
+    _add_config_arguments(show)
     show.add_argument(
         "--defaults", action="store_true", help="also print fields that have their default values"
     )
@@ -261,16 +257,14 @@ def _add_sample(commands: _Commands) -> None:
     )
     _add_dir(sample)
     sample.add_argument("--prompt", default="", help="start of the text")
-    sample.add_argument(
-        "--tokens", type=int, default=256, help="maximum number of tokens to generate (%(default)s)"
-    )
-    sample.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        help="0 for greedy decoding, 1 for the model's own distribution (%(default)s)",
-    )
-    sample.add_argument("--seed", type=int, default=0, help="seed of the sampling (%(default)s)")
+    for name, default, text in (
+        ("tokens", 256, "maximum number of tokens to generate"),
+        ("temperature", 0.8, "0 for greedy decoding, 1 for the model's own distribution"),
+        ("seed", 0, "seed of the sampling"),
+    ):
+        sample.add_argument(
+            f"--{name}", type=type(default), default=default, help=f"{text} (%(default)s)"
+        )
     _add_allow(sample)
 
 
@@ -335,8 +329,7 @@ def _add_tabulate(commands: _Commands) -> None:
         "tabulate:run",
         "print the model as a table, without allocating its arrays",
     )
-    _add_recipe(tabulate)
-    _add_overrides(tabulate)
+    _add_config_arguments(tabulate)
     _add_allow(tabulate)
 
 
@@ -385,8 +378,7 @@ def _add_check(commands: _Commands) -> None:
         "  weft check lm --mesh fsdp=4,model=2\n"
         "  weft check lm --mesh data=-1,model=4 --devices v5p-128 --slices 2\n",
     )
-    _add_recipe(check)
-    _add_overrides(check)
+    _add_config_arguments(check)
     _add_allow(check)
     _add_mesh(check)
     check.add_argument(
@@ -402,7 +394,6 @@ def _add_check(commands: _Commands) -> None:
 
 def list_recipes(arguments: argparse.Namespace) -> int:
     """Prints the recipes, the default one first."""
-    del arguments
     width = max(len(recipe.name) for recipe in RECIPES)
     for recipe in RECIPES:
         default = " (the default)" if recipe is RECIPES[0] else ""

@@ -64,22 +64,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _verify(found: Mapping[int, str], console: Console) -> int:
     """Prints whether each checkpoint is intact, and names every damaged file."""
-    damaged = []
+    num_damaged = 0
     for step, directory in found.items():
         damage = find_damage(directory, step=step)
-        if damage:
-            damaged.append(step)
+        num_damaged += bool(damage)
         num_files, size = len(list_files(directory)), bytes_text(_size_of_files(directory))
         state = "DAMAGED" if damage else f"intact: {num_files:,} files, {size}"
         console.print(f"step {step:,}  {directory}  {state}", soft_wrap=True)
         for line in damage:
             console.print(f"  {line}", soft_wrap=True, markup=False)
-    if damaged:
+    if num_damaged:
         console.print(
-            f"{len(damaged)} of {len(found)} checkpoints are damaged. A resumed run skips "
+            f"{num_damaged} of {len(found)} checkpoints are damaged. A resumed run skips "
             "them; delete them, or restore their files from a copy."
         )
-    return 1 if damaged else 0
+    return 1 if num_damaged else 0
 
 
 def _size_of_files(directory: str) -> int:

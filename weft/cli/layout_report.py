@@ -19,8 +19,7 @@ from weft.core import logical
 from weft.core.axis_rules import Rules
 from weft.core.rules_report import Finding, FindingKind, check_rules
 from weft.core.spmd import axes_of
-from weft.hierarchy.module import Module
-from weft.hierarchy.parameter_spec import ParameterSpec, TensorSpec
+from weft.hierarchy import Module, ParameterSpec, TensorSpec
 from weft.typing import Nested
 
 
@@ -124,16 +123,14 @@ def _fired(axes: Sequence[Any], spec: PartitionSpec, rules: Rules) -> str:
 
 
 def _set_at(model: Module | None, path: str) -> str:
-    module = model
-    for name in path.split("/"):
-        below = module.children.get(name) if module is not None else None
-        if below is None:
-            break
-        module = below
-    config = module.config if module is not None else None
-    if config is None or "param_partition_spec" not in config.keys():  # noqa: SIM118
+    if model is None:
         return ""
-    line = origin(config, "param_partition_spec")
+    for name in path.split("/"):
+        if name not in model.children:
+            break
+        model = model.children[name]
+    has_layout = "param_partition_spec" in model.config.keys()  # noqa: SIM118
+    line = origin(model.config, "param_partition_spec") if has_layout else None
     if line is None:
         return ""
     file, package = Path(line.file), Path(weft.__file__).parent

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import re
 import tempfile
 from typing import Any
 
@@ -21,15 +22,15 @@ from rich.table import Table
 from weft.cli.configs import load_config
 from weft.cli.display import table_console
 from weft.cli.train import split_arguments
-from weft.config import ConfigBase, config_for_function
+from weft.config import config_for_function
 from weft.errors import LearningRateSearchError
 from weft.trainer.checkpointer.checkpointer import BaseCheckpointer
 from weft.trainer.progress import RunListener
 from weft.trainer.schedule import ScheduleFn
 from weft.trainer.summary_writer.base import NoOpWriter
 from weft.trainer.trainer import SpmdTrainer
-from weft.trainer.trainer_config_modifier import apply_config_modifiers
-from weft.typing import Nested, T, Tensor
+from weft.trainer.trainer_config_modifier import apply_config_modifiers, find_values, outermost
+from weft.typing import Nested, Tensor
 
 _SMOOTHING = 0.9
 _DIVERGED = 4.0
@@ -88,7 +89,8 @@ def find_learning_rate(
         )
     sweep = {"min_rate": min_rate, "max_rate": max_rate, "num_steps": num_steps}
     cfg = apply_config_modifiers(cfg).clone()
-    fields = _rate_fields(cfg.learner)
+    is_rate = re.compile(r"(.*\.)?learning_rate").fullmatch
+    fields = outermost(find_values(cfg.learner, lambda path, value: is_rate(path)))
     if not fields:
         raise LearningRateSearchError(
             "the learner's config has no field `learning_rate` to sweep; use an optimizer with an "
@@ -118,19 +120,6 @@ def find_learning_rate(
         smoothed.append(total / (1 - _SMOOTHING ** (i + 1)))
     suggestion, names = _suggestion(rates, smoothed), [f"learner.{f}" for f in fields]
     return LearningRateSearch(rates, losses.values, smoothed, suggestion, names)
-
-
-def _rate_fields(learner: ConfigBase) -> list[str]:
-    found = []
-
-    def enter(path: str, value: object, children: T) -> T | None:
-        if path.rpartition(".")[2] == "learning_rate":
-            found.append(path)
-            return None
-        return children
-
-    learner.visit(visit_fn=lambda path, value: None, enter_fn=enter)
-    return found
 
 
 def _suggestion(rates: list[float], smoothed: list[float]) -> float:
@@ -172,14 +161,7 @@ class NoCheckpoints(BaseCheckpointer):
 
     Config = BaseCheckpointer.Config
 
-    def save(
-        self,
-        *,
-        step: int,
-        state: Nested[Any],
-        evaler_summaries: dict[str, Any] | None = None,
-        force: bool = False,
-    ) -> bool:
+    def save(self, **kwargs: object) -> bool:
         return False
 
     def restore(

@@ -11,8 +11,7 @@ import numpy as np
 
 from weft.cli import display
 from weft.cli.configs import load_config
-from weft.hierarchy.module import Module, functional
-from weft.hierarchy.parameter_spec import ParameterSpec
+from weft.hierarchy import Module, ParameterSpec, functional
 from weft.trainer.mesh import rules_of
 from weft.trainer.model import build_model
 from weft.trainer.profiling import Flops, count_flops

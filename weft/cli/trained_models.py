@@ -18,14 +18,13 @@ from weft.config import maybe_instantiate, to_text
 from weft.core.axis_rules import logical_axis_rules
 from weft.errors import CheckpointNotFoundError, CommandLineError
 from weft.functional import scale_by
-from weft.hierarchy.lora import merge_adapters
-from weft.hierarchy.lora_setters import without_lora
-from weft.hierarchy.module import Module, functional
+from weft.hierarchy import Module, functional, merge_adapters, without_lora
 from weft.input.text import Tokenizer
 from weft.serialization import save_safetensors
 from weft.trainer.checkpointer.index import CheckpointValidationType
+from weft.trainer.decoding_evaler import until_end
 from weft.trainer.mesh import build_mesh, rules_of
-from weft.trainer.model import LibraryModel, build_model
+from weft.trainer.model import LibraryModel, build_model, cast_floats
 from weft.trainer.run_dir import CHECKPOINTS_DIR, find_fields
 from weft.trainer.trainer import SpmdTrainer
 from weft.typing import NestedTensor, Tensor
@@ -141,8 +140,7 @@ def generate(
     sample = jax.jit(make(model, ids, num_tokens, temperature))
     # The result omits the first token.
     added = np.asarray(sample(params, jax.random.key(seed)))[len(ids) - 1 :]
-    ends = np.flatnonzero((added == tokenizer.eos_id) | (added == tokenizer.pad_id))
-    return tokenizer.decode(added[: ends[0]] if len(ends) else added)
+    return tokenizer.decode(until_end(added, tokenizer))
 
 
 def can_generate(model: Module) -> bool:
@@ -212,11 +210,7 @@ def export(arguments: argparse.Namespace) -> int:
     to_file = arguments.to.endswith(".safetensors")
     if arguments.merge or not to_file:
         model_cfg, params = without_lora(model_cfg), merge_adapters(model, params)
-    if arguments.dtype is not None:
-        params = jax.tree.map(
-            lambda x: x.astype(arguments.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
-            params,
-        )
+    params = cast_floats(params, arguments.dtype)
     max_shard_bytes = int(arguments.max_file_gb * 1e9)
     if to_file:
         # Describes the model, so that the file is useful without the run.

@@ -99,9 +99,7 @@ def connect_peers(timeout_seconds: float) -> peers.Peers | None:
     if index:
         hosts, port, token = _broadcast(None, timeout_seconds)
         addresses = [(host, port) for host in hosts]
-        return _join(
-            addresses, index, count, token, timeout_seconds, peers.HEARTBEAT_TIMEOUT_SECONDS
-        )
+        return _join(addresses, index, count, token, timeout_seconds)
     with socket.create_server(("", 0)) as server:
         name, port, token = socket.gethostname(), server.getsockname()[1], secrets.token_hex(16)
         own_address = name
@@ -276,7 +274,7 @@ def _join(
     count: int,
     token: str,
     timeout_seconds: float,
-    heartbeat_timeout_seconds: float,
+    heartbeat_timeout_seconds: float = peers.HEARTBEAT_TIMEOUT_SECONDS,
 ) -> peers.Peers:
     """Connects to process 0 and waits until it has all processes."""
     hello = {"process": index, "of": count, "token": token}

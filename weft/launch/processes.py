@@ -186,10 +186,9 @@ class ProcessGroup:
                 continue
             ended.append(self._described(index, moment))
             if ended[-1].code and failed is None:
-                failed = ended[-1] if self._stopped_by is None else None
-                # Asks the others to stop.
                 if self._stopped_by is None:
-                    self._forward_signal(signal.SIGTERM)
+                    failed = ended[-1]
+                    self._forward_signal(signal.SIGTERM)  # asks the others to stop
                 self._end_within(self._failure_grace_seconds)
         return Outcome(tuple(ended), failed, self._stopped_by)
 

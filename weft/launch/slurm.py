@@ -107,8 +107,8 @@ class SlurmJob(Job):
         for name, value in self.directives().items():
             lines.append(f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}")
         lines += ["", "set -eo pipefail", *cfg.setup, ""]
-        lines += [f"export {name}={shlex.quote(value)}" for name, value in self._variables()]
         lines += [
+            *self._exports(),
             "# The processes meet on the first node; Slurm tells each of them which one it is.",
             'first_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"',
             f'export {COORDINATOR_ADDRESS}="$first_node:$((61440 + SLURM_JOB_ID % 4096))"',
@@ -135,9 +135,10 @@ class SlurmJob(Job):
         of_cores = [] if cores is None else [f"--cpus-per-task={cores}"]
         return ["--kill-on-bad-exit=1", *of_cores]
 
-    def _variables(self) -> list[tuple[str, str]]:
+    def _exports(self) -> list[str]:
         again = TRY_AGAIN if self.config.max_tries > 1 else {}
-        return list({**self.environment, **again}.items())
+        variables = {**self.environment, **again}
+        return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 
     def submit(self, folder: str = "slurm") -> str:
         """Submits the job with submitit, on a machine that has `sbatch`; returns its number.
@@ -166,7 +167,6 @@ class SlurmJob(Job):
         given = self.directives()
         nodes, per_node = int(given.pop("nodes")), int(given.pop("ntasks-per-node"))
         del given["output"]  # submitit manages the logs
-        exports = [f"export {name}={shlex.quote(value)}" for name, value in self._variables()]
         try:
             executor = submitit.SlurmExecutor(folder)
             executor.update_parameters(
@@ -174,7 +174,7 @@ class SlurmJob(Job):
                 ntasks_per_node=per_node,
                 job_name=given.pop("job-name"),
                 additional_parameters={name: value or True for name, value in given.items()},
-                setup=[*self.config.setup, *exports, _TOKEN_LINE],
+                setup=[*self.config.setup, *self._exports(), _TOKEN_LINE],
                 srun_args=self._srun_options(),
             )
             return executor.submit(subprocess.check_call, list(self.config.command)).job_id

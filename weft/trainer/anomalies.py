@@ -57,6 +57,13 @@ class LossTrack(NamedTuple):
     bad_gradients: Any
 
 
+_NO_STEPS = LossTrack(
+    *(np.int32(0), np.float32(0), np.float32(0), np.int32(0), np.int32(0)),
+    *(np.False_, np.False_, np.zeros(0, bool), np.zeros(0, bool)),
+)
+_SAVED = LossTrack._fields[:5]
+
+
 class AnomalyPolicy(Configurable):
     """Policy for steps with undefined numbers or a loss spike.
 
@@ -185,7 +192,7 @@ class AnomalyGuard:
         self._search = NonfiniteSearch(step)
         self._gradient_names: list[str] = []
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._track = LossTrack(0, 0.0, 0.0, 0, 0, False, False, (), ())
+        self._track = _NO_STEPS
         self._rewinds = 0
 
         def train_step(state_and_track: tuple[TrainerState, LossTrack], batch: NestedTensor) -> Any:
@@ -223,30 +230,21 @@ class AnomalyGuard:
         return Lowered(self._jitted.lower((state, self._replicated_track()), batch), self._run)
 
     def _replicated_track(self) -> LossTrack:
-        track, dtypes = self._track, (jnp.int32, jnp.float32, jnp.float32, jnp.int32, jnp.int32)
-        values: Any = [np.asarray(x, dtype) for x, dtype in zip(track, dtypes, strict=False)]
-        values += [np.zeros((), bool), np.zeros((), bool), np.zeros(0, bool), np.zeros(0, bool)]
-        return jax.device_put(LossTrack._make(values), self._replicated)
+        track = _NO_STEPS._replace(**{name: getattr(self._track, name) for name in _SAVED})
+        return jax.device_put(track, self._replicated)
 
     # The state, for checkpoints.
 
     def get_state(self) -> dict[str, Any]:
         """Returns the averages and counts as JSON values."""
-        track = self._track
-        return {
-            "count": int(track.count),
-            "mean": float(track.mean),
-            "square": float(track.square),
-            "skipped": int(track.skipped),
-            "in_a_row": int(track.in_a_row),
-            "rewinds": self._rewinds,
-        }
+        saved = {name: getattr(self._track, name).item() for name in _SAVED}
+        return {**saved, "rewinds": self._rewinds}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Sets saved averages and counts; rewinds since the start of the process stay counted."""
-        state = dict(state)
-        self._rewinds = max(self._rewinds, state.pop("rewinds"))
-        self._track = self._track._replace(**state)
+        self._rewinds = max(self._rewinds, state["rewinds"])
+        saved = {name: np.asarray(state[name], getattr(_NO_STEPS, name).dtype) for name in _SAVED}
+        self._track = self._track._replace(**saved)
 
     # After a step.
 

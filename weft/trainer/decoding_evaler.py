@@ -112,10 +112,7 @@ class SampleDecoding(BaseMetricCalculator):
         samples = []
         for outputs in all_forward_outputs:
             for prompt, added in zip(outputs["prompts"], outputs["sampled"], strict=True):
-                ends = np.flatnonzero(
-                    np.isin(added, [self._tokenizer.eos_id, self._tokenizer.pad_id])
-                )
-                added = added[: ends[0]] if len(ends) else added
+                added = until_end(added, self._tokenizer)
                 samples.append(
                     {
                         "prompt": self._tokenizer.decode(prompt),
@@ -124,6 +121,12 @@ class SampleDecoding(BaseMetricCalculator):
                     }
                 )
         return samples
+
+
+def until_end(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the tokens before the first one that ends or pads a text."""
+    ends = np.flatnonzero(np.isin(tokens, [tokenizer.eos_id, tokenizer.pad_id]))
+    return tokens[: ends[0]] if len(ends) else tokens
 
 
 class DecodingEvaler(SpmdEvaler):

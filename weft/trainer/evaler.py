@@ -26,8 +26,7 @@ from weft.config import (
 )
 from weft.distributed.preemption import batches_until_stopped
 from weft.errors import EarlyStoppingError, InputDatasetError
-from weft.hierarchy.base_layer import BaseLayer
-from weft.hierarchy.module import Module
+from weft.hierarchy import BaseLayer, Module
 from weft.input import Input, host_to_global_device_array
 from weft.trainer.checkpointer.policy import BestMetric, EvalMetric
 from weft.trainer.metric_calculator import BaseMetricCalculator, ModelSummaryAccumulator
@@ -64,12 +63,7 @@ def every_n_steps_policy(
     >>> [step for step in range(101) if policy(step=step, train_summaries={})]
     [40, 80, 100]
     """
-
-    def policy(*, step: int, train_summaries: dict[str, Any]) -> bool:
-        del train_summaries
-        return step == max_step or (step >= min_step and step % n == 0)
-
-    return policy
+    return lambda *, step, train_summaries: step == max_step or (step >= min_step and step % n == 0)
 
 
 class AtEndPolicy(Configurable):

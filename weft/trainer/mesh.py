@@ -29,6 +29,7 @@ from weft.config import (
     maybe_instantiate,
 )
 from weft.core.axis_rules import Rules, checked_rules
+from weft.core.spmd import axes_of
 from weft.errors import ConfigModifierError, MeshError
 
 MeshShape = Sequence[int]
@@ -69,15 +70,14 @@ def build_mesh(
     devices = jax.devices() if devices is None else devices
     names = tuple(mesh_axis_names)
     axis_types = (jax.sharding.AxisType.Auto,) * len(names)
-    if isinstance(mesh_shape, HybridMeshShape):
-        grid = _hybrid_grid(mesh_shape, names, devices)
-        return jax.sharding.Mesh(grid, names, axis_types=axis_types)
-    (sizes,) = _infer_sizes({"mesh_shape": mesh_shape}, names, len(devices))
-    num_slices = len({_slice_of(device) for device in devices})
-    if num_slices > 1 and devices[0].platform == "tpu":  # make_mesh handles a single slice only
-        grid = _hybrid_grid(over_slices(sizes, num_slices), names, devices)
-        return jax.sharding.Mesh(grid, names, axis_types=axis_types)
-    return jax.make_mesh(sizes, names, axis_types=axis_types, devices=devices)
+    if not isinstance(mesh_shape, HybridMeshShape):
+        (sizes,) = _infer_sizes({"mesh_shape": mesh_shape}, names, len(devices))
+        num_slices = len({_slice_of(device) for device in devices})
+        if num_slices == 1 or devices[0].platform != "tpu":
+            return jax.make_mesh(sizes, names, axis_types=axis_types, devices=devices)
+        mesh_shape = over_slices(sizes, num_slices)  # make_mesh handles a single slice only
+    grid = _hybrid_grid(mesh_shape, names, devices)
+    return jax.sharding.Mesh(grid, names, axis_types=axis_types)
 
 
 def over_slices(mesh_shape: MeshShape, num_slices: int) -> HybridMeshShape:
@@ -205,8 +205,8 @@ def check_divides(path: str, shape: Sequence[int], sharding: jax.sharding.NamedS
     """Raises a MeshError for an axis that is not divisible, or a mesh axis that is missing."""
     sizes = dict(sharding.mesh.shape)
     for i, entry in enumerate(sharding.spec):
-        names = (entry,) if isinstance(entry, str) else entry or ()
-        parts = int(np.prod([sizes[name] for name in names], dtype=np.int64))
+        names = axes_of(entry)
+        parts = math.prod(sizes[name] for name in names)
         if shape[i] % parts:
             raise MeshError(
                 f"{path} of shape {tuple(shape)} is laid out as {sharding.spec}: axis {i} of size "
@@ -219,7 +219,7 @@ def named_sharding(
     mesh: jax.sharding.Mesh, spec: jax.sharding.PartitionSpec, path: str
 ) -> jax.sharding.NamedSharding:
     """Returns the sharding of an array; raises a MeshError for axes that the mesh does not have."""
-    names = {n for e in spec for n in ((e,) if isinstance(e, str) else e or ())}
+    names = {name for entry in spec for name in axes_of(entry)}
     if unknown := sorted(names - set(mesh.axis_names)):
         raise MeshError(
             f"{path} is laid out as {spec}, but the mesh has no axis {unknown}; it has "
@@ -262,10 +262,7 @@ class RulesByKind(Configurable):
         Raises a LogicalAxisError if rules are malformed.
         """
         return KindRules(
-            **{
-                kind: _with_priority(getattr(self.config, kind), rules)
-                for kind in KindRules._fields
-            }
+            *(_with_priority(getattr(self.config, kind), rules) for kind in KindRules._fields)
         )
 
 

@@ -16,9 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class
 from weft.distributed.preemption import InterruptibleJit
 from weft.errors import MetricCalculatorError, did_you_mean
-from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy import BaseLayer, MetricAccumulator
 from weft.hierarchy.context import OutputCollection, fold_in_name
-from weft.hierarchy.metrics import MetricAccumulator
 from weft.hierarchy.module import Module, functional, get_public_method
 from weft.input.dispatch import current_mesh
 from weft.trainer.model import cast_floats

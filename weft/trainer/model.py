@@ -26,9 +26,7 @@ from weft.errors import (
     TrainDtypeError,
     did_you_mean,
 )
-from weft.hierarchy.base_layer import BaseLayer
-from weft.hierarchy.metrics import WeightedScalar
-from weft.hierarchy.module import Module, nowrap
+from weft.hierarchy import BaseLayer, Module, WeightedScalar, nowrap
 from weft.interop.hierarchy import InHierarchy
 from weft.trainer.optimizers.base import tree_paths
 from weft.typing import DType, Nested, NestedTensor, T, Tensor

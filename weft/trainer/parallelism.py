@@ -19,21 +19,11 @@ https://arxiv.org/abs/2205.05198 (seq).
 
 from typing import Any
 
+from weft import hierarchy
 from weft.config import ConfigBase, ConfigModifier, InstantiableConfig, config_class
 from weft.errors import ConfigModifierError
-from weft.hierarchy.attention.feed_forward import TransformerFeedForwardLayer
-from weft.hierarchy.attention.multihead_attention import MultiheadAttention
-from weft.hierarchy.attention.pipelined_stack import PipelinedTransformerLayer
-from weft.hierarchy.attention.stack import RepeatedTransformerLayer, StackedTransformerLayer
-from weft.hierarchy.causal_lm import Model
-from weft.hierarchy.config_setters import (
-    set_attention_partition_specs,
-    set_feed_forward_partition_specs,
-)
-from weft.hierarchy.decoder import Decoder, LmHead
-from weft.hierarchy.layers.embedding import Embedding
-from weft.hierarchy.layers.normalization import LayerNorm, RMSNorm
-from weft.hierarchy.mixture_of_experts.feed_forward import TransformerFeedForwardMoE
+from weft.hierarchy import causal_lm, config_setters
+from weft.trainer.trainer_config_modifier import find_values, outermost
 from weft.typing import PartitionSpec
 
 MESH_AXIS_NAMES = ("pipeline", "data", "expert", "fsdp", "seq", "model")
@@ -126,39 +116,18 @@ class ParallelismModifier(ConfigModifier):
         )
 
 
-def _layers(model: ConfigBase) -> list[tuple[str, Any]]:
-    """Returns the configs of classes in a model's config, with their paths."""
-    found: list[tuple[str, Any]] = []
-
-    def enter(path: str, value: object, children: list | None) -> list | None:
-        if isinstance(getattr(value, "klass", None), type):
-            found.append((path, value))
-        return children
-
-    model.visit(visit_fn=lambda path, value: None, enter_fn=enter)
-    return found
-
-
 def _into_stages(model: ConfigBase, num_stages: int, num_microbatches: int) -> None:
-    stacks = [
-        (path, cfg)
-        for path, cfg in _layers(model)
-        if issubclass(cfg.klass, RepeatedTransformerLayer | StackedTransformerLayer)
-    ]
-    # Only the outermost ones; those inside them are parts of a stage.
-    outer = [
-        (path, cfg)
-        for path, cfg in stacks
-        if not any(path.startswith(f"{other}.") for other, _ in stacks)
-    ]
-    if num_stages < 1 or not outer:
+    kinds = (hierarchy.RepeatedTransformerLayer, hierarchy.StackedTransformerLayer)
+    # Those inside another one are parts of a stage.
+    stacks = outermost(find_values(model, lambda path, x: config_setters.is_config_of(x, kinds)))
+    if num_stages < 1 or not stacks:
         raise ConfigModifierError(
             f"ParallelismModifier cannot make a pipeline of pipeline={num_stages} stages: expected "
             "a positive number, and a RepeatedTransformerLayer or StackedTransformerLayer in the "
             "trainer's `model`."
         )
-    for path, stack in outer:
-        pipelined = PipelinedTransformerLayer.default_config().set(
+    for path, stack in stacks.items():
+        pipelined = hierarchy.PipelinedTransformerLayer.default_config().set(
             input_dim=stack.input_dim,
             num_layers=stack.num_layers,
             layer=stack.layer,
@@ -172,18 +141,19 @@ def _into_stages(model: ConfigBase, num_stages: int, num_microbatches: int) -> N
 def _lay_out(model: ConfigBase) -> bool:
     """Sets the layouts of a model's layers; returns whether any belongs to a transformer."""
     has_layers = False
-    for _, cfg in _layers(model):
-        if issubclass(cfg.klass, MultiheadAttention):
-            set_attention_partition_specs(
+    layers = find_values(model, lambda path, x: config_setters.is_config_of(x, hierarchy.Module))
+    for cfg in layers.values():
+        if issubclass(cfg.klass, hierarchy.MultiheadAttention):
+            config_setters.set_attention_partition_specs(
                 cfg, batch_axis_names=BATCH_AXIS_NAMES, set_attn_activation_specs=True
             )
             has_layers = True
-        elif issubclass(cfg.klass, TransformerFeedForwardLayer):
-            set_feed_forward_partition_specs(cfg, batch_axis_names=BATCH_AXIS_NAMES)
+        elif issubclass(cfg.klass, hierarchy.TransformerFeedForwardLayer):
+            config_setters.set_feed_forward_partition_specs(cfg, batch_axis_names=BATCH_AXIS_NAMES)
             # The same as for the residual stream and attention's output, to avoid resharding.
             cfg.linear2.output_partition_spec = _VECTORS
             has_layers = True
-        elif issubclass(cfg.klass, TransformerFeedForwardMoE):
+        elif issubclass(cfg.klass, hierarchy.TransformerFeedForwardMoE):
             cfg.dim_to_mesh_axis_map = dict(_OF_EXPERTS)
             has_layers = True
         else:
@@ -193,19 +163,19 @@ def _lay_out(model: ConfigBase) -> bool:
 
 def _lay_out_around(cfg: ConfigBase) -> None:
     """Sets the layout of a language model's parts around its attention and feed-forward layers."""
-    if issubclass(cfg.klass, Embedding):
+    if issubclass(cfg.klass, hierarchy.Embedding):
         # The table is gathered over fsdp where it is used, like a layer's weights.
         cfg.set(
             param_partition_spec=("model", "fsdp"),
             embedding_partition_spec=("model", None),
             output_partition_spec=_VECTORS,
         )
-    elif issubclass(cfg.klass, LmHead):
+    elif issubclass(cfg.klass, hierarchy.LmHead):
         cfg.param_partition_spec = ("model", "fsdp")
-    elif issubclass(cfg.klass, RMSNorm | LayerNorm):
+    elif issubclass(cfg.klass, hierarchy.RMSNorm | hierarchy.LayerNorm):
         cfg.param_partition_spec = ("fsdp",)
-    elif issubclass(cfg.klass, Decoder):
+    elif issubclass(cfg.klass, hierarchy.Decoder):
         cfg.hidden_state_partition_spec = _VECTORS
         cfg.logits_partition_spec = (BATCH_AXIS_NAMES, "seq", "model")
-    elif issubclass(cfg.klass, Model):
+    elif issubclass(cfg.klass, causal_lm.Model):
         cfg.set(batch_axis_names=BATCH_AXIS_NAMES, seq_axis_names=("seq",))

@@ -25,6 +25,7 @@ import weft
 from weft.config import ConfigBase, diff, from_text, maybe_instantiate, to_text
 from weft.errors import ConfigError, RunDirError
 from weft.serialization.untrusted import read_json_file
+from weft.trainer.trainer_config_modifier import find_values
 
 CONFIG_FILE = "config.txt"
 RECORD_FILE = "run.json"
@@ -156,15 +157,7 @@ def environment() -> dict[str, Any]:
 
 def find_fields(name: str, cfg: ConfigBase) -> dict[str, Any]:
     """Returns all values of fields of a name, such as an input's `corpus`, by path, unless None."""
-    found: dict[str, Any] = {}
-
-    def enter(path: str, value: object, children: list[Any] | None) -> Any:
-        if path.rpartition(".")[2] == name and value is not None:
-            found[path] = value
-        return children
-
-    cfg.visit(visit_fn=lambda path, value: None, enter_fn=enter)
-    return found
+    return find_values(cfg, lambda path, x: path.rpartition(".")[2] == name and x is not None)
 
 
 def _corpora(cfg: ConfigBase) -> dict[str, Any]:

@@ -67,10 +67,7 @@ def polynomial(
     """
     fraction = _fraction_between("polynomial", begin_step, end_step)
 
-    def fn(step):
-        return begin_value + (end_value - begin_value) * fraction(step) ** power
-
-    return fn
+    return lambda step: begin_value + (end_value - begin_value) * fraction(step) ** power
 
 
 def exponential(
@@ -98,10 +95,7 @@ def exponential(
     fraction = _fraction_between("exponential", begin_step, end_step)
     log_begin, log_end = math.log(begin_value), math.log(end_value)
 
-    def fn(step):
-        return jnp.exp(log_begin + (log_end - log_begin) * fraction(step))
-
-    return fn
+    return lambda step: jnp.exp(log_begin + (log_end - log_begin) * fraction(step))
 
 
 def _fraction_between(name: str, begin_step: int, end_step: int) -> ScheduleFn:
@@ -202,11 +196,7 @@ def adafactor_decay_rate(c: float = 0.8, step_offset: int = 0) -> ScheduleFn:
     >>> round(float(adafactor_decay_rate(c=1.0)(3)), 6)
     0.75
     """
-
-    def fn(step):
-        return 1.0 - (jnp.maximum(step - step_offset, 0) + 1.0) ** -c
-
-    return fn
+    return lambda step: 1.0 - (jnp.maximum(step - step_offset, 0) + 1.0) ** -c
 
 
 def decay_bias_correction(decay: float) -> ScheduleFn:

@@ -16,8 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from weft.core.axis_rules import Rules, logical_axis_rules
-from weft.hierarchy.base_layer import BaseLayer
-from weft.hierarchy.parameter_spec import NestedParameterSpec, TensorSpec
+from weft.hierarchy import BaseLayer, NestedParameterSpec, TensorSpec
 from weft.input import Input, PrefetchingIterator, host_to_global_device_array
 from weft.trainer.learner import BaseLearner
 from weft.trainer.mesh import KindRules, check_divides, named_sharding

@@ -30,8 +30,7 @@ import jax
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class, maybe_instantiate
 from weft.distributed.preemption import InterruptibleJit, barrier_after
 from weft.errors import StateBuilderError
-from weft.hierarchy.lora_setters import base_state, with_base_state
-from weft.hierarchy.module import Module
+from weft.hierarchy import Module, base_state, with_base_state
 from weft.interop.huggingface import load_huggingface_params
 from weft.serialization import load_safetensors
 from weft.trainer.checkpointer.checkpointer import Checkpointer

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from weft.hierarchy.module import Module, functional
-from weft.hierarchy.parameter_spec import NestedParameterSpec
+from weft.hierarchy import Module, NestedParameterSpec, functional
 from weft.input import Input
 from weft.trainer.gradients import with_gradient_layouts
 from weft.trainer.model import PerParamDType, cast_for_forward, check_outputs, explain_call_errors

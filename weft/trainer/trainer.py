@@ -38,8 +38,7 @@ from weft.distributed.peers import StopRequest
 from weft.distributed.preemption import GracefulStop, StopRun, barrier_after, graceful_stop
 from weft.distributed.watchdog import Watchdog
 from weft.errors import CheckpointSaveError
-from weft.hierarchy.base_layer import BaseLayer
-from weft.hierarchy.module import Module, nowrap
+from weft.hierarchy import BaseLayer, Module, nowrap
 from weft.input import Input, PrefetchingIterator
 from weft.trainer import state as state_lib
 from weft.trainer.anomalies import AnomalyGuard, AnomalyPolicy, check_loss

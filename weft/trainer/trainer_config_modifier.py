@@ -17,7 +17,7 @@ Every modifier changes the given config in place and returns it. A path without 
 since a change without effect is a mistake.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weft.config import (
@@ -34,12 +34,29 @@ from weft.config import (
 )
 from weft.config.configurable import needs_allow
 from weft.errors import ConfigModifierError, UnknownFieldError, did_you_mean
-from weft.hierarchy.base_layer import BaseLayer, RematSpec
-from weft.hierarchy.metrics import MetricAccumulator
-from weft.hierarchy.module import Module
+from weft.hierarchy import BaseLayer, MetricAccumulator, Module, RematSpec
 from weft.trainer.gradients import with_minibatch_steps
 from weft.trainer.mesh import HybridMeshShape, MeshShape
-from weft.typing import MeshAxes, PartitionSpec
+from weft.typing import MeshAxes, PartitionSpec, T
+
+
+def find_values(cfg: ConfigBase, wanted: Callable[[str, Any], object]) -> dict[str, Any]:
+    """Returns by path the values in a config, and itself, whose path and value fit a condition."""
+    found: dict[str, Any] = {}
+
+    def enter(path: str, value: object, children: list | None) -> list | None:
+        if wanted(path, value):
+            found[path] = value
+        return children
+
+    cfg.visit(visit_fn=lambda path, value: None, enter_fn=enter)
+    return found
+
+
+def outermost(found: Mapping[str, T]) -> dict[str, T]:
+    """Returns the values that are not inside another one, given values of a config by path."""
+    below = tuple(f"{path}{separator}" for path in found for separator in ".[")
+    return {path: value for path, value in found.items() if not path.startswith(below)}
 
 
 def _config_at(modifier: ConfigModifier, cfg: ConfigBase, path: str) -> ConfigBase:
@@ -219,14 +236,7 @@ class ReplaceLayerConfigModifier(ConfigModifier):
 
     def __call__(self, cfg: InstantiableConfig) -> Any:
         target = self.config.target_cls
-        paths: list[str] = []
-
-        def enter(path: str, value: object, children: list | None) -> list | None:
-            if path and getattr(value, "klass", None) is target:
-                paths.append(path)
-            return children
-
-        cfg.visit(visit_fn=lambda path, value: None, enter_fn=enter)
+        paths = find_values(cfg, lambda path, x: path and getattr(x, "klass", None) is target)
         if not paths:
             raise ConfigModifierError(
                 f"{type(self).__name__} finds no config of {target.__name__} to replace."

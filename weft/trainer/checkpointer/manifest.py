@@ -148,12 +148,10 @@ def _digest_of_file(path: str, into: memoryview | None = None) -> str:
 
 
 def _digest_of_json(value: Mapping[str, Any]) -> str:
-    digest = _xxh3()
-    digest.update(json.dumps(value, sort_keys=True).encode())
-    return digest.hexdigest()
+    return _xxh3(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _xxh3() -> Any:
+def _xxh3(data: bytes = b"") -> Any:
     try:
         import xxhash
     except ImportError as error:
@@ -161,4 +159,4 @@ def _xxh3() -> Any:
             "checkpoints need the package 'xxhash', which is not installed. Install the training "
             'dependencies: pip install "weft[train]".'
         ) from error
-    return xxhash.xxh3_128()
+    return xxhash.xxh3_128(data)

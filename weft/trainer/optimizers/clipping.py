@@ -150,11 +150,9 @@ class DropNormThresholdFn(Protocol):
 
 def drop_norm_by_grad_norm_ema(multipliers: Sequence[float] = (20, 40, 100)) -> DropNormThresholdFn:
     """Returns thresholds at multiples of the mean norm; the first step has none."""
-
-    def fn(*, count: Tensor, mean: Tensor, stddev: Tensor) -> dict[str, Tensor]:
-        return {f"{m}x_ema": jnp.where(count > 0, mean * m, jnp.inf) for m in multipliers}
-
-    return fn
+    return lambda *, count, mean, stddev: {
+        f"{m}x_ema": jnp.where(count > 0, mean * m, jnp.inf) for m in multipliers
+    }
 
 
 def drop_norm_by_grad_norm_stddev(
@@ -164,14 +162,10 @@ def drop_norm_by_grad_norm_stddev(
 
     There are no thresholds in the first `min_count` steps.
     """
-
-    def fn(*, count: Tensor, mean: Tensor, stddev: Tensor) -> dict[str, Tensor]:
-        return {
-            f"{m}x_stddev": jnp.where(count >= min_count, mean + stddev * m, jnp.inf)
-            for m in multipliers
-        }
-
-    return fn
+    return lambda *, count, mean, stddev: {
+        f"{m}x_stddev": jnp.where(count >= min_count, mean + stddev * m, jnp.inf)
+        for m in multipliers
+    }
 
 
 class SkipClipState(NamedTuple):

@@ -79,7 +79,6 @@ class SummaryWriter(PeriodicWriter):
     def log_checkpoint(
         self, ckpt_dir: str, *, state: Nested[Any], action: CheckpointerAction, step: int = 0
     ) -> None:
-        del state
         if action == CheckpointerAction.SAVE:
             self._write(lambda file: file.add_checkpoint(ckpt_dir, step))
         else:
@@ -119,7 +118,6 @@ class SummaryWriter(PeriodicWriter):
 
     @processor_zero_only
     def close(self, *, failed: bool = False) -> None:
-        del failed
         self.flush()
         self._drop_file()
 
@@ -193,7 +191,6 @@ class JsonLinesWriter(PeriodicWriter):
     def log_checkpoint(
         self, ckpt_dir: str, *, state: Nested[Any], action: CheckpointerAction, step: int = 0
     ) -> None:
-        del state
         self._append(step, checkpoint={"action": action.value, "dir": ckpt_dir})
 
     @processor_zero_only

@@ -136,7 +136,6 @@ class WandBWriter(_TrackerWriter):
 
     @processor_zero_only
     def log_config(self, config: ConfigBase, step: int = 0) -> None:
-        del step
         self._start_run()
         self._package.config.update(self.format_config(config), allow_val_change=True)
 
@@ -154,9 +153,7 @@ class WandBWriter(_TrackerWriter):
         >>> WandBWriter.format_config(config_for_function(round).set(number=2.5))
         {'fn': "'round'", 'ndigits': None, 'number': 2.5}
         """
-        if isinstance(val, ConfigBase):
-            return {name: WandBWriter.format_config(value) for name, value in val.items()}
-        if isinstance(val, dict):
+        if isinstance(val, ConfigBase | dict):
             return {str(name): WandBWriter.format_config(value) for name, value in val.items()}
         if type(val) in (list, tuple):
             return [WandBWriter.format_config(value) for value in val]
