@@ -13,16 +13,10 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+from weft import errors
 from weft.config import values
 from weft.core.frozen_dict import FrozenDict
-from weft.errors import (
-    CursorAttributeError,
-    CursorFindError,
-    CursorIndexError,
-    CursorKeyError,
-    CursorTypeError,
-    TraverseTreeError,
-)
+from weft.errors import CursorFindError, TraverseTreeError
 
 __all__ = [
     "AccessType",
@@ -147,10 +141,10 @@ class Cursor(Generic[A]):
     def __getitem__(self, key: object) -> "Cursor[Any]":
         obj = self._obj
         if not isinstance(obj, Indexable):
-            raise CursorTypeError(f"{self._path} is {obj!r}, which has no elements.")
+            raise errors.CursorTypeError(f"{self._path} is {obj!r}, which has no elements.")
         if isinstance(obj, Mapping):
             if key not in obj and key not in self._children:
-                raise CursorKeyError(
+                raise errors.CursorKeyError(
                     f"{self._path} has no entry {key!r}, it has {list(obj)}; assign to it to add "
                     "one."
                 )
@@ -165,7 +159,7 @@ class Cursor(Generic[A]):
         if is_named_tuple(self._obj) and name in self._obj._fields:
             return self[self._obj._fields.index(name)]
         if not hasattr(self._obj, name):
-            raise CursorAttributeError(
+            raise errors.CursorAttributeError(
                 f"{self._path} has no attribute {name!r}, it is {self._obj!r}; an entry of a "
                 f"mapping is written [{name!r}]."
             )
@@ -186,13 +180,13 @@ class Cursor(Generic[A]):
 
     def _index(self, key: Any) -> int:
         if isinstance(key, slice):
-            raise CursorTypeError(
+            raise errors.CursorTypeError(
                 f"{self._path} was indexed with {key}, and a cursor points to one element; loop "
                 "over the indices."
             )
         n, index = len(self._obj), operator.index(key)
         if not -n <= index < n:
-            raise CursorIndexError(f"{self._path} has {n} elements and none at {index}.")
+            raise errors.CursorIndexError(f"{self._path} has {n} elements and none at {index}.")
         return index % n
 
     def __setitem__(self, key: object, value: object) -> None:
@@ -213,10 +207,12 @@ class Cursor(Generic[A]):
             wanted = f"{self._path}{_access_text(key, access)} cannot be set"
             kind = type(self._obj).__name__
             if fields := _fields(self._obj):
-                raise CursorAttributeError(f"{wanted}: a {kind} has the fields {fields}.")
+                raise errors.CursorAttributeError(f"{wanted}: a {kind} has the fields {fields}.")
             if isinstance(self._obj, Mapping | list | tuple):
-                raise CursorTypeError(f"{wanted}: write [{key!r}] for an element of a {kind}.")
-            raise CursorTypeError(
+                raise errors.CursorTypeError(
+                    f"{wanted}: write [{key!r}] for an element of a {kind}."
+                )
+            raise errors.CursorTypeError(
                 f"{wanted}: a {kind} is changed as a whole, an array as in "
                 "c['w'] = array.at[i].set(x)."
             )
@@ -345,10 +341,10 @@ class Cursor(Generic[A]):
 
     @property
     def _path(self) -> str:
+        if self._parent_key is None:
+            return "cursor"
         above = self._parent_key
-        return (
-            above.parent._path + _access_text(above.key, above.access_type) if above else "cursor"
-        )
+        return above.parent._path + _access_text(above.key, above.access_type)
 
     def __repr__(self) -> str:
         changes = {key: self._children[key] for key in self._children if self._is_changed(key)}
@@ -359,7 +355,7 @@ class Cursor(Generic[A]):
             return (self[i] for i in range(len(self._obj)))
         if isinstance(self._obj, Mapping):
             return iter({**self._obj, **self._children})
-        raise CursorTypeError(
+        raise errors.CursorTypeError(
             f"{self._path} is {self._obj!r}, and only lists, tuples and mappings are iterated over."
         )
 

@@ -18,23 +18,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
+from weft.config import values
 from weft.config.fields import Field, check_type, fields_of_class
 from weft.config.validation import check_value
-from weft.config.values import (
-    IMMUTABLE,
-    REQUIRED,
-    ConfigNode,
-    child_items,
-    copy_value,
-    get_path,
-    join_path,
-    set_path,
-    split_path,
-    to_dict,
-    to_flat_dict,
-    values_equal,
-    visit,
-)
 from weft.errors import FrozenConfigError, UnknownFieldError, did_you_mean
 
 
@@ -67,7 +53,7 @@ def caller_origin() -> Origin | None:
     return None
 
 
-def origin(config: ConfigNode, path: str | Sequence[Any]) -> Origin | None:
+def origin(config: values.ConfigNode, path: str | Sequence[Any]) -> Origin | None:
     """Returns where the value at a path was last set; None for a default.
 
     Args:
@@ -77,8 +63,8 @@ def origin(config: ConfigNode, path: str | Sequence[Any]) -> Origin | None:
     Raises:
         UnknownFieldError: if the path does not exist.
     """
-    get_path(config, path)
-    owner, steps = split_path(config, path)
+    values.get_path(config, path)
+    owner, steps = values.split_path(config, path)
     return owner._origins.get(steps[0])  # type: ignore[attr-defined]
 
 
@@ -98,18 +84,18 @@ def _one_line(value: Any, *, all_fields: bool) -> str:
     def write(child: object) -> str:
         return _one_line(child, all_fields=all_fields)
 
-    if isinstance(value, ConfigNode):
+    if isinstance(value, values.ConfigNode):
         shown = [
             f"{name}={write(child)}"
             for name, child in value._field_values().items()
             if name != value._target
-            and (all_fields or not values_equal(child, value._fields()[name].default()))
+            and (all_fields or not values.values_equal(child, value._fields()[name].default()))
         ]
         return f"{value._label()}({', '.join(shown)})"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key!r}: {write(child)}' for key, child in value.items())}}}"
     if type(value) in (list, tuple):
-        inner = ", ".join(write(child) for _, child in child_items(value) or ())
+        inner = ", ".join(write(child) for _, child in values.child_items(value) or ())
         if isinstance(value, list):
             return f"[{inner}]"
         return f"({inner},)" if len(value) == 1 else f"({inner})"
@@ -119,11 +105,11 @@ def _one_line(value: Any, *, all_fields: bool) -> str:
 _set_slot = object.__setattr__
 
 
-class ConfigBase(ConfigNode):
+class ConfigBase(values.ConfigNode):
     """Base of all config classes.
 
     Args:
-        **values: values of fields; others take their defaults.
+        **kwargs: values of fields; others take their defaults.
 
     Raises:
         MissingConfigClassDecoratorError: if the class lacks @config_class.
@@ -134,11 +120,11 @@ class ConfigBase(ConfigNode):
 
     __config_fields__: "dict[str, Field]" = {}
 
-    def __init__(self, **values: object):
+    def __init__(self, **kwargs: object):
         self._init_slots()
         for name, field in self._fields().items():
             self.__dict__[name] = field.default(name)
-        self.set(**values)
+        self.set(**kwargs)
 
     def _init_slots(self, *, path: str = "", origins: dict[str, Origin] | None = None) -> None:
         _set_slot(self, "_frozen", False)
@@ -156,7 +142,7 @@ class ConfigBase(ConfigNode):
 
     def __setattr__(self, name: str, value: object) -> None:
         field = self._field(name)
-        path = join_path(self._path, f".{name}")
+        path = values.join_path(self._path, f".{name}")
         if self._frozen:
             raise FrozenConfigError(
                 f"{self._label()} is frozen, because an object was created from it: cannot set "
@@ -164,7 +150,7 @@ class ConfigBase(ConfigNode):
             )
         check_value(value, path)
         check_type(value, field, path, label=self._label())
-        self.__dict__[name] = copy_value(value, path)
+        self.__dict__[name] = values.copy_value(value, path)
         self._record_origin(name)
 
     def _record_origin(self, name: str) -> None:
@@ -177,8 +163,8 @@ class ConfigBase(ConfigNode):
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__qualname__!r} object has no attribute {name!r}")
         field = self._field(name)
-        value = copy_value(getattr(self._source, field.name), join_path(self._path, f".{name}"))
-        self.__dict__[name] = value
+        path = values.join_path(self._path, f".{name}")
+        value = self.__dict__[name] = values.copy_value(getattr(self._source, field.name), path)
         return value
 
     def __delattr__(self, name: str) -> None:
@@ -232,14 +218,15 @@ class ConfigBase(ConfigNode):
         copy = object.__new__(type(self))
         copy._init_slots(path=path, origins=dict(self._origins))
         for name in self._fields():
-            copy.__dict__[name] = copy_value(getattr(self, name), join_path(path, f".{name}"))
+            child_path = values.join_path(path, f".{name}")
+            copy.__dict__[name] = values.copy_value(getattr(self, name), child_path)
         return copy
 
     def _frozen_view(self) -> Self:
         view = object.__new__(type(self))
         view._init_slots(path=self._path, origins=self._origins)
         for name, value in self.__dict__.items():
-            if isinstance(value, IMMUTABLE):
+            if isinstance(value, values.IMMUTABLE):
                 view.__dict__[name] = value
         _set_slot(view, "_source", self)
         _set_slot(view, "_frozen", True)
@@ -252,13 +239,13 @@ class ConfigBase(ConfigNode):
         return self._copy_to(self._path)
 
     def __getstate__(self) -> tuple:
-        values = {name: getattr(self, name) for name in self._fields()}
-        return values, dict(self._origins), self._path, self._frozen
+        fields = {name: getattr(self, name) for name in self._fields()}
+        return fields, dict(self._origins), self._path, self._frozen
 
     def __setstate__(self, state: tuple) -> None:
-        values, origins, path, frozen = state
+        fields, origins, path, frozen = state
         self._init_slots(path=path, origins=origins)
-        self.__dict__.update(values)
+        self.__dict__.update(fields)
         _set_slot(self, "_frozen", frozen)
 
     # Comparing and showing.
@@ -266,7 +253,7 @@ class ConfigBase(ConfigNode):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ConfigBase):
             return NotImplemented
-        return values_equal(self, other)
+        return values.values_equal(self, other)
 
     def __repr__(self) -> str:
         """Formats the config on one line; a long one without fields at their defaults."""
@@ -287,15 +274,15 @@ class ConfigBase(ConfigNode):
         Args:
             omit_default_values: as in `to_flat_dict`; defaults to None and REQUIRED.
         """
-        omitted = (None, REQUIRED) if omit_default_values is None else omit_default_values
-        leaves = to_flat_dict(self, omit_default_values=omitted).items()
+        omitted = (None, values.REQUIRED) if omit_default_values is None else omit_default_values
+        leaves = values.to_flat_dict(self, omit_default_values=omitted).items()
         return field_separator.join(
             f"{path}{kv_separator}{value_repr(value)}" for path, value in leaves
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as a dict, with nested configs as dicts."""
-        return to_dict(self)
+        return values.to_dict(self)
 
     def to_flat_dict(self, *, omit_default_values: Sequence[Any]) -> dict[str, Any]:
         """Returns the leaves of the config by path, such as `model.layers[2].rate`.
@@ -303,7 +290,7 @@ class ConfigBase(ConfigNode):
         Args:
             omit_default_values: omits fields whose value is both their default and one of these.
         """
-        return to_flat_dict(self, omit_default_values=omit_default_values)
+        return values.to_flat_dict(self, omit_default_values=omit_default_values)
 
     def visit(
         self,
@@ -320,7 +307,7 @@ class ConfigBase(ConfigNode):
                 node a leaf.
             exit_fn: called with path and value of each inner node after its children.
         """
-        visit(self, visit_fn=visit_fn, enter_fn=enter_fn, exit_fn=exit_fn)
+        values.visit(self, visit_fn=visit_fn, enter_fn=enter_fn, exit_fn=exit_fn)
 
     # Paths.
 
@@ -333,8 +320,8 @@ class ConfigBase(ConfigNode):
         Raises:
             UnknownFieldError: if the path does not exist; names the part that does.
         """
-        return get_path(self, path)
+        return values.get_path(self, path)
 
     def set_recursively(self, path: str | Sequence[str], *, value: object) -> None:
         """Sets the value at a nonempty path. See `get_recursively`."""
-        set_path(self, path, value)
+        values.set_path(self, path, value)

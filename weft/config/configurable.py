@@ -17,17 +17,11 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, Generic, Protocol, TypeVar, Union
 
+from weft import errors
 from weft.config.config import ConfigBase
 from weft.config.fields import define_fields
 from weft.config.validation import check_value, register_validator
 from weft.config.values import REQUIRED, join_path
-from weft.errors import (
-    InvalidConfigClassError,
-    InvalidConfigValueError,
-    RequiredFieldMissingError,
-    UnknownConfigError,
-    did_you_mean,
-)
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Configurable")
@@ -81,7 +75,7 @@ def check_complete(config: ConfigBase, overrides: Mapping[str, object] | None = 
         paths = ", ".join(join_path(config._path, f".{name}") for name in missing)
         verb = "is" if len(missing) == 1 else "are"
         origin = config._origins.get(config._target or "")
-        raise RequiredFieldMissingError(
+        raise errors.RequiredFieldMissingError(
             f"{paths} {verb} still REQUIRED in "
             f"{config._label()}{f', which was created at {origin}' if origin else ''}. Write "
             f"cfg.set({', '.join(f'{name}=…' for name in missing)}) before cfg.instantiate()."
@@ -139,7 +133,7 @@ class Configurable:
             parent = next(
                 base.__qualname__ for base in cls.__mro__[1:] if issubclass(base, Configurable)
             )
-            raise InvalidConfigClassError(
+            raise errors.InvalidConfigClassError(
                 f"{cls.__qualname__}.Config does not derive from the config of its parent. "
                 f"Write `class Config({parent}.Config):`."
             )
@@ -157,7 +151,7 @@ def needs_allow(cls: type) -> "bool | frozenset[str]":
 
 def _reject_object(value: Configurable) -> None:
     kind = type(value).__qualname__
-    raise InvalidConfigValueError(
+    raise errors.InvalidConfigValueError(
         f"A config cannot hold an object of type {kind}, which is itself created from a "
         f"config. Set its config: {kind}.default_config(), or the object's `.config.clone()`."
     )
@@ -208,15 +202,15 @@ def get_named_trainer_config(config_name: str, *, config_module: str) -> Trainer
     """
     module = importlib.import_module(config_module)
     if not hasattr(module, "named_trainer_configs"):
-        raise UnknownConfigError(
+        raise errors.UnknownConfigError(
             f"{config_module} does not define named_trainer_configs(), "
             f"so there is no {config_name!r} in it. Name a module of recipes."
         )
     recipes: dict[str, Any] = module.named_trainer_configs()
     if config_name not in recipes:
-        raise UnknownConfigError(
+        raise errors.UnknownConfigError(
             f"unknown recipe {config_name!r} in {config_module}. "
-            f"{did_you_mean(config_name, recipes)}"
+            f"{errors.did_you_mean(config_name, recipes)}"
         )
     return recipes[config_name]
 

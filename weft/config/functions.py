@@ -222,8 +222,7 @@ def _parameters(target: Callable, config_type: type) -> "Mapping[str, inspect.Pa
     except (TypeError, ValueError) as error:
         raise InvalidConfigValueError(
             f"{config_type._factory_name} cannot read the parameters of "
-            f"{_callable_name(target)}: {error}. "
-            "Wrap it in a function with named parameters."
+            f"{_callable_name(target)}: {error}. Wrap it in a function with named parameters."
         ) from None
 
 

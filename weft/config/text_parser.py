@@ -277,13 +277,10 @@ class _Parser:
             object.__setattr__(new, key, value)
         return new
 
-    def _plain_arguments(self, node: ast.Call) -> list[Any]:
+    def _construct(self, node: ast.Call, cls: Callable, *kinds: Any) -> Any:
         if node.keywords:
             raise self._error(node, f"{self._dotted(node.func)} takes no names here")
-        return [self.read(argument) for argument in node.args]
-
-    def _construct(self, node: ast.Call, cls: Callable, *kinds: Any) -> Any:
-        arguments = self._plain_arguments(node)
+        arguments = [self.read(argument) for argument in node.args]
         if not all(isinstance(argument, kinds) for argument in arguments):
             raise self._error(node, f"{self._dotted(node.func)} does not take these values")
         try:

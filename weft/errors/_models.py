@@ -81,8 +81,7 @@ class ScopeCollectionNotFound(ScopeError, LookupError):
 
     def __init__(self, col_name: str, var_name: str, scope_path: str, hint: str = ""):
         super().__init__(
-            f"the scope {scope_path!r} has no {var_name!r}: the collection {col_name!r} is "
-            "empty; "
+            f"the scope {scope_path!r} has no {var_name!r}: the collection {col_name!r} is empty; "
             + (hint or "pass it to `apply`, or make the collection mutable and pass an init_fn.")
         )
 
@@ -102,9 +101,8 @@ class ScopeVariableNotFoundError(ScopeError, LookupError):
 
     def __init__(self, name: str, col: str, scope_path: str, hint: str = ""):
         super().__init__(
-            f"no variable {name!r} of the collection {col!r} in the scope "
-            f"{scope_path!r}{hint}; pass it to `apply`, or make the collection mutable and "
-            "pass an init_fn."
+            f"no variable {name!r} of the collection {col!r} in the scope {scope_path!r}{hint}; "
+            "pass it to `apply`, or make the collection mutable and pass an init_fn."
         )
 
 

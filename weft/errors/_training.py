@@ -202,8 +202,7 @@ class MPACheckpointingRequiredError(CheckpointError, ValueError):
             f"step {step} cannot be saved to {str(path)!r}: one of its arrays is spread over "
             "several processes, but the checkpoint is a single file, written by one of them. "
             "Save with `weft.trainer.checkpointer.checkpointer.Checkpointer` or with Orbax, or "
-            "gather the "
-            "array first (`jax.experimental.multihost_utils.process_allgather`)."
+            "gather the array first (`jax.experimental.multihost_utils.process_allgather`)."
         )
 
 

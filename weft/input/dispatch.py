@@ -133,9 +133,8 @@ def _global_shape(name: str, local: tuple[int, ...], sharding: NamedSharding) ->
             raise BatchShardingError(
                 f"input batch: axis {axis} of {name}, of size {total} over "
                 f"{jax.process_count()} process(es), does not divide over the {rest} blocks of "
-                f"mesh axis {axes}; use a multiple of {rest}, such as "
-                f"{-(-total // rest) * rest}, or set the input's partition_spec to fewer mesh "
-                "axes"
+                f"mesh axis {axes}; use a multiple of {rest}, such as {-(-total // rest) * rest}, "
+                "or set the input's partition_spec to fewer mesh axes"
             )
         shape.append(size // local_blocks * num_blocks[axis])
     return tuple(shape)
@@ -345,9 +344,8 @@ class InputDispatcher(BaseInputDispatcher):
             if leaf.ndim == 0 or len(leaf) != size:
                 raise InputDispatchError(
                     f"{self.path()}: {_leaf_name(path)} has shape {leaf.shape}, but a feed of a "
-                    f"global batch of "
-                    f"{self.config.global_logical_batch_size} over {self.num_logical_feeds} feeds "
-                    f"has {size} rows; batch the dataset by {size}"
+                    f"global batch of {self.config.global_logical_batch_size} over "
+                    f"{self.num_logical_feeds} feeds has {size} rows; batch the dataset by {size}"
                 )
             padded = np.zeros((self.feed_physical_batch_size, *leaf.shape[1:]), leaf.dtype)
             if index is not None:

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
@@ -119,14 +119,14 @@ class _FileTokenizer:
         if self.eos_id == self.pad_id:
             raise TokenizerError(
                 f"{path}: eos_token and pad_token are both token {self.eos_id}, so ends of "
-                "documents would be padding, which is never learnt; omit pad_token for a new "
-                "id"
+                "documents would be padding, which is never learnt; omit pad_token for a new id"
             )
         special = f"{type(self).__name__} {self.eos_id} {self.pad_id} "
         self.fingerprint = special + hashlib.sha256(content).hexdigest()
 
     def __reduce__(self):
-        return _from_file, (type(self), *self._arguments)
+        path, eos_token, pad_token = self._arguments
+        return partial(type(self), path, eos_token=eos_token, pad_token=pad_token), ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._arguments[0]!r}, {self.vocab_size} tokens)"
@@ -275,10 +275,6 @@ class SentencePieceTokenizer(_FileTokenizer):
         if self._processor.is_control(index) or self._processor.is_unknown(index):
             return 0
         return _piece_num_bytes(self._processor.id_to_piece(index))
-
-
-def _from_file(cls: type[_FileTokenizer], path: str, eos_token: str | None, pad_token: str | None):
-    return cls(path, eos_token=eos_token, pad_token=pad_token)
 
 
 def _piece_num_bytes(piece: str) -> int:

@@ -45,8 +45,7 @@ def _to_numpy(x: object, path: tuple[str, ...]) -> np.ndarray:
     if dtype.hasobject or dtype.names or dtype.type is np.void or isinstance(x, np.ma.MaskedArray):
         raise UnserializableValueError(
             f"the array at {_path_text(*path)} is a {type(x).__name__} of dtype {dtype}, which "
-            f"has no "
-            "form as bytes here; give arrays of numbers, of booleans or of strings."
+            "has no form as bytes here; give arrays of numbers, of booleans or of strings."
         )
     return np.asarray(array, dtype.newbyteorder("="))
 
@@ -59,8 +58,8 @@ def _to_msgpack(x: Any, path: tuple[str, ...], in_place: bool) -> Any:
             if key is not None and type(key) not in (str, bytes, int, float, bool):
                 raise UnserializableValueError(
                     f"the key {key!r} of the dict at {_path_text(*path)} is a "
-                    f"{type(key).__name__}; "
-                    "use to_bytes or to_state_dict, which make strings of keys."
+                    f"{type(key).__name__}; use to_bytes or to_state_dict, which make strings of "
+                    "keys."
                 )
             made[key] = _to_msgpack(value, (*path, str(key)), in_place)
         return made
@@ -79,14 +78,13 @@ def _to_msgpack(x: Any, path: tuple[str, ...], in_place: bool) -> Any:
     if type(x) is int and not -(2**63) <= x < 2**64:
         raise UnserializableValueError(
             f"the integer {x} at {_path_text(*path)} does not fit into 64 bits; store it as a "
-            f"string."
+            "string."
         )
     if x is None or type(x) in (str, bytes, bytearray, memoryview, int, float, bool, complex):
         return x
     raise UnserializableValueError(
         f"the value at {_path_text(*path)} is a {type(x).__name__}, which has no form as bytes; "
-        f"give "
-        "arrays, numbers and strings in dicts, use to_bytes for trees of other types, and "
+        "give arrays, numbers and strings in dicts, use to_bytes for trees of other types, and "
         "register_serialization_state for types of your own."
     )
 
@@ -96,8 +94,7 @@ def _key_parts(key: jax.Array, path: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(impl, str):
         raise UnserializableValueError(
             f"the PRNG key at {_path_text(*path)} is of the implementation {impl}, which has no "
-            f"name to "
-            "be read back by; store jax.random.key_data(key)."
+            "name to be read back by; store jax.random.key_data(key)."
         )
     return {_PRNG_KEY: impl, "data": _to_numpy(jax.random.key_data(key), path)}
 

@@ -435,13 +435,11 @@ def check_tensors(
         dtypes,
         lambda n: f"{there[n].dtype} in the file, {jnp.dtype(wanted[n].dtype).name} wanted",
     )
-    raise WeightsMismatchError("\n".join([*lines, _advice(missing, extra, shapes)]))
-
-
-def _advice(missing: list[str], extra: list[str], shapes: list[str]) -> str:
     if missing or extra or shapes:
-        return "Give the target of the model that the file was written from."
-    return "Give cast=True to convert them."
+        lines.append("Give the target of the model that the file was written from.")
+    else:
+        lines.append("Give cast=True to convert them.")
+    raise WeightsMismatchError("\n".join(lines))
 
 
 def _suggestion(name: str, extra: list[str]) -> str:

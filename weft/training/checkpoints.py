@@ -21,18 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from weft.errors import (
-    AlreadyExistsError,
-    CheckpointStepError,
-    DamagedBytesError,
-    DamagedCheckpointError,
-    InvalidCheckpointError,
-    MatchingCheckpointNotFoundError,
-    MissingExtraError,
-    MPACheckpointingRequiredError,
-    MPARestoreDataCorruptedError,
-    MPARestoreTargetRequiredError,
-)
+from weft import errors
 from weft.serialization import from_state_dict, msgpack_restore, msgpack_serialize, to_state_dict
 
 ARRAYS_SUFFIX = "_gda"
@@ -80,7 +69,7 @@ def _read_file(path: str) -> Any:
         data = file.read()
     try:
         return msgpack_restore(data)
-    except DamagedBytesError as error:
+    except errors.DamagedBytesError as error:
         raise _damaged(path, str(error)) from error
 
 
@@ -91,9 +80,9 @@ def _with_arrays(state: object, path: str, layouts: Mapping[str, Any] | None) ->
         if not (isinstance(leaf, str) and leaf.startswith(_PLACEHOLDER)):
             return leaf
         if layouts is None:
-            raise MPARestoreTargetRequiredError(path, _step_of(path))
+            raise errors.MPARestoreTargetRequiredError(path, _step_of(path))
         if _name(key) not in layouts:
-            raise MPARestoreTargetRequiredError(path, _step_of(path), _name(key))
+            raise errors.MPARestoreTargetRequiredError(path, _step_of(path), _name(key))
         directory = os.path.join(path + ARRAYS_SUFFIX, *leaf.removeprefix(_PLACEHOLDER).split("/"))
         return _read_zarr(directory, layouts[_name(key)], _step_of(path))
 
@@ -111,7 +100,7 @@ def _read_zarr(directory: str, sharding: jax.sharding.Sharding, step: str) -> ja
         try:
             return future.result()
         except ValueError as error:
-            raise MPARestoreDataCorruptedError(step, directory) from error
+            raise errors.MPARestoreDataCorruptedError(step, directory) from error
 
     stored = result(tensorstore.open(spec, read=True))  # pyright: ignore[reportAttributeAccessIssue]
     return jax.make_array_from_callback(
@@ -161,14 +150,14 @@ def _with_empty_nodes(state: object, target: object) -> Any:
     return {} if empty else state
 
 
-def _damaged(path: str, why: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
+def _damaged(path: str, why: str) -> errors.DamagedCheckpointError:
+    return errors.DamagedCheckpointError(
         f"the checkpoint {path!r} cannot be read ({why}). Copy it again, or restore another one."
     )
 
 
-def _missing(path: str, package: str, error: ImportError) -> MissingExtraError:
-    return MissingExtraError(
+def _missing(path: str, package: str, error: ImportError) -> errors.MissingExtraError:
+    return errors.MissingExtraError(
         f"reading the checkpoint {path!r} needs the package {package}, which cannot be "
         f"imported ({error}). Install it with `pip install 'weft[train]'`."
     )
@@ -221,12 +210,13 @@ def save_checkpoint(
     directory, start = _directory_and_start(ckpt_dir, prefix)
     path = os.path.join(directory, f"{start}{step}")
     if not overwrite and any(there >= step for there, _ in _list_checkpoints(ckpt_dir, prefix)):
-        raise InvalidCheckpointError(path, step)
+        raise errors.InvalidCheckpointError(path, step)
     state = to_state_dict(target)
-    if any(_spans_processes(leaf) for leaf in jax.tree.leaves(state)):
-        raise MPACheckpointingRequiredError(path, step)
+    arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    if not all(array.is_fully_addressable or array.is_fully_replicated for array in arrays):
+        raise errors.MPACheckpointingRequiredError(path, step)
     if os.path.isdir(path) and not is_orbax(path):
-        raise AlreadyExistsError(path)
+        raise errors.AlreadyExistsError(path)
     _write(path, msgpack_serialize(state))
     _remove_others(ckpt_dir, prefix, (step, path), keep, keep_every_n_steps)
     return path
@@ -280,7 +270,7 @@ def available_steps(
     found = _list_checkpoints(ckpt_dir, prefix)
     for step, path in found:
         if step_type(step) != step:
-            raise CheckpointStepError(
+            raise errors.CheckpointStepError(
                 f"the step of the checkpoint {path!r} is {step}, which is not of type "
                 f"{step_type.__name__}; use `step_type=float`."
             )
@@ -307,7 +297,7 @@ def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
 def _check_step(step: Any) -> int | float:
     step = step.item() if hasattr(step, "item") else step
     if type(step) not in (int, float) or not np.isfinite(step):
-        raise CheckpointStepError(f"the step is {step!r}; expected a finite int or float.")
+        raise errors.CheckpointStepError(f"the step is {step!r}; expected a finite int or float.")
     return step
 
 
@@ -335,19 +325,11 @@ def _select_path(ckpt_dir: str, step: int | float | None, prefix: str) -> str | 
     found = dict(_list_checkpoints(ckpt_dir, prefix))
     if _check_step(step) not in found:
         there = f"existing steps: {', '.join(map(str, found))}" if found else "there are none"
-        raise MatchingCheckpointNotFoundError(
+        raise errors.MatchingCheckpointNotFoundError(
             f"there is no checkpoint {prefix}{step} in {ckpt_dir!r}; {there}. Use the step of an "
             "existing one, or None for the newest."
         )
     return found[step]
-
-
-def _spans_processes(leaf: object) -> bool:
-    return (
-        isinstance(leaf, jax.Array)
-        and not leaf.is_fully_addressable
-        and not leaf.is_fully_replicated
-    )
 
 
 def _temporary_path(path: str) -> str:
