@@ -68,6 +68,14 @@ def test_a_class_may_have_a_hash_of_its_own():
 
     assert hash(Model([1, 2])) == 2
 
+    class Named(Module):
+        title: str
+
+        def __hash__(self):
+            return super().__hash__() + 1
+
+    assert hash(Named("a")) == Module.__hash__(Named("a")) + 1
+
 
 def test_fields_by_position_and_keyword_only():
     class Base(Module, kw_only=True):

@@ -475,7 +475,13 @@ def test_fresh_closures_never_give_the_result_of_another_one():
 def test_where_a_module_is_in_its_tree_makes_no_difference():
     traces = []
     cls = nn.jit(counting(traces))
-    m = model(lambda self, x: [cls(name=name)(x) for name in "abc"])
+
+    def layers(self, x):
+        layers = [cls(name=name) for name in "abc"]
+        assert [layer.name for layer in layers] == ["a", "b", "c"]  # read outside of `nn.jit`
+        return [layer(x) for layer in layers]
+
+    m = model(layers)
     variables = m.init(KEY, X)
     assert len(traces) == 1
     a, b, c = m.apply(variables, X)
