@@ -74,6 +74,24 @@ def test_rotary_positions_without_a_counterpart(values, message):
         Settings(values).rotary()
 
 
+@pytest.mark.parametrize(
+    ("rope", "name"),
+    [
+        ({"rope_type": "linear"}, "factor"),
+        (YARN, "factor"),
+        (YARN, "beta_fast"),
+        (YARN, "beta_slow"),
+        (LLAMA3, "factor"),
+        (LLAMA3, "low_freq_factor"),
+    ],
+)
+def test_rotary_factors_of_zero_are_refused(rope, name):
+    with pytest.raises(HuggingFaceConfigError, match=f"{name}=0, .* can be a number from 1e-06 to"):
+        Settings({"rope_parameters": {**rope, name: 0}}).rotary()
+    with pytest.raises(HuggingFaceConfigError, match="rope_theta=0, .* can be a number from 1 to"):
+        Settings({"rope_parameters": {**rope, "rope_theta": 0}}).rotary()
+
+
 def test_settings_that_are_missing_or_not_known():
     s = Settings({"model_type": "llama", "hidden_act": "mish", "a": 2}, "x/config.json")
     assert s.get("b", 3) == 3
