@@ -2,10 +2,11 @@
 
 Works on a copy of the repository. The nearest tests of weft/a/b.py are its doctests,
 tests/a/test_b.py and the test files that name the module weft.a.b; without any, those below tests/a
-that name one of its functions or classes. If they pass, the other files of tests/a follow, and
-those elsewhere, tests/parity among them, that name one of its public functions or classes: first
-those that name what is mutated, for at most REST seconds. Long tests are left out. A mutation that
-passes shows a line that no test notices, unless the changed program does the same.
+that name one of its functions or classes. If they pass, the long ones of these files follow, for
+REST / 2 seconds, then the other files of tests/a, and those elsewhere, tests/parity among them,
+that name one of its public functions or classes: first those that name what is mutated, for REST
+seconds. A mutation that passes shows a line that no test notices, unless the changed program does
+the same.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from tests.mutate.mutations import Mutation, edits, is_other_program
 
 ROOT = Path(__file__).parents[2]
 NEAREST, REST = 300, 120  # seconds
+_QUICK = "not long and not soak"
 Definition = ast.FunctionDef | ast.ClassDef
 
 
@@ -168,14 +170,21 @@ def find_failure(suite: Suite, mutation: Mutation, root: Path) -> str:
         if first_failure(nearest, names, root, NEAREST / 3) is not None:
             return f"no result after {NEAREST} s"
         write(root / mutation.path, mutation.mutated)
-    return failure or first_failure(suite.others(mutation), names, root, REST) or ""
+    return (
+        failure
+        or first_failure(nearest, names, root, REST / 2, marks="long and not soak")
+        or first_failure(suite.others(mutation), names, root, REST)
+        or ""
+    )
 
 
-def first_failure(tests: list[str], names: list[str], root: Path, limit: float) -> str | None:
+def first_failure(
+    tests: list[str], names: list[str], root: Path, limit: float, marks: str = _QUICK
+) -> str | None:
     """Returns the first test that fails, empty if all pass, None if there is no result in time."""
     if not tests:
         return ""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not long and not soak", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", marks, *tests]
     command += ["-p", likeliest_first.__name__]
     kept = root / ".pytest_cache" / "v" / "cache" / "lastfailed"
     kept.unlink(missing_ok=True)
@@ -202,7 +211,7 @@ def fail_without_mutation(tests: set[str], root: Path) -> int:
     """Prints the tests that fail without a mutation, which have killed nothing."""
     exit_code = 0
     while (remaining := sorted(test for test in tests if "::" in test)) and (
-        failure := first_failure(remaining, [], root, 3600)
+        failure := first_failure(remaining, [], root, 3600, marks="not soak")
     ):
         print(f"{failure} fails without a mutation", flush=True)
         tests.remove(failure)
