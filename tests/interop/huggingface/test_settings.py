@@ -88,7 +88,7 @@ def test_rotary_positions_without_a_counterpart(values, message):
 def test_rotary_factors_of_zero_are_refused(rope, name):
     with pytest.raises(HuggingFaceConfigError, match=f"{name}=0, .* can be a number from 1e-06 to"):
         Settings({"rope_parameters": {**rope, name: 0}}).rotary()
-    with pytest.raises(HuggingFaceConfigError, match="rope_theta=0, .* can be a number from 1 to"):
+    with pytest.raises(HuggingFaceConfigError, match=r"rope_theta=0, .* can be a number from 1 to"):
         Settings({"rope_parameters": {**rope, "rope_theta": 0}}).rotary()
 
 
