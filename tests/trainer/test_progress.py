@@ -4,6 +4,7 @@ import re
 import socket
 import threading
 import time
+import types
 import urllib.error
 import urllib.request
 
@@ -12,7 +13,7 @@ import pytest
 
 from weft.distributed.watchdog import Watchdog
 from weft.errors import CheckpointSaveError, StatusPageError
-from weft.trainer.progress import RunListener, status_html, status_page
+from weft.trainer.progress import RunListener, RunStatus, status_html, status_page
 
 
 def test_a_listener_that_overrides_nothing_is_told_all_the_same():
@@ -62,6 +63,17 @@ def served(caplog):
         listener.on_save_failed(5, CheckpointSaveError("the disk is full"))
         watchdog.report("running step 6")
         yield url, told, listener
+
+
+def test_the_rate_of_steps_is_known_once_time_has_passed(monkeypatch):
+    moments = iter([10.0, 10.0, 10.5])
+    clock = types.SimpleNamespace(time=time.time, monotonic=lambda: next(moments))
+    monkeypatch.setattr("weft.trainer.progress.time", clock)
+    status, rates = RunStatus(Watchdog(), RunListener()), []
+    for step in (1, 2, 3):
+        status.on_step(step, {"loss": jnp.array(1.0)}, {})
+        rates.append(status.snapshot()["steps_per_second"])
+    assert rates == [None, None, 4.0]
 
 
 def test_it_says_how_the_run_is(served):
