@@ -78,6 +78,15 @@ def as_tuple(sizes: int | Sequence[int]) -> tuple[int, ...]:
     return (int(sizes),) if isinstance(sizes, int | np.integer) else tuple(sizes)
 
 
+def without_none(**options: Any) -> dict[str, Any]:
+    """Returns the options that are not None, for a function that users may replace.
+
+    >>> without_none(preferred_element_type=None, out_sharding=1)
+    {'out_sharding': 1}
+    """
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def check_sizes(layer: str, **sizes: Any) -> None:
     """Raises unless each size is a positive integer, a sequence of these, or None.
 

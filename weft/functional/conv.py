@@ -16,13 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError
-from weft.functional.arrays import promote_dtype
-from weft.functional.conv_shape import (
-    ConvPadding,
-    conv_explicit_padding,
-    conv_transpose_explicit_padding,
-    per_axis,
-)
+from weft.functional import conv_shape
+from weft.functional.arrays import promote_dtype, without_none
 from weft.functional.linear import broadcast_bias
 
 
@@ -32,7 +27,7 @@ def conv(
     bias: Num[Array, " output"] | None = None,
     *,
     strides: int | Sequence[int] = 1,
-    padding: ConvPadding = "VALID",
+    padding: conv_shape.ConvPadding = "VALID",
     dilation: int | Sequence[int] = 1,
     input_dilation: int | Sequence[int] = 1,
     groups: int = 1,
@@ -75,15 +70,16 @@ def conv(
             f"weight has shape {weight.shape}: {weight.shape[-1]} output channels, which cannot be "
             f"shared out among {groups} groups."
         )
-    strides = per_axis(strides, len(window))
-    dilation = per_axis(dilation, len(window))
-    pads = conv_explicit_padding(window=window, strides=strides, padding=padding, dilation=dilation)
+    strides = conv_shape.per_axis(strides, len(window))
+    dilation = conv_shape.per_axis(dilation, len(window))
     y = _conv_general(
         x,
         weight,
         window_strides=strides,
-        padding=pads,
-        lhs_dilation=per_axis(input_dilation, len(window)),
+        padding=conv_shape.conv_explicit_padding(
+            window=window, strides=strides, padding=padding, dilation=dilation
+        ),
+        lhs_dilation=conv_shape.per_axis(input_dilation, len(window)),
         rhs_dilation=dilation,
         feature_group_count=groups,
         precision=precision,
@@ -137,11 +133,11 @@ def conv_local(
     y = lax.conv_general_dilated_local(
         x,
         weight,
-        window_strides=per_axis(strides, n),
+        window_strides=conv_shape.per_axis(strides, n),
         padding=padding,
         filter_shape=tuple(window),
-        lhs_dilation=per_axis(input_dilation, n),
-        rhs_dilation=per_axis(dilation, n),
+        lhs_dilation=conv_shape.per_axis(input_dilation, n),
+        rhs_dilation=conv_shape.per_axis(dilation, n),
         dimension_numbers=_channels_last(n),
         precision=precision,
     )
@@ -154,7 +150,7 @@ def conv_transpose(
     bias: Num[Array, " output"] | None = None,
     *,
     strides: int | Sequence[int] = 1,
-    padding: ConvPadding = "SAME",
+    padding: conv_shape.ConvPadding = "SAME",
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     transpose_kernel: bool = False,
@@ -192,13 +188,13 @@ def conv_transpose(
             f"has {x.shape[-1]} (shape {x.shape}). With transpose_kernel the input channels of a "
             "weight come last."
         )
-    strides = per_axis(strides, len(window))
-    dilation = per_axis(dilation, len(window))
+    strides = conv_shape.per_axis(strides, len(window))
+    dilation = conv_shape.per_axis(dilation, len(window))
     y = _conv_general(
         x,
         weight,
         window_strides=(1,) * len(window),
-        padding=conv_transpose_explicit_padding(
+        padding=conv_shape.conv_transpose_explicit_padding(
             window=window, strides=strides, padding=padding, dilation=dilation
         ),
         lhs_dilation=strides,
@@ -231,13 +227,10 @@ def _conv_general(
 ):
     if x.dtype != weight.dtype:
         x, weight = promote_dtype(x, weight, inexact=False)
-    if preferred_element_type is not None:
-        kwargs["preferred_element_type"] = preferred_element_type
-    if out_sharding is not None:
-        kwargs["out_sharding"] = out_sharding
+    options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
     layout = _channels_last(x.ndim - 2)
     return conv_general_dilated(
-        x, weight, window_strides, padding, dimension_numbers=layout, **kwargs
+        x, weight, window_strides, padding, dimension_numbers=layout, **options, **kwargs
     )
 
 

@@ -215,11 +215,11 @@ def conv_transpose_output_shape(
     pads = conv_transpose_explicit_padding(
         window=window, strides=strides, padding=padding, dilation=dilation
     )
-    span = conv_dilate_window(window=window, dilation=dilation)
-    return tuple(
-        None if size is None else max((size - 1) * stride + 1 + sum(pad) - n + 1, 0)
-        for size, pad, n, stride in zip(in_shape, pads, span, strides, strict=True)
-    )
+    # That of a convolution of the input with `stride - 1` zeros between its positions.
+    sizes = zip(in_shape, strides, strict=True)
+    dilated = [None if size is None else (size - 1) * stride + 1 for size, stride in sizes]
+    ones = (1,) * len(window)
+    return conv_output_shape(dilated, window=window, strides=ones, padding=pads, dilation=dilation)
 
 
 def compute_conv_paddings(
@@ -249,14 +249,10 @@ def compute_conv_paddings(
     >>> compute_conv_paddings(in_paddings, window=3, stride=2, conv_padding="SAME").tolist()
     [[0, 0, 1]]
     """
-    dilations = (dilation or 1,)
-    pads = conv_explicit_padding(
-        window=(window,), strides=(stride,), padding=conv_padding, dilation=dilations
-    )
-    (length,) = conv_output_shape(
-        in_paddings.shape[1:], window=(window,), strides=(stride,), padding=pads, dilation=dilations
-    )
-    offset = _anchor_offset(anchor, left=pads[0][0], window=window, dilation=dilations[0])
+    sizes = {"window": (window,), "strides": (stride,), "dilation": (dilation or 1,)}
+    pads = conv_explicit_padding(padding=conv_padding, **sizes)
+    (length,) = conv_output_shape(in_paddings.shape[1:], padding=pads, **sizes)
+    offset = _anchor_offset(anchor, left=pads[0][0], window=window, dilation=dilation or 1)
     return _take_paddings(in_paddings, jnp.arange(length) * stride + offset)
 
 

@@ -131,8 +131,7 @@ def sinusoidal_positions(
     num = dim // 2
     step = math.log(max_timescale / min_timescale) / max(num - 1, 1)
     frequencies = jnp.exp(-step * jnp.arange(num, dtype=jnp.float32)) / min_timescale
-    angles = _angles(positions, frequencies)
-    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return jnp.concatenate(sincos(positions, frequencies), axis=-1)
 
 
 def rotary_sincos(
@@ -166,12 +165,9 @@ def sincos(
     positions: Num[Array, "*shape"], frequencies: Float[Array, " half_dim"]
 ) -> tuple[Float[Array, "*shape half_dim"], Float[Array, "*shape half_dim"]]:
     """Returns sine and cosine of the angles `position * frequency`, in float32."""
-    angles = _angles(positions, frequencies)
+    frequencies = to_ndim(frequencies, positions.ndim + 1)
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
     return jnp.sin(angles), jnp.cos(angles)
-
-
-def _angles(positions: Array, frequencies: Array) -> Array:
-    return positions.astype(jnp.float32)[..., None] * to_ndim(frequencies, positions.ndim + 1)
 
 
 def apply_rotary(
@@ -319,9 +315,8 @@ def yarn_frequencies(
     plain = rotary_frequencies(dim, theta)
 
     def pair_that_turns(times: float) -> float:
-        return (
-            dim * math.log(original_max_seq_length / (2 * math.pi * times)) / (2 * math.log(theta))
-        )
+        period = original_max_seq_length / (2 * math.pi * times)
+        return dim * math.log(period) / (2 * math.log(theta))
 
     first = max(math.floor(pair_that_turns(beta_fast)), 0)
     last = min(math.ceil(pair_that_turns(beta_slow)), dim - 1)

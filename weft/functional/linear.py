@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.arrays import promote_dtype, to_ndim
+from weft.functional.arrays import promote_dtype, to_ndim, without_none
 from weft.functional.statistics import canonical_axes
 
 
@@ -115,11 +115,7 @@ def _contract(
         x, weight = promote_dtype(x, weight, inexact=False)
     n_batch, n_leading = len(batch), len(batch) + len(axes)
     weight_batch, weight_axes = tuple(range(n_batch)), tuple(range(n_batch, n_leading))
-    options: dict[str, Any] = {}
-    if preferred_element_type is not None:
-        options["preferred_element_type"] = preferred_element_type
-    if out_sharding is not None:
-        options["out_sharding"] = out_sharding
+    options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
     y = dot_general(
         x, weight, ((axes, weight_axes), (batch, weight_batch)), precision=precision, **options
     )
@@ -162,8 +158,7 @@ def project(
     >>> project("btnh,dnh->btd", jnp.ones((3, 5, 4, 2)), weight).shape
     (3, 5, 8)
     """
-    options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    options = {name: value for name, value in options.items() if value is not None}
+    options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
     y = einsum(subscripts, x, weight, precision=precision, **options)
     return y if bias is None else y + to_ndim(bias, y.ndim)
 

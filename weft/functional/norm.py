@@ -16,18 +16,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.arrays import to_ndim
-from weft.functional.statistics import (
-    Axes,
-    canonical_axes,
-    cast,
-    constant,
-    cross_axis_mean,
-    deviations,
-    mean_square,
-    moments,
-    segment_mean,
-)
+from weft.functional import statistics
+from weft.functional.arrays import as_tuple, to_ndim
+from weft.functional.statistics import Axes, canonical_axes, cast
 
 
 def layer_norm(
@@ -168,8 +159,8 @@ def group_norm(
         where = where.reshape(*where.shape[:-1], *groups)
     if segment_ids is not None and 1 in axes:
         if subtract_mean:
-            y = y - segment_mean(y, segment_ids=segment_ids, axis=axes, where=where)
-        square = segment_mean(y * y, segment_ids=segment_ids, axis=axes, where=where)
+            y = y - statistics.segment_mean(y, segment_ids=segment_ids, axis=axes, where=where)
+        square = statistics.segment_mean(y * y, segment_ids=segment_ids, axis=axes, where=where)
         y = y * lax.rsqrt(square + eps)
     else:
         standardize = functools.partial(_standardize, fast=fast_variance)
@@ -261,9 +252,9 @@ def _standardize(
     fast: bool = True,
 ) -> Array:
     if axis_name is None:
-        deviation, _, variance = deviations(x, axes, where, fast=fast)
+        deviation, _, variance = statistics.deviations(x, axes, where, fast=fast)
     else:
-        mean, variance = moments(
+        mean, variance = statistics.moments(
             x,
             axis=axes,
             where=where,
@@ -284,14 +275,14 @@ def _divide_by_rms(
     axis_name: str | Sequence[str] | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Array:
-    square = mean_square(x, axes, where)
+    square = statistics.mean_square(x, axes, where)
     if axis_name is not None:
-        square = cross_axis_mean(x, axes, where, axis_name, axis_index_groups)(square)
+        square = statistics.cross_axis_mean(x, axes, where, axis_name, axis_index_groups)(square)
     return _divide_by_root(x, square, eps)
 
 
 def _divide_by_root(x: Array, square: Array, eps: float) -> Array:
-    factor = lax.rsqrt(lax.add(square, constant(eps, square)))
+    factor = lax.rsqrt(lax.add(square, statistics.constant(eps, square)))
     return lax.mul(x, factor) if factor.dtype == x.dtype else x * factor
 
 
@@ -392,7 +383,7 @@ def weight_features(shape: Sequence[int], feature_axes: Axes | None) -> tuple[in
     """
     if feature_axes is None:
         return ()
-    axes = (feature_axes,) if isinstance(feature_axes, int) else tuple(feature_axes)
+    axes = as_tuple(feature_axes)
     if any(not -len(shape) <= a < len(shape) for a in axes):
         raise ArgumentValueError(
             f"feature_axes={feature_axes} are not all axes of a weight of shape {tuple(shape)}."

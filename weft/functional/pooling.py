@@ -5,6 +5,7 @@ Arrays are channels-last, `(batch, *spatial, channels)`; padding names are those
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
@@ -109,10 +110,7 @@ def avg_pool(
     """
     total = pool(x, 0, lax.add, window, strides=strides, padding=padding)
     if count_include_pad:
-        count = 1
-        for size in window:
-            count *= size
-        return total / count
+        return total / math.prod(window)
     ones = jnp.ones((1, *x.shape[1:-1], 1), x.dtype)
     return total / pool(ones, 0, lax.add, window, strides=strides, padding=padding)
 

@@ -26,6 +26,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from weft.functional.arrays import as_tuple
+
 Axes = int | Sequence[int]
 
 
@@ -143,8 +145,8 @@ def deviations(
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         x = x.astype(jnp.result_type(x, float))
     counted = x if where is None else jnp.where(where, x, 0)
-    ends = [1 if a in axes else size for a, size in enumerate(x.shape)]
-    first = lax.stop_gradient(lax.slice(counted, [0] * x.ndim, ends))
+    kept = [1 if a in axes else size for a, size in enumerate(x.shape)]
+    first = lax.stop_gradient(lax.slice(counted, [0] * x.ndim, kept))
     deviation = lax.sub(x, first)
     shifted = deviation if where is None else jnp.where(where, deviation, 0)
     count = _at_least_one(_count(x, axes, where))
@@ -160,7 +162,6 @@ def deviations(
         both = lax.div(sums, constant(count, sums))
     else:
         both = sums / jnp.reshape(count, (1, *sums.shape[1:]))
-    kept = [1 if a in axes else size for a, size in enumerate(x.shape)]
     mean, square = (lax.reshape(part, kept) for part in lax.split(both, (1, 1)))
     variance = lax.max(lax.sub(real(square), abs_square(mean)), constant(0, real(square)))
     return lax.sub(deviation, mean), (first, mean), variance
@@ -266,5 +267,4 @@ def canonical_axes(axis: Axes, ndim: int) -> tuple[int, ...]:
     >>> canonical_axes(-1, 3)
     (2,)
     """
-    axes = (axis,) if isinstance(axis, int) else axis
-    return tuple(a % ndim for a in axes)
+    return tuple(a % ndim for a in as_tuple(axis))

@@ -72,7 +72,10 @@ def pool(
         >>> pool(jnp.full((1, 4, 1), 3.0), 1.0, lax.mul, (2,), (2,), "VALID").ravel().tolist()
         [9.0, 9.0]
     """
-    reduced = functools.partial(_pool_reduce, init, reduce_fn)
+
+    def reduced(x: Array, window: Sequence[int], **kwargs: Any) -> Array:
+        return pooling.pool(x, init, reduce_fn, window, **kwargs)
+
     return _pool_batched(reduced, inputs, window_shape, strides, padding)
 
 
@@ -95,20 +98,8 @@ def avg_pool(
     """
     if not count_include_pad:
         inputs = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
-    return _pool_batched(
-        pooling.avg_pool,
-        inputs,
-        window_shape,
-        strides,
-        padding,
-        count_include_pad=count_include_pad,
-    )
-
-
-def _pool_reduce(
-    init: Any, reduce_fn: Callable[..., Any], x: Array, window: Any, **kwargs: Any
-) -> Array:
-    return pooling.pool(x, init, reduce_fn, window, **kwargs)
+    averaged = functools.partial(pooling.avg_pool, count_include_pad=count_include_pad)
+    return _pool_batched(averaged, inputs, window_shape, strides, padding)
 
 
 def _pool_batched(
@@ -117,7 +108,6 @@ def _pool_batched(
     window: Sequence[int],
     strides: Sequence[int] | None,
     padding: ConvPadding,
-    **kwargs: Any,
 ) -> Array:
     first = inputs.ndim - len(window) - 1
     if first < 0:
@@ -129,5 +119,5 @@ def _pool_batched(
     strides = (1,) * len(window) if strides is None else tuple(strides)
     pads = lax_conv_padding(spatial, window=window, strides=strides, padding=padding)
     return over_batch_axes(
-        lambda x: pool(x, window, strides=strides, padding=pads, **kwargs), inputs, len(window) + 1
+        lambda x: pool(x, window, strides=strides, padding=pads), inputs, len(window) + 1
     )
