@@ -23,7 +23,7 @@ def test_keys_are_split_off_one_after_the_other():
         key, child = jax.random.split(key)
         expected.append(child)
     np.testing.assert_array_equal(fork_key(jax.random.PRNGKey(3), 4), expected)
-    assert fork_key(None, 4) is None
+    assert ContextKind().fork({"prng_key": None}, 4) == {"prng_key": None}
 
 
 def test_entries_have_separate_roles():

@@ -17,16 +17,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from weft import errors
 from weft.config import REQUIRED, Configurable, Required, config_class, maybe_instantiate
 from weft.core.logical import names_to_mesh_axes
-from weft.errors import (
-    LayerMethodError,
-    LogicalAxisError,
-    MissingPrngKeyError,
-    MissingStateError,
-    ParameterSpecError,
-    did_you_mean,
-)
 from weft.functional.arrays import check_sizes
 from weft.hierarchy import transforms
 from weft.hierarchy.context import child_context, fold_in_name
@@ -134,7 +127,7 @@ def initialize_stacked(
     )
     for path, value in jax.tree_util.tree_leaves_with_path(prebuilt_values):
         if jnp.shape(value)[:1] != (n,):
-            raise ParameterSpecError(
+            raise errors.ParameterSpecError(
                 f"prebuilt {layer.path()}{jax.tree_util.keystr(path)} has shape "
                 f"{jnp.shape(value)}; expected a leading axis of {n}, one entry per copy of "
                 f"{layer.path()}."
@@ -195,9 +188,9 @@ class Parameters(dict[str, Any]):
         self._path = path
 
     def __missing__(self, name: str) -> Any:
-        raise MissingStateError(
+        raise errors.MissingStateError(
             f"{self._path} has no parameter {name!r} in its state, which has "
-            f"{sorted(self)}. {did_you_mean(name, self)} Was the state made by this model's "
+            f"{sorted(self)}. {errors.did_you_mean(name, self)} Was the state made by this model's "
             "`initialize_parameters_recursively`?"
         )
 
@@ -269,10 +262,10 @@ class BaseLayer(Module):
             names = tuple(spec.partition_spec)
             try:
                 mesh_axes = names_to_mesh_axes(names)
-            except LogicalAxisError as error:
-                raise LogicalAxisError(f"{self.path()}.{name}: {error}") from None
+            except errors.LogicalAxisError as error:
+                raise errors.LogicalAxisError(f"{self.path()}.{name}: {error}") from None
             if name in self._children:
-                raise ParameterSpecError(
+                raise errors.ParameterSpecError(
                     f"{self.path()} has both a parameter and a child named {name!r}; rename one "
                     "of them."
                 )
@@ -335,9 +328,9 @@ class BaseLayer(Module):
                     prebuilt=remaining.pop(name, None),
                 )
         if remaining:
-            raise ParameterSpecError(
+            raise errors.ParameterSpecError(
                 f"prebuilt has {sorted(remaining)} for {self.path()}, which has no such parameters "
-                f"or children. {did_you_mean(next(iter(remaining)), state)}"
+                f"or children. {errors.did_you_mean(next(iter(remaining)), state)}"
             )
         return state
 
@@ -358,7 +351,7 @@ class BaseLayer(Module):
                 axes=spec.fan_axes,
             )
         if tuple(jnp.shape(prebuilt)) != tuple(spec.shape):
-            raise ParameterSpecError(
+            raise errors.ParameterSpecError(
                 f"prebuilt {self.path()}.{name} has the shape {jnp.shape(prebuilt)}; "
                 f"expected {tuple(spec.shape)}."
             )
@@ -386,7 +379,7 @@ class BaseLayer(Module):
     def require_prng_key(self, what: str) -> Tensor:
         """Returns the PRNG key of this invocation; raises MissingPrngKeyError, naming `what`."""
         if self.prng_key is None:
-            raise MissingPrngKeyError(
+            raise errors.MissingPrngKeyError(
                 f"{what} of {self.path()} needs a PRNG key and the invocation has none; "
                 "pass prng_key= to `functional`."
             )
@@ -447,7 +440,7 @@ class RedirectToSharedModule(BaseLayer):
         super().__init__(cfg, parent=parent)
         for name, target in (cfg.method_map or {"forward": "forward"}).items():
             if name != "forward" and (name.startswith("_") or hasattr(BaseLayer, name)):
-                raise LayerMethodError(
+                raise errors.LayerMethodError(
                     f"{self.path()} cannot redirect {name!r} of its method_map; expected 'forward' "
                     "or a new public name."
                 )
@@ -458,7 +451,7 @@ class RedirectToSharedModule(BaseLayer):
         shared = self.get_shared_module(self.config.shared_module).module
         method = get_public_method(shared, target)
         if method is None:
-            raise LayerMethodError(
+            raise errors.LayerMethodError(
                 f"{self.path()} redirects to {target!r} of {shared.path()}, but "
                 f"{type(shared).__name__} has no public method of that name; "
                 "change method_map."

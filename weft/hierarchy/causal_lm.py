@@ -16,24 +16,18 @@ import jax.numpy as jnp
 from weft.config import REQUIRED, ConfigOr, Required, config_class
 from weft.errors import ArgumentShapeError, MetricsError
 from weft.functional import LogitsToLogitsFn, cross_entropy
-from weft.hierarchy import transforms
+from weft.hierarchy import decoding, transforms
 from weft.hierarchy.attention.bias import CausalAttentionBias
 from weft.hierarchy.attention.stack import RepeatedTransformerLayer, StackedTransformerLayer
 from weft.hierarchy.base_layer import BaseLayer, BaseModel, RematSpec
 from weft.hierarchy.config_setters import set_layer_norm_eps_recursively
 from weft.hierarchy.context import child_context
 from weft.hierarchy.decoder import Decoder
-from weft.hierarchy.decoding import (
-    BeamSearchOutputs,
-    BrevityPenaltyFn,
-    SampleOutputs,
-    StopDecodingCondition,
-)
 from weft.hierarchy.layers.embedding import LearnedPositionalEmbedding
 from weft.hierarchy.layers.normalization import LayerNorm
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import Module
-from weft.hierarchy.param_init import PARAM_REGEXP_WEIGHT, DefaultInitializer, WeightInitializer
+from weft.hierarchy.param_init import DefaultInitializer, normal_weights
 from weft.hierarchy.parameter_spec import maybe_shard
 from weft.typing import PartitionSpec, Tensor
 
@@ -286,11 +280,6 @@ def metrics_config(
 TransformerStackConfig = StackedTransformerLayer.Config | RepeatedTransformerLayer.Config
 
 
-def _normal_initializer_cfg(scale: float, fan: str | None = None) -> DefaultInitializer.Config:
-    weight = WeightInitializer.default_config().set(fan=fan, scale=scale, distribution="normal")
-    return DefaultInitializer.default_config().set(init_by_param_name={PARAM_REGEXP_WEIGHT: weight})
-
-
 class Model(BaseModel):
     """Causal language model.
 
@@ -327,7 +316,7 @@ class Model(BaseModel):
     @classmethod
     def default_config(cls) -> Config:
         """Returns a config whose weights are normal with the standard deviation 0.02."""
-        return super().default_config().set(param_init=_normal_initializer_cfg(0.02))
+        return super().default_config().set(param_init=normal_weights(None, 0.02))
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -348,14 +337,10 @@ class Model(BaseModel):
         predictions = self.predict(batch)
         loss, metrics = self._compute_metrics(batch, predictions)
         self.add_summary("loss", loss)
-        arrays = {}
-        for name, value in metrics.items():
-            summaries, rest = _split_metric(value)
-            if summaries is not None:
-                self.add_summary(name, summaries)
-            if rest is not None:
-                arrays[name] = rest
-        return jnp.asarray(loss.mean), {**predictions, **arrays} if return_aux else {}
+        summaries, arrays = _split_metric(metrics)
+        for name, value in (summaries or {}).items():
+            self.add_summary(name, value)
+        return jnp.asarray(loss.mean), {**predictions, **(arrays or {})} if return_aux else {}
 
     def _shard_batch(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
         cfg = self.config
@@ -458,8 +443,8 @@ class Model(BaseModel):
         num_decodes: int = 1,
         max_sequence_length: int | None = None,
         logits_modifier: ConfigOr[LogitsToLogitsFn] | None = None,
-        stop_decoding_condition: StopDecodingCondition | None = None,
-    ) -> SampleOutputs:
+        stop_decoding_condition: decoding.StopDecodingCondition | None = None,
+    ) -> decoding.SampleOutputs:
         """Samples continuations of prompts.
 
         Args:
@@ -486,10 +471,10 @@ class Model(BaseModel):
         self,
         input_batch: Mapping[str, Any],
         num_decodes: int = 1,
-        brevity_penalty: BrevityPenaltyFn | None = None,
+        brevity_penalty: decoding.BrevityPenaltyFn | None = None,
         *,
         max_sequence_length: int | None = None,
-    ) -> BeamSearchOutputs:
+    ) -> decoding.BeamSearchOutputs:
         """Searches for the likeliest continuations of prompts.
 
         Args:
@@ -536,7 +521,7 @@ def residual_initializer_cfg(num_layers: int, scale: float = 0.02) -> DefaultIni
       >>> cfg.init_by_param_name[".*weight$"].scale
       0.01
     """
-    return _normal_initializer_cfg(scale / (2 * num_layers) ** 0.5)
+    return normal_weights(None, scale / (2 * num_layers) ** 0.5)
 
 
 def gpt_decoder_config(
@@ -572,7 +557,7 @@ def gpt_decoder_config(
     if layer_remat is not None:
         layer.remat_spec = layer_remat
     pos_emb = LearnedPositionalEmbedding.default_config().set(
-        shape=(max_position_embeddings,), param_init=_normal_initializer_cfg(1.0, fan="fan_out")
+        shape=(max_position_embeddings,), param_init=normal_weights("fan_out")
     )
     cfg = Decoder.default_config().set(
         transformer=stack.set(num_layers=num_layers, layer=layer),

@@ -26,26 +26,22 @@ def set_dropout_rate_recursively(
         >>> cfg.rate
         0.1
     """
-
-    def set_rate(config: Any) -> None:
-        if is_config_of(config, Dropout) and not (set_only_if_none and config.rate is not None):
-            config.rate = dropout_rate
-
-    for_each_config(cfg, set_rate)
+    _set_field(cfg, Dropout, "rate", dropout_rate, set_only_if_none)
 
 
 def set_layer_norm_eps_recursively(
     cfg: ConfigBase, eps: float, set_only_if_none: bool = False
 ) -> None:
     """Sets `eps` of every LayerNorm, or only of those without one."""
+    _set_field(cfg, LayerNormStateless, "eps", eps, set_only_if_none)
 
-    def set_eps(config: Any) -> None:
-        if is_config_of(config, LayerNormStateless) and not (
-            set_only_if_none and config.eps is not None
-        ):
-            config.eps = eps
 
-    for_each_config(cfg, set_eps)
+def _set_field(cfg: ConfigBase, cls: type, name: str, value: object, only_if_none: bool) -> None:
+    def set_value(config: Any) -> None:
+        if is_config_of(config, cls) and not (only_if_none and getattr(config, name) is not None):
+            setattr(config, name, value)
+
+    for_each_config(cfg, set_value)
 
 
 def set_bias_recursively(cfg: ConfigBase, bias: bool = False) -> None:
@@ -152,13 +148,8 @@ def set_feed_forward_partition_specs(
     `set_attention_partition_specs`.
     """
     if hasattr(cfg, "dim_to_mesh_axis_map"):
-        _set_expert_partition_specs(
-            cfg,
-            batch=batch_axis_names,
-            fsdp=fsdp_axis_names,
-            tp=tp_axis_names,
-            seq=seq_axis_names,
-        )
+        axis_names = (batch_axis_names, fsdp_axis_names, tp_axis_names, seq_axis_names)
+        _set_expert_partition_specs(cfg, *axis_names)
         return
     linear1, linear2 = _innermost_linear(cfg.linear1), _innermost_linear(cfg.linear2)
     linear1.param_partition_spec = (fsdp_axis_names, tp_axis_names)
@@ -178,13 +169,9 @@ def _innermost_linear(cfg: Any) -> Any:
             return cfg
 
 
-def _set_expert_partition_specs(
-    cfg: Any, *, batch: AxisNames, fsdp: AxisNames, tp: AxisNames, seq: AxisNames
-) -> None:
+def _set_expert_partition_specs(cfg: Any, *axis_names: AxisNames) -> None:
     """Sets those of a mixture of experts, whose arrays are keyed by the letters of their axes."""
-    batch, fsdp, tp, seq = (
-        x if x is None or isinstance(x, str) else tuple(x) for x in (batch, fsdp, tp, seq)
-    )
+    batch, fsdp, tp, seq = (x if x is None or isinstance(x, str) else tuple(x) for x in axis_names)
     axes = dict(cfg.dim_to_mesh_axis_map)
     for dims, spec in axes.items():
         if dims[0] == "o" and spec is not None:

@@ -20,16 +20,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from weft import errors
 from weft.core.tracing import current_trace, is_tracing, lifted_names, running_transformation
-from weft.errors import (
-    ContextStackError,
-    ContextTransformError,
-    InvalidDescendantError,
-    ModuleNameError,
-    NoContextError,
-    OutputConflictError,
-    did_you_mean,
-)
 from weft.typing import NestedTensor, Tensor
 
 
@@ -69,7 +61,7 @@ class OutputCollection(NamedTuple):
         """Returns the collection of a new child; raises OutputConflictError for a taken name."""
         for kind, outputs in self._asdict().items():
             if name in outputs:
-                raise OutputConflictError(
+                raise errors.OutputConflictError(
                     f"{name!r} is already among the {kind}, which has {sorted(outputs)}; use "
                     "another name."
                 )
@@ -109,7 +101,7 @@ def new_output_collection() -> OutputCollection:
 def check_name(name: object, place: str) -> None:
     """Raises ModuleNameError for a name that cannot be part of a path."""
     if not isinstance(name, str) or not name or "." in name or "/" in name:
-        raise ModuleNameError(
+        raise errors.ModuleNameError(
             f"{place} is given the name {name!r}; expected a string that is not empty and has no "
             "'.' and no '/', which separate the names in a path. Use another name, such as "
             f"{re.sub('[./]', '_', str(name)) or 'layer'!r}."
@@ -231,20 +223,19 @@ class InvocationContext:
     def _child_module(self, name: str) -> ModuleNode:
         children = self.module.children if self.module is not None else {}
         if name not in children:
-            raise InvalidDescendantError(
-                f"{self.path()} has no child {name!r}. {did_you_mean(name, children)} "
+            raise errors.InvalidDescendantError(
+                f"{self.path()} has no child {name!r}. {errors.did_you_mean(name, children)} "
                 "Pass module= for a context of another name."
             )
         return children[name]
 
     def _child_outputs(self, name: str, module: ModuleNode) -> OutputCollection:
         if name in self._child_calls:
-            raise OutputConflictError(
+            raise errors.OutputConflictError(
                 f"{name!r} is invoked twice in one invocation of {self.path()}: first at "
                 f"{self._child_calls[name]}, again at {_caller_location()}. Its outputs would "
-                f"overwrite "
-                "those of the "
-                "first call, and its randomness would be the same. Name the second call: "
+                "overwrite those of the first call, and its randomness would be the same. Name the "
+                "second call: "
                 f"{self._suggest_call(name, module)}."
             )
         self._child_calls[name] = _caller_location()
@@ -284,10 +275,9 @@ class InvocationContext:
             if context.parent is None:
                 break
             context = context.parent
-        raise InvalidDescendantError(
+        raise errors.InvalidDescendantError(
             f"{module.path()} is neither below {self.path()} nor shared with it, so its state "
-            "cannot be reached. "
-            "Call it from a module above both, or share it there: "
+            "cannot be reached. Call it from a module above both, or share it there: "
             "`self._share_with_descendants(module, shared_module_name=...)`."
         )
 
@@ -341,7 +331,7 @@ class InvocationContext:
                 self, f"the {_SINGULAR[kind]} {name!r} is added", "a tracer would leak"
             )
         if name in outputs:
-            raise OutputConflictError(
+            raise errors.OutputConflictError(
                 f"{name!r} is added twice to the {kind} of {self.path()}; use another name."
             )
         outputs[name] = value
@@ -385,7 +375,7 @@ def require_context(what: str) -> InvocationContext:
     """Returns the current context, or raises NoContextError outside of an invocation."""
     context = current_context()
     if context is None:
-        raise NoContextError(
+        raise errors.NoContextError(
             f"{what} belongs to an invocation, and none is under way in this thread; "
             "call the method through `functional(module, prng_key=..., state=..., inputs=..., "
             "is_training=...)`."
@@ -430,7 +420,7 @@ def set_current_context(
     """
     current = current_context()
     if require_parent and current is not None and context.parent is not current:
-        raise ContextStackError(
+        raise errors.ContextStackError(
             f"{context.path()} is not a child of the current context {current.path()}; "
             "pass require_parent=False to set it anyway."
         )
@@ -467,7 +457,7 @@ def install_context_stack(stack: Sequence[InvocationContext]) -> None:
     """Makes `stack` this thread's stack; raises ContextStackError if it has open contexts."""
     current = current_context()
     if current is not None:
-        raise ContextStackError(
+        raise errors.ContextStackError(
             f"a stack can only be installed in a thread without contexts; {current.path()} is "
             "open in this one."
         )
@@ -486,7 +476,7 @@ _INTERNAL_MODULES = (__name__, "weft.hierarchy.module", "contextlib")
 
 def side_effect_error(
     context: InvocationContext, effect: str, reason: str
-) -> ContextTransformError:
+) -> errors.ContextTransformError:
     """Returns the error for a side effect in a transformation that does not lift the context.
 
     Args:
@@ -498,7 +488,7 @@ def side_effect_error(
     # `scan` has another name in this package.
     names = ["scan_in_context" if name == "scan" else name for name in lifted_names(jax_transform)]
     replacements = "` or `".join(names) if jax_transform else "the transformation of the same name"
-    return ContextTransformError(
+    return errors.ContextTransformError(
         f"{effect} in {context.path() if module is None else module.path()!r} inside of "
         f"{jax_transform or 'a transformation of JAX'}, "
         f"which does not pass the invocation through, so {reason}. Use `{replacements}` of "

@@ -39,14 +39,11 @@ class _Static:
     path: str = dataclasses.field(compare=False)
 
 
-def fork_key(prng_key: Tensor | None, n: int) -> Any:
-    """Splits `n` keys off a key, sequentially, along a new leading axis; None for None."""
-    return None if prng_key is None else _fork_key(prng_key, n)
-
-
 # Jitted, since outside of a compiled function the loop would be compiled at each call.
 @functools.partial(jax.jit, static_argnums=1)
-def _fork_key(prng_key: Tensor, n: int) -> Any:
+def fork_key(prng_key: Tensor, n: int) -> Any:
+    """Splits `n` keys off a key, sequentially, along a new leading axis."""
+
     def step(key: Tensor, _: None) -> tuple[Any, Any]:
         key, child = jax.random.split(key)
         return key, child
@@ -120,8 +117,7 @@ class ContextKind(Kind):
         if new:
             raise TypeError(
                 f"a transformed function returned the context {new[0].path()}; return arrays, "
-                "the "
-                "context's outputs are passed on automatically."
+                "the context's outputs are passed on automatically."
             )
         groups = [
             group_collections(context.output_collection._asdict(), context_filters)
@@ -139,8 +135,7 @@ class ContextKind(Kind):
                 if twice := sorted(present.keys() & entries.keys()):
                     raise OutputConflictError(
                         f"{twice} are added twice to the {name} of {context.path()}, the second "
-                        "time inside of a "
-                        "transformed function; use other names there."
+                        "time inside of a transformed function; use other names there."
                     )
         for context, of_context in current:
             for name, entries in _flatten_groups(of_context).items():
@@ -148,18 +143,12 @@ class ContextKind(Kind):
         return []
 
     def fork(self, group: dict[str, Any], n: int) -> dict[str, Any]:
-        return {
-            name: fork_key(value, n) if name == "prng_key" else value
-            for name, value in group.items()
-        }
+        key = group.get("prng_key")
+        return group if key is None else {**group, "prng_key": fork_key(key, n)}
 
     def fold(self, group: dict[str, Any], i: ArrayLike) -> dict[str, Any]:
-        return {
-            name: jax.random.fold_in(value, i)
-            if name == "prng_key" and value is not None
-            else value
-            for name, value in group.items()
-        }
+        key = group.get("prng_key")
+        return group if key is None else {**group, "prng_key": jax.random.fold_in(key, i)}
 
     def created(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the state entries that a call updates; other branches leave them unchanged."""

@@ -8,32 +8,22 @@ Convolutions over time may take paddings, `Num[Array, "batch time"]`, 1 for padd
 They zero padded positions of their inputs and outputs.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from weft import functional
 from weft.config import REQUIRED, Required, config_class
 from weft.errors import ArgumentShapeError, LayerConfigError
-from weft.functional import (
-    ConvPadding,
-    compute_conv_paddings,
-    compute_conv_transpose_paddings,
-    conv,
-    conv_explicit_padding,
-    conv_output_shape,
-    conv_transpose,
-    conv_transpose_output_shape,
-    get_activation_fn,
-    max_pool,
-)
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.param_init import FanAxes
-from weft.hierarchy.parameter_spec import FactorizationSpec, maybe_shard
+from weft.hierarchy.parameter_spec import maybe_shard, weight_and_bias_specs
 from weft.typing import MeshAxes, PartitionSpec, Tensor
 
-ConvPaddingType = ConvPadding
+ConvPaddingType = functional.ConvPadding
 
 
 class BaseConv(BaseLayer):
@@ -74,33 +64,19 @@ class BaseConv(BaseLayer):
                     f"num_input_dim_groups={groups}; change one of them."
                 )
 
-    def _per_axis(self, name: str) -> tuple[int, ...]:
-        value = getattr(self.config, name)
-        if value is None:
-            return (1,) * self._num_axes
-        return (value,) if isinstance(value, int) else tuple(value)
-
     def _window_sizes(self) -> dict[str, Any]:
-        return {
-            "window": self._per_axis("window"),
-            "strides": self._per_axis("strides"),
-            "padding": self.config.padding,
-            "dilation": self._per_axis("dilation"),
-        }
+        cfg, n = self.config, self._num_axes
+        names = ("window", "strides", "dilation")
+        sizes = {name: functional.per_axis(getattr(cfg, name), n) for name in names}
+        return {**sizes, "padding": cfg.padding}
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
-        shape = (*self._per_axis("window"), *self._channels())
-        mesh_axes = cfg.param_partition_spec or (None,) * len(shape)
-        specs = {
-            "weight": ParameterSpec(
-                shape=shape,
-                mesh_axes=mesh_axes,
-                factorization=FactorizationSpec((None,) * self._num_axes + ("row", "col")),
-            )
-        }
-        if cfg.bias:
-            specs["bias"] = ParameterSpec(shape=(cfg.output_dim,), mesh_axes=(mesh_axes[-1],))
+        shape = (*self._window_sizes()["window"], *self._channels())
+        factors = (None,) * self._num_axes + ("row", "col")
+        specs = weight_and_bias_specs(cfg, shape, factors, bias_axes=slice(-1, None))
+        if cfg.bias:  # also if the weight's last axis is that of inputs
+            specs["bias"] = dataclasses.replace(specs["bias"], shape=(cfg.output_dim,))
         return specs
 
     def _channels(self) -> tuple[int, int]:
@@ -122,10 +98,12 @@ class BaseConv(BaseLayer):
         return y
 
     def _conv(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return conv(x, *args, **kwargs)
+        return functional.conv(x, *args, **kwargs)
 
     def _out_spatial(self, in_spatial: Sequence[int | None]) -> tuple[int | None, ...]:
-        return conv_output_shape(in_spatial, **self._window_sizes())
+        return functional.conv_output_shape(in_spatial, **self._window_sizes())
+
+    _out_paddings = staticmethod(functional.compute_conv_paddings)
 
     @nowrap
     def output_shape(self, *, input_shape: Sequence[int | None]) -> list[int | None]:
@@ -258,7 +236,22 @@ def time_axis(layer: BaseConv) -> dict[str, Any]:
     }
 
 
-class Conv1DWithPadding(Conv1D):
+class PaddedConv(BaseConv):
+    """Base of the convolutions over time, and possibly other axes, of padded sequences."""
+
+    def forward(self, x: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns `Float[Array, "batch out_time *out_spatial output_dim"]` and its paddings.
+
+        `x` is `Float[Array, "batch time *spatial input_dim"]`.
+        """
+        return convolve_with_paddings(super().forward, self.conv_paddings, x, paddings)
+
+    def conv_paddings(self, paddings: Tensor) -> Tensor:
+        """Returns the paddings of the output."""
+        return self._out_paddings(paddings, **time_axis(self))
+
+
+class Conv1DWithPadding(PaddedConv, Conv1D):
     """Convolution over time for padded sequences."""
 
     @config_class
@@ -272,19 +265,8 @@ class Conv1DWithPadding(Conv1D):
 
         anchor: int | None = None
 
-    def forward(self, x: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns `Float[Array, "batch out_time output_dim"]` and its paddings.
 
-        `x` is `Float[Array, "batch time input_dim"]`.
-        """
-        return convolve_with_paddings(super().forward, self.conv_paddings, x, paddings)
-
-    def conv_paddings(self, paddings: Tensor) -> Tensor:
-        """Returns the paddings of the output."""
-        return compute_conv_paddings(paddings, **time_axis(self))
-
-
-class Conv2DWith1DPadding(Conv2D):
+class Conv2DWith1DPadding(PaddedConv, Conv2D):
     """Convolution over time and another axis for padded sequences."""
 
     @config_class
@@ -292,17 +274,6 @@ class Conv2DWith1DPadding(Conv2D):
         """Configures a Conv2DWith1DPadding; for `anchor` see `Conv1DWithPadding`."""
 
         anchor: int | None = None
-
-    def forward(self, x: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns `Float[Array, "batch out_time out_width output_dim"]` and its paddings.
-
-        `x` is `Float[Array, "batch time width input_dim"]`.
-        """
-        return convolve_with_paddings(super().forward, self.conv_paddings, x, paddings)
-
-    def conv_paddings(self, paddings: Tensor) -> Tensor:
-        """Returns the paddings of the output."""
-        return compute_conv_paddings(paddings, **time_axis(self))
 
 
 class StackOverTime(BaseLayer):
@@ -324,7 +295,9 @@ class StackOverTime(BaseLayer):
     def _explicit_padding(self) -> tuple[tuple[int, int], ...]:
         cfg = self.config
         padding = cfg.padding if isinstance(cfg.padding, str) else (tuple(cfg.padding),)
-        return conv_explicit_padding(window=(cfg.stride,), strides=(cfg.stride,), padding=padding)
+        return functional.conv_explicit_padding(
+            window=(cfg.stride,), strides=(cfg.stride,), padding=padding
+        )
 
     def forward(self, inputs: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
         """Returns `Float[Array, "batch out_time stride*dim"]` and its paddings.
@@ -342,7 +315,7 @@ class StackOverTime(BaseLayer):
     def conv_paddings(self, paddings: Tensor) -> Tensor:
         """Returns the paddings of the output: those of the first vector of each."""
         stride = self.config.stride
-        return compute_conv_paddings(
+        return functional.compute_conv_paddings(
             paddings, window=stride, stride=stride, conv_padding=self._explicit_padding()
         )
 
@@ -351,7 +324,7 @@ class StackOverTime(BaseLayer):
         """Returns the shape of the output from `(batch, time, dim)`, None for unknown sizes."""
         batch, time, dim = input_shape
         stride = self.config.stride
-        (out_time,) = conv_output_shape(
+        (out_time,) = functional.conv_output_shape(
             (time,), window=(stride,), strides=(stride,), padding=self._explicit_padding()
         )
         return [batch, out_time, None if dim is None else dim * stride]
@@ -361,10 +334,12 @@ class BaseConvTranspose(BaseConv):
     """Base of the transposed convolutions over any number of spatial axes."""
 
     def _conv(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return conv_transpose(x, *args, **kwargs)
+        return functional.conv_transpose(x, *args, **kwargs)
 
     def _out_spatial(self, in_spatial: Sequence[int | None]) -> tuple[int | None, ...]:
-        return conv_transpose_output_shape(in_spatial, **self._window_sizes())
+        return functional.conv_transpose_output_shape(in_spatial, **self._window_sizes())
+
+    _out_paddings = staticmethod(functional.compute_conv_transpose_paddings)
 
 
 class Conv1DTranspose(BaseConvTranspose):
@@ -402,7 +377,7 @@ class Conv1DTranspose(BaseConvTranspose):
 
     def conv_paddings(self, paddings: Tensor) -> Tensor:
         """Returns the paddings of the output."""
-        return compute_conv_transpose_paddings(paddings, **time_axis(self))
+        return self._out_paddings(paddings, **time_axis(self))
 
 
 class Conv2DTranspose(BaseConvTranspose):
@@ -446,7 +421,7 @@ class Conv2DTranspose(BaseConvTranspose):
         return super()._compute_fan_axes(name, spec)
 
 
-class Conv2DTransposeWith1DPadding(Conv2DTranspose):
+class Conv2DTransposeWith1DPadding(PaddedConv, Conv2DTranspose):
     """Transposed convolution over time and another axis for padded sequences."""
 
     @config_class
@@ -454,17 +429,6 @@ class Conv2DTransposeWith1DPadding(Conv2DTranspose):
         """Configures a Conv2DTransposeWith1DPadding; for `anchor` see `Conv1DWithPadding`."""
 
         anchor: int | None = None
-
-    def forward(self, x: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns `Float[Array, "batch out_time out_width output_dim"]` and its paddings.
-
-        `x` is `Float[Array, "batch time width input_dim"]`.
-        """
-        return convolve_with_paddings(super().forward, self.conv_paddings, x, paddings)
-
-    def conv_paddings(self, paddings: Tensor) -> Tensor:
-        """Returns the paddings of the output."""
-        return compute_conv_transpose_paddings(paddings, **time_axis(self))
 
 
 class Conv3DTranspose(BaseConvTranspose):
@@ -497,14 +461,16 @@ class MaxPool2D(BaseLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the maxima of each window of `x`, `Num[Array, "batch height width channels"]`."""
         cfg = self.config
-        return max_pool(x, cfg.window, strides=cfg.strides)
+        return functional.max_pool(x, cfg.window, strides=cfg.strides)
 
     @nowrap
     def output_shape(self, *, input_shape: Sequence[int | None]) -> list[int | None]:
         """Returns the shape of the output; sizes may be None if unknown."""
         cfg = self.config
         batch, *spatial, channels = input_shape
-        out = conv_output_shape(spatial, window=cfg.window, strides=cfg.strides, padding="VALID")
+        out = functional.conv_output_shape(
+            spatial, window=cfg.window, strides=cfg.strides, padding="VALID"
+        )
         return [batch, *out, channels]
 
 
@@ -537,8 +503,8 @@ class SqueezeExcitation(BaseLayer):
         if reduced is None and cfg.se_ratio > 0:
             reduced = max(1, int(cfg.input_dim * cfg.se_ratio))
         self._reduced = reduced
-        self._activation = get_activation_fn(cfg.activation)
-        self._gating = get_activation_fn(cfg.gating)
+        self._activation = functional.get_activation_fn(cfg.activation)
+        self._gating = functional.get_activation_fn(cfg.gating)
         if reduced:
             conv = Conv2D.default_config()
             self._add_child("reduce", conv.clone(input_dim=cfg.input_dim, output_dim=reduced))

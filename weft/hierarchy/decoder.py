@@ -17,16 +17,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from weft.config import (
-    REQUIRED,
-    ConfigOr,
-    Configurable,
-    InstantiableConfig,
-    Required,
-    config_class,
-    maybe_instantiate,
-    maybe_set_config,
-)
+from weft import config
+from weft.config import REQUIRED, InstantiableConfig, Required, config_class, maybe_set_config
 from weft.errors import MissingPrngKeyError
 from weft.functional import LogitsToLogitsFn, attend
 from weft.hierarchy import decoding
@@ -35,7 +27,6 @@ from weft.hierarchy.attention.stack import BaseStackedTransformerLayer, StackedT
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.config_setters import set_dropout_rate_recursively
 from weft.hierarchy.context import child_context, require_context
-from weft.hierarchy.decoding import BeamSearchOutputs, SampleOutputs
 from weft.hierarchy.layers.embedding import BaseEmbedding, TransformerTextEmbeddings
 from weft.hierarchy.layers.normalization import LayerNorm
 from weft.hierarchy.layers.stochastic import Dropout
@@ -107,7 +98,7 @@ class BaseDecoder(Protocol):
 
 
 def log_probs_from_logits(
-    logits: Tensor, logits_modifier: ConfigOr[LogitsToLogitsFn] | None = None
+    logits: Tensor, logits_modifier: config.ConfigOr[LogitsToLogitsFn] | None = None
 ) -> Tensor:
     """Returns the log probabilities of the next token, in float32.
 
@@ -122,15 +113,15 @@ def log_probs_from_logits(
     """
     logits = logits.astype(jnp.float32)
     if logits_modifier is not None:
-        logits = maybe_instantiate(logits_modifier)(logits)
+        logits = config.maybe_instantiate(logits_modifier)(logits)
     return jax.nn.log_softmax(logits, axis=-1)
 
 
-class DecodingLayer(Configurable):
+class DecodingLayer(config.Configurable):
     """Decoding methods of a decoder, without state of their own."""
 
     @config_class
-    class Config(Configurable.Config):
+    class Config(config.Configurable.Config):
         """Configures a DecodingLayer."""
 
         pad_token_id: Required[int] = REQUIRED
@@ -148,7 +139,7 @@ class DecodingLayer(Configurable):
         num_decodes: int,
         cross_attention_data: Tensor | None = None,
         cross_attention_logit_biases: Tensor | None = None,
-        logits_modifier: ConfigOr[LogitsToLogitsFn] | None = None,
+        logits_modifier: config.ConfigOr[LogitsToLogitsFn] | None = None,
         stop_decoding_condition: decoding.StopDecodingCondition | None = None,
     ) -> decoding.SampleOutputs:
         """Samples continuations of prompts; see `decoding.sample_decode`.
@@ -234,10 +225,10 @@ class DecodingLayer(Configurable):
         self,
         num_decodes: int,
         cross: dict[str, Any],
-        logits_modifier: ConfigOr[LogitsToLogitsFn] | None,
+        logits_modifier: config.ConfigOr[LogitsToLogitsFn] | None,
     ) -> Callable[[Tensor, NestedTensor], tuple[Tensor, NestedTensor]]:
         """Returns a pure function of tokens and cache, usable in a loop's body."""
-        modifier = maybe_instantiate(logits_modifier)
+        modifier = config.maybe_instantiate(logits_modifier)
         cross = {
             name: decoding.flatten_decoding_dim(decoding.add_decoding_dim(x, num_decodes))
             for name, x in cross.items()
@@ -324,7 +315,7 @@ class Decoder(BaseLayer):
         pad_token_id: int = 0
         eos_token_id: int = 1
         decoding: DecodingLayer.Config = DecodingLayer.default_config()
-        output_logits_modifier: ConfigOr[LogitsToLogitsFn] | None = None
+        output_logits_modifier: config.ConfigOr[LogitsToLogitsFn] | None = None
         logits_forward_dtype: DType | None = None
         logits_partition_spec: MeshAxes = ("data", None, "model")
         hidden_state_partition_spec: MeshAxes | None = None
@@ -347,7 +338,7 @@ class Decoder(BaseLayer):
         self._decoding = cfg.decoding.set(
             pad_token_id=cfg.pad_token_id, eos_token_id=cfg.eos_token_id
         ).instantiate(decoder=self)
-        self._output_logits_modifier = maybe_instantiate(cfg.output_logits_modifier)
+        self._output_logits_modifier = config.maybe_instantiate(cfg.output_logits_modifier)
 
     # Whole sequences.
 
@@ -543,11 +534,11 @@ class Decoder(BaseLayer):
 
     # Sequences from prompts.
 
-    def sample_decode(self, **kwargs: Any) -> SampleOutputs:
+    def sample_decode(self, **kwargs: Any) -> decoding.SampleOutputs:
         """Samples continuations of prompts; see `DecodingLayer.sample_decode`."""
         return self._decoding.sample_decode(**kwargs)
 
-    def beam_search_decode(self, **kwargs: Any) -> BeamSearchOutputs:
+    def beam_search_decode(self, **kwargs: Any) -> decoding.BeamSearchOutputs:
         """Searches for continuations of prompts; see `DecodingLayer.beam_search_decode`."""
         return self._decoding.beam_search_decode(**kwargs)
 

@@ -351,8 +351,24 @@ def sample_decode(
         return jnp.any(~state.stop_decoding & (state.cur_index < last)[:, None])
 
     def step(state: DecodingState) -> DecodingState:
-        stop = functools.partial(stop_decoding_condition, prefix_len=time_step + 1)
-        return _sample_step(state, tokens_to_scores, stop, pad_id)
+        # The first key is for this step, as in AXLearn, for equal samples from equal seeds.
+        key, next_key = jax.random.split(state.prng_key)
+        log_probs, cache = next_token_scores(
+            tokens_to_scores, state.sequences, state.cur_index, state.cache
+        )
+        tokens = jax.random.categorical(key, log_probs)
+        scores = jnp.take_along_axis(log_probs, tokens[:, :, None], axis=2)[:, :, 0]
+        done, at, index = state.stop_decoding, state.cur_index, state.cur_index + 1
+        sequences = write_tokens_at(state.sequences, index, jnp.where(done, pad_id, tokens))
+        ends = stop_decoding_condition(index=index, sequences=sequences, prefix_len=time_step + 1)
+        return DecodingState(
+            cur_index=index,
+            sequences=sequences,
+            token_scores=write_tokens_at(state.token_scores, at, jnp.where(done, 0.0, scores)),
+            stop_decoding=done | ends,
+            cache=cache,
+            prng_key=next_key,
+        )
 
     first = DecodingState(
         cur_index=time_step.astype(jnp.int32),
@@ -364,31 +380,6 @@ def sample_decode(
     )
     state = run_loop(loop, unfinished, step, first)
     return SampleOutputs(state.sequences[:, :, 1:], state.token_scores)
-
-
-def _sample_step(
-    state: DecodingState,
-    tokens_to_scores: TokensToScores,
-    stop_condition: Callable[..., Tensor],
-    pad_id: int,
-) -> DecodingState:
-    # The first of the two keys is for this step, as in AXLearn, for equal samples from equal seeds.
-    key, next_key = jax.random.split(state.prng_key)
-    log_probs, cache = next_token_scores(
-        tokens_to_scores, state.sequences, state.cur_index, state.cache
-    )
-    tokens = jax.random.categorical(key, log_probs)
-    scores = jnp.take_along_axis(log_probs, tokens[:, :, None], axis=2)[:, :, 0]
-    done, index = state.stop_decoding, state.cur_index + 1
-    sequences = write_tokens_at(state.sequences, index, jnp.where(done, pad_id, tokens))
-    return DecodingState(
-        cur_index=index,
-        sequences=sequences,
-        token_scores=write_tokens_at(state.token_scores, index - 1, jnp.where(done, 0.0, scores)),
-        stop_decoding=done | stop_condition(index=index, sequences=sequences),
-        cache=cache,
-        prng_key=next_key,
-    )
 
 
 def _prompt_scores(
@@ -594,7 +585,10 @@ def _beam_step(
     if merger is not None:
         tokens = tokens_at(state.live_sequences, state.index)
         merger_state = merger.update(tokens=tokens, state=merger_state)
-        live_scores = _merge_hypotheses(live_scores, merger.compute(merger_state))
+        # Adds up the probabilities of merged hypotheses, and marks all but one of them dead.
+        matrix = merger.compute(merger_state)
+        merged = jax.nn.logsumexp(live_scores[:, None, :], axis=2, b=matrix)
+        live_scores = jnp.maximum(merged, NEG_INF)
     log_probs, cache = next_token_scores(
         tokens_to_scores, state.live_sequences, state.index, state.cache
     )
@@ -611,13 +605,11 @@ def _beam_step(
     ended = jnp.full(state.live_sequences.shape[:2], eos_id)
     penalized = penalize(length=index[:, None], raw_scores=candidates[:, :, eos_id])
     penalized = jnp.where(candidates[:, :, eos_id] > NEG_INF, penalized, NEG_INF)
-    pool = (
-        jnp.concatenate(
-            [state.sequences, write_tokens_at(state.live_sequences, index, ended)], axis=1
-        ),
-        jnp.concatenate([state.scores, penalized], axis=1),
-    )
-    sequences, scores = _top_hypotheses(pool, keep=state.scores.shape[1])
+    newly_ended = write_tokens_at(state.live_sequences, index, ended)
+    scores = jnp.concatenate([state.scores, penalized], axis=1)
+    scores, chosen = jax.lax.top_k(scores, state.scores.shape[1])
+    sequences = jnp.concatenate([state.sequences, newly_ended], axis=1)
+    sequences = gather_hypotheses(sequences, chosen)
 
     # Live hypotheses: the best of the others.
     others = candidates.at[:, :, eos_id].set(NEG_INF).reshape(candidates.shape[0], -1)
@@ -639,17 +631,3 @@ def _beam_step(
         cache=gather_cache(cache, parents),
         merger_state=jax.tree.map(lambda x: gather_hypotheses(x, parents), merger_state),
     )
-
-
-def _top_hypotheses(pool: tuple[Tensor, Tensor], keep: int) -> tuple[Tensor, Tensor]:
-    sequences, scores = pool
-    scores, chosen = jax.lax.top_k(scores, keep)
-    return gather_hypotheses(sequences, chosen), scores
-
-
-def _merge_hypotheses(
-    scores: Float[Array, "batch decodes"], matrix: Tensor
-) -> Float[Array, "batch decodes"]:
-    """Adds up the probabilities of merged hypotheses, and marks all but one of them dead."""
-    merged = jax.nn.logsumexp(scores[:, None, :], axis=2, b=matrix)
-    return jnp.maximum(merged, NEG_INF)

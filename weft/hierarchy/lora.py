@@ -22,48 +22,31 @@ import numpy as np
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.functional import project
+from weft.hierarchy import param_init
+from weft.hierarchy.attention import qkv_linear
 from weft.hierarchy.attention.kv_cache import KVState
-from weft.hierarchy.attention.qkv_linear import (
-    BaseMultiheadLinear,
-    BaseQKVLinear,
-    FusedGroupedQKVLinear,
-    FusedQKVLinear,
-    MultiheadOutputLinear,
-)
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.linear import Linear
 from weft.hierarchy.layers.stochastic import Dropout
 from weft.hierarchy.module import Module, nowrap
-from weft.hierarchy.param_init import (
-    PARAM_REGEXP_WEIGHT,
-    ConstantInitializer,
-    DefaultInitializer,
-    FanAxes,
-    WeightInitializer,
-)
-from weft.typing import MeshAxes, NestedTensor, PartitionSpec, Shape, Tensor
+from weft.typing import NestedTensor, Shape, Tensor
 
 PROJECTIONS = ("query", "key", "value")
 
 
-def _weight_init(initializer: Any) -> Any:
-    return DefaultInitializer.default_config().set(
-        init_by_param_name={PARAM_REGEXP_WEIGHT: initializer}
-    )
-
-
 def _normal_init() -> Any:
-    return _weight_init(WeightInitializer.default_config().set(fan="fan_in", distribution="normal"))
+    return param_init.normal_weights("fan_in")
 
 
 def _zeros_init() -> Any:
-    return _weight_init(ConstantInitializer.default_config().set(value=0.0))
+    zeros = param_init.ConstantInitializer.default_config().set(value=0.0)
+    return param_init.initializer_of_weights(zeros)
 
 
 class WeightOnlyLinear(BaseLayer):
     """Map with one weight and no bias. A subclass defines the weight's shape and the map."""
 
-    _fan_axes: ClassVar[FanAxes]
+    _fan_axes: ClassVar[param_init.FanAxes]
     _subscripts: ClassVar[str]
 
     def _weight_shape(self) -> Shape:
@@ -98,7 +81,7 @@ class LoraDownFusedLinear(WeightOnlyLinear):
         output_dim: Required[int] = REQUIRED
         num_enabled: Required[int] = REQUIRED
 
-    _fan_axes = FanAxes(in_axis=1, out_axis=2, batch_axis=0)
+    _fan_axes = param_init.FanAxes(in_axis=1, out_axis=2, batch_axis=0)
     _subscripts = "btd,ndr->nbtr"
 
     @classmethod
@@ -129,7 +112,7 @@ class LoraUpFusedLinear(WeightOnlyLinear):
         per_head_dim: Required[int] = REQUIRED
         num_enabled: Required[int] = REQUIRED
 
-    _fan_axes = FanAxes(in_axis=1, out_axis=(2, 3), batch_axis=0)
+    _fan_axes = param_init.FanAxes(in_axis=1, out_axis=(2, 3), batch_axis=0)
     _subscripts = "nbtr,nrkh->nbtkh"
 
     @classmethod
@@ -157,7 +140,7 @@ class LoraUpGroupedLinear(WeightOnlyLinear):
         num_heads: Required[Sequence[int]] = REQUIRED
         per_head_dim: Required[int] = REQUIRED
 
-    _fan_axes = FanAxes(in_axis=0, out_axis=(1, 2))
+    _fan_axes = param_init.FanAxes(in_axis=0, out_axis=(1, 2))
     _subscripts = "...r,rkh->...kh"
 
     @classmethod
@@ -183,14 +166,8 @@ class LoraUpGroupedLinear(WeightOnlyLinear):
         return [project(self._subscripts, x, w) for x, w in zip(inputs, weights, strict=True)]
 
 
-class LoraDownMultiheadLinear(BaseMultiheadLinear):
+class LoraDownMultiheadLinear(qkv_linear.MultiheadOutputLinear):
     """Map from the heads to the rank, which is the weight's first axis, `model_dim`."""
-
-    _subscripts = "...nh,rnh->...r"
-    _fan_axes = FanAxes(in_axis=(1, 2), out_axis=0)
-
-    def _bias_spec(self, mesh_axes: MeshAxes | PartitionSpec) -> ParameterSpec:
-        return ParameterSpec((self.config.model_dim,), mesh_axes=mesh_axes[:1])
 
 
 class BaseLoraAdapter(BaseLayer):
@@ -313,13 +290,10 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
     @classmethod
     def default_config(cls) -> Config:
         """Returns a config that maps up to the heads of several projections."""
-        return (
-            super()
-            .default_config()
-            .set(
-                lora_down=LoraDownFusedLinear.default_config().set(param_init=_normal_init()),
-                lora_up=LoraUpFusedLinear.default_config().set(param_init=_zeros_init()),
-            )
+        cfg = super().default_config()
+        return cfg.set(
+            lora_down=LoraDownFusedLinear.default_config().set(param_init=_normal_init()),
+            lora_up=LoraUpFusedLinear.default_config().set(param_init=_zeros_init()),
         )
 
     def _add_maps(self) -> None:
@@ -377,10 +351,11 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
         return [name for name in PROJECTIONS if self.config.enable_lora.get(name)]
 
 
-def _check_layer_class(layer: Any, cls: type, path: str, instead: str) -> None:
-    if not issubclass(layer.klass, cls):
+def _check_layer_class(adapted: BaseLayer, cls: type, instead: str) -> None:
+    given: type = adapted.config.layer.klass
+    if not issubclass(given, cls):
         raise LayerConfigError(
-            f"{path}: layer is a {layer.klass.__name__}, which this adapter does not fit; "
+            f"{adapted.path()}: layer is a {given.__name__}, which this adapter does not fit; "
             f"expected a {cls.__name__}. {instead}"
         )
 
@@ -428,10 +403,7 @@ class LoraLinear(AdaptedLinear):
         super().__init__(cfg, parent=parent)
         dims = {"input_dim": cfg.input_dim, "output_dim": cfg.output_dim}
         _check_layer_class(
-            cfg.layer,
-            Linear,
-            self.path(),
-            "For attention, use LoraFusedQKVLinear and LoraMultiheadOutputLinear.",
+            self, Linear, "For attention, use LoraFusedQKVLinear and LoraMultiheadOutputLinear."
         )
         self._add_child("layer", cfg.layer.set(**dims))
         self._add_child("adapter", cfg.adapter.set(**dims))
@@ -447,19 +419,17 @@ class LoraMultiheadOutputLinear(AdaptedLinear):
         model_dim: Required[int] = REQUIRED
         num_heads: Required[int] = REQUIRED
         per_head_dim: Required[int] = REQUIRED
-        layer: MultiheadOutputLinear.Config = MultiheadOutputLinear.default_config()
+        layer: qkv_linear.MultiheadOutputLinear.Config = (
+            qkv_linear.MultiheadOutputLinear.default_config()
+        )
         adapter: LoraMultiheadOutputAdapter.Config = LoraMultiheadOutputAdapter.default_config()
 
     _delta_subscripts = "...rnh,...rm->...mnh"
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        _check_layer_class(
-            cfg.layer,
-            MultiheadOutputLinear,
-            self.path(),
-            "For other layers, use LoraLinear and LoraFusedQKVLinear.",
-        )
+        instead = "For other layers, use LoraLinear and LoraFusedQKVLinear."
+        _check_layer_class(self, qkv_linear.MultiheadOutputLinear, instead)
         layer = cfg.layer.set(
             model_dim=cfg.model_dim, num_heads=cfg.num_heads, per_head_dim=cfg.per_head_dim
         )
@@ -472,14 +442,14 @@ class LoraMultiheadOutputLinear(AdaptedLinear):
         self._add_child("adapter", adapter)
 
 
-class LoraFusedQKVLinear(BaseQKVLinear):
+class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
     """Projections to queries, keys and values with an adapter.
 
     In a `RoFormerQKVLinear` this is the `input_linear`, since the adapter applies before rotation.
     """
 
     @config_class
-    class Config(BaseQKVLinear.Config):
+    class Config(qkv_linear.BaseQKVLinear.Config):
         """Configures a LoraFusedQKVLinear.
 
         Attributes:
@@ -488,17 +458,13 @@ class LoraFusedQKVLinear(BaseQKVLinear):
           adapter: set its `rank`, `alpha` and `enable_lora`.
         """
 
-        layer: BaseQKVLinear.Config = FusedQKVLinear.default_config()
+        layer: qkv_linear.BaseQKVLinear.Config = qkv_linear.FusedQKVLinear.default_config()
         adapter: LoraFusedQKVAdapter.Config = LoraFusedQKVAdapter.default_config()
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        _check_layer_class(
-            cfg.layer,
-            BaseQKVLinear,
-            self.path(),
-            "For other layers, use LoraLinear and LoraMultiheadOutputLinear.",
-        )
+        instead = "For other layers, use LoraLinear and LoraMultiheadOutputLinear."
+        _check_layer_class(self, qkv_linear.BaseQKVLinear, instead)
         if hasattr(cfg.layer, "input_linear"):
             raise LayerConfigError(
                 f"{self.path()}: layer is a {cfg.layer.klass.__name__}, which changes queries "
@@ -538,7 +504,7 @@ class LoraFusedQKVLinear(BaseQKVLinear):
         value: Tensor | None = None,
         kv_state: KVState | None = None,
         query_positions: Tensor | None = None,
-    ) -> BaseQKVLinear.Output:
+    ) -> qkv_linear.BaseQKVLinear.Output:
         """Projects; see `BaseQKVLinear.forward`.
 
         Raises:
@@ -566,11 +532,11 @@ class LoraFusedQKVLinear(BaseQKVLinear):
         entries: Any = state
         deltas = self.adapter.deltas(entries["adapter"])
         layer, base = self.layer, copy.copy(entries["layer"])
-        if isinstance(layer, FusedQKVLinear):
+        if isinstance(layer, qkv_linear.FusedQKVLinear):
             parts = jnp.unstack(base["qkv_proj"]["weight"], axis=-4)
             weight = jnp.stack(_add_deltas(parts, deltas), axis=-4)
             base["qkv_proj"] = _replace_weight(base["qkv_proj"], weight)
-        elif isinstance(layer, FusedGroupedQKVLinear):
+        elif isinstance(layer, qkv_linear.FusedGroupedQKVLinear):
             heads = self.config.num_heads
             ends = (heads, heads + layer.num_kv_heads)
             parts = jnp.split(base["qkv_proj"]["weight"], ends, axis=-2)

@@ -65,8 +65,8 @@ def set_lora_recursively(
         if attention and is_config_of(config, MultiheadAttention):
             if is_config_of(config.output_linear, MultiheadOutputLinear):
                 config.output_linear = with_adapter(config.output_linear, LoraMultiheadOutputLinear)
-            holder = config if not hasattr(config.input_linear, "input_linear") else None
-            holder = holder or config.input_linear
+            is_wrapped = hasattr(config.input_linear, "input_linear")
+            holder = config.input_linear if is_wrapped else config
             if not is_config_of(holder.input_linear, LoraFusedQKVLinear):
                 layer = holder.input_linear
                 own = not layer.klass.is_kv_sharing(layer)

@@ -14,11 +14,6 @@ from jaxtyping import Array, Float, Int, Num
 
 from weft import functional
 from weft.errors import ArgumentValueError
-from weft.functional import (
-    contrastive_logits,
-    cross_entropy,
-    pairwise_loss,
-)
 from weft.hierarchy.metrics import WeightedScalar
 from weft.typing import Tensor
 
@@ -220,7 +215,7 @@ def large_margin_cosine_loss(
     targets: Any = soft_labels if labels is None else jax.nn.one_hot(labels, logits.shape[-1])
     right: Any = jnp.argmax(targets, axis=-1) if labels is None else labels
     logits = functional.with_cosine_margin(logits, targets, alpha=alpha, margin=margin)
-    loss, aux = cross_entropy(logits, right, soft_target_labels=targets)
+    loss, aux = functional.cross_entropy(logits, right, soft_target_labels=targets)
     correct = aux["live_targets"] & (jnp.argmax(logits, axis=-1) == right)
     num_examples = aux["num_targets"]
     accuracy = jnp.sum(correct) / jnp.maximum(1, num_examples)
@@ -261,7 +256,7 @@ def _key_paddings(
 def _logits_with_negatives(queries: Tensor, keys: Tensor, negatives: Tensor | None) -> Tensor:
     if negatives is not None:
         keys = jnp.concatenate([keys, negatives])
-    return contrastive_logits(queries, keys)
+    return functional.contrastive_logits(queries, keys)
 
 
 def asymmetric_contrastive_loss_from_features(
@@ -424,6 +419,6 @@ def ranking_pairwise_loss(
     Returns:
       The mean over pairs, and their number.
     """
-    return pairwise_loss(
+    return functional.pairwise_loss(
         logits=logits, pair_weights=functional.rank_pairs(ranks), loss_scale=loss_scale
     )

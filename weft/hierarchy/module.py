@@ -16,16 +16,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar, Union
 
 import jax
 
+from weft import errors
 from weft.config import REQUIRED, Configurable, Required, config_class
 from weft.core.tracebacks import hide_frames
 from weft.core.tracing import is_tracing
-from weft.errors import (
-    ChildConfigError,
-    ChildNameConflictError,
-    InvalidDescendantError,
-    UnknownLayerError,
-    did_you_mean,
-)
 from weft.hierarchy.context import (
     ActiveContext,
     InvocationContext,
@@ -228,7 +222,7 @@ class Module(Configurable):
         attributes = [n for n in (*children, *dir(type(self))) if not n.startswith("_")]
         raise AttributeError(
             f"{type(self).__name__} {self.__dict__.get('_name', '')!r} has no attribute or child "
-            f"{name!r}. {did_you_mean(name, attributes)}"
+            f"{name!r}. {errors.did_you_mean(name, attributes)}"
         )
 
     def __repr__(self) -> str:
@@ -252,7 +246,7 @@ class Module(Configurable):
         """
         check_name(name, f"a child of {self.path()}")
         if name in self._children or name in self.__dict__ or hasattr(type(self), name):
-            raise ChildNameConflictError(
+            raise errors.ChildNameConflictError(
                 f"{self.path()} already has "
                 f"{'a child' if name in self._children else 'an attribute'} {name!r}; "
                 "give the child another name."
@@ -263,21 +257,21 @@ class Module(Configurable):
             config = importlib.import_module(_CHILD_CONFIGS).as_child_config(config)
         try:
             child = config.clone(name=name).instantiate(parent=self, **kwargs)
-        except UnknownLayerError as error:
+        except errors.UnknownLayerError as error:
             if config is child_config:  # it names its own path
                 raise
-            raise ChildConfigError(
+            raise errors.ChildConfigError(
                 f"{wrong}expected the config of a Module, such as `Linear.default_config()`, or of "
                 "a function with parameters `name` and `parent` that makes a Module, or a layer of "
                 "any library that `weft.interop.as_hierarchy` takes."
             ) from error
         if not isinstance(child, Module):
-            raise ChildConfigError(
+            raise errors.ChildConfigError(
                 f"{wrong}it makes an object of type {type(child).__name__}, which is not a Module. "
                 "Return a Module whose methods call that object."
             )
         if (child.parent, child.name) != (self, name):
-            raise ChildConfigError(
+            raise errors.ChildConfigError(
                 f"{wrong}it makes {child!r}, which has another name or parent. Pass both on: "
                 "`cfg.set(name=name).instantiate(parent=parent)`."
             )
@@ -299,10 +293,10 @@ class Module(Configurable):
         module = self
         for step in above:
             if step not in module._children:
-                raise InvalidDescendantError(
+                raise errors.InvalidDescendantError(
                     f"{module.path()} has no child {step!r}, so "
                     f"{'.'.join([*above, name])!r} cannot be added below {self.path()}. "
-                    f"{did_you_mean(step, module._children)}"
+                    f"{errors.did_you_mean(step, module._children)}"
                 )
             module = module._children[step]
         return module._add_child(name, child_config, **kwargs)
@@ -320,7 +314,7 @@ class Module(Configurable):
         """Returns `find_descendant(module)`, or raises InvalidDescendantError if it is None."""
         names = self.find_descendant(module)
         if names is None:
-            raise InvalidDescendantError(
+            raise errors.InvalidDescendantError(
                 f"{module.path()} is not below {self.path()}; expected one of its descendants."
             )
         return names
@@ -336,7 +330,7 @@ class Module(Configurable):
         """
         self.path_to_descendant_module(module)
         if self._shared.get(shared_module_name, module) is not module:
-            raise ChildNameConflictError(
+            raise errors.ChildNameConflictError(
                 f"{self.path()} already shares {self._shared[shared_module_name].path()} "
                 f"as {shared_module_name!r}; share {module.path()} under another name."
             )
@@ -360,9 +354,9 @@ class Module(Configurable):
                 return SharedModule(module, context.state_of(module), name)
         name = shared_module_or_name
         name = name.path() if isinstance(name, Module) else name
-        raise InvalidDescendantError(
+        raise errors.InvalidDescendantError(
             f"{name!r} is not shared with {self.path()}. "
-            f"{did_you_mean(name, shared)} Share it from a module above both with "
+            f"{errors.did_you_mean(name, shared)} Share it from a module above both with "
             "`self._share_with_descendants(module, shared_module_name=...)`."
         )
 

@@ -13,15 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from weft.config import (
-    REQUIRED,
-    Configurable,
-    InstantiableConfig,
-    Required,
-    config_class,
-    maybe_instantiate,
-)
+from weft import config
+from weft.config import REQUIRED, Configurable, InstantiableConfig, Required, config_class
 from weft.errors import ParameterInitError
+from weft.functional.arrays import as_tuple
 from weft.functional.initializers import DISTRIBUTIONS, draw, fan_sizes
 from weft.typing import DType, Shape, Tensor
 
@@ -56,7 +51,7 @@ class FanAxes(NamedTuple):
 
     def canonicalize(self) -> "FanAxes":
         """Returns a copy in which every field is a tuple."""
-        return FanAxes(*((axes,) if isinstance(axes, int) else tuple(axes) for axes in self))
+        return FanAxes(*map(as_tuple, self))
 
     def prepend_axis(self, *, axis_type: "FanAxes.AxisType") -> "FanAxes":
         """Returns the axes after a new axis 0 of this type is added.
@@ -65,14 +60,12 @@ class FanAxes(NamedTuple):
             >>> FanAxes(-2, 1).prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
             FanAxes(in_axis=(-2,), out_axis=(2,), batch_axis=(0,))
         """
-        canonical: Any = self.canonicalize()
-        moved = (tuple(a + 1 if a >= 0 else a for a in axes) for axes in canonical)
+        moved = (tuple(a + 1 if a >= 0 else a for a in as_tuple(axes)) for axes in self)
         return FanAxes(*moved)._with(0, axis_type)
 
     def append_axis(self, *, axis_type: "FanAxes.AxisType") -> "FanAxes":
         """Returns the axes after a new last axis of this type is added."""
-        canonical: Any = self.canonicalize()
-        moved = (tuple(a - 1 if a < 0 else a for a in axes) for axes in canonical)
+        moved = (tuple(a - 1 if a < 0 else a for a in as_tuple(axes)) for axes in self)
         return FanAxes(*moved)._with(-1, axis_type)
 
     def _with(self, axis: int, axis_type: "FanAxes.AxisType") -> "FanAxes":
@@ -214,13 +207,8 @@ def fans(shape: Shape, axes: FanAxes) -> dict[str, float]:
 
     A receptive field counts towards both.
     """
-    canonical: Any = axes.canonicalize()
-    return fan_sizes(
-        shape,
-        in_axes=canonical.in_axis,
-        out_axes=canonical.out_axis,
-        batch_axes=canonical.batch_axis,
-    )
+    in_axes, out_axes, batch_axes = (as_tuple(a) for a in axes)
+    return fan_sizes(shape, in_axes=in_axes, out_axes=out_axes, batch_axes=batch_axes)
 
 
 class DefaultInitializer(Initializer):
@@ -244,10 +232,10 @@ class DefaultInitializer(Initializer):
             PARAM_REGEXP_BIAS: ConstantInitializer.default_config().set(value=0.0),
             PARAM_REGEXP_SCALE: ConstantInitializer.default_config().set(value=1.0),
         }
-        rules = {**cfg.init_by_param_name}
-        for regex, init in by_default.items():
-            rules.setdefault(regex, init)
-        self._rules = {regex: init.instantiate() for regex, init in rules.items()}
+        given = cfg.init_by_param_name
+        # The first match applies, so that the given rules come first.
+        rules = [*given.items(), *((r, init) for r, init in by_default.items() if r not in given)]
+        self._rules = {regex: init.instantiate() for regex, init in rules}
 
     def _initializer_of(self, name: str) -> Initializer:
         for regex, initializer in self._rules.items():
@@ -268,6 +256,18 @@ class DefaultInitializer(Initializer):
         return self._initializer_of(name).debug_string(name=name, shape=shape, axes=axes)
 
 
+def initializer_of_weights(initializer: InstantiableConfig) -> DefaultInitializer.Config:
+    """Returns the config of a DefaultInitializer that initializes weights by `initializer`."""
+    rules = {PARAM_REGEXP_WEIGHT: initializer}
+    return DefaultInitializer.default_config().set(init_by_param_name=rules)
+
+
+def normal_weights(fan: str | None, scale: float = 1.0) -> DefaultInitializer.Config:
+    """Returns the config of a DefaultInitializer with a normal WeightInitializer for weights."""
+    weight = WeightInitializer.default_config().set(fan=fan, scale=scale, distribution="normal")
+    return initializer_of_weights(weight)
+
+
 class PerGroupInitializer(Initializer):
     """Initializer that draws equal parts of the last axis as independent weights.
 
@@ -283,15 +283,14 @@ class PerGroupInitializer(Initializer):
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self._initializer: Any = maybe_instantiate(cfg.initializer)
+        self._initializer: Any = config.maybe_instantiate(cfg.initializer)
 
     def initialize(self, name, *, prng_key, shape, dtype, axes=None):
         n = self.config.num_groups
         if not shape or shape[-1] % n:
             raise ParameterInitError(
                 f"{name!r} of shape {tuple(shape)} cannot be drawn in {n} groups; its last axis "
-                "must be a "
-                "multiple of num_groups."
+                "must be a multiple of num_groups."
             )
         part = (*shape[:-1], shape[-1] // n)
         drawn = jax.vmap(

@@ -98,6 +98,29 @@ def constant_spec(shape: Shape, value: float = 0.0, **kwargs: Any) -> ParameterS
     return ParameterSpec(shape, initializer=initializer, weight_decay_scale=0.0, **kwargs)
 
 
+def weight_and_bias_specs(
+    cfg: Any,
+    shape: Shape,
+    factors: tuple[str | None, ...],
+    *,
+    bias_axes: slice,
+    fan_axes: FanAxes | None = None,
+) -> dict[str, ParameterSpec]:
+    """Returns the specs of the weight of a linear map and, if `cfg.bias`, of its bias.
+
+    The weight is sharded by `cfg.param_partition_spec`. The bias has its axes `bias_axes`.
+    """
+    mesh_axes = tuple(cfg.param_partition_spec or (None,) * len(shape))
+    factorization = FactorizationSpec(factors)
+    weight = ParameterSpec(
+        shape, mesh_axes=mesh_axes, factorization=factorization, fan_axes=fan_axes
+    )
+    if not cfg.bias:
+        return {"weight": weight}
+    bias = ParameterSpec(shape[bias_axes], mesh_axes=mesh_axes[bias_axes])
+    return {"weight": weight, "bias": bias}
+
+
 def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: object = None) -> ParameterSpec:
     """Returns the spec of `size` stacked copies; the new axis is sharded over `mesh_axis`."""
     prepended = spec.fan_axes and spec.fan_axes.prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)

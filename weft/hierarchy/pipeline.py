@@ -87,7 +87,7 @@ class BaseSchedule(Configurable):
         return self.num_microbatches + self.num_stages - 1
 
     def scan(
-        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: object
+        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: Any
     ) -> tuple[Any, Any]:
         """Runs all microbatches through all stages.
 
@@ -104,18 +104,6 @@ class BaseSchedule(Configurable):
         """
         raise NotImplementedError(type(self))
 
-    def _loop(
-        self,
-        body: Callable[..., Any],
-        carry: Any,
-        state: InvocationContext,
-        xs: Any,
-        scan_kwargs: dict[str, Any],
-    ) -> tuple[Any, Any]:
-        return transforms.scan(
-            state, body, carry, xs, state_axis=None, length=self.num_iterations, **scan_kwargs
-        )
-
     def _initial_inputs(self, microbatches: object) -> Any:
         """Returns real rows as initial input of all stages, so that none fails on them."""
         n = self.num_stages
@@ -130,7 +118,7 @@ class GPipeSchedule(BaseSchedule):
     """
 
     def scan(
-        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: object
+        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: Any
     ) -> tuple[Any, Any]:
         def body(work: Any, x: tuple[Any, Any]) -> tuple[Any, Any]:
             entering, x = x
@@ -143,8 +131,9 @@ class GPipeSchedule(BaseSchedule):
         # Rows that enter after the last microbatch are discarded.
         at = jnp.minimum(jnp.arange(self.num_iterations), self.num_microbatches - 1)
         entering = jax.tree.map(lambda x: x[at], carry)
-        _, (results, ys) = self._loop(
-            body, self._initial_inputs(carry), state, (entering, xs), scan_kwargs
+        work, xs, length = self._initial_inputs(carry), (entering, xs), self.num_iterations
+        _, (results, ys) = transforms.scan(
+            state, body, work, xs, state_axis=None, length=length, **scan_kwargs
         )
         return jax.tree.map(lambda x: x[self.num_stages - 1 :], results), ys
 
@@ -166,7 +155,7 @@ class StreamSchedule(BaseSchedule):
             )
 
     def scan(
-        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: object
+        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: Any
     ) -> tuple[Any, Any]:
         n, per_stage = self.num_stages, self.num_microbatches // self.num_stages
 
@@ -187,7 +176,9 @@ class StreamSchedule(BaseSchedule):
         stream = jax.tree.map(lambda x: x.reshape(n, per_stage, *x.shape[1:]), carry)
         buffers = (self._initial_inputs(carry), shard_stages(stream))
         steps = jnp.arange(self.num_iterations)
-        (_, stream), ys = self._loop(body, buffers, state, (steps, xs), scan_kwargs)
+        (_, stream), ys = transforms.scan(
+            state, body, buffers, (steps, xs), state_axis=None, **scan_kwargs
+        )
 
         def collected(x: jax.Array) -> jax.Array:
             # Results came n - 1 steps after the inputs whose places they take.

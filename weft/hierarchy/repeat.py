@@ -14,14 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from weft.config import (
-    REQUIRED,
-    InstantiableConfig,
-    Required,
-    config_class,
-    config_for_function,
-    maybe_instantiate,
-)
+from weft import config
+from weft.config import REQUIRED, InstantiableConfig, Required, config_class
 from weft.hierarchy import transforms
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.context import InvocationContext, OutputCollection
@@ -77,7 +71,7 @@ class Repeat(BaseLayer):
         layer: Required[InstantiableConfig] = REQUIRED
         num_layers: Required[int] = REQUIRED
         unroll: bool | int | None = None
-        drop_output: InstantiableConfig[Callable[[str], bool]] = config_for_function(
+        drop_output: InstantiableConfig[Callable[[str], bool]] = config.config_for_function(
             drop_by_regex
         ).set(rules=["module_outputs.*"])
 
@@ -95,7 +89,7 @@ class Repeat(BaseLayer):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         self._add_child("layer", cfg.layer)
-        self._drop_output = maybe_instantiate(cfg.drop_output)
+        self._drop_output = config.maybe_instantiate(cfg.drop_output)
 
     def _num_stacked(self, name: str) -> int | None:
         return self.config.num_layers if name == "layer" else super()._num_stacked(name)
@@ -114,7 +108,7 @@ class Repeat(BaseLayer):
             without_loop = unroll is True or (unroll or 1) >= self.config.num_layers
             remat_kwargs = {
                 "prevent_cse": spec.prevent_cse and without_loop,
-                "policy": maybe_instantiate(spec.policy),
+                "policy": config.maybe_instantiate(spec.policy),
             }
         return {
             "unroll": 1 if unroll is None else unroll,

@@ -461,8 +461,7 @@ def _refuse_outputs(fn: Callable[..., Any], loop: str) -> Callable[..., Any]:
             for path, _ in jax.tree_util.tree_leaves_with_path(outputs):
                 raise LoopOutputError(
                     f"{CONTEXT_KIND.place_of(context, kind, path)} is added in a {loop}, which "
-                    f"cannot "
-                    "collect outputs per iteration. Return it with the carry and add it "
+                    "cannot collect outputs per iteration. Return it with the carry and add it "
                     "after the loop, or use `scan_in_context`, which stacks outputs."
                 )
             outputs.clear()  # the names of children, which may also be called outside

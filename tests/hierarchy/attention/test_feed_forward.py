@@ -31,12 +31,11 @@ class Branch(ResidualLayer):
     def __init__(self, cfg, *, parent):
         super().__init__(cfg, parent=parent)
         self._add_norms(cfg.dim)
-        self._add_child("dropout", cfg.dropout)
-        self._add_child("stochastic_depth", cfg.stochastic_depth)
+        self._add_dropouts()
 
     def forward(self, x, weight=1.0):
         skipped, y = self._enter_branch(x)
-        return self._leave_branch(skipped, f(y), dropout=self.dropout, weight=weight)
+        return self._leave_branch(skipped, f(y), weight=weight)
 
 
 def f(x):

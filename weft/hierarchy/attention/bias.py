@@ -16,28 +16,12 @@ from typing import Any, Generic, Self, TypeVar
 import jax
 import jax.numpy as jnp
 
-from weft import struct
-from weft.config import (
-    REQUIRED,
-    ConfigOr,
-    Required,
-    config_class,
-    config_for_class,
-    config_for_function,
-)
+from weft import config, struct
+from weft.config import REQUIRED, ConfigOr, Required, config_class
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional import alibi_bias, alibi_slopes, attention_mask
+from weft.functional import alibi_bias, alibi_slopes, and_masks, attention_mask, bool_to_bias
 from weft.functional.arrays import to_ndim
-from weft.functional.attention_mask import (
-    NEG_INF,
-    MaskFn,
-    and_masks,
-    bool_to_bias,
-    causal_mask,
-    evaluate_mask,
-    left_right_window_mask,
-    sliding_window_causal_mask,
-)
+from weft.functional.attention_mask import NEG_INF, MaskFn, causal_mask, sliding_window_causal_mask
 from weft.hierarchy.base_layer import BaseLayer
 from weft.typing import DType, Tensor
 
@@ -63,9 +47,8 @@ class BaseAttentionBias(struct.PyTreeNode):
         return self.eval_shape() is not None
 
     def __add__(self, other: "BaseAttentionBias | Tensor | None") -> "BaseAttentionBias":
-        return CompositeAttentionBias(
-            [*self._parts(), *as_attention_bias(other)._parts()]
-        )._simplify()
+        parts = [*self._parts(), *as_attention_bias(other)._parts()]
+        return CompositeAttentionBias(parts)._simplify()
 
     __radd__ = __add__
 
@@ -87,10 +70,7 @@ class BaseAttentionBias(struct.PyTreeNode):
         of_class: Any = [part for part in self._parts() if isinstance(part, cls)]
         rest = [part for part in self._parts() if not isinstance(part, cls)]
         taken: Any = cls.from_sequence(of_class) if of_class else None
-        return BiasAndResidual(
-            bias=taken,
-            residual=CompositeAttentionBias(rest)._simplify(),
-        )
+        return BiasAndResidual(taken, CompositeAttentionBias(rest)._simplify())
 
     def astype(self, dtype: DType) -> Self:
         """Returns the bias with a value of another dtype."""
@@ -216,7 +196,7 @@ class MaskFnAttentionBias(BoolAttentionBias):
     @classmethod
     def default_config(cls, mask: ConfigOr[MaskFn]) -> Any:
         """Returns a config without positions, for the field `mask` of an attention layer."""
-        return config_for_class(cls).set(mask=mask)
+        return config.config_for_class(cls).set(mask=mask)
 
     def bool_value(self) -> Tensor:
         return attention_mask.evaluate_mask(self.mask, self.target_positions, self.source_positions)
@@ -230,9 +210,8 @@ class MaskFnAttentionBias(BoolAttentionBias):
             for b in others
         )
         if others and same:
-            return MaskFnAttentionBias(
-                and_masks(*(b.mask for b in biases)), first.target_positions, first.source_positions
-            )
+            mask = and_masks(*(b.mask for b in biases))
+            return MaskFnAttentionBias(mask, first.target_positions, first.source_positions)
         return super().from_sequence(biases)
 
 
@@ -244,7 +223,7 @@ class CausalAttentionBias(MaskFnAttentionBias):
     @classmethod
     def default_config(cls) -> Any:
         """Returns a config without positions, for the field `mask` of an attention layer."""
-        return config_for_class(cls)
+        return config.config_for_class(cls)
 
     @classmethod
     def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
@@ -260,8 +239,8 @@ class SlidingWindowAttentionBias(MaskFnAttentionBias):
     @classmethod
     def default_config(cls, sliding_window_size: int) -> Any:
         """Returns a config without positions, for the field `mask` of an attention layer."""
-        mask = config_for_function(sliding_window_causal_mask)
-        return config_for_class(cls).set(
+        mask = config.config_for_function(sliding_window_causal_mask)
+        return config.config_for_class(cls).set(
             mask=mask.set(sliding_window_size=sliding_window_size),
             sliding_window_size=sliding_window_size,
         )
@@ -282,8 +261,8 @@ class LeftRightWindowAttentionBias(MaskFnAttentionBias):
     def default_config(cls, left_context: int | None, right_context: int | None) -> Any:
         """Returns a config without positions, for the field `mask` of an attention layer."""
         window = {"left_context": left_context, "right_context": right_context}
-        mask = config_for_function(left_right_window_mask).set(**window)
-        return config_for_class(cls).set(mask=mask, **window)
+        mask = config.config_for_function(attention_mask.left_right_window_mask).set(**window)
+        return config.config_for_class(cls).set(mask=mask, **window)
 
 
 class SegmentIdAttentionBias(BoolAttentionBias):
@@ -432,7 +411,7 @@ class CausalAttentionLogitBiasLayer(AttentionLogitBiasLayer):
     """Layer whose bias lets positions attend to themselves and earlier ones of their segment."""
 
     def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
-        causal = bool_to_bias(evaluate_mask(causal_mask, positions, positions))
+        causal = bool_to_bias(attention_mask.evaluate_mask(causal_mask, positions, positions))
         return causal + super().forward(segment_ids=segment_ids, positions=positions)
 
 

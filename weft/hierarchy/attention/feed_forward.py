@@ -12,19 +12,13 @@ Dropout and stochastic depth apply to the branch after its norms, right before t
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from weft.config import (
-    REQUIRED,
-    FunctionConfigBase,
-    InstantiableConfig,
-    Required,
-    config_class,
-    config_for_function,
-)
+from weft import config
+from weft.config import REQUIRED, FunctionConfigBase, InstantiableConfig, Required, config_class
 from weft.errors import LayerConfigError
 from weft.functional import get_activation_fn
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
@@ -63,8 +57,8 @@ _NORMS: dict[str, dict[NormPosition, str]] = {
 class ResidualLayer(BaseLayer):
     """Base of layers with a skip connection.
 
-    A subclass adds norms with `_add_norms` and computes its branch between `_enter_branch` and
-    `_leave_branch`.
+    A subclass adds norms with `_add_norms` and dropouts with `_add_dropouts`, and computes its
+    branch between `_enter_branch` and `_leave_branch`.
     """
 
     @config_class
@@ -116,6 +110,13 @@ class ResidualLayer(BaseLayer):
             self._norms[position] = norm_names[position]
             self._add_child(norm_names[position], norm.clone(input_dim=dim))
 
+    def _add_dropouts(self, hidden: InstantiableConfig | None = None) -> None:
+        """Adds the dropouts of the branch, and `dropout1` for its hidden dimensions if given."""
+        if hidden is not None:
+            self._add_child("dropout1", hidden)
+        self._add_child("dropout" if hidden is None else "dropout2", self.config.dropout)
+        self._add_child("stochastic_depth", self.config.stochastic_depth)
+
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         init = self.config.residual_gate_init
         if init is None:
@@ -129,15 +130,9 @@ class ResidualLayer(BaseLayer):
         normalized = self._normalize(_IN, x)
         return (normalized if self.config.structure == "hybridnorm_v2" else x), normalized
 
-    def _leave_branch(
-        self,
-        skipped: Tensor,
-        y: Tensor,
-        *,
-        dropout: Callable[[Tensor], Tensor],
-        weight: float = 1.0,
-    ) -> Tensor:
+    def _leave_branch(self, skipped: Tensor, y: Tensor, *, weight: float = 1.0) -> Tensor:
         """Returns the layer's output for a branch output `y`, which is scaled by `weight`."""
+        dropout = self.dropout2 if "dropout2" in self._children else self.dropout
         y = self.stochastic_depth(dropout(self._normalize(_RES, y)))
         y = y if weight == 1 else y * weight
         if self.config.residual_gate_init is not None:
@@ -154,7 +149,7 @@ def scaled_hidden_dim(scale: float = 4) -> FunctionConfigBase:
       >>> scaled_hidden_dim(2.5).set(input_dim=8).instantiate()
       20
     """
-    return config_for_function(scale_dim).set(scale=scale)
+    return config.config_for_function(scale_dim).set(scale=scale)
 
 
 def scale_dim(input_dim: int, *, scale: float) -> int:
@@ -222,28 +217,19 @@ class TransformerFeedForwardLayer(ResidualLayer):
             self._add_child(name, linear1)
         self._add_child("linear2", cfg.linear2.set(input_dim=hidden_dim, output_dim=cfg.input_dim))
         # With the norm after the sum, only the branch's output is dropped.
-        if cfg.structure == "postnorm" and cfg.hidden_dropout is None:
-            self._dropouts = ["dropout"]
-        else:
-            hidden = cfg.dropout if cfg.hidden_dropout is None else cfg.hidden_dropout
-            self._dropouts = ["dropout1", "dropout2"]
-            self._add_child("dropout1", hidden)
-        self._add_child(self._dropouts[-1], cfg.dropout)
-        self._add_child("stochastic_depth", cfg.stochastic_depth)
+        by_default = None if cfg.structure == "postnorm" else cfg.dropout
+        self._add_dropouts(by_default if cfg.hidden_dropout is None else cfg.hidden_dropout)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Applies the layer to `Float[Array, "*batch input_dim"]`."""
-        cfg = self.config
         self._add_tensor_stats("inputs", inputs)
         skipped, x = self._enter_branch(inputs)
         x = self._linear1_activation(x)
-        if len(self._dropouts) == 2:
-            x = getattr(self, self._dropouts[0])(x)
+        if "dropout1" in self._children:
+            x = self.dropout1(x)
         x = self._remat_name(self.linear2(x), "linear2_0")
         self._report("linear2_outputs", x)
-        outputs = self._leave_branch(
-            skipped, x, dropout=getattr(self, self._dropouts[-1]), weight=cfg.residual_weight
-        )
+        outputs = self._leave_branch(skipped, x, weight=self.config.residual_weight)
         self._add_tensor_stats("outputs", outputs)
         return outputs
 

@@ -24,6 +24,7 @@ from weft import functional
 from weft.config import REQUIRED, ClassConfigBase, Required, config_class
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.functional.arrays import to_ndim
+from weft.hierarchy.attention import qkv_linear
 from weft.hierarchy.attention.bias import (
     BaseAttentionBias,
     BoolTensorAttentionBias,
@@ -33,13 +34,6 @@ from weft.hierarchy.attention.bias import (
     as_attention_bias,
 )
 from weft.hierarchy.attention.kv_cache import BaseKVCache, KVCache, KVState
-from weft.hierarchy.attention.qkv_linear import (
-    BaseQKVLinear,
-    FusedQKVLinear,
-    MultiheadInputLinear,
-    MultiheadOutputLinear,
-    QKVLinear,
-)
 from weft.hierarchy.attention.scale_qk import BaseScaleQK, ScaleKey, ScaleQuery
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.context import child_context
@@ -125,8 +119,10 @@ class MultiheadAttention(BaseLayer):
         num_heads: Required[int] = REQUIRED
         hidden_dim: int | None = None
         output_dim: int | None = None
-        input_linear: BaseQKVLinear.Config = QKVLinear.default_config()
-        output_linear: MultiheadOutputLinear.Config = MultiheadOutputLinear.default_config()
+        input_linear: qkv_linear.BaseQKVLinear.Config = qkv_linear.QKVLinear.default_config()
+        output_linear: qkv_linear.MultiheadOutputLinear.Config = (
+            qkv_linear.MultiheadOutputLinear.default_config()
+        )
         query_scale: BaseScaleQK.Config = ScaleQuery.default_config()
         key_scale: BaseScaleQK.Config | None = ScaleKey.default_config()
         scale_kv_before_cache_update: bool | None = None
@@ -332,7 +328,7 @@ class MultiheadAttention(BaseLayer):
         value: Tensor | None,
         kv_state: KVState | None,
         query_positions: Tensor,
-    ) -> BaseQKVLinear.Output:
+    ) -> qkv_linear.BaseQKVLinear.Output:
         """Projects to queries, keys and values, which are named for remat and sharded."""
         cfg = self.config
         proj = self.i_proj(
@@ -481,7 +477,7 @@ def xl_attention_logits(
     return functional.xl_attention_logits(q_proj, k_proj, relative_pos_emb, u, v)
 
 
-class MultiheadRelativePositionLinear(MultiheadInputLinear):
+class MultiheadRelativePositionLinear(qkv_linear.MultiheadInputLinear):
     """Projection of relative position embeddings to the heads."""
 
 
@@ -519,10 +515,10 @@ class MultiheadAttentionXL(MultiheadAttention):
     def default_config(cls) -> Config:
         """Returns a config with one fused projection without bias."""
         cfg = super().default_config()
-        layer = MultiheadInputLinear.default_config().set(bias=False)
+        layer = qkv_linear.MultiheadInputLinear.default_config().set(bias=False)
         return cfg.set(
             scale_position=cls.ScalePosition.LOGIT,
-            input_linear=FusedQKVLinear.default_config().set(layer=layer),
+            input_linear=qkv_linear.FusedQKVLinear.default_config().set(layer=layer),
         )
 
     def __init__(self, cfg: Config, *, parent: Module | None):

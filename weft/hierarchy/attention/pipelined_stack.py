@@ -8,13 +8,8 @@ import jax.numpy as jnp
 
 from weft.config import REQUIRED, Required, config_class
 from weft.errors import LayerConfigError
+from weft.hierarchy.attention import stack
 from weft.hierarchy.attention.bias import as_attention_bias
-from weft.hierarchy.attention.stack import (
-    BaseStackedTransformerLayer,
-    Output,
-    SingleChildStack,
-    StackedTransformerLayer,
-)
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.module import Module
 from weft.hierarchy.pipeline import Pipeline
@@ -30,7 +25,7 @@ class TransformerPipeline(Pipeline):
 
     def forward(
         self, data: Tensor, *, return_aux: Collection[str] | None = None, **layer_kwargs: Any
-    ) -> Output:
+    ) -> stack.Output:
         """Applies all stages to a whole sequence; keyword arguments go to each stage."""
         batch = data.shape[0]
         for name in layer_kwargs:
@@ -40,7 +35,7 @@ class TransformerPipeline(Pipeline):
         # Arrays with a row per example move with the rows; others are shared.
         with_rows = [jnp.shape(x)[:1] == (batch,) for x in leaves]
 
-        def stage(carry: Any, _: None) -> tuple[Any, Output]:
+        def stage(carry: Any, _: None) -> tuple[Any, stack.Output]:
             data, rows = carry
             moving = iter(rows)
             mixed = [
@@ -65,7 +60,7 @@ class TransformerPipeline(Pipeline):
 
     def extend_step(
         self, cached_states: dict[str, Any], data: Tensor, **kwargs: object
-    ) -> tuple[NestedTensor, Output]:
+    ) -> tuple[NestedTensor, stack.Output]:
         """Applies the stages in sequence to the next positions."""
 
         def stage(data: Tensor, state: object) -> tuple[Tensor, Any]:
@@ -80,7 +75,7 @@ def _moveaxis(x: Tensor | None, source: int, destination: int) -> Tensor | None:
     return None if x is None else jnp.moveaxis(x, source, destination)
 
 
-def _merge_stages(data: Tensor, rest: Output) -> Output:
+def _merge_stages(data: Tensor, rest: stack.Output) -> stack.Output:
     probs = {name: getattr(rest, name) for name in _PROBS}
     return rest._replace(
         data=data,
@@ -89,7 +84,7 @@ def _merge_stages(data: Tensor, rest: Output) -> Output:
     )
 
 
-class PipelinedTransformerLayer(SingleChildStack):
+class PipelinedTransformerLayer(stack.SingleChildStack):
     """Stack whose stages work on different microbatches at the same time.
 
     Parameters have a leading axis of stages with the name "pipeline". In decoding, stages run in
@@ -109,7 +104,7 @@ class PipelinedTransformerLayer(SingleChildStack):
     """
 
     @config_class
-    class Config(BaseStackedTransformerLayer.Config):
+    class Config(stack.BaseStackedTransformerLayer.Config):
         """Configures a PipelinedTransformerLayer.
 
         Attributes:
@@ -120,10 +115,10 @@ class PipelinedTransformerLayer(SingleChildStack):
 
         num_stages: Required[int] = REQUIRED
         num_microbatches: Required[int] = REQUIRED
-        stage: BaseLayer.Config = StackedTransformerLayer.default_config()
+        stage: BaseLayer.Config = stack.StackedTransformerLayer.default_config()
         pipeline: TransformerPipeline.Config = TransformerPipeline.default_config()
 
-    _child = "pipeline"
+    _decoding_child = "pipeline"
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

@@ -21,8 +21,8 @@ from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.context import child_context
 from weft.hierarchy.module import Module
 from weft.hierarchy.param_init import FanAxes
-from weft.hierarchy.parameter_spec import FactorizationSpec, maybe_shard
-from weft.typing import MeshAxes, Tensor
+from weft.hierarchy.parameter_spec import maybe_shard, weight_and_bias_specs
+from weft.typing import Tensor
 
 
 class BaseMultiheadLinear(BaseLayer):
@@ -39,41 +39,25 @@ class BaseMultiheadLinear(BaseLayer):
 
     _subscripts: ClassVar[str]
     _fan_axes: ClassVar[FanAxes]
+    _bias_axes: ClassVar[slice]  # the axes of the weight that the bias has
 
     @classmethod
     def default_config(cls) -> Config:
         """Returns a config that shards heads over the mesh axis "model"."""
         return super().default_config().set(param_partition_spec=(None, "model", None))
 
-    def _bias_spec(self, mesh_axes: MeshAxes | PartitionSpec) -> ParameterSpec:
-        raise NotImplementedError(type(self))
-
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
-        mesh_axes = cfg.param_partition_spec or (None, None, None)
-        specs = {
-            "weight": ParameterSpec(
-                shape=(cfg.model_dim, cfg.num_heads, cfg.per_head_dim),
-                mesh_axes=mesh_axes,
-                factorization=FactorizationSpec(("row", None, "col")),
-            )
-        }
-        if cfg.bias:
-            specs["bias"] = self._bias_spec(mesh_axes)
-        return specs
+        shape = (cfg.model_dim, cfg.num_heads, cfg.per_head_dim)
+        return weight_and_bias_specs(cfg, shape, ("row", None, "col"), bias_axes=self._bias_axes)
 
     def _compute_fan_axes(self, name: str, spec: ParameterSpec) -> FanAxes | None:
         return self._fan_axes if name == "weight" else None
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Projects the last axis or axes of `Float[Array, "batch time ..."]`."""
-        params = self.parameters
-        return project(
-            self._subscripts,
-            inputs,
-            params["weight"],
-            params["bias"] if self.config.bias else None,
-        )
+        bias = self.parameters["bias"] if self.config.bias else None
+        return project(self._subscripts, inputs, self.parameters["weight"], bias)
 
 
 class MultiheadInputLinear(BaseMultiheadLinear):
@@ -81,10 +65,7 @@ class MultiheadInputLinear(BaseMultiheadLinear):
 
     _subscripts = "...d,dnh->...nh"
     _fan_axes = FanAxes(in_axis=0, out_axis=(1, 2))
-
-    def _bias_spec(self, mesh_axes: MeshAxes | PartitionSpec) -> ParameterSpec:
-        cfg = self.config
-        return ParameterSpec((cfg.num_heads, cfg.per_head_dim), mesh_axes=mesh_axes[-2:])
+    _bias_axes = slice(1, None)
 
 
 class MultiheadOutputLinear(BaseMultiheadLinear):
@@ -92,9 +73,7 @@ class MultiheadOutputLinear(BaseMultiheadLinear):
 
     _subscripts = "...nh,dnh->...d"
     _fan_axes = FanAxes(in_axis=(1, 2), out_axis=0)
-
-    def _bias_spec(self, mesh_axes: MeshAxes | PartitionSpec) -> ParameterSpec:
-        return ParameterSpec((self.config.model_dim,), mesh_axes=mesh_axes[:1])
+    _bias_axes = slice(1)
 
 
 _DIMS = ("query_dim", "key_dim", "value_dim", "num_heads", "per_head_dim")

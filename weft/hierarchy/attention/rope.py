@@ -7,16 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from weft import functional
 from weft.config import REQUIRED, Required, config_class
 from weft.errors import ArgumentShapeError, ArgumentValueError, LayerConfigError
-from weft.functional import (
-    apply_rotary,
-    llama3_frequencies,
-    rotary_frequencies,
-    sincos,
-    yarn_frequencies,
-    yarn_magnitude,
-)
 from weft.hierarchy.attention.qkv_linear import BaseQKVLinear, QKVLinear
 from weft.hierarchy.attention.scale_qk import BaseScaleQK
 from weft.hierarchy.base_layer import BaseLayer
@@ -64,10 +57,10 @@ class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
           ArgumentValueError: unless exactly one of the arguments is given.
         """
         positions = self._positions(positions, max_seq_len)
-        return jnp.concatenate(sincos(positions, self._frequencies()), axis=-1)
+        return jnp.concatenate(functional.sincos(positions, self._frequencies()), axis=-1)
 
     def _frequencies(self) -> Tensor:
-        return rotary_frequencies(self.config.dim, self.config.theta)
+        return functional.rotary_frequencies(self.config.dim, self.config.theta)
 
 
 class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
@@ -97,7 +90,7 @@ class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
     def compute_rope_params(self) -> tuple[Tensor, float]:
         """Returns frequencies, `Float[Array, "dim/2"]`, and the factor of sines and cosines."""
         cfg = self.config
-        frequencies = yarn_frequencies(
+        frequencies = functional.yarn_frequencies(
             cfg.dim,
             cfg.theta,
             original_max_seq_length=cfg.original_max_seq_length,
@@ -106,13 +99,13 @@ class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
             beta_fast=cfg.beta_fast,
             beta_slow=cfg.beta_slow,
         )
-        return frequencies, yarn_magnitude(cfg.scaling_factor, cfg.attn_factor)
+        return frequencies, functional.yarn_magnitude(cfg.scaling_factor, cfg.attn_factor)
 
     def build_rotary_sinusoidal_positional_embeddings(
         self, positions: Tensor, inv_freq: Tensor, mscale: float
     ) -> Tensor:
         """Returns sines and cosines times `mscale`; `inv_freq` is the angle per position."""
-        return jnp.concatenate(sincos(positions, inv_freq), axis=-1) * mscale
+        return jnp.concatenate(functional.sincos(positions, inv_freq), axis=-1) * mscale
 
     def forward(self, *, positions: Tensor | None = None, max_seq_len: int | None = None) -> Tensor:
         return self.build_rotary_sinusoidal_positional_embeddings(
@@ -141,7 +134,7 @@ class Llama3SinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding)
 
     def _frequencies(self) -> Tensor:
         cfg = self.config
-        return llama3_frequencies(
+        return functional.llama3_frequencies(
             cfg.dim,
             cfg.theta,
             original_max_seq_length=cfg.original_max_seq_length,
@@ -174,7 +167,7 @@ def apply_rotary_position_embeddings(
 def _rotate(x: Tensor, sinusoidal_pos: Tensor) -> Tensor:
     """Rotates as many leading dimensions of `x` as there are sines and cosines."""
     dim = sinusoidal_pos.shape[-1]
-    turned = apply_rotary(x[..., :dim], *jnp.split(sinusoidal_pos, 2, axis=-1))
+    turned = functional.apply_rotary(x[..., :dim], *jnp.split(sinusoidal_pos, 2, axis=-1))
     return turned if dim == x.shape[-1] else jnp.concatenate([turned, x[..., dim:]], axis=-1)
 
 

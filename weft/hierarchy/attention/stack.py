@@ -12,19 +12,13 @@ host memory, and recomputes the rest in the backward pass.
 import enum
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from weft.config import (
-    REQUIRED,
-    InstantiableConfig,
-    Required,
-    config_class,
-    config_for_function,
-    maybe_instantiate,
-)
+from weft import config
+from weft.config import REQUIRED, InstantiableConfig, Required, config_class
 from weft.errors import LayerConfigError
 from weft.functional import get_stochastic_depth_linear_rate
 from weft.hierarchy.attention.multihead_attention import ForwardMode
@@ -129,7 +123,7 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
                 f"{self.path()}: layer has {len(layers)} configs, but num_layers={cfg.num_layers}; "
                 "give one config per layer, or one for all."
             )
-        self._update_data = maybe_instantiate(cfg.data_merger)
+        self._update_data = config.maybe_instantiate(cfg.data_merger)
         for i, layer in enumerate(layers):
             layer = self._with_input_dim(layer)
             if cfg.peak_stochastic_depth_rate:
@@ -256,15 +250,11 @@ class TransformerRepeat(Repeat):
 class SingleChildStack(BaseStackedTransformerLayer):
     """Stack whose layers and decoding states are all within one child."""
 
-    _child: str
+    _decoding_child: ClassVar[str]
 
     def forward(self, data: Tensor, **layer_kwargs: object) -> Output:
-        return self.children[self._child](data, **layer_kwargs)  # pyright: ignore[reportCallIssue]
-
-    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
-        child: Any = self.children[self._child]
-        states = child.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
-        return {self._child: states}
+        child: Any = self.children[self._decoding_child]
+        return child(data, **layer_kwargs)
 
     def extend_step(
         self,
@@ -274,11 +264,12 @@ class SingleChildStack(BaseStackedTransformerLayer):
         is_prefill: bool = False,
         **layer_kwargs: object,
     ) -> tuple[NestedTensor, Output]:
-        child: Any = self.children[self._child]
+        name = self._decoding_child
+        child: Any = self.children[name]
         states, output = child.extend_step(
-            cached_states[self._child], data, is_prefill=is_prefill, **layer_kwargs
+            cached_states[name], data, is_prefill=is_prefill, **layer_kwargs
         )
-        return {self._child: states}, output
+        return {name: states}, output
 
 
 class RepeatedTransformerLayer(SingleChildStack):
@@ -290,7 +281,7 @@ class RepeatedTransformerLayer(SingleChildStack):
 
         repeat: Repeat.Config = TransformerRepeat.default_config()
 
-    _child = "repeat"
+    _decoding_child = "repeat"
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -371,7 +362,7 @@ def build_remat_spec(
     return RematSpec(
         # In a loop, the compiler cannot merge recomputed values with the original ones.
         prevent_cse=issubclass(stack_cfg.klass, StackedTransformerLayer),
-        policy=config_for_function(save_and_offload_these_names_regex).set(
+        policy=config.config_for_function(save_and_offload_these_names_regex).set(
             names_which_can_be_saved=save_pattern,
             names_which_can_be_offloaded=offload_pattern,
             offload_dst=offload_dst,

@@ -5,7 +5,7 @@ All layers can be applied to a whole sequence (`forward`), or in decoding (`init
 """
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class
 from weft.errors import ArgumentValueError, LayerConfigError
@@ -54,8 +54,7 @@ class TransformerAttentionLayer(ResidualLayer):
                 output_dim=cfg.target_dim,
             ),
         )
-        self._add_child("dropout", cfg.dropout)
-        self._add_child("stochastic_depth", cfg.stochastic_depth)
+        self._add_dropouts()
 
     def forward(
         self,
@@ -144,7 +143,7 @@ class TransformerAttentionLayer(ResidualLayer):
                 **attention_kwargs,
             )
             cached_states = {**cached_states, "attention": states}
-        data = self._leave_branch(skipped, output.data, dropout=self.dropout)
+        data = self._leave_branch(skipped, output.data)
         return cached_states, self.Output(data, output.probs, output.kv_state)
 
 
@@ -178,6 +177,8 @@ class BaseTransformerLayer(BaseLayer):
         self_attention_kv_state: KVState | None = None
         cross_attention_probs: Tensor | None = None
 
+    _decoding_child: ClassVar[str | None] = None  # the child with the state of decoding
+
     def forward(self, data: Tensor, **kwargs: Any) -> Output:
         """Applies the layer to a whole sequence.
 
@@ -195,7 +196,11 @@ class BaseTransformerLayer(BaseLayer):
 
     def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
         """Returns the initial state for decoding sequences of up to `max_len` positions."""
-        raise NotImplementedError(type(self))
+        if self._decoding_child is None:
+            raise NotImplementedError(type(self))
+        child: Any = self.children[self._decoding_child]
+        states = child.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
+        return {self._decoding_child: states}
 
     def extend_step(
         self,
@@ -248,6 +253,8 @@ class TransformerLayer(BaseTransformerLayer):
         cross_attention: InstantiableConfig | None = None
         feed_forward: InstantiableConfig = TransformerFeedForwardLayer.default_config()
 
+    _decoding_child = "self_attention"
+
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         dim = cfg.input_dim
@@ -255,12 +262,6 @@ class TransformerLayer(BaseTransformerLayer):
         self._add_child("feed_forward", cfg.feed_forward.set(input_dim=dim))
         if cfg.cross_attention is not None:
             self._add_child("cross_attention", cfg.cross_attention.set(target_dim=dim))
-
-    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
-        states = self.self_attention.init_states(
-            batch_size=batch_size, max_len=max_len, dtype=dtype
-        )
-        return {"self_attention": states}
 
     def _forward_for_mode(
         self,
@@ -278,6 +279,9 @@ class TransformerLayer(BaseTransformerLayer):
         return_aux: Collection[str] | None = None,
     ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
         self._check_cross_attention(cross_attention_data)
+        of_mode: dict[str, Any] = {"page_pool": page_pool}
+        if mode is ForwardMode.FORWARD:
+            of_mode = {"target_positions": target_positions}
         states, self_attention = self._attend(
             "self_attention",
             mode,
@@ -287,11 +291,7 @@ class TransformerLayer(BaseTransformerLayer):
             attention_logit_biases=self_attention_logit_biases,
             segment_ids=target_segment_ids,
             return_aux=_part_return_aux(return_aux, "self_attention_"),
-            **(
-                {"target_positions": target_positions}
-                if mode is ForwardMode.FORWARD
-                else {"page_pool": page_pool}
-            ),
+            **of_mode,
         )
         data, cross_probs = self_attention.data, None
         if cross_attention_data is not None:
@@ -356,6 +356,8 @@ class ParallelTransformerLayer(BaseTransformerLayer):
             TransformerFeedForwardLayer.default_config().set(structure="nonorm")
         )
 
+    _decoding_child = "self_attention"
+
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         dim = cfg.input_dim
@@ -365,12 +367,6 @@ class ParallelTransformerLayer(BaseTransformerLayer):
             cfg.self_attention.set(query_dim=dim, key_dim=dim, value_dim=dim, output_dim=dim),
         )
         self._add_child("feed_forward", cfg.feed_forward.set(input_dim=dim))
-
-    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
-        states = self.self_attention.init_states(
-            batch_size=batch_size, max_len=max_len, dtype=dtype
-        )
-        return {"self_attention": states}
 
     def _forward_for_mode(
         self,
@@ -424,6 +420,8 @@ class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
         )
         bottleneck_ratio: float = 0.5
 
+    _decoding_child = "layer"
+
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         hidden_dim = int(cfg.input_dim * cfg.bottleneck_ratio)
@@ -438,10 +436,6 @@ class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
     def forward(self, data: Tensor, **kwargs: Any) -> BaseTransformerLayer.Output:
         output = self.layer(data, **kwargs)
         return output._replace(data=self.adapter(output.data))
-
-    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
-        states = self.layer.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
-        return {"layer": states}
 
     def extend_step(
         self,

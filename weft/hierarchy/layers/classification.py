@@ -7,13 +7,9 @@ Labels outside `[0, num_classes)` count neither in losses nor in metrics. All me
 import jax
 import jax.numpy as jnp
 
+from weft import functional
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class
-from weft.functional import (
-    binary_cross_entropy,
-    categorical_hinge_loss,
-    cross_entropy,
-    weighted_mean,
-)
+from weft.functional import weighted_mean
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import Module
@@ -66,7 +62,7 @@ class ClassificationMetric(BaseClassificationMetric):
         self, logits: Tensor, *, labels: Tensor, soft_labels: Tensor | None = None
     ) -> Tensor:
         mask = self._label_mask(labels)
-        loss, _ = cross_entropy(
+        loss, _ = functional.cross_entropy(
             logits,
             labels,
             live_targets=mask,
@@ -110,7 +106,7 @@ class BinaryClassificationMetric(BaseClassificationMetric):
         logits = logits.reshape(labels.shape)
         mask = self._label_mask(labels)
         targets = labels if soft_labels is None else soft_labels.reshape(labels.shape)
-        loss, _ = binary_cross_entropy(logits, target_labels=targets, live_targets=mask)
+        loss, _ = functional.binary_cross_entropy(logits, target_labels=targets, live_targets=mask)
         predicted = jax.nn.sigmoid(logits.astype(jnp.float32)) >= self.config.prediction_threshold
         true = labels == 1
         accuracy, _ = weighted_mean(predicted == true, mask)
@@ -134,7 +130,7 @@ class CategoricalHingeLossMetric(BaseClassificationMetric):
         mask = self._label_mask(labels)
         if soft_labels is None:
             soft_labels = jax.nn.one_hot(labels, self.config.num_classes)
-        loss, _ = weighted_mean(categorical_hinge_loss(logits, soft_labels), mask)
+        loss, _ = weighted_mean(functional.categorical_hinge_loss(logits, soft_labels), mask)
         accuracy, _ = weighted_mean(jnp.argmax(logits, axis=-1) == labels, mask)
         self._report(mask, loss=loss, accuracy=accuracy)
         return loss

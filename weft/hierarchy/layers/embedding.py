@@ -18,7 +18,7 @@ from weft.functional import attend, cap_logits, lookup, sinusoidal_positions
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.stochastic import Dropout
 from weft.hierarchy.module import Module
-from weft.hierarchy.param_init import PARAM_REGEXP_WEIGHT, DefaultInitializer, WeightInitializer
+from weft.hierarchy.param_init import normal_weights
 from weft.hierarchy.parameter_spec import maybe_shard
 from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Tensor
 
@@ -57,17 +57,8 @@ class Embedding(BaseLayer):
     @classmethod
     def default_config(cls) -> Config:
         """Returns a config with variance 1 / dim, sharded over the mesh axis "model" by dim."""
-        init = WeightInitializer.default_config().set(fan="fan_out", distribution="normal")
-        return (
-            super()
-            .default_config()
-            .set(
-                param_partition_spec=(None, "model"),
-                param_init=DefaultInitializer.default_config().set(
-                    init_by_param_name={PARAM_REGEXP_WEIGHT: init}
-                ),
-            )
-        )
+        cfg = super().default_config()
+        return cfg.set(param_partition_spec=(None, "model"), param_init=normal_weights("fan_out"))
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -153,10 +144,8 @@ class SeparableSpaceTimePositionalEmbedding(BaseLayer):
 
     def forward(self, positions: Tensor) -> Tensor:
         """Returns vectors, `Float[Array, "*batch dim"]`, of positions in `[0, max_seq_len)`."""
-        places = self.num_spatial_embeddings
-        return self.temporal_embeddings(positions // places) + self.spatial_embeddings(
-            positions % places
-        )
+        time, place = jnp.divmod(positions, self.num_spatial_embeddings)
+        return self.temporal_embeddings(time) + self.spatial_embeddings(place)
 
 
 def sinusoidal_positional_embeddings(
@@ -372,15 +361,8 @@ class ModalityEmbedding(BaseEmbedding):
     @classmethod
     def default_config(cls) -> Config:
         """Returns a config with the sharding and initializer of `Embedding`."""
-        table = Embedding.default_config()
-        return (
-            super()
-            .default_config()
-            .set(
-                param_partition_spec=table.param_partition_spec,
-                param_init=table.param_init,
-            )
-        )
+        cfg, table = super().default_config(), Embedding.default_config()
+        return cfg.set(param_partition_spec=table.param_partition_spec, param_init=table.param_init)
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config

@@ -7,7 +7,7 @@ from weft.config import REQUIRED, Required, config_class
 from weft.functional import dense, dense_general, l2_normalize
 from weft.hierarchy.base_layer import BaseLayer, ParameterNoise, ParameterSpec
 from weft.hierarchy.param_init import FanAxes
-from weft.hierarchy.parameter_spec import FactorizationSpec, maybe_shard
+from weft.hierarchy.parameter_spec import maybe_shard, weight_and_bias_specs
 from weft.typing import MeshAxes, NestedTensor, PartitionSpec, Tensor
 
 
@@ -39,17 +39,8 @@ class Linear(BaseLayer):
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
-        mesh_axes = cfg.param_partition_spec or (None, None)
-        specs = {
-            "weight": ParameterSpec(
-                shape=(cfg.input_dim, cfg.output_dim),
-                mesh_axes=mesh_axes,
-                factorization=FactorizationSpec(("row", "col")),
-            )
-        }
-        if cfg.bias:
-            specs["bias"] = ParameterSpec(shape=(cfg.output_dim,), mesh_axes=(mesh_axes[-1],))
-        return specs
+        shape = (cfg.input_dim, cfg.output_dim)
+        return weight_and_bias_specs(cfg, shape, ("row", "col"), bias_axes=slice(1, None))
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `Float[Array, "*batch input_dim"]` to `Float[Array, "*batch output_dim"]`."""
@@ -90,20 +81,13 @@ class MultiLinear(BaseLayer):
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
-        mesh_axes = cfg.param_partition_spec or (None, None, None)
-        specs = {
-            "weight": ParameterSpec(
-                shape=(cfg.input_dim, cfg.num_outputs, cfg.output_dim),
-                mesh_axes=mesh_axes,
-                factorization=FactorizationSpec(("row", None, "col")),
-                fan_axes=FanAxes(in_axis=0, out_axis=2, batch_axis=1),
-            )
-        }
-        if cfg.bias:
-            specs["bias"] = ParameterSpec(
-                shape=(cfg.num_outputs, cfg.output_dim), mesh_axes=tuple(mesh_axes[1:])
-            )
-        return specs
+        return weight_and_bias_specs(
+            cfg,
+            (cfg.input_dim, cfg.num_outputs, cfg.output_dim),
+            ("row", None, "col"),
+            bias_axes=slice(1, None),
+            fan_axes=FanAxes(in_axis=0, out_axis=2, batch_axis=1),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Applies every map to `Float[Array, "*batch input_dim"]`.

@@ -7,21 +7,13 @@ dtype of the input. `eps` is added to the variance, mean square or squared lengt
 
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from weft import functional
 from weft.config import REQUIRED, Required, config_class
 from weft.errors import LayerConfigError
-from weft.functional import (
-    batch_norm,
-    group_norm,
-    l2_normalize,
-    layer_norm,
-    moments,
-    rms_norm,
-    update_running_average,
-)
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module
 from weft.hierarchy.param_init import constant_initializer
@@ -67,15 +59,13 @@ class LayerNormStateless(BaseNormalizationLayer):
         eps: float = 1e-8
         forward_dtype: DType | None = jnp.float32
 
+    _parameter_names: ClassVar[tuple[str, ...]] = ()
+
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
         del segment_ids  # every position has statistics of its own
-        return self._normalize(x)
-
-    def _normalize(
-        self, x: Tensor, scale: Tensor | None = None, bias: Tensor | None = None
-    ) -> Tensor:
         cfg = self.config
-        y = layer_norm(x, scale, bias, eps=cfg.eps, dtype=cfg.forward_dtype)
+        parameters = [self.parameters[name] for name in self._parameter_names]
+        y = functional.layer_norm(x, *parameters, eps=cfg.eps, dtype=cfg.forward_dtype)
         self._add_tensor_stats("outputs", y)
         return y
 
@@ -83,12 +73,10 @@ class LayerNormStateless(BaseNormalizationLayer):
 class LayerNorm(LayerNormStateless):
     """Layer normalization (https://arxiv.org/abs/1607.06450)."""
 
+    _parameter_names = ("scale", "bias")
+
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         return {"scale": self._vector_spec(1.0), "bias": self._vector_spec(0.0)}
-
-    def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
-        del segment_ids  # every position has statistics of its own
-        return self._normalize(x, self.parameters["scale"], self.parameters["bias"])
 
 
 class RMSNormStateless(BaseNormalizationLayer):
@@ -109,15 +97,14 @@ class RMSNormStateless(BaseNormalizationLayer):
         input_partition_spec: PartitionSpec | MeshAxes | None = None
         output_partition_spec: PartitionSpec | MeshAxes | None = None
 
+    _parameter_names: ClassVar[tuple[str, ...]] = ()
+
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
         del segment_ids  # every position has statistics of its own
-        return self._normalize(x)
-
-    def _normalize(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         cfg = self.config
-        y = rms_norm(
+        y = functional.rms_norm(
             maybe_shard(x, cfg.input_partition_spec),
-            scale,
+            *(self.parameters[name] for name in self._parameter_names),
             eps=cfg.eps,
             zero_centered=bool(cfg.zero_centered),
             dtype=cfg.forward_dtype,
@@ -129,12 +116,10 @@ class RMSNormStateless(BaseNormalizationLayer):
 class RMSNorm(RMSNormStateless):
     """Normalization by the root mean square (https://arxiv.org/abs/1910.07467)."""
 
+    _parameter_names = ("scale",)
+
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         return {"scale": self._vector_spec(0.0 if self.config.zero_centered else 1.0)}
-
-    def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
-        del segment_ids  # every position has statistics of its own
-        return self._normalize(x, self.parameters["scale"])
 
 
 class NormType(enum.Enum):
@@ -190,7 +175,7 @@ class GroupNorm(BaseNormalizationLayer):
         Each segment of axis 1 has its own statistics, including padding (0).
         """
         cfg = self.config
-        y = group_norm(
+        y = functional.group_norm(
             x,
             self.parameters["scale"],
             self.parameters["bias"] if self._subtracts_mean else None,
@@ -239,27 +224,20 @@ class BatchNorm(BaseNormalizationLayer):
         Positions whose entry of `segment_ids` is 0 do not affect the statistics.
         """
         cfg = self.config
-        mean, variance = self.parameters["moving_mean"], self.parameters["moving_variance"]
+        names = ("moving_mean", "moving_variance")
+        statistics = [self.parameters[name] for name in names]
         if self.is_training:
-            moving = {"moving_mean": mean, "moving_variance": variance}
-            where = None
+            old, where = statistics, None
             if segment_ids is not None:
                 where = (segment_ids > 0).reshape(*segment_ids.shape, *[1] * (x.ndim - 2))
             axes = tuple(range(x.ndim - 1))
-            mean, variance = (
-                m.reshape(-1) for m in moments(x, axis=axes, where=where, dtype=cfg.forward_dtype)
-            )
-            for (name, old), new in zip(moving.items(), (mean, variance), strict=True):
-                self.add_state_update(name, update_running_average(old, new, decay=cfg.decay))
-        y = batch_norm(
-            x,
-            mean,
-            variance,
-            self.parameters["scale"],
-            self.parameters["bias"],
-            eps=cfg.eps,
-            dtype=cfg.forward_dtype,
-        )
+            new = functional.moments(x, axis=axes, where=where, dtype=cfg.forward_dtype)
+            statistics = [m.reshape(-1) for m in new]
+            for name, *averages in zip(names, old, statistics, strict=True):
+                average = functional.update_running_average(*averages, decay=cfg.decay)
+                self.add_state_update(name, average)
+        params = [self.parameters[name] for name in ("scale", "bias")]
+        y = functional.batch_norm(x, *statistics, *params, eps=cfg.eps, dtype=cfg.forward_dtype)
         self._add_tensor_stats("outputs", y)
         return y
 
@@ -278,7 +256,7 @@ class L2Norm(BaseLayer):
         """Normalizes the last axis."""
         cfg = self.config
         y = x if cfg.forward_dtype is None else x.astype(cfg.forward_dtype)
-        return l2_normalize(y, eps=cfg.eps).astype(x.dtype)
+        return functional.l2_normalize(y, eps=cfg.eps).astype(x.dtype)
 
 
 class MovingAverage(BaseLayer):
@@ -306,7 +284,7 @@ class MovingAverage(BaseLayer):
         """Returns the average including `x`, an array of the configured shape."""
         count, value = self.parameters["count"], self.parameters["value"]
         weight = jnp.maximum(1 / (count + 1), self.config.min_weight)
-        average = update_running_average(value, x, decay=1 - weight)
+        average = functional.update_running_average(value, x, decay=1 - weight)
         if self.is_training:
             self.add_state_update("count", count + 1)
             self.add_state_update("value", average)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from weft.config import InstantiableConfig, config_class, maybe_instantiate
+from weft.core.spmd import axes_of
 from weft.errors import ArgumentShapeError, LayerConfigError
 from weft.functional.routing import sort_by_expert
 from weft.hierarchy.config_setters import for_each_config
@@ -134,13 +135,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
 
         y, num_dropped = jax.shard_map(
             on_device,
-            in_specs=(
-                tokens,
-                tokens,
-                tokens,
-                *[specs["emh"]] * (len(weights) - 1),
-                specs["ehm"],
-            ),
+            in_specs=(*[tokens] * 3, *[specs["emh"]] * (len(weights) - 1), specs["ehm"]),
             out_specs=(tokens, PartitionSpec()),
             check_vma=False,
         )(x, experts, gates, *weights)
@@ -165,12 +160,8 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         part = jax.lax.axis_index(expert_axes) if expert_axes else 0
         parts = math.prod(jax.lax.axis_size(name) for name in expert_axes)
         first = part * num_experts
-        rows = sort_by_expert(
-            flat,
-            first=first,
-            num_experts=num_experts,
-            num_rows=self._num_rows(flat.size, parts),
-        )
+        num_rows = self._num_rows(flat.size, parts)
+        rows = sort_by_expert(flat, first=first, num_experts=num_experts, num_rows=num_rows)
         at = rows.choices // k
         inputs = jnp.where(rows.is_real[:, None], tokens[at], 0)
         hidden: Any = None
@@ -205,8 +196,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
 
 
 def _mesh_axes(spec: PartitionSpec, at: int) -> tuple[str, ...]:
-    entry = spec[at] if at < len(spec) else None
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return axes_of(spec[at]) if at < len(spec) else ()
 
 
 class ApproximateTokenDropFreeMoE(TransformerFeedForwardDropFreeMoE):

@@ -19,14 +19,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from weft import errors
 from weft.config import REQUIRED, FunctionConfigBase, Required, config_class
-from weft.errors import (
-    ArgumentShapeError,
-    ArgumentValueError,
-    LayerConfigError,
-    ParameterSpecError,
-    did_you_mean,
-)
+from weft.core.spmd import axes_of
 from weft.functional import get_activation_fn
 from weft.functional.routing import decorrelation_loss
 from weft.hierarchy.attention.feed_forward import ResidualLayer
@@ -85,7 +80,7 @@ def get_outer_batch_from_mesh(
         sizes = dict(zip(mesh_axis_names, part, strict=True))
         for name in outer_batch_axis_names:
             if sizes.get(name, 0) < 1:
-                raise ArgumentValueError(
+                raise errors.ArgumentValueError(
                     f"the outer batch is sharded over the mesh axis {name!r}, whose size in "
                     f"{sizes} is not known; expected a mesh axis with a positive size."
                 )
@@ -151,11 +146,11 @@ class TransformerFeedForwardMoE(ResidualLayer):
         super().__init__(cfg, parent=parent)
         for name in ("num_experts", "num_groups", "outer_batch"):
             if getattr(cfg, name) < 1:
-                raise LayerConfigError(
+                raise errors.LayerConfigError(
                     f"{self.path()}: {name}={getattr(cfg, name)}; expected at least 1."
                 )
         if unknown := sorted(cfg.dim_to_mesh_axis_map.keys() - DIM_TO_MESH_AXES.keys()):
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: dim_to_mesh_axis_map has {unknown}; expected keys "
                 f"among {', '.join(DIM_TO_MESH_AXES)}."
             )
@@ -169,10 +164,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
         self._add_child("gating", cfg.gating.set(num_experts=cfg.num_experts))
         # With the norm after the sum, dropout applies only to the branch's output.
         whole = cfg.structure == "postnorm" or not self._drops_hidden
-        self._dropouts = ["dropout"] if whole else ["dropout1", "dropout2"]
-        for name in self._dropouts:
-            self._add_child(name, cfg.dropout)
-        self._add_child("stochastic_depth", cfg.stochastic_depth)
+        self._add_dropouts(None if whole else cfg.dropout)
 
     def _wi_names(self) -> list[str]:
         n = len(self._activations)
@@ -210,14 +202,11 @@ class TransformerFeedForwardMoE(ResidualLayer):
           ArgumentShapeError: if the tokens do not divide into the groups in training. Outside of
             training, the number of groups is reduced.
         """
-        cfg = self.config
         self._add_tensor_stats("inputs", inputs)
         skipped, x = self._enter_branch(inputs)
         live = None if paddings is None else jnp.logical_not(paddings)
         x = self._remat_name(self._apply_experts(x, live), "linear2_0")
-        outputs = self._leave_branch(
-            skipped, x, dropout=getattr(self, self._dropouts[-1]), weight=cfg.residual_weight
-        )
+        outputs = self._leave_branch(skipped, x, weight=self.config.residual_weight)
         self._add_tensor_stats("outputs", outputs)
         return outputs
 
@@ -227,7 +216,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
         if num_tokens % (outer * groups) == 0:
             return outer, groups
         if self.is_training:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"{self.path()}: {num_tokens} tokens do not divide into outer_batch={outer} times "
                 f"num_groups={groups} groups; set num_groups to a divisor of "
                 f"{num_tokens // math.gcd(num_tokens, outer)}."
@@ -267,15 +256,14 @@ class TransformerFeedForwardMoE(ResidualLayer):
     def _experts(self, slots: Tensor) -> Tensor:
         """Applies each expert to its slots, `(o e g c m)`."""
         hidden: Any = None
-        for i, (name, activation) in enumerate(
-            zip(self._wi_names(), self._activations, strict=True)
-        ):
+        named = zip(self._wi_names(), self._activations, strict=True)
+        for i, (name, activation) in enumerate(named):
             weight = self.parameters[name].astype(slots.dtype)
             y = self._shard(jnp.einsum("oegcm,emh->oegch", slots, weight), "oegch")
             y = activation(self._remat_name(y, f"linear1_{i}"))
             hidden = y if hidden is None else hidden * y
-        if len(self._dropouts) == 2:
-            hidden = getattr(self, self._dropouts[0])(hidden)
+        if "dropout1" in self._children:
+            hidden = self.dropout1(hidden)
         weight = self.parameters["wo_weight"].astype(slots.dtype)
         return jnp.einsum("oegch,ehm->oegcm", hidden, weight)
 
@@ -296,7 +284,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
         spec = self.config.dim_to_mesh_axis_map.get(dims)
         if spec is None or outer_batch > 1:
             return spec
-        axes = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
+        axes = [axes_of(entry) for entry in spec]
         group = dims.index("g")
         axes[group], axes[0] = axes[0] + axes[group], ()
         return PartitionSpec(*(a or None for a in axes))
@@ -355,7 +343,7 @@ def _convert(source: Any, target: Mapping[str, Any], path: str) -> Any:
                 new[name] = _check_shape(_source_entry(source, name, at), spec, at)
     unused = [name for name in source if name not in used and jax.tree.leaves(source[name])]
     if unused:
-        raise ParameterSpecError(
+        raise errors.ParameterSpecError(
             f"{path or 'the source'} has the parameters {sorted(unused)}, which the target "
             f"lacks; it has {sorted(target)}."
         )
@@ -364,16 +352,16 @@ def _convert(source: Any, target: Mapping[str, Any], path: str) -> Any:
 
 def _source_entry(source: Mapping[str, Any], name: str, at: str) -> Any:
     if name not in source:
-        raise ParameterSpecError(
+        raise errors.ParameterSpecError(
             f"{at} is copied from {name!r} of the source, which has {sorted(source)}. "
-            f"{did_you_mean(name, source)}"
+            f"{errors.did_you_mean(name, source)}"
         )
     return source[name]
 
 
 def _repeat_for_experts(linear: Mapping[str, Tensor], spec: Any, at: str) -> Tensor:
     if unused := sorted(set(linear) - {"weight"}):
-        raise ParameterSpecError(
+        raise errors.ParameterSpecError(
             f"{at} is copied from a linear layer with {unused}, but experts have only weights; "
             "expected a dense layer with bias=False."
         )
@@ -385,7 +373,7 @@ def _repeat_for_experts(linear: Mapping[str, Tensor], spec: Any, at: str) -> Ten
 
 def _check_shape(value: Tensor, spec: Any, at: str) -> Tensor:
     if tuple(value.shape) != tuple(spec.shape):
-        raise ParameterSpecError(
+        raise errors.ParameterSpecError(
             f"{at} has shape {tuple(spec.shape)} in the target, but the source has "
             f"{tuple(value.shape)}."
         )

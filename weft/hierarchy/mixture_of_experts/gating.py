@@ -6,6 +6,7 @@ drop tokens beyond it; `TopKDropFreeGating` and `TopKBiasGating` drop nothing. S
 """
 
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,19 +50,13 @@ def approx_max_k(
         axis.
       aggregate_to_topk: whether to return exactly k scores.
     """
-
-    def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        values, indices = jax.lax.approx_max_k(
-            scores,
-            k,
-            reduction_dimension=reduction_dimension,
-            recall_target=recall_target,
-            reduction_input_size_override=reduction_input_size_override,
-            aggregate_to_topk=aggregate_to_topk,
-        )
-        return values, indices
-
-    return top_k
+    return functools.partial(
+        jax.lax.approx_max_k,
+        reduction_dimension=reduction_dimension,
+        recall_target=recall_target,
+        reduction_input_size_override=reduction_input_size_override,
+        aggregate_to_topk=aggregate_to_topk,
+    )
 
 
 class GateNoise(enum.Enum):
@@ -383,7 +378,7 @@ class TopKGating(CapacityGating):
         _, experts = self._topk_fn(jax.lax.stop_gradient(chosen_by), k)
         gates = jnp.take_along_axis(scores, experts, axis=-1)
         if k > 1:
-            gates = gates / jnp.maximum(jnp.sum(gates, axis=-1, keepdims=True), 1e-9)
+            gates = _as_probs(gates)
         return scores, experts, gates
 
 
