@@ -8,35 +8,16 @@ evaluation, checkpoints and reports that all recipes share.
 
 from typing import Any
 
+from weft import hierarchy, trainer
 from weft.config import InstantiableConfig, config_for_function
-from weft.hierarchy.attention import (
-    FusedQKVLinear,
-    MultiheadAttention,
-    RepeatedTransformerLayer,
-    RoFormerQKVLinear,
-    TransformerLayer,
-    scaled_hidden_dim,
-)
-from weft.hierarchy.attention.bias import SlidingWindowAttentionBias
-from weft.hierarchy.causal_lm import Model, metrics_config
-from weft.hierarchy.decoder import Decoder
-from weft.hierarchy.layers import Embedding, RMSNorm
-from weft.hierarchy.mixture_of_experts import Top2Gating, TransformerFeedForwardMoE
-from weft.hierarchy.param_init import PARAM_REGEXP_WEIGHT, DefaultInitializer, WeightInitializer
+from weft.hierarchy.causal_lm import Model
+from weft.hierarchy.param_init import normal_weights
 from weft.input import ByteTokenizer, folder_corpus, stdlib_corpus
 from weft.input.grain import Input
 from weft.input.text import lm_text_source
-from weft.trainer.checkpointer.checkpointer import Checkpointer
 from weft.trainer.checkpointer.policy import every_n_steps_policy
-from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.evaler import every_n_steps_policy as eval_every_n_steps_policy
-from weft.trainer.learner import Learner
-from weft.trainer.optimizers import adamw_optimizer
 from weft.trainer.optimizers.clipping import skip_and_clip_by_global_norm
-from weft.trainer.schedule import cosine_with_linear_warmup
-from weft.trainer.summary_writer.base import CompositeWriter
-from weft.trainer.summary_writer.files import JsonLinesWriter, SummaryWriter
-from weft.trainer.trainer import SpmdTrainer
 
 
 def trainer_config(
@@ -49,7 +30,7 @@ def trainer_config(
     peak_lr: float,
     eval_every: int,
     save_every: int,
-) -> SpmdTrainer.Config:
+) -> trainer.SpmdTrainer.Config:
     """Returns a config with AdamW, a warm-up and a cosine decay on a mesh of data and model.
 
     Args:
@@ -59,8 +40,8 @@ def trainer_config(
         eval_every: Number of steps between evaluations.
         save_every: Number of steps between checkpoints.
     """
-    optimizer = config_for_function(adamw_optimizer).set(
-        learning_rate=config_for_function(cosine_with_linear_warmup).set(
+    optimizer = config_for_function(trainer.adamw_optimizer).set(
+        learning_rate=config_for_function(trainer.cosine_with_linear_warmup).set(
             peak_lr=peak_lr, max_step=max_step, warmup_steps=max_step // 20, alpha=0.1
         ),
         b1=0.9,
@@ -68,20 +49,20 @@ def trainer_config(
         eps=1e-8,
         weight_decay=0.1,
     )
-    evaler = SpmdEvaler.default_config().set(
+    evaler = trainer.SpmdEvaler.default_config().set(
         input=held_out_input,
         eval_policy=config_for_function(eval_every_n_steps_policy).set(n=eval_every),
         summary_writer=_writer(every_n_steps=1),
     )
-    checkpointer = Checkpointer.default_config().set(
+    checkpointer = trainer.Checkpointer.default_config().set(
         save_policy=config_for_function(every_n_steps_policy).set(n=save_every), keep_last_n=2
     )
-    return SpmdTrainer.default_config().set(
+    return trainer.SpmdTrainer.default_config().set(
         name="trainer",
         dir=directory,
         max_step=max_step,
         model=model,
-        learner=Learner.default_config().set(
+        learner=trainer.Learner.default_config().set(
             optimizer=config_for_function(skip_and_clip_by_global_norm).set(
                 inner=optimizer, max_norm=1.0
             )
@@ -95,15 +76,15 @@ def trainer_config(
     )
 
 
-def _writer(*, every_n_steps: int) -> CompositeWriter.Config:
+def _writer(*, every_n_steps: int) -> trainer.CompositeWriter.Config:
     """Returns writers for TensorBoard and, for the report, JSON lines."""
     writers = {
-        "tensorboard": SummaryWriter.default_config(),
-        "json_lines": JsonLinesWriter.default_config(),
+        "tensorboard": trainer.SummaryWriter.default_config(),
+        "json_lines": trainer.JsonLinesWriter.default_config(),
     }
     for writer in writers.values():
         writer.write_every_n_steps = every_n_steps
-    return CompositeWriter.default_config().set(writers=writers)
+    return trainer.CompositeWriter.default_config().set(writers=writers)
 
 
 # Only two of the ids above the bytes are used; a multiple of 8 divides over a mesh.
@@ -141,31 +122,36 @@ def lm_tiny(data_dir: str | None = None) -> InstantiableConfig:
         save_every=20,
     )
     if data_dir is None:
-        for input_cfg in (cfg.input, cfg.evalers["held_out"].input):
-            input_cfg.source.corpus.set(pattern="json/*.py", held_out_fraction=0.3)
+        set_corpus(cfg, pattern="json/*.py", held_out_fraction=0.3)
     return cfg
 
 
+def set_corpus(cfg: trainer.SpmdTrainer.Config, **fields: object) -> None:
+    """Sets fields of the corpora to train and evaluate on."""
+    for input_cfg in (cfg.input, cfg.evalers["held_out"].input):
+        input_cfg.source.corpus.set(**fields)
+
+
 def _model(*, dim: int, num_layers: int, num_heads: int, context: int) -> Any:
-    layer = TransformerLayer.default_config()
+    layer = hierarchy.TransformerLayer.default_config()
     # Training sequences are not longer. When sampling, positions must not attend over distances
     # that did not occur in training.
-    window = SlidingWindowAttentionBias.default_config(sliding_window_size=context - 1)
+    window = hierarchy.SlidingWindowAttentionBias.default_config(sliding_window_size=context - 1)
     layer.self_attention.set(
-        norm=RMSNorm.default_config(),
-        attention=MultiheadAttention.default_config().set(
+        norm=hierarchy.RMSNorm.default_config(),
+        attention=hierarchy.MultiheadAttention.default_config().set(
             num_heads=num_heads,
             mask=window,
-            input_linear=RoFormerQKVLinear.default_config().set(
-                input_linear=FusedQKVLinear.default_config(), rotary_value=False
+            input_linear=hierarchy.RoFormerQKVLinear.default_config().set(
+                input_linear=hierarchy.FusedQKVLinear.default_config(), rotary_value=False
             ),
         ),
     )
     layer.self_attention.attention.input_linear.input_linear.layer.bias = False
     layer.self_attention.attention.output_linear.bias = False
     layer.feed_forward.set(
-        norm=RMSNorm.default_config(),
-        hidden_dim=scaled_hidden_dim(8 / 3),
+        norm=hierarchy.RMSNorm.default_config(),
+        hidden_dim=hierarchy.scaled_hidden_dim(8 / 3),
         activation=("nn.silu", "linear"),
     )
     layer.feed_forward.linear1.bias = False
@@ -173,28 +159,27 @@ def _model(*, dim: int, num_layers: int, num_heads: int, context: int) -> Any:
     # Each layer adds to the residual stream twice; the sum of all has the variance of one.
     for to_residual in (layer.self_attention.attention.output_linear, layer.feed_forward.linear2):
         to_residual.param_init = initializer(variance=1 / (2 * num_layers))
-    decoder = Decoder.default_config().set(
+    decoder = hierarchy.Decoder.default_config().set(
         dim=dim,
         vocab_size=VOCAB_SIZE,
-        transformer=RepeatedTransformerLayer.default_config().set(
+        transformer=hierarchy.RepeatedTransformerLayer.default_config().set(
             num_layers=num_layers, layer=layer
         ),
-        output_norm=RMSNorm.default_config(),
+        output_norm=hierarchy.RMSNorm.default_config(),
         eos_token_id=ByteTokenizer.eos_id,
         pad_token_id=ByteTokenizer.pad_id,
     )
-    decoder.emb.token_emb.scale = Embedding.Scale.UNIT
+    decoder.emb.token_emb.scale = hierarchy.Embedding.Scale.UNIT
     return Model.default_config().set(decoder=decoder, param_init=initializer(variance=1.0))
 
 
-def initializer(*, variance: float) -> DefaultInitializer.Config:
+def initializer(*, variance: float) -> hierarchy.DefaultInitializer.Config:
     """Returns an initializer whose outputs have this variance for inputs of variance 1."""
-    by_name = {PARAM_REGEXP_WEIGHT: _weight(variance=variance)}
-    return DefaultInitializer.default_config().set(init_by_param_name=by_name)
+    return normal_weights("fan_in", scale=variance)
 
 
-def _weight(*, variance: float) -> WeightInitializer.Config:
-    return WeightInitializer.default_config().set(
+def _weight(*, variance: float) -> hierarchy.WeightInitializer.Config:
+    return hierarchy.WeightInitializer.default_config().set(
         fan="fan_in", distribution="normal", scale=variance
     )
 
@@ -208,7 +193,7 @@ def text_trainer_config(
     batch_size: int = 16,
     peak_lr: float = 6e-3,
     **training: int,
-) -> SpmdTrainer.Config:
+) -> trainer.SpmdTrainer.Config:
     """Returns a config that trains on a folder of text; None for the standard library.
 
     `training` are further arguments of `trainer_config`.
@@ -256,25 +241,29 @@ def _moe_model() -> Model.Config:
     """
     model = _model(dim=96, num_layers=_NUM_LAYERS, num_heads=4, context=128)
     transformer = model.decoder.transformer
-    transformer.layer.feed_forward = TransformerFeedForwardMoE.default_config().set(
-        norm=RMSNorm.default_config(),
-        hidden_dim=scaled_hidden_dim(4 / 3),
+    transformer.layer.feed_forward = hierarchy.TransformerFeedForwardMoE.default_config().set(
+        norm=hierarchy.RMSNorm.default_config(),
+        hidden_dim=hierarchy.scaled_hidden_dim(4 / 3),
         activation=("nn.silu", "linear"),
         num_experts=8,
         # Each sequence of a batch is a group.
         num_groups=16,
-        gating=Top2Gating.default_config().set(train_capacity_factor=2.5, eval_capacity_factor=4.0),
+        gating=hierarchy.Top2Gating.default_config().set(
+            train_capacity_factor=2.5, eval_capacity_factor=4.0
+        ),
         load_balance_loss_weight=0.01,
         router_z_loss_weight=0.001,
         # Experts start like dense layers, routers close to uniform.
-        param_init=DefaultInitializer.default_config().set(
+        param_init=hierarchy.DefaultInitializer.default_config().set(
             init_by_param_name={
                 ".*gate_weight$": _weight(variance=0.01),
                 ".*wo_weight$": _weight(variance=1 / (2 * _NUM_LAYERS)),
-                PARAM_REGEXP_WEIGHT: _weight(variance=1.0),
+                hierarchy.PARAM_REGEXP_WEIGHT: _weight(variance=1.0),
             }
         ),
     )
     # By default a loop drops side outputs of its layers.
     transformer.repeat.drop_output.rules = [r"module_outputs(?!.*/aux_loss$).*"]
-    return model.set(metrics=metrics_config(aux_loss_regex="decoder/transformer/.*/aux_loss"))
+    return model.set(
+        metrics=hierarchy.metrics_config(aux_loss_regex="decoder/transformer/.*/aux_loss")
+    )

@@ -22,7 +22,7 @@ from weft.input import ByteTokenizer
 from weft.input.tokenizers import HuggingFaceTokenizer
 from weft.interop.huggingface import FAMILIES, huggingface_model_config, to_huggingface
 from weft.interop.huggingface.settings import NO_PADDING, Settings
-from weft.recipes.lm import initializer, text_trainer_config
+from weft.recipes.lm import initializer, set_corpus, text_trainer_config
 from weft.serialization import TensorFiles
 from weft.trainer.checkpointer.dirs import step_dirs
 from weft.trainer.learner import UpdateType
@@ -57,7 +57,9 @@ def lm_llama(data_dir: str | None = None) -> InstantiableConfig:
     cfg = text_trainer_config(
         _BASE_DIR, data_dir, model=model, max_step=300, eval_every=150, save_every=150
     )
-    return cfg if data_dir is not None else _with_files(cfg, "[!e]*.py", held_out_fraction=0.02)
+    if data_dir is None:
+        set_corpus(cfg, pattern="[!e]*.py")
+    return cfg
 
 
 def lm_lora(data_dir: str | None = None, base: str | None = None) -> InstantiableConfig:
@@ -93,7 +95,9 @@ def lm_lora(data_dir: str | None = None, base: str | None = None) -> Instantiabl
     if tokenizer is not None:
         for input_cfg in (cfg.input, cfg.evalers["held_out"].input):
             input_cfg.source.tokenizer = tokenizer
-    return cfg if data_dir is not None else _with_files(cfg, "encodings/*.py", 0.1)
+    if data_dir is None:
+        set_corpus(cfg, pattern="encodings/*.py", held_out_fraction=0.1)
+    return cfg
 
 
 def prepare(cfg: SpmdTrainer.Config, train: Callable[[str, Any], SpmdTrainer | None]) -> bool:
@@ -126,14 +130,6 @@ def _export(path: str, model: Any, trainer: SpmdTrainer) -> None:
         from jax.experimental.multihost_utils import sync_global_devices
 
         sync_global_devices("the checkpoint that a run begins with is written")
-
-
-def _with_files(
-    cfg: SpmdTrainer.Config, pattern: str, held_out_fraction: float
-) -> SpmdTrainer.Config:
-    for input_cfg in (cfg.input, cfg.evalers["held_out"].input):
-        input_cfg.source.corpus.set(pattern=pattern, held_out_fraction=held_out_fraction)
-    return cfg
 
 
 def _model_of(base: str) -> Any:

@@ -11,15 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from weft import nnx
+from weft import functional, nnx
 from weft.config import InstantiableConfig, config_for_class
-from weft.functional import (
-    apply_rotary,
-    cross_entropy,
-    dot_product_attention,
-    rotary_sincos,
-    sliding_window_causal_mask,
-)
 from weft.hierarchy.metrics import WeightedScalar
 from weft.input import ByteTokenizer
 from weft.recipes.lm import VOCAB_SIZE, text_trainer_config
@@ -93,17 +86,17 @@ class Block(nnx.Module):
     def _attend(self, x):
         batch, time, dim = x.shape
         positions = jnp.arange(time)
-        sin, cos = rotary_sincos(positions, dim=dim // self.num_heads)
+        sin, cos = functional.rotary_sincos(positions, dim=dim // self.num_heads)
 
         def heads(linear: nnx.Linear):
             return linear(x).reshape(batch, time, self.num_heads, -1)
 
         query, key = (
-            apply_rotary(heads(linear), sin[:, None], cos[:, None])
+            functional.apply_rotary(heads(linear), sin[:, None], cos[:, None])
             for linear in (self.query, self.key)
         )
-        mask = sliding_window_causal_mask(self.window)(positions[:, None], positions)
-        y = dot_product_attention(query, key, heads(self.value), mask=mask[None, None])
+        mask = functional.sliding_window_causal_mask(self.window)(positions[:, None], positions)
+        y = functional.dot_product_attention(query, key, heads(self.value), mask=mask[None, None])
         return self.out(y.reshape(batch, time, dim))
 
 
@@ -142,7 +135,9 @@ class LanguageModel(nnx.Module):
         """
         logits = self.predict(input_batch)["logits"]
         labels = input_batch["target_labels"]
-        loss, aux = cross_entropy(logits, labels, live_targets=labels != ByteTokenizer.pad_id)
+        loss, aux = functional.cross_entropy(
+            logits, labels, live_targets=labels != ByteTokenizer.pad_id
+        )
         num_targets = aux["num_targets"]
         num_bytes = jnp.maximum(1, jnp.sum(input_batch["target_num_bytes"])).astype(jnp.float32)
         bits = jnp.sum(aux["per_target_loss"]) / math.log(2)
