@@ -73,6 +73,8 @@ def test_the_version_is_printed(capsys):
         (["sample"], "DIR"),
         (["sample", "x", "--tokens", "many"], "invalid int value: 'many'"),
         (["config", "diff", "lm"], "required: B"),
+        (["export", "runs/lm"], "required: --to"),
+        (["launch", "local", "lm"], "required: -n"),
         (["train", "lm", "tiny"], "'tiny' is neither the only recipe nor of the form path=value"),
         (["train", "lmm"], "unknown recipe 'lmm'. Did you mean 'lm"),
         (["train", "runs/none"], "there is no file or directory 'runs/none'"),
