@@ -30,6 +30,15 @@ def test_a_level_is_named_and_inside_the_frame():
     assert "bi<gram 5" in [t.text for t in elements(svg, "text")]
 
 
+def test_lines_and_labels_fill_the_drawing_and_stay_inside():
+    svg = line_chart([Series("loss", [(0, 4.0), (10, 1.0)], dots=True)], width=400, height=320)
+    assert svg.startswith('<svg viewBox="0 0 400 320"')
+    labels = [(float(e.get("x")), float(e.get("y"))) for e in elements(svg, "text")]
+    dots = [(float(e.get("cx")), float(e.get("cy"))) for e in elements(svg, "circle")]
+    assert all(0 < x < 400 and 0 < y < 320 for x, y in labels + dots)
+    assert dots[0][0] < 80 and dots[-1][0] > 320
+
+
 def test_values_that_are_not_finite_leave_a_chart_that_can_be_drawn():
     svg = line_chart([Series("loss", [(0, math.nan), (1, 2.0), (2, math.inf), (3, 1.0)])])
     assert "nan" not in svg and "inf" not in svg

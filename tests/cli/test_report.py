@@ -85,8 +85,13 @@ def test_the_page_tells_of_the_run_and_stands_alone(run_dir):
         assert part in page.text, part
 
 
-def test_it_has_a_style_for_dark_rooms(run_dir):
-    assert "prefers-color-scheme: dark" in render_report(str(run_dir))
+def test_it_has_a_style_for_dark_rooms_and_for_each_line(run_dir):
+    source = render_report(str(run_dir))
+    assert "prefers-color-scheme: dark" in source
+    lines = ["train, averaged", "held_out"]
+    for style, name in enumerate(lines):
+        assert f'<li class="series-{style}">{name}</li>' in source
+        assert f".series-{style}" in source
 
 
 def test_curves_are_by_reporter_and_path(run_dir):
