@@ -78,7 +78,7 @@ def is_held_out(name: str, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Corpus:
     """Files sorted by name, with a training and a held-out part.
 
