@@ -164,7 +164,8 @@ def find_failure(suite: Suite, mutation: Mutation, root: Path) -> str:
     """Returns the test that fails, empty if all pass."""
     nearest, names = suite.nearest(mutation.path), names_around(mutation)
     return (
-        first_failure(nearest, names, root, LIMIT)
+        first_failure(nearest[:2], names, root, 5 * LIMIT)
+        or first_failure(nearest[2:], names, root, LIMIT)
         or first_failure(nearest, names, root, LIMIT / 2, marks="long and not soak")
         or first_failure(suite.others(mutation), names, root, LIMIT)
     )
