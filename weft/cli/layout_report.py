@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, PartitionSpec
 
 import weft
 from weft.config import origin
@@ -20,7 +19,7 @@ from weft.core.axis_rules import Rules
 from weft.core.rules_report import Finding, FindingKind, check_rules
 from weft.core.spmd import axes_of
 from weft.hierarchy import Module, ParameterSpec, TensorSpec
-from weft.typing import Nested
+from weft.typing import Nested, PartitionSpec
 
 
 class ArrayLayout(NamedTuple):
@@ -160,7 +159,7 @@ def rule_findings(
             boxes[name] = logical.LogicallyPartitioned(
                 jax.ShapeDtypeStruct(spec.shape, "float32"), axes
             )
-    mesh = AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
+    mesh = jax.sharding.AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
     found = check_rules(rules, boxes, mesh)
     return [
         finding

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from weft.config import Configurable, config_class
 from weft.distributed.peers import join_first
@@ -26,7 +25,7 @@ from weft.trainer.first_nonfinite import UNKNOWN, NonfiniteSearch
 from weft.trainer.optimizers.base import path_name, tree_paths
 from weft.trainer.optimizers.clipping import norm_by_squares, tree_where
 from weft.trainer.train_step import TrainerState, loss_is_finite
-from weft.typing import NestedTensor, Tensor
+from weft.typing import NestedTensor, PartitionSpec, Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +190,7 @@ class AnomalyGuard:
         self._policy = policy
         self._search = NonfiniteSearch(step)
         self._gradient_names: list[str] = []
-        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
         self._track = _NO_STEPS
         self._rewinds = 0
 
@@ -292,7 +291,8 @@ class AnomalyGuard:
     def _describe(self, step: int, loss: float, state: TrainerState, batch: NestedTensor) -> str:
         track = self._track
         if track.spike:
-            return f"the loss of step {step} is {loss:.4g}, and was {self._mean():.4g} on average."
+            mean = track.mean / (1 - self._policy.config.spike_decay ** max(track.count, 1))
+            return f"the loss of step {step} is {loss:.4g}, and was {mean:.4g} on average."
         text = f"step {step} is undefined: its loss is {loss:g}."
         fields = [path_name(path) for path, x in _float_leaves(batch) if not np.all(_finite(x))]
         if fields:
@@ -322,10 +322,6 @@ class AnomalyGuard:
             f" In the backward pass the first module with an undefined gradient is {module}. "
             f"Undefined gradients, in backward order: {_listed(bad)}."
         )
-
-    def _mean(self) -> float:
-        count = max(int(self._track.count), 1)
-        return float(self._track.mean) / (1 - self._policy.config.spike_decay**count)
 
 
 def _float_leaves(state: object) -> list[tuple[Any, Any]]:

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.tree_util import KeyPath
 
 from weft.config import InstantiableConfig
 from weft.core.axis_rules import logical_axis_rules
@@ -217,7 +216,7 @@ def compile_inference_programs(
         params = with_shardings(shapes, state_shardings(mesh, specs))
         partition = tuple(cfg.input_batch_partition_spec.partition_spec(mesh))
 
-        def laid_out(path: KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def laid_out(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             spec = PartitionSpec(*partition[: len(x.shape)])
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             sharding = mesh_lib.named_sharding(mesh, spec, f"input_batch_spec {name}")

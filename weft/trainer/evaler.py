@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import PartitionSpec
 
 from weft.config import (
     REQUIRED,
@@ -32,7 +31,7 @@ from weft.trainer.checkpointer.policy import BestMetric, EvalMetric
 from weft.trainer.metric_calculator import BaseMetricCalculator, ModelSummaryAccumulator
 from weft.trainer.progress import RunListener
 from weft.trainer.summary_writer.files import SummaryWriter
-from weft.typing import DType, Nested, NestedTensor, Tensor
+from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
 
 
 class BaseOutputWriter(Module):

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
-from jax.tree_util import KeyPath
 
 from weft.config import InstantiableConfig
 from weft.core.spmd import constrain
@@ -270,7 +269,7 @@ def _cut(inputs: object, steps: int) -> dict[str, Any]:
             "'input_batch' to split. Make the inputs a dict with this key."
         )
 
-    def cut(path: KeyPath, x: Tensor) -> Any:
+    def cut(path: jax.tree_util.KeyPath, x: Tensor) -> Any:
         if jnp.ndim(x) == 0:
             return jnp.broadcast_to(x, (steps,))
         if x.shape[0] % steps:

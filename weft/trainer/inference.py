@@ -13,12 +13,10 @@ import dataclasses
 import enum
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from weft.config import REQUIRED, ConfigBase, Required, config_class
 from weft.core.axis_rules import logical_axis_rules
@@ -40,7 +38,7 @@ from weft.trainer.state_builder import (
     initial_state,
 )
 from weft.trainer.train_step import TrainerState
-from weft.typing import DType, NestedTensor, Tensor
+from weft.typing import DType, NestedTensor, PartitionSpec, Tensor
 
 
 class DataPartitionType(enum.Enum):
@@ -89,7 +87,7 @@ class MethodRunner:
         self,
         run: Callable[[Tensor, NestedTensor], tuple[Tensor, Any, Any, Any]],
         to_devices: Callable[[Any], NestedTensor],
-        mesh: Callable[[], AbstractContextManager],
+        mesh: Callable[[], contextlib.AbstractContextManager],
         prng_key: Tensor,
     ):
         self._run = run
@@ -287,7 +285,7 @@ def method_program(
 def _constrain_rows(x: Tensor, rows: set[int], spec: PartitionSpec, mesh: jax.sharding.Mesh) -> Any:
     has_rows = jnp.ndim(x) > 0 and x.shape[0] in rows
     return jax.lax.with_sharding_constraint(
-        x, NamedSharding(mesh, spec if has_rows else PartitionSpec())
+        x, jax.sharding.NamedSharding(mesh, spec if has_rows else PartitionSpec())
     )
 
 

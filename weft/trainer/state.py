@@ -12,8 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath
 
 from weft.core.axis_rules import Rules, logical_axis_rules
 from weft.hierarchy import BaseLayer, NestedParameterSpec, TensorSpec
@@ -21,7 +19,7 @@ from weft.input import Input, PrefetchingIterator, host_to_global_device_array
 from weft.trainer.learner import BaseLearner
 from weft.trainer.mesh import KindRules, check_divides, named_sharding
 from weft.trainer.train_step import TrainerState, opt_params
-from weft.typing import Nested, Tensor
+from weft.typing import Nested, PartitionSpec, Tensor
 
 
 def parameter_specs(model: BaseLayer, rules: Rules) -> Any:
@@ -51,7 +49,7 @@ def partition_specs(specs: TrainerState) -> TrainerState:
 def state_shardings(mesh: jax.sharding.Mesh, specs: object) -> Any:
     """Returns the shardings of a tree of specs; raises a MeshError if an array does not fit."""
 
-    def sharding(path: KeyPath, spec: TensorSpec) -> jax.sharding.NamedSharding:
+    def sharding(path: jax.tree_util.KeyPath, spec: TensorSpec) -> jax.sharding.NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         sharding = named_sharding(mesh, spec.partition_spec, name)
         check_divides(name, spec.shape, sharding)
@@ -91,7 +89,9 @@ def check_batches(input_: Input, partition: PartitionSpec) -> None:
     host_to_global_device_array(zeros, partition=partition)
 
 
-def open_batches(input_: Input, partition: PartitionSpec, mesh: Mesh) -> PrefetchingIterator:
+def open_batches(
+    input_: Input, partition: PartitionSpec, mesh: jax.sharding.Mesh
+) -> PrefetchingIterator:
     """Returns an iterator over batches on the devices, prepared ahead of the steps."""
     to_devices = functools.partial(host_to_global_device_array, partition=partition, mesh=mesh)
     return PrefetchingIterator(
@@ -100,9 +100,9 @@ def open_batches(input_: Input, partition: PartitionSpec, mesh: Mesh) -> Prefetc
     )
 
 
-def batch_shapes(input_: Input, partition: PartitionSpec, mesh: Mesh) -> Nested[Any]:
+def batch_shapes(input_: Input, partition: PartitionSpec, mesh: jax.sharding.Mesh) -> Nested[Any]:
     """Returns shapes, dtypes and layouts of a batch of all processes."""
-    sharding = NamedSharding(mesh, partition)
+    sharding = jax.sharding.NamedSharding(mesh, partition)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             (x.shape[0] * jax.process_count(), *x.shape[1:]), x.dtype, sharding=sharding

@@ -16,7 +16,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import jax
@@ -151,7 +150,7 @@ class SpmdTrainer(Module):
         start_trace_process_indices: Literal["all"] | Sequence[int] = [0]
         host_tracer_level: int | None = None
         python_tracer_level: int | None = None
-        context_manager: ConfigOr[Callable[[], AbstractContextManager]] | None = None
+        context_manager: ConfigOr[Callable[[], contextlib.AbstractContextManager]] | None = None
         compilation_cache_dir: str | None = None
         config_modifiers: Sequence[ConfigOr[ConfigModifier]] = []
 

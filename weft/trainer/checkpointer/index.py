@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from weft.config import similar_names
 from weft.errors import CheckpointStateError, CheckpointStructureError, DamagedCheckpointError
@@ -22,7 +21,7 @@ from weft.hierarchy.parameter_spec import TensorSpec
 from weft.serialization.untrusted import read_json_file
 from weft.trainer.checkpointer.host_state import PythonSavable
 from weft.traverse_util import unflatten_dict
-from weft.typing import DType, Nested
+from weft.typing import DType, Nested, PartitionSpec
 
 INDEX = "index"
 _VERSION = 1
@@ -144,7 +143,7 @@ def _layout(leaf: ArrayOrSpec) -> list[Any] | None:
         spec = leaf.partition_spec
     else:
         sharding = getattr(leaf, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
+        if not isinstance(sharding, jax.sharding.NamedSharding):
             return None
         spec = sharding.spec
     return [list(axes) if isinstance(axes, tuple) else axes for axes in spec]

@@ -31,7 +31,6 @@ from urllib.parse import quote
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from weft.config import Configurable, config_class
 from weft.distributed.preemption import max_over_processes
@@ -334,7 +333,7 @@ def _to_save(path: str, leaf: Array) -> Array:
 def _sharding_of(leaf: index_lib.ArrayOrSpec) -> jax.sharding.Sharding:
     if isinstance(leaf, TensorSpec):
         return leaf.sharding(jax.sharding.get_mesh())
-    return getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
+    return getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
 def _with_layout(leaf: index_lib.ArrayOrSpec) -> Target:
@@ -425,7 +424,7 @@ class _Reader:
             if key not in regions:
                 regions[key] = self._region(region, dtype)
             memory_kind = sharding.memory_kind
-            on_device = SingleDeviceSharding(device, memory_kind=memory_kind)
+            on_device = jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind)
             parts.append(jax.device_put(regions[key], on_device))
         array = jax.make_array_from_single_device_arrays(shape, sharding, parts)
         return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
