@@ -44,6 +44,9 @@ _WRONG_TOKEN = (
 
 logger = logging.getLogger(__name__)
 
+# Connections to other processes and their names, by index.
+_Joined = tuple[dict[int, socket.socket], dict[int, str]]
+
 
 def rendezvous(
     address: str,
@@ -74,17 +77,10 @@ def rendezvous(
         here = host in ("localhost", "::1") or host.startswith("127.")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host if here else "", int(port)), family=family) as server:
-            return _accept_all(
-                server, num_processes, token, timeout_seconds, heartbeat_timeout_seconds, address
-            )
-    return _join(
-        [(host, int(port))],
-        process_id,
-        num_processes,
-        token,
-        timeout_seconds,
-        heartbeat_timeout_seconds,
-    )
+            joined = _accept_all(server, num_processes, token, timeout_seconds, address)
+    else:
+        joined = _join([(host, int(port))], process_id, num_processes, token, timeout_seconds)
+    return peers.Peers(process_id, *joined, heartbeat_timeout_seconds=heartbeat_timeout_seconds)
 
 
 def connect_peers(timeout_seconds: float) -> peers.Peers | None:
@@ -99,16 +95,15 @@ def connect_peers(timeout_seconds: float) -> peers.Peers | None:
     if index:
         hosts, port, token = _broadcast(None, timeout_seconds)
         addresses = [(host, port) for host in hosts]
-        return _join(addresses, index, count, token, timeout_seconds)
+        return peers.Peers(index, *_join(addresses, index, count, token, timeout_seconds))
     with socket.create_server(("", 0)) as server:
         name, port, token = socket.gethostname(), server.getsockname()[1], secrets.token_hex(16)
         own_address = name
         with contextlib.suppress(OSError):
             own_address = socket.gethostbyname(name)
         _broadcast([[own_address, name], port, token], timeout_seconds)
-        return _accept_all(
-            server, count, token, timeout_seconds, peers.HEARTBEAT_TIMEOUT_SECONDS, f"{name}:{port}"
-        )
+        address = f"{name}:{port}"
+        return peers.Peers(0, *_accept_all(server, count, token, timeout_seconds, address))
 
 
 def _broadcast(value: list | None, timeout_seconds: float) -> list:
@@ -137,13 +132,9 @@ def _exit_on_timeout(timeout_seconds: float) -> None:
 
 
 def _accept_all(
-    server: socket.socket,
-    count: int,
-    token: str,
-    timeout_seconds: float,
-    heartbeat_timeout_seconds: float,
-    address: str,
-) -> peers.Peers:
+    server: socket.socket, count: int, token: str, timeout_seconds: float, address: str
+) -> _Joined:
+    """Waits until all others have joined."""
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         acceptor = stack.enter_context(_Acceptor(server, count, token, selector))
@@ -162,7 +153,7 @@ def _accept_all(
         acceptor.connections = {}
     for connection in connections.values():
         _answer(connection, welcome=names[0])
-    return peers.Peers(0, connections, names, heartbeat_timeout_seconds=heartbeat_timeout_seconds)
+    return connections, names
 
 
 class _Acceptor:
@@ -269,13 +260,8 @@ def _answer(connection: socket.socket, **message: str) -> None:
 
 
 def _join(
-    addresses: Sequence[tuple[str, int]],
-    index: int,
-    count: int,
-    token: str,
-    timeout_seconds: float,
-    heartbeat_timeout_seconds: float = peers.HEARTBEAT_TIMEOUT_SECONDS,
-) -> peers.Peers:
+    addresses: Sequence[tuple[str, int]], index: int, count: int, token: str, timeout_seconds: float
+) -> _Joined:
     """Connects to process 0 and waits until it has all processes."""
     hello = {"process": index, "of": count, "token": token}
     hello |= {"host": socket.gethostname(), "pid": os.getpid()}
@@ -296,12 +282,7 @@ def _join(
                 raise ProcessesNotReadyError(answer["refused"])
             if "welcome" in answer:
                 stack.pop_all()
-                return peers.Peers(
-                    index,
-                    {0: connection},
-                    {0: answer["welcome"]},
-                    heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-                )
+                return {0: connection}, {0: answer["welcome"]}
         attempt += 1
         time.sleep(0.1)
     raise ProcessesNotReadyError(
