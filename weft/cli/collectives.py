@@ -102,13 +102,12 @@ def collectives_of(hlo: str) -> list[Collective]:
     """
     bodies, entry = _computations(hlo)
     times, in_loop = _executions(bodies, entry)
-    found = []
-    for name, lines in bodies.items():
-        for line in lines:
-            collective = _collective(line, times[name], name in in_loop)
-            if collective is not None and collective.times:
-                found.append(collective)
-    return found
+    found = (
+        _collective(line, times[name], name in in_loop)
+        for name, lines in bodies.items()
+        for line in lines
+    )
+    return [collective for collective in found if collective is not None and collective.times]
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:

@@ -100,9 +100,8 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         self._last = time.monotonic()
-        if hasattr(faulthandler, "register"):  # not on Windows
-            stderr = sys.__stderr__ or sys.stderr
-            faulthandler.register(signal.SIGQUIT, file=stderr, all_threads=True)
+        stderr = sys.__stderr__ or sys.stderr
+        faulthandler.register(signal.SIGQUIT, file=stderr, all_threads=True)
         if self._timeout is not None or self._crash_after is not None:
             self._thread = threading.Thread(target=self._watch, name="weft-watchdog", daemon=True)
             self._thread.start()
@@ -110,8 +109,7 @@ class Watchdog:
 
     def __exit__(self, *exc_info: object) -> None:
         self._stopped.set()
-        if hasattr(faulthandler, "unregister"):
-            faulthandler.unregister(signal.SIGQUIT)
+        faulthandler.unregister(signal.SIGQUIT)
         if self._thread is not None:
             self._thread.join()
 

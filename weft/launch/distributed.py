@@ -81,12 +81,10 @@ def _parse(values: Mapping[str, str]) -> ProcessInfo:
             f"{job.COORDINATOR_ADDRESS}={address!r} is not of the form host:port, such as "
             "10.0.0.1:1234."
         )
-    numbers = []
     for name in (job.NUM_PROCESSES, job.PROCESS_ID):
         if not re.fullmatch("[0-9]+", values[name]):
             raise ProcessEnvironmentError(f"{name}={values[name]!r} is not an integer.")
-        numbers.append(int(values[name]))
-    num, index = numbers
+    num, index = int(values[job.NUM_PROCESSES]), int(values[job.PROCESS_ID])
     if index >= num:
         raise ProcessEnvironmentError(
             f"{job.PROCESS_ID}={index} is out of range for {job.NUM_PROCESSES}={num}; ids count "

@@ -250,15 +250,11 @@ class _Microbatches:
         accumulator: MetricAccumulator = self.metric_accumulator.instantiate()
         for i in range(self.steps):
             accumulator.update(_at(stacked.output_collection.summaries, i))
-        return ForwardOutputs(
-            loss=jnp.sum(shares * stacked.loss).astype(stacked.loss.dtype),
-            aux=stacked.aux,
-            output_collection=OutputCollection(
-                summaries=accumulator.summaries(),
-                state_updates=updates,
-                module_outputs=stacked.output_collection.module_outputs,
-            ),
+        loss = jnp.sum(shares * stacked.loss).astype(stacked.loss.dtype)
+        collection = stacked.output_collection._replace(
+            summaries=accumulator.summaries(), state_updates=updates
         )
+        return stacked.replace(loss=loss, output_collection=collection)
 
 
 def _cut(inputs: object, steps: int) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from weft.trainer.state_builder import (
     initial_state,
 )
 from weft.trainer.train_step import TrainerState
+from weft.traverse_util import flatten_dict, unflatten_dict
 from weft.typing import DType, NestedTensor, PartitionSpec, Tensor
 
 
@@ -275,9 +276,10 @@ def method_program(
             drop_output_collections=(),
         )
         rows = {x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
-        kept = _drop_outputs(collection.module_outputs, drop_module_outputs)
+        module_outputs = flatten_dict(collection.module_outputs)
+        kept = {p: x for p, x in module_outputs.items() if not drop_module_outputs("/".join(p))}
         laid_out = jax.tree.map(lambda x: _constrain_rows(x, rows, to_spec, mesh), output)
-        return next_key, laid_out, kept, collection.summaries
+        return next_key, laid_out, unflatten_dict(kept), collection.summaries
 
     return inference_step
 
@@ -287,16 +289,3 @@ def _constrain_rows(x: Tensor, rows: set[int], spec: PartitionSpec, mesh: jax.sh
     return jax.lax.with_sharding_constraint(
         x, jax.sharding.NamedSharding(mesh, spec if has_rows else PartitionSpec())
     )
-
-
-def _drop_outputs(outputs: Any, drop: Callable[[str], bool], path: str = "") -> Any:
-    kept = {}
-    for name, value in outputs.items():
-        below = f"{path}/{name}" if path else name
-        if isinstance(value, dict):
-            inner = _drop_outputs(value, drop, below)
-            if inner:
-                kept[name] = inner
-        elif not drop(below):
-            kept[name] = value
-    return kept

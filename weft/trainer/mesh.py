@@ -20,7 +20,14 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
-from weft.config import ConfigBase, ConfigModifier, Configurable, config_class, maybe_instantiate
+from weft.config import (
+    ConfigBase,
+    ConfigModifier,
+    Configurable,
+    InstantiableConfig,
+    config_class,
+    maybe_instantiate,
+)
 from weft.core.axis_rules import Rules, checked_rules
 from weft.core.spmd import axes_of
 from weft.errors import ConfigModifierError, MeshError
@@ -168,7 +175,7 @@ def _groups(
     )
 
 
-def select_mesh_config(trainer_config: ConfigBase, *, mesh_selector: str) -> None:
+def select_mesh_config(trainer_config: InstantiableConfig, *, mesh_selector: str) -> None:
     """Adapts a trainer config in place to hardware, such as "tpu-v5e-256", by its `mesh_rules`.
 
     A rule is a pair of a regular expression and a mesh shape, a config modifier (which sets a mesh

@@ -17,6 +17,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 
@@ -125,11 +126,8 @@ def _remove(path: str) -> None:
 
 def list_files(directory: str) -> list[str]:
     """Returns the relative paths, with `/`, of all files below a directory, sorted."""
-    found = []
-    for root, _, names in os.walk(directory):
-        within = os.path.relpath(root, directory)
-        found += [name if within == "." else f"{within}/{name}" for name in names]
-    return sorted(found)
+    files = (path for path in Path(directory).rglob("*") if not path.is_dir())
+    return sorted(path.relative_to(directory).as_posix() for path in files)
 
 
 def fsync(path: str) -> None:
@@ -167,8 +165,7 @@ class CommitGroup:
             yield
             return
         os.makedirs(self._dir, exist_ok=True)
-        with open(self._file(self._index, "writing"), "w", encoding="utf-8"):
-            pass
+        Path(self._file(self._index, "writing")).touch()
         try:
             yield
         except BaseException as error:

@@ -39,9 +39,6 @@ class _TrackerWriter(PeriodicWriter):
                 f"'weft[{self._tracker}]'`, or use another summary_writer."
             ) from error
 
-    def _start_run(self) -> None:
-        raise NotImplementedError(type(self))
-
     def _log(self, step: int, values: dict[str, Any]) -> None:
         raise NotImplementedError(type(self))
 
