@@ -130,5 +130,5 @@ def test_every_file_and_directory_is_synced(ckpt_dir, monkeypatch):
 
 def test_without_xxhash_the_message_names_the_extra(ckpt_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(MissingExtraError, match=r"'xxhash', .* pip install \"weft\[train\]\""):
+    with pytest.raises(MissingExtraError, match=r"package xxhash, .*pip install 'weft\[train\]'"):
         write_manifest(str(ckpt_dir))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from weft.errors import MissingExtraError
+from weft._lazy import import_extra
 from weft.serialization.untrusted import open_file, read_json_file
 from weft.trainer.checkpointer.dirs import fsync, list_files
 
@@ -152,11 +152,4 @@ def _digest_of_json(value: Mapping[str, Any]) -> str:
 
 
 def _xxh3(data: bytes = b"") -> Any:
-    try:
-        import xxhash
-    except ImportError as error:
-        raise MissingExtraError(
-            "checkpoints need the package 'xxhash', which is not installed. Install the training "
-            'dependencies: pip install "weft[train]".'
-        ) from error
-    return xxhash.xxh3_128(data)
+    return import_extra("xxhash", "train", needed_by="a checkpoint").xxh3_128(data)

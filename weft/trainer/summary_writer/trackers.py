@@ -3,16 +3,15 @@
 A tracker's package is imported only when a writer is created.
 """
 
-import importlib
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from weft._lazy import import_extra
 from weft.config import REQUIRED, ConfigBase, config_class
 from weft.config.config import value_repr
-from weft.errors import MissingExtraError
 from weft.hierarchy.module import Module
 from weft.trainer.summary import FlatSummary
 from weft.trainer.summary_writer.base import PeriodicWriter, processor_zero_only
@@ -30,14 +29,8 @@ class _TrackerWriter(PeriodicWriter):
 
     def __init__(self, cfg: PeriodicWriter.Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        try:
-            self._package: Any = importlib.import_module(self._tracker)
-        except ImportError as error:
-            raise MissingExtraError(
-                f"{self.path()}: {type(self).__name__} needs the package {self._tracker}, which "
-                f"cannot be imported ({error}). Install it with `pip install "
-                f"'weft[{self._tracker}]'`, or use another summary_writer."
-            ) from error
+        needed_by = f"{self.path()}: {type(self).__name__}"
+        self._package = import_extra(self._tracker, self._tracker, needed_by=needed_by)
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
         raise NotImplementedError(type(self))
