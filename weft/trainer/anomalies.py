@@ -206,12 +206,9 @@ class AnomalyGuard:
             }
             return (state, track), outputs
 
-        layout = (shardings, self._replicated)
+        layout = ((shardings, self._replicated), None)
         self._jitted = jax.jit(
-            train_step,
-            in_shardings=(layout, None),
-            out_shardings=(layout, None),
-            donate_argnums=0,
+            train_step, in_shardings=layout, out_shardings=layout, donate_argnums=0
         )
 
     def __call__(self, state: TrainerState, batch: NestedTensor) -> tuple[Any, dict[str, Any]]:

@@ -626,12 +626,8 @@ def jit_train_step(
     if cfg.anomaly_policy is not None:
         policy = cfg.anomaly_policy.instantiate()
         return AnomalyGuard(policy, step, shardings=shardings, mesh=mesh)
-    return jax.jit(
-        step,
-        in_shardings=(shardings, None),
-        out_shardings=(shardings, None),
-        donate_argnums=0,
-    )
+    layout = (shardings, None)
+    return jax.jit(step, in_shardings=layout, out_shardings=layout, donate_argnums=0)
 
 
 @contextlib.contextmanager

@@ -3,10 +3,10 @@
 A tracker's package is imported only when a writer is created.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from weft._lazy import import_extra
@@ -44,14 +44,12 @@ class _TrackerWriter(PeriodicWriter):
 
     def _stored_id(self, file_name: str, make: Callable[[], str]) -> tuple[str, bool]:
         """Returns the run's id from a file in `dir`, or a new one, and whether it is new."""
-        os.makedirs(self.config.dir, exist_ok=True)
-        path = os.path.join(self.config.dir, file_name)
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                return file.read().strip(), False
+        path = Path(self.config.dir, file_name)
+        if path.exists():
+            return path.read_text(encoding="utf-8").strip(), False
         run_id = make()
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(run_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(run_id, encoding="utf-8")
         return run_id, True
 
 
@@ -209,11 +207,9 @@ class MLflowWriter(_TrackerWriter):
         client = self._client = self._package.MlflowClient(tracking_uri=cfg.tracking_uri)
 
         def create_run() -> str:
-            experiment = client.get_experiment_by_name(cfg.experiment_name)
-            if experiment is None:
-                experiment_id = client.create_experiment(cfg.experiment_name)
-            else:
-                experiment_id = experiment.experiment_id
+            name = cfg.experiment_name
+            found = client.get_experiment_by_name(name)
+            experiment_id = client.create_experiment(name) if found is None else found.experiment_id
             run = client.create_run(experiment_id, tags=cfg.tags, run_name=cfg.run_name)
             return run.info.run_id
 
