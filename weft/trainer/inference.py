@@ -24,19 +24,13 @@ from weft.errors import InferenceError, did_you_mean
 from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.module import Module, functional, get_public_method
 from weft.input import host_to_global_device_array
+from weft.trainer import state_builder
 from weft.trainer.checkpointer.index import CheckpointValidationType
 from weft.trainer.mesh import AxisRules, MeshShape, RulesByKind, build_mesh, rules_of
 from weft.trainer.model import cast_floats, trained_model_config
 from weft.trainer.parallelism import BATCH_AXIS_NAMES
 from weft.trainer.run_dir import CHECKPOINTS_DIR
 from weft.trainer.state import parameter_specs, state_shardings
-from weft.trainer.state_builder import (
-    Builder,
-    EmaParamsConverter,
-    RestoreAndConvertBuilder,
-    TensorStoreStateStorageBuilder,
-    initial_state,
-)
 from weft.trainer.train_step import TrainerState
 from weft.traverse_util import flatten_dict, unflatten_dict
 from weft.typing import DType, NestedTensor, PartitionSpec, Tensor
@@ -128,8 +122,10 @@ class InferenceRunner(Module):
         inference_dtype: DType | None = None
         input_batch_partition_spec: DataPartitionType = DataPartitionType.FULL
         output_batch_partition_spec: DataPartitionType = DataPartitionType.BATCH
-        init_state_builder: Builder.Config = TensorStoreStateStorageBuilder.default_config().set(
-            validation=CheckpointValidationType.CONTAINS_STATE
+        init_state_builder: state_builder.Builder.Config = (
+            state_builder.TensorStoreStateStorageBuilder.default_config().set(
+                validation=CheckpointValidationType.CONTAINS_STATE
+            )
         )
 
     @classmethod
@@ -138,13 +134,11 @@ class InferenceRunner(Module):
 
         If the learner keeps a moving average of the parameters, the runner uses the average.
         """
-        builder: Any = TensorStoreStateStorageBuilder.default_config().set(
-            base_dir=os.path.join(trainer_cfg.dir, CHECKPOINTS_DIR),
-            validation=CheckpointValidationType.CONTAINS_STATE,
-        )
+        checkpoints = os.path.join(trainer_cfg.dir, CHECKPOINTS_DIR)
+        builder: Any = cls.default_config().init_state_builder.set(base_dir=checkpoints)
         if getattr(getattr(trainer_cfg.learner, "ema", None), "decay", None) is not None:
-            builder = RestoreAndConvertBuilder.default_config().set(
-                builder=builder, converter=EmaParamsConverter.default_config()
+            builder = state_builder.RestoreAndConvertBuilder.default_config().set(
+                builder=builder, converter=state_builder.EmaParamsConverter.default_config()
             )
 
         return cls.default_config().set(
@@ -185,7 +179,7 @@ class InferenceRunner(Module):
             return TrainerState(prng_key={}, model=params, learner={})
 
         builder: Any = self.init_state_builder
-        return initial_state(builder, init, jax.random.key(0), shardings)
+        return state_builder.initial_state(builder, init, jax.random.key(0), shardings)
 
     def create_method_runner(
         self,

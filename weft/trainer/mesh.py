@@ -50,6 +50,10 @@ class HybridMeshShape:
     dcn_mesh_shape: MeshShape
 
 
+# Regular expressions for hardware, and mesh shapes or modifiers for it; see `select_mesh_config`.
+MeshRules = Sequence[tuple[str, MeshShape | HybridMeshShape | ConfigModifier.Config | None]]
+
+
 def build_mesh(
     mesh_shape: MeshShape | HybridMeshShape,
     mesh_axis_names: Sequence[str],

@@ -39,20 +39,13 @@ from weft.distributed.watchdog import Watchdog
 from weft.errors import CheckpointSaveError
 from weft.hierarchy import BaseLayer, Module, nowrap
 from weft.input import Input, PrefetchingIterator
+from weft.trainer import mesh as mesh_lib
 from weft.trainer import state as state_lib
 from weft.trainer.anomalies import AnomalyGuard, AnomalyPolicy, check_loss
 from weft.trainer.checkpointer.checkpointer import BaseCheckpointer, Checkpointer
 from weft.trainer.checkpointer.host_state import RunState
 from weft.trainer.evaler import EarlyStopping, SpmdEvaler, due_at_end, run_evalers
 from weft.trainer.learner import BaseLearner
-from weft.trainer.mesh import (
-    AxisRules,
-    HybridMeshShape,
-    MeshShape,
-    RulesByKind,
-    build_mesh,
-    rules_of,
-)
 from weft.trainer.model import PerParamDType, model_config
 from weft.trainer.profiling import StepTraces, Throughput
 from weft.trainer.progress import EARLY_STOPPING, MAX_STEP, RunListener, has_ended, status_page
@@ -124,14 +117,12 @@ class SpmdTrainer(Module):
         input: Required[Input.Config] = REQUIRED
         max_step: int | float = math.inf
         seed: int = 0
-        mesh_shape: Required[MeshShape | HybridMeshShape] = REQUIRED
+        mesh_shape: Required[mesh_lib.MeshShape | mesh_lib.HybridMeshShape] = REQUIRED
         mesh_axis_names: Required[Sequence[str]] = REQUIRED
-        mesh_rules: (
-            Sequence[tuple[str, MeshShape | HybridMeshShape | ConfigModifier.Config | None]] | None
-        ) = None
+        mesh_rules: mesh_lib.MeshRules | None = None
         batch_axis_names: str | Sequence[str] | None = "data"
-        logical_axis_rules: AxisRules = []
-        rules_by_kind: RulesByKind.Config = RulesByKind.default_config()
+        logical_axis_rules: mesh_lib.AxisRules = []
+        rules_by_kind: mesh_lib.RulesByKind.Config = mesh_lib.RulesByKind.default_config()
         evalers: dict[str, SpmdEvaler.Config] = {}
         checkpointer: BaseCheckpointer.Config = Checkpointer.default_config()
         init_state_builder: Builder.Config | None = None
@@ -159,8 +150,8 @@ class SpmdTrainer(Module):
 
     def __init__(self, cfg: Config, *, parent: Module | None, devices: Sequence[Any] | None = None):
         super().__init__(cfg, parent=parent)
-        self._mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
-        self._rules = rules_of(cfg)
+        self._mesh = mesh_lib.build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
+        self._rules = mesh_lib.rules_of(cfg)
         self._step = 0
         self._state: TrainerState | None = None
         self._batches: PrefetchingIterator | None = None
@@ -612,7 +603,7 @@ def jit_train_step(
     Raises:
         MeshError: if a gradient does not fit the mesh; the message names it.
     """
-    gradient_specs = state_lib.parameter_specs(model, rules_of(cfg).gradients)
+    gradient_specs = state_lib.parameter_specs(model, mesh_lib.rules_of(cfg).gradients)
     state_lib.state_shardings(mesh, {"gradients": gradient_specs})
     step = functools.partial(
         train_step,
