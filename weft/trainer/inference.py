@@ -270,8 +270,11 @@ def method_program(
             drop_output_collections=(),
         )
         rows = {x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
-        module_outputs = flatten_dict(collection.module_outputs)
-        kept = {p: x for p, x in module_outputs.items() if not drop_module_outputs("/".join(p))}
+        kept = {
+            path: x
+            for path, x in flatten_dict(collection.module_outputs).items()
+            if not drop_module_outputs("/".join(map(str, path)))
+        }
         laid_out = jax.tree.map(lambda x: _constrain_rows(x, rows, to_spec, mesh), output)
         return next_key, laid_out, unflatten_dict(kept), collection.summaries
 
