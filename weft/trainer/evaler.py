@@ -252,8 +252,7 @@ class SpmdEvaler(Module):
         Raises:
             InputDatasetError: If the dataset has no batch.
         """
-        wanted = force_run or self._eval_policy(step=step, train_summaries=train_summaries or {})
-        if not wanted:
+        if not (force_run or self._eval_policy(step=step, train_summaries=train_summaries or {})):
             return prng_key, None, None
         next_key, prng_key = jax.random.split(prng_key)
         calculator: BaseMetricCalculator = self.metric_calculator

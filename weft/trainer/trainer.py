@@ -187,9 +187,7 @@ class SpmdTrainer(Module):
             specs=self._state_specs,
             shardings=self._shardings,
         )
-        self._checks_loss = not (
-            cfg.anomaly_policy is not None or self.learner.handles_undefined_loss()
-        )
+        self._checks_loss = not self.learner.handles_undefined_loss()
         self._throughput: Throughput | None = maybe_instantiate(cfg.throughput)
         self._early_stopping: EarlyStopping | None = maybe_instantiate(cfg.early_stopping)
         if self._early_stopping is not None:

@@ -65,8 +65,7 @@ class SummaryWriter(PeriodicWriter):
 
     @processor_zero_only
     def __call__(self, step: int, values: dict[str, Any]) -> None:
-        protos = [_to_proto(shown) for shown in self._due(step, values)]
-        self._add(step, protos)
+        self._add(step, [_to_proto(shown) for shown in self._due(step, values)])
 
     @processor_zero_only
     def log_config(self, config: ConfigBase, step: int = 0) -> None:
