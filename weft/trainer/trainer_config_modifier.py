@@ -41,7 +41,7 @@ from weft.typing import MeshAxes, PartitionSpec, T
 
 
 def find_values(cfg: ConfigBase, wanted: Callable[[str, Any], object]) -> dict[str, Any]:
-    """Returns by path the values in a config, and itself, whose path and value fit a condition."""
+    """Returns by path the values inside a config, itself at "", for which `wanted` returns true."""
     found: dict[str, Any] = {}
 
     def enter(path: str, value: object, children: list | None) -> list | None:
