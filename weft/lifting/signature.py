@@ -75,10 +75,10 @@ def copy_name(fn: Callable[..., Any], wrapper: F) -> F:
 def _signature(
     fn: Callable[..., Any], leading: Sequence[str], left_out: Collection[int | str]
 ) -> inspect.Signature:
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):  # some functions in C have no signature
-        return _ANY_SIGNATURE
+    signature = signature_of(fn)
+    if signature is _ANY_SIGNATURE:
+        return signature
+    parameters = list(signature.parameters.values())
     kept = [p for i, p in enumerate(parameters) if i not in left_out and p.name not in left_out]
     taken = {p.name for p in kept}
     first = []
@@ -88,6 +88,14 @@ def _signature(
         taken.add(name)
         first.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY))
     return inspect.Signature([*first, *kept])
+
+
+def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
+    """Returns the signature of a function, `(*args, **kwargs)` if it is unknown."""
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):  # some functions in C have no signature
+        return _ANY_SIGNATURE
 
 
 def as_tuple(arguments: T | Iterable[T]) -> tuple[T, ...]:

@@ -703,6 +703,55 @@ def test_what_is_compiled_has_the_names_of_the_user():
     assert "rest[" not in text and "jit(pure)" not in text
 
 
+def shown_names(traced):
+    """The names of arguments in the jaxpr; the text of the lowered program has them all."""
+    names, text = traced.jaxpr.jaxpr.debug_info.arg_names, traced.lower().as_text(debug_info=True)
+    assert all(f'loc("{name}")' in text for name in names)
+    return names
+
+
+MODES = [{}, {"graph_updates": False}, {"graph": False}]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_values_of_objects_are_named_by_their_paths(mode):
+    def f(first, x, second, /, *more, by_name, **others):
+        every = jax.tree.leaves(((first, second, more, by_name, others), x))
+        return sum(leaf.sum() for leaf in every)
+
+    first = Model(jnp.ones(2), sub=nnx.Dict({"a b": nnx.Param(jnp.ones(2))}))
+    second = nnx.List([nnx.Param(jnp.ones(2)), {"d": jnp.ones(2)}])
+    call = first, {"x": jnp.ones(2)}, second, jnp.ones(2), Model(1.0)
+    named = {"by_name": [nnx.Param(1.0), 2.0], "other": Model(1.0), "v": nnx.Param(1.0)}
+    names = shown_names(nnx.jit(f, **mode).trace(*call, **named))
+    assert set(names) == {
+        *("first.n", "first.sub['a b']", "first.w", "second[0]", "second[1].d", "x['x']"),
+        *("more[0]", "more[1].n", "more[1].w", "by_name[0]", "by_name[1]"),
+        *("others['other'].n", "others['other'].w", "others['v']"),
+    }
+
+
+@pytest.mark.parametrize("donate", [{}, {"donate_argnums": 1}])
+def test_a_shared_value_has_the_name_of_its_first_place(donate):
+    w = nnx.Param(jnp.ones(2))
+    a, b = nnx.Dict(v=nnx.Param(jnp.ones(3)), w=w), nnx.Dict(w=w, z=nnx.Param(jnp.ones(4)))
+    f = nnx.jit(lambda a, b, w: a.v.sum() + b.w.sum() + b.z.sum() + w.sum(), **donate)
+    traced = f.trace(a, b, w)
+    of_shape = zip(shown_names(traced), (x.shape for x in traced.jaxpr.in_avals), strict=True)
+    assert {*of_shape} == {("a.v", (3,)), ("a.w", (2,)), ("b.z", (4,))}
+
+
+def test_errors_of_jax_name_the_values_of_objects():
+    f = nnx.jit(lambda model, x: model.sub.w.sum() + x.sum())
+    one, other = (jax.device_put(jnp.ones(2), device) for device in jax.devices()[:2])
+    model = nnx.Dict(sub=nnx.Dict(w=nnx.Param(one)))
+    with pytest.raises(ValueError, match=r"argument model\.sub\.w of test_errors"):
+        f(model, other)
+    w = nnx.Param(one)
+    with pytest.raises(ValueError, match=r"argument w of test_errors"):
+        nnx.jit(lambda x, w: x + w)(other, w)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

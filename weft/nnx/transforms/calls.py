@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import UnionType
 from typing import Any, ParamSpec, TypeVar
 
@@ -71,7 +71,18 @@ def place_of(path: Path) -> str:
     which: Any = i
     unnamed = f"args[{which}]" if part == 0 else "the result"
     root = roots[which] if which < len(roots) else unnamed
-    return root + "".join(f".{p}" if isinstance(p, str) else f"[{p!r}]" for p in below)
+    return root + path_suffix(below)
+
+
+def path_suffix(path: Iterable[Hashable]) -> str:
+    """Returns a path below an object in the user's notation."""
+    return "".join(map(key_suffix, path))
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def key_suffix(key: Hashable) -> str:
+    """Returns one key of a path in the user's notation."""
+    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
 
 
 def record_value_paths(keys: Sequence[int], paths: Sequence[Path]) -> None:

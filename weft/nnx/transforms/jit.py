@@ -54,6 +54,7 @@ from weft.nnx.transforms.calls import (
     check_unbound,
     optional_function,
     parameter_names,
+    path_suffix,
     with_kwargs_first,
     wrap_transformed,
 )
@@ -567,8 +568,7 @@ def _structure_error(before: CallLayout, now: CallLayout) -> CompiledCallError:
     where = "has other variables or other metadata"
     if difference is not None and len(difference.path) > 1:
         _, first, *below = difference.path
-        names = (f".{x}" if isinstance(x, str) else f"[{x}]" for x in below)
-        where = f"differs at object {first}{''.join(names)}"
+        where = f"differs at object {first}{path_suffix(below)}"
     return CompiledCallError(
         f"a compiled function is called with objects unlike those it was compiled for: the new "
         f"argument {where}; pass objects of the same structure, or lower and compile it for these."

@@ -8,7 +8,10 @@ changed values with a note that identifies them, or, if more than values has cha
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,16 +23,17 @@ from weft.errors import CallMismatchError, TransformArgumentError
 from weft.lifting import Roles
 from weft.lifting.kind import PureArgs, PureResults, StateNode, Static, call_pure, commit_results
 from weft.lifting.roles import broadcast_roles, is_role
-from weft.lifting.signature import named_after
+from weft.lifting.signature import named_after, signature_of
 from weft.lifting.trace_cache import large_frame, value_key
 from weft.nnx.filters import Everything
 from weft.nnx.graph import FlatGraph
 from weft.nnx.pytree import Pytree
-from weft.nnx.transforms.calls import object_paths, parameter_names
+from weft.nnx.transforms.calls import key_suffix, object_paths, parameter_names
 from weft.nnx.transforms.kind import ObjectKind, is_object, trace_of
 from weft.nnx.variables import NO_METADATA, Variable, metadata_key
 from weft.nnx.versions import TransformCall, open_call
 
+_INDEX_OF_OBJECT, _PATH_BELOW = operator.itemgetter(1), operator.itemgetter(slice(2, None))
 MAY_HOLD_OBJECTS = (Pytree, Variable, dict, list, tuple)
 
 
@@ -106,6 +110,66 @@ class CallLayout(NamedTuple):
     made: tuple[tuple[type[Variable[Any]], Any] | None, ...]
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class _NamedValues:
+    def __init__(self, names: Iterable[str], values: Iterable[Any]):
+        self._names, self._values = names, values
+
+    def tree_flatten_with_keys(self):
+        return [*zip(self._names, self._values, strict=True)], None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, values: Iterable[Any]) -> _NamedValues:
+        return cls((), values)
+
+
+class ProgramSignature(inspect.Signature):
+    """Signature of the function of a program, with a name for each value of an object.
+
+    JAX shows the names of bound arguments in compiled text and in errors.
+    """
+
+    # JAX keeps signatures, so this one must not hold the user's function and objects.
+    def __init__(
+        self,
+        of_pure: inspect.Signature,
+        fn: Callable[..., Any],
+        layout: CallLayout,
+        numbers: Iterable[int],
+    ):
+        super().__init__([*of_pure.parameters.values()])
+        self._of_user, self._at, self._names = signature_of(fn), layout.at, layout.names
+        self._refs = [*map(ObjectRef, range(len(layout.roles)))]
+        self._paths = [*map(layout.static.graphdef.paths.__getitem__, numbers)]
+
+    def with_refs(
+        self, rest: Iterable[Any], named: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the user's arguments, with a placeholder for each object."""
+        args, refs = list(rest), iter(self._refs)
+        for i in self._at:
+            args.insert(i, next(refs))
+        return args, dict(sorted({**named, **dict(zip(self._names, refs, strict=False))}.items()))
+
+    def bind(
+        self, donated: Sequence[Any], kept: Sequence[Any], /, *rest: Any, **named: Any
+    ) -> inspect.BoundArguments:
+        args, kwargs = self.with_refs(rest, named)
+        arguments = self._of_user.bind(*args, **kwargs).arguments
+        roots = {x.index: name for name, x in arguments.items() if isinstance(x, ObjectRef)}
+        if len(roots) < len(self._refs):
+            for name, x in arguments.items():
+                for path, ref in jax.tree_util.tree_leaves_with_path(x, is_leaf=_is_ref):
+                    if isinstance(ref, ObjectRef):
+                        roots[ref.index] = name + jax.tree_util.keystr(path)
+        # Without a loop in Python, since a model has many values.
+        of_values = map(roots.__getitem__, map(_INDEX_OF_OBJECT, self._paths))
+        suffixes = map(functools.partial(map, key_suffix), map(_PATH_BELOW, self._paths))
+        names = map(operator.add, of_values, map("".join, suffixes))
+        named_values = {"": _NamedValues([*names], (*donated, *kept))}
+        return inspect.BoundArguments(self, OrderedDict({**named_values, **arguments}))
+
+
 class Program:
     """The function that JAX compiles, for objects of one structure."""
 
@@ -137,7 +201,10 @@ class Program:
 
         left_out, leading = (*layout.at, *layout.names), ("donated_state", "state")
         named_after(fn, pure, leading=leading, left_out=left_out)
-        self.jitted = jax.jit(pure, **self._jit_options(inspect.signature(pure)))
+        numbers = *self.donated, *self.kept
+        self._signature = ProgramSignature(inspect.signature(pure), fn, layout, numbers)
+        pure.__signature__ = self._signature  # pyright: ignore[reportFunctionMemberAccess]
+        self.jitted = jax.jit(pure, **self._jit_options(self._signature))
 
     def _jit_options(self, signature: inspect.Signature) -> dict[str, Any]:
         of, layout, parameters = self._options, self.layout, signature.parameters
@@ -175,11 +242,7 @@ class Program:
         groups = [tuple({} for _ in roles) for roles in layout.roles]
         for n, (i, g) in enumerate(layout.static.places):
             groups[i][g][n] = self._input_leaf(n, values[n])
-        args = list(rest)
-        refs = map(ObjectRef, range(len(groups)))
-        for i in layout.at:
-            args.insert(i, next(refs))
-        kwargs = dict(sorted({**named, **dict(zip(layout.names, refs, strict=False))}.items()))
+        args, kwargs = self._signature.with_refs(rest, named)
         leaves, tree = jax.tree.flatten((*args, kwargs), is_leaf=_is_ref_or_object)
         if any(map(is_object, leaves)):
             raise NestedObject
@@ -419,5 +482,9 @@ def _as_node(role: object) -> Any:
     return StateNode(role.roles) if isinstance(role, Roles) else role
 
 
+def _is_ref(x: object) -> bool:
+    return isinstance(x, ObjectRef)
+
+
 def _is_ref_or_object(x: object) -> bool:
-    return isinstance(x, ObjectRef) or is_object(x)
+    return _is_ref(x) or is_object(x)
