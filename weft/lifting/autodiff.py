@@ -198,7 +198,12 @@ def custom_vjp(
 
 
 def custom_jvp(
-    kind: Kind, fn: Callable[..., Any], jvp_fn: Callable[..., Any], *, wrt: object
+    kind: Kind,
+    fn: Callable[..., Any],
+    jvp_fn: Callable[..., Any],
+    *,
+    wrt: object,
+    pack_tangent: Callable[[Any, Any, Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """Applies `jax.custom_jvp` to a function that takes carriers.
 
@@ -208,6 +213,8 @@ def custom_jvp(
         jvp_fn: `jvp_fn(tangents, *args)`, with one tangent for each argument and group of state
             with role DIFF, in order. It returns the result of `fn` and its tangent.
         wrt: a prefix of the arguments: DIFF for tangents of `jvp_fn`, None elsewhere.
+        pack_tangent: converts the tangent of a result with carriers; takes the collected static
+            half, the packed result and the tangent.
     """
 
     def call(*args: Any) -> Any:
@@ -217,9 +224,16 @@ def custom_jvp(
             return run_with(fn, diff, rest)
 
         def rule(primals: Any, tangents: Any) -> tuple[PureResults, PureResults]:
-            results = run_with(lambda *args: jvp_fn(tangents[0], *args), *primals)
-            value, tangent = results.packed
-            results = results._replace(packed=value)
+            tangent: Any = None
+
+            def value(*args: object) -> Any:
+                nonlocal tangent
+                result, tangent = jvp_fn(tangents[0], *args)
+                return result
+
+            results = run_with(value, *primals)
+            if pack_tangent is not None:
+                tangent = pack_tangent(results.static.value, results.packed, tangent)
             zeros = jax.tree.map(zero_from_primal, results)
             return results, zeros._replace(packed=tangent)
 

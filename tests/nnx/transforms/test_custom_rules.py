@@ -206,3 +206,53 @@ def test_updates_g_has_the_cotangents_of_what_a_call_changed():
     ((g, (pair, variable, x, rest)),) = seen
     assert g == 1 and pair.n[...] == 5 and pair.w is None and pair.k == 3
     assert variable[...] == 3 and x is None and rest == {"a": None, "b": None}
+
+
+def doubled(m: Model, x: jax.Array) -> dict[str, Any]:
+    made = Model()
+    made.w[...] = m.w * x
+    return {"made": made, "v": nnx.Param(m.w * 2), "y": m.w + x}
+
+
+@pytest.mark.parametrize("modes", [{}, {"graph": False}, {"graph_updates": False}], ids=str)
+@pytest.mark.parametrize("as_state", [False, True])
+def test_a_rule_for_tangents_returns_objects(modes: Any, as_state: bool):
+    f = nnx.custom_jvp(doubled, **modes)
+
+    @f.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+        (m, x), (of_m, of_x) = primals, tangents
+        t = of_m["w"][...] if isinstance(of_m, nnx.State) else of_m.w[...]
+        tangent = nnx.State({"w": nnx.Param(10 * t * x + of_x * m.w)})
+        if not as_state:
+            made = Model()
+            made.w[...] = tangent["w"][...]
+            made.calls[...] = 0
+            tangent = nnx.Dict(w=made.w)
+        return doubled(m, x), {"made": tangent, "v": nnx.Param(20 * t), "y": t}
+
+    def loss(m: Model, x: jax.Array) -> jax.Array:
+        out = f(m, x)
+        assert type(out["made"]) is Model and type(out["v"]) is nnx.Param
+        return out["made"].w * 1.0 + out["v"] * 1.0 + out["y"]
+
+    take = nnx.value_and_grad(loss, argnums=(0, 1), allow_int=True, **modes)
+    value, (of_m, of_x) = take(Model(), jnp.array(3.0))
+    assert float(value) == 6 + 4 + 5
+    assert float(of_m["w"][...] if not modes else of_m.w[...]) == 30 + 20 + 1
+    assert float(of_x) == 2
+
+
+@pytest.mark.parametrize(
+    ("result", "tangent", "words"),
+    [
+        (lambda m: m, nnx.Dict(w=nnx.Param(1.0)), "tangent at 'w', where its result has no new"),
+        (lambda m: Model(), nnx.Dict(z=nnx.Param(1.0)), "tangent at 'z', where its result has"),
+        (lambda m: m.w * 2, nnx.Param(1.0), "a Param as the tangent of a result that is not an"),
+    ],
+)
+def test_tangents_of_a_rule_that_do_not_fit_are_named(result: Any, tangent: Any, words: str):
+    f = nnx.custom_jvp(result)
+    f.defjvp(lambda primals, _: (result(*primals), tangent))
+    with pytest.raises(TransformArgumentError, match=words):
+        nnx.jvp(lambda m: (jnp.ones(()), f(m))[0], (Model(),), (nnx.state(Model(), nnx.Param),))

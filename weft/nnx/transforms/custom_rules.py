@@ -325,7 +325,8 @@ class CustomJvp(_CustomRule):
         Args:
             jvp: takes the arguments of `nondiff_argnums`, a tuple of the other arguments and one of
                 their tangents (for an object a `State`, in tree mode an object of its class);
-                returns the result and its tangent.
+                returns the result and its tangent, for an object a `State` or an object of its
+                class.
         """
         self._rule = jvp
         return jvp
@@ -349,6 +350,7 @@ class CustomJvp(_CustomRule):
             bound(self._fun),
             copy_name(rule, pushed),
             wrt=objects.roles(),
+            pack_tangent=self._kind.tangents,
         )
 
 

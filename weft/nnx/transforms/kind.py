@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.custom_derivatives import zero_from_primal
 
 from weft.core.tracing import current_trace
-from weft.errors import AxisMetadataError, BranchObjectsError
+from weft.errors import AxisMetadataError, BranchObjectsError, TransformArgumentError
 from weft.lifting import Kind, Roles
 from weft.lifting.kind import StateNode, is_state_node
 from weft.lifting.scan import changed_shared_message
@@ -39,8 +40,9 @@ from weft.nnx.graph import (
 )
 from weft.nnx.pytree import Pytree, with_item
 from weft.nnx.rngs import RngCount, RngKey
+from weft.nnx.split_merge import state
 from weft.nnx.spmd import add_axis, has_axis_metadata, remove_axis
-from weft.nnx.state import from_flat_state
+from weft.nnx.state import from_flat_state, path_text, to_flat_state
 from weft.nnx.transforms.calls import (
     argument_at,
     captured_object_error,
@@ -416,6 +418,52 @@ class ObjectKind(Kind):
             return build_graph(graphdef, at.values())[0]
 
         return jax.tree.map(unpacked, packed, is_leaf=is_state_node)
+
+    def tangents(self, static: ChangedObjects | None, packed: object, tangent: object) -> Any:
+        """Returns the tangent of a packed result from that of a rule: the inverse of `cotangents`.
+
+        Raises:
+            TransformArgumentError: if a tangent is an object where the result has none, or for a
+                value that the result does not have or shares with an argument.
+        """
+        if static is None and not any(map(is_object, jax.tree.leaves(tangent, is_leaf=is_object))):
+            return tangent
+        graph = () if static is None else zip(static.graphdef.paths, static.keys, strict=True)
+        keys = dict(graph)
+        leaves, tree = jax.tree.flatten(packed, is_leaf=is_state_node)
+        numbers = itertools.count()
+
+        def packed_tangent(x: object, t: Any) -> Any:
+            if not isinstance(x, StateNode):
+                if is_object(t):
+                    raise TransformArgumentError(
+                        f"nnx.{self.transformation}: the rule returns a {type(t).__name__} as the "
+                        "tangent of a result that is not an object; return its value."
+                    )
+                return t
+            i = next(numbers)
+            flat = to_flat_state(state(t) if is_object(t) else t)
+            by_number = {keys.get((1, i, *path)): (path, value) for path, value in flat}
+            zeros = jax.tree.map(zero_from_primal, x)
+            found = dict(_entries([x.groups]))
+            for n, (path, value) in by_number.items():
+                if n not in found:
+                    raise TransformArgumentError(
+                        f"nnx.{self.transformation}: the rule returns a tangent at "
+                        f"{path_text(path)!r}, where its result has no new or changed value; "
+                        "return nnx.clone(...) of an argument, or remove the tangent."
+                    )
+                raw = value.get_raw_value() if isinstance(value, Variable) else value
+                for group in zeros.groups:
+                    if n in group:
+                        old = group[n]
+                        group[n] = (
+                            old.copy(raw, _copy_ref=False) if isinstance(old, Variable) else raw
+                        )
+            return zeros
+
+        of_leaves = zip(leaves, tree.flatten_up_to(tangent), strict=True)
+        return tree.unflatten([packed_tangent(*pair) for pair in of_leaves])
 
     def axis(
         self,
