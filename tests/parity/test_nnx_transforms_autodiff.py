@@ -214,6 +214,19 @@ def tangents(nnx, **mode):
     return y, dy, z, dz, aux, m, t
 
 
+@program(TREE)
+def results_that_are_objects(nnx, **mode):
+    m, t = models(nnx).Pair(), models(nnx).Pair(0.5, 1.0)
+
+    def f(m, x):
+        return {"made": models(nnx).Pair(m.w * x, m.n * 2), "v": nnx.Param(m.w + x)}
+
+    y, pull, aux = nnx.vjp(lambda m, x: (f(m, x), nnx.Param(x)), m, 2.0, has_aux=True, **mode)
+    gradients = pull(jax.tree.map(jnp.ones_like, y))
+    z, dz = nnx.jvp(f, (m, 2.0), (t, 1.0), **mode)
+    return y, aux, gradients, z, dz, m
+
+
 @program(GRAPH)
 def a_rule_for_gradients(nnx, **mode):
     m = models(nnx).Pair()

@@ -16,6 +16,7 @@ from weft.errors import (
     CallMismatchError,
     CapturedObjectError,
     InconsistentAliasError,
+    SharedObjectError,
     TransformArgumentError,
     TransformOptionError,
 )
@@ -274,6 +275,55 @@ def test_tangents_that_do_not_fit_are_refused():
         CallMismatchError, match="jvp: the function returns an object where its result"
     ):
         nnx.jvp(lambda m: m.w, (m,), (m,))
+
+
+class Pair(nnx.Module):
+    def __init__(self, w, n):
+        self.w, self.n = nnx.Param(w), nnx.Variable(jnp.asarray(n))
+
+
+PLAIN = [{"graph": False}, {"graph_updates": False}]
+
+
+@pytest.mark.parametrize("mode", PLAIN, ids=str)
+@pytest.mark.parametrize("jit", [False, True])
+def test_results_may_be_objects(mode, jit):
+    def f(m, x):
+        m.part.n[...] += 1
+        return {"made": Pair(m.w * x, 7), "y": m.w * m.w}
+
+    def both(m, x):
+        y, pullback = nnx.vjp(f, m, x, **mode)
+        cotangent = {"made": Pair(10.0, np.zeros((), jax.dtypes.float0)), "y": jnp.array(1.0)}
+        tangents = jax.tree.map(jnp.ones_like, m), 0.0
+        z, dz, aux = nnx.jvp(lambda m, x: (f(m, x), "more"), (m, x), tangents, has_aux=True, **mode)
+        assert aux == "more"
+        return y, pullback(cotangent), z, dz["made"].w[...], dz["y"]
+
+    m = Model()
+    y, (of_m, of_x), z, dw, dy = (nnx.jit(both) if jit else both)(m, 2.0)
+    for made in (y["made"], z["made"]):
+        assert type(made) is Pair and float(made.w) == 6 and int(made.n) == 7
+    assert float(m.part.n) == 4
+    assert float(of_m.w) == 26 and float(of_m.part.a) == 0 and float(of_x) == 30
+    assert float(dw) == 2 and float(dy) == 6
+
+
+@pytest.mark.parametrize("mode", PLAIN, ids=str)
+def test_results_that_are_objects_have_one_place(mode):
+    m = Model()
+    other = Model()
+    with pytest.raises(CallMismatchError, match=r"the cotangent PyTreeDef.*; pass a cotangent of"):
+        nnx.vjp(lambda m: Pair(m.w * 2, 1), m, **mode)[1](jnp.array(1.0))
+    for f, error, words in [
+        (lambda m: m.part, SharedObjectError, "the same Dict .*m.part"),
+        (lambda m: [nnx.Param(m.w * 2)] * 2, SharedObjectError, "the same Param of shape"),
+        (lambda m: other, CapturedObjectError, "is a Model that was created outside"),
+    ]:
+        with pytest.raises(error, match=words):
+            nnx.vjp(f, m, **mode)
+        with pytest.raises(error, match=words):
+            nnx.jvp(f, (m,), (m,), **mode)
 
 
 class Shared(nnx.Module):

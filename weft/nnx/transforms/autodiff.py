@@ -142,16 +142,18 @@ def vjp(
     """Applies `jax.vjp` to a function of objects.
 
     Args:
-        f: returns arrays, or with `has_aux` a pair of arrays and any value; without it, a decorator
-            is returned.
+        f: returns arrays, with `graph=False` or `graph_updates=False` also objects, or with
+            `has_aux` a pair of these and any value; without it, a decorator is returned.
         reduce_axes: must be `()`, as for `jax.vjp`.
 
     Returns:
         The result of `f`, and a function from its cotangent to a tuple of gradients, one per
-            argument in the form of `value_and_grad`; with `has_aux` also the auxiliary value.
+            argument in the form of `value_and_grad`; with `has_aux` also the auxiliary value. The
+            cotangent has the structure of the result, with objects for objects.
 
     Raises:
-        TransformArgumentError: if `f` returns an object as a differentiated result.
+        CallMismatchError: if `f` returns an object with references, or the cotangent of objects has
+            another structure.
 
     Example:
         >>> import jax.numpy as jnp
@@ -167,15 +169,22 @@ def vjp(
     kind = ObjectKind("vjp", *resolve_graph_options(**options), is_result_free=True)
     wanted = _DiffArguments("vjp", range(len(primals)), kind)
     with open_call(TransformCall("vjp", f, primals, ("primals", "the result"), place=origin())):
-        fn = _refuse_object_results("vjp", f, has_aux)
-        lifted = lifting.vjp(kind, fn, wrt=wanted.roles(primals), has_aux=has_aux)
+        fn = _with_object_results(kind, f, has_aux)
+        lifted = lifting.vjp(kind, fn, wrt=wanted.roles(primals), has_aux=True)
         of_primals = wanted.of(primals)
-        out, backward, *aux = lifted(*primals)
+        out, backward, aux = lifted(*primals)
+    structure = None
+    if isinstance(aux, _ObjectResult):
+        out, aux = aux
+        structure = jax.tree.structure(out)
 
     def pullback(backward: Any, cotangent: Any) -> tuple[Any, ...]:
+        if structure is not None:
+            cotangent = _cotangents_of_leaves(structure, cotangent)
         return tuple(of_primals(backward(cotangent)))
 
-    return (out, jax.tree_util.Partial(pullback, backward), *aux)
+    of_cotangent = jax.tree_util.Partial(pullback, backward)
+    return (out, of_cotangent, aux) if has_aux else (out, of_cotangent)
 
 
 @optional_function
@@ -190,17 +199,18 @@ def jvp(
     """Applies `jax.jvp` to a function of objects.
 
     Args:
-        f: returns arrays, or with `has_aux` a pair of arrays and any value; without it, a decorator
-            is returned.
+        f: returns arrays, with `graph=False` or `graph_updates=False` also objects, or with
+            `has_aux` a pair of these and any value; without it, a decorator is returned.
         tangents: one per primal; for an object a `State`, or an object of the same structure, with
             tangents of some or all of its variables.
 
     Returns:
-        The result of `f` and its tangent; with `has_aux` also the auxiliary value.
+        The result of `f` and its tangent, of the same structure; with `has_aux` also the auxiliary
+            value.
 
     Raises:
-        TransformArgumentError: if the numbers of primals and tangents differ, or `f` returns an
-            object as a differentiated result.
+        CallMismatchError: if the numbers of primals and tangents differ, or `f` returns an object
+            with references.
 
     Example:
         >>> import jax.numpy as jnp
@@ -230,9 +240,14 @@ def jvp(
             groups[i][n] = leaf.copy(value) if isinstance(leaf, Variable) else value
     of_arrays = [t for _, _, of_arg in pushed for t in of_arg]
     with open_call(TransformCall("jvp", f, primals, ("primals", "the result"), place=origin())):
-        fn = _refuse_object_results("jvp", f, has_aux)
+        fn = _with_object_results(kind, f, has_aux)
         wrt = tuple(roles for roles, _, _ in pushed)
-        return lifting.jvp(kind, fn, wrt=wrt, has_aux=has_aux)(primals, [*groups, *of_arrays])
+        lifted = lifting.jvp(kind, fn, wrt=wrt, has_aux=True)
+        out, tangent, aux = lifted(primals, [*groups, *of_arrays])
+    if isinstance(aux, _ObjectResult):
+        out, aux = aux
+        tangent = jax.tree.unflatten(jax.tree.structure(out), tangent)
+    return (out, tangent, aux) if has_aux else (out, tangent)
 
 
 def _split_primal(primal: object, tangent: object) -> tuple[Any, list[dict[Path, Any]], list[Any]]:
@@ -267,15 +282,57 @@ def _refuse_reduce_axes(name: str, reduce_axes: object) -> None:
         )
 
 
+class _ObjectResult(NamedTuple):
+    """A result with objects, and the auxiliary value."""
+
+    result: Any
+    aux: Any
+
+
+def _with_object_results(
+    kind: ObjectKind, f: Callable[..., Any], has_aux: bool
+) -> Callable[..., Any]:
+    """Returns a function with an auxiliary value, which is an `_ObjectResult` where one is needed.
+
+    JAX differentiates the leaves of such a result, and the objects come back by their kind.
+    """
+
+    def of_leaves(*args: object, **kwargs: object) -> tuple[Any, Any]:
+        result = f(*args, **kwargs)
+        value, aux = result if has_aux else (result, None)
+        if not any(is_object(x) for x in jax.tree.leaves(value, is_leaf=is_object)):
+            return value, aux
+        if kind.structure:
+            raise _object_result_error(kind.transformation, ", or set graph=False")
+        return jax.tree.leaves(value), _ObjectResult(value, aux)
+
+    return copy_name(f, of_leaves)
+
+
+def _cotangents_of_leaves(structure: Any, cotangent: object) -> list[Any]:
+    leaves, found = jax.tree.flatten(cotangent)
+    if found != structure:
+        raise CallMismatchError(
+            f"vjp: the result of the function has the structure {structure}, and the cotangent "
+            f"{found}; pass a cotangent of the same structure, such as the result of jax.tree.map "
+            "over the result."
+        )
+    return leaves
+
+
+def _object_result_error(name: str, more: str = "") -> CallMismatchError:
+    return CallMismatchError(
+        f"{name}: the function returns an object where its result is differentiated; "
+        f"return arrays, and the object as the auxiliary value with has_aux=True{more}."
+    )
+
+
 def _refuse_object_results(name: str, f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     def checked(*args: object, **kwargs: object) -> Any:
         result = f(*args, **kwargs)
         value = result[0] if has_aux and isinstance(result, tuple | list) else result
         if any(is_object(x) for x in jax.tree.leaves(value, is_leaf=is_object)):
-            raise CallMismatchError(
-                f"{name}: the function returns an object where its result is differentiated; "
-                "return arrays, and the object as the auxiliary value with has_aux=True."
-            )
+            raise _object_result_error(name)
         return result
 
     return copy_name(f, checked)
