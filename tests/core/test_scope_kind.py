@@ -279,7 +279,10 @@ def test_a_scope_is_lifted_where_it_may_be_used():
         lift.remat(lambda scope: scope.put_variable("state", "x", x))(outer)
         return x
 
-    message = "what remat has changed is written in '/' inside of jax.jit, which the scope does"
+    message = (
+        "the first value of 'x' of the collection 'state' depends on what is transformed in '/' "
+        "inside of jax.jit, which the scope does"
+    )
     with pytest.raises(JaxTransformError, match=message):
         jax.jit(body)(1.0)
 

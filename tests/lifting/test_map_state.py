@@ -20,7 +20,7 @@ def test_the_function_sees_the_state_through_two_maps():
         return box.arrays["x"] + box.arrays["y"]
 
     mapped = map_state(
-        BOXES, f, in_axes=(ROLES,), map_in=negated, map_out=lambda found, left: negated(left)
+        BOXES, f, in_axes=(ROLES,), map_in=negated, map_out=lambda found, left, _: negated(left)
     )
     assert mapped(box) == -4 + 5
     assert (box.arrays["x"], box.arrays["y"]) == (4, 5)

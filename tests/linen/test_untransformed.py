@@ -85,6 +85,123 @@ def test_variables_are_made_as_if_they_had_been_there(raw, made, outer):
     np.testing.assert_allclose(y, plain.apply(again, X), rtol=1e-6)
 
 
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.sin(nn.Dense(2, **BIASES)(x))
+
+
+class Step(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return Layer()(x), None
+
+
+def choose(module, x):
+    branch = lambda module, x: nn.Dense(2, name="a", **BIASES)(x)  # noqa: E731
+    other = lambda module, x: nn.Dense(2, name="b", **BIASES)(x)  # noqa: E731
+    return nn.switch(1, [branch, other], module, x)
+
+
+def looped(module, x):
+    def body(module, carry):
+        i, x = carry
+        return i + 1, nn.Dense(2, name="dense", **BIASES)(x)
+
+    begin = jnp.int32(0), x
+    on = lambda module, carry: carry[0] < 2  # noqa: E731
+    return nn.while_loop(on, body, module, begin, split_rngs=SAME)[1]
+
+
+def doubled(variables):
+    return jax.tree.map(lambda v: 2 * v, variables)
+
+
+def halved(variables):
+    return jax.tree.map(lambda v: v / 2, variables)
+
+
+SAME = {"params": False}
+AXES = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+LIFTED = {
+    "scan": lambda module, x: nn.scan(Step, length=3, **AXES)(name="l")(x, None)[0],
+    "shared scan": lambda module, x: nn.scan(
+        Step, variable_broadcast="params", split_rngs=SAME, length=2
+    )(name="l")(x, None)[0],
+    "vmap": lambda module, x: nn.vmap(Layer, in_axes=None, axis_size=3, **AXES)(name="l")(x).sum(0),
+    "remat": lambda module, x: nn.remat(Layer)(name="l")(x),
+    "jit": lambda module, x: nn.jit(Layer)(name="l")(x),
+    "switch": choose,
+    "while_loop": looped,
+    "map_variables": lambda module, x: nn.map_variables(
+        Layer, "params", doubled, halved, init=True
+    )(name="l")(x),
+    "scan of remat": lambda module, x: nn.scan(nn.remat(Step), length=3, **AXES)(name="l")(x, None)[
+        0
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "lifted", "outer"),
+    [(raw, "scan", "eager") for raw in ONCE if raw != "vmap"]
+    + [("vmap", lifted, "eager") for lifted in LIFTED]
+    + [("jit", lifted, "eager") for lifted in LIFTED]
+    + [("vmap in jit", lifted, "jit") for lifted in ("scan", "jit", "switch")]
+    + [("scan", "remat", "jit"), ("while_loop", "shared scan", "eager")],
+)
+def test_lifted_functions_create_variables_once(raw, lifted, outer):
+    plain = Compact(LIFTED[lifted])
+    wrapped = Compact(around(raw, LIFTED[lifted]))
+    init = wrapped.init if outer == "eager" else jax.jit(wrapped.init)
+    with jax.checking_leaks():
+        variables = init(KEY, X)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), variables, plain.init(KEY, X))
+    other = jax.tree.map(lambda v: v + 1, variables)
+    expected = Compact(around(raw, lambda module, x: plain.apply(other, x))).apply({}, X)
+    np.testing.assert_allclose(wrapped.apply(other, X), expected, rtol=1e-6)
+    y, again = wrapped.init_with_output(KEY, X)
+    np.testing.assert_allclose(y, wrapped.apply(again, X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [AXES, {"variable_broadcast": "params", "split_rngs": SAME}])
+def test_lifted_functions_create_variables_in_the_body_of_a_loop(axes):
+    """A loop traces a body again that creates what it carries, and an axis has new variables."""
+
+    def model(raw):
+        class Body(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                layer = nn.remat(Layer)(name="l")
+                calls = self.variable("state", "calls", lambda: jnp.zeros(()))
+                calls.value += 1
+                return RAW[raw][0](layer, x) if raw == "vmap" else layer(x), None
+
+        options = {"variable_carry": "state", **axes}
+        return nn.scan(Body, length=3, **options)()
+
+    with jax.checking_leaks():
+        variables = model("vmap").init(KEY, X, None)
+    expected = model("").init(KEY, X, None)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), variables, expected)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_the_number_of_traces_is_linear_in_the_depth(depth):
+    traces = []
+
+    def body(n, module, x):
+        if n == 0:
+            traces.append(0)
+            return nn.Dense(2, name="dense")(x)
+        inner = nn.remat(lambda module, x: body(n - 1, module, x))
+        return jax.vmap(lambda x: inner(module, x))(x)
+
+    x = jnp.ones((2,) * (depth + 1))
+    Compact(partial(body, depth)).init(KEY, x)
+    assert len(traces) == depth + 1
+
+
 FIRST = "the first value of 'v' of the collection 'state'"
 REFUSED = {
     "key": (
@@ -129,6 +246,43 @@ def test_what_would_leak_or_repeat_is_refused_with_the_mend(raw, what):
     else:
         assert " or ".join(f"`nn.{name}`" for name in names) + " of weft.linen" in message
         assert all(hasattr(nn, name) for name in names)
+
+
+@pytest.mark.parametrize("what", ["key", "first value"])
+@pytest.mark.parametrize(("raw", "lift"), [("vmap", nn.remat), ("jit", nn.jit), ("scan", nn.remat)])
+def test_a_lifted_function_is_refused_with_the_path_and_the_mend(raw, lift, what):
+    call, text, why = REFUSED[what]
+    _, of_jax, *names = RAW[raw]
+    inner = Compact(around(raw, lambda module, x: lift(call)(module, x)), name="inner", parent=None)
+    with pytest.raises(JaxTransformError) as caught:
+        Compact(lambda module, x: inner.clone(parent=module)(x)).init(KEY, X)
+    message = str(caught.value)
+    assert message.startswith(f"{text} inside of {of_jax}, which the scope does not cross")
+    assert why in message
+    assert " or ".join(f"`nn.{name}`" for name in names) + " of weft.linen" in message
+
+
+def test_a_lifted_function_that_changes_variables_is_refused():
+    def count(module, x):
+        calls = module.variable("state", "calls", lambda: jnp.zeros(()))
+        if module.is_mutable_collection("state") and not module.is_initializing():
+            calls.value += 1
+        return x
+
+    model = Compact(lambda module, x: jax.vmap(lambda x: nn.remat(count)(module, x))(x))
+    variables = model.init(KEY, X)
+    assert variables == {"state": {"calls": 0}}
+    np.testing.assert_array_equal(model.apply(variables, X), X)
+    message = r"'calls' of the collection 'state' is written to in '/' inside of jax.vmap"
+    with pytest.raises(JaxTransformError, match=message):
+        model.apply(variables, X, mutable=["state"])
+
+
+def test_a_map_that_writes_variables_is_refused():
+    mapped = nn.map_variables(Layer, "params", doubled, halved, init=True, mutable=True)
+    message = r"'bias' of the collection 'params' is written to in '/l/Dense_0' inside of jax.vmap"
+    with pytest.raises(JaxTransformError, match=message):
+        Compact(lambda module, x: jax.vmap(mapped(name="l"))(x)).init(KEY, X)
 
 
 def test_a_tracer_of_an_inner_trace_never_gets_out_of_an_outer_one():

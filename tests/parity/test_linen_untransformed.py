@@ -53,3 +53,88 @@ def test_unlike_flax_no_tracer_leaks_where_jax_stages_a_function():
 
     assert isinstance(run(flax_nn), jax.core.Tracer)
     assert isinstance(run(weft_nn), jax.Array) and not isinstance(run(weft_nn), jax.core.Tracer)
+
+
+def lifted_functions(nn):
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.param("scale", nn.initializers.normal(), (2,))
+            return jnp.sin(nn.Dense(2)(x))
+
+        def draw(self):
+            return jax.random.normal(self.make_rng("params"), (2,))
+
+    class Step(Block):
+        @nn.compact
+        def __call__(self, x, _=None):
+            return nn.Dense(2)(x), None
+
+    params, split = {"params": 0}, {"params": True}
+    scan = nn.scan(Step, params, split_rngs=split, length=3)
+    shared = nn.scan(Step, variable_broadcast="params", split_rngs={"params": False}, length=3)
+    vmap = nn.vmap(Block, params, split, in_axes=None, axis_size=3)
+
+    def branch(block, x):
+        return block(x)
+
+    def twice(block, x):
+        return 2 * block(x)
+
+    def map_in(variables):
+        return jax.tree.map(lambda v: v * 2, variables)
+
+    def map_out(variables):
+        return jax.tree.map(lambda v: v / 2, variables)
+
+    return {
+        "scan": (scan, lambda m, x: m(x, None)[0]),
+        "shared scan": (shared, lambda m, x: m(x, None)[0]),
+        "vmap": (vmap, lambda m, x: m(x).sum(0)),
+        "remat": (nn.remat(Block), lambda m, x: m(x)),
+        "jit": (nn.jit(Block), lambda m, x: m(x)),
+        "cond": (Block, lambda m, x: nn.cond(True, branch, twice, m, x)),
+        "map_variables": (
+            nn.map_variables(Block, "params", map_in, map_out, init=True),
+            lambda m, x: m(x),
+        ),
+    }
+
+
+RAW = {
+    "vmap": lambda f, x: jax.vmap(f)(x),
+    "grad": lambda f, x: jax.grad(lambda x: f(x).sum())(x),
+    "jit": lambda f, x: jax.jit(lambda x: f(x))(x),
+    "checkpoint": lambda f, x: jax.checkpoint(lambda x: f(x))(x),
+    "scan": lambda f, x: jax.lax.scan(lambda c, x: (c, f(x)), None, x)[1],
+    "while_loop": lambda f, x: jax.lax.while_loop(
+        lambda s: s[0] < 1, lambda s: (s[0] + 1, f(s[1])), (jnp.int32(0), x)
+    )[1],
+}
+STAGED = ("jit", "checkpoint", "scan", "while_loop")  # where a tracer leaks in Flax
+
+
+@pytest.mark.parametrize("around", RAW)
+@pytest.mark.parametrize("lifted", lifted_functions(weft_nn))
+def test_lifted_functions_create_the_variables_of_flax(lifted, around):
+    def run(nn, around):
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                cls, call = lifted_functions(nn)[lifted]
+                layer = cls(name="layer")
+                y = around(lambda x: call(layer, x), x)
+                # The keys that follow depend on how many were drawn; Flax counts both branches.
+                after = 0 if lifted == "cond" else layer.draw()
+                return y, after, nn.Dense(2)(y)
+
+        y, variables = Model().init_with_output(jax.random.key(0), X)
+        rngs = {"params": jax.random.key(1)}
+        return y, variables, Model().apply(variables, X, rngs=rngs)
+
+    reference = (lambda f, x: f(x)) if around in STAGED else RAW[around]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        run(weft_nn, RAW[around]),
+        run(flax_nn, reference),
+    )

@@ -1,12 +1,16 @@
-"""Partial evaluation of functions with arguments known only by shape."""
+"""Evaluation of those results of a function that do not depend on unknown values.
 
-from collections.abc import Callable
+Unknown are arguments given only by shape, or all values that a JAX transformation transforms.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
-from jax.interpreters.partial_eval import dce_jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr, dce_jaxpr_consts
 
+from weft.core.tracing import at_trace, is_tracing
 from weft.errors import LazyInitError
 
 _TRACED: Any = object()
@@ -41,6 +45,43 @@ def partial_eval_or_shapes(fn: Callable[..., Any], *args: object, **kwargs: obje
     return _evaluate(trace, _needs_unknown(trace))
 
 
+def evaluate_outside(
+    trace: jax.core.Trace, fn: Callable[[], Any], error: Callable[[Any], Exception]
+) -> Any:
+    """Computes `fn()` in an outer trace, although `fn` runs in the present one.
+
+    Args:
+        trace: the outer trace, which is running.
+        fn: the function, which is traced; only operations that its results need are computed.
+        error: returns the exception for the path of a result that depends on a value which exists
+            only in the present trace.
+    """
+    inside = _trace(fn, (), {})
+    every = range(len(inside.paths))
+    values = _outputs_outside(trace, inside, every)
+    if values is None:
+        (path, *_) = (inside.paths[i] for i in every if not _outputs_outside(trace, inside, [i]))
+        raise error(path)
+    return inside.restored(values)
+
+
+def _outputs_outside(
+    trace: jax.core.Trace, inside: "_Trace", outputs: Sequence[int]
+) -> list[Any] | None:
+    """Returns some results, computed in an outer trace, or None if it does not have the inputs."""
+    used = [i in outputs for i in range(len(inside.paths))]
+    jaxpr, used_consts, _ = dce_jaxpr_consts(inside.closed.jaxpr, used)
+    consts = [x for x, is_used in zip(inside.closed.consts, used_consts, strict=True) if is_used]
+    with at_trace(trace):
+        if not is_tracing() and any(isinstance(x, jax.core.Tracer) for x in consts):
+            return None
+        try:
+            # Constants are arrays of NumPy, which are mutable.
+            return list(map(jax.numpy.asarray, jax.core.eval_jaxpr(jaxpr, consts)))
+        except jax.errors.UnexpectedTracerError:
+            return None
+
+
 class _Trace(NamedTuple):
     closed: Any
     arrays: list[Any]
@@ -52,6 +93,11 @@ class _Trace(NamedTuple):
         """Returns the computation of the used results, and which arrays it needs."""
         jaxpr, inputs = dce_jaxpr(self.closed.jaxpr, used)
         return jaxpr, inputs
+
+    def restored(self, values: Sequence[Any]) -> Any:
+        """Returns the function's result, with values for those in the trace."""
+        rest = iter(values)
+        return self.structure.unflatten(next(rest) if x is _TRACED else x for x in self.results)
 
 
 def _trace(fn: Callable[..., Any], args: object, kwargs: object) -> _Trace:
@@ -72,7 +118,8 @@ def _trace(fn: Callable[..., Any], args: object, kwargs: object) -> _Trace:
         return [x for (_, x), is_traced in pairs if is_traced]
 
     arrays = [leaves[i] for i in at]
-    closed = jax.make_jaxpr(of_arrays)(*arrays)
+    with jax.disable_jit(False):
+        closed = jax.make_jaxpr(of_arrays)(*arrays)
     return _Trace(closed, arrays, *found)
 
 
@@ -95,5 +142,4 @@ def _evaluate(trace: _Trace, unknown: list[bool]) -> Any:
     # Constants are arrays of NumPy, which are mutable.
     known = map(jax.numpy.asarray, jax.core.eval_jaxpr(jaxpr, trace.closed.consts, *given))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in trace.closed.out_avals]
-    values = iter(s if u else next(known) for s, u in zip(shapes, unknown, strict=True))
-    return trace.structure.unflatten(next(values) if x is _TRACED else x for x in trace.results)
+    return trace.restored([s if u else next(known) for s, u in zip(shapes, unknown, strict=True)])

@@ -33,20 +33,13 @@ from weft.core.frozen_dict import FrozenDict
 from weft.core.partial_eval import partial_eval
 from weft.core.rngs import Counts, Path, RngKeys, Stream, check_keys
 from weft.core.tracebacks import entry_point
-from weft.core.tracing import (
-    at_trace,
-    current_trace,
-    is_tracing,
-    lifted_names,
-    running_transformation,
-)
+from weft.core.tracing import at_trace, current_trace, is_tracing, trace_error
 from weft.core.variable_store import VariableDict, VariableStore, copy_dicts
 from weft.errors import (
     ApplyScopeInvalidVariablesStructureError,
     ApplyScopeInvalidVariablesTypeError,
     InvalidRngError,
     InvalidScopeError,
-    JaxTransformError,
     ModifyScopeVariableError,
     NameInUseError,
     ScopeCollectionNotFound,
@@ -356,6 +349,12 @@ class Scope:
             scope._counts = Counts()
         return scope
 
+    def copy(self, store: VariableStore, counts: Counts) -> "Scope":
+        """Returns this scope without taken names, with other variables and counts of keys."""
+        scope = self.rewound()
+        scope._store, scope._counts = store, counts
+        return scope
+
     # Collections.
 
     def is_mutable_collection(self, col: str) -> bool:
@@ -494,9 +493,9 @@ class Scope:
                 if not leaks:
                     self.put_variable(col, name, value)
         except jax.errors.UnexpectedTracerError as error:
-            raise self._trace_error(what) from error
+            raise trace_error(what, self.path_text) from error
         if leaks:
-            raise self._trace_error(what)
+            raise trace_error(what, self.path_text)
         return value
 
     # PRNG streams and flags.
@@ -541,11 +540,7 @@ class Scope:
 
     def _check_trace(self, what: str, why: str = "") -> None:
         if self._store.trace != current_trace():
-            raise self._trace_error(what, why)
-
-    def _trace_error(self, what: str, why: str = "") -> JaxTransformError:
-        of_jax = running_transformation()
-        return JaxTransformError(what, self.path_text, of_jax, lifted_names(of_jax), why)
+            raise trace_error(what, self.path_text, why)
 
     def _hint(self, col: str, if_lifted: str = "") -> str:
         if not (by := self._store.lifted_by) or in_filter(self._store.lifts, col):

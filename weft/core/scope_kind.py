@@ -10,7 +10,7 @@ transformations like other values, along the same axes.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from weft.core.filters import (
     union_filters,
 )
 from weft.core.frozen_dict import FrozenDict
+from weft.core.partial_eval import evaluate_outside
 from weft.core.rngs import (
     Counts,
     CreatedScopes,
@@ -39,7 +40,8 @@ from weft.core.rngs import (
     max_counts,
 )
 from weft.core.scope import Scope
-from weft.core.variable_store import VariableStore
+from weft.core.tracing import TraceState, current_trace, trace_error
+from weft.core.variable_store import Entry, VariableStore, is_same
 from weft.errors import ForkError, ReturnedScopeError, RoleError
 from weft.lifting import CARRY, Kind, Roles
 
@@ -75,6 +77,7 @@ class _Root:
         shared: collections that all iterations or indices share.
         given: existing immutable collections without variables in this scope.
         has_run: whether this function, or one around it, has run before to create its state.
+        is_complete: whether all its state exists, see `ScopeKind.create_outside`.
     """
 
     mutable: Any
@@ -85,6 +88,7 @@ class _Root:
     shared: Any
     given: frozenset[str]
     has_run: bool = False
+    is_complete: bool = False
     path: Path = dataclasses.field(default=(), compare=False)
     debug_path: Path = dataclasses.field(default=(), compare=False)
 
@@ -105,6 +109,13 @@ class _Collected:
 class _Descendant(NamedTuple):
     root: int
     path: Path
+
+
+class _Outer(NamedTuple):
+    """Scopes of a call, and their static parts."""
+
+    scopes: Sequence[Scope]
+    static: tuple[_Root | _Descendant, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +148,25 @@ class ScopeKind(Kind):
     def needs_creation(self, scope: Scope, where: Filter) -> bool:
         """Returns whether variables of some collections can be created and no previous run has."""
         made = group_collections(scope.variables(), [where])[0]
-        is_made = scope._store.has_run and any(made.values())
+        store = scope._store
+        has_run = store.has_run or store.trace != current_trace()
+        is_made = has_run and any(made.values())
         return not is_made and not is_filter_empty(intersect_filters(where, scope.mutable))
+
+    def create_outside(self, carriers, filters, call):
+        """Creates the variables of a call inside of a JAX transformation that does not lift scopes.
+
+        Their values must not depend on transformed values, so they are computed outside, once. For
+        that, the call is traced on copies of the scopes. It then runs as if its variables had
+        existed before: lifted functions inside of it do not create theirs again, so each of d
+        nested transformations is traced at most d + 1 times.
+        """
+        for i, scope in enumerate(carriers):
+            if scope.mutable is False or scope._store.trace == current_trace():
+                continue
+            if _creates_outside(scope._store, _mutable_filter(scope, filters[i])):
+                _create_outside(scope._store.trace, carriers, call)
+                break
 
     def split(self, carriers: Sequence[Scope], filters: Sequence[tuple[Any, ...]]):
         statics: list[_Root | _Descendant] = []
@@ -158,6 +186,7 @@ class ScopeKind(Kind):
                 continue
             counts = scope._counts.below(scope._below)
             store = scope._store
+            is_outside = scope.mutable is not False and store.trace != current_trace()
             found = {col: store.entries(col, scope._below) for col in store.collections}
             variables = {col: entries for col, entries in found.items() if entries}
             of_vars = group_collections(variables, [where.variables for where, _ in wanted])
@@ -186,12 +215,14 @@ class ScopeKind(Kind):
                         for col in empty
                         if in_filter(lifts, col) and not scope.is_mutable_collection(col)
                     ),
-                    has_run=store.has_run,
+                    has_run=store.has_run or is_outside,
+                    is_complete=store.is_complete or is_outside,
                     path=scope.path,
                     debug_path=scope.debug_path,
                 )
             )
-        return list(carriers), tuple(statics), groups
+        static = tuple(statics)
+        return _Outer(carriers, static), static, groups
 
     def merge(self, static: tuple[_Root | _Descendant, ...], groups: Sequence[tuple[Group, ...]]):
         roots: dict[int, Scope] = {}
@@ -216,6 +247,7 @@ class ScopeKind(Kind):
             scope._store.lifts = from_canonical(fields.lifts)
             scope._store.given = fields.given
             scope._store.has_run = fields.has_run
+            scope._store.is_complete = fields.is_complete
             scope._counts = Counts(fields.counts)
 
         def found(fields: _Descendant) -> Scope:
@@ -249,13 +281,16 @@ class ScopeKind(Kind):
             scope.invalidate()
         return tuple(collected), groups, []
 
-    def commit(self, outer: Sequence[Scope], static, groups, new_groups):
-        for scope in outer:
+    def commit(self, outer: _Outer, static, groups, new_groups):
+        here = current_trace()
+        scopes, before = outer
+        for i, scope in enumerate(scopes):
             scope._check_valid()
-            scope._check_trace(f"what {self.transformation} has changed is written")
-        for scope, after, of_scope in zip(outer, static, groups, strict=True):
+            if scope._store.trace != here:
+                _check_unchanged(scope, before[i], static[i].counts, groups[i])
+        for scope, after, of_scope in zip(scopes, static, groups, strict=True):
             scope.left_counts = after.left
-            if after.counts is None:
+            if after.counts is None or scope._store.trace != here:
                 continue
             if after.counts.table:
                 scope._counts.update_below(scope._below, after.counts)
@@ -419,20 +454,101 @@ def _find_ancestor(scopes: Sequence[Scope], i: int) -> _Descendant | None:
     return None
 
 
-def _write(scope: Scope, group: Mapping[str, Any], only_new: bool = False) -> None:
+def _creates_outside(store: VariableStore, mutable: Filter) -> bool:
+    return not store.is_complete and not is_filter_empty(mutable)
+
+
+def _create_outside(
+    trace: TraceState, carriers: Sequence[Scope], call: Callable[[Sequence[Scope]], Any]
+) -> None:
+    """Creates the variables of scopes of `trace` that `call` creates, see `ScopeKind`."""
+    if (running := trace()) is None:
+        return
+    outside = {id(scope._store): scope._store for scope in carriers}
+    outside = {i: store for i, store in outside.items() if store.trace == trace}
+    counts = {id(scope._counts): Counts(scope._counts.freeze()) for scope in carriers}
+    created: list[tuple[VariableStore, Entry]] = []
+    changed: set[Entry] = set()
+
+    def values() -> list[Any]:
+        stores = {id(s._store): s._store.copy(s.mutable) for s in carriers}
+        call([s.copy(stores[id(s._store)], counts[id(s._counts)]) for s in carriers])
+        created[:] = [(outside[i], entry) for i in outside for entry in stores[i].created()]
+        changed.update(entry for i in outside for entry in stores[i].changed())
+        for store, entry in ((outside[i], e) for i in outside for e in stores[i].changed()):
+            if (store, entry) not in created:
+                raise _written_error(store, entry)
+        found = (stores[id(store)].entries(col, path) for store, (col, path, _) in created)
+        return [of[name] for of, (_, (_, _, name)) in zip(found, created, strict=True)]
+
+    def error(path: Any) -> Exception:
+        store, (col, where, name) = created[path[0].idx]
+        if (col, where, name) in changed:
+            return _written_error(store, (col, where, name))
+        variable = f"the first value of {name!r} of the collection {col!r}"
+        return trace_error(f"{variable} depends on what is transformed", store.where(where))
+
+    computed = evaluate_outside(running, values, error)
+    for (store, (col, where, name)), value in zip(created, computed, strict=True):
+        store.put(col, where, name, value)
+    for scope in carriers:
+        if id(scope._store) in outside:
+            scope._counts.update_below((), counts[id(scope._counts)].freeze())
+
+
+def _check_unchanged(
+    scope: Scope,
+    before: _Root | _Descendant,
+    after: FrozenCounts | None,
+    of_scope: Sequence[Group | None],
+) -> None:
+    """Raises JaxTransformError if a call has created or changed variables, or has drawn keys."""
+    if after is None or isinstance(before, _Descendant):
+        return
+    store = scope._store
+    for group in of_scope:
+        for part in (group.made, group.variables) if group is not None else ():
+            for (col, path, name), value in _entries(scope, part):
+                if not is_same(store.entries(col, path).get(name), value):
+                    raise _written_error(store, (col, path, name))
+    for (path, stream), _ in after.table - before.counts.table:
+        raise trace_error(
+            f"a key of the PRNG stream {stream!r} is drawn",
+            store.where((*scope._below, *path)),
+            "every index or iteration would draw the same",
+        )
+    # A run that created variables has counted its keys.
+    if not _creates_outside(store, from_canonical(before.mutable)):
+        scope._counts.update_below(scope._below, after)
+
+
+def _written_error(store: VariableStore, entry: Entry) -> Exception:
+    col, path, name = entry
+    return trace_error(f"{name!r} of the collection {col!r} is written to", store.where(path))
+
+
+def _entries(scope: Scope, group: Mapping[str, Any]) -> Iterator[tuple[Entry, Any]]:
+    """Yields the variables of a group in mutable collections, with their values."""
     store = scope._store
 
-    def walk(col: str, path: Path, entries: Mapping[str, Any]) -> None:
+    def walk(col: str, path: Path, entries: Mapping[str, Any]) -> Iterator[tuple[Entry, Any]]:
         for name, value in entries.items():
-            there = store.entries(col, path)
-            if type(value) is dict and value and isinstance(there.get(name, {}), Mapping):
-                walk(col, (*path, name), value)
-            elif not (only_new and name in there):
-                store.put(col, path, name, value)
+            there = store.entries(col, path).get(name, {})
+            if type(value) is dict and value and isinstance(there, Mapping):
+                yield from walk(col, (*path, name), value)
+            else:
+                yield (col, path, name), value
 
     for col, entries in group.items():
         if scope.is_mutable_collection(col):
-            walk(col, scope._below, entries)
+            yield from walk(col, scope._below, entries)
+
+
+def _write(scope: Scope, group: Mapping[str, Any], only_new: bool = False) -> None:
+    store = scope._store
+    for (col, path, name), value in _entries(scope, group):
+        if not (only_new and name in store.entries(col, path)):
+            store.put(col, path, name, value)
 
 
 def _union(a: Any, b: Mapping[str, Any]) -> dict[str, Any]:

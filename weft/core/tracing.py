@@ -56,8 +56,15 @@ def at_trace(trace: jax.core.Trace) -> contextlib.AbstractContextManager[Any]:
 def check_trace_level(base_level: TraceState) -> None:
     """Raises JaxTransformError unless the trace `base_level`, in which state was created, runs."""
     if base_level != current_trace():
-        of_jax = running_transformation()
-        raise JaxTransformError(of_jax=of_jax, lifted=lifted_names(of_jax))
+        raise trace_error()
+
+
+def trace_error(
+    what: str = "A scope is used", where: str = "/", why: str = ""
+) -> JaxTransformError:
+    """Returns the error that names the running transformation; see `JaxTransformError`."""
+    of_jax = running_transformation()
+    return JaxTransformError(what, where, of_jax, lifted_names(of_jax), why)
 
 
 # By the function of JAX that runs: what its user called.

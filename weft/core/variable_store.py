@@ -11,6 +11,9 @@ from weft.core.rngs import Path
 from weft.core.tracing import current_trace
 from weft.errors import ScopeTreeError
 
+Entry = tuple[str, Path, str]
+"""A variable's collection, scope and name."""
+
 VariableDict = Mapping[str, Mapping[str, Any]]
 _EMPTY: Mapping[str, Any] = {}
 
@@ -28,6 +31,7 @@ class VariableStore:
         lifts: collections that the transformation lifts.
         given: lifted immutable collections without variables in the scope.
         has_run: whether the function has run before, to create variables.
+        is_complete: whether all variables of the function were created before.
         made: initial values of created variables, nested as in `collections`.
     """
 
@@ -41,10 +45,18 @@ class VariableStore:
         self.lifts: Filter = True
         self.given: frozenset[str] = frozenset()
         self.has_run = False
+        self.is_complete = False
         self.trace = current_trace()
         self.made: dict[str, Any] = {}
-        self._made: set[tuple[str, Path, str]] = set()
-        self._written: dict[tuple[str, Path, str], Any] = {}
+        self._made: set[Entry] = set()
+        self._written: dict[Entry, Any] = {}
+
+    def copy(self, mutable: Filter) -> "VariableStore":
+        """Returns a store of the present trace with the same variables, none of them created."""
+        store = VariableStore(self.collections, mutable, self._path)
+        store.lifted_by, store.lifts, store.given = self.lifted_by, self.lifts, self.given
+        store.has_run = self.has_run
+        return store
 
     def entries(self, col: str, path: Path) -> Mapping[str, Any]:
         """Returns a collection's entries in one scope; raises ScopeTreeError for a value."""
@@ -52,8 +64,7 @@ class VariableStore:
         for depth, name in enumerate(path):
             found = found.get(name, _EMPTY)
             if type(found) is not dict and not isinstance(found, Mapping):
-                where = "/".join(("", *self._path, *path[: depth + 1]))
-                raise ScopeTreeError(col, where, found)
+                raise ScopeTreeError(col, self.where(path[: depth + 1]), found)
         return found
 
     def put(self, col: str, path: Path, name: str, value: object) -> None:
@@ -69,18 +80,33 @@ class VariableStore:
     def changes(self) -> dict[str, Any]:
         """Returns the changed variables, nested as in `collections`."""
         found: dict[str, Any] = {}
-        for (col, path, name), before in self._written.items():
-            value = self.entries(col, path)[name]
-            if not _is_same(before, value):
-                _descend(found, col, path)[name] = copy_dicts(value)
+        for col, path, name in self.changed():
+            _descend(found, col, path)[name] = copy_dicts(self.entries(col, path)[name])
         return found
+
+    def changed(self) -> list[Entry]:
+        """Returns the changed variables, including those created before the change."""
+        return [
+            (col, path, name)
+            for (col, path, name), before in self._written.items()
+            if not is_same(before, self.entries(col, path)[name])
+        ]
+
+    def created(self) -> list[Entry]:
+        """Returns the created variables, in a fixed order."""
+        return sorted(self._made)
+
+    def where(self, path: Path) -> str:
+        """Returns the location of a scope as text, for errors."""
+        return "/" + "/".join((*self._path, *path))
 
     def created_in(self, where: Filter) -> set[Path]:
         """Returns the scopes in which variables of some collections were created."""
         return {path for col, path, _ in self._made if in_filter(where, col)}
 
 
-def _is_same(before: object, now: object) -> bool:
+def is_same(before: object, now: object) -> bool:
+    """Returns whether two pytrees have the same structure and leaves."""
     if before is now:
         return True
     (old, old_tree), (new, new_tree) = map(jax.tree.flatten, (before, now))

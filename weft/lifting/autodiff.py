@@ -27,9 +27,15 @@ class _Differentiable:
     """Call as a function of the values to differentiate, selected by `wrt`."""
 
     def __init__(
-        self, kind: Kind, fn: Callable[..., Any], args: object, wrt: object, has_aux: bool
+        self,
+        kind: Kind,
+        fn: Callable[..., Any],
+        args: object,
+        wrt: object,
+        has_aux: bool,
+        call: Callable[..., Any] | None = None,
     ):
-        self.outer, pure_args = split_args(kind, args, wrt, "wrt")
+        self.outer, pure_args = split_args(kind, args, wrt, "wrt", call=call)
         units = Units.of_pure_args(pure_args)
 
         def pure(diff: list[Any]) -> tuple[Any, PureResults]:
@@ -81,7 +87,7 @@ def value_and_grad(
     """
 
     def call(*args: object) -> tuple[Any, Any]:
-        of_call = _Differentiable(kind, fn, args, wrt, has_aux)
+        of_call = _Differentiable(kind, fn, args, wrt, has_aux, call)
         differentiated = jax.value_and_grad(
             of_call.pure, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
         )
@@ -114,7 +120,7 @@ def vjp(
     """
 
     def call(*args: object) -> tuple[Any, ...]:
-        of_call = _Differentiable(kind, fn, args, wrt, has_aux)
+        of_call = _Differentiable(kind, fn, args, wrt, has_aux, call)
         value, pullback, results = jax.vjp(of_call.pure, of_call.inputs, has_aux=True)
         aux = of_call.write_back(results)
         empty = of_call.units.without_values()
@@ -142,6 +148,7 @@ def jvp(
     """
 
     def call(args: tuple[Any, ...], tangents: list[Any]) -> tuple[Any, ...]:
+        # The tangents are of existing state, so none can be created before.
         of_call = _Differentiable(kind, fn, args, wrt, has_aux)
         value, tangent, results = jax.jvp(
             of_call.pure, (of_call.inputs,), (tangents,), has_aux=True
@@ -175,7 +182,7 @@ def custom_vjp(
     """
 
     def call(*args: object) -> Any:
-        outer, diff, rest, run_with = _split_diff(kind, args, wrt)
+        outer, diff, rest, run_with = _split_diff(kind, args, wrt, call)
 
         def pure(diff: list[Any], rest: list[Any]) -> PureResults:
             return run_with(fn, diff, rest)
@@ -218,7 +225,7 @@ def custom_jvp(
     """
 
     def call(*args: Any) -> Any:
-        outer, diff, rest, run_with = _split_diff(kind, args, wrt)
+        outer, diff, rest, run_with = _split_diff(kind, args, wrt, call)
 
         def pure(diff: list[Any], rest: list[Any]) -> PureResults:
             return run_with(fn, diff, rest)
@@ -244,9 +251,11 @@ def custom_jvp(
     return call
 
 
-def _split_diff(kind: Kind, args: object, wrt: object) -> tuple[Any, list[Any], list[Any], Any]:
+def _split_diff(
+    kind: Kind, args: object, wrt: object, call: Callable[..., Any]
+) -> tuple[Any, list[Any], list[Any], Any]:
     """Returns a call's differentiable values, the rest, and the pure function of both."""
-    outer, pure_args = split_args(kind, args, wrt, "wrt")
+    outer, pure_args = split_args(kind, args, wrt, "wrt", call=call)
     units = Units.of_pure_args(pure_args)
     diff = units.values_with_role(DIFF)
     rest = [None if role is DIFF else value for value, role in units.pairs()]
@@ -282,7 +291,7 @@ def remat(
     )
 
     def call(*args: object) -> Any:
-        outer, pure_args = split_args(kind, args, in_axes)
+        outer, pure_args = split_args(kind, args, in_axes, call=call)
         return commit_results(kind, outer, traced(pure_args))
 
     return call

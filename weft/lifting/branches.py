@@ -53,7 +53,7 @@ def switch(
     chosen = jit_by_structure(tuple(branches), kind, pure)
 
     def call(index: ArrayLike, *args: object) -> Any:
-        outer, pure_args = split_args(kind, args, in_axes)
+        outer, pure_args = split_args(kind, args, in_axes, call=functools.partial(call, index))
         static, _ = pure_args.static.value
         structure, leaves = flatten_units(static, Units.of_pure_args(pure_args))
         results = chosen.value(structure, leaves, index)

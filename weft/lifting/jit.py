@@ -9,6 +9,7 @@ function, with its attributes; carriers cross in calls.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -168,7 +169,8 @@ class _CompiledFunction:
         return self._run(self._jitted, args, kwargs)
 
     def _run(self, jitted: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        outer, pure_args = self._split_args(args, kwargs)
+        call = functools.partial(self._run, jitted)
+        outer, pure_args = self._split_args(args, kwargs, call)
         packed, packed_kwargs = pure_args.packed
         return commit_results(self._kind, outer, jitted(pure_args.static, *packed, **packed_kwargs))
 
@@ -185,13 +187,25 @@ class _CompiledFunction:
             cache_key_differences(*self._traces)
         )
 
-    def _split_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, PureArgs]:
+    def _split_args(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: Callable[..., Any] | None = None,
+    ) -> tuple[Any, PureArgs]:
         if self._static_argnums and args:
             static = {i + len(args) if i < 0 else i for i in self._static_argnums}
-            args = tuple(Static(x) if i in static else x for i, x in enumerate(args))
+            args = tuple(_wrap_static(x) if i in static else x for i, x in enumerate(args))
         if self._static_argnames:
-            kwargs = {k: Static(x) if k in self._static_argnames else x for k, x in kwargs.items()}
-        return split_args(self._kind, (args, kwargs), None, of_carriers=self._of_carriers)
+            names = self._static_argnames
+            kwargs = {k: _wrap_static(x) if k in names else x for k, x in kwargs.items()}
+        return split_args(
+            self._kind, (args, kwargs), None, of_carriers=self._of_carriers, call=call
+        )
+
+
+def _wrap_static(x: Any) -> Static:
+    return x if isinstance(x, Static) else Static(x)  # a second run has wrapped arguments
 
 
 def _unwrap_static(x: object) -> Any:
@@ -245,7 +259,7 @@ def eval_shape(kind: Kind, fn: Callable[..., Any], *, in_axes: object = None) ->
     """
 
     def call(*args: object) -> Any:
-        outer, pure_args = split_args(kind, args, in_axes)
+        outer, pure_args = split_args(kind, args, in_axes, call=call)
         return commit_results(kind, outer, jax.eval_shape(_pure(kind, fn), pure_args))
 
     return call
@@ -269,7 +283,7 @@ def checkify(
     checked = jax_checkify.checkify(_pure(kind, fn), errors=errors)
 
     def call(*args: object) -> tuple[Any, Any]:
-        outer, pure_args = split_args(kind, args, in_axes)
+        outer, pure_args = split_args(kind, args, in_axes, call=call)
         error, results = checked(pure_args)
         return error, commit_results(kind, outer, results)
 

@@ -89,6 +89,17 @@ class Kind(Protocol):
 
     # Kinds with keys, axis metadata, counters, or functions that create state override these.
 
+    def create_outside(
+        self,
+        carriers: Sequence[Any],
+        filters: Sequence[tuple[Any, ...]],
+        call: Callable[[Sequence[Any]], Any],
+    ) -> None:
+        """Creates state of carriers that belong to an outer trace, before `split`.
+
+        `call` calls the transformed function with other carriers.
+        """
+
     def call_context(self, inner: Any) -> contextlib.AbstractContextManager[Any]:
         """Returns the context of the function's call, between `merge` and `collect`."""
         return _NO_CONTEXT
@@ -258,7 +269,12 @@ class PureResults(NamedTuple):
 
 
 def split_args(
-    kind: Kind, args: object, roles: object, what: str = "in_axes", of_carriers: Roles | None = None
+    kind: Kind,
+    args: Any,
+    roles: object,
+    what: str = "in_axes",
+    of_carriers: Roles | None = None,
+    call: Callable[..., Any] | None = None,
 ) -> tuple[Any, PureArgs]:
     """Splits the carriers among `args` into groups, by their roles.
 
@@ -266,6 +282,7 @@ def split_args(
         roles: a pytree prefix of `args`, see `weft.lifting.roles`.
         what: the user's name of `roles`, for errors.
         of_carriers: the roles of carriers to which `roles` gives None.
+        call: the transformed function of `args`, for `Kind.create_outside`.
 
     Returns:
         A handle for `commit`, which stays outside, and the crossing values.
@@ -295,10 +312,23 @@ def split_args(
                 "give it an axis or None."
             )
     wanted = [kind.group_filters(flat[i]) for i in at]
-    outer, static, groups = kind.split([leaves[i] for i in at], wanted)
+    carriers = [leaves[i] for i in at]
+    if call is not None:
+        with_others = functools.partial(_call_with_others, call, tree, leaves, at)
+        kind.create_outside(carriers, wanted, with_others)
+    outer, static, groups = kind.split(carriers, wanted)
     for i, group in zip(at, groups, strict=True):
         leaves[i] = StateNode(group)
     return outer, PureArgs(Static((static, tuple(flat))), tree.unflatten(leaves))
+
+
+def _call_with_others(
+    call: Callable[..., Any], tree: Any, leaves: list[Any], at: list[int], others: Sequence[Any]
+) -> Any:
+    replaced = list(leaves)
+    for i, carrier in zip(at, others, strict=True):
+        replaced[i] = carrier
+    return call(*tree.unflatten(replaced))
 
 
 def call_pure(

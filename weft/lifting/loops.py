@@ -73,7 +73,7 @@ def while_loop(
     looped = jit_by_structure((cond_fn, body_fn), kind, pure)
 
     def call(*args: object) -> Any:
-        outer, pure_args = split_args(kind, args, in_axes)
+        outer, pure_args = split_args(kind, args, in_axes, call=call)
         units = Units.of_pure_args(pure_args)
         axes.check_roles(units, "while_loop", (CARRY, FORK))
         if any(isinstance(role, int) for role in units.roles):

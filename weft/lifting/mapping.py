@@ -64,7 +64,7 @@ def vmap(
     metadata = metadata or {}
 
     def call(*args: object) -> Any:
-        outer, pure_args = split_args(kind, args, in_axes)
+        outer, pure_args = split_args(kind, args, in_axes, call=call)
         units = Units.of_pure_args(pure_args)
         axes.check_roles(units, "vmap", (FORK,))
         n, entered = axes.enter_axis(kind, pure_args, units, axis_size, "vmap", metadata)
@@ -145,7 +145,7 @@ def shard_map(
     n = int(np.prod([mesh.shape[name] for name in names]))
 
     def call(*args: object) -> Any:
-        outer, pure_args = split_args(kind, args, in_specs, "in_specs")
+        outer, pure_args = split_args(kind, args, in_specs, "in_specs", call=call)
         units = Units.of_pure_args(pure_args)
 
         def of_device(packed: object) -> PureResults:
@@ -205,7 +205,7 @@ def pmap(
 
     def call(*args: object) -> Any:
         _check_context()
-        outer, pure_args = split_args(kind, args, in_axes)
+        outer, pure_args = split_args(kind, args, in_axes, call=call)
         units = Units.of_pure_args(pure_args)
         axes.check_roles(units, "pmap", (FORK,))
         size = None if devices is None else len(devices)
@@ -314,23 +314,28 @@ def map_state(
     *,
     in_axes: object = None,
     map_in: Callable[[Groups], Groups] = lambda groups: groups,
-    map_out: Callable[[Groups, Groups], Groups] = lambda found, left: left,
+    map_out: Callable[[Groups, Groups, bool], Groups] = lambda found, left, initializes: left,
     initialize: Callable[[Groups, Groups], Groups] | None = None,
+    is_first: Callable[..., bool] = lambda *args: True,
 ) -> Callable[..., Any]:
     """Maps the state of carriers that a function sees.
 
     Args:
         in_axes: a prefix of the arguments; only the filters of `Roles` are used.
         map_in: from the groups of a carrier to those that `fn` sees.
-        map_out: from the groups before and after `fn` to those written to the carrier.
+        map_out: from the groups before and after `fn`, and whether `initialize` was called, to
+            those written to the carrier.
         initialize: if given, `fn` first runs on the unmapped groups; maps the groups before and
             after that run to those of the carrier.
+        is_first: returns for the arguments of a call whether `initialize` is needed.
     """
 
     def call(*args: object) -> Any:
-        outer, pure_args = split_args(kind, args, in_axes)
+        outer, pure_args = split_args(kind, args, in_axes, call=call)
         before = _groups_of(pure_args.packed)
-        if initialize is not None:
+        initializes = False
+        if initialize is not None and is_first(*args):
+            initializes = True
             results = call_pure(kind, fn, pure_args)
             initial = iter(map(initialize, before, _groups_of(results.state_nodes)))
             static, roles = pure_args.static.value
@@ -340,8 +345,9 @@ def map_state(
             )
         found = _map_state_nodes(map_in, pure_args.packed)
         results = call_pure(kind, fn, pure_args._replace(packed=found))
-        left = map(map_out, _groups_of(found), _groups_of(results.state_nodes))
-        results = results._replace(state_nodes=list(map(StateNode, left)))
+        pairs = zip(_groups_of(found), _groups_of(results.state_nodes), strict=True)
+        left = [StateNode(map_out(of, after, initializes)) for of, after in pairs]
+        results = results._replace(state_nodes=left)
         # State created before the second run consists of initial values.
         pairs = zip(
             _flatten_groups(before), _flatten_groups(_groups_of(pure_args.packed)), strict=True

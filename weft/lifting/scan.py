@@ -95,7 +95,7 @@ def scan(
     looped = jit_by_structure(fn, (kind, out_axes, *options.values()), pure)
 
     def call(*args: object) -> Any:
-        outer, pure_args = split_args(kind, args, in_axes, of_carriers=of_carriers)
+        outer, pure_args = split_args(kind, args, in_axes, of_carriers=of_carriers, call=call)
         units = Units.of_pure_args(pure_args)
         axes.check_roles(units, "scan", (CARRY, FORK))
         # Even without iterations there are keys for one, see `first` above.

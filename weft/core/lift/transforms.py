@@ -366,35 +366,33 @@ def map_variables(
     def map_in(groups: tuple[Group, ...]) -> tuple[Group, ...]:
         return _map_group(map_in_fn, groups[0]), *groups[1:]
 
-    def map_all_out(found: tuple[Group, ...], left: tuple[Group, ...]) -> tuple[Group, ...]:
+    def map_out(
+        found: tuple[Group, ...], left: tuple[Group, ...], is_first: bool
+    ) -> tuple[Group, ...]:
+        if not (is_first or mutable or left[0].variables or left[0].made):
+            return left
         initial = kind.union(found[0], Group({}, {}, left[0].made))
         made = map_out_fn(initial.variables) if left[0].made else {}
         changed = _map_group(map_out_fn, kind.union(found[0], left[0]))
         return changed._replace(made=made), *left[1:]
-
-    def map_out(found: tuple[Group, ...], left: tuple[Group, ...]) -> tuple[Group, ...]:
-        return map_all_out(found, left) if left[0].variables or left[0].made else left
 
     def initialize(before: tuple[Group, ...], after: tuple[Group, ...]) -> tuple[Group, ...]:
         return _map_group(map_out_fn, kind.union(before[0], after[0])), *before[1:]
 
     mapped = Select(mapped_collections, out=mutable or init)
     rest = Select(subtract_filters(variables, mapped_collections), rngs)
-    lift = functools.partial(
-        lifting.map_state,
+    lifted = lifting.map_state(
         kind,
         with_packed_args(fn),
         in_axes=(Roles(((mapped, None), (rest, None))), None, None),
         map_in=map_in,
+        map_out=map_out,
+        initialize=initialize if init else None,
+        is_first=lambda scope, *_: any(
+            kind.needs_creation(s, mapped_collections)
+            for s in jax.tree.leaves(scope, is_leaf=kind.is_carrier)
+        ),
     )
-    plain = lift(map_out=map_all_out if mutable else map_out)
-    initializing = lift(map_out=map_all_out, initialize=initialize)
-
-    def lifted(scope: object, args: object, kwargs: object) -> Any:
-        scopes = jax.tree.leaves(scope, is_leaf=kind.is_carrier)
-        makes = init and any(kind.needs_creation(s, mapped_collections) for s in scopes)
-        return (initializing if makes else plain)(scope, args, kwargs)
-
     return with_unpacked_args(fn, lifted)
 
 
