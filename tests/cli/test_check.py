@@ -1,11 +1,13 @@
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
 
 from weft.cli import main
+from weft.cli.check import _shape_of_program
 
 needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 TINY = ["model.decoder.transformer.num_layers=1", "input.source.sequence_length=16"]
@@ -100,3 +102,11 @@ def test_a_process_of_its_own_makes_the_devices_that_it_needs(tmp_path):
     )
     assert done.stdout.startswith("lm-tiny on data=8 × model=2: 16 virtual CPU devices")
     assert os.listdir(tmp_path) == []
+
+
+def test_the_collectives_of_several_slices_are_those_of_one():
+    mesh = types.SimpleNamespace(shape={"data": 4, "model": 2}, axis_names=("data", "model"))
+    cfg = types.SimpleNamespace(mesh_shape=(4, 2))
+    for platform, data in (("tpu", 2), ("gpu", 4)):
+        devices = [types.SimpleNamespace(platform=platform, slice_index=i // 4) for i in range(8)]
+        assert _shape_of_program(cfg, mesh, devices) == {"data": data, "model": 2}

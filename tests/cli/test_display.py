@@ -129,6 +129,7 @@ def test_the_block_shows_the_step_the_loss_and_what_was_last():
         block = drawn(display)
     assert "step 5/100" in block and "loss 2.000" in block and "tokens/s" in block
     assert "held_out loss 1.500 (step 7)" in block and "saved step 7" in block
+    assert block.index("step 5/100") == 32  # after the bar
 
 
 def test_the_block_of_a_run_that_was_at_its_end_says_that_it_is_evaluated():
