@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 
 import grain
 import numpy as np
@@ -55,6 +56,20 @@ def test_documents_in_one_line_however_many_are_tokenized_at_once(monkeypatch, b
     assert tokens.tolist() == [0, 1, 2, 0, 0, 3, 0, 2, 1, 0]
     assert tokens.dtype == np.uint16
     assert tokenize_documents(documents, Words(70_000)).dtype == np.uint32
+
+
+def test_the_log_says_every_thirty_seconds_how_far_it_is(monkeypatch, caplog):
+    moments = iter([0.0, 20.0, 31.0, 31.0, 50.0, 70.0, 70.0])
+    clock = types.SimpleNamespace(monotonic=lambda: next(moments))
+    monkeypatch.setattr(token_cache, "time", clock)
+    monkeypatch.setattr(token_cache, "_BATCH_CHARACTERS", 1)
+    documents = grain.MapDataset.source([{"text": t} for t in ("a", "b", "c", "d")])
+    with caplog.at_level("INFO", "weft.input.token_cache"):
+        tokenize_documents(documents, Words())
+    assert [m for m in caplog.messages if "of 4" in m] == [
+        "tokenized 2 of 4 documents",
+        "tokenized 4 of 4 documents",
+    ]
 
 
 def test_records_that_were_filtered_out_are_passed_over():
