@@ -1,3 +1,5 @@
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +38,18 @@ def run(body, state=None, **kwargs):
     root = Root.default_config().set(name="root").instantiate(parent=None)
     state = {"child": {"w": jnp.float32(0.5)}} if state is None else state
     return functional(root, jax.random.PRNGKey(0), state, (body,), is_training=True, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "name", ["vmap", "jit", "checkify", "value_and_grad", "grad", "custom_vjp", "custom_jvp"]
+)
+def test_a_transformed_function_keeps_its_name_and_the_names_of_its_arguments(name):
+    def loss(state, batch):
+        return state
+
+    made = getattr(transforms, name)(*[loss] * {"custom_vjp": 3, "custom_jvp": 2}.get(name, 1))
+    assert made.__name__ == "loss"
+    assert list(inspect.signature(made).parameters) == ["state", "batch"]
 
 
 def test_scan_equals_the_loop():
