@@ -1,4 +1,4 @@
-"""The running JAX trace, and the name of the JAX transformation that started it.
+"""The running JAX trace, the JAX transformation that started it, and stacks of each thread.
 
 Raw JAX transformations do not lift scopes. Errors name the transformation as the user called it,
 and Weft's replacement.
@@ -9,16 +9,39 @@ imports it and replaces `_find_top_trace`; later calls have no overhead.
 
 import contextlib
 import sys
+import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Generic
 
 import jax.core
 
 from weft.errors import JaxTransformError
+from weft.typing import T
 
 TraceState = weakref.ReferenceType[jax.core.Trace]
 """Identity of a trace, comparable without keeping the trace alive."""
+
+
+class ThreadStack(threading.local, Generic[T]):
+    """Stack of each thread."""
+
+    def __init__(self) -> None:
+        self.items: list[T] = []
+
+    @property
+    def top(self) -> T | None:
+        """The last item; None if there is none."""
+        return self.items[-1] if self.items else None
+
+    @contextlib.contextmanager
+    def push(self, item: T) -> Iterator[T]:
+        """Makes an item the last one within the context."""
+        self.items.append(item)
+        try:
+            yield item
+        finally:
+            self.items.pop()
 
 
 def _find_first(operands: tuple[()]) -> Any:

@@ -32,12 +32,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
+from weft.core.tracing import ThreadStack
 from weft.distributed.watchdog import dump_stacks, print_error
 from weft.errors import ProcessesNotReadyError, ProcessLostError
 from weft.serialization.untrusted import parse_json, printable
-from weft.typing import T
 
 logger = logging.getLogger(__name__)
 
@@ -520,18 +520,6 @@ def _clip_request(request: StopRequest | None) -> StopRequest | None:
 
 def _to_stop_request(value: Sequence[str] | None) -> StopRequest | None:
     return None if value is None else StopRequest(*value)
-
-
-class ThreadStack(threading.local, Generic[T]):
-    """Stack of each thread."""
-
-    def __init__(self) -> None:
-        self.items: list[T] = []
-
-    @property
-    def top(self) -> T | None:
-        """The last item; None if there is none."""
-        return self.items[-1] if self.items else None
 
 
 _PEERS = ThreadStack[Peers]()

@@ -32,7 +32,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from weft.distributed.peers import Peers, StopRequest, ThreadStack, current_peers, use_peers
+from weft.core.tracing import ThreadStack
+from weft.distributed.peers import Peers, StopRequest, current_peers, use_peers
 from weft.distributed.rendezvous import connect_peers
 from weft.distributed.watchdog import handle_stop_signals
 from weft.errors import LossSpikeError, ProcessLostError, UndefinedLossException

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Self
 
 import jax
 
+from weft.core.tracing import ThreadStack
 from weft.errors import (
     GraphStructureError,
     InconsistentAliasError,
@@ -38,7 +38,7 @@ from weft.nnx.filters import Filter, Path, filters_text, predicates
 from weft.nnx.graph import GraphDef, flatten_graph
 from weft.nnx.pytree import Pytree, key_of
 from weft.nnx.split_merge import RefMap, flatten, unflatten
-from weft.nnx.state import FlatState, merge_state, path_text, split_state
+from weft.nnx.state import FlatState, merge_state, path_text
 from weft.nnx.variables import Variable
 
 
@@ -57,12 +57,8 @@ class SplitContext:
 
     def split(self, node: object, *filters: Filter) -> tuple[Any, ...]:
         """Splits like `nnx.split`; states leave out objects seen before."""
-        graphdef, flat = self._flat(node)
-        whole = flat.to_nested_state()
-        if not filters:
-            return graphdef, whole
-        states = split_state(whole, *filters)
-        return graphdef, *(states if len(filters) > 1 else (states,))
+        graphdef, *flat_states = self.flatten(node, *filters)
+        return graphdef, *(flat.to_nested_state() for flat in flat_states)
 
     def flatten(self, node: object, *filters: Filter, with_paths: bool = True) -> tuple[Any, ...]:
         """Flattens like `nnx.flatten`, with one flat state per filter.
@@ -164,12 +160,7 @@ class UpdateContext:
             self.inner_ref_outer_index = RefMap((x, i) for i, x in index_ref.items())
 
 
-class _OpenContexts(threading.local):
-    def __init__(self) -> None:
-        self.contexts: list[UpdateContext] = []
-
-
-_OPEN = _OpenContexts()
+_OPEN = ThreadStack[UpdateContext]()
 
 
 @contextlib.contextmanager
@@ -198,11 +189,8 @@ def update_context(tag: Hashable) -> Iterator[UpdateContext]:
         >>> same is model, float(model.new)
         (True, 2.0)
     """
-    _OPEN.contexts.append(UpdateContext(tag))
-    try:
-        yield _OPEN.contexts[-1]
-    finally:
-        _OPEN.contexts.pop()
+    with _OPEN.push(UpdateContext(tag)) as context:
+        yield context
 
 
 def current_update_context(tag: Hashable) -> UpdateContext:
@@ -211,10 +199,10 @@ def current_update_context(tag: Hashable) -> UpdateContext:
     Raises:
         GraphStructureError: if there is none.
     """
-    for context in reversed(_OPEN.contexts):
+    for context in reversed(_OPEN.items):
         if context.tag == tag:
             return context
-    tags = ", ".join(repr(context.tag) for context in _OPEN.contexts) or "none"
+    tags = ", ".join(repr(context.tag) for context in _OPEN.items) or "none"
     raise GraphStructureError(
         f"there is no update context {tag!r} here; open in this thread: {tags}. Enter "
         f"nnx.update_context({tag!r}) around it."

@@ -8,10 +8,10 @@ of the structure, copies inside a transformation are observed too.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from weft.core.tracing import ThreadStack
 from weft.nnx.containers import Dict, List
 from weft.nnx.graph import Path
 from weft.nnx.module import Module
@@ -57,30 +57,22 @@ def original_class(x: object) -> type:
 # Models inside a layer of another library, which exist only during their call.
 
 
-class _Visitors(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Callable[[Pytree], None]] = []
+_VISITORS = ThreadStack[Callable[[Pytree], None]]()
 
 
-_VISITORS = _Visitors()
-
-
-@contextlib.contextmanager
-def visiting(visitor: Callable[[Pytree], None]) -> Iterator[None]:
+def visiting(
+    visitor: Callable[[Pytree], None],
+) -> contextlib.AbstractContextManager[Callable[[Pytree], None]]:
     """Calls a function with each model that a layer of another library is about to call.
 
     The model is discarded after the call; the function may observe its parts by `intercept_calls`.
     """
-    _VISITORS.stack.append(visitor)
-    try:
-        yield
-    finally:
-        _VISITORS.stack.remove(visitor)
+    return _VISITORS.push(visitor)
 
 
 def visit_model(model: Pytree) -> None:
     """Passes a model to the functions of `visiting`."""
-    for visitor in _VISITORS.stack:
+    for visitor in _VISITORS.items:
         visitor(model)
 
 

@@ -6,7 +6,6 @@ The model runs abstractly, on a copy with observed methods.
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax
 
 from weft.core import tabulate as tables
 from weft.core.meta import Partitioned
+from weft.core.tracing import ThreadStack
 from weft.errors import GraphStructureError, ModuleAttributeNotFoundError
 from weft.nnx.filters import Path
 from weft.nnx.intercept import intercept_calls, iter_objects, original_class
@@ -70,12 +70,7 @@ class _Run:
     seen: set[Path] = dataclasses.field(default_factory=set)
 
 
-class _Runs(threading.local):
-    def __init__(self) -> None:
-        self.open: list[_Run | None] = []
-
-
-_RUNS = _Runs()
+_RUNS = ThreadStack[_Run | None]()
 
 
 def without_streams(call: CallInfo) -> bool:
@@ -161,18 +156,15 @@ def _call_abstractly(
             intercept_calls(x, _note)
         getattr(copy, method)(*args, **kwargs)
 
-    _RUNS.open.append(run)
-    try:
+    with _RUNS.push(run):
         jax.eval_shape(call, arrays)
-    finally:
-        _RUNS.open.pop()
 
 
 def _note(
     x: object, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Records the first call of each method, except calls by the object itself."""
-    run = _RUNS.open[-1] if _RUNS.open else None
+    run = _RUNS.top
     _, path = vars(x).get(_PLACE, (None, None))
     if run is None or path is None or run.open[-1:] == [path]:
         return method(*args, **kwargs)
@@ -207,11 +199,8 @@ def _flops(
         state, args, kwargs = fill(arrays)
         return getattr(merge(graphdef, state, copy=True), name)(*args, **kwargs)
 
-    _RUNS.open.append(None)
-    try:
+    with _RUNS.push(None):
         return tables.flops(run, arrays, with_vjp=vjp)
-    finally:
-        _RUNS.open.pop()
 
 
 def _row(call: CallInfo, x: Pytree, kinds: list[str], counts: list[str]) -> list[str]:

@@ -12,7 +12,6 @@ Errors name objects by these records, and by the open calls of transformations i
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -31,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft.core.tracing import current_trace
+from weft.core.tracing import ThreadStack, current_trace
 from weft.errors import TraceContextError
 from weft.lifting.trace_cache import IdentityKey, is_library_function, value_key
 
@@ -432,24 +431,10 @@ class TransformCall:
         return source_text((code, 0)) if code is not None else self.title
 
 
-class _OpenCalls(threading.local):
-    def __init__(self) -> None:
-        self.calls: list[TransformCall] = []
-
-
-_OPEN = _OpenCalls()
+_OPEN = ThreadStack[TransformCall]()
+open_call = _OPEN.push
 
 
 def current_call() -> TransformCall | None:
     """Returns the innermost open call of this thread."""
-    return _OPEN.calls[-1] if _OPEN.calls else None
-
-
-@contextlib.contextmanager
-def open_call(call: TransformCall) -> Iterator[TransformCall]:
-    """Makes a call the innermost one within the context."""
-    _OPEN.calls.append(call)
-    try:
-        yield call
-    finally:
-        _OPEN.calls.pop()
+    return _OPEN.top
