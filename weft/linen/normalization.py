@@ -107,17 +107,9 @@ class RMSNorm(Module):
         if self.use_scale:
             shape = tuple(x.shape[a] for a in features)
             scale = self.param("scale", self.scale_init, shape, self.param_dtype)
-        y = functional.rms_norm(
-            cast(x, statistics_dtype(x, self.force_float32_reductions)),
-            along(features, scale, x),
-            axis=self.reduction_axes,
-            eps=self.epsilon,
-            where=mask,
-            axis_name=self.axis_name,
-            axis_index_groups=self.axis_index_groups,
-            dtype=None,
-        )
-        return cast(y, canonicalize_dtype(x, scale, dtype=self.dtype))
+        scale = along(features, scale, x)
+        axes = self.reduction_axes
+        return _normalized(self, functional.rms_norm, x, scale, axis=axes, where=mask)
 
 
 class GroupNorm(Module):
@@ -173,21 +165,16 @@ class GroupNorm(Module):
         channels = x.shape[-1]
         num_groups = functional.number_of_groups(channels, self.num_groups, self.group_size)
         axes = norm.group_norm_axes(self.reduction_axes, x.shape)
-        scale, bias = scale_and_bias(self, (channels,))
-        y = functional.group_norm(
-            cast(x, statistics_dtype(x, self.force_float32_reductions)),
-            scale,
-            bias,
+        return _normalized(
+            self,
+            functional.group_norm,
+            x,
+            *scale_and_bias(self, (channels,)),
             num_groups=num_groups,
             axis=axes,
-            eps=self.epsilon,
             where=None if mask is None else jnp.broadcast_to(mask, x.shape),
-            axis_name=self.axis_name,
-            axis_index_groups=self.axis_index_groups,
             fast_variance=self.use_fast_variance,
-            dtype=None,
         )
-        return cast(y, canonicalize_dtype(x, scale, bias, dtype=self.dtype))
 
 
 class InstanceNorm(Module):
@@ -237,19 +224,36 @@ def _layer_norm(
     mask: Array | None,
 ) -> Array:
     scale, bias = scale_and_bias(module, [x.shape[a] for a in features])
-    y = functional.layer_norm(
-        cast(x, statistics_dtype(x, module.force_float32_reductions)),
+    return _normalized(
+        module,
+        functional.layer_norm,
+        x,
         along(features, scale, x),
         along(features, bias, x),
         axis=axes,
-        eps=module.epsilon,
         where=mask,
+        fast_variance=module.use_fast_variance,
+    )
+
+
+def _normalized(
+    module: LayerNorm | RMSNorm | GroupNorm | InstanceNorm,
+    norm_fn: Callable[..., Array],
+    x: Array,
+    *params: Array | None,
+    **options: Any,
+) -> Array:
+    """Calls a function of `weft.functional` with the options of all norms."""
+    y = norm_fn(
+        cast(x, statistics_dtype(x, module.force_float32_reductions)),
+        *params,
+        eps=module.epsilon,
         axis_name=module.axis_name,
         axis_index_groups=module.axis_index_groups,
-        fast_variance=module.use_fast_variance,
         dtype=None,
+        **options,
     )
-    return cast(y, canonicalize_dtype(x, scale, bias, dtype=module.dtype))
+    return cast(y, canonicalize_dtype(x, *params, dtype=module.dtype))
 
 
 def scale_and_bias(module: Any, shape: Sequence[int]) -> tuple[Array | None, Array | None]:

@@ -8,7 +8,7 @@ scale and bias. The state that a wrapper keeps for a parameter is stored under t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
@@ -53,6 +53,22 @@ class _ScaledNorm(Module):
         if self.use_scale:
             shape, dtype = (self.num_features,), self.param_dtype
             self.scale = parameters.new_param(scale_init, rngs, shape, dtype, scale_metadata)
+
+    def _normalized(
+        self, norm_fn: Callable[..., Array], x: Array, *params: Array | None, **options: Any
+    ) -> Array:
+        """Calls a function of `weft.functional` with the options of all norms."""
+        dtype, params = self._promoted(x, *params)
+        y = norm_fn(
+            cast(x, statistics_dtype(x)),
+            *params,
+            eps=self.epsilon,
+            axis_name=self.axis_name,
+            axis_index_groups=self.axis_index_groups,
+            dtype=None,
+            **options,
+        )
+        return cast(y, dtype)
 
     def _promoted(self, x: Array, *others: Array | None) -> tuple[DType, tuple[Array | None, ...]]:
         """Returns the output's dtype, and the other arrays as `promote_dtype` casts them."""
@@ -108,20 +124,16 @@ class _AffineNorm(_ScaledNorm):
     def _layer_norm(
         self, x: Array, axes: Axes, features: Sequence[int], mask: Array | None
     ) -> Array:
-        dtype, (scale, bias) = self._promoted(x, *self._scale_and_bias())
-        y = functional.layer_norm(
-            cast(x, statistics_dtype(x)),
+        scale, bias = self._scale_and_bias()
+        return self._normalized(
+            functional.layer_norm,
+            x,
             self._along(scale, features, x),
             self._along(bias, features, x),
             axis=axes,
-            eps=self.epsilon,
             where=mask,
-            axis_name=self.axis_name,
-            axis_index_groups=self.axis_index_groups,
             fast_variance=self.use_fast_variance,
-            dtype=None,
         )
-        return cast(y, dtype)
 
 
 @dataclass(repr=False, eq=False)
@@ -180,18 +192,9 @@ class RMSNorm(_ScaledNorm):
     ) -> Float[Array, "*shape"]:
         """Normalizes an input; see `LayerNorm`."""
         features = sorted(canonical_axes(self.feature_axes, x.ndim))
-        dtype, (scale,) = self._promoted(x, parameters.optional_value(self.scale))
-        y = functional.rms_norm(
-            cast(x, statistics_dtype(x)),
-            self._along(scale, features, x),
-            axis=self.reduction_axes,
-            eps=self.epsilon,
-            where=mask,
-            axis_name=self.axis_name,
-            axis_index_groups=self.axis_index_groups,
-            dtype=None,
-        )
-        return cast(y, dtype)
+        scale = self._along(parameters.optional_value(self.scale), features, x)
+        axes = self.reduction_axes
+        return self._normalized(functional.rms_norm, x, scale, axis=axes, where=mask)
 
 
 @dataclass(repr=False, eq=False)
@@ -251,21 +254,15 @@ class GroupNorm(_AffineNorm):
                 f"GroupNorm with {num_groups} groups of {group_size} channels was given an input "
                 f"of shape {x.shape}; expected (..., {num_groups * group_size})."
             )
-        dtype, (scale, bias) = self._promoted(x, *self._scale_and_bias())
-        y = functional.group_norm(
-            cast(x, statistics_dtype(x)),
-            scale,
-            bias,
+        return self._normalized(
+            functional.group_norm,
+            x,
+            *self._scale_and_bias(),
             num_groups=num_groups,
             axis=axes,
-            eps=self.epsilon,
             where=None if mask is None else jnp.broadcast_to(mask, x.shape),
-            axis_name=self.axis_name,
-            axis_index_groups=self.axis_index_groups,
             fast_variance=self.use_fast_variance,
-            dtype=None,
         )
-        return cast(y, dtype)
 
 
 @dataclass(repr=False, eq=False)
