@@ -56,9 +56,6 @@ class _Conv(Module):
             ArgumentValueError: if the padding is unknown or not supported.
             ScopeParamShapeError: if the given parameters have other sizes.
         """
-        functional.check_sizes(
-            type(self).__name__, features=self.features, kernel_size=self.kernel_size
-        )
         window = window_of(self, inputs)
         n = len(window)
         sizes = (self.strides, self.kernel_dilation, self.input_dilation)
@@ -140,11 +137,9 @@ class Conv(_Conv):
     def _convolve(
         self, x: Array, kernel: Array, bias: Array | None, window: Shape, options: dict[str, Any]
     ) -> Array:
-        given, make = self.conv_general_dilated, self.conv_general_dilated_cls
-        if make is not None:
-            given = make()
-        if given is not None:
-            options = {**options, "conv_general_dilated": given}
+        make = self.conv_general_dilated_cls
+        given = self.conv_general_dilated if make is None else make()
+        options = {**options, "conv_general_dilated": given or lax.conv_general_dilated}
         return functional.conv(x, kernel, bias, groups=self.feature_group_count, **options)
 
 
@@ -192,11 +187,13 @@ class ConvLocal(_Conv):
 
 
 def window_of(module: Any, inputs: Array) -> Shape:
-    """Returns the window's size along each axis, after checking the input's number of axes."""
+    """Returns the window's size along each axis, after checking sizes and the input's axes."""
+    name = type(module).__name__
+    functional.check_sizes(name, features=module.features, kernel_size=module.kernel_size)
     window = functional.per_axis(module.kernel_size, 1)
     if inputs.ndim < len(window) + 1:
         raise ArgumentShapeError(
-            f"{type(module).__name__} {path_of(module)} has kernel_size={module.kernel_size}, for "
+            f"{name} {path_of(module)} has kernel_size={module.kernel_size}, for "
             f"{len(window)} spatial axes; expected an input with that many axes before its "
             f"channels, but its shape is {inputs.shape}."
         )
@@ -260,9 +257,6 @@ class ConvTranspose(Module):
         self, inputs: Num[Array, "*batch_spatial input"]
     ) -> Num[Array, "*batch_out_spatial features"]:
         """Applies the convolution to an input with any number of batch axes; raises as `Conv`."""
-        functional.check_sizes(
-            type(self).__name__, features=self.features, kernel_size=self.kernel_size
-        )
         window = window_of(self, inputs)
         n = len(window)
         strides = functional.per_axis(self.strides, n)

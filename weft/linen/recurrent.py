@@ -70,7 +70,8 @@ class _Cell(RNNCellBase):
 
     @nowrap
     def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Any:
-        return _first_state(self, rng, input_shape)
+        cell: Any = self  # subclasses declare the initializer and the dtype
+        return cell.carry_init(rng, (*input_shape[:-1], cell.features), cell.param_dtype)
 
     @property
     def num_feature_axes(self) -> int:
@@ -92,11 +93,8 @@ class _MemoryCell(_Cell):
     @nowrap
     def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Carry:
         first, second = jax.random.split(rng)
-        return _first_state(self, first, input_shape), _first_state(self, second, input_shape)
-
-
-def _first_state(cell: Any, rng: Array, input_shape: tuple[int, ...]) -> Array:
-    return cell.carry_init(rng, (*input_shape[:-1], cell.features), cell.param_dtype)
+        make = super().initialize_carry
+        return make(first, input_shape), make(second, input_shape)
 
 
 class SimpleCell(_Cell):
@@ -131,7 +129,6 @@ class SimpleCell(_Cell):
 
     @compact
     def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
-        functional.check_sizes(type(self).__name__, features=self.features)
         of_input, of_state = linear_maps(self)
         new = of_input(name="i")(inputs) + of_state(name="h")(carry)
         carry = self.activation_fn(new + carry if self.residual else new)
@@ -154,7 +151,6 @@ class GRUCell(_GatedCell):
 
     @compact
     def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
-        functional.check_sizes(type(self).__name__, features=self.features)
         of_input, of_state = linear_maps(self)
         new_of_state = of_state(use_bias=True, bias_init=self.bias_init, name="hn")
         carry = gru_step(
@@ -198,7 +194,6 @@ class MGUCell(_Cell):
 
     @compact
     def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
-        functional.check_sizes(type(self).__name__, features=self.features)
         new_bias = self.activation_bias_init
         of_input, of_state = linear_maps(self, self.forget_bias_init)
         new_of_input = of_input(bias_init=new_bias, name="in")
@@ -217,7 +212,12 @@ class MGUCell(_Cell):
 def linear_maps(
     cell: Any, bias_init: Initializer | None = None
 ) -> tuple[Callable[..., Dense], Callable[..., Dense]]:
-    """Returns factories of the linear maps of the input, which have a bias, and of the state."""
+    """Returns factories of the linear maps of the input, which have a bias, and of the state.
+
+    Raises:
+        ArgumentValueError: if `features` is not a positive integer.
+    """
+    functional.check_sizes(type(cell).__name__, features=cell.features)
     dense = functools.partial(
         Dense, features=cell.features, dtype=cell.dtype, param_dtype=cell.param_dtype
     )
@@ -254,7 +254,6 @@ class LSTMCell(_MemoryCell, _GatedCell):
     @compact
     def __call__(self, carry: Carry, inputs: Input) -> tuple[Carry, State]:
         """Computes one step from memory and output to the next, and returns the output again."""
-        functional.check_sizes(type(self).__name__, features=self.features)
         c, h = carry
         of_input, of_state = linear_maps(self)
         of_input = functools.partial(of_input, use_bias=False)
