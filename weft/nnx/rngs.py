@@ -297,8 +297,9 @@ def restore_rngs(backups: Sequence[tuple[RngStream, Any, Any]], /) -> None:
         stream.count.set_value(count)
 
 
-def _replaced(stream: RngStream, key: jax.Array, before: object) -> tuple[RngStream, Any, Any]:
-    backup = (stream, before, stream.count.get_value())
+def _replaced(stream: RngStream, key: jax.Array) -> tuple[RngStream, Any, Any]:
+    """Sets a stream's key and restarts its count; returns the backup."""
+    backup = (stream, stream.key.get_value(), stream.count.get_value())
     stream.key.set_value(key)
     stream.count.set_value(jnp.zeros(key.shape, jnp.uint32))
     return backup
@@ -345,8 +346,8 @@ def split_rngs(
         )
 
     def split(stream: RngStream) -> tuple[RngStream, Any, Any]:
-        before, key = stream.key.get_value(), jax.random.split(stream(), splits)
-        return _replaced(stream, key[0] if squeeze else key, before)
+        key = jax.random.split(stream(), splits)
+        return _replaced(stream, key[0] if squeeze else key)
 
     return Backups([split(stream) for _, stream in _streams(node, only)])
 
@@ -367,8 +368,7 @@ def fork_rngs(
         return _for_the_call(lambda args: fork_rngs(args, split=split))
 
     def fork(stream: RngStream, sizes: Any) -> tuple[RngStream, Any, Any]:
-        before = stream.key.get_value()
-        return _replaced(stream, stream.fork(split=sizes).key.get_value(), before)
+        return _replaced(stream, stream.fork(split=sizes).key.get_value())
 
     found = [(x, _sizes_of(split, path, x, _UNMATCHED)) for path, x in _streams(node, ...)]
     return Backups([fork(stream, sizes) for stream, sizes in found if sizes is not _UNMATCHED])
@@ -428,8 +428,7 @@ def reseed(
             key = policy(path, key, shape)
         elif shape:
             key = jax.random.split(key, shape)
-        stream.key.set_value(key)
-        stream.count.set_value(jnp.zeros(key.shape, jnp.uint32))
+        _replaced(stream, key)
 
 
 def with_rngs(
