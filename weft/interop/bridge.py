@@ -10,28 +10,19 @@ import dataclasses
 import enum
 import functools
 import threading
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 
-from weft import nnx
+from weft import errors, nnx
 from weft.core.filters import Filter
 from weft.core.meta import is_axis_metadata, unbox
-from weft.errors import (
-    BridgeContextError,
-    LayerVariablesError,
-    RngStreamNotFoundError,
-    ScopeParamShapeError,
-)
 from weft.interop.models import Method, Path, RngsLike, path_text, resolve_method
 from weft.interop.nnx import NNXModel, ToNNX
 from weft.interop.variables import collection_of, to_linen_var, to_nnx_var
-from weft.nnx.pytree import Pytree
-from weft.nnx.rngs import Rngs, RngState
-from weft.nnx.variables import Variable, VariableMetadata, variable_type_from_name
 from weft.traverse_util import flatten_dict, unflatten_dict
 
 __path__: list[str] = []  # its modules of earlier versions are found in the table of moved names
@@ -46,7 +37,7 @@ class AttrPriority(enum.IntEnum):
     LOW = 100
 
 
-class Scope(Pytree):
+class Scope(nnx.Pytree):
     """Context that `init` or `apply` passes to a module and its submodules.
 
     Args:
@@ -57,7 +48,7 @@ class Scope(Pytree):
         initializing: whether `init` runs.
     """
 
-    def __init__(self, rngs: Rngs, mutable: Filter = False, *, initializing: bool = False):
+    def __init__(self, rngs: nnx.Rngs, mutable: Filter = False, *, initializing: bool = False):
         self.rngs = rngs
         self.mutable = tuple(mutable) if isinstance(mutable, list | set) else mutable
         self.initializing = initializing
@@ -78,9 +69,7 @@ class ModuleStackEntry:
 
     module: "Module"
     in_compact: bool
-    type_counter: defaultdict[type, int] = dataclasses.field(
-        default_factory=lambda: defaultdict(int)
-    )
+    type_counter: Counter[type] = dataclasses.field(default_factory=Counter)
 
 
 class _Stack(threading.local):
@@ -135,24 +124,18 @@ def compact(f: F) -> F:
         >>> jax.tree.map(jnp.shape, variables)
         {'params': {'Dense_0': {'kernel': (4, 2)}, 'Dense_1': {'kernel': (3, 4)}}}
     """
-
-    @functools.wraps(f)
-    def call(self: "Module", *args: object, **kwargs: object) -> Any:
-        with enter_module(self, in_compact=True):
-            return f(self, *args, **kwargs)
-
+    call = _with_current_module(f, in_compact=True)
     vars(call)["_with_current_module"] = True
-    return call  # pyright: ignore[reportReturnType]
+    return call
 
 
-def _with_current_module(f: Callable[..., Any]) -> Callable[..., Any]:
-
+def _with_current_module(f: F, in_compact: bool = False) -> F:
     @functools.wraps(f)
     def call(self: "Module", *args: object, **kwargs: object) -> Any:
-        with enter_module(self):
+        with enter_module(self, in_compact):
             return f(self, *args, **kwargs)
 
-    return call
+    return call  # pyright: ignore[reportReturnType]
 
 
 class _ModuleMeta(type(nnx.Module)):
@@ -248,7 +231,7 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
 
     def _require_scope(self, what: str) -> Scope:
         if not isinstance(self.scope, Scope):
-            raise BridgeContextError(
+            raise errors.BridgeContextError(
                 f"{what} was asked for by a {type(self).__name__} that has no variables; call it "
                 "by `init` or `apply`. A module in it has variables if it is made in a compact "
                 "method, or assigned to an attribute while `setup` or a method runs."
@@ -271,7 +254,7 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         rngs = self._require_scope(f"a key of the PRNG stream {name!r}").rngs
         try:
             return rngs[name]()
-        except RngStreamNotFoundError as error:
+        except errors.RngStreamNotFoundError as error:
             error.add_note(f"This is about {type(self).__name__}; give its call rngs=...")
             raise
 
@@ -306,7 +289,7 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         wanted = _shapes(lambda key: init_fn(key, *init_args, **init_kwargs))
         present = [jnp.shape(x) for x in jax.tree.leaves(there.get_raw_value())]
         if wanted != present:
-            raise ScopeParamShapeError(name, type(self).__name__, present, wanted)
+            raise errors.ScopeParamShapeError(name, type(self).__name__, present, wanted)
         return there
 
     def variable(
@@ -333,29 +316,29 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         if there is not None:
             return there
         if init_fn is None:
-            raise LayerVariablesError(
+            raise errors.LayerVariablesError(
                 f"{type(self).__name__} has no variable {name!r} in {col!r}, and no init_fn was "
                 "given that makes it; give one, or the variable to `apply`."
             )
         return self._new(col, name, init_fn(*init_args, **init_kwargs))
 
-    def _variable(self, col: str, name: str) -> Variable[Any] | None:
+    def _variable(self, col: str, name: str) -> nnx.Variable[Any] | None:
         scope: Any = self.scope
         if name in scope.given:
             setattr(self, name, scope.given[name])
         there = vars(self).get(name)
         if there is None:
             return None
-        if not isinstance(there, Variable) or collection_of(type(there)) != col:
-            raise LayerVariablesError(
+        if not isinstance(there, nnx.Variable) or collection_of(type(there)) != col:
+            raise errors.LayerVariablesError(
                 f"{type(self).__name__}.{name} is a {type(there).__name__}, where a variable of "
                 f"the collection {col!r} was to be; use another name."
             )
         return there
 
-    def _new(self, col: str, name: str, value: object) -> Variable[Any]:
+    def _new(self, col: str, name: str, value: object) -> nnx.Variable[Any]:
         is_boxed = is_axis_metadata(value)
-        kind = variable_type_from_name(col, allow_register=True)
+        kind = nnx.variable_type_from_name(col, allow_register=True)
         setattr(self, name, to_nnx_var(col, value) if is_boxed else kind(value))
         return vars(self)[name]
 
@@ -403,8 +386,8 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         Returns:
             The method's result; a pair of it and all collections unless `mutable` is False.
         """
-        if not isinstance(rngs, Rngs):
-            rngs = Rngs() if rngs is None else Rngs(rngs)
+        if not isinstance(rngs, nnx.Rngs):
+            rngs = nnx.Rngs() if rngs is None else nnx.Rngs(rngs)
         module = nnx.clone(self)
         module._bind(
             Scope(rngs, mutable, initializing=_initialize), _given_variables(self, variables)
@@ -417,7 +400,7 @@ def _shapes(init: Callable[[Any], Any]) -> list[tuple[int, ...]]:
 
     def make(key: jax.Array) -> Any:
         made = init(key)
-        return made.raw_value if isinstance(made, VariableMetadata) else unbox(made)
+        return made.raw_value if isinstance(made, nnx.VariableMetadata) else unbox(made)
 
     return [x.shape for x in jax.tree.leaves(jax.eval_shape(make, jax.random.key(0)))]
 
@@ -433,7 +416,7 @@ def _given_variables(module: Module, variables: Mapping[str, Any]) -> dict[Any, 
     for (col, *rest), x in flatten_dict(variables).items():
         path = tuple(rest)
         if path in found:
-            raise LayerVariablesError(
+            raise errors.LayerVariablesError(
                 f"{type(module).__name__} was given {path_text(path)!r} in two collections, and a "
                 "module of NNX has one attribute of a name; leave one of them out."
             )
@@ -452,7 +435,8 @@ def _bind_given(value: Any, given: Any, scope: Scope) -> Any:
         return value
     if isinstance(value, list | tuple | dict):
         keys = list(value) if isinstance(value, dict) else range(len(value))
-        items = {key: _bind_given(value[key], _given_part(given, key), scope) for key in keys}
+        parts = given if isinstance(given, Mapping) else {}
+        items = {key: _bind_given(value[key], parts.get(key, {}), scope) for key in keys}
         same = all(items[key] is value[key] for key in keys)
         return value if same else type(value)(items if isinstance(value, dict) else items.values())
     if isinstance(value, ToNNX):
@@ -460,19 +444,17 @@ def _bind_given(value: Any, given: Any, scope: Scope) -> Any:
             setattr(value, name, x)
     elif isinstance(value, nnx.Pytree) and given:
         nnx.update(value, given)
-    elif isinstance(value, Variable | jax.Array) and not isinstance(given, dict):
+    elif isinstance(value, nnx.Variable | jax.Array) and not isinstance(given, dict):
         return given
     return value
-
-
-def _given_part(given: object, key: object) -> Any:
-    return given.get(key, {}) if isinstance(given, Mapping) else {}
 
 
 def _module_variables(module: object) -> dict[Path, Any]:
     found = nnx.to_flat_state(nnx.split(module)[1])
     return {
-        path: leaf for path, leaf in found if "scope" not in path and not isinstance(leaf, RngState)
+        path: leaf
+        for path, leaf in found
+        if "scope" not in path and not isinstance(leaf, nnx.RngState)
     } | _unused_given(module)
 
 
@@ -493,7 +475,7 @@ def to_collections(leaves: Mapping[Path, Any]) -> dict[str, Any]:
     """Returns variables and arrays by path as collections."""
     found: dict[Path, Any] = {}
     for path, leaf in leaves.items():
-        if isinstance(leaf, Variable):
+        if isinstance(leaf, nnx.Variable):
             found[collection_of(type(leaf)), *path] = to_linen_var(leaf)
         else:
             found[_ARRAYS, *path] = leaf
@@ -506,14 +488,14 @@ M = TypeVar("M")
 def _current_parent(what: str) -> Module:
     context = current_context()
     if context is None:
-        raise BridgeContextError(
+        raise errors.BridgeContextError(
             f"{what} was called outside of modules; call it in a method of a bridge.Module that "
             "`init` or `apply` runs."
         )
     return context.module
 
 
-def nnx_in_bridge_mdl(factory: Callable[[Rngs], M], name: str | None = None) -> M:
+def nnx_in_bridge_mdl(factory: Callable[[nnx.Rngs], M], name: str | None = None) -> M:
     """Returns an NNX module as a submodule of the running bridge module.
 
     Args:

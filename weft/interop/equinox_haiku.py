@@ -5,6 +5,7 @@ each at its path in the module. Haiku's module names, such as `mlp/~/linear_0`, 
 is a level of the collections. State of stateful layers is the collection `state` in both.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,21 +16,11 @@ from weft.core.filters import Filter, in_filter
 from weft.core.meta import unbox
 from weft.core.tabulate import is_array
 from weft.errors import LayerMethodError
-from weft.interop.models import (
-    Model,
-    Path,
-    Variables,
-    add_mode,
-    check_variables,
-    import_library,
-    parameter_names,
-    resolve_method,
-    single_key,
-)
+from weft.interop import models
 from weft.traverse_util import flatten_dict, unflatten_dict
 
 
-class EquinoxModel(Model):
+class EquinoxModel(models.Model):
     """An Equinox module.
 
     Calls receive `key` if they accept one, and, for a stateful layer, the `state`, which they must
@@ -43,7 +34,6 @@ class EquinoxModel(Model):
 
     def __init__(self, module: Any, *args: object, **kwargs: object):
         self.module, self.args, self.kwargs = module, args, kwargs
-        self._shapes: Any = None
 
     @property
     def name(self) -> str:
@@ -51,32 +41,32 @@ class EquinoxModel(Model):
         return (module if isinstance(module, type) else type(module)).__name__
 
     def _make(self, key: jax.Array) -> tuple[Any, Any]:
-        eqx = import_library("equinox", "equinox")
+        eqx = models.import_library("equinox", "equinox")
         if isinstance(self.module, tuple):
             return self.module
         if not isinstance(self.module, type):
             return self.module, None
-        given = {"key": key} if "key" in parameter_names(self.module) else {}
+        given = {"key": key} if "key" in models.parameter_names(self.module) else {}
         module, state = eqx.nn.make_with_state(self.module)(*self.args, **given, **self.kwargs)
         return module, state if jax.tree.leaves(state) else None
 
+    @functools.cached_property
     def _structure(self) -> Any:
-        if self._shapes is None:
-            eqx = import_library("equinox", "equinox")
-            with jax.ensure_compile_time_eval():
-                self._shapes = eqx.filter_eval_shape(self._make, jax.random.key(0))
-        return self._shapes
+        eqx = models.import_library("equinox", "equinox")
+        with jax.ensure_compile_time_eval():
+            return eqx.filter_eval_shape(self._make, jax.random.key(0))
 
     def init(self, rngs, *args, training=None, method=None, **kwargs):
-        return unflatten_dict(_array_leaves(*self._make(single_key(rngs, "params", "default"))))
+        key = models.single_key(rngs, "params", "default")
+        return unflatten_dict(_array_leaves(*self._make(key)))
 
     def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
-        eqx = import_library("equinox", "equinox")
+        eqx = models.import_library("equinox", "equinox")
         module, state = self._fill_structure(variables)
         if training is not None:
             module = eqx.nn.inference_mode(module, value=not training)
-        call = resolve_method(module, method, self.name)
-        given, key = parameter_names(call), single_key(rngs, "default", "dropout")
+        call = models.resolve_method(module, method, self.name)
+        given, key = models.parameter_names(call), models.single_key(rngs, "default", "dropout")
         if "key" in given and key is not None:
             kwargs = {"key": key, **kwargs}
         if state is None:
@@ -86,17 +76,16 @@ class EquinoxModel(Model):
         return out, _changed_state(before, after, mutable)
 
     def _fill_structure(self, variables: Mapping[str, Any]) -> tuple[Any, Any]:
-        structure = self._structure()
-        expected = _array_leaves(*structure)
+        expected = _array_leaves(*self._structure)
         values = {path: unbox(x) for path, x in flatten_dict(variables).items()}
-        check_variables(self.name, expected, values)
+        models.check_variables(self.name, expected, values)
         arrays = iter([values[path] for path in expected])
-        leaves, tree = jax.tree.flatten(structure)
+        leaves, tree = jax.tree.flatten(self._structure)
         return tree.unflatten([next(arrays) if is_array(leaf) else leaf for leaf in leaves])
 
 
-def _array_leaves(module: object, state: object) -> dict[Path, Any]:
-    found: dict[Path, Any] = {}
+def _array_leaves(module: object, state: object) -> dict[models.Path, Any]:
+    found: dict[models.Path, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(module):
         if is_array(leaf):
             is_parameter = jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -108,7 +97,7 @@ def _array_leaves(module: object, state: object) -> dict[Path, Any]:
     return found
 
 
-def _changed_state(before: list[Any], after: object, mutable: Filter) -> Variables:
+def _changed_state(before: list[Any], after: object, mutable: Filter) -> models.Variables:
     if not in_filter(mutable, "state"):
         return {}
     pairs = zip(before, jax.tree.leaves(after), strict=True)
@@ -116,7 +105,7 @@ def _changed_state(before: list[Any], after: object, mutable: Filter) -> Variabl
     return {"state": changed} if changed else {}
 
 
-class HaikuModel(Model):
+class HaikuModel(models.Model):
     """A Haiku module or transformed function.
 
     Args:
@@ -134,18 +123,18 @@ class HaikuModel(Model):
     def _functions(
         self, method: str | None, kwargs: Mapping[str, Any], training: bool | None
     ) -> tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]:
-        hk = import_library("haiku", "dm-haiku")
+        hk = models.import_library("haiku", "dm-haiku")
         if isinstance(self.module, type):
             called = getattr(self.module, method or "__call__", None)
             if called is None:
-                resolve_method(self.module, method, self.name)  # says so
+                models.resolve_method(self.module, method, self.name)  # says so
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 layer = self.module(*self.args, **self.kwargs)
-                return resolve_method(layer, method, self.name)(*args, **kwargs)
+                return models.resolve_method(layer, method, self.name)(*args, **kwargs)
 
             pair = hk.transform_with_state(run)
-            return pair.init, pair.apply, add_mode(called, kwargs, training)  # pyright: ignore[reportArgumentType]
+            return pair.init, pair.apply, models.add_mode(called, kwargs, training)  # pyright: ignore[reportArgumentType]
         if method not in (None, "__call__"):
             raise LayerMethodError(
                 f"a transformed function of Haiku was asked for its method {method!r}; it has "
@@ -158,21 +147,21 @@ class HaikuModel(Model):
 
     def init(self, rngs, *args, training=None, method=None, **kwargs):
         init, _, kwargs = self._functions(method, kwargs, training)
-        params, state = init(single_key(rngs, "params", "default"), *args, **kwargs)
+        params, state = init(models.single_key(rngs, "params", "default"), *args, **kwargs)
         found = {"params": _nest_by_module_path(params), "state": _nest_by_module_path(state)}
         return {col: entries for col, entries in found.items() if entries}
 
     def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
         _, apply, kwargs = self._functions(method, kwargs, training)
         params, state = (_join_module_path(variables.get(col, {})) for col in ("params", "state"))
-        key = single_key(rngs, "default", "dropout")
+        key = models.single_key(rngs, "default", "dropout")
         out, after = apply(params, state, key, *args, **kwargs)
         changed = _nest_by_module_path(after) if in_filter(mutable, "state") else {}
         return out, {"state": changed} if changed else {}
 
 
 def _nest_by_module_path(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    found: dict[Path, Any] = {}
+    found: dict[models.Path, Any] = {}
     for module, values in tree.items():
         for path, value in flatten_dict(values).items():
             found[(*module.split("/"), *path)] = value

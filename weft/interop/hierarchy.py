@@ -13,11 +13,7 @@ from weft.config.configurable import needs_allow
 from weft.config.functions import CallConfig, ClassConfigBase
 from weft.core.axis_rules import composite_rules, get_logical_axis_rules
 from weft.core.filters import DenyList, in_filter
-from weft.core.logical import (
-    LogicallyPartitioned,
-    logical_to_mesh_axes,
-    names_to_mesh_axes,
-)
+from weft.core.logical import LogicallyPartitioned, logical_to_mesh_axes, names_to_mesh_axes
 from weft.core.meta import Partitioned, is_axis_metadata, unbox
 from weft.core.partial_eval import partial_eval
 from weft.core.spmd import constrain
@@ -25,15 +21,8 @@ from weft.core.tabulate import split_arrays
 from weft.errors import LayerInputsError, LayerMethodError, ParameterSpecError, UnknownLayerError
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, functional, get_public_method, nowrap
-from weft.interop.models import (
-    Model,
-    Path,
-    adapter_of,
-    check_variables,
-    model_of,
-    path_text,
-    single_key,
-)
+from weft.interop import models
+from weft.interop.models import Model, Path
 from weft.interop.variables import NNXMeta
 from weft.nnx.eager_sharding import use_eager_sharding
 from weft.traverse_util import flatten_dict, unflatten_dict
@@ -94,7 +83,7 @@ class HierarchyModel(Model):
         )
 
     def init(self, rngs, *args, training=None, method=None, **kwargs):
-        layer, key = self._layer, single_key(rngs, "params", "default")
+        layer, key = self._layer, models.single_key(rngs, "params", "default")
         if not isinstance(layer, BaseLayer):
             return {}
         state = layer.initialize_parameters_recursively(key)
@@ -118,8 +107,8 @@ class HierarchyModel(Model):
         given = {col: variables.get(col, {}) for col in ("params", "state")}
         places = {tuple(path): col for (col, *path) in flatten_dict(given)}
         values = {tuple(path): unbox(x) for (_, *path), x in flatten_dict(given).items()}
-        check_variables(self.name, flatten_dict(specs), values)
-        key = single_key(rngs, "default", "dropout")
+        models.check_variables(self.name, flatten_dict(specs), values)
+        key = models.single_key(rngs, "default", "dropout")
         out, side = self._call(_nest_like(specs, values), key, training, method, args, kwargs)
         found: dict[Path, Any] = {
             (places.get(path, "state"), *path): x
@@ -215,7 +204,7 @@ class InHierarchy(BaseLayer):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         try:
-            self._model = model_of(cfg.layer, *cfg.args, **cfg.kwargs)
+            self._model = models.model_of(cfg.layer, *cfg.args, **cfg.kwargs)
         except UnknownLayerError as error:
             raise UnknownLayerError(f"{self.path()}: {error}") from error
         for name in ("param_init", "param_partition_spec"):
@@ -278,16 +267,16 @@ class InHierarchy(BaseLayer):
     def initialize_parameters_recursively(
         self, prng_key, *, prebuilt: Mapping[str, Any] | None = None
     ):
-        given = {path: x for path, x in flatten_dict(prebuilt or {}).items() if x is not None}
-        given = {path: x for path, x in given.items() if not isinstance(x, ParameterSpec)}
+        flat = flatten_dict(prebuilt or {})
+        given = {p: x for p, x in flat.items() if not isinstance(x, ParameterSpec | None)}
         made = partial_eval(self._make, prng_key)  # without what the variables do not need
-        state = {_string_path(path): unbox(x) for path, x in flatten_dict(made).items()}
+        state = _unboxed_values(made)
         for path, x in given.items():
             if path not in state or jnp.shape(x) != jnp.shape(state[path]):
-                there = ", ".join(f"{path_text(p)} {jnp.shape(v)}" for p, v in state.items())
+                there = ", ".join(f"{models.path_text(p)} {jnp.shape(v)}" for p, v in state.items())
                 raise ParameterSpecError(
-                    f"prebuilt has {path_text(path)!r} of shape {jnp.shape(x)} for {self.path()}, "
-                    f"whose layer {self._model.name} has: {there}."
+                    f"prebuilt has {models.path_text(path)!r} of shape {jnp.shape(x)} for "
+                    f"{self.path()}, whose layer {self._model.name} has: {there}."
                 )
         return unflatten_dict({**state, **given})
 
@@ -306,7 +295,7 @@ class InHierarchy(BaseLayer):
         wanted = self._variables()
         state: Any = self.state
         given, real = flatten_dict(state), {_string_path(path): path for path in wanted}
-        check_variables(
+        models.check_variables(
             self._model.name, {_string_path(p): unbox(x) for p, x in wanted.items()}, given
         )
         trained = {col for col, *_ in real.values() if self._model.trains(col)}
@@ -319,9 +308,7 @@ class InHierarchy(BaseLayer):
                 training=self.is_training,
                 **kwargs,
             )
-        self._add_outputs(
-            {_string_path(path): unbox(x) for path, x in flatten_dict(changed).items()}, real
-        )
+        self._add_outputs(_unboxed_values(changed), real)
         return out
 
     def _add_outputs(self, changed: dict[Path, Any], known: Mapping[Path, Any]) -> None:
@@ -341,6 +328,10 @@ _OUTPUT_COLLECTIONS = ("summaries", "module_outputs", "intermediates")
 
 def _string_path(path: Path) -> tuple[str, ...]:
     return tuple(map(str, path))
+
+
+def _unboxed_values(variables: Mapping[str, Any]) -> dict[Path, Any]:
+    return {_string_path(path): unbox(x) for path, x in flatten_dict(variables).items()}
 
 
 def _cast(tree: object, dtype: DType) -> Any:
@@ -424,6 +415,6 @@ def as_hierarchy(x: object, /, *args: object, inputs: object = (), **kwargs: obj
 
 def as_child_config(x: Any) -> InstantiableConfig:
     """Returns the config of a child that is not the config of a module, see `Module._add_child`."""
-    is_layer = isinstance(x, ClassConfigBase) and adapter_of(x.klass)
+    is_layer = isinstance(x, ClassConfigBase) and models.adapter_of(x.klass)
     makes_module = isinstance(x, CallConfig) and {"name", "parent"} <= set(x.keys())
     return x if makes_module and not is_layer else as_hierarchy(x)

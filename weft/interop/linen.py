@@ -6,16 +6,8 @@ from typing import Any
 from weft import linen
 from weft.core.filters import Filter
 from weft.errors import UnknownLayerError
-from weft.interop.models import (
-    Keys,
-    Method,
-    Model,
-    Variables,
-    add_mode,
-    model_of,
-    rebox,
-    resolve_method,
-)
+from weft.interop import models
+from weft.interop.models import Keys, Method, Model, Variables
 from weft.linen.state import without_parent
 from weft.traverse_util import flatten_dict, unflatten_dict
 
@@ -71,11 +63,11 @@ class LinenModel(Model):
         return out, _changed_entries(variables, self._from_library(changed))
 
     def _arguments(self, method: Method, kwargs: dict[str, Any], training: bool | None) -> Any:
-        called = resolve_method(self.module, method, self.name)
+        called = models.resolve_method(self.module, method, self.name)
         # Of the module itself, `__call__` is what says how it is called.
         called = called if method else getattr(self.module, "__call__", called)  # noqa: B004
         given = {} if method is None else {"method": method}
-        return {**given, **add_mode(called, kwargs, training)}
+        return {**given, **models.add_mode(called, kwargs, training)}
 
     def _library_filter(self, mutable: Filter) -> Any:
         return mutable
@@ -114,31 +106,35 @@ class InLinen(linen.Module):
         how = {"training": training, "method": method, **kwargs}
         variables = self.variables
         if self.is_initializing() and not any(variables.values()):
-            variables = self.model.init(self._streams(), *args, **how)
-            self._store_variables(variables)
+            variables = self.model.init(draw_keys(self), *args, **how)
+            store_variables(self, variables)
         out, changed = self.model.apply(
-            variables, *args, rngs=self._streams(), mutable=scope.mutable, **how
+            variables, *args, rngs=draw_keys(self), mutable=scope.mutable, **how
         )
         if not self.is_initializing():
-            self._store_variables(rebox_all(variables, changed))
+            store_variables(self, rebox_all(variables, changed))
         return out
 
-    def _streams(self) -> dict[str, Any]:
-        scope: Any = self.scope
-        return {name: self.make_rng(name) for name in scope.rngs}
 
-    def _store_variables(self, variables: Mapping[str, Any]) -> None:
-        for col, entries in variables.items():
-            if self.is_mutable_collection(col):
-                for name, value in entries.items():
-                    self.put_variable(col, name, value)
+def draw_keys(module: linen.Module) -> dict[str, Any]:
+    """Returns a new key of each PRNG stream of a bound module."""
+    scope: Any = module.scope
+    return {name: module.make_rng(name) for name in scope.rngs}
+
+
+def store_variables(module: linen.Module, variables: Mapping[str, Any]) -> None:
+    """Sets variables of a bound module, those of mutable collections."""
+    for col, entries in variables.items():
+        if module.is_mutable_collection(col):
+            for name, value in entries.items():
+                module.put_variable(col, name, value)
 
 
 def rebox_all(before: Mapping[str, Any], changed: Mapping[str, Any]) -> Variables:
     """Returns changed variables in the boxes they were in before."""
     old = flatten_dict(before)
     return unflatten_dict(
-        {path: rebox(old.get(path), v) for path, v in flatten_dict(changed).items()}
+        {path: models.rebox(old.get(path), v) for path, v in flatten_dict(changed).items()}
     )
 
 
@@ -179,4 +175,4 @@ def as_linen(
         return x if name is None else x.copy(name=name)
     if isinstance(x, type) and issubclass(x, linen.Module):
         return x(*args, **kwargs, **({} if name is None else {"name": name}))
-    return InLinen(model_of(x, *args, **kwargs), training, name=name)
+    return InLinen(models.model_of(x, *args, **kwargs), training, name=name)

@@ -15,15 +15,10 @@ from typing import Any
 
 import jax
 
+from weft import errors
 from weft.config import REQUIRED, ClassConfigBase, FunctionConfigBase, InstantiableConfig
 from weft.core.filters import Filter
 from weft.core.meta import is_axis_metadata
-from weft.errors import (
-    LayerMethodError,
-    LayerVariablesError,
-    MissingLibraryError,
-    UnknownLayerError,
-)
 from weft.nnx.rngs import Rngs
 from weft.nnx.versions import StaticValue
 
@@ -118,7 +113,7 @@ def import_library(name: str, extra: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise MissingLibraryError(
+        raise errors.MissingLibraryError(
             f"layers of {name} are used, and it is not installed ({error}); install it: "
             f"pip install {extra}"
         ) from error
@@ -185,7 +180,7 @@ def resolve_method(layer: object, method: Method, name: str) -> Callable[..., An
     found = getattr(layer, method, None)
     if not callable(found):
         public = [n for n in dir(type(layer)) if n[0] != "_" and callable(getattr(type(layer), n))]
-        raise LayerMethodError(
+        raise errors.LayerMethodError(
             f"{name} has no method {method!r}; there are: {', '.join(public) or 'none'}."
         )
     return found
@@ -217,14 +212,13 @@ def check_variables(
     for path, value in wanted.items():
         if path not in given:
             there = ", ".join(map(path_text, given)) or "none"
-            raise LayerVariablesError(
+            raise errors.LayerVariablesError(
                 f"{name} has a variable {path_text(path)!r}, which was not given; there are: "
-                f"{there}. "
-                "Give it the variables that its `init` made."
+                f"{there}. Give it the variables that its `init` made."
             )
         new = getattr(given[path], "shape", None)
         if shapes and new is not None and tuple(new) != tuple(value.shape):
-            raise LayerVariablesError(
+            raise errors.LayerVariablesError(
                 f"the variable {path_text(path)!r} of {name} has the shape {tuple(new)}; expected "
                 f"{tuple(value.shape)}. The variables are those of another layer."
             )
@@ -265,7 +259,7 @@ def model_of(x: object, *args: object, **kwargs: object) -> Model:
         UnknownLayerError: if `x` is something else, or arguments were given without a class.
     """
     if (args or kwargs) and not isinstance(x, type):
-        raise UnknownLayerError(
+        raise errors.UnknownLayerError(
             f"{x!r} is not a class, but was given the arguments {args} and {kwargs}; "
             "pass a class and its arguments, or a layer alone."
         )
@@ -277,7 +271,7 @@ def model_of(x: object, *args: object, **kwargs: object) -> Model:
     if not adapter and isinstance(x, InstantiableConfig):
         return model_of(x.instantiate())
     if not adapter:
-        raise UnknownLayerError(
+        raise errors.UnknownLayerError(
             f"{x!r} is not a layer of a known library; pass a module of Linen or NNX, of "
             "Weft or Flax, a config of a hierarchy layer, a module of Equinox, a module or "
             "transformed function of Haiku, or derive from weft.interop.Model."

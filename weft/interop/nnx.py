@@ -17,27 +17,12 @@ from weft.core.meta import global_mesh_defined, unbox
 from weft.core.partial_eval import partial_eval_or_shapes
 from weft.core.tabulate import to_shapes
 from weft.errors import InvalidRngError, LayerVariablesError, TransformArgumentError
+from weft.interop import models
 from weft.interop.linen import LinenModel
-from weft.interop.models import (
-    Keys,
-    Method,
-    Model,
-    Path,
-    RngsLike,
-    Variables,
-    check_variables,
-    model_of,
-    parameter_names,
-    path_text,
-    resolve_method,
-    single_key,
-)
+from weft.interop.models import Keys, Method, Model, Path, RngsLike, Variables
 from weft.interop.variables import collection_of, to_linen_var, to_nnx_var
 from weft.linen.state import without_parent
 from weft.nnx.intercept import visit_model
-from weft.nnx.module import Module
-from weft.nnx.rngs import Rngs
-from weft.nnx.variables import Variable, variable_type_from_name
 from weft.traverse_util import flatten_dict, unflatten_dict
 
 ModuleOrMethod = TypeVar("ModuleOrMethod")
@@ -54,7 +39,7 @@ class _LazyInit(threading.local):
 _lazy_init = _LazyInit()
 
 
-class ToNNX(Module):
+class ToNNX(nnx.Module):
     """A Linen module as a module of NNX.
 
     Its variables are attributes, made by `lazy_init`; those of a submodule are in a dict with the
@@ -74,9 +59,11 @@ class ToNNX(Module):
 
     def __init__(self, module: object, rngs: RngsLike = None):
         self.to_nnx__module = module
-        if isinstance(rngs, Rngs):
+        if isinstance(rngs, nnx.Rngs):
             rngs = rngs.fork()
-        self.to_nnx__rngs = rngs if rngs is None or isinstance(rngs, Rngs) else Rngs(params=rngs)
+        elif rngs is not None:
+            rngs = nnx.Rngs(params=rngs)
+        self.to_nnx__rngs = rngs
 
     @property
     def module(self) -> Any:
@@ -84,7 +71,7 @@ class ToNNX(Module):
         return self.to_nnx__module
 
     @property
-    def rngs(self) -> Rngs | None:
+    def rngs(self) -> nnx.Rngs | None:
         """PRNG streams."""
         return self.to_nnx__rngs
 
@@ -132,7 +119,7 @@ class ToNNX(Module):
             return dict(rngs)
         if rngs is None:
             rngs = self.to_nnx__rngs
-        elif not isinstance(rngs, Rngs):
+        elif not isinstance(rngs, nnx.Rngs):
             return {"params": rngs}
         keys = {}
         for name, stream in [] if rngs is None else rngs.items():
@@ -152,12 +139,11 @@ class ToNNX(Module):
     def _variables(self) -> dict[str, Any]:
         found: dict[Path, Any] = {}
         for path, x in self._own_variables().items():
-            if not isinstance(x, Variable):
+            if not isinstance(x, nnx.Variable):
                 raise LayerVariablesError(
                     f"{type(self).__name__} of {self._model.name} has the attribute "
-                    f"{path_text(path)!r} of type {type(x).__name__}, which is in no collection; "
-                    f"make "
-                    "it a variable, such as nnx.Param."
+                    f"{models.path_text(path)!r} of type {type(x).__name__}, which is in no "
+                    "collection; make it a variable, such as nnx.Param."
                 )
             found[collection_of(type(x)), *path] = to_linen_var(x)
         return unflatten_dict(found)
@@ -170,13 +156,13 @@ class ToNNX(Module):
         there: dict[Path, Any] = self._own_variables()
         new: dict[Path, Any] = {}
         for (col, *rest), x in flatten_dict(variables).items():
-            path, kind = tuple(rest), variable_type_from_name(col, allow_register=True)
+            path, kind = tuple(rest), nnx.variable_type_from_name(col, allow_register=True)
             before: Any = new.get(path, there.get(path))
             if path in new or (before is not None and type(before) is not kind):
                 raise LayerVariablesError(
-                    f"{self._model.name} has a variable {path_text(path)!r} in the collections "
-                    f"{collection_of(type(before))!r} and {col!r}, and a module of NNX has one "
-                    "attribute of a name; rename one of them."
+                    f"{self._model.name} has a variable {models.path_text(path)!r} in the "
+                    f"collections {collection_of(type(before))!r} and {col!r}, and a module of "
+                    "NNX has one attribute of a name; rename one of them."
                 )
             if before is None:
                 new[path] = to_nnx_var(col, x, lay_out=self._applies_layout(x))
@@ -216,8 +202,8 @@ def lazy_init(fn: ModuleOrMethod, *args: Any, **kwargs: Any) -> ModuleOrMethod:
         >>> lazy_init(model, jnp.ones((1, 3))).layers[1].kernel.shape
         (4, 2)
     """
-    of = fn if isinstance(fn, Module) else getattr(fn, "__self__", None)
-    if not isinstance(of, Module) or not callable(fn):
+    of = fn if isinstance(fn, nnx.Module) else getattr(fn, "__self__", None)
+    if not isinstance(of, nnx.Module) or not callable(fn):
         raise TransformArgumentError(
             f"lazy_init was given {fn!r}; give a module of NNX that can be called, or a method of "
             "one, such as model.encode."
@@ -270,7 +256,7 @@ class NNXModel(Model):
 
     def __init__(self, module: Any, *args: object, **kwargs: Any):
         self.module, self.args, self.kwargs = module, args, kwargs
-        self.takes_rngs = "rngs" not in kwargs and "rngs" in parameter_names(module)
+        self.takes_rngs = "rngs" not in kwargs and "rngs" in models.parameter_names(module)
         self.abstract = True
         self.metadata_fn: Any = to_linen_var
 
@@ -340,6 +326,10 @@ class NNXModel(Model):
             return leaf
         return leaf.get_raw_value() if self.metadata_fn is None else self.metadata_fn(leaf)
 
+    def boxes(self, leaves: Mapping[Path, Any]) -> Variables:
+        """Returns variables and arrays, by collection and path, as collections."""
+        return unflatten_dict({path: self.boxed(leaf) for path, leaf in leaves.items()})
+
     def _describe(self, rngs: Keys) -> _AbstractModule:
         """Returns the module without computing values other than its streams."""
         found: list[Any] = []
@@ -355,7 +345,8 @@ class NNXModel(Model):
 
         absent = jax.eval_shape(lambda: jax.random.key(0))
         if self._is_instance and self._tags(self.module) == {"default"}:
-            absent = single_key(rngs, "dropout") if rngs else absent  # a stream for all purposes
+            # A stream for all purposes.
+            absent = models.single_key(rngs, "dropout") if rngs else absent
         streams = {"default": absent, **rngs}
         if not (self.abstract or self._is_instance):
             streams = {"default": jax.random.key(0), **rngs}
@@ -391,10 +382,10 @@ class NNXModel(Model):
             made = {path: first[path] for path in missing}
         values = {path: unbox(x) for path, x in given.items()}
         values.update((path, _raw_value(x)) for path, x in made.items())
-        check_variables(self.name, wanted, values, shapes=False)
+        models.check_variables(self.name, wanted, values, shapes=False)
         parameters = {p: _raw_value(x) for p, x in wanted.items() if p[0] == "params"}
         with_shapes = {p: x for p, x in parameters.items() if hasattr(x, "shape")}
-        check_variables(self.name, with_shapes, values)
+        models.check_variables(self.name, with_shapes, values)
         leaves = {
             path: self._rng_leaf(leaf, parts.keys[path], rngs)
             if self._is_key(leaf)
@@ -436,7 +427,7 @@ class NNXModel(Model):
             elif isinstance(holder, ToNNX):
                 holder._set_variable(tuple(path[ends[-1] :]), self._new(col, value))
             else:
-                strays.append(path_text((col, *path)))
+                strays.append(models.path_text((col, *path)))
         if strays:
             warnings.warn(
                 f"{self.name} was given variables that it has no place for: {', '.join(strays)}.",
@@ -451,8 +442,7 @@ class NNXModel(Model):
     def init(self, rngs, *args, training=None, method=None, **kwargs):
         module = self.make(rngs)
         self.init_wrapped_layers(module, args, kwargs, method, training)
-        leaves = self.collections(module)
-        return unflatten_dict({path: self.boxed(leaf) for path, leaf in leaves.items()})
+        return self.boxes(self.collections(module))
 
     def init_wrapped_layers(
         self,
@@ -497,18 +487,17 @@ class NNXModel(Model):
         if isinstance(module, nnx.Pytree):
             visit_model(module)
         with without_parent():
-            return resolve_method(module, method, self.name)(*args, **kwargs)
+            return models.resolve_method(module, method, self.name)(*args, **kwargs)
 
     def changes(self, module: object, before: Mapping[Path, Any], mutable: Filter) -> Variables:
         """Returns a module's values in mutable collections that differ from before."""
-        return unflatten_dict(
-            {
-                path: self.boxed(leaf)
-                for path, leaf in self.collections(module).items()
-                if in_filter(mutable, path[0])
-                and (path not in before or before[path] is not _raw_value(leaf))
-            }
-        )
+        changed = {
+            path: leaf
+            for path, leaf in self.collections(module).items()
+            if in_filter(mutable, path[0])
+            and (path not in before or before[path] is not _raw_value(leaf))
+        }
+        return self.boxes(changed)
 
 
 def _raw_value(leaf: Any) -> Any:
@@ -590,4 +579,5 @@ def as_nnx(x: object, /, *args: object, rngs: RngsLike = None, **kwargs: object)
         return x
     if isinstance(x, type) and issubclass(x, nnx.Module):
         return x(*args, **kwargs, **({} if rngs is None else {"rngs": rngs}))
-    return InNNX(model_of(x, *args, **kwargs), rngs, mutable=DenyList(("params", "intermediates")))
+    model = models.model_of(x, *args, **kwargs)
+    return InNNX(model, rngs, mutable=DenyList(("params", "intermediates")))

@@ -12,19 +12,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from weft import linen
-from weft.core.filters import in_filter
+from weft import linen, nnx
 from weft.core.frozen_dict import FrozenDict
 from weft.errors import GraphStructureError, RngStreamNotFoundError
-from weft.interop.linen import rebox_all
+from weft.interop.linen import draw_keys, rebox_all, store_variables
 from weft.interop.models import Keys, Method
 from weft.interop.nnx import NNXModel
 from weft.interop.variables import to_linen_var
-from weft.nnx.graph import GraphDef
-from weft.nnx.rngs import Rngs
-from weft.nnx.split_merge import split
-from weft.nnx.state import State
-from weft.traverse_util import unflatten_dict
 
 
 class ToLinen(linen.Module):
@@ -50,7 +44,7 @@ class ToLinen(linen.Module):
                 another shape.
         """
         scope: Any = self.scope
-        rngs = {name: self.make_rng(name) for name in scope.rngs}
+        rngs = draw_keys(self)
         model = NNXModel(self.nnx_class, *self.args, **self.kwargs)
         model.takes_rngs, model.abstract = not self.skip_rng, self.abstract_init
         model.metadata_fn = self.metadata_fn
@@ -58,20 +52,14 @@ class ToLinen(linen.Module):
         if self.is_initializing() and not any(variables.values()):
             module = self._make_module(model, rngs)
             model.init_wrapped_layers(module, args, kwargs, nnx_method)
-            leaves = model.collections(module)
-            self._store_variables(
-                unflatten_dict({path: model.boxed(leaf) for path, leaf in leaves.items()})
-            )
+            store_variables(self, model.boxes(model.collections(module)))
             return model.call(module, args, kwargs, nnx_method)
         module, before, made = model.merge_values(variables, rngs, scope.mutable)
-        self._store_variables(
-            unflatten_dict({path: model.boxed(leaf) for path, leaf in made.items()})
-        )
+        store_variables(self, model.boxes(made))
         out = model.call(module, args, kwargs, nnx_method)
         if not self.is_initializing():
-            self._store_variables(
-                rebox_all(variables, model.changes(module, before, scope.mutable))
-            )
+            changed = model.changes(module, before, scope.mutable)
+            store_variables(self, rebox_all(variables, changed))
         return out
 
     def _make_module(self, model: NNXModel, rngs: Keys) -> Any:
@@ -83,13 +71,6 @@ class ToLinen(linen.Module):
                 "`init` a key for each, as in init({'params': key, 'dropout': other_key}, ...)."
             )
             raise
-
-    def _store_variables(self, variables: Mapping[str, Any]) -> None:
-        scope: Any = self.scope
-        for col, entries in variables.items():
-            if in_filter(scope.mutable, col):
-                for name, value in entries.items():
-                    self.put_variable(col, name, value)
 
 
 def to_linen(
@@ -137,14 +118,14 @@ class Functional(Generic[M]):
     """A module to be made by `init`."""
 
     module_type: type[M]
-    graphdef: GraphDef | None
+    graphdef: nnx.GraphDef | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def init(self, *, rngs: Rngs | None = None) -> State:
+    def init(self, *, rngs: nnx.Rngs | None = None) -> nnx.State:
         """Makes the module and returns its state; `rngs` go to the class if it takes streams."""
         streams = {} if rngs is None else {"rngs": rngs}
-        self.graphdef, state = split(self.module_type(*self.args, **self.kwargs, **streams))
+        self.graphdef, state = nnx.split(self.module_type(*self.args, **self.kwargs, **streams))
         return state
 
     def apply(self, *states: object) -> Any:

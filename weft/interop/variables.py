@@ -14,16 +14,10 @@ from typing import Any, Self
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from weft import nnx
 from weft.core.meta import AxisMetadata, Partitioned, is_axis_metadata
 from weft.core.spmd import constrain, get_pspec
 from weft.errors import LayerVariablesError, VariableTypeError
-from weft.nnx.variables import (
-    Variable,
-    VariableMetadata,
-    register_variable_name,
-    variable_name_from_type,
-    variable_type_from_name,
-)
 from weft.nnx.versions import StaticValue
 from weft.serialization import from_state_dict, register_serialization_state, to_state_dict
 
@@ -46,7 +40,7 @@ class NNXMeta(AxisMetadata):
         ('layers', None, 'model')
     """
 
-    var_type: type[Variable[Any]]
+    var_type: type[nnx.Variable[Any]]
     value: Any
     metadata: Mapping[str, Any]
 
@@ -85,7 +79,7 @@ class NNXMeta(AxisMetadata):
         spec = get_pspec(self._names, self.metadata.get("sharding_rules"))
         return PartitionSpec() if spec is None else spec
 
-    def to_nnx_variable(self) -> Variable[Any]:
+    def to_nnx_variable(self) -> nnx.Variable[Any]:
         """Returns the NNX variable."""
         return self.var_type.from_metadata(self.value, self.metadata)
 
@@ -118,17 +112,17 @@ def _register() -> None:
 _register()
 
 
-def collection_of(kind: type[Variable[Any]]) -> str:
+def collection_of(kind: type[nnx.Variable[Any]]) -> str:
     """Returns the collection of a kind of variable: its registered name or its class's."""
     with contextlib.suppress(VariableTypeError):
-        return variable_name_from_type(kind)
+        return nnx.variable_name_from_type(kind)
     # Where another class of this name was there before, the collection is the same.
     with contextlib.suppress(VariableTypeError):
-        register_variable_name(kind.__name__, kind)
+        nnx.register_variable_name(kind.__name__, kind)
     return kind.__name__
 
 
-def to_linen_var(vs: Variable[Any]) -> Any:
+def to_linen_var(vs: nnx.Variable[Any]) -> Any:
     """Returns the Linen collection entry of an NNX variable.
 
     It is the value; with metadata, in its original box or an `NNXMeta`.
@@ -144,7 +138,7 @@ def to_linen_var(vs: Variable[Any]) -> Any:
     return box.from_nnx_metadata({"value": value, **metadata})
 
 
-def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> Variable[Any]:
+def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> nnx.Variable[Any]:
     """Returns the NNX variable for an entry of a Linen collection.
 
     Args:
@@ -156,7 +150,7 @@ def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> Variable[Any]:
         LayerVariablesError: if it is the box of a variable of another kind, or of a class that
             cannot become metadata.
     """
-    kind = variable_type_from_name(col, allow_register=True)
+    kind = nnx.variable_type_from_name(col, allow_register=True)
     if not is_axis_metadata(x):
         return kind(x)
     if isinstance(x, NNXMeta):
@@ -179,7 +173,7 @@ def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> Variable[Any]:
 
 def with_partitioning(
     fn: Callable[..., Any], names: object, mesh: Mesh | None = None
-) -> Callable[..., VariableMetadata]:
+) -> Callable[..., nnx.VariableMetadata]:
     """Returns an initializer for bridge modules whose values have a layout.
 
     Args:
@@ -193,8 +187,8 @@ def with_partitioning(
     """
 
     @functools.wraps(fn)
-    def initialize(*args: object, **kwargs: object) -> VariableMetadata:
+    def initialize(*args: object, **kwargs: object) -> nnx.VariableMetadata:
         metadata = {"out_sharding": names, "mesh": mesh, _BOX: Partitioned}
-        return VariableMetadata(fn(*args, **kwargs), metadata=metadata)
+        return nnx.VariableMetadata(fn(*args, **kwargs), metadata=metadata)
 
     return initialize

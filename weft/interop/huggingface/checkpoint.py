@@ -1,9 +1,10 @@
 """Hugging Face checkpoint folders: `config.json` and `model.safetensors`."""
 
+import functools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from weft import hierarchy
 from weft.config import diff
 from weft.errors import HuggingFaceConfigError, WeightsMismatchError, WeightsReadError
-from weft.hierarchy.attention.stack import BaseStackedTransformerLayer
 from weft.hierarchy.causal_lm import Model
 from weft.interop.huggingface.family import Family, TensorMapping, hidden_dim
 from weft.interop.huggingface.gpt2 import GPT2
 from weft.interop.huggingface.llama import LLAMA, QWEN2, QWEN3
 from weft.interop.huggingface.settings import Settings
-from weft.serialization.safetensors import (
-    MAX_SHARD_BYTES,
-    PendingTensor,
-    TensorFiles,
-    check_tensors,
-    tensor_names,
-    write_tensors,
-)
+from weft.serialization import safetensors
 from weft.serialization.untrusted import read_json_file
 from weft.typing import DType, NestedTensor
 
@@ -51,7 +45,7 @@ def huggingface_model_config(
     folder: _PathLike,
     *,
     dtype: DType = jnp.float32,
-    stack: BaseStackedTransformerLayer.Config | None = None,
+    stack: hierarchy.BaseStackedTransformerLayer.Config | None = None,
 ) -> Model.Config:
     """Returns the config of a checkpoint's causal LM.
 
@@ -92,9 +86,8 @@ def _family(settings: Settings) -> Family:
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise HuggingFaceConfigError(
-            f"the weights of {settings.source} are quantized "
-            f"({method or 'by an unknown method'}), and plain ones can be "
-            "read. Choose the checkpoint that they were made from."
+            f"the weights of {settings.source} are quantized ({method or 'by an unknown method'}), "
+            "and plain ones can be read. Choose the checkpoint that they were made from."
         )
     return FAMILIES[kind]
 
@@ -114,8 +107,8 @@ def load_huggingface_params(folder: _PathLike, target: NestedTensor) -> NestedTe
     """
     settings = _settings(folder)
     family = _family(settings)
-    places = _tensor_locations(family, settings, dict(tensor_names(target)))
-    with TensorFiles(folder) as files:
+    places = _tensor_locations(family, settings, dict(safetensors.tensor_names(target)))
+    with safetensors.TensorFiles(folder) as files:
         prefix = family.prefix
         if not any(name.startswith(prefix) for name in files.tensors):
             prefix = ""  # of the model without a head for logits
@@ -125,7 +118,7 @@ def load_huggingface_params(folder: _PathLike, target: NestedTensor) -> NestedTe
             for i in place.numbers()
         }
         extra_allowed = re.compile(rf"({re.escape(prefix)})?({family.extra_allowed})")
-        check_tensors(
+        safetensors.check_tensors(
             files, wanted, cast=True, extra_allowed=lambda name: bool(extra_allowed.fullmatch(name))
         )
         values = [_read(files, place, prefix) for place in places]
@@ -175,6 +168,11 @@ class _TensorLocation:
         """Returns the shape of one layer's parameter."""
         return tuple(self.leaf.shape[1:] if self.layer == -1 else self.leaf.shape)
 
+    def hf_values(self, layer: int | None) -> np.ndarray:
+        """Returns the values of a tensor of theirs."""
+        leaf = self.leaf[layer] if self.layer == -1 else self.leaf
+        return self.entry.change.to_hf(np.asarray(leaf))
+
     def hf_shape(self) -> jax.ShapeDtypeStruct:
         """Returns the shape of a tensor of theirs."""
         own = jax.ShapeDtypeStruct(self.weft_shape(), self.leaf.dtype)
@@ -214,7 +212,7 @@ def _hf_tensor_name(place: _TensorLocation, layer: int | None, prefix: str) -> s
     return name if name.startswith("lm_head.") else prefix + name
 
 
-def _read(files: TensorFiles, place: _TensorLocation, prefix: str) -> jax.Array:
+def _read(files: safetensors.TensorFiles, place: _TensorLocation, prefix: str) -> jax.Array:
     leaf, change = place.leaf, place.entry.change
     value = np.empty(leaf.shape, jnp.dtype(leaf.dtype))
     for i in place.numbers():
@@ -235,7 +233,7 @@ def to_huggingface(
     params: NestedTensor,
     *,
     max_position_embeddings: int = 2048,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = safetensors.MAX_SHARD_BYTES,
 ) -> list[Path]:
     """Writes a causal LM as a Hugging Face checkpoint, which `transformers` loads.
 
@@ -254,19 +252,21 @@ def to_huggingface(
     """
     family, values = _config_dict(cfg)
     settings = Settings(values, "the model")
-    leaves = dict(tensor_names(params))
+    leaves = dict(safetensors.tensor_names(params))
     pending = {}
     for place in _tensor_locations(family, settings, leaves):
         for i in place.numbers():
             theirs = _hf_tensor_name(place, i, family.prefix)
             shape, dtype = place.hf_shape().shape, place.leaf.dtype
-            pending[theirs] = PendingTensor(shape, dtype, _reader(place, i))
+            pending[theirs] = safetensors.PendingTensor(
+                shape, dtype, functools.partial(place.hf_values, i)
+            )
     if family is not GPT2:
         values["max_position_embeddings"] = max_position_embeddings
     dtypes = sorted({jnp.dtype(leaf.dtype).name for leaf in leaves.values()})
     values |= {"architectures": [family.architecture], "dtype": dtypes[-1]}
     # "pt" is the layout that other programs expect.
-    files = write_tensors(
+    files = safetensors.write_tensors(
         Path(folder) / "model.safetensors",
         pending,
         metadata={"format": "pt"},
@@ -275,14 +275,6 @@ def to_huggingface(
     path = Path(folder) / CONFIG
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return [path, *files]
-
-
-def _reader(place: _TensorLocation, layer: int | None) -> Callable[[], np.ndarray]:
-    def read() -> np.ndarray:
-        leaf = place.leaf[layer] if place.layer == -1 else place.leaf
-        return place.entry.change.to_hf(np.asarray(leaf))
-
-    return read
 
 
 def _config_dict(cfg: object) -> tuple[Family, dict[str, Any]]:

@@ -15,12 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from weft import hierarchy
 from weft.errors import HuggingFaceConfigError
-from weft.hierarchy.attention.feed_forward import TransformerFeedForwardLayer
-from weft.hierarchy.attention.stack import RepeatedTransformerLayer
 from weft.hierarchy.causal_lm import Model
-from weft.hierarchy.decoder import Decoder
-from weft.hierarchy.layers.stochastic import Dropout
 from weft.interop.huggingface.settings import ACTIVATIONS, NO_PADDING, Settings
 
 Array = np.ndarray | jax.Array
@@ -62,15 +59,10 @@ def _interleaved(dim: int) -> np.ndarray:
     return np.arange(dim).reshape(2, -1).T.ravel()
 
 
-def _to_interleaved(x: Array) -> Any:
-    return x[..., _interleaved(x.shape[-1])]
-
-
-def _to_halves(x: Array) -> Any:
-    return x[..., np.argsort(_interleaved(x.shape[-1]))]
-
-
-ROTARY = Conversion(_to_interleaved, _to_halves)
+ROTARY = Conversion(
+    lambda x: x[..., _interleaved(x.shape[-1])],
+    lambda x: x[..., np.argsort(_interleaved(x.shape[-1]))],
+)
 """A vector for the dimensions of a head that is rotated."""
 
 
@@ -155,13 +147,15 @@ class Family(NamedTuple):
 
 def decoder_config(
     s: Settings, layer: object, *, num_layers: int, dim: int, norm: object
-) -> Decoder.Config:
+) -> hierarchy.Decoder.Config:
     """Returns the config of a decoder with tied embeddings, without positions.
 
     `dim` is the model dimension, and `norm` follows the last layer.
     """
-    stack = RepeatedTransformerLayer.default_config().set(num_layers=num_layers, layer=layer)
-    return Decoder.default_config().set(
+    stack = hierarchy.RepeatedTransformerLayer.default_config().set(
+        num_layers=num_layers, layer=layer
+    )
+    return hierarchy.Decoder.default_config().set(
         vocab_size=s.size("vocab_size"),
         dim=dim,
         transformer=stack,
@@ -176,7 +170,7 @@ def special_tokens(decoder: object) -> dict[str, Any]:
     return {name: None if i == NO_PADDING else i for name, i in tokens.items()}
 
 
-def dropout_rate(decoder: Decoder.Config, dropout: Dropout.Config) -> float:
+def dropout_rate(decoder: hierarchy.Decoder.Config, dropout: hierarchy.Dropout.Config) -> float:
     """Returns the rate of a dropout config in training, by default the decoder's."""
     return decoder.dropout_rate if dropout.rate is None else dropout.rate
 
@@ -196,10 +190,18 @@ def activation_name(activation: str) -> str:
     return names[activation]
 
 
-def hidden_dim(feed_forward: TransformerFeedForwardLayer.Config, input_dim: int) -> int:
+def hidden_dim(feed_forward: hierarchy.TransformerFeedForwardLayer.Config, input_dim: int) -> int:
     """Returns the hidden dimension of a feed-forward config, computed if it is a function."""
     value = feed_forward.hidden_dim
     return value if isinstance(value, int) else value.clone(input_dim=input_dim).instantiate()
+
+
+def linear_entries(
+    hf_name: str, weft_name: str, kernel: Conversion = IDENTITY, bias: Conversion | None = None
+) -> list[TensorMapping]:
+    """Returns the entries of a linear layer or table, from the changes of its kernel and bias."""
+    changes = {"weight": kernel} if bias is None else {"weight": kernel, "bias": bias}
+    return [TensorMapping(f"{hf_name}.{n}", f"{weft_name}.{n}", c) for n, c in changes.items()]
 
 
 def norm_entries(hf_name: str, weft_name: str, *, bias: bool = False) -> list[TensorMapping]:

@@ -2,26 +2,9 @@
 
 from typing import Any
 
-from weft.hierarchy.attention.bias import CausalAttentionBias
-from weft.hierarchy.attention.multihead_attention import MultiheadAttention
-from weft.hierarchy.attention.qkv_linear import FusedQKVLinear
-from weft.hierarchy.attention.transformer import TransformerLayer
+from weft import hierarchy
 from weft.hierarchy.causal_lm import Model
-from weft.hierarchy.layers.embedding import LearnedPositionalEmbedding
-from weft.hierarchy.layers.normalization import LayerNorm
-from weft.hierarchy.layers.stochastic import Dropout
 from weft.interop.huggingface import family
-from weft.interop.huggingface.family import (
-    IDENTITY,
-    Family,
-    TensorMapping,
-    activation_name,
-    decoder_config,
-    dropout_rate,
-    hidden_dim,
-    norm_entries,
-    special_tokens,
-)
 from weft.interop.huggingface.settings import MAX_LAYERS, Settings
 
 
@@ -34,15 +17,15 @@ def _read(s: Settings) -> Model.Config:
     heads = s.size("n_head")
     if dim % heads:
         raise s.refusal("n_head", heads, f"divides n_embd={dim}")
-    norm = LayerNorm.default_config().set(eps=s.number("layer_norm_epsilon", 1e-5))
-    layer = TransformerLayer.default_config()
+    norm = hierarchy.LayerNorm.default_config().set(eps=s.number("layer_norm_epsilon", 1e-5))
+    layer = hierarchy.TransformerLayer.default_config()
     layer.self_attention.set(
         norm=norm,
         dropout=s.dropout("resid_pdrop", 0.1),
-        attention=MultiheadAttention.default_config().set(
+        attention=hierarchy.MultiheadAttention.default_config().set(
             num_heads=heads,
-            mask=CausalAttentionBias.default_config(),
-            input_linear=FusedQKVLinear.default_config(),
+            mask=hierarchy.CausalAttentionBias.default_config(),
+            input_linear=hierarchy.FusedQKVLinear.default_config(),
             dropout=s.dropout("attn_pdrop", 0.1),
         ),
     )
@@ -51,10 +34,10 @@ def _read(s: Settings) -> Model.Config:
         hidden_dim=s.size("n_inner", 4 * dim),
         activation=s.activation("activation_function", "gelu_new"),
         dropout=s.dropout("resid_pdrop", 0.1),
-        hidden_dropout=Dropout.default_config().set(rate=0.0),
+        hidden_dropout=hierarchy.Dropout.default_config().set(rate=0.0),
     )
-    decoder = decoder_config(s, layer, num_layers=num_layers, dim=dim, norm=norm)
-    decoder.emb.pos_emb = LearnedPositionalEmbedding.default_config().set(
+    decoder = family.decoder_config(s, layer, num_layers=num_layers, dim=dim, norm=norm)
+    decoder.emb.pos_emb = hierarchy.LearnedPositionalEmbedding.default_config().set(
         shape=(s.size("n_positions", 1024),)
     )
     decoder.emb.dropout = s.dropout("embd_pdrop", 0.1)
@@ -69,47 +52,48 @@ def _write(cfg: Any) -> dict[str, Any]:
         "n_embd": decoder.dim,
         "n_layer": decoder.transformer.num_layers,
         "n_head": layer.self_attention.attention.num_heads,
-        "n_inner": hidden_dim(layer.feed_forward, decoder.dim),
+        "n_inner": family.hidden_dim(layer.feed_forward, decoder.dim),
         "n_positions": decoder.emb.pos_emb.shape[0],
         "vocab_size": decoder.vocab_size,
-        "activation_function": activation_name(layer.feed_forward.activation),
+        "activation_function": family.activation_name(layer.feed_forward.activation),
         "layer_norm_epsilon": decoder.output_norm.eps,
         "tie_word_embeddings": True,
-        **special_tokens(decoder),
-        "attn_pdrop": dropout_rate(decoder, layer.self_attention.attention.dropout),
-        "embd_pdrop": dropout_rate(decoder, decoder.emb.dropout),
-        "resid_pdrop": dropout_rate(decoder, layer.self_attention.dropout),
+        **family.special_tokens(decoder),
+        "attn_pdrop": family.dropout_rate(decoder, layer.self_attention.attention.dropout),
+        "embd_pdrop": family.dropout_rate(decoder, decoder.emb.dropout),
+        "resid_pdrop": family.dropout_rate(decoder, layer.self_attention.dropout),
     }
 
 
-def _entries(s: Settings) -> list[TensorMapping]:
+def _entries(s: Settings) -> list[family.TensorMapping]:
     heads = s.size("n_head")
     attention, ff = "self_attention.attention", "feed_forward"
-    fused = f"{attention}.i_proj.qkv_proj"
     return [
-        TensorMapping("wte.weight", "decoder.emb.token_emb.weight", IDENTITY),
-        TensorMapping("wpe.weight", "decoder.emb.pos_emb.weight", family.POSITIONS),
-        *norm_entries("ln_f", "decoder.output_norm", bias=True),
-        *norm_entries("h.{}.ln_1", "self_attention.norm", bias=True),
-        *norm_entries("h.{}.ln_2", f"{ff}.norm", bias=True),
-        TensorMapping(
-            "h.{}.attn.c_attn.weight", f"{fused}.weight", family.fused_heads_of_conv(heads)
+        *family.linear_entries("wte", "decoder.emb.token_emb"),
+        *family.linear_entries("wpe", "decoder.emb.pos_emb", family.POSITIONS),
+        *family.norm_entries("ln_f", "decoder.output_norm", bias=True),
+        *family.norm_entries("h.{}.ln_1", "self_attention.norm", bias=True),
+        *family.norm_entries("h.{}.ln_2", f"{ff}.norm", bias=True),
+        *family.linear_entries(
+            "h.{}.attn.c_attn",
+            f"{attention}.i_proj.qkv_proj",
+            family.fused_heads_of_conv(heads),
+            family.fused_head_biases(heads),
         ),
-        TensorMapping("h.{}.attn.c_attn.bias", f"{fused}.bias", family.fused_head_biases(heads)),
-        TensorMapping(
-            "h.{}.attn.c_proj.weight",
-            f"{attention}.o_proj.weight",
+        *family.linear_entries(
+            "h.{}.attn.c_proj",
+            f"{attention}.o_proj",
             family.output_heads_of_conv(heads),
+            family.IDENTITY,
         ),
-        TensorMapping("h.{}.attn.c_proj.bias", f"{attention}.o_proj.bias", IDENTITY),
-        TensorMapping("h.{}.mlp.c_fc.weight", f"{ff}.linear1.weight", IDENTITY),
-        TensorMapping("h.{}.mlp.c_fc.bias", f"{ff}.linear1.bias", IDENTITY),
-        TensorMapping("h.{}.mlp.c_proj.weight", f"{ff}.linear2.weight", IDENTITY),
-        TensorMapping("h.{}.mlp.c_proj.bias", f"{ff}.linear2.bias", IDENTITY),
+        *family.linear_entries("h.{}.mlp.c_fc", f"{ff}.linear1", family.IDENTITY, family.IDENTITY),
+        *family.linear_entries(
+            "h.{}.mlp.c_proj", f"{ff}.linear2", family.IDENTITY, family.IDENTITY
+        ),
     ]
 
 
-GPT2 = Family(
+GPT2 = family.Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     prefix="transformer.",

@@ -7,30 +7,10 @@ qwen3     norms of queries and keys, before they are rotated
 
 from typing import Any, NamedTuple
 
+from weft import hierarchy
 from weft.config import config_for_function
-from weft.hierarchy.attention.bias import CausalAttentionBias
-from weft.hierarchy.attention.multihead_attention import GroupedQueryAttention
-from weft.hierarchy.attention.qkv_linear import GroupedQKVLinear
-from weft.hierarchy.attention.rope import RoFormerQKVLinear
-from weft.hierarchy.attention.scale_qk import ScaleKey, ScaleQuery, constant_scale_fn
-from weft.hierarchy.attention.transformer import TransformerLayer
 from weft.hierarchy.causal_lm import Model
-from weft.hierarchy.decoder import LmHead
-from weft.hierarchy.layers.normalization import RMSNorm
 from weft.interop.huggingface import family
-from weft.interop.huggingface.family import (
-    IDENTITY,
-    ROTARY,
-    TRANSPOSED,
-    Family,
-    TensorMapping,
-    activation_name,
-    decoder_config,
-    dropout_rate,
-    hidden_dim,
-    norm_entries,
-    special_tokens,
-)
 from weft.interop.huggingface.settings import MAX_LAYERS, Settings, rotary_settings
 
 
@@ -74,25 +54,25 @@ def _read(s: Settings) -> Model.Config:
             raise s.refusal("layer_types", kind, "can be 'full_attention'")
     s.require("pretraining_tp", 1)
     v, dim, heads = _variant(s), s.size("hidden_size"), s.size("num_attention_heads")
-    norm = RMSNorm.default_config().set(eps=s.number("rms_norm_eps", 1e-6))
-    qkv = RoFormerQKVLinear.default_config().set(
+    norm = hierarchy.RMSNorm.default_config().set(eps=s.number("rms_norm_eps", 1e-6))
+    qkv = hierarchy.RoFormerQKVLinear.default_config().set(
         rope_pos_emb_layer=s.rotary(),
-        input_linear=GroupedQKVLinear.default_config().set(num_kv_heads=v.kv_heads),
+        input_linear=hierarchy.GroupedQKVLinear.default_config().set(num_kv_heads=v.kv_heads),
         rotary_value=False,
     )
     qkv.input_linear.layer.bias = v.qkv_bias
     if v.qk_norm:
         # Before the rotation; the scale of the logits comes after it, in the attention.
-        one = config_for_function(constant_scale_fn).set(value=1.0)
-        qkv.query_scale = ScaleQuery.default_config().set(norm=norm, scale_factor=one)
-        qkv.key_scale = ScaleKey.default_config().set(norm=norm)
-    layer = TransformerLayer.default_config()
+        one = config_for_function(hierarchy.constant_scale_fn).set(value=1.0)
+        qkv.query_scale = hierarchy.ScaleQuery.default_config().set(norm=norm, scale_factor=one)
+        qkv.key_scale = hierarchy.ScaleKey.default_config().set(norm=norm)
+    layer = hierarchy.TransformerLayer.default_config()
     layer.self_attention.set(
         norm=norm,
-        attention=GroupedQueryAttention.default_config().set(
+        attention=hierarchy.GroupedQueryAttention.default_config().set(
             num_heads=heads,
             hidden_dim=heads * v.head_dim,
-            mask=CausalAttentionBias.default_config(),
+            mask=hierarchy.CausalAttentionBias.default_config(),
             input_linear=qkv,
             dropout=s.dropout("attention_dropout", 0.0),
         ),
@@ -105,9 +85,9 @@ def _read(s: Settings) -> Model.Config:
     )
     layer.feed_forward.linear1.bias = layer.feed_forward.linear2.bias = v.mlp_bias
     num_layers = s.size("num_hidden_layers", most=MAX_LAYERS)
-    decoder = decoder_config(s, layer, num_layers=num_layers, dim=dim, norm=norm)
+    decoder = family.decoder_config(s, layer, num_layers=num_layers, dim=dim, norm=norm)
     if not s.flag("tie_word_embeddings", False):
-        decoder.lm_head = LmHead.default_config()
+        decoder.lm_head = hierarchy.LmHead.default_config()
     return Model.default_config().set(decoder=decoder)
 
 
@@ -125,65 +105,60 @@ def _write(cfg: Any) -> dict[str, Any]:
     return {
         "model_type": kind,
         "hidden_size": decoder.dim,
-        "intermediate_size": hidden_dim(ff, decoder.dim),
+        "intermediate_size": family.hidden_dim(ff, decoder.dim),
         "num_hidden_layers": decoder.transformer.num_layers,
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": qkv.input_linear.num_kv_heads,
         "head_dim": (attention.hidden_dim or decoder.dim) // attention.num_heads,
-        "hidden_act": activation_name(ff.activation[0]),
+        "hidden_act": family.activation_name(ff.activation[0]),
         "rms_norm_eps": decoder.output_norm.eps,
         "rope_parameters": rotary_settings(qkv.rope_pos_emb_layer),
-        "attention_dropout": dropout_rate(decoder, attention.dropout),
+        "attention_dropout": family.dropout_rate(decoder, attention.dropout),
         "tie_word_embeddings": decoder.lm_head is None,
         "vocab_size": decoder.vocab_size,
         **biases,
-        **special_tokens(decoder),
+        **family.special_tokens(decoder),
     }
 
 
-def _entries(s: Settings) -> list[TensorMapping]:
+def _entries(s: Settings) -> list[family.TensorMapping]:
     v, heads = _variant(s), s.size("num_attention_heads")
     attention, ff = "self_attention.attention", "feed_forward"
     qkv = f"{attention}.i_proj"
     entries = [
-        TensorMapping("embed_tokens.weight", "decoder.emb.token_emb.weight", IDENTITY),
-        *norm_entries("norm", "decoder.output_norm"),
-        *norm_entries("layers.{}.input_layernorm", "self_attention.norm"),
-        *norm_entries("layers.{}.post_attention_layernorm", f"{ff}.norm"),
+        *family.linear_entries("embed_tokens", "decoder.emb.token_emb"),
+        *family.norm_entries("norm", "decoder.output_norm"),
+        *family.norm_entries("layers.{}.input_layernorm", "self_attention.norm"),
+        *family.norm_entries("layers.{}.post_attention_layernorm", f"{ff}.norm"),
     ]
     if not s.flag("tie_word_embeddings", False):
-        entries.append(TensorMapping("lm_head.weight", "decoder.lm_head.weight", IDENTITY))
+        entries += family.linear_entries("lm_head", "decoder.lm_head")
     for name, count in (("q_proj", heads), ("k_proj", v.kv_heads), ("v_proj", v.kv_heads)):
-        hf_name, weft_name = f"layers.{{}}.self_attn.{name}", f"{qkv}.i_proj.{name}"
         rotary = name != "v_proj"
-        change = family.input_heads(count, rotary=rotary)
-        entries.append(TensorMapping(f"{hf_name}.weight", f"{weft_name}.weight", change))
-        if v.qkv_bias:
-            change = family.head_biases(count, rotary=rotary)
-            entries.append(TensorMapping(f"{hf_name}.bias", f"{weft_name}.bias", change))
-    if v.qk_norm:
-        for name in ("q", "k"):
-            weft_name = f"{qkv}.{'query' if name == 'q' else 'key'}_scale.norm.scale"
-            entries.append(
-                TensorMapping(f"layers.{{}}.self_attn.{name}_norm.weight", weft_name, ROTARY)
-            )
-    hf_name, weft_name = "layers.{}.self_attn.o_proj", f"{attention}.o_proj"
-    entries.append(
-        TensorMapping(f"{hf_name}.weight", f"{weft_name}.weight", family.output_heads(heads))
+        entries += family.linear_entries(
+            f"layers.{{}}.self_attn.{name}",
+            f"{qkv}.i_proj.{name}",
+            family.input_heads(count, rotary=rotary),
+            family.head_biases(count, rotary=rotary) if v.qkv_bias else None,
+        )
+    for name, scale in (("q_norm", "query_scale"), ("k_norm", "key_scale")) if v.qk_norm else ():
+        hf_name, weft_name = f"layers.{{}}.self_attn.{name}.weight", f"{qkv}.{scale}.norm.scale"
+        entries.append(family.TensorMapping(hf_name, weft_name, family.ROTARY))
+    entries += family.linear_entries(
+        "layers.{}.self_attn.o_proj",
+        f"{attention}.o_proj",
+        family.output_heads(heads),
+        family.IDENTITY if v.output_bias else None,
     )
-    if v.output_bias:
-        entries.append(TensorMapping(f"{hf_name}.bias", f"{weft_name}.bias", IDENTITY))
-    linears = {"gate_proj": "linear1_0", "up_proj": "linear1_1", "down_proj": "linear2"}
-    for hf_name, weft_name in linears.items():
-        name = f"layers.{{}}.mlp.{hf_name}"
-        entries.append(TensorMapping(f"{name}.weight", f"{ff}.{weft_name}.weight", TRANSPOSED))
-        if v.mlp_bias:
-            entries.append(TensorMapping(f"{name}.bias", f"{ff}.{weft_name}.bias", IDENTITY))
+    bias = family.IDENTITY if v.mlp_bias else None
+    for name, layer in (("gate", "linear1_0"), ("up", "linear1_1"), ("down", "linear2")):
+        hf_name, weft_name = f"layers.{{}}.mlp.{name}_proj", f"{ff}.{layer}"
+        entries += family.linear_entries(hf_name, weft_name, family.TRANSPOSED, bias)
     return entries
 
 
-def _family(model_type: str, architecture: str) -> Family:
-    return Family(
+def _family(model_type: str, architecture: str) -> family.Family:
+    return family.Family(
         model_type=model_type,
         architecture=architecture,
         prefix="model.",

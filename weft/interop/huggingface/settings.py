@@ -4,14 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from weft import hierarchy
 from weft.errors import HuggingFaceConfigError
 from weft.functional import yarn_magnitude
-from weft.hierarchy.attention.rope import (
-    Llama3SinusoidalPositionalEmbedding,
-    RoFormerSinusoidalPositionalEmbedding,
-    YaRNSinusoidalPositionalEmbedding,
-)
-from weft.hierarchy.layers.stochastic import Dropout
 
 ACTIVATIONS = {
     **{"silu": "nn.silu", "swish": "nn.silu", "relu": "nn.relu", "gelu": "exact_gelu"},
@@ -110,9 +105,9 @@ class Settings:
             raise self.refusal(name, value, f"can be {' or '.join(map(repr, ACTIVATIONS))}")
         return ACTIVATIONS[value]
 
-    def dropout(self, name: str, default: float) -> Dropout.Config:
+    def dropout(self, name: str, default: float) -> hierarchy.Dropout.Config:
         """Returns the dropout config for the rate in the setting `name`."""
-        return Dropout.default_config().set(rate=self.number(name, default, most=1.0))
+        return hierarchy.Dropout.default_config().set(rate=self.number(name, default, most=1.0))
 
     def special_tokens(self) -> dict[str, int]:
         """Returns the ids of padding and end of sequence; of several end ids, the first."""
@@ -124,7 +119,7 @@ class Settings:
                 raise self.refusal(name, value, f"can be the id of a token, or {NO_PADDING}")
         return ids
 
-    def rotary(self) -> RoFormerSinusoidalPositionalEmbedding.Config:
+    def rotary(self) -> hierarchy.RoFormerSinusoidalPositionalEmbedding.Config:
         """Returns the config of rotary positions.
 
         Raises:
@@ -147,13 +142,13 @@ class Settings:
 
 
 def _plain(rope: Settings, length: int) -> Any:
-    return RoFormerSinusoidalPositionalEmbedding.default_config()
+    return hierarchy.RoFormerSinusoidalPositionalEmbedding.default_config()
 
 
 def _linear(rope: Settings, length: int) -> Any:
     """Divides all frequencies, as YaRN without exceptions; the length does not matter."""
     factor = rope.number("factor", least=_LEAST_FACTOR)
-    return YaRNSinusoidalPositionalEmbedding.default_config().set(
+    return hierarchy.YaRNSinusoidalPositionalEmbedding.default_config().set(
         original_max_seq_length=1,
         scaling_factor=factor,
         extrapolation_factor=0.0,
@@ -167,7 +162,7 @@ def _yarn(rope: Settings, length: int) -> Any:
     rope.require("truncate", True)
     factor = rope.number("factor", least=_LEAST_FACTOR)
     magnitude = yarn_magnitude(factor)
-    return YaRNSinusoidalPositionalEmbedding.default_config().set(
+    return hierarchy.YaRNSinusoidalPositionalEmbedding.default_config().set(
         original_max_seq_length=length,
         scaling_factor=factor,
         attn_factor=rope.number("attention_factor", magnitude) / magnitude,
@@ -181,7 +176,7 @@ def _llama3(rope: Settings, length: int) -> Any:
     high = rope.number("high_freq_factor", least=_LEAST_FACTOR)
     if not low < high:
         raise rope.refusal("high_freq_factor", high, f"can be above low_freq_factor={low:g}")
-    return Llama3SinusoidalPositionalEmbedding.default_config().set(
+    return hierarchy.Llama3SinusoidalPositionalEmbedding.default_config().set(
         original_max_seq_length=rope.size("original_max_position_embeddings"),
         scaling_factor=rope.number("factor", least=_LEAST_FACTOR),
         low_freq_factor=low,
@@ -192,10 +187,10 @@ def _llama3(rope: Settings, length: int) -> Any:
 _ROTARY = {"default": _plain, "linear": _linear, "yarn": _yarn, "llama3": _llama3}
 
 
-def rotary_settings(cfg: RoFormerSinusoidalPositionalEmbedding.Config) -> dict[str, Any]:
+def rotary_settings(cfg: hierarchy.RoFormerSinusoidalPositionalEmbedding.Config) -> dict[str, Any]:
     """Returns rotary positions as in `config.json`: the inverse of `Settings.rotary`."""
     values: dict[str, Any] = {"rope_theta": float(cfg.theta)}
-    if isinstance(cfg, Llama3SinusoidalPositionalEmbedding.Config):
+    if isinstance(cfg, hierarchy.Llama3SinusoidalPositionalEmbedding.Config):
         values |= {
             "rope_type": "llama3",
             "factor": float(cfg.scaling_factor),
@@ -203,7 +198,7 @@ def rotary_settings(cfg: RoFormerSinusoidalPositionalEmbedding.Config) -> dict[s
             "high_freq_factor": float(cfg.high_freq_factor),
             "original_max_position_embeddings": cfg.original_max_seq_length,
         }
-    elif isinstance(cfg, YaRNSinusoidalPositionalEmbedding.Config):
+    elif isinstance(cfg, hierarchy.YaRNSinusoidalPositionalEmbedding.Config):
         factor = float(cfg.scaling_factor)
         attention = yarn_magnitude(factor, cfg.attn_factor)
         values["factor"] = factor
