@@ -21,7 +21,7 @@ def said(before, after):
     return list(compare(before, after).lines())
 
 
-def test_what_is_faster_or_slower_beyond_its_noise_is_said_with_both_numbers():
+def test_changes_beyond_noise_are_reported_with_both_numbers():
     before = answer(line("a", 1.0, 1.1, 1.2), line("b", 2.0, 2.1, 2.2), line("c", 1.0, 1.5, 2.0))
     after = answer(line("a", 0.5, 0.6, 0.7), line("b", 3.0, 3.1, 3.2), line("c", 1.0, 1.8, 2.2))
     assert said(before, after) == [
@@ -39,7 +39,7 @@ def grown(*ratios, **more):
     return {"growth": Answer("How?", {**HERE, **more}, [], [curve])}
 
 
-def test_a_curve_that_grows_faster_or_slower_is_said_at_its_end():
+def test_changed_curve_is_reported_at_its_last_point():
     flat = [(0.9, 1.0, 1.1)] * 4
     assert said(grown(*flat), grown(*flat)) == [
         "Compared with the last commit: 0 of 1 lines moved beyond noise."
@@ -63,29 +63,29 @@ def test_a_curve_that_grows_faster_or_slower_is_said_at_its_end():
     ],
     ids=["below", "one", "overlap", "both ways", "little"],
 )
-def test_a_curve_that_moves_within_noise_is_not_said(after):
+def test_curve_within_noise_is_not_reported(after):
     before = [(0.9, 1.0, 1.0)] * 4
     assert not compare(grown(*before), grown(*after)).moves
 
 
-def test_curves_of_other_points_are_compared_where_both_have_some():
+def test_curves_are_compared_at_common_points():
     before, after = grown(*[(0.9, 1.0, 1.1)] * 2), grown(*[(1.9, 2.0, 2.1)] * 4)
     assert said(before, after)[1] == "worse: Calls, Weft at 10: 1 (0.9 … 1.1) -> 2 (1.9 … 2.1)"
 
 
-def test_less_than_five_percent_is_no_move_however_little_noise_there_is():
+def test_changes_below_five_percent_are_ignored():
     before = answer(line("a", 1.0, 1.001, 1.002))
     assert not compare(before, answer(line("a", 1.048, 1.049, 1.05))).moves
     assert compare(before, answer(line("a", 1.06, 1.061, 1.062))).moves
 
 
-def test_counts_move_without_noise():
+def test_counts_have_no_noise_margin():
     before, after = answer(counted("n", 0, at_most=0)), answer(counted("n", 1, at_most=0))
     assert said(before, after)[1] == "worse: n: 0 (counted) -> 1 (counted)"
     assert not compare(after, after).moves
 
 
-def test_lines_that_are_new_or_gone_and_another_machine_are_named():
+def test_new_and_removed_lines_and_machine_change_are_reported():
     before = answer(line("a", 1.0, 1.0), line("old", 1.0, 1.0))
     after = answer(line("a", 1.0, 1.0), line("new", 1.0, 1.0), cpus=8)
     assert said(before, after) == [
@@ -96,12 +96,12 @@ def test_lines_that_are_new_or_gone_and_another_machine_are_named():
     ]
 
 
-def test_questions_that_were_not_asked_are_not_compared():
+def test_only_measured_questions_are_compared():
     before = answer(line("a", 1.0, 1.0)) | {"depth": Answer("", HERE, [line("d", 1.0, 1.0)])}
     assert said(before, answer(line("a", 1.0, 1.0))) == [
         "Compared with the last commit: 0 of 1 lines moved beyond noise."
     ]
 
 
-def test_without_a_commit_before_there_is_nothing_to_compare_with():
+def test_missing_previous_results_are_reported():
     assert re.search("Nothing of this was committed", said({}, answer(line("a", 1.0, 1.0)))[0])

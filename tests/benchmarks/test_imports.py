@@ -28,7 +28,7 @@ def install(tmp_path, monkeypatch):
     return make
 
 
-def test_an_extra_brings_what_it_needs_beyond_what_is_needed_anyway(install):
+def test_extra_size_excludes_base_dependencies(install):
     install("base-x", 1_000_000)
     install("deep", 2_000_000, requires=["extra_top", "base_x"])
     install("extra-top", 3_000_000, requires=["deep[fast]", "never; extra == 'other'"])
@@ -42,7 +42,7 @@ def test_an_extra_brings_what_it_needs_beyond_what_is_needed_anyway(install):
     assert more.note == "5.0 MB in 2 distributions; extra-top alone 3.0 MB"
 
 
-def test_what_is_not_installed_is_named(install):
+def test_missing_package_is_reported(install):
     install("product", 1, requires=["absent>=2"])
     with pytest.raises(PackageNotFoundError, match="absent"):
         imports.closure(distribution("product"))
@@ -63,7 +63,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_what_takes_long_to_import_waits_until_it_is_used():
+def test_slow_imports_are_lazy():
     # All in one process: what the first of them leaves out, the next ones may bring.
     command = [sys.executable, "-c", _IMPORTED, *_LEFT_OUT]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

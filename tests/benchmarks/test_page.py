@@ -27,7 +27,7 @@ def shown(**answers):
     return page.updated(text, answers)
 
 
-def test_the_page_is_what_the_results_say():
+def test_page_matches_results():
     text = page.PAGE.read_text(encoding="utf-8")
     assert page.updated(text, results.load()) == text, "python -m benchmarks --page"
 
@@ -38,13 +38,13 @@ def test_every_target_is_met_or_explained():
     assert [row.question for row in rows if row.at_most is not None and 1 < row.pairs < 15] == []
 
 
-def test_what_is_written_by_hand_stays():
+def test_handwritten_text_is_preserved():
     text = shown(dispatch=Answer("How fast?", HERE, [SLOW]))
     assert text.startswith("Before.\n\n<!--") and text.endswith("-->\n\nAfter.\n")
     assert "old" not in text
 
 
-def test_a_line_is_a_row_of_its_question_and_a_miss_has_its_reason_below():
+def test_missed_target_is_explained_below_its_row():
     text = shown(dispatch=Answer("How fast?", HERE, [SLOW], [CURVE]))
     assert "### dispatch\n\nHow fast?\n" in text
     assert (
@@ -65,12 +65,12 @@ def test_a_line_is_a_row_of_its_question_and_a_miss_has_its_reason_below():
         ("size of weft and its needs / of jax's", "size of weft and its needs / of jax's", "Weft"),
     ],
 )
-def test_a_line_says_which_library_it_is_of(question, subject, name):
+def test_library_is_parsed_from_row_name(question, subject, name):
     assert naming.library(question) == (subject, name)
     assert naming.family(name) in naming.FAMILIES
 
 
-def test_each_question_with_a_target_is_one_line_with_all_libraries():
+def test_overview_has_one_row_per_question_with_target():
     rows = [
         row("a call, Weft Linen / raw", ([0.5] * 15, [1.0], [1.0]), at_most=1.0),
         row("a call, Weft NNX / raw", ([2.0] * 15, [1.0], [1.0]), at_most=1.5, why="So it is."),
@@ -86,7 +86,7 @@ def test_each_question_with_a_target_is_one_line_with_all_libraries():
     ]  # fmt: skip
 
 
-def test_the_place_is_said_once_and_apart_where_it_differs():
+def test_machine_is_stated_once_unless_it_differs():
     same = shown(a=Answer("A?", HERE, [SLOW]), b=Answer("B?", HERE, [SLOW]))
     assert same.count("x86_64") == 1
     assert "Weft 1, JAX 2, Python 3.11, Flax 4 · x86_64; 2 CPUs, 1 GiB" in same
@@ -95,14 +95,14 @@ def test_the_place_is_said_once_and_apart_where_it_differs():
     assert "2026-01-02 · Not installed, so left out: Equinox, Haiku. (b)" in apart
 
 
-def test_answers_are_kept_whole(tmp_path):
+def test_answers_round_trip(tmp_path):
     answers = {"dispatch": Answer("How fast?", HERE, [SLOW, counted("n", 1, at_most=1)], [CURVE])}
     results.save(answers, tmp_path / "results.json")
     assert results.load(tmp_path / "results.json") == answers
     assert results.load(tmp_path / "none.json") == {}
 
 
-def test_a_question_answers_with_rows_and_curves_alone():
+def test_invalid_answer_type_is_rejected():
     assert Answer.of("?", HERE, [SLOW, CURVE]).curves == [CURVE]
     with pytest.raises(TypeError, match=r"run\(\) returned 3 in its list; only Row and Curve"):
         Answer.of("?", HERE, [SLOW, 3])

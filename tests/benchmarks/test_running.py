@@ -117,7 +117,7 @@ def asked(tmp_path_factory):
     return repository, first, repository.run("qui")
 
 
-def test_a_question_that_fails_is_shown_at_the_end_and_the_others_go_on(asked):
+def test_failure_is_reported_last_and_others_continue(asked):
     repository, first, _ = asked
     assert first.returncode == 1
     table, end = first.stdout.split("failing failed; what was measured of it before is kept:")
@@ -126,7 +126,7 @@ def test_a_question_that_fails_is_shown_at_the_end_and_the_others_go_on(asked):
     assert set(repository.results()) == {"quick", "kept"}
 
 
-def test_the_table_says_where_it_was_measured_and_what_is_met(asked):
+def test_table_shows_environment_and_target_status(asked):
     _, first, _ = asked
     assert re.search(r"^Weft .*, JAX .*, Python 3\.", first.stdout, re.MULTILINE)
     lines = [" ".join(line.split()) for line in first.stdout.splitlines()]
@@ -137,7 +137,7 @@ def test_the_table_says_where_it_was_measured_and_what_is_met(asked):
     assert "Calls:" in lines and "Weft: linear" in lines
 
 
-def test_a_run_says_what_moved_since_the_last_commit(asked):
+def test_run_reports_changes_since_last_commit(asked):
     _, first, second = asked
     assert "Nothing of this was committed before." in first.stdout
     assert second.returncode == 0, second.stderr
@@ -147,13 +147,13 @@ def test_a_run_says_what_moved_since_the_last_commit(asked):
     assert "gone: traces" in lines
 
 
-def test_a_target_that_is_missed_has_its_reason_below(asked):
+def test_missed_target_is_explained_below(asked):
     _, _, second = asked
     assert "explained [1]" in second.stdout and "[1] The floor is 1.5." in second.stdout
     assert "2 lines: 0 met, 1 explained, 0 missed" in second.stdout
 
 
-def test_what_was_not_asked_is_kept_and_what_is_gone_is_dropped(asked):
+def test_unselected_results_are_kept_and_stale_dropped(asked):
     repository, _, _ = asked
     results = repository.results()
     assert [row["question"] for row in results["kept"]["rows"]] == [
@@ -175,7 +175,7 @@ def test_the_page_shows_the_results_and_their_plots(asked):
         assert image.startswith(b"\x89PNG") and len(image) > 5000
 
 
-def test_the_page_is_written_again_without_measuring(asked):
+def test_page_is_rewritten_without_measuring(asked):
     repository, _, _ = asked
     text, before = repository.page.read_text(encoding="utf-8"), repository.results()
     (repository.root / "docs" / "performance" / "kept.png").unlink()
@@ -186,7 +186,7 @@ def test_the_page_is_written_again_without_measuring(asked):
     assert (repository.root / "docs" / "performance" / "kept.png").exists()
 
 
-def test_a_name_that_is_no_question_is_answered_with_those_that_are(asked):
+def test_unknown_question_lists_available_ones(asked):
     repository, _, _ = asked
     done = repository.run("quick", "slow", "kpet")
     assert done.returncode == 2
@@ -198,7 +198,7 @@ def test_a_name_that_is_no_question_is_answered_with_those_that_are(asked):
     ]
 
 
-def test_a_run_ends_with_where_it_was_written_and_with_what_is_missed(asked):
+def test_run_ends_with_written_files_and_missed_targets(asked):
     repository, _, _ = asked
     repository.question("quick", QUICK.replace("why=", "note="), ratio=1.5, more="")
     lines = repository.run("quick").stdout.splitlines()
@@ -221,14 +221,14 @@ def test_the_table_fits_the_terminal(asked, columns):
     assert ("1 ms against 1 ms" in row) == (columns == 200)
 
 
-def test_a_question_finds_nothing_of_what_was_asked_before_it(asked):
+def test_questions_run_isolated_from_each_other(asked):
     repository, _, _ = asked
     for name in ("left_1", "left_2"):
         repository.question(name, LEAVING)
     assert "2 lines: 2 met" in repository.run("left").stdout
 
 
-def test_a_run_that_is_stopped_keeps_and_shows_what_it_has_answered(asked):
+def test_interrupted_run_keeps_and_shows_results(asked):
     repository, _, _ = asked
     before = repository.results()
     repository.question("long", WAITING)

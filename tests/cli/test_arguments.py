@@ -28,12 +28,12 @@ def test_each_command_names_the_function_that_runs_it(command):
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_the_words_of_train_are_left_to_it():
+def test_train_parses_recipe_and_overrides():
     arguments = parse_arguments(["train", "lm", "max_step=3", "dir=x"])
     assert arguments.recipe_and_overrides == ["lm", "max_step=3", "dir=x"]
 
 
-def test_overrides_may_stand_after_options():
+def test_overrides_may_follow_options():
     arguments = parse_arguments(["check", "lm", "a=1", "--mesh", "data=2", "b=2"])
     assert (arguments.overrides, arguments.mesh) == (["a=1", "b=2"], "data=2")
     arguments = parse_arguments(["train", "lm", "--mesh", "data=2", "b=2"])
@@ -41,7 +41,7 @@ def test_overrides_may_stand_after_options():
 
 
 @pytest.mark.parametrize("words", [["recipes", "x=1"], ["check", "lm", "--mash", "data=2"]])
-def test_what_no_command_takes(words, capsys):
+def test_unrecognized_arguments(words, capsys):
     with pytest.raises(SystemExit):
         parse_arguments(words)
     assert f"unrecognized arguments: {words[-2 if len(words) > 2 else 1]}" in (
@@ -49,7 +49,7 @@ def test_what_no_command_takes(words, capsys):
     )
 
 
-def test_an_unknown_command_is_answered_with_the_nearest():
+def test_unknown_command_suggests_the_nearest():
     with pytest.raises(
         CommandLineError, match=r"unknown command 'inspct'\. Did you mean 'inspect'"
     ):

@@ -15,7 +15,7 @@ def elements(svg, tag):
     return [e for e in ET.fromstring(svg).iter() if e.tag == tag]
 
 
-def test_a_line_goes_down_where_values_fall():
+def test_line_descends_as_values_decrease():
     svg = line_chart([Series("loss", [(0, 4.0), (10, 1.0)], dots=True)], label="loss")
     first, last = elements(svg, "circle")
     assert float(first.get("cx")) < float(last.get("cx"))
@@ -23,14 +23,14 @@ def test_a_line_goes_down_where_values_fall():
     assert [e.text for e in elements(svg, "title")] == ["loss at 0: 4", "loss at 10: 1"]
 
 
-def test_a_level_is_named_and_inside_the_frame():
+def test_level_is_labeled_and_inside_the_frame():
     svg = line_chart([Series("loss", [(0, 2.0), (1, 1.9)])], levels={"bi<gram": 5.0}, height=320)
     (level,) = [p for p in elements(svg, "path") if p.get("class") == "level"]
     assert 0 <= float(level.get("d").split()[1].partition("H")[0]) <= 320
     assert "bi<gram 5" in [t.text for t in elements(svg, "text")]
 
 
-def test_lines_and_labels_fill_the_drawing_and_stay_inside():
+def test_lines_and_labels_stay_inside_the_drawing():
     svg = line_chart([Series("loss", [(0, 4.0), (10, 1.0)], dots=True)], width=400, height=320)
     assert svg.startswith('<svg viewBox="0 0 400 320"')
     labels = [(float(e.get("x")), float(e.get("y"))) for e in elements(svg, "text")]
@@ -39,7 +39,7 @@ def test_lines_and_labels_fill_the_drawing_and_stay_inside():
     assert dots[0][0] < 80 and dots[-1][0] > 320
 
 
-def test_values_that_are_not_finite_leave_a_chart_that_can_be_drawn():
+def test_nonfinite_values_are_omitted_from_the_chart():
     svg = line_chart([Series("loss", [(0, math.nan), (1, 2.0), (2, math.inf), (3, 1.0)])])
     assert "nan" not in svg and "inf" not in svg
     assert line_chart([Series("loss", [(0, math.nan)])]).count("<path") == line_chart([]).count(
@@ -47,7 +47,7 @@ def test_values_that_are_not_finite_leave_a_chart_that_can_be_drawn():
     )
 
 
-def test_many_points_are_thinned_but_the_ends_stay():
+def test_many_points_are_thinned_except_the_ends():
     points = [(i, float(i)) for i in range(10_000)]
     thin = thin_out(points)
     assert len(thin) == 500 and thin[0] == points[0] and thin[-1] == points[-1]
@@ -55,7 +55,7 @@ def test_many_points_are_thinned_but_the_ends_stay():
 
 @settings(deadline=None, max_examples=50)
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 12))
-def test_ticks_enclose_the_values_and_are_about_as_many_as_asked_for(low, spread, about):
+def test_ticks_enclose_values_and_match_requested_count(low, spread, about):
     found = ticks(low, low + spread, about)
     slack = 1e-6 * max(abs(low), spread)
     assert found[0] <= low + slack and found[-1] >= low + spread - slack
@@ -63,12 +63,12 @@ def test_ticks_enclose_the_values_and_are_about_as_many_as_asked_for(low, spread
 
 
 @pytest.mark.parametrize("value", [0.0, 5.0, -3.0])
-def test_ticks_of_a_single_value_are_around_it(value):
+def test_ticks_surround_a_single_value(value):
     found = ticks(value, value, 4)
     assert found[0] < value < found[-1]
 
 
-def test_smoothing_takes_out_noise_but_not_the_trend():
+def test_smoothing_removes_noise_keeps_trend():
     points = [(i, 100.0 - i + (-1) ** i) for i in range(100)]
     smooth = [y for _, y in smoothed(points)]
     assert all(a > b for a, b in pairwise(smooth[5:]))

@@ -15,7 +15,7 @@ TINY = ["model.decoder.transformer.num_layers=1", "input.source.sequence_length=
 
 @needs_eight
 @pytest.mark.long
-def test_a_recipe_that_fits(capsys):
+def test_valid_recipe(capsys):
     assert main(["check", "lm-tiny", *TINY, "--mesh", "fsdp=4,model=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "lm-tiny on fsdp=4 × model=2: 8 virtual CPU devices"
@@ -34,7 +34,7 @@ def test_a_recipe_that_fits(capsys):
 
 
 @needs_eight
-def test_a_recipe_that_does_not_divide(capsys):
+def test_indivisible_recipe(capsys):
     assert main(["check", "lm-tiny", "--mesh", "data=2,model=4"]) == 1
     lines = capsys.readouterr().out.splitlines()
     path = "decoder/transformer/repeat/layer/self_attention/attention/i_proj/i_proj/qkv_proj"
@@ -44,7 +44,7 @@ def test_a_recipe_that_does_not_divide(capsys):
 
 
 @needs_eight
-def test_rules_by_kind_are_shown_where_they_differ(capsys):
+def test_rules_by_kind_are_shown_if_different(capsys):
     kinds = ["rules_by_kind.parameters=[[fsdp,null]]", "rules_by_kind.gradients=[[fsdp,model]]"]
     arguments = [*TINY, *kinds, "--mesh", "fsdp=4,model=2", "input.source.global_batch_size=6"]
     assert main(["check", "lm-tiny", *arguments]) == 1
@@ -59,7 +59,7 @@ def test_rules_by_kind_are_shown_where_they_differ(capsys):
 
 
 @needs_eight
-def test_a_batch_that_does_not_divide(capsys):
+def test_indivisible_batch(capsys):
     overrides = ["input.source.global_batch_size=6", "--mesh", "data=4"]
     assert main(["check", "lm-tiny", *overrides]) == 1
     assert "  batch input_ids: axis 0 of size 6 does not divide over data=4" in (
@@ -69,7 +69,7 @@ def test_a_batch_that_does_not_divide(capsys):
 
 @needs_eight
 @pytest.mark.long
-def test_activations_that_do_not_divide(capsys):
+def test_indivisible_activations(capsys):
     field = "model.decoder.hidden_state_partition_spec=[null,null,[data,model]]"
     wide = ["model.decoder.dim=20", "model.decoder.transformer.layer.feed_forward.hidden_dim=64"]
     arguments = [*TINY, *wide, field, "--mesh", "data=4,model=2"]
@@ -77,19 +77,19 @@ def test_activations_that_do_not_divide(capsys):
     assert "of a value of shape" in capsys.readouterr().out
 
 
-def test_a_mesh_that_does_not_fit_the_devices(capsys):
+def test_mesh_size_mismatch(capsys):
     assert main(["check", "lm-tiny", "--mesh", "data=3", "--devices", "1"]) == 2
     assert "needs 3 devices and there are 1" in capsys.readouterr().err
 
 
-def test_more_devices_than_jax_has_made(capsys):
+def test_too_few_jax_devices(capsys):
     jax.devices()
     assert main(["check", "lm-tiny", "--mesh", "data=4096"]) == 2
     assert "4096 virtual CPU devices are needed" in capsys.readouterr().err
 
 
 @pytest.mark.long
-def test_a_process_of_its_own_makes_the_devices_that_it_needs(tmp_path):
+def test_subprocess_creates_requested_devices(tmp_path):
     arguments = ["--mesh", "data=-1,model=2", "--devices", "8", "--slices", "2"]
     words = ["check", "lm-tiny", *TINY, "input.source.global_batch_size=32", *arguments]
     done = subprocess.run(
@@ -104,7 +104,7 @@ def test_a_process_of_its_own_makes_the_devices_that_it_needs(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_the_collectives_of_several_slices_are_those_of_one():
+def test_collectives_are_equal_for_several_slices():
     mesh = types.SimpleNamespace(shape={"data": 4, "model": 2}, axis_names=("data", "model"))
     cfg = types.SimpleNamespace(mesh_shape=(4, 2))
     for platform, data in (("tpu", 2), ("gpu", 4)):

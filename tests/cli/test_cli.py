@@ -39,7 +39,7 @@ HELP = {
 
 
 @pytest.mark.parametrize("command", HELP)
-def test_help_says_what_a_command_and_each_of_its_arguments_do(command, capsys, monkeypatch):
+def test_help_describes_command_and_all_arguments(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     assert main([*command.split(), "--help"]) == 0
     text = capsys.readouterr().out
@@ -83,7 +83,7 @@ def test_the_version_is_printed(capsys):
         (["sample", "runs/none"], "'runs/none' is not a directory"),
     ],
 )
-def test_wrong_words_end_with_code_2_and_a_way_out(argv, message, capsys, tmp_path, monkeypatch):
+def test_invalid_arguments_exit_with_code_2(argv, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(argv) == 2
     captured = capsys.readouterr()
@@ -92,7 +92,7 @@ def test_wrong_words_end_with_code_2_and_a_way_out(argv, message, capsys, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_needs_no_jax_does_not_import_it():
+def test_light_commands_do_not_import_jax():
     code = (
         "import sys; from weft.cli import main\n"
         "for argv in (['--help'], ['recipes'], ['train', '--help'], ['trian']): main(argv)\n"
@@ -102,7 +102,7 @@ def test_what_needs_no_jax_does_not_import_it():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_package_of_the_extra_that_is_missing_is_named(monkeypatch, capsys):
+def test_missing_package_of_extra_is_reported(monkeypatch, capsys):
     def command(arguments):
         raise ModuleNotFoundError("No module named 'grain'", name="grain.python")
 
@@ -111,7 +111,7 @@ def test_a_package_of_the_extra_that_is_missing_is_named(monkeypatch, capsys):
     assert "pip install 'weft[train]'" in capsys.readouterr().err
 
 
-def test_any_other_missing_module_is_a_defect(monkeypatch):
+def test_other_missing_module_propagates(monkeypatch):
     def command(arguments):
         raise ModuleNotFoundError("No module named 'nothing'", name="nothing")
 
@@ -147,27 +147,27 @@ def run_with(argv, redirection):
 
 
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_a_reader_that_has_seen_enough_is_no_error(argv):
+def test_closed_pipe_is_not_an_error(argv):
     assert run_with(argv, "> >(exec true)") == (0, "")
 
 
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_output_that_cannot_be_written_is_told_in_one_line(argv):
+def test_output_error_is_reported_in_one_line(argv):
     message = "weft: the output cannot be written: No space left on device\n"
     assert run_with(argv, ">/dev/full") == (1, message)
 
 
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_a_command_without_output_is_no_error(argv):
+def test_closed_stdout_is_not_an_error(argv):
     assert run_with(argv, ">&-") == (0, "")
 
 
-def test_where_errors_cannot_be_written_either_the_code_is_still_right():
+def test_exit_code_is_correct_without_stderr():
     assert run_with(["trian"], ">/dev/full 2>/dev/full")[0] == 2
     assert run_with(["recipes"], ">/dev/full 2>/dev/full")[0] == 1
 
 
-def test_a_command_that_continues_without_output_warns_once(caplog):
+def test_long_command_without_output_warns_once(caplog):
     with open("/dev/full", "w") as full, contextlib.redirect_stdout(Output(full)) as output:
         continue_without_output()
         print("first", flush=True)
@@ -177,7 +177,7 @@ def test_a_command_that_continues_without_output_warns_once(caplog):
     assert caplog.messages == [f"no further output, as {reason}"]
 
 
-def test_another_error_of_the_system_is_a_defect(monkeypatch):
+def test_other_os_error_propagates(monkeypatch):
     def command(arguments):
         raise OSError(28, "No space left on device")
 
@@ -186,6 +186,6 @@ def test_another_error_of_the_system_is_a_defect(monkeypatch):
         main(["recipes"])
 
 
-def test_what_controls_a_terminal_is_escaped_in_an_error(capsys):
+def test_control_characters_in_errors_are_escaped(capsys):
     assert main(["train", "runs/\x1b[2Jnone"]) == 2
     assert "\x1b" not in capsys.readouterr().err

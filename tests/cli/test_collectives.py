@@ -33,7 +33,7 @@ def test_kinds_sizes_and_mesh_axes():
     assert by_kind["all-reduce"].bytes in (4, 64, 68)
 
 
-def test_a_collective_in_a_loop_counts_once_for_each_iteration():
+def test_collective_in_loop_is_multiplied_by_iterations():
     def fn(weights, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
 

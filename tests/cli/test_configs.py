@@ -16,7 +16,7 @@ from weft.trainer.parallelism import MESH_AXIS_NAMES
 from weft.trainer.run_dir import claim_run_dir
 
 
-def test_a_recipe_and_the_text_of_its_config_are_the_same(tmp_path):
+def test_config_text_loads_like_its_recipe(tmp_path):
     recipe = load_config("lm-tiny", ["max_step=7"])
     assert recipe.max_step == 7
     text = tmp_path / "mine.txt"
@@ -26,7 +26,7 @@ def test_a_recipe_and_the_text_of_its_config_are_the_same(tmp_path):
     assert run_config(str(tmp_path)) == recipe.clone(dir=str(tmp_path))
 
 
-def test_what_is_no_config(tmp_path):
+def test_invalid_config(tmp_path):
     with pytest.raises(
         UnknownConfigError, match=r"unknown recipe 'lm-tinny'\. Did you mean 'lm-tiny'"
     ):
@@ -42,7 +42,7 @@ def test_what_is_no_config(tmp_path):
         load_config("lm-tiny", ["max_steps=3"])
 
 
-def test_arguments_of_a_recipe_are_given_to_it(tmp_path):
+def test_arguments_are_passed_to_recipe(tmp_path):
     cfg = load_config("lm-tiny", [f"data_dir={tmp_path}", "seed=3"])
     assert cfg.seed == 3 and cfg.input.source.corpus.paths == str(tmp_path)
 
@@ -55,7 +55,7 @@ def test_axes_of_the_config():
     assert on_mesh(lm_tiny()) == lm_tiny()
 
 
-def test_other_axes_lay_the_transformer_over_them():
+def test_mesh_override_shards_transformer():
     cfg = on_mesh(lm_tiny(), mesh="fsdp=4,model=2")
     assert cfg.mesh_axis_names == MESH_AXIS_NAMES
     assert dict(zip(cfg.mesh_axis_names, cfg.mesh_shape, strict=True))["fsdp"] == 4
@@ -72,12 +72,12 @@ def test_the_hardware():
 
 
 @pytest.mark.parametrize("text", ["", "data", "data=0", "data=2,data=2", "data=2;model=2"])
-def test_what_names_no_mesh(text):
+def test_invalid_mesh(text):
     with pytest.raises(CommandLineError, match="write it as --mesh data=4,model=2"):
         parse_mesh(text)
 
 
-def test_axes_that_are_not_there():
+def test_unknown_mesh_axis():
     with pytest.raises(
         CommandLineError, match=r"no axis 'dta'\. The config's mesh has 'data', 'mo"
     ):
@@ -90,12 +90,12 @@ def show(capsys, *words):
 
 
 @pytest.mark.parametrize("options", [(), ("--defaults",), ("--origin",)])
-def test_the_text_reads_back_to_the_config(options, capsys):
+def test_text_round_trips(options, capsys):
     cfg = load_config("lm-tiny", ["max_step=7"])
     assert not diff(from_text(show(capsys, "lm-tiny", "max_step=7", *options)), cfg)
 
 
-def test_defaults_are_left_out_unless_asked_for(capsys):
+def test_defaults_are_omitted_unless_requested(capsys):
     assert "watchdog_timeout_seconds" not in show(capsys, "lm-tiny")
     assert "watchdog_timeout_seconds=None" in show(capsys, "lm-tiny", "--defaults")
 
@@ -128,21 +128,21 @@ def test_recipes_files_and_runs_can_be_compared(tmp_path, capsys):
         ("weft.trainer.trainer.SpmdTrainer.Config(max_stp=3)", "max_stp"),
     ],
 )
-def test_a_text_that_is_no_config_is_refused(text, message, tmp_path, capsys):
+def test_invalid_config_text_is_rejected(text, message, tmp_path, capsys):
     file = tmp_path / "x.txt"
     file.write_text(text)
     assert main(["config", "show", str(file)]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path, capsys):
+def test_unreadable_file_is_reported(tmp_path, capsys):
     file = tmp_path / "x.bin"
     file.write_bytes(b"\xff\xfe\x00")
     assert main(["config", "show", str(file)]) == 2
     assert f"cannot read '{file}'" in capsys.readouterr().err
 
 
-def test_each_recipe_has_a_line_and_the_first_is_the_default(capsys):
+def test_list_has_a_line_per_recipe_default_first(capsys):
     assert list_recipes(parse_arguments(["recipes"])) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [recipe.name for recipe in RECIPES]

@@ -70,7 +70,7 @@ def play(display, resumed_from=None, steps=range(1, 8)):
     return text_of(display)
 
 
-def test_a_run_that_is_stopped_says_what_of_it_there_is():
+def test_stopped_run_reports_what_was_saved():
     display = LineDisplay(console(), "runs/x")
     display.on_end(0, "SIGTERM")
     display.print_stopped()
@@ -84,13 +84,13 @@ def test_a_run_that_is_stopped_says_what_of_it_there_is():
     )
 
 
-def test_a_save_that_failed_stands_out():
+def test_failed_save_is_emphasized():
     display = LineDisplay(console(), "runs/x")
     display.on_save_failed(7, CheckpointSaveError("the checkpoint of step 6 could not be saved"))
     assert "step 7  NOT SAVED: the checkpoint of step 6 could not be saved" in text_of(display)
 
 
-def test_a_log_gets_lines_and_no_control_codes():
+def test_log_output_has_no_control_codes():
     text = play(LineDisplay(console(), "runs/x"))
     assert "\x1b" not in text and "\r" not in text
     assert "model      250,000 parameters, 1.0 MB" in text
@@ -111,13 +111,13 @@ def test_a_log_gets_a_line_every_ten_seconds():
     assert len(lines) == 10
 
 
-def test_a_terminal_gets_a_block_that_vanishes_and_the_lines_that_stay():
+def test_terminal_shows_transient_block_and_lines():
     text = play(LiveDisplay(console(terminal=True), "runs/x"))
     assert "\x1b[" in text
     assert "held_out: loss 1.500" in text
 
 
-def test_the_block_shows_the_step_the_loss_and_what_was_last():
+def test_block_shows_step_loss_and_last_event():
     display = LiveDisplay(console(terminal=True), "runs/x")
     with display:
         display.on_start(trainer(), None)
@@ -132,7 +132,7 @@ def test_the_block_shows_the_step_the_loss_and_what_was_last():
     assert block.index("step 5/100") == 32  # after the bar
 
 
-def test_the_block_of_a_run_that_was_at_its_end_says_that_it_is_evaluated():
+def test_block_of_a_finished_run_shows_evaluation():
     with LiveDisplay(console(terminal=True), "runs/x") as display:
         display.on_start(trainer(), 100)
         assert drawn(display) == "evaluating …\n"
@@ -144,17 +144,17 @@ def drawn(display):
     return page.file.getvalue()
 
 
-def test_the_console_decides():
+def test_display_type_follows_console():
     assert isinstance(make_display(console(terminal=True), "d"), LiveDisplay)
     assert isinstance(make_display(console(), "d"), LineDisplay)
 
 
-def test_a_run_that_goes_on_says_from_where():
+def test_resumed_run_reports_its_step():
     assert "runs/x: resuming from step 40" in play(LineDisplay(console(), "runs/x"), 40)
     assert "finished at step 100 already" in play(LineDisplay(console(), "d"), 100, steps=[])
 
 
-def test_it_remembers_what_the_end_of_a_run_tells():
+def test_display_keeps_values_for_the_summary():
     display = LineDisplay(console(), "d")
     play(display, resumed_from=3)
     assert display.evals == {"held_out": (7, {"loss": 1.5, "bits_per_byte": pytest.approx(2.2)})}
@@ -223,7 +223,7 @@ def test_the_last_steps_keep_the_speed_since_they_are_read_all_at_once():
     assert meter.last().tokens_per_second == pytest.approx(100.0) and clock.now == now
 
 
-def test_a_pause_does_not_count_as_slow_steps():
+def test_pauses_are_excluded_from_speed():
     clock = Clock()
     meter = Meter(100, clock)
     run(meter, range(1, 6))
@@ -232,24 +232,24 @@ def test_a_pause_does_not_count_as_slow_steps():
     assert run(meter, range(6, 16)).tokens_per_second == pytest.approx(100.0)
 
 
-def test_a_run_without_end_or_tokens_has_no_time_left_or_speed():
+def test_no_eta_without_max_step_or_speed_without_tokens():
     reading = run(Meter(math.inf, Clock()), range(1, 5), batch={"image": np.zeros((4, 8, 8))})
     assert reading.seconds_left is None and reading.tokens_per_second is None
 
 
-def test_without_tokens_the_examples_are_counted():
+def test_examples_count_without_tokens():
     reading = run(Meter(100, Clock()), range(1, 13), batch={"image": np.zeros((4, 8, 8))})
     assert reading.tokens_per_second is None
     assert reading.examples_per_second == pytest.approx(4.0)
 
 
-def test_bits_per_byte_come_from_the_summaries():
+def test_bits_per_byte_is_read_from_summaries():
     summaries = {"decoder": {"bits_per_byte": WeightedScalar(jnp.float32(2.5), jnp.float32(9.0))}}
     assert run(Meter(9, Clock()), [1], summaries=summaries).bits_per_byte == 2.5
     assert run(Meter(9, Clock()), [1], summaries={}).bits_per_byte is None
 
 
-def test_a_summary_is_found_where_it_lies_least_deep():
+def test_shallowest_summary_is_used():
     assert scalar({"a": {"b": {"x": 1}}, "c": {"x": 2}}, "x") == 2
     assert scalar({"a": {"b": 1}}, "x") is None
 
@@ -267,7 +267,7 @@ def test_shapes_and_layouts():
     assert layout_text(["data", None]) == "(data, -)"
 
 
-def test_a_pipe_gets_columns_that_can_be_cut(capsys):
+def test_piped_output_has_tab_columns(capsys):
     table = tree_table("name", ["shape", "bytes"], numbers=["bytes"])
     table.add_row("  weight", "(2, 3)", "24")
     table.add_row("  bias", "(3)", "9000")

@@ -80,7 +80,7 @@ def test_safetensors_hold_the_parameters_and_the_config(run, tmp_path, capsys):
     assert there.dtype == ml_dtypes.bfloat16 and there.astype("f4").mean() == 1 / 8
 
 
-def test_adapters_are_merged_if_asked(run, tmp_path):
+def test_adapters_are_merged_on_request(run, tmp_path):
     directory, model, params = run
     path = tmp_path / "m.safetensors"
     assert export(directory, "--to", path, "--merge") == 0
@@ -118,14 +118,14 @@ def test_a_hugging_face_checkpoint_is_merged_and_has_the_tokenizer(run, tmp_path
     ],
     ids=["dtype", "size", "file", "step"],
 )
-def test_what_cannot_be_exported(run, arguments, message, capsys, tmp_path, monkeypatch):
+def test_invalid_export(run, arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     assert export(run[0], *arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_model_that_hugging_face_has_not(tmp_path, capsys, run):
+def test_unsupported_hugging_face_model(tmp_path, capsys, run):
     cfg = load_config(run[0]).set(dir=str(tmp_path / "run"))
     cfg.model.decoder.emb.soft_cap_logits = 3.0
     claim_run_dir(cfg)

@@ -25,7 +25,7 @@ def save(run_dir, step, index=INDEX):
     return directory
 
 
-def test_it_prints_the_steps_and_the_tree_of_the_newest(tmp_path, capsys):
+def test_prints_steps_and_tree_of_newest(tmp_path, capsys):
     write_manifest(str(save(tmp_path, 100, index=[])))
     save(tmp_path, 200)
     assert main(["inspect", str(tmp_path)]) == 0
@@ -43,31 +43,31 @@ def test_it_prints_the_steps_and_the_tree_of_the_newest(tmp_path, capsys):
     assert lines["epoch"] == ["epoch", "3", "int", "0"]
 
 
-def test_a_directory_without_checkpoints_is_named(tmp_path, capsys):
+def test_directory_without_checkpoints_is_reported(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 2
     assert "there is no checkpoint in" in capsys.readouterr().err
 
 
-def test_what_is_no_directory_is_named(tmp_path, capsys):
+def test_missing_directory_is_named(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "none")]) == 2
     assert "is not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["{", json.dumps({"version": 99, "index": []})])
-def test_an_index_that_cannot_be_read_is_named(tmp_path, capsys, content):
+def test_unreadable_index_is_reported(tmp_path, capsys, content):
     (save(tmp_path, 5) / "index").write_text(content)
     assert main(["inspect", str(tmp_path)]) == 2
     assert "cannot be read as the index" in capsys.readouterr().err
 
 
-def test_no_arrays_are_loaded(tmp_path, capsys, monkeypatch):
+def test_arrays_are_not_loaded(tmp_path, capsys, monkeypatch):
     save(tmp_path, 5)
     monkeypatch.setitem(sys.modules, "orbax", None)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     assert main(["inspect", str(tmp_path)]) == 0
 
 
-def test_every_file_of_every_checkpoint_is_compared_with_its_digest(tmp_path, capsys):
+def test_verify_checks_digest_of_every_file(tmp_path, capsys):
     for step in (100, 200, 300):
         write_manifest(str(save(tmp_path, step)), facts={"step": step})
     assert main(["inspect", str(tmp_path), "--verify"]) == 0

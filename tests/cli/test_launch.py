@@ -34,7 +34,7 @@ def test_any_field_of_the_job_can_be_set():
 
 
 @pytest.mark.parametrize("recipe", ["lm", "configs/Wide_1.txt", "runs/lm/", "é"])
-def test_the_name_is_one_that_every_scheduler_takes(recipe):
+def test_job_name_is_valid_for_every_scheduler(recipe):
     name = job_name(recipe)
     cfg = JobSetJob.default_config().set(name=name, command=["weft"], image="i")
     assert cfg.instantiate().config.name == name
@@ -49,7 +49,7 @@ def test_the_help_names_every_field(where, capsys):
     assert f"weft launch {where} -n 2" in told
 
 
-def test_the_help_says_where(capsys):
+def test_help_lists_job_types(capsys):
     assert main(["launch", "--help"]) == 0
     told = capsys.readouterr().out
     assert all(where in told for where in JOBS)
@@ -68,7 +68,7 @@ def test_the_script_and_the_manifest_are_printed(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_weights_that_only_the_pods_have_are_left_to_them(capsys):
+def test_remote_weights_are_not_checked_locally(capsys):
     words = ["-n", "2", "--job", "volume_claim=runs", *IMAGE, "lm-lora", "base=/runs/base"]
     assert main(["launch", "k8s", *words]) == 0
     printed = capsys.readouterr()
@@ -80,13 +80,13 @@ def test_weights_that_only_the_pods_have_are_left_to_them(capsys):
     assert "cannot be read" in capsys.readouterr().err
 
 
-def test_a_submitted_job_is_told_by_its_number(monkeypatch, capsys):
+def test_submitted_job_id_is_printed(monkeypatch, capsys):
     monkeypatch.setattr(SlurmJob, "submit", lambda self: f"{self.config.num_processes}00")
     assert main(["launch", "slurm", "-n", "2", "--submit", "lm-tiny"]) == 0
     assert capsys.readouterr().out == "200\n"
 
 
-def test_the_exit_code_is_that_of_the_processes(monkeypatch):
+def test_exit_code_comes_from_the_processes(monkeypatch):
     monkeypatch.setattr(LocalJob, "run", lambda self: 137)
     assert main(["launch", "local", "-n", "2", "lm-tiny"]) == 137
 
@@ -106,7 +106,7 @@ def test_the_exit_code_is_that_of_the_processes(monkeypatch):
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
-def test_bad_input_is_answered_before_anything_is_started(words, message, capsys, monkeypatch):
+def test_invalid_input_is_rejected_before_start(words, message, capsys, monkeypatch):
     monkeypatch.setattr(LocalJob, "run", lambda self: pytest.fail("it was started"))
     assert main(["launch", *words]) == 2
     printed = capsys.readouterr()

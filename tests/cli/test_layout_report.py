@@ -15,7 +15,7 @@ from weft.interop.hierarchy import InHierarchy
 MESH = {"data": 4, "model": 2}
 
 
-def test_what_a_device_holds():
+def test_bytes_per_device():
     specs = {
         "a": {"w": TensorSpec((8, 6), jnp.bfloat16, ("data", "model"))},
         "b": TensorSpec((8,), jnp.float32, (("data", "model"),)),
@@ -26,7 +26,7 @@ def test_what_a_device_holds():
     assert found == [("a/w", 96, 12, ()), ("b", 32, 4, ()), ("count", 4, 4, ())]
 
 
-def test_what_does_not_fit():
+def test_invalid_layouts():
     specs = {
         "w": TensorSpec((6, 3), jnp.float32, ("data", "model")),
         "x": TensorSpec((4,), jnp.float32, ("expert",)),
@@ -44,7 +44,7 @@ def test_what_does_not_fit():
     assert y.problems == ("axis 0 of size 12 does not divide over data=4 × model=2",)
 
 
-def test_the_line_that_has_set_a_layout():
+def test_origin_of_layout():
     cfg = Linear.default_config().set(name="linear", input_dim=8, output_dim=4)
     default = cfg.instantiate(parent=None)
     cfg.param_partition_spec = ("data", "model")
@@ -82,7 +82,7 @@ def dense_specs(rules):
         return cfg.instantiate(parent=None).create_parameter_specs_recursively()
 
 
-def test_the_rules_that_fired():
+def test_applied_rules():
     specs = dense_specs(RULES)
     found = {x.path.rpartition("/")[2]: x for x in array_layouts(specs, MESH, rules=RULES)}
     assert found["w"].logical_axes == ("embed", "mlp")
@@ -96,7 +96,7 @@ def test_the_rules_that_fired():
     assert w.reason == "embed → -, mlp → model"
 
 
-def test_rules_that_fight_and_rules_that_nothing_uses():
+def test_conflicting_and_unused_rules():
     findings = rule_findings(dense_specs(RULES), RULES, MESH)
     conflicts = [str(finding) for finding in findings if is_conflict(finding)]
     assert len(conflicts) == 1
@@ -107,7 +107,7 @@ def test_rules_that_fight_and_rules_that_nothing_uses():
     assert kinds == {FindingKind.UNKNOWN_MESH_AXIS}
 
 
-def test_names_that_are_mesh_axes_where_no_rule_is_for_them():
+def test_mesh_axis_names_without_rules():
     rules = (("data", None), ("fsdp", "data"), ("vocab", "data"))
     cfg = Linear.default_config().set(name="linear", input_dim=4, output_dim=4, bias=False)
     cfg.param_partition_spec = (("data", "fsdp"), "model")
@@ -120,14 +120,14 @@ def test_names_that_are_mesh_axes_where_no_rule_is_for_them():
     assert "the rule ('vocab', 'data') is never used" in str(finding)
 
 
-def test_rules_of_a_variable_s_own_are_not_judged():
+def test_rules_of_a_variable_are_not_checked():
     spec = ParameterSpec((8,), jnp.float32, ("data",), logical_axes=("embed",))
     assert rule_findings({"w": spec}, (), MESH) == []
     assert array_layouts({"w": spec}, MESH)[0].reason == "embed → data"
 
 
 @pytest.mark.parametrize("shape", [(8, 6), ()])
-def test_a_layout_without_axes(shape):
+def test_layout_without_axes(shape):
     (layout,) = array_layouts({"w": TensorSpec(shape, jnp.float32)}, MESH)
     assert layout.bytes == layout.bytes_per_device
     assert layout.reason == ""

@@ -31,7 +31,7 @@ def test_the_table_has_a_bar_for_each_rate_and_marks_the_suggestion():
 
 
 @pytest.mark.long
-def test_a_recipe_is_searched(tmp_path, capsys):
+def test_search_on_recipe(tmp_path, capsys):
     arguments = [f"dir={tmp_path}/run", "model.decoder.dim=8"]
     assert main(["lr-find", "--steps", "20", "--max", "3", "lm-tiny", *arguments]) == 0
     text = capsys.readouterr().out
@@ -47,7 +47,7 @@ def config(directory):
     return cfg
 
 
-def test_a_sweep_goes_by_equal_factors():
+def test_sweep_is_exponential():
     rates = [
         float(exponential_sweep(min_rate=1e-3, max_rate=10.0, num_steps=9)(i)) for i in range(9)
     ]
@@ -55,7 +55,7 @@ def test_a_sweep_goes_by_equal_factors():
 
 
 @pytest.mark.long
-def test_a_rate_is_found_where_the_loss_falls_and_nothing_is_left(tmp_path):
+def test_rate_is_found_and_config_is_unchanged(tmp_path):
     cfg = config(tmp_path)
     before = str(cfg)
     search = find_learning_rate(cfg, min_rate=1e-5, max_rate=10.0, num_steps=40)
@@ -67,13 +67,13 @@ def test_a_rate_is_found_where_the_loss_falls_and_nothing_is_left(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_makes_no_sweep_is_said(tmp_path):
+def test_invalid_sweep_is_rejected(tmp_path):
     for kwargs in ({"min_rate": 0}, {"min_rate": 2.0}, {"num_steps": 9}):
         with pytest.raises(LearningRateSearchError, match=r"expected 0 < min_rate < max_rate"):
             find_learning_rate(config(tmp_path), **kwargs)
 
 
-def test_a_learner_without_a_rate_is_refused(tmp_path):
+def test_learner_without_rate_is_rejected(tmp_path):
     def fixed(params):
         return params
 
@@ -84,7 +84,7 @@ def test_a_learner_without_a_rate_is_refused(tmp_path):
 
 
 @pytest.mark.long
-def test_a_loss_that_falls_at_no_rate_is_said(tmp_path):
+def test_loss_that_never_falls_is_reported(tmp_path):
     cfg = config(tmp_path)
     cfg.learner.optimizer = config_for_function(sgd_optimizer).set(decouple_weight_decay=True)
     cfg.learner.optimizer.learning_rate = 0.0

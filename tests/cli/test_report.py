@@ -62,7 +62,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_the_page_tells_of_the_run_and_stands_alone(run_dir):
+def test_page_describes_run_and_is_self_contained(run_dir):
     path = write_report(str(run_dir))
     assert path == run_dir / "report.html"
     source = path.read_text()
@@ -85,7 +85,7 @@ def test_the_page_tells_of_the_run_and_stands_alone(run_dir):
         assert part in page.text, part
 
 
-def test_it_has_a_style_for_dark_rooms_and_for_each_line(run_dir):
+def test_page_has_dark_mode_and_line_styles(run_dir):
     source = render_report(str(run_dir))
     assert "prefers-color-scheme: dark" in source
     lines = ["train, averaged", "held_out"]
@@ -100,12 +100,12 @@ def test_curves_are_by_reporter_and_path(run_dir):
     assert len(curves["train_train"]["loss"]) == 100
 
 
-def test_a_run_that_reported_nothing_has_a_page(tmp_path):
+def test_run_without_summaries_has_a_page(tmp_path):
     page = Page(render_report(str(tmp_path)))
     assert "No summaries were written yet." in page.text and page.open == []
 
 
-def test_values_that_are_not_numbers_are_left_out(tmp_path):
+def test_non_numeric_values_are_omitted(tmp_path):
     write_lines(
         tmp_path,
         "train_train",
@@ -118,17 +118,17 @@ def test_values_that_are_not_numbers_are_left_out(tmp_path):
     assert not re.search(r"\bnan\b", page) and "2.000" in page
 
 
-def test_a_run_that_was_stopped_says_so(tmp_path):
+def test_stopped_run_is_reported(tmp_path):
     update_record(str(tmp_path), end={"step": 7, "reason": "SIGTERM"})
     assert "7 steps, stopped by SIGTERM" in Page(render_report(str(tmp_path))).text
 
 
-def test_the_least_deep_name_counts():
+def test_shallowest_name_is_used():
     assert named({"a/b/loss": 1, "a/loss": 2, "xloss": 3}, "loss") == 2
     assert named({"xloss": 3}, "loss") is None
 
 
-def test_a_page_needs_nothing_beside_itself():
+def test_page_has_no_external_resources():
     seen = []
 
     class Reader(HTMLParser):

@@ -58,7 +58,7 @@ def test_the_newest_parameters_are_restored_on_one_device(save):
     assert all(len(leaf.sharding.device_set) == 1 for leaf in jax.tree.leaves(params))
 
 
-def test_averaged_parameters_are_taken_where_there_are_any(save):
+def test_averaged_parameters_are_preferred(save):
     def state(params):
         averages = jax.tree.map(lambda x: 3 * x, params)
         return {"model": params, "learner": {"ema": {"count": jnp.array(1), "ema": averages}}}
@@ -74,7 +74,7 @@ def sample(capsys, *options):
 
 
 @pytest.mark.long
-def test_a_sample_depends_on_the_seed_unless_the_likeliest_is_taken(save, capsys):
+def test_sample_depends_on_seed_unless_greedy(save, capsys):
     save(lambda params: {"model": params})
     likeliest = sample(capsys, "--temperature", "0")
     assert likeliest.startswith("import ")
@@ -89,19 +89,19 @@ def test_a_sample_depends_on_the_seed_unless_the_likeliest_is_taken(save, capsys
         (["--temperature", "-1"], "a temperature of 0 or more"),
     ],
 )
-def test_numbers_out_of_range_are_named(save, options, message, capsys):
+def test_out_of_range_values_are_reported(save, options, message, capsys):
     save(lambda params: {"model": params})
     assert main(["sample", "run", *options]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_run_that_has_not_saved_cannot_be_sampled(save, capsys):
+def test_run_without_checkpoint_is_rejected(save, capsys):
     save()
     assert main(["sample", "run"]) == 2
     assert "has not saved a checkpoint yet" in capsys.readouterr().err
 
 
-def test_a_run_that_reads_no_text_cannot_be_sampled(save, capsys):
+def test_run_without_text_input_is_rejected(save, capsys):
     save()
     config = pathlib.Path("run/config.txt")
     tokenizer = "tokenizer=config_for_class(weft.input.ByteTokenizer)()"
@@ -111,7 +111,7 @@ def test_a_run_that_reads_no_text_cannot_be_sampled(save, capsys):
     assert "its input has no tokenizer" in capsys.readouterr().err
 
 
-def test_a_directory_that_is_no_run_is_named(tmp_path, capsys):
+def test_non_run_directory_is_rejected(tmp_path, capsys):
     assert main(["sample", str(tmp_path)]) == 2
     assert f"has no run in it: there is no {tmp_path}/config.txt" in capsys.readouterr().err
 
@@ -135,7 +135,7 @@ def run(model=Successor, **kwargs):
 
 
 @pytest.mark.parametrize(("num_tokens", "text"), [(1, "c"), (2, "cd"), (9, "cde")])
-def test_only_what_was_added_is_returned_up_to_the_end(num_tokens, text):
+def test_only_generated_text_until_end_is_returned(num_tokens, text):
     assert run(num_tokens=num_tokens) == text
 
 
@@ -167,23 +167,23 @@ class Of:
 
 
 @pytest.mark.parametrize(("num_tokens", "text"), [(1, "c"), (9, "cde")])
-def test_a_module_that_predicts_logits_generates_as_well(num_tokens, text):
+def test_library_module_with_predict_generates(num_tokens, text):
     assert run(Of(of_library(NextByte)), num_tokens=num_tokens) == text
     assert run(Of(of_library(NextByte)), num_tokens=num_tokens, temperature=0.0) == text
 
 
-def test_a_module_that_predicts_nothing_does_not():
+def test_module_without_predict_is_rejected():
     with pytest.raises(CommandLineError, match=r"LibraryModel generates no text.*`predict"):
         run(Of(of_library(Silent)))
 
 
-def test_a_model_without_text_is_named():
+def test_non_text_model_is_rejected():
     with pytest.raises(CommandLineError, match="BaseModel generates no text"):
         run(BaseModel)
 
 
 @pytest.mark.parametrize("wrong", [{"num_tokens": 0}, {"temperature": -0.5}])
-def test_generate_names_numbers_out_of_range(wrong):
+def test_generate_rejects_out_of_range(wrong):
     with pytest.raises(CommandLineError, match="at least one token"):
         run(**wrong)
 

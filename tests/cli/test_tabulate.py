@@ -39,7 +39,7 @@ def test_overrides_change_the_model(capsys):
     assert "(264, 48)" in "\n".join(table(capsys, "model.decoder.dim=48"))
 
 
-def test_no_arrays_are_made(capsys, monkeypatch):
+def test_no_arrays_are_created(capsys, monkeypatch):
     import jax
 
     def refuse(*args, **kwargs):
@@ -50,7 +50,7 @@ def test_no_arrays_are_made(capsys, monkeypatch):
     assert table(capsys)
 
 
-def test_state_is_told_apart_from_parameters(capsys):
+def test_state_is_separate_from_parameters(capsys):
     assert main(["tabulate", "digits", "model.features=(4,)"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}

@@ -44,7 +44,7 @@ def folder(tmp_path, monkeypatch):
         ("input.source.sequence_length=1000000", "add text or reduce sequence_length"),
     ],
 )
-def test_bad_input_ends_with_code_2_before_any_work(override, message, folder, capsys):
+def test_invalid_input_exits_with_code_2(override, message, folder, capsys):
     (folder / "file").write_text("kept")
     assert main([*TINY, override]) == 2
     err = capsys.readouterr().err
@@ -52,7 +52,7 @@ def test_bad_input_ends_with_code_2_before_any_work(override, message, folder, c
     assert [path.name for path in folder.iterdir()] == ["file"]
 
 
-def test_the_directory_of_another_config_is_left_alone(folder, capsys):
+def test_directory_of_other_config_is_unchanged(folder, capsys):
     claim_run_dir(load_config("lm-tiny", ["dir=run"]))
     before = {path.name: path.read_bytes() for path in (folder / "run").iterdir()}
     assert main([*TINY, "dir=run", "model.decoder.dim=32", "max_step=5"]) == 2
@@ -74,7 +74,7 @@ def run_dir(trained, folder):
 
 
 @pytest.mark.long
-def test_a_finished_run_says_so_and_leaves_a_report(run_dir, capsys):
+def test_finished_run_prints_summary_and_report(run_dir, capsys):
     assert main([*TINY, "dir=run"]) == 0
     captured = capsys.readouterr()
     for part in (
@@ -99,7 +99,7 @@ def test_a_finished_run_says_so_and_leaves_a_report(run_dir, capsys):
     assert [sample["step"] for sample in record["samples"]] == [60] and record["samples"][0]["text"]
 
 
-def test_a_directory_stands_for_its_config(run_dir, capsys):
+def test_run_directory_names_a_config(run_dir, capsys):
     assert main(["config", "diff", "run", "lm-tiny"]) == 1
     assert capsys.readouterr().out.startswith("dir: ")
     assert main(["config", "show", "run"]) == 0
@@ -123,14 +123,14 @@ def damage(run_dir, step):
 
 
 @pytest.mark.long
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(run_dir, capsys, caplog):
+def test_damaged_checkpoint_is_reported_and_previous_used(run_dir, capsys, caplog):
     damage(run_dir, 60)
     assert main([*TINY, "dir=run", "max_step=41"]) == 0
     assert "resuming from step 40" in capsys.readouterr().out
     assert "step_00000060" in caplog.text and "its content has changed" in caplog.text
 
 
-def test_without_a_whole_checkpoint_nothing_is_overwritten(run_dir, capsys):
+def test_damaged_checkpoints_are_not_overwritten(run_dir, capsys):
     for step in (40, 60):
         damage(run_dir, step)
     before = sorted(p for p in (run_dir / "checkpoints").rglob("*"))
@@ -140,12 +140,12 @@ def test_without_a_whole_checkpoint_nothing_is_overwritten(run_dir, capsys):
     assert sorted(p for p in (run_dir / "checkpoints").rglob("*")) == before
 
 
-def test_the_recipe_may_be_left_out():
+def test_recipe_may_be_omitted():
     assert split_arguments([]) == ("lm", [])
     assert split_arguments(["a=1", "lm-tiny", "b=2"]) == ("lm-tiny", ["a=1", "b=2"])
 
 
-def test_programs_are_named_so_that_a_shell_finds_them(tmp_path, monkeypatch):
+def test_suggested_programs_are_on_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "env").mkdir()
     for name in ("weft", "tensorboard"):
@@ -160,7 +160,7 @@ def test_programs_are_named_so_that_a_shell_finds_them(tmp_path, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 devices")
-def test_a_run_goes_on_over_other_axes_of_the_mesh(folder, capsys):
+def test_run_resumes_on_another_mesh(folder, capsys):
     small = [*TINY, "dir=over", "model.decoder.transformer.num_layers=1", "evalers={}"]
     assert main([*small, "max_step=1"]) == 0
     assert main([*small, "max_step=2", "--mesh", "fsdp=4,model=2"]) == 0
@@ -171,7 +171,7 @@ def test_a_run_goes_on_over_other_axes_of_the_mesh(folder, capsys):
 
 
 @pytest.mark.parametrize("reason", ["max_step", "SIGTERM"])
-def test_what_a_run_begins_with_is_trained_before(reason, tmp_path, monkeypatch, capsys):
+def test_required_base_run_is_trained_first(reason, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     trained = []
 
@@ -191,7 +191,7 @@ def test_what_a_run_begins_with_is_trained_before(reason, tmp_path, monkeypatch,
     assert (stopped in capsys.readouterr().out) == (reason == "SIGTERM")
 
 
-def test_a_compilation_that_was_given_up_does_not_keep_the_process(monkeypatch):
+def test_abandoned_compilation_does_not_block_exit(monkeypatch):
     class Ended(BaseException):
         pass
 

@@ -104,7 +104,7 @@ def _bytes(leaf):
     return np.asarray(leaf).tobytes()
 
 
-def test_a_run_that_was_cut_in_every_way_ends_with_the_bits_of_one_that_was_not(start, tmp_path):
+def test_interrupted_run_ends_bitwise_equal(start, tmp_path):
     run_dir = tmp_path / "cut"
     endless = ["max_step=1000000", "checkpointer.save_policy.n=20", "evalers={}"]
 
@@ -137,7 +137,7 @@ def test_a_run_that_was_cut_in_every_way_ends_with_the_bits_of_one_that_was_not(
     assert len(whole) > 20 and whole == cut
 
 
-def test_a_run_whose_reader_and_terminal_are_gone_saves_and_ends_well(start, tmp_path):
+def test_run_saves_and_exits_after_losing_terminal(start, tmp_path):
     process = start("alone", "max_step=1000000", "checkpointer.save_policy.n=20", "evalers={}")
     wait_for_a_save(tmp_path / "alone", process)
     process.stdout.close()  # as of `weft train | head`

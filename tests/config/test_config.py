@@ -60,7 +60,7 @@ def test_set_returns_the_config_itself():
     assert cfg.set(dim=1) is cfg
 
 
-def test_values_may_be_given_to_the_class():
+def test_values_may_be_passed_to_class():
     assert Layer.Config(dim=3).dim == 3
 
 
@@ -71,7 +71,7 @@ def test_keys_and_items_are_sorted():
     assert dict(cfg.items())["klass"] is Layer
 
 
-def test_an_unknown_field_names_the_nearest():
+def test_unknown_field_suggests_the_nearest():
     cfg = Dropout.default_config()
     for act in (
         lambda: cfg.set(raet=0.2),
@@ -91,14 +91,14 @@ def test_an_unknown_field_inside_names_its_path():
         cfg.dropout.raet = 0.2
 
 
-def test_nothing_is_set_where_a_name_is_wrong():
+def test_no_field_is_set_if_a_name_is_wrong():
     cfg = Layer.default_config()
     with pytest.raises(UnknownFieldError):
         cfg.set(dim=3, dmi=3)
     assert cfg.dim is REQUIRED
 
 
-def test_hasattr_asks_for_fields():
+def test_hasattr_checks_fields():
     cfg = Layer.default_config()
     assert hasattr(cfg, "dim")
     assert not hasattr(cfg, "dmi")
@@ -124,7 +124,7 @@ def test_assigned_values_are_copied():
 
 
 @pytest.mark.parametrize("wrap", [lambda c: [c], lambda c: (c,), lambda c: {"a": c}])
-def test_it_is_copied_in_containers_too(wrap):
+def test_values_in_containers_are_copied(wrap):
     dropout = Dropout.default_config()
     cfg = Model.default_config()
     value = wrap(dropout)
@@ -136,7 +136,7 @@ def test_it_is_copied_in_containers_too(wrap):
     assert (held["a"] if name == "by_name" else held[0]).rate == 0.1
 
 
-def test_one_config_in_two_places_can_be_changed_in_one():
+def test_shared_config_is_changed_in_one_place():
     layer = Layer.default_config()
     cfg = Model.default_config().set(layers=[layer, layer])
     cfg.layers[0].dim = 1
@@ -230,7 +230,7 @@ def test_a_config_of_an_object_cannot_be_set():
     assert layer.config.clone(rate=0.5).rate == 0.5
 
 
-def test_configs_inside_of_it_are_copies_to_complete():
+def test_configs_inside_a_view_are_copies():
     model = Layer(Layer.default_config().set(dim=4))
     cfg = model.config
     dropout = cfg.dropout.set(rate=0.5)
@@ -382,7 +382,7 @@ def line_above():
     return Origin(__file__, frame.f_lineno - 1)
 
 
-def test_each_way_of_setting_is_remembered():
+def test_origin_of_each_setter_is_kept():
     cfg = Leaf.default_config()
     assert origin(cfg, "rate") is None
     cfg.rate = 0.2
@@ -413,14 +413,14 @@ def test_copies_keep_it(copier):
     assert origin(tree, "leaf") != line
 
 
-def test_inside_of_a_list_it_is_that_of_the_field():
+def test_origin_in_a_list_is_that_of_the_field():
     cfg = Leaf.default_config()
     cfg.sizes = [1, 2]
     line = line_above()
     assert origin(cfg, "sizes[1]") == line
 
 
-def test_a_copy_that_changes_leaves_the_original_alone():
+def test_changing_a_copy_keeps_the_original():
     cfg = Leaf.default_config().set(rate=0.2)
     before = origin(cfg, "rate")
     cfg.clone().rate = 0.3
@@ -435,27 +435,27 @@ def test_a_config_of_a_function():
     assert origin(cfg, "x") == line_above()
 
 
-def test_a_path_that_leads_nowhere():
+def test_origin_of_unknown_path():
     with pytest.raises(UnknownFieldError, match="Did you mean 'rate'"):
         origin(Tree.default_config(), "leaf.raet")
     with pytest.raises(UnknownFieldError, match="The path is empty"):
         origin(Tree.default_config(), "")
 
 
-def test_it_reads_as_file_and_line():
+def test_origin_is_file_and_line():
     assert str(Origin("override")) == "override"
     assert str(Origin(os.path.abspath("recipes/lm.py"), 42)) == os.path.join("recipes", "lm.py:42")
     assert str(Origin("/far/away.py", 1)) == "/far/away.py:1"
 
 
-def test_origins_do_not_count_for_equality():
+def test_equality_ignores_origins():
     first = Leaf.default_config().set(rate=0.2)
     second = Leaf.default_config()
     second.rate = 0.2
     assert first == second
 
 
-def test_a_thread_has_lines_too():
+def test_origins_in_thread():
     cfg = Leaf.default_config()
     thread = threading.Thread(target=setattr, args=(cfg, "rate", 0.5))
     thread.start()

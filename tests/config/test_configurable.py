@@ -58,14 +58,14 @@ def test_a_factory_makes_two_objects():
     assert cfg.instantiate() is not cfg.instantiate()
 
 
-def test_the_config_of_an_object_does_not_follow_the_one_it_was_made_from():
+def test_object_config_is_independent_of_its_source():
     cfg = Part.default_config().set(dim=1, depth=1)
     part = cfg.instantiate()
     cfg.dim = 2
     assert part.config.dim == 1
 
 
-def test_completing_a_part_does_not_change_the_whole():
+def test_changing_a_copy_keeps_the_whole():
     whole = Whole.default_config().set(dim=4).instantiate()
     assert whole.config.part.dim is REQUIRED
 
@@ -90,7 +90,7 @@ def test_default_config_may_be_extended():
     assert Wide.default_config().klass is Wide
 
 
-def test_a_required_field_is_refused():
+def test_required_field_is_rejected():
     with pytest.raises(RequiredFieldMissingError) as error:
         Whole.default_config().instantiate()
     message = str(error.value)
@@ -113,14 +113,14 @@ def test_the_path_is_known_through_lists_and_clones():
         cfg.clone().parts[1].instantiate()
 
 
-def test_a_bad_value_that_came_later_is_refused():
+def test_invalid_appended_value_is_rejected():
     cfg = Whole.default_config().set(dim=1)
     cfg.parts.append(Part.default_config().set(dim=1, depth=1).instantiate())
     with pytest.raises(InvalidConfigValueError, match=r"parts\[0\]: A config cannot hold an obj"):
         cfg.instantiate()
 
 
-def test_an_object_is_no_value_of_a_config():
+def test_objects_are_not_config_values():
     part = Part.default_config().set(dim=1, depth=1).instantiate()
     with pytest.raises(InvalidConfigValueError) as error:
         Whole.default_config().part = part
@@ -129,7 +129,7 @@ def test_an_object_is_no_value_of_a_config():
     assert Whole.default_config().set(part=part.config.clone()).part.dim == 1
 
 
-def test_a_config_that_does_not_extend_its_parents():
+def test_config_not_derived_from_parent():
     class Wrong(Part):
         class Config:
             dim: int = 1
@@ -140,7 +140,7 @@ def test_a_config_that_does_not_extend_its_parents():
     assert "Write `class Config(Part.Config):`" in str(error.value)
 
 
-def test_the_bases_say_what_has_to_be_defined():
+def test_base_classes_name_missing_methods():
     with pytest.raises(NotImplementedError, match="InstantiableConfig"):
         InstantiableConfig().instantiate()
     with pytest.raises(NotImplementedError, match="ConfigModifier"):
@@ -178,14 +178,14 @@ def test_an_own_factory_may_define_instantiate():
     assert Holder.default_config().set(value=5).value == 5
 
 
-def test_maybe_set_config_passes_over_what_is_not_there():
+def test_maybe_set_config_ignores_unknown_fields():
     cfg = Part.default_config()
     assert maybe_set_config(cfg, dim=3, colour="red") is cfg
     assert cfg.dim == 3
     assert maybe_set_config("not a config", dim=3) == "not a config"
 
 
-def test_any_config_may_stand_where_a_config_is_declared():
+def test_any_config_is_allowed_for_config_field():
     def make(dim=1):
         return dim
 

@@ -37,7 +37,7 @@ def quick():
     return search("--quick", "--planted", PLANTED, "--planted-names", PLANTED_NAMES)
 
 
-def test_the_search_finds_what_it_is_for(quick):
+def test_search_finds_planted_effects(quick):
     found = quick["planted"]
     evaluates = "weft.jax_utils.partial_eval_by_shape with"
     assert found[f"{evaluates} numpy.load"][0].startswith("pickle.find_class(")
@@ -66,7 +66,7 @@ def check(result, calls):
     assert "optax.scale_by_schedule" in result["called"]
 
 
-def test_nothing_that_a_text_can_have_called_has_effects(quick):
+def test_callables_of_texts_have_no_effects(quick):
     check(quick, 50_000)
 
 

@@ -138,7 +138,7 @@ def test_a_new_default_of_an_unknown_field():
     assert "Did you mean 'bias'?" in str(error.value)
 
 
-def test_a_class_that_is_no_config():
+def test_non_config_class():
     with pytest.raises(InvalidConfigClassError, match="does not derive from ConfigBase"):
 
         @config_class
@@ -254,7 +254,7 @@ def test_field_specifiers_are_not_needed(specifier):
         )
 
 
-def test_a_default_that_no_config_can_hold():
+def test_invalid_default():
     module = dataclasses
     with pytest.raises(InvalidConfigValueError, match=r"a Python module in .*Config\.library"):
 
@@ -288,7 +288,7 @@ def test_annotations_may_be_strings():
     assert cfg.never == 3
 
 
-def test_a_class_variable_is_no_field():
+def test_class_variable_is_rejected():
     with pytest.raises(NonConfigFieldError, match="ClassVar"):
 
         @config_class
@@ -442,16 +442,16 @@ BAD = [
 
 
 @pytest.mark.parametrize(("hint", "value"), GOOD, ids=lambda v: str(v).partition(" at 0x")[0][:40])
-def test_what_fits(hint, value):
+def test_matching(hint, value):
     assert matches_type(value, hint)
 
 
 @pytest.mark.parametrize(("hint", "value"), BAD, ids=lambda v: str(v).partition(" at 0x")[0][:40])
-def test_what_does_not_fit(hint, value):
+def test_mismatching(hint, value):
     assert not matches_type(value, hint)
 
 
-def test_a_config_may_stand_for_any_argument_of_a_function():
+def test_config_matches_any_function_argument():
     assert not matches_type(CONFIG, int)
     assert matches_type(CONFIG, int, configs=True)
     assert matches_type({"a": [CONFIG]}, dict[str, list[int]], configs=True)
@@ -472,7 +472,7 @@ def message_of(act):
     return str(error.value)
 
 
-def test_the_error_names_path_value_type_and_mend():
+def test_error_names_path_value_type_and_fix():
     message = message_of(lambda: Holder().set(number="0.5"))
     assert message == (
         "number: Holder declares float there, but got '0.5' of type str. Write 0.5 without quotes."
@@ -482,12 +482,12 @@ def test_the_error_names_path_value_type_and_mend():
     assert "Set 'number' to a value of type float." in message_of(lambda: Holder().set(number="x"))
 
 
-def test_a_class_where_a_config_belongs():
+def test_class_instead_of_config():
     message = message_of(lambda: Holder().set(child=Layer))
     assert "Set the config of the class: Layer.default_config()." in message
 
 
-def test_none_where_it_is_not_declared():
+def test_undeclared_none():
     message = message_of(lambda: Holder().set(count=None))
     assert "Declare `int | None` if it may be left out." in message
 

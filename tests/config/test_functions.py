@@ -189,7 +189,7 @@ def extend(values, more=None):
     return values, more
 
 
-def test_a_function_that_changes_its_arguments_changes_no_config():
+def test_function_mutating_arguments_keeps_config():
     cfg = config_for_function(extend).set(values=[], more={"a": {1}})
     assert cfg.instantiate() == ([1], {"a": {1, 2}})
     assert cfg.instantiate() == ([1], {"a": {1, 2}})
@@ -247,7 +247,7 @@ def test_default_factories():
     assert config_for_class(Pair).set(left=1).instantiate() == Pair(1, [])
 
 
-def test_any_callable_will_do():
+def test_any_callable():
     class Adder:
         def __call__(self, x: int, y: int = 1):
             return x + y
@@ -257,7 +257,7 @@ def test_any_callable_will_do():
     assert config_for_function(dict.fromkeys).set(iterable=("a",)).instantiate() == {"a": None}
 
 
-def test_the_function_may_be_exchanged_for_one_of_the_same_parameters():
+def test_function_may_be_replaced_if_parameters_match():
     def double(x: float, by: float = 4.0, *, tags: list = ()):
         return x * by
 
@@ -346,7 +346,7 @@ def test_maybe_instantiate_leaves_plain_configs():
     assert maybe_instantiate([data])[0] is data
 
 
-def test_a_class_that_a_metaclass_calls_has_the_parameters_of_its_constructor():
+def test_class_with_metaclass_call_uses_init_signature():
     cfg = config_for_class(Called)
     assert sorted(cfg.keys()) == ["klass", "scale", "size"]
     made = cfg.set(size=3).instantiate()

@@ -27,7 +27,7 @@ def test_importing_it_is_quick_and_imports_no_jax():
     assert min(measure() for _ in range(5)) <= 0.1
 
 
-def test_the_table_lists_what_is_there():
+def test_all_names_exist():
     assert len(weft.config.__all__) == len(set(weft.config.__all__))
     for name in weft.config.__all__:
         assert getattr(weft.config, name) is not None

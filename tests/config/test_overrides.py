@@ -117,7 +117,7 @@ def test_values_are_set(cfg, override, path, value):
     assert type(cfg.get_recursively(path)) is type(value)
 
 
-def test_a_part_may_be_exchanged(cfg):
+def test_part_may_be_replaced(cfg):
     apply_overrides(
         cfg,
         [
@@ -190,20 +190,20 @@ def test_invalid_override_changes_nothing(cfg, override, kind, message):
     assert cfg == before
 
 
-def test_the_error_says_where_the_value_was_set(cfg):
+def test_error_names_origin_of_value(cfg):
     cfg.limit = 3
     with pytest.raises(ConfigTypeError, match=r"It is 3, set at .*test_overrides\.py:\d+\."):
         apply_overrides(cfg, ["limit=x"])
 
 
-def test_where_it_comes_from_is_remembered(cfg):
+def test_source_is_kept_as_origin(cfg):
     apply_overrides(cfg, ["layers[0].dim=3"], source="command line")
     assert origin(cfg, "layers[0].dim") == Origin("command line")
     with pytest.raises(ConfigTypeError, match=r"It is 3, set at command line\."):
         apply_overrides(cfg, ["layers[0].dim=x"])
 
 
-def test_own_packages_may_be_trusted(cfg):
+def test_packages_may_be_allowed(cfg):
     override = f"layers[0].dtype={__name__}.Spec(size=3)"
     with pytest.raises(ConfigReferenceError):
         apply_overrides(cfg, [override])
@@ -211,7 +211,7 @@ def test_own_packages_may_be_trusted(cfg):
     assert cfg.layers[0].dtype.size == 3
 
 
-def test_a_value_that_a_rule_refuses(cfg, monkeypatch):
+def test_value_rejected_by_rule(cfg, monkeypatch):
     def refuse(value):
         raise InvalidConfigValueError(f"{value} is too big.")
 
@@ -230,7 +230,7 @@ def test_unknown_type():
     assert apply_overrides(Lenient(), ["value=3"]).value == 3
 
 
-def test_a_config_cannot_lose_a_part(cfg):
+def test_setting_config_to_none(cfg):
     with pytest.raises(InvalidConfigValueError, match=r"expected Dropout\.Config, but got"):
         apply_overrides(cfg, ["layers[0].dropout=None"])
 
@@ -354,7 +354,7 @@ def test_unconvertible_strings(text, hint):
         convert(text, hint, read)
 
 
-def test_where_no_type_is_declared_the_value_tells():
+def test_undeclared_type_follows_value():
     assert convert("3", Any, read, like="text") == "3"
     assert convert("true", Any, read, like=False) is True
     assert convert("3", Any, read, like=None) == 3
@@ -362,13 +362,13 @@ def test_where_no_type_is_declared_the_value_tells():
         convert("3", Any, read, like=True)
 
 
-def test_a_union_says_what_was_wrong():
+def test_union_reports_cause():
     with pytest.raises(NoConversion) as error:
         convert("os.system", InstantiableConfig | None, read)
     assert "may not name 'os.system'" in str(error.value.cause)
 
 
-def test_a_name_that_may_not_be_spoken_of():
+def test_forbidden_name_in_union():
     with pytest.raises(NoConversion) as error:
         convert("os.system", collections.abc.Callable, read)
     assert isinstance(error.value.cause, ConfigReferenceError)

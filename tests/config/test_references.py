@@ -77,7 +77,7 @@ def act(x):
         (Colour, f"{__name__}.Colour"),
     ],
 )
-def test_names_lead_back(obj, name):
+def test_names_round_trip(obj, name):
     assert reference_to(obj) == name
     assert resolve_reference(name, allow=(__name__, "numpy.tanh", "ml_dtypes")) is obj
 
@@ -97,7 +97,7 @@ def test_a_local_class_has_no_name():
     assert reference_to(Local) is None
 
 
-def test_a_name_that_means_something_else_is_none():
+def test_mismatched_name_gives_none():
     def impostor():
         return 1
 
@@ -180,7 +180,7 @@ def test_forbidden_names(name, use):
         "jax.nn.relu.__wrapped__",
     ],
 )
-def test_nothing_is_reached_through_underscores(name):
+def test_underscore_names_are_rejected(name):
     assert "may not name" in refused(name)
 
 
@@ -216,13 +216,13 @@ def test_file_readers_are_only_configured():
 @pytest.mark.parametrize(
     "name", ["numpy.load", f"{__name__}.act", f"{__name__}.Colour.RED", f"{__name__}.ConnectsToo"]
 )
-def test_a_reader_may_allow_one_thing_or_its_module(name):
+def test_allow_accepts_name_or_module(name):
     for allow in (name, name.rpartition(".")[0]):
         assert resolve_reference(name, allow=(allow,)) is not None
     refused(name, allow=(name + "s", "os"))
 
 
-def test_an_allowed_module_does_not_lend_what_it_imports():
+def test_imports_of_an_allowed_module_are_rejected():
     assert refused(f"{__name__}.os.system", allow=(__name__,)) == (
         f"a text may not name '{__name__}.os.system': {__name__}.os only imports it."
     )
@@ -237,7 +237,7 @@ def test_outside_effects_are_declared():
     resolve_reference(name, allow=("weft.trainer.summary_writer.trackers",))
 
 
-def test_another_name_lists_nothing(monkeypatch):
+def test_alias_is_not_listed(monkeypatch):
     module = types.ModuleType("weft.innocent")
     module.sgd = optax.sgd
     monkeypatch.setitem(sys.modules, "weft.innocent", module)
@@ -256,7 +256,7 @@ def test_a_private_module_has_no_names(monkeypatch):
 
 
 @pytest.mark.parametrize("use", ["value", "target", "partial", "record"])
-def test_nothing_is_imported_because_it_is_named(use, tmp_path, monkeypatch):
+def test_names_do_not_import_modules(use, tmp_path, monkeypatch):
     (tmp_path / "hostile_module.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
@@ -289,7 +289,7 @@ def test_allowed_packages_are_imported(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_a_misspelt_name_gets_the_nearest():
+def test_misspelt_name_suggests_nearest():
     assert "Did you mean 'optax.adam" in refused("optax.adamv")
     assert "Did you mean 'weft.hierarchy.layers.linear.Linear'" in refused(
         "weft.hierarchy.layers.linear.Linaer"
@@ -309,7 +309,7 @@ def test_rejection_explains_the_fix():
 LISTED = sorted(VALUES | TARGETS | RECORDS | ENUMS)
 
 
-def test_the_list_holds_what_is_there():
+def test_listed_names_resolve():
     for name in LISTED:
         found = _lookup_in_module(*_split_reference(name, ()))
         if name in ENUMS:

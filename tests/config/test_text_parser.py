@@ -143,7 +143,7 @@ def test_any_config_reads_back_equal(value, omit_defaults, origins):
 
 @settings(deadline=None, max_examples=25)
 @given(st.text())
-def test_any_other_text_is_refused(text):
+def test_other_text_is_rejected(text):
     with pytest.raises(ConfigTextError):
         from_text(text)
 
@@ -363,7 +363,7 @@ def test_non_configs_are_rejected():
         from_text("[1]", source="cfg")
 
 
-def test_a_text_that_cannot_be_a_config_at_all():
+def test_non_config_text():
     with pytest.raises(ConfigTextError, match="text: cannot read this as a config: "):
         from_text("-" * 100_000 + "1")
 
@@ -386,5 +386,5 @@ def test_values_remember_the_line_of_the_text():
     assert str(origin(cfg, "value")) == "runs/1/config.txt:3"
 
 
-def test_the_module_of_a_hostile_name_may_well_be_loaded():
+def test_hostile_name_in_loaded_module():
     assert sys.modules["os"] is os  # so the refusals above do not rest on its absence

@@ -89,7 +89,7 @@ class Foreign:
 M = __name__
 
 
-def test_it_reads_like_the_expression_that_makes_it():
+def test_text_is_the_constructing_expression():
     cfg = Tree.default_config().set(many=[Twin.default_config(), (1, "a")], dim=3)
     assert (
         to_text(cfg)
@@ -112,7 +112,7 @@ def test_it_reads_like_the_expression_that_makes_it():
     )
 
 
-def test_defaults_may_be_left_out():
+def test_defaults_may_be_omitted():
     cfg = Tree.default_config().set(dim=3)
     cfg.leaf.rate = 0.5
     assert (
@@ -135,7 +135,7 @@ def test_configs_of_functions_and_classes():
     assert to_text(config_for_class(Foreign)) == f"config_for_class({M}.Foreign)(\n    x=1,\n)"
 
 
-def test_the_class_is_written_where_the_head_does_not_tell():
+def test_class_is_written_if_head_differs():
     cfg = Tree.default_config().set(klass=Leaf)
     assert to_text(cfg, True) == f"{M}.Tree.Config(\n    klass={M}.Leaf,\n)"
     assert from_text(to_text(cfg)) == cfg
@@ -243,7 +243,7 @@ def test_long_lines_are_broken():
     assert f"    x=[\n        '{'a' * 89}',\n" in to_text(Data(x=["a" * 89]))
 
 
-def test_origins_stand_behind_the_fields():
+def test_origins_are_trailing_comments():
     cfg = Tree.default_config().set(dim=3)
     apply_overrides(cfg, ["leaf.rate=0.5"])
     lines = to_text(cfg, omit_defaults=True, origins=True).splitlines()
@@ -330,12 +330,12 @@ def test_changes_are_values_with_paths():
     ]
 
 
-def test_it_points_both_ways():
+def test_diff_is_symmetric():
     a, b = Node.default_config(), Node.default_config().set(rate=0.5)
     assert [(c.path, c.after, c.before) for c in diff(a, b)] == list(diff(b, a))
 
 
-def test_another_class_in_its_place():
+def test_class_replaced():
     a = Root.default_config()
     b = a.clone(leaf=Other.default_config())
     assert str(diff(a, b)).splitlines() == [
@@ -345,7 +345,7 @@ def test_another_class_in_its_place():
     ]
 
 
-def test_another_function_in_its_place():
+def test_function_replaced():
     a = Root.default_config().set(leaf=config_for_function(add))
     b = a.clone(leaf=config_for_function(sub))
     assert str(diff(a, b)).splitlines() == [
@@ -369,7 +369,7 @@ def test_long_values_are_cut():
     assert line.endswith("…")
 
 
-def test_absent_says_so():
+def test_absent_repr():
     assert repr(ABSENT) == "ABSENT"
 
 

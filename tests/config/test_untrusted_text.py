@@ -194,7 +194,7 @@ def test_text_cannot_set_outside_effects(cls, field, value, caplog):
     assert not caplog.text
 
 
-def test_a_file_does_not_decide_where_a_run_writes(tmp_path, monkeypatch, capsys):
+def test_dir_in_config_file_is_rejected(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cfg.txt").write_text(to_text(lm_tiny().set(dir=str(tmp_path / "victim"))))
     assert main(["train", "cfg.txt", "max_step=1"]) == 2
@@ -291,9 +291,7 @@ MODIFIED = {
 
 @pytest.mark.parametrize("command", [["train", "run"], ["tabulate", "run"], ["check", "run"]])
 @pytest.mark.parametrize("kind", MODIFIED)
-def test_a_modifier_in_a_text_sets_layouts_of_layers_only(
-    kind, command, tmp_path, monkeypatch, capsys
-):
+def test_modifier_in_text_only_sets_layouts(kind, command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     text = to_text(lm_tiny().set(max_step=1))
@@ -359,7 +357,7 @@ def test_a_config_has_only_public_methods_called(method):
 @pytest.mark.parametrize(
     "methods", [{"_parent": "forward"}, {"initialize_parameters_recursively": "forward"}]
 )
-def test_a_redirecting_layer_keeps_its_own_methods(methods):
+def test_redirecting_layer_keeps_its_methods(methods):
     cfg = RedirectToSharedModule.default_config().set(name="x", shared_module="shared")
     with pytest.raises(LayerMethodError, match=r"expected 'forward' or a new public name"):
         cfg.set(method_map=methods).instantiate(parent=None)

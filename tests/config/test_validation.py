@@ -152,7 +152,7 @@ def test_bad_values_in_sets_and_keys():
         Holder(value={pytest: 1})
 
 
-def test_a_tracer_is_no_value():
+def test_tracer_is_rejected():
     @jax.jit
     def f(x):
         Holder(value=x)
@@ -162,7 +162,7 @@ def test_a_tracer_is_no_value():
         f(1.0)
 
 
-def test_a_container_in_itself():
+def test_recursive_container():
     loop = []
     loop.append(loop)
     with pytest.raises(InvalidConfigValueError, match=r"value\[0\] contains itself"):
@@ -171,7 +171,7 @@ def test_a_container_in_itself():
     assert Holder(value=[shared, shared]).value == [[1], [1]]
 
 
-def test_an_own_rule(own_validators):
+def test_custom_rule(own_validators):
     def refuse(value):
         raise InvalidConfigValueError(f"{value} is too big")
 
@@ -183,6 +183,6 @@ def test_an_own_rule(own_validators):
         validate_config_field_value(101)
 
 
-def test_the_last_rule_comes_first_and_may_accept(own_validators):
+def test_last_rule_takes_precedence(own_validators):
     register_validator(match_fn=lambda v: v is pytest, validate_fn=lambda v: None)
     assert Holder(value=pytest).value is pytest

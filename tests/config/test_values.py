@@ -180,7 +180,7 @@ def test_arrays_on_devices_are_shared():
     assert copy_value([array])[0] is array
 
 
-def test_a_record_that_cannot_be_copied_is_shared():
+def test_uncopyable_record_is_shared():
     @dataclasses.dataclass
     class Stubborn:
         values: list
@@ -255,14 +255,14 @@ def test_incomparable_values_are_unequal():
     assert not values_equal(Odd(), Odd())
 
 
-def test_there_is_only_one():
+def test_is_a_singleton():
     assert RequiredFieldValue() is REQUIRED
     assert copy.copy(REQUIRED) is REQUIRED
     assert copy.deepcopy([REQUIRED])[0] is REQUIRED
     assert pickle.loads(pickle.dumps(REQUIRED)) is REQUIRED
 
 
-def test_it_is_false_and_says_what_it_is():
+def test_bool_and_repr():
     assert not REQUIRED
     assert repr(REQUIRED) == "REQUIRED"
 
@@ -272,7 +272,7 @@ def test_required_is_a_union():
     assert int in get_args(Required[int | str])
 
 
-def test_calling_it_says_what_is_missing():
+def test_calling_names_missing_value():
     with pytest.raises(RequiredFieldMissingError, match="still REQUIRED was called as a function"):
         REQUIRED(1, x=2)
 
@@ -344,7 +344,7 @@ def test_enter_may_stop_and_redirect():
     assert not any(path.startswith("rules") for path in seen)
 
 
-def test_exit_comes_after_the_children():
+def test_exit_runs_after_children():
     order = []
     VisitTree(dim=1).visit(
         visit_fn=lambda path, value: order.append(path),
@@ -384,7 +384,7 @@ def test_flat_dict_keeps_empty_containers():
     }
 
 
-def test_defaults_are_left_out_if_they_are_listed():
+def test_listed_defaults_are_omitted():
     assert VisitTree().to_flat_dict(omit_default_values=(None, REQUIRED)) == {
         "leaf.rate": 0.1,
         "many": [],
@@ -393,7 +393,7 @@ def test_defaults_are_left_out_if_they_are_listed():
     assert VisitTree().to_flat_dict(omit_default_values=(0.1,))["leaf.name"] is None
 
 
-def test_a_listed_value_is_shown_where_it_is_not_the_default():
+def test_listed_value_is_kept_if_not_default():
     assert VisitTree(dim=REQUIRED, spec=3).set(rules={"a": None}).to_flat_dict(
         omit_default_values=(None,)
     ) == {"dim": REQUIRED, "leaf.rate": 0.1, "many": [], "rules['a']": None, "spec": 3}
@@ -443,7 +443,7 @@ def test_paths_are_read(text, steps):
     assert parse_path(text) == steps
 
 
-def test_steps_are_taken_as_they_are():
+def test_steps_are_literal():
     assert parse_path(["a", 2, "b.c"]) == ["a", 2, "b.c"]
     assert parse_path(("a",)) == ["a"]
 
@@ -515,7 +515,7 @@ def test_a_config_inside_of_a_container_is_set_in_place():
         ("unset.x", "unset: there is no 'x' in it, since it is still REQUIRED."),
     ],
 )
-def test_where_a_path_ends(path, message):
+def test_invalid_path(path, message):
     cfg = PathTree()
     with pytest.raises(UnknownFieldError) as error:
         cfg.get_recursively(path)

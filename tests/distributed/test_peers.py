@@ -84,7 +84,7 @@ def go_on():
     return None
 
 
-def test_all_go_on_together_and_stop_together(three):
+def test_processes_continue_and_stop_together(three):
     lines = three()
     for _ in range(3):
         assert at_once(*(lambda c=c: c.agree(go_on) for c in lines)) == [None] * 3
@@ -99,7 +99,7 @@ def test_all_go_on_together_and_stop_together(three):
     assert [c.requested for c in lines] == [None] * 3
 
 
-def test_a_wish_that_comes_while_waiting_is_heard_by_who_has_not_come(three):
+def test_request_while_waiting_reaches_late_processes(three):
     lines, request = three(), []
     waiting = threading.Thread(
         target=lambda: lines[1].agree(lambda: request[0] if request else None)
@@ -117,7 +117,7 @@ def test_a_wish_that_comes_while_waiting_is_heard_by_who_has_not_come(three):
     waiting.join()
 
 
-def test_a_wish_that_comes_after_all_have_gone_on_is_for_the_next_point(alone):
+def test_late_request_applies_to_the_next_point(alone):
     peers, there = alone(0, 1)
 
     def arrives(at, request):
@@ -139,7 +139,7 @@ def test_a_wish_that_comes_after_all_have_gone_on_is_for_the_next_point(alone):
     assert stops == [None, ["signal", "SIGTERM"]]
 
 
-def test_a_wish_waits_where_all_only_wait_for_each_other(three):
+def test_request_is_deferred_at_a_plain_barrier(three):
     lines, request = three(), StopRequest("signal", "SIGTERM")
 
     def one_that_wishes():
@@ -162,14 +162,14 @@ def test_a_wish_waits_where_all_only_wait_for_each_other(three):
     assert at_once(one_that_wishes, *asked) == [request] * 3
 
 
-def test_no_line_waits_for_the_acknowledgement_of_another_one(three):
+def test_connections_disable_nagle(three):
     # Else each point of agreement would take the 40 ms after which a kernel acknowledges.
     for peers in three():
         for connection in peers._connections.values():
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_who_is_late_is_named_with_what_it_does_and_shows_where(three, capfd):
+def test_late_process_is_named_and_prints_stacks(three, capfd):
     lines = three()
     lines[2].doing = "compiling the step"
     time.sleep(1.5)  # it is reported soon, whatever the time between heartbeats
@@ -195,7 +195,7 @@ def test_who_is_late_is_named_with_what_it_does_and_shows_where(three, capfd):
     ],
     ids=["killed", "failed", "left"],
 )
-def test_who_ends_is_named_to_all(three, how, told):
+def test_ended_process_is_named(three, how, told):
     lines = three()
     threading.Timer(0.1, how, (lines[1],)).start()
     for error in at_once(*(lambda c=c: c.agree(go_on) for c in (lines[0], lines[2]))):
@@ -204,7 +204,7 @@ def test_who_ends_is_named_to_all(three, how, told):
         assert "cannot continue without it" in str(error)
 
 
-def test_the_end_of_process_0_is_named_as_well(three):
+def test_ended_process_0_is_named(three):
     lines = three()
     lines[0]._connections[2].shutdown(socket.SHUT_RDWR)
     with pytest.raises(ProcessLostError, match=r"process 0 of 3 .* has ended without notice"):
@@ -223,7 +223,7 @@ def test_silence_counts_as_an_end(alone):
         peers.agree(go_on)
 
 
-def test_who_comes_once_the_first_or_all_others_have_left_is_told(three, alone):
+def test_process_arriving_after_others_left_fails(three, alone):
     lines = three()
     left = threading.Thread(target=lines[0].leave)
     left.start()
@@ -245,7 +245,7 @@ def talking(connection):
             say(connection, alive="x" * 100)
 
 
-def test_what_is_said_last_arrives_though_not_all_was_read(alone):
+def test_last_message_arrives_despite_unread_data(alone):
     for _ in range(3):
         _, frozen, other = alone(0, 1, 2, heartbeat_timeout_seconds=0.2)
         heard = reading(other)
@@ -257,7 +257,7 @@ def test_what_is_said_last_arrives_though_not_all_was_read(alone):
         assert over.startswith("process 1 of 3 (host h, pid 1) has sent nothing for")
 
 
-def test_what_is_said_last_arrives_at_who_reads_it_later(alone):
+def test_last_message_reaches_slow_reader(alone):
     failing, first = alone(1, 0, buffer=1 << 16)
     threading.Thread(target=talking, args=(first,)).start()
     for _ in range(100):  # more than there is room for
@@ -269,7 +269,7 @@ def test_what_is_said_last_arrives_at_who_reads_it_later(alone):
     leaving.join()
 
 
-def test_the_first_ends_after_the_others_but_waits_for_none_without_end(alone):
+def test_coordinator_leaves_last_with_bounded_wait(alone):
     first, killed, slow = alone(0, 1, 2)
     killed.close()
     with pytest.raises(ProcessLostError, match="process 1 of 3"):
@@ -285,7 +285,7 @@ def test_the_first_ends_after_the_others_but_waits_for_none_without_end(alone):
     assert 0.15 < time.monotonic() - started < 4
 
 
-def test_what_is_no_message_is_passed_over(alone):
+def test_non_messages_are_skipped(alone):
     peers, there = alone(1, 0)
     there.sendall(b'GET / HTTP/1.1\r\n\r\n[1]\n{"other": 1}\n')
     there.sendall(b"x" * (1 << 18) + b'\n{"go": 1, "stop": null}\n')
@@ -295,7 +295,7 @@ def test_what_is_no_message_is_passed_over(alone):
     assert at in messages(all_from(there))
 
 
-def test_where_the_reading_thread_fails_the_run_ends(alone, monkeypatch):
+def test_failed_reader_thread_ends_the_run(alone, monkeypatch):
     def fails(peers, index, line):
         raise TypeError("unhashable")
 
@@ -306,7 +306,7 @@ def test_where_the_reading_thread_fails_the_run_ends(alone, monkeypatch):
         peers.agree(go_on)
 
 
-def test_long_errors_fit_into_a_line(three):
+def test_long_errors_are_truncated(three):
     lines = three()
     error = "XlaRuntimeError: " + "\N{SNOWMAN}" * (1 << 20) + " out of memory"
     threading.Timer(0.1, lines[1].leave, (error,)).start()
@@ -318,7 +318,7 @@ def test_long_errors_fit_into_a_line(three):
     assert len(set(agreed)) == 1 and agreed[0].text.endswith("out of memory")
 
 
-def test_of_many_that_are_late_some_are_named(monkeypatch, alone):
+def test_only_some_late_ones_are_named(monkeypatch, alone):
     monkeypatch.setattr(
         "tests.distributed.test_peers.NAMES", {i: f"process {i}" for i in range(20)}
     )
@@ -329,7 +329,7 @@ def test_of_many_that_are_late_some_are_named(monkeypatch, alone):
     assert f"within 0.1 s: {shown} and 11 more. All others" in str(late.value)
 
 
-def test_the_first_is_named_with_what_it_does_now(alone, capfd):
+def test_coordinator_is_named_with_activity(alone, capfd):
     peers, there = alone(0, 1)
     peers.doing = "restoring the checkpoint"
     say(there, at=1, request=None, within=0.1, waits=True)
@@ -359,7 +359,7 @@ STRANGE = {
 
 @pytest.mark.parametrize("line", STRANGE.values(), ids=STRANGE)
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_line_that_is_no_message_is_ignored(alone, caplog, process, line):
+def test_invalid_message_is_ignored(alone, caplog, process, line):
     peers, there = alone(process, 1 - process)
     there.sendall(line + b"\n")
     if process == 0:
@@ -371,7 +371,7 @@ def test_a_line_that_is_no_message_is_ignored(alone, caplog, process, line):
     assert f"{NAMES[1 - process]} sent an invalid message; it is ignored" in caplog.text
 
 
-def test_the_rest_of_a_line_that_is_too_long_is_not_a_line(alone):
+def test_rest_of_an_overlong_line_is_skipped(alone):
     peers, there = alone(1, 0)
     there.sendall(b"x" * 200_000)
     time.sleep(0.3)
@@ -380,7 +380,7 @@ def test_the_rest_of_a_line_that_is_too_long_is_not_a_line(alone):
     assert peers.agree(go_on) is None
 
 
-def test_what_others_say_is_escaped_where_it_is_printed(alone):
+def test_messages_of_peers_are_escaped(alone):
     peers, there = alone(0, 1)
     say(there, bye="\x1b]0;title\x07 a\nweft: \x9b2J \u202e \ud800")
     shown = r"\x1b]0;title\x07 a" "\n    weft: " r"\x9b2J \u202e \ud800\."
@@ -388,7 +388,7 @@ def test_what_others_say_is_escaped_where_it_is_printed(alone):
         peers.agree(go_on)
 
 
-def test_a_thread_finds_the_lines_that_are_open_and_says_goodbye(alone):
+def test_use_peers_sets_current_and_sends_error(alone):
     assert current_peers() is None
     peers, there = alone(1, 0)
     heard = reading(there)
@@ -410,7 +410,7 @@ ctypes.CDLL(None).sleep(60)  # as in a collective: no error can be raised in thi
 
 
 @pytest.mark.long
-def test_one_whose_errors_nobody_reads_is_ended_as_well():
+def test_process_with_full_stderr_is_ended():
     with (
         full_pipe() as pipe,
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -431,7 +431,7 @@ def test_one_whose_errors_nobody_reads_is_ended_as_well():
 
 
 @pytest.mark.long
-def test_a_process_whose_main_thread_is_stuck_is_ended_with_the_name():
+def test_stuck_process_is_ended_and_names_the_cause():
     with socket.create_server(("127.0.0.1", 0)) as server:
         process = subprocess.Popen(
             [sys.executable, "-c", STUCK, str(server.getsockname()[1])],
@@ -465,7 +465,7 @@ first.leave()
 
 
 @pytest.mark.long
-def test_a_time_for_which_all_were_stopped_counts_for_nobody():
+def test_suspension_of_all_is_not_a_lost_heartbeat():
     """As when Slurm suspends a job: all stop, and one is awake a moment before the others."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,

@@ -30,7 +30,7 @@ from weft.input import PrefetchingIterator
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_is_remembered_and_the_handler_restored(number):
+def test_signal_is_recorded_and_handler_restored(number):
     before = signal.getsignal(number)
     with GracefulStop() as stop:
         assert stop.signal_name is None and not stop.stop_requested
@@ -39,7 +39,7 @@ def test_a_signal_is_remembered_and_the_handler_restored(number):
     assert signal.getsignal(number) is before
 
 
-def test_a_hangup_that_nohup_has_ignored_stays_ignored():
+def test_sighup_ignored_by_nohup_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with GracefulStop() as stop:
@@ -50,13 +50,13 @@ def test_a_hangup_that_nohup_has_ignored_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_second_ctrl_c_ends_at_once():
+def test_second_ctrl_c_interrupts():
     with GracefulStop(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
 
-def test_other_threads_change_no_handlers():
+def test_threads_keep_signal_handlers():
     seen = []
 
     def work():
@@ -69,7 +69,7 @@ def test_other_threads_change_no_handlers():
     assert seen == [signal.getsignal(signal.SIGTERM)]
 
 
-def test_alone_a_process_agrees_at_once():
+def test_single_process_agrees():
     with GracefulStop() as stop:
         assert stop.agreed("step 1") is None
         signal.raise_signal(signal.SIGTERM)
@@ -122,7 +122,7 @@ def next_batch(stop, batches):
         return batch
 
 
-def test_waiting_for_input_delays_no_stop_and_takes_no_batch():
+def test_stop_while_waiting_for_input_takes_no_batch():
     busy = Busy()
     # Released first: an iterator waits for its source when it is closed.
     with PrefetchingIterator(Source(busy)) as batches, busy, GracefulStop() as stop:
@@ -165,7 +165,7 @@ def test_the_end_and_a_failure_of_the_input_stop_the_run():
         assert stopped.value.error is failure
 
 
-def test_a_point_stops_a_run_and_is_nothing_outside_of_one():
+def test_stop_point_only_acts_inside_a_run():
     stop_point("batch 1")
     told = []
     with GracefulStop(report=told.append):
@@ -176,7 +176,7 @@ def test_a_point_stops_a_run_and_is_nothing_outside_of_one():
     assert told == ["batch 2", "batch 3"]
 
 
-def test_batches_inside_of_a_step_end_fail_and_stop():
+def test_nested_batches_end_fail_and_stop():
     def all_of(source):
         with batches_until_stopped(source, iter, "held_out") as batches:
             return list(batches)
@@ -214,7 +214,7 @@ class Lowered:
             raise self.error
 
 
-def test_a_compilation_is_left_when_the_run_is_to_stop():
+def test_stop_abandons_a_compilation():
     with GracefulStop() as stop:
         with pytest.raises(ValueError, match="XLA"):
             stop.compile(Lowered(error=ValueError("XLA")))
@@ -240,7 +240,7 @@ class Slow:
         return Lowered(self.busy if x.ndim else None)
 
 
-def test_work_inside_of_a_run_is_left_while_it_is_compiled():
+def test_stop_abandons_work_that_is_compiling():
     busy, told = Busy(), []
     slow = Slow(busy)
     double = InterruptibleJit(slow, "the loss of held_out")
@@ -257,7 +257,7 @@ def test_work_inside_of_a_run_is_left_while_it_is_compiled():
         time.sleep(0.05)
 
 
-def test_a_compiler_that_fails_tells_the_other_processes_before_all_end():
+def test_compile_error_is_sent_to_other_processes():
     class OneOfTwo:
         def agree(self, request, **_):
             points.append(request())
@@ -277,7 +277,7 @@ def test_a_compiler_that_fails_tells_the_other_processes_before_all_end():
     assert [(w.kind, w.text) for w in points] == [("error", "compiling the loss: XLA")] * 2
 
 
-def test_what_was_compiled_beside_is_what_a_call_uses():
+def test_call_uses_the_compiled_program():
     compilations = []
 
     def listener(name, seconds, **_):
@@ -317,7 +317,7 @@ def two():
         thread.join()
 
 
-def test_one_that_is_late_with_what_all_do_first_is_named_with_it(two, monkeypatch):
+def test_late_process_is_named_with_its_barrier(two, monkeypatch):
     told, restored = [], threading.Event()
 
     def the_other():
@@ -345,7 +345,7 @@ def test_one_that_is_late_with_what_all_do_first_is_named_with_it(two, monkeypat
     thread.join()
 
 
-def test_without_a_limit_one_that_is_late_is_waited_for(two):
+def test_late_process_is_awaited_without_limit(two):
     def the_other():
         with GracefulStop(two[1], patience_seconds=0.1):
             time.sleep(1.0)
@@ -359,7 +359,7 @@ def test_without_a_limit_one_that_is_late_is_waited_for(two):
     barrier()  # outside of a run, nobody
 
 
-def test_an_error_that_another_process_caused_names_it(monkeypatch):
+def test_error_caused_by_a_peer_names_it(monkeypatch):
     monkeypatch.setattr("weft.distributed.preemption.current_peers", Lost)
     with pytest.raises(ProcessLostError, match="process 1"), graceful_stop(print, 1):
         raise RuntimeError("gloo: connection closed by peer")
@@ -379,12 +379,12 @@ def two_processes(monkeypatch):
     monkeypatch.setattr(utils, "process_allgather", lambda x: np.array([7, x]))
 
 
-def test_what_others_give_counts(two_processes):
+def test_broadcast_and_max(two_processes):
     assert broadcast_from_first(3) == 7
     assert (max_over_processes(3), max_over_processes(9)) == (7, 9)
 
 
-def test_the_largest_comes_one_call_later(two_processes):
+def test_delayed_max_lags_by_one_call(two_processes):
     # Here all devices are of this process, so it is the largest of its own.
     later = DelayedMax()
     assert [later(n) for n in (0, 1, 0, 5)] == [0, 0, 1, 0]

@@ -48,7 +48,7 @@ def together(address, places, timeout=10.0):
     return [results[key] for key in sorted(results)]
 
 
-def test_all_meet_and_the_address_is_free_again(address):
+def test_all_meet_and_address_is_released(address):
     lines = together(address, [(0, 3), (1, 3), (2, 3)])
     port = int(address.rpartition(":")[2])
     with socket.create_server(("127.0.0.1", port)):
@@ -65,7 +65,7 @@ def test_all_meet_and_the_address_is_free_again(address):
         peers.leave()
 
 
-def test_who_did_not_come_is_named_to_all(address):
+def test_missing_processes_are_named(address):
     for error in together(address, [(0, 4), (2, 4)], timeout=2.5):
         assert isinstance(error, ProcessesNotReadyError)
         assert str(error).startswith(f"processes 1, 3 of 4 did not come to {address} within 2.5 s.")
@@ -78,7 +78,7 @@ def test_without_process_0_the_address_is_named(address):
     assert "Check in its log whether it runs" in str(error)
 
 
-def test_two_with_one_number_and_strangers_are_refused(address):
+def test_duplicates_and_strangers_are_rejected(address):
     def stranger():
         host, _, port = address.rpartition(":")
         for text in (b"GET / HTTP/1.1\r\n\r\n", json.dumps({"token": "?"}).encode() + b"\n"):
@@ -147,7 +147,7 @@ def come(address, index, of, pid, **more):
     return connection
 
 
-def test_who_connects_and_says_nothing_keeps_nobody_waiting(address):
+def test_silent_connections_do_not_block(address):
     started = time.monotonic()
     with contextlib.ExitStack() as stack, first_of(address, 2):
         scanner = stack.enter_context(connected(address))
@@ -165,7 +165,7 @@ def test_who_connects_and_says_nothing_keeps_nobody_waiting(address):
         assert scanner.recv(10) == dribbling.recv(10) == b""
 
 
-def test_one_that_is_started_again_before_all_have_come_takes_its_own_place(address, caplog):
+def test_restarted_process_retakes_its_place(address, caplog):
     with first_of(address, 3) as found:
         come(address, 1, 3, 7).close()  # killed
         deadline = time.monotonic() + 10
@@ -183,7 +183,7 @@ def test_one_that_is_started_again_before_all_have_come_takes_its_own_place(addr
                 found[0].agree(lambda: None)
 
 
-def test_all_of_many_are_told_who_is_missing(address):
+def test_missing_list_is_truncated(address):
     with first_of(address, 300, timeout=4.0):
         here = [come(address, i, 300, i) for i in range(1, 40)]
         for connection in here:
@@ -202,7 +202,7 @@ def test_processes_with_the_token_meet(address):
 @pytest.mark.parametrize(
     ("first", "other"), [("secret", ""), ("secret", "secreT"), ("", "x"), ("s", "\ud800")]
 )
-def test_a_process_with_another_token_is_refused_and_takes_no_place(address, first, other):
+def test_wrong_token_is_rejected_and_takes_no_place(address, first, other):
     with first_of(address, 2, token=first):
         with come(address, 1, 2, 7, token=other) as stranger, stranger.makefile() as lines:
             refused = json.loads(lines.readline())["refused"]
@@ -213,7 +213,7 @@ def test_a_process_with_another_token_is_refused_and_takes_no_place(address, fir
             assert b"welcome" in ours.recv(1000)
 
 
-def test_one_that_is_refused_says_so_at_once(address):
+def test_rejected_process_fails_at_once(address):
     started = time.monotonic()
     with first_of(address, 2, token="secret"):
         with pytest.raises(ProcessesNotReadyError, match="set the same WEFT_REND"):
@@ -223,7 +223,7 @@ def test_one_that_is_refused_says_so_at_once(address):
             assert b"welcome" in ours.recv(1000)
 
 
-def test_many_strangers_keep_nobody_out(address):
+def test_many_strangers_do_not_block(address):
     with contextlib.ExitStack() as stack, first_of(address, 2):
         strangers = [stack.enter_context(connected(address)) for _ in range(200)]
         assert strangers[0].recv(10) == b""  # dropped for the sake of those that came later
@@ -231,7 +231,7 @@ def test_many_strangers_keep_nobody_out(address):
             assert b"welcome" in ours.recv(1000)
 
 
-def test_what_a_process_says_of_itself_is_escaped_where_it_is_printed(address):
+def test_host_names_of_processes_are_escaped(address):
     hello = {"host": "h\x1b[2J\nweft: process 2 \ud800"}
     with (
         first_of(address, 3, timeout=2.0) as found,
@@ -242,5 +242,5 @@ def test_what_a_process_says_of_itself_is_escaped_where_it_is_printed(address):
     assert "(host h\\x1b[2J\n    weft: process 2 \\ud800, pid 7)" in str(found[0])
 
 
-def test_a_process_that_is_alone_meets_nobody():
+def test_single_process_has_no_peers():
     assert connect_peers(1) is None

@@ -10,7 +10,7 @@ from tests.sockets import full_pipe
 from weft.distributed.watchdog import Watchdog, call_with_timeout, dump_stacks, print_error
 
 
-def test_what_is_held_up_is_not_waited_for():
+def test_blocked_call_times_out():
     free = threading.Event()
     started = time.monotonic()
     call_with_timeout(free.wait)
@@ -21,7 +21,7 @@ def test_what_is_held_up_is_not_waited_for():
     assert said == ["x"]
 
 
-def test_errors_are_printed_where_the_process_does_so_if_anywhere(capfd, monkeypatch):
+def test_errors_are_printed_to_available_stderr(capfd, monkeypatch):
     print_error("frozen")
     assert capfd.readouterr().err == "frozen\n"
     monkeypatch.setattr(sys, "__stderr__", None)
@@ -30,7 +30,7 @@ def test_errors_are_printed_where_the_process_does_so_if_anywhere(capfd, monkeyp
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_stacks_are_those_of_all_threads_and_the_caller():
+def test_stacks_include_all_threads_and_caller():
     free, inside = threading.Event(), threading.Event()
 
     def waits_here():
@@ -84,7 +84,7 @@ def test_a_long_hang_ends_the_process():
 
 
 @pytest.mark.long
-def test_it_ends_also_where_nobody_reads_its_errors():
+def test_it_ends_with_full_stderr():
     script = HANG.format(timeout=0.2, crash=0.4)
     with (
         full_pipe() as pipe,
@@ -97,7 +97,7 @@ def test_it_ends_also_where_nobody_reads_its_errors():
 
 
 @pytest.mark.long
-def test_whoever_asks_is_shown_the_stacks():
+def test_signal_prints_stacks():
     script = HANG.format(timeout=None, crash=None).replace(
         "time.sleep(float(sys.argv[1]))\nprint", "print(1, flush=True); input()\nprint"
     )
@@ -115,7 +115,7 @@ def test_whoever_asks_is_shown_the_stacks():
     assert "in stuck_in_here" in told
 
 
-def test_progress_keeps_it_quiet(capfd):
+def test_progress_prevents_it(capfd):
     with Watchdog(timeout_seconds=1.5) as watchdog:
         for step in range(10):
             watchdog.report(f"step {step}")

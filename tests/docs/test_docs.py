@@ -26,14 +26,14 @@ def named(pages):
 
 
 @named([page for page in PAGES if programs(page)])
-def test_a_page_prints_what_it_says(page, monkeypatch, tmp_path):
+def test_page_output_matches(page, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT if page.name in NAMED else tmp_path)
     for said, printed in run_in_order(page, monkeypatch):
         assert printed == said
 
 
 @named([page for page in PAGES if "weft " in page.read_text(encoding="utf-8")])
-def test_the_commands_of_a_page_are_there(page):
+def test_page_commands_parse(page):
     consoles = [block.text for block in blocks(page) if block.language == "console"]
     for command in re.findall(r"^\$ weft (.*?)(?:\s+#.*)?$", "".join(consoles), re.MULTILINE):
         assert parse_arguments(command.split()).command
@@ -46,6 +46,6 @@ def test_the_navigation_names_every_page():
 
 
 @named(PAGES)
-def test_what_a_page_links_to_is_there(page):
+def test_page_links_exist(page):
     links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []

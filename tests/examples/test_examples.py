@@ -36,7 +36,7 @@ def test_every_example_is_run_here():
     assert missing == []
 
 
-def test_digits_are_told_apart(shown):
+def test_batch_norm_digits(shown):
     text = shown("digits_batch_norm", "--epochs", "2")
     first, last = numbers(r"loss ([\d.]+)", text)
     assert last < first / 2
@@ -46,7 +46,7 @@ def test_digits_are_told_apart(shown):
     assert 85 < baseline < 95
 
 
-def test_an_lstm_learns_letters_and_writes(shown):
+def test_lstm_learns_and_generates(shown):
     text = shown("char_rnn", "--steps", "12")
     first, last = numbers(r"step +\d+  ([\d.]+) bits per letter", text)
     assert first == pytest.approx(7, abs=0.1)  # a guess among 128
@@ -91,7 +91,7 @@ def test_digits_are_reconstructed(shown):
     assert "#" in text.split("\nmade up\n")[1]
 
 
-def test_digits_are_told_apart_by_objects(shown):
+def test_nnx_digits_classifier(shown):
     text = shown("nnx_digits", "--epochs", "2")
     first, last = numbers(r"  loss ([\d.]+)", text)
     assert last < first / 2
@@ -99,7 +99,7 @@ def test_digits_are_told_apart_by_objects(shown):
     assert accuracies[-1] > 90
 
 
-def test_scanned_blocks_of_objects_learn_and_write(shown):
+def test_scanned_nnx_blocks_learn_and_generate(shown):
     text = shown("nnx_transformer", "--steps", "15", "--layers", "2")
     assert "'kernel': (2, 96, 384)" in text
     first, last = numbers(r"step +\d+  ([\d.]+) bits per letter", text)
@@ -109,7 +109,7 @@ def test_scanned_blocks_of_objects_learn_and_write(shown):
     assert written[1].startswith("import ")
 
 
-def test_writing_with_caches_gives_what_reading_at_once_gives():
+def test_cached_decoding_equals_full_forward():
     example = runpy.run_path(str(EXAMPLES / "nnx_transformer.py"))
     model = example["Decoder"](2, rngs=nnx.Rngs(0))
     letters = jax.random.randint(jax.random.key(1), (2, 5), 0, 128)
@@ -120,7 +120,7 @@ def test_writing_with_caches_gives_what_reading_at_once_gives():
         np.testing.assert_allclose(one[:, 0], at_once[:, i], atol=1e-5)
 
 
-def test_odd_digits_are_learned_beside_even_ones(shown):
+def test_lora_learns_odd_digits(shown):
     text = shown("nnx_lora", "--steps", "250")
     assert "2,344 numbers to train, 26,122 stay" in text
     assert "are as they were: True" in text
@@ -130,7 +130,7 @@ def test_odd_digits_are_learned_beside_even_ones(shown):
     assert odd[1] > 90
 
 
-def test_digits_are_drawn_against_a_critic(shown):
+def test_gan_generates_digits(shown):
     text = shown("nnx_gan", "--steps", "300")
     first, last = numbers(r"drawn digits are ([\d.]+)", text)
     assert last < first - 0.5

@@ -43,7 +43,7 @@ def steps(disk):
     return Checkpointer.checkpoint_steps(str(disk / "run" / "checkpoints"))
 
 
-def test_training_goes_on_and_the_last_good_checkpoint_stays(small_disk, caplog):
+def test_training_continues_and_last_checkpoint_is_kept(small_disk, caplog):
     filler = Filler(small_disk, full_at=3, free_at=7)
     run(small_disk, filler, max_step=8)
     assert filler.ended == (8, "max_step")

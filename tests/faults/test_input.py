@@ -86,7 +86,7 @@ def weights(trainer):
 
 
 @pytest.mark.long
-def test_a_record_that_is_broken_is_named_and_once_it_is_mended_the_run_goes_on(tmp_path):
+def test_broken_record_is_named_and_run_resumes_once_fixed(tmp_path):
     records = [json.dumps({"x": i, "y": 2 * i}) for i in range(32)]
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     good.write_text("\n".join(records))

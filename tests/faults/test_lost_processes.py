@@ -27,7 +27,7 @@ def ends(process, since):
         pytest.param(1, {}, id="the last", marks=pytest.mark.soak),
     ],
 )
-def test_one_that_is_killed_is_named_by_the_other(start, killed, variables):
+def test_killed_process_is_named(start, killed, variables):
     processes = start("stepping", **variables)
     processes[1].wait_for("here stepping")
     victim, other = processes[killed], processes[1 - killed]
@@ -37,7 +37,7 @@ def test_one_that_is_killed_is_named_by_the_other(start, killed, variables):
     assert "has ended without notice, killed or crashed" in other.told
 
 
-def test_four_stop_as_one_and_go_on_until_one_is_frozen(start):
+def test_four_processes_stop_resume_and_detect_freeze(start):
     processes = start("waiting", "stepping", num=4, WEFT_HEARTBEAT_TIMEOUT_SECONDS="12")
     processes[3].wait_for("here waiting")
     processes[3].send(signal.SIGTERM)
@@ -56,7 +56,7 @@ def test_four_stop_as_one_and_go_on_until_one_is_frozen(start):
         assert frozen in process.told
 
 
-def test_one_that_never_comes_to_its_first_step_is_named_with_where_it_is(start):
+def test_process_missing_at_first_step_is_named(start):
     first, second, absent = start("absent", num=3)
     absent.wait_for("here absent")
     now = time.monotonic()
@@ -71,7 +71,7 @@ def test_one_that_never_comes_to_its_first_step_is_named_with_where_it_is(start)
     assert "in _disturb" in absent.told  # where it is
 
 
-def test_one_that_never_begins_its_run_is_not_waited_for_without_end_by_jax_alone(start):
+def test_wait_for_unstarted_process_is_bounded(start):
     first, absent = start("unstarted", JOINED_BY_JAX="1")
     absent.wait_for("here unstarted")
     assert ends(first, time.monotonic()) == 1
@@ -82,7 +82,7 @@ def test_one_that_never_begins_its_run_is_not_waited_for_without_end_by_jax_alon
     assert ends(absent, time.monotonic()) != 0
 
 
-def test_one_that_hangs_while_it_restores_is_named_with_that(start):
+def test_process_hanging_in_restore_is_named(start):
     first, hanging = start("ending", "restoring")
     hanging.wait_for("here restoring")
     now = time.monotonic()
@@ -95,7 +95,7 @@ def test_one_that_hangs_while_it_restores_is_named_with_that(start):
     assert "in restore_from_dir" in hanging.told  # where it is
 
 
-def test_one_whose_input_fails_has_all_save_and_is_named(start):
+def test_failed_input_saves_on_all_and_is_named(start):
     first, second = start("failing")
     steps = [process.done() for process in (first, second)]
     assert [s["steps"] for s in steps] == [[s["saved"][0]] for s in steps]
@@ -108,7 +108,7 @@ def test_one_whose_input_fails_has_all_save_and_is_named(start):
     assert failure in first.told and "The training up to this point is saved." in first.told
 
 
-def test_one_that_hangs_shows_where_and_is_named_by_the_other(start):
+def test_hanging_process_prints_stack_and_is_named(start):
     first, second = start("hanging")
     second.wait_for("here hanging")
     now = time.monotonic()

@@ -20,7 +20,7 @@ def done(processes, phase):
     return told[0] | {name: max(t[name] for t in told) for name in beside}
 
 
-def test_processes_decide_alike_and_leave_their_compilers(start):
+def test_processes_agree_and_abandon_compilers(start):
     processes = start("policies")
     first = done(processes, "policies")
     # The third batch is skipped, the seventh leads back to step 4, and two in a row are too many.

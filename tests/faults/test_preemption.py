@@ -44,7 +44,7 @@ PHASES = ["stepping", "evaluating", "waiting", "saving", "compiling"]
         pytest.param(4, PHASES, id="4", marks=pytest.mark.soak),
     ],
 )
-def test_in_each_phase_all_processes_stop_as_one(start, num, phases):
+def test_all_processes_stop_in_each_phase(start, num, phases):
     processes = start(*phases, num=num)
     before = {"steps": []}
     for phase in phases:

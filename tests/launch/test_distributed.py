@@ -58,7 +58,7 @@ SLURM = {
     ],
     ids=str,
 )
-def test_where_a_process_stands(environ, place):
+def test_process_info(environ, place):
     assert process_info(environ) == place
 
 
@@ -77,21 +77,21 @@ def test_where_a_process_stands(environ, place):
     ],
     ids=str,
 )
-def test_what_does_not_go_together_is_refused(environ, message):
+def test_inconsistent_environment_is_rejected(environ, message):
     with pytest.raises(ProcessEnvironmentError, match=message):
         process_info(environ)
 
 
-def test_the_first_of_slurms_hosts():
+def test_first_slurm_host():
     assert first_host("n[1,3-4]-ib,m") == "n1-ib"
 
 
-def test_a_process_without_others_joins_nobody():
+def test_single_process_joins_nothing():
     with joined_processes({}) as place:
         assert place is None
 
 
-def test_a_coordinator_that_is_not_there_is_named():
+def test_missing_coordinator_is_reported():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))  # and nobody listens
         place = ProcessInfo(f"127.0.0.1:{s.getsockname()[1]}", 2, 1)
@@ -134,13 +134,13 @@ def test_four_processes_meet(capfd):
 
 
 @pytest.mark.long
-def test_one_that_fails_leaves_at_once_with_its_traceback(capfd):
+def test_failed_process_exits_with_traceback(capfd):
     assert run("raise ArithmeticError('of one')", 2) == 1
     told = capfd.readouterr().err
     assert "process 1 of 2" in told and "  [1] ArithmeticError: of one\n" in told
 
 
-def test_errors_of_weft_are_told_as_the_command_line_does():
+def test_weft_errors_are_printed_like_the_cli():
     program = (
         "import os, sys\n"
         "from weft.errors import MeshError\n"
@@ -157,7 +157,7 @@ def test_errors_of_weft_are_told_as_the_command_line_does():
     assert (ended.stdout.split(), ended.stderr) == (["2", "130", "7"], "weft: too few\n")
 
 
-def test_a_token_that_no_line_has_room_for_is_refused():
+def test_overlong_token_is_rejected():
     environ = GIVEN | {"WEFT_RENDEZVOUS_TOKEN": "x" * 257}
     with (
         pytest.raises(ProcessEnvironmentError, match="_TOKEN has 257 characters; expected at most"),

@@ -91,7 +91,7 @@ def uncut(tmp_path_factory):
     return directory, train(directory, 6, (2, 1))[1]
 
 
-def test_one_process_becomes_two_and_one_again_with_the_same_bits(uncut, tmp_path, monkeypatch):
+def test_run_resumes_on_two_and_one_process_bitwise_equal(uncut, tmp_path, monkeypatch):
     train(tmp_path, 2, (2, 1))
     train_as_two(tmp_path, 4, monkeypatch)
     begin, _ = train(tmp_path, 6, (2, 1))
@@ -101,7 +101,7 @@ def test_one_process_becomes_two_and_one_again_with_the_same_bits(uncut, tmp_pat
     assert (arrays, positions) == digests(uncut[0], 6)
 
 
-def test_a_mesh_is_turned_in_the_middle_of_a_run(uncut, tmp_path):
+def test_mesh_changes_between_restarts(uncut, tmp_path):
     _, left = train(tmp_path, 3, (4, 2))
     begin, ended = train(tmp_path, 6, (2, 4))
     assert begin.step == 3

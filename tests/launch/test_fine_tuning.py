@@ -48,7 +48,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_both_see_the_same_and_stop_early_after_the_same_step(seen):
+def test_processes_agree_and_stop_early_at_one_step(seen):
     assert seen["ended"] == [4, "early stopping"] and seen["saved"] == [2, 4]
     assert [(name, step) for name, step, _ in seen["evals"]] == [
         (name, step) for step in (2, 4) for name in ("held_out", "samples")
@@ -57,7 +57,7 @@ def test_both_see_the_same_and_stop_early_after_the_same_step(seen):
     assert losses[1] < losses[0] < 7  # so the larger one, which was wanted, was the first
 
 
-def test_adapters_alone_are_trained_beside_the_base_that_one_has_written(seen, directory):
+def test_only_adapters_are_trained(seen, directory):
     _, base = from_huggingface(directory / "runs/lm-llama/huggingface")
     sums = seen["sums"]
     for name, layer in (
@@ -70,7 +70,7 @@ def test_adapters_alone_are_trained_beside_the_base_that_one_has_written(seen, d
     assert len(ups) == 5 and all(ups.values())  # they begin as 0
 
 
-def test_one_of_them_reports_the_speed_of_both(directory):
+def test_one_process_reports_total_speed(directory):
     summaries = directory / "tuned/summaries"
     assert sorted(path.name for path in summaries.iterdir()) == [
         "held_out",
@@ -95,7 +95,7 @@ def test_one_of_them_reports_the_speed_of_both(directory):
     assert 0 < marks[0]["productive_seconds"] <= marks[1]["productive_seconds"]
 
 
-def test_each_sample_is_of_its_prompt_in_the_order_of_one_process(directory):
+def test_samples_match_prompts_in_single_process_order(directory):
     cfg = lm_lora().evalers["held_out"].input
     cfg.source.set(sequence_length=16, global_batch_size=8, max_examples=8)
     cfg.source.corpus.set(pattern="json/*.py", held_out_fraction=0.1)

@@ -27,18 +27,18 @@ def test_all_processes_learn_how_many_they_are():
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_what_cannot_be_started_is_refused(fields, message):
+def test_invalid_job_is_rejected(fields, message):
     with pytest.raises(JobConfigError, match=message):
         job(**fields)
 
 
-def test_a_value_of_another_type_is_refused_where_it_is_set():
+def test_wrong_field_type_is_rejected_when_set():
     for field, value in (("num_processes", "two"), ("command", "weft train")):
         with pytest.raises(ConfigTypeError, match=field):
             job(**{field: value})
 
 
-def test_a_text_that_does_not_match_is_named_with_what_was_expected():
+def test_text_mismatch_names_expected_form():
     check_text("Job 'lm'", "name", "ab", "[a-z]+", "small letters")
     with pytest.raises(JobConfigError, match=r"Job 'lm': name='ab1'; expected small letters\."):
         check_text("Job 'lm'", "name", "ab1", "[a-z]+", "small letters")

@@ -43,7 +43,7 @@ def parts(manifest):
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_processes": 1}, ALL], ids=["few", "one", "all"])
-def test_the_manifest_is_one_of_the_api(fields):
+def test_manifest_matches_api_schema(fields):
     VALIDATOR.check_schema(SCHEMA)
     made = job(**fields)
     secret, manifest = yaml.safe_load_all(made.yaml())
@@ -51,14 +51,14 @@ def test_the_manifest_is_one_of_the_api(fields):
     VALIDATOR.validate(manifest)
 
 
-def test_the_schema_refuses_what_the_api_would():
+def test_schema_rejects_invalid_fields():
     manifest = job().manifest()
     manifest["spec"]["failurePolicy"]["maxRestart"] = 1
     with pytest.raises(jsonschema.ValidationError, match="maxRestart"):
         VALIDATOR.validate(manifest)
 
 
-def test_there_is_a_pod_for_each_process_and_all_start_again_together():
+def test_one_pod_per_process_and_joint_restart():
     spec, job_spec, pod, container = parts(job(max_tries=3).manifest())
     assert job_spec["parallelism"] == job_spec["completions"] == 4
     assert job_spec["completionMode"] == "Indexed"
@@ -67,7 +67,7 @@ def test_there_is_a_pod_for_each_process_and_all_start_again_together():
     assert container["command"] == ["weft", "train", "lm"]
 
 
-def test_what_a_pod_is_given_is_what_the_config_says():
+def test_pod_spec_follows_config():
     manifest = job(**ALL).manifest()
     _, _, pod, container = parts(manifest)
     assert manifest["metadata"] == {
@@ -88,7 +88,7 @@ def test_what_a_pod_is_given_is_what_the_config_says():
     assert "workingDir" not in parts(job().manifest())[3]
 
 
-def test_the_processes_of_the_pods_know_where_they_stand():
+def test_pods_define_process_environment():
     made = job(**ALL)
     _, _, _, container = parts(made.manifest())
     environ = {entry["name"]: entry["value"] for entry in container["env"][:-1]}
@@ -101,7 +101,7 @@ def test_the_processes_of_the_pods_know_where_they_stand():
 
 
 @pytest.mark.parametrize("fields", [{}, {"namespace": "research"}], ids=["here", "namespace"])
-def test_the_pods_share_a_secret_of_their_own(fields):
+def test_pods_share_a_secret(fields):
     made = job(**fields)
     _, _, _, container = parts(made.manifest())
     reference = {"secretKeyRef": {"name": "lm-rendezvous", "key": "token"}}
@@ -130,6 +130,6 @@ def test_the_pods_share_a_secret_of_their_own(fields):
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_what_kubernetes_would_not_take_is_refused(fields, message):
+def test_invalid_kubernetes_fields_are_rejected(fields, message):
     with pytest.raises(JobConfigError, match=message):
         job(**fields)

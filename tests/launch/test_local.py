@@ -9,7 +9,7 @@ def job(script, **fields):
     return cfg.set(failure_grace_seconds=0.5).set(**fields).instantiate()
 
 
-def test_each_process_is_told_where_it_stands(capsys):
+def test_processes_get_their_environment(capsys):
     script = "echo $JAX_PROCESS_ID/$JAX_NUM_PROCESSES $JAX_COORDINATOR_ADDRESS $JAX_PLATFORMS $A"
     assert job(script, env={"A": "b"}).run() == 0
     lines = sorted(capsys.readouterr().out.splitlines())
@@ -18,7 +18,7 @@ def test_each_process_is_told_where_it_stands(capsys):
     assert lines == [f"[{i}] {i}/2 {address} cpu b" for i in range(2)]
 
 
-def test_each_try_has_a_token_of_its_own(tmp_path, capfd):
+def test_each_try_has_a_new_token(tmp_path, capfd):
     script = 'echo "$WEFT_RENDEZVOUS_TOKEN" >> tokens; exit 3'
     made = job(f"cd {tmp_path}; {script}", num_processes=1, max_tries=2)
     assert made.run() == 3
@@ -27,7 +27,7 @@ def test_each_try_has_a_token_of_its_own(tmp_path, capfd):
     assert first not in "".join(capfd.readouterr())
 
 
-def test_a_failure_is_told_with_its_last_lines(capsys):
+def test_failure_report_has_last_lines(capsys):
     script = 'echo "step $JAX_PROCESS_ID"; [ $JAX_PROCESS_ID = 0 ] && exit 4; sleep 60'
     assert job(script).run() == 4
     told = capsys.readouterr().err
@@ -37,7 +37,7 @@ def test_a_failure_is_told_with_its_last_lines(capsys):
     assert "process 1 was ended by SIGTERM at" in told
 
 
-def test_a_second_try_may_go_well(tmp_path, capsys):
+def test_second_try_may_succeed(tmp_path, capsys):
     script = f"[ -e {tmp_path}/seen ] && exit 0; touch {tmp_path}/seen; kill -9 $$"
     assert job(script, num_processes=1, max_tries=3).run() == 0
     told = capsys.readouterr().err
@@ -45,7 +45,7 @@ def test_a_second_try_may_go_well(tmp_path, capsys):
     assert told.count("starting") == 1
 
 
-def test_after_the_last_try_the_code_is_that_of_the_failure(capsys):
+def test_last_try_returns_exit_code(capsys):
     assert job("exit 5", num_processes=1, max_tries=2).run() == 5
     assert capsys.readouterr().err.count("restarting all processes") == 1
 
@@ -57,7 +57,7 @@ def test_logs_go_to_files(tmp_path, capsys):
     assert (tmp_path / "logs" / "process-1.log").read_text() == "1\n"
 
 
-def test_each_process_has_gpus_of_its_own(monkeypatch):
+def test_gpus_are_split_among_processes(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("JAX_PLATFORMS")
     two = job("true", gpus_per_process=2)

@@ -54,13 +54,13 @@ def signalled(number, script, **kwargs):
     return outcome, said
 
 
-def test_lines_come_with_the_number_of_their_process():
+def test_lines_carry_process_numbers():
     outcome, said = run('echo "I am $ID"; echo err >&2', num=3)
     assert outcome.code == 0 and outcome.failed is None
     assert sorted(said) == sorted((i, text) for i in range(3) for text in (f"I am {i}", "err"))
 
 
-def test_a_process_that_is_killed_takes_the_others_with_it_even_if_they_do_not_listen():
+def test_killed_process_ends_unresponsive_others():
     start = time.monotonic()
     outcome, _ = run(
         '[ $ID = 1 ] && { sleep 0.5; echo "step 7"; kill -9 $$; }; '
@@ -73,7 +73,7 @@ def test_a_process_that_is_killed_takes_the_others_with_it_even_if_they_do_not_l
     assert [(e.index, e.signal_name) for e in outcome.ended] == [(1, "SIGKILL"), (0, "SIGKILL")]
 
 
-def test_the_first_to_fail_is_named_and_its_code_is_that_of_all():
+def test_first_failure_is_named_and_sets_exit_code():
     script = 'trap "exit 9" TERM; [ $ID = 2 ] && sleep 0.5 && exit 3; while :; do sleep 0.1; done'
     outcome, _ = run(script, num=3, failure_grace_seconds=20)
     assert (outcome.failed.index, outcome.code) == (2, 3)
@@ -81,7 +81,7 @@ def test_the_first_to_fail_is_named_and_its_code_is_that_of_all():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_passed_on_to_all_and_who_saves_may_take_its_time(number):
+def test_signal_is_forwarded_and_saving_gets_time(number):
     before = signal.getsignal(number)
     outcome, said = signalled(
         number,
@@ -102,7 +102,7 @@ def hang_up():
     signal.signal(signal.SIGHUP, before)
 
 
-def test_a_terminal_that_is_closed_asks_to_stop_unless_that_is_ignored(hang_up):
+def test_hangup_stops_processes_unless_ignored(hang_up):
     hang_up(signal.SIG_DFL)
     script = 'trap "exit 0" TERM; echo ready; while :; do sleep 0.05; done'
     outcome, _ = signalled(signal.SIGHUP, script)
@@ -112,7 +112,7 @@ def test_a_terminal_that_is_closed_asks_to_stop_unless_that_is_ignored(hang_up):
     assert outcome.stopped_by is None and outcome.code == 0
 
 
-def test_who_does_not_stop_in_time_is_killed():
+def test_unresponsive_process_is_killed():
     outcome, _ = signalled(
         signal.SIGTERM,
         'trap "" TERM; echo ready; while :; do sleep 1; done',
@@ -137,7 +137,7 @@ ProcessGroup(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent")
-def test_if_this_process_is_killed_the_others_are_asked_to_stop(tmp_path):
+def test_death_of_parent_stops_children(tmp_path):
     out = tmp_path / "out"
     group = subprocess.Popen(
         [sys.executable, "-c", GROUP],
@@ -156,13 +156,13 @@ def test_if_this_process_is_killed_the_others_are_asked_to_stop(tmp_path):
         time.sleep(0.02)
 
 
-def test_only_the_last_lines_are_kept():
+def test_only_last_lines_are_kept():
     outcome, said = run('for i in $(seq 50); do echo "line $i"; done; exit 1', num=1)
     assert len(said) == 50
     assert outcome.failed.last_lines == tuple(f"line {i}" for i in range(31, 51))
 
 
-def test_logs_are_files_and_their_last_lines_are_known(tmp_path):
+def test_logs_are_files_with_known_last_lines(tmp_path):
     paths = [str(tmp_path / "logs" / f"{i}.log") for i in range(2)]
     # The one that fails waits for the other, which would be ended with it.
     here = shlex.quote(str(tmp_path / "written"))
@@ -176,7 +176,7 @@ def test_logs_are_files_and_their_last_lines_are_known(tmp_path):
     assert last_lines(paths[0]) == ("out 0",)
 
 
-def test_a_program_that_is_not_there_is_refused():
+def test_missing_program_is_rejected():
     group = ProcessGroup(
         ["no-such-program"], [dict(os.environ)], say=print, grace_seconds=1, failure_grace_seconds=1
     )
@@ -184,7 +184,7 @@ def test_a_program_that_is_not_there_is_refused():
         group.run()
 
 
-def test_a_log_that_cannot_be_written_is_refused(tmp_path):
+def test_unwritable_log_is_rejected(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
         JobConfigError, match=r"the log .*file.* cannot be written.*another log_dir"
@@ -192,7 +192,7 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path):
         run("true", num=1, log_paths=[str(tmp_path / "file" / "0.log")])
 
 
-def test_in_another_thread_no_handlers_are_changed():
+def test_handlers_are_unchanged_in_threads():
     outcomes = []
     thread = threading.Thread(target=lambda: outcomes.append(run("exit 0")[0]))
     before = signal.getsignal(signal.SIGTERM)
@@ -201,7 +201,7 @@ def test_in_another_thread_no_handlers_are_changed():
     assert outcomes[0].code == 0 and signal.getsignal(signal.SIGTERM) is before
 
 
-def test_numbers_are_aligned_and_a_reader_who_leaves_ends_nothing(capsys, monkeypatch):
+def test_numbers_are_aligned_and_closed_pipe_is_ignored(capsys, monkeypatch):
     PrefixedLines(11)(2, "step 1")
     assert capsys.readouterr().out == "[ 2] step 1\n"
 

@@ -111,7 +111,7 @@ def test_the_shell_reads_the_script(fields):
 
 
 @pytest.mark.parametrize("time", ["90", "5:30", "8:00:00", "1-0", "1-12:30", "2-12:00:00"])
-def test_times_are_those_of_slurm(time):
+def test_time_format(time):
     assert directives(job(time=time).script())["time"] == time
 
 
@@ -127,14 +127,14 @@ def test_the_script_runs_the_processes_and_ends_with_their_code(cluster):
     assert run_script(job(command=["bash", "-c", "exit 3"]).script()).returncode == 3
 
 
-def test_each_start_of_a_script_has_a_token_of_its_own(cluster):
+def test_each_start_of_a_script_has_a_new_token(cluster):
     made = job(num_processes=2, command=["bash", "-c", 'echo "$WEFT_RENDEZVOUS_TOKEN"'])
     starts = [run_script(made.script()).stdout.split() for _ in range(2)]
     (first, same), (second, _) = starts
     assert first == same != second and len(first) == 32 and first not in made.script()
 
 
-def test_a_failed_job_is_queued_again_as_often_as_it_may(cluster):
+def test_failed_job_is_requeued_up_to_max_tries(cluster):
     script = job(max_tries=2, command=["bash", "-c", "exit $WEFT_STOPPED_EXIT_CODE"]).script()
     assert run_script(script).returncode == 75
     calls = Path(os.environ["CALLS"])
@@ -145,7 +145,7 @@ def test_a_failed_job_is_queued_again_as_often_as_it_may(cluster):
 
 
 @pytest.mark.long
-def test_processes_that_slurm_starts_find_each_other(cluster):
+def test_slurm_processes_join(cluster):
     text = (
         "from weft.launch.distributed import joined_processes\n"
         "with joined_processes() as place:\n"
@@ -179,7 +179,7 @@ def test_processes_that_slurm_starts_find_each_other(cluster):
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_what_slurm_would_not_take_is_refused(fields, message):
+def test_invalid_slurm_fields_are_rejected(fields, message):
     with pytest.raises(JobConfigError, match=message):
         job(**fields)
 
@@ -198,7 +198,7 @@ def test_submitit_submits_the_same_directives(cluster):
     assert "export GREETING='it'\"'\"'s'" in script and "export JAX_NUM_PROCESSES=4" in script
 
 
-def test_submitting_says_what_is_missing(cluster, monkeypatch):
+def test_submit_errors(cluster, monkeypatch):
     pytest.importorskip("submitit")
     with pytest.raises(JobConfigError, match=r"max_tries=2, but submitit does not .* \| sbatch"):
         job(max_tries=2).submit(str(cluster / "slurm"))
@@ -210,7 +210,7 @@ def test_submitting_says_what_is_missing(cluster, monkeypatch):
         job().submit(str(cluster / "slurm"))
 
 
-def test_without_submitit_the_extra_is_named(monkeypatch):
+def test_missing_submitit_names_the_extra(monkeypatch):
     import_module = builtins.__import__
 
     def without_submitit(name, *args, **kwargs):

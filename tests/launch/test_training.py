@@ -108,7 +108,7 @@ def train_here(run_dir, max_step):
     return seen.resumed_from
 
 
-def test_two_processes_are_killed_stopped_and_become_one(launch, tmp_path):
+def test_two_processes_are_killed_and_resumed_as_one(launch, tmp_path):
     run_dir = tmp_path / "run"
 
     # One is killed: the other ends with it, and both are started again.

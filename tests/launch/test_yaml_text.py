@@ -20,14 +20,14 @@ values = st.recursive(
 
 @settings(deadline=None, max_examples=25)
 @given(st.dictionaries(st.sampled_from(["a", "on", "x.y/z"]), values, min_size=1))
-def test_what_is_written_is_read_back(value):
+def test_yaml_round_trips(value):
     assert yaml.safe_load(to_yaml(value)) == value
 
 
 @pytest.mark.parametrize(
     "text", ["yes", "NO", "null", "1", "1.5", "a: b", "- a", "#", "", "~", "é"]
 )
-def test_a_text_stays_a_text(text):
+def test_strings_stay_strings(text):
     assert yaml.safe_load(to_yaml({"value": text, "list": [text]})) == {
         "value": text,
         "list": [text],
