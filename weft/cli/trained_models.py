@@ -19,10 +19,9 @@ from weft.core.axis_rules import logical_axis_rules
 from weft.errors import CheckpointNotFoundError, CommandLineError
 from weft.functional import scale_by
 from weft.hierarchy import Module, functional, merge_adapters, without_lora
-from weft.input.text import Tokenizer
+from weft.input.tokenizers import Tokenizer, until_end
 from weft.serialization import save_safetensors
 from weft.trainer.checkpointer.index import CheckpointValidationType
-from weft.trainer.decoding_evaler import until_end
 from weft.trainer.mesh import build_mesh, rules_of
 from weft.trainer.model import LibraryModel, build_model, cast_floats
 from weft.trainer.run_dir import CHECKPOINTS_DIR, find_fields

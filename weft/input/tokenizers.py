@@ -50,6 +50,12 @@ class Tokenizer(Protocol):
         ...
 
 
+def until_end(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the tokens before the first one that ends or pads a text."""
+    ends = np.flatnonzero(np.isin(tokens, [tokenizer.eos_id, tokenizer.pad_id]))
+    return tokens[: ends[0]] if len(ends) else tokens
+
+
 class ByteTokenizer:
     """Tokenizer whose ids are bytes.
 

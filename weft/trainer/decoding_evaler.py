@@ -29,7 +29,7 @@ from weft.config import (
 from weft.errors import DecodingEvalError
 from weft.functional import scale_by
 from weft.hierarchy.module import Module
-from weft.input.text import Tokenizer
+from weft.input.tokenizers import Tokenizer, until_end
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.metric_calculator import BaseMetricCalculator
 from weft.trainer.run_dir import write_atomically
@@ -121,12 +121,6 @@ class SampleDecoding(BaseMetricCalculator):
                     }
                 )
         return samples
-
-
-def until_end(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """Returns the tokens before the first one that ends or pads a text."""
-    ends = np.flatnonzero(np.isin(tokens, [tokenizer.eos_id, tokenizer.pad_id]))
-    return tokens[: ends[0]] if len(ends) else tokens
 
 
 class DecodingEvaler(SpmdEvaler):

@@ -10,7 +10,7 @@ from weft.hierarchy import Module, NestedParameterSpec, functional
 from weft.input import Input
 from weft.trainer.gradients import with_gradient_layouts
 from weft.trainer.model import PerParamDType, cast_for_forward, check_outputs, explain_call_errors
-from weft.trainer.optimizers import OptParam
+from weft.trainer.optimizers.base import OptParam
 from weft.trainer.update_transformation import ForwardOutputs
 from weft.typing import DType, NestedTensor, Tensor
 
