@@ -23,7 +23,7 @@ def no_rules_are_left():
         yield
 
 
-def test_rules_come_as_tuples_whatever_they_are_given_as():
+def test_rules_are_converted_to_tuples():
     assert checked_rules(RULES) == RULES
     assert checked_rules([["heads", ["data", "model"]]]) == (("heads", ("data", "model")),)
     assert checked_rules(None) == ()
@@ -44,7 +44,7 @@ def test_rules_come_as_tuples_whatever_they_are_given_as():
         ([("embed", ("data", "data"))], "each may be there once"),
     ],
 )
-def test_rules_that_are_not_in_form(rules, message):
+def test_malformed_rules(rules, message):
     with pytest.raises(LogicalAxisError, match=message):
         set_logical_axis_rules(rules)
     with pytest.raises(LogicalAxisError, match=message), logical_axis_rules(rules):
@@ -63,7 +63,7 @@ def test_contexts_nest_and_end():
     assert get_logical_axis_rules() == ()
 
 
-def test_rules_that_are_set_last_until_the_context_ends():
+def test_set_rules_last_until_the_context_ends():
     with logical_axis_rules(()):
         set_logical_axis_rules(RULES)
         set_logical_axis_rules(RULES[:1])
@@ -74,7 +74,7 @@ def test_rules_that_are_set_last_until_the_context_ends():
     assert get_logical_axis_rules() == ()
 
 
-def test_each_thread_has_its_own():
+def test_rules_are_thread_local():
     seen = []
 
     def other():
@@ -89,7 +89,7 @@ def test_each_thread_has_its_own():
     assert seen == [()]
 
 
-def test_a_compiled_function_is_compiled_again_under_other_rules():
+def test_other_rules_retrace_jitted_function():
     seen = []
 
     @jax.jit
@@ -115,7 +115,7 @@ def test_two_sets_of_rules_as_one():
     assert composite_rules(None, RULES) == composite_rules(RULES, None) == RULES
 
 
-def test_two_sets_of_rules_that_fight():
+def test_conflicting_rule_sets():
     with pytest.raises(LogicalAxisError, match="for the logical axis 'a': one gives it 'x', the"):
         composite_rules([("a", "x")], [("b", "x"), ("a", None)])
     with pytest.raises(LogicalAxisError, match="one gives it 'x' and then 'y', the other 'x'"):

@@ -32,13 +32,13 @@ few = settings(deadline=None, max_examples=25)
 
 @given(filters, names)
 @few
-def test_a_deny_list_matches_what_its_filter_does_not(where, name):
+def test_deny_list_inverts_its_filter(where, name):
     assert in_filter(DenyList(where), name) is not in_filter(where, name)
 
 
 @given(filters, filters, st.lists(names, min_size=4))
 @few
-def test_the_algebra_agrees_with_what_filters_match(a, b, some):
+def test_set_operations_agree_with_in_filter(a, b, some):
     for name in [*known, "another", *some]:
         in_a, in_b = in_filter(a, name), in_filter(b, name)
         assert in_filter(union_filters(a, b), name) == (in_a or in_b)
@@ -58,7 +58,7 @@ def test_equal_filters_have_one_canonical_form(a, b):
 
 @given(filters)
 @few
-def test_a_filter_is_empty_if_nothing_is_left_of_it(where):
+def test_empty_filters_are_detected(where):
     assert is_filter_empty(subtract_filters(where, where))
     assert is_filter_empty(where) == (canonical(where) == canonical(False))
     assert not is_filter_empty(union_filters(where, DenyList(where)))
@@ -75,7 +75,7 @@ def test_the_first_filter_that_matches_counts(wheres, name):
 
 @given(st.dictionaries(names, st.integers()), st.lists(filters, max_size=4))
 @few
-def test_groups_are_disjoint_and_hold_what_any_filter_matches(xs, wheres):
+def test_groups_are_disjoint_and_complete(xs, wheres):
     groups = group_collections(xs, wheres)
     assert len(groups) == len(wheres)
     together = [name for group in groups for name in group]
@@ -84,13 +84,13 @@ def test_groups_are_disjoint_and_hold_what_any_filter_matches(xs, wheres):
     assert all(xs[name] == value for group in groups for name, value in group.items())
 
 
-def test_the_names_that_a_filter_lists():
+def test_filter_to_set():
     assert filter_to_set(False) == set()
     assert filter_to_set("params") == {"params"}
     assert filter_to_set(["params", "cache", "params"]) == {"params", "cache"}
 
 
-def test_what_is_no_filter_is_refused():
+def test_non_filter_is_rejected():
     message = "3 cannot be used as a filter here; expected True, False, a name, a collection of"
     for use in (
         lambda: in_filter(3, "params"),
@@ -106,7 +106,7 @@ def test_what_is_no_filter_is_refused():
         union_filters(None, True)
 
 
-def test_a_collection_of_filters_is_refused():
+def test_nested_filters_are_rejected():
     with pytest.raises(
         InvalidFilterError, match=r"\[\['a'\]\] cannot .*: \['a'\] in it is not a name"
     ):
@@ -116,6 +116,6 @@ def test_a_collection_of_filters_is_refused():
 
 
 @pytest.mark.parametrize("where", [True, DenyList("params")])
-def test_names_without_end_cannot_be_listed(where):
+def test_infinite_filter_has_no_set(where):
     with pytest.raises(InvalidFilterError, match="it matches names without end, so they cannot"):
         filter_to_set(where)

@@ -33,7 +33,7 @@ def test_it_equals_hashes_and_thaws_like_its_dict(xs):
     assert serialization.from_bytes(frozen, serialization.to_bytes(frozen)) == frozen
 
 
-def test_nobody_else_holds_what_is_in_it():
+def test_contents_are_copied():
     xs = {"a": {"b": 1}}
     frozen = FrozenDict(xs)
     xs["a"]["b"] = 2
@@ -54,7 +54,7 @@ def test_nobody_else_holds_what_is_in_it():
         (lambda d: d["n"].update(x=2), "`update`"),
     ],
 )
-def test_a_change_is_refused_and_the_ways_out_are_named(change, what):
+def test_mutation_error_names_alternatives(change, what):
     frozen = FrozenDict(a=1, n={})
     with pytest.raises(FrozenDictMutationError, match=f"immutable, so {what} does not work; use"):
         change(frozen)
@@ -89,12 +89,12 @@ def test_copy_and_pop_leave_the_original_as_it_is():
 
 
 @pytest.mark.parametrize("name, args", [("copy", ()), ("pop", ("a",))])
-def test_copy_and_pop_want_a_dict(name, args):
+def test_copy_and_pop_need_a_dict(name, args):
     with pytest.raises(NestedDictError, match=f"{name} was given a list; expected a dict or a"):
         getattr(frozen_dict, name)([1], *args)
 
 
-def test_frozen_dicts_inside_of_results_are_thawed_as_well():
+def test_unfreeze_thaws_nested_frozen_dicts():
     mapped = jax.tree.map(lambda x: FrozenDict(z=x), FrozenDict(a=1))
     assert unfreeze(mapped) == {"a": {"z": 1}}
     assert type(unfreeze(mapped)["a"]) is dict
@@ -107,7 +107,7 @@ def test_it_crosses_transformations_with_the_paths_of_a_dict():
     assert paths == ["['a']['c']", "['b']"]
 
 
-def test_the_hash_does_not_travel_to_another_process():
+def test_hash_is_not_pickled():
     frozen = FrozenDict(a="x")
     assert isinstance(hash(frozen), int)
     read = (

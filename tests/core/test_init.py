@@ -16,7 +16,7 @@ print(Scope.__module__, nn.__name__)
 """
 
 
-def test_a_module_of_it_is_imported_without_the_others():
+def test_submodules_are_imported_lazily():
     done = subprocess.run(
         [sys.executable, "-c", _ALONE], capture_output=True, text=True, check=True
     )
@@ -26,7 +26,7 @@ def test_a_module_of_it_is_imported_without_the_others():
     ]
 
 
-def test_all_that_it_names_is_there():
+def test_all_names_exist():
     for name in weft.core.__all__:
         assert getattr(weft.core, name) is not None
     assert set(weft.core.__all__) <= set(dir(weft.core))

@@ -56,13 +56,13 @@ def test_rules_are_applied_in_their_order(names, spec):
         assert logical_to_mesh_axes(names) == spec
 
 
-def test_a_later_rule_stands_in_for_one_that_is_passed_over():
+def test_later_rule_applies_if_the_first_conflicts():
     rules = [("a", "data"), ("b", "data"), ("b", "model")]
     assert logical_to_mesh_axes(("a", "b"), rules) == P("data", "model")
     assert logical_to_mesh_axes(("b",), rules) == P("data")
 
 
-def test_without_rules_nothing_is_split():
+def test_no_rules_replicate():
     assert logical_to_mesh_axes(("batch", "heads")) == P(None, None)
 
 
@@ -75,7 +75,7 @@ def test_without_rules_nothing_is_split():
         (("batch", "kv", "batch"), "the logical axis 'batch' is there more than once"),
     ],
 )
-def test_names_that_are_not_in_form(names, message):
+def test_malformed_names(names, message):
     with pytest.raises(LogicalAxisError, match=message):
         logical_to_mesh_axes(names, RULES)
 
@@ -93,7 +93,7 @@ def test_names_that_are_not_in_form(names, message):
     ],
     ids=["no rules", "mesh axis", "free", "tuple", "empty tuple", "taken"],
 )
-def test_names_of_which_some_are_mesh_axes(names, rules, spec):
+def test_names_mixed_with_mesh_axes(names, rules, spec):
     assert names_to_mesh_axes(names, rules) == spec
     with logical_axis_rules(rules):
         assert names_to_mesh_axes(names) == spec
@@ -114,7 +114,7 @@ def test_a_tree_of_names():
 
 
 @pytest.mark.parametrize("leaf", ["batch", LogicallyPartitioned(1.0, ("batch",))])
-def test_a_tree_of_something_else(leaf):
+def test_invalid_tree(leaf):
     with pytest.raises(LogicalAxisError, match=r"names of .*call get_partition_spec first"):
         logical_to_mesh({"w": leaf}, RULES)
 
@@ -123,7 +123,7 @@ def test_a_tree_of_something_else(leaf):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_value_is_laid_out_by_its_names(compiled):
+def test_value_is_sharded_by_its_names(compiled):
     x = jnp.ones((4, 8))
 
     def given(x):
@@ -137,7 +137,7 @@ def test_a_value_is_laid_out_by_its_names(compiled):
         assert spec_of((jax.jit(of_context) if compiled else of_context)(x)) == ("data", "model")
 
 
-def test_without_mesh_rules_or_names_a_value_stays():
+def test_value_is_unchanged_without_mesh_or_rules():
     x = jnp.ones((4, 8))
     assert with_logical_constraint(x, ("batch", "heads"), RULES) is x
     assert with_logical_constraint(x, ("batch", "heads"), mesh=a_mesh()) is x
@@ -157,7 +157,7 @@ def test_names_of_a_tree():
     assert [spec_of(y) for y in pair] == [("data",), (None, "data")]
 
 
-def test_a_name_that_gets_nothing():
+def test_name_without_rule():
     x = jnp.ones((4, 8))
     mesh = a_mesh()
     names = ("batch", "nobody")
@@ -174,7 +174,7 @@ def test_a_name_that_gets_nothing():
 FIGHT = r"\('batch', 'all'\) the rule \('all', .*'data' is used by 'batch'.*\('all', None\) after"
 
 
-def test_rules_that_fight_are_said():
+def test_conflicting_rules_warn():
     x = jnp.ones((4, 8))
     mesh = a_mesh()
     with pytest.warns(ShardingWarning, match=FIGHT):
@@ -186,7 +186,7 @@ def test_rules_that_fight_are_said():
     assert spec_of(with_logical_constraint(x, ("batch", "all"), meant, mesh)) == ("data",)
 
 
-def test_a_mesh_axis_that_is_not_there_or_does_not_divide():
+def test_missing_or_indivisible_mesh_axis():
     with pytest.raises(MeshError, match="over 'pipe', and the mesh has the axes 'data', 'model'"):
         with_logical_constraint(jnp.ones(4), ("a",), [("a", "pipe")], a_mesh())
     with pytest.warns(ShardingWarning, match="cannot be split into 4 equal parts over 'data'"):
@@ -196,7 +196,7 @@ def test_a_mesh_axis_that_is_not_there_or_does_not_divide():
 # Boxes.
 
 
-def test_a_box_lays_its_value_out_by_its_own_rules_or_those_of_the_context():
+def test_box_uses_its_own_or_context_rules():
     x = jnp.ones((4, 8))
     mesh = a_mesh()
     own = LogicallyPartitioned(x, ("batch", "heads"), mesh, RULES)
@@ -236,7 +236,7 @@ def test_rules_of_a_box_can_be_hashed():
         box.replace(rules=[("batch",)])
 
 
-def test_a_box_takes_part_in_what_boxes_do():
+def test_box_implements_axis_metadata():
     box = LogicallyPartitioned(jnp.ones((4, 8)), ("batch", "heads"), rules=RULES)
     told = meta.add_axis({"w": box}, 0, {meta.PARTITION_NAME: "layers"})["w"]
     assert type(told) is LogicallyPartitioned

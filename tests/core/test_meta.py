@@ -72,19 +72,19 @@ def named(name):
 # The box.
 
 
-def test_names_are_a_tuple_however_they_are_given():
+def test_names_are_converted_to_tuple():
     assert Partitioned(1, [None, ["data", "model"]]).names == (None, ("data", "model"))
     assert meta.with_partitioning(jnp.ones, ["data"])((3,)).names == ("data",)
 
 
 @pytest.mark.parametrize("names", ["data", 3, None])
-def test_names_that_are_no_sequence_are_refused(names):
+def test_non_sequence_names_are_rejected(names):
     with pytest.raises(AxisMetadataError, match=rf"names is {names!r}.*write \({names!r},\)"):
         Partitioned(1, names)
 
 
 @pytest.mark.parametrize("names", [{"data": 0}, {"data", "model"}])
-def test_names_without_an_order_are_refused(names):
+def test_unordered_names_are_rejected(names):
     with pytest.raises(AxisMetadataError, match=r"expected a sequence with one entry .*or None.$"):
         Partitioned(1, names)
 
@@ -98,7 +98,7 @@ def test_a_box_is_a_pytree_node_around_its_value():
     assert jax.tree_util.keystr(path) == "['w'].value"
 
 
-def test_a_box_without_the_three_methods_cannot_be_made():
+def test_abstract_methods_are_required():
     class Half(AxisMetadata):
         def unbox(self):
             return 0
@@ -116,7 +116,7 @@ def test_with_partitioning_boxes_the_value_and_keeps_the_name_of_the_function():
     np.testing.assert_array_equal(box.value, 1)
 
 
-def test_a_box_knows_itself_as_the_metadata_of_a_variable():
+def test_box_converts_to_nnx_metadata():
     box = Partitioned(1, ("data",), a_mesh())
     assert box.to_nnx_metadata()["out_sharding"] == ("data",)
     assert Partitioned.from_nnx_metadata(box.to_nnx_metadata()) == box
@@ -136,7 +136,7 @@ def test_a_box_knows_itself_as_the_metadata_of_a_variable():
         (-3, ("l", "a", "b")),
     ],
 )
-def test_an_axis_is_counted_in_the_value_that_has_it(index, names):
+def test_axis_index_counts_in_the_full_value(index, names):
     box = Partitioned(jnp.ones((2, 3)), ("a", "b"))
     assert box.add_axis(index, named("l")).names == names
     assert box.add_axis(index, named("l")).remove_axis(index, named("l")) == box
@@ -150,13 +150,13 @@ def test_without_a_name_the_new_axis_is_not_split(params):
 
 
 @pytest.mark.parametrize("index", [3, -4])
-def test_an_axis_to_add_that_there_cannot_be(index):
+def test_add_axis_out_of_range(index):
     with pytest.raises(AxisMetadataError, match=rf"no axis {index} .*expected .* -3 to 2"):
         Partitioned(jnp.ones((2, 3)), ("a", "b")).add_axis(index, named("l"))
 
 
 @pytest.mark.parametrize("index", [2, -3])
-def test_an_axis_to_remove_that_there_is_not(index):
+def test_remove_axis_out_of_range(index):
     with pytest.raises(AxisMetadataError, match=rf"no axis {index} .*expected .* -2 to 1"):
         Partitioned(jnp.ones((2, 3)), ("a", "b")).remove_axis(index, named("l"))
 
@@ -202,7 +202,7 @@ def test_a_path_can_grow_from_outside():
     assert str(caught.value).startswith("the axis metadata of 'params/w': there is no axis 1")
 
 
-def test_errors_of_other_kinds_of_metadata_say_the_variable_too():
+def test_errors_of_custom_boxes_name_the_variable():
     with pytest.raises(ValueError, match="factored the other way") as caught:
         meta.remove_axis({"w": Factored(jnp.ones(2), (True,))}, 0, {})
     assert caught.value.__notes__ == ["This is about the axis metadata of 'w'."]
@@ -268,20 +268,20 @@ def boxes():
     }
 
 
-def test_unbox_takes_all_boxes_away():
+def test_unbox_removes_all_boxes():
     values = meta.unbox(boxes())
     assert jax.tree.map(jnp.shape, values) == {"plain": (2,), "one": (2, 3), "two": (2, 3)}
     assert meta.unbox(3) == 3
 
 
-def test_map_axis_meta_sees_the_outermost_boxes():
+def test_map_axis_meta_maps_outermost_boxes():
     seen = meta.map_axis_meta(lambda box: type(box), boxes() | {"plain": 0})
     assert seen == {"plain": 0, "one": Partitioned, "two": Factored}
     assert meta.is_axis_metadata(boxes()["two"])
     assert not meta.is_axis_metadata(jnp.ones(1))
 
 
-def test_all_boxes_of_a_nest_are_told():
+def test_nested_boxes_are_updated():
     added = meta.add_axis(boxes(), 1, {PARTITION_NAME: "l", "factored": True})
     assert added["one"].names == (None, "l", "data")
     assert added["two"].factored == (True, True, False)
@@ -290,7 +290,7 @@ def test_all_boxes_of_a_nest_are_told():
     assert describe(back) == describe(boxes())
 
 
-def test_boxes_inside_of_a_tree_in_a_box_are_told():
+def test_boxes_in_a_tree_in_a_box_are_updated():
     box = Partitioned({"a": Partitioned(jnp.ones(2), ("x",))}, ("y",))
     added = meta.add_axis(box, 0, named("l"))
     assert (added.names, added.value["a"].names) == (("l", "y"), ("l", "x"))
@@ -363,7 +363,7 @@ def names_in(box):
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(sorted(SHELLS)), min_size=1, max_size=5), st.sampled_from([0, -1]))
-def test_each_box_of_a_nest_is_told_once(shells, index):
+def test_nested_boxes_are_updated_once(shells, index):
     box = functools.reduce(lambda inner, shell: SHELLS[shell](inner), shells, jnp.ones((2, 3)))
     params = {PARTITION_NAME: "l", "factored": True}
     added = meta.add_axis({"w": box}, index, params)["w"]
@@ -385,7 +385,7 @@ def test_replace_boxed_keeps_every_level():
     assert new["two"].array == Partitioned({"any": 3}, ("model", None))
 
 
-def test_a_box_that_is_no_pytree_node():
+def test_box_not_registered_as_pytree():
     assert meta.unbox({"w": Opaque(3, 1)}) == {"w": 3}
     assert meta.add_axis(Opaque(3, 1), 0, {}).axes == 2
     assert meta.get_partition_spec(Opaque(Partitioned(jnp.ones(1), ("a",)), 1)) == P("a")
@@ -411,7 +411,7 @@ def test_get_partition_spec_looks_through_other_boxes():
     }
 
 
-def test_get_sharding_lays_a_tree_out():
+def test_get_sharding_of_a_tree():
     mesh = a_mesh()
     shardings = meta.get_sharding(
         {"w": Partitioned(jnp.ones((4, 8)), ("data", None)), "b": 1}, mesh
@@ -426,14 +426,14 @@ def test_get_sharding_lays_a_tree_out():
 # The layout of what is unboxed.
 
 
-def test_unbox_lays_the_value_over_its_mesh():
+def test_unbox_constrains_to_its_mesh():
     box = Partitioned(jnp.ones((4, 8)), ("data", "model"), a_mesh())
     assert box.unbox().sharding.spec == P("data", "model")
     assert jax.jit(lambda box: box.unbox())(box).sharding.spec == P("data", "model")
     assert box.unbox(apply_constraint=False) is box.value
 
 
-def test_unbox_lays_the_value_over_the_global_mesh():
+def test_unbox_constrains_to_the_global_mesh():
     box = Partitioned(jnp.ones((4, 8)), ("data", "model"))
     assert box.unbox() is box.value
     with jax.set_mesh(a_mesh()):
@@ -441,7 +441,7 @@ def test_unbox_lays_the_value_over_the_global_mesh():
         assert box.unbox().sharding.spec == P("data", "model")
 
 
-def test_a_layout_that_the_mesh_cannot_keep():
+def test_invalid_sharding_for_mesh():
     mesh = a_mesh()
     with pytest.raises(MeshError, match="'heads'"):
         Partitioned(jnp.ones(4), ("heads",), mesh).unbox()
@@ -452,7 +452,7 @@ def test_a_layout_that_the_mesh_cannot_keep():
 # What the rest of JAX does to boxes.
 
 
-def test_shapes_come_in_boxes_and_out_of_them():
+def test_eval_shape_keeps_boxes():
     init = meta.with_partitioning(jax.nn.initializers.ones, (None, "data"), a_mesh())
     avals = jax.eval_shape(lambda key: init(key, (4, 8)), jax.random.key(0))
     assert avals == Partitioned(jax.ShapeDtypeStruct((4, 8), jnp.float32), (None, "data"), a_mesh())
@@ -520,7 +520,7 @@ def test_a_box_is_immutable():
 # The code of the seed.
 
 
-def test_the_box_and_the_layouts_of_the_proposal():
+def test_example_of_the_proposal():
     class Mine(struct.PyTreeNode, AxisMetadata):
         value: Any
         names: tuple[str | None, ...] = struct.field(pytree_node=False)

@@ -24,14 +24,14 @@ def data(key):
     return jax.random.key_data(key).tolist()
 
 
-def test_a_key_is_the_root_key_with_the_digest_of_its_place_folded_in():
+def test_key_folds_path_digest_into_root_key():
     digest = hashlib.sha1(b"dense" + (2).to_bytes(1, "big"), usedforsecurity=False).digest()
     expected = jax.random.fold_in(KEY, jnp.uint32(int.from_bytes(digest[:4], "big")))
     assert data(Stream(KEY).at("dense").at(2).as_key()) == data(expected)
     assert data(Stream(KEY).as_key()) == data(KEY)
 
 
-def test_only_the_root_key_of_a_stream_is_an_array():
+def test_only_root_key_of_a_stream_is_an_array():
     stream = Stream(KEY, ("dense",))
     leaves, tree = jax.tree.flatten(stream)
     assert len(leaves) == 1 and leaves[0] is KEY
@@ -51,11 +51,11 @@ def test_only_the_root_key_of_a_stream_is_an_array():
         (None, False),
     ],
 )
-def test_what_a_key_is(x, expected):
+def test_is_key(x, expected):
     assert is_key(x) is expected
 
 
-def test_a_key_depends_on_path_and_stream_and_not_on_what_else_is_drawn():
+def test_key_depends_on_path_and_stream_only():
     def few(scope):
         return scope.push("dense").make_rng("dropout")
 
@@ -71,7 +71,7 @@ def test_a_key_depends_on_path_and_stream_and_not_on_what_else_is_drawn():
     assert data(init(few)(rngs)[0]) == data(init(many)(rngs)[0])
 
 
-def test_typed_keys_and_those_of_two_numbers_give_the_same():
+def test_typed_and_raw_keys_agree():
     def draw(scope):
         return jax.random.normal(scope.push("a").make_rng())
 
@@ -99,7 +99,7 @@ def test_frozen_counts_are_equal_by_value():
     assert a.freeze() == b.freeze() and hash(a.freeze()) == hash(b.freeze())
 
 
-def test_a_trip_from_a_scope_below():
+def test_counts_of_a_nested_scope():
     counts = Counts()
     counts.draw(ROOT)
     counts.draw(BELOW)
@@ -116,7 +116,7 @@ def numbers(draws):
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 5])
-def test_a_loop_draws_as_if_its_body_had_run_once(n):
+def test_loop_counts_as_one_body_run(n):
     outside = Counts()
     outside.draw(ROOT)
     inside = Counts(counts_for_loop(outside.freeze()))
@@ -127,7 +127,7 @@ def test_a_loop_draws_as_if_its_body_had_run_once(n):
     assert outside.draw(ROOT) == 2 + 2 * n
 
 
-def test_a_loop_in_a_loop_skips_what_both_skip():
+def test_nested_loops_skip_both_counts():
     outside = Counts()
     outer = Counts(counts_for_loop(outside.freeze()))
     draws = [outer.draw(BELOW)]
@@ -141,7 +141,7 @@ def test_a_loop_in_a_loop_skips_what_both_skip():
     assert outside.draw(BELOW) == 13
 
 
-def test_a_loop_whose_draws_are_known_gives_numbers_at_once():
+def test_loop_with_known_draws_gives_concrete_counts():
     outside = Counts()
     outside.draw(ROOT)
     before = outside.freeze()
@@ -152,7 +152,7 @@ def test_a_loop_whose_draws_are_known_gives_numbers_at_once():
     assert numbers([again.draw(ROOT)]) == [4]
 
 
-def test_the_number_of_a_key_is_not_known_before_its_loop_ends():
+def test_key_number_is_unknown_until_loop_ends():
     inside = Counts(counts_for_loop(FrozenCounts()))
     stream = Stream(KEY).at("a", inside.draw(ROOT))
     message = "is drawn in jax.ensure_compile_time_eval.. in the body of a loop.*draw it outside"
@@ -188,7 +188,7 @@ def test_counts_in_different_loops_are_different():
     assert LoopKeyNumber(1, ((Loop({ROOT: 2}), ROOT),)).number() == 3
 
 
-def test_the_iterations_of_a_scan_draw_different_keys_and_counts_go_on_after_it():
+def test_scan_iterations_draw_distinct_keys_and_advance_counts():
     def body(scope, carry, _):
         return carry, jax.random.normal(scope.make_rng("noise"))
 

@@ -34,7 +34,7 @@ def box(shape, *names, **kwargs):
     return LogicallyPartitioned(jnp.ones(shape), names, **kwargs)
 
 
-def test_rules_that_fit_are_not_spoken_of():
+def test_valid_rules_have_no_findings():
     rules = [("embed", "data"), ("heads", "model"), ("kv", None)]
     tree = {"w": box((8, 4), "embed", "heads"), "b": box((3,), "kv"), "plain": jnp.ones(3)}
     assert check_rules(rules, tree, a_mesh()) == []
@@ -70,27 +70,27 @@ def test_shapes_are_enough():
         ),
     ],
 )
-def test_a_rule_that_is_never_used(rules, why):
+def test_unused_rule(rules, why):
     tree = {"w": box((8, 4), "embed", "heads" if len(rules) > 2 else None)}
     [finding] = check_rules(rules, tree)
     assert (finding.kind, finding.path) == (FindingKind.UNUSED_RULE, "")
     assert why in str(finding)
 
 
-def test_rules_that_fight():
+def test_conflicting_rules():
     tree = {"layer": {"w": box((8, 4), "embed", "heads"), "b": box((4,), "heads")}}
     [finding] = check_rules([("embed", "data"), ("heads", "data")], tree)
     assert (finding.kind, finding.path) == (FindingKind.FIGHTING_RULES, "layer/w")
     assert "('heads', 'data') conflicts with another, as 'data' is used by 'embed'" in str(finding)
 
 
-def test_a_name_without_a_rule():
+def test_name_without_rule():
     [finding] = check_rules([], Note({"w": box((8,), "embed")}))
     assert (finding.kind, finding.path) == (FindingKind.MISSING_RULE, "")
     assert "no rule is for 'embed'" in finding.message
 
 
-def test_mesh_axes_that_are_not_there():
+def test_unknown_mesh_axes():
     tree = {"w": box((8, 4), "embed", ("pipe",)), "v": Note(Partitioned(jnp.ones(3), ("stage",)))}
     findings = check_rules([("embed", "rows")], tree, a_mesh())
     assert [f.kind for f in findings] == [FindingKind.UNKNOWN_MESH_AXIS] * 3
@@ -100,13 +100,13 @@ def test_mesh_axes_that_are_not_there():
     assert str(findings[2]).startswith("by the rule ('embed', 'rows') an axis is to be split over")
 
 
-def test_a_box_with_rules_of_its_own_is_checked_by_them():
+def test_box_rules_take_precedence():
     tree = {"w": box((8,), "embed", rules=[("embed", "data")])}
     [finding] = check_rules([("embed", "model")], tree, a_mesh())
     assert finding.kind is FindingKind.UNUSED_RULE
 
 
-def test_rules_and_names_have_to_be_in_form():
+def test_malformed_rules_and_names():
     with pytest.raises(LogicalAxisError, match="is not a rule"):
         check_rules([("embed",)], {})
     with pytest.raises(LogicalAxisError, match="more than once"):

@@ -47,7 +47,7 @@ def test_children_have_names_and_paths():
     assert root.push().name == "0"
 
 
-def test_default_names_pass_over_those_that_are_taken():
+def test_default_names_skip_taken_names():
     root = bind({}, mutable=True)
     root.push("dense_1")
     root.variable("state", "dense_0", lambda: 0)
@@ -84,7 +84,7 @@ def test_a_parameter_and_a_variable_of_the_same_collection_collide():
         dense.variable("params", "b")
 
 
-def test_reuse_shares_what_a_scope_holds():
+def test_reuse_shares_variables():
     root = bind({}, rngs=KEY, mutable=True)
     first = root.push("dense").param("w", NORMAL, (2,))
     assert (root.push("dense", reuse=True).param("w", NORMAL, (2,)) == first).all()
@@ -113,7 +113,7 @@ def test_a_scope_below_a_value_is_refused():
             use(root.push("dense").push("b"))
 
 
-def test_child_names_itself_after_the_function():
+def test_child_is_named_after_function():
     def dense(scope, x, y=1):
         return scope.path, x, y
 
@@ -156,7 +156,7 @@ def test_a_child_has_its_name_in_profiles():
     assert "my_layer" in jax.jit(f).lower(1.0).as_text(debug_info=True)
 
 
-def test_rewound_forgets_names_and_not_values():
+def test_rewound_resets_names_keeps_values():
     root = bind({}, rngs=KEY, mutable=True)
     w = root.push("dense").param("w", NORMAL, (2,))
     first = root.make_rng()
@@ -171,7 +171,7 @@ def test_rewound_forgets_names_and_not_values():
 # Ends.
 
 
-def test_a_scope_that_has_ended_is_refused():
+def test_ended_scope_is_rejected():
     root = bind(VARIABLES, rngs=KEY, mutable=True)
     dense = root.push("dense")
     with root.temporary() as same:
@@ -208,7 +208,7 @@ def test_a_scope_ends_with_apply_also_when_it_fails():
     assert kept[0].invalid
 
 
-def test_invalidate_ends_what_is_below_and_not_what_is_above():
+def test_invalidate_ends_children_but_not_parents():
     root = bind(VARIABLES)
     dense = root.push("dense")
     inner = dense.push("inner")
@@ -270,7 +270,7 @@ def test_a_missing_parameter_of_a_scope_that_has_others():
         bind(VARIABLES).push("other").param("w", NORMAL, (2,))
 
 
-def test_a_parameter_where_there_are_none():
+def test_parameter_of_empty_collection():
     message = "'/dense' has no 'w': the collection 'params' is empty; pass it to"
     with raises(errors.ScopeCollectionNotFound, message):
         bind({"params": {}}).push("dense").param("w", NORMAL, (2,))
@@ -301,7 +301,7 @@ def test_a_missing_stream():
         apply(program)({})
 
 
-def test_params_stands_in_for_a_missing_stream():
+def test_params_stream_is_the_default():
     def program(scope):
         return scope.has_rng("dropout"), scope.make_rng("params"), scope.make_rng("dropout")
 
@@ -319,7 +319,7 @@ def test_params_stands_in_for_a_missing_stream():
         (jax.random.split(KEY), r"key<fry>\(2,\)"),
     ],
 )
-def test_what_is_no_key(key, shown):
+def test_invalid_key(key, shown):
     message = f"the PRNG stream 'noise' was given {shown}; expected a key, such as jax.random.key"
     with raises(errors.InvalidRngError, message):
         apply(lambda scope: 0)({}, rngs={"noise": key})
@@ -395,7 +395,7 @@ def test_the_outer_scope_inside_of_a_lifted_function():
 # The ways in and out.
 
 
-def test_apply_returns_what_can_be_changed():
+def test_apply_returns_mutable_state():
     def program(scope):
         return scope.get_variable("state", "x")
 
@@ -407,14 +407,14 @@ def test_apply_returns_what_can_be_changed():
     assert apply(program, mutable=True)(VARIABLES) == (3, VARIABLES)
 
 
-def test_frozen_variables_come_back_as_dicts():
+def test_frozen_variables_return_dicts():
     _, variables = apply(lambda scope: 0, mutable=True)(freeze(VARIABLES))
     assert variables == VARIABLES and type(variables["params"]["dense"]) is dict
     kept = apply(lambda scope: scope.get_variable("params", "dense"))(freeze(VARIABLES))
     assert isinstance(kept, FrozenDict)
 
 
-def test_variables_that_are_no_collections():
+def test_invalid_variables():
     class_error = errors.ApplyScopeInvalidVariablesTypeError
     with raises(class_error, r"the variables are a list; expected a dict of collections, such as"):
         apply(lambda scope: 0)([1])
@@ -424,19 +424,19 @@ def test_variables_that_are_no_collections():
         apply(lambda scope: 0)({"kernel": 1.0})
 
 
-def test_variables_with_a_layer_too_many():
+def test_doubly_nested_variables():
     message = r'have "params" inside of "params"; .* the collections \[\'params\', \'state\'\]'
     with raises(errors.ApplyScopeInvalidVariablesStructureError, message):
         apply(lambda scope: 0)({"params": VARIABLES, "state": {}})
 
 
 @pytest.mark.parametrize("mutable", [3, None, DenyList(3), [["params"]], ["params", DenyList("x")]])
-def test_a_mutable_that_is_no_filter(mutable):
+def test_mutable_must_be_a_filter(mutable):
     with raises(errors.InvalidFilterError, "cannot be used as a filter here.*expected True, False"):
         apply(lambda scope: 0, mutable=mutable)(VARIABLES)
 
 
-def test_init_makes_the_collections_that_are_mutable():
+def test_init_creates_mutable_collections():
     def program(scope, x, *, y):
         scope.param("w", NORMAL, (2,))
         return x + y
@@ -465,7 +465,7 @@ def test_lazy_init_makes_the_same_variables():
     assert (variables["params"]["dense"]["w"].value == expected["params"]["dense"]["w"].value).all()
 
 
-def test_lazy_init_says_which_variable_needs_an_input():
+def test_lazy_init_error_names_the_variable():
     def program(scope, x):
         scope.push("norm").variable("state", "mean", lambda: x.mean())
 
@@ -543,7 +543,7 @@ def test_a_variable_is_a_reference():
     assert STATE["state"]["x"] == 1
 
 
-def test_what_it_says_of_itself():
+def test_variable_repr():
     scope = bind(STATE, mutable=["state"])
     x, y = scope.variable("state", "x"), scope.push("dense").variable("state", "y")
     assert x.is_mutable() and not bind(STATE).variable("state", "x").is_mutable()
@@ -553,7 +553,7 @@ def test_what_it_says_of_itself():
     assert repr(y) == "Variable(state:/dense/y = 'ended')"
 
 
-def test_a_new_one_is_made_with_the_arguments_given():
+def test_new_variable_calls_init_with_arguments():
     scope = bind({}, mutable=True)
     made = scope.variable("state", "pair", lambda a, b=1: (a, b), 3, b=4)
     assert made.value == (3, 4)
@@ -568,7 +568,7 @@ def test_none_is_a_value():
     assert scope.has_variable("state", "y")
 
 
-def test_one_that_is_missing_and_cannot_be_made():
+def test_missing_variable_without_init():
     scope = bind(STATE)
     with pytest.raises(
         ScopeVariableNotFoundError, match=r"no variable 'z' .* 'state' .* '/'; there"
@@ -581,7 +581,7 @@ def test_one_that_is_missing_and_cannot_be_made():
         bind({}, mutable=True).variable("state", "z")
 
 
-def test_one_of_an_immutable_collection_cannot_be_assigned_to():
+def test_immutable_variable_cannot_be_assigned():
     y = bind(STATE, mutable="cache").push("dense").variable("state", "y")
     message = r"'y' in the scope '/dense' was written to, but its collection 'state' is not mutable"
     with pytest.raises(ModifyScopeVariableError, match=message + r"; call apply\(..., mutable=\['"):
@@ -589,7 +589,7 @@ def test_one_of_an_immutable_collection_cannot_be_assigned_to():
     assert y.value == 2
 
 
-def test_one_of_a_scope_that_has_ended():
+def test_variable_of_ended_scope():
     def keep(scope):
         return scope.push("dense").variable("state", "y")
 
@@ -603,7 +603,7 @@ def test_one_of_a_scope_that_has_ended():
 # Boxes.
 
 
-def test_what_is_assigned_goes_into_the_box():
+def test_assigned_value_is_boxed():
     scope = bind({"state": {"x": Partitioned(jnp.zeros(2), ("a",))}}, mutable=True)
     x = scope.variable("state", "x")
     assert isinstance(x.value, jax.Array)
@@ -621,7 +621,7 @@ def test_unbox_false_shows_the_box_and_replaces_it():
     assert isinstance(scope.get_variable("state", "x"), jax.Array)
 
 
-def test_a_value_without_boxes_may_get_another_structure():
+def test_unboxed_value_may_change_structure():
     scope = bind({"state": {"x": (1, 2)}}, mutable=True)
     x = scope.variable("state", "x")
     x.value = {"b": 3}
@@ -642,7 +642,7 @@ def test_a_value_keeps_its_own_mapping_class(mapping):
     assert type(value) in (FrozenDict, OrderedDict) and value == mapping({"b": 2})
 
 
-def test_what_was_given_is_not_written_to():
+def test_input_is_not_mutated():
     given = {"b": 1}
 
     def program(scope):
@@ -656,7 +656,7 @@ def test_what_was_given_is_not_written_to():
 # Shapes.
 
 
-def test_a_parameter_of_another_shape_is_refused():
+def test_wrong_parameter_shape_is_rejected():
     params = {"params": {"dense": {"kernel": jnp.ones((2, 3))}}}
     dense = bind(params).push("dense")
     message = (
@@ -676,7 +676,7 @@ def test_the_shape_is_checked_in_boxes_and_trees():
         check_shape(bind({}), "w", tree, lambda key, n: {"u": jnp.ones(n), "v": 1.0}, (), {"n": 4})
 
 
-def test_the_shape_is_checked_without_calling_an_initializer_that_is_told_the_shape():
+def test_shape_argument_avoids_calling_the_initializer():
     def init_fn(key, shape, dtype=None):
         pytest.fail("the shape is known")
 
@@ -689,7 +689,7 @@ def test_a_dtype_may_differ():
     assert half.param("w", jax.nn.initializers.ones, (3,)).dtype == "bfloat16"
 
 
-def test_it_can_be_made_by_hand():
+def test_direct_construction():
     scope = bind(STATE)
     assert Variable(scope, "state", "x").value == 1
     assert Variable(scope, "state", "x", unbox=False).unbox is False

@@ -116,7 +116,7 @@ LIFTED = {
 TWICE = {"scan with a carry", "while_loop", "fori_loop"}
 
 
-def test_every_lifted_function_is_here():
+def test_all_transforms_are_tested():
     others = {"broadcast", "remat_scan", "eval_shape", "tree_map_rngs"}
     assert set(lift.__all__) - others <= set(LIFTED)
 
@@ -143,7 +143,7 @@ def test_shapes_are_evaluated_with_one_trace():
     assert variables["params"]["w"] == jax.ShapeDtypeStruct((3,), "float32")
 
 
-def test_map_variables_runs_a_body_once_more_to_initialize():
+def test_map_variables_traces_twice_in_init():
     body = Body()
     init(lift.map_variables(body, "params", init=True))(RNGS, X[0])
     assert body.calls == 2
@@ -174,7 +174,7 @@ def stacked(f, layers):
     ],
     ids="-".join,
 )
-def test_however_deep_it_is_a_body_is_traced_once_in_apply(layers):
+def test_nested_body_is_traced_once_in_apply(layers):
     body = Body()
     _, shapes = jax.eval_shape(init(stacked(body, layers)), RNGS, X[0])
     assert body.calls == layers.count("scan") + 1
@@ -209,7 +209,7 @@ def test_remat_scan_traces_a_body_once_in_apply():
 
 
 @pytest.mark.parametrize("draws", [0, 1, 3])
-def test_shared_state_is_made_in_loops_also_outside_of_init(draws):
+def test_shared_state_is_created_in_loops_in_apply(draws):
     def body(scope, carry, _):
         for i in range(draws):
             carry += scope.param(f"w{i}", jax.nn.initializers.normal(), ())
@@ -237,7 +237,7 @@ def test_shared_state_is_made_in_loops_also_outside_of_init(draws):
 
 
 @pytest.mark.parametrize("name", sorted(LIFTED.keys() - {"named_call"}))
-def test_a_failure_leaves_the_scope_as_it_was(name):
+def test_failure_leaves_scope_unchanged(name):
     def fail(scope, x):
         scope.put_variable("state", "count", jnp.ones(()))
         scope.put_variable("state", "new", jnp.ones(()))
@@ -272,7 +272,7 @@ def test_a_scope_ends_with_the_lifted_call():
         kept[0].push("a")
 
 
-def test_a_scope_is_lifted_where_it_may_be_used():
+def test_lifting_an_outer_scope_in_jit_fails():
     outer = bind({}, rngs=RNGS, mutable=True)
 
     def body(x):
@@ -287,7 +287,7 @@ def test_a_scope_is_lifted_where_it_may_be_used():
         jax.jit(body)(1.0)
 
 
-def test_a_collection_that_no_filter_matches():
+def test_unmatched_collection():
     def read(scope, x):
         return scope.param("w", jax.nn.initializers.ones, (3,))
 
@@ -318,7 +318,7 @@ def test_a_missing_parameter_of_a_lifted_scope_that_has_others():
         apply(lift.remat(read))({})
 
 
-def test_filters_that_overlap_go_by_the_first():
+def test_first_matching_filter_wins():
     def body(scope, x):
         return scope.get_variable("params", "w") * scope.get_variable("state", "w") * x
 
@@ -335,7 +335,7 @@ def test_collections_cannot_be_forked():
         ScopeKind("probe").fork(Group({"params": {"w": X}}, {}, {}), 2)
 
 
-def test_scopes_of_one_tree_are_lifted_alike():
+def test_scopes_of_a_tree_share_filters():
     root = bind({})
     with pytest.raises(
         RoleError, match="probe: the scope '/a' is below '/', which is lifted other"
@@ -345,7 +345,7 @@ def test_scopes_of_one_tree_are_lifted_alike():
         )
 
 
-def test_where_a_scope_is_makes_no_difference_to_its_structure():
+def test_structure_is_independent_of_scope_path():
     kind = ScopeKind("probe")
     statics = []
     for name in ("a", "b"):

@@ -38,14 +38,14 @@ def test_the_mesh_is_that_of_the_context():
     assert not global_mesh_defined()
 
 
-def test_without_a_mesh_the_value_comes_back():
+def test_no_mesh_returns_the_value():
     x = jnp.ones(3)
     assert constrain(x, P("nothing")) is x
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, MIXED])
-def test_a_value_lies_over_the_mesh_of_the_context(mesh, compiled):
+def test_value_is_sharded_over_context_mesh(mesh, compiled):
     f = functools.partial(constrain, spec=P("data", "model"))
     with jax.set_mesh(mesh()):
         y = (jax.jit(f) if compiled else f)(jnp.ones((4, 8)))
@@ -53,7 +53,7 @@ def test_a_value_lies_over_the_mesh_of_the_context(mesh, compiled):
 
 
 @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, MIXED])
-def test_a_value_lies_over_a_mesh_that_it_is_given(mesh):
+def test_value_is_sharded_over_given_mesh(mesh):
     y = constrain(jnp.ones((4, 8)), P(None, ("data", "model")), mesh())
     if mesh is MIXED:  # JAX keeps no order among axes of two types
         assert set(y.sharding.spec[1]) == {"data", "model"}
@@ -61,7 +61,7 @@ def test_a_value_lies_over_a_mesh_that_it_is_given(mesh):
         assert spec_of(y) == (None, ("data", "model"))
 
 
-def test_a_given_mesh_inside_of_a_compiled_function():
+def test_given_mesh_in_jit():
     y = jax.jit(lambda x: constrain(x, P("model"), AUTO()))(jnp.ones((4, 8)))
     assert y.sharding.is_equivalent_to(NamedSharding(AUTO(), P("model")), 2)
 
@@ -74,7 +74,7 @@ def test_an_unconstrained_axis_keeps_its_layout_over_explicit_axes():
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_axes_that_shard_map_has_taken_are_left_alone(given):
+def test_axes_of_shard_map_are_ignored(given):
     mesh = AUTO()
 
     def body(x):
@@ -87,7 +87,7 @@ def test_axes_that_shard_map_has_taken_are_left_alone(given):
         np.testing.assert_array_equal(jax.jit(part)(jnp.ones((4, 8))), 2)
 
 
-def test_every_array_of_a_tree_and_nothing_else():
+def test_only_arrays_of_a_tree():
     tree = {"a": jnp.ones((8, 2)), "b": np.ones(8), "shape": jax.ShapeDtypeStruct((8,), int)}
     out = constrain(tree, P("data"), AUTO())
     assert spec_of(out["a"]) == spec_of(out["b"]) == ("data",)
@@ -100,13 +100,13 @@ def test_under_vmap_the_layout_is_that_of_one_example():
     assert y.sharding.spec[1] == "data"
 
 
-def test_an_axis_that_does_not_divide_is_said_and_not_split():
+def test_indivisible_axis_warns_and_is_replicated():
     with pytest.warns(ShardingWarning, match=r"axis 0 of a value of shape \(6, 8\).*4 equal parts"):
         y = constrain(jnp.ones((6, 8)), P("data", "model"), AUTO())
     assert spec_of(y) == (None, "model")
 
 
-def test_a_name_that_the_mesh_does_not_have():
+def test_unknown_mesh_axis():
     with pytest.raises(MeshError, match=r"axis 1 .*over 'heads', and the mesh has the axes 'data'"):
         constrain(jnp.ones((4, 8)), P(None, "heads"), AUTO())
 
@@ -116,17 +116,17 @@ def test_more_names_than_axes():
         constrain(jnp.ones(4), P("data", "model"), AUTO())
 
 
-def test_a_mesh_axis_that_is_named_twice():
+def test_duplicate_mesh_axis():
     with pytest.raises(MeshError, match=r"names 'data' more than once.*write None at the others"):
         constrain(jnp.ones((4, 8)), P("data", ("model", "data")), AUTO())
 
 
-def test_keys_are_laid_out_as_other_arrays():
+def test_keys_are_sharded_like_arrays():
     keys = constrain(jax.random.split(jax.random.key(0), 8), P("data"), AUTO())
     assert spec_of(keys) == ("data",)
 
 
-def test_the_gradient_goes_through():
+def test_gradient_is_unchanged():
     with jax.set_mesh(AUTO()):
         g = jax.jit(jax.grad(lambda x: constrain(x, P("data")).sum()))(jnp.ones(4))
     np.testing.assert_array_equal(g, 1)
@@ -169,11 +169,11 @@ def test_names_become_mesh_axes():
     assert spmd.get_pspec(jnp.ones(1).sharding) is None
 
 
-def test_the_last_rule_for_a_name_holds():
+def test_last_rule_for_a_name_wins():
     assert spmd.from_sharding_rules(("a",), (*RULES, ("a", "model"))) == ("model",)
 
 
-def test_rules_of_the_context_come_too():
+def test_context_rules_are_added():
     with spmd.logical_axis_rules(RULES):
         assert spmd.get_pspec(("a", "d"), [("d", "model")]) == P("data", "model")
         assert spmd.from_sharding_rules(("a", "d"), [("d", "model")]) == ("a", "model")
@@ -183,7 +183,7 @@ def test_rules_of_the_context_come_too():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_value_is_laid_out(kind, compiled):
+def test_value_is_sharded(kind, compiled):
     mesh = a_mesh(kind)
 
     def f(x):
@@ -193,7 +193,7 @@ def test_a_value_is_laid_out(kind, compiled):
         assert (jax.jit(f) if compiled else f)(jnp.ones((4, 8))).sharding.spec == P("data", "model")
 
 
-def test_the_mesh_is_the_one_given_or_that_of_the_sharding():
+def test_mesh_is_given_or_from_the_sharding():
     x = jnp.ones((4, 8))
     mesh = a_mesh()
     assert spmd.shard_value(x, ("a", "b"), RULES, mesh).sharding.spec == P("data", "model")
@@ -203,7 +203,7 @@ def test_the_mesh_is_the_one_given_or_that_of_the_sharding():
     assert {y.sharding.spec[0] for y in tree.values()} == {"data"}
 
 
-def test_a_value_without_a_layout_stays():
+def test_value_without_spec_is_kept():
     x = jnp.ones((4, 8))
     for layout in (None, (), P(), x.sharding):
         assert spmd.shard_value(x, layout, RULES, a_mesh()) is x

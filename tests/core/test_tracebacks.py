@@ -89,7 +89,7 @@ def test_an_error_of_the_user_shows_the_frames_of_the_user(run):
 
 
 @pytest.mark.parametrize("run", CALLS.values(), ids=CALLS)
-def test_all_frames_are_there_if_jax_shows_its_own(run):
+def test_all_frames_are_kept_without_filtering(run):
     before = jax.config.jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")
     try:

@@ -13,7 +13,7 @@ from weft.errors import JaxTransformError, LazyInitError
 SHAPE = jax.ShapeDtypeStruct((2, 3), "float32")
 
 
-def test_what_needs_only_shapes_is_computed():
+def test_shape_only_results_are_computed():
     def fn(x, y):
         return {"ones": jnp.ones(x.shape, x.dtype), "twice": 2 * y}
 
@@ -35,7 +35,7 @@ def test_a_result_that_needs_a_value_is_named():
         partial_eval(fn, SHAPE)
 
 
-def test_what_is_computed_beside_is_not_computed():
+def test_unused_operations_are_skipped():
     huge = jax.ShapeDtypeStruct((1 << 20, 1 << 20), "float32")
 
     def fn(x, y):
@@ -44,7 +44,7 @@ def test_what_is_computed_beside_is_not_computed():
     assert partial_eval(fn, huge, jnp.float32(1)) == 2
 
 
-def test_what_is_no_array_comes_through():
+def test_non_arrays_pass_through():
     def fn(x, n, *, name):
         return {"n": n, "half": 0.5, "name": name, "array": np.ones(2), "none": None, "x": x[:n]}
 
@@ -67,7 +67,7 @@ def test_an_unknown_value_that_is_a_result_itself():
         partial_eval(lambda x: (jnp.ones(2), x), SHAPE)
 
 
-def test_what_is_not_known_has_a_shape():
+def test_unknown_values_have_shapes():
     result = partial_eval_or_shapes(
         lambda x, y: {"a": x.sum(), "b": (y + 1, 2), "x": x}, SHAPE, np.ones(3)
     )
@@ -100,7 +100,7 @@ def test_each_transformation_is_another_trace(transform, of_jax, ours):
     assert seen == [False]
 
 
-def test_afterwards_it_is_the_one_from_before():
+def test_outer_trace_is_restored():
     before = current_trace()
     jax.jit(lambda x: x)(1.0)
     with pytest.raises(ZeroDivisionError):
@@ -116,7 +116,7 @@ def test_a_trace_is_not_kept_alive():
     assert kept[0] != current_trace()
 
 
-def test_asked_for_the_first_time_inside_of_a_trace():
+def test_first_use_inside_a_trace():
     spec = importlib.util.find_spec(tracing.__name__)
     unasked = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(unasked)

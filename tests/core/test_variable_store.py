@@ -7,7 +7,7 @@ from weft.core.variable_store import VariableStore, copy_dicts, to_dicts
 from weft.errors import ScopeTreeError
 
 
-def test_what_a_collection_has_in_a_scope():
+def test_entries_of_scope():
     store = VariableStore({"params": {"a": {"b": 1}, "c": 2}}, False)
     assert store.entries("params", ()) == {"a": {"b": 1}, "c": 2}
     assert store.entries("params", ("a",)) == {"b": 1}
@@ -16,7 +16,7 @@ def test_what_a_collection_has_in_a_scope():
     assert store.collections == {"params": {"a": {"b": 1}, "c": 2}}
 
 
-def test_of_mutable_collections_the_dicts_are_copied():
+def test_mutable_collections_are_copied():
     params, state = freeze({"a": {"b": 1}}), OrderedDict(a={"b": 1})
     store = VariableStore({"params": params, "state": state}, "state")
     assert store.collections["params"] is params
@@ -27,7 +27,7 @@ def test_of_mutable_collections_the_dicts_are_copied():
     assert state == {"a": {"b": 1}}
 
 
-def test_dicts_that_scopes_hold_are_updated():
+def test_dicts_held_by_scopes_are_updated():
     store = VariableStore({}, True)
     store.put("state", ("a",), "b", {"c": 1})
     held = store.entries("state", ("a", "b"))
@@ -42,7 +42,7 @@ def test_a_value_of_another_mapping_class_is_replaced():
     assert store.collections["state"]["a"] == freeze({"c": 1})
 
 
-def test_a_value_where_a_dict_should_be_is_named():
+def test_value_instead_of_dict_is_rejected():
     store = VariableStore({"params": {"a": 1.0}}, True, ("lifted",))
     message = r"the collection 'params' has a float at '/lifted/a', where a scope needs a dict"
     with pytest.raises(ScopeTreeError, match=message):
@@ -52,7 +52,7 @@ def test_a_value_where_a_dict_should_be_is_named():
     assert store.collections == {"params": {"a": 1.0}}
 
 
-def test_only_what_was_written_to_has_changed():
+def test_only_written_values_changed():
     store = VariableStore({"params": {"a": {"b": 1, "c": 2}}, "state": {"x": 0}}, True)
     assert store.changes() == {}
     store.put("params", ("a",), "b", 3)
@@ -66,7 +66,7 @@ def test_only_what_was_written_to_has_changed():
     assert store.entries("state", ("y",)) == {"z": 2}
 
 
-def test_what_is_written_again_as_it_was_has_not_changed():
+def test_rewriting_equal_values_is_no_change():
     value = [1.5, {"a": 2.5}]
     store = VariableStore({"state": {"x": value, "y": 0}}, True)
     store.put("state", (), "x", [value[0], dict(value[1])])
@@ -77,7 +77,7 @@ def test_what_is_written_again_as_it_was_has_not_changed():
     assert store.changes() == {"state": {"x": [1.5, 2.5]}}
 
 
-def test_the_first_values_of_what_was_made_are_kept():
+def test_initial_values_are_recorded():
     store = VariableStore({"state": {"old": 0}}, True)
     store.put("state", (), "old", 1)
     store.put("state", ("a",), "new", 2)
@@ -87,7 +87,7 @@ def test_the_first_values_of_what_was_made_are_kept():
     assert store.made == {"state": {"a": {"new": 2}}}
 
 
-def test_a_first_value_that_is_a_dict_does_not_change_with_it():
+def test_initial_dict_value_is_copied():
     store = VariableStore({}, True)
     store.put("state", (), "x", {"n": 0})
     store.put("state", (), "x", {"n": 1})

@@ -31,7 +31,7 @@ def test_formulas(name):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_every_name_gives_a_function_of_one_array_that_keeps_its_dtype(name):
+def test_named_functions_keep_the_dtype(name):
     x = jnp.ones((2, 4), jnp.bfloat16)
     assert jax.eval_shape(get_activation_fn(name), x).dtype == jnp.bfloat16
 
@@ -46,7 +46,7 @@ def test_every_name_gives_a_function_of_one_array_that_keeps_its_dtype(name):
         ("nn.initializers", "There are: "),
     ],
 )
-def test_an_unknown_name_is_answered_with_near_ones(name, hint):
+def test_unknown_name_suggests_near_ones(name, hint):
     with pytest.raises(
         UnknownActivationError, match=f"Unknown activation function '{name}'.*{hint}"
     ):

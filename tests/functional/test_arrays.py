@@ -21,7 +21,7 @@ from weft.hierarchy.layers.linear import Linear
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3), (0, 3), (1, 2, 3)])
-def test_a_function_of_one_batch_axis_sees_one(batch):
+def test_function_gets_one_batch_axis(batch):
     seen = []
 
     def fn(x):
@@ -50,14 +50,14 @@ HALF, INT = jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.int32)
         ((HALF, jnp.ones(2, jnp.complex64)), "complex64"),
     ],
 )
-def test_the_dtype_is_the_one_that_all_promote_to(args, name):
+def test_dtype_is_the_promoted_one(args, name):
     assert jnp.dtype(canonicalize_dtype(*args)).name == name
     promoted = promote_dtype(*args)
     assert [x is None for x in promoted] == [x is None for x in args]
     assert all(x.dtype.name == name for x in promoted if x is not None)
 
 
-def test_integers_stay_where_they_may():
+def test_integers_stay_if_allowed():
     assert canonicalize_dtype(INT, 1, inexact=False) == jnp.int32
     (x,) = promote_dtype(INT, inexact=False)
     assert x is INT
@@ -88,7 +88,7 @@ def test_a_dtype_without_fractions_is_refused():
         promote_dtype(HALF, dtype=jnp.int32)
 
 
-def test_nothing_to_go_by_is_refused():
+def test_no_dtype_or_array_fails():
     with pytest.raises(ArgumentValueError, match="neither a dtype nor an array"):
         promote_dtype(None)
 
@@ -184,7 +184,7 @@ LOOKUPS = {
 
 
 @pytest.mark.parametrize("make", LOOKUPS.values(), ids=LOOKUPS)
-def test_ids_that_would_be_other_ids_are_refused(make):
+def test_overflowing_ids_are_rejected(make):
     for ids in ([2**32 + 1], [0, -(2**32)], [2**40]):
         with pytest.raises(ArgumentValueError, match="do not fit into int32, the dtype JAX"):
             make(np.array(ids, np.int64))

@@ -56,7 +56,7 @@ def reference(q, k, v, *, bias=0.0, scale=None, cap=None, sink=None):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_attention_is_that_of_each_head(kv_heads):
+def test_heads_are_independent(kv_heads):
     q, k, v = qkv(kv_heads=kv_heads)
     y = dot_product_attention(*map(jnp.array, (q, k, v)))
     np.testing.assert_allclose(y, reference(q, k, v), rtol=1e-4, atol=1e-5)
@@ -119,7 +119,7 @@ def test_mask_and_bias_add_up():
 
 
 @pytest.mark.parametrize("sink", [None, jnp.zeros(4)])
-def test_a_query_that_may_attend_to_nothing_stays_finite(sink):
+def test_fully_masked_query_stays_finite(sink):
     q, k, v = map(jnp.array, qkv())
     mask = jnp.zeros((2, 1, 5, 6), bool)
 
@@ -135,7 +135,7 @@ def test_a_query_that_may_attend_to_nothing_stays_finite(sink):
     assert all(np.isfinite(g).all() for g in jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v))
 
 
-def test_decoding_step_by_step_equals_the_whole():
+def test_stepwise_decoding_equals_the_whole():
     q, k, v = map(jnp.array, qkv(target=6))
     positions = jnp.arange(6)[None]
     whole = dot_product_attention(q, k, v, mask=evaluate_mask(causal_mask, positions, positions))
@@ -145,7 +145,7 @@ def test_decoding_step_by_step_equals_the_whole():
         np.testing.assert_allclose(one[:, 0], whole[:, step], rtol=1e-4, atol=1e-5)
 
 
-def test_logits_and_probabilities_are_float32_and_the_context_as_the_values():
+def test_logits_are_float32_and_context_has_value_dtype():
     q, k, v = (jnp.array(x, jnp.bfloat16) for x in qkv())
     logits = attention_logits(q, k)
     probs = attention_probs(logits.astype(jnp.bfloat16))
@@ -205,13 +205,13 @@ def test_capped_logits_stay_within_the_cap():
     np.testing.assert_allclose(cap_logits(x, 5.0), 5 * np.tanh(np.array(x) / 5), rtol=1e-5)
 
 
-def test_heads_that_cannot_be_shared_are_named():
+def test_indivisible_heads_are_rejected():
     q, k, v = map(jnp.array, qkv(heads=4, kv_heads=3))
     with pytest.raises(ArgumentShapeError, match=r"4 heads of queries .* 3 heads of keys"):
         dot_product_attention(q, k, v)
 
 
-def test_mask_and_its_bias_do_the_same():
+def test_mask_and_bias_are_equivalent():
     q, k, v = map(jnp.array, qkv())
     mask = jnp.arange(6)[None, None, None, :] < 4
     np.testing.assert_array_equal(
@@ -245,7 +245,7 @@ def test_relative_to_absolute(length):
             np.testing.assert_allclose(y[:, i, j], x[:, i, j - i + length - 1], rtol=1e-6)
 
 
-def test_xl_logits_by_hand():
+def test_xl_logits():
     length, heads, dim = 3, 2, 4
     keys = jax.random.split(jax.random.PRNGKey(0), 5)
     q, k = (np.asarray(jax.random.normal(key, (2, length, heads, dim))) for key in keys[:2])
@@ -331,7 +331,7 @@ def test_heads_that_share_keys():
     )
 
 
-def test_a_custom_dot_general_is_for_heads_that_do_not_share_keys():
+def test_custom_dot_general_rejects_grouped_heads():
     def refuse(*args, **kwargs):
         raise AssertionError("called for heads that share keys")
 
@@ -383,7 +383,7 @@ def test_step_appends_position():
     assert seen.tolist() == [[[[True, True, False]]]] * 2
 
 
-def test_past_the_end_the_last_position_is_overwritten():
+def test_last_position_is_overwritten_past_the_end():
     keys, _, seen = attention_cache_step(CACHE, CACHE, jnp.int32(5), NEW, NEW, NEW)
     assert keys[:, :, 0, 0].tolist() == [[0, 0, 1]] * 2
     assert seen.all()

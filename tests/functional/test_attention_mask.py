@@ -41,7 +41,7 @@ def test_masks_of_all_pairs(name):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_one_query_sees_the_row_of_the_whole(name):
+def test_single_query_uses_its_mask_row(name):
     mask, _ = MASKS[name]
     keys = jnp.arange(6)[None]
     whole = evaluate_mask(mask, keys, keys)

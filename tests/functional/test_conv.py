@@ -76,7 +76,7 @@ def test_conv_sums_over_its_window(spatial, window, strides, dilation, groups, p
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_one_number_speaks_for_all_axes():
+def test_scalar_applies_to_all_axes():
     x, w = jnp.array(array(1, 6, 6, 2)), jnp.array(array(3, 3, 2, 3))
     np.testing.assert_array_equal(
         conv(x, w, strides=2, dilation=1, padding="SAME"),
@@ -84,7 +84,7 @@ def test_one_number_speaks_for_all_axes():
     )
 
 
-def test_a_causal_output_sees_nothing_later():
+def test_causal_output_ignores_the_future():
     x, w = jnp.array(array(1, 8, 2)), jnp.array(array(3, 2, 1))
     touched = jax.jacobian(lambda x: conv(x, w, padding="CAUSAL")[0, :, 0])(x)[:, 0].any(-1)
     np.testing.assert_array_equal(touched, np.tri(8, dtype=bool) & ~np.tri(8, k=-3, dtype=bool))
@@ -119,7 +119,7 @@ def test_groups_of_a_conv_transpose_are_convolved_by_themselves():
         np.testing.assert_allclose(y[..., 3 * g : 3 * g + 3], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_causal_conv_transpose_sees_nothing_later():
+def test_causal_conv_transpose_is_causal():
     x, w = jnp.array(array(1, 4, 1)), jnp.array(array(3, 1, 1))
 
     def up(x):
@@ -189,7 +189,7 @@ def test_a_convolution_without_spatial_axes_is_a_product():
     np.testing.assert_allclose(conv(x, w, padding=()), x @ w, rtol=1e-5, atol=1e-6)
 
 
-def test_the_result_is_laid_out_as_asked():
+def test_result_has_out_sharding():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.ones((4, 5, 2)), P("data"))

@@ -150,7 +150,7 @@ def test_ranks_that_disagree_are_named():
 @given(
     st.lists(st.integers(0, 1), min_size=5, max_size=12), sizes, st.integers(1, 3), names, st.data()
 )
-def test_an_output_is_padding_where_its_anchor_is(row, window, stride, padding, data):
+def test_output_padding_follows_anchor(row, window, stride, padding, data):
     ((left, right),) = conv_explicit_padding(window=(window,), strides=(stride,), padding=padding)
     anchor = data.draw(st.none() | st.integers(left, window - 1))
     out = compute_conv_paddings(
@@ -218,7 +218,7 @@ def array(*shape):
         ("SAME_LOWER", ((1, 1), (1, 0))),
     ],
 )
-def test_zeros_are_left_to_the_convolution(padding, zeros):
+def test_zero_padding_is_delegated(padding, zeros):
     x = array(2, 5, 6, 3)
     padded, pads = pad_conv(x, padding=padding, **TWO)
     assert padded is x
@@ -227,7 +227,7 @@ def test_zeros_are_left_to_the_convolution(padding, zeros):
         assert pad_conv_transpose(x, padding=padding, **TWO)[1] == zeros
 
 
-def test_an_input_goes_on_with_its_other_end_or_backwards():
+def test_circular_and_reflect_padding():
     x = jnp.arange(5.0).reshape(1, 5, 1)
     around, zeros = pad_conv(x, padding="CIRCULAR", **ONE)
     assert (around.ravel().tolist(), zeros) == ([4, 0, 1, 2, 3, 4, 0, 1], ((0, 0),))
@@ -241,7 +241,7 @@ def test_any_batch_axes():
         assert padded.shape == (*shape[:-3], 7, 8, 3)
 
 
-def test_a_causal_output_sees_no_later_position():
+def test_causal_output_ignores_the_future():
     x = array(1, 8, 1)
     padded, zeros = pad_conv(x, padding="CAUSAL", window=(3,), strides=(1,), dilation=(2,))
     weight = array(3, 1, 1)
@@ -301,7 +301,7 @@ def test_a_dilated_input_is_padded_in_numbers(padding):
     assert pad_conv(x, padding=1, input_dilation=(2,), **ONE)[1] == ((1, 1),)
 
 
-def test_sizes_for_other_numbers_of_axes():
+def test_mismatched_rank():
     with pytest.raises(ArgumentShapeError, match=r"window=\(4,\), strides=\(1, 1\)"):
         pad_conv(array(1, 5, 1), padding="SAME", **{**ONE, "strides": (1, 1)})
     with pytest.raises(ArgumentShapeError, match=r"its shape is \(5, 1\)"):

@@ -32,7 +32,7 @@ def test_lookup_takes_rows():
     np.testing.assert_array_equal(lookup(jnp.array(table), jnp.array(ids)), table[ids])
 
 
-def test_an_id_outside_the_table_shows():
+def test_out_of_range_id_is_nan():
     y = lookup(jnp.ones((5, 3)), jnp.array([4, 5]))
     assert np.isnan(y).all(-1).tolist() == [False, True]
 
@@ -128,7 +128,7 @@ def test_mismatch_is_named():
         apply_rotary(jnp.ones((3, 4)), jnp.ones((3, 2)), jnp.ones((3, 2)), layout="gptj")
 
 
-def test_rows_and_logits_are_laid_out_as_asked():
+def test_rows_and_logits_have_out_sharding():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         table = jax.device_put(jnp.arange(24.0).reshape(6, 4), P(None, "model"))
@@ -142,7 +142,7 @@ def test_rows_and_logits_are_laid_out_as_asked():
     assert jnp.isnan(lookup(jnp.ones((3, 2)), jnp.array(7))).all()
 
 
-def test_fast_pairs_stay_slow_ones_are_slowed_and_those_between_lie_between():
+def test_llama3_scaling_by_frequency():
     length, scaling = 8192, 8.0
     plain = np.asarray(rotary_frequencies(128, 5e5))
     scaled = np.asarray(llama3_frequencies(128, original_max_seq_length=length))
@@ -156,7 +156,7 @@ def test_fast_pairs_stay_slow_ones_are_slowed_and_those_between_lie_between():
     assert np.all(np.diff(scaled) < 0)
 
 
-def test_no_scaling_changes_nothing():
+def test_no_scaling_is_identity():
     scaled = yarn_frequencies(16, 1e4, original_max_seq_length=128)
     np.testing.assert_allclose(scaled, rotary_frequencies(16, 1e4), rtol=1e-6)
     assert yarn_magnitude(1.0) == 1.0

@@ -58,6 +58,6 @@ def test_jax_initializers_are_reexported():
         assert getattr(initializers, name) is getattr(jax.nn.initializers, name)
 
 
-def test_initializers_of_one_value_can_be_made_like_the_others():
+def test_constants_have_factories_like_others():
     assert initializers.ones_init()(KEY, (2,), jnp.bfloat16).tolist() == [1, 1]
     assert initializers.zeros_init()(KEY, (2,), jnp.int32).tolist() == [0, 0]

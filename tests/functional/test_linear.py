@@ -52,7 +52,7 @@ def test_dense_general_contracts_the_axes_that_einsum_would(
     np.testing.assert_allclose(y, np.einsum(subscripts, x, w), rtol=1e-4, atol=1e-5)
 
 
-def test_dense_general_gives_each_batch_position_its_bias():
+def test_dense_general_has_a_bias_per_batch_position():
     x, w, b = array(4, 5, 3, 6), array(3, 6, 2), array(3, 2)
     y = dense_general(jnp.array(x), jnp.array(w), jnp.array(b), axis=-1, batch_axes=2)
     expected = np.einsum("btni,nio->nbto", x, w) + b[:, None, None, :]
@@ -65,7 +65,7 @@ def test_project_follows_its_subscripts():
     np.testing.assert_allclose(y, np.einsum("btnh,dnh->btd", x, w) + b, rtol=1e-4, atol=1e-5)
 
 
-def test_the_dtype_is_the_promoted_one_unless_another_is_asked_for():
+def test_dtype_is_promoted_unless_specified():
     x, w = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4), jnp.bfloat16)
     assert dense(x, w).dtype == jnp.bfloat16
     assert dense(x, w.astype(jnp.float32)).dtype == jnp.float32
@@ -129,7 +129,7 @@ def test_spread():
     assert broadcast_bias(whole, (0, 1), 2) is whole
 
 
-def test_the_result_is_laid_out_as_asked():
+def test_result_has_out_sharding():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.ones((4, 3)), P("data"))
@@ -139,7 +139,7 @@ def test_the_result_is_laid_out_as_asked():
             assert project("bi,io->bo", x, w, b, out_sharding=spec).sharding.spec == spec
 
 
-def test_another_einsum_multiplies():
+def test_custom_einsum():
     def twice(*args, **kwargs):
         assert sorted(kwargs) == ["precision"]
         return 2 * jnp.einsum(*args, **kwargs)

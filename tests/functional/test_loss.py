@@ -71,7 +71,7 @@ def test_label_smoothing_spreads_over_all_classes():
     close(cross_entropy(logits, labels, label_smoothing=0.2)[1]["per_target_loss"], expected)
 
 
-def test_soft_labels_take_the_place_of_labels():
+def test_soft_labels_replace_labels():
     soft = jax.nn.softmax(array(2, 5, 7))
     loss, aux = cross_entropy(LOGITS, LABELS, soft_target_labels=soft)
     expected = optax.softmax_cross_entropy(LOGITS[LIVE], soft[LIVE])
@@ -334,7 +334,7 @@ def test_pairwise_loss_by_its_sum():
     np.testing.assert_allclose(weight, weights.sum(), rtol=1e-5)
 
 
-def test_without_pairs_there_is_no_loss():
+def test_no_pairs_give_zero_loss():
     nothing = jnp.zeros((1, 2, 2))
     loss, weight = pairwise_loss(
         logits=jnp.ones((1, 2)), pair_weights=nothing, loss_scale=jnp.ones(1)

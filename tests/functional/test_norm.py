@@ -182,14 +182,14 @@ def test_statistics_over_a_mapped_axis(fast):
     close(mapped, grouped(x, axis=0).reshape(x.shape))
 
 
-def test_two_passes_do_without_a_first_element_near_the_mean():
+def test_two_pass_variance_is_accurate_with_outlier_first():
     x = np.array([1e6, *RNG.normal(size=255)], np.float32)
     y = layer_norm(jnp.array(x), fast_variance=False)
     exact = (x.astype(np.float64) - x.astype(np.float64).mean()) / x.astype(np.float64).std()
     close(y, exact)
 
 
-def test_two_passes_over_a_mapped_axis_do_without_a_first_element_near_the_mean():
+def test_two_pass_variance_over_a_mapped_axis_with_outlier_first():
     x = (1e4 + RNG.normal(size=(2, 128))).astype(np.float32)
     where = np.ones(x.shape, bool)
     where[:, 0] = False  # counts as 0, far from the mean

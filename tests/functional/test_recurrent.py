@@ -80,7 +80,7 @@ def test_one_sequence_and_many_batch_axes():
     assert flipped[1, 0].tolist() == [3, 2, 1, 0]
 
 
-def test_states_of_sequences_that_are_over_stay():
+def test_states_stay_after_sequence_end():
     new = {"h": jnp.ones((3, 2)), "count": jnp.ones(3)}
     old = jax.tree.map(jnp.zeros_like, new)
     kept = within_lengths(new, old, jnp.array(1), jnp.array([0, 1, 2]))

@@ -20,7 +20,7 @@ def kept(logits):
     return np.array(logits > NEG_INF / 2)
 
 
-def test_scale_by_divides_and_never_by_zero():
+def test_scale_by_avoids_division_by_zero():
     np.testing.assert_allclose(scale_by(2.0)(LOGITS), LOGITS / 2, rtol=1e-6)
     np.testing.assert_allclose(scale_by(0.0)(LOGITS), LOGITS / 1e-4, rtol=1e-5)
     each = jnp.array([1.0, 2.0, 4.0, 0.0])
@@ -88,7 +88,7 @@ def test_samples_follow_the_softmax():
     np.testing.assert_allclose(log_prob, logits[token], rtol=1e-5)
 
 
-def test_without_a_key_the_likeliest_token_is_taken():
+def test_no_key_means_greedy():
     token, log_prob = sample_token(LOGITS, prng_key=None)
     np.testing.assert_array_equal(token, LOGITS.argmax(-1))
     np.testing.assert_allclose(log_prob, jax.nn.log_softmax(LOGITS).max(-1), rtol=1e-5)

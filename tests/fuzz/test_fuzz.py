@@ -10,7 +10,7 @@ from tests.fuzz import harness
 
 
 @pytest.mark.parametrize("name", harness.names())
-def test_a_short_run_finds_nothing(name):
+def test_short_run_passes(name):
     fuzzer = harness.fuzzer(name)
     checked, finding = harness.search(fuzzer, fuzzer.SHORT)
     assert finding is None, finding.text(fuzzer)
@@ -23,7 +23,7 @@ def planted(check):
     )
 
 
-def test_a_finding_is_made_small_and_printed_as_source():
+def test_finding_is_shrunk_and_printed():
     def check(case):
         assert sum(case) < 50, "too much"
 
@@ -42,7 +42,7 @@ def test_a_case_that_hangs_is_a_finding():
     assert isinstance(finding.error, harness.Hang)
 
 
-def test_one_seed_gives_the_same_cases_and_another_others():
+def test_cases_are_determined_by_seed():
     def cases(seed):
         seen = []
         harness.search(planted(lambda case: seen.append(tuple(case))), 20, seed)
@@ -51,7 +51,7 @@ def test_one_seed_gives_the_same_cases_and_another_others():
     assert cases(1) == cases(1) != cases(2)
 
 
-def test_a_run_says_what_it_did(monkeypatch):
+def test_run_reports_progress(monkeypatch):
     monkeypatch.setattr(harness, "fuzzer", lambda name: planted(lambda case: None))
     lines = []
     assert harness.fuzz("mine", minutes=0.002, seed=5, say=lines.append) is None

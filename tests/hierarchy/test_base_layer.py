@@ -124,7 +124,7 @@ def test_a_parameter_depends_on_its_path_alone():
     np.testing.assert_array_equal(alone["first"]["bias"], [0, 0])
 
 
-def test_dtype_and_init_come_from_the_parent_unless_set():
+def test_dtype_and_init_default_to_the_parent():
     init = DefaultInitializer.default_config().set(
         init_by_param_name={".*weight": ConstantInitializer.default_config().set(value=3.0)}
     )
@@ -182,7 +182,7 @@ class Double(ParameterNoise):
         return jax.tree.map(lambda p: p + jax.random.normal(prng_key, p.shape), params)
 
 
-def test_noise_reaches_the_layers_that_ask_for_it():
+def test_noise_is_applied_where_configured():
     layer = make(second=Affine.default_config().set(param_noise=Double.default_config()))
     params = layer.initialize_parameters_recursively(jax.random.key(0))
     noisy = layer.apply_parameter_noise_recursively(jax.random.key(1), params)
@@ -214,7 +214,7 @@ def test_errors_name_the_missing_entry():
         odd.initialize_parameters_recursively(jax.random.key(0))
 
 
-def test_a_logical_name_that_is_there_twice_is_an_error_that_names_the_parameter():
+def test_duplicate_logical_name_error_names_the_parameter():
     cfg = Affine.default_config().set(name="square", dim=2, param_partition_spec=("wide", "wide"))
     layer = cfg.instantiate(parent=None)
     with (
@@ -224,7 +224,7 @@ def test_a_logical_name_that_is_there_twice_is_an_error_that_names_the_parameter
         layer.create_parameter_specs_recursively()
 
 
-def test_a_parameter_and_a_child_of_one_name():
+def test_parameter_and_child_name_conflict():
     class Clash(Pair):
         def _create_layer_parameter_specs(self):
             return {"first": ParameterSpec(shape=())}
@@ -252,14 +252,14 @@ def test_one_without_a_stack(layer):
     np.testing.assert_array_equal(state["weight"], expected["weight"])
 
 
-def test_the_same_compiled_and_not(layer):
+def test_jit_equals_eager(layer):
     eager = initialize_stacked(layer, 3, KEY)
     compiled = jax.jit(lambda key: initialize_stacked(layer, 3, key))(KEY)
     assert isinstance(compiled, VDict)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), eager, compiled)
 
 
-def test_prebuilt_compiled_and_not(layer):
+def test_prebuilt_under_jit(layer):
     bias = jnp.arange(6.0).reshape(2, 3)
     # A spec represents a value to be drawn.
     prebuilt = {"bias": bias, "weight": ParameterSpec((2, 2, 3))}
@@ -277,7 +277,7 @@ def test_shapes_without_drawing(layer):
     assert shapes["weight"].shape == (4, 2, 3)
 
 
-def test_prebuilt_of_another_number(layer):
+def test_prebuilt_layer_mismatch(layer):
     with pytest.raises(ParameterSpecError, match="expected a leading axis of 3"):
         initialize_stacked(layer, 3, KEY, prebuilt={"bias": jnp.zeros((2, 3))})
 
@@ -326,7 +326,7 @@ class Line(BaseModel):
         return jnp.mean((predictions - input_batch["y"]) ** 2), {"predictions": predictions}
 
 
-def test_a_model_makes_a_loss_that_has_gradients():
+def test_model_loss_is_differentiable():
     model = Line.default_config().set(name="line").instantiate(parent=None)
     batch = {"x": jnp.array([1.0, 2.0]), "y": jnp.array([2.0, 4.0])}
 

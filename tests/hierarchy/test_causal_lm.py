@@ -199,7 +199,7 @@ def test_a_batch_without_targets_has_no_loss():
     assert all(np.isfinite(v) for v in means(summaries).values())
 
 
-def test_without_return_aux_there_is_only_the_loss():
+def test_no_return_aux_gives_only_the_loss():
     model, state = make()
     (loss, aux), _ = call(model, state, input_batch=BATCH)
     assert aux == {}
@@ -376,7 +376,7 @@ def mesh(**sizes):
     )
 
 
-def test_batches_lie_over_the_mesh():
+def test_batches_are_sharded():
     model, state = make()
     (loss, aux), summaries = loss_and_aux(model, state)
     with mesh(data=2, model=2):
@@ -387,7 +387,7 @@ def test_batches_lie_over_the_mesh():
     assert sharded["logits"].sharding.spec == PartitionSpec("data", None, "model")
 
 
-def test_positions_may_lie_over_the_mesh_too():
+def test_positions_may_be_sharded():
     cfg = decoder_config().set(
         logits_partition_spec=(("data",), "seq", None),
         hidden_state_partition_spec=(("data",), "seq", None),
@@ -400,7 +400,7 @@ def test_positions_may_lie_over_the_mesh_too():
     assert logits.sharding.spec[:2] == ("data", "seq")
 
 
-def test_the_mesh_may_have_other_axes():
+def test_mesh_may_have_other_axes():
     cfg = decoder_config().set(logits_partition_spec=(None, None, None))
     model, state = make(cfg, batch_axis_names=None)
     with mesh(fsdp=2):
@@ -521,7 +521,7 @@ def test_cross_entropy_metrics(scale):
     assert (float(loss.mean), float(loss.weight)) == pytest.approx((total.sum() / 5, 5), rel=1e-5)
 
 
-def test_the_batch_may_say_which_targets_count():
+def test_batch_may_define_live_targets():
     live = jnp.array([[True, False, False], [True, False, False]])
     loss, _ = measure(CrossEntropyLossMetrics.default_config(), {"live_targets": live})
     assert float(loss.mean) == pytest.approx(NLL[:, 0].mean(), rel=1e-5)
@@ -558,7 +558,7 @@ def test_a_pattern_that_finds_no_loss_is_refused():
         measure(cfg)
 
 
-def test_without_a_pattern_there_is_no_auxiliary_loss():
+def test_no_pattern_means_no_auxiliary_loss():
     loss, metrics = measure(AuxLossMetrics.default_config())
     assert float(loss.mean) == 0
     assert metrics == {}
@@ -577,7 +577,7 @@ class Halves(CompositeLossWeights):
         return {name: 0.5 / float(loss.weight) for name, (loss, _) in child_metrics.items()}
 
 
-def test_losses_can_be_weighed():
+def test_losses_are_weighted():
     cfg = metrics_config(aux_loss_regex=".*/aux_loss")
     plain = measure(cfg.set(loss_weights=CompositeLossWeights.default_config()))[0]
     assert float(plain.mean) == pytest.approx(NLL.sum() / 5 + 3.5, rel=1e-5)
@@ -596,7 +596,7 @@ def test_metrics_of_parts_may_be_kept_apart():
         measure(cfg.set(flatten_metrics=True))
 
 
-def test_a_composite_of_nothing_is_refused():
+def test_empty_composite_is_rejected():
     with pytest.raises(MetricsError, match="metrics of metrics is empty; expected at least one"):
         measure(CompositeLossMetrics.default_config().set(metrics={}))
 

@@ -66,7 +66,7 @@ def test_eps_is_set_in_layer_norms_only():
     assert cfg.blocks[0].norm.eps == 0.25
 
 
-def test_biases_are_set_wherever_there_is_a_field():
+def test_biases_are_set_in_all_layers():
     cfg = make()
     set_bias_recursively(cfg)
     assert [block.linear.bias for block in cfg.blocks] == [False, False]
@@ -129,7 +129,7 @@ def test_one_layer_and_its_activations():
     assert cfg.feed_forward.linear1.output_partition_spec == ("data", "seq", "model")
 
 
-def test_projections_inside_of_others():
+def test_nested_projections():
     cfg = MultiheadAttention.default_config().set(input_linear=RoFormerQKVLinear.default_config())
     set_attention_partition_specs(cfg, tp_axis_names="tensor")
     expected = ("fsdp", "tensor", None)
@@ -142,7 +142,7 @@ def test_feed_forward_alone():
     assert cfg.linear2.param_partition_spec == ("model", ("data", "fsdp"))
 
 
-def test_the_mesh_changes_no_value(filled, wave):
+def test_mesh_keeps_values(filled, wave):
     n = jax.device_count()
     shape = (n // 2, 2) if n > 1 else (1, 1)
     cfg = config()

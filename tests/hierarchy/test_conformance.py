@@ -147,7 +147,7 @@ OUTPUTS = ("summaries", "state_updates", "module_outputs")
 
 @pytest.mark.parametrize("kind", OUTPUTS)
 @pytest.mark.parametrize("name", ALL)
-def test_outputs_come_out(name, kind):
+def test_outputs_escape(name, kind):
     around = ALL[name]
 
     def body(around):
@@ -224,7 +224,7 @@ PAIRS = [(a, b) for a in NESTED for b in NESTED if (a, b) not in UNKNOWN_TO_JAX]
 
 
 @pytest.mark.parametrize(("outer", "inner"), PAIRS)
-def test_one_inside_of_another(outer, inner):
+def test_nested_transforms(outer, inner):
     def body(root):
         return ALL[outer](lambda x: ALL[inner](root.child, x), X)
 
@@ -233,7 +233,7 @@ def test_one_inside_of_another(outer, inner):
 
 @pytest.mark.parametrize("inner", [*UNMAPPED, *STACKED])
 @pytest.mark.parametrize("outer", ["jit", "vmap", "scan", "cond", "custom_vjp"])
-def test_outputs_of_one_inside_of_another(outer, inner):
+def test_outputs_of_nested_transforms(outer, inner):
     def body(root):
         return ALL[outer](lambda x: ALL[inner](lambda x: root.child(x, *OUTPUTS), x), X)
 
@@ -253,7 +253,7 @@ def test_outputs_of_one_inside_of_another(outer, inner):
 # What only some of them can do.
 
 
-def test_no_iterations_leave_the_first_carry():
+def test_zero_iterations_keep_the_carry():
     def body(root):
         a = transforms.while_loop(lambda c: c[0] < 0, lambda c: root.child(c), X)
         b = transforms.fori_loop(2, 2, lambda i, c: root.child(c), X)
@@ -280,7 +280,7 @@ def test_a_loop_equals_the_python_loop_and_its_child_may_be_called_outside_too()
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_state_update_of_one_branch_leaves_the_state_where_the_other_is_taken(taken):
+def test_update_in_one_branch_keeps_state_if_other_is_taken(taken):
     traces = []
 
     def body(root):
@@ -299,7 +299,7 @@ def test_a_state_update_of_one_branch_leaves_the_state_where_the_other_is_taken(
 
 @pytest.mark.parametrize("taken", [True, False])
 @pytest.mark.parametrize("outer", ["jit", "remat", "vmap", "scan", "cond", "vjp"])
-def test_a_state_update_of_one_branch_inside_of_another_transformation(outer, taken):
+def test_update_in_one_branch_of_nested_transform(outer, taken):
     def body(root):
         def chosen(x):
             def updating(x):
@@ -327,7 +327,7 @@ def test_a_child_that_was_invoked_before_is_named_in_a_branch():
     assert_equal(run(lambda root: body(root, "child_2"))[0], 2 * jnp.sin(X * W))
 
 
-def test_branches_are_traced_once_where_they_update_alike():
+def test_branches_with_equal_updates_trace_once():
     traces = []
 
     def body(root):
@@ -401,7 +401,7 @@ def test_custom_rules_define_the_gradients():
 
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_devices_hold_their_part_and_give_their_outputs(axis_type):
+def test_shard_map_shards_values_and_outputs(axis_type):
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices")
     types, p = (jax.sharding.AxisType[axis_type],), PartitionSpec("d")
@@ -433,7 +433,7 @@ def test_shapes_alone_leave_no_outputs():
     assert_equal(outputs.summaries["child"]["sum"], y.sum())
 
 
-def test_an_error_that_was_checked_comes_back():
+def test_checkify_returns_the_error():
     error, _ = run(lambda root: transforms.checkify(root.child, checkify.nan_checks)(X * jnp.nan))[
         0
     ]
@@ -465,7 +465,7 @@ def test_names_are_those_of_the_users_function():
 
 
 @pytest.mark.parametrize("name", sorted({*ALL, "eval_shape"} - {"scan"}))
-def test_they_belong_to_an_invocation(name):
+def test_outside_invocation_fails(name):
     around = {**ALL, "eval_shape": transforms.eval_shape}[name]
     with pytest.raises(NoContextError, match="belongs to an invocation"):
         around(jnp.sin, X)

@@ -260,7 +260,7 @@ def test_noise_that_would_be_the_same_for_all_rows_is_refused():
     np.testing.assert_array_equal(y, X)
 
 
-def test_without_a_key_there_is_none_to_refuse():
+def test_transforms_allowed_without_a_key():
     class Asking(Module):
         def forward(self, x):
             assert self.prng_key is None

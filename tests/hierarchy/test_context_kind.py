@@ -16,7 +16,7 @@ def context(**kwargs):
     return InvocationContext(**{**fields, "module": None, "prng_key": None, **kwargs})
 
 
-def test_keys_are_split_off_one_after_the_other():
+def test_keys_are_split_sequentially():
     key = jax.random.PRNGKey(3)
     expected = []
     for _ in range(4):
@@ -55,7 +55,7 @@ def test_an_invocation_is_compiled_once_for_equal_structure():
     assert traces == [True, False]
 
 
-def test_outputs_of_one_name_conflict_and_nothing_is_written():
+def test_conflicting_outputs_write_nothing():
     ctx = context()
     ctx.add_summary("x", 1)
 
@@ -68,12 +68,12 @@ def test_outputs_of_one_name_conflict_and_nothing_is_written():
     assert ctx.get_state_updates() == {}
 
 
-def test_a_context_is_no_result():
+def test_context_as_result_fails():
     with pytest.raises(TypeError, match="returned the context c; return arrays"):
         jit(KIND, lambda c: c)(context())
 
 
-def test_the_callers_context_is_not_seen_inside():
+def test_outer_context_is_hidden():
     outer = context()
     with set_current_context(outer):
         jit(KIND, in_context(lambda: current_context().state.clear()))(outer)

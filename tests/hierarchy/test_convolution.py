@@ -103,7 +103,7 @@ def test_first_values_keep_the_size_of_activations():
     np.testing.assert_allclose(params["weight"].std(), (3 * 64) ** -0.5, rtol=0.05)
 
 
-def test_by_default_nothing_is_padded():
+def test_default_padding_is_valid():
     layer, params = make_conv(Conv1D, input_dim=2, output_dim=3, window=3)
     assert run_conv(layer, params, jnp.ones((1, 5, 2))).shape == (1, 3, 3)
     layer, params = make_conv(Conv2D, input_dim=2, output_dim=3)
@@ -125,7 +125,7 @@ def test_unknown_sizes_stay_unknown():
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 3), (1, 5, 5, 2)])
-def test_shapes_of_other_inputs_are_refused(shape):
+def test_mismatched_input_shape_is_rejected(shape):
     layer, _ = make_conv(Conv1D, input_dim=2, output_dim=3, window=3)
     with pytest.raises(ArgumentShapeError, match=r"conv: input_shape=.*1 spatial sizes, 2 channel"):
         layer.output_shape(input_shape=shape)

@@ -105,7 +105,7 @@ def test_lm_head_has_its_own_weight():
     )
 
 
-def test_logits_can_be_modified_and_computed_in_another_dtype():
+def test_logits_modifier_and_forward_dtype():
     decoder, state = make(decoder_config())
     plain = call(decoder, state, input_batch={"input_ids": IDS})["logits"]
     cfg = decoder_config().set(
@@ -119,7 +119,7 @@ def test_logits_can_be_modified_and_computed_in_another_dtype():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_no_token_sees_later_ones(variant):
+def test_decoder_is_causal(variant):
     decoder, state = make(decoder_config(variant=variant))
     forward = compiled(decoder, state)
     before = forward(input_batch={"input_ids": IDS})["logits"]
@@ -129,7 +129,7 @@ def test_no_token_sees_later_ones(variant):
 
 
 @pytest.mark.parametrize("variant", ["learned", "mask_layer"])
-def test_packed_sequences_do_not_see_each_other(variant):
+def test_packed_sequences_are_independent(variant):
     decoder, state = make(decoder_config(variant=variant))
     packed = {
         "input_ids": IDS[:1],
@@ -151,7 +151,7 @@ def test_packed_sequences_do_not_see_each_other(variant):
         (StackedTransformerLayer, "alibi"),
     ],
 )
-def test_decoding_through_the_cache_gives_the_logits_of_the_whole(stack, variant):
+def test_cached_decoding_equals_the_full_forward(stack, variant):
     decoder, state = make(decoder_config(stack, variant, num_layers=2))
     expected = compiled(decoder, state)(input_batch={"input_ids": IDS})
     time_step = jnp.array([3, 1])
@@ -271,7 +271,7 @@ def test_sequences_are_padded_with_the_decoders_tokens():
     assert sampled.sequences.tolist() == [[[0, 4, 4, 4]]]
 
 
-def test_a_decoding_layer_may_be_of_another_class():
+def test_decoding_class_is_configurable():
     class Loud(DecodingLayer):
         def sample_decode(self, **kwargs):
             return kwargs["input_batch"]["prefix"]
@@ -394,7 +394,7 @@ def test_scores_are_of_the_modified_distribution():
     np.testing.assert_allclose(found.token_scores[1, :, 0], 0)
 
 
-def test_sampling_wants_a_key():
+def test_sampling_needs_a_key():
     with pytest.raises(MissingPrngKeyError, match=r"sample_decode draws.*pass prng_key="):
         decode("sample_decode", PREFIXES)
 

@@ -68,7 +68,7 @@ def test_continues_prompts_of_different_lengths():
     assert outputs.sequences.tolist() == [[[6, 7, 8, 0]] * 2, [[3, 4, 0, 0]] * 2]
 
 
-def test_a_stop_token_in_the_prompt_stops_nothing():
+def test_stop_token_in_prompt_is_ignored():
     outputs = sample([[4, 0, 0, 0], [3, 4, 5, 0]], SUCCESSOR)
     assert outputs.sequences.tolist() == [[[5, 6, 7, 8]] * 2, [[4, 5, 6, 7]] * 2]
 
@@ -92,7 +92,7 @@ def test_the_scores_are_those_of_the_sampled_tokens():
             assert known[end:] == [0] * (5 - end)
 
 
-def test_scores_of_the_prompt_can_be_given():
+def test_prompt_scores_are_accepted():
     given = jnp.array([[-1.0, -2.0, -3.0, -4.0]] * 2)
     outputs = sample([[1, 0, 0, 0], [1, 2, 3, 0]], SUCCESSOR, input_token_scores=given)
     assert outputs.token_scores[:, 0].tolist() == [[0, 0, 0, 0], [-1, -2, 0, 0]]
@@ -152,7 +152,7 @@ def test_the_initial_time_step_is_the_position_of_the_last_token():
     assert loops.infer_initial_time_step(jnp.array([[0, 7, 9, 9]]), pad_id=9).tolist() == [1]
 
 
-def test_the_decoding_axis_comes_and_goes():
+def test_add_and_flatten_decoding_dim():
     x = jnp.arange(6).reshape(2, 3)
     expanded = loops.add_decoding_dim(x, 4)
     assert expanded.shape == (2, 4, 3)
@@ -169,7 +169,7 @@ def test_scalars_have_no_decoding_axis():
     assert loops.unflatten_decoding_dim(x, 2, 4).shape == ()
 
 
-def test_caches_follow_the_hypotheses_also_where_layers_are_stacked():
+def test_caches_follow_hypotheses_in_stacked_layers():
     of_prompts = jnp.array([[10.0], [20.0]])
     cache = {
         "key": of_prompts,
@@ -199,14 +199,14 @@ def test_tokens_are_read_and_written_at_each_prompts_position():
     assert new.tolist() == [[[-1, 1, 2], [-2, 4, 5]], [[6, 7, -3], [9, 10, -4]]]
 
 
-def test_positions_beyond_the_end_change_nothing():
+def test_out_of_range_positions_are_ignored():
     sequences = jnp.arange(12).reshape(2, 2, 3)
     new = loops.write_tokens_at(sequences, jnp.array([3, 7]), jnp.ones((2, 2)))
     np.testing.assert_array_equal(new, sequences)
     assert loops.tokens_at(sequences, jnp.array([3, 7])).tolist() == [[2, 5], [8, 11]]
 
 
-def test_initial_sequences_hide_what_follows_the_prompt():
+def test_initial_sequences_pad_after_the_prompt():
     sequences = loops.initial_sequences(
         jnp.array([[1, 5, 6]]), jnp.array([1]), num_decodes=2, max_decode_len=4, pad_id=9
     )
@@ -220,14 +220,14 @@ def test_a_prompt_longer_than_the_result_is_refused():
         )
 
 
-def test_no_hypotheses_at_all_are_refused():
+def test_zero_hypotheses_are_rejected():
     with pytest.raises(ArgumentValueError, match="num_decodes=0; expected at least 1"):
         loops.initial_sequences(
             jnp.ones((1, 6), int), jnp.array([1]), num_decodes=0, max_decode_len=6, pad_id=0
         )
 
 
-def test_both_loops_do_the_same():
+def test_loops_are_equivalent():
     for kind in ("lax", "python"):
         assert loops.run_loop(kind, lambda x: x < 100, lambda x: x * 2, jnp.array(3)) == 192
 
@@ -261,11 +261,11 @@ def stops(condition, prefix_len=0):
         ([[0, 1]], []),
     ],
 )
-def test_a_sequence_ends_where_a_stopping_sequence_does(stopping_seqs, expected):
+def test_decoding_ends_at_a_stopping_sequence(stopping_seqs, expected):
     assert stops(StopOnSubsequence(stopping_seqs)) == expected
 
 
-def test_the_prompt_is_no_part_of_a_match():
+def test_matches_exclude_the_prompt():
     assert stops(StopOnSubsequence([3, 4]), prefix_len=1) == [2, 5]
     assert stops(StopOnSubsequence([3, 4]), prefix_len=2) == [5]
     assert stops(StopOnSubsequence([3, 4]), prefix_len=5) == []
@@ -303,7 +303,7 @@ def test_a_composite_stops_when_any_part_does():
     assert stops(both, prefix_len=1) == [3, 5, 6]
 
 
-def test_a_composite_of_nothing_is_refused():
+def test_empty_composite_is_rejected():
     with pytest.raises(ArgumentValueError, match="conditions is empty"):
         CompositeDecodingCondition([])
 
@@ -418,7 +418,7 @@ def test_prompts_of_different_lengths_in_one_batch():
         assert_found(outputs, best_endings(log_probs, prompt, 4)[:3], row)
 
 
-def test_other_prompts_in_a_batch_change_nothing():
+def test_prompts_in_a_batch_are_independent():
     log_probs = table(4)
     inputs = [[1, 0, 0, 0, 0], [2, 1, 1, 0, 0]]
     together = search(inputs, log_probs, num_decodes=2)
@@ -457,7 +457,7 @@ def test_a_narrow_beam_is_greedy():
     assert outputs.live_sequences[0, 0].tolist() == prompt[1:]
 
 
-def test_missing_hypotheses_are_padding_without_score():
+def test_missing_hypotheses_are_padding():
     log_probs = table(7)
     outputs = search([[1, 2, 1, 2]], log_probs, num_decodes=27)
     # One token fits after the prompt, and it must be the end.
@@ -467,7 +467,7 @@ def test_missing_hypotheses_are_padding_without_score():
     assert (outputs.live_scores[0] > NEG_INF).tolist() == [True] * 3 + [False] * 24
 
 
-def test_the_search_ends_once_nothing_better_can_come():
+def test_search_ends_when_no_better_score_is_possible():
     steps = []
 
     def tokens_to_scores(ids, cache):
@@ -508,7 +508,7 @@ def test_an_unknown_brevity_penalty_is_refused():
     "alpha, bp_type, length, expected",
     [(0, "t5", 9, -6), (1, "t5", 1, -6), (1, "t5", 7, -3), (0.5, "hf", 4, -3), (1, "hf", 10, -0.6)],
 )
-def test_brevity_penalties_by_hand(alpha, bp_type, length, expected):
+def test_brevity_penalty_values(alpha, bp_type, length, expected):
     penalize = brevity_penalty_fn(alpha=alpha, bp_type=bp_type)
     found = penalize(length=jnp.array(length), raw_scores=jnp.array(-6.0))
     np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -178,7 +178,7 @@ def is_adapter(path):
     return "'adapter'" in jax.tree_util.keystr(path)
 
 
-def test_adapters_change_nothing_at_first(drawn, wave):
+def test_initial_adapters_are_identity(drawn, wave):
     x = wave((2, 3, DIM))
     got = run(stack(lora=True), drawn, x).data
     merged = merge_adapters(stack(lora=True), drawn)
@@ -220,7 +220,7 @@ def trained(params, x, steps=2):
     return params, losses, state
 
 
-def test_only_adapters_are_trained_and_what_they_learn_can_be_merged(drawn, wave):
+def test_only_adapters_train_and_merge_afterwards(drawn, wave):
     x = wave((2, 3, DIM))
     params, losses, state = trained(drawn, x, steps=3)
     assert losses[-1] < losses[0]
@@ -239,7 +239,7 @@ def test_only_adapters_are_trained_and_what_they_learn_can_be_merged(drawn, wave
     np.testing.assert_allclose(got, run(stack(lora=True), params, x).data, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_of_adapters_leaves_the_layer_alone(filled, wave):
+def test_adapter_dropout_keeps_layer_output(filled, wave):
     cfg = lora_linear(input_dim=DIM, output_dim=5)
     cfg.adapter.lora_dropout.rate = 0.5
     layer, x = made(cfg), wave((2, 3, DIM))
@@ -249,7 +249,7 @@ def test_dropout_of_adapters_leaves_the_layer_alone(filled, wave):
     np.testing.assert_array_equal(y, run(layer, state, x))
 
 
-def test_where_the_weights_lie():
+def test_weight_sharding():
     specs = qkv_layer().create_parameter_specs_recursively()
     up, down = (specs["adapter"][name]["weight"].mesh_axes for name in ("lora_up", "lora_down"))
     assert up == PartitionSpec(None, None, "model", None)
@@ -258,7 +258,7 @@ def test_where_the_weights_lie():
     assert specs["adapter"]["lora_up"]["weight"].fans()["fan_out"] == HEADS * HEAD
 
 
-def test_queries_alone_may_attend_to_something_else(filled, wave):
+def test_only_queries_allow_cross_attention(filled, wave):
     layer = qkv_layer(QKVLinear.default_config(), {"query": True})
     x, y = wave((2, 3, DIM)), wave((2, 5, DIM), 1.0)
     got = run(layer, filled(layer), query=x, key=y, value=y)
@@ -336,7 +336,7 @@ class OneWeight(BaseQKVLinear):
     ],
     ids=["rank", "linear", "output", "rotary", "unknown", "nothing", "merge"],
 )
-def test_what_does_not_fit_is_said(make, said):
+def test_invalid_config_raises(make, said):
     with pytest.raises(LayerConfigError, match=re.escape(said)):
         make()
 
@@ -352,7 +352,7 @@ def test_the_delta_is_the_product_of_both_weights_for_each_layer_of_a_stack():
         np.testing.assert_allclose(got[i], 0.5 * down[i] @ up[i], rtol=1e-5, atol=1e-6)
 
 
-def test_enabled_projections_come_in_one_order():
+def test_enabled_projections_are_ordered():
     cfg = LoraFusedQKVAdapter.default_config().set(name="a", input_dim=4, output_dim=4, num_heads=2)
     cfg.set(rank=2, alpha=1.0, enable_lora={"value": True, "key": False, "query": True})
     assert cfg.instantiate(parent=None).enabled() == ["query", "value"]

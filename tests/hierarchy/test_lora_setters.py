@@ -65,7 +65,7 @@ def paths(state):
     [(RepeatedTransformerLayer, False), (StackedTransformerLayer, True)],
     ids=["repeated", "stacked and grouped"],
 )
-def test_adapters_on_a_base_change_nothing_and_merge_into_it(cls, grouped, filled):
+def test_initial_adapters_on_a_base_merge_to_it(cls, grouped, filled):
     cfg = stack(cls, grouped=grouped)
     base, layer = layer_of(cfg), layer_of(adapted(cfg))
     of_base, state = filled(base), filled(layer)

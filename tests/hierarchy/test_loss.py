@@ -42,7 +42,7 @@ def test_squares_have_axlearns_values():
     assert (loss.mean, loss.weight) == near((0.98488086, 24))
 
 
-def test_what_has_no_weight_may_be_anything():
+def test_zero_weight_values_are_ignored():
     loss = losses.mean_squared_error(a.at[1].set(jnp.nan), b, sample_weight=WEIGHT)
     assert loss.mean == near(2.3178878)
     loss = losses.l1_loss(a, b, sample_weight=jnp.zeros(3))
@@ -128,7 +128,7 @@ def test_margins_have_axlearns_values():
 @pytest.mark.parametrize(
     "kwargs", [{}, {"labels": jnp.array([0]), "soft_labels": jnp.ones((1, 4))}]
 )
-def test_margins_want_the_right_classes_once(kwargs):
+def test_margins_reject_duplicate_labels(kwargs):
     with pytest.raises(ArgumentValueError, match="pass either labels or soft_labels"):
         losses.large_margin_cosine_loss(a[:1], **kwargs)
 

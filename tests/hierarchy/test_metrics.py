@@ -38,7 +38,7 @@ def test_the_sum_is_the_mean_over_all_examples():
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.tuples(st.floats(-5, 5), st.integers(0, 4)), min_size=1, max_size=5))
-def test_sums_do_not_depend_on_order_and_nothing_weighs_nothing(pairs):
+def test_sums_are_commutative_and_zero_weight_is_zero(pairs):
     scalars = [WeightedScalar(jnp.array(m), jnp.array(float(w))) for m, w in pairs]
     forward, backward = scalars[0], scalars[-1]
     for scalar in scalars[1:]:
@@ -57,7 +57,7 @@ def test_sums_under_jit():
     assert float(total.mean) == 1.75
 
 
-def test_each_kind_of_summary_adds_up_in_its_way(accumulator):
+def test_summaries_accumulate_by_kind(accumulator):
     image = ImageSummary(jnp.zeros((1, 1, 1)))
     for i, n in enumerate((1.0, 3.0)):
         accumulator.update(
@@ -81,7 +81,7 @@ def test_each_kind_of_summary_adds_up_in_its_way(accumulator):
     assert float(summaries["late"].mean) == 9.0
 
 
-def test_without_batches_there_are_no_summaries(accumulator):
+def test_no_batches_give_no_summaries(accumulator):
     assert accumulator.summaries() == {}
 
 

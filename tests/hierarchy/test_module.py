@@ -193,7 +193,7 @@ def test_descendants_can_be_called_through_their_parents():
     }
 
 
-def test_calling_a_child_twice_shows_both_calls_and_the_mend():
+def test_calling_a_child_twice_shows_calls_and_fix():
     root, state = make(0)
     with pytest.raises(OutputConflictError) as caught:
         call(root, state, jnp.ones(1), method="twice")
@@ -222,7 +222,7 @@ def below(self, x):
     ],
     ids=["named before", "below a child"],
 )
-def test_the_fix_that_the_error_about_a_second_call_names_runs_as_written(method, fix):
+def test_fix_for_second_call_runs_as_written(method, fix):
     root, state = make(1)
     fixed = fix.replace("(...)", "(x)")
 
@@ -440,7 +440,7 @@ def test_threads_have_their_own_stacks():
         np.testing.assert_allclose(results[i], [8 * i])
 
 
-def test_a_stack_can_be_handed_to_another_thread():
+def test_context_stack_moves_between_threads():
     class Spawning(Module):
         def forward(self):
             stack, seen = clone_context_stack(), []
@@ -459,7 +459,7 @@ def test_a_stack_can_be_handed_to_another_thread():
     assert call(module, {"w": 7})[0] == [7]
 
 
-def test_a_call_is_that_of_forward():
+def test_call_runs_forward():
     class Doubling(Module):
         def forward(self, x, factor=2):
             return factor * x

@@ -62,7 +62,7 @@ def test_recorded_values_of_a_linear_layer():
     )
 
 
-def test_the_default_goes_by_name():
+def test_default_depends_on_name():
     cfg = DefaultInitializer.default_config().set(
         init_by_param_name={".*gain_weight": GaussianInitializer.default_config().set(std=1e-3)}
     )
@@ -104,7 +104,7 @@ def test_functions_like_those_of_jax():
 
 @settings(deadline=None)
 @given(st.integers(-3, 2), st.integers(-3, 2), st.permutations([2, 3, 5]))
-def test_an_axis_in_front_or_behind_leaves_the_fans(in_axis, out_axis, shape):
+def test_extra_axes_keep_the_fans(in_axis, out_axis, shape):
     if in_axis % 3 == out_axis % 3:
         return
     axes, before = FanAxes(in_axis, out_axis), fans(shape, FanAxes(in_axis, out_axis))

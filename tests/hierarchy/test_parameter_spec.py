@@ -36,7 +36,7 @@ def test_entries_must_match_the_axes():
         ParameterSpec(shape=(2, 3)).fans()
 
 
-def test_a_leading_axis_leaves_the_fans():
+def test_leading_axis_keeps_the_fans():
     spec = ParameterSpec(
         shape=(4, 6),
         mesh_axes=(None, "model"),
@@ -78,7 +78,7 @@ def mesh():
 
 @pytest.mark.parametrize("spec", [PartitionSpec("data", "model"), ("data", "model")])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_lays_out_over_the_mesh(mesh, spec, transform):
+def test_shards_over_mesh(mesh, spec, transform):
     y = transform(lambda x: maybe_shard(x, spec))(X)
     assert y.sharding.spec == PartitionSpec("data", "model")
     np.testing.assert_array_equal(y, X)
@@ -97,11 +97,11 @@ def test_under_transformations(mesh):
     np.testing.assert_allclose(jax.vmap(loss)(X[None]), loss(X)[None])
 
 
-def test_nothing_without_a_mesh_or_a_spec(mesh):
+def test_identity_without_spec(mesh):
     assert maybe_shard(X, None) is X
 
 
-def test_nothing_without_a_mesh():
+def test_identity_without_mesh():
     assert maybe_shard(X, ("data", "model")) is X
 
 
@@ -110,7 +110,7 @@ def test_unknown_mesh_axis(mesh):
         maybe_shard(X, (("data", "fsdp"), None))
 
 
-def test_an_axis_that_does_not_divide_is_not_split(mesh):
+def test_indivisible_axis_is_replicated(mesh):
     if jax.device_count() == 1:
         pytest.skip("one device divides everything")
     with pytest.warns(ShardingWarning, match=r"axis 1 .* \(4, 3\) cannot be split into 2 equal"):

@@ -120,7 +120,7 @@ CASES = [(1, GPIPE), (2, GPIPE), (8, GPIPE), (4, STREAM), (8, STREAM)]
 @pytest.mark.parametrize(
     "m, schedule", CASES, ids=lambda x: x if isinstance(x, int) else x.klass.__name__
 )
-def test_equals_the_stages_one_after_the_other(m, schedule, looped):
+def test_equals_sequential_stages(m, schedule, looped):
     (loss, (result, outputs)), grads = values_and_gradients(piped(m, schedule))(
         STATE["layer"]["weight"], X
     )
@@ -165,7 +165,7 @@ def test_outputs_are_dropped_by_path():
     assert not jax.tree.leaves(outputs.module_outputs)
 
 
-def test_stages_lie_over_the_mesh_axis_of_the_pipeline():
+def test_stages_are_sharded_over_the_pipeline_axis():
     specs = piped().create_parameter_specs_recursively()
     assert specs["layer"]["weight"].mesh_axes == PartitionSpec("pipeline", None, "model")
     assert specs["layer"]["weight"].shape == (STAGES, DIM, DIM)
@@ -193,7 +193,7 @@ def test_rules_map_the_stage_axis():
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 @pytest.mark.parametrize(("size", "name"), [(2, "stage"), (4, "pipeline")])
 @pytest.mark.parametrize("schedule", [GPIPE, STREAM], ids=["gpipe", "stream"])
-def test_on_a_mesh_stages_pass_rows_on_and_keep_their_parameters(size, name, schedule, looped):
+def test_stages_exchange_rows_but_not_parameters(size, name, schedule, looped):
     module = piped(4, schedule)
     auto = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh((size, 4 // size, 2), (name, "data", "model"), axis_types=auto)
@@ -244,7 +244,7 @@ def test_invalid_pipelines_raise(fields, said):
         piped(**fields)
 
 
-def test_a_schedule_is_no_name():
+def test_schedule_name_fails():
     with pytest.raises(ConfigTypeError, match=r"schedule: .* declares BaseSchedule.Config there"):
         piped(schedule="1F1B")
 
@@ -261,12 +261,12 @@ def made(cls):
     return cls.default_config().set(num_stages=3, num_microbatches=4).instantiate()
 
 
-def test_as_many_steps_as_microbatches_and_stages_behind_the_first():
+def test_number_of_steps():
     schedule = made(GPipeSchedule)
     assert (schedule.num_stages, schedule.num_microbatches, schedule.num_iterations) == (3, 4, 6)
 
 
-def test_a_base_class_has_no_order():
+def test_base_class_is_abstract():
     with pytest.raises(NotImplementedError):
         made(BaseSchedule).scan(lambda work, x: (work, x), carry=None, state=None, xs=None)
 

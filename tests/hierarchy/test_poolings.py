@@ -110,6 +110,6 @@ def test_invalid_poolings_raise(cls, fields, said):
         pooling(cls, **fields)
 
 
-def test_a_base_class_pools_nothing():
+def test_base_class_is_abstract():
     with pytest.raises(NotImplementedError):
         run(pooling(BasePoolingLayer), TOKENS)

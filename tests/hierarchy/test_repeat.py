@@ -202,7 +202,7 @@ def test_prebuilt_of_a_wrong_shape(shape, message):
         chain().initialize_parameters_recursively(jax.random.PRNGKey(0), prebuilt=given)
 
 
-def test_state_of_another_number_of_layers(state):
+def test_wrong_number_of_layers(state):
     with pytest.raises(AxisSizeError, match="different sizes"):
         run(chain(num_layers=4), state, X)
 
@@ -226,7 +226,7 @@ def loss_and_grads(module, state):
     ],
     ids=str,
 )
-def test_unroll_and_remat_change_nothing(state, fields):
+def test_unroll_and_remat_keep_values(state, fields):
     (expected, outputs), grads = loss_and_grads(chain(), state)
     (loss, also_outputs), also_grads = loss_and_grads(chain(**fields), state)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)

@@ -161,7 +161,7 @@ def test_transformations_nest():
     np.testing.assert_allclose(outputs.summaries["iter1"]["child"]["mean"], expected, rtol=1e-6)
 
 
-def test_they_belong_to_an_invocation():
+def test_outside_invocation_fails():
     for call in (
         lambda: transforms.remat(jnp.sin)(1.0),
         lambda: transforms.vmap(jnp.sin)(jnp.ones(2)),

@@ -62,7 +62,7 @@ def test_annotations_that_allow_everything(source):
     assert [is_any(note) for note in source.parameters()] == [False, False, True]
 
 
-def test_modules_that_import_each_other():
+def test_import_cycles():
     imports = {"a": "import a.b", "a.b": "from a.c import x", "a.c": "def f(): from a import b"}
     graph = import_graph(Source(name, text, ast.parse(text)) for name, text in imports.items())
     assert graph == {"a": {"a.b"}, "a.b": {"a.c"}, "a.c": {"a.b"}}

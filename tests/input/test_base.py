@@ -57,7 +57,7 @@ def test_partition_spec_is_the_configs_or_all_axes_of_the_mesh(mesh):
     assert make().partition_spec == PartitionSpec(("data", "model"))
 
 
-def test_without_a_mesh_the_partition_spec_must_be_given():
+def test_partition_spec_is_required_without_mesh():
     with pytest.raises(NoMeshError, match="no mesh is set"):
         _ = make().partition_spec
 
@@ -89,7 +89,7 @@ def test_partitioner_constrains_by_path_and_rank(mesh):
     assert blocks(result["ids"]) == blocks(result["my_doc/x"]) == 1
 
 
-def test_partitioner_without_a_mesh_changes_nothing():
+def test_partitioner_without_mesh_is_identity():
     partition = partition_by_path_rank({PathAndRank(None, None): PartitionSpec("data")})
     batch = {"x": np.ones(3)}
     assert partition(batch) is batch
@@ -112,7 +112,7 @@ def test_an_error_of_the_source_names_the_input_and_the_cause():
     assert isinstance(e.value.__cause__, OSError)
 
 
-def test_an_error_says_from_which_state_it_comes():
+def test_errors_name_the_iterator_state():
     class Failing:
         def __iter__(self):
             return self
@@ -141,7 +141,7 @@ def test_dispatcher_is_a_child_and_shapes_the_batches(mesh):
     assert batch["ids"].shape == (2, 2)
 
 
-def test_dispatching_needs_no_context_of_its_own():
+def test_dispatching_works_in_any_context():
     class Trainer(Module):
         @config_class
         class Config(Module.Config):

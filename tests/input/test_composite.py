@@ -55,7 +55,7 @@ ZIPPED = [{"a": [0, 1], "b": [10, 11]}, {"a": [2, 3], "b": [12, 13]}]
 @pytest.mark.parametrize(
     ("make", "want"), [(concatenated, CONCATENATED), (zipped, ZIPPED)], ids=["concat", "zip"]
 )
-def test_batches_of_all_and_where_they_were_saved(make, want):
+def test_batches_and_saved_positions(make, want):
     input_ = make()
     assert listed(input_.batches(input_.dataset())) == want
     for consumed in range(len(want) + 1):
@@ -80,7 +80,7 @@ def test_zip_ends_with_shortest_input():
     assert it.get_state() == {"a": {"next_index": 2}, "b": {"next_index": 2}}
 
 
-def test_is_training_is_that_of_the_whole():
+def test_is_training_is_inherited():
     fake = FakeLmInput.default_config().set(global_batch_size=2, total_num_batches=1)
     both = zipped(is_training=False, inputs={"a": fake, "b": rows(0, 2)})
     assert both.children["a"].config.is_training is False
@@ -100,7 +100,7 @@ def test_the_batches_of_all_are_dispatched_together():
         zipped(inputs={"a": rows(0, 2), "b": rows(0, 2).set(input_dispatcher=dispatcher)})
 
 
-def test_parts_that_cannot_be_saved():
+def test_unsavable_parts():
     class Counting(Input):
         @config_class
         class Config(Input.Config):

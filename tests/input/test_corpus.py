@@ -70,7 +70,7 @@ def test_held_out_names_are_the_same_in_every_process_and_version():
 HELD_OUT = ["1.py", "2.py"]
 
 
-def test_hash_depends_on_every_name_and_byte_but_not_on_the_order():
+def test_hash_covers_names_and_bytes_but_not_order():
     a, b = TextFile("a", b"one"), TextFile("b", b"two")
     original = Corpus("c", (a, b)).sha256
     assert Corpus("c", (b, a)).sha256 == original
@@ -86,7 +86,7 @@ def test_hash_depends_on_every_name_and_byte_but_not_on_the_order():
     assert original not in hashes
 
 
-def test_record_is_what_a_run_remembers(tmp_path):
+def test_record_fields(tmp_path):
     (tmp_path / "sub").mkdir()
     for i in range(40):
         (tmp_path / "sub" / f"{i}.txt").write_bytes(b"x" * i)
@@ -140,7 +140,7 @@ def test_empty_part_names_the_fraction():
         corpus.split("held_out")
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+def test_unreadable_file_is_reported(tmp_path, monkeypatch):
     (tmp_path / "locked.txt").write_text("x")
 
     def refuse(path):
@@ -232,12 +232,12 @@ def test_binary_files_are_rejected(tmp_path, data, message):
 
 
 @pytest.mark.parametrize("text", ["", "BZh is not all", "PKZIP", "né ✓ \x1b[0m\r\n\t\f", "%PDF"])
-def test_text_that_looks_a_little_like_it_is_read(tmp_path, text):
+def test_nearly_binary_text_is_accepted(tmp_path, text):
     (tmp_path / "a.txt").write_bytes(b"x" * (not text) + text.encode())
     assert folder_corpus(str(tmp_path)).files[0].text.decode().endswith(text)
 
 
-def test_a_fifo_is_not_waited_for(tmp_path):
+def test_fifo_does_not_block(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     os.mkfifo(tmp_path / "b.txt")
     assert [file.name for file in folder_corpus(str(tmp_path)).files] == ["a.txt"]
@@ -277,7 +277,7 @@ def test_cross_entropies_follow_the_formula(train, held_out):
         assert nats[order] == pytest.approx(by_hand(train, held_out, 4, order), rel=1e-12)
 
 
-def test_an_unseen_alphabet_costs_the_uniform_distribution():
+def test_unseen_alphabet_costs_uniform():
     nats = ngram_nats(np.zeros(50, int), np.full(11, 3), vocab_size=4)
     # A trigram ending in 3 was never seen; of its contexts only the empty one was.
     assert nats[2] == nats[3] == nats[1]
@@ -297,7 +297,7 @@ def test_standard_library_baselines_are_those_of_real_text():
     assert result["trigram"].name == "trigram"
 
 
-def test_ends_of_files_cost_nats_but_are_no_bytes():
+def test_eos_adds_loss_but_no_bytes():
     # Files 1 and 2 are held out.
     files = tuple(TextFile(f"{i}.py", b"ab" * 5) for i in range(8))
     result = ngram_baselines(Corpus("small", files))
@@ -307,12 +307,12 @@ def test_ends_of_files_cost_nats_but_are_no_bytes():
         assert nats == pytest.approx(baseline.nats_per_token * targets)
 
 
-def test_counting_can_be_cut():
+def test_max_train_bytes():
     corpus = stdlib_corpus(pattern="[a-d]*.py")
     full, cut = ngram_baselines(corpus), ngram_baselines(corpus, max_train_bytes=2000)
     assert cut["trigram"].nats_per_token > full["trigram"].nats_per_token
 
 
-def test_nothing_held_out_is_an_error():
+def test_empty_held_out_part_fails():
     with pytest.raises(EmptyCorpusError, match="'held_out'"):
         ngram_baselines(Corpus("one", (TextFile("3.py", b"text"),)))

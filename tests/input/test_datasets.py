@@ -60,7 +60,7 @@ def test_map_errors_name_the_record(folder):
         _ = upper[1]
 
 
-def test_a_file_that_was_removed(folder):
+def test_removed_file(folder):
     documents = text_dataset("?.txt")
     os.remove("b.txt")
     with pytest.raises(InputReadError, match=r"^cannot read b\.txt \(No such file .*leave it out"):
@@ -191,7 +191,7 @@ def test_examples_by_index_without_tensorflow(tfds_folder):
         _ = ds.map(lambda row: row["words"])[2]
 
 
-def test_what_is_not_there(tfds_folder):
+def test_missing_data(tfds_folder):
     with pytest.raises(InputReadError, match=r"cannot load split 'val' of .*: ValueError: Unkno"):
         tfds_dataset(tfds_folder, split="val")
     with pytest.raises(InputReadError, match=r"of the dataset 'weft_gone': DatasetNotFoundError"):

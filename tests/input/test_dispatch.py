@@ -39,7 +39,7 @@ def arrangements(draw):
 
 @settings(deadline=None, max_examples=15)
 @given(arrangements())
-def test_the_step_sees_exactly_the_logical_batch_in_order(arrangement):
+def test_step_gets_the_logical_batch_in_order(arrangement):
     feeds, logical, rows, physical, order = arrangement
     all_feeds = dispatchers(
         feeds, rows, logical_feed_indices=logical, global_physical_batch_size=physical
@@ -94,7 +94,7 @@ def test_fewer_rows_than_processes():
     assert (padding["x"] == 0).all()
 
 
-def test_default_physical_batch_gives_each_device_a_row():
+def test_default_physical_batch_has_a_row_per_device():
     if jax.device_count() != 8:
         pytest.skip("needs eight devices")
     (feed, *_) = dispatchers(4, 6, logical_feed_indices=[0, 1])
@@ -135,7 +135,7 @@ def test_sizes_that_do_not_fit(kwargs, message):
         cfg.set(**kwargs).instantiate(parent=None)
 
 
-def test_a_batch_of_another_size_or_kind():
+def test_wrong_batch_shape_or_type():
     (feed, _) = dispatchers(2, 4)
     with pytest.raises(InputDispatchError, match=r"'a/b' has shape \(3, 5\).*batch .* by 2"):
         feed.logical_to_physical_batch({"a": {"b": np.ones((3, 5))}})
@@ -197,7 +197,7 @@ def test_processes_with_the_same_rows_read_the_same():
 @pytest.mark.parametrize(
     "rows", [[(0, 0), (0, 1), (1, 1), (1, 2)], [(0, 0), (0, 1), (1, 2)]], ids=["overlap", "uneven"]
 )
-def test_processes_that_share_only_some_rows_are_refused(rows):
+def test_partially_shared_rows_are_rejected(rows):
     with pytest.raises(InputDispatchError, match=r"x: process 0 holds .*\(0, 1\) and process 1"):
         blocks_by_process(held(rows), "x")
 
@@ -238,7 +238,7 @@ def test_rows_follow_partition_spec_and_round_trip(mesh, spec, rows_per_device):
     jax.tree.map(np.testing.assert_array_equal, global_to_host_array(result), host)
 
 
-def test_a_second_axis_may_be_laid_out_too(mesh):
+def test_second_axis_may_be_sharded(mesh):
     host = {"ids": np.arange(32).reshape(4, 8), "length": np.arange(4)}
     result = host_to_global_device_array(host, partition=PartitionSpec("data", "model"), mesh=mesh)
     assert {s.data.shape for s in result["ids"].addressable_shards} == {(1, 4)}
@@ -246,7 +246,7 @@ def test_a_second_axis_may_be_laid_out_too(mesh):
     np.testing.assert_array_equal(result["ids"], host["ids"])
 
 
-def test_the_global_batch_enters_a_compiled_step_without_being_moved(mesh):
+def test_global_batch_enters_jit_without_transfer(mesh):
     result = host_to_global_device_array(batch(), partition=PartitionSpec("data"), mesh=mesh)
     doubled = jax.jit(lambda x: x * 2)(result["ids"])
     assert doubled.sharding.is_equivalent_to(result["ids"].sharding, 2)
@@ -275,7 +275,7 @@ def test_rows_that_do_not_divide(mesh):
         host_to_global_device_array(batch(4), mesh=mesh)
 
 
-def test_text_is_no_array(mesh):
+def test_text_is_rejected(mesh):
     with pytest.raises(BatchShardingError, match=r"'doc/title' has dtype <U1.*drop it or encode"):
         host_to_global_device_array({"doc": {"title": np.array(["a"] * 8)}}, mesh=mesh)
 
@@ -285,6 +285,6 @@ def test_no_mesh():
         host_to_global_device_array(batch())
 
 
-def test_jax_arrays_are_taken_too(mesh):
+def test_jax_arrays_are_accepted(mesh):
     result = host_to_global_device_array({"x": jnp.ones((8, 2))}, mesh=mesh)
     assert float(result["x"].sum()) == 16

@@ -68,7 +68,7 @@ class TestInput:
         assert passes == [list(range(40))] * 2
         assert first[:5] != first[5:]
 
-    def test_resumes_where_saved(self):
+    def test_resumes_from_state(self):
         records = self.make(source=rows_source())
         it = iter(records.dataset())
         take(it, 7)
@@ -81,7 +81,7 @@ class TestInput:
         it.close()
         fresh.close()
 
-    def test_the_dispatcher_says_what_to_read(self):
+    def test_source_gets_dispatch_config(self):
         asked = []
 
         def source(dispatch_config):
@@ -96,7 +96,7 @@ class TestInput:
         self.make(source=source).dataset()
         assert asked == [DispatchConfig(2, 3), DispatchConfig(0, 1)]
 
-    def test_the_spec_of_an_element_takes_no_more_than_one_batch(self):
+    def test_element_spec_reads_at_most_one_batch(self):
         read = []
 
         def source(dispatch_config):
@@ -145,7 +145,7 @@ class TestSharding:
         assert DispatchConfig([1], [4]) == DispatchConfig(1, 4)
 
     @pytest.mark.parametrize(("index", "num"), [(2, 2), (-1, 2), ((0, 1), (2,)), ((0, 3), (2, 3))])
-    def test_an_index_that_does_not_fit(self, index, num):
+    def test_invalid_index(self, index, num):
         with pytest.raises(InputDispatchError, match=r"shard_index=.* does not fit num_shards="):
             DispatchConfig(index, num)
 
@@ -180,7 +180,7 @@ class TestBatches:
         assert all(e["x"].shape == (2,) for e in result)
 
     @pytest.mark.parametrize("iterable", [False, True])
-    def test_an_endless_evaluation_is_noticed(self, iterable):
+    def test_endless_evaluation_is_rejected(self, iterable):
         ds = numbers(3).repeat(None)
         ds = ds.to_iter_dataset(grain.ReadOptions(0, 0)) if iterable else ds
         with pytest.raises(InputDatasetError, match=r"over max_num_examples=5.*do not repeat it"):
@@ -209,7 +209,7 @@ class TestRekey:
             "x": 1,
         }
 
-    def test_nested_leaves_the_original_alone(self):
+    def test_nested_keeps_the_original(self):
         original = {"q": {"text": "why", "n": 1}}
         ds = grain.MapDataset.source([original])
         result = rekey(
@@ -250,6 +250,6 @@ class TestMixing:
         assert [mixed[i] for i in range(8)] == [0, 0, 1, 1] * 2
 
     @pytest.mark.parametrize("weights", [[1], [1, 0], []])
-    def test_weights_that_do_not_fit(self, weights):
+    def test_invalid_weights(self, weights):
         with pytest.raises(InputDatasetError, match=r"2 sources cannot be mixed with weights="):
             sample_from_datasets(sources=[numbers(2)] * 2, weights=weights)

@@ -53,7 +53,7 @@ class TestProportions:
 
 
 class TestPadding:
-    def test_own_padding_and_slices_of_it(self):
+    def test_custom_padding_and_slices(self):
         ds = pad_for_evaluation(numbers(3), per_feed_batch_size=4, pad_example_fn=lambda x: -1)
         assert list(ds) == [0, 1, 2, -1]
         assert list(ds[2:]) == [2, -1]
@@ -74,7 +74,7 @@ class TestArrayRecords:
             writer.close()
         return paths
 
-    def test_files_one_after_the_other(self, paths):
+    def test_files_in_order(self, paths):
         ds = array_record_dataset(paths, seed=None)
         assert list(ds) == [b"0", b"1", b"2", b"3"]
         shuffled = [list(array_record_dataset(paths, seed=s).shuffle()) for s in (1, 1, 2)]
@@ -108,7 +108,7 @@ def take(iterator, n):
 
 
 class TestUnbatch:
-    def test_unbatch_takes_rows_apart_also_ragged_ones(self):
+    def test_unbatch_supports_ragged_rows(self):
         batches = [
             {"x": np.arange(2), "r": RaggedTensor([np.ones(1), np.ones(3)])},
             {"x": np.arange(2, 3), "r": RaggedTensor([np.ones(2)])},
@@ -143,7 +143,7 @@ class TestUnbatch:
 
 class TestIterPadding:
     @pytest.mark.parametrize("consumed", range(9))
-    def test_padding_resumes_where_saved(self, consumed):
+    def test_padding_resumes(self, consumed):
         ds = pad_for_evaluation(
             numbers(6).map(lambda i: i + 1).to_iter_dataset(), per_feed_batch_size=4
         )
@@ -159,7 +159,7 @@ def double(i):
 
 
 class TestPrefetch:
-    def test_without_workers_it_is_an_iterable(self):
+    def test_no_workers_give_an_iterable(self):
         for options in (None, grain.MultiprocessingOptions(num_workers=0)):
             ds = prefetch_dataset(numbers(5), multiprocessing_options=options)
             assert isinstance(ds, grain.IterDataset)
@@ -184,7 +184,7 @@ class TestPrefetch:
             next(it)
 
     @pytest.mark.long
-    def test_workers_that_are_left_open_print_nothing_at_the_end(self, tmp_path):
+    def test_unclosed_workers_exit_silently(self, tmp_path):
         program = tmp_path / "program.py"
         program.write_text(
             textwrap.dedent(

@@ -93,14 +93,14 @@ def test_max_examples_are_spread_over_the_whole_stream():
     assert len(pack(docs, 10, max_examples=1000)) == 40
 
 
-def test_stream_takes_no_more_memory_than_its_ids_need():
+def test_stream_memory_is_bounded_by_its_ids():
     small = token_stream([np.array([1, 2])], eos_id=255)
     bytes_and_eos = token_stream([np.arange(256)], eos_id=256)
     assert (small.dtype, bytes_and_eos.dtype) == (np.uint8, np.uint16)
     assert bytes_and_eos.tolist() == [256, *range(256), 256]
 
 
-def test_too_little_text_says_how_much_there_is():
+def test_too_little_text_reports_its_size():
     with pytest.raises(EmptyCorpusError, match=r"4 tokens do not fill one sequence of 5; add text"):
         pack([[1, 2, 3]], 5, drop_remainder=True)
 

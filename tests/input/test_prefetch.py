@@ -44,7 +44,7 @@ def wait_for(condition):
         time.sleep(0.001)
 
 
-def test_state_is_that_of_the_batches_handed_out_not_of_those_read():
+def test_state_follows_consumed_batches():
     source = Counter()
     with PrefetchingIterator(source, buffer_size=3) as batches:
         assert batches.get_state() == {"next_index": 0}
@@ -61,7 +61,7 @@ def test_state_is_that_of_the_batches_handed_out_not_of_those_read():
         assert [next(fresh) for _ in range(4)] == rest
 
 
-def test_reads_ahead_while_the_step_runs_but_not_further_than_the_buffer():
+def test_reads_ahead_up_to_buffer_size():
     source = Counter()
     with PrefetchingIterator(source, buffer_size=2) as batches:
         next(batches)
@@ -105,14 +105,14 @@ def test_stream_runs_in_thread_and_restarts_after_restore():
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_the_end_comes_after_the_last_batch_and_stays():
+def test_end_follows_last_batch_and_persists():
     with PrefetchingIterator(Counter(stop=3), buffer_size=2) as batches:
         assert list(batches) == [0, 1, 2]
         assert list(batches) == []
         assert batches.get_state() == {"next_index": 3}
 
 
-def test_an_error_comes_in_its_place_and_stays():
+def test_error_is_raised_in_order_and_persists():
     with PrefetchingIterator(Counter(fails_at=2), buffer_size=4) as batches:
         assert [next(batches), next(batches)] == [0, 1]
         for _ in range(2):
@@ -122,7 +122,7 @@ def test_an_error_comes_in_its_place_and_stays():
         assert batches.get_state() == {"next_index": 2}
 
 
-def test_close_ends_the_thread_and_the_source_also_when_never_read():
+def test_close_ends_thread_and_source():
     before = threading.active_count()
     source = Counter()
     with PrefetchingIterator(source, buffer_size=1) as batches:
@@ -173,7 +173,7 @@ def test_an_error_is_ready_and_next_raises_it():
             next(batches)
 
 
-def test_counts_the_seconds_that_were_waited():
+def test_counts_waiting_seconds():
     source = Held()
     with PrefetchingIterator(source) as batches:
         batches.ready(timeout=0.05)
@@ -187,7 +187,7 @@ def test_counts_the_seconds_that_were_waited():
         source.let.release()
 
 
-def test_one_can_look_at_a_batch_before_it_is_taken():
+def test_peek_returns_the_next_batch():
     with PrefetchingIterator(Counter(stop=1)) as batches:
         assert batches.peek() == batches.peek() == 0
         assert batches.get_state() == {"next_index": 0}

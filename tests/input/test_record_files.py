@@ -37,7 +37,7 @@ def test_lines_are_those_that_python_finds(tmp_path_factory, chunk, parts):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("is_small", [True, False])
-def test_json_values_by_index_also_in_another_process(tmp_path, monkeypatch, name, is_small):
+def test_json_values_by_index_after_pickling(tmp_path, monkeypatch, name, is_small):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if not is_small:
         monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 0)
@@ -91,7 +91,7 @@ def test_missing_file():
         file_fingerprint("gone.txt")
 
 
-def test_a_file_that_was_cut_after_it_was_opened(tmp_path):
+def test_file_truncated_after_open(tmp_path):
     path = write(tmp_path / "a.txt", b"one\ntwo\n")
     lines = LineFile(path)
     assert lines[1] == b"two"
@@ -100,7 +100,7 @@ def test_a_file_that_was_cut_after_it_was_opened(tmp_path):
         lines[1]
 
 
-def test_a_file_that_is_gone_after_it_was_opened(tmp_path):
+def test_file_removed_after_open(tmp_path):
     path = write(tmp_path / "a.txt", b"one\ntwo\n")
     lines = LineFile(path)
     assert len(lines) == 2
@@ -109,7 +109,7 @@ def test_a_file_that_is_gone_after_it_was_opened(tmp_path):
         lines[1]
 
 
-def test_a_gzipped_file_that_is_torn(tmp_path):
+def test_truncated_gzip_file(tmp_path):
     path = write(tmp_path / "a.txt.gz", b"one\ntwo\n" * 1000)
     (tmp_path / "a.txt.gz").write_bytes((tmp_path / "a.txt.gz").read_bytes()[:-12])
     with pytest.raises(
@@ -131,7 +131,7 @@ def path(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("is_small", [True, False])
-def test_rows_by_index_also_in_another_process(path, monkeypatch, tmp_path, is_small):
+def test_rows_by_index_after_pickling(path, monkeypatch, tmp_path, is_small):
     if not is_small:
         monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 0)
     rows = ParquetFile(path)

@@ -37,7 +37,7 @@ def parse(letter):
     return {"n": int(letter)}
 
 
-def test_records_of_files_one_after_the_other():
+def test_records_of_files_in_order():
     ds = dataset("12", "", "3")
     assert list(ds) == ["1", "2", "3"]
     assert (len(ds), ds[4], list(ds[1:])) == (3, "2", ["2", "3"])
@@ -46,7 +46,7 @@ def test_records_of_files_one_after_the_other():
     assert str(ds) == "RecordDataset(FileRecordSource(3 records in 3 files))"
 
 
-def test_transforms_of_grain_are_mapped_as_well():
+def test_grain_transforms_are_mapped():
     class Double(grain.transforms.Map):
         def map(self, element):
             return 2 * element
@@ -75,7 +75,7 @@ def test_failing_records_are_named():
         _ = dataset("x", kind=Titled).map(parse)[0]
 
 
-def test_wefts_own_words_are_not_wrapped_twice():
+def test_weft_errors_are_not_wrapped_twice():
     def check(letter):
         raise InputDatasetError(f"{letter} is too long; leave it out")
 
@@ -83,7 +83,7 @@ def test_wefts_own_words_are_not_wrapped_twice():
         _ = dataset("a").map(check)[0]
 
 
-def test_a_file_that_cannot_be_opened():
+def test_unreadable_file():
     with pytest.raises(InputReadError, match=r"^cannot open torn: ValueError: no magic bytes$"):
         dataset("ab", "torn")
 
@@ -98,13 +98,13 @@ def test_fingerprint_identifies_data():
     assert RecordDataset("abc").describe(1) == "record 1 of abc"
 
 
-def test_files_that_hold_nothing():
+def test_empty_files():
     assert list(dataset("", "")) == []
     with pytest.raises(InputDatasetError, match=r"0 records in 2 files\)\) has no records; pass"):
         _ = dataset("", "")[0]
 
 
-def test_rows_of_another_library():
+def test_library_rows():
     rows = LibraryRecordSource(
         Letters("ab!"), unit="row", title="t", fingerprint=("f",), num_bytes=3
     )
@@ -128,7 +128,7 @@ class TestMatchingFiles:
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).touch()
 
-    def test_in_the_order_of_the_patterns_and_names_each_once(self):
+    def test_ordered_by_pattern_and_unique(self):
         assert matching_files("?.txt") == ["a.txt", "b.txt"]
         assert matching_files(["b.txt", "*.json", "?.txt"]) == ["b.txt", "a.json", "a.txt"]
         assert matching_files("**/c.txt") == ["sub/c.txt"]

@@ -51,13 +51,13 @@ def test_batches_are_text_of_the_corpus():
             assert any(row.astype(np.uint8).tobytes() in text for text in texts)
 
 
-def test_the_seed_decides_the_order():
+def test_order_depends_on_seed():
     first, again, other = (ids(batches(make(seed=s).source, 20)) for s in (1, 1, 2))
     assert first == again
     assert first != other
 
 
-def test_each_pass_has_every_sequence_once_in_another_order():
+def test_each_pass_reshuffles_all_sequences():
     files = tuple(TextFile(f"{i + 3}.py", bytes([i]) * 63) for i in range(12))
     source = make(corpus=Corpus("twelve", files)).source
     rows = [row for b in batches(source, 3) for row in b["input_ids"][:, 1].tolist()]
@@ -247,7 +247,7 @@ def open_(source, index=0, num=1):
 
 
 @pytest.mark.parametrize("weights", [None, [3.0, 1.0, 4.0]], ids=["sizes", "weights"])
-def test_one_two_and_again_one_process_see_the_same_global_batches(weights):
+def test_resuming_on_other_process_counts_keeps_global_batches(weights):
     source = make_mixture(weights=weights)
     want = take(open_(source), 12)
     one = open_(source)
@@ -277,12 +277,12 @@ def test_a_mixture_keeps_its_proportions_and_each_source_its_passes():
     assert by_source[0][:12] != [r - 100 for r in by_source[1][:12]]
 
 
-def test_without_weights_all_come_equally_often():
+def test_no_weights_mean_equal_proportions():
     rows = flat(take(open_(make_mixture(global_batch_size=4)), 11))
     assert len(set(rows)) == 44
 
 
-def test_evaluation_has_all_once_in_order():
+def test_evaluation_reads_all_once_in_order():
     source = make_mixture(global_batch_size=4, is_training=False)
     rows = flat(names(batch) for batch in open_(source))
     assert rows == [*range(12), *range(100, 112), *range(200, 220)]
@@ -296,14 +296,14 @@ def test_rows_of_a_mixture_are_those_of_their_sources():
             np.testing.assert_array_equal(batch[key][row], value)
 
 
-def test_weights_that_do_not_fit():
+def test_invalid_weights():
     with pytest.raises(InputDatasetError, match=r"3 sources cannot be mixed with weights=\[1\.0\]"):
         make_mixture(weights=[1.0])
     with pytest.raises(InputDatasetError, match=r"weights=\[1\.0, 0\.0, 1\.0\]; pass one positive"):
         open_(make_mixture(weights=[1.0, 0.0, 1.0]))
 
 
-def test_not_one_batch():
+def test_less_than_one_batch():
     with pytest.raises(
         EmptyCorpusError, match=r"^notes has 44 sequences of 4 tokens, fewer than one batch of 45"
     ):
@@ -372,7 +372,7 @@ def test_evaluation_has_each_document_once(split_documents):
 
 @pytest.mark.parametrize("split_documents", [True, False], ids=["cut", "whole"])
 @pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
-def test_one_two_and_again_one_process_see_the_same_batches(split_documents, is_training):
+def test_resuming_on_other_process_counts_keeps_batches(split_documents, is_training):
     source = make_stream(split_documents=split_documents, is_training=is_training)
     want, end = stream_batches(source, 4)
     first, state = stream_batches(source, 1)
@@ -391,7 +391,7 @@ def test_one_two_and_again_one_process_see_the_same_batches(split_documents, is_
     assert len(json.dumps(state)) < 250
 
 
-def test_training_has_another_order_in_each_pass_and_with_each_seed():
+def test_order_depends_on_pass_and_seed():
     found = [
         documents_of(stream_batches(make_stream(split_documents=False, seed=s), 9)[0])
         for s in (0, 0, 1)

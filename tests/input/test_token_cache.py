@@ -49,7 +49,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("batch", [1, 10, 10**6])
-def test_documents_in_one_line_however_many_are_tokenized_at_once(monkeypatch, batch):
+def test_tokens_are_independent_of_tokenization_batch(monkeypatch, batch):
     monkeypatch.setattr(token_cache, "_BATCH_CHARACTERS", batch)
     documents = grain.MapDataset.source([{"text": t} for t in ("a bb", "", "ccc", "dd e")])
     tokens = tokenize_documents(documents, Words())
@@ -58,7 +58,7 @@ def test_documents_in_one_line_however_many_are_tokenized_at_once(monkeypatch, b
     assert tokenize_documents(documents, Words(70_000)).dtype == np.uint32
 
 
-def test_the_log_says_every_thirty_seconds_how_far_it_is(monkeypatch, caplog):
+def test_progress_is_logged_every_thirty_seconds(monkeypatch, caplog):
     moments = iter([0.0, 20.0, 31.0, 31.0, 50.0, 70.0, 70.0])
     clock = types.SimpleNamespace(monotonic=lambda: next(moments))
     monkeypatch.setattr(token_cache, "time", clock)
@@ -72,7 +72,7 @@ def test_the_log_says_every_thirty_seconds_how_far_it_is(monkeypatch, caplog):
     ]
 
 
-def test_records_that_were_filtered_out_are_passed_over():
+def test_filtered_records_are_skipped():
     documents = grain.MapDataset.source([{"text": t} for t in ("a", "bb", "c")])
     kept = documents.filter(lambda d: d["text"] != "bb")
     assert tokenize_documents(kept, ByteTokenizer()).tolist() == [256, 97, 256, 99, 256]
@@ -107,13 +107,13 @@ def test_the_tokens_of_large_files_are_kept(folder, monkeypatch):
     ],
     ids=["tokenizer", "key", "type", "list", "json"],
 )
-def test_a_document_that_cannot_be_used_is_named(folder, line, message):
+def test_invalid_document_is_named(folder, line, message):
     (folder / "a.jsonl").write_text('{"text": "good"}\n' + line + '\n{"text": "good"}')
     with pytest.raises(InputReadError, match=message):
         tokenize_documents(json_lines_dataset("a.jsonl"), Words())
 
 
-def test_a_document_of_another_dataset_is_named_by_its_number():
+def test_document_of_plain_dataset_is_named_by_index():
     documents = grain.MapDataset.source([{"text": "a"}, {"text": "bad"}])
     with pytest.raises(InputReadError, match=r"^record 1 of \w*Dataset.* cannot be tokenized"):
         tokenize_documents(documents, Words())
@@ -137,7 +137,7 @@ def cache(folder):
     return folder / "cache"
 
 
-def test_the_folder_is_the_users(monkeypatch, cache):
+def test_cache_folder_of_user(monkeypatch, cache):
     assert cache_folder() == cache / "weft"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
@@ -176,7 +176,7 @@ def test_memmap_is_pickled_by_file_name():
         made[0] = 1
 
 
-def test_nothing_is_also_something():
+def test_empty_data_is_cached():
     assert cached_bytes("kind", "empty", lambda out: None, num_bytes=None).tobytes() == b""
     assert cached_bytes("kind", "empty", lambda out: None, num_bytes=0).tobytes() == b""
 
@@ -193,7 +193,7 @@ def test_failure_leaves_no_file(cache):
     assert whole.tobytes() == b"whole"
 
 
-def test_a_folder_that_cannot_be_written(cache, monkeypatch):
+def test_unwritable_folder(cache, monkeypatch):
     cache.mkdir()
     (cache / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))

@@ -21,14 +21,14 @@ def test_every_text_round_trips(text):
     assert tokenizer.decode(ids) == text
 
 
-def test_special_ids_lie_above_the_bytes_and_are_not_text():
+def test_special_ids_follow_bytes_and_decode_to_nothing():
     tokenizer = ByteTokenizer()
     assert sorted({tokenizer.eos_id, tokenizer.pad_id}) == [256, 257]
     assert tokenizer.vocab_size == 258
     assert tokenizer.decode([tokenizer.eos_id, 104, 105, tokenizer.pad_id]) == "hi"
 
 
-def test_half_a_character_does_not_raise():
+def test_partial_character_decodes():
     assert ByteTokenizer().decode([104, 195]) == "h\ufffd"
 
 
@@ -106,7 +106,7 @@ def test_hugging_face(bpe):
     assert repr(tokenizer) == f"HuggingFaceTokenizer({bpe!r}, {tokenizer.vocab_size} tokens)"
 
 
-def test_ids_of_its_own_stand_behind_the_vocabulary(bpe):
+def test_special_ids_follow_the_vocabulary(bpe):
     tokenizer = HuggingFaceTokenizer(bpe)
     size = HuggingFaceTokenizer(bpe, eos_token="<|end|>", pad_token="<|pad|>").vocab_size
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (size, size + 1, size + 2)
@@ -129,7 +129,7 @@ def test_sentencepiece(pieces):
 
 
 @pytest.mark.parametrize("kind", [HuggingFaceTokenizer, SentencePieceTokenizer])
-def test_files_that_are_no_tokenizers(kind, folder):
+def test_invalid_tokenizer_files(kind, folder):
     with pytest.raises(TokenizerError, match=r"cannot read the tokenizer gone \(No such file"):
         kind("gone")
     # Numbers are files that are open already; they stay open.
@@ -142,7 +142,7 @@ def test_files_that_are_no_tokenizers(kind, folder):
         kind(str(folder / "text"))
 
 
-def test_tokens_that_it_does_not_have(bpe, pieces):
+def test_missing_tokens(bpe, pieces):
     with pytest.raises(TokenizerError, match=r"no token '</s>' to be the eos_token; it has '<\|en"):
         HuggingFaceTokenizer(bpe, eos_token="</s>")
     with pytest.raises(TokenizerError, match=r"no token '<p>' to be the pad_token; it has '<unk>'"):

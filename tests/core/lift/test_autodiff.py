@@ -16,7 +16,7 @@ def scaled(scope, x, y=1.0):
     return scope.get_variable("params", "w") * x * y
 
 
-def test_vjp_gives_gradients_of_collections_and_arguments():
+def test_vjp_of_collections_and_arguments():
     def f(scope, x, y):
         value, pullback, aux = lift.vjp(
             lambda s, x, y: (scaled(s, x, y), "aux" and y), scope, x, y, has_aux=True
@@ -76,7 +76,7 @@ def sign_gradients(dense):
 
 
 @pytest.mark.parametrize("around", [lambda f: f, lift.jit, lift.remat], ids=["", "jit", "remat"])
-def test_a_backward_function_of_ones_own(around):
+def test_custom_backward_function(around):
     dense = sign_gradients(nn.dense)
     model = around(lambda scope, x: dense(scope, x, 4))
     x = jax.random.normal(KEY, (2, 3))
@@ -87,7 +87,7 @@ def test_a_backward_function_of_ones_own(around):
     assert set(np.unique(np.abs(grads["params"]["kernel"]))) == {1}
 
 
-def test_a_tangent_of_ones_own():
+def test_custom_tangent():
     def rule(scope, primals, tangents, variable_tangents):
         w = variable_tangents["params"]["w"]
         return scaled(scope, *primals), 100.0 * tangents[0] + 1000.0 * w
@@ -102,6 +102,6 @@ def test_a_tangent_of_ones_own():
     np.testing.assert_array_equal(apply(vmapped)(VARIABLES, jnp.arange(3.0)), [0, 2, 4])
 
 
-def test_what_jax_has_no_more_is_refused():
+def test_reduce_axes_is_rejected():
     with pytest.raises(TransformArgumentError, match=r"sum the gradients with jax\.lax\.psum"):
         apply(lambda s: lift.vjp(scaled, s, 1.0, reduce_axes=("batch",)))(VARIABLES)

@@ -54,7 +54,7 @@ SHARED = {"variable_broadcast": "params", "split_rngs": {"params": False}}
 
 @pytest.mark.parametrize("kwargs", [OWN, SHARED], ids=["own", "shared"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_how_often_a_body_is_traced(depth, kwargs):
+def test_number_of_body_traces(depth, kwargs):
     f, traces = nested_scans(depth, **kwargs)
     _, variables = init(f)(KEY, X)
     assert len(traces) <= depth + 1
@@ -131,7 +131,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-def test_a_body_that_draws_keys_is_traced_once_whatever_is_around_it(around):
+def test_body_drawing_keys_is_traced_once_when_nested(around):
     body, traces = drawing(*DRAWS["two scopes"])
     program = around(scanned(body))
     jax.eval_shape(lambda rngs: apply(program)({}, jnp.float32(0), None, rngs=rngs), RNGS)
@@ -144,13 +144,13 @@ def test_a_body_that_draws_keys_is_traced_once_whatever_is_around_it(around):
 @pytest.mark.parametrize(
     "options", [{"unroll": 2}, {"reverse": True}, {"split_rngs": {True: False}}]
 )
-def test_a_body_that_draws_keys_is_traced_once_however_the_loop_runs(options):
+def test_body_drawing_keys_is_traced_once_in_any_loop(options):
     body, traces = drawing(((), "noise", 3))
     apply(scanned(body, **options))({}, jnp.float32(0), None, rngs=RNGS)
     assert len(traces) == 1
 
 
-def test_a_body_that_makes_its_carry_and_draws_is_traced_twice_in_init():
+def test_body_creating_its_carry_is_traced_twice_in_init():
     draws, traces = drawing(((), "noise", 3))
 
     def body(scope, carry, _):
@@ -176,13 +176,13 @@ def layers_under_jit(fn, rngs):
     return ys
 
 
-def test_layers_under_jit_share_one_trace_also_in_a_loop():
+def test_jitted_layers_in_a_loop_share_one_trace():
     traces = []
     layers_under_jit(lambda scope, x: traces.append(1) or x + 1, None)
     assert len(traces) == 1
 
 
-def test_layers_under_jit_in_a_loop_draw_keys_of_their_own():
+def test_jitted_layers_in_a_loop_draw_distinct_keys():
     draws, _ = drawing(((), "noise", 2))
     ys = layers_under_jit(lambda scope, x: draws(scope, x)[0], RNGS)
     assert len(set(ys.ravel().tolist())) == 6
@@ -218,7 +218,7 @@ def test_gradients_through_a_loop_that_draws_several_keys():
     np.testing.assert_allclose(plain, (high - low) / 0.02, rtol=1e-2)
 
 
-def test_a_key_of_a_loop_that_is_wanted_at_once_is_refused():
+def test_concrete_key_of_a_loop_is_rejected():
     def body(scope, carry, _):
         with jax.ensure_compile_time_eval():
             return carry, scope.make_rng("noise")
@@ -227,7 +227,7 @@ def test_a_key_of_a_loop_that_is_wanted_at_once_is_refused():
         apply(scanned(body))({}, 0.0, None, rngs=RNGS)
 
 
-def test_one_layer_again_and_again():
+def test_shared_layer():
     loop = lift.scan(layer, variable_broadcast="params", split_rngs={"params": False}, length=3)
     (y, _), variables = init(loop)(KEY, X, None)
     assert variables["params"]["kernel"].shape == (3, 3)
@@ -301,7 +301,7 @@ def test_boxes_gain_and_lose_the_axis():
     assert init(unnamed)(KEY, X, None)[1]["params"]["kernel"].names == (None, "in", "out")
 
 
-def test_data_is_transformed_on_its_way_in():
+def test_data_transform_is_applied():
     def double(variable_groups, rng_groups):
         return jax.tree.map(lambda v: 2 * v, variable_groups), rng_groups
 
@@ -337,7 +337,7 @@ def test_each_iteration_of_a_while_loop_has_its_own_keys():
     assert len(set(apply(f)({}, False, rngs={"noise": KEY}).tolist())) == 1
 
 
-def test_a_loop_sees_what_it_lifts():
+def test_loop_reads_lifted_collections():
     def body(scope, i):
         return i + scope.get_variable("params", "step", jnp.int32(100))
 
@@ -353,7 +353,7 @@ def test_a_loop_sees_what_it_lifts():
         apply(g, mutable=["state"])({"state": {"i": 0}})
 
 
-def test_a_stream_that_is_not_lifted_is_not_there():
+def test_unlifted_stream_is_missing():
     def body(scope, carry, _):
         return nn.dense(scope, carry, 3), None
 
@@ -383,7 +383,7 @@ def draw_twice(scope, x):
     return draw(scope, draw(scope, x))
 
 
-def test_every_branch_begins_with_the_same_keys():
+def test_branches_start_with_the_same_keys():
     def f(scope, taken):
         chosen = lift.cond(taken, draw, draw, scope, 0.0)
         return chosen, draw(scope, 0.0)
@@ -392,7 +392,7 @@ def test_every_branch_begins_with_the_same_keys():
     assert apply(f)({}, True, rngs=rngs) == apply(f)({}, False, rngs=rngs)
 
 
-def test_afterwards_the_counter_is_the_larger_one():
+def test_counter_becomes_the_larger_one():
     def f(scope, index):
         lift.switch(index, [draw, draw_twice, lambda scope, x: x], scope, 0.0)
         return draw(scope, 0.0)
@@ -407,7 +407,7 @@ def test_afterwards_the_counter_is_the_larger_one():
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_branches_see_what_is_lifted(index):
+def test_branches_read_lifted_state(index):
     def branch(scope, x):
         return x * scope.get_variable("params", "w", 1.0), scope.has_rng("noise")
 
@@ -439,7 +439,7 @@ def test_each_branch_has_its_own_parameters():
     assert apply(f)(variables, False, 2.0) == 2 * variables["params"]["b"]["w"]
 
 
-def test_branches_leave_alike():
+def test_branches_must_match():
     def f(scope, taken):
         def changes(scope):
             scope.put_variable("state", "n", jnp.zeros(2))
@@ -493,7 +493,7 @@ def after_a_draw(s, x):
     ],
     ids=["another key", "an array that is printed in part"],
 )
-def test_initial_values_that_differ_are_not_taken_for_one(branches):
+def test_different_initial_values_are_rejected(branches):
     mapped = lift.vmap(
         lambda s, x, i: lift.switch(i, branches, s, x),
         variable_axes={"params": None},

@@ -156,7 +156,7 @@ def check(*names):
 
 @pytest.mark.parametrize("inner", LAYERS)
 @pytest.mark.parametrize("outer", OUTER)
-def test_state_made_and_changed_inside_of_a_transformation_in_a_loop(outer, inner):
+def test_state_created_and_updated_in_a_transform_in_a_loop(outer, inner):
     check(outer, inner)
 
 
@@ -168,7 +168,7 @@ def nestings():
 
 
 @pytest.mark.parametrize("names", list(nestings()), ids=", ".join)
-def test_state_made_and_changed_in_deeper_nestings(names):
+def test_state_created_in_deeper_nestings(names):
     check(*names)
 
 
@@ -180,7 +180,7 @@ MIXED = ["scan", "while", "fori", "taken", "not taken", "axis"]
 
 @pytest.mark.parametrize("depth", range(1, 7))
 @pytest.mark.parametrize("names", [["scan"], ["while"], ["fori"], ["not taken"], MIXED], ids=str)
-def test_a_body_is_traced_once_and_once_more_for_each_loop_that_carries_what_it_makes(names, depth):
+def test_each_loop_carrying_new_state_adds_one_trace(names, depth):
     traces = []
 
     def body(scope):
@@ -236,9 +236,7 @@ def first_iterations(state, depth):
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("length", [0, 1, 3])
 @pytest.mark.parametrize("counts_first_run", [True, False])
-def test_a_scan_makes_what_it_carries_with_the_keys_of_its_first_iteration(
-    split, length, counts_first_run
-):
+def test_scan_creates_carry_with_keys_of_first_iteration(split, length, counts_first_run):
     options = {
         "split_rngs": {"params": split, "noise": split},
         "check_constancy_invariants": counts_first_run,
@@ -270,7 +268,7 @@ def by_hand(split, counts_first_run, draws):
 
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("loop", ["scan", "fori"])
-def test_the_keys_of_the_first_iteration_by_hand(loop, split):
+def test_keys_of_first_iteration(loop, split):
     streams = {"params": split, "noise": split}
 
     def run(scope):
@@ -287,7 +285,7 @@ def test_the_keys_of_the_first_iteration_by_hand(loop, split):
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_a_while_loop_makes_what_it_carries_with_the_keys_of_its_first_iteration(split):
+def test_while_loop_creates_carry_with_keys_of_first_iteration(split):
     streams = {"params": split, "noise": split}
 
     def run(scope):
@@ -304,7 +302,7 @@ def test_a_while_loop_makes_what_it_carries_with_the_keys_of_its_first_iteration
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_nested_scans_make_what_they_carry_with_the_keys_of_the_first_iterations(split):
+def test_nested_scans_create_carry_with_keys_of_first_iterations(split):
     streams = {"params": split, "noise": split}
 
     def nested(**of_state):
@@ -333,7 +331,7 @@ def twice_split(key):
     return jax.random.split(jax.random.split(key, 1)[0], 1)[0]
 
 
-def test_shared_state_is_made_with_the_keys_of_the_run_before_whatever_else_is_made():
+def test_shared_state_uses_keys_of_the_initial_run():
     def body(scope, carry, _):
         kernel = scope.push("dense", reuse=True).rewound()
         kernel.param("w", lambda key: jax.random.uniform(key))
@@ -348,7 +346,7 @@ def test_shared_state_is_made_with_the_keys_of_the_run_before_whatever_else_is_m
     assert variables == {"params": {"dense": {"w": w}}, "state": {"count": {"n": n}}}
 
 
-def test_state_that_is_made_only_after_other_state_is_refused():
+def test_state_created_in_a_later_iteration_is_rejected():
     def body(scope, carry, _):
         name = "later" if scope.has_variable("state", "first") else "first"
         scope.variable("state", name, lambda: 1.0)
@@ -359,7 +357,7 @@ def test_state_that_is_made_only_after_other_state_is_refused():
         apply(lambda s: loop(s, None, None)[0], mutable=["state"])({})
 
 
-def test_each_branch_begins_with_the_value_that_it_makes_itself():
+def test_each_branch_starts_from_its_own_initial_value():
     def makes(start):
         def branch(scope):
             n = scope.variable("state", "n", lambda: jnp.float32(start))
@@ -423,7 +421,7 @@ def drawn():
 @pytest.mark.parametrize("run", [init, apply])
 @pytest.mark.parametrize("made", [as_param, as_variable, as_key])
 @pytest.mark.parametrize("loops", [*([loop] for loop in LOOPS), LOOPS[:2], LOOPS[2::3]], ids=str)
-def test_what_follows_a_loop_has_other_keys_than_what_the_loop_makes(loops, made, run):
+def test_keys_after_a_loop_differ_from_keys_in_it(loops, made, run):
     def two(scope):
         return made(scope, "a") + 2 * made(scope, "b")
 
@@ -453,7 +451,7 @@ def test_what_follows_a_loop_has_other_keys_than_what_the_loop_makes(loops, made
 
 @pytest.mark.parametrize("order", ["mk", "km", "kmk", "mkm", "mkkk"])
 @pytest.mark.parametrize("loops", [*([loop] for loop in LOOPS), LOOPS[:2], LOOPS[2::3]], ids=str)
-def test_no_two_draws_have_the_same_key_where_a_loop_makes_state(loops, order):
+def test_draws_are_distinct_if_a_loop_creates_state(loops, order):
     """In the body m makes a parameter with a key, k draws one by itself."""
 
     def looped(scope):
@@ -479,7 +477,7 @@ def test_no_two_draws_have_the_same_key_where_a_loop_makes_state(loops, order):
 
 
 @pytest.mark.parametrize("loop", ["while", "scan", "scan that carries params"])
-def test_a_loop_that_makes_state_draws_the_same_keys_without_jit(loop):
+def test_loop_creating_state_draws_the_same_keys_eagerly(loop):
     def body(scope):
         as_param(scope, "made")
         scope.put_variable("state", "drawn", as_key(scope, ""))

@@ -28,7 +28,7 @@ def direct(fn, ins=(True,), outs=(True,), rngs=(True,), **options):
     return pack(inner, ins, outs, rngs, **options)
 
 
-def test_groups_are_what_the_filters_say():
+def test_groups_follow_the_filters():
     seen = []
 
     def inner(scope_fn, repack_fn, variable_groups, rng_groups):
@@ -51,7 +51,7 @@ def test_groups_are_what_the_filters_say():
     assert changed == {"state": {"x": 5.0}, "cache": {"y": 2.0}}
 
 
-def test_the_variables_can_be_changed_on_the_way():
+def test_variables_can_be_transformed():
     def transposed(scope_fn, repack_fn, variable_groups, rng_groups, x):
         target, rest = variable_groups
         target = jax.tree.map(lambda w: w.T, target)
@@ -101,7 +101,7 @@ def test_a_scope_below_a_later_one():
     assert apply(program, mutable=True)({}) == ({"n": 1}, {"state": {"a": {"n": 1}}})
 
 
-def test_what_no_filter_matches_stays_outside():
+def test_unmatched_collections_are_empty():
     def look(scope):
         return scope.variable("state", "x").value
 
@@ -112,7 +112,7 @@ def test_what_no_filter_matches_stays_outside():
         apply(direct(lambda scope: scope.make_rng("noise"), rngs=()))({}, rngs={"noise": KEY})
 
 
-def test_what_does_not_come_back_cannot_be_changed():
+def test_collections_not_returned_are_immutable():
     def write(scope):
         scope.put_variable("state", "x", 3.0)
 
@@ -140,13 +140,13 @@ def test_arguments_by_name():
     assert direct(add, enable_kwargs=True)(bind({}), 1, y=2) == 3
 
 
-def test_a_function_that_returns_no_pair():
+def test_function_must_return_a_pair():
     message = "lose: the function returned a int; expected a pair of its result and what repack_fn"
     with pytest.raises(TransformArgumentError, match=message):
         pack(lambda *_: 3, (True,), (True,), (True,), name="lose")(bind({}))
 
 
-def test_a_function_that_needs_no_scope():
+def test_function_without_scope():
     outer = bind(VARIABLES, rngs=KEY, mutable=True)
     counted = bind(VARIABLES, rngs=KEY, mutable=True)
     assert pack(lambda *_: (3, ()), (True,), (True,), (True,))(outer) == 3
@@ -154,7 +154,7 @@ def test_a_function_that_needs_no_scope():
     assert outer.make_rng() == counted.make_rng()
 
 
-def test_several_scopes_may_be_made_and_all_end():
+def test_several_scopes_are_made_and_end():
     kept = []
 
     def inner(scope_fn, repack_fn, variable_groups, rng_groups):
@@ -168,7 +168,7 @@ def test_several_scopes_may_be_made_and_all_end():
             scope.variables()
 
 
-def test_a_failure_leaves_the_scope_as_it_was():
+def test_failure_leaves_scope_unchanged():
     def fail(scope):
         scope.put_variable("state", "x", 7.0)
         scope.put_variable("new", "z", 7.0)
@@ -183,7 +183,7 @@ def test_a_failure_leaves_the_scope_as_it_was():
     assert outer.make_rng() == expected.make_rng()
 
 
-def test_scopes_of_one_tree_are_lifted_alike():
+def test_scopes_of_a_tree_share_filters():
     from weft.core.scope_kind import ScopeKind, Select
 
     root = bind({})

@@ -30,7 +30,7 @@ def test_filters_and_axes_become_roles():
     assert shared(True, "noise").roles == (None,)
 
 
-def test_broadcast_is_no_axis():
+def test_broadcast_is_none():
     assert without_broadcast((0, broadcast, {"a": broadcast})) == (0, None, {"a": None})
     assert repr(broadcast) == "broadcast"
 
@@ -70,7 +70,7 @@ def test_all_share_the_parameters():
     np.testing.assert_array_equal(variables["params"]["kernel"], alone["params"]["kernel"])
 
 
-def test_what_differs_cannot_be_shared():
+def test_differing_values_are_rejected():
     with pytest.raises(VariableAxisError, match=r"vmap: 'params/kernel' is declared to be the"):
         init(lift.vmap(dense, {"params": None}, {"params": True}))(KEY, X)
 
@@ -98,7 +98,7 @@ def test_sizes_must_agree():
         init(lift.vmap(dense, {}, {}, in_axes=5))(KEY, X)
 
 
-def test_what_is_not_lifted_is_not_there():
+def test_unlifted_collection_is_missing():
     with pytest.raises(ScopeCollectionNotFound, match="vmap does not lift the collection 'state'"):
         apply(lift.vmap(count, {"params": 0}, {}), mutable=True)({}, X)
 
@@ -127,7 +127,7 @@ def test_boxes_gain_and_lose_the_axis(mapped):
 
 @needs_devices
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_shard_map_gives_each_device_its_part(axis_type):
+def test_shard_map_splits_across_devices(axis_type):
     mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4], axis_types=(axis_type,))
     split, whole = PartitionSpec("d"), PartitionSpec()
     x = jax.device_put(X, NamedSharding(mesh, split))
@@ -194,7 +194,7 @@ def test_all_layers_share_one_trace():
     assert len(traces) == 1
 
 
-def test_functions_made_anew_are_compiled_once_and_closures_keep_their_values():
+def test_equal_functions_compile_once_and_keep_closures():
     def run(scale):
         return apply(lift.jit(lambda scope, x: x * scale))({}, VECTOR)
 
@@ -208,7 +208,7 @@ def test_functions_made_anew_are_compiled_once_and_closures_keep_their_values():
         )
 
 
-def test_what_differed_is_said():
+def test_explain_recompile():
     f = lift.jit(lambda scope, x: x + scope.get_variable("params", "w", 0.0))
     apply(f)({}, VECTOR)
     assert "nothing was compiled again" in f.explain_recompile()
@@ -231,7 +231,7 @@ def test_static_arguments_and_names():
     np.testing.assert_allclose(apply(rematted)({}, VECTOR, 2), VECTOR**2, rtol=1e-5)
 
 
-def test_jit_runs_where_it_is_told_to():
+def test_jit_device_and_backend():
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     f = lift.jit(lambda scope: jnp.ones(3), device=jax.devices()[1])
@@ -239,7 +239,7 @@ def test_jit_runs_where_it_is_told_to():
     assert apply(lift.jit(lambda scope: jnp.ones(3), backend="cpu"))({}).shape == (3,)
 
 
-def test_lowering_commits_nothing():
+def test_lowering_has_no_effect():
     f = lift.jit(lambda scope, x: scope.put_variable("state", "n", x))
 
     def lower(scope, x):
@@ -260,7 +260,7 @@ def test_state_crosses_jit():
     assert (y, changed) == (6, {"state": {"n": 1}})
 
 
-def test_remat_computes_again_in_the_backward_pass():
+def test_remat_recomputes_in_the_backward_pass():
     def f(scope, x):
         return jnp.sin(nn.dense(scope, x, 3)).sum()
 
@@ -281,7 +281,7 @@ def test_shapes_instead_of_arrays():
     assert variables["params"]["kernel"] == jax.ShapeDtypeStruct((3, 4), jnp.float32)
 
 
-def test_failed_checks_come_back():
+def test_failed_checks_return():
     def f(scope, x):
         jax_checkify.check(jnp.all(x > 0), "not all are positive")
         scope.put_variable("state", "x", x)
@@ -324,7 +324,7 @@ def test_a_tied_autoencoder():
 
 
 @pytest.mark.parametrize("options", [{"init": True}, {"mutable": True}])
-def test_what_is_made_inside_is_kept_as_the_map_gives_it(options):
+def test_map_variables_stores_mapped_values(options):
     f = lift.map_variables(dense_map, "params", transposed, transposed, **options)
     y, variables = init(f)(KEY, INPUTS, 4)
     kernel = variables["params"]["kernel"]
@@ -378,14 +378,14 @@ def test_variables_are_initialized_once_through_nested_maps(depth, loop):
     np.testing.assert_allclose(y, INPUTS @ plain, rtol=1e-5)
 
 
-def test_what_can_be_changed_is_initialized_through_the_map_also_outside_of_init():
+def test_mutable_variables_are_initialized_through_map_in_apply():
     mapped, layer, runs = halves({"init": True})
     y, variables = apply(mapped(layer), mutable="params")({}, INPUTS, rngs=KEY)
     assert len(runs) == 2
     np.testing.assert_allclose(y, INPUTS @ (2 * variables["params"]["kernel"]), rtol=1e-5)
 
 
-def test_collections_in_each_others_place():
+def test_swapped_collections():
     def f(scope):
         scope.put_variable("a", "x", scope.get_variable("a", "x") + 1)
         return scope.get_variable("b", "y")
@@ -395,7 +395,7 @@ def test_collections_in_each_others_place():
     assert (y, changed) == (1, {"a": {"y": 1}, "b": {"x": 11}})
 
 
-def test_streams_begin_anew():
+def test_fold_rngs_restarts():
     def draw(scope):
         return jax.random.key_data(scope.make_rng("params"))
 

@@ -19,14 +19,14 @@ def compiled(f):
     return lambda *args, **kwargs: jax.device_get(jax.jit(lambda: f(*args, **kwargs))())
 
 
-def test_padding_is_not_seen():
+def test_padding_is_masked():
     valid = np.array([[True] * 4 + [False] * 2] * 2)
     y, variables = compiled(init(ATTEND))(KEY, X, None, 2, padding_mask=valid)
     short = compiled(apply(ATTEND))(variables, X[:, :4], None, 2)
     np.testing.assert_allclose(y[:, :4], short, rtol=1e-5, atol=1e-6)
 
 
-def test_segments_do_not_see_each_other():
+def test_segments_are_independent():
     segments = np.array([[0, 0, 0, 1, 1, 1]] * 2)
     y, variables = compiled(init(ATTEND))(KEY, X, None, 2, segmentation=segments)
     for part in (slice(0, 3), slice(3, 6)):
@@ -41,7 +41,7 @@ def test_padding_of_the_keys_alone():
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_several_axes_are_one_that_is_flattened():
+def test_several_axes_are_flattened():
     grid = X.reshape(2, 2, 3, 8)
     segments = np.array([[0, 1, 0, 1, 1, 0]] * 2)
     kwargs = {"causal_mask": True}
@@ -52,7 +52,7 @@ def test_several_axes_are_one_that_is_flattened():
     np.testing.assert_allclose(y.reshape(2, 6, 8), flat, rtol=1e-5, atol=1e-6)
 
 
-def test_one_of_two_axes_is_attended_over():
+def test_attention_over_one_of_two_axes():
     grid = X.reshape(2, 2, 3, 8)
     valid = np.array([[[1, 1, 0], [1, 0, 1]]] * 2, bool)
     y, variables = compiled(init(ATTEND))(KEY, grid, None, 2, attention_axis=2, padding_mask=valid)
@@ -61,7 +61,7 @@ def test_one_of_two_axes_is_attended_over():
         np.testing.assert_allclose(y[:, i], row, rtol=1e-5, atol=1e-6)
 
 
-def test_the_result_is_as_wide_as_the_probabilities():
+def test_result_dtype_is_that_of_probabilities():
     half = jnp.ones((1, 3, 2, 4), jnp.bfloat16)
     assert compiled(apply(dot_product_attention))({}, half, half, half).dtype == jnp.float32
     y = compiled(apply(dot_product_attention))({}, half, half, half, dtype=jnp.bfloat16)
@@ -131,14 +131,14 @@ def test_pairs_of_positions():
     assert same(ids=None, key_ids=None) is None
 
 
-def test_axes_that_are_not_attended_over_come_first():
+def test_batch_axes_come_first():
     ids = jnp.arange(6).reshape(1, 2, 3) // 2
     mask = same(GRID, GRID, (2,), ids=ids, key_ids=None)
     assert mask.shape == (1, 2, 1, 3, 3)
     assert mask[0, 1, 0].astype(int).tolist() == [[1, 0, 0], [0, 1, 1], [0, 1, 1]]
 
 
-def test_what_is_known_has_the_shape_of_the_positions():
+def test_segment_ids_must_match_positions():
     with pytest.raises(ArgumentShapeError, match=r"^ids has shape \(1, 2\); expected \(1, 3\)"):
         same(ids=IDS[:, :2], key_ids=None)
     with pytest.raises(ArgumentShapeError, match=r"as there is no key_ids, .* expected \(1, 2\)"):
@@ -180,7 +180,7 @@ def decoded(variables, positions):
     return outputs, variables["cache"]["entry"]
 
 
-def test_steps_give_what_the_whole_sequence_gives(whole):
+def test_steps_equal_the_whole_sequence(whole):
     y, variables = whole
     params = {"params": variables["params"]}
     np.testing.assert_allclose(y, outputs_of_all(params, X), rtol=1e-5, atol=1e-6)
@@ -189,7 +189,7 @@ def test_steps_give_what_the_whole_sequence_gives(whole):
     assert (entry.i, entry.key.shape) == (6, (2, 6, 2, 4))
 
 
-def test_a_cache_may_be_of_another_size_than_the_first_call(whole):
+def test_cache_size_may_differ_from_first_call(whole):
     y, variables = whole
     empty = jax.tree.map(lambda entry: entry((1, 9)), variables["cache"], is_leaf=callable)
     outputs, entry = decoded({**variables, "cache": empty}, np.split(X[:1], 6, axis=1))
@@ -197,7 +197,7 @@ def test_a_cache_may_be_of_another_size_than_the_first_call(whole):
     assert (np.asarray(entry.key)[:, 6:] == 0).all()
 
 
-def test_past_the_end_the_last_positions_are_seen(whole):
+def test_last_positions_are_kept_past_the_end(whole):
     _, variables = whole
     empty = {"entry": variables["cache"]["entry"]((2, 4))}
     outputs, _ = decoded({**variables, "cache": empty}, np.split(X, 6, axis=1))
@@ -215,7 +215,7 @@ def test_positions_of_several_axes_come_in_order():
     np.testing.assert_allclose(outputs, y, rtol=1e-4, atol=1e-5)
 
 
-def test_padding_in_the_cache_is_not_seen(whole):
+def test_padding_in_the_cache_is_masked(whole):
     _, variables = whole
     valid = np.array([[False, False, True, True, True, True]] * 2)
 
@@ -232,7 +232,7 @@ def test_padding_in_the_cache_is_not_seen(whole):
     np.testing.assert_allclose(y, np.asarray(expected)[:, -1:], rtol=1e-4, atol=1e-5)
 
 
-def test_half_precision_is_cached_as_such():
+def test_half_precision_cache():
     half = jax.jit(lambda: init(attend)(KEY, X, dtype=jnp.bfloat16, cache=True))
     entry = half()[1]["cache"]["entry"]
     assert entry.key.dtype == entry.value.dtype == jnp.bfloat16

@@ -36,7 +36,7 @@ def test_positions_of_batch_axes_have_their_own_parameters():
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_batch_axes_come_in_the_order_they_are_named():
+def test_batch_axes_keep_their_order():
     x = jax.random.normal(KEY, (2, 3, 4))
     y, variables = init(dense_general)(KEY, x, 5, batch_dims=(1, 0))
     expected = jnp.einsum("bij,ibjf->ibf", x, variables["params"]["kernel"])
@@ -48,14 +48,14 @@ def test_batch_axes_come_first():
         init(dense_general)(KEY, jnp.ones((2, 3, 4)), 5, batch_dims=1)
 
 
-def test_rows_are_looked_up_and_compared_with():
+def test_lookup_and_attend():
     table, variables = init(embedding)(jax.random.key(0), 7, 4)
     rows = variables["params"]["table"]
     np.testing.assert_array_equal(table.lookup(jnp.array([[3, 1]])), rows[jnp.array([[3, 1]])])
     np.testing.assert_allclose(table.attend(rows), rows @ rows.T, rtol=1e-5)
 
 
-def test_an_id_that_is_not_there_shows():
+def test_out_of_range_id_is_nan():
     table, _ = init(embedding)(jax.random.key(0), 7, 4)
     assert jnp.isnan(table.lookup(jnp.array([100]))).all()
     assert (table.lookup([1, -1]) == table.table[jnp.array([1, 6])]).all()
@@ -100,7 +100,7 @@ def test_a_transposed_convolution_is_that_of_jax():
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_one_number_speaks_for_all_axes():
+def test_scalar_applies_to_all_axes():
     x = jnp.ones((1, 8, 8, 2))
     for layer in (conv, conv_transpose):
         by_number, _ = init(layer)(KEY, x, 4, (3, 3), strides=2, kernel_dilation=2)

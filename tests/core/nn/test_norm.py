@@ -76,13 +76,13 @@ ONES = jnp.ones((1000,))
 RNGS = {"dropout": jax.random.key(0)}
 
 
-def test_what_stays_is_scaled_up():
+def test_kept_values_are_scaled():
     y = apply(dropout)({}, ONES, 0.25, rngs=RNGS)
     assert set(y.tolist()) == {0.0, float(jnp.float32(1 / 0.75))}
     assert abs(float(y.mean()) - 1) < 0.1
 
 
-def test_each_call_drops_others():
+def test_each_call_differs():
     def twice(scope, x):
         return dropout(scope, x, 0.5), dropout(scope, x, 0.5)
 
@@ -90,7 +90,7 @@ def test_each_call_drops_others():
     assert (a != b).any()
 
 
-def test_no_key_is_needed_where_nothing_is_random():
+def test_no_key_is_needed_if_deterministic():
     for kwargs in ({"rate": 0.0}, {"rate": 0.5, "deterministic": True}):
         assert (apply(dropout)({}, ONES, **kwargs) == ONES).all()
     assert (apply(dropout)({}, ONES, 1.0) == 0).all()

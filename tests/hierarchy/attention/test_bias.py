@@ -113,7 +113,7 @@ def test_sum_with_an_array():
         assert np.all(bias.value()[0, 1][ROWS < COLUMNS] < -1e14)
 
 
-def test_nothing_added_changes_nothing():
+def test_adding_none_is_identity():
     causal = instantiate(CausalAttentionBias.default_config())
     assert isinstance(causal + None, CausalAttentionBias)
     assert isinstance(ZeroAttentionBias() + causal, CausalAttentionBias)
@@ -176,7 +176,7 @@ def test_several_of_a_class_become_one():
     np.testing.assert_array_equal(allowed(joined.bias)[0, 0], SAME & (COLUMNS <= ROWS))
 
 
-def test_two_that_do_not_make_up_one():
+def test_incompatible_biases():
     bias = SegmentIdAttentionBias(SEGMENTS) + SegmentIdAttentionBias(SEGMENTS + 1)
     with pytest.raises(ArgumentValueError, match="2 biases of the class SegmentIdAttentionBias"):
         split(bias, SegmentIdAttentionBias)

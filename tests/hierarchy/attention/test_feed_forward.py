@@ -169,7 +169,7 @@ def test_hidden_dim(hidden_dim):
     "structure, dropouts",
     [("prenorm", 2), ("postnorm", 1), ("hybridnorm", 2), ("nonorm", 2)],
 )
-def test_where_things_are_dropped(structure, dropouts):
+def test_dropout_positions(structure, dropouts):
     names = [name for name in layer(structure=structure).children if name.startswith("dropout")]
     assert names == (["dropout"] if dropouts == 1 else ["dropout1", "dropout2"])
 

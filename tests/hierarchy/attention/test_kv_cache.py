@@ -19,7 +19,7 @@ def step(layer, states, positions, length, **kwargs):
     ), k
 
 
-def test_writes_where_each_sequence_is():
+def test_writes_at_each_time_step():
     layer = cache()
     states = layer.init_states(SHAPE, dtype=jnp.float32)
     (states, kv), k = step(layer, states, [[0, 1], [2, 3]], 2)

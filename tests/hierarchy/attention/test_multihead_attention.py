@@ -114,7 +114,7 @@ def test_mask_and_biases_add_up(filled, x):
     )
 
 
-def test_positions_decide_about_the_mask(filled, x):
+def test_mask_depends_on_positions(filled, x):
     layer = attention(mask=CAUSAL)
     state = filled(layer)
     positions = jnp.broadcast_to(jnp.arange(LENGTH)[::-1], (BATCH, LENGTH))
@@ -123,7 +123,7 @@ def test_positions_decide_about_the_mask(filled, x):
     np.testing.assert_allclose(backwards, forwards[:, ::-1], rtol=1e-5, atol=1e-6)
 
 
-def test_segments_do_not_see_each_other(filled, x):
+def test_segments_are_independent(filled, x):
     layer = attention(mask=CAUSAL, input_linear=rope())
     state = filled(layer)
     positions = jnp.array([[0, 1, 2, 0, 1, 2]])
@@ -251,7 +251,7 @@ def test_without_a_key_scale(filled, x):
     assert MultiheadAttention.default_query_scale_config() == attention().config.query_scale
 
 
-def test_keys_of_another_layer(filled, x):
+def test_shared_kv_state(filled, x):
     first = attention(mask=CAUSAL)
     second = attention(mask=CAUSAL, input_linear=QLinear.default_config())
     state = filled(first)
@@ -311,7 +311,7 @@ def test_gradients(filled, x):
         np.testing.assert_allclose(slope, grad[at], rtol=2e-2, atol=2e-2)
 
 
-def test_activations_lie_over_the_mesh(filled):
+def test_activations_are_sharded(filled):
     n = jax.device_count()
     heads = ("data", None, None, None)
     layer = attention(
@@ -380,7 +380,7 @@ def test_decoding_equals_the_whole_sequence(name, filled, x):
 
 
 @pytest.mark.parametrize("steps", [[1] * LENGTH, [-1, 2, 2, 1]], ids=str)
-def test_decoding_in_other_steps(steps, filled, x):
+def test_decoding_step_sizes(steps, filled, x):
     cls, fields = DECODERS["rope, groups, window, sink"]
     layer = attention(cls, **fields)
     state = filled(layer)
@@ -436,7 +436,7 @@ def test_biases_of_a_step(filled, x):
     np.testing.assert_allclose(output.data, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_decoding_with_keys_of_another_layer(filled, x):
+def test_decoding_with_shared_kv_state(filled, x):
     first = attention(mask=CAUSAL)
     second = attention(mask=CAUSAL, input_linear=QLinear.default_config())
     states = filled(first), filled(second)

@@ -143,7 +143,7 @@ def test_stages_may_be_loops(stacked_state, expected, wave):
     close(compiled(state, inputs(wave)), expected[0].data)
 
 
-def test_decoding_gives_what_a_whole_sequence_does(stacked_state, wave):
+def test_decoding_equals_the_whole_sequence(stacked_state, wave):
     module, data = piped(), wave((BATCH, TIME, DIM))
     state = in_stages(stacked_state)
 

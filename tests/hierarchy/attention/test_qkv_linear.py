@@ -190,7 +190,7 @@ def test_fields_that_do_not_fit(cls, fields, message):
 
 
 @pytest.mark.parametrize("cls", [QKVLinear, FusedGroupedQKVLinear])
-def test_outputs_lie_over_the_mesh(cls, filled):
+def test_outputs_are_sharded(cls, filled):
     n = jax.device_count()
     axis_types = (jax.sharding.AxisType.Auto,)
     spec = PartitionSpec("data", None, None, None)

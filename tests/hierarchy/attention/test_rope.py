@@ -42,7 +42,7 @@ def run(layer, state, query, **kwargs):
     return F(layer, None, state, {"query": query, **kwargs}, is_training=False)[0]
 
 
-def test_length_stands_for_positions():
+def test_length_implies_positions():
     by_length = embed(RoFormerSinusoidalPositionalEmbedding, {"max_seq_len": 3})
     by_position = embed(RoFormerSinusoidalPositionalEmbedding, {"positions": jnp.arange(3)[None]})
     np.testing.assert_array_equal(by_length, by_position)
@@ -121,7 +121,7 @@ def test_rotating_a_part(filled, wave):
     )
 
 
-def test_scales_come_before_the_rotation(filled, wave):
+def test_scales_precede_rotation(filled, wave):
     norm = {"norm": RMSNorm.default_config()}
     layer = rope(
         query_scale=ScaleQuery.default_config().set(**norm),
@@ -135,7 +135,7 @@ def test_scales_come_before_the_rotation(filled, wave):
     np.testing.assert_allclose(np.linalg.norm(out.query, axis=-1), 1.0, rtol=1e-3)
 
 
-def test_keys_of_another_layer_are_not_rotated_again(filled, wave):
+def test_shared_keys_are_not_rotated_again(filled, wave):
     layer = rope(input_linear=QLinear.default_config())
     assert RoFormerQKVLinear.is_kv_sharing(layer.config)
     assert not RoFormerQKVLinear.is_kv_sharing(rope().config)
@@ -159,7 +159,7 @@ def test_rotating_arrays(wave):
         ]
 
 
-def test_keys_at_other_positions(filled, wave):
+def test_key_length_mismatch(filled, wave):
     layer = rope()
     with pytest.raises(ArgumentShapeError, match="there are 3 queries and 4 keys"):
         run(layer, filled(layer), wave((1, 3, DIM)), key=wave((1, 4, DIM)))

@@ -333,7 +333,7 @@ def test_names_that_are_offloaded():
         ("FEED_FORWARD", ["linear1_0", "linear1_1", "linear2_0"]),
     ],
 )
-def test_patterns_match_what_layers_name(pattern, matching, filled, wave):
+def test_patterns_match_checkpoint_names(pattern, matching, filled, wave):
     loss, state = stack_loss(StackedTransformerLayer, filled, wave)
     names = set(re.findall(r"name=([\w.]+)", str(jax.make_jaxpr(loss)(state))))
     found = [name for name in names if re.fullmatch(RematRegexSavePatterns[pattern].value, name)]
@@ -355,7 +355,7 @@ def stack_loss(cls, filled, wave, remat=False):
 
 
 @pytest.mark.parametrize("cls", [StackedTransformerLayer, RepeatedTransformerLayer])
-def test_remat_saves_and_changes_nothing(cls, filled, wave):
+def test_remat_keeps_values(cls, filled, wave):
     loss, state = stack_loss(cls, filled, wave)
     again, _ = stack_loss(cls, filled, wave, remat=True)
     expected, got = (jax.jit(jax.grad(fn))(state) for fn in (loss, again))

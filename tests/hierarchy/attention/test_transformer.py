@@ -124,7 +124,7 @@ def test_return_aux(name, filled, x, wave):
     assert output[1:] == (None, None, None)
 
 
-def test_keys_of_another_layer(filled, x):
+def test_shared_kv_state(filled, x):
     first, cfg = build(plain()), plain()
     cfg.self_attention.attention.input_linear = QLinear.default_config()
     second = build(cfg)
@@ -146,7 +146,7 @@ def test_keys_of_another_layer(filled, x):
     np.testing.assert_allclose(output.data, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_remat_changes_nothing(filled, x):
+def test_remat_keeps_values(filled, x):
     layer, again = build(plain()), build(plain(remat_spec=RematSpec()))
     state = filled(layer)
 
@@ -163,7 +163,7 @@ def test_remat_changes_nothing(filled, x):
     )
 
 
-def test_adapter_is_small_and_behind(filled, x):
+def test_adapter_is_a_bottleneck(filled, x):
     layer = build(adapted(bottleneck_ratio=0.25))
     assert layer.create_parameter_specs_recursively()["adapter"]["linear1"]["weight"].shape == (
         8,

@@ -51,7 +51,7 @@ def test_classification_with_smoothed_or_soft_labels():
     close(run(ClassificationMetric, LOGITS, LABELS, soft, num_classes=3)[0], expected)
 
 
-def test_without_labels_that_count_everything_is_zero():
+def test_no_live_labels_give_zero():
     loss, summaries = run(ClassificationMetric, LOGITS, jnp.full(8, -1), num_classes=3)
     assert loss == 0
     assert summaries["accuracy"].mean == 0

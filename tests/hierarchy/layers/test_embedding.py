@@ -60,7 +60,7 @@ def test_scale():
 @pytest.mark.parametrize(
     "scale, constant", [(Embedding.Scale.CONSTANT, None), (Embedding.Scale.UNIT, 2.0), (None, 2.0)]
 )
-def test_a_constant_without_its_scale_is_refused(scale, constant):
+def test_missing_scale_constant_is_rejected(scale, constant):
     with pytest.raises(LayerConfigError, match=r"emb: scale=.*and scale_constant=.*do not match"):
         make(scale=scale, scale_constant=constant)
 
@@ -205,7 +205,7 @@ def test_other_modalities_have_no_gradient():
     np.testing.assert_array_equal(grads["weight"][:, 0], [1, 1, 1])
 
 
-def test_decoding_embeds_one_step_after_the_other():
+def test_decoding_embeds_step_by_step():
     layer, params = make_modality(0, 8)
     whole = run_modality(layer, params, {"inputs": MODALITY_IDS})
     cached = layer.init_states(batch_size=2, dtype=jnp.float32)

@@ -62,7 +62,7 @@ def test_linear_under_jit_and_grad():
     np.testing.assert_allclose(grads["weight"], 2 * jnp.einsum("bti,bto->io", X, y), rtol=1e-4)
 
 
-def test_linear_lays_its_output_over_the_mesh():
+def test_linear_shards_its_output():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     layer, params = make(
         Linear, input_dim=3, output_dim=4, output_partition_spec=("data", None, "model")
@@ -73,7 +73,7 @@ def test_linear_lays_its_output_over_the_mesh():
     np.testing.assert_allclose(y, run(layer, params, X)[0], rtol=1e-5, atol=1e-6)
 
 
-def test_linear_reports_its_outputs_when_asked():
+def test_linear_reports_tensor_stats():
     layer, params = make(
         Linear, input_dim=3, output_dim=4, tensor_stats=DefaultTensorStats.default_config()
     )

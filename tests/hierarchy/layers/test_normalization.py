@@ -183,7 +183,7 @@ def test_l2_norm_gives_length_one():
 
 
 @pytest.mark.parametrize("min_weight, expected", [(0.0, 5.0), (0.5, 6.0)])
-def test_moving_average_weighs_values_by_their_number(min_weight, expected):
+def test_moving_average_weights_values_by_count(min_weight, expected):
     layer, params = make(MovingAverage, min_weight=min_weight, shape=(2,))
     for value in (2.0, 4.0, 9.0):
         y, collection = run(layer, params, jnp.full(2, value))

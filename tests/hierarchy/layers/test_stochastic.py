@@ -18,7 +18,7 @@ def run(cls, x, *, is_training=True, prng_key=KEY, **kwargs):
 
 
 @pytest.mark.parametrize("cls", LAYERS)
-def test_nothing_is_dropped_outside_of_training_or_without_a_rate(cls):
+def test_identity_in_evaluation_or_with_zero_rate(cls):
     x = jnp.ones((4, 6, 3))
     assert run(cls, x, rate=0.5, is_training=False, prng_key=None) is x
     assert run(cls, x, rate=0.0, prng_key=None) is x
@@ -32,7 +32,7 @@ def test_a_missing_key_is_named(cls):
 
 
 @pytest.mark.parametrize("cls", LAYERS)
-def test_what_is_dropped_follows_the_key(cls):
+def test_dropping_depends_on_key(cls):
     x = jax.random.normal(KEY, (16, 6, 3))
     first, again = (run(cls, x, rate=0.5) for _ in range(2))
     other = run(cls, x, rate=0.5, prng_key=jax.random.key(7))
@@ -65,6 +65,6 @@ def test_a_rate_of_one_is_refused():
         run(Dropout, jnp.ones(3), rate=1.0)
 
 
-def test_under_jit_and_grad_what_is_dropped_has_no_gradient():
+def test_dropped_values_have_no_gradient():
     grad = jax.jit(jax.grad(lambda x: run(Dropout, x, rate=0.5).sum()))(jnp.ones((8, 8)))
     assert set(np.unique(grad)) == {0, 2}

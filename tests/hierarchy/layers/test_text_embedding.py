@@ -36,7 +36,7 @@ def test_tokens_alone_are_looked_up():
     np.testing.assert_array_equal(x, state["token_emb"]["weight"][IDS])
 
 
-def test_all_that_is_known_of_a_token_is_added_up():
+def test_token_type_and_position_embeddings_add():
     emb, state = make(
         type_emb=Embedding.default_config().set(num_embeddings=2),
         pos_emb=LearnedPositionalEmbedding.default_config().set(shape=(7,)),
@@ -52,7 +52,7 @@ def test_all_that_is_known_of_a_token_is_added_up():
     np.testing.assert_allclose(x, token[IDS] + kind[types] + place[positions], rtol=1e-6)
 
 
-def test_the_norm_comes_before_dropout():
+def test_norm_precedes_dropout():
     emb, state = make(
         norm=LayerNorm.default_config(), dropout=Dropout.default_config().set(rate=0.5)
     )
@@ -65,7 +65,7 @@ def test_the_norm_comes_before_dropout():
 
 
 @pytest.mark.parametrize("cap", [None, 0.5])
-def test_attend_gives_inner_products_softly_capped(cap):
+def test_attend_applies_soft_cap(cap):
     emb, state = make(soft_cap_logits=cap)
     x = jax.random.normal(jax.random.key(2), (2, 3, DIM))
     logits = np.asarray(x) @ np.asarray(state["token_emb"]["weight"]).T
@@ -73,7 +73,7 @@ def test_attend_gives_inner_products_softly_capped(cap):
     np.testing.assert_allclose(call(emb, state, x, method="attend"), expected, rtol=1e-4)
 
 
-def test_one_token_after_the_other_is_embedded_as_all_together():
+def test_stepwise_embedding_equals_the_whole_sequence():
     emb, state = make(pos_emb=LearnedPositionalEmbedding.default_config().set(shape=(7,)))
     together = call(emb, state, {"inputs": IDS})
     states = call(emb, state, method="init_states", batch_size=2, dtype=jnp.float32)

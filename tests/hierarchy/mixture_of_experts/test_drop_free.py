@@ -152,7 +152,7 @@ def test_on_a_mesh(cls, fields, drops, expected_gradients):
         assert np.any(off) == drops
 
 
-def test_on_one_device_nothing_is_dropped():
+def test_nothing_is_dropped_on_one_device():
     y, outputs = run(layer(ApproximateTokenDropFreeMoE, expert_parallel_capacity=1.0))
     np.testing.assert_allclose(y, by_hand(), rtol=1e-4, atol=1e-5)
     assert outputs.summaries["over_capacity"] == 0
@@ -199,7 +199,7 @@ def test_interpretation_is_set_everywhere():
     ],
     ids=["gating", "tiling", "capacity"],
 )
-def test_what_does_not_fit_is_said(cls, fields, said):
+def test_invalid_config_raises(cls, fields, said):
     with pytest.raises(LayerConfigError, match=re.escape(said)):
         layer(cls, **fields)
 

@@ -97,7 +97,7 @@ def test_equals_a_loop_over_tokens(factor, capacity):
     np.testing.assert_allclose(aux_loss, 0.01 * summaries["load_balance_loss"], rtol=1e-6)
 
 
-def test_padding_takes_no_room():
+def test_padding_uses_no_slot():
     moe, x = layer(gating=gating(train_capacity_factor=0.7)), inputs()
     state, paddings = state_of(moe), np.random.default_rng(2).random((4, 3)) < 0.5
     y, _ = run(moe, state, x, paddings=jnp.asarray(paddings))
@@ -118,7 +118,7 @@ def test_gated_experts_and_outer_batches():
     np.testing.assert_allclose(run(moe, state, x)[0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_equals_a_dense_layer_if_there_is_one_expert_with_room_for_all():
+def test_one_expert_equals_a_dense_layer():
     cfg = config(gating=gating(TopKGating, num_experts_per_token=1), num_groups=1)
     moe = cfg.set(num_experts=1).instantiate(parent=None)
     state, x = state_of(moe), inputs()
@@ -126,7 +126,7 @@ def test_equals_a_dense_layer_if_there_is_one_expert_with_room_for_all():
     np.testing.assert_allclose(run(moe, state, x)[0], dense, rtol=1e-4, atol=1e-5)
 
 
-def test_losses_are_weighed_and_added_up():
+def test_losses_are_weighted_and_summed():
     moe = layer(load_balance_loss_weight=0.5, router_z_loss_weight=0.1, corr_loss_weight=2.0)
     state, x = state_of(moe), inputs()
     _, outputs = run(moe, state, x)
@@ -168,7 +168,7 @@ def test_residual_branch_and_dropout():
     assert not np.allclose(run(moe, state, x, key=jax.random.PRNGKey(0))[0], y)
 
 
-def test_in_evaluation_there_are_as_many_groups_as_there_can_be():
+def test_evaluation_uses_the_largest_number_of_groups():
     moe = layer(num_groups=4, outer_batch=2)
     state, x = state_of(moe), inputs(batch=1, time=1)
     y, _ = run(moe, state, x, is_training=False)
@@ -183,7 +183,7 @@ def test_in_evaluation_there_are_as_many_groups_as_there_can_be():
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 @pytest.mark.parametrize("outer_batch", [1, 2])
-def test_on_a_mesh_tokens_go_to_the_experts_devices(outer_batch):
+def test_tokens_are_sent_to_expert_devices(outer_batch):
     moe = layer(outer_batch=outer_batch, num_groups=4 // outer_batch)
     state, x = state_of(moe), inputs(batch=4, time=4)
     expected = np.asarray(run(moe, state, x)[0])

@@ -115,7 +115,7 @@ def test_equals_a_loop_over_tokens(name):
     np.testing.assert_allclose(np.mean(dropped), 1 - kept, atol=1e-6)
 
 
-def test_padding_goes_nowhere_and_counts_nowhere():
+def test_padding_is_ignored():
     live = np.array([[[1, 1, 0, 1, 0, 0], [0, 1, 1, 1, 1, 1]]], bool)
     layer = gating(Top2Gating, train_capacity_factor=1.0)
     output, _ = run(layer, live=jnp.asarray(live))
@@ -128,7 +128,7 @@ def test_padding_goes_nowhere_and_counts_nowhere():
         np.testing.assert_allclose(getattr(first, name), getattr(alone, name), rtol=1e-5)
 
 
-def test_capacity_in_evaluation_is_another():
+def test_evaluation_capacity_differs():
     layer = gating(Top2Gating, train_capacity_factor=1.0, eval_capacity_factor=2.0)
     shapes = [run(layer, is_training=t)[0].combine_tensor.shape[-1] for t in (True, False)]
     assert shapes == [2, 3]
@@ -195,7 +195,7 @@ def test_a_gating_scales_its_loss_adaptively():
     np.testing.assert_allclose(scaled, 3 * plain, rtol=1e-5)
 
 
-def test_drop_free_gating_gives_weights_and_experts():
+def test_drop_free_gating_output():
     logits = LOGITS[0]
     output, _ = run(gating(TopKDropFreeGating), logits, seq_load_balance_loss_weight=0.5)
     probs = softmax(logits)
@@ -261,7 +261,7 @@ def test_experts_of_few_groups():
     ],
     ids=["factor", "capacity", "too many", "none", "groups", "too few"],
 )
-def test_what_does_not_fit_is_said(cls, fields, said):
+def test_invalid_config_raises(cls, fields, said):
     with pytest.raises(LayerConfigError, match=re.escape(said)):
         gating(cls, **fields)
 
@@ -272,6 +272,6 @@ def test_bounds_of_the_adaptive_loss():
         cfg.instantiate(parent=None)
 
 
-def test_a_base_class_chooses_nothing():
+def test_base_class_is_abstract():
     with pytest.raises(NotImplementedError):
         run(gating(BaseGating))

@@ -36,7 +36,7 @@ def stack(experts=None, bias=False):
     return cfg.instantiate(parent=None)
 
 
-def test_a_mixture_of_copies_computes_what_the_dense_model_does(filled, wave):
+def test_upcycled_model_equals_the_dense_model(filled, wave):
     dense, moe, x = stack(), stack(experts=3), wave((2, 3, DIM))
     source = filled(dense)
     specs = moe.create_parameter_specs_recursively()
