@@ -80,7 +80,7 @@ def test_variables_are_named_as_submodules_are():
     np.testing.assert_allclose(jax.jit(Net().apply)(variables, X), y, rtol=1e-5)
 
 
-def test_keys_follow_the_order_of_what_is_made():
+def test_keys_follow_creation_order():
     variables = Net().init(nnx.Rngs(0), X)
     rngs = nnx.Rngs(0)
     np.testing.assert_array_equal(
@@ -249,7 +249,7 @@ def test_sow():
     np.testing.assert_array_equal(sown["intermediates"]["seen"][0], X)
 
 
-def test_errors_name_what_is_missing():
+def test_errors_name_missing_items():
     with pytest.raises(BridgeContextError, match="parameter 'kernel' was asked for by a Dense"):
         Dense(2)(X)
     with pytest.raises(RngStreamNotFoundError, match="'params'"):
@@ -311,7 +311,7 @@ class Outer(Module):
         return dropout(x, deterministic=not self.train)
 
 
-def test_their_variables_are_below_their_names():
+def test_variables_are_below_their_names():
     y, variables = Outer().init_with_output(nnx.Rngs(0), X)
     assert jax.tree.map(jnp.shape, variables) == {
         "params": {
@@ -338,7 +338,7 @@ def test_state_and_keys():
         net.apply(variables, X, mutable=True)
 
 
-def test_outside_of_modules_they_are_refused():
+def test_outside_of_modules_fails():
     with pytest.raises(BridgeContextError, match="linen_in_bridge_mdl was called outside"):
         linen_in_bridge_mdl(nn.Dense(2))
     with pytest.raises(BridgeContextError, match="nnx_in_bridge_mdl was called outside"):

@@ -27,7 +27,7 @@ def test_values_are_those_of_flax():
     np.testing.assert_array_equal(made["params"]["kernel"], want.kernel[...])
 
 
-def test_boxes_are_those_of_weft_outside_and_of_flax_inside():
+def test_boxes_convert_between_weft_and_flax():
     seen = []
 
     class Boxed(flax.linen.Module):

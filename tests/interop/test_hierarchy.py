@@ -104,7 +104,7 @@ class _Mapped(equinox.Module):
 
 
 @over(CHILDREN)
-def test_a_layer_of_any_library_is_a_child_like_any_other(make):
+def test_any_library_layer_is_a_child(make):
     layer = parent_of(make())
     state = layer.initialize_parameters_recursively(KEY)
     assert sorted(x.shape for x in jax.tree.leaves(state["inner"])) in (
@@ -185,7 +185,7 @@ class Net(BaseLayer):
         return self.guest(self.first(x))
 
 
-def test_it_is_a_child_made_by_a_config():
+def test_config_defines_a_child():
     guest = as_hierarchy(config_for_class(linen.Dense).set(features=2), inputs=SHAPE)
     net = Net.default_config().set(name="net", guest=guest).instantiate(parent=None)
     state = net.initialize_parameters_recursively(KEY)
@@ -242,7 +242,7 @@ def test_a_state_without_a_variable_is_refused():
         run(layer, {"params": {}})
 
 
-def test_a_config_of_the_hierarchy_stays_one():
+def test_hierarchy_config_is_kept():
     cfg = Linear.default_config().set(input_dim=3)
     assert as_hierarchy(cfg, output_dim=2) == cfg.clone(output_dim=2)
     assert as_hierarchy(Linear, output_dim=2) == Linear.default_config().set(output_dim=2)
@@ -288,7 +288,7 @@ class Plain(Module):
         return x + 1
 
 
-def test_a_module_that_is_no_layer():
+def test_non_layer_module():
     layer = as_linen(Plain)
     y, variables = layer.init_with_output(KEY, X)
     np.testing.assert_array_equal(y, X + 1)
@@ -350,7 +350,7 @@ def test_initialization_and_layout_belong_to_the_layer(field):
         cfg.instantiate(parent=None)
 
 
-def test_an_object_of_no_library_is_named_with_its_place():
+def test_unknown_object_is_named_with_its_path():
     with pytest.raises(UnknownLayerError, match=r"^guest: .*is not a layer of a known"):
         layer_of((object(),))
 
@@ -370,7 +370,7 @@ def test_rules_of_the_context_turn_names_into_mesh_axes():
     )
 
 
-def test_names_of_a_layer_in_linen_stand_for_what_the_rules_say():
+def test_layer_names_in_linen_follow_the_rules():
     cfg = Linear.default_config().set(input_dim=4, output_dim=2, bias=False)
     layer = as_linen(cfg.set(param_partition_spec=("in", "data")))
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -140,7 +140,7 @@ def test_axis_metadata_follows_the_axes():
 
 
 @over(RANDOM)
-def test_keys_come_from_the_streams_of_linen(make):
+def test_keys_are_drawn_from_linen_streams(make):
     guest = make()
     how = {"deterministic": False} if isinstance(guest[0], nn.Module) else {"training": True}
     layer = as_linen(*guest)
@@ -188,7 +188,7 @@ def test_sown_values_are_returned_when_mutable():
     np.testing.assert_array_equal(sown["intermediates"]["seen"][0], X)
 
 
-def test_a_variable_that_is_missing_is_named():
+def test_missing_variable_is_named():
     layer = as_linen(nnx.Linear, 3, 2)
     with pytest.raises(LayerVariablesError, match=r"Linear has a variable 'params/bias'.*none"):
         layer.apply({}, X)
@@ -199,6 +199,6 @@ def test_non_linen_modules_are_rejected():
         LinenModel(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
 
 
-def test_default_stands_in_for_params():
+def test_default_replaces_params():
     assert linen_streams({"default": 1, "dropout": 2}) == {"params": 1, "dropout": 2}
     assert linen_streams({"default": 1, "params": 2}) == {"params": 2}

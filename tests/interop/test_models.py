@@ -37,7 +37,7 @@ def test_missing_library_names_the_extra():
     assert import_library("math", "math").pi > 3
 
 
-def test_the_key_for_a_layer_that_takes_one():
+def test_key_argument_of_a_layer():
     keys = {"a": 1, "dropout": 2}
     assert single_key(keys, "default", "dropout") == 2
     assert single_key(keys, "other") == 1
@@ -76,7 +76,7 @@ def test_boxes_are_kept():
     assert rebox(box, box) is box
 
 
-def test_variables_have_to_fit():
+def test_variables_must_match():
     wanted = {("params", "w"): jnp.ones((2, 3))}
     check_variables("Net", wanted, {("params", "w"): jnp.zeros((2, 3))})
     with pytest.raises(LayerVariablesError, match=r"Net has .* 'params/w', .* there are: b\."):
@@ -101,7 +101,7 @@ def test_every_library_has_its_adapter(make):
     assert model == model_of(*make()) or not isinstance(make()[0], type)
 
 
-def test_the_root_of_the_classes_says_which_library_it_is():
+def test_library_is_detected_from_the_base_class():
     assert "linen:LinenModel" in adapter_of(bridge.to_linen(nnx.Linear, 3, 2))
     assert "nnx:NNXModel" in adapter_of(bridge.ToNNX(linen.Dense(2)))
     assert "FlaxLinenModel" in adapter_of(flax.nnx.bridge.to_linen(flax.nnx.Linear, 3, 2))
@@ -158,7 +158,7 @@ def make_linear(features: int, rngs: nnx.Rngs | None = None):
     ],
     ids=["class", "function"],
 )
-def test_a_config_that_lacks_only_its_streams_is_given_them(config):
+def test_missing_rngs_of_a_config_are_passed(config):
     model = model_of(config)
     variables = model.init({"default": KEY}, X)
     again = model.init({"default": jax.random.key(5)}, X)
@@ -169,6 +169,6 @@ def test_a_config_that_lacks_only_its_streams_is_given_them(config):
     assert not model.has_method("predict")
 
 
-def test_methods_are_known_before_a_module_is_made():
+def test_methods_are_known_before_instantiation():
     assert model_of(config_for_class(Doubles).set(inner=None)).has_method("__call__")
     assert model_of(config_for_class(linen.Dense).set(features=2)).has_method("init")

@@ -129,7 +129,7 @@ def test_layouts_are_metadata():
     assert layers.kernel.sharding_names == ("layers", None, "model")
 
 
-def test_a_model_of_layers_of_many_libraries_is_made_at_once():
+def test_model_of_many_libraries_is_created():
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.layers = [
@@ -205,7 +205,7 @@ def test_first_values_are_not_computed_by_apply():
     assert "random" not in str(jaxpr)
 
 
-def test_to_draw_from_a_stream_that_was_not_given_is_an_error():
+def test_drawing_from_a_missing_stream_fails():
     model = NNXModel(Net)
     variables = model.init({"params": KEY, "noise": KEY}, X)
     noisy, _ = model.apply(variables, X, rngs={"noise": KEY}, mutable=False, noisy=True)
@@ -214,7 +214,7 @@ def test_to_draw_from_a_stream_that_was_not_given_is_an_error():
         model.apply(variables, X, rngs={"other": KEY}, mutable=False, noisy=True)
 
 
-def test_a_parameter_of_another_shape_is_named():
+def test_wrong_parameter_shape_is_named():
     model = NNXModel(nnx.Linear, 3, 2)
     variables = model.init({"params": KEY}, X)
     variables["params"]["kernel"] = jnp.ones((4, 2))
@@ -222,7 +222,7 @@ def test_a_parameter_of_another_shape_is_named():
         model.apply(variables, X, rngs={}, mutable=False)
 
 
-def test_variables_without_a_place_are_named():
+def test_unmatched_variables_are_named():
     model = NNXModel(nnx.Linear, 3, 2)
     variables = model.init({"params": KEY}, X)
     variables["params"]["other"] = {"kernel": jnp.ones(2)}

@@ -56,7 +56,7 @@ def test_variables_are_collections_with_boxes():
     assert isinstance(plain["params"]["linear"]["kernel"], jax.ShapeDtypeStruct)
 
 
-def test_changes_go_to_collections_that_are_mutable():
+def test_updates_require_mutable_collections():
     model, variables = to_linen(Block), block_variables()
     call = jax.jit(lambda v: model.apply(v, X, rngs=RNGS, mutable=["batch_stats"]))
     _, changed = call(variables)
@@ -125,7 +125,7 @@ def test_a_class_that_takes_no_streams():
         to_linen(Scale, 2.0).init(KEY, X)
 
 
-def test_first_values_are_made_where_they_may_be():
+def test_initial_values_need_mutable():
     model, variables = to_linen(Block), block_variables()
     params = {"params": variables["params"]}
     _, made = model.apply(params, X, rngs=RNGS, mutable=["batch_stats"])
@@ -134,7 +134,7 @@ def test_first_values_are_made_where_they_may_be():
         model.apply(params, X, rngs=RNGS)
 
 
-def test_streams_that_are_missing_are_named():
+def test_missing_streams_are_named():
     with pytest.raises(RngStreamNotFoundError) as error:
         to_linen(Block).init(KEY, X)
     assert "'dropout'" in str(error.value)
@@ -144,7 +144,7 @@ def test_streams_that_are_missing_are_named():
         to_linen(Block).apply(variables, X)
 
 
-def test_first_values_can_be_computed_all_the_same():
+def test_initial_values_can_be_computed():
     model, variables = to_linen(Block, abstract_init=False), block_variables()
     a = model.apply(variables, X, rngs=RNGS)
     b = to_linen(Block).apply(variables, X, rngs=RNGS)

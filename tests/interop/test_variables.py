@@ -63,7 +63,7 @@ def test_a_box_is_saved_as_its_value():
     assert (back["w"].value == W).all()
 
 
-def test_a_box_lays_its_value_out_over_the_mesh():
+def test_box_shards_its_value():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     box = NNXMeta(nnx.Param, W, {"out_sharding": ("a", "b")})
     with jax.set_mesh(mesh):
@@ -93,7 +93,7 @@ def test_kinds_are_collections():
     ],
     ids=["names", "logical", "metadata", "array"],
 )
-def test_there_and_back(box):
+def test_round_trip(box):
     with nnx.use_eager_sharding(False):
         back = to_linen_var(to_nnx_var("params", box))
     assert type(back) is type(box)
@@ -104,7 +104,7 @@ def test_a_value_in_a_reference_is_read():
     assert to_linen_var(nnx.Param(jnp.ones(2), ref=True)).unbox().shape == (2,)
 
 
-def test_boxes_that_do_not_fit_are_refused():
+def test_invalid_boxes_are_rejected():
     with pytest.raises(LayerVariablesError, match="'params' has an NNXMeta of a BatchStat"):
         to_nnx_var("params", NNXMeta(nnx.BatchStat, W, {}))
 
@@ -122,7 +122,7 @@ def test_boxes_that_do_not_fit_are_refused():
         to_nnx_var("params", Odd())
 
 
-def test_initializers_say_their_layout():
+def test_initializers_set_sharding():
     init = with_partitioning(jax.nn.initializers.ones, ("a", None))
     with nnx.use_eager_sharding(False):
         w = nnx.Param(init(jax.random.key(0), (2, 3)))

@@ -58,7 +58,7 @@ def make_box():
     return Box(scale=jnp.float32(2), calls=jnp.int32(0))
 
 
-def test_the_backward_function_gives_the_gradients():
+def test_backward_function_defines_gradients():
     def forward(box, x):
         return scaled(box, x), (box.arrays["scale"], x)
 
@@ -75,7 +75,7 @@ def test_the_backward_function_gives_the_gradients():
     assert box.arrays["calls"] == 2
 
 
-def test_the_rule_gives_the_tangent():
+def test_rule_defines_tangent():
     def rule(tangents, box, x):
         of_box, of_x = tangents
         return scaled(box, x), 10 * of_box["scale"] + 100 * of_x
@@ -92,7 +92,7 @@ def test_the_rule_gives_the_tangent():
     assert box.arrays["calls"] == 3
 
 
-def test_rules_cross_other_transformations():
+def test_rules_compose_with_transformations():
     f = custom_vjp(
         BOXES,
         lambda x: x,
@@ -130,7 +130,7 @@ def saved(policy):
     return str(jax.make_jaxpr(jax.grad(run))(jnp.arange(3.0))).count("= sin ")
 
 
-def test_the_policy_says_what_is_computed_again():
+def test_policy_controls_recomputation():
     everything = saved(jax.checkpoint_policies.everything_saveable)
     nothing = saved(jax.checkpoint_policies.nothing_saveable)
     assert nothing > everything

@@ -191,7 +191,7 @@ def test_while_loop_equals_the_python_loop():
     assert (last, box.arrays["total"], box.writes) == (4, by_hand, 1)
 
 
-def test_a_loop_that_never_runs_changes_nothing():
+def test_empty_loop_keeps_the_state():
     box = Box(total=jnp.float32(1))
     body = lambda box, i: (box.write("total", 2 * box.arrays["total"]), i + 1)[1]  # noqa: E731
     loop = while_loop(BOXES, lambda box, i: i < 0, body, in_axes=(Roles(((True, CARRY),)), CARRY))
@@ -218,7 +218,7 @@ def test_a_carry_keeps_its_dtype():
         while_loop(BOXES, lambda x: x < 3, lambda x: x + 0.5, in_axes=(CARRY,))(jnp.int32(0))
 
 
-def test_keys_cannot_be_folded_by_a_kind_that_has_none():
+def test_kind_without_keys_cannot_fold():
     loop = while_loop(BOXES, lambda b, i: i < 3, lambda b, i: i + 1, in_axes=(FORK, CARRY))
     with pytest.raises(ValueError, match="BoxKind has no PRNG keys to fork; share the group"):
         loop(Box(key=jax.random.key(0)), 0)
@@ -267,13 +267,13 @@ def leave(box, x):
 
 
 @pytest.mark.parametrize(("taken", "total", "result"), [(True, 6, 1), (False, 3, -1)])
-def test_the_branch_that_is_taken_changes_the_state(taken, total, result):
+def test_taken_branch_updates_the_state(taken, total, result):
     box = Box(total=jnp.float32(3))
     assert cond(BOXES, double, leave)(taken, box, 0) == result
     assert box.arrays["total"] == total
 
 
-def test_switch_takes_the_nearest_branch():
+def test_switch_clamps_the_index():
     box = Box(total=jnp.float32(3))
     chosen = switch(BOXES, [leave, double, double])
     assert chosen(7, box, 0) == 1
@@ -281,7 +281,7 @@ def test_switch_takes_the_nearest_branch():
     assert box.arrays["total"] == 6
 
 
-def test_branches_leave_alike():
+def test_branches_must_match():
     box = Box(total=jnp.float32(3))
 
     def round_off(box, x):

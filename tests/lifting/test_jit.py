@@ -40,7 +40,7 @@ def test_lower_leaves_the_carrier_alone():
     assert box.writes == 0
 
 
-def test_what_was_compiled_ahead_is_called_with_carriers():
+def test_compiled_function_accepts_carriers():
     fn, traces = counting_jit()
     compiled = fn.lower(Box(total=jnp.float32(0)), jnp.float32(0)).compile()
     box = Box(total=jnp.float32(1))
@@ -73,7 +73,7 @@ def doubled(compiled, args, kwargs):
     return 2 * compiled(*args, **kwargs)
 
 
-def test_stages_have_what_those_of_jax_have_and_are_called_as_they_were_told():
+def test_stages_have_the_interface_of_jax():
     traced = Traced(jax.jit(jnp.sin).trace(jnp.float32(0)), doubled)
     lowered = traced.lower()
     compiled = lowered.compile()
@@ -84,7 +84,7 @@ def test_stages_have_what_those_of_jax_have_and_are_called_as_they_were_told():
     assert not hasattr(compiled, "_missing") and not hasattr(compiled, "missing")
 
 
-def test_what_differed_is_said():
+def test_explain_recompile():
     f = jit(BOXES, lambda box, x, **kwargs: x, static_argnames="mode")
     box = Box(x=jnp.ones(2))
     assert "traced not yet" in f.explain_recompile()
@@ -113,7 +113,7 @@ def test_shapes_instead_of_arrays():
     assert box.arrays["z"] == jax.ShapeDtypeStruct((3, 4), jnp.float32)
 
 
-def test_failed_checks_come_back():
+def test_failed_checks_return():
     def f(box, x):
         jax_checkify.check(x > 0, "x is {x}", x=x)
         box.write("x", x)

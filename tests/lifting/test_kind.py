@@ -22,7 +22,7 @@ def trip(fn, args, roles=None):
     return commit_results(BOXES, outer, call_pure(BOXES, fn, pure_args))
 
 
-def test_a_trip_brings_back_results_and_writes():
+def test_results_and_writes_are_returned():
     box = Box(x=jnp.float32(1))
 
     def fn(box, y):
@@ -41,7 +41,7 @@ def test_the_function_never_sees_the_callers_own_carrier():
     assert "x" in box.arrays
 
 
-def test_a_failure_inside_leaves_the_original_as_it_was():
+def test_failure_leaves_original_unchanged():
     box = Box(x=jnp.float32(1))
 
     def fn(box):
@@ -54,13 +54,13 @@ def test_a_failure_inside_leaves_the_original_as_it_was():
     assert box.writes == 0
 
 
-def test_returned_carriers_come_back_as_carriers():
+def test_returned_carriers_are_merged():
     made = trip(lambda y: [Box(y=y + 1)], (jnp.float32(1),))
     assert isinstance(made[0], Box)
     assert made[0].arrays["y"] == 2
 
 
-def test_what_no_filter_matches_stays_behind():
+def test_unmatched_state_is_not_passed():
     box = Box(x=jnp.float32(1), y=jnp.float32(2))
     seen = []
     roles = (Roles(((("x",), None),)),)
@@ -76,13 +76,13 @@ def test_the_users_tree_keeps_its_shape():
     )
 
 
-def test_the_static_half_travels_as_structure_and_compares_by_value():
+def test_static_part_is_structure_compared_by_value():
     assert jax.tree.leaves(Static(("a", 1))) == []
     assert jax.tree.structure(Static(("a", 1))) == jax.tree.structure(Static(("a", 1)))
     assert jax.tree.structure(Static(("a", 1))) != jax.tree.structure(Static(("a", 2)))
 
 
-def test_roles_for_something_without_state_are_refused():
+def test_state_roles_of_arrays_are_rejected():
     with pytest.raises(RoleError, match=r"gives .* to a ArrayImpl, which carries no state"):
         split_args(BOXES, (jnp.zeros(2),), (Roles((("x", 0),)),))
 
@@ -99,7 +99,7 @@ def test_units_are_the_groups_and_the_other_leaves():
     assert replaced[0].groups[0]["a"] == 7
 
 
-def test_results_give_carriers_the_roles_they_went_in_with():
+def test_returned_carriers_keep_input_roles():
     box = Box(a=jnp.zeros(1))
     _, pure_args = split_args(BOXES, (box,), (Roles((("a", 3),)),))
     results = call_pure(BOXES, lambda box: (jnp.ones(2), Box(z=jnp.ones(1))), pure_args, (None, 1))
@@ -107,7 +107,7 @@ def test_results_give_carriers_the_roles_they_went_in_with():
     assert units.roles == [3, None, 1]
 
 
-def test_pure_args_cross_jit_with_their_structure_as_the_key():
+def test_pure_args_are_cached_by_structure_in_jit():
     traces = []
 
     @jax.jit

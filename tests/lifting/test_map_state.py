@@ -26,7 +26,7 @@ def test_the_function_sees_the_state_through_two_maps():
     assert (box.arrays["x"], box.arrays["y"]) == (4, 5)
 
 
-def test_a_run_before_makes_the_state():
+def test_initial_run_creates_state():
     box, runs = Box(y=jnp.float32(5)), []
 
     def f(box):

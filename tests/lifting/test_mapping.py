@@ -24,7 +24,7 @@ class Labelled(BoxKind):
         return group
 
 
-def test_a_kind_is_told_of_the_axis_when_it_goes_and_when_it_comes():
+def test_kind_is_notified_of_removed_and_added_axes():
     kind = Labelled()
     box = Box(w=jnp.ones((2, 3)), b=jnp.ones(3))
     roles = Roles((("w", 1), (True, None)))
@@ -65,7 +65,7 @@ def test_each_group_has_its_own_axis():
     np.testing.assert_allclose(out, weights.sum(0) * np.array([1, 2, 3]) + 10)
 
 
-def test_what_is_written_comes_back_along_its_axis():
+def test_written_state_keeps_its_axis():
     box = Box(w=jnp.arange(6.0).reshape(2, 3))
 
     def fn(box):
@@ -76,7 +76,7 @@ def test_what_is_written_comes_back_along_its_axis():
     assert box.writes == 1
 
 
-def test_what_is_created_goes_to_the_first_group_that_matches():
+def test_new_state_joins_the_first_matching_group():
     box = Box(w=jnp.arange(3.0))
 
     def fn(box):
@@ -98,7 +98,7 @@ def test_keys_are_forked():
     np.testing.assert_array_equal(drawn, expected)
 
 
-def test_axis_name_is_there_for_collectives():
+def test_axis_name_for_collectives():
     out = vmap(BOXES, lambda x: x / jax.lax.psum(x, "i"), axis_name="i")(jnp.array([1.0, 3.0]))
     np.testing.assert_allclose(out, [0.25, 0.75])
 
@@ -143,7 +143,7 @@ def test_bad_axes(call, error, message):
         call()
 
 
-def test_a_role_that_vmap_does_not_have():
+def test_unsupported_vmap_role():
     from weft.lifting import CARRY
 
     with pytest.raises(RoleError, match="vmap has no role CARRY; expected an axis, None, FORK"):
@@ -256,7 +256,7 @@ def test_pmap_under_a_mesh_in_the_context():
 
 @needs_devices
 @pytest.mark.parametrize("spec", [None, PartitionSpec(None, "d")], ids=str)
-def test_pmap_inside_vmap_where_some_values_are_not_mapped(spec):
+def test_pmap_inside_vmap_with_unmapped_values(spec):
     def run(y):
         shared = (Roles(((True, None),)), 0)
         return pmap(BOXES, lambda box, y: box.arrays["x"] * y, in_axes=shared)(box, y)

@@ -18,12 +18,12 @@ def test_roles_read_as_they_are_written():
     assert hash(roles) == hash(Roles((("params", 0), (True, None))))
 
 
-def test_a_bare_role_goes_to_everything():
+def test_bare_role_applies_to_all():
     assert carrier_roles(2) == Roles(((True, 2),))
     assert carrier_roles(Roles((("a", 0),))) == Roles((("a", 0),))
 
 
-def test_a_prefix_is_spread_over_the_leaves():
+def test_prefix_is_broadcast_to_leaves():
     tree = ({"a": 1, "b": [2, 3]}, 4, 5)
     prefix = ({"a": None, "b": 0}, CARRY, Roles(((True, 1),)))
     assert broadcast_roles(prefix, tree, is_leaf, "in_axes") == [
@@ -36,7 +36,7 @@ def test_a_prefix_is_spread_over_the_leaves():
     assert broadcast_roles(0, tree, is_leaf, "in_axes") == [0] * 5
 
 
-def test_a_prefix_that_does_not_fit_is_refused_by_name():
+def test_mismatched_prefix_is_named():
     with pytest.raises(RoleError, match=r"in_axes=\(0, 1\) has 2 entries, and the call"):
         broadcast_roles((0, 1), (1, 2, 3), is_leaf, "in_axes")
 
@@ -63,7 +63,7 @@ def test_the_leaves_of_a_prefix():
         ),
     ],
 )
-def test_a_prefix_that_does_not_fit_shows_the_first_difference(prefix, tree, words):
+def test_mismatched_prefix_shows_first_difference(prefix, tree, words):
     with pytest.raises(RoleError) as error:
         broadcast_roles(prefix, tree, lambda x: False, "in_axes")
     assert words in str(error.value) and "PyTreeDef" not in str(error.value)

@@ -97,7 +97,7 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("of_name", TRANSFORMED)
-def test_no_function_that_jax_sees_is_of_the_engine(of_name, monkeypatch):
+def test_traced_functions_have_user_names(of_name, monkeypatch):
     """The error about a leaked tracer names the user's function."""
     leaked = []
 
@@ -163,7 +163,7 @@ CASES = [(title, what) for title, (_, *whats) in TRANSFORMATIONS.items() for wha
 
 @pytest.mark.parametrize("position", [2, -3])
 @pytest.mark.parametrize(("title", "what"), CASES)
-def test_positions_that_there_are_not(title, what, position):
+def test_invalid_argnums(title, what, position):
     title, made = title.split(" ")[0], TRANSFORMATIONS[title][0]
     words = rf"^{title}\(.*{what}_argnums has {position}, and the function takes 2 arguments"
     with pytest.raises(TransformArgumentError, match=words):
@@ -181,7 +181,7 @@ def test_positions_that_there_are_not(title, what, position):
         (derivatives.custom_jvp(of_array, rule, nondiff_argnums=(-3,)), "nondiff_argnums"),
     ],
 )
-def test_positions_that_a_call_has_not(transformed, what):
+def test_argnums_out_of_range(transformed, what):
     with pytest.raises(TransformArgumentError, match=f" {what} has -?[23], .* called with 2 arg"):
         transformed(1.0, 2.0)
 

@@ -63,7 +63,7 @@ def test_carried_variables_made_in_a_body_equal_the_python_loop(loop, n, lifted)
     assert init(lifted(loop(n)))(KEY, 0) == (result, variables)
 
 
-def test_nested_loops_make_their_state_once():
+def test_nested_loops_create_state_once():
     def outer(scope, carry):
         body = lambda s, c: (lift.remat(by_scan(2))(s, c), None)  # noqa: E731
         return lift.scan(body, variable_carry="state", length=3)(scope, carry)[0]
@@ -84,7 +84,7 @@ def test_an_initial_value_may_depend_on_the_first_input():
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2])
-def test_what_one_branch_makes_passes_through_the_others(taken):
+def test_state_created_in_one_branch_exists_in_all(taken):
     def makes(name, start):
         def branch(scope):
             value = scope.variable("state", name, lambda: start)
@@ -135,7 +135,7 @@ def a_new_while():
 
 
 @pytest.mark.parametrize("loop", [a_new_scan, a_new_while])
-def test_a_loop_that_makes_state_is_traced_for_the_first_of_equal_calls_only(loop):
+def test_loop_creating_state_is_traced_once_for_equal_calls(loop):
     NOTES.traces = 0
     first = init(loop())(KEY, 0)
     traced = NOTES.traces
@@ -145,7 +145,7 @@ def test_a_loop_that_makes_state_is_traced_for_the_first_of_equal_calls_only(loo
 
 
 @pytest.mark.parametrize("step", [1, jnp.float32(1)], ids=["number", "array"])
-def test_a_body_that_makes_shared_state_does_not_change_it_by_a_constant(step):
+def test_body_creating_shared_state_cannot_change_it(step):
     def body(scope, carry):
         scope.variable("state", "n", lambda: jnp.zeros(())).value += step
         return carry, None

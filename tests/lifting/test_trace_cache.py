@@ -51,7 +51,7 @@ ARRAY = jnp.ones(2)
     [1, "a", None, 1.5, (1, "b"), frozenset({1, 2}), Colour.RED, jnp.exp, closure(3), ARRAY],
     ids=lambda value: type(value).__name__,
 )
-def test_functions_made_anew_with_equal_values_are_the_same(value):
+def test_functions_with_equal_closures_are_equal(value):
     assert made_for(closure(value)) is made_for(closure(value))
 
 
@@ -71,14 +71,14 @@ def test_functions_made_anew_with_equal_values_are_the_same(value):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_functions_with_other_values_are_not(a, b):
+def test_functions_with_other_values_differ(a, b):
     assert made_for(closure(a)) is not made_for(closure(b))
 
 
 @pytest.mark.parametrize(
     "value", [np.ones(2), object(), [1], {"a": 1}, {1}], ids=lambda v: type(v).__name__
 )
-def test_what_can_change_unseen_is_not_shared(value):
+def test_mutable_values_are_not_shared(value):
     fn = closure(value)
     assert made_for(fn) is not made_for(fn)
 
@@ -147,7 +147,7 @@ OPAQUE = Opaque()
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_values_that_are_equal_and_not_the_same(a, b):
+def test_equal_but_distinct_values(a, b):
     assert value_key(a) != value_key(b)
     assert value_key(a) == value_key(a)
     assert hash(value_key(a)) == hash(value_key(a))
@@ -165,7 +165,7 @@ def test_attributes_of_functions_count():
     assert made_for(scaled(2)) is not made_for(scaled(3))
 
 
-def test_a_function_is_compared_as_it_is_when_it_is_first_called():
+def test_function_is_keyed_by_state_at_first_call():
     def late():
         factor = 1
 
@@ -197,12 +197,12 @@ def test_a_function_is_compared_as_it_is_when_it_is_first_called():
     ],
     ids=["identity", "zero", "adam", "schedule"],
 )
-def test_functions_that_a_library_makes_are_the_same(make):
+def test_library_closures_are_equal(make):
     assert value_key(make()) == value_key(make()) != value_key(optax.scale(2.0))
     assert value_key(optax.identity()) != value_key(optax.set_to_zero())
 
 
-def test_what_can_change_is_compared_as_it_is_now():
+def test_mutable_values_compare_by_state():
     @dataclasses.dataclass
     class Config:
         scale: float
@@ -228,7 +228,7 @@ def test_what_can_change_is_compared_as_it_is_now():
     assert value_key(Config(1.0, [])) == value_key(Config(1.0, [])) != value_key(Config(1, []))
 
 
-def test_a_function_that_writes_to_what_is_outside_is_like_no_other():
+def test_function_writing_to_its_closure_is_unique():
     def make(k):
         n = 0
 
@@ -287,7 +287,7 @@ STATES = {
 
 
 @pytest.mark.parametrize(("make", "change"), STATES.values(), ids=STATES)
-def test_what_has_no_hash_is_compared_by_its_present_state(make, change):
+def test_unhashable_values_compare_by_current_state(make, change):
     x = make()
     before = value_key(x)
     assert before == value_key(make()) and hash(before) == hash(value_key(make()))
@@ -295,7 +295,7 @@ def test_what_has_no_hash_is_compared_by_its_present_state(make, change):
     assert value_key(x) != before
 
 
-def test_what_holds_itself_or_cannot_be_written_is_itself():
+def test_cyclic_or_unpicklable_values_use_identity():
     loop, unwritable = Equal(1), Unwritable(1)
     loop.x = [loop]
     assert value_key(loop) == value_key(loop)
@@ -321,7 +321,7 @@ def many_calls():
         below(3, int)
 
 
-def test_no_depth_is_slow_with_room():
+def test_deep_calls_stay_fast():
     # Where a piece of Python's stack is full, each call is given a new one, which is a new page.
     depths = range(200)
     without = [below(depth, lambda: pages_in(many_calls)) for depth in depths]
@@ -338,7 +338,7 @@ def test_arguments_results_and_errors_pass():
         with_large_frame(lambda: 1 / 0)
 
 
-def test_there_is_room_for_as_many_calls_as_python_allows():
+def test_deep_recursion_stays_fast():
     def inner():
         return below(900, lambda: pages_in(many_calls))
 
@@ -366,7 +366,7 @@ def test_equal_functions_share_a_trace_outside_of_jit():
     assert len(traces) == 1
 
 
-def test_what_is_no_array_stays_what_it_is():
+def test_non_arrays_are_unchanged():
     def body(carry, mode, box):
         assert mode == "add"
         return carry + box.arrays["n"], None
@@ -375,7 +375,7 @@ def test_what_is_no_array_stays_what_it_is():
     assert loop(0, "add", Box(n=2))[0] == 6
 
 
-def test_a_loop_leaves_no_mark_in_the_trace_around_it():
+def test_loop_adds_nothing_to_the_outer_trace():
     loop = scan(BOXES, lambda c, x: (c + x, None), in_axes=(CARRY, 0), out_axes=(CARRY, None))
     jaxpr = jax.make_jaxpr(lambda x: loop(0.0, x))(jnp.ones(3))
     assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["scan"]

@@ -50,7 +50,7 @@ class Wrapper(Module):
         return self.inner(x) + self.param("bias", jax.nn.initializers.ones, (1, 2))
 
 
-def test_a_wrapper_leaves_no_mark():
+def test_wrapper_is_transparent():
     variables = Wrapper(Affine()).init(KEY, X)
     assert sorted(variables["params"]) == ["bias", "kernel"]
     np.testing.assert_allclose(
@@ -58,7 +58,7 @@ def test_a_wrapper_leaves_no_mark():
     )
 
 
-def test_of_two_that_are_not_in_each_other_the_second_has_the_scope():
+def test_second_of_two_siblings_owns_the_scope():
     class Outer(Module):
         @compact
         def __call__(self, x):
@@ -67,16 +67,16 @@ def test_of_two_that_are_not_in_each_other_the_second_has_the_scope():
     assert sorted(Outer().init(KEY, X)["params"]["layer"]) == ["bias", "kernel"]
 
 
-def test_a_scope_for_submodules_as_well():
+def test_submodules_share_the_scope():
     assert sorted(Wrapper(Model()).init(KEY, X)["params"]) == ["bias", "layer"]
 
 
-def test_a_scope_for_two_that_are_not_bound():
+def test_scope_of_two_unbound_modules():
     with pytest.raises(CallShareScopeOnUnboundModuleError, match=r"`share_scope` .*Affine is not"):
         share_scope(Affine().bind({}), Affine())
 
 
-def test_arguments_of_two_times():
+def test_merge_param():
     assert merge_param("x", False, None) is False
     assert merge_param("x", None, 0) == 0
     with pytest.raises(ParameterGivenTwiceError, match="'x' was given twice, as 1 and as 2; pass"):

@@ -45,7 +45,7 @@ def by_hand(params, x, other, mask=None):
     )
 
 
-def test_by_hand():
+def test_matches_reference():
     layer = MultiHeadDotProductAttention(2, qkv_features=6, out_features=3)
     y, variables = layer.init_with_output(KEY, X, OTHER)
     np.testing.assert_allclose(y, by_hand(variables["params"], X, OTHER), rtol=1e-5, atol=1e-5)
@@ -54,7 +54,7 @@ def test_by_hand():
     np.testing.assert_allclose(y, by_hand(variables["params"], X, X, mask), rtol=1e-5, atol=1e-5)
 
 
-def test_the_ways_to_give_inputs():
+def test_input_defaults():
     layer = MultiHeadAttention(2)
     variables = layer.init(KEY, X)
     itself = layer.apply(variables, X)
@@ -76,7 +76,7 @@ def test_weights_are_kept():
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
 
 
-def test_dropout_needs_a_key_and_to_know_whether():
+def test_dropout_needs_key_and_deterministic():
     layer = MultiHeadAttention(2, dropout_rate=0.5)
     variables = layer.init(KEY, X, deterministic=True)
     plain = MultiHeadAttention(2).apply(variables, X)
@@ -91,7 +91,7 @@ def test_dropout_needs_a_key_and_to_know_whether():
     np.testing.assert_array_equal(*given)
 
 
-def test_decoding_gives_what_causal_attention_gives():
+def test_decoding_equals_causal_attention():
     layer = SelfAttention(2, decode=True)
     variables = layer.init(KEY, X)
     assert variables["cache"]["cached_key"].shape == (2, 5, 2, 4)
@@ -126,7 +126,7 @@ def test_errors_of_decoding():
         layer.apply(variables, X[:, :1])
 
 
-def test_attention_may_be_computed_by_another_function():
+def test_custom_attention_fn():
     seen = {}
 
     def some(query, key, value, mask=None, dtype=None):
@@ -143,7 +143,7 @@ def test_attention_may_be_computed_by_another_function():
     assert seen == {"some": ((2, 1, 5, 5), jnp.float16), "anything": (3, {})}
 
 
-def test_modules_may_multiply():
+def test_dot_general_modules():
     class Scaled(Module):
         @compact
         def __call__(self, *args):
@@ -240,7 +240,7 @@ def test_errors():
         dot_product_attention(Q, K, V, qk_attn_weights_einsum=jnp.einsum)
 
 
-def test_a_causal_mask_of_what_is_no_padding():
+def test_causal_padding_mask():
     valid = jnp.array([[1, 1, 0]])
     mask = attention_mask.combine_masks(
         attention_mask.make_causal_mask(valid), attention_mask.make_attention_mask(valid, valid)

@@ -90,7 +90,7 @@ def test_vjp_of_a_module_and_one_that_is_captured():
     np.testing.assert_allclose(of_variables["params"]["w"], expected, rtol=1e-5)
 
 
-def test_vjp_changes_state_and_returns_the_rest():
+def test_vjp_updates_state_and_returns_aux():
     def body(self, x):
         linear = Linear(1)
         y, pullback, rest = nn.vjp(lambda m, x: (m(x), "rest"), linear, x, has_aux=True)
@@ -134,7 +134,7 @@ def test_gradients_of_arguments():
     np.testing.assert_array_equal(grads[0], of_x)
 
 
-def test_gradients_with_the_rest():
+def test_gradients_with_aux():
     loss = lambda m, x: (m(x).sum(), {"x": x})  # noqa: E731
     ((value, rest), grads), _ = run(
         lambda self, x: nn.value_and_grad(loss, Linear(1), x, has_aux=True), X
@@ -359,7 +359,7 @@ def test_reduce_axes_are_refused():
 
 
 @pytest.mark.parametrize("empty", [{}, {"params": {}}, {"params": {}, "state": {}}])
-def test_jvp_before_there_are_variables(empty):
+def test_jvp_creates_variables(empty):
     def body(self, x):
         linear = Linear(2)
         return nn.jvp(lambda m, x: m(x), linear, (x,), (2 * x,), empty)

@@ -83,7 +83,7 @@ def test_a_loop_is_the_same_as_in_python(loop, n):
 
 @loops
 @pytest.mark.parametrize("n", [0, 3])
-def test_carry_variables_that_the_body_makes(loop, n):
+def test_body_creates_carry_variables(loop, n):
     m = model(lambda self, x: loop(n, call, Counter(), x, carry_variables="counts"))
     y, variables = m.init_with_output({}, 0.0)
     assert variables["counts"]["Counter_0"]["count"] == n
@@ -91,7 +91,7 @@ def test_carry_variables_that_the_body_makes(loop, n):
 
 
 @loops
-def test_params_that_the_body_makes_are_shared(loop):
+def test_params_created_in_body_are_shared(loop):
     def body(self, x):
         return loop(3, lambda self, x: Linear()(x), self, x, split_rngs={"params": False})
 
@@ -104,7 +104,7 @@ def test_params_that_the_body_makes_are_shared(loop):
 
 @loops
 @pytest.mark.parametrize("split", [True, False])
-def test_a_parameter_after_a_loop_differs_from_those_that_the_body_makes(loop, split):
+def test_parameter_after_a_loop_differs_from_its_parameters(loop, split):
     def body(self, x):
         make = lambda self, x: x + self.param("a", jax.random.uniform)  # noqa: E731
         x = loop(2, make, self, x, split_rngs={"params": split})
@@ -200,7 +200,7 @@ branching = pytest.mark.parametrize("choose", [two, of_index])
 
 
 @branching
-def test_branches_that_make_other_variables(choose):
+def test_branches_create_other_variables(choose):
     def f(self, x):
         return Linear(2, name="a")(x)
 
@@ -221,7 +221,7 @@ def test_branches_that_make_other_variables(choose):
 
 
 @branching
-def test_branches_that_change_other_variables(choose):
+def test_branches_update_other_variables(choose):
     def body(self, flag):
         one, other = Counter(name="one"), Counter(10.0, name="other")
         one(0), other(0)
@@ -275,7 +275,7 @@ def test_a_switch_has_many_branches():
 
 
 @branching
-def test_branches_that_return_otherwise_are_named(choose):
+def test_mismatched_branches_are_named(choose):
     def one(self, x):
         return {"y": x}
 
@@ -317,14 +317,14 @@ def sows(self, x):
 
 
 @branching
-def test_what_branches_sow(choose):
+def test_sow_in_branches(choose):
     m = model(lambda self, x: choose(x < 3, sows, lambda self, x: sows(self, 2 * x), self, x))
     assert m.apply({}, 1.0, mutable="sown")[1] == {"sown": {"x": (1.0,)}}
     assert m.apply({}, 3.0, mutable="sown")[1] == {"sown": {"x": (6.0,)}}
 
 
 @branching
-def test_a_sum_that_one_branch_sows(choose):
+def test_sow_sum_in_one_branch(choose):
     def adds(self, x):
         self.sow("sown", "sum", x, lambda a, b: a + b, lambda: 0.0)
         return x
@@ -351,7 +351,7 @@ class Noted(nn.Module):
 
 
 @pytest.mark.parametrize("depth", range(1, 7))
-def test_a_body_is_traced_once_and_once_more_for_each_scan_that_carries_what_it_makes(depth):
+def test_each_scan_carrying_new_state_adds_one_trace(depth):
     program = Noted
     for _ in range(depth):
         program = nn.scan(program, variable_carry="counts", length=2)
@@ -367,7 +367,7 @@ def test_a_body_is_traced_once_and_once_more_for_each_scan_that_carries_what_it_
     assert len(RUNS) == 1
 
 
-def test_a_decode_loop_over_scanned_layers_begins_with_their_initial_state():
+def test_decode_loop_starts_with_initial_state_of_layers():
     layers = nn.scan(Noted, variable_axes={"counts": 0}, length=3)
     for length in (0, 1, 4):
         times = nn.scan(layers, variable_carry="counts", length=length)
@@ -375,7 +375,7 @@ def test_a_decode_loop_over_scanned_layers_begins_with_their_initial_state():
         assert state["counts"]["n"].tolist() == [10 + length] * 3
 
 
-def test_a_branch_that_is_not_taken_leaves_scanned_layers_as_they_begin():
+def test_untaken_branch_keeps_initial_state_of_layers():
     class Chosen(nn.Module):
         @nn.compact
         def __call__(self, taken):

@@ -13,13 +13,13 @@ KEY = jax.random.key(0)
 X = draw(0, 2, 6, 3)
 
 
-def test_fields_may_be_given_by_position():
+def test_fields_may_be_positional():
     layer = Conv(5, (3, 3), 2, "VALID", 1, 2, 4, False)
     assert (layer.strides, layer.kernel_dilation, layer.feature_group_count) == (2, 2, 4)
     assert ConvLocal(5, 3, 2).strides == 2
 
 
-def test_one_number_is_for_one_axis():
+def test_scalar_means_one_axis():
     y, variables = Conv(5, 3).init_with_output(KEY, X)
     assert y.shape == (2, 6, 5)
     assert jax.tree.map(jnp.shape, variables["params"]) == {"kernel": (3, 3, 5), "bias": (5,)}
@@ -32,7 +32,7 @@ def test_a_circular_convolution_moves_with_its_input():
     np.testing.assert_allclose(moved, jnp.roll(y, 2, axis=1), rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_masked_has_no_influence():
+def test_masked_weights_are_zero():
     mask = jnp.ones((3, 3, 5)).at[0].set(0)  # the position before
     layer = Conv(5, 3, mask=mask)
     y, variables = layer.init_with_output(KEY, X)
@@ -50,7 +50,7 @@ def test_a_local_convolution_has_weights_for_each_position():
     np.testing.assert_allclose(y[:, 1], window @ kernel[1], rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_not_needed_is_not_traced():
+def test_no_unneeded_operations():
     layer = Conv(5, 3, use_bias=False)
     jaxpr = jax.make_jaxpr(layer.apply)(layer.init(KEY, X), X)
     assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["conv_general_dilated"]
@@ -69,7 +69,7 @@ def test_errors_name_the_module(cls):
 
 
 @pytest.mark.parametrize(("features", "groups"), [(4, 2), (4, 3)])
-def test_channels_that_cannot_be_cut_into_groups(features, groups):
+def test_indivisible_groups(features, groups):
     layer = Conv(features, 3, feature_group_count=groups)
     with pytest.raises(ArgumentShapeError, match=rf"feature_group_count={groups}; .* 3 channels"):
         layer.init(KEY, X)
@@ -80,7 +80,7 @@ def test_channels_that_cannot_be_cut_into_groups(features, groups):
     [{"feature_group_count": 3}, {"conv_general_dilated": print},
      {"conv_general_dilated_cls": print}],
 )  # fmt: skip
-def test_what_a_local_convolution_cannot_do(kwargs):
+def test_unsupported_local_conv_options(kwargs):
     (name,) = kwargs
     with pytest.raises(ArgumentValueError, match=rf"has {name}=.*; expected .*: only Conv can"):
         ConvLocal(3, 3, **kwargs).init(KEY, X)
@@ -91,12 +91,12 @@ def test_a_dilated_input_is_padded_in_numbers():
         Conv(3, 3, input_dilation=2).init(KEY, X)
 
 
-def test_fields_of_conv_transpose_may_be_given_by_position():
+def test_conv_transpose_fields_may_be_positional():
     layer = ConvTranspose(5, (3, 3), (2, 2), "VALID", (1, 2), False)
     assert (layer.strides, layer.kernel_dilation, layer.use_bias) == ((2, 2), (1, 2), False)
 
 
-def test_each_position_becomes_as_many_as_the_stride():
+def test_output_length_is_multiplied_by_stride():
     for padding in ("SAME", "CIRCULAR"):
         y, _ = ConvTranspose(5, 4, strides=3, padding=padding).init_with_output(KEY, X)
         assert y.shape == (2, 18, 5)
@@ -134,19 +134,19 @@ def flat(y):
     return y.ravel().tolist()
 
 
-def test_each_window_gives_one_number():
+def test_pooling_values():
     assert flat(conv.max_pool(IMAGE, (2,), (2,))) == [2, 4, 6]
     assert flat(conv.min_pool(IMAGE, (2,), (2,))) == [1, 3, 5]
     assert flat(conv.avg_pool(IMAGE, (3,), (3,))) == [2, 5]
     assert flat(conv.pool(IMAGE, 1.0, jax.lax.mul, (3,), (3,), "VALID")) == [6, 120]
 
 
-def test_padding_never_wins():
+def test_padding_is_ignored():
     assert flat(conv.max_pool(-IMAGE, (3,), (3,), ((1, 2),))) == [-1, -3, -6]
     assert flat(conv.min_pool(IMAGE, (3,), (3,), ((1, 2),))) == [1, 3, 6]
 
 
-def test_a_window_for_more_axes_than_there_are():
+def test_too_many_window_axes():
     with pytest.raises(ArgumentShapeError, match=r"window_shape=\(2, 2, 2\) is for 3 spatial axes"):
         conv.pool(IMAGE, 0.0, jax.lax.add, (2, 2, 2), None, "VALID")
 

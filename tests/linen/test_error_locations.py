@@ -105,7 +105,7 @@ def test_sizes_of_axes(around):
         ("vmap", "sum", None, VariableAxisError),
     ],
 )
-def test_what_a_body_changes(around, way, change, axis, error):
+def test_changed_carry(around, way, change, axis, error):
     x, variables = x_and_variables(around)
     st = jnp.zeros((2,) if around == "vmap" else ())
     variables = {**nn.unbox(variables), "st": {"layers": {"cells": {"n": st}}}}

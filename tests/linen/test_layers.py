@@ -48,23 +48,23 @@ def test_the_mean_is_kept():
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
-def test_axes_along_which_all_or_nothing_is_dropped(axis):
+def test_broadcast_dropout_axes(axis):
     y = Dropout(0.5, (axis,), deterministic=False).apply({}, ONES, rngs=RNGS)
     assert (y == jnp.take(y, jnp.array([0]), axis)).all()
     assert 0 < y.mean() < 2
 
 
-def test_nothing_is_dropped_where_it_is_deterministic():
+def test_deterministic_dropout_is_identity():
     assert Dropout(0.5).apply({}, ONES, deterministic=True) is ONES
     assert Dropout(0.5).apply({}, ONES, True, rngs=RNGS) is ONES
     assert Dropout(0.0).apply({}, ONES, False) is ONES
 
 
-def test_everything_is_dropped_at_one():
+def test_rate_one_drops_all():
     assert not Dropout(1.0, deterministic=False).apply({}, ONES).any()
 
 
-def test_a_key_of_ones_own():
+def test_explicit_key():
     layer = Dropout(0.5, deterministic=False)
     one, same, other = (
         layer.apply({}, ONES, rng=jax.random.key(seed), rngs=RNGS) for seed in (1, 1, 2)
@@ -73,14 +73,14 @@ def test_a_key_of_ones_own():
     assert (one != other).any()
 
 
-def test_a_stream_of_ones_own():
+def test_custom_stream():
     layer = Dropout(0.5, deterministic=False, rng_collection="noise")
     layer.apply({}, ONES, rngs={"noise": jax.random.key(0)})
     with pytest.raises(InvalidRngError, match="noise"):
         layer.apply({}, ONES, rngs=RNGS)
 
 
-def test_deterministic_is_given_once():
+def test_deterministic_set_twice():
     with pytest.raises(ParameterGivenTwiceError, match="'deterministic' was given"):
         Dropout(0.5).apply({}, ONES, rngs=RNGS)
     with pytest.raises(ParameterGivenTwiceError, match="'deterministic' was given twice"):
@@ -88,7 +88,7 @@ def test_deterministic_is_given_once():
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5])
-def test_a_rate_that_is_no_probability(rate):
+def test_invalid_rate(rate):
     with pytest.raises(ArgumentValueError, match=f"rate={rate} must be in"):
         Dropout(rate, deterministic=False).apply({}, ONES, rngs=RNGS)
 
@@ -101,7 +101,7 @@ def test_layers_are_applied_in_order():
     assert Sequential([lambda x: x + 1, lambda x: 2 * x]).apply({}, 3) == 8
 
 
-def test_modules_are_named_by_their_places():
+def test_modules_are_named_by_position():
     params = Sequential([Dense(3), jnp.tanh, Dense(2)]).init(KEY, INPUTS)["params"]
     assert jax.tree.map(jnp.shape, params) == {
         "layers_0": {"kernel": (4, 3), "bias": (3,)},
@@ -135,7 +135,7 @@ def test_no_layers():
         Sequential([]).apply({}, INPUTS)
 
 
-def test_batch_axes_become_one_and_several_again():
+def test_batch_axes_are_merged_and_restored():
     seen = []
 
     def f(x, scale, *, more):
@@ -159,7 +159,7 @@ def test_batch_apply_of_a_module():
     assert list(variables["params"]) == ["Dense_0"]
 
 
-def test_batch_axes_that_nothing_has():
+def test_too_many_batch_axes():
     with pytest.raises(ArgumentShapeError, match=r"merges 4 axes.*shapes are \[\(2, 3, 4\)\]"):
         BatchApply(lambda x: x, num_dims=4)(INPUTS)
 

@@ -15,7 +15,7 @@ KEY = jax.random.key(0)
 X = draw(0, 2, 3, 4)
 
 
-def test_fields_may_be_given_by_position():
+def test_fields_may_be_positional():
     layer = Dense(5, False, jnp.bfloat16)
     assert (layer.features, layer.use_bias, layer.dtype) == (5, False, jnp.bfloat16)
     assert DenseGeneral(5, (0, 1), (2,)).batch_dims == (2,)
@@ -46,7 +46,7 @@ def test_a_map_to_no_axis():
     assert (y.shape, variables["params"]["kernel"].shape) == ((2,), (3, 4))
 
 
-def test_what_is_not_needed_is_not_traced():
+def test_no_unneeded_operations():
     params = Dense(5, use_bias=False).init(KEY, X)
     jaxpr = jax.make_jaxpr(Dense(5, use_bias=False).apply)(params, X)
     assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["dot_general"]
@@ -74,12 +74,12 @@ class Model(Module):
         ({"axis": 0, "batch_dims": 0}, r"axis=0; expected.*none of batch_dims=0"),
     ],
 )
-def test_axes_that_do_not_fit_are_named(kwargs, message):
+def test_mismatched_axes_are_named(kwargs, message):
     with pytest.raises(ArgumentShapeError, match=message):
         Model(DenseGeneral(3, **kwargs)).init(KEY, X)
 
 
-def test_subscripts_that_do_not_fit_are_named():
+def test_invalid_subscripts_are_named():
     with pytest.raises(ArgumentValueError, match="an input, a weight and a result"):
         Einsum((4, 5), "ab,bc").init(KEY, X)
     with pytest.raises(ArgumentShapeError, match=r"'bc' of .* names 2 axes, .* has 3"):
@@ -91,7 +91,7 @@ def test_subscripts_that_do_not_fit_are_named():
 IDS = jnp.array([[0, 3, 1]])
 
 
-def test_fields_of_embed_may_be_given_by_position():
+def test_embed_fields_may_be_positional():
     layer = Embed(5, 4, jnp.bfloat16, jnp.float16)
     assert (layer.dtype, layer.param_dtype) == (jnp.bfloat16, jnp.float16)
 
@@ -101,7 +101,7 @@ def test_each_id_has_a_vector():
     np.testing.assert_array_equal(y[0], variables["params"]["embedding"][IDS[0]])
 
 
-def test_an_id_that_is_not_in_the_table_shows():
+def test_out_of_range_id_is_nan():
     y, _ = Embed(5, 4).init_with_output(KEY, jnp.array([4, 5]))
     assert jnp.isnan(y).any(axis=-1).tolist() == [False, True]
 
@@ -133,10 +133,10 @@ def test_queries_have_the_size_of_vectors():
         Embed(5, 4).init(KEY, jnp.ones((2, 3)), method="attend")
 
 
-def test_they_are_those_of_functional():
+def test_reexported_from_functional():
     assert linear.promote_dtype is mathematics.promote_dtype
 
 
-def test_parameters_in_float32_lift_an_input_in_half_precision():
+def test_float32_parameters_promote_half_precision_input():
     x, kernel, bias = linear.promote_dtype(jnp.ones(2, jnp.bfloat16), jnp.ones(2), None)
     assert (x.dtype, kernel.dtype, bias) == (jnp.float32, jnp.float32, None)

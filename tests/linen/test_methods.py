@@ -40,7 +40,7 @@ def test_a_compact_method_needs_variables():
         Affine()(X)
 
 
-def test_setup_is_not_called_by_hand():
+def test_setup_call_is_rejected():
     class Model(Module):
         def setup(self):
             self.layer = Affine()
@@ -49,7 +49,7 @@ def test_setup_is_not_called_by_hand():
         Model().setup()
 
 
-def test_a_plain_method_makes_nothing():
+def test_submodules_need_compact():
     class Model(Module):
         def layer(self, x):
             return Affine()(x)
@@ -144,7 +144,7 @@ def test_name_scopes_inside_of_transformed_methods():
     np.testing.assert_allclose(y, X @ kernel @ kernel @ kernel, rtol=1e-4, atol=1e-5)
 
 
-def test_a_name_scope_whose_name_is_taken():
+def test_name_scope_conflict():
     class Model(Module):
         @compact_name_scope
         def part(self, x):
@@ -158,7 +158,7 @@ def test_a_name_scope_whose_name_is_taken():
         Model().init(KEY, X)
 
 
-def test_a_method_that_is_not_wrapped_makes_modules_for_who_calls_it():
+def test_nowrap_method_creates_modules_in_the_caller():
     class Factory(Module):
         features: int
 
@@ -199,7 +199,7 @@ def test_a_property_belongs_to_its_module():
     assert Model.layer.__doc__ == "The layer."
 
 
-def test_methods_keep_their_names_and_texts():
+def test_methods_keep_name_and_docstring():
     class Model(Module):
         @compact
         def __call__(self, x: jax.Array) -> jax.Array:
@@ -218,7 +218,7 @@ def test_methods_keep_their_names_and_texts():
     assert (Model.static(1), type(Model.small())) == (2, Model)
 
 
-def test_an_exception_leaves_nothing_behind():
+def test_exception_restores_state():
     fails = [True]
 
     class Inner(Module):

@@ -59,7 +59,7 @@ def test_modules_are_values():
         hash(dataclass_hash)
 
 
-def test_a_class_may_have_a_hash_of_its_own():
+def test_class_may_define_hash():
     class Model(Module):
         sizes: list
 
@@ -89,7 +89,7 @@ def test_fields_by_position_and_keyword_only():
         Model(5, 1)
 
 
-def test_parent_and_name_are_given_by_keyword():
+def test_parent_and_name_are_keyword_only():
     with pytest.raises(TypeError, match="positional"):
         Affine(3, 1.0, None, "name")
     assert Affine(3, parent=None, name="n").name == "n"
@@ -117,7 +117,7 @@ def test_generics_and_mixins():
     assert Model[float](3.0).apply({}, 2.0) == 6.0
 
 
-def test_a_parent_of_no_kind():
+def test_invalid_parent():
     with pytest.raises(InvalidParentModuleError, match="given parent='x'; expected a module"):
         Affine(parent="x")
 
@@ -146,7 +146,7 @@ def test_post_init():
 # Attributes.
 
 
-def test_attributes_that_are_missing():
+def test_missing_attributes():
     with pytest.raises(ModuleAttributeError, match=r"Model has no attribute 'first'.*`setup`"):
         _ = Model().first
     with pytest.raises(ModuleAttributeError, match="did you mean 'features'"):
@@ -158,7 +158,7 @@ def test_attributes_that_are_missing():
         type("Empty", (Module,), {})().init(KEY)
 
 
-def test_a_property_that_reads_what_is_missing():
+def test_property_reading_missing_attribute():
     class Model(Module):
         @property
         def width(self):
@@ -238,7 +238,7 @@ def test_clones():
     assert copied.more[0].features == 2
 
 
-def test_a_copy_is_a_submodule_of_its_own():
+def test_copy_is_a_new_submodule():
     class Model(Module):
         layer: Module
 
@@ -281,7 +281,7 @@ def test_classes_of_a_function_are_pickled_by_cloudpickle():
 # The ways in and out.
 
 
-def test_init_makes_what_apply_uses():
+def test_init_and_apply():
     y, variables = Model().init_with_output(KEY, X)
     assert jax.tree.map(jnp.shape, variables) == {
         "params": {"first": {"kernel": (2, 3)}, "rest_0": {"kernel": (3, 2)}},
@@ -304,7 +304,7 @@ def test_methods(method):
 
 
 @pytest.mark.parametrize("method", [3, "features", lambda: 3])
-def test_methods_that_are_none(method):
+def test_invalid_methods(method):
     with pytest.raises(ApplyModuleInvalidMethodError, match=r"method=.*cannot be called.*its name"):
         Affine().apply({}, X, method=method)
 
@@ -335,7 +335,7 @@ def test_lazy_init_computes_variables_only():
     np.testing.assert_array_equal(kernel, Affine().init(KEY, X)["params"]["kernel"])
 
 
-def test_a_module_ends_with_its_call():
+def test_use_after_call_is_rejected():
     kept = []
 
     class Keeper(Module):
@@ -360,7 +360,7 @@ def test_intermediates_are_captured():
     np.testing.assert_array_equal(left["intermediates"]["encode"][0], found["first"]["__call__"][0])
 
 
-def test_modules_inside_of_modules_that_stand_alone():
+def test_unbound_modules_inside_modules():
     class Outer(Module):
         @compact
         def __call__(self, x):
@@ -370,7 +370,7 @@ def test_modules_inside_of_modules_that_stand_alone():
     assert list(Outer().init(KEY, X)["params"]) == ["Affine_0"]
 
 
-def test_threads_do_not_see_each_other():
+def test_threads_are_independent():
     def run(i):
         model = Model(i + 1)
         for _ in range(2):
@@ -442,7 +442,7 @@ def test_bound_modules_are_shown_with_their_submodules():
     assert module_repr(bound, step="  ") == BOUND
 
 
-def test_what_has_not_been_made_yet_is_not_shown():
+def test_unset_fields_are_not_shown():
     class Late(Module):
         a: int
         b: int = 2

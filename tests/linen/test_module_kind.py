@@ -143,7 +143,7 @@ def differentiated(self, x):
     ],
     ids=lambda fn: fn.__name__,
 )
-def test_names_go_on_behind_a_transformation_at_every_eager_call(lifted):
+def test_names_continue_after_a_transform_in_eager_calls(lifted):
     m = around(lifted)
     variables = m.init(KEY, X)
     assert sorted(variables["params"]) == ["Linear_0", "Linear_1", "Linear_2"]
@@ -159,7 +159,7 @@ def test_names_depend_on_the_trace_that_is_run_again():
             np.testing.assert_allclose(m.apply(variables, x), chained(variables, x, n), rtol=1e-5)
 
 
-def test_branches_go_on_with_the_larger_count():
+def test_names_after_branches_use_max_count():
     m = around(lambda self, x, flag: nn.cond(flag, lambda self, x: Linear()(x), twice, self, x))
     variables = m.init(KEY, X, True)
     w = [variables["params"][f"Linear_{i}"]["w"] for i in range(4)]
@@ -170,7 +170,7 @@ def test_branches_go_on_with_the_larger_count():
         )
 
 
-def test_a_nested_transformation_tells_names_to_the_outer_one():
+def test_nested_transform_passes_names_to_the_outer():
     @nn.jit
     def outer(self, x):
         return nn.remat(twice)(self, x)
@@ -181,7 +181,7 @@ def test_a_nested_transformation_tells_names_to_the_outer_one():
         np.testing.assert_allclose(m.apply(variables, X), chained(variables, X, 4), rtol=1e-4)
 
 
-def test_a_name_that_was_given_outside_is_not_given_again_inside():
+def test_name_taken_outside_is_rejected_inside():
     m = model(
         lambda self, x: nn.remat(lambda self, x: Linear(name="a")(x))(self, Linear(name="a")(x))
     )
@@ -249,7 +249,7 @@ def in_a_recursive_function(self, x, dense):
     ],
     ids=lambda fn: fn.__name__,
 )
-def test_captured_modules_cross(captures):
+def test_captured_modules(captures):
     def body(self, x):
         dense = Linear(4)
         return captures(self, x, dense), dense(x)
@@ -259,7 +259,7 @@ def test_captured_modules_cross(captures):
     assert list(variables["params"]) == ["Linear_0"]
 
 
-def test_captured_modules_are_themselves_again_afterwards():
+def test_captured_modules_are_restored():
     seen = []
 
     def body(self, x):
@@ -294,7 +294,7 @@ def test_a_captured_module_and_its_submodule():
     assert list(variables["params"]) == ["dense"]
 
 
-def test_a_module_from_another_tree_is_captured():
+def test_module_of_another_tree_is_captured():
     bound = Linear().bind({"params": {"w": 2 * jnp.eye(3)}})
     m = model(lambda self, x: nn.jit(lambda self, x: bound(x))(self, x))
     np.testing.assert_allclose(m.apply({}, X), 2 * X)
@@ -369,7 +369,7 @@ def shown(y):
 
 
 @pytest.mark.parametrize("under", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_no_module_gets_the_result_of_one_with_another_field(under):
+def test_cache_distinguishes_fields(under):
     every = 1 if under is not jax.jit else 5
     for field in [*fields(), *fields()][::every]:
         y = (
@@ -382,7 +382,7 @@ def test_no_module_gets_the_result_of_one_with_another_field(under):
         assert shown(y) == shown(expected), field
 
 
-def test_no_module_gets_the_result_of_one_with_another_submodule():
+def test_cache_distinguishes_submodules():
     class Outer(nn.Module):
         inner: Any
 
@@ -404,7 +404,7 @@ def test_no_module_gets_the_result_of_one_with_another_submodule():
             assert shown(Outer(wrap(Other(value))).apply({}, 0.0)) == shown(expected)
 
 
-def test_one_module_twice_is_not_two_equal_modules():
+def test_cache_distinguishes_shared_modules():
     class Sum(nn.Module):
         a: nn.Module
         b: nn.Module
@@ -420,7 +420,7 @@ def test_one_module_twice_is_not_two_equal_modules():
     assert list(both.init(KEY, X)["params"]) == ["a", "b"]
 
 
-def test_a_field_that_was_deleted_is_not_taken_for_a_new_one():
+def test_cache_distinguishes_deleted_fields():
     for i in range(10):
         value = float(i)
         assert Field(Calls(value)).apply({}, 0.0) == value
@@ -457,7 +457,7 @@ def test_equal_models_are_compiled_once():
     assert len(traces) == 3
 
 
-def test_fresh_closures_never_give_the_result_of_another_one():
+def test_cache_distinguishes_closures():
     traces = []
     cls = nn.jit(counting(traces))
     variables = cls().init(KEY, X)
@@ -472,7 +472,7 @@ def test_fresh_closures_never_give_the_result_of_another_one():
         np.testing.assert_allclose(y, plain * i, rtol=1e-5)
 
 
-def test_where_a_module_is_in_its_tree_makes_no_difference():
+def test_cache_ignores_the_module_path():
     traces = []
     cls = nn.jit(counting(traces))
 
@@ -492,7 +492,7 @@ def test_where_a_module_is_in_its_tree_makes_no_difference():
 
 
 @pytest.mark.parametrize("what", ["name", "path"])
-def test_a_compiled_module_that_reads_where_it_is_has_its_own_answer(what):
+def test_module_reading_its_path_is_compiled_per_path(what):
     class Labelled(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -514,7 +514,7 @@ def test_a_compiled_module_that_reads_where_it_is_has_its_own_answer(what):
         }
 
 
-def test_a_compiled_module_is_seen_by_another_interceptor():
+def test_interceptor_sees_a_compiled_module():
     m = nn.jit(Linear)()
     variables = m.init(KEY, X)
     plain = m.apply(variables, X)
@@ -533,7 +533,7 @@ def test_a_compiled_module_is_seen_by_another_interceptor():
     np.testing.assert_array_equal(m.apply(variables, X), plain)
 
 
-def test_capturing_is_part_of_what_is_compiled():
+def test_cache_distinguishes_capturing():
     m = model(lambda self, x: nn.jit(Linear)()(x))
     variables = m.init(KEY, X)
     m.apply(variables, X)
@@ -565,7 +565,7 @@ def test_fields_of_all_kinds_are_the_same_inside():
     assert list(variables["params"]) == ["inner_m_0"]
 
 
-def test_what_is_given_by_name_and_is_no_array_is_static():
+def test_non_array_keyword_arguments_are_static():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x, *, act=None, flag=False, name=None, scale=None):
@@ -582,7 +582,7 @@ def test_what_is_given_by_name_and_is_no_array_is_static():
         np.testing.assert_allclose(y, jnp.cos(X), rtol=1e-5)
 
 
-def test_lifted_models_are_copied_and_bound_as_others():
+def test_lifted_models_are_copied_and_bound():
     m = nn.remat(Linear)(2)
     variables = m.init(KEY, X)
     for other in (copy.deepcopy(m), m.clone(), m.copy(), type(m)(features=2)):
@@ -596,7 +596,7 @@ def test_lifted_models_are_copied_and_bound_as_others():
 # Errors, and what they leave.
 
 
-def test_a_module_that_has_no_variables_is_refused():
+def test_module_without_variables_is_rejected():
     with pytest.raises(UnboundModuleError, match="but Linear is not bound to variables"):
         nn.jit(lambda m, x: m(x))(Linear(), X)
 
@@ -605,7 +605,7 @@ def test_a_module_that_has_no_variables_is_refused():
     "returned",
     [lambda m: Linear(), lambda m: (1.0, {"a": m.scope}), lambda m: m.variable("a", "b", int)],
 )
-def test_what_ends_with_the_transformation_is_not_returned(returned):
+def test_returned_module_is_rejected(returned):
     def gives(self, x):
         return returned(self)
 
@@ -614,7 +614,7 @@ def test_what_ends_with_the_transformation_is_not_returned(returned):
 
 
 @pytest.mark.parametrize("target", [(), {}, jnp.ones(2), None, 3.0])
-def test_what_is_no_module_is_refused(target):
+def test_non_module_is_rejected(target):
     def run(m, x):
         return x
 
@@ -624,7 +624,7 @@ def test_what_is_no_module_is_refused(target):
         nn.cond(True, run, run, target, X)
 
 
-def test_a_module_with_an_array_beside_it_is_refused():
+def test_module_paired_with_array_is_rejected():
     f = nn.jit(lambda pair, x: x)
     with pytest.raises(TransformArgumentError, match=r"is 2\.0 of type float"):
         model(lambda self, x: f((self, 2.0), x)).init(KEY, X)
@@ -661,7 +661,7 @@ def failing(self, x, dense):
         lambda f: nn.fold_rngs(f),
     ],
 )
-def test_a_failure_leaves_everything_as_it_was(lifted):
+def test_failure_leaves_state_unchanged(lifted):
     def body(self, x):
         state = self.variable("state", "n", lambda: 1.0)
         dense = Linear()

@@ -57,19 +57,19 @@ def test_scale_and_bias_are_per_feature():
     close(y, standardized(X, -1) * np.arange(5)[:, None] + 10 * np.arange(5)[:, None])
 
 
-def test_statistics_keep_their_digits_far_from_zero():
+def test_statistics_are_accurate_far_from_zero():
     x = np.asarray(X + 1e4)
     close(LayerNorm(use_scale=False, use_bias=False).apply({}, x), standardized(x, -1))
 
 
-def test_statistics_of_half_precision_are_single():
+def test_half_precision_statistics_are_float32():
     x = (X * 300).astype(jnp.float16)
     layer = LayerNorm(use_scale=False, use_bias=False)
     assert layer.apply({}, x).dtype == jnp.float16
     np.testing.assert_allclose(layer.apply({}, x).astype(float), standardized(x, -1), atol=2e-3)
 
 
-def test_what_is_masked_does_not_count():
+def test_masked_values_are_ignored():
     x = X.at[:, 3:].set(jnp.nan)
     mask = (jnp.arange(5) < 3)[:, None]
     y = InstanceNorm(use_scale=False, use_bias=False).apply({}, x, mask=mask)
@@ -78,7 +78,7 @@ def test_what_is_masked_does_not_count():
     close(y[:, :3], standardized(X[:, :3].reshape(4, 3, 2, 3), (1, 3)).reshape(4, 3, 6))
 
 
-def test_where_nothing_counts_nothing_is_divided_by_zero():
+def test_fully_masked_input_stays_finite():
     y = LayerNorm(use_scale=False, use_bias=False).apply({}, X, mask=jnp.zeros((1, 1, 1), bool))
     assert jnp.isfinite(y).all()
 
@@ -129,7 +129,7 @@ def test_batch_norm_ignores_masked_values():
     batch_close(updates["batch_stats"]["var"], BATCH[:5].var((0, 1)), 1e-3)
 
 
-def test_parts_of_a_batch_weigh_as_much_as_counts_in_them():
+def test_batch_shards_are_weighted_by_count():
     mask = (jnp.arange(8)[None] % 4 < jnp.array([1, 4])[:, None]).reshape(2, -1)[:, :4, None, None]
     parts = BATCH.reshape(2, 4, 5, 6)
     layer = BatchNorm(False, momentum=0.0, axis_name="parts")
@@ -152,14 +152,14 @@ def test_averages_keep_their_dtype():
     assert updates["batch_stats"]["mean"].dtype == jnp.bfloat16
 
 
-def test_mode_is_given_once():
+def test_mode_set_twice():
     with pytest.raises(ParameterGivenTwiceError, match="'use_running_average' was given "):
         BatchNorm().init(KEY, BATCH)
     with pytest.raises(ParameterGivenTwiceError, match="twice, as True and as False"):
         BatchNorm(True).init(KEY, BATCH, False)
 
 
-def test_averages_that_cannot_be_kept_are_named():
+def test_immutable_averages_are_named():
     layer = BatchNorm(False)
     with pytest.raises(ModifyScopeVariableError, match="batch_stats"):
         layer.apply(layer.init(KEY, BATCH), BATCH)
@@ -210,7 +210,7 @@ def test_layers_under_jit_compile_once():
     assert len(traces) == 1
 
 
-def test_what_does_not_fit_is_named():
+def test_shape_errors_are_named():
     with pytest.raises(ArgumentShapeError, match=r"layer_instance/kernel has shape \(3, 6, 5\)"):
         layer = SpectralNorm(Conv(5, (3,)), error_on_non_matrix=True)
         layer.init(KEY, INPUTS[None], update_stats=True)

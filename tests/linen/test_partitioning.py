@@ -34,7 +34,7 @@ class Counter(Module):
         return count.value
 
 
-def test_names_are_left_beside_the_parameters():
+def test_names_are_stored_in_params_axes():
     variables = Layer().init(KEY, X)
     names = partitioning.AxisMetadata(("embed", "mlp"))
     assert variables["params_axes"] == {"kernel_axes": names}
@@ -51,7 +51,7 @@ def test_variables_of_any_collection():
     assert count.tolist() == [2, 2, 2, 2]
 
 
-def test_what_is_read_is_laid_out():
+def test_read_values_are_sharded():
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     variables = Counter().init(KEY)
     with jax.set_mesh(mesh), partitioning.axis_rules((("mlp", "model"),)):
@@ -129,7 +129,7 @@ def test_errors():
 
 
 @pytest.mark.parametrize("axes", ["ab", {"a", "b"}, 5, {"u": "ab"}])
-def test_axes_that_are_no_sequence_of_names_are_refused(axes):
+def test_invalid_axes_are_rejected(axes):
     class Model(Module):
         @compact
         def __call__(self):

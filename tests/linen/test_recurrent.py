@@ -33,20 +33,20 @@ def test_one_step(cell):
     assert y.shape == (2, 4)
 
 
-def test_gates_that_are_shut_keep_the_state():
+def test_closed_gates_keep_the_state():
     cell = GRUCell(4, gate_fn=jnp.ones_like)
     carry = jnp.arange(8.0).reshape(2, 4)
     (state, _), _ = cell.init_with_output(KEY, carry, X)
     np.testing.assert_allclose(state, carry)
 
 
-def test_first_states_are_drawn_and_have_the_dtype_of_parameters():
+def test_initial_states_are_drawn_in_param_dtype():
     cell = SimpleCell(4, carry_init=jax.nn.initializers.ones, param_dtype=jnp.bfloat16)
     carry = cell.initialize_carry(KEY, (5, 2, 3))
     assert (carry.shape, carry.dtype, float(carry.min())) == ((5, 2, 4), jnp.bfloat16, 1.0)
 
 
-def test_what_a_cell_must_define_is_named():
+def test_missing_cell_method_is_named():
     class Nothing(RNNCellBase):
         pass
 
@@ -56,7 +56,7 @@ def test_what_a_cell_must_define_is_named():
         _ = Nothing().num_feature_axes
 
 
-def test_maps_put_together_are_the_same_maps():
+def test_fused_maps_are_equivalent():
     plain, together = LSTMCell(4), OptimizedLSTMCell(4)
     carry = (jnp.ones((2, 4)), -jnp.ones((2, 4)))
     variables = plain.init(KEY, carry, X)
@@ -71,7 +71,7 @@ def test_maps_put_together_are_the_same_maps():
     assert z.tolist() == other_h.tolist()
 
 
-def test_memory_and_output_begin_with_keys_of_their_own():
+def test_memory_and_output_use_separate_keys():
     normal = jax.nn.initializers.normal()
     for cell in (LSTMCell(4, carry_init=normal), ConvLSTMCell(4, (3,), carry_init=normal)):
         c, h = cell.initialize_carry(KEY, (2, 5, 3))
@@ -131,7 +131,7 @@ def test_orders():
         assert (float(found[0]), found[1].tolist()) == (carry, y), kwargs
 
 
-def test_no_position_leaves_the_first_state():
+def test_empty_sequence_keeps_the_state():
     carry, _ = RNN(Sum(), return_carry=True).apply(
         {}, jnp.ones((2, 3)), seq_lengths=jnp.array([0, 3])
     )
@@ -145,7 +145,7 @@ def test_states_at_the_ends_of_many_batch_axes():
     assert carry.tolist() == lengths.tolist()
 
 
-def test_time_can_come_first():
+def test_time_major():
     rnn = RNN(GRUCell(4), return_carry=True)
     variables = rnn.init(KEY, SEQUENCE)
     carry, y = rnn.apply(variables, SEQUENCE, seq_lengths=LENGTHS)

@@ -31,7 +31,7 @@ from weft.linen.state import (
 )
 
 
-def test_a_name_is_given_once():
+def test_duplicate_name():
     class Model(Module):
         @compact
         def __call__(self, x):
@@ -48,7 +48,7 @@ def test_a_name_is_given_once():
         Outer().init(KEY, X)
 
 
-def test_given_names_do_not_count():
+def test_explicit_names_not_counted():
     class Model(Module):
         @compact
         def __call__(self, x):
@@ -76,7 +76,7 @@ def test_a_submodule_and_a_variable_of_one_name():
             Model(first).init(KEY, X)
 
 
-def test_a_bound_module_is_called_again_and_again():
+def test_bound_module_is_called_repeatedly():
     class Model(Module):
         @compact
         def __call__(self, x):
@@ -87,7 +87,7 @@ def test_a_bound_module_is_called_again_and_again():
     assert list(bound._state.children) == ["Affine_0"]
 
 
-def test_setup_that_failed_is_due_again():
+def test_failed_setup_is_retried():
     fails = [True]
 
     class Model(Module):
@@ -173,7 +173,7 @@ def test_an_interceptor_changes_arguments_and_results():
         assert Model().apply(variables, X, method="twice")[0, 0] == pytest.approx(6 * X[0, 0])
 
 
-def test_an_interceptor_that_fails_leaves_nothing_behind():
+def test_failed_interceptor_is_removed():
     def fail(*_):
         raise KeyError("interceptor")
 
@@ -203,13 +203,13 @@ def test_operations_carry_the_names_of_modules():
     assert "Model/layer" in names()
 
 
-def test_names_reach_what_xla_is_given():
+def test_names_appear_in_hlo():
     variables = Model().init(KEY, X)
     lowered = jax.jit(Model().apply).lower(variables, X)
     assert "Model/layer/dot_general" in lowered.as_text(debug_info=True)
 
 
-def test_a_thread_has_interceptors_of_its_own():
+def test_interceptors_are_thread_local():
     calls = []
 
     def watch(next_fun, args, kwargs, context):
@@ -278,7 +278,7 @@ def test_parameters_are_shown_without_their_boxes():
     assert variables["params"]["a"].names == ("rows",)
 
 
-def test_what_is_named_twice():
+def test_duplicate_names():
     def twice(self):
         return self.param("a", ones, ()) + self.param("a", ones, ())
 
@@ -299,7 +299,7 @@ def test_what_is_named_twice():
     assert sorted(model(both).init(KEY)) == ["params", "state"]
 
 
-def test_parameters_of_another_model():
+def test_mismatched_parameters():
     variables = Affine().init(KEY, X)
     with pytest.raises(ScopeParamShapeError, match=r"'kernel' .*'/' has shape \(2, 2\).*\(2, 3\)"):
         Affine(3).apply(variables, X)

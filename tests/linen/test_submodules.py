@@ -72,7 +72,7 @@ def test_containers_of_modules_in_fields_and_in_setup():
     assert paths(Holder({"x": Affine()})) == ["inner_x/kernel"]
 
 
-def test_what_was_given_stays_as_it_was():
+def test_inputs_are_not_mutated():
     layer, layers = Affine(), [Affine()]
     holder = Holder(layers)
     holder.init(KEY, X)
@@ -92,7 +92,7 @@ def test_equal_modules_are_two():
     assert paths(Holder([Affine(), Affine()])) == ["inner_0/kernel", "inner_1/kernel"]
 
 
-def test_a_submodule_that_is_passed_down_stays_where_it_was_made():
+def test_passed_submodule_stays_with_its_parent():
     class Model(Module):
         @compact
         def __call__(self, x):
@@ -102,7 +102,7 @@ def test_a_submodule_that_is_passed_down_stays_where_it_was_made():
     assert paths(Model()) == ["Affine_0/kernel", "shared/kernel"]
 
 
-def test_a_default_that_is_a_module_is_one_for_all():
+def test_module_default_is_shared():
     class Model(Module):
         layer: Module = Affine()
 
@@ -187,7 +187,7 @@ def outcome(make, body):
 
 
 @pytest.mark.parametrize("lift", LIFTS)
-def test_a_name_that_is_taken_outside_is_taken_inside_of_a_transformation(lift):
+def test_name_taken_outside_is_rejected_in_a_transform(lift):
     lifted = LIFTS[lift]
     kinds = {
         kind: functools.partial(InSetup, kind) for kind in ("submodule", "parameter", "variable")
@@ -198,7 +198,7 @@ def test_a_name_that_is_taken_outside_is_taken_inside_of_a_transformation(lift):
             assert found == expected, (kind, made)
 
 
-def test_a_jitted_method_cannot_name_again_what_setup_has_named():
+def test_jitted_method_cannot_reuse_setup_names():
     class Model(Module):
         def setup(self):
             self.a = Affine()
@@ -273,7 +273,7 @@ def test_only_children_of_a_struct_are_submodules():
     assert map_submodules(lambda at, x: x, box, lambda x: isinstance(x, Module)) is box
 
 
-def test_a_lifted_function_uses_modules_in_a_struct_that_it_captures():
+def test_lifted_function_captures_modules_in_a_struct():
     class Lifted(Module):
         box: Any
 

@@ -86,7 +86,7 @@ def test_paths_of_modules():
     assert isinstance(paths["Block_0"], Block) and paths["Block_0/layer"].scope is None
 
 
-def test_errors_of_the_model_come_through():
+def test_errors_of_the_model_propagate():
     with pytest.raises(IndexError, match="out of range"):
         Affine().tabulate(KEY, jax.ShapeDtypeStruct((), jnp.float32))
 

@@ -79,7 +79,7 @@ def test_over_and_under_compact(lift):
 
 
 @everywhere
-def test_on_a_method_that_uses_what_setup_makes(lift):
+def test_on_a_method_using_setup(lift):
     class Model(nn.Module):
         def setup(self):
             self.linear = Linear()
@@ -144,7 +144,7 @@ class Cell(nn.Module):
 RNGS = {"params": KEY, "noise": jax.random.key(1)}
 
 
-def test_carry_variables_that_the_body_makes():
+def test_body_creates_carry_variables():
     m = nn.scan(Cell, {"params": 0}, variable_carry="state", split_rngs={True: True}, length=3)()
     (_, (steps, noise)), variables = m.init_with_output(RNGS, X, None)
     assert steps.tolist() == [1, 2, 3]
@@ -165,7 +165,7 @@ def test_a_scan_is_a_loop_over_its_layers():
     assert variables["state"]["steps"].tolist() == [1, 1, 1]
 
 
-def test_what_is_sown_has_the_axis_of_the_transformation():
+def test_sown_values_have_the_transform_axis():
     axes = {"params": 0, "intermediates": 0}
     m = model(lambda self, x: nn.vmap(Codec, axes, SPLIT)(name="m")(x))
     _, sown = m.apply(m.init(KEY, X), X, mutable="intermediates")
@@ -244,7 +244,7 @@ def test_collectives_in_pmap():
 
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_shard_map_sees_what_lies_on_one_device(axis_type):
+def test_shard_map_sees_local_shards(axis_type):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType[axis_type],))
     seen = []
 
@@ -358,7 +358,7 @@ def test_a_jitted_function_is_lowered():
     assert "dot_general" in texts[0]
 
 
-def test_dropout_under_jit_has_other_keys_in_each_call():
+def test_jitted_dropout_draws_new_keys_per_call():
     m = model(lambda self, x: [nn.jit(nn.Dropout)(0.5, deterministic=False)(x) for _ in range(2)])
     a, b = m.apply({}, jnp.ones(64), rngs={"dropout": KEY})
     assert (a != b).any()
@@ -366,7 +366,7 @@ def test_dropout_under_jit_has_other_keys_in_each_call():
     np.testing.assert_array_equal(a, again)
 
 
-def test_fold_rngs_begins_anew():
+def test_fold_rngs_restarts():
     def body(self, x):
         draw = nn.fold_rngs(lambda self: self.make_rng("noise"))
         return jnp.stack([draw(self), draw(self), self.make_rng("noise")])
@@ -401,14 +401,14 @@ def named(self, x):
 # The state itself.
 
 
-def test_map_variables_shows_other_values():
+def test_map_variables_maps_in():
     double = lambda tree: jax.tree.map(lambda w: 2 * w, tree)  # noqa: E731
     m = nn.map_variables(Linear, "params", double)()
     variables = Linear().init(KEY, X)
     np.testing.assert_allclose(m.apply(variables, X), 2 * Linear().apply(variables, X), rtol=1e-5)
 
 
-def test_map_variables_keeps_what_is_mapped_back():
+def test_map_variables_maps_out():
     half = lambda tree: jax.tree.map(lambda w: w / 2, tree)  # noqa: E731
     double = lambda tree: jax.tree.map(lambda w: 2 * w, tree)  # noqa: E731
     m = nn.map_variables(Linear, "params", half, double, init=True)()
@@ -445,7 +445,7 @@ def test_a_stream_that_is_not_lifted_is_named(lifted):
         lifted().init(KEY, X)
 
 
-def test_a_field_that_changes_inside_is_seen():
+def test_field_change_is_visible():
     class Scaled(nn.Module):
         by: bytearray
 
@@ -461,7 +461,7 @@ def test_a_field_that_changes_inside_is_seen():
 
 
 @everywhere
-def test_what_is_no_module_class_or_function_is_refused(lift):
+def test_invalid_target_is_rejected(lift):
     with pytest.raises(
         TransformTargetError, match="3 cannot be transformed; expected a module class"
     ):
@@ -509,7 +509,7 @@ def test_each_method_has_its_own_options():
     assert shapes(m.init(KEY, X, method="encode")) == {"params": {"encoder": {"w": (7, 3, 2)}}}
 
 
-def test_a_method_that_is_not_there_is_refused():
+def test_missing_method_is_rejected():
     with pytest.raises(TransformTargetError, match=r"'Linear.encode' cannot be transformed"):
         nn.remat(Linear, methods=["encode"])
     with pytest.raises(TransformTargetError, match=r"'Linear.features' cannot be transformed"):

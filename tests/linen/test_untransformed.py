@@ -68,7 +68,7 @@ ONCE = ("vmap", "jit", "jvp", "checkpoint", "scan", "switch", "shard_map", "vmap
     + [(raw, made, "eager") for raw in ONCE for made in ("compact", "variable")]
     + [(raw, "compact", "jit") for raw in ONCE],
 )
-def test_variables_are_made_as_if_they_had_been_there(raw, made, outer):
+def test_variables_are_created_in_raw_transforms(raw, made, outer):
     cls, call = MAKERS[made]
     plain = cls(call)
     wrapped = cls(around(raw, call))
@@ -232,7 +232,7 @@ REFUSED = {
     [(raw, what) for raw in RAW for what in ("key", "write")]
     + [(raw, w) for raw in ONCE for w in ("first value", "first value as it is")],
 )
-def test_what_would_leak_or_repeat_is_refused_with_the_mend(raw, what):
+def test_leaks_and_repeats_are_rejected_with_a_fix(raw, what):
     call, text, why = REFUSED[what]
     _, of_jax, *names = RAW[raw]
     inner = Compact(around(raw, call), name="inner", parent=None)
@@ -250,7 +250,7 @@ def test_what_would_leak_or_repeat_is_refused_with_the_mend(raw, what):
 
 @pytest.mark.parametrize("what", ["key", "first value"])
 @pytest.mark.parametrize(("raw", "lift"), [("vmap", nn.remat), ("jit", nn.jit), ("scan", nn.remat)])
-def test_a_lifted_function_is_refused_with_the_path_and_the_mend(raw, lift, what):
+def test_lifted_function_error_names_path_and_fix(raw, lift, what):
     call, text, why = REFUSED[what]
     _, of_jax, *names = RAW[raw]
     inner = Compact(around(raw, lambda module, x: lift(call)(module, x)), name="inner", parent=None)
@@ -285,14 +285,14 @@ def test_a_map_that_writes_variables_is_refused():
         Compact(lambda module, x: jax.vmap(mapped(name="l"))(x)).init(KEY, X)
 
 
-def test_a_tracer_of_an_inner_trace_never_gets_out_of_an_outer_one():
+def test_inner_tracers_never_leak():
     bad = Compact(around("vmap", REFUSED["first value"][0]))
     with pytest.raises((JaxTransformError, jax.errors.UnexpectedTracerError)):
         jax.jit(bad.init)(KEY, X)
 
 
 @pytest.mark.parametrize("raw", ["jit", "checkpoint", "cond"])
-def test_a_bound_module_is_not_a_function_that_jax_may_know_again(raw):
+def test_bound_module_is_not_cached_by_jax(raw):
     """JAX would run the trace of an equal module, with the variables of that one."""
     kept = []
 

@@ -59,7 +59,7 @@ def test_the_nearest_tests_of_a_file(test_files):
     assert all("tests/linen" in test for test in test_files.nearest("weft/linen/summary.py")[1:])
 
 
-def test_the_other_tests_begin_with_those_that_name_what_is_mutated(test_files):
+def test_other_tests_are_ordered_by_mention_of_target(test_files):
     text = "class GRUCell:\n    x = y < z\n\n\ndef _private(): ...\n"
     (mutation,) = mutations("weft/linen/recurrent.py", text)
     others = test_files.others(mutation)
@@ -70,7 +70,7 @@ def test_the_other_tests_begin_with_those_that_name_what_is_mutated(test_files):
     assert not set(others) & set(test_files.nearest(mutation.path))
 
 
-def test_names_around_a_mutation_lead_to_the_tests_that_reach_it():
+def test_names_around_a_mutation_include_callers():
     text = "class A:\n    def __call__(self): return _b()\n\ndef _b():\n    return 3 + 4\n"
     (mutation,) = (m for m in mutations("weft/x.py", text) if "3 - 4" in m.mutated)
     assert names_around(mutation) == ["_b", "A"]

@@ -16,7 +16,7 @@ from weft.nnx import bridge
 X = draw(1, 4, 3)
 
 
-def test_it_has_all_its_names():
+def test_all_names_exist():
     assert all(hasattr(bridge, name) for name in dir(bridge))
 
 

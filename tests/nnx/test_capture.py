@@ -39,7 +39,7 @@ def names(module):
     return [name for name, _ in module._items()]
 
 
-def test_what_is_sown_is_a_result_and_not_left():
+def test_sown_values_are_returned_and_removed():
     model, x = Model(), jnp.ones(2)
     y, seen = capture(model, nnx.Intermediate)(x)
     assert y.tolist() == [4, 4] and isinstance(seen, nnx.State)
@@ -81,7 +81,7 @@ def test_results_of_methods():
     assert type(layer) is Layer
 
 
-def test_what_is_there_first_and_gradients_of_what_is_between():
+def test_initial_values_and_gradients_of_perturbations():
     model, x = Model(), jnp.ones(2)
     _, first = capture(model, nnx.Intermediate)(x)
     _, both = capture(model, nnx.Intermediate, init=first)(x)
@@ -124,7 +124,7 @@ def test_modules_that_a_traced_function_closes_over_sow():
     assert seen.to_pure_dict() == {"x": (6,)} and names(plain) == []
 
 
-def test_captures_in_captures_and_modules_that_are_there_twice():
+def test_nested_captures_and_shared_modules():
     layer = Layer()
     inner = capture(lambda m: m(jnp.ones(2)), nnx.Intermediate)
     (_, seen), rest = capture(lambda m: inner(m), nnx.Intermediate)(layer)
@@ -133,7 +133,7 @@ def test_captures_in_captures_and_modules_that_are_there_twice():
     assert list(seen) == [0] and len(seen[0].x.get_value()) == 2
 
 
-def test_errors_and_copies_leave_nothing_behind():
+def test_errors_and_copies_are_cleaned_up():
     layer = Layer()
 
     def fails(layer):
@@ -147,7 +147,7 @@ def test_errors_and_copies_leave_nothing_behind():
         assert names(x) == ["calls", "w"] and type(x) is Layer
 
 
-def test_what_cannot_be_captured():
+def test_invalid_targets():
     layer, x = Layer(), jnp.ones(2)
     with pytest.raises(ObjectArgumentError, match="capture was given 3; give kinds of variables"):
         capture(layer, 3)
@@ -210,7 +210,7 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize("modes", MODES, ids=str)
 @pytest.mark.parametrize("transformation", TRANSFORMED)
-def test_what_is_sown_comes_through_transformations(transformation, modes):
+def test_sown_values_escape_transformations(transformation, modes):
     model, x = nnx.Dict(a=Sower(2)), jnp.arange(6.0).reshape(3, 2)
     run = TRANSFORMED[transformation](**modes)
     _, seen = capture(lambda model: run(model.a, x), nnx.Intermediate)(model)
@@ -220,7 +220,7 @@ def test_what_is_sown_comes_through_transformations(transformation, modes):
 
 @pytest.mark.parametrize("modes", MODES, ids=str)
 @pytest.mark.parametrize("transformed", [lambda f: f, nnx.jit], ids=["scan", "scan in jit"])
-def test_what_is_sown_in_a_loop_is_stacked(transformed, modes):
+def test_sown_values_in_loops_are_stacked(transformed, modes):
     model, x = Sower(3, 2), jnp.ones(2)
     run = transformed(
         nnx.scan(
@@ -234,7 +234,7 @@ def test_what_is_sown_in_a_loop_is_stacked(transformed, modes):
         assert model.y[0].tolist() == seen.y[0].tolist()
 
 
-def test_what_is_shared_by_all_iterations_keeps_its_attributes():
+def test_shared_module_keeps_its_attributes_in_a_loop():
     def body(x, m):
         m.new = nnx.Cache(x)
         return x
@@ -245,7 +245,7 @@ def test_what_is_shared_by_all_iterations_keeps_its_attributes():
         nnx.scan(body, in_axes=(nnx.Carry, SOWN), out_axes=nnx.Carry)(jnp.ones(2), Sower(3, 2))
 
 
-def test_modules_that_are_split_and_merged_under_vmap_sow():
+def test_modules_merged_under_vmap_sow():
     model, x = Sower(2), jnp.arange(6.0).reshape(3, 2)
 
     @capture(nnx.Intermediate)
@@ -295,7 +295,7 @@ RAW = {
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("outer", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("transformation", RAW)
-def test_state_of_a_merged_module_brings_sown_values_back(transformation, outer, calls):
+def test_merged_module_state_returns_sown_values(transformation, outer, calls):
     model, x = nnx.Sequential(Sower(2), Sower(2)), jnp.arange(6.0).reshape(3, 2)
     run = split_and_merged(RAW[transformation], returned=True, calls=calls)
     y, seen = capture(outer(run), nnx.Intermediate)(model, x)
@@ -307,7 +307,7 @@ def test_state_of_a_merged_module_brings_sown_values_back(transformation, outer,
 
 @pytest.mark.parametrize("outer", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("transformation", RAW)
-def test_sown_values_that_a_merged_module_does_not_return_are_refused(transformation, outer):
+def test_unreturned_sown_values_of_merged_module_fail(transformation, outer):
     run = outer(split_and_merged(RAW[transformation], returned=False))
     model, x = nnx.Dict(a=Sower(2)), jnp.arange(6.0).reshape(3, 2)
     with pytest.raises(
@@ -317,7 +317,7 @@ def test_sown_values_that_a_merged_module_does_not_return_are_refused(transforma
     assert names(model.a) == ["calls", "w"]
 
 
-def test_what_was_sown_before_stays_in_front_of_what_a_merged_module_sows():
+def test_earlier_sown_values_precede_those_of_a_merged_module():
     model, x = Sower(2), jnp.ones((3, 2))
     run = split_and_merged(jax.vmap, returned=True, calls=2)
     _, seen = capture(lambda m: (m(x[0]), run(m, x)), nnx.Intermediate)(model)
@@ -325,7 +325,7 @@ def test_what_was_sown_before_stays_in_front_of_what_a_merged_module_sows():
     assert [jnp.shape(y) for y in seen.y[...]] == [(3, 2), (3, 2)]
 
 
-def test_gradients_of_what_is_between_come_through_trees():
+def test_perturbation_gradients_in_tree_mode():
     model, x = nnx.Dict(a=Sower(2)), jnp.ones(2)
 
     def run(model, x):

@@ -61,7 +61,7 @@ def test_plain_lists_dicts_and_tuples_work_as_attributes():
     assert type(merged.pair) is tuple and type(merged.layers[1]) is nnx.Dict
 
 
-def test_a_list_that_is_shared_stays_shared():
+def test_shared_list_stays_shared():
     xs = nnx.List([nnx.Param(1)])
     merged = nnx.merge(*nnx.split(nnx.Dict(a=xs, b=(xs,))))
     assert merged.a is merged.b[0]
@@ -81,7 +81,7 @@ def test_marks_move_with_the_items():
     assert jax.tree.leaves(d) == []
 
 
-def test_a_change_that_fails_leaves_them_as_they_were():
+def test_failed_change_leaves_them_unchanged():
     xs, d = nnx.List([nnx.data(1), 2]), nnx.Dict(a=nnx.data(1))
     for change in (
         lambda: xs.pop(9),
@@ -111,7 +111,7 @@ def test_copies_keep_cycles_and_marks(copied):
     assert nnx.graphdef(new) == nnx.graphdef(xs)
 
 
-def test_what_jax_makes_of_them():
+def test_pytree_structure():
     tree = {"l": nnx.List([jnp.ones(1), nnx.Param(2.0)]), "d": nnx.Dict({"a": jnp.zeros(1)})}
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(tree)]
     assert paths == ["['d']['a']", "['l'][0]", "['l'][1].value"]
@@ -120,14 +120,14 @@ def test_what_jax_makes_of_them():
     assert jax.jit(lambda t: t["l"][1] + 1)(tree) == 3.0
 
 
-def test_attributes_of_lists_go_through():
+def test_attributes_of_lists_are_kept():
     xs = nnx.List([nnx.Param(1.0)])
     xs.sow(nnx.Intermediate, "h", 2)
     merged = nnx.merge(*nnx.split(xs))
     assert merged.h[...] == (2,) and merged[0][...] == 1.0
 
 
-def test_sequential_hands_on_what_layers_give():
+def test_sequential_passes_results_on():
     assert nnx.Sequential()(3) == 3
     assert nnx.Sequential(lambda x: (x, x + 1), lambda a, b: a + b)(3) == 7
     assert nnx.Sequential(lambda x: {"a": x, "b": 1}, lambda a, b: a + b)(3) == 4
@@ -137,7 +137,7 @@ def test_sequential_hands_on_what_layers_give():
         nnx.Sequential(abs, 3)(1)
 
 
-def test_a_dict_keeps_the_order_of_its_keys_wherever_it_goes():
+def test_dict_key_order_is_preserved():
     heads = nnx.Dict(b=nnx.Param(1.0), a=2)
     assert list(nnx.clone(heads)) == ["b", "a"] and list(nnx.state(heads)) == ["b"]
     seen = []
@@ -152,7 +152,7 @@ def test_a_dict_keeps_the_order_of_its_keys_wherever_it_goes():
     assert nnx.graphdef(nnx.Dict(a=1, b=2)) != nnx.graphdef(nnx.Dict(b=2, a=1))
 
 
-def test_objects_in_a_list_that_is_no_pytree_are_refused():
+def test_objects_in_non_pytree_list_are_rejected():
     class Layers(list):
         pass
 

@@ -40,7 +40,7 @@ class Model(nnx.Module):
         self.stat = nnx.BatchStat(jnp.zeros(()))
 
 
-def test_what_is_shared_is_split_once_and_merged_into_one():
+def test_shared_objects_are_split_and_merged_once():
     model, layer = Model(), Layer()
     with split_context() as ctx:
         first = ctx.split(model)
@@ -128,7 +128,7 @@ def test_inner_contexts_hide_outer_ones():
         current_update_context("t")
 
 
-def test_contexts_without_their_update_context():
+def test_missing_update_context():
     with pytest.raises(GraphStructureError, match="no update context 'q'"), split_context("q"):
         pass
     with (
@@ -139,7 +139,7 @@ def test_contexts_without_their_update_context():
         pass
 
 
-def test_descriptions_that_refer_to_each_other():
+def test_graphdefs_with_shared_index():
     model, layer = Model(), Layer()
     known, made = RefMap(), {}
     first = nnx.flatten(model, ref_index=known)
@@ -150,7 +150,7 @@ def test_descriptions_that_refer_to_each_other():
     assert again is new and other is not layer and sorted(made) == [*range(6)]
 
 
-def test_descriptions_of_objects_that_were_others_before():
+def test_graphdef_outer_index():
     model = Model()
     index = RefMap([(model, 5), (model.a, 1), (model.a.w, 7)])
     graphdef, flat = nnx.flatten(model, ref_outer_index=index)
@@ -173,7 +173,7 @@ def model():
     return nnx.Dict(a=layer, b=layer, stat=nnx.BatchStat(jnp.zeros(())))
 
 
-def test_objects_become_states_and_objects_again():
+def test_objects_round_trip_through_states():
     m = model()
     tree = to_tree((m, m, {"q": m.a, "x": jnp.ones(1)}, 3))
     assert [isinstance(x, NodeStates) for x in (*tree[:2], tree[2]["q"])] == [True] * 3
@@ -197,7 +197,7 @@ def split_in_two(ctx, path, prefix, x):
     return NodeStates.from_split(*ctx.split(x, nnx.Param, ...), metadata=prefix)
 
 
-def test_ways_to_split_and_merge():
+def test_split_fn_and_merge_fn():
     m = model()
     tree = to_tree((m, 3), prefix=("p", None), split_fn=split_in_two)
     assert tree[0].metadata == "p" and len(tree[0].states) == 2
@@ -229,7 +229,7 @@ def test_through_an_update_context():
     assert m.b.w[0] == 2
 
 
-def test_different_things_said_of_one_variable():
+def test_inconsistent_prefixes():
     m = model()
     with pytest.raises(InconsistentAliasError, match="one Param is at '0/a/w', with 0"):
         to_tree((m, m.a), prefix=(0, 1))
@@ -241,7 +241,7 @@ def test_different_things_said_of_one_variable():
         to_tree((m, 3), prefix=(0,))
 
 
-def test_states_without_a_description_and_several():
+def test_missing_and_multiple_graphdefs():
     state = nnx.State({"w": jnp.ones((3, 2))})
     both = NodeStates.from_states(state, state)
     with pytest.raises(GraphStructureError, match="have no description"):
@@ -268,7 +268,7 @@ AXES = {nnx.Param: 0, nnx.PathContains("xs"): 1, ...: None}
 
 
 @pytest.mark.parametrize("axes", [AXES, StateAxes(AXES)], ids=["dict", "StateAxes"])
-def test_it_stands_where_jax_takes_a_prefix(axes):
+def test_prefix_works_in_jax(axes):
     node = Node()
     made = prefix(node, axes)
     assert (made.w, made.n, made.xs[0], made.name) == (0, None, 1, "node")
@@ -284,7 +284,7 @@ def test_states_values_and_functions():
     assert paths[0].xs[0] == ((0, "xs", 0), "Cache") and paths[1]["b"] == ((1, "b"), "int")
 
 
-def test_what_no_filter_matches():
+def test_unmatched_filters():
     with pytest.raises(StateFilterError, match="'n', a BatchStat; the filters are Param; add"):
         prefix(Node(), {nnx.Param: 0})
     with pytest.raises(ObjectArgumentError, match="prefix was given 3; give a dict from filters"):
@@ -321,14 +321,14 @@ MAPPED = {
 
 @pytest.mark.parametrize("modes", MODES, ids=str)
 @pytest.mark.parametrize("transformation", MAPPED)
-def test_transformations_take_it_whatever_is_static(transformation, modes):
+def test_transformations_accept_prefix(transformation, modes):
     run = MAPPED[transformation]
     at = prefix(PrefixLayer(), PREFIX_LAYER)
     assert run(at, **modes).tolist() == [7, 7, 7]
 
 
 @pytest.mark.parametrize("modes", MODES, ids=str)
-def test_results_and_layouts_take_it(modes):
+def test_out_axes_and_shardings(modes):
     at = prefix(PrefixLayer(), PREFIX_LAYER)
     made = nnx.vmap(lambda _: PrefixLayer(), out_axes=at, **modes)(jnp.arange(5))
     assert made.w.shape == (5, 3, 2) and made.parts[0].v.shape == (2, 5, 3) and made.n.shape == ()

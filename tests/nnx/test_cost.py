@@ -61,7 +61,7 @@ def test_a_jitted_step(n, donated):
     assert calls(lambda: jitted(model, optimizer, X), of=WEFT) <= 3
 
 
-def test_a_jitted_step_of_objects_that_were_met_before():
+def test_jitted_step_of_known_objects():
     jitted = nnx.jit(lambda model, x: model(x))
     models = [Stack(2) for _ in range(2)]
     for model in models:
@@ -97,7 +97,7 @@ def test_reads_and_writes(run, at_most):
     assert calls(functools.partial(run, variable, module)) <= at_most
 
 
-def test_writing_what_has_the_dtype_and_shape_runs_nothing_of_jax():
+def test_writing_same_dtype_and_shape_skips_jax():
     variable, value = nnx.Param(jnp.ones(2)), jnp.zeros(2)
     variable[...] = value
     assert variable.get_value() is value
@@ -235,7 +235,7 @@ def of_training(n):
 
 @pytest.mark.parametrize("n", [8, 100])
 @pytest.mark.parametrize("make", [of_jit, of_training])
-def test_what_a_call_does_for_each_array(make, n):
+def test_cost_per_array(make, n):
     run, arrays = make(n)
     assert calls(run, of=WEFT) <= 3
     # It is read and written, and nothing is called for it.
@@ -243,7 +243,7 @@ def test_what_a_call_does_for_each_array(make, n):
     assert kept(run, of=WEFT) == 0
 
 
-def test_a_call_holds_no_more_than_that_of_nested_dicts():
+def test_call_keeps_no_more_than_with_dicts():
     run, n = of_jit(100)
     values = {f"layer{i}": (jnp.ones((4, 4)), jnp.ones(4)) for i in range(n // 2)}
     shrink = jax.jit(lambda values: jax.tree.map(lambda x: x * 0.999, values), donate_argnums=0)

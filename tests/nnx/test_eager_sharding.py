@@ -29,7 +29,7 @@ def is_laid(variable, *spec):
 
 @KINDS
 @pytest.mark.parametrize("name", ["sharding", "sharding_names", "out_sharding"])
-def test_a_new_variable_is_laid_out_under_a_mesh(kind, name):
+def test_new_variable_is_sharded_under_a_mesh(kind, name):
     with jax.set_mesh(mesh_of(kind)):
         for layout in (("data", "model"), ["data", "model"], P("data", "model")):
             w = nnx.Param(jnp.ones((4, 8)), **{name: layout})
@@ -40,7 +40,7 @@ def test_a_new_variable_is_laid_out_under_a_mesh(kind, name):
 
 
 @KINDS
-def test_the_mesh_of_the_variable_or_of_its_layout(kind):
+def test_mesh_of_variable_or_sharding(kind):
     mesh = mesh_of(kind)
     assert is_laid(nnx.Param(jnp.ones((4, 8)), out_sharding=("data",), mesh=mesh), "data")
     assert is_laid(nnx.Param(jnp.ones(4), out_sharding=NamedSharding(mesh, P("data"))), "data")
@@ -49,7 +49,7 @@ def test_the_mesh_of_the_variable_or_of_its_layout(kind):
 
 
 @KINDS
-def test_rules_say_what_names_stand_for(kind):
+def test_logical_axis_rules(kind):
     rules = (("embed", "model"),)
     with jax.set_mesh(mesh_of(kind)):
         assert is_laid(
@@ -63,7 +63,7 @@ def test_rules_say_what_names_stand_for(kind):
 
 @KINDS
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), None])
-def test_a_format_says_how_axes_lie_in_memory_as_well(kind, order):
+def test_format_sets_memory_layout(kind, order):
     sharding = NamedSharding(mesh_of(kind), P("data", None))
     layout = Format(order and Layout(order), sharding)
     w = nnx.Param(jnp.arange(32.0).reshape(4, 8), out_sharding=layout)
@@ -80,7 +80,7 @@ def test_a_format_says_how_axes_lie_in_memory_as_well(kind, order):
 
 
 @KINDS
-def test_what_is_abstract_is_laid_out_as_what_is_made(kind):
+def test_abstract_variables_have_the_same_sharding(kind):
     def make():
         init = nnx.with_partitioning(jax.nn.initializers.ones, ("data", "model"))
         return nnx.Dict(
@@ -166,7 +166,7 @@ def test_inside_of_jit_and_without_values(kind):
     assert doubled(jnp.ones((2, 4))).shape == (2, 4)
 
 
-def test_hooks_come_before_and_later_values_stay_as_they_are():
+def test_hooks_run_first_and_later_values_are_kept():
     with jax.set_mesh(mesh_of(AxisType.Auto)):
         w = nnx.Param(jnp.ones(4), out_sharding=("data",), on_create_value=lambda _, x: x + 1)
         assert w[0] == 2 and is_laid(w, "data")
@@ -174,7 +174,7 @@ def test_hooks_come_before_and_later_values_stay_as_they_are():
         assert is_laid(w)
 
 
-def test_what_cannot_be_laid_out():
+def test_invalid_shardings():
     mesh = mesh_of(AxisType.Auto)
     with pytest.raises(NoMeshError, match=r"a Param has the layout \('data',\).*no mesh"):
         nnx.Param(jnp.ones(4), out_sharding=("data",))

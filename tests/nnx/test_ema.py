@@ -26,7 +26,7 @@ def test_averages_follow_the_values():
     assert model.w[0] == 2.0 and ema.decay == 0.5
 
 
-def test_a_filter_says_of_what_there_are_averages():
+def test_filter_selects_averaged_values():
     model = Model()
     ema = EMA(model, 0.9, only=[nnx.Param])
     assert nnx.to_flat_state(nnx.state(ema)).paths == (
@@ -40,7 +40,7 @@ def test_a_filter_says_of_what_there_are_averages():
     assert ema.params.w.get_metadata() == model.w.get_metadata() and ema.params.w is not model.w
 
 
-def test_the_model_with_averages_shares_all_else():
+def test_averaged_model_shares_the_rest():
     model = Model()
     ema = EMA(model, 0.5, only=nnx.Param)
     model.w[...] = 4.0
@@ -98,7 +98,7 @@ def test_a_decay_that_is_an_array_changes_without_a_new_trace():
     ],
     ids=["missing", "missing below", "shape", "extra"],
 )
-def test_values_that_do_not_fit_change_nothing(change, message):
+def test_mismatched_values_change_nothing(change, message):
     ema = EMA(Model(), 0.5)
     values = jax.tree.map(lambda x: x + 1, nnx.to_pure_dict(nnx.state(Model())))
     change(values)

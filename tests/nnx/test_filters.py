@@ -42,7 +42,7 @@ def paths(filter_like):
     ],
     ids=lambda value: getattr(value, "__name__", None) or repr(value),
 )
-def test_what_filters_match(filter_like, expected):
+def test_matches(filter_like, expected):
     assert paths(filter_like) == expected
 
 
@@ -60,7 +60,7 @@ def test_filters_are_compared_by_value():
     assert nnx.All("a") != nnx.Any("a")
 
 
-def test_the_first_filter_that_matches_has_it():
+def test_first_matching_filter_wins():
     groups, rest = grouped([(("a",), 1), (("b",), "x"), (("c",), None)], [int, lambda p, x: True])
     assert groups == [[(("a",), 1)], [(("b",), "x"), (("c",), None)]] and rest == []
     assert grouped([(("a",), 1)], [str])[1] == [(("a",), 1)]

@@ -120,7 +120,7 @@ class Counter(nnx.Module):
         self.name = "new"
 
 
-def test_values_have_to_be_as_many_as_described():
+def test_value_count_must_match():
     flat = flatten_graph(Counter())
     for values in ([], [1, 2]):
         with pytest.raises(
@@ -131,7 +131,7 @@ def test_values_have_to_be_as_many_as_described():
     assert node.w[...] == 5 and objects == [node, objects[1]] and objects[1] is node.w
 
 
-def test_what_exists_becomes_what_is_described():
+def test_existing_objects_are_updated():
     before, after = Counter(), nnx.List([Counter()])
     after[0].name = "other"
     made, _ = build_graph(flatten_graph(after).graphdef, [7], existing={1: before})
@@ -139,7 +139,7 @@ def test_what_exists_becomes_what_is_described():
 
 
 @pytest.mark.parametrize("transform", [nnx.vmap, nnx.jit], ids=["vmap", "jit"])
-def test_a_call_that_is_refused_has_changed_nothing(transform):
+def test_rejected_call_changes_nothing(transform):
     outside = Counter()
 
     @jax.jit
@@ -164,14 +164,14 @@ class Checked(nnx.Module):
     """Anything."""
 
 
-def test_objects_whose_attributes_are_what_was_said():
+def test_consistent_attributes_pass():
     node = Checked()
     node.a, node.b, node.c = 1, nnx.static((1, 2)), nnx.data(3)
     node.w, node.xs = nnx.Param(jnp.ones(1)), nnx.List([jnp.ones(1)])
     check_pytree(node)
 
 
-def test_data_that_came_into_a_static_attribute():
+def test_data_added_to_static_attribute():
     node, outer = Checked(), Checked()
     node.options = nnx.static({"a": 1})
     outer.below = nnx.List([node])
@@ -183,6 +183,6 @@ def test_data_that_came_into_a_static_attribute():
         check_pytree(outer)
 
 
-def test_what_is_no_object():
+def test_non_object():
     with pytest.raises(ObjectArgumentError, match="check_pytree was given a dict"):
         check_pytree({"a": 1})

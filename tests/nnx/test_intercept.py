@@ -94,7 +94,7 @@ def test_calls_inside_of_transformations_are_seen():
     assert x.compiled(1.0) == 4 and not SEEN
 
 
-def test_a_compiled_function_notices_that_it_is_observed():
+def test_observed_function_is_recompiled():
     x = Derived()
 
     @jit
@@ -121,7 +121,7 @@ def pass_on(x, name, method, args, kwargs):
     return method(*args, **kwargs)
 
 
-def test_one_that_is_observed_twice_is_left_step_by_step():
+def test_nested_observers_end_in_order():
     x = Derived()
     intercept_calls(x, note)
     intercept_calls(x, pass_on)
@@ -132,7 +132,7 @@ def test_one_that_is_observed_twice_is_left_step_by_step():
     assert type(x) is Derived and x.enc(1) == 4 and len(SEEN) == 2
 
 
-def test_models_are_shown_only_while_that_is_asked_for():
+def test_models_are_visited_only_in_context():
     seen, x = [], Derived()
     visit_model(x)
     with visiting(seen.append), visiting(lambda x: intercept_calls(x, note)):
@@ -141,7 +141,7 @@ def test_models_are_shown_only_while_that_is_asked_for():
     assert seen == [x] and x.enc(1) == 4 and len(SEEN) == 1
 
 
-def test_lists_and_dicts_are_no_modules_of_users():
+def test_lists_and_dicts_are_skipped():
     class Own(nnx.List):
         """A list with a method."""
 

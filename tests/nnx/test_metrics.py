@@ -60,7 +60,7 @@ def test_many_small_values_of_low_precision():
     assert float(average.total[...]) == 1000
 
 
-def test_welford_of_nothing_and_of_empty_batches():
+def test_welford_of_empty_batches():
     welford = Welford("x")
     assert welford.compute().mean == 0 and np.isnan(welford.compute().standard_deviation)
     welford.update(x=jnp.array([1.0, 3.0]))
@@ -70,7 +70,7 @@ def test_welford_of_nothing_and_of_empty_batches():
     assert welford.count[...] == welford.m2[...] == welford.mean[...] == 0
 
 
-def test_accuracy_of_classes_and_of_yes_and_no():
+def test_multiclass_and_binary_accuracy():
     accuracy = Accuracy()
     logits = jnp.array([[[0.1, 0.9], [0.8, 0.2]]])
     accuracy.update(logits=logits, labels=jnp.array([[1, 1]]), step=3)
@@ -108,7 +108,7 @@ def test_metrics_go_through_transformations():
     assert graphdef == nnx.graphdef(Average()) != nnx.graphdef(Average("x"))
 
 
-def test_a_metric_of_ones_own_that_misses_a_method():
+def test_custom_metric_missing_a_method():
     class Mine(Metric):
         def __init__(self):
             self.x = MetricState(jnp.array(0))
@@ -125,7 +125,7 @@ def test_a_metric_of_ones_own_that_misses_a_method():
 
 
 @pytest.mark.parametrize("metric", [Average("loss"), Welford("loss")], ids=["Average", "Welford"])
-def test_an_argument_is_missing_or_no_array(metric):
+def test_missing_or_invalid_argument(metric):
     name = type(metric).__name__
     with pytest.raises(MetricArgumentError, match=f"{name}.update needs .* 'loss', .* 'values'; c"):
         metric.update(values=1.0)
@@ -150,7 +150,7 @@ def test_a_mask_for_each_metric_by_name():
     assert float(metrics.all.compute()) == 2 and float(metrics.inner.spread.compute().mean) == 2
 
 
-def test_masks_by_names_that_are_not_there():
+def test_masks_of_unknown_metrics():
     metrics = MultiMetric(all=Average())
     with pytest.raises(MetricArgumentError, match="mask for 'none'; the metrics are 'all'"):
         metrics.update(values=jnp.ones(3), mask={"none": np.ones(3, bool)})
@@ -177,7 +177,7 @@ def test_masked_values_do_not_count(data):
         np.testing.assert_allclose(deviation, np.std(kept), atol=1e-2)
 
 
-def test_masks_logits_and_labels_that_do_not_fit():
+def test_mismatched_masks_logits_and_labels():
     message = r"Average.update was given a mask of shape \(2,\) for values of shape \(2, 3\)"
     with pytest.raises(MetricValueError, match=message):
         Average().update(values=jnp.ones((2, 3)), mask=jnp.ones(2))
@@ -194,7 +194,7 @@ def test_masks_logits_and_labels_that_do_not_fit():
         Accuracy().update(logits=jnp.ones((2, 3)), labels=jnp.ones(2))
 
 
-def test_metrics_that_cannot_be_made():
+def test_invalid_metrics():
     with pytest.raises(MetricArgumentError, match="threshold is 1, a int; give a float, or None"):
         Accuracy(1)
     with pytest.raises(MetricArgumentError, match="the metric 'loss' is 3, which lacks the meth"):

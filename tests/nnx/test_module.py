@@ -94,7 +94,7 @@ def test_views():
     )  # fmt: skip
 
 
-def test_annotations_are_shown_whichever_way_they_were_written():
+def test_string_annotations_are_shown():
     class Quoted(nnx.Module):
         def set_view(self, causal: "bool | None" = None): ...
 
@@ -105,7 +105,7 @@ def test_annotations_are_shown_whichever_way_they_were_written():
     assert "set_view(mask: 'Mask' = None)" in nnx.view_info(Unknown())
 
 
-def test_sow_keeps_what_it_is_given():
+def test_sow_stores_values():
     layer = Layer()
     layer.sow(nnx.Intermediate, "h", 1)
     assert layer.sow(nnx.Intermediate, "h", 2) is True
@@ -142,7 +142,7 @@ def append(xs, x):
     return (*xs, x)
 
 
-def test_only_wanted_kinds_are_left():
+def test_only_requested_kinds_stay():
     captured = SownValues((nnx.Intermediate,), None, {"h": nnx.Intermediate((1,))})
     assert captured.sow(nnx.Intermediate, "h", 2, append, tuple)
     assert not captured.sow(nnx.Cache, "c", 2, append, tuple)
@@ -150,7 +150,7 @@ def test_only_wanted_kinds_are_left():
     assert name == "h" and type(variable) is nnx.Intermediate and variable.get_value() == (1, 2)
 
 
-def test_perturbations_that_are_there_or_wanted():
+def test_existing_or_requested_perturbations():
     captured = SownValues((nnx.Perturbation,), None, {"p": nnx.Perturbation(3.0)})
     assert captured.perturbation(nnx.Perturbation, "p", 1.0) == 3
     assert captured.perturbation(nnx.Perturbation, "q", jnp.ones(2)).tolist() == [0, 0]
@@ -199,7 +199,7 @@ def test_each_operation_is_in_the_scopes_of_its_modules(compile_):
     assert found == {"Model/blocks_0/linear", "Model/blocks_1/linear", "Model/heads_a_0"}
 
 
-def test_scopes_are_closed_where_a_call_fails():
+def test_scopes_close_on_failure():
     class Failing(nnx.Module):
         def __call__(self, x):
             raise KeyError

@@ -118,7 +118,7 @@ def test_updates_are_those_of_optax_on_plain_arrays(tx):
     )
 
 
-def test_what_is_kept_for_a_parameter_has_its_metadata():
+def test_state_keeps_parameter_metadata():
     model = Model()
     optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
     count, mu = optimizer.opt_state[0].count, optimizer.opt_state[0].mu
@@ -135,7 +135,7 @@ def test_what_is_kept_for_a_parameter_has_its_metadata():
     }
 
 
-def test_names_of_axes_stay_where_the_shape_is_that_of_the_parameter():
+def test_axis_names_are_kept_for_equal_shapes():
     model = Model()
     factored = Optimizer(model, optax.adafactor(0.1), wrt=nnx.Param).opt_state[0]
     assert factored.v.kernel.sharding_names == ("in", "out")
@@ -146,7 +146,7 @@ def test_names_of_axes_stay_where_the_shape_is_that_of_the_parameter():
     assert memory.diff_params_memory.kernel.sharding_names == (None, "in", "out")
 
 
-def test_what_is_kept_lies_where_the_parameter_lies():
+def test_state_has_parameter_sharding():
     mesh = jax.make_mesh((2, 1), ("in", "out"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         model = Model()
@@ -158,7 +158,7 @@ def test_what_is_kept_lies_where_the_parameter_lies():
         assert optimizer.opt_state[0].nu.kernel.get_value().sharding.is_equivalent_to(sharding, 2)
 
 
-def test_a_filter_says_what_moves():
+def test_filter_selects_parameters():
     model = Model()
     before = values(model)
     optimizer = Optimizer(model, optax.sgd(1.0), wrt=nnx.PathContains("bias"))
@@ -171,7 +171,7 @@ def test_a_filter_says_what_moves():
     assert both.wrt == (nnx.Param, nnx.BatchStat) and model.mean[0] == -1
 
 
-def test_gradients_come_as_states_dicts_arrays_or_models():
+def test_gradients_may_be_states_dicts_or_models():
     for grads in (
         ones_like(Model()),
         nnx.State(nnx.to_pure_dict(ones_like(Model()))),
@@ -207,7 +207,7 @@ def test_models_are_pytrees_of_variables_variables_and_objects_with_arrays():
     assert model.w[0] == 0.5 and model.x[0] == 0.5 and model.n == 2.0
 
 
-def test_a_shared_parameter_moves_once():
+def test_shared_parameter_updates_once():
     weight = nnx.Param(jnp.ones(2))
     model = nnx.List([weight, weight])
     optimizer = Optimizer(model, optax.sgd(0.25), wrt=nnx.Param)
@@ -237,7 +237,7 @@ def test_values_in_references_are_written_to_them():
     assert isinstance(optimizer.opt_state[0].mu.w.get_raw_value(), jax.Ref)
 
 
-def test_a_transformation_is_given_further_arguments():
+def test_extra_arguments_are_passed():
     model = nnx.Dict(w=nnx.Param(jnp.array([2.0])))
     optimizer = Optimizer(model, optax.lbfgs(), wrt=nnx.Param)
 
@@ -374,7 +374,7 @@ def test_twenty_optimizers_that_differ_each_take_their_own_step():
         assert model.w[0] == -2 * i * i
 
 
-def test_in_jit_an_optimizer_of_another_trace_is_refused():
+def test_optimizer_of_another_trace_is_rejected():
     model = Model()
     optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
     with pytest.raises(TraceContextError, match="is changed inside of a JAX transformation"):
@@ -391,7 +391,7 @@ def test_in_jit_an_optimizer_of_another_trace_is_refused():
         max_leaves=4,
     )
 )
-def test_any_nesting_moves_as_on_plain_arrays(shapes):
+def test_any_nesting_matches_plain_arrays(shapes):
     def build(x):
         if isinstance(x, dict):
             return {name: build(value) for name, value in x.items()}
@@ -421,7 +421,7 @@ def test_an_update_without_gradients():
         Optimizer(model, optax.adam(0.1), wrt=nnx.Param).update(ones_like(model))
 
 
-def test_a_filter_that_misses_is_said_and_moves_nothing():
+def test_unmatched_filter_warns():
     model = Model()
     message = r"wrt=<class .*Cache'> matches nothing in Model; .* are BatchStat, Param"
     with pytest.warns(OptimizerWarning, match=message):
@@ -449,7 +449,7 @@ KINDS = [AxisType.Auto, AxisType.Explicit]
 
 @pytest.mark.parametrize("transform", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
-def test_the_state_may_be_laid_out_in_another_way(kind, transform):
+def test_state_may_have_another_sharding(kind, transform):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
     layouts = {"out_sharding": (None, "model"), "optimizer_sharding": ["rows", "model"]}
     rules = (("rows", "data"),)
@@ -473,7 +473,7 @@ def test_the_state_may_be_laid_out_in_another_way(kind, transform):
     np.testing.assert_allclose(model.w[...], 0.8, atol=1e-3)
 
 
-def test_a_layout_of_the_state_needs_a_mesh_as_any_other_does():
+def test_state_sharding_needs_a_mesh():
     model = nnx.Dict(w=nnx.Param(jnp.ones((4, 8)), optimizer_sharding=("data", None)))
     with pytest.raises(NoMeshError, match=r"a OptVariable has the layout \('data', None\)"):
         Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
@@ -493,7 +493,7 @@ def test_a_layout_of_the_state_needs_a_mesh_as_any_other_does():
     ],
     ids=["missing", "missing below", "None", "shape", "extra"],
 )
-def test_gradients_that_do_not_fit_change_nothing(change, message):
+def test_mismatched_gradients_change_nothing(change, message):
     model = Model()
     optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
     grads = nnx.to_pure_dict(ones_like(model))
@@ -504,7 +504,7 @@ def test_gradients_that_do_not_fit_change_nothing(change, message):
     same(values((model, optimizer)), before)
 
 
-def test_a_parameter_that_is_not_to_change():
+def test_immutable_parameter():
     model = Model()
     optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
     model.layers[0].bias.set_metadata(mutable=False)
@@ -517,7 +517,7 @@ def test_a_parameter_that_is_not_to_change():
     frozen.update(model, ones_like(model))
 
 
-def test_an_optimizer_of_another_model():
+def test_mismatched_model():
     optimizer = Optimizer(Model(), optax.adam(0.1), wrt=nnx.Param)
     larger = Model()
     larger.extra = nnx.Param(jnp.ones(1))
@@ -531,7 +531,7 @@ def test_an_optimizer_of_another_model():
         optimizer.update(smaller, ones_like(smaller))
 
 
-def test_errors_of_a_transformation_are_its_own():
+def test_transformation_errors_propagate():
     def update(updates, state, params=None):
         raise ValueError("of my own")
 
@@ -541,7 +541,7 @@ def test_errors_of_a_transformation_are_its_own():
         Optimizer(model, tx, wrt=nnx.Param).update(model, ones_like(model))
 
 
-def test_a_transformation_that_gives_another_state():
+def test_inconsistent_state_structure():
     def update(updates, state, params=None):
         return updates, ({"a": 0},)
 
@@ -581,7 +581,7 @@ def test_gradients_take_the_form_of_the_parameters():
     ],
     ids=["none", "one missing", "shape", "extra"],
 )
-def test_gradients_like_refuses_other_structures(given, message):
+def test_gradients_like_checks_structure(given, message):
     with pytest.raises(GradientStructureError, match=message):
         gradients_like(PARAMETERS, given, nnx.Param)
 
@@ -598,7 +598,7 @@ def tree():
     return Pair(({"n": 3}, state), [None, 2.0, ()])
 
 
-def test_a_pytree_is_kept_in_variables_and_given_back():
+def test_pytree_round_trips_through_variables():
     there = to_state_dict(tree(), variable)
     assert type(there) is Pair and type(there.a[1]) is StateDict and type(there.b) is nnx.List
     assert there.b[0] is None and there.b[2] == () and there.a[0].n[...] == 3
@@ -610,7 +610,7 @@ def test_a_pytree_is_kept_in_variables_and_given_back():
     )
 
 
-def test_what_is_kept_notices_changes():
+def test_state_dict_tracks_changes():
     class Holder(nnx.Module):
         def __init__(self):
             self.kept = to_state_dict(nnx.state(nnx.Dict(w=nnx.Param(1.0))), variable)
@@ -621,7 +621,7 @@ def test_what_is_kept_notices_changes():
     assert nnx.graphdef(holder) != graphdef
 
 
-def test_a_state_dict_stands_for_a_state():
+def test_state_dict_acts_as_state():
     model = nnx.Dict(a=nnx.Dict(w=nnx.Param(1.0)))
     there = StateDict({"a": {"w": nnx.Param(2.0)}})
     assert nnx.to_flat_state(there).paths == (("a", "w"),)
@@ -687,7 +687,7 @@ def step(state, x):
     return state.apply_gradients(grads, stats=stats)
 
 
-def test_a_step_gives_a_new_state():
+def test_step_returns_new_state():
     state = make()
     new = step(step(state, jnp.ones((3, 2))), jnp.ones((3, 2)))
     assert int(new.step) == 4 and new.stats.calls[...] == 2 and state.step == 2
@@ -709,7 +709,7 @@ def test_gradients_are_variables_or_arrays():
     ]
 
 
-def test_gradients_that_do_not_fit():
+def test_mismatched_gradients():
     with pytest.raises(GradientStructureError, match="there is no gradient for 'w'"):
         make().apply_gradients(nnx.State({}))
     with pytest.raises(GradientStructureError, match=r"'w' has shape \(3,\)"):

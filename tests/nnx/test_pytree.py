@@ -22,7 +22,7 @@ def leaves(**attributes):
     return jax.tree.leaves(Box(**attributes))
 
 
-def test_what_is_data_by_itself():
+def test_data_by_default():
     data = [jnp.ones(1), np.ones(1), nnx.Param(1), nnx.List([]), nnx.Rngs(0), [jnp.ones(1)]]
     data += [(nnx.Param(1),), {"a": nnx.Param(1)}, jax.ShapeDtypeStruct((), float)]
     static = [1, 1.0, "a", None, np.float32(1), [1], (), {}, len, int, object()]
@@ -30,7 +30,7 @@ def test_what_is_data_by_itself():
     assert nnx.has_data([[jnp.ones(1)]]) and not nnx.has_data([[1]])
 
 
-def test_marks_say_more():
+def test_explicit_marks():
     assert leaves(a=nnx.data(1), b=nnx.static("x"), c=2) == [1]
     assert leaves(a=nnx.data(None), b=nnx.data((1, 2))) == [1, 2]
     box = Box(a=nnx.data(1), b=nnx.Param(1), c=jnp.ones(1), d=nnx.static(1))
@@ -42,7 +42,7 @@ def test_marks_say_more():
     assert jax.tree.leaves(box) == ["text", 7]
 
 
-def test_marks_that_do_not_fit():
+def test_invalid_marks():
     with pytest.raises(AttributeMarkError, match=r"Box.a is static, and was given a ArrayImpl"):
         Box(a=nnx.static(jnp.ones(1)))
     box = Box(a=nnx.static(1))
@@ -95,7 +95,7 @@ def test_registered_types_are_data():
     assert nnx.is_data(Stats(3)) and leaves(stats=Stats(3)) == [3]
 
 
-def test_to_jax_it_is_a_tree_of_its_data():
+def test_pytree_leaves_are_data():
     box = Box(w=nnx.Param(jnp.ones(1)), n=3, sub=Box(x=jnp.zeros(1)))
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(box)]
     assert paths == [".sub.x", ".w.value"]
@@ -105,7 +105,7 @@ def test_to_jax_it_is_a_tree_of_its_data():
     assert jax.tree.structure(box) != jax.tree.structure(Box(w=nnx.Param(1), n=4, sub=Box(x=1)))
 
 
-def test_what_is_data_stays_data_whatever_is_put_there():
+def test_data_attribute_stays_data():
     box = Box(a=jnp.ones(1), b=nnx.Param(1), c=2)
     numbers = jax.tree.map(lambda x: 0, box)
     assert jax.tree.leaves(numbers) == [0, 0]
@@ -138,7 +138,7 @@ def test_abstract_objects():
     assert box.w[...].shape == (2,) and box.x.shape == (3,) and box.n == 1
 
 
-def test_a_class_that_is_no_tree():
+def test_pytree_false():
     class Opaque(nnx.Pytree, pytree=False):
         def __init__(self):
             self.w = nnx.Param(1)
@@ -183,7 +183,7 @@ def test_properties_and_slots_of_subclasses_work():
     assert nnx.to_pure_dict(nnx.state(scaled)) == {"_w": 2}
 
 
-def test_trees_of_objects_that_look_alike_are_told_apart():
+def test_similar_trees_differ():
     def tree(**attributes):
         module = nnx.Module()
         for name, value in attributes.items():

@@ -64,7 +64,7 @@ def test_functions_that_jax_transforms_write_to_it():
         jax.jit(lambda: w.set_metadata(a=1))()
 
 
-def test_it_goes_through_transformations_of_objects():
+def test_works_in_object_transforms():
     model = nnx.Dict(w=nnx.Param(jnp.zeros(2), ref=True), n=nnx.Variable(jnp.array(0)))
     held = model.w.get_raw_value()
 
@@ -105,7 +105,7 @@ def test_copies_have_references_of_their_own():
     assert nnx.as_abstract(model).w.get_value() == jax.ShapeDtypeStruct((2,), jnp.float32)
 
 
-def test_it_takes_over_values_into_its_reference():
+def test_values_are_written_to_reference():
     w = nnx.Param(jnp.ones(2), ref=True)
     held, model = w.get_raw_value(), nnx.Dict(w=w)
     w.copy_from(nnx.Param(jnp.zeros(2), tag="a"))
@@ -118,7 +118,7 @@ def test_it_takes_over_values_into_its_reference():
     assert not is_held(plain) and plain.get_metadata() == {}
 
 
-def test_what_holds_for_new_variables():
+def test_variable_defaults():
     assert dict(var_defaults()) == {"hijax": False, "ref": False} and len(var_defaults()) == 2
     with var_defaults(ref=True):
         assert var_defaults().ref and is_held(nnx.Param(jnp.ones(2)))
@@ -136,7 +136,7 @@ def test_what_holds_for_new_variables():
     assert make().hijax and not var_defaults().hijax
 
 
-def test_what_a_reference_cannot_hold():
+def test_invalid_reference_values():
     w = nnx.Param(jnp.ones(2), ref=True)
     with pytest.raises(
         VariableShapeError, match=r"Param of shape \(2,\).*\(3,\); give one of shape"

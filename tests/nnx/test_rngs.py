@@ -29,7 +29,7 @@ def test_the_nth_key_is_folded_from_the_streams_key():
     [3, np.int32(3), jnp.array(3), jax.random.key(3), jax.random.PRNGKey(3), nnx.RngStream(3)],
     ids=lambda x: type(x).__name__,
 )
-def test_what_a_stream_is_made_of(seed):
+def test_stream_sources(seed):
     assert same(nnx.Rngs(seed).default.key[...], jax.random.key(3))
     assert same(nnx.Rngs({"a": seed}, b=1).a.key[...], jax.random.key(3))
 
@@ -115,7 +115,7 @@ def test_fork_rngs_is_undone():
     assert same(f(rngs), key) and same(rngs.dropout.key[...], jax.random.key(1))
 
 
-def test_copies_with_other_streams():
+def test_with_rngs():
     model = nnx.Dict(rngs=nnx.Rngs(0, dropout=1, noise=2, z=3), w=nnx.Param(1))
     new = nnx.with_rngs(model, split={"dropout": 3}, broadcast={"noise": 2}, fork="z")
     assert shapes(new) == {"default": (), "dropout": (3,), "noise": (2,), "z": ()}
@@ -152,7 +152,7 @@ def test_reseeding():
         nnx.reseed(rngs, dropout=1, policy="q")
 
 
-def test_streams_go_through_transformations():
+def test_streams_in_transformations():
     rngs = nnx.Rngs(0)
 
     @jax.jit

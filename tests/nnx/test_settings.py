@@ -13,7 +13,7 @@ class level(Setting, default=0):
     """A number."""
 
 
-def test_it_holds_from_now_on_and_inside_of_with():
+def test_set_globally_or_as_context():
     assert level.current() == level.get_default() == 0 and level.get_stack() == []
     with level(1):
         assert level.current() == 1
@@ -30,7 +30,7 @@ def test_an_error_restores_it():
     assert level.current() == 0
 
 
-def test_one_instance_is_entered_again_and_on_itself():
+def test_reentrant_instance():
     setting = level(4)
     assert level.current() == 4
     for _ in range(2):
@@ -47,7 +47,7 @@ def test_it_decorates_functions():
     assert level.current() == 0 and f() == 5 and f() == 5 and level.current() == 0
 
 
-def test_it_belongs_to_its_thread():
+def test_thread_local():
     seen = []
     with level(6):
         thread = threading.Thread(target=lambda: seen.append(level.current()))
@@ -92,7 +92,7 @@ def changes(**mode):
 ALL, VALUES = (2.0, True, True), (2.0, False, False)
 
 
-def test_the_modes_say_what_comes_back():
+def test_modes_control_updates():
     assert changes() == ALL
     assert changes(graph=True, graph_updates=True) == ALL
     assert changes(graph_updates=False) == VALUES
@@ -128,7 +128,7 @@ def test_cycles_are_for_graphs():
         nnx.remat(change, graph=False)(m)
 
 
-def test_settings_hold_where_nothing_is_said():
+def test_settings_are_the_default():
     with nnx.set_graph_updates(False):
         assert changes() == VALUES
         assert changes(graph_updates=True) == ALL
@@ -140,7 +140,7 @@ def test_settings_hold_where_nothing_is_said():
     assert changes() == ALL
 
 
-def test_what_holds_is_settled_when_a_function_is_transformed():
+def test_settings_are_read_at_transform_time():
     with nnx.set_graph_mode(False):
         f = nnx.remat(change)
     m = Model()
@@ -152,7 +152,7 @@ def test_what_holds_is_settled_when_a_function_is_transformed():
     assert hasattr(m, "made")
 
 
-def test_settings_are_those_of_a_thread_and_end_with_an_exception():
+def test_settings_are_thread_local_and_restored():
     seen = []
     with nnx.set_graph_mode(False):
         thread = threading.Thread(target=lambda: seen.append(changes()))
@@ -164,7 +164,7 @@ def test_settings_are_those_of_a_thread_and_end_with_an_exception():
     assert nnx.set_graph_updates.current_value() is True
 
 
-def test_a_setting_can_stay_and_can_decorate():
+def test_set_permanently_or_decorate():
     before = nnx.set_graph_mode.current_value()
     try:
         nnx.set_graph_mode(0)

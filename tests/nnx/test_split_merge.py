@@ -41,7 +41,7 @@ def test_split_shares_variables_and_merge_takes_them():
     assert nnx.state(w) is w and nnx.merge(*nnx.split(w)) is w
 
 
-def test_parts_that_do_not_fit():
+def test_mismatched_parts():
     graphdef, params, rest = nnx.split(model(), nnx.Param, ...)
     with pytest.raises(
         GraphStructureError, match="has no value for stat, x, which the description"
@@ -55,7 +55,7 @@ def test_parts_that_do_not_fit():
         nnx.split(model(), nnx.Param)
 
 
-def test_inside_of_a_transformation_both_are_new():
+def test_both_are_new_in_a_transform():
     node = model()
     graphdef, state = nnx.split(node)
 
@@ -101,7 +101,7 @@ def test_values_alone_and_shapes_alone():
     assert node.w.new == 1 and not node.stat.has_metadata("new")
 
 
-def test_call_leaves_the_parts_as_they_are():
+def test_call_keeps_the_parts():
     class Counter(nnx.Module):
         def __init__(self):
             self.n, self.subs = nnx.Variable(jnp.array(0)), [Node()]
@@ -172,7 +172,7 @@ def described(root):
 
 @settings(deadline=None, max_examples=25)
 @given(graphs())
-def test_random_graphs_go_apart_and_together(root):
+def test_random_graphs_round_trip(root):
     words = described(root)
     graphdef, state = nnx.split(root)
     assert described(nnx.merge(graphdef, state)) == words == described(nnx.clone(root))
@@ -217,7 +217,7 @@ def test_it_is_a_state_that_is_merged_without_a_description():
     assert node.w[...].tolist() == [2, 2]
 
 
-def test_jax_knows_it():
+def test_pytree():
     whole = unpack(small_model())
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(whole)]
     assert paths == ["['n'].value", "['w'].value"]
@@ -227,7 +227,7 @@ def test_jax_knows_it():
     assert type(whole.map(lambda _, x: x)) is nnx.State and "GraphState({" in repr(whole)
 
 
-def test_what_is_no_state_and_no_description():
+def test_invalid_state_or_graphdef():
     with pytest.raises(ObjectArgumentError, match="GraphState was given a int and a State"):
         GraphState(1, nnx.State({}))
     with pytest.raises(ObjectArgumentError, match="merge was given a int first"):
@@ -280,7 +280,7 @@ def test_values_in_references_and_back(name):
     assert node.w[...].tolist() == [1, 1]
 
 
-def test_only_some_of_them_and_those_that_are_so_already():
+def test_selected_and_already_converted():
     node = Holder()
     held = vars_as(node, ref=True, only=nnx.Param)
     assert is_held(held.w) and held.n is node.n
@@ -299,7 +299,7 @@ def test_values_that_stay():
     assert again.w.get_metadata() == {} and node.w[0] == 1
 
 
-def test_variables_that_are_there_twice():
+def test_duplicate_variables():
     node = Holder()
     node.again = node.w
     with pytest.raises(GraphStructureError, match="the variable at 'again' is also at 'w'"):
@@ -310,6 +310,6 @@ def test_variables_that_are_there_twice():
     assert vars_as(node).again is node.w
 
 
-def test_values_that_a_reference_cannot_hold():
+def test_invalid_reference_values():
     with pytest.raises(VariableArgumentError, match="Cache with ref=True was given a tuple"):
         vars_as([nnx.Cache((1, 2))], ref=True)

@@ -82,7 +82,7 @@ def test_named_shardings_lay_out_a_model(mesh):
     assert jax.jit(lambda s: s, out_shardings=shardings)(state).kernel.sharding_names
 
 
-def test_layouts_that_a_mesh_cannot_have(mesh):
+def test_invalid_shardings(mesh):
     with pytest.raises(MeshError, match=r"'pair' has the layout P\('embed',\), and the mesh"):
         get_named_sharding(nnx.state(model()), mesh)
     with pytest.raises(VariableArgumentError, match="was given 3 for the mesh"):
@@ -160,7 +160,7 @@ def test_names_gain_and_lose_an_axis(index, names):
     assert remove_axis(w, index, LAYERS).sharding_names == ("data", "model")
 
 
-def test_an_axis_without_a_name_is_given_back():
+def test_unnamed_axis_round_trips():
     w = param(("layers", "data", None))
     for entry in ("layers", "data"):
         assert w.sharding_names[0] == entry
@@ -174,7 +174,7 @@ def test_an_axis_without_a_name_is_given_back():
     assert list(w.get_metadata()) == ["out_sharding", "eager_sharding"]
 
 
-def test_the_layout_of_an_optimizers_state_follows():
+def test_optimizer_state_sharding_follows():
     with use_eager_sharding(False):
         w = nnx.Param(jnp.ones((4, 8)), out_sharding=(None, "m"), optimizer_sharding=("d", "m"))
     add_axis(w, 0, LAYERS)
@@ -207,7 +207,7 @@ def test_other_metadata_with_an_entry_for_each_axis():
     assert calls[-1] is None and not plain.has_metadata("out_sharding")
 
 
-def test_layouts_of_other_forms(mesh):
+def test_other_sharding_types(mesh):
     with_mesh = add_axis(param(NamedSharding(mesh, P(None, "model"))), 0, {PARTITION_NAME: "data"})
     assert with_mesh.sharding_names == NamedSharding(mesh, P("data", None, "model"))
     assert add_axis(param(P("data")), 0, LAYERS).sharding_names == ("layers", "data")
@@ -216,7 +216,7 @@ def test_layouts_of_other_forms(mesh):
     assert add_axis(tree, 0, LAYERS)["a"][0].sharding_names == ("layers", "data", "model")
 
 
-def test_axes_that_are_not_there():
+def test_missing_axes():
     with pytest.raises(PartitionNameError, match=r"'a/w': axis 0 .* called 'data'.* as 'layers'"):
         remove_axis({"a": {"w": param()}}, 0, LAYERS)
     with pytest.raises(AxisMetadataError, match="no axis 5"):
@@ -227,7 +227,7 @@ def test_axes_that_are_not_there():
 
 
 @pytest.mark.parametrize("where", ["method", "hook"])
-def test_a_variable_without_metadata_is_told_of_axes(where):
+def test_axis_hooks_without_metadata(where):
     calls = []
 
     class Telling(nnx.Param):

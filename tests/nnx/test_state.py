@@ -30,7 +30,7 @@ def test_a_state_is_a_nested_mapping():
     assert state.map(lambda path, x: path).a.b == ("a", "b")
 
 
-def test_it_does_not_change_the_dict_it_was_made_of():
+def test_source_dict_is_not_mutated():
     given = {"a": {"b": 1}}
     state = nnx.State(given)
     state.a.b = 2
@@ -42,7 +42,7 @@ def test_copies(copied):
     assert nnx.to_pure_dict(copied(example())) == {"a": {"b": 1}, "c": 2}
 
 
-def test_to_jax_it_is_a_tree_by_path():
+def test_pytree_paths():
     state = nnx.State({"b": jnp.ones(1), "a": nnx.Param(1.0), 1: {"c": 2}})
     leaves = jax.tree_util.tree_leaves_with_path(state)
     assert [jax.tree_util.keystr(p) for p, _ in leaves] == ["[1]['c']", "['a'].value", "['b']"]
@@ -51,7 +51,7 @@ def test_to_jax_it_is_a_tree_by_path():
     assert jax.tree.map(lambda x: x, flat).paths == flat.paths == ((1, "c"), ("a",), ("b",))
 
 
-def test_a_list_with_an_attribute_has_a_state_that_jax_takes():
+def test_list_with_attribute_has_a_pytree_state():
     """Its keys are integers and a string, also where it is nested."""
     model = nnx.Dict(layers=nnx.List([nnx.Param(jnp.float32(3))]))
     model.layers.scale = nnx.Param(jnp.float32(2))
@@ -111,7 +111,7 @@ def test_pure_dicts():
         state.replace_by_pure_dict({"x": {"y": 1}})
 
 
-def test_integers_that_a_file_has_made_strings():
+def test_restore_int_paths():
     assert nnx.restore_int_paths({"0": {"1": 2}, "a": 3}) == {0: {1: 2}, "a": 3}
     state = nnx.state(nnx.List([nnx.Param(1), nnx.Param(2)]))
     nnx.replace_by_pure_dict(state, {"0": 5})
@@ -119,7 +119,7 @@ def test_integers_that_a_file_has_made_strings():
 
 
 @pytest.mark.parametrize("keys", [("b", "a"), (10, 9), ("b", 1, "a"), (True, 1.5), ((1,), (0,))])
-def test_a_state_is_a_pytree_whatever_its_keys_are(keys):
+def test_pytree_with_any_keys(keys):
     """JAX takes dicts apart by itself where it sorts their keys as a state does."""
 
     def nested(depth):

@@ -116,7 +116,7 @@ def test_calls_inside_of_compiled_methods():
     assert model.compiled(jnp.ones((4, 2))).shape == (4, 2)
 
 
-def test_what_cannot_be_tabulated():
+def test_invalid_targets():
     with pytest.raises(GraphStructureError, match=r"tabulate was given a dict; give an nnx\.Mod"):
         tabulate({"a": 1})
     with pytest.raises(ModuleAttributeNotFoundError, match="Model has no method 'nope' to tab"):

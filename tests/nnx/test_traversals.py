@@ -19,7 +19,7 @@ nested = st.dictionaries(
 
 @settings(deadline=None, max_examples=25)
 @given(nested)
-def test_a_nested_dict_is_flat_and_nested_again(xs):
+def test_nested_dict_round_trips(xs):
     assert unflatten_mapping(flatten_mapping(xs, keep_empty_nodes=True)) == xs
     joined = flatten_mapping(xs, keep_empty_nodes=True, sep="/")
     assert unflatten_mapping(joined, sep="/") == xs
@@ -32,11 +32,11 @@ def test_states_are_mappings():
     assert unflatten_mapping(flatten_to_sequence(state))["a"]["b"] is state["a"]["b"]
 
 
-def test_the_empty_node_is_that_of_traverse_util():
+def test_empty_node_is_reexported():
     assert traversals.empty_node is traverse_util.empty_node
 
 
-def test_what_is_no_mapping_is_named():
+def test_non_mapping_is_rejected():
     for function in (flatten_mapping, flatten_to_sequence):
         with pytest.raises(NestedDictError, match="was given a int; expected a dict"):
             function(3)

@@ -15,7 +15,7 @@ class Model(nnx.Module):
         self.layers = [nnx.Param(3.0), nnx.Cache(4.0)]
 
 
-def test_values_come_from_states_and_dicts():
+def test_values_from_states_and_dicts():
     model = Model()
     w = model.w
     nnx.update(model, nnx.State({"w": nnx.Param(5.0, tag="b")}), {"layers": {1: 6.0}, "n": 2})
@@ -47,7 +47,7 @@ def test_pytrees_of_variables():
         ({"w": 9.0, "n": {"a": 1}}, "the object has 1 at 'n', and the state leads through it to"),
     ],
 )
-def test_a_state_that_does_not_fit_changes_nothing(state, message):
+def test_mismatched_state_changes_nothing(state, message):
     model = Model()
     with pytest.raises(StatePathError, match=message):
         nnx.update(model, state)
@@ -56,7 +56,7 @@ def test_a_state_that_does_not_fit_changes_nothing(state, message):
         nnx.update((1, 2), {1: 5})
 
 
-def test_variables_are_taken_out_of_all_places():
+def test_variables_are_popped_everywhere():
     model = Model()
     model.again = model.layers[1]
     model.layers.append(model.layers[1])

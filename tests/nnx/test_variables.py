@@ -26,7 +26,7 @@ BINARY = [
 
 
 @pytest.mark.parametrize("op", BINARY, ids=lambda op: op.__name__)
-def test_it_computes_like_its_value(op):
+def test_operators_use_the_value(op):
     a, b = jnp.array([3.0, 4.0]), jnp.array([2.0, 4.0])
     expected = jax.tree.leaves(op(a, b))
     for x, y in [(nnx.Param(a), b), (a, nnx.Param(b)), (nnx.Param(a), nnx.Cache(b))]:
@@ -44,7 +44,7 @@ def test_integers_and_single_values():
     assert nnx.Variable(lambda x: x + 1)(2) == 3
 
 
-def test_it_has_the_attributes_and_items_of_its_value():
+def test_attributes_and_items_are_forwarded():
     w = nnx.Param(jnp.arange(6.0).reshape(2, 3))
     assert w.shape == (2, 3) and w.ndim == 2 and w.T.shape == (3, 2) and w.dtype == jnp.float32
     assert len(w) == 2 and [r.tolist() for r in w][1] == [3, 4, 5] and w[0, 1] == 1
@@ -71,7 +71,7 @@ def test_writing_to_items_makes_a_new_array():
     assert w.raw_value == 1
 
 
-def test_values_that_are_no_jax_arrays():
+def test_non_array_values():
     d = nnx.Variable({"a": 1})
     held = d[...]
     d["b"] = 2
@@ -88,7 +88,7 @@ def test_values_that_are_no_jax_arrays():
     assert k[...] == "x"
 
 
-def test_hooks_see_every_way_in_and_out():
+def test_hooks_run_on_every_access():
     seen = []
 
     def hook(name, change):
@@ -150,7 +150,7 @@ X = jnp.zeros((1, 2))
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("read", READS)
-def test_every_way_in_gives_what_the_class_gives(read, place):
+def test_every_read_uses_the_class_getter(read, place):
     if read == "numpy" and place in ("jit", "remat", "cond", "vmap"):
         read = "array"  # NumPy takes no tracer
     v = Doubled(jnp.array([1.0, 3.0]))
@@ -169,14 +169,14 @@ WRITES = {
 
 @pytest.mark.parametrize("transform", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("write", WRITES)
-def test_every_way_out_goes_through_the_class(write, transform):
+def test_every_write_uses_the_class_setter(write, transform):
     v = Doubled(jnp.array([1.0, 3.0]))
     transform(WRITES[write])(v, jnp.array([-5.0, 4.0]))
     np.testing.assert_array_equal(v.get_raw_value(), [5, 4])
     np.testing.assert_array_equal(v[...], [10, 8])
 
 
-def test_a_number_fills_a_variable_whose_class_sets_its_value():
+def test_number_fills_variable_with_class_setter():
     v = Doubled(jnp.array([1.0, 3.0]))
     v[...] = -7
     np.testing.assert_array_equal(v.get_raw_value(), [7, 7])
@@ -185,7 +185,7 @@ def test_a_number_fills_a_variable_whose_class_sets_its_value():
     assert v.get_raw_value().dtype == jnp.float32
 
 
-def test_gradients_go_through_what_the_class_gives():
+def test_gradients_use_the_class_getter():
     grads = nnx.grad(lambda v: (v[...] * jnp.array([1.0, 10.0])).sum())(Doubled(jnp.ones(2)))
     np.testing.assert_array_equal(grads.get_raw_value(), [2, 20])
 
@@ -254,7 +254,7 @@ def test_copies():
 
 
 @pytest.mark.parametrize("op", [operator.iadd, operator.imul, operator.ior, operator.imatmul])
-def test_it_is_not_replaced_by_its_value(op):
+def test_is_not_replaced_by_its_value(op):
     with pytest.raises(VariableOperationError, match=r"write variable\[...\] .= x to change"):
         op(nnx.Param(jnp.ones(1)), 1)
     with pytest.raises(TypeError, match="unhashable"):
@@ -275,7 +275,7 @@ def test_it_is_not_replaced_by_its_value(op):
     ids=range(7),
 )
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.checkpoint])
-def test_a_variable_of_outside_is_not_written_to_in_a_trace(transform, write):
+def test_outer_variable_is_not_written_in_a_trace(transform, write):
     w = nnx.Param(jnp.ones(2), on_set_value=lambda v, x: pytest.fail("the hook was called"))
 
     def f(x):
@@ -287,7 +287,7 @@ def test_a_variable_of_outside_is_not_written_to_in_a_trace(transform, write):
     assert w.get_raw_value().tolist() == [1, 1] and list(w.get_metadata()) == ["on_set_value"]
 
 
-def test_to_jax_it_is_a_tree_of_its_value():
+def test_pytree_leaf_is_the_value():
     w = nnx.Param({"a": jnp.ones(1)}, tag="t")
     doubled = jax.tree.map(lambda x: 2 * x, w)
     assert doubled.tag == "t" and doubled["a"] == 2 and type(doubled) is nnx.Param
@@ -366,7 +366,7 @@ def test_errors_about_names():
         nnx.register_variable_name("params", Unknown)
 
 
-def test_an_initializer_says_more_of_its_value():
+def test_initializer_sets_metadata():
     ones = nnx.with_metadata(
         jax.nn.initializers.ones, tag="head", on_get_value=lambda variable, value: value + 1
     )
@@ -376,7 +376,7 @@ def test_an_initializer_says_more_of_its_value():
     assert ones.__name__ == jax.nn.initializers.ones.__name__
 
 
-def test_it_is_a_value_of_its_own():
+def test_metadata_equality():
     made = nnx.VariableMetadata(1, metadata={"a": 2})
     assert made == nnx.VariableMetadata(1, metadata={"a": 2}) and made.entries() == {"a": 2}
     assert nnx.Variable(made).get_metadata() == {"a": 2}

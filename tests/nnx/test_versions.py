@@ -79,7 +79,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_every_change_of_a_watched_structure_makes_a_new_version(change):
+def test_structural_changes_make_a_new_version(change):
     model = watched()
     before, graphdef = STRUCTURE_VERSION.now, nnx.graphdef(model)
     assert nnx.graphdef(model) == graphdef and STRUCTURE_VERSION.now is before
@@ -108,7 +108,7 @@ def test_values_and_other_objects_keep_the_version(change):
     assert STRUCTURE_VERSION.now is before
 
 
-def test_a_change_in_another_thread_is_seen():
+def test_change_in_thread_is_detected():
     model, before = watched(), STRUCTURE_VERSION.now
     thread = threading.Thread(target=lambda: setattr(model, "scale", 2.0))
     thread.start()
@@ -119,7 +119,7 @@ def test_a_change_in_another_thread_is_seen():
 @pytest.mark.parametrize(
     "change", [*CHANGES.values(), lambda m: m.w.set_value(0)], ids=[*CHANGES, "value"]
 )
-def test_inside_of_a_jax_trace_objects_of_outside_stay_as_they_are(change):
+def test_outer_objects_are_immutable_in_a_trace(change):
     model = watched()
     before, version = repr(model), STRUCTURE_VERSION.now
 
@@ -135,7 +135,7 @@ def test_inside_of_a_jax_trace_objects_of_outside_stay_as_they_are(change):
     assert repr(model) == before and STRUCTURE_VERSION.now is version
 
 
-def test_what_is_made_inside_of_a_trace_can_be_changed_there():
+def test_objects_created_in_a_trace_are_mutable():
     @jax.jit
     def f(x):
         model = Model()
@@ -148,7 +148,7 @@ def test_what_is_made_inside_of_a_trace_can_be_changed_there():
     assert model.w[...].tolist() == model.new.tolist() == model.layers[2].tolist() == [0, 1]
 
 
-def test_containers_that_do_not_tell_of_changes_make_a_graph_unsure():
+def test_untracked_containers_make_a_graph_untracked():
     def is_tracked(value):
         return flatten_graph(nnx.Dict(x=value)).is_tracked
 
@@ -164,7 +164,7 @@ def test_containers_that_do_not_tell_of_changes_make_a_graph_unsure():
     assert not is_tracked(nnx.State({"a": jnp.ones(1)}))
 
 
-def test_what_is_fixed_is_compared_by_value():
+def test_static_values_compare_by_value():
     assert StaticValue([1, {"a": (2.0,)}]) == StaticValue([1, {"a": (2.0,)}])
     assert hash(StaticValue([1])) == hash(StaticValue([1]))
     assert StaticValue(1) != StaticValue(1.0) and StaticValue(1) != 1
@@ -176,7 +176,7 @@ def test_what_is_fixed_is_compared_by_value():
     assert repr(StaticValue([1])) == "[1]"
 
 
-def test_object_info_knows_its_trace():
+def test_object_info_checks_trace():
     watch = ObjectInfo()
     watch.check(object())
 
@@ -188,7 +188,7 @@ def test_object_info_knows_its_trace():
     jax.eval_shape(f, 1.0)
 
 
-def test_static_values_that_look_alike_are_told_apart():
+def test_similar_static_values_differ():
     values = [0, False, 0.0, -0.0, 1, True, 1.0, "1", b"1", None, (), (1,), (True,), jnp.float32]
     for i, a in enumerate(values):
         for j, b in enumerate(values):
@@ -196,7 +196,7 @@ def test_static_values_that_look_alike_are_told_apart():
             assert type(static_value(a).value) is type(a)
 
 
-def test_functions_are_told_apart_by_what_they_see():
+def test_functions_compare_by_closure():
     def scaled(by):
         return lambda x: x * by
 
@@ -217,7 +217,7 @@ class NestedModel(nnx.Module):
         self.heads = {"a": Layer()}
 
 
-def test_an_object_is_found_by_the_attributes_that_lead_to_it():
+def test_object_path_is_found():
     model = NestedModel()
     assert path_of(model.layers[1].w) == "NestedModel.layers[1].w"
     assert path_of(model.heads["a"]) == "NestedModel.heads.a"
@@ -242,7 +242,7 @@ def test_the_error_names_the_variable_its_line_and_the_open_transformation():
     assert f"{os.path.relpath(__file__)}:{line}" in text
 
 
-def test_also_a_module_and_also_inside_of_plain_jax():
+def test_modules_in_plain_jax():
     model = NestedModel()
     with pytest.raises(
         TraceContextError, match=r"a Layer is changed inside of a JAX .* It is NestedMod"

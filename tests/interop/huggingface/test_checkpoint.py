@@ -233,7 +233,7 @@ def test_export_round_trips(references, transformers, name, tmp_path):
     np.testing.assert_array_equal(logits_of(model.eval(), IDS), reference.logits)
 
 
-def test_layers_with_parameters_of_their_own(references, tmp_path):
+def test_layers_with_own_parameters(references, tmp_path):
     reference = references("qwen3")
     stack = StackedTransformerLayer.default_config()
     cfg = huggingface_model_config(reference.folder, stack=stack)
@@ -246,7 +246,7 @@ def test_layers_with_parameters_of_their_own(references, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, repeated, from_huggingface(reference.folder)[1])
 
 
-def test_parameters_are_laid_out_and_converted_as_asked(references):
+def test_parameters_are_sharded_and_converted(references):
     folder = references("llama").folder
     cfg = huggingface_model_config(folder, dtype=jnp.bfloat16)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -296,7 +296,7 @@ def test_a_checkpoint_of_the_model_without_a_head(references, tmp_path):
     np.testing.assert_allclose(logits(*from_huggingface(folder)), reference.logits, atol=1e-4)
 
 
-def test_tensors_that_are_missing_or_of_another_shape(references, tmp_path):
+def test_missing_or_misshaped_tensors(references, tmp_path):
     source = references("llama").folder
     lacking = renamed(source, tmp_path / "a", lambda n: "" if "1.self_attn.k_proj" in n else n)
     with pytest.raises(
@@ -330,12 +330,12 @@ def test_models_without_a_counterpart(references, tmp_path, settings, message):
         huggingface_model_config(folder)
 
 
-def test_a_folder_that_is_none(tmp_path):
+def test_invalid_folder(tmp_path):
     with pytest.raises(WeightsReadError, match=r"config.json' cannot be read.*Name the folder of"):
         huggingface_model_config(tmp_path)
 
 
-def test_models_that_no_family_computes(references, tmp_path):
+def test_unsupported_models(references, tmp_path):
     cfg, params = from_huggingface(references("llama").folder)
     other = cfg.clone()
     other.decoder.transformer.layer.self_attention.attention.atten_logit_cap = 30.0
@@ -357,7 +357,7 @@ def test_models_that_no_family_computes(references, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_parameters_of_another_model(references, tmp_path):
+def test_mismatched_parameters(references, tmp_path):
     cfg, params = from_huggingface(references("llama").folder)
     params["decoder"]["adapter"] = {"weight": jnp.ones(1)}
     del params["decoder"]["lm_head"]

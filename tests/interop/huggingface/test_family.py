@@ -11,7 +11,7 @@ from weft.interop.huggingface.family import activation_name, dropout_rate, hidde
 from weft.interop.huggingface.settings import ACTIVATIONS
 
 
-def test_activations_have_the_name_that_leads_back():
+def test_activation_names_round_trip():
     assert activation_name("nn.silu") == "silu"
     assert all(ACTIVATIONS[activation_name(ours)] == ours for ours in ACTIVATIONS.values())
     with pytest.raises(HuggingFaceConfigError, match=r"'nn.elu' has no name in Hugging Face's"):

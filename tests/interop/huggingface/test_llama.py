@@ -31,7 +31,7 @@ def attention_of(cfg):
     [(LLAMA, LLAMA_VALUES), (QWEN2, QWEN2_VALUES), (QWEN3, QWEN3_VALUES)],
     ids=["llama", "qwen2", "qwen3"],
 )
-def test_configs_both_ways(family, values):
+def test_configs_round_trip(family, values):
     cfg = family.read(Settings(values))
     written = family.write(cfg)
     assert written["model_type"] == family.model_type

@@ -92,7 +92,7 @@ def test_rotary_factors_of_zero_are_refused(rope, name):
         Settings({"rope_parameters": {**rope, "rope_theta": 0}}).rotary()
 
 
-def test_settings_that_are_missing_or_not_known():
+def test_missing_or_unknown_settings():
     s = Settings({"model_type": "llama", "hidden_act": "mish", "a": 2}, "x/config.json")
     assert s.get("b", 3) == 3
     with pytest.raises(HuggingFaceConfigError, match=r"x/config.json lacks 'b', which a .*'llama'"):

@@ -50,7 +50,7 @@ def by_hand(layer, x, other, mask=None):
     return jnp.einsum("bqhf,hfo->bqo", found, layer.out.kernel[...]) + layer.out.bias[None, None]
 
 
-def test_by_hand():
+def test_matches_reference():
     layer = attention(2, 8, 6, 3, in_kv_features=6)
     close(layer(X, OTHER), by_hand(layer, X, OTHER))
     layer = attention()
@@ -59,7 +59,7 @@ def test_by_hand():
     close(layer(X, is_causal=True), by_hand(layer, X, X, mask))
 
 
-def test_the_ways_to_give_inputs():
+def test_input_defaults():
     layer = attention()
     np.testing.assert_array_equal(layer(X), layer(X, X, X))
     np.testing.assert_array_equal(layer(X, 2 * X), layer(X, 2 * X, 2 * X))
@@ -113,7 +113,7 @@ def test_dropout_follows_the_modes():
     np.testing.assert_array_equal(given[0], model(X, rngs=key))
 
 
-def test_without_streams_of_its_own():
+def test_without_own_streams():
     layer = attention(dropout_rate=0.5, deterministic=False, keep_rngs=False)
     assert layer.rngs is None and attention().rngs is None
     assert layer(X, rngs=Rngs(0)).shape == X.shape
@@ -124,7 +124,7 @@ def test_without_streams_of_its_own():
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"num_kv_heads": 1, "normalize_qk": True}])
-def test_decoding_gives_what_causal_attention_gives(kwargs):
+def test_decoding_equals_causal_attention(kwargs):
     layer = attention(**kwargs)
     layer.init_cache(X.shape)
     assert layer.cached_key.shape == (2, 5, layer.num_kv_heads, 4)
@@ -171,7 +171,7 @@ def test_a_cache_in_half_precision():
     np.testing.assert_allclose(y, attention()(X[:, :1]), atol=2e-2)
 
 
-def test_views_decode_with_a_cache_of_their_own():
+def test_views_have_separate_caches():
     model = attention(dtype=jnp.float16)
     decoder = view(model, decode=True, batch_size=2, max_length=9)
     assert decoder.query.kernel is model.query.kernel and model.cached_key is None
@@ -207,7 +207,7 @@ def test_errors_of_decoding():
     assert layer.cache_index[...] == 0 and (layer.cached_key[...] == 0).all()
 
 
-def test_attention_may_be_computed_by_another_function():
+def test_custom_attention_fn():
     seen = {}
 
     def some(query, key, value, mask=None, dtype=None):
@@ -234,7 +234,7 @@ def test_attention_may_be_computed_by_another_function():
     ("inputs_v", (X, OTHER, X)),
     ("inputs_q", (X[0, 0], OTHER)),
 ])  # fmt: skip
-def test_inputs_that_do_not_fit(name, inputs):
+def test_mismatched_inputs(name, inputs):
     with pytest.raises(ArgumentShapeError, match=rf"in_kv_features=6 was given {name} of shape \("):
         attention(2, 8, in_kv_features=6)(*inputs)
 
@@ -289,7 +289,7 @@ def test_weights_are_kept_before_dropout():
     assert (jnp.abs(dropped - dot_product_attention(Q, K, V)) > 1e-3).any()
 
 
-def test_all_may_be_dropped():
+def test_drop_all():
     y = dot_product_attention(Q, K, V, dropout_rng=jax.random.key(0), dropout_rate=1.0)
     assert (y == 0).all()
 

@@ -55,7 +55,7 @@ def test_equal_layers_have_equal_descriptions():
     assert layers[0](X).shape == (2, 3, 5)
 
 
-def test_the_result_is_laid_out_as_asked():
+def test_result_has_out_sharding():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.ones((2, 6, 4)), P("data"))
@@ -64,7 +64,7 @@ def test_the_result_is_laid_out_as_asked():
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 3), (4,), (6, 0)])
-def test_an_input_that_does_not_fit_is_shown(shape):
+def test_mismatched_input_is_shown(shape):
     layer = Conv(4, 5, (3,), rngs=nnx.Rngs(0))
     with pytest.raises(ArgumentShapeError) as caught:
         layer(jnp.ones(shape))
@@ -74,7 +74,7 @@ def test_an_input_that_does_not_fit_is_shown(shape):
     )
 
 
-def test_a_mask_of_another_shape_is_shown_with_the_layer():
+def test_wrong_mask_shape_is_shown():
     message = r"kernel_size=\(3,\) has a mask of shape \(3,\); expected the kernel's shape, \(3, 4,"
     with pytest.raises(ArgumentShapeError, match=message):
         Conv(4, 5, 3, mask=jnp.ones(3), rngs=nnx.Rngs(0))
@@ -84,14 +84,14 @@ def test_a_mask_of_another_shape_is_shown_with_the_layer():
         layer(X)
 
 
-def test_channels_that_cannot_be_shared_out_and_paddings_that_are_unknown_are_refused():
+def test_invalid_groups_and_paddings_are_rejected():
     with pytest.raises(ArgumentShapeError, match=r"feature_group_count=3.*in_features=4 and out_f"):
         Conv(4, 6, 3, feature_group_count=3, rngs=nnx.Rngs(0))
     with pytest.raises(ArgumentValueError, match="padding='FULL' is neither one of"):
         Conv(4, 6, 3, padding="FULL", rngs=nnx.Rngs(0))(X)
 
 
-def test_it_makes_more_positions():
+def test_upsamples():
     layer = ConvTranspose(4, 5, 3, strides=2, rngs=nnx.Rngs(0))
     assert layer(X).shape == (2, 12, 5)
     assert layer(X[0]).shape == (12, 5)
@@ -107,7 +107,7 @@ def test_with_a_transposed_kernel_it_is_the_gradient_of_a_convolution():
     np.testing.assert_allclose(layer(X), pull(X)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_what_does_not_fit_is_shown_with_the_layer():
+def test_shape_errors_name_the_layer():
     layer = ConvTranspose(4, 5, 3, transpose_kernel=True, rngs=nnx.Rngs(0))
     message = r"ConvTranspose with in_features=4 and kernel_size=\(3,\).*\(2, 6, 5\); expected \("
     with pytest.raises(ArgumentShapeError, match=message + r"\.\.\., \*spatial, 4\)"):

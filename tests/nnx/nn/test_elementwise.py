@@ -22,19 +22,19 @@ from weft.nnx.split_merge import merge, split
 X = jnp.ones((50, 40))
 
 
-def test_what_stays_is_scaled_up():
+def test_kept_values_are_scaled():
     y = Dropout(0.25, rngs=Rngs(0))(X)
     assert set(np.unique(y).tolist()) == {0.0, float(jnp.float32(1 / 0.75))}
     assert abs(float(y.mean()) - 1) < 0.1
 
 
-def test_each_call_drops_others():
+def test_each_call_differs():
     layer = Dropout(0.5, rngs=Rngs(0))
     assert (layer(X) != layer(X)).any()
     assert layer.rngs is not None and layer.rngs.count[...] == 2
 
 
-def test_layers_of_one_source_drop_others():
+def test_layers_of_one_source_differ():
     rngs = Rngs(0)
     a, b = Dropout(0.5, rngs=rngs), Dropout(0.5, rngs=rngs)
     assert (a(X) != b(X)).any()
@@ -70,7 +70,7 @@ def test_modes_of_a_model():
     assert evaluated(X) is X and model.layers[0].deterministic is False
 
 
-def test_no_key_is_needed_where_nothing_is_random():
+def test_no_key_is_needed_if_deterministic():
     assert Dropout(0.0)(X) is X
     assert Dropout(0.5)(X, deterministic=True) is X
     assert (Dropout(1.0)(X) == 0).all()
@@ -80,7 +80,7 @@ def test_no_key_is_needed_where_nothing_is_random():
         Dropout(0.5)(X)
 
 
-def test_the_call_gives_streams_a_stream_or_a_key():
+def test_call_accepts_streams_stream_or_key():
     layer = Dropout(0.5, rng_collection="noise")
     key = jax.random.key(3)
     a = layer(X, rngs=Rngs(noise=key))
@@ -94,7 +94,7 @@ def test_the_call_gives_streams_a_stream_or_a_key():
         layer(X, rngs="noise")  # pyright: ignore[reportArgumentType]
 
 
-def test_members_of_a_batch_drop_others():
+def test_batch_members_differ():
     layer = Dropout(0.5, rngs=Rngs(0))
     split_rngs(layer, splits=3)
     graphdef, state = split(layer)
@@ -116,11 +116,11 @@ class Layer(Module):
 @pytest.mark.parametrize(
     "own, given, mode", [(True, None, True), (True, False, False), (None, 0, 0)]
 )
-def test_what_is_given_goes_before_what_is_set(own, given, mode):
+def test_argument_overrides_attribute(own, given, mode):
     assert resolve_mode(Layer(own), "decode", given) is mode
 
 
-def test_a_mode_that_is_nowhere():
+def test_missing_mode():
     message = r"Layer was called with decode=None, and has decode=None itself; .*decode=True or Fal"
     with pytest.raises(MissingModeError, match=message):
         resolve_mode(Layer(None), "decode", None)
@@ -164,6 +164,6 @@ def test_the_slope_of_prelu_is_learned():
     assert nnx.to_pure_dict(grads) == {"negative_slope": -2.0}
 
 
-def test_prelu_keeps_the_dtype_of_the_input_unless_told():
+def test_prelu_keeps_input_dtype_by_default():
     assert PReLU()(jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
     assert PReLU(dtype=jnp.float16)(jnp.ones(2)).dtype == jnp.float16

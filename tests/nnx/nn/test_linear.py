@@ -62,7 +62,7 @@ def test_a_general_map_contracts_any_axes():
     np.testing.assert_allclose(each(X), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_another_product_is_asked_for_what_was_given_alone():
+def test_custom_dot_general_gets_only_set_options():
     seen = []
 
     def product(*args, **kwargs):
@@ -124,14 +124,14 @@ def test_a_general_map_names_batch_axes_and_axes_that_are_one():
         twice(jnp.ones((4, 4)))
 
 
-def test_sizes_that_do_not_fit_are_refused_when_the_layer_is_made():
+def test_invalid_sizes_are_rejected_at_creation():
     with pytest.raises(ArgumentShapeError, match=r"in_features=\(4,\) and axis=\(1, 2\)"):
         LinearGeneral(4, 5, axis=(1, 2), rngs=nnx.Rngs(0))
     with pytest.raises(ArgumentValueError, match=r"batch_axis=\{1: 3\}.*the first axes, \(0,\)"):
         LinearGeneral(4, 5, batch_axis={1: 3}, rngs=nnx.Rngs(0))
 
 
-def test_the_bias_goes_to_the_axes_of_the_kernel():
+def test_bias_follows_kernel_axes():
     layer = Einsum("b td,ndh->hbnt", (5, 4, 6), (6, 5), rngs=nnx.Rngs(0))
     layer.bias[...] = jnp.arange(30.0).reshape(6, 5)
     expected = jnp.einsum("btd,ndh->hbnt", X, layer.kernel[...])
@@ -152,12 +152,12 @@ def test_a_number_is_a_shape_of_one_axis():
         Einsum("ti,io->to", (4, 5), 4, rngs=nnx.Rngs(0))
 
 
-def test_a_call_can_have_other_subscripts():
+def test_call_may_override_subscripts():
     layer = Einsum("btd,do->bto", (4, 5), rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(layer(X, "btd,do->otb"), layer(X).T)
 
 
-def test_another_einsum_multiplies_and_its_errors_are_its_own():
+def test_custom_einsum_and_its_errors():
     def strict(*args, **kwargs):
         raise ValueError("as it is")
 
@@ -189,12 +189,12 @@ def test_another_einsum_multiplies_and_its_errors_are_its_own():
     ],
     ids=["subscripts", "kernel", "bias"],
 )
-def test_what_does_not_fit_is_refused_when_the_layer_is_made(args, error, message):
+def test_invalid_arguments_are_rejected_at_creation(args, error, message):
     with pytest.raises(error, match=message):
         Einsum(*args, rngs=nnx.Rngs(0))
 
 
-def test_an_input_that_does_not_fit_is_shown_beside_the_kernel():
+def test_mismatched_input_is_shown_with_kernel_shape():
     layer = Einsum("btd,do->bto", (4, 5), rngs=nnx.Rngs(0))
     message = r"Einsum 'btd,do->bto' with a kernel of shape \(4, 5\) was given an input of"
     with pytest.raises(ArgumentShapeError, match=message + r" shape \(2, 3, 3\)"):
@@ -224,7 +224,7 @@ def test_results_have_the_dtype_of_the_table_by_default():
     assert wide(0).dtype == jnp.float32
 
 
-def test_results_are_laid_out_as_asked():
+def test_results_have_out_sharding():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         layer = Embed(10, 4, rngs=nnx.Rngs(0))
@@ -234,7 +234,7 @@ def test_results_are_laid_out_as_asked():
     assert logits.sharding.spec == P("data", None)
 
 
-def test_what_does_not_fit_is_shown_with_the_layer():
+def test_invalid_input_error_names_the_layer():
     layer = Embed(10, 4, rngs=nnx.Rngs(0))
     message = "Embed with num_embeddings=10 was given ids of dtype float32; expected integers"
     with pytest.raises(ArgumentValueError, match=message):

@@ -14,7 +14,7 @@ from weft.nnx.nn.lora import LoRA, LoRALinear, LoRAParam
 X = draw(0, 2, 4)
 
 
-def test_it_starts_as_the_map_that_it_adapts():
+def test_starts_as_the_base_layer():
     rngs = nnx.Rngs(0)
     base = Linear(4, 5, rngs=rngs)
     layer = LoRA(4, 2, 5, base_module=base, rngs=rngs)
@@ -32,7 +32,7 @@ def test_it_adds_a_product_of_low_rank():
     np.testing.assert_allclose(added(X, scale=2.0), 2 * X[:, :1] * np.ones((1, 5)), rtol=1e-6)
 
 
-def test_low_rank_parameters_are_learned_while_others_stay():
+def test_only_low_rank_parameters_are_trained():
     layer = LoRALinear(4, 5, lora_rank=2, rngs=nnx.Rngs(0))
     graphdef, low_rank, rest = nnx.split(layer, LoRAParam, ...)
     loss = lambda low_rank: jnp.sum(nnx.merge(graphdef, low_rank, rest)(X) ** 2)  # noqa: E731
@@ -47,7 +47,7 @@ def test_the_class_of_the_parameters_can_be_chosen():
     assert layer.lora_a.tag == "a"
 
 
-def test_what_does_not_fit_is_shown_with_the_layer():
+def test_shape_errors_name_the_layer():
     with pytest.raises(ArgumentValueError, match="LoRA was given base_module=3, which is not c"):
         LoRA(4, 2, 5, base_module=3, rngs=nnx.Rngs(0))  # pyright: ignore[reportArgumentType]
     message = r"LoRA with in_features=4 and out_features=5 was .* \(2, 3\); expected \(\.\.\., 4\)"

@@ -62,14 +62,14 @@ def test_scale_and_bias_are_per_feature():
     close(layer(X), standardized(X, -1) * np.arange(30).reshape(5, 6))
 
 
-def test_parameters_that_are_left_out():
+def test_omitted_parameters():
     layer = GroupNorm(6, 2, use_bias=False, use_scale=False, rngs=RNGS)
     assert layer.scale is None and layer.bias is None
     assert jax.tree.leaves(layer) == []
 
 
 @pytest.mark.parametrize("name", ["num_groups", "group_size"])
-def test_groups_say_how_many_and_how_large_they_are(name):
+def test_num_groups_and_group_size(name):
     layer = GroupNorm(6, **{"num_groups": None, name: 2}, rngs=RNGS)
     assert layer.num_groups * layer.group_size == 6 and getattr(layer, name) == 2
 
@@ -83,14 +83,14 @@ def test_norms_ignore_masked_values():
     close(y[:, :3], standardized(X[:, :3].reshape(4, 3, 2, 3), (1, 3)).reshape(4, 3, 6))
 
 
-def test_statistics_of_half_precision_are_single():
+def test_half_precision_statistics_are_float32():
     x = (X * 300).astype(jnp.float16)
     layer = LayerNorm(6, use_scale=False, use_bias=False, rngs=RNGS)
     assert layer(x).dtype == jnp.float16
     np.testing.assert_allclose(layer(x).astype(float), standardized(x, -1), atol=2e-3)
 
 
-def test_they_go_through_jax_as_pytrees():
+def test_pytree_round_trip():
     class Model(Module):
         def __init__(self):
             self.norms = [
@@ -111,7 +111,7 @@ def test_they_go_through_jax_as_pytrees():
 
 
 @pytest.mark.parametrize("cls", [LayerNorm, RMSNorm, InstanceNorm])
-def test_another_number_of_features_is_refused(cls):
+def test_wrong_number_of_features_fails(cls):
     message = rf"{cls.__name__} with num_features=7 .*\(4, 5, 6\), .* are 6; make .*num_features=6"
     with pytest.raises(ArgumentShapeError, match=message):
         cls(7, rngs=RNGS)(X)
@@ -152,7 +152,7 @@ def test_averages_follow_the_batches_and_are_used_in_evaluation():
     close_to(layer.mean[...], mean)
 
 
-def test_the_call_goes_before_the_attribute():
+def test_call_overrides_attribute():
     layer = BatchNorm(6, use_running_average=True, rngs=RNGS)
     np.testing.assert_array_equal(layer(BATCH), layer(BATCH, True))
     close_to(layer(BATCH, False), BatchNorm(6, rngs=RNGS)(BATCH))
@@ -176,7 +176,7 @@ def test_batch_norm_ignores_masked_values():
     close_to(layer.var[...], BATCH[:5].var((0, 1)), 1e-3)
 
 
-def test_parts_of_a_batch_weigh_as_much_as_counts_in_them():
+def test_batch_shards_are_weighted_by_count():
     mask = (jnp.arange(4)[None] < jnp.array([1, 4])[:, None])[:, :, None, None]
     layer = BatchNorm(6, momentum=0.0, axis_name="parts", rngs=RNGS)
     graphdef, state = split(layer)
@@ -261,7 +261,7 @@ def test_each_parameter_is_normalised_once():
     ]
 
 
-def test_statistics_stay_in_evaluation():
+def test_statistics_are_fixed_in_eval():
     layer = SpectralNorm(linear(), rngs=Rngs(1))
     u = layer.batch_stats["kernel", "u"]
     before = u[...]
@@ -277,7 +277,7 @@ def test_statistics_stay_in_evaluation():
     assert SpectralNorm(linear(), update_stats=False, rngs=Rngs(1)).use_running_average is True
 
 
-def test_without_steps_nothing_is_normalised():
+def test_zero_steps_do_not_normalise():
     inner = linear()
     kernel = inner.kernel[...]
     layer = SpectralNorm(inner, n_steps=0, rngs=Rngs(1))
@@ -294,7 +294,7 @@ def test_weights_keep_their_dtype(wrapper):
     np.testing.assert_array_equal(kernel, kernel.astype(jnp.bfloat16).astype(jnp.float32))
 
 
-def test_what_is_no_matrix_can_be_refused():
+def test_error_on_non_matrix():
     layer = SpectralNorm(Model(), error_on_non_matrix=True, rngs=Rngs(1))
     message = (
         r"layers/0/kernel of the Model in a SpectralNorm has shape \(3, 2, 2\) .* give error_on"
@@ -318,7 +318,7 @@ def test_scales_are_the_norms_and_parameters():
     assert (jnp.abs(grads.scales["kernel",][...]) > 0).all()
 
 
-def test_scales_have_a_dtype_of_their_own():
+def test_scales_have_their_own_dtype():
     layer = WeightNorm(linear(), param_dtype=jnp.bfloat16, rngs=Rngs(1))
     assert layer.scales["kernel",].dtype == jnp.bfloat16
     assert layer(WEIGHT_NORM_X).dtype == jnp.float32
@@ -348,7 +348,7 @@ def test_they_are_cloned():
         np.testing.assert_array_equal(copy(WEIGHT_NORM_X), layer(WEIGHT_NORM_X))
 
 
-def test_axes_that_a_parameter_has_not():
+def test_invalid_feature_axes():
     with pytest.raises(ArgumentValueError, match=r"feature_axes=5 are not all axes .*\(3, 2\)"):
         WeightNorm(linear(), feature_axes=5, rngs=Rngs(1))
     with pytest.raises(ArgumentValueError, match=r"feature_axes=5 are not all axes"):

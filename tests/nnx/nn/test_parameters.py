@@ -12,7 +12,7 @@ from weft.nnx.nn.parameters import default_kernel_init, new_param, params_key, p
 from weft.nnx.rngs import Rngs
 
 
-def test_a_parameter_is_what_the_initializer_makes_of_the_next_key():
+def test_parameter_is_initialized_with_the_next_key():
     init = jax.nn.initializers.normal()
     made = new_param(init, nnx.Rngs(0), (2, 3), jnp.bfloat16, {"tag": "a"}, nnx.BatchStat)
     assert made.get_metadata() == {"tag": "a"}
@@ -22,12 +22,12 @@ def test_a_parameter_is_what_the_initializer_makes_of_the_next_key():
 
 
 @pytest.mark.parametrize("rngs", [0, None, {"params": 0}], ids=str)
-def test_what_has_no_streams_is_named(rngs):
+def test_missing_streams_are_named(rngs):
     with pytest.raises(InvalidRngError, match=r"rngs=.*expected streams, such as rngs=nnx.Rngs\(0"):
         Linear(2, 3, rngs=rngs)
 
 
-def test_a_tuple_of_arrays_gets_one_dtype_and_none_stays_none():
+def test_arrays_get_one_dtype_and_none_is_kept():
     x, kernel, bias = promote_dtype((jnp.ones(2, jnp.bfloat16), jnp.ones(2), None))
     assert (x.dtype, kernel.dtype, bias) == (jnp.float32, jnp.float32, None)
     (half,) = promote_dtype((jnp.ones(2),), dtype=jnp.float16)

@@ -30,7 +30,7 @@ def by_hand(cell, x):
 
 @settings(deadline=None, max_examples=8)
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=2), st.booleans(), st.booleans())
-def test_each_sequence_runs_as_it_would_alone(lengths, reverse, keep_order):
+def test_sequences_are_independent(lengths, reverse, keep_order):
     cell = gru()
     layer = nnx.RNN(cell, return_carry=True, reverse=reverse, keep_order=keep_order)
     carry, y = layer(X, seq_lengths=jnp.array(lengths))
@@ -94,7 +94,7 @@ def test_state_of_a_cell_is_carried_by_default():
     assert cell.steps[...] == 10
 
 
-def test_state_is_shared_or_stacked_where_the_axes_say_so():
+def test_state_axes_share_or_stack_state():
     carry, _ = nnx.RNN(Counter(), return_carry=True)(X)
     assert (carry == 5 * 2).all()
     for axes in (
@@ -108,7 +108,7 @@ def test_state_is_shared_or_stacked_where_the_axes_say_so():
 
 
 @pytest.mark.parametrize("only", ["dropout", ..., [nnx.RngState]], ids=["tag", "all", "list"])
-def test_a_stream_can_give_the_same_keys_at_each_step(only):
+def test_stream_may_repeat_keys_at_each_step(only):
     cell = Counter()
     layer = nnx.RNN(cell, broadcast_rngs=only)
     y, again = layer(X), layer(X)
@@ -117,7 +117,7 @@ def test_a_stream_can_give_the_same_keys_at_each_step(only):
     assert (same == same[:, :1]).all() and carry[0, 0] == 4
 
 
-def test_the_layers_stream_draws_first_states():
+def test_initial_states_use_layer_stream():
     normal = nnx.initializers.normal()
     layer = nnx.RNN(gru(carry_init=normal))
     first, second = layer(X), layer(X)
@@ -182,7 +182,7 @@ def test_flipped_sequences():
     assert flip_sequences(x.T, None, 1, True).tolist() == x.T[::-1].tolist()
 
 
-def test_sequences_and_lengths_that_do_not_fit():
+def test_mismatched_sequences_and_lengths():
     layer = nnx.RNN(gru())
     for lengths in (jnp.array([1, 2, 3]), jnp.ones((2, 1), int)):
         with pytest.raises(ArgumentShapeError, match=r"seq_lengths has shape \(.*give one length"):
@@ -191,7 +191,7 @@ def test_sequences_and_lengths_that_do_not_fit():
         layer(jnp.ones(3))
 
 
-def test_streams_that_are_none():
+def test_invalid_streams():
     for make in (
         lambda: nnx.RNN(gru(), rngs="a"),
         lambda: nnx.RNN(gru())(X, rngs=3),
@@ -232,7 +232,7 @@ def test_parameters_of_low_precision(kind):
     assert cell(carry, jnp.ones((2, 3), jnp.bfloat16))[1].dtype == jnp.bfloat16
 
 
-def test_a_first_state():
+def test_initial_state():
     cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
     assert not cell.initialize_carry((2, 5, 3)).any() and cell.rngs is None
     drawn = cell.initialize_carry((2, 3), nnx.Rngs(carry=1), normal)
@@ -242,7 +242,7 @@ def test_a_first_state():
     assert first.shape == (4,) and (first != second).all() and kept.rngs.count[...] == 2
 
 
-def test_a_first_state_that_cannot_be_drawn():
+def test_invalid_initial_state():
     cell = nnx.GRUCell(3, 4, carry_init=normal, rngs=nnx.Rngs(0))
     with pytest.raises(
         InvalidRngError, match=r"GRUCell draws its first state but .* keep_rngs=True"
@@ -252,7 +252,7 @@ def test_a_first_state_that_cannot_be_drawn():
         cell.initialize_carry((2, 3), 3)
 
 
-def test_inputs_and_states_that_do_not_fit():
+def test_mismatched_inputs_and_states():
     cell = nnx.SimpleCell(3, 4, rngs=nnx.Rngs(0))
     with pytest.raises(ArgumentShapeError, match=r"in_features=3 .* an input of shape \(2, 5\)"):
         cell(jnp.ones((2, 4)), jnp.ones((2, 5)))
@@ -262,7 +262,7 @@ def test_inputs_and_states_that_do_not_fit():
         nnx.SimpleCell(3, 4, rngs=0)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_cell_of_ones_own_that_misses_a_method():
+def test_custom_cell_missing_a_method():
     class Mine(nnx.RNNCellBase):
         pass
 
@@ -300,7 +300,7 @@ def test_one_map_for_all_gates_computes_the_same():
 
 
 @pytest.mark.parametrize("kind", [nnx.LSTMCell, nnx.OptimizedLSTMCell], ids=lambda k: k.__name__)
-def test_memory_and_output_are_drawn_apart(kind):
+def test_memory_and_output_keys_differ(kind):
     cell = kind(3, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     c, h = cell.initialize_carry((2, 3), nnx.Rngs(0), nnx.initializers.normal())
     assert c.shape == h.shape == (2, 4) and (c != h).any() and c.dtype == jnp.bfloat16

@@ -128,7 +128,7 @@ def test_changes_are_seen_and_gradients_keep_their_names():
     assert "a" not in m.part
 
 
-def test_more_beside_the_loss():
+def test_has_aux():
     m = Model()
     grads, aux = nnx.grad(lambda m: (loss(m), {"m": m, "new": nnx.Dict(w=m.w)}), has_aux=True)(m)
     assert aux["m"] is m and aux["new"].w is m.w and float(grads.w) == 4
@@ -153,7 +153,7 @@ def test_second_derivatives():
     assert float(nnx.grad(lambda m: nnx.grad(f)(m).w[...])(Model()).w) == 18
 
 
-def test_what_does_not_fit_is_refused():
+def test_invalid_arguments_raise():
     m = Model()
     with pytest.raises(
         CallMismatchError, match="grad: argnums has 3, but the function was called wi"
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_refused():
         nnx.grad(lambda v: v * 1.0)(nnx.Param(jnp.array(3)))
 
 
-def test_one_variable_is_not_differentiated_and_kept():
+def test_inconsistent_alias_roles():
     m = Model()
     with pytest.raises(
         InconsistentAliasError, match=r"argnums gives a gradient to a\.\S+, and argnums"
@@ -204,7 +204,7 @@ def test_one_variable_is_not_differentiated_and_kept():
         nnx.grad(lambda x: (x, m), has_aux=True)(1.0)
 
 
-def test_an_exception_leaves_everything_as_it_was():
+def test_exception_leaves_state_unchanged():
     m = Model()
 
     def stop(m):
@@ -234,7 +234,7 @@ def test_pullbacks(mode):
     assert aux == {"k": 1.0} and float(pull(jnp.float32(1.0))[0].w) == 6
 
 
-def test_pullbacks_keep_their_names_and_leave_transformations():
+def test_pullbacks_keep_names_and_escape_transforms():
     m = Model()
 
     def f(m):
@@ -257,7 +257,7 @@ def test_tangents(mode):
     assert float(nnx.jvp(lambda v: v**2, **mode)((m.w,), (t.w,))[1]) == 60
 
 
-def test_tangents_that_do_not_fit_are_refused():
+def test_mismatched_tangents_are_rejected():
     m = Model()
     with pytest.raises(
         CallMismatchError, match="jvp: there are 1 primals and 2 tangents; pass one"
@@ -331,7 +331,7 @@ class Shared(nnx.Module):
         self.a, self.b = variable, nnx.Param(jnp.array(5.0))
 
 
-def test_each_argument_has_the_gradient_of_what_several_share():
+def test_shared_values_have_a_gradient_per_argument():
     modes = {"graph_updates": False, "argnums": (0, 1)}
     variable = nnx.Param(jnp.array(2.0))
     grads = nnx.grad(lambda a, b: a[...] * b[...] ** 2, **modes)(variable, variable)
@@ -366,7 +366,7 @@ def test_values_gradients_and_state_are_those_without():
     assert int(layer.calls) == 1
 
 
-def test_what_is_computed_is_computed_again_in_the_backward_pass():
+def test_values_are_recomputed_in_the_backward_pass():
     def twice(m: Layer, x: jax.Array) -> jax.Array:
         return jnp.sin(jnp.sin(m.w * x)).sum()
 
@@ -378,7 +378,7 @@ def test_what_is_computed_is_computed_again_in_the_backward_pass():
     assert count(nnx.remat(twice)) > count(twice) == 2
 
 
-def test_a_policy_says_what_is_kept():
+def test_policy_selects_residuals():
     keep = jax.checkpoint_policies.everything_saveable
     f = nnx.remat(lambda m, x: jnp.sin(m.w * x).sum(), policy=keep, prevent_cse=False)
     assert jnp.allclose(nnx.grad(f)(Layer(), 0.0).w[...], 0.0)

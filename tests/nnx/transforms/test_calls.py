@@ -79,7 +79,7 @@ def missing(m, others=(), **kwargs):
     m.extra = nnx.Cache(jnp.ones(2))
 
 
-def test_arguments_are_called_what_the_function_calls_them():
+def test_errors_use_parameter_names():
     params = nnx.StateAxes({nnx.Param: 0})
     pairs = [Pair(jnp.ones(2), jnp.ones(2)) for _ in range(2)]
     with pytest.raises(
@@ -97,7 +97,7 @@ def test_arguments_are_called_what_the_function_calls_them():
         nnx.vmap(lambda x: {"y": [Pair(x, x)]}, out_axes=params)(jnp.ones(2))
 
 
-def test_what_is_captured_is_named_with_where_it_was_made():
+def test_captured_object_is_named_with_its_origin():
     with pytest.raises(CapturedObjectError, match=r"the result is a Pair that was created outside"):
         nnx.remat(takes_both)(Pair(), other=Pair(), more=Pair())
     owner = nnx.Dict(part=Pair())
@@ -107,7 +107,7 @@ def test_what_is_captured_is_named_with_where_it_was_made():
         nnx.remat(lambda x: owner.part)(1.0)
 
 
-def test_the_line_to_change_is_the_one_that_transforms():
+def test_error_names_the_transform_line():
     def f(x):
         return FROM_OUTSIDE
 
@@ -147,7 +147,7 @@ def test_methods_of_objects_are_not_transformed_with_their_object():
         nnx.custom_vjp(Pair().double)
 
 
-def test_transformed_functions_are_methods_where_they_stand_in_classes():
+def test_transformed_functions_bind_as_methods():
     class Layer(nnx.Module):
         def __init__(self):
             self.w = nnx.Param(jnp.array(2.0))
@@ -172,7 +172,7 @@ def test_transformed_functions_are_methods_where_they_stand_in_classes():
     assert Layer.mapped.__name__ == "mapped"
 
 
-def test_arguments_by_name_and_defaults_have_the_axes_of_their_place():
+def test_keyword_and_default_arguments_use_positional_axes():
     def f(m, x, k=3.0, *rest):
         return m.w * x * k
 
@@ -183,7 +183,7 @@ def test_arguments_by_name_and_defaults_have_the_axes_of_their_place():
     assert nnx.vmap(f, in_axes=(None, 0))(Pair(), xs).tolist() == [0.0, 6.0]
 
 
-def test_arguments_without_a_place_are_refused_where_only_places_count():
+def test_keyword_arguments_without_position_are_rejected():
     def f(x, *, scale):
         return x * scale
 
@@ -269,7 +269,7 @@ def names_in(run):
 
 
 @pytest.mark.parametrize(("run", "name"), RUNS.values(), ids=RUNS)
-def test_what_is_compiled_is_named_after_the_users_function(run, name):
+def test_compiled_name_is_the_user_function(run, name):
     found = names_in(run)
     assert name in found, found
     assert not any(part == given for given in found for part in INTERNAL), found

@@ -35,7 +35,7 @@ class Pair(nnx.Module):
 
 
 @MODES
-def test_a_module_is_carried_from_step_to_step(mode):
+def test_module_is_carried_between_steps(mode):
     m = Pair()
     out, ys = nnx.scan(lambda m, x: (m.add(x), m.n * 1), **mode)(m, XS)
     assert out is m
@@ -55,7 +55,7 @@ def test_layers_are_applied_one_after_another(mode):
     assert layers.n[...].tolist() == [1.0, 1.0, 2.0]
 
 
-def test_the_carry_stands_anywhere_and_more_than_once():
+def test_carry_in_any_and_several_positions():
     f = nnx.scan(
         lambda x, a, m: (x * a, a + 1, m.add(a)),
         in_axes=(1, Carry, Carry),
@@ -75,7 +75,7 @@ def test_a_part_of_an_object_is_carried_and_another_scanned():
     assert float(m.n) == 3 and float(y) == 0 + 1 + 3
 
 
-def test_no_carry_options_and_empty_loops():
+def test_options_and_empty_loops():
     assert nnx.scan(lambda x, y: x * y, in_axes=(0, None), out_axes=0)(XS, 2.0).tolist() == [
         0,
         2,
@@ -88,7 +88,7 @@ def test_no_carry_options_and_empty_loops():
     assert float(m.n) == 0
 
 
-def test_what_each_step_makes_is_stacked():
+def test_new_state_is_stacked():
     layers = Pair(XS, XS)
 
     def f(c, layer):
@@ -121,7 +121,7 @@ def test_each_carry_has_a_counterpart():
         nnx.scan(lambda c, x: x, in_axes=({"a": Carry}, 0))
 
 
-def test_the_body_returns_what_out_axes_speak_of():
+def test_result_must_match_out_axes():
     with pytest.raises(TransformArgumentError, match="the body returns NoneType, but by out_axes"):
         nnx.scan(lambda c, x: None)(0.0, XS)
     with pytest.raises(RoleError, match=r"out_axes=\(CARRY, 0\) has a tuple of 2 entries"):
@@ -186,7 +186,7 @@ def test_a_carried_or_shared_object_keeps_its_attributes():
     assert kind.kind == "old"
 
 
-def test_what_is_shared_is_not_written():
+def test_shared_state_is_read_only():
     m = Pair(XS)
     f = lambda c, m: m.add(c).w * c  # noqa: E731
     axes = nnx.StateAxes({nnx.Param: 0, ...: None})
@@ -197,7 +197,7 @@ def test_what_is_shared_is_not_written():
     assert float(m.n) == 0
 
 
-def test_what_is_captured_stays_outside():
+def test_captured_state_is_rejected():
     m = Pair()
     with pytest.raises(CapturedObjectError, match=r"the result\[1\] is a Pair"):
         nnx.scan(lambda c, x: (c, m))(0.0, XS)
@@ -262,7 +262,7 @@ def down(m):
 
 
 @MODES
-def test_the_branch_that_is_taken_writes(mode):
+def test_taken_branch_writes(mode):
     m = BranchPair()
     taken = [float(nnx.cond(p, up, down, m, **mode)) for p in (True, jnp.array(False), 1)]
     assert (taken, float(m.n)) == ([4.0, 6.0, 4.0], -8.0)
@@ -271,7 +271,7 @@ def test_the_branch_that_is_taken_writes(mode):
 
 
 @MODES
-def test_a_branch_may_leave_alone_what_another_writes(mode):
+def test_branch_need_not_write_like_others(mode):
     m, rngs = BranchPair(), nnx.Rngs(0)
     draw = lambda m, rngs: m.n.set_value(rngs.noise.uniform())  # noqa: E731
     for taken, count in ((False, 0), (True, 1)):
@@ -280,7 +280,7 @@ def test_a_branch_may_leave_alone_what_another_writes(mode):
     assert float(m.n) == nnx.Rngs(0).noise.uniform()
 
 
-def test_changes_that_are_alike_are_seen():
+def test_equal_changes_are_applied():
     m, other = nnx.Dict(part=BranchPair()), BranchPair()
 
     def branch(value):
@@ -322,7 +322,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_changes_that_differ_are_shown_with_their_place(name):
+def test_differing_changes_are_shown_with_path(name):
     change, message = DIFFERENT[name]
     m = BranchPair()
     with pytest.raises(BranchObjectsError, match=r"nnx\.cond: " + message) as error:
@@ -385,7 +385,7 @@ def nested(f, m):
 
 @pytest.mark.parametrize("around", [lambda f, m: f(m), jitted, nested])
 @pytest.mark.parametrize("taken", BRANCHES)
-def test_what_only_some_branches_make_is_made_for_all(taken, around):
+def test_state_of_one_branch_exists_for_all(taken, around):
     m, index = model(), [*BRANCHES].index(taken)
     around(lambda m: nnx.switch(index, [*BRANCHES.values()], m), m)
     for name, found in MADE.items():
@@ -397,7 +397,7 @@ def test_what_only_some_branches_make_is_made_for_all(taken, around):
 @pytest.mark.parametrize("name", BRANCHES)
 @pytest.mark.parametrize("inside", [jitted, nested])
 @pytest.mark.parametrize("around", [lambda f, m: f(m), jitted, nested])
-def test_what_a_branch_that_is_not_taken_makes_inside_of_others(name, around, inside):
+def test_initial_state_of_untaken_nested_branch(name, around, inside):
     branch = BRANCHES[name]
     m = model()
     around(lambda m: nnx.cond(False, lambda m: inside(branch, m), lambda m: None, m), m)
@@ -418,7 +418,7 @@ def test_two_branches_make_one_attribute_each_with_its_own_value():
         assert float(m.made) == (2, 6, 1)[i]
 
 
-def test_what_branches_make_at_one_place_is_alike():
+def test_branches_must_create_equal_kinds():
     m, param, stat = BranchPair(), nnx.Param, nnx.BatchStat
     make = lambda kind: lambda m: setattr(m, "made", kind(1.0))  # noqa: E731
     with pytest.raises(BranchObjectsError, match=r"m\.made is Param after one .* BatchStat after"):
@@ -478,7 +478,7 @@ def test_results_that_differ_are_shown():
         nnx.cond(True, lambda m: m.n.set_value({"a": 1.0}), lambda m: None, m)
 
 
-def test_what_is_captured_is_read_and_not_changed_or_returned():
+def test_captured_state_is_read_only_in_branches():
     m = BranchPair()
     for value in (2.0, 5.0):
         m.w[...] = value
@@ -499,7 +499,7 @@ def test_operands_may_be_shared_only_in_graphs():
         nnx.cond(True, lambda a, b: 1, lambda a, b: 1, m, [m], graph=False)
 
 
-def test_what_cannot_choose_is_refused():
+def test_invalid_index_is_rejected():
     m = BranchPair()
     with pytest.raises(TransformArgumentError, match="switch: there are no branches"):
         nnx.switch(0, [], m)
@@ -533,7 +533,7 @@ def test_gradients_and_nesting():
     assert (float(value), float(grads.w[...]), float(m.n)) == (6.0, 3.0, -10.0)
 
 
-def test_objects_leave_a_body_as_their_places():
+def test_objects_leave_body_by_index():
     m, v = nnx.Dict(w=nnx.Param(1.0)), nnx.Param(2.0)
     given = {"m": m, "x": (jnp.ones(2), v)}
     boxed = box_objects(given, {"m": m, "x": (jnp.zeros(2), v)})

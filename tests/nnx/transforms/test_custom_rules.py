@@ -40,7 +40,7 @@ def with_rule(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_the_rule_gives_the_gradients_and_state_is_written_once(jit: bool):
+def test_rule_defines_gradients_and_writes_once(jit: bool):
     model, f = Model(), with_rule()
     take = nnx.value_and_grad(f, argnums=(0, 1))
     value, (of_model, of_x) = (nnx.jit(take) if jit else take)(model, 3.0)
@@ -49,12 +49,12 @@ def test_the_rule_gives_the_gradients_and_state_is_written_once(jit: bool):
     assert float(of_model.w[...]) == 30.0 and float(of_x) == 20.0
 
 
-def test_without_derivatives_it_is_the_function():
+def test_plain_call_runs_function():
     model = Model()
     assert float(with_rule()(model, x=3.0)) == 6.0 and int(model.calls) == 1
 
 
-def test_cotangents_of_what_was_written_arrive():
+def test_cotangents_of_written_state():
     @nnx.custom_vjp
     def write(m: Model) -> jax.Array:
         m.w[...] = m.w * 3
@@ -73,7 +73,7 @@ def test_cotangents_of_what_was_written_arrive():
     assert float(nnx.grad(loss)(Model()).w[...]) == 7 * 3 + 100
 
 
-def test_where_objects_are_trees_the_cotangent_is_that_of_the_result():
+def test_tree_mode_gets_only_result_cotangent():
     f = nnx.custom_vjp(lambda m: m.w[...] ** 2, graph=False)
     f.defvjp(lambda m: (f(m), m), lambda m, g: (nnx.Dict(w=nnx.Param(g * 50)),))
     grads = nnx.grad(f, graph=False)(nnx.Dict(w=nnx.Param(jnp.array(3.0))))
@@ -96,7 +96,7 @@ def test_a_part_of_an_object_and_arguments_without_gradient():
     assert {k: float(v) for k, v in grads.to_pure_dict().items()} == {"w": 5.0}
 
 
-def test_none_is_no_gradient_and_wrong_ones_are_named():
+def test_none_is_zero_and_invalid_gradients_fail():
     def failing(given: Any) -> Any:
         f = nnx.custom_vjp(lambda m, x: m.w * x)
         f.defvjp(lambda m, x: (f(m, x), None), lambda r, g: given)
@@ -112,7 +112,7 @@ def test_none_is_no_gradient_and_wrong_ones_are_named():
         failing((nnx.State({"v": jnp.ones(())}), None))
 
 
-def test_a_function_without_a_rule_says_how_to_give_one():
+def test_missing_rule_error_names_the_fix():
     with pytest.raises(TransformArgumentError, match=r"call f.defvjp\(fwd, bwd\) first"):
         nnx.custom_vjp(product)(Model(), 1.0)
     with pytest.raises(TransformArgumentError, match=r"call f.defjvp\(rule\) first"):
@@ -183,7 +183,7 @@ def test_cotangents_of_a_returned_object(modes, is_nested):
     assert seen == [nnx.State if not modes else Pair]
 
 
-def test_updates_g_has_the_cotangents_of_what_a_call_changed():
+def test_updates_g_has_cotangents_of_changed_state():
     @nnx.custom_vjp(graph=False)
     def f(pair, variable, x, rest):
         pair.n[...] = pair.w * x
@@ -251,7 +251,7 @@ def test_a_rule_for_tangents_returns_objects(modes: Any, as_state: bool):
         (lambda m: m.w * 2, nnx.Param(1.0), "a Param as the tangent of a result that is not an"),
     ],
 )
-def test_tangents_of_a_rule_that_do_not_fit_are_named(result: Any, tangent: Any, words: str):
+def test_mismatched_tangents_of_a_rule_are_named(result: Any, tangent: Any, words: str):
     f = nnx.custom_jvp(result)
     f.defjvp(lambda primals, _: (result(*primals), tangent))
     with pytest.raises(TransformArgumentError, match=words):

@@ -17,7 +17,7 @@ def between(x, y, origins=None):
     return first_difference(tuple(flat.graphdef for flat in graphs), origins)
 
 
-def test_graphs_that_are_alike_have_no_difference():
+def test_equal_graphs_have_no_difference():
     assert between(model(), model()) is None
     assert between([model(), jnp.ones(2)], [model(), jnp.zeros(3)]) is None
 
@@ -41,13 +41,13 @@ def test_the_first_difference_is_found(name):
     assert between(make(), model()) == swapped
 
 
-def test_an_attribute_that_is_made_is_found_before_the_numbers_that_it_shifts():
+def test_new_attribute_is_reported_before_shifted_indices():
     assert between(nnx.Dict(w=nnx.Param(1.0)), nnx.Dict(a=nnx.Param(1.0), w=nnx.Param(1.0))) == (
         ("a",), ("absent", "present"),
     )  # fmt: skip
 
 
-def test_the_same_look_may_be_other_objects():
+def test_identity_differences():
     graphs = model(), model()
     assert between(*graphs, ((0, 1), (1, 0))) == ((), ("one object", "a different one"))
     old = "an existing object"

@@ -115,7 +115,7 @@ def test_objects_passed_by_name():
     assert len(traced) == 5
 
 
-def test_captured_models_can_be_read_and_nothing_else():
+def test_captured_models_are_read_only():
     model = Model(2.0)
     assert nnx.jit(lambda x: model.w * x)(3.0) == 6
 
@@ -141,7 +141,7 @@ def test_captured_models_can_be_read_and_nothing_else():
     [{"static_argnums": 1}, {"static_argnums": -2}, {"static_argnames": "k"}],
     ids=["number", "negative", "name"],
 )
-def test_static_arguments_in_either_way(options):
+def test_static_argnums_and_argnames(options):
     fn, traces = traced(lambda model, k, x: model.w * (x if k == "one" else 2 * x))
     f, model = nnx.jit(fn, **options), Model()
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_donated_with_a_changed_structure():
         assert model.new[...].tolist() == [2, 2, 2]
 
 
-def test_an_error_before_anything_runs_gives_nothing_away():
+def test_error_while_tracing_donates_nothing():
     @nnx.jit(donate_argnums=0)
     def f(model):
         model.w[...] = model.w * 2
@@ -222,7 +222,7 @@ def mesh():
     return Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("x", "y"))
 
 
-def test_shardings_of_what_goes_in_and_comes_out():
+def test_in_and_out_shardings():
     x, whole = NamedSharding(mesh(), PartitionSpec("x")), NamedSharding(mesh(), PartitionSpec())
     state = nnx.StateSharding({nnx.Param: x, ...: whole})
 
@@ -247,7 +247,7 @@ def test_shardings_of_what_goes_in_and_comes_out():
     assert vector[0][...].sharding.is_equivalent_to(x, 1)
 
 
-def test_one_object_that_is_to_be_laid_out_in_two_ways_is_refused():
+def test_conflicting_shardings_of_one_object_fail():
     x, whole = NamedSharding(mesh(), PartitionSpec("x")), NamedSharding(mesh(), PartitionSpec())
     f = nnx.jit(lambda first, *rest, last=None: None, in_shardings=(x, whole))
     model = Model(jnp.arange(8.0))
@@ -266,7 +266,7 @@ def test_one_sharding_for_any_number_of_arguments():
             assert f(Model(), *args) == np.prod([*args, *(1.0, 2.0)[len(args) :]])
 
 
-def test_what_was_laid_out_stays_so_with_another_structure():
+def test_shardings_hold_when_structure_changes():
     x = NamedSharding(mesh(), PartitionSpec("x"))
 
     @nnx.jit(in_shardings=x, donate_argnums=0)
@@ -289,7 +289,7 @@ def test_another_sharding_between_calls():
         is_like_plain(f, model)
 
 
-def test_one_program_for_models_that_are_alike():
+def test_equal_models_share_a_program():
     class Block(nnx.Module):
         def __init__(self):
             self.layers = [Model(k=1), Model(k=2)]
@@ -306,7 +306,7 @@ def test_one_program_for_models_that_are_alike():
     assert len(traces) == 1
 
 
-def test_closures_that_are_alike_share_programs():
+def test_equal_closures_share_programs():
     traces = []
 
     def make(k):
@@ -346,7 +346,7 @@ def test_closures_as_attributes():
     assert len(traces) == 20
 
 
-def test_a_function_that_sees_something_else_since():
+def test_changed_closure():
     def make():
         k = 1.0
 
@@ -438,7 +438,7 @@ def test_no_model_is_kept():
     assert not f._cached_calls and f._last is None
 
 
-def test_no_variable_is_kept_that_has_been_replaced():
+def test_replaced_variables_are_released():
     f, model = nnx.jit(lambda m: m.w * 2), Model(jnp.ones(3))
     f(model)
     array = weakref.ref(model.w)
@@ -469,7 +469,7 @@ def test_no_tracer_is_kept():
     assert model.n[...] == 2
 
 
-def test_what_is_remembered_is_bounded():
+def test_cache_is_bounded():
     from weft.nnx.transforms import jit as module
 
     f, models = nnx.jit(lambda m: m.w * 1), [Model(float(i)) for i in range(100)]
@@ -550,7 +550,7 @@ def test_inside_of_other_transformations():
     assert jax.jit(lambda x: nnx.jit(lambda m: m.w * x)(model))(1.0) == 2
 
 
-def test_objects_that_come_out():
+def test_returned_objects():
     @nnx.jit
     def f(a, b):
         new = Model(a.w * 2)
@@ -622,7 +622,7 @@ def test_partials_of_jitted_functions():
     assert h(2.0) == 2
 
 
-def test_looks_in_tree_mode():
+def test_reads_in_tree_mode():
     f, model = nnx.jit(look, graph=False), Model(1.0, k=1)
     for value in (1.0, 2.0):
         model.w[...] = value
@@ -691,7 +691,7 @@ def test_arguments_may_have_any_name(name, option):
     assert g(Model(jnp.array(2.0)), x=3.0) == g(**{name: Model(jnp.array(2.0)), "x": 3.0}) == 6
 
 
-def test_what_is_compiled_has_the_names_of_the_user():
+def test_compiled_code_uses_user_names():
     @nnx.jit
     def train_step(model, batch, *, scale):
         return (model.w * batch["x"] * scale).sum()
@@ -766,7 +766,7 @@ def test_errors_of_jax_name_the_values_of_objects():
         ),
     ],
 )
-def test_arguments_that_the_function_does_not_have(options, words):
+def test_unknown_arguments(options, words):
     def f(m, x):
         return x
 
@@ -774,7 +774,7 @@ def test_arguments_that_the_function_does_not_have(options, words):
         nnx.jit(f, **options)
 
 
-def test_layouts_for_other_arguments_than_there_are():
+def test_shardings_argument_mismatch():
     f = nnx.jit(lambda m, x=0: m, in_shardings=(None,))
     with pytest.raises(CallMismatchError, match="in_shardings has 1 entries, but the call has 2"):
         f(Model(), 1.0)

@@ -39,7 +39,7 @@ def test_changes_between_calls(change):
 
 
 @pytest.mark.parametrize("change", ARRAYS.values(), ids=ARRAYS)
-def test_changes_of_what_does_not_tell(change):
+def test_changes_of_untracked_values(change):
     model, f = WithArrays(), nnx.jit(work)
     is_like_plain(f, model)
     change(model)
@@ -95,7 +95,7 @@ def two_models():
 
 
 @pytest.mark.parametrize("first", CALLS.values(), ids=CALLS)
-def test_objects_at_other_places_of_the_next_call(first):
+def test_objects_at_other_arguments(first):
     m, n = two_models()
     f = nnx.jit(look)
     for second in CALLS.values():
@@ -103,7 +103,7 @@ def test_objects_at_other_places_of_the_next_call(first):
             same(f(*args, **kwargs), look(*args, **kwargs))
 
 
-def test_writes_to_objects_at_other_places():
+def test_writes_at_other_arguments():
     m, n = two_models()
     f = nnx.jit(work)
     for make in (*CALLS.values(), *reversed(CALLS.values())):
@@ -111,7 +111,7 @@ def test_writes_to_objects_at_other_places():
         is_like_plain(f, *args, **kwargs)
 
 
-def test_places_of_a_class_that_is_no_pytree():
+def test_non_pytree_class_arguments():
     class Hidden(nnx.Module, pytree=False):
         def __init__(self):
             self.w = nnx.Param(jnp.ones(1))
@@ -128,7 +128,7 @@ def test_places_of_a_class_that_is_no_pytree():
     [copy.deepcopy, nnx.clone, lambda m: pickle.loads(pickle.dumps(m)), copy.copy],
     ids=["deepcopy", "clone", "pickle", "copy"],
 )
-def test_copies_of_a_model_that_was_met(copied):
+def test_copies_of_a_known_model(copied):
     model, f = Model(), nnx.jit(work)
     is_like_plain(f, model)
     other = copied(model)
@@ -142,7 +142,7 @@ def test_copies_of_a_model_that_was_met(copied):
     is_like_plain(f, model, other)
 
 
-def test_a_new_model_at_the_address_of_one_that_is_gone():
+def test_new_model_at_a_reused_address():
     f = nnx.jit(work)
     for i in range(40):
         model = Layer(i)
@@ -151,14 +151,14 @@ def test_a_new_model_at_the_address_of_one_that_is_gone():
         del model
 
 
-def test_none_in_the_place_of_a_model_that_is_gone():
+def test_none_in_place_of_deleted_model():
     f, model = nnx.jit(work), Layer()
     is_like_plain(f, model, 1.0)
     del model
     is_like_plain(f, None, 1.0)
 
 
-def test_what_python_writes_past_the_object_is_seen_when_something_else_changes():
+def test_untracked_writes_are_seen_at_the_next_tracked_change():
     model = Layer(1.0)
     model.k = 1
     f = nnx.jit(lambda m: m.w * m.k)
@@ -170,7 +170,7 @@ def test_what_python_writes_past_the_object_is_seen_when_something_else_changes(
     assert f(model) == 6
 
 
-def test_what_is_compared_by_identity_counts_as_unchanged():
+def test_identity_compared_values_count_as_unchanged():
     class Scale:
         k = 1
 
@@ -185,7 +185,7 @@ def test_what_is_compared_by_identity_counts_as_unchanged():
     assert f(model) == 2
 
 
-def test_an_error_leaves_everything_as_it_was():
+def test_error_leaves_state_unchanged():
     @nnx.jit
     def f(m, early, late):
         if early is None:
@@ -242,7 +242,7 @@ class Settings:
 
 @pytest.mark.parametrize("make", [Settings, lambda *xs: bytearray(xs), lambda *xs: list(xs)])
 @pytest.mark.parametrize("compile_", [nnx.jit, jax.jit, lambda f: nnx.jit(nnx.jit(f))])
-def test_a_value_that_changes_inside_is_seen(make, compile_):
+def test_changed_static_value_is_seen(make, compile_):
     class Scaled(nnx.Module):
         def __init__(self):
             self.by, self.w = nnx.static(make(2, 3)), nnx.Param(jnp.ones(()))
@@ -274,7 +274,7 @@ def test_a_later_argument_that_holds_itself(calls):
 @pytest.mark.parametrize(
     "nested", [nnx.jit, lambda f: nnx.jit(nnx.jit(f)), nnx.remat], ids=["jit", "jits", "remat"]
 )
-def test_a_static_value_of_another_object_is_not_met(nested):
+def test_static_values_are_not_shared_by_cache(nested):
     """Programs are kept by value; the value that one was made for may have changed since."""
 
     class Scaled(nnx.Module):
@@ -358,7 +358,7 @@ def plain_value(x):
 @pytest.mark.parametrize(
     "transform", [nnx.jit, lambda f: nnx.jit(nnx.remat(f))], ids=["jit", "nested"]
 )
-def test_each_caller_has_its_own_of_what_the_function_makes(transform, way, kind):
+def test_each_call_returns_new_objects(transform, way, kind):
     """What one caller does to it is not seen by another, as in plain Python."""
     make, change = CHANGING[kind]
     fn, found = WAYS[way]
@@ -372,7 +372,7 @@ def test_each_caller_has_its_own_of_what_the_function_makes(transform, way, kind
     assert type(a) is type(b)
 
 
-def test_what_is_shared_inside_is_shared_outside():
+def test_sharing_is_preserved_in_results():
     def make(m):
         x = Config(1.0)
         return nnx.Dict(a=x, b=(x, m.config))
@@ -384,7 +384,7 @@ def test_what_is_shared_inside_is_shared_outside():
         assert made.b[1] is model.config
 
 
-def test_what_is_compared_by_identity_is_the_same_for_all():
+def test_identity_compared_values_are_shared():
     known = object()
     make = nnx.jit(lambda: nnx.Dict(a=known, b=Config(1.0, [known])))
     for _ in range(2):
@@ -392,7 +392,7 @@ def test_what_is_compared_by_identity_is_the_same_for_all():
         assert made.a is made.b.names[0] is known
 
 
-def test_what_cannot_be_copied_is_shared():
+def test_uncopyable_values_are_shared():
     class Unwritten:
         __hash__ = None
 
@@ -408,7 +408,7 @@ def test_what_cannot_be_copied_is_shared():
     assert first.b is not second.b
 
 
-def test_a_change_of_a_static_value_comes_out_of_each_call():
+def test_static_value_change_is_applied_per_call():
     @nnx.jit
     def count(m):
         m.config.scale += 1
@@ -423,7 +423,7 @@ def test_a_change_of_a_static_value_comes_out_of_each_call():
     assert model.config.scale == 1.0
 
 
-def test_a_static_value_that_becomes_anothers():
+def test_static_value_moved_to_other_object():
     a, b = nnx.Dict(config=Config(1.0)), nnx.Dict(config=Config(1.0))
     nnx.jit(lambda a, b: setattr(a, "config", b.config))(a, b)
     assert a.config is b.config
@@ -436,7 +436,7 @@ def held(model):
 @pytest.mark.parametrize(
     "make", [lambda: [1], lambda: {"a": 1}, lambda: (1, [2])], ids=["list", "dict", "in a tuple"]
 )
-def test_a_static_container_that_is_an_argument_as_well_is_one(make):
+def test_static_container_passed_twice_stays_one(make):
     """Or a change of the one would not be seen in the other."""
 
     def f(container, model):
@@ -612,7 +612,7 @@ def in_threads(*functions):
         raise error
 
 
-def test_threads_with_models_of_their_own():
+def test_threads_with_separate_models():
     f = nnx.jit(work)
 
     def run():
@@ -625,7 +625,7 @@ def test_threads_with_models_of_their_own():
     in_threads(run, run, run)
 
 
-def test_a_change_is_seen_while_another_thread_calls_with_the_model():
+def test_change_is_seen_during_calls_in_other_threads():
     f, model, is_done = nnx.jit(lambda m: m.w * m.k), Layer(1.0), threading.Event()
     model.k = 0
 

@@ -33,7 +33,7 @@ def options(**kwargs):
     return nnx.jit(lambda *args, **kwargs: None, **kwargs)._options
 
 
-def test_what_stands_for_objects_and_for_what_is_written_is_compared_by_value():
+def test_object_refs_and_written_values_compare_by_value():
     assert ObjectRef(1) == ObjectRef(1) != ObjectRef(2) and hash(ObjectRef(1)) == hash(ObjectRef(1))
     assert WrittenValues((1,), True) == WrittenValues((1,), True) != WrittenValues((1,), False)
     assert jax.tree.structure([ObjectRef(1)]) == jax.tree.structure([ObjectRef(1)])
@@ -49,7 +49,7 @@ def test_objects_among_the_arguments():
         object_arguments(options(static_argnums=0), (m,), {})
 
 
-def test_models_that_look_alike_have_one_layout():
+def test_similar_models_share_a_layout():
     def layout(*args, **kwargs):
         return split_object_arguments(options(donate_argnums=0), args, kwargs).layout
 
@@ -67,7 +67,7 @@ def test_models_that_look_alike_have_one_layout():
     assert layout(m) != before
 
 
-def test_a_call_taken_apart():
+def test_split_call():
     m, n = Model(), Model()
     found = split_object_arguments(options(), (m, 1.0), {"n": n, "x": 2.0})
     assert found.rest == [1.0] and found.named == {"x": 2.0}
@@ -79,7 +79,7 @@ def test_a_call_taken_apart():
     assert found.layout.at == () and found.layout.names == ()
 
 
-def test_what_cannot_be_planned():
+def test_uncacheable_calls():
     def can(*args):
         return split_object_arguments(options(), args, {}).is_cacheable
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_planned():
     assert not can(m)
 
 
-def test_values_that_have_not_changed_do_not_come_back():
+def test_unchanged_values_are_not_returned():
     @nnx.jit
     def f(m, x):
         m.a[...] = m.a + 0 * x
@@ -122,7 +122,7 @@ def test_an_object_in_a_container_is_found_in_the_trace_alone(monkeypatch):
     assert f(m, 1.0).tolist() == [2, 2] and calls == [1]
 
 
-def test_a_model_is_looked_at_once_for_each_structure(monkeypatch):
+def test_model_is_flattened_once_per_structure(monkeypatch):
     calls = []
     monkeypatch.setattr(
         "weft.nnx.transforms.jit.split_object_arguments",
@@ -158,7 +158,7 @@ def step(model, x):
     return model.w * x
 
 
-def test_a_compiled_function_writes_to_what_it_is_given():
+def test_compiled_function_updates_its_arguments():
     model, other = CompiledModel(), CompiledModel(10.0)
     compiled = step.lower(model, 3.0).compile()
     assert model.w[...] == 1
@@ -166,7 +166,7 @@ def test_a_compiled_function_writes_to_what_it_is_given():
     assert compiled(other, 1.0) == 11 and other.w[...] == 11 and model.w[...] == 5
 
 
-def test_each_stage_has_what_that_of_jax_has():
+def test_stages_match_those_of_jax():
     model = CompiledModel()
     traced = step.trace(model, 3.0)
     lowered = traced.lower(lowering_platforms=("cpu",))
@@ -203,7 +203,7 @@ def test_static_arguments_are_left_out(static):
     assert f.lower(model, x=1.0, k=2).compile()(model, x=1.0) == 9
 
 
-def test_what_changes_the_structure_and_new_objects():
+def test_structure_changes_and_new_objects():
     @nnx.jit
     def f(model):
         model.new, model.k = nnx.Param(model.w * 2), 3
@@ -238,7 +238,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("where", CHANGES, ids=lambda x: x.replace("\\", ""))
-def test_objects_that_look_otherwise_are_refused(where):
+def test_mismatched_objects_are_rejected(where):
     compiled = step.lower(CompiledModel(), 1.0).compile()
     model = changed(CHANGES[where])
     with pytest.raises(CompiledCallError, match=f"the new argument (differs at|has) {where};"):
@@ -248,7 +248,7 @@ def test_objects_that_look_otherwise_are_refused(where):
     assert model.w[...] == 1
 
 
-def test_other_arguments_are_refused():
+def test_argument_mismatch_fails():
     compiled = step.lower(CompiledModel(), x=1.0).compile()
     text = r"compiled for 1 positional arguments and \['x'\] by name is called with 2 and \[\];"
     with pytest.raises(CompiledCallError, match=text):
@@ -257,7 +257,7 @@ def test_other_arguments_are_refused():
         compiled(CompiledModel(), x=jnp.ones(3))
 
 
-def test_a_function_that_sees_something_else_since():
+def test_changed_closure():
     def make():
         k = 1.0
 
@@ -304,7 +304,7 @@ def test_arguments_stay_as_they_are():
     assert out[1] is not model and float(model.b) == 0
 
 
-def test_sharing_is_kept_in_what_is_returned():
+def test_sharing_is_preserved_in_results():
     def make() -> tuple[AbstractModel, AbstractModel]:
         model = AbstractModel()
         return model, model
@@ -319,7 +319,7 @@ def test_a_captured_object_is_not_changed():
         nnx.eval_shape(lambda: model(jnp.ones((1, 2))))
 
 
-def test_a_jaxpr_takes_values_by_name_and_gives_the_result_alone():
+def test_jaxpr_has_named_inputs_and_only_the_result():
     model = AbstractModel()
     jaxpr = nnx.make_jaxpr(lambda m, x: m(x))(model, jnp.ones((5, 2)))
     assert [str(v.aval) for v in jaxpr.jaxpr.invars] == [
@@ -336,7 +336,7 @@ def test_a_jaxpr_with_static_arguments():
     assert len(jaxpr.jaxpr.invars) == 2 and "3.0" in str(jaxpr)
 
 
-def test_a_failed_check_is_returned_and_what_was_written_stays():
+def test_failed_check_is_returned_and_writes_persist():
     def positive(m: AbstractModel) -> None:
         m.b[...] -= 1
         checkify.check(m.b > 0, "b is not positive")

@@ -27,13 +27,13 @@ def through(f, *args, **mode):
     return nnx.remat(f, **mode)(*args)
 
 
-def test_objects_are_known():
+def test_is_carrier():
     assert is_object(Pair()) and is_object(nnx.Param(1.0)) and is_object(nnx.List())
     assert not is_object({"a": nnx.Param(1.0)}) and not is_object(jnp.ones(1))
     assert trace_of(Pair()) == trace_of(nnx.Param(1.0))
 
 
-def test_inside_there_are_other_objects_that_are_alike():
+def test_function_sees_equal_copies():
     m = Pair()
     m.me, m.items = m, [m.w, {"k": m.n}]
 
@@ -48,7 +48,7 @@ def test_inside_there_are_other_objects_that_are_alike():
     assert m.me is m
 
 
-def test_only_what_has_changed_is_written():
+def test_only_changed_values_are_written():
     m = Pair()
     kept = m.w[...]
     through(lambda m: m.n.set_value(5.0), m)
@@ -73,7 +73,7 @@ class Other(Pair):
 
 
 @pytest.mark.parametrize("change", PAST.values(), ids=PAST)
-def test_what_is_written_past_an_object_inside_comes_back(change):
+def test_untracked_writes_are_committed(change):
     m = Pair()
     m.scale, m.items, m.heads = 1, [nnx.Param(0.0)], {"a": nnx.Param(0.0)}
     expected = nnx.clone(m)
@@ -83,7 +83,7 @@ def test_what_is_written_past_an_object_inside_comes_back(change):
     assert jax.tree.leaves(m) == jax.tree.leaves(expected)
 
 
-def test_arguments_come_back_as_themselves_wherever_they_are():
+def test_returned_arguments_keep_identity():
     m = Pair()
     out = through(lambda m: {"m": [m, m.w], "new": nnx.Dict(of=m.n, w=nnx.Param(1.0))}, m)
     assert out["m"][0] is m and out["m"][1] is m.w and out["new"].of is m.n
@@ -128,7 +128,7 @@ def test_containers_are_changed_like_attributes():
     assert list(m.d) == ["b"]
 
 
-def test_arrays_that_are_attributes_come_back():
+def test_array_attributes_are_updated():
     m = nnx.Dict(arr=jnp.ones(2), nested=nnx.data([jnp.zeros(2)]))
 
     def f(m):
@@ -142,7 +142,7 @@ def test_arrays_that_are_attributes_come_back():
     assert tree.arr.tolist() == [1.0, 1.0]  # of a tree the variables alone come back
 
 
-def test_metadata_comes_back():
+def test_metadata_is_updated():
     for mode in ({}, {"graph_updates": False}, {"graph": False}):
         m = Pair()
         m.w.set_metadata(old=1)
@@ -164,7 +164,7 @@ def test_values_of_any_kind():
     assert through(lambda e: e, nnx.Dict()) == nnx.Dict()
 
 
-def test_what_is_captured_does_not_come_out():
+def test_captured_objects_are_rejected():
     m, other = Pair(), Pair()
     with pytest.raises(
         CapturedObjectError, match=r"the result\['m'\] is a Pair that was created outs"
@@ -181,7 +181,7 @@ def test_what_is_captured_does_not_come_out():
     assert m.w is not other.w
 
 
-def test_what_is_captured_is_read_and_not_written():
+def test_captured_objects_are_read_only():
     m = Pair()
     assert float(through(lambda x: x * m.w, 3.0)) == 6
     for change in (
@@ -195,7 +195,7 @@ def test_what_is_captured_is_read_and_not_written():
     assert float(m.n) == 0 and not hasattr(m, "new")
 
 
-def test_what_came_from_another_trace_is_not_written_back():
+def test_leaked_objects_are_not_written():
     m, leaked = Pair(), []
 
     def outer(m):
@@ -207,7 +207,7 @@ def test_what_came_from_another_trace_is_not_written_back():
         through(lambda m: m.n.set_value(1.0), leaked[0])
 
 
-def test_one_thing_is_said_of_each_value():
+def test_conflicting_roles_fail():
     m = Pair(jnp.ones((2, 2)), jnp.ones((2, 2)))
     axes = nnx.StateAxes({nnx.Param: 0, ...: 1})
     nnx.vmap(lambda a, b: None, in_axes=(axes, axes))(m, m)
@@ -249,7 +249,7 @@ def seen(kind, *objects, of=...):
     return static, groups, [*map(id, flat.leaves)], owners, objects, flat.repeated, flat.is_tracked
 
 
-def test_objects_that_look_alike_are_described_once():
+def test_similar_objects_share_a_graphdef():
     kind, models = ObjectKind("scan"), [Model(), Model()]
     found = [seen(kind, model) for model in models]
     assert found[0][0] is found[1][0]
@@ -258,7 +258,7 @@ def test_objects_that_look_alike_are_described_once():
 
 @pytest.mark.parametrize("change", {**CHANGES, **ARRAYS}.values(), ids={**CHANGES, **ARRAYS})
 @pytest.mark.parametrize("at", [0, 1], ids=["first", "second"])
-def test_what_was_seen_before_hides_no_change(change, at):
+def test_cache_detects_changes(change, at):
     cls = WithArrays if change in ARRAYS.values() else Model
     kind, models = ObjectKind("scan"), [cls(), cls()]
     for of in (..., nnx.Param):
@@ -268,7 +268,7 @@ def test_what_was_seen_before_hides_no_change(change, at):
         assert seen(kind, *models, of=of) == seen(ObjectKind("scan"), *models, of=of)
 
 
-def test_what_was_seen_before_hides_no_alias_among_arguments():
+def test_cache_detects_aliases_among_arguments():
     kind, models = ObjectKind("scan"), [Model(), Model()]
     seen(kind, *models)
     models[1].a.w = models[0].a.w
@@ -276,7 +276,7 @@ def test_what_was_seen_before_hides_no_alias_among_arguments():
         assert seen(kind, *given) == seen(ObjectKind("scan"), *given)
 
 
-def test_a_function_that_sees_another_value_by_now_is_another_one():
+def test_function_with_changed_closure_is_different():
     factor = 2.0
     m = nnx.Dict(w=nnx.Param(jnp.float32(1.0)), act=lambda x: x * factor)
     looped = nnx.scan(
@@ -287,14 +287,14 @@ def test_a_function_that_sees_another_value_by_now_is_another_one():
     assert float(looped(jnp.float32(1.0), m)) == 9
 
 
-def test_a_filter_that_looks_at_variables_is_asked_each_time():
+def test_filter_on_variables_is_evaluated_each_call():
     kind, models = ObjectKind("vmap"), [Model(), Model()]
     models[1].w.set_metadata(tag="b")
     for of in ("a", lambda path, x: x is models[0].w):
         assert [len(seen(kind, model, of=of)[1][0][0]) for model in models] == [1, 0]
 
 
-def test_a_call_keeps_nothing_alive():
+def test_call_leaks_no_objects():
     m = Pair()
     inside = []
 

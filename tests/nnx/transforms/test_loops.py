@@ -22,14 +22,14 @@ class Pair(nnx.Module):
 
 
 @MODES
-def test_a_while_loop_changes_what_it_carries(mode):
+def test_while_loop_updates_its_carry(mode):
     m = Pair()
     out = nnx.while_loop(lambda m: m.n[...] < 4, lambda m: m.add(1.5), m, **mode)
     assert out is m and float(m.n) == 4.5
 
 
 @MODES
-def test_a_loop_over_an_index_changes_what_it_carries(mode):
+def test_fori_loop_updates_its_carry(mode):
     m = Pair()
     x, out = nnx.fori_loop(1, 4, lambda i, c: (c[0] + i, c[1].add(i)), (jnp.zeros(()), m), **mode)
     assert (float(x), out is m, float(m.n)) == (6.0, True, 6.0)
@@ -37,7 +37,7 @@ def test_a_loop_over_an_index_changes_what_it_carries(mode):
     assert float(m.n) == 12
 
 
-def test_loops_that_do_not_run_change_nothing():
+def test_empty_loops_keep_the_state():
     m = Pair()
     nnx.while_loop(lambda m: False, lambda m: m.add(1), m)
     nnx.fori_loop(3, 3, lambda i, m: m.add(1), m)
@@ -45,7 +45,7 @@ def test_loops_that_do_not_run_change_nothing():
     assert float(m.n) == 0
 
 
-def test_what_the_condition_changes_is_dropped():
+def test_changes_in_condition_are_dropped():
     m = Pair()
 
     def cond(m):
@@ -101,7 +101,7 @@ def test_numbers_and_trees_in_variables():
     assert float(m.t.get_value()["a"]) == 8 and m.t.get_value()["b"].tolist() == [8.0, 8.0]
 
 
-def test_a_body_returns_the_objects_that_it_is_given():
+def test_body_must_return_its_objects():
     m = Pair()
     with pytest.raises(
         ArgumentError, match=r"nnx\.while_loop\(clone\): the carry is returned as anoth"
@@ -150,7 +150,7 @@ def test_a_carry_keeps_its_shape_and_dtype():
         nnx.fori_loop(0, jnp.array(3), lambda i, m: grow(m), Pair())
 
 
-def test_an_exception_leaves_everything_as_it_was():
+def test_exception_leaves_state_unchanged():
     m = Pair()
 
     def stop(m):
@@ -243,7 +243,7 @@ BETWEEN = {
 
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("inner", INNER)
-def test_what_a_loop_does_not_change_may_be_shared_around_it(inner, between):
+def test_unchanged_state_may_be_shared_in_outer_loops(inner, between):
     run = BETWEEN[between](INNER[inner])
     axes = nnx.StateAxes({nnx.Param: None, ...: nnx.Carry})
     outer = nnx.scan(
@@ -485,7 +485,7 @@ def assert_alike(m, expected):
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_body_that_makes_attributes_is_as_in_a_python_loop(loop, make):
+def test_body_creating_attributes_matches_python_loop(loop, make):
     m, expected = Drawing(), Drawing()
     for n in (3, 2):
         loop(make, m, n)
@@ -495,7 +495,7 @@ def test_a_body_that_makes_attributes_is_as_in_a_python_loop(loop, make):
 
 @pytest.mark.parametrize("make", [make_in_part, make_with_alias, make_from_key, make_in_branch])
 @pytest.mark.parametrize("loops", [(fori, scan), (scan, while_), (while_, fori_of_arrays, scan)])
-def test_what_the_innermost_of_several_loops_makes(loops, make):
+def test_state_created_in_nested_loops(loops, make):
     def nested(m, loops):
         first, *rest = loops
         first((lambda m, i: nested(m, rest)) if rest else make, m, 2)
@@ -508,7 +508,7 @@ def test_what_the_innermost_of_several_loops_makes(loops, make):
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_body_is_traced_once_more_for_each_loop_that_carries_what_it_makes(loop, depth):
+def test_each_loop_carrying_new_state_adds_one_trace(loop, depth):
     traces = []
 
     def nested(m, depth):
@@ -530,7 +530,7 @@ def test_a_body_is_traced_once_more_for_each_loop_that_carries_what_it_makes(loo
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("outer", [python, *LOOPS])
-def test_loops_that_do_not_run_leave_the_initial_values(loop, outer):
+def test_empty_loops_keep_initial_values(loop, outer):
     def make(m, i):
         if not hasattr(m, "a"):
             m.a = nnx.Variable(m.w[...] * 3)
@@ -553,7 +553,7 @@ def layers(m, i):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_state_with_an_axis_that_a_loop_inside_makes_and_changes(loop):
+def test_scanned_state_created_in_inner_loop(loop):
     made = nnx.vmap(lambda w: Pair(w))(jnp.ones(3))
     m = nnx.Dict(layers=made)
     loop(layers, m, 2)
@@ -564,7 +564,7 @@ def test_state_with_an_axis_that_a_loop_inside_makes_and_changes(loop):
     assert m.layers.count[...].tolist() == [0, 0, 0]
 
 
-def test_no_key_is_drawn_twice_where_a_body_draws_before_it_makes():
+def test_keys_are_distinct_if_body_draws_before_creating():
     def body(m, x):
         y = m.rngs.noise.uniform()
         if not hasattr(m, "noise"):
@@ -578,7 +578,7 @@ def test_no_key_is_drawn_twice_where_a_body_draws_before_it_makes():
     assert int(m.rngs.default.count[...]) == 5
 
 
-def test_the_condition_and_gradients_see_what_the_body_makes():
+def test_condition_and_gradients_see_new_state():
     def body(m):
         make_in_part(m, 0)
         return m
@@ -595,7 +595,7 @@ def test_the_condition_and_gradients_see_what_the_body_makes():
         assert float(loss(Drawing())) == 8
 
 
-def test_all_iterations_may_share_what_the_first_one_makes():
+def test_iterations_may_share_new_state():
     def body(x, m):
         if not hasattr(m, "made"):
             m.made = nnx.Variable(x * 2)
@@ -643,7 +643,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_made_before_is_refused(name):
+def test_unsupported_creation_is_rejected(name):
     change, message = REFUSED[name]
     m = Drawing()
     m.items = []
@@ -669,7 +669,7 @@ def test_initial_values_do_not_depend_on_streams_of_single_iterations():
 
 @TREES
 @pytest.mark.parametrize("axis", [None, 0])
-def test_what_a_scan_shares_or_slices_keeps_its_arrays_and_drops_static_changes(axis, mode):
+def test_shared_or_sliced_state_drops_static_changes(axis, mode):
     def scanned(change):
         def body(x, m):
             change(m)
@@ -701,7 +701,7 @@ def counting(traces):
 
 @TREES
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_shared_variable_that_the_body_changes_is_carried_and_no_other(depth, mode):
+def test_only_changed_shared_variables_are_carried(depth, mode):
     traces, m = [], Steps()
     loop = counting(traces)
     for _ in range(depth):
@@ -718,7 +718,7 @@ def test_a_shared_variable_that_the_body_changes_is_carried_and_no_other(depth, 
 
 
 @pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
-def test_what_state_axes_share_or_graph_updates_bring_back_is_not_changed(mode):
+def test_explicitly_shared_state_is_read_only(mode):
     m, traces = Steps(), []
     axes = nnx.StateAxes({nnx.BatchStat: None, ...: None}) if mode else None
     loop = nnx.scan(counting(traces), in_axes=(Carry, axes), out_axes=Carry, length=3, **mode)

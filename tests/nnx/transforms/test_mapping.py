@@ -33,7 +33,7 @@ def stacked():
     return Pair(jnp.arange(6.0).reshape(3, 2), jnp.zeros(3))
 
 
-def test_all_state_goes_along_an_axis_and_is_written_back():
+def test_state_is_mapped_and_written_back():
     m = stacked()
     w, n = m.w, m.n
 
@@ -49,7 +49,7 @@ def test_all_state_goes_along_an_axis_and_is_written_back():
     np.testing.assert_array_equal(w[...], 2 * jnp.arange(6.0).reshape(3, 2))
 
 
-def test_new_objects_are_stacked_where_it_is_said():
+def test_new_objects_are_stacked_by_out_axes():
     make = lambda x: Pair(x * jnp.ones(2), 1.0)  # noqa: E731
     assert nnx.vmap(make)(XS).w.shape == (3, 2)
     assert nnx.vmap(make, out_axes=-1)(XS).w.shape == (2, 3)
@@ -58,7 +58,7 @@ def test_new_objects_are_stacked_where_it_is_said():
     assert nnx.vmap(lambda: Pair(), axis_size=3)().w.shape == (3,)
 
 
-def test_a_shared_variable_has_one_value_for_all():
+def test_shared_variable_has_one_value():
     m = Pair()
 
     def count(m, x):
@@ -100,7 +100,7 @@ def test_parts_of_values_that_differ_are_named():
         nnx.vmap(f, in_axes=(None, 0))(m, XS)
 
 
-def test_attributes_that_the_function_makes_are_stacked():
+def test_new_attributes_are_stacked():
     m = stacked()
 
     def f(m, x):
@@ -115,7 +115,7 @@ def test_attributes_that_the_function_makes_are_stacked():
     assert m.kind == "seen" and not hasattr(m, "n")
 
 
-def test_cycles_and_sharing_are_there_inside_and_afterwards():
+def test_cycles_and_sharing_are_preserved():
     m = stacked()
     m.me, m.again = m, m.w
 
@@ -129,7 +129,7 @@ def test_cycles_and_sharing_are_there_inside_and_afterwards():
     assert m.n[...].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_axes_of_different_sizes_are_shown_with_their_places():
+def test_axis_size_mismatch_is_shown_with_paths():
     m = Pair(jnp.ones(3), jnp.ones(2))
     with pytest.raises(AxisSizeError, match=r"sizes \(m\.n: 2, m\.w: 3, x\['k'\]: 4\)"):
         nnx.vmap(lambda m, x: None)(m, {"k": jnp.ones(4)})
@@ -141,7 +141,7 @@ def test_axes_of_different_sizes_are_shown_with_their_places():
         nnx.vmap(lambda m: None, axis_size=2)(jnp.ones(3))
 
 
-def test_collectives_know_the_axis():
+def test_collectives_use_axis_name():
     m = stacked()
 
     @nnx.vmap(axis_name="i")
@@ -152,7 +152,7 @@ def test_collectives_know_the_axis():
     assert m.n[...].tolist() == [3.0, 3.0, 3.0]
 
 
-def test_an_exception_leaves_everything_as_it_was():
+def test_exception_leaves_state_unchanged():
     m = stacked()
     before = nnx.clone(m)
 
@@ -279,14 +279,14 @@ def test_axes_of_arguments_and_results():
     assert made.out_sharding == ("c", "n") and made.shape == (2, 3)
 
 
-def test_the_name_has_to_be_that_of_the_axis():
+def test_axis_name_must_match():
     w = param(3, names=("layers",))
     with pytest.raises(PartitionNameError, match="layers"):
         jax.vmap(nnx.transform_metadata(lambda w: w[...], partition="heads"))(w)
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_an_error_about_an_axis_of_a_model_says_of_which_variable(nested):
+def test_axis_errors_name_the_variable(nested):
     model = nnx.Dict(layers=[nnx.Dict(w=param(3, names=("layers",)))])
 
     @nnx.vmap(in_axes=0, transform_metadata={nnx.PARTITION_NAME: "heads"})

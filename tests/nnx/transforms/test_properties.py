@@ -253,19 +253,19 @@ def check(case, transformations):
 
 @SETTINGS
 @given(cases(), st.lists(st.sampled_from(TRANSFORMATIONS), min_size=1, max_size=2))
-def test_nested_transformations_equal_the_same_by_hand(case, transformations):
+def test_nested_transformations_match_reference(case, transformations):
     check(case, transformations)
 
 
 @SETTINGS
 @given(cases(), st.sampled_from([jit, cond, scan, remat, vmap]))
-def test_while_loops_equal_the_same_by_hand(case, transformation):
+def test_while_loops_match_reference(case, transformation):
     check(case, [transformation, while_loop])
 
 
 @settings(deadline=None, max_examples=8)
 @given(cases(), st.lists(st.sampled_from(TRANSFORMATIONS), min_size=3, max_size=3))
-def test_three_transformations_inside_of_each_other(case, transformations):
+def test_three_nested_transformations(case, transformations):
     check(case, transformations)
 
 

@@ -16,7 +16,7 @@ class Pair(nnx.Module):
         self.n = nnx.BatchStat(jnp.asarray(n))
 
 
-def test_symbols_show_what_was_said():
+def test_symbol_repr():
     assert repr(nnx.StateAxes({nnx.Param: 1, ...: None})) == "StateAxes({Param: 1, ...: None})"
     assert repr(nnx.StateAxes({"tag": nnx.Carry})) == "StateAxes({'tag': Carry})"
     assert repr(nnx.StateSharding({...: P("x")})) == "StateSharding({...: P('x',)})"
@@ -24,7 +24,7 @@ def test_symbols_show_what_was_said():
     assert (state.argnum, state.filter) == (0, nnx.Param)
 
 
-def test_symbols_are_values():
+def test_symbol_equality():
     first = nnx.StateAxes({nnx.Param: 1, ...: None})
     assert first == nnx.StateAxes([(nnx.Param, 1), (..., None)])
     assert hash(first) == hash(nnx.StateAxes({nnx.Param: 1, ...: None}))
@@ -41,7 +41,7 @@ def test_the_parts_of_a_symbol_can_be_read():
     assert nnx.StateSharding({...: P("x")}).shardings == (P("x"),)
 
 
-def test_the_first_filter_that_matches_says():
+def test_first_matching_filter_wins():
     axes = nnx.StateAxes({nnx.PathContains("w"): 0, nnx.Param: 1})
     assert axes.map_prefix(("w",), nnx.Param(1.0)) == 0
     assert axes.map_prefix(("v",), nnx.Param(1.0)) == 1
@@ -52,7 +52,7 @@ def test_the_first_filter_that_matches_says():
         axes.map_prefix(("s", 0), nnx.BatchStat(1.0))
 
 
-def test_symbols_stand_in_prefixes():
+def test_symbols_in_prefixes():
     pair = Pair(jnp.ones((2, 3)), jnp.ones(3))
     axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
     f = lambda tree, x: tree["m"][0].w.sum() * x + tree["m"][0].n  # noqa: E731
@@ -68,7 +68,7 @@ def test_an_object_with_axes_in_place_of_variables_is_a_prefix(graph):
     assert mapped(pair).tolist() == [3.0, 3.0, 3.0]
 
 
-def test_symbols_hold_in_each_of_the_semantics():
+def test_symbols_work_in_each_mode():
     axes = nnx.StateAxes({nnx.Param: 1, ...: None})
     for mode in ({"graph_updates": False}, {"graph": False}):
         pair = Pair(jnp.ones((2, 3)))
@@ -78,7 +78,7 @@ def test_symbols_hold_in_each_of_the_semantics():
         assert list(grads) == ["n"]
 
 
-def test_what_is_no_axis_is_refused():
+def test_invalid_axis_is_rejected():
     for wrong, shown in ((0.5, "0.5, a float"), ("x", "'x', a str")):
         with pytest.raises(TransformArgumentError, match=f"in_axes has {shown}, where an axis is"):
             nnx.vmap(lambda m: None, in_axes=wrong)
@@ -98,7 +98,7 @@ def test_what_is_no_axis_is_refused():
         nnx.vmap(lambda x: x, in_axes=nnx.StateAxes({...: 0}))(jnp.ones(3))
 
 
-def test_a_prefix_that_does_not_fit_is_shown():
+def test_mismatched_prefix_is_shown():
     pair = Pair(jnp.ones(3), jnp.ones(3))
     with pytest.raises(RoleError, match=r"in_axes=\(0, 0\) has 2 entries, and the call has 1 arg"):
         nnx.vmap(lambda m: None, in_axes=(0, 0))(pair)
@@ -106,7 +106,7 @@ def test_a_prefix_that_does_not_fit_is_shown():
         nnx.vmap(lambda m: (m.w * 1, 2.0), out_axes=(0, 0, 0))(pair)
 
 
-def test_everything_else_can_be_said_by_pairs_and_lists():
+def test_pairs_and_lists_of_filters():
     pair = Pair(jnp.ones((2, 3)), jnp.ones(3))
     axes = nnx.StateAxes([((nnx.BatchStat, "tag"), 0), (nnx.Not(nnx.BatchStat), 1)])
     mapped = nnx.vmap(lambda m, x: m.w.sum() + m.n + x, in_axes=[axes, None])
@@ -118,7 +118,7 @@ def test_a_filter_that_matches_everything_comes_last():
         nnx.StateAxes({...: None, nnx.Param: 0})
 
 
-def test_prefixes_become_what_the_engine_knows():
+def test_prefixes_become_roles():
     assert as_roles([nnx.Carry, 0, None]) == (CARRY, 0, None)
     assert isinstance(as_roles(nnx.StateAxes({...: nnx.Carry})), Roles)
 
