@@ -115,7 +115,11 @@ def _contract(
         x, weight = promote_dtype(x, weight, inexact=False)
     n_batch, n_leading = len(batch), len(batch) + len(axes)
     weight_batch, weight_axes = tuple(range(n_batch)), tuple(range(n_batch, n_leading))
-    options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
+    options: dict[str, Any] = {}
+    if preferred_element_type is not None or out_sharding is not None:
+        options = without_none(
+            preferred_element_type=preferred_element_type, out_sharding=out_sharding
+        )
     y = dot_general(
         x, weight, ((axes, weight_axes), (batch, weight_batch)), precision=precision, **options
     )

@@ -26,8 +26,6 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from weft.functional.arrays import as_tuple
-
 Axes = int | Sequence[int]
 
 
@@ -267,4 +265,5 @@ def canonical_axes(axis: Axes, ndim: int) -> tuple[int, ...]:
     >>> canonical_axes(-1, 3)
     (2,)
     """
-    return tuple(a % ndim for a in as_tuple(axis))
+    axes = (axis,) if isinstance(axis, int | np.integer) else axis
+    return tuple(a % ndim for a in axes)
