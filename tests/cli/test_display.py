@@ -144,6 +144,19 @@ def drawn(display):
     return page.file.getvalue()
 
 
+def test_tree_table_aligns_columns_without_margin():
+    table = tree_table("parameter", ["shape", "bytes"], numbers=["bytes"])
+    table.add_row("decoder", "", "1,024 B")
+    table.add_row("  weight", "(8, 32)", "96 B")
+    page = console()
+    page.print(table)
+    assert page.file.getvalue().splitlines() == [
+        "parameter  shape      bytes",
+        "decoder             1,024 B",
+        "  weight   (8, 32)     96 B",
+    ]
+
+
 def test_display_type_follows_console():
     assert isinstance(make_display(console(terminal=True), "d"), LiveDisplay)
     assert isinstance(make_display(console(), "d"), LineDisplay)
