@@ -79,7 +79,7 @@ def as_tuple(sizes: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def without_none(**options: Any) -> dict[str, Any]:
-    """Returns the options that are not None, for a function that users may replace.
+    """Returns the arguments that are not None, such as those that a user's function may lack.
 
     >>> without_none(preferred_element_type=None, out_sharding=1)
     {'out_sharding': 1}

@@ -147,8 +147,7 @@ def drop_tokens(
     """
     _check_rate(rate)
     cls, patches = x[:, :num_cls_tokens], x[:, num_cls_tokens:]
-    total = patches.shape[1]
-    kept = max(round(total * (1 - rate)), 1)
+    kept = max(round(patches.shape[1] * (1 - rate)), 1)
     order = jnp.argsort(jax.random.uniform(prng_key, patches.shape[:2]), axis=1)
     index = jnp.sort(order[:, :kept], axis=1)
     return jnp.concatenate([cls, jnp.take_along_axis(patches, index[:, :, None], axis=1)], axis=1)

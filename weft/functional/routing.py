@@ -227,5 +227,5 @@ def sort_by_expert(
     key = jnp.where((local >= 0) & (local < num_experts), local, num_experts)
     choices = jnp.argsort(key, stable=True)[:num_rows]
     ends = jnp.minimum(jnp.cumsum(jnp.bincount(key, length=num_experts)), num_rows)
-    sizes = jnp.diff(ends, prepend=0)
-    return ExpertRows(choices, sizes, jnp.arange(choices.shape[0]) < ends[-1])
+    is_real = jnp.arange(choices.shape[0]) < ends[-1]
+    return ExpertRows(choices, jnp.diff(ends, prepend=0), is_real)
