@@ -332,7 +332,7 @@ class Model(BaseModel):
           The loss, and a dict, empty unless `return_aux`: `logits` (unless `scan_chunk` is set),
           `hidden_states`, `per_label_loss`, `live_targets`, `Float[Array, "batch time ..."]`.
         """
-        batch: dict[str, Any] = self._shard_batch(input_batch)
+        batch = self._shard_batch(input_batch)
         batch["live_targets"] = self._target_mask(batch["target_labels"])
         predictions = self.predict(batch)
         loss, metrics = self._compute_metrics(batch, predictions)
@@ -431,9 +431,9 @@ class Model(BaseModel):
         These are `per_token_loss`, `Float[Array, "batch time"]`, 0 where a target does not count,
         and `live_targets`, `Bool[Array, "batch time"]`.
         """
-        batch: dict[str, Any] = dict(input_batch)
-        mask = self._target_mask(batch["target_labels"])
-        statistics = target_statistics(self.extract_logits(batch), batch["target_labels"], mask)
+        labels = input_batch["target_labels"]
+        mask = self._target_mask(labels)
+        statistics = target_statistics(self.extract_logits(input_batch), labels, mask)
         return {"per_token_loss": statistics["nll"], "live_targets": mask}
 
     def sample_decode(
@@ -457,11 +457,10 @@ class Model(BaseModel):
           stop_decoding_condition: when a sequence is complete; by default at the decoder's
             `eos_token_id`.
         """
-        prefix: Tensor = input_batch["prefix"]
         with child_context("sample_decode", module=self.decoder):
             return self.decoder.sample_decode(
                 input_batch=input_batch,
-                max_sequence_length=max_sequence_length or prefix.shape[1],
+                max_sequence_length=max_sequence_length or input_batch["prefix"].shape[1],
                 num_decodes=num_decodes,
                 logits_modifier=logits_modifier,
                 stop_decoding_condition=stop_decoding_condition,
@@ -484,11 +483,10 @@ class Model(BaseModel):
             likeliest hypotheses win, which tend to be short.
           max_sequence_length: the length of a result; that of the prompts if None.
         """
-        prefix: Tensor = input_batch["prefix"]
         with child_context("beam_search_decode", module=self.decoder):
             return self.decoder.beam_search_decode(
                 input_batch=input_batch,
-                max_sequence_length=max_sequence_length or prefix.shape[1],
+                max_sequence_length=max_sequence_length or input_batch["prefix"].shape[1],
                 num_decodes=num_decodes,
                 brevity_penalty=brevity_penalty,
             )

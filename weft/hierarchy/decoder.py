@@ -21,6 +21,7 @@ from weft import config
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class, maybe_set_config
 from weft.errors import MissingPrngKeyError
 from weft.functional import LogitsToLogitsFn, attend
+from weft.functional.arrays import without_none
 from weft.hierarchy import decoding
 from weft.hierarchy.attention.bias import AttentionLogitBiasLayer
 from weft.hierarchy.attention.stack import BaseStackedTransformerLayer, StackedTransformerLayer
@@ -246,8 +247,7 @@ class DecodingLayer(config.Configurable):
 
 
 def _cross_attention_kwargs(data: Tensor | None, biases: Tensor | None) -> dict[str, Tensor]:
-    named = {"cross_attention_data": data, "cross_attention_logit_biases": biases}
-    return {name: x for name, x in named.items() if x is not None}
+    return without_none(cross_attention_data=data, cross_attention_logit_biases=biases)
 
 
 class LmHead(BaseLayer):
@@ -364,16 +364,15 @@ class Decoder(BaseLayer):
           A dict of `logits`, `Float[Array, "batch time vocab"]`, and the `hidden_states` they are
           computed from, `Float[Array, "batch time dim"]`.
         """
-        batch: dict[str, Any] = dict(input_batch)
-        segment_ids, positions = batch.get("input_segment_ids"), batch.get("positions")
+        segment_ids, positions = input_batch.get("input_segment_ids"), input_batch.get("positions")
         if cross_attention_data is not None:  # not every layer takes it
             kwargs["cross_attention_data"] = cross_attention_data
             kwargs["cross_attention_logit_biases"] = cross_attention_logit_biases
-        x = self.emb(_embedding_inputs(batch, positions))
+        x = self.emb(_embedding_inputs(input_batch, positions))
         outputs = self.transformer(
             maybe_shard(x, self.config.hidden_state_partition_spec),
             self_attention_logit_biases=self.compute_attention_logit_biases(
-                batch["input_ids"], segment_ids=segment_ids, positions=positions
+                input_batch["input_ids"], segment_ids=segment_ids, positions=positions
             ),
             target_segment_ids=segment_ids,
             target_positions=positions,
@@ -463,13 +462,12 @@ class Decoder(BaseLayer):
         `input_batch` optionally has `token_type_ids`. Padding after a sequence's last token is not
         cached. The outputs are those of `forward`.
         """
-        batch: dict[str, Any] = dict(input_batch)
         states: dict[str, Any] = dict(cached_states)
-        ids, time_step = batch["input_ids"], states["time_step"]
+        ids, time_step = input_batch["input_ids"], states["time_step"]
         positions = time_step[:, None] + jnp.arange(ids.shape[1])[None]
         states["emb"], x = self.emb.extend_step(
             cached_states=states["emb"],
-            input_batch=_embedding_inputs(batch, positions),
+            input_batch=_embedding_inputs(input_batch, positions),
             is_prefill=is_prefill,
         )
         biases = None
@@ -512,8 +510,7 @@ class Decoder(BaseLayer):
 
         Prompts in `input_batch` are padded on the right.
         """
-        ids: Tensor = input_batch["input_ids"]
-        batch_size, length = ids.shape
+        batch_size, length = input_batch["input_ids"].shape
         floats = {
             x.dtype for x in jax.tree.leaves(self.state) if jnp.issubdtype(x.dtype, jnp.floating)
         }
@@ -526,7 +523,7 @@ class Decoder(BaseLayer):
         in_prompt = jnp.arange(length)[None] < time_step[:, None]
         return self.extend_step(
             cached_states=states,
-            input_batch={**input_batch, "input_ids": ids},
+            input_batch=input_batch,
             is_prefill=True,
             segment_ids=in_prompt.astype(jnp.int32),
             **kwargs,
@@ -543,10 +540,6 @@ class Decoder(BaseLayer):
         return self._decoding.beam_search_decode(**kwargs)
 
 
-def _embedding_inputs(batch: dict[str, Any], positions: Tensor | None) -> dict[str, Any]:
-    inputs = {
-        "inputs": batch["input_ids"],
-        "positions": positions,
-        "token_type_ids": batch.get("token_type_ids"),
-    }
-    return {name: value for name, value in inputs.items() if value is not None}
+def _embedding_inputs(batch: Mapping[str, Any], positions: Tensor | None) -> dict[str, Any]:
+    types = batch.get("token_type_ids")
+    return without_none(inputs=batch["input_ids"], positions=positions, token_type_ids=types)

@@ -535,8 +535,7 @@ def beam_search_decode(
     sequences = initial_sequences(
         inputs, time_step, num_decodes=num_decodes, max_decode_len=last, pad_id=pad_id
     )
-    shape = sequences.shape[:2]
-    nothing = jnp.full(shape, NEG_INF, jnp.float32)
+    nothing = jnp.full(sequences.shape[:2], NEG_INF, jnp.float32)
     state = _BeamState(
         index=time_step.astype(jnp.int32),
         live_sequences=sequences,

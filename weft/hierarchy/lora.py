@@ -372,9 +372,8 @@ class AdaptedLinear(BaseLayer):
     @nowrap
     def merged(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of the layer alone, with the adapter merged into its weight."""
-        entries: Any = state
-        delta = self.adapter.delta(entries["adapter"], self._delta_subscripts)
-        return _add_to_weight(entries["layer"], delta)
+        delta = self.adapter.delta(state["adapter"], self._delta_subscripts)
+        return _add_to_weight(state["layer"], delta)
 
 
 class LoraLinear(AdaptedLinear):
@@ -529,9 +528,8 @@ class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
 
         A layer of unknown weights raises LayerConfigError.
         """
-        entries: Any = state
-        deltas = self.adapter.deltas(entries["adapter"])
-        layer, base = self.layer, copy.copy(entries["layer"])
+        deltas = self.adapter.deltas(state["adapter"])
+        layer, base = self.layer, copy.copy(state["layer"])
         if isinstance(layer, qkv_linear.FusedQKVLinear):
             parts = jnp.unstack(base["qkv_proj"]["weight"], axis=-4)
             weight = jnp.stack(_add_deltas(parts, deltas), axis=-4)

@@ -410,11 +410,9 @@ class Module(Configurable):
         Raises:
             OutputConflictError: if the name was used before in this invocation.
         """
-        jax.tree.map(
-            lambda v: v.validate() if hasattr(v, "validate") else None,
-            value,
-            is_leaf=lambda v: hasattr(v, "validate"),
-        )
+        for leaf in jax.tree.leaves(value, is_leaf=lambda v: hasattr(v, "validate")):
+            if hasattr(leaf, "validate"):
+                leaf.validate()
         self.get_invocation_context().add_summary(name, value)
 
     def add_state_update(self, name: str, value: object) -> None:

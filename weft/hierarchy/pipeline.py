@@ -341,12 +341,11 @@ class Pipeline(Repeat):
         Raises:
           ArgumentShapeError: if the batch does not divide into microbatches.
         """
-        cfg = self.config
         context = self.get_invocation_context()
         layer_context = context.add_child("layer", prng_key=context.prng_key)
         inner = layer_context.fork()
         run_stages = transforms.vmap(
-            fn, axis_size=cfg.num_layers, spmd_axis_name=axes_of(stage_layout()) or None
+            fn, axis_size=self.config.num_layers, spmd_axis_name=axes_of(stage_layout()) or None
         )
         carry, ys = self._schedule.scan(
             lambda work, _: run_stages(work, xs),

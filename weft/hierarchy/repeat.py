@@ -134,9 +134,8 @@ class Repeat(BaseLayer):
         context = self.get_invocation_context()
         layer_context = context.add_child("layer", prng_key=context.prng_key)
         inner = layer_context.fork()
-        length = self.config.num_layers
         result = transforms.scan(
-            inner, fn, carry, xs, state_axis=0, length=length, **self._scan_kwargs()
+            inner, fn, carry, xs, state_axis=0, length=self.config.num_layers, **self._scan_kwargs()
         )
         self._add_outputs(context, layer_context, inner.output_collection)
         return Repeat.Output(*result)

@@ -54,17 +54,15 @@ def remat(fn: Callable[..., Any], **remat_kwargs: Any) -> Callable[..., Any]:
 
     def call(*args: object, **kwargs: object) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
+        is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+        _, arrays, join_leaves = _split_at(leaves, {i for i, yes in enumerate(is_array) if not yes})
 
         def of_arrays(*arrays: object) -> Any:
-            all_leaves = list(leaves)
-            for i, array in zip(at, arrays, strict=True):
-                all_leaves[i] = array
-            args, kwargs = tree.unflatten(all_leaves)
+            args, kwargs = tree.unflatten(join_leaves(arrays))
             return fn(*args, **kwargs)
 
         lifted = lifting.remat(CONTEXT_KIND, in_context(of_arrays), **remat_kwargs)
-        return lifted(require_context("remat"), *(leaves[i] for i in at))
+        return lifted(require_context("remat"), *arrays)
 
     return call
 
@@ -715,7 +713,7 @@ def custom_jvp(
 
 
 def _split_at(
-    args: tuple[Any, ...], at: Collection[int]
+    args: Sequence[Any], at: Collection[int]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[Any], list[Any]]]:
     diff = tuple(x for i, x in enumerate(args) if i not in at)
     fixed = [x if i in at else None for i, x in enumerate(args)]

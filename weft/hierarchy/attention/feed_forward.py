@@ -198,8 +198,7 @@ class TransformerFeedForwardLayer(ResidualLayer):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        names = cfg.add_value_rms_norm_summary
-        if unknown := set(names) - {"linear1_outputs", "linear2_outputs"}:
+        if unknown := set(cfg.add_value_rms_norm_summary) - {"linear1_outputs", "linear2_outputs"}:
             raise LayerConfigError(
                 f"{self.path()}: add_value_rms_norm_summary has {sorted(unknown)}; expected "
                 "'linear1_outputs' or 'linear2_outputs'."

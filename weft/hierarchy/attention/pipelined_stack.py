@@ -1,6 +1,6 @@
 """Pipelined stack of transformer layers; each stage is a stack of some of them."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ class TransformerPipeline(Pipeline):
             ]
             output = self.layer(data, return_aux=return_aux, **tree.unflatten(mixed))
             # Rows first, so that microbatches can be joined.
-            probs = {name: _moveaxis(getattr(output, name), 0, 1) for name in _PROBS}
+            probs = _map_probs(lambda x: jnp.moveaxis(x, 0, 1), output)
             # Values shared by all rows, such as positions, are returned once per row.
             kv_state = jax.tree.map(
                 lambda x: jnp.broadcast_to(x, (data.shape[0], *x.shape[1:])),
@@ -54,9 +54,8 @@ class TransformerPipeline(Pipeline):
 
         rows = [x for x, is_row in zip(leaves, with_rows, strict=True) if is_row]
         (data, _), rest = self._run(stage, (data, rows))
-        return _merge_stages(
-            data, rest._replace(**{n: _moveaxis(getattr(rest, n), 1, 2) for n in _PROBS})
-        )
+        probs = _map_probs(lambda x: jnp.moveaxis(x, 1, 2), rest)
+        return _merge_stages(data, rest._replace(**probs))
 
     def extend_step(
         self, cached_states: dict[str, Any], data: Tensor, **kwargs: object
@@ -71,16 +70,16 @@ class TransformerPipeline(Pipeline):
         return VDict(layer=states), _merge_stages(data, rest)
 
 
-def _moveaxis(x: Tensor | None, source: int, destination: int) -> Tensor | None:
-    return None if x is None else jnp.moveaxis(x, source, destination)
+def _map_probs(fn: Callable[[Tensor], Tensor], output: stack.Output) -> dict[str, Any]:
+    """Returns the probabilities in the output, each mapped by `fn`; None for those it lacks."""
+    return {name: jax.tree.map(fn, getattr(output, name)) for name in _PROBS}
 
 
 def _merge_stages(data: Tensor, rest: stack.Output) -> stack.Output:
-    probs = {name: getattr(rest, name) for name in _PROBS}
     return rest._replace(
         data=data,
         self_attention_kv_state=jax.tree.map(lambda x: x[-1], rest.self_attention_kv_state),
-        **{n: None if x is None else x.reshape(-1, *x.shape[2:]) for n, x in probs.items()},
+        **_map_probs(lambda x: x.reshape(-1, *x.shape[2:]), rest),
     )
 
 

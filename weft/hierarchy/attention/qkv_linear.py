@@ -196,15 +196,23 @@ class QKVLinear(BaseQKVLinear):
         )
 
 
-def _check_kv_heads(cfg: Any, path: str) -> None:
-    if cfg.num_heads % cfg.num_kv_heads:
-        raise LayerConfigError(
-            f"{path}: num_heads={cfg.num_heads} is not a multiple of "
-            f"num_kv_heads={cfg.num_kv_heads}; each key head is shared by equally many query heads."
-        )
+class BaseGroupedQKVLinear(BaseQKVLinear):
+    """Base of projections with fewer heads of keys and values, `num_kv_heads` of the config."""
+
+    def __init__(self, cfg: Any, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if cfg.num_heads % cfg.num_kv_heads:
+            raise LayerConfigError(
+                f"{self.path()}: num_heads={cfg.num_heads} is not a multiple of num_kv_heads="
+                f"{cfg.num_kv_heads}; each key head is shared by equally many query heads."
+            )
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.config.num_kv_heads
 
 
-class GroupedQKVLinear(QKVLinear):
+class GroupedQKVLinear(BaseGroupedQKVLinear, QKVLinear):
     """Three separate projections, with fewer heads of keys and values (Ainslie et al., 2023)."""
 
     @config_class
@@ -212,14 +220,6 @@ class GroupedQKVLinear(QKVLinear):
         """Configures a GroupedQKVLinear; `num_kv_heads` divides `num_heads`."""
 
         num_kv_heads: Required[int] = REQUIRED
-
-    def __init__(self, cfg: Config, *, parent: Module | None):
-        super().__init__(cfg, parent=parent)
-        _check_kv_heads(cfg, self.path())
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.config.num_kv_heads
 
 
 class FusedQKVLinear(BaseQKVLinear):
@@ -254,7 +254,7 @@ class FusedQKVLinear(BaseQKVLinear):
         return self.Output(*outputs)
 
 
-class FusedGroupedQKVLinear(BaseQKVLinear):
+class FusedGroupedQKVLinear(BaseGroupedQKVLinear):
     """Single projection to the concatenated heads of queries, keys and values."""
 
     @config_class
@@ -272,15 +272,10 @@ class FusedGroupedQKVLinear(BaseQKVLinear):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        _check_kv_heads(cfg, self.path())
         self._check_equal_dims("GroupedQKVLinear")
         self._add_projection(
             "qkv_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads + 2 * cfg.num_kv_heads
         )
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.config.num_kv_heads
 
     def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
         cfg = self.config

@@ -184,13 +184,11 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
         """Changes the arguments of the next layer in place; subclasses may override this."""
 
     def _aggregate_layer_outputs(self, layer_outputs: Sequence[Output]) -> Output:
-        last = layer_outputs[-1]
-
         def stacked(name: str) -> Tensor | None:
             values = [getattr(output, name) for output in layer_outputs]
             return None if any(v is None for v in values) else jnp.stack(values)
 
-        return last._replace(
+        return layer_outputs[-1]._replace(
             self_attention_probs=stacked("self_attention_probs"),
             cross_attention_probs=stacked("cross_attention_probs"),
         )

@@ -298,14 +298,13 @@ class TransformerTextEmbeddings(BaseEmbedding):
         self._add_child("dropout", cfg.dropout)
 
     def forward(self, input_batch: Mapping[str, Any]) -> Tensor:
-        batch: dict[str, Any] = dict(input_batch)
-        ids = batch["inputs"]
+        ids = input_batch["inputs"]
         x = self.token_emb(ids)
         if "type_emb" in self.children:
-            types = batch.get("token_type_ids")
+            types = input_batch.get("token_type_ids")
             x = x + self.type_emb(jnp.zeros_like(ids) if types is None else types)
         if "pos_emb" in self.children:
-            positions = batch.get("positions")
+            positions = input_batch.get("positions")
             x = x + self.pos_emb(jnp.arange(ids.shape[1])[None] if positions is None else positions)
         if "norm" in self.children:
             x = self.norm(x)

@@ -367,8 +367,7 @@ def _repeat_for_experts(linear: Mapping[str, Tensor], spec: Any, at: str) -> Ten
         )
     # Experts are the third axis from the end; axes of a stack may precede it.
     one = linear["weight"][..., None, :, :]
-    num_experts = spec.shape[-3]
-    return _check_shape(jnp.repeat(one, num_experts, axis=-3), spec, at)
+    return _check_shape(jnp.repeat(one, spec.shape[-3], axis=-3), spec, at)
 
 
 def _check_shape(value: Tensor, spec: Any, at: str) -> Tensor:
