@@ -59,7 +59,7 @@ def test_changes_are_made_in_a_copy():
     assert {"list": [1, 2, (3, 4)], "pair": Pair(1, {"z": 9}), "box": Box(Frozen(5))} == NESTED
 
 
-def test_set_gives_the_whole_with_what_was_changed_before():
+def test_set_includes_earlier_changes():
     c = cursor(NESTED)
     c["list"][0] = 0
     changed = c["pair"][1]["z"].set(1)
@@ -122,14 +122,14 @@ def test_a_cursor_can_be_assigned():
     assert cursor({"a": 1})["a"].set(cursor(3)) == {"a": 3}
 
 
-def test_what_replaced_something_can_be_changed_further():
+def test_replaced_values_can_be_changed():
     c = cursor({"a": {"b": 1}})
     c["a"] = {"c": 5}
     c["a"]["c"] += 1
     assert c["a"].build() == {"c": 6} and c.build() == {"a": {"c": 6}}
 
 
-def test_calculates_as_its_value():
+def test_arithmetic_uses_value():
     c = cursor({"n": 7, "x": jnp.ones((2, 2))})
     n = c["n"]
     assert (n + 1, 1 + n, n - 1, 1 - n, n * 2, n / 2, 2 / n, n // 2, 15 // n) == (
@@ -148,7 +148,7 @@ def test_calculates_as_its_value():
         hash(n)
 
 
-def test_is_iterated_over_as_its_value():
+def test_iteration_uses_value():
     c = cursor([1, 2, 3])
     c[0] = 5
     assert [x + 1 for x in c] == [6, 3, 4] and list(reversed(c)) == [3, 2, 5]
@@ -167,7 +167,7 @@ def test_repr_shows_value_and_changes():
     assert repr(c) == "Cursor({'a': [1, 2]}, changes={'a': Cursor([1, 2], changes={0: Cursor(5)})})"
 
 
-def test_where_a_cursor_comes_from():
+def test_parent_and_key():
     c = Cursor({"a": Box(1)}, None)
     above = c["a"].x._parent_key
     assert above.parent is c["a"] and (above.key, above.access_type) == ("x", AccessType.ATTR)
@@ -194,7 +194,7 @@ def test_update_by_path_and_value():
     }
 
 
-def test_updates_see_earlier_changes_and_nothing_below_their_own():
+def test_updates_see_earlier_but_not_nested_changes():
     c = cursor({"a": {"b": 1}, "c": {"d": 2}})
     c["a"]["b"] = 5
     c.apply_update(lambda path, value: value + 1 if path == "a/b" else value)
@@ -225,7 +225,7 @@ def test_errors_of_finding():
             method(None)
 
 
-def test_what_is_not_there():
+def test_missing_entries():
     c = cursor(NESTED)
     with pytest.raises(CursorKeyError, match=r"^cursor has no entry 'b', it has \['list', 'pair'"):
         c["b"]
@@ -258,7 +258,7 @@ def test_arrays_are_changed_as_a_whole(kind):
         c["w"].shape[0] = 3
 
 
-def test_brackets_and_dots_are_not_mixed():
+def test_items_and_attributes_differ():
     with pytest.raises(CursorTypeError, match=r"cursor.a cannot be set: write \['a'\] for an elem"):
         cursor({"a": 1}).a = 2
     with pytest.raises(CursorAttributeError, match=r"\['x'\] cannot be set: a Box has the fields"):

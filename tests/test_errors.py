@@ -18,7 +18,7 @@ CLASSES = [c for c in vars(errors).values() if inspect.isclass(c)]
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
-def test_every_error_is_a_weft_error_that_says_what_it_is(cls):
+def test_errors_derive_from_weft_error_with_docstring(cls):
     assert issubclass(cls, errors.WeftError)
     assert inspect.getdoc(cls)
     if cls.__init__ is Exception.__init__ or "__init__" not in vars(cls):
@@ -62,7 +62,7 @@ def example(cls):
     return error
 
 
-def test_errors_are_pickled_and_copied_whole():
+def test_errors_pickle_and_copy():
     classes = exceptions_of_weft()
     assert set(CLASSES) <= set(classes)
     for cls in classes:
@@ -78,7 +78,7 @@ def test_errors_are_pickled_and_copied_whole():
                 assert getattr(again, name, None) == getattr(error, name, None), (cls, name)
 
 
-def test_an_error_comes_out_of_a_worker_process():
+def test_error_crosses_process_boundary():
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as workers:
         error = workers.submit(_fail).exception()
     assert isinstance(error, errors.NameInUseError)
@@ -89,13 +89,13 @@ def _fail():
     raise errors.NameInUseError("param", "kernel", "Dense")
 
 
-def test_the_nearest_name_comes_first():
+def test_nearest_name_is_first():
     names = ["learning_rate", "learning_rates", "warmup", "rate"]
     assert similar_names("lerning_rate", names)[0] == "learning_rate"
     assert similar_names("Learning_Rate", names)[0] == "learning_rate"
 
 
-def test_a_part_of_a_name_is_near():
+def test_substring_is_near():
     assert similar_names("dropout", ["dropout_rate_of_the_attention", "dim"]) == [
         "dropout_rate_of_the_attention"
     ]
@@ -111,7 +111,7 @@ def test_the_sentence_names_at_most_three():
     )
 
 
-def test_the_sentence_lists_all_where_none_is_near():
+def test_sentence_lists_all_if_none_is_near():
     assert did_you_mean("xyz", ["dim", "bias"]) == "There are: bias, dim."
     assert did_you_mean("xyz", []) == "There are none."
     assert did_you_mean("xyz", [f"field{i:02}" for i in range(20)]).endswith("field11, ….")

@@ -28,7 +28,7 @@ def imported(path: Path) -> list[str]:
     return names
 
 
-def test_there_are_modules_to_look_at():
+def test_modules_are_found():
     assert MODULES
 
 

@@ -48,7 +48,7 @@ def test_partial_eval_by_shape_results():
 
 
 @pytest.mark.parametrize("spec", [3, ("a",), None])
-def test_a_spec_that_is_none(spec):
+def test_invalid_spec(spec):
     with pytest.raises(
         ArgumentValueError, match=r"input_spec has .*; expected a shape as \(2, 3\)"
     ):
@@ -63,7 +63,7 @@ def test_prefetch_keeps_elements(size):
     assert len(fetched[0]["x"].devices()) == N
 
 
-def test_prefetch_is_ahead_by_its_size():
+def test_prefetch_size():
     read = []
     source = (read.append(i) or np.full(N, i) for i in range(5))
     fetched = jax_utils.prefetch_to_device(source, 2)
@@ -125,7 +125,7 @@ def test_batches_of_any_size():
     assert tree["b"].dtype == np.float16 and tree["b"].tolist() == [[2] * 5] * 3
 
 
-def test_the_part_of_a_device_has_a_least_size():
+def test_min_device_batch():
     def sizes(x):
         return jnp.full(x.shape[:2], x.shape[1])
 
@@ -144,7 +144,7 @@ def test_arguments_and_results_may_be_static():
     assert run(np.ones(N + 1), 2.0, n=3) == {"sum": 2 * (N + 1), "n": 3}
 
 
-def test_batches_that_do_not_fit():
+def test_indivisible_batches():
     run = jax_utils.pad_shard_unpad(forward)
     with pytest.raises(ArgumentShapeError, match=r"are \{\"\[1\]\['a'\]\": 3, \"\['y'\]\": 4\}"):
         run(1, {"a": np.ones(3)}, y=np.ones(4))

@@ -19,7 +19,7 @@ PACKAGES = sorted(
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_each_name_of_a_stub_is_there(package):
+def test_stub_names_exist(package):
     found = importlib.import_module(package)
     for name in found.__all__:
         assert getattr(found, name) is not None
@@ -38,7 +38,7 @@ def test_packages_are_loaded_on_first_use():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_names_that_moved_lead_to_what_is_there():
+def test_moved_names_resolve():
     for old, new in _moved_names().items():
         module, _, name = new.rpartition(".")
         try:
@@ -50,7 +50,7 @@ def test_names_that_moved_lead_to_what_is_there():
         assert current_name(new) == new, "a new name is not an old one"
 
 
-def test_no_module_hides_behind_an_entry_of_the_table():
+def test_moved_names_shadow_no_module():
     here = {m.name for m in pkgutil.walk_packages([str(ROOT)], "weft.")}
     assert here.isdisjoint(_moved_names())
 

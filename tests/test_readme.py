@@ -30,7 +30,7 @@ def test_the_first_commands_are_the_ones_that_ci_runs():
 
 
 @pytest.mark.long
-def test_the_other_commands_run_one_after_the_other(tmp_path, monkeypatch, capfd):
+def test_other_commands_run_in_order(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     _, *rest = (commands(block) for block in blocks(README) if block.language == "console")
     for command in (command for block in rest for command in block):
@@ -46,13 +46,13 @@ def test_every_recipe_and_every_page_about_training_is_named():
         assert (ROOT / page).exists() or (ROOT / "docs" / page).exists(), page
 
 
-def test_every_program_says_what_it_prints():
+def test_every_program_has_expected_output():
     assert PROGRAMS
     assert all(program.printed for program in PROGRAMS)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=[f"program{n + 1}" for n in range(len(PROGRAMS))])
-def test_a_program_prints_what_the_readme_says(program, tmp_path):
+def test_program_output_matches_readme(program, tmp_path):
     path = tmp_path / "program.py"
     path.write_text(program.block.text, encoding="utf-8")
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

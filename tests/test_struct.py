@@ -27,7 +27,7 @@ class Decorated:
         return "own"
 
 
-def test_fields_are_children_unless_they_say_otherwise():
+def test_fields_are_pytree_nodes_by_default():
     p = Point(jnp.ones(2), name="q")
     doubled = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p))(p)
     np.testing.assert_array_equal(doubled.x, [2, 2])
@@ -65,7 +65,7 @@ def test_fields_without_init_are_recomputed():
     assert made.double == made.replace(x=2.0).double == 4.0
 
 
-def test_only_classes_are_made_structs():
+def test_non_classes_are_rejected():
     with pytest.raises(StructDefinitionError, match=r"struct\.dataclass was given 3, which is not"):
         struct.dataclass(3)
 
@@ -75,7 +75,7 @@ def test_the_base_class_has_no_instances():
         struct.PyTreeNode()
 
 
-def test_classes_with_equal_fields_are_not_mixed_up_by_jit():
+def test_jit_distinguishes_classes_with_equal_fields():
     def a_class():
         class Box(struct.PyTreeNode):
             value: jax.Array
@@ -108,7 +108,7 @@ def test_it_is_a_pytree_with_the_paths_of_a_dict():
     assert repr(VDict(w=1)) == "VDict({'w': 1})"
 
 
-def test_blocks_are_layers_where_parameters_are_stacked():
+def test_blocks_are_layers_of_stacked_trees():
     plain, stacked, twice = (RNG.normal(size=s) for s in ((3, 4), (2, 3, 4), (5, 2, 3, 4)))
     tree = {"a": plain, "b": VDict(c={"w": stacked}), "d": VDict(e=VDict(w=twice))}
     out = map_blocks(rms, tree, tree)

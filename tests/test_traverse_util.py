@@ -51,7 +51,7 @@ def test_every_mapping_counts():
     assert flatten_dict(MappingProxyType({"a": MappingProxyType({"b": 1})})) == {("a", "b"): 1}
 
 
-def test_an_empty_node_and_other_leaves_go_together_in_either_order():
+def test_empty_node_and_leaves_merge_in_any_order():
     flat = {("a",): empty_node, ("a", "b"): 1}
     assert unflatten_dict(flat) == {"a": {"b": 1}}
     assert unflatten_dict(dict(reversed(flat.items()))) == {"a": {"b": 1}}
@@ -80,7 +80,7 @@ def test_paths_that_become_equal_are_refused():
         flatten_dict({"a/b": 1, "a": {"b": 2}}, sep="/")
 
 
-def test_a_path_of_other_keys_than_strings_is_not_joined():
+def test_non_string_keys_are_not_joined():
     assert flatten_dict({1: {"a": 2}}) == {(1, "a"): 2}
     with pytest.raises(
         FlatDictError, match=re.escape("path (1, 'a') has 1, which is not a string")
@@ -108,7 +108,7 @@ def test_a_path_through_a_leaf_is_refused(flip):
         ({("a",): 1}, "/", "is not a path; expected a string, as sep is set"),
     ],
 )
-def test_a_key_that_is_no_path_is_refused(flat, sep, message):
+def test_invalid_key_is_rejected(flat, sep, message):
     with pytest.raises(FlatDictError, match=message):
         unflatten_dict(flat, sep=sep)
 
@@ -199,7 +199,7 @@ def test_a_slice_names_each_of_its_items(key, make):
     assert list(value) == [1, 2, 3, 4]
 
 
-def test_slices_compose_with_what_is_in_their_items():
+def test_slices_compose_with_items():
     value = {"a": [{"w": 1}, {"w": 2}, {"w": 3}], "b": 4}
     traversal = t_identity["a"][1:]["w"]
     assert list(traversal.iterate(value)) == [2, 3]
@@ -213,14 +213,14 @@ def test_slices_compose_with_what_is_in_their_items():
     "values, message",
     [([1], "set was given 1 values, fewer than"), ([1, 2, 3], "given 3 values, 1 more than")],
 )
-def test_set_wants_as_many_values_as_there_are_parts(values, message):
+def test_set_checks_number_of_values(values, message):
     with pytest.raises(TraversalError, match=message):
         t_identity.each().set(values, [0, 0])
     assert len(values) in (1, 3)
 
 
 @pytest.mark.parametrize("value", [3, "ab", np.arange(2)])
-def test_each_goes_into_lists_tuples_and_mappings_only(value):
+def test_each_rejects_other_types(value):
     each = t_identity.each()
     message = f"not into a {type(value).__name__}; use tree"
     with pytest.raises(TraversalError, match=message):

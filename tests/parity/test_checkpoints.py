@@ -105,7 +105,7 @@ def bits(tree):
 
 
 @DIRECTIONS
-def test_a_train_state_crosses_with_all_of_its_bits(tmp_path, writer, reader, use_orbax):
+def test_train_state_transfers_bitwise(tmp_path, writer, reader, use_orbax):
     state = writer.trained(seed=0)
     target = reader.trained(seed=1, steps=0)
     written = bits(writer.serialization.to_state_dict(state))
@@ -128,7 +128,7 @@ def test_a_train_state_crosses_with_all_of_its_bits(tmp_path, writer, reader, us
 
 
 @DIRECTIONS
-def test_parameters_of_one_are_parameters_of_the_other(writer, reader):
+def test_parameters_are_interchangeable(writer, reader):
     x = jnp.ones((1, 3))
     variables = writer.Net().init(jax.random.key(0), x)
     theirs = reader.Net().init(jax.random.key(1), x)
@@ -149,7 +149,7 @@ def test_parameters_of_one_are_parameters_of_the_other(writer, reader):
     np.testing.assert_array_equal(reader.Net().apply(unboxed, x), writer.Net().apply(variables, x))
 
 
-def test_what_else_orbax_writes_for_flax_is_read(tmp_path):
+def test_other_orbax_trees_are_read(tmp_path):
     tree = {
         "masked": optax.masked(optax.adam(0.1), {"x": True, "y": False}).init(
             {"x": jnp.ones(1), "y": jnp.ones(2)}
@@ -168,7 +168,7 @@ def test_what_else_orbax_writes_for_flax_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"keep": 3}, {"keep": 2, "keep_every_n_steps": 4}])
-def test_the_same_checkpoints_stay(tmp_path, kwargs, use_orbax):
+def test_same_checkpoints_are_kept(tmp_path, kwargs, use_orbax):
     chance = random.Random(0)
     steps = [(chance.randrange(40), chance.random() < 0.2) for _ in range(15)]
     left = {}
@@ -189,7 +189,7 @@ def test_the_same_checkpoints_stay(tmp_path, kwargs, use_orbax):
     assert left["weft"] == left["flax"]
 
 
-def test_a_directory_may_hold_checkpoints_of_both(tmp_path):
+def test_directory_may_hold_both_formats(tmp_path):
     ckpt_dir = str(tmp_path)
     for step, lib in enumerate([flax_checkpoints, weft_checkpoints, flax_checkpoints] * 2):
         lib.save_checkpoint(ckpt_dir, {"step": step}, step, keep=3)
@@ -199,7 +199,7 @@ def test_a_directory_may_hold_checkpoints_of_both(tmp_path):
     assert sorted(os.listdir(ckpt_dir)) == ["checkpoint_3", "checkpoint_4", "checkpoint_5"]
 
 
-def test_names_are_sorted_alike():
+def test_names_sort_equally():
     chance = random.Random(0)
     pieces = ["a", "b", "-", "+", ".", "_", "1", "2", "10", "3", "e", "1e3", "2.5", "E2", "-7"]
     for _ in range(500):

@@ -49,7 +49,7 @@ def test_multi_head_attention(kwargs):
     same(initialized(ATTEND, TEXT, TEXT, 4, **kwargs))
 
 
-def test_multi_head_attention_of_something_else():
+def test_multi_head_cross_attention():
     same(initialized(ATTEND, TEXT, OTHER, 4))
     same(initialized(ATTEND, TEXT, None, 2))
     grid = draw(10, 2, 3, 4, 8)

@@ -42,12 +42,12 @@ def seen(lib, xs, ys):
 
 @given(dicts, dicts)
 @settings(deadline=None, max_examples=25)
-def test_programs_see_the_same(xs, ys):
+def test_programs_agree(xs, ys):
     assert seen(weft_frozen, xs, ys) == seen(flax_frozen, xs, ys)
 
 
 @pytest.mark.parametrize("lib", [weft_frozen, flax_frozen])
-def test_errors_are_of_the_same_kinds(lib):
+def test_error_classes_agree(lib):
     frozen = lib.freeze({"a": 1, "l": [1]})
     with pytest.raises(ValueError, match="immutable"):
         frozen["a"] = 2
@@ -76,7 +76,7 @@ def test_errors_are_of_the_same_kinds(lib):
 
 
 @pytest.mark.parametrize("lib", [weft_frozen, flax_frozen])
-def test_it_is_made_like_a_dict(lib):
+def test_constructor_like_dict(lib):
     assert lib.FrozenDict([("a", 1)], b={"c": 2}) == lib.FrozenDict(a=1, b={"c": 2})
     assert lib.FrozenDict({"a": {"b": 1}}, __unsafe_skip_copy__=True)["a"]["b"] == 1
     assert lib.FrozenDict.tree_unflatten(("a", "b"), (1, 2)) == {"a": 1, "b": 2}

@@ -90,7 +90,7 @@ def test_inputs(inputs):
     same_compiled(initialized("MultiHeadAttention", *inputs, num_heads=2))
 
 
-def test_other_ways_to_say_it():
+def test_argument_variants():
     call = {"inputs_kv": OTHER}
     same_compiled(initialized("MultiHeadAttention", X, call=call, num_heads=2))
     call = {"mask": MASK, "deterministic": False}
@@ -110,7 +110,7 @@ def test_sown_weights(dropout_rate):
     same_compiled(program)
 
 
-def test_modules_that_multiply():
+def test_dot_general_modules():
     def program(nn):
         class Scaled(nn.Module):
             @nn.compact

@@ -34,7 +34,7 @@ def test_functions(kwargs):
     same(function("dot_product_attention_weights", Q, K, **kwargs))
 
 
-def test_what_multiplies_in_functions():
+def test_custom_dot_general_and_einsum():
     einsums = {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum}
     same(function("dot_product_attention", Q, K, V, **einsums))
     same(function("dot_product_attention_weights", Q, K, einsum=jnp.einsum))

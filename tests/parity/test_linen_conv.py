@@ -94,7 +94,7 @@ LAYERS = ["Conv", "ConvLocal", "ConvTranspose"]
     [("Conv", 3), ("ConvTranspose", (3,)), ("ConvLocal", [2]), ("Conv", (1, 2, 2)),
      ("ConvTranspose", (2, 1, 2))],
 )  # fmt: skip
-def test_other_numbers_of_axes(name, kernel_size):
+def test_spatial_ranks(name, kernel_size):
     same(initialized(name, 3, kernel_size, x=X[:, :3]), 1e-4)
 
 
@@ -106,7 +106,7 @@ def test_batch_axes(name, padding):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_inputs_of_other_kinds(name):
+def test_input_dtypes(name):
     same(initialized(name, 3, (3,), x=(3 * X).astype(int)), 1e-4)
     same(initialized(name, 3, (3,), x=X.astype(jnp.bfloat16)), 1e-4)
     same(initialized(name, 3, (3,), x=X[:0]))
@@ -131,7 +131,7 @@ def test_a_convolution_without_window():
 
 
 @named([{"conv_general_dilated": True}, {"conv_general_dilated_cls": True}])
-def test_other_convolutions(kwargs):
+def test_custom_convolutions(kwargs):
     def program(nn):
         calls = []
 
@@ -162,7 +162,7 @@ def test_axis_metadata(name):
 
 @named([{"padding": (1,)}, {"padding": ((1, 2),)}, {"padding": 1.5}, {"mask": jnp.ones((3, 3))}])
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_does_not_fit(name, kwargs):
+def test_invalid_options(name, kwargs):
     same_error(initialized(name, 3, (3, 3), **kwargs))
 
 
@@ -174,11 +174,11 @@ def test_what_does_not_fit(name, kwargs):
         {"feature_group_count": 2},
     ]
 )
-def test_what_does_not_fit_a_convolution(kwargs):
+def test_invalid_conv_options(kwargs):
     same_error(initialized("Conv", 3, (3, 3), **kwargs))
 
 
-def test_parameters_of_other_shapes():
+def test_wrong_parameter_shapes():
     params = {"params": {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}}
     for name in LAYERS:
         same_error(lambda nn, name=name: getattr(nn, name)(3, (3, 3)).apply(params, X))

@@ -52,7 +52,7 @@ def test_one_id():
     same(lambda nn: nn.Embed(1, 4).init_with_output(KEY, jnp.array([0, 0])))
 
 
-def test_a_table_read_as_integers():
+def test_integer_table():
     same(lambda nn: nn.Embed(5, 4, dtype=jnp.int32).init_with_output(KEY, IDS))
 
 
@@ -82,10 +82,10 @@ def test_tied_embeddings():
 
 
 @pytest.mark.parametrize("ids", [jnp.array([1.0]), jnp.array([True])], ids=["floats", "booleans"])
-def test_ids_that_are_no_integers(ids):
+def test_non_integer_ids(ids):
     same_error(lambda nn: nn.Embed(5, 4).init(KEY, ids))
 
 
-def test_a_table_of_another_shape():
+def test_wrong_table_shape():
     variables = {"params": {"embedding": jnp.ones((4, 4))}}
     same_error(lambda nn: nn.Embed(5, 4).apply(variables, IDS))

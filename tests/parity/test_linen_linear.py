@@ -69,7 +69,7 @@ def test_einsum(kwargs):
     [X[0, 0, 0], X.astype(jnp.bfloat16), jnp.arange(6).reshape(2, 3), X[:0]],
     ids=["vector", "half", "integers", "empty"],
 )
-def test_dense_of_other_inputs(x):
+def test_dense_inputs(x):
     same(initialized("Dense", 3, x=x), 2e-2)
     same(initialized("Dense", 3, False, jnp.bfloat16, x=x), 2e-2)
 
@@ -100,7 +100,7 @@ def test_dense_general_has_the_first_axes_as_its_batch(batch_dims):
 
 @named([{"dot_general": True}, {"dot_general": True, "dot_general_cls": True}])
 @pytest.mark.parametrize("name", ["Dense", "DenseGeneral"])
-def test_other_products(name, kwargs):
+def test_custom_products(name, kwargs):
     def program(nn):
         calls, of_cls = [], []
         hooks = {"dot_general": counted(calls), "dot_general_cls": lambda: counted(of_cls)}
@@ -156,7 +156,7 @@ def test_einsum_refuses(shape, subscripts):
     same_error(initialized("Einsum", shape, subscripts))
 
 
-def test_einsum_takes_its_subscripts_once():
+def test_einsum_subscripts_given_twice():
     once = "...i,io->...o"
     same_error(lambda nn: nn.Einsum((5, 2), once).init(KEY, X, once))
 
@@ -187,7 +187,7 @@ def test_axis_metadata():
     ],
     ids=["kernel", "bias", "no bias", "nothing"],
 )
-def test_parameters_of_other_shapes(params):
+def test_wrong_parameter_shapes(params):
     for name in ("Dense", "DenseGeneral"):
         same_error(lambda nn, name=name: getattr(nn, name)(3).apply({"params": params}, X))
 

@@ -65,7 +65,7 @@ def test_dropout(kwargs):
     same(program)
 
 
-def test_dropout_draws_nothing_where_nothing_is_drawn_at_random():
+def test_deterministic_dropout_draws_no_key():
     def program(nn):
         class Between(nn.Module):
             @nn.compact
@@ -84,7 +84,7 @@ def test_dropout_without_a_key():
 
 
 @pytest.mark.parametrize(("here", "there"), [(None, None), (True, False), (False, False)])
-def test_deterministic_is_given_once(here, there):
+def test_deterministic_set_twice(here, there):
     assert "deterministic" in same_error(
         lambda nn: nn.Dropout(0.5, deterministic=here).apply({}, X, there, rngs={"dropout": KEY})
     )
@@ -201,6 +201,6 @@ def test_pooling_of_dtypes(dtype):
 
 
 @named([{"strides": None, "padding": "VALID"}, {"strides": (2, 1), "padding": ((1, 1), (0, 2))}])
-def test_pooling_with_a_function_of_ones_own(kwargs):
+def test_pooling_with_custom_function(kwargs):
     same(lambda nn: (nn.pool(IMAGE, 1.0, jax.lax.mul, (2, 2), **kwargs), {}))
     same(lambda nn: (nn.pool(IMAGE[0], 0.0, jax.lax.add, (2, 2), **kwargs), {}))

@@ -24,7 +24,7 @@ def program(fn):
 
 
 @pytest.mark.parametrize("case", PROGRAMS, ids=lambda case: case.__name__)
-def test_both_make_the_same(case):
+def test_variables_agree(case):
     same(case)
 
 
@@ -707,7 +707,7 @@ def name_scopes_inside_of_name_scopes(nn):
 
 @pytest.mark.parametrize("given_first", [True, False])
 @pytest.mark.parametrize("deeper", [None, "wrapper", "inner"])
-def test_a_scope_for_two_that_are_not_in_each_other(given_first, deeper):
+def test_scope_of_two_siblings(given_first, deeper):
     def program(nn):
         class Holder(nn.Module):
             def setup(self):

@@ -144,7 +144,7 @@ def test_a_class_in_place_of_a_module(name):
 
 
 @pytest.mark.parametrize("wrong", [3, "missing", "features", lambda: 3])
-def test_a_method_that_is_none(wrong):
+def test_invalid_method(wrong):
     assert repr(wrong) in same_error(lambda nn: affine(nn)().apply({}, X, method=wrong))
 
 

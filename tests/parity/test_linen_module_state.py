@@ -16,7 +16,7 @@ def program(fn):
 
 
 @pytest.mark.parametrize("case", PROGRAMS, ids=lambda case: case.__name__)
-def test_both_do_the_same(case):
+def test_programs_agree(case):
     same(case)
 
 

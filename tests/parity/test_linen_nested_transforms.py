@@ -82,7 +82,7 @@ def nested(transformations):
     ],
     ids="-".join,
 )
-def test_nestings_are_the_same(nesting):
+def test_nestings_agree(nesting):
     same_compiled(nested([(how,) for how in nesting]))
 
 
@@ -96,5 +96,5 @@ options = st.tuples(
 
 @settings(max_examples=8, deadline=None)
 @given(st.lists(options, min_size=1, max_size=3))
-def test_any_nestings_are_the_same(transformations):
+def test_random_nestings_agree(transformations):
     same_compiled(nested(transformations))

@@ -239,7 +239,7 @@ def test_metadata():
     same_compiled(program)
 
 
-def test_what_a_cell_must_define():
+def test_missing_cell_methods():
     def without(nn):
         class Cell(nn.RNNCellBase):
             def __call__(self, carry, x):

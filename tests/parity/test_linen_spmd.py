@@ -132,7 +132,7 @@ def parts(partitioning, variables):
     return variables, names
 
 
-def test_names_beside_the_variables():
+def test_names_in_params_axes():
     def program(nn, partitioning):
         y, variables = layer(nn, partitioning)().init_with_output(KEY, X)
         return y, parts(partitioning, variables)

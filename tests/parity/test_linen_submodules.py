@@ -176,7 +176,7 @@ HOLDS = {
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("outer", [in_setup, in_compact, unnamed, given_as_field])
-def test_a_module_is_called_with_variables_of_its_own_inside_of_another(outer, entry):
+def test_module_with_own_variables_is_called_inside_another(outer, entry):
     def program(nn):
         def run():
             return [
@@ -189,7 +189,7 @@ def test_a_module_is_called_with_variables_of_its_own_inside_of_another(outer, e
     same(program)
 
 
-def test_one_module_in_two_fields_stays_one_when_it_is_unbound():
+def test_unbind_keeps_a_shared_module_shared():
     def program(nn):
         class Twice(nn.Module):
             a: nn.Module

@@ -331,5 +331,5 @@ test_both_make_the_same = programs.test()
         lambda nn: of_body(lambda nn, self, x: nn.remat(nn.Dense, variables=False)(2)(x))(nn),
     ],
 )
-def test_both_refuse_the_same(wrong):
+def test_errors_agree(wrong):
     same_error(wrong)

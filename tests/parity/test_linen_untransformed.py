@@ -41,7 +41,7 @@ def test_values_are_those_of_flax(around):
     )
 
 
-def test_unlike_flax_no_tracer_leaks_where_jax_stages_a_function():
+def test_unlike_flax_tracers_do_not_leak_from_staged_functions():
     def run(nn):
         class Model(nn.Module):
             @nn.compact

@@ -185,7 +185,7 @@ PLACED = [
 
 
 @pytest.mark.parametrize("program", PLACED, ids=lambda p: p.__name__)
-def test_values_lie_in_the_same_way(program):
+def test_shardings_agree(program):
     ours, theirs = (jax.tree.leaves(program(lib)) for lib in LIBRARIES)
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
@@ -198,7 +198,7 @@ names = st.sampled_from([None, "data", "model", ("data", "model")])
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(names, max_size=3), st.lists(st.tuples(st.integers(0, 9), names), max_size=4))
-def test_axes_come_and_go_alike(start, new):
+def test_add_and_remove_axis_agree(start, new):
     trees = [lib.Partitioned(np.zeros((1,) * len(start)), tuple(start)) for lib in LIBRARIES]
     added = []
     for place, name in new:
@@ -226,14 +226,14 @@ def test_an_axis_without_a_name_is_removed_by_neither():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_mesh_axis_that_is_not_there_is_a_value_error(compiled):
+def test_missing_mesh_axis_is_a_value_error(compiled):
     for lib in LIBRARIES:
         box = lib.Partitioned(jnp.ones(4), ("heads",), a_mesh())
         with pytest.raises(ValueError, match="heads"):
             (jax.jit(lib.unbox) if compiled else lib.unbox)(box)
 
 
-def test_what_differs():
+def test_differences():
     """Where Flax refuses, asserts or loses track, and Weft does not."""
     weft, flax = (lib.Partitioned(jnp.ones((2, 3)), ("a", "b")) for lib in LIBRARIES)
     # A new axis without a name is not split.
@@ -263,7 +263,7 @@ def test_what_differs():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_differs_over_explicit_and_taken_axes(compiled):
+def test_differences_on_explicit_and_manual_axes(compiled):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     results = []
     with jax.set_mesh(mesh):

@@ -70,7 +70,7 @@ class Close:
 
 
 @pytest.mark.parametrize("case", PROGRAMS, ids=lambda case: case.__name__)
-def test_both_do_the_same(case):
+def test_programs_agree(case):
     with flax.nnx.use_eager_sharding(False), weft.nnx.use_eager_sharding(False):
         assert seen(case(*FLAX)) == seen(case(*WEFT))
 
@@ -408,7 +408,7 @@ def priorities(nnx, nn, bridge):
     ],
     ids=["not-made", "no-key", "function", "no-stream", "no-params", "no-method", "name"],
 )
-def test_what_catches_the_error_of_flax_catches_that_of_weft(case):
+def test_except_clauses_for_flax_catch_weft_errors(case):
     with pytest.raises(Exception) as theirs:
         case(*FLAX)
     with pytest.raises(Exception) as ours:

@@ -33,7 +33,7 @@ def test_options(rate, kwargs):
     same(program)
 
 
-def test_where_keys_come_from():
+def test_key_sources():
     def program(nnx):
         rngs = nnx.Rngs(0, dropout=1)
         of_one, of_none = nnx.Dropout(0.5, rngs=rngs.dropout), nnx.Dropout(0.5)
@@ -59,7 +59,7 @@ def test_modes():
     same(program)
 
 
-def test_streams_that_are_split():
+def test_split_streams():
     def program(nnx):
         layer = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
         nnx.split_rngs(layer, splits=3)

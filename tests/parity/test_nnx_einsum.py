@@ -35,11 +35,11 @@ def test_einsum(kwargs):
         ("abcd,de->abce", (5, 6), None),
     ],
 )
-def test_einsum_of_other_subscripts(subscripts, kernel, bias):
+def test_einsum_subscripts(subscripts, kernel, bias):
     same(applied("Einsum", subscripts, kernel, bias, bias_init=normal))
 
 
-def test_other_subscripts_for_a_call():
+def test_call_subscripts():
     same(
         applied("Einsum", "abcd,de->abce", (5, 6), (6,), bias_init=normal, call=("abcd,de->eabc",))
     )
@@ -55,7 +55,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("case", FAILURES.values(), ids=FAILURES)
-def test_what_catches_an_error_of_flax_catches_that_of_weft(case):
+def test_except_clauses_for_flax_catch_weft_errors(case):
     subscripts, kernel, bias, call = (*case, None, None)[:4]
     same_error(lambda nnx: nnx.Einsum(subscripts, kernel, bias, rngs=nnx.Rngs(0))(X[0, 0], call))
 

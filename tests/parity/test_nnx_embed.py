@@ -77,7 +77,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("program", FAILURES.values(), ids=FAILURES)
-def test_what_catches_an_error_of_flax_catches_that_of_weft(program):
+def test_except_clauses_for_flax_catch_weft_errors(program):
     same_error(program)
 
 

@@ -325,10 +325,10 @@ def a_result_laid_out_in_another_way(nnx, **mode):
 
 
 @program.each
-def test_both_give_the_same(program, mode):
+def test_results_agree(program, mode):
     same(program, mode)
 
 
 @error.each
-def test_both_refuse(program, mode):
+def test_errors_agree(program, mode):
     same_error(program, mode)

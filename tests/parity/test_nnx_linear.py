@@ -53,7 +53,7 @@ def test_linear_general(kwargs):
 
 
 @pytest.mark.parametrize("name", ["Linear", "LinearGeneral"])
-def test_metadata_of_initializers_goes_before_that_of_the_layer(name):
+def test_initializer_metadata_overrides_layer_metadata(name):
     same(of_both(name))
 
 
@@ -62,7 +62,7 @@ def test_metadata_of_initializers_goes_before_that_of_the_layer(name):
     [X[0, 0, 0], X.astype(jnp.bfloat16), jnp.arange(10).reshape(2, 5), X[:0], [1.0] * 5],
     ids=["vector", "half", "integers", "empty", "list"],
 )
-def test_linear_of_other_inputs(x):
+def test_linear_inputs(x):
     same(applied("Linear", 5, 3, x=x), 2e-2)
     same(applied("Linear", 5, 3, dtype=jnp.bfloat16, use_bias=False, x=x), 2e-2)
 
@@ -82,11 +82,11 @@ def test_linear_of_other_inputs(x):
     ],
     ids=lambda x: str(x).replace(" ", ""),
 )
-def test_linear_general_of_other_axes(args, kwargs):
+def test_linear_general_axes(args, kwargs):
     same(applied("LinearGeneral", *args, bias_init=normal, **kwargs))
 
 
-def test_values_that_took_the_place_of_variables():
+def test_replaced_variables():
     def program(nnx):
         layer = nnx.Linear(5, 3, rngs=nnx.Rngs(0))
         layer.kernel, layer.bias = jnp.ones((5, 3)), jnp.ones(3)
@@ -104,7 +104,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("name", "kwargs"), FAILURES.values(), ids=FAILURES)
-def test_what_catches_an_error_of_flax_catches_that_of_weft(name, kwargs):
+def test_except_clauses_for_flax_catch_weft_errors(name, kwargs):
     same_error(lambda nnx: getattr(nnx, name)(5, 3, rngs=nnx.Rngs(0), **kwargs))
 
 

@@ -40,7 +40,7 @@ def test_lora_linear(kwargs):
     same(applied("LoRALinear", 5, 3, lora_rank=2, **options), 2e-2)
 
 
-def test_lora_beside_another_module():
+def test_lora_with_base_module():
     def program(nnx):
         rngs = nnx.Rngs(0)
         base = nnx.Linear(5, 3, rngs=rngs)
@@ -79,7 +79,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("program", FAILURES.values(), ids=FAILURES)
-def test_what_catches_an_error_of_flax_catches_that_of_weft(program):
+def test_except_clauses_for_flax_catch_weft_errors(program):
     same_error(program)
 
 

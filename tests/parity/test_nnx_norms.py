@@ -222,7 +222,7 @@ def test_errors(program, message):
 
 
 @pytest.mark.parametrize("name", ["BatchNorm", "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm"])
-def test_inputs_that_do_not_fit_are_refused_by_both(name):
+def test_both_reject_mismatched_inputs(name):
     for nnx, error in ((flax.nnx, Exception), (weft.nnx, WeftError)):
         with pytest.raises(error):
             getattr(nnx, name)(8, *((2,) if name == "GroupNorm" else ()), rngs=nnx.Rngs(0))(X)

@@ -83,12 +83,12 @@ def test_low_precision_of_parameters():
     ids=["carry", "a stream", "default"],
 )
 @pytest.mark.parametrize("name", CELLS[1:3])
-def test_first_states(name, streams):
+def test_initial_states(name, streams):
     same(stepped(name, streams, carry_init=normal))
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_first_states_from_the_cells_own_stream(name):
+def test_initial_states_from_cell_stream(name):
     def program(nnx):
         cell = getattr(nnx, name)(3, 4, rngs=nnx.Rngs(0), keep_rngs=True)
         made = cell.initialize_carry((2, 3)), cell.initialize_carry((7, 3), None, normal)
@@ -165,7 +165,7 @@ def test_streams_of_the_call(streams):
     same(run(call={"rngs": streams}))
 
 
-def test_a_first_state_that_is_given():
+def test_initial_carry():
     same(run(call={"initial_carry": jnp.ones((2, 4))}, return_carry=True))
 
 
@@ -205,7 +205,7 @@ def counting(nnx, **kwargs):
     ],
     ids=["none", "tag", "type", "all", "not"],
 )
-def test_streams_that_are_the_same_at_each_step(only):
+def test_broadcast_streams(only):
     same(lambda nnx: counting(nnx, broadcast_rngs=only(nnx)))
 
 

@@ -234,6 +234,6 @@ def failure(program, nnx):
 
 
 @pytest.mark.parametrize("program", FAILURES.values(), ids=FAILURES)
-def test_what_catches_an_error_of_flax_catches_that_of_weft(program):
+def test_except_clauses_for_flax_catch_weft_errors(program):
     known = next(c for c in failure(program, FLAX).__mro__ if c.__module__ == "builtins")
     assert issubclass(failure(program, WEFT), known)

@@ -75,7 +75,7 @@ def test_spectral_norm(kwargs, layer):
 
 @named([{"update_stats": True}, {"update_stats": False}])
 @pytest.mark.parametrize("made_with", [True, False])
-def test_what_is_given_to_the_call_goes_before(kwargs, made_with):
+def test_call_arguments_take_precedence(kwargs, made_with):
     same(called("SpectralNorm", linear, [kwargs], update_stats=made_with))
 
 

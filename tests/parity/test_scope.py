@@ -799,7 +799,7 @@ def test_filters_of_pack_agree(options, mutable):
 # Where they mean to differ.
 
 
-def test_unlike_flax_a_scope_that_has_ended_cannot_be_read():
+def test_unlike_flax_ended_scope_cannot_be_read():
     def read(lib):
         root = scope_of(lib)
         root.invalidate()
@@ -820,7 +820,7 @@ def test_unlike_flax_a_scope_ends_with_the_one_above_it():
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad])
-def test_unlike_flax_no_tracer_gets_into_a_scope(transform):
+def test_unlike_flax_scopes_reject_tracers(transform):
     def leak(lib):
         def fn(scope):
             return transform(lambda x: scope.put_variable("state", "x", x) or x)(1.0)
@@ -850,7 +850,7 @@ def test_unlike_flax_arguments_by_name_are_not_lost_in_pack():
 
 
 @pytest.mark.parametrize("where", [None, [None], [["params"]], ["params", "deny"]], ids=str)
-def test_unlike_flax_what_is_no_name_is_no_filter(where):
+def test_unlike_flax_filters_must_be_names(where):
     def used(lib):
         where_ = [lib.DenyList("x") if name == "deny" else name for name in where or []] or where
         return lib.scope.union_filters(where_, True)
@@ -859,7 +859,7 @@ def test_unlike_flax_what_is_no_name_is_no_filter(where):
     assert "InvalidFilterError" in outcome(used, weft.core)
 
 
-def test_unlike_flax_what_a_user_puts_in_is_not_written_to():
+def test_unlike_flax_put_variable_copies_the_value():
     def put_twice(lib):
         given = {"b": 1}
         root = lib.Scope({}, mutable=True)

@@ -100,7 +100,7 @@ def plain(x):
 
 @given(plans)
 @settings(deadline=None, max_examples=25)
-def test_state_dicts_and_bytes_are_the_same_and_cross_both_ways(plan):
+def test_state_dicts_and_bytes_are_interchangeable(plan):
     weft_tree, flax_tree = made(weft_serialization, plan), made(flax_serialization, plan)
     assert plain(weft_serialization.to_state_dict(weft_tree)) == plain(
         flax_serialization.to_state_dict(flax_tree)
@@ -118,7 +118,7 @@ def test_state_dicts_and_bytes_are_the_same_and_cross_both_ways(plan):
         )
 
 
-def test_the_state_of_an_optimizer_crosses_both_ways():
+def test_optimizer_state_is_interchangeable():
     params = {"w": jnp.ones((2, 3), jnp.bfloat16), "b": jnp.zeros(3)}
     tx = optax.chain(optax.clip(1.0), optax.masked(optax.adam(1e-3), {"w": True, "b": False}))
     state = tx.init(params)
@@ -146,7 +146,7 @@ def test_the_data_of_a_flax_users_key_becomes_a_key():
 
 
 @pytest.mark.parametrize("lib", [weft_serialization, flax_serialization])
-def test_what_does_not_fit_is_a_value_error_with_the_path(lib):
+def test_mismatch_is_a_value_error_with_path(lib):
     Point = POINTS[lib]
     for target, state in [
         ({"a": {"b": 1}}, {"a": {"c": 1}}),
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_a_value_error_with_the_path(lib):
 
 
 @pytest.mark.parametrize("lib", [weft_serialization, flax_serialization])
-def test_targets_are_taken_as_loosely(lib):
+def test_targets_match_loosely(lib):
     assert lib.from_state_dict({"a": 1}, {"a": 2, "b": 3}) == {"a": 2}
     assert lib.from_state_dict(None, {"a": 2}) == {"a": 2}
     assert lib.from_state_dict({1: 2}, {"1": 5}) == {1: 5}
@@ -183,7 +183,7 @@ def test_targets_are_taken_as_loosely(lib):
 
 
 @pytest.mark.parametrize("lib", [weft_serialization, flax_serialization])
-def test_types_are_registered_the_same_way(lib):
+def test_registration_api_agrees(lib):
     class Own:
         def __init__(self, held):
             self.held = held

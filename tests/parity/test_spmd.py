@@ -240,7 +240,7 @@ def sharded(lib):
     ],
     ids=lambda p: p.__name__,
 )
-def test_values_lie_in_the_same_way(program):
+def test_shardings_agree(program):
     ours, theirs = (jax.tree.flatten(program(lib)) for lib in LIBRARIES)
     assert ours[1] == theirs[1]
     for one, other in zip(ours[0], theirs[0], strict=True):
@@ -258,7 +258,7 @@ MESH_AXES = [None, "x", "y", "z", ("x", "y"), ("y", "z"), ("z",)]
     st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(MESH_AXES)), max_size=8),
     st.integers(0, 4),
 )
-def test_any_rules_for_any_names_give_the_same_layout(names, rules, place):
+def test_random_rules_give_the_same_spec(names, rules, place):
     row = (*names[:place], None, *names[place:])
     ours, theirs = (lib.logical_to_mesh_axes(row, tuple(rules)) for lib in LIBRARIES)
     assert ours == theirs
@@ -284,7 +284,7 @@ def test_any_rules_for_any_names_give_the_same_layout(names, rules, place):
         (lambda lib: lib.spmd.shard_value(x(), ("a", "b", "c"), RULES, a_mesh()), "MeshError"),
     ],
 )
-def test_what_is_a_value_error_in_both(program, ours):
+def test_shared_value_errors(program, ours):
     for lib in LIBRARIES:
         with pytest.raises(ValueError) as caught:
             program(lib)
@@ -292,7 +292,7 @@ def test_what_is_a_value_error_in_both(program, ours):
             assert type(caught.value).__name__ == ours
 
 
-def test_what_differs():
+def test_differences():
     """Where Flax says nothing, or something else, and Weft helps."""
     ours, theirs = LIBRARIES
     mesh = a_mesh()

@@ -98,13 +98,13 @@ def options(struct):
 
 
 @pytest.mark.parametrize("program", [fields_and_replace, bases, options])
-def test_programs_see_the_same(program):
+def test_programs_agree(program):
     of_weft = [[repr(x) for x in seen] for seen in program(weft_struct)]
     assert of_weft == [[repr(x) for x in seen] for seen in program(flax_struct)]
 
 
 @both
-def test_errors_are_of_the_same_kinds(struct):
+def test_error_classes_agree(struct):
     class P(struct.PyTreeNode):
         x: Any
 

@@ -59,7 +59,7 @@ def test_nested_and_flat_dicts_are_the_same(xs, keep, sep, depth):
 
 
 @both
-def test_flat_dicts_of_other_makes(lib, freeze):
+def test_unusual_flat_dicts(lib, freeze):
     assert lib.flatten_dict({"a": {}}, is_leaf=lambda path, x: True) == {(): {"a": {}}}
     assert lib.flatten_dict({"a": 1}, is_leaf=lambda path, x: True, sep="/") == {"": {"a": 1}}
     assert lib.unflatten_dict({"a//b": 1}, sep="/") == {"a": {"": {"b": 1}}}
@@ -70,7 +70,7 @@ def test_flat_dicts_of_other_makes(lib, freeze):
 
 
 @both
-def test_what_has_no_flat_form_is_refused(lib, freeze):
+def test_invalid_inputs_are_rejected(lib, freeze):
     for call in (
         lambda: lib.flatten_dict([1]),
         lambda: lib.unflatten_dict([1]),
@@ -111,7 +111,7 @@ PROGRAMS = [
 
 @both
 @pytest.mark.parametrize("program, value", PROGRAMS)
-def test_traversals_read_and_replace_the_same(lib, freeze, program, value):
+def test_traversals_agree(lib, freeze, program, value):
     traversal = program(lib.t_identity)
     of_weft = program(weft_traverse.t_identity)
     parts = list(traversal.iterate(value))
@@ -123,7 +123,7 @@ def test_traversals_read_and_replace_the_same(lib, freeze, program, value):
 
 
 @both
-def test_traversals_refuse_the_same(lib, freeze):
+def test_traversal_errors_agree(lib, freeze):
     each = lib.t_identity.each()
     for call in (
         lambda: each.update(str, 3),

@@ -12,7 +12,7 @@ from weft.recipes.digits import digits, digits_source
 
 
 @pytest.mark.long
-def test_it_tells_more_than_95_of_100_unseen_images_right_in_a_third_of_the_steps(tmp_path):
+def test_held_out_accuracy_exceeds_95_percent_in_a_third_of_the_steps(tmp_path):
     cfg = digits().set(dir=str(tmp_path), max_step=70, mesh_shape=(1, 1))
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
     summaries = trainer.run(return_evaler_summaries=True)["held_out"]
@@ -28,7 +28,7 @@ def batches(split, is_training, size=64, num=3, part=(0, 1)):
     return [batch for batch, _ in zip(iterator, range(num), strict=False)]
 
 
-def test_each_unseen_image_comes_once():
+def test_each_held_out_image_occurs_once():
     (first, second, third) = batches("held_out", is_training=False, size=128, num=9)
     assert first["image"].shape == (128, 8, 8, 1)
     labels = np.concatenate([first["label"], second["label"], third["label"]])
@@ -36,7 +36,7 @@ def test_each_unseen_image_comes_once():
     assert set(labels[-24:]) == {-1}
 
 
-def test_the_images_of_a_batch_are_the_same_for_any_number_of_processes():
+def test_batches_do_not_depend_on_the_number_of_processes():
     whole = batches("train", is_training=True)
     parts = [batches("train", is_training=True, part=(i, 2)) for i in range(2)]
     for k, batch in enumerate(whole):
@@ -44,7 +44,7 @@ def test_the_images_of_a_batch_are_the_same_for_any_number_of_processes():
         np.testing.assert_array_equal(images, batch["image"])
 
 
-def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
+def test_missing_scikit_learn_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(MissingExtraError, match=r"scikit-learn.*pip install 'weft\[examples\]'"):
         digits_source(split="train", global_batch_size=8, is_training=True)

@@ -35,7 +35,7 @@ def test_the_loss_falls_below_the_bigrams_in_a_third_of_the_steps(tmp_path):
 
 
 @pytest.mark.long
-def test_a_small_one_learns_and_spreads_its_tokens(tmp_path):
+def test_small_model_learns_and_balances_experts(tmp_path):
     cfg = lm_moe().set(dir=str(tmp_path), max_step=30, mesh_shape=(1, 1, 1), evalers={})
     decoder = cfg.model.decoder.set(dim=24)
     decoder.transformer.num_layers = 1

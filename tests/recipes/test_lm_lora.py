@@ -89,7 +89,7 @@ def test_the_base_is_exported_and_imported_and_the_result_exported(tmp_path, mon
     jax.tree.map(np.testing.assert_array_equal, from_huggingface("merged")[1], merged)
 
 
-def test_a_base_that_is_stopped_begins_no_run(tmp_path, monkeypatch):
+def test_stopped_base_run_ends_prepare(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = []
 
@@ -100,7 +100,7 @@ def test_a_base_that_is_stopped_begins_no_run(tmp_path, monkeypatch):
     assert asked == [("lm-llama", "runs/lm-llama")]
 
 
-def test_a_base_of_ones_own_is_not_made(tmp_path):
+def test_existing_base_is_not_trained(tmp_path):
     folder, _, _ = checkpoint(tmp_path / "base")
     assert lm_lora.prepare(lm_lora.lm_lora(base=str(folder)), train=None)
 
@@ -137,13 +137,13 @@ def test_the_tokenizer_is_that_of_the_base(tmp_path):
     assert lm_lora.lm_lora(base=str(folder)).model.decoder.pad_token_id == 0
 
 
-def test_bytes_are_the_tokens_where_the_vocabulary_is_theirs(tmp_path):
+def test_byte_vocabulary_uses_byte_tokenizer(tmp_path):
     folder, _, _ = checkpoint(tmp_path / "base")
     assert lm_lora.lm_lora(base=str(folder)).input.source.tokenizer is not None
     assert lm_lora.lm_lora(base=str(folder)).model.decoder.pad_token_id == 257
 
 
-def test_bases_that_cannot_be_read(tmp_path):
+def test_unreadable_bases(tmp_path):
     with pytest.raises(WeightsReadError, match=r"away/config.json' cannot be read"):
         lm_lora.lm_lora(base=str(tmp_path / "away"))
     folder, _, _ = checkpoint(tmp_path / "base", vocab_size=9)

@@ -24,7 +24,7 @@ class Losses(RunListener):
 
 
 @pytest.mark.long
-def test_a_small_one_learns(tmp_path):
+def test_small_model_learns(tmp_path):
     cfg = lm_nnx().set(dir=str(tmp_path), max_step=20, mesh_shape=(1, 1))
     cfg.model.set(**TINY)
     evaler = cfg.evalers["held_out"]
@@ -43,7 +43,7 @@ def test_a_small_one_learns(tmp_path):
     assert trainer.trainer_state.model["params"]["blocks"]["up"]["kernel"].shape == (2, 16, 32)
 
 
-def test_a_token_depends_on_those_in_its_window_alone():
+def test_attention_is_limited_to_the_window():
     with nnx.use_eager_sharding(False):
         model = LanguageModel(**{**TINY, "num_layers": 1}, rngs=nnx.Rngs(0))
     ids = jnp.arange(12)[None]

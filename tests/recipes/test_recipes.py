@@ -34,7 +34,7 @@ def test_each_call_makes_a_fresh_config():
 
 @pytest.mark.skipif(jax.device_count() != 8, reason="needs eight devices")
 @pytest.mark.parametrize("name", named_trainer_configs())
-def test_the_model_divides_over_a_mesh_of_data_and_model(name):
+def test_model_shards_over_data_and_model_axes(name):
     cfg = named_trainer_configs()[name]()
     others = len(cfg.mesh_axis_names) - 2
     cfg.mesh_shape = (4, *(1,) * others, 2)
@@ -42,7 +42,7 @@ def test_the_model_divides_over_a_mesh_of_data_and_model(name):
     assert any("model" in spec for spec in jax.tree.leaves(specs.model))
 
 
-def test_a_folder_of_text_takes_the_place_of_the_standard_library(tmp_path):
+def test_text_folder_replaces_the_standard_library(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 5000)
     cfg = named_trainer_configs()["lm-tiny"](str(tmp_path))
     cfg.input.source.corpus.held_out_fraction = 0.0
@@ -50,7 +50,7 @@ def test_a_folder_of_text_takes_the_place_of_the_standard_library(tmp_path):
     assert set(np.unique(batch["input_ids"])) <= {ord("a"), 256}
 
 
-def test_steps_evaluations_and_saves_are_as_asked_for():
+def test_steps_evaluations_and_saves_follow_arguments():
     train, held_out = (
         FakeLmInput.default_config().set(is_training=is_training, global_batch_size=2)
         for is_training in (True, False)

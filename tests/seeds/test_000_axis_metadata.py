@@ -126,7 +126,7 @@ def test_unboxing_is_the_default(kinds):
     init(f)(jax.random.key(0))
 
 
-def test_a_lifted_transformation_is_told_the_name_of_its_axis(kinds):
+def test_lifted_transformation_passes_its_axis_name(kinds):
     _, with_partitioning = kinds
     dense = partitioned_dense(with_partitioning)
     stack = lift.scan(
@@ -143,7 +143,7 @@ def test_a_lifted_transformation_is_told_the_name_of_its_axis(kinds):
     assert again["params"]["kernel"].names == ("layers", None, "data")
 
 
-def test_a_layer_of_others_is_given_metadata_by_its_initializer(kinds):
+def test_initializer_adds_metadata_to_other_layers(kinds):
     kind, with_partitioning_ = kinds
     if kind is meta.Partitioned:
         # As it is written there: the initializer's factory, without the call.
@@ -158,7 +158,7 @@ def test_a_layer_of_others_is_given_metadata_by_its_initializer(kinds):
     assert partitioned_dense.apply(variables, jnp.ones((4,))).shape == (8,)
 
 
-def test_a_module_sees_values_without_their_boxes(kinds):
+def test_modules_read_unboxed_values(kinds):
     kind, with_partitioning = kinds
 
     class Kernel(nn.Module):
@@ -177,7 +177,7 @@ def test_a_module_sees_values_without_their_boxes(kinds):
     assert isinstance(kernel_box, kind)
 
 
-def test_a_scan_of_modules_is_told_the_name_of_its_axis():
+def test_scanned_modules_get_the_axis_name():
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x, _):

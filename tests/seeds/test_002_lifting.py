@@ -53,7 +53,7 @@ def mlp(scope: Scope, xs):
     return core_nn.dense(scope.push("out"), h, 1)
 
 
-def test_the_manual_form_and_the_lifted_one_have_the_same_variables():
+def test_manual_and_lifted_forms_have_equal_variables():
     def manual(scope: Scope, xs):
         def init_fn(rng, xs):
             keys = random.split(rng, xs.shape[0])
@@ -141,13 +141,13 @@ class LinenVmapMLP(nn.Module):
         return VmapMLP(name="mlp")(xs)
 
 
-def test_jax_does_not_know_modules():
+def test_raw_vmap_of_modules_fails():
     with pytest.raises(TypeError):
         NaiveVmapMLP().init(random.PRNGKey(0), jnp.ones((3, 4)))
 
 
 @pytest.mark.parametrize("model", [ManualVmapMLP(), LinenVmapMLP()], ids=["by hand", "lifted"])
-def test_modules_are_vectorized_by_hand_and_lifted(model):
+def test_modules_are_vectorized_manually_and_lifted(model):
     xs = jnp.ones((3, 4))
     variables = model.init(random.PRNGKey(0), xs)
     assert jax.tree_util.tree_map(jnp.shape, variables["params"]) == {
@@ -180,7 +180,7 @@ class LinenStatefulVmapMLP(nn.Module):
         return VmapMLP(name="mlp")(xs, train=train)
 
 
-def test_batch_norm_in_a_vectorized_module_keeps_its_averages_along_the_axis():
+def test_batch_norm_in_a_vectorized_module_has_averages_per_index():
     xs = jnp.ones((3, 4))
     variables = LinenStatefulVmapMLP().init(random.PRNGKey(0), xs, train=True)
     of_norm = variables["batch_stats"]["mlp"]["BatchNorm_0"]

@@ -230,7 +230,7 @@ class Bastion(Configurable):
         return self.config.job.instantiate().execute()
 
 
-def test_what_is_no_layer_is_configured_likewise(tmp_path):
+def test_non_layers_are_configurable(tmp_path):
     cfg = Bastion.default_config()
     cfg.job.set(name="count", command=f"echo tried >> {tmp_path}/log; false")
     assert cfg.instantiate().run() == 1
@@ -328,7 +328,7 @@ def invoke(foo_module, x, **kwargs):
     return outputs, output_collection
 
 
-def test_functional_gives_outputs_and_what_was_added_on_the_way():
+def test_functional_returns_outputs_and_output_collection():
     _, foo_module = make_foo()
     outputs, output_collection = invoke(foo_module, jnp.asarray(3.0))
     assert outputs == 3 * 2 + 5
@@ -367,7 +367,7 @@ class Watching(Module):
         return [context, *below]
 
 
-def test_contexts_form_a_stack_beside_the_modules():
+def test_contexts_form_a_stack():
     cfg = Watching.default_config().set(name="root", depth=2)
     root = cfg.instantiate(parent=None)
     assert current_context() is None
@@ -476,7 +476,7 @@ def make_trainer(directory):
     return cfg.instantiate(parent=None)
 
 
-def test_a_trainer_is_the_root_of_all_that_training_needs(tmp_path):
+def test_trainer_is_the_root_module(tmp_path):
     trainer = make_trainer(tmp_path)
     assert isinstance(trainer, Module) and trainer.parent is None
     wanted = {"model", "learner", "input", "held_out", "checkpointer", "summary_writer"}
@@ -506,7 +506,7 @@ def test_each_process_reads_its_split_and_the_rows_become_one_global_array():
     np.testing.assert_array_equal(global_to_host_array(batch)["x"], rows)
 
 
-def test_the_trainer_gives_its_step_the_global_batch(tmp_path):
+def test_train_step_gets_the_global_batch(tmp_path):
     trainer = make_trainer(tmp_path)
     given = []
 

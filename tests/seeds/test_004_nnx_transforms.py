@@ -58,7 +58,7 @@ def shows_line(error, text):
 # What is accepted.
 
 
-def test_arguments_are_mapped_along_the_axes_that_are_said():
+def test_arguments_are_mapped_along_in_axes():
     m1, m2 = SomeModule(), SomeModule(w=2 * W)
 
     @nnx.vmap(in_axes=(1, 0))
@@ -83,7 +83,7 @@ def test_parts_of_a_state_are_mapped_by_filters():
     np.testing.assert_allclose(f(m1, m2), expected)
 
 
-def test_the_same_parts_by_filters_that_say_which_argument():
+def test_filters_may_select_by_argument():
     m1, m2 = SomeModule(w=W, stats=W), SomeModule(w=2 * W, stats=W)
     axes = nnx.StateAxes({(lambda path, value: path[0] == 0): 1, ...: 0})
     both = nnx.List([m1, m2])
@@ -224,7 +224,7 @@ def test_a_captured_module_cannot_be_an_output():
     assert isinstance(error.value, ValueError)
 
 
-def test_aliases_whose_parts_differ():
+def test_aliases_with_different_axes():
     m1, m2 = SomeModule(), SomeModule(w=2 * W)
     f = nnx.vmap(lambda m1, m2, alias: None, in_axes=(M1_AXES, M2_AXES, M2_AXES))
     with pytest.raises(InconsistentAliasError, match="the same Param of shape") as error:
@@ -315,7 +315,7 @@ RETURNED = {
 
 
 @pytest.mark.parametrize("name", RETURNED)
-def test_no_transformation_returns_what_is_captured(name):
+def test_returning_captured_objects_is_rejected(name):
     with pytest.raises(
         CapturedObjectError, match="that was created outside and not passed"
     ) as error:
@@ -325,7 +325,7 @@ def test_no_transformation_returns_what_is_captured(name):
     assert re.search(r"The line to change is \S*test_004_nnx_transforms\.py:\d+: ", said(error))
 
 
-def test_what_is_captured_is_not_made_a_part_of_an_argument():
+def test_captured_objects_cannot_be_attached():
     def f(m):
         m.other = CAPTURED
 
@@ -334,7 +334,7 @@ def test_what_is_captured_is_not_made_a_part_of_an_argument():
     assert not hasattr(CAPTURED, "other")
 
 
-def test_loops_return_the_objects_that_they_are_given():
+def test_loops_must_return_their_objects():
     with pytest.raises(
         TransformArgumentError, match=r"the carry is returned as another SomeModule"
     ):
@@ -364,7 +364,7 @@ def test_trees_have_no_aliases(name):
     )
 
 
-def test_filters_that_miss_a_part_are_shown_with_what_they_miss():
+def test_filters_missing_a_variable_are_reported():
     f = nnx.vmap(lambda m: None, in_axes=(nnx.StateAxes({nnx.Param: 0}),))
     with pytest.raises(
         StateFilterError, match=r"in_axes has no filter for m\.stats, a BatchStat"

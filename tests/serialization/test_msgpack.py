@@ -40,19 +40,19 @@ def test_arrays_of_all_dtypes_round_trip(data):
      {None: 1}, np.float32(1.5), np.int64(2), np.bool_(True), np.complex64(1j), np.str_("ab"),
      ml_dtypes.bfloat16(1.5)],
 )  # fmt: skip
-def test_other_values_come_back_with_their_types(value):
+def test_other_values_keep_their_types(value):
     back = msgpack_restore(msgpack_serialize(value))
     assert back == value and type(back) is type(value)
 
 
-def test_jax_arrays_come_back_as_numpy_arrays():
+def test_jax_arrays_become_numpy_arrays():
     back = from_bytes({"a": jnp.zeros(2)}, to_bytes({"a": jnp.ones(2, jnp.bfloat16)}))["a"]
     assert type(back) is np.ndarray and back.dtype == jnp.bfloat16
     np.testing.assert_array_equal(back, np.ones(2))
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_typed_keys_come_back(impl):
+def test_typed_keys_round_trip(impl):
     keys = {"one": jax.random.key(1, impl=impl), "many": jax.random.split(jax.random.key(2), 3)}
     for back in (from_bytes(keys, to_bytes(keys)), msgpack_restore(msgpack_serialize(keys))):
         for name, key in keys.items():
@@ -60,13 +60,13 @@ def test_typed_keys_come_back(impl):
             assert jnp.array_equal(jax.random.key_data(back[name]), jax.random.key_data(key))
 
 
-def test_the_data_of_a_key_becomes_a_key_where_the_target_has_one():
+def test_key_data_becomes_a_key_if_target_has_one():
     key = jax.random.key(3)
     back = from_bytes({"key": jax.random.key(0)}, to_bytes({"key": jax.random.key_data(key)}))
     assert back["key"] == key
 
 
-def test_in_place_changes_the_given_containers_and_nothing_else_does(monkeypatch):
+def test_only_in_place_mutates_the_input(monkeypatch):
     monkeypatch.setattr(packing, "MAX_CHUNK_SIZE", 16)
     tree = {"a": {"b": jnp.arange(3)}, "c": [jnp.arange(5)]}
     encoded = msgpack_serialize(tree)
@@ -146,21 +146,21 @@ good = msgpack_serialize({"a": np.arange(3), "b": "text"})
         msgpack.packb(msgpack.ExtType(1, msgpack.packb(((2,), "float32", b"")))),
     ],
 )
-def test_damaged_bytes_are_said_to_be(encoded):
+def test_damaged_bytes_are_reported(encoded):
     with pytest.raises(DamagedBytesError, match=f"the {len(encoded)} bytes are not what msgpack"):
         msgpack_restore(encoded)
 
 
-def test_a_dtype_that_is_unknown_is_named():
+def test_unknown_dtype_is_named():
     with pytest.raises(DamagedBytesError, match="array of an unknown dtype, 'int63'"):
         msgpack_restore(good.replace(b"int64", b"int63"))
 
 
-def test_bytes_of_another_structure_are_said_with_their_path():
+def test_structure_mismatch_names_the_path():
     with pytest.raises(StateDictMismatchError, match=r"'\./a'.* 2 entries, the state dict 1"):
         from_bytes({"a": [0, 0]}, to_bytes({"a": [1]}))
 
 
-def test_extension_types_of_others_stay():
+def test_unknown_extension_types_stay():
     other = msgpack.ExtType(9, b"abc")
     assert msgpack_restore(msgpack.packb({"a": other})) == {"a": other}

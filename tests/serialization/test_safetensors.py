@@ -31,7 +31,7 @@ def assert_same(a, b):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-def test_other_programs_read_the_names_values_dtypes_and_metadata(tmp_path):
+def test_files_are_readable_by_other_programs(tmp_path):
     files = save_safetensors(tmp_path / "a" / "m.safetensors", TREE, metadata={"step": "7"})
     assert files == [tmp_path / "a" / "m.safetensors"]
     there = load_file(files[0])
@@ -42,7 +42,7 @@ def test_other_programs_read_the_names_values_dtypes_and_metadata(tmp_path):
         assert opened.metadata() == {"step": "7"}
 
 
-def test_a_tree_comes_back_with_its_structure_or_without_a_target_as_nested_dicts(tmp_path):
+def test_trees_round_trip_or_become_nested_dicts(tmp_path):
     path = tmp_path / "m.safetensors"
     save_safetensors(path, TREE)
     assert_same(load_safetensors(path, TREE), TREE)
@@ -61,7 +61,7 @@ def test_variables_of_linen(tmp_path, boxed):
     assert_same(load_safetensors(tmp_path, shapes), variables)
 
 
-def test_the_state_of_nnx_without_its_keys(tmp_path):
+def test_nnx_state_without_keys(tmp_path):
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
     with pytest.raises(WeightsWriteError, match=r"'layers.1.rngs.key' holds PRNG keys .*nnx.Param"):
@@ -93,7 +93,7 @@ def test_large_trees_become_several_files_with_an_index(tmp_path):
     assert sorted(f.name for f in tmp_path.iterdir()) == [other.name, path.name]
 
 
-def test_values_are_laid_out_as_the_target_is(tmp_path):
+def test_values_get_target_sharding(tmp_path):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
     value = np.arange(32, dtype=np.float32).reshape(2, 16)
@@ -104,7 +104,7 @@ def test_values_are_laid_out_as_the_target_is(tmp_path):
     np.testing.assert_array_equal(np.asarray(read, np.float32), value)
 
 
-def test_of_a_large_file_one_tensor_is_in_memory_at_a_time(tmp_path):
+def test_large_files_load_one_tensor_at_a_time(tmp_path):
     n, each = 24, 8 << 20
     tree = {f"w{i}": np.full(each // 4, i, np.float32) for i in range(n)}
     save_safetensors(tmp_path / "m.safetensors", tree)
@@ -146,7 +146,7 @@ def test_mismatches_are_listed(tmp_path):
         load_safetensors(path, many)
 
 
-def test_dtypes_alone_are_mended_by_cast(tmp_path):
+def test_cast_converts_dtypes(tmp_path):
     save_safetensors(tmp_path / "m.safetensors", {"b": np.ones(2, "f4")})
     target = {"b": jax.ShapeDtypeStruct((2,), jnp.bfloat16)}
     with pytest.raises(WeightsMismatchError, match="Give cast=True to convert them"):
@@ -154,7 +154,7 @@ def test_dtypes_alone_are_mended_by_cast(tmp_path):
     assert load_safetensors(tmp_path, target, cast=True)["b"].dtype == jnp.bfloat16
 
 
-def test_names_above_others_need_a_target(tmp_path):
+def test_prefix_names_need_a_target(tmp_path):
     save_file({"a": np.ones(1), "a.b": np.ones(1)}, tmp_path / "m.safetensors")
     with pytest.raises(WeightsMismatchError, match=r"'a.b' and another one .* Give a target"):
         load_safetensors(tmp_path)
@@ -175,14 +175,14 @@ def test_write_errors(tmp_path, tree, message):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_nothing_can_be_written(tmp_path):
+def test_invalid_destinations(tmp_path):
     with pytest.raises(WeightsWriteError, match=r"does not end in '.safetensors'. Add it"):
         save_safetensors(tmp_path / "m.bin", {"a": np.ones(1)})
     with pytest.raises(WeightsWriteError, match="max_shard_bytes=0 leaves no room"):
         save_safetensors(tmp_path / "m.safetensors", {"a": np.ones(1)}, max_shard_bytes=0)
 
 
-def test_an_array_of_several_processes_is_refused(tmp_path, monkeypatch):
+def test_multiprocess_array_is_rejected(tmp_path, monkeypatch):
     value = jnp.ones(1)
     monkeypatch.setattr(type(value), "is_fully_addressable", False)
     with pytest.raises(
@@ -191,7 +191,7 @@ def test_an_array_of_several_processes_is_refused(tmp_path, monkeypatch):
         save_safetensors(tmp_path / "m.safetensors", {"a": value})
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_unreadable_files(tmp_path):
     with pytest.raises(WeightsReadError, match="there is no file"):
         TensorFiles(tmp_path / "m.safetensors")
     with pytest.raises(WeightsReadError, match=r"has no safetensors file in it.*Give the path"):
@@ -213,7 +213,7 @@ def test_files_that_cannot_be_read(tmp_path):
         TensorFiles(tmp_path)
 
 
-def test_a_dtype_that_numpy_lacks(tmp_path):
+def test_dtype_missing_in_numpy(tmp_path):
     path = tmp_path / "m.safetensors"
     header = b'{"a":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[0,2]}}'
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
@@ -235,7 +235,7 @@ def fifo(path):
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m.safetensors.index.json"])
-def test_a_fifo_is_not_waited_for(tmp_path, name):
+def test_fifo_does_not_block(tmp_path, name):
     with (
         fifo(tmp_path / name),
         pytest.raises(WeightsReadError, match=r"is not a regular file"),
@@ -244,7 +244,7 @@ def test_a_fifo_is_not_waited_for(tmp_path, name):
 
 
 @pytest.mark.parametrize("shape", [[0, 2**62], [2**62, 0], [2**63, 0]], ids=str)
-def test_a_shape_that_no_array_can_have(tmp_path, shape):
+def test_invalid_shape(tmp_path, shape):
     path = tmp_path / "m.safetensors"
     entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
     header = json.dumps({"a": entry}).encode()
@@ -254,7 +254,7 @@ def test_a_shape_that_no_array_can_have(tmp_path, shape):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"weight_map": ' * 100_000], ids=["list", "dict"])
-def test_an_index_that_is_nested_too_deeply(tmp_path, text):
+def test_overly_nested_index(tmp_path, text):
     path = tmp_path / "m.safetensors.index.json"
     path.write_text(text)
     with pytest.raises(WeightsReadError, match="nested too deeply"):

@@ -72,14 +72,14 @@ def zeros(tree):
 
 @given(trees)
 @settings(deadline=None, max_examples=25)
-def test_a_tree_comes_back_from_its_state_dict(tree):
+def test_tree_round_trips(tree):
     state = to_state_dict(tree)
     back = from_state_dict(zeros(tree), state)
     assert back == tree
     assert jax.tree.structure(back) == jax.tree.structure(tree)
 
 
-def test_the_state_of_an_optimizer_comes_back():
+def test_optimizer_state_round_trips():
     params = {"w": jnp.ones(2)}
     tx = optax.chain(optax.clip(1.0), optax.masked(optax.adam(1e-3), {"w": True}))
     state = tx.init(params)
@@ -152,18 +152,18 @@ def test_mismatch_names_the_path(target, state, messages):
     assert current_path() == ""
 
 
-def test_the_path_begins_with_the_given_name():
+def test_path_starts_with_the_name():
     with pytest.raises(StateDictMismatchError, match="at 'params/0'"):
         from_state_dict([Point(0)], {"0": {}}, name="params")
 
 
-def test_keys_that_are_equal_as_strings_are_refused():
+def test_equal_string_keys_are_rejected():
     with pytest.raises(StateDictKeyError, match=r"dict at '\./a' are equal as strings: '1'"):
         to_state_dict({"a": {1: 0, "1": 1}})
     assert to_state_dict({(1, 2): 0}) == {"(1, 2)": 0}
 
 
-def test_registered_types_know_where_they_are():
+def test_current_path_in_registered_types():
     paths.clear()
     tree = {"a": [Registered((1, 2))]}
     state = to_state_dict(tree)
@@ -192,7 +192,7 @@ def test_each_thread_has_its_own_path():
 
 
 @pytest.mark.parametrize("ty", [Registered, Point, dict])
-def test_a_rule_is_replaced_only_on_demand(ty):
+def test_override_replaces_a_rule(ty):
     with pytest.raises(SerializationHandlerError, match=f"'{ty.__name__}' already has a rule"):
         register_serialization_state(ty, held_to_state, held_from_state)
 

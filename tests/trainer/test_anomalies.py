@@ -216,7 +216,7 @@ def test_an_undefined_update_with_finite_gradients_is_named(tmp_path):
     )
 
 
-def test_steps_that_the_learner_skips_are_no_anomalies(tmp_path):
+def test_steps_skipped_by_learner_are_ignored(tmp_path):
     skipping = config_for_function(skip_and_clip_by_global_norm).set(inner=plain_sgd())
     trainer = run(tmp_path, {1: "zero"}, max_step=3, optimizer=skipping, on_undefined="stop")
     assert int(trainer.trainer_state.learner["optimizer"].nonvalid_count) == 1
@@ -265,7 +265,7 @@ def skipped(tmp_path_factory):
     return run(tmp_path_factory.mktemp("skip"), {3: "nan", 5: "zero"}, on_undefined="skip")
 
 
-def test_a_step_that_is_skipped_changes_nothing_and_is_counted(skipped, caplog, tmp_path):
+def test_skipped_step_changes_nothing_and_is_counted(skipped, caplog, tmp_path):
     assert skipped.recorder.steps == list(range(1, 11))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(weights(skipped)))
     assert skipped._run_state.get_state()["anomalies"]["skipped"] == 2
@@ -289,7 +289,7 @@ def test_skipped_steps_are_counted_across_restarts(skipped, tmp_path):
     assert again._run_state.get_state() == skipped._run_state.get_state()
 
 
-def test_too_many_in_a_row_stop_the_run(tmp_path):
+def test_too_many_skips_stop_the_run(tmp_path):
     with pytest.raises(UndefinedLossException, match=r" 2 consecutive steps were skipped\."):
         run(tmp_path, {2: "nan", 3: "nan"}, on_undefined="skip", max_skips_in_a_row=2)
 

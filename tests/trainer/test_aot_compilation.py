@@ -61,7 +61,7 @@ def test_a_method_of_a_model_is_compiled_without_its_parameters():
 
 
 @needs_eight
-def test_a_batch_that_does_not_divide():
+def test_indivisible_batch():
     cfg = InferenceRunner.config_from_trainer(tiny())
     with pytest.raises(MeshError, match=r"input_batch_spec prefix of shape .* does not divide"):
         compile_inference_programs(cfg, input_batch_spec=prefixes(3), topology="cpu-8")
@@ -72,7 +72,7 @@ def test_devices_of_this_machine():
     assert len(get_devices_for_topology("cpu-1")) == 1
 
 
-def test_more_devices_than_this_machine_has_in_a_process_of_its_own():
+def test_more_devices_than_available_in_a_new_process():
     code = (
         "from weft.trainer.aot_compilation import get_devices_for_topology\n"
         "print(len(get_devices_for_topology('cpu-24', 2)))"
@@ -92,7 +92,7 @@ def test_more_devices_than_this_machine_has_in_a_process_of_its_own():
         ),
     ],
 )
-def test_topologies_that_are_not_there(topology, message):
+def test_unknown_topologies(topology, message):
     jax.devices()
     with pytest.raises(TopologyError, match=message):
         get_devices_for_topology(topology)
@@ -139,7 +139,7 @@ def test_devices_in_the_shape_of_a_mesh():
         ((8,), 2, 3, "in num_slices=3"),
     ],
 )
-def test_devices_that_fit_no_shape(shape, per_slice, slices, message):
+def test_mismatched_devices(shape, per_slice, slices, message):
     with pytest.raises(TopologyError, match=message):
         reshape_devices(
             devices=jax.devices()[:8],
@@ -149,6 +149,6 @@ def test_devices_that_fit_no_shape(shape, per_slice, slices, message):
         )
 
 
-def test_slices_that_divide_no_axis():
+def test_indivisible_slices():
     with pytest.raises(MeshError, match=r"form 4 slices, and no axis of mesh_shape=\(2, 2\)"):
         reshape_devices(devices=range(4), mesh_shape=(2, 2), devices_per_slice=1, num_slices=4)

@@ -26,7 +26,7 @@ def state():
 
 
 @pytest.mark.parametrize("validation", [CheckpointValidationType.EXACT, None], ids=str)
-def test_a_chain_gives_what_it_was_given_unless_it_need_not(validation):
+def test_chain_state_type_depends_on_validation(validation):
     cfg = ChainBuilder.default_config().set(name="chain", builders=[Renames.default_config()])
     chain = cfg.set(validation=validation).instantiate(parent=None)
     assert chain.input_state_type() is Builder.StateType.TENSORS
@@ -37,7 +37,7 @@ def test_a_chain_gives_what_it_was_given_unless_it_need_not(validation):
             chain(Builder.State(0, state()))
 
 
-def test_without_a_builder_all_is_drawn():
+def test_no_builder_draws_all():
     layouts = jax.tree.map(lambda x: x.sharding, state())
     drawn = initial_state(None, lambda key: state(), jax.random.key(1), layouts)
     assert float(drawn.model["w"][1]) == 1.0

@@ -147,7 +147,7 @@ class Mixed(nnx.Module):
         return self.of_configs(self.dense(x))
 
 
-def test_all_three_in_each_other():
+def test_all_three_nested():
     mixed = as_hierarchy(config_for_class(Mixed), inputs=(X,))
     config = Around.default_config().set(layer=Around.default_config().set(layer=mixed))
     found = [call for call in calls_of(config) if "InHierarchy" not in call]
@@ -195,7 +195,7 @@ def test_modules_of_flax_and_haiku_by_their_own_names(layer, calls):
     assert calls_of(config)[: len(calls)] == [f"model.layer.{call}" for call in calls]
 
 
-def test_a_module_that_does_not_tell_is_known_by_the_layer_around_it():
+def test_untracked_module_is_named_by_enclosing_layer():
     layer = eqx.nn.Linear(4, 2, key=jax.random.key(0))
     config = Around.default_config().set(
         layer=as_hierarchy(eqx.nn.Lambda(lambda x: x @ layer.weight.T), inputs=(X,))

@@ -79,7 +79,7 @@ def mesh():
     return build_mesh((1, 1), ("data", "model"), jax.devices()[:1])
 
 
-def test_what_the_model_writes_is_kept_beside_the_summaries(tmp_path, model, params, mesh):
+def test_samples_are_saved_with_the_summaries(tmp_path, model, params, mesh):
     samples = evaler(tmp_path, model)
     with jax.set_mesh(mesh):
         for step, key in ((1, 0), (2, 0), (3, 1)):
@@ -96,7 +96,7 @@ def test_what_the_model_writes_is_kept_beside_the_summaries(tmp_path, model, par
     assert "sample_2" not in values[1]
 
 
-def test_without_temperature_the_likeliest_is_written(tmp_path, model, params, mesh):
+def test_zero_temperature_decodes_greedily(tmp_path, model, params, mesh):
     greedy = config_for_function(scale_by).set(temperature=0.0)
     samples = evaler(tmp_path, model, logits_modifier=greedy)
     with jax.set_mesh(mesh):
@@ -107,7 +107,7 @@ def test_without_temperature_the_likeliest_is_written(tmp_path, model, params, m
     assert outputs[0]["sampled"].shape == (3, 6)
 
 
-def test_a_policy_that_says_no_writes_nothing(tmp_path, model, params):
+def test_declined_policy_writes_nothing(tmp_path, model, params):
     samples = evaler(tmp_path, model)
     samples._eval_policy = lambda **kwargs: False
     result = samples.eval_step(1, prng_key=jax.random.key(0), model_params=params)

@@ -194,7 +194,7 @@ def test_outputs_are_returned_and_written(make, mesh):
     assert calls[-1] == "flush"
 
 
-def test_the_dtype_is_the_calculators_or_else_the_evalers(make, mesh):
+def test_calculator_dtype_overrides_evaler_dtype(make, mesh):
     evaler = make(eval_dtype=jnp.bfloat16)
     assert float(run(evaler, mesh)[1]["bits"]) == 16
     own = make().config.metric_calculator.set(eval_dtype=jnp.float16)
@@ -213,7 +213,7 @@ def test_the_input_dispatches_the_batch_in_a_compiled_function(make, mesh):
     assert float(run(make(input=batches), mesh)[1]["mean"].mean) == 16.0
 
 
-def test_an_evaluation_without_data_is_an_error(make, mesh):
+def test_empty_evaluation_is_an_error(make, mesh):
     evaler = make(input=Counting.default_config().set(num_batches=0))
     with pytest.raises(InputDatasetError, match="held_out: the dataset has no batch to evaluate"):
         run(evaler, mesh)

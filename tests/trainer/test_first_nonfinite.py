@@ -128,7 +128,7 @@ def test_the_module_is_found_in_a_loop_over_layers(stacked):
     assert found == "the model itself, in its loss"
 
 
-def test_a_gradient_is_followed_back_through_the_modules(stacked):
+def test_gradient_is_traced_through_modules(stacked):
     diagnosis, ones = stacked
     batch = {**BATCH, "x": jnp.zeros((2, 4))}
     assert diagnosis.first_module(ones, batch) is None
@@ -140,7 +140,7 @@ def test_a_gradient_is_followed_back_through_the_modules(stacked):
     assert all_finite == (None, [])
 
 
-def test_a_gradient_that_is_undefined_between_modules_is_that_of_the_one_around_them():
+def test_gradient_undefined_between_modules_names_their_parent():
     class Between(BaseModel):
         def __init__(self, cfg, *, parent):
             super().__init__(cfg, parent=parent)
@@ -156,7 +156,7 @@ def test_a_gradient_that_is_undefined_between_modules_is_that_of_the_one_around_
     assert found == ("the model itself, after model.scaled", names)
 
 
-def test_a_run_that_is_asked_to_stop_does_not_wait_for_the_compiler(stacked, caplog):
+def test_stop_request_abandons_the_search(stacked, caplog):
     known, ones = stacked
     diagnosis = NonfiniteSearch(known._step)
     with GracefulStop():
@@ -167,7 +167,7 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_the_compiler(stacked, cap
     assert caplog.text.count("is skipped: the run is stopping") == 2
 
 
-def test_the_end_of_another_process_is_no_reason_to_go_on(stacked, monkeypatch):
+def test_lost_process_ends_the_search(stacked, monkeypatch):
     def lost(lowered, name):
         raise ProcessLostError("process 1 of 2 has ended")
 
@@ -177,7 +177,7 @@ def test_the_end_of_another_process_is_no_reason_to_go_on(stacked, monkeypatch):
         NonfiniteSearch(known._step).first_module(ones, BATCH)
 
 
-def test_where_it_cannot_be_said_a_line_tells_why(caplog):
+def test_failed_search_logs_the_reason(caplog):
     def step(state, batch, learner):
         raise NotImplementedError("checkify of pallas_call")
 

@@ -52,7 +52,7 @@ def differentiate(fn=fn, params=MODEL_PARAMS, trainable=None):
     return *results, context
 
 
-def test_only_gradients_that_lie_elsewhere_than_their_parameters_are_laid_out():
+def test_only_gradients_with_own_layout_are_constrained():
     specs = {"w": ParameterSpec((2,), jnp.float32, ("data",))}
     params = {"w": jnp.ones(2)}
 
@@ -78,19 +78,19 @@ def test_gradients_agree_with_jax():
     np.testing.assert_array_equal(again.loss, forward_pass.outputs.loss)
 
 
-def test_what_is_not_trained_has_no_gradient():
+def test_frozen_parameters_have_no_gradient():
     _, grads, _ = differentiate(trainable={"a": VDict(w=False), "b": True})
     assert grads["a"] == VDict(w=optax.MaskedNode())
     np.testing.assert_allclose(grads["b"], X * MODEL_PARAMS["a"]["w"] ** 2)
 
 
-def test_nothing_may_be_trained():
+def test_no_trainable_parameters():
     forward_pass, grads, _ = differentiate(trainable={"a": VDict(w=False), "b": False})
     assert jax.tree.leaves(grads) == []
     assert np.isfinite(forward_pass.outputs.loss)
 
 
-def test_what_the_forward_pass_adds_to_the_context_gets_out():
+def test_forward_pass_context_outputs_are_kept():
     def reporting(**kwargs):
         outputs = fn(**kwargs)
         current_context().add_summary("twice", 2 * outputs.loss)
@@ -107,7 +107,7 @@ def test_only_numbers_with_gradients_can_be_trained():
         differentiate(params={**MODEL_PARAMS, "b": jnp.arange(2)})
 
 
-def test_it_belongs_to_an_invocation():
+def test_requires_an_invocation():
     with pytest.raises(NoContextError, match="differentiation belongs to an invocation"):
         forward_and_gradients(fn, inputs={}, opt_params={}, trainable={})
 
@@ -192,7 +192,7 @@ def step(batch, steps, fn=forward, **kwargs):
 
 
 @pytest.mark.parametrize("batch", [ALL, SOME, NONE], ids=["all", "some", "none"])
-def test_a_step_equals_that_of_the_whole_batch_however_targets_are_masked(batch):
+def test_accumulated_step_equals_full_batch_with_masks(batch):
     (params, loss, _, summaries), (of_one, loss_of_one, _, summary_of_one) = (
         step(batch, steps) for steps in (2, 1)
     )
@@ -205,7 +205,7 @@ def test_a_step_equals_that_of_the_whole_batch_however_targets_are_masked(batch)
     np.testing.assert_allclose(summaries["mean_of_x"], summary_of_one["mean_of_x"], rtol=1e-5)
 
 
-def test_a_model_without_a_weight_counts_each_microbatch_alike():
+def test_unweighted_model_averages_microbatches():
     def unweighted(*, model_params, inputs):
         outputs = forward(model_params=model_params, inputs=inputs)
         del outputs.output_collection.summaries["loss"]
@@ -217,7 +217,7 @@ def test_a_model_without_a_weight_counts_each_microbatch_alike():
     np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-6)
 
 
-def test_state_goes_from_one_microbatch_to_the_next():
+def test_state_is_carried_between_microbatches():
     params, *_ = step(ALL, 4)
     expected = 0.0
     for i in range(4):
@@ -225,7 +225,7 @@ def test_state_goes_from_one_microbatch_to_the_next():
     np.testing.assert_allclose(params["norm"]["mean"], expected, rtol=1e-5)
 
 
-def test_each_microbatch_has_its_own_noise_and_gives_its_own_aux():
+def test_microbatches_have_separate_noise_and_aux():
     _, _, aux, summaries = step(ALL, 2)
     keys = jax.random.split(jax.random.key(1))
     noises = [jax.random.normal(key) for key in keys]
@@ -240,7 +240,7 @@ def loss_in_parts(params, batch, steps, grad_dtype=None):
     return fn(model_params=params, inputs=inputs_of(batch)).loss
 
 
-def test_the_loss_is_differentiated_like_any_function():
+def test_loss_is_differentiable():
     params = jax.tree.map(jnp.float32, PARAMS)
     grads, of_one = (
         jax.grad(lambda p, n=n: 3 * loss_in_parts(p, SOME, n), allow_int=True)(params)
@@ -252,7 +252,7 @@ def test_the_loss_is_differentiated_like_any_function():
         jax.grad(lambda p: fn(model_params=p, inputs=inputs_of(ALL)).aux["errors"].sum())(params)
 
 
-def test_gradients_may_be_added_up_in_another_dtype():
+def test_accumulation_dtype_is_configurable():
     def linear(*, model_params, inputs):
         loss = model_params["w"] * jnp.mean(inputs["input_batch"]["x"]).astype(jnp.float16)
         return ForwardOutputs(loss, {}, new_output_collection())
@@ -268,7 +268,7 @@ def test_gradients_may_be_added_up_in_another_dtype():
     assert {g.dtype for g in grads} == {jnp.dtype(jnp.float16)}
 
 
-def test_a_batch_stays_where_it_is_and_one_microbatch_is_alive_at_a_time():
+def test_batch_is_not_moved_and_one_microbatch_is_live():
     if jax.device_count() < 2:
         pytest.skip(f"needs 2 devices; WEFT_TEST_DEVICES gives {jax.device_count()}")
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
@@ -300,7 +300,7 @@ def test_a_batch_stays_where_it_is_and_one_microbatch_is_alive_at_a_time():
     assert saved > 0.5 * depth * rows // 2 * dim * 4
 
 
-def test_what_cannot_be_cut_is_named():
+def test_indivisible_batch_is_named():
     with pytest.raises(GradientAccumulationError, match=r"steps=0; expected 1 or more"):
         with_minibatch_steps(steps=0)
     with pytest.raises(

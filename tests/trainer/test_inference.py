@@ -99,7 +99,7 @@ def test_outputs_of_modules_are_kept_by_their_paths(directory):
     assert list(runner(batches()[0]).module_outputs) == ["hidden"]
 
 
-def test_batches_and_parameters_lie_over_the_mesh(directory):
+def test_batches_and_parameters_are_sharded(directory):
     cfg = config(directory, shape=(2, 2))
     runner = runner_of(cfg)
     weight = runner.inference_runner_state.model["linear"]["weight"]
@@ -112,7 +112,7 @@ def test_batches_and_parameters_lie_over_the_mesh(directory):
     np.testing.assert_allclose(y, X[0] @ W, rtol=1e-5)
 
 
-def test_the_names_of_axes_mean_what_the_run_s_rules_say(directory):
+def test_axis_names_follow_the_runs_rules(directory):
     cfg = config(directory, shape=(2, 2))
     cfg.set(logical_axis_rules=[("model", "data")])
     cfg.rules_by_kind.parameters = [("model", ("data", "model"))]
@@ -120,7 +120,7 @@ def test_the_names_of_axes_mean_what_the_run_s_rules_say(directory):
     assert weight.sharding.spec == PartitionSpec(None, ("data", "model"))
 
 
-def test_the_moving_average_is_what_is_run(directory):
+def test_moving_average_is_used(directory):
     trainer_cfg = SpmdTrainer.default_config().set(
         dir=str(directory),
         model=Predictor.default_config(),
@@ -133,7 +133,7 @@ def test_the_moving_average_is_what_is_run(directory):
     np.testing.assert_array_equal(runner.inference_runner_state.model["linear"]["weight"], 2 * W)
 
 
-def test_the_model_may_compute_in_another_dtype(directory):
+def test_inference_dtype_is_configurable(directory):
     runner = runner_of(config(directory).set(inference_dtype=jnp.bfloat16))
     (result,) = runner.run(batches()[:1], method="predict")
     assert result.output_batch["y"].dtype == jnp.bfloat16
@@ -149,7 +149,7 @@ def test_rows_by_kind_of_layout():
     assert DataPartitionType.REPLICATED.partition_spec(mesh) == PartitionSpec()
 
 
-def test_what_is_not_there_is_named(directory, tmp_path):
+def test_missing_items_are_named(directory, tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         runner_of(config(tmp_path))
     with pytest.raises(InferenceError, match=r"runner cannot run 'predic': the model.*predict"):

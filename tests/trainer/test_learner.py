@@ -126,7 +126,7 @@ class TestLearner:
         assert_same(params, expected)
         assert_same(state, {"optimizer": optax_state})
 
-    def test_outputs_of_the_forward_pass_come_back(self):
+    def test_forward_pass_outputs_are_returned(self):
         _, outputs, collection = step(make(), make().init(opt_params(PARAMS)), PARAMS)
         np.testing.assert_allclose(outputs.loss, loss_of(PARAMS, X), rtol=1e-6)
         assert outputs.aux == {"x": 1}
@@ -351,7 +351,7 @@ class TestEma:
 class TestUndefinedLoss:
     XS = (X, X.at[0, 0].set(jnp.nan), X, X.at[0, 0].set(jnp.inf))
 
-    def test_such_steps_change_nothing_and_are_counted(self):
+    def test_undefined_steps_are_skipped_and_counted(self):
         ema = config_for_function(optimizers.param_ema).set(decay=0.9)
         learner = make(ignore_undefined_loss=True, ema=ema)
         params, state, summaries = run(learner, 4, xs=self.XS)
@@ -361,7 +361,7 @@ class TestUndefinedLoss:
         assert_same(state, expected_state)
         assert int(summaries["undefined_loss_count"]) == 2
 
-    def test_also_if_only_a_gradient_is_undefined(self):
+    def test_undefined_gradient_alone(self):
         def fn(*, model_params, inputs):
             outputs = forward(model_params=model_params, inputs=inputs)
             zero = jnp.sqrt(jnp.sum(0.0 * model_params["linear"]["b"]))
@@ -372,11 +372,11 @@ class TestUndefinedLoss:
         assert_same(params, PARAMS)
         assert int(state["undefined_loss_count"]) == 1
 
-    def test_by_default_they_show(self):
+    def test_nan_by_default(self):
         params, _, _ = run(make(), 2, xs=self.XS)
         assert np.isnan(params["linear"]["w"]).any()
 
-    def test_the_trainer_can_ask(self):
+    def test_handles_undefined(self):
         assert not make().handles_undefined_loss()
         assert make(ignore_undefined_loss=True).handles_undefined_loss()
 
@@ -445,7 +445,7 @@ class TestCompositeLearner:
             "norm": {"scale": True, "mean": True},
         }
 
-    def test_each_learner_says_which_undefined_gradients_it_handles(self):
+    def test_undefined_gradients_are_handled_per_learner(self):
         def handled(cfg):
             learner, params = make(**cfg), opt_params(PARAMS)
             return jax.tree.leaves(
@@ -584,7 +584,7 @@ def test_a_conditional_transformation_is_an_optimizer():
     assert np.any(params["linear"]["w"] != after_two["linear"]["w"])
 
 
-def test_abstract_learners_say_what_to_define():
+def test_abstract_methods_are_named():
     learner = make(cls=BaseLearner)
     for method, kwargs in {
         "forward_and_backward": {"fn": forward, "inputs": X, "opt_params": {}},

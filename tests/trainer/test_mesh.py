@@ -40,7 +40,7 @@ def devices(n):
     return jax.devices()[:n]
 
 
-def test_a_shape_over_devices_with_one_size_left_open():
+def test_shape_with_one_inferred_size():
     mesh = build_mesh((-1, 2), ("data", "model"), devices(4))
     assert dict(mesh.shape) == {"data": 2, "model": 2}
 
@@ -55,7 +55,7 @@ def test_a_shape_over_devices_with_one_size_left_open():
         ((3, -1), ("data", "model"), "needs a multiple of 3 devices and there are 4"),
     ],
 )
-def test_shapes_that_do_not_fit(shape, names, message):
+def test_invalid_shapes(shape, names, message):
     with pytest.raises(MeshError, match=message):
         build_mesh(shape, names, devices(4))
 
@@ -83,7 +83,7 @@ def test_a_hybrid_mesh_keeps_slices_or_hosts_together(kind):
     assert ids(mesh) == [[0, 2], [4, 6], [1, 3], [5, 7]]
 
 
-def test_a_hybrid_mesh_whose_slices_lie_along_the_second_axis():
+def test_hybrid_mesh_with_slices_on_second_axis():
     gpus = [Device(i, slice_index=i // 4) for i in range(8)]
     shape = HybridMeshShape(ici_mesh_shape=(2, 2), dcn_mesh_shape=(1, -1))
     assert ids(build_mesh(shape, ("data", "model"), gpus)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
@@ -95,7 +95,7 @@ def test_a_plain_shape_over_several_slices():
         over_slices((2, 4), 3)
 
 
-def test_cpu_devices_stand_for_any_number_of_slices():
+def test_cpu_devices_emulate_slices():
     shape = HybridMeshShape(ici_mesh_shape=(1, 2), dcn_mesh_shape=(-1, 1))
     mesh = build_mesh(shape, ("data", "model"), devices(8))
     assert dict(mesh.shape) == {"data": 4, "model": 2}
@@ -118,13 +118,13 @@ def test_cpu_devices_stand_for_any_number_of_slices():
         ((1, 2), (4, 1), r"\(data=4, model=1\) spans 4 .* in 2 slice\(s\) and 1 process\(es\)"),
     ],
 )
-def test_hybrid_shapes_that_do_not_fit(ici, dcn, message):
+def test_invalid_hybrid_shapes(ici, dcn, message):
     gpus = [Device(i, slice_index=i // 4) for i in range(8)]
     with pytest.raises(MeshError, match=message):
         build_mesh(HybridMeshShape(ici, dcn), ("data", "model"), gpus)
 
 
-def test_layouts_that_do_not_fit():
+def test_invalid_layouts():
     mesh = build_mesh((4, 1), ("data", "model"), devices(4))
     with pytest.raises(MeshError, match=r"m.w is laid out as .* no axis \['expert'\]; it has"):
         named_sharding(mesh, PartitionSpec("expert"), "m.w")
@@ -268,7 +268,7 @@ def kernels(tree):
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_each_kind_lies_by_its_own_rules_and_nothing_else_changes(model):
+def test_rules_by_kind_only_change_sharding(model):
     (plain, outputs), _ = step(trainer_of(model))
     (state, by_kind), text = step(trainer_of(model, **BY_KIND))
     assert {x.sharding.spec for x in kernels(plain)} == {P(None, "model")}
@@ -293,7 +293,7 @@ def test_a_name_has_the_rules_of_its_kind_or_those_for_all():
     assert RulesByKind.default_config().instantiate().with_all([]) == KindRules()
 
 
-def test_rules_that_are_not_in_form():
+def test_malformed_rules():
     twice = SpmdTrainer.default_config().set(logical_axis_rules=[("hidden", ("data", "data"))])
     with pytest.raises(LogicalAxisError, match=r"the rule for 'hidden' .* each may be there once"):
         rules_of(twice)

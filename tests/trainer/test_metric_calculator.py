@@ -118,7 +118,7 @@ def test_the_model_is_traced_once_for_all_evaluations():
     assert float(second["error"].weight) == 24
 
 
-def test_the_same_key_gives_the_same_numbers_and_each_batch_has_its_own():
+def test_key_determines_results_and_differs_per_batch():
     calculator = make(ModelSummaryAccumulator.default_config())
     noise = [float(evaluate(calculator, seed)[0]["noise"]) for seed in (0, 0, 1)]
     assert noise[0] == noise[1] != noise[2]
@@ -155,7 +155,7 @@ class Median(GlobalMetricCalculator):
 
 
 @pytest.mark.parametrize("field", [None, "x"])
-def test_predictions_of_all_batches_come_together(field):
+def test_predictions_of_all_batches_are_joined(field):
     cfg = Median.default_config().set(predict_input_field=field, prefix="all")
     summaries, outputs = evaluate(make(cfg))
     difference = np.concatenate([b["x"] @ WEIGHT - b["target"] for b in BATCHES])
@@ -212,7 +212,7 @@ def test_several_calculators_see_the_same_batches():
     assert states["model"]["prng_key"] != states["median"]["prng_key"]
 
 
-def test_outputs_go_to_those_that_need_them_whatever_the_order():
+def test_dependencies_are_resolved_in_any_order():
     plus = Plus.default_config()
     cfg = composite(
         [Dependency("b", "a", "other"), Dependency(src="c", dst="b")],
@@ -225,7 +225,7 @@ def test_outputs_go_to_those_that_need_them_whatever_the_order():
     assert outputs[0] == {"a": {"sum": 3}, "b": {"sum": 2}, "c": {"sum": 1}}
 
 
-def test_dependencies_that_cannot_be():
+def test_invalid_dependencies():
     plus = Plus.default_config()
     with pytest.raises(MetricCalculatorError, match=r"names 'bee', .* There are: a, b"):
         make(composite([Dependency("bee", "a")], a=plus, b=plus))

@@ -110,7 +110,7 @@ def moments_of(trainer, path):
 
 
 @pytest.mark.long
-def test_a_transformer_learns_the_same_in_each_of_the_three_ways(tmp_path, monkeypatch):
+def test_transformer_trains_equally_in_all_three_apis(tmp_path, monkeypatch):
     hierarchy = HierarchyLM.default_config()
     model = hierarchy.clone(name="model").instantiate(parent=None)
     first = jax.device_get(model.initialize_parameters_recursively(jax.random.key(1)))
@@ -207,7 +207,7 @@ def as_numpy(tree):
 
 @pytest.mark.long
 @pytest.mark.parametrize("library", NOISY)
-def test_statistics_counters_keys_and_noise_go_on_where_a_run_was_cut(tmp_path, library):
+def test_resumed_run_restores_statistics_counters_and_keys(tmp_path, library):
     straight, whole = run(noisy_config(tmp_path / "straight", library))
     _, first = run(noisy_config(tmp_path / "cut", library, max_step=2))
     again, second = run(noisy_config(tmp_path / "cut", library))
@@ -345,7 +345,7 @@ def test_a_model_has_to_return_a_scalar_loss(tmp_path, what, said):
         traced(tmp_path, config_for_class(Returns).set(what=what))
 
 
-def test_so_does_a_model_of_the_hierarchy(tmp_path):
+def test_hierarchy_model_loss_is_scalar(tmp_path):
     with pytest.raises(ModelOutputError, match=r"trainer\.model returned a dict; expected a pair"):
         traced(tmp_path, HierarchyReturns.default_config())
 
@@ -358,14 +358,14 @@ def test_a_field_that_the_batch_does_not_have_is_named(tmp_path):
         traced(tmp_path, config_for_class(LooksUp))
 
 
-def test_a_model_gets_the_batch_and_nothing_else(tmp_path):
+def test_model_gets_only_the_batch(tmp_path):
     with pytest.raises(
         ModelCallError, match=r"more arguments than the batch: 'label' is missing.*input_ba"
     ):
         traced(tmp_path, config_for_class(TakesFields))
 
 
-def test_an_object_of_no_library_is_no_model(tmp_path):
+def test_unknown_object_is_rejected(tmp_path):
     with pytest.raises(UnknownLayerError, match=r"^trainer\.model: .*Settings.* is not a layer o"):
         traced(tmp_path, config_for_class(Settings))
 

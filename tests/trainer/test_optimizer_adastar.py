@@ -98,7 +98,7 @@ def test_updates_can_be_transformed_before_they_are_scaled():
     assert_same(trajectory(halved), trajectory(adastar(learning_rate=0.15, weight_decay=0.0)))
 
 
-def test_averages_that_are_not_taken_have_no_state():
+def test_disabled_averages_have_no_state():
     tx = adastar(gradient_ema_decay=None)
     state = tx.init({"w": OptParam(jnp.ones((3, 4), jnp.bfloat16))})[0]
     assert state.gradient_ema is None
@@ -106,7 +106,7 @@ def test_averages_that_are_not_taken_have_no_state():
     assert state.gradient_square_ema["w"].dtype == jnp.float32
 
 
-def test_norms_are_reported_when_asked_for():
+def test_norms_are_reported_if_verbose():
     quiet, talkative = trajectory(adastar())[1], trajectory(adastar(verbosity=1))[1]
     np.testing.assert_allclose(quiet["schedule_scale"], 0.8)
     np.testing.assert_allclose(quiet["learning_rate"], 0.3)

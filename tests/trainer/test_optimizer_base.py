@@ -71,13 +71,13 @@ def test_the_layout_of_an_optax_state_is_that_of_the_parameters(tx):
         assert spec.partition_spec == by_shape[leaf.shape]
 
 
-def test_what_does_not_mirror_a_parameter_is_replicated():
+def test_non_parameter_state_is_replicated():
     specs = chain(optax.adafactor(0.1, min_dim_size_to_factor=2)).partition(SPECS)[0][0]
     assert specs.v_row["a"]["w"] == TensorSpec((4,), jnp.float32, (None,))
     assert specs.v["w"].partition_spec == PartitionSpec("model")
 
 
-def test_the_longest_path_tells_which_parameter_is_mirrored():
+def test_longest_matching_path_selects_parameter():
     specs = {
         "a": {"w": ParameterSpec((6,), jnp.float32, ("data",))},
         "w": ParameterSpec((6,), jnp.float32, ("model",)),
@@ -113,7 +113,7 @@ def test_chains_take_either_kind_and_configs():
         assert tx.update({"w": 1.0}, empty, params) == ({"w": 6.0}, empty)
 
 
-def test_equal_chains_made_anew_share_one_trace():
+def test_equal_chains_share_one_trace():
     traces = []
 
     class Training(nnx.Module):
@@ -135,16 +135,16 @@ def test_a_chain_of_more_than_ten_keeps_its_order():
     assert isinstance(state[10], optax.TraceState)
 
 
-def test_what_is_no_optimizer_is_refused():
+def test_non_optimizer_is_rejected():
     with pytest.raises(TransformationTypeError, match=r"got 0\.1 of type float"):
         chain(0.1)
 
 
-def test_copies_of_specs_forget_what_only_parameters_have():
+def test_copied_specs_drop_parameter_fields():
     assert copy_partition(SPECS)["w"] == TensorSpec((6,), jnp.bfloat16, PartitionSpec("model"))
 
 
-def test_a_memory_kind_goes_where_the_pattern_matches_the_whole_path():
+def test_memory_kind_needs_full_path_match():
     def kinds(pattern):
         specs = copy_partition(SPECS, pattern=pattern, memory_kind="pinned_host")
         return jax.tree.map(lambda spec: spec.memory_kind or "", specs)
@@ -154,7 +154,7 @@ def test_a_memory_kind_goes_where_the_pattern_matches_the_whole_path():
     assert kinds(None) == {"a": {"w": "pinned_host"}, "w": "pinned_host"}
 
 
-def test_reports_go_to_the_invocation_under_way_and_the_last_one_stands():
+def test_last_report_of_the_current_invocation_wins():
     report("gradient_norm", 1.0)  # there is none
     context = InvocationContext(
         "root", parent=None, module=None, state={}, is_training=True, prng_key=None

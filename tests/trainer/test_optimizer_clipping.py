@@ -58,7 +58,7 @@ def test_the_norm_is_a_number_wherever_the_updates_are(updates, norm):
         np.testing.assert_allclose(compute(updates), norm, rtol=1e-6)
 
 
-def test_large_updates_are_clipped_as_others_are():
+def test_large_updates_are_clipped():
     clip = optimizers.clip_by_global_norm(0.5)
     updates, reported = step(clip, jax.tree.map(lambda g: g * np.float32(1e30), GRADS))
     jax.tree.map(
@@ -77,7 +77,7 @@ def test_large_updates_are_dropped():
     assert reported["gradient_scale"] == 0
 
 
-def test_what_is_no_number_is_not_hidden():
+def test_nan_is_not_hidden():
     broken = {**GRADS, "b": np.array([np.nan, 1.0], np.float32)}
     for tx in (optimizers.clip_by_global_norm(1.0), optimizers.clip_by_global_norm(drop_norm=1.0)):
         updates, reported = step(tx, broken)
@@ -150,11 +150,11 @@ def run(tx, norms):
     ],
     ids=["skip and clip", "zero nans", "apply if finite", "adam"],
 )
-def test_whether_an_optimizer_expects_undefined_gradients_is_seen_in_its_state(tx, skips):
+def test_skips_undefined_is_detected_from_the_state(tx, skips):
     assert skips_undefined(optimizers.chain(tx).init(PARAMS)) is skips
 
 
-def test_a_step_that_is_skipped_leaves_no_trace():
+def test_skipped_step_keeps_state():
     kept, kept_state, _ = run(skip_and_clip(TRACE, drop_norm=5.0), [1.0, 2.0])
     for bad in (9.0, np.nan, np.inf, -np.inf):
         first, state, reported = run(skip_and_clip(TRACE, drop_norm=5.0), [1.0, bad, 2.0])
@@ -163,7 +163,7 @@ def test_a_step_that_is_skipped_leaves_no_trace():
         assert reported["nonvalid_count"] == int(state.nonvalid_count) == 1
 
 
-def test_a_large_first_gradient_leaves_statistics_that_are_numbers():
+def test_large_first_gradient_keeps_statistics_finite():
     tx = skip_and_clip(
         optax.scale(1.0),
         drop_norm=optimizers.drop_norm_by_grad_norm_stddev(min_count=1),
@@ -218,7 +218,7 @@ def test_limits_may_follow_the_standard_deviation():
     assert run(tx, [1.0, 900.0])[0] == [1.0, 900.0]
 
 
-def test_one_step_that_is_no_number_does_not_spoil_the_statistics():
+def test_nan_step_does_not_affect_statistics():
     tx = skip_and_clip(
         optax.scale(1.0),
         drop_norm=optimizers.drop_norm_by_grad_norm_ema(),

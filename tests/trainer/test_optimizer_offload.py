@@ -17,7 +17,7 @@ def opt_params(values):
     return jax.tree.map(OptParam, values)
 
 
-def test_the_state_waits_in_the_hosts_memory():
+def test_state_stays_in_host_memory():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     tx = optimizers.offload_optimizer(optax.adam(0.1))
     plain = optax.adam(0.1)
@@ -39,7 +39,7 @@ def test_the_state_waits_in_the_hosts_memory():
     assert {s.data.shape for s in state[0].mu["w"].addressable_shards} == {(2, 2)}
 
 
-def test_a_pattern_chooses_what_is_moved():
+def test_pattern_selects_offloaded_state():
     tx = optimizers.offload_optimizer(optax.adam(0.1), pattern="0/mu/.*")
     kinds = jax.tree.map(lambda spec: spec.memory_kind or "", tx.partition(SPECS))[0]
     assert kinds._asdict() == {"count": "", "mu": {"w": "pinned_host"}, "nu": {"w": ""}}

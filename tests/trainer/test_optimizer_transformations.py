@@ -30,12 +30,12 @@ def summaries_of(tx, updates=1.0, steps=1):
     return {name: float(value) for name, value in context.get_summaries().items()}
 
 
-def test_a_schedule_is_asked_with_the_steps_done_so_far():
+def test_schedule_gets_the_number_of_steps():
     tx = optimizers.scale_by_schedule(lambda step: step * 10.0)
     assert summaries_of(tx, steps=3) == {"schedule_step": 2, "schedule_scale": 20}
 
 
-def test_a_name_tells_two_schedules_apart():
+def test_name_distinguishes_schedules():
     tx = optimizers.chain(
         optimizers.scale_by_schedule(2.0, name="a"), optimizers.scale_by_schedule(3.0, name="b")
     )
@@ -44,7 +44,7 @@ def test_a_name_tells_two_schedules_apart():
 
 
 @pytest.mark.parametrize("flip_sign", [True, False])
-def test_the_learning_rate_is_reported_as_it_was_given(flip_sign):
+def test_learning_rate_is_reported_unsigned(flip_sign):
     fn = optimizers.scale_from_learning_rate(lambda step: 0.5 + step, flip_sign=flip_sign)
     reported = summaries_of(optimizers.scale_by_schedule(fn), steps=2)
     sign = -1 if flip_sign else 1
@@ -67,7 +67,7 @@ def test_whole_optimizers_report_their_learning_rate():
         assert summaries_of(tx)["learning_rate"] == 0.5
 
 
-def test_the_first_pattern_that_matches_the_whole_path_gives_the_scale(caplog):
+def test_first_full_path_match_sets_the_scale(caplog):
     scale = optimizers.per_param_scale_by_path(
         scale_by_path=[("scale", 0.5), (".*/bias", 0.0), ("linear/.*", 2.0), ("lin", 9.0)],
         description="weight decay",
@@ -101,7 +101,7 @@ def test_layers_of_a_stack_are_scaled_one_by_one():
     np.testing.assert_allclose(scaled["layer"]["w"][:, 0], [5 / np.sqrt(2), 50 / np.sqrt(2)])
 
 
-def test_decay_without_weight_changes_nothing():
+def test_zero_decay_is_identity():
     params = {"w": OptParam(jnp.array(jnp.nan))}
     for tx in (optimizers.add_decayed_weights(0.0), optimizers.l2_regularizer(None)):
         updates, _ = tx.update({"w": jnp.array(1.0)}, tx.init(params), params)
@@ -186,7 +186,7 @@ def test_the_accumulator_has_its_own_dtype():
     assert state.ema["w"].dtype == jnp.bfloat16
 
 
-def test_averages_of_parameters_begin_at_zero():
+def test_parameter_averages_start_at_zero():
     tx = optimizers.param_ema(decay=0.9)
     state = tx.init({"w": OptParam(jnp.ones(2))})
     updates, state = tx.update({"w": 7.0}, state, {"w": OptParam(jnp.array([1.0, 2.0]))})
@@ -197,7 +197,7 @@ def test_averages_of_parameters_begin_at_zero():
     assert int(state.count) == 2
 
 
-def test_a_schedule_makes_them_begin_at_the_parameters():
+def test_schedule_starts_averages_at_parameters():
     decay = config_for_function(schedule.ema_schedule).set(decay=0.9, warmup_steps=2)
     tx = config_for_function(optimizers.param_ema).set(decay=decay).instantiate()
     state = tx.init({"w": OptParam(jnp.ones(1))})
@@ -208,7 +208,7 @@ def test_a_schedule_makes_them_begin_at_the_parameters():
     np.testing.assert_allclose(averages, [2.0, 3.0, 0.9 * 3 + 0.1 * 6], rtol=1e-6)
 
 
-def test_without_a_decay_no_average_is_kept():
+def test_no_decay_keeps_no_average():
     tx = optimizers.param_ema()
     state = tx.init({"w": OptParam(jnp.ones(1))})
     assert state == optax.EmptyState()
@@ -269,7 +269,7 @@ def test_moments_without_factors():
     assert state.v_row["w"].shape == state.v_col["w"].shape == (1,)
 
 
-def test_other_axes_are_factored_one_by_one():
+def test_other_axes_are_batch_axes():
     grad = RNG.normal(size=(2, 3, 4)).astype(np.float32)
     stacked, state = run_factored(
         scale_by_factored_rms(0.9), param((2, 3, 4), None, "row", "col"), [grad]

@@ -244,7 +244,7 @@ def make(cfg):
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_updates_are_those_that_users_know(name):
+def test_updates_match_golden_values(name):
     tx = {**OPTIMIZERS, **PARTS}[name].instantiate()
     params = PARAMS
     state = tx.init(opt_params(params))
@@ -346,18 +346,18 @@ def test_adam_agrees_with_optax():
         params = optax.apply_updates(params, updates)
 
 
-def test_moments_can_have_another_dtype():
+def test_moment_dtype_is_configurable():
     tx = optimizers.adamw_optimizer(0.1, **ADAM, mu_dtype=jnp.bfloat16)
     mu = tx.partition(param_specs(PARAMS))[0].mu["w"]
     assert (mu.dtype, mu.mesh_axes) == (jnp.bfloat16, PartitionSpec("data", "model"))
 
 
-def test_without_momentum_no_trace_is_kept():
+def test_no_momentum_keeps_no_trace():
     tx = optimizers.sgd_optimizer(0.1, decouple_weight_decay=True)
     assert [x.shape for x in jax.tree.leaves(tx.init(opt_params(PARAMS)))] == [()]
 
 
-def test_adafactor_needs_to_know_how_decay_depends_on_the_learning_rate():
+def test_adafactor_decay_needs_learning_rate_exponent():
     with pytest.raises(
         OptimizerArgumentError, match=r"weight_decay=0.01, which needs .* set it to 0"
     ):

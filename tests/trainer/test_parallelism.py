@@ -94,7 +94,7 @@ def fsdp():
     ],
     ids=lambda axes: ",".join(f"{name}={size}" for name, size in axes.items()),
 )
-def test_a_mesh_changes_no_losses(alone, fsdp, axes):
+def test_losses_match_on_mesh(alone, fsdp, axes):
     run = fsdp if axes == {"fsdp": 8} else Run(config(**axes))
     assert run.losses[2] < run.losses[0]
     np.testing.assert_allclose(run.losses, alone.losses, rtol=2e-5)
@@ -127,7 +127,7 @@ def with_four_layers(cfg):
     ],
     ids=["experts", "pipeline"],
 )
-def test_a_mesh_changes_no_losses_of_experts_and_pipelines(prepare, axes):
+def test_losses_of_experts_and_pipelines_match_on_mesh(prepare, axes):
     alone = config(prepare, **axes).set(mesh_shape=mesh_shape_from_axes())
     np.testing.assert_allclose(Run(config(prepare, **axes)).losses, Run(alone).losses, rtol=2e-5)
 
@@ -188,7 +188,7 @@ def elements(shape):
 
 
 @pytest.mark.long
-def test_the_optimizer_s_state_may_be_divided_where_the_parameters_are_not(alone, fsdp):
+def test_optimizer_state_may_be_sharded_without_parameters(alone, fsdp):
     cfg = config(fsdp=8)
     cfg.rules_by_kind.parameters = [("fsdp", None)]
     run = Run(cfg)
@@ -259,7 +259,7 @@ def test_stacks_become_pipelines():
 
 
 @pytest.mark.parametrize("stages", [-1, 0])
-def test_stages_that_cannot_be(stages):
+def test_invalid_stages(stages):
     with pytest.raises(ConfigModifierError, match=f"pipeline={stages} stages: expected a positive"):
         config(pipeline=stages)
 

@@ -96,7 +96,7 @@ def test_a_batch_without_tokens_has_examples_only(tmp_path):
     assert "tokens_per_second" not in run.step()
 
 
-def test_a_slow_input_shows_and_is_said_once(tmp_path, caplog):
+def test_slow_input_is_reported_once(tmp_path, caplog):
     run = Run(tmp_path)
     run.step(waited=100)  # for the first batch, which belongs to no step
     assert run.step(waited=0.05)["input_wait_seconds"] == pytest.approx(0.05)
@@ -112,7 +112,7 @@ def test_a_slow_input_shows_and_is_said_once(tmp_path, caplog):
     )
 
 
-def test_mfu_is_a_share_of_what_the_devices_can_do(tmp_path):
+def test_mfu_is_relative_to_peak_flops(tmp_path):
     run = Run(tmp_path, peak_flops_per_device=12_288.0)
     run.step()
     # 2 * 4 * 8 * 8 operations forward, three times as many in all, in a second.
@@ -128,7 +128,7 @@ def test_mfu_is_a_share_of_what_the_devices_can_do(tmp_path):
         assert run.step()["mfu"] == pytest.approx(3 * 2 * 4 * 8 * 8 / 12_288 / 2)
 
 
-def test_there_is_no_mfu_for_a_device_that_is_not_known(tmp_path):
+def test_unknown_device_has_no_mfu(tmp_path):
     run = Run(tmp_path)
     run.step()
     assert "mfu" not in run.step()
@@ -147,7 +147,7 @@ def test_kinds_of_devices(kind, peak):
     assert peak_flops_of(kind) == peak
 
 
-def test_goodput_counts_what_is_kept_over_all_starts(tmp_path):
+def test_goodput_counts_saved_steps_over_restarts(tmp_path):
     run = Run(tmp_path)
     for _ in range(5):
         run.step(10)  # the first one is compiled, so it does not count
@@ -168,7 +168,7 @@ def test_goodput_counts_what_is_kept_over_all_starts(tmp_path):
     assert goodput["goodput"] == pytest.approx((40 + again.clock.seconds - end - 110) / seconds)
 
 
-def test_a_mark_after_the_step_that_is_restored_is_void(tmp_path):
+def test_marks_after_the_restored_step_are_void(tmp_path):
     run = Run(tmp_path)
     for _ in range(4):
         run.step()
@@ -206,7 +206,7 @@ def test_a_scan_counts_its_body_for_each_iteration():
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, lambda f: jax.vmap(f, (None, 0))])
-def test_transformations_are_looked_into(transform):
+def test_flops_inside_transformations(transform):
     x = X[None] if transform not in (jax.jit, jax.checkpoint) else X
     assert count_flops(transform(lambda w, x: x @ w), W, x) == {"": 60}
 
@@ -219,7 +219,7 @@ def test_a_gradient_counts_the_products_of_both_directions():
     assert count_flops(jax.grad(loss, argnums=(0, 1)), W, X).total() == 3 * 60
 
 
-def test_a_weight_is_followed_through_casts_turns_and_slices():
+def test_weight_is_tracked_through_casts_and_slices():
     def fn(w, x):
         a = jax.jit(lambda w: w["a"].astype(jnp.bfloat16).T)(w)
         return (2 * x.astype(jnp.bfloat16) @ a) @ w["b"][:, :4].astype(jnp.bfloat16)
@@ -228,7 +228,7 @@ def test_a_weight_is_followed_through_casts_turns_and_slices():
     assert count_flops(fn, weights, X) == {"a": 60, "b": 2 * 2 * 5 * 4}
 
 
-def test_products_of_what_is_computed_belong_to_no_weight():
+def test_products_of_activations_have_no_weight():
     def attention(w, x):
         return (x @ w) @ (x @ w).T
 
@@ -282,7 +282,7 @@ def test_a_trace_can_be_viewed_and_holds_its_steps(tmp_path):
     assert len([name for name in event_names(tmp_path, 2) if name.startswith("PjitFunction")]) >= 2
 
 
-def test_a_trace_has_as_much_of_python_as_is_asked_for(tmp_path):
+def test_trace_levels_are_configurable(tmp_path):
     run(StepTraces(str(tmp_path / "a"), [1], n_steps=1), [1])
     run(StepTraces(str(tmp_path / "b"), [1], n_steps=1, python_tracer_level=0), [1])
     run(StepTraces(str(tmp_path / "c"), [1], n_steps=1, host_tracer_level=0), [1])
@@ -293,7 +293,7 @@ def test_a_trace_has_as_much_of_python_as_is_asked_for(tmp_path):
     assert not any(name.startswith("PjitFunction") for name in without_host)
 
 
-def test_a_run_that_ends_first_ends_the_trace(tmp_path):
+def test_end_of_run_ends_the_trace(tmp_path):
     traces = StepTraces(str(tmp_path), [1], n_steps=10)
     run(traces, [1])
     traces.close()

@@ -16,7 +16,7 @@ from weft.errors import CheckpointSaveError, StatusPageError
 from weft.trainer.progress import RunListener, RunStatus, status_html, status_page
 
 
-def test_a_listener_that_overrides_nothing_is_told_all_the_same():
+def test_base_listener_accepts_all_events():
     listener = RunListener()
     assert listener.on_start(None, resumed_from=None) is None
     assert listener.on_step(1, {}, {}) is None
@@ -65,7 +65,7 @@ def served(caplog):
         yield url, told, listener
 
 
-def test_the_rate_of_steps_is_known_once_time_has_passed(monkeypatch):
+def test_step_rate_needs_elapsed_time(monkeypatch):
     moments = iter([10.0, 10.0, 10.5])
     clock = types.SimpleNamespace(time=time.time, monotonic=lambda: next(moments))
     monkeypatch.setattr("weft.trainer.progress.time", clock)
@@ -76,7 +76,7 @@ def test_the_rate_of_steps_is_known_once_time_has_passed(monkeypatch):
     assert rates == [None, None, 4.0]
 
 
-def test_it_says_how_the_run_is(served):
+def test_json_status_of_run(served):
     url, told, listener = served
     assert told == [4, 5]
     text, kind = get(f"{url}/json")
@@ -93,13 +93,13 @@ def test_it_says_how_the_run_is(served):
     assert json.loads(get(f"{url}/json")[0])["ended"] == "SIGTERM"
 
 
-def test_people_can_read_it(served):
+def test_html_page(served):
     text, kind = get(served[0])
     assert kind == "text/html; charset=utf-8"
     assert "Run runs/a&lt;b" in text and "<td>5 of 40" in text and "4: 2.5000" in text
 
 
-def test_it_shows_where_each_thread_is(served):
+def test_stacks_of_all_threads(served):
     stop = threading.Event()
 
     def stuck_in_here():
@@ -113,7 +113,7 @@ def test_it_shows_where_each_thread_is(served):
     assert "Thread reader:" in text and "in stuck_in_here" in text
 
 
-def test_only_this_machine_is_answered_and_only_while_it_is_open(served):
+def test_only_loopback_is_served_while_open(served):
     url = served[0]
     with pytest.raises(urllib.error.HTTPError, match="404"):
         get(f"{url}/secrets")
@@ -125,7 +125,7 @@ def test_only_this_machine_is_answered_and_only_while_it_is_open(served):
                 socket.create_connection(address, timeout=5)
 
 
-def test_none_is_served_unless_asked_for_and_a_port_that_is_taken_is_named():
+def test_disabled_by_default_and_port_in_use_is_reported():
     listener = RunListener()
     with status_page(None, Watchdog(), listener) as told:
         assert told is listener
@@ -138,7 +138,7 @@ def test_none_is_served_unless_asked_for_and_a_port_that_is_taken_is_named():
             pass
 
 
-def test_before_the_first_step_there_is_a_page():
+def test_page_before_first_step():
     empty = {"step": 0, "max_step": None, "losses": {}, "doing": "starting"}
     assert "starting" in status_html(empty)
 
@@ -157,7 +157,7 @@ STRANGE_HOSTS += ["localhost:x", "localhost\r\nHost: evil.example", None]
 
 
 @pytest.mark.parametrize("path", ["/", "/json", "/stacks", "/secrets"])
-def test_a_page_of_the_web_that_is_made_to_lead_here_is_not_answered(served, path):
+def test_dns_rebinding_requests_are_rejected(served, path):
     for host in STRANGE_HOSTS:
         header = "" if host is None else f"Host: {host}\r\n"
         answer = request(served[0], f"GET {path} HTTP/1.1\r\n{header}\r\n")
@@ -165,14 +165,14 @@ def test_a_page_of_the_web_that_is_made_to_lead_here_is_not_answered(served, pat
         assert "step" not in answer and "Thread" not in answer and "runs" not in answer
 
 
-def test_any_name_of_the_loopback_interface_will_do(served):
+def test_loopback_names_are_accepted(served):
     for host in ("localhost", "LocalHost:9", "127.0.0.1:8080", "[::1]:1", "[::1]"):
         answer = request(served[0], f"GET /json HTTP/1.1\r\nHost: {host}\r\n\r\n")
         assert answer.startswith("HTTP/1.0 200") and '"step": 5' in answer
 
 
 @pytest.mark.long
-def test_clients_that_say_nothing_hold_few_threads_for_a_short_time(served):
+def test_silent_clients_hold_few_threads_briefly(served):
     url = served[0]
     address = ("127.0.0.1", int(url.rpartition(":")[2]))
     before = threading.active_count()

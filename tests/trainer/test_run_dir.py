@@ -72,7 +72,7 @@ def test_a_run_may_be_moved(tmp_path):
     check_run_dir(run_config(tmp_path / "b"))
 
 
-def test_another_config_is_refused_with_the_difference(tmp_path):
+def test_other_config_is_rejected_with_the_diff(tmp_path):
     claim_run_dir(run_config(tmp_path))
     before = (tmp_path / CONFIG_FILE).read_text()
     with pytest.raises(RunDirError, match=r"width: 4 → 8") as error:
@@ -82,7 +82,7 @@ def test_another_config_is_refused_with_the_difference(tmp_path):
     assert (tmp_path / CONFIG_FILE).read_text() == before
 
 
-def test_what_no_text_can_hold_is_compared_as_text(tmp_path):
+def test_unserializable_values_compare_as_text(tmp_path):
     claim_run_dir(run_config(tmp_path, fn=lambda: 1))
     check_run_dir(run_config(tmp_path, fn=lambda: 2))
     with pytest.raises(RunDirError, match=r"width: - 4\n  width: \+ 8"):
@@ -119,13 +119,13 @@ def test_a_directory_below_a_file_is_refused(tmp_path):
         check_run_dir(run_config(tmp_path / "file" / "run"))
 
 
-def test_a_directory_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
+def test_unwritable_directory_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(RunDirError, match="may not be written"):
         check_run_dir(run_config(tmp_path / "run"))
 
 
-def test_a_disk_that_refuses_is_named(tmp_path, monkeypatch):
+def test_disk_errors_are_reported(tmp_path, monkeypatch):
     def refuse(*args):
         raise OSError(28, "No space left on device")
 
@@ -134,7 +134,7 @@ def test_a_disk_that_refuses_is_named(tmp_path, monkeypatch):
         claim_run_dir(run_config(tmp_path / "run"))
 
 
-def test_a_config_or_record_that_cannot_be_read_is_named(tmp_path):
+def test_unreadable_config_or_record_is_named(tmp_path):
     claim_run_dir(run_config(tmp_path))
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(RunDirError, match=r"run\.json cannot be read.*move it away"):
@@ -145,7 +145,7 @@ def test_a_config_or_record_that_cannot_be_read_is_named(tmp_path):
         check_run_dir(run_config(tmp_path))
 
 
-def test_a_run_goes_on_with_another_layout_of_its_arrays(tmp_path):
+def test_run_resumes_with_another_sharding(tmp_path):
     claim_run_dir(lm_tiny().set(dir=str(tmp_path)))
     modifier = ParallelismModifier.default_config().set(fsdp=2).instantiate()
     cfg = modifier(lm_tiny().set(dir=str(tmp_path)))
@@ -156,7 +156,7 @@ def test_a_run_goes_on_with_another_layout_of_its_arrays(tmp_path):
     assert "partition_spec" not in str(caught.value)
 
 
-def test_a_file_that_is_no_config_belongs_to_another_run(tmp_path):
+def test_invalid_config_file_is_another_run(tmp_path):
     (tmp_path / CONFIG_FILE).write_text("1 +")
     with pytest.raises(RunDirError, match="belongs to a run with another config"):
         check_run_dir(run_config(tmp_path))

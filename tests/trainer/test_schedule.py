@@ -103,7 +103,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_values_are_those_that_users_know(name):
+def test_values_match_golden_values(name):
     make, expected = GOLDEN[name]
     actual = [float(make()(jnp.asarray(step))) for step in STEPS]
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
@@ -127,7 +127,7 @@ def test_a_number_a_function_and_a_config_are_schedules():
 
 
 @pytest.mark.parametrize("bad", ["0.1", [0.1], jnp.ones(2)])
-def test_something_else_is_no_schedule(bad):
+def test_non_schedule_is_rejected(bad):
     with pytest.raises(ScheduleError, match="a schedule is a number, a function from step"):
         schedule.as_schedule_fn(bad)
 
@@ -182,7 +182,7 @@ def test_warmup_stable_decay_is_linear_at_both_ends():
     np.testing.assert_allclose(actual, [1.0, 1.5, 2.0, 2.0, 2.0, 1.5, 1.0, 1.0], rtol=1e-6)
 
 
-def test_segments_are_given_by_their_lengths():
+def test_segments_are_set_by_lengths():
     ramp = schedule.polynomial(end_step=2, end_value=1.0)
     by_length = schedule.segment_wise([ramp, 0.5, ramp], segment_steps=[3, 4])
     by_start = schedule.stepwise([ramp, 0.5, ramp], [3, 7])
@@ -190,12 +190,12 @@ def test_segments_are_given_by_their_lengths():
         assert float(by_length(step)) == float(by_start(step))
 
 
-def test_ema_schedule_can_begin_later():
+def test_ema_schedule_step_offset():
     late = schedule.ema_schedule(0.9, warmup_steps=3, step_offset=10)
     assert [round(float(late(step)), 4) for step in (0, 10, 11, 12, 13)] == [0, 0, 0.5, 0.6667, 0.9]
 
 
-def test_no_warmup_begins_at_the_peak():
+def test_zero_warmup_starts_at_peak():
     assert float(schedule.constant_with_linear_warmup(0.5, warmup_steps=0)(0)) == 0.5
     assert float(schedule.cosine_with_linear_warmup(0.5, warmup_steps=0, max_step=9)(0)) == 0.5
 
@@ -243,6 +243,6 @@ def test_no_warmup_begins_at_the_peak():
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused(make, message):
+def test_inconsistent_arguments_are_rejected(make, message):
     with pytest.raises(ScheduleError, match=message):
         make()

@@ -34,14 +34,14 @@ def parts():
     return model.instantiate(parent=None), learner.instantiate(parent=None)
 
 
-def test_what_a_parameter_says_holds_for_the_state_of_its_optimizer(parts):
+def test_optimizer_state_follows_parameter_sharding(parts):
     layouts = partition_specs(state_specs(*parts))
     assert layouts.prng_key == P()
     assert layouts.model["weight"] == P(None, "model")
     assert P(None, "model") in jax.tree.leaves(layouts.learner)
 
 
-def test_a_state_begins_as_its_specs_say(parts):
+def test_new_state_matches_its_specs(parts):
     model, learner = parts
     specs = state_specs(model, learner)
     mesh = build_mesh((4, 2), ("data", "model"), jax.devices()[:8])
@@ -61,7 +61,7 @@ def test_a_state_begins_as_its_specs_say(parts):
     )
 
 
-def test_what_does_not_fit_the_mesh_is_named(parts):
+def test_mesh_mismatch_is_named(parts):
     mesh = build_mesh((1, 8), ("data", "model"), jax.devices()[:8])
     with pytest.raises(MeshError, match=r"model\.bias of shape \(4,\).* over model = 8"):
         state_shardings(mesh, state_specs(*parts))
@@ -79,13 +79,13 @@ def mesh():
     return build_mesh((4, 2), ("data", "model"), jax.devices()[:8])
 
 
-def test_what_the_input_says_of_its_layout_counts():
+def test_input_partition_spec_is_used():
     assert batch_partition(input_of(), ("data", "model")) == P(("data", "model"))
     own = input_of(partition_spec=P("model"))
     assert batch_partition(own, "data") == P("model")
 
 
-def test_batches_lie_over_the_mesh_as_their_shapes_say(mesh):
+def test_batches_are_sharded_like_their_shapes(mesh):
     input_ = input_of(total_num_batches=2)
     with jax.set_mesh(mesh), open_batches(input_, P("data"), mesh) as batches:
         batch, *rest = batches
@@ -97,7 +97,7 @@ def test_batches_lie_over_the_mesh_as_their_shapes_say(mesh):
         assert x.sharding.is_equivalent_to(shape.sharding, x.ndim)
 
 
-def test_whether_a_batch_divides_is_known_without_one(mesh):
+def test_batch_divisibility_needs_no_batch(mesh):
     with jax.set_mesh(mesh):
         check_batches(input_of(), P("data"))
         with pytest.raises(BatchShardingError, match="6"):

@@ -58,7 +58,7 @@ from weft.trainer.train_step import TrainerState
 from weft.trainer.trainer import SpmdTrainer
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, caplog):
+def test_damaged_checkpoint_is_named_and_skipped(tmp_path, caplog):
     cfg = Checkpointer.default_config().set(name="c", dir=str(tmp_path), keep_last_n=2)
     with cfg.instantiate(parent=None) as checkpointer:
         for step in (1, 2):
@@ -111,7 +111,7 @@ def shapes_of(cfg):
     return jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
 
 
-def test_a_run_begins_with_the_checkpoint_and_draws_its_adapters(base, tmp_path):
+def test_run_starts_from_checkpoint_and_draws_adapters(base, tmp_path):
     folder, cfg, params = base
     model = cfg.clone()
     set_lora_recursively(model, rank=2, alpha=4.0)
@@ -162,7 +162,7 @@ def test_exported_files_are_read_by_the_names_of_the_parameters(base, tmp_path):
         import_weights(str(path), zeros)
 
 
-def test_what_is_taken_gets_the_dtype_and_layout_of_the_run():
+def test_values_get_target_dtype_and_sharding():
     spec = jax.ShapeDtypeStruct((2,), jnp.bfloat16, sharding=jnp.ones(2).sharding)
     target = Builder.State(0, TrainerState(prng_key={}, model={"a": spec, "b": spec}, learner={}))
     pairs = [("model/a", "model/x/y")]
@@ -178,7 +178,7 @@ def test_what_is_taken_gets_the_dtype_and_layout_of_the_run():
 
 
 @pytest.mark.parametrize("scopes", [("y", "z"), ("y", ""), ("n", "z")], ids=str)
-def test_layers_with_other_parameters_are_refused(scopes):
+def test_mismatched_layers_are_rejected(scopes):
     with pytest.raises(StateBuilderError, match=r"has other parameters than the source"):
         traverse_and_set_target_state_parameters(
             target_state={"x": {"w": 1}, "y": {"w": 2, "b": 3}},
@@ -271,7 +271,7 @@ def test_a_whole_state_of_the_newest_or_of_any_step(saved):
     assert int(run_initial(by_dir, state_of(0.0, **WHOLE)).learner["ema"].count) == 10
 
 
-def test_a_part_is_read_under_another_name_and_the_rest_drawn(saved):
+def test_renamed_part_is_read_and_the_rest_drawn(saved):
     like = state_of(0.0, ema=False, head=layer(0.0))
     cfg = converted(
         saved,
@@ -363,7 +363,7 @@ def from_source(cls, **kwargs):
     ],
     ids=["the same name", "other names"],
 )
-def test_layers_of_another_model(saved, scope, expected):
+def test_layers_of_other_model(saved, scope, expected):
     like = state_of(0.0, ema=False, head=layer(0.0))
     state = run_initial(converted(saved, from_source(ModelStateScopeConverter, scope=scope)), like)
     found = [*state.model["decoder"].values(), state.model["head"]]
@@ -403,14 +403,14 @@ class OnePosition(BaseConverterFromPretrainedModel):
         return Builder.State(source.step, state, aux.built_keys | {"model/pos_emb/weight"})
 
 
-def test_a_converter_of_one_s_own_may_change_shapes(saved):
+def test_custom_converter_may_change_shapes(saved):
     like = state_of(0.0, ema=False, pos_emb={"weight": jnp.zeros((1, 1, 2))})
     state = run_initial(converted(saved, from_source(OnePosition)), like)
     np.testing.assert_array_equal(state.model["pos_emb"]["weight"], [[[12.0, 16.0]]])
     assert filled(state.model["decoder"]["a"]["weight"]) == -1
 
 
-def test_averages_of_what_the_model_lacks_are_left_out():
+def test_averages_of_unknown_parameters_are_pruned():
     state = state_of(1.0, extra=layer(3.0))
     model = {"decoder": state.model["decoder"]}
     builder = PruneEmaStateBuilder.default_config().set(name="b").instantiate(parent=None)
@@ -437,7 +437,7 @@ class Doubles(Builder):
         return Builder.State(0, state.trainer_state._replace(model=model))
 
 
-def test_a_builder_of_ones_own_that_works_on_what_was_drawn():
+def test_custom_builder_modifies_drawn_state():
     state = run_initial(Doubles.default_config(), state_of(0.0))
     assert filled(state.model["decoder"]["a"]["weight"]) == -2
     assert filled(state.learner["ema"].count) == -1
@@ -461,7 +461,7 @@ def test_shapes_that_differ_are_named(saved):
         run_initial(storage(saved), state_of(0.0))
 
 
-def test_nothing_selected_and_no_such_layer(saved):
+def test_empty_selection_and_missing_layer(saved):
     like = state_of(0.0, ema=False)
     with pytest.raises(StateBuilderError, match=r"no path of the state matches.*decoder/a/bias"):
         run_initial(converted(saved, merge(("decoder/.*", "source"))), like)
@@ -498,7 +498,7 @@ class Lies(Builder):
         return Builder.State(0, state.trainer_state, {"model/decoder/a/weight"})
 
 
-def test_a_builder_that_gives_no_array_is_named():
+def test_builder_returning_no_array_is_named():
     with pytest.raises(StateBuilderError, match=r"a Lies, lists 'model/decoder"):
         run_initial(Lies.default_config(), state_of(0.0))
 

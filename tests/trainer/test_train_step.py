@@ -6,7 +6,7 @@ from weft.trainer.model import cast_floats
 from weft.trainer.train_step import keep_state_uncast, loss_is_finite, opt_params
 
 
-def test_parameters_carry_what_their_specs_say_to_the_optimizer():
+def test_opt_params_carry_spec_fields():
     factors = FactorizationSpec(("row", "col"))
     specs = {"a": {"w": ParameterSpec((2, 2), factorization=factors, weight_decay_scale=0.5)}}
     made = opt_params({"a": {"w": jnp.ones((2, 2))}}, specs)["a"]["w"]
@@ -22,6 +22,6 @@ def test_state_keeps_its_dtype():
     assert (mixed["w"].dtype, mixed["mean"].dtype) == (jnp.bfloat16, jnp.float32)
 
 
-def test_a_loss_that_is_a_number():
+def test_scalar_loss():
     assert loss_is_finite(jnp.float32(1))
     assert not loss_is_finite(jnp.float32(jnp.inf))

@@ -153,7 +153,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(straight, tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (4, 2)])
-def test_a_mesh_changes_neither_losses_nor_parameters(straight, tmp_path, shape):
+def test_losses_and_parameters_match_on_mesh(straight, tmp_path, shape):
     trainer, recorder, _ = run(config(tmp_path, mesh_shape=shape), devices=8)
     np.testing.assert_allclose(
         list(recorder.losses.values()), list(straight[1].losses.values()), rtol=1e-4
@@ -229,7 +229,7 @@ def test_a_run_that_is_stopped_in_its_last_evaluation_ends_once(straight, tmp_pa
     assert listener.ends == ((4, "SIGTERM"),)
 
 
-def test_the_model_may_compute_in_another_dtype(straight, tmp_path):
+def test_train_dtype_is_configurable(straight, tmp_path):
     trainer, recorder, _ = run(config(tmp_path, train_dtype=jnp.bfloat16))
     weights = jax.tree.leaves(trainer.trainer_state.model)
     assert {w.dtype for w in weights} == {jnp.dtype(jnp.float32)}
@@ -284,21 +284,21 @@ def test_training_continues_on_a_full_disk(failing_at, tmp_path, caplog):
     assert next(json.loads(x) for x in text.splitlines() if "failed_saves" in x)["step"] == 2
 
 
-def test_a_run_whose_last_step_is_not_saved_fails(failing_at, caplog):
+def test_run_without_saved_last_step_fails(failing_at, caplog):
     trainer = failing_at(4, lacks_room=True)
     with pytest.raises(CheckpointSaveError, match="4 cannot be saved"):
         trainer.run()
     assert trainer.checkpointer.checkpoint_steps(trainer.checkpointer.config.dir) == [2]
 
 
-def test_a_save_that_fails_for_another_reason_fails_the_run(failing_at):
+def test_other_save_errors_fail_the_run(failing_at):
     trainer = failing_at(2, lacks_room=False)
     with pytest.raises(CheckpointSaveError, match="2 cannot be saved"):
         trainer.run()
     assert trainer.step == 2
 
 
-def test_initial_state_from_parts_of_another_run(straight, tmp_path):
+def test_initial_state_from_another_run(straight, tmp_path):
     """Its decoder but for one layer; the rest is drawn, and the run begins at step 0."""
     cfg = config(tmp_path, seed=5)
     cfg.init_state_builder = RestoreAndConvertBuilder.default_config().set(
@@ -352,7 +352,7 @@ def test_config_errors_precede_the_run_directory(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_of_another_config_is_refused(straight):
+def test_directory_of_other_config_is_rejected(straight):
     trainer = straight[0]
     other = config(trainer.config.dir)
     other.model.decoder.dim = 32

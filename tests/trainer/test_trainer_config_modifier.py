@@ -36,7 +36,7 @@ def test_the_mesh_shape():
     assert modified(MeshShapeModifier, mesh_shape=hybrid).mesh_shape == hybrid
 
 
-def test_what_is_computed_again():
+def test_remat_policies():
     spec = RematSpec(prevent_cse=False)
     cfg = modified(RematSpecModifier, remat_policies={LAYER: spec})
     assert cfg.get_recursively(LAYER).remat_spec == spec
@@ -55,7 +55,7 @@ def test_layouts_of_weights_and_of_activations():
     assert linear.output_partition_spec == ("data", None, "model")
 
 
-def test_a_config_in_the_place_of_another():
+def test_config_replacement():
     norm = LayerNorm.default_config().set(eps=0.1)
     path = f"{LAYER}.feed_forward.norm"
     cfg = modified(ModuleConfigModifier, target_config=path, modification=norm)
@@ -88,7 +88,7 @@ class Wider(TransformerFeedForwardLayer):
     """A feed-forward layer of a project's own."""
 
 
-def test_a_replacement_keeps_what_lay_inside():
+def test_replacement_keeps_nested_fields():
     cfg = modified(
         ReplaceLayerConfigModifier,
         target_cls=TransformerFeedForwardLayer,
@@ -149,7 +149,7 @@ def test_a_rule_of_several_modifiers_survives_the_config_text():
     ],
     ids=["remat", "no config", "field", "module", "class"],
 )
-def test_a_modifier_that_matches_nothing(modifier, fields, message):
+def test_unmatched_modifier(modifier, fields, message):
     with pytest.raises(ConfigModifierError, match=message):
         modified(modifier, **fields)
 
@@ -195,13 +195,13 @@ def test_modifiers_change_a_copy_in_their_order():
     assert apply_config_modifiers(config()).max_step == 5
 
 
-def test_a_trainer_is_made_of_what_they_give():
+def test_trainer_uses_modified_config():
     trainer = config(LONGER).instantiate(parent=None, devices=jax.devices()[:1])
     assert trainer.config.max_step == 8
     assert list(trainer.config.config_modifiers) == []
 
 
-def test_the_command_line_sees_the_config_that_is_run(tmp_path):
+def test_command_line_shows_modified_config(tmp_path):
     cfg = load_config("lm-tiny", ["max_step=3"])
     assert cfg.max_step == 3
     file = tmp_path / "config.txt"

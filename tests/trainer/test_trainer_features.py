@@ -198,7 +198,7 @@ def test_a_run_stops_early_and_evaluates_at_its_end(straight):
 
 
 @pytest.mark.long
-def test_a_run_that_was_cut_has_counted_all_that_the_other_has(straight, tmp_path):
+def test_resumed_run_has_equal_counters(straight, tmp_path):
     whole, one, _, directory = straight
     step = one.end[0]
     cut_at = (step - 1) // SAVE_EVERY * SAVE_EVERY
@@ -221,7 +221,7 @@ def test_a_run_that_was_cut_has_counted_all_that_the_other_has(straight, tmp_pat
 
 
 @pytest.mark.long
-def test_what_a_run_with_everything_leaves(straight):
+def test_state_after_run_with_all_features(straight):
     trainer, recorder, _, directory = straight
     step = recorder.end[0]
     state = trainer.trainer_state.learner
@@ -267,7 +267,7 @@ def lowered(cfg):
     return state.learner, outputs, text
 
 
-def test_parameters_are_computed_with_in_the_dtypes_of_their_paths(tmp_path):
+def test_train_dtype_is_set_by_parameter_path(tmp_path):
     train_dtype = config_for_function(per_param_train_dtype_by_path).set(
         default_dtype=jnp.bfloat16, update_rules=[(".*/bias", None)]
     )
@@ -276,7 +276,7 @@ def test_parameters_are_computed_with_in_the_dtypes_of_their_paths(tmp_path):
     assert "tensor<1xbf16>" not in text
 
 
-def test_what_is_off_is_no_part_of_the_step(tmp_path):
+def test_disabled_features_are_not_traced(tmp_path):
     state, outputs, _ = lowered(config(tmp_path))
     assert sorted(state) == ["optimizer"]
     assert sorted(outputs) == ["aux", "loss", "summaries"]

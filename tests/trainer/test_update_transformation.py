@@ -25,7 +25,7 @@ from weft.trainer.update_transformation import (
 
 
 @pytest.mark.parametrize("method", ["init", "create_state_partition_specs"])
-def test_a_learner_module_says_what_to_define(method):
+def test_learner_module_is_abstract(method):
     module = LearnerModule.default_config().set(name="m").instantiate(parent=None)
     with pytest.raises(NotImplementedError, match=f"LearnerModule must define `{method}`"):
         getattr(module, method)({})
@@ -80,7 +80,7 @@ class TestMasks:
 
 
 class TestUpdates:
-    def test_what_it_knows_of_the_parameters(self):
+    def test_param_values_and_specs(self):
         values, specs = make_updates().param_values(), make_updates().param_specs()
         np.testing.assert_array_equal(values["a"]["w"], [1.0, 2.0])
         assert specs["a"]["w"] == ParameterSpec(
@@ -96,7 +96,7 @@ class TestUpdates:
         np.testing.assert_array_equal(values["a"]["w"], [1.5, 1.0])
         assert (float(values["b"]), values["b"].dtype) == (7.0, jnp.float32)
 
-    def test_what_is_masked_stays(self):
+    def test_masked_values_stay(self):
         values = make_updates().mask({"a": {"w": False}, "b": True}, fields=("delta_updates",))
         np.testing.assert_array_equal(values.updated_values()["a"]["w"], [1.0, 2.0])
 
@@ -138,7 +138,7 @@ class TestWrapped:
         specs = tx.create_state_partition_specs(SPECS)
         assert isinstance(specs.trace["b"], OptStateSpec)
 
-    def test_an_object_serves_as_well_as_a_config(self):
+    def test_object_may_replace_config(self):
         cfg = WrappedPartitionedGradientTransformation.default_config()
         tx = make(cfg.set(transformation=optimizers.scale(2.0)))
         updates, _, _ = transform(tx, make_updates(), tx.init(PARAMS))
@@ -148,7 +148,7 @@ class TestWrapped:
         cfg = ConditionalUpdateTransformation.default_config()
         assert as_update_transformation(cfg) is cfg
 
-    def test_what_makes_no_optimizer_is_refused(self):
+    def test_non_optimizer_is_rejected(self):
         with pytest.raises(TransformationTypeError, match=r"got 1\.0 of type float"):
             make(as_update_transformation(config_for_function(float).set(x=1.0)))
 
@@ -193,7 +193,7 @@ class TestConditional:
     def make(self, inner=TRACE, **kwargs):
         return make(ConditionalUpdateTransformation.default_config().set(inner=inner, **kwargs))
 
-    def test_steps_that_are_left_out_change_nothing(self):
+    def test_skipped_steps_change_nothing(self):
         tx = self.make(update_schedule=lambda step: step != 1)
         state, deltas = tx.init(PARAMS), []
         for _ in range(3):
@@ -219,7 +219,7 @@ class TestConditional:
         _, _, summaries = transform(tx, make_updates(), state)
         assert not bool(summaries["should_update"])
 
-    def test_replacements_of_the_inner_transformation_wait_as_well(self):
+    def test_inner_replacements_follow_the_schedule(self):
         inner = OverrideInplaceUpdateTransformation.default_config().set(
             transformation=TRACE, rules=["a/w"]
         )
@@ -231,13 +231,13 @@ class TestConditional:
         second, _, _ = transform(tx, updates, state)
         np.testing.assert_array_equal(second.updated_values()["a"]["w"], GRADS["a"]["w"])
 
-    def test_the_layout_has_what_the_state_has(self):
+    def test_specs_match_the_state(self):
         tx = self.make()
         specs = tx.create_state_partition_specs(SPECS)
         assert jax.tree.structure(specs) == jax.tree.structure(tx.init(PARAMS))
 
 
-def test_an_abstract_transformation_says_what_to_define():
+def test_abstract_transformation_names_method():
     tx = make(UpdateTransformation.default_config())
     with pytest.raises(NotImplementedError, match="must define `transform_update`"):
         tx(make_updates())

@@ -114,7 +114,7 @@ def test_a_step_is_saved_once_and_in_order_unless_overwritten(tmp_path):
     assert restore_checkpoint(tmp_path, "") == "again"
 
 
-def test_arrays_and_directories_go_with_their_checkpoint(tmp_path):
+def test_arrays_and_directories_are_removed_with_it(tmp_path):
     save(tmp_path, 1)
     orbax_directory(tmp_path / "checkpoint_1_gda", ["w"])
     orbax_directory(tmp_path / "checkpoint_2")
@@ -126,7 +126,7 @@ def test_arrays_and_directories_go_with_their_checkpoint(tmp_path):
     assert restore_checkpoint(tmp_path, None) == {"step": 2}
 
 
-def test_directories_of_others_are_not_removed(tmp_path):
+def test_foreign_directories_are_kept(tmp_path):
     orbax_directory(tmp_path / "checkpoint_2", ["thesis.tex"])
     assert save(tmp_path, 3) == ["checkpoint_2", "checkpoint_3"]
     with pytest.raises(
@@ -215,7 +215,7 @@ print("done")
 
 
 @pytest.mark.long
-def test_an_array_of_two_processes_does_not_go_into_one_file(tmp_path):
+def test_multiprocess_array_cannot_be_saved_to_one_file(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -362,7 +362,7 @@ def test_arrays_of_several_processes_need_a_target(arrays_checkpoint):
         restore_checkpoint(directory, {"w": over_devices(4, 2), "l": [np.zeros(2), 0]})
 
 
-def test_arrays_of_several_processes_that_are_gone_or_damaged(arrays_checkpoint):
+def test_missing_or_damaged_multiprocess_arrays(arrays_checkpoint):
     directory, _ = arrays_checkpoint
     target = {"w": over_devices(4, 2), "l": [jnp.zeros(2), 0]}
     arrays = directory / "checkpoint_7_gda"
@@ -396,7 +396,7 @@ def test_damaged_files_and_directories(tmp_path):
         restore_checkpoint(tmp_path, None)
 
 
-def test_a_layout_that_does_not_fit_is_no_damage(orbax_checkpoint):
+def test_invalid_sharding_is_not_damage(orbax_checkpoint):
     directory, tree = orbax_checkpoint
     with pytest.raises(ValueError, match="evenly divide") as raised:
         restore_checkpoint(directory, {**tree, "pair": Pair(over_devices(3), [0, 0])})
@@ -404,7 +404,7 @@ def test_a_layout_that_does_not_fit_is_no_damage(orbax_checkpoint):
 
 
 @pytest.mark.parametrize("package", ["orbax.checkpoint", "tensorstore"])
-def test_without_its_package_the_error_names_the_extra(arrays_checkpoint, monkeypatch, package):
+def test_missing_package_names_the_extra(arrays_checkpoint, monkeypatch, package):
     directory, _ = arrays_checkpoint
     (directory / "checkpoint_8").mkdir()
     (directory / "checkpoint_8" / "_METADATA").touch()

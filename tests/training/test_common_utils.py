@@ -71,7 +71,7 @@ def test_reads_ahead():
         assert read.wait(10)
 
 
-def test_an_error_is_raised_where_it_happened():
+def test_error_is_raised_in_order():
     def source():
         yield 0
         raise OSError("record 1 is broken")
@@ -83,7 +83,7 @@ def test_an_error_is_raised_where_it_happened():
             next(elements)
 
 
-def test_nothing_comes_after_close():
+def test_close_ends_iteration():
     elements = PrefetchIterator(range(5))
     assert next(elements) == 0
     elements.close()

@@ -25,7 +25,7 @@ def made(params, cls=TrainState, tx=None, **kwargs):
     return cls.create(apply_fn=None, params=params, tx=tx or optax.sgd(0.5), **kwargs)
 
 
-def test_a_step_moves_params_and_counts():
+def test_step_updates_params_and_count():
     state = made({"w": jnp.ones(2)}, tx=optax.sgd(0.5, momentum=0.9))
     step = jax.jit(lambda s, g: s.apply_gradients(grads=g))
     state = step(step(state, {"w": jnp.ones(2)}), {"w": jnp.zeros(2)})
@@ -33,7 +33,7 @@ def test_a_step_moves_params_and_counts():
     np.testing.assert_allclose(state.params["w"], 1 - 0.5 - 0.5 * 0.9, rtol=1e-5)
 
 
-def test_further_fields_are_set_with_the_step():
+def test_extra_fields_are_set_with_step():
     state = made({"w": jnp.ones(2)}, WithStats, batch_stats={"mean": 0})
     state = state.apply_gradients(grads={"w": jnp.ones(2)}, batch_stats={"mean": 1})
     assert state.batch_stats == {"mean": 1}
@@ -91,7 +91,7 @@ def test_value_and_gradients_are_not_scaled():
     assert result.grad[1] == 5.0
 
 
-def test_the_rest_of_the_result_comes_with_the_value():
+def test_has_aux_returns_aux_with_value():
     def with_rest(x, y):
         return loss(x, y), {"x": x}
 
@@ -126,7 +126,7 @@ def test_the_scale_grows_after_finite_steps_and_falls_after_others():
 
 
 @pytest.mark.parametrize("minimum, expected", [(3.0, 3.0), (None, 2.0)])
-def test_the_scale_falls_no_lower_than_asked(minimum, expected):
+def test_minimum_scale_is_respected(minimum, expected):
     dynamic = DynamicScale(scale=4.0, minimum_scale=minimum)
     assert dynamic.value_and_grad(loss)(jnp.nan * X).dynamic_scale.scale == expected
 
@@ -154,7 +154,7 @@ def after(stopping, *metrics):
     return stopping
 
 
-def test_stops_when_patience_is_over():
+def test_stops_after_patience():
     stopping = EarlyStopping(min_delta=0.1, patience=2)
     assert not after(stopping, 1.0, 0.95, 0.94).should_stop
     stopped = after(stopping, 1.0, 0.95, 0.94, 0.93)
@@ -169,12 +169,12 @@ def test_no_patience_stops_at_once():
     assert not after(EarlyStopping(), 1.0, 0.5).should_stop
 
 
-def test_reset_keeps_what_it_was_made_with():
+def test_reset_keeps_the_options():
     stopping = EarlyStopping(min_delta=0.1, patience=2)
     assert after(stopping, 1.0, 2.0, 3.0, 4.0).reset() == stopping
 
 
-def test_not_a_number_is_no_improvement():
+def test_nan_is_not_an_improvement():
     stopping = after(EarlyStopping(patience=5), math.nan, 1.0)
     assert stopping.has_improved and stopping.best_metric == 1.0
     assert not stopping.update(math.nan).has_improved

@@ -51,13 +51,13 @@ def test_steps_are_read_from_paths():
     assert Listed.latest_checkpoint_path("runs") == "runs/step_00000010"
 
 
-def test_without_a_checkpoint_there_is_no_latest(monkeypatch):
+def test_missing_latest_checkpoint(monkeypatch):
     monkeypatch.setattr(Listed, "checkpoint_paths", classmethod(lambda cls, base_dir: []))
     with pytest.raises(CheckpointNotFoundError, match="runs"):
         Listed.latest_checkpoint_path("runs")
 
 
-def test_a_block_stops_it_and_tells_it_of_an_exception():
+def test_context_manager_stops_with_the_exception():
     checkpointer = Listed.default_config().set(name="c", dir="runs").instantiate(parent=None)
     with checkpointer:
         pass
@@ -122,7 +122,7 @@ def check_restored(step, state, expected):
 # Saving and restoring.
 
 
-def test_the_newest_is_restored_or_the_one_asked_for(make):
+def test_newest_or_requested_step_is_restored(make):
     save_steps(make(keep_last_n=3), 1, 2, 3)
     checkpointer = make()
     check_restored(*checkpointer.restore(state=target()), 3)
@@ -132,7 +132,7 @@ def test_the_newest_is_restored_or_the_one_asked_for(make):
     assert Checkpointer.latest_checkpoint_path(checkpointer.config.dir) == checkpointer.ckpt_dir(3)
 
 
-def test_without_a_checkpoint_the_state_is_given_back(make):
+def test_no_checkpoint_returns_the_state(make):
     checkpointer, state = make(), target()
     step, restored = checkpointer.restore(state=state)
     assert step is None
@@ -145,7 +145,7 @@ def test_without_a_checkpoint_the_state_is_given_back(make):
         checkpointer.restore(step=3, state=state)
 
 
-def test_a_step_that_is_not_there(make):
+def test_missing_step(make):
     checkpointer = make(keep_last_n=2)
     save_steps(checkpointer, 10, 20)
     with pytest.raises(CheckpointNotFoundError, match=r"of step 15 .*There are: 10, 20"):
@@ -167,7 +167,7 @@ def test_the_policy_decides_unless_it_is_forced_and_no_step_is_saved_twice(make)
     assert not again.save(step=3, state=state_of(3), force=True)
 
 
-def test_the_policy_sees_what_the_evalers_found(make):
+def test_policy_gets_evaler_summaries(make):
     policy = BestMetricPolicy.default_config().set(metric=EvalMetric("valid", "accuracy"))
     checkpointer = make(save_policy=policy, keep_last_n=9)
     saved = [
@@ -206,14 +206,14 @@ def test_states_that_do_not_fit(make):
     assert (step, restored["w"].dtype) == (5, jnp.bfloat16)
 
 
-def test_a_state_that_cannot_be_saved_is_an_error_of_its_own(make):
+def test_unsavable_state_raises(make):
     checkpointer = make()
     with pytest.raises(CheckpointStateError, match="type object at 'x'"):
         checkpointer.save(step=1, state={"x": object()})
     assert os.listdir(checkpointer.config.dir) == []
 
 
-def test_a_synchronous_save_stands_when_it_returns_and_raises_what_went_wrong(make, monkeypatch):
+def test_synchronous_save_commits_or_raises(make, monkeypatch):
     checkpointer = make(asynchronous=False)
     for step in (1, 2):
         assert checkpointer.save(step=step, state=state_of(step))
@@ -252,7 +252,7 @@ def test_a_filter_leaves_parts_of_the_state_out(make, container):
 # Which are kept.
 
 
-def test_the_newest_are_kept_and_those_far_enough_apart(make):
+def test_newest_and_spaced_steps_are_kept(make):
     checkpointer = make(keep_last_n=2, keep_every_n_steps=30)
     save_steps(checkpointer, *range(10, 101, 10))
     assert steps_in(checkpointer) == [10, 40, 70, 90, 100]
@@ -265,7 +265,7 @@ def test_by_default_one_is_kept(make):
     assert os.listdir(checkpointer.config.dir) == ["step_00000003"]
 
 
-def test_the_best_is_kept_while_the_newest_come_and_go(make):
+def test_best_is_kept_while_newest_are_removed(make):
     best = KeepBest.default_config().set(metric=EvalMetric("valid", "loss"), mode="min")
     checkpointer = make(keep_last_n=2, keep_best=best)
     left = []
@@ -299,7 +299,7 @@ def test_all_rules_together(make, monkeypatch):
     assert steps_in(checkpointer) == [10, 40, 50, 70, 90, 100]
 
 
-def test_the_best_by_a_metric_that_nobody_reports(make):
+def test_keep_best_of_unreported_metric(make):
     best = KeepBest.default_config().set(metric=EvalMetric("valid", "los"))
     checkpointer = make(keep_best=best)
     with pytest.raises(CheckpointPolicyError, match=r"checkpointer.keep_best uses 'los'.*loss"):
@@ -307,13 +307,13 @@ def test_the_best_by_a_metric_that_nobody_reports(make):
     assert checkpointer.save(step=2, state=state_of(2))  # it did not run
 
 
-def test_removals_can_be_rarer(make):
+def test_garbage_collection_interval(make):
     checkpointer = make(gc_loop_interval_seconds=3600)
     save_steps(checkpointer, 1, 2, 3)
     assert steps_in(checkpointer) == [1, 2, 3]
 
 
-def test_what_is_ahead_of_the_run_does_not_push_out_what_it_stands_on(make):
+def test_later_checkpoints_do_not_displace_the_restored(make):
     save_steps(make(keep_last_n=9), 10, 20, 30)
     checkpointer = make(keep_last_n=1)
     checkpointer.restore(step=10, state=target())
@@ -321,19 +321,19 @@ def test_what_is_ahead_of_the_run_does_not_push_out_what_it_stands_on(make):
     assert steps_in(checkpointer) == [15, 20, 30]
 
 
-def test_reading_removes_nothing(make):
+def test_restore_keeps_all_steps(make):
     save_steps(make(keep_last_n=9), 1, 2, 3)
     with make(keep_last_n=1) as reader:
         reader.restore(state=target())
     assert steps_in(reader) == [1, 2, 3]
 
 
-def test_none_kept_is_refused(make):
+def test_keeping_none_fails(make):
     with pytest.raises(CheckpointPolicyError, match="checkpointer: keep_last_n=0; expected 1"):
         make(keep_last_n=0)
 
 
-def test_an_old_one_that_cannot_be_removed_is_reported(make, monkeypatch, caplog):
+def test_failed_removal_is_reported(make, monkeypatch, caplog):
     def refuse(path):
         raise PermissionError("not yours")
 
@@ -399,7 +399,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_restored(make, dama
     check_restored(*checkpointer.restore(step=3, state=target()), 3)
 
 
-def test_if_all_are_damaged_there_is_no_silent_new_beginning(make):
+def test_all_damaged_raises(make):
     checkpointer = make(keep_last_n=3)
     save_steps(checkpointer, 1, 2)
     for step in (1, 2):
@@ -412,7 +412,7 @@ def test_if_all_are_damaged_there_is_no_silent_new_beginning(make):
         assert f"step_0000000{step} ({name}: its content has changed)" in str(error.value)
 
 
-def test_all_processes_pass_over_what_another_one_found_damaged(make, monkeypatch, caplog):
+def test_all_processes_skip_a_checkpoint_damaged_for_one(make, monkeypatch, caplog):
     save_steps(make(keep_last_n=2), 1, 2)
     answers = iter([1, 0, 0])  # of all about step 2, about step 1, about the arrays of step 1
     monkeypatch.setattr(module, "max_over_processes", lambda mine: next(answers))
@@ -433,7 +433,7 @@ def test_a_damaged_one_does_not_count_as_kept(make):
 # Failures.
 
 
-def test_a_directory_that_cannot_be_made(make, tmp_path):
+def test_unwritable_directory(make, tmp_path):
     (tmp_path / "ckpts").write_text("a file is in the way")
     with pytest.raises(
         CheckpointSaveError, match=r"step 1 could not be saved in .*checkpoints: none"
@@ -441,7 +441,7 @@ def test_a_directory_that_cannot_be_made(make, tmp_path):
         make().save(step=1, state=state_of(1))
 
 
-def test_what_goes_wrong_in_another_process_goes_wrong_here(make, monkeypatch):
+def test_failure_in_another_process_raises_here(make, monkeypatch):
     checkpointer = make()
     with monkeypatch.context() as patch:
         patch.setattr(module, "broadcast_from_first", lambda mine: 1)
@@ -457,9 +457,7 @@ def test_what_goes_wrong_in_another_process_goes_wrong_here(make, monkeypatch):
         assert found.value.lacks_room is lacks_room
 
 
-def test_a_save_that_fails_in_the_background_comes_up_and_the_next_goes_on(
-    make, monkeypatch, caplog
-):
+def test_failed_background_save_raises_and_next_succeeds(make, monkeypatch, caplog):
     checkpointer = make(keep_last_n=1)
     save_steps(checkpointer, 1)
 
@@ -482,7 +480,7 @@ def test_a_save_that_fails_in_the_background_comes_up_and_the_next_goes_on(
     assert steps_in(checkpointer) == [3]
 
 
-def test_a_failure_comes_up_when_one_waits_and_the_step_can_be_saved_again(make, monkeypatch):
+def test_wait_raises_failure_and_step_can_be_saved_again(make, monkeypatch):
     checkpointer = make()
     with monkeypatch.context() as patch:
         patch.setattr(module.dirs, "commit_dir", lambda path: 1 / 0)
@@ -530,14 +528,14 @@ def index_writer(note):
     return write
 
 
-def test_an_index_writer_of_ones_own(make):
+def test_custom_index_writer(make):
     checkpointer = make(index_writer=config_for_function(index_writer).set(note="hi"))
     save_steps(checkpointer, 4)
     assert "note" in os.listdir(checkpointer.ckpt_dir(4))
     check_restored(*checkpointer.restore(state=target()), 4)
 
 
-def test_a_summary_writer_is_told(make, read_events, tmp_path):
+def test_summary_writer_logs_it(make, read_events, tmp_path):
     checkpointer = make(summary_writer=SummaryWriter.default_config())
     save_steps(checkpointer, 4)
     checkpointer.restore(state=target())
@@ -557,7 +555,7 @@ def test_cleanup(make):
     assert steps_in(checkpointer) == [2]
 
 
-def test_what_killed_processes_left_is_cleared_by_the_next_save(make):
+def test_next_save_removes_leftovers_of_killed_processes(make):
     checkpointer = make()
     save_steps(checkpointer, 1)
     shutil.copytree(checkpointer.ckpt_dir(1), checkpointer.ckpt_dir(2) + ".tmp")
@@ -568,7 +566,7 @@ def test_what_killed_processes_left_is_cleared_by_the_next_save(make):
     assert os.listdir(checkpointer.config.dir) == ["step_00000002"]
 
 
-def test_typed_keys_and_sharded_arrays_go_through(make):
+def test_typed_keys_and_sharded_arrays_round_trip(make):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     w = jax.device_put(np.random.default_rng(0).random((16, 4), np.float32), sharding)

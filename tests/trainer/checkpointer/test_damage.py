@@ -140,7 +140,7 @@ def check_is_of(restored, step):
     assert (restored["it"].position, restored["next_step"]) == (step, step + 1)
 
 
-def test_a_directory_under_the_name_of_another_step_is_damage(steps, tmp_path):
+def test_directory_of_another_step_is_damage(steps, tmp_path):
     shutil.copytree(steps, tmp_path / "c")
     shutil.copytree(steps / "step_00000001", tmp_path / "c" / "step_00000003")
     with config(tmp_path / "c").instantiate(parent=None) as checkpointer:
@@ -149,7 +149,7 @@ def test_a_directory_under_the_name_of_another_step_is_damage(steps, tmp_path):
     assert found.damage == ("manifest.json: was written for step 1, not 3",)
 
 
-def test_damage_in_what_nobody_asks_for_counts_too(steps, tmp_path):
+def test_damage_in_unused_arrays_is_detected(steps, tmp_path):
     shutil.copytree(steps, tmp_path / "c")
     flip_a_bit(tmp_path / "c" / "step_00000002" / "arrays" / "half" / "0")
     part = config(tmp_path / "c").set(validation=CheckpointValidationType.CONTAINS_STATE)
@@ -239,7 +239,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("header", HEADERS)
-def test_headers_that_ask_for_more_than_numbers_are_refused(stranger, header):
+def test_headers_of_non_numeric_dtypes_are_rejected(stranger, header):
     cfg, step_dir, state = stranger
     with_header(step_dir, **HEADERS[header])
     write_manifest(str(step_dir), facts={"step": 1})
@@ -259,7 +259,7 @@ def test_json_without_end(stranger):
         (step_dir / name).write_text(whole)
 
 
-def test_names_that_lead_out_of_the_directory_are_only_names(stranger, tmp_path):
+def test_path_traversal_names_stay_inside(stranger, tmp_path):
     cfg, step_dir, _ = stranger
     np.save(tmp_path / "secret.npy", np.ones(3))
     index = json.loads((step_dir / "index").read_text())

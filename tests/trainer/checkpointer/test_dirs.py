@@ -46,7 +46,7 @@ def test_only_directories_of_checkpoints_are_listed_in_order(tmp_path):
     assert dirs.step_dirs(str(tmp_path / "nowhere")) == {}
 
 
-def test_what_is_not_found_is_said_with_what_is(tmp_path):
+def test_not_found_error_lists_existing(tmp_path):
     assert "no checkpoint in" in str(dirs.not_found_error(str(tmp_path), 3))
     make(tmp_path, "step_00000100", "step_00000200")
     assert "no checkpoint of step 3 in" in str(dirs.not_found_error(str(tmp_path), 3))
@@ -85,7 +85,7 @@ def test_renames_are_on_the_disk_before_anything_is_deleted(tmp_path, monkeypatc
     assert [len(names) for names in synced] == [2, 1]
 
 
-def test_tidying_up_after_a_kill(tmp_path):
+def test_cleanup_after_a_kill(tmp_path):
     make(
         tmp_path,
         "step_00000010",
@@ -102,7 +102,7 @@ def test_tidying_up_after_a_kill(tmp_path):
     assert (tmp_path / "step_00000040" / "file").read_text() == "step_00000040"
 
 
-def test_files_and_links_with_such_names_make_way(tmp_path):
+def test_leftover_files_and_links_are_removed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "step_00000020.old").symlink_to(tmp_path / "elsewhere")
     for suffix in (".tmp", ".old", ".trash"):
@@ -142,12 +142,12 @@ def write(process, work=lambda: None):
         work()
 
 
-def test_one_process_waits_for_nobody_and_leaves_nothing(tmp_path):
+def test_single_process_commits_without_files(tmp_path):
     write(CommitGroup(str(tmp_path)))
     assert os.listdir(tmp_path) == []
 
 
-def test_the_first_is_done_when_all_are(process, tmp_path):
+def test_first_waits_for_all(process, tmp_path):
     go_on, first, second, third = threading.Event(), *map(process, range(3))
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(write, first), pool.submit(write, second, go_on.wait)]
@@ -164,7 +164,7 @@ def test_the_first_is_done_when_all_are(process, tmp_path):
     [(OSError(errno.ENOSPC, "No space left"), errno.ENOSPC), (ValueError("bad"), errno.EIO)],
     ids=["full", "other"],
 )
-def test_the_first_hears_of_anothers_failure(process, error, number):
+def test_first_raises_failure_of_others(process, error, number):
     def fail():
         raise error
 
@@ -176,7 +176,7 @@ def test_the_first_hears_of_anothers_failure(process, error, number):
     assert found.value.errno == number
 
 
-def test_a_process_that_never_comes(process, monkeypatch):
+def test_missing_process(process, monkeypatch):
     monkeypatch.setattr(module, "_BARRIER_SECONDS", 0.05)
     with pytest.raises(
         TimeoutError, match=r"process 1 of 3 has not written its part .* within 0 s"
@@ -204,5 +204,5 @@ def caused(cause):
     ],
     ids=["ENOSPC", "EDQUOT", "EFBIG", "tensorstore", "cause", "EIO", "permission", "none"],
 )
-def test_whether_it_is_for_lack_of_room(error, expected):
+def test_is_disk_full(error, expected):
     assert is_disk_full(error) is expected

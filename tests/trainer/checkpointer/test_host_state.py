@@ -25,7 +25,7 @@ class Iterator:
         self.state = state
 
 
-def test_what_is_savable():
+def test_savable_types():
     assert isinstance(Iterator(), PythonSavable)
     assert not isinstance(np.zeros(3), PythonSavable)
     assert not isinstance({"get_state": 1}, PythonSavable)
@@ -34,7 +34,7 @@ def test_what_is_savable():
 @pytest.mark.parametrize(
     "state", [{"next_index": 5, "shards": [1, None, 2.5, "x"]}, b"\x00\xff bytes", 3, None]
 )
-def test_states_come_back(tmp_path, state):
+def test_states_round_trip(tmp_path, state):
     paths = ["input_iter", "a/b", "../../x", "ä b"]
     maybe_save_python_savables(
         {**{path: Iterator(state) for path in paths}, "array": np.zeros(3)}, dir=str(tmp_path)
@@ -59,13 +59,13 @@ def test_other_states_are_refused(tmp_path):
         maybe_save_python_savables({"it": Iterator({"s": {1, 2}})}, dir=str(tmp_path))
 
 
-def test_a_state_that_is_not_there(tmp_path):
+def test_missing_state(tmp_path):
     with pytest.raises(CheckpointStructureError, match="no state of 'it' for process 0 of 1"):
         maybe_restore_python_savables({"it": Iterator()}, dir=str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_another_number_of_processes_restores_what_all_wrote_alike(tmp_path, monkeypatch, same):
+def test_equal_states_restore_on_other_process_counts(tmp_path, monkeypatch, same):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     for process in (0, 1):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
@@ -93,7 +93,7 @@ class Counter:
         self.count = state["count"]
 
 
-def test_parts_go_on_from_what_was_saved_by_name():
+def test_parts_resume_by_name():
     saved = json.loads(json.dumps(RunState({"a": Counter(3), "gone": Counter(4)}).get_state()))
     a, new = Counter(), Counter(7)
     RunState({"a": a, "new": new, "stateless": print, "none": None}).set_state(saved)

@@ -101,7 +101,7 @@ def test_the_spec_of_a_state_is_nested_and_has_layouts(tmp_path):
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_the_spec_knows_the_kinds_of_keys(tmp_path, impl):
+def test_spec_keeps_key_dtypes(tmp_path, impl):
     key = jax.random.key(0, impl=impl)
     write_index_file(ckpt_dir=str(tmp_path), index=build_index({"key": key}))
     assert read_state_spec(str(tmp_path))["key"].dtype == key.dtype
@@ -110,7 +110,7 @@ def test_the_spec_knows_the_kinds_of_keys(tmp_path, impl):
 @pytest.mark.parametrize(
     "text", [None, "", "[]", '{"version": 2, "index": []}', '{"version": 1, "index": [1]}']
 )
-def test_what_is_no_index_is_damage(tmp_path, text):
+def test_invalid_index_is_damage(tmp_path, text):
     if text is not None:
         (tmp_path / "index").write_text(text)
     with pytest.raises(DamagedCheckpointError, match="index' cannot be read as the index"):
@@ -122,7 +122,7 @@ def test_two_leaves_of_one_path_are_refused():
         flatten_state({"a": {"b": 1}, "a/b": 2})
 
 
-def test_objects_that_no_checkpoint_takes_are_named():
+def test_unsupported_objects_are_named():
     with pytest.raises(CheckpointStateError, match=r"type object at 'a/0'.*get_state"):
         build_index({"a": [object()]})
 
@@ -150,7 +150,7 @@ def test_values_layouts_and_the_order_of_paths_may_differ():
     json.dumps(other)
 
 
-def test_a_path_that_the_checkpoint_lacks_is_always_an_error():
+def test_missing_path_is_always_an_error():
     wanted = {**BASE, "model/wieght": entry(2, 3)}
     del wanted["model/weight"]
     for validation in CheckpointValidationType:
@@ -162,7 +162,7 @@ def test_a_path_that_the_checkpoint_lacks_is_always_an_error():
         assert "configs that it was saved with" in text
 
 
-def test_what_only_the_checkpoint_has_is_an_error_unless_the_state_is_a_part_of_it():
+def test_extra_paths_are_an_error_unless_state_is_a_subset():
     wanted = {"step": 1}
     with pytest.raises(CheckpointStructureError) as error:
         check(BASE, wanted)

@@ -81,7 +81,7 @@ def test_a_file_that_is_a_directory_now_is_damage(ckpt_dir):
         ),
     ],
 )
-def test_a_manifest_that_is_none(ckpt_dir, content, found):
+def test_invalid_manifest(ckpt_dir, content, found):
     if content is None:
         (ckpt_dir / MANIFEST).unlink()
         assert not has_manifest(str(ckpt_dir))

@@ -49,7 +49,7 @@ def test_only_better_values_are_saved(mode, saved):
     assert found == saved
 
 
-def test_nothing_is_saved_where_the_evaler_did_not_run():
+def test_missing_evaluation_saves_nothing():
     assert not best()(step=1, evaler_summaries={})
     assert not best()(step=1, evaler_summaries={"other": {"accuracy": 1.0}})
 
@@ -93,7 +93,7 @@ def test_by_time(monkeypatch):
         EverySecondsPolicy.default_config().set(seconds=0).instantiate()
 
 
-def test_several_policies_of_which_each_is_asked_and_remembered():
+def test_any_policy_evaluates_and_saves_each():
     def any_policy():
         metric = EvalMetric("valid", "accuracy")
         policies = [
@@ -144,12 +144,12 @@ def test_rules_add_up():
     assert kept_steps(at, last_n=1, every_n_steps=5, every_n_seconds=35) == {1, 5, 6, 9, 10}
 
 
-def test_one_without_a_time_is_not_kept_for_its_time():
+def test_step_without_time_is_not_kept_by_time():
     at = {1: {"saved_at": 0.0}, 2: {}, 3: {"saved_at": 6.0}, 4: {}}
     assert kept_steps(at, last_n=1, every_n_seconds=5) == {1, 3, 4}
 
 
-def test_what_makes_no_sense():
+def test_invalid_arguments():
     with pytest.raises(CheckpointPolicyError, match=r"KeepBest got n=0; expected 1 or more"):
         keep_best(n=0)
     with pytest.raises(CheckpointPolicyError, match=r"KeepBest got mode='most'; expected 'max' or"):

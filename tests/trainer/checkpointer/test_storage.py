@@ -88,7 +88,7 @@ DTYPES = ["bool", "int4", "int8", "int32", "uint8", "uint32", "float8_e4m3fn", "
 DTYPES += ["bfloat16", "float32", "complex64"]
 
 
-def test_arrays_of_every_dtype_come_back_bit_by_bit(storage, tmp_path):
+def test_arrays_of_every_dtype_round_trip(storage, tmp_path):
     random = np.random.default_rng(0).integers(0, 256, 4 * 6 * 8, np.uint8).tobytes()
     state = {}
     for dtype in DTYPES:
@@ -121,7 +121,7 @@ def test_typed_keys_stay_typed_keys(storage, tmp_path, impl):
 
 
 @pytest.mark.parametrize("after", [(1, 1), (2, 1), (2, 2), (1, 8), (8, 1)])
-def test_an_array_goes_from_one_mesh_to_another(storage, tmp_path, after):
+def test_array_is_resharded(storage, tmp_path, after):
     x = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
     before = mesh_of(4, 2)
     state = {
@@ -144,7 +144,7 @@ def test_an_array_goes_from_one_mesh_to_another(storage, tmp_path, after):
         assert bits(restored[name]) == x.tobytes()
 
 
-def test_a_state_goes_over_more_and_more_devices(storage, tmp_path):
+def test_state_moves_to_more_devices(storage, tmp_path):
     x = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
     state = {"w": laid_out(x, mesh_of(1, 1), "data"), "key": jax.random.key(3)}
     for n in (2, 4, 8):
@@ -272,7 +272,7 @@ def test_other_dtypes(storage, tmp_path):
     np.testing.assert_array_equal(np.asarray(restored["w"], np.float32), [1.5, 2.5])
 
 
-def test_nothing_is_changed_where_the_structures_differ(storage, tmp_path):
+def test_structure_mismatch_changes_nothing(storage, tmp_path):
     save(storage, tmp_path, {"w": jnp.ones(3), "it": Iterator(5)})
     it = Iterator(0)
     with pytest.raises(CheckpointStructureError):
@@ -285,7 +285,7 @@ def test_dtypes_that_cannot_be_saved_are_named(storage, tmp_path):
         save(storage, tmp_path, {"model": {"w": jnp.ones(3, jnp.uint4)}})
 
 
-def test_an_error_in_the_background_comes_up_at_the_next_wait_once(storage, tmp_path, caplog):
+def test_background_error_is_raised_once_by_wait(storage, tmp_path, caplog):
     def fail(*, ckpt_dir, index):
         raise OSError("the disk is full")
 
@@ -426,7 +426,7 @@ UNCHECKED = {
 
 
 @pytest.mark.parametrize("harm", UNCHECKED)
-def test_without_a_manifest_what_does_not_fit_is_named(checkpoint, harm):
+def test_mismatch_is_named_without_manifest(checkpoint, harm):
     directory, targets = checkpoint
     do, expected = UNCHECKED[harm]
     do(directory / "arrays" / "x")
@@ -434,7 +434,7 @@ def test_without_a_manifest_what_does_not_fit_is_named(checkpoint, harm):
     assert fault.startswith("arrays/x/") and expected in fault
 
 
-def test_a_file_that_the_manifest_does_not_know(checkpoint):
+def test_unlisted_file(checkpoint):
     directory, targets = checkpoint
     write(directory, "z", np.zeros(3, np.float32), [3])
     target = {**targets, "z": shape_like(np.zeros(3, np.float32))}

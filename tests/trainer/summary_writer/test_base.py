@@ -49,7 +49,7 @@ def use(writer, config):
     writer.close()
 
 
-def test_a_composite_hands_everything_to_all_and_lends_its_dir():
+def test_composite_forwards_calls_and_shares_dir():
     writers = {
         "mine": Recorder.default_config().set(dir="/elsewhere"),
         "lent": Recorder.default_config(),
@@ -71,7 +71,7 @@ def test_a_composite_hands_everything_to_all_and_lends_its_dir():
     ]
 
 
-def test_a_writer_that_writes_nothing(tmp_path):
+def test_no_op_writer(tmp_path):
     cfg = NoOpWriter.default_config().set(name="writer", dir=str(tmp_path))
     use(cfg.instantiate(parent=None), cfg)
     assert list(tmp_path.iterdir()) == []
@@ -89,7 +89,7 @@ def test_kinds_of_summaries_are_checked_by_the_config():
         cfg.set(write_every_n_steps_map={"Image": 10})
 
 
-def test_only_the_first_process_runs_what_is_for_it(monkeypatch):
+def test_processor_zero_only(monkeypatch):
     @processor_zero_only
     def write(x):
         """Writes."""
@@ -101,7 +101,7 @@ def test_only_the_first_process_runs_what_is_for_it(monkeypatch):
     assert write(1) is None
 
 
-def test_a_disk_that_refuses_is_reported_once_and_once_more_when_it_is_back(caplog):
+def test_disk_error_and_recovery_are_reported_once(caplog):
     class Writer(BaseWriter):
         @config_class
         class Config(BaseWriter.Config):
@@ -126,7 +126,7 @@ def test_a_disk_that_refuses_is_reported_once_and_once_more_when_it_is_back(capl
         writer.write(ValueError("bug"))
 
 
-def test_writers_of_a_run_are_closed_however_it_ends(tmp_path, caplog):
+def test_writers_are_always_closed(tmp_path, caplog):
     class Careful(Recorder):
         def close(self, *, failed=False):
             self.calls.append(failed)

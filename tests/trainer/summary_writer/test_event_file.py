@@ -54,7 +54,7 @@ def test_each_file_is_new_and_later_ones_sort_behind(tmp_path):
     assert all("tfevents" in path for path in paths)
 
 
-def test_what_was_written_is_there_after_a_flush(tmp_path, read_events):
+def test_flush_writes_events(tmp_path, read_events):
     file = EventFile(str(tmp_path))
     file.add(event_file.scalar("loss", 1.0), step=1)
     file.flush()
@@ -87,7 +87,7 @@ def test_a_full_disk_leaves_no_empty_file(tmp_path, files_limited_to):
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_images_come_back_pixel_by_pixel(channels):
+def test_images_round_trip(channels):
     pixels = np.random.default_rng(0).integers(0, 256, (2, 5, 7, channels), np.uint8)
     values = event_file.images("eval/samples", pixels).value
     assert [value.tag for value in values] == ["eval/samples/0", "eval/samples/1"]
@@ -103,7 +103,7 @@ def test_images_of_floats_are_clipped_to_their_range():
     assert decode_png(value.image.encoded_image_string).ravel().tolist() == [0, 0, 128, 255, 255, 0]
 
 
-def test_sound_comes_back_to_16_bits():
+def test_audio_has_16_bits():
     clips = np.random.default_rng(0).uniform(-1, 1, (2, 100, 2)).astype(np.float32)
     values = event_file.audio("voice", clips, 8000).value
     assert [value.tag for value in values] == ["voice/0", "voice/1"]

@@ -63,7 +63,7 @@ def test_nested_summaries_become_curves_texts_histograms_images_and_sound(make, 
     assert found["voice"].audio.length_frames == 50
 
 
-def test_only_what_is_due_is_written(make, read):
+def test_only_due_values_are_written(make, read):
     writer = make(write_every_n_steps=2, write_every_n_steps_map={"HistogramSummary": 4})
     for step in range(1, 9):
         writer(step, {"loss": float(step), "w": jnp.ones(3)})
@@ -130,7 +130,7 @@ def test_events_are_flushed_when_many_wait_or_long(make, read):
     assert len(read()) == 6
 
 
-def test_nothing_is_made_before_something_is_written(make, tmp_path):
+def test_files_are_created_on_first_write(make, tmp_path):
     writer = make()
     writer(1, {})
     writer.flush()
@@ -138,7 +138,7 @@ def test_nothing_is_made_before_something_is_written(make, tmp_path):
     assert not (tmp_path / "log").exists()
 
 
-def test_a_closed_writer_opens_another_file(make, read):
+def test_closed_writer_opens_a_new_file(make, read):
     writer = make()
     writer(1, {"loss": 1.0})
     writer.close()
@@ -147,7 +147,7 @@ def test_a_closed_writer_opens_another_file(make, read):
     assert [step for step, _, _ in read()] == [1, 2]
 
 
-def test_protocol_buffers_of_ones_own(make, read):
+def test_custom_protocol_buffers(make, read):
     with make().as_default() as file:
         file.add(event_file.scalar("mine", 4.0), step=9)
     ((step, tag, value),) = read()
@@ -166,7 +166,7 @@ def test_other_processes_write_nothing(make, tmp_path, monkeypatch):
     assert not (tmp_path / "log").exists()
 
 
-def test_a_full_disk_costs_events_and_nothing_else(make, read, caplog, files_limited_to):
+def test_full_disk_only_loses_events(make, read, caplog, files_limited_to):
     writer = make(max_queue=0)
     writer(1, {"loss": 1.0})
     with files_limited_to(0):
@@ -177,12 +177,12 @@ def test_a_full_disk_costs_events_and_nothing_else(make, read, caplog, files_lim
     assert [step for step, _, _ in read()] == [1, 10]
 
 
-def test_a_directory_that_cannot_be_made_is_reported(tmp_path, make, caplog):
+def test_unwritable_directory_is_reported(tmp_path, make, caplog):
     (tmp_path / "log").write_text("a file is in the way")
     make()(1, {"loss": 1.0})
     assert "cannot write to" in caplog.text
 
 
-def test_an_error_of_ones_own_callback_is_not_hidden(make):
+def test_callback_errors_propagate(make):
     with pytest.raises(ZeroDivisionError):
         make()(1, {"x": CallbackSummary(lambda: 1 / 0)})

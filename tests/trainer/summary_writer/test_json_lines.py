@@ -31,7 +31,7 @@ def test_one_object_a_line_with_step_time_and_values(tmp_path):
     assert first["time"] <= second["time"]
 
 
-def test_numbers_that_json_has_no_word_for_are_valid_json_and_come_back(tmp_path):
+def test_nonfinite_numbers_round_trip_as_valid_json(tmp_path):
     make(tmp_path)(1, {"a": math.nan, "b": -math.inf, "c": jnp.inf})
 
     def refuse(word):
@@ -43,7 +43,7 @@ def test_numbers_that_json_has_no_word_for_are_valid_json_and_come_back(tmp_path
     assert (record["values"]["b"], record["values"]["c"]) == (-math.inf, math.inf)
 
 
-def test_steps_without_anything_to_show_write_no_line(tmp_path):
+def test_empty_steps_write_no_line(tmp_path):
     writer = make(tmp_path, write_every_n_steps=10)
     for step in range(21):
         writer(step, {"loss": float(step), "image": ImageSummary(jnp.zeros((1, 1, 1)))})
@@ -76,7 +76,7 @@ def test_a_run_that_restored_an_earlier_step_makes_the_later_lines_void(tmp_path
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 2, "ti', b"\xc3"])
-def test_a_line_torn_by_a_kill_is_passed_over_and_then_replaced(tmp_path, torn):
+def test_truncated_line_is_skipped_and_then_replaced(tmp_path, torn):
     make(tmp_path)(1, {"loss": 1.0})
     with open(tmp_path / JSON_LINES_FILE, "ab") as file:
         file.write(torn)
@@ -85,13 +85,13 @@ def test_a_line_torn_by_a_kill_is_passed_over_and_then_replaced(tmp_path, torn):
     assert [record["step"] for record in read_json_lines(str(tmp_path))] == [1, 2]
 
 
-def test_a_first_line_can_be_torn_too(tmp_path):
+def test_truncated_first_line(tmp_path):
     (tmp_path / JSON_LINES_FILE).write_bytes(b'{"st')
     make(tmp_path)(2, {"loss": 2.0})
     assert [record["step"] for record in read_json_lines(str(tmp_path))] == [2]
 
 
-def test_a_full_disk_costs_lines_and_nothing_else(tmp_path, caplog, files_limited_to):
+def test_full_disk_only_loses_lines(tmp_path, caplog, files_limited_to):
     writer = make(tmp_path)
     writer(1, {"loss": 1.0})
     size = os.path.getsize(tmp_path / JSON_LINES_FILE)

@@ -66,7 +66,7 @@ def test_without_wandb_the_error_names_the_extra(tmp_path, monkeypatch):
         make(tmp_path)
 
 
-def test_the_run_is_started_as_the_config_says(tmp_path, wandb):
+def test_run_starts_with_config_arguments(tmp_path, wandb):
     writer = make(
         tmp_path,
         exp_name="first",
@@ -140,7 +140,7 @@ def test_config_step_times_and_the_end(tmp_path, wandb):
     assert wandb.exit_codes == [0, 1]
 
 
-def test_a_run_that_the_program_has_started_stays_open(tmp_path, wandb):
+def test_run_started_by_the_program_stays_open(tmp_path, wandb):
     wandb.run = mine = object()
     writer = make(tmp_path)
     writer(1, {"loss": 1.0})
@@ -248,7 +248,7 @@ def client(tmp_path, monkeypatch):
     return mlflow.MlflowClient(tracking_uri=f"file://{tmp_path}/store")
 
 
-def test_numbers_texts_and_the_config_are_there(tmp_path, client):
+def test_numbers_texts_and_config_are_logged(tmp_path, client):
     writer = make_mlflow(
         tmp_path, experiment_name="e", run_name="r", tags={"a": "b"}, prefix="train"
     )
@@ -284,7 +284,7 @@ def test_a_restarted_training_continues_its_mlflow_run(tmp_path, client):
     assert len(client.search_runs(["0"])) == 2
 
 
-def test_a_server_that_is_gone_for_a_while_ends_no_training(tmp_path, client, monkeypatch, caplog):
+def test_server_outage_does_not_end_training(tmp_path, client, monkeypatch, caplog):
     mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
     writer = make_mlflow(tmp_path)
     writer(1, {"loss": 1.0})
@@ -315,7 +315,7 @@ def test_summaries_that_are_not_due_are_left_out(tmp_path, client):
 # Of the use that MLflow makes of SQLAlchemy.
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")
-def test_a_database_tells_how_a_training_ended(tmp_path, monkeypatch):
+def test_database_has_the_final_status(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
     monkeypatch.chdir(tmp_path)  # where it makes a directory for texts
     uri = f"sqlite:///{tmp_path}/runs.db"
