@@ -40,6 +40,13 @@ X = draw(0, 4, 3)
 needs_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 
 
+@pytest.mark.parametrize("transform", [lift.jit, lift.remat, lift.vmap])
+def test_flags_reach_the_lifted_function(transform):
+    options = {"variable_axes": {}, "split_rngs": {}} if transform is lift.vmap else {}
+    lifted = transform(lambda scope, x: x * scope.get_flag("factor"), **options)
+    np.testing.assert_array_equal(apply(lifted, flags={"factor": 2.0})({}, X), 2 * X)
+
+
 def dense(scope, x):
     return nn.dense(scope, x, 2)
 
