@@ -50,20 +50,29 @@ ONE_DEVICE = """
 ONE = jax.sharding.PartitionSpec()
 MESH = jax.make_mesh((1,), ("d",), (jax.sharding.AxisType.Auto,))
 """
+# JAX does not differentiate a function with rules twice if it refers to an index of a loop around
+# it, so the index is an argument.
 WITH_RULES = {
     "custom_jvp": """
-def custom_jvp(f, s, x):
-    def rule(s, primals, tangents, of_variables):
-        return {lift}.jvp(f, s, primals, tangents, of_variables)
+def custom_jvp(f, s, x, i):
+    def of_floats(s, x, i):
+        return f(s, x, i.astype(int))
 
-    return {lift}.custom_jvp(f, rule)(s, x)
+    def rule(s, primals, tangents, of_variables):
+        return {lift}.jvp(of_floats, s, primals, tangents, of_variables)
+
+    return {lift}.custom_jvp(of_floats, rule)(s, x, jnp.float32(i))
 """,
     "custom_vjp": """
-def custom_vjp(f, s, x):
-    def forward(s, x):
-        return {lift}.vjp(f, s, x)
+def custom_vjp(f, s, x, i):
+    def of_floats(s, x, i):
+        return f(s, x, i.astype(int))
 
-    return {lift}.custom_vjp(f, forward, lambda pullback, ct: pullback(ct))(s, x)
+    def forward(s, x, i):
+        return {lift}.vjp(of_floats, s, x, i)
+
+    lifted = {lift}.custom_vjp(of_floats, forward, lambda pullback, ct: pullback(ct))
+    return lifted(s, x, jnp.float32(i))
 """,
     "jvp": """
 def tangent(f, s, x):
@@ -273,10 +282,10 @@ class Writer:
         return [f"x = tangent(lambda s, x: {f}(s, x, i), s, x)"]
 
     def custom_jvp(self, of: Level, f: str) -> list[str]:
-        return [f"x = custom_jvp(lambda s, x: {f}(s, x, i), s, x)"]
+        return [f"x = custom_jvp({f}, s, x, i)"]
 
     def custom_vjp(self, of: Level, f: str) -> list[str]:
-        return [f"x = custom_vjp(lambda s, x: {f}(s, x, i), s, x)"]
+        return [f"x = custom_vjp({f}, s, x, i)"]
 
     def checkify(self, of: Level, f: str) -> list[str]:
         return [f"_, x = {self.lift}.checkify({f})(s, x, i)"]
