@@ -91,7 +91,7 @@ def test_containers_keep_their_class():
     assert type(cursor(Triple((1, 2)))[0].set(5)) is Triple
 
 
-def test_a_state_of_training():
+def test_state_of_training():
     state = TrainState.create(
         apply_fn=None, params={"dense": {"w": jnp.ones(2)}}, tx=optax.adam(0.1)
     )
@@ -113,7 +113,7 @@ def test_negative_indices_are_of_the_same_element():
     assert c.build() == [1, 2, 6]
 
 
-def test_a_cursor_can_be_assigned():
+def test_cursor_can_be_assigned():
     c = cursor({"a": {"b": 1}, "c": 2})
     c["a"]["b"] = 5
     c["c"] = c["a"]

@@ -105,7 +105,7 @@ def test_dissimilar_names_are_omitted():
     assert similar_names("xyz", ["learning_rate", "dim"]) == []
 
 
-def test_the_sentence_names_at_most_three():
+def test_sentence_names_at_most_three():
     assert did_you_mean("dim1", ["dim2", "dim3", "dim4", "dim5"]) == (
         "Did you mean 'dim2' or 'dim3' or 'dim4'?"
     )

@@ -28,7 +28,7 @@ def test_stub_names_exist(package):
         found.nothing  # noqa: B018
 
 
-def test_a_submodule_does_not_replace_the_function_of_its_name():
+def test_submodule_does_not_replace_the_function_of_its_name():
     code = "import weft.nnx.display, weft.nnx; assert callable(weft.nnx.display), weft.nnx.display"
     subprocess.run([sys.executable, "-c", code], check=True)
 

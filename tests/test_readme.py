@@ -21,7 +21,7 @@ def commands(block):
     return [line.removeprefix("$ ").split("#")[0].strip() for line in lines]
 
 
-def test_the_first_commands_are_the_ones_that_ci_runs():
+def test_first_commands_are_the_ones_that_ci_runs():
     first, *_ = (commands(block) for block in blocks(README) if block.language == "console")
     assert first == ["make train", "make test"]
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()

@@ -47,7 +47,7 @@ def test_they_are_immutable():
     assert Point(1.0).replace(x=3.0) == Point(3.0)
 
 
-def test_a_class_keeps_its_own_replace_and_is_made_once():
+def test_class_keeps_its_own_replace_and_is_made_once():
     assert Decorated(1).replace() == "own"
     assert struct.dataclass(Decorated) is Decorated
 
@@ -70,7 +70,7 @@ def test_non_classes_are_rejected():
         struct.dataclass(3)
 
 
-def test_the_base_class_has_no_instances():
+def test_base_class_has_no_instances():
     with pytest.raises(AbstractPyTreeNodeError, match="PyTreeNode has no fields to be made from"):
         struct.PyTreeNode()
 

@@ -40,7 +40,7 @@ def test_unflatten_undoes_flatten(xs):
     assert path_aware_map(lambda _, x: x, xs) == xs
 
 
-def test_a_whole_dict_may_be_a_leaf():
+def test_whole_dict_may_be_a_leaf():
     flat = flatten_dict({"a": {"b": 1}}, is_leaf=lambda path, x: True)
     assert flat == {(): {"a": {"b": 1}}}
     assert unflatten_dict(flat) == {"a": {"b": 1}}
@@ -57,7 +57,7 @@ def test_empty_node_and_leaves_merge_in_any_order():
     assert unflatten_dict(dict(reversed(flat.items()))) == {"a": {"b": 1}}
 
 
-def test_the_leaves_stay_as_they_are():
+def test_leaves_stay_as_they_are():
     leaf = {}
     assert unflatten_dict({("a",): leaf})["a"] is leaf
     flat = {("a",): {"b": 1}, ("a", "c"): 2}
@@ -74,7 +74,7 @@ def test_non_mappings_are_rejected(function):
         path_aware_map(lambda path, x: x, 1)
 
 
-def test_paths_that_become_equal_are_refused():
+def test_paths_that_become_equal_are_rejected():
     message = "two leaves have the path 'a/b' once their names are joined by '/'; use a separator"
     with pytest.raises(FlatDictError, match=message):
         flatten_dict({"a/b": 1, "a": {"b": 2}}, sep="/")
@@ -89,7 +89,7 @@ def test_non_string_keys_are_not_joined():
 
 
 @pytest.mark.parametrize("flip", [False, True])
-def test_a_path_through_a_leaf_is_refused(flip):
+def test_path_through_a_leaf_is_rejected(flip):
     flat = {("a",): 1, ("a", "b", "c"): 2}
     flat = dict(reversed(flat.items())) if flip else flat
     with pytest.raises(
@@ -186,7 +186,7 @@ SLICES = [slice(1, 3), slice(-3, None), slice(None, None, -2), slice(5, 9), slic
 
 @pytest.mark.parametrize("key", SLICES, ids=str)
 @pytest.mark.parametrize("make", [list, tuple, lambda xs: Pair4(*xs), np.array])
-def test_a_slice_names_each_of_its_items(key, make):
+def test_slice_names_each_of_its_items(key, make):
     value, traversal = make([1, 2, 3, 4]), t_identity[key]
     positions = range(4)[key]
     assert list(traversal.iterate(value)) == [value[i] for i in positions]

@@ -163,7 +163,7 @@ def test_unselected_results_are_kept_and_stale_dropped(asked):
     assert "traces" not in str(results["quick"])
 
 
-def test_the_page_shows_the_results_and_their_plots(asked):
+def test_page_shows_the_results_and_their_plots(asked):
     repository, _, _ = asked
     text = repository.page.read_text(encoding="utf-8")
     assert "| a call, Weft / raw | 1.5 | 1.5 … 1.5 | 15 | ≤ 1 | explained [1] |" in text
@@ -210,7 +210,7 @@ def test_run_ends_with_written_files_and_missed_targets(asked):
 
 
 @pytest.mark.parametrize("columns", [80, 200])
-def test_the_table_fits_the_terminal(asked, columns):
+def test_table_fits_the_terminal(asked, columns):
     repository, _, _ = asked
     answers = {"quick": results.parse(json.dumps(repository.results()))["quick"]}
     console = Console(width=columns, record=True, file=io.StringIO())

@@ -51,14 +51,14 @@ def test_help_describes_command_and_all_arguments(command, capsys, monkeypatch):
             assert re.search(r"\S {2,}\S", line) or line in ("  COMMAND", "  WHERE", "  ACTION")
 
 
-def test_the_recipes_are_listed_with_the_default_first(capsys):
+def test_recipes_are_listed_with_the_default_first(capsys):
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("lm ") and "(the default)" in lines[0]
     assert lines[1].startswith("lm-tiny ") and len(lines) == len(RECIPES)
 
 
-def test_the_version_is_printed(capsys):
+def test_version_is_printed(capsys):
     import weft
 
     assert main(["--version"]) == 0

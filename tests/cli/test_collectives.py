@@ -101,7 +101,7 @@ def test_every_form_of_groups_and_calls():
     assert found[-1].groups == ((0, 1), (4, 5))
 
 
-def test_a_program_without_collectives():
+def test_program_without_collectives():
     assert (
         collectives_of("HloModule f\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] x()\n}") == []
     )

@@ -62,7 +62,7 @@ def test_mesh_override_shards_transformer():
     assert cfg.model.decoder.emb.token_emb.param_partition_spec == ("model", "fsdp")
 
 
-def test_the_hardware():
+def test_hardware():
     rules = [("gpu-.*", (4, 2)), ("tpu-.*", None)]
     assert on_mesh(lm_tiny().set(mesh_rules=rules), selector="gpu-8").mesh_shape == (4, 2)
     with pytest.raises(CommandLineError, match=r"'cpu': no mesh rule .* match 'gpu-.*', 'tpu-"):

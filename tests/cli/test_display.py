@@ -100,7 +100,7 @@ def test_log_output_has_no_control_codes():
     assert "step 7  loss 2.300" in text  # the last step is always shown
 
 
-def test_a_log_gets_a_line_every_ten_seconds():
+def test_log_gets_a_line_every_ten_seconds():
     clock = types.SimpleNamespace(now=0.0)
     display = LineDisplay(console(), "d", clock=lambda: clock.now)
     display.on_start(trainer(), None)
@@ -199,7 +199,7 @@ class Loss:
 BATCH = {"input_ids": np.zeros((4, 25))}
 
 
-def test_a_loss_is_read_two_steps_late():
+def test_loss_is_read_two_steps_late():
     read, meter = [], Meter(10, Clock())
     readings = [meter.on_step(s, {"loss": Loss(s, read)}, BATCH) for s in (1, 2, 3, 4)]
     assert read == [1, 2]
@@ -226,7 +226,7 @@ def test_speed_and_time_left_follow_from_the_clock():
     assert readings[2].tokens_per_second is None and readings[2].seconds_left is None  # too early
 
 
-def test_the_last_steps_keep_the_speed_since_they_are_read_all_at_once():
+def test_last_steps_keep_the_speed_since_they_are_read_all_at_once():
     clock = Clock()
     meter = Meter(100, clock)
     for step in range(1, 11):

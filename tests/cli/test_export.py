@@ -94,7 +94,7 @@ def test_adapters_are_merged_on_request(run, tmp_path):
         assert "Lora" not in file.metadata()["model"]
 
 
-def test_a_hugging_face_checkpoint_is_merged_and_has_the_tokenizer(run, tmp_path):
+def test_hugging_face_checkpoint_is_merged_and_has_the_tokenizer(run, tmp_path):
     directory, model, params = run
     assert export(directory, "--to", tmp_path / "hf", "--max-file-gb", "0.00001") == 0
     names = sorted(file.name for file in (tmp_path / "hf").iterdir())

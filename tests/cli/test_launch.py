@@ -16,7 +16,7 @@ def made(*words):
     return make_job(parse_arguments(["launch", *words]))
 
 
-def test_the_job_trains_the_recipe_as_weft_train_would():
+def test_job_trains_the_recipe_as_weft_train_would():
     job = made("local", "-n", "3", "lm-tiny", "max_step=7")
     assert isinstance(job, LocalJob)
     assert (job.config.name, job.config.num_processes) == ("lm-tiny", 3)
@@ -41,7 +41,7 @@ def test_job_name_is_valid_for_every_scheduler(recipe):
 
 
 @pytest.mark.parametrize("where", JOBS)
-def test_the_help_names_every_field(where, capsys):
+def test_help_names_every_field(where, capsys):
     assert main(["launch", where, "--help"]) == 0
     told = capsys.readouterr().out
     fields = set(JOBS[where].default_config()._fields()) - {"klass", "command", "num_processes"}
@@ -55,7 +55,7 @@ def test_help_lists_job_types(capsys):
     assert all(where in told for where in JOBS)
 
 
-def test_the_script_and_the_manifest_are_printed(capsys):
+def test_script_and_the_manifest_are_printed(capsys):
     assert main(["launch", "slurm", "-n", "2", "lm-tiny"]) == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=lm-tiny\n")
     assert main(["launch", "k8s", "-n", "2", *IMAGE, "lm-tiny"]) == 0

@@ -14,7 +14,7 @@ from weft.trainer.learner import Learner
 from weft.trainer.optimizers import sgd_optimizer
 
 
-def test_the_table_has_a_bar_for_each_rate_and_marks_the_suggestion():
+def test_table_has_a_bar_for_each_rate_and_marks_the_suggestion():
     search = LearningRateSearch(
         rates=[1e-3, 1e-2, 1e-1],
         losses=[4.0, 3.0, 6.0],

@@ -48,7 +48,7 @@ def total(params):
     return sum(float(jnp.sum(jnp.abs(leaf))) for leaf in jax.tree.leaves(params))
 
 
-def test_the_newest_parameters_are_restored_on_one_device(save):
+def test_newest_parameters_are_restored_on_one_device(save):
     cfg = save(
         lambda params: {"model": params, "other": jnp.zeros(3)},
         lambda params: {"model": jax.tree.map(lambda x: 2 * x, params), "other": jnp.zeros(3)},
@@ -188,7 +188,7 @@ def test_generate_rejects_out_of_range(wrong):
         run(**wrong)
 
 
-def test_the_tokenizer_of_the_data_is_found():
+def test_tokenizer_of_the_data_is_found():
     cfg = load_config("lm-tiny")
     assert isinstance(find_tokenizer(cfg), ByteTokenizer)
     cfg.input.source.tokenizer = ByteTokenizer()

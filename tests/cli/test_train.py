@@ -106,7 +106,7 @@ def test_run_directory_names_a_config(run_dir, capsys):
     assert "vocab_size=264" in capsys.readouterr().out
 
 
-def test_a_checkpoint_is_inspected(run_dir, capsys):
+def test_checkpoint_is_inspected(run_dir, capsys):
     assert main(["inspect", "run"]) == 0
     out = capsys.readouterr().out
     assert "step 40 " in out and "step 60 " in out

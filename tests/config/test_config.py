@@ -85,7 +85,7 @@ def test_unknown_field_suggests_the_nearest():
         assert str(error.value) == ("unknown field 'raet' in Dropout.Config. Did you mean 'rate'?")
 
 
-def test_an_unknown_field_inside_names_its_path():
+def test_unknown_field_inside_names_its_path():
     cfg = Layer.default_config()
     with pytest.raises(UnknownFieldError, match=r"in Dropout\.Config \(at dropout\)"):
         cfg.dropout.raet = 0.2
@@ -106,7 +106,7 @@ def test_hasattr_checks_fields():
         cfg._missing  # noqa: B018 - the access is what is tested
 
 
-def test_a_field_cannot_be_deleted():
+def test_field_cannot_be_deleted():
     with pytest.raises(UnknownFieldError, match="fields can be set, but not deleted"):
         del Layer.default_config().dim
 
@@ -143,7 +143,7 @@ def test_shared_config_is_changed_in_one_place():
     assert cfg.layers[1].dim is REQUIRED
 
 
-def test_a_clone_is_independent():
+def test_clone_is_independent():
     cfg = Model.default_config().set(layers=[Layer.default_config()])
     clone = cfg.clone(by_name={"x": Dropout.default_config()})
     clone.layers[0].dropout.rate = 0.9
@@ -211,7 +211,7 @@ def test_arrays_and_nan_compare():
     assert Config(x=float("nan")) == Config(x=float("nan"))
 
 
-def test_a_config_is_not_hashable():
+def test_config_is_not_hashable():
     with pytest.raises(TypeError, match="unhashable"):
         hash(Layer.default_config())
 
@@ -219,7 +219,7 @@ def test_a_config_is_not_hashable():
 # Frozen views.
 
 
-def test_a_config_of_an_object_cannot_be_set():
+def test_config_of_an_object_cannot_be_set():
     layer = Dropout(Dropout.default_config())
     with pytest.raises(FrozenConfigError) as error:
         layer.config.rate = 0.5
@@ -241,7 +241,7 @@ def test_configs_inside_a_view_are_copies():
     assert model.config.sizes == [1, 2]
 
 
-def test_a_view_is_a_whole_config():
+def test_view_is_a_whole_config():
     cfg = Layer.default_config().set(dim=4)
     view = Layer(cfg).config
     assert view == cfg
@@ -252,7 +252,7 @@ def test_a_view_is_a_whole_config():
         view.dmi  # noqa: B018 - the access is what is tested
 
 
-def test_a_pickled_view_stays_frozen():
+def test_pickled_view_stays_frozen():
     view = pickle.loads(pickle.dumps(Dropout(Dropout.default_config()).config))
     with pytest.raises(FrozenConfigError):
         view.rate = 1.0
@@ -268,7 +268,7 @@ def test_paths():
     assert cfg.get_recursively([]) is cfg
 
 
-def test_a_wrong_value_names_its_path():
+def test_wrong_value_names_its_path():
     cfg = Model.default_config().set(layers=[Layer.default_config()])
     with pytest.raises(InvalidConfigValueError, match=r"layers\[0\]\.dropout\.rate: Dropout\.Con"):
         cfg.layers[0].dropout.rate = "high"
@@ -354,7 +354,7 @@ def test_repr_is_one_line():
     )
 
 
-def test_a_long_repr_leaves_out_defaults_and_stays_short():
+def test_long_repr_leaves_out_defaults_and_stays_short():
     cfg = Many(items_=[Block.default_config().set(dim=i) for i in range(40)])
     assert "act=" not in repr(cfg)
     assert "Block.Config(dim=39)" in repr(cfg)
@@ -427,7 +427,7 @@ def test_changing_a_copy_keeps_the_original():
     assert origin(cfg, "rate") == before
 
 
-def test_a_config_of_a_function():
+def test_config_of_a_function():
     def make(x=1):
         return x
 

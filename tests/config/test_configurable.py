@@ -53,7 +53,7 @@ def test_instantiate_makes_an_object_of_the_class():
     assert whole.part.config.dim == 4
 
 
-def test_a_factory_makes_two_objects():
+def test_factory_makes_two_objects():
     cfg = Part.default_config().set(dim=1, depth=1)
     assert cfg.instantiate() is not cfg.instantiate()
 
@@ -70,7 +70,7 @@ def test_changing_a_copy_keeps_the_whole():
     assert whole.config.part.dim is REQUIRED
 
 
-def test_a_subclass_without_config_uses_that_of_its_parent():
+def test_subclass_without_config_uses_that_of_its_parent():
     class Special(Part):
         pass
 
@@ -107,7 +107,7 @@ def test_all_required_fields_are_named_with_their_paths():
     assert "Write cfg.set(depth=…, dim=…)" in str(error.value)
 
 
-def test_the_path_is_known_through_lists_and_clones():
+def test_path_is_known_through_lists_and_clones():
     cfg = Whole.default_config().set(parts=[Part.default_config(), Part.default_config()])
     with pytest.raises(RequiredFieldMissingError, match=r"parts\[1\]\.depth"):
         cfg.clone().parts[1].instantiate()
@@ -147,7 +147,7 @@ def test_base_classes_name_missing_methods():
         ConfigModifier.default_config().instantiate()(Part.default_config())
 
 
-def test_a_modifier_changes_configs():
+def test_modifier_changes_configs():
     class Scale(ConfigModifier):
         @config_class
         class Config(ConfigModifier.Config):
@@ -160,7 +160,7 @@ def test_a_modifier_changes_configs():
     assert modifier(Part.default_config()).scale == 3.0
 
 
-def test_an_own_factory_may_define_instantiate():
+def test_own_factory_may_define_instantiate():
     @config_class
     class Doubled(InstantiableConfig[int]):
         x: int = 1
@@ -213,25 +213,25 @@ def recipes(monkeypatch):
     return module
 
 
-def test_a_recipe_is_found_by_name(recipes):
+def test_recipe_is_found_by_name(recipes):
     fn = get_named_trainer_config("lm-small", config_module="some_recipes")
     assert fn(data_dir="/data").data == "/data"
     assert fn().data is None
 
 
-def test_an_unknown_recipe_names_the_nearest(recipes):
+def test_unknown_recipe_names_the_nearest(recipes):
     with pytest.raises(UnknownConfigError) as error:
         get_named_trainer_config("lm-smal", config_module="some_recipes")
     assert str(error.value).startswith("unknown recipe 'lm-smal' in some_recipes. Did you mean 'lm")
     assert isinstance(error.value, KeyError)
 
 
-def test_a_module_without_recipes():
+def test_module_without_recipes():
     with pytest.raises(UnknownConfigError, match="does not define named_trainer_configs"):
         get_named_trainer_config("lm", config_module="math")
 
 
-def test_the_error_without_a_message():
+def test_error_without_a_message():
     assert str(UnknownConfigError()) == ""
 
 

@@ -54,7 +54,7 @@ def test_search_finds_planted_effects(quick):
         ("weft.trainer.checkpointer.dirs.remove_dir", "os.rename("),
     ],
 )
-def test_the_search_finds_single_functions(name, effect, quick):
+def test_search_finds_single_functions(name, effect, quick):
     of_name = {label: seen for label, seen in quick["planted"].items() if label.startswith(name)}
     assert any(one.startswith(effect) for seen in of_name.values() for one in seen), of_name
 

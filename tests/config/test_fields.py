@@ -56,7 +56,7 @@ def test_fields_have_their_defaults():
     assert (cfg.dim, cfg.bias, cfg.names) == (REQUIRED, True, ["a"])
 
 
-def test_a_field_without_default_is_required():
+def test_field_without_default_is_required():
     @config_class
     class Config(ConfigBase):
         dim: int
@@ -72,7 +72,7 @@ def test_defaults_are_copied_for_each_config():
     assert Base().names == ["a"]
 
 
-def test_a_default_config_is_copied_too():
+def test_default_config_is_copied_too():
     default = Base(dim=1)
 
     @config_class
@@ -117,7 +117,7 @@ def test_two_bases():
     assert dict(Both().items()) == {"x": 1, "y": 1, "z": 2}
 
 
-def test_the_decorator_may_be_called_and_redefault():
+def test_decorator_may_be_called_and_redefault():
     @config_class(bias=False, dim=7)
     class Child(Base):
         pass
@@ -127,7 +127,7 @@ def test_the_decorator_may_be_called_and_redefault():
         Child(dim="7")
 
 
-def test_a_new_default_of_an_unknown_field():
+def test_new_default_of_an_unknown_field():
     with pytest.raises(UnknownFieldError) as error:
 
         @config_class(bais=False)
@@ -146,7 +146,7 @@ def test_non_config_class():
             dim: int = 1
 
 
-def test_a_missing_decorator():
+def test_missing_decorator():
     class Config(Base):
         extra: int = 1
 
@@ -201,14 +201,14 @@ def bad_init():
         (bad_init, "defines '__init__', a method"),
     ],
 )
-def test_a_config_class_defines_no_methods(define, message):
+def test_config_class_defines_no_methods(define, message):
     with pytest.raises(NonConfigFieldError) as error:
         define()
     assert message in str(error.value)
     assert "A config class holds fields only" in str(error.value)
 
 
-def test_a_value_without_annotation():
+def test_value_without_annotation():
     with pytest.raises(NonConfigFieldError) as error:
 
         @config_class
@@ -220,7 +220,7 @@ def test_a_value_without_annotation():
 
 
 @pytest.mark.parametrize("name", ["set", "items", "clone", "to_dict", "visit"])
-def test_a_field_cannot_hide_a_method(name):
+def test_field_cannot_hide_a_method(name):
     with pytest.raises(InvalidConfigNameError) as error:
         config_class(type("Config", (ConfigBase,), {"__annotations__": {name: int}}))
     assert f"declares a field {name!r}, but every config has a method of that name" in str(
@@ -229,7 +229,7 @@ def test_a_field_cannot_hide_a_method(name):
     assert f"Call it '{name}_'" in str(error.value)
 
 
-def test_a_private_field():
+def test_private_field():
     with pytest.raises(InvalidConfigNameError, match="must not begin with an underscore"):
 
         @config_class
@@ -492,7 +492,7 @@ def test_undeclared_none():
     assert "Declare `int | None` if it may be left out." in message
 
 
-def test_the_default_is_always_fine():
+def test_default_is_always_fine():
     cfg = Holder(wrong=3)
     cfg.wrong = None
     assert cfg.wrong is None

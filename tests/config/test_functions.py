@@ -68,7 +68,7 @@ def test_fields_are_the_parameters():
     assert cfg.set(x=1.0, tags=["a"]).instantiate() == (1.0, 2.0, ["a"])
 
 
-def test_a_class():
+def test_class():
     cfg = config_for_class(Schedule)
     assert isinstance(cfg, ClassConfigBase)
     assert dict(cfg.items()) == {"klass": Schedule, "peak": REQUIRED, "warmup": 10}
@@ -99,7 +99,7 @@ def test_every_kind_of_parameter():
     assert cfg.instantiate() == (1, 2, (3, 4), 6, {"z": 5})
 
 
-def test_a_missing_argument():
+def test_missing_argument():
     with pytest.raises(RequiredFieldMissingError) as error:
         config_for_class(Schedule).instantiate()
     assert "peak is still REQUIRED in config_for_class(Schedule), which was created at " in str(
@@ -108,7 +108,7 @@ def test_a_missing_argument():
     assert "test_functions.py:" in str(error.value)
 
 
-def test_an_unknown_argument():
+def test_unknown_argument():
     with pytest.raises(UnknownFieldError, match=r"'bye' in config_for_function\(scale\)\. Did you"):
         config_for_function(scale).set(bye=1)
 
@@ -207,7 +207,7 @@ def with_sentinel(x=MISSING):
     return x is MISSING
 
 
-def test_a_sentinel_reaches_the_function_as_itself():
+def test_sentinel_reaches_the_function_as_itself():
     cfg = config_for_function(with_sentinel)
     assert cfg.clone().instantiate()
     assert not cfg.set(x=1).instantiate()

@@ -90,7 +90,7 @@ def test_values_without_name(obj):
     assert reference_to(obj) is None
 
 
-def test_a_local_class_has_no_name():
+def test_local_class_has_no_name():
     class Local:
         pass
 
@@ -248,7 +248,7 @@ def test_configurables_of_imported_modules_may_be_named():
     assert resolve_reference(f"{__name__}.Layer") is Layer
 
 
-def test_a_private_module_has_no_names(monkeypatch):
+def test_private_module_has_no_names(monkeypatch):
     module = types.ModuleType("weft._inside")
     module.Layer = Layer
     monkeypatch.setitem(sys.modules, "weft._inside", module)

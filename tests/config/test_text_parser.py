@@ -254,7 +254,7 @@ def test_hostile_texts(text, tmp_path):
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:50])
-def test_hostile_values_inside_of_a_config(text, tmp_path):
+def test_hostile_values_in_a_config(text, tmp_path):
     path = tmp_path / "touched"
     text = text.format(path=path) if len(text) < 500 else text
     if text in ("3", ""):
@@ -346,13 +346,13 @@ def test_hostile_values_inside_of_a_config(text, tmp_path):
         ("value=", ConfigTextError, "cfg.txt:2: this is not a config text: invalid syntax"),
     ],
 )
-def test_an_error_names_the_line(body, kind, message):
+def test_error_names_the_line(body, kind, message):
     with pytest.raises(kind) as error:
         from_text(f"{M}.Leaf.Config(\n    {body},\n)", source="cfg.txt")
     assert message in str(error.value)
 
 
-def test_an_error_deep_inside_names_its_line_once():
+def test_error_deep_inside_names_its_line_once():
     with pytest.raises(UnknownFieldError) as error:
         from_text(f"{M}.Tree.Config(\n many=[\n  {M}.Leaf.Config(\n   rte=1)])")
     assert str(error.value).startswith("text:4: unknown field 'rte'")
@@ -374,7 +374,7 @@ def test_partial_of_non_callable():
         from_text(text, allow=(M,))
 
 
-def test_a_text_may_be_incomplete():
+def test_text_may_be_incomplete():
     cfg = from_text("config_for_function(optax.sgd)()")
     with pytest.raises(RequiredFieldMissingError):
         cfg.instantiate()

@@ -221,7 +221,7 @@ def test_values_without_text_are_marked(value, name):
     assert " at 0x" not in text  # the same config gives the same text
 
 
-def test_a_local_class_is_marked():
+def test_local_class_is_marked():
     class Local(Configurable):
         pass
 
@@ -254,7 +254,7 @@ def test_origins_are_trailing_comments():
     assert from_text("\n".join(lines)) == cfg
 
 
-def test_an_origin_cannot_leave_its_comment():
+def test_origin_cannot_leave_its_comment():
     cfg = Data(x=1)
     cfg._origins["x"] = Origin("a\nb\r__import__('os')")
     assert from_text(to_text(cfg, origins=True), allow=(M,)) == cfg
@@ -386,7 +386,7 @@ def assert_names_are_public(text):
 
 
 @pytest.mark.parametrize("recipe", ["digits", "lm-lora", "lm-moe", "lm-nnx"])
-def test_the_config_of_a_recipe(recipe):
+def test_config_of_a_recipe(recipe):
     (text,) = texts(f"{recipe}.txt", "\n\n")
     cfg = from_text(text)
     written = to_text(cfg)
@@ -394,7 +394,7 @@ def test_the_config_of_a_recipe(recipe):
     assert_names_are_public(written)
 
 
-def test_the_config_of_each_class():
+def test_config_of_each_class():
     found = [from_text(text, allow=ALLOW) for text in texts("classes.txt", "\n\n")]
     assert len(found) == 232
     for cfg in found:
@@ -404,7 +404,7 @@ def test_the_config_of_each_class():
 
 
 @pytest.mark.parametrize("text", texts("values.txt", "\n"))
-def test_a_value(text):
+def test_value(text):
     value = read_value(text)
     again = read_value(value_text(value))
     assert again == value and type(again) is type(value)

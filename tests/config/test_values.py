@@ -137,7 +137,7 @@ def test_mutable_values_are_copied(value):
     assert values_equal(copied, value)
 
 
-def test_the_copy_is_deep():
+def test_copy_is_deep():
     inner = [1]
     for value in ([inner], {"a": inner}, Point(1, inner), Spec((), inner), Pair(inner)):
         copied = copy_value(value)
@@ -367,7 +367,7 @@ def test_to_dict_replaces_configs_only():
     }
 
 
-def test_the_dict_is_independent():
+def test_dict_is_independent():
     cfg = tree()
     cfg.to_dict()["many"].append(1)
     assert len(cfg.many) == 2
@@ -494,7 +494,7 @@ def test_nested_set_is_validated():
         PathTree().set_recursively("numbers[0]", value="x")
 
 
-def test_a_config_inside_of_a_container_is_set_in_place():
+def test_config_in_a_container_is_set_in_place():
     cfg = PathTree()
     leaf = cfg.many[0]
     cfg.set_recursively("many[0].rate", value=0.9)
@@ -525,7 +525,7 @@ def test_invalid_path(path, message):
             cfg.set_recursively(path, value=1)
 
 
-def test_an_empty_path_cannot_be_set():
+def test_empty_path_cannot_be_set():
     for path in ("", []):
         with pytest.raises(UnknownFieldError, match="The path is empty"):
             PathTree().set_recursively(path, value=1)

@@ -99,7 +99,7 @@ def test_names_mixed_with_mesh_axes(names, rules, spec):
         assert names_to_mesh_axes(names) == spec
 
 
-def test_a_tree_of_names():
+def test_tree_of_names():
     tree = {"w": P("batch", "heads"), "b": ("heads",), "step": None, "two": (P("kv"), P())}
     want = {"w": P("data", "model"), "b": P("model"), "step": None, "two": (P(None), P())}
     assert logical_to_mesh(tree, RULES) == want
@@ -211,7 +211,7 @@ def test_box_uses_its_own_or_context_rules():
             assert spec_of(plain.unbox()) == ("data", "model")
 
 
-def test_the_layout_of_a_box():
+def test_layout_of_a_box():
     mesh = a_mesh()
     box = LogicallyPartitioned(jnp.ones((4, 8)), ("batch", "heads"), rules=RULES)
     assert meta.get_partition_spec({"w": box}) == {"w": P("batch", "heads")}

@@ -89,7 +89,7 @@ def test_unordered_names_are_rejected(names):
         Partitioned(1, names)
 
 
-def test_a_box_is_a_pytree_node_around_its_value():
+def test_box_is_a_pytree_node_around_its_value():
     box = Partitioned(jnp.ones(3), ("data",))
     doubled = jax.tree.map(lambda x: 2 * x, {"w": box})["w"]
     assert doubled.names == ("data",)
@@ -161,7 +161,7 @@ def test_remove_axis_out_of_range(index):
         Partitioned(jnp.ones((2, 3)), ("a", "b")).remove_axis(index, named("l"))
 
 
-def test_an_axis_after_the_last_name_is_not_split():
+def test_axis_after_the_last_name_is_not_split():
     short = Partitioned(jnp.ones((2, 3, 4)), ("a",))
     assert short.add_axis(3, named("l")).names == ("a", None, None, "l")
     assert short.add_axis(3, named("l")).remove_axis(3, named("l")).names == ("a", None, None)
@@ -172,12 +172,12 @@ def test_an_axis_after_the_last_name_is_not_split():
         short.add_axis(4, named("l"))
 
 
-def test_a_negative_axis_needs_all_names():
+def test_negative_axis_needs_all_names():
     with pytest.raises(AxisMetadataError, match="name all 3 axes of the value"):
         Partitioned(jnp.ones((2, 3, 4)), ("a",)).remove_axis(-1, {})
 
 
-def test_an_axis_is_removed_under_its_name_only():
+def test_axis_is_removed_under_its_name_only():
     box = Partitioned(jnp.ones((2, 3)), ("layers", "data"))
     with pytest.raises(PartitionNameError) as caught:
         meta.remove_axis({"dense": {"kernel": box}}, 0, named("stages"))
@@ -190,12 +190,12 @@ def test_an_axis_is_removed_under_its_name_only():
     assert caught.value.path == "dense/kernel"
 
 
-def test_a_named_axis_is_not_removed_without_a_name():
+def test_named_axis_is_not_removed_without_a_name():
     with pytest.raises(PartitioningUnspecifiedError, match=r"'layers', and is .* without a name"):
         meta.remove_axis(Partitioned(1, ("layers",)), 0, {})
 
 
-def test_a_path_can_grow_from_outside():
+def test_path_can_grow_from_outside():
     with pytest.raises(AxisMetadataError) as caught:
         meta.add_axis({"w": Partitioned(1, ())}, 1, {})
     caught.value.path = f"params/{caught.value.path}"
@@ -459,7 +459,7 @@ def test_eval_shape_keeps_boxes():
     assert meta.unbox(avals).shape == (4, 8)
 
 
-def test_the_state_of_an_optimizer_has_the_boxes_of_the_parameters():
+def test_state_of_an_optimizer_has_the_boxes_of_the_parameters():
     params = {"w": Factored(Partitioned(jnp.ones((4, 8)), (None, "data")), (True, False))}
     state = optax.adam(1e-3).init(params)
     assert describe(state[0].mu) == describe(params)
@@ -512,7 +512,7 @@ def test_equal_metadata_compiles_once():
     assert traces == [("a",), ("b",)]
 
 
-def test_a_box_is_immutable():
+def test_box_is_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Partitioned(1, ()).names = ("a",)
 

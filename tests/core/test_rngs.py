@@ -163,7 +163,7 @@ def test_key_number_is_unknown_until_loop_ends():
     assert data(stream.as_key()) == data(Stream(KEY).at("a", 2).as_key())
 
 
-def test_a_key_can_be_traced_before_its_number_is_known():
+def test_key_can_be_traced_before_its_number_is_known():
     inside = Counts(counts_for_loop(FrozenCounts()))
     traced = jax.jit(lambda key: Stream(key).at(inside.draw(ROOT)).as_key()).trace(KEY)
     inside.end()

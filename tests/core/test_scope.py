@@ -55,7 +55,7 @@ def test_default_names_skip_taken_names():
     assert root.default_name("dense_") == "dense_2"
 
 
-def test_a_name_is_for_a_scope_or_for_variables_of_different_collections():
+def test_name_is_for_a_scope_or_for_variables_of_different_collections():
     root = bind({}, mutable=True)
     root.variable("state", "x", lambda: 0)
     root.variable("cache", "x", lambda: 1)
@@ -75,7 +75,7 @@ def test_a_name_is_for_a_scope_or_for_variables_of_different_collections():
             take()
 
 
-def test_a_parameter_and_a_variable_of_the_same_collection_collide():
+def test_parameter_and_a_variable_of_the_same_collection_collide():
     dense = bind(VARIABLES).push("dense")
     dense.param("b", lambda key: 0.0)
     with raises(
@@ -93,14 +93,14 @@ def test_reuse_shares_variables():
         root.push("new")
 
 
-def test_a_name_is_a_string():
+def test_name_is_a_string():
     with raises(errors.ScopeNameError, "the name 3 in the scope '/' is a int; expected a string"):
         bind({}).push(3)
     with raises(TypeError, "the name None in the scope '/dense'"):
         bind({}).push("dense").variable("state", None)
 
 
-def test_a_scope_below_a_value_is_refused():
+def test_scope_below_a_value_is_rejected():
     for use in (
         lambda x: x.param("w", NORMAL, (2,)),
         lambda x: x.variable("params", "w", lambda: 0),
@@ -131,7 +131,7 @@ def test_child_is_named_after_function():
     assert root.child(dense).__name__ == "dense"
 
 
-def test_a_child_called_twice_uses_the_same_variables():
+def test_child_called_twice_uses_the_same_variables():
     def dense(scope, x):
         return x * scope.param("w", NORMAL, (2,)) + scope.push("inner").param("b", NORMAL, (2,))
 
@@ -146,7 +146,7 @@ def test_a_child_called_twice_uses_the_same_variables():
     }
 
 
-def test_a_child_has_its_name_in_profiles():
+def test_child_has_its_name_in_profiles():
     def f(x):
         def program(scope):
             return scope.child(lambda scope: jnp.sin(x), "my_layer")()
@@ -196,7 +196,7 @@ def test_ended_scope_is_rejected():
             use()
 
 
-def test_a_scope_ends_with_apply_also_when_it_fails():
+def test_scope_ends_with_apply_also_when_it_fails():
     kept = []
 
     def fail(scope):
@@ -262,7 +262,7 @@ def test_writing_to_an_immutable_collection():
 # Parameters.
 
 
-def test_a_missing_parameter_of_a_scope_that_has_others():
+def test_missing_parameter_of_a_scope_that_has_others():
     message = r"no parameter 'w' in the scope '/'; there are: a, dense; pass it to `apply`, or run"
     with raises(errors.ScopeParamNotFoundError, message):
         bind(VARIABLES).param("w", NORMAL, (2,))
@@ -276,7 +276,7 @@ def test_parameter_of_empty_collection():
         bind({"params": {}}).push("dense").param("w", NORMAL, (2,))
 
 
-def test_a_parameter_with_a_box():
+def test_parameter_with_a_box():
     root = bind({}, rngs=KEY, mutable=True)
     w = root.param("w", with_partitioning(NORMAL, ("a",)), (2,))
     v = root.param("v", with_partitioning(NORMAL, ("a",)), (2,), unbox=False)
@@ -287,7 +287,7 @@ def test_a_parameter_with_a_box():
 # PRNG streams and flags.
 
 
-def test_a_missing_stream():
+def test_missing_stream():
     def program(scope):
         return scope.push("dense").make_rng("dropout")
 
@@ -351,7 +351,7 @@ def test_flags():
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap, jax.checkpoint])
-def test_a_scope_used_inside_of_a_transformation_that_it_does_not_cross(transform):
+def test_scope_used_in_a_transformation_that_it_does_not_cross(transform):
     x = jnp.ones(2) if transform is jax.vmap else 1.0
     name = "remat" if transform is jax.checkpoint else transform.__name__
     why = "so a tracer would leak into it"
@@ -384,7 +384,7 @@ def test_a_scope_used_inside_of_a_transformation_that_it_does_not_cross(transfor
     used(lambda scope, x: scope.push("new").param("w", jax.nn.initializers.normal(), (2,)))
 
 
-def test_the_outer_scope_inside_of_a_lifted_function():
+def test_outer_scope_in_a_lifted_function():
     def program(scope):
         lift.vmap(lambda inner, x: scope.put_variable("state", "x", x), {}, {})(scope, jnp.ones(2))
 
@@ -532,7 +532,7 @@ def test_two_threads_that_trace_at_once_give_the_serial_results():
 STATE = {"state": {"x": 1, "dense": {"y": 2}}}
 
 
-def test_a_variable_is_a_reference():
+def test_variable_is_a_reference():
     scope = bind(STATE, mutable="state")
     x = scope.variable("state", "x")
     assert x.value == 1
@@ -631,7 +631,7 @@ def test_unboxed_value_may_change_structure():
 
 
 @pytest.mark.parametrize("mapping", [freeze, OrderedDict])
-def test_a_value_keeps_its_own_mapping_class(mapping):
+def test_value_keeps_its_own_mapping_class(mapping):
     def program(scope):
         scope.push("dense").variable("state", "x", lambda: mapping({"b": 1}))
         made = scope.rewound().push("dense").variable("state", "x")
@@ -667,7 +667,7 @@ def test_wrong_parameter_shape_is_rejected():
         dense.param("kernel", jax.nn.initializers.ones, (4, 3))
 
 
-def test_the_shape_is_checked_in_boxes_and_trees():
+def test_shape_is_checked_in_boxes_and_trees():
     boxed = Partitioned(jnp.ones(3), ("a",))
     check_shape(bind({}), "w", boxed, jax.nn.initializers.ones, ((3,),), {})
     tree = {"u": jnp.ones(3), "v": jnp.ones(())}
@@ -684,7 +684,7 @@ def test_shape_argument_avoids_calling_the_initializer():
     check_shape(bind({}), "w", jnp.ones((2, 3)), init_fn, ([2, 3],), {})
 
 
-def test_a_dtype_may_differ():
+def test_dtype_may_differ():
     half = bind({"params": {"w": jnp.ones(3, "bfloat16")}})
     assert half.param("w", jax.nn.initializers.ones, (3,)).dtype == "bfloat16"
 

@@ -122,7 +122,7 @@ def test_all_transforms_are_tested():
 
 
 @pytest.mark.parametrize("name", LIFTED)
-def test_a_body_is_traced_once_in_apply_and_at_most_twice_in_init(name):
+def test_body_is_traced_once_in_apply_and_at_most_twice_in_init(name):
     body = Body()
     program = LIFTED[name](body)
     _, shapes = jax.eval_shape(init(program), RNGS, X[0])
@@ -256,7 +256,7 @@ def test_failure_leaves_scope_unchanged(name):
         assert scope.make_rng(stream) == untouched.make_rng(stream)
 
 
-def test_a_scope_cannot_be_returned():
+def test_scope_cannot_be_returned():
     with pytest.raises(
         ReturnedScopeError, match=r"remat: the function returns the scope '/remat\(\)'"
     ):
@@ -265,7 +265,7 @@ def test_a_scope_cannot_be_returned():
         lift.vmap(lambda scope, x: scope.push("a"), {}, {})(bind({}), X)
 
 
-def test_a_scope_ends_with_the_lifted_call():
+def test_scope_ends_with_the_lifted_call():
     kept = []
     lift.remat(lambda scope: kept.append(scope) or 0)(bind({}))
     with pytest.raises(InvalidScopeError, match=r"the scope '/remat\(\)' is used after its end"):
@@ -305,7 +305,7 @@ def test_unmatched_collection():
         )
 
 
-def test_a_missing_parameter_of_a_lifted_scope_that_has_others():
+def test_missing_parameter_of_a_lifted_scope_that_has_others():
     def read(scope):
         return scope.push("dense").param("w", jax.nn.initializers.ones, (3,))
 

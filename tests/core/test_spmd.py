@@ -29,7 +29,7 @@ EXPLICIT = functools.partial(mesh_of, AxisType.Explicit)
 MIXED = functools.partial(mesh_of, AxisType.Explicit, AxisType.Auto)
 
 
-def test_the_mesh_is_that_of_the_context():
+def test_mesh_is_that_of_the_context():
     assert get_global_mesh() is None
     assert not global_mesh_defined()
     with jax.set_mesh(AUTO()):
@@ -66,7 +66,7 @@ def test_given_mesh_in_jit():
     assert y.sharding.is_equivalent_to(NamedSharding(AUTO(), P("model")), 2)
 
 
-def test_an_unconstrained_axis_keeps_its_layout_over_explicit_axes():
+def test_unconstrained_axis_keeps_its_layout_over_explicit_axes():
     with jax.set_mesh(EXPLICIT()):
         x = constrain(jnp.ones((4, 8)), P("data", None))
         y = constrain(x, P(P.UNCONSTRAINED, "model"))
@@ -139,14 +139,14 @@ def a_mesh(kind=AxisType.Auto):
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
 
 
-def test_the_mesh_of_a_sharding():
+def test_mesh_of_a_sharding():
     mesh = a_mesh()
     assert spmd.get_mesh(NamedSharding(mesh, P("data"))) == mesh
     assert spmd.get_mesh(P("data")) is None
     assert spmd.get_mesh(None) is None
 
 
-def test_a_function_of_each_entry():
+def test_function_of_each_entry():
     def upper(entry):
         return entry and entry.upper()
 
@@ -209,11 +209,11 @@ def test_value_without_spec_is_kept():
         assert spmd.shard_value(x, layout, RULES, a_mesh()) is x
 
 
-def test_a_layout_without_a_mesh():
+def test_layout_without_a_mesh():
     with pytest.raises(NoMeshError, match=r"to be laid out as .*'data'.*jax.set_mesh"):
         spmd.shard_value(jnp.ones(4), ("a",), RULES, None)
 
 
-def test_a_name_that_is_neither_logical_nor_in_the_mesh():
+def test_name_that_is_neither_logical_nor_in_the_mesh():
     with pytest.raises(MeshError, match=r"'nobody', and the mesh has .* or give rules"):
         spmd.shard_value(jnp.ones(4), ("nobody",), RULES, a_mesh())

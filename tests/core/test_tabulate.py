@@ -45,7 +45,7 @@ def test_flops_of_a_function_and_of_its_gradient():
     assert forward > 2 * 8**3 - 8 and tabulate.flops(product, x, n, with_vjp=True) > 2 * forward
 
 
-def test_a_table():
+def test_table():
     console = {"width": 40, "force_terminal": False}
     variables = {"params": {"w": jnp.ones((4, 2))}}
     rows = [["[dim]1", "2", ""]]

@@ -80,7 +80,7 @@ def frames(run, error=KeyError):
 
 
 @pytest.mark.parametrize("run", CALLS.values(), ids=CALLS)
-def test_an_error_of_the_user_shows_the_frames_of_the_user(run):
+def test_error_of_the_user_shows_the_frames_of_the_user(run):
     found = frames(run)
     assert [f.name for f in found if f.filename.startswith(WEFT)] == []
     assert found[-1].name == "fail" and {HERE} == {pathlib.Path(f.filename).name for f in found}
@@ -99,7 +99,7 @@ def test_all_frames_are_kept_without_filtering(run):
     assert len([f for f in found if f.filename.startswith(WEFT)]) >= 2
 
 
-def test_an_error_in_a_layer_shows_its_call():
+def test_error_in_a_layer_shows_its_call():
     class Wrong(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -114,7 +114,7 @@ def test_an_error_in_a_layer_shows_its_call():
     assert [f.name for f in inside] == ["__call__"] and inside[0].filename.endswith("linear.py")
 
 
-def test_an_error_of_weft_ends_at_the_users_line():
+def test_error_of_weft_ends_at_the_users_line():
     found = frames(lambda: apply(lambda scope: scope.param("w"))({}), Exception)
     assert pathlib.Path(found[-1].filename).name == HERE
     layer = (

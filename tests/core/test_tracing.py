@@ -25,7 +25,7 @@ def test_shape_only_results_are_computed():
     assert result["twice"].tolist() == [0.0, 2.0]
 
 
-def test_a_result_that_needs_a_value_is_named():
+def test_result_that_needs_a_value_is_named():
     def fn(x):
         return {"a": {"b": jnp.zeros(3), "c": x.sum(), "d": x + 1}}
 
@@ -60,7 +60,7 @@ def test_keys_are_known_values():
     assert partial_eval(lambda key, x: jax.random.normal(key), key, SHAPE) == jax.random.normal(key)
 
 
-def test_an_unknown_value_that_is_a_result_itself():
+def test_unknown_value_that_is_a_result_itself():
     with pytest.raises(
         LazyInitError, match="1: its initial value depends on the value of an input"
     ):
@@ -109,7 +109,7 @@ def test_outer_trace_is_restored():
     check_trace_level(before)
 
 
-def test_a_trace_is_not_kept_alive():
+def test_trace_is_not_kept_alive():
     # checking_leaks is on: a tracer that outlives its trace would be an error here.
     kept = []
     jax.jit(lambda x: kept.append(current_trace()) or x)(1.0)

@@ -35,7 +35,7 @@ def test_dicts_held_by_scopes_are_updated():
     assert held == {"c": 1, "d": 2}
 
 
-def test_a_value_of_another_mapping_class_is_replaced():
+def test_value_of_another_mapping_class_is_replaced():
     store = VariableStore({}, True)
     store.put("state", (), "a", freeze({"b": 1}))
     store.put("state", (), "a", freeze({"c": 1}))

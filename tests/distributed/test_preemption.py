@@ -136,14 +136,14 @@ def test_stop_while_waiting_for_input_takes_no_batch():
         assert batches.get_state() == 2
 
 
-def test_a_signal_in_the_block_takes_no_batch():
+def test_signal_in_the_block_takes_no_batch():
     with PrefetchingIterator(Source()) as batches, GracefulStop() as stop:
         with pytest.raises(StopRun), stop.next_batch(batches, "a step"):
             signal.raise_signal(signal.SIGTERM)
         assert batches.get_state() == 0
 
 
-def test_an_error_in_the_block_stops_the_run_and_takes_no_batch():
+def test_error_in_the_block_stops_the_run_and_takes_no_batch():
     with PrefetchingIterator(Source()) as batches, GracefulStop() as stop:
         with pytest.raises(StopRun) as stopped, stop.next_batch(batches, "a step"):
             raise ZeroDivisionError
@@ -151,7 +151,7 @@ def test_an_error_in_the_block_stops_the_run_and_takes_no_batch():
         assert batches.get_state() == 0
 
 
-def test_the_end_and_a_failure_of_the_input_stop_the_run():
+def test_end_and_a_failure_of_the_input_stop_the_run():
     with PrefetchingIterator(Source()) as batches, GracefulStop() as stop:
         next_batch(stop, batches), next_batch(stop, batches)
         with pytest.raises(StopRun) as stopped:

@@ -68,7 +68,7 @@ def hang(timeout, crash, seconds):
 
 
 @pytest.mark.long
-def test_a_hang_prints_every_threads_stack():
+def test_hang_prints_every_threads_stack():
     done = hang(0.4, None, 2.5)
     assert done.returncode == 0
     assert "while running step 7. The stacks of all threads:" in done.stderr
@@ -77,7 +77,7 @@ def test_a_hang_prints_every_threads_stack():
 
 
 @pytest.mark.long
-def test_a_long_hang_ends_the_process():
+def test_long_hang_ends_the_process():
     done = hang(None, 0.4, 30)
     assert done.returncode == -signal.SIGABRT
     assert "in stuck_in_here" in done.stderr

@@ -39,7 +39,7 @@ def test_page_commands_parse(page):
         assert parse_arguments(command.split()).command
 
 
-def test_the_navigation_names_every_page():
+def test_navigation_names_every_page():
     lines = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").splitlines()
     shown = {line.split(": ")[-1].removeprefix("- ").strip() for line in lines}
     assert not {page.relative_to(DOCS).as_posix() for page in PAGES} - shown

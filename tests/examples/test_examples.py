@@ -57,7 +57,7 @@ def test_lstm_learns_and_generates(shown):
     assert len(text.split("it writes:\n")[1]) == 301
 
 
-def test_an_ensemble_is_better_than_its_members(shown):
+def test_ensemble_is_better_than_its_members(shown):
     text = shown("ensemble_vmap", "--steps", "100")
     assert "'kernel': (8, 64, 32)" in text
     first, last = numbers(r"loss ([\d.]+)", text)
@@ -71,7 +71,7 @@ def test_an_ensemble_is_better_than_its_members(shown):
     assert of_all[1] < of_one[1]  # the negative log-likelihood
 
 
-def test_a_scanned_decoder_is_tabulated_and_learns(shown):
+def test_scanned_decoder_is_tabulated_and_learns(shown):
     text = shown("scanned_transformer", "--steps", "15", "--layers", "2")
     assert "ScanCheckpointBlock" in text
     assert "Total Parameters" in text

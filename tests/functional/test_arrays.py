@@ -63,13 +63,13 @@ def test_integers_stay_if_allowed():
     assert x is INT
 
 
-def test_a_given_dtype_is_kept():
+def test_given_dtype_is_kept():
     assert canonicalize_dtype(HALF, dtype=jnp.float16) == jnp.float16
     assert canonicalize_dtype(dtype="float16") == "float16"
     assert [x.dtype.name for x in promote_dtype(HALF, 2, dtype=jnp.float16)] == ["float16"] * 2
 
 
-def test_an_array_of_the_dtype_is_not_copied():
+def test_array_of_the_dtype_is_not_copied():
     x, y = promote_dtype(HALF, INT)
     assert x is HALF
     assert y.dtype == jnp.bfloat16
@@ -83,7 +83,7 @@ def test_weak_types_become_strong():
     assert jax.eval_shape(f, 1.0).dtype == jnp.float32
 
 
-def test_a_dtype_without_fractions_is_refused():
+def test_dtype_without_fractions_is_rejected():
     with pytest.raises(ArgumentValueError, match=r"dtype=int32 cannot hold fractions.*Leave"):
         promote_dtype(HALF, dtype=jnp.int32)
 

@@ -402,7 +402,7 @@ def test_one_position_at_a_time(query, key, value):
         attention_cache_step(CACHE, CACHE, jnp.int32(0), *inputs, layer="It")
 
 
-def test_a_step_with_64_bits():
+def test_step_with_64_bits():
     with jax.enable_x64(True):
         empty, new = jnp.zeros((2, 3, 1, 1), jnp.float32), jnp.ones((2, 1, 1, 1))
         for index in (jnp.int32(1), jnp.int64(1), 1):

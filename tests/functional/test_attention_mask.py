@@ -60,7 +60,7 @@ def test_segments_attend_to_themselves():
     assert out.astype(int).tolist() == [[[[1, 1, 0], [0, 0, 1]]]]
 
 
-def test_a_bias_is_zero_or_hides_every_logit():
+def test_bias_is_zero_or_hides_every_logit():
     bias = bool_to_bias(jnp.array([True, False]))
     assert bias.dtype == jnp.float32
     assert bias[0] == 0

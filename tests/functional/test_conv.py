@@ -163,7 +163,7 @@ def test_custom_conv_general_dilated():
     assert calls == [(((2,), ((0, 0),)), [*names, "rhs_dilation"])]
 
 
-def test_a_weight_for_each_position():
+def test_weight_for_each_position():
     x, w, b = array(2, 6, 3), array(4, 9, 5), array(4, 5)
     y = conv_local(x, w, b, window=(3,), padding=((0, 0),))
     windows = np.stack([x[:, i : i + 3] for i in range(4)], axis=1)  # batch, out, window, input
@@ -179,12 +179,12 @@ def test_equal_weights_at_each_position_are_a_convolution():
     np.testing.assert_allclose(y, conv(x, w, strides=2, padding=pads), rtol=1e-4, atol=1e-5)
 
 
-def test_a_local_weight_has_a_number_for_each_of_the_window():
+def test_local_weight_has_a_number_for_each_of_the_window():
     with pytest.raises(ArgumentShapeError, match=r"must be \(\*out_spatial, 9, output\)"):
         conv_local(array(2, 6, 3), array(4, 8, 5), window=(3,), padding=((0, 0),))
 
 
-def test_a_convolution_without_spatial_axes_is_a_product():
+def test_convolution_without_spatial_axes_is_a_product():
     x, w = array(2, 3), array(3, 4)
     np.testing.assert_allclose(conv(x, w, padding=()), x @ w, rtol=1e-5, atol=1e-6)
 

@@ -104,7 +104,7 @@ def test_padding_by_the_length_is_that_of_lax(length, window, stride, dilation, 
         assert lax_conv_padding((length,), padding=name, **arguments) == (expected,)
 
 
-def test_padding_by_the_length_is_refused_with_the_names_it_has():
+def test_padding_by_the_length_is_rejected_with_the_names_it_has():
     with pytest.raises(ArgumentValueError, match="'CAUSAL' is neither one of SAME, VALID, SAME_LO"):
         lax_conv_padding((4,), window=(3,), strides=(1,), padding="CAUSAL")
     with pytest.raises(ArgumentValueError, match=r"padding=1 is neither .* axes, \(left, right\)"):
@@ -186,7 +186,7 @@ def test_paddings_keep_their_dtype():
 
 
 @pytest.mark.parametrize("compute", [compute_conv_paddings, compute_conv_transpose_paddings])
-def test_an_anchor_outside_the_window_is_refused(compute):
+def test_anchor_outside_the_window_is_rejected(compute):
     with pytest.raises(ArgumentValueError, match=r"anchor=3 must be in the range \[1, 3\)"):
         compute(jnp.zeros((1, 5)), window=3, stride=1, conv_padding="SAME", anchor=3)
 
@@ -253,7 +253,7 @@ def test_causal_output_ignores_the_future():
 
 @pytest.mark.parametrize("span", range(1, 8))
 @pytest.mark.parametrize("stride", range(1, 4))
-def test_a_circular_convolution_moves_with_its_input(span, stride):
+def test_circular_convolution_moves_with_its_input(span, stride):
     x, weight = array(1, 4, 1), array(span, 1, 1)
     sizes = {"window": (span,), "strides": (stride,), "dilation": (1,)}
 
@@ -277,7 +277,7 @@ def test_paddings_of_transposed_convolutions_by_name():
 
 @pytest.mark.parametrize("pad", [pad_conv, pad_conv_transpose])
 @pytest.mark.parametrize("padding", ["HALF", (1,), ((1, 2),), ((1, 2, 3), 1), None, 1.5])
-def test_an_unknown_padding(pad, padding):
+def test_unknown_padding(pad, padding):
     with pytest.raises(ArgumentValueError, match=r"is neither one of VALID.* each of 2 spatial"):
         pad(array(1, 5, 6, 1), padding=padding, **TWO)
 
@@ -294,7 +294,7 @@ def test_causal_is_for_one_axis():
 
 
 @pytest.mark.parametrize("padding", ["SAME", "CIRCULAR", "CAUSAL"])
-def test_a_dilated_input_is_padded_in_numbers(padding):
+def test_dilated_input_is_padded_in_numbers(padding):
     x = array(1, 5, 1)
     with pytest.raises(ArgumentValueError, match=r"input_dilation=\(2,\): give the padding as num"):
         pad_conv(x, padding=padding, input_dilation=(2,), **ONE)

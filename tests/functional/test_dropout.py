@@ -52,14 +52,14 @@ def test_dropout_keeps_the_dtype():
 
 
 @pytest.mark.parametrize("rate", [1.0, -0.1, 2])
-def test_rates_outside_zero_to_one_are_refused(rate):
+def test_rates_outside_zero_to_one_are_rejected(rate):
     with pytest.raises(ArgumentValueError, match=rf"rate={rate} must be in \[0, 1\)"):
         dropout(jnp.ones(3), rate=rate, prng_key=KEY)
     with pytest.raises(ArgumentValueError, match=rf"rate={rate} must be in \[0, 1\)"):
         get_stochastic_depth_linear_rate(rate, 1, 2)
 
 
-def test_dropout_without_key_and_mask_is_refused():
+def test_dropout_without_key_and_mask_is_rejected():
     with pytest.raises(ArgumentValueError, match="needs a prng_key to draw a mask, or the mask"):
         dropout(jnp.ones(3), rate=0.5)
 
@@ -81,7 +81,7 @@ def test_stochastic_depth_drops_whole_examples(mode):
         np.testing.assert_allclose(np.mean(draws), 1, atol=0.1)
 
 
-def test_an_unknown_mode_is_named():
+def test_unknown_mode_is_named():
     with pytest.raises(ArgumentValueError, match="mode='rows' must be 'row'"):
         stochastic_depth(jnp.ones((2, 2)), rate=0.5, prng_key=KEY, mode="rows")
 
@@ -106,7 +106,7 @@ def test_drop_tokens_never_removes_all():
     assert drop_tokens(jnp.ones((1, 4, 2)), rate=0.99, prng_key=KEY).shape == (1, 1, 2)
 
 
-def test_a_mask_along_axes():
+def test_mask_along_axes():
     mask = keep_mask(KEY, 0.5, (40, 3, 5), broadcast_dims=(1, -1))
     assert mask.shape == (40, 1, 1) and 0 < mask.mean() < 1
     np.testing.assert_array_equal(keep_mask(KEY, 0.25, (9,)), jax.random.bernoulli(KEY, 0.75, (9,)))

@@ -72,7 +72,7 @@ def test_rotary_turns_pairs_as_complex_numbers():
     np.testing.assert_allclose(y[..., 1::2], turned.imag, rtol=1e-3, atol=1e-4)
 
 
-def test_the_layouts_differ_by_a_permutation():
+def test_layouts_differ_by_a_permutation():
     x = jnp.array(array(3, 8))
     sin, cos = rotary_sincos(jnp.arange(3), dim=8)
     order = np.concatenate([np.arange(0, 8, 2), np.arange(1, 8, 2)])

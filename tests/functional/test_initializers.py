@@ -46,7 +46,7 @@ def test_draw_dtype():
         assert x.dtype == jnp.bfloat16
 
 
-def test_an_unknown_distribution_is_named():
+def test_unknown_distribution_is_named():
     with pytest.raises(ArgumentValueError, match="distribution='gaussian' is unknown"):
         draw(KEY, (3,), distribution="gaussian", scale=1.0)
 

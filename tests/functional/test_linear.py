@@ -150,7 +150,7 @@ def test_custom_einsum():
 
 @pytest.mark.parametrize("of_bias", ["bool", "int32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["bool", "int32", "bfloat16"])
-def test_a_bias_of_any_dtype_is_added_as_numpy_adds_it(dtype, of_bias):
+def test_bias_of_any_dtype_is_added_as_numpy_adds_it(dtype, of_bias):
     x, weight, bias = jnp.ones((2, 3), dtype), jnp.ones((3, 2), dtype), jnp.ones(2, of_bias)
     y, expected = dense(x, weight, bias), dense(x, weight) + bias[None]
     assert y.dtype == expected.dtype and (y == expected).all()

@@ -259,7 +259,7 @@ X = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
 UNIT = X / np.linalg.norm(X, axis=1, keepdims=True)
 
 
-def test_the_nearest_neighbor_counts():
+def test_nearest_neighbor_counts():
     distances = np.linalg.norm(UNIT[:, None] - UNIT[None], axis=-1) + 9 * np.eye(5)
     expected = -np.log(distances.min(1)).mean()
     np.testing.assert_allclose(nearest_neighbor_entropy_loss(jnp.array(X)), expected, rtol=1e-4)
@@ -288,7 +288,7 @@ def test_products_add_up_to_the_cosine():
     np.testing.assert_allclose(plain, X * y, rtol=1e-5)
 
 
-def test_a_zero_vector_has_cosine_zero_and_a_gradient():
+def test_zero_vector_has_cosine_zero_and_a_gradient():
     zero = jnp.zeros(3)
     assert elementwise_similarity(zero, jnp.ones(3)).tolist() == [0, 0, 0]
     grad = jax.grad(lambda x: elementwise_similarity(x, jnp.ones(3)).sum())(zero)
@@ -304,7 +304,7 @@ def test_flops_are_squares_of_mean_magnitudes():
     assert zeros == 0
 
 
-def test_the_margin_holds_back_the_right_class():
+def test_margin_holds_back_the_right_class():
     targets = np.eye(3, dtype=np.float32)[[0, 1, 2, 1, 0]]
     found = with_cosine_margin(jnp.array(X), jnp.array(targets), alpha=3.0, margin=0.2)
     np.testing.assert_allclose(found, 3 * X - 0.6 * targets, rtol=1e-5, atol=1e-6)

@@ -137,7 +137,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
-def test_the_result_has_the_dtype_of_the_input(norm):
+def test_result_has_the_dtype_of_the_input(norm):
     x = jnp.array(array(4, 8) + 5, jnp.bfloat16)
     y = jax.jit(norm)(x)
     assert y.dtype == jnp.bfloat16
@@ -259,7 +259,7 @@ def test_direction_stays():
     np.testing.assert_allclose(y, weight_norm(WEIGHT, jnp.arange(5.0)), rtol=1e-5)
 
 
-def test_the_largest_singular_value_is_one():
+def test_largest_singular_value_is_one():
     u = jnp.ones((1, 5))
     weight, new, sigma = spectral_norm(WEIGHT, u, n_steps=60)
     exact = np.linalg.svd(WEIGHT.reshape(12, 5), compute_uv=False)[0]

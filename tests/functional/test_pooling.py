@@ -53,6 +53,6 @@ def test_dtype_jit_and_gradient(pool):
     np.testing.assert_allclose(grad.sum(), 2 * 5 * 6 * 3, rtol=1e-5)
 
 
-def test_a_window_of_another_rank_is_named():
+def test_window_of_another_rank_is_named():
     with pytest.raises(ArgumentShapeError, match=r"window=\(2,\) .* 2 spatial axes"):
         max_pool(jnp.array(X), (2,))

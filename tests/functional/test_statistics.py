@@ -126,7 +126,7 @@ def test_running_average_keeps_its_dtype():
     [("bfloat16", "float32", "bfloat16"), ("int32", "float32", "float32"),
      ("complex64", "complex64", "complex64")],
 )  # fmt: skip
-def test_the_dtype_of_statistics(dtype, forced, as_it_is):
+def test_dtype_of_statistics(dtype, forced, as_it_is):
     x = jnp.ones(1, dtype)
     assert jnp.dtype(statistics_dtype(x)) == forced
     assert jnp.dtype(statistics_dtype(x, force_float32=False)) == as_it_is

@@ -113,7 +113,7 @@ def test_specs_are_complete_and_nested():
     )
 
 
-def test_a_parameter_depends_on_its_path_alone():
+def test_parameter_depends_on_its_path_alone():
     key = jax.random.key(0)
     alone = make().initialize_parameters_recursively(key)
     reordered = make(first=Affine.default_config().set(names=("bias", "other_bias", "weight")))
@@ -379,7 +379,7 @@ def make_tied(shared="shared_emb", **method_map):
     return layer, layer.initialize_parameters_recursively(TIED_KEY)
 
 
-def test_an_output_layer_with_the_weights_of_the_embedding():
+def test_output_layer_with_the_weights_of_the_embedding():
     layer, params = make_tied(forward="attend")
     assert jax.tree.map(jnp.shape, params["emb"]) == {"weight": (5, 3)}
     assert not jax.tree.leaves(params["inner"])
@@ -396,7 +396,7 @@ def test_without_a_map_forward_is_forward():
     np.testing.assert_array_equal(y, params["emb"]["weight"][ids])
 
 
-def test_a_module_that_is_not_shared_is_named():
+def test_module_that_is_not_shared_is_named():
     layer, params = make_tied(shared="emb")
     with pytest.raises(InvalidDescendantError, match=r"'emb' is not shared with tied\.inner\.head"):
         F(layer, None, params, (jnp.array([1]),), is_training=True, method="through")

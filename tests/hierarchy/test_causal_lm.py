@@ -190,7 +190,7 @@ def test_bits_per_byte_are_of_all_bytes_together():
     assert float(bits.weight) == 16
 
 
-def test_a_batch_without_targets_has_no_loss():
+def test_batch_without_targets_has_no_loss():
     model, state = make()
     batch = {**BATCH, "target_labels": jnp.full((2, LENGTH), -1)}
     (loss, _), summaries = loss_and_aux(model, state, batch)
@@ -332,7 +332,7 @@ def test_samples_depend_on_the_key_alone():
     assert len({tuple(s) for s in first.reshape(8, -1).tolist()}) > 2
 
 
-def test_the_scores_of_beams_are_sums_of_log_probabilities():
+def test_scores_of_beams_are_sums_of_log_probabilities():
     model, state = make()
     prefix = jnp.array([[2, 3, 0, 0, 0, 0], [5, 0, 0, 0, 0, 0]])
     found, _ = call(
@@ -552,7 +552,7 @@ def test_auxiliary_losses_are_found_by_path_and_added_up():
     assert float(metrics["aux_loss"].mean) == 3.5
 
 
-def test_a_pattern_that_finds_no_loss_is_refused():
+def test_pattern_that_finds_no_loss_is_rejected():
     cfg = AuxLossMetrics.default_config().set(aux_loss_regex="aux_loss")
     with pytest.raises(MetricsError, match=r"'aux_loss' of metrics matches none.*layer0/aux_loss"):
         measure(cfg)
@@ -564,7 +564,7 @@ def test_no_pattern_means_no_auxiliary_loss():
     assert metrics == {}
 
 
-def test_a_models_metrics_are_cross_entropy_and_auxiliary_losses():
+def test_models_metrics_are_cross_entropy_and_auxiliary_losses():
     loss, metrics = measure(metrics_config(aux_loss_regex=".*/aux_loss", z_loss_scale=0.1))
     expected = (NLL + 0.1 * np.square(LOG_NORMALIZER) * LIVE).sum() / 5
     assert float(loss.mean) == pytest.approx(expected + 3.5, rel=1e-5)

@@ -199,7 +199,7 @@ def test_each_index_and_iteration_draws_its_own(drawn):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_an_error_inside_names_the_module_and_leaves_no_context(name):
+def test_error_inside_names_the_module_and_leaves_no_context(name):
     with pytest.raises(ValueError, match="wrong inside") as caught:
         run(lambda root: ALL[name](lambda x: root.child(x, "error"), X))
     notes = [note for note in caught.value.__notes__ if "JAX" not in note and note.strip("-")]
@@ -268,7 +268,7 @@ def test_zero_iterations_keep_the_carry():
     assert_equal(carries, [X] * 4)
 
 
-def test_a_loop_equals_the_python_loop_and_its_child_may_be_called_outside_too():
+def test_loop_equals_the_python_loop_and_its_child_may_be_called_outside_too():
     def body(root):
         looped = transforms.fori_loop(0, 3, lambda i, c: root.child(c) + i, X)
         return looped, root.child(X)
@@ -314,7 +314,7 @@ def test_update_in_one_branch_of_nested_transform(outer, taken):
     assert_equal(update.reshape(()), W + jnp.sin(X * W).mean() if taken else W)
 
 
-def test_a_child_that_was_invoked_before_is_named_in_a_branch():
+def test_child_that_was_invoked_before_is_named_in_a_branch():
     def body(root, name):
         def again(x):
             with child_context(name, module=root.child):
@@ -345,7 +345,7 @@ def test_branches_with_equal_updates_trace_once():
 
 
 @pytest.mark.parametrize("kind", ["summaries", "module_outputs"])
-def test_an_output_of_one_branch_alone_is_refused_by_name(kind):
+def test_output_of_one_branch_alone_is_rejected_by_name(kind):
     what = {"summaries": "summaries/child/sum", "module_outputs": "module_outputs/child/y"}[kind]
     with pytest.raises(
         BranchStructureError,
@@ -354,7 +354,7 @@ def test_an_output_of_one_branch_alone_is_refused_by_name(kind):
         run(lambda root: transforms.cond(True, lambda x: root.child(x, kind), root.child, X))
 
 
-def test_an_update_without_an_entry_in_the_state_is_refused_by_name():
+def test_update_without_an_entry_in_the_state_is_rejected_by_name():
     def updating(x):
         current_context().add_state_update("new", x)
         return x
@@ -363,7 +363,7 @@ def test_an_update_without_an_entry_in_the_state_is_refused_by_name():
         run(lambda root: transforms.cond(True, updating, lambda x: x, X))
 
 
-def test_gradients_with_respect_to_parameters_inside_of_a_method():
+def test_gradients_with_respect_to_parameters_in_a_method():
     def body(root):
         y, pullback = transforms.vjp(root.child, X)
         of_state, of_x = pullback(jnp.ones(3))

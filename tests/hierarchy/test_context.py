@@ -68,7 +68,7 @@ def test_child_derives_its_fields():
     assert root.add_child("b").state == {}  # a module without parameters
 
 
-def test_a_child_may_override_them():
+def test_child_may_override_them():
     other = root_context().add_child(
         "eval", module=None or root_context().module, state={}, is_training=False, prng_key=None
     )
@@ -99,14 +99,14 @@ def test_outputs_are_added_once():
     assert root.get_module_outputs() == {"x": 1}
 
 
-def test_an_output_and_a_child_of_one_name():
+def test_output_and_a_child_of_one_name():
     root = root_context()
     root.add_summary("a", 1)
     with pytest.raises(OutputConflictError, match=r"'a' is already among the summaries"):
         root.add_child("a")
 
 
-def test_a_context_is_restored_when_anything_raises():
+def test_context_is_restored_when_anything_raises():
     with set_current_context(root_context()) as root:
         with pytest.raises(ZeroDivisionError), child_context("a"):
             _ = 1 / 0
@@ -201,7 +201,7 @@ def run(body, key=True, is_training=True):
 
 
 @pytest.mark.parametrize("raw", RAW)
-def test_a_pure_call_passes(raw):
+def test_pure_call_passes(raw):
     """Also several in one invocation: those of branches, loops, and one after the other."""
     around = RAW[raw][0]
 
@@ -228,7 +228,7 @@ REFUSED = {
 @pytest.mark.parametrize("doing", REFUSED)
 @pytest.mark.parametrize("raw", RAW)
 @pytest.mark.parametrize("child", ["child", "again"], ids=["plain", "remat"])
-def test_side_effects_in_raw_transformations_are_refused(raw, doing, child):
+def test_side_effects_in_raw_transformations_are_rejected(raw, doing, child):
     around, of_jax, *names = RAW[raw]
     fix = "` or `".join({"scan": "scan_in_context"}.get(name, name) for name in names)
     with pytest.raises(ContextTransformError) as caught:
@@ -242,7 +242,7 @@ def test_side_effects_in_raw_transformations_are_refused(raw, doing, child):
 
 
 @pytest.mark.parametrize("raw", RAW)
-def test_a_transformation_of_the_hierarchy_inside_is_refused_too(raw):
+def test_transformation_of_the_hierarchy_inside_is_rejected_too(raw):
     around = RAW[raw][0]
 
     def body(root):
@@ -253,7 +253,7 @@ def test_a_transformation_of_the_hierarchy_inside_is_refused_too(raw):
         run(body)
 
 
-def test_noise_that_would_be_the_same_for_all_rows_is_refused():
+def test_noise_that_would_be_the_same_for_all_rows_is_rejected():
     with pytest.raises(ContextTransformError, match=r"'root.dropout' inside of jax.vmap.*`vmap`"):
         run(lambda root: jax.vmap(root.dropout)(X))
     y, _ = run(lambda root: jax.vmap(root.dropout)(X), is_training=False)
@@ -291,7 +291,7 @@ def test_functional_inside_a_raw_transformation():
     np.testing.assert_array_equal(outputs.summaries["rows"], y)
 
 
-def test_the_function_of_a_context_takes_part_in_transformations():
+def test_function_of_a_context_takes_part_in_transformations():
     def body(root):
         pure = current_context().functional(lambda x: root.child(x, "summary"))
         y, outputs = jax.vmap(pure)(X)

@@ -42,7 +42,7 @@ def test_entries_have_separate_roles():
     np.testing.assert_array_equal(ctx.get_state_updates()["w"], np.arange(3.0) + 1)
 
 
-def test_an_invocation_is_compiled_once_for_equal_structure():
+def test_invocation_is_compiled_once_for_equal_structure():
     traces = []
 
     def fn(x):

@@ -96,7 +96,7 @@ def test_specs(n):
     assert spec.fans()["fan_out"] == 3**n * 6
 
 
-def test_first_values_keep_the_size_of_activations():
+def test_initial_values_keep_the_size_of_activations():
     layer, _ = make_conv(Conv1D, input_dim=64, output_dim=64, window=3)
     params = layer.initialize_parameters_recursively(jax.random.key(0))
     assert (params["bias"] == 0).all()
@@ -132,7 +132,7 @@ def test_mismatched_input_shape_is_rejected(shape):
 
 
 @pytest.mark.parametrize("name", ["input_dim", "output_dim"])
-def test_groups_that_do_not_divide_are_refused(name):
+def test_groups_that_do_not_divide_are_rejected(name):
     dims = {"input_dim": 6, "output_dim": 6, name: 4}
     with pytest.raises(LayerConfigError, match=f"conv: {name}=4 is not divisible"):
         make_conv(Conv1D, window=3, num_input_dim_groups=3, **dims)
@@ -269,7 +269,7 @@ def test_agrees_with_lax(cls, window, strides, padding):
     assert tuple(layer.output_shape(input_shape=x.shape)) == y.shape
 
 
-def test_a_transposed_kernel_is_stored_as_that_of_the_convolution():
+def test_transposed_kernel_is_stored_as_that_of_the_convolution():
     options = {"window": (3, 3), "strides": (2, 2), "padding": "SAME", "transpose_kernel": True}
     layer, params = make_transpose(Conv2DTranspose, **options)
     assert params["weight"].shape == (3, 3, 6, 4)
@@ -309,7 +309,7 @@ def test_padding_is_ignored_and_zero_in_the_output(cls, padding):
     np.testing.assert_array_equal(y, noisy)
 
 
-def test_an_anchor_moves_the_paddings():
+def test_anchor_moves_the_paddings():
     layer, _ = make_transpose(Conv1DTranspose, window=3, strides=1, padding="SAME", anchor=2)
     paddings = jnp.array([[0, 0, 0, 1, 1]])
     assert layer.conv_paddings(paddings).tolist() == [[0, 0, 1, 1, 1]]

@@ -94,7 +94,7 @@ def test_each_layer(run_of, of_calls, of_instructions):
     assert per_layer(run_of, instructions_of_weft) <= of_instructions
 
 
-def test_a_jitted_train_step():
+def test_jitted_train_step():
     call, params = stack(50)
     tx = optax.adam(1e-3)
 

@@ -174,7 +174,7 @@ def test_cached_decoding_equals_the_full_forward(stack, variant):
     np.testing.assert_array_equal(states["time_step"], time_step + 3)
 
 
-def test_a_step_may_be_of_several_tokens():
+def test_step_may_be_of_several_tokens():
     decoder, state = make(decoder_config(variant="mask_layer"))
     expected = call(decoder, state, input_batch={"input_ids": IDS})["logits"]
     states, _ = call(
@@ -195,7 +195,7 @@ def test_a_step_may_be_of_several_tokens():
     np.testing.assert_allclose(outputs["logits"], expected[:, 2:5], rtol=1e-4, atol=1e-5)
 
 
-def test_the_cache_has_the_dtype_of_the_parameters():
+def test_cache_has_the_dtype_of_the_parameters():
     decoder, state = make(decoder_config())
     state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)
     states, _ = jax.eval_shape(
@@ -211,7 +211,7 @@ def test_the_cache_has_the_dtype_of_the_parameters():
     assert dtypes == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)}
 
 
-def test_the_dropout_rate_is_for_dropouts_without_one():
+def test_dropout_rate_is_for_dropouts_without_one():
     cfg = decoder_config().set(dropout_rate=0.3)
     cfg.output_dropout = Dropout.default_config().set(rate=0.1)
     decoder = cfg.instantiate(parent=None)
@@ -358,7 +358,7 @@ def test_greedy_decoding_of_prompts_of_different_lengths():
     np.testing.assert_array_equal(found.sequences, np.repeat(np.array(EXPECTED)[:, None], 2, 1))
 
 
-def test_the_end_token_ends_a_sequence():
+def test_end_token_ends_a_sequence():
     found = decode(
         "sample_decode",
         [[2, 3, 0, 0]],

@@ -73,12 +73,12 @@ def test_stop_token_in_prompt_is_ignored():
     assert outputs.sequences.tolist() == [[[5, 6, 7, 8]] * 2, [[4, 5, 6, 7]] * 2]
 
 
-def test_the_padding_token_is_configured():
+def test_padding_token_is_configured():
     outputs = sample([[6, 9, 9, 9], [4, 5, 9, 9]], SUCCESSOR, pad_id=9)
     assert outputs.sequences.tolist() == [[[7, 8, 9, 9]] * 2, [[5, 6, 7, 8]] * 2]
 
 
-def test_the_scores_are_those_of_the_sampled_tokens():
+def test_scores_are_those_of_the_sampled_tokens():
     outputs = sample([[1, 0, 0, 0], [1, 2, 3, 0]], BIGRAM)
     for row, length in enumerate([1, 3]):
         for tokens, scores in zip(outputs.sequences[row], outputs.token_scores[row], strict=True):
@@ -98,7 +98,7 @@ def test_prompt_scores_are_accepted():
     assert outputs.token_scores[:, 0].tolist() == [[0, 0, 0, 0], [-1, -2, 0, 0]]
 
 
-def test_the_same_key_gives_the_same_samples():
+def test_same_key_gives_the_same_samples():
     inputs = [[1, 0, 0, 0]] * 2
     first, again = sample(inputs, BIGRAM), sample(inputs, BIGRAM)
     np.testing.assert_array_equal(first.sequences, again.sequences)
@@ -146,7 +146,7 @@ def test_results_may_be_longer_than_the_prompts():
         sample([[1, 2, 0, 0, 0]], SUCCESSOR, max_decode_len=2)
 
 
-def test_the_initial_time_step_is_the_position_of_the_last_token():
+def test_initial_time_step_is_the_position_of_the_last_token():
     prefix = jnp.array([[0, 0, 0], [4, 0, 0], [4, 5, 0], [4, 0, 6], [4, 5, 6]])
     assert loops.infer_initial_time_step(prefix, pad_id=0).tolist() == [0, 0, 1, 2, 2]
     assert loops.infer_initial_time_step(jnp.array([[0, 7, 9, 9]]), pad_id=9).tolist() == [1]
@@ -213,7 +213,7 @@ def test_initial_sequences_pad_after_the_prompt():
     assert sequences.tolist() == [[[1, 5, 9, 9, 9]] * 2]
 
 
-def test_a_prompt_longer_than_the_result_is_refused():
+def test_prompt_longer_than_the_result_is_rejected():
     with pytest.raises(ArgumentShapeError, match=r"\(1, 6\).*max_decode_len=4.*to 5 or more"):
         loops.initial_sequences(
             jnp.ones((1, 6), int), jnp.array([1]), num_decodes=2, max_decode_len=4, pad_id=0
@@ -232,7 +232,7 @@ def test_loops_are_equivalent():
         assert loops.run_loop(kind, lambda x: x < 100, lambda x: x * 2, jnp.array(3)) == 192
 
 
-def test_an_unknown_loop_is_refused():
+def test_unknown_loop_is_rejected():
     with pytest.raises(ArgumentValueError, match="loop='scan'; expected 'lax' or 'python'"):
         loops.run_loop("scan", lambda x: x < 1, lambda x: x, jnp.array(0))
 
@@ -280,7 +280,7 @@ def test_prompts_have_separate_positions_and_lengths():
 
 
 @pytest.mark.parametrize("stopping_seqs", [[], [[]], [[3], []]])
-def test_empty_stopping_sequences_are_refused(stopping_seqs):
+def test_empty_stopping_sequences_are_rejected(stopping_seqs):
     with pytest.raises(ArgumentValueError, match=r"has an empty sequence; expected token ids"):
         StopOnSubsequence(stopping_seqs)
 
@@ -298,7 +298,7 @@ def test_max_length_may_differ_between_prompts():
     assert stop.tolist() == [[True] * 3, [False] * 3]
 
 
-def test_a_composite_stops_when_any_part_does():
+def test_composite_stops_when_any_part_does():
     both = CompositeDecodingCondition([StopOnSubsequence(2), StopOnMaxLength(5)])
     assert stops(both, prefix_len=1) == [3, 5, 6]
 
@@ -392,7 +392,7 @@ def assert_found(outputs, expected, row=0):
 
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=15, deadline=None)
-def test_a_wide_beam_equals_exhaustive_search(seed):
+def test_wide_beam_equals_exhaustive_search(seed):
     log_probs = table(seed)
     outputs = search([[1, 0, 0, 0]], log_probs, num_decodes=27)
     assert_found(outputs, best_endings(log_probs, [1], 4)[:5])
@@ -431,7 +431,7 @@ def test_prompts_in_a_batch_are_independent():
         )
 
 
-def test_the_scores_are_the_sums_of_log_probabilities():
+def test_scores_are_the_sums_of_log_probabilities():
     log_probs = table(5)
     outputs = search([[1, 2, 0, 0, 0, 0]], log_probs, num_decodes=3)
     for sequences, scores, ended in (
@@ -446,7 +446,7 @@ def test_the_scores_are_the_sums_of_log_probabilities():
             assert found == pytest.approx(score(log_probs, [1, 2], decoded), rel=1e-4)
 
 
-def test_a_narrow_beam_is_greedy():
+def test_narrow_beam_is_greedy():
     log_probs = table(6)
     log_probs[:, :, EOS] = -1e4  # it never ends by itself
     outputs = search([[1, 0, 0, 0, 0, 0]], log_probs, num_decodes=1)
@@ -494,12 +494,12 @@ def test_beams_may_be_longer_than_the_prompts():
         search([[1, 2, 0, 0, 0, 0]], log_probs, num_decodes=2, max_decode_len=4)
 
 
-def test_an_end_token_outside_of_the_vocabulary_is_refused():
+def test_end_token_outside_of_the_vocabulary_is_rejected():
     with pytest.raises(ArgumentValueError, match="eos_id=7 is not in the vocabulary of 4 tokens"):
         search([[1, 0]], table(0), num_decodes=2, eos_id=7)
 
 
-def test_an_unknown_brevity_penalty_is_refused():
+def test_unknown_brevity_penalty_is_rejected():
     with pytest.raises(ArgumentValueError, match="bp_type='gnmt'; expected 't5' or 'hf'"):
         brevity_penalty_fn(bp_type="gnmt")
 

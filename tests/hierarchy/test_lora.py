@@ -74,7 +74,7 @@ def run(layer, state, *args, **kwargs):
     return F(layer, None, state, kwargs or args, is_training=False)[0]
 
 
-def test_the_linear_adapter_is_two_products(filled, wave):
+def test_linear_adapter_is_two_products(filled, wave):
     layer, x = made(lora_linear(), input_dim=DIM, output_dim=5), wave((2, 3, DIM))
     state = filled(layer)
     down, up = (state["adapter"][name]["weight"] for name in ("lora_down", "lora_up"))
@@ -83,7 +83,7 @@ def test_the_linear_adapter_is_two_products(filled, wave):
     np.testing.assert_allclose(run(layer, state, x), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_output_adapter_is_two_products(filled, wave):
+def test_output_adapter_is_two_products(filled, wave):
     layer = made(lora_output(), model_dim=DIM, num_heads=HEADS, per_head_dim=HEAD)
     x = wave((2, 3, HEADS, HEAD))
     state = filled(layer)
@@ -110,7 +110,7 @@ def test_qkv_adapter_adds_to_enabled_projections(filled, wave):
 
 
 @pytest.mark.parametrize("cls", [GroupedQKVLinear, FusedGroupedQKVLinear])
-def test_the_adapter_of_fewer_key_heads_has_as_many_for_each_projection(cls, filled, wave):
+def test_adapter_of_fewer_key_heads_has_as_many_for_each_projection(cls, filled, wave):
     layer, x = qkv_layer(cls.default_config().set(num_kv_heads=2), ALL), wave((2, 3, DIM))
     state = filled(layer)
     got = run(layer, state, x)
@@ -341,7 +341,7 @@ def test_invalid_config_raises(make, said):
         make()
 
 
-def test_the_delta_is_the_product_of_both_weights_for_each_layer_of_a_stack():
+def test_delta_is_the_product_of_both_weights_for_each_layer_of_a_stack():
     cfg = LoraLinearAdapter.default_config().set(name="a", input_dim=4, output_dim=3)
     adapter = cfg.set(rank=2, alpha=1.0).instantiate(parent=None)
     rng = np.random.default_rng(0)

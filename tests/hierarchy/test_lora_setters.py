@@ -117,7 +117,7 @@ def test_config_without_layers_to_adapt():
         adapted(LayerNorm.default_config())
 
 
-def test_a_config_without_adapters_again():
+def test_config_without_adapters_again():
     cfg = stack(grouped=True)
     assert without_lora(adapted(cfg)) == cfg
     assert without_lora(cfg) == cfg

@@ -76,7 +76,7 @@ def test_huber_losses_have_axlearns_values():
     assert losses.huber_loss(**kwargs, reduction=ReductionMethod.SUM) == near(6.84492302)
 
 
-def test_a_weighted_mean_is_over_all_elements():
+def test_weighted_mean_is_over_all_elements():
     mean = losses.huber_loss(
         predictions=jnp.ones((2, 3)),
         targets=jnp.zeros((2, 3)),

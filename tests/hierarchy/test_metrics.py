@@ -24,7 +24,7 @@ def accumulator():
     return MetricAccumulator.default_config().instantiate()
 
 
-def test_the_sum_is_the_mean_over_all_examples():
+def test_sum_is_the_mean_over_all_examples():
     rng = np.random.default_rng(0)
     batches = [rng.random(n).astype(np.float32) for n in (3, 1, 8)]
     total = sum(
@@ -85,7 +85,7 @@ def test_no_batches_give_no_summaries(accumulator):
     assert accumulator.summaries() == {}
 
 
-def test_a_name_cannot_be_a_dict_in_one_batch_only(accumulator):
+def test_name_cannot_be_a_dict_in_one_batch_only(accumulator):
     accumulator.update({"model": {"loss": 1.0}})
     with pytest.raises(OutputConflictError, match="'model/loss' is a dict in one batch"):
         accumulator.update({"model": {"loss": {"total": 1.0}}})
@@ -104,7 +104,7 @@ def test_batches_are_reduced_element_by_element(cls, reduce):
     np.testing.assert_allclose(accumulator.summaries()["x"].value(), reduce(BATCHES, axis=0))
 
 
-def test_a_weighted_summary_becomes_the_mean_over_both():
+def test_weighted_summary_becomes_the_mean_over_both():
     total = WeightedSummary(2.0, 1.0).accumulate(WeightedSummary(5.0, 3.0))
     assert isinstance(total, WeightedSummary)
     assert (float(total.value()), float(total.weight)) == (4.25, 4.0)
@@ -112,7 +112,7 @@ def test_a_weighted_summary_becomes_the_mean_over_both():
     assert float(nothing.value()) == 0
 
 
-def test_a_weighted_value_stays_that_of_the_first_batch():
+def test_weighted_value_stays_that_of_the_first_batch():
     first = WeightedValue(2.0, 1.0)
     assert first.accumulate(WeightedValue(5.0, 3.0)) is first
     assert first.value() == 2.0

@@ -110,7 +110,7 @@ def call(module, state, *args, method="forward", key=None, **kwargs):
     )
 
 
-def test_the_tree_has_names_paths_and_children():
+def test_tree_has_names_paths_and_children():
     root, _ = make()
     assert root.inner.inner.leaf.path() == "root.inner.inner.leaf"
     assert list(root.children) == ["leaf", "inner"]
@@ -166,7 +166,7 @@ def test_inputs_may_be_named_and_are_copied():
     assert (batch, state) == ({"x": 2}, {"w": 2, "new": 1})
 
 
-def test_the_key_of_a_child_is_the_parents_with_its_name_folded_in():
+def test_key_of_a_child_is_the_parents_with_its_name_folded_in():
     # Recorded values for PRNGKey(123): a child "inner" and below it "leaf" by the md5 of the names.
     root, state = make(1)
     key = jax.random.PRNGKey(123)
@@ -262,7 +262,7 @@ def test_invalid_names_raise(name):
         call(Renaming(root.config, parent=None), state, 1.0, method="renamed")
 
 
-def test_an_exception_names_the_path_once_and_keeps_the_users_frames():
+def test_exception_names_the_path_once_and_keeps_the_users_frames():
     root, state = make(1)
     with pytest.raises(ValueError, match="bad 3") as caught:
         call(root, state, 3, method="fail")
@@ -312,7 +312,7 @@ def test_context_access_outside_an_invocation_raises():
         pass
 
 
-def test_a_function_or_class_with_name_and_parent_makes_a_child():
+def test_function_or_class_with_name_and_parent_makes_a_child():
     def leaf(width, *, name, parent):
         return Leaf.default_config().set(name=name).instantiate(parent=parent)
 

@@ -55,7 +55,7 @@ def language_model(stack, remat):
     ("stack", "layer"),
     [(StackedTransformerLayer, "layer0"), (RepeatedTransformerLayer, "repeat/layer")],
 )
-def test_a_language_model(stack, layer, remat, filled):
+def test_language_model(stack, layer, remat, filled):
     model = language_model(stack, remat)
     batch = {
         "input_ids": jnp.ones((1, 3), jnp.int32),
@@ -124,7 +124,7 @@ def again(child):
     ],
     ids=["call", "child_context", "remat", "vmap", "scan"],
 )
-def test_a_scope_is_open_once(body, path):
+def test_scope_is_open_once(body, path):
     names = names_of(body)
     assert_found(names, path)
     assert not any("child/child" in name or "root/root" in name for name in names)

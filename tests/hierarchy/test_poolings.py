@@ -64,7 +64,7 @@ def test_mean_and_maximum():
         )
 
 
-def test_a_projection_behind_a_pooling(filled):
+def test_projection_behind_a_pooling(filled):
     layer = pooling(
         PoolingWithProjection,
         pooler=FirstNTokenPooling.default_config(),

@@ -51,14 +51,14 @@ def test_audio_needs_floats_with_a_channel_axis(value):
         AudioSummary(value, sample_rate=8000).validate()
 
 
-def test_the_sample_rate_belongs_to_the_structure():
+def test_sample_rate_belongs_to_the_structure():
     clip = AudioSummary(jnp.ones((1, 5, 1), jnp.bfloat16), sample_rate=8000)
     clip.validate()
     assert len(jax.tree.leaves(clip)) == 1
     assert jax.tree.map(lambda x: x * 2, clip).sample_rate == 8000
 
 
-def test_an_evaler_keeps_the_first_of_the_summaries_that_cannot_be_added():
+def test_evaler_keeps_the_first_of_the_summaries_that_cannot_be_added():
     first, second = ImageSummary(jnp.zeros((1, 1, 1))), ImageSummary(jnp.ones((1, 1, 1)))
     assert first.accumulate(second) is first
 

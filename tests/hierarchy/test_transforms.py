@@ -43,7 +43,7 @@ def run(body, state=None, **kwargs):
 @pytest.mark.parametrize(
     "name", ["vmap", "jit", "checkify", "value_and_grad", "grad", "custom_vjp", "custom_jvp"]
 )
-def test_a_transformed_function_keeps_its_name_and_the_names_of_its_arguments(name):
+def test_transformed_function_keeps_its_name_and_the_names_of_its_arguments(name):
     def loss(state, batch):
         return state
 
@@ -181,7 +181,7 @@ def test_propagation_leaves_no_empty_summaries():
 
 
 @pytest.mark.parametrize("depth", range(1, 7))
-def test_a_body_in_scans_is_traced_once(depth):
+def test_body_in_scans_is_traced_once(depth):
     traces = []
 
     def nested(child, x, depth=depth):

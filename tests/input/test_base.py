@@ -41,7 +41,7 @@ def mesh():
         yield mesh
 
 
-def test_the_four_steps_from_a_process_to_the_step(mesh):
+def test_four_steps_from_a_process_to_the_step(mesh):
     records = make(partition_spec=PartitionSpec("data"))
     seen = []
     for batch in records.batches(iter(records.dataset())):
@@ -101,7 +101,7 @@ def test_element_spec_is_that_of_a_batch_of_this_process():
         make(num_batches=0).element_spec()
 
 
-def test_an_error_of_the_source_names_the_input_and_the_cause():
+def test_error_of_the_source_names_the_input_and_the_cause():
     records = make(fails_at=1)
     batches = records.batches(iter(records.dataset()))
     next(batches)

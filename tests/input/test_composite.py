@@ -68,7 +68,7 @@ def test_batches_and_saved_positions(make, want):
         assert listed(other) == want[consumed:]
 
 
-def test_the_shapes_are_those_of_the_parts():
+def test_shapes_are_those_of_the_parts():
     spec = zipped().element_spec()
     assert {name: part["x"].shape for name, part in spec.items()} == {"a": (2,), "b": (2,)}
     assert concatenated().element_spec()["x"].shape == (2,)
@@ -86,7 +86,7 @@ def test_is_training_is_inherited():
     assert both.children["a"].config.is_training is False
 
 
-def test_the_batches_of_all_are_dispatched_together():
+def test_batches_of_all_are_dispatched_together():
     dispatcher = InputDispatcher.default_config().set(
         global_logical_batch_size=2, num_physical_feeds=4, physical_feed_index=1
     )

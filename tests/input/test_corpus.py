@@ -153,7 +153,7 @@ def test_unreadable_file_is_reported(tmp_path, monkeypatch):
         folder_corpus(str(tmp_path))
 
 
-def test_two_files_of_one_name_are_refused(tmp_path):
+def test_two_files_of_one_name_are_rejected(tmp_path):
     for name in ("a/src/x.py", "b/src/x.py"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("x")

@@ -29,7 +29,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_document_is_a_file_or_a_line(folder):
+def test_document_is_a_file_or_a_line(folder):
     assert [d["text"] for d in text_dataset("?.txt")] == [b"first\n\nsecond", b"third\n"]
     lines = text_dataset(["b.txt", "a.txt"], document="line")
     assert [d["text"] for d in lines] == [b"third", b"first", b"second"]
@@ -124,7 +124,7 @@ def test_rows_by_index(saved_folder):
         _ = ds.map(lambda row: row["words"])[2]
 
 
-def test_a_split(saved_folder):
+def test_split(saved_folder):
     test = hugging_face_dataset(str(saved_folder / "splits"), split="test")
     assert list(test) == [{"text": "row 4"}]
     train = hugging_face_dataset(str(saved_folder / "splits"), split="train")

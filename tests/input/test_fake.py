@@ -81,7 +81,7 @@ def test_iterator_ends_and_resumes():
     assert next(it, None) is None
 
 
-def test_an_evaluation_must_end():
+def test_evaluation_must_end():
     with pytest.raises(InputDatasetError, match=r"fake: an evaluation must end.*total_num_batches"):
         make(FakeLmInput, is_training=False)
 
@@ -115,7 +115,7 @@ def test_training_shuffles_by_default():
     assert sorted(fake_grain_source(examples, shuffle_seed=1)) == examples
 
 
-def test_a_spec_casts_and_checks():
+def test_spec_casts_and_checks():
     spec = {"x": jax.ShapeDtypeStruct((2,), np.float32)}
     (example,) = fake_source(False, [{"x": [1, 2]}], spec=spec)(ALL)
     assert example["x"].dtype == np.float32
@@ -155,7 +155,7 @@ def test_speech_has_different_lengths():
     assert ds[0]["speech"].dtype == np.int16
 
 
-def test_a_fake_source_feeds_the_grain_input():
+def test_fake_source_feeds_the_grain_input():
     def source(dispatch_config):
         return fake_source(False, [{"x": np.arange(2)}] * 4)(dispatch_config).batch(4)
 

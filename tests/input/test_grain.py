@@ -112,7 +112,7 @@ class TestInput:
         with pytest.raises(RequiredFieldMissingError, match="source"):
             self.make()
 
-    def test_an_error_of_a_source_names_the_input_and_the_place(self):
+    def test_error_of_a_source_names_the_input_and_the_place(self):
         def fail(i):
             if i == 2:
                 raise ValueError("record 2 of x.txt is torn")
@@ -221,7 +221,7 @@ class TestRekey:
         assert list(result) == [{"q": {"text": "why", "n": 1, "ids": "why"}, "new": ""}]
         assert original == {"q": {"text": "why", "n": 1}}
 
-    def test_an_iterable_too(self):
+    def test_iterable_too(self):
         ds = grain.MapDataset.source([{"a": 1}]).to_iter_dataset()
         assert list(rekey(ds, key_map={"b": "a"})) == [{"b": 1}]
 

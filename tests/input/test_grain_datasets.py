@@ -44,7 +44,7 @@ class TestProportions:
         assert first != second
 
     @pytest.mark.parametrize("bounds", [(0, 0, 2), (1, 3, 2), (-1, 1, 2)])
-    def test_an_impossible_proportion(self, bounds):
+    def test_impossible_proportion(self, bounds):
         start, end, period = bounds
         with pytest.raises(InputDatasetError, match=rf"range {start} to {end} is empty or not"):
             shard_dataset_with_proportion(
@@ -82,11 +82,11 @@ class TestArrayRecords:
         assert sorted(shuffled[2]) == list(ds)
         assert list(array_record_dataset(paths[1], seed=None)) == [b"3"]
 
-    def test_a_missing_file_is_named(self, paths):
+    def test_missing_file_is_named(self, paths):
         with pytest.raises(InputReadError, match=r"cannot open .*gone\.array_record: \w+"):
             array_record_dataset([*paths, "gone.array_record"], seed=None)
 
-    def test_a_broken_record_is_named(self, paths):
+    def test_broken_record_is_named(self, paths):
         class Torn(list):
             def __init__(self, path, *, fails_at):
                 super().__init__(range(3))

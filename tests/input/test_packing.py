@@ -105,7 +105,7 @@ def test_too_little_text_reports_its_size():
         pack([[1, 2, 3]], 5, drop_remainder=True)
 
 
-def test_an_index_outside_is_refused():
+def test_index_outside_is_rejected():
     source = pack([[1, 2, 3]], 2)
     with pytest.raises(IndexError, match=r"examples \[2\] of 2"):
         source[2]

@@ -166,7 +166,7 @@ def test_ready_and_peek_do_not_block():
         assert list(batches) == []
 
 
-def test_an_error_is_ready_and_next_raises_it():
+def test_error_is_ready_and_next_raises_it():
     with PrefetchingIterator(Counter(fails_at=0)) as batches:
         assert batches.ready(timeout=10)
         with pytest.raises(OSError, match="record 0 is broken"):

@@ -148,7 +148,7 @@ def test_too_little_text_for_one_batch():
         make(corpus=corpus)
 
 
-def test_a_batch_that_does_not_divide_over_the_processes():
+def test_batch_that_does_not_divide_over_the_processes():
     with pytest.raises(InputDispatchError, match=r"global_batch_size=8 does not divide over 3"):
         make().source(DispatchConfig(0, 3))
 
@@ -182,7 +182,7 @@ class TestDocuments:
         other = batches(self.make(is_training=True, text_key="body").source, 1)
         assert set(self.letters(other)) == {"-"}
 
-    def test_a_mixture_by_weights(self, folder):
+    def test_mixture_by_weights(self, folder):
         named = {
             name: config_for_function(json_lines_dataset).set(paths=f"{name}.jsonl")
             for name in "ab"
@@ -264,7 +264,7 @@ def test_resuming_on_other_process_counts_keeps_global_batches(weights):
     assert seen + take(again, 4) == want
 
 
-def test_a_mixture_keeps_its_proportions_and_each_source_its_passes():
+def test_mixture_keeps_its_proportions_and_each_source_its_passes():
     rows = flat(take(open_(make_mixture(weights=[1.0, 1.0, 2.0])), 24))
     by_source = [[r for r in rows if r // 100 == i] for i in range(3)]
     assert [len(part) for part in by_source] == [48, 48, 96]
@@ -400,7 +400,7 @@ def test_order_depends_on_pass_and_seed():
     assert len(found[0]) > len(TEXTS)
 
 
-def test_a_mixture_by_weights():
+def test_mixture_by_weights():
     a, b = ([{"text": letter * 7}] * 5 for letter in "ab")
     named = {"a": grain.MapDataset.source(a), "b": grain.MapDataset.source(b)}
     source = make_stream(documents=named, weights={"a": 3.0, "b": 1.0}, split_documents=False)

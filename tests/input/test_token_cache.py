@@ -78,7 +78,7 @@ def test_filtered_records_are_skipped():
     assert tokenize_documents(kept, ByteTokenizer()).tolist() == [256, 97, 256, 99, 256]
 
 
-def test_the_tokens_of_large_files_are_kept(folder, monkeypatch):
+def test_tokens_of_large_files_are_kept(folder, monkeypatch):
     monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 0)
     for text, calls in (("one three", 1), ("one three", 1), ("other", 2)):
         if calls > Words.calls:
@@ -211,7 +211,7 @@ def test_full_disk_raises():
         cached_bytes("kind", "key", make, num_bytes=None)
 
 
-def test_a_second_process_waits_for_the_first(cache):
+def test_second_process_waits_for_the_first(cache):
     program = """
         from weft.input.file_cache import cached_bytes
         def make(out):
@@ -243,5 +243,5 @@ def test_a_second_process_waits_for_the_first(cache):
     assert other.returncode == 0
 
 
-def test_the_limit_is_a_number_of_bytes():
+def test_limit_is_a_number_of_bytes():
     assert file_cache.MAX_BYTES_IN_MEMORY == 64 * 2**20

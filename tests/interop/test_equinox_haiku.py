@@ -95,7 +95,7 @@ def test_values_are_those_of_haiku():
         assert model.apply(variables, *args, rngs={"x": KEY}, mutable=False, training=True)[1] == {}
 
 
-def test_a_transformed_function_without_state():
+def test_transformed_function_without_state():
     model = HaikuModel(hk.transform(lambda x: hk.Linear(2)(x)))
     variables = model.init({"params": KEY}, X)
     assert jax.tree.map(jnp.shape, variables) == {"params": {"linear": {"b": (2,), "w": (3, 2)}}}

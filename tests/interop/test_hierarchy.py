@@ -50,7 +50,7 @@ def is_spec(x):
 
 
 @over(DENSE)
-def test_a_layer_of_any_library_is_a_layer_of_the_hierarchy(make):
+def test_layer_of_any_library_is_a_layer_of_the_hierarchy(make):
     layer = layer_of(make())
     specs = layer.create_parameter_specs_recursively()
     state = layer.initialize_parameters_recursively(KEY)
@@ -236,7 +236,7 @@ def test_prebuilt_values_have_to_fit():
         layer.initialize_parameters_recursively(KEY, prebuilt={"params": {"weight": jnp.ones(2)}})
 
 
-def test_a_state_without_a_variable_is_refused():
+def test_state_without_a_variable_is_rejected():
     layer = layer_of((linen.Dense(2),))
     with pytest.raises(LayerVariablesError, match="Dense has a variable 'params/bias'"):
         run(layer, {"params": {}})
@@ -277,7 +277,7 @@ def test_parameters_and_updated_state_are_separate():
     assert jnp.any(layer.moving_mean[...])
 
 
-def test_a_layer_without_parameters():
+def test_layer_without_parameters():
     layer = as_nnx(Dropout.default_config().set(rate=0.5), rngs=nnx.Rngs(0)).lazy_init(X)
     layer.train()
     assert not jnp.array_equal(layer(X), layer(X))
@@ -295,7 +295,7 @@ def test_non_layer_module():
     assert variables == {}
 
 
-def test_the_first_values_are_those_of_the_layer():
+def test_initial_values_are_those_of_the_layer():
     model = HierarchyModel(Linear, input_dim=3, output_dim=2)
     layer = Linear.default_config().set(name="l", input_dim=3, output_dim=2)
     want = layer.instantiate(parent=None).initialize_parameters_recursively(KEY)
@@ -321,7 +321,7 @@ class InHalf(Net):
 
 
 @over({"linen": linen.BatchNorm, "nnx": lambda: nnx.BatchNorm})
-def test_a_dtype_around_a_layer_is_that_of_its_parameters(make):
+def test_dtype_around_a_layer_is_that_of_its_parameters(make):
     args = (3,) if isinstance(make(), type) else ()
     guest = as_hierarchy(make(), *args, inputs=SHAPE)
     net = InHalf.default_config().set(name="net", guest=guest).instantiate(parent=None)

@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 @over(DENSE)
-def test_a_layer_of_any_library_is_a_submodule_of_linen(make):
+def test_layer_of_any_library_is_a_submodule_of_linen(make):
     layer = as_linen(*make())
     y, variables = layer.init_with_output(KEY, X)
     assert y.shape == (4, 2)
@@ -50,7 +50,7 @@ def test_its_variables_are_below_its_name(make):
 @over(
     {k: DENSE[k] for k in ("nnx-class", "hierarchy", "flax-linen", "equinox-class", "haiku-class")}
 )
-def test_a_batch_of_layers_is_mapped(make):
+def test_batch_of_layers_is_mapped(make):
     batch = nn.vmap(
         lambda module, x: module(x),
         variable_axes={"params": 0},
@@ -160,7 +160,7 @@ def test_training_mode_from_attribute_or_call():
     assert not jnp.array_equal(dropped, X)
 
 
-def test_a_method_is_called_by_name():
+def test_method_is_called_by_name():
     embed = as_linen(nnx.Embed, 5, 3)
     variables = embed.init(KEY, jnp.array([1]))
     logits = embed.apply(variables, X, method=lambda module, x: module(x, method="attend"))

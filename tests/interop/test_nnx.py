@@ -35,7 +35,7 @@ def made(guest, seed=0, **kwargs):
 
 
 @over(DENSE)
-def test_a_layer_of_any_library_is_trained_in_nnx(make):
+def test_layer_of_any_library_is_trained_in_nnx(make):
     layer = made(make())
     optimizer = nnx.Optimizer(layer, optax.sgd(0.1), wrt=nnx.Param)
 
@@ -50,7 +50,7 @@ def test_a_layer_of_any_library_is_trained_in_nnx(make):
 
 
 @over({k: DENSE[k] for k in ("linen", "hierarchy", "flax-linen", "equinox-class", "haiku-class")})
-def test_a_batch_of_layers_is_mapped(make):
+def test_batch_of_layers_is_mapped(make):
     layers = nnx.vmap(lambda key: as_nnx(*make(), rngs=nnx.Rngs(key)).lazy_init(X))(
         jax.random.split(KEY, 3)
     )
@@ -198,7 +198,7 @@ def test_shared_modules_and_plain_arrays_are_kept_once():
     assert changed == {}
 
 
-def test_first_values_are_not_computed_by_apply():
+def test_initial_values_are_not_computed_by_apply():
     model = NNXModel(Net)
     variables = model.init({"params": KEY, "noise": KEY}, X)
     jaxpr = jax.make_jaxpr(lambda v: model.apply(v, X, rngs={}, mutable=False)[0])(variables)
@@ -451,7 +451,7 @@ class Model(nnx.Module):
         return self.block(x)
 
 
-def test_a_model_is_made_at_once():
+def test_model_is_made_at_once():
     model = Model(nnx.Rngs(0))
     assert lazy_init(model, X) is model
     assert model.head.kernel.shape == (3, 2)

@@ -111,7 +111,7 @@ def test_methods():
     np.testing.assert_array_equal(a, b)
 
 
-def test_a_class_that_takes_no_streams():
+def test_class_that_takes_no_streams():
     class Scale(nnx.Module):
         def __init__(self, by):
             self.by = nnx.Param(jnp.array(by))
@@ -183,6 +183,6 @@ def test_states_in_and_out():
     assert (y == z).all()
 
 
-def test_apply_before_init_is_refused():
+def test_apply_before_init_is_rejected():
     with pytest.raises(GraphStructureError, match="Counter is known after `init` was called"):
         functional(Counter)(4).apply({})

@@ -19,7 +19,7 @@ from weft.serialization import from_bytes, to_bytes, to_state_dict
 W = jnp.ones((4, 8))
 
 
-def test_a_box_of_metadata_follows_the_axes():
+def test_box_of_metadata_follows_the_axes():
     box = NNXMeta(nnx.Param, W, {"out_sharding": ("a", "b"), "tag": 1})
     stacked = box.add_axis(0, {"partition_name": "layers"})
     assert stacked.metadata == {"out_sharding": ("layers", "a", "b"), "tag": 1}
@@ -39,7 +39,7 @@ def test_a_box_of_metadata_follows_the_axes():
         assert box.get_partition_spec() == P("data", "b")
 
 
-def test_a_box_is_a_pytree_that_compares_by_value():
+def test_box_is_a_pytree_that_compares_by_value():
     box = NNXMeta(nnx.Param, W, {"out_sharding": ("a", "b"), "sizes": [1, 2]})
     again = NNXMeta(nnx.Param, W, {"sizes": [1, 2], "out_sharding": ("a", "b")})
     assert jax.tree.structure(box) == jax.tree.structure(again)
@@ -55,7 +55,7 @@ def test_a_box_is_a_pytree_that_compares_by_value():
     assert variable.sizes == [1, 2]
 
 
-def test_a_box_is_saved_as_its_value():
+def test_box_is_saved_as_its_value():
     box = NNXMeta(nnx.Param, W, {"out_sharding": ("a", "b")})
     assert to_state_dict({"w": box}) == {"w": {"value": W}}
     back = from_bytes({"w": box.replace_boxed(0 * W)}, to_bytes({"w": box}))
@@ -100,7 +100,7 @@ def test_round_trip(box):
     assert jax.tree.structure(back) == jax.tree.structure(box)
 
 
-def test_a_value_in_a_reference_is_read():
+def test_value_in_a_reference_is_read():
     assert to_linen_var(nnx.Param(jnp.ones(2), ref=True)).unbox().shape == (2,)
 
 

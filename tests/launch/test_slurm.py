@@ -73,7 +73,7 @@ def run_script(script, **env):
     )
 
 
-def test_the_directives_are_those_of_the_fields():
+def test_directives_are_those_of_the_fields():
     assert directives(job().script()) == {
         "job-name": "lm",
         "nodes": "4",
@@ -102,7 +102,7 @@ def test_the_directives_are_those_of_the_fields():
 
 
 @pytest.mark.parametrize("fields", [{}, ALL], ids=["few", "all"])
-def test_the_shell_reads_the_script(fields):
+def test_shell_reads_the_script(fields):
     script = job(**fields).script()
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert "weft train lm 'a=[1, 2]'" in script
@@ -115,7 +115,7 @@ def test_time_format(time):
     assert directives(job(time=time).script())["time"] == time
 
 
-def test_the_script_runs_the_processes_and_ends_with_their_code(cluster):
+def test_script_runs_the_processes_and_ends_with_their_code(cluster):
     show = 'echo "$SLURM_PROCID/$JAX_NUM_PROCESSES $JAX_COORDINATOR_ADDRESS $GREETING"'
     fields = {"num_processes": 2, "env": {"GREETING": "it's"}, "setup": ["echo set up"]}
     script = job(**fields, command=["bash", "-c", show]).script()

@@ -38,7 +38,7 @@ def test_gradients_of_arguments_and_aux():
     assert grads[0] == (None,)
 
 
-def test_a_failure_writes_nothing():
+def test_failure_writes_nothing():
     box = make()
     with pytest.raises(TypeError, match="scalar"):
         grad(BOXES, lambda box, x: loss(box, x) * x, wrt=WRT)(box, jnp.ones(3))

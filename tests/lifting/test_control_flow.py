@@ -35,7 +35,7 @@ def make():
     )
 
 
-def test_a_scan_equals_the_loop():
+def test_scan_equals_the_loop():
     box, x = make(), jnp.ones(2)
     out, noises = scan(BOXES, layers, in_axes=(ROLES, CARRY), out_axes=(CARRY, 0))(box, x)
 
@@ -102,7 +102,7 @@ def test_without_jit_the_body_runs_as_python():
     assert seen == [False, False, False]
 
 
-def test_the_body_is_traced_once_for_any_length():
+def test_body_is_traced_once_for_any_length():
     traces = []
 
     def body(c, x):
@@ -125,7 +125,7 @@ def test_the_body_is_traced_once_for_any_length():
         (lambda c, x: ((c, c), None), "carry of another structure"),
     ],
 )
-def test_a_carry_keeps_its_structure(body, message):
+def test_carry_keeps_its_structure(body, message):
     with pytest.raises(CarryStructureError, match=message):
         scan(BOXES, body, in_axes=(CARRY, 0), out_axes=(CARRY, 0))(jnp.zeros(2), jnp.zeros(3))
 
@@ -139,7 +139,7 @@ def test_a_carry_keeps_its_structure(body, message):
     ],
 )
 @pytest.mark.parametrize("way", ["scan", "one_of_two", "while_loop", "fori_loop"])
-def test_a_carry_keeps_its_containers(other, way):
+def test_carry_keeps_its_containers(other, way):
     """Leaves as many as before, elsewhere: the next iteration would find them at a wrong place."""
     carry = {"a": jnp.zeros(2), "b": jnp.ones(2)}
     with pytest.raises(CarryStructureError, match="carry of another structure than it was given"):
@@ -206,12 +206,12 @@ def test_while_loops_cannot_write_shared_state():
     assert (box.arrays["total"], box.writes) == (1, 0)
 
 
-def test_a_loop_of_unknown_length_has_no_axis():
+def test_loop_of_unknown_length_has_no_axis():
     with pytest.raises(RoleError, match="its length is unknown, so it has no axis; give CARRY"):
         while_loop(BOXES, lambda x: True, lambda x: x, in_axes=0)(jnp.ones(2))
 
 
-def test_a_carry_keeps_its_dtype():
+def test_carry_keeps_its_dtype():
     with pytest.raises(
         CarryStructureError, match=r"while_loop: the carry at input 0 is given as int32\[\]"
     ):
@@ -237,14 +237,14 @@ def test_fori_loop_equals_the_python_loop(upper):
     assert box.arrays["total"] == 2 + 3 + 4
 
 
-def test_a_fori_loop_of_known_length_is_differentiated():
+def test_fori_loop_of_known_length_is_differentiated():
     def power(x):
         return fori_loop(BOXES, 0, 3, lambda i, y: y * x, in_axes=(CARRY,))(jnp.float32(1))
 
     assert jax.grad(power)(2.0) == 3 * 2.0**2
 
 
-def test_a_loop_is_traced_once_for_equal_structure():
+def test_loop_is_traced_once_for_equal_structure():
     traces = []
 
     def body(box, i):

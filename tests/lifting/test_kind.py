@@ -35,7 +35,7 @@ def test_results_and_writes_are_returned():
     assert box.writes == 1
 
 
-def test_the_function_never_sees_the_callers_own_carrier():
+def test_function_never_sees_the_callers_own_carrier():
     box = Box(x=jnp.float32(1))
     trip(lambda box: box.arrays.clear(), (box,))
     assert "x" in box.arrays
@@ -69,7 +69,7 @@ def test_unmatched_state_is_not_passed():
     assert box.arrays["y"] == 2
 
 
-def test_the_users_tree_keeps_its_shape():
+def test_users_tree_keeps_its_shape():
     _, pure_args = split_args(BOXES, {"a": [Box(x=jnp.zeros(2))], "b": jnp.ones(3)}, None)
     assert jax.tree.structure(pure_args.packed) == jax.tree.structure(
         {"a": [StateNode(({"x": 0},))], "b": 0}

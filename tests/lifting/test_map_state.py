@@ -12,7 +12,7 @@ def negated(groups):
     return jax.tree.map(jnp.negative, groups[0]), *groups[1:]
 
 
-def test_the_function_sees_the_state_through_two_maps():
+def test_function_sees_the_state_through_two_maps():
     box = Box(x=jnp.float32(3), y=jnp.float32(5))
 
     def f(box):
@@ -42,7 +42,7 @@ def test_initial_run_creates_state():
     assert runs == [["y"], ["x", "y"]]
 
 
-def test_a_failure_leaves_the_original():
+def test_failure_leaves_the_original():
     box = Box(x=jnp.float32(3))
 
     def f(box):

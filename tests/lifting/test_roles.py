@@ -41,7 +41,7 @@ def test_mismatched_prefix_is_named():
         broadcast_roles((0, 1), (1, 2, 3), is_leaf, "in_axes")
 
 
-def test_the_leaves_of_a_prefix():
+def test_leaves_of_a_prefix():
     leaves = jax.tree.leaves((None, 0, FORK, Roles((("a", 0),))), is_leaf=is_role)
     assert leaves == [None, 0, FORK, Roles((("a", 0),))]
 

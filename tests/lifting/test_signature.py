@@ -44,7 +44,7 @@ class Callable:
     ],
     ids=["function", "partial", "jitted", "object", "method", "of jax", "of C"],
 )
-def test_a_name_is_that_of_the_users_function(fn, name):
+def test_name_is_that_of_the_users_function(fn, name):
     pure = named_after(fn, lambda *args: args, leading=("static",))
     assert pure.__name__ == name
     assert inspect.signature(pure).parameters
@@ -63,7 +63,7 @@ def test_arguments_follow_those_of_the_engine():
     assert shown() == "(*args, **kwargs)"
 
 
-def test_a_jitted_function_keeps_its_names():
+def test_jitted_function_keeps_its_names():
     jitted = lifting.jit(KIND, train_step, donate_argnums=0)
     lowered = jitted.lower({"w": jnp.ones(2)}, jnp.ones(2), rate=jnp.float32(2))
     text = lowered.as_text(debug_info=True)
@@ -186,7 +186,7 @@ def test_argnums_out_of_range(transformed, what):
         transformed(1.0, 2.0)
 
 
-def test_a_function_of_any_arguments_may_have_any():
+def test_function_of_any_arguments_may_have_any():
     assert lift.jit(lambda scope, *xs: xs[0], static_argnums=9) is not None
 
 

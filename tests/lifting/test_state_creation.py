@@ -71,7 +71,7 @@ def test_nested_loops_create_state_once():
     assert apply(outer, mutable=["state"])({}, 0) == by_python(6)
 
 
-def test_an_initial_value_may_depend_on_the_first_input():
+def test_initial_value_may_depend_on_the_first_input():
     def body(scope, carry, x):
         first = scope.variable("state", "first", lambda: x)
         return carry + first.value, None
@@ -101,7 +101,7 @@ def test_state_created_in_one_branch_exists_in_all(taken):
     assert init(f)(KEY)[1] == {"state": expected}
 
 
-def test_a_failure_in_the_body_leaves_the_scope():
+def test_failure_in_the_body_leaves_the_scope():
     def body(scope, carry):
         scope.variable("state", "calls", lambda: 10)
         raise KeyError("no")

@@ -112,7 +112,7 @@ def test_defaults_and_partial_arguments_count():
     assert made_for(functools.partial(fn, 1)) is not made_for(functools.partial(fn, x=1))
 
 
-def test_a_function_may_call_itself():
+def test_function_may_call_itself():
     def make():
         def count(n):
             return 0 if n == 0 else 1 + count(n - 1)

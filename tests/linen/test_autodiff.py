@@ -346,12 +346,12 @@ def test_rules_of_a_module_below_one_that_is_captured(take):
         lambda m, x: nn.jvp(call, m, (x,), (x,), {}, variables="state"),
     ],
 )
-def test_a_collection_that_is_not_lifted_is_named(take):
+def test_collection_that_is_not_lifted_is_named(take):
     with pytest.raises(ScopeCollectionNotFound, match="does not lift the collection"):
         model(lambda self, x: take(Linear(), x)).init(KEY, X)
 
 
-def test_reduce_axes_are_refused():
+def test_reduce_axes_are_rejected():
     with pytest.raises(
         TransformArgumentError, match=r"reduce_axes=\('batch',\): JAX no longer reduces over"
     ):

@@ -58,7 +58,7 @@ def call(m, x):
 
 @loops
 @pytest.mark.parametrize("n", [0, 1, 3])
-def test_a_loop_is_the_same_as_in_python(loop, n):
+def test_loop_is_the_same_as_in_python(loop, n):
     def python(n, body, m, x, **options):
         for _ in range(n):
             x = body(m, x)
@@ -131,7 +131,7 @@ def test_keys_in_a_loop(loop, split):
     assert len({tuple(key.tolist()) for key in keys}) == (4 if split else 1)
 
 
-def test_a_condition_that_reads_variables():
+def test_condition_that_reads_variables():
     def body(self, x):
         counter = Counter(2.0)
         counter(x)
@@ -169,18 +169,18 @@ def test_loops_of_several_modules():
     assert variables["counts"]["Counter_0"]["count"] == 2
 
 
-def test_a_fori_loop_counts():
+def test_fori_loop_counts():
     m = model(lambda self, x: nn.fori_loop(2, 5, lambda i, self, x: x + i, self, x))
     assert m.apply({}, 0) == 2 + 3 + 4
 
 
-def test_a_carry_that_changes_is_named():
+def test_carry_that_changes_is_named():
     m = model(lambda self, x: while_loop(2, lambda m, x: {"a": x["a"][:1]}, self, {"a": x}))
     with pytest.raises(CarryStructureError, match=r"is given as float32\[2,3\] and returned as"):
         m.apply({}, X)
 
 
-def test_a_stream_that_is_not_lifted_is_named():
+def test_stream_that_is_not_lifted_is_named():
     with pytest.raises(InvalidRngError, match="lift the stream"):
         model(lambda self, x: while_loop(2, lambda m, x: Linear()(x), self, x)).init(KEY, X)
 
@@ -236,7 +236,7 @@ def test_branches_update_other_variables(choose):
 
 
 @branching
-def test_the_same_branch_twice_draws_the_same_keys(choose):
+def test_same_branch_twice_draws_the_same_keys(choose):
     def draw(self):
         return jax.random.normal(self.make_rng("noise"))
 
@@ -261,7 +261,7 @@ def test_branches_that_capture_modules(choose):
         np.testing.assert_allclose(y, a if flag else b, rtol=1e-5)
 
 
-def test_a_switch_has_many_branches():
+def test_switch_has_many_branches():
     def body(self, x, i):
         heads = [Linear(1, name=f"head_{i}") for i in range(4)]
         return nn.switch(i, [lambda m, x, i=i: m[i](x) for i in range(4)], heads, x)
@@ -296,7 +296,7 @@ def test_branches_without_a_collection(choose):
         m.init(KEY, X)
 
 
-def test_a_cond_in_a_scan_in_a_jit():
+def test_cond_in_a_scan_in_a_jit():
     class Step(nn.Module):
         @nn.compact
         def __call__(self, x, flag):

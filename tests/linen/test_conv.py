@@ -25,7 +25,7 @@ def test_scalar_means_one_axis():
     assert jax.tree.map(jnp.shape, variables["params"]) == {"kernel": (3, 3, 5), "bias": (5,)}
 
 
-def test_a_circular_convolution_moves_with_its_input():
+def test_circular_convolution_moves_with_its_input():
     layer = Conv(5, 4, padding="CIRCULAR")
     y, variables = layer.init_with_output(KEY, X)
     moved = layer.apply(variables, jnp.roll(X, 2, axis=1))
@@ -41,7 +41,7 @@ def test_masked_weights_are_zero():
     assert variables["params"]["kernel"][0].any()
 
 
-def test_a_local_convolution_has_weights_for_each_position():
+def test_local_convolution_has_weights_for_each_position():
     layer = ConvLocal(5, 3, strides=2, padding="VALID")
     y, variables = layer.init_with_output(KEY, X)
     kernel = variables["params"]["kernel"]
@@ -86,7 +86,7 @@ def test_unsupported_local_conv_options(kwargs):
         ConvLocal(3, 3, **kwargs).init(KEY, X)
 
 
-def test_a_dilated_input_is_padded_in_numbers():
+def test_dilated_input_is_padded_in_numbers():
     with pytest.raises(ArgumentValueError, match=r"input_dilation=\(2,\): give the padding as num"):
         Conv(3, 3, input_dilation=2).init(KEY, X)
 
@@ -111,7 +111,7 @@ def test_with_a_transposed_kernel_it_is_the_gradient_of_a_convolution():
     np.testing.assert_allclose(up.apply(variables, y), gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_the_dtype_of_the_sum():
+def test_dtype_of_the_sum():
     layer = ConvTranspose(5, 3, dtype=jnp.bfloat16, preferred_element_type=jnp.float32)
     y, _ = layer.init_with_output(KEY, X)
     assert y.dtype == jnp.float32
@@ -151,6 +151,6 @@ def test_too_many_window_axes():
         conv.pool(IMAGE, 0.0, jax.lax.add, (2, 2, 2), None, "VALID")
 
 
-def test_an_unknown_padding():
+def test_unknown_padding():
     with pytest.raises(ArgumentValueError, match="padding='HALF' is neither one of SAME, VALID"):
         conv.min_pool(IMAGE, (2,), padding="HALF")

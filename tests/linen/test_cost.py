@@ -112,7 +112,7 @@ def test_each_layer_of_an_eager_call():
     assert per_layer(eager, nn.Dense, instructions_of_weft) <= 2470
 
 
-def test_a_jitted_train_step():
+def test_jitted_train_step():
     stack, tx = Stack(50, functools.partial(nn.Dense, 4)), optax.adam(1e-3)
     shapes = jax.eval_shape(stack.init, KEY, X)
     params = jax.tree.map(lambda x: np.full(x.shape, 0.1, x.dtype), shapes)

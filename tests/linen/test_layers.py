@@ -24,7 +24,7 @@ def test_activations_are_those_of_jax():
     np.testing.assert_allclose(linen.normalize(x), [-1, 1], rtol=1e-4)
 
 
-def test_the_slope_of_prelu_is_learned():
+def test_slope_of_prelu_is_learned():
     layer = PReLU(negative_slope_init=0.5)
     variables = layer.init(jax.random.key(0), X)
     assert layer.apply(variables, X).tolist() == [-1, 3]
@@ -41,7 +41,7 @@ RNGS = {"dropout": jax.random.key(0)}
 ONES = jnp.ones((40, 50))
 
 
-def test_the_mean_is_kept():
+def test_mean_is_kept():
     y = Dropout(0.25, deterministic=False).apply({}, ONES, rngs=RNGS)
     np.testing.assert_allclose(sorted(set(np.ravel(y).tolist())), [0, 4 / 3], rtol=1e-6)
     assert y.mean() == pytest.approx(1, abs=0.05)
@@ -164,6 +164,6 @@ def test_too_many_batch_axes():
         BatchApply(lambda x: x, num_dims=4)(INPUTS)
 
 
-def test_a_result_without_the_batch_axis():
+def test_result_without_the_batch_axis():
     with pytest.raises(ArgumentShapeError, match=r"shape \(2, 4\); expected its first .* size 6"):
         BatchApply(lambda x: x[:2])(INPUTS)

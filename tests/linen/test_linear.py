@@ -27,7 +27,7 @@ def test_dense_is_a_product_and_a_bias():
     np.testing.assert_allclose(y, X @ variables["params"]["kernel"] + 1, rtol=1e-5, atol=1e-6)
 
 
-def test_the_first_values_of_a_general_map_have_the_fans_of_its_matrix():
+def test_initial_values_of_a_general_map_have_the_fans_of_its_matrix():
     params = DenseGeneral((20, 10), axis=(0, 1)).init(KEY, jnp.ones((30, 20)))["params"]
     assert params["kernel"].shape == (30, 20, 20, 10)
     assert params["kernel"].std() == pytest.approx((30 * 20) ** -0.5, rel=0.05)
@@ -41,7 +41,7 @@ def test_each_position_of_batch_axes_has_parameters():
     assert not np.array_equal(kernel[0], kernel[1])
 
 
-def test_a_map_to_no_axis():
+def test_map_to_no_axis():
     y, variables = DenseGeneral((), axis=(1, 2)).init_with_output(KEY, X)
     assert (y.shape, variables["params"]["kernel"].shape) == ((2,), (3, 4))
 

@@ -17,7 +17,7 @@ from weft.linen.module import Module
 from weft.linen.transforms import jit
 
 
-def test_a_compact_method_names_by_class_and_shares_when_called_again():
+def test_compact_method_names_by_class_and_shares_when_called_again():
     class Model(Module):
         @compact
         def __call__(self, x):
@@ -33,7 +33,7 @@ def test_a_compact_method_names_by_class_and_shares_when_called_again():
     assert sorted(params["Model_0"]) == ["Affine_0", "Affine_1"] and list(params) == ["Model_0"]
 
 
-def test_a_compact_method_needs_variables():
+def test_compact_method_needs_variables():
     with pytest.raises(
         CallCompactUnboundModuleError, match=r"the compact method __call__.*Affine is not bound.*i"
     ):
@@ -125,7 +125,7 @@ def test_methods_with_name_scopes():
         Model().encode(X)
 
 
-def test_name_scopes_inside_of_transformed_methods():
+def test_name_scopes_in_transformed_methods():
     class Model(Module):
         @compact_name_scope
         def part(self, x):
@@ -182,7 +182,7 @@ def test_nowrap_method_creates_modules_in_the_caller():
         Factory(3).made()
 
 
-def test_a_property_belongs_to_its_module():
+def test_property_belongs_to_its_module():
     class Model(Module):
         features: int = 2
 

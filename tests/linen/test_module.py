@@ -310,7 +310,7 @@ def test_invalid_methods(method):
 
 
 @pytest.mark.parametrize("method", ["init", "init_with_output", "apply", "bind", "lazy_init"])
-def test_a_class_in_place_of_a_module(method):
+def test_class_in_place_of_a_module(method):
     with pytest.raises(InvalidInstanceModuleError, match=rf"{method} was called on the class"):
         getattr(Affine, method)(KEY, X)
 

@@ -279,7 +279,7 @@ def test_captured_modules_are_restored():
     assert seen == [False]
 
 
-def test_a_captured_module_and_its_submodule():
+def test_captured_module_and_its_submodule():
     class Model(nn.Module):
         def setup(self):
             self.dense = Linear()

@@ -103,7 +103,7 @@ def test_each_operation_is_in_the_scopes_of_its_modules(body, path):
     assert paths(model.apply, params, X) == {path}
 
 
-def test_modules_inside_of_nnx():
+def test_modules_in_nnx():
     class Outer(nnx.Module):
         def __init__(self):
             self.inner = nnx.bridge.ToNNX(Block(), rngs=nnx.Rngs(0)).lazy_init(X)

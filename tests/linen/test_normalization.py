@@ -168,7 +168,7 @@ def test_immutable_averages_are_named():
 INPUTS = draw(0, 4, 6)
 
 
-def test_a_spectral_norm_is_found_step_by_step():
+def test_spectral_norm_is_found_step_by_step():
     layer = SpectralNorm(Dense(5, use_bias=False))
     variables = layer.init(KEY, INPUTS, update_stats=False)
     kernel = 3 * jax.random.normal(KEY, (6, 5))

@@ -60,7 +60,7 @@ def test_read_values_are_sharded():
 
 
 @pytest.mark.parametrize("axis, names", [(0, ("layers", "a", "b")), (1, ("a", "layers", "b"))])
-def test_a_scan_adds_a_name(axis, names):
+def test_scan_adds_a_name(axis, names):
     class Block(Module):
         @compact
         def __call__(self, x, _):
@@ -79,7 +79,7 @@ def test_a_scan_adds_a_name(axis, names):
     assert shared.init(KEY, X, None)["params_axes"]["kernel_axes"].names == ("a", "b")
 
 
-def test_a_vmap_adds_a_name():
+def test_vmap_adds_a_name():
     ensemble = partitioning.vmap_with_axes(
         Layer,
         variable_axes={"params": -1},
@@ -146,7 +146,7 @@ def test_names_of_a_variable_that_is_a_dict_gain_and_lose_axes():
     assert more.remove_axis(-1, {}) == box
 
 
-def test_a_layer_whose_axes_have_names():
+def test_layer_whose_axes_have_names():
     kernel_init = partitioning.with_logical_partitioning(jax.nn.initializers.ones, ("embed", "mlp"))
     variables = Dense(4, kernel_init=kernel_init).init(jax.random.key(0), jnp.ones((2, 3)))
     box = variables["params"]["kernel"]

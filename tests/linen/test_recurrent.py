@@ -103,7 +103,7 @@ class Sum(RNNCellBase):
         return carry + x, carry + x
 
 
-def test_a_loop_is_the_cell_step_by_step():
+def test_loop_is_the_cell_step_by_step():
     cell = LSTMCell(4)
     rnn = RNN(cell, return_carry=True)
     (last, y), variables = rnn.init_with_output(KEY, SEQUENCE)
@@ -167,7 +167,7 @@ def test_both_directions():
     np.testing.assert_allclose(z, alone)
 
 
-def test_the_cell_is_traced_once():
+def test_cell_is_traced_once():
     traces = []
 
     class Counted(SimpleCell):
@@ -206,7 +206,7 @@ def test_names_and_biases_of_the_maps(cell, with_bias, without_bias):
         assert "bias" not in param or (param["bias"] == 0.5).all()
 
 
-def test_a_convolutional_lstm_with_one_position_is_an_lstm():
+def test_convolutional_lstm_with_one_position_is_an_lstm():
     cell = ConvLSTMCell(4, kernel_size=(1,))
     x, c, h = draw(1, 2, 1, 3), draw(2, 2, 1, 4), draw(3, 2, 1, 4)
     ((new_c, new_h), _), variables = cell.init_with_output(KEY, (c, h), x)

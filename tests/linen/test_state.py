@@ -57,7 +57,7 @@ def test_explicit_names_not_counted():
     assert sorted(Model().init(KEY, X)["params"]) == ["Affine_0", "Affine_1", "a"]
 
 
-def test_a_submodule_and_a_variable_of_one_name():
+def test_submodule_and_a_variable_of_one_name():
     class Model(Module):
         first: bool
 
@@ -116,7 +116,7 @@ class Model(Module):
         return 2 * x
 
 
-def test_the_module_that_runs():
+def test_module_that_runs():
     seen = []
 
     class Watch(Module):
@@ -132,7 +132,7 @@ def test_the_module_that_runs():
     assert current_module() is None
 
 
-def test_the_outermost_interceptor_is_called_first():
+def test_outermost_interceptor_is_called_first():
     seen = []
 
     def watch(label):
@@ -156,7 +156,7 @@ def test_the_outermost_interceptor_is_called_first():
     assert len(seen) == 6
 
 
-def test_an_interceptor_changes_arguments_and_results():
+def test_interceptor_changes_arguments_and_results():
     variables = Model().init(KEY, X)
 
     def skip(next_fun, args, kwargs, context):
@@ -247,7 +247,7 @@ def model(fn, plain=False):
         ("'a' was perturbed", lambda m: m.perturb("a", X)),
     ],
 )
-def test_a_module_without_variables(what, use):
+def test_module_without_variables(what, use):
     with pytest.raises(UnboundModuleError, match=rf"{what}.*Affine is not bound.*module.bind\(v"):
         use(Affine())
 
@@ -368,7 +368,7 @@ def test_values_are_sown():
 
 
 @pytest.mark.parametrize("given", [{}, {"other": X}, {"h": X}])
-def test_perturbations_without_an_entry_are_refused(given):
+def test_perturbations_without_an_entry_are_rejected(given):
     fn = model(lambda self, x: self.perturb("k", self.perturb("h", x)))
     with pytest.raises(PerturbationNotFoundError, match=r"given without '[hk]' in the scope '/'"):
         fn.apply({"perturbations": given}, X)
@@ -402,7 +402,7 @@ LIFTED = {
 
 
 @pytest.mark.parametrize("way", LIFTED)
-def test_a_missing_perturbation_in_a_lifted_module_is_an_error(way):
+def test_missing_perturbation_in_a_lifted_module_is_an_error(way):
     class Two(nn.Module):
         @nn.compact
         def __call__(self, x):

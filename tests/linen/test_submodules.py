@@ -34,7 +34,7 @@ def test_names_by_place():
     assert isinstance(found["n"], Pair)
 
 
-def test_a_tuple_without_modules_stays_itself():
+def test_tuple_without_modules_stays_itself():
     given = (1, (2, "x"))
     assert map_submodules(lambda at, x: x, given, lambda x: False) is given
 

@@ -34,7 +34,7 @@ def lines(table):
     return [[cell.strip() for cell in line] for line in found]
 
 
-def test_a_table():
+def test_table():
     table = Block().tabulate(KEY, X, console_kwargs=PLAIN)
     assert lines(table) == [
         ["", "Block", "float32[3,2]", "y: float32[3,2]", "", ""],
@@ -121,7 +121,7 @@ LIFTED = {
 
 
 @pytest.mark.parametrize("lift", LIFTED)
-def test_flops_of_calls_inside_of_transformations(lift):
+def test_flops_of_calls_in_transformations(lift):
     calls, _ = summary.record_calls(
         Rows(LIFTED[lift]), KEY, (jnp.ones((2, 3)),), show_repeated=True
     )

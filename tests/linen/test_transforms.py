@@ -113,7 +113,7 @@ def test_on_a_submodule_in_setup(lift):
 
 
 @everywhere
-def test_a_subclass_of_a_lifted_class(lift):
+def test_subclass_of_a_lifted_class(lift):
     class Doubled(lift(Linear)):
         factor: float = 2.0
 
@@ -153,7 +153,7 @@ def test_body_creates_carry_variables():
     assert variables["params"]["linear"]["w"].shape == (3, 3, 3)
 
 
-def test_a_scan_is_a_loop_over_its_layers():
+def test_scan_is_a_loop_over_its_layers():
     options = {"split_rngs": {"params": True, "noise": False}, "length": 3}
     m = nn.scan(Cell, {"params": 0, "state": 0}, **options)()
     (y, (_, noise)), variables = m.init_with_output(RNGS, X, None)
@@ -215,7 +215,7 @@ def test_remat_scan_has_an_axis_for_each_loop():
     np.testing.assert_allclose(y, expected, rtol=1e-4)
 
 
-def test_remat_scan_without_loops_is_refused():
+def test_remat_scan_without_loops_is_rejected():
     with pytest.raises(TransformArgumentError, match=r"lengths=\(\)\) has no loops; give"):
         nn.remat_scan(Linear)
 
@@ -335,7 +335,7 @@ def test_jit_with_static_and_named_arguments():
     assert Model().apply({}, 3.0, 2, power=2, scale=jnp.array(10.0)) == 180.0
 
 
-def test_a_jitted_function_explains_itself():
+def test_jitted_function_explains_itself():
     f = nn.jit(lambda linear, x: linear(x))
     m = model(lambda self, x: f(Linear(), x))
     variables = m.init(KEY, X)
@@ -344,7 +344,7 @@ def test_a_jitted_function_explains_itself():
     assert "float32[2,3] before, float32[1,3]" in f.explain_recompile()
 
 
-def test_a_jitted_function_is_lowered():
+def test_jitted_function_is_lowered():
     f = nn.jit(lambda linear, x: linear(x))
     texts = []
 
@@ -428,7 +428,7 @@ def test_map_variables_maps_out():
         nn.fold_rngs(Linear, variables=False),
     ],
 )
-def test_a_collection_that_is_not_lifted_is_named(lifted):
+def test_collection_that_is_not_lifted_is_named(lifted):
     message = "lift the collection 'params'|does not lift the collection 'params'"
     with pytest.raises(ScopeCollectionNotFound, match=message):
         lifted().init(KEY, X)
@@ -440,7 +440,7 @@ def test_a_collection_that_is_not_lifted_is_named(lifted):
     "lifted",
     [nn.vmap(Linear, {"params": 0}), nn.remat(Linear, rngs="noise"), nn.jit(Linear, rngs=False)],
 )
-def test_a_stream_that_is_not_lifted_is_named(lifted):
+def test_stream_that_is_not_lifted_is_named(lifted):
     with pytest.raises(InvalidRngError, match="the PRNG stream 'params'"):
         lifted().init(KEY, X)
 
@@ -533,7 +533,7 @@ def test_classes_are_named_by_their_transformation():
     assert list(m.init(KEY, X)["params"]) == ["CheckpointLinear_1", "CheckpointLinear_0"]
 
 
-def test_a_class_that_is_transformed_again_is_the_same_class():
+def test_class_that_is_transformed_again_is_the_same_class():
     axes = lambda: {"params": 0, "stats": [1][0]}  # noqa: E731
     assert nn.vmap(Linear, axes(), {"params": True}) is nn.vmap(Linear, axes(), {"params": True})
     assert nn.vmap(Linear, {"params": 0}) is not nn.vmap(Linear, {"params": 1})

@@ -187,7 +187,7 @@ def test_lifted_functions_create_variables_in_the_body_of_a_loop(axes):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_the_number_of_traces_is_linear_in_the_depth(depth):
+def test_number_of_traces_is_linear_in_the_depth(depth):
     traces = []
 
     def body(n, module, x):
@@ -262,7 +262,7 @@ def test_lifted_function_error_names_path_and_fix(raw, lift, what):
     assert " or ".join(f"`nn.{name}`" for name in names) + " of weft.linen" in message
 
 
-def test_a_lifted_function_that_changes_variables_is_refused():
+def test_lifted_function_that_changes_variables_is_rejected():
     def count(module, x):
         calls = module.variable("state", "calls", lambda: jnp.zeros(()))
         if module.is_mutable_collection("state") and not module.is_initializing():
@@ -278,7 +278,7 @@ def test_a_lifted_function_that_changes_variables_is_refused():
         model.apply(variables, X, mutable=["state"])
 
 
-def test_a_map_that_writes_variables_is_refused():
+def test_map_that_writes_variables_is_rejected():
     mapped = nn.map_variables(Layer, "params", doubled, halved, init=True, mutable=True)
     message = r"'bias' of the collection 'params' is written to in '/l/Dense_0' inside of jax.vmap"
     with pytest.raises(JaxTransformError, match=message):
@@ -310,7 +310,7 @@ def test_bound_module_is_not_cached_by_jax(raw):
         Compact(call).init(KEY, X)
 
 
-def test_a_bound_module_can_be_mapped_and_differentiated_itself():
+def test_bound_module_can_be_mapped_and_differentiated_itself():
     def call(module, x):
         layer = nn.Dense(2)
         return jax.vmap(layer)(x) + jax.jvp(layer, (x,), (x,))[0] + jax.vjp(layer, x)[0]
@@ -321,7 +321,7 @@ def test_a_bound_module_can_be_mapped_and_differentiated_itself():
     np.testing.assert_allclose(y, plain.apply(variables, X), rtol=1e-6)
 
 
-def test_a_perturbation_has_the_shape_that_is_seen():
+def test_perturbation_has_the_shape_that_is_seen():
     module = Compact(lambda module, x: jax.vmap(lambda x: module.perturb("h", x) ** 2)(x))
     variables = module.init(KEY, X)
     np.testing.assert_array_equal(variables["perturbations"]["h"], np.zeros(2))

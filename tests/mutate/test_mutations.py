@@ -42,7 +42,7 @@ def test_mutations_of_a_program(before, after):
     assert sorted(mutants(before)) == sorted(after)
 
 
-def test_a_diff_shows_the_changed_line():
+def test_diff_shows_the_changed_line():
     (mutation,) = mutations("weft/x.py", "import y\n\nx = y.a[0]\n")
     assert mutation.line == 3
     assert mutation.diff().endswith("-x = y.a[0]\n+x = y.a[1]")
@@ -53,7 +53,7 @@ def test_files():
     return Suite(ROOT)
 
 
-def test_the_nearest_tests_of_a_file(test_files):
+def test_nearest_tests_of_a_file(test_files):
     found = test_files.nearest("weft/traverse_util.py")
     assert found[:2] == ["weft/traverse_util.py", "tests/test_traverse_util.py"]
     assert all("tests/linen" in test for test in test_files.nearest("weft/linen/summary.py")[1:])

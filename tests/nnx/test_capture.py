@@ -98,7 +98,7 @@ def test_initial_values_and_gradients_of_perturbations():
     assert capture(model, init=shifted)(x).tolist() == [6, 6]
 
 
-def test_inside_of_and_around_compiled_functions():
+def test_in_and_around_compiled_functions():
     model, x = Model(), jnp.ones(2)
     run = jit(lambda model, x: capture(model, nnx.Intermediate)(x))
     for _ in range(2):

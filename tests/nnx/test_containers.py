@@ -9,7 +9,7 @@ from weft import nnx
 from weft.errors import AttributeMarkError, GraphStructureError, LayerCallError
 
 
-def test_a_list_is_a_list_and_a_module():
+def test_list_is_a_list_and_a_module():
     xs = nnx.List([1, 2])
     xs.append(3)
     xs.insert(0, 0)
@@ -30,7 +30,7 @@ def test_a_list_is_a_list_and_a_module():
         hash(xs)
 
 
-def test_a_dict_is_a_dict_and_a_module_with_attributes():
+def test_dict_is_a_dict_and_a_module_with_attributes():
     d = nnx.Dict({"a": 1}, b=2)
     d.c = 3
     d |= {"d": 4}
@@ -165,7 +165,7 @@ def test_objects_in_non_pytree_list_are_rejected():
         nnx.split(Model())
 
 
-def test_a_static_container_stays_static():
+def test_static_container_stays_static():
     """Also where another item comes, and where another attribute is given it."""
     xs = nnx.Dict(a=nnx.static([1]), b=nnx.static((1, {"c": 2})))
     xs["d"] = nnx.Param(1.0)

@@ -91,7 +91,7 @@ def round_trip(model, change):
 
 
 @update_context("t")
-def test_a_round_trip_changes_the_objects_that_went_in():
+def test_round_trip_changes_the_objects_that_went_in():
     model = Model()
     layer, w = model.a, model.a.w
 

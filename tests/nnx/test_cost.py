@@ -51,7 +51,7 @@ def step(model, optimizer, x):
 
 @pytest.mark.parametrize("donated", [None, (0, 1)], ids=["kept", "donated"])
 @pytest.mark.parametrize("n", [1, 20])
-def test_a_jitted_step(n, donated):
+def test_jitted_step(n, donated):
     model = Stack(n)
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     jitted = nnx.jit(step, donate_argnums=donated)
@@ -70,7 +70,7 @@ def test_jitted_step_of_known_objects():
     assert switched <= 95
 
 
-def test_a_step_of_trees():
+def test_step_of_trees():
     model = Stack(20)
     jitted = jax.jit(lambda model, x: model(x))
     # 22 objects and 42 variables are taken apart, and nothing else is done for them.
@@ -185,7 +185,7 @@ def test_each_layer(run_of, of_calls, of_instructions):
     [(traced, 870, 25500), (traced_in_jits, 1064, 33000), (scanned, 2054, 59400)],
     ids=["traced", "traced in jits of their own", "scanned"],
 )
-def test_a_whole_trace(run_of, of_calls, of_instructions):
+def test_whole_trace(run_of, of_calls, of_instructions):
     assert calls_of_weft(run_of(4)) <= of_calls
     assert instructions_of_weft(run_of(4)) <= of_instructions
 

@@ -41,14 +41,14 @@ def test_functions_and_types_are_shown_by_name():
     )
 
 
-def test_a_tuple_with_objects_has_a_line_for_each():
+def test_tuple_with_objects_has_a_line_for_each():
     assert repr(nnx.Dict(sizes=(3, 3))) == "Dict({\n  'sizes': (3, 3)\n})"
     assert repr(nnx.Sequential(nnx.relu, nnx.List())) == (
         "Sequential(\n  layers=(\n    relu,\n    List([])\n  )\n)"
     )
 
 
-def test_a_cycle_is_not_followed():
+def test_cycle_is_not_followed():
     block = Block()
     block.me = block
     assert "me=Block(...)" in repr(block)

@@ -152,7 +152,7 @@ def test_it_can_be_turned_off():
 
 
 @KINDS
-def test_inside_of_jit_and_without_values(kind):
+def test_in_jit_and_without_values(kind):
     with jax.set_mesh(mesh_of(kind)):
 
         def make():

@@ -70,7 +70,7 @@ def test_dtypes_stay_and_values_may_be_pytrees():
     assert ema.params.t["x"][0] == 0.25
 
 
-def test_a_decay_that_is_an_array_changes_without_a_new_trace():
+def test_decay_that_is_an_array_changes_without_a_new_trace():
     model, traces = Model(), []
 
     @jax.jit

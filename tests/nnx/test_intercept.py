@@ -84,7 +84,7 @@ def test_calls_of_methods_are_seen():
     assert type(x) is Derived
 
 
-def test_calls_inside_of_transformations_are_seen():
+def test_calls_in_transformations_are_seen():
     x = Derived()
     intercept_calls(x, note)
     assert x.compiled(1.0) == 4 and x.w[...] == 2

@@ -40,7 +40,7 @@ def test_batches_count_as_their_values_at_once(batches):
     np.testing.assert_allclose(statistics.standard_error_of_mean, error, rtol=1e-5)
 
 
-def test_an_average_of_numbers_masks_and_dtypes():
+def test_average_of_numbers_masks_and_dtypes():
     loss = Average("loss")
     loss.update(loss=1)
     loss.update(loss=nnx.Variable(jnp.array(2.0)), other="ignored")
@@ -135,7 +135,7 @@ def test_missing_or_invalid_argument(metric):
         metric.update(loss="a")
 
 
-def test_a_mask_for_each_metric_by_name():
+def test_mask_for_each_metric_by_name():
     metrics = MultiMetric(
         kept=Average(), all=Average(), inner=MultiMetric(kept=Average(), spread=Welford())
     )

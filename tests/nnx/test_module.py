@@ -124,7 +124,7 @@ def test_sow_stores_values():
         layer.perturb("deterministic", 1.0)
 
 
-def test_the_gradient_of_a_perturbation_is_that_of_the_value():
+def test_gradient_of_a_perturbation_is_that_of_the_value():
     layer = Layer()
     layer(3.0)
 
@@ -157,7 +157,7 @@ def test_existing_or_requested_perturbations():
     assert captured.perturbation(nnx.Cache, "r", 1.0) is None
 
 
-def test_a_name_is_of_one_kind():
+def test_name_is_of_one_kind():
     captured = SownValues((nnx.Intermediate, nnx.Cache), None, {})
     captured.sow(nnx.Cache, "h", 1, append, tuple)
     with pytest.raises(GraphStructureError, match="'h' was sown as a Cache, and now as a Intermed"):

@@ -63,7 +63,7 @@ def values(x, *filters):
     return nnx.to_pure_dict(nnx.state(x, *filters))
 
 
-def test_a_model_learns():
+def test_model_learns():
     model = Model()
     optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
     x, y = jnp.eye(2), jnp.array([[1.0, 0, 2], [3, 1, 0]])
@@ -260,7 +260,7 @@ def test_hyperparameters_are_variables_that_can_be_set():
     assert model.w[0] == 0.75
 
 
-def test_an_optimizer_that_holds_the_model():
+def test_optimizer_that_holds_the_model():
     model = Model()
     both = ModelAndOptimizer(model, optax.sgd(1.0))
     assert both.model is model and both.wrt is nnx.Param
@@ -334,7 +334,7 @@ def test_one_trace_serves_fresh_models_with_equal_optimizers():
     assert optimizer.opt_state[0].mu.kernel.sharding_names == ("in", "out")
 
 
-def test_optimizers_are_made_inside_of_transformations():
+def test_optimizers_are_made_in_transformations():
     def make():
         model = Model()
         return model, Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
@@ -408,14 +408,14 @@ def test_any_nesting_matches_plain_arrays(shapes):
 # What does not fit.
 
 
-def test_an_optimizer_without_a_filter_or_a_transformation():
+def test_optimizer_without_a_filter_or_a_transformation():
     with pytest.raises(OptimizerCallError, match=r"nnx.Optimizer\(model, tx, wrt=nnx.Param\)"):
         Optimizer(Model(), optax.adam(0.1))
     with pytest.raises(TransformationTypeError, match=r"tx is 0.1, which has no init and update"):
         Optimizer(Model(), 0.1, wrt=nnx.Param)  # pyright: ignore[reportArgumentType]
 
 
-def test_an_update_without_gradients():
+def test_update_without_gradients():
     model = Model()
     with pytest.raises(OptimizerCallError, match=r"one argument; give the model and the gradients"):
         Optimizer(model, optax.adam(0.1), wrt=nnx.Param).update(ones_like(model))
@@ -554,7 +554,7 @@ def test_inconsistent_state_structure():
     same(values(model), values(Model()))
 
 
-def test_a_state_of_a_transformation_as_variables():
+def test_state_of_a_transformation_as_variables():
     params = nnx.State({"w": nnx.Param(jnp.ones(2), tag="a")})
     kept = to_opt_state({"of": params, "xs": [1, None]})
     assert type(kept["of"].w) is OptVariable and kept["of"].w.tag == "a"

@@ -158,7 +158,7 @@ def test_copies_keep_references_marks_and_cycles(copied):
     assert nnx.flatten(new)[1].leaves[0] == 5
 
 
-def test_a_shallow_copy_shares():
+def test_shallow_copy_shares():
     box = Box(w=nnx.Param(2), n=1)
     new = copy.copy(box)
     new.n = 2

@@ -24,7 +24,7 @@ def test_set_globally_or_as_context():
     assert level.get_stack() == []
 
 
-def test_an_error_restores_it():
+def test_error_restores_it():
     with pytest.raises(KeyError), level(1):
         raise KeyError
     assert level.current() == 0
@@ -56,7 +56,7 @@ def test_thread_local():
     assert seen == [0]
 
 
-def test_a_function_is_compiled_for_each_value():
+def test_function_is_compiled_for_each_value():
     traces = []
 
     @jax.jit

@@ -95,7 +95,7 @@ def test_invalid_shardings(mesh):
         get_partition_spec({"a": {"w": w}})
 
 
-def test_an_abstract_model(mesh):
+def test_abstract_model(mesh):
     with logical_axis_rules(RULES):
         graphdef, state = get_abstract_model(Model, mesh)
     kernel = state.kernel.get_value()

@@ -13,7 +13,7 @@ def example():
     return nnx.State({"a": {"b": nnx.Param(1)}, "c": nnx.Cache(2)})
 
 
-def test_a_state_is_a_nested_mapping():
+def test_state_is_a_nested_mapping():
     state = example()
     state["d"] = {"e": 3}
     state.f = 4

@@ -106,7 +106,7 @@ def test_flops_of_a_call_and_its_gradient():
     assert flops >= 2 * 8 * 2 * 2 - 16 and vjp_flops > 2 * flops > 0
 
 
-def test_calls_inside_of_compiled_methods():
+def test_calls_in_compiled_methods():
     model = Model()
     for options in ({}, {}, {"compute_flops": True}):
         table = tabulate(

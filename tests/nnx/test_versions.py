@@ -224,7 +224,7 @@ def test_object_path_is_found():
     assert path_of(model) == path_of(nnx.Param(1)) == ""
 
 
-def test_the_error_names_the_variable_its_line_and_the_open_transformation():
+def test_error_names_the_variable_its_line_and_the_open_transformation():
     model = NestedModel()
 
     @nnx.vmap
@@ -250,7 +250,7 @@ def test_modules_in_plain_jax():
         jax.jit(lambda x: setattr(model.layers[1], "seen", x))(1.0)
 
 
-def test_a_cycle_ends_the_search():
+def test_cycle_ends_the_search():
     a, b = Layer(), Layer()
     a.other, b.other = b, a
     assert path_of(a.w).endswith(".w")

@@ -126,7 +126,7 @@ def test_windows_longer_than_the_input(name, padding):
     same(initialized(name, 2, (17,), padding=padding), 1e-3)
 
 
-def test_a_convolution_without_window():
+def test_convolution_without_window():
     same(initialized("Conv", 3, ()))
 
 

@@ -152,7 +152,7 @@ def test_einsum_with_subscripts_when_called():
         ((5, 2), "abcd,de->abcx"),
     ],
 )
-def test_einsum_refuses(shape, subscripts):
+def test_einsum_rejects(shape, subscripts):
     same_error(initialized("Einsum", shape, subscripts))
 
 
@@ -192,7 +192,7 @@ def test_wrong_parameter_shapes(params):
         same_error(lambda nn, name=name: getattr(nn, name)(3).apply({"params": params}, X))
 
 
-def test_a_dtype_without_fractions():
+def test_dtype_without_fractions():
     assert "int32" in same_error(initialized("Dense", 3, dtype=jnp.int32))
 
 

@@ -141,7 +141,7 @@ def test_sequential_in_setup():
     same(program)
 
 
-def test_sequential_refuses():
+def test_sequential_rejects():
     same_error(lambda nn: nn.Sequential([]).apply({}, X))
     same_error(lambda nn: nn.Sequential(nn.Dense(3)).apply({}, X))
     same_error(lambda nn: nn.Sequential([3]).apply({}, X))
@@ -163,7 +163,7 @@ def test_batch_apply(num_dims):
     same(program)
 
 
-def test_batch_apply_refuses():
+def test_batch_apply_rejects():
     same_error(lambda nn: nn.BatchApply(lambda x: x, num_dims=4)(X))
 
 

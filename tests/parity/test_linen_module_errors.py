@@ -92,7 +92,7 @@ def a_variable_in_a_plain_method(nn):
 
 
 @pytest.mark.parametrize("name", ["parent", "name"])
-def test_a_reserved_field(name):
+def test_reserved_field(name):
     fields = {"__annotations__": {name: int}}
     assert name in same_error(lambda nn: type("Model", (nn.Module,), fields))
 
@@ -139,7 +139,7 @@ def post_init_without_the_one_above(nn):
 
 
 @pytest.mark.parametrize("name", ["init", "init_with_output", "apply", "bind", "lazy_init"])
-def test_a_class_in_place_of_a_module(name):
+def test_class_in_place_of_a_module(name):
     assert len(same_error(lambda nn: getattr(affine(nn), name)(KEY, X))) > 30
 
 

@@ -134,7 +134,7 @@ def test_batch_norm_is_initialized_outside_of_its_axis():
 
 
 @pytest.mark.parametrize("name", ["BatchNorm", "InstanceNorm"])
-def test_a_mask_of_positions(name):
+def test_mask_of_positions(name):
     mask = MASK[..., 1:2]
     given = {"use_running_average": False} if name == "BatchNorm" else {}
     same(lambda nn: getattr(nn, name)(**given).init_with_output(KEY, X, mask=mask))

@@ -173,7 +173,7 @@ def test_both_directions_of_one_module():
     same_compiled(program)
 
 
-def test_a_cell_with_state_and_randomness():
+def test_cell_with_state_and_randomness():
     def program(nn):
         class Cell(nn.RNNCellBase):
             @nn.compact

@@ -39,7 +39,7 @@ def model(nn):
     return MLP()
 
 
-def test_a_model_with_names():
+def test_model_with_names():
     same(lambda nn: model(nn).init_with_output(KEY, X))
 
 
@@ -59,7 +59,7 @@ def test_layouts_of_its_variables():
     same(program)
 
 
-def test_a_model_on_a_mesh():
+def test_model_on_a_mesh():
     def program(nn):
         mlp, mesh = model(nn), a_mesh()
         with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):

@@ -218,7 +218,7 @@ def test_add_and_remove_axis_agree(start, new):
     assert trees[0].names == tuple(start)
 
 
-def test_an_axis_without_a_name_is_removed_by_neither():
+def test_axis_without_a_name_is_removed_by_neither():
     for lib in LIBRARIES:
         with pytest.raises(Exception, match="partition_name") as caught:
             lib.remove_axis(lib.Partitioned(jnp.ones(2), ("layers",)), 0, {})

@@ -53,7 +53,7 @@ def test_lora_with_base_module():
     same(program)
 
 
-def test_the_class_of_low_rank_parameters_filters_them():
+def test_class_of_low_rank_parameters_filters_them():
     def program(nnx):
         layer = nnx.LoRALinear(5, 3, lora_rank=2, rngs=nnx.Rngs(0))
         paths = nnx.to_flat_state(nnx.state(layer, nnx.LoRAParam)).paths
@@ -62,7 +62,7 @@ def test_the_class_of_low_rank_parameters_filters_them():
     same(program)
 
 
-def test_a_layer_in_jit_and_under_a_gradient():
+def test_layer_in_jit_and_under_a_gradient():
     def program(nnx):
         layer = nnx.LoRALinear(5, 3, lora_rank=2, b_initializer=normal, rngs=nnx.Rngs(0))
         graphdef, state = nnx.split(layer)

@@ -115,7 +115,7 @@ def test_masks(name, fast):
     same(program, 1e-4)
 
 
-def test_the_averages_of_several_batches():
+def test_averages_of_several_batches():
     def program(nnx):
         layer = nnx.BatchNorm(12, momentum=0.75, rngs=nnx.Rngs(0))
         out = [layer(X), layer(2 * X + 1), layer(X, use_running_average=True)]

@@ -131,7 +131,7 @@ def test_further_arguments():
     same(program)
 
 
-def test_an_optimizer_that_holds_the_model():
+def test_optimizer_that_holds_the_model():
     def program(nnx):
         both = nnx.ModelAndOptimizer(make(nnx), optax.adam(0.1))
         updates = both.update(nnx.grad(loss)(both.model))
@@ -199,7 +199,7 @@ def test_moving_averages(only, decay):
     same(program)
 
 
-def test_a_train_state():
+def test_train_state():
     def program(nnx):
         graphdef, params, rest = nnx.split(make(nnx), nnx.Param, ...)
 

@@ -25,7 +25,7 @@ def optimized():
 
 @pytest.mark.long
 @pytest.mark.usefixtures("optimized")
-def test_the_loss_falls_below_the_bigrams_in_a_third_of_the_steps(tmp_path):
+def test_loss_falls_below_the_bigrams_in_a_third_of_the_steps(tmp_path):
     # With the whole batch on one device, as on a machine of a few cores.
     cfg = lm().set(dir=str(tmp_path), max_step=60, mesh_shape=(1, 1))
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])

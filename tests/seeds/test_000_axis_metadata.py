@@ -70,7 +70,7 @@ def partitioned_dense(with_partitioning):
     return dense
 
 
-def test_an_initializer_makes_the_box(kinds):
+def test_initializer_makes_the_box(kinds):
     kind, with_partitioning = kinds
     rng = jax.random.key(0)
     _, variables = init(partitioned_dense(with_partitioning))(rng, jnp.ones((4,)))
@@ -99,7 +99,7 @@ def test_boxes_become_specs(kinds):
     }
 
 
-def test_the_optimizer_inherits_the_boxes(kinds):
+def test_optimizer_inherits_the_boxes(kinds):
     kind, with_partitioning = kinds
     _, variables = init(partitioned_dense(with_partitioning))(jax.random.key(0), jnp.ones((4,)))
     moments = optax.adam(1e-3).init(variables["params"])[0].mu

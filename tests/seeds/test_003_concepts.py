@@ -48,7 +48,7 @@ from weft.typing import NestedTensor, Tensor
 # Introduction to the config library.
 
 
-def test_an_example_of_configuring_gqa_and_rmsnorm():
+def test_example_of_configuring_gqa_and_rmsnorm():
     # An example of configuring GQA and RMSNorm.
 
     layer_cfg = TransformerAttentionLayer.default_config().set(
@@ -84,7 +84,7 @@ def build_layer_config(i):
     return layer_cfg
 
 
-def test_a_contrived_example_of_building_a_transformer_stack():
+def test_contrived_example_of_building_a_transformer_stack():
     # A contrived example of building a Transformer stack.
 
     stack_cfg = StackedTransformerLayer.default_config().set(num_layers=12)
@@ -163,7 +163,7 @@ def assert_a_stack_of_three_makes_eightfold(stack_cfg):
     np.testing.assert_array_equal(output.data, 8 * x)
 
 
-def test_a_class_of_another_library_is_configured_and_composed():
+def test_class_of_another_library_is_configured_and_composed():
     # Generate a config using `config_for_class`.
     custom_layer_cfg = config_for_class(ThirdPartyTransformerLayer)
 
@@ -187,7 +187,7 @@ def layer_from_pretrained(config: PretrainedConfig, input_dim: int, name: str, p
     return ThirdPartyTransformerLayer.from_pretrained(config, input_dim, name, parent)
 
 
-def test_a_function_that_makes_a_layer_is_configured_and_composed():
+def test_function_that_makes_a_layer_is_configured_and_composed():
     # Generate a config using `config_for_function`.
     custom_layer_cfg = config_for_function(layer_from_pretrained)
 
@@ -294,7 +294,7 @@ def make_foo():
     return cfg, foo_module
 
 
-def test_a_module_is_a_node_of_a_tree():
+def test_module_is_a_node_of_a_tree():
     cfg, foo_module = make_foo()
     assert isinstance(cfg, ConfigBase) and isinstance(foo_module, Configurable)
     assert foo_module.parent is None
@@ -339,7 +339,7 @@ def test_functional_returns_outputs_and_output_collection():
     assert output_collection.module_outputs == {"bar2": {"path": "foo.bar2"}}
 
 
-def test_an_invocation_is_a_pure_function():
+def test_invocation_is_a_pure_function():
     _, foo_module = make_foo()
     grad, output_collection = jax.grad(lambda x: invoke(foo_module, x), has_aux=True)(3.0)
     assert grad == 2
@@ -526,13 +526,13 @@ def test_train_step_gets_the_global_batch(tmp_path):
 # Config APIs
 
 
-def test_a_field_has_a_name_a_type_and_a_default():
+def test_field_has_a_name_a_type_and_a_default():
     cfg = Linear.default_config()
     assert cfg.input_dim is REQUIRED and cfg.bias is True
     assert {"input_dim", "output_dim", "bias", "name"} <= set(cfg.keys())
 
 
-def test_a_function_of_optax_is_configured():
+def test_function_of_optax_is_configured():
     cfg = config_for_function(optax.sgd).set(learning_rate=0.5)
     sgd = cfg.instantiate()
     params = jnp.asarray([1.0, 2.0])

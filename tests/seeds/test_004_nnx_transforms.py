@@ -99,7 +99,7 @@ class LoRAParam(nnx.Param):
     pass
 
 
-def test_a_part_of_a_state_is_differentiated():
+def test_part_of_a_state_is_differentiated():
     class Model(nnx.Module):
         def __init__(self):
             self.w = nnx.Param(jnp.array(3.0))
@@ -192,7 +192,7 @@ def test_inconsistent_aliases_in_nested_structures():
     assert shows_line(error, "@nnx.vmap(in_axes=0, out_axes=1)")
 
 
-def test_a_shared_part_of_two_arguments_with_different_specifications():
+def test_shared_part_of_two_arguments_with_different_specifications():
     shared = SomeModule(stats=W)
     m1, m2 = Foo(shared), Foo(shared)
 
@@ -207,7 +207,7 @@ def test_a_shared_part_of_two_arguments_with_different_specifications():
     assert shows_line(error, "@nnx.vmap(in_axes=(0, 1))")
 
 
-def test_a_captured_module_cannot_be_an_output():
+def test_captured_module_cannot_be_an_output():
     m = SomeModule()
 
     @nnx.vmap(out_axes=0, axis_size=5)

@@ -102,7 +102,7 @@ def test_unserializable_value_names_the_path(value, message):
         msgpack_serialize(value)
 
 
-def test_arrays_without_values_are_refused():
+def test_arrays_without_values_are_rejected():
     def save(x):
         return to_bytes({"a": x})
 
@@ -114,7 +114,7 @@ def test_arrays_without_values_are_refused():
         save(gone)
 
 
-def test_keys_of_an_implementation_without_a_name_are_refused():
+def test_keys_of_an_implementation_without_a_name_are_rejected():
     def split(key, shape):
         return jnp.broadcast_to(key, (*shape, 1))
 

@@ -180,14 +180,14 @@ def assert_same(a, b):
         ),
     ],
 )
-def test_the_error_names_step_module_and_parameters(tmp_path, fault, told):
+def test_error_names_step_module_and_parameters(tmp_path, fault, told):
     with pytest.raises(UndefinedLossException) as stopped:
         run(tmp_path, {3: fault}, on_undefined="stop")
     assert told in str(stopped.value)
     assert "or skip such steps: anomaly_policy.on_undefined='skip'." in str(stopped.value)
 
 
-def test_an_undefined_gradient_with_a_finite_loss_is_named(tmp_path):
+def test_undefined_gradient_with_a_finite_loss_is_named(tmp_path):
     hidden = config_for_function(finite_parts_only)
     with pytest.raises(UndefinedLossException) as stopped:
         run(
@@ -204,7 +204,7 @@ def test_an_undefined_gradient_with_a_finite_loss_is_named(tmp_path):
     ) in str(stopped.value)
 
 
-def test_an_undefined_update_with_finite_gradients_is_named(tmp_path):
+def test_undefined_update_with_finite_gradients_is_named(tmp_path):
     too_far = config_for_function(sgd_optimizer).set(
         learning_rate=float("inf"), decouple_weight_decay=True
     )
@@ -223,7 +223,7 @@ def test_steps_skipped_by_learner_are_ignored(tmp_path):
     assert trainer._run_state.get_state()["anomalies"]["skipped"] == 0
 
 
-def test_the_gradient_norm_is_computed_once():
+def test_gradient_norm_is_computed_once():
     clip = clip_by_global_norm(1.0)
 
     def clipped(gradient):
@@ -252,7 +252,7 @@ def test_large_gradients_are_clipped_and_count_as_gradients(tmp_path):
     np.testing.assert_allclose(optax.tree.norm(change), 0.01, rtol=1e-4)
 
 
-def test_a_large_loss_does_not_disable_spike_detection():
+def test_large_loss_does_not_disable_spike_detection():
     policy = AnomalyPolicy.default_config().set(on_spike="skip", spike_stddevs=3.0).instantiate()
     state = TrainerState(prng_key=jnp.zeros(()), model={"w": jnp.ones(2)}, learner={})
     track = LossTrack(0, 0.0, 0.0, 0, 0, False, False, (), ())
@@ -308,7 +308,7 @@ def test_spikes_are_detected_from_earlier_losses(tmp_path):
     assert_same(again, skipped)
 
 
-def test_a_rewind_restores_the_state_but_not_the_data_position(tmp_path, caplog):
+def test_rewind_restores_the_state_but_not_the_data_position(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         run_ = run(tmp_path / "a", {5: "nan"}, save_every=4, on_undefined="rewind")
     # The sixth batch is bad; the steps after the checkpoint are run with the batches behind it.
@@ -340,7 +340,7 @@ def test_too_many_rewinds_stop_the_run(tmp_path):
     ],
     ids=["threshold", "decay"],
 )
-def test_contradictory_fields_are_refused(fields, told):
+def test_contradictory_fields_are_rejected(fields, told):
     with pytest.raises(AnomalyPolicyError, match=told):
         AnomalyPolicy.default_config().set(**fields).instantiate()
 

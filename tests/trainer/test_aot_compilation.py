@@ -32,7 +32,7 @@ def tiny():
 
 @needs_eight
 @pytest.mark.long
-def test_the_train_step_is_compiled_for_a_topology():
+def test_train_step_is_compiled_for_a_topology():
     cfg = tiny()
     (name, program), *others = compile_trainer_programs(cfg, topology="cpu-8").items()
     assert (name, others) == ("train_step", [])
@@ -49,7 +49,7 @@ def prefixes(rows):
 
 @needs_eight
 @pytest.mark.long
-def test_a_method_of_a_model_is_compiled_without_its_parameters():
+def test_method_of_a_model_is_compiled_without_its_parameters():
     cfg = InferenceRunner.config_from_trainer(tiny())
     programs = compile_inference_programs(
         cfg, input_batch_spec=prefixes(8), topology="cpu-8", method="sample_decode"
@@ -107,7 +107,7 @@ def test_without_the_compiler_of_a_topology():
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
-def test_the_devices_of_every_system():
+def test_devices_of_every_system():
     for name, system in USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS.items():
         assert len(get_devices_for_topology(name)) == system.devices_per_slice
 

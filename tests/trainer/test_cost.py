@@ -138,7 +138,7 @@ def step_of_trainer(num_layers, directory):
 
 
 @pytest.mark.long
-def test_a_step_of_the_trainer(tmp_path):
+def test_step_of_the_trainer(tmp_path):
     (calls, instructions), larger = (step_of_trainer(n, tmp_path / str(n)) for n in (1, 3))
     assert calls <= 195 and instructions <= 6300
     # However many arrays there are: a layer has twelve parameters, each present three times.

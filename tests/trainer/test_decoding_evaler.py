@@ -132,6 +132,6 @@ def test_batches_without_prompts_are_named(tmp_path, model, params, mesh, kwargs
         samples.eval_step(1, prng_key=jax.random.key(0), model_params=params)
 
 
-def test_no_tokens_are_refused(tmp_path, model):
+def test_no_tokens_are_rejected(tmp_path, model):
     with pytest.raises(DecodingEvalError, match=r"num_tokens=0; expected at least one token"):
         evaler(tmp_path, model, num_tokens=0)

@@ -144,7 +144,7 @@ def test_metrics_are_computed_over_all_batches_and_written(make, mesh, tmp_path)
     assert evaler.input.log == ["closed"]
 
 
-def test_the_result_depends_on_the_key_alone(make, mesh):
+def test_result_depends_on_the_key_alone(make, mesh):
     evaler = make()
     noise = [float(run(evaler, mesh, seed=seed)[1]["noise"]) for seed in (0, 0, 1)]
     assert noise[0] == noise[1] != noise[2]
@@ -161,7 +161,7 @@ def test_one_device_and_eight_agree(make, mesh):
     assert float(results[0]["noise"]) == float(results[1]["noise"])
 
 
-def test_the_policy_decides_unless_it_is_forced(make, mesh):
+def test_policy_decides_unless_it_is_forced(make, mesh):
     def when_low(below):
         return lambda *, step, train_summaries: train_summaries.get("loss", below) < below
 
@@ -206,7 +206,7 @@ def double(batch):
     return jax.tree.map(lambda x: 2 * x, batch)
 
 
-def test_the_input_dispatches_the_batch_in_a_compiled_function(make, mesh):
+def test_input_dispatches_the_batch_in_a_compiled_function(make, mesh):
     batches = Counting.default_config().set(
         input_partitioner=config_for_function(lambda: double), partition_spec=PartitionSpec("data")
     )
@@ -225,7 +225,7 @@ def test_without_a_mesh(make):
         make().eval_step(1, prng_key=jax.random.key(0), model_params={"weight": jnp.ones(4)})
 
 
-def test_a_profiler_trace(make, mesh, tmp_path):
+def test_profiler_trace(make, mesh, tmp_path):
     run(make(trace_at_iters=[1]), mesh)
     assert [p.name for p in (tmp_path / "eval" / "trace").iterdir()] == ["step_00000010_iter_1"]
 
@@ -235,7 +235,7 @@ class FailsAtOnce(Model):
         raise ValueError("in the model")
 
 
-def test_the_data_is_closed_when_the_model_fails(tmp_path, mesh):
+def test_data_is_closed_when_the_model_fails(tmp_path, mesh):
     model = FailsAtOnce.default_config().set(name="model").instantiate(parent=None)
     cfg = SpmdEvaler.default_config().set(name="held_out", input=Counting.default_config())
     cfg.summary_writer.dir = str(tmp_path)
@@ -250,7 +250,7 @@ class Kept(BaseOutputWriter):
         self.__dict__.setdefault("rows", []).append((input_batch, output_batch))
 
 
-def test_a_writer_that_does_not_buffer_needs_no_flush():
+def test_writer_that_does_not_buffer_needs_no_flush():
     writer = Kept.default_config().set(name="w").instantiate(parent=None)
     writer.write(input_batch={"x": 1}, output_batch={"y": 2})
     writer.flush()

@@ -115,7 +115,7 @@ NAMES = [
 BATCH = {"x": jnp.ones((2, 4)), "edge": jnp.zeros(())}
 
 
-def test_the_module_is_found_in_a_loop_over_layers(stacked):
+def test_module_is_found_in_a_loop_over_layers(stacked):
     diagnosis, ones = stacked
     assert diagnosis.first_module(ones, BATCH) is None
     spoiled = jax.tree_util.tree_map_with_path(

@@ -189,7 +189,7 @@ class TestLearner:
 
         assert config() == config()
 
-    def test_an_optimizer_is_required(self):
+    def test_optimizer_is_required(self):
         with pytest.raises(RequiredFieldMissingError, match="optimizer"):
             Learner.default_config().set(name="learner").instantiate(parent=None)
 
@@ -226,7 +226,7 @@ class TestUpdateRules:
             "norm": {"scale": True, "mean": True},
         }
 
-    def test_the_first_pattern_that_matches_the_whole_path_counts(self):
+    def test_first_pattern_that_matches_the_whole_path_counts(self):
         learner = make(
             update_rules=[
                 ("linear", UpdateType.NO_UPDATE),  # matches no whole path
@@ -491,7 +491,7 @@ class TestCompositeLearner:
         ):
             make(**cfg)
 
-    def test_a_loss_scale_of_one_learner_is_refused(self):
+    def test_loss_scale_of_one_learner_is_rejected(self):
         cfg = self.config()
         cfg["learners"]["head"].loss_scale = DynamicLossScale.default_config()
         with pytest.raises(UpdateRuleError, match="'head' has a loss_scale, but all learners of"):
@@ -568,7 +568,7 @@ def test_update_can_be_called_with_gradients():
     assert set(collection.state_updates) == {"optimizer"}
 
 
-def test_a_conditional_transformation_is_an_optimizer():
+def test_conditional_transformation_is_an_optimizer():
     conditional = ConditionalUpdateTransformation.default_config().set(
         inner=SGD, update_schedule=lambda step: step % 2 == 0
     )
@@ -647,7 +647,7 @@ def scaled(**kwargs):
     )
 
 
-def test_a_loss_scale_prevents_underflow():
+def test_loss_scale_prevents_underflow():
     (lost, *_), (kept, _, summaries, _) = (
         train([SMALL])[-1],
         train([SMALL], loss_scale=scaled())[-1],
@@ -658,7 +658,7 @@ def test_a_loss_scale_prevents_underflow():
     assert float(summaries["loss_scale"]) == 2**12
 
 
-def test_the_scale_grows_falls_and_skips_steps_that_are_not_finite():
+def test_scale_grows_falls_and_skips_steps_that_are_not_finite():
     factors = [SMALL] * 3 + [np.inf] + [SMALL] * 2
     history = train(factors, loss_scale=scaled())
     assert [float(scale) / 2**12 for _, scale, *_ in history] == [1, 2, 2, 1, 1, 2]
@@ -718,7 +718,7 @@ def test_numbers(name, value):
     assert variable_stat(name)(jnp.asarray(VALUES, jnp.bfloat16)).dtype == jnp.float32
 
 
-def test_a_histogram_is_of_a_bounded_number_of_values():
+def test_histogram_is_of_a_bounded_number_of_values():
     np.testing.assert_array_equal(
         variable_stat("histogram")(jnp.asarray(VALUES)), VALUES.reshape(-1)
     )

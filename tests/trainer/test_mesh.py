@@ -74,7 +74,7 @@ def ids(mesh):
 
 
 @pytest.mark.parametrize("kind", ["slice_index", "process_index"])
-def test_a_hybrid_mesh_keeps_slices_or_hosts_together(kind):
+def test_hybrid_mesh_keeps_slices_or_hosts_together(kind):
     # As they come, devices of the two groups alternate.
     gpus = [Device(i, **{kind: i % 2}) for i in range(8)]
     shape = HybridMeshShape(ici_mesh_shape=(-1, 2), dcn_mesh_shape=(2, 1))
@@ -89,7 +89,7 @@ def test_hybrid_mesh_with_slices_on_second_axis():
     assert ids(build_mesh(shape, ("data", "model"), gpus)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-def test_a_plain_shape_over_several_slices():
+def test_plain_shape_over_several_slices():
     assert over_slices((1, 8), 2) == HybridMeshShape((1, 4), (1, 2))
     with pytest.raises(MeshError, match=r"form 3 slices, and no axis of mesh_shape=\(2, 4\)"):
         over_slices((2, 4), 3)
@@ -285,7 +285,7 @@ def test_rules_by_kind_only_change_sharding(model):
     )
 
 
-def test_a_name_has_the_rules_of_its_kind_or_those_for_all():
+def test_name_has_the_rules_of_its_kind_or_those_for_all():
     rules = RulesByKind.default_config().set(**BY_KIND).instantiate()
     of_kind = rules.with_all([("hidden", "model"), ("embed", "data")])
     assert of_kind.parameters == (("hidden", None), ("embed", "data"))

@@ -94,7 +94,7 @@ def mean_error(scale=1.0):
 # The model's own summaries.
 
 
-def test_the_summaries_of_all_batches_add_up():
+def test_summaries_of_all_batches_add_up():
     summaries, outputs = evaluate(make(ModelSummaryAccumulator.default_config()))
     np.testing.assert_allclose(summaries["error"].mean, mean_error(), rtol=1e-5)
     assert float(summaries["error"].weight) == 24
@@ -103,13 +103,13 @@ def test_the_summaries_of_all_batches_add_up():
     assert outputs == [{}, {}, {}]
 
 
-def test_the_compiled_evaluation_has_a_name(caplog):
+def test_compiled_evaluation_has_a_name(caplog):
     with jax.log_compiles():
         evaluate(make(ModelSummaryAccumulator.default_config()))
     assert "Compiling jit(eval_step)" in caplog.text
 
 
-def test_the_model_is_traced_once_for_all_evaluations():
+def test_model_is_traced_once_for_all_evaluations():
     calculator = make(ModelSummaryAccumulator.default_config())
     first, _ = evaluate(calculator)
     second, _ = evaluate(calculator, weight=2 * WEIGHT)
@@ -136,7 +136,7 @@ def test_method_arguments_prefix_and_dtype():
     assert float(summaries["held_out/bits"]) == 16
 
 
-def test_a_method_that_the_model_lacks():
+def test_method_that_the_model_lacks():
     cfg = ModelSummaryAccumulator.default_config().set(model_method="foward")
     with pytest.raises(MetricCalculatorError, match=r"calculator is to call 'foward' .*'forward'"):
         make(cfg)
@@ -165,7 +165,7 @@ def test_predictions_of_all_batches_are_joined(field):
     np.testing.assert_array_equal(outputs[2].input_batch["x"], BATCHES[2]["x"])
 
 
-def test_a_field_that_the_batch_lacks():
+def test_field_that_the_batch_lacks():
     calculator = make(Median.default_config().set(predict_input_field="tarGet"))
     text = r"the batch has no field predict_input_field='tarGet'\. Did you mean 'target'"
     with pytest.raises(MetricCalculatorError, match=text):

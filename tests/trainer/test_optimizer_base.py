@@ -36,7 +36,7 @@ def layouts(specs):
     return jax.tree.map(lambda spec: spec.partition_spec, specs)
 
 
-def test_a_parameter_is_a_leaf():
+def test_parameter_is_a_leaf():
     assert jax.tree.leaves(PARAMS) == [PARAMS["a"]["w"], PARAMS["w"]]
     assert (PARAMS["w"].shape, PARAMS["w"].dtype) == ((6,), jnp.float32)
     assert opt_param_values(PARAMS)["w"].shape == (6,)
@@ -57,7 +57,7 @@ def test_paths_are_joined_by_slashes():
     ],
     ids=["adam", "chain", "multi_steps", "masked", "inject_hyperparams"],
 )
-def test_the_layout_of_an_optax_state_is_that_of_the_parameters(tx):
+def test_layout_of_an_optax_state_is_that_of_the_parameters(tx):
     specs = chain(tx).partition(SPECS)
     state = jax.eval_shape(lambda: chain(tx).init(PARAMS))
     assert jax.tree.structure(specs) == jax.tree.structure(state)
@@ -86,7 +86,7 @@ def test_longest_matching_path_selects_parameter():
     assert layouts(trace) == {"a": {"w": PartitionSpec("data")}, "w": PartitionSpec("model")}
 
 
-def test_a_base_with_a_partition_sees_arrays():
+def test_base_with_a_partition_sees_arrays():
     seen = []
     base = optax.GradientTransformation(
         init=lambda params: seen.append(params) or optax.EmptyState(),
@@ -130,7 +130,7 @@ def test_equal_chains_share_one_trace():
     assert len(traces) == 1
 
 
-def test_a_chain_of_more_than_ten_keeps_its_order():
+def test_chain_of_more_than_ten_keeps_its_order():
     state = chain(*[optax.scale(1.0)] * 10, optax.trace(0.9)).init({"w": OptParam(jnp.zeros(()))})
     assert isinstance(state[10], optax.TraceState)
 
@@ -165,7 +165,7 @@ def test_last_report_of_the_current_invocation_wins():
     assert context.get_summaries() == {"gradient_norm": 3.0}
 
 
-def test_arrays_are_laid_out_by_the_specs():
+def test_arrays_are_sharded_by_the_specs():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     specs = {"w": ParameterSpec((4, 8), jnp.float32, ("data", "model"))}
     tx = optimizers.adamw_optimizer(0.1, b1=0.9, b2=0.99, eps=1e-8)

@@ -26,7 +26,7 @@ def step(tx, updates):
     return updates, {name: float(x) for name, x in context.get_summaries().items()}
 
 
-def test_the_norm_is_computed_in_float32():
+def test_norm_is_computed_in_float32():
     many = {"w": jnp.full((10_000,), 0.01, jnp.bfloat16)}
     np.testing.assert_allclose(global_norm(many), 1.0, rtol=1e-2)
     assert global_norm({}) == 0.0
@@ -53,7 +53,7 @@ def test_clipping_agrees_with_optax(max_norm):
     ],
     ids=["large", "complex", "at most the largest", "infinite", "no number"],
 )
-def test_the_norm_is_a_number_wherever_the_updates_are(updates, norm):
+def test_norm_is_a_number_wherever_the_updates_are(updates, norm):
     for compute in (global_norm, jax.jit(global_norm)):
         np.testing.assert_allclose(compute(updates), norm, rtol=1e-6)
 
@@ -180,7 +180,7 @@ def test_also_without_a_limit_gradients_must_be_finite():
     assert int(state.nonvalid_count) == 1
 
 
-def test_the_inner_transformation_sees_clipped_gradients():
+def test_inner_transformation_sees_clipped_gradients():
     first, _, reported = run(skip_and_clip(optax.scale(1.0), max_norm=2.0), [1.0, 8.0])
     np.testing.assert_allclose(first, [1.0, 2.0], rtol=1e-6)
     assert reported == {"gradient_norm": 8.0, "nonvalid_count": 0, "gradient_scale": 0.25}

@@ -49,6 +49,6 @@ def test_pattern_selects_offloaded_state():
 
 
 @pytest.mark.parametrize("argument", ["offload_src", "offload_dst"])
-def test_unknown_memories_are_refused(argument):
+def test_unknown_memories_are_rejected(argument):
     with pytest.raises(OptimizerArgumentError, match=rf"pinned_host'\]; got {argument}='disk'"):
         optimizers.offload_optimizer(optax.adam(0.1), **{argument: "disk"})

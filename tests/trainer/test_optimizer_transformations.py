@@ -161,7 +161,7 @@ def test_averages_of_updates_agree_with_optax(debias):
     assert int(state.count) == len(STEPS)
 
 
-def test_an_integer_average_is_fixed_point_by_columns():
+def test_integer_average_is_fixed_point_by_columns():
     exact, _ = run(optimizers.ema(0.9))
     rounded, state = run(optimizers.ema(0.9, accumulator_dtype=jnp.int8))
     assert state.ema["w"].dtype == jnp.int8
@@ -174,12 +174,12 @@ def test_an_integer_average_is_fixed_point_by_columns():
     assert (specs.scale["w"].shape, specs.scale["w"].mesh_axes) == ((2,), ("model",))
 
 
-def test_an_integer_average_of_zeros_is_zero():
+def test_integer_average_of_zeros_is_zero():
     _, state = run(optimizers.ema(0.9, accumulator_dtype=jnp.int8), np.zeros((2, 3, 2)))
     assert not np.any(state.ema["w"])
 
 
-def test_the_accumulator_has_its_own_dtype():
+def test_accumulator_has_its_own_dtype():
     out, state = run(optimizers.ema(0.9), dtype=jnp.bfloat16)
     assert (state.ema["w"].dtype, out[0].dtype) == (jnp.float32, jnp.bfloat16)
     _, state = run(optimizers.ema(0.9, accumulator_dtype=None), dtype=jnp.bfloat16)

@@ -167,7 +167,7 @@ def test_no_device_ever_holds_a_whole_parameter(fsdp):
     assert memory.temp_size_in_bytes < largest
 
 
-def test_a_scanned_transformer_gathers_one_layer_at_a_time(fsdp):
+def test_scanned_transformer_gathers_one_layer_at_a_time(fsdp):
     text = fsdp.trainer.compile_train_step().as_text()
     found = collectives_of(text)
     in_loop = [c for c in found if c.kind == "all-gather" and c.in_loop]
@@ -204,7 +204,7 @@ def test_optimizer_state_may_be_sharded_without_parameters(alone, fsdp):
     assert not any(c.in_loop for c in gathered)
 
 
-def test_the_initial_values_are_those_of_one_device(alone, fsdp):
+def test_initial_values_are_those_of_one_device(alone, fsdp):
     for run in (alone, fsdp):
         run.trainer.init(jax.random.key(3))
     jax.tree.map(
@@ -245,7 +245,7 @@ def test_sizes_by_name():
     assert cfg.mesh_shape == (1, -1, 1, 2, 1, 1)
 
 
-def test_a_model_without_transformer_layers():
+def test_model_without_transformer_layers():
     cfg = lm_tiny().set(model=Linear.default_config())
     with pytest.raises(ConfigModifierError, match="finds no attention or feed-forward layer"):
         ParallelismModifier.default_config().set(fsdp=2).instantiate()(cfg)
@@ -264,7 +264,7 @@ def test_invalid_stages(stages):
         config(pipeline=stages)
 
 
-def test_a_pipeline_without_a_stack():
+def test_pipeline_without_a_stack():
     cfg = lm_tiny().set(model=TransformerLayer.default_config())
     with pytest.raises(ConfigModifierError, match="and a RepeatedTransformerLayer or"):
         ParallelismModifier.default_config().set(pipeline=2).instantiate()(cfg)

@@ -90,7 +90,7 @@ def test_speed_is_that_of_the_steps_between_two_readings(tmp_path):
     assert summaries["tokens_per_second"] == pytest.approx(32.0)
 
 
-def test_a_batch_without_tokens_has_examples_only(tmp_path):
+def test_batch_without_tokens_has_examples_only(tmp_path):
     run = Run(tmp_path, tokens_field="ids")
     run.step()
     assert "tokens_per_second" not in run.step()
@@ -184,7 +184,7 @@ def test_marks_after_the_restored_step_are_void(tmp_path):
     ]
 
 
-def test_no_steps_between_readings_is_refused():
+def test_no_steps_between_readings_is_rejected():
     with pytest.raises(ThroughputError, match=r"throughput.every_n_steps=0; expected 1 or more"):
         Throughput.default_config().set(every_n_steps=0).instantiate()
 
@@ -192,13 +192,13 @@ def test_no_steps_between_readings_is_refused():
 W, X = jnp.zeros((3, 5)), jnp.zeros((2, 3))
 
 
-def test_a_batched_product_counts_each_row():
+def test_batched_product_counts_each_row():
     x, w = jnp.zeros((4, 2, 3)), jnp.zeros((4, 3, 5))
     counted = count_flops(lambda w, x: jnp.einsum("bij,bjk->bik", x, w), w, x)
     assert counted == {"": 2 * 4 * 2 * 3 * 5}
 
 
-def test_a_scan_counts_its_body_for_each_iteration():
+def test_scan_counts_its_body_for_each_iteration():
     def stack(w, x):
         return jax.lax.scan(lambda x, w: (jnp.dot(x, w["a"]), None), x, w)[0]
 
@@ -211,7 +211,7 @@ def test_flops_inside_transformations(transform):
     assert count_flops(transform(lambda w, x: x @ w), W, x) == {"": 60}
 
 
-def test_a_gradient_counts_the_products_of_both_directions():
+def test_gradient_counts_the_products_of_both_directions():
     def loss(w, x):
         return jnp.sum(jnp.tanh(x @ w))
 
@@ -235,21 +235,21 @@ def test_products_of_activations_have_no_weight():
     assert count_flops(attention, W, X) == {"": 2 * 60, None: 2 * 2 * 2 * 5}
 
 
-def test_the_costliest_branch_of_a_cond_counts():
+def test_costliest_branch_of_a_cond_counts():
     def branch(w, x):
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: (x @ w) @ w, x)
 
     assert count_flops(branch, jnp.zeros((3, 3)), X) == {"": 2 * (2 * 2 * 9)}
 
 
-def test_the_body_of_a_while_loop_counts_once():
+def test_body_of_a_while_loop_counts_once():
     def loop(w, x):
         return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ w, x)
 
     assert count_flops(loop, jnp.zeros((3, 3)), X).total() == 2 * 2 * 9
 
 
-def test_a_convolution_counts_its_window():
+def test_convolution_counts_its_window():
     x, kernel = jnp.zeros((1, 8, 8, 3)), jnp.zeros((2, 2, 3, 5))
 
     def conv(kernel, x):
@@ -276,7 +276,7 @@ def event_names(directory, step):
         return [event.get("name", "") for event in json.load(file)["traceEvents"]]
 
 
-def test_a_trace_can_be_viewed_and_holds_its_steps(tmp_path):
+def test_trace_can_be_viewed_and_holds_its_steps(tmp_path):
     run(StepTraces(str(tmp_path), [2, 3], n_steps=2), range(1, 5))
     assert [path.name for path in (tmp_path / "trace").iterdir()] == ["step_00000002"]
     assert len([name for name in event_names(tmp_path, 2) if name.startswith("PjitFunction")]) >= 2
@@ -308,6 +308,6 @@ def test_other_processes_trace_nothing(tmp_path):
     assert list(tmp_path.iterdir())
 
 
-def test_a_trace_of_no_steps_is_refused(tmp_path):
+def test_trace_of_no_steps_is_rejected(tmp_path):
     with pytest.raises(ProfilerTraceError, match=r"n_steps_for_each_trace=0; expected 1 or more"):
         StepTraces(str(tmp_path), [1], n_steps=0)

@@ -66,7 +66,7 @@ def test_each_start_is_noted_with_its_environment(tmp_path):
     assert "max_step=20" in (tmp_path / CONFIG_FILE).read_text()
 
 
-def test_a_run_may_be_moved(tmp_path):
+def test_run_may_be_moved(tmp_path):
     claim_run_dir(run_config(tmp_path / "a"))
     os.rename(tmp_path / "a", tmp_path / "b")
     check_run_dir(run_config(tmp_path / "b"))
@@ -89,7 +89,7 @@ def test_unserializable_values_compare_as_text(tmp_path):
         check_run_dir(run_config(tmp_path, fn=lambda: 1, width=8))
 
 
-def test_other_text_is_refused_by_its_hash(tmp_path):
+def test_other_text_is_rejected_by_its_hash(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a").write_text("one")
     corpus = config_for_function(folder_corpus).set(
@@ -113,7 +113,7 @@ def test_checkpoints_of_an_unknown_run_are_left_alone(tmp_path):
     assert os.listdir(tmp_path) == ["checkpoints"]
 
 
-def test_a_directory_below_a_file_is_refused(tmp_path):
+def test_directory_below_a_file_is_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirError, match=re.escape(f"{tmp_path}/file is a file")):
         check_run_dir(run_config(tmp_path / "file" / "run"))
@@ -169,7 +169,7 @@ def test_notes_are_added_to_the_record(tmp_path):
     assert os.listdir(tmp_path) == ["run.json"]
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "x"
     write_atomically(path, "old")
     monkeypatch.setattr(os, "replace", lambda a, b: 1 / 0)

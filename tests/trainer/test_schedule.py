@@ -116,7 +116,7 @@ def test_numbers_and_traced_steps_give_the_same(name):
     np.testing.assert_allclose(traced, [float(fn(step)) for step in STEPS], rtol=1e-6, atol=1e-7)
 
 
-def test_a_number_a_function_and_a_config_are_schedules():
+def test_number_a_function_and_a_config_are_schedules():
     cfg = config_for_function(schedule.polynomial).set(end_step=4, end_value=2.0)
     assert schedule.as_schedule_fn(0.3)(5) == 0.3
     assert schedule.as_schedule_fn(jnp.float32(0.5))(5) == 0.5

@@ -259,7 +259,7 @@ def merge(*pairs):
 WHOLE = {"pos_emb": {"weight": np.zeros((1, 4, 2), np.float32)}}
 
 
-def test_a_whole_state_of_the_newest_or_of_any_step(saved):
+def test_whole_state_of_the_newest_or_of_any_step(saved):
     state = run_initial(storage(saved), state_of(0.0, **WHOLE))
     assert filled(state.model["decoder"]["a"]["weight"]) == 20
     assert state.model["decoder"]["a"]["weight"].sharding.spec == PartitionSpec("data")
@@ -370,7 +370,7 @@ def test_layers_of_other_model(saved, scope, expected):
     assert [filled(x["weight"]) for x in found] == expected
 
 
-def test_a_whole_model(saved):
+def test_whole_model(saved):
     converter = from_source(ModelStateScopeConverter, mesh_shape=[8], mesh_axis_names=["data"])
     state = run_initial(converted(saved, converter), state_of(0.0, ema=False, **WHOLE))
     assert filled(state.model["decoder"]["b"]["bias"]) == 21.5

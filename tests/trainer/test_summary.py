@@ -9,7 +9,7 @@ from weft.trainer import summary
 from weft.trainer.summary import due_summaries
 
 
-def test_the_trainers_summaries_are_those_of_the_layers():
+def test_trainers_summaries_are_those_of_the_layers():
     for name in summary.__all__:
         assert getattr(summary, name) is getattr(weft.hierarchy.summary, name)
 
@@ -81,7 +81,7 @@ def test_one_image_or_clip_becomes_a_batch_of_one():
     assert (clip.kind, clip.value.shape, clip.sample_rate) == ("AudioSummary", (1, 9, 1), 8000)
 
 
-def test_a_callback_gets_host_arrays_and_may_give_any_kind():
+def test_callback_gets_host_arrays_and_may_give_any_kind():
     seen = []
 
     def fn(x):

@@ -114,7 +114,7 @@ def straight(tmp_path_factory):
     return run(config(tmp_path_factory.mktemp("straight")))
 
 
-def test_a_run_learns_saves_and_reports(straight):
+def test_run_learns_saves_and_reports(straight):
     trainer, recorder, result = straight
     assert list(recorder.losses) == [1, 2, 3, 4]
     assert recorder.losses[4] < recorder.losses[1]
@@ -127,7 +127,7 @@ def test_a_run_learns_saves_and_reports(straight):
     assert any("loss" in json.loads(line).get("values", {}) for line in text.splitlines())
 
 
-def test_a_run_saves_through_the_method_that_a_subclass_overrides(tmp_path):
+def test_run_saves_through_the_method_that_a_subclass_overrides(tmp_path):
     class Counting(SpmdTrainer):
         saves = 0
 
@@ -142,7 +142,7 @@ def test_a_run_saves_through_the_method_that_a_subclass_overrides(tmp_path):
     assert trainer.saves > 0
 
 
-def test_an_interrupted_run_ends_with_the_same_bits(straight, tmp_path):
+def test_interrupted_run_ends_with_the_same_bits(straight, tmp_path):
     _, first, _ = run(config(tmp_path, max_step=2))
     trainer, second, _ = run(config(tmp_path))
     assert second.resumed_from == 2
@@ -169,14 +169,14 @@ def test_losses_and_parameters_match_on_mesh(straight, tmp_path, shape):
     assert weight.addressable_shards[0].data.size == weight.size // shape[1]
 
 
-def test_a_checkpoint_is_restored_onto_another_mesh(straight, tmp_path):
+def test_checkpoint_is_restored_onto_another_mesh(straight, tmp_path):
     run(config(tmp_path, max_step=2))
     _, recorder, _ = run(config(tmp_path, mesh_shape=(4, 2)), devices=8)
     assert recorder.resumed_from == 2
     np.testing.assert_allclose(recorder.losses[4], straight[1].losses[4], rtol=1e-4)
 
 
-def test_a_signal_saves_and_stops(straight, tmp_path):
+def test_signal_saves_and_stops(straight, tmp_path):
     def at_step(step):
         if step == 2:
             signal.raise_signal(signal.SIGTERM)
@@ -189,7 +189,7 @@ def test_a_signal_saves_and_stops(straight, tmp_path):
     assert_equal_states(run(config(tmp_path))[0], straight[0])
 
 
-def test_the_step_is_traced_once_and_evaluation_is_returned(tmp_path, monkeypatch):
+def test_step_is_traced_once_and_evaluation_is_returned(tmp_path, monkeypatch):
     traces = []
     forward = Model.forward
     monkeypatch.setattr(
@@ -209,7 +209,7 @@ def test_the_step_is_traced_once_and_evaluation_is_returned(tmp_path, monkeypatc
     assert events
 
 
-def test_a_run_that_is_stopped_in_its_last_evaluation_ends_once(straight, tmp_path):
+def test_run_that_is_stopped_in_its_last_evaluation_ends_once(straight, tmp_path):
     class Stopped(Recorder):
         ends = ()
 
@@ -237,7 +237,7 @@ def test_train_dtype_is_configurable(straight, tmp_path):
     assert recorder.losses[1] != straight[1].losses[1]
 
 
-def test_an_input_error_is_raised_after_saving(straight, tmp_path, monkeypatch):
+def test_input_error_is_raised_after_saving(straight, tmp_path, monkeypatch):
     trainer = trainer_of(config(tmp_path))
     batches = trainer.input.batches
 
@@ -332,7 +332,7 @@ def test_initial_state_from_another_run(straight, tmp_path):
     assert all(not np.any(x) for x in jax.tree.leaves(found.learner))
 
 
-def test_a_nan_loss_ends_the_run(tmp_path):
+def test_nan_loss_ends_the_run(tmp_path):
     cfg = config(tmp_path, log_every_n_steps=1)
     cfg.model.decoder.emb.token_emb.set(scale=Embedding.Scale.CONSTANT, scale_constant=float("nan"))
     with pytest.raises(UndefinedLossException, match="the loss after step 1 is nan; the last"):
@@ -367,7 +367,7 @@ def test_ahead_of_time_compilation_and_analysis(tmp_path):
     assert "floating-point operations: " in text
 
 
-def test_the_step_compiled_ahead_of_time_runs(tmp_path):
+def test_step_compiled_ahead_of_time_runs(tmp_path):
     trainer = trainer_of(config(tmp_path))
     compiled = trainer.compile_train_step()
     trainer.init(jax.random.key(trainer.config.seed))
@@ -384,7 +384,7 @@ def test_start_trace_steps_write_profiles(tmp_path):
     assert list(tmp_path.glob("trace/step_00000002/**/*.xplane.pb"))
 
 
-def test_an_error_of_the_model_shows_the_users_frames(tmp_path, monkeypatch, caplog):
+def test_error_of_the_model_shows_the_users_frames(tmp_path, monkeypatch, caplog):
     def forward(self, x):
         raise ZeroDivisionError("of the model")
 
@@ -401,7 +401,7 @@ def test_an_error_of_the_model_shows_the_users_frames(tmp_path, monkeypatch, cap
     assert "jit(new_state)" in caplog.text and "_init_state" not in caplog.text
 
 
-def test_the_status_page_shows_the_current_activity(tmp_path, caplog):
+def test_status_page_shows_the_current_activity(tmp_path, caplog):
     cfg = lm_tiny().set(dir=str(tmp_path), status_port=0)
     with run_context(cfg, None) as (stop, listener):
         assert isinstance(listener, RunListener)
@@ -413,7 +413,7 @@ def test_the_status_page_shows_the_current_activity(tmp_path, caplog):
         assert stop.stop_requested
 
 
-def test_a_missing_process_is_named_before_the_first_collective(tmp_path):
+def test_missing_process_is_named_before_the_first_collective(tmp_path):
     cfg = lm_tiny().set(dir=str(tmp_path), readiness_timeout_seconds=0.3)
     here, there = connected()
     reading(there)
@@ -426,7 +426,7 @@ def test_a_missing_process_is_named_before_the_first_collective(tmp_path):
         raise AssertionError("the run continues without it")
 
 
-def test_a_stop_outside_the_steps_ends_the_run(tmp_path):
+def test_stop_outside_the_steps_ends_the_run(tmp_path):
     class Listener(RunListener):
         def on_end(self, step, reason):
             self.ended = (step, reason)
@@ -488,7 +488,7 @@ class Program:
         return jax.jit(begin, out_shardings=self.shardings)(jax.random.key(0))
 
 
-def test_the_step_donates_the_state_and_keeps_shardings():
+def test_step_donates_the_state_and_keeps_shardings():
     program = Program()
     state = program.state()
     weight = state.model["linear"]["weight"]
@@ -504,7 +504,7 @@ def test_the_step_donates_the_state_and_keeps_shardings():
 
 
 @pytest.mark.parametrize("policy", [None, AnomalyPolicy.default_config()], ids=["plain", "guarded"])
-def test_the_lowered_step_names_modules_and_arguments(policy):
+def test_lowered_step_names_modules_and_arguments(policy):
     program = Program(anomaly_policy=policy)
     ids = np.ones((2, 2), np.int32)
     with jax.set_mesh(program.mesh):
@@ -518,7 +518,7 @@ def test_the_lowered_step_names_modules_and_arguments(policy):
         assert path in compiled
 
 
-def test_a_gradient_that_does_not_fit_the_mesh_is_named():
+def test_gradient_that_does_not_fit_the_mesh_is_named():
     with pytest.raises(MeshError, match=r"gradients\.linear\.weight .* no axis \['fsdp'\]"):
         kinds = SpmdTrainer.default_config().rules_by_kind.set(gradients=[("model", "fsdp")])
         Program(rules_by_kind=kinds)
@@ -549,7 +549,7 @@ def saving(tmp_path, monkeypatch):
     return with_results
 
 
-def test_a_full_disk_is_reported_and_the_run_continues(saving):
+def test_full_disk_is_reported_and_the_run_continues(saving):
     recorder = Recorder()
     for result in (True, False, FULL):
         saving([result])._save_if_due({}, recorder)
@@ -570,7 +570,7 @@ def test_a_full_disk_is_reported_and_the_run_continues(saving):
         ([True], [BROKEN], None, 0),
     ],
 )
-def test_the_last_step_is_saved_or_the_run_fails(saving, saves, waits, saved, reported):
+def test_last_step_is_saved_or_the_run_fails(saving, saves, waits, saved, reported):
     trainer, recorder = saving(saves, waits), Recorder()
     if saved is None:
         with pytest.raises(CheckpointSaveError, match=r"full|broken"):
@@ -588,7 +588,7 @@ def small_programs_are_kept():
     jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
-def test_the_compilation_cache_stores_programs_while_open(tmp_path):
+def test_compilation_cache_stores_programs_while_open(tmp_path):
     before = jax.config.jax_compilation_cache_dir
     with compilation_cache(str(tmp_path)):
         jax.jit(lambda x: jnp.sin(x) + 17.25)(jnp.ones(3))

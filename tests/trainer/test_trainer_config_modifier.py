@@ -30,7 +30,7 @@ def modified(modifier, **fields):
     return modifier.default_config().set(**fields).instantiate()(lm_tiny())
 
 
-def test_the_mesh_shape():
+def test_mesh_shape():
     hybrid = HybridMeshShape(ici_mesh_shape=(1, 8), dcn_mesh_shape=(-1, 1))
     assert modified(MeshShapeModifier, mesh_shape=(-1, 4)).mesh_shape == (-1, 4)
     assert modified(MeshShapeModifier, mesh_shape=hybrid).mesh_shape == hybrid
@@ -107,7 +107,7 @@ def test_microbatches():
     assert transformation.steps == 4
 
 
-def test_a_rule_of_several_modifiers_survives_the_config_text():
+def test_rule_of_several_modifiers_survives_the_config_text():
     remat = RematSpecModifier.default_config().set(remat_policies={LAYER: RematSpec()})
     mesh = MeshShapeModifier.default_config().set(mesh_shape=(2, 4))
     chain = ChainConfigModifier.default_config().set(config_modifiers=[mesh, remat])
@@ -161,7 +161,7 @@ def test_microbatches_of_a_learner_without_them():
         modifier(cfg)
 
 
-def test_a_modifier_is_checked_when_it_is_configured():
+def test_modifier_is_checked_when_it_is_configured():
     with pytest.raises(InvalidConfigValueError, match="grad_acc_steps"):
         GradientAccumulationModifier.default_config().set(grad_acc_steps="4")
 

@@ -186,7 +186,7 @@ def better_steps(losses):
 
 
 @pytest.mark.long
-def test_a_run_stops_early_and_evaluates_at_its_end(straight):
+def test_run_stops_early_and_evaluates_at_its_end(straight):
     _, recorder, result, _ = straight
     (step, reason), losses = recorder.end, evaluated(recorder, "held_out")
     assert reason == "early stopping"

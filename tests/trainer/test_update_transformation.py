@@ -62,7 +62,7 @@ class TestMasks:
     def test_leaves_are_replaced(self):
         assert mask_tree(GRADS, keep=self.KEEP, mask_value=None) == {"a": {"w": None}, "b": 4.0}
 
-    def test_a_tree_may_have_fewer_leaves(self):
+    def test_tree_may_have_fewer_leaves(self):
         assert mask_tree({"a": {}, "b": 1}, keep=self.KEEP, mask_value=None) == {"a": {}, "b": 1}
 
     def test_stacked_and_plain_dicts_match(self):
@@ -114,7 +114,7 @@ class TestUpdates:
 
 
 class TestWrapped:
-    def test_an_optimizer_transforms_deltas(self):
+    def test_optimizer_transforms_deltas(self):
         tx = make(as_update_transformation(TRACE))
         assert isinstance(tx, WrappedPartitionedGradientTransformation)
         state = tx.init(PARAMS)
@@ -127,13 +127,13 @@ class TestWrapped:
             np.testing.assert_allclose(new.delta_updates["b"], 4.0 * factor)
         assert new.inplace_updates == {"b": 1.0}
 
-    def test_a_state_that_is_a_dict_needs_no_name(self):
+    def test_state_that_is_a_dict_needs_no_name(self):
         chain = config_for_function(optimizers.named_chain).set(kwargs={"momentum": TRACE})
         tx = make(as_update_transformation(chain))
         _, state, _ = transform(tx, make_updates(), tx.init(PARAMS))
         assert list(state) == ["momentum"]
 
-    def test_the_layout_is_that_of_the_optimizer(self):
+    def test_layout_is_that_of_the_optimizer(self):
         tx = make(as_update_transformation(TRACE))
         specs = tx.create_state_partition_specs(SPECS)
         assert isinstance(specs.trace["b"], OptStateSpec)
@@ -175,7 +175,7 @@ class TestOverride:
         new, _, _ = transform(tx := self.make("a/w"), updates, tx.init(PARAMS))
         assert float(new.updated_values()["b"]) == 9.0
 
-    def test_a_rule_must_match_the_whole_path(self):
+    def test_rule_must_match_the_whole_path(self):
         tx = self.make("a", "w")
         new, _, _ = transform(tx, make_updates(), tx.init(PARAMS))
         assert new.inplace_updates == {}
@@ -208,7 +208,7 @@ class TestConditional:
         assert float(new.delta_updates["b"]) == 4.0
         assert int(state["step"]) == 1
 
-    def test_a_schedule_can_be_a_config(self):
+    def test_schedule_can_be_a_config(self):
         def every(n):
             return lambda step: step % n == 0
 

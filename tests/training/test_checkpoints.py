@@ -55,7 +55,7 @@ def orbax_directory(path, files=("_METADATA",)):
         (path / name).touch()
 
 
-def test_a_train_state_is_saved_and_restored(tmp_path):
+def test_train_state_is_saved_and_restored(tmp_path):
     params = {"w": jnp.arange(3, dtype=jnp.bfloat16), "key": jax.random.key(1)}
     state = TrainState.create(apply_fn=None, params={"w": params["w"]}, tx=optax.adam(0.1))
     moved = state.apply_gradients(grads={"w": jnp.ones(3, jnp.bfloat16)})
@@ -104,7 +104,7 @@ def test_old_ones_are_removed(tmp_path, kwargs, left):
     assert available_steps(tmp_path) == left
 
 
-def test_a_step_is_saved_once_and_in_order_unless_overwritten(tmp_path):
+def test_step_is_saved_once_and_in_order_unless_overwritten(tmp_path):
     save(tmp_path, 1, 2, 5, 10, keep=9)
     for step in (10, 3, 10.0):
         with pytest.raises(InvalidCheckpointError, match=rf"step {step} cannot.*`overwrite=True`"):
@@ -310,7 +310,7 @@ def test_orbax_checkpoints_are_restored(orbax_checkpoint):
         restore_checkpoint(directory, {"weights": 1})
 
 
-def test_the_arrays_of_orbax_get_the_layouts_of_the_target(orbax_checkpoint, monkeypatch):
+def test_arrays_of_orbax_get_the_layouts_of_the_target(orbax_checkpoint, monkeypatch):
     directory, tree = orbax_checkpoint
     monkeypatch.chdir(directory)
     wanted = over_devices(4)

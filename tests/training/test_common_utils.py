@@ -90,6 +90,6 @@ def test_close_ends_iteration():
     assert list(elements) == []
 
 
-def test_an_empty_buffer_is_refused():
+def test_empty_buffer_is_rejected():
     with pytest.raises(ArgumentValueError, match="buffer_size=0: at least one"):
         PrefetchIterator([], buffer_size=0)

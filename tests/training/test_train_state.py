@@ -69,7 +69,7 @@ def test_both_or_none_have_the_collection():
         made({"w": jnp.ones(2), OVERWRITE_WITH_GRADIENT: {}})
 
 
-def test_a_state_is_saved_and_restored():
+def test_state_is_saved_and_restored():
     state = made({"w": jnp.ones(2)}, tx=optax.adam(0.1))
     moved = state.apply_gradients(grads={"w": jnp.ones(2)})
     back = serialization.from_bytes(state, serialization.to_bytes(moved))
@@ -108,7 +108,7 @@ def test_small_gradients_of_half_precision_survive():
     assert result.grad == pytest.approx(1e-8, rel=0.1)
 
 
-def test_the_scale_grows_after_finite_steps_and_falls_after_others():
+def test_scale_grows_after_finite_steps_and_falls_after_others():
     dynamic, scales = DynamicScale(growth_interval=2, scale=4.0), []
     step = jax.jit(lambda d, x: d.value_and_grad(loss)(x))
     for x in (X, X, X, jnp.inf * X, X, X, X):
@@ -131,7 +131,7 @@ def test_minimum_scale_is_respected(minimum, expected):
     assert dynamic.value_and_grad(loss)(jnp.nan * X).dynamic_scale.scale == expected
 
 
-def test_the_scale_does_not_overflow():
+def test_scale_does_not_overflow():
     dynamic = DynamicScale(scale=3e38, growth_interval=0)
     scale = dynamic.value_and_grad(jnp.sum)(X).dynamic_scale.scale
     assert scale == jnp.finfo(jnp.float32).max
@@ -180,5 +180,5 @@ def test_nan_is_not_an_improvement():
     assert not stopping.update(math.nan).has_improved
 
 
-def test_a_metric_may_be_an_array():
+def test_metric_may_be_an_array():
     assert after(EarlyStopping(), jnp.array(1.0), jnp.array(0.5)).has_improved

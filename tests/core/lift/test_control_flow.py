@@ -24,7 +24,7 @@ def layer(scope, x, _=None):
     return jnp.tanh(nn.dense(scope, x, 3)), x.sum()
 
 
-def test_a_stack_of_layers():
+def test_stack_of_layers():
     stack = lift.scan(layer, {"params": 0}, split_rngs={"params": True}, length=5)
     (y, sums), variables = init(stack)(KEY, X, None)
     x = X
@@ -93,7 +93,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("draws", DRAWS.values(), ids=DRAWS)
-def test_a_body_that_draws_keys_is_traced_once(draws, depth):
+def test_body_that_draws_keys_is_traced_once(draws, depth):
     body, traces = drawing(*draws)
     program = body
     for _ in range(depth):
@@ -263,7 +263,7 @@ def test_shared_variables_cannot_be_changed():
 
 
 @pytest.mark.parametrize("wrong", [lambda c: jnp.stack([c, c]), lambda c: c > 0])
-def test_a_carried_variable_keeps_its_shape_and_dtype(wrong):
+def test_carried_variable_keeps_its_shape_and_dtype(wrong):
     def body(scope, carry):
         scope.put_variable("state", "n", wrong(scope.get_variable("state", "n")))
         return carry, None
@@ -279,7 +279,7 @@ def test_sizes_must_agree():
         apply(loop)({}, 0.0, X)
 
 
-def test_a_loop_of_no_iterations():
+def test_loop_of_no_iterations():
     stack = lift.scan(layer, {"params": 0}, split_rngs={"params": True}, length=0)
     (y, sums), variables = init(stack)(KEY, X, None)
     np.testing.assert_array_equal(y, X)

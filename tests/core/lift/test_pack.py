@@ -89,7 +89,7 @@ def test_several_scopes_are_lifted_by_their_roots():
     assert path == "/inner(a)/below"
 
 
-def test_a_scope_below_a_later_one():
+def test_scope_below_a_later_one():
     def inner(scope_fn, repack_fn, variable_groups, rng_groups):
         scopes = scope_fn(variable_groups, rng_groups)
         scopes["below"].put_variable("state", "n", 1)

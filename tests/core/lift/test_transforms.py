@@ -319,7 +319,7 @@ def dense_map(scope, x, features):
     return nn.dense(scope, x, features, bias=False)
 
 
-def test_a_tied_autoencoder():
+def test_tied_autoencoder():
     decode = lift.map_variables(dense_map, "params", transposed)
 
     def f(scope, x):
@@ -341,7 +341,7 @@ def test_map_variables_stores_mapped_values(options):
     np.testing.assert_allclose(apply(kept)(variables, INPUTS, 4), y, rtol=1e-6)
 
 
-def test_a_mask_on_the_parameters():
+def test_mask_on_the_parameters():
     def mask(variables):
         return jax.tree.map(jnp.triu, variables)
 
@@ -416,7 +416,7 @@ def test_fold_rngs_restarts():
     np.testing.assert_array_equal(jnp.stack(keys), jnp.stack(again))
 
 
-def test_the_keys_of_streams_are_mapped():
+def test_keys_of_streams_are_mapped():
     def split(scope_fn, repack_fn, variable_groups, rng_groups):
         rng_groups = lift.tree_map_rngs(lambda key: jax.random.split(key, 2)[1], rng_groups)
         scope = scope_fn(variable_groups, rng_groups)

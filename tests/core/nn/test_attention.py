@@ -239,7 +239,7 @@ def test_half_precision_cache():
     assert entry((1, 2), jnp.float32).key.dtype == jnp.float32
 
 
-def test_a_cache_is_made_under_jit_and_vmap():
+def test_cache_is_made_under_jit_and_vmap():
     made = jax.jit(lambda x: init(attend)(KEY, x, cache=True)[1]["cache"]["entry"])(X)
     assert (made.key.shape, made.i) == ((2, 6, 2, 4), 0)
     each = jax.jit(jax.vmap(lambda x: init(attend)(KEY, x[None], cache=True)[1]["cache"]["entry"]))(

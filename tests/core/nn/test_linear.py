@@ -11,7 +11,7 @@ from weft.errors import ArgumentShapeError, ArgumentValueError
 KEY = jax.random.key(0)
 
 
-def test_a_linear_map_of_the_last_axis():
+def test_linear_map_of_the_last_axis():
     x = jax.random.normal(KEY, (2, 3))
     y, variables = init(dense)(KEY, x, 4, bias_init=jax.nn.initializers.ones)
     kernel, bias = variables["params"]["kernel"], variables["params"]["bias"]
@@ -78,7 +78,7 @@ def test_same_padding_keeps_the_size_that_the_strides_leave():
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_input_may_be_dilated():
+def test_input_may_be_dilated():
     y, variables = init(conv)(KEY, X, 4, (3,), input_dilation=(2,), padding=((1, 1),))
     expected = jax.lax.conv_general_dilated(
         X,
@@ -91,7 +91,7 @@ def test_the_input_may_be_dilated():
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_transposed_convolution_is_that_of_jax():
+def test_transposed_convolution_is_that_of_jax():
     y, variables = init(conv_transpose)(KEY, X, 4, 3, strides=(2,))
     kernel = variables["params"]["kernel"]
     expected = jax.lax.conv_transpose(

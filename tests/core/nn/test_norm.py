@@ -12,7 +12,7 @@ KEY = jax.random.key(0)
 X = 3 + 2 * draw(0, 8, 5, 6)
 
 
-def test_the_average_follows_the_batches():
+def test_average_follows_the_batches():
     _, variables = init(batch_norm)(KEY, X)
     stats = variables["batch_stats"]
     assert (stats["mean"].tolist(), stats["var"].tolist()) == ([0] * 6, [1] * 6)
@@ -98,7 +98,7 @@ def test_no_key_is_needed_if_deterministic():
         apply(dropout)({}, ONES, 0.5)
 
 
-def test_a_rate_is_between_0_and_1():
+def test_rate_is_between_0_and_1():
     for rate in (-0.5, 1.5):
         with pytest.raises(ArgumentValueError, match=rf"rate={rate} must be in \[0, 1"):
             apply(dropout)({}, ONES, rate, rngs=RNGS)

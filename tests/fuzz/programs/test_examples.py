@@ -86,7 +86,7 @@ def test_it_is_the_python_loop(name, way):
     check(Program(way, Block(EXAMPLES[name]), dropped=("st",)))
 
 
-def test_the_most_traces_of_loops():
+def test_most_traces_of_loops():
     carrying = (loop("while"),) * 4
     assert [most_traces(carrying[:d], frozenset()) for d in range(5)] == [1, 2, 3, 4, 5]
     assert most_traces(carrying, frozenset(COLLECTIONS)) == 1

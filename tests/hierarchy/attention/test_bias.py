@@ -125,7 +125,7 @@ def test_adding_none_is_identity():
 
 
 @pytest.mark.parametrize("shape", [(N, N), (2, N, N), (2, 1, N, N)])
-def test_axes_that_are_left_out(shape):
+def test_axes_that_are_omitted(shape):
     bias = as_attention_bias(jnp.zeros(shape))
     assert bias.eval_shape() == (*((1,) if len(shape) == 2 else (2,)), 1, N, N)
     mask = BoolTensorAttentionBias.from_tensor(jnp.ones(shape, bool))

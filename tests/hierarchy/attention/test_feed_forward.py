@@ -104,7 +104,7 @@ def test_gate_and_weight(filled, wave):
     assert drawn == 0.25
 
 
-def test_a_dropped_branch_leaves_the_input(filled, wave):
+def test_dropped_branch_leaves_the_input(filled, wave):
     layer = branch(norm=RMS)
     dropping = branch(norm=RMS, stochastic_depth=layer.config.stochastic_depth.set(rate=0.5))
     x, state = wave((32, DIM)), filled(layer)

@@ -59,7 +59,7 @@ def test_cache_dtype():
     assert kv.k_proj.dtype == jnp.float32
 
 
-def test_pages_are_refused():
+def test_pages_are_rejected():
     layer = cache()
     states = layer.init_states(SHAPE, dtype=jnp.float32)
     with pytest.raises(ArgumentValueError, match="cache is a KVCache, which has no pages"):

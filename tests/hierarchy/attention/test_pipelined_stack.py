@@ -174,7 +174,7 @@ def test_decoding_equals_the_whole_sequence(stacked_state, wave):
     close(*decode(state, data))
 
 
-def test_a_language_model_of_stages(filled):
+def test_language_model_of_stages(filled):
     def model(stack):
         stack.set(num_layers=STAGES, layer=layer())
         cfg = Model.default_config().set(name="model", batch_axis_names=None)

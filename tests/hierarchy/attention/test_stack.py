@@ -153,7 +153,7 @@ def test_states_of_repeated_layers_are_stacked(filled):
     assert attention["time_step"].shape == (LAYERS, BATCH)
 
 
-def test_a_config_per_layer(filled, x):
+def test_config_per_layer(filled, x):
     cfgs = [layer_config().set(remat_spec=None) for _ in range(2)]
     cfgs[1].feed_forward.hidden_dim = 12
     module = stack(StackedTransformerLayer, cfgs, num_layers=2)

@@ -119,7 +119,7 @@ class Head(BaseClassificationHead):
         return self.linear(input_batch["x"])
 
 
-def test_a_head_computes_the_loss_by_its_metric():
+def test_head_computes_the_loss_by_its_metric():
     cfg = Head.default_config().set(name="head", input_dim=4, num_classes=3)
     cfg.metric.label_smoothing = 0.3
     head = cfg.instantiate(parent=None)

@@ -51,7 +51,7 @@ def close(a, b):
 
 
 @pytest.mark.parametrize("cls", NORMS)
-def test_shapes_of_parameters_and_their_first_values(cls):
+def test_shapes_of_parameters_and_their_initial_values(cls):
     _, params = make(cls)
     ones = {"scale", "moving_variance"}
     names = {
@@ -66,7 +66,7 @@ def test_shapes_of_parameters_and_their_first_values(cls):
 
 
 @pytest.mark.parametrize("cls", NORMS)
-def test_the_output_has_the_dtype_of_the_input(cls):
+def test_output_has_the_dtype_of_the_input(cls):
     layer, params = make(cls)
     y, _ = run(layer, params, jnp.asarray(X, jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
@@ -133,7 +133,7 @@ def test_group_norm_by_segment_does_not_see_padding():
     close(y[:, :3], run(layer, params, X[:, :3])[0])
 
 
-def test_groups_that_do_not_divide_are_refused():
+def test_groups_that_do_not_divide_are_rejected():
     with pytest.raises(LayerConfigError, match=r"norm: input_dim=4 cannot .*num_groups=3"):
         make(GroupNorm, num_groups=3)
 

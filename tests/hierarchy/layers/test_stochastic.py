@@ -26,7 +26,7 @@ def test_identity_in_evaluation_or_with_zero_rate(cls):
 
 
 @pytest.mark.parametrize("cls", LAYERS)
-def test_a_missing_key_is_named(cls):
+def test_missing_key_is_named(cls):
     with pytest.raises(MissingPrngKeyError, match="of layer needs a PRNG key"):
         run(cls, jnp.ones((4, 6, 3)), rate=0.5, prng_key=None)
 
@@ -60,7 +60,7 @@ def test_drop_token_shortens_and_keeps_the_first():
     assert (y[:, 0] == 0).all()
 
 
-def test_a_rate_of_one_is_refused():
+def test_rate_of_one_is_rejected():
     with pytest.raises(ArgumentValueError, match="rate=1"):
         run(Dropout, jnp.ones(3), rate=1.0)
 

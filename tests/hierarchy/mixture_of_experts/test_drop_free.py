@@ -113,7 +113,7 @@ def test_gradients_are_those_of_finite_differences(expected_gradients):
 
 
 @pytest.mark.long
-def test_the_kernel_computes_the_same(expected_gradients):
+def test_kernel_computes_the_same(expected_gradients):
     moe = layer(gmm_backend=GMMBackend.MEGABLOX, tiling=(16, 128, 128), interpret=True)
     np.testing.assert_allclose(run(moe)[0], by_hand(), rtol=1e-4, atol=1e-5)
     close(gradients(moe)(STATE, X), expected_gradients)
@@ -158,7 +158,7 @@ def test_nothing_is_dropped_on_one_device():
     assert outputs.summaries["over_capacity"] == 0
 
 
-def test_a_bias_is_updated_through_the_layer():
+def test_bias_is_updated_through_the_layer():
     gating = TopKBiasGating.default_config().set(score_fn=config_for_function(sigmoid))
     state = {**STATE, "gating": {"gating_bias": jnp.zeros(EXPERTS)}}
     _, outputs = run(layer(gating=gating), state)

@@ -139,7 +139,7 @@ def test_losses_are_weighted_and_summed():
     np.testing.assert_allclose(outputs.module_outputs["aux_loss"], expected, rtol=1e-5)
 
 
-def test_the_router_learns():
+def test_router_learns():
     moe, x = layer(), inputs()
 
     def loss(state):
@@ -224,7 +224,7 @@ def test_invalid_layers_raise(fields, said):
         layer(**fields)
 
 
-def test_the_outer_batch_of_a_mesh():
+def test_outer_batch_of_a_mesh():
     names = {"mesh_axis_names": ("data", "expert"), "outer_batch_axis_names": ("data",)}
     assert get_outer_batch_from_mesh(**names, mesh_shape=None) is None
     hybrid = types.SimpleNamespace(ici_mesh_shape=(2, 4), dcn_mesh_shape=(3, 1))

@@ -171,7 +171,7 @@ def test_approximate_top_k_finds_the_same_here():
 
 
 @pytest.mark.parametrize("value, expected", [(0.2, 0.01), (0.05, 0.0), (0.0, -0.01)])
-def test_the_adaptive_loss_follows_the_share_of_dropped_tokens(value, expected):
+def test_adaptive_loss_follows_the_share_of_dropped_tokens(value, expected):
     cfg = AdaptiveLoadBalanceLoss.default_config().set(name="adaptive", max_value=0.1)
     cfg.moving_average.min_weight = 0.5
     layer = cfg.instantiate(parent=None)
@@ -184,7 +184,7 @@ def test_the_adaptive_loss_follows_the_share_of_dropped_tokens(value, expected):
     assert "log_scale" not in outputs.state_updates
 
 
-def test_a_gating_scales_its_loss_adaptively():
+def test_gating_scales_its_loss_adaptively():
     cfg = AdaptiveLoadBalanceLoss.default_config().set(max_value=0.1)
     cfg.moving_average.min_weight = 0.5
     plain = run(gating(Top2Gating))[0].load_balance_loss
@@ -218,7 +218,7 @@ def test_drop_free_gating_output():
     assert shapes == ["bsk", "ogsec"]
 
 
-def test_a_bias_moves_the_load_without_touching_weights():
+def test_bias_moves_the_load_without_touching_weights():
     layer = gating(TopKBiasGating, num_experts_per_token=1, score_fn=SIGMOID)
     bias = jnp.array([0.0, 9.0, 0.0, 0.0])
     output, outputs = run(layer, LOGITS[0], state={"gating_bias": bias})

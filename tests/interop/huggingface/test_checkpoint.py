@@ -283,7 +283,7 @@ def renamed(source, folder, names):
     return folder
 
 
-def test_a_checkpoint_of_the_model_without_a_head(references, tmp_path):
+def test_checkpoint_of_the_model_without_a_head(references, tmp_path):
     """Published files of GPT-2 have this form, with masks next to the parameters."""
     reference = references("gpt2")
     folder = renamed(reference.folder, tmp_path, lambda name: name.removeprefix("transformer."))

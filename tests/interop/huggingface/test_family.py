@@ -24,13 +24,13 @@ def test_hidden_dimensions():
     assert hidden_dim(cfg.set(hidden_dim=scaled_hidden_dim(2)), 4) == 8
 
 
-def test_the_decoder_s_rate_is_for_dropouts_without_one():
+def test_decoder_s_rate_is_for_dropouts_without_one():
     decoder = Decoder.default_config().set(dropout_rate=0.1)
     assert dropout_rate(decoder, decoder.emb.dropout) == 0.1
     assert dropout_rate(decoder, decoder.emb.dropout.set(rate=0.0)) == 0.0
 
 
-def test_a_norm_with_and_without_a_bias():
+def test_norm_with_and_without_a_bias():
     assert [e[:2] for e in norm_entries("a", "b", bias=True)] == [
         ("a.weight", "b.scale"),
         ("a.bias", "b.bias"),

@@ -8,7 +8,7 @@ from weft.interop.huggingface.settings import Settings
 VALUES = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
 
 
-def test_the_config_of_the_published_model():
+def test_config_of_the_published_model():
     cfg = GPT2.read(Settings({**VALUES, "eos_token_id": 50256}))
     decoder = cfg.decoder
     assert (decoder.dim, decoder.vocab_size, decoder.eos_token_id) == (768, 50257, 50256)

@@ -85,7 +85,7 @@ def test_rotary_positions_without_a_counterpart(values, message):
         (LLAMA3, "low_freq_factor"),
     ],
 )
-def test_rotary_factors_of_zero_are_refused(rope, name):
+def test_rotary_factors_of_zero_are_rejected(rope, name):
     with pytest.raises(HuggingFaceConfigError, match=f"{name}=0, .* can be a number from 1e-06 to"):
         Settings({"rope_parameters": {**rope, name: 0}}).rotary()
     with pytest.raises(HuggingFaceConfigError, match=r"rope_theta=0, .* can be a number from 1 to"):

@@ -163,7 +163,7 @@ def test_decoding_with_a_mask_of_the_cache():
     close(y, layer(X[:, 1:2], X[:, :1], decode=False))
 
 
-def test_a_cache_in_half_precision():
+def test_cache_in_half_precision():
     layer = attention(decode=True)
     layer.init_cache(X.shape, jnp.bfloat16)
     y = layer(X[:, :1])

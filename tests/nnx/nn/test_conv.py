@@ -21,7 +21,7 @@ from weft.nnx.nn.conv import Conv, ConvTranspose
 X = draw(0, 2, 6, 4)
 
 
-def test_a_window_of_one_position_is_a_linear_map():
+def test_window_of_one_position_is_a_linear_map():
     layer = Conv(4, 5, 1, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(layer(X), X @ layer.kernel[0], rtol=1e-5, atol=1e-6)
     assert (layer.kernel_size, layer.kernel_shape, layer.bias.shape) == ((1,), (1, 4, 5), (5,))
@@ -34,13 +34,13 @@ def test_any_number_of_batch_axes():
     np.testing.assert_allclose(layer(X[None])[0], y, rtol=1e-5, atol=1e-6)
 
 
-def test_a_causal_convolution_sees_no_later_position():
+def test_causal_convolution_sees_no_later_position():
     layer = Conv(4, 5, 3, padding="CAUSAL", rngs=nnx.Rngs(0))
     later = layer(X.at[:, 3:].set(0))
     np.testing.assert_allclose(layer(X)[:, :3], later[:, :3], rtol=1e-6)
 
 
-def test_a_mask_is_state_and_zeroes_weights():
+def test_mask_is_state_and_zeroes_weights():
     mask = jnp.zeros((3, 4, 5)).at[1].set(1)
     layer = Conv(4, 5, 3, mask=mask, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(layer(X), X @ layer.kernel[1], rtol=1e-5, atol=1e-6)

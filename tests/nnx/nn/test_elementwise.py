@@ -103,7 +103,7 @@ def test_batch_members_differ():
 
 
 @pytest.mark.parametrize("rate", [-0.5, 1.5])
-def test_a_rate_is_between_0_and_1(rate):
+def test_rate_is_between_0_and_1(rate):
     with pytest.raises(ArgumentValueError, match=rf"rate={rate} must be in \[0, 1"):
         Dropout(rate, rngs=Rngs(0))(X)
 
@@ -155,7 +155,7 @@ def test_streams_of_a_layer():
         fork_stream(jax.random.key(0), "dropout", "It")
 
 
-def test_the_slope_of_prelu_is_learned():
+def test_slope_of_prelu_is_learned():
     layer = PReLU(0.5, negative_slope_metadata={"tag": "slope"})
     assert layer(jnp.array([-2.0, 3.0])).tolist() == [-1.0, 3.0]
     assert layer.negative_slope.tag == "slope"

@@ -20,7 +20,7 @@ from weft.nnx.nn.linear import Einsum, Embed, Linear, LinearGeneral
 X = draw(0, 2, 3, 4)
 
 
-def test_a_linear_map_is_a_product_plus_a_bias():
+def test_linear_map_is_a_product_plus_a_bias():
     layer = Linear(4, 5, bias_init=jax.nn.initializers.ones, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(layer(X), X @ layer.kernel[...] + 1, rtol=1e-6)
     assert (layer.in_features, layer.out_features, layer.bias.shape) == (4, 5, (5,))
@@ -53,7 +53,7 @@ def test_equal_layers_have_equal_descriptions():
     assert one != nnx.graphdef(Linear(4, 5, precision="highest", rngs=nnx.Rngs(0)))
 
 
-def test_a_general_map_contracts_any_axes():
+def test_general_map_contracts_any_axes():
     layer = LinearGeneral((3, 4), (5, 2), axis=(1, -1), rngs=nnx.Rngs(0))
     expected = jnp.einsum("bij,ijkl->bkl", X, layer.kernel[...])
     np.testing.assert_allclose(layer(X), expected, rtol=1e-5, atol=1e-6)
@@ -76,7 +76,7 @@ def test_custom_dot_general_gets_only_set_options():
     assert seen == [["precision"], ["precision", "preferred_element_type"], ["precision"]]
 
 
-def test_a_layer_trains_in_jit():
+def test_layer_trains_in_jit():
     layer = Linear(4, 1, rngs=nnx.Rngs(0))
     graphdef, state = nnx.split(layer)
 
@@ -94,7 +94,7 @@ def test_a_layer_trains_in_jit():
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (3,), ()])
-def test_a_linear_map_names_itself_and_the_sizes_that_disagree(shape):
+def test_linear_map_names_itself_and_the_sizes_that_disagree(shape):
     layer = Linear(4, 5, rngs=nnx.Rngs(0))
     with pytest.raises(ArgumentShapeError) as caught:
         layer(jnp.ones(shape))
@@ -105,7 +105,7 @@ def test_a_linear_map_names_itself_and_the_sizes_that_disagree(shape):
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 4), (2, 4, 3), (3,)])
-def test_a_general_map_names_the_axes_that_disagree(shape):
+def test_general_map_names_the_axes_that_disagree(shape):
     layer = LinearGeneral((2, 4), 5, axis=(1, 2), rngs=nnx.Rngs(0))
     if shape == (3, 2, 4):
         assert layer(jnp.ones(shape)).shape == (3, 5)
@@ -115,7 +115,7 @@ def test_a_general_map_names_the_axes_that_disagree(shape):
         layer(jnp.ones(shape))
 
 
-def test_a_general_map_names_batch_axes_and_axes_that_are_one():
+def test_general_map_names_batch_axes_and_axes_that_are_one():
     layer = LinearGeneral(4, 5, batch_axis={0: 2}, rngs=nnx.Rngs(0))
     with pytest.raises(ArgumentShapeError, match=r"batch_axis=\{0: 2\}.*\(2, 4\) of its axes"):
         layer(jnp.ones((3, 4)))
@@ -140,7 +140,7 @@ def test_bias_follows_kernel_axes():
     assert layer.einsum_str == "btd,ndh->hbnt"
 
 
-def test_a_number_is_a_shape_of_one_axis():
+def test_number_is_a_shape_of_one_axis():
     layer = Einsum("ti,io->to", (4, 5), 5, rngs=nnx.Rngs(0))
     same = Einsum("ti,io->to", (4, 5), (5,), rngs=nnx.Rngs(0))
     assert layer.bias_shape == layer.bias.shape == (5,)

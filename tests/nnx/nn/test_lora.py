@@ -41,7 +41,7 @@ def test_only_low_rank_parameters_are_trained():
     assert nnx.to_flat_state(rest).paths == (("bias",), ("kernel",))
 
 
-def test_the_class_of_the_parameters_can_be_chosen():
+def test_class_of_the_parameters_can_be_chosen():
     layer = LoRA(4, 2, 5, lora_param_type=nnx.Cache, a_metadata={"tag": "a"}, rngs=nnx.Rngs(0))
     assert type(layer.lora_a) is type(layer.lora_b) is nnx.Cache
     assert layer.lora_a.tag == "a"

@@ -159,7 +159,7 @@ def test_call_overrides_attribute():
     assert (layer.mean[...] != 0).all()
 
 
-def test_a_view_shares_the_averages():
+def test_view_shares_the_averages():
     layer = BatchNorm(6, momentum=0.0, rngs=RNGS)
     evaluated = view(layer, use_running_average=True)
     layer(BATCH)
@@ -241,7 +241,7 @@ class Model(Module):
         return self.layers[0](self.repeated(self.first(x)))
 
 
-def test_the_largest_singular_value_is_one():
+def test_largest_singular_value_is_one():
     layer = SpectralNorm(linear(), n_steps=30, rngs=Rngs(1))
     layer(WEIGHT_NORM_X)
     values = np.linalg.svd(layer.layer_instance.kernel[...], compute_uv=False)

@@ -36,7 +36,7 @@ def test_arrays_get_one_dtype_and_none_is_kept():
     assert ids.dtype == jnp.int32
 
 
-def test_a_dtype_that_cannot_hold_fractions_is_refused():
+def test_dtype_that_cannot_hold_fractions_is_rejected():
     with pytest.raises(ArgumentValueError, match="dtype=int32 cannot hold fractions"):
         promote_dtype((jnp.ones(2),), dtype=jnp.int32)
 
@@ -44,7 +44,7 @@ def test_a_dtype_that_cannot_hold_fractions_is_refused():
 X = jnp.ones((2, 3, 4))
 
 
-def test_an_unused_parameter_draws_no_key():
+def test_unused_parameter_draws_no_key():
     rngs = Rngs(0)
     norm = LayerNorm(3, use_scale=False, use_bias=False, rngs=rngs)
     assert (norm.scale, norm.bias) == (None, None)
@@ -56,7 +56,7 @@ def test_an_unused_parameter_draws_no_key():
     assert (norm.scale.shape, norm.scale.dtype, norm.scale.tag) == ((3,), jnp.bfloat16, "x")
 
 
-def test_a_norm_returns_the_dtype_to_which_input_and_parameters_promote():
+def test_norm_returns_the_dtype_to_which_input_and_parameters_promote():
     def half(args, *, dtype=None, inexact=True):
         return promote_dtype(args, dtype=jnp.float16)
 

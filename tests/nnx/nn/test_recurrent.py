@@ -62,7 +62,7 @@ def test_time_first_and_several_batch_axes():
     np.testing.assert_allclose(carry, y[0], atol=1e-6)
 
 
-def test_a_sequence_of_no_positions_keeps_its_first_state():
+def test_sequence_of_no_positions_keeps_its_first_state():
     layer = nnx.RNN(gru(), return_carry=True)
     carry, _ = layer(X, initial_carry=jnp.full((2, 4), 7.0), seq_lengths=jnp.array([0, 5]))
     assert (carry[0] == 7).all() and (carry[1] != 7).all()
@@ -144,7 +144,7 @@ def test_both_directions():
     assert nnx.Bidirectional.merge_fn(jnp.ones(1), jnp.ones(2)).shape == (3,)
 
 
-def test_a_layer_learns_under_jit_with_an_optimizer():
+def test_layer_learns_under_jit_with_an_optimizer():
     model = nnx.RNN(nnx.OptimizedLSTMCell(3, 4, rngs=nnx.Rngs(0)))
     optimizer = nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param)
     traces = []
@@ -205,7 +205,7 @@ def test_invalid_streams():
 normal = jax.nn.initializers.normal(1.0)
 
 
-def test_a_gru_is_the_step_of_functional():
+def test_gru_is_the_step_of_functional():
     cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
     h, x = jnp.ones((2, 4)), jnp.arange(6.0).reshape(2, 3)
     expected = gru_step(
@@ -217,7 +217,7 @@ def test_a_gru_is_the_step_of_functional():
     assert jnp.allclose(y, expected, atol=1e-6) and carry is y and cell.num_feature_axes == 1
 
 
-def test_a_simple_cell_adds_its_state_if_residual():
+def test_simple_cell_adds_its_state_if_residual():
     plain = nnx.SimpleCell(3, 4, activation_fn=jnp.negative, rngs=nnx.Rngs(0))
     residual = nnx.SimpleCell(3, 4, activation_fn=jnp.negative, residual=True, rngs=nnx.Rngs(0))
     h, x = jnp.ones((2, 4)), jnp.ones((2, 3))

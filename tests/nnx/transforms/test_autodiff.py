@@ -384,6 +384,6 @@ def test_policy_selects_residuals():
     assert jnp.allclose(nnx.grad(f)(Layer(), 0.0).w[...], 0.0)
 
 
-def test_a_method_of_one_object_is_refused():
+def test_method_of_one_object_is_rejected():
     with pytest.raises(TransformArgumentError, match=r"method of a Layer.*write @nnx.remat above"):
         nnx.remat(Layer().__call__)

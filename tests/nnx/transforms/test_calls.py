@@ -25,7 +25,7 @@ class Pair(nnx.Module):
         return 2 * self.w * x
 
 
-def test_an_open_call_is_known_by_its_transformation_and_function():
+def test_open_call_is_known_by_its_transformation_and_function():
     seen = []
 
     def inner(m):

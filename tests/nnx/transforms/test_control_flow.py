@@ -67,7 +67,7 @@ def test_carry_in_any_and_several_positions():
     assert float(a) == 3 and out is m and float(m.n) == 3
 
 
-def test_a_part_of_an_object_is_carried_and_another_scanned():
+def test_part_of_an_object_is_carried_and_another_scanned():
     m = Pair(XS, 0.0)
     axes = nnx.StateAxes({nnx.Param: 0, ...: Carry})
     f = lambda x, m: x + m.add(m.w[...]).n  # noqa: E731
@@ -130,7 +130,7 @@ def test_result_must_match_out_axes():
         nnx.scan(lambda c, x: (c, x), out_axes=(Carry, None))(jnp.zeros(()), XS)
 
 
-def test_a_carried_object_is_returned_as_itself():
+def test_carried_object_is_returned_as_itself():
     with pytest.raises(
         TransformArgumentError, match=r"scan\(<lambda>\): the carry is returned as ano"
     ):
@@ -153,7 +153,7 @@ def wrong(**values):
     return f
 
 
-def test_a_carry_keeps_its_shape_and_dtype():
+def test_carry_keeps_its_shape_and_dtype():
     with pytest.raises(
         CarryStructureError, match=r"carry at m\.n is given as float32\[\] and .*\[2\]"
     ):
@@ -168,7 +168,7 @@ def test_a_carry_keeps_its_shape_and_dtype():
         nnx.scan(lambda c, x: ({"a": c["a"][:1]}, x))({"a": jnp.ones(2)}, XS)
 
 
-def test_a_carried_or_shared_object_keeps_its_attributes():
+def test_carried_or_shared_object_keeps_its_attributes():
     with pytest.raises(
         LoopStructureError, match=r"makes an attribute at m\.made; .* before the loop"
     ):
@@ -216,7 +216,7 @@ def test_lengths():
         nnx.scan(lambda c, m: (c, c))(0.0, Pair(jnp.ones(3), jnp.ones(2)))
 
 
-def test_an_exception_in_a_scan_changes_nothing():
+def test_exception_in_a_scan_changes_nothing():
     m = Pair()
 
     def f(m, x):
@@ -509,7 +509,7 @@ def test_invalid_index_is_rejected():
         nnx.switch(1.0, [up, down], m)
 
 
-def test_an_exception_in_a_branch_changes_nothing():
+def test_exception_in_a_branch_changes_nothing():
     m = BranchPair()
 
     def stop(m):

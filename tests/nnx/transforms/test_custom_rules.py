@@ -80,7 +80,7 @@ def test_tree_mode_gets_only_result_cotangent():
     assert type(grads) is nnx.Dict and float(grads.w[...]) == 50.0
 
 
-def test_a_part_of_an_object_and_arguments_without_gradient():
+def test_part_of_an_object_and_arguments_without_gradient():
     f = nnx.custom_vjp(
         lambda scale, m: scale(m.w[...] * m.n[...]),
         nondiff_argnums=(0, nnx.DiffState(1, nnx.Param)),
@@ -119,7 +119,7 @@ def test_missing_rule_error_names_the_fix():
         nnx.custom_jvp(product)(Model(), 1.0)
 
 
-def test_a_rule_for_tangents_serves_both_modes():
+def test_rule_for_tangents_serves_both_modes():
     f = nnx.custom_jvp(product)
 
     @f.defjvp
@@ -216,7 +216,7 @@ def doubled(m: Model, x: jax.Array) -> dict[str, Any]:
 
 @pytest.mark.parametrize("modes", [{}, {"graph": False}, {"graph_updates": False}], ids=str)
 @pytest.mark.parametrize("as_state", [False, True])
-def test_a_rule_for_tangents_returns_objects(modes: Any, as_state: bool):
+def test_rule_for_tangents_returns_objects(modes: Any, as_state: bool):
     f = nnx.custom_jvp(doubled, **modes)
 
     @f.defjvp

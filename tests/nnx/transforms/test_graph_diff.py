@@ -34,7 +34,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_first_difference_is_found(name):
+def test_first_difference_is_found(name):
     make, expected = CASES[name]
     assert between(model(), make()) == expected
     swapped = Difference(expected.path, expected.seen[::-1])

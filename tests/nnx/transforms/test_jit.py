@@ -523,7 +523,7 @@ def test_without_jit():
     is_like_plain(f, model)
 
 
-def test_inside_of_other_transformations():
+def test_in_other_transformations():
     @nnx.jit
     def f(m, x):
         m.n[...] += 1
@@ -571,7 +571,7 @@ def test_references_of_jax():
         assert model.w[...] == value
 
 
-def test_a_host_callback_that_changes_the_model():
+def test_host_callback_that_changes_the_model():
     model = Model(1.0, k=0)
 
     def change():
@@ -732,7 +732,7 @@ def test_values_of_objects_are_named_by_their_paths(mode):
 
 
 @pytest.mark.parametrize("donate", [{}, {"donate_argnums": 1}])
-def test_a_shared_value_has_the_name_of_its_first_place(donate):
+def test_shared_value_has_the_name_of_its_first_place(donate):
     w = nnx.Param(jnp.ones(2))
     a, b = nnx.Dict(v=nnx.Param(jnp.ones(3)), w=w), nnx.Dict(w=w, z=nnx.Param(jnp.ones(4)))
     f = nnx.jit(lambda a, b, w: a.v.sum() + b.w.sum() + b.z.sum() + w.sum(), **donate)

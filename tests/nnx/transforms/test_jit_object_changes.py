@@ -47,7 +47,7 @@ def test_changes_of_untracked_values(change):
     is_like_plain(f, model)
 
 
-def test_an_array_of_numpy_that_is_written_to():
+def test_array_of_numpy_that_is_written_to():
     model, f = WithArrays(), nnx.jit(look)
     for value in (3.0, 4.0):
         same(f(model), look(model))
@@ -254,7 +254,7 @@ def test_changed_static_value_is_seen(make, compile_):
 
 
 @pytest.mark.parametrize("calls", ["one more", "in its place", "in a list", "in a dict of tuples"])
-def test_a_later_argument_that_holds_itself(calls):
+def test_later_argument_that_holds_itself(calls):
     # JAX never returns from such an object, and a limit of recursion that it has used up stays so.
     model, other = Layer(1.0), Layer(2.0)
     other.me = other
@@ -297,7 +297,7 @@ def test_static_values_are_not_shared_by_cache(nested):
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_changes_inside_of_the_function(change):
+def test_changes_in_the_function(change):
     check(change, Model())
 
 
@@ -451,7 +451,7 @@ def test_static_container_passed_twice_stays_one(make):
         same(look(model), look(plain))
 
 
-def test_a_change_of_a_callable_object_without_a_hash_is_seen():
+def test_change_of_a_callable_object_without_a_hash_is_seen():
     @dataclasses.dataclass
     class Scale:
         k: float
@@ -466,7 +466,7 @@ def test_a_change_of_a_callable_object_without_a_hash_is_seen():
     assert call(model) == 3.0
 
 
-def test_a_bool_in_place_of_a_variable_is_data_in_each_call():
+def test_bool_in_place_of_a_variable_is_data_in_each_call():
     model, types = WithArrays(), []
     model.w = False
 

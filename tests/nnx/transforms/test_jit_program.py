@@ -110,7 +110,7 @@ def test_unchanged_values_are_not_returned():
     assert text.count("jax.result_info") == 2
 
 
-def test_an_object_in_a_container_is_found_in_the_trace_alone(monkeypatch):
+def test_object_in_a_container_is_found_in_the_trace_alone(monkeypatch):
     calls = []
     monkeypatch.setattr(
         "weft.nnx.transforms.jit.split_nested_objects",
@@ -192,7 +192,7 @@ def test_methods_and_containers():
 
 
 @pytest.mark.parametrize("static", [{"static_argnums": 1}, {"static_argnames": "k"}], ids=str)
-def test_static_arguments_are_left_out(static):
+def test_static_arguments_are_omitted(static):
     @nnx.jit(**static)
     def f(model, k, x):
         model.w[...] += k * x
@@ -313,7 +313,7 @@ def test_sharing_is_preserved_in_results():
     assert a is b
 
 
-def test_a_captured_object_is_not_changed():
+def test_captured_object_is_not_changed():
     model = AbstractModel()
     with pytest.raises(TraceContextError, match=r"inside of nnx.eval_shape\(<lambda>\)"):
         nnx.eval_shape(lambda: model(jnp.ones((1, 2))))
@@ -331,7 +331,7 @@ def test_jaxpr_has_named_inputs_and_only_the_result():
     assert float(model.b) == 0
 
 
-def test_a_jaxpr_with_static_arguments():
+def test_jaxpr_with_static_arguments():
     jaxpr = nnx.make_jaxpr(lambda m, n: m.b * n, static_argnums=1)(AbstractModel(), 3)
     assert len(jaxpr.jaxpr.invars) == 2 and "3.0" in str(jaxpr)
 

@@ -225,7 +225,7 @@ def test_conflicting_roles_fail():
         nnx.vmap(lambda m: None, in_axes=(by_path,))(m)
 
 
-def test_a_new_attribute_needs_a_filter_too():
+def test_new_attribute_needs_a_filter_too():
     m = Pair(jnp.ones(2), jnp.ones(2))
     axes = nnx.StateAxes({nnx.Param: 0, nnx.BatchStat: 0})
     with pytest.raises(

@@ -56,7 +56,7 @@ def test_changes_in_condition_are_dropped():
     assert (float(m.w), float(m.n)) == (2, 2)
 
 
-def test_a_condition_can_be_a_variable():
+def test_condition_can_be_a_variable():
     m = nnx.Dict(go=nnx.Variable(jnp.array(True)), n=nnx.Variable(jnp.array(0)))
 
     def body(m):
@@ -137,7 +137,7 @@ def test_only_values_of_variables_change():
         nnx.while_loop(lambda c: True, put, (Pair(), nnx.Dict(part=Pair())))
 
 
-def test_a_carry_keeps_its_shape_and_dtype():
+def test_carry_keeps_its_shape_and_dtype():
     def grow(m):
         m.n.set_value(jnp.ones(2))
         return m
@@ -166,7 +166,7 @@ def test_exception_leaves_state_unchanged():
     assert float(m.add(1.0).n) == 1
 
 
-def test_a_loop_with_fixed_bounds_can_be_differentiated():
+def test_loop_with_fixed_bounds_can_be_differentiated():
     def loss(m):
         return nnx.fori_loop(0, 3, lambda i, c: (c[0] * c[1].w, c[1].add(1)), (1.0, m))[0]
 
@@ -256,7 +256,7 @@ def test_unchanged_state_may_be_shared_in_outer_loops(inner, between):
 
 @pytest.mark.parametrize("depth", range(1, 7))
 @pytest.mark.parametrize("loop", [by_scan, by_while, by_fori(0), by_cond])
-def test_a_body_in_loops_is_traced_once(loop, depth):
+def test_body_in_loops_is_traced_once(loop, depth):
     traces = []
 
     class Noted(Pair):
@@ -280,7 +280,7 @@ TREES = pytest.mark.parametrize("mode", [{"graph_updates": False}, {"graph": Fal
 
 @TREES
 @pytest.mark.parametrize("loop", ["while_loop", "fori_loop", "scan", "shared by scan", "axis"])
-def test_a_body_that_replaces_a_variable_without_graph_updates_is_refused(loop, mode):
+def test_body_that_replaces_a_variable_without_graph_updates_is_rejected(loop, mode):
     def replace(m):
         m.n = nnx.BatchStat(m.n[...] + 1)
         return m
@@ -348,7 +348,7 @@ def remove_attribute(m):
         (remove_attribute, r"removes the attribute at \w+\.mode"),
     ],
 )
-def test_a_body_that_changes_attributes_without_graph_updates_is_refused(
+def test_body_that_changes_attributes_without_graph_updates_is_rejected(
     loop, change, message, mode
 ):
     def body(m):

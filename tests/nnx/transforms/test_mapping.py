@@ -74,7 +74,7 @@ def differs(m, x):
 
 
 @pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
-def test_a_shared_variable_that_differs_is_named(mode):
+def test_shared_variable_that_differs_is_named(mode):
     m = nnx.Dict(part=[Pair()])
     shared = lambda m, x: differs(m.part[0], x)  # noqa: E731
     with pytest.raises(
@@ -244,7 +244,7 @@ def param(*shape: int, names: tuple[str | None, ...]) -> nnx.Param:
 
 
 @pytest.mark.parametrize("graph", [True, False])
-def test_a_function_under_vmap_names_the_axis(graph: bool):
+def test_function_under_vmap_names_the_axis(graph: bool):
     seen = []
 
     def f(w: nnx.Param) -> nnx.Param:
@@ -259,7 +259,7 @@ def test_a_function_under_vmap_names_the_axis(graph: bool):
     assert made.shape == (3, 4)
 
 
-def test_a_function_under_plain_jax():
+def test_function_under_plain_jax():
     @jax.vmap
     @nnx.transform_metadata(partition="layers")
     def create(x: jax.Array) -> nnx.Param:

@@ -33,7 +33,7 @@ def test_symbol_equality():
     assert len({nnx.DiffState(0, nnx.Param), nnx.DiffState(0, nnx.Param)}) == 1
 
 
-def test_the_parts_of_a_symbol_can_be_read():
+def test_parts_of_a_symbol_can_be_read():
     axes = nnx.StateAxes({nnx.Param: 1, ...: nnx.Carry})
     assert axes.axes == (1, nnx.Carry)
     assert [axis for _, axis in axes.items()] == [1, nnx.Carry]
@@ -61,7 +61,7 @@ def test_symbols_in_prefixes():
 
 
 @pytest.mark.parametrize("graph", [True, False])
-def test_an_object_with_axes_in_place_of_variables_is_a_prefix(graph):
+def test_object_with_axes_in_place_of_variables_is_a_prefix(graph):
     pair = Pair(jnp.ones((2, 3)), jnp.ones(3))
     prefix = nnx.prefix(pair, {nnx.Param: 1, nnx.BatchStat: 0}, graph=graph)
     mapped = nnx.vmap(lambda m: m.w.sum() + m.n, in_axes=(prefix,), graph=graph)
@@ -113,7 +113,7 @@ def test_pairs_and_lists_of_filters():
     assert mapped(pair, 1.0).tolist() == [4.0, 4.0, 4.0]
 
 
-def test_a_filter_that_matches_everything_comes_last():
+def test_filter_that_matches_everything_comes_last():
     with pytest.raises(StateFilterError, match="put it last"):
         nnx.StateAxes({...: None, nnx.Param: 0})
 
@@ -132,7 +132,7 @@ class Parts(nnx.Module):
 
 
 @pytest.mark.parametrize("has_variables", [False, True])
-def test_a_state_of_axes_or_layouts_is_one_filter_for_each_value(has_variables):
+def test_state_of_axes_or_layouts_is_one_filter_for_each_value(has_variables):
     def state(of_parameters, of_others):
         def role(path, x):
             of = of_parameters if isinstance(x, nnx.Param) else of_others
@@ -160,7 +160,7 @@ def test_a_state_of_axes_or_layouts_is_one_filter_for_each_value(has_variables):
     assert mapped(Parts()).tolist() == [6, 6, 6, 6]
 
 
-def test_a_state_that_lacks_a_path_names_it():
+def test_state_that_lacks_a_path_names_it():
     axes = nnx.StateAxes(nnx.State({"w": 0}))
     with pytest.raises(StateFilterError, match=r"has no filter for m\.count, a BatchStat"):
         nnx.vmap(lambda m: m.w, in_axes=(axes,))(Parts())

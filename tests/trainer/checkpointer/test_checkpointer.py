@@ -152,7 +152,7 @@ def test_missing_step(make):
         checkpointer.restore(step=15, state=target())
 
 
-def test_the_policy_decides_unless_it_is_forced_and_no_step_is_saved_twice(make):
+def test_policy_decides_unless_it_is_forced_and_no_step_is_saved_twice(make):
     policy = config_for_function(every_n_steps_policy).set(n=2)
     checkpointer = make(save_policy=policy, keep_last_n=9)
     assert not checkpointer.save(step=1, state=state_of(1))
@@ -183,7 +183,7 @@ def test_policy_gets_evaler_summaries(make):
     assert not again.save(step=6, state=state_of(6), evaler_summaries={"valid": {"accuracy": 0.55}})
 
 
-def test_a_step_that_is_saved_again_is_replaced(make):
+def test_step_that_is_saved_again_is_replaced(make):
     save_steps(make(keep_last_n=2), 1, 2)
     checkpointer = make(keep_last_n=2)
     checkpointer.restore(step=1, state=target())
@@ -234,7 +234,7 @@ class TrainerState(NamedTuple):
 
 
 @pytest.mark.parametrize("container", [dict, TrainerState])
-def test_a_filter_leaves_parts_of_the_state_out(make, container):
+def test_filter_leaves_parts_of_the_state_out(make, container):
     state = container(model={"w": jnp.ones(2)}, learner={"optimizer": {"mu": jnp.ones(2)}, "n": 4})
     checkpointer = make()
     checkpointer.save(step=1, state=state)
@@ -379,7 +379,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_restored(make, damage, caplog):
+def test_damaged_checkpoint_is_named_and_the_one_before_is_restored(make, damage, caplog):
     saver = make(keep_last_n=3)
     save_steps(saver, 1, 2, 3)
     DAMAGE[damage](saver, 3)
@@ -420,7 +420,7 @@ def test_all_processes_skip_a_checkpoint_damaged_for_one(make, monkeypatch, capl
     assert "step_00000002 (another process found damage" in caplog.text
 
 
-def test_a_damaged_one_does_not_count_as_kept(make):
+def test_damaged_one_does_not_count_as_kept(make):
     saver = make(keep_last_n=9)
     save_steps(saver, 1, 2, 3)
     DAMAGE["flipped byte"](saver, 3)
@@ -509,7 +509,7 @@ def test_at_the_end_a_failure_does_not_hide_the_exception_of_the_run(
 # The contents of a checkpoint, and its listeners.
 
 
-def test_the_index_describes_the_state(make):
+def test_index_describes_the_state(make):
     checkpointer = make()
     save_steps(checkpointer, 4)
     path = checkpointer.ckpt_dir(4)

@@ -32,7 +32,7 @@ def test_names_and_steps():
 
 
 @pytest.mark.parametrize("name", ["step_7", "step_00000007.tmp", "checkpoint", "step_0000000x"])
-def test_other_names_are_refused(name):
+def test_other_names_are_rejected(name):
     with pytest.raises(CheckpointNotFoundError, match=f"{name}.*a name such as 'step_00000200'"):
         dirs.parse_step_from_dir(f"/run/{name}")
 

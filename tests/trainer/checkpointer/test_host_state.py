@@ -54,7 +54,7 @@ def test_numbers_of_numpy_become_pythons(tmp_path):
     assert restored.state == {"n": 7}
 
 
-def test_other_states_are_refused(tmp_path):
+def test_other_states_are_rejected(tmp_path):
     with pytest.raises(CheckpointStateError, match=r"'it'.*Iterator.*holds an object of type set"):
         maybe_save_python_savables({"it": Iterator({"s": {1, 2}})}, dir=str(tmp_path))
 

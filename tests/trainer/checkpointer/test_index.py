@@ -51,7 +51,7 @@ def make_state():
     }
 
 
-def test_a_state_becomes_paths_shapes_dtypes_and_layouts():
+def test_state_becomes_paths_shapes_dtypes_and_layouts():
     assert dict(build_index(make_state())) == {
         "done": False,
         "input_iter": {"savable": "Iterator"},
@@ -80,13 +80,13 @@ def test_shapes_have_the_index_of_their_arrays():
     ]
 
 
-def test_an_index_is_read_as_it_was_written(tmp_path):
+def test_index_is_read_as_it_was_written(tmp_path):
     index = build_index(make_state())
     write_index_file(ckpt_dir=str(tmp_path), index=index)
     assert read_index_file(str(tmp_path)) == index
 
 
-def test_the_spec_of_a_state_is_nested_and_has_layouts(tmp_path):
+def test_spec_of_a_state_is_nested_and_has_layouts(tmp_path):
     state = make_state()
     write_index_file(ckpt_dir=str(tmp_path), index=build_index(state))
     spec = read_state_spec(str(tmp_path))
@@ -117,7 +117,7 @@ def test_invalid_index_is_damage(tmp_path, text):
         read_index_file(str(tmp_path))
 
 
-def test_two_leaves_of_one_path_are_refused():
+def test_two_leaves_of_one_path_are_rejected():
     with pytest.raises(CheckpointStateError, match="two leaves with the path 'a/b'"):
         flatten_state({"a": {"b": 1}, "a/b": 2})
 

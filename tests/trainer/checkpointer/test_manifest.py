@@ -61,7 +61,7 @@ def test_all_damaged_files_are_named(ckpt_dir):
     assert find_damage(str(ckpt_dir)) == ["arrays/w/0.0: is missing", "arrays/w/empty: is missing"]
 
 
-def test_a_file_that_is_a_directory_now_is_damage(ckpt_dir):
+def test_file_that_is_a_directory_now_is_damage(ckpt_dir):
     (ckpt_dir / "index").unlink()
     (ckpt_dir / "index").mkdir()
     assert len(find_damage(str(ckpt_dir))) == 1

@@ -27,7 +27,7 @@ def test_every_n_steps():
     assert steps_of(every_n_steps_policy()) == list(range(1, 11))
 
 
-def test_the_last_step_too():
+def test_last_step_too():
     cfg = config_for_function(every_n_steps_and_last_policy).set(n=4, max_step=10)
     assert steps_of(cfg.instantiate(), last=12) == [4, 8, 10, 12]
 
@@ -54,21 +54,21 @@ def test_missing_evaluation_saves_nothing():
     assert not best()(step=1, evaler_summaries={"other": {"accuracy": 1.0}})
 
 
-def test_a_metric_may_be_nested_and_weighted():
+def test_metric_may_be_nested_and_weighted():
     policy = best("min", "model/loss")
     summaries = {"valid": {"model": {"loss": WeightedScalar(jnp.array(2.0), jnp.array(5.0))}}}
     assert policy(step=1, evaler_summaries=summaries)
     assert policy.get_state() == {"best": 2.0}
 
 
-def test_the_best_value_outlives_the_process():
+def test_best_value_outlives_the_process():
     policy, again = best(), best()
     assert policy(step=1, evaler_summaries={"valid": {"accuracy": 0.9}})
     again.set_state(policy.get_state())
     assert not again(step=2, evaler_summaries={"valid": {"accuracy": 0.8}})
 
 
-def test_a_metric_that_is_not_reported_is_an_error_with_the_near_names():
+def test_metric_that_is_not_reported_is_an_error_with_the_near_names():
     text = r"'acuracy'.*'valid'.*Did you mean 'accuracy'"
     with pytest.raises(CheckpointPolicyError, match=text):
         best(metric="acuracy")(step=1, evaler_summaries={"valid": {"accuracy": 0.9}})
@@ -127,7 +127,7 @@ def facts(**losses):
     return {int(s[1:]): {"metrics": {"valid": {"loss": v}}} for s, v in losses.items()}
 
 
-def test_the_best_of_those_that_have_a_value():
+def test_best_of_those_that_have_a_value():
     values = {**facts(_1=3.0, _2=float("nan"), _3=1.0, _4=3.0), 5: {}, 6: {"metrics": {"x": {}}}}
     assert keep_best(mode="min").kept(values) == {3}
     assert keep_best().kept(values) == {4}

@@ -80,7 +80,7 @@ def restore(directory, size=200_000):
     return step
 
 
-def test_a_process_killed_while_it_saves_leaves_whole_checkpoints_only(tmp_path):
+def test_process_killed_while_it_saves_leaves_whole_checkpoints_only(tmp_path):
     # The modules are imported once, the devices are opened in each child.
     script = """
     import signal, time
@@ -111,7 +111,7 @@ def test_a_process_killed_while_it_saves_leaves_whole_checkpoints_only(tmp_path)
 
 
 @pytest.mark.parametrize("how", ["small disk", "file size limit"])
-def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, how, request):
+def test_full_disk_leaves_the_last_good_checkpoint(tmp_path, how, request):
     """The first fits, the larger second does not, the small third does again."""
     script = """
     import resource

@@ -204,14 +204,14 @@ def test_states_of_any_containers_and_python_values(storage, tmp_path):
     assert restored["it"].position == 11
 
 
-def test_a_state_without_arrays(storage, tmp_path):
+def test_state_without_arrays(storage, tmp_path):
     save(storage, tmp_path, {"step": 3, "it": Iterator(1)})
     it = Iterator(0)
     assert restore(storage, tmp_path, {"step": 0, "it": it}) == {"step": 3, "it": it}
     assert it.position == 1
 
 
-def test_the_state_may_change_as_soon_as_the_save_has_begun(storage, tmp_path):
+def test_state_may_change_as_soon_as_the_save_has_begun(storage, tmp_path):
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     arrays = [jnp.full((256, 256), float(i)) for i in range(8)]
     numpy, it = np.arange(1000), Iterator(5)
@@ -232,7 +232,7 @@ def test_the_state_may_change_as_soon_as_the_save_has_begun(storage, tmp_path):
     assert it.position == 5
 
 
-def test_a_large_array_is_split_into_files_of_the_configured_size(tmp_path):
+def test_large_array_is_split_into_files_of_the_configured_size(tmp_path):
     cfg = OrbaxStateStorage.default_config().set(max_chunk_bytes=1000)
     storage = cfg.instantiate()
     state = {"w": jnp.arange(1024.0)}
@@ -254,7 +254,7 @@ def test_names_of_any_length_and_with_any_letters(storage, tmp_path):
     }
 
 
-def test_a_part_of_a_checkpoint(storage, tmp_path):
+def test_part_of_a_checkpoint(storage, tmp_path):
     save(storage, tmp_path, {"model": {"w": jnp.ones(3), "b": jnp.zeros(3)}, "step": 5})
     part = {"model": {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}}
     with pytest.raises(CheckpointStructureError, match=r"model/b: checkpoint float32\[3\]"):
@@ -301,7 +301,7 @@ def test_background_error_is_raised_once_by_wait(storage, tmp_path, caplog):
     save(storage, tmp_path / "next", {"w": jnp.ones(3)})
 
 
-def test_a_stopped_storage_can_save_again(storage, tmp_path):
+def test_stopped_storage_can_save_again(storage, tmp_path):
     save(storage, tmp_path / "a", {"w": jnp.ones(3)})
     storage.stop()
     save(storage, tmp_path / "b", {"w": jnp.ones(3)})
@@ -398,7 +398,7 @@ HARMS = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_damaged_file_is_named_and_other_arrays_are_read(checkpoint, harm):
+def test_damaged_file_is_named_and_other_arrays_are_read(checkpoint, harm):
     directory, targets = checkpoint
     do, expected = HARMS[harm]
     do(directory / "arrays" / "x")

@@ -62,7 +62,7 @@ def test_flush_writes_events(tmp_path, read_events):
     file.close()
 
 
-def test_an_event_file_that_is_dropped_is_complete(tmp_path, read_events):
+def test_event_file_that_is_dropped_is_complete(tmp_path, read_events):
     file = EventFile(str(tmp_path))
     file.add(event_file.scalar("loss", 1.0), step=1)
     del file
@@ -80,7 +80,7 @@ def test_sessions_and_checkpoints(tmp_path, read_events):
     assert checkpoint.session_log.checkpoint_path == "/run/step_00000007"
 
 
-def test_a_full_disk_leaves_no_empty_file(tmp_path, files_limited_to):
+def test_full_disk_leaves_no_empty_file(tmp_path, files_limited_to):
     with files_limited_to(0), pytest.raises(OSError, match="File too large"):
         EventFile(str(tmp_path))
     assert os.listdir(tmp_path) == []
@@ -113,7 +113,7 @@ def test_audio_has_16_bits():
     np.testing.assert_allclose(samples / 32767, clips[1], atol=1e-4)
 
 
-def test_a_histogram_counts_every_finite_value():
+def test_histogram_counts_every_finite_value():
     values = np.concatenate([np.linspace(-1, 3, 100), [np.nan, np.inf]])
     histogram = event_file.histogram("w", values).value[0].histo
     assert (histogram.num, histogram.min, histogram.max) == (100, -1, 3)

@@ -78,7 +78,7 @@ def test_only_due_values_are_written(make, read):
     ]
 
 
-def test_the_config_is_shown_as_a_block_of_text(make, read):
+def test_config_is_shown_as_a_block_of_text(make, read):
     writer = make()
     writer.log_config(writer.config, step=0)
     ((_, tag, value),) = read()
@@ -97,7 +97,7 @@ def test_step_times_are_averaged(make, read):
     assert (step, tag, value.simple_value) == (10, "average_step_time", 3.0)
 
 
-def test_a_restored_step_voids_the_later_ones_of_earlier_files(make, tmp_path, read_events):
+def test_restored_step_voids_the_later_ones_of_earlier_files(make, tmp_path, read_events):
     first = make()
     for step in (1, 2, 3):
         first(step, {"loss": 1.0})

@@ -61,7 +61,7 @@ def test_configs_and_checkpoints(tmp_path):
     assert checkpoint["checkpoint"] == {"action": "SAVE", "dir": "/c/step_00000005"}
 
 
-def test_a_run_that_restored_an_earlier_step_makes_the_later_lines_void(tmp_path):
+def test_run_that_restored_an_earlier_step_makes_the_later_lines_void(tmp_path):
     writer = make(tmp_path)
     for step in (1, 2, 3, 4):
         writer(step, {"loss": 1.0})

@@ -83,7 +83,7 @@ def test_run_starts_with_config_arguments(tmp_path, wandb):
     assert (kwargs["mode"], kwargs["dir"], kwargs["entity"]) == ("offline", str(tmp_path), None)
 
 
-def test_a_restarted_training_continues_its_wandb_run(tmp_path, wandb):
+def test_restarted_training_continues_its_wandb_run(tmp_path, wandb):
     for cfg in ({}, {}, {"dir": str(tmp_path / "other"), "resume": "must", "wandb_dir": "/w"}):
         writer = make(tmp_path, **cfg)
         writer(1, {"loss": 1.0})
@@ -270,7 +270,7 @@ def test_numbers_texts_and_config_are_logged(tmp_path, client):
         assert "number: 2.5" in file.read()
 
 
-def test_a_restarted_training_continues_its_mlflow_run(tmp_path, client):
+def test_restarted_training_continues_its_mlflow_run(tmp_path, client):
     for step in (1, 2):
         writer = make_mlflow(tmp_path)
         writer(step, {"loss": 1.0})
@@ -304,7 +304,7 @@ def test_server_outage_does_not_end_training(tmp_path, client, monkeypatch, capl
     assert "cannot write to" in said[0] and "no answer" in said[0]
 
 
-def test_summaries_that_are_not_due_are_left_out(tmp_path, client):
+def test_summaries_that_are_not_due_are_omitted(tmp_path, client):
     writer = make_mlflow(tmp_path, write_every_n_steps=2)
     for step in (1, 2, 3):
         writer(step, {"loss": 1.0})
