@@ -106,7 +106,7 @@ def test_state_of_training():
     assert state.params["dense"]["w"].tolist() == [1, 1]
 
 
-def test_negative_indices_are_of_the_same_element():
+def test_negative_indices_are_normalized():
     c = cursor([1, 2, 3])
     c[-1] = 5
     c[2] += 1

@@ -68,7 +68,7 @@ def test_only_public_names_of_jax_are_used():
     assert private + attributes == []
 
 
-def test_flax_and_axlearn_are_imported_by_interop_alone():
+def test_only_interop_imports_flax_and_axlearn():
     foreign = [
         f"{shown(path)}: {name}"
         for path in MODULES

@@ -37,17 +37,17 @@ def test_fields_are_pytree_nodes_by_default():
     assert paths == [".x"]
 
 
-def test_subclasses_are_nodes_of_their_own():
+def test_subclasses_are_separate_nodes():
     assert jax.tree.leaves(Point3(1.0, z=2.0)) == [1.0, 2.0]
 
 
-def test_they_are_immutable():
+def test_are_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Point(1.0).x = 2.0
     assert Point(1.0).replace(x=3.0) == Point(3.0)
 
 
-def test_class_keeps_its_own_replace_and_is_made_once():
+def test_custom_replace_and_repeated_decoration():
     assert Decorated(1).replace() == "own"
     assert struct.dataclass(Decorated) is Decorated
 
@@ -98,7 +98,7 @@ def rms(x, y):
     return jnp.sqrt(jnp.mean(x * y))
 
 
-def test_it_is_a_pytree_with_the_paths_of_a_dict():
+def test_pytree_paths_match_those_of_a_dict():
     tree = {"a": VDict(w=1, b=2)}
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     assert [jax.tree_util.keystr(path) for path in paths] == ["['a']['b']", "['a']['w']"]
@@ -122,7 +122,7 @@ def test_blocks_without_arrays_stay_as_they_are():
     assert map_blocks(rms, {"a": VDict(w=None)}, {"a": VDict(w=None)}) == {"a": VDict(w=None)}
 
 
-def test_it_crosses_transformations():
+def test_works_in_transformations():
     tree = VDict(w=jnp.arange(3.0))
     grads = jax.jit(jax.grad(lambda t: jnp.sum(t["w"] ** 2)))(tree)
     assert type(grads) is VDict

@@ -57,7 +57,7 @@ def test_empty_node_and_leaves_merge_in_any_order():
     assert unflatten_dict(dict(reversed(flat.items()))) == {"a": {"b": 1}}
 
 
-def test_leaves_stay_as_they_are():
+def test_leaves_are_unchanged():
     leaf = {}
     assert unflatten_dict({("a",): leaf})["a"] is leaf
     flat = {("a",): {"b": 1}, ("a", "c"): 2}
@@ -89,7 +89,7 @@ def test_non_string_keys_are_not_joined():
 
 
 @pytest.mark.parametrize("flip", [False, True])
-def test_path_through_a_leaf_is_rejected(flip):
+def test_path_through_leaf_fails(flip):
     flat = {("a",): 1, ("a", "b", "c"): 2}
     flat = dict(reversed(flat.items())) if flip else flat
     with pytest.raises(

@@ -84,7 +84,7 @@ ENTRY %main (a: f32[4,8]) -> f32[4,8] {
 """
 
 
-def test_every_form_of_groups_and_calls():
+def test_group_and_call_formats():
     found = collectives_of(HLO)
     shown = [(c.kind, c.shapes, c.bytes, c.times, c.in_loop, c.axes(MESH)) for c in found]
     assert shown == [

@@ -217,7 +217,7 @@ def run(meter, steps, batch=BATCH, **outputs):
     return last._replace(seconds_left=before.seconds_left) if before else last
 
 
-def test_speed_and_time_left_follow_from_the_clock():
+def test_speed_and_eta_use_the_clock():
     meter = Meter(100, Clock())
     readings = [meter.on_step(step, {"loss": 1.0}, BATCH) for step in range(1, 13)]
     assert readings[-1].step == 10
@@ -226,7 +226,7 @@ def test_speed_and_time_left_follow_from_the_clock():
     assert readings[2].tokens_per_second is None and readings[2].seconds_left is None  # too early
 
 
-def test_last_steps_keep_the_speed_since_they_are_read_all_at_once():
+def test_speed_is_stable_for_steps_read_at_once():
     clock = Clock()
     meter = Meter(100, clock)
     for step in range(1, 11):

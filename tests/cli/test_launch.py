@@ -16,7 +16,7 @@ def made(*words):
     return make_job(parse_arguments(["launch", *words]))
 
 
-def test_job_trains_the_recipe_as_weft_train_would():
+def test_job_runs_weft_train():
     job = made("local", "-n", "3", "lm-tiny", "max_step=7")
     assert isinstance(job, LocalJob)
     assert (job.config.name, job.config.num_processes) == ("lm-tiny", 3)
@@ -26,7 +26,7 @@ def test_job_trains_the_recipe_as_weft_train_would():
     assert isinstance(job, JobSetJob) and job.config.command == ["weft", "train", "lm"]
 
 
-def test_any_field_of_the_job_can_be_set():
+def test_all_job_fields_can_be_set():
     words = ["nodes=2", "sbatch.qos=high", "env.A=b", 'setup=["module load cuda"]', "name=mine"]
     cfg = made("slurm", "-n", "4", *(w for x in words for w in ("--job", x)), "lm").config
     assert (cfg.nodes, cfg.sbatch, cfg.env) == (2, {"qos": "high"}, {"A": "b"})

@@ -188,7 +188,7 @@ def test_generate_rejects_out_of_range(wrong):
         run(**wrong)
 
 
-def test_tokenizer_of_the_data_is_found():
+def test_tokenizer_of_data_is_found():
     cfg = load_config("lm-tiny")
     assert isinstance(find_tokenizer(cfg), ByteTokenizer)
     cfg.input.source.tokenizer = ByteTokenizer()

@@ -85,7 +85,7 @@ def test_unknown_field_suggests_the_nearest():
         assert str(error.value) == ("unknown field 'raet' in Dropout.Config. Did you mean 'rate'?")
 
 
-def test_unknown_field_inside_names_its_path():
+def test_unknown_nested_field_names_path():
     cfg = Layer.default_config()
     with pytest.raises(UnknownFieldError, match=r"in Dropout\.Config \(at dropout\)"):
         cfg.dropout.raet = 0.2
@@ -300,7 +300,7 @@ def test_visit():
     assert seen == [("klass", Dropout), ("rate", 0.1)]
 
 
-def test_configs_of_functions_are_values_of_fields():
+def test_function_configs_may_be_values():
     cfg = Model.default_config().set(by_name={"f": config_for_function(divmod_of)})
     assert cfg.clone() == cfg
     assert pickle.loads(pickle.dumps(cfg)) == cfg
@@ -354,7 +354,7 @@ def test_repr_is_one_line():
     )
 
 
-def test_long_repr_leaves_out_defaults_and_stays_short():
+def test_long_repr_omits_defaults():
     cfg = Many(items_=[Block.default_config().set(dim=i) for i in range(40)])
     assert "act=" not in repr(cfg)
     assert "Block.Config(dim=39)" in repr(cfg)

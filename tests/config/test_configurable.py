@@ -70,7 +70,7 @@ def test_changing_a_copy_keeps_the_whole():
     assert whole.config.part.dim is REQUIRED
 
 
-def test_subclass_without_config_uses_that_of_its_parent():
+def test_subclass_without_config_inherits_it():
     class Special(Part):
         pass
 
@@ -107,7 +107,7 @@ def test_all_required_fields_are_named_with_their_paths():
     assert "Write cfg.set(depth=…, dim=…)" in str(error.value)
 
 
-def test_path_is_known_through_lists_and_clones():
+def test_path_survives_lists_and_clones():
     cfg = Whole.default_config().set(parts=[Part.default_config(), Part.default_config()])
     with pytest.raises(RequiredFieldMissingError, match=r"parts\[1\]\.depth"):
         cfg.clone().parts[1].instantiate()
@@ -160,7 +160,7 @@ def test_modifier_changes_configs():
     assert modifier(Part.default_config()).scale == 3.0
 
 
-def test_own_factory_may_define_instantiate():
+def test_factory_may_define_instantiate():
     @config_class
     class Doubled(InstantiableConfig[int]):
         x: int = 1

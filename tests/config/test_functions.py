@@ -85,7 +85,7 @@ def test_optax():
     assert updates["w"].tolist() == [-0.5, -0.5]
 
 
-def test_further_arguments_replace_fields():
+def test_extra_arguments_replace_fields():
     assert config_for_function(scale).instantiate(x=1.0, by=3.0) == (1.0, 3.0, ())
     assert config_for_function(gather).instantiate(first=1, other=4) == (1, 2, (), 0, {"other": 4})
 
@@ -207,7 +207,7 @@ def with_sentinel(x=MISSING):
     return x is MISSING
 
 
-def test_sentinel_reaches_the_function_as_itself():
+def test_sentinel_is_passed_unchanged():
     cfg = config_for_function(with_sentinel)
     assert cfg.clone().instantiate()
     assert not cfg.set(x=1).instantiate()

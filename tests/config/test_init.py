@@ -14,7 +14,7 @@ print(sorted({"jax", "jaxlib", "numpy", "attr", "optax"} & set(sys.modules)))
 """
 
 
-def test_importing_it_is_quick_and_imports_no_jax():
+def test_import_is_fast_and_without_jax():
     def measure():
         result = subprocess.run(
             [sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True

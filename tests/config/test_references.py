@@ -244,7 +244,7 @@ def test_alias_is_not_listed(monkeypatch):
     assert "Did you mean 'optax.sgd'?" in refused("weft.innocent.sgd", use="target")
 
 
-def test_configurables_of_imported_modules_may_be_named():
+def test_imported_configurables_may_be_named():
     assert resolve_reference(f"{__name__}.Layer") is Layer
 
 

@@ -160,7 +160,7 @@ def test_reading_runs_no_constructor_and_no_method():
     assert DETONATED == []
 
 
-def test_configurables_need_no_allowance():
+def test_configurables_are_allowed():
     assert from_text(f"{M}.Leaf.Config(rate=0.5)") == Leaf.Config(klass=Leaf, rate=0.5)
 
 
@@ -352,7 +352,7 @@ def test_error_names_the_line(body, kind, message):
     assert message in str(error.value)
 
 
-def test_error_deep_inside_names_its_line_once():
+def test_nested_error_names_its_line_once():
     with pytest.raises(UnknownFieldError) as error:
         from_text(f"{M}.Tree.Config(\n many=[\n  {M}.Leaf.Config(\n   rte=1)])")
     assert str(error.value).startswith("text:4: unknown field 'rte'")
@@ -380,7 +380,7 @@ def test_text_may_be_incomplete():
         cfg.instantiate()
 
 
-def test_values_remember_the_line_of_the_text():
+def test_values_have_line_origins():
     cfg = from_text(f"{M}.Leaf.Config(\n  rate=0.5,\n  value=3)", source="runs/1/config.txt")
     assert origin(cfg, "rate") == Origin("runs/1/config.txt", 2)
     assert str(origin(cfg, "value")) == "runs/1/config.txt:3"

@@ -254,7 +254,7 @@ def test_origins_are_trailing_comments():
     assert from_text("\n".join(lines)) == cfg
 
 
-def test_origin_cannot_leave_its_comment():
+def test_origin_is_escaped_in_comment():
     cfg = Data(x=1)
     cfg._origins["x"] = Origin("a\nb\r__import__('os')")
     assert from_text(to_text(cfg, origins=True), allow=(M,)) == cfg

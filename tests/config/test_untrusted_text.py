@@ -349,7 +349,7 @@ def test_no_other_path_to_outside_effects(text):
 @pytest.mark.parametrize(
     "method", ["__init__", "_add_child", "config", "children", "default_config", "Config", "emb"]
 )
-def test_config_has_only_public_methods_called(method):
+def test_only_public_config_methods_are_called(method):
     layer = Linear.default_config().set(name="x", input_dim=2, output_dim=2)
     assert get_public_method(layer.instantiate(parent=None), method) is None
 
@@ -392,7 +392,7 @@ def test_redirecting_layer_calls_public_methods_only():
         run("_share_with_descendants")
 
 
-def test_layer_of_a_library_has_only_public_methods_called():
+def test_only_public_library_methods_are_called():
     text = f"{IN_HIERARCHY}.Config(layer=weft.linen.linear.Dense.Config, inputs=(), name='x')"
     with pytest.raises(ConfigError):
         from_text(text)

@@ -105,7 +105,7 @@ def test_other_rules_retrace_jitted_function():
     assert seen == [(), RULES]
 
 
-def test_two_sets_of_rules_as_one():
+def test_merged_rules():
     assert composite_rules([("a", "x"), ("a", "y")], [("b", "x")]) == (
         ("a", "x"),
         ("a", "y"),

@@ -66,7 +66,7 @@ def test_empty_filters_are_detected(where):
 
 @given(st.lists(filters, max_size=4), names)
 @few
-def test_first_filter_that_matches_counts(wheres, name):
+def test_first_matching_filter_wins(wheres, name):
     groups = group_collections({name: 1}, wheres)
     matches = [in_filter(where, name) for where in wheres]
     first = [matches.index(True)] if any(matches) else []

@@ -22,7 +22,7 @@ dicts = st.dictionaries(names, nested, max_size=3)
 
 @given(dicts)
 @settings(deadline=None, max_examples=25)
-def test_it_equals_hashes_and_thaws_like_its_dict(xs):
+def test_equality_hash_and_unfreeze(xs):
     frozen = freeze(xs)
     assert frozen == xs and xs == frozen
     assert unfreeze(frozen) == xs and type(unfreeze(frozen)) is dict
@@ -61,13 +61,13 @@ def test_mutation_error_names_alternatives(change, what):
     assert frozen == {"a": 1, "n": {}}
 
 
-def test_it_has_no_further_attributes():
+def test_has_no_extra_attributes():
     assert not hasattr(FrozenDict(), "update")
     with pytest.raises(AttributeError, match="no attribute 'fromkey'"):
         _ = FrozenDict().fromkey
 
 
-def test_nested_views_are_frozen_wherever_they_are_taken_from():
+def test_nested_views_are_frozen():
     frozen = FrozenDict({"a": {"b": {"c": 1}}})
     for inner in (frozen["a"], frozen.get("a"), *frozen.values(), *dict(frozen.items()).values()):
         assert type(inner) is FrozenDict and type(inner["b"]) is FrozenDict
@@ -75,7 +75,7 @@ def test_nested_views_are_frozen_wherever_they_are_taken_from():
     assert str(FrozenDict(a=1).values()) == "frozen_dict_values([1])"
 
 
-def test_copy_and_pop_leave_the_original_as_it_is():
+def test_copy_and_pop_keep_the_original():
     for original in (FrozenDict({"a": {"b": 1}, "c": [2]}), {"a": {"b": 1}, "c": [2]}):
         more = frozen_dict.copy(original, {"d": 4})
         less, value = frozen_dict.pop(original, "a")
@@ -100,7 +100,7 @@ def test_unfreeze_thaws_nested_frozen_dicts():
     assert type(unfreeze(mapped)["a"]) is dict
 
 
-def test_it_crosses_transformations_with_the_paths_of_a_dict():
+def test_pytree_paths_match_those_of_a_dict():
     frozen = FrozenDict({"b": jnp.ones(2), "a": {"c": jnp.zeros(())}})
     assert type(jax.jit(lambda x: x)(frozen)) is FrozenDict
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(frozen)]

@@ -143,7 +143,7 @@ def test_axis_index_counts_in_the_full_value(index, names):
 
 
 @pytest.mark.parametrize("params", [{}, named(None)])
-def test_without_a_name_the_new_axis_is_not_split(params):
+def test_unnamed_new_axis_is_replicated(params):
     box = Partitioned(jnp.ones(2), ("a",))
     assert box.add_axis(0, params).names == (None, "a")
     assert box.add_axis(0, params).remove_axis(0, params).names == ("a",)
@@ -161,7 +161,7 @@ def test_remove_axis_out_of_range(index):
         Partitioned(jnp.ones((2, 3)), ("a", "b")).remove_axis(index, named("l"))
 
 
-def test_axis_after_the_last_name_is_not_split():
+def test_axis_after_last_name_is_replicated():
     short = Partitioned(jnp.ones((2, 3, 4)), ("a",))
     assert short.add_axis(3, named("l")).names == ("a", None, None, "l")
     assert short.add_axis(3, named("l")).remove_axis(3, named("l")).names == ("a", None, None)
@@ -195,7 +195,7 @@ def test_named_axis_is_not_removed_without_a_name():
         meta.remove_axis(Partitioned(1, ("layers",)), 0, {})
 
 
-def test_path_can_grow_from_outside():
+def test_error_path_can_be_prefixed():
     with pytest.raises(AxisMetadataError) as caught:
         meta.add_axis({"w": Partitioned(1, ())}, 1, {})
     caught.value.path = f"params/{caught.value.path}"
@@ -223,7 +223,7 @@ changes = st.lists(
 
 @settings(deadline=None, max_examples=25)
 @given(changes, st.lists(st.tuples(st.integers(1, 3), names, st.booleans()), max_size=3))
-def test_names_are_as_many_as_axes_after_any_changes(changes, axes):
+def test_number_of_names_matches_axes(changes, axes):
     value = np.zeros([size for size, _, _ in axes])
     inner = Partitioned(value, tuple(name for _, name, _ in axes))
     box = {"w": Factored(inner, tuple(factored for _, _, factored in axes))}
@@ -395,7 +395,7 @@ def test_box_not_registered_as_pytree():
         meta.replace_boxed(Opaque(3, 1), 4)
 
 
-def test_get_partition_spec_looks_through_other_boxes():
+def test_get_partition_spec_unwraps_other_boxes():
     tree = boxes() | {
         "text": "no array",
         "numpy": np.ones(2),
@@ -459,7 +459,7 @@ def test_eval_shape_keeps_boxes():
     assert meta.unbox(avals).shape == (4, 8)
 
 
-def test_state_of_an_optimizer_has_the_boxes_of_the_parameters():
+def test_optimizer_state_keeps_parameter_boxes():
     params = {"w": Factored(Partitioned(jnp.ones((4, 8)), (None, "data")), (True, False))}
     state = optax.adam(1e-3).init(params)
     assert describe(state[0].mu) == describe(params)

@@ -170,7 +170,7 @@ def test_key_can_be_traced_before_its_number_is_known():
     assert data(traced.lower().compile()(KEY)) == data(Stream(KEY).at(2).as_key())
 
 
-def test_after_branches_the_larger_count_holds():
+def test_branches_keep_the_larger_count():
     a, b = Counts(), Counts()
     a.draw(ROOT)
     b.draw(ROOT)
@@ -181,7 +181,7 @@ def test_after_branches_the_larger_count_holds():
     assert max_counts(a.freeze(), b.freeze()) == max_counts(b.freeze(), a.freeze())
 
 
-def test_counts_in_different_loops_are_different():
+def test_counts_of_loops_differ():
     assert FrozenCounts() == Counts().freeze()
     a, b = (Counts(counts_for_loop(FrozenCounts())).freeze() for _ in range(2))
     assert a == a and a != b

@@ -55,7 +55,7 @@ def test_default_names_skip_taken_names():
     assert root.default_name("dense_") == "dense_2"
 
 
-def test_name_is_for_a_scope_or_for_variables_of_different_collections():
+def test_name_is_shared_only_between_collections():
     root = bind({}, mutable=True)
     root.variable("state", "x", lambda: 0)
     root.variable("cache", "x", lambda: 1)
@@ -75,7 +75,7 @@ def test_name_is_for_a_scope_or_for_variables_of_different_collections():
             take()
 
 
-def test_parameter_and_a_variable_of_the_same_collection_collide():
+def test_parameter_and_variable_names_collide():
     dense = bind(VARIABLES).push("dense")
     dense.param("b", lambda key: 0.0)
     with raises(
@@ -196,7 +196,7 @@ def test_ended_scope_is_rejected():
             use()
 
 
-def test_scope_ends_with_apply_also_when_it_fails():
+def test_scope_ends_even_if_apply_fails():
     kept = []
 
     def fail(scope):
@@ -262,7 +262,7 @@ def test_writing_to_an_immutable_collection():
 # Parameters.
 
 
-def test_missing_parameter_of_a_scope_that_has_others():
+def test_missing_parameter_of_nonempty_scope():
     message = r"no parameter 'w' in the scope '/'; there are: a, dense; pass it to `apply`, or run"
     with raises(errors.ScopeParamNotFoundError, message):
         bind(VARIABLES).param("w", NORMAL, (2,))
@@ -351,7 +351,7 @@ def test_flags():
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap, jax.checkpoint])
-def test_scope_used_in_a_transformation_that_it_does_not_cross(transform):
+def test_scope_used_in_raw_transformation(transform):
     x = jnp.ones(2) if transform is jax.vmap else 1.0
     name = "remat" if transform is jax.checkpoint else transform.__name__
     why = "so a tracer would leak into it"
@@ -484,7 +484,7 @@ def test_bind_takes_one_key_or_several():
 # Failures and threads.
 
 
-def test_two_threads_that_trace_at_once_give_the_serial_results():
+def test_concurrent_traces_match_serial_results():
     together = threading.Barrier(4)
 
     def program(scope, x, wait):

@@ -305,7 +305,7 @@ def test_unmatched_collection():
         )
 
 
-def test_missing_parameter_of_a_lifted_scope_that_has_others():
+def test_missing_parameter_of_nonempty_lifted_scope():
     def read(scope):
         return scope.push("dense").param("w", jax.nn.initializers.ones, (3,))
 

@@ -29,7 +29,7 @@ EXPLICIT = functools.partial(mesh_of, AxisType.Explicit)
 MIXED = functools.partial(mesh_of, AxisType.Explicit, AxisType.Auto)
 
 
-def test_mesh_is_that_of_the_context():
+def test_mesh_from_context():
     assert get_global_mesh() is None
     assert not global_mesh_defined()
     with jax.set_mesh(AUTO()):
@@ -66,7 +66,7 @@ def test_given_mesh_in_jit():
     assert y.sharding.is_equivalent_to(NamedSharding(AUTO(), P("model")), 2)
 
 
-def test_unconstrained_axis_keeps_its_layout_over_explicit_axes():
+def test_unconstrained_axis_keeps_explicit_sharding():
     with jax.set_mesh(EXPLICIT()):
         x = constrain(jnp.ones((4, 8)), P("data", None))
         y = constrain(x, P(P.UNCONSTRAINED, "model"))
@@ -94,7 +94,7 @@ def test_only_arrays_of_a_tree():
     assert out["shape"] is tree["shape"]
 
 
-def test_under_vmap_the_layout_is_that_of_one_example():
+def test_vmap_constrains_each_example():
     with jax.set_mesh(AUTO()):
         y = jax.jit(jax.vmap(lambda x: constrain(x, P("data"))))(jnp.ones((3, 8)))
     assert y.sharding.spec[1] == "data"
@@ -214,6 +214,6 @@ def test_layout_without_a_mesh():
         spmd.shard_value(jnp.ones(4), ("a",), RULES, None)
 
 
-def test_name_that_is_neither_logical_nor_in_the_mesh():
+def test_unknown_axis_name():
     with pytest.raises(MeshError, match=r"'nobody', and the mesh has .* or give rules"):
         spmd.shard_value(jnp.ones(4), ("nobody",), RULES, a_mesh())

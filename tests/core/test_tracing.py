@@ -60,7 +60,7 @@ def test_keys_are_known_values():
     assert partial_eval(lambda key, x: jax.random.normal(key), key, SHAPE) == jax.random.normal(key)
 
 
-def test_unknown_value_that_is_a_result_itself():
+def test_unknown_result():
     with pytest.raises(
         LazyInitError, match="1: its initial value depends on the value of an input"
     ):
@@ -84,7 +84,7 @@ def test_unknown_values_have_shapes():
         (jax.checkpoint, "jax.checkpoint", "remat"),
     ],
 )
-def test_each_transformation_is_another_trace(transform, of_jax, ours):
+def test_transformations_are_separate_traces(transform, of_jax, ours):
     outside, seen = current_trace(), []
 
     def f(x):
@@ -109,7 +109,7 @@ def test_outer_trace_is_restored():
     check_trace_level(before)
 
 
-def test_trace_is_not_kept_alive():
+def test_trace_is_released():
     # checking_leaks is on: a tracer that outlives its trace would be an error here.
     kept = []
     jax.jit(lambda x: kept.append(current_trace()) or x)(1.0)

@@ -217,7 +217,7 @@ def test_ended_process_0_is_named(three):
     three()[1].raise_cause(RuntimeError("mine"), patience_seconds=0.1)
 
 
-def test_silence_counts_as_an_end(alone):
+def test_silence_means_loss(alone):
     peers, _ = alone(0, 1, heartbeat_timeout_seconds=0.5)
     with pytest.raises(ProcessLostError, match=r"process 1 of 3 .* has sent nothing for"):
         peers.agree(go_on)

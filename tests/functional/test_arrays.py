@@ -171,7 +171,7 @@ def test_sizes_in_the_hierarchy(layer, size):
         layer.default_config().set(**{first: 2.5})
 
 
-def test_integers_of_numpy_are_integers():
+def test_numpy_integers_are_accepted():
     assert nnx.Linear(np.int64(3), np.int32(2), **RNGS).kernel.shape == (3, 2)
     functional.check_sizes("a layer", sizes=[3, np.int8(2)], left_out=None)
 

@@ -184,7 +184,7 @@ def test_gradient_of_the_sink_is_that_of_an_extra_key():
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
-def test_dropout_is_of_the_probabilities():
+def test_dropout_on_probabilities():
     q, k, v = map(jnp.array, qkv())
     key = jax.random.key(0)
     y = dot_product_attention(q, k, v, scale=1.0, dropout_rate=0.3, dropout_key=key)
@@ -267,7 +267,7 @@ Q = jax.random.normal(KEYS[0], (2, 5, 3, 4))
 K = jax.random.normal(KEYS[1], (2, 7, 3, 4))
 
 
-def test_is_the_softmax_of_scaled_products():
+def test_softmax_of_scaled_products():
     logits = np.einsum("bqhd,bkhd->bhqk", Q, K) / 2
     expected = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     np.testing.assert_allclose(attention_weights(Q, K), expected, rtol=1e-5)

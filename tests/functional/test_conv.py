@@ -111,7 +111,7 @@ def test_conv_transpose_with_a_transposed_kernel_is_the_gradient_of_conv(groups)
     np.testing.assert_allclose(ours, vjp(g)[0], rtol=1e-4, atol=1e-5)
 
 
-def test_groups_of_a_conv_transpose_are_convolved_by_themselves():
+def test_conv_transpose_groups_are_independent():
     x, w = jnp.array(array(1, 5, 4)), jnp.array(array(3, 2, 6))
     y = conv_transpose(x, w, strides=2, groups=2)
     for g in range(2):
@@ -131,7 +131,7 @@ def test_causal_conv_transpose_is_causal():
         assert inp <= out // 2
 
 
-def test_shapes_that_do_not_fit_are_named():
+def test_shape_mismatch_is_named():
     with pytest.raises(ArgumentShapeError, match=r"3 input channels for each of 2 group.* 4 chann"):
         conv(jnp.ones((1, 5, 4)), jnp.ones((3, 3, 2)), groups=2)
     with pytest.raises(ArgumentShapeError, match=r"takes 3 input channels for .* x has 4"):
@@ -179,7 +179,7 @@ def test_equal_weights_at_each_position_are_a_convolution():
     np.testing.assert_allclose(y, conv(x, w, strides=2, padding=pads), rtol=1e-4, atol=1e-5)
 
 
-def test_local_weight_has_a_number_for_each_of_the_window():
+def test_local_weight_shape():
     with pytest.raises(ArgumentShapeError, match=r"must be \(\*out_spatial, 9, output\)"):
         conv_local(array(2, 6, 3), array(4, 8, 5), window=(3,), padding=((0, 0),))
 

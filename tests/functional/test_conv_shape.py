@@ -40,7 +40,7 @@ def lax_length(length, window, strides, pads, input_dilation=1, dilation=1):
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 20), sizes, sizes, sizes, st.one_of(names, explicit))
-def test_output_shape_is_the_one_jax_computes(length, window, stride, dilation, padding):
+def test_output_shape_matches_jax(length, window, stride, dilation, padding):
     arguments = {
         "window": (window,),
         "strides": (stride,),
@@ -56,7 +56,7 @@ def test_output_shape_is_the_one_jax_computes(length, window, stride, dilation, 
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 20), sizes, sizes, sizes, st.one_of(names, explicit))
-def test_transposed_output_shape_is_the_one_jax_computes(length, window, stride, dilation, padding):
+def test_transposed_output_shape_matches_jax(length, window, stride, dilation, padding):
     arguments = {
         "window": (window,),
         "strides": (stride,),
@@ -96,7 +96,7 @@ def test_padding_by_name():
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 9), sizes, sizes, sizes, st.sampled_from(["SAME", "VALID", "SAME_LOWER"]))
-def test_padding_by_the_length_is_that_of_lax(length, window, stride, dilation, padding):
+def test_length_dependent_padding_matches_lax(length, window, stride, dilation, padding):
     span = (window - 1) * dilation + 1
     (expected,) = lax.padtype_to_pads((length,), (span,), (stride,), padding)
     arguments = {"window": (window,), "strides": (stride,), "dilation": (dilation,)}
@@ -104,7 +104,7 @@ def test_padding_by_the_length_is_that_of_lax(length, window, stride, dilation, 
         assert lax_conv_padding((length,), padding=name, **arguments) == (expected,)
 
 
-def test_padding_by_the_length_is_rejected_with_the_names_it_has():
+def test_length_dependent_padding_is_rejected_by_name():
     with pytest.raises(ArgumentValueError, match="'CAUSAL' is neither one of SAME, VALID, SAME_LO"):
         lax_conv_padding((4,), window=(3,), strides=(1,), padding="CAUSAL")
     with pytest.raises(ArgumentValueError, match=r"padding=1 is neither .* axes, \(left, right\)"):
@@ -139,7 +139,7 @@ def test_bad_padding_is_named(pads_of):
         pads_of(window=(3, 3), strides=(1, 1), padding=(1, 1))
 
 
-def test_ranks_that_disagree_are_named():
+def test_mismatched_ranks_are_named():
     with pytest.raises(ArgumentShapeError, match=r"window=\(3, 3\), strides=\(1,\)"):
         conv_explicit_padding(window=(3, 3), strides=(1,), padding="SAME")
     with pytest.raises(ArgumentShapeError, match=r"in_shape=\(8,\), window=\(3, 3\)"):
@@ -253,7 +253,7 @@ def test_causal_output_ignores_the_future():
 
 @pytest.mark.parametrize("span", range(1, 8))
 @pytest.mark.parametrize("stride", range(1, 4))
-def test_circular_convolution_moves_with_its_input(span, stride):
+def test_circular_convolution_is_equivariant(span, stride):
     x, weight = array(1, 4, 1), array(span, 1, 1)
     sizes = {"window": (span,), "strides": (stride,), "dilation": (1,)}
 
@@ -294,7 +294,7 @@ def test_causal_is_for_one_axis():
 
 
 @pytest.mark.parametrize("padding", ["SAME", "CIRCULAR", "CAUSAL"])
-def test_dilated_input_is_padded_in_numbers(padding):
+def test_dilated_input_needs_explicit_pads(padding):
     x = array(1, 5, 1)
     with pytest.raises(ArgumentValueError, match=r"input_dilation=\(2,\): give the padding as num"):
         pad_conv(x, padding=padding, input_dilation=(2,), **ONE)

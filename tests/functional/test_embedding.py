@@ -62,7 +62,7 @@ def test_sinusoidal_positions():
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_rotary_turns_pairs_as_complex_numbers():
+def test_rotary_rotates_pairs():
     x, positions = array(2, 3, 4, 8), np.array([[0, 1, 2], [5, 9, 100]])
     angles = positions[..., None] * 100.0 ** (-np.arange(0, 8, 2) / 8)
     turned = (x[..., ::2] + 1j * x[..., 1::2]) * np.exp(1j * angles)[:, :, None]
@@ -102,7 +102,7 @@ def test_rotary_keeps_the_dtype_and_computes_in_float32():
     np.testing.assert_array_equal(y, expected)
 
 
-def test_alibi_slopes_of_other_numbers_interpolate():
+def test_alibi_slopes_interpolate():
     np.testing.assert_allclose(alibi_slopes(8), 2.0 ** -np.arange(1, 9))
     eight, sixteen = 2.0 ** -np.arange(1, 9), 2.0 ** (-np.arange(1, 17) / 2)
     np.testing.assert_allclose(alibi_slopes(12), [*eight, *sixteen[::2][:4]], rtol=1e-6)
@@ -162,7 +162,7 @@ def test_no_scaling_is_identity():
     assert yarn_magnitude(1.0) == 1.0
 
 
-def test_fast_pairs_stay_and_slow_ones_are_interpolated():
+def test_only_slow_pairs_are_interpolated():
     length, scaling = 2048, 8.0
     plain = np.asarray(rotary_frequencies(64))
     scaled = np.asarray(

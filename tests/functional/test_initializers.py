@@ -26,7 +26,7 @@ def test_draw_scale(distribution):
     "fan, distribution",
     [("fan_in", "uniform"), ("fan_out", "normal"), ("fan_avg", "truncated_normal")],
 )
-def test_fans_and_draw_together_are_variance_scaling(fan, distribution):
+def test_fans_and_draw_match_variance_scaling(fan, distribution):
     shape = (3, 5, 4, 6)
     sizes = fan_sizes(shape, in_axes=(-2,), out_axes=(-1,), batch_axes=(0,))
     scale = (2.0 / sizes[fan]) ** 0.5 * (3**0.5 if distribution == "uniform" else 1)

@@ -27,7 +27,7 @@ def test_dense_of_a_vector():
     np.testing.assert_allclose(dense(jnp.array(x), jnp.array(w)), x @ w, rtol=1e-5, atol=1e-6)
 
 
-def test_dense_names_the_sizes_that_disagree():
+def test_dense_names_mismatched_sizes():
     with pytest.raises(ArgumentShapeError, match=r"shape \(4, 5\).*must be \(3,\).*\(2, 3\)"):
         dense(jnp.ones((2, 3)), jnp.ones((4, 5)))
     assert issubclass(ArgumentShapeError, WeftError)
@@ -73,7 +73,7 @@ def test_dtype_is_promoted_unless_specified():
     assert project("bi,io->bo", x, w).dtype == jnp.bfloat16
 
 
-def test_gradients_are_those_of_the_matrix_product():
+def test_gradients_match_matmul():
     x, w = jnp.array(array(2, 3)), jnp.array(array(3, 4))
     ours = jax.grad(lambda w: jnp.sum(dense(x, w) ** 2))(w)
     plain = jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
@@ -112,7 +112,7 @@ def test_axes_of_a_weight_in_the_result_of_an_einsum(subscripts, ndims, expected
 
 
 @pytest.mark.parametrize("subscripts", ["ab,bc", "ab->a", "a,b,c->abc", ""])
-def test_subscripts_are_of_two_operands_and_a_result(subscripts):
+def test_subscripts_need_two_operands_and_result(subscripts):
     with pytest.raises(ArgumentValueError, match=r"an input, a weight and a result, as 'bi,io->bo"):
         project_weight_axes(subscripts, 2, 2)
 
@@ -150,7 +150,7 @@ def test_custom_einsum():
 
 @pytest.mark.parametrize("of_bias", ["bool", "int32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["bool", "int32", "bfloat16"])
-def test_bias_of_any_dtype_is_added_as_numpy_adds_it(dtype, of_bias):
+def test_bias_dtype_promotes_like_numpy(dtype, of_bias):
     x, weight, bias = jnp.ones((2, 3), dtype), jnp.ones((3, 2), dtype), jnp.ones(2, of_bias)
     y, expected = dense(x, weight, bias), dense(x, weight) + bias[None]
     assert y.dtype == expected.dtype and (y == expected).all()

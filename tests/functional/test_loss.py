@@ -90,7 +90,7 @@ def test_z_loss_is_the_squared_log_of_the_denominator():
     close(aux["per_target_loss"], each + z)
 
 
-def test_without_any_target_the_loss_and_its_gradient_are_zero():
+def test_no_targets_give_zero_loss_and_gradient():
     labels = jnp.full((2, 5), -1)
     loss, grad = jax.jit(
         jax.value_and_grad(lambda x: cross_entropy(x, labels, z_loss_scale=1.0)[0])
@@ -99,7 +99,7 @@ def test_without_any_target_the_loss_and_its_gradient_are_zero():
     assert (grad == 0).all()
 
 
-def test_dead_targets_may_hold_anything():
+def test_dead_targets_are_ignored():
     logits = LOGITS.at[0, 3].set(jnp.nan)
     loss, grad = jax.jit(jax.value_and_grad(lambda x: cross_entropy(x, LABELS)[0]))(logits)
     close(loss, cross_entropy(LOGITS, LABELS)[0])
@@ -172,7 +172,7 @@ def test_errors_of_regression():
     close(huber_error(preds, targets, delta=0.5), optax.huber_loss(preds, targets, delta=0.5))
 
 
-def test_huber_gradient_is_cut_off_at_delta():
+def test_huber_gradient_is_clipped():
     grad = jax.vmap(jax.grad(lambda x: huber_error(x, jnp.float32(0), delta=2.0)))
     close(grad(jnp.array([-9.0, -1.0, 0.0, 1.5, 9.0])), [-2, -1, 0, 1.5, 2])
 
@@ -219,7 +219,7 @@ def test_contrastive_loss_finds_the_key_of_each_query():
 
 
 @pytest.mark.parametrize("alpha, gamma", [(0.25, 1.5), (0.5, 2.0), (0.25, 0.0)])
-def test_focal_loss_by_its_formula(alpha, gamma):
+def test_focal_loss_formula(alpha, gamma):
     logits = RNG.normal(size=(3, 4)).astype(np.float32)
     targets = RNG.integers(0, 2, (3, 4))
     p = 1 / (1 + np.exp(-logits))
@@ -246,7 +246,7 @@ def iou(a, b):
     return len(cells(a) & cells(b)) / len(union) - (around - len(union)) / around
 
 
-def test_generalized_iou_by_counting():
+def test_generalized_iou():
     corners = RNG.integers(0, 6, (20, 2, 2))
     boxes = np.concatenate([corners, corners + RNG.integers(1, 5, (20, 2, 2))], axis=2)
     a, b = boxes[:, 0], boxes[:, 1]
@@ -304,7 +304,7 @@ def test_flops_are_squares_of_mean_magnitudes():
     assert zeros == 0
 
 
-def test_margin_holds_back_the_right_class():
+def test_margin_lowers_the_right_class():
     targets = np.eye(3, dtype=np.float32)[[0, 1, 2, 1, 0]]
     found = with_cosine_margin(jnp.array(X), jnp.array(targets), alpha=3.0, margin=0.2)
     np.testing.assert_allclose(found, 3 * X - 0.6 * targets, rtol=1e-5, atol=1e-6)
@@ -317,7 +317,7 @@ def test_pairs_are_of_different_ranks():
     np.testing.assert_array_equal(pairs, expected)
 
 
-def test_pairwise_loss_by_its_sum():
+def test_pairwise_loss_formula():
     logits = RNG.normal(size=(2, 3)).astype(np.float32)
     weights = RNG.uniform(size=(2, 3, 3)).astype(np.float32)
     scale = np.array([1.0, 3.0], np.float32)

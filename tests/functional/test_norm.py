@@ -94,14 +94,14 @@ def test_group_norm(subtract_mean, axis):
     close(y, expected.reshape(x.shape) * scale + bias)
 
 
-def test_group_norm_leaves_out_padding():
+def test_group_norm_ignores_padding():
     x, where = array(2, 5, 4), np.arange(5) < 3
     y = group_norm(jnp.array(x), num_groups=2, where=jnp.array(where)[None])
     close(y[:, :3], group_norm(jnp.array(x[:, :3]), num_groups=2))
 
 
 @pytest.mark.parametrize("subtract_mean", [True, False])
-def test_group_norm_by_segment_is_that_of_each_segment_alone(subtract_mean):
+def test_group_norm_by_segment_is_independent(subtract_mean):
     x, ids = array(2, 6, 4), jnp.array([[1, 1, 2, 2, 2, 0]] * 2)
     y = group_norm(jnp.array(x), num_groups=2, segment_ids=ids, subtract_mean=subtract_mean)
     for part in (slice(0, 2), slice(2, 5), slice(5, 6)):
@@ -109,7 +109,7 @@ def test_group_norm_by_segment_is_that_of_each_segment_alone(subtract_mean):
         close(y[:, part], alone)
 
 
-def test_groups_that_do_not_divide_the_channels_are_named():
+def test_indivisible_groups_are_named():
     with pytest.raises(ArgumentShapeError, match=r"5 channels .*\(2, 5\).* into 2 equal groups"):
         group_norm(jnp.ones((2, 5)), num_groups=2)
 
@@ -154,7 +154,7 @@ def test_gradients_are_finite_without_variance(norm, value):
     assert np.isfinite(grad).all()
 
 
-def test_layer_norm_gradients_are_those_of_the_definition():
+def test_layer_norm_gradients_match_definition():
     x, g = jnp.array(array(3, 5)) + 3, jnp.array(array(3, 5))
 
     def plain(x):
@@ -274,7 +274,7 @@ def test_zeros_stay_zeros():
     assert weight.tolist() == jnp.zeros((3, 4)).tolist()
 
 
-def test_gradients_see_the_vectors_as_constants():
+def test_singular_vectors_are_constant():
     matrix, u = WEIGHT[0], jnp.ones((1, 5))
     _, new, _ = spectral_norm(matrix, u)
     v = u @ matrix.T

@@ -23,13 +23,13 @@ def test_pooling_reduces_each_window(pool, reduce, window, strides):
     np.testing.assert_allclose(y, reduce(windows(X, window, strides), (-1, -2)), rtol=1e-5)
 
 
-def test_padding_never_is_the_extreme():
+def test_padding_is_never_max():
     negative = -jnp.ones((1, 4, 1))
     assert max_pool(negative, (3,), padding="SAME").tolist() == negative.tolist()
     assert min_pool(-negative, (3,), padding="SAME").tolist() == (-negative).tolist()
 
 
-def test_average_may_leave_padding_out_of_the_count():
+def test_average_may_exclude_padding():
     ones = jnp.ones((1, 4, 1))
     counted = avg_pool(ones, (3,), padding="SAME").ravel()
     np.testing.assert_allclose(counted, [2 / 3, 1, 1, 2 / 3], rtol=1e-6)
@@ -37,7 +37,7 @@ def test_average_may_leave_padding_out_of_the_count():
     np.testing.assert_allclose(left_out, [1, 1, 1, 1], rtol=1e-6)
 
 
-def test_integers_have_a_maximum_too():
+def test_integer_max_pooling():
     assert max_pool(jnp.array([[[-3], [-5]]]), (2,), padding=((1, 1),)).ravel().tolist() == [
         -3,
         -3,
@@ -53,6 +53,6 @@ def test_dtype_jit_and_gradient(pool):
     np.testing.assert_allclose(grad.sum(), 2 * 5 * 6 * 3, rtol=1e-5)
 
 
-def test_window_of_another_rank_is_named():
+def test_wrong_window_rank_is_named():
     with pytest.raises(ArgumentShapeError, match=r"window=\(2,\) .* 2 spatial axes"):
         max_pool(jnp.array(X), (2,))

@@ -88,7 +88,7 @@ def test_states_stay_after_sequence_end():
     assert kept["h"].tolist() == [[0, 0], [0, 0], [1, 1]]
 
 
-def test_lengths_are_those_of_the_batch():
+def test_lengths_must_match_batch():
     check_lengths((2, 5, 3), jnp.ones(2), 1)
     check_lengths((5, 2, 3), jnp.ones(2), 0)
     message = r"seq_lengths has shape \(3,\), but the input, of shape \(2, 5, 3\) .* axis 1"

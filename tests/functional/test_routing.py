@@ -61,7 +61,7 @@ def test_slots_match_loop_reference(seed, k, capacity, padded):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_losses_are_those_of_the_papers(padded):
+def test_losses_match_the_papers(padded):
     rng = np.random.default_rng(1)
     logits = rng.normal(size=(2, 5, 3)).astype("f")
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -83,7 +83,7 @@ def test_losses_are_those_of_the_papers(padded):
     np.testing.assert_allclose(z_loss, np.mean(squares), rtol=1e-5)
 
 
-def test_without_live_tokens_statistics_are_zero():
+def test_no_live_tokens_give_zero_statistics():
     live = jnp.zeros((1, 4), bool)
     probs, experts = jnp.full((1, 4, 2), 0.5), jnp.zeros((1, 4, 1), jnp.int32)
     assert R.load_balance_loss(probs, experts, live).tolist() == [0]

@@ -33,7 +33,7 @@ def test_finding_is_shrunk_and_printed():
     assert "# AssertionError: too much" in finding.text(planted(check))
 
 
-def test_case_that_hangs_is_a_finding():
+def test_hang_is_a_finding():
     def check(case):
         time.sleep(10 if 7 in case else 0)
 

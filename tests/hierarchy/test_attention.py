@@ -177,7 +177,7 @@ def test_attention_without_a_mask(filled, x):
     check("mha_nomask", mha(), filled, {"query": x, "return_aux": {"probs"}})
 
 
-def test_attention_to_something_else(filled, x, wave):
+def test_cross_attention(filled, x, wave):
     other = {"key": wave((BATCH, 5, DIM), 1.0), "value": wave((BATCH, 5, DIM), 2.0)}
     check("mha_kv", mha(), filled, {"query": x, **other, "return_aux": {"probs"}})
 

@@ -113,7 +113,7 @@ def test_specs_are_complete_and_nested():
     )
 
 
-def test_parameter_depends_on_its_path_alone():
+def test_parameter_depends_on_its_path():
     key = jax.random.key(0)
     alone = make().initialize_parameters_recursively(key)
     reordered = make(first=Affine.default_config().set(names=("bias", "other_bias", "weight")))
@@ -389,7 +389,7 @@ def test_output_layer_with_the_weights_of_the_embedding():
     np.testing.assert_allclose(logits, weight[ids] @ weight.T, rtol=1e-4, atol=1e-6)
 
 
-def test_without_a_map_forward_is_forward():
+def test_forward_without_a_map():
     layer, params = make_tied()
     ids = jnp.array([[1, 4]])
     y, _ = F(layer, None, params, (ids,), is_training=True, method="through")

@@ -141,7 +141,7 @@ def waves(specs):
         ),
     ],
 )
-def test_loss_and_metrics_are_those_of_axlearn(stack, expected, total):
+def test_loss_and_metrics_match_axlearn(stack, expected, total):
     # AXLearn 0.0.1 gives these numbers for this decoder, these parameters and this batch.
     model, _ = make(decoder_config(stack, num_layers=2))
     state = waves(model.create_parameter_specs_recursively())
@@ -181,7 +181,7 @@ def test_padding_and_invalid_tokens_are_not_targets():
     np.testing.assert_array_equal(scores["live_targets"], live)
 
 
-def test_bits_per_byte_are_of_all_bytes_together():
+def test_bits_per_byte_over_all_bytes():
     model, state = make()
     batch = {**BATCH, "target_num_bytes": jnp.array([7, 9])}
     (loss, _), summaries = loss_and_aux(model, state, batch)
@@ -206,7 +206,7 @@ def test_no_return_aux_gives_only_the_loss():
     assert loss.shape == ()
 
 
-def test_packed_sequences_are_scored_as_if_alone():
+def test_packed_sequences_score_separately():
     model, state = make()
     packed = {
         "input_ids": jnp.array([[2, 3, 4, 6, 7, 0]]),
@@ -316,7 +316,7 @@ def test_greedy_decoding_through_the_cache_is_greedy(decoder):
     assert len(set(outputs.sequences.ravel().tolist())) > 2
 
 
-def test_samples_depend_on_the_key_alone():
+def test_samples_depend_on_the_key():
     model, state = make()
     modifier = chain(scale_by(20.0), top_k_logits(5))
     inputs = {
@@ -535,7 +535,7 @@ def test_statistics_replace_logits():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), of_logits, of_stats)
 
 
-def test_perplexities_add_up_as_their_logarithms_do():
+def test_perplexities_add_in_log_space():
     texts = [(2.0, 3.0), (0.5, 5.0), (1.0, 2.0)]  # nats per token, tokens
     total = Perplexity(np.exp(2.0), 3.0) + Perplexity(np.exp(0.5), 5.0)
     total = total.accumulate(Perplexity(np.exp(1.0), 2.0))
@@ -552,7 +552,7 @@ def test_auxiliary_losses_are_found_by_path_and_added_up():
     assert float(metrics["aux_loss"].mean) == 3.5
 
 
-def test_pattern_that_finds_no_loss_is_rejected():
+def test_unmatched_pattern_is_rejected():
     cfg = AuxLossMetrics.default_config().set(aux_loss_regex="aux_loss")
     with pytest.raises(MetricsError, match=r"'aux_loss' of metrics matches none.*layer0/aux_loss"):
         measure(cfg)
@@ -585,7 +585,7 @@ def test_losses_are_weighted():
     assert float(loss.mean) == pytest.approx(0.1 * NLL.sum() / 5 + 0.5 * 3.5, rel=1e-5)
 
 
-def test_metrics_of_parts_may_be_kept_apart():
+def test_metrics_may_be_kept_separate():
     parts = {"a": CrossEntropyLossMetrics.default_config()}
     parts["b"] = parts["a"].clone()
     cfg = CompositeLossMetrics.default_config().set(metrics=parts)

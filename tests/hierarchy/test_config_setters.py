@@ -102,7 +102,7 @@ def config(**fields):
     return cfg
 
 
-def test_weights_are_sharded_twice():
+def test_weights_use_both_axes():
     cross = TransformerAttentionLayer.default_config().set(source_dim=8)
     cross.attention.num_heads = 4
     cfgs = [config(), config(cross_attention=cross)]

@@ -193,13 +193,13 @@ def test_randomness(name):
     ],
     ids=["vmap", "scan", "fori_loop", "while_loop"],
 )
-def test_each_index_and_iteration_draws_its_own(drawn):
+def test_indices_and_iterations_draw_separately(drawn):
     numbers, _ = run(lambda root: drawn(lambda x: root.child(x, "randomness")))
     assert len(set(numbers.tolist())) == 3
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_error_inside_names_the_module_and_leaves_no_context(name):
+def test_errors_name_the_module_and_restore_context(name):
     with pytest.raises(ValueError, match="wrong inside") as caught:
         run(lambda root: ALL[name](lambda x: root.child(x, "error"), X))
     notes = [note for note in caught.value.__notes__ if "JAX" not in note and note.strip("-")]
@@ -268,7 +268,7 @@ def test_zero_iterations_keep_the_carry():
     assert_equal(carries, [X] * 4)
 
 
-def test_loop_equals_the_python_loop_and_its_child_may_be_called_outside_too():
+def test_loop_equals_python_loop_and_child_is_usable_outside():
     def body(root):
         looped = transforms.fori_loop(0, 3, lambda i, c: root.child(c) + i, X)
         return looped, root.child(X)
@@ -423,7 +423,7 @@ def test_shard_map_shards_values_and_outputs(axis_type):
     assert_equal(y, jnp.sin(x[:2] * W))
 
 
-def test_shapes_alone_leave_no_outputs():
+def test_eval_shape_adds_no_outputs():
     def body(root):
         shape = transforms.eval_shape(lambda x: root.child(x, *OUTPUTS, "randomness"), X)
         assert (shape.shape, shape.dtype) == ((3,), jnp.float32)
@@ -442,7 +442,7 @@ def test_checkify_returns_the_error():
     assert error.get() is None
 
 
-def test_arguments_by_name_and_static_ones():
+def test_keyword_and_static_arguments():
     def body(root):
         jitted = transforms.jit(
             lambda x, how, *, scale: root.child(x) * scale if how == "scaled" else x,
@@ -456,7 +456,7 @@ def test_arguments_by_name_and_static_ones():
     assert_equal(gradient, [3.0] * 3)
 
 
-def test_names_are_those_of_the_users_function():
+def test_names_of_user_function():
     def attend(x):
         return x
 

@@ -129,7 +129,7 @@ def test_stacks_are_checked():
             install_context_stack([root])
 
 
-def test_functional_gives_the_outputs_of_one_call():
+def test_functional_returns_outputs_of_one_call():
     root = root_context()
     root.add_summary("before", 0)
 
@@ -242,7 +242,7 @@ def test_side_effects_in_raw_transformations_are_rejected(raw, doing, child):
 
 
 @pytest.mark.parametrize("raw", RAW)
-def test_transformation_of_the_hierarchy_inside_is_rejected_too(raw):
+def test_hierarchy_transform_inside_is_rejected(raw):
     around = RAW[raw][0]
 
     def body(root):
@@ -253,7 +253,7 @@ def test_transformation_of_the_hierarchy_inside_is_rejected_too(raw):
         run(body)
 
 
-def test_noise_that_would_be_the_same_for_all_rows_is_rejected():
+def test_noise_shared_by_all_rows_is_rejected():
     with pytest.raises(ContextTransformError, match=r"'root.dropout' inside of jax.vmap.*`vmap`"):
         run(lambda root: jax.vmap(root.dropout)(X))
     y, _ = run(lambda root: jax.vmap(root.dropout)(X), is_training=False)

@@ -80,7 +80,7 @@ def test_outer_context_is_hidden():
     assert "w" in outer.state
 
 
-def test_errors_name_the_module_and_the_context_by_their_paths():
+def test_errors_name_module_and_context_paths():
     outer = context(state={"w": np.ones((2, 3, 4))})
     of_state = Roles((("state", 0), (("summaries", "state_updates"), 0)))
 

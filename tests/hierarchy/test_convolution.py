@@ -132,7 +132,7 @@ def test_mismatched_input_shape_is_rejected(shape):
 
 
 @pytest.mark.parametrize("name", ["input_dim", "output_dim"])
-def test_groups_that_do_not_divide_are_rejected(name):
+def test_indivisible_groups_are_rejected(name):
     dims = {"input_dim": 6, "output_dim": 6, name: 4}
     with pytest.raises(LayerConfigError, match=f"conv: {name}=4 is not divisible"):
         make_conv(Conv1D, window=3, num_input_dim_groups=3, **dims)
@@ -186,7 +186,7 @@ def test_paddings_of_outputs():
     assert out(padding="CAUSAL", dilation=2) == [0, 0, 0, 0, 1, 1, 1]
 
 
-def test_of_two_axes_the_first_is_time():
+def test_first_axis_is_time():
     layer, params = make_over_time(
         Conv2DWith1DPadding,
         input_dim=2,
@@ -269,7 +269,7 @@ def test_agrees_with_lax(cls, window, strides, padding):
     assert tuple(layer.output_shape(input_shape=x.shape)) == y.shape
 
 
-def test_transposed_kernel_is_stored_as_that_of_the_convolution():
+def test_transposed_kernel_has_convolution_layout():
     options = {"window": (3, 3), "strides": (2, 2), "padding": "SAME", "transpose_kernel": True}
     layer, params = make_transpose(Conv2DTranspose, **options)
     assert params["weight"].shape == (3, 3, 6, 4)
@@ -340,7 +340,7 @@ def test_max_pool_takes_the_largest_of_each_window(window, strides):
 
 
 @pytest.mark.parametrize("size", [{"se_ratio": 0.5}, {"num_reduced_filters": 2}])
-def test_squeeze_excitation_gates_channels_by_their_means(size):
+def test_squeeze_excitation_gates_by_channel_mean(size):
     layer, params = make_pooling(SqueezeExcitation, input_dim=4, **size)
     assert jax.tree.map(jnp.shape, params) == {
         "reduce": {"weight": (1, 1, 4, 2), "bias": (2,)},
@@ -353,7 +353,7 @@ def test_squeeze_excitation_gates_channels_by_their_means(size):
     assert all(jnp.abs(g).sum() > 0 for g in jax.tree.leaves(grads))
 
 
-def test_squeeze_excitation_without_a_reduced_dimension_passes_on():
+def test_squeeze_excitation_without_reduced_dim_is_identity():
     layer, params = make_pooling(SqueezeExcitation, input_dim=4)
     assert params == {}
     np.testing.assert_array_equal(run_pooling(layer, params, X), X)

@@ -174,7 +174,7 @@ def test_cached_decoding_equals_the_full_forward(stack, variant):
     np.testing.assert_array_equal(states["time_step"], time_step + 3)
 
 
-def test_step_may_be_of_several_tokens():
+def test_multi_token_steps():
     decoder, state = make(decoder_config(variant="mask_layer"))
     expected = call(decoder, state, input_batch={"input_ids": IDS})["logits"]
     states, _ = call(
@@ -211,7 +211,7 @@ def test_cache_has_the_dtype_of_the_parameters():
     assert dtypes == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)}
 
 
-def test_dropout_rate_is_for_dropouts_without_one():
+def test_dropout_rate_is_the_default():
     cfg = decoder_config().set(dropout_rate=0.3)
     cfg.output_dropout = Dropout.default_config().set(rate=0.1)
     decoder = cfg.instantiate(parent=None)
@@ -382,7 +382,7 @@ def test_each_hypothesis_has_the_source_of_its_prompt():
     assert found.sequences.tolist() == [[[1, 2, 0, 0]] * 2, [[2, 5, 4, 0]] * 2]
 
 
-def test_scores_are_of_the_modified_distribution():
+def test_scores_use_modified_distribution():
     found = decode(
         "sample_decode",
         PREFIXES,

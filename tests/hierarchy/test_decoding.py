@@ -78,7 +78,7 @@ def test_padding_token_is_configured():
     assert outputs.sequences.tolist() == [[[7, 8, 9, 9]] * 2, [[5, 6, 7, 8]] * 2]
 
 
-def test_scores_are_those_of_the_sampled_tokens():
+def test_scores_match_sampled_tokens():
     outputs = sample([[1, 0, 0, 0], [1, 2, 3, 0]], BIGRAM)
     for row, length in enumerate([1, 3]):
         for tokens, scores in zip(outputs.sequences[row], outputs.token_scores[row], strict=True):
@@ -105,7 +105,7 @@ def test_same_key_gives_the_same_samples():
     assert (sample(inputs, BIGRAM, seed=1).sequences != first.sequences).any()
 
 
-def test_samples_at_a_key_are_those_of_axlearn():
+def test_samples_match_axlearn():
     # Called with these arguments, AXLearn 0.0.1 gives these tokens (partitionable threefry).
     outputs = sample(
         [[1, 0, 0, 0]] * 2,

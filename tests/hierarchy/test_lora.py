@@ -110,7 +110,7 @@ def test_qkv_adapter_adds_to_enabled_projections(filled, wave):
 
 
 @pytest.mark.parametrize("cls", [GroupedQKVLinear, FusedGroupedQKVLinear])
-def test_adapter_of_fewer_key_heads_has_as_many_for_each_projection(cls, filled, wave):
+def test_grouped_adapter_has_fewer_key_heads(cls, filled, wave):
     layer, x = qkv_layer(cls.default_config().set(num_kv_heads=2), ALL), wave((2, 3, DIM))
     state = filled(layer)
     got = run(layer, state, x)
@@ -341,7 +341,7 @@ def test_invalid_config_raises(make, said):
         make()
 
 
-def test_delta_is_the_product_of_both_weights_for_each_layer_of_a_stack():
+def test_delta_is_the_weight_product_per_layer():
     cfg = LoraLinearAdapter.default_config().set(name="a", input_dim=4, output_dim=3)
     adapter = cfg.set(rank=2, alpha=1.0).instantiate(parent=None)
     rng = np.random.default_rng(0)

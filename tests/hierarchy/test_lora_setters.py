@@ -104,7 +104,7 @@ def test_which_layers_get_adapters():
     assert all("self_attention" in p for p in of["feed_forward"])
 
 
-def test_settings_reach_every_adapter_and_a_second_call_adds_none():
+def test_settings_reach_all_adapters_and_are_idempotent():
     cfg = adapted(stack(), dropout_rate=0.25)
     adapter = cfg.layer.feed_forward.linear2.adapter
     assert (adapter.rank, adapter.alpha, adapter.lora_dropout.rate) == (2, 4.0, 0.25)
@@ -117,7 +117,7 @@ def test_config_without_layers_to_adapt():
         adapted(LayerNorm.default_config())
 
 
-def test_config_without_adapters_again():
+def test_adapters_are_removed():
     cfg = stack(grouped=True)
     assert without_lora(adapted(cfg)) == cfg
     assert without_lora(cfg) == cfg

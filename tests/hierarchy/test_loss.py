@@ -33,7 +33,7 @@ def near(expected):
     return pytest.approx(expected, rel=2e-5)
 
 
-def test_squares_have_axlearns_values():
+def test_squares_match_axlearn():
     loss = losses.mean_squared_error(a, b)
     assert (loss.mean, loss.weight) == near((1.5038501, 12))
     loss = losses.mean_squared_error(a, b, sample_weight=WEIGHT)
@@ -62,7 +62,7 @@ def test_images_are_resized_before_they_are_compared():
     assert float(same.mean) == pytest.approx(0, abs=1e-12)
 
 
-def test_huber_losses_have_axlearns_values():
+def test_huber_losses_match_axlearn():
     kwargs = {"predictions": a, "targets": b}
     assert losses.huber_loss(**kwargs)[0].tolist() == near(
         [0.50301468, 0.03877617, 0.14304553, 1.40721881]
@@ -86,7 +86,7 @@ def test_weighted_mean_is_over_all_elements():
     assert float(mean) == 0.5
 
 
-def test_boxes_have_axlearns_values():
+def test_boxes_match_axlearn():
     kwargs = {
         "predictions": jnp.array([[0, 0, 2, 2], [0, 0, 1, 1], [1, 1, 3, 4]], jnp.float32),
         "targets": jnp.array([[1, 1, 3, 3], [0, 0, 1, 1], [5, 5, 6, 6]], jnp.float32),
@@ -97,14 +97,14 @@ def test_boxes_have_axlearns_values():
     assert losses.giou_loss(**kwargs, reduction=ReductionMethod.SUM) == near(2.799365)
 
 
-def test_focal_losses_have_axlearns_values():
+def test_focal_losses_match_axlearn():
     targets = jnp.array([[0, 1, 0, 1]] * 3)
     assert losses.focal_loss(a, targets) == near(4.2727904)
     loss = losses.focal_loss(a, targets, alpha=0.5, gamma=2.0, sample_weight=WEIGHT)
     assert loss == near(1.5385989)
 
 
-def test_divergences_have_axlearns_values():
+def test_divergences_match_axlearn():
     log_p = jax.nn.log_softmax(a)
     loss, aux = losses.kl_divergence(log_p, jax.nn.softmax(b))
     assert loss == near(0.30620033)
@@ -113,7 +113,7 @@ def test_divergences_have_axlearns_values():
     assert loss == near(0.30620033)
 
 
-def test_margins_have_axlearns_values():
+def test_margins_match_axlearn():
     cosines = jnp.tanh(a)
     loss, aux = losses.large_margin_cosine_loss(cosines, labels=jnp.array([0, 1, 3]))
     assert (loss, aux["accuracy"], aux["num_examples"]) == near((1.5575382, 1 / 3, 3))
@@ -133,7 +133,7 @@ def test_margins_reject_duplicate_labels(kwargs):
         losses.large_margin_cosine_loss(a[:1], **kwargs)
 
 
-def test_contrastive_losses_have_axlearns_values():
+def test_contrastive_losses_match_axlearn():
     square, wide = a[:, :3], a
     from_logits = losses.asymmetric_contrastive_loss_from_logits
     assert from_logits(square) == near(1.6287107)
@@ -155,7 +155,7 @@ def test_contrastive_losses_have_axlearns_values():
     assert loss == near(2.6157649)
 
 
-def test_padded_negatives_count_in_neither_direction():
+def test_padded_negatives_are_ignored():
     nothing = jnp.ones(2)
     loss = losses.symmetric_contrastive_loss_from_features(
         a,
@@ -176,7 +176,7 @@ def test_soft_labels_may_name_the_keys():
     assert x_to_y == near(float(swapped))
 
 
-def test_cosines_have_axlearns_values():
+def test_cosines_match_axlearn():
     loss, aux = losses.negative_cosine_similarity_loss(a, b)
     assert loss == near(-0.54377282)
     assert aux["cosine_similarity"].tolist() == near([0.89065248, 0.8374781, -0.09681229])
@@ -199,7 +199,7 @@ def test_cosines_have_axlearns_values():
     assert by_reduction["mean"] == near(-0.39692009)
 
 
-def test_spread_and_sparsity_have_axlearns_values():
+def test_spread_and_sparsity_match_axlearn():
     assert losses.koleo_loss(a) == near(0.20501339)
     assert losses.koleo_loss(a, normalize_embedding=False) == near(-0.93895358)
     assert losses.flops_loss(embeddings=a) == near((4.0265055, 0.0))
@@ -207,7 +207,7 @@ def test_spread_and_sparsity_have_axlearns_values():
     assert losses.flops_loss(embeddings=a, sparsity_threshold=1.0) == near((4.0265055, 8 / 3))
 
 
-def test_rankings_have_axlearns_values():
+def test_rankings_match_axlearn():
     ranks = jnp.array([[1, 2, 3, 4], [1, 1, 2, 0], [0, 0, 0, 0]])
     found = losses.ranking_pairwise_loss(
         logits=a, ranks=ranks, loss_scale=jnp.array([1.0, 2.0, 1.0])

@@ -104,7 +104,7 @@ def test_batches_are_reduced_element_by_element(cls, reduce):
     np.testing.assert_allclose(accumulator.summaries()["x"].value(), reduce(BATCHES, axis=0))
 
 
-def test_weighted_summary_becomes_the_mean_over_both():
+def test_weighted_summaries_are_averaged():
     total = WeightedSummary(2.0, 1.0).accumulate(WeightedSummary(5.0, 3.0))
     assert isinstance(total, WeightedSummary)
     assert (float(total.value()), float(total.weight)) == (4.25, 4.0)
@@ -112,14 +112,14 @@ def test_weighted_summary_becomes_the_mean_over_both():
     assert float(nothing.value()) == 0
 
 
-def test_weighted_value_stays_that_of_the_first_batch():
+def test_weighted_value_keeps_first_batch():
     first = WeightedValue(2.0, 1.0)
     assert first.accumulate(WeightedValue(5.0, 3.0)) is first
     assert first.value() == 2.0
 
 
 @pytest.mark.parametrize("cls", [WeightedValue, WeightedSummary, WeightedScalar])
-def test_weighted_ones_leave_a_compiled_step(cls):
+def test_weighted_scalars_escape_jit(cls):
     out = jax.jit(lambda x: cls(x.mean(), x.size))(jnp.arange(4.0))
     assert isinstance(out, cls) and isinstance(out, MetricSummary)
     assert (float(out.mean), int(out.weight)) == (1.5, 4)

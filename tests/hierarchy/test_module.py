@@ -166,7 +166,7 @@ def test_inputs_may_be_named_and_are_copied():
     assert (batch, state) == ({"x": 2}, {"w": 2, "new": 1})
 
 
-def test_key_of_a_child_is_the_parents_with_its_name_folded_in():
+def test_child_key_folds_its_name_into_the_parents():
     # Recorded values for PRNGKey(123): a child "inner" and below it "leaf" by the md5 of the names.
     root, state = make(1)
     key = jax.random.PRNGKey(123)
@@ -262,7 +262,7 @@ def test_invalid_names_raise(name):
         call(Renaming(root.config, parent=None), state, 1.0, method="renamed")
 
 
-def test_exception_names_the_path_once_and_keeps_the_users_frames():
+def test_exception_names_path_once_and_keeps_user_frames():
     root, state = make(1)
     with pytest.raises(ValueError, match="bad 3") as caught:
         call(root, state, 3, method="fail")
@@ -386,7 +386,7 @@ class User(Module):
         return self.get_shared_module("shared_lef")
 
 
-def test_shared_modules_are_called_from_below_with_their_own_state():
+def test_shared_modules_use_their_own_state():
     root = Sharer.default_config().set(name="root", deep=0).instantiate(parent=None)
     out, outputs = call(root, state_of(0), jnp.ones(1))
     np.testing.assert_allclose(out, [2])

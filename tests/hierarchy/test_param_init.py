@@ -33,7 +33,7 @@ def draw(cfg, shape=(4, 6), axes=None, name="weight", key=KEY):
 @pytest.mark.parametrize("fan", ["fan_in", "fan_out", "fan_avg"])
 @pytest.mark.parametrize("distribution", ["uniform", "normal", "truncated_normal"])
 @pytest.mark.parametrize("batch", [(), (0,)])
-def test_weights_are_those_of_variance_scaling(fan, distribution, batch):
+def test_weights_match_variance_scaling(fan, distribution, batch):
     shape, axes = (5, 4, 3), FanAxes(-2, -1, batch)
     cfg = WeightInitializer.default_config().set(fan=fan, distribution=distribution, scale=2.0)
     expected = jax.nn.initializers.variance_scaling(
@@ -46,7 +46,7 @@ def test_weights_are_those_of_variance_scaling(fan, distribution, batch):
     ("distribution", "spread"),
     [("uniform", 0.5 / 3**0.5), ("normal", 0.5), ("truncated_normal", 0.5)],
 )
-def test_without_a_fan_the_scale_is_that_of_the_value(distribution, spread):
+def test_no_fan_keeps_the_scale(distribution, spread):
     cfg = WeightInitializer.default_config().set(fan=None, scale=0.5, distribution=distribution)
     np.testing.assert_allclose(draw(cfg, (100, 100)).std(), spread, rtol=0.03)
 
@@ -97,7 +97,7 @@ def test_groups_are_initialized_separately():
     assert cfg.instantiate().debug_string(name="bias") == "3 * [constant(0.0)]"
 
 
-def test_functions_like_those_of_jax():
+def test_jax_initializer_functions():
     assert jnp.abs(uniform(0.1)(KEY, (50,))).max() <= 0.1
     assert truncated_normal(0.1)(KEY, (5,), jnp.bfloat16).dtype == jnp.bfloat16
 

@@ -249,7 +249,7 @@ def test_schedule_name_fails():
         piped(schedule="1F1B")
 
 
-def test_rows_that_do_not_divide():
+def test_indivisible_rows():
     with pytest.raises(
         ArgumentShapeError,
         match=r"stages: a batch of shape \(8, 4\) does not divide into num_microbatches=3",

@@ -244,7 +244,7 @@ def test_remat_is_in_the_loop(state):
     assert "checkpoint" not in jaxpr(module, is_training=False)
 
 
-def test_gradients_equal_those_of_the_loop(state):
+def test_gradients_match_loop(state):
     def loss(state):
         return (by_hand(state, X, [0.0] * 3)[0] ** 2).sum()
 

@@ -25,14 +25,14 @@ def report(x):
     return F(reporter, prng_key=None, state={}, inputs=(x,), is_training=False)[1].summaries
 
 
-def test_summaries_leave_a_compiled_step_as_its_outputs():
+def test_summaries_are_outputs_of_a_jitted_step():
     x = np.random.default_rng(0).random((4, 4, 3)).astype(np.float32)
     summaries = jax.jit(report)(x)
     np.testing.assert_array_equal(summaries["image"].value(), x)
     np.testing.assert_allclose(summaries["nested"]["double"].value(), 2 * x[0, 0, 0] + 1)
 
 
-def test_add_summary_validates_values_also_under_jit():
+def test_add_summary_validates_under_jit():
     with pytest.raises(SummaryValueError, match=r"shape \(4, 4, 7\).*1, 3 or 4 channels.*None"):
         jax.jit(report)(jnp.zeros((4, 4, 7)))
     with pytest.raises(SummaryValueError, match=r"int32; expected uint8.*astype"):
@@ -58,7 +58,7 @@ def test_sample_rate_belongs_to_the_structure():
     assert jax.tree.map(lambda x: x * 2, clip).sample_rate == 8000
 
 
-def test_evaler_keeps_the_first_of_the_summaries_that_cannot_be_added():
+def test_evaler_keeps_first_of_non_additive_summaries():
     first, second = ImageSummary(jnp.zeros((1, 1, 1))), ImageSummary(jnp.ones((1, 1, 1)))
     assert first.accumulate(second) is first
 

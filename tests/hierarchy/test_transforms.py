@@ -43,7 +43,7 @@ def run(body, state=None, **kwargs):
 @pytest.mark.parametrize(
     "name", ["vmap", "jit", "checkify", "value_and_grad", "grad", "custom_vjp", "custom_jvp"]
 )
-def test_transformed_function_keeps_its_name_and_the_names_of_its_arguments(name):
+def test_transformed_function_keeps_name_and_argument_names(name):
     def loss(state, batch):
         return state
 
@@ -123,7 +123,7 @@ def test_scan_with_remat():
 
 
 @pytest.mark.parametrize("state_axis", [0, None])
-def test_vmap_over_the_state_or_with_one_state_for_all(state_axis):
+def test_vmap_over_state_or_shared_state(state_axis):
     w = jnp.arange(3.0) if state_axis == 0 else jnp.float32(2)
     x = jnp.array([1.0, 2.0, 3.0])
     with jax.checking_leaks():

@@ -58,7 +58,7 @@ def test_helpers_used_once(source):
     assert list(source.small_helpers()) == ["_once"]
 
 
-def test_annotations_that_allow_everything(source):
+def test_any_annotations(source):
     assert [is_any(note) for note in source.parameters()] == [False, False, True]
 
 
@@ -73,6 +73,6 @@ def test_each_call_path_has_frames():
     assert all(1 < frames < 60 for _, frames in paths())
 
 
-def test_no_file_imports_itself_through_others():
+def test_no_import_cycles():
     files = sources(Path(weft.__file__).parent)
     assert cycles(import_graph(files)) == []

@@ -41,7 +41,7 @@ def mesh():
         yield mesh
 
 
-def test_four_steps_from_a_process_to_the_step(mesh):
+def test_four_steps_from_process_to_step(mesh):
     records = make(partition_spec=PartitionSpec("data"))
     seen = []
     for batch in records.batches(iter(records.dataset())):
@@ -52,7 +52,7 @@ def test_four_steps_from_a_process_to_the_step(mesh):
     assert seen == [0, 16, 32]
 
 
-def test_partition_spec_is_the_configs_or_all_axes_of_the_mesh(mesh):
+def test_partition_spec_defaults_to_all_mesh_axes(mesh):
     assert make(partition_spec=PartitionSpec("model")).partition_spec == PartitionSpec("model")
     assert make().partition_spec == PartitionSpec(("data", "model"))
 
@@ -95,7 +95,7 @@ def test_partitioner_without_mesh_is_identity():
     assert partition(batch) is batch
 
 
-def test_element_spec_is_that_of_a_batch_of_this_process():
+def test_element_spec_matches_a_process_batch():
     assert make().element_spec() == {"ids": jax.ShapeDtypeStruct((8, 2), np.int32)}
     with pytest.raises(InputDatasetError, match=r"records: the dataset is empty"):
         make(num_batches=0).element_spec()

@@ -185,7 +185,7 @@ def held(rows):
     return dict(enumerate(rows))
 
 
-def test_processes_with_the_same_rows_read_the_same():
+def test_processes_sharing_rows_read_the_same():
     # data=2, model=2 over four processes of one device.
     model_parallel = held([(0, 0), (1, 0), (2, 1), (3, 1)])
     assert blocks_by_process(model_parallel, "x") == {0: (0,), 1: (0,), 2: (1,), 3: (1,)}
@@ -259,7 +259,7 @@ def test_default_is_rows_over_all_axes(mesh):
         assert current_mesh() == mesh
 
 
-def test_rows_that_do_not_divide(mesh):
+def test_indivisible_rows(mesh):
     with pytest.raises(BatchShardingError) as e:
         host_to_global_device_array(batch(6), partition=PartitionSpec("data"), mesh=mesh)
     assert str(e.value) == (

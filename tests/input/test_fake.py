@@ -86,7 +86,7 @@ def test_evaluation_must_end():
         make(FakeLmInput, is_training=False)
 
 
-def test_processes_bring_parts_of_one_global_batch():
+def test_processes_read_parts_of_a_global_batch():
     (whole,) = take(make(FakeLmInput), 1)
     dispatcher = InputDispatcher.default_config().set(
         global_logical_batch_size=4, num_physical_feeds=2, global_physical_batch_size=4

@@ -54,7 +54,7 @@ class TestInput:
     def make(self, **kwargs):
         return Input.default_config().set(name="input", **kwargs).instantiate(parent=None)
 
-    def test_yields_the_batches_of_its_source_the_same_each_time(self):
+    def test_yields_batches_of_its_source_repeatably(self):
         cfg = config_for_function(rows_source).set(seed=1)
         first, second, other = (
             [b["id"].tolist() for b in take(iter(self.make(source=c).dataset()), 10)]
@@ -112,7 +112,7 @@ class TestInput:
         with pytest.raises(RequiredFieldMissingError, match="source"):
             self.make()
 
-    def test_error_of_a_source_names_the_input_and_the_place(self):
+    def test_error_of_a_source_names_input_and_index(self):
         def fail(i):
             if i == 2:
                 raise ValueError("record 2 of x.txt is torn")
@@ -130,7 +130,7 @@ class TestInput:
 class TestSharding:
     @settings(deadline=None, max_examples=25)
     @given(st.integers(0, 30), st.integers(1, 5))
-    def test_shards_are_disjoint_and_together_all(self, n, num_shards):
+    def test_shards_are_disjoint_and_complete(self, n, num_shards):
         shards = [
             list(shard_dataset(numbers(n), DispatchConfig(i, num_shards)))
             for i in range(num_shards)
@@ -156,7 +156,7 @@ class TestSharding:
         with pytest.raises(InputDatasetError, match=r"shard_dataset_with_proportion accesses"):
             shard_dataset_with_proportion(ds, range_start=0, range_end=1, period=1)
 
-    def test_batches_are_the_processs_share(self):
+    def test_batches_are_process_shards(self):
         part = DispatchConfig(1, 4)
         ds = per_feed_batch(
             numbers(7), global_batch_size=12, dispatch_config=part, drop_remainder=True
@@ -228,7 +228,7 @@ class TestRekey:
 
 class TestMixing:
     @pytest.mark.parametrize("iterable", [False, True])
-    def test_in_the_proportions_of_the_weights_without_end(self, iterable):
+    def test_infinite_mixture_follows_weights(self, iterable):
         sources = [numbers(3), numbers(5).map(lambda i: 10 + i)]
         if iterable:
             sources[1] = sources[1].to_iter_dataset()

@@ -83,7 +83,7 @@ def test_dropping_and_padding_change_only_the_end(docs, length, multiple):
         assert all((dropped[i]["target_labels"] != PAD).all() for i in range(len(dropped)))
 
 
-def test_max_examples_are_spread_over_the_whole_stream():
+def test_max_examples_are_spread_over_the_stream():
     docs = [[i % 8] * 9 for i in range(40)]
     full, some = pack(docs, 10), pack(docs, 10, max_examples=4)
     assert len(full) == 40
@@ -105,7 +105,7 @@ def test_too_little_text_reports_its_size():
         pack([[1, 2, 3]], 5, drop_remainder=True)
 
 
-def test_index_outside_is_rejected():
+def test_out_of_range_index_fails():
     source = pack([[1, 2, 3]], 2)
     with pytest.raises(IndexError, match=r"examples \[2\] of 2"):
         source[2]

@@ -21,7 +21,7 @@ def write(path, content):
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.sampled_from([b"", b"a", b"bc", b"\r", b" ", b"\n", b"d\r\n"]), max_size=12))
 @pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_lines_are_those_that_python_finds(tmp_path_factory, chunk, parts):
+def test_lines_match_python(tmp_path_factory, chunk, parts):
     content = b"".join(parts)
     path = write(tmp_path_factory.mktemp("lines") / "file.txt", content)
     with pytest.MonkeyPatch.context() as patch:

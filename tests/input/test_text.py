@@ -148,7 +148,7 @@ def test_too_little_text_for_one_batch():
         make(corpus=corpus)
 
 
-def test_batch_that_does_not_divide_over_the_processes():
+def test_batch_indivisible_by_processes():
     with pytest.raises(InputDispatchError, match=r"global_batch_size=8 does not divide over 3"):
         make().source(DispatchConfig(0, 3))
 
@@ -264,7 +264,7 @@ def test_resuming_on_other_process_counts_keeps_global_batches(weights):
     assert seen + take(again, 4) == want
 
 
-def test_mixture_keeps_its_proportions_and_each_source_its_passes():
+def test_mixture_keeps_proportions_and_source_passes():
     rows = flat(take(open_(make_mixture(weights=[1.0, 1.0, 2.0])), 24))
     by_source = [[r for r in rows if r // 100 == i] for i in range(3)]
     assert [len(part) for part in by_source] == [48, 48, 96]

@@ -10,7 +10,7 @@ from weft.errors import LayerMethodError, LayerVariablesError
 from weft.interop.equinox_haiku import EquinoxModel, HaikuModel
 
 
-def test_values_are_those_of_equinox():
+def test_values_match_equinox():
     module = Perceptron(3, 2, key=KEY)
     for model in (EquinoxModel(module), EquinoxModel(Perceptron, 3, 2)):
         variables = model.init({"params": KEY}, X)
@@ -76,7 +76,7 @@ class Coder(hk.Module):
         return hk.dropout(hk.next_rng_key(), 0.5, x) if is_training else x
 
 
-def test_values_are_those_of_haiku():
+def test_values_match_haiku():
     pair = hk.transform_with_state(lambda x, t: Coder()(x, t))
     params, state = pair.init(KEY, X, True)
     for model, args in ((HaikuModel(pair), (X, True)), (HaikuModel(Coder), (X,))):

@@ -18,7 +18,7 @@ from weft.interop.variables import NNXMeta
 from weft.serialization import from_state_dict, to_state_dict
 
 
-def test_values_are_those_of_flax():
+def test_values_match_flax():
     module = flax.linen.Dense(2)
     variables = FlaxLinenModel(module).init({"params": KEY}, X)
     jax.tree.map(np.testing.assert_array_equal, variables, module.init(KEY, X))
@@ -99,7 +99,7 @@ def test_custom_boxes_follow_axes():
     np.testing.assert_allclose(2 * once, twice, rtol=1e-6)
 
 
-def test_filters_are_those_of_flax():
+def test_filters_match_flax():
     model = FlaxLinenModel(flax.linen.BatchNorm(use_running_average=False))
     variables = model.init({"params": KEY}, X)
     _, changed = model.apply(variables, X, rngs={}, mutable=DenyList("params"))

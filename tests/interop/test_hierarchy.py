@@ -139,7 +139,7 @@ def test_layouts_are_mesh_axes():
 
 
 @pytest.mark.parametrize("case", STATEFUL.values(), ids=STATEFUL)
-def test_state_is_updated_in_training_alone(case):
+def test_state_is_updated_in_training_only(case):
     make, col = case
     layer = layer_of(make())
     state = layer.initialize_parameters_recursively(KEY)
@@ -228,7 +228,7 @@ def test_sown_values_are_module_outputs():
     np.testing.assert_array_equal(outputs.module_outputs["intermediates"]["seen"][0], X)
 
 
-def test_prebuilt_values_have_to_fit():
+def test_prebuilt_values_must_match():
     layer = layer_of((linen.Dense(2),))
     with pytest.raises(ParameterSpecError, match=r"'params/kernel' of shape \(2,\) .*\(3, 2\)"):
         layer.initialize_parameters_recursively(KEY, prebuilt={"params": {"kernel": jnp.ones(2)}})
@@ -295,7 +295,7 @@ def test_non_layer_module():
     assert variables == {}
 
 
-def test_initial_values_are_those_of_the_layer():
+def test_initial_values_match_layer():
     model = HierarchyModel(Linear, input_dim=3, output_dim=2)
     layer = Linear.default_config().set(name="l", input_dim=3, output_dim=2)
     want = layer.instantiate(parent=None).initialize_parameters_recursively(KEY)
@@ -321,7 +321,7 @@ class InHalf(Net):
 
 
 @over({"linen": linen.BatchNorm, "nnx": lambda: nnx.BatchNorm})
-def test_dtype_around_a_layer_is_that_of_its_parameters(make):
+def test_dtype_of_parent_sets_parameter_dtype(make):
     args = (3,) if isinstance(make(), type) else ()
     guest = as_hierarchy(make(), *args, inputs=SHAPE)
     net = InHalf.default_config().set(name="net", guest=guest).instantiate(parent=None)

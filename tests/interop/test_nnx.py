@@ -61,7 +61,7 @@ def test_batch_of_layers_is_mapped(make):
 
 
 @pytest.mark.parametrize("case", STATEFUL.values(), ids=STATEFUL)
-def test_state_changes_in_training_alone_under_jit_and_scan(case):
+def test_state_changes_only_in_training_under_jit_and_scan(case):
     layer = made(case[0](), training=True) if "nnx" not in str(case) else made(case[0]())
     if isinstance(layer, InNNX) and not nnx.state(layer, nnx.Param):
         layer.lazy_init(X, training=True)
@@ -462,7 +462,7 @@ def test_model_is_made_at_once():
     assert not hasattr(model.head, "kernel")
 
 
-def test_lazy_init_is_of_one_thread_and_ends_with_an_error():
+def test_lazy_init_is_thread_local_and_ends_on_error():
     model, seen = Model(nnx.Rngs(0)), []
 
     def other():

@@ -151,7 +151,7 @@ def test_initial_values_can_be_computed():
     np.testing.assert_array_equal(a, b)
 
 
-def test_around_the_other_wrapper():
+def test_nested_wrappers():
     model = to_linen(lambda rngs: ToNNX(nn.Dense(2), rngs=rngs).lazy_init(X))
     variables = model.init(KEY, X)
     assert jax.tree.map(jnp.shape, variables) == {"params": {"bias": (2,), "kernel": (3, 2)}}

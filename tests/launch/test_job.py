@@ -8,7 +8,7 @@ def job(**fields):
     return Job.default_config().set(**({"name": "lm", "command": ["weft"]} | fields)).instantiate()
 
 
-def test_all_processes_learn_how_many_they_are():
+def test_all_processes_get_the_process_count():
     environment = job(num_processes=3, env={"HF_HOME": "/data"}).environment
     assert environment == {"HF_HOME": "/data", "JAX_NUM_PROCESSES": "3"}
 

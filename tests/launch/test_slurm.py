@@ -73,7 +73,7 @@ def run_script(script, **env):
     )
 
 
-def test_directives_are_those_of_the_fields():
+def test_directives_match_fields():
     assert directives(job().script()) == {
         "job-name": "lm",
         "nodes": "4",

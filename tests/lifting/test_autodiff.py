@@ -114,7 +114,7 @@ def remat_loss(w, x, lift):
     return lift(body)(box, x) + box.arrays["y"].sum()
 
 
-def test_values_and_gradients_are_those_without():
+def test_remat_keeps_values_and_gradients():
     args = jnp.arange(3.0), jnp.ones(3)
     plain = jax.value_and_grad(remat_loss)(*args, lambda f: f)
     with jax.checking_leaks():

@@ -35,7 +35,7 @@ def test_results_and_writes_are_returned():
     assert box.writes == 1
 
 
-def test_function_never_sees_the_callers_own_carrier():
+def test_function_gets_a_copy_of_the_carrier():
     box = Box(x=jnp.float32(1))
     trip(lambda box: box.arrays.clear(), (box,))
     assert "x" in box.arrays
@@ -87,7 +87,7 @@ def test_state_roles_of_arrays_are_rejected():
         split_args(BOXES, (jnp.zeros(2),), (Roles((("x", 0),)),))
 
 
-def test_units_are_the_groups_and_the_other_leaves():
+def test_units_are_groups_and_other_leaves():
     box = Box(a=jnp.zeros(1), b=jnp.ones(1))
     roles = (Roles((("a", CARRY), ("b", 0))), None)
     _, pure_args = split_args(BOXES, (box, jnp.full(1, 2)), roles)

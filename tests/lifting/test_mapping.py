@@ -160,7 +160,7 @@ def mesh():
 
 
 @needs_devices
-def test_each_device_has_its_part_of_the_state(mesh):
+def test_state_is_sharded_over_devices(mesh):
     box = Box(x=jnp.arange(8.0), scale=jnp.float32(2))
 
     def f(box, y):

@@ -44,13 +44,13 @@ class Callable:
     ],
     ids=["function", "partial", "jitted", "object", "method", "of jax", "of C"],
 )
-def test_name_is_that_of_the_users_function(fn, name):
+def test_name_of_user_function(fn, name):
     pure = named_after(fn, lambda *args: args, leading=("static",))
     assert pure.__name__ == name
     assert inspect.signature(pure).parameters
 
 
-def test_arguments_follow_those_of_the_engine():
+def test_argument_order():
     def fn(static, b, /, _static, c=1, *, d, **rest):
         del static, b, _static, c, d, rest
 
@@ -186,12 +186,12 @@ def test_argnums_out_of_range(transformed, what):
         transformed(1.0, 2.0)
 
 
-def test_function_of_any_arguments_may_have_any():
+def test_varargs_accept_any_position():
     assert lift.jit(lambda scope, *xs: xs[0], static_argnums=9) is not None
 
 
 @pytest.mark.parametrize("position", [2, -1])
-def test_arguments_without_a_derivative_from_the_end(position):
+def test_negative_nondiff_argnums(position):
     def scaled(scope, x, factor):
         return x * factor
 

@@ -101,7 +101,7 @@ def test_globals_count(monkeypatch):
     assert made_for(make()) is not before
 
 
-def test_defaults_and_partial_arguments_count():
+def test_defaults_and_partial_arguments_differ():
     def make(default):
         return lambda x, y=default: x + y
 
@@ -153,7 +153,7 @@ def test_equal_but_distinct_values(a, b):
     assert hash(value_key(a)) == hash(value_key(a))
 
 
-def test_attributes_of_functions_count():
+def test_function_attributes_differ():
     def scaled(scale):
         def fn(x):
             return x * fn.scale

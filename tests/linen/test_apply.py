@@ -28,7 +28,7 @@ def test_functions_of_modules():
     np.testing.assert_allclose(y, apply(only_layer, Model())(variables, X, 2), rtol=1e-6)
 
 
-def test_functions_that_change_state_and_draw_keys():
+def test_stateful_and_random_functions():
     def noisy(model, x):
         return model(x) + jax.random.normal(model.make_rng("noise"), x.shape)
 

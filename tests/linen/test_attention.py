@@ -184,7 +184,7 @@ def test_errors_of_arguments():
         layer.init(KEY, X, mask=jnp.ones((2, 1, 5, 9)))
 
 
-def test_default_function_is_that_of_this_module():
+def test_default_attention_fn():
     assert MultiHeadAttention(2).attention_fn is dot_product_attention
 
 

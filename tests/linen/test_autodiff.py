@@ -76,7 +76,7 @@ def test_vjp_of_a_tree_of_modules():
     np.testing.assert_allclose(of_x, expected, rtol=1e-5)
 
 
-def test_vjp_of_a_module_and_one_that_is_captured():
+def test_vjp_with_captured_module():
     def body(self, x):
         captured = Linear(2)
         y, pullback = nn.vjp(lambda m, x: m(captured(x)), Linear(1), x)
@@ -298,7 +298,7 @@ def take_jvp(fn, m, x):
     return nn.jvp(fn, m, (x,), (0 * x,), tangents)
 
 
-def test_gradients_of_a_module_below_one_that_is_captured():
+def test_gradients_of_child_of_captured_module():
     m = Holder(take_vjp)
     variables = m.init(KEY, X)
     hidden = X @ variables["params"]["sibling"]["w"]
@@ -326,7 +326,7 @@ def take_custom_jvp(fn, m, x):
 
 
 @pytest.mark.parametrize("take", [take_custom_vjp, take_custom_jvp])
-def test_rules_of_a_module_below_one_that_is_captured(take):
+def test_rules_of_child_of_captured_module(take):
     m = Holder(take)
     variables = m.init(KEY, X)
     hidden = X @ variables["params"]["sibling"]["w"]
@@ -346,7 +346,7 @@ def test_rules_of_a_module_below_one_that_is_captured(take):
         lambda m, x: nn.jvp(call, m, (x,), (x,), {}, variables="state"),
     ],
 )
-def test_collection_that_is_not_lifted_is_named(take):
+def test_unlifted_collection_is_named(take):
     with pytest.raises(ScopeCollectionNotFound, match="does not lift the collection"):
         model(lambda self, x: take(Linear(), x)).init(KEY, X)
 

@@ -58,7 +58,7 @@ def call(m, x):
 
 @loops
 @pytest.mark.parametrize("n", [0, 1, 3])
-def test_loop_is_the_same_as_in_python(loop, n):
+def test_loop_matches_python(loop, n):
     def python(n, body, m, x, **options):
         for _ in range(n):
             x = body(m, x)
@@ -174,13 +174,13 @@ def test_fori_loop_counts():
     assert m.apply({}, 0) == 2 + 3 + 4
 
 
-def test_carry_that_changes_is_named():
+def test_changed_carry_is_named():
     m = model(lambda self, x: while_loop(2, lambda m, x: {"a": x["a"][:1]}, self, {"a": x}))
     with pytest.raises(CarryStructureError, match=r"is given as float32\[2,3\] and returned as"):
         m.apply({}, X)
 
 
-def test_stream_that_is_not_lifted_is_named():
+def test_unlifted_stream_is_named():
     with pytest.raises(InvalidRngError, match="lift the stream"):
         model(lambda self, x: while_loop(2, lambda m, x: Linear()(x), self, x)).init(KEY, X)
 

@@ -25,7 +25,7 @@ def test_scalar_means_one_axis():
     assert jax.tree.map(jnp.shape, variables["params"]) == {"kernel": (3, 3, 5), "bias": (5,)}
 
 
-def test_circular_convolution_moves_with_its_input():
+def test_circular_convolution_is_equivariant():
     layer = Conv(5, 4, padding="CIRCULAR")
     y, variables = layer.init_with_output(KEY, X)
     moved = layer.apply(variables, jnp.roll(X, 2, axis=1))
@@ -86,7 +86,7 @@ def test_unsupported_local_conv_options(kwargs):
         ConvLocal(3, 3, **kwargs).init(KEY, X)
 
 
-def test_dilated_input_is_padded_in_numbers():
+def test_dilated_input_needs_explicit_pads():
     with pytest.raises(ArgumentValueError, match=r"input_dilation=\(2,\): give the padding as num"):
         Conv(3, 3, input_dilation=2).init(KEY, X)
 
@@ -102,7 +102,7 @@ def test_output_length_is_multiplied_by_stride():
         assert y.shape == (2, 18, 5)
 
 
-def test_with_a_transposed_kernel_it_is_the_gradient_of_a_convolution():
+def test_transpose_kernel_gives_the_gradient_of_conv():
     down = Conv(4, 3, strides=2, padding="VALID", use_bias=False)
     x = jax.random.normal(KEY, (2, 7, 5))
     y, variables = down.init_with_output(KEY, x)

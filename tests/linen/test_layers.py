@@ -18,7 +18,7 @@ from weft.linen.module import Module
 X = jnp.array([-2.0, 3.0])
 
 
-def test_activations_are_those_of_jax():
+def test_activations_match_jax():
     assert linen.relu is jax.nn.relu
     x = jnp.array([1.0, 3.0])
     np.testing.assert_allclose(linen.normalize(x), [-1, 1], rtol=1e-4)
@@ -109,7 +109,7 @@ def test_modules_are_named_by_position():
     }
 
 
-def test_tuples_and_dicts_are_the_next_layers_arguments():
+def test_tuples_and_dicts_become_arguments():
     assert Sequential([lambda x, y: (x, y), lambda a, b: a - b]).apply({}, 5, y=3) == 2
     assert Sequential([lambda x: {"b": x, "a": 1}, lambda a, b: a - b]).apply({}, 5) == -4
     assert Sequential([lambda x: [x, x], len]).apply({}, 5) == 2

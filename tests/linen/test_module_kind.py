@@ -151,7 +151,7 @@ def test_names_continue_after_a_transform_in_eager_calls(lifted):
         np.testing.assert_allclose(m.apply(variables, X), chained(variables, X, 3), rtol=1e-4)
 
 
-def test_names_depend_on_the_trace_that_is_run_again():
+def test_names_depend_on_the_replayed_trace():
     m = around(by_shape)
     variables = m.init(KEY, X)
     for _ in range(2):
@@ -546,7 +546,7 @@ def test_cache_distinguishes_capturing():
 # What goes in and out.
 
 
-def test_fields_of_all_kinds_are_the_same_inside():
+def test_fields_of_all_types_are_kept():
     class Model(nn.Module):
         sizes: Any
         table: Any

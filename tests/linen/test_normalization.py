@@ -103,7 +103,7 @@ def batch_close(x, y, tolerance=1e-4):
     np.testing.assert_allclose(x, y, atol=tolerance)
 
 
-def test_averages_follow_the_batches_and_are_used_in_evaluation():
+def test_running_averages_update_and_are_used_in_eval():
     layer = BatchNorm(momentum=0.9, epsilon=0.0)
     variables = layer.init(KEY, BATCH, False)
     stats = variables["batch_stats"]
@@ -168,7 +168,7 @@ def test_immutable_averages_are_named():
 INPUTS = draw(0, 4, 6)
 
 
-def test_spectral_norm_is_found_step_by_step():
+def test_spectral_norm_power_iteration():
     layer = SpectralNorm(Dense(5, use_bias=False))
     variables = layer.init(KEY, INPUTS, update_stats=False)
     kernel = 3 * jax.random.normal(KEY, (6, 5))

@@ -146,7 +146,7 @@ def test_names_of_a_variable_that_is_a_dict_gain_and_lose_axes():
     assert more.remove_axis(-1, {}) == box
 
 
-def test_layer_whose_axes_have_names():
+def test_layer_with_named_axes():
     kernel_init = partitioning.with_logical_partitioning(jax.nn.initializers.ones, ("embed", "mlp"))
     variables = Dense(4, kernel_init=kernel_init).init(jax.random.key(0), jnp.ones((2, 3)))
     box = variables["params"]["kernel"]

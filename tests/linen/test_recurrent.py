@@ -103,7 +103,7 @@ class Sum(RNNCellBase):
         return carry + x, carry + x
 
 
-def test_loop_is_the_cell_step_by_step():
+def test_loop_matches_cell_steps():
     cell = LSTMCell(4)
     rnn = RNN(cell, return_carry=True)
     (last, y), variables = rnn.init_with_output(KEY, SEQUENCE)
@@ -182,7 +182,7 @@ def test_cell_is_traced_once():
     assert len(traces) == 1
 
 
-def test_lengths_that_do_not_fit_are_named():
+def test_invalid_lengths_are_named():
     with pytest.raises(ArgumentShapeError, match=r"shape \(3,\), but the input, of shape \(2, 5,"):
         RNN(SimpleCell(4)).init(KEY, SEQUENCE, seq_lengths=jnp.ones(3, int))
 

@@ -57,7 +57,7 @@ def test_explicit_names_not_counted():
     assert sorted(Model().init(KEY, X)["params"]) == ["Affine_0", "Affine_1", "a"]
 
 
-def test_submodule_and_a_variable_of_one_name():
+def test_submodule_variable_name_conflict():
     class Model(Module):
         first: bool
 
@@ -377,7 +377,7 @@ def test_perturbations_without_an_entry_are_rejected(given):
     assert {"h", "k"} <= set(changed["perturbations"])
 
 
-def test_gradients_of_perturbations_are_those_of_the_values():
+def test_gradients_of_perturbations_match_values():
     fn = model(lambda self, x: (self.perturb("h", 3 * x) ** 2).sum())
     variables = fn.init(KEY, X)
     np.testing.assert_array_equal(variables["perturbations"]["h"], np.zeros((3, 2)))

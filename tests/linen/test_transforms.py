@@ -220,7 +220,7 @@ def test_remat_scan_without_loops_is_rejected():
         nn.remat_scan(Linear)
 
 
-def test_pmap_is_vmap_on_devices():
+def test_pmap_matches_vmap():
     xs = jnp.arange(24.0).reshape(8, 1, 3)
     run = lambda lift: lift(Linear, {"params": 0}, SPLIT)().init_with_output(KEY, xs)  # noqa: E731
     y, variables = run(nn.pmap)
@@ -266,7 +266,7 @@ def test_shard_map_sees_local_shards(axis_type):
     assert shapes(variables) == {"params": {"scale": ()}}
 
 
-def test_vmap_of_scan_of_remat_runs_the_body_few_times():
+def test_vmap_of_scan_of_remat_traces_body_few_times():
     runs = []
 
     class Layer(nn.Module):
@@ -428,7 +428,7 @@ def test_map_variables_maps_out():
         nn.fold_rngs(Linear, variables=False),
     ],
 )
-def test_collection_that_is_not_lifted_is_named(lifted):
+def test_unlifted_collection_is_named(lifted):
     message = "lift the collection 'params'|does not lift the collection 'params'"
     with pytest.raises(ScopeCollectionNotFound, match=message):
         lifted().init(KEY, X)
@@ -440,7 +440,7 @@ def test_collection_that_is_not_lifted_is_named(lifted):
     "lifted",
     [nn.vmap(Linear, {"params": 0}), nn.remat(Linear, rngs="noise"), nn.jit(Linear, rngs=False)],
 )
-def test_stream_that_is_not_lifted_is_named(lifted):
+def test_unlifted_stream_is_named(lifted):
     with pytest.raises(InvalidRngError, match="the PRNG stream 'params'"):
         lifted().init(KEY, X)
 
@@ -533,7 +533,7 @@ def test_classes_are_named_by_their_transformation():
     assert list(m.init(KEY, X)["params"]) == ["CheckpointLinear_1", "CheckpointLinear_0"]
 
 
-def test_class_that_is_transformed_again_is_the_same_class():
+def test_transformed_class_is_cached():
     axes = lambda: {"params": 0, "stats": [1][0]}  # noqa: E731
     assert nn.vmap(Linear, axes(), {"params": True}) is nn.vmap(Linear, axes(), {"params": True})
     assert nn.vmap(Linear, {"params": 0}) is not nn.vmap(Linear, {"params": 1})

@@ -262,7 +262,7 @@ def test_lifted_function_error_names_path_and_fix(raw, lift, what):
     assert " or ".join(f"`nn.{name}`" for name in names) + " of weft.linen" in message
 
 
-def test_lifted_function_that_changes_variables_is_rejected():
+def test_mutating_lifted_function_is_rejected():
     def count(module, x):
         calls = module.variable("state", "calls", lambda: jnp.zeros(()))
         if module.is_mutable_collection("state") and not module.is_initializing():
@@ -321,7 +321,7 @@ def test_bound_module_can_be_mapped_and_differentiated_itself():
     np.testing.assert_allclose(y, plain.apply(variables, X), rtol=1e-6)
 
 
-def test_perturbation_has_the_shape_that_is_seen():
+def test_perturbation_has_mapped_shape():
     module = Compact(lambda module, x: jax.vmap(lambda x: module.perturb("h", x) ** 2)(x))
     variables = module.init(KEY, X)
     np.testing.assert_array_equal(variables["perturbations"]["h"], np.zeros(2))

@@ -91,7 +91,7 @@ def round_trip(model, change):
 
 
 @update_context("t")
-def test_round_trip_changes_the_objects_that_went_in():
+def test_round_trip_updates_the_inputs():
     model = Model()
     layer, w = model.a, model.a.w
 
@@ -107,7 +107,7 @@ def test_round_trip_changes_the_objects_that_went_in():
     assert current_update_context("t").inner_ref_outer_index is None
 
 
-def test_equal_descriptions_are_one_object():
+def test_equal_graphdefs_are_one_object():
     with update_context("t"):
         parts = []
         for _ in range(2):
@@ -214,7 +214,7 @@ def test_split_fn_and_merge_fn():
     assert every[1] == ("[1]", 2, "int")
 
 
-def test_through_an_update_context():
+def test_in_an_update_context():
     m = model()
     with update_context("t"):
         tree = to_tree((m, m.a), ctxtag="t")

@@ -191,7 +191,7 @@ def test_whole_trace(run_of, of_calls, of_instructions):
 
 
 @pytest.mark.parametrize("run_of", [made, traced, scanned])
-def test_each_layer_costs_the_same_among_many(run_of):
+def test_cost_per_layer_is_constant(run_of):
     costs = [calls_of_weft(run_of(n)) for n in (4, 8, 16, 32)]
     assert costs[3] - costs[2] <= 1.05 * 4 * (costs[1] - costs[0])
 

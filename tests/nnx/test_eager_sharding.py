@@ -116,7 +116,7 @@ LAID_OUT = {"names": ("data", "model"), "spec": P("data", "model"), "none": None
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("layout", LAID_OUT)
-def test_shapes_have_the_layout_over_the_mesh_of_their_variable(kind, layout):
+def test_shapes_have_the_sharding_of_their_variable(kind, layout):
     mesh, out_sharding = mesh_of(kind), LAID_OUT[layout]
     if layout == "sharding":
         metadata = {"out_sharding": NamedSharding(mesh, P("data", "model"))}

@@ -26,7 +26,7 @@ class Node(nnx.Module):
             setattr(self, name, value)
 
 
-def test_description_is_compared_by_value():
+def test_graphdef_compares_by_value():
     def make(**changes):
         return nnx.graphdef(Node(**{"w": jnp.ones(1), "n": 1, "f": lambda x: x + 1, **changes}))
 
@@ -43,7 +43,7 @@ def test_description_is_compared_by_value():
     assert [name for name, _ in make().attributes] == ["f", "n", "w"]
 
 
-def test_number_in_place_of_data_keeps_the_description():
+def test_number_replacing_data_keeps_the_graphdef():
     node = Node(buffer=jnp.zeros(()))
     before = nnx.graphdef(node)
     node.buffer = jnp.ones(())

@@ -25,7 +25,7 @@ BATCHES = st.lists(
 
 @settings(deadline=None, max_examples=15)
 @given(BATCHES)
-def test_batches_count_as_their_values_at_once(batches):
+def test_batches_equal_all_values_at_once(batches):
     average, welford = Average(), Welford()
     for batch in batches:
         average.update(values=np.array(batch, np.float32))
@@ -95,7 +95,7 @@ def test_several_metrics_are_updated_together():
     assert flatten_graph(metrics).is_tracked
 
 
-def test_metrics_go_through_transformations():
+def test_metrics_in_transformations():
     @jax.jit
     def step(metric, x):
         metric.update(values=x)
@@ -161,7 +161,7 @@ def test_masks_of_unknown_metrics():
 
 @settings(deadline=None, max_examples=15)
 @given(st.data())
-def test_masked_values_do_not_count(data):
+def test_masked_values_are_ignored(data):
     average, welford, kept = Average(), Welford(), []
     for _ in range(data.draw(st.integers(1, 3))):
         values = data.draw(st.lists(st.floats(-10, 10, width=32), min_size=3, max_size=3))

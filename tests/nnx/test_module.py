@@ -36,7 +36,7 @@ class Open(nnx.Module):
         self.given = tuple(kwargs)
 
 
-def test_layers_are_equal_to_themselves_alone_and_shown_as_modules():
+def test_layers_compare_by_identity_and_have_a_repr():
     exported = [getattr(nnx, name) for name in dir(nnx)]
     layers = [x for x in exported if getattr(x, "__module__", "").startswith("weft.nnx.nn.")]
     layers = [x for x in layers if isinstance(x, type) and issubclass(x, nnx.Module)]
@@ -124,7 +124,7 @@ def test_sow_stores_values():
         layer.perturb("deterministic", 1.0)
 
 
-def test_gradient_of_a_perturbation_is_that_of_the_value():
+def test_perturbation_gradient_matches_value():
     layer = Layer()
     layer(3.0)
 

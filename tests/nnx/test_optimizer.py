@@ -97,7 +97,7 @@ def test_model_learns():
     ],
     ids=["sgd", "masked", "chain", "injected", "named", "steps", "adafactor", "partition"],
 )
-def test_updates_are_those_of_optax_on_plain_arrays(tx):
+def test_updates_match_optax(tx):
     model = Model()
     optimizer = Optimizer(model, tx, wrt=nnx.Param)
     params = values(model, nnx.Param)
@@ -184,7 +184,7 @@ def test_gradients_may_be_states_dicts_or_models():
         assert model.kernel[0].tolist() == [-1, 0, 1] and model.layers[0].bias[0] == 0
 
 
-def test_models_are_pytrees_of_variables_variables_and_objects_with_arrays():
+def test_models_may_be_pytrees_variables_or_objects():
     tree = {"a": nnx.Param(jnp.ones(2)), "b": [nnx.Param(jnp.ones(1))]}
     Optimizer(tree, optax.adam(0.1), wrt=nnx.Param).update(tree, nnx.state(tree))
     assert tree["b"][0][0] == pytest.approx(0.9)
@@ -218,7 +218,7 @@ def test_shared_parameter_updates_once():
     assert weight[0] == 0.5
 
 
-def test_values_keep_their_dtype_and_hooks_do_not_see_updates():
+def test_values_keep_dtype_and_updates_skip_hooks():
     seen = []
     model = nnx.Dict(
         w=nnx.Param(jnp.ones(2, jnp.bfloat16), on_set_value=lambda v, x: seen.append(x) or x)
@@ -316,7 +316,7 @@ def test_twenty_equal_optimizers_are_traced_once():
         assert len(traces) == 1
 
 
-def test_one_trace_serves_fresh_models_with_equal_optimizers():
+def test_equal_optimizers_share_a_trace():
     traces = []
 
     @nnx.jit
@@ -357,7 +357,7 @@ def test_optimizers_are_made_in_transformations():
     assert optimizer.opt_state[0].trace.kernel.shape == (2, 2, 3)
 
 
-def test_twenty_optimizers_that_differ_each_take_their_own_step():
+def test_twenty_different_optimizers_update_separately():
     step = counted_step([])
     for i in range(20):
 
@@ -564,7 +564,7 @@ def test_state_of_a_transformation_as_variables():
 PARAMETERS = {("a", 0): nnx.Param(jnp.ones(2)), ("b",): nnx.Param(None), ("c",): jnp.ones(3)}
 
 
-def test_gradients_take_the_form_of_the_parameters():
+def test_gradients_get_parameter_structure():
     given = {"c": nnx.Param(jnp.zeros(3)), "a": [jnp.zeros(2)], "n": nnx.BatchStat(1.0), "x": 2}
     made = gradients_like(PARAMETERS, given, nnx.Param)
     assert nnx.to_flat_state(made).paths == (("a", 0), ("b",), ("c",)) and made["b"] is None

@@ -39,7 +39,7 @@ def test_it_reads_and_writes_like_any_variable(name):
     assert jax.random.key_data(key[...]).tolist() == [0, 1]
 
 
-def test_functions_that_jax_transforms_write_to_it():
+def test_jax_transformed_functions_write_to_it():
     w = nnx.Param(jnp.zeros(2), ref=True)
 
     @jax.jit
@@ -87,7 +87,7 @@ def test_hooks():
     assert w[...].tolist() == [7, 3]
 
 
-def test_copies_have_references_of_their_own():
+def test_copies_have_separate_references():
     w = nnx.Param(jnp.ones(2), ref=True)
     model = nnx.Dict(w=w)
     graphdef, state = nnx.split(model)

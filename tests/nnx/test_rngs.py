@@ -15,7 +15,7 @@ def shapes(node):
     return {p[-2]: x.shape for p, x in nnx.to_flat_state(nnx.state(node, nnx.RngKey))}
 
 
-def test_nth_key_is_folded_from_the_streams_key():
+def test_nth_key_folds_the_count():
     rngs = nnx.Rngs(0, params=jax.random.key(1))
     assert same(rngs.params(), jax.random.fold_in(jax.random.key(1), 0))
     assert same(rngs["params"](), jax.random.fold_in(jax.random.key(1), 1))

@@ -100,7 +100,7 @@ def test_modes_control_updates():
     assert changes(graph=False, graph_updates=True) == VALUES
 
 
-def test_objects_are_shared_only_in_graphs():
+def test_sharing_needs_graph_mode():
     m = Model()
     is_same = []
     f = lambda a, b: is_same.append(a is b)  # noqa: E731

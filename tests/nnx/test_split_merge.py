@@ -205,7 +205,7 @@ def small_model():
     return nnx.Dict(w=nnx.Param(jnp.ones(2)), n=nnx.BatchStat(jnp.zeros(())))
 
 
-def test_it_is_a_state_that_is_merged_without_a_description():
+def test_graph_state_merges_without_a_graphdef():
     node = small_model()
     whole = unpack(node)
     assert isinstance(whole, nnx.State) and whole.w is node.w and list(whole) == ["n", "w"]

@@ -71,7 +71,7 @@ def test_partition_specs():
     assert get_partition_spec(nnx.Param(jnp.ones(2), ref=True)).get_value() == P()
 
 
-def test_named_shardings_lay_out_a_model(mesh):
+def test_named_shardings_of_a_model(mesh):
     state = nnx.state(model(), nnx.Param)
     with logical_axis_rules(RULES):
         shardings = get_named_sharding(state, mesh)

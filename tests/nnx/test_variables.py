@@ -304,7 +304,7 @@ def test_pytree_leaf_is_the_value():
     assert step(w)["a"] == 2 and w["a"] == 1
 
 
-def test_variable_that_is_declared_immutable_keeps_its_value():
+def test_immutable_variable_keeps_its_value():
     frozen = nnx.Param(jnp.ones(2), mutable=False)
     for write in (
         lambda: frozen.set_value(jnp.zeros(2)),

@@ -237,7 +237,7 @@ sync_global_devices("end")
 
 
 @pytest.mark.long
-def test_arrays_that_two_processes_of_flax_wrote(tmp_path):
+def test_arrays_of_two_flax_processes(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

@@ -22,7 +22,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_values_are_those_of_flax(around):
+def test_values_match_flax(around):
     def run(nn):
         class Model(nn.Module):
             @nn.compact
@@ -116,7 +116,7 @@ STAGED = ("jit", "checkpoint", "scan", "while_loop")  # where a tracer leaks in 
 
 @pytest.mark.parametrize("around", RAW)
 @pytest.mark.parametrize("lifted", lifted_functions(weft_nn))
-def test_lifted_functions_create_the_variables_of_flax(lifted, around):
+def test_lifted_functions_create_equal_variables(lifted, around):
     def run(nn, around):
         class Model(nn.Module):
             @nn.compact

@@ -809,7 +809,7 @@ def test_unlike_flax_ended_scope_cannot_be_read():
     assert "InvalidScopeError" in outcome(read, weft.core)
 
 
-def test_unlike_flax_a_scope_ends_with_the_one_above_it():
+def test_unlike_flax_scope_ends_with_its_parent():
     def below(lib):
         root = scope_of(lib)
         child = root.push("b")
@@ -840,7 +840,7 @@ def test_unlike_flax_bind_takes_one_key():
     assert outcome(one, weft.core) == plain(weft.core.bind({}, rngs={"params": KEY}).make_rng())
 
 
-def test_unlike_flax_arguments_by_name_are_not_lost_in_pack():
+def test_unlike_flax_pack_keeps_keyword_arguments():
     def named(lib):
         return packed(lib, lambda scope: 1)(scope_of(lib), y=2)
 
@@ -871,7 +871,7 @@ def test_unlike_flax_put_variable_copies_the_value():
     assert outcome(put_twice, flax_core) == {"b": 1, "c": 2}
 
 
-def test_unlike_flax_errors_of_names_have_a_class_of_their_own():
+def test_unlike_flax_name_errors_have_own_classes():
     def twice(lib):
         root = scope_of(lib)
         return root.push("q") and root.push("q")
@@ -880,7 +880,7 @@ def test_unlike_flax_errors_of_names_have_a_class_of_their_own():
     assert outcome(twice, weft.core) >= {"ValueError", "NameInUseError", "ScopeError", "WeftError"}
 
 
-def test_unlike_flax_a_missing_flag_is_an_error_and_not_a_result():
+def test_unlike_flax_missing_flag_raises():
     def flag(lib):
         return scope_of(lib).get_flag("b")
 

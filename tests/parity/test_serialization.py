@@ -139,7 +139,7 @@ def test_rare_values_have_the_same_bytes(value):
     assert weft_serialization.to_bytes(value) == flax_serialization.to_bytes(value)
 
 
-def test_data_of_a_flax_users_key_becomes_a_key():
+def test_flax_key_data_becomes_a_key():
     key = jax.random.key(7)
     encoded = flax_serialization.to_bytes({"rng": jax.random.key_data(key)})
     assert weft_serialization.from_bytes({"rng": jax.random.key(0)}, encoded)["rng"] == key

@@ -53,7 +53,7 @@ def seen(lib, freeze, xs, keep, sep, depth):
 
 @given(dicts, st.booleans(), st.sampled_from([None, "/", "::"]), st.sampled_from([0, 1, 2]))
 @settings(deadline=None, max_examples=25)
-def test_nested_and_flat_dicts_are_the_same(xs, keep, sep, depth):
+def test_nested_and_flat_dicts_agree(xs, keep, sep, depth):
     seen_by_weft = seen(weft_traverse, weft_freeze, xs, keep, sep, depth)
     assert seen_by_weft == seen(flax_traverse, flax_freeze, xs, keep, sep, depth)
 

@@ -56,7 +56,7 @@ def checkpoint(folder, **values):
 
 
 @pytest.mark.long
-def test_base_is_exported_and_imported_and_the_result_exported(tmp_path, monkeypatch):
+def test_base_and_result_round_trip_through_export(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(lm_lora, "_LLAMA", SMALL)
     one_device = jax.devices()[:1]
@@ -105,7 +105,7 @@ def test_existing_base_is_not_trained(tmp_path):
     assert lm_lora.prepare(lm_lora.lm_lora(base=str(folder)), train=None)
 
 
-def test_model_is_that_of_the_base(tmp_path):
+def test_model_from_base(tmp_path):
     folder, cfg, _ = checkpoint(tmp_path / "base")
     run = load_config("lm-lora", [f"base={folder}", "seed=3"])
     assert run.seed == 3 and run.init_state_builder.path == str(folder)
@@ -123,7 +123,7 @@ def test_model_is_that_of_the_base(tmp_path):
         load_config("lm-lora", [f"base={file}"])
 
 
-def test_tokenizer_is_that_of_the_base(tmp_path):
+def test_tokenizer_from_base(tmp_path):
     folder, _, _ = checkpoint(tmp_path / "base", vocab_size=4, eos_token_id=1, pad_token_id=None)
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     run = lm_lora.lm_lora(base=str(folder))

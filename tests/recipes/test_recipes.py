@@ -13,7 +13,7 @@ from weft.trainer.trainer import SpmdTrainer
 
 
 @pytest.mark.parametrize("name", named_trainer_configs())
-def test_recipe_is_a_trainer_config_that_reads_back(name):
+def test_recipe_config_round_trips(name):
     cfg = named_trainer_configs()[name]()
     assert isinstance(cfg, SpmdTrainer.Config)
     assert cfg.dir == f"runs/{name}"

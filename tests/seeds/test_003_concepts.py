@@ -532,7 +532,7 @@ def test_field_has_a_name_a_type_and_a_default():
     assert {"input_dim", "output_dim", "bias", "name"} <= set(cfg.keys())
 
 
-def test_function_of_optax_is_configured():
+def test_optax_function_is_configured():
     cfg = config_for_function(optax.sgd).set(learning_rate=0.5)
     sgd = cfg.instantiate()
     params = jnp.asarray([1.0, 2.0])

@@ -89,7 +89,7 @@ def test_optimizer_state_round_trips():
     assert jax.tree.leaves(to_state_dict(back))[0] == 1
 
 
-def test_static_fields_are_the_targets():
+def test_static_fields_come_from_target():
     assert to_state_dict(Point(1)) == {"x": 1, "y": 0}
     assert from_state_dict(Point(0, name="q"), {"x": 1, "y": 2}) == Point(1, 2, "q")
 

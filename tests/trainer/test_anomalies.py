@@ -345,7 +345,7 @@ def test_contradictory_fields_are_rejected(fields, told):
         AnomalyPolicy.default_config().set(**fields).instantiate()
 
 
-def test_without_a_policy_an_undefined_loss_ends_the_run():
+def test_undefined_loss_ends_the_run_by_default():
     check_loss(jnp.ones(()), 3)
     with pytest.raises(UndefinedLossException, match="the loss after step 3 is nan; the last chec"):
         check_loss(jnp.array(jnp.nan), 3)

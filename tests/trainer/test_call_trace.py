@@ -190,7 +190,7 @@ class OfHaiku(hk.Module):
     ],
     ids=["flax", "haiku"],
 )
-def test_modules_of_flax_and_haiku_by_their_own_names(layer, calls):
+def test_flax_and_haiku_modules_are_named(layer, calls):
     config = Around.default_config().set(layer=as_hierarchy(layer, inputs=(X,)))
     assert calls_of(config)[: len(calls)] == [f"model.layer.{call}" for call in calls]
 
@@ -203,7 +203,7 @@ def test_untracked_module_is_named_by_enclosing_layer():
     assert calls_of(config) == ["model.layer, a InHierarchy (forward)"]
 
 
-def test_calls_are_watched_only_while_open():
+def test_calls_are_traced_only_in_context():
     with pytest.raises(KeyError), trace_calls(print):
         raise KeyError
     assert calls_of(config_for_class(OfNNX))

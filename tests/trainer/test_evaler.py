@@ -144,7 +144,7 @@ def test_metrics_are_computed_over_all_batches_and_written(make, mesh, tmp_path)
     assert evaler.input.log == ["closed"]
 
 
-def test_result_depends_on_the_key_alone(make, mesh):
+def test_result_depends_on_the_key(make, mesh):
     evaler = make()
     noise = [float(run(evaler, mesh, seed=seed)[1]["noise"]) for seed in (0, 0, 1)]
     assert noise[0] == noise[1] != noise[2]
@@ -250,7 +250,7 @@ class Kept(BaseOutputWriter):
         self.__dict__.setdefault("rows", []).append((input_batch, output_batch))
 
 
-def test_writer_that_does_not_buffer_needs_no_flush():
+def test_unbuffered_writer_needs_no_flush():
     writer = Kept.default_config().set(name="w").instantiate(parent=None)
     writer.write(input_batch={"x": 1}, output_batch={"y": 2})
     writer.flush()
@@ -342,7 +342,7 @@ def test_early_stopping_restores_its_state(cut):
     assert cut + stops_at(after, values[cut:]) == stops_at(make_stopping(patience=1), values) == 4
 
 
-def test_more_patience_continues_a_stopped_run():
+def test_higher_patience_resumes_the_run():
     stopped, patient = make_stopping(), make_stopping(patience=3)
     stops_at(stopped, [1.0, 2.0])
     patient.set_state(stopped.get_state())

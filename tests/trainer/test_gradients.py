@@ -102,7 +102,7 @@ def test_forward_pass_context_outputs_are_kept():
     )
 
 
-def test_only_numbers_with_gradients_can_be_trained():
+def test_only_floats_can_be_trained():
     with pytest.raises(UntrainableParameterError, match=r"'b' of dtype int32.*\('b', UpdateType"):
         differentiate(params={**MODEL_PARAMS, "b": jnp.arange(2)})
 

@@ -137,7 +137,7 @@ def bits(directory, step):
     return {p: e for p, e in values.items() if "array_metadatas" not in p}
 
 
-def test_run_that_was_killed_many_times_ends_with_the_same_bits(server, tmp_path, capsys):
+def test_repeatedly_killed_run_ends_bitwise_equal(server, tmp_path, capsys):
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     chance = random.Random(0)
     # To fill the cache, and to see how long a start takes.

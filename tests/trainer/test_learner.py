@@ -226,7 +226,7 @@ class TestUpdateRules:
             "norm": {"scale": True, "mean": True},
         }
 
-    def test_first_pattern_that_matches_the_whole_path_counts(self):
+    def test_first_full_match_wins(self):
         learner = make(
             update_rules=[
                 ("linear", UpdateType.NO_UPDATE),  # matches no whole path
@@ -276,7 +276,7 @@ class TestUpdateRules:
         ):
             run(make(), 1, params=params)
 
-    def test_state_of_layers_is_neither_differentiated_nor_optimized_nor_averaged(self):
+    def test_layer_state_is_not_trained_or_averaged(self):
         ema = config_for_function(optimizers.param_ema).set(decay=0.5)
         learner = make(ema=ema, enable_per_variable_summaries=True)
         state_of = {"calls": jnp.int32(3), "key": jax.random.key(0)}
@@ -316,7 +316,7 @@ class TestUpdateRules:
             assert tree["cache"]["key"] == jax.random.fold_in(jax.random.key(0), 1)
         np.testing.assert_allclose(average["linear"]["w"], new["linear"]["w"] / 2, rtol=1e-6)
 
-    def test_state_updates_must_fit_the_parameters(self):
+    def test_state_updates_must_match_parameters(self):
         def outputs(name, value, model_params, inputs):
             result = forward(model_params=model_params, inputs=inputs)
             result.output_collection.state_updates["norm"][name] = value
@@ -339,7 +339,7 @@ class TestEma:
         second, state, _ = run(learner, 2)
         assert_same(state["ema"].ema, jax.tree.map(lambda x, y: (x + y) / 2, first, second))
 
-    def test_it_covers_frozen_parameters(self):
+    def test_includes_frozen_parameters(self):
         learner = make(
             ema=config_for_function(optimizers.param_ema).set(decay=0.9),
             update_rules=[(".*", UpdateType.NO_UPDATE)],
@@ -497,7 +497,7 @@ class TestCompositeLearner:
         with pytest.raises(UpdateRuleError, match="'head' has a loss_scale, but all learners of"):
             make(**cfg)
 
-    def test_rules_must_fit_parameters_and_learners(self):
+    def test_rules_must_match_parameters_and_learners(self):
         with pytest.raises(UpdateRuleError, match=r"\('.\*', 'bdy'\) names no learner .*'body'"):
             make(**self.config(rules=[(".*", "bdy")]))
         learner = make(**self.config(rules=[("linear/.*", "head")]))
@@ -658,7 +658,7 @@ def test_loss_scale_prevents_underflow():
     assert float(summaries["loss_scale"]) == 2**12
 
 
-def test_scale_grows_falls_and_skips_steps_that_are_not_finite():
+def test_scale_adapts_and_nonfinite_steps_are_skipped():
     factors = [SMALL] * 3 + [np.inf] + [SMALL] * 2
     history = train(factors, loss_scale=scaled())
     assert [float(scale) / 2**12 for _, scale, *_ in history] == [1, 2, 2, 1, 1, 2]
@@ -702,7 +702,7 @@ def test_invalid_loss_scales_are_named(field, value, expected):
         DynamicLossScale.default_config().set(**{field: value}).instantiate()
 
 
-def test_learners_that_share_a_loss_have_no_scales_of_their_own():
+def test_learners_sharing_a_loss_reject_loss_scales():
     part = Learner.default_config().set(optimizer=ADAM, loss_scale=scaled())
     cfg = CompositeLearner.default_config().set(name="l", rules=[(".*", "a")], learners={"a": part})
     with pytest.raises(UpdateRuleError, match=r"'a' has a loss_scale.*train with one Learner"):

@@ -147,7 +147,7 @@ class Replaced(ConfigModifier):
         return types.SimpleNamespace(mesh_shape=(1,))
 
 
-def test_rules_choose_by_hardware():
+def test_rules_select_by_hardware():
     cfg = types.SimpleNamespace(
         mesh_shape=(1,),
         mesh_rules=[
@@ -285,7 +285,7 @@ def test_rules_by_kind_only_change_sharding(model):
     )
 
 
-def test_name_has_the_rules_of_its_kind_or_those_for_all():
+def test_rules_of_kind_override_general_rules():
     rules = RulesByKind.default_config().set(**BY_KIND).instantiate()
     of_kind = rules.with_all([("hidden", "model"), ("embed", "data")])
     assert of_kind.parameters == (("hidden", None), ("embed", "data"))

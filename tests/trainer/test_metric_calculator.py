@@ -136,7 +136,7 @@ def test_method_arguments_prefix_and_dtype():
     assert float(summaries["held_out/bits"]) == 16
 
 
-def test_method_that_the_model_lacks():
+def test_missing_model_method():
     cfg = ModelSummaryAccumulator.default_config().set(model_method="foward")
     with pytest.raises(MetricCalculatorError, match=r"calculator is to call 'foward' .*'forward'"):
         make(cfg)
@@ -165,7 +165,7 @@ def test_predictions_of_all_batches_are_joined(field):
     np.testing.assert_array_equal(outputs[2].input_batch["x"], BATCHES[2]["x"])
 
 
-def test_field_that_the_batch_lacks():
+def test_missing_batch_field():
     calculator = make(Median.default_config().set(predict_input_field="tarGet"))
     text = r"the batch has no field predict_input_field='tarGet'\. Did you mean 'target'"
     with pytest.raises(MetricCalculatorError, match=text):

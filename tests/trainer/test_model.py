@@ -340,7 +340,7 @@ def traced(directory, model):
         ("integer", r"dtype int32 as its loss; expected"),
     ],
 )
-def test_model_has_to_return_a_scalar_loss(tmp_path, what, said):
+def test_model_must_return_a_scalar_loss(tmp_path, what, said):
     with pytest.raises(ModelOutputError, match=said):
         traced(tmp_path, config_for_class(Returns).set(what=what))
 
@@ -350,7 +350,7 @@ def test_hierarchy_model_loss_is_scalar(tmp_path):
         traced(tmp_path, HierarchyReturns.default_config())
 
 
-def test_field_that_the_batch_does_not_have_is_named(tmp_path):
+def test_missing_batch_field_is_named(tmp_path):
     with pytest.raises(
         BatchFieldError,
         match=r"^trainer\.model looked up 'target_label'.* 'target_labels'.*[Dd]id you mean",
@@ -400,14 +400,14 @@ def test_only_floats_are_cast():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", jnp.dtype("bfloat16")], ids=str)
-def test_one_dtype_is_that_of_parameters_and_batch(dtype):
+def test_one_dtype_applies_to_parameters_and_batch(dtype):
     params, batch = cast_for_forward(PARAMS, BATCH, dtype)
     assert dtypes_of(params["norm"]) == {"scale": "bfloat16", "count": "int32"}
     assert dtypes_of(batch) == {"image": "bfloat16", "label": "int32"}
     assert cast_for_forward(PARAMS, BATCH, None) == (PARAMS, BATCH)
 
 
-def test_first_rule_that_matches_a_path_gives_the_dtype():
+def test_first_matching_rule_sets_the_dtype():
     rules = [("norm/.*", None), ("emb/weight", jnp.float16), (".*/weight", jnp.float32)]
     train_dtype = per_param_train_dtype_by_path(jnp.bfloat16, update_rules=rules)
     params, batch = cast_for_forward(PARAMS, BATCH, train_dtype)
@@ -421,7 +421,7 @@ def test_first_rule_that_matches_a_path_gives_the_dtype():
     assert dtypes_of(batch)["image"] == "float32"
 
 
-def test_rule_that_matches_nothing_is_named():
+def test_unmatched_rule_is_named():
     train_dtype = per_param_train_dtype_by_path(update_rules=[("norm/scales", None)])
     with pytest.raises(TrainDtypeError, match=r"'norm/scales' of train_dtype.*norm/scale"):
         cast_for_forward(PARAMS, BATCH, train_dtype)

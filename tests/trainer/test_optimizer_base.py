@@ -57,7 +57,7 @@ def test_paths_are_joined_by_slashes():
     ],
     ids=["adam", "chain", "multi_steps", "masked", "inject_hyperparams"],
 )
-def test_layout_of_an_optax_state_is_that_of_the_parameters(tx):
+def test_optax_state_has_parameter_sharding(tx):
     specs = chain(tx).partition(SPECS)
     state = jax.eval_shape(lambda: chain(tx).init(PARAMS))
     assert jax.tree.structure(specs) == jax.tree.structure(state)
@@ -86,7 +86,7 @@ def test_longest_matching_path_selects_parameter():
     assert layouts(trace) == {"a": {"w": PartitionSpec("data")}, "w": PartitionSpec("model")}
 
 
-def test_base_with_a_partition_sees_arrays():
+def test_base_with_partition_gets_arrays():
     seen = []
     base = optax.GradientTransformation(
         init=lambda params: seen.append(params) or optax.EmptyState(),

@@ -53,7 +53,7 @@ def test_clipping_agrees_with_optax(max_norm):
     ],
     ids=["large", "complex", "at most the largest", "infinite", "no number"],
 )
-def test_norm_is_a_number_wherever_the_updates_are(updates, norm):
+def test_global_norm_of_any_tree(updates, norm):
     for compute in (global_norm, jax.jit(global_norm)):
         np.testing.assert_allclose(compute(updates), norm, rtol=1e-6)
 
@@ -85,7 +85,7 @@ def test_nan_is_not_hidden():
         assert np.isnan(reported["gradient_scale"])
 
 
-def test_without_limits_the_norm_is_only_reported():
+def test_norm_is_only_reported_without_limits():
     updates, reported = step(optimizers.clip_by_global_norm(), GRADS)
     jax.tree.map(np.testing.assert_array_equal, updates, GRADS)
     assert list(reported) == ["gradient_norm"]
@@ -97,7 +97,7 @@ def test_updates_keep_their_dtype():
         assert {x.dtype for x in jax.tree.leaves(step(tx, low)[0])} == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_each_block_is_clipped_by_its_own_size():
+def test_blocks_are_clipped_separately():
     stacked = np.stack([GRADS["w"], 100 * GRADS["w"]])
     updates, reported = step(
         optimizers.clip_by_block_rms(0.5, summary_suffix="norm"),
@@ -174,7 +174,7 @@ def test_large_first_gradient_keeps_statistics_finite():
     assert np.isfinite(state.grad_norm_ema) and np.isfinite(state.grad_norm_square_ema)
 
 
-def test_also_without_a_limit_gradients_must_be_finite():
+def test_nonfinite_gradients_are_skipped_without_limit():
     first, state, _ = run(skip_and_clip(optax.scale(1.0)), [1e30, np.nan])
     assert first == [np.float32(1e30), 0.0]
     assert int(state.nonvalid_count) == 1

@@ -80,7 +80,7 @@ def test_first_full_path_match_sets_the_scale(caplog):
     assert scale({"other": 1.0}) == {"other": 7.0}
 
 
-def test_scales_by_root_mean_square_have_a_least_value():
+def test_rms_scales_have_a_minimum():
     scales = optimizers.per_param_scale_by_rms(min_scale=0.5)(
         {"a": OptParam(jnp.array([3.0, -4.0])), "b": OptParam(jnp.zeros(2))}
     )
@@ -161,7 +161,7 @@ def test_averages_of_updates_agree_with_optax(debias):
     assert int(state.count) == len(STEPS)
 
 
-def test_integer_average_is_fixed_point_by_columns():
+def test_integer_average_is_fixed_point_per_column():
     exact, _ = run(optimizers.ema(0.9))
     rounded, state = run(optimizers.ema(0.9, accumulator_dtype=jnp.int8))
     assert state.ema["w"].dtype == jnp.int8
@@ -287,7 +287,7 @@ def test_one_named_axis_is_not_enough():
     assert state.v["w"].shape == (3, 4)
 
 
-def test_factors_lose_the_axis_that_they_are_means_over():
+def test_factors_drop_the_reduced_axis():
     specs = {
         "w": ParameterSpec(
             shape=(2, 3, 4),

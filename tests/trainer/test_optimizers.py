@@ -279,7 +279,7 @@ class TestLaws:
             assert (tuple(spec.shape), spec.dtype) == (leaf.shape, leaf.dtype)
             assert len(spec.partition_spec) == leaf.ndim
 
-    def test_step_keeps_the_layout_of_the_state(self, name):
+    def test_step_keeps_state_sharding(self, name):
         tx = make(LAWFUL[name])
         state = jax.eval_shape(lambda: tx.init(opt_params(MIXED)))
         updates, new_state = jax.eval_shape(
@@ -321,7 +321,7 @@ def test_configs_compare_by_value(name):
     assert cfg.clone() == cfg
 
 
-def test_layers_own_decay_scale_counts_before_a_scale_by_path():
+def test_layer_decay_scale_precedes_path_scale():
     cfg = OPTIMIZERS["adamw_decay_by_path"]
     base, by_layer = (
         cfg.instantiate().update(

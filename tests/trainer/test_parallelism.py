@@ -154,7 +154,7 @@ def test_fsdp_divides_parameters_and_optimizer_state_among_devices(n):
     assert max(held.values()) == pytest.approx(whole / n, rel=0.002)
 
 
-def test_no_device_ever_holds_a_whole_parameter(fsdp):
+def test_no_device_holds_a_whole_parameter(fsdp):
     trainer = fsdp.trainer
     for leaf in jax.tree.leaves(trainer.trainer_state.model):
         pieces = [shard.data.size for shard in leaf.addressable_shards]
@@ -204,7 +204,7 @@ def test_optimizer_state_may_be_sharded_without_parameters(alone, fsdp):
     assert not any(c.in_loop for c in gathered)
 
 
-def test_initial_values_are_those_of_one_device(alone, fsdp):
+def test_initial_values_match_one_device(alone, fsdp):
     for run in (alone, fsdp):
         run.trainer.init(jax.random.key(3))
     jax.tree.map(

@@ -74,7 +74,7 @@ class Run:
             self.clock.seconds += seconds / 2
 
 
-def test_speed_is_that_of_the_steps_between_two_readings(tmp_path):
+def test_speed_covers_steps_between_readings(tmp_path):
     run = Run(tmp_path)
     assert [bool(run.step(seconds)) for seconds in (30, 0.5, 0.5, 0.5)] == [
         False,
@@ -276,7 +276,7 @@ def event_names(directory, step):
         return [event.get("name", "") for event in json.load(file)["traceEvents"]]
 
 
-def test_trace_can_be_viewed_and_holds_its_steps(tmp_path):
+def test_trace_is_viewable_and_has_steps(tmp_path):
     run(StepTraces(str(tmp_path), [2, 3], n_steps=2), range(1, 5))
     assert [path.name for path in (tmp_path / "trace").iterdir()] == ["step_00000002"]
     assert len([name for name in event_names(tmp_path, 2) if name.startswith("PjitFunction")]) >= 2

@@ -48,7 +48,7 @@ def run_config(dir, **fields):
     return Run.default_config().set(dir=str(dir), **fields)
 
 
-def test_claiming_makes_the_directory_and_checking_does_not(tmp_path):
+def test_claim_creates_directory_and_check_does_not(tmp_path):
     cfg = run_config(tmp_path / "a" / "b")
     check_run_dir(cfg)
     assert not (tmp_path / "a").exists()
@@ -56,7 +56,7 @@ def test_claiming_makes_the_directory_and_checking_does_not(tmp_path):
     assert "max_step=10" in (tmp_path / "a" / "b" / CONFIG_FILE).read_text()
 
 
-def test_each_start_is_noted_with_its_environment(tmp_path):
+def test_starts_are_recorded_with_environment(tmp_path):
     cfg = run_config(tmp_path)
     assert not claim_run_dir(cfg)
     assert claim_run_dir(cfg.set(max_step=20, evalers={"x": 1}))
@@ -89,7 +89,7 @@ def test_unserializable_values_compare_as_text(tmp_path):
         check_run_dir(run_config(tmp_path, fn=lambda: 1, width=8))
 
 
-def test_other_text_is_rejected_by_its_hash(tmp_path):
+def test_changed_corpus_is_rejected_by_hash(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a").write_text("one")
     corpus = config_for_function(folder_corpus).set(
@@ -106,7 +106,7 @@ def test_other_text_is_rejected_by_its_hash(tmp_path):
         check_run_dir(cfg)
 
 
-def test_checkpoints_of_an_unknown_run_are_left_alone(tmp_path):
+def test_checkpoints_of_unknown_run_are_kept(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(RunDirError, match="holds checkpoints of an unknown run"):
         claim_run_dir(run_config(tmp_path))
@@ -169,7 +169,7 @@ def test_notes_are_added_to_the_record(tmp_path):
     assert os.listdir(tmp_path) == ["run.json"]
 
 
-def test_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_files_are_written_atomically(tmp_path, monkeypatch):
     path = tmp_path / "x"
     write_atomically(path, "old")
     monkeypatch.setattr(os, "replace", lambda a, b: 1 / 0)
@@ -178,7 +178,7 @@ def test_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["x"]
 
 
-def test_configs_are_found_by_the_name_of_their_field():
+def test_configs_are_found_by_field_name():
     corpus = config_for_function(folder_corpus).set(paths="x")
     cfg = run_config("d", input=Source.default_config().set(corpus=corpus))
     assert list(find_fields("corpus", cfg)) == ["input.corpus"]

@@ -110,13 +110,13 @@ def test_values_match_golden_values(name):
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_numbers_and_traced_steps_give_the_same(name):
+def test_concrete_and_traced_steps_agree(name):
     fn = GOLDEN[name][0]()
     traced = jax.jit(jax.vmap(fn))(jnp.asarray(STEPS))
     np.testing.assert_allclose(traced, [float(fn(step)) for step in STEPS], rtol=1e-6, atol=1e-7)
 
 
-def test_number_a_function_and_a_config_are_schedules():
+def test_numbers_functions_and_configs_are_valid():
     cfg = config_for_function(schedule.polynomial).set(end_step=4, end_value=2.0)
     assert schedule.as_schedule_fn(0.3)(5) == 0.3
     assert schedule.as_schedule_fn(jnp.float32(0.5))(5) == 0.5
@@ -150,7 +150,7 @@ def test_configs_of_schedules_compare_by_value():
     alpha=st.floats(0, 1),
 )
 @settings(deadline=None, max_examples=25)
-def test_laws_of_schedules_with_warmup(warmup, stable, decay, peak, alpha):
+def test_properties_of_warmup_schedules(warmup, stable, decay, peak, alpha):
     begin, end = warmup + stable, warmup + stable + decay
     kwargs = {"max_step": end, "warmup_steps": warmup, "alpha": alpha, "decay_begin_step": begin}
     for make in (schedule.cosine_with_linear_warmup, schedule.warmup_stable_decay):
@@ -167,7 +167,7 @@ def test_laws_of_schedules_with_warmup(warmup, stable, decay, peak, alpha):
 
 @given(begin=st.integers(0, 30), length=st.integers(1, 30), power=st.floats(0.5, 3))
 @settings(deadline=None, max_examples=25)
-def test_polynomial_and_exponential_hold_their_ends(begin, length, power):
+def test_polynomial_and_exponential_keep_end_values(begin, length, power):
     ends = {"begin_step": begin, "end_step": begin + length, "begin_value": 0.5, "end_value": 2.0}
     for fn in (schedule.polynomial(**ends, power=power), schedule.exponential(**ends)):
         values = [float(fn(step)) for step in (0, begin, begin + length, begin + length + 9)]

@@ -446,7 +446,7 @@ def test_custom_builder_modifies_drawn_state():
 # What does not fit.
 
 
-def test_shapes_that_differ_are_named(saved):
+def test_shape_mismatches_are_named(saved):
     like = state_of(0.0, ema=False, pos_emb={"weight": jnp.zeros((1, 8, 2))})
     take_all = merge(("model/.*", MergeStateSelection.SOURCE))
     with pytest.raises(CheckpointStructureError, match=r"model/pos_emb/weight: checkpoint .*4, 2"):

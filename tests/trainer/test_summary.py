@@ -9,7 +9,7 @@ from weft.trainer import summary
 from weft.trainer.summary import due_summaries
 
 
-def test_trainers_summaries_are_those_of_the_layers():
+def test_trainer_and_layer_summaries_are_the_same():
     for name in summary.__all__:
         assert getattr(summary, name) is getattr(weft.hierarchy.summary, name)
 

@@ -127,7 +127,7 @@ def test_run_learns_saves_and_reports(straight):
     assert any("loss" in json.loads(line).get("values", {}) for line in text.splitlines())
 
 
-def test_run_saves_through_the_method_that_a_subclass_overrides(tmp_path):
+def test_run_calls_overridden_save_method(tmp_path):
     class Counting(SpmdTrainer):
         saves = 0
 
@@ -142,7 +142,7 @@ def test_run_saves_through_the_method_that_a_subclass_overrides(tmp_path):
     assert trainer.saves > 0
 
 
-def test_interrupted_run_ends_with_the_same_bits(straight, tmp_path):
+def test_interrupted_run_ends_bitwise_equal(straight, tmp_path):
     _, first, _ = run(config(tmp_path, max_step=2))
     trainer, second, _ = run(config(tmp_path))
     assert second.resumed_from == 2
@@ -209,7 +209,7 @@ def test_step_is_traced_once_and_evaluation_is_returned(tmp_path, monkeypatch):
     assert events
 
 
-def test_run_that_is_stopped_in_its_last_evaluation_ends_once(straight, tmp_path):
+def test_run_stopped_in_last_evaluation_ends_once(straight, tmp_path):
     class Stopped(Recorder):
         ends = ()
 
@@ -426,7 +426,7 @@ def test_missing_process_is_named_before_the_first_collective(tmp_path):
         raise AssertionError("the run continues without it")
 
 
-def test_stop_outside_the_steps_ends_the_run(tmp_path):
+def test_stop_between_steps_ends_the_run(tmp_path):
     class Listener(RunListener):
         def on_end(self, step, reason):
             self.ended = (step, reason)
@@ -518,7 +518,7 @@ def test_lowered_step_names_modules_and_arguments(policy):
         assert path in compiled
 
 
-def test_gradient_that_does_not_fit_the_mesh_is_named():
+def test_gradient_indivisible_by_mesh_is_named():
     with pytest.raises(MeshError, match=r"gradients\.linear\.weight .* no axis \['fsdp'\]"):
         kinds = SpmdTrainer.default_config().rules_by_kind.set(gradients=[("model", "fsdp")])
         Program(rules_by_kind=kinds)

@@ -42,7 +42,7 @@ def test_remat_policies():
     assert cfg.get_recursively(LAYER).remat_spec == spec
 
 
-def test_layouts_of_weights_and_of_activations():
+def test_partition_specs():
     specs = {EMB: ("model", None), LAYER: {"dtype": None}}
     specs[f"{LAYER}.feed_forward.linear1"] = {
         "param_partition_spec": ("data", "model"),
@@ -107,7 +107,7 @@ def test_microbatches():
     assert transformation.steps == 4
 
 
-def test_rule_of_several_modifiers_survives_the_config_text():
+def test_rule_of_modifiers_round_trips_as_text():
     remat = RematSpecModifier.default_config().set(remat_policies={LAYER: RematSpec()})
     mesh = MeshShapeModifier.default_config().set(mesh_shape=(2, 4))
     chain = ChainConfigModifier.default_config().set(config_modifiers=[mesh, remat])
@@ -154,14 +154,14 @@ def test_unmatched_modifier(modifier, fields, message):
         modified(modifier, **fields)
 
 
-def test_microbatches_of_a_learner_without_them():
+def test_unsupported_microbatches():
     cfg = lm_tiny().set(learner=LayerNorm.default_config())
     modifier = GradientAccumulationModifier.default_config().set(grad_acc_steps=2).instantiate()
     with pytest.raises(ConfigModifierError, match="'forward_fn_transformation' of 'learner'"):
         modifier(cfg)
 
 
-def test_modifier_is_checked_when_it_is_configured():
+def test_modifier_config_is_validated():
     with pytest.raises(InvalidConfigValueError, match="grad_acc_steps"):
         GradientAccumulationModifier.default_config().set(grad_acc_steps="4")
 

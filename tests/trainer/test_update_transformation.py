@@ -106,7 +106,7 @@ class TestUpdates:
             updates = Updates(opt_params=low, delta_updates=deltas, inplace_updates=inplace)
             assert updates.updated_values()["w"].dtype == jnp.bfloat16
 
-    def test_in_place_updates_must_fit(self):
+    def test_in_place_updates_must_match(self):
         with pytest.raises(InplaceUpdateError, match=r"'a/v' is not for a parameter.*mean 'a/w'"):
             make_updates(inplace_updates={"a": {"v": 1.0}}).updated_values()
         with pytest.raises(InplaceUpdateError, match=r"'b' has shape \(2,\), but .* has \(\)"):
@@ -133,7 +133,7 @@ class TestWrapped:
         _, state, _ = transform(tx, make_updates(), tx.init(PARAMS))
         assert list(state) == ["momentum"]
 
-    def test_layout_is_that_of_the_optimizer(self):
+    def test_optimizer_partition_specs(self):
         tx = make(as_update_transformation(TRACE))
         specs = tx.create_state_partition_specs(SPECS)
         assert isinstance(specs.trace["b"], OptStateSpec)
@@ -144,7 +144,7 @@ class TestWrapped:
         updates, _, _ = transform(tx, make_updates(), tx.init(PARAMS))
         assert float(updates.delta_updates["b"]) == 8.0
 
-    def test_update_transformations_stay_as_they_are(self):
+    def test_update_transformations_are_kept(self):
         cfg = ConditionalUpdateTransformation.default_config()
         assert as_update_transformation(cfg) is cfg
 
@@ -202,7 +202,7 @@ class TestConditional:
         assert deltas == [4.0, 0.0, 6.0]
         assert int(state["step"]) == 3
 
-    def test_without_a_schedule_all_steps_count(self):
+    def test_no_schedule_means_all_steps(self):
         tx = self.make()
         new, state, _ = transform(tx, make_updates(), tx.init(PARAMS))
         assert float(new.delta_updates["b"]) == 4.0

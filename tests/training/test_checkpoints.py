@@ -72,7 +72,7 @@ def test_train_state_is_saved_and_restored(tmp_path):
     assert jnp.all(restore_checkpoint(path, params)["key"] == params["key"])
 
 
-def test_without_checkpoint_target_is_returned(tmp_path):
+def test_target_is_returned_if_no_checkpoint(tmp_path):
     target = {"w": 1}
     for ckpt_dir in (tmp_path, tmp_path / "missing"):
         assert restore_checkpoint(ckpt_dir, target) is target
@@ -150,7 +150,7 @@ def test_steps_are_numbers(tmp_path):
             save(tmp_path, step)
 
 
-def test_names_are_the_prefix_and_the_step_and_nothing_else(tmp_path):
+def test_names_must_match_prefix_and_step(tmp_path):
     save(tmp_path, 9, 10, prefix="net_", keep=2)
     save(tmp_path, 20, prefix="net_ema_")
     for name in (
@@ -181,7 +181,7 @@ def test_failed_save_keeps_old_checkpoint(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["checkpoint_1"]
 
 
-def test_numbers_within_names_are_sorted_as_such():
+def test_numbers_in_names_sort_numerically():
     names = ["a10", "a2", "a-3", "a1.5", "a1e3", "b1", "a-12"]
     assert natural_sort(names) == ["a-12", "a-3", "a1.5", "a2", "a10", "a1e3", "b1"]
     assert natural_sort(["a10", "a2", "a-3", "a-12"], signed=False) == ["a2", "a-3", "a10", "a-12"]

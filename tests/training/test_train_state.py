@@ -59,7 +59,7 @@ def test_overwrite_with_gradient(kind):
     np.testing.assert_array_equal(state.params["constants"]["c"], [1])
 
 
-def test_both_or_none_have_the_collection():
+def test_collection_must_be_in_both():
     plain, both = {"params": jnp.ones(2)}, {"params": jnp.ones(2), OVERWRITE_WITH_GRADIENT: {}}
     with pytest.raises(TrainStateError, match=r"params have the collection .* but grads do not"):
         made(both).apply_gradients(grads=plain)
@@ -137,7 +137,7 @@ def test_scale_does_not_overflow():
     assert scale == jnp.finfo(jnp.float32).max
 
 
-def test_gradients_are_averaged_and_judged_over_an_axis():
+def test_gradients_are_averaged_and_checked_over_axis():
     def step(x):
         return DynamicScale(scale=4.0).value_and_grad(loss, axis_name="i")(x)
 
@@ -164,7 +164,7 @@ def test_stops_after_patience():
     )
 
 
-def test_no_patience_stops_at_once():
+def test_zero_patience_stops_at_once():
     assert after(EarlyStopping(), 1.0, 1.0).should_stop
     assert not after(EarlyStopping(), 1.0, 0.5).should_stop
 

@@ -173,7 +173,7 @@ def test_configs_keep_their_types():
     assert assert_type(trainer.seed, int) == 0
 
 
-def test_packages_offer_their_names():
+def test_packages_export_names():
     assert assert_type(weft.nnx.Linear, type[nnx.Linear]) is nnx.Linear
     assert assert_type(weft.linen.Dense, type[nn.Dense]) is nn.Dense
     assert assert_type(weft.hierarchy.Linear, type[Linear]) is Linear

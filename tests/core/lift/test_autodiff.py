@@ -30,7 +30,7 @@ def test_vjp_of_collections_and_arguments():
     assert changed["state"]["n"] == 1
 
 
-def test_vjp_of_other_collections_and_of_several_scopes():
+def test_vjp_variables_and_several_scopes():
     def f(scope):
         scopes = scope.push("a"), scope.push("b")
 

@@ -82,7 +82,7 @@ def test_differing_values_are_rejected():
         init(lift.vmap(dense, {"params": None}, {"params": True}))(KEY, X)
 
 
-def test_state_is_mapped_and_arguments_by_name_too():
+def test_state_and_keyword_arguments_are_mapped():
     f = lift.vmap(lambda scope, x, *, y: count(scope, x + y), {"state": 0}, {})
     y, changed = apply(f, mutable=["state"])({}, X, y=X)
     np.testing.assert_allclose(changed["state"]["calls"], 2 * X.sum(1), rtol=1e-6)

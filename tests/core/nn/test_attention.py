@@ -113,7 +113,7 @@ def test_attended_axes():
         attended_axes(5, 3)
 
 
-def test_causal_is_in_the_order_of_the_flattened_axes():
+def test_causal_mask_follows_flattened_order():
     mask = causal(GRID, GRID, (1, 2))
     assert mask.shape == (1, 1, 2, 3, 2, 3)
     assert (mask.reshape(6, 6) == jnp.tri(6, dtype=bool)).all()
@@ -206,7 +206,7 @@ def test_last_positions_are_kept_past_the_end(whole):
     np.testing.assert_allclose(outputs[-1], np.asarray(window)[:, -1:], rtol=1e-4, atol=1e-5)
 
 
-def test_positions_of_several_axes_come_in_order():
+def test_positions_of_several_axes_in_order():
     grid = X.reshape(2, 2, 3, 8)
     y, variables = started(grid)
     positions = [grid[:, i : i + 1, j : j + 1] for i in range(2) for j in range(3)]

@@ -70,7 +70,7 @@ def test_ids_are_integers():
 X = draw(0, 2, 7, 3)
 
 
-def test_same_padding_keeps_the_size_that_the_strides_leave():
+def test_same_padding_gives_ceil_of_size_by_stride():
     y, variables = init(conv)(KEY, X, 4, 3, strides=(2,))
     expected = jax.lax.conv_general_dilated(
         X, variables["params"]["kernel"], (2,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
@@ -91,7 +91,7 @@ def test_input_may_be_dilated():
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_transposed_convolution_is_that_of_jax():
+def test_conv_transpose_matches_jax():
     y, variables = init(conv_transpose)(KEY, X, 4, 3, strides=(2,))
     kernel = variables["params"]["kernel"]
     expected = jax.lax.conv_transpose(

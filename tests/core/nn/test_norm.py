@@ -44,13 +44,13 @@ def test_groups_of_a_mapped_axis_have_their_own_statistics():
     np.testing.assert_allclose(y[2:].mean((0, 1)), np.zeros(6), atol=1e-5)
 
 
-def test_each_position_is_normalised_by_itself():
+def test_positions_are_normalised_separately():
     y, _ = init(layer_norm)(KEY, X)
     np.testing.assert_allclose(y.mean(-1), np.zeros((8, 5)), atol=1e-5)
     np.testing.assert_allclose(y.std(-1), np.ones((8, 5)), rtol=1e-4)
 
 
-def test_each_group_of_channels_is_normalised_by_itself():
+def test_channel_groups_are_normalised_separately():
     by_number, variables = init(group_norm)(KEY, X, num_groups=2)
     by_size, _ = init(group_norm)(KEY, X, num_groups=None, group_size=3)
     np.testing.assert_array_equal(by_number, by_size)

@@ -129,7 +129,7 @@ def test_dropped_branch_leaves_the_input(filled, wave):
         ),
     ],
 )
-def test_structures_that_do_not_fit(fields, message):
+def test_invalid_structures(fields, message):
     with pytest.raises(LayerConfigError, match=re.escape(message)):
         branch(**fields)
 

@@ -97,7 +97,7 @@ def test_mask_equals_biases(mask, biases, filled, x):
     assert not np.allclose(masked, run(attention(), state, x).data, atol=1e-3)
 
 
-def test_causal_is_short_for_a_mask(filled, x):
+def test_causal_implies_mask(filled, x):
     state = filled(attention())
     np.testing.assert_array_equal(
         run(attention(causal=True), state, x).data, run(attention(mask=CAUSAL), state, x).data
@@ -486,7 +486,7 @@ def test_modes():
         (MultiheadAttentionXL, {"input_linear": QLinear.default_config()}, "the layer's own keys"),
     ],
 )
-def test_fields_that_do_not_fit(cls, fields, message):
+def test_invalid_fields(cls, fields, message):
     with pytest.raises(LayerConfigError, match=re.escape(message)):
         attention(cls, **fields)
 

@@ -213,7 +213,7 @@ def test_invalid_stacks_raise(fields, said):
         piped(**fields)
 
 
-def test_rows_that_do_not_divide(stacked_state, wave):
+def test_indivisible_rows(stacked_state, wave):
     with pytest.raises(ArgumentShapeError, match=r"stack.pipeline: a batch of shape \(4, 3, 8\)"):
         F(
             piped(num_microbatches=3),

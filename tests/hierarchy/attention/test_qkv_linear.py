@@ -184,7 +184,7 @@ def test_wrong_arguments(cls, fields, inputs, message, filled):
         (FusedGroupedQKVLinear, {"num_kv_heads": 2, "key_dim": 5}, "use GroupedQKVLinear"),
     ],
 )
-def test_fields_that_do_not_fit(cls, fields, message):
+def test_invalid_fields(cls, fields, message):
     with pytest.raises(LayerConfigError, match=re.escape(message)):
         qkv(cls, **fields)
 

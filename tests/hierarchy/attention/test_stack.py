@@ -282,7 +282,7 @@ def test_carried_arguments(cls, filled, x):
         ),
     ],
 )
-def test_fields_that_do_not_fit(cls, fields, message):
+def test_invalid_fields(cls, fields, message):
     with pytest.raises(LayerConfigError, match=re.escape(message)):
         stack(cls, **fields)
 

@@ -83,7 +83,7 @@ def test_binary_metrics(threshold, trailing):
     close(summaries["f_score"].mean, 2 * precision * recall / (precision + recall))
 
 
-def test_binary_metrics_of_two_batches_add_up_to_those_of_both():
+def test_binary_metrics_of_two_batches_add_up():
     logits, labels = jnp.array(RNG.normal(size=30)), jnp.array(RNG.integers(0, 2, 30))
     _, whole = run(BinaryClassificationMetric, logits, labels)
     _, first = run(BinaryClassificationMetric, logits[:10], labels[:10])

@@ -65,7 +65,7 @@ def test_missing_scale_constant_is_rejected(scale, constant):
         make(scale=scale, scale_constant=constant)
 
 
-def test_dtype_is_that_of_the_table():
+def test_dtype_of_table():
     layer, params = make(scale=Embedding.Scale.UNIT, dtype=jnp.bfloat16)
     assert run(layer, params, IDS).dtype == jnp.bfloat16
 

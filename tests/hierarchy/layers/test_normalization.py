@@ -124,7 +124,7 @@ def test_group_norm_by_root_mean_square():
     close(run(layer, params, X)[0], divided(X.reshape(3, 5, 2, 2), (1, 3)).reshape(X.shape))
 
 
-def test_group_norm_by_segment_does_not_see_padding():
+def test_group_norm_by_segment_ignores_padding():
     layer, params = make(GroupNorm)
     ids = jnp.array([[1, 1, 1, 0, 0]] * 3)
     noisy = X.copy()
@@ -133,7 +133,7 @@ def test_group_norm_by_segment_does_not_see_padding():
     close(y[:, :3], run(layer, params, X[:, :3])[0])
 
 
-def test_groups_that_do_not_divide_are_rejected():
+def test_indivisible_groups_are_rejected():
     with pytest.raises(LayerConfigError, match=r"norm: input_dim=4 cannot .*num_groups=3"):
         make(GroupNorm, num_groups=3)
 
@@ -158,7 +158,7 @@ def test_batch_norm_uses_its_averages_otherwise():
     assert not collection.state_updates
 
 
-def test_batch_norm_leaves_padding_out_of_its_statistics():
+def test_batch_norm_ignores_padding():
     layer, params = make(BatchNorm)
     ids = np.array([[1, 1, 1, 0, 0], [1, 1, 2, 2, 2], [1, 0, 0, 0, 0]])
     y, collection = run(layer, params, X, segment_ids=jnp.array(ids))

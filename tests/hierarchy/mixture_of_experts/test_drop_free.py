@@ -95,7 +95,7 @@ def test_equals_a_loop_over_tokens():
     np.testing.assert_allclose(y, by_hand(paddings=paddings), rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_are_those_of_finite_differences(expected_gradients):
+def test_gradients_match_finite_differences(expected_gradients):
     grads, of_x = expected_gradients
 
     def loss(state, x):
@@ -165,7 +165,7 @@ def test_bias_is_updated_through_the_layer():
     assert outputs.state_updates["gating"]["gating_bias"].shape == (EXPERTS,)
 
 
-def test_dropout_is_of_the_output_alone():
+def test_dropout_on_output_only():
     assert [n for n in layer(structure="prenorm").children if "dropout" in n] == ["dropout"]
 
 

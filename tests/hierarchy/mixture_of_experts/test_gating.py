@@ -164,7 +164,7 @@ def test_gumbel_noise_draws_experts_with_their_probabilities():
         run(layer, logits[0])
 
 
-def test_approximate_top_k_finds_the_same_here():
+def test_approximate_top_k_matches_exact():
     fields = {"topk_fn": config_for_function(approx_max_k).set(recall_target=1.0)}
     got = run(gating(TopKGating, **fields))[0].combine_tensor
     np.testing.assert_allclose(got, run(gating(TopKGating))[0].combine_tensor, rtol=1e-6)
@@ -218,7 +218,7 @@ def test_drop_free_gating_output():
     assert shapes == ["bsk", "ogsec"]
 
 
-def test_bias_moves_the_load_without_touching_weights():
+def test_bias_shifts_load_but_not_weights():
     layer = gating(TopKBiasGating, num_experts_per_token=1, score_fn=SIGMOID)
     bias = jnp.array([0.0, 9.0, 0.0, 0.0])
     output, outputs = run(layer, LOGITS[0], state={"gating_bias": bias})

@@ -183,7 +183,7 @@ def logits(cfg, params):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(references, name):
+def test_logits_match_transformers(references, name):
     reference = references(name)
     cfg, params = from_huggingface(reference.folder)
     np.testing.assert_allclose(logits(cfg, params), reference.logits, atol=1e-4)
@@ -324,7 +324,7 @@ def test_missing_or_misshaped_tensors(references, tmp_path):
     ],
     ids=["model type", "quantized", "lacks"],
 )
-def test_models_without_a_counterpart(references, tmp_path, settings, message):
+def test_unsupported_architectures(references, tmp_path, settings, message):
     folder = changed(references("llama").folder, tmp_path, **settings)
     with pytest.raises(HuggingFaceConfigError, match=message):
         huggingface_model_config(folder)

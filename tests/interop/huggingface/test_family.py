@@ -24,7 +24,7 @@ def test_hidden_dimensions():
     assert hidden_dim(cfg.set(hidden_dim=scaled_hidden_dim(2)), 4) == 8
 
 
-def test_decoder_s_rate_is_for_dropouts_without_one():
+def test_decoder_dropout_rate_is_the_default():
     decoder = Decoder.default_config().set(dropout_rate=0.1)
     assert dropout_rate(decoder, decoder.emb.dropout) == 0.1
     assert dropout_rate(decoder, decoder.emb.dropout.set(rate=0.0)) == 0.0

@@ -40,7 +40,7 @@ YARN = {
     ],
     ids=["default", "linear", "yarn", "llama3"],
 )
-def test_rotary_positions_both_ways(rope, kind):
+def test_rotary_positions_round_trip(rope, kind):
     cfg = Settings({"rope_parameters": rope}).rotary()
     assert isinstance(cfg, kind.Config)
     assert rotary_settings(cfg) == pytest.approx(rope) or rotary_settings(cfg) == rope
@@ -69,7 +69,7 @@ def test_older_rope_theta_location():
     ],
     ids=["kind", "mscale", "truncate", "factor", "partial"],
 )
-def test_rotary_positions_without_a_counterpart(values, message):
+def test_unsupported_rotary_positions(values, message):
     with pytest.raises(HuggingFaceConfigError, match=message):
         Settings(values).rotary()
 

@@ -89,7 +89,7 @@ def test_weights_are_kept():
     close(weights.sum(-1), 1)
 
 
-def test_dropout_follows_the_modes():
+def test_dropout_follows_train_mode():
     class Model(Module):
         def __init__(self):
             self.layers = [attention(dropout_rate=0.5, deterministic=None)]
@@ -145,7 +145,7 @@ def test_decoding_equals_causal_attention(kwargs):
     close(decoded(X, is_causal=True), whole)
 
 
-def test_decoding_is_causal_by_itself():
+def test_decoding_is_causal():
     a, b = attention(decode=True), attention(decode=True)
     for layer in (a, b):
         layer.init_cache(X.shape)
@@ -264,7 +264,7 @@ def test_averages_the_values():
     close(dot_product_attention(Q, K, V), jnp.einsum("bhqk,bkhd->bqhd", weights, V))
 
 
-def test_heads_share_those_of_keys():
+def test_grouped_query_heads():
     few = K[:, :, :2], V[:, :, :2]
     each = (jnp.repeat(x, 2, axis=2) for x in few)
     close(dot_product_attention(Q, *few), dot_product_attention(Q, *each))

@@ -34,7 +34,7 @@ def test_any_number_of_batch_axes():
     np.testing.assert_allclose(layer(X[None])[0], y, rtol=1e-5, atol=1e-6)
 
 
-def test_causal_convolution_sees_no_later_position():
+def test_causal_convolution_ignores_the_future():
     layer = Conv(4, 5, 3, padding="CAUSAL", rngs=nnx.Rngs(0))
     later = layer(X.at[:, 3:].set(0))
     np.testing.assert_allclose(layer(X)[:, :3], later[:, :3], rtol=1e-6)
@@ -47,7 +47,7 @@ def test_mask_is_state_and_zeroes_weights():
     assert nnx.to_flat_state(nnx.state(layer)).paths == (("bias",), ("kernel",), ("mask",))
 
 
-def test_equal_layers_have_equal_descriptions():
+def test_equal_layers_have_equal_graphdefs():
     options = {"strides": [2], "padding": [(1, 0)], "input_dilation": [1]}
     layers = [Conv(4, 5, [3], **options, rngs=nnx.Rngs(seed)) for seed in range(2)]
     assert nnx.graphdef(layers[0]) == nnx.graphdef(layers[1])
@@ -98,7 +98,7 @@ def test_upsamples():
     assert (layer.kernel_size, layer.kernel_shape) == ((3,), (3, 4, 5))
 
 
-def test_with_a_transposed_kernel_it_is_the_gradient_of_a_convolution():
+def test_transpose_kernel_gives_the_gradient_of_conv():
     conv = Conv(5, 4, 3, strides=2, use_bias=False, padding="VALID", rngs=nnx.Rngs(0))
     options = {"use_bias": False, "padding": "VALID", "transpose_kernel": True}
     layer = ConvTranspose(4, 5, 3, strides=2, rngs=nnx.Rngs(1), **options)

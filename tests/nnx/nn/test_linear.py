@@ -35,7 +35,7 @@ def test_each_parameter_takes_a_key_of_the_stream_params():
     assert int(rngs.params.count[...]) == 3
 
 
-def test_metadata_is_that_of_the_layer_and_of_the_initializer():
+def test_metadata_comes_from_layer_and_initializer():
     init = nnx.with_metadata(jax.nn.initializers.ones, tag="head")
     layer = Linear(
         4, 5, kernel_init=init, kernel_metadata={"tag": "x", "more": 1}, rngs=nnx.Rngs(0)
@@ -46,7 +46,7 @@ def test_metadata_is_that_of_the_layer_and_of_the_initializer():
     assert general.bias.get_metadata() == {"a": 1}
 
 
-def test_equal_layers_have_equal_descriptions():
+def test_equal_layers_have_equal_graphdefs():
     one, other = (nnx.split(Linear(4, 5, rngs=nnx.Rngs(seed)))[0] for seed in range(2))
     assert one == other
     assert hash(one) == hash(other)
@@ -94,7 +94,7 @@ def test_layer_trains_in_jit():
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (3,), ()])
-def test_linear_map_names_itself_and_the_sizes_that_disagree(shape):
+def test_linear_error_names_mismatched_sizes(shape):
     layer = Linear(4, 5, rngs=nnx.Rngs(0))
     with pytest.raises(ArgumentShapeError) as caught:
         layer(jnp.ones(shape))
@@ -105,7 +105,7 @@ def test_linear_map_names_itself_and_the_sizes_that_disagree(shape):
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 4), (2, 4, 3), (3,)])
-def test_general_map_names_the_axes_that_disagree(shape):
+def test_linear_general_names_mismatched_axes(shape):
     layer = LinearGeneral((2, 4), 5, axis=(1, 2), rngs=nnx.Rngs(0))
     if shape == (3, 2, 4):
         assert layer(jnp.ones(shape)).shape == (3, 5)
@@ -115,7 +115,7 @@ def test_general_map_names_the_axes_that_disagree(shape):
         layer(jnp.ones(shape))
 
 
-def test_general_map_names_batch_axes_and_axes_that_are_one():
+def test_linear_general_names_batch_and_duplicate_axes():
     layer = LinearGeneral(4, 5, batch_axis={0: 2}, rngs=nnx.Rngs(0))
     with pytest.raises(ArgumentShapeError, match=r"batch_axis=\{0: 2\}.*\(2, 4\) of its axes"):
         layer(jnp.ones((3, 4)))
@@ -208,7 +208,7 @@ def test_mismatched_input_is_shown_with_kernel_shape():
         biased(X, "btd,do->btdo")
 
 
-def test_ids_become_rows_and_queries_logits():
+def test_embed_lookup_and_attend():
     layer = Embed(10, 4, rngs=nnx.Rngs(0))
     rows = layer([3, -1])
     np.testing.assert_array_equal(rows, layer.embedding[...][jnp.array([3, 9])])

@@ -24,7 +24,7 @@ def test_starts_as_the_base_layer():
     np.testing.assert_array_equal(linear(X), X @ linear.kernel[...])
 
 
-def test_it_adds_a_product_of_low_rank():
+def test_adds_low_rank_product():
     layer = LoRA(4, 2, 5, b_initializer=jax.nn.initializers.normal(), rngs=nnx.Rngs(0))
     expected = X @ layer.lora_a[...] @ layer.lora_b[...]
     np.testing.assert_allclose(layer(X), expected, rtol=1e-5, atol=1e-6)
@@ -41,7 +41,7 @@ def test_only_low_rank_parameters_are_trained():
     assert nnx.to_flat_state(rest).paths == (("bias",), ("kernel",))
 
 
-def test_class_of_the_parameters_can_be_chosen():
+def test_param_type_is_configurable():
     layer = LoRA(4, 2, 5, lora_param_type=nnx.Cache, a_metadata={"tag": "a"}, rngs=nnx.Rngs(0))
     assert type(layer.lora_a) is type(layer.lora_b) is nnx.Cache
     assert layer.lora_a.tag == "a"

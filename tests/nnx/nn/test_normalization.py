@@ -139,7 +139,7 @@ def close_to(x, y, tolerance=1e-4):
     np.testing.assert_allclose(x, y, atol=tolerance)
 
 
-def test_averages_follow_the_batches_and_are_used_in_evaluation():
+def test_running_averages_update_and_are_used_in_eval():
     layer = BatchNorm(6, momentum=0.9, epsilon=0.0, rngs=RNGS)
     y = layer(BATCH)
     close_to(y.mean((0, 1)), np.zeros(6))

@@ -62,7 +62,7 @@ def test_time_first_and_several_batch_axes():
     np.testing.assert_allclose(carry, y[0], atol=1e-6)
 
 
-def test_sequence_of_no_positions_keeps_its_first_state():
+def test_empty_sequence_keeps_initial_state():
     layer = nnx.RNN(gru(), return_carry=True)
     carry, _ = layer(X, initial_carry=jnp.full((2, 4), 7.0), seq_lengths=jnp.array([0, 5]))
     assert (carry[0] == 7).all() and (carry[1] != 7).all()
@@ -288,7 +288,7 @@ def one_map_of(cell):
     return new
 
 
-def test_one_map_for_all_gates_computes_the_same():
+def test_fused_gates_are_equivalent():
     cell = nnx.LSTMCell(3, 4, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0))
     fast, x = one_map_of(cell), jnp.arange(6.0).reshape(2, 3)
     carry = other = cell.initialize_carry((2, 3))

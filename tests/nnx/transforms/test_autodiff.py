@@ -73,7 +73,7 @@ def test_parts_of_a_state(name, mode):
 
 
 @pytest.mark.parametrize("mode", [{"graph_updates": False}, {"graph": False}], ids=str)
-def test_gradients_of_trees_are_objects_like_them(mode):
+def test_gradients_of_trees_are_objects(mode):
     m = Model()
     grads = nnx.grad(loss, **mode)(m)
     assert type(grads) is Model
@@ -110,7 +110,7 @@ def test_shared_parameters_have_one_gradient():
     assert names(first)["w"] == 8 and names(second) == {}
 
 
-def test_changes_are_seen_and_gradients_keep_their_names():
+def test_changes_apply_and_gradients_keep_names():
     m = Model()
 
     def changing(m):
@@ -136,7 +136,7 @@ def test_has_aux():
     assert (float(value), float(aux)) == (12.0, 8.0)
 
 
-def test_arguments_by_name_are_not_differentiated_and_are_written_to():
+def test_keyword_arguments_are_updated_not_differentiated():
     m, other = Model(), Model()
 
     def f(m, *, other, k=1.0):
@@ -310,7 +310,7 @@ def test_results_may_be_objects(mode, jit):
 
 
 @pytest.mark.parametrize("mode", PLAIN, ids=str)
-def test_results_that_are_objects_have_one_place(mode):
+def test_invalid_results_and_cotangents(mode):
     m = Model()
     other = Model()
     with pytest.raises(CallMismatchError, match=r"the cotangent PyTreeDef.*; pass a cotangent of"):
@@ -357,7 +357,7 @@ class Layer(nnx.Module):
         return jnp.sin(self.w * x * scale) ** power
 
 
-def test_values_gradients_and_state_are_those_without():
+def test_remat_keeps_values_gradients_and_state():
     layer = Layer()
     loss, grads = nnx.value_and_grad(lambda m: m(2.0, 2, scale=0.5).sum())(layer)
     w = jnp.arange(3.0)
@@ -384,6 +384,6 @@ def test_policy_selects_residuals():
     assert jnp.allclose(nnx.grad(f)(Layer(), 0.0).w[...], 0.0)
 
 
-def test_method_of_one_object_is_rejected():
+def test_bound_method_is_rejected():
     with pytest.raises(TransformArgumentError, match=r"method of a Layer.*write @nnx.remat above"):
         nnx.remat(Layer().__call__)

@@ -127,7 +127,7 @@ def test_error_names_the_transform_line():
         nnx.cond(True, f, f, 1.0)
 
 
-def test_methods_of_objects_are_not_transformed_with_their_object():
+def test_bound_methods_cannot_be_transformed():
     message = r"nnx\.{}: double is a bound method of a Pair, .* transform Pair\.double and pass the"
     for name in (
         "vmap",
@@ -195,7 +195,7 @@ def test_keyword_arguments_without_position_are_rejected():
         nnx.remat(f)(1.0, scale=2.0, other=1)
 
 
-def test_static_arguments_are_seen_as_they_are():
+def test_static_arguments_are_unchanged():
     def f(m, kind, x):
         assert isinstance(kind, Pair | str)
         return m.w * x

@@ -67,7 +67,7 @@ def test_carry_in_any_and_several_positions():
     assert float(a) == 3 and out is m and float(m.n) == 3
 
 
-def test_part_of_an_object_is_carried_and_another_scanned():
+def test_object_is_partly_carried_and_scanned():
     m = Pair(XS, 0.0)
     axes = nnx.StateAxes({nnx.Param: 0, ...: Carry})
     f = lambda x, m: x + m.add(m.w[...]).n  # noqa: E731
@@ -404,7 +404,7 @@ def test_initial_state_of_untaken_nested_branch(name, around, inside):
     assert MADE[name](m) == INITIAL[name]
 
 
-def test_two_branches_make_one_attribute_each_with_its_own_value():
+def test_branches_create_an_attribute_with_own_values():
     def make(value):
         def branch(m):
             m.made = nnx.Variable(jnp.float32(value))
@@ -549,7 +549,7 @@ def test_one_object_may_be_carried_twice():
     assert back[0] is m and back[1][0] is m
 
 
-def test_each_object_is_returned_in_its_place():
+def test_objects_are_returned_in_place():
     a, b = nnx.Dict(), nnx.List()
     with pytest.raises(
         TransformArgumentError, match=r"a loop: the carry\[0\] is returned as another L"

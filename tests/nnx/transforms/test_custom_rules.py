@@ -119,7 +119,7 @@ def test_missing_rule_error_names_the_fix():
         nnx.custom_jvp(product)(Model(), 1.0)
 
 
-def test_rule_for_tangents_serves_both_modes():
+def test_jvp_rule_works_in_both_modes():
     f = nnx.custom_jvp(product)
 
     @f.defjvp
@@ -216,7 +216,7 @@ def doubled(m: Model, x: jax.Array) -> dict[str, Any]:
 
 @pytest.mark.parametrize("modes", [{}, {"graph": False}, {"graph_updates": False}], ids=str)
 @pytest.mark.parametrize("as_state", [False, True])
-def test_rule_for_tangents_returns_objects(modes: Any, as_state: bool):
+def test_jvp_rule_returns_objects(modes: Any, as_state: bool):
     f = nnx.custom_jvp(doubled, **modes)
 
     @f.defjvp

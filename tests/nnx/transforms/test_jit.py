@@ -73,7 +73,7 @@ def test_methods():
     assert Model.scaled.__name__ == "scaled"
 
 
-def test_partials_and_modules_that_are_called():
+def test_partials_and_callable_modules():
     class Layer(nnx.Module):
         def __init__(self):
             self.w, self.trace = nnx.Param(jnp.float32(2.0)), "an attribute"
@@ -366,7 +366,7 @@ def test_changed_closure():
     assert g(other).tolist() == [1, 1] and f(other).tolist() == [5, 5]
 
 
-def test_values_do_not_trace_again_and_structure_does_once():
+def test_only_structure_changes_retrace():
     fn, traces = traced(lambda m, x: m.w * x)
     f, model = nnx.jit(fn), Model(k=1)
     for i in range(3):
@@ -664,7 +664,7 @@ def test_shardings_over_axes_of_every_type(kinds, donated):
             assert x.n[...].sharding.is_equivalent_to(whole, 0)
 
 
-def test_layouts_by_spec_under_a_mesh_with_explicit_axes():
+def test_partition_specs_under_explicit_mesh():
     with jax.set_mesh(jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])):
         model = Model(jax.device_put(jnp.ones(4), PartitionSpec("x")))
         state = nnx.StateSharding({nnx.Param: PartitionSpec("x"), ...: PartitionSpec()})

@@ -47,7 +47,7 @@ def test_changes_of_untracked_values(change):
     is_like_plain(f, model)
 
 
-def test_array_of_numpy_that_is_written_to():
+def test_mutated_numpy_array():
     model, f = WithArrays(), nnx.jit(look)
     for value in (3.0, 4.0):
         same(f(model), look(model))
@@ -254,7 +254,7 @@ def test_changed_static_value_is_seen(make, compile_):
 
 
 @pytest.mark.parametrize("calls", ["one more", "in its place", "in a list", "in a dict of tuples"])
-def test_later_argument_that_holds_itself(calls):
+def test_cyclic_later_argument(calls):
     # JAX never returns from such an object, and a limit of recursion that it has used up stays so.
     model, other = Layer(1.0), Layer(2.0)
     other.me = other
@@ -451,7 +451,7 @@ def test_static_container_passed_twice_stays_one(make):
         same(look(model), look(plain))
 
 
-def test_change_of_a_callable_object_without_a_hash_is_seen():
+def test_change_of_unhashable_callable_is_detected():
     @dataclasses.dataclass
     class Scale:
         k: float
@@ -466,7 +466,7 @@ def test_change_of_a_callable_object_without_a_hash_is_seen():
     assert call(model) == 3.0
 
 
-def test_bool_in_place_of_a_variable_is_data_in_each_call():
+def test_bool_replacing_a_variable_stays_data():
     model, types = WithArrays(), []
     model.w = False
 
@@ -647,7 +647,7 @@ def test_change_is_seen_during_calls_in_other_threads():
     in_threads(change, call, call)
 
 
-def test_threads_that_change_one_model_by_calls():
+def test_threads_updating_one_model():
     @nnx.jit
     def f(m):
         m.k = 1 - m.k

@@ -110,7 +110,7 @@ def test_unchanged_values_are_not_returned():
     assert text.count("jax.result_info") == 2
 
 
-def test_object_in_a_container_is_found_in_the_trace_alone(monkeypatch):
+def test_object_in_container_is_found_only_in_trace(monkeypatch):
     calls = []
     monkeypatch.setattr(
         "weft.nnx.transforms.jit.split_nested_objects",
@@ -297,7 +297,7 @@ def test_shapes_of_a_new_model_and_of_a_call():
     assert (out.shape, out.dtype) == ((5, 4), jnp.float32)
 
 
-def test_arguments_stay_as_they_are():
+def test_arguments_are_unchanged():
     model = AbstractModel()
     out = nnx.eval_shape(lambda m, *, x: (m(x), m), model, x=jnp.ones((5, 2)))
     assert out[0].shape == (5, 3)

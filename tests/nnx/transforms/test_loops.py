@@ -280,7 +280,7 @@ TREES = pytest.mark.parametrize("mode", [{"graph_updates": False}, {"graph": Fal
 
 @TREES
 @pytest.mark.parametrize("loop", ["while_loop", "fori_loop", "scan", "shared by scan", "axis"])
-def test_body_that_replaces_a_variable_without_graph_updates_is_rejected(loop, mode):
+def test_replacing_a_variable_without_graph_updates_fails(loop, mode):
     def replace(m):
         m.n = nnx.BatchStat(m.n[...] + 1)
         return m
@@ -305,7 +305,7 @@ def test_body_that_replaces_a_variable_without_graph_updates_is_rejected(loop, m
 
 
 @pytest.mark.parametrize("axes", [None, nnx.StateAxes({...: None})], ids=["None", "StateAxes"])
-def test_iterations_that_share_a_count_of_keys_draw_the_same_ones(axes):
+def test_iterations_sharing_a_key_count_draw_equal_keys(axes):
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     once = nnx.clone(dropout)(jnp.ones(16))
     body = lambda c, drop, x: (c, drop(x))  # noqa: E731
@@ -348,9 +348,7 @@ def remove_attribute(m):
         (remove_attribute, r"removes the attribute at \w+\.mode"),
     ],
 )
-def test_body_that_changes_attributes_without_graph_updates_is_rejected(
-    loop, change, message, mode
-):
+def test_changing_attributes_without_graph_updates_fails(loop, change, message, mode):
     def body(m):
         change(m)
         m.n[...] += 1
@@ -653,7 +651,7 @@ def test_unsupported_creation_is_rejected(name):
     assert nnx.graphdef(m) == looks
 
 
-def test_initial_values_do_not_depend_on_streams_of_single_iterations():
+def test_initial_values_ignore_per_iteration_streams():
     def body(m, rngs):
         x = rngs.uniform()
         if not hasattr(m, "made"):

@@ -74,7 +74,7 @@ def differs(m, x):
 
 
 @pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
-def test_shared_variable_that_differs_is_named(mode):
+def test_differing_shared_variable_is_named(mode):
     m = nnx.Dict(part=[Pair()])
     shared = lambda m, x: differs(m.part[0], x)  # noqa: E731
     with pytest.raises(
@@ -90,7 +90,7 @@ def test_shared_variable_that_differs_is_named(mode):
         nnx.vmap(lambda x: {"m": Pair(1.0, x)}, out_axes=None, **mode)(XS)
 
 
-def test_parts_of_values_that_differ_are_named():
+def test_differing_parts_are_named():
     m = nnx.Dict(tree=nnx.Variable({"a": jnp.ones(()), "b": jnp.ones(())}))
 
     def f(m, x):
@@ -234,7 +234,7 @@ def test_shard_map_runs_on_the_parts():
     assert float(m.n) == 1
 
 
-def test_roles_of_loops_are_not_for_maps():
+def test_loop_roles_are_rejected():
     with pytest.raises(TransformArgumentError, match="in_axes has a Carry, which only loops"):
         nnx.vmap(lambda m: None, in_axes=(nnx.Carry,))
 

@@ -275,7 +275,7 @@ def test_three_nested_transformations(case, transformations):
     st.lists(st.sampled_from([jit, remat, gradients]), min_size=1, max_size=2),
     st.lists(st.sampled_from(["link", "drop", "make", "replace", "static"]), max_size=4),
 )
-def test_changes_of_references_are_those_of_the_plain_function(case, transformations, changes):
+def test_reference_writes_match_plain_function(case, transformations, changes):
     def change(a, b, x):
         for name in changes:
             if name == "link":

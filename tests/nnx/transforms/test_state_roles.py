@@ -113,7 +113,7 @@ def test_pairs_and_lists_of_filters():
     assert mapped(pair, 1.0).tolist() == [4.0, 4.0, 4.0]
 
 
-def test_filter_that_matches_everything_comes_last():
+def test_catch_all_filter_must_be_last():
     with pytest.raises(StateFilterError, match="put it last"):
         nnx.StateAxes({...: None, nnx.Param: 0})
 
@@ -160,7 +160,7 @@ def test_state_of_axes_or_layouts_is_one_filter_for_each_value(has_variables):
     assert mapped(Parts()).tolist() == [6, 6, 6, 6]
 
 
-def test_state_that_lacks_a_path_names_it():
+def test_missing_state_path_is_named():
     axes = nnx.StateAxes(nnx.State({"w": 0}))
     with pytest.raises(StateFilterError, match=r"has no filter for m\.count, a BatchStat"):
         nnx.vmap(lambda m: m.w, in_axes=(axes,))(Parts())

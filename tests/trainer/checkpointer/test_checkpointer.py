@@ -152,7 +152,7 @@ def test_missing_step(make):
         checkpointer.restore(step=15, state=target())
 
 
-def test_policy_decides_unless_it_is_forced_and_no_step_is_saved_twice(make):
+def test_policy_applies_unless_forced_and_steps_save_once(make):
     policy = config_for_function(every_n_steps_policy).set(n=2)
     checkpointer = make(save_policy=policy, keep_last_n=9)
     assert not checkpointer.save(step=1, state=state_of(1))
@@ -234,7 +234,7 @@ class TrainerState(NamedTuple):
 
 
 @pytest.mark.parametrize("container", [dict, TrainerState])
-def test_filter_leaves_parts_of_the_state_out(make, container):
+def test_state_filter_omits_parts(make, container):
     state = container(model={"w": jnp.ones(2)}, learner={"optimizer": {"mu": jnp.ones(2)}, "n": 4})
     checkpointer = make()
     checkpointer.save(step=1, state=state)
@@ -379,7 +379,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_checkpoint_is_named_and_the_one_before_is_restored(make, damage, caplog):
+def test_damaged_checkpoint_is_named_and_previous_restored(make, damage, caplog):
     saver = make(keep_last_n=3)
     save_steps(saver, 1, 2, 3)
     DAMAGE[damage](saver, 3)
@@ -493,9 +493,7 @@ def test_wait_raises_failure_and_step_can_be_saved_again(make, monkeypatch):
 
 
 @pytest.mark.parametrize("has_exception", [False, True])
-def test_at_the_end_a_failure_does_not_hide_the_exception_of_the_run(
-    make, monkeypatch, caplog, has_exception
-):
+def test_save_failure_does_not_hide_the_run_exception(make, monkeypatch, caplog, has_exception):
     checkpointer = make()
     monkeypatch.setattr(module.dirs, "commit_dir", lambda path: 1 / 0)
     expected = KeyError if has_exception else CheckpointSaveError

@@ -98,7 +98,7 @@ WAYS = [truncate, flip_a_bit, zero_a_block, Path.unlink, replace_by_another_step
 
 
 @pytest.mark.parametrize("harm", WAYS, ids=lambda harm: harm.__name__)
-def test_file_that_is_damaged_is_named_and_its_step_is_not_loaded(steps, harm, caplog):
+def test_damaged_file_is_named_and_not_loaded(steps, harm, caplog):
     step_dir = steps / "step_00000002"
     paths = list_files(str(step_dir))
     assert {"index", "manifest.json", "save_policy.json"} <= set(paths)
@@ -204,7 +204,7 @@ FILES += ["python/process_0_of_1/it.json"]
 
 @pytest.mark.parametrize("path", FILES)
 @pytest.mark.parametrize("protocol", [0, 5])
-def test_pickle_in_the_place_of_any_file_is_never_loaded(stranger, tmp_path, path, protocol):
+def test_pickle_files_are_never_loaded(stranger, tmp_path, path, protocol):
     cfg, step_dir, state = stranger
     proof = tmp_path / "proof"
     content = pickle.dumps(Payload(proof), protocol=protocol)

@@ -47,7 +47,7 @@ def test_states_round_trip(tmp_path, state):
     assert len(os.listdir(tmp_path / "process_0_of_1")) == len(paths)
 
 
-def test_numbers_of_numpy_become_pythons(tmp_path):
+def test_numpy_numbers_become_python(tmp_path):
     maybe_save_python_savables({"i": Iterator({"n": np.int64(7)})}, dir=str(tmp_path))
     restored = Iterator()
     maybe_restore_python_savables({"i": restored}, dir=str(tmp_path))

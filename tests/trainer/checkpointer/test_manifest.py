@@ -61,7 +61,7 @@ def test_all_damaged_files_are_named(ckpt_dir):
     assert find_damage(str(ckpt_dir)) == ["arrays/w/0.0: is missing", "arrays/w/empty: is missing"]
 
 
-def test_file_that_is_a_directory_now_is_damage(ckpt_dir):
+def test_file_replaced_by_directory_is_damage(ckpt_dir):
     (ckpt_dir / "index").unlink()
     (ckpt_dir / "index").mkdir()
     assert len(find_damage(str(ckpt_dir))) == 1
@@ -91,7 +91,7 @@ def test_invalid_manifest(ckpt_dir, content, found):
     assert damage.startswith(found)
 
 
-def test_every_byte_of_the_manifest_counts(ckpt_dir):
+def test_every_manifest_byte_is_verified(ckpt_dir):
     path = ckpt_dir / MANIFEST
     whole = path.read_bytes()
     for at in range(len(whole)):
@@ -128,7 +128,7 @@ def test_every_file_and_directory_is_synced(ckpt_dir, monkeypatch):
     assert synced == {os.stat(path).st_ino for path in [ckpt_dir, *paths]}
 
 
-def test_without_xxhash_the_message_names_the_extra(ckpt_dir, monkeypatch):
+def test_missing_xxhash_names_the_extra(ckpt_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(MissingExtraError, match=r"package xxhash, .*pip install 'weft\[train\]'"):
         write_manifest(str(ckpt_dir))

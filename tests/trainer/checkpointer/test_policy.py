@@ -61,14 +61,14 @@ def test_metric_may_be_nested_and_weighted():
     assert policy.get_state() == {"best": 2.0}
 
 
-def test_best_value_outlives_the_process():
+def test_best_value_is_restored():
     policy, again = best(), best()
     assert policy(step=1, evaler_summaries={"valid": {"accuracy": 0.9}})
     again.set_state(policy.get_state())
     assert not again(step=2, evaler_summaries={"valid": {"accuracy": 0.8}})
 
 
-def test_metric_that_is_not_reported_is_an_error_with_the_near_names():
+def test_unreported_metric_error_suggests_names():
     text = r"'acuracy'.*'valid'.*Did you mean 'accuracy'"
     with pytest.raises(CheckpointPolicyError, match=text):
         best(metric="acuracy")(step=1, evaler_summaries={"valid": {"accuracy": 0.9}})
@@ -127,7 +127,7 @@ def facts(**losses):
     return {int(s[1:]): {"metrics": {"valid": {"loss": v}}} for s, v in losses.items()}
 
 
-def test_best_of_those_that_have_a_value():
+def test_best_of_steps_with_value():
     values = {**facts(_1=3.0, _2=float("nan"), _3=1.0, _4=3.0), 5: {}, 6: {"metrics": {"x": {}}}}
     assert keep_best(mode="min").kept(values) == {3}
     assert keep_best().kept(values) == {4}

@@ -149,7 +149,7 @@ def make_large(directory, **kwargs):
     return cfg.instantiate(parent=None)
 
 
-def test_two_processes_save_fail_together_and_take_over_from_one(tmp_path):
+def test_two_processes_save_fail_and_resume_from_one(tmp_path):
     script = """
     import gc, resource
     import jax

@@ -104,7 +104,7 @@ def test_arrays_of_every_dtype_round_trip(storage, tmp_path):
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_typed_keys_stay_typed_keys(storage, tmp_path, impl):
+def test_typed_keys_round_trip(storage, tmp_path, impl):
     mesh = mesh_of(4, 2)
     keys = jax.random.split(jax.random.key(3, impl=impl), 8)
     state = {
@@ -243,7 +243,7 @@ def test_large_array_is_split_into_files_of_the_configured_size(tmp_path):
     storage.stop()
 
 
-def test_names_of_any_length_and_with_any_letters(storage, tmp_path):
+def test_long_and_unusual_names(storage, tmp_path):
     names = ["x" * 300, "x" * 299 + "y", "..", "a.b", "a-b", "a", "ä ö", "%2E", "A", "-"]
     state = {name: jnp.array(float(i)) for i, name in enumerate(names)}
     state["a/b"] = jnp.array(10.0)

@@ -33,7 +33,7 @@ def decode_png(data):
     return rows[:, 1:].reshape(height, width, channels)
 
 
-def test_records_are_framed_as_tensorboard_reads_them(tmp_path, read_events):
+def test_record_framing_matches_tensorboard(tmp_path, read_events):
     file = EventFile(str(tmp_path))
     file.add(event_file.scalar("loss", 1.5), step=3)
     file.close()
@@ -43,7 +43,7 @@ def test_records_are_framed_as_tensorboard_reads_them(tmp_path, read_events):
     assert loss.summary.value[0].simple_value == 1.5
 
 
-def test_each_file_is_new_and_later_ones_sort_behind(tmp_path):
+def test_files_are_new_and_sort_in_order(tmp_path):
     paths = []
     for _ in range(3):
         file = EventFile(str(tmp_path))
@@ -62,7 +62,7 @@ def test_flush_writes_events(tmp_path, read_events):
     file.close()
 
 
-def test_event_file_that_is_dropped_is_complete(tmp_path, read_events):
+def test_dropped_event_file_is_complete(tmp_path, read_events):
     file = EventFile(str(tmp_path))
     file.add(event_file.scalar("loss", 1.0), step=1)
     del file
@@ -121,7 +121,7 @@ def test_histogram_counts_every_finite_value():
     assert event_file.histogram("w", np.array([np.nan])) is None
 
 
-def test_torch_is_not_imported_and_can_be(tmp_path):
+def test_torch_is_not_imported(tmp_path):
     (tmp_path / "torch.py").write_text("print('imported')")
     program = (
         "import weft.trainer.summary_writer.event_file; print('before', flush=True); import torch"

@@ -38,7 +38,7 @@ def read(tmp_path, read_events):
     return read
 
 
-def test_nested_summaries_become_curves_texts_histograms_images_and_sound(make, read):
+def test_nested_summaries_of_every_kind(make, read):
     writer = make()
     images = np.random.default_rng(0).random((2, 3, 4, 3))
     summaries = {
@@ -97,7 +97,7 @@ def test_step_times_are_averaged(make, read):
     assert (step, tag, value.simple_value) == (10, "average_step_time", 3.0)
 
 
-def test_restored_step_voids_the_later_ones_of_earlier_files(make, tmp_path, read_events):
+def test_restored_step_voids_later_events(make, tmp_path, read_events):
     first = make()
     for step in (1, 2, 3):
         first(step, {"loss": 1.0})
@@ -115,7 +115,7 @@ def test_restored_step_voids_the_later_ones_of_earlier_files(make, tmp_path, rea
     ]
 
 
-def test_events_are_flushed_when_many_wait_or_long(make, read):
+def test_events_are_flushed_by_count_or_age(make, read):
     writer = make(max_queue=3, flush_ms=1e9)
     for step in range(3):
         writer(step, {"loss": 0.0})

@@ -21,7 +21,7 @@ def lines(path):
     return (path / JSON_LINES_FILE).read_text().splitlines()
 
 
-def test_one_object_a_line_with_step_time_and_values(tmp_path):
+def test_one_object_per_line(tmp_path):
     writer = make(tmp_path / "new" / "dir")
     writer(3, {"model": {"loss": jnp.array(0.5)}, "text": "hé", "w": np.ones(3)})
     writer.log_average_step_time(4, [0.25, 0.75])
@@ -61,7 +61,7 @@ def test_configs_and_checkpoints(tmp_path):
     assert checkpoint["checkpoint"] == {"action": "SAVE", "dir": "/c/step_00000005"}
 
 
-def test_run_that_restored_an_earlier_step_makes_the_later_lines_void(tmp_path):
+def test_restored_step_voids_later_lines(tmp_path):
     writer = make(tmp_path)
     for step in (1, 2, 3, 4):
         writer(step, {"loss": 1.0})

@@ -60,7 +60,7 @@ def make(path, **kwargs):
     return cfg.instantiate(parent=None)
 
 
-def test_without_wandb_the_error_names_the_extra(tmp_path, monkeypatch):
+def test_missing_wandb_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingExtraError, match=r"writer: WandBWriter.*pip install 'weft\[wandb\]"):
         make(tmp_path)
@@ -234,7 +234,7 @@ def make_mlflow(path, **kwargs):
     return cfg.set(**kwargs).instantiate(parent=None)
 
 
-def test_without_mlflow_the_error_names_the_extra(tmp_path, monkeypatch):
+def test_missing_mlflow_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(MissingExtraError, match=r"writer: MLflowWriter.*'weft\[mlflow\]'"):
         make_mlflow(tmp_path)
@@ -304,7 +304,7 @@ def test_server_outage_does_not_end_training(tmp_path, client, monkeypatch, capl
     assert "cannot write to" in said[0] and "no answer" in said[0]
 
 
-def test_summaries_that_are_not_due_are_omitted(tmp_path, client):
+def test_summaries_not_due_are_omitted(tmp_path, client):
     writer = make_mlflow(tmp_path, write_every_n_steps=2)
     for step in (1, 2, 3):
         writer(step, {"loss": 1.0})
