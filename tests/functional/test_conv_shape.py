@@ -227,6 +227,11 @@ def test_zero_padding_is_delegated(padding, zeros):
         assert pad_conv_transpose(x, padding=padding, **TWO)[1] == zeros
 
 
+def test_same_padding_covers_a_dilated_window():
+    x, dilated = array(2, 5, 6, 3), {**TWO, "dilation": (2, 1)}
+    assert pad_conv(x, padding="SAME", **dilated)[1] == ((2, 2), (0, 1))
+
+
 def test_circular_and_reflect_padding():
     x = jnp.arange(5.0).reshape(1, 5, 1)
     around, zeros = pad_conv(x, padding="CIRCULAR", **ONE)
