@@ -19,7 +19,7 @@ _ROOT = Path(__file__).parents[1]
 
 @functools.cache
 def asked(what: str) -> Any:
-    """The answer of a process with eight virtual devices."""
+    """Returns the answer of a process with eight virtual devices."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks._devices", what],
@@ -34,7 +34,7 @@ def asked(what: str) -> Any:
 
 
 def _trainer(n: int) -> Any:
-    """A trainer of the tiny recipe under FSDP on n devices, and the number of its layers."""
+    """Returns a trainer of the tiny recipe under FSDP on n devices, and the number of its layers."""
     import jax
 
     from weft.recipes.lm import lm_tiny
@@ -51,7 +51,7 @@ def _trainer(n: int) -> Any:
 
 
 def _held(tree: Any) -> int:
-    """The bytes on the device that holds most."""
+    """Returns the bytes on the device that holds most."""
     import jax
 
     held: dict[Any, int] = {}
@@ -89,8 +89,8 @@ def _size(shape: str) -> int:
 
 
 def dispatch() -> dict[int, dict[str, list[float]]]:
-    """Seconds of a call of a function that changes 100 sharded arrays: by number of devices and
-    library, of each round.
+    """Returns seconds of a call of a function that changes 100 sharded arrays: by number of devices
+    and library, of each round.
     """
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec

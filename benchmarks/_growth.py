@@ -23,8 +23,8 @@ def in_rounds(
     clock: Callable[[], float] = time.thread_time,
     collect: bool = True,
 ) -> dict[str, list[float]]:
-    """The seconds of each function by round; all are run once in each, and once before the first
-    with `warmup`.
+    """Returns the seconds of each function by round; all are run once in each, and once before the
+    first with `warmup`.
     """
     times: dict[str, list[float]] = {name: [] for name in fns}
     if warmup:
@@ -66,7 +66,7 @@ class Growth:
                 self.relative.setdefault(line, []).append(point)
 
     def curve(self, name: str, title: str, *, x: str, per: str, clock: str, unit: str) -> Curve:
-        """The curve of the times; `per` names what x counts: "layer"."""
+        """Returns the curve of the times; `per` names what x counts: "layer"."""
         lines = {
             line: [(at, seconds / _SECONDS[unit]) for at, seconds in points]
             for line, points in self.seconds.items()

@@ -10,7 +10,7 @@ _PAD = 257
 
 
 def from_weft(params):
-    """The parameters of the recipe's model, laid out as this file takes them."""
+    """Returns the parameters of the recipe's model, laid out as this file takes them."""
     decoder = params["decoder"]
     layer = decoder["transformer"]["repeat"]["layer"]
     attention, feed_forward = layer["self_attention"], layer["feed_forward"]
@@ -63,7 +63,7 @@ def logits(params, ids):
 
 
 def make_step(peak_lr: float, max_step: int):
-    """The optimizer, and a jitted step (params, state, batch) -> (params, state, loss)."""
+    """Returns the optimizer, and a jitted step (params, state, batch) -> (params, state, loss)."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, peak_lr, max_step // 20, max_step, 0.1 * peak_lr
     )

@@ -158,6 +158,6 @@ def _by_nesting() -> Curve:
 
 
 def run() -> list[Row | Curve]:
-    """The curves, and whether a scan is flat in its length."""
+    """Returns the curves, and whether a scan is flat in its length."""
     gc.freeze()  # what is there already is not looked at again in each collection
     return [*_flat(), *map(_by_depth, _FORMS), _init_by_depth(), _by_nesting()]

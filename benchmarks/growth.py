@@ -27,7 +27,7 @@ _ROUNDS = 5
 
 
 def _by_arrays() -> Curve:
-    """A jitted function that changes each array and gives away what it is given."""
+    """Returns a jitted function that changes each array and gives away what it is given."""
     growth = Growth(RAW.name)
     for n in ARRAYS:
         values, times = chain_values(n // 2, 2), max(2, 2_000 // n)
@@ -88,7 +88,7 @@ def _by_devices() -> list[Curve]:
 
 
 def _checkpoint_times(base: Path, megabytes: int) -> dict[str, list[float]]:
-    """Seconds, by round, of what can be done with a checkpoint of a size."""
+    """Returns seconds, by round, of what can be done with a checkpoint of a size."""
     state = {f"w{i}": jnp.full(megabytes * 10**6 // 16, float(i)) for i in range(4)}
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
@@ -114,7 +114,7 @@ def _checkpoint_times(base: Path, megabytes: int) -> dict[str, list[float]]:
 
 
 def _by_size() -> Curve:
-    """Elapsed time, of Weft and of plain files that are flushed to the disk."""
+    """Returns elapsed time, of Weft and of plain files that are flushed to the disk."""
     growth = Growth(
         {
             "Weft, save": "numpy.save with fsync",

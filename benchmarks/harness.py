@@ -54,7 +54,7 @@ class Row:
         return None if self.at_most is None else self.median <= self.at_most
 
     def noted(self, note: str) -> "Row":
-        """The line with another note."""
+        """Returns the line with another note."""
         return dataclasses.replace(self, note=note)
 
 
@@ -130,7 +130,7 @@ def row(
     note: str = "",
     why: str = "",
 ) -> Row:
-    """The line for ratios that must not be larger than `at_most`, if anything is.
+    """Returns the line for ratios that must not be larger than `at_most`, if anything is.
 
     `why` explains a miss: it is shown only where the target is missed.
     """
@@ -154,12 +154,12 @@ def row(
 def counted(
     question: str, value: float, *, at_most: float | None, note: str = "", why: str = ""
 ) -> Row:
-    """The line for something that is counted, once."""
+    """Returns the line for something that is counted, once."""
     return row(question, ([value], [0.0], [0.0]), at_most=at_most, why=why).noted(note)
 
 
 def number(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Returns three digits, or all before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

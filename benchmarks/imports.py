@@ -78,7 +78,8 @@ def _required(of: Distribution, extras: Iterable[str]) -> Iterator[Requirement]:
 
 
 def closure(of: Distribution, extras: Iterable[str] = ()) -> dict[str, Distribution]:
-    """All distributions that one needs with these of its extras, by name, it itself among them.
+    """Returns all distributions that one needs with these of its extras, by name, it itself among
+    them.
 
     Raises:
         PackageNotFoundError: if one of them is not installed; it holds the name.
@@ -98,14 +99,14 @@ def closure(of: Distribution, extras: Iterable[str] = ()) -> dict[str, Distribut
 
 
 def size(of: Distribution) -> int:
-    """The bytes of its files, without the bytecode that Python makes of them."""
+    """Returns the bytes of its files, without the bytecode that Python makes of them."""
     if of.name == "weft":  # here it is a link to the source
         return sum(path.stat().st_size for path in Path(weft.__file__).parent.rglob("*.py"))
     return sum(file.size or 0 for file in of.files or [])
 
 
 def _shown(found: Iterable[Distribution]) -> tuple[int, str]:
-    """The size of several distributions, and in words."""
+    """Returns the size of several distributions, and in words."""
     sizes = {of.name: size(of) for of in found}
     total, largest = sum(sizes.values()), max(sizes, key=sizes.__getitem__)
     words = f"{_megabytes(total)} in {len(sizes)} distributions"

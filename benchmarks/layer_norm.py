@@ -19,7 +19,7 @@ def _textbook(x):
 
 
 def _loss(norm, params, x):
-    """A residual stack, whose stream no operation but the norms has to write out."""
+    """Returns a residual stack, whose stream no operation but the norms has to write out."""
     for block in params:
         h = norm(x)
         q, k, v = (h @ block[name] for name in "qkv")

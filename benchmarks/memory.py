@@ -38,7 +38,9 @@ def _memory(compiled: Any) -> _Memory:
 
 
 def _of_trainer() -> Row:
-    """The step that the default trainer compiles, by that by hand (see `throughput` for losses)."""
+    """Returns the step that the default trainer compiles, by that by hand (see `throughput` for
+    losses).
+    """
     with tempfile.TemporaryDirectory() as directory:
         cfg = RECIPES[0]().set(dir=directory, evalers={})
         cfg.model.decoder.set(dim=DIM)
@@ -69,7 +71,9 @@ def _live() -> int:
 
 
 def _training(library: Any) -> tuple[float, float]:
-    """The peak memory of a step that gives away its model, by that by hand; what stays alive."""
+    """Returns the peak memory of a step that gives away its model, by that by hand; what stays
+    alive.
+    """
     nnx, tx, x = library.nnx, optax.adam(1e-3), chain_input(_VALUES)
 
     def step(model: Any, optimizer: Any, x: Any) -> Any:
@@ -101,7 +105,9 @@ def _training(library: Any) -> tuple[float, float]:
 
 
 def _unchanged(library: Any) -> float:
-    """The memory of a call that changes one count and gives away nothing, by that of the model."""
+    """Returns the memory of a call that changes one count and gives away nothing, by that of the
+    model.
+    """
     nnx, model = library.nnx, library.chain(_VALUES).params
     model.count = nnx.data(nnx.Variable(jnp.array(0)))
 

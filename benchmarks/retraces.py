@@ -181,7 +181,9 @@ def _jitted_optimizers() -> int:
 
 
 def _stale(library: Any, cached: bool) -> int:
-    """How many of three changes of a model a call overlooks that was made or run before them."""
+    """Returns how many of three changes of a model a call overlooks that was made or run before
+    them.
+    """
     nnx = library.nnx
 
     class Model(nnx.Module):
@@ -216,7 +218,7 @@ def _stale(library: Any, cached: bool) -> int:
 
 
 def _counts() -> Iterator[tuple[str, str, Count, int]]:
-    """Questions, libraries, what was counted and what Weft must reach."""
+    """Yields questions, libraries, what was counted and what Weft must reach."""
     models, closures = (
         f"traces for {FRESH} equal new models",
         f"wrong answers of {FRESH} new closures",

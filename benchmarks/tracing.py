@@ -94,7 +94,7 @@ def _by_jit(n: int) -> list[Row]:
 
 
 def _at_depths(library: Library, program: Program | None) -> list[Row]:
-    """The row of a program traced at the depth of the stack where that takes longest."""
+    """Returns the row of a program traced at the depth of the stack where that takes longest."""
     if program is None:
         return []
 

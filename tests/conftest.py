@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 4 MB, where this process may mount one."""
+    """Yields a file system of 4 MB, where this process may mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]

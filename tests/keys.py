@@ -18,17 +18,19 @@ _STEP, _FOLD = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B)
 
 
 def quick_key(seed):
-    """A key in place of `jax.random.key(seed)`."""
+    """Returns a key in place of `jax.random.key(seed)`."""
     return jax.random.key(seed, impl=_QUICK)
 
 
 def draw(seed, *shape):
-    """Numbers in place of `jax.random.normal`, without a program that would have to be compiled."""
+    """Returns numbers in place of `jax.random.normal`, without a program that would have to be
+    compiled.
+    """
     return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 def _mixed(x):
-    """A one-to-one function of 32 bits; each bit changes about half of the result."""
+    """Returns a one-to-one function of 32 bits; each bit changes about half of the result."""
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     return (x ^ (x >> 15)) * np.uint32(0x846CA68B)
 

@@ -7,7 +7,9 @@ import threading
 
 
 def connected(buffer=None):
-    """Two ends of a TCP connection; the second one takes about as many bytes before it reads."""
+    """Returns two ends of a TCP connection; the second one takes about as many bytes before it
+    reads.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         if buffer is not None:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
@@ -41,7 +43,7 @@ def reading(connection):
 
 @contextlib.contextmanager
 def full_pipe():
-    """An end to write to, at which whoever writes is held up: as of a reader that is frozen."""
+    """Yields an end to write to, at which whoever writes is held up: as of a reader that is frozen."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     with contextlib.suppress(BlockingIOError):

@@ -33,7 +33,7 @@ def test_errors_derive_from_weft_error_with_docstring(cls):
 
 
 def exceptions_of_weft():
-    """Every exception class that Weft defines, public or not."""
+    """Yields every exception class that Weft defines, public or not."""
     for module in pkgutil.walk_packages(weft.__path__, "weft."):
         if "__main__" not in module.name:
             with contextlib.suppress(ImportError):
@@ -49,7 +49,7 @@ def exceptions_of_weft():
 
 
 def example(cls):
-    """An error with all arguments and an attribute, and a note."""
+    """Returns an error with all arguments and an attribute, and a note."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         error = cls("what went wrong")

@@ -18,7 +18,7 @@ def shown(path: Path) -> str:
 
 
 def imported(path: Path) -> list[str]:
-    """The absolute dotted names that a file imports, `from a import b` as `a.b`."""
+    """Returns the absolute dotted names that a file imports, `from a import b` as `a.b`."""
     names = []
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):

@@ -56,7 +56,7 @@ def _range(low: float, high: float) -> str:
 
 
 def has_moved(before: Row, after: Row) -> bool:
-    """Whether a line is another than it was, beyond the noise of both runs."""
+    """Returns whether a line is another than it was, beyond the noise of both runs."""
     overlap = (
         before.quartiles[0] <= after.quartiles[1] and after.quartiles[0] <= before.quartiles[1]
     )
@@ -64,7 +64,7 @@ def has_moved(before: Row, after: Row) -> bool:
 
 
 def has_grown_otherwise(before: list[Relative], after: list[Relative]) -> bool:
-    """Whether a line of a curve changed relative to its base, beyond the noise of both
+    """Returns whether a line of a curve changed relative to its base, beyond the noise of both
     runs.
     """
     old = {x: ratios for x, *ratios in before}
@@ -132,7 +132,7 @@ _Line = Row | list[Relative]
 
 
 def _lines(name: str, answers: dict[str, Answer]) -> Iterable[tuple[tuple[str, str], _Line]]:
-    """The lines of the table and of the curves of a question, by its name and theirs."""
+    """Yields the lines of the table and of the curves of a question, by its name and theirs."""
     for row in answers[name].rows:
         yield (name, row.question), row
     for curve in answers[name].curves:

@@ -77,7 +77,7 @@ class Instructions:
 
 
 def calls(fn: Callable[[], Any], n: int = 10, *, of: str = "") -> float:
-    """How many Python functions a call of `fn` enters, besides `fn`, in files under `of`."""
+    """Returns how many Python functions a call of `fn` enters, besides `fn`, in files under `of`."""
     fn()
     with Calls(of) as counter:
         for _ in range(n):
@@ -86,8 +86,8 @@ def calls(fn: Callable[[], Any], n: int = 10, *, of: str = "") -> float:
 
 
 def instructions(fn: Callable[[], Any], *, of: str = "") -> int:
-    """How many bytecode instructions a call of `fn` executes, besides its own, in files under
-    `of`.
+    """Returns how many bytecode instructions a call of `fn` executes, besides its own, in files
+    under `of`.
     """
     fn()
     with Instructions(of) as counter:
@@ -96,8 +96,8 @@ def instructions(fn: Callable[[], Any], *, of: str = "") -> int:
 
 
 def kept(fn: Callable[[], Any], n: int = 20, *, of: str = "") -> float:
-    """How many blocks of memory that were allocated by files under `of` each call leaves behind,
-    those among them that only a garbage collection would free.
+    """Returns how many blocks of memory that were allocated by files under `of` each call leaves
+    behind, those among them that only a garbage collection would free.
     """
 
     def blocks() -> int:
@@ -113,7 +113,7 @@ def kept(fn: Callable[[], Any], n: int = 20, *, of: str = "") -> float:
 
 
 def peak(fn: Callable[[], Any]) -> int:
-    """How many bytes of Python's objects a call holds at most beyond those that were there."""
+    """Returns how many bytes of Python's objects a call holds at most beyond those that were there."""
     fn()
     with _traced_memory():
         before = tracemalloc.get_traced_memory()[0]
@@ -134,7 +134,7 @@ def _traced_memory() -> Iterator[None]:
 
 
 def equations(jaxpr: Any) -> int:
-    """How many equations a jaxpr has, with those of the jaxprs inside of it."""
+    """Returns how many equations a jaxpr has, with those of the jaxprs inside of it."""
     from jax.extend.core import jaxprs_in_params
 
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -142,5 +142,5 @@ def equations(jaxpr: Any) -> int:
 
 
 def operations(text: str) -> collections.Counter[str]:
-    """Number of occurrences of each operation in a StableHLO text."""
+    """Returns number of occurrences of each operation in a StableHLO text."""
     return collections.Counter(re.findall(r"(?<!#)\bstablehlo\.(\w+)", text))

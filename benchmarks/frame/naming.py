@@ -7,12 +7,14 @@ _LIBRARY = re.compile(rf", ((?:{'|'.join(FAMILIES)})\b[^/]*?)(?= / |$)")
 
 
 def family(name: str) -> str:
-    """The library that a line is of: "Weft" of "Weft NNX, cached_partial"; or the name itself."""
+    """Returns the library that a line is of: "Weft" of "Weft NNX, cached_partial"; or the name
+    itself.
+    """
     return next((known for known in FAMILIES if re.match(rf"{known}\b", name)), name)
 
 
 def library(question: str) -> tuple[str, str]:
-    """A question without its library, and the library: Weft where none is named."""
+    """Returns a question without its library, and the library: Weft where none is named."""
     if named := _LIBRARY.search(question):
         return question[: named.start()] + question[named.end(1) :], named[1]
     return question, "Weft"

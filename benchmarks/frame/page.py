@@ -34,7 +34,7 @@ def write(answers: dict[str, Answer], page: Path = PAGE) -> list[str]:
 
 
 def updated(text: str, answers: dict[str, Answer]) -> str:
-    """The text of the page with the results as they are now."""
+    """Returns the text of the page with the results as they are now."""
     before, after = text.split(BEGIN)[0], text.split(END)[-1]
     return "\n".join([before + BEGIN, "", *_shown(answers), END + after])
 

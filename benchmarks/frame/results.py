@@ -50,7 +50,7 @@ class Answer:
 
 
 def here() -> dict[str, Any]:
-    """Versions, machine and date: what a reader needs to place the numbers."""
+    """Returns versions, machine and date: what a reader needs to place the numbers."""
     import jax
 
     import weft
@@ -93,19 +93,19 @@ def _memory() -> str:
 
 
 def load(path: Path = RESULTS) -> dict[str, Answer]:
-    """The answers in a file, by question; none if there is no file."""
+    """Returns the answers in a file, by question; none if there is no file."""
     return parse(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def committed() -> dict[str, Answer]:
-    """The answers of the last commit."""
+    """Returns the answers of the last commit."""
     name = RESULTS.relative_to(ROOT).as_posix()
     shown = subprocess.run(["git", "show", f"HEAD:{name}"], cwd=ROOT, capture_output=True)
     return parse(shown.stdout.decode()) if shown.returncode == 0 else {}
 
 
 def parse(text: str) -> dict[str, Answer]:
-    """The answers in a text of `dumps`."""
+    """Returns the answers in a text of `dumps`."""
     return {
         question: Answer(
             asks=answer["asks"],
@@ -125,7 +125,7 @@ def _tuples(lines: dict[str, list[list[float]]]) -> dict[str, list[Any]]:
 
 
 def dumps(answers: dict[str, Answer]) -> str:
-    """The answers as JSON, questions in order."""
+    """Returns the answers as JSON, questions in order."""
     plain = {question: dataclasses.asdict(answers[question]) for question in sorted(answers)}
     return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
 

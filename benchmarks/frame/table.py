@@ -17,7 +17,7 @@ _COLORS = {"met": "green", "explained": "yellow", "missed": "red"}
 
 
 def verdict(row: Row) -> str:
-    """Whether a line is met, missed, or missed and explained; empty without a target."""
+    """Returns whether a line is met, missed, or missed and explained; empty without a target."""
     if row.met is None:
         return ""
     return "met" if row.met else "explained" if row.why else "missed"
@@ -31,7 +31,7 @@ class Footnotes:
         self.texts = list(dict.fromkeys(row.why for row in misses if row.why))
 
     def verdict(self, row: Row) -> str:
-        """The verdict, with the number of its footnote."""
+        """Returns the verdict, with the number of its footnote."""
         word = verdict(row)
         return f"{word} [{self.texts.index(row.why) + 1}]" if word == "explained" else word
 
@@ -40,7 +40,7 @@ class Footnotes:
 
 
 def cells(row: Row, footnotes: Footnotes) -> tuple[str, ...]:
-    """A line as texts, in the order of `COLUMNS`."""
+    """Returns a line as texts, in the order of `COLUMNS`."""
     spread = "counted" if row.pairs == 1 else f"{number(row.low)} … {number(row.high)}"
     pairs = "" if row.pairs == 1 else str(row.pairs)
     verdict = footnotes.verdict(row)
@@ -64,7 +64,7 @@ def header(answer: Answer) -> list[str]:
 
 
 def summary(answers: dict[str, Answer]) -> str:
-    """How many lines are met, explained and missed."""
+    """Returns how many lines are met, explained and missed."""
     rows = [row for answer in answers.values() for row in answer.rows]
     counts = collections.Counter(map(verdict, rows))
     parts = [f"{counts[word]} {word}" for word in _COLORS if counts[word] or word != "explained"]
@@ -73,7 +73,7 @@ def summary(answers: dict[str, Answer]) -> str:
 
 
 def misses(answers: dict[str, Answer]) -> Iterator[str]:
-    """The lines that are missed and not explained."""
+    """Yields the lines that are missed and not explained."""
     for answer in answers.values():
         for row in answer.rows:
             if verdict(row) == "missed":
@@ -81,7 +81,7 @@ def misses(answers: dict[str, Answer]) -> Iterator[str]:
 
 
 def rich_table(answers: dict[str, Answer], width: int) -> Table:
-    """The table for a terminal of a width, a section for each question."""
+    """Returns the table for a terminal of a width, a section for each question."""
     footnotes = Footnotes(answers)
     kept = [c for c in COLUMNS if width >= _NARROW or c not in ("pairs", "times")]
     made = Table(box=None, pad_edge=False)
@@ -103,5 +103,5 @@ def rich_table(answers: dict[str, Answer], width: int) -> Table:
 
 
 def footnote_lines(answers: dict[str, Answer]) -> Iterable[str]:
-    """The explanations under the table."""
+    """Returns the explanations under the table."""
     return (f"[{i}] {text}" for i, text in Footnotes(answers).numbered())

@@ -22,5 +22,5 @@ def libraries() -> Iterator[Library]:
 
 
 def nnx_modules() -> dict[str, object]:
-    """The modules `nnx` to which the same program is given, by the name of the library."""
+    """Returns the modules `nnx` to which the same program is given, by the name of the library."""
     return {library.name: library.nnx for library in libraries() if hasattr(library, "nnx")}

@@ -77,7 +77,7 @@ class Chain(eqx.Module):
 
 
 def _filled(layer, values):
-    """The layer, a norm or linear, with the values; `weight` is [..., out, in]."""
+    """Returns the layer, a norm or linear, with the values; `weight` is [..., out, in]."""
     weight = values["scale"] if "scale" in values else jnp.swapaxes(values["kernel"], -1, -2)
 
     def both(layer):

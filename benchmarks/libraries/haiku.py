@@ -41,7 +41,7 @@ def _scanned(n, wrap=lambda block: block):
 
 
 def _program(make, values, x):
-    """A program whose parameters are found by the parts of their paths."""
+    """Returns a program whose parameters are found by the parts of their paths."""
 
     def made():
         return hk.without_apply_rng(hk.transform(make())).apply

@@ -130,7 +130,7 @@ def updated(tx: Any, params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
 
 
 def training_step(program: Program, tx: Any) -> Step:
-    """A step of a model whose parameters are a pytree of arrays."""
+    """Returns a step of a model whose parameters are a pytree of arrays."""
     apply = program.make()
 
     def step(both: Any, x: Any) -> Any:
@@ -145,7 +145,7 @@ def training_step(program: Program, tx: Any) -> Step:
 
 
 def renamed(values: Values, names: dict[str, str]) -> Values:
-    """Nested dicts with other names of the leaves."""
+    """Returns nested dicts with other names of the leaves."""
     return {
         names.get(k, k): renamed(v, names) if isinstance(v, dict) else v for k, v in values.items()
     }

@@ -34,7 +34,7 @@ def block_of(nnx):
 
 @functools.cache
 def decoder_of(nnx):
-    """The class of a decoder; `call` is how a layer is called."""
+    """Returns the class of a decoder; `call` is how a layer is called."""
 
     class Decoder(nnx.Module):
         def __init__(self, n, *, rngs):
@@ -52,7 +52,7 @@ def decoder_of(nnx):
 
 @functools.cache
 def chain_of(nnx):
-    """The class of a chain of layers."""
+    """Returns the class of a chain of layers."""
 
     class Chain(nnx.Module):
         def __init__(self, shapes, *, rngs):
@@ -69,7 +69,7 @@ def chain_of(nnx):
 
 
 def _filled(module, values):
-    """The module with the values in its variables.
+    """Returns the module with the values in its variables.
 
     It was made with others: Flax takes minutes to make large ones without values.
     """

@@ -37,7 +37,7 @@ def decoder_values(n: int) -> Values:
 
 
 def stacked(values: Values) -> Values:
-    """One layer whose leaves have a leading axis over the layers."""
+    """Returns one layer whose leaves have a leading axis over the layers."""
     return jax.tree.map(lambda *xs: jnp.stack(xs), *values.values())
 
 
@@ -64,7 +64,7 @@ def dense(params, x):
 
 
 def attend(q, k, v):
-    """Causal attention of vectors [..., time, dim]; the same code for every library."""
+    """Returns causal attention of vectors [..., time, dim]; the same code for every library."""
     q, k, v = (t.reshape(*t.shape[:-1], HEADS, -1) for t in (q, k, v))
     logits = jnp.einsum("...qhd,...khd->...hqk", q, k)
     causal = jnp.tril(jnp.ones(logits.shape[-2:], bool))

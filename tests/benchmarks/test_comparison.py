@@ -32,7 +32,9 @@ def test_changes_beyond_noise_are_reported_with_both_numbers():
 
 
 def grown(*ratios, **more):
-    """A curve of one library, at 1, 10, 100 … by its ratios to raw JAX: low, median and high."""
+    """Returns a curve of one library, at 1, 10, 100 … by its ratios to raw JAX: low, median and
+    high.
+    """
     beside = [(10**i, *of) for i, of in enumerate(ratios)]
     points = [(x, median) for x, _, median, _ in beside]
     curve = Curve("calls", "Calls", "arrays", "µs", {"Weft": points}, [], {"Weft": beside})

@@ -103,7 +103,7 @@ class Repository:
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory):
-    """A repository in which all was asked twice, and committed between; both runs."""
+    """Returns a repository in which all was asked twice, and committed between; both runs."""
     repository = Repository(tmp_path_factory.mktemp("repository"))
     gone = 'counted("traces", 1, at_most=1),'
     repository.question("quick", QUICK, ratio=0.5, more=gone)

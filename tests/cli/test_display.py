@@ -209,7 +209,9 @@ def test_loss_is_read_two_steps_late():
 
 
 def run(meter, steps, batch=BATCH, **outputs):
-    """The last reading, and the speed and time left of the one before the steps read at the end."""
+    """Returns the last reading, and the speed and time left of the one before the steps read at the
+    end.
+    """
     before = None
     for step in steps:
         before = meter.on_step(step, {"loss": 1.0, **outputs}, batch) or before

@@ -39,7 +39,7 @@ QWEN = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The directory of a run of a small Qwen with adapters, with two saved steps."""
+    """Returns the directory of a run of a small Qwen with adapters, with two saved steps."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.json").write_text(json.dumps(QWEN))
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))

@@ -20,7 +20,7 @@ eight_devices = pytest.mark.skipif(jax.device_count() != 8, reason="needs eight 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty directory that the process works in."""
+    """Returns an empty directory that the process works in."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -62,7 +62,7 @@ def test_directory_of_other_config_is_unchanged(folder, capsys):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The directory of a run that is done, to be copied."""
+    """Returns the directory of a run that is done, to be copied."""
     directory = tmp_path_factory.mktemp("trained") / "run"
     assert main([*TINY, f"dir={directory}"]) == 0
     return directory

@@ -23,7 +23,7 @@ _PATIENCE_SECONDS = 240.0
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """One device, as a person has. What one process has compiled, the next ones need not."""
+    """Returns one device, as a person has. What one process has compiled, the next ones need not."""
     return {
         **os.environ,
         "XLA_FLAGS": xla_flags(),
@@ -75,7 +75,7 @@ def newest(run_dir):
 
 
 def saved_state(run_dir, step):
-    """Every array of a checkpoint by its path, as bytes."""
+    """Returns every array of a checkpoint by its path, as bytes."""
     base_dir = str(run_dir / "checkpoints")
     spec = read_state_spec(os.path.join(base_dir, f"step_{step:08d}"))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -104,7 +104,7 @@ class Watch:
 
 
 def _is_importing() -> bool:
-    """Whether a module is being imported, one that a listed function itself asks for."""
+    """Returns whether a module is being imported, one that a listed function itself asks for."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
@@ -212,7 +212,7 @@ class Search:
                     self.try_call(f"{label} then its result", functools.partial(fn, *tail))
 
     def calls_its_argument(self, name: str, fn: Callable) -> bool:
-        """Whether a function was seen to call a function that it was given."""
+        """Returns whether a function was seen to call a function that it was given."""
         called = []
 
         def spy(*args: Any, **kwargs: Any) -> Any:
@@ -271,7 +271,7 @@ class Search:
 
 @functools.cache
 def _parameters(fn: Callable) -> dict[str, tuple[bool, bool]]:
-    """Whether a parameter is needed, and whether it may want a function, by name."""
+    """Returns whether a parameter is needed, and whether it may want a function, by name."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -293,7 +293,7 @@ def _import_weft() -> None:
 
 
 def configurables() -> Iterator[str]:
-    """The names of all configurable classes of Weft that a text may name."""
+    """Yields the names of all configurable classes of Weft that a text may name."""
     from weft.config import ConfigReferenceError, Configurable
     from weft.config.references import resolve_reference
 

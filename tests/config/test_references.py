@@ -344,7 +344,7 @@ HARMFUL_OF_OS = {"remove", "rename", "replace", "system", "kill", "makedirs", "t
 
 
 def does_harm(node: ast.AST) -> bool:
-    """Whether a piece of code writes or deletes files, starts processes or imports by name."""
+    """Returns whether a piece of code writes or deletes files, starts processes or imports by name."""
     for call in ast.walk(node):
         if not isinstance(call, ast.Call):
             continue
@@ -363,7 +363,9 @@ def does_harm(node: ast.AST) -> bool:
 
 
 def callables_of_weft():
-    """Every function and class in weft by its dotted name, with the code that a call of it runs."""
+    """Yields every function and class in weft by its dotted name, with the code that a call of it
+    runs.
+    """
     for path in sorted(ROOT.rglob("*.py")):
         module = ".".join(("weft", *path.relative_to(ROOT).with_suffix("").parts))
         for node in ast.parse(path.read_text(encoding="utf-8")).body:

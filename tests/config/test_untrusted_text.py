@@ -99,7 +99,7 @@ CONFIGS = {
 
 
 def text_of(kind, planted):
-    """The text of an attack on files that lie there."""
+    """Returns the text of an attack on files that lie there."""
     text = CONFIGS[kind]
     for name, meaning in SHORT.items():
         text = text.replace(name, meaning)

@@ -355,7 +355,7 @@ SHELLS = {
 
 
 def names_in(box):
-    """The names of all boxes of a nest that have some."""
+    """Returns the names of all boxes of a nest that have some."""
     own = [box.names] if isinstance(box, Partitioned) else []
     content = box.array if isinstance(box, Factored) else box.value
     return own + (names_in(content) if meta.is_axis_metadata(content) else [])

@@ -17,7 +17,7 @@ def mesh_of(kind, other=None):
 
 
 def spec_of(x):
-    """The layout without the trailing axes that are not split."""
+    """Returns the layout without the trailing axes that are not split."""
     entries = list(x.sharding.spec)
     while entries and entries[-1] is None:
         entries.pop()

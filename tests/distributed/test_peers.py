@@ -22,7 +22,7 @@ NAMES = {i: f"process {i} of 3 (host h, pid {i})" for i in range(3)}
 
 @pytest.fixture
 def three():
-    """Three ends of the lines, in one process."""
+    """Yields three ends of the lines, in one process."""
     opened = []
 
     def open_lines(**kwargs):
@@ -39,7 +39,7 @@ def three():
 
 @pytest.fixture
 def alone():
-    """One end of the lines, and the sockets at the other ends."""
+    """Yields one end of the lines, and the sockets at the other ends."""
     with contextlib.ExitStack() as stack:
 
         def open_lines(process, *others, buffer=None, **kwargs):

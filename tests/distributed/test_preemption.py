@@ -304,7 +304,7 @@ class Lost:
 
 @pytest.fixture
 def two():
-    """The lines between two processes, both ends here."""
+    """Yields the lines between two processes, both ends here."""
     here, there = connected()
     names = {i: f"process {i} of 2" for i in range(2)}
     ends = [Peers(0, {1: here}, names, end_seconds=1e6)]

@@ -88,7 +88,7 @@ class Process:
         take("")
 
     def wait_for(self, start):
-        """The rest of the next line that starts like this."""
+        """Returns the rest of the next line that starts like this."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             line = self._lines.get(timeout=max(deadline - time.monotonic(), 0.01))

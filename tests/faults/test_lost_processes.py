@@ -12,7 +12,7 @@ BOUND_SECONDS = 40.0
 
 
 def ends(process, since):
-    """The exit code of a process that has to end soon."""
+    """Returns the exit code of a process that has to end soon."""
     code = process.code(timeout=BOUND_SECONDS)
     assert time.monotonic() - since < BOUND_SECONDS
     return code

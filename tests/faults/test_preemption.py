@@ -12,7 +12,7 @@ GRACE_SECONDS = 30.0
 
 
 def check_stop(processes, phase, before):
-    """All have stopped after one step, which was saved once; returns its number."""
+    """Returns all have stopped after one step, which was saved once; returns its number."""
     done = [process.done() for process in processes]
     assert [d["fault"] for d in done] == [phase] * len(done)
     steps = {tuple(d["ended"]) for d in done}

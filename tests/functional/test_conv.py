@@ -25,7 +25,7 @@ def array(*shape):
 
 
 def by_hand(x, w, strides, pads, dilation, groups=1):
-    """A convolution as sums over positions of the window."""
+    """Returns a convolution as sums over positions of the window."""
     n = x.ndim - 2
     x = np.pad(x, [(0, 0), *pads, (0, 0)])
     window, cin, cout = w.shape[:n], w.shape[-2], w.shape[-1]

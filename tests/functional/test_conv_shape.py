@@ -28,7 +28,7 @@ explicit = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(lambda pair: (pai
 
 
 def lax_length(length, window, strides, pads, input_dilation=1, dilation=1):
-    """The length that jax itself gives."""
+    """Returns the length that jax itself gives."""
     return lax.conv_general_shape_tuple(
         (1, 1, (length - 1) * input_dilation + 1),
         (1, 1, (window - 1) * dilation + 1),

@@ -136,7 +136,7 @@ def checkpointer(directory: Path, part: bool = False) -> Checkpointer:
 
 @functools.cache
 def whole() -> tuple[tempfile.TemporaryDirectory, Path]:
-    """A directory with all steps, which lives as long as the process."""
+    """Returns a directory with all steps, which lives as long as the process."""
     kept = tempfile.TemporaryDirectory(prefix="weft-fuzz-")
     directory = Path(kept.name) / "checkpoints"
     with checkpointer(directory) as saving:

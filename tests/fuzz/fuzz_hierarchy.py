@@ -148,7 +148,7 @@ def number(key: Any) -> Any:
 
 
 def parts(of: Block) -> dict[str, Call | Level]:
-    """The children of a module, by name."""
+    """Returns the children of a module, by name."""
     found: dict[str, Call | Level] = {}
     for s in of:
         if isinstance(s, Call) or s.kind in ("child", "ensemble"):
@@ -307,7 +307,7 @@ WEFT: dict[str, Callable[..., Any]] = {
 
 
 def states(of: Block, shape: tuple[int, ...] = ()) -> Tree:
-    """A state for the module of a block; ensembles have a leading axis."""
+    """Returns a state for the module of a block; ensembles have a leading axis."""
     found: Tree = {}
     for n, (name, s) in enumerate(parts(of).items()):
         if isinstance(s, Call):
@@ -438,7 +438,7 @@ class Reference:
 
 
 def before(updates: Tree, state: Tree) -> Tree:
-    """The entries of a state at the places of updates."""
+    """Returns the entries of a state at the places of updates."""
     return {k: before(v, state[k]) if isinstance(v, dict) else state[k] for k, v in updates.items()}
 
 
@@ -470,7 +470,7 @@ def check(case: tuple[Block, str]) -> None:
 
 
 def limits(block: Block, path: str, most: int = 1) -> dict[str, int]:
-    """How often each block may be traced.
+    """Returns how often each block may be traced.
 
     That is once: nothing is made here. Both branches are one block, and a rule of one's own is a
     second trace of it.

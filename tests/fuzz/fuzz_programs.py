@@ -49,7 +49,7 @@ def traced(what: str, traces: list[str], case: Program, there: frozenset[str]) -
 
 
 def most_traces(loops: tuple[Level, ...], there: frozenset[str]) -> int:
-    """How often the innermost of loops and rules around each other may trace its body.
+    """Returns how often the innermost of loops and rules around each other may trace its body.
 
     A loop traces its body a second time if it carries or shares state that is missing and that the
     body makes. Then that state is there for the loops inside of it. What has a derivative of one's

@@ -65,7 +65,7 @@ class Finding:
 
 
 def names() -> list[str]:
-    """The names of all fuzzers."""
+    """Returns the names of all fuzzers."""
     return sorted(p.stem.removeprefix("fuzz_") for p in Path(__file__).parent.glob("fuzz_*.py"))
 
 

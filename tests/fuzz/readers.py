@@ -36,7 +36,7 @@ ODD += [[], {}, [0], [0, 2**62], [2**62, 2**62], [[]], ["x"], [None], {"x": 1}, 
 
 @st.composite
 def damaged(draw: st.DrawFn, valid: Sequence[bytes]) -> bytes:
-    """Valid bytes with a few random changes."""
+    """Returns valid bytes with a few random changes."""
     data = bytearray(draw(st.sampled_from(valid)))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))
@@ -56,7 +56,7 @@ def damaged(draw: st.DrawFn, valid: Sequence[bytes]) -> bytes:
 
 @st.composite
 def damaged_json(draw: st.DrawFn, valid: Sequence[Any]) -> bytes:
-    """Valid JSON in which some values, keys or whole branches are others."""
+    """Returns valid JSON in which some values, keys or whole branches are others."""
     value = json.loads(json.dumps(draw(st.sampled_from(valid))))
     for _ in range(draw(st.integers(1, 3))):
         value = _changed(draw, value)
@@ -90,7 +90,7 @@ def _changed(draw: st.DrawFn, value: Any) -> Any:
 
 
 def any_of(valid: Sequence[bytes], crafted: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-    """Crafted bytes, those that are valid, and those damaged."""
+    """Returns crafted bytes, those that are valid, and those damaged."""
     return st.one_of(st.sampled_from([*crafted, *valid]), damaged(valid))
 
 

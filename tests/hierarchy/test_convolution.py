@@ -43,7 +43,7 @@ def run_conv(layer, params, x):
 
 
 def sizes(n, *values):
-    """One value per axis, in the form that a config of `n` axes takes."""
+    """Returns one value per axis, in the form that a config of `n` axes takes."""
     return values[0] if n == 1 else tuple(values[:n])
 
 

@@ -39,7 +39,7 @@ class Stack(BaseLayer):
 
 
 def stack(n):
-    """A stack of n layers and what it is called with."""
+    """Returns a stack of n layers and what it is called with."""
     model = Stack.default_config().set(name="stack", n=n).instantiate(parent=None)
     shapes = jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
     params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)

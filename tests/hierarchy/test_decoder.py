@@ -55,7 +55,7 @@ def make(cfg, seed=0):
 
 
 def call(decoder, state, *, method="forward", prng_key=None, static=None, **inputs):
-    """A method's result; `inputs` are its arrays, `static` its other arguments."""
+    """Returns a method's result; `inputs` are its arrays, `static` its other arguments."""
 
     @jax.jit
     def run(state, inputs):
@@ -68,7 +68,7 @@ def call(decoder, state, *, method="forward", prng_key=None, static=None, **inpu
 
 
 def compiled(decoder, state, method="forward"):
-    """A method of a decoder that is compiled once, of its array arguments by name."""
+    """Returns a method of a decoder that is compiled once, of its array arguments by name."""
 
     def run(state, inputs):
         return functional(decoder, None, state, inputs, method=method, is_training=False)[0]

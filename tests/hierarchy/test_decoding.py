@@ -373,7 +373,7 @@ def score(log_probs, prompt, continuation):
 
 
 def best_endings(log_probs, prompt, length, penalty=lambda n: 1.0):
-    """All continuations that end with EOS, the best first; by trying each."""
+    """Returns all continuations that end with EOS, the best first; by trying each."""
     found = []
     room = length - len(prompt) + 1
     for n in range(room):

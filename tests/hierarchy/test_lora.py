@@ -152,8 +152,9 @@ def test_merged_projections_equal_the_unmerged(name, filled, wave):
 
 
 def stack(lora):
-    """Two repeated transformer layers with rotary positions and grouped heads, with or without
-    adapters on all that they project."""
+    """Returns two repeated transformer layers with rotary positions and grouped heads, with or
+    without adapters on all that they project.
+    """
     attention = GroupedQueryAttention.default_config().set(num_heads=HEADS)
     qkv = FusedGroupedQKVLinear.default_config().set(num_kv_heads=2)
     attention.input_linear = RoFormerQKVLinear.default_config().set(

@@ -49,7 +49,7 @@ def layer_of(cfg):
 
 
 def of_adapters(state, fn):
-    """A state with the second map of each adapter changed, which begins as 0."""
+    """Returns a state with the second map of each adapter changed, which begins as 0."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: fn(x) if "lora_up" in jax.tree_util.keystr(path) else x, state
     )

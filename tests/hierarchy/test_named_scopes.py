@@ -25,7 +25,9 @@ JAX_PARTS = re.compile(r"(jit|jvp|transpose|vmap|rematted_computation)\(([^()]*)
 
 
 def op_names(fn, *args):
-    """The paths in the compiled program, without what JAX writes between the modules' names."""
+    """Returns the paths in the compiled program, without what JAX writes between the modules'
+    names.
+    """
     text = jax.jit(fn).lower(*args).compile().as_text()
     found = set(re.findall(r'op_name="([^"]*)"', text))
     for _ in range(3):

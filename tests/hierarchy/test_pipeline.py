@@ -98,7 +98,7 @@ def run(module, state=STATE, x=X, key=None):
 
 
 def values_and_gradients(module):
-    """The result, the outputs, and the gradients by parameters and inputs."""
+    """Returns the result, the outputs, and the gradients by parameters and inputs."""
 
     def loss(weight, x):
         state = {"layer": {**STATE["layer"], "weight": weight}}

@@ -244,7 +244,7 @@ def test_fifo_does_not_block(tmp_path):
 
 
 def by_hand(train, held_out, vocab_size, order):
-    """The defining recursion, one token at a time."""
+    """Returns the defining recursion, one token at a time."""
     train = [train[0], *train]
     held_out = [held_out[0], *held_out]
 

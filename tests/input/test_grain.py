@@ -34,7 +34,7 @@ def numbers(n):
 
 
 def rows_source(num_rows=40, global_batch_size=8, seed=3):
-    """A source as a user writes it."""
+    """Returns a source as a user writes it."""
 
     def source(dispatch_config):
         ds = numbers(num_rows).seed(seed).shuffle().repeat(None)

@@ -336,7 +336,7 @@ def stream_batches(source, n=None, index=0, num=1, state=None):
 
 
 def documents_of(found):
-    """The documents as the targets show them, those that were cut in their pieces."""
+    """Returns the documents as the targets show them, those that were cut in their pieces."""
     texts = []
     for batch in found:
         for inputs, targets, segments in zip(

@@ -29,7 +29,7 @@ def over(cases):
 
 
 def made(guest, seed=0, **kwargs):
-    """A layer in NNX with its variables."""
+    """Returns a layer in NNX with its variables."""
     layer = as_nnx(*guest, **({} if isinstance(guest[0], nnx.Module) else {"rngs": nnx.Rngs(seed)}))
     return layer.lazy_init(X, **kwargs) if isinstance(layer, InNNX) else layer
 

@@ -48,7 +48,7 @@ def small(cfg):
 
 
 def config():
-    """The recipe, stopped when its loss has not become worse between two evaluations."""
+    """Returns the recipe, stopped when its loss has not become worse between two evaluations."""
     cfg = small(lm_lora.lm_lora()).set(dir="tuned", max_step=40)
     held_out = cfg.evalers["held_out"]
     held_out.input.source.max_examples = 2 * ROWS

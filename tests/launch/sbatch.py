@@ -32,7 +32,8 @@ OPTIONS = {
 
 
 def directives(script: str) -> dict[str, str]:
-    """The options that sbatch would read from a script; an AssertionError for what it would not.
+    """Returns the options that sbatch would read from a script; an AssertionError for what it would
+    not.
 
     sbatch reads lines that begin with `#SBATCH` up to the first command; a line holds options as a
     command line does, and text after a blank and `#` is a comment.

@@ -33,7 +33,7 @@ ALL = {
 
 
 def parts(manifest):
-    """The specs of the JobSet, of its Job, of the Job's pods, and their container."""
+    """Returns the specs of the JobSet, of its Job, of the Job's pods, and their container."""
     spec = manifest["spec"]
     (replicated,) = spec["replicatedJobs"]
     job_spec = replicated["template"]["spec"]

@@ -41,7 +41,7 @@ def program(directory, name, text):
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """The programs of a cluster of two nodes, both on this machine."""
+    """Returns the programs of a cluster of two nodes, both on this machine."""
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir()
     program(

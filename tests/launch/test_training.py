@@ -55,7 +55,7 @@ def launch(tmp_path):
 
 
 def children(pid):
-    """The processes that a process has started, by what tells them apart."""
+    """Returns the processes that a process has started, by what tells them apart."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -96,7 +96,7 @@ def losses(run_dir):
 
 
 def train_here(run_dir, max_step):
-    """One process, this one, trains to a step; returns the step that it went on from."""
+    """Returns one process, this one, trains to a step; returns the step that it went on from."""
 
     class Seen(RunListener):
         def on_start(self, trainer, resumed_from):

@@ -15,7 +15,9 @@ def no_leaks():
 
 
 def layers(box, x):
-    """One layer: its own weight, a shared scale, a carried counter, a key for each iteration."""
+    """Returns one layer: its own weight, a shared scale, a carried counter, a key for each
+    iteration.
+    """
     noise = jax.random.uniform(box.arrays["key"])
     x = jnp.tanh(box.arrays["w"] @ x) * box.arrays["scale"] + noise
     box.write("count", box.arrays["count"] + 1)

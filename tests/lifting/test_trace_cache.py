@@ -306,7 +306,7 @@ CALLS = 2_000
 
 
 def pages_in(fn):
-    """How many pages of memory the process is given while `fn` runs."""
+    """Returns how many pages of memory the process is given while `fn` runs."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     fn()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before

@@ -34,7 +34,7 @@ def model(body):
 
 
 def run(body, *args):
-    """The result of a body that was initialized before, and its parameters."""
+    """Returns the result of a body that was initialized before, and its parameters."""
     m = model(body)
     variables = m.init(KEY, *args)
     return m.apply(variables, *args), variables["params"]

@@ -21,7 +21,7 @@ X = jnp.arange(6.0).reshape(2, 3)
 
 
 def model(body, **fields):
-    """A module of a compact body `body(self, *args)`."""
+    """Returns a module of a compact body `body(self, *args)`."""
 
     class Model(nn.Module):
         @nn.compact
@@ -45,7 +45,7 @@ def twice(self, x):
 
 
 def around(fn):
-    """A model of a module, what `fn` makes of it, and another module."""
+    """Returns a model of a module, what `fn` makes of it, and another module."""
 
     def body(self, x, *args):
         x = fn(self, Linear()(x), *args)

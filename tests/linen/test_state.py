@@ -183,7 +183,7 @@ def test_failed_interceptor_is_removed():
 
 
 def names():
-    """The names that the operations of a model carry."""
+    """Returns the names that the operations of a model carry."""
     variables = Model().init(KEY, X)
     jaxpr = jax.make_jaxpr(Model().apply)(variables, X)
     return [str(eqn.source_info.name_stack) for eqn in jaxpr.eqns]

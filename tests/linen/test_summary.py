@@ -29,7 +29,7 @@ class Model(Module):
 
 
 def lines(table):
-    """The cells of a table, line by line."""
+    """Returns the cells of a table, line by line."""
     found = [line.strip("│").split("│") for line in table.split("\n") if line.startswith("│")]
     return [[cell.strip() for cell in line] for line in found]
 

@@ -214,7 +214,7 @@ class Pair(nnx.Module):
 
 
 def of_jit(n):
-    """A call of a jitted function that changes n arrays; the number of these."""
+    """Returns a call of a jitted function that changes n arrays; the number of these."""
     model = Pairs(n // 2)
 
     def shrink(model):

@@ -126,7 +126,7 @@ KINDS = (Node, nnx.List, nnx.Dict, nnx.Param, nnx.BatchStat, "array", "number", 
 
 @st.composite
 def graphs(draw):
-    """A graph of objects, whose edges go anywhere: it shares, and has cycles."""
+    """Returns a graph of objects, whose edges go anywhere: it shares, and has cycles."""
     kinds = [Node, *draw(st.lists(st.sampled_from(KINDS), max_size=7))]
     made = [
         {"array": jnp.full(1, i), "number": i, "tuple": ()}.get(kind)  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -149,7 +149,7 @@ def graphs(draw):
 
 
 def described(root):
-    """A graph in words: every edge with the number of the object it leads to."""
+    """Returns a graph in words: every edge with the number of the object it leads to."""
     numbers, words = {}, []
 
     def walk(x):

@@ -47,7 +47,7 @@ class Model(nnx.Module):
 
 
 def rows(table):
-    """The cells of a table's rows, one list of lines for each cell."""
+    """Returns the cells of a table's rows, one list of lines for each cell."""
     found, cells = [], None
     for line in table.splitlines():
         if line[:1] in "┡├└":

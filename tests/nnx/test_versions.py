@@ -26,7 +26,7 @@ class Model(nnx.Module):
 
 
 def watched() -> Model:
-    """A model as a call leaves it that remembers how it looks."""
+    """Returns a model as a call leaves it that remembers how it looks."""
     model = Model()
     for x in flatten_graph(model).objects:
         if isinstance(x, nnx.Variable):

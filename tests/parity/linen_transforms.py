@@ -39,7 +39,7 @@ class Programs:
         return register
 
     def test(self):
-        """The test of all of them."""
+        """Returns the test of all of them."""
 
         @pytest.mark.parametrize("case", self.all, ids=lambda case: case.__name__)
         def test(case):
@@ -52,7 +52,9 @@ class Programs:
 
 
 def of_body(body, *args, mutable=("intermediates",), x=X):
-    """A program of a compact body: what it makes, and what it returns and changes afterwards."""
+    """Returns a program of a compact body: what it makes, and what it returns and changes
+    afterwards.
+    """
 
     def run(nn):
         class Model(nn.Module):

@@ -62,7 +62,7 @@ def same_error(program, mode):
 
 
 def described(x):
-    """A result in plain Python: one object at two places is named by the first of them."""
+    """Returns a result in plain Python: one object at two places is named by the first of them."""
     return _described(x, {}, "")
 
 

@@ -39,7 +39,9 @@ def same_arrays(of_flax, of_weft, tolerance=1e-5):
 
 
 def described(x):
-    """An object in plain Python: variables with class, metadata and bits, attributes by name."""
+    """Returns an object in plain Python: variables with class, metadata and bits, attributes by
+    name.
+    """
     if isinstance(x, flax.nnx.Variable | weft.nnx.Variable):
         metadata = {k: described(v) for k, v in x.get_metadata().items() if k not in OF_FLAX}
         return type(x).__name__, metadata, described(x.get_raw_value())
@@ -100,7 +102,7 @@ X = draw(1, 2, 3, 4, 5)
 
 
 def applied(name, *args, x=X, call=(), **kwargs):
-    """A program that makes a layer and applies it, which compares the streams too."""
+    """Returns a program that makes a layer and applies it, which compares the streams too."""
 
     def program(nnx):
         rngs = nnx.Rngs(0, params=7)
@@ -111,7 +113,7 @@ def applied(name, *args, x=X, call=(), **kwargs):
 
 
 def twice(function):
-    """A function in place of one of JAX's, which doubles what it gives."""
+    """Returns a function in place of one of JAX's, which doubles what it gives."""
 
     def call(*args, **kwargs):
         return 2 * function(*args, **kwargs)
@@ -120,13 +122,13 @@ def twice(function):
 
 
 def in_half(args, /, *, dtype=None, inexact=True):
-    """A function in place of `promote_dtype`."""
+    """Returns a function in place of `promote_dtype`."""
     assert dtype is None and inexact
     return tuple(None if x is None else jax.numpy.asarray(x, "bfloat16") for x in args)
 
 
 def tolerance(kwargs):
-    """How close the results of a layer have to be, by the dtypes that it is given."""
+    """Returns how close the results of a layer have to be, by the dtypes that it is given."""
     rough = {"dtype", "param_dtype", "promote_dtype", "preferred_element_type"}
     return 2e-2 if kwargs.keys() & rough else 1e-5
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def made(linen, train_state, serialization, checkpoints):
-    """The same program, written with either library."""
+    """Returns the same program, written with either library."""
 
     class Net(linen.Module):
         @linen.compact
@@ -96,7 +96,7 @@ def use_orbax(request):
 
 
 def bits(tree):
-    """The leaves by path, with their dtypes and all of their bits."""
+    """Returns the leaves by path, with their dtypes and all of their bits."""
     state = jax.tree.leaves_with_path(weft_serialization.to_state_dict(tree))
     return {
         jax.tree_util.keystr(key): (str(np.asarray(x).dtype), np.asarray(x).tobytes())

@@ -95,7 +95,9 @@ def test_half_precision():
 
 
 def position(x, i, ndim):
-    """One position of the axes between batch and features, in the order of the flattened ones."""
+    """Returns one position of the axes between batch and features, in the order of the flattened
+    ones.
+    """
     index = np.unravel_index(i, x.shape[1 : 1 + ndim])
     return x[(slice(None), *(slice(a, a + 1) for a in index))]
 

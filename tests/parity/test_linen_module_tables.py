@@ -35,7 +35,7 @@ def model(nn):
 
 
 def cells(table):
-    """The lines of a table by their columns, whose order is by chance in Flax."""
+    """Returns the lines of a table by their columns, whose order is by chance in Flax."""
     header, *lines = (line for line in table.split("\n") if line[:1] in "┃│├└" and line)
     names = [name.strip() for name in header.strip("┃").split("┃")]
     rows = [{name: [] for name in names}]

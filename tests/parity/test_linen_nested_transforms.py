@@ -48,7 +48,7 @@ def lifted(nn, cls, how, params=0, split=True, noise=True):
 
 
 def nested(transformations):
-    """A program; `transformations` are the options of `lifted`, from the inner one."""
+    """Returns a program; `transformations` are the options of `lifted`, from the inner one."""
 
     def run(nn):
         cls = step(nn)

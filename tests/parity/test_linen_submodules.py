@@ -38,7 +38,9 @@ def struct(nn):
 
 
 def with_layers(nn, tree, layers):
-    """The tree with a layer for each number; unlike `jax.tree.map` it keeps the order of dicts."""
+    """Returns the tree with a layer for each number; unlike `jax.tree.map` it keeps the order of
+    dicts.
+    """
     if isinstance(tree, int):
         return layers[tree]
     if isinstance(tree, dict):

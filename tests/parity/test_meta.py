@@ -23,7 +23,9 @@ def a_mesh():
 
 
 def plain(tree):
-    """A tree without the classes of either library: boxes as tuples, arrays as what they are."""
+    """Returns a tree without the classes of either library: boxes as tuples, arrays as what they
+    are.
+    """
 
     def leaf(x):
         for lib in LIBRARIES:

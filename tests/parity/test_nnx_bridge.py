@@ -33,7 +33,7 @@ def program(fn):
 
 
 def seen(x):
-    """A result in plain Python, in which arrays equal those that are close."""
+    """Returns a result in plain Python, in which arrays equal those that are close."""
     if isinstance(x, flax.nnx.State | weft.nnx.State):
         return {k: seen(v) for k, v in x.items()}
     if hasattr(x, "get_raw_value") or hasattr(x, "var_type"):
@@ -214,7 +214,7 @@ def linen_block(nn):
 
 
 def described(nnx, module):
-    """The variables of a wrapper by path."""
+    """Returns the variables of a wrapper by path."""
     return {"/".join(map(str, p)): seen(v) for p, v in nnx.to_flat_state(nnx.state(module))}
 
 

@@ -156,7 +156,7 @@ def nested(nnx):
 
 
 def rows(table):
-    """The cells of a table's rows."""
+    """Returns the cells of a table's rows."""
     found, cells = [], None
     for line in table.splitlines():
         if line[:1] in "┡├└":

@@ -19,7 +19,7 @@ from tests.parity.objects import (
 
 
 def of_both(name, **metadata):
-    """A keyword that is made with the library at hand."""
+    """Returns a keyword that is made with the library at hand."""
 
     def program(nnx):
         rngs = nnx.Rngs(0)

@@ -14,7 +14,7 @@ MASK = jnp.array([[True, False, True], [True, True, False]])
 
 
 def updated(make, *updates):
-    """A program that updates a metric, and computes after each update and after a reset."""
+    """Returns a program that updates a metric, and computes after each update and after a reset."""
 
     def program(nnx):
         metric = make(nnx)

@@ -75,7 +75,9 @@ def tolerance(kwargs, x=X):
 
 
 def normalized(name, *args, x=X, **kwargs):
-    """A program whose results are the layer's and its averages, and whose objects are as made."""
+    """Returns a program whose results are the layer's and its averages, and whose objects are as
+    made.
+    """
 
     def program(nnx):
         rngs = nnx.Rngs(0, params=7)

@@ -20,7 +20,7 @@ OF_FLAX = ("eager_sharding", "hijax", "ref")
 
 
 def seen(x):
-    """A result in plain Python, so that those of both libraries can be compared."""
+    """Returns a result in plain Python, so that those of both libraries can be compared."""
     if isinstance(x, type):
         return x.__name__
     if hasattr(x, "get_raw_value"):
@@ -44,7 +44,7 @@ def seen(x):
 
 
 def make(nnx):
-    """A model with shared layers, lists, state and streams."""
+    """Returns a model with shared layers, lists, state and streams."""
 
     class Linear(nnx.Module):
         def __init__(self, n_in, n_out, *, rngs):

@@ -20,7 +20,7 @@ LENGTHS = jnp.array([2, 5])
 
 
 def stepped(name, rngs_of_carry=None, **kwargs):
-    """A program that makes a cell and takes two steps."""
+    """Returns a program that makes a cell and takes two steps."""
 
     def program(nnx):
         rngs = nnx.Rngs(0, params=7)
@@ -98,7 +98,7 @@ def test_initial_states_from_cell_stream(name):
 
 
 def run(cell="GRUCell", call=(), x=X, made=(), own=False, **kwargs):
-    """A program that runs a cell, twice."""
+    """Returns a program that runs a cell, twice."""
 
     def program(nnx):
         layer = getattr(nnx, cell)(3, 4, rngs=nnx.Rngs(0, params=7), carry_init=normal)
@@ -170,7 +170,7 @@ def test_initial_carry():
 
 
 def counting(nnx, **kwargs):
-    """A cell of one's own, which counts and draws."""
+    """Returns a cell of one's own, which counts and draws."""
 
     class Cell(nnx.RNNCellBase):
         def __init__(self):

@@ -43,7 +43,9 @@ def spec_of(sharding, ndim):
 
 
 def seen(x):
-    """A result in plain Python: of arrays where they lie, of variables what they hold and know."""
+    """Returns a result in plain Python: of arrays where they lie, of variables what they hold and
+    know.
+    """
     if hasattr(x, "get_raw_value"):
         metadata = {k: v for k, v in x.get_metadata().items() if k not in OF_FLAX}
         return type(x).__name__, seen(x.get_raw_value()), metadata

@@ -28,7 +28,9 @@ def model(nnx):
 
 
 def called(wrapper, layer, calls=({}, {}), **kwargs):
-    """A program that wraps a layer and calls it, whose results are weights and statistics too."""
+    """Returns a program that wraps a layer and calls it, whose results are weights and statistics
+    too.
+    """
 
     def program(nnx):
         rngs = nnx.Rngs(1)
@@ -45,7 +47,7 @@ def of(nnx, kwargs):
 
 
 def pure(nnx, x):
-    """The state, where paths are texts: some have tuples in them."""
+    """Returns the state, where paths are texts: some have tuples in them."""
     flat = nnx.to_flat_state(nnx.state(x))
     return {str(path): v[...] if hasattr(v, "get_value") else v for path, v in flat}
 

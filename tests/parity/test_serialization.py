@@ -86,7 +86,7 @@ def made(lib, plan):
 
 
 def plain(x):
-    """A tree of either library as one that `==` compares, dtypes and types included."""
+    """Returns a tree of either library as one that `==` compares, dtypes and types included."""
     if isinstance(x, dict | weft_frozen.FrozenDict | flax_frozen.FrozenDict):
         return type(x).__name__, {key: plain(value) for key, value in x.items()}
     if isinstance(x, tuple(POINTS.values())):

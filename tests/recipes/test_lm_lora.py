@@ -44,7 +44,7 @@ TOKENIZER = {
 
 
 def checkpoint(folder, **values):
-    """The folder of a checkpoint of a small Llama, whose weights are all the same."""
+    """Returns the folder of a checkpoint of a small Llama, whose weights are all the same."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**SMALL, **values}))
     cfg = huggingface_model_config(folder)

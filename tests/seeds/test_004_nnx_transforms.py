@@ -39,12 +39,12 @@ class Foo(nnx.Module):
 
 
 def said(error):
-    """The message of an error in one line."""
+    """Returns the message of an error in one line."""
     return " ".join(str(error.value).split())
 
 
 def shows_line(error, text):
-    """Whether a message ends with the line of this file that starts with `text`."""
+    """Returns whether a message ends with the line of this file that starts with `text`."""
     found = re.search(r"The line to change is (\S+):(\d+): (.*)$", said(error))
     lines = Path(__file__).read_text().splitlines()
     return (

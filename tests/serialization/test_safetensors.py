@@ -223,7 +223,9 @@ def test_dtype_missing_in_numpy(tmp_path):
 
 @contextlib.contextmanager
 def fifo(path):
-    """A FIFO whose reader gets nothing, so that one that waits for it does not wait for ever."""
+    """Yields a FIFO whose reader gets nothing, so that one that waits for it does not wait for
+    ever.
+    """
     os.mkfifo(path)
     # A process and not a thread: a reader in Rust waits with the lock of the interpreter.
     writer = subprocess.Popen(["sh", "-c", ': > "$0"', str(path)])

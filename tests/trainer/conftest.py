@@ -27,7 +27,9 @@ def masked(data):
 
 
 def _read_events(path, *, check=False):
-    """The events of a file, or of all files of a directory in order; a torn end is left out."""
+    """Returns the events of a file, or of all files of a directory in order; a torn end is left
+    out.
+    """
     if os.path.isdir(path):
         names = sorted(os.listdir(path))
         return [event for name in names for event in _read_events(os.path.join(path, name))]
@@ -48,7 +50,7 @@ def _read_events(path, *, check=False):
 
 @contextmanager
 def _files_limited_to(size):
-    """A write beyond `size` bytes of a file fails, as on a full disk."""
+    """Yields a write beyond `size` bytes of a file fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -21,7 +21,7 @@ BATCH = {"x": X}
 
 
 def calls_of(model, batch=BATCH):
-    """The calls of a training step's forward pass, in the order in which they end."""
+    """Returns the calls of a training step's forward pass, in the order in which they end."""
     cfg = model if isinstance(model, BaseLayer.Config) else None
     if cfg is None:
         cfg = LibraryModel.default_config().set(layer=model, inputs=(batch,))

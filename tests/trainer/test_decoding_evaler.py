@@ -21,7 +21,7 @@ TEXT = "def f(x): return x"
 
 
 def prompts():
-    """Three documents, which begin with the token that ends one."""
+    """Returns three documents, which begin with the token that ends one."""
     tokens = np.concatenate([[ByteTokenizer.eos_id], ByteTokenizer().encode(TEXT)])
     examples = [{"input_ids": tokens.astype(np.int32)} for _ in range(3)]
     source = fake_source(False, examples, repeat=1)

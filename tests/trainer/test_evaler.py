@@ -311,7 +311,7 @@ def make_stopping(**kwargs):
 
 
 def stops_at(stopping, values):
-    """The first evaluation after which the run ends."""
+    """Returns the first evaluation after which the run ends."""
     for i, value in enumerate(values):
         if stopping(step=i, evaler_summaries={"held_out": {"loss": WeightedScalar(value, 2.0)}}):
             return i

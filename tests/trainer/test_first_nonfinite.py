@@ -68,7 +68,7 @@ class Stacked(BaseModel):
 
 
 def step_of(model):
-    """A training step, but for the update."""
+    """Returns a training step, but for the update."""
 
     def forward(*, model_params, inputs):
         (loss, aux), collection = functional(

@@ -132,7 +132,7 @@ NONE = batch_of(np.zeros(ROWS))
 
 
 def forward(*, model_params, inputs):
-    """The mean of squares over the rows that count."""
+    """Returns the mean of squares over the rows that count."""
     batch = inputs["input_batch"]
     errors = batch["x"] @ model_params["linear"]["w"] - batch["y"]
     weight = jnp.sum(batch["live"])
@@ -162,7 +162,7 @@ def learner_of(**kwargs):
 
 
 def step(batch, steps, fn=forward, **kwargs):
-    """The parameters, the outputs and the summaries after a step of a learner."""
+    """Returns the parameters, the outputs and the summaries after a step of a learner."""
     transformation = config_for_function(with_minibatch_steps).set(steps=steps, **kwargs)
     learner = learner_of(
         forward_fn_transformation=transformation,

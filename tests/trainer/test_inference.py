@@ -39,7 +39,7 @@ class Predictor(BaseModel):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """The checkpoint of a run whose parameters are W and whose moving average is 2 W."""
+    """Returns the checkpoint of a run whose parameters are W and whose moving average is 2 W."""
     path = tmp_path_factory.mktemp("run")
     cfg = Checkpointer.default_config().set(name="checkpointer", dir=str(path / "checkpoints"))
     state = {

@@ -78,7 +78,7 @@ WORDS = [
 
 @pytest.fixture
 def server(tmp_path):
-    """A process that starts training processes, one after the other."""
+    """Yields a process that starts training processes, one after the other."""
     env = {
         **os.environ,
         "XLA_FLAGS": xla_flags(),

@@ -54,7 +54,7 @@ def loss_of(params, x):
 
 
 def forward(*, model_params, inputs):
-    """A model whose "norm/mean" is a moving average, updated in place."""
+    """Returns a model whose "norm/mean" is a moving average, updated in place."""
     collection = new_output_collection()
     collection.add_child("linear")
     mean = 0.9 * model_params["norm"]["mean"] + 0.1 * jnp.mean(inputs["x"], axis=0)
@@ -603,14 +603,14 @@ ADAM = config_for_function(adam_optimizer).set(learning_rate=0.1, b1=0.9, b2=0.9
 
 
 def scaled_forward(*, model_params, inputs):
-    """A loss in half precision, whose gradient is the square of `factor`."""
+    """Returns a loss in half precision, whose gradient is the square of `factor`."""
     factor = jnp.mean(inputs["input_batch"]["factor"]).astype(jnp.float16)
     loss = factor * (factor * model_params["w"].astype(jnp.float16))
     return ForwardOutputs(loss.astype(jnp.float32), {}, new_output_collection())
 
 
 def train(factors, **kwargs):
-    """The parameter, the scale and the summaries after each step."""
+    """Returns the parameter, the scale and the summaries after each step."""
     cfg = Learner.default_config().set(name="learner", optimizer=ADAM, **kwargs)
     learner = cfg.instantiate(parent=None)
     params = {"w": jnp.array(1.0)}

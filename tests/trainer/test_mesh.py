@@ -247,7 +247,7 @@ def trainer_of(model, **kinds):
 
 
 def step(trainer):
-    """The state after a step from constant parameters, and the text of the compiled step."""
+    """Returns the state after a step from constant parameters, and the text of the compiled step."""
     trainer.init(jax.random.key(0))
     layouts = jax.tree.map(lambda x: x.sharding, trainer.trainer_state.model)
     ramp = jax.tree.map(
@@ -263,7 +263,7 @@ def step(trainer):
 
 
 def kernels(tree):
-    """The arrays of a tree that have the shape of the kernel."""
+    """Returns the arrays of a tree that have the shape of the kernel."""
     return [x for x in jax.tree.leaves(tree) if x.shape == (VOCAB, WIDTH)]
 
 

@@ -103,7 +103,7 @@ def run(cfg, first_params=None, monkeypatch=None):
 
 
 def moments_of(trainer, path):
-    """The optimizer's moments of a parameter."""
+    """Returns the optimizer's moments of a parameter."""
     found = jax.tree_util.tree_leaves_with_path(trainer.trainer_state.learner)
     names = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in found]
     return [x for name, (_, x) in zip(names, found, strict=True) if name.endswith(path)]

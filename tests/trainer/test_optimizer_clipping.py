@@ -17,7 +17,7 @@ GRADS = {"w": RNG.normal(size=(3, 4)).astype(np.float32), "b": np.array([3.0, -4
 
 
 def step(tx, updates):
-    """The updates, and what is reported."""
+    """Returns the updates, and what is reported."""
     context = InvocationContext(
         "root", parent=None, module=None, state={}, is_training=True, prng_key=None
     )
@@ -128,7 +128,7 @@ def gradient(norm):
 
 
 def run(tx, norms):
-    """The first components of the updates, the last state, and what was reported at last."""
+    """Returns the first components of the updates, the last state, and what was reported at last."""
     state, first = tx.init(PARAMS), []
     for norm in norms:
         context = InvocationContext(

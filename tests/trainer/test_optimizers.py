@@ -48,7 +48,7 @@ MOMENTUM = config_for_function(optimizers.sgd_optimizer).set(
 
 
 def of(fn, *args, **kwargs):
-    """A config of `fn`, with which nothing but values enters."""
+    """Returns a config of `fn`, with which nothing but values enters."""
     names = list(inspect.signature(fn).parameters)
     return config_for_function(fn).set(**dict(zip(names, args, strict=False)), **kwargs)
 

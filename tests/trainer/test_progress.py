@@ -45,7 +45,7 @@ def get(url):
 
 @pytest.fixture
 def served(caplog):
-    """A page after two steps, and what the run's own listener was told."""
+    """Yields a page after two steps, and what the run's own listener was told."""
     told = []
 
     class Listener(RunListener):
@@ -144,7 +144,7 @@ def test_page_before_first_step():
 
 
 def request(url, text, timeout=20):
-    """All that is answered to what a client sends."""
+    """Returns all that is answered to what a client sends."""
     port = int(url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=timeout) as connection:
         connection.sendall(text.encode())

@@ -94,7 +94,7 @@ QWEN = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A checkpoint: its folder, the config of its model, and its parameters."""
+    """Returns a checkpoint: its folder, the config of its model, and its parameters."""
     folder = tmp_path_factory.mktemp("base")
     (folder / "config.json").write_text(json.dumps(QWEN))
     cfg = huggingface_model_config(folder)
@@ -196,7 +196,7 @@ def layer(fill):
 
 
 def state_of(fill, *, ema=True, **layers):
-    """A state whose layers hold numbers that tell them apart."""
+    """Returns a state whose layers hold numbers that tell them apart."""
     model = {"decoder": {"a": layer(fill), "b": layer(fill + 1)}, **layers}
     learner = {"optimizer": (jax.tree.map(jnp.zeros_like, model), jnp.int32(fill))}
     if ema:
@@ -207,7 +207,7 @@ def state_of(fill, *, ema=True, **layers):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The checkpoints of a run whose layers are filled with 10 and 11, then with 20 and 21."""
+    """Returns the checkpoints of a run whose layers are filled with 10 and 11, then with 20 and 21."""
     directory = tmp_path_factory.mktemp("source") / "checkpoints"
     cfg = Checkpointer.default_config().set(name="c", dir=str(directory), keep_last_n=5)
     with cfg.instantiate(parent=None) as checkpointer:
@@ -238,7 +238,7 @@ def run_initial(cfg, like):
 
 
 def filled(x):
-    """The number that an array is filled with."""
+    """Returns the number that an array is filled with."""
     (number,) = set(np.asarray(x).ravel().tolist())
     return number
 

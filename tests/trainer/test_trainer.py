@@ -110,7 +110,7 @@ def assert_equal_states(a, b):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """A run of four steps on one device, from start to end."""
+    """Returns a run of four steps on one device, from start to end."""
     return run(config(tmp_path_factory.mktemp("straight")))
 
 
@@ -255,7 +255,7 @@ def test_input_error_is_raised_after_saving(straight, tmp_path, monkeypatch):
 
 @pytest.fixture
 def failing_at(tmp_path, monkeypatch):
-    """A trainer that saves every second step; some saves fail."""
+    """Returns a trainer that saves every second step; some saves fail."""
 
     def make(*steps, lacks_room):
         cfg = config(tmp_path)

@@ -133,7 +133,9 @@ def reported(directory, name):
 
 
 def everything(directory, **kwargs):
-    """All features at once; with "max", evaluating a model that learns is not an improvement."""
+    """Returns all features at once; with "max", evaluating a model that learns is not an
+    improvement.
+    """
     evalers = {
         "held_out": evaler(EVERY_STEP),
         "best": evaler(BestMetricEvalPolicy.default_config().set(metric=HELD_OUT, mode="max")),
@@ -157,7 +159,9 @@ def everything(directory, **kwargs):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """A run with everything that stops early, where its programs are kept, and what it returned."""
+    """Returns a run with everything that stops early, where its programs are kept, and what it
+    returned.
+    """
     directory = tmp_path_factory.mktemp("straight")
     cache = str(directory / "cache")
     cfg = everything(directory / "run", compilation_cache_dir=cache, max_step=50)
@@ -181,7 +185,7 @@ def assert_equal_bits(a, b):
 
 
 def better_steps(losses):
-    """The steps whose loss is above all before."""
+    """Returns the steps whose loss is above all before."""
     return [s for s in losses if losses[s] > max([-np.inf, *(losses[t] for t in range(1, s))])]
 
 
@@ -254,7 +258,7 @@ def test_early_stopping_needs_an_evaler_of_the_run(tmp_path):
 
 
 def lowered(cfg):
-    """The learner's state and the outputs of a step by name, and its program."""
+    """Returns the learner's state and the outputs of a step by name, and its program."""
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
     with trainer.mesh():
         state = jax.eval_shape(trainer._new_state, jax.random.key(0))

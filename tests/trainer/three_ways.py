@@ -132,7 +132,7 @@ _BELOW_LAYER = {
 
 
 def from_hierarchy(params):
-    """The parameters of `LinenLM` and `NNXLM` for those of `HierarchyLM`, by path."""
+    """Returns the parameters of `LinenLM` and `NNXLM` for those of `HierarchyLM`, by path."""
     return {
         "params": unflatten_dict(dict(_moved(path, x) for path, x in flatten_dict(params).items()))
     }

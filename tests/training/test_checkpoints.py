@@ -281,7 +281,7 @@ def over_devices(*shape):
 
 @pytest.fixture
 def orbax_checkpoint(tmp_path):
-    """The directory, and the tree in it."""
+    """Returns the directory, and the tree in it."""
     tree = {
         "pair": Pair(jnp.arange(3, dtype=jnp.bfloat16), [1, np.arange(2.0)]),
         "opt": optax.adam(0.1).init({"w": jnp.arange(4.0)}),
@@ -332,7 +332,7 @@ def test_keys_of_orbax_are_keys(tmp_path):
 
 @pytest.fixture
 def arrays_checkpoint(tmp_path):
-    """A checkpoint whose arrays of several processes are next to it."""
+    """Returns a checkpoint whose arrays of several processes are next to it."""
     marks = {"w": "//GDAPlaceholder:w", "l": ["//GDAPlaceholder:l/0", 3]}
     save_checkpoint(tmp_path, marks, 7)
     values = {"w": np.arange(8, dtype=np.float32).reshape(4, 2), "l/0": np.ones(2, "bfloat16")}

@@ -64,7 +64,7 @@ def test_number_of_body_traces(depth, kwargs):
 
 
 def drawing(*draws):
-    """A body that draws, for each of `draws`, so many keys of a stream in a scope."""
+    """Returns a body that draws, for each of `draws`, so many keys of a stream in a scope."""
     traces = []
 
     def body(scope, carry, _=None):

@@ -252,7 +252,7 @@ def test_scan_creates_carry_with_keys_of_first_iteration(split, length, counts_f
 
 
 def by_hand(split, counts_first_run, draws):
-    """The variables of the first iteration, from keys and their numbers."""
+    """Returns the variables of the first iteration, from keys and their numbers."""
 
     def first(key):
         return jax.random.split(key, 3)[0] if split else key
@@ -373,7 +373,7 @@ def test_each_branch_starts_from_its_own_initial_value():
 
 
 def around(loop: str, times: int = 2) -> Any:
-    """A function in a loop without an axis for its state; what it returns is the carry."""
+    """Returns a function in a loop without an axis for its state; what it returns is the carry."""
     carried = {"carry_variables": "state", "split_rngs": {True: False}}
     more = lambda s, c: c[0] < times  # noqa: E731
     of_scan = {"variable_broadcast": "params", "variable_carry": "state"}
@@ -414,7 +414,7 @@ LOOPS += ["scan", "scan that counts_first_run nothing", "scan that carries param
 
 @functools.cache
 def drawn():
-    """Numbers made with the first keys of the root scope."""
+    """Returns numbers made with the first keys of the root scope."""
     return [jax.random.uniform(Stream(KEY).at(n).as_key()).item() for n in range(1, 40)]
 
 

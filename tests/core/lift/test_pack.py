@@ -19,7 +19,7 @@ VARIABLES = {"params": {"w": jnp.arange(3.0)}, "state": {"x": 1.0}, "cache": {"y
 
 
 def direct(fn, ins=(True,), outs=(True,), rngs=(True,), **options):
-    """The identity transformation of `fn(scope, *args)`."""
+    """Returns the identity transformation of `fn(scope, *args)`."""
 
     def inner(scope_fn, repack_fn, variable_groups, rng_groups, *args, **kwargs):
         scope = scope_fn(variable_groups, rng_groups)

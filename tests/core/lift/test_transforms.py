@@ -353,7 +353,7 @@ def test_mask_on_the_parameters():
 
 
 def halves(options):
-    """A layer whose weights are kept as halves, and how often it ran."""
+    """Returns a layer whose weights are kept as halves, and how often it ran."""
     runs = []
 
     def layer(scope, x):

@@ -157,7 +157,7 @@ def whole():
 
 
 def started(x):
-    """One program: leaks are looked for, so JAX would compile each operation at each use."""
+    """Returns one program: leaks are looked for, so JAX would compile each operation at each use."""
     return jax.device_get(jax.jit(lambda: init(attend)(KEY, x, cache=True))())
 
 

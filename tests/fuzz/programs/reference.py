@@ -68,7 +68,7 @@ class State:
         return new
 
     def draw(self, path: Path, stream: str) -> Any:
-        """The next key."""
+        """Returns the next key."""
         n = self.counts.get((path, stream), 0) + 1
         self.counts[path, stream] = n
         key, base = self.streams[stream]
@@ -190,7 +190,7 @@ def vjp(of: Level, state: State, path: Path, x: Any, i: int) -> Any:
 
 
 def _with_state(f: Callable[[Any], tuple[Any, State]], x: Any) -> tuple[Any, Any, State]:
-    """The value, the gradient, and the state after it."""
+    """Returns the value, the gradient, and the state after it."""
     static: list[State] = []
 
     def pure(x: Any) -> tuple[Any, Any]:
@@ -235,7 +235,7 @@ class Differentiable:
         self.after = state
 
     def __call__(self, wrt: dict[Any, Any], x: Any, rest: dict[Any, Any]) -> tuple[Any, Any]:
-        """The result, and the variables that are changed or made."""
+        """Returns the result, and the variables that are changed or made."""
         inside = self.state.copy()
         inside.variables.update(_replaced(inside.variables, rest))
         for at, value in wrt.items():
@@ -329,14 +329,14 @@ def branch(of: Level, state: State, path: Path, x: Any, i: int) -> Any:
 
 
 def loop(of: Level, state: State, path: Path, x: Any, i: int) -> Any:
-    """A scan, or a loop by `while`, whose variables are all carried or shared."""
+    """Returns a scan, or a loop by `while`, whose variables are all carried or shared."""
     roles = dict(of.roles)
     is_scan = of.kind == "scan"
     before = dict(state.counts)
     number = of.size - 1 if of.reverse and of.size else 0
 
     def first(skipped: Counts) -> tuple[State, Counts]:
-        """The first iteration, as it finds the variables, and how many keys it draws."""
+        """Returns the first iteration, as it finds the variables, and how many keys it draws."""
         inside = iteration(of, state, path, roles, number)
         begin = added(before, skipped)
         inside.counts = dict(begin)
@@ -385,7 +385,8 @@ def added(a: Counts, b: Counts) -> Counts:
 
 
 def keys_of_first(drawn: Counts, to_make: dict[Any, Role]) -> Counts:
-    """How many keys come before those of the first iteration, with which a scan makes variables.
+    """Returns how many keys come before those of the first iteration, with which a scan makes
+    variables.
 
     In scopes where all that is made is shared there are none before.
     """

@@ -97,7 +97,7 @@ class Writer:
         self.uses = Counter(_names(program.block, ()))
 
     def source(self) -> str:
-        """A module with `initialize(keys, x)` and `run(variables, keys, x)`."""
+        """Returns a module with `initialize(keys, x)` and `run(variables, keys, x)`."""
         main = self.block(self.program.block, ())
         ends = "".join(f" + number(s.make_rng({stream!r}))" for stream in STREAMS)
         self.done.append(f"def program(s, x):\n    return {main}(s, x, 0){ends}\n")
@@ -133,7 +133,7 @@ class Writer:
         return head + "\n\n" + "\n\n".join(self.done)
 
     def loops_around(self) -> dict[str, tuple[Level, ...]]:
-        """The loops and rules around each block, by its name, the outermost one first."""
+        """Returns the loops and rules around each block, by its name, the outermost one first."""
         self.source()
         return self.loops
 

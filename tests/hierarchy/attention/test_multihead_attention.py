@@ -352,7 +352,9 @@ DECODERS = {
 
 
 def decode(layer, state, x, steps):
-    """The outputs of steps of the given lengths, the first of them a prefill if it is negative."""
+    """Returns the outputs of steps of the given lengths, the first of them a prefill if it is
+    negative.
+    """
     cached = layer.init_states(batch_size=BATCH, max_len=LENGTH + 2, dtype=jnp.float32)
 
     @functools.partial(jax.jit, static_argnums=2)

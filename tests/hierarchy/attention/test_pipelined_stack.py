@@ -47,7 +47,7 @@ def stacked_state(filled):
 
 
 def in_stages(state):
-    """The same parameters, stacked by stages."""
+    """Returns the same parameters, stacked by stages."""
     per_stage = LAYERS // STAGES
     layers = {
         f"layer{j}": jax.tree.map(
@@ -69,7 +69,7 @@ def inputs(wave):
 
 
 def results(module, state, kwargs):
-    """Everything that comes back, and gradients."""
+    """Returns everything that comes back, and gradients."""
 
     def loss(state, data):
         aux = {"self_attention_probs", "self_attention_kv_state"}

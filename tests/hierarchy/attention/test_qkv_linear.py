@@ -81,7 +81,7 @@ def test_initial_weights_have_the_variance_of_their_fans():
 
 
 def fuse(state):
-    """The state of a FusedQKVLinear from that of a QKVLinear."""
+    """Returns the state of a FusedQKVLinear from that of a QKVLinear."""
     parts = [state[f"{n}_proj"] for n in "qkv"]
     return {"qkv_proj": VDict(jax.tree.map(lambda *x: jnp.stack(x), *parts))}
 

@@ -51,7 +51,7 @@ def stack(cls, layer=None, **fields):
 
 
 def unstacked(state):
-    """The state of a stack from that of a repeated stack."""
+    """Returns the state of a stack from that of a repeated stack."""
     layers = dict(state["repeat"]["layer"])
     return {f"layer{i}": jax.tree.map(lambda p, i=i: p[i], layers) for i in range(LAYERS)}
 
@@ -299,7 +299,7 @@ def named(x):
 
 
 def computed_again(policy):
-    """How often sine and cosine stand in the whole of forward and backward pass."""
+    """Returns how often sine and cosine stand in the whole of forward and backward pass."""
     jaxpr = str(jax.make_jaxpr(jax.grad(jax.checkpoint(named, policy=policy)))(jnp.ones(3)))
     return jaxpr.count("= sin"), jaxpr.count("= cos"), jaxpr
 
@@ -341,7 +341,7 @@ def test_patterns_match_checkpoint_names(pattern, matching, filled, wave):
 
 
 def stack_loss(cls, filled, wave, remat=False):
-    """A loss of a stack, as a function of its state, and the state."""
+    """Returns a loss of a stack, as a function of its state, and the state."""
     cfg = cls.default_config().set(name="stack", input_dim=4, num_layers=1)
     cfg.layer.self_attention.attention.num_heads = 2
     cfg.layer.feed_forward.set(hidden_dim=6, activation=("nn.silu", "linear"))

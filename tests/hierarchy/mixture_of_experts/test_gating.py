@@ -47,7 +47,7 @@ def softmax(x):
 
 
 def by_hand(logits, k, capacity, live=None, score=softmax, normalize=True):
-    """The combine tensor of one group, token by token."""
+    """Returns the combine tensor of one group, token by token."""
     scores = score(logits)
     tokens, num_experts = logits.shape
     combine = np.zeros((tokens, num_experts, capacity), "f")

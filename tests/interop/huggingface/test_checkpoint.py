@@ -267,7 +267,7 @@ def test_parameters_are_sharded_and_converted(references):
 
 
 def changed(source, folder, **settings):
-    """A copy of a checkpoint with other settings."""
+    """Returns a copy of a checkpoint with other settings."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
@@ -275,7 +275,7 @@ def changed(source, folder, **settings):
 
 
 def renamed(source, folder, names):
-    """A copy of a checkpoint whose tensors are named, or left out, by a function."""
+    """Returns a copy of a checkpoint whose tensors are named, or left out, by a function."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
     tensors = load_file(folder / "model.safetensors")
     tensors = {names(name): x for name, x in tensors.items() if names(name)}

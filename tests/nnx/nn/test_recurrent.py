@@ -278,7 +278,7 @@ def test_custom_cell_missing_a_method():
 
 
 def one_map_of(cell):
-    """An `OptimizedLSTMCell` with the parameters of an `LSTMCell`."""
+    """Returns an `OptimizedLSTMCell` with the parameters of an `LSTMCell`."""
     new = nnx.OptimizedLSTMCell(3, 4, rngs=nnx.Rngs(0))
     of_input = [cell.ii, cell.if_, cell.ig, cell.io]
     of_state = [cell.hi, cell.hf, cell.hg, cell.ho]

@@ -12,7 +12,7 @@ from weft import nnx
 
 
 def look(*args, **kwargs):
-    """The structure, as a number, and the values."""
+    """Returns the structure, as a number, and the values."""
     values, seen = [], {}
     text = str(_described((args, kwargs), values, seen))
     return zlib.crc32(text.encode()) >> 1, values

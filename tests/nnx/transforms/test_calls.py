@@ -246,7 +246,7 @@ INTERNAL = ("pure", "call", "run", "checked", "body", "of_values", "of_leaves", 
 
 
 def names_in(run):
-    """The names of all functions that are traced inside of a run."""
+    """Returns the names of all functions that are traced inside of a run."""
     found = set()
 
     def look(jaxpr):

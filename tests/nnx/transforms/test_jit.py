@@ -50,7 +50,7 @@ class Model(nnx.Module):
 
 
 def traced(fn):
-    """A function, and a list that has an entry for each of its traces."""
+    """Returns a function, and a list that has an entry for each of its traces."""
     traces = []
 
     @functools.wraps(fn)
@@ -704,7 +704,7 @@ def test_compiled_code_uses_user_names():
 
 
 def shown_names(traced):
-    """The names of arguments in the jaxpr; the text of the lowered program has them all."""
+    """Returns the names of arguments in the jaxpr; the text of the lowered program has them all."""
     names, text = traced.jaxpr.jaxpr.debug_info.arg_names, traced.lower().as_text(debug_info=True)
     assert all(f'loc("{name}")' in text for name in names)
     return names

@@ -23,7 +23,7 @@ class Pair(nnx.Module):
 
 
 def through(f, *args, **mode):
-    """A call that goes through the whole trip, and computes nothing else."""
+    """Returns a call that goes through the whole trip, and computes nothing else."""
     return nnx.remat(f, **mode)(*args)
 
 
@@ -241,7 +241,7 @@ def test_kinds_are_values():
 
 
 def seen(kind, *objects, of=...):
-    """All that a kind finds of objects."""
+    """Returns all that a kind finds of objects."""
     flat, static, groups = kind.split(objects, [((of, 0), (..., None))] * len(objects))
     groups = [[{n: id(x) for n, x in group.items()} for group in of_one] for of_one in groups]
     owners = [owner and (id(owner[0]), owner[1]) for owner in flat.owners]

@@ -106,7 +106,7 @@ def cases(draw):
 
 
 def on_objects(case):
-    """The program: it changes variables where it finds them, and returns a number."""
+    """Returns the program: it changes variables where it finds them, and returns a number."""
 
     def run(a, b, x):
         for _, target, _, source in case.steps:
@@ -119,7 +119,7 @@ def on_objects(case):
 
 
 def on_arrays(case):
-    """The same on a dict of the arrays, by the number of the variable."""
+    """Returns the same on a dict of the arrays, by the number of the variable."""
 
     def run(state, x):
         state = dict(state)

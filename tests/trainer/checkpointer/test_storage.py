@@ -58,7 +58,7 @@ def restore(storage, path, state, validation=CheckpointValidationType.EXACT):
 
 
 def bits(x):
-    """All of an array's bits, NaNs and signs of zero among them."""
+    """Returns all of an array's bits, NaNs and signs of zero among them."""
     x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     return np.asarray(x).tobytes()
 
@@ -372,7 +372,7 @@ def test_numbers_numpy_arrays_other_dtypes_and_keys(tmp_path):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Two arrays and a manifest."""
+    """Returns two arrays and a manifest."""
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     for name in ("x", "y"):
         write(tmp_path, name, x, [2, 3])
