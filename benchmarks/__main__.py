@@ -27,7 +27,7 @@ _WIDTH = 160  # where there is no terminal that says how wide it is
 
 
 def chosen(only: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the questions that are named whole or by a part, or all; and the names that fit none."""
+    """Returns the questions selected by name or part of one, and the names that match none."""
     fitting = {word: [q for q in QUESTIONS if q == word] or _containing(word) for word in only}
     names = {name for names in fitting.values() for name in names}
     unknown = [word for word, names in fitting.items() if not names]

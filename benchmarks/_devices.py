@@ -34,7 +34,7 @@ def asked(what: str) -> Any:
 
 
 def _trainer(n: int) -> Any:
-    """Returns a trainer of the tiny recipe under FSDP on n devices, and the number of its layers."""
+    """Returns a trainer of the tiny recipe under FSDP on n devices, and its number of layers."""
     import jax
 
     from weft.recipes.lm import lm_tiny

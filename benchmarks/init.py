@@ -14,7 +14,7 @@ FEW, MANY = 6, 96
 
 
 def sizes(shapes: Any) -> list[int]:
-    """Returns the sizes of the arrays, by which libraries are compared that name them differently."""
+    """Returns the sorted sizes of all arrays, to compare libraries with different names."""
     return sorted(x.size for x in jax.tree.leaves(shapes))
 
 

@@ -43,7 +43,7 @@ def reading(connection):
 
 @contextlib.contextmanager
 def full_pipe():
-    """Yields an end to write to, at which whoever writes is held up: as of a reader that is frozen."""
+    """Yields the write end of a full pipe: writers block, as with a frozen reader."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     with contextlib.suppress(BlockingIOError):

@@ -77,7 +77,7 @@ class Instructions:
 
 
 def calls(fn: Callable[[], Any], n: int = 10, *, of: str = "") -> float:
-    """Returns how many Python functions a call of `fn` enters, besides `fn`, in files under `of`."""
+    """Returns the number of Python functions a call of `fn` enters in files under `of`, without `fn`."""
     fn()
     with Calls(of) as counter:
         for _ in range(n):
@@ -113,7 +113,7 @@ def kept(fn: Callable[[], Any], n: int = 20, *, of: str = "") -> float:
 
 
 def peak(fn: Callable[[], Any]) -> int:
-    """Returns how many bytes of Python's objects a call holds at most beyond those that were there."""
+    """Returns the peak number of bytes of Python objects that a call allocates."""
     fn()
     with _traced_memory():
         before = tracemalloc.get_traced_memory()[0]

@@ -139,7 +139,7 @@ COMMANDS = QUICK + [pytest.param(argv, marks=pytest.mark.long) for argv in SLOW]
 
 
 def run_with(argv, redirection):
-    """Returns exit code and standard error of a command whose output goes where a shell sends it."""
+    """Returns exit code and standard error of a command with a shell redirection."""
     code = "import sys; from weft.cli import main; sys.exit(main())"
     shell = ["bash", "-c", f'exec "$@" {redirection}', "bash", sys.executable, "-c", code, *argv]
     done = subprocess.run(shell, capture_output=True, text=True, timeout=100)

@@ -23,7 +23,7 @@ _PATIENCE_SECONDS = 240.0
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Returns one device, as a person has. What one process has compiled, the next ones need not."""
+    """Returns environment variables for one device and a shared compilation cache."""
     return {
         **os.environ,
         "XLA_FLAGS": xla_flags(),

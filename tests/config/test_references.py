@@ -344,7 +344,7 @@ HARMFUL_OF_OS = {"remove", "rename", "replace", "system", "kill", "makedirs", "t
 
 
 def does_harm(node: ast.AST) -> bool:
-    """Returns whether a piece of code writes or deletes files, starts processes or imports by name."""
+    """Returns whether code writes or deletes files, starts processes or imports by name."""
     for call in ast.walk(node):
         if not isinstance(call, ast.Call):
             continue

@@ -265,7 +265,7 @@ def test_modules_merged_under_vmap_sow():
 
 
 def split_and_merged(transformation, returned, calls=1):
-    """Returns a call of a module that is merged, inside a raw transformation, from a state outside."""
+    """Returns a function that merges a module inside a raw transformation and calls it."""
 
     def run(model, x):
         graphdef, state = nnx.split(model)

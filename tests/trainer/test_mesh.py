@@ -247,7 +247,7 @@ def trainer_of(model, **kinds):
 
 
 def step(trainer):
-    """Returns the state after a step from constant parameters, and the text of the compiled step."""
+    """Returns the state after a step from constant parameters, and the compiled step's text."""
     trainer.init(jax.random.key(0))
     layouts = jax.tree.map(lambda x: x.sharding, trainer.trainer_state.model)
     ramp = jax.tree.map(

@@ -128,7 +128,7 @@ def gradient(norm):
 
 
 def run(tx, norms):
-    """Returns the first components of the updates, the last state, and what was reported at last."""
+    """Returns the first components of the updates, the last state, and the last report."""
     state, first = tx.init(PARAMS), []
     for norm in norms:
         context = InvocationContext(

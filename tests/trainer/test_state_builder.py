@@ -207,7 +207,7 @@ def state_of(fill, *, ema=True, **layers):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Returns the checkpoints of a run whose layers are filled with 10 and 11, then with 20 and 21."""
+    """Returns the checkpoints of a run with layers filled with 10 and 11, then 20 and 21."""
     directory = tmp_path_factory.mktemp("source") / "checkpoints"
     cfg = Checkpointer.default_config().set(name="c", dir=str(directory), keep_last_n=5)
     with cfg.instantiate(parent=None) as checkpointer:

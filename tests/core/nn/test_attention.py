@@ -157,7 +157,7 @@ def whole():
 
 
 def started(x):
-    """Returns one program: leaks are looked for, so JAX would compile each operation at each use."""
+    """Initializes in one program, since leak checking recompiles each eager operation."""
     return jax.device_get(jax.jit(lambda: init(attend)(KEY, x, cache=True))())
 
 

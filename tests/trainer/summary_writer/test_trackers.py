@@ -162,7 +162,7 @@ def offline(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
     def written():
-        """Yields the records of all runs: frames as in a log of LevelDB, small ones, after 7 bytes."""
+        """Yields the records of all runs: small LevelDB log frames, after a header of 7 bytes."""
         wandb.teardown()  # which waits for its service, and that may still be writing
         for path in sorted(tmp_path.glob("**/*.wandb")):
             data, at = path.read_bytes(), 7
