@@ -143,18 +143,37 @@ class Kind(Protocol):
         """Returns a group with the entries of another one, which replace its own."""
         return other
 
+    def creates_structure(self, after: Any) -> bool:
+        """Returns whether a call has created parts that are not arrays; `after` is collected."""
+        return False
+
     def initial_state(
-        self, static: Any, created: list[Any], used: Callable[[], Sequence[tuple[Any, Any]]]
+        self,
+        static: Any,
+        created: list[Any],
+        used: Callable[[list[Any]], Sequence[tuple[Any, Any]]],
+        changes: CarryChanges | None = None,
     ) -> list[Any]:
         """Returns the entries with which a loop begins, of those that `created` returned, by group.
 
         Args:
             static: the static half.
-            created: the entries of each group, or None.
-            used: returns each group with its role, and True in place of each array on which
-                `created` depends, False in place of the others. A shared group is as it is.
+            created: the entries of each group, or None; numbers are in place of arrays.
+            used: takes such entries, and returns each group with its role, and True in place of
+                each array on which they depend, False in place of the others. A shared group is as
+                it is.
+            changes: changes by a run that finds the entries, once it is known.
         """
         return created
+
+    def static_without_runs(self, static: Any, after: Any) -> Any:
+        """Returns the static half after a loop of no iterations.
+
+        Args:
+            static: that of the body.
+            after: that which the trace of the body has collected.
+        """
+        return after
 
     def initial_values(self, created: Any, result: Any) -> Any:
         """Returns the final group of a loop or a branch for `commit`.
@@ -200,6 +219,22 @@ class Kind(Protocol):
     def argument(self, path: Any) -> str:
         """Returns an argument's name, or a part's, by its path among the arguments, for errors."""
         return f"input {path[0].idx}{jax.tree_util.keystr(path[1:])}" if path else "the input"
+
+
+class CarryChanges(NamedTuple):
+    """Changes by a run of a loop's body that finds the created state.
+
+    Attributes:
+        static, after: the static halves of the body, and collected from the run.
+        changed, read: each group with booleans in place of its arrays, or None for a group that is
+            not carried: whether the run returns another value, and whether anything but that value
+            depends on the one before.
+    """
+
+    static: Any
+    after: Any
+    changed: list[Any]
+    read: list[Any]
 
 
 @jax.tree_util.register_pytree_with_keys_class

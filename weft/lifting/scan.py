@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from weft.errors import CarryStructureError, RoleError
 from weft.lifting import axes
 from weft.lifting.kind import (
+    CarryChanges,
     Kind,
     PureResults,
     StateNode,
@@ -90,7 +91,7 @@ def scan(
         body, step, initial = body_with_state(kind, make, of_kind, units, first)
         xs = body.xs if n else [x[:0] for x in body.xs]
         carry, ys = jax.lax.scan(named_after(fn, step), body.carry, xs, length=n, **options)
-        return with_initial_values(kind, body.results(carry, ys), initial)
+        return with_initial_values(kind, body.results(carry, ys, runs=n > 0), initial)
 
     looped = jit_by_structure(fn, (kind, out_axes, *options.values()), pure)
 
@@ -157,7 +158,8 @@ class LoopBody:
         results = call_pure(self._kind, self.fn, pure_args, self._out_axes)
         returned = result_units(pure_args, results, self._out_axes)
         self.collected = results.static
-        if (new := created_groups(self._kind, units, results)) is not None:
+        new = created_groups(self._kind, units, results)
+        if new is not None:
             leaves, tree = jax.tree.flatten(new)
             self.created = CreatedState(tree, self.collected.value)
             return leaves
@@ -173,15 +175,38 @@ class LoopBody:
         self.same = [a is b for a, b in zip(carry, new_carry, strict=True)]
         return new_carry, ys
 
-    def results(self, carry: list[Any], ys: list[Any]) -> PureResults:
+    def changes(self, is_read: Sequence[bool]) -> CarryChanges:
+        """Returns the changes by the last run, given which leaves of the carry it reads."""
+        changed, read = (
+            self._carry_tree.unflatten(flags)
+            for flags in ([not is_same for is_same in self.same], is_read)
+        )
+        carried = self._units.indices_with_role(CARRY)
+        of_groups = [
+            [dict(zip(carried, flags, strict=True)).get(i) for i in range(len(self._units.roles))]
+            for flags in (changed, read)
+        ]
+        is_group = self._units.is_group
+        changed, read = ([x for x, g in zip(of, is_group, strict=True) if g] for of in of_groups)
+        return CarryChanges(self.static, self.collected.value, changed, read)
+
+    def restart(self, units: Units) -> None:
+        """Sets the initial values of the carry."""
+        self.carry = jax.tree.leaves(units.values_with_role(CARRY))
+
+    def results(self, carry: list[Any], ys: list[Any], runs: bool = True) -> PureResults:
         """Returns the results of the loop; unchanged leaves of the carry are the initial values."""
+        collected = self.collected
+        if not runs:
+            after = self._kind.static_without_runs(self.static, collected.value)
+            collected = type(collected)(after)
         carry = [
             b if is_same and isinstance(b, jax.Array) else a
             for b, a, is_same in zip(self.carry, carry, self.same, strict=True)
         ]
         stacked = _with_slices(self._returned, self._ys_tree.unflatten(ys), stacked=True)
         merged = stacked.with_role_replaced(CARRY, self._carry_tree.unflatten(carry))
-        return PureResults(self.collected, *merged.packed())
+        return PureResults(collected, *merged.packed())
 
     def _check(self, units: Units, returned: Units, trees: CarryStructures) -> None:
         kind, static, name = self._kind, self.static, self.transformation

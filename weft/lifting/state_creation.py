@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from weft.errors import CarryStructureError
@@ -94,6 +95,15 @@ class TracedFunction:
             and str(mine) == str(its)
         )
 
+    def uses(self) -> list[bool]:
+        """Returns for each leaf of the arguments whether the result depends on it.
+
+        A value that an inner loop replaces in every iteration does not count.
+        """
+        jaxpr, is_used = self._reduced(range(len(self._closed.out_avals)))
+        rest = iter(_passed_inputs(jaxpr))
+        return [of_leaf and next(rest) != [] for of_leaf in is_used]
+
     def only(self, outputs: Sequence[int], *args: object) -> list[Any]:
         """Returns some leaves of the result, computed without the others."""
         jaxpr, inputs = self._reduced(outputs)
@@ -103,6 +113,68 @@ class TracedFunction:
         # A constant of the trace would be no array, and a change of it would be computed by NumPy.
         found = {i: jnp.asarray(next(results)) for i in sorted(wanted)}
         return [found[i] for i in outputs]
+
+
+def _passed_inputs(jaxpr: Any) -> list[list[int] | None]:
+    """Returns for each input the outputs that may be the input itself; None if it is used."""
+    origins: dict[Any, set[int]] = {x: {i} for i, x in enumerate(jaxpr.invars)}
+    used: set[int] = set()
+    for eqn in jaxpr.eqns:
+        given = [set() if isinstance(x, Literal) else origins.get(x, set()) for x in eqn.invars]
+        if not any(given):
+            continue
+        for inputs, passed in zip(given, _passed_by_equation(eqn), strict=True):
+            if passed is None:
+                used |= inputs
+            for n in passed or ():
+                origins.setdefault(eqn.outvars[n], set()).update(inputs)
+    found: list[list[int]] = [[] for _ in jaxpr.invars]
+    for n, x in enumerate(jaxpr.outvars):
+        for i in set() if isinstance(x, Literal) else origins.get(x, set()):
+            found[i].append(n)
+    return [None if i in used else passed for i, passed in enumerate(found)]
+
+
+def _passed_by_equation(eqn: Any) -> list[list[int] | None]:
+    """Returns for each input of an operation the same as `_passed_inputs`."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "cond":
+        of_branches = [_passed_inputs(branch.jaxpr) for branch in params["branches"]]
+        joined = (
+            None if None in passed else sorted(set().union(*passed))
+            for passed in zip(*of_branches, strict=True)
+        )
+        return [None, *joined]
+    if name == "scan":
+        size, first = params["num_carry"], params["num_consts"]
+        passed = _passed_inputs(params["jaxpr"].jaxpr)
+        return _passed_by_loop(passed, first, size)
+    if name == "while":
+        of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+        by_cond = _passed_inputs(params["cond_jaxpr"].jaxpr)[of_cond:]
+        by_body = _passed_inputs(params["body_jaxpr"].jaxpr)
+        carry = _passed_by_loop(by_body, of_body, len(by_cond))[of_body:]
+        pairs = zip(by_cond, carry, strict=True)
+        carried = [None if is_on is None else passed for is_on, passed in pairs]
+        return [*[None] * (of_cond + of_body), *carried]
+    inner = params.get("jaxpr", params.get("call_jaxpr"))
+    inner = getattr(inner, "jaxpr", inner)
+    if inner is None or len(inner.invars) != len(eqn.invars):
+        return [None] * len(eqn.invars)
+    return _passed_inputs(inner)
+
+
+def _passed_by_loop(
+    by_body: Sequence[list[int] | None], first: int, size: int
+) -> list[list[int] | None]:
+    """Returns the same for a loop, whose carry are `size` inputs of the body from `first` on."""
+
+    def passed(i: int, outputs: list[int] | None) -> list[int] | None:
+        if outputs == []:
+            return outputs
+        return outputs if first <= i < first + size and outputs == [i - first] else None
+
+    return [passed(i, outputs) for i, outputs in enumerate(by_body)]
 
 
 def is_jit_disabled() -> bool:
@@ -147,18 +219,10 @@ def body_with_state(
         # The body runs in Python, so the results of its trace must be known before.
         body = make(kind.static_in_loop(static, body.collected.value), units)
         return body, body, nothing
-    tree = body.created.tree
-    every = range(tree.num_leaves)
-    created = tree.unflatten(traced.only(every, *args))
-    created = kind.initial_state(
-        static, created, lambda: _of_groups(body.inside(*traced.used(every, *args)))
-    )
-    groups = iter(created)
-    values = [
-        kind.union(value, new) if is_group and (new := next(groups)) is not None else value
-        for value, is_group in zip(units.values, units.is_group, strict=True)
-    ]
-    units = units.with_values(values)
+    run = _CreatingRun(body, traced, args)
+    begun = kind.initial_state(static, run.numbered, run.used)
+    given, created = units, run.values(begun)
+    units = _with_created(kind, given, created)
     followed = kind.static_after_creation(static, body.created.static)
     is_counted = is_jit_disabled() and followed is not static
     before, body = body.created.static, make(followed, units)
@@ -167,13 +231,50 @@ def body_with_state(
         if body.created is None:
             body = make(kind.static_after_creation(static, before, body.collected.value), units)
 
-    def again(*args: object) -> Any:
-        result = body(*args)
-        if body.created is not None:
-            raise _created_later_error(body.transformation, kind, static, units, body.created.tree)
-        return result
-
+    again = TracedFunction(body.fn, body, *first(body))
+    if body.created is not None:
+        raise _created_later_error(body.transformation, kind, static, units, body.created.tree)
+    changes = body.changes(again.uses()[: len(body.carry)])
+    settled = kind.initial_state(static, run.numbered, run.used, changes)
+    if jax.tree.flatten(settled) != jax.tree.flatten(begun):
+        created = run.values(settled)
+        body.restart(_with_created(kind, given, created))
     return body, again, created
+
+
+class _CreatingRun:
+    """A run of a body that has created state.
+
+    Attributes:
+        numbered: the created state of each group, with the numbers of its arrays.
+    """
+
+    def __init__(self, body: Any, traced: TracedFunction, args: tuple[Any, ...]):
+        tree = body.created.tree
+        self.numbered = tree.unflatten(range(tree.num_leaves))
+        self._body, self._traced, self._args = body, traced, args
+        self._computed: dict[int, Any] = {}
+
+    def used(self, entries: list[Any]) -> list[tuple[Any, Any]]:
+        """Returns each group with its role, and whether entries depend on its arrays."""
+        wanted = jax.tree.leaves(entries)
+        return _of_groups(self._body.inside(*self._traced.used(wanted, *self._args)))
+
+    def values(self, entries: list[Any]) -> list[Any]:
+        """Returns numbered entries with their arrays."""
+        wanted = [i for i in jax.tree.leaves(entries) if i not in self._computed]
+        values = self._traced.only(wanted, *self._args)
+        self._computed.update(zip(wanted, values, strict=True))
+        return jax.tree.map(self._computed.__getitem__, entries)
+
+
+def _with_created(kind: Kind, units: Units, created: list[Any]) -> Units:
+    groups = iter(created)
+    values = [
+        kind.union(value, new) if is_group and (new := next(groups)) is not None else value
+        for value, is_group in zip(units.values, units.is_group, strict=True)
+    ]
+    return units.with_values(values)
 
 
 def _of_groups(units: Units) -> list[tuple[Any, Any]]:
@@ -195,7 +296,8 @@ def created_groups(kind: Kind, units: Units, results: PureResults) -> list[Any] 
         kind.created(before, after) if role is None or role is CARRY else None
         for before, after, role in groups_before_and_after(units, results)
     ]
-    return made if any(of_group is not None for of_group in made) else None
+    is_new = any(of_group is not None for of_group in made)
+    return made if is_new or kind.creates_structure(results.static.value) else None
 
 
 def _created_later_error(

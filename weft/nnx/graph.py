@@ -370,6 +370,27 @@ def leaf_defs(graphdef: GraphDef) -> list[Any]:
     return [part for part in _parts(graphdef.root) if isinstance(part, VariableDef | LeafDef)]
 
 
+def leaf_owners(graphdef: GraphDef) -> list[tuple[int, Hashable] | None]:
+    """Returns for each value of a description the index of its object, and its place there.
+
+    Variables have None.
+    """
+    found: list[Any] = []
+
+    def walk(part: object, owner: tuple[Any, Hashable]) -> None:
+        if isinstance(part, VariableDef):
+            found.append(None)
+        elif isinstance(part, LeafDef):
+            found.append(owner)
+        elif isinstance(part, NodeDef):
+            for name, below in part.attributes:
+                is_object = part.index is not None
+                walk(below, (part.index, name) if is_object else _container_key(owner, name))
+
+    walk(graphdef.root, (None, ()))
+    return found
+
+
 def mutable_static_values(flat: FlatGraph) -> tuple[IdentityKey, ...]:
     """Returns the static values of a graph that can change, each equal to itself alone."""
     metadata = (x._metadata.values() for x in flat.leaves if isinstance(x, Variable))

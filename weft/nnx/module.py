@@ -24,6 +24,7 @@ from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.pytree import Pytree, iter_children, iter_graph
 from weft.nnx.split_merge import clone
 from weft.nnx.variables import Perturbation, Variable, variable_type_from_name
+from weft.nnx.versions import RECORDING
 
 T = TypeVar("T")
 _MISSING: Any = object()
@@ -122,7 +123,11 @@ class Module(Pytree):
         if captured is not None:
             return captured.sow(kind, name, value, reduce_fn, init_fn)
         if there is _MISSING:
-            setattr(self, name, kind(reduce_fn(init_fn(), value)))
+            initial = init_fn()
+            made = kind(reduce_fn(initial, value))
+            setattr(self, name, made)
+            if (recording := RECORDING.now) is not None:
+                recording.note(made, initial)  # with which a loop begins
             return True
         _check_type(self, name, there, kind)
         there.set_value(reduce_fn(there.get_value(), value))

@@ -27,6 +27,7 @@ from weft.nnx.variables import Variable
 from weft.nnx.versions import (
     IMMUTABLE_TYPES,
     PLAIN_TYPES,
+    RECORDING,
     ObjectInfo,
     StaticValue,
     plain_static_value,
@@ -324,6 +325,8 @@ class Pytree:
                 watch.marks.pop(name, None)
         else:  # fast path of most writes: no mark is needed
             object.__setattr__(self, name, value)
+        if (recording := RECORDING.now) is not None:
+            recording.note_attribute(self, name, vars(self).get(name))
         if watch.watched:
             watch.changed()
 
@@ -344,6 +347,8 @@ class Pytree:
         self._info.check(self)
         object.__delattr__(self, name)
         self._info.marks.pop(name, None)
+        if (recording := RECORDING.now) is not None:
+            recording.forget_attribute(self, name)
         self._info.changed()
 
     def __getstate__(self) -> dict[str, Any]:

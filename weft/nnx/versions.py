@@ -257,6 +257,7 @@ class Recording:
     def __init__(self, counts: Sequence[Any]):
         self._counts, self._trace = counts, current_trace()
         self._made: dict[int, tuple[Any, Any, list[Any]]] = {}
+        self._assigned: dict[tuple[int, Hashable], tuple[Any, Any]] = {}
 
     def note(self, variable: Any, value: Any, counts: Mapping[int, Any] = _NO_COUNTS) -> None:
         """Notes that a variable was made here.
@@ -280,6 +281,23 @@ class Recording:
         known = self._made.get(id(variable))
         return variable._value if known is None else known[1]
 
+    def note_attribute(self, owner: Any, name: Hashable, value: object) -> None:
+        """Notes an assigned attribute; a value like the first one does not replace it."""
+        if owner._info.trace != self._trace:
+            return
+        key = id(owner), name
+        if key not in self._assigned or not _is_alike(self._assigned[key][1], value):
+            self._assigned[key] = owner, value
+
+    def forget_attribute(self, owner: Any, name: Hashable) -> None:
+        """Removes what is known about an attribute."""
+        self._assigned.pop((id(owner), name), None)
+
+    def first_attribute(self, owner: Any, name: Hashable, value: Any) -> Any:
+        """Returns an attribute's first value, or `value` if its assignment was not recorded."""
+        _, first = self._assigned.get((id(owner), name), (None, value))
+        return first if _is_alike(first, value) else value
+
     def counts_after(self, variables: Iterable[Any]) -> list[tuple[Any, Any]]:
         """Returns the counts of keys, with their values when the last of `variables` was made."""
         wanted = set(map(id, variables))
@@ -291,6 +309,18 @@ class Recording:
 
     def __exit__(self, *_: object) -> None:
         RECORDING.now = self._outer
+
+
+def _is_alike(a: object, b: object) -> bool:
+    """Returns whether two values have the same structure, shapes and dtypes."""
+    if type(a) in PLAIN_TYPES or type(b) in PLAIN_TYPES:
+        return type(a) is type(b)
+    (of_a, tree), (of_b, other) = jax.tree.flatten(a), jax.tree.flatten(b)
+    return tree == other and all(
+        getattr(x, "shape", ()) == getattr(y, "shape", ())
+        and getattr(x, "dtype", type(x)) == getattr(y, "dtype", type(y))
+        for x, y in zip(of_a, of_b, strict=True)
+    )
 
 
 class _CurrentRecording(threading.local):

@@ -120,7 +120,7 @@ def test_body_must_return_its_objects():
 
 def test_only_values_of_variables_change():
     def make(m):
-        m.made = jnp.ones(())
+        m.made = m.w
         return m
 
     def put(c):
@@ -616,23 +616,12 @@ def put(name, value):
 
 
 REFUSED = {
-    "static": (put("kind", lambda m: "new"), r"makes an attribute at m\.kind; .* before the loop"),
-    "array": (put("x", lambda m: jnp.ones(())), r"makes an attribute at m\.x"),
     "old": (put("zz", lambda m: m.w), r"makes an attribute at m\.zz"),
-    "with an array": (
-        put("new", lambda m: nnx.Dict(a=nnx.Variable(1.0), b=jnp.ones(()))),
-        r"makes an attribute at m\.new",
-    ),
     "with a list": (
         put("new", lambda m: nnx.Dict(a=nnx.Variable(1.0), b=nnx.static(bytearray(1)))),
         r"makes an attribute at m\.new",
     ),
-    "item": (lambda m: m.items.append(nnx.Variable(1.0)), r"makes an attribute at m\.items\[0\]"),
     "reference": (put("r", lambda m: nnx.Variable(jnp.ones(()), ref=True)), r"at m\.r"),
-    "always": (
-        put("new", lambda m: nnx.Param(1.0)),
-        r"m\.new, which exists already; .*hasattr",
-    ),
     "later": (
         lambda m: make_in_part(m, 0) if hasattr(m, "count") else make_variable(m, 0),
         r"makes an attribute at m\.part\.count",
@@ -644,7 +633,6 @@ REFUSED = {
 def test_unsupported_creation_is_rejected(name):
     change, message = REFUSED[name]
     m = Drawing()
-    m.items = []
     looks = nnx.graphdef(m)
     with pytest.raises(LoopStructureError, match=message):
         nnx.fori_loop(0, 3, lambda i, m: (change(m), m)[1], m)

@@ -204,12 +204,25 @@ def loop_change_error(path: Path, what: str) -> Exception:
     )
 
 
-def repeated_creation_error(path: Path) -> Exception:
-    """Returns the error for an object that a loop's body makes in each iteration."""
+def changed_creation_error(path: Path, what: str) -> Exception:
+    """Returns the error for a part that a loop's body makes differently in later iterations."""
     return LoopStructureError(
-        f"{_call_title('a loop')}: the body makes an attribute at {place_of(path)}, which exists "
-        "already; a loop carries the objects that its body makes, so make it only if it is missing "
-        "(if not hasattr(...)), or before the loop."
+        f"{_call_title('a loop')}: the body {what} at {place_of(path)} after the first iteration; "
+        "a loop carries the attributes, items and static values that its first iteration leaves, "
+        "and they are the same after each iteration. Make it only if it is missing "
+        "(if not hasattr(...)), with its final structure, or keep the value in a variable, such as "
+        "an array with one entry per iteration."
+    )
+
+
+def read_creation_error(path: Path | None) -> Exception:
+    """Returns the error for a value that the body makes again from the one before."""
+    at = "an attribute" if path is None else place_of(path)
+    return LoopStructureError(
+        f"{_call_title('a loop')}: the first iteration makes {at}, and later ones compute it from "
+        "the value before, which the first iteration has not; create it before the loop, or in the "
+        "body with its initial value if it is missing (if not hasattr(...)), and change it "
+        "in place in every iteration."
     )
 
 

@@ -68,7 +68,8 @@ def scan(
             returns another object than it received.
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
         LoopStructureError: if it changes attributes or references of a carried or shared object,
-            except for new attributes with variables, which are made before the loop and carried;
+            except for new attributes and items that all iterations leave alike, which are made
+            before the loop and carried;
             without graph updates, if it replaces a variable or an array attribute.
         RoleError: if it changes shared state; without graph updates, a changed variable of an
             object shared with None is carried instead, as in Flax.
@@ -203,7 +204,7 @@ def while_loop(
     Raises:
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
         LoopStructureError: if it changes attributes or references of an object, except for new
-            attributes with variables, which are made before the loop and carried.
+            attributes and items that all iterations leave alike, which are made before the loop.
         TransformArgumentError: if it returns another object than it received.
 
     Example:
@@ -297,7 +298,7 @@ def cond(
     Raises:
         BranchStructureError: if results or values of variables differ in structure, shape or dtype.
         BranchObjectsError: if the functions change references or static attributes differently,
-            except for new attributes with variables, which are made for both.
+            except for new attributes with variables or arrays, which are made for both.
 
     Example:
         >>> import jax.numpy as jnp

@@ -192,13 +192,22 @@ class ObjectTable:
         origins = tuple(at if isinstance(at, int) else None for at in index)
         return NumberedGraph(graphdef, origins, tuple(numbers))
 
-    def can_hoist(self, ident: ObjectId | None, name: Hashable) -> bool:
-        """Returns whether an attribute can be made earlier: new objects with variables only."""
+    def can_hoist(
+        self, ident: ObjectId | None, name: Hashable, is_always_made: bool = False
+    ) -> bool:
+        """Returns whether an attribute can be made earlier: it has no existing objects.
+
+        Only what is always made may be a static value or an item of a list, which show that the
+        function has run.
+        """
         attributes = dict(self.known[ident].attributes) if isinstance(ident, int) else {}
-        if name not in attributes or not isinstance(name, str):
-            return False  # an item of a list would change its length
+        if name not in attributes:
+            return False
         inside = list(self._inside(attributes[name], set()))
-        return any(isinstance(x, _ObjectAt) for x in inside) and all(map(_can_be_hoisted, inside))
+        has_values = any(isinstance(x, _ObjectAt | _NumberedValue) for x in inside)
+        return (is_always_made or (isinstance(name, str) and has_values)) and all(
+            map(_can_be_hoisted, inside)
+        )
 
     def variable_numbers(self, ident: ObjectId | None, name: Hashable) -> list[int]:
         """Returns the numbers of the variables in an attribute."""
@@ -224,7 +233,42 @@ def _can_be_hoisted(x: object) -> bool:
         return not isinstance(x.ident, int)
     if isinstance(x, StaticValue):
         return is_immutable(x.value)
-    return not isinstance(x, _NumberedValue)
+    return True
+
+
+def replaced_objects(
+    before: GraphDef,
+    after: GraphDef,
+    origins: Sequence[int | None],
+    may_replace: Callable[[VariableDef, int], bool],
+) -> dict[int, int]:
+    """Returns the new objects in the places of objects that are gone, as indices after and before.
+
+    Args:
+        before, after: descriptions of pairs of objects and results.
+        origins: for each object after the index before, None for a new one.
+        may_replace: whether a new variable, given its index, may take the place of another one.
+    """
+    present, found = {i for i in origins if i is not None}, {}
+
+    def walk(a: object, b: object) -> None:
+        if isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type:
+            if a.index is not None and b.index is not None:
+                if origins[b.index] is None and a.index not in present:
+                    found[b.index] = a.index
+                elif origins[b.index] != a.index:
+                    return
+            old = dict(a.attributes)
+            for name, part in b.attributes:
+                if name in old:
+                    walk(old[name], part)
+        elif isinstance(a, VariableDef) and isinstance(b, VariableDef) and a.type is b.type:
+            is_new = origins[b.index] is None and a.index not in present
+            if is_new and may_replace(b, a.index):
+                found[b.index] = a.index
+
+    walk(dict(before.root.attributes)[0], dict(after.root.attributes)[0])
+    return found
 
 
 def with_new_attributes(

@@ -10,16 +10,17 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import zero_from_primal
 
 from weft.core.tracing import current_trace
 from weft.errors import AxisMetadataError, BranchObjectsError, TransformArgumentError
 from weft.lifting import Kind, Roles
-from weft.lifting.kind import StateNode, is_state_node
+from weft.lifting.kind import CarryChanges, StateNode, is_state_node
 from weft.lifting.scan import changed_shared_message
 from weft.nnx.filters import Path
 from weft.nnx.graph import (
@@ -27,11 +28,14 @@ from weft.nnx.graph import (
     ContainerKey,
     FlatGraph,
     GraphDef,
+    VariableDef,
     apply_changes,
     build_graph,
     check_changes,
     flat_graph_of_variables,
     flatten_graph,
+    leaf_defs,
+    leaf_owners,
     matching_objects,
     mutable_static_values,
     plan_graph,
@@ -51,6 +55,7 @@ from weft.nnx.transforms.calls import (
     object_paths,
     place_of,
     place_of_value,
+    read_creation_error,
     record_value_paths,
     shared_object_error,
 )
@@ -59,6 +64,7 @@ from weft.nnx.transforms.graph_diff import (
     NumberedGraph,
     is_new_number,
     new_number,
+    replaced_objects,
     union_of_graphs,
 )
 from weft.nnx.transforms.object_state import (
@@ -76,8 +82,10 @@ from weft.nnx.transforms.object_state import (
     check_loop_values,
     describe_graph,
     first_paths,
+    first_value,
     input_numbers,
     is_changed,
+    is_recorded,
     record_created,
     variables_and_values,
     with_created_objects,
@@ -263,15 +271,20 @@ class ObjectKind(Kind):
         if not is_same:
             self._check_captured(flat, inner, static)
             self._check_aliases(flat, grouping)
-        keys, made = self._sort_into_groups((groups, new_groups), flat, grouping, inner, static)
-        if is_same:
-            return static.unchanged(), groups, new_groups
         origin = {id(x): i for i, x in enumerate(inner.objects)}
         origins = tuple(origin.get(id(x)) for x in flat.objects)
-        found = NumberedGraph(flat.graphdef, origins, keys)
-        before = None
+        instead = {} if is_same else self._replaced_objects(flat, origins, filters, inner, static)
+        keys, made = self._sort_into_groups(
+            (groups, new_groups), flat, grouping, inner, static, instead
+        )
+        if is_same:
+            return static.unchanged(), groups, new_groups
+        before, replaced = None, frozenset()
         if self.is_loop and self.structure:
+            places = tuple(instead.get(i, o) for i, o in enumerate(origins))
+            found = NumberedGraph(flat.graphdef, places, keys)
             gained = check_loop_graph(static, flat, found, grouping.is_mapped, inner.recording)
+            replaced = frozenset(_numbers_of(flat.graphdef, keys, instead))
             if gained:
                 before = with_created_objects(static, found, gained, made)
                 add_key_counts(static, flat, inner, groups)
@@ -280,8 +293,29 @@ class ObjectKind(Kind):
         copies = None if flat.is_tracked else _static_snapshot(flat.graphdef, static.graphdef)
         if static.origins is not None:
             origins = tuple(None if o is None else static.origins[o] for o in origins)
-        changed = ChangedObjects(flat.graphdef, origins, tuple(keys), copies, before)
+        changed = ChangedObjects(flat.graphdef, origins, tuple(keys), copies, before, replaced)
         return changed, groups, new_groups
+
+    def _replaced_objects(
+        self,
+        flat: FlatGraph,
+        origins: Sequence[int | None],
+        filters: Sequence[FilterRoles],
+        inner: InnerObjects,
+        static: StaticObjects,
+    ) -> dict[int, int]:
+        """Returns new objects that a loop carries in the places of others: indices, and theirs."""
+        recording = inner.recording
+        if recording is None or not (self.is_loop and self.structure):
+            return {}
+        known = input_numbers(inner, static)
+
+        def may_replace(part: VariableDef, before: int) -> bool:
+            i, g = static.places[known[id(inner.objects[before])]]
+            is_mapped = isinstance(filters[i][g][1], int)
+            return not is_mapped and is_recorded(flat.objects[part.index], recording)
+
+        return replaced_objects(static.graphdef, flat.graphdef, origins, may_replace)
 
     def _sort_into_groups(
         self,
@@ -290,15 +324,19 @@ class ObjectKind(Kind):
         grouping: Grouping,
         inner: InnerObjects,
         static: StaticObjects,
+        instead: dict[int, int],
     ) -> tuple[list[int], dict[int, tuple[int, int]]]:
         """Puts new and changed values into groups; returns all numbers, and places of new ones."""
         known, recording = input_numbers(inner, static), inner.recording
+        place = {id(flat.objects[i]): id(inner.objects[o]) for i, o in instead.items()}
         keys: list[int] = []
         made: dict[int, tuple[int, int]] = {}
         record_value_paths(keys, flat.graphdef.paths)
         for n, (path, leaf) in enumerate(zip(flat.graphdef.paths, flat.leaves, strict=True)):
             owner = flat.owners[n]
-            at = known.get(id(leaf) if owner is None else (id(owner[0]), owner[1]))
+            x = id(leaf if owner is None else owner[0])
+            x = place.get(x, x)
+            at = known.get(x if owner is None else (x, owner[1]))
             if at is None:
                 key = new_number(path) if self._hoists_creation else len(inner.values) + n
                 part, i, g = grouping.place(path, leaf)
@@ -306,10 +344,11 @@ class ObjectKind(Kind):
                 if part == 0:
                     made[key] = i, g
                 is_wanted = static.records or (part == 0 and self._hoists_creation)
-                if is_wanted and recording is not None and leaf in recording:
-                    first = recording.first_value(leaf)
+                if is_wanted and recording is not None and (owner or leaf in recording):
+                    first = first_value(recording, leaf, owner)
+                    now = leaf._value if owner is None else leaf
                     # Branches return the same structure.
-                    if first is not leaf._value or (part == 1 and self.is_branch):
+                    if first is not now or (part == 1 and self.is_branch):
                         groups[part][i][g][~key] = first
             else:
                 key = static.numbers[at]
@@ -365,10 +404,11 @@ class ObjectKind(Kind):
             found.update(_entries(new_groups))
         if static is None or static.copies is not None:
             _give_own_metadata(found, outer)
+        replaced = frozenset() if static is None else static.replaced
         kept = [
             (outer.leaves[n], outer.owners[n], found[n])
             for n in found
-            if 0 <= n < len(outer.leaves)
+            if 0 <= n < len(outer.leaves) and n not in replaced
         ]
         here = current_trace()
         for leaf, owner, _ in kept:
@@ -493,23 +533,36 @@ class ObjectKind(Kind):
         return self.is_loop and self.structure
 
     def created(self, before: Group, after: Group) -> Group | None:
-        made = {
-            n: x.copy(after.get(~n, x._value), _copy_ref=False)
-            for n, x in after.items()
-            if is_new_number(n) and n not in before and isinstance(x, Variable)
-        }
+        made: Group = {}
+        for n, x in after.items():
+            if not is_new_number(n) or n in before:
+                continue
+            now = x._value if isinstance(x, Variable) else x
+            first = after.get(~n, now)
+            if self.is_loop and first is not now:
+                # A loop may have to begin with the last value.
+                first = as_carried(first, now)
+                if first is not now:
+                    made[~n] = now
+            made[n] = x.copy(first, _copy_ref=False) if isinstance(x, Variable) else first
         # The counts of keys with which a loop continues.
-        made |= {~n: before[~n].copy(x) for n, x in after.items() if ~n in before}
+        made |= {~n: before[~n].copy(x) for n, x in after.items() if n < 0 and ~n in before}
         return made or None
+
+    def creates_structure(self, after: ChangedObjects | None) -> bool:
+        return after is not None and after.before is not None
 
     def initial_state(
         self,
         static: StaticObjects,
         made: list[Group | None],
-        used: Callable[[], Sequence[tuple[Group, Any]]],
+        used: Callable[[list[Group | None]], Sequence[tuple[Group, Any]]],
+        changes: CarryChanges | None = None,
     ) -> list[Group | None]:
         keys = dict(zip(static.graphdef.paths, static.numbers, strict=True))
-        of_groups = used()
+        begun = _initial_groups(made, changes)
+        # Values that every iteration makes again need no keys of their own.
+        of_groups = used(begun.needed)
         is_used: dict[int, bool] = {}
         for group, role in of_groups:
             for n, x in group.items():
@@ -526,7 +579,8 @@ class ObjectKind(Kind):
             return key is None or is_used.get(key, True)
 
         return [
-            None if of is None else {n: x for n, x in of.items() if continues(n)} for of in made
+            None if of is None else {n: x for n, x in of.items() if continues(n)}
+            for of in begun.groups
         ]
 
     def union(self, group: Group, other: Group) -> Group:
@@ -536,12 +590,16 @@ class ObjectKind(Kind):
         if made is None or result is None:
             return result
         new = {n: x for n, x in made.items() if is_new_number(n)}
-        return {**new, **result, **{~n: x._value for n, x in made.items()}}
+        first = {~n: x._value if isinstance(x, Variable) else x for n, x in made.items() if n >= 0}
+        return {**new, **result, **first}
 
     def static_after_creation(
         self, static: StaticObjects, before: ChangedObjects, after: object = None
     ) -> StaticObjects:
         return before.before or static
+
+    def static_without_runs(self, static: StaticObjects, after: ChangedObjects | None) -> Any:
+        return static.unchanged()
 
     def static_in_condition(self, static: StaticObjects, of_body: StaticObjects) -> StaticObjects:
         return of_body
@@ -573,6 +631,75 @@ class ObjectKind(Kind):
 
     def argument(self, path: jax.tree_util.KeyPath) -> str:
         return argument_at(path)
+
+
+class _InitialGroups(NamedTuple):
+    """The values with which a loop begins, and those of them that the loop reads."""
+
+    groups: list[Group | None]
+    needed: list[Group]
+
+
+def _initial_groups(made: list[Group | None], changes: CarryChanges | None) -> _InitialGroups:
+    """Returns the values with which a loop begins; see `weft.lifting.kind.Kind.initial_state`.
+
+    Raises:
+        LoopStructureError: if iterations compute a value from the previous one, which the first
+            iteration makes without one.
+    """
+    groups: list[Group | None] = []
+    needed: list[Group] = []
+    for i, of in enumerate(made):
+        begin = None if of is None else {n: x for n, x in of.items() if n >= 0}
+        unread = frozenset()
+        if of is not None and begin is not None and changes is not None:
+            is_changed, is_read = (
+                {n for n, x in (where[i] or {}).items() if any(jax.tree.leaves(x))}
+                for where in (changes.changed, changes.read)
+            )
+            of_body = changes.after
+            replaced = frozenset() if of_body is None else of_body.replaced
+            for n in filter(is_new_number, begin):
+                if n not in is_changed and ~n in of:
+                    x = begin[n]
+                    begin[n] = x.copy(of[~n]) if isinstance(x, Variable) else of[~n]
+                elif n in is_changed & is_read and (n in replaced or ~n not in of):
+                    raise read_creation_error(changes.static.path_of(n))
+            unread = is_changed - is_read
+        groups.append(begin)
+        new = filter(is_new_number, begin or ())
+        needed.append({n: (begin or {})[n] for n in new if n not in unread})
+    return _InitialGroups(groups, needed)
+
+
+def as_carried(first: Any, now: Any) -> Any:
+    """Returns the first value of what a body makes in the types of its last value.
+
+    The last value itself, if the first one has another structure, shape or dtype.
+    """
+    (begin, tree), (end, other) = jax.tree.flatten(first), jax.tree.flatten(now)
+    if tree != other or any(map(_differs_in_type, begin, end)):
+        return now
+    cast = [_with_dtype(x, y) for x, y in zip(begin, end, strict=True)]
+    return tree.unflatten(cast)
+
+
+def _differs_in_type(x: Any, y: Any) -> bool:
+    a, b = jax.typeof(x), jax.typeof(y)
+    return a.shape != b.shape or (a.dtype != b.dtype and not a.weak_type)
+
+
+def _with_dtype(x: Any, like: Any) -> Any:
+    dtype = jax.typeof(like).dtype
+    return x if jax.typeof(x).dtype == dtype else jnp.asarray(x, dtype)
+
+
+def _numbers_of(graphdef: GraphDef, keys: Sequence[int], objects: Collection[int]) -> Iterator[int]:
+    """Yields the numbers of values in some of a graph's objects."""
+    owners = leaf_owners(graphdef)
+    for part, key, owner in zip(leaf_defs(graphdef), keys, owners, strict=True):
+        if (part.index if isinstance(part, VariableDef) else owner and owner[0]) in objects:
+            yield key
 
 
 def _is_unchanged(flat: FlatGraph, inner: InnerObjects, static: StaticObjects) -> bool:

@@ -1,13 +1,15 @@
 """The static half of a call's objects, and their state inside the call.
 
 A group of an object's state maps the number of a value in the call to the variable or array. Extra
-data of a value is at `~number`: the first value of a new variable, or a key count at the time when
-the last variable was made.
+data of a value is at `~number`: the first value of a new variable or array, or a key count at the
+time when the last variable was made.
 
 Graph changes in the bodies of loops and branches.
 
-A loop carries the objects that its body makes, from their first values on. `check_loop_graph` finds
-them, and refuses all other changes of the graph.
+A loop carries what its body makes, from the first values on: the graph after the first iteration
+must be that after every iteration. An object that takes the place of another one in each iteration
+counts as the same. `check_loop_graph` finds what was made, and refuses all other changes of the
+graph.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from weft.lifting import CARRY
 from weft.lifting.trace_cache import IdentityKey
 from weft.nnx.filters import Everything, OfType, Path, Predicate, to_predicate
 from weft.nnx.graph import (
+    ContainerKey,
     FlatGraph,
     GraphDef,
     NodeDef,
@@ -29,9 +32,10 @@ from weft.nnx.graph import (
     VariableDef,
     flatten_graph,
     leaf_defs,
+    leaf_owners,
 )
-from weft.nnx.pytree import Pytree
-from weft.nnx.transforms.calls import loop_change_error, repeated_creation_error, unmatched_error
+from weft.nnx.pytree import Pytree, children, with_item
+from weft.nnx.transforms.calls import changed_creation_error, loop_change_error, unmatched_error
 from weft.nnx.transforms.graph_diff import (
     Difference,
     NumberedGraph,
@@ -40,7 +44,7 @@ from weft.nnx.transforms.graph_diff import (
     with_new_attributes,
 )
 from weft.nnx.variables import Variable
-from weft.nnx.versions import Recording, StaticSnapshot, is_hashable
+from weft.nnx.versions import Recording, StaticSnapshot, StaticValue, is_hashable
 
 Group = dict[int, Any]
 Groups = tuple[Group, ...]
@@ -90,7 +94,8 @@ class ChangedObjects(NamedTuple):
         keys: for each value the number of the input one, or a number after those.
         copies: copies of new `unhashable_values`, for each caller; None if no static value or
             metadata is mutable.
-        before: if a loop's body made objects, the static half for the body that finds them.
+        before: if a loop's body made attributes, the static half for the body that finds them.
+        replaced: numbers of input values whose variable or object was replaced by a new one.
     """
 
     graphdef: GraphDef
@@ -98,6 +103,7 @@ class ChangedObjects(NamedTuple):
     keys: tuple[int, ...]
     copies: StaticSnapshot | None
     before: StaticObjects | None = None
+    replaced: frozenset[int] = frozenset()
 
 
 class InnerObjects(NamedTuple):
@@ -188,6 +194,18 @@ def input_numbers(inner: InnerObjects, static: StaticObjects) -> dict[Any, int]:
     return known
 
 
+def first_value(recording: Recording, leaf: Any, owner: tuple[Any, Hashable] | None) -> Any:
+    """Returns the first value of a variable, or of an array in an attribute."""
+    if owner is None:
+        return recording.first_value(leaf)
+    x, place = owner
+    name, keys = (place.name, place.keys) if isinstance(place, ContainerKey) else (place, ())
+    value = recording.first_attribute(x, name, dict(x._items())[name])
+    for key in keys:
+        value = dict(children(value))[key]
+    return value
+
+
 def describe_graph(static: StaticObjects, changed: ChangedObjects | None) -> NumberedGraph:
     """Returns the graph after a branch, or the input graph."""
     if changed is not None:
@@ -256,14 +274,14 @@ def with_created_objects(
     new value.
     """
     one = with_new_attributes(describe_graph(static, None), found, gained)
-    index = {origin: i for i, origin in enumerate(one.origins)}
     places = {**dict(zip(static.numbers, static.places, strict=True)), **made}
-    owners = dict(zip(static.numbers, static.owners, strict=True))
+    owners = tuple(leaf_owners(one.graphdef))
     outer = static.origins
     return static._replace(
         graphdef=one.graphdef,
         places=tuple(places[n] for n in one.numbers),
-        owners=tuple((o := owners.get(n)) and (index[o[0]], o[1]) for n in one.numbers),
+        owners=owners,
+        is_tracked=static.is_tracked and not any(owners),
         numbers=tuple(one.numbers),
         origins=tuple(o if o is None or outer is None else outer[o] for o in one.origins),
     )
@@ -296,12 +314,24 @@ def record_created(
     found: dict[int, Any],
     outer: FlatGraph,
 ) -> None:
-    """Records the variables that a transformation has made, with their first values."""
-    counts = {id(outer.leaves[~n]): x for n, x in found.items() if ~len(outer.leaves) < n < 0}
-    for part, key in zip(leaf_defs(static.graphdef), static.keys, strict=True):
+    """Records what a transformation has made, with first values."""
+    size = len(outer.leaves)
+    counts = {id(outer.leaves[~n]): x for n, x in found.items() if ~size < n < 0}
+    owners = leaf_owners(static.graphdef)
+    for part, key, owner in zip(leaf_defs(static.graphdef), static.keys, owners, strict=True):
         if isinstance(part, VariableDef) and static.origins[part.index] is None:
             made = objects[part.index]
-            recording.note(made, found.get(~key, made._value), counts)
+            first = made._value if key < size else found.get(~key, made._value)
+            recording.note(made, first, counts)
+        elif owner is not None and key >= size:
+            x, place = objects[owner[0]], owner[1]
+            is_inside = isinstance(place, ContainerKey)
+            name, keys = (place.name, place.keys) if is_inside else (place, ())
+            value = dict(x._items())[name]
+            first = found.get(~key, found[key])
+            before = recording.first_attribute(x, name, value)
+            recording.forget_attribute(x, name)
+            recording.note_attribute(x, name, with_item(before, keys, first))
 
 
 def check_loop_values(
@@ -343,54 +373,62 @@ def check_loop_graph(
 ) -> list[tuple[int, Hashable]]:
     """Refuses changes of the graph, except where `may_change` allows them.
 
+    Args:
+        found: the graph after, where an object that replaces another one has its number.
+
     Returns:
         The attributes to make before the loop: indices of their objects, and names.
     """
     origins, gained = found.origins, []
     objects = ObjectTable.of(found)
     known = dict(zip(found.numbers, after.leaves, strict=True))
+    is_later = static.origins is not None  # the attributes were already made
 
     def compare(a: object, b: object, path: Path) -> None:
+        is_object = isinstance(b, NodeRef | NodeDef | VariableDef) and b.index is not None
+        b_index = origins[b.index] if is_object else None
         if isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type:
+            is_same = a.index == b_index and (a.index is not None or a.marks == b.marks)
+            if not is_same and not may_change(after, path):
+                raise refusal(path, "changes a reference or static value")
             old, new = dict(a.attributes), dict(b.attributes)
             for name in {**old, **new}:
-                if name in old and name in new:
-                    compare(old[name], new[name], (*path, name))
-                elif not may_change(after, (*path, name)):
-                    if name in new and is_made(b, name):
-                        gained.append((a.index, name))
-                        continue
-                    change = "makes an attribute" if name in new else "removes the attribute"
-                    raise loop_change_error((*path, name), change)
+                if (name in old and name in new) or may_change(after, (*path, name)):
+                    continue
+                if name in new and is_made(b_index, name):
+                    gained.append((a.index, name))
+                    continue
+                change = "makes an attribute" if name in new else "removes the attribute"
+                raise refusal((*path, name), change)
+            for name in filter(new.__contains__, old):
+                compare(old[name], new[name], (*path, name))
             return
         if isinstance(b, NodeRef | NodeDef | VariableDef):
-            b_index = origins[b.index] if b.index is not None else None
-            same = type(a) is type(b) and a.index == b_index
+            same = type(a) is type(b) and getattr(a, "index", None) == b_index
         else:
             same = a == b
         if not same and not may_change(after, path):
-            if was_made(a):
-                raise repeated_creation_error(path)
-            raise loop_change_error(path, "changes a reference or static value")
+            if is_later and isinstance(a, StaticValue) and isinstance(b, StaticValue):
+                raise changed_creation_error(path, f"changes {a.value!r} to {b.value!r}")
+            raise refusal(path, "changes a reference or static value")
 
-    def was_made(part: object) -> bool:
-        index = getattr(part, "index", None)
-        return index is not None and static.origins is not None and static.origins[index] is None
+    def refusal(path: Path, change: str) -> Exception:
+        return (changed_creation_error if is_later else loop_change_error)(path, change)
 
-    def is_recorded(variable: Any) -> bool:
-        is_plain = not isinstance(variable._value, jax.Ref)
-        is_plain = is_plain and all(map(is_hashable, variable._metadata.values()))
-        return recording is not None and variable in recording and is_plain
-
-    def is_made(node: NodeDef, name: Hashable) -> bool:
-        ident = None if node.index is None else origins[node.index]
+    def is_made(ident: int | None, name: Hashable) -> bool:
         return (
             recording is not None
-            and static.origins is None  # otherwise already made
-            and objects.can_hoist(ident, name)
-            and all(is_recorded(known[n]) for n in objects.variable_numbers(ident, name))
+            and not is_later
+            and objects.can_hoist(ident, name, is_always_made=True)
+            and all(is_recorded(known[n], recording) for n in objects.variable_numbers(ident, name))
         )
 
     old, new = (dict(root.attributes)[0] for root in (static.graphdef.root, after.graphdef.root))
     compare(old, new, (0,))
     return gained
+
+
+def is_recorded(variable: Variable[Any], recording: Recording) -> bool:
+    """Returns whether a variable was made in the function, with a value that a loop can carry."""
+    is_plain = not isinstance(variable._value, jax.Ref)
+    return is_plain and all(map(is_hashable, variable._metadata.values())) and variable in recording

@@ -1,0 +1,418 @@
+"""Structure that the body of a loop makes in every iteration: attributes, items, static values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft import nnx
+from weft.errors import CarryStructureError, LoopStructureError
+from weft.nnx import Carry
+
+
+class Part(nnx.Module):
+    def __init__(self, w, name="part"):
+        self.w, self.b, self.name = nnx.Param(w), jnp.ones(2) * w, name
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.float32(2.0))
+        self.total = nnx.Variable(jnp.float32(0.0))
+        self.rngs = nnx.Rngs(0)
+        self.items, self.table = nnx.List([]), nnx.Dict()
+
+
+def variable(m, i):
+    m.cache = nnx.BatchStat(m.w[...] * (i + 1))
+    m.total[...] += m.cache[...]
+
+
+def written_variable(m, i):
+    m.cache = nnx.BatchStat(m.w[...] * i)
+    m.cache[...] += 1
+
+
+def replaced_twice(m, i):
+    m.cache = nnx.BatchStat(m.w[...])
+    m.cache = nnx.BatchStat(m.cache[...] + i)
+
+
+def aliases(m, i):
+    m.a = nnx.Variable(jnp.float32(i))
+    m.items[:] = [m.a]
+    m.items[0][...] += 1
+    m.total[...] += m.a[...]
+
+
+def module(m, i):
+    m.part = Part(m.w[...] + i)
+    m.part.b += 1
+    m.total[...] += m.part.b.sum() * m.part.w[...]
+
+
+def static(m, i):
+    m.calls, m.mode, m.shape = 1, "train", (2, 3)
+    m.total[...] += m.calls
+
+
+def static_module(m, i):
+    m.part = nnx.Dict(name="a", size=3)
+
+
+def array(m, i):
+    m.x = m.w[...] * i
+    m.total[...] += m.x
+
+
+def array_if_missing(m, i):
+    if not hasattr(m, "x"):
+        m.x = jnp.zeros(2)
+    m.x = m.x + i + 1
+
+
+def array_made_in_steps(m, i):
+    if not hasattr(m, "x"):
+        m.x = jnp.zeros(2)
+        m.x = m.x.at[0].set(m.w[...])
+    m.total[...] += m.x.sum()
+
+
+def variable_made_in_steps(m, i):
+    if not hasattr(m, "x"):
+        m.x = nnx.Variable(jnp.zeros(2))
+        m.x[...] += m.w[...]
+    m.total[...] += m.x[...].sum()
+
+
+def tuple_of_arrays(m, i):
+    m.pair = (m.w[...] * i, nnx.Variable(m.w[...]), "name")
+    m.total[...] += m.pair[0] + m.pair[1][...]
+
+
+def item_if_missing(m, i):
+    if not m.items:
+        m.items.append(nnx.Variable(jnp.float32(0)))
+        m.items.append(jnp.float32(1))
+    m.items[0][...] += i
+    m.items[1] = m.items[1] * 2
+
+
+def item_of_dict(m, i):
+    m.table["b"] = jnp.float32(i)
+    m.table["a"] = nnx.Variable(m.w[...] + i)
+    m.table.setdefault("n", nnx.Variable(jnp.float32(0)))[...] += i
+
+
+def key(m, i):
+    m.noise = nnx.Variable(m.rngs.uniform())
+    m.total[...] += m.rngs.uniform()
+
+
+def key_of_array(m, i):
+    m.noise = m.rngs.uniform()
+    m.total[...] += m.noise
+
+
+def key_after_layer(m, i):
+    m.layer = nnx.Linear(1, 2, rngs=m.rngs)
+    m.total[...] += m.layer(jnp.ones(1)).sum()
+
+
+def in_jit(m, i):
+    nnx.jit(array_if_missing)(m, i)
+    nnx.jit(module)(m, i)
+
+
+def in_scan(m, i):
+    nnx.scan(lambda m, j: (m, module(m, i + j)))(m, jnp.arange(2))
+
+
+def in_gradient(m, i):
+    def loss(m):
+        variable(m, i)
+        array_if_missing(m, i)
+        return m.w[...] * m.x.sum()
+
+    m.total[...] += nnx.grad(loss)(m).w[...]
+
+
+def sown_sum(m, i):
+    m.sow(nnx.Intermediate, "h", i + m.w[...], lambda a, b: a + b, lambda: 0.0)
+
+
+MAKERS = [variable, written_variable, replaced_twice, aliases, module, static, static_module]
+MAKERS += [array, array_if_missing, array_made_in_steps, variable_made_in_steps, tuple_of_arrays]
+MAKERS += [item_if_missing, item_of_dict, key, key_of_array, key_after_layer, in_jit, in_scan]
+MAKERS += [in_gradient, sown_sum]
+
+
+def fori(step, m, n):
+    nnx.fori_loop(0, n, lambda i, m: (step(m, i), m)[1], m)
+
+
+def while_(step, m, n):
+    def body(c):
+        step(c["m"], c["i"])
+        return {"m": c["m"], "i": c["i"] + 1}
+
+    nnx.while_loop(lambda c: c["i"] < n, body, {"i": jnp.int32(0), "m": m})
+
+
+def scan(step, m, n):
+    nnx.scan(lambda m, i: (m, step(m, i)))(m, jnp.arange(n))
+
+
+def python(step, m, n):
+    for i in range(n):
+        step(m, jnp.int32(i))
+
+
+def assert_equal(m, expected):
+    graphdefs, states = zip(*(nnx.split(x) for x in (m, expected)), strict=True)
+    assert graphdefs[0] == graphdefs[1]
+    for x, y in zip(*map(jax.tree.leaves, states), strict=True):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_allclose(x, y, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("loop", [fori, while_, scan])
+def test_a_body_that_makes_structure_equals_a_python_loop(loop, make):
+    m, expected = Model(), Model()
+    for n in (3, 2):  # the second loop finds the structure
+        loop(make, m, n)
+        python(make, expected, n)
+        assert_equal(m, expected)
+
+
+SOME = [variable, aliases, module, static, array_if_missing, item_of_dict, key, sown_sum]
+
+
+@pytest.mark.parametrize("make", SOME)
+@pytest.mark.parametrize("loops", [(fori, scan), (scan, while_), (while_, fori)])
+def test_the_inner_of_two_loops_makes_structure(loops, make):
+    def nested(m, outer, inner):
+        outer(lambda m, i: inner(make, m, 2), m, 2)
+
+    m, expected = Model(), Model()
+    for _ in range(2):
+        nested(m, *loops)
+        nested(expected, python, python)
+        assert_equal(m, expected)
+
+
+def jitted(make, m):
+    nnx.jit(lambda m: fori(make, m, 3))(m)
+
+
+def in_loss(make, m):
+    def loss(m):
+        scan(make, m, 3)
+        return m.total[...] ** 2
+
+    m.w[...] -= nnx.grad(loss)(m).w[...]
+
+
+def mapped(make, m):
+    def body(x, m):
+        fori(make, m, 3)
+        return m.total[...] * x
+
+    m.total[...] += nnx.vmap(body, in_axes=(0, None))(jnp.arange(2.0), nnx.clone(m)).sum()
+
+
+def own(make, m):
+    models = nnx.vmap(lambda w: nnx.Dict(w=nnx.Param(w), total=nnx.Variable(w)))(jnp.arange(2.0))
+    nnx.vmap(lambda m: while_(make, m, 3))(models)
+    m.total[...] += models.total[...].sum()
+
+
+AROUND = {"jit": jitted, "grad": in_loss, "vmap": own}
+
+
+@pytest.mark.parametrize("make", [variable, module, array, array_if_missing, static])
+@pytest.mark.parametrize("around", AROUND)
+def test_a_transformation_around_the_loop(around, make):
+    m, expected = Model(), Model()
+    for _ in range(2):
+        AROUND[around](make, m)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fori", "scan", "while_"):
+            patch.setitem(globals(), name, python)
+        for _ in range(2):
+            AROUND[around](make, expected)
+    assert_equal(m, expected)
+
+
+@pytest.mark.parametrize("loop", [fori, while_, scan])
+@pytest.mark.parametrize("outer", [python, fori, scan])
+def test_without_iterations_structure_has_the_values_of_the_first_one(loop, outer):
+    def make(m, i):
+        variable(m, i)
+        array_if_missing(m, i)
+        static(m, i)
+        m.items[:] = [m.cache]
+
+    m = Model()
+    outer(lambda m, i: loop(make, m, 0), m, 2)
+    assert float(m.cache) == 2 and m.x.tolist() == [0, 0] and m.items[0] is m.cache
+    assert (m.calls, m.mode, m.shape, float(m.total)) == (1, "train", (2, 3), 0)
+
+
+def test_a_loop_in_a_branch_that_is_not_taken_leaves_first_values():
+    def branch(m):
+        scan(variable, m, 2)
+        fori(array_if_missing, m, 2)
+        fori(module, m, 2)
+
+    for taken in (False, True):
+        m, expected = Model(), Model()
+        nnx.cond(taken, branch, lambda m: None, m)
+        branch(expected)
+        if taken:
+            assert_equal(m, expected)
+        else:
+            assert nnx.graphdef(m) == nnx.graphdef(expected)
+            assert (float(m.cache), m.x.tolist(), m.part.b.tolist()) == (2, [0, 0], [2, 2])
+            assert float(m.total) == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("make", [variable, static, array, item_of_dict])
+def test_traces_grow_linearly_with_the_depth(make, depth):
+    traces = []
+
+    def nested(m, depth):
+        def step(m, i):
+            if depth > 1:
+                return nested(m, depth - 1)
+            traces.append(1)
+            make(m, 0)
+
+        fori(step, m, 2)
+
+    m = Model()
+    nested(m, depth)
+    assert len(traces) == depth + 1
+    traces.clear()
+    nested(m, depth)
+    assert len(traces) == 1
+
+
+def test_a_variable_that_a_body_replaces_is_a_new_one_as_in_python():
+    m = Model()
+    m.cache = before = nnx.BatchStat(jnp.float32(7.0))
+    fori(variable, m, 0)
+    assert m.cache is before and float(before) == 7
+    m.alias = nnx.Dict(other=before)
+    del m.alias  # referred to from outside only
+    fori(variable, m, 2)
+    assert m.cache is not before and (float(m.cache), float(before)) == (4, 7)
+
+
+def count(m, i):
+    m.calls = getattr(m, "calls", 0) + 1
+
+
+def alternate(m, i):
+    m.mode = "b" if getattr(m, "mode", "b") == "a" else "a"
+
+
+def append(m, i):
+    m.items.append(nnx.Variable(m.w[...]))
+
+
+def put(m, i):
+    m.table[len(m.table)] = jnp.zeros(2)
+
+
+def accumulate(m, i):
+    m.cache = nnx.Variable(getattr(m, "cache", 0.0) + m.w[...])
+
+
+def accumulate_array(m, i):
+    m.x = getattr(m, "x", 0.0) + m.w[...]
+
+
+def count_after_first(m, i):
+    if hasattr(m, "x"):
+        m.x[...] += 1
+    else:
+        m.x = nnx.Variable(jnp.float32(5))
+
+
+def existing(m, i):
+    m.name = "new"
+
+
+def alias_of_existing(m, i):
+    m.old = m.w
+
+
+def swap(m, i):
+    m.w, m.total = m.total, m.w
+
+
+def keep_previous(m, i):
+    m.previous, m.cache = getattr(m, "cache", m.total), nnx.Variable(m.w[...])
+
+
+def other_kind(m, i):
+    m.cache = nnx.Param(1.0) if hasattr(m, "cache") else nnx.BatchStat(1.0)
+
+
+def removed(m, i):
+    if hasattr(m, "x"):
+        del m.x
+    else:
+        m.x = jnp.zeros(2)
+
+
+REFUSED = {
+    count: r"changes 1 to 2 at \S+\.calls after the first .*same after each iter.*keep",
+    alternate: r"changes 'a' to 'b' at \S+\.mode",
+    append: r"makes an attribute at \S+\.items\[1\] after the first .*one entry per iter",
+    put: r"makes an attribute at \S+\.table\[1\] after the first",
+    accumulate: r"first iteration makes \S+\.cache, and later ones compute it .*create it before",
+    accumulate_array: r"first iteration makes \S+\.x, and later ones compute it",
+    count_after_first: r"first iteration makes \S+\.x, and later ones compute it",
+    existing: r"changes a reference or static value at \S+\.name",
+    alias_of_existing: r"makes an attribute at \S+\.old",
+    swap: r"changes a reference or static value at \S+\.total",
+    keep_previous: r"makes an attribute at \S+\.previous",
+    other_kind: r"changes a reference or static value at \S+\.cache after the first iteration",
+    removed: r"removes the attribute at \S+\.x after the first iteration",
+}
+
+
+@pytest.mark.parametrize("loop", [fori, while_])
+@pytest.mark.parametrize("change", REFUSED)
+def test_structure_that_differs_between_iterations_is_refused(change, loop):
+    m = Model()
+    m.name = "old"
+    before = nnx.graphdef(m)
+    with pytest.raises(LoopStructureError, match=REFUSED[change]):
+        loop(change, m, 3)
+    assert nnx.graphdef(m) == before
+
+
+def test_a_loop_that_sows_a_tuple_is_refused():
+    def body(m, i):
+        m.sow(nnx.Intermediate, "h", m.w[...] * i)
+
+    with pytest.raises(CarryStructureError, match=r"m\.h\[1\] is returned and was not given"):
+        fori(body, Model(), 3)
+
+
+def test_shared_objects_gain_what_all_iterations_make_equally():
+    def body(x, m):
+        m.mode = "train"
+        if not hasattr(m, "x"):
+            m.x = m.w[...] * 2
+        return x + m.x
+
+    m = Model()
+    assert float(nnx.scan(body, in_axes=(Carry, None), out_axes=Carry, length=3)(0.0, m)) == 12
+    assert m.mode == "train" and float(m.x) == 4
