@@ -68,7 +68,7 @@ def scan(
             returns another object than it received.
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
         LoopStructureError: if it changes attributes or references of a carried or shared object,
-            except for new attributes and items that all iterations leave alike, which are made
+            except for new attributes and items, the same after each iteration, which are made
             before the loop and carried;
             without graph updates, if it replaces a variable or an array attribute.
         RoleError: if it changes shared state; without graph updates, a changed variable of an
@@ -204,7 +204,7 @@ def while_loop(
     Raises:
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
         LoopStructureError: if it changes attributes or references of an object, except for new
-            attributes and items that all iterations leave alike, which are made before the loop.
+            attributes and items, the same after each iteration, which are made before the loop.
         TransformArgumentError: if it returns another object than it received.
 
     Example:
