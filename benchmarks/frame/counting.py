@@ -77,7 +77,7 @@ class Instructions:
 
 
 def calls(fn: Callable[[], Any], n: int = 10, *, of: str = "") -> float:
-    """Returns the number of Python functions a call of `fn` enters in files under `of`, without `fn`."""
+    """Returns how many Python functions in files under `of` a call of `fn` enters, without `fn`."""
     fn()
     with Calls(of) as counter:
         for _ in range(n):

@@ -171,7 +171,7 @@ def made(n):
         (traced_in_jits, 159, 5220),
         (scanned, 203, 6280),
         (eager, 31, 570),
-        (made, 176, 5570),
+        (made, 176, 5590),
     ],
     ids=["traced", "traced in jits of their own", "scanned", "called eagerly", "made abstractly"],
 )

@@ -325,8 +325,8 @@ class Pytree:
                 watch.marks.pop(name, None)
         else:  # fast path of most writes: no mark is needed
             object.__setattr__(self, name, value)
-        if (recording := RECORDING.now) is not None:
-            recording.note_attribute(self, name, vars(self).get(name))
+        if RECORDING.now is not None:
+            RECORDING.now.note_attribute(self, name, vars(self).get(name))
         if watch.watched:
             watch.changed()
 

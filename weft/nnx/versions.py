@@ -258,6 +258,7 @@ class Recording:
         self._counts, self._trace = counts, current_trace()
         self._made: dict[int, tuple[Any, Any, list[Any]]] = {}
         self._assigned: dict[tuple[int, Hashable], tuple[Any, Any]] = {}
+        self._of_branches: set[tuple[int, Hashable]] = set()
 
     def note(self, variable: Any, value: Any, counts: Mapping[int, Any] = _NO_COUNTS) -> None:
         """Notes that a variable was made here.
@@ -288,6 +289,14 @@ class Recording:
         key = id(owner), name
         if key not in self._assigned or not _is_alike(self._assigned[key][1], value):
             self._assigned[key] = owner, value
+
+    def note_branch(self, x: Any, name: Hashable = None) -> None:
+        """Notes that only some branches make a variable, or an attribute of an object."""
+        self._of_branches.add((id(x), name))
+
+    def is_of_branch(self, x: Any, name: Hashable = None) -> bool:
+        """Returns whether `note_branch` was called; the first value may not be a branch's own."""
+        return (id(x), name) in self._of_branches
 
     def forget_attribute(self, owner: Any, name: Hashable) -> None:
         """Removes what is known about an attribute."""

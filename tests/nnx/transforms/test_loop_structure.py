@@ -279,6 +279,25 @@ def test_a_loop_in_a_branch_that_is_not_taken_leaves_first_values():
             assert float(m.total) == 0
 
 
+@pytest.mark.parametrize("of_branch", [array, array_if_missing])
+def test_a_branch_in_the_body_makes_arrays(of_branch):
+    def make(m, i):
+        nnx.cond(i > 0, of_branch, lambda m, i: None, m, i)
+
+    def expected(m, i):
+        if i > 0:
+            of_branch(m, i)
+
+    m, by_hand = Model(), Model()
+    for n in (3, 2):
+        fori(make, m, n)
+        python(expected, by_hand, n)
+        assert_equal(m, by_hand)
+    m = Model()
+    fori(make, m, 1)
+    assert not m.x.any() and float(m.total) == 0
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("make", [variable, static, array, item_of_dict])
 def test_traces_grow_linearly_with_the_depth(make, depth):

@@ -19,7 +19,7 @@ from jax.custom_derivatives import zero_from_primal
 
 from weft.core.tracing import current_trace
 from weft.errors import AxisMetadataError, BranchObjectsError, TransformArgumentError
-from weft.lifting import Kind, Roles
+from weft.lifting import CARRY, Kind, Roles
 from weft.lifting.kind import CarryChanges, StateNode, is_state_node
 from weft.lifting.scan import changed_shared_message
 from weft.nnx.filters import Path
@@ -85,6 +85,7 @@ from weft.nnx.transforms.object_state import (
     first_value,
     input_numbers,
     is_changed,
+    is_made_by_branch,
     is_recorded,
     record_created,
     variables_and_values,
@@ -312,8 +313,8 @@ class ObjectKind(Kind):
 
         def may_replace(part: VariableDef, before: int) -> bool:
             i, g = static.places[known[id(inner.objects[before])]]
-            is_mapped = isinstance(filters[i][g][1], int)
-            return not is_mapped and is_recorded(flat.objects[part.index], recording)
+            is_carried = filters[i][g][1] is CARRY
+            return is_carried and is_recorded(flat.objects[part.index], recording)
 
         return replaced_objects(static.graphdef, flat.graphdef, origins, may_replace)
 
@@ -348,7 +349,8 @@ class ObjectKind(Kind):
                     first = first_value(recording, leaf, owner)
                     now = leaf._value if owner is None else leaf
                     # Branches return the same structure.
-                    if first is not now or (part == 1 and self.is_branch):
+                    is_given = part == 1 and self.is_branch
+                    if first is not now or is_given or is_made_by_branch(recording, leaf, owner):
                         groups[part][i][g][~key] = first
             else:
                 key = static.numbers[at]
@@ -431,7 +433,7 @@ class ObjectKind(Kind):
             _write_value(leaf, owner, value)
         apply_changes(changes)
         if static is not None and (recording := RECORDING.now) is not None:
-            record_created(recording, static, objects, found, outer)
+            record_created(recording, static, objects, found, outer, self.is_branch)
         return list(new)
 
     def cotangents(self, static: ChangedObjects | None, packed: object) -> Any:
@@ -539,11 +541,12 @@ class ObjectKind(Kind):
                 continue
             now = x._value if isinstance(x, Variable) else x
             first = after.get(~n, now)
-            if self.is_loop and first is not now:
+            if self.is_loop and ~n in after:
                 # A loop may have to begin with the last value.
-                first = as_carried(first, now)
-                if first is not now:
+                begin = as_carried(first, now)
+                if begin is not None:
                     made[~n] = now
+                first = now if begin is None else begin
             made[n] = x.copy(first, _copy_ref=False) if isinstance(x, Variable) else first
         # The counts of keys with which a loop continues.
         made |= {~n: before[~n].copy(x) for n, x in after.items() if n < 0 and ~n in before}
@@ -637,7 +640,7 @@ class _InitialGroups(NamedTuple):
     """The values with which a loop begins, and those of them that the loop reads."""
 
     groups: list[Group | None]
-    needed: list[Group]
+    needed: list[Group | None]
 
 
 def _initial_groups(made: list[Group | None], changes: CarryChanges | None) -> _InitialGroups:
@@ -648,7 +651,7 @@ def _initial_groups(made: list[Group | None], changes: CarryChanges | None) -> _
             iteration makes without one.
     """
     groups: list[Group | None] = []
-    needed: list[Group] = []
+    needed: list[Group | None] = []
     for i, of in enumerate(made):
         begin = None if of is None else {n: x for n, x in of.items() if n >= 0}
         unread = frozenset()
@@ -675,11 +678,11 @@ def _initial_groups(made: list[Group | None], changes: CarryChanges | None) -> _
 def as_carried(first: Any, now: Any) -> Any:
     """Returns the first value of what a body makes in the types of its last value.
 
-    The last value itself, if the first one has another structure, shape or dtype.
+    None if the first one has another structure, shape or dtype.
     """
     (begin, tree), (end, other) = jax.tree.flatten(first), jax.tree.flatten(now)
     if tree != other or any(map(_differs_in_type, begin, end)):
-        return now
+        return None
     cast = [_with_dtype(x, y) for x, y in zip(begin, end, strict=True)]
     return tree.unflatten(cast)
 

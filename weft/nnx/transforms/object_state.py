@@ -198,12 +198,22 @@ def first_value(recording: Recording, leaf: Any, owner: tuple[Any, Hashable] | N
     """Returns the first value of a variable, or of an array in an attribute."""
     if owner is None:
         return recording.first_value(leaf)
-    x, place = owner
-    name, keys = (place.name, place.keys) if isinstance(place, ContainerKey) else (place, ())
+    x, (name, keys) = owner[0], _name_and_keys(owner[1])
     value = recording.first_attribute(x, name, dict(x._items())[name])
     for key in keys:
         value = dict(children(value))[key]
     return value
+
+
+def is_made_by_branch(recording: Recording, leaf: Any, owner: tuple[Any, Hashable] | None) -> bool:
+    """Returns whether only some branches have made a variable, or an array in an attribute."""
+    if owner is None:
+        return recording.is_of_branch(leaf)
+    return recording.is_of_branch(owner[0], _name_and_keys(owner[1])[0])
+
+
+def _name_and_keys(place: Hashable) -> tuple[Hashable, tuple[Hashable, ...]]:
+    return (place.name, place.keys) if isinstance(place, ContainerKey) else (place, ())
 
 
 def describe_graph(static: StaticObjects, changed: ChangedObjects | None) -> NumberedGraph:
@@ -313,6 +323,7 @@ def record_created(
     objects: Sequence[Any],
     found: dict[int, Any],
     outer: FlatGraph,
+    is_branch: bool,
 ) -> None:
     """Records what a transformation has made, with first values."""
     size = len(outer.leaves)
@@ -323,15 +334,17 @@ def record_created(
             made = objects[part.index]
             first = made._value if key < size else found.get(~key, made._value)
             recording.note(made, first, counts)
+            if is_branch:
+                recording.note_branch(made)
         elif owner is not None and key >= size:
-            x, place = objects[owner[0]], owner[1]
-            is_inside = isinstance(place, ContainerKey)
-            name, keys = (place.name, place.keys) if is_inside else (place, ())
+            x, (name, keys) = objects[owner[0]], _name_and_keys(owner[1])
             value = dict(x._items())[name]
             first = found.get(~key, found[key])
             before = recording.first_attribute(x, name, value)
             recording.forget_attribute(x, name)
             recording.note_attribute(x, name, with_item(before, keys, first))
+            if is_branch:
+                recording.note_branch(x, name)
 
 
 def check_loop_values(
@@ -385,8 +398,8 @@ def check_loop_graph(
     is_later = static.origins is not None  # the attributes were already made
 
     def compare(a: object, b: object, path: Path) -> None:
-        is_object = isinstance(b, NodeRef | NodeDef | VariableDef) and b.index is not None
-        b_index = origins[b.index] if is_object else None
+        index = b.index if isinstance(b, NodeRef | NodeDef | VariableDef) else None
+        b_index = None if index is None else origins[index]
         if isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type:
             is_same = a.index == b_index and (a.index is not None or a.marks == b.marks)
             if not is_same and not may_change(after, path):
