@@ -48,10 +48,10 @@ _SETTINGS = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What is imported to collect ten thousand tests is not searched for garbage meanwhile."""
+    """Pauses garbage collection while ten thousand tests are collected."""
     gc.disable()
     result = yield
-    _leave_aside_what_is_there()
+    _freeze_objects()
     gc.enable()
     # JAX has read it here. The processes that tests start compile the same again in each start.
     if os.environ.get(_KEPT_FROM) == "0.2":
@@ -82,15 +82,15 @@ def pytest_runtest_protocol(item):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def settings_stay_for_the_tests_that_follow():
-    """Else all later ones would compile for longer, and nothing would say so."""
+def settings_are_restored():
+    """Checks that each module restores JAX's settings; later tests would compile for longer."""
     import jax
 
     before = {name: jax.config.values[name] for name in _SETTINGS}
     yield
     assert {name: jax.config.values[name] for name in _SETTINGS} == before
     assert _traces_in_two_threads() == 1, "a test left a mesh or a setting of its thread behind"
-    _leave_aside_what_is_there()
+    _freeze_objects()
 
 
 def _traces_in_two_threads() -> int:
@@ -118,7 +118,7 @@ def pytest_sessionfinish(session, exitstatus):
         config.cache.set("weft/suite_seconds", time.monotonic() - config.stash[_STARTED])
 
 
-def _leave_aside_what_is_there():
+def _freeze_objects():
     """Modules and caches stay to the end, and each search of all objects would go through them.
 
     JAX searches for each leak that it suspects, Weft for the name of an object in an error.

@@ -1,4 +1,4 @@
-"""What is asked of several devices, in a process of its own that has eight virtual ones.
+"""Measurements on several devices, in a process with eight virtual ones.
 
 `python -m benchmarks._devices shards` prints as JSON what lies on each device, and
 `... dispatch` what a call costs there.

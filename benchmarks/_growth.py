@@ -1,4 +1,4 @@
-"""How a cost grows: measured in rounds, fitted, and said in words."""
+"""Growth of a cost: measured in rounds, fitted, and described in words."""
 
 import gc
 import statistics
@@ -80,7 +80,8 @@ class Growth:
 
 
 def exponent(points: Points) -> float:
-    """p of y = c x^p: least squares of the logarithms over the upper half of the points.
+    """Returns the p of y = c x^p: least squares of the logarithms over the upper half of the
+    points.
 
     Below it, what does not grow at all is most of the cost.
     """
@@ -90,7 +91,7 @@ def exponent(points: Points) -> float:
 
 
 def slope(points: Points) -> float:
-    """b of y = a + b x, least squares of the relative errors."""
+    """Returns the b of y = a + b x, by least squares of the relative errors."""
     x, y = np.array(points).T
     return float(np.polyfit(x, y, 1, w=1 / y)[0])
 
@@ -103,7 +104,7 @@ def _grows(power: float) -> str:
 
 
 def words(lines: Mapping[str, Points], per: str) -> dict[str, str]:
-    """By line its slope in words; `per` names the unit of y by that of x: "µs per array"."""
+    """Returns the slope of each line in words; `per` names the units of y and x: "µs per array"."""
     said = {}
     for name, points in lines.items():
         if len(points) < 2:

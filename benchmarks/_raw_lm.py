@@ -34,7 +34,7 @@ def _rms_norm(x, scale):
 
 
 def _rotate(x):
-    """Rotary positions on neighbouring pairs of x [batch, time, heads, size]."""
+    """Applies rotary positions to neighbouring pairs of x [batch, time, heads, size]."""
     time, size = x.shape[1], x.shape[3]
     angle = jnp.arange(time)[:, None] * 10000.0 ** (-jnp.arange(0, size, 2) / size)
     cos, sin = jnp.cos(angle)[None, :, None], jnp.sin(angle)[None, :, None]
@@ -43,7 +43,7 @@ def _rotate(x):
 
 
 def logits(params, ids):
-    """Next-token logits [batch, time, vocab] of ids [batch, time]."""
+    """Returns next-token logits [batch, time, vocab] of ids [batch, time]."""
     time, dim = ids.shape[1], params["embedding"].shape[1]
     mask = jnp.tril(jnp.ones((time, time), bool))
 

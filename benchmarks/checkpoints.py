@@ -45,7 +45,7 @@ class Saves:
 
 
 def save_plain(directory: Path, state: Any) -> None:
-    """Plain files, flushed to the disk."""
+    """Saves plain files, flushed to the disk."""
     directory.mkdir(exist_ok=True)
     for name, x in state.items():
         with open(directory / f"{name}.npy", "wb") as file:
@@ -55,13 +55,13 @@ def save_plain(directory: Path, state: Any) -> None:
 
 
 def load_plain(directory: Path, state: Any) -> Any:
-    """Plain reads to where a state is needed: on the device."""
+    """Loads plain files onto the device."""
     loaded = {name: jax.device_put(np.load(directory / f"{name}.npy")) for name in state}
     return jax.block_until_ready(loaded)
 
 
 def _beyond_plain(directory: Path, state: Any) -> tuple[str, str]:
-    """What saves and restores do that plain files have nothing of, measured by itself, in words."""
+    """Describes the cost of the work that plain files do not need."""
     times = []
     for _ in range(5):
         marks = [time.perf_counter()]

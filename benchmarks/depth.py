@@ -121,7 +121,7 @@ def _nested(library: Library, values: Any, deep: int) -> Program | None:
 
 
 def _by_nesting() -> Curve:
-    """Over raw JAX: in a loop or a map whose levels each add an axis of length 2."""
+    """Measures relative to raw JAX, in loops or maps that each add an axis of length 2."""
     values, growth = decoder_values(1), Growth(RAW.name)
     for deep in range(len(NESTED) + 1):
         axes = sum(kind != "remat" for kind in NESTED[:deep])

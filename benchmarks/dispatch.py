@@ -26,7 +26,7 @@ WIDTH = 4
 
 
 class _Slot:
-    """What a value lies in, as it does in an object."""
+    """Holder of a value, as in an object."""
 
     def __init__(self, value: jax.Array):
         self.value = value

@@ -136,5 +136,5 @@ def _by_size() -> Curve:
 
 
 def run() -> list[Curve]:
-    """By number of arrays, by number of devices, by size."""
+    """Measures by number of arrays, by number of devices, and by size."""
     return [_by_arrays(), *_by_devices(), _by_size()]

@@ -69,7 +69,7 @@ def _normal(name: str) -> str:
 
 
 def _required(of: Distribution, extras: Iterable[str]) -> Iterator[Requirement]:
-    """What a distribution asks for here, with these of its extras."""
+    """Yields the requirements of a distribution here, with the given extras."""
     for text in of.requires or []:
         requirement = Requirement(text)
         marker = requirement.marker

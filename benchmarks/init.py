@@ -19,7 +19,7 @@ def sizes(shapes: Any) -> list[int]:
 
 
 def run() -> list[Row]:
-    """Six layers in every library, and 96 in Weft: the ratio must be the same."""
+    """Measures six layers in every library, and 96 in Weft: the ratio must be the same."""
     rows = []
     gc.freeze()  # what is there already is not looked at again in each collection
     for library in libraries():

@@ -28,7 +28,7 @@ STEPS, PAIRS, BATCHES = 10, 15, 10
 
 
 def _write(folder: Path) -> None:
-    """The standard library's text as JSON lines and as plain text, and tokenizers trained on it."""
+    """Writes the standard library's text as JSON lines and plain text, and trains tokenizers."""
     import sentencepiece
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -92,7 +92,7 @@ def _sources(folder: Path) -> Iterator[tuple[str, Callable[[], Any], str]]:
 
 
 def run() -> list[Row]:
-    """Each way of reading text, in steps and by itself."""
+    """Measures each way of reading text, in steps and alone."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         _write(Path(folder))

@@ -30,7 +30,9 @@ class _Memory:
 
 
 def _memory(compiled: Any) -> _Memory:
-    """Of a compiled step: what goes in, and that with what comes out and is needed meanwhile."""
+    """Returns the memory of a compiled step: its inputs, and the total with outputs and
+    temporaries.
+    """
     of = compiled.memory_analysis()
     new = of.output_size_in_bytes - of.alias_size_in_bytes
     given = of.argument_size_in_bytes
@@ -169,5 +171,5 @@ def _of_devices() -> list[Row]:
 
 
 def run() -> list[Row]:
-    """Of a step of the trainer, of steps of objects, and on several devices."""
+    """Measures a step of the trainer, steps of objects, and several devices."""
     return [_of_trainer(), *_of_objects(), *_of_devices()]

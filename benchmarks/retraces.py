@@ -78,7 +78,7 @@ def _nnx_closures(library: Any) -> int:
 
 
 def _linen_models(library: Linen) -> int:
-    """As of objects; the module is what does not change, its variables are given."""
+    """Counts like those of objects; the module is constant, its variables are passed."""
     traces, expected = [], RAW.chain(_VALUES)(_X)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -94,7 +94,7 @@ def _linen_models(library: Linen) -> int:
 
 
 def _linen_closures(library: Linen) -> int:
-    """As of objects; a module whose call is under Linen's own jit."""
+    """Counts like those of objects, for a module whose call is under Linen's own jit."""
     nn = library.nn
 
     class Scaled(nn.Module):
@@ -114,7 +114,7 @@ def _linen_closures(library: Linen) -> int:
 
 
 def _equinox_models() -> int:
-    """As of objects."""
+    """Counts like those of objects."""
     eqx = importlib.import_module("equinox")
     equinox = importlib.import_module("benchmarks.libraries.equinox").Equinox()
     traces, expected = [], RAW.chain(_VALUES)(_X)
@@ -130,7 +130,7 @@ def _equinox_models() -> int:
 
 
 def _equinox_closures() -> int:
-    """As of objects."""
+    """Counts like those of objects."""
     eqx = importlib.import_module("equinox")
 
     class Scaled(eqx.Module):
@@ -247,7 +247,7 @@ def _counts() -> Iterator[tuple[str, str, Count, int]]:
 
 
 def run() -> list[Row]:
-    """Each count once."""
+    """Reports each count once."""
     return [
         counted(f"{question}, {name}", count, at_most=at_most if name.startswith("Weft") else None)
         for question, name, count, at_most in _counts()

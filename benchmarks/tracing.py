@@ -134,7 +134,7 @@ def _below(depth: int, fn: Callable[[], Any]) -> Any:
 
 
 def run() -> list[Row]:
-    """Each library in the four forms, and scanned at several depths."""
+    """Measures each library in the four forms, and scanned at several depths."""
     rows = []
     for n in (12, 24, 48):
         values = decoder_values(n)

@@ -1,4 +1,4 @@
-"""What tests of several folders need."""
+"""Fixtures for tests of several folders."""
 
 import subprocess
 

@@ -5,5 +5,5 @@ import re
 
 
 def xla_flags(devices=1):
-    """Those of the tests, which make compiling cheap, with another number of devices."""
+    """Returns the XLA flags of the tests, which compile cheaply, for a number of devices."""
     return re.sub(r"(device_count=)\d+", rf"\g<1>{devices}", os.environ["XLA_FLAGS"])

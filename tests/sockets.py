@@ -1,4 +1,4 @@
-"""Ends of TCP connections within one process, and a pipe that nobody reads."""
+"""Ends of TCP connections within one process, and a pipe without a reader."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ def connected(buffer=None):
 
 
 def all_from(connection):
-    """What comes until the other end says that nothing more does."""
+    """Reads until the other end closes."""
     return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 

@@ -1,1 +1,1 @@
-"""What all questions share: how something is counted, kept, compared, and shown."""
+"""Shared code of all questions: counting, storing, comparing and displaying."""

@@ -1,4 +1,4 @@
-"""What moved between two runs, beyond the noise of each.
+"""Changes between two runs that exceed the noise of each.
 
 A line of the table moved when the middle halves of its ratios in the two runs do not overlap, and
 the median changed by more than 5 %. What is counted has no noise, so there any change by more than
@@ -63,7 +63,7 @@ def has_moved(before: Row, after: Row) -> bool:
     return not overlap and abs(after.median - before.median) > SMALLEST * before.median
 
 
-def has_grown_otherwise(before: list[Relative], after: list[Relative]) -> bool:
+def has_changed_growth(before: list[Relative], after: list[Relative]) -> bool:
     """Returns whether a line of a curve changed relative to its base, beyond the noise of both
     runs.
     """
@@ -94,7 +94,7 @@ class Comparison:
     elsewhere: list[str]
 
     def lines(self) -> Iterator[str]:
-        """What there is to say, a line each."""
+        """Returns the report, one string per line."""
         if not self.moves and not self.same:
             yield "Nothing of this was committed before."
             return
@@ -143,7 +143,7 @@ def _move(line: str, before: _Line, after: _Line) -> Move | None:
     if isinstance(before, Row) and isinstance(after, Row):
         return Move(line, _of_row(before), _of_row(after)) if has_moved(before, after) else None
     assert isinstance(before, list) and isinstance(after, list)
-    if not has_grown_otherwise(before, after):
+    if not has_changed_growth(before, after):
         return None
     last = max({x for x, *_ in before} & {x for x, *_ in after})
     ends = (next(point for point in points if point[0] == last) for points in (before, after))

@@ -1,4 +1,4 @@
-"""Which library a line is of, read from its name."""
+"""Library of a line, read from its name."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What `docs/performance.md` shows of the results, between two marks; the rest of it is written.
+"""Generated part of `docs/performance.md`, between two marks; the rest is written by hand.
 
 It is made from `results.json` alone, so a test can compare the two.
 """
@@ -48,7 +48,7 @@ def _shown(answers: dict[str, Answer]) -> Iterator[str]:
     footnotes = table.Footnotes(answers)
     yield from ("### In short", "", _IN_SHORT, "")
     yield from _table(short.COLUMNS, "|---|--:|--:|--:|--:|--:|--:|---|", short.lines(answers))
-    if plots.beside_raw(answers):
+    if plots.relative_to_raw(answers):
         yield from (_image("Times of raw JAX, by question and library", plots.OVERVIEW), "")
     for name, answer in answers.items():
         yield from (f"### {name}", "", answer.asks, "")
@@ -67,7 +67,7 @@ def _shown(answers: dict[str, Answer]) -> Iterator[str]:
 
 
 def _places(answers: dict[str, Answer]) -> Iterator[str]:
-    """Where the questions were asked, each place once."""
+    """Returns the distinct places of measurement."""
     places: dict[str, list[str]] = {}
     for name, answer in answers.items():
         places.setdefault(json.dumps(answer.place), []).append(name)

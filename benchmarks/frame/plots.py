@@ -16,8 +16,8 @@ _OTHER = "#999999"
 OVERVIEW = "overview"
 
 
-def beside_raw(answers: dict[str, Answer]) -> dict[str, list[tuple[str, Row]]]:
-    """What was measured against raw JAX: by subject, the libraries and their lines."""
+def relative_to_raw(answers: dict[str, Answer]) -> dict[str, list[tuple[str, Row]]]:
+    """Returns the measurements relative to raw JAX: by subject, the libraries and their lines."""
     found: dict[str, list[tuple[str, Row]]] = {}
     for answer in answers.values():
         for row in answer.rows:
@@ -32,7 +32,7 @@ def draw(answers: dict[str, Answer], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     curves = [curve for answer in answers.values() for curve in answer.curves]
     made = [_draw_curve(curve, folder / f"{curve.name}.png") for curve in curves]
-    if subjects := beside_raw(answers):
+    if subjects := relative_to_raw(answers):
         made.append(_draw_overview(subjects, folder / f"{OVERVIEW}.png"))
     for path in set(folder.glob("*.png")) - set(made):
         path.unlink()
@@ -82,7 +82,7 @@ def _draw_curve(curve: Curve, path: Path) -> Path:
 
 
 def _scale(axis: Any, values: list[float], ticks: list[float] | None = None) -> None:
-    """A logarithmic scale for what grows to eight times itself, or more; numbers as they are."""
+    """Uses a logarithmic scale for values that grow at least eightfold, and plain number labels."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
     name = axis.axis_name

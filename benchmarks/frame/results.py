@@ -1,4 +1,4 @@
-"""What was measured, as it is kept: by question its rows, its curves, and where that was.
+"""Stored measurements: by question its rows, its curves, and the place of measurement.
 
 `benchmarks/results.json` holds the newest answer to every question, whenever it was asked.
 """
@@ -23,7 +23,7 @@ PEERS = {"flax": "Flax", "equinox": "Equinox", "dm-haiku": "Haiku"}
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a question gave.
+    """Measurements of one question.
 
     Attributes:
         asks: the question in words.

@@ -11,7 +11,7 @@ COLUMNS = ("measurement / baseline", "target", *FAMILIES, "")
 
 
 def lines(answers: dict[str, Answer]) -> Iterator[tuple[str, ...]]:
-    """Its cells, in the order of `COLUMNS`."""
+    """Returns the cells, in the order of `COLUMNS`."""
     footnotes = Footnotes(answers)
     for subject, rows in _by_subject(answers).items():
         targets = dict.fromkeys(row.target for row in rows.values() if row.target)
@@ -21,7 +21,7 @@ def lines(answers: dict[str, Answer]) -> Iterator[tuple[str, ...]]:
 
 
 def _by_subject(answers: dict[str, Answer]) -> dict[str, dict[str, Row]]:
-    """By question without its library, the lines of all that were asked it."""
+    """Returns the lines of each question, with the library left out of its name."""
     found: dict[str, dict[str, Row]] = {}
     for answer in answers.values():
         for row in answer.rows:
@@ -43,7 +43,7 @@ def _way(name: str) -> str:
 
 
 def _verdict(rows: dict[str, Row], footnotes: Footnotes) -> str:
-    """That all is met, or which is not."""
+    """Returns whether all targets are met, or names those missed."""
     judged = {name: row for name, row in rows.items() if row.at_most is not None}
     others = {name: footnotes.verdict(row) for name, row in judged.items() if not row.met}
     words = (f"{_way(name)} {word}".strip() for name, word in others.items())

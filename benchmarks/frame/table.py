@@ -48,7 +48,7 @@ def cells(row: Row, footnotes: Footnotes) -> tuple[str, ...]:
 
 
 def header(answer: Answer) -> list[str]:
-    """Where an answer was measured, a line each: versions, machine, and what was left out."""
+    """Returns the place of measurement, one line each: versions, machine, and omitted libraries."""
     place = answer.place
     names = {"weft": "Weft", "jax": "JAX", "python": "Python", **PEERS}
     versions = [f"{shown} {place[name]}" for name, shown in names.items() if place.get(name)]

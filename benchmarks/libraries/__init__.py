@@ -15,7 +15,7 @@ _FILES = ("scope", "linen", "nnx", "hierarchy", "equinox", "haiku")
 
 
 def libraries() -> Iterator[Library]:
-    """Weft's ways of writing, and the other libraries that are installed."""
+    """Returns Weft's APIs and the other installed libraries."""
     for name in _FILES:
         with contextlib.suppress(ImportError):
             yield from importlib.import_module(f"benchmarks.libraries.{name}").libraries()

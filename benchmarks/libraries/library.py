@@ -1,4 +1,4 @@
-"""What is asked of a library, and a step of training of those that keep parameters outside."""
+"""Interface of a measured library, and a training step of those with external parameters."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -57,19 +57,19 @@ class Library:
         return self.name.startswith("Weft")
 
     def unrolled(self, values: Values) -> Program | None:
-        """The decoder, layer by layer."""
+        """Returns the decoder, layer by layer."""
 
     def jitted(self, values: Values) -> Program | None:
-        """The same with each block under its own jit."""
+        """Returns the same with each block under its own jit."""
 
     def scanned(self, values: Values) -> Program | None:
-        """The decoder as a scan over layers."""
+        """Returns the decoder as a scan over layers."""
 
     def nested(self, values: Values) -> Program | None:
-        """vmap(scan(remat(block))): a scanned decoder over a leading axis of the input."""
+        """Returns vmap(scan(remat(block))): a scanned decoder over a leading axis of the input."""
 
     def transformed(self, values: Values, kinds: Sequence[str]) -> Program | None:
-        """One block in transformations, "vmap", "scan" (without a carry) or "remat".
+        """Returns one block in transformations, "vmap", "scan" (without a carry) or "remat".
 
         The last is the outermost. Of the first two each maps over a leading axis of the input.
         """
@@ -78,7 +78,7 @@ class Library:
         """Makes the shapes of a decoder's parameters, without values."""
 
     def chain(self, values: Values) -> Program | None:
-        """Linear layers with a tanh after each."""
+        """Returns linear layers with a tanh after each."""
 
     def shrinking(self, values: Values, plain: bool = False) -> dict[str, Step]:
         """By way of calling: multiplies each array of a chain, given away, by 0.999.
@@ -112,7 +112,7 @@ class Stateful:
 
 
 def chain_input(values: Values) -> Any:
-    """What a chain is called with."""
+    """Returns the input of a chain."""
     return jnp.ones((2, next(iter(values.values()))["kernel"].shape[0]))
 
 

@@ -14,7 +14,7 @@ from weft import linen
 
 @functools.cache
 def block_of(nn):
-    """The class of a decoder block."""
+    """Returns the class of a decoder block."""
 
     class Block(nn.Module):
         @nn.compact

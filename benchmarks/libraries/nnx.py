@@ -14,7 +14,7 @@ from weft import nnx as weft_nnx
 
 @functools.cache
 def block_of(nnx):
-    """The class of a decoder block."""
+    """Returns the class of a decoder block."""
 
     class Block(nnx.Module):
         def __init__(self, *, rngs):
@@ -159,7 +159,7 @@ class NNX(Library):
         return Program(lambda: lambda model, x: model(x), self._chain(values), self.nnx.jit)
 
     def _ways(self, jit, make, x, plain=False):
-        """By way of calling: a jitted function of what `make` makes, and of x."""
+        """Returns jitted functions of x and of the result of `make`, by calling convention."""
         is_weft = self.is_weft
         if plain:
             return {"": functools.partial(jit(), *make(), x)}

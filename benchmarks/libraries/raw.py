@@ -73,7 +73,7 @@ def attend(q, k, v):
 
 
 def block(params, x):
-    """A decoder block."""
+    """Computes a decoder block."""
     h = norm(params["norm1"], x)
     q, k, v = (dense(params[name], h) for name in "qkv")
     x = x + dense(params["out"], attend(q, k, v))

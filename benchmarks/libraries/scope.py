@@ -23,7 +23,7 @@ def _dense(scope: Scope, x, features):
 
 
 def block(scope: Scope, x):
-    """A decoder block."""
+    """Computes a decoder block."""
     h = _norm(scope.push("norm1"), x)
     q, k, v = (_dense(scope.push(name), h, raw.DIM) for name in "qkv")
     x = x + _dense(scope.push("out"), raw.attend(q, k, v), raw.DIM)

@@ -1,4 +1,4 @@
-"""Which distributions an extra brings, on some that are made here; what imports leave out."""
+"""Distributions that an extra installs, for planted packages, and lazy imports."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The page about speed says what was measured last, as it was committed."""
+"""The performance page matches the committed results."""
 
 import pytest
 

@@ -102,7 +102,7 @@ class Repository:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory):
+def two_runs(tmp_path_factory):
     """Returns a repository in which all was asked twice, and committed between; both runs."""
     repository = Repository(tmp_path_factory.mktemp("repository"))
     gone = 'counted("traces", 1, at_most=1),'
@@ -117,8 +117,8 @@ def asked(tmp_path_factory):
     return repository, first, repository.run("qui")
 
 
-def test_failure_is_reported_last_and_others_continue(asked):
-    repository, first, _ = asked
+def test_failure_is_reported_last_and_others_continue(two_runs):
+    repository, first, _ = two_runs
     assert first.returncode == 1
     table, end = first.stdout.split("failing failed; what was measured of it before is kept:")
     assert "a call, Weft / raw" in table
@@ -126,8 +126,8 @@ def test_failure_is_reported_last_and_others_continue(asked):
     assert set(repository.results()) == {"quick", "kept"}
 
 
-def test_table_shows_environment_and_target_status(asked):
-    _, first, _ = asked
+def test_table_shows_environment_and_target_status(two_runs):
+    _, first, _ = two_runs
     assert re.search(r"^Weft .*, JAX .*, Python 3\.", first.stdout, re.MULTILINE)
     lines = [" ".join(line.split()) for line in first.stdout.splitlines()]
     assert "a call, Weft / raw 0.5 0.5 … 0.5 15 ≤ 1 met 1 ms against 1 ms" in lines
@@ -137,8 +137,8 @@ def test_table_shows_environment_and_target_status(asked):
     assert "Calls:" in lines and "Weft: linear" in lines
 
 
-def test_run_reports_changes_since_last_commit(asked):
-    _, first, second = asked
+def test_run_reports_changes_since_last_commit(two_runs):
+    _, first, second = two_runs
     assert "Nothing of this was committed before." in first.stdout
     assert second.returncode == 0, second.stderr
     lines = second.stdout.splitlines()
@@ -147,14 +147,14 @@ def test_run_reports_changes_since_last_commit(asked):
     assert "gone: traces" in lines
 
 
-def test_missed_target_is_explained_below(asked):
-    _, _, second = asked
+def test_missed_target_is_explained_below(two_runs):
+    _, _, second = two_runs
     assert "explained [1]" in second.stdout and "[1] The floor is 1.5." in second.stdout
     assert "2 lines: 0 met, 1 explained, 0 missed" in second.stdout
 
 
-def test_unselected_results_are_kept_and_stale_dropped(asked):
-    repository, _, _ = asked
+def test_unselected_results_are_kept_and_stale_dropped(two_runs):
+    repository, _, _ = two_runs
     results = repository.results()
     assert [row["question"] for row in results["kept"]["rows"]] == [
         "a call, Weft / raw",
@@ -163,8 +163,8 @@ def test_unselected_results_are_kept_and_stale_dropped(asked):
     assert "traces" not in str(results["quick"])
 
 
-def test_page_shows_the_results_and_their_plots(asked):
-    repository, _, _ = asked
+def test_page_shows_the_results_and_their_plots(two_runs):
+    repository, _, _ = two_runs
     text = repository.page.read_text(encoding="utf-8")
     assert "| a call, Weft / raw | 1.5 | 1.5 … 1.5 | 15 | ≤ 1 | explained [1] |" in text
     assert "### quick\n\nIs one number less than another?\n" in text
@@ -175,8 +175,8 @@ def test_page_shows_the_results_and_their_plots(asked):
         assert image.startswith(b"\x89PNG") and len(image) > 5000
 
 
-def test_page_is_rewritten_without_measuring(asked):
-    repository, _, _ = asked
+def test_page_is_rewritten_without_measuring(two_runs):
+    repository, _, _ = two_runs
     text, before = repository.page.read_text(encoding="utf-8"), repository.results()
     (repository.root / "docs" / "performance" / "kept.png").unlink()
     shutil.copy(ROOT / "docs" / "performance.md", repository.page)
@@ -186,8 +186,8 @@ def test_page_is_rewritten_without_measuring(asked):
     assert (repository.root / "docs" / "performance" / "kept.png").exists()
 
 
-def test_unknown_question_lists_available_ones(asked):
-    repository, _, _ = asked
+def test_unknown_question_lists_available_ones(two_runs):
+    repository, _, _ = two_runs
     done = repository.run("quick", "slow", "kpet")
     assert done.returncode == 2
     assert done.stdout.split("\n") == [
@@ -198,8 +198,8 @@ def test_unknown_question_lists_available_ones(asked):
     ]
 
 
-def test_run_ends_with_written_files_and_missed_targets(asked):
-    repository, _, _ = asked
+def test_run_ends_with_written_files_and_missed_targets(two_runs):
+    repository, _, _ = two_runs
     repository.question("quick", QUICK.replace("why=", "note="), ratio=1.5, more="")
     lines = repository.run("quick").stdout.splitlines()
     assert lines[-4] == (
@@ -210,8 +210,8 @@ def test_run_ends_with_written_files_and_missed_targets(asked):
 
 
 @pytest.mark.parametrize("columns", [80, 200])
-def test_table_fits_the_terminal(asked, columns):
-    repository, _, _ = asked
+def test_table_fits_the_terminal(two_runs, columns):
+    repository, _, _ = two_runs
     answers = {"quick": results.parse(json.dumps(repository.results()))["quick"]}
     console = Console(width=columns, record=True, file=io.StringIO())
     console.print(table.rich_table(answers, columns))
@@ -221,15 +221,15 @@ def test_table_fits_the_terminal(asked, columns):
     assert ("1 ms against 1 ms" in row) == (columns == 200)
 
 
-def test_questions_run_isolated_from_each_other(asked):
-    repository, _, _ = asked
+def test_questions_run_isolated_from_each_other(two_runs):
+    repository, _, _ = two_runs
     for name in ("left_1", "left_2"):
         repository.question(name, LEAVING)
     assert "2 lines: 2 met" in repository.run("left").stdout
 
 
-def test_interrupted_run_keeps_and_shows_results(asked):
-    repository, _, _ = asked
+def test_interrupted_run_keeps_and_shows_results(two_runs):
+    repository, _, _ = two_runs
     before = repository.results()
     repository.question("long", WAITING)
     repository.question("a_first", QUICK.replace("calls_by_leaves", "first"), ratio=0.7, more="")

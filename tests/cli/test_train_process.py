@@ -62,7 +62,7 @@ def finish(process):
     return out
 
 
-def wait_for_a_save(run_dir, process, *, after=0):
+def wait_for_save(run_dir, process, *, after=0):
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while newest(run_dir) <= after:
         assert process.poll() is None, process.communicate()[0]
@@ -110,7 +110,7 @@ def test_interrupted_run_ends_bitwise_equal(start, tmp_path):
 
     # Killed, at any moment.
     process = start("cut", *endless)
-    wait_for_a_save(run_dir, process)
+    wait_for_save(run_dir, process)
     time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -119,7 +119,7 @@ def test_interrupted_run_ends_bitwise_equal(start, tmp_path):
     # Asked to stop: it saves where it stops each time, and the next start resumes from there.
     for number in (signal.SIGTERM, signal.SIGINT):
         process = start("cut", *endless)
-        wait_for_a_save(run_dir, process, after=step)
+        wait_for_save(run_dir, process, after=step)
         process.send_signal(number)
         out = finish(process)
         assert f"resuming from step {step:,}" in out
@@ -139,10 +139,10 @@ def test_interrupted_run_ends_bitwise_equal(start, tmp_path):
 
 def test_run_saves_and_exits_after_losing_terminal(start, tmp_path):
     process = start("alone", "max_step=1000000", "checkpointer.save_policy.n=20", "evalers={}")
-    wait_for_a_save(tmp_path / "alone", process)
+    wait_for_save(tmp_path / "alone", process)
     process.stdout.close()  # as of `weft train | head`
     step = newest(tmp_path / "alone")
-    wait_for_a_save(tmp_path / "alone", process, after=step + 200)  # it continues, and would print
+    wait_for_save(tmp_path / "alone", process, after=step + 200)  # it continues, and would print
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=_PATIENCE_SECONDS) == 0
     step = newest(tmp_path / "alone")

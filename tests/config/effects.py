@@ -64,7 +64,7 @@ class Watch:
         sys.meta_path.insert(0, self)  # pyright: ignore[reportArgumentType]
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """As of a finder of modules: sees that the planted one is looked for."""
+        """Records that the planted module is looked up."""
         del path, target
         if self.is_on and name.startswith("planted_module"):
             self._stop(f"import {name}")

@@ -1,4 +1,4 @@
-"""What the text of a config can have called has no effects: see `tests/config/effects.py`."""
+"""Callables that the text of a config can call have no effects: see `tests/config/effects.py`."""
 
 import json
 import os

@@ -105,7 +105,7 @@ def test_mismatched_name_gives_none():
     assert reference_to(impostor) is None
 
 
-def refused(name, **kwargs):
+def rejection_of(name, **kwargs):
     with pytest.raises(ConfigReferenceError) as error:
         resolve_reference(name, **kwargs)
     return str(error.value)
@@ -162,7 +162,7 @@ class ConnectsToo(Connects):
 )
 @pytest.mark.parametrize("use", ["value", "target", "partial", "record"])
 def test_forbidden_names(name, use):
-    message = refused(name, use=use)
+    message = rejection_of(name, use=use)
     assert f"a text may not name {name!r}" in message
     assert f"allow=({name!r},)" in message and f"--allow {name}" in message
 
@@ -181,7 +181,7 @@ def test_forbidden_names(name, use):
     ],
 )
 def test_underscore_names_are_rejected(name):
-    assert "may not name" in refused(name)
+    assert "may not name" in rejection_of(name)
 
 
 @pytest.mark.parametrize(
@@ -202,11 +202,11 @@ def test_listed_names_by_use(name, uses):
         if use in uses:
             assert resolve_reference(name, use=use) is not None
         else:
-            refused(name, use=use)
+            rejection_of(name, use=use)
 
 
 def test_file_readers_are_only_configured():
-    assert refused("weft.input.text.lm_text_source") == (
+    assert rejection_of("weft.input.text.lm_text_source") == (
         "a text may not name 'weft.input.text.lm_text_source' here, because it reads files. Write "
         "it as config_for_function(weft.input.text.lm_text_source)(…), or set this value in a "
         "program."
@@ -219,18 +219,18 @@ def test_file_readers_are_only_configured():
 def test_allow_accepts_name_or_module(name):
     for allow in (name, name.rpartition(".")[0]):
         assert resolve_reference(name, allow=(allow,)) is not None
-    refused(name, allow=(name + "s", "os"))
+    rejection_of(name, allow=(name + "s", "os"))
 
 
 def test_imports_of_an_allowed_module_are_rejected():
-    assert refused(f"{__name__}.os.system", allow=(__name__,)) == (
+    assert rejection_of(f"{__name__}.os.system", allow=(__name__,)) == (
         f"a text may not name '{__name__}.os.system': {__name__}.os only imports it."
     )
 
 
 def test_outside_effects_are_declared():
     name = "weft.trainer.summary_writer.trackers.WandBWriter"
-    assert refused(name).startswith(
+    assert rejection_of(name).startswith(
         f"a text may not name {name!r}: WandBWriter has effects outside of the run, such as "
         "connections"
     )
@@ -241,7 +241,7 @@ def test_alias_is_not_listed(monkeypatch):
     module = types.ModuleType("weft.innocent")
     module.sgd = optax.sgd
     monkeypatch.setitem(sys.modules, "weft.innocent", module)
-    assert "Did you mean 'optax.sgd'?" in refused("weft.innocent.sgd", use="target")
+    assert "Did you mean 'optax.sgd'?" in rejection_of("weft.innocent.sgd", use="target")
 
 
 def test_imported_configurables_may_be_named():
@@ -252,7 +252,7 @@ def test_private_module_has_no_names(monkeypatch):
     module = types.ModuleType("weft._inside")
     module.Layer = Layer
     monkeypatch.setitem(sys.modules, "weft._inside", module)
-    refused("weft._inside.Layer")
+    rejection_of("weft._inside.Layer")
 
 
 @pytest.mark.parametrize("use", ["value", "target", "partial", "record"])
@@ -266,7 +266,7 @@ def test_names_do_not_import_modules(use, tmp_path, monkeypatch):
         "jax.experimental.pallas.x",
     ):
         before |= {m for m in sys.modules if m.startswith("weft")}
-        refused(name, use=use)
+        rejection_of(name, use=use)
     assert {m for m in sys.modules if not m.startswith("weft.")} <= before
     assert not any(m.startswith(("weft.launch", "weft.cli")) for m in set(sys.modules) - before)
 
@@ -280,8 +280,8 @@ def test_allowed_packages_are_imported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     found = resolve_reference("own_package.acts.act", allow=("own_package",), use="target")
     assert found(3) == 3
-    assert "own_package.acts.math" in refused("own_package.acts.math", allow=("own_package",))
-    message = refused("own_package.broken.act", allow=("own_package",))
+    assert "own_package.acts.math" in rejection_of("own_package.acts.math", allow=("own_package",))
+    message = rejection_of("own_package.broken.act", allow=("own_package",))
     assert message == (
         "own_package.broken cannot be imported: No module named 'a_module_that_is_not_there'."
     )
@@ -290,15 +290,15 @@ def test_allowed_packages_are_imported(tmp_path, monkeypatch):
 
 
 def test_misspelt_name_suggests_nearest():
-    assert "Did you mean 'optax.adam" in refused("optax.adamv")
-    assert "Did you mean 'weft.hierarchy.layers.linear.Linear'" in refused(
+    assert "Did you mean 'optax.adam" in rejection_of("optax.adamv")
+    assert "Did you mean 'weft.hierarchy.layers.linear.Linear'" in rejection_of(
         "weft.hierarchy.layers.linear.Linaer"
     )
-    assert "Did you mean 'jax.numpy.float32'" in refused("float32")
+    assert "Did you mean 'jax.numpy.float32'" in rejection_of("float32")
 
 
 def test_rejection_explains_the_fix():
-    assert refused("my_package.squares", use="target") == (
+    assert rejection_of("my_package.squares", use="target") == (
         "a text may not name 'my_package.squares' as a target of a config: it is neither listed in "
         "weft.config.references nor a configurable class of an imported module. If you trust it, "
         "allow it: from_text(…, allow=('my_package.squares',)), or --allow my_package.squares on "
@@ -343,7 +343,7 @@ HARMFUL_MODULES = {"shutil", "subprocess", "pickle", "socket", "ctypes", "runpy"
 HARMFUL_OF_OS = {"remove", "rename", "replace", "system", "kill", "makedirs", "truncate", "rmdir"}
 
 
-def does_harm(node: ast.AST) -> bool:
+def is_harmful(node: ast.AST) -> bool:
     """Returns whether code writes or deletes files, starts processes or imports by name."""
     for call in ast.walk(node):
         if not isinstance(call, ast.Call):
@@ -383,6 +383,6 @@ def callables_of_weft():
 def test_listed_names_are_harmless():
     found = list(callables_of_weft())
     assert "weft.config.text_writer.to_text" in dict(found)
-    harmful = {name for name, code in found if does_harm(code)}
+    harmful = {name for name, code in found if is_harmful(code)}
     assert "weft.config.configurable.get_named_trainer_config" in harmful
     assert harmful & (VALUES | TARGETS | RECORDS) == set()

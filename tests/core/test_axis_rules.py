@@ -18,7 +18,7 @@ RULES = (("embed", "data"), ("heads", ("data", "model")), ("kv", None), ("any", 
 
 
 @pytest.fixture(autouse=True)
-def no_rules_are_left():
+def rules_are_reset():
     with logical_axis_rules(()):
         yield
 

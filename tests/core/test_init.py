@@ -1,4 +1,4 @@
-"""What `weft.core` takes from its modules, and that it imports them only then."""
+"""Public names of `weft.core`, imported lazily."""
 
 import subprocess
 import sys

@@ -25,7 +25,7 @@ from weft.errors import (
 
 
 class Factored(struct.PyTreeNode, AxisMetadata):
-    """What a factored optimizer keeps for each axis: its factor, or that it keeps none."""
+    """Box with a flag for each axis, as of a factored optimizer's state."""
 
     array: Any
     factored: tuple[bool, ...] = struct.field(pytree_node=False)
@@ -332,7 +332,7 @@ class Calling(Walking):
 
 
 class Silent(struct.PyTreeNode, AxisMetadata):
-    """Knows nothing of axes, and tells nobody of them."""
+    """Box that ignores axes."""
 
     value: Any
 

@@ -26,7 +26,7 @@ FORKED = {"params": True, "noise": True}
 
 
 def drawn(key, shape=()):
-    """As no trace is kept while leaks are looked for, a normal distribution takes several more."""
+    """Draws uniformly, since a normal distribution takes more traces if leaks are checked."""
     return jax.random.bits(key, shape) * jnp.float32(1e-9)
 
 

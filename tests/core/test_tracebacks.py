@@ -1,4 +1,4 @@
-"""Which frames an error shows that comes through Weft: the user's, and calls of layers."""
+"""Frames of errors raised through Weft: the user's, and calls of layers."""
 
 import pathlib
 import traceback

@@ -55,7 +55,7 @@ def alone():
 
 
 def at_once(*calls):
-    """What each call gives or raises, all running together."""
+    """Returns the results or errors of concurrent calls."""
     results = [None] * len(calls)
 
     def run(i):
@@ -76,7 +76,7 @@ def messages(data):
     return [json.loads(line) for line in data.splitlines()]
 
 
-def say(connection, **message):
+def send(connection, **message):
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -121,9 +121,9 @@ def test_late_request_applies_to_the_next_point(alone):
     peers, there = alone(0, 1)
 
     def arrives(at, request):
-        say(there, at=at, request=request, within=None, waits=False)
+        send(there, at=at, request=request, within=None, waits=False)
 
-    def the_other_comes_and_wishes_late():
+    def other_requests_late():
         arrives(1, None)
         arrives(1, ["signal", "SIGTERM"])
         deadline = time.monotonic() + 10
@@ -131,7 +131,7 @@ def test_late_request_applies_to_the_next_point(alone):
             time.sleep(0.01)
 
     # The other one has been told to go on, so this one has to go on as well.
-    assert peers.agree(go_on, alive=the_other_comes_and_wishes_late) is None
+    assert peers.agree(go_on, alive=other_requests_late) is None
     arrives(2, None)
     assert peers.agree(go_on) == ("signal", "SIGTERM")
     peers.leave(patience_seconds=0)
@@ -142,7 +142,7 @@ def test_late_request_applies_to_the_next_point(alone):
 def test_request_is_deferred_at_a_plain_barrier(three):
     lines, request = three(), StopRequest("signal", "SIGTERM")
 
-    def one_that_wishes():
+    def requesting():
         assert lines[1].agree(go_on) is None
         lines[1]._send_to_coordinator(
             {"at": 1, "request": request, "within": None}
@@ -150,7 +150,7 @@ def test_request_is_deferred_at_a_plain_barrier(three):
         assert lines[1].agree(None) is None
         return lines[1].agree(go_on)
 
-    def one_that_is_asked(peers):
+    def notified(peers):
         assert peers.agree(go_on) is None
         while peers.requested is None:
             time.sleep(0.01)
@@ -158,8 +158,8 @@ def test_request_is_deferred_at_a_plain_barrier(three):
         assert peers.requested == request
         return peers.agree(go_on)
 
-    asked = [lambda c=c: one_that_is_asked(c) for c in (lines[0], lines[2])]
-    assert at_once(one_that_wishes, *asked) == [request] * 3
+    asked = [lambda c=c: notified(c) for c in (lines[0], lines[2])]
+    assert at_once(requesting, *asked) == [request] * 3
 
 
 def test_connections_disable_nagle(three):
@@ -231,25 +231,25 @@ def test_process_arriving_after_others_left_fails(three, alone):
     with pytest.raises(ProcessLostError, match=r"process 0 of 3 .* has ended before the others"):
         lines[1].agree(go_on)
     peers, there = alone(0, 1)
-    say(there, bye=None)
+    send(there, bye=None)
     there.close()
     time.sleep(0.2)
     with pytest.raises(ProcessLostError, match=r"process 1 of 3 .* has ended before the others"):
         peers.agree(go_on)
 
 
-def talking(connection):
+def keep_sending(connection):
     """Says that it is alive again and again, so that the other end never has read everything."""
     with contextlib.suppress(OSError):
         while True:
-            say(connection, alive="x" * 100)
+            send(connection, alive="x" * 100)
 
 
 def test_last_message_arrives_despite_unread_data(alone):
     for _ in range(3):
         _, frozen, other = alone(0, 1, 2, heartbeat_timeout_seconds=0.2)
         heard = reading(other)
-        threading.Thread(target=talking, args=(other,)).start()
+        threading.Thread(target=keep_sending, args=(other,)).start()
         time.sleep(0.6)
         other.shutdown(socket.SHUT_WR)
         frozen.shutdown(socket.SHUT_RDWR)
@@ -259,7 +259,7 @@ def test_last_message_arrives_despite_unread_data(alone):
 
 def test_last_message_reaches_slow_reader(alone):
     failing, first = alone(1, 0, buffer=1 << 16)
-    threading.Thread(target=talking, args=(first,)).start()
+    threading.Thread(target=keep_sending, args=(first,)).start()
     for _ in range(100):  # more than there is room for
         failing._send([failing._connections[0]], {"alive": "x" * 4000})
     leaving = threading.Thread(target=failing.leave, args=("InputReadError: a.txt",))
@@ -301,7 +301,7 @@ def test_failed_reader_thread_ends_the_run(alone, monkeypatch):
 
     monkeypatch.setattr(Peers, "_on_line", fails)
     peers, there = alone(1, 0)
-    say(there, asked=None)
+    send(there, asked=None)
     with pytest.raises(ProcessLostError, match="to other processes failed: TypeError: "):
         peers.agree(go_on)
 
@@ -332,7 +332,7 @@ def test_only_some_late_ones_are_named(monkeypatch, alone):
 def test_coordinator_is_named_with_activity(alone, capfd):
     peers, there = alone(0, 1)
     peers.doing = "restoring the checkpoint"
-    say(there, at=1, request=None, within=0.1, waits=True)
+    send(there, at=1, request=None, within=0.1, waits=True)
     with there.makefile() as lines:
         over = next(m["over"] for m in map(json.loads, lines) if "over" in m)
     assert "process 0 of 3 (host h, pid 0), which is restoring the checkpoint." in over
@@ -363,9 +363,9 @@ def test_invalid_message_is_ignored(alone, caplog, process, line):
     peers, there = alone(process, 1 - process)
     there.sendall(line + b"\n")
     if process == 0:
-        say(there, at=1, request=None, within=None, waits=False)
+        send(there, at=1, request=None, within=None, waits=False)
     else:
-        say(there, go=1, stop=None)
+        send(there, go=1, stop=None)
     assert peers.agree(go_on) is None
     peers.leave(patience_seconds=0)
     assert f"{NAMES[1 - process]} sent an invalid message; it is ignored" in caplog.text
@@ -375,14 +375,14 @@ def test_rest_of_an_overlong_line_is_skipped(alone):
     peers, there = alone(1, 0)
     there.sendall(b"x" * 200_000)
     time.sleep(0.3)
-    say(there, over="process 7 is gone")  # ends the long line
-    say(there, go=1, stop=None)
+    send(there, over="process 7 is gone")  # ends the long line
+    send(there, go=1, stop=None)
     assert peers.agree(go_on) is None
 
 
 def test_messages_of_peers_are_escaped(alone):
     peers, there = alone(0, 1)
-    say(there, bye="\x1b]0;title\x07 a\nweft: \x9b2J \u202e \ud800")
+    send(there, bye="\x1b]0;title\x07 a\nweft: \x9b2J \u202e \ud800")
     shown = r"\x1b]0;title\x07 a" "\n    weft: " r"\x9b2J \u202e \ud800\."
     with pytest.raises(ProcessLostError, match="has failed: " + re.escape(shown[:-2])):
         peers.agree(go_on)
@@ -423,7 +423,7 @@ def test_process_with_full_stderr_is_ended():
         connection, _ = server.accept()
         with connection:
             assert process.stdout.readline() == b"ready\n"
-            say(connection, over="process 2 of 3 is gone", late=True, missing=[1])
+            send(connection, over="process 2 of 3 is gone", late=True, missing=[1])
             try:
                 assert process.wait(timeout=20) == 1
             finally:
@@ -479,12 +479,12 @@ def test_suspension_of_all_is_not_a_lost_heartbeat():
         with connection:
             try:
                 assert process.stdout.readline() == "ready\n"
-                say(connection, alive="waiting")
+                send(connection, alive="waiting")
                 process.send_signal(signal.SIGSTOP)
                 time.sleep(2.5)
                 process.send_signal(signal.SIGCONT)
                 time.sleep(0.3)
-                say(connection, at=1, request=None, within=None, waits=False)
+                send(connection, at=1, request=None, within=None, waits=False)
                 assert process.stdout.readline() == "went on\n"
                 connection.shutdown(socket.SHUT_WR)
                 assert process.wait(timeout=20) == 0

@@ -372,7 +372,7 @@ def test_one_process_agrees_with_itself():
 
 @pytest.fixture
 def two_processes(monkeypatch):
-    """As the second of two processes sees it; the first always gives 7."""
+    """Simulates the second of two processes; the first always returns 7."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     utils = preemption.multihost_utils
     monkeypatch.setattr(utils, "broadcast_one_to_all", lambda x: np.int32(7))

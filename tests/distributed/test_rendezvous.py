@@ -12,8 +12,8 @@ from weft.errors import ProcessesNotReadyError, ProcessLostError
 
 
 @pytest.fixture(autouse=True)
-def nothing_ends_the_process_of_the_tests(monkeypatch):
-    """Here one process is several: where one of them is lost, the others are ended by force."""
+def no_forced_exits(monkeypatch):
+    """Disables forced exits: several processes are simulated in this one."""
     monkeypatch.setattr(Peers, "_force_exit", lambda peers, text: None)
 
 
@@ -25,7 +25,7 @@ def address():
 
 
 def together(address, places, timeout=10.0):
-    """What `rendezvous` gives or raises in each of several places, as (id, number) or a token."""
+    """Returns the results or errors of `rendezvous` called with each (id, number) or token."""
     results = {}
 
     def run(key, index, count, token=""):

@@ -91,7 +91,7 @@ class Fitted(BaseModel):
 
 
 class Faulty(EmptyInput):
-    """What is wrong with a batch is wrong in its last row, which only the last process has."""
+    """Batches that are faulty in their last row, which only the last process has."""
 
     @config_class
     class Config(EmptyInput.Config):
@@ -156,7 +156,7 @@ def config(directory, slow="", faults=None):
     return cfg
 
 
-def tell(phase):
+def report_compilation(phase):
     """Says that the program of this phase is being compiled."""
     traced.wait()
     while not still_compiling():
@@ -200,7 +200,7 @@ def main():
         run("policies", cfg)
         for phase in ("drawing", "evaluating"):
             traced.clear()
-            threading.Thread(target=tell, args=(phase,), daemon=True).start()
+            threading.Thread(target=report_compilation, args=(phase,), daemon=True).start()
             run(phase, config(sys.argv[1], slow=phase))
     sys.stderr.flush()
     os._exit(0)  # a compilation that was given up would keep it

@@ -1,4 +1,4 @@
-"""Starts `training.py` or `policies.py` as often as it is asked to, but imports only once.
+"""Starts `training.py` or `policies.py` repeatedly, but imports only once.
 
 For each line of JSON on stdin, {"arguments": [...], "env": {...}, "stdout": path, "stderr": path},
 a process is forked, before JAX has started any thread or found any device. It then runs, and ends,

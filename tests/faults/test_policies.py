@@ -12,7 +12,7 @@ GRACE_SECONDS = 30.0
 
 
 def done(processes, phase):
-    """What the processes say of a run, which is the same but for their clocks."""
+    """Returns the report of the processes, which is the same except for their clocks."""
     told = [process.done() for process in processes]
     beside = {"time": None, "left_compiler": None}
     assert told[0] | beside == told[1] | beside

@@ -33,18 +33,18 @@ told = set()
 state_is_there = threading.Event()
 
 
-def here(name):
+def report_phase(name):
     """Says once that the run is where a fault is to come."""
     if name == fault and name not in told:
         told.add(name)
         print("here", name, flush=True)
 
 
-def tell_of_compilation():
+def report_compilation():
     state_is_there.wait()  # which is compiled as well, and not what is meant
     while not still_compiling():
         time.sleep(0.02)
-    here("compiling")
+    report_phase("compiling")
 
 
 class Fitted(BaseModel):
@@ -98,12 +98,12 @@ class DisturbedIterator(FakeIterator):
             if fault == "evaluating":
                 time.sleep(0.05)
                 if self.given == 5:
-                    here("evaluating")
+                    report_phase("evaluating")
             elif self.given == 3:
                 raise StopIteration
         elif self.given == (1 if fault == "absent" else 5) and jax.process_index() == last:
             if fault in ("waiting", "hanging", "absent"):
-                here(fault)
+                report_phase(fault)
                 time.sleep(120)
             elif fault == "failing":
                 raise InputReadError("data/part-3.txt, record 17: not UTF-8")
@@ -116,14 +116,14 @@ class SlowStorage(OrbaxStateStorage):
 
     def restore_from_dir(self, *args, **kwargs):
         if fault == "restoring" and jax.process_index() == jax.process_count() - 1:
-            here("restoring")
+            report_phase("restoring")
             time.sleep(120)
         return super().restore_from_dir(*args, **kwargs)
 
     def save_to_dir(self, *, on_commit_callback, **kwargs):
         def slow(**committed):
             if fault == "saving":
-                here("saving")
+                report_phase("saving")
                 time.sleep(1.0)
             on_commit_callback(**committed)
 
@@ -144,7 +144,7 @@ class Listener(RunListener):
         time.sleep(0.02)
         self.steps = getattr(self, "steps", 0) + 1
         if self.steps == 3:
-            here("stepping")
+            report_phase("stepping")
 
     def on_checkpoint(self, step):
         self.saved = (*self.saved, step)
@@ -209,7 +209,7 @@ def main():
                 cfg = config(os.path.join(directory, kind))
                 if kind == "unrolled":
                     cfg.model.unrolled = 1000
-                    threading.Thread(target=tell_of_compilation, daemon=True).start()
+                    threading.Thread(target=report_compilation, daemon=True).start()
                 if fault in ("absent", "unstarted") or "restoring" in faults:
                     cfg.readiness_timeout_seconds = 8.0
                 if fault == "hanging":
@@ -217,7 +217,7 @@ def main():
                 trainers[kind] = cfg.instantiate(parent=None)
             trainer, listener = trainers[kind], Listener()
             if fault == "unstarted" and jax.process_index() == jax.process_count() - 1:
-                here("unstarted")
+                report_phase("unstarted")
                 time.sleep(120)
             try:
                 trainer.run(listener=listener)

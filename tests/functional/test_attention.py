@@ -40,7 +40,7 @@ def qkv(heads=4, kv_heads=2, target=5, source=6):
 
 
 def reference(q, k, v, *, bias=0.0, scale=None, cap=None, sink=None):
-    """Attention of one head after the other."""
+    """Computes attention head by head."""
     out = np.zeros((*q.shape[:3], v.shape[-1]))
     share = q.shape[2] // k.shape[2]
     bias = np.broadcast_to(bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))

@@ -24,7 +24,7 @@ def array(*shape):
     return RNG.normal(size=shape).astype(np.float32)
 
 
-def by_hand(x, w, strides, pads, dilation, groups=1):
+def reference(x, w, strides, pads, dilation, groups=1):
     """Returns a convolution as sums over positions of the window."""
     n = x.ndim - 2
     x = np.pad(x, [(0, 0), *pads, (0, 0)])
@@ -72,7 +72,7 @@ def test_conv_sums_over_its_window(spatial, window, strides, dilation, groups, p
         groups=groups,
     )
     pads = conv_explicit_padding(window=window, strides=strides, padding=padding, dilation=dilation)
-    expected = by_hand(x, w, strides, pads, dilation, groups) + b
+    expected = reference(x, w, strides, pads, dilation, groups) + b
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -13,8 +13,8 @@ from weft.errors import ArgumentValueError
 from weft.functional import routing as R
 
 
-def by_hand(experts, gates, num_experts, capacity, live):
-    """For one group: a list of (token, expert, room, gate) and how many choices were dropped."""
+def reference(experts, gates, num_experts, capacity, live):
+    """Returns (token, expert, slot, gate) of one group, and the number of dropped choices."""
     tokens, k = experts.shape
     used, placed, dropped = [0] * num_experts, [], [0] * k
     for rank in range(k):
@@ -50,7 +50,9 @@ def test_slots_match_loop_reference(seed, k, capacity, padded):
     combine = np.zeros((groups, tokens, num_experts, capacity), "f")
     missed = np.zeros(k)
     for group in range(groups):
-        placed, dropped = by_hand(experts[group], gates[group], num_experts, capacity, live[group])
+        placed, dropped = reference(
+            experts[group], gates[group], num_experts, capacity, live[group]
+        )
         missed += dropped
         for token, expert, room, gate in placed:
             combine[group, token, expert, room] = gate

@@ -48,7 +48,7 @@ Kind = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """What happens to a file or directory.
+    """Damage to a file or directory.
 
     Attributes:
         kind: what.
@@ -294,7 +294,7 @@ def swap(path: Path, damage: Damage, paths: list[Path]) -> None:
 
 
 def copy(path: Path, damage: Damage, paths: list[Path]) -> None:
-    """From another step, or a step under another number."""
+    """Copies from another step, or a step to another number."""
     other = STEPS[damage.other % len(STEPS)]
     if path.is_dir():
         target = path.with_name(f"step_{damage.other + 4:08}")
@@ -322,7 +322,7 @@ def link(path: Path, damage: Damage, paths: list[Path]) -> None:
 
 
 def without(path: Path, damage: Damage, paths: list[Path]) -> None:
-    """A copy that was cut off: only the first files are there."""
+    """Truncates a copy: only the first files are there."""
     for p in paths[damage.other :]:
         p.unlink()
 
@@ -333,7 +333,7 @@ def double(path: Path, damage: Damage, paths: list[Path]) -> None:
 
 
 def extra(path: Path, damage: Damage, paths: list[Path]) -> None:
-    """A file that nobody wrote."""
+    """Adds an unexpected file."""
     names = ["extra", "step_00000009", "step_x", "step_00000009.tmp", "step_3"]
     where = path if path.is_dir() else path.parent
     new = (where if damage.other % 2 else path.parent) / names[damage.other % len(names)]

@@ -69,7 +69,7 @@ Block = tuple[Call | Level, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What may be written in a block.
+    """Constraints on a block.
 
     Attributes:
         depth: how many more levels fit.

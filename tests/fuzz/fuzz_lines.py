@@ -1,4 +1,4 @@
-"""Lines between processes: ignored if they are not messages, whoever sends them."""
+"""Lines between processes: ignored if they are not messages, from any sender."""
 
 import json
 import selectors

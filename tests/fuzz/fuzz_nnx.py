@@ -22,7 +22,7 @@ Case = properties.Case
 
 @dataclasses.dataclass(frozen=True)
 class More:
-    """What a program does as well.
+    """Additional actions of a program.
 
     Attributes:
         draws: how many numbers from a stream of its first argument.

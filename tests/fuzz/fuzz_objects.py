@@ -79,7 +79,7 @@ EDITS = tuple({**CHANGES, **ARRAYS}.values())
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What happens next.
+    """One step of a case.
 
     Attributes:
         kind: the name of a function of this module, without `do_`.
@@ -191,7 +191,7 @@ def do_share(w: World, s: Step) -> None:
 
 
 def do_swap(w: World, s: Step) -> None:
-    """Two attributes of one object, or of two, change places."""
+    """Swaps two attributes of one object, or of two."""
     a, b = pick(w.parts(), s.at), pick(w.parts(), s.value)
     names = [[n for n, _ in x._items() if isinstance(n, str)] for x in (a, b)]
     if all(names):
@@ -242,7 +242,7 @@ def do_list(w: World, s: Step) -> None:
 
 
 def do_inside(w: World, s: Step) -> None:
-    """A change inside of a value that does not tell."""
+    """Changes a value in place, without notice."""
     part = pick(w.parts(), s.at)
     for _, value in part._items():
         if isinstance(value, Config):
@@ -289,7 +289,7 @@ def do_read(w: World, s: Step) -> None:
 
 
 def do_partial(w: World, s: Step) -> None:
-    """A cached partial, which is made of what is there."""
+    """Creates a cached partial of the current objects."""
     f = nnx.cached_partial(w.jitted, w.model)
     for _ in range(1 + s.value % 2):
         plain = copy.deepcopy(w.model)
@@ -302,7 +302,7 @@ def stacked(looks: list[Any]) -> Any:
 
 
 def do_map(w: World, s: Step) -> None:
-    """What all share is written once, and every one sees the same."""
+    """Writes shared state once, which every index sees."""
     pair, length = [w.model, w.other], 1 + s.name % 2
     plain = copy.deepcopy(pair)
     expected = stacked([work(*plain)] * length)
@@ -320,7 +320,7 @@ def do_scan(w: World, s: Step) -> None:
 
 
 def do_gain(w: World, s: Step) -> None:
-    """The attribute of a class is the one that was there when the function was traced."""
+    """Reads the attribute of a class as it was when the function was traced."""
     if not isinstance(w.model, Model):
         return
     before = list(w.gains)

@@ -1,4 +1,4 @@
-"""What all fuzzers share: how one is found, run for some time, and how a finding is printed.
+"""Shared code of all fuzzers: lookup, timed runs, and reports of findings.
 
 A fuzzer is a module `tests/fuzz/fuzz_NAME.py` with
 
@@ -135,7 +135,7 @@ def search(
 def fuzz(
     name: str, minutes: float, seed: int, say: Callable[[str], object] = print
 ) -> Finding | None:
-    """Runs a fuzzer until a time is over or something is found, and says what it did."""
+    """Runs a fuzzer until the time is over or it finds something, and reports."""
     of_name = fuzzer(name)
     begin, checked, finding = time.monotonic(), 0, None
     until = begin + 60 * minutes

@@ -1,4 +1,4 @@
-"""What the fuzzers of readers share: valid data that is damaged, and what a reader may do."""
+"""Shared code of the fuzzers of readers: damaged valid data, and allowed outcomes."""
 
 import contextlib
 import copy
@@ -137,5 +137,5 @@ def _state(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def source_of(module: str, case: object) -> str:
-    """Source that checks a case again."""
+    """Returns source that checks a case again."""
     return f"from tests.fuzz.{module} import check\n\ncheck({case!r})\n"

@@ -89,7 +89,7 @@ def run(model, method, is_training, static, state, prng_key, inputs):
 
 
 def call(model, state, *, method="forward", is_training=False, seed=0, static=None, **inputs):
-    """Result and summaries of a method; `inputs` are its arrays, `static` its other arguments."""
+    """Returns result and summaries of a method, given its arrays and its static arguments."""
     static = tuple((static or {}).items())
     return run(model, method, is_training, static, state, jax.random.key(seed), inputs)
 

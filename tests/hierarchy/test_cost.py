@@ -1,4 +1,4 @@
-"""What layers of the hierarchy cost in Python, counted: calls and instructions of Weft's functions.
+"""Python cost of hierarchy layers, counted: calls and instructions of Weft's functions.
 
 Times depend on the machine, these counts do not. The bounds are a tenth above what was counted on
 Python 3.11; for how counts depend on its version, see `benchmarks.frame.counting`.
@@ -52,7 +52,7 @@ def stack(n):
 
 
 def per_layer(run_of, count):
-    """What each further layer costs."""
+    """Returns the cost of each further layer."""
     return (count(run_of(12)) - count(run_of(4))) / 8
 
 
@@ -79,14 +79,14 @@ def eager(n):
     return lambda: call(params, X)
 
 
-def made(n):
+def layer_of(n):
     model = Stack.default_config().set(name="stack", n=n).instantiate(parent=None)
     return lambda: jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
 
 
 @pytest.mark.parametrize(
     ("run_of", "of_calls", "of_instructions"),
-    [(traced, 79, 2160), (eager, 79, 2160), (made, 1040, 25500)],
+    [(traced, 79, 2160), (eager, 79, 2160), (layer_of, 1040, 25500)],
     ids=["traced", "called eagerly", "made abstractly"],
 )
 def test_each_layer(run_of, of_calls, of_instructions):

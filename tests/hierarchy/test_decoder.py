@@ -293,7 +293,8 @@ ADDER_VOCAB = 6
 
 
 class Adder(BaseLayer):
-    """The likeliest next token is the sum of all so far and of the source, modulo the vocabulary.
+    """Model whose likeliest next token is the sum of the previous ones and the source, modulo the
+    vocabulary.
 
     Each step reports a summary, which nobody can collect out of a loop.
     """

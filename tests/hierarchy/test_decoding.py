@@ -312,7 +312,7 @@ BEAM_VOCAB, EOS, STATES = 4, 3, 11
 
 
 def table(seed):
-    """log p(next token | a hash of all tokens so far, the newest token)"""
+    """Returns log p(next token | a hash of all tokens so far, the newest token)."""
     logits = 2 * np.random.default_rng(seed).normal(size=(STATES, BEAM_VOCAB, BEAM_VOCAB))
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
@@ -322,7 +322,7 @@ def advance(history, token):
 
 
 def scores_of(log_probs):
-    """tokens_to_scores of a model that knows all tokens so far from its cache."""
+    """Returns the tokens_to_scores of a model that caches all tokens so far."""
 
     def tokens_to_scores(ids, cache):
         history = advance(cache["history"], ids[:, 0])

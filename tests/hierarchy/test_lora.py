@@ -284,7 +284,7 @@ def no_rank():
 
 
 class OneWeight(BaseQKVLinear):
-    """Holds its projections in a way that nobody knows."""
+    """Projections stored in an unknown form."""
 
 
 @pytest.mark.parametrize(

@@ -227,9 +227,9 @@ def test_fix_for_second_call_runs_as_written(method, fix):
     fixed = fix.replace("(...)", "(x)")
 
     class Twice(Parent):
-        def twice(self, x, with_mend):
+        def twice(self, x, with_fix):
             x = method(self, x)
-            if with_mend:
+            if with_fix:
                 exec(fixed, {"child_context": child_context}, {"self": self, "x": x})
                 return x
             return method(self, x)

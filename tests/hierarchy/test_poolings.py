@@ -33,7 +33,7 @@ def run(layer, *args, state=None):
     return F(layer, None, state or {}, tuple(map(jnp.asarray, args)), is_training=False)[0]
 
 
-def by_hand(pick, n):
+def reference(pick, n):
     rows = []
     for tokens, paddings in zip(TOKENS, PADDINGS, strict=True):
         live = list(tokens[~paddings])
@@ -46,7 +46,7 @@ def by_hand(pick, n):
 def test_first_and_last_tokens(n):
     for cls, pick in ((FirstNTokenPooling, "first"), (LastNTokenPooling, "last")):
         layer = pooling(cls, num_outputs=n)
-        np.testing.assert_array_equal(run(layer, TOKENS, PADDINGS), by_hand(pick, n))
+        np.testing.assert_array_equal(run(layer, TOKENS, PADDINGS), reference(pick, n))
     np.testing.assert_array_equal(run(pooling(FirstNTokenPooling), TOKENS), TOKENS[:, :1])
     np.testing.assert_array_equal(run(pooling(LastNTokenPooling), TOKENS), TOKENS[:, -1:])
 
@@ -73,7 +73,7 @@ def test_projection_behind_a_pooling(filled):
     )
     state = filled(layer)
     got = run(layer, TOKENS, PADDINGS, state=state)
-    expected = by_hand("first", 2) @ state["proj"]["weight"] + state["proj"]["bias"][None, None]
+    expected = reference("first", 2) @ state["proj"]["weight"] + state["proj"]["bias"][None, None]
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -76,7 +76,7 @@ def run(module, state, *inputs, **kwargs):
     return F(module, state=state, inputs=inputs, **kwargs)
 
 
-def by_hand(state, x, shifts):
+def reference(state, x, shifts):
     ys = []
     for i, shift in enumerate(shifts):
         weight, scale = state["layer"]["dense"]["weight"][i], state["layer"]["scale"][i]
@@ -96,7 +96,7 @@ X = jnp.linspace(-1.0, 1.0, 2 * DIM).reshape(2, DIM)
 def test_equals_a_python_loop(state):
     shifts = jnp.array([0.1, 0.2, 0.3])
     (carry, (sums, xs)), outputs = run(chain(), state, X, shifts)
-    expected, ys = by_hand(state, X, shifts)
+    expected, ys = reference(state, X, shifts)
     np.testing.assert_allclose(carry, expected, rtol=1e-5)
     np.testing.assert_allclose(sums, [y.sum() for y in ys], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(xs, [X, *ys[:-1]], rtol=1e-5)
@@ -246,7 +246,7 @@ def test_remat_is_in_the_loop(state):
 
 def test_gradients_match_loop(state):
     def loss(state):
-        return (by_hand(state, X, [0.0] * 3)[0] ** 2).sum()
+        return (reference(state, X, [0.0] * 3)[0] ** 2).sum()
 
     _, grads = loss_and_grads(chain(), state)
     jax.tree.map(
@@ -272,5 +272,5 @@ def test_repeat_in_repeat():
     flat = {
         "layer": jax.tree.map(lambda p: p.reshape(4, *p.shape[2:]), dict(state["layer"]["layer"]))
     }
-    np.testing.assert_allclose(y, by_hand(flat, X, [0.0] * 4)[0], rtol=1e-5)
+    np.testing.assert_allclose(y, reference(flat, X, [0.0] * 4)[0], rtol=1e-5)
     assert sorted(outputs.summaries["layer1"]) == ["layer0", "layer1", "outer"]

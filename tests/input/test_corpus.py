@@ -243,7 +243,7 @@ def test_fifo_does_not_block(tmp_path):
     assert [file.name for file in folder_corpus(str(tmp_path)).files] == ["a.txt"]
 
 
-def by_hand(train, held_out, vocab_size, order):
+def reference(train, held_out, vocab_size, order):
     """Returns the defining recursion, one token at a time."""
     train = [train[0], *train]
     held_out = [held_out[0], *held_out]
@@ -274,7 +274,7 @@ tokens = st.lists(st.integers(0, 3), min_size=2, max_size=25)
 def test_cross_entropies_follow_the_formula(train, held_out):
     nats = ngram_nats(np.array(train), np.array(held_out), vocab_size=4)
     for order in (1, 2, 3):
-        assert nats[order] == pytest.approx(by_hand(train, held_out, 4, order), rel=1e-12)
+        assert nats[order] == pytest.approx(reference(train, held_out, 4, order), rel=1e-12)
 
 
 def test_unseen_alphabet_costs_uniform():

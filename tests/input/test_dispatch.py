@@ -181,7 +181,7 @@ def test_spmd_errors():
 
 
 def held(rows):
-    """From a table of (process, block) per device."""
+    """Returns a dict from device index to (process, block)."""
     return dict(enumerate(rows))
 
 

@@ -16,8 +16,8 @@ def pack(docs, length, **kwargs):
     return PackedSequences(stream, sequence_length=length, eos_id=EOS, pad_id=PAD, **kwargs)
 
 
-def by_hand(docs):
-    """(input, target, document, position in the document) for every target of the stream."""
+def reference(docs):
+    """Returns (input, target, document, position in it) for every target of the stream."""
     rows = []
     for d, doc in enumerate(docs):
         tokens = [EOS, *doc]
@@ -33,7 +33,7 @@ def test_every_token_is_a_target_exactly_once(docs, length):
     inputs = np.concatenate([e["input_ids"] for e in examples])
     targets = np.concatenate([e["target_labels"] for e in examples])
     live = targets != PAD
-    assert [(i, t) for i, t, _, _ in by_hand(docs)] == list(
+    assert [(i, t) for i, t, _, _ in reference(docs)] == list(
         zip(inputs[live], targets[live], strict=True)
     )
     assert (inputs[~live] == PAD).all()
@@ -46,7 +46,7 @@ def test_every_token_is_a_target_exactly_once(docs, length):
 @given(documents, st.integers(1, 9))
 def test_segments_never_join_two_documents(docs, length):
     source = pack(docs, length, segments=True)
-    rows = by_hand(docs)
+    rows = reference(docs)
     for i in range(len(source)):
         example = source[i]
         mine = rows[i * length : (i + 1) * length]
@@ -76,7 +76,7 @@ def test_dropping_and_padding_change_only_the_end(docs, length, multiple):
         assert (padded[i]["input_ids"] == PAD).all()
         assert (padded[i]["target_labels"] == PAD).all()
         assert padded[i]["target_num_bytes"] == 0
-    num_targets = len(by_hand(docs))
+    num_targets = len(reference(docs))
     if num_targets >= length:
         dropped = pack(docs, length, drop_remainder=True)
         assert len(dropped) == num_targets // length

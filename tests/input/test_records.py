@@ -8,7 +8,7 @@ from weft.input.records import FileRecordSource, LibraryRecordSource, RecordData
 
 
 class Letters(list):
-    """A file whose name says what it holds."""
+    """File whose name is its content."""
 
     def __init__(self, path):
         if path == "torn":

@@ -216,7 +216,7 @@ EOS, PAD, LENGTH = 900, 901, 4
 
 
 def sequences(first, n):
-    """`n` sequences whose first token tells which they are."""
+    """Returns `n` sequences identified by their first token."""
     documents = [np.full(LENGTH - 1, first + i) for i in range(n)]
     stream = token_stream(documents, eos_id=EOS)
     return PackedSequences(stream, sequence_length=LENGTH, eos_id=EOS, pad_id=PAD)

@@ -82,7 +82,7 @@ def pieces(folder):
 
 
 def check(tokenizer):
-    """What holds for every tokenizer that loses nothing."""
+    """Checks properties of every lossless tokenizer."""
     ids = tokenizer.encode(TEXT)
     assert (ids.dtype, ids.ndim) == (np.int32, 1)
     assert tokenizer.decode(ids) == TEXT

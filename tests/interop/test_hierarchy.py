@@ -383,7 +383,7 @@ def test_layer_names_in_linen_follow_the_rules():
 
 
 class Adapted(nnx.Module):
-    """Has two kinds of parameters, and what is none."""
+    """Layer with two kinds of parameters and other state."""
 
     def __init__(self, *, rngs):
         self.linear = nnx.LoRALinear(3, 2, lora_rank=1, rngs=rngs)

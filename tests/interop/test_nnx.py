@@ -283,7 +283,7 @@ PLACES = {
 GUESTS = ("nested", 0, "Dense_0", "kernel"), ("nested", 0, "BatchNorm_0", "scale")
 
 
-def _made_by_hand():
+def _made_manually():
     return bridge.lazy_init(Around(nnx.Rngs(0)), jnp.ones((2, 3)))
 
 
@@ -295,7 +295,7 @@ def test_linen_in_an_object_in_linen_is_initialized_by_the_inputs(make):
     assert y.shape == (2, 2) and "intermediates" not in variables
     inner = {col: v.get("InLinen_0", v) for col, v in variables.items()}
     shapes = jax.tree.map(jnp.shape, inner["params"]["nested"])
-    by_hand = nnx.to_pure_dict(nnx.state(_made_by_hand(), nnx.Param))["nested"]
+    by_hand = nnx.to_pure_dict(nnx.state(_made_manually(), nnx.Param))["nested"]
     assert {str(k): v for k, v in shapes.items()} == jax.tree.map(
         jnp.shape, {str(k): v for k, v in by_hand.items()}
     )
@@ -320,7 +320,7 @@ def test_linen_in_an_object_in_the_hierarchy_is_initialized_by_the_inputs():
 
 
 def test_existing_variables_are_kept():
-    made = _made_by_hand()
+    made = _made_manually()
     made.late = bridge.ToNNX(linen.Dense(5), nnx.Rngs(1))
     module = as_linen(made)
     variables = unbox(module.init(jax.random.key(7), jnp.ones((2, 3))))

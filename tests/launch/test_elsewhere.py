@@ -40,7 +40,7 @@ with joined_processes():
 
 
 class Begin(RunListener):
-    """What a run began with."""
+    """Record of a run's start."""
 
     def on_start(self, trainer, resumed_from):
         self.step, self.state = resumed_from, on_host(trainer.trainer_state)
@@ -73,7 +73,7 @@ def train_as_two(run_dir, max_step, monkeypatch):
 
 
 def digests(run_dir, step):
-    """Of all arrays of a checkpoint, and of the position in the data."""
+    """Returns digests of all arrays of a checkpoint, and of the position in the data."""
     files = read_manifest(step_dirs(str(run_dir / "checkpoints"))[step]).files
     kept = {
         path: entry
@@ -86,7 +86,7 @@ def digests(run_dir, step):
 
 @pytest.fixture(scope="module")
 def uncut(tmp_path_factory):
-    """Six steps on two devices."""
+    """Trains six steps on two devices."""
     directory = tmp_path_factory.mktemp("uncut")
     return directory, train(directory, 6, (2, 1))[1]
 

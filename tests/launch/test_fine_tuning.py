@@ -38,7 +38,7 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def seen(directory):
+def results(directory):
     first, second = (directory / f"process_{i}.json" for i in (0, 1))
     assert first.read_text() == second.read_text()
     return json.loads(first.read_text())
@@ -48,18 +48,18 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_processes_agree_and_stop_early_at_one_step(seen):
-    assert seen["ended"] == [4, "early stopping"] and seen["saved"] == [2, 4]
-    assert [(name, step) for name, step, _ in seen["evals"]] == [
+def test_processes_agree_and_stop_early_at_one_step(results):
+    assert results["ended"] == [4, "early stopping"] and results["saved"] == [2, 4]
+    assert [(name, step) for name, step, _ in results["evals"]] == [
         (name, step) for step in (2, 4) for name in ("held_out", "samples")
     ]
-    losses = [values["loss"] for name, _, values in seen["evals"] if name == "held_out"]
+    losses = [values["loss"] for name, _, values in results["evals"] if name == "held_out"]
     assert losses[1] < losses[0] < 7  # so the larger one, which was wanted, was the first
 
 
-def test_only_adapters_are_trained(seen, directory):
+def test_only_adapters_are_trained(results, directory):
     _, base = from_huggingface(directory / "runs/lm-llama/huggingface")
-    sums = seen["sums"]
+    sums = results["sums"]
     for name, layer in (
         ("emb/token_emb", base["decoder"]["emb"]["token_emb"]),
         ("lm_head", base["decoder"]["lm_head"]),

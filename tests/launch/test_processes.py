@@ -26,7 +26,7 @@ def run(script, num=2, **kwargs):
 
 
 def signalled(number, script, **kwargs):
-    """Returns the same, while this process gets a signal once all have said "ready"."""
+    """Runs a group, and signals this process once all have printed "ready"."""
     ready = threading.Semaphore(0)
 
     def say(index, line):

@@ -55,7 +55,7 @@ def launch(tmp_path):
 
 
 def children(pid):
-    """Returns the processes that a process has started, by what tells them apart."""
+    """Returns the child processes of a process, and their JAX process indices."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:

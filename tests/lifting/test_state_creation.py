@@ -123,18 +123,18 @@ def noted(scope, carry):
     return count(scope, carry)
 
 
-def a_new_scan():
+def new_scan():
     body = lambda s, c, _: (noted(s, c), None)  # noqa: E731
     return lambda s, c: lift.scan(body, variable_carry="state", length=3)(s, c, None)[0]
 
 
-def a_new_while():
+def new_while():
     body = lambda s, c: (c[0] + 1, noted(s, c[1]))  # noqa: E731
     more = lambda s, c: c[0] < 3  # noqa: E731
     return lambda s, c: lift.while_loop(more, body, s, (0, c), carry_variables="state")[1]
 
 
-@pytest.mark.parametrize("loop", [a_new_scan, a_new_while])
+@pytest.mark.parametrize("loop", [new_scan, new_while])
 def test_loop_creating_state_is_traced_once_for_equal_calls(loop):
     NOTES.traces = 0
     first = init(loop())(KEY, 0)

@@ -26,8 +26,8 @@ from weft.lifting.trace_cache import (
 FACTOR = 2
 
 
-def made_for(fn):
-    """What equal functions share."""
+def cached_for(fn):
+    """Returns the object shared by equal functions."""
     return cached_for_equal_functions(fn, object)
 
 
@@ -52,7 +52,7 @@ ARRAY = jnp.ones(2)
     ids=lambda value: type(value).__name__,
 )
 def test_functions_with_equal_closures_are_equal(value):
-    assert made_for(closure(value)) is made_for(closure(value))
+    assert cached_for(closure(value)) is cached_for(closure(value))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_functions_with_equal_closures_are_equal(value):
     ids=lambda value: type(value).__name__,
 )
 def test_functions_with_other_values_differ(a, b):
-    assert made_for(closure(a)) is not made_for(closure(b))
+    assert cached_for(closure(a)) is not cached_for(closure(b))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_functions_with_other_values_differ(a, b):
 )
 def test_mutable_values_are_not_shared(value):
     fn = closure(value)
-    assert made_for(fn) is not made_for(fn)
+    assert cached_for(fn) is not cached_for(fn)
 
 
 def test_options_are_compared_by_value():
@@ -95,21 +95,21 @@ def test_globals_count(monkeypatch):
     def make():
         return lambda x: x * FACTOR
 
-    before = made_for(make())
-    assert made_for(make()) is before
+    before = cached_for(make())
+    assert cached_for(make()) is before
     monkeypatch.setitem(globals(), "FACTOR", 3)
-    assert made_for(make()) is not before
+    assert cached_for(make()) is not before
 
 
 def test_defaults_and_partial_arguments_differ():
     def make(default):
         return lambda x, y=default: x + y
 
-    assert made_for(make(1)) is made_for(make(1))
-    assert made_for(make(1)) is not made_for(make(2))
+    assert cached_for(make(1)) is cached_for(make(1))
+    assert cached_for(make(1)) is not cached_for(make(2))
     fn = closure(1)
-    assert made_for(functools.partial(fn, 1)) is made_for(functools.partial(fn, 1))
-    assert made_for(functools.partial(fn, 1)) is not made_for(functools.partial(fn, x=1))
+    assert cached_for(functools.partial(fn, 1)) is cached_for(functools.partial(fn, 1))
+    assert cached_for(functools.partial(fn, 1)) is not cached_for(functools.partial(fn, x=1))
 
 
 def test_function_may_call_itself():
@@ -119,7 +119,7 @@ def test_function_may_call_itself():
 
         return count
 
-    assert made_for(make()) is made_for(make())
+    assert cached_for(make()) is cached_for(make())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +161,8 @@ def test_function_attributes_differ():
         fn.scale = scale
         return fn
 
-    assert made_for(scaled(2)) is made_for(scaled(2))
-    assert made_for(scaled(2)) is not made_for(scaled(3))
+    assert cached_for(scaled(2)) is cached_for(scaled(2))
+    assert cached_for(scaled(2)) is not cached_for(scaled(3))
 
 
 def test_function_is_keyed_by_state_at_first_call():

@@ -28,7 +28,7 @@ X = draw(1, 2, 5, 8)
 OTHER = draw(2, 2, 7, 6)
 
 
-def by_hand(params, x, other, mask=None):
+def reference(params, x, other, mask=None):
     def project(name, x):
         return (
             jnp.einsum("bld,dhf->blhf", x, params[name]["kernel"])
@@ -48,10 +48,10 @@ def by_hand(params, x, other, mask=None):
 def test_matches_reference():
     layer = MultiHeadDotProductAttention(2, qkv_features=6, out_features=3)
     y, variables = layer.init_with_output(KEY, X, OTHER)
-    np.testing.assert_allclose(y, by_hand(variables["params"], X, OTHER), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(y, reference(variables["params"], X, OTHER), rtol=1e-5, atol=1e-5)
     y, variables = SelfAttention(4).init_with_output(KEY, X, make_causal_mask(X[..., 0]))
     mask = jnp.tril(jnp.ones((5, 5), bool))
-    np.testing.assert_allclose(y, by_hand(variables["params"], X, X, mask), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(y, reference(variables["params"], X, X, mask), rtol=1e-5, atol=1e-5)
 
 
 def test_input_defaults():

@@ -1,4 +1,4 @@
-"""What a module costs in Python, counted: calls of Weft's functions, and objects that it holds.
+"""Python cost of modules, counted: calls of Weft's functions, and objects held.
 
 Times depend on the machine, these counts do not. The bounds are a tenth above what was counted on
 Python 3.11; for how counts depend on its version, see `benchmarks.frame.counting`.
@@ -50,7 +50,7 @@ class Stack(nn.Module):
 
 
 def per_layer(run_of, layer, count):
-    """What each further layer costs."""
+    """Returns the cost of each further layer."""
     return (count(run_of(12, layer)) - count(run_of(4, layer))) / 8
 
 

@@ -55,7 +55,7 @@ def around(fn):
 
 
 def chained(variables, x, n):
-    """What `n` modules `Linear` one after another return."""
+    """Returns the result of `n` chained `Linear` modules."""
     for i in range(n):
         x = x @ variables["params"][f"Linear_{i}"]["w"]
     return x

@@ -87,7 +87,7 @@ OF_JAX = {"checkpoint", "while", "body", "cond", "branch_0_fun", "branch_1_fun",
 
 
 def paths(fn, *args):
-    """Where the products are, without what JAX writes between the modules' names."""
+    """Returns the paths of the matrix products, without JAX's own names."""
     text = jax.jit(fn).lower(*args).as_text(debug_info=True)
     found = set()
     for name in re.findall(r'"([^"]*)/dot_general', text):

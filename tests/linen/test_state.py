@@ -225,7 +225,7 @@ ones = jax.nn.initializers.ones
 
 
 def model(fn, plain=False):
-    """A module with one method."""
+    """Returns a module with one method."""
     return type("Model", (Module,), {"__call__": fn if plain else compact(fn)})()
 
 

@@ -9,7 +9,7 @@ from weft.nnx.transforms.jit import jit
 
 
 class Layer(nnx.Module):
-    """Sows what goes in, and counts its calls."""
+    """Layer that sows its input and counts its calls."""
 
     def __init__(self):
         self.w, self.calls = nnx.Param(jnp.full(2, 2.0)), nnx.BatchStat(jnp.array(0))
@@ -58,7 +58,7 @@ def test_functions_methods_and_decorators():
 
     @capture(nnx.Intermediate)
     def run(x, *, modules):
-        """Two models in a row."""
+        """Runs two models in a row."""
         return modules[0](modules[1](x))
 
     assert run.__name__ == "run" and run.__doc__ == "Two models in a row."

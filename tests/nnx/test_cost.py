@@ -1,4 +1,4 @@
-"""What objects cost in Python, counted: the Python functions that are entered, not the time.
+"""Python cost of objects, counted: the Python functions that are entered, not the time.
 
 Times depend on the machine, these counts do not. The bounds are a tenth above what was counted, so
 JAX's own functions may become a few more; for how counts depend on Python's version, see
@@ -110,7 +110,7 @@ def test_writing_same_dtype_and_shape_skips_jax():
 
 
 def per_layer(run_of, count):
-    """What each further layer costs."""
+    """Returns the cost of each further layer."""
     return (count(run_of(12)) - count(run_of(4))) / 8
 
 
@@ -125,7 +125,7 @@ def traced(n):
 
 
 def traced_in_jits(n):
-    """Each layer under its own jit, which is traced once for all of them."""
+    """Traces each layer under its own jit, which is traced once for all of them."""
     model = Stack(n)
     call = nnx.jit(lambda layer, x: layer(x))
 

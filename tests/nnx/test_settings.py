@@ -83,7 +83,7 @@ def change(m):
 
 
 def changes(**mode):
-    """What is seen of a change: the value, the new attribute."""
+    """Returns the observed changes: the value and the new attribute."""
     m = Model()
     nnx.remat(change, **mode)(m)
     return float(m.w[...]), hasattr(m, "made"), hasattr(m, "kind")

@@ -251,7 +251,7 @@ def test_keys_are_objects_themselves():
 
 
 class Holder(nnx.Module):
-    """Variables, one of them shared, and a value that is none."""
+    """Variables, one of them shared, and a plain value."""
 
     def __init__(self):
         self.w, self.n = nnx.Param(jnp.ones(2)), nnx.BatchStat(jnp.zeros(()))

@@ -12,7 +12,7 @@ TRACES = []
 
 
 class Layer(nnx.Module):
-    """One parameter, one number that is none, and a stream."""
+    """Layer with a parameter, a plain number and a stream."""
 
     def __init__(self, n, rngs):
         self.w = nnx.Param(jnp.ones((n, n)), out_sharding=("data", None), eager_sharding=False)

@@ -27,7 +27,7 @@ def same(program, tolerance=1e-5):
 
 
 def same_compiled(program, tolerance=1e-5):
-    """As `same`, in one JAX program: many times as fast where most operations are met once."""
+    """Compares like `same`, in one JAX program: many times as fast for many distinct operations."""
     both = jax.jit(lambda: [program(nn) for nn in (flax.linen, weft.linen)])()
     same(dict(zip((flax.linen, weft.linen), both, strict=True)).get, tolerance)
 
@@ -57,7 +57,7 @@ def same_tree(of_flax, of_weft, tolerance=None):
 
 
 def leaves(tree):
-    """By path each leaf, and the names of its axes where it is in a box."""
+    """Returns each leaf by path, and the names of its axes if it is in a box."""
     boxes = (flax.core.meta.AxisMetadata, weft.core.meta.AxisMetadata)
     found = {}
     is_box = lambda x: isinstance(x, boxes)  # noqa: E731
@@ -83,5 +83,5 @@ def same_error(program):
 
 
 def named(cases):
-    """A parametrization over keyword arguments, with ids that show their names."""
+    """Parametrizes over keyword arguments, with ids that show their names."""
     return pytest.mark.parametrize("kwargs", cases, ids=lambda k: ",".join(k) or "default")

@@ -70,8 +70,8 @@ def of_body(body, *args, mutable=("intermediates",), x=X):
     return run
 
 
-def cheap(key, shape):
-    """Random numbers that are compiled fast."""
+def fast_random(key, shape):
+    """Draws random numbers that compile fast."""
     return jax.random.bits(key, shape) / 2.0**32
 
 
@@ -86,8 +86,8 @@ def block(nn):
             calls = self.variable("counts", "calls", lambda: jnp.zeros((), int))
             if not self.is_initializing() and self.is_mutable_collection("counts"):
                 calls.value += 1
-            x = jnp.tanh(x) @ self.param("w", cheap, (x.shape[-1], self.features))
-            return x + cheap(self.make_rng("dropout"), x.shape)
+            x = jnp.tanh(x) @ self.param("w", fast_random, (x.shape[-1], self.features))
+            return x + fast_random(self.make_rng("dropout"), x.shape)
 
         def twice(self, x):
             return self(self(x))

@@ -94,7 +94,7 @@ def _default(x):
 
 
 def named(cases):
-    """A parametrization over keyword arguments, with ids that show their names."""
+    """Parametrizes over keyword arguments, with ids that show their names."""
     return pytest.mark.parametrize("kwargs", cases, ids=lambda k: ",".join(k) or "default")
 
 

@@ -89,7 +89,7 @@ DIRECTIONS = pytest.mark.parametrize(
 
 @pytest.fixture(params=[False, True], ids=["file", "orbax"])
 def use_orbax(request):
-    """In which of its formats Flax writes; it reads both in any case."""
+    """Sets the format that Flax writes; it reads both in any case."""
     flax.config.update("flax_use_orbax_checkpointing", request.param)
     yield request.param
     flax.config.update("flax_use_orbax_checkpointing", True)

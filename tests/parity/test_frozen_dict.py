@@ -20,7 +20,7 @@ dicts = st.dictionaries(names, nested, max_size=3)
 
 
 def seen(lib, xs, ys):
-    """What a program sees of a FrozenDict."""
+    """Returns a program's view of a FrozenDict."""
     frozen = lib.freeze(xs)
     more, copied = frozen.copy(ys), lib.copy(xs, ys)
     leaves, tree = jax.tree_util.tree_flatten_with_path(frozen)

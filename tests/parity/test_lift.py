@@ -76,7 +76,7 @@ def body(scope, x, boxes=None):
 
 
 def around(lib, fn, key=quick_key):
-    """`fn` in a scope from which keys are drawn before and after, initialized and applied."""
+    """Initializes and applies `fn` in a scope that draws keys before and after it."""
 
     def model(scope, x):
         scope = scope.push("layer")

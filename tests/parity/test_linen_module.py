@@ -77,7 +77,7 @@ def compact_names_by_class_and_order(nn):
 
 
 @program
-def names_that_are_given_beside_those_that_are_not(nn):
+def mixed_given_and_default_names(nn):
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -141,7 +141,7 @@ def setup_of_named_tuples(nn):
 
 
 @program
-def what_is_not_used_is_not_made(nn):
+def unused_submodules_are_not_created(nn):
     class Model(nn.Module):
         def setup(self):
             self.used, self.unused = affine(nn)(), affine(nn)()
@@ -153,7 +153,7 @@ def what_is_not_used_is_not_made(nn):
 
 
 @program
-def a_named_submodule_in_setup(nn):
+def named_submodule_in_setup(nn):
     class Model(nn.Module):
         def setup(self):
             self.layer = affine(nn)(name="other")
@@ -166,7 +166,7 @@ def a_named_submodule_in_setup(nn):
 
 
 @program
-def setup_beside_compact(nn):
+def setup_with_compact(nn):
     class Model(nn.Module):
         def setup(self):
             self.first = affine(nn)()
@@ -180,7 +180,7 @@ def setup_beside_compact(nn):
 
 
 @program
-def an_attribute_by_a_chain_of_names(nn):
+def chained_attribute_assignment(nn):
     class Model(nn.Module):
         def setup(self):
             self.a = self.b = affine(nn)()
@@ -194,7 +194,7 @@ def an_attribute_by_a_chain_of_names(nn):
 
 
 @program
-def a_submodule_in_a_property(nn):
+def submodule_in_a_property(nn):
     class Model(nn.Module):
         @property
         def width(self):
@@ -208,7 +208,7 @@ def a_submodule_in_a_property(nn):
 
 
 @program
-def a_loop_with_names(nn):
+def named_loop(nn):
     class Model(nn.Module):
         depth: int = 3
 
@@ -238,7 +238,7 @@ def classes_and_functions_as_fields(nn):
 
 
 @program
-def a_compact_method_twice(nn):
+def compact_method_twice(nn):
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -254,7 +254,7 @@ def a_compact_method_twice(nn):
 
 
 @program
-def a_compact_method_that_calls_another_method(nn):
+def compact_method_calling_another(nn):
     class Model(nn.Module):
         def layer(self, x):
             return affine(nn)()(x)
@@ -321,7 +321,7 @@ def modules_given_as_fields_to_a_compact_method(nn):
 
 
 @program
-def a_named_module_as_field(nn):
+def named_module_as_field(nn):
     class Model(nn.Module):
         inner: nn.Module
 
@@ -365,7 +365,7 @@ def one_module_in_two_submodules(nn):
 
 
 @program
-def one_module_made_in_compact_and_passed_down(nn):
+def compact_module_passed_down(nn):
     class Half(nn.Module):
         layer: Any
 
@@ -414,7 +414,7 @@ def a_default_factory(nn):
 
 
 @program
-def a_module_as_default(nn):
+def module_as_default(nn):
     class Model(nn.Module):
         layer: nn.Module = affine(nn)()
 
@@ -443,7 +443,7 @@ def modules_without_parent_in_setup(nn):
 
 
 @program
-def a_module_that_stands_alone_inside_of_another(nn):
+def unbound_module_in_another(nn):
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -455,7 +455,7 @@ def a_module_that_stands_alone_inside_of_another(nn):
 
 
 @program
-def copies_inside_of_a_method(nn):
+def copies_inside_a_method(nn):
     class Model(nn.Module):
         layer: nn.Module
 
@@ -467,7 +467,7 @@ def copies_inside_of_a_method(nn):
 
 
 @program
-def a_clone_with_this_parent(nn):
+def clone_with_this_parent(nn):
     class Model(nn.Module):
         layer: nn.Module
 
@@ -502,7 +502,7 @@ def submodules_of_submodules_are_reached(nn):
 
 
 @program
-def a_subclass_extends_setup(nn):
+def subclass_extends_setup(nn):
     class Base(nn.Module):
         features: int
 
@@ -526,7 +526,7 @@ def a_subclass_extends_setup(nn):
 
 
 @program
-def a_subclass_extends_a_compact_method(nn):
+def subclass_extends_a_compact_method(nn):
     class Base(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -596,7 +596,7 @@ def fields_computed_after_init(nn):
 
 
 @program
-def helpers_that_are_not_wrapped(nn):
+def nowrap_helpers(nn):
     class Model(nn.Module):
         @nn.nowrap
         def make(self, features):
@@ -649,7 +649,7 @@ def name_scopes_of_methods(nn):
 
 
 @program
-def a_scope_for_two_in_setup(nn):
+def shared_scope_in_setup(nn):
     class Wrapper(nn.Module):
         inner: nn.Module
 
@@ -671,7 +671,7 @@ def a_scope_for_two_in_setup(nn):
 
 
 @program
-def a_scope_for_two_with_a_submodule_of_setup(nn):
+def shared_scope_with_setup_submodule(nn):
     class Wrapper(nn.Module):
         def setup(self):
             self.inner = counter(nn)()
@@ -684,7 +684,7 @@ def a_scope_for_two_with_a_submodule_of_setup(nn):
 
 
 @program
-def name_scopes_inside_of_name_scopes(nn):
+def nested_name_scopes(nn):
     class Model(nn.Module):
         @nn.compact_name_scope
         def f(self, x):

@@ -26,12 +26,12 @@ def run(module, *args, **kwargs):
 
 
 @program
-def a_call_without_variables(nn):
+def call_without_variables(nn):
     affine(nn)()(X)
 
 
 @program
-def setup_by_hand(nn):
+def explicit_setup_call(nn):
     class Model(nn.Module):
         def setup(self):
             self.a = 1
@@ -40,7 +40,7 @@ def setup_by_hand(nn):
 
 
 @program
-def an_attribute_of_setup_without_variables(nn):
+def attribute_of_setup_without_variables(nn):
     class Model(nn.Module):
         def setup(self):
             self.a = 1
@@ -49,12 +49,12 @@ def an_attribute_of_setup_without_variables(nn):
 
 
 @program
-def an_attribute_that_is_not_there(nn):
+def missing_attribute(nn):
     run(method(nn, lambda self, x: self.missing))
 
 
 @program
-def a_property_of_what_is_not_there(nn):
+def property_of_missing_attribute(nn):
     class Model(nn.Module):
         @property
         def width(self):
@@ -67,27 +67,27 @@ def a_property_of_what_is_not_there(nn):
 
 
 @program
-def unbind_of_what_is_not_bound(nn):
+def unbind_of_unbound_module(nn):
     affine(nn)().unbind()
 
 
 @program
-def a_scope_for_two_that_are_not_bound(nn):
+def shared_scope_of_unbound_modules(nn):
     nn.share_scope(affine(nn)(), affine(nn)())
 
 
 @program
-def a_submodule_in_a_plain_method(nn):
+def submodule_in_a_plain_method(nn):
     run(method(nn, lambda self, x: affine(nn)()(x), compact=False))
 
 
 @program
-def a_parameter_in_a_plain_method(nn):
+def parameter_in_a_plain_method(nn):
     run(method(nn, lambda self, x: self.param("a", normal, (2,)), compact=False))
 
 
 @program
-def a_variable_in_a_plain_method(nn):
+def variable_in_a_plain_method(nn):
     run(method(nn, lambda self, x: self.variable("c", "a", jnp.ones, 2), compact=False))
 
 
@@ -98,7 +98,7 @@ def test_reserved_field(name):
 
 
 @program
-def an_attribute_set_in_a_method(nn):
+def attribute_set_in_a_method(nn):
     def call(self, x):
         self.seen = x
 
@@ -106,13 +106,13 @@ def an_attribute_set_in_a_method(nn):
 
 
 @program
-def a_field_set_from_outside(nn):
+def field_set_from_outside(nn):
     bound = affine(nn)().bind({})
     bound.features = 3
 
 
 @program
-def a_field_set_in_setup(nn):
+def field_set_in_setup(nn):
     class Model(nn.Module):
         features: int = 2
 
@@ -126,7 +126,7 @@ def a_field_set_in_setup(nn):
 
 
 @program
-def post_init_without_the_one_above(nn):
+def post_init_without_super(nn):
     class Model(nn.Module):
         def __post_init__(self):
             pass
@@ -149,7 +149,7 @@ def test_invalid_method(wrong):
 
 
 @program
-def two_submodules_of_one_name(nn):
+def duplicate_submodule_names(nn):
     def call(self, x):
         return affine(nn)(name="a")(affine(nn)(name="a")(x))
 
@@ -157,7 +157,7 @@ def two_submodules_of_one_name(nn):
 
 
 @program
-def a_given_name_that_is_made_as_well(nn):
+def given_name_equals_default_name(nn):
     def call(self, x):
         return affine(nn)()(affine(nn)(name="Affine_0")(x))
 
@@ -165,7 +165,7 @@ def a_given_name_that_is_made_as_well(nn):
 
 
 @program
-def a_parameter_named_as_a_submodule(nn):
+def parameter_named_as_a_submodule(nn):
     def call(self, x):
         affine(nn)(name="a")(x)
         return self.param("a", normal, (2,))
@@ -174,7 +174,7 @@ def a_parameter_named_as_a_submodule(nn):
 
 
 @program
-def a_submodule_named_as_a_parameter(nn):
+def submodule_named_as_a_parameter(nn):
     def call(self, x):
         self.param("a", normal, (2,))
         return affine(nn)(name="a")(x)
@@ -183,7 +183,7 @@ def a_submodule_named_as_a_parameter(nn):
 
 
 @program
-def a_submodule_named_as_a_variable(nn):
+def submodule_named_as_a_variable(nn):
     def call(self, x):
         self.variable("state", "a", jnp.ones, (2,))
         return affine(nn)(name="a")(x)
@@ -192,7 +192,7 @@ def a_submodule_named_as_a_variable(nn):
 
 
 @program
-def two_parameters_of_one_name(nn):
+def duplicate_parameter_names(nn):
     def call(self, x):
         return self.param("a", normal, (2,)) + self.param("a", normal, (2,))
 
@@ -200,7 +200,7 @@ def two_parameters_of_one_name(nn):
 
 
 @program
-def two_variables_of_one_name(nn):
+def duplicate_variable_names(nn):
     def call(self, x):
         self.variable("state", "a", jnp.ones, (2,))
         return self.variable("state", "a", jnp.ones, (2,))
@@ -209,7 +209,7 @@ def two_variables_of_one_name(nn):
 
 
 @program
-def a_parameter_named_as_an_attribute_of_setup(nn):
+def parameter_named_as_an_attribute_of_setup(nn):
     class Model(nn.Module):
         def setup(self):
             self.a = affine(nn)()
@@ -222,7 +222,7 @@ def a_parameter_named_as_an_attribute_of_setup(nn):
 
 
 @program
-def a_submodule_named_as_a_field(nn):
+def submodule_named_as_a_field(nn):
     class Model(nn.Module):
         a: nn.Module
 
@@ -234,7 +234,7 @@ def a_submodule_named_as_a_field(nn):
 
 
 @program
-def a_name_scope_named_as_a_submodule(nn):
+def name_scope_named_as_a_submodule(nn):
     class Model(nn.Module):
         @nn.compact_name_scope
         def f(self, x):
@@ -248,7 +248,7 @@ def a_name_scope_named_as_a_submodule(nn):
 
 
 @program
-def a_submodule_named_as_a_name_scope(nn):
+def submodule_named_as_a_name_scope(nn):
     class Model(nn.Module):
         @nn.compact_name_scope
         def f(self, x):
@@ -262,7 +262,7 @@ def a_submodule_named_as_a_name_scope(nn):
 
 
 @program
-def a_parameter_in_a_method_with_a_name_scope(nn):
+def parameter_in_a_method_with_a_name_scope(nn):
     class Model(nn.Module):
         @nn.compact_name_scope
         def __call__(self, x):
@@ -272,20 +272,20 @@ def a_parameter_in_a_method_with_a_name_scope(nn):
 
 
 @program
-def parameters_of_another_shape(nn):
+def wrong_parameter_shapes(nn):
     variables = run(affine(nn)())
     affine(nn)(3).apply(variables, X)
 
 
 @program
-def a_parameter_that_is_not_given(nn):
+def missing_parameter(nn):
     variables = run(affine(nn)())
     del variables["params"]["bias"]
     affine(nn)().apply(variables, X)
 
 
 @program
-def a_submodule_whose_parameters_are_not_given(nn):
+def submodule_without_parameters(nn):
     def call(self, x):
         return affine(nn)()(x)
 
@@ -298,13 +298,13 @@ def no_parameters(nn):
 
 
 @program
-def a_variable_that_is_not_given(nn):
+def missing_variable(nn):
     model = method(nn, lambda self, x: self.variable("state", "a", jnp.ones, (2,)).value)
     model.apply({"state": {"b": 1}}, X)
 
 
 @program
-def state_that_cannot_be_changed(nn):
+def immutable_state(nn):
     def call(self, x):
         a = self.variable("state", "a", jnp.ones, (2,))
         a.value = x
@@ -314,27 +314,27 @@ def state_that_cannot_be_changed(nn):
 
 
 @program
-def a_variable_put_that_cannot_be_changed(nn):
+def put_immutable_variable(nn):
     method(nn, lambda self, x: self.put_variable("state", "a", x)).apply({}, X)
 
 
 @program
-def a_stream_that_is_not_given(nn):
+def missing_stream(nn):
     method(nn, lambda self, x: self.make_rng("dropout")).apply({}, X, rngs={"noise": KEY})
 
 
 @program
-def no_key_at_all(nn):
+def no_key(nn):
     method(nn, lambda self, x: self.make_rng()).apply({}, X)
 
 
 @program
-def a_key_that_is_none(nn):
+def invalid_key(nn):
     affine(nn)().init(jnp.ones(3), X)
 
 
 @program
-def variables_that_are_an_array(nn):
+def array_as_variables(nn):
     affine(nn)().apply(X, X)
 
 
@@ -344,33 +344,33 @@ def variables_of_variables(nn):
 
 
 @program
-def a_parameter_given_at_both_times(nn):
+def parameter_given_twice(nn):
     nn.merge_param("deterministic", True, False)
 
 
 @program
-def a_parameter_given_at_no_time(nn):
+def parameter_not_given(nn):
     nn.merge_param("deterministic", None, None)
 
 
 @program
-def a_lazy_init_that_needs_a_value(nn):
+def lazy_init_needs_a_value(nn):
     model = method(nn, lambda self, x: self.param("a", lambda key: x * 2))
     model.lazy_init(KEY, jax.ShapeDtypeStruct((2,), jnp.float32))
 
 
 @program
-def a_module_with_a_parent_of_no_kind(nn):
+def invalid_parent(nn):
     affine(nn)(parent="x")
 
 
 @program
-def a_field_of_a_wrong_name(nn):
+def unknown_field(nn):
     affine(nn)(feature=3)
 
 
 @program
-def a_clone_with_a_field_of_a_wrong_name(nn):
+def clone_with_unknown_field(nn):
     affine(nn)().clone(feature=3)
 
 
@@ -388,12 +388,12 @@ def perturbations_without_a_module(nn):
 
 
 @program
-def a_name_that_is_no_text(nn):
+def non_string_name(nn):
     run(method(nn, lambda self, x: affine(nn)(name=3)(x)))
 
 
 @program
-def a_field_that_has_no_hash(nn):
+def unhashable_field(nn):
     class Model(nn.Module):
         sizes: list
 
@@ -409,5 +409,5 @@ def no_call(nn):
 
 
 @program
-def a_filter_that_is_none(nn):
+def invalid_filter(nn):
     affine(nn)().init(KEY, X, mutable=3)

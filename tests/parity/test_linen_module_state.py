@@ -21,12 +21,12 @@ def test_programs_agree(case):
 
 
 def method(nn, fn, compact=True):
-    """A module with one method."""
+    """Returns a module with one method."""
     return type("Model", (nn.Module,), {"__call__": nn.compact(fn) if compact else fn})()
 
 
 @program
-def state_that_is_changed(nn):
+def mutated_state(nn):
     y, variables = initialized(counter(nn)())
     (z, changed) = counter(nn)().apply(variables, X, rngs={"noise": KEY}, mutable=["state"])
     return (y, z), (variables, changed)
@@ -65,7 +65,7 @@ def variables_of_submodules_by_name(nn):
 
 
 @program
-def a_variable_whose_first_value_needs_a_key(nn):
+def variable_init_with_key(nn):
     def call(self, x):
         v = self.variable("state", "v", lambda shape: normal(self.make_rng("noise"), shape), (2,))
         w = self.variable("state", "w", lambda *, fill: jnp.full(2, fill), fill=3.0)
@@ -75,7 +75,7 @@ def a_variable_whose_first_value_needs_a_key(nn):
 
 
 @program
-def a_parameter_that_is_a_tree(nn):
+def parameter_that_is_a_tree(nn):
     def make(key, shape, *, scale):
         a, b = jax.random.split(key)
         return {"a": normal(a, shape), "b": [scale * normal(b, shape)]}
@@ -101,7 +101,7 @@ def parameters_in_boxes(nn):
 
 
 @program
-def a_parameter_of_none(nn):
+def none_parameter(nn):
     return initialized(method(nn, lambda self, x: self.param("none", lambda key: None) is None))
 
 
@@ -329,7 +329,7 @@ def functions_of_modules(nn):
 
 
 @program
-def flags_of_a_call(nn):
+def call_flags(nn):
     def call(self, x):
         cols = [self.is_mutable_collection(col) for col in ("params", "state", "intermediates")]
         return cols, self.is_initializing(), self.has_rng("noise")
@@ -341,7 +341,7 @@ def flags_of_a_call(nn):
 
 
 @program
-def arguments_of_both_times(nn):
+def merged_arguments(nn):
     both = [(None, 1), (True, None), (0, None), (None, False)]
     return [nn.merge_param("x", a, b) for a, b in both], {}
 
@@ -364,7 +364,7 @@ def under_jit_and_grad(nn):
 
 
 @program
-def frozen_dicts_go_in(nn):
+def frozen_dict_inputs(nn):
     import flax.core
 
     import weft.core

@@ -21,15 +21,15 @@ def step(nn):
             calls = self.variable("counts", "calls", lambda: jnp.zeros((), int))
             if self.is_mutable_collection("counts") and not self.is_initializing():
                 calls.value += 1
-            carry = jnp.tanh(carry) @ self.param("w", cheap, carry.shape[-1:] * 2)
-            carry += cheap(self.make_rng("noise"), carry.shape)
+            carry = jnp.tanh(carry) @ self.param("w", fast_random, carry.shape[-1:] * 2)
+            carry += fast_random(self.make_rng("noise"), carry.shape)
             return carry if x is None else carry + x, carry.sum()
 
     return Step
 
 
-def cheap(key, shape):
-    """Random numbers that are compiled fast."""
+def fast_random(key, shape):
+    """Draws random numbers that compile fast."""
     return jax.random.bits(key, shape) / 2.0**32
 
 

@@ -55,7 +55,7 @@ ids = pytest.mark.parametrize(
 
 
 def tolerance(*dtypes):
-    """Of results: a value of 8 bits may be rounded to either side."""
+    """Returns the tolerance of results: a value of 8 bits may be rounded to either side."""
     return 3e-2 if jnp.bfloat16 in dtypes else 1e-4
 
 

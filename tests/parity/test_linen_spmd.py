@@ -17,7 +17,7 @@ normal = jax.nn.initializers.normal(1.0)
 
 
 @pytest.fixture(autouse=True)
-def no_rules_are_left():
+def rules_are_reset():
     yield
     for nn in (flax.linen, weft.linen):
         nn.set_logical_axis_rules(())

@@ -249,7 +249,7 @@ def add_metadata_axis_of_a_class(nn):
 
 
 @programs.body()
-def a_module_as_field_of_a_lifted_one(nn, self, x):
+def module_as_field_of_a_lifted_one(nn, self, x):
     class Outer(nn.Module):
         inner: nn.Module
 
@@ -262,7 +262,7 @@ def a_module_as_field_of_a_lifted_one(nn, self, x):
 
 
 @programs.body()
-def a_module_as_argument_of_a_lifted_one(nn, self, x):
+def module_as_argument_of_a_lifted_one(nn, self, x):
     class Outer(nn.Module):
         @nn.compact
         def __call__(self, x, inner):

@@ -12,7 +12,7 @@ NORMAL = jax.nn.initializers.normal()
 
 
 def steps(layer, *collections, **kwargs):
-    """Of a layer that has been initialised: what it gives, with updates and without."""
+    """Returns the outputs of an initialized layer, with updates and without."""
     variables = layer.init(KEY, X, **kwargs)
     first = layer.apply(variables, X, mutable=list(collections), **kwargs)
     again = layer.apply({**variables, **first[1]}, X, mutable=list(collections), **kwargs)

@@ -122,7 +122,7 @@ def paths(lib):
     return [jax.tree_util.keystr(path) for path, _ in leaves]
 
 
-def the_global_mesh(lib):
+def global_mesh(lib):
     outside = lib.get_global_mesh(), lib.global_mesh_defined()
     with jax.set_mesh(a_mesh()):
         return outside, lib.get_global_mesh(), lib.global_mesh_defined()
@@ -147,7 +147,7 @@ PROGRAMS = [
     as_variable_metadata,
     through_an_optimizer,
     paths,
-    the_global_mesh,
+    global_mesh,
     which_are_boxes,
 ]
 
@@ -173,7 +173,7 @@ def unbox_two_levels(lib):
     return jax.jit(lib.unbox)(lib.Partitioned(inner, ("data", None)))
 
 
-def put_where_the_boxes_say(lib):
+def put_by_box_sharding(lib):
     tree = {"w": lib.Partitioned(jnp.ones((4, 8)), ("data", "model")), "b": jnp.ones(3)}
     return lib.unbox(jax.device_put(tree, lib.get_sharding(tree, a_mesh())))
 
@@ -182,7 +182,7 @@ PLACED = [
     unbox_with_its_mesh,
     unbox_over_the_global_mesh,
     unbox_two_levels,
-    put_where_the_boxes_say,
+    put_by_box_sharding,
 ]
 
 

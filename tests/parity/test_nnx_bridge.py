@@ -281,7 +281,7 @@ def lazy_init_of_a_model(nnx, nn, bridge):
 
 
 @program
-def there_and_back(nnx, nn, bridge):
+def round_trip(nnx, nn, bridge):
     layer = bridge.ToNNX(bridge.to_linen(nnx.Linear, 3, 2), nnx.Rngs(0)).lazy_init(X)
     return described(nnx, layer), layer(X)
 

@@ -30,7 +30,7 @@ X = jnp.ones((4, 2))
 
 
 def seen(x):
-    """A result in plain Python."""
+    """Returns a result in plain Python."""
     if hasattr(x, "flat_state") or type(x).__name__ == "State":
         return {path: seen(v) for path, v in flax_or_weft_items(x)}
     if hasattr(x, "get_raw_value"):
@@ -111,7 +111,7 @@ def outputs(nnx):
     return method(X), unwanted(X), alone(model), nnx.capture(model, method_outputs=nnx.Cache)(X)
 
 
-def first_values(nnx):
+def initial_values(nnx):
     model = make(nnx)
     _, seen_before = nnx.capture(model, nnx.Intermediate)(X)
     _, between = nnx.capture(model, nnx.Perturbation)(X)
@@ -124,7 +124,7 @@ def first_values(nnx):
     ]
 
 
-def attributes_that_were_there(nnx):
+def existing_attributes(nnx):
     model = make(nnx)
     model(X)
     before = names(model)
@@ -190,7 +190,7 @@ def tables(nnx):
 PROGRAMS = {
     f.__name__: f
     for f in (
-        kinds, functions, outputs, first_values, attributes_that_were_there, gradients, compiled,
+        kinds, functions, outputs, initial_values, existing_attributes, gradients, compiled,
         nested, tables,
     )
 }  # fmt: skip

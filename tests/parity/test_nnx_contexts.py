@@ -37,7 +37,7 @@ WEFT = Library(
 
 
 def seen(x):
-    """A result in plain Python."""
+    """Returns a result in plain Python."""
     if type(x).__name__ == "NodeStates":
         return "NodeStates", [seen(s) for s in x.states], x.metadata
     if hasattr(x, "get_raw_value"):
@@ -136,7 +136,7 @@ def referred(nnx):
     return first, second, sorted(known.values()), again is new, sorted(made)
 
 
-def others_before(nnx):
+def replaced_objects(nnx):
     model, _ = make(nnx)
     layer, w, stat = model.a, model.a.w, model.stat
     index = nnx.RefMap()
@@ -221,7 +221,7 @@ def held(nnx):
 PROGRAMS = {
     f.__name__: f
     for f in (
-        unpacked, split_and_merged, updated, referred, others_before, trees, prefixed, held,
+        unpacked, split_and_merged, updated, referred, replaced_objects, trees, prefixed, held,
     )
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ program, error = Programs(), Programs()
 
 
 @program()
-def a_block_called_several_times(nnx, **mode):
+def block_called_several_times(nnx, **mode):
     model = models(nnx).Block(nnx.Rngs(0))
     f = nnx.jit(lambda model, x: model(x), **mode)
     return [f(model, X) for _ in range(3)], model
@@ -121,7 +121,7 @@ def objects_in_containers(nnx, **mode):
 
 
 @program(GRAPH)
-def the_functional_style(nnx, **mode):
+def functional_style(nnx, **mode):
     @nnx.jit(**mode)
     def step(graphdef, state, x):
         model = nnx.merge(graphdef, state)
@@ -151,7 +151,7 @@ def static_arguments(nnx, **mode):
 
 
 @program()
-def an_optimizer_in_a_step(nnx, **mode):
+def optimizer_in_a_step(nnx, **mode):
     import optax
 
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
@@ -207,7 +207,7 @@ def shapes_of_results(nnx, **mode):
 
 
 @program()
-def jit_inside_of_jit_and_grad(nnx, **mode):
+def jit_inside_jit_and_grad(nnx, **mode):
     model = models(nnx).Pair(2.0)
     inner = nnx.jit(lambda model, x: model(x), **mode)
     y = nnx.jit(lambda model, x: inner(model, x) + inner(model, 2 * x), **mode)(model, 1.0)
@@ -215,7 +215,7 @@ def jit_inside_of_jit_and_grad(nnx, **mode):
 
 
 @program()
-def an_error_before_and_after_a_write(nnx, **mode):
+def error_before_and_after_a_write(nnx, **mode):
     model, results = models(nnx).Pair(2.0), []
 
     @nnx.jit(static_argnums=1, **mode)
@@ -264,45 +264,45 @@ def without_jit(nnx, **mode):
 
 
 @error()
-def a_method_of_one_object(nnx, **mode):
+def method_of_one_object(nnx, **mode):
     nnx.jit(nnx.Linear(3, 2, rngs=nnx.Rngs(0)).__call__, **mode)
 
 
 @error()
-def a_captured_object_is_written_to(nnx, **mode):
+def captured_object_is_written_to(nnx, **mode):
     model = models(nnx).Pair()
     nnx.jit(lambda x: model(x), **mode)(1.0)
 
 
 @error()
-def a_captured_object_is_returned(nnx, **mode):
+def captured_object_is_returned(nnx, **mode):
     model = models(nnx).Pair()
     nnx.jit(lambda x: model, **mode)(1.0)
 
 
 @error(TREE)
-def an_object_twice_in_tree_mode(nnx, **mode):
+def object_twice_in_tree_mode(nnx, **mode):
     model = models(nnx).Pair()
     nnx.jit(lambda a, b: a.w + b.w, **mode)(model, model)
 
 
 @error(GRAPH)
-def an_object_is_static(nnx, **mode):
+def static_object(nnx, **mode):
     nnx.jit(lambda model, x: x, static_argnums=0, **mode)(models(nnx).Pair(), 1.0)
 
 
 @error()
-def a_static_argument_without_a_hash(nnx, **mode):
+def unhashable_static_argument(nnx, **mode):
     nnx.jit(lambda model, x: x, static_argnums=1, **mode)(models(nnx).Pair(), [1])
 
 
 @error()
-def a_text_among_the_arguments(nnx, **mode):
+def string_argument(nnx, **mode):
     nnx.jit(lambda model, x: x, **mode)(models(nnx).Pair(), "text")
 
 
 @error()
-def compiled_for_another_structure(nnx, **mode):
+def compiled_for_other_structure(nnx, **mode):
     model = models(nnx).Pair()
     compiled = nnx.jit(lambda model, x: x, **mode).lower(model, 1.0).compile()
     model.new = nnx.Param(1.0)
@@ -317,7 +317,7 @@ def compiled_for_another_shape(nnx, **mode):
 
 
 @error(GRAPH)
-def a_result_laid_out_in_another_way(nnx, **mode):
+def result_with_other_sharding(nnx, **mode):
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     over, whole = NamedSharding(mesh, PartitionSpec("x")), NamedSharding(mesh, PartitionSpec())
     model = nnx.List([nnx.Param(jnp.arange(4.0))])

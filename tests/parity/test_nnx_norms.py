@@ -69,7 +69,7 @@ ids = pytest.mark.parametrize(
 
 
 def tolerance(kwargs, x=X):
-    """Of results: a value of 8 bits may be rounded to either side."""
+    """Returns the tolerance of results: a value of 8 bits may be rounded to either side."""
     rough = {"dtype", "param_dtype", "promote_dtype"} & kwargs.keys()
     return 3e-2 if rough or x.dtype == jnp.bfloat16 else 1e-4
 

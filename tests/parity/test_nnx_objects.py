@@ -83,7 +83,7 @@ def make(nnx):
 
 
 def inside(nnx, change):
-    """A change of something made outside, in a trace."""
+    """Changes an outer object inside of a trace."""
     jax.jit(lambda x: change(x) or x)(jnp.ones(2))
 
 

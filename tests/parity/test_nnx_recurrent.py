@@ -170,7 +170,7 @@ def test_initial_carry():
 
 
 def counting(nnx, **kwargs):
-    """Returns a cell of one's own, which counts and draws."""
+    """Returns a custom cell, which counts and draws."""
 
     class Cell(nnx.RNNCellBase):
         def __init__(self):

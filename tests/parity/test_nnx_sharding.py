@@ -212,7 +212,7 @@ FAILURES = {
     "no such axis": lambda nnx: nnx.Param(jnp.ones(4), out_sharding=("q",), mesh=mesh_of()),
     "too many axes": lambda nnx: nnx.Param(
         jnp.ones(4), out_sharding=(None, "data"), mesh=mesh_of()),
-    "rules that fight": lambda nnx: under(AxisType.Auto, lambda nnx: by_fighting_rules(nnx))(nnx),
+    "conflicting rules": lambda nnx: under(AxisType.Auto, by_conflicting_rules)(nnx),
     "no axis in the mesh of all": lambda nnx: nnx.get_named_sharding(
         nnx.Param(jnp.ones(4), out_sharding=("q",), eager_sharding=False), mesh_of()),
     "no mesh for what is abstract": lambda nnx: nnx.abstract_with_sharding(
@@ -224,7 +224,7 @@ FAILURES = {
 }  # fmt: skip
 
 
-def by_fighting_rules(nnx):
+def by_conflicting_rules(nnx):
     with nnx.logical_axis_rules((("embed", "data"),)):
         return nnx.Param(jnp.ones((4, 8)), out_sharding=("embed",), sharding_rules=RULES)
 

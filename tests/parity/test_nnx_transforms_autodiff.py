@@ -146,13 +146,13 @@ def structure_changes_in_the_loss(nnx, **mode):
 
 
 @program(GRAPH, TREE)
-def new_models_beside_the_loss(nnx, **mode):
+def new_models_as_aux(nnx, **mode):
     Pair = models(nnx).Pair
     return nnx.grad(lambda m: (square(m), Pair(m.w * 2)), has_aux=True, **mode)(Pair())
 
 
 @program(GRAPH)
-def the_argument_beside_the_loss(nnx, **mode):
+def argument_as_aux(nnx, **mode):
     m = models(nnx).Pair()
     _, out = nnx.grad(lambda m: (square(m), m), has_aux=True, **mode)(m)
     return out is m
@@ -228,7 +228,7 @@ def results_that_are_objects(nnx, **mode):
 
 
 @program(GRAPH)
-def a_rule_for_gradients(nnx, **mode):
+def rule_for_gradients(nnx, **mode):
     m = models(nnx).Pair()
     given = []
 
@@ -255,7 +255,7 @@ def a_rule_for_gradients(nnx, **mode):
 
 
 @program(VALUES, TREE)
-def a_rule_for_gradients_of_trees(nnx, **mode):
+def rule_for_gradients_of_trees(nnx, **mode):
     m = models(nnx).Pair()
 
     @nnx.custom_vjp(**mode)
@@ -274,7 +274,7 @@ def a_rule_for_gradients_of_trees(nnx, **mode):
 
 
 @program()
-def a_rule_for_arrays(nnx, **mode):
+def rule_for_arrays(nnx, **mode):
     @nnx.custom_vjp(nondiff_argnums=(0,), **mode)
     def f(fn, x):
         return fn(x)
@@ -291,7 +291,7 @@ def a_rule_for_arrays(nnx, **mode):
 
 
 @program(GRAPH)
-def a_rule_for_a_part(nnx, **mode):
+def rule_for_a_part(nnx, **mode):
     m = models(nnx).Pair()
 
     @nnx.custom_vjp(nondiff_argnums=(nnx.DiffState(0, nnx.Param),), **mode)
@@ -323,13 +323,13 @@ def differentiated_and_not(nnx, **mode):
 
 
 @error(VALUES, TREE)
-def a_captured_result(nnx, **mode):
+def captured_result(nnx, **mode):
     m = models(nnx).Pair()
     nnx.grad(lambda x: (x**2, m), has_aux=True, **mode)(1.0)
 
 
 @error()
-def a_captured_counter(nnx, **mode):
+def captured_counter(nnx, **mode):
     m = models(nnx).Pair()
 
     def loss(x):
@@ -340,12 +340,12 @@ def a_captured_counter(nnx, **mode):
 
 
 @error()
-def no_scalar(nnx, **mode):
+def non_scalar_loss(nnx, **mode):
     nnx.grad(lambda m: jnp.ones(3) * m.w, **mode)(models(nnx).Pair())
 
 
 @error()
-def an_integer_loss(nnx, **mode):
+def integer_loss(nnx, **mode):
     nnx.grad(lambda m: 3, **mode)(models(nnx).Pair())
 
 
@@ -355,7 +355,7 @@ def integers(nnx, **mode):
 
 
 @error()
-def a_pair_without_has_aux(nnx, **mode):
+def pair_without_has_aux(nnx, **mode):
     nnx.grad(lambda m: (square(m), 1), **mode)(models(nnx).Pair())
 
 
@@ -365,12 +365,12 @@ def no_arguments(nnx, **mode):
 
 
 @error()
-def no_such_argument(nnx, **mode):
+def invalid_argnum(nnx, **mode):
     nnx.grad(square, argnums=5, **mode)(models(nnx).Pair())
 
 
 @error(GRAPH)
-def an_argument_twice(nnx, **mode):
+def duplicate_argnums(nnx, **mode):
     nnx.grad(square, argnums=(0, 0), **mode)(models(nnx).Pair())
 
 
@@ -380,12 +380,12 @@ def axes_to_reduce(nnx, **mode):
 
 
 @error()
-def a_method_of_an_object(nnx, **mode):
+def method_of_an_object(nnx, **mode):
     nnx.grad(models(nnx).Pair().__call__, **mode)
 
 
 @error(VALUES, TREE)
-def a_state_for_tangents_that_does_not_fit(nnx, **mode):
+def mismatched_tangent_state(nnx, **mode):
     m = models(nnx).Pair()
     nnx.jvp(lambda m: m.w * 1, (m,), (jnp.ones(()),), **mode)
 
@@ -396,7 +396,7 @@ def no_rule(nnx, **mode):
 
 
 @error(GRAPH)
-def a_rule_that_returns_what_does_not_fit(nnx, **mode):
+def rule_with_mismatched_result(nnx, **mode):
     f = nnx.custom_vjp(lambda m: m.w * 1, **mode)
     f.defvjp(lambda m: (m.w * 1, m), lambda m, g: (3.0,))
     nnx.grad(lambda m: f(m), **mode)(models(nnx).Pair())

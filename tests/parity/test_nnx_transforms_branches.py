@@ -42,7 +42,7 @@ def one_branch_writes(nnx, **mode):
 
 
 @program()
-def streams_advance_in_the_branch_that_is_taken(nnx, **mode):
+def streams_advance_in_taken_branch(nnx, **mode):
     rngs = nnx.Rngs(0)
     draw = lambda r: jax.random.normal(r.noise())  # noqa: E731
     rest = lambda r: jnp.zeros(())  # noqa: E731
@@ -70,7 +70,7 @@ def several_operands_in_containers(nnx, **mode):
 
 
 @program(GRAPH)
-def the_same_attribute_in_both_branches(nnx, **mode):
+def same_attribute_in_both_branches(nnx, **mode):
     m = models(nnx).Pair()
 
     def of(value):
@@ -85,7 +85,7 @@ def the_same_attribute_in_both_branches(nnx, **mode):
 
 
 @program(VALUES, TREE)
-def an_attribute_in_one_branch_is_dropped(nnx, **mode):
+def attribute_in_one_branch_is_dropped(nnx, **mode):
     m = models(nnx).Pair()
 
     def make(m):
@@ -96,7 +96,7 @@ def an_attribute_in_one_branch_is_dropped(nnx, **mode):
 
 
 @program(GRAPH)
-def the_operand_is_returned(nnx, **mode):
+def operand_is_returned(nnx, **mode):
     m = models(nnx).Pair()
     out = nnx.cond(True, lambda m: (m, m.w), lambda m: (m, m.w), m, **mode)
     return out[0] is m, out[1] is m.w
@@ -261,25 +261,25 @@ def test_programs(program, mode):
 
 
 @error()
-def results_of_other_shapes(nnx, **mode):
+def mismatched_result_shapes(nnx, **mode):
     m = models(nnx).Pair()
     nnx.cond(True, lambda m: m.w * 1, lambda m: jnp.ones(2), m, **mode)
 
 
 @error()
-def results_of_other_structures(nnx, **mode):
+def mismatched_result_structures(nnx, **mode):
     m = models(nnx).Pair()
     nnx.cond(True, lambda m: m.w * 1, lambda m: (m.w * 1, 2.0), m, **mode)
 
 
 @error()
-def variables_of_other_shapes(nnx, **mode):
+def mismatched_variable_shapes(nnx, **mode):
     m = models(nnx).Pair()
     nnx.cond(True, lambda m: m.n.set_value(jnp.ones(2)), lambda m: None, m, **mode)
 
 
 @error(GRAPH)
-def static_attributes_that_differ(nnx, **mode):
+def differing_static_attributes(nnx, **mode):
     def of(kind):
         def branch(m):
             m.kind = kind
@@ -296,30 +296,30 @@ def branches_that_return_other_operands(nnx, **mode):
 
 
 @error()
-def models_of_other_classes(nnx, **mode):
+def mismatched_model_classes(nnx, **mode):
     space = models(nnx)
     nnx.cond(True, lambda: space.Pair(), lambda: space.Holder(w=nnx.Param(1.0)), **mode)
 
 
 @error(VALUES, TREE)
-def a_captured_result(nnx, **mode):
+def captured_result(nnx, **mode):
     m = models(nnx).Pair()
     nnx.cond(True, lambda: m, lambda: m, **mode)
 
 
 @error()
-def a_captured_counter(nnx, **mode):
+def captured_counter(nnx, **mode):
     m = models(nnx).Pair()
     nnx.cond(True, lambda: add_one(m), lambda: add_ten(m), **mode)
 
 
 @error()
-def a_predicate_with_an_axis(nnx, **mode):
+def non_scalar_predicate(nnx, **mode):
     nnx.cond(jnp.array([True, False]), add_one, add_ten, models(nnx).Pair(), **mode)
 
 
 @error()
-def an_index_that_is_no_integer(nnx, **mode):
+def non_integer_index(nnx, **mode):
     nnx.switch(1.0, [add_one, add_ten], models(nnx).Pair(), **mode)
 
 
@@ -329,7 +329,7 @@ def no_branches(nnx, **mode):
 
 
 @error(TREE)
-def one_operand_twice(nnx, **mode):
+def duplicate_operand(nnx, **mode):
     m = models(nnx).Pair()
     nnx.cond(True, lambda a, b: None, lambda a, b: None, m, m, **mode)
 
@@ -340,13 +340,13 @@ def remat_of_a_bound_method(nnx, **mode):
 
 
 @error(VALUES, TREE)
-def remat_returns_what_is_captured(nnx, **mode):
+def remat_returns_captured(nnx, **mode):
     m = models(nnx).Pair()
     nnx.remat(lambda x: m, **mode)(1.0)
 
 
 @error()
-def a_static_argument_that_is_not_named(nnx, **mode):
+def static_argument_not_named(nnx, **mode):
     nnx.remat(lambda m, train: m.w if train else m.n, **mode)(models(nnx).Pair(), True)
 
 
@@ -361,7 +361,7 @@ def eval_shape_of_a_bound_method(nnx, **mode):
 
 
 @error()
-def eval_shape_changes_what_is_captured(nnx, **mode):
+def eval_shape_changes_captured(nnx, **mode):
     m = models(nnx).Pair()
     nnx.eval_shape(lambda: add_one(m), **mode)
 

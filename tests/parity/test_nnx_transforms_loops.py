@@ -23,7 +23,7 @@ def arrays_alone(nnx, **mode):
 
 
 @program()
-def the_carry_at_any_place(nnx, **mode):
+def carry_at_any_place(nnx, **mode):
     f = nnx.scan(
         lambda a, c, b: (a + b, c + a, a * b),
         in_axes=(0, nnx.Carry, None),
@@ -67,7 +67,7 @@ def layers_made_and_scanned(nnx, **mode):
 
 
 @program()
-def a_module_is_the_carry(nnx, **mode):
+def module_is_the_carry(nnx, **mode):
     m = models(nnx).Pair()
 
     def f(m, x):
@@ -80,7 +80,7 @@ def a_module_is_the_carry(nnx, **mode):
 
 
 @program(GRAPH)
-def the_carry_comes_back_as_itself(nnx, **mode):
+def carry_keeps_identity(nnx, **mode):
     m = models(nnx).Pair()
     carry = {"m": m, "x": (jnp.zeros(()), m.w)}
 
@@ -147,7 +147,7 @@ def attributes_made_in_each_step(nnx, **mode):
 
 
 @program()
-def a_shared_model(nnx, **mode):
+def shared_model(nnx, **mode):
     linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
     f = nnx.scan(lambda x, m: m(x), in_axes=(nnx.Carry, None), out_axes=nnx.Carry, length=3, **mode)
     return f(X, linear), linear
@@ -165,7 +165,7 @@ def streams_as_the_carry(nnx, **mode):
 
 
 @program()
-def streams_that_are_split(nnx, **mode):
+def split_streams(nnx, **mode):
     rngs = nnx.Rngs(0)
 
     @nnx.split_rngs(splits=3, **mode)
@@ -185,7 +185,7 @@ def new_models_stacked(nnx, **mode):
 
 
 @program()
-def a_method(nnx, **mode):
+def method(nnx, **mode):
     class Stack(nnx.Module):
         def __init__(self):
             self.w = nnx.Param(XS)
@@ -253,7 +253,7 @@ def while_over_a_tree(nnx, **mode):
 
 
 @program()
-def what_the_condition_writes_is_dropped(nnx, **mode):
+def condition_writes_are_dropped(nnx, **mode):
     m = models(nnx).Pair(2.0)
 
     def cond(m):
@@ -307,7 +307,7 @@ def fori_with_streams(nnx, **mode):
 
 
 @program()
-def fori_with_bounds_that_are_arrays(nnx, **mode):
+def fori_with_array_bounds(nnx, **mode):
     m = models(nnx).Pair(2.0)
 
     def body(i, m):
@@ -327,7 +327,7 @@ def gradients_of_a_fori_loop(nnx, **mode):
 
 
 @program()
-def loops_that_do_not_run(nnx, **mode):
+def empty_loops(nnx, **mode):
     m = models(nnx).Pair(2.0)
 
     def body(m):
@@ -341,7 +341,7 @@ def loops_that_do_not_run(nnx, **mode):
 
 
 @program()
-def loops_in_loops(nnx, **mode):
+def nested_loops(nnx, **mode):
     m = models(nnx).Pair(1.0)
 
     def inner(i, m):
@@ -357,7 +357,7 @@ def loops_in_loops(nnx, **mode):
 
 
 @program(VALUES, TREE)
-def a_shared_variable_that_the_body_writes_to(nnx, **mode):
+def body_writes_shared_variable(nnx, **mode):
     m = nnx.Dict(n=nnx.BatchStat(jnp.zeros(())), w=nnx.Param(jnp.ones(())))
 
     def body(c, m, x):
@@ -369,7 +369,7 @@ def a_shared_variable_that_the_body_writes_to(nnx, **mode):
 
 
 @program(VALUES, TREE)
-def shared_keys_that_the_body_draws(nnx, **mode):
+def body_draws_shared_keys(nnx, **mode):
     rngs = nnx.Rngs(0)
     f = nnx.scan(
         lambda c, r: (c, jax.random.uniform(r.default())),
@@ -386,22 +386,22 @@ def test_programs(program, mode):
 
 
 @error()
-def a_carry_without_a_counterpart(nnx, **mode):
+def carry_without_a_counterpart(nnx, **mode):
     nnx.scan(lambda c, x: x, in_axes=(nnx.Carry, 0), out_axes=0, **mode)(0.0, XS)
 
 
 @error()
-def a_nested_carry(nnx, **mode):
+def nested_carry(nnx, **mode):
     nnx.scan(lambda a, b: (a, b), in_axes=({"a": nnx.Carry}, 0), **mode)({"a": 0.0}, XS)
 
 
 @error()
-def a_shared_result(nnx, **mode):
+def shared_result(nnx, **mode):
     nnx.scan(lambda c, x: (c, x), out_axes=(nnx.Carry, None), **mode)(0.0, XS)
 
 
 @error(GRAPH)
-def a_shared_part_of_a_result(nnx, **mode):
+def shared_part_of_a_result(nnx, **mode):
     axes = nnx.StateAxes({...: None})
     make = lambda c, x: (c, models(nnx).Pair(x))  # noqa: E731
     nnx.scan(make, out_axes=(nnx.Carry, axes), **mode)(0.0, XS)
@@ -413,46 +413,46 @@ def no_length(nnx, **mode):
 
 
 @error()
-def another_length(nnx, **mode):
+def mismatched_length(nnx, **mode):
     nnx.scan(lambda c, x: (c, x), length=4, **mode)(0.0, XS)
 
 
 @error()
-def a_carry_of_another_shape(nnx, **mode):
+def mismatched_carry_shape(nnx, **mode):
     nnx.scan(lambda c, x: (jnp.stack([c, c]), x), **mode)(jnp.zeros(()), XS)
 
 
 @error(VALUES, TREE)
-def a_carry_of_another_structure(nnx, **mode):
+def mismatched_carry_structure(nnx, **mode):
     nnx.scan(lambda c, x: ((c, c), x), **mode)(jnp.zeros(()), XS)
 
 
 @error()
-def another_module_than_was_carried(nnx, **mode):
+def different_module_returned(nnx, **mode):
     nnx.scan(lambda m, x: (nnx.clone(m), x), **mode)(models(nnx).Pair(), XS)
 
 
 @error()
-def the_carry_is_also_shared(nnx, **mode):
+def carry_is_also_shared(nnx, **mode):
     m = models(nnx).Pair()
     f = nnx.scan(lambda a, b, x: (a, x), in_axes=(nnx.Carry, None, 0), **mode)
     f(m, m, XS)
 
 
 @error()
-def the_carry_is_also_scanned(nnx, **mode):
+def carry_is_also_scanned(nnx, **mode):
     m = models(nnx).Pair(XS, XS)
     nnx.scan(lambda a, b: (a, 0.0), **mode)(m, m)
 
 
 @error()
-def a_captured_result(nnx, **mode):
+def captured_result(nnx, **mode):
     m = models(nnx).Pair()
     nnx.scan(lambda c, x: (c, m), **mode)(0.0, XS)
 
 
 @error()
-def a_captured_counter(nnx, **mode):
+def captured_counter(nnx, **mode):
     m = models(nnx).Pair()
 
     def f(c, x):
@@ -463,7 +463,7 @@ def a_captured_counter(nnx, **mode):
 
 
 @error(GRAPH)
-def an_attribute_made_in_a_carried_module(nnx, **mode):
+def attribute_made_in_a_carried_module(nnx, **mode):
     def body(m):
         m.other = nnx.Param(1.0)
         return m
@@ -472,22 +472,22 @@ def an_attribute_made_in_a_carried_module(nnx, **mode):
 
 
 @error()
-def a_while_loop_returns_another_module(nnx, **mode):
+def while_loop_returns_other_module(nnx, **mode):
     nnx.while_loop(lambda m: m.n[...] < 3, nnx.clone, models(nnx).Pair(), **mode)
 
 
 @error()
-def a_while_loop_returns_nothing(nnx, **mode):
+def while_loop_returns_nothing(nnx, **mode):
     nnx.while_loop(lambda m: m.n[...] < 3, lambda m: None, models(nnx).Pair(), **mode)
 
 
 @error()
-def a_condition_that_is_no_bool(nnx, **mode):
+def non_bool_condition(nnx, **mode):
     nnx.while_loop(lambda m: m.n[...], lambda m: m, models(nnx).Pair(), **mode)
 
 
 @error()
-def a_variable_changes_its_shape_in_a_loop(nnx, **mode):
+def variable_changes_its_shape_in_a_loop(nnx, **mode):
     def body(m):
         m.n.set_value(jnp.ones(2))
         return m
@@ -496,7 +496,7 @@ def a_variable_changes_its_shape_in_a_loop(nnx, **mode):
 
 
 @error()
-def a_method_of_an_object(nnx, **mode):
+def method_of_an_object(nnx, **mode):
     nnx.scan(models(nnx).Pair().__call__, **mode)
 
 

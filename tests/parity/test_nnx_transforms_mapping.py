@@ -32,7 +32,7 @@ def models_made_under_vmap(nnx, **mode):
 
 
 @program()
-def an_ensemble_of_blocks(nnx, **mode):
+def ensemble_of_blocks(nnx, **mode):
     keys = jax.random.split(jax.random.key(0), 3)
     blocks = nnx.vmap(lambda key: models(nnx).Block(nnx.Rngs(key)), **mode)(keys)
     y = nnx.vmap(lambda m, x: m(x), in_axes=(0, None), **mode)(blocks, X)
@@ -40,7 +40,7 @@ def an_ensemble_of_blocks(nnx, **mode):
 
 
 @program()
-def a_shared_model_over_a_batch(nnx, **mode):
+def shared_model_over_a_batch(nnx, **mode):
     linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     return nnx.vmap(lambda m, x: m(x), in_axes=(None, 0), **mode)(linear, X), linear
 
@@ -85,7 +85,7 @@ def results_with_parts_along_axes(nnx, **mode):
 
 
 @program()
-def results_that_are_the_same_for_all(nnx, **mode):
+def unmapped_results(nnx, **mode):
     def f(x):
         return models(nnx).Pair(3.0), x * 2
 
@@ -107,7 +107,7 @@ def one_object_as_two_arguments(nnx, **mode):
 
 
 @program(GRAPH, VALUES)
-def a_shared_part_of_two_arguments(nnx, **mode):
+def shared_part_of_two_arguments(nnx, **mode):
     space = models(nnx)
     shared = space.Pair(jnp.ones(3), jnp.zeros(3))
     a, b = space.Holder(part=shared, k=1), space.Holder(part=shared, k=2)
@@ -121,7 +121,7 @@ def a_shared_part_of_two_arguments(nnx, **mode):
 
 
 @program(GRAPH)
-def an_argument_that_is_returned(nnx, **mode):
+def returned_argument_identity(nnx, **mode):
     m = models(nnx).Pair(jnp.ones(3), jnp.zeros(3))
 
     def f(m, x):
@@ -149,7 +149,7 @@ def aliases_with_equal_axes_everywhere(nnx, **mode):
 
 
 @program()
-def attributes_that_come_and_go(nnx, **mode):
+def added_and_removed_attributes(nnx, **mode):
     space = models(nnx)
     m = space.Holder(pair=space.Pair(jnp.ones(3), jnp.zeros(3)), kind="old", gone=1)
 
@@ -167,7 +167,7 @@ def attributes_that_come_and_go(nnx, **mode):
 
 
 @program()
-def arrays_that_are_attributes(nnx, **mode):
+def array_attributes(nnx, **mode):
     m = models(nnx).Holder(arr=nnx.data(jnp.arange(3.0)), w=nnx.Param(jnp.ones(3)))
 
     def f(m):
@@ -179,7 +179,7 @@ def arrays_that_are_attributes(nnx, **mode):
 
 
 @program()
-def metadata_that_is_changed(nnx, **mode):
+def changed_metadata(nnx, **mode):
     m = models(nnx).Pair(jnp.ones(3), jnp.zeros(3))
 
     def f(m):
@@ -190,7 +190,7 @@ def metadata_that_is_changed(nnx, **mode):
 
 
 @program()
-def one_update_for_all(nnx, **mode):
+def shared_update(nnx, **mode):
     m = models(nnx).Pair(1.0, 0.0)
 
     def f(m, x):
@@ -201,7 +201,7 @@ def one_update_for_all(nnx, **mode):
 
 
 @program()
-def streams_that_are_shared(nnx, **mode):
+def shared_streams(nnx, **mode):
     rngs = nnx.Rngs(0, dropout=1)
     y = nnx.vmap(lambda r, x: x + jax.random.normal(r.dropout()), in_axes=(None, 0), **mode)(
         rngs, jnp.arange(3.0)
@@ -210,7 +210,7 @@ def streams_that_are_shared(nnx, **mode):
 
 
 @program()
-def streams_that_are_split(nnx, **mode):
+def split_streams(nnx, **mode):
     rngs = nnx.Rngs(0, dropout=1)
 
     @nnx.split_rngs(splits=3, **mode)
@@ -262,7 +262,7 @@ def variables_and_states_as_arguments(nnx, **mode):
 
 
 @program()
-def a_graphdef_and_a_state(nnx, **mode):
+def graphdef_and_a_state(nnx, **mode):
     m = models(nnx).Pair(jnp.ones(3), jnp.zeros(3))
     graphdef, params, rest = nnx.split(m, nnx.Param, ...)
 
@@ -276,12 +276,12 @@ def a_graphdef_and_a_state(nnx, **mode):
 
 
 @program()
-def a_size_without_arguments(nnx, **mode):
+def size_without_arguments(nnx, **mode):
     return nnx.vmap(lambda: models(nnx).Pair(), axis_size=3, **mode)()
 
 
 @program(GRAPH)
-def arguments_by_name_have_the_axes_of_their_place(nnx, **mode):
+def keyword_arguments_use_positional_axes(nnx, **mode):
     m = models(nnx).Pair(2.0, 0.0)
 
     def f(m, x, k=3.0):
@@ -328,7 +328,7 @@ def vmap_of_vmap(nnx, **mode):
 
 
 @program(GRAPH)
-def the_new_axis_has_a_name_in_the_metadata(nnx, **mode):
+def new_axis_name_in_metadata(nnx, **mode):
     metadata = {nnx.PARTITION_NAME: "layers"}
 
     def make(x):
@@ -444,25 +444,25 @@ def inconsistent_input_and_output(nnx, **mode):
 
 
 @error(VALUES, TREE)
-def a_returned_variable_of_an_argument(nnx, **mode):
+def returned_variable_of_an_argument(nnx, **mode):
     m = models(nnx).Pair(jnp.ones(3), jnp.ones(3))
     graphdef, state = nnx.split(m)
     nnx.vmap(lambda s: nnx.state(nnx.merge(graphdef, s)), **mode)(state)
 
 
 @error(VALUES, TREE)
-def a_returned_argument(nnx, **mode):
+def returned_argument(nnx, **mode):
     nnx.vmap(lambda a: a, **mode)(models(nnx).Pair(jnp.ones(3), jnp.ones(3)))
 
 
 @error()
-def a_captured_result(nnx, **mode):
+def captured_result(nnx, **mode):
     m = models(nnx).Pair()
     nnx.vmap(lambda: m, axis_size=3, **mode)()
 
 
 @error()
-def a_captured_variable_is_written(nnx, **mode):
+def captured_variable_is_written(nnx, **mode):
     m = models(nnx).Pair()
 
     def f(x):
@@ -472,7 +472,7 @@ def a_captured_variable_is_written(nnx, **mode):
 
 
 @error()
-def a_captured_module_is_changed(nnx, **mode):
+def captured_module_is_changed(nnx, **mode):
     m = models(nnx).Pair()
 
     def f(x):
@@ -482,7 +482,7 @@ def a_captured_module_is_changed(nnx, **mode):
 
 
 @error()
-def a_shared_value_that_differs(nnx, **mode):
+def differing_shared_value(nnx, **mode):
     m = models(nnx).Pair()
 
     def f(m, x):
@@ -492,29 +492,29 @@ def a_shared_value_that_differs(nnx, **mode):
 
 
 @error(GRAPH)
-def a_filter_is_missing(nnx, **mode):
+def missing_filter(nnx, **mode):
     m = models(nnx).Pair(jnp.ones(3), jnp.ones(3))
     nnx.vmap(lambda m: None, in_axes=(nnx.StateAxes({nnx.Param: 0}),), **mode)(m)
 
 
 @error()
-def sizes_that_differ(nnx, **mode):
+def mismatched_sizes(nnx, **mode):
     m = models(nnx).Pair(jnp.ones(3), jnp.ones(2))
     nnx.vmap(lambda m: None, **mode)(m)
 
 
 @error()
-def a_stream_without_an_axis(nnx, **mode):
+def stream_without_an_axis(nnx, **mode):
     nnx.vmap(lambda r: r.params(), **mode)(nnx.Rngs(0))
 
 
 @error()
-def a_bound_method(nnx, **mode):
+def bound_method(nnx, **mode):
     nnx.vmap(models(nnx).Pair().__call__, **mode)
 
 
 @error(GRAPH)
-def a_parameter_without_a_place(nnx, **mode):
+def keyword_only_parameter(nnx, **mode):
     def f(x, *, k):
         return x * k
 
@@ -522,13 +522,13 @@ def a_parameter_without_a_place(nnx, **mode):
 
 
 @error(GRAPH)
-def a_name_that_is_not_there(nnx, **mode):
+def missing_name(nnx, **mode):
     v = nnx.Param(jnp.ones((3, 2)), out_sharding=("a", "b"), eager_sharding=False)
     nnx.vmap(lambda v: None, transform_metadata={nnx.PARTITION_NAME: "layers"}, **mode)(v)
 
 
 @error()
-def a_prefix_of_variables(nnx, **mode):
+def prefix_of_variables(nnx, **mode):
     m = models(nnx).Pair(jnp.ones(3), jnp.ones(3))
     axes = jax.tree.map(lambda x: 0, nnx.state(m))
     nnx.vmap(lambda s: None, in_axes=(axes,), **mode)(nnx.state(m))

@@ -53,7 +53,7 @@ def outcome(program, lib):
 
 
 def agree(program):
-    """Whether both say the same; of errors the class that Flax raises is among Weft's."""
+    """Compares both results; of errors, Weft's class must derive from Flax's."""
     ours, theirs = outcome(program, weft.core), outcome(program, flax_core)
     if isinstance(theirs, set):
         assert isinstance(ours, set), f"Flax raises {theirs}, and Weft returns {ours}"
@@ -104,31 +104,31 @@ def reservations(lib):
 
 
 @program
-def a_scope_twice(lib):
+def scope_twice(lib):
     root = scope_of(lib)
     return root.push("q") and root.push("q")
 
 
 @program
-def a_scope_where_a_variable_is(lib):
+def scope_named_as_a_variable(lib):
     root = scope_of(lib)
     return root.variable("state", "x", unbox=True) and root.push("x")
 
 
 @program
-def a_variable_where_a_scope_is(lib):
+def variable_named_as_a_scope(lib):
     root = scope_of(lib)
     return root.push("x") and root.variable("state", "x")
 
 
 @program
-def a_variable_twice(lib):
+def variable_twice(lib):
     root = scope_of(lib)
     return root.variable("state", "x") and root.variable("state", "x")
 
 
 @program
-def a_parameter_that_is_a_variable(lib):
+def parameter_that_is_a_variable(lib):
     root = scope_of(lib)
     root.param("a", lambda key: 1.0)
     return root.variable("params", "a")
@@ -141,7 +141,7 @@ def one_name_in_two_collections(lib):
 
 
 @program
-def a_name_that_is_no_string(lib):
+def non_string_name(lib):
     return scope_of(lib).reserve(3)
 
 
@@ -188,7 +188,7 @@ def children_as_functions(lib):
 
 
 @program
-def a_child_whose_name_is_taken(lib):
+def child_whose_name_is_taken(lib):
     root = scope_of(lib)
     return root.child(lambda scope: 0, "d"), root.child(lambda scope: 0, "d")
 
@@ -202,21 +202,21 @@ def ends(lib):
 
 
 @program
-def pushed_after_the_end(lib):
+def push_after_end(lib):
     root = scope_of(lib)
     root.invalidate()
     return root.push("d")
 
 
 @program
-def written_to_after_the_end(lib):
+def write_after_end(lib):
     root = scope_of(lib, mutable=True)
     root.invalidate()
     return root.put_variable("state", "x", 2)
 
 
 @program
-def a_key_after_the_end(lib):
+def key_after_end(lib):
     root = scope_of(lib, rngs=RNGS)
     root.invalidate()
     return root.make_rng()
@@ -263,7 +263,7 @@ def writing_dicts(lib):
 
 
 @program
-def a_value_that_is_assigned(lib):
+def value_that_is_assigned(lib):
     root = scope_of(lib, mutable=True)
     x = root.variable("state", "x")
     x.value += 2
@@ -305,58 +305,58 @@ def assigning_to_an_immutable_variable(lib):
 
 
 @program
-def a_missing_variable(lib):
+def missing_variable(lib):
     return scope_of(lib).variable("state", "y", lambda: 1)
 
 
 @program
-def a_missing_variable_without_an_initial_value(lib):
+def missing_variable_without_an_initial_value(lib):
     return scope_of(lib, mutable=True).variable("state", "y")
 
 
 @program
-def a_variable_of_an_empty_collection(lib):
+def variable_of_an_empty_collection(lib):
     return scope_of(lib).push("d").variable("empty", "y", lambda: 1)
 
 
 @program
-def a_variable_of_no_collection(lib):
+def variable_without_collection(lib):
     return scope_of(lib, mutable=True).variable("q", "y")
 
 
 @program
-def a_missing_parameter(lib):
+def missing_parameter(lib):
     return scope_of(lib).param("y", NORMAL, (2,))
 
 
 @program
-def a_missing_parameter_of_a_child(lib):
+def missing_parameter_of_a_child(lib):
     return scope_of(lib).push("d").param("y", NORMAL, (2,))
 
 
 @program
-def a_missing_parameter_of_a_lifted_child(lib):
+def missing_parameter_of_a_lifted_child(lib):
     return lib.lift.remat(lambda scope: scope.push("d").param("y", NORMAL, (2,)))(scope_of(lib))
 
 
 @program
-def a_parameter_without_parameters(lib):
+def parameter_without_parameters(lib):
     return lib.Scope({}).param("y", NORMAL, (2,))
 
 
 @program
-def a_parameter_of_another_shape(lib):
+def wrong_parameter_shape(lib):
     return lib.Scope({"params": {"k": jnp.ones(3)}}).param("k", NORMAL, (3, 2))
 
 
 @program
-def a_parameter_tree_of_another_shape(lib):
+def wrong_parameter_tree_shape(lib):
     scope = lib.Scope({"params": {"k": {"u": jnp.ones(3)}}})
     return scope.param("k", lambda key: {"u": jnp.ones(4)})
 
 
 @program
-def a_parameter_of_another_dtype(lib):
+def wrong_parameter_dtype(lib):
     return lib.Scope({"params": {"k": jnp.ones(3, jnp.bfloat16)}}).param("k", NORMAL, (3,))
 
 
@@ -375,14 +375,14 @@ def boxes(lib):
 
 
 @program
-def a_boxed_parameter_that_is_there(lib):
+def existing_boxed_parameter(lib):
     boxed = lib.meta.Partitioned(jnp.ones(3), ("a",))
     root = lib.Scope({"params": {"k": boxed}})
     return root.param("k", NORMAL, (3,)), root.rewound().param("k", NORMAL, (3,), unbox=False)
 
 
 @program
-def a_boxed_parameter_of_another_shape(lib):
+def wrong_boxed_parameter_shape(lib):
     root = lib.Scope({"params": {"k": lib.meta.Partitioned(jnp.ones(3), ("a",))}})
     return root.param("k", lib.meta.with_partitioning(NORMAL, ("a",)), (2,))
 
@@ -391,7 +391,7 @@ def a_boxed_parameter_of_another_shape(lib):
 
 
 @program
-def the_order_of_keys(lib):
+def order_of_keys(lib):
     root = scope_of(lib, rngs=RNGS)
     a, b = root.push("a"), root.push("b")
     return [
@@ -475,7 +475,7 @@ def frozen_variables(lib):
 
 
 @program
-def what_was_made_and_changed(lib):
+def created_and_changed(lib):
     def fn(scope):
         scope.push("d").param("w", NORMAL, (2,))
         scope.variable("state", "x").value = 5
@@ -510,7 +510,7 @@ def init_and_apply(lib):
 
 
 @program
-def init_that_makes_nothing(lib):
+def init_without_variables(lib):
     return lib.init(lambda scope: 1, mutable=False)(KEY)
 
 
@@ -530,7 +530,7 @@ def init_with_an_array(lib):
 
 
 @program
-def apply_with_a_layer_too_many(lib):
+def apply_with_doubly_nested_variables(lib):
     return lib.apply(lambda scope: 0)({"params": {"params": {"a": 1}}})
 
 
@@ -739,7 +739,7 @@ def several_scopes(lib, scope, options):
     return packed(lib, fn, **options)([a, a.push("below"), scope.push("b"), a])
 
 
-def a_scope_before_the_one_above_it(lib, scope, options):
+def scope_before_its_parent(lib, scope, options):
     def fn(scopes):
         scopes["a"].put_variable("state", "q", 5.0)
         return scopes["z"].get_variable("state", "a"), [s.path for s in scopes.values()]
@@ -747,7 +747,7 @@ def a_scope_before_the_one_above_it(lib, scope, options):
     return packed(lib, fn, **options)({"a": scope.push("a"), "z": scope})
 
 
-def the_same_name_twice(lib, scope, options):
+def duplicate_name(lib, scope, options):
     return packed(lib, lambda scopes: scopes[0].push("a").path)([scope, scope.push("a")])
 
 
@@ -766,8 +766,8 @@ def flags_inside(lib, scope, options):
     [
         one_scope,
         several_scopes,
-        a_scope_before_the_one_above_it,
-        the_same_name_twice,
+        scope_before_its_parent,
+        duplicate_name,
         names_inside_and_outside,
         flags_inside,
     ],

@@ -24,7 +24,7 @@ FREE = P.UNCONSTRAINED
 
 
 class Library:
-    """What a program may use, from one of the two libraries."""
+    """Names that a program may use, from one of the two libraries."""
 
     def __init__(self, spmd, logical, meta, fallback):
         self.spmd, self.meta, self.fallback = spmd, meta, fallback
@@ -54,7 +54,7 @@ def x():
 
 
 @pytest.fixture(autouse=True)
-def no_rules_are_left():
+def rules_are_reset():
     yield
     for lib in LIBRARIES:
         lib.spmd.set_logical_axis_rules(())

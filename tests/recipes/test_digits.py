@@ -1,4 +1,4 @@
-"""The network of Linen tells digits apart, and its statistics are carried as state."""
+"""The Linen network classifies digits, and its statistics are carried as state."""
 
 import sys
 

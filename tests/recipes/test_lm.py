@@ -15,7 +15,7 @@ from weft.recipes.lm import lm, lm_moe
 
 @pytest.fixture
 def optimized():
-    """Sixty steps of this size gain more by XLA's optimizations than compiling with them costs."""
+    """Enables XLA's optimizations, which pay off over sixty steps of this size."""
     name = "jax_disable_most_optimizations"
     before = jax.config.values[name]
     jax.config.update(name, False)

@@ -1,4 +1,4 @@
-"""Adapters on an imported checkpoint: of the small Llama that is made first, or of one's own."""
+"""Adapters on an imported checkpoint: of a small Llama trained first, or of a given one."""
 
 import json
 

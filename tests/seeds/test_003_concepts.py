@@ -156,7 +156,7 @@ class InTree(BaseTransformerLayer):
         return self.Output(data=self.wrapped(data))
 
 
-def assert_a_stack_of_three_makes_eightfold(stack_cfg):
+def assert_stack_of_three_multiplies_by_eight(stack_cfg):
     stack = stack_cfg.set(name="stack", num_layers=3, input_dim=2).instantiate(parent=None)
     x = jnp.ones((1, 2, 2))
     output, _ = functional(stack, prng_key=None, state={}, inputs=[x], is_training=False)
@@ -180,7 +180,7 @@ def test_class_of_another_library_is_configured_and_composed():
     assert stack_cfg.layer.config.factor == 2.0
     # What a stack calls is a module; a small one calls what the other library has.
     stack_cfg.set(layer=InTree.default_config().set(wrapped=stack_cfg.layer))
-    assert_a_stack_of_three_makes_eightfold(stack_cfg)
+    assert_stack_of_three_multiplies_by_eight(stack_cfg)
 
 
 def layer_from_pretrained(config: PretrainedConfig, input_dim: int, name: str, parent: Module):
@@ -198,7 +198,7 @@ def test_function_that_makes_a_layer_is_configured_and_composed():
     stack_cfg = StackedTransformerLayer.default_config().set(
         layer=custom_layer_cfg,
     )
-    assert_a_stack_of_three_makes_eightfold(stack_cfg)
+    assert_stack_of_three_multiplies_by_eight(stack_cfg)
 
 
 # Beyond Machine Learning
@@ -440,7 +440,7 @@ class Mean(BaseModel):
 
 
 def batches_of_numbers(global_batch_size):
-    """What a process reads: its part of the numbers, in batches of its part of the rows."""
+    """Returns the numbers read by a process, in batches of its share of the rows."""
     numbers = [{"x": np.float32(i)} for i in range(64)]
     source = fake_source(is_training=False, examples=numbers, repeat=1)
 

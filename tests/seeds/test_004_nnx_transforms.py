@@ -38,14 +38,14 @@ class Foo(nnx.Module):
         self.shared = shared
 
 
-def said(error):
+def text_of(error):
     """Returns the message of an error in one line."""
     return " ".join(str(error.value).split())
 
 
 def shows_line(error, text):
     """Returns whether a message ends with the line of this file that starts with `text`."""
-    found = re.search(r"The line to change is (\S+):(\d+): (.*)$", said(error))
+    found = re.search(r"The line to change is (\S+):(\d+): (.*)$", text_of(error))
     lines = Path(__file__).read_text().splitlines()
     return (
         found is not None
@@ -159,7 +159,7 @@ def test_inconsistent_input_aliases():
 
     with pytest.raises(InconsistentAliasError, match=r"nnx\.vmap") as error:
         f(m, m)
-    assert "in_axes gives 0 to m1.stats, and in_axes gives 1 to m2.stats" in said(error)
+    assert "in_axes gives 0 to m1.stats, and in_axes gives 1 to m2.stats" in text_of(error)
     assert shows_line(error, "@nnx.vmap(in_axes=(0, 1))")
     assert isinstance(error.value, ValueError)
     np.testing.assert_array_equal(m.w[...], W)
@@ -174,7 +174,7 @@ def test_inconsistent_input_and_output_aliases():
 
     with pytest.raises(InconsistentAliasError) as error:
         g(m)
-    assert "in_axes gives 0 to m.stats, and out_axes gives 1 to the result.stats" in said(error)
+    assert "in_axes gives 0 to m.stats, and out_axes gives 1 to the result.stats" in text_of(error)
     assert shows_line(error, "@nnx.vmap(in_axes=0, out_axes=1)")
 
 
@@ -188,7 +188,7 @@ def test_inconsistent_aliases_in_nested_structures():
     with pytest.raises(InconsistentAliasError) as error:
         f(m)
     expected = "in_axes gives 0 to m.stats, and out_axes gives 1 to the result.shared.stats"
-    assert expected in said(error)
+    assert expected in text_of(error)
     assert shows_line(error, "@nnx.vmap(in_axes=0, out_axes=1)")
 
 
@@ -203,7 +203,7 @@ def test_shared_part_of_two_arguments_with_different_specifications():
     with pytest.raises(InconsistentAliasError) as error:
         f(m1, m2)
     expected = "in_axes gives 0 to m1.shared.stats, and in_axes gives 1 to m2.shared.stats"
-    assert expected in said(error)
+    assert expected in text_of(error)
     assert shows_line(error, "@nnx.vmap(in_axes=(0, 1))")
 
 
@@ -216,9 +216,9 @@ def test_captured_module_cannot_be_an_output():
 
     with pytest.raises(CapturedObjectError, match=r"nnx\.vmap") as error:
         f()
-    assert "the result is a SomeModule that was created outside" in said(error)
+    assert "the result is a SomeModule that was created outside" in text_of(error)
     assert re.search(
-        r"It was made at \S*test_004_nnx_transforms.py:\d+\. Pass it as an", said(error)
+        r"It was made at \S*test_004_nnx_transforms.py:\d+\. Pass it as an", text_of(error)
     )
     assert shows_line(error, "@nnx.vmap(out_axes=0, axis_size=5)")
     assert isinstance(error.value, ValueError)
@@ -229,7 +229,7 @@ def test_aliases_with_different_axes():
     f = nnx.vmap(lambda m1, m2, alias: None, in_axes=(M1_AXES, M2_AXES, M2_AXES))
     with pytest.raises(InconsistentAliasError, match="the same Param of shape") as error:
         f(m1, m2, m1)
-    assert "in_axes gives 1 to m1.w, and in_axes gives 0 to alias.w" in said(error)
+    assert "in_axes gives 1 to m1.w, and in_axes gives 0 to alias.w" in text_of(error)
     assert shows_line(error, "f = nnx.vmap(lambda")
 
 
@@ -289,8 +289,8 @@ def test_other_transformations_reject_inconsistent_aliases(name):
     m = SomeModule(stats=W)
     with pytest.raises(InconsistentAliasError) as error:
         program(m)
-    assert expected in said(error)
-    assert re.search(r"The line to change is \S*test_004_nnx_transforms\.py:\d+: ", said(error))
+    assert expected in text_of(error)
+    assert re.search(r"The line to change is \S*test_004_nnx_transforms\.py:\d+: ", text_of(error))
     np.testing.assert_array_equal(m.w[...], W)
 
 
@@ -320,9 +320,9 @@ def test_returning_captured_objects_is_rejected(name):
         CapturedObjectError, match="that was created outside and not passed"
     ) as error:
         RETURNED[name]()
-    assert re.search(r"the result\S* is a ", said(error))
-    assert f"nnx.{'vmap' if name == 'tree' else name}(" in said(error)
-    assert re.search(r"The line to change is \S*test_004_nnx_transforms\.py:\d+: ", said(error))
+    assert re.search(r"the result\S* is a ", text_of(error))
+    assert f"nnx.{'vmap' if name == 'tree' else name}(" in text_of(error)
+    assert re.search(r"The line to change is \S*test_004_nnx_transforms\.py:\d+: ", text_of(error))
 
 
 def test_captured_objects_cannot_be_attached():
@@ -358,9 +358,9 @@ def test_trees_have_no_aliases(name):
     m = SomeModule(stats=W)
     with pytest.raises(SharedObjectError, match="the same SomeModule is at a") as error:
         TREES[name](m)
-    assert f"nnx.{name}(" in said(error)
+    assert f"nnx.{name}(" in text_of(error)
     assert re.search(
-        r"is at a\S* and at (b|a\['b'\]); in this mode an object is a plain", said(error)
+        r"is at a\S* and at (b|a\['b'\]); in this mode an object is a plain", text_of(error)
     )
 
 

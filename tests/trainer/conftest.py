@@ -1,4 +1,4 @@
-"""What several tests of the trainer read files with."""
+"""Readers of files for tests of the trainer."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ from weft.trainer.summary_writer.event_file import Event
 
 
 def crc32c(data):
-    """Bit by bit, from the polynomial of RFC 3720."""
+    """Computes bit by bit, from the polynomial of RFC 3720."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte

@@ -85,7 +85,7 @@ def finite_parts_only():
 
 
 class Faulty(EmptyInput):
-    """Batch k is the k-th, whoever reads it; `faults` says what is wrong with which."""
+    """Input whose batch k is always the k-th; `faults` gives the fault of each batch."""
 
     @config_class
     class Config(EmptyInput.Config):

@@ -1,4 +1,4 @@
-"""What the same decoder costs in each way of writing, and a step of the trainer, counted.
+"""Python cost of the same decoder in each API, and of a step of the trainer, counted.
 
 Counts do not depend on how busy the machine is. The bounds are a tenth above what was counted on
 Python 3.11; for how counts depend on its version, see `benchmarks.frame.counting`.
@@ -100,7 +100,7 @@ def test_each_layer_of_a_decoder_that_is_traced(way):
 
 
 class Counted(RunListener):
-    """What a step costs, from the end of one to the end of the next."""
+    """Cost of a step, from the end of one to the end of the next."""
 
     def __init__(self):
         self.counters = [Calls(WEFT), Instructions(WEFT)]

@@ -266,7 +266,7 @@ def best(**kwargs):
     return cfg.set(**kwargs).instantiate()
 
 
-def asked(policy, losses):
+def fires(policy, losses):
     return [policy(step=i, train_summaries=reported(loss)) for i, loss in enumerate(losses)]
 
 
@@ -283,8 +283,8 @@ def test_at_end_policy_with_another_policy():
 
 
 def test_best_metric_policy():
-    assert asked(best(), [2.0, 3.0, 2.0, 1.0, float("nan")]) == [True, False, False, True, False]
-    assert asked(best(mode="max"), [2.0, 3.0, 1.0]) == [True, True, False]
+    assert fires(best(), [2.0, 3.0, 2.0, 1.0, float("nan")]) == [True, False, False, True, False]
+    assert fires(best(mode="max"), [2.0, 3.0, 1.0]) == [True, True, False]
     # An evaler that did not run says nothing.
     assert not best()(step=1, train_summaries=reported(1.0, evaler="other"))
     assert not best()(step=1, train_summaries={})
@@ -292,9 +292,9 @@ def test_best_metric_policy():
 
 def test_best_metric_policy_restores_its_state():
     policy, other = best(), best()
-    asked(policy, [2.0])
+    fires(policy, [2.0])
     other.set_state(policy.get_state())
-    assert asked(other, [2.5, 1.5]) == [False, True]
+    assert fires(other, [2.5, 1.5]) == [False, True]
 
 
 def test_best_metric_policy_errors():
@@ -302,7 +302,7 @@ def test_best_metric_policy_errors():
         best(mode="least")
     policy = best(metric=EvalMetric("held_out", "los"))
     with pytest.raises(CheckpointPolicyError, match=r"'los', which the evaler 'held_out'.*'?loss"):
-        asked(policy, [1.0])
+        fires(policy, [1.0])
 
 
 def make_stopping(**kwargs):

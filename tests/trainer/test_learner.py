@@ -103,7 +103,7 @@ def run(learner, num_steps, params=PARAMS, fn=forward, xs=X):
 
 @functools.cache
 def plain(num_steps):
-    """What `run` gives for a learner without anything special."""
+    """Returns the result of `run` for a default learner."""
     return run(make(), num_steps)
 
 

@@ -12,7 +12,7 @@ PARAMS = {"w": RNG.normal(size=(3, 4)), "b": RNG.normal(size=4)}
 GRADS = [jax.tree.map(lambda p: RNG.normal(size=p.shape), PARAMS) for _ in range(4)]
 
 
-def rising(step):
+def increasing(step):
     return 0.5 + 0.1 * step
 
 
@@ -29,7 +29,7 @@ def adastar(**kwargs):
         "update_ema_decay": None,
         "update_ema_debias": False,
         "weight_decay": 0.01,
-        "update_schedule": rising,
+        "update_schedule": increasing,
     }
     return optimizers.adastar_optimizer(**{**defaults, **kwargs})
 
@@ -54,7 +54,7 @@ def assert_same(a, b):
 
 def test_decoupled_adamw_is_a_special_case():
     adamw = optimizers.adamw_decoupled_optimizer(
-        0.3, b1=0.9, b2=0.95, eps=1e-6, weight_decay=0.01, update_schedule=rising
+        0.3, b1=0.9, b2=0.95, eps=1e-6, weight_decay=0.01, update_schedule=increasing
     )
     assert_same(trajectory(adastar()), trajectory(adamw))
 
@@ -87,7 +87,7 @@ def test_raw_updates_are_clipped_before_they_are_averaged():
         trajectory(adastar(raw_update_clipping_threshold=t, update_ema_decay=0.5, weight_decay=0.0))
         for t in (1e6, 1e-3)
     )
-    largest = sum(0.3 * rising(step) * 1e-3 for step in range(len(GRADS)))
+    largest = sum(0.3 * increasing(step) * 1e-3 for step in range(len(GRADS)))
     for name, start in PARAMS.items():
         assert np.sqrt(np.mean((tight[0][name] - start) ** 2)) <= largest * 1.001
         assert np.sqrt(np.mean((loose[0][name] - start) ** 2)) > largest

@@ -19,7 +19,7 @@ ONES = {"linear": {"weight": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "scale": jn
 
 
 def summaries_of(tx, updates=1.0, steps=1):
-    """What a transformation reports in its last step."""
+    """Returns the summaries of a transformation's last step."""
     state = tx.init({"w": OptParam(jnp.ones(()))})
     for _ in range(steps):
         context = InvocationContext(

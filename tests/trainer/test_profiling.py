@@ -267,7 +267,7 @@ def run(traces, steps):
 
 
 def event_names(directory, step):
-    """What the viewers show."""
+    """Returns the event names shown by the viewers."""
     (folder,) = (directory / f"trace/step_{step:08d}/plugins/profile").iterdir()
     (xplane,) = folder.glob("*.xplane.pb")
     assert xplane.stat().st_size

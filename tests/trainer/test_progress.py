@@ -27,7 +27,7 @@ def test_base_listener_accepts_all_events():
 
 
 class Trainer:
-    """What the page reads of a trainer."""
+    """Attributes of a trainer that the page reads."""
 
     class config:
         dir, max_step = "runs/a<b", 40
@@ -45,7 +45,7 @@ def get(url):
 
 @pytest.fixture
 def served(caplog):
-    """Yields a page after two steps, and what the run's own listener was told."""
+    """Yields a page after two steps, and the events of the run's own listener."""
     told = []
 
     class Listener(RunListener):

@@ -222,7 +222,9 @@ def mesh():
 
 
 def run_initial(cfg, like):
-    """What a run begins with that needs a state like `like`; weights lie over two devices."""
+    """Returns the initial state of a run for a state like `like`; weights are sharded over two
+    devices.
+    """
 
     def init(key):
         return jax.tree.map(lambda x: x * 0 - 1 if x.dtype != key.dtype else key, like)

@@ -581,7 +581,7 @@ def test_last_step_is_saved_or_the_run_fails(saving, saves, waits, saved, report
 
 
 @pytest.fixture(autouse=True)
-def small_programs_are_kept():
+def cache_small_programs():
     before = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     yield

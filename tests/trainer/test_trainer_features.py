@@ -49,7 +49,7 @@ class Regression(BaseModel):
 
 
 def examples_of(is_training):
-    """Noise: what is learned of it does not hold for other noise."""
+    """Returns noise, so that memorizing it does not generalize."""
     rng = np.random.default_rng(int(is_training))
     return rng.normal(size=(16, 2)).astype(np.float32), rng.normal(size=16).astype(np.float32)
 

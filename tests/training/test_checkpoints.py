@@ -1,7 +1,4 @@
-"""
-
-What `restore_checkpoint` reads besides the files that `save_checkpoint` writes.
-"""
+"""Files that `restore_checkpoint` reads besides those of `save_checkpoint`."""
 
 import os
 import socket

@@ -251,7 +251,7 @@ def test_scan_creates_carry_with_keys_of_first_iteration(split, length, counts_f
     jax.tree.map(np.testing.assert_array_equal, carried, first_iterations(own, 1))
 
 
-def by_hand(split, counts_first_run, draws):
+def expected_variables(split, counts_first_run, draws):
     """Returns the variables of the first iteration, from keys and their numbers."""
 
     def first(key):
@@ -280,7 +280,7 @@ def test_keys_of_first_iteration(loop, split):
             lift.fori_loop(0, 3, body, scope, None, carry_variables="state", split_rngs=streams)
 
     draws = {((), "noise"): 1, (("child",), "noise"): 2, (("child",), "params"): 1}
-    expected = by_hand(split, loop == "scan", draws)
+    expected = expected_variables(split, loop == "scan", draws)
     jax.tree.map(np.testing.assert_array_equal, made_by(run), expected)
 
 

@@ -15,7 +15,7 @@ ATTEND = multi_head_dot_product_attention
 
 
 def compiled(f):
-    """As one program: leaks are looked for, so JAX would compile each operation at each use."""
+    """Compiles into one program, since leak checking recompiles each eager operation."""
     return lambda *args, **kwargs: jax.device_get(jax.jit(lambda: f(*args, **kwargs))())
 
 

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 
 def interpreted(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.jit(f)`, without a compiler."""
+    """Returns `jax.jit(f)`, without a compiler."""
 
     def call(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)

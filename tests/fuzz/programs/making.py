@@ -47,7 +47,7 @@ NOT_INSIDE = {
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What may be written in a block.
+    """Constraints on a block.
 
     Attributes:
         depth: how many more levels fit.

@@ -1,4 +1,4 @@
-"""What a program is to compute: Python loops over dicts of arrays, without Weft.
+"""Reference results of programs: Python loops over dicts of arrays, without Weft.
 
 The rules that this writes out:
 
@@ -87,7 +87,7 @@ def number(key: Any) -> Any:
 
 
 class Result(NamedTuple):
-    """What a program gives: its value, and its variables by collection and path."""
+    """Result of a program: its value, and its variables by collection and path."""
 
     y: Any
     variables: Variables
@@ -251,7 +251,7 @@ class Differentiable:
 
 
 def changed(of: Level, path: Path) -> set[tuple[str, Path, str]]:
-    """What a level writes to in some branch."""
+    """Returns the variables that a level writes in some branch."""
     found = set()
     for b in (of.body, *of.others):
         for s in b.statements:
@@ -372,9 +372,9 @@ def loop(of: Level, state: State, path: Path, x: Any, i: int) -> Any:
         x = block(of.body, inside, path, x + 0.1 * k if is_scan else x, k)
         ys.append(x)
         slices[k] = inside
-        take_over(state, inside, path, roles)
+        carry_over(state, inside, path, roles)
     if not of.size:
-        made_by_none(of, state, made, path, roles)
+        add_empty_loop_state(of, state, made, path, roles)
     state.counts = added(begin, drawn)
     stack(of, state, [slices[k] for k in sorted(slices)], path, roles)
     return jnp.sin(x + sum(ys)) if is_scan else x
@@ -408,7 +408,7 @@ def vmap(of: Level, state: State, path: Path, x: Any, i: int) -> Any:
         ys.append(block(of.body, inside, path, x + 0.1 * k, k))
         slices.append(inside)
         counts = inside.counts
-        take_over(state, inside, path, roles)
+        carry_over(state, inside, path, roles)
     state.counts = counts
     stack(of, state, slices, path, roles)
     return jnp.sin(sum(ys))
@@ -419,7 +419,7 @@ def is_inside(at: tuple[str, Path, str], path: Path) -> bool:
 
 
 def iteration(of: Level, state: State, path: Path, roles: dict[str, Any], k: int) -> State:
-    """What one iteration finds."""
+    """Returns the state at the start of one iteration."""
     inside = state.copy()
     for at, entry in state.variables.items():
         role = roles.get(at[0])
@@ -444,8 +444,8 @@ def iteration(of: Level, state: State, path: Path, roles: dict[str, Any], k: int
     return inside
 
 
-def take_over(state: State, inside: State, path: Path, roles: dict[str, Any]) -> None:
-    """What an iteration leaves to the next one."""
+def carry_over(state: State, inside: State, path: Path, roles: dict[str, Any]) -> None:
+    """Passes the state of an iteration to the next one."""
     for at, entry in inside.variables.items():
         role = roles.get(at[0])
         stays = role == "carry" or at not in state.variables
@@ -453,8 +453,10 @@ def take_over(state: State, inside: State, path: Path, roles: dict[str, Any]) ->
             state.variables[at] = entry
 
 
-def made_by_none(of: Level, state: State, first: State, path: Path, roles: dict[str, Any]) -> None:
-    """Of a loop without iterations what it makes has its first value, or no slice."""
+def add_empty_loop_state(
+    of: Level, state: State, first: State, path: Path, roles: dict[str, Any]
+) -> None:
+    """Adds the initial values, or empty slices, of variables created in a loop that never runs."""
     for at, entry in first.variables.items():
         if at in state.variables or not is_inside(at, path):
             continue

@@ -298,24 +298,24 @@ def named(x):
     return checkpoint_name(jnp.cos(y), "Layer.linear1_0").sum()
 
 
-def computed_again(policy):
-    """Returns how often sine and cosine stand in the whole of forward and backward pass."""
+def count_recomputed(policy):
+    """Returns the number of sines and cosines in the forward and backward pass."""
     jaxpr = str(jax.make_jaxpr(jax.grad(jax.checkpoint(named, policy=policy)))(jnp.ones(3)))
     return jaxpr.count("= sin"), jaxpr.count("= cos"), jaxpr
 
 
 def test_names_that_are_saved():
     policy = save_and_offload_these_names_regex
-    everything, *_ = computed_again(None)
-    nothing, *_ = computed_again(policy(r".*"))
-    one, *_ = computed_again(policy(r".*\.q_proj"))
+    everything, *_ = count_recomputed(None)
+    nothing, *_ = count_recomputed(policy(r".*"))
+    one, *_ = count_recomputed(policy(r".*\.q_proj"))
     assert one == nothing < everything
-    partly, *_ = computed_again(policy(r"q_proj"))  # the whole name must match
+    partly, *_ = count_recomputed(policy(r"q_proj"))  # the whole name must match
     assert partly == everything
 
 
 def test_names_that_are_offloaded():
-    jaxpr = computed_again(
+    jaxpr = count_recomputed(
         save_and_offload_these_names_regex(names_which_can_be_offloaded=r".*\.q_proj")
     )[2]
     assert "Host" in jaxpr or "pinned_host" in jaxpr

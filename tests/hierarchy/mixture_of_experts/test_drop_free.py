@@ -45,7 +45,7 @@ STATE = {
 X = RNG.normal(size=(4, 3, DIM)).astype("f")
 
 
-def by_hand(x=X, state=STATE, paddings=None):
+def reference(x=X, state=STATE, paddings=None):
     tokens = x.reshape(-1, DIM)
     probs = np.exp(tokens @ state["gate_weight"])
     probs /= probs.sum(-1, keepdims=True)
@@ -86,20 +86,20 @@ def close(a, b):
 
 def test_equals_a_loop_over_tokens():
     y, outputs = run(layer(seq_load_balance_loss_weight=0.1))
-    np.testing.assert_allclose(y, by_hand(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y, reference(), rtol=1e-4, atol=1e-5)
     of_gating = outputs.summaries["gating"]
     expected = 0.01 * of_gating["load_balance_loss"] + of_gating["seq_load_balance_loss"]
     np.testing.assert_allclose(outputs.module_outputs["aux_loss"], expected, rtol=1e-5)
     paddings = RNG.random((4, 3)) < 0.5
     y, _ = run(layer(), paddings=paddings)
-    np.testing.assert_allclose(y, by_hand(paddings=paddings), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y, reference(paddings=paddings), rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_match_finite_differences(expected_gradients):
     grads, of_x = expected_gradients
 
     def loss(state, x):
-        return np.square(by_hand(x, state) - 1).sum()
+        return np.square(reference(x, state) - 1).sum()
 
     rng = np.random.default_rng(5)
     state64 = {name: value.astype("d") for name, value in STATE.items()}
@@ -115,7 +115,7 @@ def test_gradients_match_finite_differences(expected_gradients):
 @pytest.mark.long
 def test_kernel_computes_the_same(expected_gradients):
     moe = layer(gmm_backend=GMMBackend.MEGABLOX, tiling=(16, 128, 128), interpret=True)
-    np.testing.assert_allclose(run(moe)[0], by_hand(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(run(moe)[0], reference(), rtol=1e-4, atol=1e-5)
     close(gradients(moe)(STATE, X), expected_gradients)
 
 
@@ -142,19 +142,19 @@ def test_on_a_mesh(cls, fields, drops, expected_gradients):
         y, outputs = run(moe, state, x)
         grads = None if drops else gradients(moe)(state, x)
     if not drops:
-        np.testing.assert_allclose(y, by_hand(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(y, reference(), rtol=1e-4, atol=1e-5)
         close(grads, expected_gradients)
     if fields:
         share = float(outputs.summaries["over_capacity"])
         assert (0 < share < 0.5) if drops else share == 0
         # A token without room with one expert has what its other expert made of it.
-        off = np.abs(np.asarray(y) - by_hand()).max(axis=-1) > 1e-4
+        off = np.abs(np.asarray(y) - reference()).max(axis=-1) > 1e-4
         assert np.any(off) == drops
 
 
 def test_nothing_is_dropped_on_one_device():
     y, outputs = run(layer(ApproximateTokenDropFreeMoE, expert_parallel_capacity=1.0))
-    np.testing.assert_allclose(y, by_hand(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y, reference(), rtol=1e-4, atol=1e-5)
     assert outputs.summaries["over_capacity"] == 0
 
 

@@ -44,8 +44,8 @@ def inputs(batch=4, time=3):
     return np.random.default_rng(1).normal(size=(batch, time, DIM)).astype("f")
 
 
-def by_hand(state, x, *, groups, capacity, k=2, paddings=None, activation=None):
-    """Token by token: choose, take a room, apply the expert, add up."""
+def reference(state, x, *, groups, capacity, k=2, paddings=None, activation=None):
+    """Computes token by token: choose, take a slot, apply the expert, add up."""
     state = {name: np.asarray(value) for name, value in state.items() if len(value)}
     tokens = x.reshape(groups, -1, DIM)
     live = np.ones(tokens.shape[:2], bool)
@@ -90,7 +90,7 @@ def test_equals_a_loop_over_tokens(factor, capacity):
     moe, x = layer(gating=gating(train_capacity_factor=factor)), inputs()
     state = state_of(moe)
     y, outputs = run(moe, state, x)
-    expected = by_hand(state, x, groups=2, capacity=capacity)
+    expected = reference(state, x, groups=2, capacity=capacity)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
     summaries = outputs.summaries["gating"]
     aux_loss = outputs.module_outputs["aux_loss"]
@@ -101,7 +101,7 @@ def test_padding_uses_no_slot():
     moe, x = layer(gating=gating(train_capacity_factor=0.7)), inputs()
     state, paddings = state_of(moe), np.random.default_rng(2).random((4, 3)) < 0.5
     y, _ = run(moe, state, x, paddings=jnp.asarray(paddings))
-    expected = by_hand(state, x, groups=2, capacity=2, paddings=paddings)
+    expected = reference(state, x, groups=2, capacity=2, paddings=paddings)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
     assert np.all(np.asarray(y)[paddings] == 0)
 
@@ -114,7 +114,7 @@ def test_gated_experts_and_outer_batches():
         "wi_1_weight",
         "wo_weight",
     ]
-    expected = by_hand(state, x, groups=6, capacity=1, activation=np.tanh)
+    expected = reference(state, x, groups=6, capacity=1, activation=np.tanh)
     np.testing.assert_allclose(run(moe, state, x)[0], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -172,7 +172,7 @@ def test_evaluation_uses_the_largest_number_of_groups():
     moe = layer(num_groups=4, outer_batch=2)
     state, x = state_of(moe), inputs(batch=1, time=1)
     y, _ = run(moe, state, x, is_training=False)
-    np.testing.assert_allclose(y, by_hand(state, x, groups=1, capacity=1), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y, reference(state, x, groups=1, capacity=1), rtol=1e-4, atol=1e-5)
     with pytest.raises(
         ArgumentShapeError,
         match=r"moe: 6 tokens do not divide into outer_batch=2 times num_groups=4 groups; set "

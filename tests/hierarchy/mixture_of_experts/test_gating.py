@@ -46,7 +46,7 @@ def softmax(x):
     return np.exp(x) / np.exp(x).sum(-1, keepdims=True)
 
 
-def by_hand(logits, k, capacity, live=None, score=softmax, normalize=True):
+def reference(logits, k, capacity, live=None, score=softmax, normalize=True):
     """Returns the combine tensor of one group, token by token."""
     scores = score(logits)
     tokens, num_experts = logits.shape
@@ -106,7 +106,7 @@ def test_equals_a_loop_over_tokens(name):
     cls, fields, capacity, k, score, normalize = CASES[name]
     output, outputs = run(gating(cls, **fields))
     expected = np.stack(
-        [by_hand(LOGITS[0, g], k, capacity, score=score, normalize=normalize) for g in range(2)]
+        [reference(LOGITS[0, g], k, capacity, score=score, normalize=normalize) for g in range(2)]
     )[None]
     np.testing.assert_allclose(output.combine_tensor, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(np.asarray(output.dispatch_tensor) > 0, expected > 0)
@@ -119,7 +119,7 @@ def test_padding_is_ignored():
     live = np.array([[[1, 1, 0, 1, 0, 0], [0, 1, 1, 1, 1, 1]]], bool)
     layer = gating(Top2Gating, train_capacity_factor=1.0)
     output, _ = run(layer, live=jnp.asarray(live))
-    expected = np.stack([by_hand(LOGITS[0, g], 2, 2, live[0, g]) for g in range(2)])[None]
+    expected = np.stack([reference(LOGITS[0, g], 2, 2, live[0, g]) for g in range(2)])[None]
     np.testing.assert_allclose(output.combine_tensor, expected, rtol=1e-5, atol=1e-6)
     # The losses are those of the first group's live tokens alone.
     alone = run(layer, LOGITS[:, :1, [0, 1, 3]])[0]
@@ -138,7 +138,7 @@ def test_evaluation_capacity_differs():
 def test_logits_are_capped():
     layer = gating(TopKGating, gating_logit_cap=0.5)
     capped = 0.5 * np.tanh(LOGITS / 0.5)
-    expected = by_hand(capped[0, 0], 2, TOKENS)
+    expected = reference(capped[0, 0], 2, TOKENS)
     np.testing.assert_allclose(run(layer)[0].combine_tensor[0, 0], expected, rtol=1e-5, atol=1e-6)
 
 

@@ -35,7 +35,7 @@ def close(x, y):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
-def by_hand(layer, x, other, mask=None):
+def reference(layer, x, other, mask=None):
     def project(linear, x):
         return jnp.einsum("bld,dhf->blhf", x, linear.kernel[...]) + linear.bias[None, None]
 
@@ -52,11 +52,11 @@ def by_hand(layer, x, other, mask=None):
 
 def test_matches_reference():
     layer = attention(2, 8, 6, 3, in_kv_features=6)
-    close(layer(X, OTHER), by_hand(layer, X, OTHER))
+    close(layer(X, OTHER), reference(layer, X, OTHER))
     layer = attention()
     mask = jnp.tril(jnp.ones((5, 5), bool))
-    close(layer(X, mask=make_causal_mask(X[..., 0])), by_hand(layer, X, X, mask))
-    close(layer(X, is_causal=True), by_hand(layer, X, X, mask))
+    close(layer(X, mask=make_causal_mask(X[..., 0])), reference(layer, X, X, mask))
+    close(layer(X, is_causal=True), reference(layer, X, X, mask))
 
 
 def test_input_defaults():

@@ -19,7 +19,7 @@ def gru(seed=0, hidden=4, **kwargs):
     return nnx.GRUCell(3, hidden, rngs=nnx.Rngs(seed), **kwargs)
 
 
-def by_hand(cell, x):
+def reference(cell, x):
     """Runs a cell over one sequence of shape `(time, features)` in Python."""
     carry, outputs = cell.initialize_carry(x.shape[1:]), []
     for step in x:
@@ -36,7 +36,7 @@ def test_sequences_are_independent(lengths, reverse, keep_order):
     carry, y = layer(X, seq_lengths=jnp.array(lengths))
     for i, n in enumerate(lengths):
         x = X[i, :n][::-1] if reverse else X[i, :n]
-        last, outputs = by_hand(cell, x)
+        last, outputs = reference(cell, x)
         outputs = outputs[::-1] if reverse and keep_order else outputs
         np.testing.assert_allclose(y[i, :n], outputs, atol=1e-5)
         np.testing.assert_allclose(carry[i], last, atol=1e-5)
@@ -46,7 +46,7 @@ def test_sequences_are_independent(lengths, reverse, keep_order):
 def test_orders_without_lengths(reverse, keep_order):
     cell = gru()
     y = nnx.RNN(cell)(X[0], reverse=reverse, keep_order=keep_order)
-    _, outputs = by_hand(cell, X[0, ::-1] if reverse else X[0])
+    _, outputs = reference(cell, X[0, ::-1] if reverse else X[0])
     np.testing.assert_allclose(y, outputs[::-1] if keep_order else outputs, atol=1e-5)
 
 

@@ -77,7 +77,7 @@ def swap_variables(m):
 
 
 def keep_id(m):
-    """A new layer in the place of one that is gone, as likely as not at the same address."""
+    """Replaces a deleted layer by a new one, most likely at the same address."""
     del m.a
     m.a = Layer(9.0)
 

@@ -1,4 +1,4 @@
-"""What a function sees of an object, for tests that compare a jitted call with plain Python."""
+"""Snapshots of objects inside functions, to compare a jitted call with plain Python."""
 
 import collections
 import copy

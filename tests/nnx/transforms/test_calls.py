@@ -1,7 +1,4 @@
-"""
-
-Whatever transforms a function, what JAX compiles has the user's name for it.
-"""
+"""Names of user functions in compiled code, for all transformations."""
 
 import functools
 import threading

@@ -235,13 +235,13 @@ def test_gradients_go_through():
         f = nnx.remat(lambda x, layer: jnp.sin(layer.add(x).w * x))
         return nnx.scan(f, in_axes=(Carry, 0), out_axes=Carry)(x, layers)
 
-    def by_hand(w, x):
+    def reference(w, x):
         for i in range(3):
             x = jnp.sin(w[i] * x)
         return x
 
     grads = nnx.grad(loss)(layers, jnp.float32(0.5))
-    np.testing.assert_allclose(grads.w[...], jax.grad(by_hand)(layers.w[...], 0.5), rtol=1e-5)
+    np.testing.assert_allclose(grads.w[...], jax.grad(reference)(layers.w[...], 0.5), rtol=1e-5)
     assert float(layers.n[0]) == 0.5
 
 

@@ -22,7 +22,7 @@ def product(m: Model, x: jax.Array) -> jax.Array:
 
 
 def with_rule(**options: Any) -> Any:
-    """`product`, whose gradients are ten times too large."""
+    """Returns `product` with gradients ten times too large."""
     f = nnx.custom_vjp(product, **options)
 
     def fwd(m: Model, x: jax.Array) -> tuple[jax.Array, Any]:

@@ -1,7 +1,4 @@
-"""
-
-What a call would return, do, or go wrong with.
-"""
+"""Traced, lowered and compiled calls, abstract results and checked errors."""
 
 import copy
 

@@ -23,7 +23,7 @@ class Pair(nnx.Module):
 
 
 def through(f, *args, **mode):
-    """Returns a call that goes through the whole trip, and computes nothing else."""
+    """Runs a function through all stages of a transformation, without further computation."""
     return nnx.remat(f, **mode)(*args)
 
 

@@ -214,7 +214,7 @@ def by_cond(m, x):
     return nnx.cond(x > 0, run, lambda m, x: x, m, x)
 
 
-def seen_by_vmap(run):
+def mapped_by_vmap(run):
     def of_both(m, x):
         # Only what is read crosses with the parameters, which all indices share.
         scaled = lambda w, x: nnx.fori_loop(0, 2, lambda i, c: (c[0], c[1] * c[0]), (w, x))[1]  # noqa: E731
@@ -236,7 +236,7 @@ BETWEEN = {
     "nothing": lambda run: run,
     "jit": nnx.jit,
     "remat": nnx.remat,
-    "vmap": seen_by_vmap,
+    "vmap": mapped_by_vmap,
     "switch": lambda run: lambda m, x: nnx.switch(0, [run, by_cond], m, x),
 }
 

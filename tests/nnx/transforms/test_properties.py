@@ -58,7 +58,7 @@ class Case:
         return variables, nodes, [nodes[i] for i in self.args]
 
     def paths(self):
-        """For each variable all ways to it from the arguments that pass no object twice."""
+        """Returns for each variable all simple paths to it from the arguments."""
         found = {}
 
         def walk(node, path, seen):
@@ -146,14 +146,14 @@ def cond(case, f, g):
     def rest(a, b, x):
         return 2 * x
 
-    def by_hand(state, x):
+    def reference(state, x):
         return g(state, x) if x > 0.6 else (2 * x, state)
 
     def traced(state, x):
         return jax.lax.cond(x > 0.6, g, lambda state, x: (2 * x, state), state, x)
 
     return (lambda a, b, x: nnx.cond(x > 0.6, f, rest, a, b, x)), (
-        lambda state, x: (traced if isinstance(x, jax.core.Tracer) else by_hand)(state, x)
+        lambda state, x: (traced if isinstance(x, jax.core.Tracer) else reference)(state, x)
     )
 
 

@@ -347,7 +347,7 @@ def test_failed_removal_is_reported(make, monkeypatch, caplog):
 # Damage.
 
 
-def a_file_of(checkpointer, step):
+def first_file_of(checkpointer, step):
     for name in ("0.0", "c/0/0"):
         path = os.path.join(checkpointer.ckpt_dir(step), "arrays", "w", name)
         if os.path.exists(path):
@@ -362,10 +362,10 @@ def overwrite(path, at, data):
 
 
 DAMAGE = {
-    "flipped byte": lambda c, s: overwrite(a_file_of(c, s), 70, b"\xff"),
-    "zeroed block": lambda c, s: overwrite(a_file_of(c, s), 0, bytes(128)),
-    "truncated": lambda c, s: os.truncate(a_file_of(c, s), 100),
-    "deleted": lambda c, s: os.unlink(a_file_of(c, s)),
+    "flipped byte": lambda c, s: overwrite(first_file_of(c, s), 70, b"\xff"),
+    "zeroed block": lambda c, s: overwrite(first_file_of(c, s), 0, bytes(128)),
+    "truncated": lambda c, s: os.truncate(first_file_of(c, s), 100),
+    "deleted": lambda c, s: os.unlink(first_file_of(c, s)),
     "metadata": lambda c, s: os.unlink(os.path.join(c.ckpt_dir(s), "arrays", "w", ".zarray")),
     "index": lambda c, s: overwrite(os.path.join(c.ckpt_dir(s), "index"), 3, b"x"),
     "iterator": lambda c, s: shutil.rmtree(os.path.join(c.ckpt_dir(s), "python")),
@@ -408,7 +408,7 @@ def test_all_damaged_raises(make):
         checkpointer.restore(state=target())
     assert "every checkpoint in" in str(error.value)
     for step in (1, 2):
-        name = os.path.relpath(a_file_of(checkpointer, step), checkpointer.ckpt_dir(step))
+        name = os.path.relpath(first_file_of(checkpointer, step), checkpointer.ckpt_dir(step))
         assert f"step_0000000{step} ({name}: its content has changed)" in str(error.value)
 
 

@@ -63,7 +63,7 @@ def state_of(step):
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    """Whole checkpoints of the steps 1 and 2, and a copy of the second's files."""
+    """Saves checkpoints of the steps 1 and 2, and a copy of the second's files."""
     directory = tmp_path_factory.mktemp("whole")
     with config(directory).instantiate(parent=None) as checkpointer:
         for step in (1, 2):
@@ -90,11 +90,11 @@ def zero_a_block(path):
     path.write_bytes(content)
 
 
-def replace_by_another_steps(path):
+def replace_by_other_step(path):
     shutil.copyfile(str(path).replace("step_00000002", "step_00000001"), path)
 
 
-WAYS = [truncate, flip_a_bit, zero_a_block, Path.unlink, replace_by_another_steps]
+WAYS = [truncate, flip_a_bit, zero_a_block, Path.unlink, replace_by_other_step]
 
 
 @pytest.mark.parametrize("harm", WAYS, ids=lambda harm: harm.__name__)
@@ -180,7 +180,7 @@ class Payload:
 
 @pytest.fixture
 def stranger(tmp_path):
-    """Whole but for what a test puts in; the state that it is restored to."""
+    """Saves a valid checkpoint for tests to modify; returns its config, directory and state."""
     metric = EvalMetric("valid", "accuracy")
     cfg = Checkpointer.default_config().set(
         name="checkpointer",

@@ -1,4 +1,4 @@
-"""What only real processes show: kills in the middle of a save, a full disk, two processes."""
+"""Tests with real processes: kills in the middle of a save, a full disk, two processes."""
 
 import os
 import random

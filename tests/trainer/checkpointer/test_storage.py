@@ -309,7 +309,7 @@ def test_stopped_storage_can_save_again(storage, tmp_path):
 
 
 def write(ckpt_dir, name, array, chunks):
-    """By tensorstore, so that the reader is held against another writer."""
+    """Writes with tensorstore, to test the reader against another writer."""
     spec = {
         "driver": "zarr",
         "kvstore": {"driver": "file", "path": f"{ckpt_dir}/arrays/{name}"},

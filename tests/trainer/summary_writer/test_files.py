@@ -26,7 +26,7 @@ def make(tmp_path):
 
 @pytest.fixture
 def read(tmp_path, read_events):
-    """(step, tag, value) of everything that was written."""
+    """Returns (step, tag, value) of everything that was written."""
 
     def read():
         return [

@@ -151,7 +151,7 @@ def test_run_started_by_the_program_stays_open(tmp_path, wandb):
 
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
-    """wandb itself, which writes to files as long as it is offline; gives what it wrote."""
+    """Runs wandb offline, which then writes to files, and returns a reader of them."""
     wandb = pytest.importorskip("wandb", reason="needs the extra wandb")
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -242,7 +242,7 @@ def test_missing_mlflow_names_the_extra(tmp_path, monkeypatch):
 
 @pytest.fixture
 def client(tmp_path, monkeypatch):
-    """MLflow itself, on a directory: it needs no server."""
+    """Returns a client of MLflow on a directory, without a server."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
     return mlflow.MlflowClient(tracking_uri=f"file://{tmp_path}/store")
