@@ -303,6 +303,12 @@ def test_invalid_weights():
         open_(make_mixture(weights=[1.0, 0.0, 1.0]))
 
 
+def test_evaluation_of_an_incomplete_batch():
+    with pytest.raises(InputDatasetError, match=r"has 44 sequences, which is not a multiple of a"):
+        make_mixture(is_training=False)
+    assert len(batches(make_mixture(is_training=False, global_batch_size=11))) == 4
+
+
 def test_less_than_one_batch():
     with pytest.raises(
         EmptyCorpusError, match=r"^notes has 44 sequences of 4 tokens, fewer than one batch of 45"

@@ -67,7 +67,8 @@ def sequence_batches(
 
     Raises:
         EmptyCorpusError: If there is no batch.
-        InputDatasetError: If the weights do not fit the sources.
+        InputDatasetError: If the weights do not fit the sources, or in evaluation the number of
+            sequences is not a multiple of the batch.
     """
     sizes = [len(source) for source in sources]
     if sum(sizes) < global_batch_size:
@@ -80,6 +81,12 @@ def sequence_batches(
         raise InputDatasetError(
             f"{len(sources)} sources cannot be mixed with weights={list(weights)}; pass one "
             "positive weight for each"
+        )
+    if not is_training and sum(sizes) % global_batch_size:
+        raise InputDatasetError(
+            f"{name} has {sum(sizes)} sequences, which is not a multiple of a batch of "
+            f"{global_batch_size}, so the last ones would not be evaluated; pad a source with "
+            "sequences of masked tokens, or use a batch size that divides their number"
         )
     all_sources = _SequenceMixture(sources)
 
