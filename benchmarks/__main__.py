@@ -14,16 +14,16 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.frame import page, results, table
-from benchmarks.frame.asking import ask
 from benchmarks.frame.comparison import compare
 from benchmarks.frame.results import Answer
+from benchmarks.frame.runner import ask
 
 QUESTIONS = sorted(
     path.stem
     for path in Path(__file__).parent.glob("*.py")
     if path.stem not in ("__init__", "__main__", "harness") and not path.stem.startswith("_")
 )
-_WIDTH = 160  # where there is no terminal that says how wide it is
+_WIDTH = 160  # without a terminal to tell the width
 
 
 def chosen(only: list[str]) -> tuple[list[str], list[str]]:

@@ -159,5 +159,5 @@ def _by_nesting() -> Curve:
 
 def run() -> list[Row | Curve]:
     """Returns the curves, and whether a scan is flat in its length."""
-    gc.freeze()  # what is there already is not looked at again in each collection
+    gc.freeze()  # existing objects are skipped by each collection
     return [*_flat(), *map(_by_depth, _FORMS), _init_by_depth(), _by_nesting()]

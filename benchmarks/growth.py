@@ -20,7 +20,7 @@ from benchmarks.libraries import libraries
 from benchmarks.libraries.raw import RAW, chain_values
 
 ARRAYS = (10, 100, 1_000, 10_000)
-# What XLA takes to compile 10,000 arrays, half a minute, is spent on Weft and the base alone.
+# XLA compiles 10,000 arrays for half a minute, so only Weft and the base are measured there.
 _TO_THE_END = (RAW.name, "Weft Linen", "Weft NNX", "Weft hierarchy")
 MEGABYTES = (1, 8, 64, 512)
 _ROUNDS = 5

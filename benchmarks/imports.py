@@ -49,7 +49,7 @@ def _seconds(statement: str) -> float:
 
 def _times() -> Iterator[Row]:
     for name, used in {"weft.config": "config_class", **MODULES}.items():
-        _seconds(f"from {name} import {used}")  # the first one compiles what is not compiled yet
+        _seconds(f"from {name} import {used}")  # the first one compiles missing bytecode
     config = [_seconds("from weft.config import config_class") for _ in range(PAIRS)]
     fixed = ([t / 0.1 for t in config], config, [0.1] * PAIRS)
     yield row("import weft.config / 0.1 s", fixed, at_most=1.0)
@@ -59,7 +59,7 @@ def _times() -> Iterator[Row]:
         statement = f"from {name} import {used}"
         times = [(_seconds(statement), _seconds("import jax")) for _ in range(PAIRS)]
         against_jax = ([a / b for a, b in times], *map(list, zip(*times, strict=True)))
-        # The trainer brings in what saves, reads and reports.
+        # The trainer imports packages for saving, reading and reporting.
         at_most = None if name.startswith("weft.trainer") else 1.2
         yield row(f"import {name} / import jax", against_jax, at_most=at_most)
 

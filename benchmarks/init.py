@@ -21,7 +21,7 @@ def sizes(shapes: Any) -> list[int]:
 def run() -> list[Row]:
     """Measures six layers in every library, and 96 in Weft: the ratio must be the same."""
     rows = []
-    gc.freeze()  # what is there already is not looked at again in each collection
+    gc.freeze()  # existing objects are skipped by each collection
     for library in libraries():
         if (found := sizes(library.shapes(FEW)())) != (expected := sizes(RAW.shapes(FEW)())):
             raise AssertionError(f"{library.name} makes arrays of {found}, not of {expected}")

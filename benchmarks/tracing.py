@@ -53,7 +53,7 @@ def traced(
     )
 
     gc.collect()
-    gc.freeze()  # what is there already, as of rows before, is not looked at in each collection
+    gc.freeze()  # existing objects, as of earlier rows, are skipped by each collection
 
     def trace(program: Program) -> None:
         if cold:

@@ -18,5 +18,5 @@ def small_disk(tmp_path):
     if not mounted:
         pytest.skip("only the superuser may mount a small file system")
     yield disk
-    # What failed on it may hold its files until that is collected.
+    # Failed objects may hold files until they are collected.
     subprocess.run(["umount", "--lazy", str(disk)], check=True)

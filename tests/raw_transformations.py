@@ -22,7 +22,7 @@ def stepped(f, x):
     return jax.lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, f(x)), (0, x))[1]
 
 
-# Each calls `f`, with the result of `f(x)`; how it is named, and what takes its place.
+# Each calls `f` and returns `f(x)`; its name, and the lifted replacement.
 RAW = {
     "jit": (lambda f, x: jax.jit(f)(x), "jax.jit", "jit"),
     "vmap": (lambda f, x: jax.vmap(f)(x), "jax.vmap", "vmap"),

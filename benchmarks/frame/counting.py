@@ -1,6 +1,6 @@
-"""What a call costs in Python, counted: no other program disturbs a count, so tests assert them.
+"""Python costs of a call, counted: other programs do not disturb counts, so tests assert them.
 
-A function is counted after it was called once, when all that is made once has been made.
+A function is counted after its first call, when all one-time work is done.
 
 Python's minor versions differ in what they call and execute for the same program. Comprehensions
 are functions of their own until 3.11 and no longer, so they are never counted as calls.
@@ -108,7 +108,7 @@ def kept(fn: Callable[[], Any], n: int = 20, *, of: str = "") -> float:
 
     fn()
     with _traced_memory():
-        # What replaces something is there after the first calls, and no more of it after others.
+        # Replaced objects exist after the first calls, and do not grow with further calls.
         return (-blocks() + blocks()) / n
 
 

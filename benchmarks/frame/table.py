@@ -10,7 +10,7 @@ from rich.table import Table
 from benchmarks.frame.results import PEERS, Answer
 from benchmarks.harness import Row, number
 
-_NARROW = 140  # columns of a terminal: below, only what is judged is shown
+_NARROW = 140  # columns of a terminal: below, only rows with targets are shown
 COLUMNS = ("", "ratio", "min … max", "pairs", "target", "", "times")
 _VERDICT = 5  # the column of it
 _COLORS = {"met": "green", "explained": "yellow", "missed": "red"}

@@ -157,7 +157,7 @@ class Search:
             *("planted_module", "planted_module.f", "ASCII", 1, 2.5, True, None),
             *([], [1.0], {"a": "ASCII"}, [self.path], {"a": self.path}, {"a": self.pickle}),
         ]
-        # What a function that writes, or one that reads a pickle, is given after its path.
+        # Arguments after the path, of functions that write or read a pickle.
         self.tails: list[tuple] = [
             *((self.path,), (self.path, [1.0]), (self.pickle,), (self.pickle, None, True)),
             *(([1.0], self.path), ("planted_module",), ({"a": self.path},)),
@@ -174,7 +174,7 @@ class Search:
         self.calls += 1
         effects, result = self.watch.effects_of(call)
         if effects:
-            # What is imported at the first call alone does not come again.
+            # Imports happen only at the first call.
             effects, result = self.watch.effects_of(call)
         if effects:
             self.found.setdefault(label, effects)
@@ -185,7 +185,7 @@ class Search:
         results = []
         parameters = _parameters(fn)
         attempts: list[tuple[tuple, dict]] = [((), {}), *((tail, {}) for tail in self.tails)]
-        # What JAX computes from a number takes most of the time of a search: to be compiled.
+        # Compiling JAX computations of numbers takes most of the time of a search.
         skipped = (1,) if self.quick and name.startswith("jax.") else ()
         for value in (value for value in self.plain if value not in skipped):
             attempts += [((value,), {}), ((value, value), {})]
@@ -334,7 +334,7 @@ def _search_callables(
     for name in callables:
         fn = _resolve(name)
         search.alone(name, fn)
-        # Only what is called can act.
+        # Only called objects can act.
         if search.calls_its_argument(name, fn):
             for other in names[len(called) % of_names :: of_names]:
                 search.pair(name, fn, other, values[other])

@@ -258,7 +258,7 @@ def test_pickled_view_stays_frozen():
         view.rate = 1.0
 
 
-# What the methods that stand in other files promise.
+# Methods defined in other files.
 
 
 def test_paths():

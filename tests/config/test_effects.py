@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-# What could be called, and named, before names were listed function by function.
+# Callable before names were listed function by function.
 PLANTED = (
     "weft.jax_utils.partial_eval_by_shape,jax.nn.relu,optax.inject_hyperparams,numpy.save,"
     "numpy.memmap,weft.config.get_named_trainer_config,weft.trainer.checkpointer.dirs.remove_dir"
@@ -62,7 +62,7 @@ def test_search_finds_single_functions(name, effect, quick):
 def check(result, calls):
     assert result["found"] == {}
     assert result["calls"] > calls
-    # These call what they are given, so each was tried with names.
+    # These call their arguments, so each was tried with names.
     assert "optax.scale_by_schedule" in result["called"]
 
 

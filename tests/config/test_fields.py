@@ -284,7 +284,7 @@ def test_annotations_may_be_strings():
     cfg.later = Late()
     with pytest.raises(ConfigTypeError, match=r"declares Late \| None"):
         cfg.later = 3
-    cfg.never = 3  # what cannot be resolved accepts everything
+    cfg.never = 3  # unresolved annotations accept everything
     assert cfg.never == 3
 
 

@@ -148,7 +148,7 @@ def test_other_text_is_rejected(text):
         from_text(text)
 
 
-# What reading does not do.
+# No side effects.
 
 
 def test_reading_runs_no_constructor_and_no_method():
@@ -264,7 +264,7 @@ def test_hostile_values_in_a_config(text, tmp_path):
     assert not path.exists()
 
 
-# What an error says.
+# Error messages.
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def planted(tmp_path):
     return {"evil": str(tmp_path / "evil.npy"), "path": str(there), "folder": str(tmp_path)}
 
 
-# What a text could name once. CALL(target)(…) is a config; SAVE writes a file when it is called.
+# Names allowed in the past. CALL(target)(…) is a config; SAVE writes a file when called.
 SHORT = {
     "CALL": "config_for_function",
     "EVAL": EVAL,

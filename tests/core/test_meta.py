@@ -423,7 +423,7 @@ def test_get_sharding_of_a_tree():
     assert placed["w"].names == ("data", None)
 
 
-# The layout of what is unboxed.
+# Sharding of unboxed values.
 
 
 def test_unbox_constrains_to_its_mesh():
@@ -449,7 +449,7 @@ def test_invalid_sharding_for_mesh():
         Partitioned(jnp.ones(3), ("data",), mesh).unbox()
 
 
-# What the rest of JAX does to boxes.
+# Boxes in other JAX functions.
 
 
 def test_eval_shape_keeps_boxes():

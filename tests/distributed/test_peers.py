@@ -130,7 +130,7 @@ def test_late_request_applies_to_the_next_point(alone):
         while peers.requested is None and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    # The other one has been told to go on, so this one has to go on as well.
+    # The other one was released, so this one must continue too.
     assert peers.agree(go_on, alive=other_requests_late) is None
     arrives(2, None)
     assert peers.agree(go_on) == ("signal", "SIGTERM")
@@ -213,7 +213,7 @@ def test_ended_process_0_is_named(three):
     with pytest.raises(ProcessLostError, match="process 0") as lost:
         lines[2].raise_cause(RuntimeError("gloo: connection closed"))
     assert isinstance(lost.value.__cause__, RuntimeError)
-    # What another process's end is not behind is left alone.
+    # Unrelated errors are not changed.
     three()[1].raise_cause(RuntimeError("mine"), patience_seconds=0.1)
 
 

@@ -356,7 +356,7 @@ def test_late_process_is_awaited_without_limit(two):
     with GracefulStop(two[0], patience_seconds=0.1):
         barrier()
     thread.join()
-    barrier()  # outside of a run, nobody
+    barrier()  # no process outside of a run
 
 
 def test_error_caused_by_a_peer_names_it(monkeypatch):

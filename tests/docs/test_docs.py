@@ -9,7 +9,7 @@ from weft.cli.arguments import parse_arguments
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-# Errors and origins name these pages as seen from the root; what others write goes elsewhere.
+# Errors and origins name these pages relative to the root; the others write to tmp_path.
 NAMED = (
     "config.md",
     "nnx.md",

@@ -54,7 +54,7 @@ def test_all_processes_stop_in_each_phase(start, num, phases):
         processes[-1].wait_for(f"here {phase}")
         time.sleep(0.2)
         before["time"] = time.monotonic()
-        # A scheduler tells all of them; one of them has to do as well.
+        # A scheduler signals all of them, but one must suffice.
         processes[-1].send(signal.SIGTERM)
         if phase in ("stepping", "waiting"):
             for process in processes[:-1]:

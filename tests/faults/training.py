@@ -41,7 +41,7 @@ def report_phase(name):
 
 
 def report_compilation():
-    state_is_there.wait()  # which is compiled as well, and not what is meant
+    state_is_there.wait()  # its own compilation does not count
     while not still_compiling():
         time.sleep(0.02)
     report_phase("compiling")

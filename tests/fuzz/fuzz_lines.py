@@ -36,7 +36,7 @@ _CRAFTED = [
 _CRAFTED += [b'{"alive": "\\ud800\\u001b[2J\\n\\u202e"}', b'{"at": 1e999}', b'{"at": NaN}']
 _CRAFTED += [json.dumps({key: odd}).encode() for m in MESSAGES for key in m for odd in ODD]
 _LINE = any_of(_LINES, _CRAFTED) | damaged_json(MESSAGES)
-# Which process hears them; None for one to which nobody has come yet.
+# The receiving process; None for one without connections yet.
 CASES = st.tuples(st.sampled_from([0, 1, None]), st.lists(_LINE, min_size=1, max_size=4))
 SHORT = 100
 

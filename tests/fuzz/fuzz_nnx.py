@@ -141,7 +141,7 @@ def while_of_none(case: Case, f: Any, g: Any) -> Any:
 OF_NONE = (fori_of_none, scan_of_none)
 WHILE = (properties.while_loop, while_of_none)
 BY_NAME = {f.__name__: f for f in (*properties.TRANSFORMATIONS, *OF_NONE, *WHILE)}
-# What a gradient goes through has no loop of unknown length.
+# Loops of unknown length have no gradient.
 inner = st.lists(
     st.sampled_from([f.__name__ for f in (*properties.TRANSFORMATIONS, *OF_NONE)]), max_size=3
 )

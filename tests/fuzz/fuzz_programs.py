@@ -7,8 +7,8 @@ import numpy as np
 
 from tests.fuzz.programs import reference
 from tests.fuzz.programs.ir import COLLECTIONS, CUSTOM, START, STREAMS, Level, Program
-from tests.fuzz.programs.making import programs
 from tests.fuzz.programs.scopes import Writer
+from tests.fuzz.programs.strategies import programs
 from tests.keys import quick_key
 from weft.core import meta
 

@@ -16,7 +16,7 @@ SECONDS = 10
 MEGABYTES = 512
 
 DEEP = "[" * 1_500
-# What is put in the place of a JSON value.
+# Replacements of JSON values.
 ODD = [None, True, 0, -1, 1, 2, 3, 2**31, 2**62, 2**63, 2**70, -(2**63), 0.0, 1.5, -2.5, 1e308]
 ODD += [
     float("nan"),

@@ -250,7 +250,7 @@ def test_outputs_of_nested_transforms(outer, inner):
     assert_equal(given.reshape(3), y)
 
 
-# What only some of them can do.
+# Features of some transformations.
 
 
 def test_zero_iterations_keep_the_carry():

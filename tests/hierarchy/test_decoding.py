@@ -536,7 +536,7 @@ class SameSum:
 
 
 def test_merged_hypotheses_add_up_their_probabilities():
-    p = np.array([0.0, 0.5, 0.4, 0.1])  # whatever came before; token 3 ends
+    p = np.array([0.0, 0.5, 0.4, 0.1])  # after any history; token 3 ends
     log_probs = np.log(np.broadcast_to(p, (STATES, BEAM_VOCAB, BEAM_VOCAB)) + 1e-30)
     outputs = search([[1, 0, 0]], log_probs, num_decodes=5, prefix_merger=SameSum())
     # The end alone; 1 or 2, then the end; 1, 2 and 2, 1 merged; 1, 1. No room for 2, 2.

@@ -231,7 +231,7 @@ def test_only_adapters_train_and_merge_afterwards(drawn, wave):
             assert not np.array_equal(value, before[path]), path
         else:
             np.testing.assert_array_equal(value, before[path])
-    # Nothing is kept for what is not trained.
+    # Frozen parameters have no optimizer state.
     kept = [path for path, x in jax.tree_util.tree_leaves_with_path(state) if np.ndim(x)]
     assert kept
     assert all(map(is_adapter, kept))

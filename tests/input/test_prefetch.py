@@ -118,7 +118,7 @@ def test_error_is_raised_in_order_and_persists():
         for _ in range(2):
             with pytest.raises(OSError, match="record 2 is broken"):
                 next(batches)
-        # What was trained on so far can still be saved.
+        # The consumed position can still be saved.
         assert batches.get_state() == {"next_index": 2}
 
 
@@ -161,7 +161,7 @@ def test_ready_and_peek_do_not_block():
         assert next(batches) == 0
         assert not batches.ready(timeout=0)
         source.let.release()
-        # The end is ready as well.
+        # The end is ready, too.
         assert batches.ready(timeout=10)
         assert list(batches) == []
 

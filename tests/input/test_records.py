@@ -91,7 +91,7 @@ def test_unreadable_file():
 def test_fingerprint_identifies_data():
     known = dataset("a", "b", kind=Titled)
     assert (known.fingerprint, known.num_bytes) == ((("Titled", "f"), ("Titled", "f")), 4)
-    # What a function does is not known.
+    # Functions have no fingerprint.
     assert known.map(parse).fingerprint is None
     assert dataset("a").fingerprint is None
     assert dataset("a").num_bytes is None

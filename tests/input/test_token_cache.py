@@ -86,7 +86,7 @@ def test_tokens_of_large_files_are_kept(folder, monkeypatch):
         tokens = tokenize_documents(json_lines_dataset("a.jsonl"), Words())
         assert tokens.tolist() == [0, *map(len, text.split()), 0]
         assert Words.calls == calls
-    # What is mapped is not known, so it is tokenized each time.
+    # Mapped datasets have no fingerprint, so they are tokenized each time.
     mapped = json_lines_dataset("a.jsonl").map(lambda d: {"text": "a"})
     for _ in range(2):
         assert tokenize_documents(mapped, Words()).tolist() == [0, 1, 0]
@@ -169,7 +169,7 @@ def test_memmap_is_pickled_by_file_name():
     data = pickle.dumps(made)
     assert len(data) < 500
     np.testing.assert_array_equal(pickle.loads(data), numbers)
-    # What is no longer the file goes as it is.
+    # Derived arrays are pickled by value.
     for part in (made[5:9], made[::2], made + 1):
         np.testing.assert_array_equal(pickle.loads(pickle.dumps(part)), part)
     with pytest.raises(ValueError, match="read-only"):

@@ -56,7 +56,7 @@ def _laid_out(lib):
     return lib.with_partitioning(normal, (None, "model"))
 
 
-# What `as_linen`, `as_nnx` and `as_hierarchy` are given: a layer from three to two features.
+# Arguments of `as_linen`, `as_nnx` and `as_hierarchy`: a layer from three to two features.
 DENSE = {
     "linen": lambda: (linen.Dense(2),),
     "linen-class": lambda: (linen.Dense, 2),

@@ -145,7 +145,7 @@ def test_state_is_updated_in_training_only(case):
     state = layer.initialize_parameters_recursively(KEY)
     _, outputs = jax.jit(lambda s: run(layer, s, is_training=True))(state)
     updates = outputs.state_updates
-    if make()[0].__class__.__name__ == "Config":  # a layer of the hierarchy stays what it is
+    if make()[0].__class__.__name__ == "Config":  # a hierarchy layer is returned unchanged
         assert set(updates) == {"moving_mean", "moving_variance"}
         return
     assert set(updates) == {col}
@@ -310,7 +310,7 @@ def test_missing_method_is_named():
         HierarchyModel(Linear, input_dim=3, output_dim=2).apply({}, X, rngs={}, mutable=False)
 
 
-# Parameters of others in the hierarchy: dtype, first values, layouts, and what is trained.
+# Parameters of other libraries in the hierarchy: dtype, initialization, sharding, training.
 
 
 class InHalf(Net):

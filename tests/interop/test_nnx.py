@@ -302,7 +302,7 @@ def test_linen_in_an_object_in_linen_is_initialized_by_the_inputs(make):
     assert inner["batch_stats"]["calls"] == 0
     after = changed["batch_stats"]
     assert after.get("InLinen_0", after)["calls"] == 1
-    # What was made is what is used.
+    # apply uses the given variables.
     zeros = jax.tree.map(jnp.zeros_like, variables)
     assert not module.apply(zeros, x, mutable=["batch_stats"])[0].any()
 

@@ -80,7 +80,7 @@ def main():
     assert lm_lora.prepare(cfg, made_base)
     trainer = cfg.instantiate(parent=None)
     trainer.run(listener=seen)
-    # What each process has: the same, of adapters and of what is not trained.
+    # Per process; adapters and frozen parameters must be equal on all.
     sums = jax.tree.map(
         lambda x: float(np.asarray(x.addressable_data(0), np.float64).sum()),
         trainer.trainer_state.model,

@@ -93,7 +93,7 @@ def test_single_process_joins_nothing():
 
 def test_missing_coordinator_is_reported():
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))  # and nobody listens
+        s.bind(("127.0.0.1", 0))  # and no server listens
         place = ProcessInfo(f"127.0.0.1:{s.getsockname()[1]}", 2, 1)
         with pytest.raises(
             CoordinatorNotFoundError,

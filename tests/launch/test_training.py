@@ -118,7 +118,7 @@ def test_two_processes_are_killed_and_resumed_as_one(launch, tmp_path):
     os.kill(second, signal.SIGKILL)
     wait_for_step(run_dir, max(saved_steps(run_dir)) + 10, process)
 
-    # They are asked to stop: both do after the same step, which is saved.
+    # On a stop request both stop after the same step, which is saved.
     process.send_signal(signal.SIGTERM)
     out = finish(process)
     assert f"process 1 of 2 (pid {second}) was ended by SIGKILL" in out
@@ -140,7 +140,7 @@ def test_two_processes_are_killed_and_resumed_as_one(launch, tmp_path):
     assert train_here(run_dir, stopped + 5) == stopped + 3
     together = losses(run_dir)
     assert together.keys() == set(range(1, stopped + 6))
-    # Two do what one alone does: the parts of a batch add up to the batch.
+    # Two processes match one: the parts of a batch add up to the batch.
     train_here(tmp_path / "alone", 3)
     alone = losses(tmp_path / "alone")
     np.testing.assert_allclose(

@@ -242,7 +242,7 @@ def test_exception_restores_state():
     for reason in ("setup", "compact"):
         with pytest.raises(KeyError, match=reason):
             Model().init(KEY, X)
-        Affine()  # it is nobody's
+        Affine()  # without a parent
         fails[0] = False
         fails.append(True)
     del fails[1:]

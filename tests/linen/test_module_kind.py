@@ -61,7 +61,7 @@ def chained(variables, x, n):
     return x
 
 
-# Names go on where the function has stopped, also if JAX runs again what it has traced.
+# Names continue after the function, even if JAX replays a cached trace.
 
 KNOWN = [1]  # a list makes a function that sees it equal to itself alone
 PARAMS = {"params": True}
@@ -189,7 +189,7 @@ def test_name_taken_outside_is_rejected_inside():
     assert list(w) == ["a"]
 
 
-# What a function captures crosses as well.
+# Captured modules.
 
 
 def in_a_closure(self, x, dense):
@@ -300,7 +300,7 @@ def test_module_of_another_tree_is_captured():
     np.testing.assert_allclose(m.apply({}, X), 2 * X)
 
 
-# What two modules are compared by.
+# Comparison of modules.
 
 
 class Field(nn.Module):
@@ -543,7 +543,7 @@ def test_cache_distinguishes_capturing():
     assert list(captured["intermediates"]) == ["JitLinear_0"]
 
 
-# What goes in and out.
+# Arguments and results.
 
 
 def test_fields_of_all_types_are_kept():
@@ -593,7 +593,7 @@ def test_lifted_models_are_copied_and_bound():
     np.testing.assert_array_equal(bound(X), m.apply(variables, X))
 
 
-# Errors, and what they leave.
+# Errors and cleanup.
 
 
 def test_module_without_variables_is_rejected():

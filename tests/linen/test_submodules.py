@@ -117,7 +117,7 @@ def test_module_default_is_shared():
     assert paths(Outer()) == ["Model_0/layer/kernel"]
 
 
-# Names through transformations: what may be named inside is what may be named without them.
+# Names in transformations: the same names are allowed inside and outside.
 
 SHARED = {
     "variable_broadcast": "params",

@@ -22,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.mutate import likeliest_first
+from tests.mutate import prioritize
 from tests.mutate.mutations import Mutation, edits, is_other_program
 
 ROOT = Path(__file__).parents[2]
@@ -178,7 +178,7 @@ def first_failure(
     if not tests:
         return ""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", marks, *tests]
-    command += ["-p", likeliest_first.__name__]
+    command += ["-p", prioritize.__name__]
     # A mutated program may never end.
     command += ["-o", f"faulthandler_timeout={LIMIT / 2}", "-o", "faulthandler_exit_on_timeout=yes"]
     kept = root / ".pytest_cache" / "v" / "cache" / "lastfailed"
@@ -187,7 +187,7 @@ def first_failure(
     caches = {"JAX_COMPILATION_CACHE_DIR": str(root / ".jax_cache")}
     caches["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     env = {**os.environ, **caches, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
-    env[likeliest_first.NAMES] = " ".join(names)
+    env[prioritize.NAMES] = " ".join(names)
     nowhere = subprocess.DEVNULL
     with subprocess.Popen(
         command, cwd=root, env=env, stdout=nowhere, stderr=nowhere, start_new_session=True

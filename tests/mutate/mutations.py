@@ -134,7 +134,7 @@ class _Edits:
             (start, a), (b, end) = map(self._span, call.args[:2])
             yield start, end, self._text[b:end] + self._text[a:b] + self._text[start:a]
         for keyword in call.keywords:
-            if function == "zip":  # strict=True says what always holds
+            if function == "zip":  # strict=True only checks an invariant
                 continue
             start, end = self._span(keyword)
             comma = re.compile(r"\s*,").match(self._text, end)

@@ -321,7 +321,7 @@ def test_earlier_sown_values_precede_those_of_a_merged_module():
     model, x = Sower(2), jnp.ones((3, 2))
     run = split_and_merged(jax.vmap, returned=True, calls=2)
     _, seen = capture(lambda m: (m(x[0]), run(m, x)), nnx.Intermediate)(model)
-    # The value of the trace is the whole state, so that what was there comes mapped as well.
+    # The trace holds the whole state, so existing values are mapped, too.
     assert [jnp.shape(y) for y in seen.y[...]] == [(3, 2), (3, 2)]
 
 

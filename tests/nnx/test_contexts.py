@@ -85,7 +85,7 @@ def round_trip(model, change):
             assert ctx.is_inner is True
         return parts
 
-    f(state)  # what is compiled already does as well
+    f(state)  # also with the cached program
     with merge_context("t", inner=False) as ctx:
         return ctx.merge(*f(state))
 

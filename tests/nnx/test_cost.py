@@ -118,7 +118,7 @@ def traced(n):
     model = Stack(n)
 
     def run():
-        new = next(NUMBERS)  # makes the function one that is like none before
+        new = next(NUMBERS)  # makes the function unequal to earlier ones
         nnx.jit(lambda model, x: (model(x), new)).trace(model, X)
 
     return run

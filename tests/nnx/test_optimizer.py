@@ -405,7 +405,7 @@ def test_any_nesting_matches_plain_arrays(shapes):
     same(values(model), optax.apply_updates(params, updates))
 
 
-# What does not fit.
+# Mismatches.
 
 
 def test_optimizer_without_a_filter_or_a_transformation():

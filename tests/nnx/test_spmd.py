@@ -260,6 +260,6 @@ def test_axis_hooks_without_metadata(where):
         body, in_axes=(nnx.Carry, 1), out_axes=(nnx.Carry, 2), transform_metadata=params
     )
     _, made = loop(0, nnx.Dict(w=make(jnp.ones((4, 3)))))
-    # The change comes back, and what the body has made comes new.
+    # Changes are written back, and new variables are created.
     assert calls == [("removed", 1, "layers"), ("added", 1, "layers"), ("added", 2, "layers")]
     assert made.made.shape == (2, 5, 3)

@@ -26,7 +26,7 @@ flax_linen = pytest.importorskip("flax.linen")
 flax_checkpoints = pytest.importorskip("flax.training.checkpoints")
 flax_train_state = pytest.importorskip("flax.training.train_state")
 
-# Flax's own: of its older format, and of reading with Orbax what no target lays out.
+# Flax warns about its older format, and about Orbax restores without shardings.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Flax Checkpointing will soon:DeprecationWarning", "ignore:Sharding info not provided"
 )

@@ -65,7 +65,7 @@ def test_padding(last_axis):
         mask = valid[..., None] if last_axis else valid
         attend = core.init(getattr(nn, ATTEND))
         y, variables = attend(KEY, TEXT, TEXT, 4, padding_mask=mask)
-        # What differs: here a query that is padding gets the mean of all values, there the sum.
+        # Difference: Weft gives padded queries the mean of all values, Flax the sum.
         return y[valid], variables
 
     same(program)
@@ -111,7 +111,7 @@ def test_decoding(shape):
             return getattr(nn, ATTEND)(scope, x, None, 2, causal_mask=True, cache=True)
 
         y, variables = core.init(attend)(KEY, x)
-        # What differs: there the first call makes a function, here an entry that is one too.
+        # Difference: the first call creates a function in Flax, a callable entry in Weft.
         cache = jax.tree.map(lambda f: f((2, *shape)), variables["cache"], is_leaf=callable)
         outputs, states = [y], []
         for i in range(4):

@@ -61,7 +61,7 @@ def initialized(module, *args, **kwargs):
     return module.init_with_output(RNGS, *(args or (X,)), **kwargs)
 
 
-# Where submodules are made.
+# Where submodules are created.
 
 
 @program

@@ -146,7 +146,7 @@ def keys_after_parameters(nn):
     return (y, model.apply(variables, X, rngs=RNGS)), variables
 
 
-# What is left behind.
+# Remaining state.
 
 
 @program

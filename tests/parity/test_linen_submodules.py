@@ -93,7 +93,7 @@ def test_names_of_modules_that_are_in_several_places(tree, in_setup):
     same(lambda nn: names(nn, tree, in_setup))
 
 
-# A module that is called with variables of its own, inside of another.
+# Modules called with their own variables inside another module.
 
 ENTRIES = {
     "init": lambda inner: inner.init(KEY, X),

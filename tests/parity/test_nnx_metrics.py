@@ -36,7 +36,7 @@ VALUES = {
         {"values": 4.0},
         {"values": 5},
         {"values": jnp.ones((2, 3)), "mask": MASK},
-        # A mask that is broadcast counts once with Flax, and as often as its values with Weft.
+        # A broadcast mask counts once in Flax, and once per value in Weft.
         {"values": jnp.ones(3), "mask": jnp.array([True, False, True]), "other": 3},
         {"values": jnp.ones((2, 1)), "mask": jnp.array([[1], [0]])},
         {"values": jnp.ones(3, jnp.int32)},

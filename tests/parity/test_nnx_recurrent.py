@@ -9,7 +9,7 @@ import pytest
 from tests.keys import draw
 from tests.parity.objects import in_half, named, normal, same, same_error, same_signature, tolerance
 
-# Flax would rather have what makes first states given to another method.
+# Flax deprecates passing the initializer of states here.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:carry_init is provided in __init__", "ignore:keep_rngs argument is deprecated"
 )

@@ -59,7 +59,7 @@ leaves = st.one_of(
     st.binary(max_size=3), st.just(1 + 2j),
 )  # fmt: skip
 names = st.text("abc", min_size=1, max_size=2)
-# A description of a tree, which either library makes with its own classes.
+# Description of a tree, built by either library with its own classes.
 plans = st.recursive(
     st.tuples(st.just("leaf"), leaves),
     lambda inner: st.one_of(

@@ -25,7 +25,7 @@ class Partitioned(flax.struct.PyTreeNode, AxisMetadata):
     value: Any
     names: Tuple[Optional[str], ...] = flax.struct.field(pytree_node=False)  # noqa: UP006, UP045
 
-    # What the proposal leaves out.
+    # Cases beyond the proposal.
     def unbox(self):
         return self.value
 

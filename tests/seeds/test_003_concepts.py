@@ -103,7 +103,7 @@ def test_contrived_example_of_building_a_transformer_stack():
 
     specs = stack.create_parameter_specs_recursively()
     assert specs["layer11"]["feed_forward"]["linear1"]["weight"].shape == (4, 96)
-    # The config was copied: what becomes of the parts later does not change it.
+    # The config was copied: later changes of its parts do not affect it.
     layer_cfgs[0].feed_forward.hidden_dim = 1
     assert stack_cfg.layer[0].feed_forward.hidden_dim == 8
 
@@ -178,7 +178,7 @@ def test_class_of_another_library_is_configured_and_composed():
     )
     assert stack_cfg.layer == custom_layer_cfg
     assert stack_cfg.layer.config.factor == 2.0
-    # What a stack calls is a module; a small one calls what the other library has.
+    # A stack calls modules; a small one wraps the other library's layer.
     stack_cfg.set(layer=InTree.default_config().set(wrapped=stack_cfg.layer))
     assert_stack_of_three_multiplies_by_eight(stack_cfg)
 
@@ -363,7 +363,7 @@ class Watching(Module):
     def forward(self, seen):
         context = current_context()
         below = self.inner(seen) if self.config.depth else []
-        assert current_context() is context  # what was pushed has been popped
+        assert current_context() is context  # the stack is empty again
         return [context, *below]
 
 
@@ -493,7 +493,7 @@ def test_each_process_reads_its_split_and_the_rows_become_one_global_array():
     numbers = fake_source(is_training=False, examples=range(8))(DispatchConfig(0, 1))
     splits = [shard_dataset(numbers, DispatchConfig(shard_index=i, num_shards=2)) for i in range(2)]
     assert [list(split) for split in splits] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    # 2. What a process reads in a step is an array of its own rows.
+    # 2. In each step a process reads an array of its own rows.
     local = [np.asarray(list(split)[:2]) for split in splits]
     assert [type(rows) for rows in local] == [np.ndarray, np.ndarray]
     # 3. The rows become a global array, with each device of the mesh having its part.

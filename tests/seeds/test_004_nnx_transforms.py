@@ -55,7 +55,7 @@ def shows_line(error, text):
     )
 
 
-# What is accepted.
+# Accepted programs.
 
 
 def test_arguments_are_mapped_along_in_axes():
@@ -147,7 +147,7 @@ def test_aliases_with_the_same_specification_are_accepted():
     np.testing.assert_array_equal(m2.w[...], 2 * W + W.T)
 
 
-# What is rejected. In all of these the line that transforms the function is shown.
+# Rejected programs. All errors show the line that transforms the function.
 
 
 def test_inconsistent_input_aliases():
@@ -240,7 +240,7 @@ def nothing(a, b):
     return None
 
 
-# The rule holds for all transformations that say something of their arguments.
+# The rule holds for all transformations with roles of arguments.
 REJECTED = {
     "scan": (
         lambda m: nnx.scan(lambda a, b: (a, None), in_axes=(nnx.Carry, 0))(m, m),

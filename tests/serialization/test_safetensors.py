@@ -86,7 +86,7 @@ def test_large_trees_become_several_files_with_an_index(tmp_path):
     assert index["weight_map"]["decoder.weight"] == "model-00002-of-00003.safetensors"
     assert_same(load_safetensors(tmp_path, TREE), TREE)
     assert_same(load_safetensors(files[-1], TREE), TREE)
-    # Of the earlier files none is left to be taken for a part.
+    # No earlier file is left over.
     other = tmp_path / "model-notes.safetensors"
     save_file({"a": np.ones(1)}, other)
     save_safetensors(path, TREE)

@@ -39,7 +39,7 @@ def test_train_step_is_compiled_for_a_topology():
     assert "temp: " in aot_model_analysis(program)
     axes = {c.axes({"data": 4, "model": 2}) for c in collectives_of(program.as_text())}
     assert {("data",), ("model",)} <= axes
-    assert cfg.name == "trainer"  # what was given stays as it was
+    assert cfg.name == "trainer"  # the input is not changed
     cfg.instantiate(parent=None, devices=jax.devices()[:8])
 
 

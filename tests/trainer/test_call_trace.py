@@ -151,7 +151,7 @@ def test_all_three_nested():
     mixed = as_hierarchy(config_for_class(Mixed), inputs=(X,))
     config = Around.default_config().set(layer=Around.default_config().set(layer=mixed))
     found = [call for call in calls_of(config) if "InHierarchy" not in call]
-    # Before, a module of NNX was made, and those in it were called for that.
+    # Earlier calls created the NNX module.
     assert found[-8:] == [
         "model.layer.layer.dense.layers_0, a Dense (__call__)",
         "model.layer.layer.dense.layers_1, a Dense (__call__)",

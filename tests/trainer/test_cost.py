@@ -17,7 +17,7 @@ from benchmarks.frame.counting import (
     instructions,
     operations,
 )
-from tests.trainer.three_ways import NNXLM, VOCAB, HierarchyLM, LinenLM
+from tests.trainer.language_models import NNXLM, VOCAB, HierarchyLM, LinenLM
 from weft import nnx
 from weft.config import config_for_function
 from weft.hierarchy.module import functional

@@ -285,7 +285,7 @@ def test_at_end_policy_with_another_policy():
 def test_best_metric_policy():
     assert fires(best(), [2.0, 3.0, 2.0, 1.0, float("nan")]) == [True, False, False, True, False]
     assert fires(best(mode="max"), [2.0, 3.0, 1.0]) == [True, True, False]
-    # An evaler that did not run says nothing.
+    # An evaler that did not run has no summaries.
     assert not best()(step=1, train_summaries=reported(1.0, evaler="other"))
     assert not best()(step=1, train_summaries={})
 

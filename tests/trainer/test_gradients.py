@@ -59,7 +59,7 @@ def test_only_gradients_with_own_layout_are_constrained():
     def loss(params, of_gradients):
         return jnp.sum(with_gradient_layouts(params, specs, of_gradients)["w"])
 
-    # What needs no word can be differentiated forwards as well.
+    # Without constraints, forward-mode differentiation works, too.
     assert jax.jvp(lambda p: loss(p, specs), (params,), (params,))[1] == 2.0
     elsewhere = {"w": ParameterSpec((2,), jnp.float32, (None,))}
     assert "custom_vjp" in str(jax.make_jaxpr(lambda p: loss(p, elsewhere))(params))

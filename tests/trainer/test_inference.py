@@ -84,7 +84,7 @@ def test_method_runs_on_each_batch_with_the_parameters_of_the_run(directory):
         np.testing.assert_array_equal(result.input_batch["x"], x)
         np.testing.assert_allclose(result.summaries["mean"].mean, np.mean(2 * x @ W), rtol=1e-4)
         assert result.module_outputs == {}
-    # Each batch has randomness of its own, decided by the first key.
+    # Each batch has its own randomness, derived from the first key.
     noise = [float(result.output_batch["noise"]) for result in results]
     assert len(set(noise)) == 4
     again = runner.run(batches(), method="predict", prng_key=jax.random.key(0))

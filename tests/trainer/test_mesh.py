@@ -173,7 +173,7 @@ def test_rules_select_by_hardware():
 
 VOCAB, WIDTH = 8, 16
 NAMES = ("embed", "hidden")
-# The hidden axis of parameters lies nowhere, that of what belongs to them over "data".
+# The hidden axis is replicated for parameters, and sharded over "data" for their state.
 BY_KIND = {
     "parameters": [("hidden", None)],
     "optimizer": [("hidden", "data")],

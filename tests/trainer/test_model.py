@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.trainer.three_ways import NNXLM, RULES, VOCAB, HierarchyLM, LinenLM, from_hierarchy
+from tests.trainer.language_models import NNXLM, RULES, VOCAB, HierarchyLM, LinenLM, from_hierarchy
 from weft import linen, nnx
 from weft.config import config_for_class, config_for_function
 from weft.errors import (
@@ -124,7 +124,7 @@ def test_transformer_trains_equally_in_all_three_apis(tmp_path, monkeypatch):
         cfg = config(tmp_path / name, model, logical_axis_rules=RULES)
         trainer, listener = run(cfg, params, monkeypatch)
         losses[name] = listener.losses
-        # What the names of its axes, or its spec, say holds for a weight and its moments.
+        # Axis names or the spec shard both a weight and its moments.
         laid_out = [*moments_of(trainer, sharded), *_at(trainer.trainer_state.model, sharded)]
         assert [x.sharding.spec for x in laid_out] == [P(None, "model")] * 3
         assert all(x.addressable_shards[0].data.size == x.size // 2 for x in laid_out)
@@ -214,7 +214,7 @@ def test_resumed_run_restores_statistics_counters_and_keys(tmp_path, library):
     assert first.losses + second.losses == whole.losses
     states = [as_numpy(trainer.trainer_state) for trainer in (straight, again)]
     jax.tree.map(np.testing.assert_array_equal, *states)
-    # Each step has noise of its own, and evaluation has none.
+    # Each step has its own noise, and evaluation has none.
     kept = [float(s["kept"]) for s in whole.summaries]
     assert len(set(kept)) == 4 and 0.2 < min(kept) < max(kept) < 0.8
     assert float(whole.evals[0]["kept"]) == 1.0

@@ -53,7 +53,7 @@ def of(fn, *args, **kwargs):
     return config_for_function(fn).set(**dict(zip(names, args, strict=False)), **kwargs)
 
 
-# Whole optimizers: what they are called, and a config of each.
+# Whole optimizers: names and configs.
 OPTIMIZERS = {
     "sgd": of(optimizers.sgd_optimizer, SCHEDULE, decouple_weight_decay=True),
     "sgd_momentum_decoupled_decay": of(

@@ -150,7 +150,7 @@ def test_fsdp_divides_parameters_and_optimizer_state_among_devices(n):
     held = bytes_per_device(state)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert len(held) == n
-    # What counts steps, a few bytes, every device has.
+    # Step counters, a few bytes, are replicated.
     assert max(held.values()) == pytest.approx(whole / n, rel=0.002)
 
 

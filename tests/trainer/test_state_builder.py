@@ -445,7 +445,7 @@ def test_custom_builder_modifies_drawn_state():
     assert filled(state.learner["ema"].count) == -1
 
 
-# What does not fit.
+# Mismatches.
 
 
 def test_shape_mismatches_are_named(saved):

@@ -60,7 +60,7 @@ def test_config_replacement():
     path = f"{LAYER}.feed_forward.norm"
     cfg = modified(ModuleConfigModifier, target_config=path, modification=norm)
     assert cfg.get_recursively(path) == norm
-    norm.eps = 0.2  # what the modifier holds is a copy
+    norm.eps = 0.2  # the modifier holds a copy
     assert cfg.get_recursively(path).eps == 0.1
 
 

@@ -206,7 +206,7 @@ def test_resumed_run_has_equal_counters(straight, tmp_path):
     whole, one, _, directory = straight
     step = one.end[0]
     cut_at = (step - 1) // SAVE_EVERY * SAVE_EVERY
-    # Killed: what it has saved after this step is not there.
+    # Killed: nothing saved after this step exists.
     run_dir = shutil.copytree(directory / "run", tmp_path / "run")
     for checkpoint in (run_dir / "checkpoints").iterdir():
         if int(checkpoint.name.removeprefix("step_")) > cut_at:

@@ -163,7 +163,7 @@ def test_state_created_and_updated_in_a_transform_in_a_loop(outer, inner):
 def nestings():
     rng = random.Random(0)
     for depth in (3, 3, 3, 3, 3, 3, 4, 4, 4, 5):
-        # What is inside of a gradient or of a shard_map cannot be everything; they are above.
+        # Not everything nests inside of a gradient or shard_map; these are tested above.
         yield [rng.choice([*LAYERS][:13]) for _ in range(depth)]
 
 
@@ -206,7 +206,7 @@ def test_each_loop_carrying_new_state_adds_one_trace(names, depth):
     assert len(traces) == 1
 
 
-# With which keys it is made.
+# Keys of created state.
 
 
 def drawing(scope, carry, _=None):

@@ -26,7 +26,7 @@ def loop(kind, *body, size=2):
 
 LAYERS = scan(0, COUNT)
 EXAMPLES = {
-    # State that is made and changed under an axis began with its last value.
+    # State created and changed under an axis started with its last value.
     "scan around a scan with an axis": (scan("carry", LAYERS, size=1, scope="b"),),
     "a scan of none around a scan with an axis": (scan("carry", LAYERS, size=0, scope="b"),),
     "while around a scan with an axis": (loop("while", LAYERS),),
@@ -53,7 +53,7 @@ EXAMPLES = {
             ),
         ),
     ),
-    # What a single branch makes differed from one index to the next, since the branch does.
+    # State of a single branch differed between indices, since the taken branch does.
     "vmap of a cond by the index, around what all share": (
         Level(
             "vmap",
@@ -73,7 +73,7 @@ EXAMPLES = {
     "a fori that carries in a scan that has an axis and carries": (
         scan(0, loop("fori", COUNT, Use("cache", "c")), params=0),
     ),
-    # What followed a loop had the key with which its body had made a parameter.
+    # The first key after a loop equaled the key of a parameter created in its body.
     "a parameter made with a key in fori": (loop("fori", KEYED),),
     "a parameter made with a key in while": (loop("while", KEYED),),
     "a parameter made with a key in while in fori": (loop("fori", loop("while", KEYED)),),

@@ -467,7 +467,7 @@ def test_modes():
     assert ForwardMode.of_step(False) is ForwardMode.EXTEND_STEP
 
 
-# What goes wrong.
+# Errors.
 
 
 @pytest.mark.parametrize(

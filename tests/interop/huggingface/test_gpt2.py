@@ -4,7 +4,7 @@ from weft.errors import HuggingFaceConfigError
 from weft.interop.huggingface.gpt2 import GPT2
 from weft.interop.huggingface.settings import Settings
 
-# As published; what is not said has its usual value.
+# As published; omitted settings have their defaults.
 VALUES = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
 
 

@@ -319,7 +319,7 @@ def test_equal_closures_share_programs():
 
     model = Model()
     assert all(make(2.0)(model, 1.0) == 2 for _ in range(3))
-    # What a function sees may have changed, here the list of traces: then it is another function.
+    # A changed closure, here the list of traces, makes it a different function.
     assert traces == [2.0] * 3
 
     def quiet(k):

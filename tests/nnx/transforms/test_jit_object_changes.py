@@ -165,7 +165,7 @@ def test_untracked_writes_are_seen_at_the_next_tracked_change():
     assert f(model) == 1
     vars(model)["k"] = 2
     object.__setattr__(model, "w", nnx.Param(jnp.float32(3.0)))
-    assert f(model) == 1  # nothing has told of it
+    assert f(model) == 1  # an untracked change
     model.deterministic = True
     assert f(model) == 6
 

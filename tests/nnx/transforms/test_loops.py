@@ -216,7 +216,7 @@ def by_cond(m, x):
 
 def mapped_by_vmap(run):
     def of_both(m, x):
-        # Only what is read crosses with the parameters, which all indices share.
+        # Values that are only read are shared by all indices, like the parameters.
         scaled = lambda w, x: nnx.fori_loop(0, 2, lambda i, c: (c[0], c[1] * c[0]), (w, x))[1]  # noqa: E731
         y = nnx.vmap(scaled, in_axes=(None, 0))(m.w, jnp.stack([x, x]))[0]
         run(m, x)
@@ -368,7 +368,7 @@ def test_changing_attributes_without_graph_updates_fails(loop, change, message, 
     assert m.n[...].tolist() == [0, 0] and m.mode == "first"
 
 
-# Attributes that the body makes.
+# Attributes created in the body.
 
 
 class Drawing(Pair):

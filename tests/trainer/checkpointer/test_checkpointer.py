@@ -249,7 +249,7 @@ def test_state_filter_omits_parts(make, container):
     assert restored["learner"] == {"n": 4}
 
 
-# Which are kept.
+# Retention.
 
 
 def test_newest_and_spaced_steps_are_kept(make):
@@ -391,7 +391,7 @@ def test_damaged_checkpoint_is_named_and_previous_restored(make, damage, caplog)
     (found,) = checkpointer.damaged_checkpoints
     assert found.path == saver.ckpt_dir(3)
     assert found.damage
-    # Asked for by name, it is refused.
+    # An explicit request is rejected.
     with pytest.raises(DamagedCheckpointError, match=r"step_00000003 .* Restore another step: 1"):
         checkpointer.restore(step=3, state=target())
     # And when the run gets there again, a whole one takes its place.

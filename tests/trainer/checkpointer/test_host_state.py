@@ -42,7 +42,7 @@ def test_states_round_trip(tmp_path, state):
     restored = {path: Iterator("old") for path in paths}
     maybe_restore_python_savables({**restored, "array": np.zeros(3)}, dir=str(tmp_path))
     assert [iterator.state for iterator in restored.values()] == [state] * len(paths)
-    # Whatever the paths are, nothing is written outside of the directory.
+    # No path writes outside of the directory.
     assert os.listdir(tmp_path) == ["process_0_of_1"]
     assert len(os.listdir(tmp_path / "process_0_of_1")) == len(paths)
 

@@ -35,7 +35,7 @@ def flip(path, at, bit):
 def test_whole_files_have_no_damage(ckpt_dir):
     assert has_manifest(str(ckpt_dir))
     assert find_damage(str(ckpt_dir)) == []
-    # What the operating system or a person leaves there is none either.
+    # Extra files of the operating system or users are not damage.
     (ckpt_dir / ".DS_Store").write_text("x")
     assert find_damage(str(ckpt_dir)) == []
 
@@ -100,7 +100,7 @@ def test_every_manifest_byte_is_verified(ckpt_dir):
             same = json.loads(path.read_bytes())["files"] == json.loads(whole)["files"]
         except (ValueError, KeyError, TypeError):
             same = False
-        # Bytes that say nothing about files, such as spaces, do no harm.
+        # Insignificant bytes such as spaces do no harm.
         assert find_damage(str(ckpt_dir)) or same
         path.write_bytes(whole)
     assert find_damage(str(ckpt_dir)) == []

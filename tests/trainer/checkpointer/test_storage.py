@@ -185,7 +185,7 @@ def test_states_of_any_containers_and_python_values(storage, tmp_path):
         "it": Iterator(11),
     }
     save(storage, tmp_path, state)
-    # Only what the state looks like goes in: the values come from the checkpoint.
+    # The target only gives the structure: the values come from the checkpoint.
     target = jax.tree.map(lambda x: x * 0, {k: v for k, v in state.items() if k[0] in "neb"})
     target = {**like(state), **target, "step": 0, "rate": 0.0, "inf": 0.0, "done": False}
     target["name"], target["it"], target["numpy"] = "", Iterator(0), np.zeros(4, np.int64)

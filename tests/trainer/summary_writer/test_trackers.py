@@ -157,7 +157,7 @@ def offline(tmp_path, monkeypatch):
 
     for name in ("CACHE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
-    # It puts functions of its own there.
+    # It installs its own hooks there.
     monkeypatch.setattr(sys, "exit", sys.exit)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
@@ -312,7 +312,7 @@ def test_summaries_not_due_are_omitted(tmp_path, client):
     assert [m.step for m in client.get_metric_history(run.info.run_id, "loss")] == [2]
 
 
-# Of the use that MLflow makes of SQLAlchemy.
+# Raised by MLflow's use of SQLAlchemy.
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")
 def test_database_has_the_final_status(tmp_path, monkeypatch):

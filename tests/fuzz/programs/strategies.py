@@ -34,7 +34,7 @@ KINDS = (
     "custom_vjp",
     "shard_map",
 )
-# What JAX cannot differentiate, or lay out twice.
+# Not differentiable in JAX, or not shardable twice.
 NOT_INSIDE = {
     "value_and_grad": {"while"},
     "vjp": {"while"},

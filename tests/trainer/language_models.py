@@ -13,7 +13,7 @@ from weft.traverse_util import flatten_dict, unflatten_dict
 
 VOCAB, DIM, HEADS, HIDDEN = 16, 8, 2, 16
 EPSILON = 1e-6
-# Where the hidden axis lies, in the names that Linen and NNX give to it.
+# Sharding of the hidden axis, by its names in Linen and NNX.
 RULES = (("embed", None), ("hidden", "model"))
 NAMES = ("embed", "hidden")
 fan_in = jax.nn.initializers.lecun_normal()
