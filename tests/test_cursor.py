@@ -41,7 +41,7 @@ class Frozen(struct.PyTreeNode):
 NESTED = {"list": [1, 2, (3, 4)], "pair": Pair(1, {"z": 9}), "box": Box(Frozen(5))}
 
 
-def test_changes_are_made_in_a_copy():
+def test_changes_apply_to_a_copy():
     c = cursor(NESTED)
     c["list"][0] += 100
     c["list"][2][1] *= 3

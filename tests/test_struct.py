@@ -98,7 +98,7 @@ def rms(x, y):
     return jnp.sqrt(jnp.mean(x * y))
 
 
-def test_pytree_paths_match_those_of_a_dict():
+def test_pytree_paths_match_dict():
     tree = {"a": VDict(w=1, b=2)}
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     assert [jax.tree_util.keystr(path) for path in paths] == ["['a']['b']", "['a']['w']"]

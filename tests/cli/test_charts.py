@@ -76,6 +76,6 @@ def test_smoothing_removes_noise_keeps_trend():
     assert smoothed(points[:8]) == points[:8]  # too few to average
 
 
-def test_smoothing_starts_at_the_initial_value_and_leaves_out_nan():
+def test_smoothing_starts_at_initial_value_and_skips_nan():
     assert smoothed([(1, 4.0), (2, math.nan), (3, 4.0)]) == [(1, 4.0), (3, pytest.approx(4.0))]
     assert finite([(1, math.inf), (2, 1.0)]) == [(2, 1.0)]

@@ -100,7 +100,7 @@ def test_defaults_are_omitted_unless_requested(capsys):
     assert "watchdog_timeout_seconds=None" in show(capsys, "lm-tiny", "--defaults")
 
 
-def test_origins_name_the_line_of_the_recipe_and_the_command_line(capsys):
+def test_origins_name_recipe_line_and_command_line(capsys):
     lines = show(capsys, "lm-tiny", "max_step=7", "--origin").splitlines()
     (max_step,) = [line for line in lines if line.startswith("    max_step=")]
     assert max_step == "    max_step=7,  # command line"

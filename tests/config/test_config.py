@@ -413,7 +413,7 @@ def test_copies_keep_it(copier):
     assert origin(tree, "leaf") != line
 
 
-def test_origin_in_a_list_is_that_of_the_field():
+def test_origin_in_list_is_the_field_origin():
     cfg = Leaf.default_config()
     cfg.sizes = [1, 2]
     line = line_above()

@@ -46,14 +46,14 @@ class Whole(Configurable):
         self.part = cfg.part.set(dim=cfg.dim, depth=1).instantiate()
 
 
-def test_instantiate_makes_an_object_of_the_class():
+def test_instantiate_creates_an_object():
     whole = Whole.default_config().set(dim=4).instantiate(parent="the parent")
     assert type(whole) is Whole
     assert whole.parent == "the parent"
     assert whole.part.config.dim == 4
 
 
-def test_factory_makes_two_objects():
+def test_factory_creates_objects():
     cfg = Part.default_config().set(dim=1, depth=1)
     assert cfg.instantiate() is not cfg.instantiate()
 

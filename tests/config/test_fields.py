@@ -72,7 +72,7 @@ def test_defaults_are_copied_for_each_config():
     assert Base().names == ["a"]
 
 
-def test_default_config_is_copied_too():
+def test_default_config_is_copied():
     default = Base(dim=1)
 
     @config_class

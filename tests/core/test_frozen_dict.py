@@ -100,7 +100,7 @@ def test_unfreeze_thaws_nested_frozen_dicts():
     assert type(unfreeze(mapped)["a"]) is dict
 
 
-def test_pytree_paths_match_those_of_a_dict():
+def test_pytree_paths_match_dict():
     frozen = FrozenDict({"b": jnp.ones(2), "a": {"c": jnp.zeros(())}})
     assert type(jax.jit(lambda x: x)(frozen)) is FrozenDict
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(frozen)]

@@ -107,7 +107,7 @@ def test_abstract_methods_are_required():
         Half()
 
 
-def test_with_partitioning_boxes_the_value_and_keeps_the_name_of_the_function():
+def test_with_partitioning_boxes_the_value_and_keeps_function_name():
     mesh = a_mesh()
     init = meta.with_partitioning(jax.nn.initializers.ones, (None, "data"), mesh)
     box = init(jax.random.key(0), (4, 8))
@@ -567,7 +567,7 @@ class Padded(struct.PyTreeNode, AxisMetadata):
         return self.replace(value=self.value[(slice(-1),) * self.value.ndim])
 
 
-def test_hooks_that_change_shapes_are_called_before_axes_are_mapped():
+def test_shape_changing_hooks_run_before_mapping():
     def body(scope, x, _=None):
         return x @ scope.param("w", lambda _: Padded(jnp.eye(3))), None
 

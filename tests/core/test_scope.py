@@ -448,7 +448,7 @@ def test_init_creates_mutable_collections():
         init(program, mutable="state")(KEY, 1, y=2)
 
 
-def test_lazy_init_makes_the_same_variables():
+def test_lazy_init_creates_equal_variables():
     def program(scope, x, n):
         scope.variable("state", "calls", lambda: 0)
         scope.push("dense").param("w", with_partitioning(NORMAL, ("a", None)), (x.shape[-1], n))

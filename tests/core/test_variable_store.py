@@ -35,7 +35,7 @@ def test_dicts_held_by_scopes_are_updated():
     assert held == {"c": 1, "d": 2}
 
 
-def test_value_of_another_mapping_class_is_replaced():
+def test_value_of_other_mapping_class_is_replaced():
     store = VariableStore({}, True)
     store.put("state", (), "a", freeze({"b": 1}))
     store.put("state", (), "a", freeze({"c": 1}))
@@ -66,7 +66,7 @@ def test_only_written_values_changed():
     assert store.entries("state", ("y",)) == {"z": 2}
 
 
-def test_rewriting_equal_values_is_no_change():
+def test_rewriting_equal_values_is_ignored():
     value = [1.5, {"a": 2.5}]
     store = VariableStore({"state": {"x": value, "y": 0}}, True)
     store.put("state", (), "x", [value[0], dict(value[1])])

@@ -163,7 +163,7 @@ def test_large_logits_do_not_overflow():
         assert np.isfinite(y).all()
 
 
-def test_gradient_of_the_sink_is_that_of_an_extra_key():
+def test_sink_gradient_matches_an_extra_key():
     logits, sink, g = (
         jnp.array(array(2, 4, 3, 5)),
         jnp.array(array(4)),
@@ -354,7 +354,7 @@ def test_dropped_weights(broadcast):
         drop_attention_weights(plain, rate=0.5, prng_key=None)
 
 
-def test_shapes_that_do_not_fit():
+def test_mismatched_shapes():
     check_attention_shapes(Q, K, K)
     check_attention_shapes(Q, K[:, :, :1], shared_heads=True)
     with pytest.raises(ArgumentShapeError, match="agree in the axes before the last three"):

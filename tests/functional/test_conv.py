@@ -103,7 +103,7 @@ def test_conv_transpose_agrees_with_lax(padding, transpose_kernel):
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_conv_transpose_with_a_transposed_kernel_is_the_gradient_of_conv(groups):
+def test_transpose_kernel_gives_the_gradient_of_conv(groups):
     w, g = jnp.array(array(3, 4 // groups, 6)), jnp.array(array(1, 4, 6))
     x = jnp.zeros((1, 9, 4))
     _, vjp = jax.vjp(lambda x: conv(x, w, strides=2, groups=groups), x)

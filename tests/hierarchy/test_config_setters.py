@@ -136,7 +136,7 @@ def test_nested_projections():
     assert cfg.input_linear.input_linear.layer.param_partition_spec == expected
 
 
-def test_feed_forward_alone():
+def test_feed_forward_only():
     cfg = TransformerFeedForwardLayer.default_config()
     set_feed_forward_partition_specs(cfg, fsdp_axis_names=("data", "fsdp"))
     assert cfg.linear2.param_partition_spec == ("model", ("data", "fsdp"))
@@ -181,7 +181,7 @@ def test_weights_with_adapters_are_sharded():
     assert linear1["weight"].mesh_axes == PartitionSpec("fsdp", "model")
 
 
-def test_experts_are_also_sharded_twice():
+def test_experts_use_both_axes():
     cfg = config()
     cfg.feed_forward = ApproximateTokenDropFreeMoE.default_config().set(
         hidden_dim=16, num_experts=4

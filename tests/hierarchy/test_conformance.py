@@ -345,7 +345,7 @@ def test_branches_with_equal_updates_trace_once():
 
 
 @pytest.mark.parametrize("kind", ["summaries", "module_outputs"])
-def test_output_of_one_branch_alone_is_rejected_by_name(kind):
+def test_output_of_only_one_branch_is_rejected(kind):
     what = {"summaries": "summaries/child/sum", "module_outputs": "module_outputs/child/y"}[kind]
     with pytest.raises(
         BranchStructureError,
@@ -354,7 +354,7 @@ def test_output_of_one_branch_alone_is_rejected_by_name(kind):
         run(lambda root: transforms.cond(True, lambda x: root.child(x, kind), root.child, X))
 
 
-def test_update_without_an_entry_in_the_state_is_rejected_by_name():
+def test_update_of_unknown_state_is_rejected_by_name():
     def updating(x):
         current_context().add_state_update("new", x)
         return x

@@ -494,7 +494,7 @@ def test_beams_may_be_longer_than_the_prompts():
         search([[1, 2, 0, 0, 0, 0]], log_probs, num_decodes=2, max_decode_len=4)
 
 
-def test_end_token_outside_of_the_vocabulary_is_rejected():
+def test_out_of_vocabulary_end_token_is_rejected():
     with pytest.raises(ArgumentValueError, match="eos_id=7 is not in the vocabulary of 4 tokens"):
         search([[1, 0]], table(0), num_decodes=2, eos_id=7)
 

@@ -312,7 +312,7 @@ def test_context_access_outside_an_invocation_raises():
         pass
 
 
-def test_function_or_class_with_name_and_parent_makes_a_child():
+def test_functions_and_classes_may_create_children():
     def leaf(width, *, name, parent):
         return Leaf.default_config().set(name=name).instantiate(parent=parent)
 

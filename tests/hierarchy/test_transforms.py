@@ -72,7 +72,7 @@ def test_scan_equals_the_loop():
     assert len({str(key) for key in keys}) == 3
 
 
-def test_summaries_of_iterations_can_be_merged_and_outputs_dropped():
+def test_iteration_summaries_merge_and_outputs_drop():
     _, outputs = run(
         lambda child: scan_in_context(
             lambda c, x: (c, child(x)),
@@ -92,7 +92,7 @@ def test_summaries_of_iterations_can_be_merged_and_outputs_dropped():
     assert outputs.module_outputs == {}
 
 
-def test_remat_gives_the_same_gradients_and_takes_non_arrays():
+def test_remat_keeps_gradients_and_accepts_non_arrays():
     def loss(w, lift, **kwargs):
         def body(child):
             return lift(lambda x, how, scale: child(x, scale=scale[how]))(jnp.ones(2), "a", kwargs)

@@ -48,7 +48,7 @@ def test_docstrings_of_functions_begin_with_a_verb(doc, finds):
     assert len(list(check("weft/a.py", f'def f():\n    """{doc}"""'))) == finds
 
 
-def test_docstrings_of_properties_and_classes_may_begin_with_a_noun():
+def test_property_and_class_docstrings_may_begin_with_a_noun():
     text = '''
 class A:
     """Array with a name."""

@@ -68,7 +68,7 @@ def test_batches_and_saved_positions(make, want):
         assert listed(other) == want[consumed:]
 
 
-def test_shapes_are_those_of_the_parts():
+def test_shapes_match_the_parts():
     spec = zipped().element_spec()
     assert {name: part["x"].shape for name, part in spec.items()} == {"a": (2,), "b": (2,)}
     assert concatenated().element_spec()["x"].shape == (2,)

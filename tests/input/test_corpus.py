@@ -40,7 +40,7 @@ def test_stdlib_is_a_few_hundred_files_of_about_ten_megabytes(stdlib):
     assert stdlib.name == f"stdlib-{sysconfig.get_python_version()}"
 
 
-def test_stdlib_text_is_that_of_the_files(stdlib):
+def test_stdlib_text_matches_files(stdlib):
     import json.decoder
 
     (decoder,) = [f for f in stdlib.files if f.name == "json/decoder.py"]

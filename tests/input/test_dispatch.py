@@ -68,7 +68,7 @@ def test_step_gets_the_logical_batch_in_order(arrangement):
     np.testing.assert_array_equal(result["deep"]["y"], data[:, 0])
 
 
-def test_defaults_are_those_of_the_processes_and_devices():
+def test_defaults_follow_processes_and_devices():
     (only,) = dispatchers(1, 8)
     cfg = InputDispatcher.default_config().set(name="d", global_logical_batch_size=8)
     default = cfg.instantiate(parent=None)
@@ -124,7 +124,7 @@ def test_default_physical_batch_has_a_row_per_device():
         ),
     ],
 )
-def test_sizes_that_do_not_fit(kwargs, message):
+def test_invalid_sizes(kwargs, message):
     cfg = InputDispatcher.default_config().set(
         name="dispatcher",
         global_logical_batch_size=8,

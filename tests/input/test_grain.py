@@ -221,7 +221,7 @@ class TestRekey:
         assert list(result) == [{"q": {"text": "why", "n": 1, "ids": "why"}, "new": ""}]
         assert original == {"q": {"text": "why", "n": 1}}
 
-    def test_iterable_too(self):
+    def test_iterable(self):
         ds = grain.MapDataset.source([{"a": 1}]).to_iter_dataset()
         assert list(rekey(ds, key_map={"b": "a"})) == [{"b": 1}]
 

@@ -288,7 +288,7 @@ def test_evaluation_reads_all_once_in_order():
     assert rows == [*range(12), *range(100, 112), *range(200, 220)]
 
 
-def test_rows_of_a_mixture_are_those_of_their_sources():
+def test_mixture_rows_match_their_sources():
     batch = next(open_(make_mixture(weights=[1.0, 1.0, 1.0])))
     for row, name in enumerate(names(batch)):
         example = SOURCES[name // 100][name % 100]

@@ -288,7 +288,7 @@ def _made_manually():
 
 
 @pytest.mark.parametrize("make", PLACES.values(), ids=PLACES)
-def test_linen_in_an_object_in_linen_is_initialized_by_the_inputs(make):
+def test_linen_in_nnx_in_linen_is_initialized_by_inputs(make):
     module, x = make(), jnp.ones((2, 3))
     variables = unbox(module.init(jax.random.key(0), x))
     (y, changed) = module.apply(variables, x, mutable=["batch_stats"])
@@ -307,7 +307,7 @@ def test_linen_in_an_object_in_linen_is_initialized_by_the_inputs(make):
     assert not module.apply(zeros, x, mutable=["batch_stats"])[0].any()
 
 
-def test_linen_in_an_object_in_the_hierarchy_is_initialized_by_the_inputs():
+def test_linen_in_nnx_in_hierarchy_is_initialized_by_inputs():
     x = jnp.ones((2, 3))
     cfg = as_hierarchy(Around, inputs=(jax.ShapeDtypeStruct((2, 3), "float32"),))
     layer = cfg.set(name="layer").instantiate(parent=None)
@@ -451,7 +451,7 @@ class Model(nnx.Module):
         return self.block(x)
 
 
-def test_model_is_made_at_once():
+def test_model_is_created():
     model = Model(nnx.Rngs(0))
     assert lazy_init(model, X) is model
     assert model.head.kernel.shape == (3, 2)

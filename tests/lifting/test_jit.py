@@ -32,7 +32,7 @@ def test_equal_structure_is_compiled_once():
     assert len(traces) == 2
 
 
-def test_lower_leaves_the_carrier_alone():
+def test_lower_keeps_the_carrier():
     fn, _ = counting_jit()
     box = Box(total=jnp.float32(1))
     assert "stablehlo.add" in fn.lower(box, jnp.float32(2)).as_text()

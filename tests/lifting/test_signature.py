@@ -113,7 +113,7 @@ def test_traced_functions_have_user_names(of_name, monkeypatch):
     assert "weft/lifting" not in str(caught.value).split("The leaked")[0]
 
 
-def test_rules_of_their_own_keep_their_names():
+def test_custom_rules_keep_their_names():
     def forward(x):
         return of_one(x), None
 

@@ -55,7 +55,7 @@ def by_fori(n):
 @pytest.mark.parametrize("loop", [by_scan, by_while, by_fori])
 @pytest.mark.parametrize("n", [0, 1, 4])
 @pytest.mark.parametrize("lifted", [lambda f: f, lift.remat, lift.jit], ids=["", "remat", "jit"])
-def test_carried_variables_made_in_a_body_equal_the_python_loop(loop, n, lifted):
+def test_variables_created_in_a_body_match_python_loop(loop, n, lifted):
     result, variables = apply(lifted(loop(n)), mutable=["state"])({}, 0)
     expected, by_hand = by_python(max(n, 1)) if n else (0, {"state": {"calls": 10}})
     assert result == expected

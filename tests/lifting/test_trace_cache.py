@@ -345,7 +345,7 @@ def test_deep_recursion_stays_fast():
     assert with_large_frame(inner) < CALLS / 10
 
 
-def test_equal_functions_share_a_trace_outside_of_jit():
+def test_equal_functions_share_a_trace_eagerly():
     traces = []
 
     def run(scale):

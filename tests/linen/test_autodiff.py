@@ -204,7 +204,7 @@ def test_custom_vjp():
     np.testing.assert_allclose(of_x, 10 * ones @ b.T @ a.T, rtol=1e-5)
 
 
-def test_custom_vjp_of_several_modules_without_gradients_of_an_argument():
+def test_custom_vjp_of_several_modules_with_nondiff_argument():
     def fwd(ms, factor, x):
         return nn.vjp(lambda ms, x: factor * both(ms, x), ms, x)
 

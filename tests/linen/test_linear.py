@@ -27,7 +27,7 @@ def test_dense_is_a_product_and_a_bias():
     np.testing.assert_allclose(y, X @ variables["params"]["kernel"] + 1, rtol=1e-5, atol=1e-6)
 
 
-def test_initial_values_of_a_general_map_have_the_fans_of_its_matrix():
+def test_dense_general_init_uses_matrix_fans():
     params = DenseGeneral((20, 10), axis=(0, 1)).init(KEY, jnp.ones((30, 20)))["params"]
     assert params["kernel"].shape == (30, 20, 20, 10)
     assert params["kernel"].std() == pytest.approx((30 * 20) ** -0.5, rel=0.05)

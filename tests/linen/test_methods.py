@@ -17,7 +17,7 @@ from weft.linen.module import Module
 from weft.linen.transforms import jit
 
 
-def test_compact_method_names_by_class_and_shares_when_called_again():
+def test_compact_method_names_by_class_and_shares_on_reuse():
     class Model(Module):
         @compact
         def __call__(self, x):

@@ -252,7 +252,7 @@ def test_module_without_variables(what, use):
         use(Affine())
 
 
-def test_variables_are_made_in_setup_and_in_compact_methods():
+def test_variables_in_setup_and_compact_methods():
     fn = lambda self: self.variable("state", "a", jnp.ones, ())  # noqa: E731
     with pytest.raises(CompactMethodError, match=r"'a' of 'state' was requested.*with @compact"):
         model(fn, plain=True).init(KEY)

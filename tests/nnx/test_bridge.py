@@ -20,7 +20,7 @@ def test_all_names_exist():
     assert all(hasattr(bridge, name) for name in dir(bridge))
 
 
-def test_nnx_alone_does_not_load_linen():
+def test_nnx_does_not_import_linen():
     program = (
         "import sys, weft.nnx; "
         "print([m for m in sys.modules if m.startswith(('weft.linen', 'weft.hierarchy'))])"

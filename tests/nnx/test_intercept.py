@@ -110,7 +110,7 @@ def test_observed_function_is_recompiled():
     assert len(SEEN) == 1 and type(x) is Derived
 
 
-def test_classes_are_made_once():
+def test_classes_are_cached():
     x, y = Derived(), Derived()
     intercept_calls(x, note)
     intercept_calls(y, note)

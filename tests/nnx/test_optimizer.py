@@ -334,7 +334,7 @@ def test_equal_optimizers_share_a_trace():
     assert optimizer.opt_state[0].mu.kernel.sharding_names == ("in", "out")
 
 
-def test_optimizers_are_made_in_transformations():
+def test_optimizers_in_transformations():
     def make():
         model = Model()
         return model, Optimizer(model, optax.adam(0.1), wrt=nnx.Param)

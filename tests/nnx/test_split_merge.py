@@ -91,7 +91,7 @@ def test_flatten_and_map():
     assert new.w[...] == 0 and new.stat[...] == 3.0 and node.w.shape == (2,)
 
 
-def test_values_alone_and_shapes_alone():
+def test_pure_values_and_shapes():
     node = model()
     assert nnx.pure(node).stat == 3.0 and nnx.as_pure([nnx.Param(1)]) == [1]
     abstract = nnx.as_abstract(node)

@@ -52,7 +52,7 @@ def test_attributes_and_items_are_forwarded():
     assert nnx.Variable(1).sharding_names is None
 
 
-def test_writing_to_items_makes_a_new_array():
+def test_item_writes_create_a_new_array():
     w = nnx.Param(jnp.zeros((2, 2)))
     before = w[...]
     w[0] = 5

@@ -224,7 +224,7 @@ def test_object_path_is_found():
     assert path_of(model) == path_of(nnx.Param(1)) == ""
 
 
-def test_error_names_the_variable_its_line_and_the_open_transformation():
+def test_error_names_variable_line_and_transformation():
     model = NestedModel()
 
     @nnx.vmap

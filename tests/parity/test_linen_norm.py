@@ -129,7 +129,7 @@ def test_statistics_over_an_axis_of_devices():
     same_compiled(program)
 
 
-def test_batch_norm_is_initialized_outside_of_its_axis():
+def test_batch_norm_init_outside_axis():
     same(lambda nn: nn.BatchNorm(False, axis_name="parts").init_with_output(KEY, X))
 
 

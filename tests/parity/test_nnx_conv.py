@@ -90,7 +90,7 @@ def test_other_inputs(name, x):
     same(applied(name, 5, 3, 2, x=x), 2e-2)
 
 
-def test_metadata_of_initializers_and_a_mask_are_part_of_the_layer():
+def test_layer_keeps_initializer_metadata_and_mask():
     def program(nnx):
         init = nnx.with_metadata(normal, tag="made")
         options = {"kernel_init": init, "kernel_metadata": {"tag": "given", "more": 1}}

@@ -26,7 +26,7 @@ def test_recipes_are_found_as_named_trainer_configs():
     assert not diff(found(), named_trainer_configs()["lm"]())
 
 
-def test_each_call_makes_a_fresh_config():
+def test_each_call_returns_a_new_config():
     first, second = (RECIPES[0]() for _ in range(2))
     first.model.decoder.dim = 7
     assert second.model.decoder.dim != 7

@@ -70,7 +70,7 @@ def partitioned_dense(with_partitioning):
     return dense
 
 
-def test_initializer_makes_the_box(kinds):
+def test_initializer_creates_box(kinds):
     kind, with_partitioning = kinds
     rng = jax.random.key(0)
     _, variables = init(partitioned_dense(with_partitioning))(rng, jnp.ones((4,)))

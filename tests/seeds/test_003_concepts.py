@@ -163,7 +163,7 @@ def assert_stack_of_three_multiplies_by_eight(stack_cfg):
     np.testing.assert_array_equal(output.data, 8 * x)
 
 
-def test_class_of_another_library_is_configured_and_composed():
+def test_third_party_class_is_configured_and_composed():
     # Generate a config using `config_for_class`.
     custom_layer_cfg = config_for_class(ThirdPartyTransformerLayer)
 
@@ -187,7 +187,7 @@ def layer_from_pretrained(config: PretrainedConfig, input_dim: int, name: str, p
     return ThirdPartyTransformerLayer.from_pretrained(config, input_dim, name, parent)
 
 
-def test_function_that_makes_a_layer_is_configured_and_composed():
+def test_layer_function_is_configured_and_composed():
     # Generate a config using `config_for_function`.
     custom_layer_cfg = config_for_function(layer_from_pretrained)
 
@@ -488,7 +488,7 @@ def test_trainer_is_the_root_module(tmp_path):
 # Input Batch Sharding
 
 
-def test_each_process_reads_its_split_and_the_rows_become_one_global_array():
+def test_process_rows_form_one_global_array():
     # 1. The split that each process has, here of two that read evenly.
     numbers = fake_source(is_training=False, examples=range(8))(DispatchConfig(0, 1))
     splits = [shard_dataset(numbers, DispatchConfig(shard_index=i, num_shards=2)) for i in range(2)]

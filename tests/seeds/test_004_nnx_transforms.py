@@ -192,7 +192,7 @@ def test_inconsistent_aliases_in_nested_structures():
     assert shows_line(error, "@nnx.vmap(in_axes=0, out_axes=1)")
 
 
-def test_shared_part_of_two_arguments_with_different_specifications():
+def test_shared_part_with_different_specifications():
     shared = SomeModule(stats=W)
     m1, m2 = Foo(shared), Foo(shared)
 

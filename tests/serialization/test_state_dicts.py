@@ -94,7 +94,7 @@ def test_static_fields_come_from_target():
     assert from_state_dict(Point(0, name="q"), {"x": 1, "y": 2}) == Point(1, 2, "q")
 
 
-def test_leaves_are_those_of_the_state_dict():
+def test_leaves_come_from_state_dict():
     assert from_state_dict(None, {"a": 1}) == {"a": 1}
     assert from_state_dict({"a": None}, {"a": [3]}) == {"a": [3]}
     assert from_state_dict(jnp.ones(2), np.ones(3)).shape == (3,)

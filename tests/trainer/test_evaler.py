@@ -407,7 +407,7 @@ def test_later_evalers_see_the_summaries_of_earlier_ones(evalers):
     assert told == [("even", 4, 14), ("after", 4, 14)]
 
 
-def test_forced_evalers_run_alone(evalers):
+def test_only_forced_evalers_run(evalers):
     assert run_due(evalers, 4, forced={"never"})[0] == {"never": {"sum": 14}}
     assert run_due(evalers, 4, forced=set())[0] == {}
 

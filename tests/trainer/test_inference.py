@@ -75,7 +75,7 @@ def batches():
     return [{"x": x} for x in X]
 
 
-def test_method_runs_on_each_batch_with_the_parameters_of_the_run(directory):
+def test_method_runs_on_each_batch_with_run_parameters(directory):
     runner = runner_of(config(directory))
     results = list(runner.run(batches(), method="predict", factor=2.0))
     assert len(results) == 4

@@ -361,7 +361,7 @@ class TestUndefinedLoss:
         assert_same(state, expected_state)
         assert int(summaries["undefined_loss_count"]) == 2
 
-    def test_undefined_gradient_alone(self):
+    def test_undefined_gradient_only(self):
         def fn(*, model_params, inputs):
             outputs = forward(model_params=model_params, inputs=inputs)
             zero = jnp.sqrt(jnp.sum(0.0 * model_params["linear"]["b"]))

@@ -141,7 +141,7 @@ def bytes_per_device(tree):
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
-def test_fsdp_divides_parameters_and_optimizer_state_among_devices(n):
+def test_fsdp_shards_parameters_and_optimizer_state(n):
     cfg = config(fsdp=n)
     set_initializer(cfg, ConstantInitializer.default_config().set(value=0.1))
     trainer = trainer_of(cfg)

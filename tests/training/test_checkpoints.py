@@ -342,14 +342,14 @@ def arrays_checkpoint(tmp_path):
     return tmp_path, {"w": values["w"], "l": [values["l/0"], 3]}
 
 
-def test_arrays_of_several_processes_get_the_layouts_of_the_target(arrays_checkpoint):
+def test_multiprocess_arrays_get_target_sharding(arrays_checkpoint):
     directory, tree = arrays_checkpoint
     back = restore_checkpoint(directory, {"w": over_devices(4, 2), "l": [jnp.zeros(2), 0]})
     same(back, tree)
     assert back["w"].sharding == over_devices(4).sharding
 
 
-def test_arrays_of_several_processes_need_a_target(arrays_checkpoint):
+def test_multiprocess_arrays_need_a_target(arrays_checkpoint):
     directory, _ = arrays_checkpoint
     with pytest.raises(
         MPARestoreTargetRequiredError, match=r"checkpoint_7' of step 7 .*there is no `target`"

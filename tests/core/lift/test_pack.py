@@ -154,7 +154,7 @@ def test_function_without_scope():
     assert outer.make_rng() == counted.make_rng()
 
 
-def test_several_scopes_are_made_and_end():
+def test_several_scopes_start_and_end():
     kept = []
 
     def inner(scope_fn, repack_fn, variable_groups, rng_groups):

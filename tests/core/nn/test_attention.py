@@ -34,7 +34,7 @@ def test_segments_are_independent():
         np.testing.assert_allclose(y[:, part], alone, rtol=1e-5, atol=1e-6)
 
 
-def test_padding_of_the_keys_alone():
+def test_key_padding_only():
     keys = np.array([[True] * 4 + [False] * 2] * 2)
     y, variables = compiled(init(ATTEND))(KEY, X, None, 2, key_padding_mask=keys)
     expected = compiled(apply(ATTEND))(variables, X, X[:, :4], 2)
@@ -61,7 +61,7 @@ def test_attention_over_one_of_two_axes():
         np.testing.assert_allclose(y[:, i], row, rtol=1e-5, atol=1e-6)
 
 
-def test_result_dtype_is_that_of_probabilities():
+def test_result_has_dtype_of_probabilities():
     half = jnp.ones((1, 3, 2, 4), jnp.bfloat16)
     assert compiled(apply(dot_product_attention))({}, half, half, half).dtype == jnp.float32
     y = compiled(apply(dot_product_attention))({}, half, half, half, dtype=jnp.bfloat16)

@@ -122,7 +122,7 @@ def test_fused_grouped_equals_separate(filled, wave):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
 
 
-def test_values_are_made_from_keys_and_keys_from_queries(filled, wave):
+def test_values_default_to_keys_and_keys_to_queries(filled, wave):
     layer = qkv(QKVLinear)
     state, x, y = filled(layer), wave((1, 2, DIM)), wave((1, 3, DIM), 1.0)
     jax.tree.map(
@@ -141,7 +141,7 @@ def test_dimensions_of_queries_keys_and_values_may_differ(filled, wave):
     assert run(layer, filled(layer), wave((1, 2, DIM)), **inputs).value.shape == (1, 3, HEADS, HEAD)
 
 
-def test_queries_alone(filled, wave):
+def test_queries_only(filled, wave):
     layer = qkv(QLinear)
     assert QLinear.is_kv_sharing(layer.config) and not QKVLinear.is_kv_sharing(layer.config)
     state = KVState(wave((1, 3, HEADS, HEAD)), wave((1, 3, HEADS, HEAD), 1.0), jnp.arange(3)[None])

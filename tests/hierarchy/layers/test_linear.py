@@ -100,7 +100,7 @@ def test_multi_linear_applies_every_map():
         np.testing.assert_allclose(y[..., i, :], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_multi_linear_specs_count_each_map_alone():
+def test_multi_linear_fans_are_per_map():
     layer, params = make(MultiLinear, input_dim=3, num_outputs=2, output_dim=4, bias=False)
     specs = layer.create_parameter_specs_recursively()
     assert set(specs) == set(params) == {"weight"}

@@ -138,7 +138,7 @@ def test_indivisible_groups_are_rejected():
         make(GroupNorm, num_groups=3)
 
 
-def test_batch_norm_uses_the_batch_in_training_and_updates_its_averages():
+def test_batch_norm_uses_batch_statistics_and_updates_averages():
     layer, params = make(BatchNorm, decay=0.9)
     y, collection = run(layer, params, X)
     close(y, standardized(X, (0, 1)))

@@ -30,7 +30,7 @@ def call(emb, state, *inputs, method="forward", is_training=False, **kwargs):
     )[0]
 
 
-def test_tokens_alone_are_looked_up():
+def test_token_only_lookup():
     emb, state = make()
     x = call(emb, state, {"inputs": IDS})
     np.testing.assert_array_equal(x, state["token_emb"]["weight"][IDS])

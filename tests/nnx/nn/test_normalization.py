@@ -325,7 +325,7 @@ def test_scales_have_their_own_dtype():
 
 
 @pytest.mark.parametrize("axes, shape", [(None, ()), (0, (3,)), ((-1, 0), (3, 2))])
-def test_axes_with_norms_of_their_own(axes, shape):
+def test_axes_with_separate_norms(axes, shape):
     layer = WeightNorm(linear(), feature_axes=axes, rngs=Rngs(1))
     assert layer.scales["kernel",].shape == shape
     assert layer(WEIGHT_NORM_X).shape == (4, 2)

@@ -56,7 +56,7 @@ def test_unused_parameter_draws_no_key():
     assert (norm.scale.shape, norm.scale.dtype, norm.scale.tag) == ((3,), jnp.bfloat16, "x")
 
 
-def test_norm_returns_the_dtype_to_which_input_and_parameters_promote():
+def test_norm_result_has_the_promoted_dtype():
     def half(args, *, dtype=None, inexact=True):
         return promote_dtype(args, dtype=jnp.float16)
 

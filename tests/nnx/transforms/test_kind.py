@@ -89,7 +89,7 @@ def test_returned_arguments_keep_identity():
     assert out["m"][0] is m and out["m"][1] is m.w and out["new"].of is m.n
 
 
-def test_new_objects_keep_what_they_share():
+def test_new_objects_keep_sharing():
     def f(x):
         shared = nnx.Param(x)
         made = nnx.Dict(a=shared, b=nnx.List([shared]))
@@ -225,7 +225,7 @@ def test_conflicting_roles_fail():
         nnx.vmap(lambda m: None, in_axes=(by_path,))(m)
 
 
-def test_new_attribute_needs_a_filter_too():
+def test_new_attribute_needs_a_filter():
     m = Pair(jnp.ones(2), jnp.ones(2))
     axes = nnx.StateAxes({nnx.Param: 0, nnx.BatchStat: 0})
     with pytest.raises(

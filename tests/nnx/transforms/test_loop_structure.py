@@ -179,7 +179,7 @@ def assert_equal(m, expected):
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("loop", [fori, while_, scan])
-def test_a_body_that_makes_structure_equals_a_python_loop(loop, make):
+def test_body_creating_structure_matches_python_loop(loop, make):
     m, expected = Model(), Model()
     for n in (3, 2):  # the second loop finds the structure
         loop(make, m, n)
@@ -192,7 +192,7 @@ SOME = [variable, aliases, module, static, array_if_missing, item_of_dict, key, 
 
 @pytest.mark.parametrize("make", SOME)
 @pytest.mark.parametrize("loops", [(fori, scan), (scan, while_), (while_, fori)])
-def test_the_inner_of_two_loops_makes_structure(loops, make):
+def test_inner_loop_creates_structure(loops, make):
     def nested(m, outer, inner):
         outer(lambda m, i: inner(make, m, 2), m, 2)
 
@@ -234,7 +234,7 @@ AROUND = {"jit": jitted, "grad": in_loss, "vmap": own}
 
 @pytest.mark.parametrize("make", [variable, module, array, array_if_missing, static])
 @pytest.mark.parametrize("around", AROUND)
-def test_a_transformation_around_the_loop(around, make):
+def test_transformation_around_the_loop(around, make):
     m, expected = Model(), Model()
     for _ in range(2):
         AROUND[around](make, m)
@@ -248,7 +248,7 @@ def test_a_transformation_around_the_loop(around, make):
 
 @pytest.mark.parametrize("loop", [fori, while_, scan])
 @pytest.mark.parametrize("outer", [python, fori, scan])
-def test_without_iterations_structure_has_the_values_of_the_first_one(loop, outer):
+def test_empty_loop_structure_has_first_iteration_values(loop, outer):
     def make(m, i):
         variable(m, i)
         array_if_missing(m, i)
@@ -261,7 +261,7 @@ def test_without_iterations_structure_has_the_values_of_the_first_one(loop, oute
     assert (m.calls, m.mode, m.shape, float(m.total)) == (1, "train", (2, 3), 0)
 
 
-def test_a_loop_in_a_branch_that_is_not_taken_leaves_first_values():
+def test_loop_in_untaken_branch_keeps_initial_values():
     def branch(m):
         scan(variable, m, 2)
         fori(array_if_missing, m, 2)
@@ -280,7 +280,7 @@ def test_a_loop_in_a_branch_that_is_not_taken_leaves_first_values():
 
 
 @pytest.mark.parametrize("of_branch", [array, array_if_missing])
-def test_a_branch_in_the_body_makes_arrays(of_branch):
+def test_branch_in_body_creates_arrays(of_branch):
     def make(m, i):
         nnx.cond(i > 0, of_branch, lambda m, i: None, m, i)
 
@@ -320,7 +320,7 @@ def test_traces_grow_linearly_with_the_depth(make, depth):
     assert len(traces) == 1
 
 
-def test_a_variable_that_a_body_replaces_is_a_new_one_as_in_python():
+def test_variable_replaced_in_body_is_new():
     m = Model()
     m.cache = before = nnx.BatchStat(jnp.float32(7.0))
     fori(variable, m, 0)
@@ -417,7 +417,7 @@ def test_structure_that_differs_between_iterations_is_refused(change, loop):
     assert nnx.graphdef(m) == before
 
 
-def test_a_loop_that_sows_a_tuple_is_refused():
+def test_sowing_a_tuple_in_a_loop_fails():
     def body(m, i):
         m.sow(nnx.Intermediate, "h", m.w[...] * i)
 
@@ -425,7 +425,7 @@ def test_a_loop_that_sows_a_tuple_is_refused():
         fori(body, Model(), 3)
 
 
-def test_shared_objects_gain_what_all_iterations_make_equally():
+def test_shared_objects_gain_equal_attributes():
     def body(x, m):
         m.mode = "train"
         if not hasattr(m, "x"):

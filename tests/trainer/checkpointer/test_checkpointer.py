@@ -194,7 +194,7 @@ def test_step_that_is_saved_again_is_replaced(make):
     assert sorted(os.listdir(checkpointer.config.dir)) == ["step_00000001", "step_00000002"]
 
 
-def test_states_that_do_not_fit(make):
+def test_mismatched_states(make):
     save_steps(make(), 5)
     other = {**TARGET, "w": jax.ShapeDtypeStruct((8, 5), jnp.bfloat16)}
     with pytest.raises(CheckpointStructureError) as error:

@@ -27,7 +27,7 @@ def test_every_n_steps():
     assert steps_of(every_n_steps_policy()) == list(range(1, 11))
 
 
-def test_last_step_too():
+def test_last_step():
     cfg = config_for_function(every_n_steps_and_last_policy).set(n=4, max_step=10)
     assert steps_of(cfg.instantiate(), last=12) == [4, 8, 10, 12]
 

@@ -80,7 +80,7 @@ def restore(directory, size=200_000):
     return step
 
 
-def test_process_killed_while_it_saves_leaves_whole_checkpoints_only(tmp_path):
+def test_process_killed_in_save_leaves_only_whole_checkpoints(tmp_path):
     # The modules are imported once, the devices are opened in each child.
     script = """
     import signal, time
