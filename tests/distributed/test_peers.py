@@ -183,7 +183,7 @@ def test_late_process_is_named_and_prints_stacks(three, capfd):
     with pytest.raises(ProcessesNotReadyError, match="process 2 of 3"):
         lines[2].agree(go_on)
     stacks = capfd.readouterr().err
-    assert stacks.count("Current thread") == 1 and "in test_who_is_late_is_named" in stacks
+    assert stacks.count("Current thread") == 1 and "in test_late_process_is_named" in stacks
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_coordinator_is_named_with_activity(alone, capfd):
     assert "process 0 of 3 (host h, pid 0), which is restoring the checkpoint." in over
     with pytest.raises(ProcessesNotReadyError):
         peers.raise_cause(RuntimeError("a collective that was cut"))
-    assert "in test_the_first_is_named" in capfd.readouterr().err
+    assert "in test_coordinator_is_named" in capfd.readouterr().err
 
 
 STRANGE = {

@@ -44,7 +44,7 @@ def test_stacks_include_all_threads_and_caller():
     free.set()
     thread.join()
     assert "in waits_here" in stacks
-    assert "in test_the_stacks_are_those" in stacks.partition("Current thread")[2]
+    assert "in test_stacks_include" in stacks.partition("Current thread")[2]
 
 
 HANG = """

@@ -100,4 +100,4 @@ def custom_vjp_without_gradients_of_an_argument(nn):
     return jax.grad(lambda v: Model().apply(v, X).sum())(variables), variables
 
 
-test_both_make_the_same = programs.test()
+test_variables_agree = programs.test()

@@ -187,4 +187,4 @@ def cond_that_changes_state(nn, self, x):
     return y, calls.value
 
 
-test_both_make_the_same = programs.test()
+test_variables_agree = programs.test()

@@ -318,7 +318,7 @@ def decorated_methods_call_each_other(nn):
     return Model().init_with_output(KEY, X)
 
 
-test_both_make_the_same = programs.test()
+test_variables_agree = programs.test()
 
 
 @pytest.mark.parametrize(

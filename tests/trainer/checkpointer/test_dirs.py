@@ -1,6 +1,6 @@
 """
 
-Threads play the processes; real ones save in test_checkpointer_processes.py.
+Threads play the processes; real ones save in test_processes.py.
 """
 
 import errno
