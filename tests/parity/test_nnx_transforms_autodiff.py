@@ -311,6 +311,42 @@ def rule_for_a_part(nnx, **mode):
     return nnx.grad(lambda m: f(m) * 2, **mode)(m)
 
 
+@program(GRAPH)
+def rules_of_unchanged_state(nnx, **mode):
+    def times_ten(fun):
+        f = nnx.custom_vjp(fun, **mode)
+
+        def bwd(residuals, g):
+            (of_model, _), _ = g
+            state = nnx.state(nnx.clone(residuals))
+            state["w"][...] = 10 * of_model["w"][...]
+            state["n"][...] = jnp.zeros(())
+            return state, jnp.zeros(())
+
+        f.defvjp(lambda m, x: (fun(m, x), m), bwd)
+        return f
+
+    def gradient(loss):
+        return nnx.grad(loss, **mode)(models(nnx).Pair())
+
+    read = times_ten(lambda m, x: m.w * x)
+    given_back = times_ten(lambda m, x: {"of": m.w, "twice": [m, m.w]})
+    shared = nnx.scan(nnx.remat(nnx.jit(read)), in_axes=(None, 0), out_axes=0)
+    carried = nnx.scan(
+        lambda m, x: (m, read(m, x)), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0)
+    )
+    xs = jnp.arange(3.0)
+    return (
+        gradient(lambda m: given_back(m, 1.0)["of"][...]),
+        gradient(lambda m: given_back(m, 1.0)["twice"][0].w[...]),
+        gradient(lambda m: (read(m, 1.0), read(m, 2.0), m.w[...])[2]),
+        gradient(lambda m: (nnx.cond(True, read, read, m, 1.0), m.w[...])[1]),
+        gradient(lambda m: (nnx.vmap(read, in_axes=(None, 0))(m, xs), m.w[...])[1]),
+        gradient(lambda m: (shared(m, xs), m.w[...])[1]),
+        gradient(lambda m: (carried(m, xs), m.w[...])[1]),
+    )
+
+
 @program.each
 def test_programs(program, mode):
     same(program, mode)

@@ -210,7 +210,7 @@ def custom_jvp(
     jvp_fn: Callable[..., Any],
     *,
     wrt: object,
-    pack_tangent: Callable[[Any, Any, Any], Any] | None = None,
+    pack_tangent: Callable[[PureResults, Any, list[Any]], PureResults] | None = None,
 ) -> Callable[..., Any]:
     """Applies `jax.custom_jvp` to a function that takes carriers.
 
@@ -220,8 +220,8 @@ def custom_jvp(
         jvp_fn: `jvp_fn(tangents, *args)`, with one tangent for each argument and group of state
             with role DIFF, in order. It returns the result of `fn` and its tangent.
         wrt: a prefix of the arguments: DIFF for tangents of `jvp_fn`, None elsewhere.
-        pack_tangent: converts the tangent of a result with carriers; takes the collected static
-            half, the packed result and the tangent.
+        pack_tangent: returns the tangents of the outputs; takes these, the tangent that `jvp_fn`
+            returns, and the tangents that it takes. By default those of changed state are zero.
     """
 
     def call(*args: Any) -> Any:
@@ -240,7 +240,7 @@ def custom_jvp(
 
             results = run_with(value, *primals)
             if pack_tangent is not None:
-                tangent = pack_tangent(results.static.value, results.packed, tangent)
+                return results, pack_tangent(results, tangent, tangents[0])
             zeros = jax.tree.map(zero_from_primal, results)
             return results, zeros._replace(packed=tangent)
 

@@ -71,7 +71,8 @@ class Variable(Generic[A]):
         5
     """
 
-    __slots__ = ("__weakref__", "_metadata", "_origin", "_trace", "_value", "_watched")
+    # `_passed`, unset in most variables: see `weft.nnx.transforms.object_state.note_passed`.
+    __slots__ = ("__weakref__", "_metadata", "_origin", "_passed", "_trace", "_value", "_watched")
     __hash__ = None  # pyright: ignore[reportAssignmentType] - as of the arrays that they stand for
     _hooks: Mapping[str, Any] = {}
     # Whether the class overrides `get_value` or `set_value`; callers skip the call otherwise.

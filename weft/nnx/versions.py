@@ -62,9 +62,10 @@ class ObjectInfo:
         origin: program position that made it.
         watched: whether a call remembers the object's structure.
         marks: by attribute, whether it is marked data (True) or static (False).
+        passed: see `weft.nnx.transforms.object_state.note_passed`.
     """
 
-    __slots__ = ("marks", "origin", "trace", "watched")
+    __slots__ = ("marks", "origin", "passed", "trace", "watched")
 
     def __init__(self, like: "ObjectInfo | None" = None) -> None:
         self.trace = current_trace() if like is None else like.trace

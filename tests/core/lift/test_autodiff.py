@@ -87,6 +87,29 @@ def test_custom_backward_function(around):
     assert set(np.unique(np.abs(grads["params"]["kernel"]))) == {1}
 
 
+@pytest.mark.parametrize("mutable", [False, ["params"]])
+@pytest.mark.parametrize("is_backward", [True, False], ids=["backward", "tangent"])
+def test_unchanged_variables_keep_own_gradients_after_custom_rules(mutable, is_backward):
+    def read(scope):
+        return scope.get_variable("params", "w")
+
+    def loss(w):
+        def body(scope):
+            if is_backward:
+                backward = lambda _, g: ({"params": {"w": 100 * g}},)  # noqa: E731
+                f = lift.custom_vjp(read, lambda scope: (read(scope), None), backward)
+            else:
+                f = lift.custom_jvp(
+                    read, lambda scope, primals, _, of: (read(scope), 100 * of["params"]["w"])
+                )
+            return f(scope) + 7 * read(scope)
+
+        result = apply(body, mutable=mutable)({"params": {"w": w}})
+        return result[0] if mutable else result
+
+    assert jax.grad(loss)(2.0) == 107
+
+
 def test_custom_tangent():
     def rule(scope, primals, tangents, variable_tangents):
         w = variable_tangents["params"]["w"]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft import nnx
-from weft.errors import TransformArgumentError
+from weft.errors import CapturedObjectError, RoleError, TransformArgumentError
 
 
 class Model(nnx.Module):
@@ -246,7 +246,7 @@ def test_jvp_rule_returns_objects(modes: Any, as_state: bool):
 @pytest.mark.parametrize(
     ("result", "tangent", "words"),
     [
-        (lambda m: m, nnx.Dict(w=nnx.Param(1.0)), "tangent at 'w', where its result has no new"),
+        (lambda m: m, nnx.Dict(calls=nnx.Param(1.0)), "tangent at 'calls', where its result has"),
         (lambda m: Model(), nnx.Dict(z=nnx.Param(1.0)), "tangent at 'z', where its result has"),
         (lambda m: m.w * 2, nnx.Param(1.0), "a Param as the tangent of a result that is not an"),
     ],
@@ -256,3 +256,175 @@ def test_mismatched_tangents_of_a_rule_are_named(result: Any, tangent: Any, word
     f.defjvp(lambda primals, _: (result(*primals), tangent))
     with pytest.raises(TransformArgumentError, match=words):
         nnx.jvp(lambda m: (jnp.ones(()), f(m))[0], (Model(),), (nnx.state(Model(), nnx.Param),))
+
+
+def times_ten(fun: Any, of_result: float = 0.0) -> Any:
+    """`fun`, whose rule multiplies cotangents of the state by 10, and adds some for `w`."""
+    f = nnx.custom_vjp(fun)
+
+    def bwd(args: Any, g: Any) -> Any:
+        (of_model, *_), out_g = g
+        of_model["w"][...] = 10 * of_model["w"][...]
+        if of_result:
+            of_model["w"][...] += of_result * out_g
+        return of_model, *(None for _ in args[1:])
+
+    f.defvjp(lambda *args: (fun(*args), args), bwd)
+    return f
+
+
+class Held(nnx.Module):
+    """A parameter, and an array that is not in a variable."""
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.array(2.0))
+        self.array = jnp.array(3.0)
+
+
+class Params(nnx.Module):
+    def __init__(self) -> None:
+        self.v, self.w = nnx.Param(jnp.array(5.0)), nnx.Param(jnp.array(2.0))
+
+
+def gradient(loss: Any, model: nnx.Module, where: Any = nnx.Param) -> Any:
+    return nnx.grad(loss, argnums=nnx.DiffState(0, where))(model).to_pure_dict()
+
+
+@pytest.mark.parametrize(
+    ("fun", "read"),
+    [
+        (lambda m: m.w, lambda m, out: out[...]),
+        (lambda m: m.w, lambda m, out: m.z[...]),
+        (lambda m: m, lambda m, out: out.w[...]),
+        (lambda m: {"of": [m.z, m.w], "new": nnx.Param(1.0)}, lambda m, out: out["of"][0][...]),
+        (lambda m: None, lambda m, out: m.w[...]),
+        (lambda m: nnx.jit(lambda m: m.w)(m), lambda m, out: out[...]),
+    ],
+    ids=["variable", "its alias", "object", "twice in a container", "left", "returned by jit"],
+)
+def test_unchanged_values_come_out_of_rules(fun: Any, read: Any):
+    f = times_ten(fun)
+
+    def loss(m: Held) -> jax.Array:
+        return 2 * read(m, f(m))
+
+    model = Held()
+    model.z = model.w
+    assert gradient(loss, model)["w"] == 20
+
+
+def test_unchanged_arrays_of_attributes_come_out_of_rules():
+    f = nnx.custom_vjp(lambda m: m.w * m.array)
+
+    def bwd(residuals: None, g: Any) -> Any:
+        return (nnx.State({"array": 10 * g[0][0]["array"] + 100 * g[1]}),)
+
+    f.defvjp(lambda m: (f(m), None), bwd)
+    model = Held()
+    assert gradient(lambda m: f(m) + m.array, model, ...)["array"] == 110
+    assert model.array == 3
+
+
+def scanned(axis: Any, **modes: Any) -> Any:
+    return lambda f: nnx.scan(f, in_axes=(axis, 0), out_axes=0, **modes)
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (lambda f: f, 100 * 6 + 10),
+        (nnx.jit, 100 * 6 + 10),
+        (nnx.remat, 100 * 6 + 10),
+        (lambda f: lambda m, x: nnx.cond(True, f, f, m, x), 100 * 6 + 10),
+        (lambda f: nnx.vmap(f, in_axes=(None, 0)), 100 * 6 + 3 * 10),
+        # A scan that shares the model begins each iteration with the values from before it.
+        (scanned(None), 100 * 6 + 1),
+        (lambda f: scanned(None)(nnx.remat(nnx.jit(f))), 100 * 6 + 1),
+        (scanned(None, graph_updates=False), 100 * (1 + 20 + 300) + 1000),
+    ],
+    ids=["none", "jit", "remat", "cond", "vmap", "shared", "shared nested", "carried"],
+)
+def test_values_that_rules_leave_inside_transformations(transform: Any, expected: float):
+    f = nnx.custom_vjp(lambda m, x: m.w * x)
+
+    def bwd(args: Any, g: Any) -> Any:
+        (of_model, _), out_g = g
+        of_model["w"][...] = 10 * of_model["w"][...] + 100 * (out_g * args[1]).sum()
+        return of_model, jnp.zeros_like(args[1])
+
+    f.defvjp(lambda m, x: (f(m, x), (m, x)), bwd)
+
+    def loss(m: Held) -> jax.Array:
+        return transform(f)(m, jnp.arange(1.0, 4)).sum() + m.w[...]
+
+    assert gradient(loss, Held())["w"] == expected
+
+
+def test_jitted_calls_in_shared_scans_only_read():
+    f = times_ten(lambda m, x: m.w * x, of_result=100)
+    jitted = nnx.jit(f)
+
+    def loss(m: Held) -> jax.Array:
+        return scanned(None)(lambda m, x: jitted(m, x) + jitted(m, x))(m, jnp.ones(3)).sum()
+
+    assert gradient(loss, Held())["w"] == 3 * (100 + 10 * 100)
+
+
+def test_captured_objects_keep_values_and_are_not_returned():
+    f, of_result = times_ten(lambda m, x: m.w * x, of_result=100), times_ten(lambda m: m.w)
+    for g in (f, nnx.jit(f), nnx.remat(nnx.jit(lambda m, x: f(m, x)))):
+        model = Held()
+        before = model.w.get_value()
+        mapped = jax.vmap(lambda x: g(model, x))(jnp.ones(3))  # noqa: B023
+        assert mapped.tolist() == [2, 2, 2] and model.w.get_value() is before
+    with pytest.raises(CapturedObjectError, match=r"the result.* is a Param.* return nnx.clone"):
+        jax.jit(lambda x: of_result(model) * x)(1.0)
+
+
+def test_loops_inside_scans_that_share_the_model_are_refused():
+    f = times_ten(lambda m, x: m.w * x)
+
+    def looped(m: Params, x: jax.Array) -> Any:
+        return nnx.fori_loop(0, 2, lambda _, c: (c[0], c[1] + f(c[0], x)), (m, 0.0))[1]
+
+    with pytest.raises(RoleError, match=r"shared by all iterations \(None\), at m.v; have it carr"):
+        scanned(None)(looped)(Params(), jnp.ones(3))
+
+
+def test_values_without_gradients_bypass_rules():
+    f = nnx.custom_vjp(lambda m: (m.w, m.n), nondiff_argnums=nnx.DiffState(0, nnx.Param))
+    f.defvjp(lambda m: ((m.w, m.n), None), lambda r, g: (nnx.State({"w": 10 * g[0][0]["w"][...]}),))
+    model = nnx.Dict(w=nnx.Param(jnp.array(3.0)), n=nnx.BatchStat(jnp.array(2.0)))
+
+    def loss(m: Any) -> jax.Array:
+        w, n = f(m)
+        return w + n
+
+    assert gradient(loss, model, ...) == {"w": 10, "n": 1}
+
+
+def tripled(m: Params) -> Params:
+    m.v[...] = m.v * 3
+    return m
+
+
+@pytest.mark.parametrize(
+    ("fun", "tangent", "read", "expected"),
+    [
+        (lambda m: m.w, lambda t: t.w, lambda m, out: out + m.v, {"w": 10, "v": 1}),
+        (lambda m: m.w, lambda t: t.w, lambda m, out: m.w + m.v, {"w": 10, "v": 1}),
+        (lambda m: m, lambda t: t, lambda m, out: out.w + m.v, {"w": 10, "v": 10}),
+        (lambda m: m, lambda t: nnx.State({}), lambda m, out: m.w[...], {"w": 0, "v": 0}),
+        (tripled, lambda t: t, lambda m, out: m.w + m.v, {"w": 10, "v": 10}),
+        (lambda m: m.w * 2, lambda t: t.w[...], lambda m, out: out + m.w, {"w": 11, "v": 0}),
+    ],
+    ids=["variable", "read again", "object", "no tangent", "changed", "not returned"],
+)
+def test_returned_arguments_have_tangents_of_rules(fun, tangent, read, expected):
+    f = nnx.custom_jvp(fun)
+
+    @f.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+        return fun(*primals), jax.tree.map(lambda x: 10 * x, tangent(*tangents))
+
+    assert gradient(lambda m: read(m, f(m)), Params()) == expected

@@ -140,6 +140,9 @@ def custom_vjp(
             collections `grad_vars` and of each argument not in `nondiff_argnums`.
         nondiff_argnums: arguments without gradients; 0 is the scope.
 
+    The rule applies to the result and to variables that `fn` changes, whose later uses have no
+    gradient. Unchanged variables keep their own gradients.
+
     Example:
         >>> from weft.core import init, lift, nn
         >>> def forward(scope, x, features):

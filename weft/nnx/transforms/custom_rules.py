@@ -195,7 +195,8 @@ class _CustomRule:
         self._place = origin()
         functools.update_wrapper(self, fun)
         self._fun = fun
-        self._kind = ObjectKind(self.name, *resolve_graph_options(**options), is_result_free=True)
+        modes = resolve_graph_options(**options)
+        self._kind = ObjectKind(self.name, *modes, is_result_free=True, has_rule=True)
         given = (
             (nondiff_argnums,)
             if isinstance(nondiff_argnums, int | DiffState)
@@ -263,10 +264,12 @@ class CustomVjp(_CustomRule):
                 of gradients, one for each other argument, None for zeros: for an object a `State`
                 or an object of its class. `g` is a pair: cotangents of the arguments' state after
                 the call (a `State` for an object, None for an array), and the cotangent of the
-                result, with a `State` for an object. In tree mode `g` is only the cotangent of the
-                result, with an object for an object; a `bwd` with a parameter `updates_g` also gets
-                the cotangents of changed variables, in the tree of the arguments, with None
-                elsewhere.
+                result, with a `State` for an object. All differentiated values of an argument, also
+                unchanged ones, have the gradient that the rule returns for them; cotangents of a
+                variable that is part of the result are among those of the state. In tree mode `g`
+                is only the cotangent of the result, with an object for an object; a `bwd` with a
+                parameter `updates_g` also gets the cotangents of changed variables, in the tree of
+                the arguments, with None elsewhere.
         """
         self._rules = fwd, bwd
 
@@ -326,7 +329,8 @@ class CustomJvp(_CustomRule):
             jvp: takes the arguments of `nondiff_argnums`, a tuple of the other arguments and one of
                 their tangents (for an object a `State`, in tree mode an object of its class);
                 returns the result and its tangent, for an object a `State` or an object of its
-                class.
+                class. Variables of arguments that the result contains have the tangents that it has
+                there, zero if they are missing; the others keep theirs, or zero if changed.
         """
         self._rule = jvp
         return jvp

@@ -195,7 +195,8 @@ class JitWrapped(Generic[P, R]):
                 cached = None
             if cached is None:
                 return self._call_uncached(args, kwargs)
-            if more is not None or cached.trace is not current_trace():
+            is_here = cached.trace is current_trace()
+            if more is not None or not is_here or (written.passed and is_tracing()):
                 outputs = result, of_donated, of_kept, more, written
                 return cached.program.finish(cached.flat(), outputs)
             # `any` visits all, since each call returns None.
@@ -225,7 +226,9 @@ class JitWrapped(Generic[P, R]):
                 self._drop_programs()
         if isinstance(call, FlatGraph):
             return program.finish(call, outputs)
-        if outputs[3] is None and call.trace is current_trace():
+        *_, more, written = outputs
+        is_noted = written.passed and is_tracing()
+        if more is None and not is_noted and call.trace is current_trace():
             call.write(*outputs[1:])
             return outputs[0]
         return program.finish(call.flat(), outputs)

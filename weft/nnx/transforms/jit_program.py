@@ -68,16 +68,18 @@ class ObjectRef:
 class WrittenValues:
     """The values that come back.
 
-    `at` has the positions of changed values that are not donated; `is_all` if nothing else changed.
+    `at` has the positions of changed values that are not donated; `is_all` if nothing else changed;
+    `passed` the numbers of those that custom rules have returned unchanged.
     """
 
-    def __init__(self, at: tuple[int, ...], is_all: bool):
-        self.at, self.is_all = at, is_all
+    def __init__(self, at: tuple[int, ...], is_all: bool, passed: tuple[int, ...] = ()):
+        self.at, self.is_all, self.passed = at, is_all, passed
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, WrittenValues) and (self.at, self.is_all) == (
+        return isinstance(other, WrittenValues) and (self.at, self.is_all, self.passed) == (
             other.at,
             other.is_all,
+            other.passed,
         )
 
     def __hash__(self) -> int:
@@ -278,7 +280,8 @@ class Program:
         if more is None:
             numbers = [*self.donated, *(self.kept[i] for i in written.at)]
             values = zip(numbers, (*of_donated, *of_kept), strict=True)
-            group = {n: self.as_leaf(n, value) for n, value in values}
+            group: dict[int, Any] = {n: self.as_leaf(n, value) for n, value in values}
+            group |= dict.fromkeys(~n for n in written.passed)
             more = Static(None), [StateNode((group,))]
         static, state_nodes = more
         return commit_results(self._options.kind, flat, PureResults(static, state_nodes, result))
@@ -308,7 +311,7 @@ class Program:
             donated,
             [new[self.kept[i]] for i in at],
             None,
-            WrittenValues(at, True),
+            WrittenValues(at, True, tuple(n for n in new if ~n in new and n >= 0)),
         )
 
     def _constrain_outputs(self, state_nodes: list[StateNode], values: list[Any]) -> None:

@@ -10,17 +10,18 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import zero_from_primal
 
 from weft.core.tracing import current_trace
 from weft.errors import AxisMetadataError, BranchObjectsError, TransformArgumentError
-from weft.lifting import CARRY, Kind, Roles
-from weft.lifting.kind import CarryChanges, StateNode, is_state_node
+from weft.lifting import CARRY, DIFF, Kind, Roles
+from weft.lifting.kind import CarryChanges, PureResults, StateNode, is_state_node
 from weft.lifting.scan import changed_shared_message
 from weft.nnx.filters import Path
 from weft.nnx.graph import (
@@ -85,8 +86,11 @@ from weft.nnx.transforms.object_state import (
     first_value,
     input_numbers,
     is_changed,
+    is_differentiable,
     is_made_by_branch,
+    is_passed,
     is_recorded,
+    note_passed,
     record_created,
     variables_and_values,
     with_created_objects,
@@ -143,6 +147,8 @@ class ObjectKind(Kind):
         is_loop: whether the function runs repeatedly on its carry.
         is_branch: whether the function is one of several, only one of them running.
         is_result_free: whether results have no roles, so that any argument may be returned.
+        has_rule: whether the function has a rule for its derivatives. With `structure`, all
+            differentiated values then come out of the rule, also unchanged ones.
     """
 
     transformation: str
@@ -151,6 +157,7 @@ class ObjectKind(Kind):
     is_loop: bool = False
     is_branch: bool = False
     is_result_free: bool = False
+    has_rule: bool = False
 
     def group_filters(self, roles: Roles) -> FilterRoles:
         return tuple(roles)
@@ -253,12 +260,12 @@ class ObjectKind(Kind):
             for n, (variable, _) in enumerate(
                 variables_and_values(static, inner.objects, inner.values)
             ):
-                if variable is not None and is_changed(variable, inner, n):
+                if variable is not None and (self.has_rule or is_changed(variable, inner, n)):
                     i, g = static.places[n]
-                    if not self._is_shared_count(variable, filters[i][g]):
-                        groups[i][g][static.numbers[n]] = variable
-                        if self.is_loop and not self.structure and filters[i][g][1] is None:
-                            shared.append(static.graphdef.paths[n])
+                    role = filters[i][g][1]
+                    is_added = self._add_value(groups[i][g], variable, None, role, inner, static, n)
+                    if is_added and self.is_loop and not self.structure and role is None:
+                        shared.append(static.graphdef.paths[n])
             if shared:
                 text = changed_shared_message(self.transformation, place_of(shared[0]))
                 raise SharedStateChanged(text, shared)
@@ -354,17 +361,37 @@ class ObjectKind(Kind):
                         groups[part][i][g][~key] = first
             else:
                 key = static.numbers[at]
-                if is_changed(leaf, inner, at):
+                if self.has_rule or is_changed(leaf, inner, at):
                     i, g = static.places[at]
-                    if not self._is_shared_count(leaf, grouping.wanted(i, g)):
-                        groups[0][i][g][key] = leaf
+                    role = grouping.wanted(i, g)[1]
+                    self._add_value(groups[0][i][g], leaf, owner, role, inner, static, at)
             keys.append(key)
         return keys, made
 
-    def _is_shared_count(self, leaf: object, wanted: tuple[Any, Any]) -> bool:
-        """Returns whether to drop a change: of a key count that all iterations share."""
-        is_shared = self.is_loop and self.structure and wanted[1] is None
-        return is_shared and isinstance(leaf, RngCount)
+    def _add_value(
+        self,
+        group: Group,
+        leaf: Any,
+        owner: tuple[Any, Hashable] | None,
+        role: Any,
+        inner: InnerObjects,
+        static: StaticObjects,
+        n: int,
+    ) -> bool:
+        """Adds an input value to a group if it has to come back; returns whether it has."""
+        passed = is_passed(leaf, owner, inner, n)
+        if self.has_rule and not passed and not is_changed(leaf, inner, n):
+            passed = self.structure and role is DIFF and is_differentiable(leaf)
+            if not passed:
+                return False
+        # Each iteration of a loop begins with the same shared values and key counts.
+        is_shared = self.is_loop and self.structure and role is None
+        if is_shared and (passed or isinstance(leaf, RngCount)):
+            return False
+        group[static.numbers[n]] = leaf
+        if passed:
+            group[~static.numbers[n]] = None
+        return True
 
     def _check_captured(self, flat: FlatGraph, inner: InnerObjects, static: StaticObjects) -> None:
         here, inside = current_trace(), {id(x): i for i, x in enumerate(inner.objects)}
@@ -408,15 +435,19 @@ class ObjectKind(Kind):
             _give_own_metadata(found, outer)
         replaced = frozenset() if static is None else static.replaced
         kept = [
-            (outer.leaves[n], outer.owners[n], found[n])
+            (n, outer.leaves[n], outer.owners[n], found[n])
             for n in found
             if 0 <= n < len(outer.leaves) and n not in replaced
         ]
-        here = current_trace()
-        for leaf, owner, _ in kept:
+        here, captured = current_trace(), []
+        for n, leaf, owner, _ in kept:
             what = leaf if owner is None else owner[0]
             if trace_of(what) != here:
-                raise foreign_trace_error(what)
+                # A captured object keeps its values, as it does where it is only read.
+                if found.get(~n, n) is not None:
+                    raise foreign_trace_error(what)
+                captured.append(what)
+                del found[n]
         new: Sequence[Any] = ()
         changes: Sequence[Change] = ()
         objects: Sequence[Any] = ()
@@ -428,9 +459,14 @@ class ObjectKind(Kind):
                 graphdef = with_static_values(graphdef, static.copies.made())
             (_, new), objects, changes = plan_graph(graphdef, leaves, existing=existing)
             check_changes(changes)
+            if captured and new:
+                _check_not_returned(captured, new)
         # Nothing is refused from here on, so that either all changes are written or none.
-        for leaf, owner, value in kept:
-            _write_value(leaf, owner, value)
+        for n, leaf, owner, value in kept:
+            if n in found:
+                if found.get(~n, n) is None:
+                    note_passed(leaf, owner, value)
+                _write_value(leaf, owner, value)
         apply_changes(changes)
         if static is not None and (recording := RECORDING.now) is not None:
             record_created(recording, static, objects, found, outer, self.is_branch)
@@ -461,19 +497,34 @@ class ObjectKind(Kind):
 
         return jax.tree.map(unpacked, packed, is_leaf=is_state_node)
 
-    def tangents(self, static: ChangedObjects | None, packed: object, tangent: object) -> Any:
-        """Returns the tangent of a packed result from that of a rule: the inverse of `cotangents`.
+    def tangents(
+        self, results: PureResults, tangent: object, of_inputs: Sequence[Any]
+    ) -> PureResults:
+        """Returns the tangents of packed results from that of a rule: the inverse of `cotangents`.
+
+        Unchanged values that the result does not contain keep their tangents in `of_inputs`.
 
         Raises:
             TransformArgumentError: if a tangent is an object where the result has none, or for a
-                value that the result does not have or shares with an argument.
+                value that the result does not have or the rule does not differentiate.
         """
-        if static is None and not any(map(is_object, jax.tree.leaves(tangent, is_leaf=is_object))):
-            return tangent
-        graph = () if static is None else zip(static.graphdef.paths, static.keys, strict=True)
-        keys = dict(graph)
-        leaves, tree = jax.tree.flatten(packed, is_leaf=is_state_node)
-        numbers = itertools.count()
+        static: ChangedObjects | None = results.static.value
+        numbers = [] if static is None else _result_numbers(static)
+        returned = {n for of_object in numbers for n in of_object.values()}
+        zeros: PureResults = jax.tree.map(zero_from_primal, results)
+        by_group: dict[int, Group] = {}
+        for node in jax.tree.leaves(zeros, is_leaf=is_state_node):
+            if isinstance(node, StateNode):
+                by_group |= {n: group for group in node.groups for n in group if n >= 0}
+        own = dict(_entries([tuple(x for x in of_inputs if isinstance(x, dict))]))
+        for n, group in by_group.items():
+            if ~n in group and n not in returned:
+                group[n] = own[n]
+        parts = jax.tree.leaves(tangent, is_leaf=is_object)
+        if static is None and not any(map(is_object, parts)):
+            return zeros._replace(packed=tangent)
+        leaves, tree = jax.tree.flatten(zeros.packed, is_leaf=is_state_node)
+        indices = itertools.count()
 
         def packed_tangent(x: object, t: Any) -> Any:
             if not isinstance(x, StateNode):
@@ -483,29 +534,25 @@ class ObjectKind(Kind):
                         "tangent of a result that is not an object; return its value."
                     )
                 return t
-            i = next(numbers)
-            flat = to_flat_state(state(t) if is_object(t) else t)
-            by_number = {keys.get((1, i, *path)): (path, value) for path, value in flat}
-            zeros = jax.tree.map(zero_from_primal, x)
-            found = dict(_entries([x.groups]))
-            for n, (path, value) in by_number.items():
-                if n not in found:
+            at = numbers[next(indices)]
+            for path, value in to_flat_state(state(t) if is_object(t) else t):
+                raw = value.get_raw_value() if isinstance(value, Variable) else value
+                group = by_group.get(at.get(path, -1))
+                if group is None and path in at and _is_float0(raw):
+                    continue
+                if group is None:
                     raise TransformArgumentError(
                         f"nnx.{self.transformation}: the rule returns a tangent at "
-                        f"{path_text(path)!r}, where its result has no new or changed value; "
+                        f"{path_text(path)!r}, where its result has no differentiated value; "
                         "return nnx.clone(...) of an argument, or remove the tangent."
                     )
-                raw = value.get_raw_value() if isinstance(value, Variable) else value
-                for group in zeros.groups:
-                    if n in group:
-                        old = group[n]
-                        group[n] = (
-                            old.copy(raw, _copy_ref=False) if isinstance(old, Variable) else raw
-                        )
-            return zeros
+                old = group[at[path]]
+                is_variable = isinstance(old, Variable)
+                group[at[path]] = old.copy(raw, _copy_ref=False) if is_variable else raw
+            return x
 
         of_leaves = zip(leaves, tree.flatten_up_to(tangent), strict=True)
-        return tree.unflatten([packed_tangent(*pair) for pair in of_leaves])
+        return zeros._replace(packed=tree.unflatten([packed_tangent(*pair) for pair in of_leaves]))
 
     def axis(
         self,
@@ -549,7 +596,11 @@ class ObjectKind(Kind):
                 first = now if begin is None else begin
             made[n] = x.copy(first, _copy_ref=False) if isinstance(x, Variable) else first
         # The counts of keys with which a loop continues.
-        made |= {~n: before[~n].copy(x) for n, x in after.items() if n < 0 and ~n in before}
+        made |= {
+            ~n: before[~n].copy(x)
+            for n, x in after.items()
+            if n < 0 and ~n in before and x is not None
+        }
         return made or None
 
     def creates_structure(self, after: ChangedObjects | None) -> bool:
@@ -755,6 +806,30 @@ def mark_watched(x: Pytree | Variable[Any]) -> bool:
         return before
     before, x._info.watched = x._info.watched, True
     return before
+
+
+def _result_numbers(static: ChangedObjects) -> list[dict[Path, int]]:
+    """Returns for each object in the results the numbers of its values, by path."""
+    (_, results), _ = build_graph(static.graphdef, map(np.asarray, static.keys))
+    found = []
+    for x in results:
+        flat = flatten_graph(x, with_metadata=False)
+        values = (leaf._value if isinstance(leaf, Variable) else leaf for leaf in flat.leaves)
+        found.append(dict(zip(flat.graphdef.paths, map(int, values), strict=True)))
+    return found
+
+
+def _is_float0(x: object) -> bool:
+    return all(jax.dtypes.result_type(leaf) == jax.dtypes.float0 for leaf in jax.tree.leaves(x))
+
+
+def _check_not_returned(captured: Sequence[Any], new: Sequence[Any]) -> None:
+    """Refuses captured objects in results whose values come out of a rule."""
+    flat = flatten_graph(((), tuple(new)), with_metadata=False)
+    paths, found = first_paths(flat.graphdef), {id(x) for x in captured}
+    for i, x in enumerate(flat.objects):
+        if id(x) in found:
+            raise captured_object_error(x, paths[i])
 
 
 def _entries(groups: Iterable[Groups | None]) -> Iterator[tuple[int, Any]]:

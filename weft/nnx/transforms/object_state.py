@@ -1,8 +1,10 @@
 """The static half of a call's objects, and their state inside the call.
 
 A group of an object's state maps the number of a value in the call to the variable or array. Extra
-data of a value is at `~number`: the first value of a new variable or array, or a key count at the
-time when the last variable was made.
+data of a value is at `~number`: the first value of a new variable or array, a key count at the time
+when the last variable was made, or None for a value that a custom rule has returned unchanged. Such
+a value has the gradient of the rule, so it is written like a changed one, except where only real
+changes are refused: in objects that all iterations of a loop share, and in captured ones.
 
 Graph changes in the bodies of loops and branches.
 
@@ -19,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from weft.lifting import CARRY
 from weft.lifting.trace_cache import IdentityKey
@@ -235,14 +238,53 @@ def is_changed(leaf: object, inner: InnerObjects, n: int) -> bool:
         now = leaf._value
         if leaf._metadata is not inner.metadata[n]:
             return True
-    if now is before:
-        return False
+    return now is not before and not _is_same_value(before, now)
+
+
+def _is_same_value(before: object, now: object) -> bool:
     old, new = jax.tree.leaves(before), jax.tree.leaves(now)
-    return (
-        len(old) != len(new)
-        or any(a is not b for a, b in zip(old, new, strict=True))
-        or jax.tree.structure(before) != jax.tree.structure(now)
+    return are_identical(old, new) and jax.tree.structure(before) == jax.tree.structure(now)
+
+
+def is_differentiable(leaf: object) -> bool:
+    """Returns whether a value, or a variable's one, has arrays of floats and no `jax.Ref`."""
+    arrays = jax.tree.leaves(leaf._value if isinstance(leaf, Variable) else leaf)
+    return not any(isinstance(x, jax.Ref) for x in arrays) and any(
+        isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays
     )
+
+
+def note_passed(leaf: Any, owner: tuple[Any, Hashable] | None, value: Any) -> None:
+    """Notes, before `value` is written, that it is the present value out of a custom rule.
+
+    A variable keeps both values in `_passed`, an object those of its arrays in `_info.passed`.
+    """
+    before = leaf
+    if owner is None:
+        before, value = leaf._value, value._value
+    known = _passed_values(leaf, owner)
+    if known is not None and _is_same_value(known[1], before):
+        before = known[0]
+    if owner is None:
+        object.__setattr__(leaf, "_passed", (before, value))
+    else:
+        info = owner[0]._info
+        info.passed = {**getattr(info, "passed", {}), owner[1]: (before, value)}
+
+
+def is_passed(leaf: Any, owner: tuple[Any, Hashable] | None, inner: InnerObjects, n: int) -> bool:
+    """Returns whether custom rules alone have replaced the initial value."""
+    known = _passed_values(leaf, owner)
+    if known is None or (owner is None and leaf._metadata is not inner.metadata[n]):
+        return False
+    now = leaf._value if owner is None else leaf
+    return _is_same_value(known[0], inner.values[n]) and _is_same_value(known[1], now)
+
+
+def _passed_values(leaf: Any, owner: tuple[Any, Hashable] | None) -> tuple[Any, Any] | None:
+    if owner is None:
+        return getattr(leaf, "_passed", None)
+    return getattr(owner[0]._info, "passed", {}).get(owner[1])
 
 
 def first_paths(graphdef: GraphDef) -> dict[int, Path]:
@@ -327,7 +369,7 @@ def record_created(
 ) -> None:
     """Records what a transformation has made, with first values."""
     size = len(outer.leaves)
-    counts = {id(outer.leaves[~n]): x for n, x in found.items() if ~size < n < 0}
+    counts = {id(outer.leaves[~n]): x for n, x in found.items() if ~size < n < 0 and x is not None}
     owners = leaf_owners(static.graphdef)
     for part, key, owner in zip(leaf_defs(static.graphdef), static.keys, owners, strict=True):
         if isinstance(part, VariableDef) and static.origins[part.index] is None:
@@ -364,8 +406,10 @@ def check_loop_values(
     for n, (path, (variable, value)) in enumerate(zip(static.graphdef.paths, values, strict=True)):
         if variable is not None and now.get(path, variable) is not variable:
             raise loop_change_error(path, "replaces the variable")
-        if variable is None and is_changed(now.get(path, value), inner, n):
-            raise loop_change_error(path, "changes the array")
+        if variable is None and is_changed(leaf := now.get(path, value), inner, n):
+            index, place = static.owners[n] or (0, None)
+            if not is_passed(leaf, (inner.objects[index], place), inner, n):
+                raise loop_change_error(path, "changes the array")
     grouping = Grouping(filters, ())
 
     def is_dropped(_: FlatGraph, path: Path) -> bool:
