@@ -210,18 +210,27 @@ def by_checkify(of, f, x, i, module):
     return transforms.checkify(f)(x)[1]
 
 
+# JAX does not differentiate a function with rules twice if it refers to an index of a loop around
+# it, so the index is an argument.
 def by_custom_vjp(of, f, x, i, module):
-    def forward(x):
-        return transforms.vjp(f, x)
+    def of_floats(x, i):
+        return f(x, i.astype(int))
 
-    return transforms.custom_vjp(f, forward, lambda pullback, ct: pullback(ct))(x)
+    def forward(x, i):
+        return transforms.vjp(of_floats, x, i)
+
+    lifted = transforms.custom_vjp(of_floats, forward, lambda pullback, ct: pullback(ct))
+    return lifted(x, jnp.float32(i))
 
 
 def by_custom_jvp(of, f, x, i, module):
-    def rule(primals, tangents, of_state):
-        return transforms.jvp(f, primals, tangents, of_state)
+    def of_floats(x, i):
+        return f(x, i.astype(int))
 
-    return transforms.custom_jvp(f, rule)(x)
+    def rule(primals, tangents, of_state):
+        return transforms.jvp(of_floats, primals, tangents, of_state)
+
+    return transforms.custom_jvp(of_floats, rule)(x, jnp.float32(i))
 
 
 def by_scan(of, f, x, i, module):
