@@ -61,7 +61,7 @@ def test_functions_methods_and_decorators():
         """Runs two models in a row."""
         return modules[0](modules[1](x))
 
-    assert run.__name__ == "run" and run.__doc__ == "Two models in a row."
+    assert run.__name__ == "run" and run.__doc__ == "Runs two models in a row."
     _, seen = run(x, modules=[model, Model()])
     assert seen[1]["layers"][0].x[0].tolist() == [1, 1] and seen[0]["layers"][1].x[0][0] == 8
     _, seen = capture(model.layers[0].twice, nnx.Intermediate)(x)
@@ -240,7 +240,7 @@ def test_shared_module_keeps_its_attributes_in_a_loop():
         return x
 
     with pytest.raises(
-        LoopStructureError, match=r"the body makes an attribute at m\.new, which exists"
+        LoopStructureError, match=r"changes a reference or static value at m\.new after the first"
     ):
         nnx.scan(body, in_axes=(nnx.Carry, SOWN), out_axes=nnx.Carry)(jnp.ones(2), Sower(3, 2))
 

@@ -203,7 +203,7 @@ class WorkerIterator(grain.DatasetIterator):
         self._next_index = 0
         self._workers: list[grain.DatasetIterator] = []  # one, if started
         # At interpreter exit, Grain's own cleanup would find its modules unloaded.
-        weakref.finalize(self, _close_all, self._workers)
+        weakref.finalize(self, self._close_all, self._workers)
         self._ended = False
 
     def __next__(self) -> Any:
@@ -233,12 +233,12 @@ class WorkerIterator(grain.DatasetIterator):
         super().close()
 
     def _stop(self) -> None:
-        _close_all(getattr(self, "_workers", []))
+        self._close_all(getattr(self, "_workers", []))
 
-
-def _close_all(iterators: list[grain.DatasetIterator]) -> None:
-    while iterators:
-        iterators.pop().close()
+    @staticmethod  # since functions of modules are gone at interpreter exit
+    def _close_all(iterators: list[grain.DatasetIterator]) -> None:
+        while iterators:
+            iterators.pop().close()
 
 
 def mark_flags_as_parsed() -> None:

@@ -45,7 +45,9 @@ class Setting:
         self.value = value
         self._before: tuple[Any, ...] | None = self._context.value
         self._entered: list[Any] = []
-        self._context((*self._context.value[:-1], value)).__enter__()
+        stack = (*self._context.value[:-1], value)
+        # As in a thread where nothing was set, so that both find the same compiled functions.
+        self._context(() if stack == (self._default,) else stack).__enter__()
 
     @classmethod
     def current(cls) -> Any:
