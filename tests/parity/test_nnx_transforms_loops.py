@@ -462,15 +462,6 @@ def captured_counter(nnx, **mode):
     nnx.scan(f, **mode)(0.0, XS)
 
 
-@error(GRAPH)
-def attribute_made_in_a_carried_module(nnx, **mode):
-    def body(m):
-        m.other = nnx.Param(1.0)
-        return m
-
-    nnx.while_loop(lambda m: m.n[...] < 3, body, models(nnx).Pair(), **mode)
-
-
 @error()
 def while_loop_returns_other_module(nnx, **mode):
     nnx.while_loop(lambda m: m.n[...] < 3, nnx.clone, models(nnx).Pair(), **mode)

@@ -245,12 +245,8 @@ class MultiHeadDotProductAttention(Module):
             ParameterGivenTwiceError: if `deterministic` is given twice or not at all.
             InvalidRngError: if there is no stream for dropout.
         """
-        functional.check_sizes(
-            type(self).__name__,
-            num_heads=self.num_heads,
-            qkv_features=self.qkv_features,
-            out_features=self.out_features,
-        )
+        sizes = ("num_heads", "qkv_features", "out_features")
+        functional.check_sizes(type(self).__name__, **{name: getattr(self, name) for name in sizes})
         inputs_k, inputs_v = self._inputs(inputs_q, inputs_k, inputs_v, inputs_kv)
         heads = (self.num_heads, self._head_features(inputs_q))
         dense = functools.partial(
@@ -268,16 +264,12 @@ class MultiHeadDotProductAttention(Module):
             dot_general=self.qkv_dot_general,
             dot_general_cls=self.qkv_dot_general_cls,
         )
-        query = to_heads(name="query")(inputs_q)
-        key = to_heads(name="key")(inputs_k)
-        value = to_heads(name="value")(inputs_v)
+        inputs = {"query": inputs_q, "key": inputs_k, "value": inputs_v}
+        query, key, value = (to_heads(name=name)(x) for name, x in inputs.items())
         if self.normalize_qk:
-            query, key = (
-                LayerNorm(
-                    use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype, name=name
-                )(x)
-                for name, x in (("query_ln", query), ("key_ln", key))
-            )
+            options = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype}
+            query = LayerNorm(**options, name="query_ln")(query)
+            key = LayerNorm(**options, name="key_ln")(key)
         if self.decode:
             key, value, mask = self._decode(query, key, value, mask)
         deterministic, dropout_rng = self._dropout(deterministic, dropout_rng)

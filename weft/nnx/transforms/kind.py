@@ -11,10 +11,9 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import zero_from_primal
 
@@ -56,7 +55,6 @@ from weft.nnx.transforms.calls import (
     object_paths,
     place_of,
     place_of_value,
-    read_creation_error,
     record_value_paths,
     shared_object_error,
 )
@@ -78,12 +76,14 @@ from weft.nnx.transforms.object_state import (
     StaticObjects,
     add_key_counts,
     are_identical,
+    as_carried,
     branch_difference,
     check_loop_graph,
     check_loop_values,
     describe_graph,
     first_paths,
     first_value,
+    initial_groups,
     input_numbers,
     is_changed,
     is_differentiable,
@@ -614,7 +614,7 @@ class ObjectKind(Kind):
         changes: CarryChanges | None = None,
     ) -> list[Group | None]:
         keys = dict(zip(static.graphdef.paths, static.numbers, strict=True))
-        begun = _initial_groups(made, changes)
+        begun = initial_groups(made, changes)
         # Values that every iteration makes again need no keys of their own.
         of_groups = used(begun.needed)
         is_used: dict[int, bool] = {}
@@ -685,67 +685,6 @@ class ObjectKind(Kind):
 
     def argument(self, path: jax.tree_util.KeyPath) -> str:
         return argument_at(path)
-
-
-class _InitialGroups(NamedTuple):
-    """The values with which a loop begins, and those of them that the loop reads."""
-
-    groups: list[Group | None]
-    needed: list[Group | None]
-
-
-def _initial_groups(made: list[Group | None], changes: CarryChanges | None) -> _InitialGroups:
-    """Returns the values with which a loop begins; see `weft.lifting.kind.Kind.initial_state`.
-
-    Raises:
-        LoopStructureError: if iterations compute a value from the previous one, which the first
-            iteration makes without one.
-    """
-    groups: list[Group | None] = []
-    needed: list[Group | None] = []
-    for i, of in enumerate(made):
-        begin = None if of is None else {n: x for n, x in of.items() if n >= 0}
-        unread = frozenset()
-        if of is not None and begin is not None and changes is not None:
-            is_changed, is_read = (
-                {n for n, x in (where[i] or {}).items() if any(jax.tree.leaves(x))}
-                for where in (changes.changed, changes.read)
-            )
-            of_body = changes.after
-            replaced = frozenset() if of_body is None else of_body.replaced
-            for n in filter(is_new_number, begin):
-                if n not in is_changed and ~n in of:
-                    x = begin[n]
-                    begin[n] = x.copy(of[~n]) if isinstance(x, Variable) else of[~n]
-                elif n in is_changed & is_read and (n in replaced or ~n not in of):
-                    raise read_creation_error(changes.static.path_of(n))
-            unread = is_changed - is_read
-        groups.append(begin)
-        new = filter(is_new_number, begin or ())
-        needed.append({n: (begin or {})[n] for n in new if n not in unread})
-    return _InitialGroups(groups, needed)
-
-
-def as_carried(first: Any, now: Any) -> Any:
-    """Returns the first value of what a body makes in the types of its last value.
-
-    None if the first one has another structure, shape or dtype.
-    """
-    (begin, tree), (end, other) = jax.tree.flatten(first), jax.tree.flatten(now)
-    if tree != other or any(map(_differs_in_type, begin, end)):
-        return None
-    cast = [_with_dtype(x, y) for x, y in zip(begin, end, strict=True)]
-    return tree.unflatten(cast)
-
-
-def _differs_in_type(x: Any, y: Any) -> bool:
-    a, b = jax.typeof(x), jax.typeof(y)
-    return a.shape != b.shape or (a.dtype != b.dtype and not a.weak_type)
-
-
-def _with_dtype(x: Any, like: Any) -> Any:
-    dtype = jax.typeof(like).dtype
-    return x if jax.typeof(x).dtype == dtype else jnp.asarray(x, dtype)
 
 
 def _numbers_of(graphdef: GraphDef, keys: Sequence[int], objects: Collection[int]) -> Iterator[int]:

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from weft.lifting import CARRY
+from weft.lifting.kind import CarryChanges
 from weft.lifting.trace_cache import IdentityKey
 from weft.nnx.filters import Everything, OfType, Path, Predicate, to_predicate
 from weft.nnx.graph import (
@@ -38,12 +39,18 @@ from weft.nnx.graph import (
     leaf_owners,
 )
 from weft.nnx.pytree import Pytree, children, with_item
-from weft.nnx.transforms.calls import changed_creation_error, loop_change_error, unmatched_error
+from weft.nnx.transforms.calls import (
+    changed_creation_error,
+    loop_change_error,
+    read_creation_error,
+    unmatched_error,
+)
 from weft.nnx.transforms.graph_diff import (
     Difference,
     NumberedGraph,
     ObjectTable,
     first_difference,
+    is_new_number,
     with_new_attributes,
 )
 from weft.nnx.variables import Variable
@@ -489,3 +496,64 @@ def is_recorded(variable: Variable[Any], recording: Recording) -> bool:
     """Returns whether a variable was made in the function, with a value that a loop can carry."""
     is_plain = not isinstance(variable._value, jax.Ref)
     return is_plain and all(map(is_hashable, variable._metadata.values())) and variable in recording
+
+
+class InitialGroups(NamedTuple):
+    """The values with which a loop begins, and those of them that the loop reads."""
+
+    groups: list[Group | None]
+    needed: list[Group | None]
+
+
+def initial_groups(made: list[Group | None], changes: CarryChanges | None) -> InitialGroups:
+    """Returns the values with which a loop begins; see `weft.lifting.kind.Kind.initial_state`.
+
+    Raises:
+        LoopStructureError: if iterations compute a value from the previous one, which the first
+            iteration makes without one.
+    """
+    groups: list[Group | None] = []
+    needed: list[Group | None] = []
+    for i, of in enumerate(made):
+        begin = None if of is None else {n: x for n, x in of.items() if n >= 0}
+        unread = frozenset()
+        if of is not None and begin is not None and changes is not None:
+            is_changed, is_read = (
+                {n for n, x in (where[i] or {}).items() if any(jax.tree.leaves(x))}
+                for where in (changes.changed, changes.read)
+            )
+            of_body = changes.after
+            replaced = frozenset() if of_body is None else of_body.replaced
+            for n in filter(is_new_number, begin):
+                if n not in is_changed and ~n in of:
+                    x = begin[n]
+                    begin[n] = x.copy(of[~n]) if isinstance(x, Variable) else of[~n]
+                elif n in is_changed & is_read and (n in replaced or ~n not in of):
+                    raise read_creation_error(changes.static.path_of(n))
+            unread = is_changed - is_read
+        groups.append(begin)
+        new = filter(is_new_number, begin or ())
+        needed.append({n: (begin or {})[n] for n in new if n not in unread})
+    return InitialGroups(groups, needed)
+
+
+def as_carried(first: Any, now: Any) -> Any:
+    """Returns the first value of what a body makes in the types of its last value.
+
+    None if the first one has another structure, shape or dtype.
+    """
+    (begin, tree), (end, other) = jax.tree.flatten(first), jax.tree.flatten(now)
+    if tree != other or any(map(_differs_in_type, begin, end)):
+        return None
+    cast = [_with_dtype(x, y) for x, y in zip(begin, end, strict=True)]
+    return tree.unflatten(cast)
+
+
+def _differs_in_type(x: Any, y: Any) -> bool:
+    a, b = jax.typeof(x), jax.typeof(y)
+    return a.shape != b.shape or (a.dtype != b.dtype and not a.weak_type)
+
+
+def _with_dtype(x: Any, like: Any) -> Any:
+    dtype = jax.typeof(like).dtype
+    return x if jax.typeof(x).dtype == dtype else jnp.asarray(x, dtype)
