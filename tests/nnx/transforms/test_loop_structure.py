@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.nnx.transforms.test_loops import fori, python, scan, while_
 from weft import nnx
 from weft.errors import CarryStructureError, LoopStructureError
 from weft.nnx import Carry
@@ -145,27 +146,6 @@ MAKERS = [variable, written_variable, replaced_twice, aliases, module, static, s
 MAKERS += [array, array_if_missing, array_made_in_steps, variable_made_in_steps, tuple_of_arrays]
 MAKERS += [item_if_missing, item_of_dict, key, key_of_array, key_after_layer, in_jit, in_scan]
 MAKERS += [in_gradient, sown_sum]
-
-
-def fori(step, m, n):
-    nnx.fori_loop(0, n, lambda i, m: (step(m, i), m)[1], m)
-
-
-def while_(step, m, n):
-    def body(c):
-        step(c["m"], c["i"])
-        return {"m": c["m"], "i": c["i"] + 1}
-
-    nnx.while_loop(lambda c: c["i"] < n, body, {"i": jnp.int32(0), "m": m})
-
-
-def scan(step, m, n):
-    nnx.scan(lambda m, i: (m, step(m, i)))(m, jnp.arange(n))
-
-
-def python(step, m, n):
-    for i in range(n):
-        step(m, jnp.int32(i))
 
 
 def assert_equal(m, expected):

@@ -6,8 +6,6 @@ when the last variable was made, or None for a value that a custom rule has retu
 a value has the gradient of the rule, so it is written like a changed one, except where only real
 changes are refused: in objects that all iterations of a loop share, and in captured ones.
 
-Graph changes in the bodies of loops and branches.
-
 A loop carries what its body makes, from the first values on: the graph after the first iteration
 must be that after every iteration. An object that takes the place of another one in each iteration
 counts as the same. `check_loop_graph` finds what was made, and refuses all other changes of the
