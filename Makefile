@@ -46,7 +46,7 @@ docs: .venv/.has-docs ## build the documentation into site/
 
 # A stamp per set of extras: recreated when these, the lock or the package's own dependencies change.
 EXTRAS_train := train,examples
-EXTRAS_dev := train,text,parquet,hf,tfds,mlflow,wandb,launch,dev,parity,bench,examples
+EXTRAS_dev := train,text,parquet,hf,tfds,mlflow,wandb,launch,dev,parity,clients,bench,examples
 EXTRAS_bench := train,text,bench
 EXTRAS_docs := docs
 

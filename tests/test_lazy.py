@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import weft
-from weft._lazy import _moved_names, current_name, defining_name, public_name
+from weft._lazy import _flax_paths, _moved_names, current_name, defining_name, public_name
 
 ROOT = Path(weft.__file__).parent
 PACKAGES = sorted(
@@ -67,3 +67,13 @@ def test_moved_names_shadow_no_module():
 def test_public_names(module, name, public):
     assert public_name(module, name) == public
     assert defining_name(public) == f"{module}.{name}"
+
+
+def test_paths_of_flax_resolve():
+    for module, (elsewhere, places) in _flax_paths().items():
+        found = importlib.import_module(module)
+        for place in places:
+            pkgutil.resolve_name(place)
+        for name, place in elsewhere.items():
+            assert getattr(found, name) is pkgutil.resolve_name(place), f"{module}.{name}"
+            assert name in dir(found) or module in PACKAGES

@@ -3,9 +3,9 @@
 Imports no package before its first use, so that `import weft.config` stays free of JAX.
 """
 
-from weft._lazy import install_moved_modules, lazy_exports
+from weft._lazy import install_other_modules, lazy_exports
 
 __version__ = "0.1.0"
 
-install_moved_modules()
+install_other_modules()
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,9 +1,15 @@
-"""Lazy imports: names that packages offer, names that have moved, and packages of extras."""
+"""Lazy imports: names that packages offer, names that have moved, paths of Flax, and extras.
+
+`moved_names.txt` has the names of earlier versions, and `flax_paths.txt` the modules of Flax that
+are laid out differently in Weft: after a module's name come the names that lead elsewhere, as
+`name=module:name`, and the modules that have its other names, searched in order.
+"""
 
 import ast
 import functools
 import importlib
 import importlib.util
+import pkgutil
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +56,7 @@ def lazy_exports(
 
     def get(name: str) -> object:
         if name not in offered:
-            return _moved_attribute(package, name)
+            return _other_attribute(package, name)
         module, its_name = offered[name]
         if module != package and hasattr(found := importlib.import_module(module), its_name):
             value = getattr(found, its_name)
@@ -110,55 +116,88 @@ def current_name(name: str) -> str:
     return name
 
 
-def _moved_attribute(module: str, name: str) -> object:
-    moved = current_name(f"{module}.{name}")
-    if moved == f"{module}.{name}" or name.startswith("__"):
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    its_module, _, its_name = moved.rpartition(".")
-    return getattr(importlib.import_module(its_module), its_name)
+@functools.cache
+def _flax_paths() -> Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]]:
+    """Returns for modules of Flax the names that lead elsewhere, and where the others are."""
+    lines = (_ROOT / "flax_paths.txt").read_text(encoding="utf-8").splitlines()
+    return {
+        module: (
+            dict(place.split("=") for place in places if "=" in place),
+            tuple(place for place in places if "=" not in place),
+        )
+        for module, *places in map(str.split, lines)
+    }
 
 
-class _MovedModules:
-    """Finder and loader of modules of earlier versions; their attributes are those of today.
+def _places(module: str) -> tuple[str, ...]:
+    current, (_, places) = current_name(module), _flax_paths().get(module, ({}, ()))
+    return places if current == module else (current, *places)
 
-    A module that exists, but has renamed an object, gets a `__getattr__` for the earlier name.
+
+def _other_attribute(module: str, name: str) -> object:
+    """Returns what a module has neither defined nor offered: a submodule, or what is elsewhere."""
+    if elsewhere := _flax_paths().get(module, ({}, ()))[0].get(name):
+        return pkgutil.resolve_name(elsewhere)
+    if not name.startswith("__"):
+        full_name = f"{module}.{name}"
+        if moved := _moved_names().get(full_name):
+            return pkgutil.resolve_name(":".join(moved.rsplit(".", 1)))
+        if hasattr(sys.modules.get(module), "__path__") and importlib.util.find_spec(full_name):
+            return importlib.import_module(full_name)
+        for place in map(pkgutil.resolve_name, _places(module)):
+            if hasattr(place, name):
+                return getattr(place, name)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def _other_names(module: str) -> list[str]:
+    elsewhere, _ = _flax_paths().get(module, ({}, ()))
+    names = {name for place in _places(module) for name in dir(pkgutil.resolve_name(place))}
+    public = (name for name in names if not name.startswith("_"))
+    return sorted({*vars(sys.modules[module]), *elsewhere, *public})
+
+
+class _OtherModules:
+    """Finder and loader of modules of earlier versions and of Flax, whose names are elsewhere.
+
+    A module that exists, but lacks some of these names, gets a `__getattr__` for them.
     """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: object = None
     ) -> ModuleSpec | None:
-        if not name.startswith("weft."):
+        if name not in _other_modules():
             return None
-        if name in _moved_names():
+        spec = None if name in _moved_names() else PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            if name not in _moved_names() and name not in _flax_paths():
+                return None
             return importlib.util.spec_from_loader(name, self, is_package=True)  # pyright: ignore[reportArgumentType]
-        if name not in _modules_with_renamed_objects():
-            return None
-        spec = PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = functools.partial(_execute, spec.loader.exec_module)
+        spec.loader.exec_module = functools.partial(_execute, spec.loader.exec_module)
         return spec
 
     def create_module(self, spec: ModuleSpec) -> None: ...
 
     def exec_module(self, module: types.ModuleType) -> None:
         importlib.import_module(current_name(module.__name__))
-        vars(module)["__getattr__"] = functools.partial(_moved_attribute, module.__name__)
+        _execute(lambda _: None, module)
 
 
 @functools.cache
-def _modules_with_renamed_objects() -> frozenset[str]:
-    return frozenset(name.rpartition(".")[0] for name in _moved_names())
+def _other_modules() -> frozenset[str]:
+    with_renamed_objects = (name.rpartition(".")[0] for name in _moved_names())
+    return frozenset([*_moved_names(), *with_renamed_objects, *_flax_paths()])
 
 
 def _execute(load: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
     load(module)
-    get = functools.partial(_moved_attribute, module.__name__)
-    vars(module).setdefault("__getattr__", get)
+    vars(module).setdefault("__getattr__", functools.partial(_other_attribute, module.__name__))
+    vars(module).setdefault("__dir__", functools.partial(_other_names, module.__name__))
 
 
-def install_moved_modules() -> None:
-    """Makes modules importable by their names in earlier versions; called once, by `weft`."""
-    sys.meta_path.insert(0, _MovedModules())  # pyright: ignore[reportArgumentType]
+def install_other_modules() -> None:
+    """Makes modules importable by earlier names and those of Flax; called once, by `weft`."""
+    sys.meta_path.insert(0, _OtherModules())  # pyright: ignore[reportArgumentType]
 
 
 def import_extra(module: str, extra: str, *, needed_by: str, package: str = "") -> Any:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft.core.partial_eval import partial_eval_or_shapes
-from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.errors import ArgumentShapeError, ArgumentValueError, warn_deprecated
 
 _AXIS = "_device_put_sharded"  # what users of Flax find in the shardings
 
@@ -60,11 +60,12 @@ def unreplicate(tree: object) -> Any:
 
 
 def pmean(xs: object, axis_name: str) -> Any:
-    """Returns the mean of each array of a pytree over a mapped axis.
+    """Returns the mean of each array of a pytree over a mapped axis; deprecated: `jax.lax.pmean`.
 
     >>> jax.vmap(lambda x: pmean(x, "i"), axis_name="i")(jnp.arange(3.0)).tolist()
     [1.0, 1.0, 1.0]
     """
+    warn_deprecated("jax_utils.pmean", "use jax.lax.pmean")
     return lax.pmean(xs, axis_name)
 
 

@@ -12,11 +12,11 @@ import abc
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 
-from weft.errors import FlatDictError, NestedDictError, TraversalError
+from weft.errors import FlatDictError, NestedDictError, TraversalError, warn_deprecated
 
 Path = tuple[Any, ...]
 
@@ -171,7 +171,14 @@ def path_aware_map(f: Callable[[Path, Any], Any], nested_dict: Mapping[Any, Any]
 
 
 class Traversal(abc.ABC):
-    """Selector of parts of a value; `traversal[key]` and `traversal.attribute` go further in."""
+    """Selector of parts of a value; `traversal[key]` and `traversal.attribute` go further in.
+
+    Deprecated: use `path_aware_map`, or the functions of `jax.tree`.
+    """
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        warn_deprecated("Traversal", "use path_aware_map, or functions of jax.tree")
+        return super().__new__(cls)
 
     @abc.abstractmethod
     def iterate(self, inputs: object) -> Iterator[Any]:
@@ -248,7 +255,7 @@ class TraverseId(Traversal):
         return fn(inputs)
 
 
-t_identity = TraverseId()
+t_identity = object.__new__(TraverseId)  # without a warning
 
 
 # The attributes of traversals have an underscore, as any other name is an attribute to traverse.

@@ -1,11 +1,12 @@
 """Types for signatures: aliases, and what a transformation does to the type of a function."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, Union, cast, overload
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeGuard, TypeVar, Union, cast, overload
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -20,6 +21,82 @@ NestedTensor = Nested[Tensor]
 ArrayLike = jax.Array | np.ndarray | float | int | bool
 # One entry per axis: the mesh axis, or axes, that the axis is laid over, or None.
 MeshAxes = Sequence[str | Sequence[str] | None]
+
+# The names of `flax.typing`, which need not be as precise as those above.
+A, C, F, K, M = TypeVar("A"), TypeVar("C"), TypeVar("F"), TypeVar("K"), TypeVar("M")
+HA = TypeVar("HA", bound=Hashable)
+HB = TypeVar("HB", bound=Hashable)
+TupleArg = TypeVar("TupleArg", bound=tuple[Any, ...])
+Array = jax.Array | Any
+PRNGKey = jax.Array
+PRNGFoldable = int | str
+RNGSequences = dict[str, PRNGKey]
+Dtype = DTypeLike | Any
+Key = Hashable
+Path = str
+PathParts = tuple[Key, ...]
+Leaf = Any
+Collection = Mapping[str, Any]
+MutableCollection = dict[str, Any]
+VariableDict = Mapping[str, Collection]
+MutableVariableDict = dict[str, MutableCollection]
+Initializer = jax.nn.initializers.Initializer | Callable[..., Any]
+DtypeLikeInexact = Any
+PrecisionLike = None | str | jax.lax.Precision | tuple[str, str] | tuple[jax.lax.Precision, ...]
+DotGeneralT = ConvGeneralDilatedT = EinsumT = Callable[..., Array]
+PaddingLike = str | int | Sequence[int | tuple[int, int]]
+LaxPadding = str | Sequence[tuple[int, int]]
+Axis = int | None
+Axes = int | Sequence[int]
+ScanAxis = int
+AxisName = str | tuple[str, ...] | None
+LogicalNames = tuple[str | None, ...]
+LogicalRules = Sequence[tuple[str, AxisName]]
+Sharding = tuple[AxisName, ...]
+ArrayPytree = PartitionSpecPytree = LogicalPartitionSpec = LogicalPartitionSpecPytree = Any
+IsLeafCallable = Callable[[PathParts, Mapping[Any, Any]], bool]
+
+
+class Missing:
+    """Type of `MISSING`, the default of parameters for which None is a value."""
+
+
+MISSING: Any = Missing()
+
+
+class ShapeDtype(Protocol):
+    """Array or description of one."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def has_shape_dtype(x: object) -> TypeGuard[ShapeDtype]:
+    """Returns whether an object has a shape and a dtype."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+class HashableMapping(Mapping[HA, HB]):
+    """Mapping that does not change, so that it can be hashed."""
+
+    def __init__(self, mapping: Mapping[HA, HB], copy: bool = True):
+        self._mapping = dict(mapping) if copy else mapping
+
+    def __getitem__(self, key: HA) -> HB:
+        return self._mapping[key]
+
+    def __iter__(self) -> Iterator[HA]:
+        return iter(self._mapping)
+
+    def __len__(self) -> int:
+        return len(self._mapping)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._mapping.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._mapping)
+
 
 __all__ = [
     "ArrayLike",

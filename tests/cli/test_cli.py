@@ -34,6 +34,7 @@ HELP = {
     "export": ["Write a run's parameters as safetensors, or as a Hugging Face checkpoint."],
     "tabulate": ["Print the model as a table, without allocating its arrays."],
     "check": ["Compile a recipe for a mesh, and print its sharding; exit code 1 if it does not"],
+    "run-as-flax": ["Run a program that imports flax on Weft, without editing it."],
     "lr-find": ["Suggest a learning rate, from a short run with increasing rates."],
 }
 

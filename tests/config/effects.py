@@ -287,7 +287,7 @@ def _import_weft() -> None:
     import weft
 
     for module in pkgutil.walk_packages(weft.__path__, "weft."):
-        if not module.name.startswith(("weft.cli", "weft.__main__")):
+        if not module.name.startswith(("weft.cli", "weft.__main__", "weft.as_flax")):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module.name)
 

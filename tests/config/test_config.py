@@ -225,9 +225,24 @@ def test_config_of_an_object_cannot_be_set():
         layer.config.rate = 0.5
     assert "Dropout.Config is frozen" in str(error.value)
     assert "cfg = self.config.clone(rate=…)" in str(error.value)
-    with pytest.raises(FrozenConfigError):
-        layer.config.set(rate=0.5)
     assert layer.config.clone(rate=0.5).rate == 0.5
+
+
+def test_set_changes_a_copy_of_the_config_of_an_object():
+    layer = Dropout(Dropout.default_config())
+    rate = layer.config.rate
+    cfg = layer.config
+    assert cfg.set(rate=0.5) is cfg
+    assert (cfg.rate, layer.config.rate) == (0.5, rate)
+    cfg.rate = 0.25
+    assert cfg.instantiate().config.rate == 0.25
+
+
+def test_fields_are_counted_and_found():
+    cfg = Dropout.default_config()
+    assert len(cfg) == len(cfg.keys()) > 0
+    assert "rate" in cfg and "ratio" not in cfg
+    assert bool(cfg)
 
 
 def test_configs_inside_a_view_are_copies():

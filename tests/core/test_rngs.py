@@ -8,9 +8,9 @@ from weft.core import apply, bind, init, lift
 from weft.core.rngs import (
     Counts,
     FrozenCounts,
+    LazyRng,
     Loop,
     LoopKeyNumber,
-    Stream,
     counts_for_loop,
     is_key,
     max_counts,
@@ -27,16 +27,16 @@ def data(key):
 def test_key_folds_path_digest_into_root_key():
     digest = hashlib.sha1(b"dense" + (2).to_bytes(1, "big"), usedforsecurity=False).digest()
     expected = jax.random.fold_in(KEY, jnp.uint32(int.from_bytes(digest[:4], "big")))
-    assert data(Stream(KEY).at("dense").at(2).as_key()) == data(expected)
-    assert data(Stream(KEY).as_key()) == data(KEY)
+    assert data(LazyRng(KEY).at("dense").at(2).as_jax_rng()) == data(expected)
+    assert data(LazyRng(KEY).as_jax_rng()) == data(KEY)
 
 
 def test_only_root_key_of_a_stream_is_an_array():
-    stream = Stream(KEY, ("dense",))
+    stream = LazyRng(KEY, ("dense",))
     leaves, tree = jax.tree.flatten(stream)
     assert len(leaves) == 1 and leaves[0] is KEY
-    assert tree == jax.tree.structure(Stream(jax.random.key(1), ("dense",)))
-    assert tree != jax.tree.structure(Stream(KEY, ("other",)))
+    assert tree == jax.tree.structure(LazyRng(jax.random.key(1), ("dense",)))
+    assert tree != jax.tree.structure(LazyRng(KEY, ("other",)))
 
 
 @pytest.mark.parametrize(
@@ -154,20 +154,20 @@ def test_loop_with_known_draws_gives_concrete_counts():
 
 def test_key_number_is_unknown_until_loop_ends():
     inside = Counts(counts_for_loop(FrozenCounts()))
-    stream = Stream(KEY).at("a", inside.draw(ROOT))
+    stream = LazyRng(KEY).at("a", inside.draw(ROOT))
     message = "is drawn in jax.ensure_compile_time_eval.. in the body of a loop.*draw it outside"
     with pytest.raises(InvalidRngError, match=message):
-        stream.as_key()
+        stream.as_jax_rng()
     assert repr(stream.suffix) == "('a', 1+)"
     inside.end()
-    assert data(stream.as_key()) == data(Stream(KEY).at("a", 2).as_key())
+    assert data(stream.as_jax_rng()) == data(LazyRng(KEY).at("a", 2).as_jax_rng())
 
 
 def test_key_can_be_traced_before_its_number_is_known():
     inside = Counts(counts_for_loop(FrozenCounts()))
-    traced = jax.jit(lambda key: Stream(key).at(inside.draw(ROOT)).as_key()).trace(KEY)
+    traced = jax.jit(lambda key: LazyRng(key).at(inside.draw(ROOT)).as_jax_rng()).trace(KEY)
     inside.end()
-    assert data(traced.lower().compile()(KEY)) == data(Stream(KEY).at(2).as_key())
+    assert data(traced.lower().compile()(KEY)) == data(LazyRng(KEY).at(2).as_jax_rng())
 
 
 def test_branches_keep_the_larger_count():

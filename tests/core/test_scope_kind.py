@@ -117,7 +117,7 @@ TWICE = {"scan with a carry", "while_loop", "fori_loop"}
 
 
 def test_all_transforms_are_tested():
-    others = {"broadcast", "remat_scan", "eval_shape", "tree_map_rngs"}
+    others = {"broadcast", "In", "Out", "remat_scan", "eval_shape", "tree_map_rngs"}
     assert set(lift.__all__) - others <= set(LIFTED)
 
 

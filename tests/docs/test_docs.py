@@ -49,3 +49,11 @@ def test_navigation_names_every_page():
 def test_page_links_exist(page):
     links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_import_lines_of_axlearn_work():
+    page = (DOCS / "moving-from-axlearn.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| `from axlearn\S* import (.*?)` \| `(.*?)` \|$", page, re.MULTILINE)
+    assert len(lines) > 10
+    for names, ours in lines:
+        exec(ours.replace("…", names), {})

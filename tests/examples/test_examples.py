@@ -73,7 +73,7 @@ def test_ensemble_is_better_than_its_members(shown):
 
 def test_scanned_decoder_is_tabulated_and_learns(shown):
     text = shown("scanned_transformer", "--steps", "15", "--layers", "2")
-    assert "ScanCheckpointBlock" in text
+    assert "blocks    │ Block " in text
     assert "Total Parameters" in text
     first, last = numbers(r"step +\d+  ([\d.]+) bits per byte", text)
     assert last < first - 1.5

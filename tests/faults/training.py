@@ -160,7 +160,7 @@ def policy():
 def config(directory, **fields):
     data = Disturbed.default_config().set(is_training=True, global_batch_size=12)
     evaler = SpmdEvaler.default_config().set(
-        input=data.clone(is_eval=True),
+        input=data.clone(is_eval=True, total_num_batches=10_000),
         eval_policy=config_for_function(evaluate_every_n_steps).set(n=4),
     )
     checkpointer = Checkpointer.default_config().set(

@@ -300,7 +300,7 @@ def test_custom_einsum_and_dot_general():
     calls = []
 
     def dot_general(*args, **kwargs):
-        calls.append((args[2], kwargs["precision"]))
+        calls.append(args[2:4])
         return lax.dot_general(*args, **kwargs)
 
     def einsum(*args):
@@ -331,16 +331,16 @@ def test_heads_that_share_keys():
     )
 
 
-def test_custom_dot_general_rejects_grouped_heads():
-    def refuse(*args, **kwargs):
-        raise AssertionError("called for heads that share keys")
+def test_custom_dot_general_of_heads_that_share_keys():
+    def doubled(*args, **kwargs):
+        return 2 * lax.dot_general(*args, **kwargs)
 
-    plain = functional.attention_logits(Q[:, :, :2], K[:, :, :1])
-    given = functional.attention_logits(Q[:, :, :2], K[:, :, :1], dot_general=refuse)
-    np.testing.assert_array_equal(given, plain)
-    value = K[:, :, :1]
-    context = functional.attention_context(plain, value, dot_general=refuse)
-    np.testing.assert_array_equal(context, functional.attention_context(plain, value))
+    shared = K[:, :, :1]
+    plain = functional.attention_logits(Q[:, :, :2], shared)
+    given = functional.attention_logits(Q[:, :, :2], shared, dot_general=doubled)
+    np.testing.assert_allclose(given, 2 * plain, rtol=1e-6)
+    context = functional.attention_context(plain, shared, dot_general=doubled)
+    np.testing.assert_allclose(context, 2 * functional.attention_context(plain, shared), rtol=1e-6)
 
 
 @pytest.mark.parametrize("broadcast", [True, False])

@@ -49,7 +49,7 @@ def test_cross_entropy_averages_over_the_labels_that_are_classes():
     close(loss, expected.mean())
     close(aux["total_loss"], loss)
     close(aux["cross_entropy_loss"], loss)
-    assert aux["z_loss"] == 0
+    close(aux["accuracy"], (LOGITS.argmax(-1) == LABELS)[LIVE].mean())
     close(aux["per_target_loss"][LIVE], expected)
     assert (aux["per_target_loss"][~LIVE] == 0).all()
     assert aux["num_targets"] == 7
@@ -82,12 +82,36 @@ def test_soft_labels_replace_labels():
 def test_z_loss_is_the_squared_log_of_the_denominator():
     logits, labels = LOGITS[LIVE], LABELS[LIVE]
     loss, aux = cross_entropy(logits, labels, z_loss_scale=0.1)
-    z = 0.1 * jax.nn.logsumexp(logits, axis=-1) ** 2
+    z = jax.nn.logsumexp(logits, axis=-1) ** 2
     each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    close(loss, (each + z).mean())
+    close(loss, (each + 0.1 * z).mean())
+    close(cross_entropy(logits, labels)[1]["z_loss"], z.mean())
     close(aux["z_loss"], z.mean())
     close(aux["cross_entropy_loss"], each.mean())
-    close(aux["per_target_loss"], each + z)
+    close(aux["per_target_loss"], each + 0.1 * z)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"label_smoothing": -0.1}, {"label_smoothing": 1.5}, {"z_loss_scale": -1.0}]
+)
+def test_ranges_of_factors_are_checked(wrong):
+    with pytest.raises(ArgumentValueError, match="between 0 and 1, and a factor of at least 0"):
+        cross_entropy(LOGITS, LABELS, **wrong)
+
+
+def test_targets_without_probability_do_not_count():
+    soft = jnp.array([[1.0, 0.0], [0.0, 0.0]])
+    loss, aux = cross_entropy(jnp.zeros((2, 2)), jnp.array([0, 0]), soft_target_labels=soft)
+    close(loss, np.log(2))
+    assert aux["live_targets"].tolist() == [True, False]
+
+
+def test_soft_labels_of_padded_keys_do_not_count():
+    soft = jnp.array([[0.5, 0.0, 0.5], [0.0, 0.0, 1.0]])
+    padded = jnp.array([False, False, True])
+    logits = jnp.array([[1.0, 1.0, 9.0], [1.0, 1.0, 9.0]])
+    # The first query keeps half a label, for one of two equal keys; the second keeps none.
+    close(contrastive_loss(logits, key_paddings=padded, soft_labels=soft), 0.5 * np.log(2))
 
 
 def test_no_targets_give_zero_loss_and_gradient():
@@ -129,10 +153,10 @@ def test_losses_are_float32():
     assert squared_error(logits, logits).dtype == jnp.float32
 
 
-def test_binary_cross_entropy_leaves_out_negative_labels():
-    logits, labels = array(6), jnp.array([0, 1, 1, -1, 0, -1])
+def test_binary_cross_entropy_leaves_out_labels_that_are_neither():
+    logits, labels = array(6), jnp.array([0, 1, 1, -1, 0, 2])
     loss, aux = binary_cross_entropy(logits, target_labels=labels)
-    live = labels >= 0
+    live = (labels >= 0) & (labels < 2)
     expected = optax.sigmoid_binary_cross_entropy(logits, labels)
     close(loss, expected[live].mean())
     close(aux["per_target_loss"], jnp.where(live, expected, 0))
@@ -273,6 +297,7 @@ def test_nearest_neighbor_counts():
 def test_equal_vectors_have_finite_gradients():
     grad = jax.grad(nearest_neighbor_entropy_loss)(jnp.ones((3, 2)).at[0].set(0.0))
     assert np.isfinite(grad).all()
+    close(nearest_neighbor_entropy_loss(jnp.ones((3, 2))), -np.log(1e-8))
 
 
 def test_one_vector_has_no_neighbor():
@@ -302,6 +327,9 @@ def test_flops_are_squares_of_mean_magnitudes():
     cost, zeros = activation_flops(jnp.array(X), paddings=jnp.array([0, 1, 0, 1, 1]))
     np.testing.assert_allclose(cost, (np.abs(X[[0, 2]]).mean(0) ** 2).sum(), rtol=1e-5)
     assert zeros == 0
+    of_rows = activation_flops(jnp.array(X[:4]), paddings=jnp.array([0, 1, 0, 0]))
+    x = jnp.array(X[:4].reshape(2, 2, 3))
+    assert activation_flops(x, paddings=jnp.array([[0, 1], [0, 0]])) == of_rows
 
 
 def test_margin_lowers_the_right_class():

@@ -7,8 +7,8 @@ import msgpack
 import numpy as np
 
 from tests.fuzz.readers import any_of, read, source_of
+from weft import serialization
 from weft.errors import DamagedBytesError
-from weft.serialization import msgpack as packing
 from weft.serialization import msgpack_restore, msgpack_serialize
 
 _TREES = [
@@ -23,11 +23,11 @@ _TREES = [
 
 
 def _chunked() -> bytes:
-    before, packing.MAX_CHUNK_SIZE = packing.MAX_CHUNK_SIZE, 8
+    before, serialization.MAX_CHUNK_SIZE = serialization.MAX_CHUNK_SIZE, 8
     try:
         return msgpack_serialize({"large": np.arange(6.0).reshape(2, 3)})
     finally:
-        packing.MAX_CHUNK_SIZE = before
+        serialization.MAX_CHUNK_SIZE = before
 
 
 VALID = [*map(msgpack_serialize, _TREES), _chunked()]

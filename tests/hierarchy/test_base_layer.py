@@ -196,7 +196,7 @@ def test_tensor_stats_report_activations():
     )
     params = layer.initialize_parameters_recursively(jax.random.key(0))
     _, outputs = forward(layer, params, jnp.zeros((1, 2)))
-    stats = outputs.summaries["first"]["tensor_stats_y"]
+    stats = outputs.summaries["first"]["tensor_stats"]["y"]
     assert set(stats) == {"rms_norm", "max_abs"}
 
 

@@ -146,7 +146,8 @@ def test_loss_and_metrics_match_axlearn(stack, expected, total):
     model, _ = make(decoder_config(stack, num_layers=2))
     state = waves(model.create_parameter_specs_recursively())
     (loss, _), summaries = loss_and_aux(model, state)
-    assert means(summaries) == pytest.approx(expected, rel=1e-5)
+    got = means(summaries)
+    assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert {float(summaries[k].weight) for k in ("loss", "perplexity", "accuracy")} == {9.0}
     assert float(loss) == pytest.approx(expected["loss"], rel=1e-6)
 
@@ -172,8 +173,8 @@ def test_padding_and_invalid_tokens_are_not_targets():
     batch = {**BATCH, "target_labels": jnp.array(labels)}
     (loss, aux), summaries = loss_and_aux(model, state, batch)
     nll = reference(aux["logits"], labels, live)
-    np.testing.assert_array_equal(aux["live_targets"], live)
-    np.testing.assert_allclose(aux["per_label_loss"], nll, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(aux["metrics"]["live_targets"], live)
+    np.testing.assert_allclose(aux["metrics"]["per_token_loss"], nll, rtol=1e-4, atol=1e-6)
     assert float(loss) == pytest.approx(nll.sum() / 6, rel=1e-5)
     assert float(summaries["loss"].weight) == 6
     scores, _ = call(model, state, method="score", input_batch=batch)
@@ -217,10 +218,14 @@ def test_packed_sequences_score_separately():
     (_, aux), _ = loss_and_aux(model, state, packed)
     (_, alone), _ = loss_and_aux(model, state)
     np.testing.assert_allclose(
-        aux["per_label_loss"][0, :3], alone["per_label_loss"][0, :3], rtol=1e-4
+        aux["metrics"]["per_token_loss"][0, :3],
+        alone["metrics"]["per_token_loss"][0, :3],
+        rtol=1e-4,
     )
     np.testing.assert_allclose(
-        aux["per_label_loss"][0, 3:5], alone["per_label_loss"][1, :2], rtol=1e-4
+        aux["metrics"]["per_token_loss"][0, 3:5],
+        alone["metrics"]["per_token_loss"][1, :2],
+        rtol=1e-4,
     )
 
 
@@ -241,7 +246,9 @@ def test_logits_in_chunks_give_the_same_loss_and_gradients():
     (loss, (aux, summaries)), grads = grads_of(whole, state)
     (chunked_loss, (chunked_aux, chunked_summaries)), chunked_grads = grads_of(chunked, state)
     assert "logits" not in chunked_aux
-    np.testing.assert_allclose(chunked_aux["per_label_loss"], aux["per_label_loss"], rtol=1e-4)
+    np.testing.assert_allclose(
+        chunked_aux["metrics"]["per_token_loss"], aux["metrics"]["per_token_loss"], rtol=1e-4
+    )
     assert means(chunked_summaries) == pytest.approx(means(summaries), rel=1e-5)
     assert float(chunked_loss) == pytest.approx(float(loss), rel=1e-6)
     jax.tree.map(
@@ -506,6 +513,7 @@ def test_cross_entropy_metrics(scale):
     nats = NLL.sum() / 5
     expected = {
         "cross_entropy_loss": (nats, 5),
+        "cross_entropy": (nats, 5),
         "perplexity": (np.exp(nats), 5),
         "accuracy": ((LIVE & (LOGITS.argmax(-1) == LABELS)).sum() / 5, 5),
         "train_live_targets": (2.5, 2),
@@ -513,7 +521,7 @@ def test_cross_entropy_metrics(scale):
     }
     if scale:
         expected["z_loss"] = (z.sum() / 5, 5)
-    np.testing.assert_allclose(metrics.pop("per_label_loss"), total, rtol=1e-5)
+    np.testing.assert_allclose(metrics.pop("per_token_loss"), total, rtol=1e-5)
     np.testing.assert_array_equal(metrics.pop("live_targets"), LIVE)
     assert {k: (float(m.mean), float(m.weight)) for k, m in metrics.items()} == {
         k: pytest.approx(v, rel=1e-5) for k, v in expected.items()
@@ -545,17 +553,20 @@ def test_perplexities_add_in_log_space():
     assert float(total.weight) == 10
 
 
-def test_auxiliary_losses_are_found_by_path_and_added_up():
+def test_auxiliary_losses_are_the_mean_over_layers():
     cfg = AuxLossMetrics.default_config().set(aux_loss_regex=".*/aux_loss")
     loss, metrics = measure(cfg)
-    assert float(loss.mean) == 3.5
-    assert float(metrics["aux_loss"].mean) == 3.5
+    assert float(loss.mean) == (0.5 + (1.0 + 2.0) / 2) / 2
+    assert float(loss.weight) == 5  # as the cross entropy
+    assert float(metrics["aux_loss"].mean) == 1.0
 
 
-def test_unmatched_pattern_is_rejected():
+def test_unmatched_pattern_is_reported(caplog):
     cfg = AuxLossMetrics.default_config().set(aux_loss_regex="aux_loss")
-    with pytest.raises(MetricsError, match=r"'aux_loss' of metrics matches none.*layer0/aux_loss"):
-        measure(cfg)
+    loss, metrics = measure(cfg)
+    assert float(loss.mean) == 0 and metrics.keys() == {"aux_loss"}
+    assert "aux_loss_regex='aux_loss' of metrics matches none of the module outputs" in caplog.text
+    assert "layer0/aux_loss" in caplog.text
 
 
 def test_no_pattern_means_no_auxiliary_loss():
@@ -567,7 +578,7 @@ def test_no_pattern_means_no_auxiliary_loss():
 def test_models_metrics_are_cross_entropy_and_auxiliary_losses():
     loss, metrics = measure(metrics_config(aux_loss_regex=".*/aux_loss", z_loss_scale=0.1))
     expected = (NLL + 0.1 * np.square(LOG_NORMALIZER) * LIVE).sum() / 5
-    assert float(loss.mean) == pytest.approx(expected + 3.5, rel=1e-5)
+    assert float(loss.mean) == pytest.approx(expected + 1.0, rel=1e-5)
     assert float(loss.weight) == 5
     assert {"perplexity", "z_loss", "aux_loss"} <= metrics.keys()
 
@@ -580,20 +591,54 @@ class Halves(CompositeLossWeights):
 def test_losses_are_weighted():
     cfg = metrics_config(aux_loss_regex=".*/aux_loss")
     plain = measure(cfg.set(loss_weights=CompositeLossWeights.default_config()))[0]
-    assert float(plain.mean) == pytest.approx(NLL.sum() / 5 + 3.5, rel=1e-5)
+    assert float(plain.mean) == pytest.approx(NLL.sum() / 5 + 1.0, rel=1e-5)
     loss, _ = measure(cfg.set(loss_weights=Halves.default_config()))
-    assert float(loss.mean) == pytest.approx(0.1 * NLL.sum() / 5 + 0.5 * 3.5, rel=1e-5)
+    assert float(loss.mean) == pytest.approx(0.1 * NLL.sum() / 5 + 0.1 * 1.0, rel=1e-5)
 
 
-def test_metrics_may_be_kept_separate():
+class FirstColumn(CrossEntropyLossMetrics):
+    """Cross entropy of the first targets of each example."""
+
+    def forward(self, input_batch, **kwargs):
+        live = jnp.array([[True, False, False], [True, False, False]])
+        return super().forward({**input_batch, "live_targets": live}, **kwargs)
+
+
+def test_parts_of_one_kind_are_averaged_by_weight():
     parts = {"a": CrossEntropyLossMetrics.default_config()}
     parts["b"] = parts["a"].clone()
-    cfg = CompositeLossMetrics.default_config().set(metrics=parts)
+    parts["aux"] = AuxLossMetrics.default_config().set(aux_loss_regex=".*/aux_loss")
+    parts["aux2"] = parts["aux"].clone()
+    cfg = CompositeLossMetrics.default_config().set(metrics=parts, flatten_metrics=False)
     loss, metrics = measure(cfg)
-    assert metrics.keys() == {"a", "b"}
-    assert float(loss.mean) == pytest.approx(2 * NLL.sum() / 5, rel=1e-5)
+    assert metrics.keys() == parts.keys() | {f"loss_{name}" for name in parts}
+    assert float(metrics["loss_a"].mean) == pytest.approx(NLL.sum() / 5, rel=1e-5)
+    assert float(loss.mean) == pytest.approx(NLL.sum() / 5 + 2 * 1.0, rel=1e-5)
+    assert float(loss.weight) == 10
+    cfg.metrics["b"] = FirstColumn.default_config()  # of another kind: added
+    loss, _ = measure(cfg)
+    assert float(loss.mean) == pytest.approx(NLL.sum() / 5 + NLL[:, 0].mean() + 2.0, rel=1e-5)
+    cfg.metrics["b"] = cfg.metrics["a"]
     with pytest.raises(MetricsError, match=r"'b' of metrics has the metrics \['accuracy', .*False"):
-        measure(cfg.set(flatten_metrics=True))
+        measure(cfg.set(flatten_metrics=None))
+
+
+def test_losses_of_parts_are_metrics():
+    _, metrics = measure(metrics_config(aux_loss_regex=".*/aux_loss").set(flatten_metrics=None))
+    assert float(metrics["loss_aux"].mean) == 1.0
+    assert float(metrics["loss_lm"].mean) == float(metrics["cross_entropy"].mean)
+
+
+def test_model_takes_live_targets():
+    model, state = make()
+    (default, _), _ = loss_and_aux(model, state, {**BATCH, "live_targets": None})
+    assert float(default) == float(loss_and_aux(model, state, BATCH)[0][0])
+    live = np.zeros(BATCH["target_labels"].shape, bool)
+    live[0, 1] = True
+    (loss, aux), _ = loss_and_aux(model, state, {**BATCH, "live_targets": jnp.array(live)})
+    nll = reference(aux["logits"], np.asarray(BATCH["target_labels"]), live)
+    assert float(loss) == pytest.approx(nll.sum(), rel=1e-4)
+    assert float(aux["metrics"]["cross_entropy"].weight) == 1
 
 
 def test_empty_composite_is_rejected():

@@ -164,6 +164,8 @@ def test_outputs_escape(name, kind):
         outputs = outputs._replace(summaries=outputs.summaries["iter0"])
     elif name in STACKED:
         wanted = jax.tree.map(lambda x: x[None], wanted)
+    if name == "scan" and kind == "module_outputs":
+        outputs = outputs._replace(module_outputs=outputs.module_outputs["iter"])
     assert_equal((y, getattr(outputs, kind)), (expected, getattr(wanted, kind)))
     assert jax.tree.structure(getattr(outputs, kind)) == jax.tree.structure(getattr(wanted, kind))
 

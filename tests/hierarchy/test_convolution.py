@@ -91,7 +91,7 @@ def test_specs(n):
     )
     assert set(params) == {"weight"}
     spec = layer.create_parameter_specs_recursively()["weight"]
-    assert spec.mesh_axes == PartitionSpec(*[None] * (n + 1), "model")
+    assert spec.mesh_axes == PartitionSpec(*[None] * (n + 1), "model" if n == 1 else None)
     assert spec.fans()["fan_in"] == 3**n * 4
     assert spec.fans()["fan_out"] == 3**n * 6
 
@@ -342,6 +342,8 @@ def test_max_pool_takes_the_largest_of_each_window(window, strides):
 @pytest.mark.parametrize("size", [{"se_ratio": 0.5}, {"num_reduced_filters": 2}])
 def test_squeeze_excitation_gates_by_channel_mean(size):
     layer, params = make_pooling(SqueezeExcitation, input_dim=4, **size)
+    for specs in layer.create_parameter_specs_recursively().values():
+        assert specs["weight"].mesh_axes == PartitionSpec(None, None, None, "model")
     assert jax.tree.map(jnp.shape, params) == {
         "reduce": {"weight": (1, 1, 4, 2), "bias": (2,)},
         "expand": {"weight": (1, 1, 2, 4), "bias": (4,)},

@@ -259,6 +259,7 @@ def stops(condition, prefix_len=0):
         ([[4, 2, 3]], [4]),
         ([[1]], [0]),
         ([[0, 1]], []),
+        (np.array([[3, 4], [-1, 2]]), [2, 3, 5]),
     ],
 )
 def test_decoding_ends_at_a_stopping_sequence(stopping_seqs, expected):
@@ -283,6 +284,40 @@ def test_prompts_have_separate_positions_and_lengths():
 def test_empty_stopping_sequences_are_rejected(stopping_seqs):
     with pytest.raises(ArgumentValueError, match=r"has an empty sequence; expected token ids"):
         StopOnSubsequence(stopping_seqs)
+
+
+def test_padding_of_stopping_sequences_is_left_out():
+    assert stops(StopOnSubsequence([[3, 4], [9, 2]], pad_value=9)) == [2, 3, 5]
+
+
+def test_beam_search_forces_prompts_beyond_the_time_step():
+    found = loops.beam_search_decode(
+        inputs=jnp.array([[1, 0, 0, 0], [1, 7, 2, 0]]),
+        time_step=jnp.array([0, 0]),
+        cache={},
+        tokens_to_scores=lambda ids, cache: (jnp.asarray(BIGRAM)[ids[:, 0]], cache),
+        eos_id=4,
+        num_decodes=2,
+    )
+    forced = loops.beam_search_decode(
+        inputs=jnp.array([[1, 7, 2, 0]]),
+        time_step=jnp.array([2]),
+        cache={},
+        tokens_to_scores=lambda ids, cache: (jnp.asarray(BIGRAM)[ids[:, 0]], cache),
+        eos_id=4,
+        num_decodes=2,
+    )
+    np.testing.assert_array_equal(found.sequences[1], forced.sequences[0])
+    np.testing.assert_allclose(found.scores[1], forced.scores[0], rtol=1e-5)
+    assert found.live_sequences[1, :, :2].tolist() == [[7, 2]] * 2
+    assert found.live_sequences[0, 0, :2].tolist() != [7, 2]
+
+
+def test_hypotheses_with_equal_prefixes_are_merged():
+    ids = jnp.array([[[5, 1], [6, 1], [5, 1]]])
+    assert loops.compute_merge_matrix_by_prefix_ids(ids).tolist() == [
+        [[1, 0, 1], [0, 1, 0], [0, 0, 0]]
+    ]
 
 
 def test_max_length_counts_decoded_tokens():

@@ -254,7 +254,7 @@ def test_weight_sharding():
     specs = qkv_layer().create_parameter_specs_recursively()
     up, down = (specs["adapter"][name]["weight"].mesh_axes for name in ("lora_up", "lora_down"))
     assert up == PartitionSpec(None, None, "model", None)
-    assert down == PartitionSpec(None, None, None)
+    assert down == PartitionSpec(None, None, "model")
     assert specs["adapter"]["lora_down"]["weight"].fans()["fan_in"] == DIM
     assert specs["adapter"]["lora_up"]["weight"].fans()["fan_out"] == HEADS * HEAD
 

@@ -52,6 +52,13 @@ def test_sums_are_commutative_and_zero_weight_is_zero(pairs):
         np.testing.assert_allclose(forward.mean, mean, rtol=1e-4, atol=1e-5)
 
 
+def test_weighted_summaries_add_up():
+    total = WeightedSummary(jnp.array([1.0, 2.0]), 1.0) + WeightedSummary(
+        jnp.array([4.0, 2.0]), 2.0
+    )
+    np.testing.assert_allclose(total.mean, [3.0, 2.0])
+
+
 def test_sums_under_jit():
     total = jax.jit(lambda a, b: a + b)(WeightedScalar(1.0, 1.0), WeightedScalar(2.0, 3.0))
     assert float(total.mean) == 1.75

@@ -6,6 +6,7 @@ from jax.sharding import PartitionSpec
 
 from weft.core.axis_rules import logical_axis_rules
 from weft.errors import MeshError, ParameterSpecError, ShardingWarning
+from weft.hierarchy.layers import Linear
 from weft.hierarchy.param_init import FanAxes
 from weft.hierarchy.parameter_spec import (
     FactorizationSpec,
@@ -27,9 +28,9 @@ def test_layouts():
 
 def test_entries_must_match_the_axes():
     with pytest.raises(
-        ParameterSpecError, match=r"mesh_axes=\('model',\) has 1 entries, but shape"
+        ParameterSpecError, match=r"mesh_axes=\('model', None\) has 2 entries, but shape"
     ):
-        ParameterSpec(shape=(2, 3), mesh_axes=("model",))
+        ParameterSpec(shape=(2,), mesh_axes=("model", None))
     with pytest.raises(ParameterSpecError, match="factorization"):
         ParameterSpec(shape=(2, 3), factorization=FactorizationSpec(("row",)))
     with pytest.raises(ParameterSpecError, match="has no fan axes"):
@@ -121,3 +122,13 @@ def test_indivisible_axis_is_replicated(mesh):
 def test_one_row_is_not_split(mesh):
     y = jax.jit(lambda x: maybe_shard(x, ("data", None, "model")))(jnp.ones((1, 1, 8)))
     assert y.sharding.spec in (PartitionSpec(None, None, "model"), PartitionSpec())
+
+
+def test_short_mesh_axes_are_padded():
+    assert ParameterSpec((2, 3), mesh_axes=("model",)).mesh_axes == ("model", None)
+    spec = ParameterSpec((2, 3), mesh_axes=PartitionSpec("model"))
+    assert spec.mesh_axes == spec.partition_spec == PartitionSpec("model", None)
+    cfg = Linear.default_config().set(input_dim=2, output_dim=3, param_partition_spec=("data",))
+    specs = cfg.set(name="linear").instantiate(parent=None).create_parameter_specs_recursively()
+    assert specs["weight"].partition_spec == PartitionSpec("data", None)
+    assert specs["bias"].partition_spec == PartitionSpec(None)

@@ -38,7 +38,7 @@ def reference(pick, n):
     for tokens, paddings in zip(TOKENS, PADDINGS, strict=True):
         live = list(tokens[~paddings])
         zeros = [np.zeros(DIM, "f")] * max(0, n - len(live))
-        rows.append(live[:n] + zeros if pick == "first" else zeros + live[-n:])
+        rows.append((live[:n] if pick == "first" else live[::-1][:n]) + zeros)
     return np.array(rows)
 
 
@@ -77,10 +77,19 @@ def test_projection_behind_a_pooling(filled):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_projection_keeps_the_number_of_outputs_of_its_pooling():
+    cfg = PoolingWithProjection.default_config().set(name="pool", input_dim=DIM, output_dim=OUT)
+    cfg.pooler = FirstNTokenPooling.default_config().set(num_outputs=3)
+    assert cfg.instantiate(parent=None).pooler.config.num_outputs == 3
+    with pytest.raises(LayerConfigError, match="num_outputs=2, but that of its pooler is 3; set"):
+        cfg.set(num_outputs=2).instantiate(parent=None)
+
+
 def test_attention_pooling_ignores_padding(filled):
     cfg = AttentionPooling.default_config().set(
         name="pool", input_dim=DIM, output_dim=OUT, num_outputs=2
     )
+    assert cfg.cross_attention.attention.num_heads == 1
     cfg.cross_attention.attention.num_heads = 2
     layer = cfg.instantiate(parent=None)
     state = filled(layer)

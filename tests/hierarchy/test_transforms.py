@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.errors import NoContextError
+from weft.errors import ArgumentValueError, NoContextError
 from weft.hierarchy import transforms
 from weft.hierarchy.context import current_context, new_output_collection
 from weft.hierarchy.metrics import WeightedScalar
@@ -70,6 +70,22 @@ def test_scan_equals_the_loop():
     np.testing.assert_array_equal(outputs.state_updates["child"]["w"], [1.5] * 3)
     keys = [outputs.summaries[f"iter{i}"]["child"]["key"].tolist() for i in range(3)]
     assert len({str(key) for key in keys}) == 3
+
+
+def test_scan_of_states_and_keys():
+    w, keys = jnp.array([0.5, 2.0]), jax.random.split(jax.random.PRNGKey(1))
+    xs = {"x": jnp.array([1.0, 2.0]), "state": {"child": {"w": w}}, "prng_key": keys}
+    (_, ys), outputs = run(
+        lambda child: scan_in_context(lambda c, x: (c, child(x)), carry=None, xs=xs),
+        drop_output_collections=(),
+    )
+    np.testing.assert_allclose(ys, np.sin([0.5, 4.0]), rtol=1e-6)
+    assert list(outputs.module_outputs) == ["iter"]
+    np.testing.assert_array_equal(outputs.state_updates["child"]["w"], w + 1)
+    keys = [outputs.summaries[f"iter{i}"]["child"]["key"].tolist() for i in range(2)]
+    assert keys[0] != keys[1]
+    with pytest.raises(ArgumentValueError, match=r"has 'x' and \['y'\].*Write `xs={'x': xs}`"):
+        run(lambda child: scan_in_context(lambda c, x: (c, x), carry=None, xs={**xs, "y": w}))
 
 
 def test_iteration_summaries_merge_and_outputs_drop():

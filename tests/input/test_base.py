@@ -7,6 +7,7 @@ from weft.config import REQUIRED, Required, config_class, config_for_function
 from weft.errors import InputDatasetError, InputReadError, NoMeshError
 from weft.hierarchy.module import Module
 from weft.hierarchy.module import functional as F
+from weft.hierarchy.parameter_spec import TensorSpec
 from weft.input.base import Input, PathAndRank, partition_by_path_rank
 from weft.input.dispatch import InputDispatcher, host_to_global_device_array
 
@@ -66,6 +67,7 @@ def test_partitioner_constrains_by_path_and_rank(mesh):
     rules = {
         PathAndRank("doc/.*", 2): PartitionSpec("data", "model"),
         PathAndRank(None, 1): PartitionSpec("model"),
+        PathAndRank(None, None): PartitionSpec(),
     }
     records = make(
         input_partitioner=config_for_function(partition_by_path_rank).set(
@@ -87,6 +89,22 @@ def test_partitioner_constrains_by_path_and_rank(mesh):
     assert blocks(result["doc"]["ids"]) == 8
     assert blocks(result["doc"]["length"]) == 2
     assert blocks(result["ids"]) == blocks(result["my_doc/x"]) == 1
+
+
+def test_input_is_iterable():
+    assert [int(batch["ids"][0, 0]) for batch in make()] == [0, 1, 2]
+
+
+def test_partitioner_refuses_leaves_without_a_rule(mesh):
+    partition = partition_by_path_rank({PathAndRank("ids", 2): PartitionSpec("data")})
+    with pytest.raises(InputDatasetError, match=r"no rule of .* matches 'doc/x' with 1 axes; add"):
+        partition({"doc": {"x": np.ones(3)}})
+
+
+def test_partitioner_of_specs(mesh):
+    partition = partition_by_path_rank({PathAndRank("ids", 2): PartitionSpec("data")})
+    specs = partition({"ids": TensorSpec((8, 4))})
+    assert specs["ids"] == TensorSpec((8, 4), mesh_axes=PartitionSpec("data"))
 
 
 def test_partitioner_without_mesh_is_identity():

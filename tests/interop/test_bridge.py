@@ -249,6 +249,16 @@ def test_sow():
     np.testing.assert_array_equal(sown["intermediates"]["seen"][0], X)
 
 
+def test_parent_is_the_running_module():
+    class Outer(Module):
+        @compact
+        def __call__(self, x):
+            return Dense(2, parent=Dense(3))(x)
+
+    with pytest.raises(BridgeContextError, match=r"given a Dense as its parent, .* a Outer, to"):
+        Outer().init(KEY, X)
+
+
 def test_errors_name_missing_items():
     with pytest.raises(BridgeContextError, match="parameter 'kernel' was asked for by a Dense"):
         Dense(2)(X)

@@ -94,7 +94,7 @@ def objects_held(run):
 
 @pytest.mark.parametrize(
     ("layer", "of_calls", "of_instructions"),
-    [(Scale, 56, 1150), (Pair, 152, 3190), (nn.jit(Pair), 148, 3100)],
+    [(Scale, 56, 1150), (Pair, 152, 3190), (nn.jit(Pair), 148, 3450)],
     ids=["one parameter", "two submodules", "under jit"],
 )
 def test_each_layer_that_is_traced(layer, of_calls, of_instructions):
@@ -109,7 +109,7 @@ def test_each_layer_of_an_eager_call():
         return lambda: stack.apply(variables, X)
 
     assert per_layer(eager, nn.Dense, calls_of_weft) <= 110
-    assert per_layer(eager, nn.Dense, instructions_of_weft) <= 2470
+    assert per_layer(eager, nn.Dense, instructions_of_weft) <= 2840
 
 
 def test_jitted_train_step():

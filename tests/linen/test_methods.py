@@ -17,6 +17,28 @@ from weft.linen.module import Module
 from weft.linen.transforms import jit
 
 
+def test_packages_find_the_running_module_and_replace_methods_by_theirs():
+    from weft.linen import module as as_in_flax
+
+    class Model(Module):
+        @compact
+        def __call__(self, x):
+            seen.append(as_in_flax._context.module_stack[-1])
+            return Affine()(x)
+
+    def twice(*args):
+        return 2 * inner(*args)
+
+    seen, inner = [], Model.__call__.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+    assert Model.__call__.method_handler_wrapped  # pyright: ignore[reportFunctionMemberAccess]
+    call = as_in_flax.wrap_method_once(compact(twice))
+    doubled = type("Model", (Model,), {"__call__": call})()
+    variables = Model().init(KEY, X)
+    np.testing.assert_allclose(doubled.apply(variables, X), 2 * Model().apply(variables, X))
+    assert [type(module).__name__ for module in seen] == ["Model"] * 3
+    assert as_in_flax._context.module_stack == [None]
+
+
 def test_compact_method_names_by_class_and_shares_on_reuse():
     class Model(Module):
         @compact

@@ -665,11 +665,11 @@ def test_failure_leaves_state_unchanged(lifted):
     def body(self, x):
         state = self.variable("state", "n", lambda: 1.0)
         dense = Linear()
-        before = dict(vars(dense)), dense(x), nn.module.RUNNING.modules.copy()
+        before = dict(vars(dense)), dense(x), nn.module.RUNNING.module_stack.copy()
         with pytest.raises(ValueError, match="on purpose"):
             lifted(lambda self, x: failing(self, x, dense))(self, x)
         assert vars(dense) == before[0]
-        assert nn.module.RUNNING.modules == before[2]
+        assert nn.module.RUNNING.module_stack == before[2]
         np.testing.assert_array_equal(dense(x), before[1])
         return Linear()(x), state.value
 

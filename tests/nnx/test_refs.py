@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from weft import nnx
-from weft.errors import TraceContextError, VariableArgumentError, VariableShapeError
+from weft.errors import RoleError, TraceContextError, VariableArgumentError, VariableShapeError
 from weft.nnx.refs import var_defaults
 from weft.nnx.transforms.jit import jit
 
@@ -79,6 +79,75 @@ def test_works_in_object_transforms():
     assert model.w.get_raw_value() is held and model.w.ref
 
 
+class Counter(nnx.Module):
+    """A count in a `jax.Ref`, and a factor."""
+
+    def __init__(self):
+        self.n, self.factor = nnx.Variable(jnp.array(1.0), ref=True), nnx.Param(jnp.array(2.0))
+
+    def step(self):
+        self.n[...] += 10
+        return self.factor * 1
+
+
+def scan(body, model):
+    step = nnx.scan(lambda m, x: (m, body(m)), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    return step(model, jnp.ones(3))[1].sum()
+
+
+def fori_loop(body, model, upper=3):
+    return nnx.fori_loop(0, upper, lambda _, c: (c[0], c[1] + body(c[0])), (model, 0.0))[1]
+
+
+@pytest.mark.parametrize("jits", [False, True])
+@pytest.mark.parametrize(
+    ("run", "result", "count"),
+    [
+        (lambda m: nnx.cond(m.n[...] > 0, Counter.step, lambda m: m.factor * 3, m), 2, 11),
+        (lambda m: nnx.cond(m.n[...] > 5, Counter.step, lambda m: m.factor * 3, m), 6, 1),
+        (lambda m: nnx.switch(1, [lambda m: m.factor * 3, Counter.step], m), 2, 11),
+        (lambda m: scan(Counter.step, m), 6, 31),
+        (lambda m: fori_loop(Counter.step, m), 6, 31),
+        (lambda m: fori_loop(Counter.step, m, jnp.array(3)), 6, 31),
+        (lambda m: scan(lambda m: fori_loop(Counter.step, m, 2), m), 12, 61),
+    ],
+    ids=["taken", "not taken", "switch", "scan", "fori", "unknown length", "nested"],
+)
+def test_loops_and_branches_write_to_it(run, result, count, jits):
+    for model in (Counter(), Counter()):
+        assert (nnx.jit(run) if jits else run)(model) == result and model.n[...] == count
+
+
+def test_gradients_through_loops_that_write_to_it():
+    model = Counter()
+    loss = lambda m: fori_loop(Counter.step, m)  # noqa: E731
+    assert nnx.grad(loss, argnums=nnx.DiffState(0, nnx.Param))(model)["factor"][...] == 3
+    assert model.n[...] == 31
+
+
+def test_condition_of_a_loop_does_not_read_it():
+    with pytest.raises(RoleError, match=r"while_loop: the condition reads a jax.Ref"):
+        nnx.while_loop(lambda m: m.n[...] < 25, lambda m: (m.step(), m)[1], Counter())
+
+
+def test_pytrees_have_a_reference_for_each_array():
+    w = nnx.Param({"a": jnp.zeros(2), "b": (1, 2.0)}, hijax=True)
+    held = jax.tree.leaves(w.get_raw_value())
+
+    @jax.jit
+    def step(w):
+        w["a"] = w["a"] + 1
+        w.set_value({**w.get_value(), "b": (5, w["b"][1] * 3)})
+        return w["b"][0]
+
+    assert int(step(w)) == 5 and int(jit(step)(w)) == 5
+    assert w["a"].tolist() == [2, 2] and [*map(float, w.get_value()["b"])] == [5, 18]
+    assert all(a is b for a, b in zip(held, jax.tree.leaves(w.get_raw_value()), strict=True))
+    copied = w.copy()
+    w["a"] = jnp.zeros(2)
+    assert copied["a"].tolist() == [2, 2] and float(w.copy(hijax=False)["b"][1]) == 18
+
+
 def test_hooks():
     w = nnx.Param(
         jnp.ones(2), ref=True, on_set_value=lambda _, x: x * 2, on_get_value=lambda _, x: x + 1
@@ -142,8 +211,12 @@ def test_invalid_reference_values():
         VariableShapeError, match=r"Param of shape \(2,\).*\(3,\); give one of shape"
     ):
         w.set_value(jnp.ones(3))
-    with pytest.raises(VariableArgumentError, match="Param with ref=True was given a dict"):
-        nnx.Param({"a": 1}, ref=True)
+    pair = nnx.Param({"a": jnp.ones(2), "b": (1, 2.0)}, ref=True)
+    for other in ({"a": jnp.ones(2)}, {"a": jnp.ones(3), "b": (1, 2)}):
+        with pytest.raises(VariableShapeError, match=r"give one of shape .'a': \(2,\), 'b': \(\("):
+            pair.set_value(other)
+    with pytest.raises(VariableArgumentError, match="Param with ref=True was given a str"):
+        nnx.Param({"a": jnp.ones(2), "b": "c"}, ref=True)
     with pytest.raises(VariableArgumentError, match=r"given a jax\.Ref; give it the array"):
         nnx.Param(w.get_raw_value(), tag="a")
     with pytest.raises(VariableArgumentError, match=r"given a jax\.Ref; give it the array"):

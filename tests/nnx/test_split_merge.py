@@ -205,6 +205,14 @@ def small_model():
     return nnx.Dict(w=nnx.Param(jnp.ones(2)), n=nnx.BatchStat(jnp.zeros(())))
 
 
+def test_states_of_a_merge_are_disjoint():
+    graphdef, state = nnx.split(nnx.Dict(a=nnx.Dict(w=nnx.Param(1.0)), n=nnx.Cache(2)))
+    with pytest.raises(GraphStructureError, match=r"2 values at 'a/w', in several states"):
+        nnx.merge(graphdef, state, nnx.State({"a": {"w": nnx.Param(3.0)}}))
+    joined = nnx.merge_state(state, nnx.State({"a": {"w": nnx.Param(3.0)}}))
+    assert nnx.merge(graphdef, joined).a.w.get_value() == 3
+
+
 def test_graph_state_merges_without_a_graphdef():
     node = small_model()
     whole = unpack(node)
@@ -311,5 +319,5 @@ def test_duplicate_variables():
 
 
 def test_invalid_reference_values():
-    with pytest.raises(VariableArgumentError, match="Cache with ref=True was given a tuple"):
-        vars_as([nnx.Cache((1, 2))], ref=True)
+    with pytest.raises(VariableArgumentError, match="Cache with ref=True was given a str"):
+        vars_as([nnx.Cache((1, "b"))], ref=True)

@@ -54,6 +54,8 @@ def test_mismatched_state_changes_nothing(state, message):
     assert model.w[...] == 1.0
     with pytest.raises(StatePathError, match="a tuple cannot take the values at 1"):
         nnx.update((1, 2), {1: 5})
+    with pytest.raises(StatePathError, match="a Model cannot be updated from a list; give a state"):
+        nnx.update(model, [9.0])
 
 
 def test_variables_are_popped_everywhere():

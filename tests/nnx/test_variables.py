@@ -34,6 +34,14 @@ def test_operators_use_the_value(op):
             assert got.tolist() == want.tolist()
 
 
+@pytest.mark.parametrize("factor", [np.float64(3), np.full(2, 3.0)], ids=["scalar", "array"])
+def test_operators_of_numpy_values_leave_the_work_to_variables(factor):
+    x = nnx.Param(jnp.ones(2))
+    for product in (factor * x, jax.jit(lambda x: factor * x)(x)):
+        assert isinstance(product, jax.Array) and product.dtype == jnp.float32
+        assert product.tolist() == [3, 3]
+
+
 def test_integers_and_single_values():
     n = nnx.Variable(jnp.array(6))
     assert [int(x) for x in (n & 3, 3 | n, n ^ 2, 1 << n, n >> 1, ~n, -n, +n, abs(n))] == [

@@ -100,4 +100,25 @@ def custom_vjp_without_gradients_of_an_argument(nn):
     return jax.grad(lambda v: Model().apply(v, X).sum())(variables), variables
 
 
+@programs.program
+def derivatives_of_bound_methods(nn):
+    class Model(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(2)
+
+        def loss(self, x):
+            return self.dense(x).sum(), x
+
+        def rest(self, x):
+            return self.dense(x)
+
+        def __call__(self, x):
+            y, pullback, rest = nn.vjp(self.loss, self, x, has_aux=True)
+            tangents = {"params": jax.tree.map(jnp.ones_like, self.variables["params"])}
+            of_jvp = nn.jvp(self.rest, self, (x,), (x,), tangents)
+            return y, pullback(y), rest, nn.grad(self.loss, self, x, has_aux=True), of_jvp
+
+    return Model().init_with_output(KEY, X)
+
+
 test_variables_agree = programs.test()

@@ -1,7 +1,10 @@
 """Convolutions of Linen: the same programs on Flax and on Weft."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.keys import draw
@@ -99,6 +102,11 @@ def test_spatial_ranks(name, kernel_size):
 
 
 @pytest.mark.parametrize("name", LAYERS)
+def test_arrays_as_sizes(name):
+    same(initialized(name, 3, np.array([2, 3]), strides=np.array([1, 2])), 1e-4)
+
+
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("padding", ["SAME", "CIRCULAR"])
 def test_batch_axes(name, padding):
     same(initialized(name, 3, (3,), x=X[0, 0], padding=padding), 1e-4)
@@ -182,3 +190,12 @@ def test_wrong_parameter_shapes():
     params = {"params": {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}}
     for name in LAYERS:
         same_error(lambda nn, name=name: getattr(nn, name)(3, (3, 3)).apply(params, X))
+
+
+@pytest.mark.parametrize("padding", ["SAME", 1, (1, 2), [(0, 1), (1, 0)], [(0, 1), 1]])
+def test_canonical_paddings(padding):
+    ours, theirs = (
+        importlib.import_module(f"{name}.linen.linear").canonicalize_padding(padding, 2)
+        for name in ("weft", "flax")
+    )
+    assert ours == theirs

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.keys import draw
@@ -87,6 +88,8 @@ def test_dense_inputs(x):
         ((3, 2), -1, 0),
         ([3, 2], [-1, -2], [0]),
         ((2, 3, 2), (0, 1, 2, 3), ()),
+        (np.array([3, 2]), np.arange(2), ()),
+        (np.int32(3), jnp.arange(1, 3), np.array([0])),
     ],
 )
 def test_dense_general_of_axes(features, axis, batch_dims):

@@ -187,4 +187,30 @@ def cond_that_changes_state(nn, self, x):
     return y, calls.value
 
 
+@programs.program
+def bound_methods(nn):
+    class Model(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(3)
+
+        def once(self, x):
+            return self.dense(x)
+
+        def twice(self, x):
+            return self.dense(self.dense(x))
+
+        def runs(self, carry):
+            return carry[1] < 3
+
+        def step(self, carry):
+            return self.dense(carry[0]), carry[1] + 1
+
+        def __call__(self, x):
+            x = nn.cond(x[0, 0] > 0, self.once, self.twice, self, self.once(x))
+            x = nn.switch(1, [self.once, self.twice], self, x)
+            return nn.while_loop(self.runs, self.step, self, (x, 0))
+
+    return Model().init_with_output(KEY, X)
+
+
 test_variables_agree = programs.test()

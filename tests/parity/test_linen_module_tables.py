@@ -85,6 +85,31 @@ def test_paths(show_repeated):
     same(program)
 
 
+def transformed(nn):
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return affine(nn)(x.shape[-1])(x), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            keys = {"split_rngs": {"params": True}}
+            x, _ = nn.scan(nn.remat(Block), {"params": 0}, length=2, **keys)()(x, None)
+            return nn.vmap(affine(nn), {"params": 0}, **keys)(2)(x)
+
+    return nn.jit(Model)()
+
+
+def test_transformed_modules_are_shown_as_what_they_transform():
+    def program(nn):
+        paths = transformed(nn).module_paths(RNGS, X)
+        shown = [(path, repr(module), type(module).__name__) for path, module in paths.items()]
+        return (shown, cells(transformed(nn).tabulate(RNGS, X, console_kwargs=PLAIN))), {}
+
+    same(program)
+
+
 def test_texts_of_modules():
     def program(nn):
         class Given(nn.Module):

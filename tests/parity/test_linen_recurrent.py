@@ -75,6 +75,16 @@ def test_cells_of_images(kwargs):
     same_compiled(program, 3e-2 if "dtype" in kwargs or "param_dtype" in kwargs else 1e-5)
 
 
+@pytest.mark.parametrize("name", sorted({name for name, _ in CELLS}))
+def test_width_is_that_of_the_carry(name):
+    def program(nn):
+        cell, state = getattr(nn, name)(4, **QUICK), draw(4, 2, 6)
+        carry = (draw(5, 2, 6), state) if "LSTM" in name else state
+        return nn.RNN(cell, return_carry=True).init_with_output(KEY, X, initial_carry=carry)
+
+    same_compiled(program)
+
+
 RUNS = [
     {},
     {"return_carry": True},

@@ -1,5 +1,7 @@
 """Names of axes in Linen: the same programs on Flax and on Weft."""
 
+import functools
+
 import flax.linen.partitioning
 import jax
 import jax.numpy as jnp
@@ -179,6 +181,79 @@ def test_scans(kwargs):
         )()
         (y, _), variables = stack.init_with_output(KEY, X, None)
         return y, parts(partitioning, variables)
+
+    both(program)
+
+
+@pytest.mark.parametrize("params", [0, 1])
+@pytest.mark.parametrize("collections", [["params", "stats"], ["params", "stats", "params_axes"]])
+def test_variables_that_only_enter_or_only_leave(params, collections):
+    """A stack is initialized with an axis and applied with `ScanIn`, as large models do."""
+
+    def program(nn, partitioning):
+        options = {"split_rngs": {"params": True}, "axes_collections": ("params", "stats")}
+        cls = layer(nn, partitioning)
+
+        def results(axis, **of_stats):
+            stack = partitioning.scan_with_axes(cls, {**axis, **of_stats}, length=3, **options)()
+            ensemble = partitioning.vmap_with_axes(
+                cls,
+                {**axis, **of_stats},
+                {"params": True},
+                in_axes=None,
+                axis_size=3,
+                partitioning_axis_names={"params": "layers", "stats": "layers"},
+            )()
+            given = {name: variables[name] for name in collections}
+            return [m.apply(given, X, None, mutable=["stats"]) for m in (stack, ensemble)]
+
+        first = partitioning.scan_with_axes(
+            cls, {"params": params, "stats": 0}, length=3, **options
+        )()
+        variables = first.init(KEY, X, None)
+        axis = {"params": partitioning.ScanIn(params)}
+        return results(axis, stats=0), results(axis, stats=partitioning.ScanOut(1))
+
+    both(program)
+
+
+def test_variables_that_only_enter_cannot_be_made():
+    def program(nn):
+        partitioning = {flax.linen: flax.linen.partitioning}.get(nn, weft.linen.partitioning)
+        axes = {"params": partitioning.ScanIn(0)}
+        nn.vmap(nn.Dense, axes, {"params": True})(2).init(KEY, X)
+
+    same_error(program)
+
+
+def test_names_of_transformed_submodules():
+    """They name the parameters, so checkpoints depend on them."""
+
+    def program(nn, partitioning):
+        axes, keys = {"params": 0, "stats": 0}, {"split_rngs": {"params": True}}
+        shared = {"variable_broadcast": "params", "variable_axes": {"stats": 0}}
+        members = {"params": "members", "stats": "runs"}
+        cls = layer(nn, partitioning)
+        scan = functools.partial(partitioning.scan_with_axes, cls, length=3)
+        vmap = functools.partial(partitioning.vmap_with_axes, cls, in_axes=None, axis_size=3)
+        classes = [
+            scan(axes, **keys),
+            scan(axes, axes_collections=(), **keys),
+            scan(axes, axes_collections=("params", "stats"), **keys),
+            scan(split_rngs={"params": False}, **shared),
+            vmap(axes, **keys),
+            vmap(axes, partitioning_axis_names=members, **keys),
+            partitioning.remat(cls),
+            nn.add_metadata_axis(cls, axes),
+            nn.add_metadata_axis(cls),
+        ]
+
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return [transformed()(x, None) for transformed in classes]
+
+        return sorted(jax.eval_shape(Model().init, KEY, X)["params"])
 
     both(program)
 

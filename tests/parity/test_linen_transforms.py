@@ -318,6 +318,71 @@ def decorated_methods_call_each_other(nn):
     return Model().init_with_output(KEY, X)
 
 
+@programs.body(x=XS)
+def partials_of_classes(nn, self, x):
+    ensemble = nn.vmap(functools.partial(nn.Dense, 3, use_bias=False), {"params": 0}, SPLIT)
+    x = ensemble(name="first")(x)
+    x = nn.remat(functools.partial(nn.Dense, 2))(dtype=jnp.bfloat16)(x)
+    return nn.jit(functools.partial(pair(nn)), methods=["encode"])().encode(x)
+
+
+@programs.body()
+def partial_of_a_scanned_class(nn, self, x):
+    class Step(nn.Module):
+        features: int
+
+        @nn.compact
+        def __call__(self, carry, x):
+            return nn.Dense(self.features)(carry), x
+
+    layers = nn.scan(functools.partial(Step, 3), {"params": 0}, split_rngs=SPLIT, length=2)
+    return layers()(x, None)
+
+
+@programs.program
+def functions_of_modules_that_are_not_bound(nn):
+    model, keys = pair(nn)(), jax.random.split(KEY, 2)
+    y, variables = nn.jit(nn.Module.init_with_output)(model, KEY, X)
+    stacked = nn.vmap(nn.Module.init, in_axes=(0, None))(model, keys, X)
+    z = nn.remat(nn.Module.apply)(model, variables, X)
+    loss = lambda model, variables, x: model.apply(variables, x).sum()  # noqa: E731
+    return (y, z, nn.grad(loss, model, variables, X)), (variables, stacked)
+
+
+@programs.body()
+def jit_of_init_in_a_method(nn, self, x):
+    y, variables = nn.jit(nn.Dense, methods=["init_with_output"])(2).init_with_output(KEY, x)
+    return y, variables
+
+
+def counted(nn, module, ref, x):
+    ref["calls"].value += 1
+    return x * ref["calls"].value
+
+
+@programs.body(mutable=("counts",))
+def variables_as_arguments(nn, self, x):
+    ref = {"calls": self.variable("counts", "calls", lambda: jnp.zeros(()))}
+    f = functools.partial(counted, nn)
+    options = {"variable_axes": {"counts": None}, "split_rngs": {}, "in_axes": (None, 0)}
+    ys = [nn.jit(f)(self, ref, x), nn.remat(f)(self, ref, x), nn.vmap(f, **options)(self, ref, x)]
+    return ys, nn.cond(True, f, f, self, ref, x), nn.jit(f)(nn.Dense(2), ref, x)
+
+
+@programs.body(mutable=("counts",))
+def variables_in_fields(nn, self, x):
+    class Counted(nn.Module):
+        calls: nn.Variable
+
+        def __call__(self, carry, x):
+            self.calls.value += 1
+            return carry, x * self.calls.value
+
+    ref = self.variable("counts", "calls", lambda: jnp.zeros(()))
+    loop = nn.scan(Counted, variable_carry="counts")(ref)
+    return nn.jit(Counted)(ref)(1.0, x), loop(1.0, x), nn.remat(Counted)(ref)(2.0, x)
+
+
 test_variables_agree = programs.test()
 
 
@@ -329,6 +394,7 @@ test_variables_agree = programs.test()
         lambda nn: nn.vmap(nn.Dense, {}, SPLIT)(2).init(KEY, XS),
         lambda nn: of_body(lambda nn, self, x: nn.jit(lambda m, x: nn.Dense(2))(self, x))(nn),
         lambda nn: of_body(lambda nn, self, x: nn.remat(nn.Dense, variables=False)(2)(x))(nn),
+        lambda nn: nn.jit(lambda dense, x: dense(x))(nn.Dense(2), X),
     ],
 )
 def test_errors_agree(wrong):

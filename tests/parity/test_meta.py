@@ -235,6 +235,28 @@ def test_missing_mesh_axis_is_a_value_error(compiled):
             (jax.jit(lib.unbox) if compiled else lib.unbox)(box)
 
 
+def test_specs_as_names():
+    """A `PartitionSpec` remains one until an axis comes or goes."""
+    for lib in LIBRARIES:
+        box = lib.with_partitioning(jnp.ones, P("data", ("model", "seq")))((2, 3))
+        assert type(box.names) is P
+        assert box.names == box.get_partition_spec() == P("data", ("model", "seq"))
+        more = box.add_axis(1, {NAME: "l"})
+        assert more.names == ("data", "l", ("model", "seq"))
+        assert box.remove_axis(0, {NAME: "data"}).names == (("model", "seq"),)
+
+
+def test_boxes_of_a_type():
+    for lib in LIBRARIES:
+        array = lib.Partitioned[jax.Array](jnp.ones(2), ("data",))
+        assert type(array) is lib.Partitioned
+
+        class Named(lib.AxisMetadata[jax.Array]):
+            pass
+
+        assert issubclass(Named, lib.AxisMetadata)
+
+
 def test_differences():
     """Where Flax refuses, asserts or loses track, and Weft does not."""
     weft, flax = (lib.Partitioned(jnp.ones((2, 3)), ("a", "b")) for lib in LIBRARIES)

@@ -286,6 +286,86 @@ def round_trip(nnx, nn, bridge):
     return described(nnx, layer), layer(X)
 
 
+@program
+def methods_of_wrapped_modules(nnx, nn, bridge):
+    class Coder(nn.Module):
+        def setup(self):
+            self.inner, self.outer = nn.Dense(2), nn.Dense(3)
+
+        def encode(self, x):
+            return self.inner(x)
+
+        def __call__(self, x):
+            return self.outer(self.encode(x))
+
+    class Encodes(nnx.Module):
+        def __init__(self):
+            self.coder = bridge.ToNNX(Coder(), nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.coder.encode(x)
+
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.n = nnx.Cache(jnp.array(0))
+
+        def count(self, by=1):
+            self.n[...] += by
+            return self.n[...]
+
+    ids = jnp.array([1, 2])
+    coder = bridge.ToNNX(Coder(), nnx.Rngs(0)).lazy_init(X)
+    model, part = bridge.lazy_init(Encodes(), X), bridge.ToNNX(Coder(), nnx.Rngs(0))
+    bridge.lazy_init(part.encode, X)
+    embed = bridge.ToNNX(nn.Embed(4, 2), nnx.Rngs(0)).lazy_init(ids)
+    of_nnx, counter = bridge.to_linen(nnx.Embed, 4, 2), bridge.to_linen(Counter, skip_rng=True)
+    variables, attend = of_nnx.init(KEY, ids), lambda layer, x: layer.attend(x)
+    count = {"mutable": True, "method": lambda layer, by: layer.count(by)}
+    names = ["features", "scope", "variables", "path", "nope"]
+    return [
+        (coder.encode(X), described(nnx, coder), [hasattr(coder, name) for name in names]),
+        described(nnx, part),
+        (model(X), described(nnx, model), nnx.jit(lambda m, x: m.coder.encode(x))(model, X)),
+        (embed.attend(jnp.ones((1, 2))), of_nnx.bind(variables).attend(jnp.ones((1, 2)))),
+        of_nnx.apply(variables, jnp.ones((1, 2)), method=attend),
+        counter.apply({"cache": {"n": jnp.array(2)}}, 3, **count),
+        [hasattr(of_nnx, name) for name in ("attend", "num_embeddings", "nope")],
+    ]
+
+
+@program
+def initializing_of_wrapped_modules(nnx, nn, bridge):
+    found, outputs = [], []
+
+    class Asks(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            found.append(self.is_initializing())
+            return nn.Dropout(0.5, deterministic=False)(nn.Dense(2)(x))
+
+    class Wraps(nnx.Module):
+        def __init__(self):
+            self.layer = bridge.ToNNX(Asks(), nnx.Rngs(0))
+
+        def __call__(self, x):
+            outputs.append(self.layer(x))
+            return outputs[-1]
+
+    class Bridges(bridge.Module):
+        def setup(self):
+            found.append(self.is_initializing())
+
+        @bridge.compact
+        def __call__(self, x):
+            return bridge.linen_in_bridge_mdl(Asks())(x)
+
+    model = bridge.lazy_init(Wraps(), X)
+    keys = {"params": KEY, "dropout": OTHER}
+    y, variables = Bridges().init_with_output(keys, X)
+    again = Bridges().apply(variables, X, rngs={"dropout": OTHER})
+    return found, outputs, model(X), described(nnx, model), y, variables, again
+
+
 # Modules in the manner of Linen.
 
 
@@ -351,6 +431,46 @@ def module_apply(nnx, nn, bridge):
         model.scope,
         model.is_initializing(),
     ]
+
+
+@program
+def names_and_parents(nnx, nn, bridge):
+    class Dense(bridge.Module):
+        n: int = 2
+
+        def __call__(self, x):
+            init = nn.initializers.lecun_normal()
+            return x @ self.param("kernel", init, (x.shape[-1], self.n))
+
+    class Holds(bridge.Module):
+        inner: bridge.Module
+
+        @bridge.compact
+        def __call__(self, x):
+            return self.inner(x)
+
+    class Named(bridge.Module):
+        def setup(self):
+            self.a = Dense(3, name="first")
+            self.b = Dense(3, parent=self)
+            self.c = Dense(3, name="dropped", parent=None)
+            self.d = [Dense(3, name="one"), Dense(3, name="two")]
+            Dense(3, name="alone")
+
+        @bridge.compact
+        def __call__(self, x):
+            self.z = Dense(3, name="z_name")
+            own = Dense(3, parent=None)
+            self.own = own
+            for layer in (self.a, self.b, self.c, *self.d, self.z, own, self.alone):
+                x = layer(x)
+            return self.helper(Holds(Dense(name="held"))(x))
+
+        def helper(self, x):
+            return Dense(name="of_helper")(x)
+
+    y, variables = Named().init_with_output(KEY, X)
+    return y, variables, Named().apply(variables, X)
 
 
 @program

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from weft import serialization as weft_serialization
 from weft import struct as weft_struct
 from weft.core import frozen_dict as weft_frozen
-from weft.serialization import msgpack
 
 flax_serialization = pytest.importorskip("flax.serialization")
 flax_struct = pytest.importorskip("flax.struct")
@@ -107,7 +106,7 @@ def test_state_dicts_and_bytes_are_interchangeable(plan):
     )
     for limit in (2**30, 8):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(msgpack, "MAX_CHUNK_SIZE", limit)
+            patch.setattr(weft_serialization, "MAX_CHUNK_SIZE", limit)
             patch.setattr(flax_serialization, "MAX_CHUNK_SIZE", limit)
             encoded = weft_serialization.to_bytes(weft_tree)
             assert encoded == flax_serialization.to_bytes(flax_tree)

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.extend.random import define_prng_impl
 
-from weft import struct
+from weft import serialization, struct
 from weft.errors import DamagedBytesError, StateDictMismatchError, UnserializableValueError
 from weft.serialization import from_bytes, msgpack_restore, msgpack_serialize, to_bytes
-from weft.serialization import msgpack as packing
 
 DTYPES = ["bool", "int8", "uint64", "float16", "float64", "complex64", "complex128", ">i4", "<U3",
           "S2", "datetime64[D]", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn",
@@ -28,7 +27,7 @@ def test_arrays_of_all_dtypes_round_trip(data):
     array = np.asarray(values.astype(dtype), order=data.draw(st.sampled_from("CF")))
     for limit in (2**30, 3):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(packing, "MAX_CHUNK_SIZE", limit)
+            patch.setattr(serialization, "MAX_CHUNK_SIZE", limit)
             back = msgpack_restore(msgpack_serialize({"a": [array]}))["a"][0]
         assert back.shape == shape and back.dtype == dtype.newbyteorder("=")
         assert back.tobytes() == array.astype(back.dtype).tobytes()
@@ -67,7 +66,7 @@ def test_key_data_becomes_a_key_if_target_has_one():
 
 
 def test_only_in_place_mutates_the_input(monkeypatch):
-    monkeypatch.setattr(packing, "MAX_CHUNK_SIZE", 16)
+    monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 16)
     tree = {"a": {"b": jnp.arange(3)}, "c": [jnp.arange(5)]}
     encoded = msgpack_serialize(tree)
     assert isinstance(tree["a"]["b"], jax.Array) and isinstance(tree["c"][0], jax.Array)

@@ -12,6 +12,7 @@ from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.parameter_spec import ParameterSpec
 from weft.input import Input
+from weft.input.fake import EmptyInput
 from weft.trainer.checkpointer.policy import EvalMetric
 from weft.trainer.evaler import (
     AtEndPolicy,
@@ -211,6 +212,13 @@ def test_input_dispatches_the_batch_in_a_compiled_function(make, mesh):
         input_partitioner=config_for_function(lambda: double), partition_spec=PartitionSpec("data")
     )
     assert float(run(make(input=batches), mesh)[1]["mean"].mean) == 16.0
+
+
+def test_input_is_not_for_training(make):
+    fake = EmptyInput.default_config().set(
+        is_training=True, global_batch_size=1, total_num_batches=1
+    )
+    assert make(input=fake).input.config.is_training is False
 
 
 def test_empty_evaluation_is_an_error(make, mesh):

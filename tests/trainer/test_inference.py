@@ -23,7 +23,10 @@ class Predictor(BaseModel):
     def __init__(self, cfg, *, parent):
         super().__init__(cfg, parent=parent)
         self._add_child(
-            "linear", Linear.default_config().set(input_dim=2, output_dim=4, bias=False)
+            "linear",
+            Linear.default_config().set(
+                input_dim=2, output_dim=4, bias=False, param_partition_spec=(None, "model")
+            ),
         )
 
     def forward(self, input_batch):

@@ -215,7 +215,7 @@ def test_several_calculators_see_the_same_batches():
 def test_dependencies_are_resolved_in_any_order():
     plus = Plus.default_config()
     cfg = composite(
-        [Dependency("b", "a", "other"), Dependency(src="c", dst="b")],
+        [Dependency("b", "a", dst_key="other"), Dependency(src="c", dst="b")],
         a=plus.clone(source="other", prefix="a"),
         b=plus.clone(source="c", prefix="b"),
         c=plus.clone(prefix="c"),

@@ -32,7 +32,7 @@ def summaries_of(tx, updates=1.0, steps=1):
 
 def test_schedule_gets_the_number_of_steps():
     tx = optimizers.scale_by_schedule(lambda step: step * 10.0)
-    assert summaries_of(tx, steps=3) == {"schedule_step": 2, "schedule_scale": 20}
+    assert summaries_of(tx, steps=3) == {"schedule_step": 3, "schedule_scale": 30}
 
 
 def test_name_distinguishes_schedules():
@@ -49,10 +49,10 @@ def test_learning_rate_is_reported_unsigned(flip_sign):
     reported = summaries_of(optimizers.scale_by_schedule(fn), steps=2)
     sign = -1 if flip_sign else 1
     assert reported == {
-        "lr_schedule_step": 1,
-        "learning_rate": 1.5,
-        "schedule_step": 1,
-        "schedule_scale": sign * 1.5,
+        "lr_schedule_step": 2,
+        "learning_rate": 2.5,
+        "schedule_step": 2,
+        "schedule_scale": sign * 2.5,
     }
 
 
@@ -110,7 +110,7 @@ def test_zero_decay_is_identity():
 
 def test_decay_may_depend_on_a_power_of_the_learning_rate():
     tx = optimizers.add_decayed_weights(
-        0.5, learning_rate_exponent=2.0, learning_rate=lambda step: step + 1.0
+        0.5, learning_rate_exponent=2.0, learning_rate=lambda step: step * 1.0
     )
     params = {"w": OptParam(jnp.array(1.0))}
     state = tx.init(params)
@@ -249,7 +249,7 @@ def run_factored(tx, param, grads):
 def test_factors_agree_with_optax(axes):
     grads = RNG.normal(size=(3, 128, 256)).astype(np.float32)
     ours, state = run_factored(
-        scale_by_factored_rms(lambda t: 1 - (t + 1.0) ** -0.8), param((128, 256), *axes), grads
+        scale_by_factored_rms(schedule.adafactor_decay_rate(0.8)), param((128, 256), *axes), grads
     )
     theirs = optax.scale_by_factored_rms(decay_rate=0.8, epsilon=1e-30)
     optax_state = theirs.init(grads[0])

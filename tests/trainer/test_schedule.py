@@ -52,7 +52,8 @@ GOLDEN = {
         [0.12, 0.16, 0.2, 1 / 6, 1 / 7, 1 / 8, 1 / 11, 1 / 13, 1 / 18, 1 / 23, 1 / 28, 1 / 103],
     ),
     "adafactor_decay_rate": (
-        lambda: schedule.adafactor_decay_rate(0.5, step_offset=2),
+        # There counted from 0.
+        lambda: lambda step: schedule.adafactor_decay_rate(0.5, step_offset=2)(step + 1),
         [
             0.0,
             0.0,
@@ -69,7 +70,7 @@ GOLDEN = {
         ],
     ),
     "decay_bias_correction": (
-        lambda: schedule.decay_bias_correction(0.9),
+        lambda: lambda step: schedule.decay_bias_correction(0.9)(step + 1),
         [
             0.0,
             0.473684162,
@@ -184,10 +185,16 @@ def test_warmup_stable_decay_is_linear_at_both_ends():
 
 def test_segments_are_set_by_lengths():
     ramp = schedule.polynomial(end_step=2, end_value=1.0)
-    by_length = schedule.segment_wise([ramp, 0.5, ramp], segment_steps=[3, 4])
-    by_start = schedule.stepwise([ramp, 0.5, ramp], [3, 7])
-    for step in range(12):
-        assert float(by_length(step)) == float(by_start(step))
+    by_length = schedule.segment_wise([ramp, 0.25, ramp], segment_steps=[3, 4])
+    values = [float(by_length(step)) for step in range(1, 11)]
+    assert values == [0.5, 1.0, 1.0, 0.25, 0.25, 0.25, 0.25, 0.5, 1.0, 1.0]
+
+
+def test_decays_begin_with_0_at_step_1():
+    assert [float(schedule.decay_bias_correction(0.5)(t)) for t in (1, 2)] == pytest.approx(
+        [0, 0.5 * 0.5 / 0.75]
+    )
+    assert [float(schedule.adafactor_decay_rate(1.0)(t)) for t in (1, 2)] == [0, 0.5]
 
 
 def test_ema_schedule_step_offset():

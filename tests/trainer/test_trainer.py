@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.sockets import connected, reading
 from tests.trainer.test_state import OPTIMIZER
-from weft.config import config_for_function
+from weft.config import config_class, config_for_function
 from weft.distributed.peers import Peers, StopRequest, use_peers
 from weft.distributed.preemption import StopRun
 from weft.errors import (
@@ -30,6 +30,7 @@ from weft.errors import (
 from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.layers import Embedding, Linear
+from weft.input import Input
 from weft.input.fake import FakeLmInput
 from weft.recipes.lm import lm_tiny
 from weft.trainer.anomalies import AnomalyPolicy
@@ -122,7 +123,7 @@ def test_run_learns_saves_and_reports(straight):
     assert recorder.end == (4, "max_step")
     assert recorder.resumed_from is None
     assert trainer.step == 4
-    assert result is None
+    assert float(result["loss"]) == recorder.losses[4] and "aux" in result
     text = Path(trainer.config.dir, "summaries/train_train/summaries.jsonl").read_text()
     assert any("loss" in json.loads(line).get("values", {}) for line in text.splitlines())
 
@@ -150,6 +151,31 @@ def test_interrupted_run_ends_bitwise_equal(straight, tmp_path):
     assert_equal_states(trainer, straight[0])
     # A run that is at its end already does nothing more.
     assert run(config(tmp_path))[1].losses == {}
+
+
+class GeneratedInput(Input):
+    """The batches of a fake input, from a generator."""
+
+    @config_class
+    class Config(Input.Config):
+        is_training: bool = False
+
+    def dataset(self):
+        fake = FakeLmInput.default_config().set(name="fake", is_training=self.config.is_training)
+        fake.set(global_batch_size=8, source_length=8, max_token_id=100)
+        yield from fake.instantiate(parent=None).dataset()
+
+
+def test_position_in_a_generator_is_counted(tmp_path, caplog):
+    cfgs = [
+        config(tmp_path / name, input=GeneratedInput.default_config()) for name in ("one", "two")
+    ]
+    _, whole, _ = run(cfgs[0])
+    run(cfgs[1].clone(max_step=2))
+    trainer, rest, _ = run(cfgs[1])
+    assert trainer.input.config.is_training  # else the fake input refuses to be endless
+    assert {step: whole.losses[step] for step in (3, 4)} == rest.losses
+    assert "trainer.input: iterators of dataset() have no get_state" in caplog.text
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (4, 2)])

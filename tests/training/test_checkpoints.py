@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -29,6 +30,7 @@ from weft.errors import (
     UnserializableValueError,
 )
 from weft.training.checkpoints import (
+    AsyncManager,
     available_steps,
     is_orbax,
     latest_checkpoint,
@@ -36,6 +38,7 @@ from weft.training.checkpoints import (
     read_checkpoint,
     restore_checkpoint,
     save_checkpoint,
+    save_checkpoint_multiprocess,
 )
 from weft.training.train_state import TrainState
 
@@ -188,11 +191,14 @@ PROGRAM = """
 import sys
 import jax
 jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize("127.0.0.1:" + sys.argv[2], 2, int(sys.argv[3]))
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from weft.errors import MPACheckpointingRequiredError
-from weft.training.checkpoints import restore_checkpoint, save_checkpoint
+from jax.experimental.multihost_utils import sync_global_devices
+from weft.training.checkpoints import (
+    restore_checkpoint, save_checkpoint, save_checkpoint_multiprocess)
 
 mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 whole = np.arange(4.0, dtype=np.float32)
@@ -207,12 +213,20 @@ if jax.process_index() == 0:
         save_checkpoint(sys.argv[1], {"w": spread}, 2)
     except MPACheckpointingRequiredError as error:
         print(error)
+sync_global_devices("saved by one")
+for step in (2, 3):
+    save_checkpoint_multiprocess(sys.argv[1], {"w": spread, "n": step}, step, keep=2)
+back = restore_checkpoint(sys.argv[1], {"w": spread, "n": 0})
+assert back["n"] == 3 and back["w"].sharding == spread.sharding
+for shard in back["w"].addressable_shards:
+    np.testing.assert_array_equal(shard.data, whole[shard.index])
 print("done")
 """
 
 
 @pytest.mark.long
-def test_multiprocess_array_cannot_be_saved_to_one_file(tmp_path):
+def test_arrays_of_several_processes(tmp_path):
+    """They cannot be saved to one file, but to a directory, by all processes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -224,7 +238,7 @@ def test_multiprocess_array_cannot_be_saved_to_one_file(tmp_path):
     assert all("done" in output for output in outputs), outputs
     assert "step 2 cannot be saved to " in outputs[0]
     assert "checkpoint_2': one of its arrays is spread over several processes" in outputs[0]
-    assert os.listdir(tmp_path) == ["checkpoint_1"]
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_2", "checkpoint_3"]
 
 
 # Several ways to write one directory, which a symbolic link may lead to.
@@ -412,3 +426,31 @@ def test_missing_package_names_the_extra(arrays_checkpoint, monkeypatch, package
         MissingExtraError, match=rf"needs the package {name}.*pip install 'weft\[train\]'"
     ):
         read_checkpoint(path, {"w": jnp.zeros((4, 2)), "l": {"0": jnp.zeros(2), "1": 0}})
+
+
+def test_async_manager(tmp_path):
+    manager = AsyncManager()
+    for step in (1, 2):
+        path = save_checkpoint(tmp_path, {"w": step}, step, async_manager=manager)
+    manager.wait_previous_save()
+    assert latest_checkpoint(tmp_path) == path
+    assert restore_checkpoint(tmp_path, {"w": 0}) == {"w": 2}
+    manager.save_async(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_checkpoint(tmp_path, {"w": 3}, 3, async_manager=manager)
+
+
+def test_directories_of_orbax_take_the_place_of_files(tmp_path):
+    tree = {"w": jnp.arange(3.0), "empty": {}, "n": 4}
+    manager = AsyncManager()
+    save_checkpoint(tmp_path, tree, 1, async_manager=manager)
+    save_checkpoint_multiprocess(tmp_path, tree, 1, overwrite=True, async_manager=manager)
+    with ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        path = save_checkpoint(tmp_path, tree, 2, keep=2, orbax_checkpointer=checkpointer)
+        assert is_orbax(path) and available_steps(tmp_path) == [1, 2]
+        options = {"orbax_checkpointer": checkpointer}
+        back = [restore_checkpoint(tmp_path, tree, step, **options) for step in (1, 2)]
+    for found in back:
+        assert found["w"].tolist() == [0, 1, 2] and (found["empty"], found["n"]) == ({}, 4)
+    with pytest.raises(InvalidCheckpointError):
+        save_checkpoint_multiprocess(tmp_path, tree, 2)

@@ -51,6 +51,7 @@ def _build_parser() -> tuple[argparse.ArgumentParser, _Commands]:
     _add_tabulate(commands)
     _add_check(commands)
     _add_lr_find(commands)
+    _add_run_as_flax(commands)
     return parser, commands
 
 
@@ -389,6 +390,21 @@ def _add_check(commands: _Commands) -> None:
     )
     check.add_argument(
         "--slices", type=int, default=1, metavar="N", help="number of slices (%(default)s)"
+    )
+
+
+def _add_run_as_flax(commands: _Commands) -> None:
+    program = _add(
+        commands,
+        "run-as-flax",
+        "",
+        "run a program that imports flax on Weft, without editing it",
+        usage="weft run-as-flax [-h] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+    )
+    program.set_defaults(command="weft.as_flax:run")
+    program.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run")
+    program.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a script, and its arguments"
     )
 
 

@@ -55,15 +55,15 @@ class LearningRateSearch:
 
 
 def exponential_sweep(*, min_rate: float, max_rate: float, num_steps: int) -> ScheduleFn:
-    """Returns a schedule that grows by equal factors from step 0 to step `num_steps - 1`.
+    """Returns a schedule that grows by equal factors from step 1 to step `num_steps`.
 
     >>> rate = exponential_sweep(min_rate=1e-4, max_rate=1.0, num_steps=5)
-    >>> [round(float(rate(i)), 4) for i in range(5)]
+    >>> [round(float(rate(i)), 4) for i in range(1, 6)]
     [0.0001, 0.001, 0.01, 0.1, 1.0]
     """
 
     def rate(step: int | Tensor) -> Tensor:
-        share = jnp.asarray(step, jnp.float32) / (num_steps - 1)
+        share = (jnp.asarray(step, jnp.float32) - 1) / (num_steps - 1)
         return jnp.exp(math.log(min_rate) + share * math.log(max_rate / min_rate))
 
     return rate
@@ -113,7 +113,7 @@ def find_learning_rate(
         with contextlib.suppress(_DivergedError):
             cfg.instantiate(parent=None).run(listener=losses)
     rate = exponential_sweep(min_rate=min_rate, max_rate=max_rate, num_steps=num_steps)
-    rates = [float(rate(i)) for i in range(len(losses.values))]
+    rates = [float(rate(i)) for i in range(1, len(losses.values) + 1)]
     total, smoothed = 0.0, []
     for i, loss in enumerate(losses.values):
         total = _SMOOTHING * total + (1 - _SMOOTHING) * loss

@@ -190,12 +190,17 @@ class ConfigBase(values.ConfigNode):
     def set(self, **kwargs: object) -> Self:
         """Sets fields by name and returns the config itself.
 
+        The `config` of an object is a copy, which this changes, and not the object.
+
         Raises:
             UnknownFieldError: for an unknown name; no field is set then.
             InvalidConfigValueError: for a value that a config, or this field, cannot hold.
         """
         for name in kwargs:
             self._field(name)
+        if self._frozen:
+            _set_slot(self, "_origins", dict(self._origins))
+            _set_slot(self, "_frozen", False)
         for name, value in kwargs.items():
             setattr(self, name, value)
         return self
@@ -203,6 +208,15 @@ class ConfigBase(values.ConfigNode):
     def clone(self, **kwargs: object) -> Self:
         """Returns an independent copy with the fields `kwargs` set."""
         return self._copy_to(self._path).set(**kwargs)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields()
+
+    def __len__(self) -> int:
+        return len(self._fields())
+
+    def __bool__(self) -> bool:
+        return True
 
     def keys(self) -> list[str]:
         """Returns the names of the fields, sorted."""

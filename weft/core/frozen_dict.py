@@ -250,3 +250,6 @@ def _from_state_dict(frozen: FrozenDict[Any, Any], state: object) -> FrozenDict[
 
 
 state_dicts.register_serialization_state(FrozenDict, _to_state_dict, _from_state_dict)
+
+
+FrozenVariableDict = FrozenDict[str, Mapping[str, Any]]

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from weft.core.spmd import AnyMesh, constrain, get_global_mesh, global_mesh_defi
 from weft.errors import AxisMetadataError, PartitioningUnspecifiedError, PartitionNameError
 from weft.typing import MeshAxes
 
+A = TypeVar("A")
 B = TypeVar("B", bound="Partitioned")
 
 __all__ = [
@@ -48,15 +49,15 @@ PARTITION_NAME = "partition_name"
 """The key of `metadata_params` for the name of the new axis of a `Partitioned`."""
 
 
-class AxisMetadata(abc.ABC):
-    """Base class of boxes: a value with information about each of its axes.
+class AxisMetadata(abc.ABC, Generic[A]):
+    """Base class of boxes: a value of type `A` with information about each of its axes.
 
     A subclass should be a pytree node with the value as its only child, such as a
     `weft.struct.PyTreeNode` whose other fields have `pytree_node=False`.
     """
 
     @abc.abstractmethod
-    def unbox(self) -> Any:
+    def unbox(self) -> A:
         """Returns the value in this box, which may be another box."""
 
     @abc.abstractmethod
@@ -263,14 +264,15 @@ def checked_names(names: Any) -> tuple[Any, ...]:
     return tuple(tuple(name) if isinstance(name, list) else name for name in names)
 
 
-class Partitioned(struct.PyTreeNode, AxisMetadata):
+class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
     """Value with the mesh axes that split each of its axes.
 
     `unbox` lays the value out over `mesh`, by default that of `jax.set_mesh`, if any.
 
     Attributes:
         value: an array, or a tree of arrays with the same axes.
-        names: for each axis a mesh axis, a tuple of them, or None. Further axes are not split.
+        names: for each axis a mesh axis, a tuple of them, or None, as a tuple or `PartitionSpec`.
+            Further axes are not split.
 
     Raises:
         AxisMetadataError: if `names` is not a sequence of names.
@@ -281,16 +283,18 @@ class Partitioned(struct.PyTreeNode, AxisMetadata):
         P(None, 'data')
     """
 
-    value: Any
+    value: A
     names: tuple[Any, ...] = struct.field(pytree_node=False)
     mesh: AnyMesh | None = struct.field(pytree_node=False, default=None)
 
     AXIS_NAME = PARTITION_NAME
 
     def __post_init__(self):
-        object.__setattr__(self, "names", checked_names(self.names))
+        names = checked_names(self.names)
+        if not isinstance(self.names, PartitionSpec):
+            object.__setattr__(self, "names", names)
 
-    def unbox(self, apply_constraint: bool = True) -> Any:
+    def unbox(self, apply_constraint: bool = True) -> A:
         """Returns the value, laid out by the names unless `apply_constraint` is False."""
         if not apply_constraint:
             return self.value
@@ -318,7 +322,7 @@ class Partitioned(struct.PyTreeNode, AxisMetadata):
                 f"{said}; give the transformation the name, {{{PARTITION_NAME!r}: {present!r}}} as "
                 "metadata_params (in NNX transform_metadata), or the axis that was meant."
             )
-        return self.replace(names=self.names[:position] + self.names[position + 1 :])
+        return self.replace(names=(*self.names[:position], *self.names[position + 1 :]))
 
     def _position(self, index: int, rank: int) -> int:
         """Returns the index of an axis counted from the front.
@@ -341,7 +345,7 @@ class Partitioned(struct.PyTreeNode, AxisMetadata):
         raise AxisMetadataError(f"there is no axis {index} for names={self.names!r}; {mend}.")
 
     def _padded(self, length: int) -> tuple[Any, ...]:
-        return self.names + (None,) * (length - len(self.names))
+        return (*self.names, *[None] * (length - len(self.names)))
 
     def get_partition_spec(self) -> PartitionSpec:
         """Returns the names as a `PartitionSpec`."""

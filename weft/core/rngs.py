@@ -31,6 +31,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from weft import struct
+from weft.configurations import config
 from weft.errors import InvalidRngError
 
 Path = tuple[str, ...]
@@ -80,9 +81,11 @@ SuffixPart = str | int | LoopKeyNumber
 
 
 @functools.lru_cache(maxsize=4096)
-def _digest(suffix: tuple[str | int, ...]) -> int:
+def _digest(suffix: tuple[str | int, ...], separator: bytes) -> int:
     data = b"".join(
-        token.encode() if isinstance(token, str) else token.to_bytes((token.bit_length() + 7) // 8)
+        separator + token.encode()
+        if isinstance(token, str)
+        else separator + token.to_bytes((token.bit_length() + 7) // 8)
         for token in suffix
     )
     return int.from_bytes(hashlib.sha1(data, usedforsecurity=False).digest()[:4])
@@ -90,7 +93,7 @@ def _digest(suffix: tuple[str | int, ...]) -> int:
 
 def _suffix_digest(suffix: tuple[SuffixPart, ...]) -> np.uint32:
     known = (token.number() if isinstance(token, LoopKeyNumber) else token for token in suffix)
-    return np.uint32(_digest(tuple(known)))
+    return np.uint32(_digest(tuple(known), b"\0" if config.flax_fix_rng_separator else b""))
 
 
 @functools.cache
@@ -104,23 +107,32 @@ def _digest_p() -> Any:
     return made
 
 
-class Stream(struct.PyTreeNode):
+class LazyRng(struct.PyTreeNode):
     """PRNG stream as seen by one scope; `suffix` has the names from the root to the scope."""
 
-    key: Any
+    rng: Any
     suffix: tuple[SuffixPart, ...] = struct.field(pytree_node=False, default=())
 
-    def at(self, *suffix: SuffixPart) -> "Stream":
-        """Returns the stream of a scope further down."""
-        return Stream(self.key, (*self.suffix, *suffix))
+    @staticmethod
+    def create(rng: "LazyRng | jax.Array", *suffix: SuffixPart) -> "LazyRng":
+        """Returns the stream of a key, or of a scope below that of another stream."""
+        return rng.at(*suffix) if isinstance(rng, LazyRng) else LazyRng(rng, suffix)
 
-    def as_key(self) -> Any:
+    def clear_suffix(self) -> "LazyRng":
+        """Returns the stream of the root."""
+        return LazyRng(self.rng)
+
+    def at(self, *suffix: SuffixPart) -> "LazyRng":
+        """Returns the stream of a scope further down."""
+        return LazyRng(self.rng, (*self.suffix, *suffix))
+
+    def as_jax_rng(self) -> Any:
         """Returns the stream's key."""
         if not self.suffix:
-            return self.key
+            return self.rng
         if any(isinstance(token, LoopKeyNumber) for token in self.suffix):
-            return jax.random.fold_in(self.key, _digest_p().bind(suffix=self.suffix))
-        return jax.random.fold_in(self.key, jnp.uint32(_suffix_digest(self.suffix)))
+            return jax.random.fold_in(self.rng, _digest_p().bind(suffix=self.suffix))
+        return jax.random.fold_in(self.rng, jnp.uint32(_suffix_digest(self.suffix)))
 
 
 def is_key(x: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.core
 
+from weft.configurations import config
 from weft.core import meta
 from weft.core.filters import (  # fmt: skip
     DenyList,
@@ -31,7 +32,7 @@ from weft.core.filters import (  # fmt: skip
 )
 from weft.core.frozen_dict import FrozenDict
 from weft.core.partial_eval import partial_eval
-from weft.core.rngs import Counts, Path, RngKeys, Stream, check_keys
+from weft.core.rngs import Counts, LazyRng, Path, RngKeys, check_keys
 from weft.core.tracebacks import entry_point
 from weft.core.tracing import at_trace, current_trace, is_tracing, trace_error
 from weft.core.variable_store import VariableDict, VariableStore, copy_dicts
@@ -198,17 +199,17 @@ class Scope:
         self.flags: FrozenDict[str, Any] = (
             FrozenDict(flags or {}) if parent is None or flags else parent.flags
         )
-        self._rngs: dict[str, Stream] | None = None
+        self._rngs: dict[str, LazyRng] | None = None
         if rngs or parent is None:
             self._rngs = {
-                stream: key if isinstance(key, Stream) else Stream(key)
+                stream: key if isinstance(key, LazyRng) else LazyRng(key)
                 for stream, key in (rngs or {}).items()
             }
 
     # The tree.
 
     @property
-    def rngs(self) -> Mapping[str, Stream]:
+    def rngs(self) -> Mapping[str, LazyRng]:
         """The PRNG streams of this scope."""
         if self._rngs is None:
             above: Any = self.parent
@@ -522,7 +523,7 @@ class Scope:
             f"a key of the PRNG stream {stream!r} is drawn",
             "every index or iteration would draw the same",
         )
-        return self.rngs[stream].at(self._counts.draw((self._below, stream))).as_key()
+        return self.rngs[stream].at(self._counts.draw((self._below, stream))).as_jax_rng()
 
     def has_flag(self, key: str) -> bool:
         """Returns whether a flag was given."""
@@ -620,7 +621,10 @@ def apply(
         with bind(variables, rngs=rngs, mutable=mutable, flags=flags).temporary() as root:
             run = functools.partial(with_large_frame, fn) if is_tracing() else fn
             result = run(root, *args, **kwargs)
-            return (result, root.mutable_variables()) if mutable is not False else result
+            if mutable is False:
+                return result
+            changed = root.mutable_variables()
+            return result, FrozenDict(changed) if config.flax_return_frozendict else changed
 
     return applied
 

@@ -32,8 +32,8 @@ from weft.core.rngs import (
     Counts,
     CreatedScopes,
     FrozenCounts,
+    LazyRng,
     Path,
-    Stream,
     counts_after_creation,
     counts_for_loop,
     max_by_key,
@@ -48,11 +48,17 @@ from weft.lifting import CARRY, Kind, Roles
 
 @dataclasses.dataclass(frozen=True)
 class Select:
-    """Filter of a group by collections and PRNG streams; `out` selects those that may change."""
+    """Filter of a group by collections and PRNG streams.
+
+    Attributes:
+        out: selects those that may change.
+        enters: whether the function sees their values; otherwise the results replace them.
+    """
 
     variables: Filter = False
     rngs: Filter = False
     out: Filter = True
+    enters: bool = True
 
 
 class Group(NamedTuple):
@@ -64,7 +70,7 @@ class Group(NamedTuple):
     """
 
     variables: dict[str, Any]
-    streams: dict[str, Stream]
+    streams: dict[str, LazyRng]
     made: dict[str, Any]
 
 
@@ -198,7 +204,12 @@ class ScopeKind(Kind):
                 folding = Counts(counts)
                 of_rngs = tuple(_fold_streams(streams, folding) for streams in of_rngs)
                 counts = folding.freeze()
-            groups.append(tuple(Group(v, r, {}) for v, r in zip(of_vars, of_rngs, strict=True)))
+            groups.append(
+                tuple(
+                    Group(v if where.enters else {}, r, {})
+                    for v, r, (where, _) in zip(of_vars, of_rngs, wanted, strict=True)
+                )
+            )
             lifts = _union_of([where.variables for where, _ in wanted])
             empty = (store.collections.keys() | store.given) - variables.keys()
             statics.append(
@@ -277,7 +288,12 @@ class ScopeKind(Kind):
             where = [select.variables for select, _ in wanted]
             of_vars = group_collections(store.changes(), where)
             of_made = group_collections(store.made, where)
-            groups.append(tuple(Group(v, {}, m) for v, m in zip(of_vars, of_made, strict=True)))
+            groups.append(
+                tuple(
+                    Group(v, {}, m) if select.enters else Group(_union(m, v), {}, {})
+                    for v, m, (select, _) in zip(of_vars, of_made, wanted, strict=True)
+                )
+            )
             scope.invalidate()
         return tuple(collected), groups, []
 
@@ -313,7 +329,7 @@ class ScopeKind(Kind):
                 "streams and cannot be split; give them an axis."
             )
         return group._replace(
-            streams={name: s.replace(key=fn(s.key)) for name, s in group.streams.items()}
+            streams={name: s.replace(rng=fn(s.rng)) for name, s in group.streams.items()}
         )
 
     def axis(
@@ -360,7 +376,9 @@ class ScopeKind(Kind):
         variables = _union(_union(group.variables, other.made), other.variables)
         return group._replace(variables=variables)
 
-    def initial_values(self, made: Group | None, result: Group | None) -> Group | None:
+    def final_group(
+        self, made: Group | None, result: Group | None, ends: Sequence[Group]
+    ) -> Group | None:
         if made is None or result is None:
             return result
         return result._replace(made=_union(made.variables, result.made))
@@ -398,10 +416,10 @@ class ScopeKind(Kind):
         )
 
 
-def _fold_streams(streams: Mapping[str, Stream], counts: Counts) -> dict[str, Stream]:
+def _fold_streams(streams: Mapping[str, LazyRng], counts: Counts) -> dict[str, LazyRng]:
     """Returns streams that restart from one key of each."""
     return {
-        name: Stream(stream.at(counts.draw(((), name))).as_key())
+        name: LazyRng(stream.at(counts.draw(((), name))).as_jax_rng())
         for name, stream in streams.items()
     }
 

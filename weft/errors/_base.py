@@ -1,5 +1,6 @@
 """Base of all errors, suggestions for misspelled names, and errors of packages without models."""
 
+import warnings as _warnings
 from collections.abc import Iterable as _Iterable
 
 
@@ -25,6 +26,12 @@ def _rebuild(cls: type[WeftError], args: tuple[object, ...]) -> WeftError:
     builtin = next(c for c in cls.__mro__ if not issubclass(c, WeftError))
     builtin.__init__(error, *args)
     return error
+
+
+def warn_deprecated(what: str, instead: str, frames: int = 1) -> None:
+    """Warns of a use that Flax deprecates, `frames` calls above the caller."""
+    text = f"{what} is deprecated, as in Flax: {instead}."
+    _warnings.warn(text, DeprecationWarning, stacklevel=2 + frames)
 
 
 def similar_names(name: str, candidates: _Iterable[str]) -> list[str]:
@@ -57,6 +64,10 @@ def did_you_mean(name: str, candidates: _Iterable[str]) -> str:
         return "There are none."
     shown = ", ".join(candidates[:12]) + (", …" if len(candidates) > 12 else "")
     return f"There are: {shown}."
+
+
+class AsFlaxError(WeftError, ImportError):
+    """Weft cannot take the place of Flax in this process."""
 
 
 class ArgumentShapeError(WeftError, ValueError):
@@ -145,6 +156,14 @@ class TopologyError(WeftError, ValueError):
 
 class ShardingWarning(WeftError, UserWarning):
     """A requested layout over the mesh cannot be kept."""
+
+
+class UnknownFlagError(WeftError, LookupError):
+    """`weft.configurations.config` has no flag of that name."""
+
+
+class FlagWarning(WeftError, UserWarning):
+    """A flag of Flax was changed that changes nothing in Weft."""
 
 
 class StructDefinitionError(WeftError, TypeError):

@@ -614,6 +614,10 @@ class MissingStateError(WeftError, KeyError):
     """A module's state has no entry of that name."""
 
 
+class TreeMergeError(WeftError, ValueError):
+    """Two trees to be merged have different structures."""
+
+
 class MissingPrngKeyError(WeftError, ValueError):
     """A random operation ran in an invocation without a PRNG key."""
 

@@ -201,8 +201,8 @@ class MPACheckpointingRequiredError(CheckpointError, ValueError):
         super().__init__(
             f"step {step} cannot be saved to {str(path)!r}: one of its arrays is spread over "
             "several processes, but the checkpoint is a single file, written by one of them. "
-            "Save with `weft.trainer.checkpointer.checkpointer.Checkpointer` or with Orbax, or "
-            "gather the array first (`jax.experimental.multihost_utils.process_allgather`)."
+            "Call `save_checkpoint_multiprocess` on all processes, or gather the array first "
+            "(`jax.experimental.multihost_utils.process_allgather`)."
         )
 
 

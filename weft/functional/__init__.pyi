@@ -62,6 +62,14 @@ from weft.functional.loss import (
     sigmoid_cross_entropy as sigmoid_cross_entropy, squared_error as squared_error,
     weighted_mean as weighted_mean, with_cosine_margin as with_cosine_margin,
 )
+from weft.functional.metrics import (
+    accuracy_at_k as accuracy_at_k, average_precision_at_k as average_precision_at_k,
+    average_rank as average_rank, confusion_matrix as confusion_matrix,
+    matthews_corrcoef as matthews_corrcoef, ndcg_at_k as ndcg_at_k,
+    pearson_correlation as pearson_correlation,
+    precision_recall_f_score as precision_recall_f_score, roc_auc_score as roc_auc_score,
+    spearman_correlation as spearman_correlation,
+)
 from weft.functional.norm import (
     batch_norm as batch_norm, group_norm as group_norm, l2_normalize as l2_normalize,
     layer_norm as layer_norm, normalize_sum as normalize_sum, number_of_groups as number_of_groups,

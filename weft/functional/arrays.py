@@ -8,7 +8,7 @@ a floating-point or complex dtype, even where all inputs are integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -69,13 +69,14 @@ def over_batch_axes(
     return y.reshape(*batch, *y.shape[1:])
 
 
-def as_tuple(sizes: int | Sequence[int]) -> tuple[int, ...]:
+def as_tuple(sizes: int | Sequence[int] | np.ndarray | Array) -> tuple[int, ...]:
     """Returns sizes or axes as a tuple; a number becomes a tuple of one.
 
-    >>> as_tuple(2), as_tuple([2, 3])
-    ((2,), (2, 3))
+    >>> as_tuple(2), as_tuple(np.arange(2))
+    ((2,), (0, 1))
     """
-    return (int(sizes),) if isinstance(sizes, int | np.integer) else tuple(sizes)
+    numbers: Any = sizes.tolist() if isinstance(sizes, np.ndarray | np.generic | Array) else sizes
+    return tuple(numbers) if isinstance(numbers, Iterable) else (numbers,)
 
 
 def without_none(**options: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.arrays import to_ndim
+from weft.functional.arrays import to_ndim, without_none
 from weft.functional.attention_mask import bool_to_bias
 from weft.functional.dropout import dropout, keep_mask
 
@@ -81,8 +81,7 @@ def attention_logits(
     Args:
         precision: as in `jax.lax.dot_general`.
         preferred_element_type: the dtype of the products; None for that of query and key.
-        dot_general: replaces `jax.lax.dot_general` where queries and keys have as many heads; they
-            then have the same batch axes.
+        dot_general: replaces `jax.lax.dot_general` in the einsum of queries and keys.
 
     Raises:
         ArgumentShapeError: if the number of query heads is not a multiple of that of key heads.
@@ -92,11 +91,13 @@ def attention_logits(
     """
     *batch, target, heads, dim = query.shape
     source, kv_heads = key.shape[-3:-1]
-    options = {"precision": precision, "preferred_element_type": preferred_element_type}
-    if heads == kv_heads and (dot_general or _is_plain_matmul(query, key)):
-        n, both = len(batch), tuple(range(len(batch)))
-        axes = ((n + 2,), (n + 2,)), ((*both, n + 1), (*both, n + 1))
-        return (dot_general or lax.dot_general)(query, key, axes, **options)
+    options = without_none(
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        _dot_general=dot_general,
+    )
+    if heads == kv_heads:
+        return jnp.einsum("...qhd,...khd->...hqk", query, key, **options)
     if heads % kv_heads:
         raise ArgumentShapeError(
             f"{heads} heads of queries (shape {query.shape}) cannot share {kv_heads} heads of keys "
@@ -105,11 +106,6 @@ def attention_logits(
     query = query.reshape(*batch, target, kv_heads, heads // kv_heads, dim)
     logits = jnp.einsum("...tkgd,...skd->...kgts", query, key, **options)
     return logits.reshape(*batch, heads, target, source)
-
-
-def _is_plain_matmul(x: Array, y: Array) -> bool:
-    """Returns whether a single `dot_general`, faster to trace than an einsum, is enough."""
-    return x.dtype == y.dtype and x.shape[:-3] == y.shape[:-3]
 
 
 def cap_logits(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
@@ -161,13 +157,11 @@ def attention_context(
     *batch, heads, target, source = probs.shape
     kv_heads, dim = value.shape[-2:]
     probs = probs if probs.dtype == value.dtype else probs.astype(value.dtype)
-    if heads == kv_heads and (dot_general or _is_plain_matmul(probs, value)):
-        n, both = len(batch), tuple(range(len(batch)))
-        axes = ((n + 2,), (n,)), ((*both, n), (*both, n + 1))
-        context = (dot_general or lax.dot_general)(probs, value, axes, precision=precision)
-        return lax.transpose(context, (*both, n + 1, n, n + 2))
+    options = without_none(_dot_general=dot_general, precision=precision)
+    if heads == kv_heads:
+        return jnp.einsum("...hqk,...khd->...qhd", probs, value, **options)
     probs = probs.reshape(*batch, kv_heads, heads // kv_heads, target, source)
-    context = jnp.einsum("...kgts,...skd->...tkgd", probs, value, precision=precision)
+    context = jnp.einsum("...kgts,...skd->...tkgd", probs, value, **options)
     return context.reshape(*batch, target, heads, dim)
 
 

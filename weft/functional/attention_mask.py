@@ -1,7 +1,8 @@
 """Attention masks as functions of positions, and biases computed from masks.
 
 A mask function takes query and key positions, which broadcast against each other, and returns True
-where the query may attend to the key. It serves a single decoding step as well as a whole sequence,
+where the query may attend to the key. `evaluate_mask` passes positions of the shapes `(batch,
+queries, 1)` and `(batch, 1, keys)`. It serves a single decoding step as well as a whole sequence,
 without a table of all pairs. A bias is added to the logits: 0 where the mask is True, else
 `NEG_INF`.
 
@@ -87,7 +88,8 @@ def truncated_key_mask(valid_k_len: Int[Array, "*#shape"] | int) -> MaskFn:
     def mask(query_position, key_position):
         shape = jnp.broadcast_shapes(jnp.shape(query_position), jnp.shape(key_position))
         keys, valid = same_ndim(key_position, jnp.asarray(valid_k_len))
-        return jnp.broadcast_to(keys < valid, shape)
+        inside = keys < valid
+        return jnp.broadcast_to(inside, jnp.broadcast_shapes(inside.shape, shape))
 
     return mask
 
@@ -125,19 +127,24 @@ def or_masks(*mask_fns: MaskFn) -> MaskFn:
 
 def evaluate_mask(
     mask_fn: MaskFn,
-    query_positions: Int[Array, "#batch target"],
-    key_positions: Int[Array, "#batch source"],
-) -> Bool[Array, "batch 1 target source"]:
-    """Returns the mask of all pairs of positions, with an axis for the heads.
+    query_positions: Int[Array, "*#batch target"],
+    key_positions: Int[Array, "*#batch source"],
+) -> Bool[Array, "batch heads target source"]:
+    """Returns the mask of all pairs of positions, with axes for batch and heads.
 
     >>> evaluate_mask(causal_mask, jnp.array([[2], [0]]), jnp.arange(3)[None]).astype(int).tolist()
     [[[[1, 1, 1]]], [[[1, 0, 0]]]]
     """
-    return mask_fn(query_positions[:, None, :, None], key_positions[:, None, None, :])
+    query_positions, key_positions = jnp.atleast_2d(query_positions, key_positions)
+    return _with_heads(mask_fn(query_positions[:, :, None], key_positions[:, None, :]))
+
+
+def _with_heads(mask: Bool[Array, "*batch target source"]) -> Bool[Array, "batch heads t s"]:
+    return mask if mask.ndim == 4 else mask[..., None, :, :].reshape(-1, 1, *mask.shape[-2:])
 
 
 def segment_mask(
-    query_segments: Int[Array, "batch target"], key_segments: Int[Array, "batch source"]
+    query_segments: Int[Array, "*batch target"], key_segments: Int[Array, "*batch source"]
 ) -> Bool[Array, "batch 1 target source"]:
     """Lets each position attend to the positions of its own segment.
 
@@ -145,7 +152,7 @@ def segment_mask(
     >>> segment_mask(ids, ids).astype(int).tolist()
     [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
     """
-    return query_segments[:, None, :, None] == key_segments[:, None, None, :]
+    return _with_heads(query_segments[..., :, None] == key_segments[..., None, :])
 
 
 def bool_to_bias(mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -33,7 +33,7 @@ def conv(
     groups: int = 1,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    conv_general_dilated: Callable[..., Array] = lax.conv_general_dilated,
+    conv_general_dilated: Callable[..., Array] | None = None,
     out_sharding: Any = None,
 ) -> Num[Array, "batch *out_spatial output"]:
     """Convolves the spatial axes of `x`, without flipping the window.
@@ -221,7 +221,7 @@ def _conv_general(
     window_strides,
     padding,
     preferred_element_type,
-    conv_general_dilated=lax.conv_general_dilated,
+    conv_general_dilated=None,
     out_sharding=None,
     **kwargs,
 ):
@@ -229,7 +229,7 @@ def _conv_general(
         x, weight = promote_dtype(x, weight, inexact=False)
     options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
     layout = _channels_last(x.ndim - 2)
-    return conv_general_dilated(
+    return (conv_general_dilated or lax.conv_general_dilated)(
         x, weight, window_strides, padding, dimension_numbers=layout, **options, **kwargs
     )
 

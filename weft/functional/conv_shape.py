@@ -33,9 +33,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional.arrays import as_tuple
 
 NAMED_PADDINGS = ("SAME", "VALID", "CAUSAL")
 LAX_PADDINGS = ("SAME", "VALID", "SAME_LOWER")
@@ -52,7 +54,7 @@ def per_axis(sizes: int | Sequence[int] | None, n: int) -> tuple[int, ...]:
     """
     if sizes is None:
         return (1,) * n
-    return tuple(sizes) if isinstance(sizes, Sequence) else (sizes,) * n
+    return as_tuple(sizes) if np.ndim(sizes) else as_tuple(sizes) * n
 
 
 def conv_dilate_window(*, window: Sequence[int], dilation: Sequence[int] | None) -> tuple[int, ...]:
@@ -439,6 +441,20 @@ def _circular_padding(
 def _pad_spatial(x: Array, sides: Sequence[tuple[int, int]], mode: str) -> Array:
     batch = ((0, 0),) * (x.ndim - len(sides) - 1)
     return jnp.pad(x, (*batch, *sides, (0, 0)), mode=mode)
+
+
+def canonicalize_padding(padding: Padding, rank: int) -> str | list[tuple[int, int]]:
+    """Returns a padding of `rank` spatial axes as a name, or as `(left, right)` for each axis.
+
+    Raises:
+        ArgumentValueError: if it is neither a name nor numbers for each axis.
+
+    >>> canonicalize_padding((1, (0, 2)), 2)
+    [(1, 1), (0, 2)]
+    """
+    if isinstance(padding, str):
+        return padding
+    return list(_as_pairs(padding, rank, PADDINGS, numbers=True))
 
 
 def _as_pairs(padding: Padding, n: int, names: Sequence[str], numbers: bool = False) -> Pairs:

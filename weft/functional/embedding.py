@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.arrays import promote_dtype, to_ndim
+from weft.functional.arrays import to_ndim
 
 RotaryLayout = Literal["interleaved", "half"]
 
@@ -91,12 +91,9 @@ def attend(
     >>> attend(jnp.eye(3), jnp.array([[1.0, 2.0, 3.0]])).tolist()
     [[1.0, 2.0, 3.0]]
     """
-    if x.dtype != table.dtype:
-        x, table = promote_dtype(x, table, inexact=False)
-    return lax.dot_general(
+    return jnp.dot(
         x,
-        table,
-        (((x.ndim - 1,), (1,)), ((), ())),
+        table.T,
         precision=precision,
         preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,

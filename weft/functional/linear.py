@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -94,45 +93,18 @@ def dense_general(
             f"weight has shape {weight.shape}, but its leading axes must be {expected}: "
             f"the axes {leading} of x, whose shape is {x.shape}."
         )
-    options = (axes, batch, precision, preferred_element_type, out_sharding)
-    if dot_general is None:
-        return _jit_contract(x, weight, bias, *options)
-    return _contract(x, weight, bias, *options, dot_general)
-
-
-def _contract(
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-    axes: tuple[int, ...],
-    batch: tuple[int, ...],
-    precision: lax.PrecisionLike,
-    preferred_element_type: DTypeLike | None,
-    out_sharding: Any,
-    dot_general: Callable[..., Array] = lax.dot_general,
-) -> Array:
     if x.dtype != weight.dtype:
         x, weight = promote_dtype(x, weight, inexact=False)
-    n_batch, n_leading = len(batch), len(batch) + len(axes)
+    n_batch, n_leading = len(batch), len(leading)
     weight_batch, weight_axes = tuple(range(n_batch)), tuple(range(n_batch, n_leading))
-    options: dict[str, Any] = {}
-    if preferred_element_type is not None or out_sharding is not None:
-        options = without_none(
-            preferred_element_type=preferred_element_type, out_sharding=out_sharding
-        )
-    y = dot_general(
-        x, weight, ((axes, weight_axes), (batch, weight_batch)), precision=precision, **options
-    )
+    options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
+    numbers = (axes, weight_axes), (batch, weight_batch)
+    # Looked up in each call, and not in a `jax.jit`, for libraries that replace it.
+    y = (dot_general or lax.dot_general)(x, weight, numbers, precision=precision, **options)
     if bias is None:
         return y
     bias = broadcast_bias(bias, (*weight_batch, *range(x.ndim - len(axes), y.ndim)), y.ndim)
-    is_plain = y.dtype == bias.dtype != bool  # `lax.add` needs equal dtypes, not bool
-    return lax.add(y, bias) if is_plain else y + bias
-
-
-# One call of a compiled function takes a tenth of the time of three operations by themselves, and
-# half of it while tracing, where the operations are put in its place.
-_jit_contract = jax.jit(_contract, static_argnums=(3, 4, 5, 6, 7), inline=True)
+    return y + bias
 
 
 def project(
@@ -143,7 +115,7 @@ def project(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    einsum: Callable[..., Array] = jnp.einsum,
+    einsum: Callable[..., Array] | None = None,
     out_sharding: Any = None,
 ) -> Num[Array, "*output"]:
     """Returns `einsum(subscripts, x, weight) + bias`.
@@ -163,7 +135,7 @@ def project(
     (3, 5, 8)
     """
     options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
-    y = einsum(subscripts, x, weight, precision=precision, **options)
+    y = (einsum or jnp.einsum)(subscripts, x, weight, precision=precision, **options)
     return y if bias is None else y + to_ndim(bias, y.ndim)
 
 
@@ -219,9 +191,5 @@ def broadcast_bias(
     >>> broadcast_bias(jnp.ones((3, 2)), (1, 3), 4).shape
     (1, 3, 1, 2)
     """
-    if bias.ndim == ndim:
-        return bias
-    shape = [1] * ndim
-    for axis, size in zip(axes, bias.shape, strict=True):
-        shape[axis] = size
-    return lax.reshape(bias, shape)
+    missing = [axis for axis in range(ndim) if axis not in axes]
+    return lax.expand_dims(bias, missing) if bias.ndim < ndim else bias

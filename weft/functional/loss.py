@@ -42,22 +42,35 @@ def cross_entropy(
         label_smoothing: the share of each target that is spread evenly over all classes (Szegedy et
             al., 2016).
         soft_target_labels: the probability of each class, not smoothed. Labels then only determine
-            the default of `live_targets`.
+            `accuracy` and the default of `live_targets`, which also excludes targets without any
+            probability.
 
     Returns:
         The loss, and a dict of the scalars `total_loss` (the same loss), its parts
-        `cross_entropy_loss` and `z_loss`, and `num_targets` (the sum of the weights), and of the
-        arrays `per_target_loss` (with the z-loss, 0 where the weight is 0) and `live_targets`.
+        `cross_entropy_loss` and `z_loss` (without its factor), `accuracy`, and `num_targets` (the
+        sum of the weights), and of the arrays `per_target_loss` (with the z-loss, 0 where the
+        weight is 0) and `live_targets`.
+
+    Raises:
+        ArgumentValueError: if `label_smoothing` is not between 0 and 1, or `z_loss_scale` is
+            negative.
 
     >>> logits = jnp.array([[0.0, 0.0], [5.0, 0.0]])
     >>> loss, aux = cross_entropy(logits, jnp.array([1, -1]))
     >>> aux["per_target_loss"].round(3).tolist(), aux["num_targets"].item()
     ([0.693..., 0.0], 1.0)
     """
+    if not 0 <= label_smoothing <= 1 or z_loss_scale < 0:
+        raise ArgumentValueError(
+            f"cross_entropy got {label_smoothing=} and {z_loss_scale=}; expected a share between 0 "
+            "and 1, and a factor of at least 0."
+        )
     logits = logits.astype(jnp.float32)
     classes = logits.shape[-1]
     if live_targets is None:
         live_targets = (target_labels >= 0) & (target_labels < classes)
+        if soft_target_labels is not None:
+            live_targets &= jnp.any(soft_target_labels != 0, axis=-1)
     live = live_targets.astype(jnp.float32)
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)
     if soft_target_labels is not None:
@@ -70,14 +83,16 @@ def cross_entropy(
         if label_smoothing:
             expected += label_smoothing * (logits.mean(-1) - expected)
         per_target = log_normalizer - expected
+    z_loss = jnp.square(log_normalizer)
     # Skipped without the factor: the square may overflow where the loss does not.
-    z_loss = z_loss_scale * jnp.square(log_normalizer) if z_loss_scale else jnp.zeros_like(live)
-    per_target_loss = jnp.where(live > 0, per_target + z_loss, 0)
+    with_z_loss = per_target + z_loss_scale * z_loss if z_loss_scale else per_target
+    per_target_loss = jnp.where(live > 0, with_z_loss, 0)
     loss, num_targets = weighted_mean(per_target_loss, live)
     aux = {
         "total_loss": loss,
         "cross_entropy_loss": weighted_mean(per_target, live)[0],
         "z_loss": weighted_mean(z_loss, live)[0],
+        "accuracy": weighted_mean(jnp.argmax(logits, axis=-1) == target_labels, live)[0],
         "num_targets": num_targets,
         "per_target_loss": per_target_loss * live,
         "live_targets": live_targets,
@@ -95,8 +110,8 @@ def binary_cross_entropy(
 
     Args:
         logits: of being true.
-        target_labels: a probability; negative labels do not count.
-        live_targets: the weight of each target; by default 1 where the label is not negative.
+        target_labels: a probability; negative labels, and those from 2 on, do not count.
+        live_targets: the weight of each target; by default 1 where the label counts.
 
     Returns:
         The loss, and a dict of `num_targets` and the arrays `per_target_loss` and `live_targets`.
@@ -106,7 +121,7 @@ def binary_cross_entropy(
     0.693
     """
     if live_targets is None:
-        live_targets = target_labels >= 0
+        live_targets = (target_labels >= 0) & (target_labels < 2)
     live = live_targets.astype(jnp.float32)
     per_target = jnp.where(live > 0, sigmoid_cross_entropy(logits, target_labels), 0)
     loss, num_targets = weighted_mean(per_target, live)
@@ -233,8 +248,9 @@ def contrastive_loss(
     Args:
         logits: of each query and key; key `i` belongs to query `i`.
         temperature: divides the logits.
-        key_paddings: True for padded keys.
-        soft_labels: the probability of each key, instead of one-hot labels.
+        key_paddings: True for padded keys, whose soft labels count as 0.
+        soft_labels: the probability of each key, instead of one-hot labels; a query without any
+            does not count.
 
     >>> round(contrastive_loss(jnp.zeros((2, 4))).item(), 3)
     1.386
@@ -242,6 +258,7 @@ def contrastive_loss(
     logits = logits.astype(jnp.float32) / temperature
     if key_paddings is not None:
         logits = jnp.where(key_paddings, jnp.finfo(jnp.float32).min, logits)
+        soft_labels = None if soft_labels is None else jnp.where(key_paddings, 0, soft_labels)
     labels = jnp.arange(logits.shape[0])
     return cross_entropy(logits, labels, soft_target_labels=soft_labels)[0]
 
@@ -330,7 +347,9 @@ def nearest_neighbor_entropy_loss(
         x = _normalize(x, eps)
     others = jnp.where(jnp.eye(n, dtype=bool), -jnp.inf, x @ x.T)
     nearest = x[jnp.argmax(others, axis=1)]
-    distances = jnp.sqrt(jnp.maximum(jnp.sum(jnp.square(x - nearest), axis=1), eps**2))
+    squares = jnp.sum(jnp.square(x - nearest), axis=1)
+    # The root has no gradient at 0.
+    distances = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
     return -jnp.mean(jnp.log(distances + eps))
 
 
@@ -354,9 +373,9 @@ def elementwise_similarity(
 
 
 def activation_flops(
-    embeddings: Float[Array, "batch dim"],
+    embeddings: Float[Array, "*batch dim"],
     *,
-    paddings: Num[Array, " batch"] | None = None,
+    paddings: Num[Array, "*batch"] | None = None,
     sparsity_threshold: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns a smooth cost of a search with these sparse vectors, and their mean number of zeros.
@@ -372,10 +391,10 @@ def activation_flops(
     >>> cost.item(), zeros.item()
     (2.0, 0.5)
     """
-    magnitudes = jnp.abs(embeddings.astype(jnp.float32))
+    magnitudes = jnp.abs(embeddings.astype(jnp.float32)).reshape(-1, embeddings.shape[-1])
     if paddings is None:
         paddings = jnp.zeros(magnitudes.shape[:1])
-    live = 1 - paddings.astype(jnp.float32)
+    live = 1 - paddings.astype(jnp.float32).reshape(-1)
     count = jnp.maximum(1, live.sum())
     mean = jnp.sum(magnitudes * live[:, None], axis=0) / count
     zeros = jnp.sum(magnitudes <= sparsity_threshold, axis=1)

@@ -22,7 +22,7 @@ from weft.config import REQUIRED, Configurable, Required, config_class, maybe_in
 from weft.core.logical import names_to_mesh_axes
 from weft.functional.arrays import check_sizes
 from weft.hierarchy import transforms
-from weft.hierarchy.context import child_context, fold_in_name
+from weft.hierarchy.context import child_context, fold_in_name, set_current_context
 from weft.hierarchy.context_kind import fork_key
 from weft.hierarchy.module import Module, get_public_method, nowrap
 from weft.hierarchy.param_init import DefaultInitializer, FanAxes
@@ -395,7 +395,8 @@ class BaseLayer(Module):
 
     def _add_tensor_stats(self, name: str, value: Tensor) -> None:
         if "tensor_stats" in self._children:
-            with child_context(f"tensor_stats_{name}", module=self.tensor_stats):
+            above = self.get_invocation_context().child_view("tensor_stats")
+            with set_current_context(above), child_context(name, module=self.tensor_stats):
                 self.tensor_stats.add_stats(name, value)
 
     def _remat_name(self, x: Tensor, name: str) -> Tensor:

@@ -5,6 +5,7 @@ add up. Metrics are a dict of `WeightedScalar`s, which are reported as summaries
 number per target, which are returned to the caller.
 """
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ from weft.hierarchy.parameter_spec import maybe_shard
 from weft.typing import PartitionSpec, Tensor
 
 Metrics = dict[str, Any]
+
+logger = logging.getLogger(__name__)
 
 
 class Perplexity(WeightedScalar):
@@ -76,7 +79,7 @@ def target_statistics(
     Args:
       logits: `Float[Array, "batch time vocab"]`.
       target_labels: `Int[Array, "batch time"]`.
-      live_targets: `Bool[Array, "batch time"]`: which targets count.
+      live_targets: `Num[Array, "batch time"]`: the weight of each target.
 
     Returns:
       A dict of arrays `Float[Array, "batch time"]`, 0 where a target does not count: `nll`, the
@@ -89,8 +92,18 @@ def target_statistics(
     return {
         "nll": aux["per_target_loss"],
         "log_normalizer": jnp.where(live_targets, log_normalizer, 0.0),
-        "correct": jnp.where(live_targets & correct, 1.0, 0.0),
+        "correct": jnp.where(live_targets, correct, 0.0),
     }
+
+
+def _live_targets(input_batch: Mapping[str, Any]) -> Tensor:
+    given = input_batch.get("live_targets")
+    return input_batch["target_labels"] >= 0 if given is None else given
+
+
+def _num_targets(input_batch: Mapping[str, Any]) -> Tensor:
+    # One expression for all metrics, so that XLA adds it up over devices once.
+    return jnp.sum(_live_targets(input_batch), dtype=jnp.float32)
 
 
 class CrossEntropyLossMetrics(BaseLossMetrics):
@@ -102,7 +115,7 @@ class CrossEntropyLossMetrics(BaseLossMetrics):
 
         Attributes:
           z_loss_scale: factor of the squared `log_normalizer`, which keeps logits from drifting
-            (Chowdhery et al., 2022). Added to the loss and `per_label_loss`, not to cross entropy,
+            (Chowdhery et al., 2022). Added to the loss and `per_token_loss`, not to cross entropy,
             perplexity and bits per byte.
         """
 
@@ -119,14 +132,14 @@ class CrossEntropyLossMetrics(BaseLossMetrics):
         """
         del module_outputs
         labels = input_batch["target_labels"]
-        mask = input_batch.get("live_targets", labels >= 0)
+        mask = _live_targets(input_batch)
         stats = predict_outputs.get("target_statistics")
         if stats is None:
             stats = target_statistics(predict_outputs["logits"], labels, mask)
-        per_label_loss, scale = stats["nll"], self.config.z_loss_scale
+        per_token_loss, scale = stats["nll"], self.config.z_loss_scale
         if scale:
-            per_label_loss = per_label_loss + scale * jnp.square(stats["log_normalizer"])
-        num_targets = jnp.sum(mask, dtype=jnp.float32)
+            per_token_loss = per_token_loss + scale * jnp.square(stats["log_normalizer"])
+        num_targets = _num_targets(input_batch)
 
         def mean(per_target: Tensor) -> WeightedScalar:
             return WeightedScalar(jnp.sum(per_target) / jnp.maximum(1, num_targets), num_targets)
@@ -134,10 +147,11 @@ class CrossEntropyLossMetrics(BaseLossMetrics):
         nats = mean(stats["nll"])
         metrics: Metrics = {
             "cross_entropy_loss": nats,
+            "cross_entropy": nats,
             "perplexity": Perplexity(jnp.exp(nats.mean), num_targets),
             "accuracy": mean(stats["correct"]),
             "train_live_targets": WeightedScalar(num_targets / len(labels), len(labels)),
-            "per_label_loss": per_label_loss,
+            "per_token_loss": per_token_loss,
             "live_targets": mask,
         }
         if scale:
@@ -146,11 +160,11 @@ class CrossEntropyLossMetrics(BaseLossMetrics):
             num_bytes = jnp.sum(input_batch["target_num_bytes"]).astype(jnp.float32)
             bits = jnp.sum(stats["nll"]) / math.log(2)
             metrics["bits_per_byte"] = WeightedScalar(bits / jnp.maximum(1, num_bytes), num_bytes)
-        return mean(per_label_loss), metrics
+        return mean(per_token_loss), metrics
 
 
 class AuxLossMetrics(BaseLossMetrics):
-    """Sum of losses computed inside modules, such as a router's load balance."""
+    """Mean of losses computed inside modules, such as a router's load balance."""
 
     @config_class
     class Config(BaseLossMetrics.Config):
@@ -166,24 +180,28 @@ class AuxLossMetrics(BaseLossMetrics):
     def forward(self, input_batch, *, predict_outputs, module_outputs):
         """Returns the loss and metrics; see `BaseLossMetrics.forward`.
 
-        Raises:
-          MetricsError: if no output has a path that matches.
+        Each output counts by its mean, which of a repeated layer is that over its layers. The
+        weight is the number of targets, as of the cross entropy. If no output matches, the loss is
+        0, and a warning is logged.
         """
-        regex = self.config.aux_loss_regex
+        regex, weight = self.config.aux_loss_regex, _num_targets(input_batch)
         if regex is None:
-            return WeightedScalar(jnp.float32(0), jnp.float32(1)), {}
+            return WeightedScalar(jnp.float32(0), weight), {}
         by_path = {
             "/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): value
             for path, value in jax.tree_util.tree_leaves_with_path(module_outputs)
         }
-        losses = [jnp.sum(value) for path, value in by_path.items() if re.fullmatch(regex, path)]
+        losses = [jnp.mean(value) for path, value in by_path.items() if re.fullmatch(regex, path)]
         if not losses:
-            raise MetricsError(
-                f"aux_loss_regex={regex!r} of {self.path()} matches none of the module outputs "
-                f"{sorted(by_path)}; a repeated layer outputs only those that `drop_output` lets "
-                "through."
+            logger.warning(
+                "aux_loss_regex=%r of %s matches none of the module outputs %s; a repeated layer "
+                "outputs only those that `drop_output` lets through.",
+                regex,
+                self.path(),
+                sorted(by_path),
             )
-        loss = WeightedScalar(jnp.sum(jnp.stack(losses)).astype(jnp.float32), jnp.float32(1))
+        mean = jnp.mean(jnp.stack(losses or [jnp.float32(0)])).astype(jnp.float32)
+        loss = WeightedScalar(mean, weight)
         return loss, {"aux_loss": loss}
 
 
@@ -198,17 +216,22 @@ class CompositeLossWeights(Module):
 
 
 class CompositeLossMetrics(BaseLossMetrics):
-    """Sum of several losses, with the metrics of all."""
+    """Several losses in one, with the metrics of all.
+
+    Losses of the same class of metrics are parts of a whole: they count by their weighted mean. The
+    means of different classes, and each `AuxLossMetrics`, are added.
+    """
 
     @config_class
     class Config(BaseLossMetrics.Config):
         """Configures a CompositeLossMetrics.
 
         Attributes:
-          metrics: the parts by name. The first part's number of targets is that of the sum.
+          metrics: the parts by name. The loss of each is a metric `loss_{name}`. The number of
+            targets is that of the first class of metrics.
           loss_weights: the factors of the losses; all 1 if None.
-          flatten_metrics: whether to merge the metrics of all parts into one dict, instead of
-            nesting them by part.
+          flatten_metrics: whether to merge the metrics of all parts into one dict, the default,
+            instead of nesting them by part.
         """
 
         metrics: Required[dict[str, BaseLossMetrics.Config]] = REQUIRED
@@ -243,14 +266,20 @@ class CompositeLossMetrics(BaseLossMetrics):
         weights = dict.fromkeys(parts, 1.0)
         if cfg.loss_weights is not None:
             weights = self.loss_weights(parts)
-        mean = sum(weights[name] * loss.mean for name, (loss, _) in parts.items())
-        first = next(iter(parts.values()))[0]
+        kinds: dict[Any, WeightedScalar] = {}
+        for name, (loss, _) in parts.items():
+            part = getattr(self, name)
+            kind = name if isinstance(part, AuxLossMetrics) else type(part)
+            loss = WeightedScalar(weights[name] * loss.mean, loss.weight)
+            kinds[kind] = kinds[kind] + loss if kind in kinds else loss
+        first, *others = kinds.values()
+        mean = first.mean + sum(loss.mean for loss in others)
         return WeightedScalar(mean, first.weight), self._collect(parts)
 
     def _collect(self, parts: dict[str, tuple[WeightedScalar, Metrics]]) -> Metrics:
-        if not self.config.flatten_metrics:
-            return {name: metrics for name, (_, metrics) in parts.items()}
-        collected: Metrics = {}
+        collected: Metrics = {f"loss_{name}": loss for name, (loss, _) in parts.items()}
+        if self.config.flatten_metrics is False:
+            return collected | {name: metrics for name, (_, metrics) in parts.items()}
         for part, (_, metrics) in parts.items():
             if both := sorted(collected.keys() & metrics.keys()):
                 raise MetricsError(
@@ -287,6 +316,7 @@ class Model(BaseModel):
       input_ids: `Int[Array, "batch time"]`.
       target_labels: `Int[Array, "batch time"]`: the token after each input. Negative ones, those
         beyond the vocabulary, and the decoder's `pad_token_id` do not count.
+      live_targets: optional, `Bool[Array, "batch time"]`: which targets count instead.
       target_num_bytes: optional, `Int[Array, "batch"]`: number of bytes of each example's targets,
         for bits per byte.
       input_segment_ids: optional, `Int[Array, "batch time"]`: tokens attend to their own segment; 0
@@ -329,30 +359,31 @@ class Model(BaseModel):
         """Computes the loss, and reports it and the metrics as summaries.
 
         Returns:
-          The loss, and a dict, empty unless `return_aux`: `logits` (unless `scan_chunk` is set),
-          `hidden_states`, `per_label_loss`, `live_targets`, `Float[Array, "batch time ..."]`.
+          The loss, and a dict, empty unless `return_aux`: `logits` (unless `scan_chunk` is set) and
+          `hidden_states`, `Float[Array, "batch time ..."]`, and `metrics`, a dict with the metrics,
+          such as `cross_entropy`, `per_token_loss` and `live_targets`.
         """
         batch = self._shard_batch(input_batch)
-        batch["live_targets"] = self._target_mask(batch["target_labels"])
+        batch["live_targets"] = self._target_mask(batch)
         predictions = self.predict(batch)
         loss, metrics = self._compute_metrics(batch, predictions)
         self.add_summary("loss", loss)
-        summaries, arrays = _split_metric(metrics)
-        for name, value in (summaries or {}).items():
+        for name, value in _summaries(metrics).items():
             self.add_summary(name, value)
-        return jnp.asarray(loss.mean), {**predictions, **(arrays or {})} if return_aux else {}
+        return jnp.asarray(loss.mean), {**predictions, "metrics": metrics} if return_aux else {}
 
     def _shard_batch(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
         cfg = self.config
         axes = (cfg.batch_axis_names, cfg.seq_axis_names)
+        batch = {name: x for name, x in input_batch.items() if x is not None}
         if axes == (None, None):
-            return dict(input_batch)
-        return {
-            name: maybe_shard(x, PartitionSpec(*axes[: x.ndim])) for name, x in input_batch.items()
-        }
+            return batch
+        return {name: maybe_shard(x, PartitionSpec(*axes[: x.ndim])) for name, x in batch.items()}
 
-    def _target_mask(self, labels: Tensor) -> Tensor:
-        cfg = self.decoder.config
+    def _target_mask(self, input_batch: Mapping[str, Any]) -> Tensor:
+        cfg, labels = self.decoder.config, input_batch["target_labels"]
+        if input_batch.get("live_targets") is not None:
+            return input_batch["live_targets"]
         return (labels >= 0) & (labels < cfg.vocab_size) & (labels != cfg.pad_token_id)
 
     def _compute_metrics(
@@ -432,7 +463,7 @@ class Model(BaseModel):
         and `live_targets`, `Bool[Array, "batch time"]`.
         """
         labels = input_batch["target_labels"]
-        mask = self._target_mask(labels)
+        mask = self._target_mask(input_batch)
         statistics = target_statistics(self.extract_logits(input_batch), labels, mask)
         return {"per_token_loss": statistics["nll"], "live_targets": mask}
 
@@ -492,12 +523,9 @@ class Model(BaseModel):
             )
 
 
-def _split_metric(metric: object) -> tuple[Any, Any]:
-    if not isinstance(metric, dict):
-        return (metric, None) if isinstance(metric, WeightedScalar) else (None, metric)
-    parts = {name: _split_metric(value) for name, value in metric.items()}
-    split = [{k: p[i] for k, p in parts.items() if p[i] is not None} for i in (0, 1)]
-    return split[0] or None, split[1] or None
+def _summaries(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    nested = {k: _summaries(x) if isinstance(x, dict) else x for k, x in metrics.items()}
+    return {k: x for k, x in nested.items() if isinstance(x, WeightedScalar | dict) and x != {}}
 
 
 def layer_norm_config(eps: float = 1e-5) -> LayerNorm.Config:

@@ -298,11 +298,12 @@ class InvocationContext:
 
     def fork(self) -> "InvocationContext":
         """Returns a copy of this context without outputs."""
-        fork = dataclasses.replace(
-            self,
-            prng_key=self.__dict__.get("_derived", self.__dict__.get("prng_key")),
-            output_collection=new_output_collection(),
-        )
+        return self.fork_with_outputs(output_collection=new_output_collection())
+
+    def fork_with_outputs(self, **fields: Any) -> "InvocationContext":
+        """Returns a copy of this context with the same outputs, and other values of some fields."""
+        key = self.__dict__.get("_derived", self.__dict__.get("prng_key"))
+        fork = dataclasses.replace(self, **{"prng_key": key, **fields})
         fork._shared_states, fork._trace = self._shared_states, self._trace
         return fork
 

@@ -46,12 +46,18 @@ class BaseConv(BaseLayer):
         num_input_dim_groups: int = 1
 
     _num_axes: ClassVar[int] = 0  # number of spatial axes
+    _output_mesh_axis: ClassVar[str | None] = "model"
 
     @classmethod
     def default_config(cls) -> Config:
-        """Returns a config whose weight is sharded over the mesh axis "model" by outputs."""
+        """Returns a config whose weight is sharded over the mesh axis "model" by outputs.
+
+        Those of `Conv2D` and `Conv3D` are replicated.
+        """
         cfg = super().default_config()
-        return cfg.set(param_partition_spec=(None,) * (cls._num_axes + 1) + ("model",))
+        return cfg.set(
+            param_partition_spec=(None,) * (cls._num_axes + 1) + (cls._output_mesh_axis,)
+        )
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -181,6 +187,7 @@ class Conv2D(BaseConv):
         bias: bool = True
 
     _num_axes = 2
+    _output_mesh_axis = None
 
 
 class Conv3D(BaseConv):
@@ -198,6 +205,7 @@ class Conv3D(BaseConv):
         bias: bool = True
 
     _num_axes = 3
+    _output_mesh_axis = None
 
 
 def zero_padding(x: Tensor, paddings: Tensor) -> Tensor:
@@ -497,6 +505,11 @@ class SqueezeExcitation(BaseLayer):
         activation: str = "nn.relu"
         gating: str = "nn.sigmoid"
 
+    @classmethod
+    def default_config(cls) -> Config:
+        """Returns a config whose weights are sharded over the mesh axis "model" by outputs."""
+        return super().default_config().set(param_partition_spec=(None, None, None, "model"))
+
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         reduced = cfg.num_reduced_filters
@@ -506,7 +519,7 @@ class SqueezeExcitation(BaseLayer):
         self._activation = functional.get_activation_fn(cfg.activation)
         self._gating = functional.get_activation_fn(cfg.gating)
         if reduced:
-            conv = Conv2D.default_config()
+            conv = Conv2D.default_config().set(param_partition_spec=cfg.param_partition_spec)
             self._add_child("reduce", conv.clone(input_dim=cfg.input_dim, output_dim=reduced))
             self._add_child("expand", conv.clone(input_dim=reduced, output_dim=cfg.input_dim))
 

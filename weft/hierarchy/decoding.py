@@ -209,15 +209,22 @@ class StopOnSubsequence(StopDecodingCondition):
       [[True, False]]
     """
 
-    def __init__(self, stopping_seqs: int | Sequence[int] | Sequence[Sequence[int]]):
+    def __init__(
+        self, stopping_seqs: int | Sequence[int] | Sequence[Sequence[int]], pad_value: int = -1
+    ):
         """Creates the condition from a token, a sequence of tokens, or several such sequences.
+
+        Tokens equal to `pad_value` are left out, as in an array of sequences of several lengths.
 
         Raises:
           ArgumentValueError: if there is no sequence, or an empty one.
         """
         seqs = [stopping_seqs] if isinstance(stopping_seqs, int | np.integer) else stopping_seqs
         seqs = [seqs] if all(isinstance(token, int | np.integer) for token in seqs) else seqs
-        self._seqs = [tuple(seq) for seq in seqs]  # pyright: ignore[reportArgumentType]
+        self._seqs = [
+            tuple(int(token) for token in seq if token != pad_value)  # pyright: ignore[reportGeneralTypeIssues]
+            for seq in seqs
+        ]
         if not all(self._seqs):
             raise ArgumentValueError(
                 f"stopping_seqs={stopping_seqs} has an empty sequence; expected token ids, such "
@@ -474,14 +481,17 @@ class PrefixMerger(Protocol):
 
 
 def compute_merge_matrix_by_prefix_ids(
-    prefix_ids: Int[Array, "batch decodes"],
+    prefix_ids: Int[Array, "batch decodes *length"],
 ) -> Int[Array, "batch decodes decodes"]:
-    """Merges the hypotheses of a prompt with equal ids, such as hashes, into the first of them.
+    """Merges the hypotheses of a prompt with equal ids into the first of them.
+
+    Ids are one number per hypothesis, such as a hash, or several.
 
     >>> compute_merge_matrix_by_prefix_ids(jnp.array([[5, 6, 5]])).tolist()
     [[[1, 0, 1], [0, 1, 0], [0, 0, 0]]]
     """
     same = prefix_ids[:, :, None] == prefix_ids[:, None, :]
+    same = jnp.all(same, axis=range(3, same.ndim))
     first = jnp.argmax(same, axis=2) == jnp.arange(prefix_ids.shape[1])[None]
     return (same & first[:, :, None]).astype(jnp.int32)
 
@@ -513,7 +523,9 @@ def beam_search_decode(
     """Searches for the likeliest continuations of prompts.
 
     Args:
-      inputs, time_step, cache, tokens_to_scores, max_decode_len, loop: as for `sample_decode`.
+      inputs, time_step, cache, tokens_to_scores, max_decode_len, loop: as for `sample_decode`, but
+        tokens of `inputs` after `time_step` that are not `pad_id` are forced: they are the next
+        ones of the only hypothesis, whose score is 0.
       eos_id: the end token.
       num_decodes: number of hypotheses to keep, and to return, per prompt.
       brevity_penalty: see `brevity_penalty_fn`; none by default.
@@ -536,6 +548,7 @@ def beam_search_decode(
         inputs, time_step, num_decodes=num_decodes, max_decode_len=last, pad_id=pad_id
     )
     nothing = jnp.full(sequences.shape[:2], NEG_INF, jnp.float32)
+    padding = ((0, 0), (0, last + 1 - inputs.shape[1]))
     state = _BeamState(
         index=time_step.astype(jnp.int32),
         live_sequences=sequences,
@@ -556,6 +569,8 @@ def beam_search_decode(
             tokens_to_scores=tokens_to_scores,
             eos_id=eos_id,
             merger=prefix_merger,
+            prompts=jnp.pad(inputs, padding, constant_values=pad_id),
+            pad_id=pad_id,
         ),
         state,
     )
@@ -578,6 +593,8 @@ def _beam_step(
     tokens_to_scores: TokensToScores,
     eos_id: int,
     merger: PrefixMerger | None,
+    prompts: Tensor,
+    pad_id: int,
 ) -> _BeamState:
     is_open = _is_unfinished(state, last, penalize)
     live_scores, merger_state = state.live_scores, state.merger_state
@@ -599,6 +616,9 @@ def _beam_step(
         )
     index = state.index + 1
     candidates = jnp.maximum(live_scores[:, :, None] + log_probs, NEG_INF)
+    forced = jnp.take_along_axis(prompts, index[:, None], axis=1, mode="clip")
+    is_forced = (forced != pad_id)[..., None]
+    candidates = jnp.where(is_forced, NEG_INF, candidates)
 
     # Finished hypotheses: the old ones, and the live ones with the end token.
     ended = jnp.full(state.live_sequences.shape[:2], eos_id)
@@ -611,7 +631,10 @@ def _beam_step(
     sequences = gather_hypotheses(sequences, chosen)
 
     # Live hypotheses: the best of the others.
-    others = candidates.at[:, :, eos_id].set(NEG_INF).reshape(candidates.shape[0], -1)
+    others = candidates.at[:, :, eos_id].set(NEG_INF)
+    of_prompt = jnp.where(jax.nn.one_hot(forced, vocab, dtype=bool), 0.0, NEG_INF)
+    others = others.at[:, :1].set(jnp.where(is_forced, of_prompt, others[:, :1]))
+    others = others.reshape(others.shape[0], -1)
     live_scores, chosen = jax.lax.top_k(others, state.live_scores.shape[1])
     parents, tokens = chosen // vocab, chosen % vocab
     live_sequences = write_tokens_at(

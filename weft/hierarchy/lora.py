@@ -86,8 +86,8 @@ class LoraDownFusedLinear(WeightOnlyLinear):
 
     @classmethod
     def default_config(cls) -> Config:
-        """Returns a config whose weight is replicated."""
-        return super().default_config().set(param_partition_spec=(None, None, None))
+        """Returns a config whose weight is sharded over the mesh axis "model" by outputs."""
+        return super().default_config().set(param_partition_spec=(None, None, "model"))
 
     def _weight_shape(self) -> Shape:
         cfg = self.config

@@ -386,8 +386,8 @@ def negative_cosine_similarity_loss(
 
 def flops_loss(
     *,
-    embeddings: Float[Array, "batch dim"],
-    paddings: Num[Array, " batch"] | None = None,
+    embeddings: Float[Array, "*batch dim"],
+    paddings: Num[Array, "*batch"] | None = None,
     sparsity_threshold: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Returns the cost of a search with sparse vectors, and their sparsity (Paria et al., 2020).

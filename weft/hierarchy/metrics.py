@@ -42,6 +42,9 @@ class WeightedSummary(WeightedValue):
         mean = jnp.where(weight > 0, total / jnp.maximum(weight, 1e-30), 0)
         return type(self)(mean, weight)
 
+    def __add__(self, other: Self) -> Self:
+        return self.accumulate(other)
+
 
 class _ReducerSummary(MetricSummary):
     """A number or array that is reduced element by element over batches."""
@@ -96,9 +99,6 @@ class WeightedScalar(WeightedSummary):
         >>> float(total.mean), float(total.weight)
         (3.0, 3.0)
     """
-
-    def __add__(self, other: Self) -> Self:
-        return self.accumulate(other)
 
 
 class MetricAccumulator(Configurable):

@@ -28,7 +28,7 @@ Axes = int | Sequence[int]
 
 
 class FanAxes(NamedTuple):
-    """Input, output and batch axes of a weight.
+    """Input, output and batch axes of a weight; an axis equals a tuple of it.
 
     All other axes are a receptive field, such as a convolution's window.
 
@@ -48,6 +48,14 @@ class FanAxes(NamedTuple):
         IN_AXIS = "in_axis"
         OUT_AXIS = "out_axis"
         BATCH_AXIS = "batch_axis"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FanAxes) and all(
+            as_tuple(a) == as_tuple(b) for a, b in zip(self, other, strict=True)
+        )
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(as_tuple, self)))
 
     def canonicalize(self) -> "FanAxes":
         """Returns a copy in which every field is a tuple."""

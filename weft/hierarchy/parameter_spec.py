@@ -20,13 +20,20 @@ class FactorizationSpec(NamedTuple):
     axes: tuple[str | None, ...]
 
 
+def pad_axes(mesh_axes: Any, ndim: int) -> tuple[Any, ...]:
+    """Returns mesh axes for `ndim` axes, with None for those that `mesh_axes` leaves out."""
+    given = tuple(mesh_axes or ())
+    return given + (None,) * (ndim - len(given))
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
     """Shape, dtype and sharding of an array.
 
     Attributes:
         dtype: None where a layer leaves it to its config.
-        mesh_axes: mesh axes of each axis; None for a replicated array.
+        mesh_axes: mesh axes of each axis, None for the last ones if there are fewer; None for a
+            replicated array.
         memory_kind: memory space such as "pinned_host"; None for device memory.
     """
 
@@ -38,7 +45,7 @@ class TensorSpec:
     @property
     def partition_spec(self) -> PartitionSpec:
         """Sharding as a PartitionSpec."""
-        axes = (None,) * len(self.shape) if self.mesh_axes is None else self.mesh_axes
+        axes = pad_axes(self.mesh_axes, len(self.shape))
         return PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in axes))
 
     def sharding(self, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
@@ -61,7 +68,7 @@ class ParameterSpec(TensorSpec):
             averages skip it.
 
     Raises:
-        ParameterSpecError: if the length of `mesh_axes` or `factorization` is not that of `shape`.
+        ParameterSpecError: if `mesh_axes` is longer than `shape`, or `factorization` not as long.
     """
 
     initializer: Initializer | None = None
@@ -72,6 +79,10 @@ class ParameterSpec(TensorSpec):
     is_state: bool = False
 
     def __post_init__(self):
+        if self.mesh_axes is not None and len(self.mesh_axes) < len(self.shape):
+            padded = pad_axes(self.mesh_axes, len(self.shape))
+            is_spec = isinstance(self.mesh_axes, PartitionSpec)
+            object.__setattr__(self, "mesh_axes", PartitionSpec(*padded) if is_spec else padded)
         factors = None if self.factorization is None else self.factorization.axes
         for name, axes in (("mesh_axes", self.mesh_axes), ("factorization", factors)):
             if axes is not None and len(axes) != len(self.shape):
@@ -110,7 +121,7 @@ def weight_and_bias_specs(
 
     The weight is sharded by `cfg.param_partition_spec`. The bias has its axes `bias_axes`.
     """
-    mesh_axes = tuple(cfg.param_partition_spec or (None,) * len(shape))
+    mesh_axes = pad_axes(cfg.param_partition_spec, len(shape))
     factorization = FactorizationSpec(factors)
     weight = ParameterSpec(
         shape, mesh_axes=mesh_axes, factorization=factorization, fan_axes=fan_axes

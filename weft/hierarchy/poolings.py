@@ -68,15 +68,16 @@ class AttentionPooling(BasePoolingLayer):
 
     @config_class
     class Config(BasePoolingLayer.Config):
-        """Configures an AttentionPooling; set the number of heads of `cross_attention`."""
+        """Configures an AttentionPooling."""
 
         cross_attention: InstantiableConfig = TransformerAttentionLayer.default_config()
         feed_forward: InstantiableConfig = TransformerFeedForwardLayer.default_config()
 
     @classmethod
     def default_config(cls) -> Config:
-        """Returns a config whose feed-forward layer is four times as wide."""
+        """Returns a config with one head, whose feed-forward layer is four times as wide."""
         cfg = super().default_config()
+        cfg.cross_attention.attention.num_heads = 1
         cfg.feed_forward.hidden_dim = scaled_hidden_dim(4)
         return cfg
 
@@ -147,15 +148,14 @@ class FirstNTokenPooling(BasePoolingLayer):
 
 
 class LastNTokenPooling(BasePoolingLayer):
-    """Last `num_outputs` tokens that are not padding, after zeros if there are fewer."""
+    """Last `num_outputs` tokens that are not padding, from the last one on, followed by zeros."""
 
     _keeps_size = True
 
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
-        n = self.config.num_outputs
         is_real = _token_mask(tokens, paddings)
-        order = jnp.cumsum(is_real, axis=1) - jnp.sum(is_real, axis=1, keepdims=True) + n - 1
-        return _select_tokens(tokens, is_real, order, n)
+        order = jnp.sum(is_real, axis=1, keepdims=True) - jnp.cumsum(is_real, axis=1)
+        return _select_tokens(tokens, is_real, order, self.config.num_outputs)
 
 
 class PoolingWithProjection(BasePoolingLayer):
@@ -163,17 +163,24 @@ class PoolingWithProjection(BasePoolingLayer):
 
     @config_class
     class Config(BasePoolingLayer.Config):
-        """Configures a PoolingWithProjection; `pooler` keeps the size `input_dim`."""
+        """Configures a PoolingWithProjection; `pooler` keeps the size `input_dim`.
+
+        If `num_outputs` is 1, that of `pooler` counts.
+        """
 
         pooler: Required[BasePoolingLayer.Config] = REQUIRED
         proj: InstantiableConfig = Linear.default_config()
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        dims = {"input_dim": cfg.input_dim, "output_dim": cfg.input_dim}
-        self._add_child("pooler", cfg.pooler.set(num_outputs=cfg.num_outputs, **dims))
-        dims["output_dim"] = cfg.output_dim
-        self._add_child("proj", cfg.proj.set(**dims))
+        pooler = cfg.pooler.set(input_dim=cfg.input_dim, output_dim=cfg.input_dim)
+        if 1 != cfg.num_outputs != pooler.num_outputs != 1:
+            raise LayerConfigError(
+                f"{self.path()}: num_outputs={cfg.num_outputs}, but that of its pooler is "
+                f"{pooler.num_outputs}; set one of the two."
+            )
+        self._add_child("pooler", pooler.set(num_outputs=max(cfg.num_outputs, pooler.num_outputs)))
+        self._add_child("proj", cfg.proj.set(input_dim=cfg.input_dim, output_dim=cfg.output_dim))
 
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
         return self.proj(self.pooler(tokens, paddings))

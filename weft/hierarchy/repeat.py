@@ -149,7 +149,7 @@ class Repeat(BaseLayer):
         transforms.propagate_repeated_output_collections(
             repeated,
             child_name_prefix="layer",
-            target_output_collection=layer_context.output_collection._replace(
-                summaries=context.output_collection.summaries
+            target_output_collection=context.output_collection._replace(
+                state_updates=layer_context.output_collection.state_updates
             ),
         )

@@ -13,7 +13,7 @@ instead of closing over them. Transformed functions must be called inside an inv
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft import lifting
-from weft.errors import LoopOutputError, OutputConflictError
+from weft.errors import ArgumentValueError, LoopOutputError, OutputConflictError
 from weft.hierarchy.context import (
     InvocationContext,
     OutputCollection,
@@ -186,14 +186,26 @@ def scan_in_context(
     Args:
         fn: takes the carry and a slice of `xs`; returns the next carry and values to stack.
         carry: the initial carry.
-        xs: arrays to scan along axis 0.
+        xs: arrays to scan along axis 0; or a dict with these as "x", and as "state" and "prng_key"
+            those that replace the ones of the current context.
         drop_output: predicate for paths of outputs to drop, such as `module_outputs/layer/x`.
-        child_name_prefix: summaries of iteration i are added under this prefix followed by i.
+        child_name_prefix: summaries of iteration i are added under this prefix followed by i,
+            stacked module outputs under the prefix.
         unroll: as for `jax.lax.scan`.
         remat_kwargs: if given, the body is recomputed in the backward pass, as by `remat`.
         merge_summaries: whether to report one summary for all iterations instead of one each.
+
+    Raises:
+        ArgumentValueError: if `xs` has "x" and names other than "state" and "prng_key".
     """
     context = require_context("scan_in_context")
+    if isinstance(xs, Mapping) and "x" in xs:
+        if other := xs.keys() - {"x", "state", "prng_key"}:
+            raise ArgumentValueError(
+                f"xs of scan_in_context has 'x' and {sorted(other)}; only 'state' and 'prng_key' "
+                f"replace fields of the context. Write `xs={{'x': xs}}` to scan all of it."
+            )
+        fn = _with_context_fields(fn)
     inner = context.fork()
     result = scan(
         inner,
@@ -214,6 +226,17 @@ def scan_in_context(
     return result
 
 
+def _with_context_fields(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def call(carry: Any, xs: Mapping[str, Any]) -> Any:
+        fields = dict(xs)
+        x = fields.pop("x")
+        context = require_context("scan_in_context").fork_with_outputs(**fields)
+        with set_current_context(context, require_parent=False):
+            return fn(carry, x)
+
+    return named_after(fn, call)
+
+
 def propagate_repeated_output_collections(
     repeated_output_collection: OutputCollection,
     *,
@@ -225,16 +248,17 @@ def propagate_repeated_output_collections(
 
     Args:
         repeated_output_collection: outputs with a leading axis of iterations.
-        child_name_prefix: summaries of iteration i are added under this prefix followed by i.
-        target_output_collection: changed in place. State updates and module outputs are added
-            unchanged.
+        child_name_prefix: summaries of iteration i are added under this prefix followed by i;
+            module outputs, unchanged, under the prefix.
+        target_output_collection: changed in place. State updates are added unchanged.
         merge_summaries: whether to add one summary for all iterations under the prefix alone:
             the mean of arrays, the sum of other summable values such as a `WeightedScalar`.
     """
     target = target_output_collection
-    target.state_updates.update(repeated_output_collection.state_updates)
-    target.module_outputs.update(repeated_output_collection.module_outputs)
-    summaries = repeated_output_collection.summaries
+    summaries, state_updates, module_outputs = repeated_output_collection
+    target.state_updates.update(state_updates)
+    if module_outputs:
+        target.module_outputs.setdefault(child_name_prefix, {}).update(module_outputs)
     leaves = jax.tree.leaves(summaries)
     if not leaves:
         return

@@ -16,6 +16,7 @@ from weft.input.dispatch import (
 from weft.input.packing import PackedSequences as PackedSequences, token_stream as token_stream
 from weft.input.prefetch import (
     PrefetchingIterator as PrefetchingIterator, SavableIterator as SavableIterator,
+    savable_iterator as savable_iterator,
 )
 from weft.input.tokenizers import (
     ByteTokenizer as ByteTokenizer, HuggingFaceTokenizer as HuggingFaceTokenizer,

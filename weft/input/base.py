@@ -6,6 +6,7 @@ each global batch, `partition_spec` shards the global batch over the mesh (see
 compiled step.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec
 from weft.config import ConfigOr, config_class, maybe_instantiate
 from weft.errors import InputDatasetError, InputReadError
 from weft.hierarchy.module import Module, nowrap
+from weft.hierarchy.parameter_spec import TensorSpec
 from weft.input.dispatch import BaseInputDispatcher, input_partition_spec
 from weft.typing import Nested, Tensor
 
@@ -47,8 +49,11 @@ def partition_by_path_rank(
     """Returns a partition function with rules by path and rank; the identity without a mesh.
 
     Args:
-        path_rank_to_partition: The rules. The first match applies; leaves without a match are
-            unchanged.
+        path_rank_to_partition: The rules; the first match applies. Of a `TensorSpec` in place of an
+            array, they set the `mesh_axes`.
+
+    Raises:
+        InputDatasetError: When called, if no rule matches a leaf.
 
     >>> partition = partition_by_path_rank({PathAndRank(".*_ids", 2): PartitionSpec("data")})
     >>> partition({"input_ids": np.zeros((2, 3))})["input_ids"].shape
@@ -62,9 +67,14 @@ def partition_by_path_rank(
     def constrain(path, leaf: Tensor) -> Tensor:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         for pattern, rank, spec in rules:
-            if rank in (None, np.ndim(leaf)) and (pattern is None or pattern.fullmatch(name)):
+            if rank in (None, len(leaf.shape)) and (pattern is None or pattern.fullmatch(name)):
+                if isinstance(leaf, TensorSpec):
+                    return dataclasses.replace(leaf, mesh_axes=spec)
                 return jax.lax.with_sharding_constraint(leaf, spec)
-        return leaf
+        raise InputDatasetError(
+            f"no rule of partition_by_path_rank matches {name!r} with {len(leaf.shape)} axes; add "
+            "one, such as PathAndRank(None, None): PartitionSpec() to replicate the others."
+        )
 
     def partition_fn(input_batch: Nested[Tensor]) -> Nested[Tensor]:
         if jax.sharding.get_abstract_mesh().empty:
@@ -75,7 +85,7 @@ def partition_by_path_rank(
 
 
 class Input(Module):
-    """Base of all inputs. Subclasses define `dataset`."""
+    """Base of all inputs; iterates over `batches`. Subclasses define `dataset`."""
 
     @config_class
     class Config(Module.Config):
@@ -115,8 +125,8 @@ class Input(Module):
     def dataset(self) -> Iterable[Nested[np.ndarray]]:
         """Returns an iterable of batches with `feed_logical_batch_size` rows for this process.
 
-        Its iterators can be saved if they have `get_state` and `set_state`, and must be closed if
-        they have `close`.
+        An iterator with `get_state` and `set_state` determines its position in the data; without,
+        the trainer counts batches. It must be closed if it has `close`.
         """
         raise NotImplementedError(type(self))
 
@@ -155,6 +165,10 @@ class Input(Module):
         if self.dispatcher:
             batch = self.dispatcher.physical_to_logical_batch(batch)
         return self._input_partitioner(batch) if self._input_partitioner else batch
+
+    @nowrap
+    def __iter__(self) -> Iterator[Nested[np.ndarray]]:
+        return self.batches(self.dataset())
 
     @nowrap
     def element_spec(self) -> Nested[jax.ShapeDtypeStruct]:

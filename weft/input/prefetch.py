@@ -6,6 +6,8 @@ returned batch.
 """
 
 import copy
+import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -13,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 _CLOSE_TIMEOUT_SECONDS = 10.0
+
+logger = logging.getLogger(__name__)
 
 
 class SavableIterator(Protocol):
@@ -25,6 +29,50 @@ class SavableIterator(Protocol):
     def get_state(self) -> Any: ...
 
     def set_state(self, state: object) -> None: ...
+
+
+def savable_iterator(make: Callable[[], Iterable[Any]], name: str) -> SavableIterator:
+    """Returns an iterator of `make()` whose position can be saved.
+
+    If it has no `get_state` of its own, the position is the number of items: to restore it, the
+    items before it are read again. A warning with `name` reports that.
+    """
+    iterator: Any = iter(make())
+    if hasattr(iterator, "get_state"):
+        return iterator
+    logger.warning(
+        "%s: iterators of dataset() have no get_state and set_state, so batches are counted; to "
+        "resume, the ones before the position are read again.",
+        name,
+    )
+    return _CountingIterator(iterator, make)
+
+
+class _CountingIterator:
+    """Iterator that counts its items."""
+
+    def __init__(self, iterator: Iterator[Any], make: Callable[[], Iterable[Any]]):
+        self._iterator, self._make, self._count = iterator, make, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        item = next(self._iterator)
+        self._count += 1
+        return item
+
+    def get_state(self) -> int:
+        return self._count
+
+    def set_state(self, state: Any) -> None:
+        self.close()
+        self._iterator, self._count = iter(self._make()), state
+        for _ in itertools.islice(self._iterator, state):
+            pass
+
+    def close(self) -> None:
+        getattr(self._iterator, "close", lambda: None)()
 
 
 class PrefetchingIterator:

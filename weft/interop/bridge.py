@@ -141,11 +141,20 @@ def _with_current_module(f: F, in_compact: bool = False) -> F:
 class _ModuleMeta(type(nnx.Module)):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         context = current_context()
-        if context is None or not context.in_compact:
+        if context is None:
             return super().__call__(*args, **kwargs)
-        name = kwargs.pop("name", None)
+        name, parent = kwargs.pop("name", None), kwargs.pop("parent", context.module)
+        if parent is not None and parent is not context.module:
+            raise errors.BridgeContextError(
+                f"{cls.__name__} was given a {type(parent).__name__} as its parent, in a method of "
+                f"a {type(context.module).__name__}, to which it belongs; leave parent out, or "
+                "give None for a module that will belong to another."
+            )
         made = super().__call__(*args, **kwargs)
-        context.module._attach(name or default_name(cls), made)
+        if name is None and context.in_compact:
+            name = default_name(cls)
+        if parent is not None and name is not None:
+            context.module._attach(name, made)
         return made
 
 
@@ -161,8 +170,9 @@ def default_name(cls: type) -> str:
 class Module(nnx.Module, metaclass=_ModuleMeta):
     """Base class of NNX modules in the style of Linen.
 
-    Annotated attributes are fields, as in a dataclass. In a compact method, submodules accept
-    `name`, the name of their attribute.
+    Annotated attributes are fields, as in a dataclass. In methods, submodules accept `name`, the
+    name of their attribute, and `parent=None`, with which they belong to the module that they are
+    assigned to.
 
     Attributes:
         scope: set by `init` or `apply`; None outside of them.
@@ -217,6 +227,7 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
             there = vars(self).get(name)
             if isinstance(there, nnx.Pytree) and name not in self.scope.given:
                 self.scope.given[name] = unflatten_dict(_module_variables(there))
+        self.set_attr_priority(name, AttrPriority.INIT_PARENT)
         setattr(self, name, child)
 
     def _bind(self, scope: Scope, given: Mapping[Any, Any]) -> None:
@@ -432,6 +443,8 @@ def _bind_given(value: Any, given: Any, scope: Scope) -> Any:
     if isinstance(value, Module):
         if value.scope is None:
             value._bind(scope, given)
+        else:
+            value.scope.given.update(given)
         return value
     if isinstance(value, list | tuple | dict):
         keys = list(value) if isinstance(value, dict) else range(len(value))
@@ -561,7 +574,8 @@ class _LinenModule(ToNNX):
         self, *args: Any, mutable: Filter | None = None, method: Method = None, **kwargs: Any
     ) -> Any:
         if self.to_nnx__initializing and not self._own_variables():
-            self.lazy_init(*args, method=method, **kwargs)
+            keys = self._keys(kwargs.pop("rngs", None))
+            return self._init_with_output(keys, args, {"method": method, **kwargs})
         mutable = self.to_nnx__mutable if mutable is None else mutable
         return super().__call__(*args, mutable=mutable, method=method, **kwargs)
 

@@ -46,10 +46,14 @@ class LinenModel(Model):
     def name(self) -> str:
         return type(self.module).__name__
 
-    def init(self, rngs, *args, training=None, method=None, **kwargs):
+    def init(self, rngs, *args, **kwargs):
+        return self.init_with_output(rngs, *args, **kwargs)[1]
+
+    def init_with_output(self, rngs, *args, training=None, method=None, **kwargs):
         kwargs = self._arguments(method, kwargs, training)
         with self._without_parent():
-            return self._from_library(self.module.init(linen_streams(rngs), *args, **kwargs))
+            out, made = self.module.init_with_output(linen_streams(rngs), *args, **kwargs)
+        return out, self._from_library(made)
 
     def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
         kwargs = self._arguments(method, kwargs, training)

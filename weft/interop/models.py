@@ -59,6 +59,13 @@ class Model(abc.ABC):
             method: name of the method to call, by default the layer itself.
         """
 
+    def init_with_output(
+        self, rngs: Keys, *args: object, **kwargs: Any
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """Returns a call's result and the variables that it makes; arguments as for `init`."""
+        variables = self.init(rngs, *args, **kwargs)
+        return self.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)[0], variables
+
     @abc.abstractmethod
     def apply(
         self,

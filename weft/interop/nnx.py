@@ -4,6 +4,7 @@ The variables of such a layer are attributes of a `ToNNX`, for a Linen module, o
 """
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -43,7 +44,7 @@ class ToNNX(nnx.Module):
     """A Linen module as a module of NNX.
 
     Its variables are attributes, made by `lazy_init`; those of a submodule are in a dict with the
-    submodule's name.
+    submodule's name. Its methods are those of the Linen module, called as by `method`.
 
     Args:
         rngs: a key, or `Rngs` to fork. Each call draws one key of each stream; `default` replaces
@@ -82,8 +83,20 @@ class ToNNX(nnx.Module):
 
     def lazy_init(self, *args: Any, rngs: RngsLike = None, **kwargs: Any) -> Self:
         """Makes the variables and returns the module itself; arguments are those of a call."""
-        self._assign_variables(self._model.init(self._keys(rngs), *args, **kwargs))
+        self._init_with_output(self._keys(rngs), args, kwargs)
         return self
+
+    def _init_with_output(self, keys: Keys, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out, variables = self._model.init_with_output(keys, *args, **kwargs)
+        self._assign_variables(variables)
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        module = vars(self).get("to_nnx__module")
+        is_method = name[:2] != "__" and callable(getattr(type(module), name, None))
+        if is_method and not isinstance(module, Model):
+            return functools.partial(self.__call__, method=name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __call__(
         self,
@@ -105,7 +118,7 @@ class ToNNX(nnx.Module):
         if _lazy_init.done is not None:
             if not any(m is self for m in _lazy_init.done):
                 _lazy_init.done.append(self)
-                self._assign_variables(model.init(keys, *args, **call))
+                return self._init_with_output(keys, args, call)
             return model.apply(self._variables(), *args, rngs=keys, mutable=True, **call)[0]
         out, changed = model.apply(
             self._variables(), *args, rngs=keys, mutable=mutable or False, **call
@@ -202,7 +215,7 @@ def lazy_init(fn: ModuleOrMethod, *args: Any, **kwargs: Any) -> ModuleOrMethod:
         >>> lazy_init(model, jnp.ones((1, 3))).layers[1].kernel.shape
         (4, 2)
     """
-    of = fn if isinstance(fn, nnx.Module) else getattr(fn, "__self__", None)
+    of = fn if isinstance(fn, nnx.Module) else getattr(getattr(fn, "func", fn), "__self__", None)
     if not isinstance(of, nnx.Module) or not callable(fn):
         raise TransformArgumentError(
             f"lazy_init was given {fn!r}; give a module of NNX that can be called, or a method of "

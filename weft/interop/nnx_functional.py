@@ -9,6 +9,7 @@ takes.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -22,7 +23,7 @@ from weft.interop.variables import to_linen_var
 
 
 class ToLinen(linen.Module):
-    """An NNX module as a module of Linen; see `to_linen`."""
+    """An NNX module as a module of Linen, with its methods; see `to_linen`."""
 
     nnx_class: Callable[..., Any]
     args: Sequence[Any] = ()
@@ -30,6 +31,11 @@ class ToLinen(linen.Module):
     skip_rng: bool = False
     metadata_fn: Callable[[Any], Any] | None = to_linen_var
     abstract_init: bool = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name[:2] != "__" and callable(getattr(vars(self).get("nnx_class"), name, None)):
+            return functools.partial(self.__call__, nnx_method=name)
+        return super().__getattr__(name)
 
     @linen.compact
     def __call__(self, *args: object, nnx_method: Method = None, **kwargs: object) -> Any:

@@ -127,9 +127,7 @@ def to_linen_var(vs: nnx.Variable[Any]) -> Any:
 
     It is the value; with metadata, in its original box or an `NNXMeta`.
     """
-    metadata, value = vs.get_metadata(), vs.get_raw_value()
-    if isinstance(value, jax.Ref):
-        value = value[...]
+    metadata, value = vs.get_metadata(), vs._read()
     if not metadata:
         return value
     box = metadata.pop(_BOX, None)

@@ -20,7 +20,7 @@ from weft.lifting.kind import (
 )
 from weft.lifting.roles import DIFF
 from weft.lifting.signature import named_after
-from weft.lifting.trace_cache import cached_for_equal_functions
+from weft.lifting.trace_cache import LazyCached
 
 
 class _Differentiable:
@@ -282,16 +282,16 @@ def remat(
     `in_axes` is a prefix of the arguments, of whose `Roles` only the filters are used.
     """
 
-    def pure(pure_args: PureArgs) -> PureResults:
-        return call_pure(kind, fn, pure_args)
+    def make() -> Callable[[PureArgs], PureResults]:
+        def pure(pure_args: PureArgs) -> PureResults:
+            return call_pure(kind, fn, pure_args)
 
-    traced = cached_for_equal_functions(
-        (fn, kind, prevent_cse, policy),
-        lambda: jax.checkpoint(named_after(fn, pure), prevent_cse=prevent_cse, policy=policy),  # pyright: ignore[reportArgumentType]
-    )
+        return jax.checkpoint(named_after(fn, pure), prevent_cse=prevent_cse, policy=policy)  # pyright: ignore[reportArgumentType]
+
+    traced = LazyCached((fn, kind, prevent_cse, policy), make)
 
     def call(*args: object) -> Any:
         outer, pure_args = split_args(kind, args, in_axes, call=call)
-        return commit_results(kind, outer, traced(pure_args))
+        return commit_results(kind, outer, traced.value(pure_args))
 
     return call

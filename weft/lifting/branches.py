@@ -27,7 +27,12 @@ from weft.lifting.kind import (
     split_args,
 )
 from weft.lifting.signature import named_after
-from weft.lifting.state_creation import TracedFunction, groups_before_and_after, with_initial_values
+from weft.lifting.state_creation import (
+    TracedFunction,
+    collected_groups,
+    final_results,
+    groups_before_and_after,
+)
 from weft.lifting.trace_cache import flatten_units, jit_by_structure, restore_unchanged
 from weft.typing import ArrayLike
 
@@ -72,11 +77,13 @@ class _TracedBranch:
         created_at, state_at: the numbers in `created` and in `state` by path.
         changed: paths of changed entries.
         kept: paths of created entries that are unchanged since.
+        end: the groups after the branch, without arrays.
     """
 
     def __init__(self, kind: Kind, fn: Callable[..., Any], static: object, units: Units):
         self.fn = fn
         self.static: Static = Static(None)
+        self.end: list[Any] = []
         self.changed: list[Any] = []
         self.kept: set[Any] = set()
 
@@ -90,7 +97,7 @@ class _TracedBranch:
             after = _by_path(whole)
             self.changed = [p for p, x in after.items() if before.get(p) is not x]
             self.kept = {p for p, x in _by_path(made).items() if after.get(p) is x}
-            self.static = results.static
+            self.static, self.end = results.static, collected_groups(results)
             return made, whole, results.packed
 
         self.traced = TracedFunction(fn, of_values, units.values)
@@ -175,7 +182,8 @@ def _run_switch(
     sizes = [size for size in units.layout.sizes if size is not None]
     state_nodes = [StateNode(tuple(itertools.islice(rest, size))) for size in sizes]
     collected = type(traced[0].static)(joined)
-    return with_initial_values(kind, PureResults(collected, state_nodes, packed), made)
+    ends = (branch.end for branch in traced)
+    return final_results(kind, PureResults(collected, state_nodes, packed), made, *ends)
 
 
 def _union_groups(kind: Kind, made: list[Any], more: list[Any]) -> list[Any]:

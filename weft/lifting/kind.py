@@ -175,11 +175,14 @@ class Kind(Protocol):
         """
         return after
 
-    def initial_values(self, created: Any, result: Any) -> Any:
-        """Returns the final group of a loop or a branch for `commit`.
+    def final_group(self, created: Any, result: Any, ends: Sequence[Any]) -> Any:
+        """Returns the final group of a loop or of branches for `commit`.
 
-        `created` has the entries created before, with initial values; `result` may have initial
-        values from each iteration of a loop.
+        Args:
+            created: the entries created before, with initial values, or None.
+            result: the group, which may have initial values from each iteration of a loop.
+            ends: the groups that `collect` returned for the body or each branch, with True in
+                place of arrays.
         """
         return result
 

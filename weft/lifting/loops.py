@@ -22,7 +22,7 @@ from weft.lifting.kind import Kind, PureResults, Units, call_pure, commit_result
 from weft.lifting.roles import CARRY, FORK
 from weft.lifting.scan import CarryStructures, LoopBody, carry_structures_of_args, scan
 from weft.lifting.signature import named_after
-from weft.lifting.state_creation import body_with_state, with_initial_values
+from weft.lifting.state_creation import body_with_state, final_results
 from weft.lifting.trace_cache import flatten_units, jit_by_structure, restore_unchanged
 from weft.typing import ArrayLike
 
@@ -45,7 +45,7 @@ def while_loop(
 
     Raises:
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
-        RoleError: for an unsupported role.
+        RoleError: for an unsupported role, or a condition that reads references (`jax.Ref`).
     """
 
     def pure(static: tuple[Any, CarryStructures], units: Units) -> PureResults:
@@ -67,8 +67,14 @@ def while_loop(
 
         named_after(cond_fn, is_on)
         named_after(body_fn, iteration)
-        _, carry = jax.lax.while_loop(is_on, iteration, (jnp.int32(0), body.carry))
-        return with_initial_values(kind, body.results(carry, []), initial)
+        start = jnp.int32(0), body.carry
+        if body.has_refs and jax.make_jaxpr(is_on)(start).effects:
+            raise RoleError(
+                "while_loop: the condition reads a jax.Ref (a variable with ref=True), and JAX "
+                "does not show it what the body writes there; carry the value that it reads."
+            )
+        _, carry = jax.lax.while_loop(is_on, iteration, start)
+        return final_results(kind, body.results(carry, []), initial, body.end)
 
     looped = jit_by_structure((cond_fn, body_fn), kind, pure)
 
@@ -97,7 +103,7 @@ class _WhileBody(LoopBody):
         folded = self._units.with_values(
             [self._kind.fold(v, xs) if role is FORK else v for v, role in self._units.pairs()]
         )
-        return folded.with_role_replaced(CARRY, self._carry_tree.unflatten(carry))
+        return folded.with_role_replaced(CARRY, self._carried(carry))
 
 
 def fori_loop(

@@ -32,7 +32,7 @@ from weft.lifting.kind import (
 )
 from weft.lifting.roles import FORK
 from weft.lifting.signature import named_after
-from weft.lifting.state_creation import with_initial_values
+from weft.lifting.state_creation import final_results
 
 
 def vmap(
@@ -353,7 +353,7 @@ def map_state(
             _flatten_groups(before), _flatten_groups(_groups_of(pure_args.packed)), strict=True
         )
         made = [new if new is not old else None for old, new in pairs]
-        return commit_results(kind, outer, with_initial_values(kind, results, made))
+        return commit_results(kind, outer, final_results(kind, results, made))
 
     return call
 

@@ -13,7 +13,7 @@ by all iterations.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -39,9 +39,10 @@ from weft.lifting.signature import named_after
 from weft.lifting.state_creation import (
     CreatedState,
     body_with_state,
+    collected_groups,
     created_groups,
+    final_results,
     groups_before_and_after,
-    with_initial_values,
 )
 from weft.lifting.trace_cache import flatten_units, jit_by_structure, restore_unchanged
 
@@ -91,7 +92,8 @@ def scan(
         body, step, initial = body_with_state(kind, make, of_kind, units, first)
         xs = body.xs if n else [x[:0] for x in body.xs]
         carry, ys = jax.lax.scan(named_after(fn, step), body.carry, xs, length=n, **options)
-        return with_initial_values(kind, body.results(carry, ys, runs=n > 0), initial)
+        results = body.results(carry, ys, runs=n > 0)
+        return final_results(kind, results, initial, body.end)
 
     looped = jit_by_structure(fn, (kind, out_axes, *options.values()), pure)
 
@@ -124,6 +126,7 @@ class LoopBody:
         carry, xs: the initial carry, and the stacked slices.
         same: for each leaf of the carry, whether the body returns it unchanged.
         collected: the static half of the results.
+        end: the groups after a run, without arrays.
         created: the state that a run has created and that must exist before the loop.
     """
 
@@ -140,7 +143,10 @@ class LoopBody:
     ):
         self.fn, self.static = fn, static
         self._kind, self._out_axes, self._trees, self._units = kind, out_axes, trees, units
-        self.carry, self._carry_tree = jax.tree.flatten(units.values_with_role(CARRY))
+        leaves, self._carry_tree = jax.tree.flatten(units.values_with_role(CARRY))
+        # JAX carries no references; all iterations use the same ones.
+        self._refs = [x if isinstance(x, jax.Ref) else None for x in leaves]
+        self.carry = _without_refs(leaves)
         self.xs, self._xs_tree = jax.tree.flatten(
             [_move_axis_to_front(v, r) for v, r in units.pairs() if _is_sliced(r)]
         )
@@ -148,7 +154,7 @@ class LoopBody:
 
     def inside(self, carry: list[Any], xs: object) -> Units:
         """Returns the state with which an iteration begins."""
-        sliced, carried = self._xs_tree.unflatten(xs), self._carry_tree.unflatten(carry)
+        sliced, carried = self._xs_tree.unflatten(xs), self._carried(carry)
         return _with_slices(self._units, sliced).with_role_replaced(CARRY, carried)
 
     def __call__(self, carry: list[Any], xs: object) -> Any:
@@ -157,7 +163,7 @@ class LoopBody:
         pure_args = units.pure_args(self.static)
         results = call_pure(self._kind, self.fn, pure_args, self._out_axes)
         returned = result_units(pure_args, results, self._out_axes)
-        self.collected = results.static
+        self.collected, self.end = results.static, collected_groups(results)
         new = created_groups(self._kind, units, results)
         if new is not None:
             leaves, tree = jax.tree.flatten(new)
@@ -168,7 +174,7 @@ class LoopBody:
             if role is CARRY:
                 returned.values[i] = self._kind.union(before, after)
         self._check(units, returned, carry_structures(self._out_axes, results.packed))
-        new_carry = jax.tree.leaves(returned.values_with_role(CARRY))
+        new_carry = _without_refs(jax.tree.leaves(returned.values_with_role(CARRY)))
         ys, self._ys_tree = jax.tree.flatten([v for v, r in returned.pairs() if _is_sliced(r)])
         returned.values = [v if role is None else None for v, role in returned.pairs()]
         self._returned = returned
@@ -178,7 +184,7 @@ class LoopBody:
     def changes(self, is_read: Sequence[bool]) -> CarryChanges:
         """Returns the changes by the last run, given which leaves of the carry it reads."""
         changed, read = (
-            self._carry_tree.unflatten(flags)
+            self._carried(flags, of_ref=lambda _: False)
             for flags in ([not is_same for is_same in self.same], is_read)
         )
         carried = self._units.indices_with_role(CARRY)
@@ -190,9 +196,23 @@ class LoopBody:
         changed, read = ([x for x, g in zip(of, is_group, strict=True) if g] for of in of_groups)
         return CarryChanges(self.static, self.collected.value, changed, read)
 
+    @property
+    def has_refs(self) -> bool:
+        """True if the carry has references."""
+        return any(ref is not None for ref in self._refs)
+
     def restart(self, units: Units) -> None:
         """Sets the initial values of the carry."""
-        self.carry = jax.tree.leaves(units.values_with_role(CARRY))
+        self.carry = _without_refs(jax.tree.leaves(units.values_with_role(CARRY)))
+
+    def _carried(
+        self, leaves: Iterable[Any], of_ref: Callable[[Any], Any] = lambda ref: ref
+    ) -> list[Any]:
+        """Returns the carried values from their leaves without references."""
+        rest = iter(leaves)
+        return self._carry_tree.unflatten(
+            next(rest) if ref is None else of_ref(ref) for ref in self._refs
+        )
 
     def results(self, carry: list[Any], ys: list[Any], runs: bool = True) -> PureResults:
         """Returns the results of the loop; unchanged leaves of the carry are the initial values."""
@@ -205,7 +225,7 @@ class LoopBody:
             for b, a, is_same in zip(self.carry, carry, self.same, strict=True)
         ]
         stacked = _with_slices(self._returned, self._ys_tree.unflatten(ys), stacked=True)
-        merged = stacked.with_role_replaced(CARRY, self._carry_tree.unflatten(carry))
+        merged = stacked.with_role_replaced(CARRY, self._carried(carry))
         return PureResults(collected, *merged.packed())
 
     def _check(self, units: Units, returned: Units, trees: CarryStructures) -> None:
@@ -261,6 +281,10 @@ def _zeros_like_slice(x: Any) -> Any:
         data = jnp.zeros_like(jax.random.key_data(x), shape=jax.random.key_data(x).shape[1:])
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jnp.zeros_like(x, shape=x.shape[1:])
+
+
+def _without_refs(leaves: Iterable[Any]) -> list[Any]:
+    return [x for x in leaves if not isinstance(x, jax.Ref)]
 
 
 def _is_sliced(role: Role) -> bool:
@@ -335,6 +359,11 @@ def _check_carry(
     ):
         pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
         for number, (old, new) in enumerate(pairs):
+            if isinstance(old, jax.Ref) and old is not new:
+                raise CarryStructureError(
+                    f"{transformation}: the body replaces the reference at "
+                    f"{units.location(kind, static, i, number)}; write its value instead."
+                )
             old_type, new_type = jax.typeof(old), jax.typeof(new)
             # Python numbers have weak types, which `jax.lax.scan` promotes.
             same_dtype = old_type.dtype == new_type.dtype or old_type.weak_type

@@ -46,10 +46,15 @@ class TracedFunction:
         leaves, tree = jax.tree.flatten(args)
         trees: list[Any] = []
 
+        # JAX returns no references: their numbers among the results, and among the arguments.
+        self._refs: dict[int, int] = {}
+
         def of_leaves(*leaves: object) -> list[Any]:
             outputs, out_tree = jax.tree.flatten(fn(*tree.unflatten(leaves)))
             trees.append(out_tree)
-            return outputs
+            given = {id(x): i for i, x in enumerate(leaves) if isinstance(x, jax.Ref)}
+            self._refs = {n: given[id(x)] for n, x in enumerate(outputs) if id(x) in given}
+            return [0 if n in self._refs else x for n, x in enumerate(outputs)]
 
         with jax.disable_jit(False):
             self._closed = jax.make_jaxpr(named_after(named, of_leaves))(*leaves)
@@ -58,7 +63,11 @@ class TracedFunction:
     @property
     def shapes(self) -> Any:
         """Returns the result, with types in place of arrays."""
-        return self._tree.unflatten(self._closed.out_avals)
+        return self._with_refs(self._closed.out_avals, self._closed.in_avals)
+
+    def _with_refs(self, results: Sequence[Any], given: Sequence[Any]) -> Any:
+        of = self._refs
+        return self._tree.unflatten(given[of[n]] if n in of else x for n, x in enumerate(results))
 
     def __call__(self, *args: object) -> Any:
         """Returns the result. Without jit, runs the function again, so that it can be debugged."""
@@ -66,7 +75,7 @@ class TracedFunction:
             return self._fn(*args)
         consts = self._closed.consts
         leaves = jax.tree.leaves(args)
-        return self._tree.unflatten(jax.core.eval_jaxpr(self._closed.jaxpr, consts, *leaves))
+        return self._with_refs(jax.core.eval_jaxpr(self._closed.jaxpr, consts, *leaves), leaves)
 
     def used(self, outputs: Sequence[int], *args: object) -> tuple[Any, ...]:
         """Returns for each array of the arguments whether the given leaves depend on it."""
@@ -312,14 +321,29 @@ def _created_later_error(
     )
 
 
-def with_initial_values(kind: Kind, results: PureResults, made: list[Any]) -> PureResults:
-    """Returns the results of a loop, with the initial values of state created before it."""
-    before = iter(made)
-    state_nodes = [
-        StateNode(tuple(kind.initial_values(next(before), group) for group in state_node.groups))
-        for state_node in results.state_nodes
-    ]
-    return results._replace(state_nodes=state_nodes)
+def final_results(
+    kind: Kind, results: PureResults, made: list[Any], *ends: list[Any]
+) -> PureResults:
+    """Returns the results of a loop or of branches.
+
+    Args:
+        made: the initial values of each group's state that was created before.
+        ends: the groups after the body or each branch, see `collected_groups`.
+    """
+    rest = zip(made, *ends, strict=True)
+
+    def final(group: Any) -> Any:
+        created, *of_runs = next(rest)
+        return kind.final_group(created, group, of_runs)
+
+    nodes = [StateNode(tuple(map(final, node.groups))) for node in results.state_nodes]
+    return results._replace(state_nodes=nodes)
+
+
+def collected_groups(results: PureResults) -> list[Any]:
+    """Returns all groups of the input carriers, with True in place of arrays."""
+    groups = [group for state_node in results.state_nodes for group in state_node.groups]
+    return jax.tree.map(lambda _: True, groups)
 
 
 def groups_before_and_after(units: Units, results: PureResults) -> list[tuple[Any, Any, Any]]:

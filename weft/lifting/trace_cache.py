@@ -4,7 +4,8 @@ JAX identifies a function by identity, so a function redefined at each call is r
 call. Here, two functions are equal if they have the same code, and the values in their closures,
 defaults and globals are equal. A value that cannot be compared safely (a mutable array, a tracer, a
 mutable object) makes a function equal only to itself: recompiling is better than reusing another
-function's values.
+function's values. While a library replaces JAX's products, as for quantization, nothing is shared
+with traces from before.
 
 Outside of `jax.jit`, a loop or a branch runs in a `jax.jit` for this reason, with static values as
 structure; inside of another trace, this has no effect. An output that is an unchanged input is
@@ -31,6 +32,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from weft.lifting.kind import Static, Units
@@ -57,6 +59,24 @@ class IdentityKey:
         return id(self.value)
 
 
+def _products() -> tuple[Callable[..., Any], ...]:
+    return jax.lax.dot_general, jax.lax.conv_general_dilated, jnp.einsum, jnp.dot
+
+
+_PRODUCTS = _products()
+_CODES = tuple(fn.__code__ for fn in _PRODUCTS[:3])
+
+
+def _replaced_products() -> tuple[IdentityKey, ...]:
+    """Returns the identity of JAX's products if a library of quantization replaces one now."""
+    now: tuple[Any, ...] = _products()
+    if now == _PRODUCTS:
+        now = now[0].__code__, now[1].__code__, now[2].__code__
+        if now == _CODES:
+            return ()
+    return tuple(map(IdentityKey, now))
+
+
 _MAX_CACHED = 512
 _cache: OrderedDict[Hashable, Any] = OrderedDict()
 
@@ -64,7 +84,7 @@ _cache: OrderedDict[Hashable, Any] = OrderedDict()
 def cached_for_equal_functions(parts: object, make: Callable[[], T]) -> T:
     """Returns the cached object of equal `parts`, all its inputs, or `make()`."""
     try:
-        key = _constant_key(parts, ())
+        key = _constant_key(parts, ()), _replaced_products()
     except _Incomparable:
         return make()
     if key in _cache:
@@ -81,10 +101,14 @@ class LazyCached(Generic[T]):
 
     def __init__(self, parts: object, make: Callable[[], T]):
         self._parts, self._make = parts, make
+        self._found: dict[Hashable, T] = {}
 
-    @functools.cached_property
+    @property
     def value(self) -> T:
-        return cached_for_equal_functions(self._parts, self._make)
+        replaced = _replaced_products()
+        if replaced not in self._found:
+            self._found = {replaced: cached_for_equal_functions(self._parts, self._make)}
+        return self._found[replaced]
 
 
 def value_key(value: object) -> Hashable:
@@ -313,19 +337,19 @@ def jit_by_structure(
     result. `fns` are the user's functions that `pure` calls, and `options` its other dependencies.
     """
 
-    # Takes leaves instead of trees, since JAX flattens its arguments repeatedly.
-    @large_frame
-    def of_leaves(structure: Static, leaves: list[Any], *arrays: object) -> tuple[Any, Static]:
-        static, layout, trees = structure.value
-        rest = map(_unwrap_leaf, leaves)
-        values = [tree.unflatten(itertools.islice(rest, tree.num_leaves)) for tree in trees]
-        results, tree = jax.tree.flatten(pure(static, Units(layout, values), *arrays))
-        given = {id(x): i for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
-        kept = {i: given[id(x)] for i, x in enumerate(results) if id(x) in given}
-        changed = [x for i, x in enumerate(results) if i not in kept]
-        return changed, Static((tree, tuple(kept.items())))
-
     def make() -> Callable[..., Any]:
+        # Takes leaves instead of trees, since JAX flattens its arguments repeatedly.
+        @large_frame
+        def of_leaves(structure: Static, leaves: list[Any], *arrays: object) -> tuple[Any, Static]:
+            static, layout, trees = structure.value
+            rest = map(_unwrap_leaf, leaves)
+            values = [tree.unflatten(itertools.islice(rest, tree.num_leaves)) for tree in trees]
+            results, tree = jax.tree.flatten(pure(static, Units(layout, values), *arrays))
+            given = {id(x): i for i, x in enumerate(leaves) if isinstance(x, jax.Array | jax.Ref)}
+            kept = {i: given[id(x)] for i, x in enumerate(results) if id(x) in given}
+            changed = [x for i, x in enumerate(results) if i not in kept]
+            return changed, Static((tree, tuple(kept.items())))
+
         named = fns[-1] if isinstance(fns, tuple) else fns
         return jax.jit(named_after(named, of_leaves), inline=True)
 
@@ -358,7 +382,7 @@ class _IgnoredStatic(Static):
 
 
 def _ignore_static(x: object) -> Any:
-    if isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+    if isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | jax.Ref):
         return x
     return _IgnoredStatic(x if isinstance(x, Hashable) else IdentityKey(x))
 

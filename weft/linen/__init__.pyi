@@ -49,6 +49,11 @@ from weft.linen.conv import Conv as Conv, ConvLocal as ConvLocal, ConvTranspose 
 from weft.linen.layers import (
     BatchApply as BatchApply, Dropout as Dropout, PReLU as PReLU, Sequential as Sequential,
 )
+from weft.linen.fp8_ops import (
+    Fp8DirectDotGeneralOp as Fp8DirectDotGeneralOp, Fp8DotGeneral as Fp8DotGeneral,
+    Fp8DotGeneralOp as Fp8DotGeneralOp, Fp8Einsum as Fp8Einsum,
+    NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp,
+)
 from weft.linen.linear import (
     Dense as Dense, DenseGeneral as DenseGeneral, Einsum as Einsum, Embed as Embed,
 )

@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from weft import functional
-from weft.errors import ArgumentValueError
+from weft.errors import ArgumentValueError, warn_deprecated
 from weft.functional import attention
 from weft.functional.arrays import promote_dtype
 from weft.functional.attention_mask import combine_masks
@@ -232,7 +232,7 @@ class MultiHeadDotProductAttention(Module):
         Args:
             inputs_k: input of the keys; by default `inputs_q`.
             inputs_v: input of the values; by default `inputs_k`.
-            inputs_kv: alternative to `inputs_k`, for both keys and values.
+            inputs_kv: deprecated alternative to `inputs_k`, for both keys and values.
             mask: nonzero where a query may attend to a key.
             deterministic: see the attribute; with dropout, exactly one of the two must be set.
             dropout_rng: key to use instead of the stream `dropout`.
@@ -299,6 +299,7 @@ class MultiHeadDotProductAttention(Module):
         self, inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None, both: Array | None
     ) -> tuple[Array, Array]:
         if both is not None:
+            warn_deprecated("inputs_kv", "give inputs_k, and inputs_v if it is another", frames=3)
             if inputs_k is not None or inputs_v is not None:
                 raise ArgumentValueError(
                     f"{_shown(self)} was given both inputs_kv and inputs_k or inputs_v; give "
@@ -380,17 +381,7 @@ class MultiHeadAttention(MultiHeadDotProductAttention):
 
 
 class SelfAttention(MultiHeadDotProductAttention):
-    """Self-attention, with the attributes of `MultiHeadDotProductAttention`.
-
-    Example:
-        >>> import jax
-        >>> from weft import linen as nn
-        >>> x = jnp.ones((1, 5, 8))
-        >>> layer = nn.SelfAttention(num_heads=2)
-        >>> mask = nn.make_causal_mask(x[..., 0])
-        >>> layer.init_with_output(jax.random.key(0), x, mask)[0].shape
-        (1, 5, 8)
-    """
+    """Self-attention; deprecated: call `MultiHeadDotProductAttention` with one input."""
 
     @compact
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -401,6 +392,9 @@ class SelfAttention(MultiHeadDotProductAttention):
         dropout_rng: Any = None,
         sow_weights: bool = False,
     ) -> Float[Array, "*batch length out_features"]:
+        warn_deprecated(
+            "SelfAttention", "call MultiHeadDotProductAttention with inputs_q", frames=2
+        )
         return super().__call__(
             inputs_q,
             mask=mask,

@@ -1,6 +1,7 @@
 """Derivatives of functions of modules.
 
-`variables` and `rngs` select the collections and PRNG streams that a function sees.
+`variables` and `rngs` select the collections and PRNG streams that a function sees. A bound method
+`self.method` is called as `method(module, ...)`, except for custom rules.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,13 @@ import numpy as np
 from weft.core import lift
 from weft.core.filters import Filter, in_filter
 from weft.lifting.signature import check_argnums
-from weft.linen.module_kind import ModuleState, commit_counters, merge_modules, split_modules
+from weft.linen.module_kind import (
+    ModuleState,
+    commit_counters,
+    merge_modules,
+    split_modules,
+    unbound,
+)
 
 Fn = Callable[..., Any]
 Path = tuple[str, ...]
@@ -109,6 +116,7 @@ def vjp(
         The result, a function from its cotangent to the gradients of the module's collections and
         of each argument, and with `has_aux` the auxiliary output.
     """
+    fn = unbound(fn)
     splitter, module_state, primals, _ = split_modules((fn,), mdl, primals)
     value, pullback, *aux = lift.vjp(
         merge_modules(fn),
@@ -143,6 +151,7 @@ def value_and_grad(
     Returns:
         The scalar result (with `has_aux`, the pair) and a tuple with the gradient of each argument.
     """
+    fn = unbound(fn)
     splitter, module_state, primals, _ = split_modules((fn,), mdl, primals)
     options = {"has_aux": has_aux, "reduce_axes": reduce_axes, "variables": variables, "rngs": rngs}
     *value, grads = lift.value_and_grad(merge_modules(fn), module_state, *primals, **options)
@@ -171,6 +180,7 @@ def jvp(
         variable_tangents: tangents of variables, by collection; for several modules, a tree of such
             dicts. All other tangents are zero.
     """
+    fn = unbound(fn)
     splitter, module_state, primals, _ = split_modules((fn,), mdl, tuple(primals))
     given = module_state.target_structure().flatten_up_to(variable_tangents)
     cols = sorted({col for of_module in given for col in _nonempty_collections(of_module)})

@@ -1,6 +1,7 @@
 """Loops and branches over functions of modules.
 
-`variables` and `rngs` select the collections and PRNG streams that a function sees.
+`variables` and `rngs` select the collections and PRNG streams that a function sees. A bound method
+`self.method` is called as `method(module, ...)`, with the module inside of the transformation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +9,7 @@ from typing import Any
 
 from weft.core import lift
 from weft.core.filters import Filter
-from weft.linen.module_kind import commit_counters, merge_modules, split_modules
+from weft.linen.module_kind import commit_counters, merge_modules, split_modules, unbound
 from weft.typing import ArrayLike
 
 Fn = Callable[..., Any]
@@ -32,6 +33,7 @@ def while_loop(
         broadcast_variables: collections that all iterations share.
         split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
     """
+    cond_fn, body_fn = unbound(cond_fn), unbound(body_fn)
     splitter, module_state, (init,), _ = split_modules((body_fn, cond_fn), mdl, (init,))
     result = lift.while_loop(
         merge_modules(cond_fn, 1),
@@ -104,7 +106,7 @@ def cond(
         >>> sorted(Routed().init(jax.random.key(0), jnp.ones(3), True)["params"])
         ['one', 'other']
     """
-    fns = (true_fun, false_fun)
+    fns = (unbound(true_fun), unbound(false_fun))
     splitter, module_state, operands, _ = split_modules(fns, mdl, operands)
     lifted = (merge_modules(fn, i) for i, fn in enumerate(fns))
     result = lift.cond(pred, *lifted, module_state, *operands, variables=variables, rngs=rngs)
@@ -121,7 +123,7 @@ def switch(
     rngs: Filter = True,
 ) -> Any:
     """Applies `jax.lax.switch` to functions `branch(module, *operands)`; see `cond`."""
-    fns = tuple(branches)
+    fns = tuple(map(unbound, branches))
     splitter, module_state, operands, _ = split_modules(fns, mdl, operands)
     lifted = [merge_modules(fn, i) for i, fn in enumerate(fns)]
     result = lift.switch(index, lifted, module_state, *operands, variables=variables, rngs=rngs)

@@ -139,7 +139,7 @@ class Conv(_Conv):
     ) -> Array:
         make = self.conv_general_dilated_cls
         given = self.conv_general_dilated if make is None else make()
-        options = {**options, "conv_general_dilated": given or lax.conv_general_dilated}
+        options = {**options, "conv_general_dilated": given}
         return functional.conv(x, kernel, bias, groups=self.feature_group_count, **options)
 
 

@@ -115,18 +115,18 @@ def _wrap_getter(getter: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(getter)
     def get(self: ModuleVariables) -> Any:
-        RUNNING.modules.append(self)
+        RUNNING.module_stack.append(self)
         try:
             return getter(self)
         finally:
-            RUNNING.modules.pop()
+            RUNNING.module_stack.pop()
 
     return get
 
 
 def wrap_method(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the wrapper of a method that is called on modules."""
-    if getattr(fn, "nowrap", False) or getattr(fn, "is_wrapped", False):
+    if getattr(fn, "nowrap", False) or getattr(fn, "method_handler_wrapped", False):
         return fn
     is_compact = getattr(fn, "compact", False)
     name = fn.__name__
@@ -144,7 +144,7 @@ def wrap_method(fn: Callable[..., Any]) -> Callable[..., Any]:
         begins = is_compact and not state.in_compact
         if begins:
             state.begin_compact(self, name)
-        RUNNING.modules.append(self)
+        RUNNING.module_stack.append(self)
         try:
             with (
                 _named_scope(self, name),
@@ -158,11 +158,11 @@ def wrap_method(fn: Callable[..., Any]) -> Callable[..., Any]:
                 _capture(self, name, result)
             return result
         finally:
-            RUNNING.modules.pop()
+            RUNNING.module_stack.pop()
             if begins:
                 state.in_compact = False
 
-    call.is_wrapped = True  # pyright: ignore[reportAttributeAccessIssue]
+    call.method_handler_wrapped = True  # pyright: ignore[reportAttributeAccessIssue]
     return call
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, dataclass_transform
 
 from weft import core
+from weft.configurations import config
 from weft.core.filters import Filter, union_filters
 from weft.core.frozen_dict import FrozenDict
 from weft.core.rngs import RngKeys
@@ -215,6 +216,13 @@ class Module(ModuleVariables):
         elif parent is not None:
             raise InvalidParentModuleError(type(self).__name__, parent)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_parent_ref" in state:  # pickled by Flax
+            init = {f.name for f in dataclasses.fields(self) if f.init}
+            self.__init__(**{name: state[name] for name in init & state.keys()}, parent=None)
+        else:
+            vars(self).update(state)
+
     # The tree.
 
     def setup(self) -> None:
@@ -272,7 +280,10 @@ class Module(ModuleVariables):
         if id(module) not in adopted:
             is_new = isinstance(module.parent, Module)  # made in a `setup` that runs
             adopted[id(module)] = module, module if is_new else module.clone()
-            self._attach(adopted[id(module)][1], name)
+            # `getattr` of the module itself would run its `setup`.
+            default = getattr(type(self), _KEEPS_NAMES, config.flax_preserve_adopted_names)
+            keep = vars(self).get(_KEEPS_NAMES, default)
+            self._attach(adopted[id(module)][1], (keep and name_of(module)) or name)
         return adopted[id(module)][1]
 
     def _run_setup(self) -> None:
@@ -280,7 +291,7 @@ class Module(ModuleVariables):
         scope: Any = self.scope
         if type(self).setup is not Module.setup:
             state.setup = SetupProgress.RUNS
-            RUNNING.modules.append(self)
+            RUNNING.module_stack.append(self)
             scope.free_names(state.own_names)
             try:
                 self.setup()
@@ -288,7 +299,7 @@ class Module(ModuleVariables):
                 state.setup = SetupProgress.DUE
                 raise
             finally:
-                RUNNING.modules.pop()
+                RUNNING.module_stack.pop()
                 scope.take_names(state.own_names)
         state.setup = SetupProgress.DONE
         if not state.own_names and (names := scope.names()):
@@ -596,6 +607,7 @@ class Module(ModuleVariables):
 
 
 _HOLDERS = (Module, list, tuple, dict)
+_KEEPS_NAMES = "preserve_adopted_names"
 
 
 def _check_instance(x: object, method: str) -> None:

@@ -3,7 +3,8 @@
 The scopes of modules cross as leaves of a pytree. Its structure contains the modules' classes and
 fields; two modules are equal if they compute the same, wherever they are in their trees. Inside,
 new modules are created on the inner scopes. Modules in a function's closure cross too and
-temporarily hold the inner scopes during the call.
+temporarily hold the inner scopes during the call. Variables in arguments and fields cross like
+modules. A module that is not bound crosses with an empty scope, and is not bound inside.
 """
 
 import contextlib
@@ -20,7 +21,6 @@ from weft.core.scope import Names, Scope, Variable
 from weft.errors import (
     TransformArgumentError,
     TransformedMethodReturnValueError,
-    UnboundModuleError,
 )
 from weft.lifting.trace_cache import IdentityKey, value_key
 from weft.linen.module import Module, is_module, map_submodules
@@ -31,7 +31,7 @@ from weft.struct import child_names
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class ModuleRef:
-    """Placeholder of a module in arguments and fields while it crosses."""
+    """Placeholder of a module or a variable in arguments and fields while it crosses."""
 
     index: int
 
@@ -43,18 +43,22 @@ class TransformToken:
     """Identity of a transformed class, to mark modules inside of its transformation."""
 
 
-class _ModuleSpec(NamedTuple):
-    """Module without its scope; `path` is set only where it matters, see `state.PATH_READERS`."""
+class _Spec(NamedTuple):
+    """Module or variable without its scope.
 
-    cls: type[Module]
+    `path` is set only where it matters, see `state.PATH_READERS`.
+    """
+
+    cls: type[Any]
     fields: dict[str, Any]
-    name: str | None
-    path: tuple[str, ...] | None
-    in_compact: bool
-    place: str | None
-    counters: dict[str, int]
-    transform_tokens: frozenset[TransformToken]
-    own_names: Names
+    is_bound: bool = True
+    name: str | None = None
+    path: tuple[str, ...] | None = None
+    in_compact: bool = False
+    place: str | None = None
+    counters: dict[str, int] = {}
+    transform_tokens: frozenset[TransformToken] = frozenset()
+    own_names: Names = {}
 
 
 class ModuleDef:
@@ -66,7 +70,7 @@ class ModuleDef:
     """
 
     def __init__(
-        self, specs: Sequence[_ModuleSpec], target: object, captured: Any, options: dict[str, Any]
+        self, specs: Sequence[_Spec], target: object, captured: Any, options: dict[str, Any]
     ):
         self.specs = specs
         self.target = target
@@ -77,6 +81,7 @@ class ModuleDef:
                 (
                     p.cls,
                     tuple((name, _field_key(value)) for name, value in p.fields.items()),
+                    p.is_bound,
                     p.path,
                     p.in_compact,
                     p.place,
@@ -133,15 +138,18 @@ class ModuleState:
         """Returns the structure of the function's first argument."""
         return jax.tree.structure(self.module_def.target, is_leaf=_is_module_ref)
 
-    def modules(self) -> list[Module]:
-        """Creates the modules on the scopes."""
-        made: dict[int, Module] = {}
+    def modules(self) -> list[Any]:
+        """Creates the modules and variables on the scopes."""
+        made: dict[int, Any] = {}
 
-        def module(i: int) -> Module:
+        def module(i: int) -> Any:
             if i not in made:
-                p = self.module_def.specs[i]
+                p, scope = self.module_def.specs[i], self.scopes[i]
                 fields = {name: _replace_refs(value, module) for name, value in p.fields.items()}
-                made[i] = p.cls(**fields, parent=self.scopes[i], name=p.name)
+                if issubclass(p.cls, Variable):
+                    made[i] = p.cls(scope, **fields)
+                    return made[i]
+                made[i] = p.cls(**fields, parent=scope if p.is_bound else None, name=p.name)
                 made[i]._state.resume(
                     made[i], p.in_compact, p.place, p.counters, p.transform_tokens, p.own_names
                 )
@@ -153,7 +161,7 @@ class ModuleState:
         return [module(i) for i in range(len(self.scopes))]
 
 
-def _replace_refs(value: object, module: Callable[[int], Module]) -> Any:
+def _replace_refs(value: object, module: Callable[[int], Any]) -> Any:
     return map_submodules(lambda _, ref: module(ref.index), value, _is_module_ref)
 
 
@@ -161,59 +169,72 @@ def _is_module_ref(x: object) -> bool:
     return isinstance(x, ModuleRef)
 
 
+def _crosses(x: object) -> bool:
+    return isinstance(x, Module | Variable)
+
+
 class ModuleSplitter:
-    """Extractor of modules from the arguments of a lifted function."""
+    """Extractor of modules and variables from the arguments of a lifted function."""
 
     def __init__(self, target: object, token: TransformToken | None) -> None:
-        self.modules: list[Module] = []
+        self.modules: list[Any] = []
+        self.scopes: list[Scope] = []
         self._target = target
         self._token = token
         self._refs: dict[int, ModuleRef] = {}
-        self._specs: list[_ModuleSpec | None] = []
+        self._specs: list[_Spec | None] = []
 
-    def ref(self, module: Module) -> ModuleRef:
-        """Adds a module and those in its fields; raises UnboundModuleError if it is not bound."""
-        if module.scope is None:
-            raise UnboundModuleError("a lifted function was called", type(module).__name__)
-        if id(module) not in self._refs:
-            self._refs[id(module)] = ref = ModuleRef(len(self.modules))
-            self.modules.append(module)
+    def ref(self, x: Module | Variable[Any]) -> ModuleRef:
+        """Adds a module, with those in its fields, or a variable."""
+        if id(x) not in self._refs:
+            self._refs[id(x)] = ref = ModuleRef(len(self.modules))
+            self.modules.append(x)
+            self.scopes.append(Scope({}) if x.scope is None else x.scope)
             self._specs.append(None)
-            fields = {
-                name: map_submodules(lambda _, m: self.ref(m), getattr(module, name), is_module)
-                for name in module._field_names
-            }
-            state = module._state
-            self._specs[ref.index] = _ModuleSpec(
-                type(module),
-                fields,
-                name_of(module),
-                module.scope.path if type(module) in PATH_READERS else None,
-                state.in_compact,
-                state.place.name if state.place else None,
-                dict(state.counters),
-                state.transform_tokens | {self._token}
-                if self._token is not None and module is self._target
-                else state.transform_tokens,
-                state.own_names,
-            )
-        return self._refs[id(module)]
+            self._specs[ref.index] = self._spec(x)
+        return self._refs[id(x)]
+
+    def _spec(self, x: Module | Variable[Any]) -> _Spec:
+        if isinstance(x, Variable):
+            return _Spec(type(x), {name: of for name, of in vars(x).items() if name != "scope"})
+        fields = {
+            name: map_submodules(lambda _, inner: self.ref(inner), getattr(x, name), _crosses)
+            for name in x._field_names
+        }
+        state = x._state
+        tokens = state.transform_tokens
+        if self._token is not None and x is self._target:
+            tokens |= {self._token}
+        if x.scope is None:
+            return _Spec(type(x), fields, False, name_of(x), transform_tokens=tokens)
+        return _Spec(
+            type(x),
+            fields,
+            True,
+            name_of(x),
+            x.scope.path if type(x) in PATH_READERS else None,
+            state.in_compact,
+            state.place.name if state.place else None,
+            dict(state.counters),
+            tokens,
+            state.own_names,
+        )
 
     def refs(self, tree: Any) -> Any:
-        """Returns a tree of arguments with refs in place of modules."""
-        if is_module(tree):
+        """Returns a tree of arguments with refs in place of modules and variables."""
+        if _crosses(tree):
             return self.ref(tree)
-        leaves, structure = jax.tree.flatten(tree, is_leaf=is_module)
-        if not any(map(is_module, leaves)):
+        leaves, structure = jax.tree.flatten(tree, is_leaf=_crosses)
+        if not any(map(_crosses, leaves)):
             return tree
-        return structure.unflatten([self.ref(x) if is_module(x) else x for x in leaves])
+        return structure.unflatten([self.ref(x) if _crosses(x) else x for x in leaves])
 
     def module_state(
         self, target: object, captured: Sequence[tuple[ModuleRef, ...]], options: dict[str, Any]
     ) -> ModuleState:
         """Returns the module_state of all added modules."""
         module_def = ModuleDef(self._specs, target, tuple(captured), options)  # pyright: ignore[reportArgumentType]
-        return ModuleState(module_def, [module.scope for module in self.modules])
+        return ModuleState(module_def, self.scopes)
 
 
 def merge_modules(
@@ -237,21 +258,23 @@ def merge_modules(
                 is_leaf=_is_module_ref,
             )
             first = jax.tree.leaves(target, is_leaf=is_module)[0]
-            RUNNING.modules.append(first)
+            RUNNING.module_stack.append(None if first.scope is None else first)
             RUNNING.lifted += 1
             try:
                 result = fn(target, *args, **kwargs, **module_def.options)
             finally:
                 RUNNING.lifted -= 1
-                RUNNING.modules.pop()
+                RUNNING.module_stack.pop()
             # JAX may reuse a trace without calling the function, so this leaves with the results.
             module_state.scopes[0].left_counts = frozenset(
                 ((i, name), n)
                 for i, module in enumerate(modules)
+                if is_module(module)
                 for name, n in module._state.counters.items()
             )
         for module in inner:
-            module._end_scope()
+            if is_module(module) and module.scope is not None:
+                module._end_scope()
         leaves = jax.tree.leaves(result, is_leaf=is_module)
         if any(isinstance(x, Module | Scope | Variable) for x in leaves):
             name = getattr(fn, "__name__", "the function")
@@ -330,6 +353,11 @@ def _replace_attributes(module: Module, held: dict[str, Any]) -> None:
     vars(module).update(held)
 
 
+def unbound(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function of a module's bound method, to be called with the module inside."""
+    return fn.__func__ if isinstance(fn, MethodType) and is_module(fn.__self__) else fn
+
+
 def split_modules(
     fns: Sequence[Callable[..., Any]],
     target: object,
@@ -373,9 +401,8 @@ def _check_target(fn: object, target: object) -> None:
 
 def commit_counters(splitter: ModuleSplitter) -> None:
     """Updates the outer modules' numbers of named submodules after a lifted function."""
-    counters: list[dict[str, int]] = [{} for _ in splitter.modules]
-    scope: Any = splitter.modules[0].scope
-    for (i, name), n in scope.left_counts:
-        counters[i][name] = n
-    for module, of_module in zip(splitter.modules, counters, strict=True):
-        module._state.update_counters(of_module)
+    counters: dict[int, dict[str, int]] = {}
+    for (i, name), n in splitter.scopes[0].left_counts:
+        counters.setdefault(i, {})[name] = n
+    for i, of_module in counters.items():
+        splitter.modules[i]._state.update_counters(of_module)

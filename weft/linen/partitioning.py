@@ -12,13 +12,16 @@ from typing import Any, Self
 from jax.sharding import PartitionSpec
 
 from weft import struct
-from weft.core import meta
+from weft.core import lift, meta
 from weft.core.axis_rules import get_logical_axis_rules, logical_axis_rules, set_logical_axis_rules
 from weft.core.axis_rules import get_logical_axis_rules as get_axis_rules
 from weft.core.axis_rules import logical_axis_rules as axis_rules
 from weft.core.axis_rules import set_logical_axis_rules as set_axis_rules
 from weft.core.filters import Filter, union_filters
 from weft.core.frozen_dict import FrozenDict, unfreeze
+from weft.core.lift import In as ScanIn
+from weft.core.lift import Out as ScanOut
+from weft.core.lift.transforms import VariableAxis, axis_number
 from weft.core.logical import (
     LogicallyPartitioned,
     RulesFallback,
@@ -39,6 +42,8 @@ __all__ = [
     "LogicallyPartitioned",
     "PartitionedVariable",
     "RulesFallback",
+    "ScanIn",
+    "ScanOut",
     "axis_rules",
     "get_axis_names",
     "get_axis_rules",
@@ -262,7 +267,7 @@ def get_axis_names(axes_metadata: object) -> FrozenDict:
 
 def scan_with_axes(
     target: object,
-    variable_axes: Mapping[Any, int] = {},
+    variable_axes: Mapping[Any, VariableAxis] = {},
     variable_broadcast: Filter = False,
     variable_carry: Filter = False,
     split_rngs: Mapping[Any, bool] = {},
@@ -284,8 +289,11 @@ def scan_with_axes(
     """
     names = {f"{name}_axes": variable_axes.get(name) for name in axes_collections}
     mapped = {name: axis for name, axis in names.items() if axis is not None}
-    return transforms.scan(
+    return transforms.transformed(
+        "Map_variables" * len(mapped) + "Scan",  # the class names of Flax, which name submodules
+        lift.scan,
         target,
+        methods,
         variable_axes={**variable_axes, **mapped},
         variable_broadcast=union_filters(variable_broadcast, [n for n in names if n not in mapped]),
         variable_carry=variable_carry,
@@ -297,13 +305,12 @@ def scan_with_axes(
         unroll=unroll,
         data_transform=data_transform,
         metadata_params={meta.PARTITION_NAME: axis_name},
-        methods=methods,
     )
 
 
 def vmap_with_axes(
     target: object,
-    variable_axes: Mapping[Any, int | None],
+    variable_axes: Mapping[Any, VariableAxis],
     split_rngs: Mapping[Any, bool] = {},
     in_axes: object = 0,
     out_axes: object = 0,
@@ -332,9 +339,10 @@ def vmap_with_axes(
         spmd_axis_name=spmd_axis_name,
         methods=methods,
     )
-    for name, of_axis in partitioning_axis_names.items():
-        axes = {f"{name}_axes": variable_axes.get(name)}
-        mapped = transforms.add_metadata_axis(mapped, axes, {meta.PARTITION_NAME: of_axis})
+    for name in [name for name in partitioning_axis_names if name in variable_axes]:
+        params = {meta.PARTITION_NAME: partitioning_axis_names[name]}
+        axes = {f"{name}_axes": axis_number(variable_axes[name])}
+        mapped = transforms.add_metadata_axis(mapped, axes, params)
     return mapped
 
 
@@ -362,13 +370,15 @@ def remat(
         [1.0, 1.0, 1.0]
     """
     numbers = (static_argnums,) if isinstance(static_argnums, int) else static_argnums
-    return transforms.remat(
+    return transforms.transformed(
+        "Core_remat_static",
+        lift.remat,
         target,
+        methods,
         variables=variables,
         rngs=rngs,
         concrete=concrete,
         prevent_cse=prevent_cse,
         static_argnums=tuple(n + 1 if n >= 0 else n for n in numbers),
         policy=policy,
-        methods=methods,
     )

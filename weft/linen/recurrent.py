@@ -103,6 +103,7 @@ class SimpleCell(_Cell):
     `h' = act(i(x) + h(h))`, with the submodules `i` and `h`.
 
     Attributes:
+        features: width of the first state; a state of another width determines that of the maps.
         kernel_init, recurrent_kernel_init: initializers of the kernels of input and state.
         dtype: dtype of the computation; by default promoted from inputs and parameters.
         param_dtype: dtype of the parameters and of the first state.
@@ -129,7 +130,7 @@ class SimpleCell(_Cell):
 
     @compact
     def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
-        of_input, of_state = linear_maps(self)
+        of_input, of_state = linear_maps(self, carry)
         new = of_input(name="i")(inputs) + of_state(name="h")(carry)
         carry = self.activation_fn(new + carry if self.residual else new)
         return carry, carry
@@ -151,7 +152,7 @@ class GRUCell(_GatedCell):
 
     @compact
     def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
-        of_input, of_state = linear_maps(self)
+        of_input, of_state = linear_maps(self, carry)
         new_of_state = of_state(use_bias=True, bias_init=self.bias_init, name="hn")
         carry = gru_step(
             carry,
@@ -195,7 +196,7 @@ class MGUCell(_Cell):
     @compact
     def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
         new_bias = self.activation_bias_init
-        of_input, of_state = linear_maps(self, self.forget_bias_init)
+        of_input, of_state = linear_maps(self, carry, self.forget_bias_init)
         new_of_input = of_input(bias_init=new_bias, name="in")
         new_of_state = of_state(use_bias=self.reset_gate, bias_init=new_bias, name="hn")
         carry = mgu_step(
@@ -210,16 +211,18 @@ class MGUCell(_Cell):
 
 
 def linear_maps(
-    cell: Any, bias_init: Initializer | None = None
+    cell: Any, state: State, bias_init: Initializer | None = None
 ) -> tuple[Callable[..., Dense], Callable[..., Dense]]:
     """Returns factories of the linear maps of the input, which have a bias, and of the state.
+
+    Their width is that of the state, which may differ from the `features` of the cell.
 
     Raises:
         ArgumentValueError: if `features` is not a positive integer.
     """
     functional.check_sizes(type(cell).__name__, features=cell.features)
     dense = functools.partial(
-        Dense, features=cell.features, dtype=cell.dtype, param_dtype=cell.param_dtype
+        Dense, features=state.shape[-1], dtype=cell.dtype, param_dtype=cell.param_dtype
     )
     return (
         functools.partial(
@@ -255,7 +258,7 @@ class LSTMCell(_MemoryCell, _GatedCell):
     def __call__(self, carry: Carry, inputs: Input) -> tuple[Carry, State]:
         """Computes one step from memory and output to the next, and returns the output again."""
         c, h = carry
-        of_input, of_state = linear_maps(self)
+        of_input, of_state = linear_maps(self, h)
         of_input = functools.partial(of_input, use_bias=False)
         of_state = functools.partial(of_state, use_bias=True, bias_init=self.bias_init)
         gates = [of_input(name=f"i{g}")(inputs) + of_state(name=f"h{g}")(h) for g in GATES]
@@ -282,11 +285,9 @@ class OptimizedLSTMCell(_MemoryCell, _GatedCell):
     def __call__(self, carry: Carry, inputs: Input) -> tuple[Carry, State]:
         functional.check_sizes(type(self).__name__, features=self.features)
         c, h = carry
-        params = functools.partial(
-            _LinearParams, features=self.features, param_dtype=self.param_dtype
-        )
-        of_input, of_state = self.kernel_init, self.recurrent_kernel_init
         size, width = inputs.shape[-1], h.shape[-1]
+        params = functools.partial(_LinearParams, features=width, param_dtype=self.param_dtype)
+        of_input, of_state = self.kernel_init, self.recurrent_kernel_init
         kernels = [params(kernel_init=of_input, name=f"i{g}")(size)[0] for g in GATES]
         maps = [
             params(kernel_init=of_state, bias_init=self.bias_init, name=f"h{g}")(width)

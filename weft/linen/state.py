@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
+from weft.configurations import config
 from weft.core.filters import DenyList
 from weft.core.scope import Scope, Variable
 from weft.errors import (
@@ -57,7 +58,7 @@ class Interceptor(Protocol):
 
 class _Running(threading.local):
     def __init__(self) -> None:
-        self.modules: "list[ModuleVariables | None]" = []
+        self.module_stack: "list[ModuleVariables | None]" = [None]
         self.interceptors: tuple[Interceptor, ...] = ()
         self.lifted = 0  # number of transformed functions being traced
 
@@ -66,7 +67,8 @@ class _Running(threading.local):
 
 
 RUNNING = _Running()
-_named_call: contextvars.ContextVar[bool] = contextvars.ContextVar("named_call", default=True)
+_named_call: contextvars.ContextVar[bool | None]
+_named_call = contextvars.ContextVar("named_call", default=None)
 
 
 # The classes whose modules read their path inside of a transformation. A trace of such a module is
@@ -77,7 +79,7 @@ PATH_READERS: "weakref.WeakSet[type[ModuleVariables]]" = weakref.WeakSet()
 def record_path_read(module: "ModuleVariables") -> None:
     """Records that a module reads its name or path."""
     if RUNNING.lifted:
-        PATH_READERS.update(type(m) for m in (module, *RUNNING.modules) if m is not None)
+        PATH_READERS.update(type(m) for m in (module, *RUNNING.module_stack) if m is not None)
 
 
 def name_of(module: "ModuleVariables") -> str | None:
@@ -100,17 +102,17 @@ class NameField:
 
 def current_module() -> "ModuleVariables | None":
     """Returns the module whose method runs, or None."""
-    return RUNNING.modules[-1] if RUNNING.modules else None
+    return RUNNING.module_stack[-1]
 
 
 @contextlib.contextmanager
 def without_parent() -> Iterator[None]:
     """Enters a context in which new modules have no parent."""
-    RUNNING.modules.append(None)
+    RUNNING.module_stack.append(None)
     try:
         yield
     finally:
-        RUNNING.modules.pop()
+        RUNNING.module_stack.pop()
 
 
 @contextlib.contextmanager
@@ -159,7 +161,8 @@ def call_interceptors(
 
 def named_call_enabled() -> bool:
     """Returns whether operations are named after their modules."""
-    return _named_call.get()
+    enabled = _named_call.get()
+    return config.flax_profile if enabled is None else enabled
 
 
 def enable_named_call() -> None:
@@ -344,6 +347,11 @@ class State:
             self._all_places().append((scope.push(place, reuse=True), dict(counters)))
         elif counters:
             self._places = [(None, dict(counters))]
+
+
+def untransformed(cls: Any) -> Any:
+    """Returns the class that was transformed to make a class, or the class itself."""
+    return vars(cls).get("_transforms", cls)
 
 
 T = TypeVar("T")

@@ -16,7 +16,12 @@ from weft.core.filters import Filter
 from weft.core.rngs import RngKeys
 from weft.linen import state
 from weft.linen.methods import compact, wrap_method
-from weft.linen.state import ALL_BUT_INTERMEDIATES, InterceptorContext, ModuleVariables
+from weft.linen.state import (
+    ALL_BUT_INTERMEDIATES,
+    InterceptorContext,
+    ModuleVariables,
+    untransformed,
+)
 
 Path = tuple[str, ...]
 
@@ -36,7 +41,7 @@ class RecordedCall:
 
     @property
     def title(self) -> str:
-        name = type(self.module).__name__
+        name = untransformed(type(self.module)).__name__
         return name if self.method == "__call__" else f"{name} ({self.method})"
 
 
@@ -102,7 +107,12 @@ def module_paths(
 ) -> dict[str, Any]:
     """Returns the result of `Module.module_paths`."""
     calls, _ = record_calls(module, rngs, args, kwargs, mutable, show_repeated)
-    return {"/".join(call.path): call.module for call in calls}
+    return {"/".join(call.path): _without_transforms(call.module) for call in calls}
+
+
+def _without_transforms(module: Any) -> Any:
+    fields = {name: getattr(module, name) for name in module._field_names}
+    return untransformed(type(module))(**fields, parent=None)
 
 
 def tabulate(

@@ -14,6 +14,7 @@ import jax
 
 from weft.core import lift, meta
 from weft.core.filters import Filter
+from weft.core.lift.transforms import VariableAxis
 from weft.errors import TransformArgumentError, TransformTargetError
 from weft.lifting.jit import Lowered
 from weft.lifting.signature import check_argnums
@@ -25,7 +26,7 @@ from weft.linen.module_kind import (
     merge_modules,
     split_modules,
 )
-from weft.linen.state import named_call_enabled
+from weft.linen.state import named_call_enabled, untransformed
 
 Methods = str | Collection[str] | Mapping[str, Mapping[str, Any]] | None
 Build = Callable[..., Callable[..., Any]]
@@ -36,10 +37,15 @@ def transformed(
 ) -> Any:
     """Returns a transformed module class or function; raises TransformTargetError for others.
 
+    Of a `functools.partial` of a class, the class is transformed.
+
     Args:
         build: `build(fn, **options)` is a function of `weft.core.lift`.
         methods: methods of a class to lift: names, or options by name; by default `__call__`.
     """
+    if isinstance(target, functools.partial) and isinstance(target.func, type):
+        cls = transformed(prefix, build, target.func, methods, **options)
+        return functools.partial(cls, *target.args, **target.keywords)
     if isinstance(target, type) and issubclass(target, Module):
         return _transform_class(prefix, build, target, methods, options)
     if isinstance(target, Module) or not callable(target):
@@ -76,7 +82,7 @@ def subclass(cls: type[Module], prefix: str, methods: dict[str, Any]) -> type[Mo
     """Returns a subclass of `cls` with other methods and the prefixed name."""
     name = prefix + cls.__name__
     about = {"__module__": cls.__module__, "__qualname__": name, "__doc__": cls.__doc__}
-    return type(name, (cls,), {**about, **methods})
+    return type(name, (cls,), {**about, **methods, "_transforms": untransformed(cls)})
 
 
 def _transform_function(
@@ -165,7 +171,7 @@ _PACKINGS = {
 
 def vmap(
     target: Target,
-    variable_axes: Mapping[Any, int | None] = {},
+    variable_axes: Mapping[Any, VariableAxis] = {},
     split_rngs: Mapping[Any, bool] = {},
     in_axes: object = 0,
     out_axes: object = 0,
@@ -178,7 +184,8 @@ def vmap(
     """Applies `jax.vmap` to a module class or a function of a module; see `weft.core.lift.vmap`.
 
     Args:
-        variable_axes: by filter of collections, the mapped axis, or None for shared variables.
+        variable_axes: by filter of collections, the mapped axis, or None for shared variables;
+            `partitioning.ScanIn(axis)` or `ScanOut(axis)` if they only enter or only leave.
         split_rngs: by filter of PRNG streams, whether each index has its own keys.
         in_axes: see `jax.vmap`, for the arguments after the module.
         axis_size: size of the new axis, if no mapped value determines it.
@@ -213,7 +220,7 @@ def vmap(
 
 def pmap(
     target: Target,
-    variable_axes: Mapping[Any, int | None] = {},
+    variable_axes: Mapping[Any, VariableAxis] = {},
     split_rngs: Mapping[Any, bool] = {},
     in_axes: object = 0,
     out_axes: object = 0,
@@ -276,7 +283,7 @@ def shard_map(
 
 def scan(
     target: Target,
-    variable_axes: Mapping[Any, int] = {},
+    variable_axes: Mapping[Any, VariableAxis] = {},
     variable_broadcast: Filter = False,
     variable_carry: Filter = False,
     split_rngs: Mapping[Any, bool] = {},
@@ -294,7 +301,8 @@ def scan(
     """Applies `jax.lax.scan` to a module class or a function `(module, carry, *xs) -> (carry, y)`.
 
     Args:
-        variable_axes: by filter of collections, the axis of the iterations' separate variables.
+        variable_axes: by filter of collections, the axis of the iterations' separate variables, see
+            `vmap`.
         variable_broadcast: collections that all iterations share.
         variable_carry: collections that each iteration passes to the next.
         split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
@@ -344,7 +352,7 @@ def remat_scan(
     policy: Callable[..., bool] | None = None,
     variable_broadcast: Filter = False,
     variable_carry: Filter = False,
-    variable_axes: Mapping[Any, int] = {True: 0},
+    variable_axes: Mapping[Any, VariableAxis] = {True: 0},
     split_rngs: Mapping[Any, bool] = {True: True},
 ) -> Target:
     """Applies nested scans with rematerialization to a class or `fn(module, carry) -> carry`.
@@ -573,7 +581,8 @@ def add_metadata_axis(
                 )
         return fn
 
-    return transformed("", build, target)
+    # The class names of Flax, which name submodules.
+    return transformed("Map_variables" * len(variable_axes), build, target)
 
 
 def named_call(class_fn: Target, force: bool = True) -> Target:

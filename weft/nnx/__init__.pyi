@@ -64,7 +64,7 @@ from weft.nnx.optimizer import (
 from weft.nnx.pytree import (
     Data as Data, data as data, dataclass as dataclass, has_data as has_data, is_data as is_data,
     iter_children as iter_children, iter_graph as iter_graph,
-    iter_module_children as iter_module_children, Pytree as Pytree,
+    iter_module_children as iter_module_children, Object as Object, Pytree as Pytree,
     register_data_type as register_data_type, Static as Static, static as static,
 )
 from weft.nnx.refs import var_defaults as var_defaults
@@ -79,8 +79,9 @@ from weft.nnx.settings import (
 from weft.nnx.split_merge import (
     as_abstract as as_abstract, as_pure as as_pure, clone as clone, flatten as flatten,
     graphdef as graphdef, GraphState as GraphState, map as map, merge as merge, pure as pure,
-    set_metadata as set_metadata, split as split, state as state, unflatten as unflatten,
-    unpack as unpack, variables as variables, vars_as as vars_as, with_vars as with_vars,
+    PureState as PureState, set_metadata as set_metadata, split as split, state as state,
+    unflatten as unflatten, unpack as unpack, variables as variables, vars_as as vars_as,
+    with_vars as with_vars,
 )
 from weft.nnx.spmd import (
     abstract_with_sharding as abstract_with_sharding, get_abstract_model as get_abstract_model,

@@ -14,7 +14,7 @@ import jax
 from weft.errors import LayerCallError
 from weft.nnx.display import Enclosing, join_lines, mapping_repr, object_repr
 from weft.nnx.module import Module
-from weft.nnx.pytree import MarkedValue, Pytree, register_container, tracked
+from weft.nnx.pytree import MarkedValue, Pytree, is_data, register_container, tracked
 from weft.nnx.versions import RECORDING, Recording
 
 T = TypeVar("T")
@@ -133,6 +133,14 @@ class List(Module, list[T]):
         values: list[Any] = [item if key is None else key(item) for item in self]
         order = sorted(range(len(self)), key=values.__getitem__, reverse=reverse)
         self[:] = [items[i] for i in order]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_length" in state:  # pickled by Flax, whose items are attributes
+            for name in map(str, range(state["_length"])):
+                value, mark = state[name], state["_pytree__nodes"][name]
+                self += [value if mark == is_data(value) else MarkedValue(value, mark)]
+        else:
+            super().__setstate__(state)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         make, args, state, *_ = super().__reduce_ex__(protocol)

@@ -22,7 +22,7 @@ from weft.nnx.settings import Setting
 SHARDING_ALIASES = ("sharding", "sharding_names")
 
 
-class use_eager_sharding(Setting, default=True):
+class use_eager_sharding(Setting, flag="flax_always_shard_variable"):
     """Setting: whether new variables with the metadata `out_sharding` are sharded at once.
 
     It applies to this thread, or to the block or call as a context manager or decorator. A
@@ -50,6 +50,8 @@ def using_eager_sharding() -> bool:
 def with_out_sharding(metadata: dict[str, Any], what: str) -> dict[str, Any]:
     """Returns metadata in which the layout of the value is called `out_sharding`.
 
+    A name alone is that of the first axis.
+
     Raises:
         AxisMetadataError: if the layout has a wrong type.
     """
@@ -60,12 +62,13 @@ def with_out_sharding(metadata: dict[str, Any], what: str) -> dict[str, Any]:
     layout = metadata.get("out_sharding")
     if layout is None:
         return metadata
-    if isinstance(layout, list):
-        metadata = {**metadata, "out_sharding": tuple(layout)}
+    if isinstance(layout, str | list):
+        layout = (layout,) if isinstance(layout, str) else tuple(layout)
+        metadata = {**metadata, "out_sharding": layout}
     elif not isinstance(without_format(layout), tuple | PartitionSpec | NamedSharding):
         raise AxisMetadataError(
-            f"a {what} was given out_sharding={layout!r}; expected one entry for each axis of the "
-            f"value, as ({layout!r},), a PartitionSpec, a NamedSharding, or a Format with one."
+            f"a {what} was given out_sharding={layout!r}; expected a tuple with a name or None for "
+            "each axis of the value, a PartitionSpec, a NamedSharding, or a Format with one."
         )
     return metadata
 

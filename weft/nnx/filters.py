@@ -122,6 +122,10 @@ class Not(_Combined):
     def __init__(self, collection_filter: Filter, /):
         super().__init__(collection_filter)
 
+    def __setstate__(self, state: dict[str, AnyValue]) -> None:
+        # That of Flax has `predicate`.
+        self.predicates = state.get("predicates") or (state["predicate"],)
+
     def __call__(self, path: Path, x: AnyValue) -> bool:
         return not self.predicates[0](path, x)
 

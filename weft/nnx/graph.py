@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
@@ -45,6 +45,7 @@ from weft.nnx.versions import (
 )
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
+Node = TypeVar("Node")
 
 
 class NodeRef(NamedTuple):
@@ -92,7 +93,7 @@ class NodeDef(NamedTuple):
     order: tuple[Hashable, ...] | None = None
 
 
-class GraphDef:
+class GraphDef(Generic[Node]):
     """Description of a graph; hashable, and equal for graphs that differ only in values.
 
     Attributes:
@@ -114,7 +115,7 @@ class GraphDef:
 
     def apply(self, state: object, *states: object, graph: bool | None = None) -> Any:
         """Calls a method purely; see `nnx.call`. Further states are merged."""
-        return call((self, merge_state(state, *states) if states else state))
+        return call((self, state, *states))
 
     @property
     def nodes(self) -> list[Any]:
@@ -420,13 +421,17 @@ def with_static_values(graphdef: GraphDef, values: Iterable[Any]) -> GraphDef:
     return GraphDef(replaced(graphdef.root), graphdef.paths, dict(graphdef.outer))
 
 
-def leaves_of(graphdef: GraphDef, state: State | FlatState) -> list[Any]:
-    """Returns the values of a state in the order of a description.
+def leaves_of(graphdef: GraphDef, state: object) -> list[Any]:
+    """Returns the values of a state in the order of a description, which a list already has.
 
     Raises:
         GraphStructureError: if a value is missing or unexpected.
     """
-    found = dict(state if isinstance(state, FlatState) else to_flat_state(state))
+    if isinstance(state, list) and not isinstance(state, FlatState):
+        return state
+    is_flat = isinstance(state, Mapping) and all(path in state for path in graphdef.paths)
+    flat: Any = state if is_flat else to_flat_state(state)
+    found = dict(flat)
     missing = [path for path in graphdef.paths if path not in found]
     extra = set(found) - set(graphdef.paths)
     if missing or extra:
@@ -446,8 +451,8 @@ def copies(leaves: Iterable[Any]) -> list[Any]:
     return [x.copy() if isinstance(x, Variable) else x for x in leaves]
 
 
-def call(graphdef_state: tuple[GraphDef, Any], /) -> Any:
-    """Calls a method of a split object, given as a pair of description and state, purely.
+def call(graphdef_state: tuple[Any, ...], /) -> Any:
+    """Calls a method of a split object, given as its description and states, purely.
 
     Returns:
         A proxy of the object; a call of it or its methods returns the result and the new pair.
@@ -464,7 +469,8 @@ def call(graphdef_state: tuple[GraphDef, Any], /) -> Any:
         >>> n, state.n.get_value()
         (3, 3)
     """
-    return _MethodCaller(graphdef_state, ())
+    graphdef, state, *states = graphdef_state
+    return _MethodCaller((graphdef, merge_state(state, *states) if states else state), ())
 
 
 class _MethodCaller:

@@ -205,7 +205,7 @@ class Optimizer(Pytree, Generic[M]):
             variable.set_raw_value(value)
         if arrays:
             update(model, from_flat_state(arrays))
-        self.step.set_raw_value(self.step.get_raw_value() + 1)
+        self.step.set_raw_value(raw_value(self.step) + 1)
         return updates
 
 
@@ -336,10 +336,7 @@ def to_state_dict(tree: Any, make: Callable[[Path, Any], Any], path: Path = ()) 
 
 def raw_value(x: object) -> Any:
     """Returns the value of a variable without hooks; other leaves are unchanged."""
-    if not isinstance(x, Variable):
-        return x
-    value = x.get_raw_value()
-    return value[...] if isinstance(value, jax.Ref) else value
+    return x._read() if isinstance(x, Variable) else x
 
 
 def from_state_dict(tree: object) -> Any:

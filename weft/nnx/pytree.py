@@ -357,11 +357,22 @@ class Pytree:
         return {"attributes": attributes, "marks": marks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._info.marks.update(state["marks"])
-        vars(self).update(state["attributes"])
+        if "_pytree__nodes" in state:  # pickled by Flax, which marks every attribute
+            marks = state["_pytree__nodes"]
+            for name, value in state.items():
+                if not name.startswith("_pytree__"):
+                    is_inferred = marks.get(name) == is_data(value)
+                    setattr(self, name, value if is_inferred else MarkedValue(value, marks[name]))
+        else:
+            self._info.marks.update(state["marks"])
+            vars(self).update(state["attributes"])
 
     def __repr__(self) -> str:
         return object_repr(self)
+
+
+class Object(Pytree, pytree=False):
+    """Base class of objects that are not pytrees to JAX; transformations of NNX accept them."""
 
 
 class _Structure:

@@ -1,4 +1,4 @@
-"""Variables whose value is a `jax.Ref`, an array that JAX can write to in place.
+"""Variables whose arrays are in a `jax.Ref`, which JAX can write to in place.
 
 The caller of a transformed function sees its writes to such a variable, even one in the function's
 closure. In exchange, JAX must know all aliases: arguments may not share a reference, and a function
@@ -37,6 +37,7 @@ class VarDefaults(Mapping[str, bool]):
 
 
 _NO_DEFAULTS = VarDefaults()
+_NUMERIC = (jax.Array, np.ndarray, np.generic, int, float, complex)
 
 
 class VarDefaultsContext(Setting, default=_NO_DEFAULTS):
@@ -49,7 +50,7 @@ def var_defaults(
     """Returns the defaults of new variables, or sets them for this thread if arguments are given.
 
     As a context manager or decorator, the result limits the setting to the block or call. `ref`
-    holds arrays in a `jax.Ref`; `hijax` is its alias.
+    holds each array of a value in a `jax.Ref`; `hijax` is its alias.
 
     Example:
         >>> from weft import nnx
@@ -78,10 +79,24 @@ def with_var_defaults(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_ref(value: object, metadata: Mapping[str, Any]) -> Any:
-    """Returns a value as a variable with this metadata holds it: in a reference, or unchanged."""
-    if "ref" in metadata or "hijax" in metadata:
-        return jax.new_ref(value) if isinstance(value, jax.Array | np.ndarray) else value
-    return value
+    """Returns a value as a variable with this metadata holds it: in references, or unchanged."""
+
+    def held(x: Any) -> Any:
+        return jax.new_ref(x) if isinstance(x, jax.Array | np.ndarray) else x
+
+    return jax.tree.map(held, value) if "ref" in metadata or "hijax" in metadata else value
+
+
+def is_in_ref(value: object) -> bool:
+    """Returns whether arrays of a value are in references."""
+    return any(isinstance(x, jax.Ref) for x in jax.tree.leaves(value))
+
+
+def read_ref(value: Any) -> Any:
+    """Returns a value with arrays in place of references."""
+    if isinstance(value, jax.Ref):  # fast path
+        return value[...]
+    return jax.tree.map(lambda x: x[...] if isinstance(x, jax.Ref) else x, value)
 
 
 def initial_ref(
@@ -89,36 +104,45 @@ def initial_ref(
 ) -> Any:
     """Returns the value of a new variable as it is held.
 
-    If it is not an array, `metadata` loses `ref` and `hijax`; `given` is the explicitly passed
-    part.
+    If it has other leaves than arrays, `metadata` loses `ref` and `hijax`; `given` is the
+    explicitly passed part.
 
     Raises:
-        VariableArgumentError: if the value is not an array, and `ref=True` was given.
+        VariableArgumentError: if it has such leaves, and `ref=True` was given.
     """
-    if isinstance(value, int | float | complex | np.generic):
-        value = jnp.asarray(value)
-    if isinstance(value, jax.Array | np.ndarray):
-        return to_ref(value, metadata)
-    if given.get("ref") or given.get("hijax"):
+    leaves, structure = jax.tree.flatten(value)
+    others = [x for x in leaves if not isinstance(x, _NUMERIC)]
+    if leaves and not others:
+        return to_ref(structure.unflatten(map(jnp.asarray, leaves)), metadata)
+    if others and (given.get("ref") or given.get("hijax")):
         raise VariableArgumentError(
-            f"a {what} with ref=True was given a {type(value).__name__}, but a jax.Ref holds one "
-            "array; omit ref=True, or make a variable for each array."
+            f"a {what} with ref=True was given a {type(others[0]).__name__}, but a jax.Ref holds "
+            "an array; omit ref=True, or make another variable for it."
         )
     for name in ("ref", "hijax"):
         metadata.pop(name, None)
     return value
 
 
-def write_ref(ref: jax.Ref, value: object, index: object, what: str) -> None:
-    """Writes to a part of a reference, in its dtype.
+def write_ref(held: Any, value: Any, index: Any, what: str) -> None:
+    """Writes to a part of a reference or to a part of a tree of references, in their dtypes.
 
     Raises:
-        VariableShapeError: if the whole is written with another shape.
+        VariableShapeError: if the whole is written with another shape or structure.
     """
-    value = jnp.asarray(value, ref.dtype)
-    if index is ... and value.shape != ref.shape:
+    if index is not ... and not isinstance(held, jax.Ref):
+        held, index = held[index], ...
+    refs, structure = jax.tree.flatten(held)
+    if isinstance(held, jax.Ref):
+        values, is_alike = [jnp.asarray(value, held.dtype)], True
+    else:
+        values, is_alike = jax.tree.leaves(value), jax.tree.structure(value) == structure
+    shapes, wanted = ([x.shape for x in arrays] for arrays in (map(jnp.asarray, values), refs))
+    if index is ... and not (is_alike and shapes == wanted):
         raise VariableShapeError(
             f"a {what} is held in a jax.Ref, whose shape is fixed, and was given a value of shape "
-            f"{value.shape}; give one of shape {ref.shape}, or make the variable without ref=True."
+            f"{jax.tree.map(jnp.shape, value)}; give one of shape {structure.unflatten(wanted)}, "
+            "or make the variable without ref=True."
         )
-    ref[index] = value
+    for ref, x in zip(refs, values, strict=True):
+        ref[index] = jnp.asarray(x, ref.dtype)

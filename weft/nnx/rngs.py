@@ -17,6 +17,7 @@ import numpy as np
 from weft.errors import InvalidRngError, RngStreamNotFoundError
 from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.pytree import Pytree, iter_graph
+from weft.nnx.settings import resolve_graph_options
 from weft.nnx.split_merge import clone
 from weft.nnx.variables import Variable
 
@@ -297,12 +298,48 @@ def restore_rngs(backups: Sequence[tuple[RngStream, Any, Any]], /) -> None:
         stream.count.set_value(count)
 
 
-def _replaced(stream: RngStream, key: jax.Array) -> tuple[RngStream, Any, Any]:
-    """Sets a stream's key and restarts its count; returns the backup."""
-    backup = (stream, stream.key.get_value(), stream.count.get_value())
+def _change_streams(
+    node: Any, in_place: bool, only: Filter, new_key: Callable[[Path, RngStream], jax.Array | None]
+) -> Any:
+    """Gives streams new keys and restarts their counts, in place or in a copy of the object.
+
+    Streams whose new key is None are unchanged. A copy shares the other variables.
+
+    Returns:
+        The backups, or the copy.
+    """
+    node, backups = node if in_place else clone(node, variables=False), []
+    for path, stream in _streams(node, only):
+        if (key := new_key(path, stream)) is None:
+            continue
+        if in_place:
+            backups.append((stream, stream.key.get_value(), stream.count.get_value()))
+            _restart(stream, key)
+        else:
+            count = jnp.zeros(key.shape, jnp.uint32)
+            stream.key, stream.count = stream.key.copy(key), stream.count.copy(count)
+    return Backups(backups) if in_place else node
+
+
+def _restart(stream: RngStream, key: jax.Array) -> None:
     stream.key.set_value(key)
     stream.count.set_value(jnp.zeros(key.shape, jnp.uint32))
-    return backup
+
+
+def _for_the_call(change: Callable[[Any], Any], in_place: bool) -> Callable[..., Any]:
+    def decorator(f: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(f)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            changed = change((args, kwargs))
+            if not in_place:
+                args, kwargs = changed
+                return f(*args, **kwargs)
+            with changed:
+                return f(*args, **kwargs)
+
+        return call
+
+    return decorator
 
 
 def split_rngs(
@@ -323,9 +360,12 @@ def split_rngs(
         splits: sizes of the axes.
         only: filter of the streams, such as their name.
         squeeze: whether to drop the axis, of size 1.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`; if False, a copy is changed, which shares
+            everything but these streams.
 
     Returns:
-        Backups for `restore_rngs`; also a context manager that restores them on exit.
+        Backups for `restore_rngs`, also a context manager that restores them on exit; or the copy.
 
     Raises:
         InvalidRngError: if `squeeze` is set and the size is not 1.
@@ -340,16 +380,16 @@ def split_rngs(
     """
     if squeeze and splits != 1:
         raise InvalidRngError(f"squeeze=True needs an axis of size 1, and splits={splits!r}.")
-    if node is None:
-        return _for_the_call(
-            lambda args: split_rngs(args, splits=splits, only=only, squeeze=squeeze)
-        )
+    _, in_place = resolve_graph_options(graph, graph_updates)
 
-    def split(stream: RngStream) -> tuple[RngStream, Any, Any]:
+    def new_key(_: Path, stream: RngStream) -> jax.Array:
         key = jax.random.split(stream(), splits)
-        return _replaced(stream, key[0] if squeeze else key)
+        return key[0] if squeeze else key
 
-    return Backups([split(stream) for _, stream in _streams(node, only)])
+    def change(node: object) -> Any:
+        return _change_streams(node, in_place, only, new_key)
+
+    return _for_the_call(change, in_place) if node is None else change(node)
 
 
 def fork_rngs(
@@ -364,26 +404,16 @@ def fork_rngs(
 
     `split` has the sizes, or by filter sizes or None for no axes; unmatched streams are unchanged.
     """
-    if node is None:
-        return _for_the_call(lambda args: fork_rngs(args, split=split))
+    _, in_place = resolve_graph_options(graph, graph_updates)
 
-    def fork(stream: RngStream, sizes: Any) -> tuple[RngStream, Any, Any]:
-        return _replaced(stream, stream.fork(split=sizes).key.get_value())
+    def new_key(path: Path, stream: RngStream) -> jax.Array | None:
+        sizes = _sizes_of(split, path, stream, _UNMATCHED)
+        return None if sizes is _UNMATCHED else stream.fork(split=sizes).key.get_value()
 
-    found = [(x, _sizes_of(split, path, x, _UNMATCHED)) for path, x in _streams(node, ...)]
-    return Backups([fork(stream, sizes) for stream, sizes in found if sizes is not _UNMATCHED])
+    def change(node: object) -> Any:
+        return _change_streams(node, in_place, ..., new_key)
 
-
-def _for_the_call(change: Callable[[Any], Backups]) -> Callable[..., Any]:
-    def decorator(f: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(f)
-        def call(*args: object, **kwargs: object) -> Any:
-            with change((args, kwargs)):
-                return f(*args, **kwargs)
-
-        return call
-
-    return decorator
+    return _for_the_call(change, in_place) if node is None else change(node)
 
 
 def reseed(
@@ -428,7 +458,7 @@ def reseed(
             key = policy(path, key, shape)
         elif shape:
             key = jax.random.split(key, shape)
-        _replaced(stream, key)
+        _restart(stream, key)
 
 
 def with_rngs(
@@ -457,21 +487,12 @@ def with_rngs(
         >>> with_rngs(rngs, split={"dropout": 3}).dropout.key.shape, rngs.dropout.key.shape
         ((3,), ())
     """
-    if node is None:
-        options: Any = {"split": split, "fork": fork, "broadcast": broadcast, "only": only}
 
-        def decorator(f: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(f)
-            def call(*args: object, **kwargs: object) -> Any:
-                args, kwargs = with_rngs((args, kwargs), **options)
-                return f(*args, **kwargs)
+    def new_key(path: Path, stream: RngStream) -> jax.Array | None:
+        key = _changed(stream, path, split, broadcast, fork).key.get_value()
+        return None if key is stream.key.get_value() else key
 
-            return call
+    def change(node: object) -> Any:
+        return _change_streams(node, False, only, new_key)
 
-        return decorator
-    made = clone(node, variables=False)
-    for path, stream in _streams(made, only):
-        new = _changed(stream, path, split, broadcast, fork)
-        if new.key.get_value() is not stream.key.get_value():
-            stream.key, stream.count = new.key, new.count
-    return made
+    return _for_the_call(change, False) if node is None else change(node)

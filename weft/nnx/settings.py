@@ -1,7 +1,8 @@
 """Thread-local settings, for a program or a block.
 
 A setting is a stack of values per thread; the last one is current. It is part of the cache key of
-`jax.jit`, so functions are recompiled when it changes.
+`jax.jit`, so functions are recompiled when it changes. A flag of `weft.configurations` may be its
+default, which is not part of the key: set flags at the start of a program.
 
 Settings choose between two semantics of objects. As *graphs* (the default), objects may be shared
 and cyclic, and all changes in a function are visible outside: values, references, static
@@ -13,10 +14,12 @@ when a function is transformed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypedDict
 
 import jax
+
+from weft.configurations import config
 
 
 class Setting:
@@ -35,11 +38,13 @@ class Setting:
     """
 
     _context: ClassVar[Any]
-    _default: ClassVar[Any]
+    _defaults: ClassVar[Mapping[str, Any]]
+    _flag: ClassVar[str]
 
-    def __init_subclass__(cls, *, default: object, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._context, cls._default = jax.make_user_context(()), default
+    def __init_subclass__(cls, *, default: object = None, flag: str = "") -> None:
+        super().__init_subclass__()
+        cls._context, cls._flag = jax.make_user_context(()), flag
+        cls._defaults = vars(config) if flag else {"": default}
 
     def __init__(self, value: object, /):
         self.value = value
@@ -47,18 +52,18 @@ class Setting:
         self._entered: list[Any] = []
         stack = (*self._context.value[:-1], value)
         # As in a thread where nothing was set, so that both find the same compiled functions.
-        self._context(() if stack == (self._default,) else stack).__enter__()
+        self._context(() if stack == (self.get_default(),) else stack).__enter__()
 
     @classmethod
     def current(cls) -> Any:
         """Returns the current value."""
         stack = cls._context.value
-        return stack[-1] if stack else cls._default
+        return stack[-1] if stack else cls._defaults[cls._flag]
 
     @classmethod
     def get_default(cls) -> Any:
         """Returns the default value."""
-        return cls._default
+        return cls._defaults[cls._flag]
 
     @classmethod
     def get_stack(cls) -> list[Any]:
@@ -93,7 +98,7 @@ class Setting:
         return under_it
 
 
-class _BooleanSetting(Setting, default=True):
+class _BooleanSetting(Setting):
     def __init__(self, value: object, /):
         super().__init__(bool(value))
 
@@ -103,7 +108,7 @@ class _BooleanSetting(Setting, default=True):
         return cls.current()
 
 
-class set_graph_mode(_BooleanSetting, default=True):
+class set_graph_mode(_BooleanSetting, flag="nnx_graph_mode"):
     """Sets whether objects cross transformations as graphs by default.
 
     Args:
@@ -117,7 +122,7 @@ class set_graph_mode(_BooleanSetting, default=True):
     """
 
 
-class set_graph_updates(_BooleanSetting, default=True):
+class set_graph_updates(_BooleanSetting, flag="nnx_graph_updates"):
     """Sets whether transformations bring back changes of references and static attributes.
 
     Args:

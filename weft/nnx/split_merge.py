@@ -6,7 +6,8 @@ so no value is copied; `clone` copies. Inside a transformation both are new, as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -35,10 +36,12 @@ from weft.nnx.state import (
     merge_state,
     path_text,
     split_state,
+    to_flat_state,
 )
 from weft.nnx.variables import Variable
 
 T = TypeVar("T")
+PureState = tuple[GraphDef[T], State]
 
 
 def split(node: object, *filters: Filter, graph: bool | None = None) -> tuple[Any, ...]:
@@ -83,16 +86,32 @@ def merge(
 
     Args:
         graphdef_or_graphstate: description, or a state from `unpack`, which includes it.
+        *states: states; or one list of values, as `jax.tree.leaves` returns those of a state.
         copy: whether to copy the states' variables.
         recreate_variables: ignored; values become new variables.
 
     Raises:
-        GraphStructureError: if a value is missing or unexpected.
+        GraphStructureError: if a value is missing or unexpected, or in two states.
         ObjectArgumentError: if the first argument is not a description.
     """
     graphdef, states = _graphdef_and_states(graphdef_or_graphstate, states)
-    leaves = leaves_of(graphdef, merge_state(*states) if states else State())
+    if len(states) == 1:
+        state = states[0]
+    else:
+        _check_disjoint(states)
+        state = merge_state(*states) if states else State()
+    leaves = leaves_of(graphdef, state)
     return build_graph(graphdef, copies(leaves) if copy else leaves, share=True)[0]
+
+
+def _check_disjoint(states: Sequence[object]) -> None:
+    paths = Counter(path for state in states for path, _ in to_flat_state(state))
+    for path, count in paths.items():
+        if count > 1:
+            raise GraphStructureError(
+                f"merge was given {count} values at {path_text(path)!r}, in several states; remove "
+                "all but one, or join the states with nnx.merge_state, where the last one counts."
+            )
 
 
 def _graphdef_and_states(
@@ -138,7 +157,7 @@ def state(node: object, *filters: Filter, graph: bool | None = None) -> Any:
 variables = state
 
 
-def graphdef(node: object, /, *, graph: bool | None = None) -> GraphDef:
+def graphdef(node: T, /, *, graph: bool | None = None) -> GraphDef[T]:
     """Returns an object's description; equal for objects that differ only in values."""
     return flatten_graph(node).graphdef
 
@@ -260,10 +279,7 @@ def unflatten(
     Raises:
         GraphStructureError: if a value is missing or unexpected, or a referenced object is unknown.
     """
-    if isinstance(state, list) and not isinstance(state, FlatState):
-        leaves = state
-    else:
-        leaves = leaves_of(graphdef, state)
+    leaves = leaves_of(graphdef, state)
     there = outer_index_outer_ref or {}
     existing = {i: there[outer] for i, outer in graphdef.outer if outer in there}
     root, objects = build_graph(
@@ -427,7 +443,7 @@ def vars_as(
 
     Raises:
         GraphStructureError: if a variable occurs twice.
-        VariableArgumentError: if a value for a `jax.Ref` is not an array.
+        VariableArgumentError: if a value for a `jax.Ref` has other leaves than arrays.
 
     Example:
         >>> import jax

@@ -40,6 +40,7 @@ __all__ = [
     "get_abstract_model",
     "get_named_sharding",
     "get_partition_spec",
+    "get_var_pspec",
     "logical_axis_rules",
     "remove_axis",
     "use_eager_sharding",
@@ -134,6 +135,19 @@ def get_partition_spec(tree: object) -> Any:
         P('data',)
     """
     return _map_shardings(lambda spec, _: spec, tree)
+
+
+def get_var_pspec(v: Variable[Any]) -> PartitionSpec | None:
+    """Returns the layout of a variable; None if its value is not an array.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> get_var_pspec(nnx.Param(jnp.ones(4)))
+        P()
+    """
+    spec = get_partition_spec(v).get_raw_value()
+    return spec if isinstance(spec, PartitionSpec) else None
 
 
 def get_named_sharding(tree: object, mesh: AnyMesh) -> Any:

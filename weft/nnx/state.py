@@ -101,6 +101,10 @@ class State(MutableMapping[Hashable, Any]):
     def __reduce__(self) -> Any:
         return State, (self._mapping,)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes the contents of a state that Flax pickled."""
+        self.__init__(state["_mapping"])
+
     def map(self, f: Callable[[Path, Any], Any]) -> "State":
         return map_state(f, self)
 
@@ -277,6 +281,8 @@ def to_flat_state(state: object) -> FlatState:
             else:
                 items.append(((*path, key), value))
 
+    if isinstance(state, FlatState):
+        return state
     if not isinstance(state, State | Mapping):
         return FlatState([((), state)])
     walk(state._mapping if isinstance(state, State) else state, ())

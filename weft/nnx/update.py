@@ -33,7 +33,11 @@ def update(node: object, state: object, /, *states: object) -> None:
     whole = merge_state(state, *states)
     nested = whole.raw_mapping if isinstance(whole, State) else whole
     changes: list[Callable[[], None]] = []
-    _plan_update(node, nested, (), changes)
+    if _plan_update(node, nested, (), changes) is not node:
+        raise StatePathError(
+            f"a {type(node).__name__} cannot be updated from a {type(nested).__name__}; give a "
+            "state, nested dicts, or nnx.state(...) of an object."
+        )
     for change in changes:
         change()
 

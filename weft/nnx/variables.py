@@ -31,7 +31,7 @@ from weft.errors import (
 )
 from weft.nnx.display import Enclosing, join_lines, object_repr, size_text, value_repr
 from weft.nnx.eager_sharding import shard_new_value, with_out_sharding
-from weft.nnx.refs import initial_ref, to_ref, with_var_defaults, write_ref
+from weft.nnx.refs import initial_ref, is_in_ref, read_ref, to_ref, with_var_defaults, write_ref
 from weft.nnx.versions import RECORDING, STRUCTURE_VERSION, StaticValue, foreign_trace_error, origin
 
 A = TypeVar("A")
@@ -56,13 +56,13 @@ class Variable(Generic[A]):
             functions, of the variable and a value that return a replacement; subclasses can define
             them as methods. String filters compare `tag`; `mutable=False` makes the value
             immutable; `out_sharding` shards it (`weft.nnx.eager_sharding`); `ref=True` holds it in
-            a `jax.Ref` (`weft.nnx.refs`).
+            a `jax.Ref` (`weft.nnx.refs`), each array of a pytree in its own.
 
     Raises:
         NoMeshError: if the value has a layout, and there is no mesh.
         MeshError: if the mesh lacks an axis, or there are more names than axes.
         AxisMetadataError: if `out_sharding` is not a layout.
-        VariableArgumentError: with `ref=True`, if the value is not an array.
+        VariableArgumentError: with `ref=True`, if the value has other leaves than arrays.
 
     Example:
         >>> step = Variable(jnp.array(3))
@@ -147,7 +147,7 @@ class Variable(Generic[A]):
         value, metadata = self._value, self._metadata
         if metadata:
             if "ref" in metadata or "hijax" in metadata:
-                value = _read(value)
+                value = read_ref(value)
             if "on_get_value" in metadata:
                 value = _call_hooks(metadata["on_get_value"], self, value)
         return value if index is _MISSING or index is ... else value[index]  # pyright: ignore[reportIndexIssue]
@@ -174,8 +174,7 @@ class Variable(Generic[A]):
             write_ref(self._value, value, ... if index is _MISSING else index, _describe(self))
             return
         if index is not _MISSING:
-            before = _read(self._value) if self._is_in_ref() else self._value
-            value = _with_index(before, index, value)
+            value = _with_index(self._read(), index, value)
         if has_hook:
             value = _call_hooks(metadata["on_set_value"], self, value)
         self._put(value)
@@ -183,11 +182,14 @@ class Variable(Generic[A]):
     def _is_in_ref(self) -> bool:
         """Returns whether the value is in a `jax.Ref`; checks metadata first, which is faster."""
         metadata = self._metadata
-        is_asked = "ref" in metadata or "hijax" in metadata
-        return is_asked and isinstance(self._value, jax.Ref)
+        return ("ref" in metadata or "hijax" in metadata) and is_in_ref(self._value)
+
+    def _read(self) -> Any:
+        """Returns the value without hooks, not in a `jax.Ref`."""
+        return read_ref(self._value) if self._is_in_ref() else self._value
 
     def _put(self, value: object) -> None:
-        if self._is_in_ref() and not isinstance(value, jax.Ref):
+        if self._is_in_ref() and not is_in_ref(value):
             write_ref(self._value, value, ..., _describe(self))
         else:
             _set_value(self, value)
@@ -309,7 +311,7 @@ class Variable(Generic[A]):
             metadata = (
                 with_var_defaults(metadata) if "ref" in updates or "hijax" in updates else metadata
             )
-            new = to_ref(_read(new) if _copy_ref and self._is_in_ref() else new, metadata)
+            new = to_ref(read_ref(new) if _copy_ref and self._is_in_ref() else new, metadata)
         return type(self).from_metadata(new, metadata)
 
     replace = copy
@@ -328,14 +330,13 @@ class Variable(Generic[A]):
                 "own class."
             )
         self._check_writable()
-        self._put(_read(other._value) if other._is_in_ref() else other._value)
+        self._put(other._read())
         self.set_metadata(_metadata_from(self, other))
 
     def update_from_state(self, variable_state: "Variable[A]") -> None:
         """Copies the value, and metadata that differs."""
         self._check_writable()
-        other = variable_state
-        self._put(_read(other._value) if other._is_in_ref() else other._value)
+        self._put(variable_state._read())
         if metadata_key(self) != metadata_key(variable_state):
             self.set_metadata(_metadata_from(self, variable_state))
 
@@ -395,9 +396,7 @@ class Variable(Generic[A]):
 
     def _cast_to_shape(self, value: object) -> Any:
         before = self._value
-        return (
-            _cast_like(before, value) if isinstance(before, _ARRAYS) or self._is_in_ref() else value
-        )
+        return _cast_like(before, value) if isinstance(before, (*_ARRAYS, jax.Ref)) else value
 
     def __delitem__(self, index: object) -> None:
         changed = copy.copy(self.get_value())
@@ -443,6 +442,8 @@ class Variable(Generic[A]):
         __lt__ = __le__ = __gt__ = __ge__ = _binary
         __neg__ = __pos__ = __abs__ = __invert__ = _unary
 
+    __array_priority__ = 100  # of NumPy's and a variable's operators, the variable's run
+
     def __jax_array__(self) -> jax.Array:
         return jnp.asarray(self.get_value())
 
@@ -450,9 +451,14 @@ class Variable(Generic[A]):
         return jax.device_get(self.get_value()).__array__(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"value": _read(self._value), "metadata": self._metadata}
+        return {"value": self._read(), "metadata": self._metadata}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_var_metadata" in state:  # pickled by Flax, which stores all its defaults
+            given = state["_var_metadata"].items()
+            off = [("ref", False), ("hijax", False), ("eager_sharding", True)]
+            metadata = {name: value for name, value in given if (name, value) not in off}
+            state = {"value": state["_raw_value"], "metadata": metadata}
         value = to_ref(state["value"], state["metadata"])
         made = type(self).from_metadata(value, state["metadata"])
         for name in ("_metadata", "_trace", "_watched", "_value"):
@@ -497,10 +503,6 @@ def _register(cls: type[Variable[Any]]) -> None:
 
 
 _register(Variable)
-
-
-def _read(value: object) -> Any:
-    return value[...] if isinstance(value, jax.Ref) else value
 
 
 def _initial_value(
@@ -611,7 +613,7 @@ HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_r
 
 
 @dataclasses.dataclass
-class VariableMetadata:
+class VariableMetadata(Generic[A]):
     """Value with metadata, on its way into a variable; see `Variable` for the hooks."""
 
     raw_value: Any

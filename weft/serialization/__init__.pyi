@@ -1,5 +1,5 @@
 from weft.serialization.msgpack import (
-    from_bytes as from_bytes, msgpack_restore as msgpack_restore,
+    from_bytes as from_bytes, MAX_CHUNK_SIZE as MAX_CHUNK_SIZE, msgpack_restore as msgpack_restore,
     msgpack_serialize as msgpack_serialize, to_bytes as to_bytes,
 )
 from weft.serialization.safetensors import (

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from weft import serialization
 from weft.errors import DamagedBytesError, UnserializableValueError
 from weft.serialization.state_dicts import from_state_dict, is_prng_key, to_state_dict
 from weft.serialization.untrusted import is_possible_shape
@@ -100,10 +101,10 @@ def _key_parts(key: jax.Array, path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _chunked(array: np.ndarray) -> Any:
-    if array.nbytes <= MAX_CHUNK_SIZE:
+    if array.nbytes <= serialization.MAX_CHUNK_SIZE:
         return array
     flat = array.reshape(-1)
-    step = max(1, MAX_CHUNK_SIZE // array.itemsize)
+    step = max(1, serialization.MAX_CHUNK_SIZE // array.itemsize)
     chunks = [flat[at : at + step] for at in range(0, flat.size, step)]
     return {
         _CHUNKED: True,

@@ -21,6 +21,13 @@ import numpy as np
 from weft.errors import SerializationHandlerError, StateDictKeyError, StateDictMismatchError
 
 
+class FlaxPart:
+    """Part of an object that Flax pickled, for the `__setstate__` of the object to read."""
+
+    def __init__(self, *args: object):
+        pass
+
+
 class _Path(threading.local):
     """Current path in the tree, per thread."""
 

@@ -22,6 +22,7 @@ from weft.config import (
     config_class,
     config_for_function,
     maybe_instantiate,
+    maybe_set_config,
 )
 from weft.distributed.preemption import batches_until_stopped
 from weft.errors import EarlyStoppingError, InputDatasetError
@@ -181,8 +182,8 @@ class SpmdEvaler(Module):
         """Configures a SpmdEvaler.
 
         Attributes:
-            input: The data. Its dataset must be finite. The model is compiled for each shape of
-                batch.
+            input: The data. Its dataset must be finite; its field `is_training`, if any, is set to
+                False. The model is compiled for each shape of batch.
             eval_dtype: The dtype of the computation, unless the calculator has its own.
             output_writer: Receives the calculator's outputs for each batch.
             trace_at_iters: Batches of each evaluation, counted from 0, to profile; traces are
@@ -207,7 +208,7 @@ class SpmdEvaler(Module):
     ):
         super().__init__(cfg, parent=parent)
         self._eval_policy: EvalPolicy = maybe_instantiate(cfg.eval_policy)
-        self._add_child("input", cfg.input)
+        self._add_child("input", maybe_set_config(cfg.input, is_training=False))
         calculator = cfg.metric_calculator
         if calculator.eval_dtype is None:
             calculator = calculator.clone(eval_dtype=cfg.eval_dtype)

@@ -84,6 +84,24 @@ def build_mesh(
     return jax.sharding.Mesh(grid, names, axis_types=axis_types)
 
 
+def infer_mesh_shape(
+    mesh_shape: MeshShape | HybridMeshShape, *, num_devices: int | None = None
+) -> MeshShape | HybridMeshShape:
+    """Returns a mesh shape with the entry -1 replaced, for all devices by default.
+
+    Raises:
+        MeshError: if the shape does not fit the number of devices.
+
+    >>> infer_mesh_shape((2, -1), num_devices=8)
+    (2, 4)
+    """
+    is_hybrid = isinstance(mesh_shape, HybridMeshShape)
+    shapes = dataclasses.asdict(mesh_shape) if is_hybrid else {"mesh_shape": mesh_shape}
+    names = tuple(f"axis{i}" for i in range(len(next(iter(shapes.values())))))
+    sizes = _infer_sizes(shapes, names, num_devices or jax.device_count())
+    return HybridMeshShape(*sizes) if is_hybrid else sizes[0]
+
+
 def over_slices(mesh_shape: MeshShape, num_slices: int) -> HybridMeshShape:
     """Splits a mesh shape over slices along the first divisible axis, or raises a MeshError.
 

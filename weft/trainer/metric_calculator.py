@@ -244,12 +244,12 @@ class CompositeMetricCalculator(BaseMetricCalculator):
         Attributes:
             src: Name of the calculator that produces the output.
             dst: Name of the calculator that consumes it.
-            key: The field of the batch that holds the output for `dst`; None for `src`.
+            dst_key: The field of the batch that holds the output for `dst`; None for `src`.
         """
 
         src: str
         dst: str
-        key: str | None = None
+        dst_key: str | None = None
 
     @config_class
     class Config(BaseMetricCalculator.Config):
@@ -305,7 +305,7 @@ class CompositeMetricCalculator(BaseMetricCalculator):
         states, outputs = {}, {}
         for name in self._order:
             needed = {
-                dependency.key or dependency.src: outputs[dependency.src]
+                dependency.dst_key or dependency.src: outputs[dependency.src]
                 for dependency in self.config.dependencies or ()
                 if dependency.dst == name
             }

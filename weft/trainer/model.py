@@ -199,16 +199,19 @@ def cast_floats(tree: T, dtype: DType | None) -> T:
     )
 
 
+def cast_floats_per_param(tree: T, dtypes: Nested[DType | None]) -> T:
+    """Casts each floating-point array to its own dtype; None leaves it unchanged."""
+    is_none = lambda x: x is None  # noqa: E731
+    return jax.tree.map(lambda dtype, x: cast_floats(x, dtype), dtypes, tree, is_leaf=is_none)
+
+
 def cast_for_forward(
     params: NestedTensor, batch: T, train_dtype: DType | PerParamDType | None
 ) -> tuple[NestedTensor, T]:
     """Casts parameters and a batch to one dtype, to one per parameter, or not at all."""
     if train_dtype is None or not _is_per_param(train_dtype):
         return cast_floats((params, batch), train_dtype)
-    dtypes = train_dtype(params)
-    cast = jax.tree.map(
-        lambda dtype, x: cast_floats(x, dtype), dtypes, params, is_leaf=lambda x: x is None
-    )
+    cast = cast_floats_per_param(params, train_dtype(params))
     return cast, cast_floats(batch, getattr(train_dtype, "default_dtype", None))
 
 

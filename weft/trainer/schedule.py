@@ -2,6 +2,7 @@
 
 A schedule is a number, a function from a step to a number, or a config of either; `as_schedule_fn`
 converts all of them to functions, which are pure and take the step as a number or traced array.
+Optimizers count steps from 1; only the averages `ema` and `param_ema` count from 0.
 """
 
 import itertools
@@ -132,21 +133,32 @@ def stepwise(sub: Sequence[Schedule], start_step: Sequence[int]) -> ScheduleFn:
 
 
 def segment_wise(segments: Sequence[Schedule], *, segment_steps: Sequence[int]) -> ScheduleFn:
-    """Concatenates schedules like `stepwise`, given the lengths of all but the last.
+    """Concatenates schedules that count from 1, given the numbers of steps of all but the last.
+
+    Unlike with `stepwise`, a schedule of n steps includes the last of them, `schedule(n)`.
 
     Raises:
       ScheduleError: if the number of lengths does not match or one is negative.
 
-    >>> warm = segment_wise([polynomial(end_step=4, end_value=1), 1.0], segment_steps=[4])
-    >>> [float(warm(step)) for step in (0, 2, 4, 9)]
-    [0.0, 0.5, 1.0, 1.0]
+    >>> warm = segment_wise([polynomial(end_step=4, end_value=1), 0.5], segment_steps=[4])
+    >>> [float(warm(step)) for step in (1, 2, 4, 5)]
+    [0.25, 0.5, 1.0, 0.5]
     """
     _check_boundaries("segment_wise", "segment_steps", len(segments), segment_steps)
     if any(steps < 0 for steps in segment_steps):
         raise ScheduleError(
             f"segment_wise needs lengths of at least 0; got segment_steps={list(segment_steps)}."
         )
-    return stepwise(segments, list(itertools.accumulate(segment_steps)))
+    first, *others = map(as_schedule_fn, segments)
+    ends = list(itertools.accumulate(segment_steps))
+
+    def fn(step):
+        value = first(step)
+        for end, schedule in zip(ends, others, strict=True):
+            value = jnp.where(step <= end, value, schedule(step - end))
+        return value
+
+    return fn
 
 
 def _check_boundaries(
@@ -189,28 +201,28 @@ def adafactor(
 
 
 def adafactor_decay_rate(c: float = 0.8, step_offset: int = 0) -> ScheduleFn:
-    """Returns Adafactor's second-moment decay: `1 - t**-c`, `t = max(step - step_offset, 0) + 1`.
+    """Returns Adafactor's second-moment decay: `1 - t**-c` with `t = max(step - step_offset, 1)`.
 
     Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235, section 7.2.
 
-    >>> round(float(adafactor_decay_rate(c=1.0)(3)), 6)
+    >>> round(float(adafactor_decay_rate(c=1.0)(4)), 6)
     0.75
     """
-    return lambda step: 1.0 - (jnp.maximum(step - step_offset, 0) + 1.0) ** -c
+    return lambda step: 1.0 - jnp.maximum(step - step_offset, 1.0) ** -c
 
 
 def decay_bias_correction(decay: float) -> ScheduleFn:
     """Returns a decay that makes an exponential moving average unbiased without a final division.
 
-    The value is `decay * (1 - decay**(t-1)) / (1 - decay**t)` with `t = step + 1`: 0 at step 0,
-    `decay` in the limit. Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235, section 7.1.
+    The value is `decay * (1 - decay**(t-1)) / (1 - decay**t)` at step t: 0 at step 1, `decay` in
+    the limit. Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235, section 7.1.
 
-    >>> round(float(decay_bias_correction(0.5)(1)), 6)
+    >>> round(float(decay_bias_correction(0.5)(2)), 6)
     0.333333
     """
 
     def fn(step):
-        t = step + 1.0
+        t = jnp.maximum(step, 1.0)
         return decay * (1 - decay ** (t - 1)) / (1 - decay**t)
 
     return fn

@@ -15,7 +15,12 @@ import numpy as np
 
 from weft.core.axis_rules import Rules, logical_axis_rules
 from weft.hierarchy import BaseLayer, NestedParameterSpec, TensorSpec
-from weft.input import Input, PrefetchingIterator, host_to_global_device_array
+from weft.input import (
+    Input,
+    PrefetchingIterator,
+    host_to_global_device_array,
+    savable_iterator,
+)
 from weft.trainer.learner import BaseLearner
 from weft.trainer.mesh import KindRules, check_divides, named_sharding
 from weft.trainer.train_step import TrainerState, opt_params
@@ -95,7 +100,7 @@ def open_batches(
     """Returns an iterator over batches on the devices, prepared ahead of the steps."""
     to_devices = functools.partial(host_to_global_device_array, partition=partition, mesh=mesh)
     return PrefetchingIterator(
-        iter(input_.dataset()),  # pyright: ignore[reportArgumentType]
+        savable_iterator(input_.dataset, input_.path()),
         stream=lambda it: map(to_devices, input_.batches(it)),
     )
 

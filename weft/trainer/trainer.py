@@ -30,6 +30,7 @@ from weft.config import (
     Required,
     config_class,
     maybe_instantiate,
+    maybe_set_config,
 )
 from weft.core.axis_rules import logical_axis_rules
 from weft.core.tracebacks import entry_point
@@ -75,7 +76,7 @@ class SpmdTrainer(Module):
             model: the config of a hierarchy layer, or of a class or function that makes a module of
                 Linen, NNX or another library. Its call takes a batch and returns a scalar loss and
                 auxiliary outputs, see `weft.trainer.model`.
-            input: training data.
+            input: training data; its field `is_training`, if any, is set to True.
             max_step: number of steps.
             seed: seed of a new run, for the parameters and all steps, if `run` gets no key.
             mesh_shape: number of devices along each axis of the mesh; one may be -1.
@@ -159,7 +160,7 @@ class SpmdTrainer(Module):
         self._max_step, self._log_every_n_steps = cfg.max_step, cfg.log_every_n_steps
         self._evalers: dict[str, SpmdEvaler] = {}
         with self.mesh():
-            self._add_child("input", cfg.input)
+            self._add_child("input", maybe_set_config(cfg.input, is_training=True))
             self._add_child("model", model_config(cfg.model, self.input.element_spec))
             self._add_child("learner", cfg.learner)
             self._state_specs = state_lib.state_specs(self.model, self.learner, self._rules)
@@ -364,7 +365,8 @@ class SpmdTrainer(Module):
             listener: receives the events of the run.
 
         Returns:
-            The summaries of those evalers by name, or None.
+            The summaries of those evalers by name, None if the run was interrupted. Without
+            `return_evaler_summaries`, the "loss" and "aux" of the last step, None without a step.
 
         Raises:
             BatchShardingError: if the batches do not fit the mesh.
@@ -403,7 +405,7 @@ class SpmdTrainer(Module):
                 self._throughput.start(cfg.dir, self._step)
             listener.on_start(self, resumed_from)
 
-            evaler_summaries, stopped = self._run_steps(stop, listener, first_key)
+            evaler_summaries, outputs, stopped = self._run_steps(stop, listener, first_key)
             by_signal = stopped is not None and stopped.request.kind == "signal"
             if self._step or by_signal:
                 self._save_last(listener)
@@ -416,15 +418,21 @@ class SpmdTrainer(Module):
                 missing = (due_at_end(self._evalers) | wanted) - evaler_summaries.keys()
                 evaler_summaries |= self._run_evalers(None, listener, forced=missing)
             listener.on_end(self._step, reason)
-            if not return_evaler_summaries or not has_ended(reason):
+            if not return_evaler_summaries:
+                return outputs and {"loss": outputs["loss"], "aux": outputs["aux"]}
+            if not has_ended(reason):
                 return None
             return {name: evaler_summaries[name] for name in self._evalers if name in wanted}
 
     def _run_steps(
         self, stop: GracefulStop, listener: RunListener, first_key: Tensor
-    ) -> tuple[dict[str, Any], StopRun | None]:
-        """Runs the remaining steps; returns the last evaluations, and the reason to stop."""
+    ) -> tuple[dict[str, Any], dict[str, Any] | None, StopRun | None]:
+        """Runs the remaining steps.
+
+        Returns the last evaluations, the outputs of the last step, and the reason to stop.
+        """
         assert self._batches is not None
+        outputs: Any = None
         evaler_summaries: dict[str, Any] = {}
         patience: float | None = self.config.readiness_timeout_seconds
         early = self._early_stopping
@@ -455,9 +463,10 @@ class SpmdTrainer(Module):
                         early(step=step, evaler_summaries=evaler_summaries)
                     self._save_if_due(evaler_summaries, listener)
         except StopRun as stopped:
-            return evaler_summaries, stopped
+            return evaler_summaries, outputs, stopped
         is_early = early is not None and early.should_stop
-        return evaler_summaries, StopRun(StopRequest("end", EARLY_STOPPING)) if is_early else None
+        stopped = StopRun(StopRequest("end", EARLY_STOPPING)) if is_early else None
+        return evaler_summaries, outputs, stopped
 
     def _must_rewind(self, loss: Tensor, batch: NestedTensor) -> bool:
         """Returns whether the anomaly policy wants a rewind; raises if the loss ends the run."""

@@ -6,22 +6,25 @@
         checkpoint_30           a file with placeholders for arrays of several processes ...
         checkpoint_30_gda/      ... and these arrays, each a directory in the zarr format
 
-Flax writes all of these; Weft reads them and writes the first. Names are a prefix and the step. A
-checkpoint is written under a hidden name and renamed when it is complete. For arrays on several
-processes, or to save during training, use `weft.trainer.checkpointer` instead.
+Flax writes all of these; Weft reads them and writes the first, or the second for arrays on several
+processes. Names are a prefix and the step. A checkpoint is written under a hidden name and renamed
+when it is complete. To save during training, use `weft.trainer.checkpointer` instead.
 """
 
+import contextlib
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
 from weft import errors
+from weft.configurations import config
 from weft.serialization import from_state_dict, msgpack_restore, msgpack_serialize, to_state_dict
 
 ARRAYS_SUFFIX = "_gda"
@@ -35,10 +38,11 @@ def is_orbax(path: str) -> bool:
     return os.path.isfile(os.path.join(path, _ORBAX_FILE))
 
 
-def read_checkpoint(path: str, target: object) -> Any:
+def read_checkpoint(path: str, target: object, orbax_checkpointer: Any = None) -> Any:
     """Returns the state dict of a checkpoint, a file or directory.
 
     Arrays in files of their own are laid out like those of the state dict `target`.
+    `orbax_checkpointer` reads directories of Orbax, by default as pytrees.
 
     Raises:
         DamagedCheckpointError: if the files are not as they were written.
@@ -51,7 +55,7 @@ def read_checkpoint(path: str, target: object) -> Any:
         if getattr(leaf, "sharding", None) is not None
     }
     if os.path.isdir(path):
-        return _with_empty_nodes(_read_orbax(path, layouts), target)
+        return _with_empty_nodes(_read_orbax(path, layouts, orbax_checkpointer), target)
     return _with_arrays(_read_file(path), path, None if target is None else layouts)
 
 
@@ -108,15 +112,26 @@ def _read_zarr(directory: str, sharding: jax.sharding.Sharding, step: str) -> ja
     )
 
 
-def _read_orbax(path: str, layouts: Mapping[str, Any]) -> Any:
+def _import_orbax(path: str) -> Any:
     try:
         import orbax.checkpoint as ocp
     except ImportError as error:
         raise _missing(path, "orbax-checkpoint", error) from error
+    return ocp
 
+
+def _orbax_checkpointer(path: str, given: Any) -> contextlib.AbstractContextManager[Any]:
+    if given is not None:
+        return contextlib.nullcontext(given)  # the caller closes it
+    ocp = _import_orbax(path)
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+
+
+def _read_orbax(path: str, layouts: Mapping[str, Any], given: Any = None) -> Any:
+    ocp = _import_orbax(path)
     first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
-    def restore_args(key: jax.tree_util.KeyPath, saved: object) -> Any:
+    def restore_args(key: jax.tree_util.KeyPath, saved: Any) -> Any:
         if type(saved) is not ocp.metadata.ArrayMetadata:
             return ocp.RestoreArgs()
         # Arrays that were not JAX arrays, or that JAX would narrow (float64), become NumPy arrays.
@@ -134,7 +149,7 @@ def _read_orbax(path: str, layouts: Mapping[str, Any]) -> Any:
 
     if not is_orbax(path):
         raise _damaged(path, f"it is a directory without Orbax's file {_ORBAX_FILE}")
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    with _orbax_checkpointer(path, given) as reader:
         metadata = result(reader.metadata).item_metadata
         if metadata is None:
             raise _damaged(path, "Orbax does not find the tree in it")
@@ -158,7 +173,7 @@ def _damaged(path: str, why: str) -> errors.DamagedCheckpointError:
 
 def _missing(path: str, package: str, error: ImportError) -> errors.MissingExtraError:
     return errors.MissingExtraError(
-        f"reading the checkpoint {path!r} needs the package {package}, which cannot be "
+        f"the checkpoint {path!r} needs the package {package}, which cannot be "
         f"imported ({error}). Install it with `pip install 'weft[train]'`."
     )
 
@@ -166,6 +181,33 @@ def _missing(path: str, package: str, error: ImportError) -> errors.MissingExtra
 _NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 
 Path = str | os.PathLike[str]
+
+
+class AsyncManager:
+    """Thread that writes checkpoints while a program continues.
+
+    Example:
+        >>> import tempfile
+        >>> run, manager = tempfile.mkdtemp(), AsyncManager()
+        >>> path = save_checkpoint(run, {"w": np.ones(2)}, 1, async_manager=manager)
+        >>> manager.wait_previous_save()
+        >>> available_steps(run)
+        [1]
+    """
+
+    def __init__(self, max_workers: int = 1):
+        self.executor = ThreadPoolExecutor(max_workers)
+        self.save_future: Future[Any] | None = None
+
+    def save_async(self, task: Callable[[], Any]) -> None:
+        """Runs a task on the thread, after the previous one; raises the error of that one."""
+        self.wait_previous_save()
+        self.save_future = self.executor.submit(task)
+
+    def wait_previous_save(self) -> None:
+        """Waits until the previous task has ended, and raises its error."""
+        if self.save_future is not None:
+            self.save_future.result()
 
 
 def save_checkpoint(
@@ -176,10 +218,12 @@ def save_checkpoint(
     keep: int = 1,
     overwrite: bool = False,
     keep_every_n_steps: int | None = None,
+    async_manager: AsyncManager | None = None,
+    orbax_checkpointer: Any = None,
 ) -> str:
     """Writes a checkpoint that Flax can read, removes old ones, and returns its path.
 
-    Call it on one process.
+    Call it on one process. `save_checkpoint_multiprocess` saves arrays of several processes.
 
     Args:
         ckpt_dir: created if needed. "" is the current directory, as for `pathlib`; `~` is not
@@ -190,6 +234,9 @@ def save_checkpoint(
         keep: number of newest checkpoints to keep, including this one; 0 keeps all.
         overwrite: whether to remove checkpoints of this and later steps.
         keep_every_n_steps: also keeps older checkpoints that are at least this far apart.
+        async_manager: writes the file on its thread, after the previous one.
+        orbax_checkpointer: writes a directory of Orbax instead of a file, as does the flag
+            `flax_use_orbax_checkpointing`.
 
     Raises:
         InvalidCheckpointError: if this or a later step exists, and `overwrite` is False.
@@ -206,24 +253,80 @@ def save_checkpoint(
         >>> available_steps(run), restore_checkpoint(run, {"w": np.zeros(2)})["w"].tolist()
         ([2, 3], [1.0, 1.0])
     """
-    step = _check_step(step)
-    directory, start = _directory_and_start(ckpt_dir, prefix)
-    path = os.path.join(directory, f"{start}{step}")
-    if not overwrite and any(there >= step for there, _ in _list_checkpoints(ckpt_dir, prefix)):
-        raise errors.InvalidCheckpointError(path, step)
+    if orbax_checkpointer is not None or config.flax_use_orbax_checkpointing:
+        return save_checkpoint_multiprocess(
+            ckpt_dir,
+            target,
+            step,
+            prefix,
+            keep,
+            overwrite,
+            keep_every_n_steps,
+            async_manager,
+            orbax_checkpointer,
+        )
+    step, path = _new_checkpoint(ckpt_dir, step, prefix, overwrite)
     state = to_state_dict(target)
     arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
     if not all(array.is_fully_addressable or array.is_fully_replicated for array in arrays):
         raise errors.MPACheckpointingRequiredError(path, step)
-    if os.path.isdir(path) and not is_orbax(path):
-        raise errors.AlreadyExistsError(path)
-    _write(path, msgpack_serialize(state))
-    _remove_others(ckpt_dir, prefix, (step, path), keep, keep_every_n_steps)
+    data = msgpack_serialize(state)
+
+    def write() -> None:
+        _write(path, data)
+        _remove_others(ckpt_dir, prefix, (step, path), keep, keep_every_n_steps)
+
+    if async_manager is None:
+        write()
+    else:
+        async_manager.save_async(write)
+    return path
+
+
+def save_checkpoint_multiprocess(
+    ckpt_dir: Path,
+    target: object,
+    step: int | float,
+    prefix: str = "checkpoint_",
+    keep: int = 1,
+    overwrite: bool = False,
+    keep_every_n_steps: int | None = None,
+    async_manager: AsyncManager | None = None,
+    orbax_checkpointer: Any = None,
+) -> str:
+    """Writes a directory of Orbax, which may have arrays of several processes; returns its path.
+
+    Call it on all processes, which write to one file system. It returns when the directory is
+    complete. See `save_checkpoint` for the other arguments and errors.
+
+    Args:
+        async_manager: its previous save is completed first.
+        orbax_checkpointer: writes the state dict, by default as a pytree.
+
+    Raises:
+        MissingExtraError: if Orbax is not installed.
+    """
+    step, path = _new_checkpoint(ckpt_dir, step, prefix, overwrite)
+    if async_manager is not None:
+        async_manager.wait_previous_save()
+    is_first = jax.process_index() == 0
+    if is_first and os.path.isfile(path):
+        _remove(path)
+    with _orbax_checkpointer(path, orbax_checkpointer) as writer:
+        writer.save(os.path.abspath(path), to_state_dict(target), force=overwrite)
+        if hasattr(writer, "wait_until_finished"):
+            writer.wait_until_finished()
+    if is_first:
+        _remove_others(ckpt_dir, prefix, (step, path), keep, keep_every_n_steps)
     return path
 
 
 def restore_checkpoint(
-    ckpt_dir: Path, target: object, step: int | float | None = None, prefix: str = "checkpoint_"
+    ckpt_dir: Path,
+    target: object,
+    step: int | float | None = None,
+    prefix: str = "checkpoint_",
+    orbax_checkpointer: Any = None,
 ) -> Any:
     """Reads a checkpoint of `save_checkpoint` or Flax, in any of their formats.
 
@@ -234,6 +337,7 @@ def restore_checkpoint(
             in a single file is read as NumPy arrays and Python values.
         step: None for the newest, or for `target` itself if there is no checkpoint.
         prefix: start of the names, before the step.
+        orbax_checkpointer: reads directories of Orbax, by default as pytrees.
 
     Raises:
         MatchingCheckpointNotFoundError: if there is no checkpoint of `step`.
@@ -250,8 +354,9 @@ def restore_checkpoint(
     if path is None:
         return target
     if target is None:
-        return read_checkpoint(path, None)
-    return from_state_dict(target, read_checkpoint(path, to_state_dict(target)))
+        return read_checkpoint(path, None, orbax_checkpointer)
+    state = read_checkpoint(path, to_state_dict(target), orbax_checkpointer)
+    return from_state_dict(target, state)
 
 
 def latest_checkpoint(ckpt_dir: Path, prefix: str = "checkpoint_") -> str | None:
@@ -299,6 +404,20 @@ def _check_step(step: Any) -> int | float:
     if type(step) not in (int, float) or not np.isfinite(step):
         raise errors.CheckpointStepError(f"the step is {step!r}; expected a finite int or float.")
     return step
+
+
+def _new_checkpoint(
+    ckpt_dir: Path, step: int | float, prefix: str, overwrite: bool
+) -> tuple[int | float, str]:
+    """Returns the step and the path of a checkpoint to be written there."""
+    step = _check_step(step)
+    directory, start = _directory_and_start(ckpt_dir, prefix)
+    path = os.path.join(directory, f"{start}{step}")
+    if not overwrite and any(there >= step for there, _ in _list_checkpoints(ckpt_dir, prefix)):
+        raise errors.InvalidCheckpointError(path, step)
+    if os.path.isdir(path) and not is_orbax(path):
+        raise errors.AlreadyExistsError(path)
+    return step, path
 
 
 def _directory_and_start(ckpt_dir: Path, prefix: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.errors import ArgumentShapeError, ArgumentValueError, warn_deprecated
 from weft.functional.arrays import positions
 from weft.input.prefetch import PrefetchingIterator
 
@@ -91,6 +91,7 @@ class PrefetchIterator:
     """Iterator that reads up to `buffer_size` elements ahead in a thread, from the first `next` on.
 
     An error of the iterator is raised in place of the element, and at every later `next`.
+    Deprecated: the datasets of `weft.input` and Grain read ahead.
 
     >>> with PrefetchIterator([1, 2, 3], buffer_size=2) as elements:
     ...     list(elements)
@@ -98,6 +99,7 @@ class PrefetchIterator:
     """
 
     def __init__(self, data_iter: Iterable[Any], buffer_size: int = 1):
+        warn_deprecated("PrefetchIterator", "use the prefetching of the dataset")
         if buffer_size < 1:
             raise ArgumentValueError(
                 f"buffer_size={buffer_size}: at least one element must be able to wait; use 1 or "

@@ -23,9 +23,7 @@ from jaxtyping import Array, Bool
 
 from weft import struct
 from weft.errors import TrainStateError
-
-OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-"""Collection whose variables are replaced by their gradients."""
+from weft.functional.fp8 import OVERWRITE_WITH_GRADIENT
 
 
 class TrainState(struct.PyTreeNode):

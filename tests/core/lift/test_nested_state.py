@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from tests.keys import quick_key
 from weft.core import apply, init, lift
-from weft.core.rngs import Stream
+from weft.core.rngs import LazyRng
 from weft.errors import CarryStructureError
 
 KEY = quick_key(0)
@@ -258,8 +258,8 @@ def expected_variables(split, counts_first_run, draws):
         return jax.random.split(key, 3)[0] if split else key
 
     def value(stream, path, number):
-        at = Stream(first(RNGS[stream])).at(*path, number + draws[path, stream] * counts_first_run)
-        return jax.random.uniform(at.as_key())
+        at = LazyRng(first(RNGS[stream])).at(*path, number + draws[path, stream] * counts_first_run)
+        return jax.random.uniform(at.as_jax_rng())
 
     child = {name: value("noise", ("child",), i) for name, i in (("a", 1), ("c", 2))}
     child |= {"b": value("params", ("child",), 1), "d": value("noise", (), 1)}
@@ -318,9 +318,9 @@ def test_nested_scans_create_carry_with_keys_of_first_iterations(split):
     # keys in the run before; those that find the state draw fewer.
     keys = {
         jax.random.uniform(
-            Stream(RNGS["params"] if not split else twice_split(RNGS["params"]))
+            LazyRng(RNGS["params"] if not split else twice_split(RNGS["params"]))
             .at("child", n)
-            .as_key()
+            .as_jax_rng()
         ).item()
         for n in range(1, 6)
     }
@@ -342,7 +342,9 @@ def test_shared_state_uses_keys_of_the_initial_run():
     options = {"variable_broadcast": "params", "split_rngs": {"params": False}, "length": 2}
     loop = lift.scan(body, variable_carry="state", **options)
     variables = init(lambda s: loop(s, None, None)[0])(KEY)[1]
-    w, n = (jax.random.uniform(Stream(KEY).at(*at).as_key()) for at in (("dense", 1), ("count", 2)))
+    w, n = (
+        jax.random.uniform(LazyRng(KEY).at(*at).as_jax_rng()) for at in (("dense", 1), ("count", 2))
+    )
     assert variables == {"params": {"dense": {"w": w}}, "state": {"count": {"n": n}}}
 
 
@@ -415,7 +417,7 @@ LOOPS += ["scan", "scan that counts_first_run nothing", "scan that carries param
 @functools.cache
 def drawn():
     """Returns numbers made with the first keys of the root scope."""
-    return [jax.random.uniform(Stream(KEY).at(n).as_key()).item() for n in range(1, 40)]
+    return [jax.random.uniform(LazyRng(KEY).at(n).as_jax_rng()).item() for n in range(1, 40)]
 
 
 @pytest.mark.parametrize("run", [init, apply])

@@ -4,7 +4,7 @@ import pytest
 
 from weft.core import apply, bind, init
 from weft.core.lift.pack import pack
-from weft.core.rngs import Stream
+from weft.core.rngs import LazyRng
 from weft.errors import (
     InvalidRngError,
     InvalidScopeError,
@@ -46,7 +46,7 @@ def test_groups_follow_the_filters():
     assert [sorted(d) for d in first] == [["params", "state"]]
     assert second == ({"cache": {"y": 2.0}},)
     assert [sorted(d) for group in seen[1] for d in group] == [["noise"], ["params"]]
-    assert isinstance(seen[1][0][0]["noise"], Stream)
+    assert isinstance(seen[1][0][0]["noise"], LazyRng)
     assert seen[2] == (({"cache": {"y": 2.0}},), ({"state": {"x": 5.0}},))
     assert changed == {"state": {"x": 5.0}, "cache": {"y": 2.0}}
 

@@ -30,6 +30,14 @@ def test_filters_and_axes_become_roles():
     assert shared(True, "noise").roles == (None,)
 
 
+@pytest.mark.parametrize("axis", [broadcast, "layers", (lift.In(0), lift.Out(0))], ids=repr)
+def test_axes_of_variables_are_checked(axis):
+    with pytest.raises(
+        TransformArgumentError, match=r"variable_axes=\{'params': .*expected an axis"
+    ):
+        lift.vmap(nn.dense, {"params": axis}, {})
+
+
 def test_broadcast_is_none():
     assert without_broadcast((0, broadcast, {"a": broadcast})) == (0, None, {"a": None})
     assert repr(broadcast) == "broadcast"
@@ -75,6 +83,28 @@ def test_all_share_the_parameters():
     expected, alone = init(dense)(KEY, X)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(variables["params"]["kernel"], alone["params"]["kernel"])
+
+
+@pytest.mark.parametrize("given", [{}, {"calls": {"n": jnp.full((2, 3), 7.0)}}])
+def test_variables_that_only_leave_replace_earlier_ones(given):
+    def last(scope, x):
+        scope.variable("calls", "n", lambda: x)
+
+    mapped = lift.vmap(last, {"calls": lift.Out(np.int64(1))}, {})
+    _, changed = apply(mapped, mutable=["calls"])(given, jnp.arange(6.0).reshape(3, 2))
+    assert changed["calls"]["n"].tolist() == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_variables_that_only_enter_are_read_only():
+    def count(scope, x):
+        if scope.is_mutable_collection("calls"):
+            scope.put_variable("calls", "n", x)
+        return scope.get_variable("calls", "n") + x
+
+    mapped = lift.vmap(count, {"calls": lift.In(np.int64(0))}, {})
+    y, changed = apply(mapped, mutable=["calls"])({"calls": {"n": jnp.arange(3.0)}}, jnp.ones(3))
+    assert y.tolist() == [1, 2, 3]
+    assert changed["calls"]["n"].tolist() == [0, 1, 2]
 
 
 def test_differing_values_are_rejected():

@@ -176,6 +176,37 @@ def test_several_of_a_class_become_one():
     np.testing.assert_array_equal(allowed(joined.bias)[0, 0], SAME & (COLUMNS <= ROWS))
 
 
+def test_masks_with_equal_positions_are_merged():
+    biases = [
+        MaskFnAttentionBias(mask, jnp.arange(N)[None], np.arange(N)[None])
+        for mask in (causal_mask, lambda q, k: q - k <= 1)
+    ]
+    merged = MaskFnAttentionBias.from_sequence(biases)
+    np.testing.assert_array_equal(allowed(merged)[0, 0], (COLUMNS <= ROWS) & (ROWS - COLUMNS <= 1))
+    later = MaskFnAttentionBias(causal_mask, jnp.arange(N)[None] + 1, np.arange(N)[None])
+    with pytest.raises(ArgumentValueError, match="2 biases of the class MaskFnAttentionBias"):
+        MaskFnAttentionBias.from_sequence([biases[0], later])
+
+
+def test_mask_functions_get_batch_queries_and_keys():
+    shapes = []
+
+    def mask(query_position, key_position):
+        shapes.append((query_position.shape, key_position.shape))
+        return query_position >= key_position
+
+    bias = MaskFnAttentionBias(mask, jnp.zeros((2, 3), int), jnp.arange(4)[None])
+    assert bias.bool_value().shape == (2, 1, 3, 4)
+    assert shapes == [((2, 3, 1), (1, 1, 4))]
+    of_one_axis = MaskFnAttentionBias(causal_mask, jnp.arange(N), jnp.arange(N))
+    np.testing.assert_array_equal(allowed(of_one_axis), (COLUMNS <= ROWS)[None, None])
+
+
+def test_segments_without_a_batch_axis():
+    bias = SegmentIdAttentionBias(jnp.array([1, 1, 2]))
+    assert bias.bool_value().astype(int).tolist() == [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
+
+
 def test_incompatible_biases():
     bias = SegmentIdAttentionBias(SEGMENTS) + SegmentIdAttentionBias(SEGMENTS + 1)
     with pytest.raises(ArgumentValueError, match="2 biases of the class SegmentIdAttentionBias"):

@@ -95,10 +95,10 @@ def test_different_norms_by_position():
 def test_gate_and_weight(filled, wave):
     layer, x = branch(norm=RMS, residual_gate_init=0.25), wave((2, DIM))
     state = filled(layer)
-    state["residual_gate"] = jnp.float32(0.5)
-    expected = x + 2.0 * 0.5 * f(rms(state["norm"]["scale"])(x))
+    state["residual_gate_theta"] = jnp.float32(np.log(0.6 / 0.4))  # whose sigmoid is 0.6
+    expected = 0.8 * x + 2.0 * 0.6 * f(rms(state["norm"]["scale"])(x))
     np.testing.assert_allclose(run(layer, state, x, 2.0), expected, rtol=1e-4, atol=1e-5)
-    spec = layer.create_parameter_specs_recursively()["residual_gate"]
+    spec = layer.create_parameter_specs_recursively()["residual_gate_theta"]
     assert spec.shape == () and spec.weight_decay_scale == 0
     drawn = spec.initializer.initialize("g", prng_key=None, shape=(), dtype=jnp.float32)
     assert drawn == 0.25

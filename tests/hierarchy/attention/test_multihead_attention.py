@@ -463,7 +463,7 @@ def test_decoding_with_shared_kv_state(filled, x):
 
 
 def test_modes():
-    assert ForwardMode.of_step(True) is ForwardMode.INIT_STATES
+    assert ForwardMode.of_step(True) is ForwardMode.PREFILL
     assert ForwardMode.of_step(False) is ForwardMode.EXTEND_STEP
 
 

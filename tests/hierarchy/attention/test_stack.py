@@ -330,7 +330,11 @@ def test_names_that_are_offloaded():
         ("LINEAR1_X", ["linear1_0", "linear1_1"]),
         ("LINEAR2_X", ["linear2_0"]),
         ("NATIVE_ATTENTION", ["q_proj", "k_proj", "v_proj", "context", "o_proj"]),
+        ("FLASH_CONTEXT", ["context"]),
+        ("FLASH_ATTENTION", ["q_proj", "k_proj", "v_proj", "context", "o_proj"]),
         ("FEED_FORWARD", ["linear1_0", "linear1_1", "linear2_0"]),
+        ("GATE_WEIGHTS", []),
+        ("INPUT", ["input"]),
     ],
 )
 def test_patterns_match_checkpoint_names(pattern, matching, filled, wave):

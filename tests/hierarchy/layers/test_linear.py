@@ -45,9 +45,9 @@ def test_linear_without_bias():
 def test_linear_specs():
     layer, _ = make(Linear, input_dim=3, output_dim=4)
     specs = layer.create_parameter_specs_recursively()
-    assert specs["weight"].mesh_axes == PartitionSpec(None, "model")
+    assert specs["weight"].mesh_axes == PartitionSpec(None, None)
     assert specs["weight"].factorization == FactorizationSpec(("row", "col"))
-    assert specs["bias"].mesh_axes == PartitionSpec("model")
+    assert specs["bias"].mesh_axes == PartitionSpec(None)
     assert specs["weight"].fans() == {"fan_in": 3, "fan_out": 4, "fan_avg": 3.5}
     plain, _ = make(Linear, input_dim=3, output_dim=4, param_partition_spec=None)
     assert plain.create_parameter_specs_recursively()["bias"].mesh_axes == PartitionSpec(None)
@@ -78,7 +78,7 @@ def test_linear_reports_tensor_stats():
         Linear, input_dim=3, output_dim=4, tensor_stats=DefaultTensorStats.default_config()
     )
     y, collection = run(layer, params, X)
-    (stats,) = collection.summaries.values()
+    (stats,) = collection.summaries["tensor_stats"].values()
     np.testing.assert_allclose(stats["max_abs"], jnp.abs(y).max(), rtol=1e-6)
 
 
@@ -100,12 +100,12 @@ def test_multi_linear_applies_every_map():
         np.testing.assert_allclose(y[..., i, :], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_multi_linear_fans_are_per_map():
+def test_fan_out_of_multi_linear_is_that_of_all_maps():
     layer, params = make(MultiLinear, input_dim=3, num_outputs=2, output_dim=4, bias=False)
     specs = layer.create_parameter_specs_recursively()
     assert set(specs) == set(params) == {"weight"}
-    assert specs["weight"].mesh_axes == PartitionSpec(None, "model", None)
-    assert specs["weight"].fans() == {"fan_in": 3, "fan_out": 4, "fan_avg": 3.5}
+    assert specs["weight"].mesh_axes == PartitionSpec(None, None, "model")
+    assert specs["weight"].fans() == {"fan_in": 3, "fan_out": 8, "fan_avg": 5.5}
 
 
 @pytest.mark.parametrize("std", [0.0, 0.5])

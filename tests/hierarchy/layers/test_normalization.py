@@ -103,11 +103,13 @@ def test_rms_norm():
     close(run(*make(RMSNormStateless), X)[0], divided(X))
 
 
-def test_zero_centered_scale_starts_as_the_identity():
+def test_zero_centered_rms_norm_subtracts_the_mean():
     layer, params = make(RMSNorm, zero_centered=True)
-    np.testing.assert_array_equal(params["scale"], np.zeros(4))
-    close(run(layer, params, X)[0], divided(X))
-    close(run(layer, {"scale": jnp.arange(4.0)}, X)[0], divided(X) * np.arange(1, 5))
+    np.testing.assert_array_equal(params["scale"], np.ones(4))
+    close(run(layer, params, X)[0], divided(X - X.mean(-1, keepdims=True)))
+    x = jnp.array([[1.0, 3.0, 5.0, 7.0]])  # 4 ± 3 and 4 ± 1, whose mean square is 5
+    expected = np.array([[-3.0, -1.0, 1.0, 3.0]]) / np.sqrt(5)
+    close(run(layer, {"scale": jnp.arange(4.0)}, x)[0], expected * np.arange(4))
 
 
 def test_group_norm_by_mean_and_variance():

@@ -9,6 +9,7 @@ import pytest
 
 from weft.config import config_for_function
 from weft.errors import LayerConfigError, MissingPrngKeyError
+from weft.hierarchy.attention import RematRegexSavePatterns
 from weft.hierarchy.mixture_of_experts.gating import (
     AdaptiveLoadBalanceLoss,
     BaseGating,
@@ -241,11 +242,30 @@ def test_experts_of_few_groups():
     assert output.dispatch_tensor[0, 0].tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("cls", [Top2Gating, TopKDropFreeGating])
+def test_choices_have_names_for_rematerialization(cls):
+    logits = LOGITS if cls is Top2Gating else LOGITS[0]
+    jaxpr = jax.make_jaxpr(lambda x: run(gating(cls), x)[0].combine_tensor)(logits)
+    names = set(re.findall(r"name=([\w.]+\.\w+)", str(jaxpr)))
+    for pattern in ("GATE_WEIGHTS", "GATE_ASSIGNMENT"):
+        value = RematRegexSavePatterns[pattern].value
+        (found,) = [name for name in names if re.fullmatch(value, name)]
+        assert re.fullmatch(RematRegexSavePatterns.MOE_GATING.value, found)
+
+
+def test_capacity_of_0_is_none():
+    plain = run(gating(Top2Gating))[0]
+    of_zero = run(gating(Top2Gating, expert_capacity=0))[0]
+    np.testing.assert_array_equal(of_zero.combine_tensor, plain.combine_tensor)
+    zero = gating(TopKGating, train_capacity_factor=0.0, eval_capacity_factor=0.0)
+    assert run(zero)[0].combine_tensor.shape[-1] == TOKENS
+
+
 @pytest.mark.parametrize(
     "cls, fields, said",
     [
-        (Top2Gating, {"train_capacity_factor": 0.0}, "train_capacity_factor=0.0 leaves no room"),
-        (TopKGating, {"expert_capacity": 0}, "gating: expert_capacity=0 leaves no room"),
+        (Top2Gating, {"train_capacity_factor": -1.0}, "train_capacity_factor=-1.0 leaves no room"),
+        (TopKGating, {"expert_capacity": -1}, "gating: expert_capacity=-1 leaves no room"),
         (TopKGating, {"num_experts_per_token": 5}, "a token chooses 5 of num_experts=4 experts"),
         (TopKGating, {"num_experts_per_token": 0}, "a token chooses 0 of num_experts=4 experts"),
         (

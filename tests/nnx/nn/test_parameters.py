@@ -21,6 +21,14 @@ def test_parameter_is_initialized_with_the_next_key():
     assert default_kernel_init(jax.random.key(0), (2, 3), jnp.float32).shape == (2, 3)
 
 
+def test_first_given_argument_is_found_for_layers_of_others():
+    from weft.nnx.module import first_from
+
+    assert first_from(None, False, True, error_msg="no mode") is False
+    with pytest.raises(ArgumentValueError, match="no mode"):
+        first_from(None, None, error_msg="no mode")
+
+
 @pytest.mark.parametrize("rngs", [0, None, {"params": 0}], ids=str)
 def test_missing_streams_are_named(rngs):
     with pytest.raises(InvalidRngError, match=r"rngs=.*expected streams, such as rngs=nnx.Rngs\(0"):

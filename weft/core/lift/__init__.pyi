@@ -9,7 +9,7 @@ from weft.core.lift.control_flow import (
 from weft.core.lift.pack import pack as pack
 from weft.core.lift.transforms import (
     broadcast as broadcast, checkify as checkify, checkpoint as checkpoint,
-    eval_shape as eval_shape, fold_rngs as fold_rngs, jit as jit, map_variables as map_variables,
-    named_call as named_call, pmap as pmap, remat as remat, shard_map as shard_map,
+    eval_shape as eval_shape, fold_rngs as fold_rngs, In as In, jit as jit,
+    map_variables as map_variables, named_call as named_call, Out as Out, pmap as pmap, remat as remat, shard_map as shard_map,
     swap_collection as swap_collection, tree_map_rngs as tree_map_rngs, vmap as vmap,
 )

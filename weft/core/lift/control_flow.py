@@ -8,6 +8,7 @@ from weft import lifting
 from weft.core.filters import Filter
 from weft.core.lift.transforms import (
     Fn,
+    VariableAxis,
     remat,
     roles_of,
     shared,
@@ -21,7 +22,7 @@ from weft.typing import ArrayLike
 
 def scan(
     fn: Fn,
-    variable_axes: Mapping[Any, int] = {},
+    variable_axes: Mapping[Any, VariableAxis] = {},
     variable_broadcast: Filter = False,
     variable_carry: Filter = False,
     split_rngs: Mapping[Any, bool] = {},
@@ -38,7 +39,8 @@ def scan(
     """Applies `jax.lax.scan` to `fn(scope, carry, *xs) -> (carry, y)`.
 
     Args:
-        variable_axes: by filter of collections, the axis of the iterations' separate variables.
+        variable_axes: by filter of collections, the axis of the iterations' separate variables, or
+            `In(axis)` or `Out(axis)` for variables that only enter or only leave.
         variable_broadcast: collections that all iterations share.
         variable_carry: collections that each iteration passes to the next.
         split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
@@ -95,7 +97,7 @@ def remat_scan(
     policy: Callable[..., bool] | None = None,
     variable_broadcast: Filter = False,
     variable_carry: Filter = False,
-    variable_axes: Mapping[Any, int] = {True: 0},
+    variable_axes: Mapping[Any, VariableAxis] = {True: 0},
     split_rngs: Mapping[Any, bool] = {True: True},
 ) -> Fn:
     """Applies nested scans with rematerialization to `body_fn(scope, carry) -> carry`.

@@ -1,14 +1,16 @@
 """Functions of scopes that are mapped, compiled, rematerialized, or see other variables."""
 
+import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 
 from weft import lifting
 from weft.core.filters import Filter, subtract_filters
-from weft.core.rngs import Stream
+from weft.core.rngs import LazyRng
 from weft.core.scope_kind import Group, ScopeKind, Select
 from weft.errors import TransformArgumentError
 from weft.lifting import FORK, Roles
@@ -27,6 +29,43 @@ broadcast = _Broadcast()
 """Axis of a scan for values shared by all iterations."""
 
 
+Axis = TypeVar("Axis", bound=int | None)
+
+
+@dataclasses.dataclass(frozen=True)
+class In(Generic[Axis]):
+    """Axis of collections that a function sees and cannot change."""
+
+    axis: Axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Out(Generic[Axis]):
+    """Axis of collections that a function makes without seeing earlier values."""
+
+    axis: Axis
+
+
+VariableAxis = int | None | In[Any] | Out[Any]
+
+
+def axis_number(axis: VariableAxis) -> int | None:
+    """Returns an axis without `In` or `Out`."""
+    return axis.axis if isinstance(axis, In | Out) else axis
+
+
+def _selected(where: Filter, axis: Any) -> tuple[Select, int | None]:
+    select = Select(where, out=not isinstance(axis, In), enters=not isinstance(axis, Out))
+    number = axis_number(axis)
+    try:
+        return select, None if number is None else operator.index(number)
+    except TypeError:
+        raise TransformArgumentError(
+            f"variable_axes={{{where!r}: {axis!r}}}; expected an axis, None for shared variables, "
+            "or In(axis) or Out(axis) for variables that only enter or only leave."
+        ) from None
+
+
 def roles_of(
     axes: Mapping[Any, Any], rngs: Mapping[Any, bool], *first: tuple[Filter, Any]
 ) -> Roles:
@@ -34,7 +73,7 @@ def roles_of(
     return Roles(
         (
             *((Select(where), role) for where, role in first),
-            *((Select(where), axis) for where, axis in axes.items()),
+            *(_selected(where, axis) for where, axis in axes.items()),
             *((Select(rngs=where), FORK if split else None) for where, split in rngs.items()),
         )
     )
@@ -86,7 +125,7 @@ def with_unpacked_args(fn: Fn, lifted: Fn) -> Fn:
 
 def vmap(
     fn: Fn,
-    variable_axes: Mapping[Any, int | None],
+    variable_axes: Mapping[Any, VariableAxis],
     split_rngs: Mapping[Any, bool],
     in_axes: object = 0,
     out_axes: object = 0,
@@ -98,7 +137,8 @@ def vmap(
     """Applies `jax.vmap` to `fn(scope, *args)`.
 
     Args:
-        variable_axes: by filter of collections, the mapped axis, or None for shared variables.
+        variable_axes: by filter of collections, the mapped axis, or None for shared variables;
+            `In(axis)` or `Out(axis)` for variables that only enter or only leave.
         split_rngs: by filter of PRNG streams, whether each index has its own keys.
         in_axes: see `jax.vmap`, for `args`; keyword arguments are mapped over axis 0.
         axis_size: size of the new axis, if no mapped value determines it.
@@ -128,7 +168,7 @@ def vmap(
 
 def pmap(
     fn: Fn,
-    variable_axes: Mapping[Any, int | None],
+    variable_axes: Mapping[Any, VariableAxis],
     split_rngs: Mapping[Any, bool],
     in_axes: object = 0,
     out_axes: object = 0,
@@ -424,6 +464,6 @@ def tree_map_rngs(fn: Map, tree: object) -> Any:
     """
 
     def map_one(stream: object) -> Any:
-        return stream.replace(key=fn(stream.key)) if isinstance(stream, Stream) else fn(stream)
+        return stream.replace(rng=fn(stream.rng)) if isinstance(stream, LazyRng) else fn(stream)
 
-    return jax.tree.map(map_one, tree, is_leaf=lambda x: isinstance(x, Stream))
+    return jax.tree.map(map_one, tree, is_leaf=lambda x: isinstance(x, LazyRng))

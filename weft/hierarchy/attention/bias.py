@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from typing import Any, Generic, Self, TypeVar
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from weft import config, struct
 from weft.config import REQUIRED, ConfigOr, Required, config_class
@@ -185,8 +187,9 @@ class MaskFnAttentionBias(BoolAttentionBias):
     """Mask computed by a function of positions.
 
     Attributes:
-      target_positions: `Int[Array, "#batch target"]`, of the queries.
-      source_positions: `Int[Array, "#batch source"]`, of the keys.
+      mask: called with positions of the shapes (batch, target, 1) and (batch, 1, source).
+      target_positions: `Int[Array, "*#batch target"]`, of the queries.
+      source_positions: `Int[Array, "*#batch source"]`, of the keys.
     """
 
     mask: MaskFn = struct.field(pytree_node=False)
@@ -204,15 +207,20 @@ class MaskFnAttentionBias(BoolAttentionBias):
     @classmethod
     def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
         first, *others = biases
-        same = all(
-            b.target_positions is first.target_positions
-            and b.source_positions is first.source_positions
-            for b in others
-        )
-        if others and same:
+        if others and _have_equal_positions(biases):
             mask = and_masks(*(b.mask for b in biases))
             return MaskFnAttentionBias(mask, first.target_positions, first.source_positions)
         return super().from_sequence(biases)
+
+
+def _have_equal_positions(biases: Sequence[MaskFnAttentionBias]) -> bool:
+    def equal(a: Any, b: Any) -> bool:
+        if a is b or isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+            return a is b
+        return np.array_equal(a, b)
+
+    first, *others = ((b.target_positions, b.source_positions) for b in biases)
+    return all(equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 class CausalAttentionBias(MaskFnAttentionBias):
@@ -227,8 +235,7 @@ class CausalAttentionBias(MaskFnAttentionBias):
 
     @classmethod
     def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
-        same = all(b.target_positions is biases[0].target_positions for b in biases)
-        return biases[0] if same else super().from_sequence(biases)
+        return biases[0] if _have_equal_positions(biases) else super().from_sequence(biases)
 
 
 class SlidingWindowAttentionBias(MaskFnAttentionBias):
@@ -266,7 +273,7 @@ class LeftRightWindowAttentionBias(MaskFnAttentionBias):
 
 
 class SegmentIdAttentionBias(BoolAttentionBias):
-    """Mask by which each position attends to its segment; ids are `Int[Array, "batch time"]`."""
+    """Mask by which each position attends to its segment; ids are `Int[Array, "*batch time"]`."""
 
     segment_ids: Tensor
 

@@ -15,6 +15,7 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from weft import config
@@ -71,7 +72,8 @@ class ResidualLayer(BaseLayer):
             positions have norms.
           dropout: dropout of the branch.
           stochastic_depth: drops the whole branch.
-          residual_gate_init: initial value of a learned factor of the branch; None for no factor.
+          residual_gate_init: initial value of a learned θ that weighs the input by `sqrt(1 - g²)`
+            and the branch by `g = sigmoid(θ)` in their sum; None for no weights.
         """
 
         structure: str = "prenorm"
@@ -121,7 +123,7 @@ class ResidualLayer(BaseLayer):
         init = self.config.residual_gate_init
         if init is None:
             return {}
-        return {"residual_gate": constant_spec((), init, mesh_axes=())}
+        return {"residual_gate_theta": constant_spec((), init, mesh_axes=())}
 
     def _normalize(self, position: NormPosition, x: Tensor) -> Tensor:
         return getattr(self, self._norms[position])(x) if position in self._norms else x
@@ -136,7 +138,9 @@ class ResidualLayer(BaseLayer):
         y = self.stochastic_depth(dropout(self._normalize(_RES, y)))
         y = y if weight == 1 else y * weight
         if self.config.residual_gate_init is not None:
-            y = y * self.parameters["residual_gate"].astype(y.dtype)
+            gate = jax.nn.sigmoid(self.parameters["residual_gate_theta"])
+            y = y * gate.astype(y.dtype)
+            skipped = skipped * jnp.sqrt(1 - jnp.square(gate)).astype(skipped.dtype)
         if self.config.structure == "nonorm":
             return y
         return self._normalize(_OUT, skipped + y)

@@ -51,14 +51,14 @@ class ForwardMode(enum.Enum):
 
     FORWARD = 0
     """Whole sequence, without a cache."""
-    INIT_STATES = 1
+    PREFILL = 1
     """First positions of a sequence (the prompt), with an empty cache."""
     EXTEND_STEP = 2
     """Positions that follow those in the cache."""
 
     @staticmethod
     def of_step(is_prefill: bool) -> "ForwardMode":
-        return ForwardMode.INIT_STATES if is_prefill else ForwardMode.EXTEND_STEP
+        return ForwardMode.PREFILL if is_prefill else ForwardMode.EXTEND_STEP
 
 
 def softmax_with_biases(

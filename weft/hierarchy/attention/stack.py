@@ -168,7 +168,7 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
             if mode is ForwardMode.FORWARD:
                 output = layer(data, **layer_kwargs, **own)
             else:
-                is_prefill = mode is ForwardMode.INIT_STATES
+                is_prefill = mode is ForwardMode.PREFILL
                 states[name], output = layer.extend_step(
                     cached_states[name], data, is_prefill=is_prefill, **layer_kwargs, **own
                 )
@@ -308,10 +308,18 @@ class RematRegexSavePatterns(enum.Enum):
     CONTEXT = r".*\.context"
     LINEAR1_X = r".*\.linear1_[01]"
     LINEAR2_X = r".*\.linear2_[01]"
+    GATE_WEIGHTS = r".*\.gate_weights"
+    GATE_ASSIGNMENT = r".*\.gate_assignment"
     NATIVE_ATTENTION = r".*\.([qkvo]_proj|context)"
     """Intermediate values of attention, except logits and probabilities."""
+    FLASH_CONTEXT = CONTEXT
+    FLASH_ATTENTION = NATIVE_ATTENTION
     FEED_FORWARD = r".*\.linear[12]_[01]"
     """The linear maps of feed-forward layers."""
+    MOE_GATING = r".*\.gate_(weights|assignment)"
+    """The choice of experts."""
+    INPUT = r".*\.input"
+    """The inputs of transformer layers."""
 
 
 def save_and_offload_these_names_regex(

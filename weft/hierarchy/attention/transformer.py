@@ -139,7 +139,7 @@ class TransformerAttentionLayer(ResidualLayer):
             states, output = self.attention.extend_step(
                 cached_states["attention"],
                 x,
-                is_prefill=mode is ForwardMode.INIT_STATES,
+                is_prefill=mode is ForwardMode.PREFILL,
                 **attention_kwargs,
             )
             cached_states = {**cached_states, "attention": states}
@@ -192,6 +192,7 @@ class BaseTransformerLayer(BaseLayer):
           target_positions: `Int[Array, "#batch target"]`; None counts from 0.
           return_aux: optional fields of the output to return.
         """
+        data = self._remat_name(data, "input")
         return self._forward_for_mode(ForwardMode.FORWARD, {}, data, **kwargs)[1]
 
     def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
@@ -325,7 +326,7 @@ class TransformerLayer(BaseTransformerLayer):
         if mode is ForwardMode.FORWARD:
             return states, layer(target=target, **kwargs)
         new, output = layer.extend_step(
-            states.get(name, {}), target, is_prefill=mode is ForwardMode.INIT_STATES, **kwargs
+            states.get(name, {}), target, is_prefill=mode is ForwardMode.PREFILL, **kwargs
         )
         return ({**states, name: new} if name in states else states), output
 
@@ -392,7 +393,7 @@ class ParallelTransformerLayer(BaseTransformerLayer):
             states, attention = self.self_attention.extend_step(
                 cached_states["self_attention"],
                 x,
-                is_prefill=mode is ForwardMode.INIT_STATES,
+                is_prefill=mode is ForwardMode.PREFILL,
                 page_pool=page_pool,
                 **kwargs,
             )

@@ -335,7 +335,7 @@ class ModalityVocabInfo:
     placeholder_end: int
     vocab_start: int
     vocab_end: int
-    generate_logits: bool
+    generate_logits: bool = False
 
     @property
     def vocab_size(self) -> int:

@@ -34,8 +34,8 @@ class Linear(BaseLayer):
 
     @classmethod
     def default_config(cls) -> Config:
-        """Returns a config whose weight is sharded over the mesh axis "model" by outputs."""
-        return super().default_config().set(param_partition_spec=(None, "model"))
+        """Returns a config whose weight is replicated."""
+        return super().default_config().set(param_partition_spec=(None, None))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
@@ -76,8 +76,8 @@ class MultiLinear(BaseLayer):
 
     @classmethod
     def default_config(cls) -> Config:
-        """Returns a config whose weight is sharded over the mesh axis "model" by maps."""
-        return super().default_config().set(param_partition_spec=(None, "model", None))
+        """Returns a config whose weight is sharded over the mesh axis "model" by outputs."""
+        return super().default_config().set(param_partition_spec=(None, None, "model"))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
@@ -86,7 +86,7 @@ class MultiLinear(BaseLayer):
             (cfg.input_dim, cfg.num_outputs, cfg.output_dim),
             ("row", None, "col"),
             bias_axes=slice(1, None),
-            fan_axes=FanAxes(in_axis=0, out_axis=2, batch_axis=1),
+            fan_axes=FanAxes(in_axis=0, out_axis=(1, 2)),
         )
 
     def forward(self, inputs: Tensor) -> Tensor:

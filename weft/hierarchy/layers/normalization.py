@@ -87,8 +87,7 @@ class RMSNormStateless(BaseNormalizationLayer):
         """Configures a RMSNormStateless; specs that are None leave layouts to the compiler.
 
         Attributes:
-            zero_centered: whether the factor is 1 + `scale`, with `scale` initialized to 0, so that
-                weight decay pulls the factor towards 1.
+            zero_centered: whether to subtract the mean first.
         """
 
         eps: float = 1e-8
@@ -102,11 +101,11 @@ class RMSNormStateless(BaseNormalizationLayer):
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
         del segment_ids  # every position has statistics of its own
         cfg = self.config
-        y = functional.rms_norm(
+        norm = functional.layer_norm if cfg.zero_centered else functional.rms_norm
+        y = norm(
             maybe_shard(x, cfg.input_partition_spec),
             *(self.parameters[name] for name in self._parameter_names),
             eps=cfg.eps,
-            zero_centered=bool(cfg.zero_centered),
             dtype=cfg.forward_dtype,
         )
         self._add_tensor_stats("outputs", y)
@@ -119,7 +118,7 @@ class RMSNorm(RMSNormStateless):
     _parameter_names = ("scale",)
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        return {"scale": self._vector_spec(0.0 if self.config.zero_centered else 1.0)}
+        return {"scale": self._vector_spec(1.0)}
 
 
 class NormType(enum.Enum):

@@ -206,9 +206,9 @@ class CapacityGating(BaseGating):
 
         Attributes:
           gating_logit_cap: bound of the logits, by a tanh; 0 for none.
-          expert_capacity: the minimum capacity: number of tokens of a group per expert.
+          expert_capacity: the minimum capacity: number of tokens of a group per expert; 0 is None.
           train_capacity_factor: capacity in training as a multiple of the equal share
-            `group_size / num_experts`. With None, only `expert_capacity` counts; with neither,
+            `group_size / num_experts`. With None or 0, only `expert_capacity` counts; with neither,
             nothing is dropped.
           eval_capacity_factor: the same outside of training.
           adaptive_load_balance_loss: computes a factor of the load-balancing loss; 1 if None.
@@ -224,7 +224,7 @@ class CapacityGating(BaseGating):
         super().__init__(cfg, parent=parent)
         for name in ("expert_capacity", "train_capacity_factor", "eval_capacity_factor"):
             value = getattr(cfg, name)
-            if value is not None and value <= 0:
+            if value is not None and value < 0:
                 raise LayerConfigError(
                     f"{self.path()}: {name}={value} leaves no room for a token; expected more "
                     "than 0, or None."
@@ -251,7 +251,7 @@ class CapacityGating(BaseGating):
         cfg = self.config
         factor = cfg.train_capacity_factor if self.is_training else cfg.eval_capacity_factor
         return routing.expert_capacity(
-            group_size, cfg.num_experts, factor=factor, minimum=cfg.expert_capacity
+            group_size, cfg.num_experts, factor=factor or None, minimum=cfg.expert_capacity or None
         )
 
     def _scale_load_balance_loss(self, load_balance_loss: Tensor, over_capacity: Tensor) -> Tensor:
@@ -273,8 +273,12 @@ class CapacityGating(BaseGating):
         routed = routing.route(experts, gates, live=live, **sizes)
         over_capacity = routing.over_capacity(routed, live)
         output = self.Output(
-            combine_tensor=routing.combine_tensor(routed, **sizes),
-            dispatch_tensor=routing.dispatch_tensor(routed, **sizes),
+            combine_tensor=self._remat_name(
+                routing.combine_tensor(routed, **sizes), "gate_weights"
+            ),
+            dispatch_tensor=self._remat_name(
+                routing.dispatch_tensor(routed, **sizes), "gate_assignment"
+            ),
             load_balance_loss=self._scale_load_balance_loss(load_balance_loss, over_capacity),
             router_z_loss=routing.router_z_loss(logits, live),
         )
@@ -438,9 +442,10 @@ class TopKDropFreeGating(TopKGating):
         if seq_weight is not None:
             of_sequences = seq_weight * jnp.mean(routing.load_balance_loss(probs, experts, live))
             self.add_summary("seq_load_balance_loss", of_sequences)
+        gates = gates if live is None else jnp.where(live[..., None], gates, 0.0)
         output = self.Output(
-            combine_tensor=gates if live is None else jnp.where(live[..., None], gates, 0.0),
-            dispatch_tensor=experts,
+            combine_tensor=self._remat_name(gates, "gate_weights"),
+            dispatch_tensor=self._remat_name(experts, "gate_assignment"),
             load_balance_loss=self._scale_load_balance_loss(loss, jnp.zeros(())),
             router_z_loss=routing.router_z_loss(logits, live),
             seq_load_balance_loss=of_sequences,

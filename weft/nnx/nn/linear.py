@@ -79,7 +79,7 @@ class Linear(KernelModule):
             bias,
             precision=self.precision,
             preferred_element_type=self.preferred_element_type,
-            dot_general=_replaced(self.dot_general),
+            dot_general=self.dot_general,
             out_sharding=out_sharding,
         )
 
@@ -174,7 +174,7 @@ class LinearGeneral(KernelModule):
             batch_axes=batch_axes,
             precision=self.precision,
             preferred_element_type=self.preferred_element_type,
-            dot_general=_replaced(given),
+            dot_general=given,
             out_sharding=out_sharding,
         )
 
@@ -189,10 +189,6 @@ class LinearGeneral(KernelModule):
                 f"out_features={self.out_features} was given an input of shape {shape}; expected "
                 f"the sizes {kernel[: len(leading)]} of its axes {leading}."
             )
-
-
-def _replaced(dot_general: DotGeneral | None) -> DotGeneral | None:
-    return None if dot_general is lax.dot_general else dot_general
 
 
 def _shaped(init: Initializer, flat: tuple[int, ...]) -> Initializer:

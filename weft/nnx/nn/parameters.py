@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from weft import functional
 from weft.core.frozen_dict import FrozenDict
-from weft.errors import InvalidRngError, MissingModeError, RngArgumentError
+from weft.errors import ArgumentValueError, InvalidRngError, MissingModeError, RngArgumentError
 from weft.functional.initializers import lecun_normal, zeros
 from weft.nnx.module import Module
 from weft.nnx.rngs import Rngs, RngStream
@@ -28,6 +28,7 @@ from weft.typing import DType
 
 Initializer = Callable[..., Any]
 Metadata = Mapping[str, Any]
+T = TypeVar("T")
 
 default_kernel_init = lecun_normal()
 NO_METADATA: Metadata = FrozenDict()
@@ -145,6 +146,18 @@ class KernelModule(Module):
     def _promoted(self, inputs: Array, kernel: Array) -> tuple[Array, Array, Array | None]:
         bias = None if self.bias is None else self.bias[...]
         return self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
+
+
+def first_from(*args: T | None, error_msg: str) -> T:
+    """Returns the first argument that is not None; `flax.nnx.module` has it for layers of others.
+
+    Raises:
+        ArgumentValueError: with `error_msg`, if all are None.
+    """
+    for arg in args:
+        if arg is not None:
+            return arg
+    raise ArgumentValueError(error_msg)
 
 
 def resolve_mode(layer: Module, name: str, given: bool | None) -> bool:

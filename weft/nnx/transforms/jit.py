@@ -338,6 +338,9 @@ class JitWrapped(Generic[P, R]):
 
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Traces a call as `jax.jit(...).trace`; objects keep their state."""
+        return self._trace(args, kwargs)
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], n_bound: int = 0) -> Traced:
         is_first = True
         while True:
             try:
@@ -351,11 +354,19 @@ class JitWrapped(Generic[P, R]):
                     raise
                 is_first = False
                 self._drop_programs()
-        return Traced(traced, CompiledCall(program, self._options, args, kwargs).run)
+        return Traced(traced, CompiledCall(program, self._options, args, kwargs, n_bound).run)
 
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Returns the result of a call with shapes in place of arrays; objects keep their state."""
         return eval_shape(self._fn, *args, **kwargs)
+
+    @property
+    def jitted_fn(self) -> Self:
+        """The function itself, which counts and drops its programs as functions of JAX do."""
+        return self
+
+    def _cache_size(self) -> int:
+        return sum(program.n_traces for program in self._programs.value.values())
 
     def clear_cache(self) -> None:
         """Drops the compiled programs."""
@@ -374,7 +385,28 @@ class JitWrapped(Generic[P, R]):
         self: JitWrapped[Concatenate[T, Q], R], instance: T, owner: type | None = None
     ) -> Callable[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else JitPartial(self, instance)
+
+
+class JitPartial(functools.partial[R]):
+    """A jitted function with its first arguments bound, which `lower` and `trace` do not take."""
+
+    @property
+    def jitted_fn(self) -> JitWrapped[..., R]:
+        """The jitted function of all arguments."""
+        return self.func  # pyright: ignore[reportReturnType]
+
+    def lower(self, /, *args: object, **kwargs: object) -> Lowered:
+        """Lowers a call as `jax.jit(...).lower`; objects keep their state."""
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, /, *args: object, **kwargs: object) -> Traced:
+        """Traces a call as `jax.jit(...).trace`; objects keep their state."""
+        return self.jitted_fn._trace((*self.args, *args), kwargs, len(self.args))
+
+    def eval_shape(self, /, *args: object, **kwargs: object) -> Any:
+        """Returns the result of a call with shapes in place of arrays; objects keep their state."""
+        return self.jitted_fn.eval_shape(*self.args, *args, **kwargs)
 
 
 class _Jit(Protocol[Options]):
@@ -499,10 +531,11 @@ def _check_argnames(
             )
 
 
-def jit_partial(fun: Callable[..., R], *partial_args: Any, **options: Any) -> Callable[..., R]:
+def jit_partial(fun: Callable[..., R], *partial_args: Any, **options: Any) -> JitPartial[R]:
     """Returns a jitted function with its first arguments bound.
 
-    `options` are those of `nnx.jit`; they refer to all arguments, including bound ones.
+    `options` are those of `nnx.jit`; they refer to all arguments, including bound ones. `lower` and
+    `trace` take the other arguments, as the compiled function does.
 
     Example:
         >>> import jax.numpy as jnp
@@ -511,7 +544,7 @@ def jit_partial(fun: Callable[..., R], *partial_args: Any, **options: Any) -> Ca
         >>> float(nnx.jit_partial(lambda model, x: model.w * x, model)(3.0))
         6.0
     """
-    return functools.partial(jit(fun, **options), *partial_args)
+    return JitPartial(jit(fun, **options), *partial_args)
 
 
 def cached_partial(
@@ -531,11 +564,16 @@ class CompiledCall:
     """The call for which a function is compiled."""
 
     def __init__(
-        self, program: Program, options: JitOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        program: Program,
+        options: JitOptions,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        n_bound: int,
     ):
         self._program, self._options = program, options
-        self._n_args = len(args)
-        self._static = {i: x for i, x in enumerate(args) if i in options.static_argnums}
+        self._n_args, static = len(args), options.static_argnums
+        self._fixed = {i: x for i, x in enumerate(args) if i < n_bound or i in static}
         self._named = {k: x for k, x in kwargs.items() if k in options.static_argnames}
         self._names = sorted(kwargs.keys() - self._named.keys())
 
@@ -547,18 +585,19 @@ class CompiledCall:
         Raises:
             CompiledCallError: if the structure of an object or the number of arguments differs.
         """
-        if len(args) != self._n_args - len(self._static) or sorted(kwargs) != self._names:
+        n_args = self._n_args - len(self._fixed)
+        if len(args) != n_args or sorted(kwargs) != self._names:
             raise CompiledCallError(
-                f"a function compiled for {self._n_args - len(self._static)} positional "
+                f"a function compiled for {n_args} positional "
                 f"arguments and {self._names} by name is called with {len(args)} and "
                 f"{sorted(kwargs)}; pass them as to lower, without the static ones."
             )
         rest = iter(args)
-        every = (self._static[i] if i in self._static else next(rest) for i in range(self._n_args))
+        every = (self._fixed[i] if i in self._fixed else next(rest) for i in range(self._n_args))
         call = split_nested_objects(self._options, tuple(every), {**kwargs, **self._named})
         if call.layout != self._program.layout:
             raise _structure_error(self._program.layout, call.layout)
-        given = [x for i, x in enumerate(call.rest) if i not in self._static]
+        given = [x for i, x in enumerate(call.rest) if i not in self._options.static_argnums]
         named = {k: x for k, x in call.named.items() if k not in self._named}
         outputs = compiled(*self._program.values_of(call.flat), *given, **named)
         return self._program.finish(call.flat, outputs)

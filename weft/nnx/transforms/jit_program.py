@@ -178,7 +178,7 @@ class Program:
     def __init__(
         self, fn: Callable[..., Any], options: JitOptions, layout: CallLayout, seen: Hashable
     ):
-        self._options, self.layout = options, layout
+        self._options, self.layout, self.n_traces = options, layout, 0
         is_donated = [layout.donated[i] for i, _ in layout.static.places]
         self.donated = [n for n, is_given in enumerate(is_donated) if is_given]
         self.kept = [n for n, is_given in enumerate(is_donated) if not is_given]
@@ -190,6 +190,7 @@ class Program:
         def pure(donated: list[Any], kept: list[Any], /, *rest: object, **named: object) -> Any:
             if value_key(fn) != seen:
                 raise FunctionChanged
+            self.n_traces += 1
             values = self._merge_values(donated, kept)
             args, kwargs, pure_args = self._pure_args(values, rest, named)
             given = object_paths(args, parameter_names(fn), ObjectRef)

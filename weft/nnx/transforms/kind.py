@@ -640,8 +640,14 @@ class ObjectKind(Kind):
     def union(self, group: Group, other: Group) -> Group:
         return {**group, **{n: x for n, x in other.items() if n >= 0}}
 
-    def initial_values(self, made: Group | None, result: Group | None) -> Group | None:
-        if made is None or result is None:
+    def final_group(
+        self, made: Group | None, result: Group | None, ends: Sequence[Group]
+    ) -> Group | None:
+        if result is None:
+            return None
+        if self.is_loop or self.is_branch:
+            result = {**result, **_passed_marks(result, ends)}
+        if made is None:
             return result
         new = {n: x for n, x in made.items() if is_new_number(n)}
         first = {~n: x._value if isinstance(x, Variable) else x for n, x in made.items() if n >= 0}
@@ -685,6 +691,12 @@ class ObjectKind(Kind):
 
     def argument(self, path: jax.tree_util.KeyPath) -> str:
         return argument_at(path)
+
+
+def _passed_marks(result: Group, ends: Sequence[Group]) -> Group:
+    """Returns the marks of values that rules alone have replaced in each run that returned them."""
+    returned = [[~n in end and end[~n] is None for end in ends if n in end] for n in result]
+    return {~n: None for n, marks in zip(result, returned, strict=True) if marks and all(marks)}
 
 
 def _numbers_of(graphdef: GraphDef, keys: Sequence[int], objects: Collection[int]) -> Iterator[int]:

@@ -492,8 +492,8 @@ def check_loop_graph(
 
 def is_recorded(variable: Variable[Any], recording: Recording) -> bool:
     """Returns whether a variable was made in the function, with a value that a loop can carry."""
-    is_plain = not isinstance(variable._value, jax.Ref)
-    return is_plain and all(map(is_hashable, variable._metadata.values())) and variable in recording
+    is_static = all(map(is_hashable, variable._metadata.values()))
+    return is_static and not variable._is_in_ref() and variable in recording
 
 
 class InitialGroups(NamedTuple):

@@ -29,6 +29,12 @@ class _StateFilters:
         self._items = tuple(items)
         self._predicates = predicates([where for where, _ in self._items])
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_filters" in state:  # pickled by Flax: filters, and what each of them gets
+            self.__init__(zip(*state.values(), strict=True))
+        else:
+            vars(self).update(state)
+
     @property
     def filters(self) -> tuple[Any, ...]:
         """The filters, as functions of a path and a variable."""

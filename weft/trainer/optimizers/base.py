@@ -98,18 +98,23 @@ def opt_param_values(params: NestedOptParam) -> NestedTensor:
     return jax.tree.map(lambda param: param.value, params)
 
 
-def tree_paths(tree: Nested[object]) -> Nested[str]:
+def tree_paths(
+    tree: Nested[object],
+    separator: str = "/",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Nested[str]:
     """Returns a tree like `tree` with the path of each leaf, such as "decoder/emb/weight".
 
     >>> tree_paths({"a": {"b": 1}, "c": (2, 3)})
     {'a': {'b': 'a/b'}, 'c': ('c/0', 'c/1')}
     """
-    return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), tree)
+    name = lambda path, _: path_name(path, separator)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(name, tree, is_leaf=is_leaf)
 
 
-def path_name(path: tuple[Any, ...]) -> str:
-    """Returns a JAX key path as names joined by slashes."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def path_name(path: tuple[Any, ...], separator: str = "/") -> str:
+    """Returns a JAX key path as names joined by a separator."""
+    return jax.tree_util.keystr(path, simple=True, separator=separator)
 
 
 def leaves_by_path(tree: object) -> dict[tuple[Any, ...], Any]:

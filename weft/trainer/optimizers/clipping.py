@@ -275,7 +275,8 @@ class _NormStatistics(NamedTuple):
 
     def with_norm(self, norm: Tensor, state: SkipClipState) -> SkipClipState:
         """Returns the state after adding the norm to the statistics."""
-        decay = decay_bias_correction(self.decay)(state.count)
+        count = optax.safe_increment(state.count)
+        decay = decay_bias_correction(self.decay)(count)
         # An infinite square would stay in the average forever, and remove the threshold.
         square = jnp.minimum(jnp.square(norm), jnp.finfo(jnp.float32).max)
 
@@ -283,7 +284,7 @@ class _NormStatistics(NamedTuple):
             return decay * ema + (1 - decay) * x
 
         return state._replace(
-            count=optax.safe_increment(state.count),
+            count=count,
             grad_norm_ema=averaged(state.grad_norm_ema, norm),
             grad_norm_square_ema=averaged(state.grad_norm_square_ema, square),
         )

@@ -34,7 +34,7 @@ def scale(step_size: float) -> base.PartitionedGradientTransformation:
 def scale_by_schedule(
     step_size_fn: Schedule, *, name: str | None = None
 ) -> base.PartitionedGradientTransformation:
-    """Multiplies updates by a schedule's value at the number of steps done.
+    """Multiplies updates by a schedule's value at the number of the step, counted from 1.
 
     Reports "schedule_step" and "schedule_scale", with the prefix `name` to distinguish two
     schedules.
@@ -45,11 +45,12 @@ def scale_by_schedule(
     def update_fn(
         updates: NestedTensor, state: optax.ScaleByScheduleState, params: base.NestedOptParam
     ) -> tuple[NestedTensor, optax.ScaleByScheduleState]:
-        step_size = schedule_fn(state.count)
-        base.report(f"{prefix}schedule_step", state.count)
+        step = optax.safe_increment(state.count)
+        step_size = schedule_fn(step)
+        base.report(f"{prefix}schedule_step", step)
         base.report(f"{prefix}schedule_scale", step_size)
         updates = jax.tree.map(lambda u: u * step_size, updates)
-        return updates, optax.ScaleByScheduleState(optax.safe_increment(state.count))
+        return updates, optax.ScaleByScheduleState(step)
 
     return base.PartitionedGradientTransformation(
         init=lambda params: optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)),
@@ -201,8 +202,8 @@ def add_decayed_weights(
     ) -> tuple[NestedTensor, AddDecayedWeightsState]:
         rate = weight_decay
         if learning_rate_exponent is not None:
-            rate = rate * learning_rate_fn(state.count) ** learning_rate_exponent
             state = AddDecayedWeightsState(optax.safe_increment(state.count))
+            rate = rate * learning_rate_fn(state.count) ** learning_rate_exponent
         return _with_decay(updates, params, rate, scale_fn), state
 
     return base.PartitionedGradientTransformation(
@@ -288,7 +289,7 @@ def ema(
     shares all indices but that of the first axis.
 
     Args:
-      decay: weight of the previous average; may be a schedule.
+      decay: weight of the previous average; may be a schedule, whose first step is 0.
       debias: whether to divide by `1 - decay**t` after t steps, to correct for the initial zero.
       accumulator_dtype: dtype of the stored average; None for that of the parameter.
     """
@@ -363,7 +364,8 @@ def param_ema(*, decay: Schedule | None = None) -> base.PartitionedGradientTrans
     """Keeps an exponential moving average of the parameters and leaves updates unchanged.
 
     The average starts at zero; the decays of `weft.trainer.schedule.ema_schedule` correct for that.
-    `decay`, which may be a schedule, is the weight of the previous average; None keeps no average.
+    `decay`, which may be a schedule, whose first step is 0, is the weight of the previous average;
+    None keeps no average.
     State of layers, such as moving statistics, is stored without averaging.
     """
     if decay is None:
@@ -447,7 +449,8 @@ def scale_by_factored_rms(
     def update_fn(
         updates: NestedTensor, state: optax.FactoredState, params: base.NestedOptParam
     ) -> tuple[NestedTensor, optax.FactoredState]:
-        decay = decay_fn(state.count)
+        count = optax.safe_increment(state.count)
+        decay = decay_fn(count)
 
         def step(update, param, *moment):
             axes = row_and_col(param.factorization_spec)
@@ -456,7 +459,7 @@ def scale_by_factored_rms(
         steps = jax.tree.map(step, updates, params, state.v_row, state.v_col, state.v)
         moments = jax.tree.map(lambda u, s: s[1], updates, steps)
         updates = jax.tree.map(lambda u, s: s[0], updates, steps)
-        return updates, _state(optax.safe_increment(state.count), moments)
+        return updates, _state(count, moments)
 
     def partition_fn(param_specs: NestedParameterSpec) -> optax.FactoredState:
         specs = jax.tree.map(

@@ -1,0 +1,19 @@
+"""Programs in processes of their own, in which `flax` is Weft or Flax."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_python(*args, as_flax=True, check=True, **kwargs):
+    """Runs Python with this checkout of Weft; `as_flax` sets WEFT_AS_FLAX, or removes it."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "WEFT_AS_FLAX": str(int(as_flax))}
+    done = subprocess.run(
+        [sys.executable, *map(str, args)], capture_output=True, text=True, env=env, **kwargs
+    )
+    assert not check or done.returncode == 0, done.stderr
+    return done

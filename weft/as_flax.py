@@ -1,0 +1,112 @@
+"""Lets `import flax` find Weft, in this process and its children, once this module is imported.
+
+Packages that are built on Flax then run on Weft without a change: `flax.X` is the module `weft.X`
+itself, so classes and functions are the same objects under both names. Three ways lead here:
+`import weft.as_flax` before the first import of `flax`, the environment variable `WEFT_AS_FLAX=1`
+(`weft_as_flax.pth`, which is installed with Weft, reads it when Python starts), and
+`weft run-as-flax`. Imports nothing slow, as the variable concerns every process.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import logging
+import multiprocessing
+import os
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
+from typing import Any, NoReturn
+
+import weft
+from weft.errors import AsFlaxError
+
+FLAX_VERSION = "0.12.8"
+"""The version of Flax whose names Weft has, which programs find in `flax.__version__`."""
+
+_VARIABLE = "WEFT_AS_FLAX"
+logger = logging.getLogger(__name__)
+
+
+class _Flax(types.ModuleType):
+    """The module `flax`, or `flax.version`; what it lacks is that of `weft`."""
+
+    __version__ = FLAX_VERSION
+
+    def __getattr__(self, name: str) -> Any:
+        return importlib.import_module("flax.version") if name == "version" else getattr(weft, name)
+
+    def __dir__(self) -> list[str]:
+        return dir(weft)
+
+
+class _Finder:
+    """Finder and loader of `flax` and its modules, and finder of the distribution `flax`."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: object = None
+    ) -> ModuleSpec | None:
+        top, _, rest = name.partition(".")
+        if top != "flax" or not (
+            rest in ("", "version") or importlib.util.find_spec(f"weft.{rest}")
+        ):
+            return None
+        return importlib.util.spec_from_loader(name, self, is_package=not rest)  # pyright: ignore[reportArgumentType]
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        rest = spec.name.partition(".")[2]
+        if not rest and multiprocessing.parent_process() is None:
+            logger.warning("flax is Weft %s in this process and its children", weft.__version__)
+        if rest in ("", "version"):
+            return _Flax(spec.name)
+        module = importlib.import_module(f"weft.{rest}")
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        # Python has replaced the spec of a module of Weft.
+        if not isinstance(module, _Flax) and module.__spec__ is not None:
+            module.__spec__ = module.__spec__.loader_state
+
+    def find_distributions(self, context: DistributionFinder.Context) -> Iterator[Distribution]:
+        if context.name is None or context.name.lower() == "flax":
+            yield _Distribution()
+
+
+class _Distribution(Distribution):
+    def read_text(self, filename: str) -> str | None:
+        return f"Name: flax\nVersion: {FLAX_VERSION}\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
+        return Path(weft.__file__).parent / path
+
+
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """Replaces this process by Python with a program for which `flax` is Weft.
+
+    Raises:
+        AsFlaxError: If no program is named, or if Weft is not installed, so that Python does not
+            read the variable when it starts.
+    """
+    program = ["-m", *arguments.module] if arguments.module else arguments.program
+    if not arguments.module and not program:
+        raise AsFlaxError("no program is named; write `weft run-as-flax script.py` or `-m module`")
+    if not any(Path(folder, "weft_as_flax.pth").is_file() for folder in sys.path):
+        raise AsFlaxError(
+            f"{sys.executable} would not read {_VARIABLE}, as Weft is imported from "
+            f"{Path(weft.__file__).parent} without being installed; install it with pip"
+        )
+    os.execv(sys.executable, [sys.executable, *program])
+
+
+if "flax" in sys.modules:
+    raise AsFlaxError(
+        f"flax is already imported, from {getattr(sys.modules['flax'], '__file__', None)}, and its "
+        "objects are in use; import weft.as_flax before the first import of flax and of packages "
+        "that import it"
+    )
+sys.meta_path.insert(0, _Finder())  # pyright: ignore[reportArgumentType]
+os.environ[_VARIABLE] = "1"

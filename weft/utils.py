@@ -1,0 +1,325 @@
+"""Helpers for trees, dtypes, meshes and batches, as users of AXLearn know them from `utils`.
+
+A path is a string of names, joined by `separator`, or a sequence of names.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec
+
+from weft.core.spmd import constrain
+from weft.errors import MissingStateError, TreeMergeError
+from weft.hierarchy.parameter_spec import TensorSpec
+from weft.input import host_to_global_device_array
+from weft.input.dispatch import global_to_host_array, input_partition_spec
+from weft.struct import VDict, map_blocks
+from weft.trainer.mesh import HybridMeshShape, MeshShape, build_mesh, infer_mesh_shape
+from weft.trainer.model import cast_floats, cast_floats_per_param
+from weft.trainer.optimizers.base import tree_paths
+from weft.typing import Nested, NestedTensor, Tensor
+
+T = TypeVar("T")
+IsLeaf = Callable[[Any], bool]
+Path = str | Sequence[str]
+
+
+def flatten_items(
+    tree: Nested[T], separator: str = "/", is_leaf: IsLeaf | None = None
+) -> list[tuple[str, T]]:
+    """Returns the leaves of a tree with their paths.
+
+    >>> flatten_items({"b": {"w": 1}, "a": [2, 3]})
+    [('a/0', 2), ('a/1', 3), ('b/w', 1)]
+    """
+    paths = jax.tree.leaves(tree_paths(tree, separator, is_leaf))
+    return list(zip(paths, jax.tree.leaves(tree, is_leaf=is_leaf), strict=True))
+
+
+def get_recursively(x: Nested[Any], path: Path, separator: str = "/") -> Any:
+    """Returns the value at a path of nested dicts; all of `x` for an empty path.
+
+    Raises:
+        MissingStateError: a KeyError, if the path does not exist.
+
+    >>> get_recursively({"layer": {"w": 1}}, "layer/w")
+    1
+    """
+    steps = _steps(path, separator)
+    for i, name in enumerate(steps):
+        if not isinstance(x, Mapping) or name not in x:
+            at = separator.join(steps[:i]) or "the root"
+            has = ", ".join(map(repr, x)) if isinstance(x, Mapping) else f"a {type(x).__name__}"
+            raise MissingStateError(
+                f"there is no {separator.join(steps)!r}: {at} has {has or 'no entries'}."
+            )
+        x = x[name]
+    return x
+
+
+def set_recursively(x: dict[str, Any], *, value: object, path: Path, separator: str = "/") -> None:
+    """Sets the value at a nonempty path of nested dicts, and creates missing dicts on the way.
+
+    Raises:
+        TreeMergeError: for an empty path, or one through a leaf.
+
+    >>> tree = {}
+    >>> set_recursively(tree, value=1, path="layer/w")
+    >>> tree
+    {'layer': {'w': 1}}
+    """
+    steps = _steps(path, separator)
+    for i, name in enumerate(steps):
+        if not isinstance(x, dict):
+            raise TreeMergeError(
+                f"{separator.join(steps[:i])!r} is a {type(x).__name__}, so nothing can be set "
+                f"at {separator.join(steps)!r}; give a path through dicts."
+            )
+        if i == len(steps) - 1:
+            x[name] = value
+            return
+        x = x.setdefault(name, {})
+    raise TreeMergeError("the path is empty; name at least one entry to set.")
+
+
+def copy_recursively(
+    source: Nested[Any], *, target: dict[str, Any] | None, path: Path, separator: str = "/"
+) -> Any:
+    """Copies the value at a path of `source` to the same path of `target`, which it returns.
+
+    A target of None is a new dict; for an empty path the result is a copy of `source`. Arrays are
+    shared.
+    """
+    value = jax.tree.map(lambda leaf: leaf, get_recursively(source, path, separator))
+    if not _steps(path, separator):
+        return value
+    target = {} if target is None else target
+    set_recursively(target, value=value, path=path, separator=separator)
+    return target
+
+
+def match_regex_rules(
+    x: str, *, rules: Sequence[tuple[str, T]], default_value: T | None = None
+) -> T | None:
+    """Returns the value of the first rule whose regular expression matches all of `x`.
+
+    >>> match_regex_rules("decoder/bias", rules=[(".*/bias", "no decay"), (".*", "decay")])
+    'no decay'
+    """
+    return next((value for regex, value in rules if re.fullmatch(regex, x)), default_value)
+
+
+def prune_tree(
+    in_tree: Nested[T],
+    should_prune: Callable[[str, Nested[T]], bool],
+    *,
+    prefix: str = "",
+    separator: str = "/",
+) -> Nested[T]:
+    """Returns nested dicts without the entries for which `should_prune(path, entry)` is True.
+
+    The entries of a dict are pruned before the dict itself is tested.
+
+    >>> prune_tree({"a": {"b": 1, "c": 2}, "d": 2}, lambda path, x: x == 2)
+    {'a': {'b': 1}}
+    """
+    if not isinstance(in_tree, Mapping):
+        return in_tree
+    kept = {}
+    for name, entry in in_tree.items():
+        path = f"{prefix}{separator}{name}" if prefix else name
+        entry = prune_tree(entry, should_prune, prefix=path, separator=separator)
+        if not should_prune(path, entry):
+            kept[name] = entry
+    return kept
+
+
+def prune_empty(in_tree: Nested[T]) -> Nested[T]:
+    """Returns nested dicts without those that have no entries, at any depth."""
+    return prune_tree(in_tree, lambda _, entry: isinstance(entry, Mapping) and not entry)
+
+
+def tree_merge(
+    primary: Nested[Any],
+    *,
+    secondary: Nested[Any],
+    leaf_merge_fn: Callable[[Any, Any], Any],
+) -> Nested[Any]:
+    """Merges nested dicts; where both have a leaf, the result has `leaf_merge_fn(first, second)`.
+
+    Raises:
+        TreeMergeError: if one has a dict where the other has a leaf.
+
+    >>> tree_merge({"a": 1}, secondary={"a": 2, "b": 3}, leaf_merge_fn=max)
+    {'a': 2, 'b': 3}
+    """
+    dicts = isinstance(primary, Mapping), isinstance(secondary, Mapping)
+    if dicts == (False, False):
+        return copy.deepcopy(leaf_merge_fn(primary, secondary))
+    if not all(dicts):
+        raise TreeMergeError(
+            f"tree_merge: a dict meets a leaf: {primary!r:.80} and {secondary!r:.80}; merge trees "
+            "of the same structure."
+        )
+    merged = copy.deepcopy({**secondary, **primary})
+    for name in primary.keys() & secondary.keys():
+        merged[name] = tree_merge(
+            primary[name], secondary=secondary[name], leaf_merge_fn=leaf_merge_fn
+        )
+    return merged
+
+
+def expand_vdicts(tree: Nested[Any]) -> Nested[Any]:
+    """Replaces each `VDict` by a list of dicts, one for each index of the leading axis."""
+
+    def expanded(x: Any) -> Any:
+        if not isinstance(x, VDict):
+            return x
+        sizes = {len(leaf) for leaf in jax.tree.leaves(x)}
+        layers = ({k: _at(i, v) for k, v in x.items()} for i in range(max(sizes, default=0)))
+        return [expand_vdicts(layer) for layer in layers]
+
+    return jax.tree.map(expanded, tree, is_leaf=lambda x: isinstance(x, VDict))
+
+
+vectorized_tree_map = map_blocks
+
+
+def shapes(nested_tensor: NestedTensor) -> Nested[Any]:
+    """Returns the shape of each array of a tree, None for other leaves."""
+    return jax.tree.map(lambda x: getattr(x, "shape", None), nested_tensor)
+
+
+def count_model_params(tree: NestedTensor) -> int:
+    """Returns the number of elements of all arrays of a tree."""
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+
+def check_param_shape_alignment(source_tree: NestedTensor, target_tree: NestedTensor) -> str | None:
+    """Returns a message about arrays of different shapes in two trees, or None."""
+    theirs = dict(flatten_items(target_tree))
+    different = [
+        f"({path}): source: {x.shape}, target: {theirs[path].shape}"
+        for path, x in flatten_items(source_tree)
+        if x.shape != theirs[path].shape
+    ]
+    return "\n".join(different) or None
+
+
+def as_tensor(x: Nested[Any]) -> NestedTensor:
+    """Returns a tree with each leaf as a `jax.Array`."""
+    return jax.tree.map(jnp.asarray, x)
+
+
+def as_numpy_array(x: Nested[Any]) -> Nested[np.ndarray]:
+    """Returns a tree with each leaf as an array of NumPy."""
+    return jax.tree.map(np.asarray, x)
+
+
+def sequence_mask(
+    *, lengths: Tensor, max_len: int, dtype: jax.typing.DTypeLike = jnp.bool_
+) -> Tensor:
+    """Returns a mask `[..., max_len]` that is true at the first `lengths` `[...]` positions.
+
+    >>> sequence_mask(lengths=jnp.array([1, 3]), max_len=3, dtype="int32").tolist()
+    [[1, 0, 0], [1, 1, 1]]
+    """
+    positions = jax.lax.broadcasted_iota(lengths.dtype, (*lengths.shape, max_len), lengths.ndim)
+    return (positions < lengths[..., None]).astype(dtype)
+
+
+def create_device_mesh(
+    mesh_shape: MeshShape | HybridMeshShape, *, devices: Sequence[Any] | None = None
+) -> np.ndarray:
+    """Returns an array of devices for `jax.sharding.Mesh`; see `weft.trainer.build_mesh`.
+
+    Raises:
+        MeshError: if the shape does not fit the devices.
+    """
+    sizes = mesh_shape.ici_mesh_shape if isinstance(mesh_shape, HybridMeshShape) else mesh_shape
+    names = [f"axis{i}" for i in range(len(sizes))]
+    return build_mesh(mesh_shape, names, devices).devices
+
+
+def maybe_shard(x: NestedTensor, partition_spec: PartitionSpec | None) -> NestedTensor:
+    """Constrains the layout of arrays; does nothing for a spec of None or without a mesh."""
+    return x if partition_spec is None else with_sharding_constraint(x, partition_spec)
+
+
+def with_sharding_constraint(x: NestedTensor, shardings: PartitionSpec) -> NestedTensor:
+    """Constrains the layout of arrays; does nothing without a mesh."""
+    return constrain(x, shardings)
+
+
+def complete_partition_spec_tree(
+    treedef: Any, partition_spec_tree: Nested[PartitionSpec | None]
+) -> Any:
+    """Returns a tree of specs with the structure `treedef` from one that is a prefix of it."""
+    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
+    whole = treedef.unflatten([0] * treedef.num_leaves)
+    return jax.tree.map(
+        lambda spec, part: jax.tree.map(lambda _: spec, part),
+        partition_spec_tree,
+        whole,
+        is_leaf=is_spec,
+    )
+
+
+def replicate_to_local_data(x: NestedTensor) -> Nested[np.ndarray]:
+    """Returns all of each global array as an array of NumPy, in every process."""
+    return multihost_utils.process_allgather(x, tiled=True)
+
+
+def _steps(path: Path, separator: str) -> list[str]:
+    return [name for name in path.split(separator) if name] if isinstance(path, str) else [*path]
+
+
+def _at(i: int, tree: Nested[Any]) -> Nested[Any]:
+    return jax.tree.map(lambda x: x[i], tree)
+
+
+__all__ = [
+    "HybridMeshShape",
+    "MeshShape",
+    "Nested",
+    "NestedTensor",
+    "PartitionSpec",
+    "Tensor",
+    "TensorSpec",
+    "VDict",
+    "as_numpy_array",
+    "as_tensor",
+    "cast_floats",
+    "cast_floats_per_param",
+    "check_param_shape_alignment",
+    "complete_partition_spec_tree",
+    "copy_recursively",
+    "count_model_params",
+    "create_device_mesh",
+    "expand_vdicts",
+    "flatten_items",
+    "get_recursively",
+    "global_to_host_array",
+    "host_to_global_device_array",
+    "infer_mesh_shape",
+    "input_partition_spec",
+    "map_blocks",
+    "match_regex_rules",
+    "maybe_shard",
+    "prune_empty",
+    "prune_tree",
+    "replicate_to_local_data",
+    "sequence_mask",
+    "set_recursively",
+    "shapes",
+    "tree_merge",
+    "tree_paths",
+    "vectorized_tree_map",
+    "with_sharding_constraint",
+]
