@@ -1,3 +1,4 @@
+import contextvars
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -195,11 +196,13 @@ def test_operations_carry_the_names_of_modules():
         assert set(names()) == {""}
         with override_named_call(True):
             assert "Model/layer" in names()
+    contextvars.copy_context().run(check_switch)
+
+
+def check_switch():
     disable_named_call()
-    try:
-        assert set(names()) == {""}
-    finally:
-        enable_named_call()
+    assert set(names()) == {""}
+    enable_named_call()
     assert "Model/layer" in names()
 
 
