@@ -36,6 +36,9 @@ def test_lstm():
     close(output, sigmoid(o) * np.tanh(expected))
     memory, output = lstm_step(c, i, f, g, o, gate_fn=jnp.ones_like, activation_fn=jnp.negative)
     close((memory, output), (c - g, g - c))
+    memory, output = lstm_step(c, i, f, g, o, max_cell_value=0.1)
+    close(memory, np.clip(expected, -0.1, 0.1))
+    close(output, sigmoid(o) * np.tanh(memory))
 
 
 def test_gru():

@@ -28,6 +28,7 @@ def lstm_step(
     *,
     gate_fn: Activation = jax.nn.sigmoid,
     activation_fn: Activation = jnp.tanh,
+    max_cell_value: float | None = None,
 ) -> tuple[Float[Array, "*state"], Float[Array, "*state"]]:
     """Returns the memory and the output of a long short-term memory (Hochreiter, 1997).
 
@@ -41,12 +42,15 @@ def lstm_step(
         o: output gate.
         gate_fn: activation of the gates.
         activation_fn: activation of the candidate and of the output.
+        max_cell_value: bound of the absolute value of the memory; None for none.
 
     >>> c, h = lstm_step(*(jnp.array([x]) for x in (2.0, 0.0, 0.0, 0.0, 100.0)))
     >>> c.tolist(), h.tolist()
     ([1.0], [0.76159...])
     """
     c = gate_fn(f) * c + gate_fn(i) * activation_fn(g)
+    if max_cell_value is not None:
+        c = jnp.clip(c, -max_cell_value, max_cell_value)
     return c, gate_fn(o) * activation_fn(c)
 
 

@@ -235,6 +235,10 @@ from weft.hierarchy.poolings import (
     PoolingWithProjection as PoolingWithProjection,
 )
 from weft.hierarchy.repeat import Repeat as Repeat
+from weft.hierarchy.rnn import (
+    BaseRNNCell as BaseRNNCell, IdentityCell as IdentityCell, LSTMCell as LSTMCell,
+    RepeatedRNNLayer as RepeatedRNNLayer, StackedRNNLayer as StackedRNNLayer,
+)
 from weft.hierarchy.summary import (
     AudioSummary as AudioSummary, CallbackSummary as CallbackSummary, ImageSummary as ImageSummary,
     Summary as Summary,

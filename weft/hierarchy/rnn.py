@@ -1,0 +1,277 @@
+"""Recurrent layers.
+
+A cell maps its state and the input of one time step to the next state and an output:
+
+    states = cell.init_states(batch_size=b)
+    states, y[t] = cell.extend_step(inputs=x[t], cached_states=states)
+
+`cell(x)` does so for all steps of a sequence, in a scan whose steps share the parameters. Sequences
+are time-major: axis 0 is time. Stacks of cells are cells.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from weft.config import REQUIRED, InstantiableConfig, Required, config_class
+from weft.errors import LayerConfigError
+from weft.functional.recurrent import lstm_step
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.layers.linear import Linear, MultiLinear
+from weft.hierarchy.module import Module, nowrap
+from weft.hierarchy.repeat import Repeat
+from weft.hierarchy.transforms import scan_in_context
+from weft.struct import VDict
+from weft.typing import NestedTensor, Tensor
+
+
+class BaseRNNCell(BaseLayer):
+    """Base of cells. A subclass defines `init_states` and `extend_step`.
+
+    Example:
+      >>> from weft.hierarchy.module import functional
+      >>> class Sum(BaseRNNCell):
+      ...     def init_states(self, *, batch_size):
+      ...         return jnp.zeros((batch_size, self.output_dim))
+      ...
+      ...     def extend_step(self, *, inputs, cached_states):
+      ...         return cached_states + inputs, cached_states + inputs
+      >>> cell = Sum.default_config().set(name="sum", input_dim=1).instantiate(parent=None)
+      >>> x = jnp.arange(4.0).reshape(4, 1, 1)
+      >>> y, _ = functional(cell, prng_key=None, state={}, inputs=[x], is_training=False)
+      >>> y.ravel().tolist()
+      [0.0, 1.0, 3.0, 6.0]
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a BaseRNNCell; `output_dim` None is `input_dim`."""
+
+        input_dim: Required[int] = REQUIRED
+        output_dim: int | None = None
+
+    @property
+    def output_dim(self) -> int:
+        """Size of outputs."""
+        cfg = self.config
+        return cfg.input_dim if cfg.output_dim is None else cfg.output_dim
+
+    @nowrap
+    def init_states(self, *, batch_size: int) -> NestedTensor:
+        """Returns the state before the first step."""
+        raise NotImplementedError(type(self))
+
+    def extend_step(
+        self, *, inputs: Tensor, cached_states: NestedTensor
+    ) -> tuple[NestedTensor, Tensor]:
+        """Computes one step.
+
+        Args:
+          inputs: `Float[Array, "batch input_dim"]`.
+          cached_states: the state before, of `init_states` or the previous step.
+
+        Returns:
+          The state after and the output, `Float[Array, "batch output_dim"]`.
+        """
+        raise NotImplementedError(type(self))
+
+    def forward(self, time_major_inputs: Tensor) -> Tensor:
+        """Maps `Float[Array, "time batch input_dim"]` to `Float[Array, "time batch output_dim"]`.
+
+        Summaries of the steps are averaged under "step".
+        """
+        _, outputs = scan_in_context(
+            lambda states, x: self.extend_step(inputs=x, cached_states=states),
+            carry=self.init_states(batch_size=time_major_inputs.shape[1]),
+            xs=time_major_inputs,
+            child_name_prefix="step",
+            merge_summaries=True,
+        )
+        return outputs
+
+
+class IdentityCell(BaseRNNCell):
+    """Cell without a state that returns its inputs."""
+
+    def __init__(self, cfg: BaseRNNCell.Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        _check_output_dim(self, cfg.output_dim, cfg.input_dim)
+
+    @nowrap
+    def init_states(self, *, batch_size: int) -> NestedTensor:
+        return {}
+
+    def extend_step(
+        self, *, inputs: Tensor, cached_states: NestedTensor
+    ) -> tuple[NestedTensor, Tensor]:
+        return cached_states, inputs
+
+
+class LSTMCell(BaseRNNCell):
+    """Long short-term memory, `functional.recurrent.lstm_step` (Hochreiter and Schmidhuber, 1997).
+
+    Children: `input_proj` and `hidden_proj`, whose outputs are input gate, forget gate, candidate
+    and output gate, `norm` and `output_proj`. The state is the memory `c` and the output `m`.
+    """
+
+    @config_class
+    class Config(BaseRNNCell.Config):
+        """Configures an LSTMCell.
+
+        Attributes:
+          hidden_dim: size of the memory; None for `output_dim`.
+          max_cell_value: bound of the absolute value of the memory; None for none.
+          input_proj: linear map of inputs to all gates.
+          hidden_proj: linear map of the previous output to all gates.
+          norm: normalization of all gates together before their activations (Ba et al., 2016).
+          output_proj: linear map from `hidden_dim` to `output_dim` (Sak et al., 2014); required
+            if they differ.
+        """
+
+        hidden_dim: int | None = None
+        max_cell_value: float | None = None
+        input_proj: InstantiableConfig = MultiLinear.default_config()
+        hidden_proj: InstantiableConfig = MultiLinear.default_config().set(bias=False)
+        norm: InstantiableConfig | None = None
+        output_proj: Linear.Config | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        hidden_dim, output_dim = cfg.hidden_dim or self.output_dim, self.output_dim
+        if hidden_dim != output_dim and cfg.output_proj is None:
+            raise LayerConfigError(
+                f"{self.path()}: hidden_dim={hidden_dim} differs from output_dim={output_dim}; set "
+                "output_proj, such as Linear.default_config().set(bias=False)."
+            )
+        self._hidden_dim = hidden_dim
+        gates: dict[str, Any] = {"num_outputs": 4, "output_dim": hidden_dim}
+        self._add_child("input_proj", cfg.input_proj.set(input_dim=cfg.input_dim, **gates))
+        self._add_child("hidden_proj", cfg.hidden_proj.set(input_dim=output_dim, **gates))
+        if cfg.norm is not None:
+            self._add_child("norm", cfg.norm.set(input_dim=4 * hidden_dim))
+        if cfg.output_proj is not None:
+            dims = {"input_dim": hidden_dim, "output_dim": output_dim}
+            self._add_child("output_proj", cfg.output_proj.set(**dims))
+
+    @nowrap
+    def init_states(self, *, batch_size: int) -> NestedTensor:
+        """Returns zeros: `c`, `(batch, hidden_dim)`, and `m`, `(batch, output_dim)`."""
+        sizes = {"c": self._hidden_dim, "m": self.output_dim}
+        return {name: jnp.zeros((batch_size, n), self.dtype()) for name, n in sizes.items()}
+
+    def extend_step(self, *, inputs: Tensor, cached_states: Any) -> tuple[NestedTensor, Tensor]:
+        c, m = cached_states["c"], cached_states["m"]
+        gates = self.input_proj(inputs) + self.hidden_proj(m.astype(inputs.dtype))
+        if "norm" in self.children:
+            gates = self.norm(gates.reshape(*inputs.shape[:-1], -1)).reshape(gates.shape)
+        gates = [gates[..., i, :] for i in range(4)]
+        new_c, y = lstm_step(c, *gates, max_cell_value=self.config.max_cell_value)
+        y = y.astype(inputs.dtype)
+        if "output_proj" in self.children:
+            y = self.output_proj(y)
+        return {"c": new_c.astype(c.dtype), "m": y.astype(m.dtype)}, y
+
+
+class StackedRNNLayer(BaseRNNCell):
+    """Stack of cells "layer0", "layer1", and so on; the outputs of each are inputs of the next."""
+
+    @config_class
+    class Config(BaseRNNCell.Config):
+        """Configures a StackedRNNLayer.
+
+        Attributes:
+          layers: configs of the cells; each gets its `input_dim` from the cell before.
+        """
+
+        layers: Required[Sequence[BaseRNNCell.Config]] = REQUIRED
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        dim = cfg.input_dim
+        for i, layer in enumerate(cfg.layers):
+            dim = self._add_child(f"layer{i}", layer.clone(input_dim=dim)).output_dim
+        self._output_dim = dim
+        _check_output_dim(self, cfg.output_dim, dim)
+
+    @property
+    def output_dim(self) -> int:
+        return self._output_dim
+
+    @nowrap
+    def init_states(self, *, batch_size: int) -> NestedTensor:
+        """Returns the states of all cells by their names."""
+        return {name: cell.init_states(batch_size=batch_size) for name, cell in self._cells()}
+
+    def _cells(self) -> list[tuple[str, Any]]:
+        names = [f"layer{i}" for i in range(len(self.config.layers))]
+        return [(name, self.children[name]) for name in names]
+
+    def extend_step(self, *, inputs: Tensor, cached_states: Any) -> tuple[NestedTensor, Tensor]:
+        states, x = {}, inputs
+        for name, cell in self._cells():
+            states[name], x = cell.extend_step(inputs=x, cached_states=cached_states[name])
+        return states, x
+
+    def forward(self, time_major_inputs: Tensor) -> Tensor:
+        x = time_major_inputs
+        for _, cell in self._cells():
+            x = cell(x)
+        return x
+
+
+class RNNRepeat(Repeat):
+    """Loop of a RepeatedRNNLayer."""
+
+    def forward(self, time_major_inputs: Tensor) -> Tensor:
+        """Applies all cells to a whole sequence."""
+        return self._run(lambda x, _: (self.layer(x), None), time_major_inputs).carry
+
+    def extend_step(self, *, inputs: Tensor, cached_states: Any) -> tuple[NestedTensor, Tensor]:
+        """Computes one step of all cells."""
+
+        def step(x: Tensor, state: NestedTensor) -> tuple[Tensor, NestedTensor]:
+            state, x = self.layer.extend_step(inputs=x, cached_states=state)
+            return x, state
+
+        x, states = self._run(step, inputs, xs=cached_states["layer"])
+        return VDict(layer=states), x
+
+
+class RepeatedRNNLayer(BaseRNNCell):
+    """Stack of equal cells whose parameters have a leading axis, in the child "repeat"."""
+
+    @config_class
+    class Config(BaseRNNCell.Config):
+        """Configures a RepeatedRNNLayer of `num_layers` cells that keep the size of their input."""
+
+        layer: Required[BaseRNNCell.Config] = REQUIRED
+        num_layers: Required[int] = REQUIRED
+        repeat: Repeat.Config = RNNRepeat.default_config()
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        _check_output_dim(self, cfg.output_dim, cfg.input_dim)
+        layer = cfg.layer.clone(input_dim=cfg.input_dim)
+        self._add_child("repeat", cfg.repeat.set(layer=layer, num_layers=cfg.num_layers))
+        _check_output_dim(self, self.repeat.layer.output_dim, cfg.input_dim)
+
+    @nowrap
+    def init_states(self, *, batch_size: int) -> NestedTensor:
+        """Returns the stacked states of all cells."""
+        return {"repeat": self.repeat.init_states(batch_size=batch_size)}
+
+    def extend_step(self, *, inputs: Tensor, cached_states: Any) -> tuple[NestedTensor, Tensor]:
+        states, y = self.repeat.extend_step(inputs=inputs, cached_states=cached_states["repeat"])
+        return {"repeat": states}, y
+
+    def forward(self, time_major_inputs: Tensor) -> Tensor:
+        return self.repeat(time_major_inputs)
+
+
+def _check_output_dim(cell: BaseRNNCell, given: int | None, expected: int) -> None:
+    if given not in (None, expected):
+        raise LayerConfigError(
+            f"{cell.path()}: output_dim={given}, but the outputs of this {type(cell).__name__} "
+            f"have the size {expected}; set output_dim to {expected} or None."
+        )
