@@ -18,7 +18,7 @@ from jaxtyping import Array, Num
 from weft.errors import ArgumentShapeError
 from weft.functional import conv_shape
 from weft.functional.arrays import promote_dtype, without_none
-from weft.functional.linear import broadcast_bias
+from weft.functional.linear import add_bias
 
 
 def conv(
@@ -87,7 +87,7 @@ def conv(
         conv_general_dilated=conv_general_dilated,
         out_sharding=out_sharding,
     )
-    return y if bias is None else y + broadcast_bias(bias, (y.ndim - 1,), y.ndim)
+    return y if bias is None else add_bias(y, bias)
 
 
 def conv_local(
@@ -141,7 +141,7 @@ def conv_local(
         dimension_numbers=_channels_last(n),
         precision=precision,
     )
-    return y if bias is None else y + broadcast_bias(bias, range(1, y.ndim), y.ndim)
+    return y if bias is None else add_bias(y, bias)
 
 
 def conv_transpose(
@@ -203,7 +203,7 @@ def conv_transpose(
         precision=precision,
         preferred_element_type=preferred_element_type,
     )
-    return y if bias is None else y + broadcast_bias(bias, (y.ndim - 1,), y.ndim)
+    return y if bias is None else add_bias(y, bias)
 
 
 def _flip_kernel(weight: Array, groups: int) -> Array:

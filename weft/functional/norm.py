@@ -48,10 +48,8 @@ def layer_norm(
     >>> layer_norm(jnp.array([1.0, 3.0]), eps=0.0).tolist()
     [-1.0, 1.0]
     """
-    axes = canonical_axes(axis, x.ndim)
-    parts = axis_name, axis_index_groups
-    y = _standardize(cast(x, dtype), axes, eps, where, *parts, fast=fast_variance)
-    return _affine(y, scale, bias, x.dtype)
+    axes, parts = canonical_axes(axis, x.ndim), (axis_name, axis_index_groups)
+    return _normalize(x, scale, bias, where, axes, eps, True, fast_variance, dtype, *parts)
 
 
 def rms_norm(
@@ -78,9 +76,8 @@ def rms_norm(
     >>> rms_norm(jnp.array([3.0, 3.0]), jnp.array([1.0, 2.0]), eps=0.0).tolist()
     [1.0, 2.0]
     """
-    parts = axis_name, axis_index_groups
-    y = _divide_by_rms(cast(x, dtype), canonical_axes(axis, x.ndim), eps, where, *parts)
-    return _affine(y, scale, None, x.dtype)
+    axes, parts = canonical_axes(axis, x.ndim), (axis_name, axis_index_groups)
+    return _normalize(x, scale, None, where, axes, eps, False, True, dtype, *parts)
 
 
 def group_norm(
@@ -138,9 +135,8 @@ def group_norm(
         square = statistics.segment_mean(y * y, segment_ids=segment_ids, axis=axes, where=where)
         y = y * lax.rsqrt(square + eps)
     else:
-        standardize = functools.partial(_standardize, fast=fast_variance)
-        normalize = standardize if subtract_mean else _divide_by_rms
-        y = normalize(y, axes, eps, where, axis_name, axis_index_groups)
+        options = subtract_mean, fast_variance, None, axis_name, axis_index_groups
+        y = _normalize(y, None, None, where, axes, eps, *options)
     return _affine(y.reshape(x.shape), scale, bias, x.dtype)
 
 
@@ -216,52 +212,60 @@ def normalize_sum(x: Num[Array, "*shape"], eps: float = 1e-8, axis: Axes = -1) -
     return x / (jnp.sum(x, axis, keepdims=True) + eps)
 
 
-def _standardize(
+def _normalize(
     x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    where: Array | None,
     axes: tuple[int, ...],
     eps: float,
-    where: Array | None,
+    subtract_mean: bool,
+    fast: bool,
+    dtype: DTypeLike | None,
     axis_name: str | Sequence[str] | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
-    *,
-    fast: bool = True,
 ) -> Array:
     if axis_name is None:
-        return _standardize_locally(x, where, axes, float(eps), fast)
-    mean, variance = statistics.moments(
-        x,
-        axis=axes,
-        where=where,
-        axis_name=axis_name,
-        axis_index_groups=axis_index_groups,
-        fast=fast,
-        dtype=None,
-    )
-    return _divide_by_root(x - mean, variance, eps)
+        options = axes, float(eps), subtract_mean, fast, dtype
+        return _normalize_locally(x, scale, bias, where, *options)
+    y, parts = cast(x, dtype), (axis_name, axis_index_groups)
+    if subtract_mean:
+        mean, square = statistics.moments(
+            y,
+            axis=axes,
+            where=where,
+            axis_name=axis_name,
+            axis_index_groups=axis_index_groups,
+            fast=fast,
+            dtype=None,
+        )
+        y = y - mean
+    else:
+        square = statistics.mean_square(y, axes, where)
+        square = statistics.cross_axis_mean(y, axes, where, *parts)(square)
+    return _affine(_divide_by_root(y, square, eps), scale, bias, x.dtype)
 
 
-# As `jnp.mean` and `jnp.var` are, since twenty operations by themselves take eight times as long
-# to differentiate.
-@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
-def _standardize_locally(
-    x: Array, where: Array | None, axes: tuple[int, ...], eps: float, fast: bool
-) -> Array:
-    deviation, _, variance = statistics.deviations(x, axes, where, fast=fast)
-    return _divide_by_root(deviation, variance, eps)
-
-
-def _divide_by_rms(
+# As `jnp.mean` and `jnp.var` are. Twenty operations by themselves take three times as long to
+# trace, and eight times as long to differentiate.
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8), inline=True)
+def _normalize_locally(
     x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    where: Array | None,
     axes: tuple[int, ...],
     eps: float,
-    where: Array | None,
-    axis_name: str | Sequence[str] | None = None,
-    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    subtract_mean: bool,
+    fast: bool,
+    dtype: DTypeLike | None,
 ) -> Array:
-    square = statistics.mean_square(x, axes, where)
-    if axis_name is not None:
-        square = statistics.cross_axis_mean(x, axes, where, axis_name, axis_index_groups)(square)
-    return _divide_by_root(x, square, eps)
+    y = cast(x, dtype)
+    if subtract_mean:
+        y, _, square = statistics.deviations(y, axes, where, fast=fast)
+    else:
+        square = statistics.mean_square(y, axes, where)
+    return _affine(_divide_by_root(y, square, eps), scale, bias, x.dtype)
 
 
 def _divide_by_root(x: Array, square: Array, eps: float) -> Array:
