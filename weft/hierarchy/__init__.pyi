@@ -234,6 +234,11 @@ from weft.hierarchy.poolings import (
     LastNTokenPooling as LastNTokenPooling, MaxPooling as MaxPooling,
     PoolingWithProjection as PoolingWithProjection,
 )
+from weft.hierarchy.quantizer import (
+    BaseQuantizer as BaseQuantizer, GumbelSoftmaxVectorQuantizer as GumbelSoftmaxVectorQuantizer,
+    KmeansVectorQuantizer as KmeansVectorQuantizer, RandomVectorQuantizer as RandomVectorQuantizer,
+    SimilarityMetric as SimilarityMetric,
+)
 from weft.hierarchy.repeat import Repeat as Repeat
 from weft.hierarchy.rnn import (
     BaseRNNCell as BaseRNNCell, IdentityCell as IdentityCell, LSTMCell as LSTMCell,
