@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from weft.core import tracing
 from weft.core.tracing import ThreadStack, current_trace
 from weft.errors import TraceContextError
 from weft.lifting.trace_cache import IdentityKey, is_library_function, value_key
@@ -52,6 +53,17 @@ class _StructureVersion:
 
 
 STRUCTURE_VERSION = _StructureVersion()
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceState:
+    """Trace that runs when the object is created."""
+
+    jax_trace: tracing.TraceState = dataclasses.field(default_factory=current_trace)
+
+    def is_valid(self) -> bool:
+        """Returns whether the trace still runs."""
+        return self.jax_trace == current_trace()
 
 
 class ObjectInfo:
