@@ -143,7 +143,12 @@ class VDict(dict[str, Any]):
         return cls(zip(keys, children, strict=True))
 
 
-def map_blocks(fn: Callable[..., Any], tree: object, *rest: Any) -> Any:
+def map_blocks(
+    fn: Callable[..., Any],
+    tree: object,
+    *rest: Any,
+    is_leaf: Callable[[Any], bool] = lambda _: False,
+) -> Any:
     """Maps `fn` over trees like `jax.tree.map`, one layer at a time inside of a `VDict`.
 
     `tree` is a prefix of `rest`. Results of stacked layers are stacked again.
@@ -155,7 +160,10 @@ def map_blocks(fn: Callable[..., Any], tree: object, *rest: Any) -> Any:
     """
 
     def of_layer(layer: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
-        return {name: map_blocks(fn, layer[name], *(o[name] for o in others)) for name in layer}
+        return {
+            name: map_blocks(fn, layer[name], *(o[name] for o in others), is_leaf=is_leaf)
+            for name in layer
+        }
 
     def at(x: object, *others: Any) -> Any:
         if not isinstance(x, VDict):
@@ -164,4 +172,4 @@ def map_blocks(fn: Callable[..., Any], tree: object, *rest: Any) -> Any:
             return x
         return VDict(jax.vmap(of_layer)(dict(x), *(dict(other) for other in others)))
 
-    return jax.tree.map(at, tree, *rest, is_leaf=lambda x: isinstance(x, VDict))
+    return jax.tree.map(at, tree, *rest, is_leaf=lambda x: isinstance(x, VDict) or is_leaf(x))

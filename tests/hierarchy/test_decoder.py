@@ -16,6 +16,7 @@ from weft.hierarchy.attention.bias import (
     CausalAttentionBias,
     CausalAttentionLogitBiasLayer,
 )
+from weft.hierarchy.attention.kv_cache import KVCache, PagedKVCache
 from weft.hierarchy.attention.rope import RoFormerQKVLinear
 from weft.hierarchy.attention.stack import RepeatedTransformerLayer, StackedTransformerLayer
 from weft.hierarchy.attention.transformer import TransformerAttentionLayer, TransformerLayer
@@ -193,6 +194,28 @@ def test_multi_token_steps():
         input_batch={"input_ids": IDS[:, 2:5]},
     )
     np.testing.assert_allclose(outputs["logits"], expected[:, 2:5], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "stack, variant", [(StackedTransformerLayer, "alibi"), (RepeatedTransformerLayer, "rope")]
+)
+def test_hypotheses_have_pages_of_their_own(stack, variant):
+    cfg, found = decoder_config(stack, variant, num_layers=2), []
+    for kv_cache in (KVCache.default_config(), PagedKVCache.default_config().set(page_size=4)):
+        cfg.transformer.layer.self_attention.attention.kv_cache = kv_cache
+        decoder, state = make(cfg)
+        found.append(
+            call(
+                decoder,
+                state,
+                method="beam_search_decode",
+                input_batch={"prefix": jnp.array([[2, 3, 0], [4, 5, 6]])},
+                static={"max_sequence_length": LENGTH, "num_decodes": 3},
+            )
+        )
+    np.testing.assert_array_equal(found[0].live_sequences, found[1].live_sequences)
+    np.testing.assert_allclose(found[0].live_scores, found[1].live_scores, rtol=1e-4)
+    assert len({tuple(np.asarray(x)) for x in found[0].live_sequences[0]}) == 3
 
 
 def test_cache_has_the_dtype_of_the_parameters():

@@ -122,7 +122,8 @@ def set_attention_partition_specs(
       fsdp_axis_names: the mesh axes of the model dimension in weights.
       tp_axis_names: the mesh axes of heads.
       seq_axis_names: the mesh axes of positions.
-      set_attn_activation_specs: whether to set those of queries, keys, values and the output.
+      set_attn_activation_specs: whether to set those of queries, keys, values, the output and the
+        cache, whose positions are not split.
     """
     weight = (fsdp_axis_names, tp_axis_names, None)
     _innermost_linear(cfg.input_linear).param_partition_spec = weight
@@ -131,6 +132,7 @@ def set_attention_partition_specs(
         heads = (batch_axis_names, seq_axis_names, tp_axis_names, None)
         cfg.set(q_partition_spec=heads, k_partition_spec=heads, v_partition_spec=heads)
         cfg.o_partition_spec = (batch_axis_names, seq_axis_names, None)
+        cfg.kv_cache.kv_partition_spec = (batch_axis_names, None, tp_axis_names, None)
 
 
 def set_feed_forward_partition_specs(

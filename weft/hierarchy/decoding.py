@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from weft import struct
 from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.hierarchy.attention.kv_cache import KVPages
 from weft.struct import map_blocks
 from weft.typing import NestedTensor, Tensor
 
@@ -81,14 +82,30 @@ def expand_cache(cache: NestedTensor, num_decodes: int) -> NestedTensor:
 
     In a `VDict` the arrays of several layers are stacked, and the prompts are the second axis.
     """
-    return map_blocks(lambda x: flatten_decoding_dim(add_decoding_dim(x, num_decodes)), cache)
+
+    def expand(x: Any) -> Any:
+        if isinstance(x, KVPages):
+            return x.take(jnp.repeat(jnp.arange(len(x.page_indices)), num_decodes))
+        return flatten_decoding_dim(add_decoding_dim(x, num_decodes))
+
+    return map_blocks(expand, cache, is_leaf=_is_pages)
 
 
 def gather_cache(cache: NestedTensor, hypotheses: Int[Array, "batch decodes"]) -> NestedTensor:
     """Gathers for each new hypothesis the cache, as of `expand_cache`, of the one it continues."""
     batch, num_decodes = hypotheses.shape
     rows = (jnp.arange(batch)[:, None] * num_decodes + hypotheses).reshape(-1)
-    return map_blocks(lambda x: x if x.ndim == 0 else x[rows], cache)
+
+    def gather(x: Any) -> Any:
+        if isinstance(x, KVPages):
+            return x.take(rows)
+        return x if x.ndim == 0 else x[rows]
+
+    return map_blocks(gather, cache, is_leaf=_is_pages)
+
+
+def _is_pages(x: object) -> bool:
+    return isinstance(x, KVPages)
 
 
 def gather_hypotheses(

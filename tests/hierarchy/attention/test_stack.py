@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from weft.config import REQUIRED, config_for_function
 from weft.errors import LayerConfigError
 from weft.hierarchy.attention.bias import CausalAttentionBias, SlidingWindowAttentionBias
+from weft.hierarchy.attention.kv_cache import PagedKVCache, SlidingWindowKVCache
 from weft.hierarchy.attention.multihead_attention import GroupedQueryAttention
 from weft.hierarchy.attention.qkv_linear import GroupedQKVLinear, QLinear
 from weft.hierarchy.attention.rope import RoFormerQKVLinear
@@ -113,11 +114,29 @@ def test_gradients_and_remat(filled, x):
         assert sorted(summaries["repeat"]) == ["layer0", "layer1"]
 
 
+WINDOW = {"mask": SlidingWindowAttentionBias.default_config(1)}
+LAST = SlidingWindowKVCache.default_config()
+PAGES = PagedKVCache.default_config().set(page_size=4)
+
+
 @pytest.mark.parametrize("cls", STACKS)
-@pytest.mark.parametrize("window", [None, 1], ids=["causal", "window"])
-def test_decoding_equals_the_whole_sequence(cls, window, filled, x):
-    mask = {"mask": SlidingWindowAttentionBias.default_config(window)} if window else {}
-    module, state = stack(cls, layer_config(**mask)), states(filled)[cls]
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {},
+        WINDOW,
+        {**WINDOW, "kv_cache": LAST.clone(cached_kv_length=1)},
+        {
+            **WINDOW,
+            "kv_cache": LAST.clone(cached_kv_length=2),
+            "scale_kv_before_cache_update": True,
+        },
+        {"kv_cache": PAGES},
+    ],
+    ids=["causal", "window", "kept_window", "kept_more", "pages"],
+)
+def test_decoding_equals_the_whole_sequence(cls, attention, filled, x):
+    module, state = stack(cls, layer_config(**attention)), states(filled)[cls]
     expected = run(module, state, data=x)[0].data
     cached = module.init_states(batch_size=BATCH, max_len=LENGTH + 1, dtype=jnp.float32)
     lengths = np.array([2, 3])

@@ -27,7 +27,8 @@ from weft.hierarchy.attention.feed_forward import (
     TransformerFeedForwardLayer as TransformerFeedForwardLayer,
 )
 from weft.hierarchy.attention.kv_cache import (
-    BaseKVCache as BaseKVCache, KVCache as KVCache, KVState as KVState,
+    BaseKVCache as BaseKVCache, KVCache as KVCache, KVPages as KVPages, KVState as KVState,
+    PagedKVCache as PagedKVCache, SlidingWindowKVCache as SlidingWindowKVCache,
 )
 from weft.hierarchy.attention.multihead_attention import (
     compute_gqa_context as compute_gqa_context, compute_gqa_logits as compute_gqa_logits,

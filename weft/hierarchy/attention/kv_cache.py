@@ -1,30 +1,70 @@
 """Caches of the keys and values of attention while a sequence grows.
 
-A cache has room for `max_len` positions per sequence. A step writes keys and values at its own
-positions and returns those of all positions; the caller masks the unfilled ones.
+A step writes keys and values at its own positions and returns those that it may attend to, with
+their positions; the caller masks positions outside the sequence.
+
+    KVCache                 one entry per position: room for all positions of each sequence
+    SlidingWindowKVCache    the last `cached_kv_length` positions of each sequence
+    PagedKVCache            pages of `page_size` positions from a pool, listed for each sequence
+
+Pages (Kwon et al., 2023, https://arxiv.org/abs/2309.06180) need not be adjacent, so that sequences
+of different lengths share a pool without gaps, and sequences with a common prefix share its pages.
 """
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-from weft.config import config_class
+from weft import struct
+from weft.config import REQUIRED, Required, config_class
 from weft.errors import ArgumentValueError
 from weft.hierarchy.base_layer import BaseLayer
-from weft.typing import DType, NestedTensor, Shape, Tensor
+from weft.hierarchy.module import nowrap
+from weft.hierarchy.parameter_spec import maybe_shard
+from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Shape, Tensor
 
 
 class KVState(NamedTuple):
-    """Keys and values passed from one layer to another, which also attends to them.
+    """Keys and values to attend to, also passed from one layer to another.
 
     Attributes:
-      k_proj, v_proj: `Float[Array, "batch source kv_heads per_head_dim"]`.
-      key_positions: `Int[Array, "#batch source"]`.
+      k_proj, v_proj: `Float[Array, "batch source kv_heads per_head_dim"]`, or pages,
+        `Float[Array, "num_pages page_size kv_heads per_head_dim"]`.
+      key_positions: `Int[Array, "#batch source"]`; negative for entries without a position.
+      page_indices: `Int[Array, "batch pages"]`, the pages of each sequence; None without pages.
     """
 
     k_proj: Tensor
     v_proj: Tensor
     key_positions: Tensor
+    page_indices: Tensor | None = None
+
+
+class KVPages(struct.PyTreeNode):
+    """State of a PagedKVCache.
+
+    A position p of a sequence is entry `p % page_size` of page `page_indices[p // page_size]`. A
+    sequence has no page where its index is `num_pages`: writes are dropped.
+
+    Attributes:
+      key, value: `Float[Array, "num_pages page_size kv_heads per_head_dim"]`.
+      page_indices: `Int[Array, "batch pages"]`, the pages of each sequence. They can be set by
+        `replace` between steps; a page may be in several sequences if they do not write to it.
+    """
+
+    key: Tensor
+    value: Tensor
+    page_indices: Tensor
+
+    def take(self, rows: Tensor) -> "KVPages":
+        """Returns a state of copies of some sequences, `Int[Array, "rows"]`, each on own pages."""
+        indices = self.page_indices[rows]
+
+        def copied(pages: Tensor) -> Tensor:
+            return _pages_at(pages, indices).reshape(-1, *pages.shape[1:])
+
+        return KVPages(copied(self.key), copied(self.value), _consecutive(indices.shape))
 
 
 class BaseKVCache(BaseLayer):
@@ -32,9 +72,18 @@ class BaseKVCache(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BaseKVCache; `cache_dtype` None is the dtype passed to `init_states`."""
+        """Configures a BaseKVCache.
+
+        Attributes:
+          cache_dtype: dtype of the cache; None for the dtype passed to `init_states`.
+          kv_partition_spec: sharding of the cache, (batch, positions, kv_heads, per_head_dim), or
+            of its pages, (pages, positions, kv_heads, per_head_dim).
+        """
 
         cache_dtype: DType | None = None
+        kv_partition_spec: PartitionSpec | MeshAxes | None = None
+
+    Output = KVState
 
     def init_states(self, shape: Shape, *, dtype: DType) -> NestedTensor:
         """Returns an empty cache of a shape (batch, positions, kv_heads, per_head_dim)."""
@@ -42,35 +91,52 @@ class BaseKVCache(BaseLayer):
 
     def extend_step(
         self,
-        cached_states: dict[str, Any],
+        cached_states: Any,
         *,
         k_proj: Tensor,
         v_proj: Tensor,
         key_positions: Tensor,
         unpadded_len: Tensor | None = None,
-        page_pool: object = None,
+        page_pool: KVPages | None = None,
     ) -> tuple[NestedTensor, KVState]:
-        """Writes some positions and reads all.
+        """Writes some positions and reads all that are cached.
 
         Args:
           cached_states: from `init_states` or the step before.
           k_proj, v_proj: `Float[Array, "batch step kv_heads per_head_dim"]`.
           key_positions: `Int[Array, "#batch step"]`: the positions to write.
           unpadded_len: `Int[Array, "batch"]`: number of positions to write; None for all.
-          page_pool: memory shared by the caches of all layers, for caches that use one.
+          page_pool: for a PagedKVCache, the state whose pages to use.
 
         Returns:
-          The new state, and the keys and values of all positions, including unfilled ones.
+          The new state, and the keys and values of cached positions, including unfilled ones.
         """
         raise NotImplementedError(type(self))
+
+    @nowrap
+    def maybe_normalize_kv(self, kv_state: KVState) -> KVState:
+        """Joins the pages of each sequence; other keys and values are returned as they are."""
+        return kv_state
+
+    def _zeros(self, shape: Shape, dtype: DType) -> Tensor:
+        return self._shard(jnp.zeros(shape, self.config.cache_dtype or dtype))
+
+    def _shard(self, x: Tensor) -> Tensor:
+        return maybe_shard(x, self.config.kv_partition_spec)
+
+    def _check_no_pages(self, page_pool: KVPages | None) -> None:
+        if page_pool is not None:
+            raise ArgumentValueError(
+                f"{self.path()} is a {type(self).__name__}, which has no pages, but a page_pool "
+                "was passed; omit it, or set kv_cache to PagedKVCache.default_config()."
+            )
 
 
 class KVCache(BaseKVCache):
     """Cache with one array of keys and one of values, with an entry per position."""
 
     def init_states(self, shape: Shape, *, dtype: DType) -> NestedTensor:
-        dtype = self.config.cache_dtype or dtype
-        return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
+        return {name: self._zeros(shape, dtype) for name in ("key", "value")}
 
     def extend_step(
         self,
@@ -80,24 +146,18 @@ class KVCache(BaseKVCache):
         v_proj: Tensor,
         key_positions: Tensor,
         unpadded_len: Tensor | None = None,
-        page_pool: object = None,
+        page_pool: KVPages | None = None,
     ) -> tuple[NestedTensor, KVState]:
-        if page_pool is not None:
-            raise ArgumentValueError(
-                f"{self.path()} is a KVCache, which has no pages, but a page_pool was passed; omit "
-                "it, or set kv_cache to the config of a cache that has pages."
-            )
-        batch, step = k_proj.shape[:2]
-        max_len = cached_states["key"].shape[1]
-        at = jnp.broadcast_to(key_positions, (batch, step))
-        if unpadded_len is not None:
-            # Past the end, where writes are dropped.
-            at = jnp.where(jnp.arange(step)[None] < unpadded_len[:, None], at, max_len)
+        self._check_no_pages(page_pool)
+        batch, max_len = cached_states["key"].shape[:2]
+        at = _positions_to_write(k_proj, key_positions, unpadded_len, past_end=max_len)
         rows = jnp.arange(batch)[:, None]
         states = {
-            name: cached_states[name]
-            .at[rows, at]
-            .set(new.astype(cached_states[name].dtype), mode="drop")
+            name: self._shard(
+                cached_states[name]
+                .at[rows, at]
+                .set(new.astype(cached_states[name].dtype), mode="drop")
+            )
             for name, new in (("key", k_proj), ("value", v_proj))
         }
         return states, KVState(
@@ -105,3 +165,166 @@ class KVCache(BaseKVCache):
             v_proj=states["value"].astype(v_proj.dtype),
             key_positions=jnp.arange(max_len)[None],
         )
+
+
+class SlidingWindowKVCache(BaseKVCache):
+    """Cache of the last positions of each sequence, for attention within a window.
+
+    A step also returns its own keys and values, so that its first query has the whole window.
+    """
+
+    @config_class
+    class Config(BaseKVCache.Config):
+        """Configures a SlidingWindowKVCache.
+
+        Attributes:
+          cached_kv_length: number of positions to keep; at least the `sliding_window_size` of the
+            layer's mask.
+        """
+
+        cached_kv_length: Required[int] = REQUIRED
+
+    def init_states(self, shape: Shape, *, dtype: DType) -> NestedTensor:
+        """Returns an empty cache; the number of positions in `shape` does not matter."""
+        batch, _, *heads = shape
+        length = self.config.cached_kv_length
+        return {
+            **{name: self._zeros((batch, length, *heads), dtype) for name in ("key", "value")},
+            "key_positions": jnp.full((batch, length), -1, jnp.int32),
+        }
+
+    def extend_step(
+        self,
+        cached_states: dict[str, Any],
+        *,
+        k_proj: Tensor,
+        v_proj: Tensor,
+        key_positions: Tensor,
+        unpadded_len: Tensor | None = None,
+        page_pool: KVPages | None = None,
+    ) -> tuple[NestedTensor, KVState]:
+        self._check_no_pages(page_pool)
+        batch, step = k_proj.shape[:2]
+        added = {
+            "key": k_proj,
+            "value": v_proj,
+            "key_positions": jnp.broadcast_to(key_positions, (batch, step)),
+        }
+        both = {
+            name: jnp.concatenate([x, added[name].astype(x.dtype)], axis=1)
+            for name, x in cached_states.items()
+        }
+        # The last entries before the step's padding.
+        count = jnp.full([batch], step) if unpadded_len is None else unpadded_len
+        last = count[:, None] + jnp.arange(self.config.cached_kv_length)[None]
+        states = {name: x[jnp.arange(batch)[:, None], last] for name, x in both.items()}
+        for name in ("key", "value"):
+            states[name] = self._shard(states[name])
+        return states, KVState(
+            k_proj=both["key"].astype(k_proj.dtype),
+            v_proj=both["value"].astype(v_proj.dtype),
+            key_positions=both["key_positions"],
+        )
+
+
+class PagedKVCache(BaseKVCache):
+    """Cache of pages from a pool; its state is a KVPages.
+
+    Example:
+      >>> cfg = PagedKVCache.default_config().set(name="cache", page_size=2, num_pages=3)
+      >>> states = cfg.instantiate(parent=None).init_states((2, 4, 1, 8), dtype=jnp.float32)
+      >>> states.key.shape  # memory for 6 positions instead of 2 * 4
+      (3, 2, 1, 8)
+      >>> states = states.replace(page_indices=jnp.array([[0, 2], [1, 3]]))  # 3: no page
+    """
+
+    @config_class
+    class Config(BaseKVCache.Config):
+        """Configures a PagedKVCache.
+
+        Attributes:
+          page_size: number of positions of a page.
+          num_pages: size of the pool, from which the caller assigns pages to each sequence by
+            `page_indices`; None gives each sequence pages for all its positions.
+        """
+
+        page_size: Required[int] = REQUIRED
+        num_pages: int | None = None
+
+    def init_states(self, shape: Shape, *, dtype: DType) -> KVPages:
+        cfg = self.config
+        batch, max_len, *heads = shape
+        indices = _consecutive((batch, -(-max_len // cfg.page_size)))
+        num_pages = indices.size
+        if cfg.num_pages is not None:
+            num_pages = cfg.num_pages
+            indices = jnp.full_like(indices, num_pages)
+        pages = (num_pages, cfg.page_size, *heads)
+        return KVPages(self._zeros(pages, dtype), self._zeros(pages, dtype), indices)
+
+    def extend_step(
+        self,
+        cached_states: KVPages,
+        *,
+        k_proj: Tensor,
+        v_proj: Tensor,
+        key_positions: Tensor,
+        unpadded_len: Tensor | None = None,
+        page_pool: KVPages | None = None,
+    ) -> tuple[KVPages, KVState]:
+        """Writes some positions and returns all pages; see `BaseKVCache.extend_step`.
+
+        Args:
+          page_pool: state whose pages to write to and to read, such as those of the sequences that
+            are being decoded, for the prompt of another one; None for those of `cached_states`. The
+            new pages are those of the returned state.
+        """
+        indices, size = cached_states.page_indices, self.config.page_size
+        pool = cached_states if page_pool is None else page_pool
+        at = _positions_to_write(
+            k_proj, key_positions, unpadded_len, past_end=indices.shape[1] * size
+        )
+        rows = jnp.arange(indices.shape[0])[:, None]
+        pages = indices.at[rows, at // size].get(mode="fill", fill_value=len(pool.key))
+
+        def written(pages_of: Tensor, new: Tensor) -> Tensor:
+            new = new.astype(pages_of.dtype)
+            return self._shard(pages_of.at[pages, at % size].set(new, mode="drop"))
+
+        states = KVPages(written(pool.key, k_proj), written(pool.value, v_proj), indices)
+        return states, KVState(
+            k_proj=states.key.astype(k_proj.dtype),
+            v_proj=states.value.astype(v_proj.dtype),
+            key_positions=jnp.arange(indices.shape[1] * size)[None],
+            page_indices=indices,
+        )
+
+    @nowrap
+    def maybe_normalize_kv(self, kv_state: KVState) -> KVState:
+        indices = kv_state.page_indices
+        if indices is None:
+            return kv_state
+
+        def joined(pages: Tensor) -> Tensor:
+            return _pages_at(pages, indices).reshape(len(indices), -1, *pages.shape[2:])
+
+        return KVState(joined(kv_state.k_proj), joined(kv_state.v_proj), kv_state.key_positions)
+
+
+def _positions_to_write(
+    k_proj: Tensor, key_positions: Tensor, unpadded_len: Tensor | None, *, past_end: int
+) -> Tensor:
+    """Returns `Int[Array, "batch step"]`, `past_end` for padding: there, writes are dropped."""
+    batch, step = k_proj.shape[:2]
+    at = jnp.broadcast_to(key_positions, (batch, step))
+    if unpadded_len is None:
+        return at
+    return jnp.where(jnp.arange(step)[None] < unpadded_len[:, None], at, past_end)
+
+
+def _pages_at(pages: Tensor, indices: Tensor) -> Tensor:
+    return pages.at[indices].get(mode="fill", fill_value=0)
+
+
+def _consecutive(shape: Shape) -> Tensor:
+    return jax.lax.iota(jnp.int32, shape[0] * shape[1]).reshape(shape)

@@ -33,7 +33,7 @@ from weft.hierarchy.attention.bias import (
     SegmentIdAttentionBias,
     as_attention_bias,
 )
-from weft.hierarchy.attention.kv_cache import BaseKVCache, KVCache, KVState
+from weft.hierarchy.attention.kv_cache import BaseKVCache, KVCache, KVPages, KVState
 from weft.hierarchy.attention.scale_qk import BaseScaleQK, ScaleKey, ScaleQuery
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.context import child_context
@@ -171,11 +171,32 @@ class MultiheadAttention(BaseLayer):
                     "a mask, so set only one of them."
                 )
             self._mask = CausalAttentionBias.default_config()
+        self._check_window()
         if self.i_proj.num_kv_heads != self.num_kv_heads:
             raise LayerConfigError(
                 f"{self.path()}: {type(self.i_proj).__name__} makes {self.i_proj.num_kv_heads} "
                 f"key heads for num_heads={cfg.num_heads}; use GroupedQueryAttention, in which "
                 "query heads share key heads."
+            )
+
+    @nowrap
+    def _check_window(self) -> None:
+        length = getattr(self.config.kv_cache, "cached_kv_length", None)
+        if self._mask is None or length is None or self._shares_kv:
+            return
+        values = dict(self._mask.items())
+        if issubclass(self._mask.klass, CausalAttentionBias):
+            window = None
+        elif "sliding_window_size" in values or "left_context" in values:
+            window = values.get("sliding_window_size", values.get("left_context"))
+        else:
+            return
+        if window is None or window > length:
+            raise LayerConfigError(
+                f"{self.path()}: kv_cache keeps cached_kv_length={length} positions, but the mask "
+                f"lets a position attend to {'all' if window is None else window} before it; set "
+                "mask=SlidingWindowAttentionBias.default_config(sliding_window_size="
+                f"{length}), or another kv_cache."
             )
 
     @nowrap
@@ -277,7 +298,7 @@ class MultiheadAttention(BaseLayer):
         segment_ids: Tensor | None = None,
         attention_logit_biases: BaseAttentionBias | Tensor | None = None,
         return_aux: Collection[str] | None = None,
-        page_pool: object = None,
+        page_pool: KVPages | None = None,
     ) -> tuple[NestedTensor, Output]:
         """Attends from the next positions of each sequence to all positions so far.
 
@@ -292,7 +313,7 @@ class MultiheadAttention(BaseLayer):
             a sequence and is not cached. None for no padding.
           attention_logit_biases: `Float[Array, "#batch #heads step source"]`, added to the logits
             in addition to the layer's own mask. Source is `step` in a prefill, else `max_len`.
-          page_pool: for a paged cache.
+          page_pool: for a `PagedKVCache`, a state whose pages to use.
 
         Returns:
           The state for the next step, and the output of this one.
@@ -314,10 +335,16 @@ class MultiheadAttention(BaseLayer):
                 unpadded_len=None if segment_ids is None else unpadded_len,
                 page_pool=page_pool,
             )
+            cached = self.kv_cache.maybe_normalize_kv(cached)
             kv_state = KVState(proj.key, proj.value, positions) if is_prefill else cached
         assert kv_state is not None
-        filled = kv_state.key_positions < states["time_step"][:, None]
+        key_positions = kv_state.key_positions
+        filled = (key_positions >= 0) & (key_positions < states["time_step"][:, None])
         biases = as_attention_bias(attention_logit_biases)
+        if not is_prefill and (bias := biases.value()) is not None:
+            # A cache may hold only some positions.
+            at = key_positions[:, None, None]
+            biases = as_attention_bias(jnp.take_along_axis(bias, at, axis=-1, mode="clip"))
         biases = biases + BoolTensorAttentionBias.from_tensor(filled[:, None, None])
         return states, self._attend(proj.query, positions, kv_state, biases, return_aux)
 
@@ -366,7 +393,7 @@ class MultiheadAttention(BaseLayer):
                 f"{self.path()}: unknown return_aux {sorted(unknown)}; expected 'probs' or "
                 "'kv_state'."
             )
-        k_proj, v_proj, key_positions = kv_state
+        k_proj, v_proj, key_positions, _ = kv_state
         if not cfg.scale_kv_before_cache_update:
             k_proj = self._scale_key(k_proj, key_positions)
         if self._mask is not None:

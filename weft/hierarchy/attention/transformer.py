@@ -11,7 +11,7 @@ from weft.config import REQUIRED, InstantiableConfig, Required, config_class
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.hierarchy.attention.bias import BaseAttentionBias
 from weft.hierarchy.attention.feed_forward import ResidualLayer, TransformerFeedForwardLayer
-from weft.hierarchy.attention.kv_cache import KVState
+from weft.hierarchy.attention.kv_cache import KVPages, KVState
 from weft.hierarchy.attention.multihead_attention import ForwardMode, MultiheadAttention
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.layers.normalization import LayerNorm
@@ -101,7 +101,7 @@ class TransformerAttentionLayer(ResidualLayer):
         segment_ids: Tensor | None = None,
         attention_logit_biases: BaseAttentionBias | Tensor | None = None,
         return_aux: Collection[str] | None = None,
-        page_pool: object = None,
+        page_pool: KVPages | None = None,
     ) -> tuple[dict[str, Any], Output]:
         """Attends from the next positions; see `MultiheadAttention.extend_step`.
 
@@ -221,7 +221,7 @@ class BaseTransformerLayer(BaseLayer):
             `step` in a prefill, else `max_len`.
           target_segment_ids: `Int[Array, "batch step"]`: 0 for padding after a sequence's last
             token, which is not cached.
-          page_pool: for a paged cache.
+          page_pool: for a `PagedKVCache`, a state whose pages to use.
         """
         return self._forward_for_mode(
             ForwardMode.of_step(is_prefill), cached_states, data, **kwargs
@@ -276,7 +276,7 @@ class TransformerLayer(BaseTransformerLayer):
         cross_attention_logit_biases: BaseAttentionBias | Tensor | None = None,
         target_segment_ids: Tensor | None = None,
         target_positions: Tensor | None = None,
-        page_pool: object = None,
+        page_pool: KVPages | None = None,
         return_aux: Collection[str] | None = None,
     ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
         self._check_cross_attention(cross_attention_data)
@@ -378,7 +378,7 @@ class ParallelTransformerLayer(BaseTransformerLayer):
         self_attention_logit_biases: BaseAttentionBias | Tensor | None = None,
         target_segment_ids: Tensor | None = None,
         target_positions: Tensor | None = None,
-        page_pool: object = None,
+        page_pool: KVPages | None = None,
         return_aux: Collection[str] | None = None,
     ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
         x = self.norm(data)
