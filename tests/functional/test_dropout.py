@@ -90,6 +90,8 @@ def test_linear_rate_grows_to_the_peak():
     rates = [get_stochastic_depth_linear_rate(0.4, i, 4) for i in range(5)]
     assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
     assert get_stochastic_depth_linear_rate(None, 1, 4) is None
+    with pytest.raises(ArgumentValueError, match="stage_order=5 of num_stages=4; expected a num"):
+        get_stochastic_depth_linear_rate(0.4, 5, 4)
 
 
 def test_drop_tokens_keeps_a_random_set_in_order():

@@ -261,15 +261,26 @@ def test_jit_equals_eager(layer):
 
 def test_prebuilt_under_jit(layer):
     bias = jnp.arange(6.0).reshape(2, 3)
-    # A spec represents a value to be drawn.
-    prebuilt = {"bias": bias, "weight": ParameterSpec((2, 2, 3))}
-    eager = initialize_stacked(layer, 2, KEY, prebuilt=prebuilt)
     compiled = jax.jit(
         lambda key, bias: initialize_stacked(layer, 2, key, prebuilt={"bias": bias})
     )(KEY, bias)
-    np.testing.assert_array_equal(eager["bias"], bias)
     np.testing.assert_array_equal(compiled["bias"], bias)
-    np.testing.assert_allclose(eager["weight"], compiled["weight"], rtol=1e-6)
+    drawn = initialize_stacked(layer, 2, KEY)
+    np.testing.assert_allclose(compiled["weight"], drawn["weight"], rtol=1e-6)
+
+
+def test_specs_stand_for_values_elsewhere(layer):
+    for number, initialize in ((None, lambda f: f), (2, lambda f: f), (2, jax.jit)):
+        specs = stacked_parameter_specs(layer, number)
+        made = initialize(
+            lambda key, n=number, weight=specs["weight"]: initialize_stacked(
+                layer, n, key, prebuilt={"weight": weight}
+            )
+        )(KEY)
+        assert made["weight"] is None
+        assert made["bias"].shape == specs["bias"].shape
+    with pytest.raises(ParameterSpecError, match="weight has the shape"):
+        initialize_stacked(layer, 2, KEY, prebuilt={"weight": ParameterSpec((2, 9, 9))})
 
 
 def test_shapes_without_drawing(layer):

@@ -584,3 +584,33 @@ def test_merged_hypotheses_add_up_their_probabilities():
         "[1, 1, 3]": 0.025,
     }
     assert {k: np.exp(v) for k, v in found.items()} == pytest.approx(expected, rel=1e-4)
+
+
+def test_merged_hypotheses_stay_open_while_their_sum_can_win():
+    # Tokens: 1 begins, 2, 3, 4 ends. 2, 3 and 3, 2 merge into the best, which a third step ends.
+    p = np.zeros((3, 5, 5))
+    p[0, 1, [2, 3, 4]] = 0.35, 0.35, 0.3
+    p[1, [2, 3], [3, 2]] = 0.45
+    p[1, [2, 3], 4] = 0.55
+    p[2, :, 4] = 1.0
+    log_probs = jnp.log(p + 1e-30)
+
+    def tokens_to_scores(ids, cache):
+        return log_probs[cache["step"], ids[:, 0]], {"step": cache["step"] + 1}
+
+    def search(max_decode_len):
+        return beam_search_decode(
+            inputs=jnp.array([[1]]),
+            time_step=jnp.array([0]),
+            cache={"step": jnp.array([0])},
+            tokens_to_scores=tokens_to_scores,
+            eos_id=4,
+            num_decodes=2,
+            max_decode_len=max_decode_len,
+            prefix_merger=SameSum(),
+        )
+
+    found = search(3)
+    assert found.sequences[0].tolist() == [[2, 3, 4], [4, 0, 0]]
+    np.testing.assert_allclose(np.exp(found.scores[0]), [0.315, 0.3], rtol=1e-5)
+    np.testing.assert_allclose(np.exp(search(2).live_scores[0]), [0.315, 0.0], rtol=1e-5)

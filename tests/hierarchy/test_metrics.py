@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import OutputConflictError
+from weft.errors import OutputConflictError, SummaryValueError
 from weft.hierarchy.metrics import (
     MaxSummary,
     MetricAccumulator,
@@ -57,6 +57,30 @@ def test_weighted_summaries_add_up():
         jnp.array([4.0, 2.0]), 2.0
     )
     np.testing.assert_allclose(total.mean, [3.0, 2.0])
+
+
+def test_nan_without_examples_does_not_count():
+    total = WeightedScalar(jnp.nan, 0.0) + WeightedScalar(2.0, 3.0)
+    assert (float(total.mean), float(total.weight)) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("summary", "message"),
+    [
+        (
+            WeightedSummary(np.ones(3), np.ones(2)),
+            r"shape \(3,\) and a weight of shape \(2",
+        ),
+        (
+            WeightedSummary(np.ones(2), np.array([1.0, -1.0])),
+            "the weight .*expected at least 0",
+        ),
+        (WeightedScalar(np.ones(2), np.ones(2)), "a single number. Write `WeightedSummary`"),
+    ],
+)
+def test_invalid_weighted_summaries(summary, message):
+    with pytest.raises(SummaryValueError, match=message):
+        summary.validate()
 
 
 def test_sums_under_jit():

@@ -1,3 +1,5 @@
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,3 +138,4 @@ def test_fan_axes_equal_their_canonical_form():
     axes = FanAxes(0, [1, 2])
     assert axes == FanAxes((0,), (1, 2)) and hash(axes) == hash(axes.canonicalize())
     assert axes != FanAxes(1, (1, 2)) and axes != ((0,), (1, 2), ())
+    assert not operator.ne(axes, axes.canonicalize())

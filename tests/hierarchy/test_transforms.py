@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.errors import ArgumentValueError, NoContextError
+from weft.errors import ArgumentValueError, NoContextError, OutputConflictError
 from weft.hierarchy import transforms
 from weft.hierarchy.context import current_context, new_output_collection
 from weft.hierarchy.metrics import WeightedScalar
@@ -186,6 +186,25 @@ def test_outside_invocation_fails():
         with pytest.raises(NoContextError, match="belongs to an invocation"):
             call()
     assert current_context() is None
+
+
+def test_loops_with_one_prefix_do_not_overwrite_outputs():
+    def two_loops(second_prefix):
+        def body(child):
+            for prefix in ("iter", second_prefix):
+                scan_in_context(
+                    lambda c, x: (c, child(x)),
+                    carry=None,
+                    xs=jnp.arange(2.0),
+                    child_name_prefix=prefix,
+                    drop_output=lambda path: path.startswith("state_updates"),
+                )
+
+        return run(body, drop_output_collections=())[1]
+
+    assert list(two_loops("other").module_outputs) == ["iter", "other"]
+    with pytest.raises(OutputConflictError, match=r"add the output 'module_outputs/iter/child/y'"):
+        two_loops("iter")
 
 
 def test_propagation_leaves_no_empty_summaries():

@@ -112,7 +112,7 @@ def get_stochastic_depth_linear_rate(
             the last one has the peak rate.
 
     Raises:
-        ArgumentValueError: if `peak_rate` is not in `[0, 1)`.
+        ArgumentValueError: if `peak_rate` is not in `[0, 1)`, or `stage_order` beyond `num_stages`.
 
     >>> get_stochastic_depth_linear_rate(0.5, stage_order=1, num_stages=4)
     0.125
@@ -120,6 +120,11 @@ def get_stochastic_depth_linear_rate(
     if peak_rate is None:
         return None
     _check_rate(peak_rate)
+    if num_stages < 1 or not 0 <= stage_order <= num_stages:
+        raise ArgumentValueError(
+            f"stage_order={stage_order} of num_stages={num_stages}; expected a number from 0 or 1 "
+            "to the number of stages."
+        )
     return peak_rate * stage_order / num_stages
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -29,6 +30,7 @@ from weft.hierarchy.param_init import DefaultInitializer, FanAxes
 from weft.hierarchy.parameter_spec import (
     NestedParameterSpec,
     ParameterSpec,
+    TensorSpec,
     with_leading_axis,
 )
 from weft.struct import VDict
@@ -115,26 +117,35 @@ def initialize_stacked(
       layer: one of the copies.
       n: number of copies.
       prng_key: split for each copy, so that the first copies do not depend on `n`.
-      prebuilt: stacked values to use instead; missing values and None are initialized.
+      prebuilt: as for `initialize_parameters_recursively`, with a leading axis of copies.
 
     Raises:
       ParameterSpecError: if a value in `prebuilt` has a wrong leading axis or shape.
     """
     if n is None:
         return layer.initialize_parameters_recursively(prng_key, prebuilt=prebuilt)
-    prebuilt_values = jax.tree.map(
-        lambda x: None if isinstance(x, ParameterSpec) else x, dict(prebuilt or {})
-    )
-    for path, value in jax.tree_util.tree_leaves_with_path(prebuilt_values):
-        if jnp.shape(value)[:1] != (n,):
+    given = dict(prebuilt or {})
+    for path, value in jax.tree_util.tree_leaves_with_path(given):
+        if np.shape(value)[:1] != (n,):
             raise errors.ParameterSpecError(
                 f"prebuilt {layer.path()}{jax.tree_util.keystr(path)} has shape "
-                f"{jnp.shape(value)}; expected a leading axis of {n}, one entry per copy of "
+                f"{np.shape(value)}; expected a leading axis of {n}, one entry per copy of "
                 f"{layer.path()}."
             )
+    prebuilt_values = jax.tree.map(lambda x: None if _is_spec(x) else x, given)
+    specs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype or float) if _is_spec(x) else None,
+        given,
+    )
 
     def initialize(key: Tensor, values: NestedTensor) -> NestedTensor:
-        return layer.initialize_parameters_recursively(key, prebuilt=values)
+        both = jax.tree.map(
+            lambda spec, value: value if spec is None else spec,
+            specs,
+            values,
+            is_leaf=lambda x: x is None,
+        )
+        return layer.initialize_parameters_recursively(key, prebuilt=both)
 
     keys = fork_key(prng_key, n)
     if isinstance(prng_key, jax.core.Tracer):
@@ -147,6 +158,10 @@ def initialize_stacked(
         initialize(keys[i], jax.tree.map(lambda x, i=i: x[i], prebuilt_values)) for i in range(n)
     ]
     return VDict(jax.tree.map(lambda *copies: jnp.stack(copies), *drawn))
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, TensorSpec | jax.ShapeDtypeStruct)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -307,7 +322,7 @@ class BaseLayer(Module):
 
         Args:
             prebuilt: values to use instead, nested as the state; missing or None entries are
-              initialized.
+              initialized, and specs stand for values that exist elsewhere: the result is None.
 
         Raises:
             ParameterSpecError: if a prebuilt value has the wrong shape, or matches no parameter.
@@ -335,13 +350,9 @@ class BaseLayer(Module):
         return state
 
     def _initialize_parameter(
-        self,
-        name: str,
-        spec: ParameterSpec,
-        prng_key: Tensor,
-        prebuilt: Tensor | ParameterSpec | None,
-    ) -> Tensor:
-        if prebuilt is None or isinstance(prebuilt, ParameterSpec):
+        self, name: str, spec: ParameterSpec, prng_key: Tensor, prebuilt: Any
+    ) -> Tensor | None:
+        if prebuilt is None:
             assert spec.initializer is not None  # filled in by _own_parameter_specs
             return spec.initializer.initialize(
                 name,
@@ -350,12 +361,12 @@ class BaseLayer(Module):
                 dtype=spec.dtype,
                 axes=spec.fan_axes,
             )
-        if tuple(jnp.shape(prebuilt)) != tuple(spec.shape):
+        if tuple(np.shape(prebuilt)) != tuple(spec.shape):
             raise errors.ParameterSpecError(
-                f"prebuilt {self.path()}.{name} has the shape {jnp.shape(prebuilt)}; "
+                f"prebuilt {self.path()}.{name} has the shape {np.shape(prebuilt)}; "
                 f"expected {tuple(spec.shape)}."
             )
-        return prebuilt
+        return None if _is_spec(prebuilt) else prebuilt
 
     @nowrap
     def apply_parameter_noise_recursively(

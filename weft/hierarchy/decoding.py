@@ -565,16 +565,23 @@ def beam_search_decode(
         inputs, time_step, num_decodes=num_decodes, max_decode_len=last, pad_id=pad_id
     )
     nothing = jnp.full(sequences.shape[:2], NEG_INF, jnp.float32)
+    merger_state = None if prefix_merger is None else prefix_merger.init_state(tokens=sequences)
+    live_scores, merger_state = _merge_prefixes(
+        # The hypotheses of a prompt are equal at first, so all but one start dead.
+        prefix_merger,
+        tokens_at(sequences, time_step),
+        nothing.at[:, 0].set(0.0),
+        merger_state,
+    )
     padding = ((0, 0), (0, last + 1 - inputs.shape[1]))
     state = _BeamState(
         index=time_step.astype(jnp.int32),
         live_sequences=sequences,
-        # The hypotheses of a prompt are equal at first, so all but one start dead.
-        live_scores=nothing.at[:, 0].set(0.0),
+        live_scores=live_scores,
         sequences=jnp.full_like(sequences, pad_id),
         scores=nothing,
         cache=expand_cache(cache, num_decodes),
-        merger_state=None if prefix_merger is None else prefix_merger.init_state(tokens=sequences),
+        merger_state=merger_state,
     )
     state = run_loop(
         loop,
@@ -614,14 +621,6 @@ def _beam_step(
     pad_id: int,
 ) -> _BeamState:
     is_open = _is_unfinished(state, last, penalize)
-    live_scores, merger_state = state.live_scores, state.merger_state
-    if merger is not None:
-        tokens = tokens_at(state.live_sequences, state.index)
-        merger_state = merger.update(tokens=tokens, state=merger_state)
-        # Adds up the probabilities of merged hypotheses, and marks all but one of them dead.
-        matrix = merger.compute(merger_state)
-        merged = jax.nn.logsumexp(live_scores[:, None, :], axis=2, b=matrix)
-        live_scores = jnp.maximum(merged, NEG_INF)
     log_probs, cache = next_token_scores(
         tokens_to_scores, state.live_sequences, state.index, state.cache
     )
@@ -632,7 +631,7 @@ def _beam_step(
             f"scores; expected 0 <= eos_id < {vocab}."
         )
     index = state.index + 1
-    candidates = jnp.maximum(live_scores[:, :, None] + log_probs, NEG_INF)
+    candidates = jnp.maximum(state.live_scores[:, :, None] + log_probs, NEG_INF)
     forced = jnp.take_along_axis(prompts, index[:, None], axis=1, mode="clip")
     is_forced = (forced != pad_id)[..., None]
     candidates = jnp.where(is_forced, NEG_INF, candidates)
@@ -657,6 +656,8 @@ def _beam_step(
     live_sequences = write_tokens_at(
         gather_hypotheses(state.live_sequences, parents), index, tokens
     )
+    merger_state = jax.tree.map(lambda x: gather_hypotheses(x, parents), state.merger_state)
+    live_scores, merger_state = _merge_prefixes(merger, tokens, live_scores, merger_state)
 
     def if_open(new: Tensor, old: Tensor) -> Tensor:
         return jnp.where(is_open.reshape(-1, *[1] * (new.ndim - 1)), new, old)
@@ -668,5 +669,16 @@ def _beam_step(
         sequences=if_open(sequences, state.sequences),
         scores=if_open(scores, state.scores),
         cache=gather_cache(cache, parents),
-        merger_state=jax.tree.map(lambda x: gather_hypotheses(x, parents), merger_state),
+        merger_state=merger_state,
     )
+
+
+def _merge_prefixes(
+    merger: PrefixMerger | None, tokens: Tensor, scores: Tensor, state: Any
+) -> tuple[Tensor, Any]:
+    """Adds up the probabilities of merged hypotheses, and marks all but one of them dead."""
+    if merger is None:
+        return scores, state
+    state = merger.update(tokens=tokens, state=state)
+    merged = jax.nn.logsumexp(scores[:, None, :], axis=2, b=merger.compute(state))
+    return jnp.maximum(merged, NEG_INF), state

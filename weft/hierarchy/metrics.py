@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, Self
 
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from weft.config import Configurable
-from weft.errors import OutputConflictError
+from weft.errors import OutputConflictError, SummaryValueError
 from weft.hierarchy.summary import Summary
 from weft.typing import Tensor
 
@@ -25,6 +26,19 @@ class WeightedValue(MetricSummary):
     def value(self) -> Tensor | float:
         return self.mean
 
+    def validate(self) -> None:
+        """Checks that the weight is not negative and has the shape of the mean, or none."""
+        mean, weight = np.shape(self.mean), np.shape(self.weight)
+        if weight not in ((), mean):
+            raise SummaryValueError(
+                f"{type(self).__name__} has a mean of shape {mean} and a weight of shape {weight}; "
+                "expected the same shape, or a single weight."
+            )
+        if not isinstance(self.weight, jax.core.Tracer) and np.any(np.asarray(self.weight) < 0):
+            raise SummaryValueError(
+                f"{type(self).__name__} has the weight {self.weight}; expected at least 0."
+            )
+
 
 class WeightedSummary(WeightedValue):
     """Weighted mean; merging two returns the mean over both.
@@ -37,8 +51,8 @@ class WeightedSummary(WeightedValue):
 
     def accumulate(self, other: Self) -> Self:
         weight = self.weight + other.weight
-        total = self.mean * self.weight + other.mean * other.weight
-        # The mean of no examples is 0, not NaN.
+        # The mean of no examples is 0, and one that is NaN does not count.
+        total = sum(jnp.where(x.weight > 0, x.mean, 0) * x.weight for x in (self, other))
         mean = jnp.where(weight > 0, total / jnp.maximum(weight, 1e-30), 0)
         return type(self)(mean, weight)
 
@@ -99,6 +113,15 @@ class WeightedScalar(WeightedSummary):
         >>> float(total.mean), float(total.weight)
         (3.0, 3.0)
     """
+
+    def validate(self) -> None:
+        """Checks also that the mean is a single number."""
+        super().validate()
+        if np.ndim(self.mean):
+            raise SummaryValueError(
+                f"{type(self).__name__} has a mean of shape {np.shape(self.mean)}; expected a "
+                "single number. Write `WeightedSummary` for arrays."
+            )
 
 
 class MetricAccumulator(Configurable):

@@ -54,6 +54,9 @@ class FanAxes(NamedTuple):
             as_tuple(a) == as_tuple(b) for a, b in zip(self, other, strict=True)
         )
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __hash__(self) -> int:
         return hash(tuple(map(as_tuple, self)))
 

@@ -253,21 +253,39 @@ def propagate_repeated_output_collections(
         target_output_collection: changed in place. State updates are added unchanged.
         merge_summaries: whether to add one summary for all iterations under the prefix alone:
             the mean of arrays, the sum of other summable values such as a `WeightedScalar`.
+
+    Raises:
+        OutputConflictError: if an output of that path is there already, such as from another loop
+            of the same prefix.
     """
     target = target_output_collection
     summaries, state_updates, module_outputs = repeated_output_collection
-    target.state_updates.update(state_updates)
-    if module_outputs:
-        target.module_outputs.setdefault(child_name_prefix, {}).update(module_outputs)
+    _add_outputs(target.state_updates, state_updates, "state_updates")
+    if jax.tree.leaves(module_outputs):
+        _add_outputs(target.module_outputs, {child_name_prefix: module_outputs}, "module_outputs")
     leaves = jax.tree.leaves(summaries)
     if not leaves:
         return
     iterations = [jax.tree.map(lambda x, i=i: x[i], summaries) for i in range(len(leaves[0]))]
     if merge_summaries:
-        target.summaries.setdefault(child_name_prefix, {}).update(reduce_summaries(iterations))
-        return
-    for i, of_iteration in enumerate(iterations):
-        target.summaries.setdefault(f"{child_name_prefix}{i}", {}).update(of_iteration)
+        by_name = {child_name_prefix: reduce_summaries(iterations)}
+    else:
+        by_name = {f"{child_name_prefix}{i}": x for i, x in enumerate(iterations)}
+    _add_outputs(target.summaries, by_name, "summaries")
+
+
+def _add_outputs(target: dict[str, Any], new: Mapping[str, Any], path: str) -> None:
+    for name, value in new.items():
+        below = f"{path}/{name}"
+        if isinstance(value, dict) and isinstance(target.setdefault(name, {}), dict):
+            _add_outputs(target[name], value, below)
+        elif name in target:
+            raise OutputConflictError(
+                f"two loops, or a loop and its caller, add the output {below!r}; give one of the "
+                "loops another child_name_prefix, or call another child in it."
+            )
+        else:
+            target[name] = value
 
 
 def reduce_summaries(summaries: Sequence[Any]) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class
@@ -268,17 +269,18 @@ class InHierarchy(BaseLayer):
         self, prng_key, *, prebuilt: Mapping[str, Any] | None = None
     ):
         flat = flatten_dict(prebuilt or {})
-        given = {p: x for p, x in flat.items() if not isinstance(x, ParameterSpec | None)}
+        given = {p: x for p, x in flat.items() if x is not None}
         made = partial_eval(self._make, prng_key)  # without what the variables do not need
         state = _unboxed_values(made)
         for path, x in given.items():
-            if path not in state or jnp.shape(x) != jnp.shape(state[path]):
+            if path not in state or np.shape(x) != jnp.shape(state[path]):
                 there = ", ".join(f"{models.path_text(p)} {jnp.shape(v)}" for p, v in state.items())
                 raise ParameterSpecError(
-                    f"prebuilt has {models.path_text(path)!r} of shape {jnp.shape(x)} for "
+                    f"prebuilt has {models.path_text(path)!r} of shape {np.shape(x)} for "
                     f"{self.path()}, whose layer {self._model.name} has: {there}."
                 )
-        return unflatten_dict({**state, **given})
+        values = {p: None if isinstance(x, ParameterSpec) else x for p, x in given.items()}
+        return unflatten_dict({**state, **values})
 
     def forward(self, *args: object, **kwargs: Any) -> Any:
         """Calls the layer, or its public method named `method`, with the given arguments.

@@ -304,7 +304,7 @@ def convert_dense_to_moe_parameters(
 
     Returns:
       Parameters for `initialize_parameters_recursively(..., prebuilt=...)` of the target. Those
-      that the source lacks, such as router weights, remain specs and will be initialized.
+      that the source lacks, such as router weights, are None and will be initialized.
 
     Raises:
       ParameterSpecError: if a parameter has no counterpart or another shape, naming it.
@@ -334,7 +334,7 @@ def _convert(source: Any, target: Mapping[str, Any], path: str) -> Any:
             used.add(dense)
             new[name] = _repeat_for_experts(_source_entry(source, dense, at), spec, at)
         elif is_moe and name in _INITIALIZED:
-            new[name] = spec
+            new[name] = jax.tree.map(lambda _: None, spec)
         else:
             used.add(name)
             if isinstance(spec, Mapping):
