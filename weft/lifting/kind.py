@@ -190,6 +190,20 @@ class Kind(Protocol):
         """Returns the static half for a loop's body; `after` is that of its end, if known."""
         return static
 
+    def static_in_first_run(self, static: Any) -> Any:
+        """Returns the static half for the first run of a loop's body.
+
+        It is another one if loops in the body may discard what they create, see `is_discarded`.
+        """
+        return static
+
+    def is_discarded(self, after: Any) -> bool:
+        """Returns whether only carriers that an outer loop makes in its first run have new state.
+
+        `after` is the static half that a run has collected.
+        """
+        return False
+
     def static_after_creation(self, static: Any, before: Any, after: Any = None) -> Any:
         """Returns the static half for a run on state that another run has created.
 

@@ -54,6 +54,8 @@ def while_loop(
         body, step, initial = body_with_state(
             kind, make, of_kind, units, lambda body: (body.carry, jnp.int32(0))
         )
+        if step is None:
+            return final_results(kind, body.undefined_results(), initial, body.end)
 
         def is_on(state: tuple[Any, list[Any]]) -> Any:
             i, carry = state

@@ -13,12 +13,14 @@ by all iterations.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax.extend.core import unmapped_aval
 
 from weft.errors import CarryStructureError, RoleError
 from weft.lifting import axes
@@ -45,6 +47,7 @@ from weft.lifting.state_creation import (
     groups_before_and_after,
 )
 from weft.lifting.trace_cache import flatten_units, jit_by_structure, restore_unchanged
+from weft.lifting.undefined import undefined
 
 CarryStructures = tuple[Any, ...]
 
@@ -90,6 +93,8 @@ def scan(
 
         make = functools.partial(LoopBody, kind, fn, out_axes, trees)
         body, step, initial = body_with_state(kind, make, of_kind, units, first)
+        if step is None:
+            return final_results(kind, body.undefined_results(n), initial, body.end)
         xs = body.xs if n else [x[:0] for x in body.xs]
         carry, ys = jax.lax.scan(named_after(fn, step), body.carry, xs, length=n, **options)
         results = body.results(carry, ys, runs=n > 0)
@@ -165,14 +170,15 @@ class LoopBody:
         returned = result_units(pure_args, results, self._out_axes)
         self.collected, self.end = results.static, collected_groups(results)
         new = created_groups(self._kind, units, results)
-        if new is not None:
-            leaves, tree = jax.tree.flatten(new)
-            self.created = CreatedState(tree, self.collected.value)
-            return leaves
         # Values that did not change complete the carried groups, which come first.
         for i, (before, after, role) in enumerate(groups_before_and_after(units, results)):
             if role is CARRY:
                 returned.values[i] = self._kind.union(before, after)
+        if new is not None:
+            leaves, tree = jax.tree.flatten(new)
+            self.created = CreatedState(tree, self.collected.value)
+            self._returned = returned.with_values([_types(v) for v in returned.values])
+            return leaves
         self._check(units, returned, carry_structures(self._out_axes, results.packed))
         new_carry = _without_refs(jax.tree.leaves(returned.values_with_role(CARRY)))
         ys, self._ys_tree = jax.tree.flatten([v for v, r in returned.pairs() if _is_sliced(r)])
@@ -228,6 +234,19 @@ class LoopBody:
         merged = stacked.with_role_replaced(CARRY, self._carried(carry))
         return PureResults(collected, *merged.packed())
 
+    def undefined_results(self, length: int = 0) -> PureResults:
+        """Returns undefined results of the types that the last run has returned."""
+        leaves, trees = [], []
+        for value, role in self._returned.pairs():
+            of_value, tree = jax.tree.flatten(value)
+            trees.append(tree)
+            axis = 0 if role is FORK else role if isinstance(role, int) else None
+            leaves += [unmapped_aval(length, axis, x) for x in of_value]
+        inputs = [x for x in jax.tree.leaves(self._units.values) if not isinstance(x, jax.Ref)]
+        rest = iter(undefined(leaves, inputs))
+        values = [tree.unflatten(itertools.islice(rest, tree.num_leaves)) for tree in trees]
+        return PureResults(self.collected, *self._returned.with_values(values).packed())
+
     def _check(self, units: Units, returned: Units, trees: CarryStructures) -> None:
         kind, static, name = self._kind, self.static, self.transformation
         _check_shared(name, kind, static, units, returned)
@@ -281,6 +300,10 @@ def _zeros_like_slice(x: Any) -> Any:
         data = jnp.zeros_like(jax.random.key_data(x), shape=jax.random.key_data(x).shape[1:])
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jnp.zeros_like(x, shape=x.shape[1:])
+
+
+def _types(value: Any) -> Any:
+    return jax.tree.map(jax.typeof, value)
 
 
 def _without_refs(leaves: Iterable[Any]) -> list[Any]:

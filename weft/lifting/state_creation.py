@@ -14,12 +14,19 @@ the state. The number does not depend on whether a model is initialized. State s
 needs no second trace; an inner loop that carries it finds it missing in each trace, and traces its
 body twice in each.
 
+State of a carrier that the outer body makes is missing in each trace, too. In the first trace of an
+outer loop, an inner one that creates only such state is traced once, and its results are undefined:
+they have types, no values. If the initial values of the outer loop depend on them, its first trace
+is repeated with all values.
+
 If no such state can be created, since all collections of the call are immutable, JAX traces the
 body directly.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +40,7 @@ from weft.errors import CarryStructureError
 from weft.lifting.kind import Kind, PureResults, StateNode, Units
 from weft.lifting.roles import CARRY
 from weft.lifting.signature import named_after
+from weft.lifting.undefined import has_undefined, undefined
 
 
 class TracedFunction:
@@ -112,6 +120,10 @@ class TracedFunction:
         jaxpr, is_used = self._reduced(range(len(self._closed.out_avals)))
         rest = iter(_passed_inputs(jaxpr))
         return [of_leaf and next(rest) != [] for of_leaf in is_used]
+
+    def is_undefined(self, outputs: Sequence[int] | None = None) -> bool:
+        """Returns whether some leaves of the result, by default all, depend on undefined values."""
+        return has_undefined(self._closed.jaxpr if outputs is None else self._reduced(outputs)[0])
 
     def only(self, outputs: Sequence[int], *args: object) -> list[Any]:
         """Returns some leaves of the result, computed without the others."""
@@ -198,13 +210,17 @@ class CreatedState(NamedTuple):
     static: Any
 
 
+class _UndefinedState(Exception):
+    """Raised if initial values depend on undefined values."""
+
+
 def body_with_state(
     kind: Kind,
     make: Callable[[Any, Units], Any],
     static: object,
     units: Units,
     first: Callable[[Any], tuple[Any, ...]],
-) -> tuple[Any, Callable[..., Any], list[Any]]:
+) -> tuple[Any, Callable[..., Any] | None, list[Any]]:
     """Returns a loop's body, after creating its state.
 
     Args:
@@ -212,24 +228,55 @@ def body_with_state(
         first: returns the arguments of the first run of such a body.
 
     Returns:
-        The body, the function for the loop, and the created state of each group, or None.
+        The body, the function for the loop, and the created state of each group, or None. The
+        function is None if the results of the loop are undefined.
     """
     inside = kind.static_in_loop(static)
+    if not may_create(kind, static, units):
+        body = make(inside, units)
+        if not (is_jit_disabled() and inside is not static):
+            return body, body, [None] * sum(units.is_group)
+    discarding = kind.static_in_first_run(inside)
+    run = functools.partial(_body_with_state, kind, make, static, units, first)
+    if discarding is inside:
+        return run(inside)
+    before = _DISCARDED.count
+    try:
+        return run(discarding, may_be_undefined=False)
+    except Exception:
+        # A value is needed, or an operation or a transformation takes no undefined values.
+        if _DISCARDED.count == before:
+            raise
+    return run(inside)
+
+
+def _body_with_state(
+    kind: Kind,
+    make: Callable[[Any, Units], Any],
+    static: object,
+    units: Units,
+    first: Callable[[Any], tuple[Any, ...]],
+    inside: object,
+    may_be_undefined: bool = True,
+) -> tuple[Any, Callable[..., Any] | None, list[Any]]:
+    """Returns the same; `inside` is the static half for the first run."""
     body = make(inside, units)
-    nothing = [None] * sum(units.is_group)
-    is_counted_before = is_jit_disabled() and inside is not static
-    if not (is_counted_before or may_create(kind, static, units)):
-        return body, body, nothing
     args = first(body)
     traced = TracedFunction(body.fn, body, *args)
     if body.created is None:
-        if not is_counted_before:
-            return body, traced, nothing
+        if not may_be_undefined and traced.is_undefined():
+            raise _UndefinedState
+        if not (is_jit_disabled() and inside is not static):
+            return body, traced, [None] * sum(units.is_group)
         # The body runs in Python, so the results of its trace must be known before.
         body = make(kind.static_in_loop(static, body.collected.value), units)
-        return body, body, nothing
-    run = _CreatingRun(body, traced, args)
+        return body, body, [None] * sum(units.is_group)
+    run = _CreatingRun(body, traced, args, may_be_undefined)
     begun = kind.initial_state(static, run.numbered, run.used)
+    has_refs = any(isinstance(x, jax.Ref) for x in jax.tree.leaves(units.values))
+    if kind.is_discarded(body.created.static) and not has_refs:
+        _DISCARDED.count += 1
+        return body, None, run.undefined(begun)
     given, created = units, run.values(begun)
     units = _with_created(kind, given, created)
     followed = kind.static_after_creation(static, body.created.static)
@@ -251,6 +298,15 @@ def body_with_state(
     return body, again, created
 
 
+class _DiscardedLoops(threading.local):
+    """The number of loops with undefined results in this thread."""
+
+    count = 0
+
+
+_DISCARDED = _DiscardedLoops()
+
+
 class _CreatingRun:
     """A run of a body that has created state.
 
@@ -258,10 +314,13 @@ class _CreatingRun:
         numbered: the created state of each group, with the numbers of its arrays.
     """
 
-    def __init__(self, body: Any, traced: TracedFunction, args: tuple[Any, ...]):
+    def __init__(
+        self, body: Any, traced: TracedFunction, args: tuple[Any, ...], may_be_undefined: bool
+    ):
         tree = body.created.tree
         self.numbered = tree.unflatten(range(tree.num_leaves))
         self._body, self._traced, self._args = body, traced, args
+        self._may_be_undefined = may_be_undefined
         self._computed: dict[int, Any] = {}
 
     def used(self, entries: list[Any]) -> list[tuple[Any, Any]]:
@@ -272,9 +331,17 @@ class _CreatingRun:
     def values(self, entries: list[Any]) -> list[Any]:
         """Returns numbered entries with their arrays."""
         wanted = [i for i in jax.tree.leaves(entries) if i not in self._computed]
+        if not self._may_be_undefined and self._traced.is_undefined(wanted):
+            raise _UndefinedState
         values = self._traced.only(wanted, *self._args)
         self._computed.update(zip(wanted, values, strict=True))
         return jax.tree.map(self._computed.__getitem__, entries)
+
+    def undefined(self, entries: list[Any]) -> list[Any]:
+        """Returns numbered entries with undefined arrays."""
+        numbers, tree = jax.tree.flatten(entries)
+        types = [self._traced.shapes[i] for i in numbers]
+        return tree.unflatten(undefined(types, jax.tree.leaves(self._args)))
 
 
 def _with_created(kind: Kind, units: Units, created: list[Any]) -> Units:

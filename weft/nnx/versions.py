@@ -264,11 +264,13 @@ _NO_COUNTS: Mapping[int, Any] = MappingProxyType({})
 class Recording:
     """The first values of the variables that one run of a function makes.
 
-    `counts` are the counts of keys in the function's arguments.
+    Args:
+        counts: the counts of keys in the function's arguments.
+        kept: the arguments that outlive an iteration, in the first run of a loop; otherwise None.
     """
 
-    def __init__(self, counts: Sequence[Any]):
-        self._counts, self._trace = counts, current_trace()
+    def __init__(self, counts: Sequence[Any], kept: Sequence[Any] | None = None):
+        self.trace, self.kept, self._counts = current_trace(), kept, counts
         self._made: dict[int, tuple[Any, Any, list[Any]]] = {}
         self._assigned: dict[tuple[int, Hashable], tuple[Any, Any]] = {}
         self._of_branches: set[tuple[int, Hashable]] = set()
@@ -279,7 +281,7 @@ class Recording:
         Args:
             counts: what counts of keys were when it was made, by id, if not what they are now.
         """
-        if variable._trace != self._trace:
+        if variable._trace != self.trace:
             return  # what has a trace of its own has a recording of its own
         key = id(variable)
         self._made.pop(key, None)
@@ -297,7 +299,7 @@ class Recording:
 
     def note_attribute(self, owner: Any, name: Hashable, value: object) -> None:
         """Notes an assigned attribute; a value like the first one does not replace it."""
-        if owner._info.trace != self._trace:
+        if owner._info.trace != self.trace:
             return
         key = id(owner), name
         if key not in self._assigned or not _is_alike(self._assigned[key][1], value):

@@ -415,3 +415,118 @@ def test_shared_objects_gain_equal_attributes():
     m = Model()
     assert float(nnx.scan(body, in_axes=(Carry, None), out_axes=Carry, length=3)(0.0, m)) == 12
     assert m.mode == "train" and float(m.x) == 4
+
+
+def directly(f, m, x):
+    return f(m, x)
+
+
+def in_jit(f, m, x):
+    return nnx.jit(f)(m, x)
+
+
+def in_remat(f, m, x):
+    return nnx.remat(f)(m, x)
+
+
+def in_cond(f, m, x):
+    return nnx.cond(True, f, lambda m, x: x, m, x)
+
+
+def in_grad(f, m, x):
+    return nnx.grad(lambda x, m: f(m, x))(x, m)
+
+
+def in_vmap(f, m, x):
+    return nnx.vmap(lambda x: f(nnx.Dict(), x))(x[None])[0]
+
+
+@pytest.mark.parametrize(
+    ("loop", "around"),
+    [
+        (scan, directly),
+        (scan, in_jit),
+        (scan, in_remat),
+        (scan, in_grad),
+        (while_, directly),
+        (while_, in_cond),
+        (fori, in_vmap),
+    ],
+)
+def test_parts_made_in_each_iteration_are_traced_once_more_for_each_loop(loop, around):
+    """Each loop makes an object, in which the next one makes attributes."""
+
+    def nested(depth, loop, around, traces):
+        def run(m, x):
+            def step(m, i):
+                if "n" not in m:
+                    m.n = nnx.Variable(x * 0 + i)
+                m.n[...] += 1 + x
+                if depth == 1:
+                    traces.append(1)
+                else:
+                    inner = nested(depth - 1, loop, around, traces)
+                    m.n[...] += around(inner, nnx.Dict(), m.n[...] / 8)
+
+            loop(step, m, 2)
+            return m.n[...]
+
+        return run
+
+    for depth in (1, 2, 3, 4):
+        traces = []
+        found = nested(depth, loop, around, traces)(nnx.Dict(), jnp.float32(1.0))
+        assert len(traces) == depth + 1
+        expected = nested(depth, python, around, [])(nnx.Dict(), jnp.float32(1.0))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def made_before(inner, m):
+    m.part = nnx.Dict()
+    return inner(m.part)
+
+
+def made_after(inner, m):
+    part = nnx.Dict()
+    y = inner(part)
+    m.part = part
+    return y
+
+
+def first_value(inner, m):
+    y = inner(nnx.Dict())
+    if "first" not in m:
+        m.first = nnx.Variable(y)
+    m.first[...] *= 2
+    return y + m.first[...]
+
+
+def first_gradient(inner, m):
+    if "first" not in m:
+        m.first = nnx.Variable(jax.grad(lambda x: inner(nnx.Dict(), x))(m.n[...]))
+    m.first[...] *= 2
+    return m.first[...]
+
+
+@pytest.mark.parametrize("use", [made_before, made_after, first_value, first_gradient])
+@pytest.mark.parametrize("loop", [scan, fori])
+def test_initial_values_from_parts_made_in_each_iteration(loop, use):
+    def run(loop, m):
+        def inner(m, x):
+            def step(m, i):
+                if "k" not in m:
+                    m.k = nnx.Variable(x)
+                m.k[...] += i * x * x
+
+            loop(step, m, 3)
+            return m.k[...]
+
+        def step(m, i):
+            m.n[...] += 1
+            m.total[...] += use(lambda part, x=m.n[...]: inner(part, x), m)
+
+        m.n, m.total = nnx.Variable(jnp.float32(0)), nnx.Variable(jnp.float32(0))
+        loop(step, m, 2)
+        return m
+
+    assert_equal(run(loop, nnx.Dict()), run(python, nnx.Dict()))

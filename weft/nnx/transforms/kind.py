@@ -39,7 +39,6 @@ from weft.nnx.graph import (
     matching_objects,
     mutable_static_values,
     plan_graph,
-    unhashable_static_values,
     with_static_values,
 )
 from weft.nnx.pytree import Pytree, with_item
@@ -75,7 +74,6 @@ from weft.nnx.transforms.object_state import (
     InnerObjects,
     StaticObjects,
     add_key_counts,
-    are_identical,
     as_carried,
     branch_difference,
     check_loop_graph,
@@ -83,6 +81,7 @@ from weft.nnx.transforms.object_state import (
     describe_graph,
     first_paths,
     first_value,
+    has_unchanged_structure,
     initial_groups,
     input_numbers,
     is_changed,
@@ -92,6 +91,8 @@ from weft.nnx.transforms.object_state import (
     is_recorded,
     note_passed,
     record_created,
+    static_snapshot,
+    temporary_objects,
     variables_and_values,
     with_created_objects,
 )
@@ -103,7 +104,6 @@ from weft.nnx.versions import (
     current_call,
     foreign_trace_error,
     is_hashable,
-    mutable_parts,
 )
 
 _MAX_CACHED_SPLITS = 64
@@ -190,6 +190,8 @@ class ObjectKind(Kind):
         static = StaticObjects(
             flat.graphdef, places, owners, is_tracked, changing, numbers, records
         )
+        if records and (temporary := temporary_objects(flat)) is not None:
+            return flat, static._replace(temporary=temporary)
         if carriers and is_tracked and not flat.repeated and grouping.depends_only_on_structure:
             if len(self._split_cache) >= _MAX_CACHED_SPLITS:
                 self._split_cache.clear()
@@ -205,7 +207,10 @@ class ObjectKind(Kind):
         self, carriers: Sequence[Any], filters: Sequence[FilterRoles]
     ) -> tuple[FlatGraph, StaticObjects] | None:
         static, wanted = self._split_cache.get(tuple(map(type, carriers)), (None, None))
-        if static is None or wanted != filters or static.records != (RECORDING.now is not None):
+        recording = RECORDING.now
+        if static is None or wanted != filters or static.records != (recording is not None):
+            return None
+        if recording is not None and recording.kept is not None:
             return None
         _, known = static.graphdef.root.attributes[0]
         objects = matching_objects([*enumerate(carriers)], known.attributes)
@@ -226,7 +231,9 @@ class ObjectKind(Kind):
         snapshots = [(x, x._snapshot()) for x in objects if isinstance(x, Pytree)]
         recording = None
         if self._hoists_creation or static.records:
-            recording = Recording([x for x in objects if isinstance(x, RngCount)])
+            of, counts = static.temporary, [x for x in objects if isinstance(x, RngCount)]
+            kept = None if of is None else [x for i, x in enumerate(objects) if i not in of]
+            recording = Recording(counts, kept)
         snapshots = snapshots if static.is_tracked else None
         return InnerObjects(objects, values, metadata, snapshots, recording), list(carriers)
 
@@ -274,7 +281,7 @@ class ObjectKind(Kind):
                 return static.unchanged(), groups, new_groups
             carriers = ()
         flat = flatten_graph((tuple(carriers), tuple(new)), with_metadata=False)
-        is_same = self.structure and _is_unchanged(flat, inner, static)
+        is_same = self.structure and has_unchanged_structure(flat, inner, static)
         grouping = Grouping(filters, new_filters)
         if not is_same:
             self._check_captured(flat, inner, static)
@@ -287,7 +294,7 @@ class ObjectKind(Kind):
         )
         if is_same:
             return static.unchanged(), groups, new_groups
-        before, replaced = None, frozenset()
+        before, replaced, is_temporary = None, frozenset(), False
         if self.is_loop and self.structure:
             places = tuple(instead.get(i, o) for i, o in enumerate(origins))
             found = NumberedGraph(flat.graphdef, places, keys)
@@ -295,13 +302,16 @@ class ObjectKind(Kind):
             replaced = frozenset(_numbers_of(flat.graphdef, keys, instead))
             if gained:
                 before = with_created_objects(static, found, gained, made)
+                is_temporary = {i for i, _ in gained} <= (static.temporary or set())
                 add_key_counts(static, flat, inner, groups)
         elif made and static.records and not self.is_branch:
             add_key_counts(static, flat, inner, groups)
-        copies = None if flat.is_tracked else _static_snapshot(flat.graphdef, static.graphdef)
+        copies = None if flat.is_tracked else static_snapshot(flat.graphdef, static.graphdef)
         if static.origins is not None:
             origins = tuple(None if o is None else static.origins[o] for o in origins)
-        changed = ChangedObjects(flat.graphdef, origins, tuple(keys), copies, before, replaced)
+        changed = ChangedObjects(
+            flat.graphdef, origins, tuple(keys), copies, before, replaced, is_temporary
+        )
         return changed, groups, new_groups
 
     def _replaced_objects(
@@ -656,7 +666,14 @@ class ObjectKind(Kind):
     def static_after_creation(
         self, static: StaticObjects, before: ChangedObjects, after: object = None
     ) -> StaticObjects:
-        return before.before or static
+        known = None if static.temporary is None else frozenset[int]()
+        return (before.before or static)._replace(temporary=known)
+
+    def static_in_first_run(self, static: StaticObjects) -> StaticObjects:
+        return static if static.temporary is not None else static._replace(temporary=frozenset())
+
+    def is_discarded(self, after: ChangedObjects) -> bool:
+        return after.is_temporary
 
     def static_without_runs(self, static: StaticObjects, after: ChangedObjects | None) -> Any:
         return static.unchanged()
@@ -705,26 +722,6 @@ def _numbers_of(graphdef: GraphDef, keys: Sequence[int], objects: Collection[int
     for part, key, owner in zip(leaf_defs(graphdef), keys, owners, strict=True):
         if (part.index if isinstance(part, VariableDef) else owner and owner[0]) in objects:
             yield key
-
-
-def _is_unchanged(flat: FlatGraph, inner: InnerObjects, static: StaticObjects) -> bool:
-    return (
-        are_identical(flat.objects, inner.objects)
-        and flat.graphdef == static.graphdef
-        and (not static.changing or _keeps_mutable_values(flat.graphdef, static.graphdef))
-    )
-
-
-def _keeps_mutable_values(now: GraphDef, before: GraphDef) -> bool:
-    """Returns whether no mutable static value replaces a different, possibly equal, input one."""
-    old, new = ([*mutable_parts((*unhashable_static_values(of),))] for of in (before, now))
-    went_in = set(old)
-    return all(a == b or a not in went_in for a, b in zip(new, old, strict=True))
-
-
-def _static_snapshot(now: GraphDef, before: GraphDef) -> StaticSnapshot:
-    unchanged = mutable_parts((*unhashable_static_values(before, is_unchanged=True),))
-    return StaticSnapshot(unhashable_static_values(now), [same.value for same in unchanged])
 
 
 def _give_own_metadata(found: dict[int, Any], outer: FlatGraph) -> None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from weft.core.tracing import current_trace
 from weft.lifting import CARRY
 from weft.lifting.kind import CarryChanges
 from weft.lifting.trace_cache import IdentityKey
@@ -35,6 +36,7 @@ from weft.nnx.graph import (
     flatten_graph,
     leaf_defs,
     leaf_owners,
+    unhashable_static_values,
 )
 from weft.nnx.pytree import Pytree, children, with_item
 from weft.nnx.transforms.calls import (
@@ -52,7 +54,14 @@ from weft.nnx.transforms.graph_diff import (
     with_new_attributes,
 )
 from weft.nnx.variables import Variable
-from weft.nnx.versions import Recording, StaticSnapshot, StaticValue, is_hashable
+from weft.nnx.versions import (
+    RECORDING,
+    Recording,
+    StaticSnapshot,
+    StaticValue,
+    is_hashable,
+    mutable_parts,
+)
 
 Group = dict[int, Any]
 Groups = tuple[Group, ...]
@@ -71,6 +80,7 @@ class StaticObjects(NamedTuple):
             otherwise serve another object of equal value with the changes of the first one.
         records: whether an enclosing loop or branch needs the first values of new variables.
         origins: if a loop's body made objects, for each the caller's one, None for a new one.
+        temporary: in the first run of an enclosing loop, the indices of `temporary_objects`.
     """
 
     graphdef: GraphDef
@@ -81,6 +91,7 @@ class StaticObjects(NamedTuple):
     numbers: Sequence[int]
     records: bool
     origins: tuple[int | None, ...] | None = None
+    temporary: frozenset[int] | None = None
 
     def path_of(self, number: int) -> Path | None:
         """Returns the path of an input value."""
@@ -104,6 +115,7 @@ class ChangedObjects(NamedTuple):
             metadata is mutable.
         before: if a loop's body made attributes, the static half for the body that finds them.
         replaced: numbers of input values whose variable or object was replaced by a new one.
+        is_temporary: whether only temporary objects have gained attributes.
     """
 
     graphdef: GraphDef
@@ -112,6 +124,7 @@ class ChangedObjects(NamedTuple):
     copies: StaticSnapshot | None
     before: StaticObjects | None = None
     replaced: frozenset[int] = frozenset()
+    is_temporary: bool = False
 
 
 class InnerObjects(NamedTuple):
@@ -131,6 +144,19 @@ class InnerObjects(NamedTuple):
         return self.snapshots is not None and all(
             are_identical(x._snapshot(), look) for x, look in self.snapshots
         )
+
+
+def temporary_objects(flat: FlatGraph) -> frozenset[int] | None:
+    """Returns the indices of objects that each iteration of an enclosing loop makes for itself.
+
+    None outside of the first run of such a loop.
+    """
+    recording = RECORDING.now
+    if recording is None or recording.kept is None or recording.trace != current_trace():
+        return None
+    kept = flatten_graph((tuple(recording.kept), ()), with_metadata=False)
+    known = set(map(id, kept.objects))
+    return frozenset(i for i, x in enumerate(flat.objects) if id(x) not in known)
 
 
 class Grouping:
@@ -290,6 +316,28 @@ def _passed_values(leaf: Any, owner: tuple[Any, Hashable] | None) -> tuple[Any, 
     if owner is None:
         return getattr(leaf, "_passed", None)
     return getattr(owner[0]._info, "passed", {}).get(owner[1])
+
+
+def has_unchanged_structure(flat: FlatGraph, inner: InnerObjects, static: StaticObjects) -> bool:
+    """Returns whether references and static values are those of the arguments."""
+    return (
+        are_identical(flat.objects, inner.objects)
+        and flat.graphdef == static.graphdef
+        and (not static.changing or _keeps_mutable_values(flat.graphdef, static.graphdef))
+    )
+
+
+def _keeps_mutable_values(now: GraphDef, before: GraphDef) -> bool:
+    """Returns whether no mutable static value replaces a different, possibly equal, input one."""
+    old, new = ([*mutable_parts((*unhashable_static_values(of),))] for of in (before, now))
+    went_in = set(old)
+    return all(a == b or a not in went_in for a, b in zip(new, old, strict=True))
+
+
+def static_snapshot(now: GraphDef, before: GraphDef) -> StaticSnapshot:
+    """Returns a snapshot of the mutable static values of a graph."""
+    unchanged = mutable_parts((*unhashable_static_values(before, is_unchanged=True),))
+    return StaticSnapshot(unhashable_static_values(now), [same.value for same in unchanged])
 
 
 def first_paths(graphdef: GraphDef) -> dict[int, Path]:
