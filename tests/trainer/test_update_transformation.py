@@ -7,13 +7,18 @@ import pytest
 from weft.config import config_for_function
 from weft.errors import InplaceUpdateError, TransformationTypeError
 from weft.hierarchy.base_layer import ParameterSpec
+from weft.hierarchy.layers import GradientMonitor
 from weft.hierarchy.module import functional
 from weft.hierarchy.parameter_spec import FactorizationSpec
+from weft.hierarchy.rnn import IdentityCell, RepeatedRNNLayer
 from weft.struct import VDict
 from weft.trainer import optimizers
+from weft.trainer.learner import Learner
 from weft.trainer.optimizers.base import OptParam, OptStateSpec
 from weft.trainer.update_transformation import (
     ConditionalUpdateTransformation,
+    ForwardOutputs,
+    GradientMonitorTransformation,
     LearnerModule,
     OverrideInplaceUpdateTransformation,
     Updates,
@@ -187,6 +192,79 @@ class TestOverride:
         )
         new, _, _ = transform(tx, updates, tx.init(updates.opt_params))
         assert new.inplace_updates == {}
+
+
+class TestGradientMonitor:
+    def run(self, **fields):
+        tx = GradientMonitorTransformation.default_config().set(transformation=TRACE, **fields)
+        grads = {"a": {"w": jnp.array([3.0, -4.0])}, "b": jnp.array(jnp.inf)}
+        params = {**PARAMS, "c": {"gradient_norm": OptParam(jnp.array(0.0))}}
+        updates = make_updates(
+            opt_params=params, delta_updates={**grads, "c": {"gradient_norm": jnp.array(7.0)}}
+        )
+        tx = make(tx)
+        return transform(tx, updates, tx.init(params))
+
+    def test_each_parameter_is_reported(self):
+        new, state, summaries = self.run()
+        assert summaries == {
+            "gradient_norm/a/w": 5.0,
+            "gradient_nonfinite/a/w": 0,
+            "gradient_norm/b": np.inf,
+            "gradient_nonfinite/b": 1,
+            "activation_gradient_norm/c": 7.0,
+        }
+        assert state["tx"].trace["c"]["gradient_norm"] == MASKED
+        np.testing.assert_array_equal(new.updated_values()["a"]["w"], [4.0, -2.0])
+
+    def test_groups(self):
+        groups = [("a/.*", "inner"), ("a/w", "unused"), ("c/.*", "unused")]
+        _, _, summaries = self.run(groups=groups)
+        assert sorted(summaries) == [
+            "activation_gradient_norm/c",
+            "gradient_nonfinite/inner",
+            "gradient_norm/inner",
+        ]
+
+    def test_norm_at_an_activation(self):
+        cfg = RepeatedRNNLayer.default_config().set(name="rnn", input_dim=2, num_layers=2)
+        layer = cfg.set(layer=Monitored.default_config()).instantiate(parent=None)
+        params = layer.initialize_parameters_recursively(jax.random.key(0))
+
+        def forward(*, model_params, inputs):
+            y, collection = functional(
+                layer, prng_key=None, state=model_params, inputs=(inputs,), is_training=True
+            )
+            return ForwardOutputs(loss=y.sum(), aux={}, output_collection=collection)
+
+        cfg = Learner.default_config().set(name="learner")
+        cfg.optimizer = GradientMonitorTransformation.default_config().set(transformation=TRACE)
+        learner = cfg.instantiate(parent=None)
+        opt_params = jax.tree.map(OptParam, params)
+        outputs, collection = functional(
+            learner,
+            prng_key=None,
+            state=learner.init(opt_params),
+            inputs={"fn": forward, "inputs": jnp.ones((1, 3, 2)), "opt_params": opt_params},
+            method="forward_and_backward",
+            is_training=True,
+        )
+        # The gradient of y = 2 * (2 * x) is 2 at the output of the first layer, and then 1.
+        reported = collection.summaries["optimizer"]
+        norms = reported["activation_gradient_norm/repeat/layer/monitor"]
+        np.testing.assert_allclose(norms, np.sqrt(6) * np.array([2, 1]), rtol=1e-6)
+        assert len(reported) == 1
+        new = outputs.backward_outputs.updated_params["repeat"]["layer"]["monitor"]
+        np.testing.assert_array_equal(new["gradient_norm"], norms)
+
+
+class Monitored(IdentityCell):
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("monitor", GradientMonitor.default_config())
+
+    def forward(self, time_major_inputs):
+        return self.monitor(2 * time_major_inputs)
 
 
 class TestConditional:

@@ -267,3 +267,26 @@ def canonical_axes(axis: Axes, ndim: int) -> tuple[int, ...]:
     """
     axes = (axis,) if isinstance(axis, int | np.integer) else axis
     return tuple(a % ndim for a in axes)
+
+
+@jax.custom_vjp
+def with_gradient_norm(x: Float[Array, "*shape"], norm: Float[Array, ""]) -> Float[Array, "*shape"]:
+    """Returns `x`; the gradient of `norm`, whose value is ignored, is the norm of that of `x`.
+
+    >>> jax.grad(lambda norm: jnp.sum(3.0 * with_gradient_norm(jnp.ones(4), norm)))(0.0).item()
+    6.0
+    """
+    del norm
+    return x
+
+
+def _with_gradient_norm_fwd(x: Array, norm: Array) -> tuple[Array, Array]:
+    return x, norm
+
+
+def _with_gradient_norm_bwd(norm: Array, gradient: Array) -> tuple[Array, Array]:
+    squares = jnp.sum(jnp.square(gradient.astype(jnp.float32)))
+    return gradient, jnp.sqrt(squares).astype(norm.dtype)
+
+
+with_gradient_norm.defvjp(_with_gradient_norm_fwd, _with_gradient_norm_bwd)

@@ -155,7 +155,8 @@ from weft.hierarchy.layers.normalization import (
     RMSNorm as RMSNorm, RMSNormStateless as RMSNormStateless,
 )
 from weft.hierarchy.layers.stochastic import (
-    Dropout as Dropout, DropToken as DropToken, StochasticDepth as StochasticDepth,
+    Dropout as Dropout, DropToken as DropToken, GradientMonitor as GradientMonitor,
+    StochasticDepth as StochasticDepth,
 )
 from weft.hierarchy.lora import (
     BaseLoraAdapter as BaseLoraAdapter, LoraDownFusedLinear as LoraDownFusedLinear,

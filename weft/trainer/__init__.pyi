@@ -70,6 +70,7 @@ from weft.trainer.trainer_config_modifier import (
 )
 from weft.trainer.update_transformation import (
     ConditionalUpdateTransformation as ConditionalUpdateTransformation,
+    GradientMonitorTransformation as GradientMonitorTransformation,
     OverrideInplaceUpdateTransformation as OverrideInplaceUpdateTransformation,
     UpdateTransformation as UpdateTransformation,
 )

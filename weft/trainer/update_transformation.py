@@ -302,6 +302,47 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
         return mask_tree(tree, keep=keep)
 
 
+class GradientMonitorTransformation(OverrideInplaceUpdateTransformation):
+    """Optimizer that reports gradients before it transforms them.
+
+    Summaries: `gradient_norm/{group}`, the root of the sum of squares of a group's gradients,
+    `gradient_nonfinite/{group}`, their number of values that are NaN or infinite, and
+    `activation_gradient_norm/{path}` of each layer `weft.hierarchy.layers.GradientMonitor`.
+    """
+
+    @config_class
+    class Config(OverrideInplaceUpdateTransformation.Config):
+        """Configures a GradientMonitorTransformation.
+
+        Attributes:
+          groups: pairs of a regular expression, which must match the whole path of a parameter,
+            and the name of its group; the first match counts, and parameters without one are not
+            reported. If empty, each parameter is a group.
+          rules: paths of the parameters whose gradients are norms at activations.
+        """
+
+        groups: Sequence[tuple[str, str]] = ()
+        rules: Sequence[str] = (r"(.*/)?gradient_norm",)
+
+    def transform_update(self, updates: Updates) -> Updates:
+        groups: dict[str, list[Tensor]] = {}
+        for path, x in base.leaves_by_path(updates.delta_updates).items():
+            name = base.path_name(path)
+            if self._replaces(name):
+                self.add_summary(f"activation_gradient_norm/{name.rpartition('/')[0]}", x)
+            elif (group := self._group_of(name)) is not None:
+                groups.setdefault(group, []).append(x.astype(jnp.float32))
+        for group, gradients in groups.items():
+            self.add_summary(f"gradient_norm/{group}", optax.tree.norm(gradients))
+            counts = [jnp.sum(~jnp.isfinite(x)) for x in gradients]
+            self.add_summary(f"gradient_nonfinite/{group}", sum(counts))
+        return super().transform_update(updates)
+
+    def _group_of(self, path: str) -> str | None:
+        groups = self.config.groups or [(".*", path)]
+        return next((group for pattern, group in groups if re.fullmatch(pattern, path)), None)
+
+
 class ConditionalUpdateTransformation(UpdateTransformation):
     """Update transformation that skips some steps, with zero deltas and unchanged state."""
 

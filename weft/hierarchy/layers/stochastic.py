@@ -1,9 +1,13 @@
-"""Layers that drop elements at random in training and are the identity otherwise."""
+"""Layers that are the identity but in training, where they drop elements or observe gradients."""
+
+import jax.numpy as jnp
 
 from weft.config import config_class
 from weft.functional import drop_tokens, dropout, stochastic_depth
-from weft.hierarchy.base_layer import BaseLayer
+from weft.functional.statistics import with_gradient_norm
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import nowrap
+from weft.hierarchy.parameter_spec import constant_spec
 from weft.typing import Tensor
 
 
@@ -79,3 +83,19 @@ class DropToken(BaseLayer):
             prng_key=self.require_prng_key("the removal of tokens"),
             num_cls_tokens=cfg.num_cls_tokens,
         )
+
+
+class GradientMonitor(BaseLayer):
+    """Identity that makes the norm of the gradient at an activation visible to the learner.
+
+    It is the gradient of the parameter `gradient_norm`, which is not used otherwise. The learner
+    needs a `weft.trainer.GradientMonitorTransformation`, which reports it and keeps it from the
+    optimizer.
+    """
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        return {"gradient_norm": constant_spec((), dtype=jnp.float32)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns `x`, an array of any shape."""
+        return with_gradient_norm(x, self.parameters["gradient_norm"])
