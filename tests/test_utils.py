@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from weft import utils
-from weft.errors import MeshError, MissingStateError, TreeMergeError
+from weft.errors import ArgumentValueError, MeshError, MissingStateError, TreeMergeError
 from weft.utils import HybridMeshShape, VDict
 
 TREE = {"b": {"w": jnp.ones((2, 3)), "n": jnp.arange(2)}, "a": [jnp.zeros(4), None]}
@@ -52,6 +52,13 @@ def test_paths_are_text_or_sequences(path):
             "a dict meets a leaf",
         ),
         (lambda: utils.infer_mesh_shape((3, -1), num_devices=8), MeshError, "multiple of 3"),
+        (lambda: utils.validate_contains_paths(TREE, ["b/w", "b/x"]), MissingStateError, "no 'b/x"),
+        (
+            lambda: utils.non_empty_leaf_merge_fn("x", [1]),
+            TreeMergeError,
+            r"'x' and \[1\]; give one of them None",
+        ),
+        (lambda: utils.validate_float_dtype(jnp.int32), ArgumentValueError, "int32 is not a float"),
     ],
 )
 def test_errors_say_what_is_there(call, error, words):
@@ -112,3 +119,72 @@ def test_meshes_and_layouts():
     spec = PartitionSpec("d")
     full = utils.complete_partition_spec_tree(jax.tree.structure(TREE), {"b": spec, "a": None})
     assert full == {"b": {"w": spec, "n": spec}, "a": [None, None]}
+
+
+def test_empty_leaves_are_replaced():
+    merge = utils.non_empty_leaf_merge_fn
+    assert [merge(None, 1), merge(0, None), merge({}, "x"), merge([1], "")] == [1, 0, "x", [1]]
+    assert utils.get_or_none({"a": 1}, "b") is None
+    assert utils.safe_not(jnp.array([True, False])).tolist() == [False, True]
+
+
+def test_keys_split_one_by_one():
+    key, expected = jax.random.key(0), []
+    for _ in range(3):
+        key, child = jax.random.split(key)
+        expected.append(child)
+    keys = utils.split_prng_key(jax.random.key(0), 3)
+    np.testing.assert_array_equal(
+        jax.random.key_data(keys.keys), [jax.random.key_data(k) for k in expected]
+    )
+    assert utils.split_prng_key(keys, 7) is keys
+    nested = utils.split_prng_key(jax.random.key(0), (3, 2)).keys
+    inner = utils.split_prng_key(expected[1], 2).keys
+    np.testing.assert_array_equal(jax.random.key_data(nested)[1], jax.random.key_data(inner))
+
+
+def test_dtypes_of_parameters():
+    utils.validate_float_dtype(jnp.bfloat16)
+    rules = [("b/.*", None)]
+    dtypes = utils.per_param_dtype_by_path(jnp.float16, update_rules=rules)
+    assert dtypes({"a": 1, "b": {"c": 2}}) == {"a": jnp.float16, "b": {"c": None}}
+    assert utils.canonicalize_per_param_dtype(dtypes) is dtypes
+    for dtype in (jnp.bfloat16, "bfloat16", np.dtype("float32"), None):
+        of_all = utils.canonicalize_per_param_dtype(dtype).instantiate()
+        assert of_all({"a": 1}) == {"a": dtype}
+
+
+def test_settings_of_parameters_are_logged(caplog):
+    settings = {"a": {"w": 0.5}, "b": 1.0}
+    with caplog.at_level("INFO", "weft.utils"):
+        assert (
+            utils.register_per_param_settings(settings, description="decay", path="l") is settings
+        )
+    assert caplog.messages == ["l decay: a/w = 0.5", "l decay: b = 1.0"]
+
+
+def test_numeric_checks_are_off_by_default():
+    x = jnp.array([1.0, jnp.nan])
+    assert utils.check_numerics(x) is x
+    with (
+        utils.numeric_checks(),
+        pytest.raises(ArgumentValueError, match=r"loss 3 is not finite: .*nan"),
+    ):
+        utils.check_numerics(x, "loss {step}", step=3)
+
+
+def test_data_directories_nest_if_they_agree(monkeypatch):
+    monkeypatch.delenv("DATA_DIR", raising=False)
+    with utils.set_data_dir("/a"), utils.set_data_dir("/a"):
+        assert utils.get_data_dir() == "/a"
+        with pytest.raises(ArgumentValueError, match=r"'/b'.* contradicts '/a'"):
+            utils.set_data_dir("/b").__enter__()
+    assert utils.get_data_dir() is None
+    monkeypatch.setenv("DATA_DIR", "/c")
+    assert utils.get_data_dir() == "/c"
+
+
+def test_stacks_of_threads():
+    traces = utils.thread_stack_traces()
+    assert any("test_stacks_of_threads" in line for lines in traces for line in lines)
+    assert all(" (" in lines[0] for lines in traces)

@@ -3,10 +3,17 @@
 A path is a string of names, joined by `separator`, or a sequence of names.
 """
 
+import contextlib
+import contextvars
 import copy
+import logging
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +21,26 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
+from weft.config import ConfigOr, config_for_function
 from weft.core.spmd import constrain
-from weft.errors import MissingStateError, TreeMergeError
+from weft.errors import ArgumentValueError, MissingStateError, TreeMergeError
+from weft.hierarchy.context import current_context
+from weft.hierarchy.context_kind import fork_key
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.input import host_to_global_device_array
 from weft.input.dispatch import global_to_host_array, input_partition_spec
 from weft.struct import VDict, map_blocks
 from weft.trainer.mesh import HybridMeshShape, MeshShape, build_mesh, infer_mesh_shape
-from weft.trainer.model import cast_floats, cast_floats_per_param
+from weft.trainer.model import (
+    cast_floats,
+    cast_floats_per_param,
+    per_param_train_dtype_by_path,
+)
 from weft.trainer.optimizers.base import tree_paths
-from weft.typing import Nested, NestedTensor, Tensor
+from weft.typing import DType, Nested, NestedTensor, Tensor
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 IsLeaf = Callable[[Any], bool]
 Path = str | Sequence[str]
 
@@ -104,6 +119,21 @@ def copy_recursively(
     return target
 
 
+def validate_contains_paths(x: Nested[Any], paths: Sequence[str]) -> None:
+    """Raises a MissingStateError, a KeyError, unless nested dicts have all these paths."""
+    for path in paths:
+        get_recursively(x, path)
+
+
+def get_or_none(x: Mapping[str, T] | None, key: str) -> T | None:
+    """Returns an entry of a dict, or None if there is no such entry, or no dict.
+
+    >>> get_or_none({"a": 1}, "a"), get_or_none({}, "a"), get_or_none(None, "a")
+    (1, None, None)
+    """
+    return None if x is None else x.get(key)
+
+
 def match_regex_rules(
     x: str, *, rules: Sequence[tuple[str, T]], default_value: T | None = None
 ) -> T | None:
@@ -175,6 +205,31 @@ def tree_merge(
     return merged
 
 
+def non_empty_leaf_merge_fn(primary: Any, secondary: Any) -> Any:
+    """Returns the one of two leaves that is not None, nor an empty string or container.
+
+    It is a `leaf_merge_fn` of `tree_merge`.
+
+    Raises:
+        TreeMergeError: if neither is empty.
+
+    >>> tree_merge({"b": None}, secondary={"b": 2}, leaf_merge_fn=non_empty_leaf_merge_fn)
+    {'b': 2}
+    """
+    if _is_empty(primary):
+        return secondary
+    if not _is_empty(secondary):
+        raise TreeMergeError(
+            f"both trees have a value for one leaf: {primary!r:.80} and {secondary!r:.80}; give "
+            "one of them None."
+        )
+    return primary
+
+
+def _is_empty(x: Any) -> bool:
+    return x is None or (isinstance(x, str | Mapping | Sequence) and not x)
+
+
 def expand_vdicts(tree: Nested[Any]) -> Nested[Any]:
     """Replaces each `VDict` by a list of dicts, one for each index of the leading axis."""
 
@@ -189,6 +244,8 @@ def expand_vdicts(tree: Nested[Any]) -> Nested[Any]:
 
 
 vectorized_tree_map = map_blocks
+host_to_global_array = host_to_global_device_array
+NestedPartitionSpec = Nested[PartitionSpec | None]
 
 
 def shapes(nested_tensor: NestedTensor) -> Nested[Any]:
@@ -199,6 +256,61 @@ def shapes(nested_tensor: NestedTensor) -> Nested[Any]:
 def count_model_params(tree: NestedTensor) -> int:
     """Returns the number of elements of all arrays of a tree."""
     return sum(x.size for x in jax.tree.leaves(tree))
+
+
+class PerParamFn(Protocol[T_co]):
+    """Function from parameters to one value for each of them."""
+
+    def __call__(self, params: NestedTensor, /) -> Nested[T_co]:
+        """Returns a tree with the structure of `params`."""
+        ...
+
+
+def per_param_dtype_by_path(
+    default_dtype: DType | None = None,
+    *,
+    update_rules: Sequence[tuple[str, DType | None]] | None = None,
+) -> PerParamFn[DType | None]:
+    """Returns dtypes by regular expressions on paths; see `per_param_train_dtype_by_path`."""
+    return per_param_train_dtype_by_path(default_dtype, update_rules=update_rules or ())
+
+
+def canonicalize_per_param_dtype(
+    param_dtype: DType | ConfigOr[PerParamFn[DType | None]] | None,
+) -> ConfigOr[PerParamFn[DType | None]]:
+    """Returns a function of parameters, or its config, unchanged; for a dtype, the config of one.
+
+    >>> canonicalize_per_param_dtype("bfloat16").instantiate()({"w": jnp.ones(2)})
+    {'w': 'bfloat16'}
+    """
+    if param_dtype is None or isinstance(param_dtype, str | type | np.dtype):
+        return config_for_function(per_param_dtype_by_path).set(default_dtype=param_dtype)
+    return param_dtype  # pyright: ignore[reportReturnType]
+
+
+def register_per_param_settings(
+    settings: Nested[T], *, description: str, path: str | None = None
+) -> Nested[T]:
+    """Logs a setting of each parameter, such as its learning rate, and returns the settings.
+
+    Args:
+        description: what is set.
+        path: of what sets it; that of the current invocation by default.
+    """
+    context = current_context()
+    where = path or (context.path() if context else "")
+    for name, setting in flatten_items(settings):
+        logging.getLogger(__name__).info("%s %s: %s = %s", where, description, name, setting)
+    return settings
+
+
+def validate_float_dtype(dtype: DType) -> None:
+    """Raises an ArgumentValueError unless a dtype is a floating-point one."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ArgumentValueError(
+            f"{jnp.dtype(dtype)} is not a floating-point dtype; expected one such as float32 or "
+            "bfloat16."
+        )
 
 
 def check_param_shape_alignment(source_tree: NestedTensor, target_tree: NestedTensor) -> str | None:
@@ -222,6 +334,11 @@ def as_numpy_array(x: Nested[Any]) -> Nested[np.ndarray]:
     return jax.tree.map(np.asarray, x)
 
 
+def safe_not(mask: Tensor) -> Tensor:
+    """Returns the logical negation, such as the mask of paddings."""
+    return jnp.logical_not(mask)
+
+
 def sequence_mask(
     *, lengths: Tensor, max_len: int, dtype: jax.typing.DTypeLike = jnp.bool_
 ) -> Tensor:
@@ -232,6 +349,113 @@ def sequence_mask(
     """
     positions = jax.lax.broadcasted_iota(lengths.dtype, (*lengths.shape, max_len), lengths.ndim)
     return (positions < lengths[..., None]).astype(dtype)
+
+
+class StackedKeyArray(NamedTuple):
+    """PRNG keys along leading axes, as `split_prng_key` makes them."""
+
+    keys: Any
+
+
+def split_prng_key(
+    prng_key: Tensor | StackedKeyArray, num_keys: int | Sequence[int]
+) -> StackedKeyArray:
+    """Splits keys off a key one by one, so that the first ones do not depend on `num_keys`.
+
+    Args:
+        prng_key: a key; keys that are split already are returned unchanged.
+        num_keys: the sizes of the leading axes of the result.
+
+    >>> split_prng_key(jax.random.key(0), (3, 2)).keys.shape
+    (3, 2)
+    """
+    if isinstance(prng_key, StackedKeyArray):
+        return prng_key
+    sizes = (num_keys,) if isinstance(num_keys, int) else tuple(num_keys)
+    split = lambda key: key  # noqa: E731
+    for size in reversed(sizes):
+        split = _split_then(size, split)
+    return StackedKeyArray(split(prng_key))
+
+
+def _split_then(n: int, then: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    return lambda key: jax.vmap(then)(fork_key(key, n))
+
+
+_numeric_checks = contextvars.ContextVar("numeric_checks", default=False)
+
+
+@contextlib.contextmanager
+def numeric_checks(enabled: bool = True) -> Iterator[None]:
+    """Makes `check_numerics` check, until the block ends; by default it does not."""
+    token = _numeric_checks.set(enabled)
+    try:
+        yield
+    finally:
+        _numeric_checks.reset(token)
+
+
+def check_numerics(x: Tensor, msg_fmt: str = "", **msg_kwargs: Any) -> Tensor:
+    """Returns an array, in a block of `numeric_checks` after checking that all of it is finite.
+
+    Args:
+        msg_fmt: part of the error's message, to format with `msg_kwargs`.
+
+    Raises:
+        ArgumentValueError: if the array has NaN or infinities.
+
+    >>> with numeric_checks():
+    ...     print(check_numerics(jnp.ones(2), "the loss of step {step}", step=3))
+    [1. 1.]
+    """
+    if _numeric_checks.get() and not bool(jnp.all(jnp.isfinite(x))):
+        raise ArgumentValueError(
+            f"{msg_fmt.format(**msg_kwargs) or 'an array'} is not finite: {x}. Find its cause with "
+            "`jax.debug_nans`."
+        )
+    return x
+
+
+_data_dir = contextvars.ContextVar[str | None]("data_dir", default=None)
+
+
+@contextlib.contextmanager
+def set_data_dir(data_dir: str) -> Iterator[None]:
+    """Sets what `get_data_dir` returns, until the block ends.
+
+    Raises:
+        ArgumentValueError: if an enclosing block or the variable DATA_DIR has another directory.
+    """
+    if get_data_dir() not in (None, data_dir):
+        raise ArgumentValueError(
+            f"set_data_dir({data_dir!r}) contradicts {get_data_dir()!r} of an enclosing block or "
+            "of the environment variable DATA_DIR; set only one of them."
+        )
+    token = _data_dir.set(data_dir)
+    try:
+        yield
+    finally:
+        _data_dir.reset(token)
+
+
+def get_data_dir() -> str | None:
+    """Returns the directory of `set_data_dir`, else the environment variable DATA_DIR, or None.
+
+    >>> with set_data_dir("/data"):
+    ...     get_data_dir()
+    '/data'
+    """
+    return _data_dir.get() or os.environ.get("DATA_DIR")
+
+
+def thread_stack_traces() -> list[list[str]]:
+    """Returns for each Python thread its name and the lines of its stack."""
+    frames = sys._current_frames()
+    return [
+        [f"{thread.name} ({thread.ident})", *traceback.format_stack(frames[thread.ident])]
+        for thread in threading.enumerate()
+        if thread.ident in frames
+    ]
 
 
 def create_device_mesh(
@@ -288,15 +512,20 @@ __all__ = [
     "HybridMeshShape",
     "MeshShape",
     "Nested",
+    "NestedPartitionSpec",
     "NestedTensor",
     "PartitionSpec",
+    "PerParamFn",
+    "StackedKeyArray",
     "Tensor",
     "TensorSpec",
     "VDict",
     "as_numpy_array",
     "as_tensor",
+    "canonicalize_per_param_dtype",
     "cast_floats",
     "cast_floats_per_param",
+    "check_numerics",
     "check_param_shape_alignment",
     "complete_partition_spec_tree",
     "copy_recursively",
@@ -304,22 +533,35 @@ __all__ = [
     "create_device_mesh",
     "expand_vdicts",
     "flatten_items",
+    "get_data_dir",
+    "get_or_none",
     "get_recursively",
     "global_to_host_array",
+    "host_to_global_array",
     "host_to_global_device_array",
     "infer_mesh_shape",
     "input_partition_spec",
     "map_blocks",
     "match_regex_rules",
     "maybe_shard",
+    "non_empty_leaf_merge_fn",
+    "numeric_checks",
+    "per_param_dtype_by_path",
     "prune_empty",
     "prune_tree",
+    "register_per_param_settings",
     "replicate_to_local_data",
+    "safe_not",
     "sequence_mask",
+    "set_data_dir",
     "set_recursively",
     "shapes",
+    "split_prng_key",
+    "thread_stack_traces",
     "tree_merge",
     "tree_paths",
+    "validate_contains_paths",
+    "validate_float_dtype",
     "vectorized_tree_map",
     "with_sharding_constraint",
 ]
