@@ -243,8 +243,10 @@ def body_with_state(
     before = _DISCARDED.count
     try:
         return run(discarding, may_be_undefined=False)
+    except _UndefinedState:
+        pass
     except Exception:
-        # A value is needed, or an operation or a transformation takes no undefined values.
+        # An operation or a transformation may not take undefined values.
         if _DISCARDED.count == before:
             raise
     return run(inside)

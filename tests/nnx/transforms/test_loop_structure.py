@@ -530,3 +530,27 @@ def test_initial_values_from_parts_made_in_each_iteration(loop, use):
         return m
 
     assert_equal(run(loop, nnx.Dict()), run(python, nnx.Dict()))
+
+
+def part_and_first_value(loop, depth, x):
+    m = nnx.Dict(x=nnx.Variable(x))
+
+    def step(m, i):
+        if "n" not in m:
+            m.n = nnx.Variable(m.x[...] / 2)
+        m.n[...] += i + m.x[...]
+        if depth > 1:
+            y = part_and_first_value(loop, depth - 1, m.n[...] / 8)
+            if "first" not in m:
+                m.first = nnx.Variable(y)
+            m.n[...] += m.first[...]
+
+    loop(step, m, 2)
+    return m.n[...]
+
+
+@pytest.mark.parametrize("loop", [scan, while_])
+def test_functions_that_share_traces_have_the_needed_initial_values(loop):
+    for depth in (1, 2, 3, 4):
+        found, expected = (part_and_first_value(f, depth, jnp.float32(1.0)) for f in (loop, python))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
