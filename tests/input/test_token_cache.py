@@ -99,7 +99,7 @@ def test_tokens_of_large_files_are_kept(folder, monkeypatch):
         ('{"text": "a bad word"}', r"line 2 of a\.jsonl cannot be tokenized: ValueError: no such"),
         (
             '{"words": 1, "id": 2}',
-            r"line 2 of a\.jsonl: .*no 'text', it has \['id', 'words'\]; set",
+            r"line 2 of a\.jsonl: .*no 'text', it has \['id', 'words'\]; name",
         ),
         ('{"text": [1]}', r"line 2 of a\.jsonl: 'text' of the record is of type list; expected a"),
         ("[1]", r"line 2 of a\.jsonl: the record is of type list; expected a dict with 'text'"),

@@ -5,6 +5,7 @@
 - `weft.input.grain`: an input for Grain datasets, and functions for pipelines;
 - `weft.input.datasets`: datasets of records;
 - `weft.input.text`: sources of packed text;
+- `weft.input.grain_lm`, `weft.input.grain_text`: functions for text, packing and conversations;
 - `weft.input.composite`, `weft.input.fake`: combined inputs and fake data.
 """
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from weft.errors import EmptyCorpusError
+from weft.errors import EmptyCorpusError, InputDatasetError
 
 
 def token_stream(documents: Iterable[np.ndarray], *, eos_id: int) -> np.ndarray:
@@ -54,11 +54,15 @@ class PackedSequences:
         drop_remainder: Whether to drop a last, partial sequence (training) or pad it (evaluation).
         pad_to_multiple_of: Pads the number of examples to a multiple of this.
         max_examples: Maximum number of examples, evenly spaced over the stream.
+        stride: Tokens from the start of a sequence to that of the next, from 1 to
+            `sequence_length`, the default. If less, targets of earlier sequences are `pad_id`, so
+            that each is still a target once, after at least `sequence_length - stride` inputs.
         token_num_bytes: `Int[np.ndarray, "vocab"]`, bytes of text of each token. None: one, as for
             `ByteTokenizer`.
 
     Raises:
         EmptyCorpusError: If there is no sequence.
+        InputDatasetError: If the stride is out of range.
 
     >>> stream = np.array([9, 1, 2, 9, 3, 9])
     >>> source = PackedSequences(stream, sequence_length=4, eos_id=9, pad_id=0)
@@ -77,17 +81,27 @@ class PackedSequences:
         pad_to_multiple_of: int = 1,
         segments: bool = False,
         max_examples: int | None = None,
+        stride: int | None = None,
         token_num_bytes: np.ndarray | None = None,
     ):
         self._stream = stream
         self._length = sequence_length
+        self._stride = sequence_length if stride is None else stride
         self._eos_id = eos_id
         self._pad_id = pad_id
         self._segments = segments
         self._token_num_bytes = token_num_bytes
+        if not 1 <= self._stride <= sequence_length:
+            raise InputDatasetError(
+                f"windows of {sequence_length} tokens cannot have stride={stride}; use a number "
+                f"from 1 to {sequence_length}"
+            )
         num_targets = len(stream) - 1
-        whole, rest = divmod(num_targets, sequence_length)
-        available = whole if drop_remainder or not rest else whole + 1
+        # The first sequence has `overlap` more new targets than the others.
+        overlap = sequence_length - self._stride
+        whole, rest = divmod(max(num_targets - overlap, 0), self._stride)
+        partial = rest or (not whole and num_targets > 0)
+        available = whole if drop_remainder or not partial else whole + 1
         if available < 1:
             raise EmptyCorpusError(
                 f"{max(num_targets, 0)} tokens do not fill one sequence of {sequence_length}; "
@@ -119,7 +133,7 @@ class PackedSequences:
         """
         if np.any((indices < 0) | (indices >= len(self))):
             raise IndexError(f"examples {indices.tolist()} of {len(self)}")
-        starts = indices * self._available // self._num_examples * self._length
+        starts = indices * self._available // self._num_examples * self._stride
         starts = np.where(indices < self._num_examples, starts, len(self._stream))
         at = starts[:, None] + np.arange(self._length + 1)
         tokens = np.take(self._stream, at, mode="clip").astype(np.int32)
@@ -127,6 +141,8 @@ class PackedSequences:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         # The stream's last token is only a target; as an input it would predict padding.
         inputs = np.where(targets == self._pad_id, self._pad_id, inputs)
+        overlap = self._length - self._stride
+        targets[starts > 0, :overlap] = self._pad_id
         text = (targets != self._pad_id) & (targets != self._eos_id)
         if self._token_num_bytes is not None:
             text = np.where(text, self._token_num_bytes[targets], 0)

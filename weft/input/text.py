@@ -34,13 +34,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grain
-import grain.experimental
 import numpy as np
 
 from weft.config import ConfigOr, config_for_class, config_for_function, maybe_instantiate
 from weft.errors import EmptyCorpusError, InputDatasetError
 from weft.input import grain as grain_input
 from weft.input.corpus import Corpus, Split, stdlib_corpus
+from weft.input.grain_lm import PairFeatures, next_token_pairs, pack_pairs
 from weft.input.packing import PackedSequences, token_stream
 from weft.input.token_cache import document_text, tokenize_documents
 from weft.input.tokenizers import ByteTokenizer, Tokenizer
@@ -282,10 +282,6 @@ def named_documents(
     return named
 
 
-# Packed as one feature, at half the cost of two.
-_TOKEN_PAIRS = "pairs"
-
-
 def lm_stream_source(
     *,
     documents: ConfigOr[Any] | Mapping[str, ConfigOr[Any]],
@@ -330,7 +326,7 @@ def lm_stream_source(
         tokens = {
             name: one.map(_Tokenize(loaded, text_key, limit)) for name, one in datasets.items()
         }
-        packed = _pack_sequences(
+        packed = pack_pairs(
             grain_input.maybe_to_iter_dataset(
                 _mix_documents(tokens, weights, seed if is_training else None),
                 read_options=grain.ReadOptions(num_threads, 8 * num_threads),
@@ -347,7 +343,7 @@ def lm_stream_source(
         batches = grain_input.maybe_to_iter_dataset(
             packed.batch(global_batch_size, drop_remainder=True)
         )
-        return batches.map(_Features(loaded, slice(start, start + rows)))
+        return batches.map(PairFeatures(loaded, slice(start, start + rows)))
 
     return build_dataset
 
@@ -370,22 +366,8 @@ def _shuffle_and_mix(
     return grain_input.sample_from_datasets(sources=shuffled, weights=weights)  # pyright: ignore[reportReturnType]
 
 
-def _pack_sequences(
-    ds: grain.IterDataset, length: int, *, num_bins: int | None
-) -> grain.IterDataset:
-    lengths = {_TOKEN_PAIRS: length}
-    if num_bins is None:
-        return grain.experimental.ConcatThenSplitIterDataset(ds, length_struct=lengths)
-    return grain.experimental.FirstFitPackIterDataset(
-        ds, length_struct=lengths, num_packing_bins=num_bins, shuffle_bins=False
-    )
-
-
-# Classes instead of closures, so that datasets can be pickled for worker processes.
-
-
 class _Tokenize:
-    """Converts a document to pairs of an input and the next token, `Int32["tokens 2"]`."""
+    """Converts a document to `next_token_pairs`; a class, so that it pickles for workers."""
 
     def __init__(self, tokenizer: Tokenizer, text_key: str, limit: int | None):
         self._tokenizer, self._text_key, self._limit = tokenizer, text_key, limit
@@ -398,26 +380,4 @@ class _Tokenize:
                 f"sequence_length={self._limit}; leave it out, increase sequence_length, or "
                 "set split_documents=True"
             )
-        with_ends = np.full(len(tokens) + 2, self._tokenizer.eos_id, np.int32)
-        with_ends[1:-1] = tokens
-        return {_TOKEN_PAIRS: np.stack([with_ends[:-1], with_ends[1:]], axis=1)}
-
-
-class _Features:
-    """Creates the features of `PackedSequences` for one process's rows of a global batch."""
-
-    def __init__(self, tokenizer: Tokenizer, rows: slice):
-        self._pad_id, self._token_num_bytes = tokenizer.pad_id, tokenizer.token_num_bytes
-        self._rows = rows
-
-    def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        segments = batch[f"{_TOKEN_PAIRS}_segment_ids"][self._rows]
-        pairs = np.where(segments[..., None] > 0, batch[_TOKEN_PAIRS][self._rows], self._pad_id)
-        inputs, targets = pairs[..., 0].astype(np.int32), pairs[..., 1].astype(np.int32)
-        return {
-            "input_ids": inputs,
-            "target_labels": targets,
-            "target_num_bytes": self._token_num_bytes[targets].sum(axis=1, dtype=np.int32),
-            "input_segment_ids": segments,
-            "input_positions": batch[f"{_TOKEN_PAIRS}_positions"][self._rows],
-        }
+        return next_token_pairs(tokens, eos_id=self._tokenizer.eos_id)

@@ -35,7 +35,8 @@ def document_text(record: object, text_key: str) -> str | bytes:
         )
     if text_key not in record:
         raise InputDatasetError(
-            f"the record has no {text_key!r}, it has {sorted(record)}; set text_key to one of them"
+            f"the record has no {text_key!r}, it has {sorted(record)}; name one of these, as "
+            "text_key or in vocab"
         )
     text = record[text_key]
     if not isinstance(text, str | bytes):

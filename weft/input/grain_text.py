@@ -1,0 +1,241 @@
+"""Functions on Grain datasets of text: tokens of fields, turns of conversations, bytes of tokens.
+
+    ds = tokenize_turns(conversations, vocab=vocab)
+    ds = streaming_packing(ds, vocab=vocab, max_len=1024)
+
+A vocabulary is a `weft.input.tokenizers.Tokenizer`, or its config.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from weft.config import ConfigOr, maybe_instantiate
+from weft.errors import InputDatasetError, did_you_mean
+from weft.input.grain import Dataset
+from weft.input.token_cache import document_text
+from weft.input.tokenizers import Tokenizer
+
+Substitutions = Sequence[tuple[str, str]]
+TURN_TEMPLATES = {"system": "{content}\n", "user": "{content}\n", "assistant": "{content}"}
+
+_CONTENT = "{content}"
+
+
+def with_regex_mapping(
+    vocab: ConfigOr[Tokenizer],
+    *,
+    encode_mapping: Substitutions = (),
+    decode_mapping: Substitutions = (),
+) -> Tokenizer:
+    r"""Returns a vocabulary that substitutes in texts before encoding and after decoding.
+
+    The bytes of a token do not change; `num_bytes` can correct them.
+
+    Args:
+        encode_mapping: Regular expressions and their replacements, as for `re.sub`, in order.
+        decode_mapping: Those of decoded texts.
+
+    >>> from weft.input.tokenizers import ByteTokenizer
+    >>> mapping = {"encode_mapping": [(r"\n+", "|")], "decode_mapping": [(r"\|", "\n")]}
+    >>> vocab = with_regex_mapping(ByteTokenizer(), **mapping)
+    >>> vocab.encode("a\n\nb").tolist(), vocab.decode([97, 124, 98])
+    ([97, 124, 98], 'a\nb')
+    """
+    return _MappedTokenizer(maybe_instantiate(vocab), encode_mapping, decode_mapping)
+
+
+class _MappedTokenizer:
+    """Tokenizer of `with_regex_mapping`."""
+
+    def __init__(self, vocab: Tokenizer, encode: Substitutions, decode: Substitutions):
+        self._vocab, self._encode_mapping, self._decode_mapping = vocab, encode, decode
+        self.eos_id, self.pad_id = vocab.eos_id, vocab.pad_id
+        self.vocab_size, self.token_num_bytes = vocab.vocab_size, vocab.token_num_bytes
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        words = text.decode("utf-8") if isinstance(text, bytes) else text
+        return self._vocab.encode(_substitute(self._encode_mapping, words))
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return _substitute(self._decode_mapping, self._vocab.decode(ids))
+
+
+def _substitute(mapping: Substitutions, text: str) -> str:
+    for pattern, replacement in mapping:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def tokenize(
+    ds: Dataset, *, vocab: Mapping[str, ConfigOr[Tokenizer]], with_eos: bool = False
+) -> Dataset:
+    """Replaces texts in examples by their tokens, `Int32["tokens"]`.
+
+    Args:
+        vocab: The vocabulary of each field to tokenize; others are kept.
+        with_eos: Whether to append `eos_id`.
+
+    Returns:
+        A dataset that raises `InputDatasetError` for an example without such a text.
+
+    >>> import grain
+    >>> from weft.input.tokenizers import ByteTokenizer
+    >>> ds = grain.MapDataset.source([{"text": "ab", "id": 7}])
+    >>> tokenize(ds, vocab={"text": ByteTokenizer()}, with_eos=True)[0]
+    {'text': array([ 97,  98, 256], dtype=int32), 'id': 7}
+    """
+    loaded: dict[str, Tokenizer] = {key: maybe_instantiate(one) for key, one in vocab.items()}
+
+    def fn(example: Mapping[str, Any]) -> dict[str, Any]:
+        tokens = {}
+        for key, one in loaded.items():
+            ids = one.encode(document_text(example, key))
+            tokens[key] = np.append(ids, np.int32(one.eos_id)) if with_eos else ids
+        return {**example, **tokens}
+
+    return ds.map(fn)
+
+
+def num_bytes(
+    ids: np.ndarray | Sequence[int],
+    *,
+    vocab: Tokenizer,
+    newlines_replaced_with: str | None = None,
+) -> int:
+    r"""Returns the number of bytes of text of some tokens; special and negative ones have none.
+
+    Args:
+        newlines_replaced_with: The string, such as "<n>", that replaced each newline before
+            encoding, and counts as one byte.
+
+    >>> from weft.input.tokenizers import ByteTokenizer
+    >>> vocab = ByteTokenizer()
+    >>> ids = [*vocab.encode("a<n>é"), vocab.eos_id, -1]
+    >>> num_bytes(ids, vocab=vocab), num_bytes(ids, vocab=vocab, newlines_replaced_with="<n>")
+    (6, 4)
+    """
+    ids = np.asarray(ids, np.int32)
+    ids = ids[ids >= 0]
+    total = int(vocab.token_num_bytes[ids].sum())
+    if newlines_replaced_with and newlines_replaced_with != "\n":
+        excess = len(newlines_replaced_with.encode()) - 1
+        total -= excess * vocab.decode(ids).count(newlines_replaced_with)
+    return total
+
+
+def count_num_bytes(
+    ds: Dataset,
+    *,
+    input_key: str,
+    vocab: ConfigOr[Tokenizer],
+    output_key: str,
+    newlines_replaced_with: str | None = None,
+) -> Dataset:
+    """Adds the `num_bytes` of a field of tokens to examples, as `Int32[""]`.
+
+    Args:
+        input_key: The field of tokens.
+        output_key: The field to add or replace.
+
+    >>> import grain
+    >>> from weft.input.tokenizers import ByteTokenizer
+    >>> ds = grain.MapDataset.source([{"ids": [97, 98, 256]}])
+    >>> count_num_bytes(ds, input_key="ids", vocab=ByteTokenizer(), output_key="n")[0]["n"].item()
+    2
+    """
+    loaded: Tokenizer = maybe_instantiate(vocab)
+
+    def fn(example: Mapping[str, Any]) -> dict[str, Any]:
+        ids = example[input_key]
+        n = num_bytes(ids, vocab=loaded, newlines_replaced_with=newlines_replaced_with)
+        return {**example, output_key: np.asarray(n, np.int32)}
+
+    return ds.map(fn)
+
+
+def tokenize_turns(
+    ds: Dataset,
+    *,
+    vocab: ConfigOr[Tokenizer],
+    templates: Mapping[str, str] = TURN_TEMPLATES,
+    learned_role: str = "assistant",
+) -> Dataset:
+    r"""Tokenizes conversations, with the turns of the assistant as the only targets.
+
+    An example has `messages`, a list of dicts of `role` and `content`; or a `prompt`, of the role
+    "user", and a `response`, of the assistant. With `eos` before the first turn and after each of
+    the assistant's:
+
+        inputs   eos Q 1 \n A 1 eos Q 2 \n A 2
+        targets  .   . . A  1 eos . . . A  2 eos
+
+    Args:
+        templates: The text of a turn by its role, with `{content}`. For the assistant, what
+            precedes the content is not a target; what follows it is.
+        learned_role: The role of the assistant.
+
+    Returns:
+        A dataset of dicts of `input_ids` and `target_labels`, `Int32["tokens"]`, where other
+        targets are `pad_id`. It raises `InputDatasetError` for an example without turns, or with
+        one of another role.
+
+    >>> import grain
+    >>> from weft.input.tokenizers import ByteTokenizer
+    >>> ds = grain.MapDataset.source([{"prompt": "a", "response": "b"}])
+    >>> example = tokenize_turns(ds, vocab=ByteTokenizer())[0]
+    >>> example["input_ids"].tolist(), example["target_labels"].tolist()
+    ([256, 97, 10, 98], [257, 257, 98, 256])
+    """
+    loaded: Tokenizer = maybe_instantiate(vocab)
+    for role, template in templates.items():
+        if template.count(_CONTENT) != 1:
+            raise InputDatasetError(
+                f"the template {template!r} of the role {role!r} does not have {_CONTENT} once; "
+                'write for example "User: {content}\\n"'
+            )
+
+    def fn(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        tokens, is_target = [np.array([loaded.eos_id], np.int32)], [np.zeros(1, bool)]
+
+        def add(ids: np.ndarray, learned: bool) -> None:
+            tokens.append(ids)
+            is_target.append(np.full(len(ids), learned))
+
+        for role, content in _turns(example):
+            if role not in templates:
+                raise InputDatasetError(
+                    f"a turn has the role {role!r}, for which there is no template. "
+                    f"{did_you_mean(role, templates)}"
+                )
+            before, after = templates[role].split(_CONTENT)
+            if role != learned_role:
+                add(loaded.encode(before + content + after), False)
+                continue
+            add(loaded.encode(before), False)
+            learned = loaded.encode(content + after)
+            add(np.append(learned, np.int32(loaded.eos_id)), True)
+        ids = np.concatenate(tokens)
+        labels = np.where(np.concatenate(is_target), ids, np.int32(loaded.pad_id))
+        return {"input_ids": ids[:-1], "target_labels": labels[1:]}
+
+    return ds.map(fn)
+
+
+def _turns(example: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the role and content of each turn of a conversation."""
+    try:
+        if "messages" in example:
+            turns = [(turn["role"], turn["content"]) for turn in example["messages"]]
+        else:
+            turns = [("user", example["prompt"]), ("assistant", example["response"])]
+        if turns and all(isinstance(part, str) for turn in turns for part in turn):
+            return turns
+    except (KeyError, TypeError):
+        pass
+    raise InputDatasetError(
+        f"the example, with {sorted(example)}, has no conversation; expected 'messages', a list of "
+        "dicts of 'role' and 'content', or a 'prompt' and a 'response', all of them strings"
+    )
