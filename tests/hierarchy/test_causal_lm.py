@@ -21,6 +21,7 @@ from weft.hierarchy.causal_lm import (
     CompositeLossMetrics,
     CompositeLossWeights,
     CrossEntropyLossMetrics,
+    ModalityLossMetrics,
     Model,
     Perplexity,
     gpt_decoder_config,
@@ -30,6 +31,7 @@ from weft.hierarchy.causal_lm import (
     target_statistics,
 )
 from weft.hierarchy.decoding import StopOnMaxLength
+from weft.hierarchy.layers.embedding import ModalityVocabInfo
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import functional
 
@@ -621,6 +623,111 @@ def test_parts_of_one_kind_are_averaged_by_weight():
     cfg.metrics["b"] = cfg.metrics["a"]
     with pytest.raises(MetricsError, match=r"'b' of metrics has the metrics \['accuracy', .*False"):
         measure(cfg.set(flatten_metrics=None))
+
+
+class OnlyLayer1(CompositeLossMetrics):
+    def filter_module_outputs(self, path):
+        return path == "decoder/transformer/layer1/feed_forward/aux_loss"
+
+
+class OnlyRouter(AuxLossMetrics):
+    def filter_module_outputs(self, path):
+        return path == "decoder/layer0/router/aux_loss"
+
+
+def test_metrics_receive_the_module_outputs_that_they_keep():
+    aux = OnlyRouter.default_config().set(aux_loss_regex=".*")
+    parts = {"all": AuxLossMetrics.default_config().set(aux_loss_regex=".*"), "router": aux}
+    cfg = CompositeLossMetrics.default_config().set(metrics=parts, flatten_metrics=False)
+    _, metrics = measure(cfg)
+    assert float(metrics["loss_all"].mean) == (0.5 + 1.5 + 100) / 3
+    assert float(metrics["loss_router"].mean) == 1.5
+
+
+def test_model_passes_the_module_outputs_that_its_metrics_keep():
+    decoder = decoder_config(num_layers=2)
+    layer = decoder.transformer.layer
+    layer.feed_forward = Balanced.default_config().set(
+        hidden_dim=layer.feed_forward.hidden_dim, linear2=layer.feed_forward.linear2
+    )
+    losses = []
+    for cls, regex in [
+        (CompositeLossMetrics, ".*/layer1/.*/aux_loss"),
+        (OnlyLayer1, ".*/aux_loss"),
+        (CompositeLossMetrics, ".*/aux_loss"),
+    ]:
+        parts = {"aux": AuxLossMetrics.default_config().set(aux_loss_regex=regex)}
+        model, state = make(decoder, metrics=cls.default_config().set(metrics=parts))
+        losses.append(float(loss_and_aux(model, state)[0][0]))
+    assert losses[0] == losses[1] != losses[2]
+
+
+MODALITIES = {"low": ModalityVocabInfo("low", 0, 0, 0, 3), "high": "is_high"}
+IS_HIGH = np.array([[0, 1, 0], [1, 1, 0]])  # a label of -1 does not count
+
+
+@pytest.mark.parametrize("given", ["logits", "target_statistics"])
+def test_loss_of_each_modality(given):
+    cfg = ModalityLossMetrics.default_config().set(
+        modalities=MODALITIES, loss_weights={"high": 0.5}, z_loss_scale=0.1
+    )
+    outputs = {"logits": jnp.array(LOGITS)}
+    if given == "target_statistics":
+        stats = target_statistics(outputs["logits"], jnp.array(LABELS), jnp.array(LIVE))
+        outputs = {given: stats}
+    batch = {"is_high": jnp.array(IS_HIGH), "target_num_bytes": jnp.array([4, 3])}
+    loss, metrics = measure(cfg, batch, outputs)
+    per_token = NLL + 0.1 * np.square(LOG_NORMALIZER) * LIVE
+    masks = {"low": LIVE & (LABELS < 3), "high": LIVE & (IS_HIGH == 1)}
+    assert [mask.sum() for mask in masks.values()] == [3, 2]
+    for name, mask in masks.items():
+        n, found = mask.sum(), metrics[name]
+        nats = (NLL * mask).sum() / n
+        expected = {
+            "loss": (per_token * mask).sum() / n,
+            "cross_entropy": nats,
+            "perplexity": np.exp(nats),
+            "accuracy": (mask & (LOGITS.argmax(-1) == LABELS)).sum() / n,
+        }
+        got = {key: float(found[key].mean) for key in expected}
+        assert got == pytest.approx(expected, rel=1e-5)
+        assert {float(found[key].weight) for key in expected} == {n}
+        assert "bits_per_byte" not in found  # the bytes are those of all targets
+        np.testing.assert_array_equal(found["live_targets"], mask)
+    total = (per_token * (masks["low"] + 0.5 * masks["high"])).sum() / 5
+    assert (float(loss.mean), float(loss.weight)) == pytest.approx((total, 5), rel=1e-5)
+    assert float(metrics["cross_entropy"].mean) == pytest.approx(NLL.sum() / 5, rel=1e-5)
+    assert float(metrics["bits_per_byte"].weight) == 7
+
+
+def test_model_reports_each_modality():
+    modalities = {"low": ModalityVocabInfo("low", 0, 0, 0, 5), "all": "live"}
+    metrics = ModalityLossMetrics.default_config().set(modalities=modalities)
+    model, state = make(metrics=metrics)
+    batch = {**BATCH, "live": jnp.ones((2, LENGTH), bool)}
+    (_, aux), summaries = loss_and_aux(model, state, batch)
+    labels = np.asarray(BATCH["target_labels"])
+    low = (labels >= 0) & (labels < 5)
+    nll = reference(aux["logits"], labels, low)
+    assert float(summaries["low"]["loss"].mean) == pytest.approx(nll.sum() / low.sum(), rel=1e-4)
+    assert float(summaries["all"]["loss"].mean) == float(summaries["cross_entropy"].mean)
+    assert float(summaries["loss"].weight) == low.sum() + 9
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"modalities": {}}, "modalities of metrics is empty; expected at least one"),
+        ({"loss_weights": {"hi": 1.0}}, r"names 'hi', .* Did you mean 'high'\?"),
+        ({"modalities": {"high": "is_hig"}}, r"mask 'is_hig', .* Did you mean 'is_high'\?"),
+        ({"modalities": {"accuracy": "is_high"}}, "has the name 'accuracy' of a metric of all"),
+    ],
+    ids=["empty", "weight", "mask", "name"],
+)
+def test_invalid_modalities(fields, message):
+    cfg = ModalityLossMetrics.default_config().set(modalities=MODALITIES).set(**fields)
+    with pytest.raises(MetricsError, match=message):
+        measure(cfg, {"is_high": jnp.array(IS_HIGH)})
 
 
 def test_losses_of_parts_are_metrics():

@@ -294,9 +294,17 @@ def test_interceptors_nest_with_the_last_one_outermost():
     assert len(seen) == 2
 
 
+class RenamedLeaf(Leaf):
+    def context_name(self):  # overrides are like the method
+        return f"leaf in {current_context().name}"
+
+
 def test_nowrap_methods_stay_in_the_callers_context():
     root, state = make(0)
     assert call(root, state, method="own_name")[0] == "root"
+    cfg = Parent.default_config().set(name="root", deep=0, leaf=RenamedLeaf.default_config())
+    root = cfg.instantiate(parent=None)
+    assert call(root, state, method="own_name")[0] == "leaf in root"
 
 
 def test_context_access_outside_an_invocation_raises():

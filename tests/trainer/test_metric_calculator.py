@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from weft.config import config_class
+from weft.config import config_class, config_for_function
 from weft.errors import MetricCalculatorError
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.metrics import WeightedScalar
@@ -38,6 +38,7 @@ class Model(BaseLayer):
         error = jnp.mean((y - input_batch["target"]) ** 2)
         rows = jnp.array(y.shape[0], jnp.float32)
         self.add_summary("error", WeightedScalar(error, rows))
+        self.add_module_output("hidden", {"y": y, "rows": rows})
         self.add_summary("noise", jax.random.uniform(self.prng_key))
         self.add_summary("training", jnp.array(float(self.is_training)))
         self.add_summary("bits", jnp.array(float(jnp.finfo(y.dtype).bits)))
@@ -101,6 +102,17 @@ def test_summaries_of_all_batches_add_up():
     assert float(summaries["training"]) == 0.0
     assert summaries["error"].mean.is_fully_replicated
     assert outputs == [{}, {}, {}]
+
+
+def test_evaler_keeps_the_module_outputs_of_a_path():
+    keep = config_for_function(lambda: lambda path: path == "hidden/y")
+    cfg = ModelSummaryAccumulator.default_config().set(filter_module_outputs=keep)
+    summaries, outputs = evaluate(make(cfg))
+    np.testing.assert_allclose(summaries["error"].mean, mean_error(), rtol=1e-5)
+    for batch, output in zip(BATCHES, outputs, strict=True):
+        assert output.keys() == {"hidden"} and output["hidden"].keys() == {"y"}
+        assert isinstance(output["hidden"]["y"], np.ndarray)
+        np.testing.assert_allclose(output["hidden"]["y"], batch["x"] @ WEIGHT, rtol=1e-5)
 
 
 def test_compiled_evaluation_has_a_name(caplog):

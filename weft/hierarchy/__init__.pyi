@@ -84,6 +84,7 @@ from weft.hierarchy.causal_lm import (
     CompositeLossMetrics as CompositeLossMetrics, CompositeLossWeights as CompositeLossWeights,
     CrossEntropyLossMetrics as CrossEntropyLossMetrics, gpt_decoder_config as gpt_decoder_config,
     layer_norm_config as layer_norm_config, metrics_config as metrics_config,
+    ModalityLossMetrics as ModalityLossMetrics,
     residual_initializer_cfg as residual_initializer_cfg,
     TransformerStackConfig as TransformerStackConfig,
 )

@@ -5,8 +5,10 @@ add up. Metrics are a dict of `WeightedScalar`s, which are reported as summaries
 number per target, which are returned to the caller.
 """
 
+import functools
 import logging
 import math
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any, Self
@@ -15,19 +17,19 @@ import jax
 import jax.numpy as jnp
 
 from weft.config import REQUIRED, ConfigOr, Required, config_class
-from weft.errors import ArgumentShapeError, MetricsError
+from weft.errors import ArgumentShapeError, MetricsError, did_you_mean
 from weft.functional import LogitsToLogitsFn, cross_entropy
 from weft.hierarchy import decoding, transforms
 from weft.hierarchy.attention.bias import CausalAttentionBias
 from weft.hierarchy.attention.stack import RepeatedTransformerLayer, StackedTransformerLayer
 from weft.hierarchy.base_layer import BaseLayer, BaseModel, RematSpec
 from weft.hierarchy.config_setters import set_layer_norm_eps_recursively
-from weft.hierarchy.context import child_context
+from weft.hierarchy.context import child_context, filter_outputs
 from weft.hierarchy.decoder import Decoder
-from weft.hierarchy.layers.embedding import LearnedPositionalEmbedding
+from weft.hierarchy.layers.embedding import LearnedPositionalEmbedding, ModalityVocabInfo
 from weft.hierarchy.layers.normalization import LayerNorm
 from weft.hierarchy.metrics import WeightedScalar
-from weft.hierarchy.module import Module
+from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.param_init import DefaultInitializer, normal_weights
 from weft.hierarchy.parameter_spec import maybe_shard
 from weft.typing import PartitionSpec, Tensor
@@ -55,6 +57,11 @@ class Perplexity(WeightedScalar):
 class BaseLossMetrics(BaseLayer):
     """Layer that computes a loss and metrics. A subclass defines `forward`."""
 
+    @nowrap
+    def filter_module_outputs(self, path: str) -> bool:
+        """Returns whether `forward` gets the module output of a path, such as "decoder/x"."""
+        return True
+
     def forward(
         self,
         input_batch: Mapping[str, Any],
@@ -66,7 +73,8 @@ class BaseLossMetrics(BaseLayer):
 
         Args:
           predict_outputs: a dict with `logits`, `Float[Array, "batch time vocab"]`.
-          module_outputs: outputs added by `add_module_output`, nested as the modules.
+          module_outputs: outputs added by `add_module_output` that `filter_module_outputs` keeps,
+            nested as the modules.
         """
         raise NotImplementedError(type(self))
 
@@ -163,6 +171,95 @@ class CrossEntropyLossMetrics(BaseLossMetrics):
         return mean(per_token_loss), metrics
 
 
+class ModalityLossMetrics(CrossEntropyLossMetrics):
+    """Cross entropy and metrics of all targets, and of those of each modality, nested by its name.
+
+    The loss is the mean over the targets of the modalities, each times the weight of its modality.
+    A target of two modalities counts in both; one of none does not count.
+
+    Example:
+      >>> text = ModalityVocabInfo("text", 0, 0, vocab_start=0, vocab_end=256)
+      >>> image = ModalityVocabInfo("image", 0, 0, vocab_start=256, vocab_end=512)
+      >>> cfg = ModalityLossMetrics.default_config().set(
+      ...     modalities={"text": text, "image": image}, loss_weights={"image": 0.5})
+    """
+
+    @config_class
+    class Config(CrossEntropyLossMetrics.Config):
+        """Configures a ModalityLossMetrics.
+
+        Attributes:
+          modalities: the targets of each modality by name: the range of ids of a
+            `ModalityVocabInfo`, or the name of a mask in the batch, `Bool[Array, "batch time"]`.
+          loss_weights: factors of the losses by name; 1 for others.
+        """
+
+        modalities: Required[dict[str, ModalityVocabInfo | str]] = REQUIRED
+        loss_weights: dict[str, float] = {}
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if not cfg.modalities:
+            raise MetricsError(f"modalities of {self.path()} is empty; expected at least one.")
+        for name in cfg.loss_weights:
+            if name not in cfg.modalities:
+                raise MetricsError(
+                    f"loss_weights of {self.path()} names {name!r}, which is not one of the "
+                    f"modalities. {did_you_mean(name, cfg.modalities)}"
+                )
+
+    def forward(self, input_batch, *, predict_outputs, module_outputs):
+        """Returns the loss and metrics; see `CrossEntropyLossMetrics.forward`.
+
+        The metrics of a modality also have its `loss`.
+
+        Raises:
+          MetricsError: if the batch has no mask of that name, or a modality has the name of a
+            metric.
+        """
+        cfg, live = self.config, _live_targets(input_batch)
+        statistics = predict_outputs.get("target_statistics")
+        if statistics is None:
+            labels = input_batch["target_labels"]
+            statistics = target_statistics(predict_outputs["logits"], labels, live)
+        _, metrics = super().forward(
+            input_batch,
+            predict_outputs={"target_statistics": statistics},
+            module_outputs=module_outputs,
+        )
+        batch = {name: x for name, x in input_batch.items() if name != "target_num_bytes"}
+        losses = []
+        for name in cfg.modalities:
+            if name in metrics:
+                raise MetricsError(
+                    f"a modality of {self.path()} has the name {name!r} of a metric of all "
+                    "targets; rename it."
+                )
+            mask = self._mask(name, input_batch)
+            part = {key: jnp.where(mask, x, 0) for key, x in statistics.items()}
+            loss, metrics[name] = super().forward(
+                {**batch, "live_targets": jnp.where(mask, live, jnp.zeros_like(live))},
+                predict_outputs={"target_statistics": part},
+                module_outputs=module_outputs,
+            )
+            metrics[name]["loss"] = loss
+            weight = cfg.loss_weights.get(name, 1.0)
+            losses.append(WeightedScalar(weight * loss.mean, loss.weight))
+        return functools.reduce(operator.add, losses), metrics
+
+    def _mask(self, name: str, input_batch: Mapping[str, Any]) -> Tensor:
+        """Returns the targets of a modality, `Bool[Array, "batch time"]`."""
+        modality, labels = self.config.modalities[name], input_batch["target_labels"]
+        if isinstance(modality, ModalityVocabInfo):
+            return (labels >= modality.vocab_start) & (labels < modality.vocab_end)
+        if modality not in input_batch:
+            raise MetricsError(
+                f"modality {name!r} of {self.path()} has the mask {modality!r}, which the batch "
+                f"does not have. {did_you_mean(modality, input_batch)}"
+            )
+        return input_batch[modality].astype(bool)
+
+
 class AuxLossMetrics(BaseLossMetrics):
     """Mean of losses computed inside modules, such as a router's load balance."""
 
@@ -257,12 +354,14 @@ class CompositeLossMetrics(BaseLossMetrics):
           MetricsError: if flattened metrics of two parts have the same name.
         """
         cfg = self.config
-        parts = {
-            name: getattr(self, name)(
-                input_batch, predict_outputs=predict_outputs, module_outputs=module_outputs
+        parts = {}
+        for name in cfg.metrics:
+            part: BaseLossMetrics = getattr(self, name)
+            parts[name] = part(
+                input_batch,
+                predict_outputs=predict_outputs,
+                module_outputs=filter_outputs(module_outputs, part.filter_module_outputs),
             )
-            for name in cfg.metrics
-        }
         weights = dict.fromkeys(parts, 1.0)
         if cfg.loss_weights is not None:
             weights = self.loss_weights(parts)
@@ -393,9 +492,9 @@ class Model(BaseModel):
         if self.config.scan_chunk is not None:
             statistics = self._chunked_statistics(batch, predictions["hidden_states"])
             outputs = {**predictions, "target_statistics": statistics}
-        return self.metrics(
-            batch, predict_outputs=outputs, module_outputs=self.get_module_outputs()
-        )
+        keep = self.metrics.filter_module_outputs
+        module_outputs = filter_outputs(self.get_module_outputs(), keep)
+        return self.metrics(batch, predict_outputs=outputs, module_outputs=module_outputs)
 
     def _chunked_statistics(
         self, batch: dict[str, Any], hidden_states: Tensor

@@ -22,6 +22,7 @@ import jax
 
 from weft import errors
 from weft.core.tracing import current_trace, is_tracing, lifted_names, running_transformation
+from weft.traverse_util import flatten_dict, unflatten_dict
 from weft.typing import NestedTensor, Tensor
 
 
@@ -75,6 +76,16 @@ class OutputCollection(NamedTuple):
         """Adds the top-level entries of `collection`, replacing entries of the same name."""
         for mine, theirs in zip(self, collection, strict=True):
             mine.update(theirs)
+
+
+def filter_outputs(outputs: Mapping[str, Any], keep: Callable[[str], bool]) -> dict[str, Any]:
+    """Returns the outputs in nested dicts whose path `keep` accepts.
+
+    >>> filter_outputs({"decoder": {"x": 1, "y": 2}, "z": 3}, lambda path: path == "decoder/x")
+    {'decoder': {'x': 1}}
+    """
+    flat = flatten_dict(dict(outputs))
+    return unflatten_dict({path: x for path, x in flat.items() if keep("/".join(path))})
 
 
 def drop_empty(outputs: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ class SharedModule(NamedTuple):
 
 
 def nowrap(fun: F) -> F:
-    """Marks a public method that must not open a context when another module calls it."""
+    """Marks a public method, and its overrides, to open no context when another module calls it."""
     fun._weft_nowrap = True  # pyright: ignore[reportFunctionMemberAccess]
     return fun
 
@@ -182,7 +182,8 @@ class Module(Configurable):
         super().__init_subclass__(**kwargs)
         for name, value in list(vars(cls).items()):
             is_public = inspect.isfunction(value) and not name.startswith("_")
-            if is_public and not getattr(value, "_weft_nowrap", False):
+            definitions = [vars(base).get(name) for base in cls.__mro__]
+            if is_public and not any(getattr(d, "_weft_nowrap", False) for d in definitions):
                 setattr(cls, name, _in_own_context(value))
 
     def __init__(self, cfg: Config, *, parent: "Module | None"):

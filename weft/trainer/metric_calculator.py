@@ -13,11 +13,18 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from weft.config import REQUIRED, InstantiableConfig, Required, config_class
+from weft.config import (
+    REQUIRED,
+    ConfigOr,
+    InstantiableConfig,
+    Required,
+    config_class,
+    maybe_instantiate,
+)
 from weft.distributed.preemption import InterruptibleJit
 from weft.errors import MetricCalculatorError, did_you_mean
 from weft.hierarchy import BaseLayer, MetricAccumulator
-from weft.hierarchy.context import OutputCollection, fold_in_name
+from weft.hierarchy.context import OutputCollection, filter_outputs, fold_in_name
 from weft.hierarchy.module import Module, functional, get_public_method
 from weft.input.dispatch import current_mesh
 from weft.trainer.model import cast_floats
@@ -129,6 +136,7 @@ class BaseMetricCalculator(Module):
                 inputs=inputs(batch),
                 method=method,
                 is_training=False,
+                drop_output_collections=(),
             )
             return next_key, outputs(batch, result, collection)
 
@@ -147,20 +155,29 @@ class ModelSummaryAccumulator(BaseMetricCalculator):
     class Config(BaseMetricCalculator.Config):
         """Configures a ModelSummaryAccumulator.
 
-        `model_method`, with `model_method_kwargs`, is called with each batch.
+        Attributes:
+            model_method: The method of the model to call with each batch.
+            model_method_kwargs: Its other arguments.
+            filter_module_outputs: Returns whether to keep the module output of a path, such as
+                "decoder/x", in the evaler's outputs of each batch; None to keep none.
         """
 
         model_method: str = "forward"
         model_method_kwargs: dict[str, Any] = {}
         metric_accumulator: InstantiableConfig = MetricAccumulator.default_config()
+        filter_module_outputs: ConfigOr[Callable[[str], bool]] | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
         super().__init__(cfg, parent=parent, **kwargs)
         self._accumulator: MetricAccumulator = cfg.metric_accumulator.instantiate()
+        keep = maybe_instantiate(cfg.filter_module_outputs) or (lambda path: False)
         self._run = self._jit_of_model(
             cfg.model_method,
             inputs=lambda batch: {"input_batch": batch, **cfg.model_method_kwargs},
-            outputs=lambda batch, result, collection: collection.summaries,
+            outputs=lambda batch, result, collection: (
+                collection.summaries,
+                filter_outputs(collection.module_outputs, keep),
+            ),
         )
 
     def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> dict[str, Any]:
@@ -170,9 +187,9 @@ class ModelSummaryAccumulator(BaseMetricCalculator):
     def forward(
         self, input_batch: NestedTensor, *, model_params: NestedTensor, state: dict[str, Any]
     ) -> dict[str, Any]:
-        prng_key, summaries = self._run(model_params, state["prng_key"], input_batch)
+        prng_key, (summaries, kept) = self._run(model_params, state["prng_key"], input_batch)
         self._accumulator.update(summaries)
-        return {"state": {"prng_key": prng_key}, "output": {}}
+        return {"state": {"prng_key": prng_key}, "output": jax.device_get(kept)}
 
     def get_summaries(
         self, *, model_params: NestedTensor, state: dict[str, Any], all_forward_outputs: list[Any]
