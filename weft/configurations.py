@@ -16,7 +16,7 @@ from weft.errors._base import did_you_mean
 T = TypeVar("T")
 
 _UNUSED = {
-    "flax_use_flaxlib": "there is no flaxlib",
+    "flax_use_flaxlib": "Weft has no flaxlib",
     "flax_array_ref": "write nnx.var_defaults(ref=True)",
     "flax_hijax_variable": "write nnx.var_defaults(hijax=True)",
     "flax_pytree_module": "modules are pytrees unless their class has pytree=False",
@@ -49,7 +49,7 @@ class Config:
     """
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"there is no flag {name!r}. {did_you_mean(name, vars(self))}")
+        raise AttributeError(f"unknown flag {name!r}. {did_you_mean(name, vars(self))}")
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"set a flag by config.update({name!r}, {value!r}).")
@@ -63,13 +63,11 @@ class Config:
         """Sets a flag.
 
         Raises:
-            UnknownFlagError: if there is no such flag.
+            UnknownFlagError: if the flag is unknown.
         """
         name = name_or_holder if isinstance(name_or_holder, str) else name_or_holder.name
         if name not in vars(self):
-            raise UnknownFlagError(
-                f"config.update({name!r}): there is no such flag. {did_you_mean(name, vars(self))}"
-            )
+            raise UnknownFlagError(f"unknown flag {name!r}. {did_you_mean(name, vars(self))}")
         if value != vars(self)[name] and (reason := _UNUSED.pop(name, None)):
             warnings.warn(f"the flag {name} changes nothing: {reason}.", FlagWarning, stacklevel=2)
         vars(self)[name] = value
@@ -90,7 +88,7 @@ config = Config()
 
 def _flag(name: str, default: T, help: str, parse: Callable[[str], T]) -> FlagHolder[T]:
     if name in vars(config):
-        raise ArgumentValueError(f"there is a flag {name!r} already; choose another name.")
+        raise ArgumentValueError(f"the flag {name!r} is already defined; choose another name.")
     vars(config)[name] = default
     if text := os.environ.get(name.upper()):
         config.update(name, parse(text))
@@ -101,8 +99,8 @@ def bool_flag(name: str, *, default: bool, help: str) -> FlagHolder[bool]:
     """Defines a flag, and returns its handle.
 
     Raises:
-        ArgumentValueError: if there is such a flag, or the environment variable of its name in
-            capitals is not a boolean.
+        ArgumentValueError: if the flag is already defined, or the environment variable of its name
+            in capitals is not a boolean.
     """
     return _flag(name, default, help, lambda text: _parse_bool(name, text))
 
@@ -120,33 +118,29 @@ def _parse_bool(name: str, text: str) -> bool:
     raise ArgumentValueError(f"the environment variable {name.upper()}={text!r}: expected 1 or 0.")
 
 
-flax_filter_frames = bool_flag(
-    "flax_filter_frames", default=True, help="Hides frames of Weft in tracebacks."
+def _switch(name: str, default: bool, help: str) -> FlagHolder[bool]:
+    return bool_flag(name, default=default, help=help)
+
+
+flax_filter_frames = _switch("flax_filter_frames", True, "Hides frames of Weft in tracebacks.")
+flax_profile = _switch("flax_profile", True, "Names the operations of modules in profiles.")
+flax_use_orbax_checkpointing = _switch(
+    "flax_use_orbax_checkpointing", False, "Saves directories of Orbax, not files."
 )
-flax_profile = bool_flag(
-    "flax_profile", default=True, help="Names the operations of modules in profiles."
+flax_preserve_adopted_names = _switch(
+    "flax_preserve_adopted_names", False, "Keeps names of adopted submodules."
 )
-flax_use_orbax_checkpointing = bool_flag(
-    "flax_use_orbax_checkpointing", default=False, help="Saves directories of Orbax, not files."
+flax_return_frozendict = _switch(
+    "flax_return_frozendict", False, "Returns variables as FrozenDicts."
 )
-flax_preserve_adopted_names = bool_flag(
-    "flax_preserve_adopted_names", default=False, help="Keeps names of adopted submodules."
-)
-flax_return_frozendict = bool_flag(
-    "flax_return_frozendict", default=False, help="Returns variables as FrozenDicts."
-)
-flax_fix_rng = bool_flag(
-    "flax_fix_rng_separator", default=False, help="Separates the names that keys depend on."
-)
-flax_use_flaxlib = bool_flag("flax_use_flaxlib", default=False, help="Not used.")
-flax_array_ref = bool_flag("flax_array_ref", default=False, help="Not used.")
-flax_pytree_module = bool_flag("flax_pytree_module", default=True, help="Not used.")
+flax_fix_rng = _switch("flax_fix_rng_separator", False, "Separates the names that keys depend on.")
+flax_use_flaxlib = _switch("flax_use_flaxlib", False, "Not used.")
+flax_array_ref = _switch("flax_array_ref", False, "Not used.")
+flax_pytree_module = _switch("flax_pytree_module", True, "Not used.")
 flax_max_repr_depth = int_flag("flax_max_repr_depth", default=None, help="Not used.")
-flax_always_shard_variable = bool_flag(
-    "flax_always_shard_variable", default=True, help="Shards new variables at once."
+flax_always_shard_variable = _switch(
+    "flax_always_shard_variable", True, "Shards new variables at once."
 )
-flax_hijax_variable = bool_flag("flax_hijax_variable", default=False, help="Not used.")
-nnx_graph_mode = bool_flag("nnx_graph_mode", default=True, help="Default of nnx.set_graph_mode.")
-nnx_graph_updates = bool_flag(
-    "nnx_graph_updates", default=True, help="Default of nnx.set_graph_updates."
-)
+flax_hijax_variable = _switch("flax_hijax_variable", False, "Not used.")
+nnx_graph_mode = _switch("nnx_graph_mode", True, "Default of nnx.set_graph_mode.")
+nnx_graph_updates = _switch("nnx_graph_updates", True, "Default of nnx.set_graph_updates.")

@@ -6,7 +6,7 @@ import glob as _glob
 import importlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from weft.errors import AlreadyExistsError, MissingExtraError
@@ -57,11 +57,6 @@ def _gfile() -> Any:
         ) from error
 
 
-def _check_new(path: str, overwrite: bool) -> None:
-    if not overwrite and os.path.exists(path):
-        raise AlreadyExistsError(path)
-
-
 def GFile(name: str, mode: str) -> Any:
     """Opens a file."""
     return gfile.GFile(name, mode) if (gfile := _gfile()) else open(name, mode)
@@ -103,22 +98,23 @@ def copy(src: str, dst: str, overwrite: bool = False) -> None:
     Raises:
         AlreadyExistsError: if `dst` exists, and `overwrite` is False.
     """
-    if gfile := _gfile():
-        return gfile.copy(src, dst, overwrite=overwrite)
-    _check_new(dst, overwrite)
-    shutil.copy(src, dst)
+    _run_unless_exists("copy", shutil.copy, src, dst, overwrite)
 
 
 def rename(src: str, dst: str, overwrite: bool = False) -> None:
-    """Renames a file or directory.
+    """Renames a file or directory; see `copy`."""
+    _run_unless_exists("rename", os.replace, src, dst, overwrite)
 
-    Raises:
-        AlreadyExistsError: if `dst` exists, and `overwrite` is False.
-    """
+
+def _run_unless_exists(
+    name: str, run: Callable[[str, str], object], src: str, dst: str, overwrite: bool
+) -> None:
     if gfile := _gfile():
-        return gfile.rename(src, dst, overwrite=overwrite)
-    _check_new(dst, overwrite)
-    os.replace(src, dst)
+        getattr(gfile, name)(src, dst, overwrite=overwrite)
+    elif os.path.exists(dst) and not overwrite:
+        raise AlreadyExistsError(dst)
+    else:
+        run(src, dst)
 
 
 def remove(path: str) -> None:

@@ -39,10 +39,10 @@ def test_streams_by_name():
     assert list(rngs) == rngs.keys() == ["b", "a", "default"] and len(rngs) == 3
     assert "a" in rngs and "c" not in rngs and [k for k, _ in rngs.items()] == list(rngs)
     with pytest.raises(
-        RngStreamNotFoundError, match=r"^there is no PRNG stream 'c' and no default"
+        RngStreamNotFoundError, match=r"^unknown PRNG stream 'c', and no default stream"
     ):
         nnx.Rngs(a=1).c()
-    with pytest.raises(KeyError, match=r"streams: 'a'. Give one: nnx.Rngs\(default=0\)"):
+    with pytest.raises(KeyError, match=r"streams: 'a'. Create one: nnx.Rngs\(default=0\)"):
         nnx.Rngs(a=1)()
     for seed in ("a", 1.5, nnx.Rngs(0), jnp.ones(2)):
         with pytest.raises(

@@ -183,7 +183,7 @@ def test_silent_clients_hold_few_threads_briefly(served):
         slow = stuck[0]
         slow.sendall(b"GET / HTTP/1.1\r\nX: ")
         deadline = time.monotonic() + 20
-        for connection in stuck[20:]:  # there is no room for them
+        for connection in stuck[20:]:  # the server's backlog is full
             with contextlib.suppress(ConnectionError):
                 assert connection.recv(10) == b""
         assert threading.active_count() - before <= 8

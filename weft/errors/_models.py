@@ -515,7 +515,7 @@ class LayerCallError(ObjectError, TypeError):
 
 
 class RngStreamNotFoundError(ObjectError, AttributeError, KeyError):
-    """There is no PRNG stream of that name, and no default stream."""
+    """A PRNG stream was not found, and no default stream exists."""
 
 
 class InconsistentAliasError(ObjectError, ValueError):

@@ -15,7 +15,7 @@ two such tensors by one of 8 bits. `quantized_dot` calls the product of 8 bits i
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -261,15 +261,21 @@ def quantized_dot_bwd(dimension_numbers, preferred_element_type, res, g):
 quantized_dot.defvjp(quantized_dot_fwd, quantized_dot_bwd)
 
 
+class ProductOptions(TypedDict):
+    """Options of `jax.lax.dot_general`."""
+
+    precision: lax.PrecisionLike
+    preferred_element_type: DTypeLike | None
+
+
 def dot_general_transpose_lhs(
     g: Array,
     x: Array,
     y: Array,
     *,
     dimension_numbers: DimensionNumbers,
-    precision: lax.PrecisionLike,
-    preferred_element_type: DTypeLike | None,
     swap_ans: bool = False,
+    **options: Unpack[ProductOptions],
 ) -> Array:
     """Returns the gradient of `dot_general(x, y)` with respect to `x`, given that of the result.
 
@@ -281,9 +287,7 @@ def dot_general_transpose_lhs(
     start = len(x_batch) + (0 if swap_ans else len(x_free))
     g_of_y = range(start, start + len(y_free))
     numbers = (tuple(g_of_y), tuple(y_free)), (tuple(range(len(x_batch))), y_batch)
-    product = lax.dot_general(
-        g, y, numbers, precision=precision, preferred_element_type=preferred_element_type
-    )
+    product = lax.dot_general(g, y, numbers, **options)
     # Its last axes are the contracted ones, in the order of `y`.
     order = [*x_batch, *x_free, *(x_contracted[i] for i in np.argsort(y_contracted))]
     return lax.transpose(product, np.argsort(order))
@@ -295,20 +299,11 @@ def dot_general_transpose_rhs(
     y: Array,
     *,
     dimension_numbers: DimensionNumbers,
-    precision: lax.PrecisionLike,
-    preferred_element_type: DTypeLike | None,
+    **options: Unpack[ProductOptions],
 ) -> Array:
     """Returns the gradient of `dot_general(x, y)` with respect to `y`."""
-    (x_contracted, y_contracted), (x_batch, y_batch) = dimension_numbers
-    return dot_general_transpose_lhs(
-        g,
-        y,
-        x,
-        dimension_numbers=((y_contracted, x_contracted), (y_batch, x_batch)),
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        swap_ans=True,
-    )
+    swapped = tuple((of_y, of_x) for of_x, of_y in dimension_numbers)
+    return dot_general_transpose_lhs(g, y, x, dimension_numbers=swapped, swap_ans=True, **options)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))

@@ -72,7 +72,23 @@ class Fp8DotGeneralBase(Module):
         )
 
 
-class Fp8DotGeneralOp(Fp8DotGeneralBase):
+class _DotGeneral(Fp8DotGeneralBase):
+    def __call__(
+        self,
+        lhs: Num[Array, "..."],
+        rhs: Num[Array, "..."],
+        dimension_numbers: Any,
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Num[Array, "..."]:
+        """Returns the product in the dtype of `rhs`; the last two arguments have no effect."""
+        return self._product(jnp.asarray(lhs, rhs.dtype), rhs, dimension_numbers)
+
+    def _product(self, lhs: Array, rhs: Array, dimension_numbers: Any) -> Array:
+        raise NotImplementedError
+
+
+class Fp8DotGeneralOp(_DotGeneral):
     """Product of operands that are rounded to 8 bits and converted back.
 
     The compiler may replace it by a product of 8 bits. Deprecated, as in Flax: use
@@ -85,17 +101,9 @@ class Fp8DotGeneralOp(Fp8DotGeneralBase):
             message = "Fp8DotGeneralOp is deprecated; use Fp8DirectDotGeneralOp or Fp8Einsum."
             warnings.warn(message, DeprecationWarning, stacklevel=3)
 
-    def __call__(
-        self,
-        lhs: Num[Array, "..."],
-        rhs: Num[Array, "..."],
-        dimension_numbers: Any,
-        precision: lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-    ) -> Num[Array, "..."]:
-        """Returns the product in the dtype of `rhs`; the last two arguments have no effect."""
+    def _product(self, lhs: Array, rhs: Array, dimension_numbers: Any) -> Array:
         dtype = rhs.dtype
-        lhs = fp8.in_qdq(dtype, self.e4m3_dtype, jnp.asarray(lhs, dtype), *self._meta("input"))
+        lhs = fp8.in_qdq(dtype, self.e4m3_dtype, lhs, *self._meta("input"))
         rhs = fp8.in_qdq(dtype, self.e4m3_dtype, rhs, *self._meta("kernel"))
         y = fp8.dot_general_with_precision(lhs, rhs, dimension_numbers)
         return fp8.out_qdq(dtype, self.e5m2_dtype, y, *self._meta("output_grad"))
@@ -108,25 +116,15 @@ class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
     e5m2_dtype: DType = jnp.float8_e5m2fnuz
 
 
-class Fp8DirectDotGeneralOp(Fp8DotGeneralBase):
+class Fp8DirectDotGeneralOp(_DotGeneral):
     """Product of 8 bits, of operands in `float8_e4m3fn` and gradients in `float8_e5m2`.
 
     `e4m3_dtype` and `e5m2_dtype` have no effect.
     """
 
-    def __call__(
-        self,
-        lhs: Num[Array, "..."],
-        rhs: Num[Array, "..."],
-        dimension_numbers: Any,
-        precision: lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-    ) -> Num[Array, "..."]:
-        """Returns the product in the dtype of `rhs`; the last two arguments have no effect."""
-        dtype = rhs.dtype
-        return self._scaled_dot_general(dtype)(
-            jnp.asarray(lhs, dtype), rhs, dimension_numbers, preferred_element_type=dtype
-        )
+    def _product(self, lhs: Array, rhs: Array, dimension_numbers: Any) -> Array:
+        product = self._scaled_dot_general(rhs.dtype)
+        return product(lhs, rhs, dimension_numbers, preferred_element_type=rhs.dtype)
 
 
 Fp8DotGeneral = Fp8DirectDotGeneralOp

@@ -180,7 +180,7 @@ class Rngs(Draws):
                 return streams[key]
         there = ", ".join(repr(key) for key in self) or "none"
         raise RngStreamNotFoundError(
-            f"there is no PRNG stream {name!r} and no default; streams: {there}. Give one: "
+            f"unknown PRNG stream {name!r}, and no default stream; streams: {there}. Create one: "
             f"nnx.Rngs({name}=0)."
         )
 

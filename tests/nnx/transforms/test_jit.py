@@ -364,6 +364,8 @@ def test_changed_closure():
     put(5.0)
     other = Model(jnp.ones(2))  # a shape that is traced again
     assert g(other).tolist() == [1, 1] and f(other).tolist() == [5, 5]
+    for fn, expected in ((f, 5), (g, 1)):
+        assert fn.lower(Model()).compile()(Model()) == expected
 
 
 def test_only_structure_changes_retrace():

@@ -254,26 +254,6 @@ def test_argument_mismatch_fails():
         compiled(CompiledModel(), x=jnp.ones(3))
 
 
-def test_changed_closure():
-    def make():
-        k = 1.0
-
-        def f(model):
-            return model.w * k
-
-        def put(value):
-            nonlocal k
-            k = value
-
-        return nnx.jit(f), put
-
-    (f, put), (g, _) = make(), make()
-    assert f(CompiledModel()) == g(CompiledModel()) == 1
-    put(5.0)
-    assert f.lower(CompiledModel()).compile()(CompiledModel()) == 5
-    assert g.lower(CompiledModel()).compile()(CompiledModel()) == 1
-
-
 class AbstractModel(nnx.Module):
     def __init__(self, n: int = 3) -> None:
         self.b = nnx.BatchStat(jnp.zeros(()))
