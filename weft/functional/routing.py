@@ -159,6 +159,30 @@ def over_capacity(
     )
 
 
+def choices_per_expert(
+    experts: Int[Array, "*groups tokens k"],
+    *,
+    num_experts: int,
+    where: Bool[Array, "*groups tokens k"] | None = None,
+) -> Float[Array, " experts"]:
+    """Returns how many choices fell on each expert, counting those `where` is True.
+
+    >>> choices_per_expert(jnp.array([[0, 2], [2, 1]]), num_experts=4).tolist()
+    [1.0, 1.0, 2.0, 0.0]
+    """
+    chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32)
+    if where is not None:
+        chosen = jnp.where(where[..., None], chosen, 0.0)
+    return jnp.sum(chosen, axis=tuple(range(experts.ndim)))
+
+
+def dropped_tokens(
+    routing: Routing, live: Bool[Array, "*groups tokens"] | None = None
+) -> Float[Array, ""]:
+    """Returns the share of `live` tokens that have no expert, as all their choices were dropped."""
+    return _token_mean(1.0 - jnp.any(routing.kept, axis=-1), live, axis=None)
+
+
 def limit_to_groups(
     scores: Float[Array, "*tokens experts"], *, num_groups: int, num_kept: int
 ) -> Float[Array, "*tokens experts"]:

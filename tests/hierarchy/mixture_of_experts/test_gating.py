@@ -129,6 +129,32 @@ def test_padding_is_ignored():
         np.testing.assert_allclose(getattr(first, name), getattr(alone, name), rtol=1e-5)
 
 
+@pytest.mark.parametrize("cls", [Top2Gating, TopKDropFreeGating])
+def test_summaries_of_experts(cls):
+    live = np.array([[[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]], bool)
+    shape = (slice(None),) if cls is Top2Gating else (0,)
+    fields = {"train_capacity_factor": 0.5} if cls is Top2Gating else {}
+    output, outputs = run(gating(cls, **fields), LOGITS[shape], live=jnp.asarray(live[shape]))
+    chosen = np.argsort(-LOGITS, axis=-1)[..., :2][live]
+    choices = np.bincount(chosen.ravel(), minlength=EXPERTS)
+    reported, load = outputs.summaries, choices / choices.sum()
+    np.testing.assert_allclose(reported["expert_load"].mean, load, rtol=1e-6)
+    assert reported["expert_load"].weight == 18
+    expected = -(load[load > 0] * np.log(load[load > 0])).sum()
+    np.testing.assert_allclose(reported["dispatch_entropy"], expected, rtol=1e-5)
+    if cls is TopKDropFreeGating:
+        assert "dropped_tokens" not in reported
+        return
+    dispatched = np.asarray(output.dispatch_tensor).sum(-1)  # by token and expert
+    kept = dispatched.sum(axis=(0, 1, 2))
+    dropped = (choices - kept) / np.maximum(1, choices)
+    assert dropped.max() > 0
+    np.testing.assert_allclose(reported["expert_over_capacity"].mean, dropped, rtol=1e-5)
+    tokens = np.mean(dispatched.sum(-1)[live] == 0)
+    assert tokens > 0
+    np.testing.assert_allclose(reported["dropped_tokens"], tokens, rtol=1e-6)
+
+
 def test_evaluation_capacity_differs():
     layer = gating(Top2Gating, train_capacity_factor=1.0, eval_capacity_factor=2.0)
     shapes = [run(layer, is_training=t)[0].combine_tensor.shape[-1] for t in (True, False)]

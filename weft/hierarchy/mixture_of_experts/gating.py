@@ -19,6 +19,7 @@ from weft.functional import cap_logits, routing
 from weft.functional.arrays import to_ndim
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.normalization import MovingAverage
+from weft.hierarchy.metrics import WeightedSummary
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.parameter_spec import constant_spec, maybe_shard
 from weft.typing import DType, PartitionSpec, Tensor
@@ -119,7 +120,14 @@ class AdaptiveLoadBalanceLoss(BaseLayer):
 
 
 class BaseGating(BaseLayer):
-    """Layer that chooses experts. A subclass defines `forward`."""
+    """Layer that chooses experts. A subclass defines `forward`.
+
+    Summaries: `load_balance_loss`, `router_z_loss`, `expert_load`, each expert's share of choices,
+    and `dispatch_entropy`, the entropy of these shares, `log(num_experts)` if they are equal. With
+    capacities, also `over_capacity_1`, `over_capacity_2` and so on, the shares of first, second and
+    later choices that were dropped, `expert_over_capacity`, the share of each expert's choices that
+    were dropped, and `dropped_tokens`, the share of tokens without an expert.
+    """
 
     @config_class
     class Config(BaseLayer.Config):
@@ -190,11 +198,27 @@ class BaseGating(BaseLayer):
         y = jnp.einsum("ogsec,oegcm->ogsm", combine_tensor.astype(dtype), inputs.astype(dtype))
         return maybe_shard(y, partition_spec)
 
-    def _report(self, output: "BaseGating.Output", over_capacity: Tensor | None = None) -> None:
+    def _report(
+        self, output: Output, experts: Tensor, live: Tensor | None, routed: Any = None
+    ) -> None:
+        """Adds summaries about the choices `experts`, and about those dropped in `routed`."""
         self.add_summary("load_balance_loss", output.load_balance_loss)
         self.add_summary("router_z_loss", output.router_z_loss)
-        for i, share in enumerate([] if over_capacity is None else over_capacity):
+        num_experts = self.config.num_experts
+        where = None if live is None else jnp.broadcast_to(live[..., None], experts.shape)
+        choices = routing.choices_per_expert(experts, num_experts=num_experts, where=where)
+        total = jnp.sum(choices)
+        load = choices / jnp.maximum(1, total)
+        self.add_summary("expert_load", WeightedSummary(load, total))
+        self.add_summary("dispatch_entropy", jnp.sum(jax.scipy.special.entr(load)))
+        if routed is None:
+            return
+        for i, share in enumerate(routing.over_capacity(routed, live)):
             self.add_summary(f"over_capacity_{i + 1}", share)
+        kept = routing.choices_per_expert(experts, num_experts=num_experts, where=routed.kept)
+        over_capacity = (choices - kept) / jnp.maximum(1, choices)
+        self.add_summary("expert_over_capacity", WeightedSummary(over_capacity, choices))
+        self.add_summary("dropped_tokens", routing.dropped_tokens(routed, live))
 
 
 class CapacityGating(BaseGating):
@@ -282,7 +306,7 @@ class CapacityGating(BaseGating):
             load_balance_loss=self._scale_load_balance_loss(load_balance_loss, over_capacity),
             router_z_loss=routing.router_z_loss(logits, live),
         )
-        self._report(output, over_capacity)
+        self._report(output, experts, live, routed)
         return output
 
 
@@ -450,7 +474,7 @@ class TopKDropFreeGating(TopKGating):
             router_z_loss=routing.router_z_loss(logits, live),
             seq_load_balance_loss=of_sequences,
         )
-        self._report(output)
+        self._report(output, experts, live)
         return output
 
 
@@ -516,9 +540,8 @@ class TopKBiasGating(TopKDropFreeGating):
         logits = self._cap_logits(logits)
         scores, experts, gates = self._choose(logits, preference)
         if self.is_training:
-            load = jnp.sum(jax.nn.one_hot(experts, cfg.num_experts), axis=-2)
-            load = load if live is None else load * live[..., None]
-            load = jnp.sum(load, axis=tuple(range(load.ndim - 1)))
+            where = None if live is None else jnp.broadcast_to(live[..., None], experts.shape)
+            load = routing.choices_per_expert(experts, num_experts=cfg.num_experts, where=where)
             step = cfg.gating_update_rate * jnp.sign(jnp.mean(load) - load)
             self.add_state_update("gating_bias", jax.lax.stop_gradient(bias + step))
         gates = gates * cfg.routed_scaling_factor
