@@ -38,6 +38,21 @@ def test_mesh_from_context():
     assert not global_mesh_defined()
 
 
+@pytest.mark.parametrize("compile_", [lambda f: f, jax.jit])
+def test_mesh_of_a_with_statement_is_seen(compile_):
+    x = jnp.ones((8, 4))
+    with pytest.deprecated_call(), AUTO() as mesh:
+        assert get_global_mesh() is mesh
+        found = compile_(lambda x: constrain(x, P("data")))(x)
+        with pytest.raises(MeshError, match="'nothing'"):
+            constrain(x, P("nothing"))
+        other = jax.make_mesh((8,), ("other",), axis_types=(AxisType.Auto,))
+        with jax.set_mesh(other):
+            assert get_global_mesh().axis_names == ("other",)
+    assert spec_of(found) == ("data",)
+    assert get_global_mesh() is None
+
+
 def test_no_mesh_returns_the_value():
     x = jnp.ones(3)
     assert constrain(x, P("nothing")) is x

@@ -288,3 +288,10 @@ def test_no_mesh():
 def test_jax_arrays_are_accepted(mesh):
     result = host_to_global_device_array({"x": jnp.ones((8, 2))}, mesh=mesh)
     assert float(result["x"].sum()) == 16
+
+
+def test_batch_on_the_mesh_of_a_with_statement():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    with pytest.deprecated_call(), mesh:
+        batch = host_to_global_device_array({"ids": np.zeros((8, 3))})
+    assert batch["ids"].sharding.mesh == mesh

@@ -215,7 +215,7 @@ def test_resumed_run_restores_statistics_counters_and_keys(tmp_path, library):
     states = [as_numpy(trainer.trainer_state) for trainer in (straight, again)]
     jax.tree.map(np.testing.assert_array_equal, *states)
     # Each step has its own noise, and evaluation has none.
-    kept = [float(s["kept"]) for s in whole.summaries]
+    kept = [float(s["model"]["kept"]) for s in whole.summaries]
     assert len(set(kept)) == 4 and 0.2 < min(kept) < max(kept) < 0.8
     assert float(whole.evals[0]["kept"]) == 1.0
     assert isinstance(whole.evals[0]["loss"], WeightedScalar)

@@ -284,7 +284,7 @@ def test_disabled_features_are_not_traced(tmp_path):
     state, outputs, _ = lowered(config(tmp_path))
     assert sorted(state) == ["optimizer"]
     assert sorted(outputs) == ["aux", "loss", "summaries"]
-    assert sorted(outputs["summaries"]) == ["learner", "loss"]
+    assert sorted(outputs["summaries"]) == ["learner", "model"]
     assert sorted(outputs["summaries"]["learner"]) == ["optimizer"]
     on, outputs, _ = lowered(everything(tmp_path))
     assert sorted(on) == ["ema", "loss_scale", "optimizer"]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.interpreters.pxla
 import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -50,8 +51,20 @@ AnyMesh = Mesh | AbstractMesh
 _constrained = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)
 
 
-def get_global_mesh() -> AbstractMesh | None:
-    """Returns the mesh of `jax.set_mesh`, or None.
+with warnings.catch_warnings():
+    # The only public way to the mesh of `with mesh:`, and deprecated like it.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    _thread_resources: Any = getattr(jax.interpreters.pxla, "thread_resources", None)
+
+
+def get_entered_mesh() -> Mesh | None:
+    """Returns the mesh of an enclosing `with mesh:`, as long as JAX has it, or None."""
+    mesh = _thread_resources and _thread_resources.env.physical_mesh
+    return None if mesh is None or mesh.empty else mesh
+
+
+def get_global_mesh() -> AnyMesh | None:
+    """Returns the mesh of `jax.set_mesh`, else that of `with mesh:`, or None.
 
     Example:
         >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
@@ -59,11 +72,11 @@ def get_global_mesh() -> AbstractMesh | None:
         ('data',)
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty else mesh
+    return get_entered_mesh() if mesh.empty else mesh
 
 
 def global_mesh_defined() -> bool:
-    """Returns whether `jax.set_mesh` has set a mesh.
+    """Returns whether `get_global_mesh` returns a mesh.
 
     Example:
         >>> global_mesh_defined()
@@ -85,7 +98,7 @@ def constrain(value: object, spec: PartitionSpec, mesh: AnyMesh | None = None) -
     Args:
         value: a pytree; leaves that are not arrays, such as `jax.ShapeDtypeStruct`, are unchanged.
         spec: mesh axes of each axis.
-        mesh: by default that of `jax.set_mesh`; without either, `value` is returned unchanged.
+        mesh: by default that of `get_global_mesh`; without either, `value` is unchanged.
 
     Raises:
         MeshError: if the mesh lacks an axis, or the layout has more axes than an array.

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from weft.config import ConfigOr, config_class, maybe_instantiate
+from weft.core.spmd import get_global_mesh
 from weft.errors import InputDatasetError, InputReadError
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.parameter_spec import TensorSpec
@@ -77,7 +78,7 @@ def partition_by_path_rank(
         )
 
     def partition_fn(input_batch: Nested[Tensor]) -> Nested[Tensor]:
-        if jax.sharding.get_abstract_mesh().empty:
+        if get_global_mesh() is None:
             return input_batch
         return jax.tree_util.tree_map_with_path(constrain, input_batch)
 

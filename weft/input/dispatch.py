@@ -30,19 +30,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft.config import REQUIRED, Required, config_class
+from weft.core.spmd import get_entered_mesh
 from weft.errors import BatchShardingError, InputDispatchError, NoMeshError
 from weft.hierarchy.module import Module, nowrap
 from weft.typing import Nested, Tensor
 
 
 def current_mesh() -> Mesh:
-    """Returns the mesh set by `jax.set_mesh`.
+    """Returns the mesh set by `jax.set_mesh`, else that of `with mesh:`.
 
     Raises:
         NoMeshError: If no mesh is set.
     """
     mesh = jax.sharding.get_mesh()
-    if mesh.empty:
+    mesh = get_entered_mesh() if mesh.empty else mesh
+    if mesh is None:
         raise NoMeshError(
             "no mesh is set, so a batch cannot be sharded; call it within `with "
             "jax.set_mesh(mesh):` or pass `mesh=`"

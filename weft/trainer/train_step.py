@@ -116,7 +116,7 @@ def train_step(
         learner=collection.state_updates,
     )
     summaries = {
-        **of_model.output_collection.summaries,
+        "model": of_model.output_collection.summaries,
         "learner": collection.summaries,
     }
     outputs = {"loss": of_model.loss, "aux": of_model.aux, "summaries": summaries}

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from weft.config import InstantiableConfig, config_class, maybe_instantiate
-from weft.core.spmd import axes_of
+from weft.core.spmd import axes_of, get_global_mesh
 from weft.errors import ArgumentShapeError, LayerConfigError
 from weft.functional.routing import sort_by_expert
 from weft.hierarchy.config_setters import for_each_config
@@ -118,8 +118,8 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         self, x: Tensor, experts: Tensor, gates: Tensor, weights: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Applies experts to the tokens of each device; also counts dropped choices."""
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty:
+        mesh = get_global_mesh()
+        if mesh is None:
             return self._apply_locally(x, experts, gates, *weights)
         cfg = self.config
         specs = {k: v or PartitionSpec() for k, v in cfg.input_dim_to_partition_spec.items()}
@@ -135,6 +135,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
 
         y, num_dropped = jax.shard_map(
             on_device,
+            mesh=mesh if isinstance(mesh, jax.sharding.Mesh) else None,
             in_specs=(*[tokens] * 3, *[specs["emh"]] * (len(weights) - 1), specs["ehm"]),
             out_specs=(tokens, PartitionSpec()),
             check_vma=False,
