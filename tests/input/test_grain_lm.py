@@ -203,6 +203,7 @@ def trainer(directory, max_step):
     return cfg.instantiate(parent=None)
 
 
+@pytest.mark.long
 def test_trainer_takes_two_steps_on_turns_and_resumes(tmp_path):
     whole = trainer(tmp_path / "whole", 2).run()
     assert trainer(tmp_path / "parts", 1).run()["loss"] > whole["loss"] > 0

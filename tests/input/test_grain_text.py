@@ -13,7 +13,7 @@ from weft.input.grain_text import (
     tokenize_turns,
     with_regex_mapping,
 )
-from weft.input.tokenizers import ByteTokenizer
+from weft.input.tokenizers import ByteTokenizer, SentencePieceTokenizer
 
 VOCAB = ByteTokenizer()
 EOS, PAD = VOCAB.eos_id, VOCAB.pad_id
@@ -46,6 +46,26 @@ def test_bytes_of_ids_by_hand():
     kwargs = {"input_key": "ids", "output_key": "n", "newlines_replaced_with": "<n>"}
     example = first(count_num_bytes, {"ids": ids}, vocab=VOCAB, **kwargs)
     assert (example["n"], example["n"].dtype, example["ids"]) == (4, np.int32, ids)
+
+
+def test_newline_of_a_trained_vocabulary_is_one_byte(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece", reason="needs the extra text")
+    lines = ["a dark night", "a fine day", "one line and another line"] * 20
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(tmp_path / "pieces"),
+        vocab_size=40,
+        user_defined_symbols=["<n>"],
+        hard_vocab_limit=False,
+        add_dummy_prefix=False,
+        minloglevel=2,
+    )
+    vocab = SentencePieceTokenizer(str(tmp_path / "pieces.model"))
+    text = "a day\n\none line\n"
+    ids = with_regex_mapping(vocab, encode_mapping=[("\n", "<n>")]).encode(text)
+    assert vocab.decode(ids) == text.replace("\n", "<n>")
+    ids = np.append(ids, vocab.eos_id)
+    assert num_bytes(ids, vocab=vocab, newlines_replaced_with="<n>") == len(text)
 
 
 def test_regular_expressions_apply_in_order():

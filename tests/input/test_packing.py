@@ -83,6 +83,26 @@ def test_dropping_and_padding_change_only_the_end(docs, length, multiple):
         assert all((dropped[i]["target_labels"] != PAD).all() for i in range(len(dropped)))
 
 
+@settings(deadline=None, max_examples=25)
+@given(documents, st.integers(1, 9), st.data())
+def test_strided_sequences_have_each_target_once(docs, length, data):
+    stride = data.draw(st.integers(1, length))
+    source = pack(docs, length, stride=stride)
+    rows = reference(docs)
+    found = []
+    for i in range(len(source)):
+        example, mine = source[i], rows[i * stride :][:length]
+        assert example["input_ids"][: len(mine)].tolist() == [row[0] for row in mine]
+        assert (example["input_ids"][len(mine) :] == PAD).all()
+        new = example["target_labels"] != PAD
+        assert i == 0 or not new[: length - stride].any()
+        found += example["target_labels"][new].tolist()
+    assert found == [row[1] for row in rows]
+    if len(rows) >= length:
+        dropped = pack(docs, length, stride=stride, drop_remainder=True)
+        assert len(dropped) == (len(rows) - length) // stride + 1
+
+
 def test_max_examples_are_spread_over_the_stream():
     docs = [[i % 8] * 9 for i in range(40)]
     full, some = pack(docs, 10), pack(docs, 10, max_examples=4)
