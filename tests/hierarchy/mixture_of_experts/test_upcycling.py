@@ -1,11 +1,16 @@
 import re
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from weft.errors import ParameterSpecError
-from weft.hierarchy.attention import RepeatedTransformerLayer, TransformerLayer
+from weft.hierarchy.attention import (
+    RepeatedTransformerLayer,
+    StackedTransformerLayer,
+    TransformerLayer,
+)
 from weft.hierarchy.mixture_of_experts import (
     TransformerFeedForwardMoE,
     convert_dense_to_moe_parameters,
@@ -16,7 +21,7 @@ from weft.hierarchy.module import functional as F
 DIM = 4
 
 
-def stack(experts=None, bias=False):
+def transformer(experts=None, bias=False):
     layer = TransformerLayer.default_config()
     layer.self_attention.attention.num_heads = 2
     layer.feed_forward.set(hidden_dim=6, activation=("nn.silu", "linear"))
@@ -30,15 +35,50 @@ def stack(experts=None, bias=False):
             num_groups=1,
             gating=TopKGating.default_config(),
         )
-    cfg = RepeatedTransformerLayer.default_config().set(
-        name="stack", input_dim=DIM, num_layers=2, layer=layer
-    )
-    return cfg.instantiate(parent=None)
+    return layer
 
 
-def test_upcycled_model_equals_the_dense_model(filled, wave):
-    dense, moe, x = stack(), stack(experts=3), wave((2, 3, DIM))
-    source = filled(dense)
+def stacked(layers, n, cls: Any = RepeatedTransformerLayer):
+    return cls.default_config().set(layer=layers, num_layers=n)
+
+
+def every_second(n, cls: Any = RepeatedTransformerLayer):
+    """Config of a stack whose every second layer has experts."""
+    pair = [transformer(), transformer(experts=3)]
+    if cls is StackedTransformerLayer:
+        return stacked(pair * (n // 2), n, cls)
+    return stacked(stacked(pair, 2, StackedTransformerLayer), n // 2)
+
+
+def made(cfg):
+    return cfg.set(name="stack", input_dim=DIM).instantiate(parent=None)
+
+
+def stack(experts=None, bias=False):
+    return made(stacked(transformer(experts, bias), 2))
+
+
+STACKS = {
+    "repeated to repeated": (
+        lambda: stacked(transformer(), 2),
+        lambda: stacked(transformer(experts=3), 2),
+    ),
+    "repeated to every second": (lambda: stacked(transformer(), 4), lambda: every_second(4)),
+    "stacked to every second": (
+        lambda: stacked(transformer(), 4, StackedTransformerLayer),
+        lambda: every_second(4),
+    ),
+    "repeated to children": (
+        lambda: stacked(transformer(), 2),
+        lambda: every_second(2, StackedTransformerLayer),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_upcycled_model_equals_the_dense_model(name, filled, wave):
+    dense, moe = (made(cfg()) for cfg in STACKS[name])
+    source, x = filled(dense), wave((2, 3, DIM))
     specs = moe.create_parameter_specs_recursively()
     prebuilt = convert_dense_to_moe_parameters(source, target_parameter_specs=specs)
     state = jax.jit(lambda key: moe.initialize_parameters_recursively(key, prebuilt=prebuilt))(
@@ -51,6 +91,13 @@ def test_upcycled_model_equals_the_dense_model(filled, wave):
         for model, s in ((moe, state), (dense, source))
     )
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_numbers_of_layers_must_be_equal(filled):
+    specs = made(every_second(4)).create_parameter_specs_recursively()
+    said = "the target has 4 layers, but the source has 3; set num_layers"
+    with pytest.raises(ParameterSpecError, match=said):
+        converted(filled(made(stacked(transformer(), 3))), specs)
 
 
 def converted(source, target):

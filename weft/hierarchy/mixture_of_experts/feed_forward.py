@@ -12,8 +12,10 @@ Axes: outer batch, group, token of a group ("sequence"), model dimension, expert
 exchange of tokens (Lepikhin et al., 2021).
 """
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -300,7 +302,9 @@ def convert_dense_to_moe_parameters(
 
     Args:
       source_parameters: of a model with bias-free `TransformerFeedForwardLayer`s.
-      target_parameter_specs: of the same model with some of them `TransformerFeedForwardMoE`s.
+      target_parameter_specs: of the same model with some of them `TransformerFeedForwardMoE`s. Its
+        layers may be stacked in another way, such as a `RepeatedTransformerLayer` of
+        `StackedTransformerLayer`s in which the feed-forward layer of every second one has experts.
 
     Returns:
       Parameters for `initialize_parameters_recursively(..., prebuilt=...)` of the target. Those
@@ -323,6 +327,8 @@ _INITIALIZED = ("gate_weight", "gating")
 
 
 def _convert(source: Any, target: Mapping[str, Any], path: str) -> Any:
+    if _stacking(source) and _stacking(target) and _stacking(source) != _stacking(target):
+        source = _restacked(source, target, path)
     is_moe = "wo_weight" in target
     used = set()
     # Keeps a VDict, which marks a stack.
@@ -377,3 +383,64 @@ def _check_shape(value: Tensor, spec: Any, at: str) -> Tensor:
             f"{tuple(value.shape)}."
         )
     return value
+
+
+def _restacked(source: Mapping[str, Any], target: Any, path: str) -> dict[str, Any]:
+    """Returns the parameters of a stack with its layers nested as in the stack `target`."""
+    numbers = _num_layers(source), _num_layers(target)
+    if numbers[0] != numbers[1]:
+        raise errors.ParameterSpecError(
+            f"{path or 'the target'} has {numbers[1]} layers, but the source has {numbers[0]}; set "
+            "num_layers of stacks, so that the numbers of layers are equal."
+        )
+    others = {k: x for k, x in source.items() if not re.fullmatch(r"repeat|layer\d+", k)}
+    return {**others, **_nested_as(target, _layers_of(source))}
+
+
+def _stacking(tree: Any) -> tuple[Any, ...]:
+    """Returns how the layers of a stack are nested: `(n, layer)` or `(layer0, layer1, ...)`."""
+    if _is_repeated(tree):
+        return (_num_repeats(tree), _stacking(tree["repeat"]["layer"]))
+    return tuple(_stacking(child) for child in _children(tree))
+
+
+def _is_repeated(tree: Any) -> bool:
+    return isinstance(tree, Mapping) and "layer" in tree.get("repeat", ())
+
+
+def _num_repeats(tree: Any) -> int:
+    return jax.tree.leaves(tree["repeat"]["layer"])[0].shape[0]
+
+
+def _children(tree: Any) -> list[Any]:
+    if not isinstance(tree, Mapping):
+        return []
+    names = (f"layer{i}" for i in itertools.count())
+    return [tree[name] for name in itertools.takewhile(lambda name: name in tree, names)]
+
+
+def _num_layers(tree: Any) -> int:
+    if _is_repeated(tree):
+        return _num_repeats(tree) * _num_layers(tree["repeat"]["layer"])
+    return sum(map(_num_layers, _children(tree))) or 1
+
+
+def _layers_of(tree: Any) -> Iterator[Any]:
+    """Yields the parameters of each layer of a stack, in order."""
+    parts = _children(tree)
+    if _is_repeated(tree):
+        repeated = tree["repeat"]["layer"]
+        parts = [jax.tree.map(lambda x, i=i: x[i], repeated) for i in range(_num_repeats(tree))]
+    if not parts:
+        yield tree
+    for part in parts:
+        yield from _layers_of(part)
+
+
+def _nested_as(target: Any, layers: Iterator[Any]) -> Any:
+    if _is_repeated(target):
+        block = target["repeat"]["layer"]
+        parts = [_nested_as(block, layers) for _ in range(_num_repeats(target))]
+        return {"repeat": {"layer": jax.tree.map(lambda *xs: jnp.stack(xs), *parts)}}
+    children = {f"layer{i}": _nested_as(x, layers) for i, x in enumerate(_children(target))}
+    return children or next(layers)
