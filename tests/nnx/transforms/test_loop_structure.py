@@ -260,9 +260,14 @@ def test_loop_in_untaken_branch_keeps_initial_values():
 
 
 @pytest.mark.parametrize("of_branch", [array, array_if_missing])
-def test_branch_in_body_creates_arrays(of_branch):
-    def make(m, i):
+@pytest.mark.parametrize("is_in_gradient", [False, True])
+def test_branch_in_body_creates_arrays(of_branch, is_in_gradient):
+    def call_branch(x, m, i):
         nnx.cond(i > 0, of_branch, lambda m, i: None, m, i)
+        return x
+
+    def make(m, i):
+        (nnx.grad(call_branch) if is_in_gradient else call_branch)(1.0, m, i)
 
     def expected(m, i):
         if i > 0:

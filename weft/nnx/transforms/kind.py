@@ -666,8 +666,7 @@ class ObjectKind(Kind):
     def static_after_creation(
         self, static: StaticObjects, before: ChangedObjects, after: object = None
     ) -> StaticObjects:
-        known = None if static.temporary is None else frozenset[int]()
-        return (before.before or static)._replace(temporary=known)
+        return (before.before or static)._replace(temporary=None)
 
     def static_in_first_run(self, static: StaticObjects) -> StaticObjects:
         return static if static.temporary is not None else static._replace(temporary=frozenset())

@@ -429,7 +429,7 @@ def record_created(
             made = objects[part.index]
             first = made._value if key < size else found.get(~key, made._value)
             recording.note(made, first, counts)
-            if is_branch:
+            if is_branch or ~key in found:
                 recording.note_branch(made)
         elif owner is not None and key >= size:
             x, (name, keys) = objects[owner[0]], _name_and_keys(owner[1])
@@ -438,7 +438,7 @@ def record_created(
             before = recording.first_attribute(x, name, value)
             recording.forget_attribute(x, name)
             recording.note_attribute(x, name, with_item(before, keys, first))
-            if is_branch:
+            if is_branch or ~key in found:
                 recording.note_branch(x, name)
 
 
