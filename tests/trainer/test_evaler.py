@@ -1,3 +1,4 @@
+import json
 import types
 
 import jax
@@ -25,6 +26,7 @@ from weft.trainer.evaler import (
     every_n_steps_policy,
     run_evalers,
 )
+from weft.trainer.inference_output import OutputRecordWriter
 from weft.trainer.progress import RunListener
 from weft.trainer.summary_writer import JsonLinesWriter, read_json_lines
 
@@ -193,6 +195,23 @@ def test_outputs_are_returned_and_written(make, mesh):
     assert [call[0] for call in calls[:-1]] == [1.0, 2.0, 3.0]
     np.testing.assert_array_equal(calls[2][1].predict_outputs, np.full(8, 12.0))
     assert calls[-1] == "flush"
+
+
+def test_records_of_outputs_are_written(make, mesh, tmp_path):
+    writer = OutputRecordWriter.default_config().set(
+        converter=lambda *, input_batch, output_batch: {
+            "x": input_batch["x"][:, 0],
+            "y": output_batch["predict_outputs"],
+        }
+    )
+    writer.sink.output_path = str(tmp_path / "records.jsonl")
+    evaler = make(metric_calculator=Total.default_config(), output_writer=writer)
+    for _ in range(2):  # the file has the records of the last evaluation
+        run(evaler, mesh)
+    lines = (tmp_path / "records.jsonl").read_text().splitlines()
+    assert list(map(json.loads, lines)) == [
+        {"x": x, "y": 4 * x} for x in (1.0, 2.0, 3.0) for _ in range(8)
+    ]
 
 
 def test_calculator_dtype_overrides_evaler_dtype(make, mesh):

@@ -20,6 +20,15 @@ from weft.trainer.inference import (
     DataPartitionType as DataPartitionType, InferenceRunner as InferenceRunner,
     MethodRunner as MethodRunner,
 )
+from weft.trainer.inference_output import (
+    BaseOutputWriter as BaseOutputWriter, BaseRecordSink as BaseRecordSink,
+    JsonlExampleRecordSink as JsonlExampleRecordSink, OutputRecordWriter as OutputRecordWriter,
+)
+from weft.trainer.inference_pipeline import (
+    InferencePipeline as InferencePipeline,
+    merge_with_string_tensors as merge_with_string_tensors,
+    pop_string_tensors as pop_string_tensors,
+)
 from weft.trainer.learner import (
     BaseLearner as BaseLearner, CompositeLearner as CompositeLearner, Learner as Learner,
     UpdateType as UpdateType,

@@ -29,21 +29,11 @@ from weft.errors import EarlyStoppingError, InputDatasetError
 from weft.hierarchy import BaseLayer, Module
 from weft.input import Input, host_to_global_device_array
 from weft.trainer.checkpointer.policy import BestMetric, EvalMetric
+from weft.trainer.inference_output import BaseOutputWriter
 from weft.trainer.metric_calculator import BaseMetricCalculator, ModelSummaryAccumulator
 from weft.trainer.progress import RunListener
 from weft.trainer.summary_writer.files import SummaryWriter
 from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
-
-
-class BaseOutputWriter(Module):
-    """Base class of output writers. A subclass defines `write` and, if it buffers, `flush`."""
-
-    def write(self, *, input_batch: Nested[Any], output_batch: Nested[Any]) -> None:
-        """Writes the "output" of the metric calculator's `forward` for a batch on the devices."""
-        raise NotImplementedError(type(self))
-
-    def flush(self) -> None:
-        """Flushes buffers; called after the last batch."""
 
 
 class EvalPolicy(Protocol):

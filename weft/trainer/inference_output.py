@@ -1,0 +1,234 @@
+"""Output writers: records of the inputs and outputs of a model, in files.
+
+    batch of inputs and outputs ── rows of this process ── converter ── records ── sink
+
+A record is a nested dict of one example. Each process writes the records of the rows that it has
+read to a file of its own, which appears under its name when it is complete:
+
+    out/record-00000-of-00002.jsonl    {"input": {"text": "a b"}, "output": {"score": 0.25}}
+    out/record-00001-of-00002.jsonl
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from weft.config import REQUIRED, ConfigOr, Required, config_class, maybe_instantiate
+from weft.errors import InferenceError
+from weft.hierarchy.module import Module
+from weft.input.dispatch import (
+    LOGICAL_ROW_KEY,
+    blocks_by_process,
+    global_to_host_array,
+    shard_start,
+)
+from weft.serialization import to_state_dict
+from weft.traverse_util import flatten_dict
+from weft.typing import Nested
+
+
+class BaseOutputWriter(Module):
+    """Base class of output writers. A subclass defines `write` and, if it buffers, `flush`."""
+
+    def write(self, *, input_batch: Nested[Any], output_batch: Nested[Any]) -> None:
+        """Writes the inputs and outputs of a batch.
+
+        Args:
+            input_batch: Global arrays on the devices; texts are arrays of NumPy with this process's
+                rows, in the order in which it has read them.
+            output_batch: What the model's method has returned, or in an evaler the "output" of the
+                metric calculator's `forward`.
+        """
+        raise NotImplementedError(type(self))
+
+    def flush(self) -> None:
+        """Flushes buffers; called after the last batch."""
+
+
+class BaseRecordSink(Module):
+    """Base class of sinks of records. A subclass defines `write` and `flush`."""
+
+    @config_class
+    class Config(Module.Config):
+        """Configures a BaseRecordSink.
+
+        Attributes:
+            output_path: The file of a process. `{process_index}` and `{process_count}` are
+                replaced, optionally with a format: `out/record-{process_index:05d}.jsonl`.
+        """
+
+        output_path: Required[str] = REQUIRED
+
+    _needs_allow = ("output_path",)  # a program sets it
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        place = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        if jax.process_count() > 1 and "{process_index" not in cfg.output_path:
+            raise InferenceError(
+                f"{self.path()}: all {jax.process_count()} processes would write to output_path="
+                f"{cfg.output_path!r}; add their index, such as "
+                "'out/record-{process_index:05d}-of-{process_count:05d}'."
+            )
+        try:
+            self._output_path = Path(cfg.output_path.format(**place))
+        except (KeyError, IndexError, ValueError) as error:
+            raise InferenceError(
+                f"{self.path()}: output_path={cfg.output_path!r} is not a format of "
+                f"{' and '.join(place)}: {type(error).__name__}: {error}"
+            ) from error
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Adds a record: a nested dict of arrays and scalars of NumPy, texts and numbers."""
+        raise NotImplementedError(type(self))
+
+    def flush(self) -> None:
+        """Publishes the file with the records since the last flush, in place of an earlier file."""
+        raise NotImplementedError(type(self))
+
+
+class JsonlExampleRecordSink(BaseRecordSink):
+    """Sink that writes one JSON object per line.
+
+    Arrays are nested lists. Numbers that JSON cannot represent are strings, such as "nan", which
+    `float` parses. Until the flush, records are in a hidden file next to the output.
+    """
+
+    Config = BaseRecordSink.Config
+
+    def __init__(self, cfg: BaseRecordSink.Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._unfinished = self._output_path.with_name(f".{self._output_path.name}.unfinished")
+        self._file: IO[str] | None = None
+
+    def write(self, record: dict[str, Any]) -> None:
+        plain = jax.tree.map(_to_json, record)
+        try:
+            line = json.dumps(plain, allow_nan=False, ensure_ascii=False)
+        except ValueError:
+            line = json.dumps(jax.tree.map(_finite_or_text, plain), ensure_ascii=False)
+        self._open().write(line + "\n")
+
+    def flush(self) -> None:
+        file = self._open()
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        self._file = None
+        os.replace(self._unfinished, self._output_path)
+
+    def _open(self) -> IO[str]:
+        if self._file is None:
+            self._output_path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._unfinished, "w", encoding="utf-8")  # noqa: SIM115
+        return self._file
+
+
+def _to_json(x: Any) -> Any:
+    x = x.tolist() if hasattr(x, "tolist") else x
+    return x.decode() if isinstance(x, bytes) else x
+
+
+def _finite_or_text(x: Any) -> Any:
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+
+class OutputConverter(Protocol):
+    """Function that selects what to write."""
+
+    def __call__(self, *, input_batch: Any, output_batch: Any) -> Nested[np.ndarray]:
+        """Returns a nested dict of arrays with one row per record.
+
+        Both arguments are arrays of NumPy with the rows of this process; nested dicts, with the
+        names of fields in place of objects. Rows may be left out, such as those of padding.
+        """
+        ...
+
+
+class OutputRecordWriter(BaseOutputWriter):
+    """Writer of one record per example.
+
+    Rows of a batch that several processes hold are written by the first of them, rows that an
+    `InputDispatcher` has added by none.
+    """
+
+    @config_class
+    class Config(BaseOutputWriter.Config):
+        """Configures an OutputRecordWriter.
+
+        Attributes:
+            converter: Selects what to write; by default all, as `input` and `output`.
+        """
+
+        sink: BaseRecordSink.Config = JsonlExampleRecordSink.default_config()
+        converter: ConfigOr[OutputConverter] | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._converter: OutputConverter | None = maybe_instantiate(cfg.converter)
+        self._add_child("sink", cfg.sink)
+
+    def write(self, *, input_batch: Nested[Any], output_batch: Nested[Any]) -> None:
+        """Writes the records of a batch.
+
+        Raises:
+            InferenceError: If arrays have different numbers of rows, or an array has none.
+        """
+        batch = {"input_batch": input_batch, "output_batch": output_batch}
+        local, is_first = _local_rows(to_state_dict(batch))
+        if not is_first:
+            return
+        logical_row = local["input_batch"].pop(LOGICAL_ROW_KEY, None)
+        if logical_row is not None:
+            local = jax.tree.map(lambda x: x[logical_row >= 0], local)
+        records: Any = {"input": local["input_batch"], "output": local["output_batch"]}
+        if self._converter is not None:
+            records = self._converter(**local)
+        leaves, tree = jax.tree.flatten(records)
+        if len({np.shape(x)[:1] for x in leaves}) > 1 or not all(map(np.ndim, leaves)):
+            shapes = {"/".join(path): np.shape(x) for path, x in flatten_dict(records).items()}
+            raise InferenceError(
+                f"{self.path()}: records need arrays with equally many rows, one per example, but "
+                f"the shapes are {shapes}; set a converter that returns those to write."
+            )
+        for row in zip(*leaves, strict=True):
+            self.sink.write(tree.unflatten(row))
+
+    def flush(self) -> None:
+        self.sink.flush()
+
+
+def _local_rows(batch: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Returns this process's rows of each array, and whether it is the first that holds them.
+
+    Outputs are laid out like the inputs, whose rows are in the order in which they were read.
+    """
+    inputs = [x for x in jax.tree.leaves(batch["input_batch"]) if isinstance(x, jax.Array)]
+    spread = [x for x in inputs if x.ndim and not x.is_fully_addressable]
+    if not spread:
+        return jax.tree.map(np.asarray, batch), True
+    sharding: Any = spread[0].sharding
+    mesh, num_rows = sharding.mesh, spread[0].shape[0]
+    rows = NamedSharding(mesh, PartitionSpec(*sharding.spec[:1]))
+
+    def local(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return np.asarray(x)
+        has_rows = x.ndim and x.shape[0] == num_rows
+        sharding = rows if has_rows else NamedSharding(mesh, PartitionSpec())
+        return global_to_host_array(jax.device_put(x, sharding))
+
+    held = {
+        device: (device.process_index, shard_start(index)[0])
+        for device, index in rows.devices_indices_map((num_rows,)).items()
+    }
+    blocks = blocks_by_process(held, "the batch")
+    mine = jax.process_index()
+    first = min(process for process, block in blocks.items() if block == blocks[mine])
+    return jax.tree.map(local, batch), first == mine

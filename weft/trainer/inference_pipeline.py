@@ -1,0 +1,132 @@
+"""Inference pipelines: run a method of a trained model on all of an input, and write the results.
+
+cfg = InferencePipeline.default_config().set(
+    name="pipeline",
+    input=input_cfg,
+    runner=InferenceRunner.config_from_trainer(trainer_cfg),
+    model_method="predict",
+)
+cfg.output_writer.sink.output_path = "out/record-{process_index:05d}-of-{process_count:05d}.jsonl"
+cfg.instantiate(parent=None).run()
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from weft.config import REQUIRED, Required, config_class, maybe_set_config
+from weft.distributed.preemption import batches_until_stopped
+from weft.errors import InferenceError
+from weft.hierarchy.module import Module
+from weft.input import Input
+from weft.input.dispatch import LOGICAL_ROW_KEY
+from weft.trainer.inference import InferenceRunner
+from weft.trainer.inference_output import BaseOutputWriter, OutputRecordWriter
+from weft.traverse_util import flatten_dict, unflatten_dict
+from weft.typing import PartitionSpec
+
+
+def pop_string_tensors(input_batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits a batch into numbers, which devices support, and texts.
+
+    >>> pop_string_tensors({"x": np.ones(1), "of": {"text": np.array(["a"])}})
+    ({'x': array([1.])}, {'of': {'text': array(['a'], dtype='<U1')}})
+    """
+    flat = flatten_dict(input_batch)
+    strings = {path: x for path, x in flat.items() if np.asarray(x).dtype.kind in "OSU"}
+    numbers = {path: x for path, x in flat.items() if path not in strings}
+    return unflatten_dict(numbers), unflatten_dict(strings)
+
+
+def merge_with_string_tensors(
+    batch: dict[str, Any], string_tensors: dict[str, Any]
+) -> dict[str, Any]:
+    """Inverts `pop_string_tensors`.
+
+    >>> merge_with_string_tensors({"of": {"x": 1}}, {"of": {"text": "a"}})
+    {'of': {'x': 1, 'text': 'a'}}
+    """
+    return unflatten_dict({**flatten_dict(batch), **flatten_dict(string_tensors)})
+
+
+class InferencePipeline(Module):
+    """Runs a method of a model on each batch of an input, and writes inputs and outputs.
+
+    All processes must read equally many batches of equally many rows, which the mesh divides: pad
+    the input, and leave padding out by the writer's `converter`.
+    """
+
+    @config_class
+    class Config(Module.Config):
+        """Configures an InferencePipeline.
+
+        Attributes:
+            input: The data; finite. Its texts are not passed to the model, but written. Its field
+                `is_training`, if any, is set to False.
+            model_method: Name of the method; it is called as `method(input_batch=batch)`.
+        """
+
+        input: Required[Input.Config] = REQUIRED
+        runner: Required[InferenceRunner.Config] = REQUIRED
+        model_method: Required[str] = REQUIRED
+        output_writer: BaseOutputWriter.Config = OutputRecordWriter.default_config()
+
+    def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
+        """Creates the pipeline; further arguments are those of the runner, such as `devices`.
+
+        Raises:
+            InferenceError: If the input and the runner shard the rows of a batch differently.
+        """
+        super().__init__(cfg, parent=parent)
+        self._add_child("runner", cfg.runner, **kwargs)
+        self._add_child("output_writer", cfg.output_writer)
+        with self.runner.mesh():
+            self._add_child("input", maybe_set_config(cfg.input, is_training=False))
+            self._check_rows()
+
+    def _check_rows(self) -> None:
+        partition_type = self.runner.config.input_batch_partition_spec
+        read = self.input.partition_spec
+        placed = partition_type.partition_spec(jax.sharding.get_mesh())
+        if _row_axes(read) != _row_axes(placed):
+            raise InferenceError(
+                f"{self.path()}: the input shards the rows of a batch over {_row_axes(read)}, the "
+                f"runner, by input_batch_partition_spec={partition_type}, over "
+                f"{_row_axes(placed)}. Set one of them to that of the other."
+            )
+
+    def run(self, **kwargs: Any) -> None:
+        """Runs the method on all batches and writes the results.
+
+        Args:
+            **kwargs: For `InferenceRunner.create_method_runner`: `prng_key`, and further arguments
+                of the method.
+
+        Raises:
+            InferenceError: If the model has no such method.
+        """
+        method = self.runner.create_method_runner(method=self.config.model_method, **kwargs)
+        with (
+            self.runner.mesh(),
+            batches_until_stopped(
+                iter(self.input.dataset()), self.input.batches, self.path()
+            ) as batches,
+        ):
+            for batch in batches:
+                numbers, kept = pop_string_tensors(batch)
+                if LOGICAL_ROW_KEY in numbers:
+                    kept[LOGICAL_ROW_KEY] = numbers.pop(LOGICAL_ROW_KEY)
+                result = method(numbers)
+                self.output_writer.write(
+                    input_batch=merge_with_string_tensors(result.input_batch, kept),
+                    output_batch=result.output_batch,
+                )
+        self.output_writer.flush()
+
+
+def _row_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    rows = spec[0] if len(spec) else None
+    if rows is None:
+        return ()
+    return (rows,) if isinstance(rows, str) else tuple(rows)
