@@ -3,6 +3,7 @@
 It is at the root, so that the examples in weft/ run under it as the tests do.
 """
 
+import functools
 import gc
 import os
 import tempfile
@@ -55,7 +56,10 @@ def pytest_collection():
     gc.disable()
     result = yield
     _freeze_objects()
+    # Tracing makes many objects, few of them garbage in cycles.
+    gc.set_threshold(20_000, 20)
     gc.enable()
+    _repeat_less_work()
     # JAX has read it here. The processes that tests start compile the same again in each start.
     if os.environ.get(_KEPT_FROM) == "0.2":
         os.environ[_KEPT_FROM] = "0"
@@ -94,6 +98,25 @@ def settings_are_restored():
     assert {name: jax.config.values[name] for name in _SETTINGS} == before
     assert _traces_in_two_threads() == 1, "a test left a mesh or a setting of its thread behind"
     _freeze_objects()
+
+
+def _repeat_less_work():
+    """Lets JAX keep what it would compute again for each program and each error."""
+    from jax._src import traceback_util
+    from jax._src.interpreters import mlir
+
+    # Compares paths on disk, some hundred times for each error.
+    traceback_util._path_starts_with = functools.cache(traceback_util._path_starts_with)
+    make, of_thread = mlir.make_ir_context, threading.local()
+
+    def shared():
+        """Returns the MLIR context of this thread; a new one for each program would take 4 ms."""
+        if not hasattr(of_thread, "context"):
+            of_thread.context = make()
+            of_thread.context.enable_multithreading(False)
+        return of_thread.context
+
+    mlir.make_ir_context = shared
 
 
 def _traces_in_two_threads() -> int:
