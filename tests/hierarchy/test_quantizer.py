@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from weft.errors import ArgumentShapeError, MissingPrngKeyError
 from weft.hierarchy.module import functional as F
@@ -208,6 +209,9 @@ def test_initial_values():
     state = gumbel(param_init=param_init).initialize_parameters_recursively(jax.random.key(0))
     np.testing.assert_array_equal(state["codebook"], 2.0)
     assert state["step"].dtype == jnp.int32
+    specs = made(KmeansVectorQuantizer, param_partition_spec=("model",))
+    specs = specs.create_parameter_specs_recursively()
+    assert specs["codebook"].partition_spec == PartitionSpec("model", None, None)
 
 
 def test_wrong_input_raises(wave):

@@ -81,7 +81,8 @@ class BaseQuantizer(BaseLayer):
         cfg = self.config
         shape = (cfg.codebook_size, cfg.num_codebooks, cfg.codebook_dim)
         initializer = gaussian_initializer(std=1.0) if cfg.param_init is None else None
-        return {"codebook": ParameterSpec(shape, initializer=initializer)}
+        mesh_axes = cfg.param_partition_spec
+        return {"codebook": ParameterSpec(shape, mesh_axes=mesh_axes, initializer=initializer)}
 
     def forward(self, inputs: Tensor, paddings: Tensor | None = None) -> Output:
         """Quantizes frames.
