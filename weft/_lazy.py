@@ -3,12 +3,14 @@
 `moved_names.txt` has the names of earlier versions, and `flax_paths.txt` the modules of Flax that
 are laid out differently in Weft: after a module's name come the names that lead elsewhere, as
 `name=module:name`, and the modules that have its other names, searched in order.
+`axlearn_differences.txt` has what differs from AXLearn on purpose, with what to write instead.
 """
 
 import ast
 import functools
 import importlib
 import importlib.util
+import opcode
 import pkgutil
 import sys
 import types
@@ -129,6 +131,25 @@ def _flax_paths() -> Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]]:
     }
 
 
+@functools.cache
+def axlearn_differences() -> Mapping[str, str]:
+    """Returns what to write instead of names, fields and defaults of AXLearn that Weft lacks.
+
+    Keys are dotted names, such as `weft.trainer.trainer.SpmdTrainer.recorder` for a config field.
+    """
+    lines = (_ROOT / "axlearn_differences.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split(" # ") for line in lines)
+
+
+def axlearn_hint(owner: str, name: str) -> str | None:
+    """Returns what to write instead of a name in a module, or below it, or of a class's field."""
+    for known, instead in axlearn_differences().items():
+        place, _, last = known.rpartition(".")
+        if last == name and (f"{place}.".startswith(f"{owner}.") or place.endswith(f".{owner}")):
+            return instead
+    return None
+
+
 def _places(module: str) -> tuple[str, ...]:
     current, (_, places) = current_name(module), _flax_paths().get(module, ({}, ()))
     return places if current == module else (current, *places)
@@ -147,7 +168,20 @@ def _other_attribute(module: str, name: str) -> object:
         for place in map(pkgutil.resolve_name, _places(module)):
             if hasattr(place, name):
                 return getattr(place, name)
+        if instead := axlearn_hint(module, name):
+            from weft.errors import LeftOutError
+
+            error = LeftOutError if _is_from_import() else AttributeError
+            raise error(f"{module} has no {name!r} of AXLearn: {instead}.")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def _is_from_import() -> bool:
+    """Returns whether a name is for `from module import name`, which hides AttributeErrors."""
+    frame = sys._getframe(1)
+    while frame.f_globals is globals() and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_code[frame.f_lasti] == opcode.opmap["IMPORT_FROM"]
 
 
 def _other_names(module: str) -> list[str]:
@@ -186,7 +220,8 @@ class _OtherModules:
 @functools.cache
 def _other_modules() -> frozenset[str]:
     with_renamed_objects = (name.rpartition(".")[0] for name in _moved_names())
-    return frozenset([*_moved_names(), *with_renamed_objects, *_flax_paths()])
+    with_differences = (name.rpartition(".")[0] for name in axlearn_differences())
+    return frozenset([*_moved_names(), *with_renamed_objects, *_flax_paths(), *with_differences])
 
 
 def _execute(load: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:

@@ -1,7 +1,8 @@
 """Defaults are those that users of AXLearn know, apart from differences that are listed.
 
 `axlearn_defaults.json` has the defaults of config fields, of `default_config()`, of dataclasses and
-of parameters, and the members of enums. `axlearn_differences.txt` lists what differs on purpose.
+of parameters, and the members of enums. `weft/axlearn_differences.txt` lists what differs on
+purpose, and errors tell what to write instead.
 """
 
 import ast
@@ -9,16 +10,20 @@ import enum
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from weft._lazy import axlearn_differences
+from weft.errors import LeftOutError, UnknownFieldError
+from weft.trainer.trainer import SpmdTrainer
+
 HERE = Path(__file__).parent
 KNOWN = json.loads((HERE / "axlearn_defaults.json").read_text(encoding="utf-8"))
-LINES = (HERE / "axlearn_differences.txt").read_text(encoding="utf-8").splitlines()
-ALLOWED = dict(line.split(" # ") for line in LINES)
+ALLOWED = axlearn_differences()
 MISSING = object()
 
 
@@ -85,4 +90,32 @@ def test_defaults_are_known_or_listed(module):
             differ |= {
                 key + of for of, want, have in defaults(cls, facts) if not is_known(want, have)
             }
-    assert differ == {key for key in ALLOWED if key.startswith(f"{module}.")}
+    about = [f"{module}.{name}" for name in KNOWN[module]]
+    assert differ == {key for key in ALLOWED if any(is_about(key, name) for name in about)}
+
+
+def is_about(key: str, name: str) -> bool:
+    return key.startswith(name) and not key.removeprefix(name)[:1].isidentifier()
+
+
+def test_names_that_are_left_out_say_what_to_write():
+    left_out = [key.rpartition(".") for key in ALLOWED if "(" not in key]
+    left_out = [(place, name) for place, _, name in left_out if place.split(".")[-1].islower()]
+    for module, name in left_out:
+        instead = re.escape(ALLOWED[f"{module}.{name}"])
+        assert not hasattr(importlib.import_module(module), name)
+        with pytest.raises(LeftOutError, match=f"{module} has no '{name}' of AXLearn: {instead}"):
+            exec(f"from {module} import {name}")
+        with pytest.raises(AttributeError, match=instead):
+            getattr(importlib.import_module(module), name)
+    assert len(left_out) > 10
+
+
+@pytest.mark.parametrize("field", ["recorder", "save_input_iterator", "tpu_trace_mode"])
+def test_fields_that_are_left_out_say_what_to_write(field):
+    class Trainer(SpmdTrainer):
+        pass
+
+    instead = re.escape(ALLOWED[f"weft.trainer.trainer.SpmdTrainer.{field}"])
+    with pytest.raises(UnknownFieldError, match=f"{field}.*In place of AXLearn's: {instead}"):
+        Trainer.default_config().set(**{field: None})

@@ -325,9 +325,10 @@ def test_max_length_counts_decoded_tokens():
     assert stops(StopOnMaxLength(1), prefix_len=3) == [3, 4, 5, 6]
 
 
-def test_max_length_may_differ_between_prompts():
+@pytest.mark.parametrize("max_len", [[2, 3], [[2], [3]]])
+def test_max_length_may_differ_between_prompts(max_len):
     sequences = jnp.ones((2, 3, 9), int)
-    stop = StopOnMaxLength(jnp.array([2, 3]))(
+    stop = StopOnMaxLength(jnp.array(max_len))(
         index=jnp.array([4, 4]), sequences=sequences, prefix_len=jnp.array([3, 3])
     )
     assert stop.tolist() == [[True] * 3, [False] * 3]

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
+from weft._lazy import axlearn_hint
 from weft.config import values
 from weft.config.fields import Field, check_type, fields_of_class
 from weft.config.validation import check_value
@@ -177,8 +178,12 @@ class ConfigBase(values.ConfigNode):
         fields = self._fields()
         if name not in fields:
             where = f" (at {self._path})" if self._path else ""
+            owners = (cls.__qualname__.removesuffix(".Config") for cls in type(self).__mro__)
+            hints = (axlearn_hint(owner, name) for owner in owners)
+            instead = next((f"In place of AXLearn's: {hint}." for hint in hints if hint), None)
             raise UnknownFieldError(
-                f"unknown field {name!r} in {self._label()}{where}. {did_you_mean(name, fields)}"
+                f"unknown field {name!r} in {self._label()}{where}. "
+                f"{instead or did_you_mean(name, fields)}"
             )
         return fields[name]
 

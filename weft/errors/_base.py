@@ -70,6 +70,10 @@ class AsFlaxError(WeftError, ImportError):
     """Weft cannot take the place of Flax in this process."""
 
 
+class LeftOutError(WeftError, ImportError):
+    """A name of AXLearn has no counterpart in Weft."""
+
+
 class ArgumentShapeError(WeftError, ValueError):
     """An array has a shape that does not fit the function's other arguments."""
 

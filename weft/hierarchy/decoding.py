@@ -274,7 +274,7 @@ class StopOnMaxLength(StopDecodingCondition):
         self._max_len = max_len
 
     def __call__(self, *, index, sequences, prefix_len):
-        stop = jnp.asarray(index - prefix_len + 1 >= self._max_len)
+        stop = jnp.asarray(index - prefix_len + 1 >= jnp.reshape(self._max_len, -1))
         return jnp.broadcast_to(stop.reshape(-1, 1), sequences.shape[:2])
 
 

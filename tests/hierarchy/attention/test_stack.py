@@ -306,6 +306,13 @@ def test_invalid_fields(cls, fields, message):
         stack(cls, **fields)
 
 
+@pytest.mark.parametrize("cls", STACKS)
+def test_layer_of_none_is_to_be_set(cls):
+    cfg = cls.default_config().set(name="stack", input_dim=DIM, num_layers=2, layer=None)
+    with pytest.raises(LayerConfigError, match="layer is None; set the config of its layers"):
+        cfg.instantiate(parent=None)
+
+
 def test_layers_get_the_input_dimension_of_the_stack():
     for dim in (REQUIRED, DIM):
         module = stack(StackedTransformerLayer, layer_config().set(input_dim=dim))

@@ -61,7 +61,7 @@ class BaseStackedTransformerLayer(BaseTransformerLayer):
         """Configures a BaseStackedTransformerLayer.
 
         Attributes:
-          layer: config of each layer.
+          layer: config of each layer; None for one that is set later, such as by a pipeline.
           peak_stochastic_depth_rate: rate of the last layer, to which the rates grow linearly; None
             keeps the configured rates.
           carry: arguments that a layer gets from the previous layer's output; None for "data".
@@ -69,13 +69,18 @@ class BaseStackedTransformerLayer(BaseTransformerLayer):
         """
 
         num_layers: Required[int] = REQUIRED
-        layer: BaseTransformerLayer.Config = TransformerLayer.default_config()
+        layer: BaseTransformerLayer.Config | None = TransformerLayer.default_config()
         peak_stochastic_depth_rate: float | None = None
         carry: Sequence[str] | None = None
         scan_kwargs: Sequence[str] | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
+        if cfg.layer is None:
+            raise LayerConfigError(
+                f"{self.path()}: layer is None; set the config of its layers, such as "
+                "TransformerLayer.default_config()."
+            )
         if cfg.carry is not None and "data" not in cfg.carry:
             raise LayerConfigError(
                 f"{self.path()}: carry={tuple(cfg.carry)} lacks 'data', which each layer "
@@ -108,7 +113,7 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
     class Config(BaseStackedTransformerLayer.Config):
         """Configures a StackedTransformerLayer; `layer` may be a list with one config per layer."""
 
-        layer: BaseTransformerLayer.Config | Sequence[BaseTransformerLayer.Config] = (
+        layer: BaseTransformerLayer.Config | Sequence[BaseTransformerLayer.Config] | None = (
             TransformerLayer.default_config()
         )
         data_merger: InstantiableConfig[UpdateDataFn] | None = None
