@@ -9,7 +9,7 @@ A cell maps its state and the input of one time step to the next state and an ou
 are time-major: axis 0 is time. Stacks of cells are cells.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -81,10 +81,17 @@ class BaseRNNCell(BaseLayer):
 
         Summaries of the steps are averaged under "step".
         """
+
+        def step(states: NestedTensor, x: Tensor) -> tuple[NestedTensor, Tensor]:
+            return self.extend_step(inputs=x, cached_states=states)
+
+        return self._scan(step, time_major_inputs)
+
+    def _scan(self, step: Callable[[Any, Tensor], tuple[Any, Tensor]], xs: Tensor) -> Tensor:
         _, outputs = scan_in_context(
-            lambda states, x: self.extend_step(inputs=x, cached_states=states),
-            carry=self.init_states(batch_size=time_major_inputs.shape[1]),
-            xs=time_major_inputs,
+            step,
+            carry=self.init_states(batch_size=xs.shape[1]),
+            xs=xs,
             child_name_prefix="step",
             merge_summaries=True,
         )
@@ -161,13 +168,20 @@ class LSTMCell(BaseRNNCell):
         return {name: jnp.zeros((batch_size, n), self.dtype()) for name, n in sizes.items()}
 
     def extend_step(self, *, inputs: Tensor, cached_states: Any) -> tuple[NestedTensor, Tensor]:
-        c, m = cached_states["c"], cached_states["m"]
-        gates = self.input_proj(inputs) + self.hidden_proj(m.astype(inputs.dtype))
+        return self._step(cached_states, self.input_proj(inputs))
+
+    def forward(self, time_major_inputs: Tensor) -> Tensor:
+        # One product for all steps is faster than one in each.
+        return self._scan(self._step, self.input_proj(time_major_inputs))
+
+    def _step(self, states: Any, from_inputs: Tensor) -> tuple[NestedTensor, Tensor]:
+        c, m, dtype = states["c"], states["m"], from_inputs.dtype
+        gates = from_inputs + self.hidden_proj(m.astype(dtype))
         if "norm" in self.children:
-            gates = self.norm(gates.reshape(*inputs.shape[:-1], -1)).reshape(gates.shape)
+            gates = self.norm(gates.reshape(*gates.shape[:-2], -1)).reshape(gates.shape)
         gates = [gates[..., i, :] for i in range(4)]
         new_c, y = lstm_step(c, *gates, max_cell_value=self.config.max_cell_value)
-        y = y.astype(inputs.dtype)
+        y = y.astype(dtype)
         if "output_proj" in self.children:
             y = self.output_proj(y)
         return {"c": new_c.astype(c.dtype), "m": y.astype(m.dtype)}, y
