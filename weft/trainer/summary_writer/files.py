@@ -123,7 +123,10 @@ class SummaryWriter(PeriodicWriter):
     def _add(self, step: int, protos: list[Any]) -> None:
         protos = [proto for proto in protos if proto is not None]
         if protos:
-            self._write(lambda file: [file.add(proto, step) for proto in protos])
+            of_step, *others = protos
+            for proto in others:
+                of_step.MergeFrom(proto)
+            self._write(lambda file: file.add(of_step, step))
             self._waiting += len(protos)
         is_old = time.monotonic() - self._last_flush >= self._flush_seconds
         if self._waiting > self._max_queue or is_old:
