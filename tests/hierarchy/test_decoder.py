@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.config import config_for_function
+from weft.config import config_for_function, maybe_set_config
 from weft.errors import MissingPrngKeyError
 from weft.functional.sampling import chain, scale_by, top_k_logits, top_p_logits
 from weft.hierarchy.attention.bias import (
@@ -16,7 +16,7 @@ from weft.hierarchy.attention.bias import (
     CausalAttentionBias,
     CausalAttentionLogitBiasLayer,
 )
-from weft.hierarchy.attention.kv_cache import KVCache, PagedKVCache
+from weft.hierarchy.attention.kv_cache import KVCache, PagedKVCache, SlidingWindowKVCache
 from weft.hierarchy.attention.rope import RoFormerQKVLinear
 from weft.hierarchy.attention.stack import RepeatedTransformerLayer, StackedTransformerLayer
 from weft.hierarchy.attention.transformer import TransformerAttentionLayer, TransformerLayer
@@ -144,16 +144,20 @@ def test_packed_sequences_are_independent(variant):
 
 
 @pytest.mark.parametrize(
-    "stack, variant",
+    "stack, variant, kv_cache",
     [
-        (StackedTransformerLayer, "learned"),
-        (RepeatedTransformerLayer, "rope"),
-        (RepeatedTransformerLayer, "mask_layer"),
-        (StackedTransformerLayer, "alibi"),
+        (StackedTransformerLayer, "learned", KVCache),
+        (RepeatedTransformerLayer, "rope", KVCache),
+        (RepeatedTransformerLayer, "mask_layer", KVCache),
+        (StackedTransformerLayer, "alibi", KVCache),
+        (StackedTransformerLayer, "alibi", SlidingWindowKVCache),
     ],
 )
-def test_cached_decoding_equals_the_full_forward(stack, variant):
-    decoder, state = make(decoder_config(stack, variant, num_layers=2))
+def test_cached_decoding_equals_the_full_forward(stack, variant, kv_cache):
+    cfg = decoder_config(stack, variant, num_layers=2)
+    kv_cache = maybe_set_config(kv_cache.default_config(), cached_kv_length=LENGTH)
+    cfg.transformer.layer.self_attention.attention.kv_cache = kv_cache
+    decoder, state = make(cfg)
     expected = compiled(decoder, state)(input_batch={"input_ids": IDS})
     time_step = jnp.array([3, 1])
     states, outputs = compiled(decoder, state, "prefill_states")(

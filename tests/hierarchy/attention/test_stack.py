@@ -162,6 +162,52 @@ def test_decoding_equals_the_whole_sequence(cls, attention, filled, x):
         assert_close(output.data[:, 0], expected[rows, lengths + i])
 
 
+@pytest.mark.parametrize("cls", STACKS)
+def test_sequences_share_a_pool_of_pages(cls, filled, x):
+    kv_cache = PagedKVCache.default_config().set(page_size=2, num_pages=5)
+    cfg = layer_config(kv_cache=kv_cache)
+    module, state = stack(cls, cfg), states(filled)[cls]
+    expected = run(module, state, data=x)[0].data
+
+    def layers_of(cached):
+        """Returns the states of attention, with an axis of layers."""
+        if cls is StackedTransformerLayer:
+            cached = jax.tree.map(lambda *x: jnp.stack(x), *cached.values())
+            return cached["self_attention"]["attention"]
+        return cached["repeat"]["layer"]["self_attention"]["attention"]
+
+    def cached_for(page_indices, pool, time_step):
+        """Returns the states of sequences with some pages of the pool."""
+        batch = len(page_indices)
+        cached = module.init_states(batch_size=batch, max_len=6, dtype=jnp.float32)
+        pages = layers_of(cached)["kv_cache"] if pool is None else pool
+        indices = jnp.broadcast_to(jnp.array(page_indices), (LAYERS, batch, 3))
+        steps = jnp.broadcast_to(jnp.array(time_step), (LAYERS, batch))
+        attention = {"kv_cache": pages.replace(page_indices=indices), "time_step": steps}
+        layers = {"layer": {"self_attention": {"attention": attention}}}
+        if cls is StackedTransformerLayer:
+            return unstacked({"repeat": layers})
+        return {"repeat": VDict(layers)}
+
+    def pages_after(cached, x, **kwargs):
+        (cached, output), _ = run(
+            module, state, "extend_step", cached_states=cached, data=x, **kwargs
+        )
+        return layers_of(cached)["kv_cache"], output.data
+
+    none = 5
+    # The first sequence fills its pages; another prompt of three is written to others.
+    pool, _ = pages_after(cached_for([[4, 0, 2]], None, [0]), x[:1, :5], is_prefill=True)
+    empty = cached_for([[1, 3, none]], None, [0])
+    pool, output = pages_after(empty, x[1:, :3], is_prefill=True, page_pool=pool)
+    assert_close(output[0], expected[1, :3])
+    # The first sequence starts again with two of its pages, and both are decoded together.
+    pool, _ = pages_after(cached_for([[0, 4, none]], pool, [0]), x[:1, :2], is_prefill=True)
+    pages = [[0, 4, none], [1, 3, none]]
+    pool, output = pages_after(cached_for(pages, pool, [2, 3]), x[jnp.arange(2), [2, 3]][:, None])
+    assert_close(output[:, 0], expected[jnp.arange(2), jnp.array([2, 3])])
+
+
 def test_states_of_repeated_layers_are_stacked(filled):
     module = stack(RepeatedTransformerLayer)
     cached = module.init_states(batch_size=BATCH, max_len=4, dtype=jnp.bfloat16)

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 
 from weft.config import REQUIRED, Required, config_class
 from weft.errors import LayerConfigError
+from weft.functional.arrays import without_none
 from weft.hierarchy.attention import stack
 from weft.hierarchy.attention.bias import as_attention_bias
+from weft.hierarchy.attention.kv_cache import KVPages
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.module import Module
 from weft.hierarchy.pipeline import Pipeline
@@ -58,15 +60,26 @@ class TransformerPipeline(Pipeline):
         return _merge_stages(data, rest._replace(**probs))
 
     def extend_step(
-        self, cached_states: dict[str, Any], data: Tensor, **kwargs: object
+        self,
+        cached_states: dict[str, Any],
+        data: Tensor,
+        *,
+        page_pool: KVPages | None = None,
+        **kwargs: object,
     ) -> tuple[NestedTensor, stack.Output]:
-        """Applies the stages in sequence to the next positions."""
+        """Applies the stages in sequence to the next positions.
 
-        def stage(data: Tensor, state: object) -> tuple[Tensor, Any]:
-            state, output = self.layer.extend_step(state, data, **kwargs)
+        `page_pool` has leading axes of stages and of layers.
+        """
+
+        def stage(data: Tensor, own: tuple[Any, KVPages | None]) -> tuple[Tensor, Any]:
+            state, page_pool = own
+            given = without_none(page_pool=page_pool)
+            state, output = self.layer.extend_step(state, data, **given, **kwargs)
             return output.data, (state, output._replace(data=None))
 
-        data, (states, rest) = self._run_sequentially(stage, data, xs=cached_states["layer"])
+        xs = (cached_states["layer"], page_pool)
+        data, (states, rest) = self._run_sequentially(stage, data, xs=xs)
         return VDict(layer=states), _merge_stages(data, rest)
 
 

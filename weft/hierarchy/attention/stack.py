@@ -65,7 +65,7 @@ class BaseStackedTransformerLayer(BaseTransformerLayer):
           peak_stochastic_depth_rate: rate of the last layer, to which the rates grow linearly; None
             keeps the configured rates.
           carry: arguments that a layer gets from the previous layer's output; None for "data".
-          scan_kwargs: arguments with a leading axis of layers.
+          scan_kwargs: arguments with a leading axis of layers, in addition to `page_pool`.
         """
 
         num_layers: Required[int] = REQUIRED
@@ -99,6 +99,13 @@ class BaseStackedTransformerLayer(BaseTransformerLayer):
 def _aux_to_carry(carry: Sequence[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     aux = {name for name in carry or () if name != "data"}
     return {**kwargs, "return_aux": {*(kwargs.get("return_aux") or ()), *aux}}
+
+
+def _pop_scanned(scan_kwargs: Sequence[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Removes and returns the arguments with a leading axis of layers."""
+    # Each layer has its own pages.
+    names = {*(scan_kwargs or ()), *({"page_pool"} & kwargs.keys())}
+    return {name: kwargs.pop(name, None) for name in names}
 
 
 def _select_outputs(output: Output, return_aux: Collection[str] | None) -> Output:
@@ -159,7 +166,7 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
     ) -> tuple[NestedTensor, Output]:
         cfg = self.config
         return_aux = layer_kwargs.get("return_aux")
-        scanned = {name: layer_kwargs.pop(name, None) for name in cfg.scan_kwargs or ()}
+        scanned = _pop_scanned(cfg.scan_kwargs, layer_kwargs)
         layer_kwargs = _aux_to_carry(cfg.carry, layer_kwargs)
         outputs: list[Output] = []
         states = {}
@@ -235,7 +242,7 @@ class TransformerRepeat(Repeat):
         return_aux = kwargs.get("return_aux")
         kwargs = _aux_to_carry(cfg.carry, {"data": data, **kwargs})
         carried = {name: kwargs.pop(name) for name in cfg.carry or ("data",)}
-        scanned = {name: kwargs.pop(name, None) for name in cfg.scan_kwargs or ()}
+        scanned = _pop_scanned(cfg.scan_kwargs, kwargs)
 
         def step(
             carried: dict[str, Any], x: tuple[NestedTensor, dict[str, Any]]

@@ -221,7 +221,8 @@ class BaseTransformerLayer(BaseLayer):
             `step` in a prefill, else `max_len`.
           target_segment_ids: `Int[Array, "batch step"]`: 0 for padding after a sequence's last
             token, which is not cached.
-          page_pool: for a `PagedKVCache`, a state whose pages to use.
+          page_pool: for a `PagedKVCache`, a state whose pages to use; for a stack, with a leading
+            axis of layers.
         """
         return self._forward_for_mode(
             ForwardMode.of_step(is_prefill), cached_states, data, **kwargs
