@@ -68,7 +68,9 @@ class EventFile:
 
     def add(self, summary: Any, step: int) -> None:
         """Writes a `Summary` protocol buffer; after an OSError the file must be closed."""
-        self._write(step=step, summary=summary)
+        # Not by `_write`: a step adds many.
+        event = Event(wall_time=time.time(), step=step, summary=summary)
+        self._records.write(event.SerializeToString())
 
     def start_session(self, step: int) -> None:
         """Marks events of this and later steps in other files as void for readers."""
