@@ -7,6 +7,7 @@ a floating-point or complex dtype, even where all inputs are integers.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -153,13 +154,34 @@ def promote_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = Tr
     >>> x.dtype.name, bias, scale.dtype.name
     ('bfloat16', None, 'bfloat16')
     """
+    common = _common_dtype(args) if dtype is None else None
+    if common is not None and (_is_inexact(common) or not inexact):
+        return [*args]  # most often, there is nothing to promote
     dtype = canonicalize_dtype(*args, dtype=dtype, inexact=inexact)
     return [x if x is None or _has_dtype(x, dtype) else jnp.asarray(x, dtype) for x in args]
 
 
 def _has_dtype(x: Any, dtype: Any) -> bool:
     """Returns whether `x` is a JAX array of that dtype, and not weakly typed."""
-    return getattr(x, "weak_type", True) is False and x.dtype == dtype
+    aval: Any = getattr(x, "aval", None)  # its attributes are faster than those of a tracer
+    return getattr(aval, "weak_type", True) is False and aval.dtype == dtype
+
+
+def _common_dtype(args: Sequence[Any]) -> Any:
+    """Returns the dtype of JAX arrays that are not weakly typed; None if there is not one."""
+    common = None
+    for x in args:
+        if x is not None:
+            aval: Any = getattr(x, "aval", None)
+            if getattr(aval, "weak_type", True) or (common is not None and aval.dtype != common):
+                return None
+            common = aval.dtype
+    return common
+
+
+@functools.lru_cache(maxsize=64)
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _promoted_dtype(args: Sequence[Any]) -> Any:
@@ -167,7 +189,6 @@ def _promoted_dtype(args: Sequence[Any]) -> Any:
         raise ArgumentValueError(
             "The dtype is unknown: neither a dtype nor an array was given; pass at least one."
         )
-    common = getattr(args[0], "dtype", None)
-    if all(_has_dtype(x, common) for x in args):
-        return common  # promotion is slow, and most often there is nothing to promote
+    if (common := _common_dtype(args)) is not None:
+        return common  # promotion is slow
     return jnp.result_type(*(x if hasattr(x, "dtype") else jnp.asarray(x) for x in args))

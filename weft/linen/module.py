@@ -250,10 +250,7 @@ class Module(ModuleVariables):
         held = vars(self)
         for name in self._field_names:
             value = held.get(name)
-            kind = type(value)
-            # `isinstance` is slow for abstract classes such as `FrozenDict`.
-            is_holder = FrozenDict in kind.__mro__ or hasattr(kind, "_weft_struct")
-            if is_holder or isinstance(value, _HOLDERS):
+            if _may_hold_modules(type(value)):
                 adopted = map_submodules(self._adopt, value, is_module, name)
                 if adopted is not value:
                     self._state.given = {**self._state.given, name: value}
@@ -606,7 +603,12 @@ class Module(ModuleVariables):
         return tabulated(*args)
 
 
-_HOLDERS = (Module, list, tuple, dict)
+@functools.lru_cache(maxsize=1024)
+def _may_hold_modules(cls: type) -> bool:
+    holders = Module, list, tuple, dict, FrozenDict
+    return issubclass(cls, holders) or hasattr(cls, "_weft_struct")
+
+
 _KEEPS_NAMES = "preserve_adopted_names"
 
 
