@@ -9,34 +9,50 @@ import pytest
 
 from tests.python import run_python
 
-PROGRAMS = sorted(Path(__file__).with_name("programs").glob("*.py"))
+PROGRAMS = sorted(
+    program
+    for program in Path(__file__).with_name("programs").glob("*.py")
+    if importlib.util.find_spec(program.stem)  # the extra `clients` has them
+)
+
+# All in one process, which imports JAX once. It runs them by their paths, since their folder would
+# hide the packages of the same names.
+RUN = """
+import contextlib, io, json, runpy, sys
+printed = []
+for program in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        try:
+            runpy.run_path(program, run_name="__main__")
+        except Exception as error:
+            error.add_note(program)
+            raise
+    printed.append(json.loads(stdout.getvalue()))
+print(json.dumps(printed))
+"""
 
 
-def run(program, **kwargs):
-    # Not the program itself, since its folder would hide the package of the same name.
-    code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
-    return json.loads(run_python("-c", code, program, **kwargs).stdout)
-
-
-def assert_close(one, other):
-    assert type(one) is type(other)
+def assert_close(one, other, name):
+    assert type(one) is type(other), name
     if isinstance(one, dict):
-        assert one.keys() == other.keys()
+        assert one.keys() == other.keys(), name
     if isinstance(one, list | dict):
-        assert len(one) == len(other)
+        assert len(one) == len(other), name
         for key in one if isinstance(one, dict) else range(len(one)):
-            assert_close(one[key], other[key])
+            assert_close(one[key], other[key], name)
     elif isinstance(one, float):
-        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5, err_msg=name)
     else:
-        assert one == other
+        assert one == other, name
 
 
 @pytest.mark.long
+@pytest.mark.skipif(not PROGRAMS, reason="none of the packages is installed")
 @pytest.mark.rank_promotion("allow")  # the packages add axes
-@pytest.mark.parametrize("program", PROGRAMS, ids=[program.stem for program in PROGRAMS])
-def test_programs_of_packages_compute_the_same(program, tmp_path):
-    if importlib.util.find_spec(program.stem) is None:
-        pytest.skip(f"{program.stem} is not installed; the extra `clients` has it")
-    on_weft, on_flax = (run(program, as_flax=as_flax, cwd=tmp_path) for as_flax in (True, False))
-    assert_close(on_weft, on_flax)
+def test_programs_of_packages_compute_the_same(tmp_path):
+    on_weft, on_flax = (
+        json.loads(run_python("-c", RUN, *PROGRAMS, as_flax=as_flax, cwd=tmp_path).stdout)
+        for as_flax in (True, False)
+    )
+    for program, *results in zip(PROGRAMS, on_weft, on_flax, strict=True):
+        assert_close(*results, program.stem)
