@@ -54,5 +54,5 @@ def test_programs_of_packages_compute_the_same(tmp_path):
         json.loads(run_python("-c", RUN, *PROGRAMS, as_flax=as_flax, cwd=tmp_path).stdout)
         for as_flax in (True, False)
     )
-    for program, *results in zip(PROGRAMS, on_weft, on_flax, strict=True):
-        assert_close(*results, program.stem)
+    for program, one, other in zip(PROGRAMS, on_weft, on_flax, strict=True):
+        assert_close(one, other, program.stem)
