@@ -6,6 +6,7 @@ It is at the root, so that the examples in weft/ run under it as the tests do.
 import functools
 import gc
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -26,8 +27,10 @@ if version("jaxlib").startswith("0.10."):
     flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Else each process that a test starts would compile all of Weft's sources again, for a second.
+# Else each process that a test starts would compile all of Weft's sources again, for a second, and
+# pytest all tests, for seven.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Users run Weft with it, and the first layer that adds axes silently would stop their program.
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
@@ -54,12 +57,12 @@ _SETTINGS = (
 def pytest_collection():
     """Pauses garbage collection while ten thousand tests are collected."""
     gc.disable()
+    _repeat_less_work()
     result = yield
     _freeze_objects()
     # Tracing makes many objects, few of them garbage in cycles.
     gc.set_threshold(20_000, 20)
     gc.enable()
-    _repeat_less_work()
     # JAX has read it here. The processes that tests start compile the same again in each start.
     if os.environ.get(_KEPT_FROM) == "0.2":
         os.environ[_KEPT_FROM] = "0"
@@ -102,11 +105,24 @@ def settings_are_restored():
 
 def _repeat_less_work():
     """Lets JAX keep what it would compute again for each program and each error."""
-    from jax._src import traceback_util
+    from jax._src import config, dispatch, traceback_util, util
     from jax._src.interpreters import mlir
 
     # Compares paths on disk, some hundred times for each error.
     traceback_util._path_starts_with = functools.cache(traceback_util._path_starts_with)
+
+    compiled = dispatch.xla_primitive_callable.__wrapped__
+
+    @functools.lru_cache(4096)
+    def kept(_, primitive, **params):
+        return compiled(primitive, **params)
+
+    # While JAX checks leaks, it would compile x + 1 outside jit again in each call.
+    util.register_cache(kept, "xla_primitive_callable")
+    dispatch.xla_primitive_callable = lambda primitive, **params: kept(
+        config.trace_context(), primitive, **params
+    )
+
     make, of_thread = mlir.make_ir_context, threading.local()
 
     def shared():
