@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from weft import utils
 from weft.errors import ArgumentValueError, MeshError, MissingStateError, TreeMergeError
-from weft.utils import HybridMeshShape, VDict
+from weft.utils import DataPartitionType, HybridMeshShape, TensorSpec, VDict
 
 TREE = {"b": {"w": jnp.ones((2, 3)), "n": jnp.arange(2)}, "a": [jnp.zeros(4), None]}
 
@@ -99,6 +99,8 @@ def test_casts_and_shapes_of_parameters():
     other = {"b": {**TREE["b"], "w": jnp.ones(5)}, "a": TREE["a"]}
     message = utils.check_param_shape_alignment(TREE, other)
     assert message == "(b/w): source: (2, 3), target: (5,)"
+    specs = utils.cast_floats({"w": TensorSpec((2,), jnp.float32)}, to_dtype=jnp.bfloat16)
+    assert specs["w"] == TensorSpec((2,), jnp.bfloat16)
     assert isinstance(utils.as_tensor({"a": [1, 2]})["a"][0], jax.Array)
     assert isinstance(utils.as_numpy_array(TREE)["b"]["w"], np.ndarray)
 
@@ -112,6 +114,15 @@ def test_meshes_and_layouts():
     assert utils.maybe_shard(x, None) is x and utils.maybe_shard(x, PartitionSpec("d")) is x
     mesh = jax.sharding.Mesh(utils.create_device_mesh((8,)), ("d",))
     with jax.set_mesh(mesh):
+        for partition, entries in (
+            (DataPartitionType.FULL, (("d",), None)),
+            (DataPartitionType.REPLICATED, (None, None)),
+            (PartitionSpec(None, "d"), (None, "d")),
+        ):
+            rows = utils.host_to_global_array(np.zeros((8, 8)), partition=partition)
+            assert rows.sharding.is_equivalent_to(
+                jax.sharding.NamedSharding(mesh, PartitionSpec(*entries)), 2
+            )
         laid_out = jax.jit(lambda x: utils.maybe_shard(x, PartitionSpec("d")))(x)
     assert laid_out.sharding.spec == PartitionSpec("d")
     local = utils.replicate_to_local_data({"x": laid_out})["x"]

@@ -27,9 +27,10 @@ from weft.errors import ArgumentValueError, MissingStateError, TreeMergeError
 from weft.hierarchy.context import current_context
 from weft.hierarchy.context_kind import fork_key
 from weft.hierarchy.parameter_spec import TensorSpec
-from weft.input import host_to_global_device_array
-from weft.input.dispatch import global_to_host_array, input_partition_spec
+from weft.input import dispatch
+from weft.input.dispatch import current_mesh, global_to_host_array, input_partition_spec
 from weft.struct import VDict, map_blocks
+from weft.trainer.inference import DataPartitionType
 from weft.trainer.mesh import HybridMeshShape, MeshShape, build_mesh, infer_mesh_shape
 from weft.trainer.model import (
     cast_floats,
@@ -244,7 +245,6 @@ def expand_vdicts(tree: Nested[Any]) -> Nested[Any]:
 
 
 vectorized_tree_map = map_blocks
-host_to_global_array = host_to_global_device_array
 NestedPartitionSpec = Nested[PartitionSpec | None]
 
 
@@ -495,6 +495,28 @@ def complete_partition_spec_tree(
     )
 
 
+def data_partition_type_to_spec(partition: DataPartitionType | PartitionSpec) -> PartitionSpec:
+    """Returns the layout of rows over the mesh in the context; a PartitionSpec is unchanged."""
+    is_type = isinstance(partition, DataPartitionType)
+    return partition.partition_spec(current_mesh()) if is_type else partition
+
+
+def host_to_global_array(
+    host_arrays: Nested[np.ndarray | Tensor],
+    *,
+    partition: DataPartitionType | PartitionSpec = DataPartitionType.FULL,
+) -> NestedTensor:
+    """Creates one global array per leaf from the rows of each process.
+
+    See `weft.input.host_to_global_device_array`.
+    """
+    spec = data_partition_type_to_spec(partition)
+    return dispatch.host_to_global_device_array(host_arrays, partition=spec)
+
+
+host_to_global_device_array = host_to_global_array
+
+
 def replicate_to_local_data(x: NestedTensor) -> Nested[np.ndarray]:
     """Returns all of each global array as an array of NumPy, in every process."""
     return multihost_utils.process_allgather(x, tiled=True)
@@ -509,6 +531,7 @@ def _at(i: int, tree: Nested[Any]) -> Nested[Any]:
 
 
 __all__ = [
+    "DataPartitionType",
     "HybridMeshShape",
     "MeshShape",
     "Nested",
@@ -531,6 +554,7 @@ __all__ = [
     "copy_recursively",
     "count_model_params",
     "create_device_mesh",
+    "data_partition_type_to_spec",
     "expand_vdicts",
     "flatten_items",
     "get_data_dir",

@@ -26,7 +26,7 @@ from weft.errors import (
     TrainDtypeError,
     did_you_mean,
 )
-from weft.hierarchy import BaseLayer, Module, WeightedScalar, nowrap
+from weft.hierarchy import BaseLayer, Module, TensorSpec, WeightedScalar, nowrap
 from weft.interop.hierarchy import InHierarchy
 from weft.trainer.optimizers.base import tree_paths
 from weft.typing import DType, Nested, NestedTensor, T, Tensor
@@ -190,19 +190,29 @@ class _ByPath:
         return next(matching, self.default_dtype)
 
 
-def cast_floats(tree: T, dtype: DType | None) -> T:
-    """Casts floating-point arrays to a dtype; other leaves, or all for None, are unchanged."""
-    if dtype is None:
-        return tree
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x, tree
-    )
+def cast_floats(in_tree: T, to_dtype: DType | None) -> T:
+    """Casts floating-point arrays and `TensorSpec`s to a dtype; None leaves all unchanged.
+
+    >>> cast_floats({"x": jnp.ones(2), "n": jnp.arange(2)}, to_dtype="bfloat16")["x"].dtype
+    dtype(bfloat16)
+    """
+
+    def cast(x: Any) -> Any:
+        is_spec = isinstance(x, TensorSpec)
+        dtype = x.dtype if is_spec else jnp.result_type(x)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            return x
+        return dataclasses.replace(x, dtype=to_dtype) if is_spec else x.astype(to_dtype)
+
+    return in_tree if to_dtype is None else jax.tree.map(cast, in_tree)
 
 
-def cast_floats_per_param(tree: T, dtypes: Nested[DType | None]) -> T:
+def cast_floats_per_param(in_tree: T, per_param_dtype: Nested[DType | None]) -> T:
     """Casts each floating-point array to its own dtype; None leaves it unchanged."""
     is_none = lambda x: x is None  # noqa: E731
-    return jax.tree.map(lambda dtype, x: cast_floats(x, dtype), dtypes, tree, is_leaf=is_none)
+    return jax.tree.map(
+        lambda dtype, x: cast_floats(x, dtype), per_param_dtype, in_tree, is_leaf=is_none
+    )
 
 
 def cast_for_forward(
