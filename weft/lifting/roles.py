@@ -142,3 +142,11 @@ def _describe(x: object, entries: dict[str, Any] | None) -> str:
 
 def _with_count(entries: dict[str, Any], one: str, several: str) -> str:
     return f"{len(entries)} {one if len(entries) == 1 else several}"
+
+
+def changed_shared_message(transformation: str, at: str) -> str:
+    """Returns the error message about a body that changes a value shared by all iterations."""
+    return (
+        f"{transformation}: the body returns or changes what is shared by all iterations (None), "
+        f"at {at}; have it carried from one to the next, or give an axis along which to stack it."
+    )

@@ -36,7 +36,7 @@ from weft.lifting.kind import (
     result_units,
     split_args,
 )
-from weft.lifting.roles import CARRY, FORK, Role, Roles, is_role
+from weft.lifting.roles import CARRY, FORK, Role, Roles, changed_shared_message, is_role
 from weft.lifting.signature import named_after
 from weft.lifting.state_creation import (
     CreatedState,
@@ -347,14 +347,6 @@ def _check_shared(
             if not _is_same(leaf, shared):
                 at = returned.location_in_results(kind, static, i, number)
                 raise RoleError(changed_shared_message(transformation, at))
-
-
-def changed_shared_message(transformation: str, at: str) -> str:
-    """Returns the error message about a body that changes a value shared by all iterations."""
-    return (
-        f"{transformation}: the body returns or changes what is shared by all iterations (None), "
-        f"at {at}; have it carried from one to the next, or give an axis along which to stack it."
-    )
 
 
 def _is_same(leaf: object, shared: set[int]) -> bool:

@@ -21,7 +21,7 @@ from weft.core.tracing import current_trace
 from weft.errors import AxisMetadataError, BranchObjectsError, TransformArgumentError
 from weft.lifting import CARRY, DIFF, Kind, Roles
 from weft.lifting.kind import CarryChanges, PureResults, StateNode, is_state_node
-from weft.lifting.scan import changed_shared_message
+from weft.lifting.roles import changed_shared_message
 from weft.nnx.filters import Path
 from weft.nnx.graph import (
     Change,
