@@ -124,7 +124,11 @@ def test_meshes_and_layouts():
                 jax.sharding.NamedSharding(mesh, PartitionSpec(*entries)), 2
             )
         laid_out = jax.jit(lambda x: utils.maybe_shard(x, PartitionSpec("d")))(x)
-    assert laid_out.sharding.spec == PartitionSpec("d")
+        specs = {"a": PartitionSpec("d"), "b": None}
+        tree = {"a": {"x": x}, "b": x}
+        of_tree = jax.jit(lambda tree: utils.with_sharding_constraint(tree, specs))(tree)
+    assert laid_out.sharding.spec == of_tree["a"]["x"].sharding.spec == PartitionSpec("d")
+    assert of_tree["b"].sharding.is_fully_replicated
     local = utils.replicate_to_local_data({"x": laid_out})["x"]
     assert isinstance(local, np.ndarray) and local.tolist() == x.tolist()
     spec = PartitionSpec("d")

@@ -473,25 +473,32 @@ def create_device_mesh(
 
 def maybe_shard(x: NestedTensor, partition_spec: PartitionSpec | None) -> NestedTensor:
     """Constrains the layout of arrays; does nothing for a spec of None or without a mesh."""
-    return x if partition_spec is None else with_sharding_constraint(x, partition_spec)
+    return x if partition_spec is None else constrain(x, partition_spec)
 
 
-def with_sharding_constraint(x: NestedTensor, shardings: PartitionSpec) -> NestedTensor:
-    """Constrains the layout of arrays; does nothing without a mesh."""
-    return constrain(x, shardings)
+def with_sharding_constraint(
+    x: NestedTensor, shardings: Nested[PartitionSpec | None]
+) -> NestedTensor:
+    """Constrains the layout of arrays; does nothing without a mesh.
+
+    Args:
+        shardings: one layout for all arrays, or a tree of them that is a prefix of `x`.
+    """
+    return jax.tree.map(
+        lambda spec, part: maybe_shard(part, spec), shardings, x, is_leaf=_is_layout
+    )
 
 
 def complete_partition_spec_tree(
     treedef: Any, partition_spec_tree: Nested[PartitionSpec | None]
 ) -> Any:
     """Returns a tree of specs with the structure `treedef` from one that is a prefix of it."""
-    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
     whole = treedef.unflatten([0] * treedef.num_leaves)
     return jax.tree.map(
         lambda spec, part: jax.tree.map(lambda _: spec, part),
         partition_spec_tree,
         whole,
-        is_leaf=is_spec,
+        is_leaf=_is_layout,
     )
 
 
@@ -520,6 +527,10 @@ host_to_global_device_array = host_to_global_array
 def replicate_to_local_data(x: NestedTensor) -> Nested[np.ndarray]:
     """Returns all of each global array as an array of NumPy, in every process."""
     return multihost_utils.process_allgather(x, tiled=True)
+
+
+def _is_layout(x: object) -> bool:
+    return x is None or isinstance(x, PartitionSpec)
 
 
 def _steps(path: Path, separator: str) -> list[str]:
