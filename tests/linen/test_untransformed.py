@@ -91,6 +91,13 @@ class Layer(nn.Module):
         return jnp.sin(nn.Dense(2, **BIASES)(x))
 
 
+class Debugged(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        jax.debug.callback(lambda x: None, x)
+        return Layer()(x)
+
+
 class Step(nn.Module):
     @nn.compact
     def __call__(self, x, _):
@@ -130,6 +137,7 @@ LIFTED = {
     )(name="l")(x, None)[0],
     "vmap": lambda module, x: nn.vmap(Layer, in_axes=None, axis_size=3, **AXES)(name="l")(x).sum(0),
     "remat": lambda module, x: nn.remat(Layer)(name="l")(x),
+    "remat of a callback": lambda module, x: nn.remat(Debugged)(name="l")(x),
     "jit": lambda module, x: nn.jit(Layer)(name="l")(x),
     "switch": choose,
     "while_loop": looped,

@@ -12,6 +12,7 @@ from jax.interpreters.partial_eval import dce_jaxpr, dce_jaxpr_consts
 
 from weft.core.tracing import at_trace, is_tracing
 from weft.errors import LazyInitError
+from weft.lifting.state_creation import without_debugging
 
 _TRACED: Any = object()
 
@@ -119,7 +120,7 @@ def _trace(fn: Callable[..., Any], args: object, kwargs: object) -> _Trace:
 
     arrays = [leaves[i] for i in at]
     with jax.disable_jit(False):
-        closed = jax.make_jaxpr(of_arrays)(*arrays)
+        closed = without_debugging(jax.make_jaxpr(of_arrays)(*arrays))
     return _Trace(closed, arrays, *found)
 
 

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from weft.errors import CarryStructureError
@@ -93,9 +93,8 @@ class TracedFunction:
     def _reduced(self, outputs: Sequence[int]) -> tuple[Any, list[bool]]:
         """Returns the trace of some leaves of the result, and which inputs it has."""
         wanted = set(outputs)
-        return dce_jaxpr(
-            self._closed.jaxpr, [i in wanted for i in range(len(self._closed.out_avals))]
-        )
+        jaxpr = without_debugging(self._closed).jaxpr
+        return dce_jaxpr(jaxpr, [i in wanted for i in range(len(jaxpr.outvars))])
 
     def is_like(self, output: int, other: TracedFunction, of_other: int) -> bool:
         """Returns whether a leaf of the result is computed as one of another trace.
@@ -134,6 +133,38 @@ class TracedFunction:
         # A constant of the trace would be no array, and a change of it would be computed by NumPy.
         found = {i: jnp.asarray(next(results)) for i in sorted(wanted)}
         return [found[i] for i in outputs]
+
+
+_DEBUGGING = ("debug_callback", "debug_print")
+
+
+def without_debugging(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a jaxpr without `jax.debug.print` and `jax.debug.callback`.
+
+    They show the runs of a function; the computation of some of its results is not a run.
+    """
+    removed: set[Any] = set()
+
+    def of_param(x: Any) -> Any:
+        if isinstance(x, Jaxpr):
+            return of_jaxpr(x)
+        if isinstance(x, ClosedJaxpr):
+            return x.replace(jaxpr=of_jaxpr(x.jaxpr))
+        return tuple(map(of_param, x)) if isinstance(x, tuple) else x
+
+    def of_jaxpr(jaxpr: Any) -> Any:
+        eqns = []
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in _DEBUGGING:
+                removed.update(eqn.effects)
+                continue
+            if eqn.effects:
+                params = {name: of_param(x) for name, x in eqn.params.items()}
+                eqn = eqn.replace(params=params, effects=eqn.effects - removed)
+            eqns.append(eqn)
+        return jaxpr.replace(eqns=eqns, effects=jaxpr.effects - removed)
+
+    return of_param(closed) if closed.jaxpr.effects else closed
 
 
 def _passed_inputs(jaxpr: Any) -> list[list[int] | None]:

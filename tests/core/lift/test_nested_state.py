@@ -359,6 +359,18 @@ def test_state_created_in_a_later_iteration_is_rejected():
         apply(lambda s: loop(s, None, None)[0], mutable=["state"])({})
 
 
+def test_loop_creating_state_is_debugged_once_for_each_iteration(capfd):
+    def body(scope, carry, _):
+        x = jnp.float32(3)
+        jax.debug.print("first value {}", x)
+        scope.variable("state", "n", lambda: 2 * x)
+        return lift.cond(True, lambda s: jax.debug.print("n"), lambda s: None, scope), None
+
+    apply(lift.scan(body, variable_carry="state", length=2), mutable=["state"])({}, None, None)
+    jax.effects_barrier()
+    assert sorted(capfd.readouterr().out.splitlines()) == ["first value 3.0"] * 2 + ["n"] * 2
+
+
 def test_each_branch_starts_from_its_own_initial_value():
     def makes(start):
         def branch(scope):
