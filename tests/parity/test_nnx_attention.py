@@ -202,7 +202,7 @@ FAILURES = {
     ),
     "no stream": (
         lambda nnx: attention(nnx, rngs=nnx.Rngs(params=0), dropout_rate=0.5),
-        "no PRNG stream 'dropout'",
+        "unknown PRNG stream 'dropout'",
     ),
     "no cache": (
         lambda nnx: attention(nnx, decode=True)(Q[:, :1]),

@@ -90,11 +90,11 @@ FAILURES = {
     "a number to call it": (lambda nnx: nnx.Dropout(0.5)(X, rngs=0), "was given rngs=0; expected"),
     "another stream": (
         lambda nnx: nnx.Dropout(0.5, rngs=nnx.Rngs(params=0)),
-        "no PRNG stream 'dropout'.*streams: 'params'",
+        "unknown PRNG stream 'dropout'.*streams: 'params'",
     ),
     "another stream to call it": (
         lambda nnx: nnx.Dropout(0.5)(X, rngs=nnx.Rngs(params=0)),
-        "no PRNG stream 'dropout'",
+        "unknown PRNG stream 'dropout'",
     ),
 }
 

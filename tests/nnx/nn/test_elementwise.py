@@ -86,7 +86,7 @@ def test_call_accepts_streams_stream_or_key():
     a = layer(X, rngs=Rngs(noise=key))
     np.testing.assert_array_equal(a, layer(X, rngs=Rngs(key).default))
     np.testing.assert_array_equal(a, layer(X, rngs=jax.random.fold_in(key, 0)))
-    with pytest.raises(RngStreamNotFoundError, match="no PRNG stream 'noise'"):
+    with pytest.raises(RngStreamNotFoundError, match="unknown PRNG stream 'noise'"):
         layer(X, rngs=Rngs(dropout=0))
     with pytest.raises(
         RngArgumentError, match=r"was given rngs='noise'; expected PRNG streams such"
