@@ -313,24 +313,24 @@ class RepeatedTransformerLayer(SingleChildStack):
 
 
 class RematRegexSavePatterns(enum.Enum):
-    """Useful patterns of names to save."""
+    """Useful patterns of names to save, with or without the class of a layer in front."""
 
-    QKV_PROJ = r".*\.[qkv]_proj"
-    O_PROJ = r".*\.o_proj"
-    CONTEXT = r".*\.context"
-    LINEAR1_X = r".*\.linear1_[01]"
-    LINEAR2_X = r".*\.linear2_[01]"
-    GATE_WEIGHTS = r".*\.gate_weights"
-    GATE_ASSIGNMENT = r".*\.gate_assignment"
-    NATIVE_ATTENTION = r".*\.([qkvo]_proj|context)"
+    QKV_PROJ = r"(.*\.)?[qkv]_proj"
+    O_PROJ = r"(.*\.)?o_proj"
+    CONTEXT = r"(.*\.)?context"
+    LINEAR1_X = r"(.*\.)?linear1_[01]"
+    LINEAR2_X = r"(.*\.)?linear2_[01]"
+    GATE_WEIGHTS = r"(.*\.)?gate_weights"
+    GATE_ASSIGNMENT = r"(.*\.)?gate_assignment"
+    NATIVE_ATTENTION = r"(.*\.)?([qkvo]_proj|context)"
     """Intermediate values of attention, except logits and probabilities."""
     FLASH_CONTEXT = CONTEXT
     FLASH_ATTENTION = NATIVE_ATTENTION
-    FEED_FORWARD = r".*\.linear[12]_[01]"
+    FEED_FORWARD = r"(.*\.)?linear[12]_[01]"
     """The linear maps of feed-forward layers."""
-    MOE_GATING = r".*\.gate_(weights|assignment)"
+    MOE_GATING = r"(.*\.)?gate_(weights|assignment)"
     """The choice of experts."""
-    INPUT = r".*\.input"
+    INPUT = r"(.*\.)?input"
     """The inputs of transformer layers."""
 
 
