@@ -1,5 +1,7 @@
 """Transformations of JAX itself around modules in `init`, where Flax runs them."""
 
+import functools
+
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
@@ -114,27 +116,30 @@ RAW = {
 STAGED = ("jit", "checkpoint", "scan", "while_loop")  # where a tracer leaks in Flax
 
 
+@functools.cache
+def lifted_inside(nn, lifted, around):
+    """Returns results and variables of a lifted function inside a transformation, or in none."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            cls, call = lifted_functions(nn)[lifted]
+            layer = cls(name="layer")
+            y = RAW.get(around, lambda f, x: f(x))(lambda x: call(layer, x), x)
+            # The keys that follow depend on how many were drawn; Flax counts both branches.
+            after = 0 if lifted == "cond" else layer.draw()
+            return y, after, nn.Dense(2)(y)
+
+    y, variables = Model().init_with_output(jax.random.key(0), X)
+    rngs = {"params": jax.random.key(1)}
+    return y, variables, Model().apply(variables, X, rngs=rngs)
+
+
 @pytest.mark.parametrize("around", RAW)
 @pytest.mark.parametrize("lifted", lifted_functions(weft_nn))
 def test_lifted_functions_create_equal_variables(lifted, around):
-    def run(nn, around):
-        class Model(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                cls, call = lifted_functions(nn)[lifted]
-                layer = cls(name="layer")
-                y = around(lambda x: call(layer, x), x)
-                # The keys that follow depend on how many were drawn; Flax counts both branches.
-                after = 0 if lifted == "cond" else layer.draw()
-                return y, after, nn.Dense(2)(y)
-
-        y, variables = Model().init_with_output(jax.random.key(0), X)
-        rngs = {"params": jax.random.key(1)}
-        return y, variables, Model().apply(variables, X, rngs=rngs)
-
-    reference = (lambda f, x: f(x)) if around in STAGED else RAW[around]
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        run(weft_nn, RAW[around]),
-        run(flax_nn, reference),
+        lifted_inside(weft_nn, lifted, around),
+        lifted_inside(flax_nn, lifted, None if around in STAGED else around),
     )
