@@ -56,10 +56,10 @@ def test_small_model_learns_and_balances_experts(tmp_path):
         if "loss" in (v := json.loads(line).get("values", {}))
     ]
     first, last = values[0], values[-1]
-    assert last["cross_entropy_loss"] < first["cross_entropy_loss"] - 1
+    assert last["model/cross_entropy_loss"] < first["model/cross_entropy_loss"] - 1
     # The loss is that of the tokens and those of the routers.
-    gating = "decoder/transformer/repeat/layer0/feed_forward/gating"
+    gating = "model/decoder/transformer/repeat/layer0/feed_forward/gating"
     aux_loss = 0.01 * last[f"{gating}/load_balance_loss"] + 0.001 * last[f"{gating}/router_z_loss"]
-    np.testing.assert_allclose(last["aux_loss"], aux_loss, rtol=1e-4)
-    np.testing.assert_allclose(last["loss"], last["cross_entropy_loss"] + aux_loss, rtol=1e-5)
+    np.testing.assert_allclose(last["model/aux_loss"], aux_loss, rtol=1e-4)
+    np.testing.assert_allclose(last["loss"], last["model/cross_entropy_loss"] + aux_loss, rtol=1e-5)
     assert last[f"{gating}/over_capacity_1"] < 0.5
