@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.custom_derivatives import zero_from_primal
+from jax.lax import stop_gradient
 
 from weft.lifting.kind import (
     Kind,
@@ -199,7 +200,9 @@ def custom_vjp(
 
         with_rule = jax.custom_vjp(named_after(fn, pure))
         with_rule.defvjp(named_after(forward_fn, forward), named_after(backward_fn, backward))
-        return commit_results(kind, outer, with_rule(diff, rest))
+        # JAX fails to transpose a scan whose stacked result has None as its gradient.
+        fixed = jax.tree.map(lambda x: x if isinstance(x, jax.Ref) else stop_gradient(x), rest)
+        return commit_results(kind, outer, with_rule(diff, fixed))
 
     return call
 

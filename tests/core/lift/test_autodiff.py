@@ -87,6 +87,23 @@ def test_custom_backward_function(around):
     assert set(np.unique(np.abs(grads["params"]["kernel"]))) == {1}
 
 
+def test_custom_backward_function_after_a_loop_that_stacks_state():
+    def step(scope, x, _):
+        scope.put_variable("state", "seen", x)
+        return jnp.sin(x), None
+
+    def model(scope, x):
+        x, _ = lift.scan(step, variable_axes={"state": 0}, length=2)(scope, x, None)
+        double = lift.custom_vjp(
+            lambda scope, x: 2 * x, lambda scope, x: (2 * x, None), lambda _, g: ({}, 3 * g)
+        )
+        return double(scope, x)
+
+    loss = lambda x: apply(model, mutable=["state"])({}, x)[0]  # noqa: E731
+    expected = 3 * np.cos(1.0) * np.cos(np.sin(1.0))
+    np.testing.assert_allclose(jax.grad(loss)(1.0), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("mutable", [False, ["params"]])
 @pytest.mark.parametrize("is_backward", [True, False], ids=["backward", "tangent"])
 def test_unchanged_variables_keep_own_gradients_after_custom_rules(mutable, is_backward):
