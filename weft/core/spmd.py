@@ -63,6 +63,12 @@ def get_entered_mesh() -> Mesh | None:
     return None if mesh is None or mesh.empty else mesh
 
 
+def get_concrete_mesh() -> Mesh | None:
+    """Returns the mesh of `jax.set_mesh` with its devices, else that of `with mesh:`, or None."""
+    mesh = jax.sharding.get_mesh()
+    return get_entered_mesh() if mesh.empty else mesh
+
+
 def get_global_mesh() -> AnyMesh | None:
     """Returns the mesh of `jax.set_mesh`, else that of `with mesh:`, or None.
 

@@ -30,7 +30,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft.config import REQUIRED, Required, config_class
-from weft.core.spmd import get_entered_mesh
+from weft.core.spmd import get_concrete_mesh
 from weft.errors import BatchShardingError, InputDispatchError, NoMeshError
 from weft.hierarchy.module import Module, nowrap
 from weft.typing import Nested, Tensor
@@ -42,8 +42,7 @@ def current_mesh() -> Mesh:
     Raises:
         NoMeshError: If no mesh is set.
     """
-    mesh = jax.sharding.get_mesh()
-    mesh = get_entered_mesh() if mesh.empty else mesh
+    mesh = get_concrete_mesh()
     if mesh is None:
         raise NoMeshError(
             "no mesh is set, so a batch cannot be sharded; call it within `with "

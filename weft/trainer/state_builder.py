@@ -28,6 +28,7 @@ from typing import Any
 import jax
 
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class, maybe_instantiate
+from weft.core.spmd import get_concrete_mesh
 from weft.distributed.preemption import InterruptibleJit, barrier_after
 from weft.errors import StateBuilderError
 from weft.hierarchy import Module, base_state, with_base_state
@@ -509,7 +510,7 @@ class BaseConverterFromPretrainedModel(Converter):
         cfg = self.config
         made: Any = maybe_instantiate(cfg.source_trainer_config)
         trainer_cfg: Any = made() if callable(made) else made
-        mesh = jax.sharding.get_mesh()
+        mesh: Any = get_concrete_mesh() or jax.sharding.get_mesh()
         if cfg.mesh_shape is not None:
             mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names or trainer_cfg.mesh_axis_names)
         model: Any = build_model(trainer_cfg)

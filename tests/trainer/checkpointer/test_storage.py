@@ -156,6 +156,25 @@ def test_state_moves_to_more_devices(storage, tmp_path):
         assert bits(state["w"]) == x.tobytes() and state["key"] == jax.random.key(3)
 
 
+def test_specs_without_a_mesh_lead_to_one_device(storage, tmp_path):
+    save(storage, tmp_path, {"w": jnp.arange(2.0)})
+    specs = {"w": TensorSpec((2,), jnp.float32, mesh_axes=("data",))}
+    restored = restore(storage, tmp_path, specs)["w"]
+    assert restored.sharding == jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert restored.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
+def test_specs_see_an_entered_mesh(storage, tmp_path):
+    save(storage, tmp_path, {"w": jnp.arange(4.0)})
+    mesh = mesh_of(2, 4)
+    with mesh:
+        restored = restore(
+            storage, tmp_path, {"w": TensorSpec((4,), jnp.float32, mesh_axes=("data",))}
+        )
+    assert restored["w"].sharding == NamedSharding(mesh, PartitionSpec("data"))
+
+
 def test_layouts_may_be_specs_over_the_current_mesh(storage, tmp_path):
     mesh = mesh_of(2, 4)
     save(storage, tmp_path, {"w": jnp.arange(16.0).reshape(4, 4), "e": jnp.zeros((0, 4))})

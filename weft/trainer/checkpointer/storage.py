@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft.config import Configurable, config_class
+from weft.core.spmd import get_concrete_mesh
 from weft.distributed.preemption import max_over_processes
 from weft.errors import CheckpointStateError, DamagedCheckpointError
 from weft.hierarchy.parameter_spec import TensorSpec
@@ -332,8 +333,11 @@ def _to_save(path: str, leaf: Array) -> Array:
 
 def _sharding_of(leaf: index_lib.ArrayOrSpec) -> jax.sharding.Sharding:
     if isinstance(leaf, TensorSpec):
-        return leaf.sharding(jax.sharding.get_mesh())
-    return getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        mesh = get_concrete_mesh()
+        sharding = mesh and leaf.sharding(mesh)
+    else:
+        sharding = getattr(leaf, "sharding", None)
+    return sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
 def _with_layout(leaf: index_lib.ArrayOrSpec) -> Target:
