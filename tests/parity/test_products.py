@@ -87,3 +87,16 @@ def test_product_given_to_attention(dtype):
     (expected, theirs), (y, ours) = run(flax.linen), run(weft.linen)
     np.testing.assert_allclose(y, expected, rtol=1e-2)
     assert str(ours) == str(theirs)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_attention_calls_a_replaced_dot_general(monkeypatch, heads):
+    product = jax.lax.dot_general
+    monkeypatch.setattr(
+        jax.lax, "dot_general", lambda *args, **kwargs: 2 * product(*args, **kwargs)
+    )
+    of_flax, of_weft = (
+        nn.MultiHeadDotProductAttention(heads).init_with_output(quick_key(0), X)[0]
+        for nn in (flax.linen, weft.linen)
+    )
+    np.testing.assert_allclose(of_flax, of_weft, rtol=1e-4, atol=1e-5)

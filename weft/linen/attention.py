@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
@@ -84,7 +85,7 @@ def dot_product_attention_weights(
         mask=mask,
         float32_softmax=force_fp32_for_softmax,
         precision=precision,
-        dot_general=einsum_dot_general,
+        dot_general=einsum_dot_general or jax.lax.dot_general,  # as it is during the call
         einsum=einsum,
     )
     if module is not None:
@@ -157,7 +158,7 @@ def dot_product_attention(
         weights,
         value if value.dtype == weights.dtype else value.astype(weights.dtype),
         precision=precision,
-        dot_general=einsum_dot_general,
+        dot_general=einsum_dot_general or jax.lax.dot_general,  # as it is during the call
     )
 
 
