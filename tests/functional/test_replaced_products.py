@@ -66,7 +66,7 @@ def test_in_a_transformation_that_was_traced_before(name, monkeypatch):
 
 
 def test_in_a_loop_of_objects_that_was_traced_before(monkeypatch):
-    layers = nnx.vmap(lambda rngs: nnx.LinearGeneral(4, 4, rngs=rngs))(nnx.Rngs(0).fork(split=3))
+    layers = nnx.vmap(lambda rngs: nnx.LinearGeneral(4, 4, rngs=rngs))(nnx.Rngs(0).split(3))
     run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     plain = run(X, layers)
     product = jax.lax.dot_general

@@ -161,7 +161,7 @@ def test_axes_have_names():
         def __call__(self, x):
             a = self.param("a", with_partitioning(normal, ("x", None)), (3, 2))
             b = self.param("b", nn.with_partitioning(normal, ("y",)), (2,))
-            assert b.sharding_names == ("y",)
+            assert b.out_sharding == ("y",)
             return x @ a + b[None]
 
     with nnx.use_eager_sharding(False):

@@ -110,7 +110,7 @@ def test_layouts_are_metadata():
     kernel_init = linen.with_partitioning(normal, (None, "model"))
     with nnx.use_eager_sharding(False):
         layer = as_nnx(linen.Dense(2, kernel_init=kernel_init), rngs=nnx.Rngs(0)).lazy_init(X)
-        assert layer.kernel.sharding_names == (None, "model")
+        assert layer.kernel.out_sharding == (None, "model")
         assert layer.kernel.linen_meta_type is Partitioned
 
         def make(key):
@@ -119,14 +119,14 @@ def test_layouts_are_metadata():
         layers = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: "layers"})(
             jax.random.split(KEY, 3)
         )
-    assert layers.kernel.sharding_names == ("layers", None, "model")
+    assert layers.kernel.out_sharding == ("layers", None, "model")
     y = nnx.vmap(
         lambda layer, x: layer(x),
         in_axes=(0, None),
         transform_metadata={nnx.PARTITION_NAME: "layers"},
     )(layers, X)
     assert y.shape == (3, 4, 2)
-    assert layers.kernel.sharding_names == ("layers", None, "model")
+    assert layers.kernel.out_sharding == ("layers", None, "model")
 
 
 def test_model_of_many_libraries_is_created():
@@ -420,7 +420,7 @@ def test_boxes_are_metadata(kind):
 
     with nnx.use_eager_sharding(False):
         layer = ToNNX(Boxed(), nnx.Rngs(0)).lazy_init(X)
-    assert layer.kernel.sharding_names == ("a", "b")
+    assert layer.kernel.out_sharding == ("a", "b")
     assert layer.kernel.linen_meta_type is kind
     assert layer(X).shape == (4, 2)
     mesh = jax.make_mesh((3, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -126,5 +126,5 @@ def test_initializers_set_sharding():
     init = with_partitioning(jax.nn.initializers.ones, ("a", None))
     with nnx.use_eager_sharding(False):
         w = nnx.Param(init(jax.random.key(0), (2, 3)))
-    assert w.sharding_names == ("a", None)
+    assert w.out_sharding == ("a", None)
     assert isinstance(to_linen_var(w), linen.Partitioned)

@@ -43,13 +43,13 @@ def test_sown_values_are_returned_and_removed():
     model, x = Model(), jnp.ones(2)
     y, seen = capture(model, nnx.Intermediate)(x)
     assert y.tolist() == [4, 4] and isinstance(seen, nnx.State)
-    assert jax.tree.map(jnp.sum, seen.to_pure_dict()) == {
+    assert jax.tree.map(jnp.sum, nnx.to_pure_dict(seen)) == {
         "layers": {0: {"x": (2,)}, 1: {"x": (4,)}}
     }
     assert names(model) == ["layers"] and names(model.layers[0]) == ["calls", "w"]
     assert model.layers[0].calls[...] == 1 and type(model) is Model
     y, kept, between = capture(model, nnx.Cache, nnx.Perturbation)(x)
-    assert kept.to_pure_dict() == {"kept": (1,)} and between.between[...].tolist() == [0, 0]
+    assert nnx.to_pure_dict(kept) == {"kept": (1,)} and between.between[...].tolist() == [0, 0]
     assert capture(model)(x).tolist() == [4, 4] and names(model) == ["layers"]
 
 
@@ -121,7 +121,7 @@ def test_modules_that_a_traced_function_closes_over_sow():
 
     plain = Plain()
     _, seen = jax.jit(capture(plain, nnx.Intermediate))(3)
-    assert seen.to_pure_dict() == {"x": (6,)} and names(plain) == []
+    assert nnx.to_pure_dict(seen) == {"x": (6,)} and names(plain) == []
 
 
 def test_nested_captures_and_shared_modules():
@@ -214,7 +214,7 @@ def test_sown_values_escape_transformations(transformation, modes):
     model, x = nnx.Dict(a=Sower(2)), jnp.arange(6.0).reshape(3, 2)
     run = TRANSFORMED[transformation](**modes)
     _, seen = capture(lambda model: run(model.a, x), nnx.Intermediate)(model)
-    assert seen.to_pure_dict()["a"]["y"][0].tolist() == (x * 6).tolist()
+    assert nnx.to_pure_dict(seen)["a"]["y"][0].tolist() == (x * 6).tolist()
     assert names(model.a) == ["calls", "w"]
 
 

@@ -48,7 +48,7 @@ def test_shared_objects_are_split_and_merged_once():
         third = ctx.flatten(model)
         fourth = ctx.flatten([layer, nnx.Cache(1)], nnx.Cache)
         values = ctx.flatten([model.a, nnx.Cache(2)], with_paths=False)
-    assert second[1].flat_state().paths == (("n", "w"),) and len(second) == 3
+    assert nnx.to_flat_state(second[1]).paths == (("n", "w"),) and len(second) == 3
     assert len(third[1]) == 0 and fourth[1].paths == ((1,),) and values[1] == [2]
     assert [len(ctx.ref_index), ctx.is_inner] == [8, None]
     with merge_context() as ctx:

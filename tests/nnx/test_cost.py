@@ -83,7 +83,7 @@ COSTS = {
     "read an attribute": (lambda v, m: m.n, 0),
     "write a variable": (lambda v, m: v.__setitem__(..., v._value), 8),
     "write it by method": (lambda v, m: v.set_value(v._value), 7),
-    "write it by attribute": (lambda v, m: setattr(v, "value", v._value), 9),
+    "write it by attribute": (lambda v, m: setattr(v, "value", v._value), 10),
     "write a static attribute": (lambda v, m: setattr(m, "n", 2), 6),
     "write a variable as attribute": (lambda v, m: setattr(m, "v", v), 6),
     "make a variable": (lambda v, m: nnx.Param(v._value), 12),

@@ -33,7 +33,7 @@ def test_new_variable_is_sharded_under_a_mesh(kind, name):
     with jax.set_mesh(mesh_of(kind)):
         for layout in (("data", "model"), ["data", "model"], P("data", "model")):
             w = nnx.Param(jnp.ones((4, 8)), **{name: layout})
-            assert is_laid(w, "data", "model") and tuple(w.sharding_names) == ("data", "model")
+            assert is_laid(w, "data", "model") and tuple(w.out_sharding) == ("data", "model")
             assert list(w.get_metadata()) == ["out_sharding"]
         assert is_laid(nnx.Param(jnp.ones((4, 8))))
         assert is_laid(nnx.Param(np.ones((4, 8)), **{name: ("data",)}), "data")
@@ -74,7 +74,7 @@ def test_format_sets_memory_layout(kind, order):
         assert is_laid(nnx.jit(lambda: nnx.Param(jnp.ones((4, 8)), out_sharding=layout))(), "data")
     assert nnx.get_partition_spec(w).get_value() == P("data", None)
     nnx.spmd.add_axis(w, 0, {"partition_name": "model"})
-    assert w.sharding_names.spec == P("model", "data", None)
+    assert w.out_sharding.spec == P("model", "data", None)
     with pytest.raises(AxisMetadataError, match="a NamedSharding, or a Format with one"):
         nnx.Param(jnp.ones((4, 8)), out_sharding=Format())
 

@@ -74,7 +74,6 @@ def test_walks():
     assert [k for k, _ in nnx.iter_children(node)] == ["a", "w", "xs"]
     assert [k for k, _ in nnx.iter_module_children(node)] == ["a", "xs"]
     assert [p for p, _ in nnx.iter_modules(node)] == [("a",), ("xs",), ()]
-    assert [p for p, _ in node.iter_modules()] == [("a",), ("xs",), ()]
 
 
 def test_duplicates():

@@ -138,12 +138,15 @@ def test_state_keeps_parameter_metadata():
 def test_axis_names_are_kept_for_equal_shapes():
     model = Model()
     factored = Optimizer(model, optax.adafactor(0.1), wrt=nnx.Param).opt_state[0]
-    assert factored.v.kernel.sharding_names == ("in", "out")
-    assert factored.v_row.kernel.sharding_names is None and factored.v_row.kernel.tag == "kernel"
+    assert factored.v.kernel.out_sharding == ("in", "out")
+    assert (
+        factored.v_row.kernel.get_metadata("out_sharding", None) is None
+        and factored.v_row.kernel.tag == "kernel"
+    )
     memory = Optimizer(model, optax.lbfgs(memory_size=4), wrt=nnx.Param).opt_state[0]
-    assert memory.params.kernel.sharding_names == ("in", "out")
+    assert memory.params.kernel.out_sharding == ("in", "out")
     assert memory.diff_params_memory.kernel.shape == (4, 2, 3)
-    assert memory.diff_params_memory.kernel.sharding_names == (None, "in", "out")
+    assert memory.diff_params_memory.kernel.out_sharding == (None, "in", "out")
 
 
 def test_state_has_parameter_sharding():
@@ -331,7 +334,7 @@ def test_equal_optimizers_share_a_trace():
         step(model, optimizer)
     step(model, optimizer)
     assert len(traces) == 1 and int(optimizer.step) == 2
-    assert optimizer.opt_state[0].mu.kernel.sharding_names == ("in", "out")
+    assert optimizer.opt_state[0].mu.kernel.out_sharding == ("in", "out")
 
 
 def test_optimizers_in_transformations():
@@ -463,7 +466,7 @@ def test_state_may_have_another_sharding(kind, transform):
         model = nnx.Dict(w=nnx.Param(jnp.ones((4, 8)), sharding_rules=rules, **layouts))
         optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
         kept = optimizer.opt_state[0].mu.w
-        assert kept.sharding_names == ("rows", "model")
+        assert kept.out_sharding == ("rows", "model")
         assert not kept.has_metadata("optimizer_sharding")
         for _ in range(2):
             for x in (optimizer.opt_state[0].mu.w, optimizer.opt_state[0].nu.w):
@@ -479,7 +482,7 @@ def test_state_sharding_needs_a_mesh():
         Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
     with nnx.use_eager_sharding(False):
         optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-    assert optimizer.opt_state[0].mu.w.sharding_names == ("data", None)
+    assert optimizer.opt_state[0].mu.w.out_sharding == ("data", None)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from weft.errors import (
     StateFilterError,
     VariableArgumentError,
 )
-from weft.nnx.split_merge import GraphState, RefMap, unpack, vars_as, with_vars
+from weft.nnx.split_merge import GraphState, RefMap, unpack, with_vars
 
 
 class Node(nnx.Module):
@@ -93,7 +93,7 @@ def test_flatten_and_map():
 
 def test_pure_values_and_shapes():
     node = model()
-    assert nnx.pure(node).stat == 3.0 and nnx.as_pure([nnx.Param(1)]) == [1]
+    assert nnx.as_pure(node).stat == 3.0 and nnx.as_pure([nnx.Param(1)]) == [1]
     abstract = nnx.as_abstract(node)
     assert abstract.w[...] == jax.ShapeDtypeStruct((2,), jnp.float32) and abstract.w.tag == "a"
     assert abstract.x.shape == (1,) and nnx.graphdef(abstract) == nnx.graphdef(node)
@@ -232,7 +232,7 @@ def test_pytree():
     step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s))
     assert nnx.merge(step(whole)).w[...].tolist() == [2, 2]
     assert nnx.merge(pickle.loads(pickle.dumps(whole))).w[...].tolist() == [1, 1]
-    assert type(whole.map(lambda _, x: x)) is nnx.State and "GraphState({" in repr(whole)
+    assert type(nnx.map_state(lambda _, x: x, whole)) is nnx.State and "GraphState({" in repr(whole)
 
 
 def test_invalid_state_or_graphdef():
@@ -273,7 +273,7 @@ def is_held(variable):
 @pytest.mark.parametrize("name", ["ref", "hijax"])
 def test_values_in_references_and_back(name):
     node = Holder()
-    held = vars_as(node, **{name: True})
+    held = with_vars(node, **{name: True})
     assert held is not node and is_held(held.w) and is_held(held.n) and not is_held(node.w)
     assert held.name == "node" and held.w.get_metadata() == {name: True}
 
@@ -283,26 +283,25 @@ def test_values_in_references_and_back(name):
 
     step(held)
     step(held)
-    back = vars_as(held, **{name: False})
+    back = with_vars(held, **{name: False})
     assert back.w[...].tolist() == [3, 3] and not is_held(back.w) and back.w.get_metadata() == {}
     assert node.w[...].tolist() == [1, 1]
 
 
 def test_selected_and_already_converted():
     node = Holder()
-    held = vars_as(node, ref=True, only=nnx.Param)
+    held = with_vars(node, ref=True, only=nnx.Param)
     assert is_held(held.w) and held.n is node.n
-    assert vars_as(held, ref=True, only=nnx.Param).w is held.w
-    assert vars_as(node).w is node.w and vars_as(3, ref=True) == 3
-    assert is_held(vars_as({"a": [nnx.Param(1.0)]}, ref=True)["a"][0])
-    assert with_vars is vars_as
+    assert with_vars(held, ref=True, only=nnx.Param).w is held.w
+    assert with_vars(node).w is node.w and with_vars(3, ref=True) == 3
+    assert is_held(with_vars({"a": [nnx.Param(1.0)]}, ref=True)["a"][0])
 
 
 def test_values_that_stay():
-    node = vars_as(Holder(), mutable=False)
+    node = with_vars(Holder(), mutable=False)
     with pytest.raises(ImmutableVariableError, match="Param of shape"):
         node.w[...] = 0
-    again = vars_as(node, mutable=True)
+    again = with_vars(node, mutable=True)
     again.w[...] = 0
     assert again.w.get_metadata() == {} and node.w[0] == 1
 
@@ -311,13 +310,13 @@ def test_duplicate_variables():
     node = Holder()
     node.again = node.w
     with pytest.raises(GraphStructureError, match="the variable at 'again' is also at 'w'"):
-        vars_as(node, ref=True)
-    held = vars_as(node, ref=True, allow_duplicates=True)
+        with_vars(node, ref=True)
+    held = with_vars(node, ref=True, allow_duplicates=True)
     assert held.w is held.again and is_held(held.w)
-    assert is_held(vars_as(node, ref=True, only=nnx.BatchStat).n)
-    assert vars_as(node).again is node.w
+    assert is_held(with_vars(node, ref=True, only=nnx.BatchStat).n)
+    assert with_vars(node).again is node.w
 
 
 def test_invalid_reference_values():
     with pytest.raises(VariableArgumentError, match="Cache with ref=True was given a str"):
-        vars_as([nnx.Cache((1, "b"))], ref=True)
+        with_vars([nnx.Cache((1, "b"))], ref=True)

@@ -61,7 +61,7 @@ def test_partition_specs():
             "kernel": P("data", "model"), "bias": P(), "pair": P("model"), "step": None,
             "rest": P(),
         }  # fmt: skip
-        assert type(specs.kernel) is nnx.Param and specs.kernel.sharding_names == ("data", "model")
+        assert type(specs.kernel) is nnx.Param and specs.kernel.out_sharding == ("data", "model")
         of_model = get_partition_spec(model())
         assert of_model.kernel.get_value() == P("data", "model") and of_model.size == 7
     assert get_partition_spec({"a": jnp.ones(2), "b": 3, "c": None}) == {
@@ -79,7 +79,7 @@ def test_named_shardings_of_a_model(mesh):
     del state["pair"], shardings["pair"]
     placed = jax.device_put(state, shardings)
     assert placed.kernel.get_value().sharding.spec == P("data", "model")
-    assert jax.jit(lambda s: s, out_shardings=shardings)(state).kernel.sharding_names
+    assert jax.jit(lambda s: s, out_shardings=shardings)(state).kernel.out_sharding
 
 
 def test_invalid_shardings(mesh):
@@ -102,7 +102,7 @@ def test_abstract_model(mesh):
     assert kernel.shape == (4, 8) and state.step.shape == ()
     assert kernel.sharding == NamedSharding(mesh, P("data", "model"))
     assert state.pair["a"].sharding.spec == P("model") and state.rest.sharding.spec == P()
-    assert nnx.merge(graphdef, state).kernel.sharding_names == ("data", "model")
+    assert nnx.merge(graphdef, state).kernel.out_sharding == ("data", "model")
     with pytest.raises(MeshError, match="the mesh has the axes 'data', 'model'"):
         get_abstract_model(Model, mesh)
     with (
@@ -156,21 +156,21 @@ def param(names=("data", "model"), **metadata):
 )  # fmt: skip
 def test_names_gain_and_lose_an_axis(index, names):
     w = param()
-    assert add_axis(w, index, LAYERS) is w and w.sharding_names == names
-    assert remove_axis(w, index, LAYERS).sharding_names == ("data", "model")
+    assert add_axis(w, index, LAYERS) is w and w.out_sharding == names
+    assert remove_axis(w, index, LAYERS).out_sharding == ("data", "model")
 
 
 def test_unnamed_axis_round_trips():
     w = param(("layers", "data", None))
     for entry in ("layers", "data"):
-        assert w.sharding_names[0] == entry
+        assert w.out_sharding[0] == entry
         remove_axis(w, 0, {})
-    assert w.sharding_names == (None,)
+    assert w.out_sharding == (None,)
     new = param((None,))
     for variable in (w, new):
         add_axis(add_axis(variable, 0, {}), 1, {})
-    assert w.sharding_names == ("data", "layers", None)
-    assert new.sharding_names == (None, None, None)
+    assert w.out_sharding == ("data", "layers", None)
+    assert new.out_sharding == (None, None, None)
     assert list(w.get_metadata()) == ["out_sharding", "eager_sharding"]
 
 
@@ -178,11 +178,11 @@ def test_optimizer_state_sharding_follows():
     with use_eager_sharding(False):
         w = nnx.Param(jnp.ones((4, 8)), out_sharding=(None, "m"), optimizer_sharding=("d", "m"))
     add_axis(w, 0, LAYERS)
-    assert w.sharding_names == ("layers", None, "m") and w.optimizer_sharding[0] == "layers"
+    assert w.out_sharding == ("layers", None, "m") and w.optimizer_sharding[0] == "layers"
     remove_axis(w, 0, {})
     assert w.optimizer_sharding == ("d", "m")
     add_axis(w, 1, {})
-    assert w.optimizer_sharding == ("d", "layers", "m") and w.sharding_names[1] == "layers"
+    assert w.optimizer_sharding == ("d", "layers", "m") and w.out_sharding[1] == "layers"
     assert list(w.get_metadata()) == ["out_sharding", "optimizer_sharding"]
     remove_axis(w, 1, {PARTITION_NAME: "layers"})
     add_axis(w, 0, {**LAYERS, "optimizer_sharding": "other"})
@@ -194,8 +194,8 @@ def test_other_metadata_with_an_entry_for_each_axis():
     w = param(
         sizes=(4, 8),
         kind="a",
-        on_add_axis=lambda v, i, name: calls.append((i, name, v.sharding_names)),
-        on_remove_axis=lambda v, i, name: calls.append((i, name, v.sharding_names)),
+        on_add_axis=lambda v, i, name: calls.append((i, name, v.out_sharding)),
+        on_remove_axis=lambda v, i, name: calls.append((i, name, v.out_sharding)),
     )
     add_axis(w, 0, {PARTITION_NAME: "layers", "sizes": 3, "kind": "b", "other": 1})
     assert w.sizes == (3, 4, 8) and w.kind == "a" and not w.has_metadata("other")
@@ -209,11 +209,11 @@ def test_other_metadata_with_an_entry_for_each_axis():
 
 def test_other_sharding_types(mesh):
     with_mesh = add_axis(param(NamedSharding(mesh, P(None, "model"))), 0, {PARTITION_NAME: "data"})
-    assert with_mesh.sharding_names == NamedSharding(mesh, P("data", None, "model"))
-    assert add_axis(param(P("data")), 0, LAYERS).sharding_names == ("layers", "data")
-    assert add_axis(param(None), 0, LAYERS).sharding_names is None
+    assert with_mesh.out_sharding == NamedSharding(mesh, P("data", None, "model"))
+    assert add_axis(param(P("data")), 0, LAYERS).out_sharding == ("layers", "data")
+    assert add_axis(param(None), 0, LAYERS).get_metadata("out_sharding", None) is None
     tree = {"a": [param(), nnx.Param(1)], "b": 3}
-    assert add_axis(tree, 0, LAYERS)["a"][0].sharding_names == ("layers", "data", "model")
+    assert add_axis(tree, 0, LAYERS)["a"][0].out_sharding == ("layers", "data", "model")
 
 
 def test_missing_axes():

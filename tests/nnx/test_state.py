@@ -27,7 +27,7 @@ def test_state_is_a_nested_mapping():
         state["q"]
     with pytest.raises(AttributeError, match="the state has no 'q'"):
         state.q  # noqa: B018
-    assert state.map(lambda path, x: path).a.b == ("a", "b")
+    assert nnx.map_state(lambda path, x: path, state).a.b == ("a", "b")
 
 
 def test_source_dict_is_not_mutated():
@@ -66,10 +66,10 @@ def test_list_with_attribute_has_a_pytree_state():
 
 def test_flat_and_back():
     state = example()
-    flat = state.flat_state()
+    flat = nnx.to_flat_state(state)
     assert flat.paths == (("a", "b"), ("c",)) and flat.leaves == [state.a.b, state.c]
     assert flat.to_nested_state().a.b is state.a.b
-    assert nnx.State.from_flat_path({("a", "b"): 1}) == nnx.State({"a": {"b": 1}})
+    assert nnx.from_flat_state({("a", "b"): 1}) == nnx.State({"a": {"b": 1}})
     assert nnx.FlatState.from_sorted_keys_values([("a",)], [1]) == [(("a",), 1)]
     merged = nnx.FlatState.merge(flat, nnx.FlatState([(("c",), 5)]))
     assert dict(merged)[("c",)] == 5
@@ -83,12 +83,12 @@ def test_flat_and_back():
 
 def test_parts_and_the_whole():
     state = example()
-    params, rest = state.split(nnx.Param, ...)
+    params, rest = nnx.split_state(state, nnx.Param, ...)
     assert list(params) == ["a"] and list(rest) == ["c"]
-    assert nnx.State.merge(params, rest).a.b is state.a.b
-    assert (params | rest).c is state.c and list((params | rest) - rest) == ["a"]
+    assert nnx.merge_state(params, rest).a.b is state.a.b
+    assert (params | rest).c is state.c
     assert nnx.filter_state(state, nnx.Cache, nnx.Param)[1].a.b is state.a.b
-    assert state.filter(nnx.Cache).c is state.c
+    assert nnx.filter_state(state, nnx.Cache).c is state.c
     with pytest.raises(StateFilterError, match=r"no filter matches 'c', a Cache; .* add `...`"):
         nnx.split_state(state, nnx.Param)
     for operation in (lambda: state | 1, lambda: state - 1):
@@ -98,17 +98,17 @@ def test_parts_and_the_whole():
 
 def test_pure_dicts():
     state = example()
-    assert state.to_pure_dict() == {"a": {"b": 1}, "c": 2}
+    assert nnx.to_pure_dict(state) == {"a": {"b": 1}, "c": 2}
     assert nnx.to_pure_dict(state, lambda x: type(x).__name__) == {
         "a": {"b": "Param"},
         "c": "Cache",
     }
-    state.replace_by_pure_dict({"a": {"b": 7}})
+    nnx.replace_by_pure_dict(state, {"a": {"b": 7}})
     assert state.a.b[...] == 7 and isinstance(state.a.b, nnx.Param)
     nnx.replace_by_pure_dict(state, {"c": 3}, lambda old, new: old[...] + new)
     assert state.c == 5
     with pytest.raises(StatePathError, match="the state has nothing at 'x/y', which the dict has"):
-        state.replace_by_pure_dict({"x": {"y": 1}})
+        nnx.replace_by_pure_dict(state, {"x": {"y": 1}})
 
 
 def test_restore_int_paths():
@@ -128,7 +128,7 @@ def test_pytree_with_any_keys(keys):
     state = nnx.State({"x": nested(1), "y": {"z": nested(2)}})
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     order = [tuple(key.key for key in path) for path in paths]
-    assert order == [path for path, _ in state.flat_state()]
+    assert order == [path for path, _ in nnx.to_flat_state(state)]
     leaves, tree = jax.tree.flatten(state)
     raw = tree.unflatten(range(len(leaves))).raw_mapping
     assert type(raw["y"]["z"]) is dict and type(raw["y"]["z"][keys[0]]) is dict

@@ -1,5 +1,6 @@
 """Base of all errors, suggestions for misspelled names, and errors of packages without models."""
 
+import sys as _sys
 import warnings as _warnings
 from collections.abc import Iterable as _Iterable
 
@@ -28,10 +29,25 @@ def _rebuild(cls: type[WeftError], args: tuple[object, ...]) -> WeftError:
     return error
 
 
-def warn_deprecated(what: str, instead: str, frames: int = 1) -> None:
-    """Warns of a use that Flax deprecates, `frames` calls above the caller."""
-    text = f"{what} is deprecated, as in Flax: {instead}."
-    _warnings.warn(text, DeprecationWarning, stacklevel=2 + frames)
+# Packages between the use and the warning; the last two import names.
+_NOT_OF_USERS = ("weft", "jax", "importlib", "pkgutil")
+
+
+def warn_deprecated(what: str, instead: str) -> None:
+    """Warns of a use that Flax deprecates, at the user's line that led to it."""
+    frame = _sys._getframe()
+    module = __name__
+    while module.partition(".")[0] in _NOT_OF_USERS and frame.f_back:
+        frame = frame.f_back
+        module = frame.f_globals.get("__name__") or "<string>"
+    _warnings.warn_explicit(
+        f"{what} is deprecated, as in Flax: {instead}.",
+        DeprecationWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module,
+        frame.f_globals.setdefault("__warningregistry__", {}),
+    )
 
 
 def similar_names(name: str, candidates: _Iterable[str]) -> list[str]:

@@ -300,7 +300,7 @@ class MultiHeadDotProductAttention(Module):
         self, inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None, both: Array | None
     ) -> tuple[Array, Array]:
         if both is not None:
-            warn_deprecated("inputs_kv", "give inputs_k, and inputs_v if it is another", frames=3)
+            warn_deprecated("inputs_kv", "give inputs_k, and inputs_v if it is another")
             if inputs_k is not None or inputs_v is not None:
                 raise ArgumentValueError(
                     f"{_shown(self)} was given both inputs_kv and inputs_k or inputs_v; give "
@@ -393,9 +393,7 @@ class SelfAttention(MultiHeadDotProductAttention):
         dropout_rng: Any = None,
         sow_weights: bool = False,
     ) -> Float[Array, "*batch length out_features"]:
-        warn_deprecated(
-            "SelfAttention", "call MultiHeadDotProductAttention with inputs_q", frames=2
-        )
+        warn_deprecated("SelfAttention", "call MultiHeadDotProductAttention with inputs_q")
         return super().__call__(
             inputs_q,
             mask=mask,

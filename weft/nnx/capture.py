@@ -51,7 +51,7 @@ def capture(
         ...         self.sow(nnx.Intermediate, "doubled", 2 * x)
         ...         return 2 * x + 1
         >>> y, seen = capture(Double(), nnx.Intermediate)(3)
-        >>> y, seen.to_pure_dict()
+        >>> y, nnx.to_pure_dict(seen)
         (7, {'doubled': (6,)})
     """
     if isinstance(fn, type) and issubclass(fn, Variable):

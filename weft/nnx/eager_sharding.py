@@ -1,6 +1,6 @@
 """Eager sharding: new variables are placed on a mesh as their metadata says.
 
-The metadata `out_sharding` names the axes of a value (aliases: `sharding`, `sharding_names`);
+The metadata `out_sharding` names the axes of a value (deprecated: `sharding`, `sharding_names`);
 `sharding_rules` and `logical_axis_rules` map logical names to mesh axes; the mesh is `mesh` or that
 of `jax.set_mesh`. Parameters of a model created under a mesh are never all on one device.
 """
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from weft.core import spmd
 from weft.core.spmd import AnyMesh, get_global_mesh, get_mesh, without_format
-from weft.errors import AxisMetadataError, NoMeshError
+from weft.errors import AxisMetadataError, NoMeshError, warn_deprecated
 from weft.nnx.settings import Setting
 
 SHARDING_ALIASES = ("sharding", "sharding_names")
@@ -32,7 +32,7 @@ class use_eager_sharding(Setting, flag="flax_always_shard_variable"):
         >>> import jax.numpy as jnp
         >>> from weft import nnx
         >>> with use_eager_sharding(False):
-        ...     nnx.Param(jnp.ones((4, 8)), out_sharding=("embed", None)).sharding_names
+        ...     nnx.Param(jnp.ones((4, 8)), out_sharding=("embed", None)).out_sharding
         ('embed', None)
     """
 
@@ -57,6 +57,7 @@ def with_out_sharding(metadata: dict[str, Any], what: str) -> dict[str, Any]:
     """
     for name in SHARDING_ALIASES:
         if name in metadata:
+            warn_deprecated(f"the metadata {name}", "call it out_sharding")
             rest = {k: v for k, v in metadata.items() if k != name}
             metadata = {**rest, "out_sharding": metadata[name]}
     layout = metadata.get("out_sharding")

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from weft.core.tracing import current_trace, is_tracing
-from weft.errors import GraphStructureError, ModuleAttributeNotFoundError
+from weft.errors import GraphStructureError, ModuleAttributeNotFoundError, warn_deprecated
 from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.pytree import Pytree, iter_children, iter_graph
 from weft.nnx.split_merge import clone
@@ -157,11 +157,13 @@ class Module(Pytree):
         return jax.tree.map(jnp.add, value, there.get_value())
 
     def iter_modules(self) -> Iterator[tuple[Path, "Module"]]:
-        """Yields the modules in this one, and itself last, with their paths."""
+        """Yields the modules in this one, and itself last, with their paths; deprecated."""
+        warn_deprecated("module.iter_modules()", "call nnx.iter_modules(module)")
         return iter_modules(self)
 
     def iter_children(self) -> Iterator[tuple[Hashable, Any]]:
-        """Yields the modules and variables that are attributes, by name."""
+        """Yields the modules and variables that are attributes, by name; deprecated."""
+        warn_deprecated("module.iter_children()", "call nnx.iter_children(module)")
         return iter_children(self)
 
     def set_attributes(

@@ -36,7 +36,7 @@ from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.graph import GraphDef
 from weft.nnx.pytree import Pytree, children, data_children, is_array, iter_graph, static
 from weft.nnx.refs import to_ref
-from weft.nnx.split_merge import pure
+from weft.nnx.split_merge import as_pure
 from weft.nnx.state import State, from_flat_state, path_text, to_flat_state
 from weft.nnx.update import update
 from weft.nnx.variables import Param, Variable
@@ -187,7 +187,7 @@ class Optimizer(Pytree, Generic[M]):
         _check_mutable(parameters)
         given = gradients_like(parameters, grads, self.wrt)
         try:
-            updates, after = self.tx.update(given, before, params, **pure(kwargs))
+            updates, after = self.tx.update(given, before, params, **as_pure(kwargs))
         except (TypeError, ValueError):
             _check_parameters(self.opt_state, parameters)
             raise
@@ -421,7 +421,7 @@ def gradients_like(parameters: Mapping[Path, Any], grads: object, wrt: Filter) -
         >>> import jax.numpy as jnp
         >>> from weft import nnx
         >>> w, grads = nnx.Param(jnp.ones(2)), {"w": jnp.zeros(2), "n": 1.0}
-        >>> gradients_like({("w",): w}, grads, nnx.Param).to_pure_dict()
+        >>> nnx.to_pure_dict(gradients_like({("w",): w}, grads, nnx.Param))
         {'w': Array([0., 0.], dtype=float32)}
     """
     given = leaves_by_path(grads)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft.errors import InvalidRngError, RngStreamNotFoundError
+from weft.errors import InvalidRngError, RngStreamNotFoundError, warn_deprecated
 from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.pytree import Pytree, iter_graph
 from weft.nnx.settings import resolve_graph_options
@@ -145,8 +145,11 @@ class RngStream(Draws):
         return RngStream(jnp.broadcast_to(key, (*shape, *key.shape)), tag=self.tag)
 
     def fork(self, *, split: int | tuple[int, ...] | None = None) -> "RngStream":
-        """Returns an independent stream, from one key; `split` has sizes of new leading axes."""
-        return RngStream(self(), tag=self.tag) if split is None else self.split(split)
+        """Returns an independent stream, from one key; `split` is deprecated: see `split`."""
+        if split is None:
+            return RngStream(self(), tag=self.tag)
+        warn_deprecated("fork(split=sizes)", "call split(sizes)")
+        return self.split(split)
 
 
 class Rngs(Draws):
@@ -225,8 +228,10 @@ class Rngs(Draws):
         return self._each(lambda name, stream: _changed(stream, (name,), broadcast=k))
 
     def fork(self, *, split: Sizes | None = None) -> "Rngs":
-        """Returns independent streams, from one key of each; for `split` see `Rngs.split`."""
-        return self._each(lambda name, stream: stream.fork(split=_sizes_of(split, (name,), stream)))
+        """Returns independent streams, from one key of each; `split` is deprecated: see `split`."""
+        if split is not None:
+            warn_deprecated("fork(split=sizes)", "call split(sizes)")
+        return self._each(lambda name, stream: _changed(stream, (name,), split=split, fork=...))
 
     def _each(self, change: Callable[[str, RngStream], RngStream]) -> "Rngs":
         made = Rngs()
@@ -408,7 +413,9 @@ def fork_rngs(
 
     def new_key(path: Path, stream: RngStream) -> jax.Array | None:
         sizes = _sizes_of(split, path, stream, _UNMATCHED)
-        return None if sizes is _UNMATCHED else stream.fork(split=sizes).key.get_value()
+        if sizes is _UNMATCHED:
+            return None
+        return (stream.fork() if sizes is None else stream.split(sizes)).key.get_value()
 
     def change(node: object) -> Any:
         return _change_streams(node, in_place, ..., new_key)

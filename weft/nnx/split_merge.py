@@ -6,13 +6,14 @@ so no value is copied; `clone` copies. Inside a transformation both are new, as 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 
-from weft.errors import GraphStructureError, ObjectArgumentError
+from weft.errors import GraphStructureError, ObjectArgumentError, warn_deprecated
 from weft.nnx.filters import All, Filter, OfType, Path, grouped, to_predicate
 from weft.nnx.graph import (
     FlatGraph,
@@ -146,7 +147,7 @@ def state(node: object, *filters: Filter, graph: bool | None = None) -> Any:
 
     Example:
         >>> from weft import nnx
-        >>> nnx.state(nnx.Dict(w=nnx.Param(1.0), n=nnx.Cache(2)), nnx.Param).to_pure_dict()
+        >>> nnx.to_pure_dict(nnx.state(nnx.Dict(w=nnx.Param(1.0), n=nnx.Cache(2)), nnx.Param))
         {'w': 1.0}
     """
     groups, _ = grouped(_items(flatten_graph(node)), filters or (...,))
@@ -202,12 +203,12 @@ def map(
     return build_graph(flat.graphdef, copies(leaves), share=True)[0]
 
 
-def pure(tree: object) -> Any:
+def as_pure(tree: object) -> Any:
     """Returns a pytree with variables replaced by their values.
 
     Example:
         >>> from weft import nnx
-        >>> pure([nnx.Param(1), 2])
+        >>> as_pure([nnx.Param(1), 2])
         [1, 2]
     """
     return jax.tree.map(
@@ -217,7 +218,10 @@ def pure(tree: object) -> Any:
     )
 
 
-as_pure = pure
+def pure(tree: object) -> Any:
+    """Returns `as_pure(tree)`; deprecated."""
+    warn_deprecated("nnx.pure", "call nnx.as_pure")
+    return as_pure(tree)
 
 
 def flatten(
@@ -423,7 +427,7 @@ class RefMap(MutableMapping[Any, Any]):
 A = TypeVar("A")
 
 
-def vars_as(
+def with_vars(
     node: A,
     /,
     *,
@@ -449,7 +453,7 @@ def vars_as(
         >>> import jax
         >>> import jax.numpy as jnp
         >>> from weft import nnx
-        >>> model = vars_as(nnx.Dict(n=nnx.Variable(jnp.array(0))), ref=True)
+        >>> model = with_vars(nnx.Dict(n=nnx.Variable(jnp.array(0))), ref=True)
         >>> @jax.jit
         ... def step(model):
         ...     model.n[...] += 1
@@ -476,7 +480,11 @@ def vars_as(
     return build_graph(flat.graphdef, leaves, share=True)[0]
 
 
-with_vars = vars_as
+@functools.wraps(with_vars, assigned=("__annotations__",))
+def vars_as(node: Any, /, **options: Any) -> Any:
+    """Returns `with_vars(node, **options)`; deprecated."""
+    warn_deprecated("nnx.vars_as", "call nnx.with_vars")
+    return with_vars(node, **options)
 
 
 def _duplicate_variables(node: object, only: Filter) -> list[Any]:

@@ -71,7 +71,7 @@ def with_partitioning(
         >>> from weft import nnx
         >>> init = with_partitioning(jax.nn.initializers.ones, (None, "model"))
         >>> with use_eager_sharding(False):
-        ...     nnx.Param(init(jax.random.key(0), (4, 8))).sharding_names
+        ...     nnx.Param(init(jax.random.key(0), (4, 8))).out_sharding
         (None, 'model')
     """
     return with_metadata(initializer, out_sharding=sharding, mesh=mesh, **metadata)
@@ -295,7 +295,7 @@ def add_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
         >>> import jax.numpy as jnp
         >>> from weft import nnx
         >>> w = nnx.Param(jnp.ones((4, 8)), out_sharding=(None, "model"), eager_sharding=False)
-        >>> add_axis(w, 0, {PARTITION_NAME: "layers"}).sharding_names
+        >>> add_axis(w, 0, {PARTITION_NAME: "layers"}).out_sharding
         ('layers', None, 'model')
     """
     return _update_axes(_add, tree, index, transform_metadata)

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from weft.errors import StateFilterError, StatePathError
+from weft.errors import StateFilterError, StatePathError, warn_deprecated
 from weft.nnx.display import Enclosing, mapping_repr, object_repr
 from weft.nnx.filters import Filter, Path, filters_text, grouped
 from weft.nnx.variables import Variable
@@ -92,8 +92,9 @@ class State(MutableMapping[Hashable, Any]):
     def __sub__(self, other: "State") -> "State":
         if not isinstance(other, State):
             return NotImplemented
-        gone = dict(other.flat_state())
-        return from_flat_state((p, v) for p, v in self.flat_state() if p not in gone)
+        warn_deprecated("the difference of states", "compare the paths of nnx.to_flat_state")
+        gone = dict(to_flat_state(other))
+        return from_flat_state((p, v) for p, v in to_flat_state(self) if p not in gone)
 
     def __repr__(self) -> str:
         return object_repr(self)
@@ -105,35 +106,49 @@ class State(MutableMapping[Hashable, Any]):
         """Takes the contents of a state that Flax pickled."""
         self.__init__(state["_mapping"])
 
+    # Deprecated methods, with the functions that replace them.
+
     def map(self, f: Callable[[Path, Any], Any]) -> "State":
+        _warn_method("map", "map_state(f, state)")
         return map_state(f, self)
 
     def flat_state(self) -> "FlatState":
         """Returns the state as paths and values."""
+        _warn_method("flat_state", "to_flat_state(state)")
         return to_flat_state(self)
 
     @classmethod
     def from_flat_path(cls, flat_state: object) -> "State":
         """Builds a state from paths and values."""
+        _warn_method("from_flat_path", "from_flat_state(flat_state)")
         return from_flat_state(flat_state)
 
     def split(self, first: Filter, /, *filters: Filter) -> Any:
+        _warn_method("split", "split_state(state, *filters)")
         return split_state(self, first, *filters)
 
     def filter(self, first: Filter, /, *filters: Filter) -> Any:
+        _warn_method("filter", "filter_state(state, *filters)")
         return filter_state(self, first, *filters)
 
     @classmethod
     def merge(cls, state: object, /, *states: object) -> "State":
+        _warn_method("merge", "merge_state(*states)")
         return merge_state(state, *states)
 
     def to_pure_dict(self, extract_fn: Callable[[Any], Any] | None = None) -> dict[Hashable, Any]:
+        _warn_method("to_pure_dict", "to_pure_dict(state)")
         return to_pure_dict(self, extract_fn)
 
     def replace_by_pure_dict(
         self, pure_dict: Mapping[Hashable, Any], replace_fn: Callable[[Any, Any], Any] | None = None
     ) -> None:
+        _warn_method("replace_by_pure_dict", "replace_by_pure_dict(state, pure_dict)")
         replace_by_pure_dict(self, pure_dict, replace_fn)
+
+
+def _warn_method(name: str, instead: str) -> None:
+    warn_deprecated(f"State.{name}", f"call nnx.{instead}")
 
 
 @object_repr.register

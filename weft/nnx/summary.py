@@ -226,7 +226,8 @@ def _row(call: CallInfo, x: Pytree, kinds: list[str], counts: list[str]) -> list
 
 
 def _with_layout(variable: Variable[Any]) -> Any:
-    names, value = variable.sharding_names, tables.to_shapes(variable.get_raw_value())
+    names = variable.get_metadata("out_sharding", None)
+    value = tables.to_shapes(variable.get_raw_value())
     return Partitioned(value, names) if isinstance(names, tuple) and names else value
 
 

@@ -107,7 +107,7 @@ def pop(node: object, *filters: Filter) -> Any:
     Example:
         >>> from weft import nnx
         >>> model = nnx.Dict(w=nnx.Param(1.0), seen=nnx.Intermediate(2))
-        >>> nnx.pop(model, nnx.Intermediate).to_pure_dict(), list(model)
+        >>> nnx.to_pure_dict(nnx.pop(model, nnx.Intermediate)), list(model)
         ({'seen': 2}, ['w'])
     """
     if not filters:

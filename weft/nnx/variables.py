@@ -28,6 +28,7 @@ from weft.errors import (
     VariableMetadataError,
     VariableOperationError,
     VariableTypeError,
+    warn_deprecated,
 )
 from weft.nnx.display import Enclosing, join_lines, object_repr, size_text, value_repr
 from weft.nnx.eager_sharding import shard_new_value, with_out_sharding
@@ -125,7 +126,8 @@ class Variable(Generic[A]):
 
     @property
     def sharding_names(self) -> Any:
-        """Layout of the value's axes, or None."""
+        """Layout of the value's axes, or None; deprecated: the metadata `out_sharding`."""
+        warn_deprecated("sharding_names", 'use get_metadata("out_sharding", None)')
         return self._metadata.get("out_sharding")
 
     @property
@@ -214,17 +216,25 @@ class Variable(Generic[A]):
 
     @property
     def value(self) -> A:
-        """Value, read by `get_value()` and written by `set_value`."""
+        """Value, read by `get_value()` and written by `set_value`; deprecated."""
+        warn_deprecated(".value", "read variable[...], or variable.get_value()")
         return self.get_value() if self._metadata or self._gets else self._value  # pyright: ignore[reportReturnType]
 
     @value.setter
     def value(self, value: A) -> None:
+        warn_deprecated("setting .value", "set variable[...], or call variable.set_value(value)")
         self.set_value(value)
 
     @property
     def raw_value(self) -> A:
-        """Value without hooks."""
+        """Value without hooks; deprecated."""
+        warn_deprecated(".raw_value", "call variable.get_raw_value()")
         return self._value
+
+    @raw_value.setter
+    def raw_value(self, value: A) -> None:
+        warn_deprecated("setting .raw_value", "call variable.set_raw_value(value)")
+        self.set_raw_value(value)
 
     # Metadata.
 
@@ -268,6 +278,7 @@ class Variable(Generic[A]):
                 f"{_describe(self)}: set_metadata was given {args!r} and {metadata!r}; give names "
                 "and values (name=value), or a mapping that replaces all metadata."
             )
+        changed = with_out_sharding(changed, type(self).__name__)
         object.__setattr__(self, "_metadata", changed)
         self._changed()
 
@@ -776,3 +787,10 @@ class Perturbation(Intermediate[A]):
     """Zeros added to a value, whose gradient is the value's."""
 
     __slots__ = ()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "VariableState":
+        warn_deprecated(name, "call it Variable")
+        return Variable
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

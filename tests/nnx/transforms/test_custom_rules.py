@@ -93,7 +93,7 @@ def test_part_of_an_object_and_arguments_without_gradient():
     f.defvjp(lambda scale, m: (f(scale, m), None), bwd)
     model = nnx.Dict(w=nnx.Param(jnp.array(3.0)), n=nnx.BatchStat(jnp.array(2.0)))
     grads = nnx.grad(lambda m: f(lambda x: 5 * x, m))(model)
-    assert {k: float(v) for k, v in grads.to_pure_dict().items()} == {"w": 5.0}
+    assert {k: float(v) for k, v in nnx.to_pure_dict(grads).items()} == {"w": 5.0}
 
 
 def test_none_is_zero_and_invalid_gradients_fail():
