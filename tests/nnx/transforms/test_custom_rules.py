@@ -88,7 +88,8 @@ def test_part_of_an_object_and_arguments_without_gradient():
 
     def bwd(scale: Any, residuals: Any, g: Any) -> Any:
         (of_model,), out_g = g
-        return (nnx.filter_state(of_model, nnx.Param).map(lambda _, x: scale(out_g)),)
+        of_params = nnx.filter_state(of_model, nnx.Param)
+        return (nnx.map_state(lambda _, x: scale(out_g), of_params),)
 
     f.defvjp(lambda scale, m: (f(scale, m), None), bwd)
     model = nnx.Dict(w=nnx.Param(jnp.array(3.0)), n=nnx.BatchStat(jnp.array(2.0)))
@@ -287,7 +288,7 @@ class Params(nnx.Module):
 
 
 def gradient(loss: Any, model: nnx.Module, where: Any = nnx.Param) -> Any:
-    return nnx.grad(loss, argnums=nnx.DiffState(0, where))(model).to_pure_dict()
+    return nnx.to_pure_dict(nnx.grad(loss, argnums=nnx.DiffState(0, where))(model))
 
 
 @pytest.mark.parametrize(
