@@ -127,7 +127,7 @@ def validate_contains_paths(x: Nested[Any], paths: Sequence[str]) -> None:
 
 
 def get_or_none(x: Mapping[str, T] | None, key: str) -> T | None:
-    """Returns an entry of a dict, or None if there is no such entry, or no dict.
+    """Returns an entry of a dict; None if the dict is None or lacks the entry.
 
     >>> get_or_none({"a": 1}, "a"), get_or_none({}, "a"), get_or_none(None, "a")
     (1, None, None)

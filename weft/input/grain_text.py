@@ -207,7 +207,7 @@ def tokenize_turns(
         for role, content in _turns(example):
             if role not in templates:
                 raise InputDatasetError(
-                    f"a turn has the role {role!r}, for which there is no template. "
+                    f"a turn has the unknown role {role!r}; its template is missing. "
                     f"{did_you_mean(role, templates)}"
                 )
             before, after = templates[role].split(_CONTENT)

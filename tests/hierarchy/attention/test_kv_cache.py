@@ -181,7 +181,7 @@ def attention_config(kv_cache, **fields):
 )
 def test_cache_is_sharded(cls, fields, filled, wave):
     if jax.device_count() < 8:
-        pytest.skip("needs 8 devices")
+        pytest.skip(f"needs 8 devices; WEFT_TEST_DEVICES gives {jax.device_count()}")
     spec = ("data", None, "model", None)
     cfg = attention_config(
         cls.default_config().set(kv_partition_spec=spec, **fields),
