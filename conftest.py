@@ -5,6 +5,8 @@ It is at the root, so that the examples in weft/ run under it as the tests do.
 
 import functools
 import gc
+import hashlib
+import io
 import os
 import sys
 import tempfile
@@ -58,6 +60,7 @@ def pytest_collection():
     """Pauses garbage collection while ten thousand tests are collected."""
     gc.disable()
     _repeat_less_work()
+    _share_programs()
     result = yield
     _freeze_objects()
     # Tracing makes many objects, few of them garbage in cycles.
@@ -93,19 +96,38 @@ def pytest_runtest_protocol(item):
 
 @pytest.fixture(autouse=True, scope="module")
 def settings_are_restored():
-    """Checks that each module restores JAX's settings; later tests would compile for longer."""
+    """Checks that each module restores JAX's settings; later tests would compile for longer.
+
+    Restores `sys.path`, to which commands add the directories of recipes.
+    """
     import jax
 
+    paths = sys.path[:]
     before = {name: jax.config.values[name] for name in _SETTINGS}
     yield
+    sys.path[:] = paths
     assert {name: jax.config.values[name] for name in _SETTINGS} == before
     assert _traces_in_two_threads() == 1, "a test left a mesh or a setting of its thread behind"
     _freeze_objects()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def names_in_examples(request, doctest_namespace):
+    """Defines the names that examples in docstrings use without importing them."""
+    if any(isinstance(item, pytest.DoctestItem) for item in request.session.items):
+        import jax
+        import numpy as np
+        import optax
+
+        from weft import linen, nnx
+
+        names = {"jax": jax, "jnp": jax.numpy, "nn": linen, "nnx": nnx, "np": np, "optax": optax}
+        doctest_namespace.update(names)
+
+
 def _repeat_less_work():
     """Lets JAX keep what it would compute again for each program and each error."""
-    from jax._src import config, dispatch, traceback_util, util
+    from jax._src import config, core, dispatch, traceback_util, util
     from jax._src.interpreters import mlir
 
     # Compares paths on disk, some hundred times for each error.
@@ -123,6 +145,19 @@ def _repeat_less_work():
         config.trace_context(), primitive, **params
     )
 
+    find = core.maybe_find_leaked_tracers
+
+    def found(trace):
+        """Searches all objects only if something but the caller still holds `trace`."""
+        for generation in (0, 1):
+            gc.collect(generation)
+            # The caller, this function and getrefcount hold it.
+            if sys.getrefcount(trace) == 3:
+                return []
+        return find(trace)
+
+    core.maybe_find_leaked_tracers = found
+
     make, of_thread = mlir.make_ir_context, threading.local()
 
     def shared():
@@ -133,6 +168,60 @@ def _repeat_less_work():
         return of_thread.context
 
     mlir.make_ir_context = shared
+
+
+def _share_programs():
+    """Lets JAX compile equal programs once, whatever their names and the lines that they come from.
+
+    Many come from several tests, or from Weft and from Flax.
+    """
+    from jax import stages
+    from jax._src import compiler
+    from jax._src.config import compilation_cache_dir
+    from jaxlib.mlir import ir, passmanager
+
+    compile_one, compile_ahead = compiler.compile_or_get_cached, stages.Lowered.compile
+    programs, of_thread, directory = {}, threading.local(), compilation_cache_dir.value
+
+    def compile_shared(backend, module, devices, options, callbacks, *args):
+        compiled = functools.partial(
+            compile_one, backend, module, devices, options, callbacks, *args
+        )
+        is_shared = not (
+            callbacks
+            or getattr(of_thread, "is_ahead", False)
+            or compilation_cache_dir.value != directory  # the test counts its files
+        )
+        if not is_shared:
+            return compiled()
+        text = io.BytesIO()
+        with module.context:
+            operation = module.operation.clone()
+            operation.attributes["sym_name"] = ir.StringAttr.get("shared")
+            passes = passmanager.PassManager.parse("builtin.module(strip-debuginfo)")
+            passes.run(operation)
+            operation.write_bytecode(file=text)
+        digest = hashlib.sha256(text.getvalue()).digest()
+        ids = tuple(device.id for device in devices.flat)
+        key = backend, digest, options.SerializeAsString(), ids
+        program = programs.get(key)
+        if program is None:
+            program = compiled()
+            if len(programs) >= 2000:  # about 400 MB
+                programs.clear()
+            programs[key] = program
+        return program
+
+    def compile_alone(lowered, *args, **kwargs):
+        """Compiles for the caller alone, who may read the names and lines in the program."""
+        of_thread.is_ahead = True
+        try:
+            return compile_ahead(lowered, *args, **kwargs)
+        finally:
+            of_thread.is_ahead = False
+
+    compiler.compile_or_get_cached = compile_shared
+    stages.Lowered.compile = compile_alone  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _traces_in_two_threads() -> int:

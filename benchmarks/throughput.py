@@ -30,8 +30,7 @@ class _ByHand:
             jax.tree.map(lambda x: x.copy(), trainer.trainer_state.model)
         )
         optimizer, self.step = _raw_lm.make_step(
-            cfg.learner.optimizer.inner.learning_rate.peak_lr,
-            cfg.learner.optimizer.inner.learning_rate.max_step,
+            cfg.learner.optimizer.inner.learning_rate.peak_lr, cfg.max_step
         )
         self.state = optimizer.init(self.params)
         self.batches = iter(cfg.input.set(name="input").instantiate(parent=None).dataset())

@@ -38,6 +38,14 @@ def test_packages_are_loaded_on_first_use():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_missing_package_of_the_trainer_names_the_extra():
+    code = "import sys; sys.modules['grain'] = None; import weft; weft.fit"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode
+    assert "needs the package grain" in run.stderr
+    assert "install it with `pip install 'weft[train]'`" in run.stderr
+
+
 def test_moved_names_resolve():
     for old, new in _moved_names().items():
         module, _, name = new.rpartition(".")

@@ -1,6 +1,9 @@
 """Weft: one JAX neural-network library, three ways to write a model, one trainer.
 
 Imports no package before its first use, so that `import weft.config` stays free of JAX.
+
+Examples in docstrings assume `import jax, optax, jax.numpy as jnp, numpy as np` and
+`from weft import linen as nn, nnx`.
 """
 
 from weft._lazy import install_other_modules, lazy_exports

@@ -6,5 +6,6 @@ from weft import (
     serialization as serialization, struct as struct, trainer as trainer, training as training,
     traverse_util as traverse_util, typing as typing, utils as utils,
 )
+from weft.trainer.fit import fit as fit
 
 __version__: str

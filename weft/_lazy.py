@@ -7,6 +7,7 @@ are laid out differently in Weft: after a module's name come the names that lead
 """
 
 import ast
+import enum
 import functools
 import importlib
 import importlib.util
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parent
+_TRAIN_PACKAGES = ("grain", "orbax", "safetensors", "tensorboard", "tensorboardX", "xxhash")
 
 
 @functools.cache
@@ -60,10 +62,15 @@ def lazy_exports(
         if name not in offered:
             return _other_attribute(package, name)
         module, its_name = offered[name]
-        if module != package and hasattr(found := importlib.import_module(module), its_name):
-            value = getattr(found, its_name)
-        else:
-            value = importlib.import_module(f"{module}.{its_name}")
+        try:
+            if module != package and hasattr(found := importlib.import_module(module), its_name):
+                value = getattr(found, its_name)
+            else:
+                value = importlib.import_module(f"{module}.{its_name}")
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in _TRAIN_PACKAGES:
+                raise
+            raise _missing_extra(f"{package}.{name}", str(error.name), "train", error) from error
         vars(this)[name] = value  # the next use does not come here
         return value
 
@@ -148,6 +155,19 @@ def axlearn_hint(owner: str, name: str) -> str | None:
         if last == name and (f"{place}.".startswith(f"{owner}.") or place.endswith(f".{owner}")):
             return instead
     return None
+
+
+class AxlearnEnumType(enum.EnumType):
+    """Type of enums that say what to write instead of AXLearn's members that they lack."""
+
+    def __getattr__(cls, name: str) -> Any:
+        instead = None if name.startswith("_") else axlearn_hint(cls.__name__, name)
+        if instead:
+            raise AttributeError(f"{cls.__name__} has no {name!r} of AXLearn: {instead}.")
+        found = getattr(super(), "__getattr__", None)  # of Python 3.11, for members
+        if found is not None:
+            return found(name)
+        raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
 
 
 def _places(module: str) -> tuple[str, ...]:
@@ -244,12 +264,16 @@ def import_extra(module: str, extra: str, *, needed_by: str, package: str = "") 
     Raises:
         MissingExtraError: If it cannot be imported.
     """
-    from weft.errors import MissingExtraError
-
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtraError(
-            f"{needed_by} needs the package {package or module}, which cannot be imported "
-            f"({error}); install it with `pip install 'weft[{extra}]'`"
-        ) from error
+        raise _missing_extra(needed_by, package or module, extra, error) from error
+
+
+def _missing_extra(needed_by: str, package: str, extra: str, error: ImportError) -> ImportError:
+    from weft.errors import MissingExtraError
+
+    return MissingExtraError(
+        f"{needed_by} needs the package {package}, which cannot be imported ({error}); install it "
+        f"with `pip install 'weft[{extra}]'`"
+    )

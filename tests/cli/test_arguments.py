@@ -13,6 +13,7 @@ COMMANDS = {
     "config diff lm lm-moe": "configs:show_or_diff",
     "sample runs/lm": "trained_models:print_sample",
     "inspect runs/lm": "inspect:run",
+    "report runs/lm runs/wide": "inspect:write_report",
     "export runs/lm --to out": "trained_models:export",
     "tabulate lm": "tabulate:run",
     "check lm": "check:run",
@@ -40,13 +41,19 @@ def test_overrides_may_follow_options():
     assert arguments.recipe_and_overrides == ["lm", "b=2"]
 
 
-@pytest.mark.parametrize("words", [["recipes", "x=1"], ["check", "lm", "--mash", "data=2"]])
+@pytest.mark.parametrize("words", [["recipes", "lm", "x=1"], ["check", "lm", "--mash", "data=2"]])
 def test_unrecognized_arguments(words, capsys):
     with pytest.raises(SystemExit):
         parse_arguments(words)
-    assert f"unrecognized arguments: {words[-2 if len(words) > 2 else 1]}" in (
-        capsys.readouterr().err
-    )
+    assert f"unrecognized arguments: {words[2]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train lm", "check lm", "lr-find lm", "launch local -n 2 lm"])
+def test_field_with_dashes_is_told_to_leave_them_out(command):
+    with pytest.raises(CommandLineError, match=r"--max-step=3: leave out the dashes.* max_step=3"):
+        parse_arguments([*command.split(), "--max-step=3"])
+    with pytest.raises(CommandLineError, match=r"--max_step: leave out .* max_step=VALUE"):
+        parse_arguments([*command.split(), "--max_step", "3"])
 
 
 def test_unknown_command_suggests_the_nearest():

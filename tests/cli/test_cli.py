@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from weft.cli import Output, continue_without_output, main
+from weft.cli.arguments import parse_arguments
 from weft.recipes import RECIPES
 
 HELP = {
@@ -31,6 +32,7 @@ HELP = {
     "config diff": ["Print the differences between two configs; exit code 1 if there are any."],
     "sample": ["Generate text from a trained run."],
     "inspect": ["Print the contents of a run's checkpoints, without loading them."],
+    "report": ["Write the report of a run, or a comparison of several, as one HTML page."],
     "export": ["Write a run's parameters as safetensors, or as a Hugging Face checkpoint."],
     "tabulate": ["Print the model as a table, without allocating its arrays."],
     "check": ["Compile a recipe for a mesh, and print its sharding; exit code 1 if it does not"],
@@ -52,11 +54,36 @@ def test_help_describes_command_and_all_arguments(command, capsys, monkeypatch):
             assert re.search(r"\S {2,}\S", line) or line in ("  COMMAND", "  WHERE", "  ACTION")
 
 
+LM_ARGUMENTS = ("data_dir", "tokenizer", "learning_rate", "batch_size", "steps")
+
+
 def test_recipes_are_listed_with_the_default_first(capsys):
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("lm ") and "(the default)" in lines[0]
-    assert lines[1].startswith("lm-tiny ") and len(lines) == len(RECIPES)
+    assert lines[1].split() == [f"{name}=" for name in LM_ARGUMENTS]
+    names = [line.split()[0] for line in lines[: 2 * len(RECIPES) : 2]]
+    assert names == [recipe.name for recipe in RECIPES] and len(lines) == 2 * len(RECIPES) + 2
+    assert [line for line in lines if line.endswith("(the default)")] == [lines[0]]
+
+
+def test_help_lists_the_arguments_of_a_recipe(capsys):
+    assert main(["train", "lm", "steps=3", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "usage: weft train" in text and "Arguments of lm: a byte-level Transformer" in text
+    for name in LM_ARGUMENTS:
+        assert f"\n  {name}=" in text
+    assert main(["train", "-h", "ln"]) == 2
+    assert "unknown recipe 'ln'. There are: " in capsys.readouterr().err
+
+
+def test_weft_alone_shows_what_to_do_first(capsys):
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and all(len(line) <= 80 for line in out.splitlines())
+    commands = re.findall(r"^  weft (.*?)  ", out, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        parse_arguments(command.split())
 
 
 def test_version_is_printed(capsys):
@@ -70,10 +97,10 @@ def test_version_is_printed(capsys):
     ("argv", "message"),
     [
         (["trian"], "unknown command 'trian'. Did you mean 'train'?"),
-        ([], "COMMAND"),
         (["sample"], "DIR"),
         (["sample", "x", "--tokens", "many"], "invalid int value: 'many'"),
         (["config", "diff", "lm"], "required: B"),
+        (["report", "runs/none"], "'runs/none' is not the directory of a run"),
         (["export", "runs/lm"], "required: --to"),
         (["launch", "local", "lm"], "required: -n"),
         (["train", "lm", "tiny"], "'tiny' is neither the only recipe nor of the form path=value"),

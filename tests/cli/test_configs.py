@@ -6,11 +6,9 @@
 import pytest
 
 from weft.cli import main
-from weft.cli.arguments import list_recipes, parse_arguments
 from weft.cli.configs import load_config, on_mesh, parse_mesh, run_config
 from weft.config import diff, from_text, to_text
 from weft.errors import CommandLineError, ConfigTextError, UnknownConfigError, UnknownFieldError
-from weft.recipes import RECIPES
 from weft.recipes.lm import lm_tiny
 from weft.trainer.parallelism import MESH_AXIS_NAMES
 from weft.trainer.run_dir import claim_run_dir
@@ -140,10 +138,3 @@ def test_unreadable_file_is_reported(tmp_path, capsys):
     file.write_bytes(b"\xff\xfe\x00")
     assert main(["config", "show", str(file)]) == 2
     assert f"cannot read '{file}'" in capsys.readouterr().err
-
-
-def test_list_has_a_line_per_recipe_default_first(capsys):
-    assert list_recipes(parse_arguments(["recipes"])) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [recipe.name for recipe in RECIPES]
-    assert [line.endswith("(the default)") for line in lines] == [True, *[False] * (len(lines) - 1)]

@@ -56,7 +56,7 @@ def test_missing_directory_is_named(tmp_path, capsys):
 @pytest.mark.parametrize("content", ["{", json.dumps({"version": 99, "index": []})])
 def test_unreadable_index_is_reported(tmp_path, capsys, content):
     (save(tmp_path, 5) / "index").write_text(content)
-    assert main(["inspect", str(tmp_path)]) == 2
+    assert main(["inspect", str(tmp_path)]) == 1
     assert "cannot be read as the index" in capsys.readouterr().err
 
 

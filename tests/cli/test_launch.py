@@ -4,7 +4,7 @@ import pytest
 
 from weft.cli import main
 from weft.cli.arguments import parse_arguments
-from weft.cli.train import JOBS, job_name, make_job
+from weft.cli.train import JOBS, job_name, make_job, program
 from weft.launch.jobset import JobSetJob
 from weft.launch.local import LocalJob
 from weft.launch.slurm import SlurmJob
@@ -31,6 +31,21 @@ def test_all_job_fields_can_be_set():
     cfg = made("slurm", "-n", "4", *(w for x in words for w in ("--job", x)), "lm").config
     assert (cfg.nodes, cfg.sbatch, cfg.env) == (2, {"qos": "high"}, {"A": "b"})
     assert (list(cfg.setup), cfg.name) == (["module load cuda"], "mine")
+
+
+def test_local_directory_is_checked_before_processes_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(LocalJob, "run", lambda self: 0)
+    words = ["lm-tiny", "dir=run"]
+    assert main(["launch", "local", "-n", "2", *words]) == 0
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    assert main(["launch", "local", "-n", "2", *words]) == 2
+    err = capsys.readouterr().err
+    assert "\n  weft launch local -n 2 lm-tiny dir=run-2\n" in err.replace(program("weft"), "weft")
+    assert main(["launch", "local", "--fresh", "-n", "2", *words]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run.1"]
+    assert "moved the earlier run from run to run.1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("recipe", ["lm", "configs/Wide_1.txt", "runs/lm/", "é"])

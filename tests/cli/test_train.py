@@ -1,5 +1,6 @@
 """`weft train`: what it refuses before any work, and what it says and leaves behind."""
 
+import contextlib
 import json
 import shutil
 
@@ -9,8 +10,8 @@ from rich.console import Console
 
 from weft.cli import main
 from weft.cli.configs import load_config
-from weft.cli.display import make_display
 from weft.cli.train import program, run, split_arguments
+from weft.trainer.display import make_display
 from weft.trainer.run_dir import claim_run_dir
 
 TINY = ["train", "lm-tiny"]
@@ -31,6 +32,10 @@ def folder(tmp_path, monkeypatch):
         ("lerning_rate=1", "lerning_rate"),
         ("learner.optimizer.inner.learning_rate.peek_lr=1", "Did you mean 'peak_lr'?"),
         ("max_step=many", "max_step=many"),
+        (
+            "max_step=3.5",
+            "trainer.max_step=3.5 is not a number of steps; expected an int",
+        ),
         ("input.source.sequence_length=wide", "expected int"),
         ("model=3", "model=3"),
         ("dir=file/run", "file is a file"),
@@ -54,10 +59,12 @@ def test_invalid_input_exits_with_code_2(override, message, folder, capsys):
 
 def test_directory_of_other_config_is_unchanged(folder, capsys):
     claim_run_dir(load_config("lm-tiny", ["dir=run"]))
-    before = {path.name: path.read_bytes() for path in (folder / "run").iterdir()}
+    (folder / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    before = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
     assert main([*TINY, "dir=run", "model.decoder.dim=32", "max_step=5"]) == 2
     assert "model.decoder.dim: 24 → 32" in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in (folder / "run").iterdir()} == before
+    after = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
+    assert after == before
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +141,7 @@ def test_damaged_checkpoints_are_not_overwritten(run_dir, capsys):
     for step in (40, 60):
         damage(run_dir, step)
     before = sorted(p for p in (run_dir / "checkpoints").rglob("*"))
-    assert main([*TINY, "dir=run", "max_step=70"]) == 2
+    assert main([*TINY, "dir=run", "max_step=70"]) == 1
     err = capsys.readouterr().err
     assert "step_00000060" in err and "step_00000040" in err
     assert sorted(p for p in (run_dir / "checkpoints").rglob("*")) == before
@@ -175,20 +182,29 @@ def test_required_base_run_is_trained_first(reason, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     trained = []
 
-    def train(recipe, cfg):
+    def train(recipe, cfg, made_by=None):
         trained.append((recipe, cfg.dir))
         display = make_display(Console(), cfg.dir)
-        display.ended = (7, reason)
+        display.on_end(7, reason)
         return object(), display, {}
 
     monkeypatch.setattr("weft.cli.train._run", train)
     monkeypatch.setattr("weft.cli.train._conclude", lambda *args: 0)
     monkeypatch.setattr("weft.recipes.lm_lora._export", lambda path, cfg, trainer: None)
-    assert main(["train", "lm-lora"]) == 0
+    assert main(["train", "lm-lora"]) == (143 if reason == "SIGTERM" else 0)
     first = [("lm-llama", "runs/lm-llama")]
     assert trained == (first if reason == "SIGTERM" else [*first, ("lm-lora", "runs/lm-lora")])
     stopped = "stopped by SIGTERM after step 7, which is saved in runs/lm-llama"
     assert (stopped in capsys.readouterr().out) == (reason == "SIGTERM")
+
+
+def test_launched_processes_start_nothing_fresh(folder, monkeypatch, capsys):
+    (folder / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    place = contextlib.nullcontext(object())
+    monkeypatch.setattr("weft.cli.train.joined_processes", lambda: place)
+    assert main([*TINY, "--fresh", "dir=run"]) == 2
+    assert "--fresh is for a run that you start yourself" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["run"]
 
 
 def test_abandoned_compilation_does_not_block_exit(monkeypatch):

@@ -56,9 +56,9 @@ def start(tmp_path, environment):
             process.kill()
 
 
-def finish(process):
+def finish(process, code=0):
     out, _ = process.communicate(timeout=_PATIENCE_SECONDS)
-    assert process.returncode == 0, out
+    assert process.returncode == code, out
     return out
 
 
@@ -106,23 +106,17 @@ def _bytes(leaf):
 
 def test_interrupted_run_ends_bitwise_equal(start, tmp_path):
     run_dir = tmp_path / "cut"
-    endless = ["max_step=1000000", "checkpointer.save_policy.n=20", "evalers={}"]
-
-    # Killed, at any moment.
-    process = start("cut", *endless)
-    wait_for_save(run_dir, process)
-    time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    step = newest(run_dir)
+    same = ["evalers={}", "learner.optimizer.inner.learning_rate.max_step=60"]
+    endless = ["max_step=1000000", "checkpointer.save_policy.n=20", *same]
 
     # Asked to stop: it saves where it stops each time, and the next start resumes from there.
+    step = 0
     for number in (signal.SIGTERM, signal.SIGINT):
         process = start("cut", *endless)
         wait_for_save(run_dir, process, after=step)
         process.send_signal(number)
-        out = finish(process)
-        assert f"resuming from step {step:,}" in out
+        out = finish(process, 128 + number)
+        assert (f"resuming from step {step:,}" in out) == bool(step)
         (line,) = [line for line in out.splitlines() if line.startswith("stopped by")]
         step = int(line.split("after step ")[1].split()[0].replace(",", ""))
         assert line == f"stopped by {number.name} after step {step:,}, which is saved in cut"
@@ -130,9 +124,9 @@ def test_interrupted_run_ends_bitwise_equal(start, tmp_path):
         assert (run_dir / "report.html").is_file()
 
     last = f"max_step={step + 3}"
-    out = finish(start("cut", last, "evalers={}"))
+    out = finish(start("cut", last, *same))
     assert f"resuming from step {step:,}" in out
-    finish(start("whole", last, "evalers={}"))
+    finish(start("whole", last, *same))
     whole, cut = (saved_state(tmp_path / name, step + 3) for name in ("whole", "cut"))
     assert len(whole) > 20 and whole == cut
 
@@ -142,9 +136,9 @@ def test_run_saves_and_exits_after_losing_terminal(start, tmp_path):
     wait_for_save(tmp_path / "alone", process)
     process.stdout.close()  # as of `weft train | head`
     step = newest(tmp_path / "alone")
-    wait_for_save(tmp_path / "alone", process, after=step + 200)  # it continues, and would print
+    wait_for_save(tmp_path / "alone", process, after=step)  # it continues; its end would print
     process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=_PATIENCE_SECONDS) == 0
+    assert process.wait(timeout=_PATIENCE_SECONDS) == 129
     step = newest(tmp_path / "alone")
     record = json.loads((tmp_path / "alone" / "run.json").read_text())
     assert record["end"] == {"step": step, "reason": "SIGHUP"}

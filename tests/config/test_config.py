@@ -4,6 +4,7 @@ import math
 import os
 import pickle
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from weft.config import (
     config_for_function,
     origin,
 )
+from weft.config.text_writer import to_text
 
 
 class Dropout(Configurable):
@@ -367,6 +369,13 @@ def test_repr_is_one_line():
         "Many(items_=[Block.Config(act=sqrt, dim=REQUIRED, name=None)], note='x', pair=(1,), "
         "rules={'a': len})"
     )
+
+
+def test_ipython_shows_the_text_form_over_lines():
+    shown = []
+    cfg = Layer.default_config().set(dim=8)
+    cfg._repr_pretty_(types.SimpleNamespace(text=shown.append), False)
+    assert shown == [to_text(cfg, omit_defaults=True)] and shown[0].count("\n") > 1
 
 
 def test_long_repr_omits_defaults():

@@ -22,6 +22,7 @@ def search(*arguments):
         | {
             "JAX_PLATFORMS": "cpu",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "JAX_TRACEBACK_FILTERING": "off",  # a quarter of the time: thousands of errors
             "PYTHONDONTWRITEBYTECODE": "1",
         },
         capture_output=True,

@@ -43,7 +43,7 @@ def steps(disk):
     return Checkpointer.checkpoint_steps(str(disk / "run" / "checkpoints"))
 
 
-def test_training_continues_and_last_checkpoint_is_kept(small_disk, caplog):
+def test_training_continues_and_last_checkpoint_is_kept(small_disk, capfd):
     filler = Filler(small_disk, full_at=3, free_at=7)
     run(small_disk, filler, max_step=8)
     assert filler.ended == (8, "max_step")
@@ -52,7 +52,11 @@ def test_training_continues_and_last_checkpoint_is_kept(small_disk, caplog):
         "could not be saved" in why and "Complete checkpoints: 2." in why
         for _, why in filler.failed
     )
-    assert "Training continues from step 4." in caplog.text
+    err = capfd.readouterr().err
+    assert "step 4  NOT SAVED: the checkpoint of step 4 could not be saved" in err
+    lines = [line for line in err.splitlines() if "NOT SAVED" in line]
+    assert len(lines) == len(set(lines)), "one line for each save"
+    assert "Failed writing" not in "".join(lines), "no text of Orbax"
     assert steps(small_disk)[-1] == 8
 
     # Without room at its end, the run resumes from there, and does not end as if all were well.

@@ -61,7 +61,7 @@ def test_process_missing_at_first_step_is_named(start):
     absent.wait_for("here absent")
     now = time.monotonic()
     for process in (first, second):
-        assert ends(process, now) == 2
+        assert ends(process, now) == 1
         assert (
             f"weft: not ready within 8 s: process 2 of 3 (host {socket.gethostname()}, pid "
             f"{absent.pid}), which is waiting for the input of step 1. All others were waiting. "
@@ -86,7 +86,7 @@ def test_process_hanging_in_restore_is_named(start):
     first, hanging = start("ending", "restoring")
     hanging.wait_for("here restoring")
     now = time.monotonic()
-    assert ends(first, now) == 2
+    assert ends(first, now) == 1
     assert (
         f"weft: not ready within 8 s: process 1 of 2 (host {socket.gethostname()}, pid "
         f"{hanging.pid}), which is restoring the checkpoint. All others were waiting."
@@ -101,7 +101,7 @@ def test_failed_input_saves_on_all_and_is_named(start):
     assert [s["steps"] for s in steps] == [[s["saved"][0]] for s in steps]
     assert steps[0]["saved"] == steps[1]["saved"] != []
     now = time.monotonic()
-    assert ends(first, now) == ends(second, now) == 2
+    assert ends(first, now) == ends(second, now) == 1
     failure = "InputReadError: data/part-3.txt, record 17: not UTF-8"
     assert failure in second.told and "has failed" not in second.told
     assert "weft: process 1 of 2 has failed: InputReadError: trainer.input" in first.told

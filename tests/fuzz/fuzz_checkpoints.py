@@ -299,7 +299,8 @@ def copy(path: Path, damage: Damage, paths: list[Path]) -> None:
     if path.is_dir():
         target = path.with_name(f"step_{damage.other + 4:08}")
         if not target.exists():
-            shutil.copytree(path, target, symlinks=True)
+            with contextlib.suppress(shutil.Error):  # all but named pipes is copied
+                shutil.copytree(path, target, symlinks=True)
         return
     source = Path(str(path).replace(f"step_{damage.step:08}", f"step_{other:08}"))
     if source.is_file() and source != path:

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 from weft._lazy import axlearn_differences
-from weft.errors import LeftOutError, UnknownFieldError
+from weft.errors import LeftOutError, MetricCalculatorError, UnknownFieldError
+from weft.hierarchy import ForwardMode, GMMBackend, MultiheadAttention, ZeroAttentionBias
+from weft.trainer.metric_calculator import CompositeMetricCalculator
 from weft.trainer.trainer import SpmdTrainer
 
 HERE = Path(__file__).parent
@@ -109,6 +111,26 @@ def test_names_that_are_left_out_say_what_to_write():
         with pytest.raises(AttributeError, match=instead):
             getattr(importlib.import_module(module), name)
     assert len(left_out) > 10
+
+
+def test_old_uses_say_what_to_write():
+    for cls, member in ((GMMBackend, "PALLAS"), (GMMBackend, "TOKAMAX")):
+        with pytest.raises(AttributeError, match=f"GMMBackend has no '{member}' of AXLearn: kerne"):
+            getattr(cls, member)
+    with pytest.raises(AttributeError, match=r"'INIT_STATES' of AXLearn: call init_states\(batch"):
+        getattr(ForwardMode, "INIT_STATES")  # noqa: B009 - no such member for type checkers
+    assert ForwardMode["FORWARD"] is ForwardMode.FORWARD and not hasattr(ForwardMode, "OTHER")
+    with pytest.raises(AttributeError, match="no 'partition_spec' of AXLearn: leave it out; the"):
+        ZeroAttentionBias().partition_spec  # noqa: B018
+    with pytest.raises(MetricCalculatorError, match="a Dependency has no 'key'; it has src, dst"):
+        CompositeMetricCalculator.Dependency("a", "b", key="c")
+    attention = MultiheadAttention.default_config().set(
+        name="attention", query_dim=4, key_dim=4, value_dim=4, num_heads=1
+    )
+    layer: Any = attention.instantiate(parent=None)
+    for old in ({"time_step": None}, {"data": None}):
+        with pytest.raises(TypeError, match="In place of AXLearn's: pass batch_size, max_len and"):
+            layer.init_states(**old)
 
 
 @pytest.mark.parametrize("field", ["recorder", "save_input_iterator", "tpu_trace_mode"])

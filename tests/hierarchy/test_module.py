@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import treescope
 
 from weft.config import (
     REQUIRED,
@@ -485,3 +486,12 @@ def test_call_runs_forward():
     assert doubling(3) == -3
     with pytest.raises(AttributeError, match="no attribute or child 'forward'"):
         Module.default_config().set(name="m").instantiate(parent=None)(3)
+
+
+def test_treescope_draws_settings_and_children():
+    parent = Parent.default_config().set(name="root", deep=1).instantiate(parent=None)
+    inner = "inner=Parent(deep=0, leaf=Leaf(factor=2.0))"
+    text = re.sub(r"\s*\n\s*", " ", treescope.render_to_text(parent))
+    assert text == f"Parent( deep=1, leaf=Leaf(factor=2.0), {inner}, )"
+    text = treescope.render_to_text(parent.config)
+    assert "deep=1" in text and "leaf=Config(" in text

@@ -136,7 +136,7 @@ def _train(directory: str) -> int:
     )
     cfg.checkpointer.save_policy = config_for_function(every_n_steps_policy).set(n=10**6)
     listener = _StepCalls()
-    cfg.instantiate(parent=None, devices=jax.devices()[:1]).run(listener=listener)
+    cfg.instantiate(parent=None, devices=jax.devices()[:1]).run(listener=listener, progress=False)
     return listener.counter.count
 
 

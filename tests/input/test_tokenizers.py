@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import MissingExtraError, TokenizerError
-from weft.input.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
+from weft.input.tokenizers import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    as_tokenizer,
+)
 
 
 @settings(deadline=None, max_examples=25)
@@ -160,3 +165,9 @@ def test_without_the_package(kind, package, folder, monkeypatch):
     (folder / "any").touch()
     with pytest.raises(MissingExtraError, match=rf"needs the package {package}.*weft\[text\]"):
         kind(str(folder / "any"))
+
+
+def test_path_of_a_file_is_a_tokenizer(bpe):
+    assert as_tokenizer(bpe).fingerprint == HuggingFaceTokenizer(bpe).fingerprint
+    with pytest.raises(TokenizerError, match=r"'tokens\.txt' is not the path of a tokenizer; pass"):
+        as_tokenizer("tokens.txt")

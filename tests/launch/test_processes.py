@@ -80,6 +80,31 @@ def test_first_failure_is_named_and_sets_exit_code():
     assert sorted(e.code for e in outcome.ended) == [3, 9, 9]
 
 
+@pytest.mark.parametrize(("command", "is_stop"), [("exit 143", True), ("kill -TERM $$", False)])
+def test_exit_code_tells_a_handled_signal_from_a_death(command, is_stop):
+    outcome, said = run(
+        'trap "sleep 0.3; echo saved; exit 143" TERM; '
+        f"[ $ID = 1 ] && trap - TERM && sleep 0.3 && {command}; "
+        "while :; do sleep 0.05; done",
+        grace_seconds=20,
+        failure_grace_seconds=20,
+    )
+    assert outcome.code == 143 and (0, "saved") in said
+    assert (outcome.failed is None) == is_stop
+    assert outcome.stopped_by == ("SIGTERM" if is_stop else None)
+
+
+def test_handled_signal_leaves_the_others_time():
+    outcome, said = signalled(
+        signal.SIGTERM,
+        'trap "[ $ID = 1 ] || sleep 0.5; echo saved; exit 143" TERM; echo ready; '
+        "while :; do sleep 0.05; done",
+        failure_grace_seconds=0.01,
+    )
+    assert outcome.stopped_by == "SIGTERM" and outcome.failed is None and outcome.code == 143
+    assert [line for _, line in said].count("saved") == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_is_forwarded_and_saving_gets_time(number):
     before = signal.getsignal(number)

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.long
 
 _WORDS = [
     "evalers={}",
+    "learner.optimizer.inner.learning_rate.max_step=60",
     "learner.ema.decay=0.9",
     "model.decoder.transformer.layer.feed_forward.dropout.rate=0.1",
     "model.decoder.transformer.layer.self_attention.attention.num_heads=4",

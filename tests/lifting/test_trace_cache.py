@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.lifting.counting import BOXES, Box
+from tests.lifting.counting import BOXES, TICKS, Box, Tick
 from weft.lifting import CARRY, scan
 from weft.lifting.trace_cache import (
     LazyCached,
@@ -387,3 +387,77 @@ def test_equal_values_of_different_types_are_not_confused():
 
     loop = scan(BOXES, body, in_axes=(CARRY, None), out_axes=(CARRY, None), length=1)
     assert [int(loop(0, mode)[0]) for mode in (True, 1, 1.0, {1})] == [1, 10, 100, 1000]
+
+
+tick = Tick()
+
+
+def scan_with(body, x):
+    return scan(BOXES, body, in_axes=(CARRY, 0), out_axes=(CARRY, None))(x, jnp.arange(2.0))[0]
+
+
+def test_tracers_in_closures_are_inputs_of_a_shared_trace():
+    def helped(x, scale):
+        @functools.wraps(print)
+        def helper(c):
+            return c * scale
+
+        def body(c, x, power=2):
+            tick()
+            return helper(c) + scale**power * x + (body.offset if c.ndim else 0), None
+
+        body.offset = 1
+        return scan_with(body, x)
+
+    def by_hand(x, scale):
+        for i in range(2):
+            x = x * scale + scale**2 * i
+        return x
+
+    def both(fn, x):
+        return fn(fn(x, x + 1), x * 2)
+
+    def run(fn):
+        return jax.jit(jax.value_and_grad(lambda x: both(fn, x)))(jnp.float32(1.5))
+
+    TICKS.clear()
+    found = run(helped)
+    assert len(TICKS) == 1
+    np.testing.assert_allclose(found, run(by_hand), 1e-6)
+    assert both(helped, jnp.float32(1.5)) == found[0]  # without tracers
+    with jax.checking_leaks():  # JAX caches nothing here
+        np.testing.assert_allclose(run(helped), found)
+
+
+def test_present_values_of_captured_names():
+    def run(x):
+        def body(c, i):
+            return c + scale * i, None
+
+        loop = scan(BOXES, body, in_axes=(CARRY, 0), out_axes=(CARRY, None))
+        scale = x
+        before = loop(x, jnp.arange(2.0))[0]
+        scale = 3 * x
+        return before, loop(x, jnp.arange(2.0))[0]
+
+    np.testing.assert_allclose(jax.jit(run)(2.0), [4, 8])
+
+
+def test_tracers_in_functions_that_are_not_shared():
+    def run(x):
+        total = x
+
+        def body(c, i):
+            nonlocal total
+            total = x  # a function that assigns such names is equal only to itself
+            return (c * x if i is None else c + x * i), None
+
+        def early(c, i):
+            return c + later * x, None
+
+        with pytest.raises(NameError, match="later"):
+            scan_with(early, x)
+        later = None
+        return scan_with(body, x)
+
+    assert jax.jit(run)(2.0) == 4

@@ -2,6 +2,7 @@ import sys
 import types
 
 import jax.numpy as jnp
+import treescope
 
 from weft import nnx
 
@@ -69,3 +70,14 @@ def test_display_uses_treescope_in_a_notebook(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "treescope", None)
     nnx.display(4)
     assert capsys.readouterr().out == "4\n"
+
+
+def test_treescope_draws_objects_as_trees():
+    text = treescope.render_to_text(Block())
+    assert "stat=BatchStat(value=<jax.Array([0., 0.], dtype=float32)>)" in text
+    assert "tag='a'" in text and "name='block'" in text
+    text = treescope.render_to_text(nnx.state(Block()))
+    assert text.startswith("State({") and "'w': Param(" in text
+    cycle = nnx.Dict(x=1)
+    cycle.me = cycle
+    assert "cyclic" in treescope.render_to_text(cycle).lower()

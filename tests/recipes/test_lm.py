@@ -44,7 +44,7 @@ def test_small_model_learns_and_balances_experts(tmp_path):
     cfg.input.source.set(sequence_length=32, global_batch_size=8)
     cfg.input.source.corpus.set(pattern="json/*.py", held_out_fraction=0.3)
     schedule = cfg.learner.optimizer.inner.learning_rate
-    schedule.set(max_step=30, warmup_steps=2, peak_lr=1e-2)
+    schedule.set(warmup_steps=2, peak_lr=1e-2)
     for writer in cfg.summary_writer.writers.values():
         writer.write_every_n_steps = 1
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])

@@ -1,6 +1,7 @@
 """Adapters on an imported checkpoint: of a small Llama trained first, or of a given one."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def checkpoint(folder, **values):
 
 
 @pytest.mark.long
-def test_base_and_result_round_trip_through_export(tmp_path, monkeypatch):
+def test_base_and_result_round_trip_through_export(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(lm_lora, "_LLAMA", SMALL)
     one_device = jax.devices()[:1]
@@ -73,6 +74,7 @@ def test_base_and_result_round_trip_through_export(tmp_path, monkeypatch):
     assert lm_lora.prepare(cfg, train)
     _, base = from_huggingface("runs/lm-llama/huggingface")
     cfg.instantiate(parent=None, devices=one_device).run()
+    assert re.search(r"[\d,]+ parameters, [\d,]+ of them trained", capsys.readouterr().err)
     model, params = restore_model(run_config("runs/lm-lora"))
     jax.tree.map(np.testing.assert_array_equal, base_state(params), base)
     ups = [

@@ -9,6 +9,7 @@ from weft.hierarchy.causal_lm import Model
 from weft.input.fake import FakeLmInput
 from weft.recipes import RECIPES, named_trainer_configs
 from weft.recipes.lm import trainer_config
+from weft.trainer.schedule_length import learner_config
 from weft.trainer.trainer import SpmdTrainer
 
 
@@ -72,5 +73,5 @@ def test_steps_evaluations_and_saves_follow_arguments():
     assert [s for s in range(1, 41) if policy(step=s, train_summaries={})] == [10, 20, 30, 40]
     save = cfg.checkpointer.save_policy.instantiate()
     assert [s for s in range(1, 41) if save(step=s, evaler_summaries={})] == [20, 40]
-    rate = cfg.learner.optimizer.inner.learning_rate.instantiate()
+    rate = learner_config(cfg).optimizer.inner.learning_rate.instantiate()
     assert float(rate(2)) == 0.5

@@ -14,7 +14,7 @@ from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossExcepti
 from weft.hierarchy.base_layer import BaseLayer, BaseModel, ParameterSpec
 from weft.input.fake import EmptyInput
 from weft.trainer import anomalies
-from weft.trainer.anomalies import AnomalyPolicy, LossTrack, check_loss
+from weft.trainer.anomalies import AnomalyPolicy, LossTrack
 from weft.trainer.checkpointer import every_n_steps_policy
 from weft.trainer.learner import Learner
 from weft.trainer.optimizers import chain, sgd_optimizer
@@ -343,9 +343,3 @@ def test_too_many_rewinds_stop_the_run(tmp_path):
 def test_contradictory_fields_are_rejected(fields, told):
     with pytest.raises(AnomalyPolicyError, match=told):
         AnomalyPolicy.default_config().set(**fields).instantiate()
-
-
-def test_undefined_loss_ends_the_run_by_default():
-    check_loss(jnp.ones(()), 3)
-    with pytest.raises(UndefinedLossException, match="the loss after step 3 is nan; the last chec"):
-        check_loss(jnp.array(jnp.nan), 3)

@@ -133,7 +133,7 @@ def step_of_trainer(num_layers, directory):
     )
     cfg.checkpointer.save_policy = config_for_function(every_n_steps_policy).set(n=10**6)
     listener = Counted()
-    cfg.instantiate(parent=None, devices=jax.devices()[:1]).run(listener=listener)
+    cfg.instantiate(parent=None, devices=jax.devices()[:1]).run(listener=listener, progress=False)
     return [counter.count for counter in listener.counters]
 
 

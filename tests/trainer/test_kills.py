@@ -70,6 +70,7 @@ for line in sys.stdin:
 
 WORDS = [
     "evalers={}",
+    "learner.optimizer.inner.learning_rate.max_step=60",
     "model.decoder.transformer.layer.feed_forward.dropout.rate=0.1",
     "learner.ema.decay=0.9",
     "checkpointer.keep_last_n=2",

@@ -9,11 +9,14 @@ import urllib.error
 import urllib.request
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from weft.distributed.watchdog import Watchdog
 from weft.errors import CheckpointSaveError, StatusPageError
-from weft.trainer.progress import RunListener, RunStatus, status_html, status_page
+from weft.trainer.progress import RunListener, RunListeners
+from weft.trainer.report.live import RunStatus, status_page
+from weft.trainer.run_dir import CONFIG_FILE, update_record
 
 
 def test_base_listener_accepts_all_events():
@@ -26,13 +29,40 @@ def test_base_listener_accepts_all_events():
     assert listener.on_end(1, "max_step") is None
 
 
+def test_listeners_receive_all_events_in_order():
+    told = []
+
+    class Listener(RunListener):
+        def __init__(self, name):
+            self.name = name
+
+        def __getattribute__(self, event):
+            if not event.startswith("on_"):
+                return super().__getattribute__(event)
+            return lambda *values: told.append((self.name, event, values))
+
+    listeners = RunListeners([Listener("a"), Listener("b")])
+    events = {
+        "on_start": ("trainer", 3),
+        "on_step": (4, {}, {}),
+        "on_eval": ("held_out", 4, {}),
+        "on_checkpoint": (4,),
+        "on_save_failed": (4, "error"),
+        "on_end": (4, "max_step"),
+    }
+    assert events.keys() == {name for name in vars(RunListener) if name.startswith("on_")}
+    for event, values in events.items():
+        getattr(listeners, event)(*values)
+        assert told[-2:] == [("a", event, values), ("b", event, values)]
+
+
 class Trainer:
     """Attributes of a trainer that the page reads."""
 
-    class config:
-        dir, max_step = "runs/a<b", 40
-
     step = 3
+
+    def __init__(self, directory, max_step=40):
+        self.config = types.SimpleNamespace(dir=str(directory), max_step=max_step)
 
     def path(self):
         return "trainer"
@@ -44,59 +74,94 @@ def get(url):
 
 
 @pytest.fixture
-def served(caplog):
-    """Yields a page after two steps, and the events of the run's own listener."""
-    told = []
+def run_dir(tmp_path):
+    directory = tmp_path / "a<b"
+    directory.mkdir()
+    (directory / CONFIG_FILE).write_text("Trainer.Config(note='<&>')\n")
+    update_record(str(directory), model={"parameters": 1234, "trained": 1234})
+    folder = directory / "summaries" / "train_train"
+    folder.mkdir(parents=True)
+    lines = [{"step": n, "time": 1e9 + n, "values": {"loss": 7.0 + n}} for n in (1, 2, 3, 4)]
+    (folder / "summaries.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return directory
 
-    class Listener(RunListener):
-        def on_step(self, step, outputs, batch):
-            told.append(step)
 
+@pytest.fixture
+def served(caplog, run_dir):
+    """Yields the page of a run that was resumed from step 3, after two steps."""
     watchdog = Watchdog()
-    with status_page(0, watchdog, Listener()) as listener:
+    with status_page(0, watchdog) as listener:
         url = re.search(r"http://127\.0\.0\.1:\d+", caplog.text)[0]
-        listener.on_start(Trainer(), 3)
-        listener.on_step(4, {"loss": jnp.array(2.5)}, {})
+        listener.on_start(Trainer(run_dir), 3)
+        summaries = {"model": {"accuracy": jnp.array(0.25)}}
+        listener.on_step(4, {"loss": jnp.array(2.5), "summaries": summaries}, {})
         listener.on_step(5, {"loss": jnp.array(jnp.nan)}, {})
-        listener.on_eval("held_out", 4, {})
+        listener.on_eval("held_out", 4, {"loss": 2.25, "accuracy": 0.75})
         listener.on_checkpoint(4)
         listener.on_save_failed(5, CheckpointSaveError("the disk is full"))
         watchdog.report("running step 6")
-        yield url, told, listener
+        yield url, listener
 
 
 def test_step_rate_needs_elapsed_time(monkeypatch):
     moments = iter([10.0, 10.0, 10.5])
     clock = types.SimpleNamespace(time=time.time, monotonic=lambda: next(moments))
-    monkeypatch.setattr("weft.trainer.progress.time", clock)
-    status, rates = RunStatus(Watchdog(), RunListener()), []
+    monkeypatch.setattr("weft.trainer.report.live.time", clock)
+    status, rates = RunStatus(Watchdog()), []
     for step in (1, 2, 3):
         status.on_step(step, {"loss": jnp.array(1.0)}, {})
         rates.append(status.snapshot()["steps_per_second"])
     assert rates == [None, None, 4.0]
 
 
-def test_json_status_of_run(served):
-    url, told, listener = served
-    assert told == [4, 5]
+def test_json_status_of_run(served, run_dir):
+    url, listener = served
     text, kind = get(f"{url}/json")
     status = json.loads(text)
     assert kind == "application/json"
-    assert status["step"] == 5 and status["max_step"] == 40 and status["dir"] == "runs/a<b"
+    assert status["step"] == 5 and status["max_step"] == 40 and status["dir"] == str(run_dir)
     assert status["doing"] == "running step 6" and status["seconds_since_progress"] < 60
     assert status["losses"] == {"4": 2.5, "5": "nan"}
     assert status["steps_per_second"] > 0
     assert (status["resumed_from"], status["last_checkpoint"]) == (3, 4)
     assert status["last_failed_save"] == "step 5: the disk is full"
-    assert status["last_evaluations"] == {"held_out": 4} and status["process"] == "0 of 1"
+    held_out = {"step": 4, "loss": 2.25, "accuracy": 0.75}
+    assert status["last_evaluations"] == {"held_out": held_out}
+    assert status["process"] == "0 of 1" and status["seconds_left"] is None
     listener.on_end(5, "SIGTERM")
     assert json.loads(get(f"{url}/json")[0])["ended"] == "SIGTERM"
 
 
-def test_html_page(served):
-    text, kind = get(served[0])
-    assert kind == "text/html; charset=utf-8"
-    assert "Run runs/a&lt;b" in text and "<td>5 of 40" in text and "4: 2.5000" in text
+def test_page_is_the_report_so_far(served):
+    url, listener = served
+    text, kind = get(url)
+    assert kind == "text/html; charset=utf-8" and "setInterval" in text
+    for part in (
+        "<h1>a&lt;b</h1><p>running",
+        "<td>5 of 40",
+        "running step 6",
+        "<td>1,234",
+        "step 3 · train, averaged",  # of the earlier start
+        "<td>held_out</td><td>4</td><td>2.250</td><td>0.750",
+        "accuracy",
+        "step 5: the disk is full",
+        "&lt;&amp;&gt;",
+    ):
+        assert part in text, part
+    assert "11" not in re.findall(r"averaged ([\d.]+)<", text)  # step 4 was repeated
+    listener.on_end(5, "SIGTERM")
+    assert "5 steps, stopped by SIGTERM" in get(url)[0]
+
+
+def test_page_has_the_time_left_and_few_points(run_dir):
+    status = RunStatus(Watchdog())
+    status.on_start(Trainer(run_dir, max_step=20_000), None)
+    for step in range(1, 10_001):
+        status.on_step(step, {"loss": jnp.float32(1.0)}, {"x": np.zeros((4, 2))})
+    assert status.snapshot()["seconds_left"] > 0
+    text = status.html()
+    assert "remaining" in text and "examples/s" in text and "10,000 of 20,000" in text
+    assert len(status._values) <= 1000 and len(text) < 200_000
 
 
 def test_stacks_of_all_threads(served):
@@ -126,21 +191,20 @@ def test_only_loopback_is_served_while_open(served):
 
 
 def test_disabled_by_default_and_port_in_use_is_reported():
-    listener = RunListener()
-    with status_page(None, Watchdog(), listener) as told:
-        assert told is listener
+    with status_page(None, Watchdog()) as listener:
+        assert not isinstance(listener, RunStatus)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with (
             pytest.raises(StatusPageError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*0 for"),
-            status_page(port, Watchdog(), listener),
+            status_page(port, Watchdog()),
         ):
             pass
 
 
 def test_page_before_first_step():
-    empty = {"step": 0, "max_step": None, "losses": {}, "doing": "starting"}
-    assert "starting" in status_html(empty)
+    status = RunStatus(Watchdog())
+    assert "a run that starts" in status.html() and status.snapshot()["step"] == 0
 
 
 def request(url, text, timeout=20):

@@ -18,6 +18,7 @@ from weft.trainer.run_dir import (
     claim_run_dir,
     environment,
     find_fields,
+    free_dir,
     read_record,
     update_record,
     write_atomically,
@@ -48,6 +49,12 @@ def run_config(dir, **fields):
     return Run.default_config().set(dir=str(dir), **fields)
 
 
+def claim_and_save(cfg):
+    """Claims a directory, and leaves a checkpoint in it."""
+    claim_run_dir(cfg)
+    os.makedirs(os.path.join(cfg.dir, "checkpoints", "step_00000001"))
+
+
 def test_claim_creates_directory_and_check_does_not(tmp_path):
     cfg = run_config(tmp_path / "a" / "b")
     check_run_dir(cfg)
@@ -67,23 +74,40 @@ def test_starts_are_recorded_with_environment(tmp_path):
 
 
 def test_run_may_be_moved(tmp_path):
-    claim_run_dir(run_config(tmp_path / "a"))
+    claim_and_save(run_config(tmp_path / "a"))
     os.rename(tmp_path / "a", tmp_path / "b")
     check_run_dir(run_config(tmp_path / "b"))
 
 
 def test_other_config_is_rejected_with_the_diff(tmp_path):
-    claim_run_dir(run_config(tmp_path))
+    claim_and_save(run_config(tmp_path))
     before = (tmp_path / CONFIG_FILE).read_text()
     with pytest.raises(RunDirError, match=r"width: 4 → 8") as error:
         claim_run_dir(run_config(tmp_path, width=8, max_step=11))
     assert "max_step" not in str(error.value)
-    assert "Choose another directory" in str(error.value)
+    assert f"Choose another directory, such as dir='{tmp_path}-2'" in str(error.value)
+    assert error.value.free_dir == f"{tmp_path}-2"
     assert (tmp_path / CONFIG_FILE).read_text() == before
 
 
+def test_directory_without_a_checkpoint_is_free_for_another_config(tmp_path):
+    claim_run_dir(run_config(tmp_path))
+    (tmp_path / "checkpoints" / "step_00000001.tmp").mkdir(parents=True)  # not completed
+    assert claim_run_dir(run_config(tmp_path, width=8))
+    assert "width=8" in (tmp_path / CONFIG_FILE).read_text()
+    assert len(read_record(str(tmp_path))["starts"]) == 1
+
+
+def test_free_name_has_the_next_number(tmp_path):
+    run_dir = str(tmp_path / "lm")
+    assert free_dir(run_dir) == free_dir(f"{run_dir}/") == f"{run_dir}-2"
+    os.mkdir(f"{run_dir}-2")
+    os.symlink("nowhere", f"{run_dir}-3")
+    assert free_dir(run_dir) == f"{run_dir}-4"
+
+
 def test_unserializable_values_compare_as_text(tmp_path):
-    claim_run_dir(run_config(tmp_path, fn=lambda: 1))
+    claim_and_save(run_config(tmp_path, fn=lambda: 1))
     check_run_dir(run_config(tmp_path, fn=lambda: 2))
     with pytest.raises(RunDirError, match=r"width: - 4\n  width: \+ 8"):
         check_run_dir(run_config(tmp_path, fn=lambda: 1, width=8))
@@ -96,7 +120,7 @@ def test_changed_corpus_is_rejected_by_hash(tmp_path):
         paths=str(tmp_path / "text"), held_out_fraction=0.0
     )
     cfg = run_config(tmp_path / "run", input=Source.default_config().set(corpus=corpus))
-    claim_run_dir(cfg)
+    claim_and_save(cfg)
     assert read_record(cfg.dir)["corpora"]["input.corpus"]["train_bytes"] == 3
     check_run_dir(cfg)
     (tmp_path / "text" / "a").write_text("two")
@@ -107,7 +131,7 @@ def test_changed_corpus_is_rejected_by_hash(tmp_path):
 
 
 def test_checkpoints_of_unknown_run_are_kept(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "of_another_kind").mkdir(parents=True)
     with pytest.raises(RunDirError, match="holds checkpoints of an unknown run"):
         claim_run_dir(run_config(tmp_path))
     assert os.listdir(tmp_path) == ["checkpoints"]
@@ -135,7 +159,7 @@ def test_disk_errors_are_reported(tmp_path, monkeypatch):
 
 
 def test_unreadable_config_or_record_is_named(tmp_path):
-    claim_run_dir(run_config(tmp_path))
+    claim_and_save(run_config(tmp_path))
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(RunDirError, match=r"run\.json cannot be read.*move it away"):
         read_record(str(tmp_path))
@@ -146,7 +170,7 @@ def test_unreadable_config_or_record_is_named(tmp_path):
 
 
 def test_run_resumes_with_another_sharding(tmp_path):
-    claim_run_dir(lm_tiny().set(dir=str(tmp_path)))
+    claim_and_save(lm_tiny().set(dir=str(tmp_path)))
     modifier = ParallelismModifier.default_config().set(fsdp=2).instantiate()
     cfg = modifier(lm_tiny().set(dir=str(tmp_path)))
     check_run_dir(cfg)
@@ -157,6 +181,7 @@ def test_run_resumes_with_another_sharding(tmp_path):
 
 
 def test_invalid_config_file_is_another_run(tmp_path):
+    claim_and_save(run_config(tmp_path))
     (tmp_path / CONFIG_FILE).write_text("1 +")
     with pytest.raises(RunDirError, match="belongs to a run with another config"):
         check_run_dir(run_config(tmp_path))

@@ -1,3 +1,4 @@
+import functools
 import math
 
 import jax
@@ -253,3 +254,17 @@ def test_zero_warmup_starts_at_peak():
 def test_inconsistent_arguments_are_rejected(make, message):
     with pytest.raises(ScheduleError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        schedule.linear_schedule_with_warmup,
+        schedule.cosine_with_linear_warmup,
+        functools.partial(schedule.warmup_stable_decay, decay_begin_step=30),
+    ],
+)
+def test_warmup_may_be_a_share(make):
+    steps = np.arange(1, 41)
+    share = make(1.0, max_step=40, warmup_steps=0.1)
+    np.testing.assert_array_equal(share(steps), make(1.0, max_step=40, warmup_steps=4)(steps))

@@ -4,6 +4,7 @@ import glob
 import json
 import shutil
 import signal
+import time
 import urllib.request
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from weft.errors import (
     MeshError,
     ProcessesNotReadyError,
     RunDirError,
+    RunDirTakenError,
     UndefinedLossException,
 )
 from weft.hierarchy.base_layer import BaseModel
@@ -35,6 +37,7 @@ from weft.input.fake import FakeLmInput
 from weft.recipes.lm import lm_tiny
 from weft.trainer.anomalies import AnomalyPolicy
 from weft.trainer.checkpointer import CheckpointValidationType, every_n_steps_policy
+from weft.trainer.checkpointer.dirs import step_dirs
 from weft.trainer.learner import Learner
 from weft.trainer.mesh import build_mesh, rules_of
 from weft.trainer.progress import RunListener
@@ -56,6 +59,7 @@ from weft.trainer.trainer import (
 
 def config(directory, **kwargs):
     cfg = lm_tiny().set(dir=str(directory), evalers={}, max_step=4, mesh_shape=(1, 1))
+    cfg.learner.optimizer.inner.learning_rate.max_step = 60
     cfg.checkpointer.save_policy = config_for_function(every_n_steps_policy).set(n=10**6)
     for writer in cfg.summary_writer.writers.values():
         writer.write_every_n_steps = 1
@@ -300,10 +304,13 @@ def failing_at(tmp_path, monkeypatch):
     return make
 
 
-def test_training_continues_on_a_full_disk(failing_at, tmp_path, caplog):
+@pytest.mark.parametrize("progress", [True, False])
+def test_training_continues_on_a_full_disk(progress, failing_at, tmp_path, caplog, capsys):
     trainer, recorder = failing_at(2, lacks_room=True), Recorder()
-    trainer.run(listener=recorder)
-    assert "2 cannot be saved: full. Training continues from step 2." in caplog.text
+    trainer.run(listener=recorder, progress=progress)
+    text = "2 cannot be saved: full."
+    assert (f"{text} Training continues from step 2." in caplog.text) == (not progress)
+    assert (f"step 2  NOT SAVED: {text}" in capsys.readouterr().err) == progress
     assert recorder.failed == [2]
     assert trainer.checkpointer.checkpoint_steps(trainer.checkpointer.config.dir) == [4]
     text = (tmp_path / "summaries/train_train/summaries.jsonl").read_text()
@@ -384,6 +391,22 @@ def test_directory_of_other_config_is_rejected(straight):
     other.model.decoder.dim = 32
     with pytest.raises(RunDirError, match=r"model\.decoder\.dim"):
         run(other)
+
+
+def test_run_whose_directory_was_taken_saves_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.trainer.run_lock._BEAT_SECONDS", 0.01)
+
+    def take(step):
+        if step == 3:
+            owner = {"host": "gpu07", "pid": 1, "started": "now", "machine": "", "token": ""}
+            (tmp_path / "run.lock").write_text(json.dumps(owner))
+            time.sleep(0.1)
+
+    cfg = config(tmp_path)
+    with pytest.raises(RunDirTakenError, match="was taken by a run on host gpu07, pid 1"):
+        run(cfg, at_step=take)
+    assert not step_dirs(str(tmp_path / "checkpoints"))
+    assert (tmp_path / "run.lock").exists()
 
 
 def test_ahead_of_time_compilation_and_analysis(tmp_path):

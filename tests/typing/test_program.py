@@ -13,7 +13,7 @@ from weft import linen as nn
 from weft import nnx
 from weft.config import REQUIRED, Required, config_class
 from weft.hierarchy import BaseLayer, LayerNorm, Linear, Module
-from weft.trainer import SpmdTrainer
+from weft.trainer import FitResult, SpmdTrainer
 
 Array = jax.Array
 
@@ -47,6 +47,13 @@ def train_step(model: Block, optimizer: nnx.Optimizer[Block], x: Array) -> Array
     assert_type(loss, Array)
     optimizer.update(model, grads)
     return loss
+
+
+def fitted(model: Block, x: Array) -> FitResult[Block]:
+    result = weft.fit(model, (x, x), "mse", steps=1)
+    assert_type(result.model, Block)
+    assert_type(result.last.step, int)
+    return result
 
 
 @nnx.jit(static_argnames="factor", donate_argnums=0)

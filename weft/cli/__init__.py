@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Returns:
-        The exit code: 0, 1 if the output cannot be written, 2 for bad input, 130 after Ctrl-C.
+        The exit code: 0; 1 if a run fails or the output cannot be written; 2 for bad input; 128
+        plus the number of the signal that stopped the command, such as 130 for Ctrl-C.
     """
     with contextlib.redirect_stdout(Output(sys.stdout)) as output:
         code = _run(argv, output)
@@ -106,7 +107,7 @@ def _run(argv: Sequence[str] | None, output: Output) -> int:
         return int(end.code or 0)
     except WeftError as error:
         _print_error(str(error))
-        return 2
+        return error.exit_code
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _TRAIN_PACKAGES:
             raise

@@ -6,11 +6,15 @@ from typing import Any, TypeAlias
 
 import weft
 from weft.errors import CommandLineError
-from weft.recipes import RECIPES
+from weft.recipes import RECIPES, find_recipe, named_trainer_configs
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-_RECIPE = "a recipe (see `weft recipes`), a config file, or the directory of a run"
+_RUN = "the directory of a run, or a recipe whose config names it"
+_RECIPE = (
+    "a recipe: a name (see `weft recipes`), path/to/file.py:function or package.module:function; "
+    "or a config file, or the directory of a run"
+)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -27,26 +31,64 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise CommandLineError(
             f"unknown command {argv[0]!r}. {did_you_mean(argv[0], commands.choices)}"
         )
+    if argv and argv[0] == "train" and {"-h", "--help"} & {*argv}:
+        train = commands.choices["train"]
+        for name in [word for word in argv[1:] if not word.startswith("-") and "=" not in word][:1]:
+            train.epilog = f"{train.epilog}\nArguments of {find_recipe(name).description()}\n"
     arguments, rest = parser.parse_known_args(argv)
+    arguments.words = list(argv)
     if rest:
         # argparse does not accept positional arguments after an option.
         words = getattr(arguments, "overrides", getattr(arguments, "recipe_and_overrides", None))
+        for word in rest if words is not None else ():
+            name, equals, value = word.removeprefix("--").partition("=")
+            # No option has such characters.
+            if word.startswith("--") and (equals or "_" in name or "." in name):
+                raise CommandLineError(
+                    f"{word}: leave out the dashes. A field of the config, or an argument of the "
+                    f"recipe, is set by {name.replace('-', '_')}={value or 'VALUE'}."
+                )
         if words is None or any(word.startswith("-") for word in rest):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         words.extend(rest)
     return arguments
 
 
+def print_welcome(arguments: argparse.Namespace) -> int:
+    """Prints what to do first."""
+    del arguments
+    print(_WELCOME)
+    return 0
+
+
+_WELCOME = f"""\
+weft {weft.__version__} trains JAX models.
+
+  weft train                     train a small language model, in minutes
+  weft recipes                   list the recipes, and the arguments of one
+  weft train my_model.py:recipe  train a model of your own
+  weft report runs/lm            write the report of a run, or compare several
+
+`weft --help` lists all commands, `weft train --help` explains one."""
+
+
 def _build_parser() -> tuple[argparse.ArgumentParser, _Commands]:
     parser = argparse.ArgumentParser(prog="weft", description="Trains JAX models.")
     parser.add_argument("--version", action="version", version=f"weft {weft.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.set_defaults(command="weft.cli.arguments:print_welcome")
+    commands = parser.add_subparsers(metavar="COMMAND")
     _add_train(commands)
     _add_launch(commands)
-    _add(commands, "recipes", "arguments:list_recipes", "list the recipes, the default one first")
+    recipes = _add(
+        commands, "recipes", "arguments:list_recipes", "list the recipes, the default one first"
+    )
+    recipes.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="list the arguments of this recipe"
+    )
     _add_config(commands)
     _add_sample(commands)
     _add_inspect(commands)
+    _add_report(commands)
     _add_export(commands)
     _add_tabulate(commands)
     _add_check(commands)
@@ -74,7 +116,7 @@ def _sentence(summary: str) -> str:
 
 
 def _add_dir(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", help="the directory of a run")
+    parser.add_argument("dir", metavar="DIR", help=_RUN)
 
 
 def _add_recipe_and_overrides(parser: argparse.ArgumentParser, text: str) -> None:
@@ -94,7 +136,8 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_allow(parser: argparse.ArgumentParser) -> None:
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    """Adds what the text of a config may name."""
     parser.add_argument(
         "--allow",
         action="append",
@@ -102,6 +145,13 @@ def _add_allow(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a package, module, function or class of your own that the config text may name "
         "and call; repeatable",
+    )
+    parser.add_argument(
+        "--recipe",
+        dest="made_by",
+        metavar="RECIPE",
+        help="the recipe that made the config of a run or file, such as path/to/file.py:function, "
+        "if the run was not started by you on this machine, or the file has moved",
     )
 
 
@@ -111,29 +161,40 @@ def _add_train(commands: _Commands) -> None:
         "train",
         "train:run",
         "train a recipe, or continue a run",
-        usage="weft train [-h] [--mesh AXIS=SIZE,...] [--allow NAME] [RECIPE] "
+        usage="weft train [-h] [--fresh] [--mesh AXIS=SIZE,...] [--allow NAME] [RECIPE] "
         "[path.to.field=value ...]",
         epilog="Examples:\n"
         "  weft train\n"
         "  weft train lm dir=runs/wide model.decoder.dim=256 max_step=2000 seed=1\n"
         "  weft train lm dir=runs/parallel --mesh fsdp=4,model=2\n"
+        "  weft train my_model.py:recipe learning_rate=1e-3\n"
         "\n"
-        "If the run's directory holds a checkpoint, training continues from it.",
+        "If the run's directory holds a checkpoint, training continues from it. Exit codes: 0\n"
+        "finished, 1 failed, 2 bad input, 143 after SIGTERM, 130 after Ctrl-C.",
     )
     _add_recipe_and_overrides(
         train,
-        f"{_RECIPE}; defaults to the first recipe. Followed by config fields to set, such "
-        "as dir=runs/name, max_step=1000, seed=1",
+        f"{_RECIPE}. Defaults to the first recipe. Followed by its arguments (see `weft recipes "
+        "RECIPE`) and config fields to set, such as learning_rate=1e-3, dir=runs/name, seed=1",
     )
+    _add_fresh(train)
     _add_mesh(train)
-    _add_allow(train)
+    _add_trust(train)
+
+
+def _add_fresh(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="start again: move the directory of an earlier run aside, such as to runs/lm.1",
+    )
 
 
 def _add_launch(commands: _Commands) -> None:
     summary = "train with several processes: on this machine, with Slurm, or with Kubernetes"
     launch = commands.add_parser("launch", help=summary, description=_sentence(summary))
     places = launch.add_subparsers(metavar="WHERE", required=True)
-    _add_place(
+    local = _add_place(
         places,
         "local",
         "start the processes on this machine",
@@ -145,6 +206,7 @@ def _add_launch(commands: _Commands) -> None:
         "Ctrl-C are forwarded to all processes, which save a checkpoint and stop.",
         examples=["lm-tiny dir=runs/two max_step=40", "--job log_dir=logs lm"],
     )
+    _add_fresh(local)
     slurm = _add_place(
         places,
         "slurm",
@@ -221,7 +283,7 @@ def _add_place(
         help="sets a field of the job, see below; repeatable",
     )
     _add_recipe_and_overrides(place, "as in `weft train`; after all options")
-    _add_allow(place)
+    _add_trust(place)
     return place
 
 
@@ -248,8 +310,8 @@ def _add_config(commands: _Commands) -> None:
     diff.set_defaults(action="diff")
     for name in ("a", "b"):
         diff.add_argument(name, metavar=name.upper(), help=_RECIPE)
-    _add_allow(show)
-    _add_allow(diff)
+    _add_trust(show)
+    _add_trust(diff)
 
 
 def _add_sample(commands: _Commands) -> None:
@@ -266,7 +328,7 @@ def _add_sample(commands: _Commands) -> None:
         sample.add_argument(
             f"--{name}", type=type(default), default=default, help=f"{text} (%(default)s)"
         )
-    _add_allow(sample)
+    _add_trust(sample)
 
 
 def _add_inspect(commands: _Commands) -> None:
@@ -284,6 +346,26 @@ def _add_inspect(commands: _Commands) -> None:
     )
 
 
+def _add_report(commands: _Commands) -> None:
+    report = _add(
+        commands,
+        "report",
+        "inspect:write_report",
+        "write the report of a run, or a comparison of several, as one HTML page",
+        epilog="Examples:\n"
+        "  weft report runs/lm\n"
+        "  weft report runs/lm runs/wide --out wide.html\n"
+        "\n"
+        "The runs may be going on.",
+    )
+    report.add_argument("dirs", nargs="+", metavar="DIR", help=_RUN)
+    report.add_argument(
+        "--out",
+        metavar="FILE",
+        help="the page; by default DIR/report.html, or comparison.html for several runs",
+    )
+
+
 def _add_export(commands: _Commands) -> None:
     export = _add(
         commands,
@@ -295,7 +377,7 @@ def _add_export(commands: _Commands) -> None:
         "  weft export runs/lm-lora --to checkpoints/lm-lora\n"
         "\n"
         "The second form supports causal LMs with a counterpart in transformers: "
-        "GPT-2, Llama, Qwen.",
+        "GPT-2, Llama, Mistral, Qwen.",
     )
     _add_dir(export)
     export.add_argument(
@@ -320,7 +402,7 @@ def _add_export(commands: _Commands) -> None:
         metavar="GB",
         help="maximum size of a file; larger exports are split (%(default)g)",
     )
-    _add_allow(export)
+    _add_trust(export)
 
 
 def _add_tabulate(commands: _Commands) -> None:
@@ -331,7 +413,7 @@ def _add_tabulate(commands: _Commands) -> None:
         "print the model as a table, without allocating its arrays",
     )
     _add_config_arguments(tabulate)
-    _add_allow(tabulate)
+    _add_trust(tabulate)
 
 
 def _add_lr_find(commands: _Commands) -> None:
@@ -352,7 +434,7 @@ def _add_lr_find(commands: _Commands) -> None:
         )
     find.add_argument("--steps", type=int, default=100, help="number of steps (%(default)s)")
     _add_recipe_and_overrides(find, "as in `weft train`; after all options")
-    _add_allow(find)
+    _add_trust(find)
 
 
 def _add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -380,7 +462,7 @@ def _add_check(commands: _Commands) -> None:
         "  weft check lm --mesh data=-1,model=4 --devices v5p-128 --slices 2\n",
     )
     _add_config_arguments(check)
-    _add_allow(check)
+    _add_trust(check)
     _add_mesh(check)
     check.add_argument(
         "--devices",
@@ -409,9 +491,17 @@ def _add_run_as_flax(commands: _Commands) -> None:
 
 
 def list_recipes(arguments: argparse.Namespace) -> int:
-    """Prints the recipes, the default one first."""
-    width = max(len(recipe.name) for recipe in RECIPES)
-    for recipe in RECIPES:
-        default = " (the default)" if recipe is RECIPES[0] else ""
+    """Prints the recipes, the default one first, or the arguments of one."""
+    if arguments.recipe is not None:
+        print(find_recipe(arguments.recipe).description())
+        print(f"Fields of its config, which can be set too: weft config show {arguments.recipe}")
+        return 0
+    recipes = named_trainer_configs().values()
+    width = max(len(recipe.name) for recipe in recipes)
+    for recipe in recipes:
+        default = " (the default)" if recipe == RECIPES[0] else ""
         print(f"{recipe.name:{width}}  {recipe.summary}{default}")
+        names = " ".join(f"{name}=" for name in recipe.written_arguments())
+        print(f"{'':{width}}  {names}".rstrip())
+    print("\nweft recipes NAME explains the arguments of one.")
     return 0

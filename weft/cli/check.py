@@ -17,15 +17,17 @@ from rich.text import Text
 
 from weft.cli.collectives import Collective, collectives_of
 from weft.cli.configs import load_config, on_mesh
-from weft.cli.display import bytes_text, layout_text, table_console, tree_table
 from weft.cli.layout_report import ArrayLayout, array_layouts, is_conflict, rule_findings
+from weft.cli.tables import layout_text, table_console, tree_table
 from weft.core.axis_rules import Rules
 from weft.errors import BatchShardingError, MeshError, ShardingWarning
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.input import Input
 from weft.trainer.aot_compilation import get_devices_for_topology
+from weft.trainer.display import bytes_text
 from weft.trainer.mesh import HybridMeshShape, build_mesh, over_slices, rules_of
 from weft.trainer.model import build_model
+from weft.trainer.schedule_length import learner_config
 from weft.trainer.state import batch_partition, parameter_specs, state_specs
 from weft.trainer.trainer import SpmdTrainer
 from weft.typing import DType, Nested
@@ -33,7 +35,9 @@ from weft.typing import DType, Nested
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints layouts, memory and collectives of a recipe; returns 1 if it does not fit the mesh."""
-    cfg = load_config(arguments.recipe, arguments.overrides, allow=arguments.allow)
+    cfg = load_config(
+        arguments.recipe, arguments.overrides, allow=arguments.allow, recipe=arguments.made_by
+    )
     cfg = on_mesh(cfg, selector=arguments.mesh_selector, mesh=arguments.mesh)
     devices = get_devices_for_topology(_topology(arguments.devices, cfg), arguments.slices)
     mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
@@ -66,7 +70,7 @@ def _topology(devices: str | None, cfg: SpmdTrainer.Config) -> str | None:
 
 def _report_layouts(console: Console, cfg: SpmdTrainer.Config, mesh: Mesh) -> list[str]:
     model = build_model(cfg)
-    learner = cfg.learner.set(name="learner").instantiate(parent=None)
+    learner = learner_config(cfg).set(name="learner").instantiate(parent=None)
     sizes, rules = dict(mesh.shape), rules_of(cfg)
     specs = state_specs(model, learner, rules)
     params = array_layouts(specs.model, sizes, model=model, rules=rules.parameters)

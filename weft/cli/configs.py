@@ -11,48 +11,62 @@ from pathlib import Path
 from typing import Any
 
 from weft.config import apply_overrides, diff, from_text, to_text
-from weft.errors import CommandLineError, UnknownConfigError, did_you_mean
-from weft.recipes import named_trainer_configs
+from weft.errors import CommandLineError, ConfigError
+from weft.recipes import find_recipe, named_trainer_configs, recorded_recipe
 from weft.trainer.mesh import select_mesh_config
 from weft.trainer.parallelism import MESH_AXIS_NAMES, ParallelismModifier
-from weft.trainer.run_dir import CONFIG_FILE
+from weft.trainer.run_dir import CONFIG_FILE, changes_of_run, read_record
+from weft.trainer.schedule_length import length_comments
+from weft.trainer.signatures import is_signed
 from weft.trainer.trainer import SpmdTrainer
 from weft.trainer.trainer_config_modifier import apply_config_modifiers
 
 
 def load_config(
-    name: str, overrides: Iterable[str] = (), *, allow: Sequence[str] = ()
+    name: str,
+    overrides: Iterable[str] = (),
+    *,
+    allow: Sequence[str] = (),
+    recipe: str | None = None,
 ) -> SpmdTrainer.Config:
     """Loads a config, and applies its modifiers.
 
     Args:
-        name: A recipe, the path of a config file, or a run's directory.
+        name: A recipe, see `weft.recipes.find_recipe`, the path of a config file, or a run's
+            directory.
         overrides: Strings `path=value`. If they name an argument of the recipe, such as
             `data_dir=texts`, they are passed to it.
+        allow: Names that the text of a config may use, see `weft.config.from_text`.
+        recipe: The recipe whose modules a file or the config of a run may name. By default, a run
+            that this user has started finds its recipe.
 
     Raises:
         UnknownConfigError: if there is no such recipe, file or directory.
+        RecipeError: if the recipe makes no config.
         CommandLineError: if the directory is not a run's, or the file cannot be read.
         ConfigError: for an invalid config text or override.
     """
-    recipes = named_trainer_configs()
-    if name in recipes:
-        known, given = recipes[name].arguments(), [o.partition("=") for o in overrides]
-        config = recipes[name](**{k: value for k, _, value in given if k in known})
-        overrides = ["".join(o) for o in given if o[0] not in known]
-    elif Path(name).exists():
-        is_run = Path(name).is_dir()
-        config = run_config(name, allow=allow) if is_run else _read(Path(name), allow)
-    elif "/" in name:
-        raise UnknownConfigError(f"there is no file or directory {name!r}, and no such recipe.")
+    if _is_path(name):
+        packages = find_recipe(recipe).packages() if recipe else ()
+        if Path(name).is_dir():
+            config = run_config(name, allow=allow, recipe=recipe)
+        else:
+            config = _parse(Path(name), _read(Path(name)), [*allow, *packages])
     else:
-        raise UnknownConfigError(f"unknown recipe {name!r}. {did_you_mean(name, recipes)}")
+        found = find_recipe(name)
+        config, overrides = found.config(overrides)
+        packages = found.packages()
+    allow = [*allow, *packages]
     config = apply_overrides(config, overrides, allow=allow, source="command line")
     return apply_config_modifiers(config)
 
 
 def load_run(
-    name: str, overrides: Sequence[str] = (), *, allow: Sequence[str] = ()
+    name: str,
+    overrides: Sequence[str] = (),
+    *,
+    allow: Sequence[str] = (),
+    recipe: str | None = None,
 ) -> SpmdTrainer.Config:
     """Loads the config of a run that will write to `dir`. Takes the arguments of `load_config`.
 
@@ -60,9 +74,9 @@ def load_run(
         CommandLineError: if only a file sets `dir`. Files may come from elsewhere, so the user has
             to name the directory.
     """
-    config = load_config(name, overrides, allow=allow)
+    config = load_config(name, overrides, allow=allow, recipe=recipe)
     named = any(override.partition("=")[0].strip() == "dir" for override in overrides)
-    if name not in named_trainer_configs() and not Path(name).is_dir() and not named:
+    if _is_path(name) and Path(name).is_file() and not named:
         raise CommandLineError(
             f"{name!r} would write to dir={config.dir!r}, but a file must not choose the "
             "directory: add dir=PATH to the command line."
@@ -70,13 +84,34 @@ def load_run(
     return config
 
 
-def run_config(directory: str, *, allow: Sequence[str] = ()) -> SpmdTrainer.Config:
+def _is_path(name: str) -> bool:
+    """Returns whether a name is that of a config file or directory, rather than of a recipe."""
+    is_recipe = name in named_trainer_configs() or name.endswith(".py")
+    return not is_recipe and Path(name).exists()
+
+
+def run_directory(name: str) -> str:
+    """Returns a run's directory: the given one, or that of a recipe's config."""
+    is_recipe = name in named_trainer_configs() or ":" in name
+    return load_config(name).dir if is_recipe and not Path(name).exists() else name
+
+
+def run_config(
+    name: str, *, allow: Sequence[str] = (), recipe: str | None = None
+) -> SpmdTrainer.Config:
     """Reads the config of a run.
+
+    Args:
+        name: The directory of the run, or the recipe that it trains.
+        recipe: As in `load_config`.
 
     Raises:
         CommandLineError: if it is not the directory of a run.
         ConfigError: if its config cannot be read.
+        RecipeError: if the recipe that made the config is needed, but has moved.
     """
+    directory = run_directory(name)
+    recipe = recipe if directory == name else name
     path = Path(directory, CONFIG_FILE)
     if not path.is_file():
         what = "has no run in it" if Path(directory).is_dir() else "is not a directory"
@@ -84,14 +119,76 @@ def run_config(directory: str, *, allow: Sequence[str] = ()) -> SpmdTrainer.Conf
             f"{directory!r} {what}: there is no {path}. Name the directory of a run, the value "
             "of `dir` that it was trained with."
         )
-    return _read(path, allow).set(dir=directory)
-
-
-def _read(path: Path, allow: Sequence[str]) -> Any:
+    text = _read(path)
+    packages = find_recipe(recipe).packages() if recipe else ()
     try:
-        text = path.read_text()
+        config = _parse(path, text, [*allow, *packages])
+    except ConfigError as error:
+        config = _config_by_recipe(path, text, allow, recipe, error)
+    return config.set(dir=directory)
+
+
+def _config_by_recipe(
+    path: Path, text: str, allow: Sequence[str], recipe: str | None, error: ConfigError
+) -> SpmdTrainer.Config:
+    """Returns the config of a run whose text cannot be read without the recipe that made it.
+
+    The recipe makes the config again if the text has values without a name, such as lambdas.
+    """
+    record = read_record(str(path.parent)).get("recipe")
+    if not isinstance(record, dict):
+        raise error
+    is_ours = is_signed(record, text)
+    if recipe is None and not is_ours:
+        raise type(error)(
+            f"{error}\nThe run was made by the recipe {record.get('name')}, but not by you on this "
+            "machine, or its files have been changed. If you trust the directory, name your copy "
+            "of the recipe: --recipe path/to/file.py:function"
+        ) from None
+    made_by = find_recipe(recipe) if recipe else recorded_recipe(record)
+    try:
+        return _parse(path, text, [*allow, *made_by.packages()])
+    except ConfigError as second:
+        if not is_ours or record["words"] is None:
+            raise
+        config, overrides = made_by.config(record["words"])
+        config = apply_overrides(config, overrides, allow=made_by.packages())
+        changes = changes_of_run(path, config.set(dir=str(path.parent)))
+        if changes:
+            raise type(second)(
+                f"{second}\n{made_by.name} cannot replace the text, because it makes another "
+                "config now:\n" + "\n".join(f"  {change}" for change in changes)
+            ) from None
+        return config
+
+
+def recipe_of_run(
+    name: str, overrides: Sequence[str], *, recipe: str | None = None
+) -> dict[str, Any] | None:
+    """Returns what to record about the user's recipe of a run, None for a recipe of Weft.
+
+    Takes the arguments of `load_run`.
+    """
+    if not _is_path(name):
+        found = find_recipe(name)
+        return found.record(overrides) if found.is_own() else None
+    before = read_record(name).get("recipe") if Path(name).is_dir() else None
+    # What others have written must not be signed.
+    if isinstance(before, dict) and is_signed(before, _read(Path(name, CONFIG_FILE))):
+        words = None if before["words"] is None else [*before["words"], *overrides]
+        made_by = find_recipe(recipe) if recipe else recorded_recipe(before)
+        return made_by.record(words)
+    return find_recipe(recipe).record(None) if recipe else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise CommandLineError(f"cannot read {str(path)!r}: {error}") from None
+
+
+def _parse(path: Path, text: str, allow: Sequence[str]) -> Any:
     return from_text(text, source=str(path), allow=allow)
 
 
@@ -155,10 +252,20 @@ def on_mesh(
 def show_or_diff(arguments: argparse.Namespace) -> int:
     """Prints a config, or the differences between two."""
     if arguments.action == "show":
-        config = load_config(arguments.recipe, arguments.overrides, allow=arguments.allow)
+        config = load_config(
+            arguments.recipe,
+            arguments.overrides,
+            allow=arguments.allow,
+            recipe=arguments.made_by,
+        )
         print(to_text(config, omit_defaults=not arguments.defaults, origins=arguments.origin))
+        for comment in length_comments(config):
+            print(comment)
         return 0
-    a, b = (load_config(name, allow=arguments.allow) for name in (arguments.a, arguments.b))
+    a, b = (
+        load_config(name, allow=arguments.allow, recipe=arguments.made_by)
+        for name in (arguments.a, arguments.b)
+    )
     changes = diff(a, b)
     print(changes)
     return 1 if changes else 0

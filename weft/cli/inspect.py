@@ -1,23 +1,28 @@
-"""`weft inspect`: the contents of a run's newest checkpoint, read from its index.
+"""`weft inspect` and `weft report`: what the directory of a run holds.
 
-With `--verify`, checks every file of every checkpoint.
+`inspect` shows the contents of the newest checkpoint, read from its index, and with `--verify`
+checks every file of every checkpoint. `report` writes the page of a run or of several.
 """
 
 import argparse
 import math
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from rich.console import Console
 
-from weft.cli.display import bytes_text, layout_text, shape_text, table_console, tree_table
+from weft.cli.configs import run_directory
+from weft.cli.tables import layout_text, shape_text, table_console, tree_table
 from weft.errors import CheckpointNotFoundError, CommandLineError
 from weft.trainer.checkpointer.dirs import list_files, step_dirs
 from weft.trainer.checkpointer.index import Entry, Index, read_index_file
 from weft.trainer.checkpointer.manifest import find_damage, has_manifest
-from weft.trainer.run_dir import CHECKPOINTS_DIR
+from weft.trainer.display import bytes_text
+from weft.trainer.report.page import REPORT_FILE, render_report
+from weft.trainer.run_dir import CHECKPOINTS_DIR, write_atomically
 from weft.traverse_util import unflatten_dict
 
 
@@ -37,11 +42,10 @@ class Row(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the steps of the checkpoints, then the newest one's tree or the damaged files."""
-    if not os.path.isdir(arguments.dir):
-        raise CommandLineError(
-            f"{arguments.dir!r} is not a directory. Name the directory of a run."
-        )
-    base_dir = os.path.join(arguments.dir, CHECKPOINTS_DIR)
+    run = run_directory(arguments.dir)
+    if not os.path.isdir(run):
+        raise CommandLineError(f"{run!r} is not a directory. Name the directory of a run.")
+    base_dir = os.path.join(run, CHECKPOINTS_DIR)
     found = step_dirs(base_dir)
     if not found:
         raise CheckpointNotFoundError(
@@ -120,3 +124,30 @@ def _cells(entry: Entry | None) -> tuple[str, str, str]:
     if "savable" in entry:
         return "", entry["savable"], ""
     return shape_text(entry["shape"]), entry["dtype"], layout_text(entry["spec"])
+
+
+COMPARISON_FILE = "comparison.html"
+
+
+def write_report(arguments: argparse.Namespace) -> int:
+    """Writes the page and prints its path.
+
+    Raises:
+        CommandLineError: if it cannot be written.
+        RunDirError: if a directory is not that of a run.
+    """
+    directories = [run_directory(name) for name in arguments.dirs]
+    page = render_report(*directories)
+    if arguments.out:
+        out = Path(arguments.out)
+    else:
+        out = Path(directories[0], REPORT_FILE) if len(directories) == 1 else Path(COMPARISON_FILE)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, page)
+    except OSError as error:
+        raise CommandLineError(
+            f"{str(out)!r} cannot be written: {error.strerror}. Name another file with --out."
+        ) from error
+    print(f"report     {out}")
+    return 0

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from rich.table import Table
 
 from weft.cli.configs import load_config
-from weft.cli.display import table_console
+from weft.cli.tables import table_console
 from weft.cli.train import split_arguments
 from weft.config import config_for_function
 from weft.errors import LearningRateSearchError
@@ -111,7 +111,7 @@ def find_learning_rate(
             checkpointer=NoCheckpoints.default_config(),
         )
         with contextlib.suppress(_DivergedError):
-            cfg.instantiate(parent=None).run(listener=losses)
+            cfg.instantiate(parent=None).run(listener=losses, progress=False)
     rate = exponential_sweep(min_rate=min_rate, max_rate=max_rate, num_steps=num_steps)
     rates = [float(rate(i)) for i in range(1, len(losses.values) + 1)]
     total, smoothed = 0.0, []
@@ -184,7 +184,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the loss per learning rate, and the rate at which it falls fastest."""
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     search = find_learning_rate(
-        load_config(recipe, overrides, allow=arguments.allow),
+        load_config(recipe, overrides, allow=arguments.allow, recipe=arguments.made_by),
         min_rate=arguments.min,
         max_rate=arguments.max,
         num_steps=arguments.steps,

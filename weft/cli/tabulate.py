@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft.cli import display
+from weft.cli import tables
 from weft.cli.configs import load_config
 from weft.hierarchy import Module, ParameterSpec, functional
+from weft.trainer.display import bytes_text
 from weft.trainer.mesh import rules_of
 from weft.trainer.model import build_model
 from weft.trainer.profiling import Flops, count_flops
@@ -36,20 +37,22 @@ class Row(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table of a recipe's model."""
-    cfg = load_config(arguments.recipe, arguments.overrides, allow=arguments.allow)
+    cfg = load_config(
+        arguments.recipe, arguments.overrides, allow=arguments.allow, recipe=arguments.made_by
+    )
     model = build_model(cfg)
     specs = parameter_specs(model, rules_of(cfg).parameters)
     flops = forward_flops(cfg, model, specs)
     columns = ["class", "parameters", "FLOPs", "shape", "dtype", "layout"]
-    table = display.tree_table("module", columns, numbers=["parameters", "FLOPs"])
+    table = tables.tree_table("module", columns, numbers=["parameters", "FLOPs"])
     for row in rows("", model, specs):
         depth = row.path.count("/") + bool(row.path)
         name = "  " * depth + (row.path.rpartition("/")[2] or model.name)
         here = sum(n for path, n in flops.items() if _within(path, row.path))
         table.add_row(
-            name, row.kind, f"{_values(row.specs):,}", display.count_text(here), *_cells(row)
+            name, row.kind, f"{_values(row.specs):,}", tables.count_text(here), *_cells(row)
         )
-    console = display.table_console()
+    console = tables.table_console()
     console.print(table)
     for line in _totals(specs, flops):
         console.print(line, soft_wrap=True)
@@ -94,13 +97,13 @@ def _totals(specs: Nested[ParameterSpec], flops: Flops) -> Iterator[str]:
     size = sum(math.prod(s.shape) * _dtype(s).itemsize for s in leaves)
     of_state = _values([spec for spec in leaves if spec.is_state])
     state_text = f", and {of_state:,} values of state" if of_state else ""
-    yield f"{_values(leaves) - of_state:,} parameters{state_text}, {display.bytes_text(size)}"
+    yield f"{_values(leaves) - of_state:,} parameters{state_text}, {bytes_text(size)}"
     of_activations = ""
     if flops[None]:
-        count = display.count_text(flops[None])
+        count = tables.count_text(flops[None])
         of_activations = f"including {count} for products of activations, as in attention; "
     yield (
-        f"{display.count_text(flops.total())} FLOPs for the loss of an example, {of_activations}"
+        f"{tables.count_text(flops.total())} FLOPs for the loss of an example, {of_activations}"
         "a training step takes about three times as many"
     )
 
@@ -110,9 +113,9 @@ def _cells(row: Row) -> tuple[str, str, str]:
         return "", "", ""
     (spec,) = row.specs
     return (
-        display.shape_text(spec.shape),
+        tables.shape_text(spec.shape),
         _dtype(spec).name,
-        display.layout_text(spec.partition_spec),
+        tables.layout_text(spec.partition_spec),
     )
 
 

@@ -2,12 +2,14 @@
 
 import argparse
 import contextlib
+import functools
 import os
 import re
 import shlex
 import shutil
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +17,11 @@ from rich.console import Console
 
 import weft
 from weft.cli import continue_without_output
-from weft.cli.configs import load_run, on_mesh
-from weft.cli.display import Display, loss_text, make_display
-from weft.cli.report import write_report
+from weft.cli.configs import load_run, on_mesh, recipe_of_run
 from weft.cli.trained_models import can_generate, find_tokenizer, generate
 from weft.config import apply_overrides, maybe_instantiate
 from weft.distributed.preemption import still_compiling
-from weft.errors import CommandLineError, WeightsReadError
+from weft.errors import CommandLineError, RunDirError, RunDirInUseError, WeightsReadError
 from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
 from weft.launch.distributed import joined_processes
 from weft.launch.job import STOPPED_EXIT_CODE, Job
@@ -29,8 +29,11 @@ from weft.launch.jobset import JobSetJob
 from weft.launch.local import LocalJob
 from weft.launch.slurm import SlurmJob
 from weft.recipes import RECIPES, named_trainer_configs
+from weft.trainer.display import Display, make_display, metric_texts
 from weft.trainer.progress import has_ended
+from weft.trainer.report.page import write_report
 from weft.trainer.run_dir import check_run_dir, find_fields, read_record, update_record
+from weft.trainer.run_lock import RunLock, move_aside, run_lock
 from weft.trainer.trainer import SpmdTrainer
 
 _SAMPLE_TOKENS = 256
@@ -40,7 +43,13 @@ _SAMPLE_TEMPERATURE = 0.8
 def run(arguments: argparse.Namespace) -> int:
     """Trains, or continues a run; as one of several processes if the environment defines them."""
     continue_without_output()
-    with joined_processes():
+    with joined_processes() as place:
+        if place is not None and arguments.fresh:
+            raise CommandLineError(
+                "--fresh is for a run that you start yourself: a scheduler that restarts this "
+                "process would move its own run aside. Move the directory away before, or choose "
+                "another one with dir=runs/name."
+            )
         code = _train(arguments)
     if still_compiling():  # asked to stop; the compiler would block for minutes
         with contextlib.suppress(OSError):
@@ -54,26 +63,62 @@ def _train(arguments: argparse.Namespace) -> int:
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     chosen = {"--mesh-selector": arguments.mesh_selector, "--mesh": arguments.mesh}
     cfg = on_mesh(
-        load_run(recipe, overrides, allow=arguments.allow),
+        load_run(recipe, overrides, allow=arguments.allow, recipe=arguments.made_by),
         selector=arguments.mesh_selector,
         mesh=arguments.mesh,
     )
-    check_run_dir(cfg)
-    named = named_trainer_configs().get(recipe)
-    if named is not None and not named.prepare(cfg, _train_base):
-        return _stopped_code()
+    made_by = recipe_of_run(recipe, overrides, recipe=arguments.made_by)
     options = [word for option in chosen.items() if option[1] is not None for word in option]
-    options += [word for name in arguments.allow for word in ("--allow", name)]
-    return _conclude(*_run(recipe, cfg), [*options, recipe, *overrides])
+    options += _options_for_texts(arguments)
+    with contextlib.ExitStack() as stack:
+        with _suggested_commands(arguments):
+            if arguments.fresh:
+                _move_aside(cfg.dir)
+            stack.enter_context(run_lock(cfg.dir))
+            check_run_dir(cfg)
+        named = named_trainer_configs().get(recipe)
+        stopped: list[str] = []
+        if named is not None and not named.prepare(cfg, functools.partial(_train_base, stopped)):
+            return _stopped_code(stopped[0])
+        return _conclude(*_run(recipe, cfg, made_by), [*options, recipe, *overrides])
 
 
-def _train_base(recipe: str, cfg: SpmdTrainer.Config) -> SpmdTrainer | None:
-    """Trains what a run starts from; returns the trainer, or None if it was asked to stop."""
+def _options_for_texts(arguments: argparse.Namespace) -> list[str]:
+    options = [word for name in arguments.allow for word in ("--allow", name)]
+    return options + (["--recipe", arguments.made_by] if arguments.made_by else [])
+
+
+@contextlib.contextmanager
+def _suggested_commands(arguments: argparse.Namespace) -> Iterator[None]:
+    """Adds commands that work to an error about the directory of the run."""
+    try:
+        yield
+    except RunDirError as error:
+        if error.free_dir is None:
+            raise
+        words = [w for w in arguments.words if w.partition("=")[0].strip() != "dir"]
+        commands = {"": [*words, f"dir={error.free_dir}"]}
+        if not isinstance(error, RunDirInUseError) and not arguments.fresh:
+            where = 2 if words[0] == "launch" else 1
+            fresh = [*arguments.words[:where], "--fresh", *arguments.words[where:]]
+            commands["or, to move the old run aside and start again:"] = fresh
+        lines = [f"{text}\n  {program('weft')} {shlex.join(c)}" for text, c in commands.items()]
+        raise type(error)("\n".join([str(error), *lines]), free_dir=error.free_dir) from error
+
+
+def _move_aside(directory: str) -> None:
+    target = move_aside(directory)
+    if target is not None:
+        print(f"moved the earlier run from {directory} to {target}")
+
+
+def _train_base(stopped: list[str], recipe: str, cfg: SpmdTrainer.Config) -> SpmdTrainer | None:
+    """Trains what a run starts from; returns the trainer, or None if it was stopped by a signal."""
     check_run_dir(cfg)
     trainer, display, baselines = _run(recipe, cfg)
     assert display.ended is not None
     if not has_ended(display.ended[1]):
-        display.print_stopped()
+        stopped.append(display.ended[1])
         return None
     _compare_with_baselines(display, baselines)
     display.print_line("")
@@ -81,15 +126,15 @@ def _train_base(recipe: str, cfg: SpmdTrainer.Config) -> SpmdTrainer | None:
 
 
 def _run(
-    recipe: str, cfg: SpmdTrainer.Config
+    recipe: str, cfg: SpmdTrainer.Config, made_by: Mapping[str, Any] | None = None
 ) -> tuple[SpmdTrainer, Display, Mapping[str, Baseline]]:
     trainer = cfg.instantiate(parent=None)
     # Only one process prints.
     console = Console(highlight=False, quiet=jax.process_index() != 0)
-    with make_display(console, cfg.dir) as display:
-        display.print_line(f"weft {weft.__version__}, jax {jax.__version__}: training {recipe}")
-        baselines = _print_corpus(cfg, display)
-        trainer.run(return_evaler_summaries=True, listener=display)
+    display = make_display(console, cfg.dir)
+    display.print_line(f"weft {weft.__version__}, jax {jax.__version__}: training {recipe}")
+    baselines = _print_corpus(cfg, display)
+    trainer.run(return_evaler_summaries=True, progress=display, recipe=made_by)
     return trainer, display, baselines
 
 
@@ -125,14 +170,13 @@ def _print_corpus(cfg: SpmdTrainer.Config, display: Display) -> Mapping[str, Bas
         record = corpus.record()
         display.print_line(
             f"corpus     {record['name']}: {record['files']:,} files, "
-            f"{record['train_bytes']:,} bytes to train on, {record['held_out_bytes']:,} held out, "
-            f"SHA-256 {str(record['sha256'])[:12]}"
+            f"{record['train_bytes']:,} bytes to train on, {record['held_out_bytes']:,} held out"
         )
         if isinstance(find_tokenizer(cfg), ByteTokenizer):
             baselines = ngram_baselines(corpus)
             for name, baseline in baselines.items():
                 values = {"loss": baseline.nats_per_token, "bits_per_byte": baseline.bits_per_byte}
-                display.print_line(f"{name:9}  {loss_text(values)}")
+                display.print_line(f"{name:9}  {', '.join(metric_texts(values))}")
     return baselines
 
 
@@ -149,41 +193,38 @@ def _conclude(
     assert display.ended is not None
     step, reason = display.ended
     facts: dict[str, Any] = {
-        "end": {"step": step, "reason": reason},
-        "model": {"parameters": display.parameters},
         "baselines": {
             name: {"nats_per_token": b.nats_per_token, "bits_per_byte": b.bits_per_byte}
             for name, b in baselines.items()
         },
     }
     stopped = not has_ended(reason)
-    if stopped:
-        display.print_stopped()
-    else:
+    if not stopped:
         _compare_with_baselines(display, baselines)
         facts["samples"] = _sample(trainer, display, step)
     if jax.process_index() == 0:
         update_record(cfg.dir, **facts)
-        display.print_line(f"\nreport     {write_report(cfg.dir)}")
+        write_report(cfg.dir)
     commands = _next_commands(cfg, arguments, stopped=stopped, is_saved=display.is_saved)
     display.print_line("\n" + "\n".join(commands))
-    return _stopped_code() if stopped else 0
+    return _stopped_code(reason) if stopped else 0
 
 
-def _stopped_code() -> int:
-    return int(os.environ.get(STOPPED_EXIT_CODE, 0))
+def _stopped_code(signal_name: str) -> int:
+    """Returns the exit code after a signal, as in a shell unless the environment has another."""
+    return int(os.environ.get(STOPPED_EXIT_CODE, 128 + signal.Signals[signal_name]))
 
 
 def _compare_with_baselines(display: Display, baselines: Mapping[str, Baseline]) -> None:
     if display.evals:
         display.print_line("")
     for name, (step, values) in display.evals.items():
-        line = f"{name} at step {step:,}: {loss_text(values)}"
+        line = f"{name} at step {step:,}: {', '.join(metric_texts(values))}"
         loss = values.get("loss")
         if loss is not None and baselines:
             losses = {name: b.nats_per_token for name, b in baselines.items()}
             beaten = [f"{name} ({of:.3f})" for name, of in losses.items() if loss < of]
-            line += f"; below {', '.join(beaten)}" if beaten else "; above all baselines"
+            line += f"\n  below {', '.join(beaten)}" if beaten else "\n  above all baselines"
         display.print_line(line)
 
 
@@ -261,15 +302,16 @@ def launch(arguments: argparse.Namespace) -> int:
 def make_job(arguments: argparse.Namespace) -> Job:
     """Creates the job that the arguments of `weft launch` describe.
 
-    Validates the recipe and its fields before anything is started, except for weights that may
-    exist only on the pods' volume.
+    Validates the recipe, its fields and the directory of a local run before anything is started,
+    except for weights that may exist only on the pods' volume.
 
     Raises:
         WeftError: for invalid arguments.
     """
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
+    run_cfg = None
     try:
-        load_run(recipe, overrides, allow=arguments.allow)
+        run_cfg = load_run(recipe, overrides, allow=arguments.allow, recipe=arguments.made_by)
     except WeightsReadError as error:
         if arguments.where != "k8s":
             raise
@@ -278,21 +320,28 @@ def make_job(arguments: argparse.Namespace) -> Job:
         )
     here = arguments.where == "local"
     program = [sys.executable, "-m", "weft"] if here else ["weft"]
-    options = [word for name in arguments.allow for word in ("--allow", name)]
     cfg = JOBS[arguments.where].default_config()
     cfg.set(
         name=job_name(recipe),
-        command=[*program, "train", *options, recipe, *overrides],
+        command=[*program, "train", *_options_for_texts(arguments), recipe, *overrides],
         num_processes=arguments.num_processes,
     )
-    return apply_overrides(cfg, arguments.job, source="--job").instantiate()
+    job = apply_overrides(cfg, arguments.job, source="--job").instantiate()
+    if here and run_cfg is not None:
+        with _suggested_commands(arguments):
+            if arguments.fresh:
+                _move_aside(run_cfg.dir)
+            with RunLock(run_cfg.dir):
+                check_run_dir(run_cfg)
+    return job
 
 
 def job_name(recipe: str) -> str:
     """Returns a job name for a recipe that is valid for every scheduler.
 
-    >>> job_name("lm-tiny"), job_name("configs/Wide_1.txt")
-    ('lm-tiny', 'wide-1')
+    >>> job_name("lm-tiny"), job_name("configs/Wide_1.txt"), job_name("models/my.py:wide")
+    ('lm-tiny', 'wide-1', 'my-wide')
     """
-    stem = os.path.splitext(os.path.basename(os.path.normpath(recipe)))[0]
-    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "weft"
+    path, _, function = recipe.partition(":")
+    stem = os.path.splitext(os.path.basename(os.path.normpath(path)))[0]
+    return re.sub(r"[^a-z0-9]+", "-", f"{stem}-{function}".lower()).strip("-") or "weft"

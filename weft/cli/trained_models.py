@@ -13,15 +13,15 @@ import numpy as np
 
 import weft
 from weft.cli.configs import run_config
-from weft.cli.display import bytes_text
-from weft.config import maybe_instantiate, to_text
+from weft.config import to_text
 from weft.core.axis_rules import logical_axis_rules
 from weft.errors import CheckpointNotFoundError, CommandLineError
 from weft.functional import scale_by
 from weft.hierarchy import Module, functional, merge_adapters, without_lora
-from weft.input.tokenizers import Tokenizer, until_end
+from weft.input.tokenizers import Tokenizer, as_tokenizer, until_end
 from weft.serialization import save_safetensors
 from weft.trainer.checkpointer.index import CheckpointValidationType
+from weft.trainer.display import bytes_text
 from weft.trainer.mesh import build_mesh, rules_of
 from weft.trainer.model import LibraryModel, build_model, cast_floats
 from weft.trainer.run_dir import CHECKPOINTS_DIR, find_fields
@@ -77,7 +77,7 @@ def restore_model(
 
 def print_sample(arguments: argparse.Namespace) -> int:
     """Prints a prompt and its continuation."""
-    cfg = run_config(arguments.dir, allow=arguments.allow)
+    cfg = run_config(arguments.dir, allow=arguments.allow, recipe=arguments.made_by)
     tokenizer = find_tokenizer(cfg)
     if tokenizer is None:
         raise CommandLineError(
@@ -100,7 +100,7 @@ def print_sample(arguments: argparse.Namespace) -> int:
 def find_tokenizer(cfg: SpmdTrainer.Config) -> Tokenizer | None:
     """Returns the tokenizer of the input of a trainer's config, or None."""
     found = find_fields("tokenizer", cfg.input)
-    return maybe_instantiate(next(iter(found.values()))) if found else None
+    return as_tokenizer(next(iter(found.values()))) if found else None
 
 
 def generate(
@@ -201,7 +201,7 @@ def export(arguments: argparse.Namespace) -> int:
     """Writes safetensors, or a checkpoint that transformers loads, and prints the files' names."""
     from weft.interop.huggingface import to_huggingface
 
-    cfg = run_config(arguments.dir, allow=arguments.allow)
+    cfg = run_config(arguments.dir, allow=arguments.allow, recipe=arguments.made_by)
     _check_export(arguments)
     model: Any
     model, params = restore_model(cfg, step=arguments.step)
@@ -251,8 +251,9 @@ def _check_export(arguments: argparse.Namespace) -> None:
 
 def _copy_tokenizer(cfg: SpmdTrainer.Config, folder: Path) -> list[Path]:
     """Copies the tokenizer's file if transformers can read it."""
-    tokenizers = [getattr(t, "path", None) for t in find_fields("tokenizer", cfg.input).values()]
-    source = Path(next((path for path in tokenizers if isinstance(path, str)), ""))
+    tokenizers = find_fields("tokenizer", cfg.input).values()
+    paths = [t if isinstance(t, str) else getattr(t, "path", None) for t in tokenizers]
+    source = Path(next((path for path in paths if isinstance(path, str)), ""))
     if source.name != "tokenizer.json":
         return []
     shutil.copyfile(source, folder / source.name)

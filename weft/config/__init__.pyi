@@ -22,7 +22,7 @@ from weft.config.validation import (
     validate_config_field_value as validate_config_field_value,
 )
 from weft.config.values import (
-    is_attrs as is_attrs, is_named_tuple as is_named_tuple, Required as Required,
+    InMemory as InMemory, is_attrs as is_attrs, is_named_tuple as is_named_tuple, Required as Required,
     REQUIRED as REQUIRED, RequiredFieldValue as RequiredFieldValue,
 )
 from weft.errors import (

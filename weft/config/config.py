@@ -109,9 +109,6 @@ _set_slot = object.__setattr__
 class ConfigBase(values.ConfigNode):
     """Base of all config classes.
 
-    Args:
-        **kwargs: values of fields; others take their defaults.
-
     Raises:
         MissingConfigClassDecoratorError: if the class lacks @config_class.
     """
@@ -281,6 +278,19 @@ class ConfigBase(values.ConfigNode):
             text = _one_line(self, all_fields=False)
         return text if len(text) <= _REPR_LIMIT else text[: _REPR_LIMIT - 2] + " …"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Shows the config in IPython as its text form, over lines, without defaults."""
+        del cycle
+        from weft.config import to_text  # which is in a module that imports this one
+
+        printer.text(to_text(self, omit_defaults=True))
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        """Shows the fields in Treescope's trees."""
+        from treescope.repr_lib import render_object_constructor
+
+        return render_object_constructor(type(self), dict(self.items()), path, subtree_renderer)
+
     def debug_string(
         self,
         *,
@@ -290,8 +300,7 @@ class ConfigBase(values.ConfigNode):
     ) -> str:
         """Returns one `path: value` per leaf of the config, sorted by field name.
 
-        Args:
-            omit_default_values: as in `to_flat_dict`; defaults to None and REQUIRED.
+        `omit_default_values` is as in `to_flat_dict`, and defaults to None and REQUIRED.
         """
         omitted = (None, values.REQUIRED) if omit_default_values is None else omit_default_values
         leaves = values.to_flat_dict(self, omit_default_values=omitted).items()
@@ -306,8 +315,7 @@ class ConfigBase(values.ConfigNode):
     def to_flat_dict(self, *, omit_default_values: Sequence[Any]) -> dict[str, Any]:
         """Returns the leaves of the config by path, such as `model.layers[2].rate`.
 
-        Args:
-            omit_default_values: omits fields whose value is both their default and one of these.
+        Fields whose value is both their default and one of `omit_default_values` are omitted.
         """
         return values.to_flat_dict(self, omit_default_values=omit_default_values)
 
@@ -331,10 +339,7 @@ class ConfigBase(values.ConfigNode):
     # Paths.
 
     def get_recursively(self, path: str | Sequence[str]) -> Any:
-        """Returns the value at a path.
-
-        Args:
-            path: field names, as a sequence or dotted (`model.layers[2].rate`).
+        """Returns the value at a path, a sequence of names or dotted (`model.layers[2].rate`).
 
         Raises:
             UnknownFieldError: if the path does not exist; names the part that does.

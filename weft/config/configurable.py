@@ -39,10 +39,7 @@ class InstantiableConfig(Generic[T], ConfigBase):
     """Config of an object of type `T`."""
 
     def instantiate(self, **kwargs: object) -> T:
-        """Creates the object.
-
-        Args:
-            **kwargs: further arguments, such as the `parent` of a module.
+        """Creates the object; `kwargs` are further arguments, such as the `parent` of a module.
 
         Raises:
             RequiredFieldMissingError: if a field is still REQUIRED.
@@ -89,8 +86,6 @@ class Configurable:
     """Base of the classes whose objects are created from configs."""
 
     class Config(InstantiableConfig[Any]):
-        """Configures a Configurable."""
-
         _target = "klass"
 
         klass: type[Any]
@@ -182,11 +177,7 @@ class TrainerConfigFn(Protocol):
     """Function that creates a trainer config."""
 
     def __call__(self, data_dir: str | None = None) -> InstantiableConfig:
-        """Returns a new config.
-
-        Args:
-            data_dir: location of the data, for recipes that read any.
-        """
+        """Returns a new config; `data_dir` is the location of the data, if any is read."""
         ...
 
 
@@ -219,7 +210,7 @@ def with_overrides(trainer_config_fn: TrainerConfigFn, **kwargs: object) -> Trai
     """Returns a function that creates the same config with some fields changed."""
 
     @functools.wraps(trainer_config_fn)
-    def overridden(data_dir: str | None = None) -> InstantiableConfig:
-        return trainer_config_fn(data_dir).set(**kwargs)
+    def overridden(*args: Any, **arguments: Any) -> InstantiableConfig:
+        return trainer_config_fn(*args, **arguments).set(**kwargs)
 
     return overridden

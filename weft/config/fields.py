@@ -39,11 +39,7 @@ def resolve_annotation(annotation: object, namespace: Callable[[], dict[str, Any
 
 
 def check_type(value: object, field: "Field", path: str, *, label: str) -> None:
-    """Checks a value against the declared type of its field.
-
-    Raises:
-        ConfigTypeError: if it does not match.
-    """
+    """Raises ConfigTypeError if a value does not match the declared type of its field."""
     if value is REQUIRED or matches_type(value, field.hint, configs=field.accepts_configs):
         return
     if values_equal(value, field.default()):
@@ -207,7 +203,6 @@ class Field:
     """Field of a config.
 
     Args:
-        namespace: returns the names for string annotations.
         factory: creates the default of each config instead.
         accepts_configs: whether a config is accepted for any value, since it is instantiated first.
     """
@@ -346,8 +341,7 @@ def class_annotations(cls: type) -> dict[str, Any]:
 def fields_of_class(cls: type) -> dict[str, Field]:
     """Returns the fields of a config class by name.
 
-    Raises:
-        MissingConfigClassDecoratorError: if the class itself lacks @config_class.
+    Raises MissingConfigClassDecoratorError if the class itself lacks @config_class.
     """
     table = cls.__dict__.get("__config_fields__")
     if table is None:
@@ -389,11 +383,7 @@ def _check_body(cls: type) -> None:
 
 
 def check_reserved_name(name: str, cls: type, *, what: str) -> None:
-    """Checks that a field does not hide a method of configs.
-
-    Raises:
-        InvalidConfigNameError: for a name such as `set` or `items`.
-    """
+    """Raises InvalidConfigNameError if a field hides a method of configs, such as `set`."""
     for base in cls.__mro__:
         if name in vars(base) and base.__module__.startswith("weft.config.") and base is not cls:
             raise errors.InvalidConfigNameError(

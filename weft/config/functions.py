@@ -84,13 +84,9 @@ class CallConfig(InstantiableConfig[T]):
         return f"{type(self)._factory_name}({_callable_name(self._callable())})"
 
     def instantiate(self, **kwargs: Any) -> T:
-        """Calls the function or class with the values of the fields.
+        """Calls the function or class with the values of the fields, or those in `kwargs` instead.
 
-        Args:
-            **kwargs: further arguments, which replace values of fields.
-
-        Raises:
-            RequiredFieldMissingError: if a field is still REQUIRED.
+        Raises RequiredFieldMissingError if a field is still REQUIRED.
         """
         fields = self._fields()
         check_complete(self, {name: value for name, value in kwargs.items() if name in fields})

@@ -29,8 +29,7 @@ _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 class NoConversion(Exception):
     """Signal that a string is not a value of the type; the caller adds the path.
 
-    Args:
-        cause: error of the parser, if the string looks like the text of a value.
+    `cause` is the error of the parser, if the string looks like the text of a value.
     """
 
     def __init__(self, cause: ConfigError | None = None):
@@ -45,8 +44,7 @@ def convert(text: str, hint: object, read: Callable[[str], Any], like: object = 
         read: parses the text of a value, for classes, functions and configs.
         like: a value of the field, such as its default, which determines an undeclared type.
 
-    Raises:
-        NoConversion: if the string is not a value of that type.
+    Raises NoConversion if the string is not a value of that type.
 
     >>> convert("1e-3", float, eval), convert("a,b", tuple[str, ...], eval)
     (0.001, ('a', 'b'))
@@ -246,9 +244,6 @@ def apply_overrides(
 ) -> Config:
     """Sets fields of a config, in path, from strings: all, or none if one is invalid.
 
-    Args:
-        source: name of the origin of the values.
-
     Raises:
         ConfigOverrideError: for a string that is not of the form `path=value`.
         UnknownFieldError: for an unknown path.
@@ -342,7 +337,15 @@ def _current_value(owner: ConfigBase, steps: Sequence[Any]) -> str:
 
 
 def _suggest_paths(cfg: ConfigBase, path: str) -> str:
+    """Returns a sentence with the paths that end in the same name, exact ones first."""
     name = path.rpartition(".")[2]
-    paths = values.to_flat_dict(cfg, omit_default_values=())
-    similar = [p for p in paths if p.rpartition(".")[2] == name]
-    return f" There is {' and '.join(similar[:3])}." if similar else ""
+    exact, longer = dict[str, None](), dict[str, None]()
+    for leaf in values.to_flat_dict(cfg, omit_default_values=()):
+        parts = leaf.split(".")
+        for end, part in enumerate(parts, 1):
+            if part == name:
+                exact[".".join(parts[:end])] = None
+            elif part.endswith((f"_{name}", f"_{name.removesuffix('s')}")):
+                longer[".".join(parts[:end])] = None
+    similar = [*sorted(exact, key=len), *sorted(longer, key=len)]
+    return f" There is {' and '.join(similar[:4])}." if similar else ""

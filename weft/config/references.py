@@ -1,27 +1,9 @@
 """Functions and classes that config texts may name.
 
-Texts are untrusted, so each entry was reviewed individually: `tests/config/test_effects.py` calls
-it with all kinds of arguments that a text can contain, and checks that it writes no files, starts
-no processes, opens no connections and reads no pickles. Modules are never listed as a whole. An
-entry belongs to one of four tables:
-
-- `VALUES`: harmless to call with any arguments, so they may be values, be bound by
-  `functools.partial`, and be configured.
-- `TARGETS`: may only be configured (`config_for_function`, `config_for_class`), since they read
-  files that the text names, as data.
-- `RECORDS`: classes whose fields a text fills without a constructor, and number types.
-- `ENUMS`: classes whose members may be named.
-
-Not listed: functions that apply an argument to others (`map`, `jit`, `partial_eval`,
-`inject_hyperparams`), and functions that write files, load code or objects, start processes or open
-connections.
-
-Configurable classes need no entry; their `_needs_allow` restricts texts.
-
-Neither reading nor instantiating one may run code of its choice. A dotted name
+Texts are untrusted: neither reading nor instantiating one may run code of its choice. A dotted name
 is therefore valid in three cases only:
 
-- it is listed in `weft.config.references`, and used as the list permits;
+- it is listed here, and used as the list permits;
 - it is a configurable class, or a config class, of Weft or of an imported module. A class with
   effects outside of the run lists in `_needs_allow` the fields that a text may not set;
 - the reader allows it: `allow=("my_package",)` trusts everything that the package or module
@@ -29,6 +11,17 @@ is therefore valid in three cases only:
 
 A text imports no modules, except listed ones, public modules of Weft, and allowed ones. Names
 resolve through modules to their own definitions, not to modules that they import.
+
+Each listed function was reviewed: `tests/config/test_effects.py` calls it with all kinds of
+arguments that a text can contain, and checks that it writes no files, starts no processes, opens no
+connections and reads no pickles. Not listed are whole modules, and functions that apply an argument
+to others (`map`, `jit`, `partial_eval`, `inject_hyperparams`) or load code. The tables are:
+
+- `VALUES`: harmless with any arguments, also in `functools.partial` and as targets of configs.
+- `TARGETS`: may only be configured (`config_for_function`, `config_for_class`), since they read
+  files that the text names, as data.
+- `RECORDS`: classes whose fields a text fills without a constructor, and number types.
+- `ENUMS`: classes whose members may be named.
 """
 
 import enum
@@ -314,8 +307,7 @@ def _lookup_in_module(module: str, names: Sequence[str]) -> Any:
 def resolve_reference(name: str, *, allow: Sequence[str] = (), use: Use = "value") -> Any:
     """Returns the class, function or enum member of a dotted name.
 
-    Raises:
-        ConfigReferenceError: if the name does not exist, or the text may not use it so.
+    Raises ConfigReferenceError if the name does not exist, or the text may not use it so.
     """
     if name in BUILTINS:
         return BUILTINS[name]

@@ -165,6 +165,8 @@ def _is_target_in_head(config: values.ConfigNode) -> bool:
 
 def unreadable(value: Any) -> str:
     """Returns the placeholder of a value that has no text."""
+    if isinstance(value, values.InMemory):
+        return f"unreadable({value.description!r})"
     named = value if hasattr(value, "__qualname__") else type(value)
     name = f"{named.__module__}.{named.__qualname__}"
     return f"unreadable({name if named is value else f'an object of type {name}'!r})"
@@ -238,9 +240,8 @@ class ConfigDiff(tuple[Change, ...]):
 def diff(a: object, b: object) -> ConfigDiff:
     """Compares two configs.
 
-    Returns:
-        The changes; empty (and false) if the configs are equal. Configs of different classes yield
-        a change for the class, and one for each different field.
+    The changes are empty (and false) if the configs are equal. Configs of different classes yield a
+    change for the class, and one for each different field.
 
     >>> from weft.config import config_for_class
     >>> cfg = config_for_class(complex).set(real=1.0)

@@ -31,11 +31,7 @@ def register_validator(
 
 
 def validate_config_field_name(name: str) -> None:
-    """Checks the name of a config field.
-
-    Raises:
-        InvalidConfigNameError: unless `name` is a public Python identifier.
-    """
+    """Raises InvalidConfigNameError unless `name` is a public Python identifier."""
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise InvalidConfigNameError(
             f"A config field cannot be called {name!r}: its name must be a Python identifier."

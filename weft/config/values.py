@@ -17,7 +17,7 @@ import operator
 import re
 import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, Union
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NoReturn, Self, TypeVar, Union
 
 from weft.errors import RequiredFieldMissingError, UnknownFieldError, did_you_mean
 
@@ -62,6 +62,38 @@ if TYPE_CHECKING:
 else:
     Required = Union[T, RequiredFieldValue]  # noqa: UP007 - `T | X` has no subscript before 3.14
 """`Required[int]`: an int, or not yet set."""
+
+
+class InMemory(Generic[T]):
+    """Value that exists in this program only, such as data or a model, as the value of a field.
+
+    Copies of a config share it. Two are equal if they have the same type and description. A text
+    shows the description and cannot be read: the config is made by a program.
+
+    Args:
+        description: what the value is, on one line; it has all that must be the same for a run to
+            continue, and no addresses.
+
+    >>> table = InMemory({"a": 1}, "a table with 1 row")
+    >>> table, table == InMemory({}, "a table with 1 row")
+    (<a table with 1 row>, True)
+    """
+
+    def __init__(self, value: T, description: str):
+        self.value = value
+        self.description = description
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.description == other.description  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __hash__(self) -> int:
+        return hash(self.description)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        return f"<{self.description}>"
 
 
 class ConfigNode:
@@ -211,11 +243,7 @@ def _replace_fields(x: Any, changes: dict[str, Any]) -> Any:
 
 
 def replace_part(x: Any, step: Any, child: Any) -> Any:
-    """Returns a copy of a container or record with one child replaced, or added to a dict.
-
-    Args:
-        x: a dict, list, tuple, named tuple, dataclass or attrs instance.
-    """
+    """Returns a copy of a container or record with one child replaced, or added to a dict."""
     if isinstance(x, dict):
         return {**x, step: child}
     if record_fields(x) is not None:
@@ -343,8 +371,7 @@ _STEP = re.compile(
 def parse_path(path: str | Sequence[Any]) -> list[Any]:
     """Parses a path into its steps; sequences are returned unchanged.
 
-    Raises:
-        UnknownFieldError: if the text is malformed.
+    Raises UnknownFieldError if the text is malformed.
 
     >>> parse_path("model.layers[2].rules['bias']")
     ['model', 'layers', 2, 'rules', 'bias']

@@ -79,9 +79,7 @@ class Peers:
     """Connections to the other processes; created by `weft.distributed.rendezvous.rendezvous`.
 
     Args:
-        process_id: index of this process.
         connections: in process 0 those to all others, in the others the one to process 0.
-        names: names of the processes in messages.
         heartbeat_timeout_seconds: silence after which a process counts as gone.
         end_seconds: time that this process may still run after another is gone.
     """

@@ -71,11 +71,10 @@ class GracefulStop:
         patience_seconds: how much longer than another process one may take to restore or to
             compile.
 
-    Example:
-        >>> with GracefulStop() as stop:
-        ...     signal.raise_signal(signal.SIGTERM)
-        ...     stop.signal_name, stop.agreed("running").text
-        ('SIGTERM', 'SIGTERM')
+    >>> with GracefulStop() as stop:
+    ...     signal.raise_signal(signal.SIGTERM)
+    ...     stop.signal_name, stop.agreed("running").text
+    ('SIGTERM', 'SIGTERM')
     """
 
     def __init__(
@@ -413,10 +412,9 @@ def max_over_processes(number: int) -> int:
 class DelayedMax:
     """Largest number of all processes, one call late, so that no step waits for it.
 
-    Example:
-        >>> later = DelayedMax()
-        >>> later(3), later(0)
-        (3, 0)
+    >>> later = DelayedMax()
+    >>> later(3), later(0)
+    (3, 0)
     """
 
     def __init__(self) -> None:

@@ -61,14 +61,12 @@ def rendezvous(
 
     Args:
         address: host:port where process 0 listens.
-        timeout_seconds: time to wait for the others.
         token: a secret of the run; processes with another token are refused. Without one, anyone
             who reaches the address can join.
         heartbeat_timeout_seconds: time after which a silent process counts as gone.
 
-    Raises:
-        ProcessesNotReadyError: if processes are missing, which the message lists, or this one is
-            refused.
+    Raises ProcessesNotReadyError if processes are missing, which the message lists, or this one is
+    refused.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")

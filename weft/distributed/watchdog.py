@@ -74,9 +74,8 @@ class Watchdog:
     Attributes:
         doing: activity of the run at the last report.
 
-    Example:
-        >>> with Watchdog(timeout_seconds=60.0) as watchdog:
-        ...     watchdog.report("step 1")
+    >>> with Watchdog(timeout_seconds=60.0) as watchdog:
+    ...     watchdog.report("step 1")
     """
 
     def __init__(

@@ -10,7 +10,13 @@ class WeftError(Exception):
 
     Errors keep their message and attributes when pickled or copied, whatever their constructors
     take.
+
+    Attributes:
+        exit_code: exit code of a command that ends with this error: 2 for bad input, 1 for a
+            `RunFailedError`.
     """
+
+    exit_code = 2
 
     def __reduce__(self) -> tuple[object, ...]:
         # Python would call the constructor with `args`, which holds the finished message.

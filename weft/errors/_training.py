@@ -5,6 +5,12 @@ from collections.abc import Sequence as _Sequence
 from weft.errors._base import WeftError
 
 
+class RunFailedError(WeftError):
+    """Base of the errors of a run that was set up correctly: its data, disk or processes failed."""
+
+    exit_code = 1
+
+
 class EmptyCorpusError(WeftError, ValueError):
     """A corpus, or one of its splits, has no text."""
 
@@ -21,7 +27,7 @@ class NoMeshError(WeftError, RuntimeError, ValueError):
     """No mesh is set, and one is needed."""
 
 
-class InputReadError(WeftError, RuntimeError):
+class InputReadError(RunFailedError, RuntimeError):
     """An input source failed; the message names the file and record, or the position."""
 
 
@@ -42,10 +48,26 @@ class MeshError(WeftError, ValueError):
 
 
 class RunDirError(WeftError, ValueError):
-    """The directory of a run cannot be written, or belongs to another run."""
+    """The directory of a run cannot be written, is in use, or belongs to another run.
+
+    Attributes:
+        free_dir: a directory that can be used instead; None if there is no reason to use another.
+    """
+
+    def __init__(self, message: str, *, free_dir: str | None = None):
+        super().__init__(message)
+        self.free_dir = free_dir
 
 
-class UndefinedLossException(WeftError, FloatingPointError):
+class RunDirInUseError(RunDirError):
+    """Another run is writing to the directory."""
+
+
+class RunDirTakenError(RunFailedError, RuntimeError):
+    """Another run has taken the directory while this one was frozen; it writes no more."""
+
+
+class UndefinedLossException(RunFailedError, FloatingPointError):
     """The loss is NaN or infinite."""
 
 
@@ -55,6 +77,14 @@ class ModelOutputError(WeftError, TypeError):
 
 class ModelCallError(WeftError, TypeError):
     """A trained model needs more arguments than a batch."""
+
+
+class LossError(WeftError, ValueError):
+    """A loss or metric is unknown, or does not fit the outputs or the targets."""
+
+
+class FitError(WeftError, ValueError):
+    """The arguments of `weft.fit` contradict each other, or do not fit the data."""
 
 
 class BatchFieldError(WeftError, KeyError):
@@ -101,7 +131,7 @@ class CheckpointError(WeftError):
     """Base of the errors of checkpoints."""
 
 
-class CheckpointSaveError(CheckpointError, RuntimeError):
+class CheckpointSaveError(CheckpointError, RunFailedError, RuntimeError):
     """A checkpoint could not be saved; earlier checkpoints remain.
 
     Attributes:
@@ -117,7 +147,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """A directory has no checkpoint, or none of the requested step."""
 
 
-class DamagedCheckpointError(CheckpointError, RuntimeError):
+class DamagedCheckpointError(CheckpointError, RunFailedError, RuntimeError):
     """Files of a checkpoint are damaged.
 
     Attributes:
@@ -149,11 +179,15 @@ class CommandLineError(WeftError, ValueError):
     """Arguments of a command name something that does not exist, or contradict each other."""
 
 
+class RecipeError(WeftError, ValueError):
+    """A recipe cannot be imported, or does not make a trainer's config."""
+
+
 class TrainStateError(WeftError, ValueError):
     """Parameters or gradients do not fit a train state."""
 
 
-class LossSpikeError(WeftError, ArithmeticError):
+class LossSpikeError(RunFailedError, ArithmeticError):
     """The loss spiked, and the run's policy is to stop."""
 
 
@@ -279,13 +313,13 @@ class ProcessEnvironmentError(WeftError, ValueError):
     """Environment variables that identify this process are missing or contradict each other."""
 
 
-class CoordinatorNotFoundError(WeftError, TimeoutError):
+class CoordinatorNotFoundError(RunFailedError, TimeoutError):
     """The coordinator, process 0, did not answer in time."""
 
 
-class ProcessesNotReadyError(WeftError, TimeoutError):
+class ProcessesNotReadyError(RunFailedError, TimeoutError):
     """Some processes of a run did not join in time; the message names them."""
 
 
-class ProcessLostError(WeftError, RuntimeError):
+class ProcessLostError(RunFailedError, RuntimeError):
     """Another process of the run failed or ended, and this one cannot continue without it."""

@@ -21,6 +21,11 @@ from weft.functional.attention_mask import (
     sliding_window_causal_mask as sliding_window_causal_mask,
     truncated_key_mask as truncated_key_mask,
 )
+from weft.functional.codebook import (
+    code_shares as code_shares, codebook_entries as codebook_entries,
+    compute_code_coverage as compute_code_coverage, compute_code_pplx as compute_code_pplx,
+    nearest_codes as nearest_codes,
+)
 from weft.functional.conv import (
     conv as conv, conv_local as conv_local, conv_transpose as conv_transpose,
 )

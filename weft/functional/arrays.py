@@ -58,7 +58,6 @@ def over_batch_axes(
 
     `item_ndim` is the number of axes after the (zero or more) batch axes.
 
-    >>> import jax.numpy as jnp
     >>> over_batch_axes(lambda x: x.sum(axis=1), jnp.ones((2, 3, 4, 5)), 2).shape
     (2, 3, 5)
     """
@@ -93,7 +92,6 @@ def check_sizes(layer: str, **sizes: Any) -> None:
     """Raises unless each size is a positive integer, a sequence of these, or None.
 
     Args:
-        layer: the layer's name, for errors.
         **sizes: by the names that users know.
 
     Raises:

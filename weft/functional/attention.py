@@ -46,7 +46,6 @@ def dot_product_attention(
         scale: the factor of the logits; by default `1 / sqrt(dim)`.
         logit_cap: squashes the logits to ±`logit_cap`, before bias and mask.
         logit_sink: per head, a logit without a value.
-        dropout_rate: applied to the probabilities.
         precision: as in `jax.lax.dot_general`.
 
     Raises:
@@ -252,7 +251,6 @@ def attention_weights(
     """Returns `softmax(query · key / sqrt(dim) + bias)` over the source.
 
     Args:
-        key: key vectors, of the same dtype.
         bias: added to the logits, broadcastable to `(*batch, heads, target, source)`.
         mask: where it is False or 0, a logit becomes the dtype's lowest number; same shape as
             `bias`. A fully masked query attends to all keys equally.
@@ -261,8 +259,7 @@ def attention_weights(
         dot_general: replaces `jax.lax.dot_general`.
         einsum: replaces both; called with subscripts, queries and keys.
 
-    Raises:
-        ArgumentShapeError: if bias or mask does not broadcast to the logits.
+    Raises ArgumentShapeError if bias or mask does not broadcast to the logits.
 
     >>> x = jnp.ones((1, 3, 1, 2))
     >>> attention_weights(x, x, mask=jnp.array([True, False, True]))[0, 0, 0].tolist()
@@ -299,10 +296,8 @@ def drop_attention_weights(
         rate: in `[0, 1]`.
         broadcast: whether all examples and heads share one mask.
 
-    Raises:
-        ArgumentValueError: if `prng_key` is missing, or `rate` is not in `[0, 1]`.
+    Raises ArgumentValueError if `prng_key` is missing, or `rate` is not in `[0, 1]`.
 
-    >>> import jax
     >>> drop_attention_weights(jnp.ones((1, 1)), rate=1.0, prng_key=jax.random.key(0)).tolist()
     [[0.0]]
     """
@@ -327,8 +322,7 @@ def check_attention_shapes(
         value: shape `(*batch, source, heads, value_dim)`, or None.
         shared_heads: whether keys and values may have fewer heads than queries.
 
-    Raises:
-        ArgumentShapeError: if the shapes do not match.
+    Raises ArgumentShapeError if the shapes do not match.
     """
     shapes = {"query": query.shape, "key": key.shape}
     if value is not None:
@@ -353,11 +347,7 @@ def _check_heads(shapes: dict[str, tuple[int, ...]], fits: bool, expected: str) 
 
 
 def check_broadcastable(name: str, given: Array, full: tuple[int, ...]) -> None:
-    """Checks that a bias or mask broadcasts to the logits.
-
-    Raises:
-        ArgumentShapeError: otherwise.
-    """
+    """Raises ArgumentShapeError unless a bias or mask broadcasts to the logits."""
     shape = jnp.shape(given)
     if shape == full:
         return
@@ -384,11 +374,9 @@ def attention_cache_step(
 
     Args:
         index: number of positions so far.
-        layer: name of the decoding layer, for errors.
 
-    Raises:
-        ArgumentShapeError: if there is not exactly one new position, or the cache has another
-            shape.
+    Raises ArgumentShapeError if there is not exactly one new position, or the cache has another
+    shape.
 
     >>> empty, x = jnp.zeros((1, 3, 1, 1)), jnp.ones((1, 1, 1, 1))
     >>> keys, values, seen = attention_cache_step(empty, empty, 1, x, x, x)

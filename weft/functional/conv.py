@@ -39,18 +39,14 @@ def conv(
     """Convolves the spatial axes of `x`, without flipping the window.
 
     Args:
-        weight: shape `(*window, input / groups, output)`.
-        bias: added to each output channel.
         strides: one number, or one per spatial axis.
         padding: a name (see `conv_shape.py`) or `(left, right)` per spatial axis.
         dilation: step between two positions of one window.
         input_dilation: step between two positions of the input, with zeros between them.
         groups: number of channel groups, each convolved separately.
-        precision: as in `jax.lax.conv_general_dilated`.
-        preferred_element_type: as in `jax.lax.conv_general_dilated`.
+        precision, preferred_element_type, out_sharding: as in `jax.lax.conv_general_dilated`.
         conv_general_dilated: replaces `jax.lax.conv_general_dilated`; receives
             `preferred_element_type` and `out_sharding` only if they are set.
-        out_sharding: as in `jax.lax.conv_general_dilated`.
 
     Raises:
         ArgumentShapeError: if the ranks or the channels do not match.
@@ -106,12 +102,8 @@ def conv_local(
 
     Args:
         weight: shape `(*out_spatial, input * prod(window), output)`, input channel before window.
-        bias: added to the output.
-        window: size along each spatial axis.
-        strides: one number, or one per spatial axis.
+        strides, dilation, input_dilation: as in `conv`.
         padding: `(left, right)` per spatial axis.
-        dilation: step between two positions of one window.
-        input_dilation: step between two positions of the input, with zeros between them.
         precision: as in `jax.lax.conv_general_dilated_local`.
 
     Raises:
@@ -161,16 +153,12 @@ def conv_transpose(
 
     Args:
         weight: as in `conv`; `(*window, output / groups, input)` with `transpose_kernel`.
-        bias: added to each output channel.
         strides: number of outputs per input position.
         padding: a name (see `conv_transpose_explicit_padding`), or `(left, right)` per spatial
             axis, added around the dilated input.
-        dilation: step between two positions of one window.
-        groups: number of channel groups, each convolved separately.
+        dilation, groups, precision, preferred_element_type: as in `conv`.
         transpose_kernel: flips the window and swaps its channels, which makes this function the
             gradient of the convolution with `weight`.
-        precision: as in `jax.lax.conv_general_dilated`.
-        preferred_element_type: as in `jax.lax.conv_general_dilated`.
 
     Raises:
         ArgumentShapeError: if the ranks or the channels do not match.

@@ -239,8 +239,6 @@ def compute_conv_paddings(
 
     Args:
         in_paddings: 1 where the input is padding, else 0.
-        window, stride, dilation: sizes in time.
-        conv_padding: the convolution's padding in time.
         anchor: position in the dilated window. Defaults to the number of positions padded on the
             left, so that the first output's anchor is the first input.
 
@@ -275,10 +273,8 @@ def compute_conv_transpose_paddings(
     Raises:
         ArgumentValueError: if the anchor is outside the window, or left of the default.
 
-    >>> in_paddings = jnp.array([[0, 0, 1]])
-    >>> compute_conv_transpose_paddings(
-    ...     in_paddings, window=3, stride=2, conv_padding="SAME"
-    ... ).tolist()
+    >>> x = jnp.array([[0, 0, 1]])
+    >>> compute_conv_transpose_paddings(x, window=3, stride=2, conv_padding="SAME").tolist()
     [[0, 0, 0, 0, 1, 1]]
     """
     sizes = {"window": (window,), "strides": (stride,), "dilation": (dilation,)}
@@ -328,7 +324,6 @@ def pad_conv(
     """Returns the padded input of a convolution, and the zeros that the convolution must add.
 
     Args:
-        x: the input, with any number of batch axes.
         window, strides, dilation: one number per spatial axis.
         padding: see the module; names are case-insensitive.
         input_dilation: requires VALID or numeric padding.
@@ -338,8 +333,7 @@ def pad_conv(
         ArgumentValueError: if the padding is unknown or not supported here.
 
     >>> x, zeros = pad_conv(
-    ...     jnp.ones((1, 5, 2)), window=(3,), strides=(1,), padding="CAUSAL", dilation=(2,)
-    ... )
+    ...     jnp.ones((1, 5, 2)), window=(3,), strides=(1,), padding="CAUSAL", dilation=(2,))
     >>> x.shape, zeros
     ((1, 5, 2), ((4, 0),))
     """
@@ -387,9 +381,7 @@ def pad_conv_transpose(
     SAME.
 
     Args:
-        x: the input, with any number of batch axes.
-        window, strides, dilation: one number per spatial axis.
-        padding: see the module; names are case-insensitive.
+        x, window, strides, dilation, padding: as in `pad_conv`.
         transpose_kernel: see `conv_transpose`; with CIRCULAR, moves a window's odd output to the
             other side.
 
@@ -398,8 +390,7 @@ def pad_conv_transpose(
         ArgumentValueError: if the padding is unknown or not supported here.
 
     >>> x, zeros = pad_conv_transpose(
-    ...     jnp.ones((1, 5, 2)), window=(3,), strides=(2,), padding="CIRCULAR", dilation=(1,)
-    ... )
+    ...     jnp.ones((1, 5, 2)), window=(3,), strides=(2,), padding="CIRCULAR", dilation=(1,))
     >>> x.shape, zeros
     ((1, 6, 2), ((0, 1),))
     """
@@ -446,8 +437,7 @@ def _pad_spatial(x: Array, sides: Sequence[tuple[int, int]], mode: str) -> Array
 def canonicalize_padding(padding: Padding, rank: int) -> str | list[tuple[int, int]]:
     """Returns a padding of `rank` spatial axes as a name, or as `(left, right)` for each axis.
 
-    Raises:
-        ArgumentValueError: if it is neither a name nor numbers for each axis.
+    Raises ArgumentValueError if it is neither a name nor numbers for each axis.
 
     >>> canonicalize_padding((1, (0, 2)), 2)
     [(1, 1), (0, 2)]

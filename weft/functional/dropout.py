@@ -26,7 +26,6 @@ def dropout(
 
     Args:
         rate: in `[0, 1)`.
-        prng_key: key of the mask.
         mask: elements to keep, broadcastable to `x`, instead of a random mask.
 
     Raises:
@@ -63,8 +62,7 @@ def keep_mask(
     Args:
         broadcast_dims: axes that share one decision; the mask has size 1 there.
 
-    Raises:
-        ArgumentValueError: if `broadcast_dims` are not axes of `shape`.
+    Raises ArgumentValueError if `broadcast_dims` are not axes of `shape`.
 
     >>> keep_mask(jax.random.key(0), 0.0, (2, 3), broadcast_dims=(-1,)).tolist()
     [[True], [True]]

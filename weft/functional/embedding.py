@@ -1,14 +1,10 @@
 """Embeddings of tokens and of positions.
 
-Rotary positions of Llama 3.1: slow pairs of dimensions are slowed down for long contexts.
-
-Unlike YaRN, it compares full periods with the context, and does not scale logits.
-
-YaRN: rotary positions for longer contexts than in training (Peng et al., 2023).
-
-Pairs of dimensions that turn often within the original context keep their frequency; those that
-turn less than once have it divided, so that no angle is new to the model; those between are
-interpolated. Logits are raised a little, because attention spreads over more keys.
+For longer contexts than in training, `yarn_frequencies` (Peng et al., 2023) keeps the frequency of
+pairs of dimensions that turn often within the original context. Pairs that turn less than once have
+it divided, so that no angle is new to the model; those between are interpolated. Logits are raised
+a little (`yarn_magnitude`), because attention spreads over more keys. `llama3_frequencies`, of
+Llama 3.1, compares full periods with the context instead, and does not scale logits.
 """
 
 from __future__ import annotations
@@ -109,14 +105,8 @@ def sinusoidal_positions(
 ) -> Float[Array, "*shape dim"]:
     """Returns sines and cosines of positions at geometric timescales (Vaswani et al., 2017).
 
-    The first `dim / 2` numbers are `sin(position / timescale)`, the others the cosines; the
-    timescales run from `min_timescale` to `max_timescale`, both inclusive.
-
-    Args:
-        positions: in any unit.
-        dim: even.
-        min_timescale: the shortest period, over 2π.
-        max_timescale: the longest period, over 2π.
+    The first `dim / 2` numbers are `sin(position / timescale)`, the others the cosines. Timescales,
+    periods over 2π, run from `min_timescale` to `max_timescale`, both inclusive.
 
     Raises:
         ArgumentValueError: if `dim` is odd.
@@ -185,7 +175,6 @@ def apply_rotary(
             the heads as well: `sin[:, :, None]`.
         sin, cos: of the angles, broadcastable to `x` except for the last axis, which is half as
             long.
-        layout: which dimensions are pairs.
 
     Raises:
         ArgumentShapeError: if there are not half as many angles as dimensions.
@@ -264,8 +253,7 @@ def llama3_frequencies(
     """Returns the rotation of each pair of dimensions per position.
 
     Args:
-        dim: size of the vectors to rotate; even.
-        theta: the base of the frequencies.
+        dim, theta: as in `rotary_frequencies`.
         original_max_seq_length: the context length before the extension.
         scaling_factor: divides the frequencies of slow pairs.
         low_freq_factor: pairs with fewer turns within the original context are slow.
@@ -296,8 +284,7 @@ def yarn_frequencies(
     """Returns the rotation of each pair of dimensions per position.
 
     Args:
-        dim: size of the vectors to rotate; even.
-        theta: the base of the frequencies.
+        dim, theta: as in `rotary_frequencies`.
         original_max_seq_length: the context length in training.
         scaling_factor: the ratio of the new to the original context length.
         extrapolation_factor: how far fast pairs keep their frequency; 0 divides all frequencies.

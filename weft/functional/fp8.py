@@ -38,8 +38,7 @@ _DTYPES = tuple(
 def get_fp8_max(fp8_dtype: DTypeLike, out_dtype: DTypeLike) -> Float[Array, ""]:
     """Returns the largest number of a dtype of 8 bits, in another dtype.
 
-    Raises:
-        ArgumentValueError: if the dtype does not have 8 bits.
+    Raises ArgumentValueError if the dtype does not have 8 bits.
 
     >>> get_fp8_max(jnp.float8_e4m3fn, jnp.float32)
     Array(448., dtype=float32)
@@ -354,7 +353,6 @@ def fp8_scaled_dot_general(
 
     Args:
         precision: has no effect.
-        preferred_element_type: the dtype of the result.
         lhs_scale, rhs_scale, grad_scale: the scales of the last step, shape `(1,)`, also of the
             result's gradient.
         lhs_amax_history, rhs_amax_history, grad_amax_history: the histories, shape `(steps,)`.

@@ -34,8 +34,6 @@ def dense(
     """Returns `x @ weight + bias`.
 
     Args:
-        x: the input; its last axis is contracted.
-        bias: added to every row.
         precision, preferred_element_type, out_sharding: as in `jax.lax.dot_general`.
         dot_general: replaces `jax.lax.dot_general`.
 
@@ -73,7 +71,6 @@ def dense_general(
     Args:
         weight: shape `(*batch, *contracted, *features)`, in the order of `batch_axes` and `axis`.
         bias: shape `(*batch, *features)`.
-        axis: the axes of `x` to contract.
         batch_axes: axes of `x` with a separate weight per position; they come first in the output.
         precision, preferred_element_type, out_sharding: as in `jax.lax.dot_general`.
         dot_general: replaces `jax.lax.dot_general`; receives `preferred_element_type` and

@@ -1,13 +1,7 @@
-"""Losses of logits and targets, and weighted means, all computed in float32.
+"""Losses of logits, boxes, embeddings and rankings, and weighted means, all computed in float32.
 
 Most functions return one number per example, for `weighted_mean`. `cross_entropy` and
 `binary_cross_entropy` return `(loss, aux)`, where the dict `aux` has the loss of each target.
-
-Losses for detection: rare classes, and boxes.
-
-Losses and similarities of embeddings.
-
-Pairwise ranking losses: the better one of two items should have the larger logit.
 """
 
 from __future__ import annotations
@@ -34,7 +28,6 @@ def cross_entropy(
     """Returns the mean negative log probability of the targets.
 
     Args:
-        logits: of each class.
         target_labels: the right class; labels outside `[0, classes)` do not count.
         live_targets: the weight of each target; by default 1 where the label is a class, else 0.
         z_loss_scale: the factor of the squared log of the softmax's denominator, which keeps logits
@@ -328,7 +321,6 @@ def nearest_neighbor_entropy_loss(
         embeddings: at least two.
         normalize_embedding: whether to normalize the vectors first. In both cases, "nearest" means
             the largest inner product.
-        eps: added to distances.
 
     Raises:
         ArgumentValueError: if there are fewer than two.
@@ -443,7 +435,6 @@ def pairwise_loss(
     The loss of a Bradley-Terry model (Burges et al., 2005, RankNet).
 
     Args:
-        logits: of each item.
         pair_weights: at (b, i, j), the weight of "item i is better than item j".
         loss_scale: a factor of each example's loss, not included in the weights.
 

@@ -38,7 +38,6 @@ def layer_norm(
 
     Args:
         scale, bias: broadcast against the last axes of `x`.
-        axis: the axis or axes of the statistics.
         eps: added to the variance.
         where: values that count in the statistics; all by default.
         axis_name, axis_index_groups: mapped axes to combine statistics over, as in `moments`.
@@ -65,13 +64,7 @@ def rms_norm(
 ) -> Float[Array, "*shape"]:
     """Returns `x / sqrt(mean(x²) + eps) * scale` (Zhang and Sennrich, 2019).
 
-    Args:
-        scale: broadcast against the last axes of `x`.
-        axis: the axis or axes of the mean.
-        eps: added to the mean square.
-        where: values that count in the mean; all by default.
-        axis_name, axis_index_groups: mapped axes to average over, as in `moments`.
-        dtype: of the computation; None for the dtype of `x`.
+    Arguments are as for `layer_norm`, with the mean square in place of the variance.
 
     >>> rms_norm(jnp.array([3.0, 3.0]), jnp.array([1.0, 2.0]), eps=0.0).tolist()
     [1.0, 2.0]
@@ -99,17 +92,14 @@ def group_norm(
     """Normalises groups of channels (Wu and He, 2018).
 
     Args:
-        scale, bias: per channel.
         axis: the axes that share statistics, in addition to the channels of a group; by default
             all except the first and the last.
-        eps: added to the variance.
+        eps, fast_variance, dtype: as in `layer_norm`.
         subtract_mean: if False, groups are divided by their root mean square instead.
         where: positions, or single channels of them, that count in the statistics.
         segment_ids: separates the statistics of segments along axis 1; ids in `[0, time]`.
         axis_name: mapped axes to combine statistics over; not with segments.
         axis_index_groups: of that axis, as in `moments`.
-        fast_variance: `fast` of `moments`.
-        dtype: of the computation; None for the dtype of `x`.
 
     Raises:
         ArgumentShapeError: if the channels are not a multiple of the groups.
@@ -290,10 +280,8 @@ def _match_operand(x: Array, y: Array) -> Array:
 def group_norm_axes(reduction_axes: Axes | None, shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the axes that share statistics, the last one split into groups.
 
-    `reduction_axes` of None means all but the first.
-
-    Raises:
-        ArgumentValueError: if the last axis is not among them.
+    `reduction_axes` of None means all but the first. Raises ArgumentValueError if the last axis is
+    not among them.
 
     >>> group_norm_axes(None, (2, 3, 4)), group_norm_axes((0, -1), (2, 3, 4))
     ((1, 2), (0, 2))
@@ -315,8 +303,7 @@ def instance_norm_axes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the axes of the channels in increasing order, and those that share statistics.
 
-    Raises:
-        ArgumentValueError: if `feature_axes` include the first axis, the batch axis.
+    Raises ArgumentValueError if `feature_axes` include the first axis, the batch axis.
 
     >>> instance_norm_axes(-1, (2, 3, 4, 5))
     ((3,), (1, 2))
@@ -340,13 +327,10 @@ def weight_norm(
     """Returns `scale * weight / |weight|` (Salimans and Kingma, 2016).
 
     Args:
-        weight: the direction.
         scale: the norms, with the axes `feature_axes` in increasing order; 1 by default.
         feature_axes: the axes with a norm per position; None for one norm of the whole weight.
-        eps: added to the square of the norm.
 
-    Raises:
-        ArgumentValueError: if the weight does not have these axes.
+    Raises ArgumentValueError if the weight does not have these axes.
 
     >>> weight_norm(jnp.array([[2.0, -5.0]]), jnp.array([3.0, 1.0])).tolist()
     [[3.0, -1.0]]
@@ -362,8 +346,7 @@ def weight_norm(
 def weight_features(shape: Sequence[int], feature_axes: Axes | None) -> tuple[int, ...]:
     """Returns the axes of a weight that have norms, in increasing order; none for None.
 
-    Raises:
-        ArgumentValueError: if the weight does not have these axes.
+    Raises ArgumentValueError if the weight does not have these axes.
 
     >>> weight_features((3, 4, 5), (-1, 0))
     (0, 2)
@@ -394,10 +377,8 @@ def spectral_norm(
         weight: a matrix; all axes but the last are its rows.
         u: an estimate of the first right singular vector, such as the one returned before.
         n_steps: number of iterations, at least 1.
-        eps: added to the squares of norms.
 
-    Raises:
-        ArgumentValueError: if `n_steps` is less than 1.
+    Raises ArgumentValueError if `n_steps` is less than 1.
 
     >>> weight, u = jnp.diag(jnp.array([4.0, 1.0])), jnp.ones((1, 2))
     >>> weight, u, sigma = spectral_norm(weight, u, n_steps=9)

@@ -31,7 +31,6 @@ def pool(
     Args:
         initial: the identity of `reduce`, such as 0 for `jax.lax.add`; the value of padding.
         reduce: associative, such as `jax.lax.add`.
-        window: size along each spatial axis.
         strides: step between windows along each axis; 1 by default.
         padding: a name, or `(left, right)` per spatial axis.
 
@@ -65,15 +64,7 @@ def max_pool(
     strides: Sequence[int] | None = None,
     padding: ConvPadding = "VALID",
 ) -> Num[Array, "batch *out_spatial channels"]:
-    """Returns the largest value of each window, ignoring padding.
-
-    Args:
-        window: size along each spatial axis.
-        strides: step between windows along each axis; 1 by default.
-        padding: a name, or `(left, right)` per spatial axis.
-
-    Raises:
-        ArgumentShapeError: if `window` does not have one size per spatial axis.
+    """Returns the largest value of each window, ignoring padding; arguments as in `pool`.
 
     >>> max_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
     [1.0, 3.0]
@@ -100,7 +91,7 @@ def avg_pool(
     padding: ConvPadding = "VALID",
     count_include_pad: bool = True,
 ) -> Num[Array, "batch *out_spatial channels"]:
-    """Returns the mean of each window. Arguments and errors as in `max_pool`.
+    """Returns the mean of each window. Arguments and errors as in `pool`.
 
     `count_include_pad` counts padding as zeros; otherwise it is ignored.
 

@@ -32,17 +32,9 @@ def lstm_step(
 ) -> tuple[Float[Array, "*state"], Float[Array, "*state"]]:
     """Returns the memory and the output of a long short-term memory (Hochreiter, 1997).
 
-    `c' = gate(f) * c + gate(i) * act(g)`, `h' = gate(o) * act(c')`.
-
-    Args:
-        c: the memory.
-        i: input gate, before its activation, as all of the following.
-        f: forget gate.
-        g: candidate for the memory.
-        o: output gate.
-        gate_fn: activation of the gates.
-        activation_fn: activation of the candidate and of the output.
-        max_cell_value: bound of the absolute value of the memory; None for none.
+    `c' = gate(f) * c + gate(i) * act(g)`, `h' = gate(o) * act(c')`, of the memory `c`, input gate
+    `i`, forget gate `f`, candidate `g` and output gate `o`, each before its activation.
+    `max_cell_value` bounds the absolute value of the memory; None for no bound.
 
     >>> c, h = lstm_step(*(jnp.array([x]) for x in (2.0, 0.0, 0.0, 0.0, 100.0)))
     >>> c.tolist(), h.tolist()
@@ -113,8 +105,7 @@ def flip_sequences(
             first axes of `x` without the time axis.
         axis: the time axis, at most the number of axes of `seq_lengths`.
 
-    Raises:
-        ArgumentShapeError: if the lengths do not match the batch axes of `x`.
+    Raises ArgumentShapeError if the lengths do not match the batch axes of `x`.
 
     >>> flip_sequences(jnp.array([[1, 2, 3, 0]]), jnp.array([3]), axis=1).tolist()
     [[3, 2, 1, 0]]
@@ -151,11 +142,7 @@ def within_lengths(
 
 
 def check_lengths(shape: tuple[int, ...], seq_lengths: Array, axis: int) -> None:
-    """Checks that there is one length per sequence.
-
-    Raises:
-        ArgumentShapeError: otherwise.
-    """
+    """Raises ArgumentShapeError unless there is one length per sequence."""
     batch = (*shape[:axis], *shape[axis + 1 :])[: seq_lengths.ndim]
     if batch != seq_lengths.shape or axis > seq_lengths.ndim:
         raise ArgumentShapeError(

@@ -45,10 +45,8 @@ def expert_capacity(
     Args:
         factor: multiple of an equal share, `group_size / num_experts`, rounded up. None, without a
             minimum, makes slots for the whole group.
-        minimum: the smallest capacity.
 
-    Raises:
-        ArgumentValueError: if the result is less than 1.
+    Raises ArgumentValueError if the result is less than 1.
 
     >>> expert_capacity(10, 4, factor=1.0), expert_capacity(10, 4, factor=None)
     (3, 10)
@@ -77,7 +75,6 @@ def route(
 
     Args:
         experts: the choices of each token, all different, best first.
-        gates: their weights.
         capacity: number of slots of each expert, per group.
         live: tokens that take part; all by default.
 

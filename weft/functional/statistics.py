@@ -44,7 +44,6 @@ def moments(
     Args:
         where: values that count, broadcastable to `x`; all by default. Without any, mean and
             variance are 0.
-        axis_name: mapped axes over which to combine the statistics.
         axis_index_groups: groups of indices of that axis to combine, as in `jax.lax.psum`.
         fast: whether mean and variance come from one reduction.
         dtype: of the computation and the result; None for the dtype of `x`.
@@ -131,10 +130,8 @@ def deviations(
     """Returns `x - mean`, two parts that sum to the mean, and the variance.
 
     Args:
-        x: the values, in the dtype of the computation.
         axes: the axes to reduce, not negative. They stay with size 1.
-        where: values that count, broadcastable to `x`; all by default.
-        fast: whether mean and variance come from one reduction.
+        where, fast: as in `moments`.
 
     >>> deviation, (first, mean), variance = deviations(jnp.array([1.0, 3.0]), (0,))
     >>> deviation.tolist(), (first + mean).tolist(), variance.tolist()

@@ -24,8 +24,6 @@ def max_pool(
     """Returns the largest value of each window.
 
     Args:
-        inputs: the input, with any number of batch axes.
-        window_shape: size along each spatial axis.
         strides: step between windows along each axis; 1 by default.
         padding: a name of `lax_conv_padding`, or `(left, right)` per spatial axis.
 
@@ -33,9 +31,8 @@ def max_pool(
         ArgumentShapeError: if the sizes are for different axes, or the input has fewer.
         ArgumentValueError: if the padding is unknown.
 
-    Example:
-        >>> max_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
-        [1.0, 3.0]
+    >>> max_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
+    [1.0, 3.0]
     """
     return _pool_batched(pooling.max_pool, inputs, window_shape, strides, padding)
 
@@ -48,9 +45,8 @@ def min_pool(
 ) -> Num[Array, "*batch_out_spatial channels"]:
     """Returns the smallest value of each window. Arguments and errors as in `max_pool`.
 
-    Example:
-        >>> min_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
-        [0.0, 2.0]
+    >>> min_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
+    [0.0, 2.0]
     """
     return _pool_batched(pooling.min_pool, inputs, window_shape, strides, padding)
 
@@ -67,10 +63,8 @@ def pool(
 
     `init` is its identity, and the value of padding. Other arguments and errors as in `max_pool`.
 
-    Example:
-        >>> from jax import lax
-        >>> pool(jnp.full((1, 4, 1), 3.0), 1.0, lax.mul, (2,), (2,), "VALID").ravel().tolist()
-        [9.0, 9.0]
+    >>> pool(jnp.full((1, 4, 1), 3.0), 1.0, jax.lax.mul, (2,), (2,), "VALID").ravel().tolist()
+    [9.0, 9.0]
     """
 
     def reduced(x: Array, window: Sequence[int], **kwargs: Any) -> Array:
@@ -91,10 +85,9 @@ def avg_pool(
     `count_include_pad` counts padding as zeros. If False, the result of a half-precision input is
     in float32.
 
-    Example:
-        >>> x = jnp.arange(4.0).reshape(1, 4, 1)
-        >>> avg_pool(x, (2,), strides=(2,)).ravel().tolist()
-        [0.5, 2.5]
+    >>> x = jnp.arange(4.0).reshape(1, 4, 1)
+    >>> avg_pool(x, (2,), strides=(2,)).ravel().tolist()
+    [0.5, 2.5]
     """
     if not count_include_pad:
         inputs = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))

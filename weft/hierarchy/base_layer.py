@@ -65,8 +65,7 @@ class CompositeTensorStats(TensorStats):
     class Config(TensorStats.Config):
         """Configures CompositeTensorStats.
 
-        Attributes:
-            inline_child_summaries: whether to omit names of statistics from the paths of summaries.
+        `inline_child_summaries` omits names of statistics from the paths of summaries.
         """
 
         tensor_stats: dict[str, TensorStats.Config] = {}
@@ -114,13 +113,10 @@ def initialize_stacked(
     """Initializes the parameters of `n` copies of a layer, or for n=None of the layer itself.
 
     Args:
-      layer: one of the copies.
-      n: number of copies.
       prng_key: split for each copy, so that the first copies do not depend on `n`.
       prebuilt: as for `initialize_parameters_recursively`, with a leading axis of copies.
 
-    Raises:
-      ParameterSpecError: if a value in `prebuilt` has a wrong leading axis or shape.
+    Raises ParameterSpecError if a value in `prebuilt` has a wrong leading axis or shape.
     """
     if n is None:
         return layer.initialize_parameters_recursively(prng_key, prebuilt=prebuilt)
@@ -225,9 +221,7 @@ class BaseLayer(Module):
             dtype: of the parameters; None for that of the parent layer, float32 at the root.
             param_init: initializes the parameters; None for that of the parent layer.
             param_partition_spec: the mesh axes of the layer's main weight, one entry per axis.
-            param_noise: perturbs the parameters in training.
             remat_spec: what to recompute in the backward pass; None keeps everything.
-            tensor_stats: the statistics of activations to report.
         """
 
         dtype: DType | None = None
@@ -440,9 +434,7 @@ class RedirectToSharedModule(BaseLayer):
     class Config(BaseLayer.Config):
         """Configures a RedirectToSharedModule.
 
-        Attributes:
-            method_map: maps methods of this layer to those of the shared module; empty means
-                `forward` to `forward`.
+        `method_map` maps methods of this layer to those of the shared module; empty is `forward`.
         """
 
         shared_module: Required[str] = REQUIRED

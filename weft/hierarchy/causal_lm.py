@@ -42,10 +42,9 @@ logger = logging.getLogger(__name__)
 class Perplexity(WeightedScalar):
     """Exponential of a mean; two add up to the exponential of the mean over both.
 
-    Example:
-      >>> total = Perplexity(4.0, 1.0) + Perplexity(1.0, 1.0)
-      >>> float(total.mean), float(total.weight)
-      (2.0, 2.0)
+    >>> total = Perplexity(4.0, 1.0) + Perplexity(1.0, 1.0)
+    >>> float(total.mean), float(total.weight)
+    (2.0, 2.0)
     """
 
     def accumulate(self, other: Self) -> Self:
@@ -121,10 +120,9 @@ class CrossEntropyLossMetrics(BaseLossMetrics):
     class Config(BaseLossMetrics.Config):
         """Configures a CrossEntropyLossMetrics.
 
-        Attributes:
-          z_loss_scale: factor of the squared `log_normalizer`, which keeps logits from drifting
-            (Chowdhery et al., 2022). Added to the loss and `per_token_loss`, not to cross entropy,
-            perplexity and bits per byte.
+        `z_loss_scale` is the factor of the squared `log_normalizer`, which keeps logits from
+        drifting (Chowdhery et al., 2022). Added to the loss and `per_token_loss`, not to cross
+        entropy, perplexity and bits per byte.
         """
 
         z_loss_scale: float | None = None
@@ -177,11 +175,10 @@ class ModalityLossMetrics(CrossEntropyLossMetrics):
     The loss is the mean over the targets of the modalities, each times the weight of its modality.
     A target of two modalities counts in both; one of none does not count.
 
-    Example:
-      >>> text = ModalityVocabInfo("text", 0, 0, vocab_start=0, vocab_end=256)
-      >>> image = ModalityVocabInfo("image", 0, 0, vocab_start=256, vocab_end=512)
-      >>> cfg = ModalityLossMetrics.default_config().set(
-      ...     modalities={"text": text, "image": image}, loss_weights={"image": 0.5})
+    >>> text = ModalityVocabInfo("text", 0, 0, vocab_start=0, vocab_end=256)
+    >>> image = ModalityVocabInfo("image", 0, 0, vocab_start=256, vocab_end=512)
+    >>> cfg = ModalityLossMetrics.default_config().set(
+    ...     modalities={"text": text, "image": image}, loss_weights={"image": 0.5})
     """
 
     @config_class
@@ -267,9 +264,8 @@ class AuxLossMetrics(BaseLossMetrics):
     class Config(BaseLossMetrics.Config):
         """Configures an AuxLossMetrics.
 
-        Attributes:
-          aux_loss_regex: full match for the paths of module outputs that are losses, such as
-            "decoder/transformer/layer0/feed_forward/aux_loss"; None for none.
+        `aux_loss_regex` fully matches the paths of module outputs that are losses, such as
+        "decoder/transformer/layer0/feed_forward/aux_loss"; None for none.
         """
 
         aux_loss_regex: str | None = None
@@ -431,7 +427,6 @@ class Model(BaseModel):
 
         Attributes:
           batch_axis_names: the mesh axes over which to shard examples; None to not shard inputs.
-          seq_axis_names: the mesh axes over which to shard positions.
           scan_chunk: number of positions whose logits are in memory at once; None for all. They are
             recomputed in the backward pass.
         """
@@ -575,17 +570,10 @@ class Model(BaseModel):
         logits_modifier: ConfigOr[LogitsToLogitsFn] | None = None,
         stop_decoding_condition: decoding.StopDecodingCondition | None = None,
     ) -> decoding.SampleOutputs:
-        """Samples continuations of prompts.
+        """Samples continuations of prompts; see `DecodingLayer.sample_decode`.
 
-        Args:
-          input_batch: a dict with `prefix`, `Int[Array, "batch length"]`: prompts, padded on the
-            right with the decoder's `pad_token_id`. Results omit the first token of each prompt.
-          num_decodes: number of continuations per prompt.
-          max_sequence_length: the length of a result; `length` if None.
-          logits_modifier: temperature and cut-offs, such as
-            `chain(scale_by(0.7), top_k_logits(40))`; None samples from the model's distribution.
-          stop_decoding_condition: when a sequence is complete; by default at the decoder's
-            `eos_token_id`.
+        Prompts are `input_batch["prefix"]`, padded with the decoder's `pad_token_id`; results are
+        as long if `max_sequence_length` is None.
         """
         with child_context("sample_decode", module=self.decoder):
             return self.decoder.sample_decode(
@@ -604,14 +592,10 @@ class Model(BaseModel):
         *,
         max_sequence_length: int | None = None,
     ) -> decoding.BeamSearchOutputs:
-        """Searches for the likeliest continuations of prompts.
+        """Searches for the likeliest continuations; see `DecodingLayer.beam_search_decode`.
 
-        Args:
-          input_batch: as for `sample_decode`.
-          num_decodes: number of hypotheses to keep, and to return, per prompt.
-          brevity_penalty: corrects scores for lengths; see `brevity_penalty_fn`. By default the
-            likeliest hypotheses win, which tend to be short.
-          max_sequence_length: the length of a result; that of the prompts if None.
+        Prompts and lengths are as for `sample_decode`. By default the likeliest hypotheses win,
+        which tend to be short; a `brevity_penalty_fn` corrects scores for lengths.
         """
         with child_context("beam_search_decode", module=self.decoder):
             return self.decoder.beam_search_decode(
@@ -635,16 +619,12 @@ def layer_norm_config(eps: float = 1e-5) -> LayerNorm.Config:
 def residual_initializer_cfg(num_layers: int, scale: float = 0.02) -> DefaultInitializer.Config:
     """Returns an initializer of layers that add to the residual stream, to keep its variance.
 
-    Weights are normal with the standard deviation `scale / sqrt(2 * num_layers)`, since each layer
-    adds to the stream twice (Radford et al., 2019, section 2.3).
+    Weights are normal with the standard deviation `scale / sqrt(2 * num_layers)`, where `scale` is
+    that of others, since each layer adds to the stream twice (Radford et al., 2019, section 2.3).
 
-    Args:
-      scale: the standard deviation of other weights.
-
-    Example:
-      >>> cfg = residual_initializer_cfg(num_layers=2)
-      >>> cfg.init_by_param_name[".*weight$"].scale
-      0.01
+    >>> cfg = residual_initializer_cfg(num_layers=2)
+    >>> cfg.init_by_param_name[".*weight$"].scale
+    0.01
     """
     return normal_weights(None, scale / (2 * num_layers) ** 0.5)
 
@@ -665,9 +645,7 @@ def gpt_decoder_config(
 
     Args:
       hidden_dim: the model dimension; feed-forward layers have four times as many.
-      max_position_embeddings: the maximum sequence length.
       activation_function: of the feed-forward layers; see `get_activation_fn`.
-      dropout_rate: of all dropouts.
       layer_remat: what each layer recomputes in the backward pass; nothing if None.
     """
     stack = stack_cfg.clone()

@@ -20,11 +20,10 @@ def set_dropout_rate_recursively(
 ) -> None:
     """Sets the rate of every Dropout, or only of those without one.
 
-    Example:
-        >>> cfg = Dropout.default_config()
-        >>> set_dropout_rate_recursively(cfg, 0.1)
-        >>> cfg.rate
-        0.1
+    >>> cfg = Dropout.default_config()
+    >>> set_dropout_rate_recursively(cfg, 0.1)
+    >>> cfg.rate
+    0.1
     """
     _set_field(cfg, Dropout, "rate", dropout_rate, set_only_if_none)
 
@@ -118,10 +117,8 @@ def set_attention_partition_specs(
     """Sets the partition specs of an attention layer in place.
 
     Args:
-      batch_axis_names: the mesh axes of the batch.
       fsdp_axis_names: the mesh axes of the model dimension in weights.
       tp_axis_names: the mesh axes of heads.
-      seq_axis_names: the mesh axes of positions.
       set_attn_activation_specs: whether to set those of queries, keys, values, the output and the
         cache, whose positions are not split.
     """

@@ -48,10 +48,7 @@ class ModuleNode(Protocol):
 class OutputCollection(NamedTuple):
     """Side outputs of an invocation; each a dict nested as the modules.
 
-    Attributes:
-        summaries: values added by `add_summary`.
-        state_updates: values added by `add_state_update`, in the layout of the state.
-        module_outputs: values added by `add_module_output`.
+    Methods of the module add to them: `add_summary`, `add_state_update`, `add_module_output`.
     """
 
     summaries: dict[str, Any]
@@ -140,11 +137,7 @@ class InvocationContext:
     Attributes:
         name: unique among the children of `parent`; by default the module's name.
         parent: the context of the caller, or None for a root.
-        module: the module whose method is invoked.
-        state: the module's state, a nested dict of arrays.
-        is_training: whether the invocation is part of training.
         prng_key: the key for this invocation, or None.
-        output_collection: the side outputs.
     """
 
     name: str
@@ -491,9 +484,7 @@ def side_effect_error(
 ) -> errors.ContextTransformError:
     """Returns the error for a side effect in a transformation that does not lift the context.
 
-    Args:
-        effect: such as "the PRNG key is read".
-        reason: why it is an error, such as "every iteration would draw the same".
+    `effect` is such as "the PRNG key is read", `reason` as "every iteration would draw the same".
     """
     module = context.module
     jax_transform = running_transformation()

@@ -37,9 +37,7 @@ class BaseConv(BaseLayer):
     class Config(BaseLayer.Config):
         """Configures a BaseConv.
 
-        Attributes:
-            num_input_dim_groups: number of groups of channels, each convolved separately; input_dim
-                for a depthwise convolution.
+        Each of `num_input_dim_groups` is convolved separately; `input_dim` is depthwise.
         """
 
         input_dim: Required[int] = REQUIRED
@@ -129,10 +127,9 @@ class BaseConv(BaseLayer):
 class Conv1D(BaseConv):
     """Convolution over time.
 
-    Example:
-        >>> cfg = Conv1D.default_config().set(input_dim=2, output_dim=4, window=3, padding="SAME")
-        >>> cfg.set(name="conv").instantiate(parent=None).output_shape(input_shape=(None, 9, 2))
-        [None, 9, 4]
+    >>> cfg = Conv1D.default_config().set(input_dim=2, output_dim=4, window=3, padding="SAME")
+    >>> cfg.set(name="conv").instantiate(parent=None).output_shape(input_shape=(None, 9, 2))
+    [None, 9, 4]
     """
 
     @config_class
@@ -170,14 +167,7 @@ class Conv2D(BaseConv):
 
     @config_class
     class Config(BaseConv.Config):
-        """Configures a Conv2D, with window sizes, strides and dilations per axis.
-
-        Attributes:
-            strides: the steps between two outputs.
-            padding: "SAME", "VALID", "CAUSAL" (the first axis is time), or a pair (before, after)
-                per axis.
-            dilation: the steps between two positions of a window; None is 1.
-        """
+        """Configures a Conv2D as a Conv1D, with sizes per axis; for "CAUSAL", time is the first."""
 
         output_dim: Required[int] = REQUIRED
         window: tuple[int, int] = (1, 1)
@@ -220,11 +210,9 @@ def convolve_with_paddings(
     x: Tensor,
     paddings: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Convolves `x` without its padding, and returns the output and its paddings.
+    """Convolves `x`, `Num[Array, "batch time *rest"]`, without its padding.
 
-    Args:
-        conv_paddings: from `paddings` to those of the output.
-        x: `Num[Array, "batch time *rest"]`.
+    Returns the output and its paddings, which `conv_paddings` computes from `paddings`.
     """
     y = convolve(zero_padding(x, paddings))
     out_paddings = conv_paddings(paddings)
@@ -266,9 +254,8 @@ class Conv1DWithPadding(PaddedConv, Conv1D):
     class Config(Conv1D.Config):
         """Configures a Conv1DWithPadding.
 
-        Attributes:
-            anchor: the position in the window whose padding an output gets; None is the first that
-                is not in the convolution's own padding.
+        `anchor` is the position in the window whose padding an output gets; None is the first that
+        is not in the convolution's own padding.
         """
 
         anchor: int | None = None
@@ -393,13 +380,10 @@ class Conv2DTranspose(BaseConvTranspose):
 
     @config_class
     class Config(BaseConvTranspose.Config):
-        """Configures a Conv2DTranspose, with window sizes, strides and dilations per axis.
+        """Configures a Conv2DTranspose as a Conv1DTranspose, with sizes per axis.
 
         Attributes:
-            strides: numbers of outputs per input.
-            padding: "SAME", "VALID", "CAUSAL" (the first axis is time), or a pair (before, after)
-                per axis.
-            dilation: the steps between two positions of a window.
+            padding: for "CAUSAL", time is the first axis.
             transpose_kernel: whether the weight is flipped, with its last two axes exchanged, as
                 that of the convolution whose gradient this is.
         """
@@ -495,8 +479,6 @@ class SqueezeExcitation(BaseLayer):
         Attributes:
             se_ratio: hidden size of the gate, as a fraction of `input_dim`.
             num_reduced_filters: hidden size of the gate; None goes by `se_ratio`.
-            activation: activation between the two layers of the gate.
-            gating: activation after the second.
         """
 
         input_dim: Required[int] = REQUIRED

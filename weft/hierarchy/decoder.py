@@ -87,7 +87,6 @@ class BaseDecoder(Protocol):
         Args:
           cached_states: from `init_states`, `prefill_states`, or the step before.
           input_batch: a dict with `input_ids`, `Int[Array, "batch step"]`.
-          is_prefill: whether these are the first tokens.
           segment_ids: `Int[Array, "batch step"]`: 0 for padding after a prompt; None for no
             padding.
           **kwargs: data and biases of cross attention.
@@ -101,16 +100,11 @@ class BaseDecoder(Protocol):
 def log_probs_from_logits(
     logits: Tensor, logits_modifier: config.ConfigOr[LogitsToLogitsFn] | None = None
 ) -> Tensor:
-    """Returns the log probabilities of the next token, in float32.
+    """Returns the log probabilities of modified logits, `Float[Array, "*batch vocab"]`, in float32.
 
-    Args:
-      logits: `Float[Array, "*batch vocab"]`.
-      logits_modifier: a function of logits, or a config of one, such as `top_k_logits`.
-
-    Example:
-      >>> without_first = lambda logits: logits.at[..., 0].set(-1e9)
-      >>> jnp.exp(log_probs_from_logits(jnp.zeros((1, 3)), without_first)).tolist()
-      [[0.0, 0.5, 0.5]]
+    >>> without_first = lambda logits: logits.at[..., 0].set(-1e9)
+    >>> jnp.exp(log_probs_from_logits(jnp.zeros((1, 3)), without_first)).tolist()
+    [[0.0, 0.5, 0.5]]
     """
     logits = logits.astype(jnp.float32)
     if logits_modifier is not None:
@@ -123,8 +117,6 @@ class DecodingLayer(config.Configurable):
 
     @config_class
     class Config(config.Configurable.Config):
-        """Configures a DecodingLayer."""
-
         pad_token_id: Required[int] = REQUIRED
         eos_token_id: Required[int] = REQUIRED
 
@@ -255,8 +247,6 @@ class LmHead(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures an LmHead."""
-
         vocab_size: Required[int] = REQUIRED
         embedding_dim: Required[int] = REQUIRED
 
@@ -288,17 +278,12 @@ class Decoder(BaseLayer):
         """Configures a Decoder.
 
         Attributes:
-          dim: the model dimension.
           attention_mask: computes one bias for the attention of all layers; None if layers mask by
             themselves, by `attention.mask`.
-          transformer: the layers.
           output_norm: norm after the last layer; None for none.
-          output_dropout: dropout after the norm.
           lm_head: from vectors to logits; None for `emb.attend`.
           dropout_rate: of every Dropout below without a rate of its own.
-          output_logits_modifier: a function applied to all logits.
           logits_forward_dtype: the dtype in which to compute logits; that of the vectors if None.
-          logits_partition_spec: sharding of logits by batch, time, vocabulary.
           hidden_state_partition_spec: sharding of the vectors before and after the layers by batch,
             time, dimensions.
         """
@@ -358,7 +343,6 @@ class Decoder(BaseLayer):
             `positions` (within the segments; by default counted from 0) and `token_type_ids`.
           cross_attention_data: `Float[Array, "batch source dim"]`, for layers that attend to it.
           cross_attention_logit_biases: `Float[Array, "batch #heads #time source"]`.
-          **kwargs: for the transformer.
 
         Returns:
           A dict of `logits`, `Float[Array, "batch time vocab"]`, and the `hidden_states` they are
@@ -506,10 +490,7 @@ class Decoder(BaseLayer):
         max_sequence_length: int | None = None,
         **kwargs: object,
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns the state after the tokens before `time_step`; see `BaseDecoder.prefill_states`.
-
-        Prompts in `input_batch` are padded on the right.
-        """
+        """Returns the state after right-padded prompts; see `BaseDecoder.prefill_states`."""
         batch_size, length = input_batch["input_ids"].shape
         floats = {
             x.dtype for x in jax.tree.leaves(self.state) if jnp.issubdtype(x.dtype, jnp.floating)

@@ -179,13 +179,9 @@ def next_token_scores(
 def run_loop(
     kind: str, cond: Callable[[State], Any], body: Callable[[State], State], state: State
 ) -> State:
-    """Runs `jax.lax.while_loop`, or the same in Python.
+    """Runs `jax.lax.while_loop` ("lax"), or the same in Python, with concrete values ("python").
 
-    Args:
-      kind: "lax" or "python"; the latter shows concrete values to a debugger.
-
-    Raises:
-      ArgumentValueError: for any other `kind`.
+    Raises ArgumentValueError for any other `kind`.
     """
     if kind == "lax":
         return lax.while_loop(cond, body, state)
@@ -210,7 +206,6 @@ class StopDecodingCondition(Protocol):
 
         Args:
           index: the position of each prompt's newest token in `sequences`.
-          sequences: the prompts and the tokens decoded so far.
           prefix_len: the length of each prompt, which is the position of the first decoded token.
         """
         ...
@@ -219,11 +214,10 @@ class StopDecodingCondition(Protocol):
 class StopOnSubsequence(StopDecodingCondition):
     """Condition that the decoded tokens, without the prompt, end with one of some sequences.
 
-    Example:
-      >>> stop = StopOnSubsequence([[7, 8], [9]])
-      >>> sequences = jnp.array([[[1, 7, 8], [1, 7, 7]]])
-      >>> stop(index=jnp.array([2]), sequences=sequences, prefix_len=jnp.array([1])).tolist()
-      [[True, False]]
+    >>> stop = StopOnSubsequence([[7, 8], [9]])
+    >>> sequences = jnp.array([[[1, 7, 8], [1, 7, 7]]])
+    >>> stop(index=jnp.array([2]), sequences=sequences, prefix_len=jnp.array([1])).tolist()
+    [[True, False]]
     """
 
     def __init__(
@@ -262,11 +256,10 @@ class StopOnSubsequence(StopDecodingCondition):
 class StopOnMaxLength(StopDecodingCondition):
     """Condition that a number of tokens has been decoded.
 
-    Example:
-      >>> stop = StopOnMaxLength(2)
-      >>> sequences = jnp.array([[[1, 4, 4, 0]], [[1, 3, 4, 0]]])
-      >>> stop(index=jnp.array([2, 2]), sequences=sequences, prefix_len=jnp.array([1, 2])).tolist()
-      [[True], [False]]
+    >>> stop = StopOnMaxLength(2)
+    >>> sequences = jnp.array([[[1, 4, 4, 0]], [[1, 3, 4, 0]]])
+    >>> stop(index=jnp.array([2, 2]), sequences=sequences, prefix_len=jnp.array([1, 2])).tolist()
+    [[True], [False]]
     """
 
     def __init__(self, max_len: int | Int[Array, " batch"]):
@@ -315,7 +308,6 @@ class DecodingState(NamedTuple):
       sequences: prompts and continuations, (batch, num_decodes, max_decode_len + 1).
       token_scores: the scores of all tokens but the first, (batch, num_decodes, max_decode_len).
       stop_decoding: which hypotheses are complete, (batch, num_decodes).
-      cache: of the model, one entry per hypothesis.
     """
 
     cur_index: Tensor
@@ -349,8 +341,6 @@ def sample_decode(
         batch axis first, in a `VDict` second.
       tokens_to_scores: see `TokensToScores`. Returns the log probabilities to sample from, with
         temperature and cut-offs applied.
-      stop_decoding_condition: returns which hypotheses are complete.
-      num_decodes: number of continuations per prompt.
       max_decode_len: the length of a result; that of `inputs` if None.
       loop: "lax", or "python" to debug.
       input_token_scores: the score of the token after each position of `inputs`; 0 by default.
@@ -444,7 +434,6 @@ class BrevityPenaltyFn(Protocol):
 
         Args:
           length: the lengths of the sequences without their first tokens, prompts included.
-          raw_scores: sums of log probabilities.
         """
         ...
 
@@ -543,7 +532,6 @@ def beam_search_decode(
       inputs, time_step, cache, tokens_to_scores, max_decode_len, loop: as for `sample_decode`, but
         tokens of `inputs` after `time_step` that are not `pad_id` are forced: they are the next
         ones of the only hypothesis, whose score is 0.
-      eos_id: the end token.
       num_decodes: number of hypotheses to keep, and to return, per prompt.
       brevity_penalty: see `brevity_penalty_fn`; none by default.
       prefix_merger: merges equivalent hypotheses; none by default.

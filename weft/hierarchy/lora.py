@@ -379,12 +379,11 @@ class AdaptedLinear(BaseLayer):
 class LoraLinear(AdaptedLinear):
     """`Linear` with an adapter.
 
-    Example:
-      >>> cfg = LoraLinear.default_config().set(name="lora", input_dim=8, output_dim=6)
-      >>> _ = cfg.adapter.set(rank=2, alpha=4.0)
-      >>> specs = cfg.instantiate(parent=None).create_parameter_specs_recursively()
-      >>> specs["layer"]["weight"].shape, specs["adapter"]["lora_down"]["weight"].shape
-      ((8, 6), (8, 2))
+    >>> cfg = LoraLinear.default_config().set(name="lora", input_dim=8, output_dim=6)
+    >>> _ = cfg.adapter.set(rank=2, alpha=4.0)
+    >>> specs = cfg.instantiate(parent=None).create_parameter_specs_recursively()
+    >>> specs["layer"]["weight"].shape, specs["adapter"]["lora_down"]["weight"].shape
+    ((8, 6), (8, 2))
     """
 
     @config_class
@@ -571,15 +570,13 @@ def merge_adapters(layer: BaseLayer, state: dict[str, Any]) -> dict[str, Any]:
 
     The adapters' dropout is ignored.
 
-    Example:
-      >>> import jax
-      >>> from weft.hierarchy.module import functional
-      >>> cfg = LoraLinear.default_config().set(name="lora", input_dim=2, output_dim=2)
-      >>> _ = cfg.adapter.set(rank=1, alpha=1.0)
-      >>> layer = cfg.instantiate(parent=None)
-      >>> state = layer.initialize_parameters_recursively(jax.random.PRNGKey(0))
-      >>> sorted(merge_adapters(layer, state))
-      ['bias', 'weight']
+    >>> from weft.hierarchy.module import functional
+    >>> cfg = LoraLinear.default_config().set(name="lora", input_dim=2, output_dim=2)
+    >>> _ = cfg.adapter.set(rank=1, alpha=1.0)
+    >>> layer = cfg.instantiate(parent=None)
+    >>> state = layer.initialize_parameters_recursively(jax.random.PRNGKey(0))
+    >>> sorted(merge_adapters(layer, state))
+    ['bias', 'weight']
     """
     if isinstance(layer, LoraLinear | LoraMultiheadOutputLinear | LoraFusedQKVLinear):
         return layer.merged(state)

@@ -36,21 +36,16 @@ def set_lora_recursively(
     If keys and values come from another layer, only the projection to queries gets an adapter.
 
     Args:
-      rank: the number of dimensions of adapters.
       alpha: their outputs are multiplied by `alpha / rank`.
-      dropout_rate: of their inputs.
-      attention: whether to add adapters to attention.
-      feed_forward: whether to add adapters to feed-forward layers.
 
     Raises:
       LayerConfigError: if there is no layer to adapt.
 
-    Example:
-      >>> from weft.hierarchy.attention.transformer import TransformerLayer
-      >>> cfg = TransformerLayer.default_config()
-      >>> set_lora_recursively(cfg, rank=2, alpha=4.0)
-      >>> cfg.feed_forward.linear1.klass.__name__
-      'LoraLinear'
+    >>> from weft.hierarchy.attention.transformer import TransformerLayer
+    >>> cfg = TransformerLayer.default_config()
+    >>> set_lora_recursively(cfg, rank=2, alpha=4.0)
+    >>> cfg.feed_forward.linear1.klass.__name__
+    'LoraLinear'
     """
     done = []
 
@@ -104,10 +99,9 @@ def base_state(state: dict[str, Any]) -> Any:
 
     `state` can also consist of shapes, specs or shardings.
 
-    Example:
-      >>> adapter = {"lora_down": 2, "lora_up": 3}
-      >>> base_state({"linear": {"layer": {"weight": 1}, "adapter": adapter}})
-      {'linear': {'weight': 1}}
+    >>> adapter = {"lora_down": 2, "lora_up": 3}
+    >>> base_state({"linear": {"layer": {"weight": 1}, "adapter": adapter}})
+    {'linear': {'weight': 1}}
     """
     if not isinstance(state, dict):
         return state
@@ -121,10 +115,9 @@ def base_state(state: dict[str, Any]) -> Any:
 def with_base_state(state: dict[str, Any], base: dict[str, Any]) -> Any:
     """Returns a copy of a state with adapters, with the other parameters from `base`.
 
-    Example:
-      >>> state = {"linear": {"layer": {"weight": 1}, "adapter": {"lora_down": 2, "lora_up": 3}}}
-      >>> with_base_state(state, {"linear": {"weight": 4}})["linear"]["layer"]
-      {'weight': 4}
+    >>> state = {"linear": {"layer": {"weight": 1}, "adapter": {"lora_down": 2, "lora_up": 3}}}
+    >>> with_base_state(state, {"linear": {"weight": 4}})["linear"]["layer"]
+    {'weight': 4}
     """
     if not isinstance(state, dict):
         return base

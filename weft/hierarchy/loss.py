@@ -115,7 +115,6 @@ def huber_loss(
       delta: the largest error on the quadratic part.
       sample_weight: per element, or per example, of the losses after `reduce_axis`.
       reduce_axis: an axis to take the mean over first.
-      reduction: of the remaining losses.
     """
     loss = functional.huber_error(predictions, targets, delta=delta)
     if reduce_axis is not None:
@@ -131,14 +130,9 @@ def giou_loss(
     sample_weight: Num[Array, "*batch"] | None = None,
     eps: float = 1e-7,
 ) -> Tensor:
-    """Returns 1 minus the generalized intersection over union of boxes (Rezatofighi et al., 2019).
+    """Returns 1 minus `functional.generalized_iou` of boxes (Rezatofighi et al., 2019).
 
-    Args:
-      predictions: boxes as two opposite corners, the smaller coordinates first.
-      targets: boxes in the same form.
-      reduction: of the losses of boxes.
-      sample_weight: of each box; all 1 by default.
-      eps: added to areas in denominators.
+    `sample_weight` has a weight for each box; all 1 by default.
     """
     return _reduce(
         1 - functional.generalized_iou(predictions, targets, eps=eps), sample_weight, reduction
@@ -152,14 +146,9 @@ def focal_loss(
     gamma: float = 1.5,
     sample_weight: Num[Array, "*batch"] | None = None,
 ) -> Tensor:
-    """Returns the sum of sigmoid cross entropies, with less weight on easy ones (Lin et al., 2017).
+    """Returns the sum of `functional.focal_loss`.
 
-    Args:
-      logits: of being true.
-      targets: 1 for true, 0 for false.
-      alpha: the weight of true targets; that of the others is `1 - alpha`.
-      gamma: how strongly to reduce the loss of likely answers; 0 for not at all.
-      sample_weight: per element or per example; all 1 by default.
+    `sample_weight` is per element or per example; all 1 by default.
     """
     loss = functional.focal_loss(logits, targets, alpha=alpha, gamma=gamma)
     return _reduce(loss, _broadcast_weight(sample_weight, loss), ReductionMethod.SUM)
@@ -171,14 +160,9 @@ def kl_divergence(
     *,
     is_log_targets: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the mean Kullback-Leibler divergence of predictions from targets.
+    """Returns the mean of `functional.kl_divergence`, a Kullback-Leibler divergence.
 
-    Args:
-      log_predictions: log probabilities.
-      targets: probabilities, or their logarithms with `is_log_targets`.
-
-    Returns:
-      The mean, and a dict of `per_example_loss`, `Float[Array, "*batch"]`.
+    The second result is a dict of `per_example_loss`, `Float[Array, "*batch"]`.
     """
     per_example = functional.kl_divergence(log_predictions, targets, is_log_targets=is_log_targets)
     return jnp.mean(per_example), {"per_example_loss": per_example}
@@ -198,8 +182,6 @@ def large_margin_cosine_loss(
       logits: cosines of an embedding and the vector of each class.
       labels: the right class; a negative one does not count.
       soft_labels: the probability of each class instead.
-      alpha: the scale of the logits.
-      margin: the required lead of the right class.
 
     Returns:
       The mean, and a dict of `accuracy`, with the margin, and `num_examples`, both scalars.
@@ -229,14 +211,7 @@ def asymmetric_contrastive_loss_from_logits(
     temperature: float | Tensor = 1.0,
     soft_labels: Float[Array, "queries keys"] | None = None,
 ) -> Tensor:
-    """Returns the cross entropy of each query's key among all keys (Oord et al., 2018).
-
-    Args:
-      logits: of each query and key; the key of query i is key i.
-      key_paddings: True for padded keys.
-      temperature: divides the logits.
-      soft_labels: the probability of each key instead.
-    """
+    """Returns `functional.contrastive_loss`, of finding each key among all (Oord et al., 2018)."""
     if key_paddings is not None:
         key_paddings = key_paddings.astype(bool)
     return functional.contrastive_loss(
@@ -272,7 +247,6 @@ def asymmetric_contrastive_loss_from_features(
 
     Args:
       positive_keys: the key of each query; a negative key for all other queries.
-      negative_keys: further negative keys.
       negative_key_paddings: True for padded negative keys.
       soft_labels: the probability of each key, the positive ones first.
 
@@ -300,12 +274,8 @@ def symmetric_contrastive_loss_from_logits(
 ) -> Tensor:
     """Returns the mean of the losses of finding y by x, and x by y (Radford et al., 2021, CLIP).
 
-    Args:
-      x_y_logits: of each x and all y.
-      y_x_logits: of each y and all x.
-      y_as_key_paddings, x_as_key_paddings: True for padded keys.
-      temperature: divides the logits.
-      y_as_key_soft_labels, x_as_key_soft_labels: the probability of each key instead.
+    Logits are of each x and all y, and the reverse; each has the arguments of
+    `asymmetric_contrastive_loss_from_logits`.
     """
     x_to_y = asymmetric_contrastive_loss_from_logits(
         x_y_logits,
@@ -337,9 +307,7 @@ def symmetric_contrastive_loss_from_features(
     """Returns `symmetric_contrastive_loss_from_logits` of inner products.
 
     Args:
-      y: the vectors that match those of x.
-      x_negatives: further vectors like x, which match no y.
-      y_negatives: further vectors like y, which match no x.
+      x_negatives, y_negatives: further vectors, which match no y or no x.
       x_negative_paddings, y_negative_paddings: True for padded negatives.
       y_as_key_soft_labels, x_as_key_soft_labels: as for the logits, the negatives last.
     """
@@ -370,7 +338,6 @@ def negative_cosine_similarity_loss(
         inner product.
       eps: the minimum length to divide by.
       live_targets: the weight of each target; all 1 by default.
-      reduction: of the losses of targets.
 
     Returns:
       The loss, and a dict of `cosine_similarity`, `Float[Array, "*batch"]`, and
@@ -390,14 +357,9 @@ def flops_loss(
     paddings: Num[Array, "*batch"] | None = None,
     sparsity_threshold: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the cost of a search with sparse vectors, and their sparsity (Paria et al., 2020).
+    """Returns the cost of a search with sparse vectors, and their mean number of zeros.
 
-    Args:
-      paddings: 1 for vectors that do not count; all count by default.
-      sparsity_threshold: the largest magnitude of a component that counts as zero.
-
-    Returns:
-      The sum of the squared mean magnitudes of components, and the mean number of zeros.
+    See `functional.activation_flops`.
     """
     return functional.activation_flops(
         embeddings, paddings=paddings, sparsity_threshold=sparsity_threshold
@@ -414,7 +376,6 @@ def ranking_pairwise_loss(
 
     Args:
       ranks: from 1, the best; items may share one. A rank of 0 or less excludes an item.
-      loss_scale: a factor of each example's loss.
 
     Returns:
       The mean over pairs, and their number.

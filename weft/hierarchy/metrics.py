@@ -43,10 +43,9 @@ class WeightedValue(MetricSummary):
 class WeightedSummary(WeightedValue):
     """Weighted mean; merging two returns the mean over both.
 
-    Example:
-        >>> total = WeightedSummary(1.0, 1.0).accumulate(WeightedSummary(4.0, 2.0))
-        >>> float(total.mean), float(total.weight)
-        (3.0, 3.0)
+    >>> total = WeightedSummary(1.0, 1.0).accumulate(WeightedSummary(4.0, 2.0))
+    >>> float(total.mean), float(total.weight)
+    (3.0, 3.0)
     """
 
     def accumulate(self, other: Self) -> Self:
@@ -72,9 +71,8 @@ class _ReducerSummary(MetricSummary):
 class MaxSummary(_ReducerSummary):
     """Maximum over all batches.
 
-    Example:
-        >>> MaxSummary(1.0).accumulate(MaxSummary(4.0)).value().item()
-        4.0
+    >>> MaxSummary(1.0).accumulate(MaxSummary(4.0)).value().item()
+    4.0
     """
 
     def accumulate(self, other: Self) -> Self:
@@ -84,9 +82,8 @@ class MaxSummary(_ReducerSummary):
 class MinSummary(_ReducerSummary):
     """Minimum over all batches.
 
-    Example:
-        >>> MinSummary(1.0).accumulate(MinSummary(4.0)).value().item()
-        1.0
+    >>> MinSummary(1.0).accumulate(MinSummary(4.0)).value().item()
+    1.0
     """
 
     def accumulate(self, other: Self) -> Self:
@@ -96,9 +93,8 @@ class MinSummary(_ReducerSummary):
 class SumSummary(_ReducerSummary):
     """Sum over all batches.
 
-    Example:
-        >>> SumSummary(1.0).accumulate(SumSummary(4.0)).value()
-        5.0
+    >>> SumSummary(1.0).accumulate(SumSummary(4.0)).value()
+    5.0
     """
 
     def accumulate(self, other: Self) -> Self:
@@ -108,10 +104,9 @@ class SumSummary(_ReducerSummary):
 class WeightedScalar(WeightedSummary):
     """Mean with its weight, such as a number of examples; a sum is the mean over both.
 
-    Example:
-        >>> total = WeightedScalar(1.0, 1.0) + WeightedScalar(4.0, 2.0)
-        >>> float(total.mean), float(total.weight)
-        (3.0, 3.0)
+    >>> total = WeightedScalar(1.0, 1.0) + WeightedScalar(4.0, 2.0)
+    >>> float(total.mean), float(total.weight)
+    (3.0, 3.0)
     """
 
     def validate(self) -> None:
@@ -130,13 +125,12 @@ class MetricAccumulator(Configurable):
     Each `Summary` merges with its own `accumulate`. Plain numbers are averaged over the batches;
     for any other value, the first is kept.
 
-    Example:
-        >>> accumulator = MetricAccumulator.default_config().instantiate()
-        >>> accumulator.update({"loss": WeightedScalar(1.0, 1.0), "scale": 2.0})
-        >>> accumulator.update({"loss": WeightedScalar(4.0, 2.0), "scale": 4.0})
-        >>> summaries = accumulator.summaries()
-        >>> float(summaries["loss"].mean), float(summaries["scale"])
-        (3.0, 3.0)
+    >>> accumulator = MetricAccumulator.default_config().instantiate()
+    >>> accumulator.update({"loss": WeightedScalar(1.0, 1.0), "scale": 2.0})
+    >>> accumulator.update({"loss": WeightedScalar(4.0, 2.0), "scale": 4.0})
+    >>> summaries = accumulator.summaries()
+    >>> float(summaries["loss"].mean), float(summaries["scale"])
+    (3.0, 3.0)
     """
 
     def __init__(self, config: Configurable.Config):

@@ -11,12 +11,13 @@ import importlib
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, Union
 
 import jax
 
 from weft import errors
+from weft._lazy import axlearn_hint
 from weft.config import REQUIRED, Configurable, Required, config_class
 from weft.core.tracebacks import hide_frames
 from weft.core.tracing import is_tracing
@@ -74,8 +75,12 @@ def _in_own_context(method: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(method)
     def call(self: "Module", *args: object, **kwargs: object) -> R:
         context = current_context()
-        if context is None or context.module is self:
-            return method(self, *args, **kwargs)
+        try:
+            if context is None or context.module is self:
+                return method(self, *args, **kwargs)
+        except TypeError as error:
+            _add_axlearn_note(error, method.__name__, kwargs)
+            raise
         try:
             with ActiveContext(self._child_context_of(context), context):
                 fn = functools.partial(self._in_context(method), self)
@@ -84,6 +89,7 @@ def _in_own_context(method: Callable[..., R]) -> Callable[..., R]:
                 return fn(*args, **kwargs)
         except Exception as error:
             _add_path_note(error, self, method.__name__)
+            _add_axlearn_note(error, method.__name__, kwargs)
             raise
 
     call._weft_method = method  # pyright: ignore[reportAttributeAccessIssue]
@@ -121,6 +127,15 @@ def _intercepted(
     return call
 
 
+def _add_axlearn_note(error: Exception, method: str, kwargs: Mapping[str, object]) -> None:
+    """Adds what to write instead of an argument that AXLearn's method of that name has."""
+    for name in kwargs:
+        if f"{method}() got an unexpected keyword argument {name!r}" in str(error):
+            instead = axlearn_hint("weft.hierarchy", f"{method}({name})")
+            if instead is not None and isinstance(error, TypeError):
+                error.add_note(f"In place of AXLearn's: {instead}.")
+
+
 def _add_path_note(error: Exception, module: "Module", method: str) -> None:
     if not getattr(error, "_weft_path_noted", False):
         error._weft_path_noted = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -142,28 +157,24 @@ class Module(Configurable):
     A subclass declares fields in a nested `Config`, adds children in `__init__`, and defines
     methods.
 
-    Example:
-        >>> class Scale(Module):
-        ...     @config_class
-        ...     class Config(Module.Config):
-        ...         factor: Required[float] = REQUIRED
-        ...
-        ...     def forward(self, x):
-        ...         return self.config.factor * x
-        >>> class Twice(Module):
-        ...     @config_class
-        ...     class Config(Module.Config):
-        ...         inner: Scale.Config = Scale.default_config()
-        ...
-        ...     def __init__(self, cfg, *, parent):
-        ...         super().__init__(cfg, parent=parent)
-        ...         self._add_child("inner", cfg.inner.set(factor=2.0))
-        ...
-        ...     def forward(self, x):
-        ...         return self.inner(x)
-        >>> twice = Twice.default_config().set(name="twice").instantiate(parent=None)
-        >>> functional(twice, prng_key=None, state={}, inputs=(3.0,), is_training=False)[0]
-        6.0
+    >>> class Scale(Module):
+    ...     @config_class
+    ...     class Config(Module.Config):
+    ...         factor: Required[float] = REQUIRED
+    ...     def forward(self, x):
+    ...         return self.config.factor * x
+    >>> class Twice(Module):
+    ...     @config_class
+    ...     class Config(Module.Config):
+    ...         inner: Scale.Config = Scale.default_config()
+    ...     def __init__(self, cfg, *, parent):
+    ...         super().__init__(cfg, parent=parent)
+    ...         self._add_child("inner", cfg.inner.set(factor=2.0))
+    ...     def forward(self, x):
+    ...         return self.inner(x)
+    >>> twice = Twice.default_config().set(name="twice").instantiate(parent=None)
+    >>> functional(twice, prng_key=None, state={}, inputs=(3.0,), is_training=False)[0]
+    6.0
     """
 
     @config_class
@@ -230,6 +241,15 @@ class Module(Configurable):
         children = f" of {', '.join(self._children)}" if self._children else ""
         return f"<{type(self).__name__} {self.path()}{children}>"
 
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        """Shows own settings and the children in Treescope's trees."""
+        from treescope.repr_lib import render_object_constructor
+
+        kinds = int | float | str | tuple
+        settings = {k: v for k, v in self.config.items() if k != "name" and isinstance(v, kinds)}
+        attributes = settings | self._children
+        return render_object_constructor(type(self), attributes, path, subtree_renderer)
+
     def _add_child(self, name: str, child_config: Any, **kwargs: object) -> "Module":
         """Creates a child.
 
@@ -287,8 +307,7 @@ class Module(Configurable):
         Args:
             names: path from this module to the new one, as a sequence or joined by dots.
 
-        Raises:
-            InvalidDescendantError: if a module on the path does not exist.
+        Raises InvalidDescendantError if a module on the path does not exist.
         """
         *above, name = names.split(".") if isinstance(names, str) else names
         module = self
@@ -466,7 +485,6 @@ def functional(
         prng_key: a PRNG key; None if the method needs none.
         state: arrays of the module and its descendants, a nested dict.
         inputs: positional arguments as a sequence, or keyword arguments as a dict.
-        drop_output_collections: side outputs to omit.
         copy_args_tree: whether to copy the containers in `state` and `inputs`, so that the method
             cannot change the caller's.
 

@@ -30,12 +30,8 @@ Axes = int | Sequence[int]
 class FanAxes(NamedTuple):
     """Input, output and batch axes of a weight; an axis equals a tuple of it.
 
-    All other axes are a receptive field, such as a convolution's window.
-
-    Attributes:
-        in_axis: one axis or several.
-        out_axis: one axis or several.
-        batch_axis: axes of independent weights, such as the layers of a stack.
+    All other axes are a receptive field, such as a convolution's window. Batch axes are those of
+    independent weights, such as the layers of a stack.
     """
 
     in_axis: Axes
@@ -67,9 +63,8 @@ class FanAxes(NamedTuple):
     def prepend_axis(self, *, axis_type: "FanAxes.AxisType") -> "FanAxes":
         """Returns the axes after a new axis 0 of this type is added.
 
-        Example:
-            >>> FanAxes(-2, 1).prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
-            FanAxes(in_axis=(-2,), out_axis=(2,), batch_axis=(0,))
+        >>> FanAxes(-2, 1).prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
+        FanAxes(in_axis=(-2,), out_axis=(2,), batch_axis=(0,))
         """
         moved = (tuple(a + 1 if a >= 0 else a for a in as_tuple(axes)) for axes in self)
         return FanAxes(*moved)._with(0, axis_type)
@@ -102,13 +97,7 @@ class Initializer(Configurable):
         dtype: DType,
         axes: FanAxes | None = None,
     ) -> Tensor:
-        """Returns an initial value.
-
-        Args:
-            name: the parameter's name within its layer.
-            prng_key: the parameter's own key.
-            axes: input and output axes, if the initializer depends on them.
-        """
+        """Returns an initial value of the parameter `name` of a layer, drawn with its own key."""
         raise ParameterInitError(
             f"{type(self).__name__} does not define `initialize`, which {name!r} needs."
         )
@@ -229,9 +218,8 @@ class DefaultInitializer(Initializer):
     class Config(Initializer.Config):
         """Configures a DefaultInitializer.
 
-        Attributes:
-            init_by_param_name: initializers by a regular expression that must match the whole name.
-                Default for other names: weights uniform by fan_avg, biases 0, scales 1.
+        `init_by_param_name` has initializers by a regular expression that must match the whole
+        name. Default for other names: weights uniform by fan_avg, biases 0, scales 1.
         """
 
         init_by_param_name: dict[str, InstantiableConfig] = {}
@@ -328,10 +316,7 @@ def gaussian_initializer(std: float) -> Initializer:
 
 
 def truncated_normal(stddev: float = 1e-2, dtype: DType = jnp.float32):
-    """Returns `init(key, shape, dtype)`, truncated normal values.
-
-    Their standard deviation after truncation is `stddev`.
-    """
+    """Returns `init(key, shape, dtype)`, truncated normal with the final deviation `stddev`."""
 
     def init(key: Tensor, shape: Shape, dtype: DType = dtype) -> Tensor:
         return draw(key, shape, dtype, distribution="truncated_normal", scale=stddev)

@@ -59,7 +59,6 @@ class ParameterSpec(TensorSpec):
 
     Attributes:
         initializer: None for the layer's `param_init`.
-        factorization: factorization of optimizer statistics; None for none.
         fan_axes: input and output axes; None for the layer's own rule.
         weight_decay_scale: factor of weight decay; None for 1.
         logical_axes: logical names of the axes, if rules derived `mesh_axes` from them.
@@ -149,10 +148,8 @@ def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: object = None) 
 def with_leading_axis_name(spec: ParameterSpec, name: str) -> ParameterSpec:
     """Names the first axis of a spec and shards it by the rules of the context.
 
-    Without a rule for it, `name` is a mesh axis.
-
-    Raises:
-        LogicalAxisError: if another axis has this name.
+    Without a rule for it, `name` is a mesh axis. Raises LogicalAxisError if another axis has this
+    name.
     """
     (first,) = mark_mesh_axes((name,), get_logical_axis_rules())
     others = tuple(spec.logical_axes or spec.partition_spec)[1:]

@@ -51,8 +51,7 @@ def stage_layout() -> Any:
 def shard_stages(x: object) -> Any:
     """Shards the first axis of all arrays in a pytree as the stage axis.
 
-    Raises:
-      MeshError: if the mesh lacks an axis that the rules assign to stages.
+    Raises MeshError if the mesh lacks an axis that the rules assign to stages.
     """
     entry = stage_layout()
 
@@ -92,7 +91,6 @@ class BaseSchedule(Configurable):
         """Runs all microbatches through all stages.
 
         Args:
-          fn: runs all stages for one step.
           carry: the microbatches, arrays `(num_microbatches, ...)`.
           state: the context of the stages. Its outputs are stacked along an axis of steps,
             `(num_iterations, num_stages, ...)`.
@@ -205,15 +203,13 @@ def transpose_to_pipeline_stage_inputs(
 
     Args:
       x: `Num[Array, "num_microbatches num_stages *shape"]`.
-      partition_spec: sharding of the result.
 
     Returns:
       `Num[Array, "num_microbatches+num_stages-1 num_stages *shape"]`: in step `t`, stage `n` works
       on microbatch `t - n`; 0 for idle stages.
 
-    Example:
-      >>> transpose_to_pipeline_stage_inputs(jnp.array([[1, 2], [3, 4]])).tolist()
-      [[1, 0], [3, 2], [0, 4]]
+    >>> transpose_to_pipeline_stage_inputs(jnp.array([[1, 2], [3, 4]])).tolist()
+    [[1, 0], [3, 2], [0, 4]]
     """
     n = x.shape[1]
     padded = jnp.concatenate([x, jnp.zeros((n - 1, *x.shape[1:]), x.dtype)])
@@ -228,15 +224,13 @@ def transpose_from_pipeline_stage_outputs(
 
     Args:
       x: `Num[Array, "num_microbatches+num_stages-1 num_stages *shape"]`.
-      partition_spec: sharding of the result.
 
     Returns:
       `Num[Array, "num_microbatches num_stages *shape"]`: for microbatch `m`, the result of stage
       `n` in step `m + n`.
 
-    Example:
-      >>> transpose_from_pipeline_stage_outputs(jnp.array([[1, 0], [3, 2], [0, 4]])).tolist()
-      [[1, 2], [3, 4]]
+    >>> transpose_from_pipeline_stage_outputs(jnp.array([[1, 0], [3, 2], [0, 4]])).tolist()
+    [[1, 2], [3, 4]]
     """
     steps, n = x.shape[:2]
     shifted = jax.vmap(lambda x, by: jnp.roll(x, -by, axis=0), in_axes=(1, 0), out_axes=1)
@@ -248,31 +242,14 @@ class Pipeline(Repeat):
 
     A subclass defines `forward`, which calls `_run`.
 
-    Example:
-      >>> from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
-      >>> from weft.hierarchy.module import functional
-      >>> class Scale(BaseLayer):
-      ...     def _create_layer_parameter_specs(self):
-      ...         return {"scale": ParameterSpec(())}
-      ...
-      ...     def forward(self, x):
-      ...         return x * self.parameters["scale"]
-      >>> class PipelinedScale(Pipeline):
-      ...     def forward(self, x):
-      ...         return self._run(lambda x, _: (self.layer(x), None), x).carry
-      >>> cfg = PipelinedScale.default_config().set(num_layers=3, num_microbatches=2)
-      >>> cfg.set(layer=Scale.default_config(), name="pipelined").klass.__name__
-      'PipelinedScale'
-      >>> state = {"layer": {"scale": jnp.array([2.0, 3.0, 5.0])}}
-      >>> y, _ = functional(
-      ...     cfg.instantiate(parent=None),
-      ...     prng_key=None,
-      ...     state=state,
-      ...     inputs=(jnp.array([1.0, 10.0]),),
-      ...     is_training=False,
-      ... )
-      >>> y.tolist()
-      [30.0, 300.0]
+    >>> from weft.hierarchy.layers import Linear
+    >>> class PipelinedLinear(Pipeline):
+    ...     def forward(self, x):
+    ...         return self._run(lambda x, _: (self.layer(x), None), x).carry
+    >>> cfg = PipelinedLinear.default_config().set(num_layers=3, num_microbatches=2, name="stack")
+    >>> _ = cfg.set(layer=Linear.default_config().set(input_dim=4, output_dim=4))
+    >>> cfg.instantiate(parent=None).create_parameter_specs_recursively()["layer"]["weight"].shape
+    (3, 4, 4)
     """
 
     @config_class
@@ -282,7 +259,6 @@ class Pipeline(Repeat):
         Attributes:
           num_microbatches: number of parts of a batch, ideally several times the number of stages:
             of `num_microbatches + num_layers - 1` steps, a stage is idle in `num_layers - 1`.
-          schedule: assignment of microbatches to stages in each step.
         """
 
         num_microbatches: Required[int] = REQUIRED
@@ -338,8 +314,7 @@ class Pipeline(Repeat):
           under "layer" with axes of stages and microbatches; scalars, and names that end in
           "loss", are averaged over microbatches.
 
-        Raises:
-          ArgumentShapeError: if the batch does not divide into microbatches.
+        Raises ArgumentShapeError if the batch does not divide into microbatches.
         """
         context = self.get_invocation_context()
         layer_context = context.add_child("layer", prng_key=context.prng_key)

@@ -48,14 +48,10 @@ class BasePoolingLayer(BaseLayer):
             )
 
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
-        """Pools tokens.
+        """Pools tokens, `Float[Array, "batch time input_dim"]`.
 
-        Args:
-          tokens: `Float[Array, "batch time input_dim"]`.
-          paddings: `Bool[Array, "batch time"]`, True for tokens to ignore.
-
-        Returns:
-          `Float[Array, "batch num_outputs output_dim"]`.
+        Returns `Float[Array, "batch num_outputs output_dim"]`. Paddings are
+        `Bool[Array, "batch time"]`.
         """
         raise NotImplementedError(type(self))
 
@@ -68,8 +64,6 @@ class AttentionPooling(BasePoolingLayer):
 
     @config_class
     class Config(BasePoolingLayer.Config):
-        """Configures an AttentionPooling."""
-
         cross_attention: InstantiableConfig = TransformerAttentionLayer.default_config()
         feed_forward: InstantiableConfig = TransformerFeedForwardLayer.default_config()
 

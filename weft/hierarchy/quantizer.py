@@ -30,8 +30,15 @@ from weft.config import (
     maybe_instantiate,
 )
 from weft.errors import ArgumentShapeError
-from weft.functional import l2_normalize
-from weft.functional.arrays import positions, to_ndim
+from weft.functional import (
+    codebook_entries,
+    compute_code_coverage,
+    compute_code_pplx,
+    l2_normalize,
+    nearest_codes,
+    squared_error,
+    weighted_mean,
+)
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.linear import MultiLinear
 from weft.hierarchy.metrics import WeightedScalar
@@ -94,7 +101,7 @@ class BaseQuantizer(BaseLayer):
 
     def lookup(self, ids: Tensor) -> Output:
         """Returns the vectors of `ids`, `Int[Array, "*batch num_codebooks"]`; 0 for id -1."""
-        vectors = _entries(self.parameters["codebook"], ids)
+        vectors = codebook_entries(self.parameters["codebook"], ids)
         return self.Output(ids, jnp.where(ids[..., None] < 0, 0, vectors))
 
     def _padded(self, output: Output, paddings: Tensor | None) -> Output:
@@ -116,39 +123,6 @@ class BaseQuantizer(BaseLayer):
         )
 
 
-def _code_shares(onehots: Tensor, paddings: Tensor) -> Tensor:
-    """Returns the share of real frames of each entry, `(num_codebooks, codebook_size)`."""
-    is_real = 1.0 - paddings.astype(onehots.dtype)
-    counts = jnp.einsum("bt,btgv->gv", is_real, onehots)
-    return counts / jnp.maximum(1, jnp.sum(is_real))
-
-
-def compute_code_coverage(onehots: Tensor, paddings: Tensor) -> Tensor:
-    """Returns the share of codebook entries that were chosen, the mean over codebooks.
-
-    Args:
-      onehots: `Float[Array, "batch time num_codebooks codebook_size"]`.
-      paddings: `Bool[Array, "batch time"]`.
-
-    >>> onehots = jax.nn.one_hot(jnp.array([[[0], [2]]]), 4)
-    >>> compute_code_coverage(onehots, jnp.zeros((1, 2))).item()
-    0.5
-    """
-    return jnp.mean(_code_shares(onehots, paddings) > 0)
-
-
-def compute_code_pplx(onehots: Tensor, paddings: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns perplexity and entropy of choices; takes the same as `compute_code_coverage`.
-
-    >>> onehots = jax.nn.one_hot(jnp.array([[[0], [2]]]), 4)
-    >>> pplx, entropy = compute_code_pplx(onehots, jnp.zeros((1, 2)))
-    >>> round(pplx.item(), 4), round(entropy.item(), 4)
-    (2.0, 0.6931)
-    """
-    entropies = jnp.sum(jax.scipy.special.entr(_code_shares(onehots, paddings)), axis=-1)
-    return jnp.mean(jnp.exp(entropies)), jnp.mean(entropies)
-
-
 def quantize_by_nearest_neighbor(
     inputs: Tensor,
     *,
@@ -165,17 +139,8 @@ def quantize_by_nearest_neighbor(
     >>> quantize_by_nearest_neighbor(jnp.array([[[0.9]], [[1.1]]]), codebook=codebook).ids.tolist()
     [[0], [1]]
     """
-    x, y = inputs.astype(jnp.float32), codebook.astype(jnp.float32)
-    similarity = jnp.einsum("...gd,vgd->...gv", x, y)
-    if metric is SimilarityMetric.L2_DISTANCE:
-        # The squared distance is |x|^2 - 2xy + |y|^2.
-        similarity -= to_ndim(jnp.sum(jnp.square(y), axis=-1).T / 2, similarity.ndim)
-    ids = jnp.argmax(similarity, axis=-1)
-    return BaseQuantizer.Output(ids, _entries(codebook, ids).astype(inputs.dtype))
-
-
-def _entries(codebook: Tensor, ids: Tensor) -> Tensor:
-    return codebook[ids, positions(codebook.shape[1], ids.ndim)]
+    ids = nearest_codes(inputs, codebook, metric=metric.value)
+    return BaseQuantizer.Output(ids, codebook_entries(codebook, ids).astype(inputs.dtype))
 
 
 class RandomVectorQuantizer(BaseQuantizer):
@@ -190,8 +155,6 @@ class RandomVectorQuantizer(BaseQuantizer):
 
         Attributes:
           rand_proj: linear map to one vector per codebook.
-          normalize_codebook: whether to scale the codebooks' vectors to unit length.
-          normalize_inputs: whether to scale projected inputs to unit length.
         """
 
         input_dim: Required[int] = REQUIRED
@@ -248,21 +211,14 @@ class KmeansVectorQuantizer(BaseQuantizer):
         output = quantize_by_nearest_neighbor(x, codebook=self.parameters["codebook"])
         q, fixed = output.quantized_vectors, jax.lax.stop_gradient
         where = None if paddings is None else ~paddings.astype(jnp.bool_)[..., None, None]
-        kmeans_loss, commitment_loss = _mse(fixed(x), q, where), _mse(x, fixed(q), where)
+        kmeans_loss, _ = weighted_mean(squared_error(fixed(x), q), where)
+        commitment_loss, _ = weighted_mean(squared_error(x, fixed(q)), where)
         self.add_summary("kmeans_loss", kmeans_loss)
         self.add_summary("commitment_loss", commitment_loss)
         # The difference is 0, but its gradient is not.
         through = fixed(q) + (x - fixed(x))
         loss = kmeans_loss + cfg.beta * commitment_loss
         return self._padded(self.Output(output.ids, through, loss), paddings)
-
-
-def _mse(x: Tensor, y: Tensor, where: Tensor | None) -> Tensor:
-    squares = jnp.square(x.astype(jnp.float32) - y.astype(jnp.float32))
-    if where is None:
-        return jnp.mean(squares)
-    where = jnp.broadcast_to(where, squares.shape)
-    return jnp.sum(squares, where=where) / jnp.maximum(1, jnp.sum(where))
 
 
 class GumbelSoftmaxVectorQuantizer(BaseQuantizer):

@@ -34,25 +34,22 @@ class Repeat(BaseLayer):
 
     A subclass defines `forward`, which calls `_run`.
 
-    Example:
-      >>> import jax
-      >>> from weft.hierarchy.base_layer import ParameterSpec
-      >>> from weft.hierarchy.module import functional
-      >>> class Scale(BaseLayer):
-      ...     def _create_layer_parameter_specs(self):
-      ...         return {"scale": ParameterSpec(())}
-      ...
-      ...     def forward(self, x):
-      ...         return x * self.parameters["scale"]
-      >>> class RepeatedScale(Repeat):
-      ...     def forward(self, x):
-      ...         return self._run(lambda x, _: (self.layer(x), None), x).carry
-      >>> cfg = RepeatedScale.default_config().set(num_layers=3, layer=Scale.default_config())
-      >>> repeated = cfg.set(name="repeated").instantiate(parent=None)
-      >>> state = {"layer": {"scale": jax.numpy.array([2.0, 3.0, 5.0])}}
-      >>> y, _ = functional(repeated, prng_key=None, state=state, inputs=(1.0,), is_training=False)
-      >>> float(y)
-      30.0
+    >>> from weft.hierarchy.base_layer import ParameterSpec
+    >>> from weft.hierarchy.module import functional
+    >>> class Scale(BaseLayer):
+    ...     def _create_layer_parameter_specs(self):
+    ...         return {"scale": ParameterSpec(())}
+    ...     def forward(self, x):
+    ...         return x * self.parameters["scale"]
+    >>> class RepeatedScale(Repeat):
+    ...     def forward(self, x):
+    ...         return self._run(lambda x, _: (self.layer(x), None), x).carry
+    >>> cfg = RepeatedScale.default_config().set(num_layers=3, layer=Scale.default_config())
+    >>> repeated = cfg.set(name="repeated").instantiate(parent=None)
+    >>> state = {"layer": {"scale": jax.numpy.array([2.0, 3.0, 5.0])}}
+    >>> y, _ = functional(repeated, prng_key=None, state=state, inputs=(1.0,), is_training=False)
+    >>> float(y)
+    30.0
     """
 
     @config_class
@@ -61,7 +58,6 @@ class Repeat(BaseLayer):
 
         Attributes:
           layer: the repeated layer. Its `remat_spec` applies to each iteration.
-          num_layers: number of repetitions.
           unroll: number of iterations per step of the loop; True for all, None for one.
           drop_output: returns a predicate for paths of outputs to drop, such as
             "module_outputs/attention/probs". Default: all module outputs, since stacking them costs
@@ -76,12 +72,7 @@ class Repeat(BaseLayer):
         ).set(rules=["module_outputs.*"])
 
     class Output(NamedTuple):
-        """Output of the loop.
-
-        Attributes:
-          carry: the final carry.
-          ys: other outputs of the iterations, along a leading axis.
-        """
+        """Final carry, and other outputs of the iterations along a leading axis."""
 
         carry: Any
         ys: Any
@@ -124,7 +115,6 @@ class Repeat(BaseLayer):
         Args:
           fn: takes the carry and a slice of `xs`; returns the next carry and values to stack. It
             calls `self.layer`, which has the parameters, key and outputs of the iteration.
-          carry: the initial carry, a pytree.
           xs: a pytree of arrays with a leading axis of `num_layers`.
 
         Returns:

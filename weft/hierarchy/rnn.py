@@ -29,19 +29,17 @@ from weft.typing import NestedTensor, Tensor
 class BaseRNNCell(BaseLayer):
     """Base of cells. A subclass defines `init_states` and `extend_step`.
 
-    Example:
-      >>> from weft.hierarchy.module import functional
-      >>> class Sum(BaseRNNCell):
-      ...     def init_states(self, *, batch_size):
-      ...         return jnp.zeros((batch_size, self.output_dim))
-      ...
-      ...     def extend_step(self, *, inputs, cached_states):
-      ...         return cached_states + inputs, cached_states + inputs
-      >>> cell = Sum.default_config().set(name="sum", input_dim=1).instantiate(parent=None)
-      >>> x = jnp.arange(4.0).reshape(4, 1, 1)
-      >>> y, _ = functional(cell, prng_key=None, state={}, inputs=[x], is_training=False)
-      >>> y.ravel().tolist()
-      [0.0, 1.0, 3.0, 6.0]
+    >>> from weft.hierarchy.module import functional
+    >>> class Sum(BaseRNNCell):
+    ...     def init_states(self, *, batch_size):
+    ...         return jnp.zeros((batch_size, self.output_dim))
+    ...     def extend_step(self, *, inputs, cached_states):
+    ...         return cached_states + inputs, cached_states + inputs
+    >>> cell = Sum.default_config().set(name="sum", input_dim=1).instantiate(parent=None)
+    >>> x = jnp.arange(4.0).reshape(4, 1, 1)
+    >>> y, _ = functional(cell, prng_key=None, state={}, inputs=[x], is_training=False)
+    >>> y.ravel().tolist()
+    [0.0, 1.0, 3.0, 6.0]
     """
 
     @config_class
@@ -129,8 +127,6 @@ class LSTMCell(BaseRNNCell):
         Attributes:
           hidden_dim: size of the memory; None for `output_dim`.
           max_cell_value: bound of the absolute value of the memory; None for none.
-          input_proj: linear map of inputs to all gates.
-          hidden_proj: linear map of the previous output to all gates.
           norm: normalization of all gates together before their activations (Ba et al., 2016).
           output_proj: linear map from `hidden_dim` to `output_dim` (Sak et al., 2014); required
             if they differ.
@@ -192,11 +188,7 @@ class StackedRNNLayer(BaseRNNCell):
 
     @config_class
     class Config(BaseRNNCell.Config):
-        """Configures a StackedRNNLayer.
-
-        Attributes:
-          layers: configs of the cells; each gets its `input_dim` from the cell before.
-        """
+        """Configures a StackedRNNLayer; each cell gets its `input_dim` from the one before."""
 
         layers: Required[Sequence[BaseRNNCell.Config]] = REQUIRED
 

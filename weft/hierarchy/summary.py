@@ -41,7 +41,6 @@ class ImageSummary(Summary):
         _value: `[batch, height, width, channels]` or one image `[height, width, channels]`, with
             1, 3 or 4 channels; uint8, or floats between 0 and 1.
 
-    >>> import numpy as np
     >>> ImageSummary(np.zeros((2, 8, 8, 3))).validate()
     """
 
@@ -72,7 +71,6 @@ class AudioSummary(Summary):
         _value: `[batch, time, channels]` or one clip `[time, channels]`; floats between -1 and 1.
         sample_rate: in Hz.
 
-    >>> import numpy as np
     >>> AudioSummary(np.zeros((1, 16000, 1)), sample_rate=16000).validate()
     """
 
@@ -98,8 +96,6 @@ class CallbackSummary(Summary):
     Args:
         fn: called as `fn(*args, **kwargs)` with host arrays. It is static in the compiled step, so
             pass a named function; a new lambda per call triggers recompilation.
-        args: positional arguments, arrays.
-        kwargs: keyword arguments, arrays.
 
     >>> CallbackSummary("{:.1f} %".format, args=(12.34,)).value()
     '12.3 %'

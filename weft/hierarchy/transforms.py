@@ -47,9 +47,7 @@ def _mapped_roles(state_axis: int | None) -> Roles:
 def remat(fn: Callable[..., Any], **remat_kwargs: Any) -> Callable[..., Any]:
     """Applies `jax.checkpoint` to a function that invokes modules.
 
-    Args:
-        fn: takes arrays and arbitrary other arguments.
-        **remat_kwargs: `prevent_cse` and `policy`, as for `jax.checkpoint`.
+    `fn` takes arrays and other arguments; `remat_kwargs` are `prevent_cse` and `policy`, as there.
     """
 
     def call(*args: object, **kwargs: object) -> Any:
@@ -80,10 +78,7 @@ def vmap(
     Each index has its own PRNG key; outputs of modules are stacked along axis 0.
 
     Args:
-        fn: a function of pytrees.
         state_axis: axis of the state to map over; None to share the state.
-        in_axes: as for `jax.vmap`: one entry per argument of `fn`, or one for all.
-        out_axes: as for `jax.vmap`.
         **vmap_kwargs: `axis_size`, `axis_name`, `spmd_axis_name`.
     """
     return _map_args(lifting.vmap, fn, state_axis, in_axes, out_axes=out_axes, **vmap_kwargs)
@@ -124,16 +119,10 @@ def scan(
     Args:
         context: context of the body. Its outputs are stacked along axis 0.
         fn: takes the carry and a slice of `xs`; returns the next carry and values to stack.
-        carry: the initial carry.
-        xs: arrays to scan along axis 0.
         state_axis: axis along which iterations have separate state; None to share the state.
         length: number of iterations, if neither `xs` nor the state determines it.
-        unroll: as for `jax.lax.scan`.
         remat_kwargs: if given, the body is recomputed in the backward pass, as by `remat`.
         drop_output: predicate for paths of outputs to drop, such as `module_outputs/layer/x`.
-
-    Returns:
-        The final carry and the stacked values.
     """
     # The named scope of the current context is already open.
     caller = current_context()
@@ -184,16 +173,10 @@ def scan_in_context(
     """Runs `scan` in the current context; iterations share the state, each with its own key.
 
     Args:
-        fn: takes the carry and a slice of `xs`; returns the next carry and values to stack.
-        carry: the initial carry.
+        fn, drop_output, unroll, remat_kwargs: as for `scan`.
         xs: arrays to scan along axis 0; or a dict with these as "x", and as "state" and "prng_key"
             those that replace the ones of the current context.
-        drop_output: predicate for paths of outputs to drop, such as `module_outputs/layer/x`.
-        child_name_prefix: summaries of iteration i are added under this prefix followed by i,
-            stacked module outputs under the prefix.
-        unroll: as for `jax.lax.scan`.
-        remat_kwargs: if given, the body is recomputed in the backward pass, as by `remat`.
-        merge_summaries: whether to report one summary for all iterations instead of one each.
+        child_name_prefix, merge_summaries: as for `propagate_repeated_output_collections`.
 
     Raises:
         ArgumentValueError: if `xs` has "x" and names other than "state" and "prng_key".
@@ -355,12 +338,9 @@ def shard_map(
 
     Args:
         fn: a function of the shards of its arguments on one device.
-        mesh: as for `jax.shard_map`.
-        in_specs: as for `jax.shard_map`.
-        out_specs: as for `jax.shard_map`.
+        mesh, in_specs, out_specs, check_vma: as for `jax.shard_map`.
         state_spec: sharding of the state; replicated by default.
         axis_names: mesh axes that are manual in `fn`; all by default.
-        check_vma: as for `jax.shard_map`.
     """
     of_devices = jax.sharding.PartitionSpec(tuple(axis_names or mesh.axis_names))
     roles = Roles(
@@ -402,11 +382,7 @@ def pmap(
     """Applies `vmap` with one device per index.
 
     Args:
-        fn: a function of pytrees.
-        axis_name: name of the mapped axis for collectives.
-        state_axis: as for `vmap`.
-        in_axes: as for `vmap`.
-        out_axes: as for `vmap`.
+        state_axis, in_axes, out_axes: as for `vmap`.
         devices: by default as many of `jax.devices()` as needed.
     """
     return _map_args(
@@ -423,9 +399,8 @@ def pmap(
 def checkify(fn: Callable[..., Any], errors: object = None) -> Callable[..., tuple[Any, Any]]:
     """Applies `jax.experimental.checkify.checkify` to a function that invokes modules.
 
-    Returns:
-        A function that returns the error, possibly empty, and the result of `fn`. The checks are
-        `errors`, by default `checkify.user_checks`.
+    The new function returns the error, possibly empty, and the result of `fn`. The checks are
+    `errors`, by default `checkify.user_checks`.
     """
     lifted = lifting.checkify(CONTEXT_KIND, with_packed_args(fn), errors=errors)
 
@@ -451,11 +426,8 @@ _LOOP_ROLES = Roles((("prng_key", FORK), (True, None)))
 def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init_val: object) -> Any:
     """Runs `jax.lax.while_loop` on functions that invoke modules, inside an invocation.
 
-    Every iteration has the same state and its own PRNG key.
-
-    Raises:
-        LoopOutputError: if a function adds a summary, state update or module output, which the loop
-            cannot collect per iteration.
+    Every iteration has the same state and its own PRNG key. Raises LoopOutputError if a function
+    adds a summary, state update or module output, which the loop cannot collect per iteration.
     """
     lifted = lifting.while_loop(
         CONTEXT_KIND,
@@ -522,7 +494,6 @@ def switch(index: ArrayLike, branches: Sequence[Callable[..., Any]], *operands: 
     """Runs `jax.lax.switch` on functions that invoke modules, inside an invocation.
 
     Args:
-        index: of the branch to run.
         branches: functions of `operands`, with results of the same structure. They add the same
             summaries and module outputs. A state update made by only some of them leaves the state
             unchanged in the others.
@@ -612,8 +583,7 @@ def grad(
 ) -> Callable[..., Any]:
     """Applies `jax.grad` to a function that invokes modules; see `value_and_grad`.
 
-    Returns:
-        A function that returns the gradients, or with `has_aux` a pair of them and the rest.
+    The new function returns the gradients, or with `has_aux` a pair of them and the rest.
     """
     value_and_grads = value_and_grad(fn, argnums, has_aux=has_aux, **kwargs)
 
@@ -659,10 +629,8 @@ def jvp(
     """Applies `jax.jvp` to a function that invokes modules, inside an invocation.
 
     Args:
-        tangents: of the arguments, in the same structure.
         state_tangents: of the current module's state, a dict like it; None where the state is
             constant.
-        has_aux: whether `fn` returns a pair of its result and auxiliary values.
 
     Returns:
         The result, its tangent, and with `has_aux` the auxiliary values.
@@ -692,7 +660,6 @@ def custom_vjp(
             `backward_fn`, such as the function returned by `vjp`.
         backward_fn: `backward_fn(*nondiff, residuals, cotangent)` returns the gradients of the
             current module's state and of each argument not in `nondiff_argnums`.
-        nondiff_argnums: the arguments without a gradient.
 
     Returns:
         A function with the arguments and results of `fn`, to be called inside an invocation.
@@ -728,7 +695,6 @@ def custom_jvp(
     Args:
         jvp_fn: `jvp_fn(*nondiff, primals, tangents, state_tangents)` returns the result of `fn` and
             its tangent; see `jvp`.
-        nondiff_argnums: the arguments without a tangent.
 
     Returns:
         A function with the arguments and results of `fn`; as for `custom_vjp`.

@@ -13,12 +13,17 @@ from weft.input.dispatch import (
     input_partition_spec as input_partition_spec, InputDispatcher as InputDispatcher,
     SpmdInputDispatcher as SpmdInputDispatcher,
 )
+from weft.input.in_memory import (
+    array_source as array_source, ArrayInput as ArrayInput, Arrays as Arrays, Batches as Batches,
+    IterableInput as IterableInput,
+)
 from weft.input.packing import PackedSequences as PackedSequences, token_stream as token_stream
 from weft.input.prefetch import (
     PrefetchingIterator as PrefetchingIterator, SavableIterator as SavableIterator,
     savable_iterator as savable_iterator,
 )
 from weft.input.tokenizers import (
-    ByteTokenizer as ByteTokenizer, HuggingFaceTokenizer as HuggingFaceTokenizer,
-    SentencePieceTokenizer as SentencePieceTokenizer, Tokenizer as Tokenizer,
+    as_tokenizer as as_tokenizer, ByteTokenizer as ByteTokenizer,
+    HuggingFaceTokenizer as HuggingFaceTokenizer, SentencePieceTokenizer as SentencePieceTokenizer,
+    Tokenizer as Tokenizer,
 )

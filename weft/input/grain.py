@@ -245,12 +245,21 @@ def per_feed_batch(
     return ds.batch(rows, **kwargs)
 
 
+def check_batch_size(global_batch_size: int) -> None:
+    """Raises an InputDispatchError unless the number is positive."""
+    if global_batch_size < 1:
+        raise InputDispatchError(
+            f"global_batch_size={global_batch_size} is not a number of rows; expected 1 or more."
+        )
+
+
 def feed_batch_size(global_batch_size: int, dispatch_config: DispatchConfig) -> int:
     """Returns the number of rows of a global batch in one shard.
 
     Raises:
-        InputDispatchError: If the batch size does not divide.
+        InputDispatchError: If the batch size is not positive, or does not divide.
     """
+    check_batch_size(global_batch_size)
     num_feeds = math.prod(dispatch_config.levels()[1])
     if global_batch_size % num_feeds:
         raise InputDispatchError(

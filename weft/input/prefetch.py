@@ -45,11 +45,11 @@ def savable_iterator(make: Callable[[], Iterable[Any]], name: str) -> SavableIte
         "resume, the ones before the position are read again.",
         name,
     )
-    return _CountingIterator(iterator, make)
+    return CountingIterator(iterator, make)
 
 
-class _CountingIterator:
-    """Iterator that counts its items."""
+class CountingIterator:
+    """Iterator that counts its items, and reads them again to restore a count."""
 
     def __init__(self, iterator: Iterator[Any], make: Callable[[], Iterable[Any]]):
         self._iterator, self._make, self._count = iterator, make, 0

@@ -43,7 +43,7 @@ from weft.input.corpus import Corpus, Split, stdlib_corpus
 from weft.input.grain_lm import PairFeatures, next_token_pairs, pack_pairs
 from weft.input.packing import PackedSequences, token_stream
 from weft.input.token_cache import document_text, tokenize_documents
-from weft.input.tokenizers import ByteTokenizer, Tokenizer
+from weft.input.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer
 
 
 def sequence_batches(
@@ -156,7 +156,7 @@ def lm_text_source(
     global_batch_size: int,
     is_training: bool,
     seed: int = 0,
-    tokenizer: ConfigOr[Tokenizer] = BYTES,
+    tokenizer: ConfigOr[Tokenizer] | str = BYTES,
     segments: bool = False,
     max_examples: int | None = None,
     num_workers: int = 0,
@@ -166,6 +166,7 @@ def lm_text_source(
     Args:
         is_training: Whether examples are endless, reshuffled in each pass; or in order, once, with
             padding in the last batch.
+        tokenizer: May be the path of a tokenizer's file; see `as_tokenizer`.
         segments: Whether examples have segment ids, which keep attention within documents; see
             `PackedSequences`.
         max_examples: Maximum number of examples, evenly spaced over the text.
@@ -174,9 +175,10 @@ def lm_text_source(
 
     Raises:
         EmptyCorpusError: If there is no batch to train on, or nothing to evaluate.
+        InputDispatchError: If `global_batch_size` is not positive.
     """
     corpus = maybe_instantiate(corpus)
-    loaded: Tokenizer = maybe_instantiate(tokenizer)
+    loaded = as_tokenizer(tokenizer)
     documents = (loaded.encode(file.text) for file in corpus.split(split))
     pack = _packing(loaded, sequence_length, global_batch_size, is_training, segments)
     stream = token_stream(documents, eos_id=loaded.eos_id)
@@ -198,6 +200,7 @@ def _packing(
     segments: bool,
 ) -> Callable[..., PackedSequences]:
     """Returns `PackedSequences` with all arguments but the stream."""
+    grain_input.check_batch_size(global_batch_size)
     return functools.partial(
         PackedSequences,
         sequence_length=sequence_length,
@@ -215,7 +218,7 @@ def lm_documents_source(
     documents: ConfigOr[Any] | Mapping[str, ConfigOr[Any]],
     weights: Mapping[str, float] | None = None,
     text_key: str = "text",
-    tokenizer: ConfigOr[Tokenizer] = BYTES,
+    tokenizer: ConfigOr[Tokenizer] | str = BYTES,
     sequence_length: int,
     global_batch_size: int,
     is_training: bool,
@@ -248,7 +251,7 @@ def lm_documents_source(
     [[256, 111, 110, 101], [256, 116, 119, 111]]
     """
     named = named_documents(documents, weights)
-    loaded: Tokenizer = maybe_instantiate(tokenizer)
+    loaded = as_tokenizer(tokenizer)
     pack = _packing(loaded, sequence_length, global_batch_size, is_training, segments)
     sources = [
         pack(tokenize_documents(maybe_instantiate(dataset), loaded, text_key=text_key))
@@ -287,7 +290,7 @@ def lm_stream_source(
     documents: ConfigOr[Any] | Mapping[str, ConfigOr[Any]],
     weights: Mapping[str, float] | None = None,
     text_key: str = "text",
-    tokenizer: ConfigOr[Tokenizer] = BYTES,
+    tokenizer: ConfigOr[Tokenizer] | str = BYTES,
     sequence_length: int,
     global_batch_size: int,
     is_training: bool,
@@ -314,7 +317,7 @@ def lm_stream_source(
             names the document.
     """
     named = named_documents(documents, weights)
-    loaded: Tokenizer = maybe_instantiate(tokenizer)
+    loaded = as_tokenizer(tokenizer)
     datasets = {name: maybe_instantiate(one) for name, one in named.items()}
     for name, one in datasets.items():
         if not len(one):

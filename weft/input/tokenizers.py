@@ -6,7 +6,7 @@
 
 For bytes, ids 0 to 255 are the bytes, and two more ids are special. A model's bits per byte then
 follow exactly from its cross-entropy. Trained tokenizers need the extra `text`; text never encodes
-to special tokens, even if it spells one.
+to special tokens, even if it spells one. Inputs also take the path of a tokenizer's file alone.
 """
 
 import contextlib
@@ -14,11 +14,12 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from weft._lazy import import_extra
+from weft.config import ConfigOr, maybe_instantiate
 from weft.errors import MissingExtraError, TokenizerError
 from weft.serialization.untrusted import open_file
 
@@ -77,6 +78,9 @@ class ByteTokenizer:
     vocab_size = 258
     token_num_bytes = (np.arange(vocab_size) < eos_id).astype(np.int32)
     fingerprint = "bytes"
+
+    def __repr__(self) -> str:
+        return "ByteTokenizer()"
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Encodes a text as `Int32[np.ndarray, "bytes"]`, without an end."""
@@ -287,3 +291,27 @@ def _piece_num_bytes(piece: str) -> int:
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         return 1  # a byte of an unknown character
     return len(piece.replace("▁", " ").encode())
+
+
+def as_tokenizer(tokenizer: ConfigOr[Tokenizer] | str) -> Tokenizer:
+    """Returns a tokenizer from its config, or from the path of its file.
+
+    A path that ends in `.json` is that of a `HuggingFaceTokenizer`, one that ends in `.model` that
+    of a `SentencePieceTokenizer`.
+
+    Raises:
+        TokenizerError: If the file cannot be loaded, or its name has another ending.
+
+    >>> as_tokenizer(ByteTokenizer()).vocab_size
+    258
+    """
+    if not isinstance(tokenizer, str):
+        return maybe_instantiate(tokenizer)
+    kinds: dict[str, Any] = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
+    kind = kinds.get(os.path.splitext(tokenizer)[1])
+    if kind is not None:
+        return kind(tokenizer)
+    raise TokenizerError(
+        f"{tokenizer!r} is not the path of a tokenizer; pass that of a tokenizer.json of Hugging "
+        "Face, or of a SentencePiece model, *.model"
+    )

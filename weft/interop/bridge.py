@@ -107,22 +107,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 def compact(f: F) -> F:
     """Marks a method in which submodules can be made; they are named by their classes.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from weft.nnx import bridge
-        >>> class Dense(bridge.Module):
-        ...     features: int
-        ...
-        ...     def __call__(self, x):
-        ...         init = jax.nn.initializers.normal()
-        ...         return x @ self.param("kernel", init, (x.shape[-1], self.features))
-        >>> class Pair(bridge.Module):
-        ...     @bridge.compact
-        ...     def __call__(self, x):
-        ...         return Dense(2)(Dense(4)(x))
-        >>> variables = Pair().init(jax.random.key(0), jnp.ones((1, 3)))
-        >>> jax.tree.map(jnp.shape, variables)
-        {'params': {'Dense_0': {'kernel': (4, 2)}, 'Dense_1': {'kernel': (3, 4)}}}
+    >>> from weft.nnx import bridge
+    >>> class Dense(bridge.Module):
+    ...     features: int
+    ...     def __call__(self, x):
+    ...         init = jax.nn.initializers.normal()
+    ...         return x @ self.param("kernel", init, (x.shape[-1], self.features))
+    >>> class Pair(bridge.Module):
+    ...     @bridge.compact
+    ...     def __call__(self, x):
+    ...         return Dense(2)(Dense(4)(x))
+    >>> variables = Pair().init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> jax.tree.map(jnp.shape, variables)
+    {'params': {'Dense_0': {'kernel': (4, 2)}, 'Dense_1': {'kernel': (3, 4)}}}
     """
     call = _with_current_module(f, in_compact=True)
     vars(call)["_with_current_module"] = True
@@ -285,7 +282,6 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
 
         Args:
             init_fn: makes the initial value, from a key and `init_args`.
-            *init_args: for `init_fn`, such as the shape.
             unbox: ignored; the variable holds the value, and its metadata the axes.
 
         Raises:
@@ -518,16 +514,13 @@ def nnx_in_bridge_mdl(factory: Callable[[nnx.Rngs], M], name: str | None = None)
     Raises:
         BridgeContextError: outside of modules, or of `init` and `apply`.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from weft import nnx
-        >>> from weft.nnx import bridge
-        >>> class Head(bridge.Module):
-        ...     @bridge.compact
-        ...     def __call__(self, x):
-        ...         return bridge.nnx_in_bridge_mdl(lambda rngs: nnx.Linear(3, 2, rngs=rngs))(x)
-        >>> Head().init(0, jnp.ones((1, 3)))["params"]["Linear_0"]["kernel"].shape
-        (3, 2)
+    >>> from weft.nnx import bridge
+    >>> class Head(bridge.Module):
+    ...     @bridge.compact
+    ...     def __call__(self, x):
+    ...         return bridge.nnx_in_bridge_mdl(lambda rngs: nnx.Linear(3, 2, rngs=rngs))(x)
+    >>> Head().init(0, jnp.ones((1, 3)))["params"]["Linear_0"]["kernel"].shape
+    (3, 2)
     """
     parent = _current_parent("nnx_in_bridge_mdl")
     scope = parent._require_scope("the PRNG streams")
@@ -546,12 +539,8 @@ def nnx_in_bridge_mdl(factory: Callable[[nnx.Rngs], M], name: str | None = None)
 def linen_in_bridge_mdl(linen_module: object, name: str | None = None) -> ToNNX:
     """Returns a Linen module as a submodule of the running bridge module.
 
-    Args:
-        linen_module: the Linen module; `init` of the bridge module makes its variables.
-        name: of the attribute, by default derived from the class.
-
-    Raises:
-        BridgeContextError: outside of modules, or of `init` and `apply`.
+    `init` of the bridge module makes its variables. `name` and errors are as for
+    `nnx_in_bridge_mdl`.
     """
     parent = _current_parent("linen_in_bridge_mdl")
     scope = parent._require_scope("the PRNG streams")

@@ -192,8 +192,7 @@ class InHierarchy(BaseLayer):
 
         Attributes:
             layer: see `weft.interop.model_of`.
-            args: for a class of layers.
-            kwargs: for a class of layers.
+            args, kwargs: for a class of layers.
             inputs: of a call: arrays or `jax.ShapeDtypeStruct`.
         """
 
@@ -400,12 +399,10 @@ def as_hierarchy(x: object, /, *args: object, inputs: object = (), **kwargs: obj
     Raises:
         UnknownLayerError: on instantiation, if the library of `x` is unknown.
 
-    Example:
-        >>> from weft import linen as nn
-        >>> cfg = as_hierarchy(nn.Dense, 2, inputs=(jax.ShapeDtypeStruct((1, 3), "float32"),))
-        >>> layer = cfg.set(name="head").instantiate(parent=None)
-        >>> layer.create_parameter_specs_recursively()["params"]["kernel"].shape
-        (3, 2)
+    >>> cfg = as_hierarchy(nn.Dense, 2, inputs=(jax.ShapeDtypeStruct((1, 3), "float32"),))
+    >>> layer = cfg.set(name="head").instantiate(parent=None)
+    >>> layer.create_parameter_specs_recursively()["params"]["kernel"].shape
+    (3, 2)
     """
     if isinstance(x, Module.Config):
         return x.clone(**kwargs)

@@ -164,16 +164,13 @@ def as_linen(
     Raises:
         UnknownLayerError: if the library of `x` is unknown.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from weft import linen as nn, nnx
-        >>> class Model(nn.Module):
-        ...     @nn.compact
-        ...     def __call__(self, x):
-        ...         return as_linen(nnx.Linear, 3, 2, name="head")(x)
-        >>> variables = Model().init(jax.random.key(0), jnp.ones((1, 3)))
-        >>> jax.tree.map(jnp.shape, variables)
-        {'params': {'head': {'bias': (2,), 'kernel': (3, 2)}}}
+    >>> class Model(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return as_linen(nnx.Linear, 3, 2, name="head")(x)
+    >>> variables = Model().init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> jax.tree.map(jnp.shape, variables)
+    {'params': {'head': {'bias': (2,), 'kernel': (3, 2)}}}
     """
     if isinstance(x, linen.Module) and not (args or kwargs):
         return x if name is None else x.copy(name=name)

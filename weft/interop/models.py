@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from weft import errors
-from weft.config import REQUIRED, ClassConfigBase, FunctionConfigBase, InstantiableConfig
+from weft.config import REQUIRED, ClassConfigBase, FunctionConfigBase, InMemory, InstantiableConfig
 from weft.core.filters import Filter
 from weft.core.meta import is_axis_metadata
 from weft.nnx.rngs import Rngs
@@ -82,7 +82,6 @@ class Model(abc.ABC):
         Args:
             variables: as returned by `init`; values may be in boxes.
             rngs, training, method: see `init`.
-            mutable: the collections that may change.
 
         Returns:
             The call's result, and the new or changed entries of mutable collections.
@@ -114,8 +113,7 @@ class Model(abc.ABC):
 def import_library(name: str, extra: str) -> Any:
     """Imports and returns a library.
 
-    Raises:
-        MissingLibraryError: if it is missing; the message names the `extra` to install.
+    Raises MissingLibraryError if it is missing; the message names the `extra` to install.
     """
     try:
         return importlib.import_module(name)
@@ -175,8 +173,7 @@ def add_mode(
 def resolve_method(layer: object, method: Method, name: str) -> Callable[..., Any]:
     """Returns the layer itself, its method of that name, or a function of the layer.
 
-    Raises:
-        LayerMethodError: if the layer has no such method.
+    Raises LayerMethodError if the layer has no such method.
     """
     if method is None or method == "__call__":
         if callable(layer):
@@ -213,8 +210,7 @@ def check_variables(
     Args:
         wanted: objects with a shape, by collection and path.
 
-    Raises:
-        LayerVariablesError: if one is missing, or has another shape.
+    Raises LayerVariablesError if one is missing, or has another shape.
     """
     for path, value in wanted.items():
         if path not in given:
@@ -270,6 +266,8 @@ def model_of(x: object, *args: object, **kwargs: object) -> Model:
             f"{x!r} is not a class, but was given the arguments {args} and {kwargs}; "
             "pass a class and its arguments, or a layer alone."
         )
+    if isinstance(x, InMemory):
+        x = x.value
     if isinstance(x, Model):
         return x
     adapter = adapter_of(x)

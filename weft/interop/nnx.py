@@ -50,12 +50,9 @@ class ToNNX(nnx.Module):
         rngs: a key, or `Rngs` to fork. Each call draws one key of each stream; `default` replaces
             a missing `params`.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import linen as nn, nnx
-        >>> layer = ToNNX(nn.Dense(2), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((1, 3)))
-        >>> layer.kernel.shape
-        (3, 2)
+    >>> layer = ToNNX(nn.Dense(2), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((1, 3)))
+    >>> layer.kernel.shape
+    (3, 2)
     """
 
     def __init__(self, module: object, rngs: RngsLike = None):
@@ -208,12 +205,9 @@ def lazy_init(fn: ModuleOrMethod, *args: Any, **kwargs: Any) -> ModuleOrMethod:
     Raises:
         TransformArgumentError: if `fn` is neither an NNX module nor a method of one.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import linen as nn, nnx
-        >>> model = nnx.Sequential(ToNNX(nn.Dense(4), nnx.Rngs(0)), ToNNX(nn.Dense(2), nnx.Rngs(1)))
-        >>> lazy_init(model, jnp.ones((1, 3))).layers[1].kernel.shape
-        (4, 2)
+    >>> model = nnx.Sequential(ToNNX(nn.Dense(4), nnx.Rngs(0)), ToNNX(nn.Dense(2), nnx.Rngs(1)))
+    >>> lazy_init(model, jnp.ones((1, 3))).layers[1].kernel.shape
+    (4, 2)
     """
     of = fn if isinstance(fn, nnx.Module) else getattr(getattr(fn, "func", fn), "__self__", None)
     if not isinstance(of, nnx.Module) or not callable(fn):
@@ -383,8 +377,7 @@ class NNXModel(Model):
             rngs: keys by stream; drawing from another stream is an error.
             mutable: the collections whose missing values may be made.
 
-        Raises:
-            LayerVariablesError: if a value is missing, or a parameter has another shape.
+        Raises LayerVariablesError if a value is missing, or a parameter has another shape.
         """
         parts, given = self._describe(rngs), flatten_dict(variables)
         wanted = self._by_collection(parts.leaves)
@@ -468,10 +461,6 @@ class NNXModel(Model):
         """Makes the variables of other libraries' layers in a new module, by calling it.
 
         All other changes of the call are reverted.
-
-        Args:
-            method: the method to call.
-            training: whether this is part of training; None does not set the mode.
         """
         graph = [x for _, x in nnx.iter_graph(module)]
         if all(x._own_variables() for x in graph if isinstance(x, ToNNX)):
@@ -523,7 +512,6 @@ class InNNX(ToNNX):
     `train()` and `eval()` of the surrounding model set its mode.
 
     Args:
-        rngs: the streams from which its keys are drawn.
         mutable: the collections that a call may change.
 
     Attributes:
@@ -581,12 +569,9 @@ def as_nnx(x: object, /, *args: object, rngs: RngsLike = None, **kwargs: object)
     Raises:
         UnknownLayerError: if the library of `x` is unknown.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import linen as nn, nnx
-        >>> layer = as_nnx(nn.Dense(2), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((1, 3)))
-        >>> layer.kernel.shape, layer(jnp.ones((4, 3))).shape
-        ((3, 2), (4, 2))
+    >>> layer = as_nnx(nn.Dense(2), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((1, 3)))
+    >>> layer.kernel.shape, layer(jnp.ones((4, 3))).shape
+    ((3, 2), (4, 2))
     """
     if isinstance(x, nnx.Module) and not (args or kwargs):
         return x

@@ -97,13 +97,10 @@ def to_linen(
         abstract_init: whether `apply` skips computing the initial values.
         **kwargs: for the class, except `rngs`.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from weft import nnx
-        >>> model = to_linen(nnx.Linear, 3, 2)
-        >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
-        >>> jax.tree.map(jnp.shape, variables)
-        {'params': {'bias': (2,), 'kernel': (3, 2)}}
+    >>> model = to_linen(nnx.Linear, 3, 2)
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> jax.tree.map(jnp.shape, variables)
+    {'params': {'bias': (2,), 'kernel': (3, 2)}}
     """
     return ToLinen(
         nnx_class,
@@ -153,13 +150,10 @@ class Functional(Generic[M]):
 def functional(cls: type[M]) -> Callable[..., Functional[M]]:
     """Returns a class of modules whose instances are made by `init`.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> linear = functional(nnx.Linear)(3, 2)
-        >>> state = linear.init(rngs=nnx.Rngs(0))
-        >>> y, (graphdef, state) = linear.apply(state)(jnp.ones((1, 3)))
-        >>> y.shape
-        (1, 2)
+    >>> linear = functional(nnx.Linear)(3, 2)
+    >>> state = linear.init(rngs=nnx.Rngs(0))
+    >>> y, (graphdef, state) = linear.apply(state)(jnp.ones((1, 3)))
+    >>> y.shape
+    (1, 2)
     """
     return lambda *args, **kwargs: Functional(cls, None, args, kwargs)

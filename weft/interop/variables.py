@@ -30,14 +30,11 @@ class NNXMeta(AxisMetadata):
     """A value in a Linen collection with the metadata of its NNX variable.
 
     Attributes:
-        var_type: the class of the variable.
         metadata: its metadata; `out_sharding` is the layout of its axes.
 
-    Example:
-        >>> from weft import nnx
-        >>> box = NNXMeta(nnx.Param, jax.numpy.ones((4, 8)), {"out_sharding": (None, "model")})
-        >>> box.add_axis(0, {"partition_name": "layers"}).metadata["out_sharding"]
-        ('layers', None, 'model')
+    >>> box = NNXMeta(nnx.Param, jax.numpy.ones((4, 8)), {"out_sharding": (None, "model")})
+    >>> box.add_axis(0, {"partition_name": "layers"}).metadata["out_sharding"]
+    ('layers', None, 'model')
     """
 
     var_type: type[nnx.Variable[Any]]
@@ -178,10 +175,9 @@ def with_partitioning(
         names: for each axis of the value a mesh axis, a tuple of them, or None.
         mesh: the mesh; by default that of `jax.set_mesh`.
 
-    Example:
-        >>> init = with_partitioning(jax.nn.initializers.ones, (None, "model"))
-        >>> init(jax.random.key(0), (4, 8)).metadata["out_sharding"]
-        (None, 'model')
+    >>> init = with_partitioning(jax.nn.initializers.ones, (None, "model"))
+    >>> init(jax.random.key(0), (4, 8)).metadata["out_sharding"]
+    (None, 'model')
     """
 
     @functools.wraps(fn)

@@ -183,7 +183,7 @@ def _leave(error: BaseException, process_id: int) -> None:
     code = 1
     with contextlib.suppress(OSError):  # stderr may be closed
         if isinstance(error, WeftError):
-            code = 2
+            code = error.exit_code
             print(f"weft: {error}", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
             code = 130

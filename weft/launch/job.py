@@ -24,8 +24,8 @@ RENDEZVOUS_TOKEN = "WEFT_RENDEZVOUS_TOKEN"
 """Secret of all processes of a run; process 0 rejects others."""
 
 STOPPED_EXIT_CODE = "WEFT_STOPPED_EXIT_CODE"
-"""Exit code of `weft train` after a requested stop before its last step; 0 if unset. Schedulers
-that restart only failed jobs need another code.
+"""Exit code of `weft train` that a signal has stopped before its last step; if unset, 128 plus the
+number of the signal.
 """
 
 TRY_AGAIN = {STOPPED_EXIT_CODE: "75"}

@@ -38,7 +38,9 @@ class LocalJob(Job):
         failure_grace_seconds: float = 5
 
     def run(self) -> int:
-        """Runs the processes to their end; returns 0, or the first failure's exit code.
+        """Runs the processes to their end; returns 0, or the exit code of the first failure.
+
+        After a signal it is that of the processes: 143 after SIGTERM, where they save and stop.
 
         Raises:
             JobConfigError: if they cannot be started.
@@ -50,7 +52,7 @@ class LocalJob(Job):
                 _report(failure_text(outcome, cfg.num_processes))
             elif outcome.stopped_by is not None:
                 codes = ", ".join(f"process {e.index}: {e.code}" for e in sorted(outcome.ended))
-                _report(f"stopped by {outcome.stopped_by}, forwarded to all; exit codes: {codes}")
+                _report(f"stopped by {outcome.stopped_by}; exit codes: {codes}")
             if outcome.failed is None or not tries_left:
                 break
             _report(f"restarting all processes; tries left after this one: {tries_left - 1}")

@@ -46,7 +46,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         failed: the first process that failed on its own, if any.
-        stopped_by: name of the signal that requested the stop, if any.
+        stopped_by: name of the signal that stopped the processes, if any; either it was forwarded
+            to them, or one of them has the exit code of a process that handled it.
     """
 
     ended: tuple[Ended, ...]
@@ -186,10 +187,13 @@ class ProcessGroup:
                 continue
             ended.append(self._described(index, moment))
             if ended[-1].code and failed is None:
+                stopped_by = _stop_signal(ended[-1])
                 if self._stopped_by is None:
-                    failed = ended[-1]
+                    failed = None if stopped_by else ended[-1]
+                    self._stopped_by = stopped_by
                     self._forward_signal(signal.SIGTERM)  # asks the others to stop
-                self._end_within(self._failure_grace_seconds)
+                grace = self._grace_seconds if stopped_by else self._failure_grace_seconds
+                self._end_within(grace)
         return Outcome(tuple(ended), failed, self._stopped_by)
 
     def _described(self, index: int, moment: float) -> Ended:
@@ -224,6 +228,13 @@ class ProcessGroup:
         self._stopped_by = self._stopped_by or forwarded.name
         self._end_within(self._grace_seconds)
         self._forward_signal(forwarded)
+
+
+def _stop_signal(ended: Ended) -> str | None:
+    """Returns the signal that a process has handled, which its exit code tells, if any."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handled = {128 + number: number.name for number in numbers}
+    return None if ended.signal_name else handled.get(ended.code)
 
 
 def _open_log(path: str) -> BinaryIO:

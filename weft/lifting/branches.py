@@ -54,14 +54,14 @@ def switch(
     Raises:
         BranchStructureError: if results or final states differ in structure, shape or dtype.
     """
-    pure = functools.partial(_run_switch, kind, branches, names)
+    pure = functools.partial(_run_switch, kind, names)
     chosen = jit_by_structure(tuple(branches), kind, pure)
 
     def call(index: ArrayLike, *args: object) -> Any:
         outer, pure_args = split_args(kind, args, in_axes, call=functools.partial(call, index))
         static, _ = pure_args.static.value
         structure, leaves = flatten_units(static, Units.of_pure_args(pure_args))
-        results = chosen.value(structure, leaves, index)
+        results = chosen(structure, leaves, index)
         return commit_results(kind, outer, restore_unchanged(leaves, results))
 
     return call
@@ -114,8 +114,8 @@ class _TracedBranch:
 
 def _run_switch(
     kind: Kind,
-    branches: Sequence[Callable[..., Any]],
     names: Sequence[str] | None,
+    branches: Sequence[Callable[..., Any]],
     static: object,
     units: Units,
     index: ArrayLike,

@@ -48,8 +48,8 @@ def while_loop(
         RoleError: for an unsupported role, or a condition that reads references (`jax.Ref`).
     """
 
-    def pure(static: tuple[Any, CarryStructures], units: Units) -> PureResults:
-        of_kind, trees = static
+    def pure(fns: Any, static: tuple[Any, CarryStructures], units: Units) -> PureResults:
+        (cond_fn, body_fn), (of_kind, trees) = fns, static
         make = functools.partial(_WhileBody, kind, body_fn, CARRY, trees)
         body, step, initial = body_with_state(
             kind, make, of_kind, units, lambda body: (body.carry, jnp.int32(0))
@@ -90,7 +90,7 @@ def while_loop(
         static, _ = pure_args.static.value
         of_call = static, carry_structures_of_args(in_axes, pure_args.packed)
         structure, leaves = flatten_units(of_call, units)
-        results = restore_unchanged(leaves, looped.value(structure, leaves))
+        results = restore_unchanged(leaves, looped(structure, leaves))
         return commit_results(kind, outer, results)
 
     return call

@@ -83,8 +83,8 @@ def scan(
     metadata = metadata or {}
     options = {"reverse": reverse, "unroll": unroll, "_split_transpose": split_transpose}
 
-    def pure(static: tuple[Any, int, CarryStructures], units: Units) -> PureResults:
-        of_kind, n, trees = static
+    def pure(fns: Any, static: tuple[Any, int, CarryStructures], units: Units) -> PureResults:
+        (fn,), (of_kind, n, trees) = fns, static
         index = n - 1 if reverse and n else 0
 
         def first(body: LoopBody) -> tuple[Any, Any]:
@@ -100,7 +100,7 @@ def scan(
         results = body.results(carry, ys, runs=n > 0)
         return final_results(kind, results, initial, body.end)
 
-    looped = jit_by_structure(fn, (kind, out_axes, *options.values()), pure)
+    looped = jit_by_structure((fn,), (kind, out_axes, *options.values()), pure)
 
     def call(*args: object) -> Any:
         outer, pure_args = split_args(kind, args, in_axes, of_carriers=of_carriers, call=call)
@@ -113,7 +113,7 @@ def scan(
         static, _ = pure_args.static.value
         of_call = static, n, carry_structures_of_args(in_axes, pure_args.packed)
         structure, leaves = flatten_units(of_call, entered)
-        results = restore_unchanged(leaves, looped.value(structure, leaves))
+        results = restore_unchanged(leaves, looped(structure, leaves))
         return commit_results(
             kind, outer, axes.leave_axis(kind, pure_args, results, out_axes, metadata)
         )
@@ -133,6 +133,7 @@ class LoopBody:
         collected: the static half of the results.
         end: the groups after a run, without arrays.
         created: the state that a run has created and that must exist before the loop.
+        used: whether such a run depends on each leaf of the carry, and on the slices.
     """
 
     transformation = "scan"
@@ -156,6 +157,7 @@ class LoopBody:
             [_move_axis_to_front(v, r) for v, r in units.pairs() if _is_sliced(r)]
         )
         self.created: CreatedState | None = None
+        self.used: tuple[Any, ...] = ()
 
     def inside(self, carry: list[Any], xs: object) -> Units:
         """Returns the state with which an iteration begins."""
@@ -177,8 +179,16 @@ class LoopBody:
         if new is not None:
             leaves, tree = jax.tree.flatten(new)
             self.created = CreatedState(tree, self.collected.value)
+            given = {id(x): i for i, x in enumerate(jax.tree.leaves(units.values))}
+            # Which input each leaf of the results is, or None.
+            self._passed = [
+                given.get(id(x)) if role is CARRY else None
+                for value, role in returned.pairs()
+                for x in jax.tree.leaves(value)
+            ]
+            results = zip(jax.tree.leaves(returned.values), self._passed, strict=True)
             self._returned = returned.with_values([_types(v) for v in returned.values])
-            return leaves
+            return leaves, [x for x, i in results if i is None]
         self._check(units, returned, carry_structures(self._out_axes, results.packed))
         new_carry = _without_refs(jax.tree.leaves(returned.values_with_role(CARRY)))
         ys, self._ys_tree = jax.tree.flatten([v for v, r in returned.pairs() if _is_sliced(r)])
@@ -235,16 +245,27 @@ class LoopBody:
         return PureResults(collected, *merged.packed())
 
     def undefined_results(self, length: int = 0) -> PureResults:
-        """Returns undefined results of the types that the last run has returned."""
-        leaves, trees = [], []
+        """Returns undefined results of the types that the last run, a creating one, has returned.
+
+        Unchanged leaves of the carry are the initial values.
+        """
+        types, trees = [], []
         for value, role in self._returned.pairs():
             of_value, tree = jax.tree.flatten(value)
             trees.append(tree)
             axis = 0 if role is FORK else role if isinstance(role, int) else None
-            leaves += [unmapped_aval(length, axis, x) for x in of_value]
-        inputs = [x for x in jax.tree.leaves(self._units.values) if not isinstance(x, jax.Ref)]
-        rest = iter(undefined(leaves, inputs))
-        values = [tree.unflatten(itertools.islice(rest, tree.num_leaves)) for tree in trees]
+            types += [unmapped_aval(length, axis, x) for x in of_value]
+        given = jax.tree.leaves(self._units.values)
+        is_used = jax.tree.leaves(self.inside(*self.used).values)
+        inputs = [
+            x
+            for x, flag in zip(given, is_used, strict=True)
+            if flag is not False and not isinstance(x, jax.Ref)
+        ]
+        changed = [x for x, i in zip(types, self._passed, strict=True) if i is None]
+        rest = iter(undefined(changed, inputs))
+        leaves = iter([next(rest) if i is None else given[i] for i in self._passed])
+        values = [tree.unflatten(itertools.islice(leaves, tree.num_leaves)) for tree in trees]
         return PureResults(self.collected, *self._returned.with_values(values).packed())
 
     def _check(self, units: Units, returned: Units, trees: CarryStructures) -> None:

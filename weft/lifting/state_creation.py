@@ -309,6 +309,7 @@ def _body_with_state(
     has_refs = any(isinstance(x, jax.Ref) for x in jax.tree.leaves(units.values))
     if kind.is_discarded(body.created.static) and not has_refs:
         _DISCARDED.count += 1
+        body.used = jax.tree.unflatten(jax.tree.structure(args), traced.uses())
         return body, None, run.undefined(begun)
     given, created = units, run.values(begun)
     units = _with_created(kind, given, created)
@@ -373,7 +374,8 @@ class _CreatingRun:
     def undefined(self, entries: list[Any]) -> list[Any]:
         """Returns numbered entries with undefined arrays."""
         numbers, tree = jax.tree.flatten(entries)
-        types = [self._traced.shapes[i] for i in numbers]
+        created, _ = self._traced.shapes
+        types = [created[i] for i in numbers]
         return tree.unflatten(undefined(types, jax.tree.leaves(self._args)))
 
 

@@ -4,8 +4,9 @@ JAX identifies a function by identity, so a function redefined at each call is r
 call. Here, two functions are equal if they have the same code, and the values in their closures,
 defaults and globals are equal. A value that cannot be compared safely (a mutable array, a tracer, a
 mutable object) makes a function equal only to itself: recompiling is better than reusing another
-function's values. While a library replaces JAX's products, as for quantization, nothing is shared
-with traces from before.
+function's values. For loops and branches, tracers in closures are inputs of the trace instead.
+While a library replaces JAX's products, as for quantization, nothing is shared with traces from
+before.
 
 Outside of `jax.jit`, a loop or a branch runs in a `jax.jit` for this reason, with static values as
 structure; inside of another trace, this has no effect. An output that is an unchanged input is
@@ -20,6 +21,7 @@ larger than a chunk gets its own chunk, with additional room.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import dis
 import enum
@@ -84,9 +86,13 @@ _cache: OrderedDict[Hashable, Any] = OrderedDict()
 def cached_for_equal_functions(parts: object, make: Callable[[], T]) -> T:
     """Returns the cached object of equal `parts`, all its inputs, or `make()`."""
     try:
-        key = _constant_key(parts, ()), _replaced_products()
+        return _cached(parts, make)
     except _Incomparable:
         return make()
+
+
+def _cached(parts: object, make: Callable[[], T]) -> T:
+    key = _constant_key(parts, ()), _replaced_products()
     if key in _cache:
         _cache.move_to_end(key)
     else:
@@ -328,32 +334,95 @@ def with_large_frame(fn: Callable[..., T], /, *args: object, **kwargs: object) -
     return fn(*args, **kwargs)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Captured:
+    """Place of a tracer in a closure."""
+
+    index: int
+
+
+def _map_closures(fns: tuple[Any, ...], change: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Returns functions whose closures, also those of functions in there, have changed contents."""
+    copies: dict[int, types.FunctionType] = {}
+
+    def copied(x: Any) -> Any:
+        if type(x) is not types.FunctionType or x.__closure__ is None:
+            return change(x)
+        if id(x) not in copies:
+            cells = tuple(types.CellType() for _ in x.__closure__)
+            fn = types.FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, cells)
+            copies[id(x)] = fn
+            fn.__kwdefaults__, fn.__qualname__ = x.__kwdefaults__, x.__qualname__
+            fn.__module__, fn.__doc__ = x.__module__, x.__doc__
+            fn.__dict__.update({name: copied(value) for name, value in x.__dict__.items()})
+            for cell, of in zip(cells, x.__closure__, strict=True):
+                cell.cell_contents = copied(of.cell_contents)
+        return copies[id(x)]
+
+    return tuple(map(copied, fns))
+
+
+def _take_tracers(fns: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
+    """Returns functions with `_Captured` in place of the tracers in their closures, and those."""
+    found: list[Any] = []
+
+    def take(x: Any) -> Any:
+        if not isinstance(x, jax.core.Tracer) or isinstance(x, jax.Ref):
+            return x
+        found.append(x)
+        return _Captured(len(found) - 1)
+
+    try:
+        taken = _map_closures(fns, take)
+    except ValueError:  # a name that has no value yet
+        return fns, []
+    return (taken, found) if found else (fns, found)
+
+
 def jit_by_structure(
-    fns: Any, options: Any, pure: Callable[..., Any]
-) -> LazyCached[Callable[..., tuple[list[Any], Static]]]:
-    """Returns `pure(static, units, *arrays)`, traced once for equal structure.
+    fns: tuple[Callable[..., Any], ...], options: Any, pure: Callable[..., Any]
+) -> Callable[..., tuple[list[Any], Static]]:
+    """Returns `pure(fns, static, units, *arrays)`, traced once for equal structure.
 
     The function takes the results of `flatten_units`, then `arrays`; `restore_unchanged` takes its
     result. `fns` are the user's functions that `pure` calls, and `options` its other dependencies.
+    Tracers in the closures of `fns` are inputs of the trace.
     """
 
-    def make() -> Callable[..., Any]:
+    def make(fns: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
         # Takes leaves instead of trees, since JAX flattens its arguments repeatedly.
         @large_frame
-        def of_leaves(structure: Static, leaves: list[Any], *arrays: object) -> tuple[Any, Static]:
+        def of_leaves(
+            structure: Static, leaves: list[Any], captured: list[Any], *arrays: object
+        ) -> tuple[Any, Static]:
+            def give(x: Any) -> Any:
+                return captured[x.index] if type(x) is _Captured else x
+
             static, layout, trees = structure.value
             rest = map(_unwrap_leaf, leaves)
             values = [tree.unflatten(itertools.islice(rest, tree.num_leaves)) for tree in trees]
-            results, tree = jax.tree.flatten(pure(static, Units(layout, values), *arrays))
+            called = _map_closures(fns, give) if captured else fns
+            results, tree = jax.tree.flatten(pure(called, static, Units(layout, values), *arrays))
             given = {id(x): i for i, x in enumerate(leaves) if isinstance(x, jax.Array | jax.Ref)}
             kept = {i: given[id(x)] for i, x in enumerate(results) if id(x) in given}
             changed = [x for i, x in enumerate(results) if i not in kept]
             return changed, Static((tree, tuple(kept.items())))
 
-        named = fns[-1] if isinstance(fns, tuple) else fns
-        return jax.jit(named_after(named, of_leaves), inline=True)
+        return jax.jit(named_after(fns[-1], of_leaves), inline=True)
 
-    return LazyCached((fns, options), make)
+    as_given = LazyCached((fns, options), lambda: make(fns))
+
+    def call(structure: Static, leaves: list[Any], *arrays: object) -> tuple[list[Any], Static]:
+        taken, captured = _take_tracers(fns)
+        traced = None
+        if captured:
+            with contextlib.suppress(_Incomparable):
+                traced = _cached((taken, options), lambda: make(taken))
+        if traced is None:
+            return as_given.value(structure, leaves, [], *arrays)
+        return traced(structure, leaves, captured, *arrays)
+
+    return call
 
 
 def flatten_units(static: object, units: Units) -> tuple[Static, list[Any]]:

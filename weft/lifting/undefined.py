@@ -1,7 +1,7 @@
 """Arrays of known types without values, in traces that are not compiled.
 
-They depend on the inputs of the loop that would compute them, also under `vmap` and in derivatives,
-so whatever is computed from them contains the primitive. It cannot be evaluated or compiled.
+They depend on the inputs that the loop would read, also under `vmap` and in derivatives, such that
+results computed from them contain the primitive. It cannot be evaluated or compiled.
 """
 
 from __future__ import annotations

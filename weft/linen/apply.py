@@ -27,12 +27,9 @@ def apply(
     Returns:
         `applied(variables, *args, rngs=None, **kwargs)`.
 
-    Example:
-        >>> import jax
-        >>> from weft import linen as nn
-        >>> twice = nn.apply(lambda dense, x: dense(dense(x)), nn.Dense(1, use_bias=False))
-        >>> twice({"params": {"kernel": jax.numpy.full((1, 1), 3.0)}}, jax.numpy.ones(1)).tolist()
-        [9.0]
+    >>> twice = nn.apply(lambda dense, x: dense(dense(x)), nn.Dense(1, use_bias=False))
+    >>> twice({"params": {"kernel": jax.numpy.full((1, 1), 3.0)}}, jax.numpy.ones(1)).tolist()
+    [9.0]
     """
 
     def applied(variables: Mapping[str, Any], *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
@@ -48,10 +45,9 @@ def init_with_output(
     mutable: Filter = ALL_BUT_INTERMEDIATES,
     capture_intermediates: Any = False,
 ) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Returns a function that creates the variables for a function of a module; see `apply`.
+    """Returns `initialize(rngs, *args, **kwargs)`, which creates the variables; see `apply`.
 
-    Returns:
-        `initialize(rngs, *args, **kwargs)`, which returns the result of `fn` and the variables.
+    It returns the result of `fn` and the variables.
     """
 
     def initialize(rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -81,17 +77,14 @@ def share_scope(module: Module, other: Module) -> None:
 
     The shared scope is that of `other`, unless `other` is below `module`.
 
-    Example:
-        >>> import jax
-        >>> from weft import linen as nn
-        >>> class Logged(nn.Module):
-        ...     inner: nn.Module
-        ...     def setup(self):
-        ...         nn.share_scope(self, self.inner)
-        ...     def __call__(self, x):
-        ...         return self.inner(x)
-        >>> sorted(Logged(nn.Dense(2)).init(jax.random.key(0), jax.numpy.ones(3))["params"])
-        ['bias', 'kernel']
+    >>> class Logged(nn.Module):
+    ...     inner: nn.Module
+    ...     def setup(self):
+    ...         nn.share_scope(self, self.inner)
+    ...     def __call__(self, x):
+    ...         return self.inner(x)
+    >>> sorted(Logged(nn.Dense(2)).init(jax.random.key(0), jax.numpy.ones(3))["params"])
+    ['bias', 'kernel']
     """
     if module.scope is None or other.scope is None:
         unbound = module if module.scope is None else other
@@ -109,9 +102,8 @@ def merge_param(name: str, a: T | None, b: T | None) -> T:
     Raises:
         ParameterGivenTwiceError: if both or neither are given; names the parameter `name`.
 
-    Example:
-        >>> merge_param("deterministic", None, True)
-        True
+    >>> merge_param("deterministic", None, True)
+    True
     """
     if a is None and b is None:
         raise ParameterGivenTwiceError(name, "not at all")

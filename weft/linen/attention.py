@@ -57,7 +57,6 @@ def dot_product_attention_weights(
         bias: added to the logits, broadcastable to `(*batch, heads, target, source)`.
         mask: True where a query may attend, broadcastable to the same shape.
         broadcast_dropout: whether all examples and heads share a dropout mask.
-        dropout_rng: key for dropout.
         dtype: dtype of the computation; by default promoted from query and key.
         precision: see `jax.lax.dot_general`.
         module: stores the weights before dropout, as `attention_weights` in its collection
@@ -70,11 +69,9 @@ def dot_product_attention_weights(
         ArgumentShapeError: if the shapes do not match.
         ArgumentValueError: if the key for dropout is missing.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> x = jnp.ones((1, 2, 1, 4))
-        >>> dot_product_attention_weights(x, x).tolist()
-        [[[[0.5, 0.5], [0.5, 0.5]]]]
+    >>> x = jnp.ones((1, 2, 1, 4))
+    >>> dot_product_attention_weights(x, x).tolist()
+    [[[[0.5, 0.5], [0.5, 0.5]]]]
     """
     query, key = promote_dtype(query, key, dtype=dtype)
     attention.check_attention_shapes(query, key)
@@ -120,14 +117,11 @@ def dot_product_attention(
     See `dot_product_attention_weights` for the other arguments and errors.
 
     Args:
-        qk_attn_weights_einsum: einsum of queries and keys.
         attn_weights_value_einsum: einsum of weights and values; give both or neither.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> x = jnp.ones((1, 3, 2, 4))
-        >>> dot_product_attention(x, x, x).shape
-        (1, 3, 2, 4)
+    >>> x = jnp.ones((1, 3, 2, 4))
+    >>> dot_product_attention(x, x, x).shape
+    (1, 3, 2, 4)
     """
     if (qk_attn_weights_einsum is None) != (attn_weights_value_einsum is None):
         raise ArgumentValueError(
@@ -169,25 +163,20 @@ class MultiHeadDotProductAttention(Module):
         dtype: dtype of the computation; by default promoted from inputs and parameters.
         qkv_features: total size of all heads; by default the size of `inputs_q`.
         out_features: output size; by default the size of `inputs_q`.
-        broadcast_dropout: whether all examples and heads share a dropout mask.
         deterministic: disables dropout; set here or in the call.
         out_kernel_init, out_bias_init: by default `kernel_init` and `bias_init`.
         attention_fn: replaces `dot_product_attention`; receives the options among its parameters.
         decode: whether to use a cache, see the module docstring.
         normalize_qk: whether to apply a layer norm to queries and keys (Dehghani et al., 2023).
-        force_fp32_for_softmax: whether to compute the softmax in float32.
         qkv_dot_general, out_dot_general: used in `query`, `key` and `value`, and in `out`.
         qkv_dot_general_cls, out_dot_general_cls: factories that take precedence over these.
-        qk_attn_weights_einsum_cls: factory of the einsum of queries and keys.
-        attn_weights_value_einsum_cls: factory of the einsum of weights and values.
+        qk_attn_weights_einsum_cls, attn_weights_value_einsum_cls: factories of both einsums.
 
-    Example:
-        >>> import jax
-        >>> layer = MultiHeadDotProductAttention(num_heads=2, qkv_features=6)
-        >>> text, image = jnp.ones((1, 5, 8)), jnp.ones((1, 7, 3))
-        >>> y, variables = layer.init_with_output(jax.random.key(0), text, image)
-        >>> y.shape, variables["params"]["key"]["kernel"].shape
-        ((1, 5, 8), (3, 2, 3))
+    >>> layer = MultiHeadDotProductAttention(num_heads=2, qkv_features=6)
+    >>> text, image = jnp.ones((1, 5, 8)), jnp.ones((1, 7, 3))
+    >>> y, variables = layer.init_with_output(jax.random.key(0), text, image)
+    >>> y.shape, variables["params"]["key"]["kernel"].shape
+    ((1, 5, 8), (3, 2, 3))
     """
 
     num_heads: int
@@ -371,14 +360,7 @@ class MultiHeadDotProductAttention(Module):
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """Alias of `MultiHeadDotProductAttention`.
-
-    Example:
-        >>> import jax
-        >>> x = jnp.ones((1, 5, 8))
-        >>> MultiHeadAttention(num_heads=2).init_with_output(jax.random.key(0), x)[0].shape
-        (1, 5, 8)
-    """
+    """Alias of `MultiHeadDotProductAttention`."""
 
 
 class SelfAttention(MultiHeadDotProductAttention):

@@ -204,23 +204,20 @@ def custom_vjp(
     The gradients of modules captured in closures are zero; to define them, pass a tree of modules.
     See `weft.core.lift.custom_vjp` for the arguments; 0 in `nondiff_argnums` is the module.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import linen as nn
-        >>> class SignOfGradient(nn.Module):
-        ...     @nn.compact
-        ...     def __call__(self, x):
-        ...         def forward(dense, x):
-        ...             return nn.vjp(lambda dense, x: dense(x), dense, x)
-        ...         def backward(pullback, cotangent):
-        ...             params, of_x = pullback(cotangent)
-        ...             return jax.tree.map(jnp.sign, params), of_x
-        ...         f = nn.custom_vjp(lambda dense, x: dense(x), forward, backward)
-        ...         return f(nn.Dense(1, use_bias=False), x)
-        >>> model, x = SignOfGradient(), jnp.array([-3.0, 5.0])
-        >>> params = model.init(jax.random.key(0), x)
-        >>> jax.grad(lambda p: model.apply(p, x)[0])(params)["params"]["Dense_0"]["kernel"].tolist()
-        [[-1.0], [1.0]]
+    >>> class SignOfGradient(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         def forward(dense, x):
+    ...             return nn.vjp(lambda dense, x: dense(x), dense, x)
+    ...         def backward(pullback, cotangent):
+    ...             params, of_x = pullback(cotangent)
+    ...             return jax.tree.map(jnp.sign, params), of_x
+    ...         f = nn.custom_vjp(lambda dense, x: dense(x), forward, backward)
+    ...         return f(nn.Dense(1, use_bias=False), x)
+    >>> model, x = SignOfGradient(), jnp.array([-3.0, 5.0])
+    >>> params = model.init(jax.random.key(0), x)
+    >>> jax.grad(lambda p: model.apply(p, x)[0])(params)["params"]["Dense_0"]["kernel"].tolist()
+    [[-1.0], [1.0]]
     """
     check_argnums("linen.custom_vjp", "nondiff_argnums", fn, nondiff_argnums)
 
@@ -255,17 +252,14 @@ def custom_jvp(
     `jvp_fn(*nondiff, module, primals, tangents, variable_tangents)` returns the result of `fn` and
     its tangent; see `weft.core.lift.custom_jvp` for the other arguments.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import linen as nn
-        >>> class Clipped(nn.Module):
-        ...     @nn.compact
-        ...     def __call__(self, x):
-        ...         def rule(module, primals, tangents, variable_tangents):
-        ...             return jnp.clip(*primals, 0, 1), tangents[0]
-        ...         return nn.custom_jvp(lambda module, x: jnp.clip(x, 0, 1), rule)(self, x)
-        >>> float(jax.grad(lambda x: Clipped().apply({}, x))(3.0))
-        1.0
+    >>> class Clipped(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         def rule(module, primals, tangents, variable_tangents):
+    ...             return jnp.clip(*primals, 0, 1), tangents[0]
+    ...         return nn.custom_jvp(lambda module, x: jnp.clip(x, 0, 1), rule)(self, x)
+    >>> float(jax.grad(lambda x: Clipped().apply({}, x))(3.0))
+    1.0
     """
     check_argnums("linen.custom_jvp", "nondiff_argnums", fn, nondiff_argnums)
 

@@ -30,7 +30,6 @@ def while_loop(
         cond_fn: `cond_fn(module, carry)` returns whether to continue; it changes no variables.
         body_fn: `body_fn(module, carry)` returns the next carry.
         carry_variables: collections that the body may change.
-        broadcast_variables: collections that all iterations share.
         split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
     """
     cond_fn, body_fn = unbound(cond_fn), unbound(body_fn)
@@ -95,16 +94,13 @@ def cond(
             them creates are created for both.
         rngs: PRNG streams that both functions see; both draw the same keys.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from weft import linen as nn
-        >>> class Routed(nn.Module):
-        ...     def setup(self):
-        ...         self.one, self.other = nn.Dense(2), nn.Dense(2)
-        ...     def __call__(self, x, first):
-        ...         return nn.cond(first, lambda m, x: m.one(x), lambda m, x: m.other(x), self, x)
-        >>> sorted(Routed().init(jax.random.key(0), jnp.ones(3), True)["params"])
-        ['one', 'other']
+    >>> class Routed(nn.Module):
+    ...     def setup(self):
+    ...         self.one, self.other = nn.Dense(2), nn.Dense(2)
+    ...     def __call__(self, x, first):
+    ...         return nn.cond(first, lambda m, x: m.one(x), lambda m, x: m.other(x), self, x)
+    >>> sorted(Routed().init(jax.random.key(0), jnp.ones(3), True)["params"])
+    ['one', 'other']
     """
     fns = (unbound(true_fun), unbound(false_fun))
     splitter, module_state, operands, _ = split_modules(fns, mdl, operands)

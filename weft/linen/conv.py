@@ -112,12 +112,10 @@ class Conv(_Conv):
         conv_general_dilated: replaces `jax.lax.conv_general_dilated`.
         conv_general_dilated_cls: factory that takes precedence over `conv_general_dilated`.
 
-    Example:
-        >>> import jax
-        >>> layer = Conv(16, (3, 3), strides=2)
-        >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((1, 8, 8, 3)))
-        >>> y.shape, variables["params"]["kernel"].shape
-        ((1, 4, 4, 16), (3, 3, 3, 16))
+    >>> layer = Conv(16, (3, 3), strides=2)
+    >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((1, 8, 8, 3)))
+    >>> y.shape, variables["params"]["kernel"].shape
+    ((1, 4, 4, 16), (3, 3, 3, 16))
     """
 
     @nowrap
@@ -152,12 +150,10 @@ class ConvLocal(_Conv):
     The attributes are those of `Conv`, where `feature_group_count` must be 1, and
     `conv_general_dilated` and `conv_general_dilated_cls` None.
 
-    Example:
-        >>> import jax
-        >>> layer = ConvLocal(4, 3, padding="VALID")
-        >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((1, 8, 2)))
-        >>> y.shape, jax.tree.map(jnp.shape, variables["params"])
-        ((1, 6, 4), {'bias': (6, 4), 'kernel': (6, 6, 4)})
+    >>> layer = ConvLocal(4, 3, padding="VALID")
+    >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((1, 8, 2)))
+    >>> y.shape, jax.tree.map(jnp.shape, variables["params"])
+    ((1, 6, 4), {'bias': (6, 4), 'kernel': (6, 6, 4)})
     """
 
     @nowrap
@@ -228,12 +224,10 @@ class ConvTranspose(Module):
             last axes then are `(features, input)`.
         preferred_element_type: dtype of the sum, see `jax.lax.conv_general_dilated`.
 
-    Example:
-        >>> import jax
-        >>> layer = ConvTranspose(8, 3, strides=2)
-        >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((1, 4, 3)))
-        >>> y.shape, variables["params"]["kernel"].shape
-        ((1, 8, 8), (3, 3, 8))
+    >>> layer = ConvTranspose(8, 3, strides=2)
+    >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((1, 4, 3)))
+    >>> y.shape, variables["params"]["kernel"].shape
+    ((1, 8, 8), (3, 3, 8))
     """
 
     features: int

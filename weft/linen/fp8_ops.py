@@ -4,19 +4,12 @@ Scales and histories are variables of the collection `OVERWRITE_WITH_GRADIENT`. 
 returns for them are their next values, see `weft.functional.fp8`: write them in place of an update
 of the optimizer.
 
-    >>> import jax
-    >>> from weft.linen import Dense
-    >>> layer = Dense(4, dot_general_cls=Fp8DirectDotGeneralOp)
+    >>> layer = nn.Dense(4, dot_general_cls=Fp8DirectDotGeneralOp)
     >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 3)))
-    >>> gradients = jax.grad(lambda variables: layer.apply(variables, jnp.ones((2, 3))).sum())(
-    ...     variables
-    ... )
-    >>> variables = variables | {
-    ...     OVERWRITE_WITH_GRADIENT: gradients[OVERWRITE_WITH_GRADIENT],
-    ...     "params": jax.tree.map(
-    ...         lambda p, g: p - 0.1 * g, variables["params"], gradients["params"]
-    ...     ),
-    ... }
+    >>> loss = lambda variables: layer.apply(variables, jnp.ones((2, 3))).sum()
+    >>> gradients = jax.grad(loss)(variables)
+    >>> params = jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], gradients["params"])
+    >>> variables = {OVERWRITE_WITH_GRADIENT: gradients[OVERWRITE_WITH_GRADIENT], "params": params}
 """
 
 from __future__ import annotations
@@ -41,8 +34,6 @@ class Fp8DotGeneralBase(Module):
 
     Attributes:
         amax_history_length: number of steps whose largest magnitudes define a scale.
-        e4m3_dtype: dtype of operands.
-        e5m2_dtype: dtype of the result's gradient.
     """
 
     amax_history_length: int = 1024

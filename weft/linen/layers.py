@@ -25,12 +25,10 @@ class PReLU(Module):
 
     The parameter `negative_slope` is a scalar.
 
-    Example:
-        >>> import jax
-        >>> y, variables = PReLU().init_with_output(jax.random.key(0), jnp.array([-1.0, 2.0]))
-        >>> y, variables
-        (Array([-0.01,  2.  ], dtype=float32),
-         {'params': {'negative_slope': Array(0.01, dtype=float32)}})
+    >>> y, variables = PReLU().init_with_output(jax.random.key(0), jnp.array([-1.0, 2.0]))
+    >>> y, variables
+    (Array([-0.01,  2.  ], dtype=float32),
+     {'params': {'negative_slope': Array(0.01, dtype=float32)}})
     """
 
     param_dtype: DType = jnp.float32
@@ -55,14 +53,12 @@ class Dropout(Module):
         broadcast_dims: axes whose elements are dropped together.
         deterministic: whether to return the input unchanged; set here or in the call.
 
-    Example:
-        >>> import jax
-        >>> x = jnp.ones((1, 3))
-        >>> layer = Dropout(0.5, broadcast_dims=(1,))
-        >>> layer.apply({}, x, deterministic=False, rngs={"dropout": jax.random.key(2)}).tolist()
-        [[2.0, 2.0, 2.0]]
-        >>> layer.apply({}, x, deterministic=True).tolist()
-        [[1.0, 1.0, 1.0]]
+    >>> x = jnp.ones((1, 3))
+    >>> layer = Dropout(0.5, broadcast_dims=(1,))
+    >>> layer.apply({}, x, deterministic=False, rngs={"dropout": jax.random.key(2)}).tolist()
+    [[2.0, 2.0, 2.0]]
+    >>> layer.apply({}, x, deterministic=True).tolist()
+    [[1.0, 1.0, 1.0]]
     """
 
     rate: float
@@ -107,11 +103,9 @@ class Sequential(Module):
     Raises:
         ArgumentValueError: if `layers` is not a sequence, or is empty in a call.
 
-    Example:
-        >>> from weft import linen as nn
-        >>> model = Sequential([nn.Dense(4), nn.relu, nn.Dense(2)])
-        >>> sorted(model.init(jax.random.key(0), jnp.ones((1, 3)))["params"])
-        ['layers_0', 'layers_2']
+    >>> model = Sequential([nn.Dense(4), nn.relu, nn.Dense(2)])
+    >>> sorted(model.init(jax.random.key(0), jnp.ones((1, 3)))["params"])
+    ['layers_0', 'layers_2']
     """
 
     layers: Sequence[Callable[..., Any]]
@@ -149,9 +143,8 @@ class BatchApply:
         f: a function or module of arrays with one batch axis.
         num_dims: number of axes to merge; arrays with fewer are passed unchanged.
 
-    Example:
-        >>> BatchApply(lambda x: x.sum(axis=1), num_dims=2)(jnp.ones((2, 3, 4))).shape
-        (2, 3)
+    >>> BatchApply(lambda x: x.sum(axis=1), num_dims=2)(jnp.ones((2, 3, 4))).shape
+    (2, 3)
     """
 
     def __init__(self, f: Callable[..., Any], num_dims: int = 2) -> None:

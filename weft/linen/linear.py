@@ -52,10 +52,9 @@ class Dense(Module):
         dot_general: replaces `jax.lax.dot_general`.
         dot_general_cls: factory that takes precedence over `dot_general`; called with the layer.
 
-    Example:
-        >>> y, variables = Dense(4).init_with_output(jax.random.key(0), jnp.ones((2, 3)))
-        >>> y.shape, jax.tree.map(jnp.shape, variables)
-        ((2, 4), {'params': {'bias': (4,), 'kernel': (3, 4)}})
+    >>> y, variables = Dense(4).init_with_output(jax.random.key(0), jnp.ones((2, 3)))
+    >>> y.shape, jax.tree.map(jnp.shape, variables)
+    ((2, 4), {'params': {'bias': (4,), 'kernel': (3, 4)}})
     """
 
     features: int
@@ -106,14 +105,12 @@ class DenseGeneral(Module):
 
     Attributes:
         features: sizes of the new axes, which come last.
-        axis: axes to contract.
         batch_dims: leading axes, also in the result, whose positions have separate parameters.
 
-    Example:
-        >>> layer = DenseGeneral((2, 5), axis=(1, -1))
-        >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((7, 3, 4)))
-        >>> y.shape, variables["params"]["kernel"].shape
-        ((7, 2, 5), (3, 4, 2, 5))
+    >>> layer = DenseGeneral((2, 5), axis=(1, -1))
+    >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((7, 3, 4)))
+    >>> y.shape, variables["params"]["kernel"].shape
+    ((7, 2, 5), (3, 4, 2, 5))
     """
 
     features: int | Sequence[int]
@@ -191,11 +188,10 @@ class Einsum(Module):
         einsum_str: subscripts, as `"bti,io->bto"`; set here or in the call.
         preferred_element_type: dtype of the sum, see `jax.numpy.einsum`.
 
-    Example:
-        >>> layer = Einsum((4, 2, 5), "btd,dnh->btnh")
-        >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((7, 3, 4)))
-        >>> y.shape, variables["params"]["bias"].shape
-        ((7, 3, 2, 5), (2, 5))
+    >>> layer = Einsum((4, 2, 5), "btd,dnh->btnh")
+    >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((7, 3, 4)))
+    >>> y.shape, variables["params"]["bias"].shape
+    ((7, 3, 2, 5), (2, 5))
     """
 
     shape: Sequence[int]
@@ -262,15 +258,13 @@ class Embed(Module):
             table.
         promote_dtype: converts table and query to the output dtype.
 
-    Example:
-        >>> import jax
-        >>> layer = Embed(10, 4)
-        >>> ids = jnp.array([3, 5])
-        >>> vectors, variables = layer.init_with_output(jax.random.key(0), ids)
-        >>> vectors.shape
-        (2, 4)
-        >>> layer.apply(variables, vectors, method="attend").shape
-        (2, 10)
+    >>> layer = Embed(10, 4)
+    >>> ids = jnp.array([3, 5])
+    >>> vectors, variables = layer.init_with_output(jax.random.key(0), ids)
+    >>> vectors.shape
+    (2, 4)
+    >>> layer.apply(variables, vectors, method="attend").shape
+    (2, 10)
     """
 
     num_embeddings: int

@@ -30,15 +30,12 @@ def compact(fun: F) -> F:
 
     A class has at most one compact method. Further calls use the same variables.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from weft import linen as nn
-        >>> class MLP(nn.Module):
-        ...     @nn.compact
-        ...     def __call__(self, x):
-        ...         return nn.Dense(2)(nn.relu(nn.Dense(4)(x)))
-        >>> sorted(MLP().init(jax.random.key(0), jnp.ones((1, 3)))["params"])
-        ['Dense_0', 'Dense_1']
+    >>> class MLP(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return nn.Dense(2)(nn.relu(nn.Dense(4)(x)))
+    >>> sorted(MLP().init(jax.random.key(0), jnp.ones((1, 3)))["params"])
+    ['Dense_0', 'Dense_1']
     """
     fun.compact = True  # pyright: ignore[reportFunctionMemberAccess]
     return fun
@@ -50,21 +47,18 @@ def compact_name_scope(fun: F) -> F:
     A class may have several of these, and one `compact` method; only the latter can create
     parameters and variables.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from weft import linen as nn
-        >>> class Codec(nn.Module):
-        ...     @nn.compact_name_scope
-        ...     def encode(self, x):
-        ...         return nn.Dense(2)(x)
-        ...     @nn.compact_name_scope
-        ...     def decode(self, x):
-        ...         return nn.Dense(3)(x)
-        ...     def __call__(self, x):
-        ...         return self.decode(self.encode(x))
-        >>> params = Codec().init(jax.random.key(0), jnp.ones((1, 3)))["params"]
-        >>> {name: sorted(below) for name, below in params.items()}
-        {'encode': ['Dense_0'], 'decode': ['Dense_0']}
+    >>> class Codec(nn.Module):
+    ...     @nn.compact_name_scope
+    ...     def encode(self, x):
+    ...         return nn.Dense(2)(x)
+    ...     @nn.compact_name_scope
+    ...     def decode(self, x):
+    ...         return nn.Dense(3)(x)
+    ...     def __call__(self, x):
+    ...         return self.decode(self.encode(x))
+    >>> params = Codec().init(jax.random.key(0), jnp.ones((1, 3)))["params"]
+    >>> {name: sorted(below) for name, below in params.items()}
+    {'encode': ['Dense_0'], 'decode': ['Dense_0']}
     """
 
     @functools.wraps(fun)

@@ -22,26 +22,13 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, dataclass_transform
 
-from weft import core
+from weft import core, errors
 from weft.configurations import config
 from weft.core.filters import Filter, union_filters
 from weft.core.frozen_dict import FrozenDict
 from weft.core.rngs import RngKeys
 from weft.core.scope import Scope
 from weft.core.tracebacks import entry_point
-from weft.errors import (
-    ApplyModuleInvalidMethodError,
-    AssignSubModuleError,
-    CallUnbindOnUnboundModuleError,
-    DescriptorAttributeError,
-    IncorrectPostInitOverrideError,
-    InvalidInstanceModuleError,
-    InvalidParentModuleError,
-    ModuleAttributeError,
-    ReservedModuleAttributeError,
-    SetAttributeFrozenModuleError,
-    SetAttributeInModuleSetupError,
-)
 from weft.linen import summary
 from weft.linen.methods import wrap_methods
 from weft.linen.state import (
@@ -155,25 +142,20 @@ class Module(ModuleVariables):
         AssignSubModuleError: if created in a method that is neither `setup` nor compact.
         NameInUseError: if the name is taken in the parent.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from weft import linen as nn
-        >>> class Autoencoder(nn.Module):
-        ...     features: int
-        ...
-        ...     def setup(self):
-        ...         self.encoder = nn.Dense(self.features)
-        ...         self.decoder = nn.Dense(3)
-        ...
-        ...     def __call__(self, x):
-        ...         return self.decoder(nn.relu(self.encoder(x)))
-        >>> model = Autoencoder(features=2)
-        >>> x = jnp.ones((5, 3))
-        >>> variables = model.init(jax.random.key(0), x)
-        >>> jax.tree.map(jnp.shape, variables["params"]["encoder"])
-        {'bias': (2,), 'kernel': (3, 2)}
-        >>> model.apply(variables, x).shape
-        (5, 3)
+    >>> class Autoencoder(nn.Module):
+    ...     features: int
+    ...     def setup(self):
+    ...         self.encoder = nn.Dense(self.features)
+    ...         self.decoder = nn.Dense(3)
+    ...     def __call__(self, x):
+    ...         return self.decoder(nn.relu(self.encoder(x)))
+    >>> model = Autoencoder(features=2)
+    >>> x = jnp.ones((5, 3))
+    >>> variables = model.init(jax.random.key(0), x)
+    >>> jax.tree.map(jnp.shape, variables["params"]["encoder"])
+    {'bias': (2,), 'kernel': (3, 2)}
+    >>> model.apply(variables, x).shape
+    (5, 3)
     """
 
     parent: "Module | Scope | CurrentModule | None" = dataclasses.field(
@@ -190,7 +172,7 @@ class Module(ModuleVariables):
         super().__init_subclass__(**kwargs)
         own = inspect.get_annotations(cls)
         if taken := {name: own[name] for name in ("parent", "name") if name in own}:
-            raise ReservedModuleAttributeError(taken)
+            raise errors.ReservedModuleAttributeError(taken)
         has_hash = "__hash__" in vars(cls)
         dataclasses.dataclass(repr=False, kw_only=kw_only)(cls)
         if not has_hash:
@@ -214,7 +196,7 @@ class Module(ModuleVariables):
         elif isinstance(parent, Module):
             parent._adopt_fields(self)
         elif parent is not None:
-            raise InvalidParentModuleError(type(self).__name__, parent)
+            raise errors.InvalidParentModuleError(type(self).__name__, parent)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_parent_ref" in state:  # pickled by Flax
@@ -234,7 +216,7 @@ class Module(ModuleVariables):
         if state.in_setup and name_of(child) is None:
             return  # the attribute that it is assigned to names it
         if not (state.in_setup or state.names_submodules):
-            raise AssignSubModuleError(type(child).__name__, self._shown)
+            raise errors.AssignSubModuleError(type(child).__name__, self._shown)
         self._attach(child, name_of(child) or state.next_name(type(child).__name__))
 
     def _attach(self, child: "Module", name: str) -> None:
@@ -309,14 +291,14 @@ class Module(ModuleVariables):
             object.__setattr__(self, name, value)
             return
         if not self._state.in_setup:
-            raise SetAttributeFrozenModuleError(self._shown, name, value)
+            raise errors.SetAttributeFrozenModuleError(self._shown, name, value)
         if name in self._field_names or name in ("parent", "name"):
-            raise SetAttributeInModuleSetupError(self._shown, name)
+            raise errors.SetAttributeInModuleSetupError(self._shown, name)
         object.__setattr__(self, name, map_submodules(self._adopt, value, is_module, name))
 
     def __delattr__(self, name: str) -> None:
         if self.__dict__.get("scope") is not None:
-            raise SetAttributeFrozenModuleError(self._shown, name, "(deleted)")
+            raise errors.SetAttributeFrozenModuleError(self._shown, name, "(deleted)")
         object.__delattr__(self, name)
 
     def __getattr__(self, name: str) -> Any:
@@ -326,15 +308,15 @@ class Module(ModuleVariables):
         ):
             raise AttributeError(f"{cls.__name__} has no attribute {name!r}.")
         if "_state" not in vars(self):
-            raise IncorrectPostInitOverrideError(cls.__name__)
+            raise errors.IncorrectPostInitOverrideError(cls.__name__)
         if inspect.isdatadescriptor(inspect.getattr_static(cls, name, None)):
-            raise DescriptorAttributeError(self._shown, name)
+            raise errors.DescriptorAttributeError(self._shown, name)
         if self.scope is not None and self._state.setup_is_due:
             self._run_setup()
             if name in vars(self):
                 return vars(self)[name]
         near = difflib.get_close_matches(name, [*vars(self), *dir(cls)], n=1, cutoff=0.75)
-        raise ModuleAttributeError(
+        raise errors.ModuleAttributeError(
             self._shown, name, f"; did you mean {near[0]!r}?" if near else ""
         )
 
@@ -356,13 +338,9 @@ class Module(ModuleVariables):
         Args:
             _deep_clone: whether to copy submodules in the fields, each once; or a dict of such
                 copies by the identity of the originals.
-            _reset_names: whether the copy has no name.
-            **updates: new values of fields.
 
-        Example:
-            >>> from weft import linen as nn
-            >>> nn.Dense(3).clone(features=4).features
-            4
+        >>> nn.Dense(3).clone(features=4).features
+        4
         """
         given = self._state.given
         fields = {name: given.get(name, getattr(self, name)) for name in self._field_names}
@@ -396,12 +374,9 @@ class Module(ModuleVariables):
 
         The arguments are those of `apply`; `args` are ignored.
 
-        Example:
-            >>> import jax.numpy as jnp
-            >>> from weft import linen as nn
-            >>> bound = nn.Dense(2).bind({"params": {"kernel": jnp.eye(2), "bias": jnp.ones(2)}})
-            >>> bound(jnp.array([1.0, 2.0])).tolist()
-            [2.0, 3.0]
+        >>> bound = nn.Dense(2).bind({"params": {"kernel": jnp.eye(2), "bias": jnp.ones(2)}})
+        >>> bound(jnp.array([1.0, 2.0])).tolist()
+        [2.0, 3.0]
         """
         _check_instance(self, "bind")
         return self._with_scope(core.bind(variables, rngs=rngs, mutable=mutable))
@@ -409,7 +384,7 @@ class Module(ModuleVariables):
     def unbind(self: M) -> tuple[M, dict[str, Any]]:
         """Returns an unbound copy and the variables; inverts `bind`."""
         if self.scope is None:
-            raise CallUnbindOnUnboundModuleError(type(self).__name__)
+            raise errors.CallUnbindOnUnboundModuleError(type(self).__name__)
         return self.clone(_deep_clone=True, _reset_names=True), self.variables
 
     @entry_point
@@ -477,12 +452,9 @@ class Module(ModuleVariables):
             rngs: a key for the stream `params`, or keys by stream name.
             method, capture_intermediates: see `apply`.
 
-        Example:
-            >>> import jax, jax.numpy as jnp
-            >>> from weft import linen as nn
-            >>> variables = nn.Dense(2).init(jax.random.key(0), jnp.ones((1, 3)))
-            >>> jax.tree.map(jnp.shape, variables)
-            {'params': {'bias': (2,), 'kernel': (3, 2)}}
+        >>> variables = nn.Dense(2).init(jax.random.key(0), jnp.ones((1, 3)))
+        >>> jax.tree.map(jnp.shape, variables)
+        {'params': {'bias': (2,), 'kernel': (3, 2)}}
         """
         _check_instance(self, "init")
         return self.init_with_output(
@@ -543,16 +515,16 @@ class Module(ModuleVariables):
             method = "__call__"
         if isinstance(method, str):
             if method == "__call__" and not callable(self):
-                raise ModuleAttributeError(type(self).__name__, "__call__", ": define it")
+                raise errors.ModuleAttributeError(type(self).__name__, "__call__", ": define it")
             if not callable(vars(self).get(method, callable)):
-                raise ApplyModuleInvalidMethodError(method)
+                raise errors.ApplyModuleInvalidMethodError(method)
             return lambda module, *args, **kwargs: getattr(module, method)(*args, **kwargs)
         if isinstance(method, types.MethodType) and isinstance(method.__self__, Module):
             return method.__func__
         code = getattr(method, "__code__", None)
         takes_nothing = code and not (code.co_argcount or code.co_flags & inspect.CO_VARARGS)
         if not callable(method) or takes_nothing:
-            raise ApplyModuleInvalidMethodError(method)
+            raise errors.ApplyModuleInvalidMethodError(method)
         return method
 
     def module_paths(
@@ -583,10 +555,7 @@ class Module(ModuleVariables):
         compute_vjp_flops: bool = False,
         **kwargs: object,
     ) -> str:
-        """Returns a table of inputs, outputs and variables of a call's modules.
-
-        See `weft.linen.tabulate`.
-        """
+        """Returns a table of a call's modules, inputs and outputs; see `weft.linen.tabulate`."""
         tabulated = summary.tabulate(
             self,
             rngs,
@@ -614,7 +583,7 @@ _KEEPS_NAMES = "preserve_adopted_names"
 
 def _check_instance(x: object, method: str) -> None:
     if not isinstance(x, Module):
-        raise InvalidInstanceModuleError("Module", method)
+        raise errors.InvalidInstanceModuleError("Module", method)
 
 
 def _deep_copy(_: str, module: Module, copies: dict[int, Module], reset_names: bool) -> Module:

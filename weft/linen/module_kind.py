@@ -16,12 +16,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from weft import errors
 from weft.core.frozen_dict import FrozenDict
 from weft.core.scope import Names, Scope, Variable
-from weft.errors import (
-    TransformArgumentError,
-    TransformedMethodReturnValueError,
-)
 from weft.lifting.trace_cache import IdentityKey, value_key
 from weft.linen.module import Module, is_module, map_submodules
 from weft.linen.state import PATH_READERS, RUNNING, name_of
@@ -66,7 +63,6 @@ class ModuleDef:
 
     Attributes:
         captured: for each function, the modules in its closure.
-        options: arguments that are not arrays, by name.
     """
 
     def __init__(
@@ -278,7 +274,7 @@ def merge_modules(
         leaves = jax.tree.leaves(result, is_leaf=is_module)
         if any(isinstance(x, Module | Scope | Variable) for x in leaves):
             name = getattr(fn, "__name__", "the function")
-            raise TransformedMethodReturnValueError(f"{type(first).__name__}: {name}")
+            raise errors.TransformedMethodReturnValueError(f"{type(first).__name__}: {name}")
         return result
 
     run.__name__ = getattr(fn, "__name__", "run")
@@ -392,7 +388,7 @@ def _check_target(fn: object, target: object) -> None:
     wrong = [x for x in leaves if not is_module(x)] if leaves else [target]
     if wrong:
         name = getattr(fn, "__name__", "the function")
-        raise TransformArgumentError(
+        raise errors.TransformArgumentError(
             f"{name} is transformed, and its first argument is {wrong[0]!r} of type "
             f"{type(wrong[0]).__name__}; expected a module or a tree of modules. Give the module "
             f"first, as {name}(self, ...)."

@@ -43,12 +43,9 @@ class LayerNorm(Module):
         use_fast_variance: whether to compute mean and variance in one reduction.
         force_float32_reductions: whether statistics have at least float32.
 
-    Example:
-        >>> import jax
-        >>> from weft import linen as nn
-        >>> y, variables = nn.LayerNorm().init_with_output(jax.random.key(0), jnp.array([1.0, 3.0]))
-        >>> y.round(2).tolist(), jax.tree.map(jnp.shape, variables)
-        ([-1.0, 1.0], {'params': {'bias': (2,), 'scale': (2,)}})
+    >>> y, variables = nn.LayerNorm().init_with_output(jax.random.key(0), jnp.array([1.0, 3.0]))
+    >>> y.round(2).tolist(), jax.tree.map(jnp.shape, variables)
+    ([-1.0, 1.0], {'params': {'bias': (2,), 'scale': (2,)}})
     """
 
     epsilon: float = 1e-6
@@ -79,11 +76,8 @@ class RMSNorm(Module):
 
     See `LayerNorm` for the attributes; `use_fast_variance` has no effect.
 
-    Example:
-        >>> import jax
-        >>> from weft import linen as nn
-        >>> nn.RMSNorm(use_scale=False).apply({}, jnp.array([-3.0, 3.0])).round(2).tolist()
-        [-1.0, 1.0]
+    >>> nn.RMSNorm(use_scale=False).apply({}, jnp.array([-3.0, 3.0])).round(2).tolist()
+    [-1.0, 1.0]
     """
 
     epsilon: float = 1e-6
@@ -119,15 +113,11 @@ class GroupNorm(Module):
 
     Attributes:
         num_groups: number of groups; must be None if `group_size` is set.
-        group_size: number of channels per group.
         reduction_axes: must contain the last axis; by default all but the first.
 
-    Example:
-        >>> import jax
-        >>> from weft import linen as nn
-        >>> layer = nn.GroupNorm(num_groups=2, use_bias=False, use_scale=False)
-        >>> layer.apply({}, jnp.array([[1.0, 3.0, 5.0, 9.0]])).round(2).tolist()
-        [[-1.0, 1.0, -1.0, 1.0]]
+    >>> layer = nn.GroupNorm(num_groups=2, use_bias=False, use_scale=False)
+    >>> layer.apply({}, jnp.array([[1.0, 3.0, 5.0, 9.0]])).round(2).tolist()
+    [[-1.0, 1.0, -1.0, 1.0]]
     """
 
     num_groups: int | None = 32
@@ -182,12 +172,9 @@ class InstanceNorm(Module):
 
     See `LayerNorm` for the attributes; all axes but the first and `feature_axes` share statistics.
 
-    Example:
-        >>> import jax
-        >>> from weft import linen as nn
-        >>> layer = nn.InstanceNorm(use_bias=False, use_scale=False)
-        >>> layer.apply({}, jnp.array([[[1.0, 5.0], [3.0, 9.0]]])).round(2).tolist()
-        [[[-1.0, -1.0], [1.0, 1.0]]]
+    >>> layer = nn.InstanceNorm(use_bias=False, use_scale=False)
+    >>> layer.apply({}, jnp.array([[[1.0, 5.0], [3.0, 9.0]]])).round(2).tolist()
+    [[[-1.0, -1.0], [1.0, 1.0]]]
     """
 
     epsilon: float = 1e-6
@@ -275,31 +262,24 @@ class BatchNorm(Module):
     """Normalization with statistics of the batch or running averages (Ioffe and Szegedy, 2015).
 
     `apply` updates the averages `mean` and `var` of the collection `batch_stats` if it is mutable.
+    See `LayerNorm` for the other attributes.
 
     Attributes:
         use_running_average: whether to normalize with the averages, as in evaluation, without
             updating them; set here or in the call.
         axis: feature axes; each position along them has its own statistics.
-        momentum: decay of the averages.
-        dtype: output dtype; by default promoted from input and parameters.
         axis_name: mapped or mesh axis over which the batch is split. All parts use the statistics
             of the whole batch, weighted by their masks. `init` does not need the axis.
-        axis_index_groups: groups of indices of that axis that share statistics, see `jax.lax.psum`.
-        use_fast_variance: whether to compute mean and variance in one reduction.
         force_float32_reductions: whether statistics have at least float32; otherwise the averages
             have `param_dtype`.
 
-    Example:
-        >>> import jax
-        >>> from weft import linen as nn
-        >>> x = jnp.array([[1.0], [3.0]])
-        >>> layer = nn.BatchNorm(momentum=0.5)
-        >>> variables = layer.init(jax.random.key(0), x, use_running_average=False)
-        >>> y, updates = layer.apply(
-        ...     variables, x, use_running_average=False, mutable=["batch_stats"]
-        ... )
-        >>> y.round(2).tolist(), updates["batch_stats"]["mean"].tolist()
-        ([[-1.0], [1.0]], [1.0])
+    >>> x = jnp.array([[1.0], [3.0]])
+    >>> layer = nn.BatchNorm(momentum=0.5)
+    >>> variables = layer.init(jax.random.key(0), x, use_running_average=False)
+    >>> y, updates = layer.apply(
+    ...     variables, x, use_running_average=False, mutable=["batch_stats"])
+    >>> y.round(2).tolist(), updates["batch_stats"]["mean"].tolist()
+    ([[-1.0], [1.0]], [1.0])
     """
 
     use_running_average: bool | None = None
@@ -383,23 +363,18 @@ class SpectralNorm(Module):
     stores its singular value `sigma` and vector `u`.
 
     Attributes:
-        layer_instance: the layer, a submodule of the module that creates it.
         n_steps: number of power iterations per call; 0 leaves the weights unchanged.
-        epsilon: added to the squares of norms.
         dtype: dtype of the normalized weights; by default promoted from weights and `u`.
         param_dtype: dtype of the first `u` and `sigma`.
         error_on_non_matrix: whether to reject parameters with more than two axes; otherwise all
             axes but the last are the rows of the matrix.
 
-    Example:
-        >>> from weft import linen as nn
-        >>> layer = nn.SpectralNorm(nn.Dense(4))
-        >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 3)), update_stats=False)
-        >>> sorted(variables["batch_stats"])
-        ['layer_instance/kernel/sigma', 'layer_instance/kernel/u']
-        >>> y, updates = layer.apply(
-        ...     variables, jnp.ones((1, 3)), update_stats=True, mutable=["batch_stats"]
-        ... )
+    >>> layer = nn.SpectralNorm(nn.Dense(4))
+    >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 3)), update_stats=False)
+    >>> sorted(variables["batch_stats"])
+    ['layer_instance/kernel/sigma', 'layer_instance/kernel/u']
+    >>> y, updates = layer.apply(
+    ...     variables, jnp.ones((1, 3)), update_stats=True, mutable=["batch_stats"])
     """
 
     layer_instance: Module
@@ -453,22 +428,18 @@ class WeightNorm(Module):
     Applies `functional.norm.weight_norm` to the parameters, with a new parameter `scale`.
 
     Attributes:
-        layer_instance: the layer, a submodule of the module that creates it.
-        epsilon: added to the squares of norms.
         dtype: dtype of the normalized weights; by default promoted from weights and scales.
         use_scale: whether to learn scales; otherwise all norms are 1.
         feature_axes: axes whose positions have separate norms; None for one norm per parameter.
         variable_filter: substrings of the paths of parameters to normalize, such as
             `layer_instance/kernel`; None for all parameters.
 
-    Example:
-        >>> from weft import linen as nn
-        >>> variables = nn.WeightNorm(nn.Dense(4)).init(jax.random.key(0), jnp.ones((1, 3)))
-        >>> jax.tree.map(jnp.shape, variables["params"])["layer_instance/kernel/scale"]
-        (4,)
-        >>> kernel = variables["params"]["layer_instance"]["kernel"]
-        >>> jnp.linalg.norm(kernel, axis=0).round(3).tolist()
-        [1.0, 1.0, 1.0, 1.0]
+    >>> variables = nn.WeightNorm(nn.Dense(4)).init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> jax.tree.map(jnp.shape, variables["params"])["layer_instance/kernel/scale"]
+    (4,)
+    >>> kernel = variables["params"]["layer_instance"]["kernel"]
+    >>> jnp.linalg.norm(kernel, axis=0).round(3).tolist()
+    [1.0, 1.0, 1.0, 1.0]
     """
 
     layer_instance: Module

@@ -71,10 +71,8 @@ class AxisMetadata(struct.PyTreeNode, meta.AxisMetadata):
     Attributes:
         names: for each axis its logical name, or None; for a dict variable, a dict of these.
 
-    Example:
-        >>> import jax
-        >>> jax.tree.leaves(AxisMetadata(("embed", "mlp")))
-        []
+    >>> jax.tree.leaves(AxisMetadata(("embed", "mlp")))
+    []
     """
 
     names: "Names" = struct.field(pytree_node=False)
@@ -161,18 +159,15 @@ def param_with_axes(
         AxisMetadataError: if the parameter already has other names.
         ModuleError: if no module's method runs.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from weft import linen as nn
-        >>> class Scale(nn.Module):
-        ...     @nn.compact
-        ...     def __call__(self, x):
-        ...         return x * param_with_axes("scale", nn.initializers.ones, (3,), axes=("embed",))
-        >>> variables = Scale().init(jax.random.key(0), jnp.ones(3))
-        >>> get_axis_names(variables["params_axes"])
-        FrozenDict({
-            scale: P('embed',),
-        })
+    >>> class Scale(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return x * param_with_axes("scale", nn.initializers.ones, (3,), axes=("embed",))
+    >>> variables = Scale().init(jax.random.key(0), jnp.ones(3))
+    >>> get_axis_names(variables["params_axes"])
+    FrozenDict({
+        scale: P('embed',),
+    })
     """
     module = _running(module, name)
     param = module.param(name, init_fn, *init_args, **init_kwargs)
@@ -238,16 +233,14 @@ def _note_axes(
 def get_axis_names(axes_metadata: object) -> FrozenDict:
     """Returns the layouts of a collection like `params_axes`, as a tree like that of variables.
 
-    Raises:
-        AxisMetadataError: if a leaf is not `AxisMetadata`.
+    Raises AxisMetadataError if a leaf is not `AxisMetadata`.
 
-    Example:
-        >>> get_axis_names({"dense": {"kernel_axes": AxisMetadata(("embed", None))}})
-        FrozenDict({
-            dense: {
-                kernel: P('embed', None),
-            },
-        })
+    >>> get_axis_names({"dense": {"kernel_axes": AxisMetadata(("embed", None))}})
+    FrozenDict({
+        dense: {
+            kernel: P('embed', None),
+        },
+    })
     """
 
     def layouts(tree: object, path: tuple[str, ...]) -> Any:
@@ -281,12 +274,7 @@ def scan_with_axes(
     data_transform: Callable[..., Any] | None = None,
     methods: Any = None,
 ) -> Any:
-    """Applies `weft.linen.scan`, and adds the scanned axis to the names of axes.
-
-    Args:
-        axis_name: logical name of the scanned axis.
-        axes_collections: collections with axis names.
-    """
+    """Applies `weft.linen.scan`, and adds the scanned axis to the names of axes."""
     names = {f"{name}_axes": variable_axes.get(name) for name in axes_collections}
     mapped = {name: axis for name, axis in names.items() if axis is not None}
     return transforms.transformed(
@@ -362,12 +350,9 @@ def remat(
         target: see `weft.linen.remat`, also for the other arguments.
         static_argnums: arguments after the module that are hashable values, not arrays.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import linen as nn
-        >>> Dropout = remat(nn.Dropout, static_argnums=1)
-        >>> Dropout(0.5).apply({}, jnp.ones(3), True).tolist()
-        [1.0, 1.0, 1.0]
+    >>> Dropout = remat(nn.Dropout, static_argnums=1)
+    >>> Dropout(0.5).apply({}, jnp.ones(3), True).tolist()
+    [1.0, 1.0, 1.0]
     """
     numbers = (static_argnums,) if isinstance(static_argnums, int) else static_argnums
     return transforms.transformed(

@@ -42,16 +42,14 @@ GATES = "ifgo"
 class RNNCellBase(Module):
     """Base class of cells: `cell(carry, inputs) -> (carry, output)`.
 
-    Example:
-        >>> from weft import linen as nn
-        >>> class Sum(nn.RNNCellBase):
-        ...     num_feature_axes = 0
-        ...     def initialize_carry(self, rng, input_shape):
-        ...         return jnp.zeros(input_shape)
-        ...     def __call__(self, carry, x):
-        ...         return carry + x, carry + x
-        >>> nn.RNN(Sum()).apply({}, jnp.arange(5.0)).tolist()
-        [0.0, 1.0, 3.0, 6.0, 10.0]
+    >>> class Sum(nn.RNNCellBase):
+    ...     num_feature_axes = 0
+    ...     def initialize_carry(self, rng, input_shape):
+    ...         return jnp.zeros(input_shape)
+    ...     def __call__(self, carry, x):
+    ...         return carry + x, carry + x
+    >>> nn.RNN(Sum()).apply({}, jnp.arange(5.0)).tolist()
+    [0.0, 1.0, 3.0, 6.0, 10.0]
     """
 
     @nowrap
@@ -104,19 +102,15 @@ class SimpleCell(_Cell):
 
     Attributes:
         features: width of the first state; a state of another width determines that of the maps.
-        kernel_init, recurrent_kernel_init: initializers of the kernels of input and state.
         dtype: dtype of the computation; by default promoted from inputs and parameters.
         param_dtype: dtype of the parameters and of the first state.
-        carry_init: initializer of the first state.
         residual: whether to add the state before the activation.
 
-    Example:
-        >>> from weft import linen as nn
-        >>> cell, x = nn.SimpleCell(4), jnp.ones((2, 3))
-        >>> carry = cell.initialize_carry(jax.random.key(0), x.shape)
-        >>> (carry, y), _ = cell.init_with_output(jax.random.key(1), carry, x)
-        >>> y.shape
-        (2, 4)
+    >>> cell, x = nn.SimpleCell(4), jnp.ones((2, 3))
+    >>> carry = cell.initialize_carry(jax.random.key(0), x.shape)
+    >>> (carry, y), _ = cell.init_with_output(jax.random.key(1), carry, x)
+    >>> y.shape
+    (2, 4)
     """
 
     activation_fn: Activation = jnp.tanh
@@ -143,11 +137,9 @@ class GRUCell(_GatedCell):
     reset gate, the update gate and the candidate; `activation_fn` is for the candidate. See
     `SimpleCell` for the other attributes.
 
-    Example:
-        >>> from weft import linen as nn
-        >>> variables = nn.RNN(nn.GRUCell(4)).init(jax.random.key(0), jnp.ones((2, 5, 3)))
-        >>> sorted(variables["params"]["cell"])
-        ['hn', 'hr', 'hz', 'in', 'ir', 'iz']
+    >>> variables = nn.RNN(nn.GRUCell(4)).init(jax.random.key(0), jnp.ones((2, 5, 3)))
+    >>> sorted(variables["params"]["cell"])
+    ['hn', 'hr', 'hz', 'in', 'ir', 'iz']
     """
 
     @compact
@@ -175,11 +167,9 @@ class MGUCell(_Cell):
         activation_fn, activation_bias_init: activation and bias initializer of the candidate.
         reset_gate: whether the gate also applies to the state's part of the candidate.
 
-    Example:
-        >>> from weft import linen as nn
-        >>> variables = nn.RNN(nn.MGUCell(4)).init(jax.random.key(0), jnp.ones((2, 5, 3)))
-        >>> variables["params"]["cell"]["if"]["bias"].tolist()
-        [1.0, 1.0, 1.0, 1.0]
+    >>> variables = nn.RNN(nn.MGUCell(4)).init(jax.random.key(0), jnp.ones((2, 5, 3)))
+    >>> variables["params"]["cell"]["if"]["bias"].tolist()
+    [1.0, 1.0, 1.0, 1.0]
     """
 
     gate_fn: Activation = jax.nn.sigmoid
@@ -215,10 +205,8 @@ def linear_maps(
 ) -> tuple[Callable[..., Dense], Callable[..., Dense]]:
     """Returns factories of the linear maps of the input, which have a bias, and of the state.
 
-    Their width is that of the state, which may differ from the `features` of the cell.
-
-    Raises:
-        ArgumentValueError: if `features` is not a positive integer.
+    Their width is that of the state, which may differ from the `features` of the cell. Raises
+    ArgumentValueError if `features` is not a positive integer.
     """
     functional.check_sizes(type(cell).__name__, features=cell.features)
     dense = functools.partial(
@@ -240,18 +228,15 @@ class LSTMCell(_MemoryCell, _GatedCell):
     attributes.
 
     Attributes:
-        gate_fn: activation of the gates.
         activation_fn: activation of the candidate and of the output.
         bias_init: initializer of the biases of the state's maps; the input's maps have none.
         carry_init: initializer of the first memory and output, each with its own key.
 
-    Example:
-        >>> from weft import linen as nn
-        >>> cell, x = nn.LSTMCell(4), jnp.ones((2, 3))
-        >>> carry = cell.initialize_carry(jax.random.key(0), x.shape)
-        >>> ((c, h), y), _ = cell.init_with_output(jax.random.key(1), carry, x)
-        >>> c.shape, y.shape
-        ((2, 4), (2, 4))
+    >>> cell, x = nn.LSTMCell(4), jnp.ones((2, 3))
+    >>> carry = cell.initialize_carry(jax.random.key(0), x.shape)
+    >>> ((c, h), y), _ = cell.init_with_output(jax.random.key(1), carry, x)
+    >>> c.shape, y.shape
+    ((2, 4), (2, 4))
     """
 
     @compact
@@ -272,13 +257,11 @@ class OptimizedLSTMCell(_MemoryCell, _GatedCell):
     Two large multiplications are faster than eight small ones. Attributes, variables and values are
     those of `LSTMCell`.
 
-    Example:
-        >>> from weft import linen as nn
-        >>> x = jnp.ones((2, 5, 3))
-        >>> variables = nn.RNN(nn.OptimizedLSTMCell(4)).init(jax.random.key(0), x)
-        >>> y = nn.RNN(nn.LSTMCell(4)).apply(variables, x)
-        >>> bool(jnp.allclose(y, nn.RNN(nn.OptimizedLSTMCell(4)).apply(variables, x), atol=1e-6))
-        True
+    >>> x = jnp.ones((2, 5, 3))
+    >>> variables = nn.RNN(nn.OptimizedLSTMCell(4)).init(jax.random.key(0), x)
+    >>> y = nn.RNN(nn.LSTMCell(4)).apply(variables, x)
+    >>> bool(jnp.allclose(y, nn.RNN(nn.OptimizedLSTMCell(4)).apply(variables, x), atol=1e-6))
+    True
     """
 
     @compact
@@ -315,12 +298,10 @@ class ConvLSTMCell(_MemoryCell):
     the output gate. See `Conv` and `LSTMCell` for the attributes; `features` are the channels of
     memory and output.
 
-    Example:
-        >>> from weft import linen as nn
-        >>> frames = jnp.ones((2, 7, 8, 3))  # batch, time, width, channels
-        >>> layer = nn.RNN(nn.ConvLSTMCell(4, (3,)))
-        >>> layer.init_with_output(jax.random.key(0), frames)[0].shape
-        (2, 7, 8, 4)
+    >>> frames = jnp.ones((2, 7, 8, 3))  # batch, time, width, channels
+    >>> layer = nn.RNN(nn.ConvLSTMCell(4, (3,)))
+    >>> layer.init_with_output(jax.random.key(0), frames)[0].shape
+    (2, 7, 8, 4)
     """
 
     kernel_size: Sequence[int]
@@ -378,20 +359,17 @@ class RNN(Module):
     Attributes:
         cell: the cell; its variables are in the submodule `cell`.
         time_major: whether time is the first axis; otherwise it precedes the `num_feature_axes`.
-        return_carry: whether to return the last state too.
         reverse: whether to run from the last position to the first.
         keep_order: whether a reverse run returns outputs in the order of the inputs.
         unroll: number of steps per compiled iteration.
         variable_axes, variable_broadcast, variable_carry, split_rngs: see `scan`.
 
-    Example:
-        >>> from weft import linen as nn
-        >>> x = jnp.ones((2, 5, 3))
-        >>> (carry, y), _ = nn.RNN(nn.GRUCell(4), return_carry=True).init_with_output(
-        ...     jax.random.key(0), x, seq_lengths=jnp.array([2, 5])
-        ... )
-        >>> y.shape, bool(jnp.array_equal(carry, y[jnp.array([0, 1]), jnp.array([1, 4])]))
-        ((2, 5, 4), True)
+    >>> x = jnp.ones((2, 5, 3))
+    >>> (carry, y), _ = nn.RNN(nn.GRUCell(4), return_carry=True).init_with_output(
+    ...     jax.random.key(0), x, seq_lengths=jnp.array([2, 5])
+    ... )
+    >>> y.shape, bool(jnp.array_equal(carry, y[jnp.array([0, 1]), jnp.array([1, 4])]))
+    ((2, 5, 4), True)
     """
 
     cell: RNNCellBase
@@ -422,7 +400,6 @@ class RNN(Module):
         Args:
             inputs: the sequences, of shape `(time, *batch, *features)` if `time_major`.
             initial_carry: the first state; by default the cell's.
-            init_key: PRNG key for the cell's first state.
             seq_lengths: number of valid positions of each sequence; all by default.
 
         Returns:
@@ -494,12 +471,10 @@ class Bidirectional(Module):
         merge_fn: merges outputs in the order of the inputs; by default concatenates the last axis.
         return_carry: whether to return both last states, as a pair.
 
-    Example:
-        >>> from weft import linen as nn
-        >>> layer = nn.Bidirectional(nn.RNN(nn.GRUCell(4)), nn.RNN(nn.GRUCell(6)))
-        >>> y, _ = layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 3)))
-        >>> y.shape
-        (2, 5, 10)
+    >>> layer = nn.Bidirectional(nn.RNN(nn.GRUCell(4)), nn.RNN(nn.GRUCell(6)))
+    >>> y, _ = layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 3)))
+    >>> y.shape
+    (2, 5, 10)
     """
 
     forward_rnn: RNN

@@ -14,26 +14,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from weft import errors
 from weft.configurations import config
 from weft.core.filters import DenyList
-from weft.core.scope import Scope, Variable
-from weft.errors import (
-    CompactMethodError,
-    MultipleMethodsCompactError,
-    NameInUseError,
-    PerturbationNotFoundError,
-    UnboundModuleError,
-)
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from weft.core.scope import Names
+from weft.core.scope import Names, Scope, Variable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,18 +113,15 @@ def intercept_methods(interceptor: Interceptor) -> Iterator[None]:
         interceptor: `interceptor(next_fun, args, kwargs, context)` returns the result of the call.
             Of several interceptors, the outermost is called first.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import linen as nn
-        >>> def doubled(next_fun, args, kwargs, context):
-        ...     result = next_fun(*args, **kwargs)
-        ...     return 2 * result if context.method_name == "__call__" else result
-        >>> class Identity(nn.Module):
-        ...     def __call__(self, x):
-        ...         return x
-        >>> with nn.intercept_methods(doubled):
-        ...     print(Identity().apply({}, 3))
-        6
+    >>> def doubled(next_fun, args, kwargs, context):
+    ...     result = next_fun(*args, **kwargs)
+    ...     return 2 * result if context.method_name == "__call__" else result
+    >>> class Identity(nn.Module):
+    ...     def __call__(self, x):
+    ...         return x
+    >>> with nn.intercept_methods(doubled):
+    ...     print(Identity().apply({}, 3))
+    6
     """
     before = RUNNING.interceptors
     RUNNING.interceptors = (*before, interceptor)
@@ -205,8 +191,7 @@ class State:
 
     Attributes:
         given: original values of fields that hold modules.
-        transform_tokens: transformations of the module's class that the module is transform_tokens
-        of.
+        transform_tokens: transformations of the module's class.
         own_names: names used by `setup` and the fields. They cross transformations with the module,
             so that a transformed function cannot reuse a name.
         adopted: by identity, modules given to this module or one above, and their bound copies.
@@ -270,13 +255,13 @@ class State:
     ) -> None:
         """Records the name of a new submodule; raises an error if the name is taken."""
         if scope.name_reserved(name):
-            raise NameInUseError(f"submodule {type(child).__name__}", name, module._shown)
+            raise errors.NameInUseError(f"submodule {type(child).__name__}", name, module._shown)
         if self.place is not None:
             return  # each call of the method creates it again
         if self.in_compact and name in self._named_by:
             method, before = self._named_by[name]
             if method != self._method and before != child.clone(name=name):
-                raise MultipleMethodsCompactError(
+                raise errors.MultipleMethodsCompactError(
                     type(module).__name__, name, (method, self._method)
                 )
         if not self.children:
@@ -324,7 +309,7 @@ class State:
         """Returns a context that creates submodules in a scope with the name of a method."""
         scope: Any = module.scope
         if scope.name_reserved(name) and name not in self._name_scopes:
-            raise NameInUseError("compact_name_scope", name, module._shown)
+            raise errors.NameInUseError("compact_name_scope", name, module._shown)
         self._name_scopes |= {name}
         return self.at(scope.push(name, reuse=True))
 
@@ -388,15 +373,15 @@ class ModuleVariables:
 
     def _bound(self, what: str) -> Scope:
         if self.scope is None:
-            raise UnboundModuleError(what, type(self).__name__)
+            raise errors.UnboundModuleError(what, type(self).__name__)
         return self.scope
 
     def _owner(self, what: str) -> Scope:
         """Returns the scope in which a variable can be created."""
         if self.scope is None:
-            raise UnboundModuleError(f"{what} was requested", type(self).__name__)
+            raise errors.UnboundModuleError(f"{what} was requested", type(self).__name__)
         if not (self._state.in_compact or self._state.in_setup):
-            raise CompactMethodError(what, self._shown)
+            raise errors.CompactMethodError(what, self._shown)
         return self.scope
 
     @property
@@ -430,15 +415,12 @@ class ModuleVariables:
             NameInUseError: if the name is taken in the module.
             ScopeParamShapeError: if the given parameter has another shape.
 
-        Example:
-            >>> import jax
-            >>> from weft import linen as nn
-            >>> class Bias(nn.Module):
-            ...     @nn.compact
-            ...     def __call__(self, x):
-            ...         return x + self.param("bias", nn.initializers.ones, x.shape[-1:])[None]
-            >>> Bias().init(jax.random.key(0), jax.numpy.zeros((4, 2)))
-            {'params': {'bias': Array([1., 1.], dtype=float32)}}
+        >>> class Bias(nn.Module):
+        ...     @nn.compact
+        ...     def __call__(self, x):
+        ...         return x + self.param("bias", nn.initializers.ones, x.shape[-1:])[None]
+        >>> Bias().init(jax.random.key(0), jax.numpy.zeros((4, 2)))
+        {'params': {'bias': Array([1., 1.], dtype=float32)}}
         """
         scope = self._owner(f"the parameter {name!r}")
         value = scope.param(name, init_fn, *init_args, unbox=unbox, **init_kwargs)
@@ -465,17 +447,14 @@ class ModuleVariables:
             NameInUseError: if the name is taken in the module.
             ScopeVariableNotFoundError: if the variable does not exist and cannot be created.
 
-        Example:
-            >>> import jax
-            >>> from weft import linen as nn
-            >>> class Counter(nn.Module):
-            ...     @nn.compact
-            ...     def __call__(self):
-            ...         calls = self.variable("state", "calls", lambda: 0)
-            ...         calls.value += 1
-            ...         return calls.value
-            >>> Counter().apply({"state": {"calls": 4}}, mutable=["state"])
-            (5, {'state': {'calls': 5}})
+        >>> class Counter(nn.Module):
+        ...     @nn.compact
+        ...     def __call__(self):
+        ...         calls = self.variable("state", "calls", lambda: 0)
+        ...         calls.value += 1
+        ...         return calls.value
+        >>> Counter().apply({"state": {"calls": 4}}, mutable=["state"])
+        (5, {'state': {'calls': 5}})
         """
         scope = self._owner(f"the variable {name!r} of {col!r}")
         ref = scope.variable(col, name, init_fn, *init_args, unbox=unbox, **init_kwargs)
@@ -500,8 +479,7 @@ class ModuleVariables:
     def make_rng(self, name: str = "params") -> jax.Array:
         """Returns a new PRNG key of a stream; `params` replaces a missing one.
 
-        Raises:
-            InvalidRngError: if there is no stream.
+        Raises InvalidRngError if there is no stream.
         """
         return self._bound(f"a key of the PRNG stream {name!r} was requested").make_rng(name)
 
@@ -525,24 +503,18 @@ class ModuleVariables:
         reduce_fn: Callable[[Any, Any], Any] = _append,
         init_fn: Callable[[], Any] = tuple,
     ) -> bool:
-        """Stores a value in a collection, for use outside of the module.
+        """Stores a value in a collection, for use outside; returns whether it is mutable.
 
         Args:
             col: the collection; if it is not mutable, nothing is stored.
             reduce_fn: combines the previously stored value and the new one.
-            init_fn: returns the initial stored value.
 
-        Returns:
-            Whether the collection is mutable.
-
-        Example:
-            >>> from weft import linen as nn
-            >>> class Twice(nn.Module):
-            ...     def __call__(self, x):
-            ...         self.sow("intermediates", "input", x)
-            ...         return 2 * x
-            >>> Twice().apply({}, 3, mutable=["intermediates"])
-            (6, {'intermediates': {'input': (3,)}})
+        >>> class Twice(nn.Module):
+        ...     def __call__(self, x):
+        ...         self.sow("intermediates", "input", x)
+        ...         return 2 * x
+        >>> Twice().apply({}, 3, mutable=["intermediates"])
+        (6, {'intermediates': {'input': (3,)}})
         """
         scope = self._bound(f"{name!r} was sown")
         if not scope.is_mutable_collection(col):
@@ -565,20 +537,16 @@ class ModuleVariables:
             collection: collection of the zeros, created by `init`. If it is not given to `apply`,
                 the value is returned unchanged.
 
-        Raises:
-            PerturbationNotFoundError: if the given collection lacks this variable, whose gradient
-                would be zero.
+        Raises PerturbationNotFoundError if the given collection lacks this variable, whose gradient
+        would be zero.
 
-        Example:
-            >>> import jax, jax.numpy as jnp
-            >>> from weft import linen as nn
-            >>> class Square(nn.Module):
-            ...     def __call__(self, x):
-            ...         return jnp.sum(self.perturb("x", x) ** 2)
-            >>> x = jnp.array([1.0, 3.0])
-            >>> variables = Square().init(jax.random.key(0), x)
-            >>> jax.grad(lambda v: Square().apply(v, x))(variables)
-            {'perturbations': {'x': Array([2., 6.], dtype=float32)}}
+        >>> class Square(nn.Module):
+        ...     def __call__(self, x):
+        ...         return jnp.sum(self.perturb("x", x) ** 2)
+        >>> x = jnp.array([1.0, 3.0])
+        >>> variables = Square().init(jax.random.key(0), x)
+        >>> jax.grad(lambda v: Square().apply(v, x))(variables)
+        {'perturbations': {'x': Array([2., 6.], dtype=float32)}}
         """
         scope = self._bound(f"{name!r} was perturbed")
         if scope.is_mutable_collection(collection) and not scope.has_variable(collection, name):
@@ -587,7 +555,7 @@ class ModuleVariables:
         if not scope.has_collection(collection):
             return value
         if not scope.has_variable(collection, name):
-            raise PerturbationNotFoundError(name, collection, scope.path_text)
+            raise errors.PerturbationNotFoundError(name, collection, scope.path_text)
         return jax.tree.map(jnp.add, value, scope.get_variable(collection, name))
 
 

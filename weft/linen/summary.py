@@ -139,11 +139,9 @@ def tabulate(
         compute_flops: whether to count the FLOPs of each call.
         compute_vjp_flops: whether to count the FLOPs of a gradient of each call.
 
-    Example:
-        >>> from weft import linen as nn
-        >>> table = nn.tabulate(nn.Dense(2), jax.random.key(0), console_kwargs={"width": 80})
-        >>> "6 (24 B)" in table(jax.numpy.ones((4, 2)))
-        True
+    >>> table = nn.tabulate(nn.Dense(2), jax.random.key(0), console_kwargs={"width": 80})
+    >>> "6 (24 B)" in table(jax.numpy.ones((4, 2)))
+    True
     """
 
     def tabulated(*args: object, **more: object) -> str:

@@ -1,9 +1,10 @@
 """Lifting of module classes and functions, based on functions of scopes.
 
-A class becomes a subclass with lifted methods, which call those of the class. A
-function, or a method, takes a module or a tree of modules first. Each transformation corresponds to
-a function of `weft.core.lift`; `variables` and `rngs` select the collections and PRNG streams that
-a function sees.
+A class becomes a subclass with lifted methods, which call those of the class. A function, or a
+method, takes a module or a tree of modules first. Each transformation corresponds to a function of
+`weft.core.lift`; `variables` and `rngs` select the collections and PRNG streams that a function
+sees. `methods` names the methods of a class to transform, by default `__call__`; a dict sets
+options by method.
 """
 
 import functools
@@ -20,12 +21,7 @@ from weft.lifting.jit import Lowered
 from weft.lifting.signature import check_argnums
 from weft.lifting.trace_cache import cached_for_equal_functions
 from weft.linen.module import Module
-from weft.linen.module_kind import (
-    TransformToken,
-    commit_counters,
-    merge_modules,
-    split_modules,
-)
+from weft.linen.module_kind import TransformToken, commit_counters, merge_modules, split_modules
 from weft.linen.state import named_call_enabled, untransformed
 
 Methods = str | Collection[str] | Mapping[str, Mapping[str, Any]] | None
@@ -189,18 +185,13 @@ def vmap(
         split_rngs: by filter of PRNG streams, whether each index has its own keys.
         in_axes: see `jax.vmap`, for the arguments after the module.
         axis_size: size of the new axis, if no mapped value determines it.
-        axis_name: name of the new axis for collectives.
         spmd_axis_name: mesh axis over which the new axis is laid out.
         metadata_params: passed to axis metadata that gains or loses the axis, such as
             `{nn.PARTITION_NAME: "layers"}`.
-        methods: methods of a class to transform; a dict sets options by method.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from weft import linen as nn
-        >>> Ensemble = nn.vmap(nn.Dense, {"params": 0}, {"params": True}, in_axes=None, axis_size=5)
-        >>> jax.tree.map(jnp.shape, Ensemble(2).init(jax.random.key(0), jnp.ones(3)))
-        {'params': {'bias': (5, 2), 'kernel': (5, 3, 2)}}
+    >>> Ensemble = nn.vmap(nn.Dense, {"params": 0}, {"params": True}, in_axes=None, axis_size=5)
+    >>> jax.tree.map(jnp.shape, Ensemble(2).init(jax.random.key(0), jnp.ones(3)))
+    {'params': {'bias': (5, 2), 'kernel': (5, 3, 2)}}
     """
     return transformed(
         "Vmap",
@@ -264,7 +255,6 @@ def shard_map(
         split_rngs: by filter of PRNG streams, whether each device has its own keys.
         in_specs: a prefix of the arguments after the module.
         axis_names: mesh axes that the function sees; by default all.
-        methods: see `vmap`.
     """
     return transformed(
         "Shard_map",
@@ -311,19 +301,16 @@ def scan(
         out_axes: the axis along which `y` is stacked.
         length: number of iterations, if no scanned value determines it.
         unroll, data_transform, check_constancy_invariants: see `weft.core.lift.scan`.
-        metadata_params, methods: see `vmap`.
+        metadata_params: see `vmap`.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from weft import linen as nn
-        >>> class Block(nn.Module):
-        ...     @nn.compact
-        ...     def __call__(self, x, _):
-        ...         return x + nn.Dense(4)(x), None
-        >>> Stack = nn.scan(Block, {"params": 0}, split_rngs={"params": True}, length=6)
-        >>> variables = Stack().init(jax.random.key(0), jnp.ones((2, 4)), None)
-        >>> variables["params"]["Dense_0"]["kernel"].shape
-        (6, 4, 4)
+    >>> class Block(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x, _):
+    ...         return x + nn.Dense(4)(x), None
+    >>> Stack = nn.scan(Block, {"params": 0}, split_rngs={"params": True}, length=6)
+    >>> variables = Stack().init(jax.random.key(0), jnp.ones((2, 4)), None)
+    >>> variables["params"]["Dense_0"]["kernel"].shape
+    (6, 4, 4)
     """
     return transformed(
         "Scan",
@@ -401,13 +388,9 @@ def remat(
         prevent_cse: see `jax.checkpoint`; False inside a scan.
         static_argnums: arguments that are hashable values, not arrays; 0 is the module.
         policy: selects values to store, see `jax.checkpoint_policies`.
-        methods: see `vmap`.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from weft import linen as nn
-        >>> sorted(nn.remat(nn.Dense)(2).init(jax.random.key(0), jnp.ones(3))["params"])
-        ['bias', 'kernel']
+    >>> sorted(nn.remat(nn.Dense)(2).init(jax.random.key(0), jnp.ones(3))["params"])
+    ['bias', 'kernel']
     """
     return transformed(
         "Checkpoint",
@@ -444,11 +427,8 @@ def jit(
         static_argnums: arguments that are hashable values, not arrays; 0 is the module.
         donate_argnums: arguments whose buffers may be reused for the results.
         device: device to use instead of the arguments' device.
-        methods: see `vmap`.
 
-    Returns:
-        The class or function. A function's `explain_recompile()` describes what caused a
-        recompilation.
+    A function's `explain_recompile()` describes what caused a recompilation.
     """
     return transformed(
         "Jit",
@@ -477,17 +457,14 @@ def checkify(
     The class or function then returns a checkify error and the result. `errors` are the enabled
     checks, by default `checkify.user_checks`.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jax.experimental import checkify
-        >>> from weft import linen as nn
-        >>> class Positive(nn.Module):
-        ...     def __call__(self, x):
-        ...         checkify.check(jnp.all(x > 0), "not positive")
-        ...         return x
-        >>> error, _ = nn.checkify(Positive)().apply({}, jnp.array([-1.0]))
-        >>> error.get() is None
-        False
+    >>> from jax.experimental import checkify
+    >>> class Positive(nn.Module):
+    ...     def __call__(self, x):
+    ...         checkify.check(jnp.all(x > 0), "not positive")
+    ...         return x
+    >>> error, _ = nn.checkify(Positive)().apply({}, jnp.array([-1.0]))
+    >>> error.get() is None
+    False
     """
     return transformed(
         "Checkify",
@@ -523,21 +500,17 @@ def map_variables(
         trans_out_fn: maps the dict that the target leaves to the one to store.
         init: whether to run first on the unmapped collections, to create missing variables.
         mutable: whether the target may change the mapped collections.
-        methods: see `vmap`.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from weft import linen as nn
-        >>> class Tied(nn.Module):
-        ...     @nn.compact
-        ...     def __call__(self, x):
-        ...         dense = nn.Dense(2, use_bias=False)
-        ...         back = nn.map_variables(
-        ...             lambda dense, h: dense.clone(features=3, parent=dense.scope)(h),
-        ...             "params", lambda params: jax.tree.map(jnp.transpose, params))
-        ...         return back(dense, dense(x))
-        >>> Tied().init_with_output(jax.random.key(0), jnp.ones(3))[0].shape
-        (3,)
+    >>> class Tied(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         dense = nn.Dense(2, use_bias=False)
+    ...         back = nn.map_variables(
+    ...             lambda dense, h: dense.clone(features=3, parent=dense.scope)(h),
+    ...             "params", lambda params: jax.tree.map(jnp.transpose, params))
+    ...         return back(dense, dense(x))
+    >>> Tied().init_with_output(jax.random.key(0), jnp.ones(3))[0].shape
+    (3,)
     """
     return transformed(
         "Map_variables",
@@ -588,8 +561,7 @@ def add_metadata_axis(
 def named_call(class_fn: Target, force: bool = True) -> Target:
     """Names the operations of a module class or a function of a module in profiles.
 
-    Args:
-        force: whether to override `disable_named_call`.
+    `force` overrides `disable_named_call`.
     """
 
     def named(fn: Callable[..., Any]) -> Callable[..., Any]:

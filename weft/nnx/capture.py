@@ -44,15 +44,13 @@ def capture(
             path, or if a module merged inside a JAX transformation sows and its state is not
             returned.
 
-    Example:
-        >>> from weft import nnx
-        >>> class Double(nnx.Module):
-        ...     def __call__(self, x):
-        ...         self.sow(nnx.Intermediate, "doubled", 2 * x)
-        ...         return 2 * x + 1
-        >>> y, seen = capture(Double(), nnx.Intermediate)(3)
-        >>> y, nnx.to_pure_dict(seen)
-        (7, {'doubled': (6,)})
+    >>> class Double(nnx.Module):
+    ...     def __call__(self, x):
+    ...         self.sow(nnx.Intermediate, "doubled", 2 * x)
+    ...         return 2 * x + 1
+    >>> y, seen = capture(Double(), nnx.Intermediate)(3)
+    >>> y, nnx.to_pure_dict(seen)
+    (7, {'doubled': (6,)})
     """
     if isinstance(fn, type) and issubclass(fn, Variable):
         kinds = (fn, *var_types)

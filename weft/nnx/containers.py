@@ -65,12 +65,10 @@ def _record_items(recording: Recording, x: Any, before: Any, is_moved: bool) -> 
 class List(Module, list[T]):
     """List module that keeps references; lists in attributes are converted to it.
 
-    Example:
-        >>> from weft import nnx
-        >>> layers = nnx.List([nnx.Param(1.0)])
-        >>> layers.append(nnx.Param(2.0))
-        >>> jax.tree.leaves(layers)
-        [1.0, 2.0]
+    >>> layers = nnx.List([nnx.Param(1.0)])
+    >>> layers.append(nnx.Param(2.0))
+    >>> jax.tree.leaves(layers)
+    [1.0, 2.0]
     """
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
@@ -155,12 +153,10 @@ class Dict(Module, dict[Any, Any]):
 
     Dicts in attributes are converted to it; arguments as for `dict`.
 
-    Example:
-        >>> from weft import nnx
-        >>> heads = nnx.Dict(policy=nnx.Param(1.0))
-        >>> heads["value"] = nnx.Param(2.0)
-        >>> heads.value[...]
-        2.0
+    >>> heads = nnx.Dict(policy=nnx.Param(1.0))
+    >>> heads["value"] = nnx.Param(2.0)
+    >>> heads.value[...]
+    2.0
     """
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
@@ -283,9 +279,8 @@ class Sequential(Module):
     Raises:
         LayerCallError: at the call, if one of them is not callable.
 
-    Example:
-        >>> Sequential(lambda x: (x, x + 1), lambda a, b: a * b)(2)
-        6
+    >>> Sequential(lambda x: (x, x + 1), lambda a, b: a * b)(2)
+    6
     """
 
     def __init__(self, *fns: Callable[..., Any]):

@@ -3,17 +3,7 @@
 A `split_context` replaces objects that it has already split by references, which a `merge_context`
 resolves. An `update_context` connects four of them around a transformation: split outside, merge
 inside, split inside, and merge outside, which then updates the original objects instead of creating
-new ones:
-
-    with update_context("f"):
-        with split_context("f") as ctx: parts = ctx.split(model)
-        @jax.jit
-        def f(state):
-            with merge_context("f", inner=True) as ctx: model = ctx.merge(parts[0], state)
-            ...
-            with split_context("f") as ctx: return ctx.split(model)
-        with merge_context("f", inner=False) as ctx: ctx.merge(*f(parts[1]))
-
+new ones; see its example.
 `to_tree` replaces each object of a tree by a pytree node with its states, for JAX functions;
 `from_tree` is the inverse. Parts that several objects share are in the first of them.
 """
@@ -27,13 +17,8 @@ from typing import Any, Self
 
 import jax
 
+from weft import errors
 from weft.core.tracing import ThreadStack
-from weft.errors import (
-    GraphStructureError,
-    InconsistentAliasError,
-    ObjectArgumentError,
-    StateFilterError,
-)
 from weft.nnx.filters import Filter, Path, filters_text, predicates
 from weft.nnx.graph import GraphDef, flatten_graph
 from weft.nnx.pytree import Pytree, key_of
@@ -47,7 +32,6 @@ class SplitContext:
     """Context that splits objects; objects split before in the context become references.
 
     Attributes:
-        ref_index: indices of the objects seen.
         is_inner: whether it is inside the transformation; None without an update context.
     """
 
@@ -67,7 +51,7 @@ class SplitContext:
             GraphStructureError: if there are filters, and `with_paths` is False.
         """
         if not with_paths and filters:
-            raise GraphStructureError(
+            raise errors.GraphStructureError(
                 "flatten was given filters and with_paths=False, but filters need the paths; omit "
                 "one of them."
             )
@@ -95,7 +79,6 @@ class MergeContext:
     """Context that merges objects; references resolve to objects merged before in the context.
 
     Attributes:
-        index_ref: objects that were created, by index.
         is_inner: whether it is inside the transformation; None without an update context.
     """
 
@@ -169,25 +152,21 @@ def update_context(tag: Hashable) -> Iterator[UpdateContext]:
 
     A nested context hides an outer one with the same tag.
 
-    Example:
-        >>> import jax
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> model = nnx.Dict(w=nnx.Param(jnp.array(1.0)))
-        >>> with update_context("f"):
-        ...     with split_context("f") as ctx:
-        ...         graphdef, state = ctx.split(model)
-        ...     @jax.jit
-        ...     def f(state):
-        ...         with merge_context("f", inner=True) as ctx:
-        ...             inner = ctx.merge(graphdef, state)
-        ...         inner.new = nnx.Param(inner.w * 2)
-        ...         with split_context("f") as ctx:
-        ...             return ctx.split(inner)
-        ...     with merge_context("f", inner=False) as ctx:
-        ...         same = ctx.merge(*f(state))
-        >>> same is model, float(model.new)
-        (True, 2.0)
+    >>> model = nnx.Dict(w=nnx.Param(jnp.array(1.0)))
+    >>> with update_context("f"):
+    ...     with split_context("f") as ctx:
+    ...         graphdef, state = ctx.split(model)
+    ...     @jax.jit
+    ...     def f(state):
+    ...         with merge_context("f", inner=True) as ctx:
+    ...             inner = ctx.merge(graphdef, state)
+    ...         inner.new = nnx.Param(inner.w * 2)
+    ...         with split_context("f") as ctx:
+    ...             return ctx.split(inner)
+    ...     with merge_context("f", inner=False) as ctx:
+    ...         same = ctx.merge(*f(state))
+    >>> same is model, float(model.new)
+    (True, 2.0)
     """
     with _OPEN.push(UpdateContext(tag)) as context:
         yield context
@@ -203,7 +182,7 @@ def current_update_context(tag: Hashable) -> UpdateContext:
         if context.tag == tag:
             return context
     tags = ", ".join(repr(context.tag) for context in _OPEN.items) or "none"
-    raise GraphStructureError(
+    raise errors.GraphStructureError(
         f"there is no update context {tag!r} here; open in this thread: {tags}. Enter "
         f"nnx.update_context({tag!r}) around it."
     )
@@ -216,17 +195,15 @@ def split_context(ctxtag: Hashable | None = None) -> Iterator[SplitContext]:
     Raises:
         GraphStructureError: if there is no update context with the tag `ctxtag`.
 
-    Example:
-        >>> from weft import nnx
-        >>> w = nnx.Param(1.0)
-        >>> with split_context() as ctx:
-        ...     first, second = ctx.split({"a": w}), ctx.split({"b": w})
-        >>> len(first[1]), len(second[1])
-        (1, 0)
-        >>> with merge_context() as ctx:
-        ...     a, b = ctx.merge(*first), ctx.merge(*second)
-        >>> a["a"] is b["b"]
-        True
+    >>> w = nnx.Param(1.0)
+    >>> with split_context() as ctx:
+    ...     first, second = ctx.split({"a": w}), ctx.split({"b": w})
+    >>> len(first[1]), len(second[1])
+    (1, 0)
+    >>> with merge_context() as ctx:
+    ...     a, b = ctx.merge(*first), ctx.merge(*second)
+    >>> a["a"] is b["b"]
+    True
     """
     update = current_update_context(ctxtag) if ctxtag is not None else None
     is_inner = update.inner_ref_outer_index is not None if update is not None else None
@@ -251,7 +228,7 @@ def merge_context(
     """
     update = current_update_context(ctxtag) if ctxtag is not None else None
     if update is not None and inner is None:
-        raise GraphStructureError(
+        raise errors.GraphStructureError(
             f"merge_context({ctxtag!r}) needs inner; give inner=True inside the transformed "
             "function, and inner=False after it."
         )
@@ -268,17 +245,10 @@ _MISSING: Any = object()
 class NodeStates:
     """States of an object, as one node of a tree.
 
-    Attributes:
-        states: states, or prefixes of them.
-        metadata: static data to pass along.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> states = NodeStates.from_states(nnx.State({"w": jnp.ones((3, 2))}))
-        >>> axes = NodeStates.from_prefixes([1])
-        >>> jax.vmap(lambda s: s.state.w.sum(), in_axes=(axes,))(states)
-        Array([3., 3.], dtype=float32)
+    >>> states = NodeStates.from_states(nnx.State({"w": jnp.ones((3, 2))}))
+    >>> axes = NodeStates.from_prefixes([1])
+    >>> jax.vmap(lambda s: s.state.w.sum(), in_axes=(axes,))(states)
+    Array([3., 3.], dtype=float32)
     """
 
     _graphdef: GraphDef | None
@@ -287,26 +257,18 @@ class NodeStates:
 
     @property
     def graphdef(self) -> GraphDef:
-        """Description of the object.
-
-        Raises:
-            GraphStructureError: if there is none.
-        """
+        """Description of the object; raises GraphStructureError if there is none."""
         if self._graphdef is None:
-            raise GraphStructureError(
+            raise errors.GraphStructureError(
                 "these NodeStates have no description; make them by NodeStates.from_split."
             )
         return self._graphdef
 
     @property
     def state(self) -> Any:
-        """The only state.
-
-        Raises:
-            GraphStructureError: if there are several.
-        """
+        """The only state; raises GraphStructureError if there are several."""
         if len(self.states) != 1:
-            raise GraphStructureError(
+            raise errors.GraphStructureError(
                 f"these NodeStates have {len(self.states)} states; look at .states."
             )
         return self.states[0]
@@ -373,7 +335,6 @@ def to_tree(
     """Replaces the objects of a tree by their states.
 
     Args:
-        prefix: prefix of the tree, such as axes.
         split_fn: maps a split context, a path, a prefix leaf and an object to the replacement; by
             default `NodeStates` with one state.
         map_non_graph_nodes: whether to call it for leaves that are not objects as well.
@@ -383,15 +344,13 @@ def to_tree(
         InconsistentAliasError: if they differ.
         ValueError: from JAX, if `prefix` is not a prefix of the tree.
 
-    Example:
-        >>> from weft import nnx
-        >>> layer = nnx.Dict(w=nnx.Param(1.0))
-        >>> tree = to_tree((layer, {"again": layer, "x": 2}))
-        >>> len(tree[0].state), len(tree[1]["again"].state), tree[1]["x"]
-        (1, 0, 2)
-        >>> first, rest = from_tree(tree)
-        >>> first is rest["again"]
-        True
+    >>> layer = nnx.Dict(w=nnx.Param(1.0))
+    >>> tree = to_tree((layer, {"again": layer, "x": 2}))
+    >>> len(tree[0].state), len(tree[1]["again"].state), tree[1]["x"]
+    (1, 0, 2)
+    >>> first, rest = from_tree(tree)
+    >>> first is rest["again"]
+    True
     """
     items, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_object)
     values = _broadcast_prefix(prefix, tree, _is_object, len(items))
@@ -421,8 +380,6 @@ def from_tree(
 
     Args:
         merge_fn: maps a merge context, a path, a prefix leaf and `NodeStates` to an object.
-        is_node_leaf: predicate of leaves that represent objects.
-        is_leaf: predicate that stops the traversal.
         map_non_graph_nodes: whether to call `merge_fn` for other leaves as well.
 
     Raises:
@@ -467,7 +424,7 @@ def _check_aliases(items: list[tuple[Any, Any, Any]]) -> None:
             where = path_text((*map(key_of, root), *path))
             there, before = seen.setdefault(id(leaf), (where, here))
             if before != here:
-                raise InconsistentAliasError(
+                raise errors.InconsistentAliasError(
                     f"one {type(leaf).__name__} is at {there!r}, with {before!r}, and at "
                     f"{where!r}, with {here!r}; give both the same, or nnx.clone(...) at one "
                     "place."
@@ -484,13 +441,10 @@ def prefix(node: Any, filter_map: Any, /, *, graph: bool | None = None) -> Any:
         StateFilterError: if no filter matches a value.
         ObjectArgumentError: if `filter_map` has another type.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> model = nnx.Dict(w=nnx.Param(jnp.ones((3, 2))), n=nnx.BatchStat(jnp.ones(())))
-        >>> axes = prefix(model, {nnx.Param: 0, ...: None})
-        >>> jax.vmap(lambda m: m.w.sum() + m.n, in_axes=(axes,))(model)
-        Array([3., 3., 3.], dtype=float32)
+    >>> model = nnx.Dict(w=nnx.Param(jnp.ones((3, 2))), n=nnx.BatchStat(jnp.ones(())))
+    >>> axes = prefix(model, {nnx.Param: 0, ...: None})
+    >>> jax.vmap(lambda m: m.w.sum() + m.n, in_axes=(axes,))(model)
+    Array([3., 3., 3.], dtype=float32)
     """
     value_at = _as_function(filter_map)
 
@@ -509,7 +463,7 @@ def _as_function(filter_map: Any) -> Callable[[Path, Any], Any]:
         return filter_map.map_prefix
     if callable(filter_map):
         return filter_map
-    raise ObjectArgumentError(
+    raise errors.ObjectArgumentError(
         f"prefix was given {filter_map!r}; give a dict from filters to entries, such as "
         "{nnx.Param: 0, ...: None}, or a function of a path and a value."
     )
@@ -522,7 +476,7 @@ def _by_filter(filters: list[Any], values: list[Any]) -> Callable[[Path, Any], A
         for matches, value in zip(matching, values, strict=True):
             if matches(path, x):
                 return value
-        raise StateFilterError(
+        raise errors.StateFilterError(
             f"no filter matches {path_text(path)!r}, a {type(x).__name__}; the filters are "
             f"{filters_text(filters)}; add `...` as the last."
         )

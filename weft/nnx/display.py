@@ -68,12 +68,10 @@ def size_text(values: object) -> str:
 def display(*args: object) -> None:
     """Shows objects: with Treescope in a notebook that has it, otherwise as text.
 
-    Example:
-        >>> from weft import nnx
-        >>> nnx.display(nnx.Param(1))
-        Param(
-          value=1
-        )
+    >>> nnx.display(nnx.Param(1))
+    Param(
+      value=1
+    )
     """
     show = print
     if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
@@ -112,15 +110,14 @@ class Attr:
 class Representable:
     """Base class of objects whose `__nnx_repr__` yields an `Object`, and an `Attr` for each part.
 
-    Example:
-        >>> class Range(Representable):
-        ...     def __nnx_repr__(self):
-        ...         yield Object(type(self))
-        ...         yield Attr("start", 1)
-        >>> Range()
-        Range(
-          start=1
-        )
+    >>> class Range(Representable):
+    ...     def __nnx_repr__(self):
+    ...         yield Object(type(self))
+    ...         yield Attr("start", 1)
+    >>> Range()
+    Range(
+      start=1
+    )
     """
 
     __slots__ = ()

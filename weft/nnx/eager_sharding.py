@@ -28,21 +28,17 @@ class use_eager_sharding(Setting, flag="flax_always_shard_variable"):
     It applies to this thread, or to the block or call as a context manager or decorator. A
     variable's metadata `eager_sharding` takes precedence.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> with use_eager_sharding(False):
-        ...     nnx.Param(jnp.ones((4, 8)), out_sharding=("embed", None)).out_sharding
-        ('embed', None)
+    >>> with use_eager_sharding(False):
+    ...     nnx.Param(jnp.ones((4, 8)), out_sharding=("embed", None)).out_sharding
+    ('embed', None)
     """
 
 
 def using_eager_sharding() -> bool:
     """Returns whether new variables are sharded at once.
 
-    Example:
-        >>> using_eager_sharding()
-        True
+    >>> using_eager_sharding()
+    True
     """
     return use_eager_sharding.current()
 
@@ -50,10 +46,7 @@ def using_eager_sharding() -> bool:
 def with_out_sharding(metadata: dict[str, Any], what: str) -> dict[str, Any]:
     """Returns metadata in which the layout of the value is called `out_sharding`.
 
-    A name alone is that of the first axis.
-
-    Raises:
-        AxisMetadataError: if the layout has a wrong type.
+    A name alone is that of the first axis. Raises AxisMetadataError if the layout has a wrong type.
     """
     for name in SHARDING_ALIASES:
         if name in metadata:
@@ -142,8 +135,7 @@ def abstract_value(
 ) -> jax.ShapeDtypeStruct:
     """Returns a shape with its layout over a mesh.
 
-    Raises:
-        MeshError: if the layout does not fit the mesh or the shape.
+    Raises MeshError if the layout does not fit the mesh or the shape.
     """
     entries = spmd.fitting_spec(spec or PartitionSpec(), value.shape, mesh)
     sharding = NamedSharding(mesh, PartitionSpec(*entries))

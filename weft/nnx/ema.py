@@ -25,7 +25,6 @@ class EMA(Pytree):
     Args:
         params: model or state that provides the initial values.
         decay: weight of the old average in an update; an array if it should change.
-        only: filter of the variables.
 
     Attributes:
         params: averages, variables at the model's paths.
@@ -33,14 +32,12 @@ class EMA(Pytree):
     Raises:
         AverageLeafError: if the filter matches an array that is not a variable.
 
-    Example:
-        >>> from weft import nnx
-        >>> model = nnx.Dict(w=nnx.Param(jnp.zeros(2)))
-        >>> ema = EMA(model, decay=0.75)
-        >>> model.w[...] = 4.0
-        >>> ema.update(model)
-        >>> ema.apply_to(model).w.tolist()
-        [1.0, 1.0]
+    >>> model = nnx.Dict(w=nnx.Param(jnp.zeros(2)))
+    >>> ema = EMA(model, decay=0.75)
+    >>> model.w[...] = 4.0
+    >>> ema.update(model)
+    >>> ema.apply_to(model).w.tolist()
+    [1.0, 1.0]
     """
 
     def __init__(
@@ -93,11 +90,9 @@ class EMA(Pytree):
     def apply_to(self, model: M) -> M:
         """Returns a copy of the model with the averages as values; other variables are shared.
 
-        Example:
-            >>> from weft import nnx
-            >>> model = nnx.Dict(w=nnx.Param(1.0))
-            >>> EMA(model, 0.5).apply_to(model).w is model.w
-            False
+        >>> model = nnx.Dict(w=nnx.Param(1.0))
+        >>> EMA(model, 0.5).apply_to(model).w is model.w
+        False
         """
         averages = dict(to_flat_state(self.params))
         flat = flatten_graph(model)

@@ -133,13 +133,10 @@ class Not(_Combined):
 def to_predicate(filter_like: Filter) -> Predicate:
     """Returns a filter as a function of path and value.
 
-    Raises:
-        StateFilterError: if it is not a filter.
+    Raises StateFilterError if it is not a filter.
 
-    Example:
-        >>> from weft import nnx
-        >>> to_predicate(nnx.Param)(("kernel",), nnx.Param(1.0))
-        True
+    >>> to_predicate(nnx.Param)(("kernel",), nnx.Param(1.0))
+    True
     """
     if filter_like is ... or filter_like is True:
         return Everything()
@@ -162,8 +159,7 @@ def to_predicate(filter_like: Filter) -> Predicate:
 def predicates(filters: Sequence[Filter]) -> tuple[Predicate, ...]:
     """Returns filters as predicates; `...` must come last.
 
-    Raises:
-        StateFilterError: if a filter follows one that matches everything.
+    Raises StateFilterError if a filter follows one that matches everything.
     """
     for i, filter_like in enumerate(filters[:-1]):
         if (filter_like is ... or filter_like is True) and any(
@@ -190,10 +186,8 @@ def _literal(where: AnyValue) -> AnyValue:
 def filters_text(filters: Sequence[Filter]) -> str:
     """Returns the text of filters, as users write them.
 
-    Example:
-        >>> from weft import nnx
-        >>> filters_text([nnx.Param, "lora", ...])
-        "Param, 'lora', ..."
+    >>> filters_text([nnx.Param, "lora", ...])
+    "Param, 'lora', ..."
     """
     plain = [_literal(f) for f in filters]
     return ", ".join(

@@ -81,7 +81,6 @@ class NodeDef(NamedTuple):
 
     Attributes:
         index: index of the object in the graph; None for a container, which has no identity.
-        attributes: definitions by name or key.
         marks: data and static marks of an object's attributes, or the structure of a container.
         order: order of the attributes, if not the default.
     """
@@ -97,8 +96,6 @@ class GraphDef(Generic[Node]):
     """Description of a graph; hashable, and equal for graphs that differ only in values.
 
     Attributes:
-        root: definition of the outermost object.
-        paths: paths of the values.
         outer: index pairs (here, before) of objects that `nnx.unflatten` updates.
     """
 
@@ -424,8 +421,7 @@ def with_static_values(graphdef: GraphDef, values: Iterable[Any]) -> GraphDef:
 def leaves_of(graphdef: GraphDef, state: object) -> list[Any]:
     """Returns the values of a state in the order of a description, which a list already has.
 
-    Raises:
-        GraphStructureError: if a value is missing or unexpected.
+    Raises GraphStructureError if a value is missing or unexpected.
     """
     if isinstance(state, list) and not isinstance(state, FlatState):
         return state
@@ -457,17 +453,15 @@ def call(graphdef_state: tuple[Any, ...], /) -> Any:
     Returns:
         A proxy of the object; a call of it or its methods returns the result and the new pair.
 
-    Example:
-        >>> from weft import nnx
-        >>> class Counter(nnx.Module):
-        ...     def __init__(self):
-        ...         self.n = nnx.Variable(0)
-        ...     def count(self, by):
-        ...         self.n.set_value(self.n.get_value() + by)
-        ...         return self.n.get_value()
-        >>> n, (graphdef, state) = nnx.call(nnx.split(Counter())).count(3)
-        >>> n, state.n.get_value()
-        (3, 3)
+    >>> class Counter(nnx.Module):
+    ...     def __init__(self):
+    ...         self.n = nnx.Variable(0)
+    ...     def count(self, by):
+    ...         self.n.set_value(self.n.get_value() + by)
+    ...         return self.n.get_value()
+    >>> n, (graphdef, state) = nnx.call(nnx.split(Counter())).count(3)
+    >>> n, state.n.get_value()
+    (3, 3)
     """
     graphdef, state, *states = graphdef_state
     return _MethodCaller((graphdef, merge_state(state, *states) if states else state), ())
@@ -501,11 +495,9 @@ def find_duplicates(node: Any, /, *, only: Any = ...) -> list[list[Path]]:
 
     Contents of a repeated object count below its first path only; `only` filters the objects.
 
-    Example:
-        >>> from weft import nnx
-        >>> shared = nnx.Param(1.0)
-        >>> find_duplicates({"a": shared, "b": shared})
-        [[('a',), ('b',)]]
+    >>> shared = nnx.Param(1.0)
+    >>> find_duplicates({"a": shared, "b": shared})
+    [[('a',), ('b',)]]
     """
     matches = to_predicate(only)
     paths: dict[int, list[Path]] = {}
@@ -532,10 +524,8 @@ def recursive_map(
 
     Objects and variables passed to `f` are copies.
 
-    Example:
-        >>> from weft import nnx
-        >>> recursive_map(lambda path, x: x * 2 if isinstance(x, int) else x, (1, {"a": 2}))
-        (2, {'a': 4})
+    >>> recursive_map(lambda path, x: x * 2 if isinstance(x, int) else x, (1, {"a": 2}))
+    (2, {'a': 4})
     """
     made: dict[int, Any] = {}
 
@@ -673,8 +663,7 @@ def build_graph(
         existing: objects to update by index; variables keep their values.
         known: objects of other descriptions that this one refers to, by index.
 
-    Raises:
-        GraphStructureError: if the number of values is wrong, or a referenced object is unknown.
+    Raises GraphStructureError if the number of values is wrong, or a referenced object is unknown.
     """
     root, objects, changes = plan_graph(graphdef, leaves, share, existing, known)
     check_changes(changes)
@@ -691,9 +680,7 @@ def check_pytree(pytree: object) -> None:
         ObjectArgumentError: if `pytree` is not an object.
         AttributeMarkError: if a static attribute holds an array, a variable or an object.
 
-    Example:
-        >>> from weft import nnx
-        >>> check_pytree(nnx.List([nnx.Param(1.0)]))
+    >>> check_pytree(nnx.List([nnx.Param(1.0)]))
     """
     if not isinstance(pytree, Pytree):
         raise ObjectArgumentError(

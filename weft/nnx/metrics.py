@@ -31,20 +31,19 @@ class MetricState(Variable[A]):
 class Metric(Pytree):
     """Base class of metrics.
 
-    Example:
-        >>> class Largest(Metric):
-        ...     def __init__(self):
-        ...         self.value = MetricState(jnp.array(-jnp.inf))
-        ...     def reset(self):
-        ...         self.value[...] = -jnp.inf
-        ...     def update(self, *, values, **_):
-        ...         self.value[...] = jnp.maximum(self.value, values.max())
-        ...     def compute(self):
-        ...         return self.value[...]
-        >>> largest = Largest()
-        >>> largest.update(values=jnp.array([1.0, 3.0]))
-        >>> float(largest.compute())
-        3.0
+    >>> class Largest(Metric):
+    ...     def __init__(self):
+    ...         self.value = MetricState(jnp.array(-jnp.inf))
+    ...     def reset(self):
+    ...         self.value[...] = -jnp.inf
+    ...     def update(self, *, values, **_):
+    ...         self.value[...] = jnp.maximum(self.value, values.max())
+    ...     def compute(self):
+    ...         return self.value[...]
+    >>> largest = Largest()
+    >>> largest.update(values=jnp.array([1.0, 3.0]))
+    >>> float(largest.compute())
+    3.0
     """
 
     def __init__(self) -> None:
@@ -91,12 +90,11 @@ def _argument(metric: Metric, name: str, given: dict[str, Any]) -> Any:
 class Average(Metric):
     """Mean of all values of the keyword argument `argname`.
 
-    Example:
-        >>> loss = Average("loss")
-        >>> loss.update(loss=jnp.array([1.0, 2.0]))
-        >>> loss.update(loss=6.0)
-        >>> float(loss.compute())
-        3.0
+    >>> loss = Average("loss")
+    >>> loss.update(loss=jnp.array([1.0, 2.0]))
+    >>> loss.update(loss=6.0)
+    >>> float(loss.compute())
+    3.0
     """
 
     def __init__(self, argname: str = "values"):
@@ -160,13 +158,11 @@ class Welford(Metric):
 
     Attributes:
         count: number of values, those of the keyword argument `argname`.
-        m2: sum of squared deviations from the mean.
 
-    Example:
-        >>> metric = Welford()
-        >>> metric.update(values=jnp.array([1.0, 2.0, 3.0, 4.0]))
-        >>> float(metric.compute().mean), float(metric.compute().standard_deviation)
-        (2.5, 1.1180...)
+    >>> metric = Welford()
+    >>> metric.update(values=jnp.array([1.0, 2.0, 3.0, 4.0]))
+    >>> float(metric.compute().mean), float(metric.compute().standard_deviation)
+    (2.5, 1.1180...)
     """
 
     def __init__(self, argname: str = "values"):
@@ -214,14 +210,12 @@ class Accuracy(Average):
         threshold: for two classes, the logit from which on the prediction is 1; by default the
             prediction is the class of the largest logit.
 
-    Raises:
-        MetricArgumentError: if the threshold is not a float.
+    Raises MetricArgumentError if the threshold is not a float.
 
-    Example:
-        >>> accuracy = Accuracy()
-        >>> accuracy.update(logits=jnp.array([[0.1, 0.9], [0.8, 0.2]]), labels=jnp.array([1, 1]))
-        >>> float(accuracy.compute())
-        0.5
+    >>> accuracy = Accuracy()
+    >>> accuracy.update(logits=jnp.array([[0.1, 0.9], [0.8, 0.2]]), labels=jnp.array([1, 1]))
+    >>> float(accuracy.compute())
+    0.5
     """
 
     def __init__(self, threshold: float | None = None, argname: str = "values"):
@@ -248,8 +242,7 @@ class Accuracy(Average):
             labels: true classes, or 0 and 1 with a threshold.
             mask: predictions to include; all by default.
 
-        Raises:
-            MetricValueError: if the shapes do not match, or labels are not integers.
+        Raises MetricValueError if the shapes do not match, or labels are not integers.
         """
         batch = logits.shape if self.threshold is not None else logits.shape[:-1]
         if labels.shape != batch:
@@ -277,11 +270,10 @@ class MultiMetric(Metric):
     Raises:
         MetricArgumentError: if one is not a metric, or has the name of a method.
 
-    Example:
-        >>> metrics = MultiMetric(loss=Average("loss"), size=Average("size"))
-        >>> metrics.update(loss=1.0, size=4)
-        >>> {name: float(value) for name, value in metrics.compute().items()}
-        {'loss': 1.0, 'size': 4.0}
+    >>> metrics = MultiMetric(loss=Average("loss"), size=Average("size"))
+    >>> metrics.update(loss=1.0, size=4)
+    >>> {name: float(value) for name, value in metrics.compute().items()}
+    {'loss': 1.0, 'size': 4.0}
     """
 
     def __init__(self, **metrics: object):

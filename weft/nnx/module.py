@@ -84,15 +84,13 @@ def _names_of(module: Pytree) -> dict[int, str]:
 class Module(Pytree):
     """Base class of modules: objects whose attributes are variables, modules and plain values.
 
-    Example:
-        >>> from weft import nnx
-        >>> class Linear(nnx.Module):
-        ...     def __init__(self, features_in, features_out, *, rngs):
-        ...         self.kernel = nnx.Param(rngs.params.normal((features_in, features_out)))
-        ...     def __call__(self, x):
-        ...         return x @ self.kernel
-        >>> Linear(3, 2, rngs=nnx.Rngs(0))(jnp.ones((4, 3))).shape
-        (4, 2)
+    >>> class Linear(nnx.Module):
+    ...     def __init__(self, features_in, features_out, *, rngs):
+    ...         self.kernel = nnx.Param(rngs.params.normal((features_in, features_out)))
+    ...     def __call__(self, x):
+    ...         return x @ self.kernel
+    >>> Linear(3, 2, rngs=nnx.Rngs(0))(jnp.ones((4, 3))).shape
+    (4, 2)
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -113,7 +111,6 @@ class Module(Pytree):
         Args:
             variable_type: class of the variable, or its name (see `variable_type_from_name`).
             reduce_fn: combines the stored value and the new one; by default appends to a tuple.
-            init_fn: makes the initial value.
 
         Raises:
             GraphStructureError: if the attribute exists and is not such a variable.
@@ -229,10 +226,8 @@ def _set_attributes(
 def iter_modules(module: object, /, *, graph: bool | None = None) -> Iterator[tuple[Path, Module]]:
     """Yields the modules in an object with their paths, inner ones first; `graph` is ignored.
 
-    Example:
-        >>> from weft import nnx
-        >>> [path for path, _ in nnx.iter_modules(nnx.List([nnx.List([]), nnx.Param(1)]))]
-        [(0,), ()]
+    >>> [path for path, _ in nnx.iter_modules(nnx.List([nnx.List([]), nnx.Param(1)]))]
+    [(0,), ()]
     """
     return ((path, x) for path, x in iter_graph(module) if isinstance(x, Module))
 
@@ -253,13 +248,8 @@ def with_attributes(
     Raises:
         ModuleAttributeNotFoundError: if no module has one of them, if `raise_if_not_found`.
 
-    Example:
-        >>> from weft import nnx
-        >>> class Mode(nnx.Module):
-        ...     def __init__(self):
-        ...         self.deterministic = False
-        >>> nnx.with_attributes(Mode(), deterministic=True).deterministic
-        True
+    >>> nnx.with_attributes(nnx.Dropout(0.5), deterministic=True).deterministic
+    True
     """
     made = clone(node, variables=False)
     _set_attributes(made, (only,), raise_if_not_found, attributes)
@@ -282,16 +272,9 @@ def view(
     Raises:
         ModuleAttributeNotFoundError: if no module accepts one of them, if `raise_if_not_found`.
 
-    Example:
-        >>> from weft import nnx
-        >>> class Noise(nnx.Module):
-        ...     def __init__(self):
-        ...         self.is_on = True
-        ...     def set_view(self, is_on=None):
-        ...         self.is_on = self.is_on if is_on is None else is_on
-        >>> noise = Noise()
-        >>> nnx.view(noise, is_on=False).is_on, noise.is_on
-        (False, True)
+    >>> dropout = nnx.Dropout(0.5)
+    >>> nnx.view(dropout, deterministic=True).deterministic, dropout.deterministic
+    (True, False)
     """
     made = clone(node, variables=False)
     taken = [(m, _taken(m, kwargs)) for _, m in _with_views(made, only)]

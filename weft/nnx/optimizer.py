@@ -20,16 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from weft import struct
+from weft import errors, struct
 from weft.core.spmd import without_format
-from weft.errors import (
-    GradientStructureError,
-    ImmutableVariableError,
-    OptimizerCallError,
-    OptimizerStateError,
-    OptimizerWarning,
-    TransformationTypeError,
-)
 from weft.nnx.containers import Dict, List
 from weft.nnx.eager_sharding import mesh_of, shard_new_value, with_out_sharding
 from weft.nnx.filters import Filter, Path, to_predicate
@@ -73,13 +65,10 @@ def to_opt_state(tree: object, shapes: Mapping[Path, tuple[int, ...]] | None = N
 
     State whose shape differs from its parameter's, in `shapes`, loses axis names that do not fit.
 
-    Example:
-        >>> import optax
-        >>> from weft import nnx
-        >>> params = nnx.State({"w": nnx.Param(jnp.ones(2))})
-        >>> state = to_opt_state(optax.adam(0.1).init(params))
-        >>> type(state[0].count).__name__, type(state[0].mu.w).__name__
-        ('OptArray', 'OptVariable')
+    >>> params = nnx.State({"w": nnx.Param(jnp.ones(2))})
+    >>> state = to_opt_state(optax.adam(0.1).init(params))
+    >>> type(state[0].count).__name__, type(state[0].mu.w).__name__
+    ('OptArray', 'OptVariable')
     """
     shapes = shapes or {}
 
@@ -111,7 +100,6 @@ class Optimizer(Pytree, Generic[M]):
         wrt: filter of the parameters, which are variables or arrays.
 
     Attributes:
-        step: number of updates so far.
         opt_state: state of the transformation, with variables as leaves.
 
     Raises:
@@ -121,14 +109,11 @@ class Optimizer(Pytree, Generic[M]):
     Warns:
         OptimizerWarning: if `wrt` matches nothing in the model.
 
-    Example:
-        >>> import optax
-        >>> from weft import nnx
-        >>> model = nnx.Dict(w=nnx.Param(jnp.ones(2)))
-        >>> optimizer = Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
-        >>> _ = optimizer.update(model, nnx.State({"w": jnp.ones(2)}))
-        >>> model.w.tolist(), int(optimizer.step)
-        ([0.5, 0.5], 1)
+    >>> model = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+    >>> optimizer = Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+    >>> _ = optimizer.update(model, nnx.State({"w": jnp.ones(2)}))
+    >>> model.w.tolist(), int(optimizer.step)
+    ([0.5, 0.5], 1)
     """
 
     def __init__(
@@ -140,12 +125,12 @@ class Optimizer(Pytree, Generic[M]):
         graph: bool | None = None,
     ):
         if wrt is _MISSING:
-            raise OptimizerCallError(
+            raise errors.OptimizerCallError(
                 "an optimizer needs wrt, the filter of the parameters to update; use "
                 "nnx.Optimizer(model, tx, wrt=nnx.Param)."
             )
         if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-            raise TransformationTypeError(
+            raise errors.TransformationTypeError(
                 f"tx is {tx!r}, which has no init and update; give a transformation of optax, such "
                 "as optax.adam(1e-3)."
             )
@@ -172,12 +157,9 @@ class Optimizer(Pytree, Generic[M]):
             OptimizerStateError: if the optimizer was made for other parameters.
             ImmutableVariableError: if a parameter is immutable.
             OptimizerCallError: without gradients.
-
-        Warns:
-            OptimizerWarning: if `wrt` matches nothing in the model.
         """
         if grads is _MISSING:
-            raise OptimizerCallError(
+            raise errors.OptimizerCallError(
                 "update was given one argument; give the model and the gradients, as in "
                 "optimizer.update(model, grads), or use nnx.ModelAndOptimizer."
             )
@@ -212,13 +194,10 @@ class Optimizer(Pytree, Generic[M]):
 class ModelAndOptimizer(Optimizer[M]):
     """Optimizer that holds the model; arguments as for `Optimizer`.
 
-    Example:
-        >>> import optax
-        >>> from weft import nnx
-        >>> both = ModelAndOptimizer(nnx.Dict(w=nnx.Param(jnp.ones(2))), optax.sgd(0.5))
-        >>> _ = both.update(nnx.State({"w": jnp.ones(2)}))
-        >>> both.model.w.tolist()
-        [0.5, 0.5]
+    >>> both = ModelAndOptimizer(nnx.Dict(w=nnx.Param(jnp.ones(2))), optax.sgd(0.5))
+    >>> _ = both.update(nnx.State({"w": jnp.ones(2)}))
+    >>> both.model.w.tolist()
+    [0.5, 0.5]
     """
 
     def __init__(self, model: M, tx: "optax.GradientTransformation", *, wrt: Filter = Param):
@@ -265,7 +244,7 @@ def _parameters(model: object, wrt: Filter) -> dict[Path, Any]:
         warnings.warn(
             f"wrt={wrt!r} matches nothing in {type(model).__name__}; the kinds of its variables "
             f"are {', '.join(there) or '(none)'}.",
-            OptimizerWarning,
+            errors.OptimizerWarning,
             stacklevel=3,
         )
     return found
@@ -274,7 +253,7 @@ def _parameters(model: object, wrt: Filter) -> dict[Path, Any]:
 def _check_mutable(parameters: dict[Path, Any]) -> None:
     for path, x in parameters.items():
         if isinstance(x, Variable) and not x.get_metadata("mutable", True):
-            raise ImmutableVariableError(f"{type(x).__name__} at {path_text(path)!r}")
+            raise errors.ImmutableVariableError(f"{type(x).__name__} at {path_text(path)!r}")
 
 
 def _check_parameters(opt_state: object, parameters: dict[Path, Any]) -> None:
@@ -286,7 +265,7 @@ def _check_parameters(opt_state: object, parameters: dict[Path, Any]) -> None:
                 if path in paths
                 else ("the model", "the state of the optimizer")
             )
-            raise OptimizerStateError(
+            raise errors.OptimizerStateError(
                 f"{has} has {path_text(path)!r} among the parameters and {lacks} does not; make "
                 "the optimizer for the model that it updates."
             ) from None
@@ -295,11 +274,9 @@ def _check_parameters(opt_state: object, parameters: dict[Path, Any]) -> None:
 class StateDict(Dict):
     """Dict with the structure of a `State`; arguments as for `dict`.
 
-    Example:
-        >>> from weft import nnx
-        >>> state = StateDict({"layer": {"kernel": nnx.Param(1.0)}})
-        >>> state.layer.kernel[...], state["layer"]["kernel"][...]
-        (1.0, 1.0)
+    >>> state = StateDict({"layer": {"kernel": nnx.Param(1.0)}})
+    >>> state.layer.kernel[...], state["layer"]["kernel"][...]
+    (1.0, 1.0)
     """
 
 
@@ -308,10 +285,8 @@ def to_state_dict(tree: Any, make: Callable[[Path, Any], Any], path: Path = ()) 
 
     States become a `StateDict`, lists and dicts a `List` and a `Dict`; `path` prefixes all paths.
 
-    Example:
-        >>> from weft import nnx
-        >>> to_state_dict({"count": 0}, lambda path, x: nnx.Variable(x)).count[...]
-        0
+    >>> to_state_dict({"count": 0}, lambda path, x: nnx.Variable(x)).count[...]
+    0
     """
     if isinstance(tree, Variable):
         return make(path, tree)
@@ -359,8 +334,7 @@ def zip_state_dict(
 ) -> Iterator[tuple[Variable[Any], Any]]:
     """Yields the variables of a result of `to_state_dict`, each with its value in another pytree.
 
-    Raises:
-        OptimizerStateError: if the structures differ.
+    Raises OptimizerStateError if the structures differ.
     """
     if isinstance(tree, Variable):
         yield tree, values
@@ -368,7 +342,7 @@ def zip_state_dict(
     there, given = children(tree), dict(children(values))
     if len(there) != len(given) or any(name not in given for name, _ in there):
         names = ", ".join(str(name) for name, _ in there) or "nothing"
-        raise OptimizerStateError(
+        raise errors.OptimizerStateError(
             f"the state of the optimizer has {names} at {path_text(path) or 'its root'!r}, but "
             f"its transformation returned {', '.join(map(str, given)) or repr(values)} for it; an "
             "update must return a state with the structure that init returned."
@@ -382,9 +356,8 @@ def leaves_by_path(tree: object, once: bool | None = None) -> dict[Path, Any]:
 
     With `once`, the default for objects, a repeated variable has only its first path.
 
-    Example:
-        >>> list(leaves_by_path({"a": {"b": 1.0}, "c": None}))
-        [('a', 'b')]
+    >>> list(leaves_by_path({"a": {"b": 1.0}, "c": None}))
+    [('a', 'b')]
     """
     found: dict[Path, Any] = {}
     seen: set[int] = set()
@@ -412,17 +385,12 @@ def leaves_by_path(tree: object, once: bool | None = None) -> dict[Path, Any]:
 def gradients_like(parameters: Mapping[Path, Any], grads: object, wrt: Filter) -> State:
     """Returns the values of gradients, as a state with the paths of the parameters.
 
-    `grads` is a state, nested dicts or a model; those that `wrt` does not match are ignored.
+    `grads` is a state, nested dicts or a model; those that `wrt` does not match are ignored. Raises
+    GradientStructureError if paths or shapes of gradients and parameters differ.
 
-    Raises:
-        GradientStructureError: if paths or shapes of gradients and parameters differ.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> w, grads = nnx.Param(jnp.ones(2)), {"w": jnp.zeros(2), "n": 1.0}
-        >>> nnx.to_pure_dict(gradients_like({("w",): w}, grads, nnx.Param))
-        {'w': Array([0., 0.], dtype=float32)}
+    >>> w, grads = nnx.Param(jnp.ones(2)), {"w": jnp.zeros(2), "n": 1.0}
+    >>> nnx.to_pure_dict(gradients_like({("w",): w}, grads, nnx.Param))
+    {'w': Array([0., 0.], dtype=float32)}
     """
     given = leaves_by_path(grads)
     for path, x in parameters.items():
@@ -430,7 +398,7 @@ def gradients_like(parameters: Mapping[Path, Any], grads: object, wrt: Filter) -
     matches = to_predicate(wrt)
     for path, x in given.items():
         if path not in parameters and isinstance(x, Variable) and matches(path, x):
-            raise GradientStructureError(
+            raise errors.GradientStructureError(
                 f"there is a gradient for {path_text(path)!r}, but no parameter there, or the "
                 "same one as at another path; give the gradients with respect to the variables of "
                 "the model itself."
@@ -441,13 +409,13 @@ def gradients_like(parameters: Mapping[Path, Any], grads: object, wrt: Filter) -
 def _check_gradient(path: Path, parameter: object, gradient: object, wrt: Filter) -> None:
     if gradient is None and parameter is not None:
         name = wrt.__name__ if isinstance(wrt, type) else wrt
-        raise GradientStructureError(
+        raise errors.GradientStructureError(
             f"there is no gradient for {path_text(path)!r}, a parameter that the filter {name} "
             f"selects; take the gradients with argnums=nnx.DiffState(0, {name})."
         )
     shape, size = getattr(parameter, "shape", None), getattr(gradient, "shape", None)
     if shape is not None and size is not None and shape != size:
-        raise GradientStructureError(
+        raise errors.GradientStructureError(
             f"the gradient for {path_text(path)!r} has shape {size}, and the parameter {shape}; "
             "give the gradient of a scalar loss with respect to it."
         )
@@ -456,19 +424,11 @@ def _check_gradient(path: Path, parameter: object, gradient: object, wrt: Filter
 class TrainState(struct.PyTreeNode):
     """State of a simple training loop; derive from it to add fields.
 
-    Attributes:
-        graphdef: description of the model.
-        step: number of applied updates.
-        tx: the optimizer; static.
-
-    Example:
-        >>> import optax
-        >>> from weft import nnx
-        >>> graphdef, params = nnx.split(nnx.Dict(w=nnx.Param(jnp.ones(2))))
-        >>> train_state = TrainState.create(graphdef, params=params, tx=optax.sgd(0.5))
-        >>> train_state = train_state.apply_gradients(params)
-        >>> int(train_state.step), train_state.params.w.tolist()
-        (1, [0.5, 0.5])
+    >>> graphdef, params = nnx.split(nnx.Dict(w=nnx.Param(jnp.ones(2))))
+    >>> train_state = TrainState.create(graphdef, params=params, tx=optax.sgd(0.5))
+    >>> train_state = train_state.apply_gradients(params)
+    >>> int(train_state.step), train_state.params.w.tolist()
+    (1, [0.5, 0.5])
     """
 
     graphdef: GraphDef
@@ -502,19 +462,11 @@ class TrainState(struct.PyTreeNode):
 
         A state may be given by the name of a field; further states are merged with it.
 
-        Example:
-            >>> import optax
-            >>> from weft import nnx
-            >>> class Scale(nnx.Module):
-            ...     def __init__(self):
-            ...         self.factor = nnx.Param(jnp.array(2.0))
-            ...     def __call__(self, x):
-            ...         return x * self.factor
-            >>> graphdef, params = nnx.split(Scale())
-            >>> state = TrainState.create(graphdef, params=params, tx=optax.sgd(0.5))
-            >>> y, _ = state.apply("params")(3.0)
-            >>> float(y)
-            6.0
+        >>> graphdef, params = nnx.split(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+        >>> state = TrainState.create(graphdef, params=params, tx=optax.sgd(0.5))
+        >>> y, _ = state.apply("params")(jnp.ones((1, 3)))
+        >>> y.shape
+        (1, 2)
         """
         found = [getattr(self, s) if isinstance(s, str) else s for s in (state, *states)]
         return self.graphdef.apply(*found)

@@ -92,13 +92,11 @@ def _mark(is_data: bool, value: object, kwargs: dict[str, Any]) -> Any:
 def data(value: object = _MISSING, /, **kwargs: object) -> Any:
     """Marks an attribute's value as data; without a value, returns such a `dataclasses.field`.
 
-    Example:
-        >>> from weft import nnx
-        >>> class Scaled(nnx.Module):
-        ...     def __init__(self):
-        ...         self.scale = nnx.data(2.0)
-        >>> jax.tree.leaves(Scaled())
-        [2.0]
+    >>> class Scaled(nnx.Module):
+    ...     def __init__(self):
+    ...         self.scale = nnx.data(2.0)
+    >>> jax.tree.leaves(Scaled())
+    [2.0]
     """
     return _mark(True, value, kwargs)
 
@@ -109,13 +107,11 @@ def static(value: object = _MISSING, /, **kwargs: object) -> Any:
     Raises:
         AttributeMarkError: on assignment, if the value contains data.
 
-    Example:
-        >>> from weft import nnx
-        >>> class Layer(nnx.Module):
-        ...     def __init__(self):
-        ...         self.axes = nnx.static((0, 1))
-        >>> jax.tree.leaves(Layer())
-        []
+    >>> class Layer(nnx.Module):
+    ...     def __init__(self):
+    ...         self.axes = nnx.static((0, 1))
+    >>> jax.tree.leaves(Layer())
+    []
     """
     return _mark(False, value, kwargs)
 
@@ -132,9 +128,8 @@ def register_data_type(type_: type[T]) -> type[T]:
 def is_data(value: object) -> bool:
     """Returns whether an unmarked attribute with this value is data.
 
-    Example:
-        >>> is_data(jax.numpy.ones(1)), is_data(1), is_data([jax.numpy.ones(1)])
-        (True, False, True)
+    >>> is_data(jax.numpy.ones(1)), is_data(1), is_data([jax.numpy.ones(1)])
+    (True, False, True)
     """
     if isinstance(value, Variable | Pytree | jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return True
@@ -161,14 +156,12 @@ def dataclass(cls: Any = None, /, **kwargs: Any) -> Any:
 
     Fields can use `data(...)` and `static(...)`, also with `dataclasses.dataclass` itself.
 
-    Example:
-        >>> from weft import nnx
-        >>> @nnx.dataclass
-        ... class Scale(nnx.Pytree):
-        ...     factor: float = nnx.data()
-        ...     name: str = "scale"
-        >>> jax.tree.leaves(Scale(2.0))
-        [2.0]
+    >>> @nnx.dataclass
+    ... class Scale(nnx.Pytree):
+    ...     factor: float = nnx.data()
+    ...     name: str = "scale"
+    >>> jax.tree.leaves(Scale(2.0))
+    [2.0]
     """
     if cls is None:
         return functools.partial(dataclass, **kwargs)
@@ -194,13 +187,11 @@ class Pytree:
 
     `class Name(Pytree, pytree=False)` defines a subclass that is not a pytree to JAX.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> class Point(Pytree):
-        ...     def __init__(self, x, name):
-        ...         self.x, self.name = x, name
-        >>> jax.tree.map(lambda v: v + 1, Point(jnp.array(1), "p")).x
-        Array(2, dtype=int32, weak_type=True)
+    >>> class Point(Pytree):
+    ...     def __init__(self, x, name):
+    ...         self.x, self.name = x, name
+    >>> jax.tree.map(lambda v: v + 1, Point(jnp.array(1), "p")).x
+    Array(2, dtype=int32, weak_type=True)
     """
 
     _info: ObjectInfo
@@ -370,6 +361,13 @@ class Pytree:
     def __repr__(self) -> str:
         return object_repr(self)
 
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        """Shows the attributes in Treescope's trees."""
+        from treescope.repr_lib import render_object_constructor
+
+        attributes = {str(name): value for name, value in self._items()}
+        return render_object_constructor(type(self), attributes, path, subtree_renderer)
+
 
 class Object(Pytree, pytree=False):
     """Base class of objects that are not pytrees to JAX; transformations of NNX accept them."""
@@ -452,8 +450,7 @@ def register_container(kind: type, make: Callable[[Any], Any]) -> None:
 def tracked(value: Any) -> Any:
     """Converts lists and dicts, also nested ones and those in tuples, to tracked versions.
 
-    Raises:
-        AttributeMarkError: if `data` or `static` is used inside a tuple.
+    Raises AttributeMarkError if `data` or `static` is used inside a tuple.
     """
     kind = type(value)
     if kind in _CONTAINERS:
@@ -532,10 +529,8 @@ def with_item(x: object, keys: Sequence[Hashable], value: object) -> Any:
 def iter_graph(node: object, /, *, graph: bool | None = None) -> Iterator[tuple[Path, Any]]:
     """Yields each object and value of a graph once with its path, inner ones first.
 
-    Example:
-        >>> from weft import nnx
-        >>> [path for path, _ in iter_graph({"a": nnx.List([1, nnx.Param(2)])})]
-        [('a', 0), ('a', 1), ('a',), ()]
+    >>> [path for path, _ in iter_graph({"a": nnx.List([1, nnx.Param(2)])})]
+    [('a', 0), ('a', 1), ('a',), ()]
     """
     seen: set[int] = set()
 

@@ -52,16 +52,14 @@ def var_defaults(
     As a context manager or decorator, the result limits the setting to the block or call. `ref`
     holds each array of a value in a `jax.Ref`; `hijax` is its alias.
 
-    Example:
-        >>> from weft import nnx
-        >>> with var_defaults(ref=True):
-        ...     count = nnx.Variable(jnp.array(0))
-        >>> @jax.jit
-        ... def step():
-        ...     count[...] += 1
-        >>> step()
-        >>> int(count), var_defaults().ref
-        (1, False)
+    >>> with var_defaults(ref=True):
+    ...     count = nnx.Variable(jnp.array(0))
+    >>> @jax.jit
+    ... def step():
+    ...     count[...] += 1
+    >>> step()
+    >>> int(count), var_defaults().ref
+    (1, False)
     """
     now = VarDefaultsContext.current()
     given = {name: v for name, v in (("hijax", hijax), ("ref", ref)) if v is not None}
@@ -105,10 +103,8 @@ def initial_ref(
     """Returns the value of a new variable as it is held.
 
     If it has other leaves than arrays, `metadata` loses `ref` and `hijax`; `given` is the
-    explicitly passed part.
-
-    Raises:
-        VariableArgumentError: if it has such leaves, and `ref=True` was given.
+    explicitly passed part. Raises VariableArgumentError if it has such leaves, and `ref=True` was
+    given.
     """
     leaves, structure = jax.tree.flatten(value)
     others = [x for x in leaves if not isinstance(x, _NUMERIC)]
@@ -127,8 +123,7 @@ def initial_ref(
 def write_ref(held: Any, value: Any, index: Any, what: str) -> None:
     """Writes to a part of a reference or to a part of a tree of references, in their dtypes.
 
-    Raises:
-        VariableShapeError: if the whole is written with another shape or structure.
+    Raises VariableShapeError if the whole is written with another shape or structure.
     """
     if index is not ... and not isinstance(held, jax.Ref):
         held, index = held[index], ...

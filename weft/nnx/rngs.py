@@ -117,10 +117,9 @@ class RngStream(Draws):
     Raises:
         InvalidRngError: if the key is none of these.
 
-    Example:
-        >>> stream = RngStream(0, tag="dropout")
-        >>> stream.uniform((2,)).shape, int(stream.count[...])
-        ((2,), 1)
+    >>> stream = RngStream(0, tag="dropout")
+    >>> stream.uniform((2,)).shape, int(stream.count[...])
+    ((2,), 1)
     """
 
     def __init__(self, key: object, *, tag: str = "default"):
@@ -163,10 +162,9 @@ class Rngs(Draws):
     Raises:
         RngStreamNotFoundError: on access to a missing stream without a default.
 
-    Example:
-        >>> rngs = Rngs(0, dropout=1)
-        >>> rngs.params.normal((2,)).shape, rngs.dropout().shape
-        ((2,), ())
+    >>> rngs = Rngs(0, dropout=1)
+    >>> rngs.params.normal((2,)).shape, rngs.dropout().shape
+    ((2,), ())
     """
 
     def __init__(self, default: object = None, **rngs: object):
@@ -362,7 +360,6 @@ def split_rngs(
     Args:
         node: object; if omitted, returns a decorator that splits the streams of the arguments
             during each call.
-        splits: sizes of the axes.
         only: filter of the streams, such as their name.
         squeeze: whether to drop the axis, of size 1.
         graph: see `nnx.set_graph_mode`.
@@ -375,13 +372,12 @@ def split_rngs(
     Raises:
         InvalidRngError: if `squeeze` is set and the size is not 1.
 
-    Example:
-        >>> rngs = Rngs(0)
-        >>> with split_rngs(rngs, splits=5):
-        ...     rngs.default.key.shape
-        (5,)
-        >>> rngs.default.key.shape
-        ()
+    >>> rngs = Rngs(0)
+    >>> with split_rngs(rngs, splits=5):
+    ...     rngs.default.key.shape
+    (5,)
+    >>> rngs.default.key.shape
+    ()
     """
     if squeeze and splits != 1:
         raise InvalidRngError(f"squeeze=True needs an axis of size 1, and splits={splits!r}.")
@@ -441,11 +437,10 @@ def reseed(
     Raises:
         InvalidRngError: for a split stream under "scalars_only", or an unknown policy.
 
-    Example:
-        >>> rngs = Rngs(0, dropout=1)
-        >>> reseed(rngs, dropout=2)
-        >>> bool(rngs.dropout.key[...] == RngStream(2)())
-        True
+    >>> rngs = Rngs(0, dropout=1)
+    >>> reseed(rngs, dropout=2)
+    >>> bool(rngs.dropout.key[...] == RngStream(2)())
+    True
     """
     if isinstance(policy, str) and policy not in ("scalars_only", "match_shape"):
         raise InvalidRngError(
@@ -485,14 +480,11 @@ def with_rngs(
         node: object, whose streams each draw one key for the copy's. If omitted, returns a
             decorator that copies the arguments.
         split: sizes of new leading axes to split streams along, or sizes by filter.
-        fork: filter of the streams to fork.
         broadcast: sizes of new leading axes to repeat streams along, or sizes by filter.
-        only: filter of all streams affected.
 
-    Example:
-        >>> rngs = Rngs(0, dropout=1)
-        >>> with_rngs(rngs, split={"dropout": 3}).dropout.key.shape, rngs.dropout.key.shape
-        ((3,), ())
+    >>> rngs = Rngs(0, dropout=1)
+    >>> with_rngs(rngs, split={"dropout": 3}).dropout.key.shape, rngs.dropout.key.shape
+    ((3,), ())
     """
 
     def new_key(path: Path, stream: RngStream) -> jax.Array | None:

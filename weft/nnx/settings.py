@@ -27,14 +27,13 @@ class Setting:
 
     As a context manager or decorator, an instance limits it to the block or call.
 
-    Example:
-        >>> class verbosity(Setting, default=0):
-        ...     pass
-        >>> with verbosity(2):
-        ...     verbosity.current()
-        2
-        >>> verbosity.current()
-        0
+    >>> class verbosity(Setting, default=0):
+    ...     pass
+    >>> with verbosity(2):
+    ...     verbosity.current()
+    2
+    >>> verbosity.current()
+    0
     """
 
     _context: ClassVar[Any]
@@ -115,18 +114,16 @@ class set_graph_mode(_BooleanSetting, flag="nnx_graph_mode"):
         value: True for graphs, False for trees; the default of `graph=`. It applies to this thread
             from now on, or within a context or decorated function.
 
-    Example:
-        >>> with set_graph_mode(False):
-        ...     set_graph_mode.current_value()
-        False
+    >>> with set_graph_mode(False):
+    ...     set_graph_mode.current_value()
+    False
     """
 
 
 class set_graph_updates(_BooleanSetting, flag="nnx_graph_updates"):
     """Sets whether transformations bring back changes of references and static attributes.
 
-    Args:
-        value: the default of `graph_updates=`; for its scope see `set_graph_mode`.
+    The setting is the default of `graph_updates=`; for its scope see `set_graph_mode`.
     """
 
 

@@ -55,14 +55,9 @@ def split(node: object, *filters: Filter, graph: bool | None = None) -> tuple[An
     Raises:
         StateFilterError: if no filter matches a value.
 
-    Example:
-        >>> from weft import nnx
-        >>> class Scale(nnx.Module):
-        ...     def __init__(self):
-        ...         self.factor = nnx.Param(2.0)
-        >>> graphdef, state = nnx.split(Scale())
-        >>> nnx.merge(graphdef, state).factor.get_value()
-        2.0
+    >>> graphdef, state = nnx.split(nnx.Dict(factor=nnx.Param(2.0)))
+    >>> nnx.merge(graphdef, state).factor.get_value()
+    2.0
     """
     flat = flatten_graph(node)
     whole = from_flat_state(_items(flat))
@@ -88,7 +83,6 @@ def merge(
     Args:
         graphdef_or_graphstate: description, or a state from `unpack`, which includes it.
         *states: states; or one list of values, as `jax.tree.leaves` returns those of a state.
-        copy: whether to copy the states' variables.
         recreate_variables: ignored; values become new variables.
 
     Raises:
@@ -131,11 +125,9 @@ def _graphdef_and_states(
 def unpack(node: object, *filters: Filter, graph: bool | None = None) -> Any:
     """Splits an object like `split`, into `GraphState`s, which include its description.
 
-    Example:
-        >>> from weft import nnx
-        >>> params, rest = unpack(nnx.Dict(w=nnx.Param(1.0), n=nnx.Cache(2)), nnx.Param, ...)
-        >>> nnx.merge(params, rest).w.get_value(), list(rest)
-        (1.0, ['n'])
+    >>> params, rest = unpack(nnx.Dict(w=nnx.Param(1.0), n=nnx.Cache(2)), nnx.Param, ...)
+    >>> nnx.merge(params, rest).w.get_value(), list(rest)
+    (1.0, ['n'])
     """
     graphdef, *states = split(node, *filters)
     made = [GraphState(graphdef, state) for state in states]
@@ -145,10 +137,8 @@ def unpack(node: object, *filters: Filter, graph: bool | None = None) -> Any:
 def state(node: object, *filters: Filter, graph: bool | None = None) -> Any:
     """Returns the variables and arrays of an object, or one state per filter with those it matches.
 
-    Example:
-        >>> from weft import nnx
-        >>> nnx.to_pure_dict(nnx.state(nnx.Dict(w=nnx.Param(1.0), n=nnx.Cache(2)), nnx.Param))
-        {'w': 1.0}
+    >>> nnx.to_pure_dict(nnx.state(nnx.Dict(w=nnx.Param(1.0), n=nnx.Cache(2)), nnx.Param))
+    {'w': 1.0}
     """
     groups, _ = grouped(_items(flatten_graph(node)), filters or (...,))
     states = [from_flat_state(group) for group in groups]
@@ -206,10 +196,8 @@ def map(
 def as_pure(tree: object) -> Any:
     """Returns a pytree with variables replaced by their values.
 
-    Example:
-        >>> from weft import nnx
-        >>> as_pure([nnx.Param(1), 2])
-        [1, 2]
+    >>> as_pure([nnx.Param(1), 2])
+    [1, 2]
     """
     return jax.tree.map(
         lambda x: x.get_value() if isinstance(x, Variable) else x,
@@ -240,11 +228,9 @@ def flatten(
         ref_index: indices of objects in other descriptions; updated with new objects.
         ref_outer_index: indices in another description to record for objects of this one.
 
-    Example:
-        >>> from weft import nnx
-        >>> graphdef, leaves = nnx.flatten(nnx.List([nnx.Param(1.0)]), with_paths=False)
-        >>> nnx.unflatten(graphdef, leaves)[0][...]
-        1.0
+    >>> graphdef, leaves = nnx.flatten(nnx.List([nnx.Param(1.0)]), with_paths=False)
+    >>> nnx.unflatten(graphdef, leaves)[0][...]
+    1.0
     """
     known = RefMap() if ref_index is None else ref_index
     first = 1 + max(known.values(), default=-1)
@@ -277,7 +263,6 @@ def unflatten(
         state: state, or list of values in the order of the description.
         index_ref: objects of other descriptions by index; updated with new objects.
         outer_index_outer_ref: objects to update, by recorded index (see `GraphDef.outer`).
-        copy_variables: whether to copy the state's variables.
         recreate_variables: ignored, see `merge`.
 
     Raises:
@@ -307,11 +292,8 @@ def unflatten(
 def as_abstract(tree: Any, graph: bool | None = None) -> Any:
     """Returns a copy of objects with shapes and dtypes in place of arrays; `graph` is ignored.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> as_abstract(nnx.Dict(w=nnx.Param(jnp.ones(2)))).w[...]
-        ShapeDtypeStruct(shape=(2,), dtype=float32)
+    >>> as_abstract(nnx.Dict(w=nnx.Param(jnp.ones(2)))).w[...]
+    ShapeDtypeStruct(shape=(2,), dtype=float32)
     """
 
     def abstract(x: Any) -> Any:
@@ -341,11 +323,9 @@ class GraphState(State):
     Raises:
         ObjectArgumentError: if an argument has another type.
 
-    Example:
-        >>> from weft import nnx
-        >>> whole = GraphState(*nnx.split(nnx.Dict(w=nnx.Param(1.0))))
-        >>> nnx.merge(jax.tree.map(lambda x: x + 1, whole)).w.get_value()
-        2.0
+    >>> whole = GraphState(*nnx.split(nnx.Dict(w=nnx.Param(1.0))))
+    >>> nnx.merge(jax.tree.map(lambda x: x + 1, whole)).w.get_value()
+    2.0
     """
 
     _graphdef: GraphDef
@@ -388,12 +368,10 @@ jax.tree_util.register_pytree_with_keys(GraphState, _flatten_with_keys, _unflatt
 class RefMap(MutableMapping[Any, Any]):
     """Mapping by identity, which accepts unhashable keys such as variables and arrays.
 
-    Example:
-        >>> from weft import nnx
-        >>> a, b = nnx.Param(1), nnx.Param(1)
-        >>> seen = RefMap([(a, 0)])
-        >>> a in seen, b in seen
-        (True, False)
+    >>> a, b = nnx.Param(1), nnx.Param(1)
+    >>> seen = RefMap([(a, 0)])
+    >>> a in seen, b in seen
+    (True, False)
     """
 
     def __init__(self, items: Iterable[tuple[Any, Any]] = ()):
@@ -441,25 +419,19 @@ def with_vars(
 
     Args:
         ref: whether to hold values in a `jax.Ref` (`weft.nnx.refs`); `hijax` is an alias.
-        mutable: whether values can be changed.
-        only: filter of the variables.
         allow_duplicates: whether a variable may occur twice, which JAX rejects for a `jax.Ref`.
 
     Raises:
         GraphStructureError: if a variable occurs twice.
         VariableArgumentError: if a value for a `jax.Ref` has other leaves than arrays.
 
-    Example:
-        >>> import jax
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> model = with_vars(nnx.Dict(n=nnx.Variable(jnp.array(0))), ref=True)
-        >>> @jax.jit
-        ... def step(model):
-        ...     model.n[...] += 1
-        >>> step(model)
-        >>> int(model.n)
-        1
+    >>> model = with_vars(nnx.Dict(n=nnx.Variable(jnp.array(0))), ref=True)
+    >>> @jax.jit
+    ... def step(model):
+    ...     model.n[...] += 1
+    >>> step(model)
+    >>> int(model.n)
+    1
     """
     asked = {"hijax": hijax, "ref": ref, "mutable": mutable}
     wanted = {name: value for name, value in asked.items() if value is not None}

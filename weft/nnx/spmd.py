@@ -14,15 +14,9 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from weft import errors
 from weft.core.meta import PARTITION_NAME, Partitioned
 from weft.core.spmd import AnyMesh, axes_of, get_global_mesh, logical_axis_rules, without_format
-from weft.errors import (
-    AxisMetadataError,
-    LogicalAxisError,
-    MeshError,
-    NoMeshError,
-    VariableArgumentError,
-)
 from weft.nnx import eager_sharding
 from weft.nnx.eager_sharding import mesh_of, pspec_of, use_eager_sharding, using_eager_sharding
 from weft.nnx.graph import GraphDef, flatten_graph
@@ -67,12 +61,10 @@ def with_partitioning(
         sharding: for each axis a mesh axis or logical name, a tuple of them, or None.
         mesh: the mesh, if not that of `jax.set_mesh`.
 
-    Example:
-        >>> from weft import nnx
-        >>> init = with_partitioning(jax.nn.initializers.ones, (None, "model"))
-        >>> with use_eager_sharding(False):
-        ...     nnx.Param(init(jax.random.key(0), (4, 8))).out_sharding
-        (None, 'model')
+    >>> init = with_partitioning(jax.nn.initializers.ones, (None, "model"))
+    >>> with use_eager_sharding(False):
+    ...     nnx.Param(init(jax.random.key(0), (4, 8))).out_sharding
+    (None, 'model')
     """
     return with_metadata(initializer, out_sharding=sharding, mesh=mesh, **metadata)
 
@@ -98,8 +90,8 @@ def _map_shardings(make: Callable[[PartitionSpec, Any], Any], tree: Any) -> Any:
 def _pspec_at(path: jax.tree_util.KeyPath, variable: Variable[Any]) -> PartitionSpec | None:
     try:
         return pspec_of(variable._metadata)
-    except LogicalAxisError as error:
-        raise LogicalAxisError(f"the layout of {_path_text(path)!r}: {error}") from None
+    except errors.LogicalAxisError as error:
+        raise errors.LogicalAxisError(f"the layout of {_path_text(path)!r}: {error}") from None
 
 
 def _path_text(path: jax.tree_util.KeyPath) -> str:
@@ -109,7 +101,7 @@ def _path_text(path: jax.tree_util.KeyPath) -> str:
 def _sharding(mesh: AnyMesh, spec: PartitionSpec, path: jax.tree_util.KeyPath) -> NamedSharding:
     unknown = {name for entry in spec for name in axes_of(entry)}.difference(mesh.axis_names)
     if unknown:
-        raise MeshError(
+        raise errors.MeshError(
             f"{_path_text(path)!r} has the layout {spec}, and the mesh has the axes "
             f"{', '.join(map(repr, mesh.axis_names))}; use one of those, or None, or enter "
             "logical_axis_rules that map logical names to mesh axes."
@@ -126,13 +118,10 @@ def get_partition_spec(tree: object) -> Any:
     Raises:
         LogicalAxisError: if rules are malformed, or a variable's contradict those of the context.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> w = nnx.Param(jnp.ones(4), out_sharding=("embed",), eager_sharding=False)
-        >>> with logical_axis_rules([("embed", "data")]):
-        ...     get_partition_spec(nnx.State({"w": w})).w.get_value()
-        P('data',)
+    >>> w = nnx.Param(jnp.ones(4), out_sharding=("embed",), eager_sharding=False)
+    >>> with logical_axis_rules([("embed", "data")]):
+    ...     get_partition_spec(nnx.State({"w": w})).w.get_value()
+    P('data',)
     """
     return _map_shardings(lambda spec, _: spec, tree)
 
@@ -140,11 +129,8 @@ def get_partition_spec(tree: object) -> Any:
 def get_var_pspec(v: Variable[Any]) -> PartitionSpec | None:
     """Returns the layout of a variable; None if its value is not an array.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> get_var_pspec(nnx.Param(jnp.ones(4)))
-        P()
+    >>> get_var_pspec(nnx.Param(jnp.ones(4)))
+    P()
     """
     spec = get_partition_spec(v).get_raw_value()
     return spec if isinstance(spec, PartitionSpec) else None
@@ -157,15 +143,12 @@ def get_named_sharding(tree: object, mesh: AnyMesh) -> Any:
         VariableArgumentError: if `mesh` is not a mesh.
         MeshError: if it lacks an axis.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> get_named_sharding(nnx.Param(jnp.ones(4)), mesh).get_value().spec
-        P()
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> get_named_sharding(nnx.Param(jnp.ones(4)), mesh).get_value().spec
+    P()
     """
     if not isinstance(mesh, AnyMesh):
-        raise VariableArgumentError(
+        raise errors.VariableArgumentError(
             f"get_named_sharding was given {mesh!r} for the mesh; give a jax.sharding.Mesh."
         )
     return _map_shardings(functools.partial(_sharding, mesh), tree)
@@ -183,14 +166,11 @@ def abstract_with_sharding(tree: A, graph: bool | None = None) -> A:
     Warns:
         ShardingWarning: if a mesh axis does not divide the sharded axis.
 
-    Example:
-        >>> from weft import nnx
-        >>> w = nnx.Param(
-        ...     jax.ShapeDtypeStruct((4,), "float32"), out_sharding=("data",), eager_sharding=False
-        ... )
-        >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
-        ...     abstract_with_sharding(w).get_value().sharding.spec
-        P('data',)
+    >>> value = jax.ShapeDtypeStruct((4,), "float32")
+    >>> w = nnx.Param(value, out_sharding=("data",), eager_sharding=False)
+    >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+    ...     abstract_with_sharding(w).get_value().sharding.spec
+    P('data',)
     """
 
     def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
@@ -199,7 +179,7 @@ def abstract_with_sharding(tree: A, graph: bool | None = None) -> A:
             return x
         mesh = mesh_of(x._metadata)
         if mesh is None:
-            raise NoMeshError(
+            raise errors.NoMeshError(
                 f"{_path_text(path)!r} has the layout {spec}, and there is no mesh; enter "
                 "jax.set_mesh(mesh), or give the variable mesh=mesh."
             )
@@ -218,8 +198,8 @@ def _with_sharding(
             return value
         try:
             return eager_sharding.abstract_value(value, spec, mesh)
-        except MeshError as error:
-            raise MeshError(f"the layout of {_path_text(path)!r}: {error}") from None
+        except errors.MeshError as error:
+            raise errors.MeshError(f"the layout of {_path_text(path)!r}: {error}") from None
 
     return x.copy(jax.tree.map(laid, x._value)) if _is_variable(x) else laid(x)
 
@@ -248,14 +228,11 @@ def get_abstract_model(
     Raises:
         MeshError: see `abstract_with_sharding`.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> make = lambda: nnx.Dict(w=nnx.Param(jnp.ones(4), out_sharding=("data",)))
-        >>> graphdef, state = get_abstract_model(make, mesh)
-        >>> state.w.get_value().sharding.spec
-        P('data',)
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> make = lambda: nnx.Dict(w=nnx.Param(jnp.ones(4), out_sharding=("data",)))
+    >>> graphdef, state = get_abstract_model(make, mesh)
+    >>> state.w.get_value().sharding.spec
+    P('data',)
     """
     kept: list[GraphDef] = []
 
@@ -291,12 +268,9 @@ def add_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
         AxisMetadataError: if the metadata cannot have an axis there.
         TraceContextError: if a variable belongs to another trace.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> w = nnx.Param(jnp.ones((4, 8)), out_sharding=(None, "model"), eager_sharding=False)
-        >>> add_axis(w, 0, {PARTITION_NAME: "layers"}).out_sharding
-        ('layers', None, 'model')
+    >>> w = nnx.Param(jnp.ones((4, 8)), out_sharding=(None, "model"), eager_sharding=False)
+    >>> add_axis(w, 0, {PARTITION_NAME: "layers"}).out_sharding
+    ('layers', None, 'model')
     """
     return _update_axes(_add, tree, index, transform_metadata)
 
@@ -342,7 +316,7 @@ def _update_axes(
     def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
         try:
             return change(x, index, params) if _is_variable(x) else x
-        except AxisMetadataError as error:
+        except errors.AxisMetadataError as error:
             error.path = "/".join(part for part in (_path_text(path), error.path) if part)
             raise
 

@@ -34,11 +34,9 @@ class State(MutableMapping[Hashable, Any]):
 
     `mapping` is a nested mapping, or an iterable of keys and values.
 
-    Example:
-        >>> from weft import nnx
-        >>> state = State({"layer": {"kernel": nnx.Param(1.0)}})
-        >>> state.layer.kernel.get_value(), state["layer"]["kernel"].get_value()
-        (1.0, 1.0)
+    >>> state = State({"layer": {"kernel": nnx.Param(1.0)}})
+    >>> state.layer.kernel.get_value(), state["layer"]["kernel"].get_value()
+    (1.0, 1.0)
     """
 
     def __init__(self, mapping: Any = (), *, _copy: bool = True):
@@ -98,6 +96,12 @@ class State(MutableMapping[Hashable, Any]):
 
     def __repr__(self) -> str:
         return object_repr(self)
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        """Shows the values in Treescope's trees."""
+        from treescope.repr_lib import render_dictionary_wrapper
+
+        return render_dictionary_wrapper(type(self), self._mapping, path, subtree_renderer)
 
     def __reduce__(self) -> Any:
         return State, (self._mapping,)
@@ -283,9 +287,8 @@ jax.tree_util.register_pytree_with_keys(
 def to_flat_state(state: object) -> FlatState:
     """Returns a state as paths and values; a bare variable or value has the empty path.
 
-    Example:
-        >>> to_flat_state(State({"b": {"c": 1}, "a": 2})).paths
-        (('a',), ('b', 'c'))
+    >>> to_flat_state(State({"b": {"c": 1}, "a": 2})).paths
+    (('a',), ('b', 'c'))
     """
     items: list[tuple[Path, Any]] = []
 
@@ -346,12 +349,10 @@ def split_state(state: object, first: Filter, /, *filters: Filter) -> Any:
     Raises:
         StateFilterError: if no filter matches a value.
 
-    Example:
-        >>> from weft import nnx
-        >>> state = State({"a": nnx.Param(1), "b": nnx.Cache(2)})
-        >>> params, rest = split_state(state, nnx.Param, ...)
-        >>> list(params), list(rest)
-        (['a'], ['b'])
+    >>> state = State({"a": nnx.Param(1), "b": nnx.Cache(2)})
+    >>> params, rest = split_state(state, nnx.Param, ...)
+    >>> list(params), list(rest)
+    (['a'], ['b'])
     """
     groups = [g.to_nested_state() for g in _split(to_flat_state(state), (first, *filters))]
     return groups[0] if not filters else tuple(groups)

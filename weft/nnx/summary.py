@@ -31,11 +31,7 @@ class CallInfo:
     """Call of a method.
 
     Attributes:
-        object_id: id of the object.
-        call_order: number of earlier calls.
-        type: class of the object.
         path: path of the object, and the method's name unless it is `__call__`.
-        inputs_repr: arguments as text.
         outputs: result, with `jax.ShapeDtypeStruct` for arrays.
         flops: XLA's FLOP count of the call, if requested.
         vjp_flops: XLA's FLOP count of the call and its gradient, if requested.
@@ -56,8 +52,6 @@ class _Run:
     """Records of a model run.
 
     Attributes:
-        counts: names of the FLOP columns.
-        ids: object ids by path.
         calls: calls, with the objects' paths.
         open: paths of the objects whose methods are running.
     """
@@ -95,7 +89,6 @@ def tabulate(
 
     Args:
         *input_args: arguments of the method; `jax.ShapeDtypeStruct` may replace arrays.
-        depth: maximum depth of the objects shown.
         row_filter: selects calls to show; by default omits those of PRNG streams.
         table_kwargs: passed to `rich.table.Table`.
         column_kwargs: passed to each of its columns.
@@ -106,17 +99,9 @@ def tabulate(
         GraphStructureError: if `obj` is not an object.
         ModuleAttributeNotFoundError: if it has no such method.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> class Scale(nnx.Module):
-        ...     def __init__(self):
-        ...         self.factor = nnx.Param(jnp.ones(3))
-        ...     def __call__(self, x):
-        ...         return x * self.factor[None]
-        >>> table = tabulate(Scale(), jnp.ones((2, 3)), console_kwargs={"width": 80})
-        >>> "factor: float32[3]" in table
-        True
+    >>> layer, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.ones((1, 3))
+    >>> "kernel: float32[3,2]" in tabulate(layer, x, console_kwargs={"width": 80})
+    True
     """
     if not isinstance(obj, Pytree):
         raise GraphStructureError(

@@ -33,9 +33,8 @@ def flatten_mapping(
         NestedDictError: if `xs` is not a mapping.
         FlatDictError: if paths cannot be joined, or collide.
 
-    Example:
-        >>> flatten_mapping({"a": {"b": 1, "c": {}}}, keep_empty_nodes=True)
-        {('a', 'b'): 1, ('a', 'c'): _EmptyNode()}
+    >>> flatten_mapping({"a": {"b": 1, "c": {}}}, keep_empty_nodes=True)
+    {('a', 'b'): 1, ('a', 'c'): _EmptyNode()}
     """
     return flatten_dict(xs, keep_empty_nodes, is_leaf, sep)
 
@@ -45,12 +44,10 @@ def flatten_to_sequence(
 ) -> list[tuple[Path, Any]]:
     """Flattens a nested mapping to pairs of path and leaf.
 
-    Raises:
-        NestedDictError: if `xs` is not a mapping.
+    Raises NestedDictError if `xs` is not a mapping.
 
-    Example:
-        >>> flatten_to_sequence({"a": {"b": 1}, "c": 2})
-        [(('a', 'b'), 1), (('c',), 2)]
+    >>> flatten_to_sequence({"a": {"b": 1}, "c": 2})
+    [(('a', 'b'), 1), (('c',), 2)]
     """
     return list(flatten_dict(xs, is_leaf=is_leaf).items())
 
@@ -64,9 +61,8 @@ def unflatten_mapping(
         NestedDictError: if `xs` is neither a mapping nor pairs.
         FlatDictError: if a path cannot be split, or leads through another leaf.
 
-    Example:
-        >>> unflatten_mapping([(("a", "b"), 1), (("c",), 2)])
-        {'a': {'b': 1}, 'c': 2}
+    >>> unflatten_mapping([(("a", "b"), 1), (("c",), 2)])
+    {'a': {'b': 1}, 'c': 2}
     """
     if not isinstance(xs, Mapping):
         if not isinstance(xs, Iterable):

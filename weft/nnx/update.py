@@ -23,12 +23,10 @@ def update(node: object, state: object, /, *states: object) -> None:
     Raises:
         StatePathError: if the state's structure conflicts with the object, which is then unchanged.
 
-    Example:
-        >>> from weft import nnx
-        >>> model = nnx.Dict(w=nnx.Param(1.0))
-        >>> nnx.update(model, {"w": 2.0})
-        >>> model.w[...]
-        2.0
+    >>> model = nnx.Dict(w=nnx.Param(1.0))
+    >>> nnx.update(model, {"w": 2.0})
+    >>> model.w[...]
+    2.0
     """
     whole = merge_state(state, *states)
     nested = whole.raw_mapping if isinstance(whole, State) else whole
@@ -104,11 +102,9 @@ def pop(node: object, *filters: Filter) -> Any:
         StateFilterError: without a filter.
         GraphStructureError: if a variable is in a tuple, which cannot lose it.
 
-    Example:
-        >>> from weft import nnx
-        >>> model = nnx.Dict(w=nnx.Param(1.0), seen=nnx.Intermediate(2))
-        >>> nnx.to_pure_dict(nnx.pop(model, nnx.Intermediate)), list(model)
-        ({'seen': 2}, ['w'])
+    >>> model = nnx.Dict(w=nnx.Param(1.0), seen=nnx.Intermediate(2))
+    >>> nnx.to_pure_dict(nnx.pop(model, nnx.Intermediate)), list(model)
+    ({'seen': 2}, ['w'])
     """
     if not filters:
         raise StateFilterError("pop needs a filter, such as nnx.pop(model, nnx.Intermediate).")

@@ -20,16 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from weft import errors
 from weft.core.tracing import current_trace
-from weft.errors import (
-    ImmutableVariableError,
-    VariableArgumentError,
-    VariableAttributeError,
-    VariableMetadataError,
-    VariableOperationError,
-    VariableTypeError,
-    warn_deprecated,
-)
 from weft.nnx.display import Enclosing, join_lines, object_repr, size_text, value_repr
 from weft.nnx.eager_sharding import shard_new_value, with_out_sharding
 from weft.nnx.refs import initial_ref, is_in_ref, read_ref, to_ref, with_var_defaults, write_ref
@@ -49,7 +41,7 @@ def _call_hooks(hooks: Any, variable: "Variable[Any]", *args: Any) -> Any:
 
 
 class Variable(Generic[A]):
-    """Value to_ref by reference.
+    """Value held by reference.
 
     Args:
         value: array, or any pytree.
@@ -65,11 +57,10 @@ class Variable(Generic[A]):
         AxisMetadataError: if `out_sharding` is not a layout.
         VariableArgumentError: with `ref=True`, if the value has other leaves than arrays.
 
-    Example:
-        >>> step = Variable(jnp.array(3))
-        >>> step[...] += 1
-        >>> int(step + 1)
-        5
+    >>> step = Variable(jnp.array(3))
+    >>> step[...] += 1
+    >>> int(step + 1)
+    5
     """
 
     # `_passed`, unset in most variables: see `weft.nnx.transforms.object_state.note_passed`.
@@ -127,7 +118,7 @@ class Variable(Generic[A]):
     @property
     def sharding_names(self) -> Any:
         """Layout of the value's axes, or None; deprecated: the metadata `out_sharding`."""
-        warn_deprecated("sharding_names", 'use get_metadata("out_sharding", None)')
+        errors.warn_deprecated("sharding_names", 'use get_metadata("out_sharding", None)')
         return self._metadata.get("out_sharding")
 
     @property
@@ -212,28 +203,30 @@ class Variable(Generic[A]):
         if trace is not here and trace != here and not self._is_in_ref():
             raise foreign_trace_error(self)
         if metadata and not metadata.get("mutable", True):
-            raise ImmutableVariableError(_describe(self))
+            raise errors.ImmutableVariableError(_describe(self))
 
     @property
     def value(self) -> A:
         """Value, read by `get_value()` and written by `set_value`; deprecated."""
-        warn_deprecated(".value", "read variable[...], or variable.get_value()")
+        errors.warn_deprecated(".value", "read variable[...], or variable.get_value()")
         return self.get_value() if self._metadata or self._gets else self._value  # pyright: ignore[reportReturnType]
 
     @value.setter
     def value(self, value: A) -> None:
-        warn_deprecated("setting .value", "set variable[...], or call variable.set_value(value)")
+        errors.warn_deprecated(
+            "setting .value", "set variable[...], or call variable.set_value(value)"
+        )
         self.set_value(value)
 
     @property
     def raw_value(self) -> A:
         """Value without hooks; deprecated."""
-        warn_deprecated(".raw_value", "call variable.get_raw_value()")
+        errors.warn_deprecated(".raw_value", "call variable.get_raw_value()")
         return self._value
 
     @raw_value.setter
     def raw_value(self, value: A) -> None:
-        warn_deprecated("setting .raw_value", "call variable.set_raw_value(value)")
+        errors.warn_deprecated("setting .raw_value", "call variable.set_raw_value(value)")
         self.set_raw_value(value)
 
     # Metadata.
@@ -249,7 +242,7 @@ class Variable(Generic[A]):
         if name is None:
             return dict(self._metadata)
         if name not in self._metadata and default is _MISSING:
-            raise VariableMetadataError(
+            raise errors.VariableMetadataError(
                 f"{_describe(self)} has no metadata {name!r}; it has: "
                 f"{', '.join(self._metadata) or 'none'}."
             )
@@ -274,7 +267,7 @@ class Variable(Generic[A]):
         elif len(args) == 2 and isinstance(args[0], str) and not metadata:
             changed = {**self._metadata, args[0]: args[1]}
         else:
-            raise VariableArgumentError(
+            raise errors.VariableArgumentError(
                 f"{_describe(self)}: set_metadata was given {args!r} and {metadata!r}; give names "
                 "and values (name=value), or a mapping that replaces all metadata."
             )
@@ -335,7 +328,7 @@ class Variable(Generic[A]):
             VariableTypeError: if its class differs.
         """
         if type(other) is not type(self):
-            raise VariableTypeError(
+            raise errors.VariableTypeError(
                 f"{_describe(self)} cannot copy from a {type(other).__name__}; give a variable "
                 f"of its "
                 "own class."
@@ -374,7 +367,7 @@ class Variable(Generic[A]):
         try:
             return getattr(self.get_value(), name)
         except AttributeError:
-            raise VariableAttributeError(
+            raise errors.VariableAttributeError(
                 f"{_describe(self)} has no metadata {name!r}, and its value has no such attribute."
             ) from None
 
@@ -382,7 +375,7 @@ class Variable(Generic[A]):
         if name in ("value", "raw_value"):
             object.__setattr__(self, name, value)
             return
-        raise VariableAttributeError(
+        raise errors.VariableAttributeError(
             f"{_describe(self)}: {name} cannot be set; set metadata with "
             f"variable.set_metadata({name}=...), the value with variable[...] = ..."
         )
@@ -480,6 +473,13 @@ class Variable(Generic[A]):
     def __repr__(self) -> str:
         return object_repr(self)
 
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        """Shows the value and the metadata in Treescope's trees."""
+        from treescope.repr_lib import render_object_constructor
+
+        attributes = {"value": self._value, **self._metadata}
+        return render_object_constructor(type(self), attributes, path, subtree_renderer)
+
 
 @object_repr.register
 def _(x: Variable, inside: Enclosing = frozenset()) -> str:
@@ -520,7 +520,7 @@ def _initial_value(
     value: object, metadata: dict[str, Any], given: dict[str, Any], what: str
 ) -> Any:
     if isinstance(value, jax.Ref):
-        raise VariableArgumentError(
+        raise errors.VariableArgumentError(
             f"a {what} was given a jax.Ref; give it the array, and ref=True."
         )
     if metadata.get("out_sharding") is not None:
@@ -593,7 +593,7 @@ def _unary(name: str, fn: Callable[[Any], Any]) -> Any:
 
 def _in_place(name: str, sign: str) -> Any:
     def method(self: Variable[Any], other: object) -> Any:
-        raise VariableOperationError(
+        raise errors.VariableOperationError(
             f"variable {sign} x would replace the variable by the result; write variable[...] "
             f"{sign} x to change its value."
         )
@@ -654,12 +654,9 @@ def with_metadata(
 
     The hooks `on_*` are those of `Variable`, `Variable.add_axis` and `Variable.remove_axis`.
 
-    Example:
-        >>> import jax
-        >>> from weft import nnx
-        >>> init = with_metadata(jax.nn.initializers.ones, tag="head")
-        >>> nnx.Param(init(jax.random.key(0), (2,))).tag
-        'head'
+    >>> init = with_metadata(jax.nn.initializers.ones, tag="head")
+    >>> nnx.Param(init(jax.random.key(0), (2,))).tag
+    'head'
     """
 
     @functools.wraps(initializer)
@@ -694,11 +691,10 @@ def register_variable_name(name: str, typ: Any = _MISSING, *, overwrite: bool = 
     Raises:
         VariableTypeError: if the name is taken.
 
-    Example:
-        >>> @register_variable_name("moving_averages")
-        ... class MovingAverage(Variable): pass
-        >>> variable_type_from_name("moving_averages") is MovingAverage
-        True
+    >>> @register_variable_name("moving_averages")
+    ... class MovingAverage(Variable): pass
+    >>> variable_type_from_name("moving_averages") is MovingAverage
+    True
     """
     if typ is _MISSING:
 
@@ -707,7 +703,7 @@ def register_variable_name(name: str, typ: Any = _MISSING, *, overwrite: bool = 
 
         return decorator
     if name in _TYPES and not overwrite:
-        raise VariableTypeError(
+        raise errors.VariableTypeError(
             f"{name!r} is already the name of {_TYPES[name].__qualname__}, and was given for "
             f"{typ.__qualname__}; use another, or give overwrite=True."
         )
@@ -727,7 +723,7 @@ def variable_type_from_name(
     """
     if name not in _TYPES:
         if not allow_register:
-            raise VariableTypeError(
+            raise errors.VariableTypeError(
                 f"no kind of variable has the name {name!r}; known names: "
                 f"{', '.join(sorted(_TYPES))}. Give allow_register=True to make one."
             )
@@ -745,7 +741,7 @@ def variable_name_from_type(typ: type[Variable[Any]], /, *, allow_register: bool
         if known is typ:
             return name
     if not allow_register:
-        raise VariableTypeError(
+        raise errors.VariableTypeError(
             f"the kind of variable {typ.__qualname__} has no name; give it one with "
             f"nnx.register_variable_name({typ.__name__!r}, {typ.__name__}), or give "
             "allow_register=True."
@@ -791,6 +787,6 @@ class Perturbation(Intermediate[A]):
 
 def __getattr__(name: str) -> Any:
     if name == "VariableState":
-        warn_deprecated(name, "call it Variable")
+        errors.warn_deprecated(name, "call it Variable")
         return Variable
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -450,7 +450,6 @@ class TransformCall:
     Attributes:
         specs: the parameters that hold the roles of arguments and of results.
         names: names of `args`; by default those of the parameters of `fn`.
-        named: arguments by name.
         place: position that transforms the function.
         given: places of the objects in the arguments of `fn`, if they differ from those in `args`.
             In words: the objects themselves belong to a trace that ends before the call does.

@@ -1,54 +1,23 @@
 """Named trainer configs, the default one first.
 
 A recipe is a function that makes a trainer's config. Its module is imported only when the config is
-made.
+made. Installed packages add recipes as entry points of the group `weft.recipes`, and a command line
+may name a function in any file or module.
 """
 
-import importlib
-import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import importlib.metadata
+import keyword
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+from weft.errors import RecipeError, UnknownConfigError, did_you_mean
+from weft.recipes.recipe import Recipe
 
-class Recipe(NamedTuple):
-    """Named trainer config.
-
-    Attributes:
-        summary: Description in one line.
-        function: The function that makes the config, as `module:function`.
-        preparation: Function in the same form that prepares a run's initial state; "" for none.
-    """
-
-    name: str
-    summary: str
-    function: str
-    preparation: str = ""
-
-    def __call__(self, data_dir: str | None = None, **kwargs: Any) -> Any:
-        """Makes a fresh config; see `weft.config.TrainerConfigFn`."""
-        return _imported(self.function)(data_dir, **kwargs)
-
-    def arguments(self) -> set[str]:
-        """Returns the names of the recipe's arguments."""
-        return set(inspect.signature(_imported(self.function)).parameters)
-
-    def prepare(self, cfg: Any, train: Callable[[str, Any], Any]) -> bool:
-        """Prepares the initial state of a run, such as a checkpoint that is trained first.
-
-        Args:
-            train: Trains a recipe by its name and config, and returns the trainer; None if it was
-                asked to stop.
-
-        Returns:
-            Whether the run can begin.
-        """
-        return _imported(self.preparation)(cfg, train) if self.preparation else True
-
-
-def _imported(name: str) -> Any:
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
-
+logger = logging.getLogger(__name__)
 
 RECIPES = (
     Recipe(
@@ -89,9 +58,87 @@ RECIPES = (
 
 
 def named_trainer_configs() -> dict[str, Recipe]:
-    """Returns the recipes by name, the default one first.
+    """Returns the recipes of Weft and of installed packages by name, the default one first.
 
     >>> next(iter(named_trainer_configs()))
     'lm'
     """
-    return {recipe.name: recipe for recipe in RECIPES}
+    installed = {
+        point.name: Recipe(point.name, f"from {point.module}", f"{point.module}:{point.attr}")
+        for point in importlib.metadata.entry_points(group="weft.recipes")
+    }
+    weft = {recipe.name: recipe for recipe in RECIPES}
+    return weft | {name: x for name, x in installed.items() if name not in weft}
+
+
+def find_recipe(word: str) -> Recipe:
+    """Returns the recipe that a command line names.
+
+    Args:
+        word: A name of `named_trainer_configs`, `path/to/file.py:function`, or
+            `package.module:function`, where the module is installed or in the current directory.
+
+    Raises:
+        RecipeError: if a file or module cannot have such a name.
+        UnknownConfigError: if there is no recipe of this name.
+    """
+    named = named_trainer_configs()
+    if word in named:
+        return named[word]
+    place, _, function = word.rpartition(":")
+    if place.endswith(".py"):
+        return _in_file(word, place, function)
+    if word.endswith(".py"):
+        raise RecipeError(
+            f"name the function of the file that makes the config, such as {word}:recipe."
+        )
+    if "/" in word:
+        raise UnknownConfigError(f"there is no file or directory {word!r}, and no such recipe.")
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", place) or not function.isidentifier():
+        raise UnknownConfigError(f"unknown recipe {word!r}. {did_you_mean(word, named)}")
+    here = _module_file(Path.cwd(), place)
+    if here is None and _module_file(Path.cwd(), place.partition(".")[0]):
+        here = Path.cwd().joinpath(*place.split(".")).with_suffix(".py")  # which does not exist
+    return Recipe(word, "", f"{place}:{function}", file=str(here or ""))
+
+
+def recorded_recipe(record: Mapping[str, Any]) -> Recipe:
+    """Returns the recipe of a run from its record, see `Recipe.record`, which must be trustworthy.
+
+    Warns if the code has changed since.
+
+    Raises:
+        RecipeError: if the file is not there any longer.
+    """
+    recipe = Recipe(record["name"], "", record["function"], file=record["file"])
+    file, function = recipe.file, recipe.function.partition(":")[2]
+    if file and not os.path.isfile(file):
+        raise RecipeError(
+            f"the run was made by the recipe {recipe.name}, but there is no file {file}. If it has "
+            f"moved, name it: --recipe path/to/{os.path.basename(file)}:{function}"
+        )
+    if recipe.record(None)["sha256"] != record["sha256"]:
+        logger.warning(
+            "%s has changed since the run was started; its present code is used",
+            file or recipe.name,
+        )
+    return recipe
+
+
+def _module_file(root: Path, module: str) -> Path | None:
+    path = root.joinpath(*module.split("."))
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
+
+
+def _in_file(word: str, place: str, function: str) -> Recipe:
+    path = Path(os.path.abspath(place))
+    names, folder = [path.stem], path.parent
+    while (folder / "__init__.py").is_file():
+        names, folder = [folder.name, *names], folder.parent
+    for name in names:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise RecipeError(
+                f"{word}: Python cannot import a module named {name!r}. Rename the file."
+            )
+    module = ".".join(name for name in names if name != "__init__")
+    return Recipe(word, "", f"{module}:{function}", file=str(path))

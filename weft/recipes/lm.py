@@ -6,13 +6,16 @@ download and allows a comparison of the loss with n-gram counts. `trainer_config
 evaluation, checkpoints and reports that all recipes share.
 """
 
+import os
+import re
+from pathlib import Path
 from typing import Any
 
 from weft import hierarchy, trainer
 from weft.config import InstantiableConfig, config_for_function
 from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.param_init import normal_weights
-from weft.input import ByteTokenizer, folder_corpus, stdlib_corpus
+from weft.input import ByteTokenizer, as_tokenizer, folder_corpus, stdlib_corpus
 from weft.input.grain import Input
 from weft.input.text import lm_text_source
 from weft.trainer.checkpointer.policy import every_n_steps_policy
@@ -42,7 +45,7 @@ def trainer_config(
     """
     optimizer = config_for_function(trainer.adamw_optimizer).set(
         learning_rate=config_for_function(trainer.cosine_with_linear_warmup).set(
-            peak_lr=peak_lr, max_step=max_step, warmup_steps=max_step // 20, alpha=0.1
+            peak_lr=peak_lr, warmup_steps=0.05, alpha=0.1
         ),
         b1=0.9,
         b2=0.95,
@@ -91,38 +94,69 @@ def _writer(*, every_n_steps: int) -> trainer.CompositeWriter.Config:
 VOCAB_SIZE = 264
 
 
-def lm(data_dir: str | None = None) -> InstantiableConfig:
+def lm(
+    data_dir: str | None = None,
+    tokenizer: str | None = None,
+    *,
+    learning_rate: float = 6e-3,
+    batch_size: int = 16,
+    steps: int = 600,
+) -> InstantiableConfig:
     """Returns the default recipe, which beats its corpus's trigrams within minutes on two cores.
 
     Args:
         data_dir: A folder to train on, of text, JSON lines or Parquet files with a `text` in each
-            record; None for the standard library.
+            record, which then writes to `runs/lm-FOLDER`; None for the standard library.
+        tokenizer: The path of a tokenizer's file, see `weft.input.as_tokenizer`; None for bytes.
+        learning_rate: Highest learning rate, after the warm-up.
+        batch_size: Sequences per step.
+        steps: Number of steps, and length of the schedule.
     """
-    return text_trainer_config(
+    cfg = text_trainer_config(
         "runs/lm",
         data_dir,
         model=_model(dim=96, num_layers=3, num_heads=4, context=128),
-        max_step=600,
+        batch_size=batch_size,
+        max_step=steps,
+        peak_lr=learning_rate,
         eval_every=200,
         save_every=200,
     )
+    set_tokenizer(cfg, tokenizer)
+    return cfg
 
 
-def lm_tiny(data_dir: str | None = None) -> InstantiableConfig:
-    """Returns a small version of `lm`, with steps of milliseconds, on a part of the corpus."""
+def lm_tiny(
+    data_dir: str | None = None,
+    tokenizer: str | None = None,
+    *,
+    learning_rate: float = 1e-2,
+    batch_size: int = 8,
+    steps: int = 60,
+) -> InstantiableConfig:
+    """Returns a small version of `lm`, with steps of milliseconds, on a part of the corpus.
+
+    Args:
+        data_dir: A folder to train on, as in `lm`.
+        tokenizer: As in `lm`.
+        learning_rate: Highest learning rate, after the warm-up.
+        batch_size: Sequences per step.
+        steps: Number of steps, and length of the schedule.
+    """
     cfg = text_trainer_config(
         "runs/lm-tiny",
         data_dir,
         model=_model(dim=24, num_layers=2, num_heads=2, context=32),
         sequence_length=32,
-        batch_size=8,
-        max_step=60,
-        peak_lr=1e-2,
+        batch_size=batch_size,
+        max_step=steps,
+        peak_lr=learning_rate,
         eval_every=30,
         save_every=20,
     )
     if data_dir is None:
         set_corpus(cfg, pattern="json/*.py", held_out_fraction=0.3)
+    set_tokenizer(cfg, tokenizer)
     return cfg
 
 
@@ -130,6 +164,21 @@ def set_corpus(cfg: trainer.SpmdTrainer.Config, **fields: object) -> None:
     """Sets fields of the corpora to train and evaluate on."""
     for input_cfg in (cfg.input, cfg.evalers["held_out"].input):
         input_cfg.source.corpus.set(**fields)
+
+
+def set_tokenizer(cfg: trainer.SpmdTrainer.Config, tokenizer: str | None) -> None:
+    """Sets the tokenizer to train and evaluate with, and the ids of the model; None for bytes."""
+    if tokenizer is None:
+        return
+    loaded = as_tokenizer(tokenizer)
+    for input_cfg in (cfg.input, cfg.evalers["held_out"].input):
+        input_cfg.source.tokenizer = tokenizer
+    model: Any = cfg.model
+    model.decoder.set(
+        vocab_size=-(-loaded.vocab_size // 8) * 8,
+        eos_token_id=loaded.eos_id,
+        pad_token_id=loaded.pad_id,
+    )
 
 
 def _model(*, dim: int, num_layers: int, num_heads: int, context: int) -> Any:
@@ -190,17 +239,21 @@ def text_trainer_config(
     *,
     model: InstantiableConfig,
     sequence_length: int = 128,
-    batch_size: int = 16,
-    peak_lr: float = 6e-3,
+    batch_size: int,
+    peak_lr: float,
     **training: int,
 ) -> trainer.SpmdTrainer.Config:
     """Returns a config that trains on a folder of text; None for the standard library.
+
+    A run on a folder has a directory of its own, such as `runs/lm-notes`.
 
     `training` are further arguments of `trainer_config`.
     """
     corpus = config_for_function(stdlib_corpus).set(held_out_fraction=0.02)
     if data_dir is not None:
         corpus = config_for_function(folder_corpus).set(paths=data_dir)
+        name = re.sub(r"[^\w.]+", "-", Path(os.path.abspath(data_dir)).stem).strip("-")
+        directory = f"{directory}-{name or 'data'}"
 
     def text(split: str, global_batch_size: int) -> Input.Config:
         source = config_for_function(lm_text_source).set(
@@ -225,11 +278,34 @@ def text_trainer_config(
 _NUM_LAYERS = 3
 
 
-def lm_moe(data_dir: str | None = None) -> InstantiableConfig:
-    """Returns a mixture-of-experts language model that trains in minutes on two cores."""
+def lm_moe(
+    data_dir: str | None = None,
+    tokenizer: str | None = None,
+    *,
+    learning_rate: float = 6e-3,
+    batch_size: int = 16,
+    steps: int = 400,
+) -> InstantiableConfig:
+    """Returns a mixture-of-experts language model that trains in minutes on two cores.
+
+    Args:
+        data_dir: A folder to train on, as in `lm`.
+        tokenizer: As in `lm`.
+        learning_rate: Highest learning rate, after the warm-up.
+        batch_size: Sequences per step.
+        steps: Number of steps, and length of the schedule.
+    """
     cfg = text_trainer_config(
-        "runs/lm-moe", data_dir, model=_moe_model(), max_step=400, eval_every=200, save_every=200
+        "runs/lm-moe",
+        data_dir,
+        model=_moe_model(),
+        batch_size=batch_size,
+        max_step=steps,
+        peak_lr=learning_rate,
+        eval_every=200,
+        save_every=200,
     )
+    set_tokenizer(cfg, tokenizer)
     return cfg.set(mesh_shape=(-1, 1, 1), mesh_axis_names=("data", "expert", "model"))
 
 

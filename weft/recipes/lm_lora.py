@@ -48,27 +48,55 @@ _LLAMA = {
 }
 
 
-def lm_llama(data_dir: str | None = None) -> InstantiableConfig:
+def lm_llama(
+    data_dir: str | None = None,
+    *,
+    learning_rate: float = 6e-3,
+    batch_size: int = 16,
+    steps: int = 300,
+) -> InstantiableConfig:
     """Returns a small byte-level Llama, which trains in a minute on two cores.
 
-    It trains on `data_dir`, or on the standard library without the part for `lm_lora`.
+    Args:
+        data_dir: A folder of text to train on; None for the standard library without the part for
+            `lm_lora`.
+        learning_rate: Highest learning rate, after the warm-up.
+        batch_size: Sequences per step.
+        steps: Number of steps, and length of the schedule.
     """
     model: Any = FAMILIES["llama"].read(Settings(_LLAMA)).set(param_init=initializer(variance=1.0))
     cfg = text_trainer_config(
-        _BASE_DIR, data_dir, model=model, max_step=300, eval_every=150, save_every=150
+        _BASE_DIR,
+        data_dir,
+        model=model,
+        batch_size=batch_size,
+        max_step=steps,
+        peak_lr=learning_rate,
+        eval_every=150,
+        save_every=150,
     )
     if data_dir is None:
         set_corpus(cfg, pattern="[!e]*.py")
     return cfg
 
 
-def lm_lora(data_dir: str | None = None, base: str | None = None) -> InstantiableConfig:
+def lm_lora(
+    data_dir: str | None = None,
+    base: str | None = None,
+    *,
+    learning_rate: float = 5e-3,
+    batch_size: int = 16,
+    steps: int = 200,
+) -> InstantiableConfig:
     """Returns a recipe for low-rank adapters on all layers of an imported, frozen causal LM.
 
     Args:
         data_dir: A folder of text to train on; None for the standard library's tables of encodings.
         base: The folder of a Hugging Face checkpoint, or a file written by `weft export`; None for
             the export of `lm_llama`.
+        learning_rate: Highest learning rate, after the warm-up.
+        batch_size: Sequences per step.
+        steps: Number of steps, and length of the schedule.
 
     Raises:
         WeightsReadError: if there is no checkpoint at `base`.
@@ -82,8 +110,9 @@ def lm_lora(data_dir: str | None = None, base: str | None = None) -> Instantiabl
         "runs/lm-lora",
         data_dir,
         model=model,
-        max_step=200,
-        peak_lr=5e-3,
+        batch_size=batch_size,
+        max_step=steps,
+        peak_lr=learning_rate,
         eval_every=100,
         save_every=100,
     )

@@ -26,15 +26,30 @@ AXIS_RULES = (
 )
 
 
-def lm_nnx(data_dir: str | None = None) -> InstantiableConfig:
-    """Returns an NNX language model that trains in minutes on two cores."""
+def lm_nnx(
+    data_dir: str | None = None,
+    *,
+    learning_rate: float = 6e-3,
+    batch_size: int = 16,
+    steps: int = 600,
+) -> InstantiableConfig:
+    """Returns an NNX language model that trains in minutes on two cores.
+
+    Args:
+        data_dir: A folder to train on, as in `weft.recipes.lm.lm`.
+        learning_rate: Highest learning rate, after the warm-up.
+        batch_size: Sequences per step.
+        steps: Number of steps, and length of the schedule.
+    """
     cfg = text_trainer_config(
         "runs/lm-nnx",
         data_dir,
         model=config_for_class(LanguageModel).set(
             dim=96, num_layers=3, num_heads=4, hidden_dim=256, window=127
         ),
-        max_step=600,
+        batch_size=batch_size,
+        max_step=steps,
+        peak_lr=learning_rate,
         eval_every=200,
         save_every=200,
     )

@@ -214,9 +214,8 @@ def msgpack_serialize(pytree: object, in_place: bool = False) -> bytes:
     Raises:
         UnserializableValueError: if a value cannot be converted to bytes.
 
-    Example:
-        >>> msgpack_restore(msgpack_serialize({"w": np.arange(3)}))
-        {'w': array([0, 1, 2])}
+    >>> msgpack_restore(msgpack_serialize({"w": np.arange(3)}))
+    {'w': array([0, 1, 2])}
     """
     import msgpack
 
@@ -263,8 +262,7 @@ def from_bytes(target: object, encoded_bytes: bytes) -> Any:
         DamagedBytesError: if the bytes are not in the format of `to_bytes`.
         StateDictMismatchError: if the structures differ; the message names the path.
 
-    Example:
-        >>> from_bytes((0, 0.0), to_bytes((1, 2.0)))
-        (1, 2.0)
+    >>> from_bytes((0, 0.0), to_bytes((1, 2.0)))
+    (1, 2.0)
     """
     return from_state_dict(target, msgpack_restore(encoded_bytes))

@@ -68,10 +68,8 @@ class StoredTensor(NamedTuple):
 def tensor_names(tree: object) -> list[tuple[str, Any]]:
     """Returns the arrays of a tree with their names in a file.
 
-    Boxes of axis metadata and NNX variables are named like their values.
-
-    Raises:
-        WeightsWriteError: if two arrays have the same name.
+    Boxes of axis metadata and NNX variables are named like their values. Raises WeightsWriteError
+    if two arrays have the same name.
 
     >>> tensor_names({"layers": [{"weight": 1}, {"weight": 2}]})
     [('layers.0.weight', 1), ('layers.1.weight', 2)]
@@ -108,7 +106,6 @@ def save_safetensors(
         path: the file, such as "model.safetensors". Files of an earlier call are replaced, even if
           their number differs.
         tree: see `tensor_names`.
-        metadata: strings to store in the file.
         max_shard_bytes: largest size of a file's tensors, unless a single tensor is larger.
 
     Returns:
@@ -220,10 +217,6 @@ class TensorFiles:
     """Tensors of a file, or of several with an index, read on demand.
 
     The files are open while the context manager is active.
-
-    Attributes:
-        path: as passed.
-        tensors: all tensors, by name.
 
     Args:
         path: a file `*.safetensors`, an index `*.safetensors.index.json`, or a folder that has
@@ -404,7 +397,6 @@ def check_tensors(
 
     Args:
         wanted: arrays or their shapes, by name.
-        cast: whether dtypes may differ.
         extra_allowed: returns whether the files may have another tensor.
 
     Raises:

@@ -115,9 +115,8 @@ def to_state_dict(target: object) -> Any:
     Raises:
         StateDictKeyError: if keys of a dict are equal as strings.
 
-    Example:
-        >>> to_state_dict({"layers": [1.0, 2.0]})
-        {'layers': {'0': 1.0, '1': 2.0}}
+    >>> to_state_dict({"layers": [1.0, 2.0]})
+    {'layers': {'0': 1.0, '1': 2.0}}
     """
     with _enter(".") if not _path.names else contextlib.nullcontext():
         rule = _handlers(type(target))
@@ -137,9 +136,8 @@ def from_state_dict(target: object, state: object, name: str = ".") -> Any:
     Raises:
         StateDictMismatchError: if the structures differ; the message names the path.
 
-    Example:
-        >>> from_state_dict([0, 0], {"0": 1, "1": 2})
-        [1, 2]
+    >>> from_state_dict([0, 0], {"0": 1, "1": 2})
+    [1, 2]
     """
     with _enter(name) if name else contextlib.nullcontext():
         rule = _handlers(type(target))

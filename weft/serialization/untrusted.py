@@ -22,8 +22,7 @@ MAX_JSON_BYTES = 2**28
 def open_file(path: str | os.PathLike[str], *, buffering: int = -1) -> Any:
     """Opens a regular file for reading; never waits for a writer.
 
-    Raises:
-        OSError: if the file is missing, or is a directory, a FIFO, a socket or a device.
+    Raises OSError if the file is missing, or is a directory, a FIFO, a socket or a device.
     """
     # Without O_NONBLOCK, to open a FIFO waits until another process writes to it.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -54,8 +53,7 @@ def read_json_file(path: str | os.PathLike[str]) -> Any:
 def parse_json(data: str | bytes | bytearray) -> Any:
     """Returns the JSON value of a text or of UTF-8 bytes.
 
-    Raises:
-        ValueError: if it is not JSON, or nested too deeply.
+    Raises ValueError if it is not JSON, or nested too deeply.
 
     >>> parse_json(b'{"a": [1]}')
     {'a': [1]}

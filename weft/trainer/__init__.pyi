@@ -8,12 +8,20 @@ from weft.trainer.checkpointer.checkpointer import (
     BaseCheckpointer as BaseCheckpointer, Checkpointer as Checkpointer,
 )
 from weft.trainer.checkpointer.index import CheckpointValidationType as CheckpointValidationType
-from weft.trainer.checkpointer.policy import CheckpointPolicy as CheckpointPolicy
+from weft.trainer.checkpointer.policy import (
+    CheckpointPolicy as CheckpointPolicy, EvalMetric as EvalMetric,
+    every_n_steps_policy as save_every_n_steps_policy,
+)
 from weft.trainer.decoding_evaler import (
     DecodingEvaler as DecodingEvaler, SampleDecoding as SampleDecoding,
 )
 from weft.trainer.evaler import (
-    EarlyStopping as EarlyStopping, EvalPolicy as EvalPolicy, SpmdEvaler as SpmdEvaler,
+    AtEndPolicy as AtEndPolicy, BestMetricEvalPolicy as BestMetricEvalPolicy,
+    EarlyStopping as EarlyStopping, EvalPolicy as EvalPolicy,
+    every_n_steps_policy as eval_every_n_steps_policy, SpmdEvaler as SpmdEvaler,
+)
+from weft.trainer.fit_result import (
+    FitResult as FitResult, FitState as FitState, History as History,
 )
 from weft.trainer.gradients import with_minibatch_steps as with_minibatch_steps
 from weft.trainer.inference import (
@@ -30,7 +38,8 @@ from weft.trainer.inference_pipeline import (
     pop_string_tensors as pop_string_tensors,
 )
 from weft.trainer.learner import (
-    BaseLearner as BaseLearner, CompositeLearner as CompositeLearner, Learner as Learner,
+    BaseLearner as BaseLearner, CompositeLearner as CompositeLearner,
+    DynamicLossScale as DynamicLossScale, Learner as Learner,
     UpdateType as UpdateType,
 )
 from weft.trainer.mesh import (
@@ -46,7 +55,11 @@ from weft.trainer.metric_calculator import (
 from weft.trainer.model import (
     LibraryModel as LibraryModel, per_param_train_dtype_by_path as per_param_train_dtype_by_path,
 )
-from weft.trainer.optimizers.algorithms import adamw_optimizer as adamw_optimizer
+from weft.trainer.optimizers.algorithms import (
+    adam_optimizer as adam_optimizer, adamw_optimizer as adamw_optimizer,
+    sgd_optimizer as sgd_optimizer,
+)
+from weft.trainer.optimizers.transformations import param_ema as param_ema
 from weft.trainer.parallelism import (
     mesh_shape_from_axes as mesh_shape_from_axes, ParallelismModifier as ParallelismModifier,
 )
@@ -68,6 +81,7 @@ from weft.trainer.summary_writer.files import (
 from weft.trainer.summary_writer.trackers import (
     MLflowWriter as MLflowWriter, WandBWriter as WandBWriter,
 )
+from weft.trainer.supervised import Supervised as Supervised
 from weft.trainer.train_step import TrainerState as TrainerState
 from weft.trainer.trainer import SpmdTrainer as SpmdTrainer
 from weft.trainer.trainer_config_modifier import (

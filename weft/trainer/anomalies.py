@@ -24,7 +24,8 @@ from weft.lifting.jit import Lowered
 from weft.trainer.first_nonfinite import UNKNOWN, NonfiniteSearch
 from weft.trainer.optimizers.base import path_name, tree_paths
 from weft.trainer.optimizers.clipping import norm_by_squares, tree_where
-from weft.trainer.train_step import TrainerState, loss_is_finite
+from weft.trainer.train_step import TrainerState
+from weft.trainer.undefined_loss import undefined_names
 from weft.typing import NestedTensor, PartitionSpec, Tensor
 
 logger = logging.getLogger(__name__)
@@ -291,7 +292,7 @@ class AnomalyGuard:
             mean = track.mean / (1 - self._policy.config.spike_decay ** max(track.count, 1))
             return f"the loss of step {step} is {loss:.4g}, and was {mean:.4g} on average."
         text = f"step {step} is undefined: its loss is {loss:g}."
-        fields = [path_name(path) for path, x in _float_leaves(batch) if not np.all(_finite(x))]
+        fields = undefined_names(batch)
         if fields:
             text += f" The batch has undefined numbers in {', '.join(fields)}."
         module = self._search.first_module(state, batch)
@@ -344,14 +345,3 @@ def _undefined(gradients: NestedTensor) -> Tensor:
 
 def _listed(names: Sequence[str]) -> str:
     return join_first(names, 3, ", ")
-
-
-def check_loss(loss: Tensor, step: int) -> None:
-    """Raises UndefinedLossException if a step's loss, for which it waits, is undefined."""
-    if not loss_is_finite(loss):
-        raise UndefinedLossException(
-            f"the loss after step {step} is {float(loss)}; the last checkpoint predates it. "
-            "Lower the learning rate, clip gradients, or let the learner skip such steps: "
-            "`learner.ignore_undefined_loss=True`. An `anomaly_policy` names the first module and "
-            "the parameters, and lets the run skip such steps or rewind."
-        )

@@ -29,7 +29,7 @@ from weft.config import (
 from weft.errors import DecodingEvalError
 from weft.functional import scale_by
 from weft.hierarchy.module import Module
-from weft.input.tokenizers import Tokenizer, until_end
+from weft.input.tokenizers import Tokenizer, as_tokenizer, until_end
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.metric_calculator import BaseMetricCalculator
 from weft.trainer.run_dir import write_atomically
@@ -47,7 +47,7 @@ class SampleDecoding(BaseMetricCalculator):
         """Configures a SampleDecoding.
 
         Attributes:
-            tokenizer: Converts ids to text.
+            tokenizer: Converts ids to text; may be the path of a tokenizer's file.
             prompt_length: Number of tokens of a prompt, including a first token that is not text,
                 such as the beginning of a document.
             num_tokens: Maximal number of tokens to sample.
@@ -56,7 +56,7 @@ class SampleDecoding(BaseMetricCalculator):
             num_shown: Number of texts to show as summaries.
         """
 
-        tokenizer: Required[ConfigOr[Tokenizer]] = REQUIRED
+        tokenizer: Required[ConfigOr[Tokenizer] | str] = REQUIRED
         prompt_length: int = 16
         num_tokens: int = 64
         logits_modifier: InstantiableConfig = config_for_function(scale_by).set(temperature=1.0)
@@ -70,7 +70,7 @@ class SampleDecoding(BaseMetricCalculator):
                 f"{self.path()}: prompt_length={cfg.prompt_length} and num_tokens={cfg.num_tokens};"
                 " expected at least one token of each."
             )
-        self._tokenizer: Tokenizer = maybe_instantiate(cfg.tokenizer)
+        self._tokenizer = as_tokenizer(cfg.tokenizer)
         modifier = maybe_instantiate(cfg.logits_modifier)
         self._run = self._jit_of_model(
             "sample_decode",

@@ -252,10 +252,16 @@ class GlobalMetricCalculator(BaseMetricCalculator):
         return self._with_prefix(self._calculate_metrics(together))
 
 
+class _Dependency(NamedTuple):
+    src: str
+    dst: str
+    dst_key: str | None = None
+
+
 class CompositeMetricCalculator(BaseMetricCalculator):
     """Metric calculator that runs several calculators on the same batches."""
 
-    class Dependency(NamedTuple):
+    class Dependency(_Dependency):
         """Dependency of one calculator on the output of another for each batch.
 
         Attributes:
@@ -264,9 +270,15 @@ class CompositeMetricCalculator(BaseMetricCalculator):
             dst_key: The field of the batch that holds the output for `dst`; None for `src`.
         """
 
-        src: str
-        dst: str
-        dst_key: str | None = None
+        __slots__ = ()
+
+        def __new__(cls, src: str, dst: str, dst_key: str | None = None, **other: object) -> Any:
+            if other:
+                raise MetricCalculatorError(
+                    f"a Dependency has no {', '.join(map(repr, other))}; it has src, dst and "
+                    "dst_key, which is the field of the batch for the output. Write dst_key=...."
+                )
+            return super().__new__(cls, src, dst, dst_key)
 
     @config_class
     class Config(BaseMetricCalculator.Config):

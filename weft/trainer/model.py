@@ -18,17 +18,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from weft.config import ConfigBase, FunctionConfigBase, InstantiableConfig
+from weft.config import REQUIRED, ConfigBase, FunctionConfigBase, InstantiableConfig
 from weft.errors import (
     BatchFieldError,
     ModelCallError,
     ModelOutputError,
     TrainDtypeError,
+    WeftError,
     did_you_mean,
 )
 from weft.hierarchy import BaseLayer, Module, TensorSpec, WeightedScalar, nowrap
 from weft.interop.hierarchy import InHierarchy
 from weft.trainer.optimizers.base import tree_paths
+from weft.trainer.supervised import Supervised
 from weft.typing import DType, Nested, NestedTensor, T, Tensor
 
 
@@ -69,10 +71,15 @@ def model_config(model: InstantiableConfig, batch: Callable[[], Any]) -> Any:
     """Returns the config of the layer to train.
 
     Args:
-        model: the config of a hierarchy layer, which is returned unchanged, or of a class or
-            function that makes a module of any library.
-        batch: returns the shapes and dtypes of a batch; called for modules of other libraries only.
+        model: the config of a hierarchy layer, which is returned unchanged, except that a
+            `Supervised` or `LibraryModel` gets the shapes; or of a class or function that makes a
+            module of any library.
+        batch: returns the shapes and dtypes of a batch; called if they are needed.
     """
+    if isinstance(model, Supervised.Config):
+        return model.clone(batch_spec=batch())
+    if isinstance(model, LibraryModel.Config) and model.inputs is REQUIRED:
+        return model.clone(inputs=(batch(),))
     if isinstance(model, Module.Config) or _makes_a_layer(model):
         return model
     return LibraryModel.default_config().set(layer=model, inputs=(batch(),))
@@ -87,7 +94,7 @@ def trained_model_config(trainer_config: ConfigBase) -> Any:
     """Returns the config of the layer that a trainer config trains."""
 
     def batch() -> Any:
-        return trainer_config.input.set(name="input").instantiate(parent=None).element_spec()
+        return trainer_config.input.clone(name="input").instantiate(parent=None).element_spec()
 
     return model_config(trainer_config.model, batch)
 
@@ -120,9 +127,14 @@ def _describe_value(x: Any) -> str:
 
 @contextlib.contextmanager
 def explain_call_errors(model: Module, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Raises a BatchFieldError or ModelCallError if a model needs other fields or arguments."""
+    """Raises a BatchFieldError or ModelCallError if a model needs other fields or arguments.
+
+    Errors that are not Weft's get a note that says what the model was called with.
+    """
     try:
         yield
+    except WeftError:
+        raise
     except KeyError as error:
         key = error.args[0] if error.args else None
         if type(error) is not KeyError or not isinstance(key, str) or key in batch:
@@ -135,12 +147,20 @@ def explain_call_errors(model: Module, batch: Mapping[str, Any]) -> Iterator[Non
     except TypeError as error:
         missing = re.search(r"missing \d+ required .* arguments?: (.*)", str(error))
         if type(error) is not TypeError or missing is None:
+            error.add_note(_called_with(model, batch))
             raise
         raise ModelCallError(
             f"{model.path()} requires more arguments than the batch: {missing[1]} is missing. It "
             "is called with one argument, a dict of the batch's fields, and with flags for "
             "training or evaluation if it takes them: `def __call__(self, input_batch)`."
         ) from error
+    except Exception as error:
+        error.add_note(_called_with(model, batch))
+        raise
+
+
+def _called_with(model: Module, batch: Mapping[str, Any]) -> str:
+    return f"{model.path()} was called with a batch, a dict of {', '.join(map(str, batch))}."
 
 
 PerParamDType = Callable[[NestedTensor], Nested[DType | None]]

@@ -1,16 +1,18 @@
 """Record of a run in its directory: config, data, and starts.
 
     config.txt    the config, as text that `weft.config.from_text` reads
-    run.json      the corpus and its hash, notes, and for each start: time, versions, devices
+    run.json      the recipe, the corpus and its hash, notes, and for each start: time, versions,
+                  devices
 
-A directory belongs to the config that first claimed it. Fields that determine the resulting bits
-(model, learner, data, seed) must be the same at each start; duration, location and monitoring of
-the run may change.
+A directory with a checkpoint belongs to the config that trained it. Fields that determine the
+resulting bits (model, learner, data, seed) must be the same at each start; duration, location and
+monitoring of the run may change. Without a checkpoint, the directory is free for any config.
 """
 
 import ast
 import datetime
 import difflib
+import itertools
 import json
 import os
 import platform
@@ -25,6 +27,8 @@ import weft
 from weft.config import ConfigBase, diff, from_text, maybe_instantiate, to_text
 from weft.errors import ConfigError, RunDirError
 from weft.serialization.untrusted import read_json_file
+from weft.trainer.checkpointer.dirs import has_checkpoint
+from weft.trainer.signatures import signed
 from weft.trainer.trainer_config_modifier import find_values
 
 CONFIG_FILE = "config.txt"
@@ -69,39 +73,48 @@ def check_run_dir(cfg: ConfigBase) -> None:
     """Checks, without changes, that a run may use its directory.
 
     Raises:
-        RunDirError: if the directory cannot be written, or belongs to another config or other data.
+        RunDirError: if the directory cannot be written, or has a checkpoint of another config or of
+            other data.
     """
     directory = Path(cfg.dir)
-    _check_writable(directory)
-    if not (directory / CONFIG_FILE).exists():
-        if (directory / CHECKPOINTS_DIR).exists():
-            raise RunDirError(
-                f"dir={cfg.dir!r} holds checkpoints of an unknown run: there is no {CONFIG_FILE}. "
-                "Choose another directory."
-            )
+    check_writable(directory)
+    if not has_checkpoint(str(directory / CHECKPOINTS_DIR)):
         return
-    changes = _changes(directory / CONFIG_FILE, cfg)
+    free = free_dir(cfg.dir)
+    other = f"Choose another directory, such as dir={free!r}"
+    if not (directory / CONFIG_FILE).exists():
+        raise RunDirError(
+            f"dir={cfg.dir!r} holds checkpoints of an unknown run: there is no {CONFIG_FILE}. "
+            f"{other}.",
+            free_dir=free,
+        )
+    changes = changes_of_run(directory / CONFIG_FILE, cfg)
     if changes:
         raise RunDirError(
             f"dir={cfg.dir!r} belongs to a run with another config (its value → the one given):\n"
             + "\n".join(f"  {change}" for change in changes)
-            + "\nChoose another directory, or restore the values of these fields."
+            + f"\n{other}, or restore the values of these fields.",
+            free_dir=free,
         )
     before, now = read_record(cfg.dir).get("corpora", {}), _corpora(cfg)
     for path in before.keys() & now.keys():
         if before[path]["sha256"] != now[path]["sha256"]:
             raise RunDirError(
                 f"dir={cfg.dir!r} belongs to a run on other text: {path} was "
-                f"{_corpus_text(before[path])} and is {_corpus_text(now[path])}. Choose another "
-                f"directory, or "
-                "restore the text."
+                f"{_corpus_text(before[path])} and is {_corpus_text(now[path])}. {other}, or "
+                "restore the text.",
+                free_dir=free,
             )
 
 
-def claim_run_dir(cfg: ConfigBase) -> bool:
+def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> bool:
     """Creates the directory of a run and records its start; returns whether it was started before.
 
-    Raises a RunDirError like `check_run_dir`.
+    Args:
+        recipe: What made the config, as plain JSON values. It is signed together with the config.
+
+    Raises:
+        RunDirError: as `check_run_dir`.
     """
     check_run_dir(cfg)
     directory = Path(cfg.dir)
@@ -110,12 +123,15 @@ def claim_run_dir(cfg: ConfigBase) -> bool:
         return started_before
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(directory / CONFIG_FILE, to_text(cfg) + "\n")
-        record = read_record(cfg.dir)
-        starts = [*record.get("starts", []), environment()]
-        update_record(cfg.dir, corpora=_corpora(cfg), starts=starts)
+        text = to_text(cfg) + "\n"
+        if started_before and changes_of_run(directory / CONFIG_FILE, cfg):
+            (directory / RECORD_FILE).unlink(missing_ok=True)  # of a run that saved nothing
+        write_atomically(directory / CONFIG_FILE, text)
+        starts = [*read_record(cfg.dir).get("starts", []), environment()]
+        made_by = {} if recipe is None else {"recipe": signed(recipe, text)}
+        update_record(cfg.dir, corpora=_corpora(cfg), starts=starts, **made_by)
     except OSError as error:
-        raise _unwritable_error(directory, error) from error
+        raise unwritable_error(directory, error) from error
     return started_before
 
 
@@ -170,7 +186,8 @@ def _corpus_text(corpus: Mapping[str, Any]) -> str:
     return f"{corpus['name']} with the SHA-256 {corpus['sha256'][:12]}…"
 
 
-def _changes(path: Path, cfg: ConfigBase) -> list[str]:
+def changes_of_run(path: Path, cfg: ConfigBase) -> list[str]:
+    """Returns the differences between the text of a run's config and a config that it would run."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -210,16 +227,29 @@ def _changed_lines(before: Mapping[str, str], after: Mapping[str, str]) -> Itera
                 yield f"{name}: {line}"
 
 
-def _check_writable(directory: Path) -> None:
+def free_dir(directory: str, *, separator: str = "-", first: int = 2) -> str:
+    """Returns a name for a directory that does not exist: the given one with a number.
+
+    >>> free_dir("runs/lm")
+    'runs/lm-2'
+    """
+    name = os.path.normpath(directory)
+    numbered = (f"{name}{separator}{n}" for n in itertools.count(first))
+    return next(path for path in numbered if not os.path.lexists(path))
+
+
+def check_writable(directory: Path) -> None:
+    """Raises a RunDirError if a directory cannot be created or written."""
     paths = (directory, *directory.absolute().parents)
     existing = next(path for path in paths if os.path.exists(path))
     if not existing.is_dir():
-        raise _unwritable_error(directory, f"{existing} is a file")
+        raise unwritable_error(directory, f"{existing} is a file")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise _unwritable_error(directory, f"{existing} may not be written")
+        raise unwritable_error(directory, f"{existing} may not be written")
 
 
-def _unwritable_error(directory: Path, why: object) -> RunDirError:
+def unwritable_error(directory: Path, why: object) -> RunDirError:
+    """Returns the error of a directory that cannot be written."""
     return RunDirError(
         f"dir={str(directory)!r} cannot be written: {why}. Choose another one with dir=runs/name."
     )

@@ -3,6 +3,8 @@
 A schedule is a number, a function from a step to a number, or a config of either; `as_schedule_fn`
 converts all of them to functions, which are pure and take the step as a number or traced array.
 Optimizers count steps from 1; only the averages `ema` and `param_ema` count from 0.
+
+In a trainer's config, a schedule's `max_step` that is not set is the trainer's.
 """
 
 import itertools
@@ -272,13 +274,14 @@ def linear_schedule_with_warmup(
     peak_lr: float,
     *,
     max_step: int,
-    warmup_steps: int,
+    warmup_steps: int | float,
     begin_value: float = 0.0,
     end_value: float = 0.0,
 ) -> ScheduleFn:
     """Warms up linearly to `peak_lr`, then decays linearly to `end_value` at `max_step`.
 
-    The warm-up starts at `begin_value`; `warmup_steps=0` disables it.
+    The warm-up starts at `begin_value`; `warmup_steps=0` disables it, and a number below 1 is a
+    share of `max_step`.
 
     Raises:
       ScheduleError: if `max_step` is not above `warmup_steps`.
@@ -287,6 +290,7 @@ def linear_schedule_with_warmup(
     >>> [float(schedule(step)) for step in (2, 4, 6, 8)]
     [0.5, 1.0, 0.5, 0.0]
     """
+    warmup_steps = _whole_steps(warmup_steps, max_step)
     decay_steps = _steps_between(
         "linear_schedule_with_warmup", "warmup_steps", warmup_steps, max_step
     )
@@ -298,15 +302,16 @@ def cosine_with_linear_warmup(
     peak_lr: float,
     *,
     max_step: int,
-    warmup_steps: int = 500,
+    warmup_steps: int | float = 500,
     begin_value: float = 0.0,
     alpha: float = 0.0,
     decay_begin_step: int | None = None,
 ) -> ScheduleFn:
     """Warms up linearly to `peak_lr`, then decays by a cosine to `alpha * peak_lr` at `max_step`.
 
-    The warm-up starts at `begin_value`; `warmup_steps=0` disables it. The value is `peak_lr` until
-    `decay_begin_step`, by default, and if it is within the warm-up, the end of the warm-up.
+    The warm-up starts at `begin_value`; `warmup_steps=0` disables it, and a number below 1 is a
+    share of `max_step`. The value is `peak_lr` until `decay_begin_step`, by default, and if it is
+    within the warm-up, the end of the warm-up.
     Source of the decay: Loshchilov and Hutter, https://arxiv.org/abs/1608.03983.
 
     Raises:
@@ -316,6 +321,7 @@ def cosine_with_linear_warmup(
     >>> [round(float(schedule(step)), 4) for step in (2, 4, 6, 8)]
     [0.5, 1.0, 0.75, 0.5]
     """
+    warmup_steps = _whole_steps(warmup_steps, max_step)
     begin = max(warmup_steps, decay_begin_step or 0)
     decay_steps = _steps_between(
         "cosine_with_linear_warmup", "the beginning of the decay", begin, max_step
@@ -331,14 +337,14 @@ def warmup_stable_decay(
     *,
     max_step: int,
     decay_begin_step: int,
-    warmup_steps: int = 500,
+    warmup_steps: int | float = 500,
     begin_value: float = 0.0,
     alpha: float = 0.0,
 ) -> ScheduleFn:
     """Warms up linearly to `peak_lr`, keeps it, then decays linearly to `alpha * peak_lr`.
 
-    The warm-up starts at `begin_value`, `warmup_steps=0` disables it, and the decay lasts from
-    `decay_begin_step` to `max_step`.
+    The warm-up starts at `begin_value`; `warmup_steps=0` disables it, and a number below 1 is a
+    share of `max_step`. The decay lasts from `decay_begin_step` to `max_step`.
     Source: Hägele et al., https://arxiv.org/abs/2405.18392 (a constant rate with a cooldown).
 
     Raises:
@@ -348,6 +354,7 @@ def warmup_stable_decay(
     >>> [float(schedule(step)) for step in (2, 4, 8, 9, 10)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
+    warmup_steps = _whole_steps(warmup_steps, max_step)
     if decay_begin_step < warmup_steps:
         raise ScheduleError(
             "warmup_stable_decay needs decay_begin_step at or after the warm-up; got "
@@ -359,6 +366,10 @@ def warmup_stable_decay(
     decay = polynomial(begin_value=peak_lr, end_step=decay_steps, end_value=alpha * peak_lr)
     stable_steps = decay_begin_step - warmup_steps
     return _with_linear_warmup([peak_lr, decay], [stable_steps], warmup_steps, begin_value, peak_lr)
+
+
+def _whole_steps(warmup_steps: int | float, max_step: int) -> int:
+    return round(warmup_steps * max_step) if 0 < warmup_steps < 1 else int(warmup_steps)
 
 
 def _steps_between(name: str, what: str, begin: int, max_step: int) -> int:

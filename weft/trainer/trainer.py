@@ -15,7 +15,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -37,25 +37,42 @@ from weft.core.tracebacks import entry_point
 from weft.distributed.peers import StopRequest
 from weft.distributed.preemption import GracefulStop, StopRun, barrier_after, graceful_stop
 from weft.distributed.watchdog import Watchdog
-from weft.errors import CheckpointSaveError
+from weft.errors import CheckpointSaveError, InvalidConfigValueError
 from weft.hierarchy import BaseLayer, Module, nowrap
 from weft.input import Input, PrefetchingIterator
 from weft.trainer import mesh as mesh_lib
 from weft.trainer import state as state_lib
-from weft.trainer.anomalies import AnomalyGuard, AnomalyPolicy, check_loss
+from weft.trainer.anomalies import AnomalyGuard, AnomalyPolicy
 from weft.trainer.checkpointer.checkpointer import BaseCheckpointer, Checkpointer
 from weft.trainer.checkpointer.host_state import RunState
+from weft.trainer.display import Display
 from weft.trainer.evaler import EarlyStopping, SpmdEvaler, due_at_end, run_evalers
 from weft.trainer.learner import BaseLearner
 from weft.trainer.model import PerParamDType, model_config
 from weft.trainer.profiling import StepTraces, Throughput
-from weft.trainer.progress import EARLY_STOPPING, MAX_STEP, RunListener, has_ended, status_page
+from weft.trainer.progress import (
+    EARLY_STOPPING,
+    MAX_STEP,
+    RunListener,
+    RunListeners,
+    has_ended,
+)
+from weft.trainer.report.live import status_page
+from weft.trainer.report.recorder import reported
 from weft.trainer.run_dir import CHECKPOINTS_DIR, claim_run_dir
+from weft.trainer.run_lock import RunLock, run_lock
+from weft.trainer.schedule_length import learner_config, record_schedule_steps
 from weft.trainer.state_builder import Builder, initial_state
 from weft.trainer.summary_writer.base import BaseWriter, CheckpointerAction, closing_writers
 from weft.trainer.summary_writer.files import SummaryWriter
+from weft.trainer.token_checks import check_tokens
 from weft.trainer.train_step import TrainerState, train_step
 from weft.trainer.trainer_config_modifier import apply_config_modifiers
+from weft.trainer.undefined_loss import (
+    advice_for_first_step,
+    advice_for_later_step,
+    check_loss,
+)
 from weft.trainer.update_transformation import LearnerModule
 from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
 
@@ -77,7 +94,7 @@ class SpmdTrainer(Module):
                 Linen, NNX or another library. Its call takes a batch and returns a scalar loss and
                 auxiliary outputs, see `weft.trainer.model`.
             input: training data; its field `is_training`, if any, is set to True.
-            max_step: number of steps.
+            max_step: number of steps; also of the learner's schedules that set none.
             seed: seed of a new run, for the parameters and all steps, if `run` gets no key.
             mesh_shape: number of devices along each axis of the mesh; one may be -1.
             mesh_rules: pairs of a regular expression for hardware and a mesh shape, a config
@@ -151,18 +168,26 @@ class SpmdTrainer(Module):
 
     def __init__(self, cfg: Config, *, parent: Module | None, devices: Sequence[Any] | None = None):
         super().__init__(cfg, parent=parent)
+        check_tokens(cfg)
+        if not (isinstance(cfg.max_step, int) or cfg.max_step == math.inf) or cfg.max_step < 0:
+            raise InvalidConfigValueError(
+                f"{self.path()}.max_step={cfg.max_step!r} is not a number of steps; expected an "
+                "int such as 1000, or math.inf for a run without end."
+            )
         self._mesh = mesh_lib.build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
         self._rules = mesh_lib.rules_of(cfg)
         self._step = 0
         self._state: TrainerState | None = None
         self._batches: PrefetchingIterator | None = None
+        self._run_lock: RunLock | None = None
+        self._shows_progress = False
         self._failed_saves = 0
         self._max_step, self._log_every_n_steps = cfg.max_step, cfg.log_every_n_steps
         self._evalers: dict[str, SpmdEvaler] = {}
         with self.mesh():
             self._add_child("input", maybe_set_config(cfg.input, is_training=True))
             self._add_child("model", model_config(cfg.model, self.input.element_spec))
-            self._add_child("learner", cfg.learner)
+            self._add_child("learner", learner_config(cfg))
             self._state_specs = state_lib.state_specs(self.model, self.learner, self._rules)
             self._shardings = state_lib.state_shardings(self._mesh, self._state_specs)
             checkpointer = cfg.checkpointer.set(dir=os.path.join(cfg.dir, CHECKPOINTS_DIR))
@@ -308,6 +333,8 @@ class SpmdTrainer(Module):
             evaler_summaries: from the evalers that ran after this step, for policies that use them.
             force: whether to save even if the policy would not.
         """
+        if self._run_lock is not None:
+            self._run_lock.check()
         state = self._to_save(self._batches, self.trainer_state)
         return self._checkpointer.save(
             step=self._step, state=state, evaler_summaries=evaler_summaries, force=force
@@ -354,15 +381,21 @@ class SpmdTrainer(Module):
         *,
         return_evaler_summaries: bool | set[str] | None = None,
         listener: RunListener | None = None,
+        progress: bool | Display = True,
+        recipe: Mapping[str, Any] | None = None,
     ) -> dict[str, Any] | None:
         """Trains until `max_step`, the end of the data, or a signal to stop.
 
-        A run continues from the checkpoint in its directory, if any.
+        A run continues from the checkpoint in its directory, if any, and leaves `report.html`
+        there.
 
         Args:
             prng_key: seed of a new run.
             return_evaler_summaries: names of evalers to run at the end, or True for all.
             listener: receives the events of the run.
+            progress: whether the first process shows the progress on the standard error: drawn in
+                place on a terminal and in a notebook, as lines elsewhere. Or the display to use.
+            recipe: what made the config, for `run.json`; see `weft.recipes.recipe.Recipe.record`.
 
         Returns:
             The summaries of those evalers by name, None if the run was interrupted. Without
@@ -370,7 +403,8 @@ class SpmdTrainer(Module):
 
         Raises:
             BatchShardingError: if the batches do not fit the mesh.
-            RunDirError: if the directory belongs to another config.
+            RunDirError: if the directory belongs to another config, or another run is using it.
+            RunDirTakenError: if another run has taken the directory while this process was frozen.
             UndefinedLossException: if the loss becomes NaN or infinite.
             LossSpikeError: if the loss jumps, and the policy is to stop then.
             CheckpointSaveError: if the last step, or for a reason other than a full disk any step
@@ -382,8 +416,12 @@ class SpmdTrainer(Module):
         cfg = self.config
         with self.mesh():
             state_lib.check_batches(self.input, self._batch_partition())
-        started_before = claim_run_dir(cfg)
         with contextlib.ExitStack() as stack:
+            self._run_lock = stack.enter_context(run_lock(cfg.dir))
+            started_before = claim_run_dir(cfg, recipe)
+            record_schedule_steps(cfg)
+            listener = stack.enter_context(reported(cfg.dir, progress, listener))
+            self._shows_progress = bool(progress) and jax.process_index() == 0
             writers = [self.summary_writer, *(x.summary_writer for x in self._evalers.values())]
             stack.enter_context(closing_writers(writers))
             stop, listener = stack.enter_context(run_context(cfg, listener, lambda: self._step))
@@ -394,17 +432,8 @@ class SpmdTrainer(Module):
             self._batches = stack.enter_context(self._open_batches())
             stack.push(self._close)
 
-            resumed_from = self.restore_checkpoint()
             first_key = jax.random.key(cfg.seed) if prng_key is None else prng_key
-            if resumed_from is None:
-                self.init(first_key)
-            if started_before:
-                self._discard_later_summaries()
-            self.summary_writer.log_config(cfg, step=self._step)
-            if self._throughput is not None:
-                self._throughput.start(cfg.dir, self._step)
-            listener.on_start(self, resumed_from)
-
+            self._begin(first_key, started_before, listener)
             evaler_summaries, outputs, stopped = self._run_steps(stop, listener, first_key)
             by_signal = stopped is not None and stopped.request.kind == "signal"
             if self._step or by_signal:
@@ -423,6 +452,18 @@ class SpmdTrainer(Module):
             if not has_ended(reason):
                 return None
             return {name: evaler_summaries[name] for name in self._evalers if name in wanted}
+
+    def _begin(self, first_key: Tensor, started_before: bool, listener: RunListener) -> None:
+        """Restores or creates the state, and reports the start."""
+        resumed_from = self.restore_checkpoint()
+        if resumed_from is None:
+            self.init(first_key)
+        if started_before:
+            self._discard_later_summaries()
+        self.summary_writer.log_config(self.config, step=self._step)
+        if self._throughput is not None:
+            self._throughput.start(self.config.dir, self._step)
+        listener.on_start(self, resumed_from)
 
     def _run_steps(
         self, stop: GracefulStop, listener: RunListener, first_key: Tensor
@@ -450,7 +491,7 @@ class SpmdTrainer(Module):
                     self._state, outputs = self._train_step(self._state, batch)
                     self._step = step
                     computes(outputs)
-                if self._must_rewind(outputs["loss"], batch):
+                if self._must_rewind(outputs, batch, first_key):
                     self._rewind(first_key)
                     continue
                 listener.on_step(step, outputs, batch)
@@ -468,12 +509,24 @@ class SpmdTrainer(Module):
         stopped = StopRun(StopRequest("end", EARLY_STOPPING)) if is_early else None
         return evaler_summaries, outputs, stopped
 
-    def _must_rewind(self, loss: Tensor, batch: NestedTensor) -> bool:
+    def _must_rewind(self, outputs: dict[str, Any], batch: NestedTensor, first_key: Tensor) -> bool:
         """Returns whether the anomaly policy wants a rewind; raises if the loss ends the run."""
+        step, loss = self._step, outputs["loss"]
         if isinstance(self._train_step, AnomalyGuard):
-            return self._train_step.must_rewind(self._step, loss, self.trainer_state, batch)
-        if self._checks_loss and self._step % (self._log_every_n_steps or 10) == 0:
-            check_loss(loss, self._step)
+            return self._train_step.must_rewind(step, loss, self.trainer_state, batch)
+        if self._checks_loss and (step == 1 or step % (self._log_every_n_steps or 10) == 0):
+
+            def look_first() -> str:
+                if step > 1:
+                    return advice_for_later_step(outputs["summaries"], batch)
+                self._state = None  # frees its memory
+                self.init(first_key)
+                step_fn, dtype = self._train_step.__wrapped__, self.config.train_dtype
+                return advice_for_first_step(
+                    step_fn, self.trainer_state, batch, maybe_instantiate(dtype)
+                )
+
+            check_loss(loss, step, look_first)
         return False
 
     def _report(self, outputs: dict[str, Any], batch: NestedTensor) -> None:
@@ -558,7 +611,8 @@ class SpmdTrainer(Module):
         """Reports that the disk is full; raises other errors."""
         if not error.lacks_room:
             raise error
-        logger.error("%s Training continues from step %d.", error, self._step)
+        if not self._shows_progress:
+            logger.error("%s Training continues from step %d.", error, self._step)
         self._failed_saves += 1
         self._write_summaries(self._step, {"failed_saves": self._failed_saves})
         listener.on_save_failed(self._step, error)
@@ -581,18 +635,19 @@ def run_context(
     limits = (cfg.watchdog_timeout_seconds, cfg.crash_on_hang_timeout_seconds)
     with (
         Watchdog(*limits) as watchdog,
-        status_page(cfg.status_port, watchdog, listener or RunListener()) as status_listener,
+        status_page(cfg.status_port, watchdog) as status,
         graceful_stop(watchdog.report, cfg.readiness_timeout_seconds) as stop,
     ):
         # Wait for all processes before the first collective, which would block without a message.
         # A request to stop is handled before the first step.
         stop.agreed("preparing the state", within_seconds=cfg.readiness_timeout_seconds)
+        listeners = RunListeners([status] if listener is None else [listener, status])
         try:
-            yield stop, status_listener
+            yield stop, listeners
         except StopRun as stopped:  # nothing to save, or already saved
             if stopped.error is not None:
                 raise stopped.error from None
-            status_listener.on_end(step(), stopped.request.text)
+            listeners.on_end(step(), stopped.request.text)
 
 
 def jit_train_step(

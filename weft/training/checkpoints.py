@@ -43,13 +43,8 @@ def is_orbax(path: str) -> bool:
 def read_checkpoint(path: str, target: object, orbax_checkpointer: Any = None) -> Any:
     """Returns the state dict of a checkpoint, a file or directory.
 
-    Arrays in files of their own are laid out like those of the state dict `target`.
-    `orbax_checkpointer` reads directories of Orbax, by default as pytrees.
-
-    Raises:
-        DamagedCheckpointError: if the files are not as they were written.
-        MPARestoreTargetRequiredError: if `target` lacks layouts for arrays of several processes.
-        MissingExtraError: if a package of the extra `train` is missing.
+    Arrays in files of their own are laid out like those of the state dict `target`. Arguments and
+    errors are those of `restore_checkpoint`.
     """
     layouts = {
         _name(key): leaf.sharding
@@ -188,13 +183,12 @@ Path = str | os.PathLike[str]
 class AsyncManager:
     """Thread that writes checkpoints while a program continues.
 
-    Example:
-        >>> import tempfile
-        >>> run, manager = tempfile.mkdtemp(), AsyncManager()
-        >>> path = save_checkpoint(run, {"w": np.ones(2)}, 1, async_manager=manager)
-        >>> manager.wait_previous_save()
-        >>> available_steps(run)
-        [1]
+    >>> import tempfile
+    >>> run, manager = tempfile.mkdtemp(), AsyncManager()
+    >>> path = save_checkpoint(run, {"w": np.ones(2)}, 1, async_manager=manager)
+    >>> manager.wait_previous_save()
+    >>> available_steps(run)
+    [1]
     """
 
     def __init__(self, max_workers: int = 1):
@@ -232,7 +226,6 @@ def save_checkpoint(
             expanded.
         target: a tree, such as a `TrainState` or a dict of variables.
         step: must be larger than those of existing checkpoints.
-        prefix: start of the name, before the step.
         keep: number of newest checkpoints to keep, including this one; 0 keeps all.
         overwrite: whether to remove checkpoints of this and later steps.
         keep_every_n_steps: also keeps older checkpoints that are at least this far apart.
@@ -247,13 +240,12 @@ def save_checkpoint(
         CheckpointStepError: if `step` is not a finite number.
         UnserializableValueError: if a value in `target` cannot be converted to bytes.
 
-    Example:
-        >>> import tempfile
-        >>> run = tempfile.mkdtemp()
-        >>> for step in (1, 2, 3):
-        ...     path = save_checkpoint(run, {"w": np.ones(2)}, step, keep=2)
-        >>> available_steps(run), restore_checkpoint(run, {"w": np.zeros(2)})["w"].tolist()
-        ([2, 3], [1.0, 1.0])
+    >>> import tempfile
+    >>> run = tempfile.mkdtemp()
+    >>> for step in (1, 2, 3):
+    ...     path = save_checkpoint(run, {"w": np.ones(2)}, step, keep=2)
+    >>> available_steps(run), restore_checkpoint(run, {"w": np.zeros(2)})["w"].tolist()
+    ([2, 3], [1.0, 1.0])
     """
     if orbax_checkpointer is not None or config.flax_use_orbax_checkpointing:
         return save_checkpoint_multiprocess(
@@ -305,8 +297,7 @@ def save_checkpoint_multiprocess(
         async_manager: its previous save is completed first.
         orbax_checkpointer: writes the state dict, by default as a pytree.
 
-    Raises:
-        MissingExtraError: if Orbax is not installed.
+    Raises MissingExtraError if Orbax is not installed.
     """
     step, path = _new_checkpoint(ckpt_dir, step, prefix, overwrite)
     if async_manager is not None:
@@ -338,7 +329,6 @@ def restore_checkpoint(
             laid out like its `jax.Array`s or `jax.ShapeDtypeStruct`s with a sharding; a checkpoint
             in a single file is read as NumPy arrays and Python values.
         step: None for the newest, or for `target` itself if there is no checkpoint.
-        prefix: start of the names, before the step.
         orbax_checkpointer: reads directories of Orbax, by default as pytrees.
 
     Raises:
@@ -348,9 +338,8 @@ def restore_checkpoint(
         MPARestoreTargetRequiredError: if `target` lacks layouts for arrays of several processes.
         MissingExtraError: if it is a directory, and Orbax is not installed.
 
-    Example:
-        >>> restore_checkpoint("/nothing/here", {"w": 0})
-        {'w': 0}
+    >>> restore_checkpoint("/nothing/here", {"w": 0})
+    {'w': 0}
     """
     path = _select_path(os.fspath(ckpt_dir), step, prefix)
     if path is None:
@@ -387,9 +376,8 @@ def available_steps(
 def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
     """Sorts names by the values of the numbers in them, which may be negative if `signed`.
 
-    Example:
-        >>> natural_sort(["a10", "a9", "a1e3", "a-2"])
-        ['a-2', 'a9', 'a10', 'a1e3']
+    >>> natural_sort(["a10", "a9", "a1e3", "a-2"])
+    ['a-2', 'a9', 'a10', 'a1e3']
     """
 
     def parts(name: str) -> list[str | float]:

@@ -32,14 +32,12 @@ class TrainState(struct.PyTreeNode):
     `apply_fn` computes the model and is static, like the optimizer `tx`; `params` may be a dict
     with the collections `params` and `OVERWRITE_WITH_GRADIENT`.
 
-    Example:
-        >>> state = TrainState.create(
-        ...     apply_fn=lambda p, x: p["w"] * x, params={"w": jax.numpy.ones(2)}, tx=optax.sgd(0.5)
-        ... )
-        >>> grads = jax.grad(lambda p: state.apply_fn(p, 2.0).sum())(state.params)
-        >>> state = state.apply_gradients(grads=grads)
-        >>> state.step, state.params["w"].tolist()
-        (1, [0.0, 0.0])
+    >>> apply_fn, params = lambda p, x: p["w"] * x, {"w": jax.numpy.ones(2)}
+    >>> state = TrainState.create(apply_fn=apply_fn, params=params, tx=optax.sgd(0.5))
+    >>> grads = jax.grad(lambda p: state.apply_fn(p, 2.0).sum())(state.params)
+    >>> state = state.apply_gradients(grads=grads)
+    >>> state.step, state.params["w"].tolist()
+    (1, [0.0, 0.0])
     """
 
     step: int | jax.Array
@@ -124,18 +122,15 @@ class DynamicScale(struct.PyTreeNode):
     Attributes:
         growth_factor: factor of the scale after `growth_interval` finite steps.
         backoff_factor: factor of the scale after a step that was not finite.
-        fin_steps: number of finite steps since the scale changed.
-        minimum_scale: lower bound of the scale, if any.
 
-    Example:
-        >>> loss = lambda w: (w**2).sum()
-        >>> scale = DynamicScale()
-        >>> scale, finite, value, grad = scale.value_and_grad(loss)(jnp.ones(2, jnp.float16))
-        >>> bool(finite), float(scale.scale)
-        (False, 32768.0)
-        >>> scale, finite, value, grad = scale.value_and_grad(loss)(jnp.full(2, 0.5, jnp.float16))
-        >>> bool(finite), float(value), grad.tolist()
-        (True, 0.5, [1.0, 1.0])
+    >>> loss = lambda w: (w**2).sum()
+    >>> scale = DynamicScale()
+    >>> scale, finite, value, grad = scale.value_and_grad(loss)(jnp.ones(2, jnp.float16))
+    >>> bool(finite), float(scale.scale)
+    (False, 32768.0)
+    >>> scale, finite, value, grad = scale.value_and_grad(loss)(jnp.full(2, 0.5, jnp.float16))
+    >>> bool(finite), float(value), grad.tolist()
+    (True, 0.5, [1.0, 1.0])
     """
 
     growth_factor: float = struct.field(pytree_node=False, default=2.0)
@@ -205,15 +200,14 @@ class EarlyStopping(struct.PyTreeNode):
         patience_count: number of updates since the best metric.
         should_stop: whether training should end; stays True.
 
-    Example:
-        >>> stopping = EarlyStopping(min_delta=0.1, patience=1)
-        >>> for loss in (1.0, 0.5, 0.45, 0.6):
-        ...     stopping = stopping.update(loss)
-        ...     print(stopping.best_metric, stopping.has_improved, stopping.should_stop)
-        1.0 True False
-        0.5 True False
-        0.5 False False
-        0.5 False True
+    >>> stopping = EarlyStopping(min_delta=0.1, patience=1)
+    >>> for loss in (1.0, 0.5, 0.45, 0.6):
+    ...     stopping = stopping.update(loss)
+    ...     print(stopping.best_metric, stopping.has_improved, stopping.should_stop)
+    1.0 True False
+    0.5 True False
+    0.5 False False
+    0.5 False True
     """
 
     min_delta: float = 0

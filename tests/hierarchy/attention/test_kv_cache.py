@@ -116,13 +116,32 @@ def test_pages_are_those_of_each_sequence():
     joined = layer.maybe_normalize_kv(kv)
     np.testing.assert_array_equal(joined.k_proj[0, :3], k[0])
     np.testing.assert_array_equal(joined.v_proj[1, :2], -k[1, :2])
-    np.testing.assert_array_equal(joined.key_positions, [range(4)])
+    np.testing.assert_array_equal(joined.key_positions, [[0, 1, 2, 3], [0, 1, -1, -1]])
     assert joined.page_indices is None and layer.maybe_normalize_kv(joined) is joined
     # Past the last page, and for padding, nothing is written.
     (after, _), _ = step(layer, states, [[4, 5]], 2)
     (padding, _), _ = step(layer, states, [[0, 1]], 2, unpadded_len=jnp.array([0, 0]))
     np.testing.assert_array_equal(after.key, states.key)
     np.testing.assert_array_equal(padding.key, states.key)
+
+
+def test_positions_without_a_page_are_masked(filled, wave):
+    pages = PagedKVCache.default_config().set(page_size=2)
+    layer = attention_config(pages, mask=CausalAttentionBias.default_config())
+    layer = layer.instantiate(parent=None)
+    state, x = filled(layer), wave((2, 4, 8))
+
+    def step(cached, x):
+        inputs = {"cached_states": cached, "query": x, "return_aux": {"probs"}}
+        return functional(layer, None, state, inputs, method="extend_step", is_training=False)[0]
+
+    cached, _ = step(layer.init_states(batch_size=2, max_len=4, dtype=jnp.float32), x[:, :3])
+    pages = cached["kv_cache"]
+    kept = pages.page_indices.at[1, 0].set(len(pages.key))  # the second one loses its first page
+    cached["kv_cache"] = pages.replace(page_indices=kept)
+    probs = np.asarray(step(cached, x[:, 3:])[1].probs)[:, :, 0]
+    np.testing.assert_allclose(probs.sum(-1), 1, rtol=1e-5)
+    assert (probs[0] > 0).all() and (probs[1, :, 2:] > 0).all() and not probs[1, :, :2].any()
 
 
 def test_page_pool_of_other_sequences():

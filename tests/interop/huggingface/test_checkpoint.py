@@ -26,6 +26,7 @@ from weft.interop.huggingface import (
     load_huggingface_params,
     to_huggingface,
 )
+from weft.recipes.lm import lm_moe, lm_tiny
 
 ROPE_LLAMA3 = {
     "rope_type": "llama3",
@@ -81,6 +82,7 @@ MODELS = {
             "rope_parameters": ROPE_LINEAR,
         },
     ),
+    "mistral": ("Mistral", {**GROUPED, "sliding_window": 5, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {**GROUPED, "tie_word_embeddings": True}),
     "qwen2-yarn": ("Qwen2", {**GROUPED, "rope_parameters": ROPE_YARN}),
     "qwen3": ("Qwen3", {**GROUPED, "head_dim": 8}),
@@ -115,6 +117,7 @@ def transformers():
         from transformers import (  # noqa: F401 - classes are imported when asked for
             GPT2LMHeadModel,
             LlamaForCausalLM,
+            MistralForCausalLM,
             Qwen2ForCausalLM,
             Qwen3ForCausalLM,
         )
@@ -189,7 +192,7 @@ def test_logits_match_transformers(references, name):
     np.testing.assert_allclose(logits(cfg, params), reference.logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-3.1", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-3.1", "mistral", "qwen3"])
 def test_greedy_decoding_through_the_cache_gives_the_same_tokens(references, name):
     reference = references(name)
     cfg, params = from_huggingface(reference.folder)
@@ -343,7 +346,7 @@ def test_unsupported_models(references, tmp_path):
     with pytest.raises(HuggingFaceConfigError) as error:
         to_huggingface(tmp_path, other, params)
     assert str(error.value) == (
-        "no model of the types gpt2, llama, qwen2, qwen3 computes what this one does "
+        "no model of the types gpt2, llama, mistral, qwen2, qwen3 computes what this one does "
         "(its value → what would be needed):\n"
         "  decoder.transformer.layer.self_attention.attention.atten_logit_cap: 30.0 → None\n"
         "Export it as safetensors, which every model can."
@@ -352,9 +355,28 @@ def test_unsupported_models(references, tmp_path):
     other.decoder.transformer.layer.feed_forward.activation = ("nn.tanh", "linear")
     with pytest.raises(HuggingFaceConfigError, match=r"'nn.tanh' has no name in Hugging Face"):
         to_huggingface(tmp_path, other, params)
-    with pytest.raises(HuggingFaceConfigError, match=r"computes what this one does\. Export it"):
+    with pytest.raises(HuggingFaceConfigError, match=r"does: it is a Linear, and they are"):
         to_huggingface(tmp_path, Linear.default_config(), params)
+    with pytest.raises(HuggingFaceConfigError) as error:
+        to_huggingface(tmp_path, lm_moe().model, params)
+    assert str(error.value).splitlines()[1:-1] == [
+        "  decoder.transformer.layer.feed_forward: TransformerFeedForwardMoE.Config → "
+        "TransformerFeedForwardLayer.Config"
+    ]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_default_recipe_computes_the_same_in_transformers(transformers, tmp_path):
+    cfg = lm_tiny().model
+    params = instantiate(cfg).initialize_parameters_recursively(jax.random.key(0))
+    to_huggingface(tmp_path, cfg, params)
+    ids = np.random.RandomState(0).randint(0, 256, (2, 48))  # beyond the window of 32
+    batch = {"input_ids": jnp.asarray(ids)}
+    ours = run(cfg, params, "extract_logits", input_batch=batch)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    np.testing.assert_allclose(logits_of(theirs, ids), ours, atol=1e-4)
+    ours_again = run(*from_huggingface(tmp_path), "extract_logits", input_batch=batch)
+    np.testing.assert_allclose(ours_again, ours, atol=1e-4)
 
 
 def test_mismatched_parameters(references, tmp_path):

@@ -1,7 +1,7 @@
 import pytest
 
 from weft.errors import HuggingFaceConfigError
-from weft.interop.huggingface.llama import LLAMA, QWEN2, QWEN3
+from weft.interop.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from weft.interop.huggingface.settings import Settings
 
 # As published by their makers, but for the sizes.
@@ -59,6 +59,15 @@ def test_defaults_of_the_families():
     assert attention_of(cfg).hidden_dim == 4 * 128
     untied = {k: v for k, v in LLAMA_VALUES.items() if k != "tie_word_embeddings"}
     assert LLAMA.read(Settings(untied)).decoder.lm_head is not None
+
+
+def test_windows_of_mistral():
+    values = {**VALUES, "model_type": "mistral"}
+    assert attention_of(MISTRAL.read(Settings(values))).mask.sliding_window_size == 4095
+    # Without a window it is a Llama.
+    whole = MISTRAL.read(Settings({**values, "sliding_window": None}))
+    assert whole == LLAMA.read(Settings({**values, "model_type": "llama"}))
+    assert MISTRAL.write(whole)["model_type"] == "llama"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.lifting.counting import TICKS, Tick
 from tests.nnx.transforms.test_loops import fori, python, scan, while_
 from weft import nnx
 from weft.errors import CarryStructureError, LoopStructureError
@@ -559,3 +560,30 @@ def test_functions_that_share_traces_have_the_needed_initial_values(loop):
     for depth in (1, 2, 3, 4):
         found, expected = (part_and_first_value(f, depth, jnp.float32(1.0)) for f in (loop, python))
         np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+tick = Tick()
+
+
+@pytest.mark.parametrize("use", [made_before, made_after, first_value])
+def test_loops_with_closures_of_arrays_share_their_traces(use):
+    """In each loop, initial values need the results of the next one."""
+
+    def nested(m, x, depth):
+        def step(m, i):
+            if "n" not in m:
+                m.n = nnx.Variable(x / 2)
+            m.n[...] += i + x
+            if depth == 1:
+                tick()
+            else:
+                z = m.n[...] / 8
+                m.n[...] += use(lambda part: nested(part, z, depth - 1), m)
+
+        scan(step, m, 2)
+        return m.n[...]
+
+    for depth in (1, 2, 3, 4, 5):
+        TICKS.clear()
+        nested(nnx.Dict(), jnp.float32(1.0), depth)
+        assert len(TICKS) <= 2 * depth

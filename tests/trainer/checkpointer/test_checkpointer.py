@@ -457,7 +457,7 @@ def test_failure_in_another_process_raises_here(make, monkeypatch):
         assert found.value.lacks_room is lacks_room
 
 
-def test_failed_background_save_raises_and_next_succeeds(make, monkeypatch, caplog):
+def test_failed_background_save_raises_and_next_succeeds(make, monkeypatch):
     checkpointer = make(keep_last_n=1)
     save_steps(checkpointer, 1)
 
@@ -468,11 +468,10 @@ def test_failed_background_save_raises_and_next_succeeds(make, monkeypatch, capl
         patch.setattr(module.manifest, "write_manifest", fail)
         assert checkpointer.save(step=2, state=state_of(2))
         checkpointer._storage._thread.join()
-    assert "checkpoint of step 2 could not be written" in caplog.text
     # It takes no room on the full disk, and existing checkpoints stay.
     assert os.listdir(checkpointer.config.dir) == ["step_00000001"]
 
-    message = r"step 2 could not be saved .*No space left.*Complete checkpoints: 1\. Free disk"
+    message = r"step 2 could not be saved .*the disk.* is full.*Complete checkpoints: 1\. Free disk"
     with pytest.raises(CheckpointSaveError, match=message):
         checkpointer.save(step=3, state=state_of(3))
     checkpointer.wait_until_finished()
@@ -497,11 +496,11 @@ def test_save_failure_does_not_hide_the_run_exception(make, monkeypatch, caplog,
     checkpointer = make()
     monkeypatch.setattr(module.dirs, "commit_dir", lambda path: 1 / 0)
     expected = KeyError if has_exception else CheckpointSaveError
-    with pytest.raises(expected), checkpointer:
+    with pytest.raises(expected) as raised, checkpointer:
         checkpointer.save(step=2, state=state_of(2))
         if has_exception:
             raise KeyError("the run's own")
-    assert "step 2" in caplog.text
+    assert "step 2 could not be saved" in (caplog.text if has_exception else str(raised.value))
 
 
 # The contents of a checkpoint, and its listeners.

@@ -134,9 +134,9 @@ def test_full_disk_leaves_the_last_good_checkpoint(tmp_path, how, request):
     print(Checkpointer.checkpoint_steps(directory))
     """
     where = request.getfixturevalue("small_disk") if how == "small disk" else tmp_path
-    output, errors = finish(run(script, where / "ckpts", how))
-    assert "Complete checkpoints: 1." in output
-    assert "checkpoint of step 2 could not be written" in errors
+    # Orbax's event loops may print errors of writes that end after they have.
+    output, _ = finish(run(script, where / "ckpts", how))
+    assert "the disk, or a quota of it, is full. Complete checkpoints: 1. Free" in output
     assert "[1] ['step_00000001']" in output
     assert "[3]" in output.splitlines()
     assert restore(where / "ckpts", size=1000) == 3

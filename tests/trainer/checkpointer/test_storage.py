@@ -304,7 +304,7 @@ def test_dtypes_that_cannot_be_saved_are_named(storage, tmp_path):
         save(storage, tmp_path, {"model": {"w": jnp.ones(3, jnp.uint4)}})
 
 
-def test_background_error_is_raised_once_by_wait(storage, tmp_path, caplog):
+def test_background_error_is_raised_once_by_wait(storage, tmp_path):
     def fail(*, ckpt_dir, index):
         raise OSError("the disk is full")
 
@@ -314,7 +314,6 @@ def test_background_error_is_raised_once_by_wait(storage, tmp_path, caplog):
     )
     with pytest.raises(OSError, match="the disk is full"):
         storage.wait_until_finished()
-    assert "checkpoint of step 4 could not be written" in caplog.text
     assert not (tmp_path / "ckpt").exists()
     storage.wait_until_finished()
     save(storage, tmp_path / "next", {"w": jnp.ones(3)})

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft import config, struct
+from weft._lazy import axlearn_hint
 from weft.config import REQUIRED, ConfigOr, Required, config_class
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import alibi_bias, alibi_slopes, and_masks, attention_mask, bool_to_bias
@@ -34,6 +35,12 @@ class BaseAttentionBias(struct.PyTreeNode):
     """Bias added to attention logits. A subclass defines `value`."""
 
     dtype: DType = struct.field(pytree_node=False, kw_only=True, default=jnp.float32)
+
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self).__name__
+        if instead := axlearn_hint("BaseAttentionBias", name):
+            raise AttributeError(f"{kind} has no {name!r} of AXLearn: {instead}.")
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     def value(self) -> Tensor | None:
         """Returns `Float[Array, "#batch #heads target source"]`, or None for a bias of 0."""
@@ -159,11 +166,9 @@ class BoolTensorAttentionBias(BoolAttentionBias):
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> "BoolTensorAttentionBias":
-        """Returns a mask with the given value.
+        """Returns a mask, `Bool[Array, "#batch #heads target source"]`, True to attend.
 
-        Args:
-          tensor: `Bool[Array, "#batch #heads target source"]`, True where attending is allowed.
-            Without the axis of heads, or batch and heads, it is broadcast over these.
+        Without the axis of heads, or batch and heads, it is broadcast over these.
 
         Raises:
           ArgumentValueError: if it is not boolean.
@@ -301,12 +306,11 @@ def split(bias: BaseAttentionBias, *cls: type[BaseAttentionBias]) -> tuple[Any, 
     Returns:
       The part of each class, in order, a `ZeroAttentionBias` where it has none, and the rest.
 
-    Example:
-      >>> ids = jnp.array([[1, 1, 2]])
-      >>> bias = make_causal_biases(3)[None, None] + SegmentIdAttentionBias(ids)
-      >>> causal, segments, rest = split(bias, CausalAttentionBias, SegmentIdAttentionBias)
-      >>> causal.has_value(), segments.segment_ids.tolist(), type(rest).__name__
-      (False, [[1, 1, 2]], 'TensorAttentionBias')
+    >>> ids = jnp.array([[1, 1, 2]])
+    >>> bias = make_causal_biases(3)[None, None] + SegmentIdAttentionBias(ids)
+    >>> causal, segments, rest = split(bias, CausalAttentionBias, SegmentIdAttentionBias)
+    >>> causal.has_value(), segments.segment_ids.tolist(), type(rest).__name__
+    (False, [[1, 1, 2]], 'TensorAttentionBias')
     """
     parts: list[BaseAttentionBias] = []
     for one in cls:
@@ -319,9 +323,8 @@ def split(bias: BaseAttentionBias, *cls: type[BaseAttentionBias]) -> tuple[Any, 
 def make_causal_biases(seq_len: int) -> Tensor:
     """Returns the bias of causal attention, `Float[Array, "seq_len seq_len"]`.
 
-    Example:
-      >>> (make_causal_biases(2) < 0).tolist()
-      [[False, True], [False, False]]
+    >>> (make_causal_biases(2) < 0).tolist()
+    [[False, True], [False, False]]
     """
     return _bias_from_mask(causal_mask, seq_len)
 
@@ -362,9 +365,8 @@ def compute_padding_biases(input_ids: Tensor, *, pad_token_id: int | None) -> Te
       input_ids: `Int[Array, "batch time"]`.
       pad_token_id: None if the inputs have no padding.
 
-    Example:
-      >>> (compute_padding_biases(jnp.array([[5, 0]]), pad_token_id=0) == 0).tolist()
-      [[[[True, False], [False, False]]]]
+    >>> (compute_padding_biases(jnp.array([[5, 0]]), pad_token_id=0) == 0).tolist()
+    [[[[True, False], [False, False]]]]
     """
     padding = jnp.zeros(input_ids.shape) if pad_token_id is None else input_ids == pad_token_id
     bias = padding * NEG_INF
@@ -374,11 +376,9 @@ def compute_padding_biases(input_ids: Tensor, *, pad_token_id: int | None) -> Te
 def apply_attention_logit_biases(
     logits: Tensor, attention_logit_biases: Tensor | None = None
 ) -> Tensor:
-    """Returns the sum of logits and a bias, in the dtype of the logits.
+    """Returns logits, `Float[Array, "batch heads target source"]`, plus a bias, in their dtype.
 
-    Args:
-      logits: `Float[Array, "batch heads target source"]`.
-      attention_logit_biases: `Float[Array, "#batch #heads #target #source"]`, or None.
+    A bias is `Float[Array, "#batch #heads #target #source"]`.
     """
     if attention_logit_biases is None:
         return logits
@@ -389,9 +389,8 @@ def apply_attention_logit_biases(
 def alibi_get_slopes(num_heads: int) -> list[float]:
     """Returns the slope by which each head's logits fall with distance (Press et al., 2022).
 
-    Example:
-      >>> alibi_get_slopes(4)
-      [0.25, 0.0625, 0.015625, 0.00390625]
+    >>> alibi_get_slopes(4)
+    [0.25, 0.0625, 0.015625, 0.00390625]
     """
     return alibi_slopes(num_heads).tolist()
 
@@ -402,9 +401,7 @@ class AttentionLogitBiasLayer(BaseLayer):
     def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
         """Returns a bias, `Float[Array, "batch #heads time time"]`.
 
-        Args:
-          segment_ids: `Int[Array, "batch time"]`.
-          positions: `Int[Array, "batch time"]` within the segments.
+        Segment ids and positions, within the segments, are `Int[Array, "batch time"]`.
         """
         del positions
         return make_segment_mask(source_segments=segment_ids, target_segments=segment_ids)
@@ -427,8 +424,6 @@ class ALiBiAttentionLogitBiasLayer(CausalAttentionLogitBiasLayer):
 
     @config_class
     class Config(CausalAttentionLogitBiasLayer.Config):
-        """Configures an ALiBiAttentionLogitBiasLayer."""
-
         num_heads: Required[int] = REQUIRED
 
     def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
@@ -441,8 +436,6 @@ class SymmetricALiBiAttentionLogitBiasLayer(FullAttentionLogitBiasLayer):
 
     @config_class
     class Config(FullAttentionLogitBiasLayer.Config):
-        """Configures a SymmetricALiBiAttentionLogitBiasLayer."""
-
         num_heads: Required[int] = REQUIRED
 
     def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:

@@ -70,8 +70,6 @@ class ResidualLayer(BaseLayer):
           structure: placement of norms; see the table in the module docstring.
           norm: config of all norms, or one per position. With the structure "v2", only the given
             positions have norms.
-          dropout: dropout of the branch.
-          stochastic_depth: drops the whole branch.
           residual_gate_init: initial value of a learned θ that weighs the input by `sqrt(1 - g²)`
             and the branch by `g = sigmoid(θ)` in their sum; None for no weights.
         """
@@ -149,9 +147,8 @@ class ResidualLayer(BaseLayer):
 def scaled_hidden_dim(scale: float = 4) -> FunctionConfigBase:
     """Returns a hidden dimension of `scale` times the input dimension, rounded.
 
-    Example:
-      >>> scaled_hidden_dim(2.5).set(input_dim=8).instantiate()
-      20
+    >>> scaled_hidden_dim(2.5).set(input_dim=8).instantiate()
+    20
     """
     return config.config_for_function(scale_dim).set(scale=scale)
 
@@ -172,14 +169,12 @@ class TransformerFeedForwardLayer(ResidualLayer):
         """Configures a TransformerFeedForwardLayer.
 
         Attributes:
-          input_dim: the size of input and output.
           hidden_dim: the size between the linear maps, or a function of `input_dim`, such as
             `scaled_hidden_dim(4)`.
           activation: the name of the activation, such as "nn.gelu"; two names for a gated layer,
             such as ("nn.silu", "linear").
           hidden_dropout: between activation and `linear2`; None for that of the branch, or for
             none with structure="postnorm".
-          residual_weight: a factor of the branch.
           add_dead_neuron_summary: whether to report, per activation, the number of hidden
             dimensions that are 0 for all inputs.
           add_value_rms_norm_summary: values whose root mean square to report: "linear1_outputs",

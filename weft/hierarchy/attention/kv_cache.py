@@ -45,7 +45,8 @@ class KVPages(struct.PyTreeNode):
     """State of a PagedKVCache.
 
     A position p of a sequence is entry `p % page_size` of page `page_indices[p // page_size]`. A
-    sequence has no page where its index is `num_pages`: writes are dropped.
+    sequence has no page where its index is `num_pages`: writes are dropped, and these positions are
+    masked.
 
     Attributes:
       key, value: `Float[Array, "num_pages page_size kv_heads per_head_dim"]`.
@@ -177,9 +178,7 @@ class SlidingWindowKVCache(BaseKVCache):
     class Config(BaseKVCache.Config):
         """Configures a SlidingWindowKVCache.
 
-        Attributes:
-          cached_kv_length: number of positions to keep; at least the `sliding_window_size` of the
-            layer's mask.
+        It keeps `cached_kv_length` positions, at least the `sliding_window_size` of the mask.
         """
 
         cached_kv_length: Required[int] = REQUIRED
@@ -230,12 +229,11 @@ class SlidingWindowKVCache(BaseKVCache):
 class PagedKVCache(BaseKVCache):
     """Cache of pages from a pool; its state is a KVPages.
 
-    Example:
-      >>> cfg = PagedKVCache.default_config().set(name="cache", page_size=2, num_pages=3)
-      >>> states = cfg.instantiate(parent=None).init_states((2, 4, 1, 8), dtype=jnp.float32)
-      >>> states.key.shape  # memory for 6 positions instead of 2 * 4
-      (3, 2, 1, 8)
-      >>> states = states.replace(page_indices=jnp.array([[0, 2], [1, 3]]))  # 3: no page
+    >>> cfg = PagedKVCache.default_config().set(name="cache", page_size=2, num_pages=3)
+    >>> states = cfg.instantiate(parent=None).init_states((2, 4, 1, 8), dtype=jnp.float32)
+    >>> states.key.shape  # memory for 6 positions instead of 2 * 4
+    (3, 2, 1, 8)
+    >>> states = states.replace(page_indices=jnp.array([[0, 2], [1, 3]]))  # 3: no page
     """
 
     @config_class
@@ -243,7 +241,6 @@ class PagedKVCache(BaseKVCache):
         """Configures a PagedKVCache.
 
         Attributes:
-          page_size: number of positions of a page.
           num_pages: size of the pool, from which the caller assigns pages to each sequence by
             `page_indices`; None gives each sequence pages for all its positions.
         """
@@ -274,10 +271,9 @@ class PagedKVCache(BaseKVCache):
     ) -> tuple[KVPages, KVState]:
         """Writes some positions and returns all pages; see `BaseKVCache.extend_step`.
 
-        Args:
-          page_pool: state whose pages to write to and to read, such as those of the sequences that
-            are being decoded, for the prompt of another one; None for those of `cached_states`. The
-            new pages are those of the returned state.
+        `page_pool` is the state whose pages to write to and to read, such as those of the sequences
+        that are being decoded, for the prompt of another one; None for those of `cached_states`.
+        The new pages are those of the returned state.
         """
         indices, size = cached_states.page_indices, self.config.page_size
         pool = cached_states if page_pool is None else page_pool
@@ -291,11 +287,12 @@ class PagedKVCache(BaseKVCache):
             new = new.astype(pages_of.dtype)
             return self._shard(pages_of.at[pages, at % size].set(new, mode="drop"))
 
+        has_page = jnp.repeat(indices < len(pool.key), size, axis=1)
         states = KVPages(written(pool.key, k_proj), written(pool.value, v_proj), indices)
         return states, KVState(
             k_proj=states.key.astype(k_proj.dtype),
             v_proj=states.value.astype(v_proj.dtype),
-            key_positions=jnp.arange(indices.shape[1] * size)[None],
+            key_positions=jnp.where(has_page, jnp.arange(indices.shape[1] * size), -1),
             page_indices=indices,
         )
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from weft import functional
+from weft._lazy import AxlearnEnumType
 from weft.config import REQUIRED, ClassConfigBase, Required, config_class
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.functional.arrays import to_ndim
@@ -46,7 +47,7 @@ from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Tensor
 PartitionSpecType = PartitionSpec | MeshAxes
 
 
-class ForwardMode(enum.Enum):
+class ForwardMode(enum.Enum, metaclass=AxlearnEnumType):
     """Ways to call a layer that supports decoding."""
 
     FORWARD = 0
@@ -94,11 +95,9 @@ class MultiheadAttention(BaseLayer):
         """Configures a MultiheadAttention.
 
         Attributes:
-          query_dim, key_dim, value_dim: sizes of the vectors that are projected.
           hidden_dim: total size of all heads; None for `query_dim`.
           output_dim: None for `query_dim`.
-          query_scale: norms and scales of queries.
-          key_scale: norms and scales of keys; None for none.
+          query_scale, key_scale: norms and scales of queries and keys; None for none.
           scale_kv_before_cache_update: whether keys are scaled once, before they are cached,
             instead of in each step.
           dropout: dropout of the probabilities.
@@ -314,9 +313,6 @@ class MultiheadAttention(BaseLayer):
           attention_logit_biases: `Float[Array, "#batch #heads step source"]`, added to the logits
             in addition to the layer's own mask. Source is `step` in a prefill, else `max_len`.
           page_pool: for a `PagedKVCache`, a state whose pages to use.
-
-        Returns:
-          The state for the next step, and the output of this one.
         """
         time_step = cached_states["time_step"]
         batch, step = query.shape[:2]
@@ -525,8 +521,6 @@ class MultiheadAttentionXL(MultiheadAttention):
 
         Attributes:
           pos_emb_dim: size of relative position embeddings; None for `query_dim`.
-          relative_pos_linear: projects the embeddings to the heads.
-          scale_position: where the scale factor of queries is applied.
         """
 
         pos_emb_dim: int | None = None

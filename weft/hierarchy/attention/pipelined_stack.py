@@ -67,10 +67,7 @@ class TransformerPipeline(Pipeline):
         page_pool: KVPages | None = None,
         **kwargs: object,
     ) -> tuple[NestedTensor, stack.Output]:
-        """Applies the stages in sequence to the next positions.
-
-        `page_pool` has leading axes of stages and of layers.
-        """
+        """Applies the stages in sequence; `page_pool` has leading axes of stages and of layers."""
 
         def stage(data: Tensor, own: tuple[Any, KVPages | None]) -> tuple[Tensor, Any]:
             state, page_pool = own
@@ -102,17 +99,16 @@ class PipelinedTransformerLayer(stack.SingleChildStack):
     Parameters have a leading axis of stages with the name "pipeline". In decoding, stages run in
     sequence.
 
-    Example:
-      >>> from weft.hierarchy.attention.transformer import TransformerLayer
-      >>> layer = TransformerLayer.default_config()
-      >>> layer.self_attention.attention.num_heads, layer.feed_forward.hidden_dim = 2, 16
-      >>> cfg = PipelinedTransformerLayer.default_config().set(
-      ...     name="stack", input_dim=8, layer=layer, num_layers=4, num_stages=2, num_microbatches=4
-      ... )
-      >>> specs = cfg.instantiate(parent=None).create_parameter_specs_recursively()
-      >>> weight = specs["pipeline"]["layer"]["layer1"]["feed_forward"]["linear1"]["weight"]
-      >>> weight.shape, tuple(weight.mesh_axes)
-      ((2, 8, 16), ('pipeline', None, 'model'))
+    >>> from weft.hierarchy.attention.transformer import TransformerLayer
+    >>> layer = TransformerLayer.default_config()
+    >>> layer.self_attention.attention.num_heads, layer.feed_forward.hidden_dim = 2, 16
+    >>> cfg = PipelinedTransformerLayer.default_config().set(
+    ...     name="stack", input_dim=8, layer=layer, num_layers=4, num_stages=2, num_microbatches=4
+    ... )
+    >>> specs = cfg.instantiate(parent=None).create_parameter_specs_recursively()
+    >>> weight = specs["pipeline"]["layer"]["layer1"]["feed_forward"]["linear1"]["weight"]
+    >>> weight.shape, tuple(weight.mesh_axes)
+    ((2, 8, 16), ('pipeline', None, 'model'))
     """
 
     @config_class

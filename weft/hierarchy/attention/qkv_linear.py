@@ -30,8 +30,6 @@ class BaseMultiheadLinear(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BaseMultiheadLinear."""
-
         model_dim: Required[int] = REQUIRED
         num_heads: Required[int] = REQUIRED
         per_head_dim: Required[int] = REQUIRED
@@ -263,7 +261,6 @@ class FusedGroupedQKVLinear(BaseGroupedQKVLinear):
 
         Attributes:
           num_kv_heads: number of key heads, which divides `num_heads`.
-          output_partition_spec: sharding of the concatenated heads.
         """
 
         num_kv_heads: Required[int] = REQUIRED
@@ -295,8 +292,6 @@ class QLinear(BaseQKVLinear):
 
     @config_class
     class Config(BaseQKVLinear.Config):
-        """Configures a QLinear."""
-
         layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
 
     def __init__(self, cfg: Config, *, parent: Module | None):

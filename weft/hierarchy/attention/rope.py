@@ -68,16 +68,9 @@ class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
 
     @config_class
     class Config(RoFormerSinusoidalPositionalEmbedding.Config):
-        """Configures a YaRNSinusoidalPositionalEmbedding.
+        """Configures a YaRNSinusoidalPositionalEmbedding; see `functional.yarn_frequencies`.
 
-        Attributes:
-          original_max_seq_length: maximum context length in training.
-          scaling_factor: new context length over the original one.
-          extrapolation_factor: share of its frequency that a fast pair of dimensions keeps.
-          attn_factor: factor of queries and keys, on top of the one derived from `scaling_factor`.
-          beta_fast: pairs with more rotations than this within the original context are fast.
-          beta_slow: pairs with fewer rotations are slow; their frequency is divided by
-            `scaling_factor`.
+        `attn_factor` is a factor of queries and keys, on top of that derived from `scaling_factor`.
         """
 
         original_max_seq_length: Required[int] = REQUIRED
@@ -118,14 +111,7 @@ class Llama3SinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding)
 
     @config_class
     class Config(RoFormerSinusoidalPositionalEmbedding.Config):
-        """Configures a Llama3SinusoidalPositionalEmbedding.
-
-        Attributes:
-          original_max_seq_length: maximum context length in initial training.
-          scaling_factor: divisor of the frequencies of slow pairs of dimensions.
-          low_freq_factor: pairs with fewer rotations within the original context are slow.
-          high_freq_factor: pairs with more rotations keep their frequency.
-        """
+        """Configures a Llama3SinusoidalPositionalEmbedding; see `functional.llama3_frequencies`."""
 
         original_max_seq_length: Required[int] = REQUIRED
         scaling_factor: float = 8.0
@@ -179,10 +165,7 @@ class RoFormerQKVLinear(BaseQKVLinear):
         """Configures a RoFormerQKVLinear.
 
         Attributes:
-          input_linear: projects to queries, keys and values.
-          rotary_value: whether to rotate values too.
-          query_scale: norms and scales of queries before the rotation.
-          key_scale: norms and scales of keys before the rotation.
+          query_scale, key_scale: norms and scales of queries and keys before the rotation.
           partial_rope_factor: fraction of leading dimensions of each head to rotate; None for all.
         """
 

@@ -19,9 +19,8 @@ ScaleFn = Callable[[int], float]
 def constant_scale_fn(value: float) -> ScaleFn:
     """Returns a ScaleFn with the same factor for every dimension.
 
-    Example:
-      >>> constant_scale_fn(2.0)(64)
-      2.0
+    >>> constant_scale_fn(2.0)(64)
+    2.0
     """
 
     def scale(per_head_dim: int) -> float:
@@ -34,9 +33,8 @@ def constant_scale_fn(value: float) -> ScaleFn:
 def pow_scale_fn(exp: float) -> ScaleFn:
     """Returns a ScaleFn that is a power of the dimension.
 
-    Example:
-      >>> pow_scale_fn(-0.5)(64)
-      0.125
+    >>> pow_scale_fn(-0.5)(64)
+    0.125
     """
     return lambda per_head_dim: per_head_dim**exp
 
@@ -46,8 +44,6 @@ class PerDimScale(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a PerDimScale."""
-
         dim: Required[int] = REQUIRED
 
     @classmethod
@@ -69,8 +65,6 @@ class BaseScaleQK(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BaseScaleQK."""
-
         per_head_dim: Required[int] = REQUIRED
 
     def forward(self, proj: Tensor, *, positions: Tensor | None) -> Tensor:

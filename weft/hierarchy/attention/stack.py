@@ -287,8 +287,6 @@ class RepeatedTransformerLayer(SingleChildStack):
 
     @config_class
     class Config(BaseStackedTransformerLayer.Config):
-        """Configures a RepeatedTransformerLayer."""
-
         repeat: Repeat.Config = TransformerRepeat.default_config()
 
     _decoding_child = "repeat"
@@ -373,10 +371,7 @@ def build_remat_spec(
     offload_pattern: str | None = None,
     offload_dst: str = "pinned_host",
 ) -> RematSpec:
-    """Returns the `remat_spec` for the config of a stack's layer.
-
-    The patterns are as for `save_and_offload_these_names_regex`.
-    """
+    """Returns the `remat_spec` of a stack's layer; see `save_and_offload_these_names_regex`."""
     return RematSpec(
         # In a loop, the compiler cannot merge recomputed values with the original ones.
         prevent_cse=issubclass(stack_cfg.klass, StackedTransformerLayer),

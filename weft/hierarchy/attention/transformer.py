@@ -24,13 +24,6 @@ class TransformerAttentionLayer(ResidualLayer):
 
     @config_class
     class Config(ResidualLayer.Config):
-        """Configures a TransformerAttentionLayer.
-
-        Attributes:
-          target_dim: size of input and output.
-          source_dim: size of the vectors that are attended to.
-        """
-
         target_dim: Required[int] = REQUIRED
         source_dim: Required[int] = REQUIRED
         attention: InstantiableConfig = MultiheadAttention.default_config()
@@ -156,8 +149,6 @@ class BaseTransformerLayer(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BaseTransformerLayer."""
-
         input_dim: Required[int] = REQUIRED
 
     class Output(NamedTuple):
@@ -190,7 +181,6 @@ class BaseTransformerLayer(BaseLayer):
           cross_attention_logit_biases: `Float[Array, "#batch #heads target source"]`.
           target_segment_ids: `Int[Array, "batch target"]`: positions attend within a segment.
           target_positions: `Int[Array, "#batch target"]`; None counts from 0.
-          return_aux: optional fields of the output to return.
         """
         data = self._remat_name(data, "input")
         return self._forward_for_mode(ForwardMode.FORWARD, {}, data, **kwargs)[1]
@@ -216,7 +206,6 @@ class BaseTransformerLayer(BaseLayer):
         Args:
           cached_states: from `init_states` or the previous step.
           data: `Float[Array, "batch step input_dim"]`.
-          is_prefill: whether the cache is empty.
           self_attention_logit_biases: `Float[Array, "#batch #heads step source"]`, where source is
             `step` in a prefill, else `max_len`.
           target_segment_ids: `Int[Array, "batch step"]`: 0 for padding after a sequence's last
@@ -243,13 +232,7 @@ class TransformerLayer(BaseTransformerLayer):
 
     @config_class
     class Config(BaseTransformerLayer.Config):
-        """Configures a TransformerLayer.
-
-        Attributes:
-          self_attention: a `TransformerAttentionLayer` or compatible layer.
-          cross_attention: the same; None for none.
-          feed_forward: a `TransformerFeedForwardLayer` or compatible layer.
-        """
+        """Configures a TransformerLayer; without `cross_attention`, it attends only to itself."""
 
         self_attention: InstantiableConfig = TransformerAttentionLayer.default_config()
         cross_attention: InstantiableConfig | None = None

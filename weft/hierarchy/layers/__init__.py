@@ -1,7 +1,4 @@
-"""Common layers in one namespace; each family has its own file.
-
-See `weft.hierarchy.attention` for attention and transformers.
-"""
+"""Common layers by family; see `weft.hierarchy.attention` for attention and transformers."""
 
 from weft._lazy import lazy_exports
 

@@ -21,8 +21,6 @@ class BaseClassificationMetric(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BaseClassificationMetric."""
-
         num_classes: Required[int] = REQUIRED
 
     def forward(
@@ -51,10 +49,7 @@ class ClassificationMetric(BaseClassificationMetric):
 
     @config_class
     class Config(BaseClassificationMetric.Config):
-        """Configures a ClassificationMetric.
-
-        `label_smoothing` is the share of each label spread over all classes.
-        """
+        """Configures a ClassificationMetric; `label_smoothing` is shared by all classes."""
 
         label_smoothing: float = 0.0
 
@@ -84,9 +79,7 @@ class BinaryClassificationMetric(BaseClassificationMetric):
     class Config(BaseClassificationMetric.Config):
         """Configures a BinaryClassificationMetric.
 
-        Attributes:
-            num_classes: 2.
-            prediction_threshold: the lowest probability of a prediction "true".
+        `prediction_threshold` is the lowest probability of a prediction "true".
         """
 
         num_classes: int = 2

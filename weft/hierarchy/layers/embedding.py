@@ -42,7 +42,6 @@ class Embedding(BaseLayer):
 
         Attributes:
             scale: None for unscaled vectors.
-            scale_constant: the factor for Scale.CONSTANT.
             embedding_partition_spec: the mesh axes of the table in use.
         """
 
@@ -106,14 +105,11 @@ class Embedding(BaseLayer):
 class SeparableSpaceTimePositionalEmbedding(BaseLayer):
     """Embedding of positions by the sum of a vector for time and a vector for space.
 
-    Position `p` has the time `p // num_spatial_embeddings` and the place
-    `p % num_spatial_embeddings`.
+    Position `p` has the time `p // n` and the place `p % n`, with `n = num_spatial_embeddings`.
     """
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a SeparableSpaceTimePositionalEmbedding."""
-
         dim: Required[int] = REQUIRED
         spatial_embeddings: InstantiableConfig = Embedding.default_config()
         temporal_embeddings: InstantiableConfig = Embedding.default_config()
@@ -223,8 +219,6 @@ class BaseEmbedding(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BaseEmbedding."""
-
         dim: Required[int] = REQUIRED
 
     def forward(self, input_batch: Mapping[str, Any]) -> Tensor:
@@ -257,7 +251,6 @@ class BaseEmbedding(BaseLayer):
         Args:
           cached_states: from `init_states` or the previous step.
           input_batch: as for `forward`, for the tokens of this step, with their `positions`.
-          is_prefill: whether these are the first tokens.
         """
         del is_prefill
         return cached_states, self.forward(input_batch)
@@ -273,7 +266,6 @@ class TransformerTextEmbeddings(BaseEmbedding):
         Attributes:
           type_emb: embeds token types, such as "question" and "answer".
           pos_emb: embeds positions; None if attention encodes them.
-          norm: norm of the sum.
           dropout: dropout of the sum, after the norm.
           soft_cap_logits: bound c of the logits c * tanh(logits / c) of `attend`; None for none.
         """
@@ -322,12 +314,10 @@ class ModalityVocabInfo:
 
     Attributes:
         placeholder_start: first id of positions that an encoder fills.
-        vocab_start: first id of the vocabulary.
         generate_logits: whether a model generates ids of this modality.
 
-    Example:
-        >>> ModalityVocabInfo("image", 0, 0, 100, 164, generate_logits=True).vocab_size
-        64
+    >>> ModalityVocabInfo("image", 0, 0, 100, 164, generate_logits=True).vocab_size
+    64
     """
 
     modality_name: str

@@ -16,11 +16,10 @@ class Linear(BaseLayer):
 
     Parameters: `weight` of shape (input_dim, output_dim), and `bias`.
 
-    Example:
-        >>> cfg = Linear.default_config().set(name="linear", input_dim=2, output_dim=3)
-        >>> layer = cfg.instantiate(parent=None)
-        >>> layer.create_parameter_specs_recursively()["weight"].shape
-        (2, 3)
+    >>> cfg = Linear.default_config().set(name="linear", input_dim=2, output_dim=3)
+    >>> layer = cfg.instantiate(parent=None)
+    >>> layer.create_parameter_specs_recursively()["weight"].shape
+    (2, 3)
     """
 
     @config_class

@@ -26,8 +26,6 @@ class BaseNormalizationLayer(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BaseNormalizationLayer."""
-
         input_dim: Required[int] = REQUIRED
 
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
@@ -54,8 +52,6 @@ class LayerNormStateless(BaseNormalizationLayer):
 
     @config_class
     class Config(BaseNormalizationLayer.Config):
-        """Configures a LayerNormStateless."""
-
         eps: float = 1e-8
         forward_dtype: DType | None = jnp.float32
 
@@ -86,8 +82,7 @@ class RMSNormStateless(BaseNormalizationLayer):
     class Config(BaseNormalizationLayer.Config):
         """Configures a RMSNormStateless; specs that are None leave layouts to the compiler.
 
-        Attributes:
-            zero_centered: whether to subtract the mean first.
+        `zero_centered` subtracts the mean first.
         """
 
         eps: float = 1e-8
@@ -246,8 +241,6 @@ class L2Norm(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures an L2Norm."""
-
         eps: float = 1e-8
         forward_dtype: DType | None = jnp.float32
 

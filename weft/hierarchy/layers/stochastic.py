@@ -65,7 +65,6 @@ class DropToken(BaseLayer):
         """Configures a DropToken.
 
         Attributes:
-            rate: the fraction of tokens to remove.
             num_cls_tokens: number of leading tokens to always keep, excluded from `rate`.
         """
 

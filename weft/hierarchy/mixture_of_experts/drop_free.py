@@ -11,6 +11,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from weft._lazy import AxlearnEnumType
 from weft.config import InstantiableConfig, config_class, maybe_instantiate
 from weft.core.spmd import axes_of, get_global_mesh
 from weft.errors import ArgumentShapeError, LayerConfigError
@@ -22,7 +23,7 @@ from weft.hierarchy.module import Module
 from weft.typing import DType, PartitionSpec, Tensor
 
 
-class GMMBackend(enum.Enum):
+class GMMBackend(enum.Enum, metaclass=AxlearnEnumType):
     """Implementation of the grouped matrix product."""
 
     RAGGED_DOT = "ragged_dot"

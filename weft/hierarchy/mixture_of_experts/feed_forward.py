@@ -56,7 +56,6 @@ def get_outer_batch_from_mesh(
     """Returns the number of outer batches: one for each part of a mesh that holds all experts.
 
     Args:
-      mesh_axis_names: names of all mesh axes.
       outer_batch_axis_names: axes over which experts are not sharded, such as "data".
       mesh_shape: sizes of the axes, or a hybrid mesh shape with `ici_mesh_shape` and
         `dcn_mesh_shape`. If None, the result is None.
@@ -64,13 +63,9 @@ def get_outer_batch_from_mesh(
     Raises:
       ArgumentValueError: if the mesh has no such axis, or its size is not known.
 
-    Example:
-      >>> get_outer_batch_from_mesh(
-      ...     mesh_axis_names=("data", "expert"),
-      ...     outer_batch_axis_names=("data",),
-      ...     mesh_shape=(4, 2),
-      ... )
-      4
+    >>> axes = {"mesh_axis_names": ("data", "expert"), "outer_batch_axis_names": ("data",)}
+    >>> get_outer_batch_from_mesh(**axes, mesh_shape=(4, 2))
+    4
     """
     if mesh_shape is None:
         return None
@@ -106,20 +101,14 @@ class TransformerFeedForwardMoE(ResidualLayer):
         """Configures a TransformerFeedForwardMoE.
 
         Attributes:
-          input_dim: size of input and output.
-          hidden_dim: hidden size of an expert, or a function of `input_dim`, such as
-            `scaled_hidden_dim(4)`.
-          activation: a name such as "nn.gelu", or two for a gated layer, such as
-            ("nn.silu", "linear").
+          hidden_dim, activation: of an expert, as for `TransformerFeedForwardLayer`.
           num_groups: number of groups per outer batch. More groups need less memory, but are more
             likely to drop tokens.
           outer_batch: number of parts of a batch that each use all experts; see
             `get_outer_batch_from_mesh`.
-          load_balance_loss_weight: weight of the gating's load-balancing loss.
           router_z_loss_weight: weight of the gating's loss on the size of logits.
           corr_loss_weight: weight of the mean squared cosine between the router weights of two
             experts.
-          residual_weight: factor of the branch.
           dim_to_mesh_axis_map: sharding of weights and activations by the letters of their axes, as
             in the module docstring. With one outer batch, groups take its mesh axes as well.
         """

@@ -319,7 +319,6 @@ class Top2Gating(CapacityGating):
 
         Attributes:
           train_capacity_factor: the default 2 leaves room for all choices if equally spread.
-          mask_dtype: of the mask of tokens per slot.
         """
 
         train_capacity_factor: float = 2.0
@@ -492,7 +491,6 @@ class TopKBiasGating(TopKDropFreeGating):
 
         Attributes:
           gating_update_rate: the change of a bias per step.
-          routed_scaling_factor: a factor of the weights.
           num_group_of_experts: number of groups of adjacent experts.
           topk_group: number of these groups that a token may choose from.
         """

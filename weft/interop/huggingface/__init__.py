@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: GPT-2, Llama and Qwen as causal LMs of the hierarchy, and back."""
+"""Hugging Face checkpoints of GPT-2, Llama, Mistral and Qwen as causal LMs, and back."""
 
 from weft._lazy import lazy_exports
 

@@ -1,7 +1,9 @@
 """Hugging Face checkpoint folders: `config.json` and `model.safetensors`."""
 
+import contextlib
 import functools
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -18,13 +20,13 @@ from weft.errors import HuggingFaceConfigError, WeightsMismatchError, WeightsRea
 from weft.hierarchy.causal_lm import Model
 from weft.interop.huggingface.family import Family, TensorMapping, hidden_dim
 from weft.interop.huggingface.gpt2 import GPT2
-from weft.interop.huggingface.llama import LLAMA, QWEN2, QWEN3
+from weft.interop.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3, similar_settings
 from weft.interop.huggingface.settings import Settings
 from weft.serialization import safetensors
 from weft.serialization.untrusted import read_json_file
-from weft.typing import DType, NestedTensor
+from weft.typing import DType, NestedTensor, Tensor
 
-FAMILIES: Mapping[str, Family] = {f.model_type: f for f in (GPT2, LLAMA, QWEN2, QWEN3)}
+FAMILIES: Mapping[str, Family] = {f.model_type: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)}
 """The families of models by the model type of `config.json`."""
 
 CONFIG = "config.json"
@@ -50,7 +52,7 @@ def huggingface_model_config(
     """Returns the config of a checkpoint's causal LM.
 
     Args:
-        folder: a folder with the `config.json` of a model of the type gpt2, llama, qwen2 or qwen3.
+        folder: a folder with the `config.json` of a model of one of the types `FAMILIES`.
         stack: stack of layers; `RepeatedTransformerLayer` if None.
 
     Raises:
@@ -130,13 +132,7 @@ def from_huggingface(
 ) -> tuple[Model.Config, NestedTensor]:
     """Reads a checkpoint: the config of its model, and the parameters.
 
-    Args:
-        folder: see `huggingface_model_config`.
-
-    Raises:
-        WeightsReadError: if a file is missing or damaged.
-        WeightsMismatchError: if the files do not match the model.
-        HuggingFaceConfigError: if the model is not supported.
+    Arguments and errors are those of `huggingface_model_config` and `load_huggingface_params`.
     """
     cfg = huggingface_model_config(folder, dtype=dtype)
     return cfg, load_huggingface_params(folder, _shapes(cfg))
@@ -239,7 +235,8 @@ def to_huggingface(
 
     Args:
         folder: created if missing; files of an earlier checkpoint are replaced.
-        cfg: the config of a model that `huggingface_model_config` supports.
+        cfg: the config of a model that computes what one of the `FAMILIES` does; a fused projection
+          and scaled embeddings are converted.
         max_position_embeddings: longest sequence, which rotary models do not define themselves.
 
     Returns:
@@ -250,6 +247,8 @@ def to_huggingface(
           differences.
         WeightsMismatchError: if the parameters are not those of the model.
     """
+    with contextlib.suppress(AttributeError):  # a model of another kind, which is explained next
+        cfg, params = _equivalent_form(cfg, params)
     family, values = _config_dict(cfg)
     settings = Settings(values, "the model")
     leaves = dict(safetensors.tensor_names(params))
@@ -279,8 +278,7 @@ def to_huggingface(
 
 def _config_dict(cfg: object) -> tuple[Family, dict[str, Any]]:
     """Returns the family that computes what a model does, and its `config.json` content."""
-    differences = []
-    for write in (LLAMA.write, GPT2.write):
+    for write in (LLAMA.write, GPT2.write, similar_settings):
         try:
             values = write(cfg)
         except (AttributeError, TypeError, IndexError):
@@ -290,12 +288,15 @@ def _config_dict(cfg: object) -> tuple[Family, dict[str, Any]]:
         differences = _differences(cfg, rebuilt)
         if not differences:
             return family, values
-        differences = [f"  {change}" for change in differences]
+        why = " (its value → what would be needed):\n"
+        why += "".join(f"  {change}\n" for change in differences)
         break
+    else:
+        kind = getattr(cfg, "klass", type(cfg))
+        why = f": it is a {kind.__qualname__}, and they are causal LMs of weft.hierarchy. "
     raise HuggingFaceConfigError(
-        f"no model of the types {', '.join(FAMILIES)} computes what this one does"
-        + (" (its value → what would be needed):\n" if differences else ". ")
-        + "\n".join([*differences, "Export it as safetensors, which every model can."])
+        f"no model of the types {', '.join(FAMILIES)} computes what this one does{why}"
+        "Export it as safetensors, which every model can."
     )
 
 
@@ -305,8 +306,92 @@ def _differences(cfg: Any, rebuilt: Any) -> list[Any]:
     # How layers are stacked does not count.
     rebuilt.decoder.transformer = stack.clone(num_layers=made.num_layers, layer=made.layer)
     stack.layer.feed_forward.hidden_dim = hidden_dim(stack.layer.feed_forward, ours.decoder.dim)
-    return [
+    changes = [
         change
         for change in diff(ours, rebuilt)
         if not any(_WITHOUT_EFFECT.fullmatch(part) for part in re.split(r"[.\[\]]+", change.path))
     ]
+    # Of a layer of another class, not its fields.
+    inside = tuple(f"{change.path}." for change in changes)
+    return [change for change in changes if not change.path.startswith(inside)]
+
+
+def _equivalent_form(cfg: Model.Config, params: NestedTensor) -> tuple[Any, Any]:
+    """Returns the config and parameters of a model that computes the same, as families have it.
+
+    One fused projection becomes those of queries, keys and values. Embeddings that are multiplied
+    by the square root of the dimension become larger; if they are also the output layer, the norm
+    before it becomes smaller. Unchanged parts are shared.
+
+    Raises AttributeError if the model lacks the parts of a decoder with a stack of layers.
+    """
+    cfg = cfg.clone()
+    decoder: Any = cfg.decoder
+    self_attention = decoder.transformer.layer.self_attention
+    if _is_fused(self_attention.attention):
+        self_attention.attention = _grouped(self_attention.attention, decoder.dim)
+        params = _split(params)
+    embedding = decoder.emb.token_emb
+    if embedding.scale is hierarchy.Embedding.Scale.UNIT and decoder.emb.norm is None:
+        embedding.scale = None
+        params = _scaled(params, math.sqrt(decoder.dim), tied=decoder.lm_head is None)
+    return cfg, params
+
+
+def _is_fused(attention: Any) -> bool:
+    qkv = attention.input_linear
+    kinds = (hierarchy.FusedQKVLinear, hierarchy.QKVLinear)
+    return (
+        attention.klass is hierarchy.MultiheadAttention
+        and isinstance(qkv, hierarchy.RoFormerQKVLinear.Config)
+        and getattr(qkv.input_linear, "klass", None) in kinds
+    )
+
+
+def _grouped(attention: Any, dim: int) -> Any:
+    """Returns the config of attention with as many heads of keys as of queries."""
+    fused = attention.input_linear.input_linear
+    qkv = attention.input_linear.clone(
+        input_linear=_as(hierarchy.GroupedQKVLinear, fused, num_kv_heads=attention.num_heads)
+    )
+    return _as(
+        hierarchy.GroupedQueryAttention,
+        attention,
+        input_linear=qkv,
+        hidden_dim=attention.hidden_dim or dim,
+    )
+
+
+def _as(layer: Any, cfg: Any, **fields: object) -> Any:
+    """Returns a config of another class of layer with the same values of the common fields."""
+    made = layer.default_config()
+    common = {k: v for k, v in cfg.items() if k != "klass" and k in made.keys()}  # noqa: SIM118
+    return made.set(**{**common, **fields})
+
+
+def _split(params: Any) -> Any:
+    """Replaces each fused projection by three."""
+    if not isinstance(params, dict):
+        return params
+    if "qkv_proj" not in params:
+        return {name: _split(value) for name, value in params.items()}
+    rest = {name: value for name, value in params.items() if name != "qkv_proj"}
+    for i, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        part = {"weight": np.s_[..., i, :, :, :], "bias": np.s_[..., i, :, :]}
+        rest[name] = {k: x[part[k]] for k, x in params["qkv_proj"].items()}
+    return rest
+
+
+def _scaled(params: Any, factor: float, *, tied: bool) -> Any:
+    decoder = dict(params["decoder"])
+    table = decoder["emb"]["token_emb"]["weight"]
+    token_emb = {**decoder["emb"]["token_emb"], "weight": _times(table, factor)}
+    decoder["emb"] = {**decoder["emb"], "token_emb": token_emb}
+    if tied:
+        norm = decoder["output_norm"]
+        decoder["output_norm"] = {name: _times(x, 1 / factor) for name, x in norm.items()}
+    return {**params, "decoder": decoder}
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return (x * np.float32(factor)).astype(x.dtype)

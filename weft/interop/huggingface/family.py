@@ -129,7 +129,6 @@ class Family(NamedTuple):
         model_type: name in `config.json`.
         architecture: class of `transformers` that has its logits.
         prefix: of tensor names, optional in files.
-        read: makes the config of a model.
         write: makes the content of `config.json` for the config of a model; raises AttributeError
           or the like for a model of another kind.
         entries: tensors of a layer, and tensors outside of layers.
@@ -178,8 +177,7 @@ def dropout_rate(decoder: hierarchy.Decoder.Config, dropout: hierarchy.Dropout.C
 def activation_name(activation: str) -> str:
     """Returns the name of an activation in `config.json`.
 
-    Raises:
-        HuggingFaceConfigError: if there is none.
+    Raises HuggingFaceConfigError if there is none.
     """
     names = {weft_name: hf_name for hf_name, weft_name in reversed(ACTIVATIONS.items())}
     if activation not in names:

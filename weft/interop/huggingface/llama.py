@@ -1,6 +1,7 @@
-"""Llama and Qwen: rotary positions, RMSNorm before each branch, gated feed-forward layers.
+"""Llama, Mistral, Qwen: rotary positions, RMSNorm before each branch, gated feed-forward layers.
 
 llama     biases of all projections, or of none
+mistral   attention within a window; no biases
 qwen2     biases of queries, keys and values
 qwen3     norms of queries and keys, before they are rotated
 """
@@ -27,11 +28,11 @@ class _Variant(NamedTuple):
 
 def _variant(s: Settings) -> _Variant:
     kind, heads, dim = s.get("model_type"), s.size("num_attention_heads"), s.size("hidden_size")
-    bias = kind == "qwen2" or s.flag("attention_bias", False)
+    bias = kind == "qwen2" or (kind != "mistral" and s.flag("attention_bias", False))
     head_dim = s.size("head_dim", 128 if kind == "qwen3" else max(dim // heads, 1))
     if head_dim % 2:
         raise s.refusal("head_dim", head_dim, "can be even, as halves of it are rotated")
-    kv_heads = s.size("num_key_value_heads", heads if kind == "llama" else 32)
+    kv_heads = s.size("num_key_value_heads", {"llama": heads, "mistral": 8}.get(kind, 32))
     if heads % kv_heads:
         raise s.refusal("num_key_value_heads", kv_heads, f"divides num_attention_heads={heads}")
     return _Variant(
@@ -42,6 +43,14 @@ def _variant(s: Settings) -> _Variant:
         head_dim=head_dim,
         kv_heads=kv_heads,
     )
+
+
+def _mask(s: Settings) -> Any:
+    if s.get("model_type") != "mistral" or s.values.get("sliding_window", 0) is None:
+        return hierarchy.CausalAttentionBias.default_config()
+    # Theirs counts the position itself.
+    window = s.size("sliding_window", 4096) - 1
+    return hierarchy.SlidingWindowAttentionBias.default_config(sliding_window_size=window)
 
 
 def _read(s: Settings) -> Model.Config:
@@ -72,7 +81,7 @@ def _read(s: Settings) -> Model.Config:
         attention=hierarchy.GroupedQueryAttention.default_config().set(
             num_heads=heads,
             hidden_dim=heads * v.head_dim,
-            mask=hierarchy.CausalAttentionBias.default_config(),
+            mask=_mask(s),
             input_linear=qkv,
             dropout=s.dropout("attention_dropout", 0.0),
         ),
@@ -97,11 +106,16 @@ def _write(cfg: Any) -> dict[str, Any]:
     attention, ff = layer.self_attention.attention, layer.feed_forward
     qkv = attention.input_linear
     qkv_bias, output_bias = qkv.input_linear.layer.bias, attention.output_linear.bias
-    if qkv.query_scale is not None:
+    window = getattr(attention.mask, "sliding_window_size", None)
+    own = {"attention_bias": qkv_bias, "mlp_bias": ff.linear1.bias}
+    if window is not None:
+        kind, own = "mistral", {"sliding_window": window + 1}
+    elif qkv.query_scale is not None:
         kind = "qwen3"
     else:
         kind = "qwen2" if qkv_bias and not output_bias else "llama"
-    biases = {"attention_bias": qkv_bias, "mlp_bias": ff.linear1.bias} if kind != "qwen2" else {}
+    if kind == "qwen2":
+        own = {}
     return {
         "model_type": kind,
         "hidden_size": decoder.dim,
@@ -116,7 +130,28 @@ def _write(cfg: Any) -> dict[str, Any]:
         "attention_dropout": family.dropout_rate(decoder, attention.dropout),
         "tie_word_embeddings": decoder.lm_head is None,
         "vocab_size": decoder.vocab_size,
-        **biases,
+        **own,
+        **family.special_tokens(decoder),
+    }
+
+
+def similar_settings(cfg: Any) -> dict[str, Any]:
+    """Returns settings with the sizes of any decoder with attention, to compare both."""
+    decoder = cfg.decoder
+    layer = decoder.transformer.layer
+    attention = layer.self_attention.attention
+    window = getattr(attention.mask, "sliding_window_size", None)
+    return {
+        "model_type": "llama" if window is None else "mistral",
+        "sliding_window": None if window is None else window + 1,
+        "hidden_size": decoder.dim,
+        "intermediate_size": family.hidden_dim(layer.feed_forward, decoder.dim),
+        "num_hidden_layers": decoder.transformer.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_heads,
+        "rms_norm_eps": getattr(decoder.output_norm, "eps", 1e-6),
+        "tie_word_embeddings": decoder.lm_head is None,
+        "vocab_size": decoder.vocab_size,
         **family.special_tokens(decoder),
     }
 
@@ -170,5 +205,6 @@ def _family(model_type: str, architecture: str) -> family.Family:
 
 
 LLAMA = _family("llama", "LlamaForCausalLM")
+MISTRAL = _family("mistral", "MistralForCausalLM")
 QWEN2 = _family("qwen2", "Qwen2ForCausalLM")
 QWEN3 = _family("qwen3", "Qwen3ForCausalLM")

@@ -22,10 +22,9 @@ NO_PADDING = -1
 
 
 class Settings:
-    """Settings of a model; those that are read must exist and be supported.
+    """Settings of a model, by the content of a `config.json`.
 
-    Args:
-        values: the content of a `config.json`.
+    Those that are read must exist and be supported, or they raise HuggingFaceConfigError.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str = "config.json"):
@@ -33,11 +32,7 @@ class Settings:
         self.source = source
 
     def get(self, name: str, *default: object) -> Any:
-        """Returns a setting, or `default` if it is missing or null.
-
-        Raises:
-            HuggingFaceConfigError: if it is missing and there is no default.
-        """
+        """Returns a setting, or `default` if it is missing or null."""
         value = self.values.get(name)
         if value is not None:
             return value
@@ -49,44 +44,28 @@ class Settings:
         return default[0]
 
     def size(self, name: str, *default: int, most: int = MAX_SIZE) -> int:
-        """Returns a number of heads, layers, features or tokens.
-
-        Raises:
-            HuggingFaceConfigError: if it is not an integer from 1 to `most`.
-        """
+        """Returns a number of heads, layers, features or tokens, an integer from 1 to `most`."""
         value = self.get(name, *default)
         if type(value) is not int or not 1 <= value <= most:
             raise self.refusal(name, value, f"can be a whole number from 1 to {most}")
         return value
 
     def number(self, name: str, *default: float, least: float = 0.0, most: float = 1e30) -> float:
-        """Returns a number, such as a rate or factor.
-
-        Raises:
-            HuggingFaceConfigError: if it is not a number from `least` to `most`.
-        """
+        """Returns a number from `least` to `most`, such as a rate or factor."""
         value = self.get(name, *default)
         if type(value) not in (int, float) or not least <= value <= most:
             raise self.refusal(name, value, f"can be a number from {least:g} to {most:g}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Returns a boolean setting, or `default` if it is missing or null.
-
-        Raises:
-            HuggingFaceConfigError: if it is neither true nor false.
-        """
+        """Returns a boolean setting, or `default` if it is missing or null."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise self.refusal(name, value, "can be true or false")
         return value
 
     def require(self, name: str, *allowed: object) -> None:
-        """Checks that a setting is missing, null or one of the `allowed` values.
-
-        Raises:
-            HuggingFaceConfigError: if it has another value.
-        """
+        """Checks that a setting is missing, null or one of the `allowed` values."""
         value = self.values.get(name)
         if value is not None and value not in allowed:
             raise self.refusal(name, value, f"can be {' or '.join(map(repr, allowed))}")
@@ -120,11 +99,7 @@ class Settings:
         return ids
 
     def rotary(self) -> hierarchy.RoFormerSinusoidalPositionalEmbedding.Config:
-        """Returns the config of rotary positions.
-
-        Raises:
-            HuggingFaceConfigError: if they are not supported.
-        """
+        """Returns the config of rotary positions."""
         self.require("partial_rotary_factor", 1, 1.0)
         # Since 2025 all is in "rope_parameters"; before, the base was outside "rope_scaling".
         values = self.get("rope_parameters", None) or self.get("rope_scaling", {})

@@ -68,10 +68,9 @@ def dot_product_attention(
         ArgumentShapeError: if the shapes do not match.
         ArgumentValueError: if dropout has no key.
 
-    Example:
-        >>> x = jnp.ones((1, 3, 2, 4))
-        >>> dot_product_attention(x, x[:, :, :1], x[:, :, :1]).shape
-        (1, 3, 2, 4)
+    >>> x = jnp.ones((1, 3, 2, 4))
+    >>> dot_product_attention(x, x[:, :, :1], x[:, :, :1]).shape
+    (1, 3, 2, 4)
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     attention.check_attention_shapes(query, key, value, shared_heads=True)
@@ -94,15 +93,12 @@ class MultiHeadAttention(Module):
     """Multi-head attention (Vaswani et al., 2017).
 
     Args:
-        in_features: features of the queries' input.
         qkv_features: features of all heads together; by default `in_features`.
         out_features: features of the output; by default `in_features`.
         num_kv_heads: number of key and value heads, each shared by several query heads (Ainslie et
             al., 2023); by default `num_heads`.
         in_kv_features: features of the keys' and values' input; by default `in_features`.
         dtype: computation dtype; by default promoted from inputs and parameters.
-        broadcast_dropout: whether all examples and heads share one dropout mask.
-        dropout_rate: dropout rate of the attention weights.
         deterministic: whether dropout is off, set by `model.train()` and `model.eval()`; if None,
             calls must pass it where there is dropout.
         out_kernel_init: initializer of the kernel of `out`; by default `kernel_init`.
@@ -125,14 +121,12 @@ class MultiHeadAttention(Module):
         ArgumentValueError: if the heads do not divide the features, or `num_kv_heads` does not
             divide `num_heads`.
 
-    Example:
-        >>> from weft import nnx
-        >>> layer = MultiHeadAttention(2, 8, qkv_features=6, decode=False, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((1, 5, 8))).shape, layer.key.kernel.shape
-        ((1, 5, 8), (8, 2, 3))
-        >>> layer.init_cache((1, 5, 8))
-        >>> layer(jnp.ones((1, 1, 8)), decode=True).shape, int(layer.cache_index[...])
-        ((1, 1, 8), 1)
+    >>> layer = MultiHeadAttention(2, 8, qkv_features=6, decode=False, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 5, 8))).shape, layer.key.kernel.shape
+    ((1, 5, 8), (8, 2, 3))
+    >>> layer.init_cache((1, 5, 8))
+    >>> layer(jnp.ones((1, 1, 8)), decode=True).shape, int(layer.cache_index[...])
+    ((1, 1, 8), 1)
     """
 
     num_heads: int
@@ -372,7 +366,6 @@ class MultiHeadAttention(Module):
 
         Args:
             batch_size: batch shape of a new cache; None for no new cache.
-            max_length: number of positions of the new cache.
 
         Raises:
             ArgumentValueError: if only one of `batch_size` and `max_length` is given.

@@ -90,7 +90,6 @@ class Conv(_Conv):
         padding: VALID, SAME, SAME_LOWER, CIRCULAR, REFLECT or CAUSAL, a number, or for each axis a
             number or `(left, right)`; see `functional.pad_conv`.
         input_dilation: dilation of the input, with zeros between positions.
-        kernel_dilation: dilation of the window.
         feature_group_count: number of channel groups, each convolved separately.
         mask: multiplied with the kernel; has its shape.
         conv_general_dilated: replaces `jax.lax.conv_general_dilated`.
@@ -99,12 +98,9 @@ class Conv(_Conv):
         ArgumentShapeError: if the groups do not divide the channels, or the mask's shape is not the
             kernel's.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> layer = Conv(3, 16, (3, 3), strides=2, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((1, 8, 8, 3))).shape, layer.kernel.shape
-        ((1, 4, 4, 16), (3, 3, 3, 16))
+    >>> layer = Conv(3, 16, (3, 3), strides=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 8, 8, 3))).shape, layer.kernel.shape
+    ((1, 4, 4, 16), (3, 3, 3, 16))
     """
 
     _: KW_ONLY
@@ -175,27 +171,21 @@ class ConvTranspose(_Conv):
     """Transposed convolution, a learned upsampling.
 
     The parameters are `kernel`, shape `(*kernel_size, in_features, out_features)`, and `bias`,
-    shape `(out_features,)` or None. Other arguments are those of `Linear`.
+    shape `(out_features,)` or None. Other arguments are those of `Conv`.
 
     Args:
-        kernel_size: window size along each spatial axis; a number means one axis.
         strides: number of output positions per input position, per axis or for all.
         padding: VALID, SAME or CIRCULAR, a number, or for each axis a number or `(left, right)`,
             applied to the dilated input; see `functional.pad_conv_transpose`.
-        kernel_dilation: dilation of the window.
-        mask: multiplied with the kernel; has its shape.
         transpose_kernel: whether to compute the gradient of the convolution with this kernel, whose
             last axes then are `(out_features, in_features)`.
 
     Raises:
         ArgumentShapeError: if the mask's shape is not the kernel's.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> layer = ConvTranspose(3, 8, 3, strides=2, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((1, 4, 3))).shape, layer.kernel.shape
-        ((1, 8, 8), (3, 3, 8))
+    >>> layer = ConvTranspose(3, 8, 3, strides=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 4, 3))).shape, layer.kernel.shape
+    ((1, 8, 8), (3, 3, 8))
     """
 
     strides: Sizes = None

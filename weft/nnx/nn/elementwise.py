@@ -28,21 +28,18 @@ class Dropout(Module):
         broadcast_dims: axes that share one dropout mask.
         deterministic: whether to return the input unchanged, set by `model.train()` and
             `model.eval()`; if None, calls must pass it.
-        rng_collection: name of the PRNG stream.
         rngs: PRNG streams from which the layer forks its own; without, calls must pass one.
 
     Raises:
         RngArgumentError: if `rngs` has another type.
         RngStreamNotFoundError: if there is no such stream.
 
-    Example:
-        >>> from weft import nnx
-        >>> layer = Dropout(0.5, broadcast_dims=(1,), rngs=nnx.Rngs(dropout=0))
-        >>> layer(jnp.ones((2, 3))).tolist()
-        [[2.0, 2.0, 2.0], [0.0, 0.0, 0.0]]
-        >>> layer.eval()
-        >>> layer(jnp.ones((1, 3))).tolist()
-        [[1.0, 1.0, 1.0]]
+    >>> layer = Dropout(0.5, broadcast_dims=(1,), rngs=nnx.Rngs(dropout=0))
+    >>> layer(jnp.ones((2, 3))).tolist()
+    [[2.0, 2.0, 2.0], [0.0, 0.0, 0.0]]
+    >>> layer.eval()
+    >>> layer(jnp.ones((1, 3))).tolist()
+    [[1.0, 1.0, 1.0]]
     """
 
     rate: float
@@ -65,7 +62,6 @@ class Dropout(Module):
         """Drops elements.
 
         Args:
-            deterministic: overrides the attribute.
             rngs: PRNG streams, one stream or a key to use instead of the layer's own stream.
 
         Raises:
@@ -96,9 +92,8 @@ class PReLU(Module):
     Args:
         dtype: computation dtype; by default that of the input.
 
-    Example:
-        >>> PReLU()(jnp.array([-1.0, 2.0])).tolist()
-        [-0.009999999776482582, 2.0]
+    >>> PReLU()(jnp.array([-1.0, 2.0])).tolist()
+    [-0.009999999776482582, 2.0]
     """
 
     negative_slope_init: InitVar[float] = 0.01

@@ -43,11 +43,9 @@ class Linear(KernelModule):
         kernel_metadata: metadata of the kernel's variable, such as `out_sharding`; `bias_metadata`
             that of the bias.
 
-    Example:
-        >>> from weft import nnx
-        >>> layer = Linear(3, 4, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((2, 3))).shape, layer.kernel.shape
-        ((2, 4), (3, 4))
+    >>> layer = Linear(3, 4, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 3))).shape, layer.kernel.shape
+    ((2, 4), (3, 4))
     """
 
     in_features: int
@@ -108,11 +106,9 @@ class LinearGeneral(KernelModule):
         ArgumentShapeError: if `axis` and `in_features` differ in length.
         ArgumentValueError: if `batch_axis` are not the first axes.
 
-    Example:
-        >>> from weft import nnx
-        >>> layer = LinearGeneral((3, 4), (2, 5), axis=(1, -1), rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((7, 3, 4))).shape, layer.kernel.shape
-        ((7, 2, 5), (3, 4, 2, 5))
+    >>> layer = LinearGeneral((3, 4), (2, 5), axis=(1, -1), rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((7, 3, 4))).shape, layer.kernel.shape
+    ((7, 2, 5), (3, 4, 2, 5))
     """
 
     in_features: int | Sequence[int]
@@ -220,11 +216,9 @@ class Einsum(KernelModule):
         ArgumentValueError: if the subscripts do not name two operands and a result.
         ArgumentShapeError: if the kernel or the bias does not match the subscripts.
 
-    Example:
-        >>> from weft import nnx
-        >>> layer = Einsum("btd,dnh->btnh", (4, 2, 5), (2, 5), rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((7, 3, 4))).shape
-        (7, 3, 2, 5)
+    >>> layer = Einsum("btd,dnh->btnh", (4, 2, 5), (2, 5), rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((7, 3, 4))).shape
+    (7, 3, 2, 5)
     """
 
     einsum_str: str
@@ -307,12 +301,10 @@ class Embed(Module):
         dtype: dtype of the output; by default that of the table.
         promote_dtype: casts table and query to `dtype`.
 
-    Example:
-        >>> from weft import nnx
-        >>> layer = Embed(10, 4, rngs=nnx.Rngs(0))
-        >>> vectors = layer(jnp.array([3, 5]))
-        >>> vectors.shape, layer.attend(vectors).shape
-        ((2, 4), (2, 10))
+    >>> layer = Embed(10, 4, rngs=nnx.Rngs(0))
+    >>> vectors = layer(jnp.array([3, 5]))
+    >>> vectors.shape, layer.attend(vectors).shape
+    ((2, 4), (2, 10))
     """
 
     num_embeddings: int

@@ -40,17 +40,14 @@ class LoRA(Module):
     Args:
         base_module: module called on the same input; by default nothing is added.
         b_initializer: initializer of `lora_b`; zeros, so that training starts from `base_module`.
-        lora_param_type: class of the variables.
 
     Raises:
         ArgumentValueError: if `base_module` is not callable.
 
-    Example:
-        >>> from weft import nnx
-        >>> rngs = nnx.Rngs(0)
-        >>> layer = LoRA(3, 2, 4, base_module=Linear(3, 4, rngs=rngs), rngs=rngs)
-        >>> layer(jnp.ones((16, 3))).shape
-        (16, 4)
+    >>> rngs = nnx.Rngs(0)
+    >>> layer = LoRA(3, 2, 4, base_module=Linear(3, 4, rngs=rngs), rngs=rngs)
+    >>> layer(jnp.ones((16, 3))).shape
+    (16, 4)
     """
 
     in_features: int
@@ -117,11 +114,9 @@ class LoRALinear(Linear):
         b_initializer: see `LoRA`, as for `a_initializer` and `lora_param_type`.
         **kwargs: passed to `Linear`.
 
-    Example:
-        >>> from weft import nnx
-        >>> layer = LoRALinear(3, 4, lora_rank=2, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((16, 3))).shape, layer.lora.lora_a.shape
-        ((16, 4), (3, 2))
+    >>> layer = LoRALinear(3, 4, lora_rank=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((16, 3))).shape, layer.lora.lora_a.shape
+    ((16, 4), (3, 2))
     """
 
     def __init__(

@@ -80,8 +80,7 @@ class _ScaledNorm(Module):
     def _along(self, values: Array | None, axes: Sequence[int], x: Array) -> Any:
         """Reshapes values of shape `(num_features,)`, or None, to broadcast to the input.
 
-        Raises:
-            ArgumentShapeError: if the input has a different number of features.
+        Raises ArgumentShapeError if the input has a different number of features.
         """
         if values is None:
             return None
@@ -144,7 +143,6 @@ class LayerNorm(_AffineNorm):
 
     Args:
         num_features: number of features, along all `feature_axes`.
-        epsilon: added to the variance.
         dtype: dtype of the output; by default promoted from input and parameters.
         axis_name: mapped or mesh axis over which statistics are also averaged.
         axis_index_groups: groups of indices of that axis that share statistics, as in
@@ -152,10 +150,8 @@ class LayerNorm(_AffineNorm):
         use_fast_variance: whether to compute mean and variance in one reduction.
         promote_dtype: determines the dtype to which input and parameters promote.
 
-    Example:
-        >>> from weft import nnx
-        >>> LayerNorm(2, rngs=nnx.Rngs(0))(jnp.array([1.0, 3.0])).round(2).tolist()
-        [-1.0, 1.0]
+    >>> LayerNorm(2, rngs=nnx.Rngs(0))(jnp.array([1.0, 3.0])).round(2).tolist()
+    [-1.0, 1.0]
     """
 
     _: KW_ONLY
@@ -177,10 +173,8 @@ class RMSNorm(_ScaledNorm):
     The parameter is `scale`, shape `(num_features,)` or None. Arguments as for `LayerNorm`;
     `use_fast_variance` has no effect.
 
-    Example:
-        >>> from weft import nnx
-        >>> RMSNorm(2, rngs=nnx.Rngs(0))(jnp.array([-3.0, 3.0])).round(2).tolist()
-        [-1.0, 1.0]
+    >>> RMSNorm(2, rngs=nnx.Rngs(0))(jnp.array([-3.0, 3.0])).round(2).tolist()
+    [-1.0, 1.0]
     """
 
     _: KW_ONLY
@@ -201,25 +195,21 @@ class RMSNorm(_ScaledNorm):
 class GroupNorm(_AffineNorm):
     """Group normalization of channels, per example (Wu and He, 2018).
 
-    The parameters are `scale` and `bias`, shape `(num_features,)` or None.
-
     Args:
         num_features: number of channels, along the last axis.
         group_size: number of channels per group; requires `num_groups=None`.
         reduction_axes: axes that share statistics, including the last; by default all but the
             first.
 
-    The other arguments are those of `LayerNorm`.
+    The parameters and other arguments are those of `LayerNorm`.
 
     Raises:
         ArgumentShapeError: if the groups do not divide the channels.
         ArgumentValueError: if not exactly one of `num_groups` and `group_size` is given.
 
-    Example:
-        >>> from weft import nnx
-        >>> layer = GroupNorm(4, num_groups=2, rngs=nnx.Rngs(0))
-        >>> layer(jnp.array([[1.0, 3.0, 5.0, 9.0]])).round(2).tolist()
-        [[-1.0, 1.0, -1.0, 1.0]]
+    >>> layer = GroupNorm(4, num_groups=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.array([[1.0, 3.0, 5.0, 9.0]])).round(2).tolist()
+    [[-1.0, 1.0, -1.0, 1.0]]
     """
 
     num_groups: int | None = 32
@@ -269,19 +259,14 @@ class GroupNorm(_AffineNorm):
 class InstanceNorm(_AffineNorm):
     """Instance normalization: each channel of each example separately (Ulyanov et al., 2016).
 
-    The parameters are `scale` and `bias`, shape `(num_features,)` or None.
-
     Args:
-        num_features: number of channels, along all `feature_axes`.
         feature_axes: axes of the channels; all others except the first share statistics.
 
-    The other arguments are those of `LayerNorm`.
+    The parameters and other arguments are those of `LayerNorm`.
 
-    Example:
-        >>> from weft import nnx
-        >>> layer = InstanceNorm(2, rngs=nnx.Rngs(0))
-        >>> layer(jnp.array([[[1.0, 5.0], [3.0, 9.0]]])).round(2).tolist()
-        [[[-1.0, -1.0], [1.0, 1.0]]]
+    >>> layer = InstanceNorm(2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.array([[[1.0, 5.0], [3.0, 9.0]]])).round(2).tolist()
+    [[[-1.0, -1.0], [1.0, 1.0]]]
     """
 
     _: KW_ONLY
@@ -312,21 +297,18 @@ class BatchNorm(_AffineNorm):
             `model.train()` and `model.eval()`; if None, calls must pass it.
         axis: feature axes, along which each position has its own statistics.
         momentum: decay of the averages per step.
-        dtype: dtype of the output; by default promoted from input, averages and parameters.
         axis_name: mapped or mesh axis over which the batch is sharded. All shards are normalized
             with the statistics of the whole batch, in which each value that the masks include
             counts once.
 
     The other arguments are those of `LayerNorm`.
 
-    Example:
-        >>> from weft import nnx
-        >>> layer = BatchNorm(1, momentum=0.5, rngs=nnx.Rngs(0))
-        >>> layer(jnp.array([[1.0], [3.0]])).round(2).tolist(), layer.mean[...].tolist()
-        ([[-1.0], [1.0]], [1.0])
-        >>> layer.eval()
-        >>> layer(jnp.array([[1.0]])).tolist()
-        [[0.0]]
+    >>> layer = BatchNorm(1, momentum=0.5, rngs=nnx.Rngs(0))
+    >>> layer(jnp.array([[1.0], [3.0]])).round(2).tolist(), layer.mean[...].tolist()
+    ([[-1.0], [1.0]], [1.0])
+    >>> layer.eval()
+    >>> layer(jnp.array([[1.0]])).tolist()
+    [[0.0]]
     """
 
     _: KW_ONLY
@@ -350,7 +332,6 @@ class BatchNorm(_AffineNorm):
         """Normalizes a batch.
 
         Args:
-            use_running_average: overrides the attribute.
             mask: values included in the statistics; all by default.
         """
         use_average = parameters.resolve_mode(self, "use_running_average", use_running_average)
@@ -410,14 +391,12 @@ class SpectralNorm(Module):
         update_stats: whether calls store the new vectors and singular values. It is stored negated,
             as `use_running_average`, which `model.train()` and `model.eval()` set.
 
-    Example:
-        >>> from weft import nnx
-        >>> from weft.nnx.nn.linear import Linear
-        >>> layer = SpectralNorm(Linear(3, 4, rngs=nnx.Rngs(0)), n_steps=20, rngs=nnx.Rngs(1))
-        >>> y = layer(jnp.ones((1, 3)))
-        >>> singular = jnp.linalg.svd(layer.layer_instance.kernel[...], compute_uv=False)
-        >>> float(singular[0].round(3)), sorted(layer.batch_stats)
-        (1.0, [('kernel', 'sigma'), ('kernel', 'u')])
+    >>> from weft.nnx.nn.linear import Linear
+    >>> layer = SpectralNorm(Linear(3, 4, rngs=nnx.Rngs(0)), n_steps=20, rngs=nnx.Rngs(1))
+    >>> y = layer(jnp.ones((1, 3)))
+    >>> singular = jnp.linalg.svd(layer.layer_instance.kernel[...], compute_uv=False)
+    >>> float(singular[0].round(3)), sorted(layer.batch_stats)
+    (1.0, [('kernel', 'sigma'), ('kernel', 'u')])
     """
 
     layer_instance: Module
@@ -440,11 +419,7 @@ class SpectralNorm(Module):
         self.batch_stats = stats
 
     def __call__(self, x: Any, update_stats: bool | None = None) -> Any:
-        """Normalizes the weights of the layer, and calls it.
-
-        Args:
-            update_stats: overrides `use_running_average`.
-        """
+        """Normalizes the weights of the layer, and calls it; `update_stats` overrides the mode."""
         if update_stats is None:
             update_stats = not self.use_running_average
         for path, param in self._matrices():
@@ -486,23 +461,19 @@ class WeightNorm(Module):
         feature_axes: axes of a parameter along which each position has its own norm; None for one
             norm per parameter.
         use_scale: whether norms are learned; otherwise all norms are 1.
-        epsilon: added to squared norms.
-        dtype: dtype to which the normalized weights are rounded; they keep the parameter's dtype.
-        variable_filter: filter of the parameters to normalize.
+        epsilon, dtype: as for `SpectralNorm`.
         promote_dtype: casts a normalized weight to the dtype to which it is rounded.
 
     Raises:
         ArgumentValueError: if a parameter lacks the `feature_axes`.
 
-    Example:
-        >>> from weft import nnx
-        >>> from weft.nnx.nn.linear import Linear
-        >>> layer = WeightNorm(Linear(3, 2, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
-        >>> y = layer(jnp.ones((1, 3)))
-        >>> jnp.linalg.norm(layer.layer_instance.kernel[...], axis=0).round(3).tolist()
-        [1.0, 1.0]
-        >>> layer.scales["kernel",].shape
-        (2,)
+    >>> from weft.nnx.nn.linear import Linear
+    >>> layer = WeightNorm(Linear(3, 2, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+    >>> y = layer(jnp.ones((1, 3)))
+    >>> jnp.linalg.norm(layer.layer_instance.kernel[...], axis=0).round(3).tolist()
+    [1.0, 1.0]
+    >>> layer.scales["kernel",].shape
+    (2,)
     """
 
     layer_instance: Module
@@ -530,11 +501,7 @@ class WeightNorm(Module):
         return Param(self.scale_init(key, shape, self.param_dtype))
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Normalizes the weights of the layer, and calls it with the arguments.
-
-        Raises:
-            ArgumentValueError: if a parameter lacks the `feature_axes`.
-        """
+        """Normalizes the weights of the layer, and calls it with the arguments."""
         for path, param in matching_params(self.layer_instance, self.variable_filter):
             scale = None if self.scales is None else self.scales[path].get_value()
             weight = norm.weight_norm(
@@ -547,11 +514,9 @@ class WeightNorm(Module):
 def matching_params(layer: Module, which: Filter) -> Iterator[tuple[Path, Param[Any]]]:
     """Yields the parameters in a layer that a filter matches, each once, with their paths.
 
-    Example:
-        >>> from weft import nnx
-        >>> from weft.nnx.nn.linear import Linear
-        >>> [path for path, _ in matching_params(Linear(3, 2, rngs=nnx.Rngs(0)), ...)]
-        [('bias',), ('kernel',)]
+    >>> from weft.nnx.nn.linear import Linear
+    >>> [path for path, _ in matching_params(Linear(3, 2, rngs=nnx.Rngs(0)), ...)]
+    [('bias',), ('kernel',)]
     """
     matches = to_predicate(which)
     found = ((path, x) for path, x in iter_graph(layer) if isinstance(x, Param))

@@ -49,12 +49,10 @@ def new_param(
         rngs: its stream `params` draws the value.
         metadata: metadata of the variable; the initializer's takes precedence.
 
-    Raises:
-        InvalidRngError: if `rngs` is not `Rngs`.
+    Raises InvalidRngError if `rngs` is not `Rngs`.
 
-    Example:
-        >>> new_param(default_kernel_init, Rngs(0), (2, 3), "float32", {"tag": "head"}).shape
-        (2, 3)
+    >>> new_param(default_kernel_init, Rngs(0), (2, 3), "float32", {"tag": "head"}).shape
+    (2, 3)
     """
     value = init(params_key(rngs), shape, dtype)
     return kind(value) if metadata is NO_METADATA else kind(value, **metadata)
@@ -63,8 +61,7 @@ def new_param(
 def params_key(rngs: Rngs) -> jax.Array:
     """Returns the next key of the stream `params`.
 
-    Raises:
-        InvalidRngError: if `rngs` is not `Rngs`.
+    Raises InvalidRngError if `rngs` is not `Rngs`.
     """
     if not isinstance(rngs, Rngs):
         raise InvalidRngError(
@@ -91,15 +88,12 @@ def promote_dtype(
         inexact: whether the dtype must be floating-point or complex; integers then promote to
             float32.
 
-    Raises:
-        ArgumentValueError: if `dtype` must be inexact and is not, or there are no arrays to
-            promote.
+    Raises ArgumentValueError if `dtype` must be inexact and is not, or there are no arrays to
+    promote.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> x, bias = promote_dtype((jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float32)))
-        >>> x.dtype.name, bias.dtype.name
-        ('float32', 'float32')
+    >>> x, bias = promote_dtype((jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float32)))
+    >>> x.dtype.name, bias.dtype.name
+    ('float32', 'float32')
     """
     return tuple(functional.promote_dtype(*args, dtype=dtype, inexact=inexact))
 
@@ -151,8 +145,7 @@ class KernelModule(Module):
 def first_from(*args: T | None, error_msg: str) -> T:
     """Returns the first argument that is not None; `flax.nnx.module` has it for layers of others.
 
-    Raises:
-        ArgumentValueError: with `error_msg`, if all are None.
+    Raises ArgumentValueError with `error_msg`, if all are None.
     """
     for arg in args:
         if arg is not None:
@@ -163,15 +156,12 @@ def first_from(*args: T | None, error_msg: str) -> T:
 def resolve_mode(layer: Module, name: str, given: bool | None) -> bool:
     """Returns the mode in which a layer is called: `given`, or else its attribute `name`.
 
-    Raises:
-        MissingModeError: if it is neither passed nor set.
+    Raises MissingModeError if it is neither passed nor set.
 
-    Example:
-        >>> from weft import nnx
-        >>> layer = nnx.Module()
-        >>> layer.deterministic = True
-        >>> resolve_mode(layer, "deterministic", None), resolve_mode(layer, "deterministic", False)
-        (True, False)
+    >>> layer = nnx.Module()
+    >>> layer.deterministic = True
+    >>> resolve_mode(layer, "deterministic", None), resolve_mode(layer, "deterministic", False)
+    (True, False)
     """
     mode = getattr(layer, name) if given is None else given
     if mode is None:
@@ -187,10 +177,9 @@ def draw_key(rngs: Rngs | RngStream | jax.Array | None, name: str, layer: str) -
         RngArgumentError: if `rngs` has another type.
         RngStreamNotFoundError: if there is no such stream.
 
-    Example:
-        >>> rngs = Rngs(dropout=0)
-        >>> bool(draw_key(rngs, "dropout", "") == draw_key(RngStream(0), "dropout", ""))
-        True
+    >>> rngs = Rngs(dropout=0)
+    >>> bool(draw_key(rngs, "dropout", "") == draw_key(RngStream(0), "dropout", ""))
+    True
     """
     if isinstance(rngs, RngStream):
         return rngs()
@@ -213,9 +202,8 @@ def fork_stream(rngs: object, name: str, layer: str) -> RngStream | None:
         RngArgumentError: if `rngs` has another type.
         RngStreamNotFoundError: if there is no such stream.
 
-    Example:
-        >>> fork_stream(Rngs(dropout=0), "dropout", "").tag
-        'dropout'
+    >>> fork_stream(Rngs(dropout=0), "dropout", "").tag
+    'dropout'
     """
     if rngs is None:
         return None

@@ -52,17 +52,15 @@ def recurrent_kernel_init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.f
 class RNNCellBase(Module):
     """Base class of cells: `cell(carry, inputs) -> (carry, output)`.
 
-    Example:
-        >>> from weft import nnx
-        >>> class Sum(RNNCellBase):
-        ...     num_feature_axes = 0
-        ...     def initialize_carry(self, input_shape, rngs=None, carry_init=None):
-        ...         return jnp.zeros(input_shape)
-        ...     def __call__(self, carry, inputs):
-        ...         return carry + inputs, carry + inputs
-        >>> carry = Sum().initialize_carry(())
-        >>> [float(carry := Sum()(carry, x)[0]) for x in (1.0, 2.0, 3.0)]
-        [1.0, 3.0, 6.0]
+    >>> class Sum(RNNCellBase):
+    ...     num_feature_axes = 0
+    ...     def initialize_carry(self, input_shape, rngs=None, carry_init=None):
+    ...         return jnp.zeros(input_shape)
+    ...     def __call__(self, carry, inputs):
+    ...         return carry + inputs, carry + inputs
+    >>> carry = Sum().initialize_carry(())
+    >>> [float(carry := Sum()(carry, x)[0]) for x in (1.0, 2.0, 3.0)]
+    [1.0, 3.0, 6.0]
     """
 
     def initialize_carry(
@@ -211,7 +209,6 @@ class SimpleCell(_OneStateCell):
     """Simple recurrent cell (Elman, 1990): `h' = act(dense_i(x) + dense_h(h))`.
 
     Args:
-        hidden_features: size of the state.
         param_dtype: dtype of the parameters and of the first state.
         carry_init: initializer of the first state; zeros by default.
         residual: whether to add the state before the activation.
@@ -221,12 +218,10 @@ class SimpleCell(_OneStateCell):
         keep_rngs: whether the cell keeps its own PRNG stream to draw first states.
         rngs: stream `params`, and `carry` with `keep_rngs`.
 
-    Example:
-        >>> from weft import nnx
-        >>> cell = SimpleCell(3, 4, rngs=nnx.Rngs(0))
-        >>> carry, y = cell(cell.initialize_carry((2, 3)), jnp.ones((2, 3)))
-        >>> y.shape
-        (2, 4)
+    >>> cell = SimpleCell(3, 4, rngs=nnx.Rngs(0))
+    >>> carry, y = cell(cell.initialize_carry((2, 3)), jnp.ones((2, 3)))
+    >>> y.shape
+    (2, 4)
     """
 
     _: KW_ONLY
@@ -251,17 +246,14 @@ class GRUCell(_OneStateCell):
     gate and candidate, concatenated.
 
     Args:
-        gate_fn: activation of the gates.
         activation_fn: activation of the candidate.
         dtype: computation dtype; by default promoted from input and parameters.
 
     The other arguments are those of `SimpleCell`.
 
-    Example:
-        >>> from weft import nnx
-        >>> cell = GRUCell(3, 4, rngs=nnx.Rngs(0))
-        >>> cell.dense_i.kernel.shape, cell.dense_h.kernel.shape
-        ((3, 12), (4, 12))
+    >>> cell = GRUCell(3, 4, rngs=nnx.Rngs(0))
+    >>> cell.dense_i.kernel.shape, cell.dense_h.kernel.shape
+    ((3, 12), (4, 12))
     """
 
     _: KW_ONLY
@@ -316,12 +308,10 @@ class LSTMCell(_GatedMemoryCell):
 
     The other arguments are those of `GRUCell`.
 
-    Example:
-        >>> from weft import nnx
-        >>> cell = LSTMCell(3, 4, rngs=nnx.Rngs(0))
-        >>> (c, h), y = cell(cell.initialize_carry((2, 3)), jnp.ones((2, 3)))
-        >>> c.shape, y.shape
-        ((2, 4), (2, 4))
+    >>> cell = LSTMCell(3, 4, rngs=nnx.Rngs(0))
+    >>> (c, h), y = cell(cell.initialize_carry((2, 3)), jnp.ones((2, 3)))
+    >>> c.shape, y.shape
+    ((2, 4), (2, 4))
     """
 
     def _make_maps(self, of_input: LinearOfSize, of_state: LinearOfSize) -> None:
@@ -352,11 +342,9 @@ class OptimizedLSTMCell(_GatedMemoryCell):
     candidate and output gate, concatenated; `kernel_init` and `recurrent_kernel_init` draw the
     concatenated kernels. Arguments as for `LSTMCell`.
 
-    Example:
-        >>> from weft import nnx
-        >>> cell = OptimizedLSTMCell(3, 4, rngs=nnx.Rngs(0))
-        >>> cell.dense_i.kernel.shape, cell.dense_h.kernel.shape
-        ((3, 16), (4, 16))
+    >>> cell = OptimizedLSTMCell(3, 4, rngs=nnx.Rngs(0))
+    >>> cell.dense_i.kernel.shape, cell.dense_h.kernel.shape
+    ((3, 16), (4, 16))
     """
 
     def _make_maps(self, of_input: LinearOfSize, of_state: LinearOfSize) -> None:
@@ -380,15 +368,12 @@ def flip_sequences(
 
     Args:
         seq_lengths: number of valid positions per sequence; None for all.
-        num_batch_dims: number of batch axes.
         time_major: whether time is the first axis; otherwise it follows the batch axes.
 
-    Raises:
-        ArgumentShapeError: if the lengths do not match the sequences.
+    Raises ArgumentShapeError if the lengths do not match the sequences.
 
-    Example:
-        >>> flip_sequences(jnp.array([[1, 2, 3, 0]]), jnp.array([3]), 1, False).tolist()
-        [[3, 2, 1, 0]]
+    >>> flip_sequences(jnp.array([[1, 2, 3, 0]]), jnp.array([3]), 1, False).tolist()
+    [[3, 2, 1, 0]]
     """
     axis = 0 if time_major else num_batch_dims
     return recurrent.flip_sequences(inputs, seq_lengths, axis=axis)
@@ -401,7 +386,6 @@ class RNN(Module):
     Args:
         time_major: whether time is the first axis; otherwise it follows the batch axes and precedes
             the cell's `num_feature_axes`.
-        return_carry: whether to return the last state as well.
         reverse: whether to run from the last position to the first.
         keep_order: whether the outputs of a reverse run are in the order of the inputs.
         unroll: number of steps compiled into one loop iteration.
@@ -414,13 +398,11 @@ class RNN(Module):
     Raises:
         RngArgumentError: if `rngs` has another type.
 
-    Example:
-        >>> from weft import nnx
-        >>> from weft.nnx.nn.recurrent import GRUCell
-        >>> layer = RNN(GRUCell(3, 4, rngs=nnx.Rngs(0)), return_carry=True)
-        >>> carry, y = layer(jnp.ones((2, 5, 3)), seq_lengths=jnp.array([2, 5]))
-        >>> y.shape, bool(jnp.array_equal(carry, y[jnp.array([0, 1]), jnp.array([1, 4])]))
-        ((2, 5, 4), True)
+    >>> from weft.nnx.nn.recurrent import GRUCell
+    >>> layer = RNN(GRUCell(3, 4, rngs=nnx.Rngs(0)), return_carry=True)
+    >>> carry, y = layer(jnp.ones((2, 5, 3)), seq_lengths=jnp.array([2, 5]))
+    >>> y.shape, bool(jnp.array_equal(carry, y[jnp.array([0, 1]), jnp.array([1, 4])]))
+    ((2, 5, 4), True)
     """
 
     cell: RNNCellBase
@@ -580,12 +562,10 @@ class Bidirectional(Module):
     Raises:
         RngArgumentError: if `rngs` has another type.
 
-    Example:
-        >>> from weft import nnx
-        >>> from weft.nnx.nn.recurrent import GRUCell
-        >>> forward, backward = (RNN(GRUCell(3, n, rngs=nnx.Rngs(n))) for n in (4, 6))
-        >>> Bidirectional(forward, backward)(jnp.ones((2, 5, 3))).shape
-        (2, 5, 10)
+    >>> from weft.nnx.nn.recurrent import GRUCell
+    >>> forward, backward = (RNN(GRUCell(3, n, rngs=nnx.Rngs(n))) for n in (4, 6))
+    >>> Bidirectional(forward, backward)(jnp.ones((2, 5, 3))).shape
+    (2, 5, 10)
     """
 
     forward_rnn: RNN
@@ -614,7 +594,6 @@ class Bidirectional(Module):
         """Runs both; other arguments and result as for `RNN`.
 
         Args:
-            initial_carry: pair of first states.
             rngs: streams, or a stream, that draw both first states.
             reverse: no effect, like `keep_order`; accepted for compatibility with `RNN`.
         """

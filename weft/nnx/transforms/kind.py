@@ -666,7 +666,8 @@ class ObjectKind(Kind):
     def static_after_creation(
         self, static: StaticObjects, before: ChangedObjects, after: object = None
     ) -> StaticObjects:
-        return (before.before or static)._replace(temporary=None)
+        found = before.before or static
+        return found if static.temporary is not None else found._replace(temporary=None)
 
     def static_in_first_run(self, static: StaticObjects) -> StaticObjects:
         return static if static.temporary is not None else static._replace(temporary=frozenset())

@@ -381,7 +381,10 @@ def with_created_objects(
     one = with_new_attributes(describe_graph(static, None), found, gained)
     places = {**dict(zip(static.numbers, static.places, strict=True)), **made}
     owners = tuple(leaf_owners(one.graphdef))
-    outer = static.origins
+    outer, temporary = static.origins, static.temporary
+    if temporary is not None:
+        # New objects that others hold are found from those.
+        temporary = frozenset(i for i, o in enumerate(one.origins) if o is None or o in temporary)
     return static._replace(
         graphdef=one.graphdef,
         places=tuple(places[n] for n in one.numbers),
@@ -389,6 +392,7 @@ def with_created_objects(
         is_tracked=static.is_tracked and not any(owners),
         numbers=tuple(one.numbers),
         origins=tuple(o if o is None or outer is None else outer[o] for o in one.origins),
+        temporary=temporary,
     )
 
 

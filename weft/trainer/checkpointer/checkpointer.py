@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -363,11 +364,19 @@ class Checkpointer(BaseCheckpointer):
 
     def _save_error(self, step: int, error: BaseException) -> CheckpointSaveError:
         complete = ", ".join(map(str, self.checkpoint_steps(self.config.dir))) or "none"
+        lacks_room = dirs.is_disk_full(error)
+        why, mend = (
+            f"{type(error).__name__}: {error}",
+            "Free disk space, or make the directory writable",
+        )
+        if lacks_room:
+            process = re.search(r"process \d+ of \d+: ", str(error))
+            why = f"{process[0] if process else ''}the disk, or a quota of it, is full"
+            mend = "Free disk space"
         return CheckpointSaveError(
-            f"the checkpoint of step {step} could not be saved in {self.config.dir!r}: "
-            f"{type(error).__name__}: {error}. Complete checkpoints: {complete}. Free disk space, "
-            "or make the directory writable.",
-            lacks_room=dirs.is_disk_full(error),
+            f"the checkpoint of step {step} could not be saved in {self.config.dir!r}: {why}. "
+            f"Complete checkpoints: {complete}. {mend}.",
+            lacks_room=lacks_room,
         )
 
     def _remove_old(self, step: int) -> None:

@@ -64,6 +64,12 @@ def step_dirs(base_dir: str) -> dict[int, str]:
     return {step: os.path.join(base_dir, found[step]) for step in sorted(found)}
 
 
+def has_checkpoint(base_dir: str) -> bool:
+    """Returns whether a directory holds anything but leftovers of incomplete checkpoints."""
+    names = os.listdir(base_dir) if os.path.isdir(base_dir) else []
+    return any(not name.endswith((_BEING_WRITTEN, _BEING_REMOVED)) for name in names)
+
+
 def not_found_error(base_dir: str, step: int | None = None) -> CheckpointNotFoundError:
     """Returns the error about a missing checkpoint, with the steps that exist."""
     steps = step_dirs(base_dir)

@@ -23,7 +23,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -44,13 +44,12 @@ from weft.trainer.checkpointer.dirs import CommitGroup
 from weft.trainer.checkpointer.manifest import Manifest, has_manifest, read_manifest
 from weft.typing import Nested
 
-logger = logging.getLogger(__name__)
-
 Array = jax.Array | np.ndarray
 Target = jax.ShapeDtypeStruct | np.ndarray | np.generic
 """What to read an array as: its shape, dtype, and sharding unless it is one of NumPy."""
 
 _READER_THREADS = 4
+_LATE_WRITES_SECONDS = 0.5
 _ALIGNMENT = 64  # JAX uses memory at such an address in place and copies any other
 
 
@@ -182,8 +181,6 @@ class OrbaxStateStorage(StateStorage):
                 self._error = error
                 if jax.process_index() == 0:
                     _remove_partial(ckpt_dir)
-                message = "The checkpoint of step %d could not be written to %s: %s"
-                logger.error(message, step, ckpt_dir, error)
             finally:
                 copied.set()
 
@@ -207,7 +204,7 @@ class OrbaxStateStorage(StateStorage):
             self._path(os.path.abspath(directory)),
             args=self._ocp.args.PyTreeSave(arrays, save_args=dict.fromkeys(arrays, args)),
         )
-        return asyncio.run(saving) or []
+        return asyncio.run(_finish_all(saving)) or []
 
     def wait_until_finished(self) -> None:
         if self._thread is not None:
@@ -268,6 +265,19 @@ class OrbaxStateStorage(StateStorage):
             if self._handler is not None:
                 self._handler.close()
             self._handler = None
+
+
+async def _finish_all(saving: Coroutine[Any, Any, Any]) -> Any:
+    """Awaits a save, and after its first error also its other writes, whose errors are dropped."""
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    try:
+        return await saving
+    except BaseException:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
+        # Writes that no task awaits print a traceback when they end after the event loop.
+        await asyncio.sleep(_LATE_WRITES_SECONDS)
+        raise
 
 
 def _remove_partial(ckpt_dir: str) -> None:

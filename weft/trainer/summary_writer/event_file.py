@@ -17,7 +17,7 @@ import time
 import wave
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,17 @@ finally:
 Event: Any = event_pb2.__dict__["Event"]
 SessionLog: Any = event_pb2.__dict__["SessionLog"]
 SummaryProto: Any = summary_pb2.__dict__["Summary"]
+
+
+def read_events(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """Yields the events of a file; an incomplete last one, of a running writer, is omitted."""
+    with open(path, "rb") as file:
+        while len(header := file.read(12)) == 12:
+            (length,) = struct.unpack("<Q", header[:8])
+            record = file.read(length + 4)
+            if len(record) < length + 4:
+                break
+            yield Event.FromString(record[:length])
 
 
 class EventFile:

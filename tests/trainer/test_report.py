@@ -2,19 +2,26 @@
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
-from weft.cli.report import named, page, read_curves, render_report, write_report
+from weft.errors import RunDirError
+from weft.trainer.report.page import page, render_report, write_report
+from weft.trainer.report.results import config_values, named, read_results
 from weft.trainer.run_dir import CONFIG_FILE, update_record
+from weft.trainer.summary_writer.event_file import EventFile, scalar
 from weft.trainer.summary_writer.files import JSON_LINES_FILE
+
+START = 1_900_000_000.0
 
 
 def write_lines(directory, reporter, lines):
     folder = directory / "summaries" / reporter
     folder.mkdir(parents=True)
-    text = "".join(json.dumps({"time": 0.0, **line}) + "\n" for line in lines)
+    text = "".join(json.dumps({"time": START + line["step"], **line}) + "\n" for line in lines)
     (folder / JSON_LINES_FILE).write_text(text)
 
 
@@ -31,10 +38,10 @@ def run_dir(tmp_path):
         str(tmp_path),
         baselines={"bigram": {"nats_per_token": 2.4, "bits_per_byte": 3.5}},
         samples=[{"step": 100, "prompt": "def ", "text": "f(x): <b>no</b>"}],
-        starts=[{"time": "2030-01-01T00:00:00+00:00", "devices": "2 × cpu", "jax": "9.9"}],
+        starts=[{"time": "2030-03-17T17:46:35+00:00", "devices": "2 × cpu", "jax": "9.9"}],
         corpora={"input.source.corpus": {"name": "stdlib", "sha256": "abc"}},
         end={"step": 100, "reason": "max_step"},
-        model={"parameters": 12_345},
+        model={"parameters": 12_345, "trained": 45},
     )
     return tmp_path
 
@@ -70,9 +77,12 @@ def test_page_describes_run_and_is_self_contained(run_dir):
     assert page.open == [] and page.fetched == [] and "url(" not in source
     for part in (
         "100 steps, finished",
-        "12,345 parameters",
+        "12,345, 45 of them trained",
+        "1:45",  # from the start to the last summary
+        "1 steps/s",
         "2 × cpu",
         "held_out",
+        "50",  # all evaluations
         "2.900",
         "bigram",
         "3.500",
@@ -89,19 +99,79 @@ def test_page_has_dark_mode_and_line_styles(run_dir):
     source = render_report(str(run_dir))
     assert "prefers-color-scheme: dark" in source
     lines = ["train, averaged", "held_out"]
+    assert 'type="checkbox"' in source and 'class="log"' in source
     for style, name in enumerate(lines):
         assert f'<li class="series-{style}">{name}</li>' in source
         assert f".series-{style}" in source
 
 
 def test_curves_are_by_reporter_and_path(run_dir):
-    curves = read_curves(str(run_dir))
+    curves = read_results(str(run_dir)).curves
     assert curves["held_out"]["model/loss"] == [(50, 2.0), (100, 2.0)]
     assert len(curves["train_train"]["loss"]) == 100
 
 
+def test_curves_of_event_files_void_steps_before_a_restart(tmp_path):
+    folder = tmp_path / "summaries" / "train_train"
+    for first, last in ((1, 5), (3, 6)):
+        file = EventFile(str(folder))
+        file.start_session(first)
+        for step in range(first, last):
+            file.add(scalar("loss", 10.0 * first + step), step)
+        file.close()
+    with open(file.path, "ab") as running:
+        running.write(b"\x10\0\0\0")  # an incomplete record
+    results = read_results(str(tmp_path))
+    losses = [(1, 11), (2, 12), (3, 33), (4, 34), (5, 35)]
+    assert results.curves == {"train_train": {"loss": losses}}
+    assert results.last_step == 5 and [step for _, step in results.times] == [1, 2, 3, 4, 5]
+
+
+def test_config_values_are_by_path():
+    text = (
+        "a.b.C(\n  n=3,\n  d={'x': D(dim=1), 2: [1, 2]},\n  f=config_for_function(m.f)(k='s'),\n)"
+    )
+    assert config_values(text) == {
+        "n": "3",
+        "d.x": "D",
+        "d.x.dim": "1",
+        "d.2": "[1, 2]",
+        "f": "config_for_function(m.f)",
+        "f.k": "'s'",
+    }
+    assert config_values("not <a> config") == {"config": "not <a> config"}
+
+
+def copied(run_dir, directory, note):
+    shutil.copytree(run_dir, directory)
+    (directory / CONFIG_FILE).write_text(f"Trainer.Config(\n    note='{note}',\n    same=1,\n)\n")
+    return str(directory)
+
+
+def test_runs_are_compared(run_dir):
+    a = copied(run_dir, run_dir.parent / "runs" / "wide", "<wide>")
+    b = copied(run_dir, run_dir.parent / "runs" / "deep", "<deep>")
+    write_lines(Path(b), "again", [{"step": 9, "values": {"loss": 1.25, "f1": 0.5}}])
+    source = render_report(a, b)
+    page = Page(source)
+    assert page.open == [] and page.fetched == []
+    found = ("100 steps, finished", "again f1", "1.25", "'<wide>'", "'<deep>'")
+    for part in ("wide and deep", *found):
+        assert part in page.text, part
+    assert "same" not in page.text
+    assert '<li class="series-1">deep</li>' in source and 'path class="series-1"' in source
+    assert "wide (1)" in render_report(a, a) and "All fields are equal." in render_report(a, a)
+
+
+def test_other_directories_are_refused(tmp_path):
+    with pytest.raises(RunDirError, match=r"is not the directory of a run.*runs/lm"):
+        render_report(str(tmp_path))
+
+
 def test_run_without_summaries_has_a_page(tmp_path):
+    (tmp_path / CONFIG_FILE).write_text("Trainer.Config()")
     page = Page(render_report(str(tmp_path)))
+    assert "no steps yet" in page.text
     assert "No summaries were written yet." in page.text and page.open == []
 
 
@@ -115,7 +185,7 @@ def test_non_numeric_values_are_omitted(tmp_path):
         ],
     )
     page = render_report(str(tmp_path))
-    assert not re.search(r"\bnan\b", page) and "2.000" in page
+    assert not re.search(r"\bnan\b", page) and "step 1 · train, averaged 2<" in page
 
 
 def test_stopped_run_is_reported(tmp_path):
@@ -126,6 +196,11 @@ def test_stopped_run_is_reported(tmp_path):
 def test_shallowest_name_is_used():
     assert named({"a/b/loss": 1, "a/loss": 2, "xloss": 3}, "loss") == 2
     assert named({"xloss": 3}, "loss") is None
+
+
+def test_failed_run_names_its_error(tmp_path):
+    update_record(str(tmp_path), end={"step": 7, "reason": "OSError: no <disk>"})
+    assert "7 steps, ended by OSError: no <disk>" in Page(render_report(str(tmp_path))).text
 
 
 def test_page_has_no_external_resources():

@@ -1,0 +1,124 @@
+"""Charts as a reader of the page gets them: XML with the lines where the values are."""
+
+import math
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.trainer.report.charts import (
+    Series,
+    finite,
+    line_chart,
+    log_ticks,
+    smoothed,
+    thin_out,
+    ticks,
+)
+
+
+def elements(svg, tag):
+    return [e for e in ET.fromstring(svg).iter() if e.tag == tag]
+
+
+def test_line_descends_as_values_decrease():
+    svg = line_chart([Series("held_out", [(0, 4.0), (10, 1.0)], dots=True)], y_title="loss")
+    first, last = elements(svg, "circle")
+    assert float(first.get("cx")) < float(last.get("cx"))
+    assert float(first.get("cy")) < float(last.get("cy"))  # y grows downwards in SVG
+    assert [e.text for e in elements(svg, "text") if e.get("class") == "title"] == ["loss", "step"]
+
+
+def test_values_of_all_lines_are_shown_under_the_pointer():
+    lines = [
+        Series("each step", [(0, 5.0), (2, 3.0)], faint=True),
+        Series("train", [(0, 4.0), (5, 2.0), (10, 1.0)]),
+        Series("held_out", [(5, 2.5)], 1, dots=True),
+    ]
+    svg = line_chart(lines, y_title="loss")
+    groups = [e for e in ET.fromstring(svg).iter() if e.get("class") == "at"]
+    texts = [e.text for group in groups for e in group.iter() if e.tag == "text"]
+    assert texts == ["step 0 · train 4", "step 5 · train 2 · held_out 2.5", "step 10 · train 1"]
+    rects = [e for group in groups for e in group.iter() if e.tag == "rect"]
+    edges = [(float(r.get("x")), float(r.get("x")) + float(r.get("width"))) for r in rects]
+    assert all(after[0] <= before[1] for before, after in pairwise(edges))  # no gaps
+    many = line_chart([Series("train", [(i, 1.0 + i) for i in range(5000)])], y_title="loss")
+    assert len([e for e in ET.fromstring(many).iter() if e.get("class") == "at"]) == 80
+
+
+def test_logarithmic_scale_has_equal_distances_for_equal_ratios():
+    points = [(0, 0.0), (1, 1.0), (2, 10.0), (3, 100.0)]
+    svg = line_chart([Series("loss", points, dots=True)], y_title="loss", is_log=True)
+    ys = [float(e.get("cy")) for e in elements(svg, "circle")]
+    assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2) and len(ys) == 3  # not of 0
+
+
+def test_level_is_labeled_and_inside_the_frame():
+    svg = line_chart(
+        [Series("loss", [(0, 2.0), (1, 1.9)])], y_title="loss", levels={"bi<gram": 5.0}, height=320
+    )
+    (level,) = [p for p in elements(svg, "path") if p.get("class") == "level"]
+    assert 0 <= float(level.get("d").split()[1].partition("H")[0]) <= 320
+    assert "bi<gram 5" in [t.text for t in elements(svg, "text")]
+
+
+def test_lines_and_labels_stay_inside_the_drawing():
+    series = Series("loss", [(0, 4.0), (10, 1.0)], dots=True)
+    svg = line_chart([series], y_title="loss", width=400, height=320)
+    assert svg.startswith('<svg viewBox="0 0 400 320"')
+    labels = [(float(e.get("x")), float(e.get("y"))) for e in elements(svg, "text")]
+    dots = [(float(e.get("cx")), float(e.get("cy"))) for e in elements(svg, "circle")]
+    assert all(0 < x < 400 and 0 < y < 320 for x, y in labels + dots)
+    assert dots[0][0] < 80 and dots[-1][0] > 320
+
+
+def test_nonfinite_values_are_omitted_from_the_chart():
+    points = [(0, math.nan), (1, 2.0), (2, math.inf), (3, 1.0)]
+    svg = line_chart([Series("loss", points)], y_title="x")
+    assert "nan" not in svg and "inf" not in svg
+    empty = line_chart([Series("loss", [(0, math.nan)])], y_title="x")
+    assert empty.count("<path") == line_chart([], y_title="x").count("<path")
+
+
+def test_many_points_are_thinned_except_the_ends():
+    points = [(i, float(i)) for i in range(10_000)]
+    thin = thin_out(points)
+    assert len(thin) == 500 and thin[0] == points[0] and thin[-1] == points[-1]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 12))
+def test_ticks_enclose_values_and_match_requested_count(low, spread, about):
+    found = ticks(low, low + spread, about)
+    slack = 1e-6 * max(abs(low), spread)
+    assert found[0] <= low + slack and found[-1] >= low + spread - slack
+    assert 2 <= len(found) <= about + 3
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.floats(1e-9, 1e6), st.floats(1.0, 1e9), st.integers(2, 8))
+def test_logarithmic_ticks_enclose_values(low, ratio, about):
+    found = log_ticks(low, low * ratio, about)
+    assert found[0] <= low * 1.000001 and found[-1] >= low * ratio * 0.999999
+    assert 2 <= len(found) <= about + 3 and found == sorted(set(found))
+
+
+@pytest.mark.parametrize("value", [0.0, 5.0, -3.0])
+def test_ticks_surround_a_single_value(value):
+    found = ticks(value, value * (1 + 1e-15), 4)
+    assert found[0] < value < found[-1]
+
+
+def test_smoothing_removes_noise_keeps_trend():
+    points = [(i, 100.0 - i + (-1) ** i) for i in range(100)]
+    smooth = [y for _, y in smoothed(points)]
+    assert all(a > b for a, b in pairwise(smooth[5:]))
+    assert abs(smooth[-1] - 1.0) < 6
+    assert smoothed(points[:8]) == points[:8]  # too few to average
+
+
+def test_smoothing_starts_at_initial_value_and_skips_nan():
+    assert smoothed([(1, 4.0), (2, math.nan), (3, 4.0)]) == [(1, 4.0), (3, pytest.approx(4.0))]
+    assert finite([(1, math.inf), (2, 1.0)]) == [(2, 1.0)]

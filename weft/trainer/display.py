@@ -1,0 +1,555 @@
+"""Progress of a run for people: a block that is redrawn on a terminal or in a cell, or plain lines.
+
+The displays are listeners of the trainer. They print one-time events (the model, evaluations, the
+end) as lines. Per-step values are redrawn in place on a terminal and in a notebook, and printed
+every few seconds elsewhere. The displays read only values of finished steps, so they never wait for
+a device.
+"""
+
+import io
+import logging
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from weft.errors import CheckpointSaveError
+from weft.hierarchy.summary import Summary
+from weft.trainer.progress import RunListener, has_ended
+from weft.trainer.schedule_length import schedule_notes
+from weft.trainer.train_step import opt_params
+
+_WINDOW = 50
+_FEWEST = 5
+_MOST_METRICS = 3
+# Of an earlier loss in the moving average that is shown, relative to the one after it.
+_DECAY = 0.9
+
+
+class Reading(NamedTuple):
+    """Measurements of a step.
+
+    Attributes:
+        loss: Moving average over about the last ten steps.
+        summaries: As the trainer reports them, on devices.
+        unit: "tokens" or "examples".
+        per_second: Tokens or examples over the last steps; None if unknown or too early.
+        elapsed: Seconds since the start.
+        seconds_left: Until the last step; None for an unlimited run, or too early.
+    """
+
+    step: int
+    loss: float
+    summaries: Mapping[str, Any] = {}
+    unit: str = "examples"
+    per_second: float | None = None
+    elapsed: float = 0.0
+    seconds_left: float | None = None
+
+
+class Meter:
+    """Takes readings of a run."""
+
+    def __init__(self, max_step: float, clock: Callable[[], float] = time.perf_counter):
+        self._max_step = max_step
+        self._clock = clock
+        self._start = clock()
+        self._waiting: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_WINDOW)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._first: tuple[int, float] | None = None
+        self._unit, self._per_step = "examples", 0
+        self._speed: float | None = None
+        self._losses, self._weight = 0.0, 0.0
+        self._newest: Reading | None = None
+
+    def on_step(self, step: int, outputs: Mapping[str, Any], batch: Any) -> Reading | None:
+        """Records a started step, and returns the reading of the newest finished one, if new."""
+        if isinstance(batch, Mapping) and "input_ids" in batch:
+            self._unit, self._per_step = "tokens", math.prod(np.shape(batch["input_ids"]))
+        elif fields := jax.tree.leaves(batch):
+            self._per_step = next(iter(np.shape(fields[0])), 0)
+        self._waiting.append((step, outputs))
+        reading = None
+        while self._waiting and self._waiting[0][1]["loss"].is_ready():
+            reading = self._read()
+        return reading
+
+    def last(self) -> Reading | None:
+        """Waits for the newest step and returns its reading; None without a step."""
+        while self._waiting:
+            # Steps that are read at once do not tell how long one takes.
+            self._read(timed=False)
+        return self._newest
+
+    def pause(self) -> None:
+        """Excludes the time of other work, such as evaluation, from the speed."""
+        self._recent.clear()
+
+    def _read(self, timed: bool = True) -> Reading:
+        step, outputs = self._waiting.popleft()
+        loss = float(outputs["loss"])
+        if not math.isfinite(self._losses):
+            self._losses, self._weight = 0.0, 0.0
+        self._losses = _DECAY * self._losses + loss
+        self._weight = _DECAY * self._weight + 1
+        seconds_left, now = None, self._clock()
+        if timed:
+            self._recent.append((step, now))
+            self._first = self._first or (step, now)
+            (first, start), (last, end) = self._recent[0], self._recent[-1]
+            if len(self._recent) >= _FEWEST and end > start:
+                self._speed = (last - first) / (end - start)
+            # Estimated, including evaluations and saves.
+            if step - self._first[0] >= _FEWEST and not math.isinf(self._max_step):
+                seconds_per_step = (now - self._first[1]) / (step - self._first[0])
+                seconds_left = seconds_per_step * (self._max_step - step)
+        self._newest = Reading(
+            step,
+            self._losses / self._weight,
+            outputs.get("summaries", {}),
+            unit=self._unit,
+            per_second=self._speed * self._per_step if self._speed and self._per_step else None,
+            elapsed=now - self._start,
+            seconds_left=seconds_left,
+        )
+        return self._newest
+
+
+def scalar(summaries: Mapping[str, Any], name: str) -> Any:
+    """Returns the outermost summary of that name, or None.
+
+    >>> scalar({"decoder": {"loss": 1.0}, "learner": {"x": {"loss": 2.0}}}, "loss")
+    1.0
+    """
+    return next((level[name] for level in _scalars(summaries) if name in level), None)
+
+
+def metrics(summaries: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the first metrics that a model reports at its outermost level, other than losses.
+
+    >>> metrics({"model": {"loss": 1.5, "accuracy": 0.5}, "learner": {"learning_rate": 0.1}})
+    {'accuracy': 0.5}
+    """
+    outermost = outermost_scalars(summaries)
+    names = [name for name in outermost if not any(part in name for part in LOSSES)]
+    return {name: float(outermost[name]) for name in names[:_MOST_METRICS]}
+
+
+def outermost_scalars(summaries: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the scalars that a model reports at its outermost level that has any."""
+    levels = _scalars(summaries.get("model", summaries))
+    return next((level for level in levels if level), {})
+
+
+LOSSES = ("loss", "cross_entropy")
+
+
+def _scalars(summaries: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """Yields the scalars at each level of nested summaries; the first of a name counts."""
+    level = [summaries]
+    while level:
+        found: dict[str, Any] = {}
+        for name, value in (item for values in level for item in values.items()):
+            shown = value.value() if isinstance(value, Summary) else value
+            if not isinstance(shown, Mapping | str | None) and np.ndim(shown) == 0:
+                found.setdefault(name, shown)
+        yield found
+        level = [v for values in level for v in values.values() if isinstance(v, Mapping)]
+
+
+_SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_BETWEEN_DRAWINGS = 0.25
+# Columns that a bar takes at least, with the space after it.
+_BAR = 12
+
+
+def make_display(console: Console, dir: str | None) -> "Display":
+    """Returns the display that suits a console.
+
+    `dir` is the run's directory, as the user wrote it; None if nothing in it is kept.
+    """
+    if console.is_jupyter:
+        return NotebookDisplay(console, dir)
+    live = console.is_terminal and not console.is_dumb_terminal
+    return LiveDisplay(console, dir) if live else LineDisplay(console, dir)
+
+
+class Display(RunListener):
+    """Base of the displays. Use it in a `with` block.
+
+    Attributes:
+        evals: Per evaler its last step, and its loss and metrics.
+        ended: The last step and the reason, see `RunListener.on_end`.
+        parameters: Number of parameters of the model.
+        trained: Number of those that the learner updates.
+    """
+
+    def __init__(self, console: Console, dir: str | None):
+        self._console = console
+        self._dir = dir
+        self.evals: dict[str, tuple[int, dict[str, float]]] = {}
+        self.resumed_from: int | None = None
+        self.ended: tuple[int, str] | None = None
+        self.parameters = self.trained = 0
+        self._has_started = False
+
+    def __enter__(self) -> "Display":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def print_line(self, line: str) -> None:
+        """Prints a permanent line."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def on_start(self, trainer: Any, resumed_from: int | None) -> None:
+        self.resumed_from = resumed_from
+        self._max_step = trainer.config.max_step
+        self._meter = Meter(self._max_step)
+        self._has_started = True
+        sizes = parameter_sizes(trainer)
+        self.parameters, self.trained = sizes.count, sizes.trained
+        some = f", {self.trained:,} of them trained" if self.trained < self.parameters else ""
+        self.print_line(
+            f"model      {self.parameters:,} parameters{some}, {bytes_text(sizes.bytes)}"
+        )
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+        kind = jax.devices()[0].device_kind
+        self.print_line(f"devices    {mesh.size} × {kind}, mesh {axes}")
+        if resumed_from is None:
+            text = "a new run" + (f" of {self._max_step:,} steps" if self._is_limited else "")
+        elif resumed_from >= self._max_step:
+            text = f"finished at step {resumed_from:,} already"
+        else:
+            text = f"resuming from step {resumed_from:,}"
+        self.print_line(f"run        {f'{self._dir}: ' if self._dir else ''}{text}")
+        for note in schedule_notes(trainer.config):
+            self.print_line(f"schedule   {note}")
+
+    def on_step(self, step: int, outputs: dict[str, Any], batch: Any) -> None:
+        reading = self._meter.on_step(step, outputs, batch)
+        if reading is not None:
+            self._show(reading)
+
+    def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
+        loss = scalar(summaries, "loss")
+        values = ({} if loss is None else {"loss": float(loss)}) | metrics(summaries)
+        self.evals[name] = (step, values)
+        self.print_line(f"step {step:,}  {name}: {', '.join(metric_texts(values)) or 'done'}")
+        self._meter.pause()
+
+    def on_checkpoint(self, step: int) -> None:
+        self._meter.pause()
+
+    def on_save_failed(self, step: int, error: CheckpointSaveError) -> None:
+        self.print_line(f"step {step:,}  NOT SAVED: {error}")
+
+    def on_end(self, step: int, reason: str) -> None:
+        self.ended = (step, reason)
+        reading = self._meter.last() if self._has_started else None
+        if reading is not None:
+            self._show(reading, last=True)
+        if not has_ended(reason):
+            when = "before there was anything to save"
+            if self.is_saved:
+                saved = f", which is saved in {self._dir}" if self._dir else ""
+                when = f"after step {step:,}{saved}"
+            self.print_line(f"\nstopped by {reason} {when}")
+
+    def on_report(self, path: str) -> None:
+        """Handles the report that was written after the run."""
+        if self._dir:
+            self.print_line(f"\nreport     {path}")
+
+    @property
+    def is_saved(self) -> bool:
+        """True if the ended run has a checkpoint."""
+        return self._has_started or bool(self.ended and self.ended[0])
+
+    @property
+    def _is_limited(self) -> bool:
+        return not math.isinf(self._max_step)
+
+    def _show(self, reading: Reading, *, last: bool = False) -> None:
+        raise NotImplementedError
+
+
+class Sizes(NamedTuple):
+    """Size of a model.
+
+    Attributes:
+        count: Number of its parameters, without state such as running averages.
+        trained: Number of those that the learner updates.
+        bytes: Of the parameters.
+    """
+
+    count: int
+    trained: int
+    bytes: int
+
+
+def parameter_sizes(trainer: Any) -> Sizes:
+    """Returns the size of a trainer's model."""
+    params = opt_params(trainer.trainer_state.model, trainer.trainer_state_specs.model)
+    trained = trainer.learner.should_update_with_optimizers(params)
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(trained), strict=True)
+    kept = [(param.value, is_trained) for param, is_trained in pairs if not param.is_state]
+    return Sizes(
+        count=sum(value.size for value, _ in kept),
+        trained=sum(value.size for value, is_trained in kept if is_trained),
+        bytes=sum(value.nbytes for value, _ in kept),
+    )
+
+
+class LineDisplay(Display):
+    """Display that prints lines: the first step, one every ten seconds, the last step."""
+
+    def __init__(
+        self, console: Console, dir: str | None, clock: Callable[[], float] = time.monotonic
+    ):
+        super().__init__(console, dir)
+        self._clock = clock
+        self._next = -math.inf
+
+    def _show(self, reading: Reading, *, last: bool = False) -> None:
+        if last or self._clock() >= self._next:
+            self._next = self._clock() + _SECONDS_BETWEEN_LINES
+            step, *times = progress_texts(reading, self._max_step)
+            self.print_line("  ".join([step, *value_texts(reading), *times]))
+
+
+class _BlockDisplay(Display):
+    """Display with a block of a bar and numbers."""
+
+    _reading: Reading | None = None
+    _doing = "compiling the train step"
+    _saved: int | None = None
+
+    def on_start(self, trainer: Any, resumed_from: int | None) -> None:
+        super().on_start(trainer, resumed_from)
+        if resumed_from is not None and resumed_from >= self._max_step:
+            self._doing = "evaluating"
+
+    def on_checkpoint(self, step: int) -> None:
+        super().on_checkpoint(step)
+        self._saved = step
+
+    def _show(self, reading: Reading, *, last: bool = False) -> None:
+        self._reading = reading
+        if last:
+            texts = [f"step {reading.step:,}", *value_texts(reading)]
+            self.print_line("\n  ".join(in_lines(texts, self._console.width - 2)))
+
+    def _render(self) -> RenderableType:
+        reading = self._reading
+        if reading is None:
+            return Text(f"{self._doing} …", style="dim")
+        bar = ProgressBar(
+            total=self._max_step if self._is_limited else None, completed=reading.step
+        )
+        first = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        first.add_column(ratio=1)
+        first.add_column(no_wrap=True)
+        width = self._console.width
+        beside_bar, *others = in_lines(progress_texts(reading, self._max_step), width - _BAR)
+        first.add_row(bar, beside_bar)
+        notes = [
+            f"{name} {', '.join(metric_texts(values))} (step {step:,})"
+            for name, (step, values) in self.evals.items()
+        ]
+        if self._saved is not None:
+            notes.append(f"saved step {self._saved:,}")
+        lines = [Text(line) for line in in_lines([*others, *value_texts(reading)], width)]
+        lines += [Text(line, style="dim") for line in in_lines(notes, width)]
+        for line in lines:
+            line.no_wrap, line.overflow = True, "ellipsis"
+        return Group(first, *lines)
+
+
+class LiveDisplay(_BlockDisplay):
+    """Display for terminals, which redraws its block four times a second."""
+
+    def __init__(self, console: Console, dir: str | None):
+        super().__init__(console, dir)
+        self._live = Live(
+            console=console,
+            get_renderable=self._render,
+            refresh_per_second=1 / _SECONDS_BETWEEN_DRAWINGS,
+            transient=True,
+        )
+
+        self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._live.stop()
+        while self._redirected:
+            handler, stream = self._redirected.pop()
+            handler.setStream(stream)
+
+    def on_start(self, trainer: Any, resumed_from: int | None) -> None:
+        super().on_start(trainer, resumed_from)
+        before = (sys.stdout, sys.stderr)
+        self._live.start()
+        # It prints above its block what is written to these from now on; handlers hold the others.
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream in before:
+                self._redirected.append((handler, handler.stream))
+                handler.setStream(sys.stderr if handler.stream is before[1] else sys.stdout)
+
+
+class NotebookDisplay(_BlockDisplay):
+    """Display for notebooks, which updates one output of the running cell."""
+
+    def __init__(
+        self, console: Console, dir: str | None, clock: Callable[[], float] = time.monotonic
+    ):
+        super().__init__(console, dir)
+        self._clock = clock
+        self._next = -math.inf
+        self._lines: list[str] = []
+        self._handle: Any = None
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._reading, self._doing = None, ""
+        if self._handle is not None:
+            self._draw()
+
+    def print_line(self, line: str) -> None:
+        self._lines.append(line)
+        self._draw()
+
+    def _show(self, reading: Reading, *, last: bool = False) -> None:
+        super()._show(reading, last=last)
+        if self._clock() >= self._next:
+            self._next = self._clock() + _SECONDS_BETWEEN_DRAWINGS
+            self._draw()
+
+    def _draw(self) -> None:
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+        if self._handle is None:
+            self._handle = display(self, display_id=True)
+        else:
+            self._handle.update(self)
+
+    def _repr_mimebundle_(self, **kwargs: object) -> dict[str, str]:
+        page = Console(
+            file=io.StringIO(), record=True, width=self._console.width, force_jupyter=False
+        )
+        for line in self._lines:
+            page.print(line, markup=False, highlight=False, soft_wrap=True)
+        if self._reading or self._doing:
+            page.print(self._render())
+        html = page.export_html(inline_styles=True, code_format=_CELL, clear=False)
+        return {"text/html": html, "text/plain": page.export_text()}
+
+
+_STYLE = "font-family:monospace;white-space:pre;overflow-x:auto;line-height:1.3"
+_CELL = f'<pre style="{_STYLE}">{{code}}</pre>'
+
+
+def progress_texts(reading: Reading, max_step: float = math.inf) -> list[str]:
+    """Returns how far a run is.
+
+    >>> progress_texts(Reading(20, 2.5, elapsed=19.6, seconds_left=75.0), 100)
+    ['step 20/100', '0:20 elapsed', '1:15 left']
+    """
+    of_all = "" if math.isinf(max_step) else f"/{max_step:,}"
+    texts = [f"step {reading.step:,}{of_all}", f"{duration_text(reading.elapsed)} elapsed"]
+    if reading.seconds_left is not None:
+        texts.append(f"{duration_text(reading.seconds_left)} left")
+    return texts
+
+
+def value_texts(reading: Reading) -> list[str]:
+    """Returns the loss, the model's metrics, the learning rate and the speed.
+
+    >>> value_texts(Reading(20, 2.5, {"model": {"accuracy": 0.5}}, "tokens", 12_345.6))
+    ['loss 2.500', 'accuracy 0.500', '12,346 tokens/s']
+    """
+    texts = metric_texts({"loss": reading.loss, **metrics(reading.summaries)})
+    rate = scalar(reading.summaries.get("learner", {}), "learning_rate")
+    if rate is not None:
+        texts.append(f"learning rate {float(rate):.3g}")
+    if reading.per_second is not None:
+        texts.append(f"{reading.per_second:,.0f} {reading.unit}/s")
+    return texts
+
+
+def metric_texts(values: Mapping[str, float]) -> list[str]:
+    """Formats metrics.
+
+    >>> metric_texts({"loss": 1.5, "bits_per_byte": 2.1642, "error": 0.00123, "count": 12_345.6})
+    ['loss 1.500', 'bits per byte 2.164', 'error 0.00123', 'count 12,346']
+    """
+    return [f"{name.replace('_', ' ')} {metric_text(value)}" for name, value in values.items()]
+
+
+def metric_text(value: float) -> str:
+    """Formats the value of a metric, with three digits.
+
+    >>> metric_text(1.5), metric_text(0.0123), metric_text(12_345.6)
+    ('1.500', '0.0123', '12,346')
+    """
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
+
+
+def in_lines(texts: Iterable[str], width: int) -> list[str]:
+    """Distributes texts over lines of at most `width` columns, if each fits by itself.
+
+    >>> in_lines(["loss 2.500", "accuracy 0.500", "12,346 tokens/s"], width=30)
+    ['loss 2.500  accuracy 0.500', '12,346 tokens/s']
+    """
+    lines: list[str] = []
+    for text in texts:
+        if lines and len(lines[-1]) + 2 + len(text) <= width:
+            lines[-1] += f"  {text}"
+        else:
+            lines.append(text)
+    return lines
+
+
+def duration_text(seconds: float) -> str:
+    """Formats seconds as `m:ss`, or `h:mm:ss`.
+
+    >>> duration_text(75), duration_text(3_675)
+    ('1:15', '1:01:15')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def bytes_text(size: float) -> str:
+    """Formats a number of bytes.
+
+    >>> bytes_text(999), bytes_text(12_300_000)
+    ('999 bytes', '12.3 MB')
+    """
+    return f"{size} bytes" if size < 1000 else with_unit(size, (" kB", " MB", " GB", " TB"))
+
+
+def with_unit(number: float, units: Sequence[str]) -> str:
+    """Formats a number of at least 1,000 with the unit of its power of 1,000.
+
+    >>> with_unit(12_340_000, ("k", "M"))
+    '12.3M'
+    """
+    power = 1
+    while number >= 1000 ** (power + 1) and power < len(units):
+        power += 1
+    return f"{number / 1000**power:.1f}{units[power - 1]}"

@@ -1,0 +1,485 @@
+"""Training of a model on data at hand in one call.
+
+`fit` builds the config of an `SpmdTrainer` and runs it. `FitResult.config` is that config, to go on
+with where the arguments do not suffice.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import grain
+import jax
+import numpy as np
+import optax
+
+from weft.config import REQUIRED, InMemory, InstantiableConfig, config_for_function
+from weft.errors import FitError, InputDatasetError, did_you_mean
+from weft.hierarchy import Module
+from weft.hierarchy.module import functional
+from weft.input import ArrayInput, Arrays, Batches, Input, IterableInput
+from weft.input.grain import DispatchConfig, per_feed_batch, shard_dataset
+from weft.input.in_memory import batch_dtype, checked_arrays, named_leaves
+from weft.interop.models import adapter_of, model_of
+from weft.interop.nnx import NNXModel
+from weft.trainer.checkpointer.policy import EvalMetric, KeepBest, every_n_steps_and_last_policy
+from weft.trainer.display import make_display
+from weft.trainer.evaler import SpmdEvaler, every_n_steps_policy
+from weft.trainer.fit_result import VALIDATION, FitResult, fit_result
+from weft.trainer.learner import Learner
+from weft.trainer.mesh import build_mesh
+from weft.trainer.model import LibraryModel, build_model
+from weft.trainer.optimizers.algorithms import adam_optimizer, adamw_optimizer, sgd_optimizer
+from weft.trainer.optimizers.base import as_partitioned
+from weft.trainer.progress import INPUT_ENDED, RunListener
+from weft.trainer.report.recorder import error_console
+from weft.trainer.summary_writer.files import JsonLinesWriter
+from weft.trainer.supervised import ROW_WEIGHT, OutputFn, Supervised
+from weft.trainer.trainer import SpmdTrainer
+
+_BATCH_SIZE = 32
+_FORMS = (
+    "a pair of arrays (x, y), a dict of arrays, a Grain dataset, or an iterable of batches, each a "
+    "pair or a dict"
+)
+_Check = Callable[[str, dict[str, Any]], None]
+"""Function that raises an error for arrays that do not fit; the text names them."""
+
+
+@dataclasses.dataclass
+class _Data:
+    """Data that `fit` was given.
+
+    Attributes:
+        name: The argument of `fit`.
+        values: The data, with fields by name.
+        batch_size: Rows of a batch of arrays; None if the data has batches.
+        num_batches: Number of batches of a pass; None if unknown.
+        checks: What each batch has to pass; for arrays `check` checks all at once.
+    """
+
+    name: str
+    values: Arrays | Batches
+    batch_size: int | None
+    num_batches: int | None
+    checks: list[_Check]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The arrays, or those of the first batch."""
+        return self.values.value if isinstance(self.values, Arrays) else self.values.first
+
+    def check(self, fn: _Check) -> None:
+        """Checks the arrays, or the first batch now and the others when they are read."""
+        self.checks.append(fn)
+        fn(self.name, self.fields)
+
+    def input_config(self, *, seed: int = 0, counts_rows: bool = False) -> Input.Config:
+        """Returns the config of an input.
+
+        Args:
+            seed: Seed of the order of arrays in training.
+            counts_rows: Whether rows that fill up the last batch of arrays have weight 0.
+        """
+        if isinstance(self.values, Batches):
+            return IterableInput.default_config().set(batches=self.values)
+        arrays, padding = self.values, None
+        if counts_rows:
+            ones = np.ones(arrays.num_rows, np.float32)
+            arrays, padding = Arrays({**arrays.value, ROW_WEIGHT: ones}), {ROW_WEIGHT: 0.0}
+        return ArrayInput.default_config().set(
+            arrays=arrays, global_batch_size=self.batch_size, seed=seed, padding=padding
+        )
+
+
+def _read_data(data: Any, name: str, batch_size: int | None) -> _Data:
+    """Returns the data that `fit` was given as `name`.
+
+    Raises:
+        FitError: If it has none of the forms that `fit` takes, or its batches have a size already.
+        InputDatasetError: If it has no rows, rows of different numbers, or numbers that are not
+            finite.
+    """
+    checks: list[_Check] = []
+    if isinstance(data, Arrays | Mapping) or type(data) is tuple:
+        arrays = data if isinstance(data, Arrays) else Arrays(_fields(data, name))
+        size = batch_size or min(_BATCH_SIZE, arrays.num_rows)
+        found = _Data(name, arrays, size, math.ceil(arrays.num_rows / size), checks)
+    elif isinstance(data, grain.MapDataset | grain.IterDataset):
+        if batch_size is not None:
+            part = DispatchConfig(jax.process_index(), jax.process_count())
+            data = data if jax.process_count() == 1 else shard_dataset(data, part)
+            data = per_feed_batch(data, global_batch_size=batch_size, dispatch_config=part)
+        batches = Batches(data.map(lambda batch: _batch(batch, name, checks)))
+        found = _Data(name, batches, None, _length(data), checks)
+    elif isinstance(data, Iterable) and not isinstance(data, str):
+        if batch_size is not None:
+            raise FitError(
+                f"fit got batch_size={batch_size}, but {name} is a {type(data).__name__}, an "
+                "iterable of batches, which have their sizes; leave batch_size out."
+            )
+        batches = Batches(_Mapped(data, lambda batch: _batch(batch, name, checks)).same_kind())
+        found = _Data(name, batches, None, _length(data), checks)
+    else:
+        raise FitError(f"{name} is a {type(data).__name__}; expected {_FORMS}.")
+    found.check(_check_finite)
+    return found
+
+
+def _length(data: Any) -> int | None:
+    return len(data) if hasattr(data, "__len__") else None
+
+
+class _Mapped:
+    """Iterable with a function applied to each element."""
+
+    def __init__(self, data: Iterable[Any], fn: Callable[[Any], Any]):
+        self._data, self._fn = data, fn
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._fn, self._data)
+
+    def same_kind(self) -> Iterable[Any]:
+        """Returns an iterator for an iterator, which comes once, else this object."""
+        return iter(self) if iter(self._data) is self._data else self
+
+
+def _fields(data: Any, name: str) -> dict[str, Any]:
+    if isinstance(data, Mapping):
+        return dict(data)
+    if type(data) is not tuple or len(data) != 2:
+        what = f"tuple of {len(data)}" if isinstance(data, tuple) else type(data).__name__
+        raise InputDatasetError(
+            f"{name} is a {what}; expected a pair (x, y) or a dict of arrays. All arrays together "
+            "are a tuple, (x, y), not a list, which has batches."
+        )
+    return {"x": data[0], "y": data[1]}
+
+
+def _batch(batch: Any, name: str, checks: list[_Check]) -> dict[str, Any]:
+    fields = checked_arrays(_fields(batch, f"a batch of {name}"))
+    for check in checks:
+        check(f"a batch of {name}", fields)
+    return jax.tree.map(lambda x: x.astype(batch_dtype(x), copy=False), fields)
+
+
+def _check_finite(name: str, fields: dict[str, Any]) -> None:
+    for field, x in named_leaves(fields).items():
+        if np.issubdtype(x.dtype, np.inexact) and not np.isfinite(x).all():
+            row = int(np.argwhere(~np.isfinite(x))[0][0])
+            raise InputDatasetError(
+                f"{name}: {field!r} has NaN or infinite numbers, the first in row {row}; drop or "
+                "replace these rows."
+            )
+        if field == ROW_WEIGHT:
+            raise InputDatasetError(f"{name}: {field!r} is a reserved name; rename the field.")
+
+
+M = TypeVar("M")
+NameOrFn = str | OutputFn
+Data = Arrays | Mapping[str, Any] | Iterable[Any]
+"""Arrays, a pair of them, a Grain dataset or batches."""
+
+_ADAM = {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
+OPTIMIZERS: dict[str, Any] = {
+    "adam": config_for_function(adam_optimizer).set(**_ADAM),
+    "adamw": config_for_function(adamw_optimizer).set(**_ADAM, weight_decay=1e-4),
+    "sgd": config_for_function(sgd_optimizer).set(decouple_weight_decay=False),
+}
+_TARGETS = ("y", "label", "labels", "target", "targets")
+_LEARNING_RATE = 1e-3
+_MAX_RECORDED_STEPS = 1000
+
+
+def fit(
+    model: M,
+    data: Data,
+    loss: NameOrFn | None = None,
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    validation: Data | None = None,
+    metrics: NameOrFn | Sequence[NameOrFn] | Mapping[str, NameOrFn] = (),
+    optimizer: str | optax.GradientTransformation | InstantiableConfig[Any] = "adam",
+    learning_rate: float | Callable[[Any], Any] | InstantiableConfig[Any] | None = None,
+    target: str | None = None,
+    seed: int = 0,
+    dir: str | None = None,
+    progress: bool = True,
+) -> FitResult[M]:
+    """Trains a model on data at hand.
+
+    Args:
+        model: A module of Linen, NNX or another library that `weft.interop` knows, the config of a
+            hierarchy layer or of a class, or a layer of the hierarchy. A module of NNX starts with
+            its values and is updated in place; others are initialized by `seed`.
+        data: Arrays as a pair `(x, y)` or a dict of equally long arrays; a Grain dataset; or an
+            iterable of batches, each such a pair or dict. A Grain dataset has batches too, or
+            examples if `batch_size` is set. A pair is short for `{"x": x, "y": y}`.
+        loss: "cross_entropy" (logits and integer labels), "binary_cross_entropy" (logits and
+            probabilities), "mse", "mae" or "huber"; a function of the model's outputs and the batch
+            that returns one number per row, or a scalar; or None if the model is called with the
+            batch, a dict, and returns `(loss, aux)`. With a loss, the model is called with the
+            fields of the batch except the target: an array if there is one, else a dict.
+        epochs: Number of passes over the data.
+        steps: Number of batches, instead of `epochs`.
+        batch_size: Rows of a batch over all devices; for arrays 32 by default.
+        validation: Data in one of the same forms, evaluated after each epoch, or with `steps` ten
+            times, and at the end. Rows that fill up the last batch do not count.
+        metrics: "accuracy", names of losses, or functions like `loss`; a dict names them.
+        optimizer: "adam", "adamw", "sgd", an optimizer of optax, or the config of one.
+        learning_rate: Rate of a named optimizer, 0.001 by default, or a schedule.
+        target: Field that named losses compare with the outputs; by default the one named y, label,
+            labels, target or targets.
+        seed: Seed of parameters, noise and the order of arrays.
+        dir: Directory for checkpoints and the record of the run. A run whose directory has a
+            checkpoint resumes. None keeps nothing on disk.
+        progress: Whether to show the progress, see `SpmdTrainer.run`.
+
+    Raises:
+        FitError: If arguments contradict each other.
+        InputDatasetError: If the data is empty, has NaN, or its arrays or labels do not fit.
+        LossError: If a loss or metric is unknown, or does not fit the outputs.
+        RunDirError: If `dir` belongs to a run with other arguments or other data.
+
+    >>> import numpy as np
+    >>> from weft import nnx
+    >>> x = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
+    >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    >>> result = fit(model, (x, 2 * x + 1), "mse", epochs=50, learning_rate=0.1, progress=False)
+    >>> round(float(model.bias[0]), 1), len(result.history.train["loss"])
+    (1.0, 100)
+    """
+    _check_counts(epochs=epochs, steps=steps, batch_size=batch_size)
+    train = _read_data(data, "data", batch_size)
+    held_out = None if validation is None else _read_data(validation, "validation", batch_size)
+    cfg = SpmdTrainer.default_config().set(
+        name="trainer",
+        seed=seed,
+        model=_model_config(model, loss, _metrics(metrics), target, train),
+        learner=Learner.default_config().set(optimizer=_optimizer(optimizer, learning_rate)),
+        input=train.input_config(seed=seed),
+        mesh_shape=(-1,),
+        mesh_axis_names=("data",),
+    )
+    _set_length(cfg, train, held_out, epochs, steps, is_kept=dir is not None)
+    return _run(model, cfg, dir, progress)
+
+
+def _set_length(
+    cfg: SpmdTrainer.Config,
+    train: _Data,
+    held_out: _Data | None,
+    epochs: int | None,
+    steps: int | None,
+    *,
+    is_kept: bool,
+) -> None:
+    """Sets the number of steps, and when to evaluate, save and record; checks the model."""
+    per_epoch = train.num_batches
+    if epochs is not None and per_epoch is None:
+        raise FitError(
+            f"fit got epochs={epochs}, but the number of batches of the data is unknown; set steps "
+            "instead."
+        )
+    cfg.max_step = steps = steps or _steps(train, epochs or 1)
+    cfg.summary_writer = JsonLinesWriter.default_config().set(
+        write_every_n_steps=math.ceil(steps / _MAX_RECORDED_STEPS)
+    )
+    counts_rows = _check_model(cfg, [train, *([held_out] if held_out else [])])
+    every = per_epoch if epochs and per_epoch else math.ceil(steps / 10)
+    if held_out is not None:
+        _add_validation(cfg, held_out, every, counts_rows)
+    elif not is_kept:
+        every = steps  # no checkpoint but the last is of use
+    cfg.checkpointer.save_policy = config_for_function(every_n_steps_and_last_policy).set(
+        n=every, max_step=steps
+    )
+
+
+def _run(model: M, cfg: SpmdTrainer.Config, dir: str | None, progress: bool) -> FitResult[M]:
+    if dir is None and jax.process_count() > 1:
+        raise FitError("fit got dir=None; several processes need a directory that they share.")
+    with contextlib.ExitStack() as stack:
+        cfg.dir = dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-fit-"))
+        trainer = cfg.clone().instantiate(parent=None)
+        listener = _End()
+        display = make_display(error_console(), dir) if progress and dir is None else progress
+        trainer.run(listener=listener, progress=display)
+        if trainer.trainer_state is None:
+            raise FitError(f"fit was stopped by {listener.reason} before the first step.")
+        if listener.reason == INPUT_ENDED:
+            raise InputDatasetError(
+                f"data ended after {trainer.step} of {cfg.max_step} steps; expected a batch for "
+                "each. Pass an iterable that can be repeated, such as a list, or set fewer steps."
+            )
+        result = fit_result(model, cfg, trainer)
+    if isinstance(_layer(model), InMemory) and isinstance(model_of(model), NNXModel):
+        result.last.update(model)
+    if dir is None:
+        cfg.dir = REQUIRED
+    return result
+
+
+def _check_counts(*, epochs: int | None, steps: int | None, batch_size: int | None) -> None:
+    if (epochs is None) == (steps is None):
+        raise FitError(
+            f"fit got epochs={epochs} and steps={steps}; expected one of the two, such as epochs=10"
+        )
+    for name, value in {"epochs": epochs, "steps": steps, "batch_size": batch_size}.items():
+        if value is not None and value < 1:
+            raise FitError(f"fit got {name}={value}; expected 1 or more.")
+
+
+class _End(RunListener):
+    """Listener that keeps the reason why the run ended."""
+
+    reason = ""
+
+    def on_end(self, step: int, reason: str) -> None:
+        self.reason = reason
+
+
+def _steps(train: _Data, epochs: int) -> int:
+    if isinstance(train.values, Arrays):  # a batch may have rows of two passes
+        return math.ceil(epochs * train.values.num_rows / (train.batch_size or 1))
+    return epochs * (train.num_batches or 1)
+
+
+def _model_config(
+    model: Any,
+    loss: NameOrFn | None,
+    metrics: dict[str, NameOrFn],
+    target: str | None,
+    data: _Data,
+) -> Any:
+    layer = _layer(model)
+    if loss is not None:
+        cfg = Supervised.default_config().set(layer=layer, loss=loss, metrics=metrics)
+        return cfg.set(target=target or _only_target(data.fields))
+    if metrics or target:
+        given = f"metrics={list(metrics)}" if metrics else f"target={target!r}"
+        raise FitError(
+            f"fit got {given} without a loss. A model that computes its own loss reports its "
+            "metrics itself; leave them out, or set loss."
+        )
+    if isinstance(layer, Module.Config):
+        return layer
+    return LibraryModel.default_config().set(layer=layer)
+
+
+def _layer(model: Any) -> Any:
+    """Returns the model as the value of a config."""
+    if isinstance(model, Module):
+        return model.config
+    if isinstance(model, type | InstantiableConfig) or adapter_of(model).endswith("LinenModel"):
+        return model
+    name = f"{type(model).__module__}.{type(model).__qualname__}"
+    return InMemory(model, f"an object of type {name}")
+
+
+def _only_target(fields: Mapping[str, Any]) -> str | None:
+    found = [name for name in _TARGETS if name in fields]
+    return found[0] if len(found) == 1 else None
+
+
+def _metrics(
+    metrics: NameOrFn | Sequence[NameOrFn] | Mapping[str, NameOrFn],
+) -> dict[str, NameOrFn]:
+    if isinstance(metrics, Mapping):
+        return dict(metrics)
+    several = [metrics] if isinstance(metrics, str) or callable(metrics) else metrics
+    return {x if isinstance(x, str) else getattr(x, "__name__", str(x)): x for x in several}
+
+
+def _optimizer(optimizer: Any, learning_rate: Any) -> InstantiableConfig:
+    if isinstance(optimizer, str):
+        if optimizer not in OPTIMIZERS:
+            raise FitError(
+                f"there is no optimizer {optimizer!r}. {did_you_mean(optimizer, OPTIMIZERS)} "
+                "Optimizers of optax can be passed as objects, such as optax.lion(1e-4)."
+            )
+        rate = _LEARNING_RATE if learning_rate is None else learning_rate
+        return OPTIMIZERS[optimizer].clone(learning_rate=rate)
+    if learning_rate is not None:
+        raise FitError(
+            f"fit got learning_rate={learning_rate!r} and an optimizer that has its own; set it "
+            "there, or name the optimizer."
+        )
+    if isinstance(optimizer, InstantiableConfig):
+        return optimizer
+    return config_for_function(as_partitioned).set(transformation=optimizer)
+
+
+def _check_model(cfg: Any, datasets: Sequence[_Data]) -> bool:
+    """Checks data against the model; returns whether rows can be left out of loss and metrics."""
+    if not isinstance(cfg.model, Supervised.Config):
+        return False
+    found: list[Any] = []
+
+    def outputs_of(key: Any, batch: Any) -> Any:
+        state = layer.initialize_parameters_recursively(key)
+        call = {"method": "predict", "is_training": False}
+        outputs, _ = functional(layer, key, state, (batch,), **call)
+        found.append(layer.is_per_row(outputs, batch))
+        return outputs
+
+    spec = cfg.input.clone(name="input").instantiate(parent=None).element_spec()
+    with jax.set_mesh(build_mesh(cfg.mesh_shape, cfg.mesh_axis_names)):
+        layer: Any = build_model(cfg)
+        outputs = jax.eval_shape(outputs_of, jax.random.key(0), spec)
+    target, names = cfg.model.target, {cfg.model.loss, *cfg.model.metrics.values()}
+    if target is not None and hasattr(outputs, "shape"):
+        is_label = len(outputs.shape) > len(spec[target].shape)
+        if names & {"cross_entropy", "accuracy"} and is_label:
+            limit, what = outputs.shape[-1] - 1, f"the model has {outputs.shape[-1]} outputs"
+        elif "binary_cross_entropy" in names:
+            limit, what = 1, "binary_cross_entropy takes probabilities"
+        else:
+            return found[-1]
+        for data in datasets:
+            data.check(functools.partial(_check_range, target, limit, what))
+    return found[-1]
+
+
+def _check_range(target: str, limit: int, what: str, name: str, fields: dict[str, Any]) -> None:
+    values = fields[target]
+    if values.min() < 0 or values.max() > limit:
+        raise InputDatasetError(
+            f"{name}: {target!r} has values from {values.min()} to {values.max()}, and {what}; "
+            f"expected 0 to {limit}."
+        )
+
+
+def _add_validation(cfg: Any, data: _Data, every: int, counts_rows: bool) -> None:
+    if isinstance(data.values, Arrays) and not counts_rows:
+        last = data.values.num_rows % (data.batch_size or 1)
+        if last % jax.device_count():
+            raise FitError(
+                f"validation has {data.values.num_rows} rows: the last batch has {last}, which do "
+                f"not divide over {jax.device_count()} devices, and cannot be filled up, because "
+                "the loss or a metric is a scalar. Return one number per row, or choose a "
+                "batch_size or a number of rows that divides."
+            )
+    elif isinstance(data.values, Batches) and data.values.is_iterator:
+        raise FitError(
+            "validation is an iterator, which comes once, and is evaluated several times; pass a "
+            "list of its batches."
+        )
+    cfg.evalers = {
+        VALIDATION: SpmdEvaler.default_config().set(
+            input=data.input_config(counts_rows=counts_rows),
+            eval_policy=config_for_function(every_n_steps_policy).set(
+                n=every, max_step=cfg.max_step
+            ),
+            summary_writer=JsonLinesWriter.default_config(),
+        )
+    }
+    cfg.checkpointer.keep_best = KeepBest.default_config().set(
+        metric=EvalMetric(VALIDATION, "loss"), mode="min"
+    )

@@ -1,0 +1,314 @@
+"""Status page of a run: its report so far, and what it does now.
+
+    /          HTML: the page of the report, which renews itself
+    /json      step, rate, losses, evaluations, time left, checkpoint, current activity as JSON
+    /stacks    stack traces of all threads
+
+The page's server listens on the loopback interface only; use `ssh -L` from elsewhere. It refuses
+requests whose host is not that interface, which prevents DNS rebinding. Connections are few and
+short, such that clients cannot exhaust the run's threads.
+"""
+
+import collections
+import contextlib
+import http.server
+import ipaddress
+import json
+import logging
+import math
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from weft.distributed.watchdog import Watchdog
+from weft.errors import CheckpointSaveError, StatusPageError, WeftError
+from weft.trainer.display import Meter, Reading, duration_text, outermost_scalars
+from weft.trainer.progress import RunListener, RunningTrainer
+from weft.trainer.report.page import page, run_body
+from weft.trainer.report.results import TRAIN_SUMMARIES, Curves, Results, read_results
+from weft.typing import NestedTensor
+
+logger = logging.getLogger(__name__)
+
+_LAST_LOSSES = 100
+_RATE_STEPS = 50
+_MAX_POINTS = 1000
+_MAX_CONNECTIONS = 8
+_CONNECTION_SECONDS = 5.0
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(:[0-9]{1,5})?")
+# Renews the page, and keeps what the reader has opened.
+_SCRIPT = """<script>
+setInterval(async () => {
+  const answer = await fetch("/").catch(() => null);
+  if (!answer || !answer.ok) return;
+  const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+  const kept = [...document.querySelectorAll("details[open], input:checked")].map((e) => e.id);
+  document.querySelector("main").replaceWith(fresh.querySelector("main"));
+  for (const id of kept) {
+    const element = document.getElementById(id);
+    if (element) element.open = element.checked = true;
+  }
+}, 5000);
+</script>"""
+
+
+class RunStatus(RunListener):
+    """Listener that records the status of a run for other threads."""
+
+    def __init__(self, watchdog: Watchdog):
+        self._watchdog = watchdog
+        self._started = time.time()
+        self._facts: dict[str, Any] = {"step": 0, "resumed_from": None, "last_checkpoint": None}
+        self._moments: collections.deque[float] = collections.deque(maxlen=_RATE_STEPS)
+        self._losses: collections.deque[tuple[int, Any]] = collections.deque(maxlen=_LAST_LOSSES)
+        self._values: list[tuple[int, Mapping[str, Any]]] = []
+        self._every_n_steps = 1
+        self._evals: dict[str, list[tuple[int, dict[str, float]]]] = {}
+        self._meter = Meter(math.inf)
+        self._reading: Reading | None = None
+        self._results = Results("a run that starts")
+
+    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> None:
+        directory, max_step = trainer.config.dir, trainer.config.max_step
+        self._facts |= {
+            "name": trainer.path(),
+            "dir": directory,
+            "step": trainer.step,
+            "max_step": max_step,
+            "resumed_from": resumed_from,
+            "last_checkpoint": resumed_from,
+        }
+        self._meter = Meter(max_step)
+        self._results = Results(Path(directory).absolute().name)
+        # Other machines may not see the directory.
+        with contextlib.suppress(OSError, WeftError):
+            self._results = read_results(directory)
+
+    def on_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
+        self._facts["step"] = step
+        self._losses.append((step, outputs["loss"]))
+        self._moments.append(time.monotonic())
+        self._reading = self._meter.on_step(step, outputs, batch) or self._reading
+        if step % self._every_n_steps == 0:
+            metrics = outermost_scalars(outputs.get("summaries", {}))
+            self._values.append((step, {**metrics, "loss": outputs["loss"]}))
+        if len(self._values) > _MAX_POINTS:
+            self._values, self._every_n_steps = self._values[::2], 2 * self._every_n_steps
+
+    def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
+        values = {key: float(value) for key, value in outermost_scalars(summaries).items()}
+        self._evals.setdefault(name, []).append((step, values))
+
+    def on_checkpoint(self, step: int) -> None:
+        self._facts["last_checkpoint"] = step
+
+    def on_end(self, step: int, reason: str) -> None:
+        self._facts["ended"] = reason
+
+    def on_save_failed(self, step: int, error: CheckpointSaveError) -> None:
+        self._facts["last_failed_save"] = f"step {step}: {error}"
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the status as JSON values, without waiting for unfinished steps."""
+        # Arrays of unfinished steps would block the reader.
+        done = [(step, loss) for step, loss in list(self._losses) if loss.is_ready()]
+        moments = list(self._moments)
+        rate = None
+        if len(moments) > 1 and moments[-1] > moments[0]:
+            rate = round((len(moments) - 1) / (moments[-1] - moments[0]), 3)
+        max_step = self._facts.get("max_step")
+        seconds_left = self._reading and self._reading.seconds_left
+        return {
+            **self._facts,
+            "max_step": max_step if max_step != math.inf else None,
+            "doing": self._watchdog.doing,
+            "seconds_since_progress": round(self._watchdog.silent_seconds, 1),
+            "seconds_running": round(time.time() - self._started, 1),
+            "seconds_left": None if seconds_left is None else round(seconds_left, 1),
+            "steps_per_second": rate,
+            "losses": {str(step): _number(float(loss)) for step, loss in done},
+            "last_evaluations": {
+                name: {"step": evals[-1][0]} | {k: _number(x) for k, x in evals[-1][1].items()}
+                for name, evals in list(self._evals.items())
+            },
+            "process": f"{jax.process_index()} of {jax.process_count()}",
+            "pid": os.getpid(),
+        }
+
+    def html(self) -> str:
+        """Returns the page of the run so far."""
+        body = run_body(self._so_far())
+        links = '<p><a href="/json">JSON</a> · <a href="/stacks">stacks</a></p>'
+        return page(f"{self._results.name} · Weft", f"{body}\n{links}", script=_SCRIPT)
+
+    def _so_far(self) -> Results:
+        """Returns the results of earlier starts and of this one."""
+        before, resumed_from = self._results, self._facts["resumed_from"] or 0
+        curves: dict[str, Curves] = {
+            reporter: {
+                name: [point for point in points if point[0] <= resumed_from]
+                for name, points in of.items()
+            }
+            for reporter, of in before.curves.items()
+        }
+        ready = [(step, of) for step, of in list(self._values) if of["loss"].is_ready()]
+        for reporter, values in {TRAIN_SUMMARIES: ready, **self._evals}.items():
+            prefix = "model/" if reporter == TRAIN_SUMMARIES else ""
+            of_reporter = curves.setdefault(reporter, {})
+            for step, of in list(values):
+                for name, value in of.items():
+                    path = name if name == "loss" else f"{prefix}{name}"
+                    of_reporter.setdefault(path, []).append((step, float(value)))
+        record = dict(before.record)
+        if "ended" in self._facts:
+            record["end"] = {"step": self._facts["step"], "reason": self._facts["ended"]}
+        return Results(before.name, record, curves, config=before.config, live=self._live_facts())
+
+    def _live_facts(self) -> dict[str, str]:
+        status, reading = self.snapshot(), self._reading
+        of_all = f" of {status['max_step']:,}" if status.get("max_step") else ""
+        facts = {"step": f"{status['step']:,}{of_all}", "now": status["doing"]}
+        facts["elapsed"] = duration_text(status["seconds_running"])
+        if status["seconds_left"] is not None:
+            facts["remaining"] = duration_text(status["seconds_left"])
+        if reading is not None and reading.per_second is not None:
+            facts["speed"] = f"{reading.per_second:,.0f} {reading.unit}/s"
+        elif status["steps_per_second"] is not None:
+            facts["speed"] = f"{status['steps_per_second']:,.3g} steps/s"
+        facts["last progress"] = f"{status['seconds_since_progress']:,.0f} s ago"
+        for name in ("last_checkpoint", "last_failed_save"):
+            if status.get(name) is not None:
+                facts[name.replace("_", " ")] = str(status[name])
+        return facts | {"process": f"{status['process']}, pid {status['pid']}"}
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)  # JSON has no NaN
+
+
+def stacks() -> str:
+    """Returns the stacks of all threads of this process as text."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
+
+
+def is_loopback_host(host: str) -> bool:
+    """Returns whether the host of a request is the loopback interface, at any port.
+
+    >>> is_loopback_host("localhost:8080"), is_loopback_host("127.0.0.1.evil.example")
+    (True, False)
+    """
+    match = _HOST.fullmatch(host)
+    if match is None:
+        return False
+    name = match[1].strip("[]")
+    try:
+        return name.lower() == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """Server for a few clients at a time, each for a short time."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, handler: type[http.server.BaseHTTPRequestHandler]):
+        self._lock = threading.Lock()
+        self._since: dict[socket.socket, float] = {}
+        super().__init__(("127.0.0.1", port), handler)
+
+    def process_request(self, request: Any, client_address: object) -> None:
+        with self._lock:
+            accepts = len(self._since) < _MAX_CONNECTIONS
+            if accepts:
+                self._since[request] = time.monotonic()
+        if accepts:
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Ends connections that take too long; called twice a second."""
+        now = time.monotonic()
+        with self._lock:
+            for request, since in self._since.items():
+                if now - since > _CONNECTION_SECONDS:
+                    with contextlib.suppress(OSError):  # already ending
+                        request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Ignores errors, such as a client that has disconnected."""
+
+
+@contextlib.contextmanager
+def status_page(port: int | None, watchdog: Watchdog) -> Iterator[RunListener]:
+    """Serves the page while open, and yields the listener that it needs.
+
+    Port 0 is any free port, None serves no page; with several processes, each uses the next port.
+    Raises a StatusPageError if the server cannot listen on the port.
+    """
+    if port is None:
+        yield RunListener()
+        return
+    status = RunStatus(watchdog)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            hosts = self.headers.get_all("Host", [])
+            if len(hosts) != 1 or not is_loopback_host(hosts[0].strip()):
+                self.send_error(403, "the Host has to be localhost, 127.0.0.1 or [::1]")
+            elif self.path == "/json":
+                self._answer(json.dumps(status.snapshot(), indent=2), "application/json")
+            elif self.path == "/stacks":
+                self._answer(stacks(), "text/plain; charset=utf-8")
+            elif self.path == "/":
+                self._answer(status.html(), "text/html; charset=utf-8")
+            else:
+                self.send_error(404, "the paths are /, /json and /stacks")
+
+        def _answer(self, text: str, kind: str) -> None:
+            data = text.encode()
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Keeps requests out of the run's log."""
+
+    own = port + jax.process_index() if port else 0
+    try:
+        server = _Server(own, Handler)
+    except OSError as error:
+        raise StatusPageError(
+            f"status_port={port}: cannot listen on 127.0.0.1:{own}: {error}. Choose another port, "
+            "or 0 for any free one."
+        ) from error
+    thread = threading.Thread(target=server.serve_forever, name="weft-status-page", daemon=True)
+    thread.start()
+    logger.warning("the status of this run: http://127.0.0.1:%d/", server.server_address[1])
+    try:
+        yield status
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,117 @@
+"""Display, record and report of every run."""
+
+import contextlib
+import io
+import logging
+import sys
+from collections.abc import Iterator
+from typing import IO, Any, cast
+
+import jax
+from rich.console import Console
+
+from weft.trainer.display import Display, make_display, parameter_sizes
+from weft.trainer.progress import RunListener, RunListeners
+from weft.trainer.report.page import write_report
+from weft.trainer.run_dir import update_record
+
+logger = logging.getLogger(__name__)
+
+
+class RunRecorder(RunListener):
+    """Listener that records the size of the model, and how the run ended, in its directory.
+
+    A full disk does not end the run.
+    """
+
+    def __init__(self, directory: str):
+        self._directory = directory
+        self._step = 0
+
+    def on_start(self, trainer: Any, resumed_from: int | None) -> None:
+        sizes = parameter_sizes(trainer)
+        self._update(model={"parameters": sizes.count, "trained": sizes.trained}, end=None)
+        self._step = trainer.step
+
+    def on_step(self, step: int, outputs: object, batch: object) -> None:
+        self._step = step
+
+    def on_end(self, step: int, reason: str) -> None:
+        self._update(end={"step": step, "reason": reason})
+
+    def on_error(self, error: BaseException) -> None:
+        """Records the error that ended the run."""
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        self._update(end={"step": self._step, "reason": text})
+
+    def write_report(self) -> str | None:
+        """Writes the report of the run and returns its path, None if it cannot be written."""
+        with self._errors_logged():
+            return str(write_report(self._directory))
+
+    def _update(self, **values: object) -> None:
+        with self._errors_logged():
+            update_record(self._directory, **values)
+
+    @contextlib.contextmanager
+    def _errors_logged(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            logger.warning("the record and report of the run cannot be written: %s", error)
+
+
+class _Stderr:
+    """Standard error without what cannot be written, for want of a reader or of disk space."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr or io.StringIO()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+def error_console() -> Console:
+    """Returns a console on the standard error that never fails."""
+    return Console(file=cast(IO[str], _Stderr()), highlight=False)
+
+
+@contextlib.contextmanager
+def reported(
+    directory: str, progress: bool | Display, listener: RunListener | None
+) -> Iterator[RunListener]:
+    """Yields a listener that shows and records a run, and passes the events on to `listener`.
+
+    Afterwards the report is written, also if an error ended the run. Only the first process makes
+    a display, and records.
+
+    Args:
+        directory: of the run.
+        progress: the display to use; True for one on the standard error, False for none.
+    """
+    is_first = jax.process_index() == 0
+    display = progress if isinstance(progress, Display) else None
+    if progress is True and is_first:
+        display = make_display(error_console(), directory)
+    recorder = RunRecorder(directory) if is_first else None
+    listeners = [x for x in (display, recorder, listener) if x is not None]
+    with display or contextlib.nullcontext():
+        try:
+            yield RunListeners(listeners)
+        except BaseException as error:
+            if recorder is not None:
+                recorder.on_error(error)
+                recorder.write_report()
+            raise
+        path = recorder and recorder.write_report()
+        if display is not None and path:
+            display.on_report(path)

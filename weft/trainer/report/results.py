@@ -1,0 +1,184 @@
+"""Results of a run, read from its directory: curves, config, record.
+
+The summaries are read from the files of a `JsonLinesWriter`, or else from TensorBoard's. They can
+be read at any time, also during the run.
+"""
+
+import ast
+import bisect
+import dataclasses
+import datetime
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.errors import RunDirError
+from weft.trainer.report.charts import Point, finite
+from weft.trainer.run_dir import CONFIG_FILE, read_record
+from weft.trainer.summary_writer.event_file import SessionLog, read_events
+from weft.trainer.summary_writer.files import JSON_LINES_FILE, read_json_lines
+
+SUMMARIES_DIR = "summaries"
+TRAIN_SUMMARIES = "train_train"
+
+Curves = dict[str, list[Point]]
+
+
+@dataclasses.dataclass
+class Results:
+    """Results of a run.
+
+    Attributes:
+        record: The contents of `run.json`, see `weft.trainer.run_dir`.
+        curves: Pairs of step and value by reporter (`train_train`, then evalers) and summary path.
+        times: Pairs of time, in seconds, and step of the summaries, sorted.
+        config: The config as text.
+        live: Rows of what the run does now; None for the files of a run.
+    """
+
+    name: str
+    record: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    curves: dict[str, Curves] = dataclasses.field(default_factory=dict)
+    times: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    config: str = ""
+    live: Mapping[str, str] | None = None
+
+    def train(self, name: str) -> list[Point]:
+        """Returns the finite points of a training curve by the last name of its path."""
+        return finite(named(self.curves.get(TRAIN_SUMMARIES, {}), name) or [])
+
+    @property
+    def evalers(self) -> dict[str, Curves]:
+        """Curves by evaler."""
+        return {name: of for name, of in self.curves.items() if name != TRAIN_SUMMARIES}
+
+    @property
+    def last_step(self) -> int:
+        """Last step with a summary, or of the end of the run."""
+        end = self.record.get("end") or {}
+        return max([end.get("step", 0), *(step for _, step in self.times)])
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the starts of the run to the last summaries before the next start."""
+        moments, starts = [moment for moment, _ in self.times], self._starts
+        total = 0.0
+        for start, following in itertools.pairwise([*starts, float("inf")]):
+            index = bisect.bisect_left(moments, following)
+            total += max(0.0, moments[index - 1] - start) if index else 0.0
+        return total
+
+    @property
+    def speed(self) -> tuple[float, str] | None:
+        """Last reported speed with its unit, or else the mean of the last start, if known."""
+        for unit in ("tokens", "examples"):
+            if points := self.train(f"{unit}_per_second"):
+                return points[-1][1], f"{unit}/s"
+        since = [pair for pair in self.times if pair[0] >= max(self._starts, default=0)]
+        if since and since[-1][1] > since[0][1] and since[-1][0] > since[0][0]:
+            steps, seconds = since[-1][1] - since[0][1], since[-1][0] - since[0][0]
+            return steps / seconds, "steps/s"
+        return None
+
+    @property
+    def _starts(self) -> list[float]:
+        times = [start["time"] for start in self.record.get("starts", ())]
+        return sorted(datetime.datetime.fromisoformat(time).timestamp() for time in times)
+
+
+def read_results(directory: str) -> Results:
+    """Returns the results in the directory of a run.
+
+    Raises:
+        RunDirError: if the directory is not that of a run, or its record is damaged.
+    """
+    config = Path(directory, CONFIG_FILE)
+    record = read_record(directory)
+    curves: dict[str, Curves] = {}
+    times = []
+    for folder in _summary_folders(directory):
+        of_reporter = curves.setdefault(folder.name, {})
+        for moment, step, values in _read_values(folder):
+            times.append((moment, step))
+            for name, value in values.items():
+                of_reporter.setdefault(name, []).append((step, value))
+    if not (config.exists() or record or curves):
+        raise RunDirError(
+            f"{directory!r} is not the directory of a run: it has no {CONFIG_FILE} and no "
+            f"{SUMMARIES_DIR}. Give the `dir` of a run, such as runs/lm."
+        )
+    return Results(
+        name=Path(directory).absolute().name,
+        record=record,
+        curves={name: of for name, of in curves.items() if of},
+        times=sorted(times),
+        config=config.read_text() if config.exists() else "",
+    )
+
+
+def _summary_folders(directory: str) -> list[Path]:
+    root = Path(directory, SUMMARIES_DIR)
+    files = [*root.glob(f"**/{JSON_LINES_FILE}"), *root.glob("**/*.tfevents.*")]
+    folders = sorted({file.parent for file in files})
+    return sorted(folders, key=lambda folder: folder.name != TRAIN_SUMMARIES)
+
+
+def _read_values(folder: Path) -> Iterator[tuple[float, int, dict[str, float]]]:
+    """Yields time, step and numbers of the summaries in a folder."""
+    if (folder / JSON_LINES_FILE).exists():
+        for line in read_json_lines(str(folder)):
+            values = {n: x for n, x in line.get("values", {}).items() if not isinstance(x, str)}
+            if values:
+                yield line["time"], line["step"], values
+        return
+    events: list[Any] = []
+    for file in sorted(folder.glob("*.tfevents.*")):
+        for event in read_events(file):
+            if event.session_log.status == SessionLog.START:
+                events = [e for e in events if e.step < event.step]
+            events.append(event)
+    for event in events:
+        found = {v.tag: v.simple_value for v in event.summary.value if v.HasField("simple_value")}
+        if found:
+            yield event.wall_time, event.step, found
+
+
+def named(values: Mapping[str, Any], name: str) -> Any:
+    """Returns the value of the shortest path that ends in a name, or None.
+
+    >>> named({"model/decoder/loss": 2, "model/loss": 1, "accuracy": 0}, "loss")
+    1
+    """
+    paths = [path for path in values if path.rpartition("/")[2] == name]
+    return values[min(paths, key=len)] if paths else None
+
+
+def config_values(text: str) -> dict[str, str]:
+    """Returns the values of a config's text by path, without importing what they name.
+
+    >>> config_values("Trainer.Config(max_step=3, model=Layer.Config(dim=8))")
+    {'max_step': '3', 'model': 'Layer.Config', 'model.dim': '8'}
+    """
+    try:
+        root = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        return {"config": text}
+    values: dict[str, str] = {}
+    _add_values(values, "", root)
+    values.pop("", None)
+    return values
+
+
+def _add_values(values: dict[str, str], path: str, node: ast.expr) -> None:
+    prefix = f"{path}." if path else ""
+    if isinstance(node, ast.Call) and not node.args:
+        values[path] = ast.unparse(node.func)
+        for keyword in node.keywords:
+            _add_values(values, f"{prefix}{keyword.arg}", keyword.value)
+    elif isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            name = key.value if isinstance(key, ast.Constant) else key and ast.unparse(key)
+            _add_values(values, f"{prefix}{name}", value)
+    else:
+        values[path] = ast.unparse(node)

@@ -1,0 +1,337 @@
+"""Lock of a run's directory, so that one run at a time writes to it.
+
+    run.lock    the owner: its host, process id and time of start
+
+The owner holds the kernel's lock of the file, which ends with it, however it ends, and every few
+seconds it sets the file's modification time. On the machine of the owner the kernel's lock decides.
+It may be unknown to other machines that share the file system, and some file systems have none. A
+newcomer then watches the file: if it changes, the owner is alive; if it does not for a minute, the
+owner is gone. No clocks are compared. An owner that was frozen for that long finds the name of
+another in the file, and stops before its next save.
+"""
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import socket
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from weft.core.tracing import ThreadStack
+from weft.errors import RunDirError, RunDirInUseError, RunDirTakenError
+from weft.serialization.untrusted import parse_json
+from weft.trainer.run_dir import (
+    CHECKPOINTS_DIR,
+    CONFIG_FILE,
+    check_writable,
+    free_dir,
+    unwritable_error,
+)
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "run.lock"
+
+_BEAT_SECONDS = 5.0
+_POLL_SECONDS = 1.0
+_SILENT_POLLS = 60
+
+# Errors of `flock` on file systems without it.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class _Owner(NamedTuple):
+    """Owner of a directory.
+
+    Attributes:
+        machine: identity of the running kernel: processes on it see each other's locks.
+        token: distinguishes two runs of one process.
+    """
+
+    host: str
+    pid: int
+    started: str
+    machine: str
+    token: str
+
+    def __str__(self) -> str:
+        return f"a run on host {self.host}, pid {self.pid}, started {self.started}"
+
+
+class RunLock:
+    """Lock of a run's directory, a context that this process holds; see also `run_lock`."""
+
+    def __init__(self, directory: str):
+        self.directory = os.path.realpath(directory)
+        self._given_dir = directory
+        self._path = Path(self.directory, LOCK_FILE)
+        self._owner = _Owner(
+            socket.gethostname(),
+            os.getpid(),
+            datetime.datetime.now().astimezone().isoformat(" ", "seconds"),
+            _machine(),
+            uuid.uuid4().hex,
+        )
+        self._created_dirs: list[Path] = []
+        self._fd: int | None = None
+        self._seen = math.inf  # when the file was last seen to be of this owner
+        self._taken_by: _Owner | None = None
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="weft-run-lock", daemon=True)
+
+    def check(self) -> None:
+        """Raises a RunDirTakenError if another run has taken the directory; else costs nothing."""
+        if time.monotonic() - self._seen > 2 * _BEAT_SECONDS:  # this process was frozen
+            self._look()
+        if self._taken_by is not None:
+            raise RunDirTakenError(
+                f"dir={self._given_dir!r} was taken by {self._taken_by}, while this process was "
+                f"frozen for more than {_SILENT_POLLS * _POLL_SECONDS:g} s or "
+                f"{LOCK_FILE} was removed. Nothing more is written here; the other run continues "
+                "from the last checkpoint."
+            )
+
+    def __enter__(self) -> "RunLock":
+        self.acquire()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    # Taking the directory.
+
+    def acquire(self) -> None:
+        """Takes the directory, and creates it if it is missing.
+
+        Raises:
+            RunDirInUseError: if another run is writing to it.
+            RunDirError: if it cannot be written.
+        """
+        directory = Path(self.directory)
+        check_writable(directory)
+        missing = [path for path in (directory, *directory.parents) if not path.exists()]
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._created_dirs = missing
+            self._fd = self._wait_for_file()
+            data = json.dumps(self._owner._asdict()).encode()
+            os.pwrite(self._fd, data, 0)
+            os.ftruncate(self._fd, len(data))
+            os.fsync(self._fd)
+        except OSError as error:
+            self.release()
+            if isinstance(error, RunDirError):
+                raise
+            raise unwritable_error(directory, error) from error
+        except BaseException:
+            self.release()
+            raise
+        _OPEN.add(self)
+        self._seen = -math.inf
+        self._thread.start()
+
+    def _wait_for_file(self) -> int:
+        """Returns the open lock file, as soon as it has no living owner."""
+        before, polls = None, 0
+        while True:
+            fd, writable = self._open()
+            try:
+                locked = _try_lock(fd)
+                owner, state = _read(fd)
+                if locked and not self._is_current(fd):
+                    continue  # removed by an owner that has just ended
+                is_here = owner is not None and owner.machine == self._owner.machine
+                is_free = locked is not False and (not state[0] or (is_here and locked))
+                is_alive = before is not None and state != before
+                is_silent = polls >= _SILENT_POLLS
+                if not is_free and (is_alive or (locked is False and (is_here or is_silent))):
+                    raise self._in_use_error(owner, state)
+                if is_free or is_silent:
+                    if writable:
+                        fd, taken = -1, fd
+                        return taken
+                    self._path.unlink()
+                    continue
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+            if before is None:
+                logger.warning(
+                    "dir=%r was last used by %s. Waiting %g s to see whether it is alive.",
+                    self._given_dir,
+                    owner or "an unknown run",
+                    _SILENT_POLLS * _POLL_SECONDS,
+                )
+            before, polls = state, polls + 1
+            time.sleep(_POLL_SECONDS)
+
+    def _open(self) -> tuple[int, bool]:
+        try:
+            return os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), True
+        except PermissionError:  # left by another user
+            return os.open(self._path, os.O_RDONLY), False
+
+    def _is_current(self, fd: int) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(fd), self._path.stat())
+        return False
+
+    def _in_use_error(self, owner: _Owner | None, state: tuple[bytes, int]) -> RunDirInUseError:
+        silence = ""
+        if owner is not None and owner.machine == self._owner.machine:
+            seconds = time.time() - state[1] / 1e9
+            if seconds > _SILENT_POLLS * _POLL_SECONDS:
+                silence = f" It has been frozen for {seconds:.0f} s."
+        free = free_dir(self._given_dir)
+        return RunDirInUseError(
+            f"dir={self._given_dir!r} is in use by {owner or 'another run'}.{silence} Wait for its "
+            f"end, stop it, or choose another directory, such as dir={free!r}.",
+            free_dir=free,
+        )
+
+    # Holding it.
+
+    def _beat(self) -> None:
+        while not self._released.wait(_BEAT_SECONDS):
+            self._look()
+            if self._taken_by is None:
+                with contextlib.suppress(OSError):  # the directory was moved, or the disk fails
+                    os.utime(self._path)
+
+    def _look(self) -> None:
+        """Reads whose the file is."""
+        with contextlib.suppress(OSError), open(self._path, "rb") as file:
+            owner, _ = _read(file.fileno())
+            if owner is not None and owner.token != self._owner.token:
+                self._taken_by = owner
+        self._seen = time.monotonic()
+
+    def release(self) -> None:
+        """Removes the file, and directories that were created and are empty."""
+        self._released.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._fd is not None:
+            self._look()
+            if self._taken_by is None and self._is_current(self._fd):
+                with contextlib.suppress(OSError):
+                    self._path.unlink()
+            _OPEN.discard(self)
+            os.close(self._fd)
+            self._fd = None
+        self._seen = math.inf
+        with contextlib.suppress(OSError):
+            for path in self._created_dirs:
+                path.rmdir()
+
+    def forget(self) -> None:
+        """Closes the file in a forked child, which would keep the lock when its parent dies."""
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd = None
+
+
+_HELD = ThreadStack[RunLock]()
+_OPEN: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_OPEN):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+@contextlib.contextmanager
+def run_lock(directory: str) -> Iterator[RunLock]:
+    """Owns a run's directory within the block, so that no other run writes there.
+
+    Only the first of several processes takes the lock. Nested blocks of a thread share one lock.
+
+    Raises:
+        RunDirInUseError: if another run is writing to the directory.
+        RunDirError: if the directory cannot be written.
+    """
+    for held in _HELD.items:
+        if held.directory == os.path.realpath(directory):
+            yield held
+            return
+    lock = RunLock(directory)
+    if jax.process_index() == 0:
+        lock.acquire()
+    try:
+        with _HELD.push(lock):
+            yield lock
+    finally:
+        lock.release()
+
+
+def move_aside(directory: str) -> str | None:
+    """Renames the directory of a run to a free name; returns it, or None if there is no run.
+
+    Raises:
+        RunDirInUseError: if a run is writing to the directory.
+        RunDirError: if it is not the directory of a run, or cannot be renamed.
+    """
+    if not os.path.isdir(directory) or not os.listdir(directory):
+        return None
+    with RunLock(directory):
+        names = {CONFIG_FILE, CHECKPOINTS_DIR}
+        if not names & set(os.listdir(directory)):
+            raise RunDirError(
+                f"dir={directory!r} is not the directory of a run: it has neither {CONFIG_FILE} "
+                f"nor {CHECKPOINTS_DIR}, so it is not moved aside. Choose another directory."
+            )
+        target = free_dir(directory, separator=".", first=1)
+        try:
+            os.rename(os.path.normpath(directory), target)
+        except OSError as error:
+            raise RunDirError(
+                f"dir={directory!r} cannot be moved to {target!r}: {error.strerror}. Choose "
+                "another directory."
+            ) from error
+        Path(target, LOCK_FILE).unlink(missing_ok=True)
+    return target
+
+
+def _machine() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _try_lock(fd: int) -> bool | None:
+    """Returns whether the kernel's lock was free; None if the file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+
+
+def _read(fd: int) -> tuple[_Owner | None, tuple[bytes, int]]:
+    """Returns the owner, None if unknown, and a state of the file that changes with each beat."""
+    data, mtime = os.pread(fd, 4096, 0), os.fstat(fd).st_mtime_ns
+    try:
+        owner = _Owner(**parse_json(data))
+    except (ValueError, TypeError):
+        owner = None
+    return owner, (data, mtime)
