@@ -14,7 +14,13 @@ import pytest
 
 from weft.errors import ProfilerTraceError, ThroughputError
 from weft.hierarchy.base_layer import BaseModel
-from weft.trainer.profiling import StepTraces, Throughput, count_flops, peak_flops_of
+from weft.trainer.profiling import (
+    StepTraces,
+    Throughput,
+    count_flops,
+    layer_times,
+    peak_flops_of,
+)
 from weft.trainer.run_dir import read_record, update_record
 
 BATCH = {"input_ids": np.zeros((4, 8), np.int32)}
@@ -311,3 +317,26 @@ def test_other_processes_trace_nothing(tmp_path):
 def test_trace_of_no_steps_is_rejected(tmp_path):
     with pytest.raises(ProfilerTraceError, match=r"n_steps_for_each_trace=0; expected 1 or more"):
         StepTraces(str(tmp_path), [1], n_steps=0)
+
+
+def test_traced_time_is_counted_by_layer(tmp_path):
+    def layer(x, w):
+        with jax.named_scope("dense"):
+            return jnp.tanh(x @ w), None
+
+    def loss(weights, x):
+        with jax.named_scope("model"):
+            x, _ = jax.lax.scan(layer, x, weights)
+            with jax.named_scope("head"):
+                return jnp.sum(jnp.exp(x @ weights[0]))
+
+    weights, x = jnp.ones((3, 256, 256)) / 256, jnp.ones((256, 256))
+    step = jax.jit(jax.grad(loss)).lower(weights, x).compile()
+    with jax.profiler.trace(str(tmp_path)):
+        for _ in range(2):
+            jax.block_until_ready(step(weights, x))
+    times = layer_times(str(tmp_path), step)
+    assert times["model/dense"] > 0 and times["model/head"] > 0
+    other = jax.jit(lambda x: x + 1).lower(x).compile()
+    with pytest.raises(ProfilerTraceError, match=r"no trace of .*start_trace_steps=\[10\]"):
+        layer_times(str(tmp_path), other)

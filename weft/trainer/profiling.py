@@ -19,9 +19,11 @@ profile plugin, and `*.trace.json.gz` for ui.perfetto.dev.
 
 import contextlib
 import datetime
+import glob
 import logging
 import math
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -228,13 +230,16 @@ class Throughput(Configurable):
         if peak is None:
             return None
         if self._flops is None:
-            self._flops = 3 * _forward_flops(model, params, batch)
+            self._flops = 3 * forward_flops(model, params, batch)
         devices = len(jax.tree.leaves(params)[0].sharding.device_set)
         return self._flops * per_second / (peak * devices)
 
 
-def _forward_flops(model: Module, params: NestedTensor, batch: NestedTensor) -> int:
-    """Counts the operations of a forward pass over a global batch, without running it."""
+def forward_flops(model: Module, params: NestedTensor, batch: NestedTensor) -> int:
+    """Counts the operations of a forward pass over a global batch, without running it.
+
+    Parameters and batch are arrays or their shapes.
+    """
 
     def forward(params: NestedTensor, batch: NestedTensor) -> Any:
         (loss, _), _ = functional(
@@ -421,3 +426,86 @@ class StepTraces:
         if self._last is not None:
             self._last = None
             jax.profiler.stop_trace()
+
+
+def layer_times(directory: str, step: jax.stages.Compiled) -> dict[str, float]:
+    """Returns the seconds that devices spent in each layer, per step of a trace, longest first.
+
+    The forward and the backward pass of a layer count together, and a repeated layer counts once
+    for all its repetitions. An operation that XLA fused from several layers counts for the one with
+    most of its parts. The key "" has what no layer's name is known for.
+
+    Args:
+        directory: A run's directory, or that of one trace.
+        step: The traced program, as `SpmdTrainer.compile_train_step` returns it.
+
+    Raises:
+        ProfilerTraceError: if there is no trace of the program.
+    """
+    text = step.as_text() or ""
+    layers, program = _layers_of_operations(text), text.split(",")[0].removeprefix("HloModule ")
+    times, runs = Counter[str](), set[object]()
+    for path in glob.glob(os.path.join(glob.escape(directory), "**/*.xplane.pb"), recursive=True):
+        for plane in jax.profiler.ProfileData.from_file(path).planes:
+            for line in plane.lines:
+                for event in line.events:
+                    stats = dict(event.stats)
+                    operation = stats.get("hlo_op")
+                    if stats.get("hlo_module") != program or operation not in layers:
+                        continue
+                    times[layers[operation]] += event.duration_ns / 1e9
+                    runs.add((path, stats.get("run_id")))
+    if not times:
+        raise ProfilerTraceError(
+            f"there is no trace of {program!r} below {directory!r}. Train with "
+            "start_trace_steps=[10], or another step, and pass the directory of the run."
+        )
+    return {layer: seconds / len(runs) for layer, seconds in times.most_common()}
+
+
+def _layers_of_operations(text: str) -> dict[str, str]:
+    """Returns the layer's path of each operation in a program's text, but not of loops and calls.
+
+    Those contain other operations of the program.
+    """
+    names: dict[str, str] = {}  # by operation
+    parts: dict[str, Counter[str]] = {}  # names of operations, by computation
+    called: dict[str, str] = {}  # computation, by fused operation without a name
+    computation = ""
+    for line in text.splitlines():
+        if begins := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
+            computation = begins[1]
+        elif found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\(", line):
+            operation, kind = found[1], found[2]
+            if kind in ("while", "conditional", "call"):
+                continue
+            name = re.search(r'op_name="([^"]*)"', line)
+            names[operation] = _layer_of(name[1]) if name else ""
+            parts.setdefault(computation, Counter())[names[operation]] += 1
+            if calls := re.search(r"calls=%?([\w.\-]+)", line):
+                called[operation] = calls[1]
+    for operation, body in called.items():
+        known = [(layer, n) for layer, n in parts.get(body, Counter()).most_common() if layer]
+        if not names[operation] and known:
+            names[operation] = known[0][0]
+    return names
+
+
+def _layer_of(name: str) -> str:
+    """Returns the layer in an operation's name.
+
+    >>> name = "jit(train_step)/learner/jvp(model)/decoder/while/body/closed_call/layer/dot_general"
+    >>> _layer_of(name), _layer_of("jit(train_step)/learner/optimizer/mul"), _layer_of("add")
+    ('model/decoder/layer', 'learner/optimizer', '')
+    """
+    parts = [part for part in name.split("/")[:-1] if not part.startswith("jit(")]
+    # A transformation surrounds the name of the outermost layer that it applies to.
+    layers = [re.sub(r"^(?:\w+\()+|\)+$", "", part) for part in parts]
+    layers = [x for x in layers if not re.match(_NO_LAYER, x)]
+    return "/".join(layers[layers.index("model") :] if "model" in layers else layers)
+
+
+# Names that JAX adds for control flow, recomputation, and einsums.
+_NO_LAYER = (
+    r"$|(while|body|cond|scan|pjit|closed_call|checkpoint|rematted_computation|branch_\w+)$|.*->"
+)
