@@ -42,10 +42,9 @@ class FlagHolder(Generic[T]):
 class Config:
     """Values of all flags, as attributes.
 
-    Example:
-        >>> with config.temp_flip_flag("return_frozendict", True):
-        ...     config.flax_return_frozendict
-        True
+    >>> with config.temp_flip_flag("return_frozendict", True):
+    ...     config.flax_return_frozendict
+    True
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -105,15 +105,14 @@ def _reflected(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 def cursor(obj: A) -> "Cursor[A]":
     """Returns a cursor that points to a container.
 
-    Example:
-        >>> params = {"dense": {"kernel": 1, "bias": [2, 3]}, "scale": 4}
-        >>> c = cursor(params)
-        >>> c["dense"]["bias"][0] = 20
-        >>> c["scale"] += 1
-        >>> c.build()
-        {'dense': {'kernel': 1, 'bias': [20, 3]}, 'scale': 5}
-        >>> cursor(params)["dense"]["kernel"].set(10)["dense"]["kernel"], params["scale"]
-        (10, 4)
+    >>> params = {"dense": {"kernel": 1, "bias": [2, 3]}, "scale": 4}
+    >>> c = cursor(params)
+    >>> c["dense"]["bias"][0] = 20
+    >>> c["scale"] += 1
+    >>> c.build()
+    {'dense': {'kernel': 1, 'bias': [20, 3]}, 'scale': 5}
+    >>> cursor(params)["dense"]["kernel"].set(10)["dense"]["kernel"], params["scale"]
+    (10, 4)
     """
     return Cursor(obj, None)
 

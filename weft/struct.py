@@ -38,13 +38,12 @@ def dataclass(clz: type[T] | None = None, **kwargs: Any):
     Raises:
         StructDefinitionError: if `clz` is not a class.
 
-    Example:
-        >>> @dataclass
-        ... class Point:
-        ...     x: float
-        ...     name: str = field(pytree_node=False, default="p")
-        >>> jax.tree.map(lambda v: v + 1, Point(1.0)).replace(name="q")
-        Point(x=2.0, name='q')
+    >>> @dataclass
+    ... class Point:
+    ...     x: float
+    ...     name: str = field(pytree_node=False, default="p")
+    >>> jax.tree.map(lambda v: v + 1, Point(1.0)).replace(name="q")
+    Point(x=2.0, name='q')
     """
     if clz is None:
         return lambda clz: dataclass(clz, **kwargs)
@@ -98,12 +97,11 @@ def _register(cls: Any) -> None:
 class PyTreeNode:
     """Base class that makes every subclass a `struct.dataclass`.
 
-    Example:
-        >>> class Scaled(PyTreeNode):
-        ...     value: float
-        ...     unit: str = field(pytree_node=False, default="m")
-        >>> jax.tree.leaves(Scaled(2.0))
-        [2.0]
+    >>> class Scaled(PyTreeNode):
+    ...     value: float
+    ...     unit: str = field(pytree_node=False, default="m")
+    >>> jax.tree.leaves(Scaled(2.0))
+    [2.0]
     """
 
     def __init_subclass__(cls, **kwargs: object):
@@ -153,7 +151,6 @@ def map_blocks(
 
     `tree` is a prefix of `rest`. Results of stacked layers are stacked again.
 
-    >>> import jax.numpy as jnp
     >>> tree = {"a": jnp.array([3.0, 1.0]), "layers": VDict(b=jnp.array([[3.0, 1.0], [5.0, 7.0]]))}
     >>> map_blocks(jnp.max, tree)["layers"]["b"].tolist()
     [3.0, 7.0]

@@ -66,11 +66,10 @@ def flatten_dict(
         NestedDictError: if `xs` is not a mapping.
         FlatDictError: if paths cannot be joined, or are equal once joined.
 
-    Example:
-        >>> flatten_dict({"a": {"b": 1, "c": {}}}, keep_empty_nodes=True)
-        {('a', 'b'): 1, ('a', 'c'): _EmptyNode()}
-        >>> flatten_dict({"a": {"b": 1}}, sep="/")
-        {'a/b': 1}
+    >>> flatten_dict({"a": {"b": 1, "c": {}}}, keep_empty_nodes=True)
+    {('a', 'b'): 1, ('a', 'c'): _EmptyNode()}
+    >>> flatten_dict({"a": {"b": 1}}, sep="/")
+    {'a/b': 1}
     """
     check_mapping(xs, "flatten_dict")
     flat = {}
@@ -103,11 +102,10 @@ def unflatten_dict(xs: Mapping[Any, Any], sep: str | None = None) -> Any:
         NestedDictError: if `xs` is not a mapping.
         FlatDictError: if a path cannot be split, or leads through another leaf.
 
-    Example:
-        >>> unflatten_dict({("a", "b"): 1, ("a", "c"): empty_node})
-        {'a': {'b': 1, 'c': {}}}
-        >>> unflatten_dict({"a/b": 1}, sep="/")
-        {'a': {'b': 1}}
+    >>> unflatten_dict({("a", "b"): 1, ("a", "c"): empty_node})
+    {'a': {'b': 1, 'c': {}}}
+    >>> unflatten_dict({"a/b": 1}, sep="/")
+    {'a': {'b': 1}}
     """
     check_mapping(xs, "unflatten_dict")
     root: dict[Any, Any] = {}
@@ -161,9 +159,8 @@ def path_aware_map(f: Callable[[Path, Any], Any], nested_dict: Mapping[Any, Any]
     Raises:
         NestedDictError: if `nested_dict` is not a mapping.
 
-    Example:
-        >>> path_aware_map(lambda path, x: x * (path[-1] == "w"), {"a": {"w": 2, "b": 3}})
-        {'a': {'w': 2, 'b': 0}}
+    >>> path_aware_map(lambda path, x: x * (path[-1] == "w"), {"a": {"w": 2, "b": 3}})
+    {'a': {'w': 2, 'b': 0}}
     """
     check_mapping(nested_dict, "path_aware_map")
     flat = flatten_dict(nested_dict, keep_empty_nodes=True)

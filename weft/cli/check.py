@@ -181,7 +181,6 @@ def _rows(layouts: Iterable[ArrayLayout]) -> Iterator[_Row]:
 def _dtype_text(dtype: DType) -> str:
     """Returns the name of a dtype as in HLO: f32, bf16, s32.
 
-    >>> import numpy as np
     >>> _dtype_text(np.dtype("float32")), _dtype_text(np.dtype("bool"))
     ('f32', 'bool')
     """

@@ -92,7 +92,6 @@ def _rows(places: np.ndarray, axes: list[int]) -> tuple[tuple[int, ...], ...]:
 def collectives_of(hlo: str) -> list[Collective]:
     """Returns the collectives in the HLO text of a program, from `jax.stages.Compiled.as_text`.
 
-    >>> import jax
     >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
     >>> rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     >>> x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=rows)

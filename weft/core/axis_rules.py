@@ -27,12 +27,10 @@ _context = jax.make_user_context(())
 def checked_rules(rules: Iterable[Sequence[Any]] | None) -> Rules:
     """Returns rules as a hashable tuple of pairs of a name and its mesh axes; () for None.
 
-    Raises:
-        LogicalAxisError: if the rules do not have this form.
+    Raises LogicalAxisError if the rules do not have this form.
 
-    Example:
-        >>> checked_rules([["embed", ["data", "model"]], ["heads", None]])
-        (('embed', ('data', 'model')), ('heads', None))
+    >>> checked_rules([["embed", ["data", "model"]], ["heads", None]])
+    (('embed', ('data', 'model')), ('heads', None))
     """
     if rules is None:
         return ()
@@ -74,24 +72,12 @@ def _checked_rule(rule: Any) -> Rule:
 
 
 def get_logical_axis_rules() -> Rules:
-    """Returns the rules of this thread's context.
-
-    Example:
-        >>> get_logical_axis_rules()
-        ()
-    """
+    """Returns the rules of this thread's context."""
     return _context.value
 
 
 def set_logical_axis_rules(rules: Iterable[Sequence[Any]] | None) -> None:
-    """Sets the rules of this thread, until the surrounding `logical_axis_rules` ends.
-
-    Example:
-        >>> set_logical_axis_rules([("embed", "data")])
-        >>> get_logical_axis_rules()
-        (('embed', 'data'),)
-        >>> set_logical_axis_rules(None)
-    """
+    """Sets the rules of this thread, until the surrounding `logical_axis_rules` ends."""
     _context(checked_rules(rules)).__enter__()
 
 
@@ -99,10 +85,9 @@ def set_logical_axis_rules(rules: Iterable[Sequence[Any]] | None) -> None:
 def logical_axis_rules(rules: Iterable[Sequence[Any]] | None) -> Iterator[None]:
     """Sets the rules for code traced in this context, in this thread; see `checked_rules`.
 
-    Example:
-        >>> with logical_axis_rules([("embed", "data")]):
-        ...     get_logical_axis_rules()
-        (('embed', 'data'),)
+    >>> with logical_axis_rules([("embed", "data")]):
+    ...     get_logical_axis_rules()
+    (('embed', 'data'),)
     """
     with _context(checked_rules(rules)):
         yield
@@ -116,9 +101,8 @@ def composite_rules(
     Raises:
         LogicalAxisError: if both have different rules for a name.
 
-    Example:
-        >>> composite_rules([("embed", "data")], [("heads", "model")])
-        (('embed', 'data'), ('heads', 'model'))
+    >>> composite_rules([("embed", "data")], [("heads", "model")])
+    (('embed', 'data'), ('heads', 'model'))
     """
     first, second = checked_rules(rule1), checked_rules(rule2)
 

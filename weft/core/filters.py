@@ -15,9 +15,8 @@ from weft.errors import InvalidFilterError
 class DenyList:
     """Complement of a filter.
 
-    Example:
-        >>> in_filter(DenyList("params"), "cache")
-        True
+    >>> in_filter(DenyList("params"), "cache")
+    True
     """
 
     deny: "Filter"
@@ -32,9 +31,8 @@ def in_filter(filter_like: Filter, col: str) -> bool:
     Raises:
         InvalidFilterError: if `filter_like` is not a filter.
 
-    Example:
-        >>> in_filter(("params", "cache"), "cache")
-        True
+    >>> in_filter(("params", "cache"), "cache")
+    True
     """
     if isinstance(filter_like, bool):
         return filter_like
@@ -54,9 +52,8 @@ def filter_to_set(x: Filter) -> set[str]:
         InvalidFilterError: if `x` is not a filter, contains a non-string, or is True or a DenyList,
             whose names cannot be listed.
 
-    Example:
-        >>> sorted(filter_to_set(("params", "cache")))
-        ['cache', 'params']
+    >>> sorted(filter_to_set(("params", "cache")))
+    ['cache', 'params']
     """
     if x is False:
         return set()
@@ -99,9 +96,8 @@ def from_canonical(parts: tuple[bool, frozenset[str]]) -> Filter:
 def union_filters(a: Filter, b: Filter) -> Filter:
     """Returns a filter that matches names of either filter.
 
-    Example:
-        >>> union_filters("params", DenyList(("params", "cache")))
-        DenyList(deny={'cache'})
+    >>> union_filters("params", DenyList(("params", "cache")))
+    DenyList(deny={'cache'})
     """
     (deny_a, names_a), (deny_b, names_b) = _parts(a), _parts(b)
     if deny_a and deny_b:
@@ -114,9 +110,8 @@ def union_filters(a: Filter, b: Filter) -> Filter:
 def subtract_filters(a: Filter, b: Filter) -> Filter:
     """Returns a filter that matches names of `a` that are not in `b`.
 
-    Example:
-        >>> subtract_filters(True, "params")
-        DenyList(deny={'params'})
+    >>> subtract_filters(True, "params")
+    DenyList(deny={'params'})
     """
     return intersect_filters(a, DenyList(b))
 
@@ -124,9 +119,8 @@ def subtract_filters(a: Filter, b: Filter) -> Filter:
 def intersect_filters(a: Filter, b: Filter) -> Filter:
     """Returns a filter that matches names of both filters.
 
-    Example:
-        >>> intersect_filters(DenyList("params"), ("params", "cache"))
-        {'cache'}
+    >>> intersect_filters(DenyList("params"), ("params", "cache"))
+    {'cache'}
     """
     (deny_a, names_a), (deny_b, names_b) = _parts(a), _parts(b)
     if deny_a and deny_b:
@@ -139,9 +133,8 @@ def intersect_filters(a: Filter, b: Filter) -> Filter:
 def is_filter_empty(filter_like: Filter) -> bool:
     """Returns whether a filter is known to match nothing.
 
-    Example:
-        >>> is_filter_empty(()), is_filter_empty(DenyList(True)), is_filter_empty("params")
-        (True, True, False)
+    >>> is_filter_empty(()), is_filter_empty(DenyList(True)), is_filter_empty("params")
+    (True, True, False)
     """
     return _parts(filter_like) == (False, frozenset())
 
@@ -151,9 +144,8 @@ def group_collections(
 ) -> tuple[dict[str, Any], ...]:
     """Groups entries by the first filter that matches; drops entries without a match.
 
-    Example:
-        >>> group_collections({"params": 1, "cache": 2}, ("params", True))
-        ({'params': 1}, {'cache': 2})
+    >>> group_collections({"params": 1, "cache": 2}, ("params", True))
+    ({'params': 1}, {'cache': 2})
     """
     groups: tuple[dict[str, Any], ...] = tuple({} for _ in col_filters)
     for name, value in xs.items():

@@ -41,10 +41,9 @@ class FrozenValuesView(ValuesView):
 class FrozenDict(Mapping[K, V]):
     """Immutable dict, with the constructor of `dict`.
 
-    Example:
-        >>> variables = FrozenDict({"params": {"w": 1.0}})
-        >>> variables["params"]["w"], variables == {"params": {"w": 1.0}}
-        (1.0, True)
+    >>> variables = FrozenDict({"params": {"w": 1.0}})
+    >>> variables["params"]["w"], variables == {"params": {"w": 1.0}}
+    (1.0, True)
     """
 
     __slots__ = ("_dict", "_hash")
@@ -102,20 +101,11 @@ class FrozenDict(Mapping[K, V]):
         raise AttributeError(f"'FrozenDict' object has no attribute {name!r}")
 
     def copy(self, add_or_replace: Mapping[K, V] = _NOTHING) -> "FrozenDict[K, V]":
-        """Returns a copy with added or replaced entries.
-
-        >>> FrozenDict(a=1).copy({"b": 2}).unfreeze()
-        {'a': 1, 'b': 2}
-        """
+        """Returns a copy with added or replaced entries."""
         return type(self)({**self, **add_or_replace})
 
     def pop(self, key: K) -> tuple["FrozenDict[K, V]", V]:
-        """Returns a copy without an entry, and that entry's value.
-
-        >>> rest, value = FrozenDict(a=1, b=2).pop("a")
-        >>> rest.unfreeze(), value
-        ({'b': 2}, 1)
-        """
+        """Returns a copy without an entry, and that entry's value."""
         value = self[key]
         return type(self)({k: v for k, v in self._dict.items() if k != key}), value
 
@@ -182,11 +172,7 @@ def freeze(xs: Mapping[Any, Any]) -> FrozenDict[Any, Any]:
 
 
 def unfreeze(x: object) -> Any:
-    """Returns a nested dict with the entries of a FrozenDict or dict; other values unchanged.
-
-    >>> unfreeze({"a": freeze({"b": 1})})
-    {'a': {'b': 1}}
-    """
+    """Returns a nested dict with the entries of a FrozenDict or dict; other values unchanged."""
     return _thawed(x)
 
 

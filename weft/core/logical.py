@@ -127,9 +127,8 @@ def logical_to_mesh_axes(
         array_dim_names: for each axis a logical name, None, or a tuple of mesh axes, which are used
             unchanged. Names without a rule are not split. None, for no layout, returns None.
 
-    Example:
-        >>> logical_to_mesh_axes(("embed", "heads"), [("heads", "model")])
-        P(None, 'model')
+    >>> logical_to_mesh_axes(("embed", "heads"), [("heads", "model")])
+    P(None, 'model')
     """
     if array_dim_names is None:
         return None
@@ -143,9 +142,8 @@ def names_to_mesh_axes(names: Iterable[Any], rules: AnyRules | None = None) -> P
         names: for each axis a name, a tuple of names, or None. Names with a rule are replaced by
             its mesh axes, also in a tuple; names without a rule are mesh axes.
 
-    Example:
-        >>> names_to_mesh_axes(("embed", ("data", "fsdp")), [("embed", "model"), ("fsdp", None)])
-        P('model', 'data')
+    >>> names_to_mesh_axes(("embed", ("data", "fsdp")), [("embed", "model"), ("fsdp", None)])
+    P('model', 'data')
     """
     rules = _rules_or_context(rules)
     if not rules:
@@ -157,10 +155,9 @@ def names_to_mesh_axes(names: Iterable[Any], rules: AnyRules | None = None) -> P
 def mark_mesh_axes(names: Iterable[Any], rules: Rules) -> list[Any]:
     """Converts names of `names_to_mesh_axes` for `assign`, with mesh axes in tuples.
 
-    Example:
-        >>> rules = [("embed", "model"), ("fsdp", None)]
-        >>> mark_mesh_axes(("embed", "model", ("data", "fsdp")), rules)
-        ['embed', ('model',), ('data',)]
+    >>> rules = [("embed", "model"), ("fsdp", None)]
+    >>> mark_mesh_axes(("embed", "model", ("data", "fsdp")), rules)
+    ['embed', ('model',), ('data',)]
     """
     meant = dict(reversed(rules))
 
@@ -183,12 +180,10 @@ def _are_names(x: Any) -> bool:
 def logical_to_mesh(tree: object, rules: AnyRules | None = None) -> Any:
     """Returns the layouts of a tree of arrays whose axes have logical names.
 
-    `tree` contains `PartitionSpec`s or tuples with logical names, as returned by
-    `get_partition_spec` for boxed variables.
+    `tree` contains `PartitionSpec`s or tuples with logical names, as `get_partition_spec` returns.
 
-    Example:
-        >>> logical_to_mesh({"w": PartitionSpec("embed"), "step": None}, [("embed", "data")])
-        {'step': None, 'w': P('data',)}
+    >>> logical_to_mesh({"w": PartitionSpec("embed"), "step": None}, [("embed", "data")])
+    {'step': None, 'w': P('data',)}
     """
 
     def convert(x: Any) -> Any:
@@ -204,13 +199,7 @@ def logical_to_mesh(tree: object, rules: AnyRules | None = None) -> Any:
 
 
 def logical_to_mesh_sharding(tree: object, mesh: Mesh, rules: AnyRules | None = None) -> Any:
-    """Returns the layouts of `logical_to_mesh` as `NamedSharding`s over a mesh.
-
-    Example:
-        >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> logical_to_mesh_sharding(PartitionSpec("embed"), mesh, [("embed", "data")]).spec
-        P('data',)
-    """
+    """Returns the layouts of `logical_to_mesh` as `NamedSharding`s over a mesh."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
         logical_to_mesh(tree, rules),
@@ -250,9 +239,8 @@ def with_logical_constraint(
         ShardingWarning: if the rules for two names conflict, or a mesh axis does not divide an
             axis.
 
-    Example:
-        >>> with_logical_constraint(1.0, ("embed",), [("embed", "data")])
-        1.0
+    >>> with_logical_constraint(1.0, ("embed",), [("embed", "data")])
+    1.0
     """
     found = _rules_or_context(rules)
     if not found or logical_axis_resources is None:
@@ -298,11 +286,6 @@ class LogicallyPartitioned(Partitioned):
     Attributes:
         value: an array, or a tree of arrays with the same axes.
         names: for each axis a logical name, a tuple of mesh axes, or None.
-
-    Example:
-        >>> box = LogicallyPartitioned(1.0, ("embed",), rules=[("embed", "data")])
-        >>> box.rules
-        (('embed', 'data'),)
     """
 
     rules: Rules | None = struct.field(pytree_node=False, default=None)
@@ -350,10 +333,9 @@ def with_logical_partitioning(
 ) -> Callable[..., LogicallyPartitioned]:
     """Wraps an initializer to return a `LogicallyPartitioned`.
 
-    Example:
-        >>> init = with_logical_partitioning(jax.nn.initializers.ones, ("embed", "heads"))
-        >>> init(jax.random.key(0), (4, 8)).names
-        ('embed', 'heads')
+    >>> init = with_logical_partitioning(jax.nn.initializers.ones, ("embed", "heads"))
+    >>> init(jax.random.key(0), (4, 8)).names
+    ('embed', 'heads')
     """
 
     @functools.wraps(fn)

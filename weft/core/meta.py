@@ -88,12 +88,7 @@ class AxisMetadata(abc.ABC, Generic[A]):
 
 
 def is_axis_metadata(val: object) -> bool:
-    """Returns whether a value is a box.
-
-    Example:
-        >>> is_axis_metadata(Partitioned(1.0, ()))
-        True
-    """
+    """Returns whether a value is a box."""
     return isinstance(val, AxisMetadata)
 
 
@@ -110,9 +105,8 @@ def _content(box: AxisMetadata) -> Any:
 def map_axis_meta(fn: Callable[[AxisMetadata], Any], tree: object) -> Any:
     """Replaces each outermost box of a tree by a function's result; other leaves are unchanged.
 
-    Example:
-        >>> map_axis_meta(lambda box: box.names, {"w": Partitioned(1.0, ("data",)), "b": 0.0})
-        {'b': 0.0, 'w': ('data',)}
+    >>> map_axis_meta(lambda box: box.names, {"w": Partitioned(1.0, ("data",)), "b": 0.0})
+    {'b': 0.0, 'w': ('data',)}
     """
     return jax.tree.map(
         lambda x: fn(x) if is_axis_metadata(x) else x, tree, is_leaf=is_axis_metadata
@@ -122,9 +116,8 @@ def map_axis_meta(fn: Callable[[AxisMetadata], Any], tree: object) -> Any:
 def unbox(tree: object) -> Any:
     """Returns the values of a tree without any boxes.
 
-    Example:
-        >>> unbox({"w": Partitioned(1.0, ()), "b": 0.0})
-        {'b': 0.0, 'w': 1.0}
+    >>> unbox({"w": Partitioned(1.0, ()), "b": 0.0})
+    {'b': 0.0, 'w': 1.0}
     """
     if jax.tree_util.all_leaves((tree,)) and not is_axis_metadata(tree):
         return tree  # most often it is an array
@@ -137,9 +130,8 @@ def replace_boxed(tree: Any, updates: Any) -> Any:
     Args:
         updates: the same structure without boxes; at a leaf or box of the tree, any pytree.
 
-    Example:
-        >>> replace_boxed({"w": Partitioned(1.0, ())}, {"w": 2.0})
-        {'w': Partitioned(value=2.0, names=(), mesh=None)}
+    >>> replace_boxed({"w": Partitioned(1.0, ())}, {"w": 2.0})
+    {'w': Partitioned(value=2.0, names=(), mesh=None)}
     """
 
     def replace(old: Any, new: Any) -> Any:
@@ -169,9 +161,8 @@ def add_axis(tree: object, index: int, params: Mapping[Any, Any]) -> Any:
     Raises:
         AxisMetadataError: if metadata cannot have an axis there; `path` is that of the value.
 
-    Example:
-        >>> add_axis(Partitioned(1.0, ("data",)), 0, {PARTITION_NAME: "layers"}).names
-        ('layers', 'data')
+    >>> add_axis(Partitioned(1.0, ("data",)), 0, {PARTITION_NAME: "layers"}).names
+    ('layers', 'data')
     """
     return _call_hooks(lambda box: box.add_axis(index, params), tree)
 
@@ -186,10 +177,9 @@ def remove_axis(tree: object, index: int, params: Mapping[Any, Any]) -> Any:
         PartitionNameError: if the axis has another name than in `params`.
         AxisMetadataError: if metadata has no such axis; `path` is that of the value.
 
-    Example:
-        >>> box = Partitioned(1.0, ("layers", "data"))
-        >>> remove_axis(box, 0, {PARTITION_NAME: "layers"}).names
-        ('data',)
+    >>> box = Partitioned(1.0, ("layers", "data"))
+    >>> remove_axis(box, 0, {PARTITION_NAME: "layers"}).names
+    ('data',)
     """
     return _call_hooks(lambda box: box.remove_axis(index, params), tree)
 
@@ -277,10 +267,9 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
     Raises:
         AxisMetadataError: if `names` is not a sequence of names.
 
-    Example:
-        >>> box = Partitioned(jax.numpy.ones((4, 8)), (None, "data"))
-        >>> box.get_partition_spec()
-        P(None, 'data')
+    >>> box = Partitioned(jax.numpy.ones((4, 8)), (None, "data"))
+    >>> box.get_partition_spec()
+    P(None, 'data')
     """
 
     value: A
@@ -374,10 +363,9 @@ def with_partitioning(
         fn: the initializer, any function that returns a value, or a factory of initializers without
             required arguments, such as `jax.nn.initializers.he_normal`.
 
-    Example:
-        >>> init = with_partitioning(jax.nn.initializers.ones, (None, "data"))
-        >>> init(jax.random.key(0), (4, 8)).names
-        (None, 'data')
+    >>> init = with_partitioning(jax.nn.initializers.ones, (None, "data"))
+    >>> init(jax.random.key(0), (4, 8)).names
+    (None, 'data')
     """
 
     @functools.wraps(fn)
@@ -407,9 +395,8 @@ def get_partition_spec(tree: object) -> Any:
     An array has the `PartitionSpec` of a `Partitioned` among its boxes, or an empty one; other
     leaves have None.
 
-    Example:
-        >>> get_partition_spec({"w": Partitioned(jax.numpy.ones(2), ("data",)), "b": 3})
-        {'b': None, 'w': P('data',)}
+    >>> get_partition_spec({"w": Partitioned(jax.numpy.ones(2), ("data",)), "b": 3})
+    {'b': None, 'w': P('data',)}
     """
     return _map_layouts(lambda box: box.get_partition_spec(), PartitionSpec(), tree)
 
@@ -417,10 +404,9 @@ def get_partition_spec(tree: object) -> Any:
 def get_sharding(tree: object, mesh: Mesh) -> Any:
     """Returns the layouts of `get_partition_spec` as `NamedSharding`s over a mesh.
 
-    Example:
-        >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> get_sharding(Partitioned(jax.numpy.ones(2), ("data",)), mesh).spec
-        P('data',)
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> get_sharding(Partitioned(jax.numpy.ones(2), ("data",)), mesh).spec
+    P('data',)
     """
     plain = NamedSharding(mesh, PartitionSpec())
     return _map_layouts(lambda box: box.get_sharding(mesh), plain, tree)

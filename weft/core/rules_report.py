@@ -58,12 +58,11 @@ def check_rules(
     Raises:
         LogicalAxisError: if the rules, or the names of a variable, are invalid.
 
-    Example:
-        >>> tree = {"w": LogicallyPartitioned(jax.numpy.ones(3), ("embed",))}
-        >>> for finding in check_rules([("heads", "model")], tree):
-        ...     print(finding)
-        w: no rule is for 'embed', so the axis is not split; add ('embed', None) if this is meant.
-        the rule ('heads', 'model') is never used: no axis is called 'heads'.
+    >>> tree = {"w": LogicallyPartitioned(jax.numpy.ones(3), ("embed",))}
+    >>> for finding in check_rules([("heads", "model")], tree):
+    ...     print(finding)
+    w: no rule is for 'embed', so the axis is not split; add ('embed', None) if this is meant.
+    the rule ('heads', 'model') is never used: no axis is called 'heads'.
     """
     rules = checked_rules(rules)
     mesh = get_global_mesh() if mesh is None else mesh

@@ -154,7 +154,6 @@ class Scope:
             the others are never changed.
         rngs: keys by stream name; by default those of the parent.
         mutable: collections that can be changed.
-        parent: the scope above, None for a root.
         path: for a root inside of a transformation, its path in the outermost tree.
         debug_path: `path` with the names of transformations, for messages.
         flags: values available to this scope and those below; by default those of the parent.
@@ -162,11 +161,6 @@ class Scope:
     Attributes:
         left_counts: numbers by key that a lifted function leaves for its caller's scope; of
             branches, the largest of each.
-
-    Example:
-        >>> scope = Scope({"params": {"dense": {"bias": 1.0}}})
-        >>> scope.push("dense").get_variable("params", "bias")
-        1.0
     """
 
     def __init__(
@@ -300,8 +294,7 @@ class Scope:
     def push(self, name: str | None = None, prefix: str = "", reuse: bool = False) -> "Scope":
         """Returns a child scope, by default with a new name from `prefix`.
 
-        With `reuse`, the name may be taken, to share the variables; otherwise, raises
-        NameInUseError.
+        Raises NameInUseError for a taken name, unless `reuse` allows it, to share the variables.
         """
         self._check_valid()
         name = self.default_name(prefix) if name is None else name
@@ -317,15 +310,13 @@ class Scope:
         named_call: bool = True,
         **partial_kwargs: object,
     ) -> Callable[..., Any]:
-        """Binds a function of scopes to a child of this scope.
+        """Binds a function `fn(scope, *args, **kwargs)` to a child of this scope.
 
         Further calls of the result use the same variables.
 
         Args:
-            fn: `fn(scope, *args, **kwargs)`.
             prefix: prefix of the default name; by default the function's name.
             named_call: whether operations carry the name in profiles.
-            **partial_kwargs: further arguments of `fn`.
         """
         if name is None:
             name_of_fn = f"{fn.__name__}_" if hasattr(fn, "__name__") else ""
@@ -421,12 +412,7 @@ class Scope:
         unbox: bool = True,
         **init_kwargs: object,
     ) -> Variable[T]:
-        """Returns a reference to a variable, created if it does not exist; see `param` for errors.
-
-        Args:
-            init_fn: computes the first value from `init_args` and `init_kwargs`.
-            unbox: whether the reference shows the value without its axis metadata.
-        """
+        """Returns a reference to a variable, created if it does not exist; see `param`."""
         self.reserve(name, col)
         if not self.has_variable(col, name):
             if init_fn is None or not self.is_mutable_collection(col):
@@ -447,8 +433,8 @@ class Scope:
         """Returns a parameter's value, created if it does not exist.
 
         Args:
-            init_fn: computes the first value from a key of the stream `params` and `init_args`.
-            *init_args: for `init_fn`; the first is a shape, as in `jax.nn.initializers`.
+            init_fn: computes the first value from a key of the stream `params` and `init_args`, as
+                `jax.nn.initializers`; the first of them is a shape.
             unbox: whether to return the value without its axis metadata.
 
         Raises:
@@ -567,8 +553,7 @@ def bind(
 ) -> Scope:
     """Returns a root scope for use without `apply`, which is never ended automatically.
 
-    See `apply` for the arguments and errors; `rngs` is a key for the stream `params`, or keys by
-    stream name.
+    See `apply` for the arguments and errors; `rngs` as for `init`.
     """
     for col, entries in variables.items():
         if not isinstance(entries, Mapping):
@@ -587,7 +572,6 @@ def apply(
 
     Args:
         fn: `fn(scope, *args, **kwargs)`.
-        mutable: collections that can be changed.
         flags: see `Scope.get_flag`.
 
     Returns:
@@ -599,13 +583,12 @@ def apply(
         ApplyScopeInvalidVariablesTypeError: if the variables are not a mapping.
         InvalidRngError: if a given key is not a key.
 
-    Example:
-        >>> def count(scope):
-        ...     calls = scope.variable("state", "calls", lambda: 0)
-        ...     calls.value += 1
-        ...     return calls.value
-        >>> apply(count, mutable=["state"])({"state": {"calls": 2}})
-        (3, {'state': {'calls': 3}})
+    >>> def count(scope):
+    ...     calls = scope.variable("state", "calls", lambda: 0)
+    ...     calls.value += 1
+    ...     return calls.value
+    >>> apply(count, mutable=["state"])({"state": {"calls": 2}})
+    (3, {'state': {'calls': 3}})
     """
 
     @entry_point
@@ -637,11 +620,10 @@ def init(
     The function `initialize(rngs, *args, **kwargs)` takes a key for the stream `params`, or keys by
     stream name. `fn` is a function `fn(scope, *args, **kwargs)`; the flag `initializing` is True.
 
-    Example:
-        >>> def scale(scope, x):
-        ...     return x * scope.param("factor", lambda key: 2.0)
-        >>> init(scale)(jax.random.key(0), 3.0)
-        (6.0, {'params': {'factor': 2.0}})
+    >>> def scale(scope, x):
+    ...     return x * scope.param("factor", lambda key: 2.0)
+    >>> init(scale)(jax.random.key(0), 3.0)
+    (6.0, {'params': {'factor': 2.0}})
     """
 
     @entry_point
@@ -662,13 +644,12 @@ def lazy_init(
     Raises:
         LazyInitError: if an initial value depends on an input given only as a shape.
 
-    Example:
-        >>> def dense(scope, x):
-        ...     kernel = scope.param("kernel", jax.nn.initializers.ones, (x.shape[-1], 2))
-        ...     return x @ kernel
-        >>> x = jax.ShapeDtypeStruct((100, 3), "float32")
-        >>> jax.tree.map(lambda v: v.shape, lazy_init(dense)(jax.random.key(0), x))
-        {'params': {'kernel': (3, 2)}}
+    >>> def dense(scope, x):
+    ...     kernel = scope.param("kernel", jax.nn.initializers.ones, (x.shape[-1], 2))
+    ...     return x @ kernel
+    >>> x = jax.ShapeDtypeStruct((100, 3), "float32")
+    >>> jax.tree.map(lambda v: v.shape, lazy_init(dense)(jax.random.key(0), x))
+    {'params': {'kernel': (3, 2)}}
     """
 
     @functools.wraps(fn)

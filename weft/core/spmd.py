@@ -70,24 +70,13 @@ def get_concrete_mesh() -> Mesh | None:
 
 
 def get_global_mesh() -> AnyMesh | None:
-    """Returns the mesh of `jax.set_mesh`, else that of `with mesh:`, or None.
-
-    Example:
-        >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
-        ...     get_global_mesh().axis_names
-        ('data',)
-    """
+    """Returns the mesh of `jax.set_mesh`, else that of `with mesh:`, or None."""
     mesh = jax.sharding.get_abstract_mesh()
     return get_entered_mesh() if mesh.empty else mesh
 
 
 def global_mesh_defined() -> bool:
-    """Returns whether `get_global_mesh` returns a mesh.
-
-    Example:
-        >>> global_mesh_defined()
-        False
-    """
+    """Returns whether `get_global_mesh` returns a mesh."""
     return get_global_mesh() is not None
 
 
@@ -103,7 +92,6 @@ def constrain(value: object, spec: PartitionSpec, mesh: AnyMesh | None = None) -
 
     Args:
         value: a pytree; leaves that are not arrays, such as `jax.ShapeDtypeStruct`, are unchanged.
-        spec: mesh axes of each axis.
         mesh: by default that of `get_global_mesh`; without either, `value` is unchanged.
 
     Raises:
@@ -112,10 +100,9 @@ def constrain(value: object, spec: PartitionSpec, mesh: AnyMesh | None = None) -
     Warns:
         ShardingWarning: if a mesh axis does not divide an array's axis, which then is not split.
 
-    Example:
-        >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-        >>> constrain(jax.numpy.ones(4), PartitionSpec("data"), mesh).sharding.spec
-        P('data',)
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    >>> constrain(jax.numpy.ones(4), PartitionSpec("data"), mesh).sharding.spec
+    P('data',)
     """
     here = get_global_mesh()
     if mesh is None or (here is not None and here.shape_tuple == mesh.shape_tuple):
@@ -223,35 +210,24 @@ Layout = NamedSharding | Format | PartitionSpec | tuple[Any, ...]
 
 
 def get_mesh(sharding: object) -> AnyMesh | None:
-    """Returns the mesh of a sharding, or None.
-
-    Example:
-        >>> get_mesh(PartitionSpec("data"))
-    """
+    """Returns the mesh of a sharding, or None."""
     sharding = without_format(sharding)
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
 def without_format(sharding: object) -> Any:
-    """Returns the sharding of a `Format`; other values unchanged.
-
-    Example:
-        >>> without_format(("data", None))
-        ('data', None)
-    """
+    """Returns the sharding of a `Format`; other values unchanged."""
     return sharding.sharding if isinstance(sharding, Format) else sharding
 
 
 def map_sharding(f: Callable[[Any], Any], sharding: object) -> Any:
     """Maps the entry of each axis of a sharding.
 
-    Returns:
-        A `NamedSharding` over the same mesh or a `PartitionSpec`; None if `sharding` is neither of
-        these nor a tuple.
+    Returns a `NamedSharding` over the same mesh or a `PartitionSpec`; None if `sharding` is neither
+    of these nor a tuple.
 
-    Example:
-        >>> map_sharding(str.upper, ("data", "model"))
-        P('DATA', 'MODEL')
+    >>> map_sharding(str.upper, ("data", "model"))
+    P('DATA', 'MODEL')
     """
     sharding = without_format(sharding)
     if isinstance(sharding, NamedSharding):
@@ -264,9 +240,8 @@ def map_sharding(f: Callable[[Any], Any], sharding: object) -> Any:
 def from_sharding_rules(sharding: Iterable[Any], sharding_rules: AnyRules) -> tuple[Any, ...]:
     """Translates names to mesh axes by these rules alone; the last one for a name applies.
 
-    Example:
-        >>> from_sharding_rules(("embed", "model", None), [("embed", "data")])
-        ('data', 'model', None)
+    >>> from_sharding_rules(("embed", "model", None), [("embed", "data")])
+    ('data', 'model', None)
     """
     return tuple(map(_translator(sharding_rules), sharding))
 
@@ -284,21 +259,15 @@ def apply_rules(sharding: object, sharding_rules: AnyRules | None) -> Any:
     Raises:
         LogicalAxisError: if rules for a name differ from those of the context.
 
-    Example:
-        >>> apply_rules(("embed", None), [("embed", "data")])
-        P('data', None)
+    >>> apply_rules(("embed", None), [("embed", "data")])
+    P('data', None)
     """
     rules = composite_rules(get_logical_axis_rules(), sharding_rules)
     return map_sharding(_translator(rules), sharding)
 
 
 def get_pspec(sharding: object, sharding_rules: AnyRules | None = None) -> PartitionSpec | None:
-    """Returns the layout of a sharding, with its names as mesh axes; see `apply_rules`.
-
-    Example:
-        >>> get_pspec(("embed", None), [("embed", "data")])
-        P('data', None)
-    """
+    """Returns the layout of a sharding, with its names as mesh axes; see `apply_rules`."""
     sharding = without_format(sharding)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     return apply_rules(spec, sharding_rules)
@@ -322,11 +291,9 @@ def shard_value(
     Warns:
         ShardingWarning: if a mesh axis does not divide an axis of the value.
 
-    Example:
-        >>> import jax
-        >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> shard_value(jax.numpy.ones(4), ("embed",), [("embed", "data")], mesh).sharding.spec
-        P('data',)
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> shard_value(jax.numpy.ones(4), ("embed",), [("embed", "data")], mesh).sharding.spec
+    P('data',)
     """
     spec = get_pspec(out_sharding, sharding_rules)
     if not spec:

@@ -18,9 +18,8 @@ from weft.core import meta
 def to_shapes(tree: Any) -> Any:
     """Replaces arrays and tracers in a tree by `jax.ShapeDtypeStruct`s.
 
-    Example:
-        >>> to_shapes({"x": jnp.ones(2), "n": 3})
-        {'n': 3, 'x': ShapeDtypeStruct(shape=(2,), dtype=float32)}
+    >>> to_shapes({"x": jnp.ones(2), "n": 3})
+    {'n': 3, 'x': ShapeDtypeStruct(shape=(2,), dtype=float32)}
     """
 
     def one(x: Any) -> Any:
@@ -35,13 +34,7 @@ def is_array(x: object) -> bool:
 
 
 def split_arrays(tree: object) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Returns the arrays of a tree, and a function that replaces them in the tree.
-
-    Example:
-        >>> arrays, fill = split_arrays({"x": jnp.ones(2), "name": "a"})
-        >>> len(arrays), fill([5])
-        (1, {'name': 'a', 'x': 5})
-    """
+    """Returns the arrays of a tree, and a function that replaces them in the tree."""
     leaves, structure = jax.tree.flatten(tree)
     at = [i for i, x in enumerate(leaves) if is_array(x)]
 
@@ -57,12 +50,11 @@ def split_arrays(tree: object) -> tuple[list[Any], Callable[[Sequence[Any]], Any
 def format_tree(value: Any) -> str:
     """Formats a tree of shapes in lines: `name: value` in dicts, `- value` in lists.
 
-    Example:
-        >>> print(format_tree({"a": jnp.ones(2), "b": [1, None]}))
-        a: float32[2]
-        b:
-        - 1
-        - None
+    >>> print(format_tree({"a": jnp.ones(2), "b": [1, None]}))
+    a: float32[2]
+    b:
+    - 1
+    - None
     """
     if isinstance(value, Mapping):
         items = ((f"{name}:", v) for name, v in value.items())
@@ -96,12 +88,7 @@ def format_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 def format_size(tree: object) -> str:
-    """Returns the number of elements in a tree and their bytes.
-
-    Example:
-        >>> format_size({"w": jnp.ones((4, 2))})
-        '8 (32 B)'
-    """
+    """Returns the number of elements in a tree and their bytes, as `"8 (32 B)"`."""
     leaves = [x for x in jax.tree.leaves(tree) if is_array(x)]
     numbers = sum(math.prod(x.shape) for x in leaves)
     number_of_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
@@ -117,10 +104,6 @@ def flops(fn: Callable[..., Any], *args: object, with_vjp: bool = False) -> int:
     """Returns the FLOPs that XLA counts in a function of trees of arrays or their shapes.
 
     With `with_vjp`, includes the gradient of all inputs.
-
-    Example:
-        >>> flops(lambda x: x @ x, jax.ShapeDtypeStruct((4, 4), "float32")) > 0
-        True
     """
 
     def run(args: Any) -> Any:

@@ -40,13 +40,7 @@ def hide_frames(error: BaseException) -> None:
 
 
 def entry_point(fn: Callable[P, R]) -> Callable[P, R]:
-    """Decorates an entry point to raise errors without Weft's frames.
-
-    Example:
-        >>> @entry_point
-        ... def apply(fn):
-        ...     return fn()
-    """
+    """Decorates an entry point to raise errors without Weft's frames."""
 
     @functools.wraps(fn)
     def entered(*args: P.args, **kwargs: P.kwargs) -> R:

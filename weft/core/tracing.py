@@ -152,8 +152,7 @@ def running_transformation() -> str:
 def lifted_names(of_jax: str) -> tuple[str, ...]:
     """Returns the names of Weft's functions for a result of `running_transformation`.
 
-    Example:
-        >>> lifted_names("jax.lax.scan"), lifted_names("jax.linearize")
-        (('scan',), ('jvp',))
+    >>> lifted_names("jax.lax.scan"), lifted_names("jax.linearize")
+    (('scan',), ('jvp',))
     """
     return _OTHER_NAMES.get(of_jax) or tuple(filter(None, (of_jax.rpartition(".")[2],)))

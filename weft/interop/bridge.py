@@ -40,11 +40,9 @@ class AttrPriority(enum.IntEnum):
 class Scope(nnx.Pytree):
     """Context that `init` or `apply` passes to a module and its submodules.
 
-    Args:
+    Attributes:
         rngs: the PRNG streams, shared by all modules of a call.
         mutable: the collections whose changes the caller wants.
-
-    Attributes:
         initializing: whether `init` runs.
     """
 
@@ -256,8 +254,7 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
     def make_rng(self, name: str = "default") -> jax.Array:
         """Returns a new PRNG key of a stream; `default` replaces missing streams.
 
-        Raises:
-            RngStreamNotFoundError: if there is neither.
+        Raises RngStreamNotFoundError if there is neither.
         """
         rngs = self._require_scope(f"a key of the PRNG stream {name!r}").rngs
         try:
@@ -308,15 +305,9 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         unbox: bool = True,
         **init_kwargs: object,
     ) -> Any:
-        """Returns a variable, which is made if missing.
+        """Returns a variable, which is made by `init_fn(*init_args)` if missing; see `param`.
 
-        Args:
-            init_fn: makes the initial value, from `init_args`.
-            unbox: ignored, see `param`.
-
-        Raises:
-            BridgeContextError: outside of `init` and `apply`.
-            LayerVariablesError: if the variable is missing and there is no `init_fn`.
+        Raises LayerVariablesError if the variable is missing and there is no `init_fn`.
         """
         self._require_scope(f"the variable {name!r} of {col!r}")
         there = self._variable(col, name)
@@ -356,9 +347,8 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
     ) -> dict[str, Any]:
         """Returns the variables that a method makes, as of its end.
 
-        Args:
-            rngs: `Rngs`, a key or number, or a dict of these by stream.
-            method: the method, its name, or a function of the module.
+        `rngs` are `Rngs`, a key or number, or a dict of these by stream; `method` is the method,
+        its name, or a function of the module.
         """
         return self.init_with_output(rngs, *args, method=method, **kwargs)[1]
 
@@ -384,14 +374,10 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         _initialize: bool = False,
         **kwargs: object,
     ) -> Any:
-        """Calls a method on variables.
+        """Calls a method on variables; `rngs` and `method` as for `init`.
 
-        Args:
-            rngs, method: see `init`.
-            mutable: whether to return the variables as of the method's end.
-
-        Returns:
-            The method's result; a pair of it and all collections unless `mutable` is False.
+        Returns its result; a pair of it and all collections, as of its end, unless `mutable` is
+        False.
         """
         if not isinstance(rngs, nnx.Rngs):
             rngs = nnx.Rngs() if rngs is None else nnx.Rngs(rngs)
@@ -507,12 +493,8 @@ def _current_parent(what: str) -> Module:
 def nnx_in_bridge_mdl(factory: Callable[[nnx.Rngs], M], name: str | None = None) -> M:
     """Returns an NNX module as a submodule of the running bridge module.
 
-    Args:
-        factory: makes it from the streams.
-        name: of the attribute, by default derived from the class.
-
-    Raises:
-        BridgeContextError: outside of modules, or of `init` and `apply`.
+    `factory` makes it from the streams; `name` is by default derived from the class. Raises
+    BridgeContextError outside of modules, or of `init` and `apply`.
 
     >>> from weft.nnx import bridge
     >>> class Head(bridge.Module):

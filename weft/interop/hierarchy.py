@@ -284,8 +284,7 @@ class InHierarchy(BaseLayer):
     def forward(self, *args: object, **kwargs: Any) -> Any:
         """Calls the layer, or its public method named `method`, with the given arguments.
 
-        Raises:
-            LayerMethodError: if the method is private.
+        Raises LayerMethodError if the method is private.
         """
         method = kwargs.get("method")
         if isinstance(method, str) and method.startswith("_") and method != "__call__":
@@ -396,8 +395,7 @@ def as_hierarchy(x: object, /, *args: object, inputs: object = (), **kwargs: obj
             one of `config_for_class`. Configs of hierarchy layers are returned unchanged.
         inputs: arrays or `jax.ShapeDtypeStruct` of a call, which determine parameter shapes.
 
-    Raises:
-        UnknownLayerError: on instantiation, if the library of `x` is unknown.
+    Raises UnknownLayerError on instantiation, if the library of `x` is unknown.
 
     >>> cfg = as_hierarchy(nn.Dense, 2, inputs=(jax.ShapeDtypeStruct((1, 3), "float32"),))
     >>> layer = cfg.set(name="head").instantiate(parent=None)

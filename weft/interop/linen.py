@@ -161,8 +161,7 @@ def as_linen(
         training: whether the layer is called in training mode, a default for calls; None does not
             set the mode.
 
-    Raises:
-        UnknownLayerError: if the library of `x` is unknown.
+    Raises UnknownLayerError if the library of `x` is unknown.
 
     >>> class Model(nn.Module):
     ...     @nn.compact

@@ -54,9 +54,7 @@ class Model(abc.ABC):
     ) -> Variables:
         """Returns the variables of the layer, for a call with the given arguments.
 
-        Args:
-            training: whether this is part of training; None does not set the mode.
-            method: name of the method to call, by default the layer itself.
+        `training` is None to leave the mode; `method` names what to call, by default the layer.
         """
 
     def init_with_output(
@@ -77,14 +75,9 @@ class Model(abc.ABC):
         method: str | None = None,
         **kwargs: object,
     ) -> tuple[Any, Variables]:
-        """Calls the layer on its variables.
+        """Calls the layer on its variables, whose values may be in boxes; see `init`.
 
-        Args:
-            variables: as returned by `init`; values may be in boxes.
-            rngs, training, method: see `init`.
-
-        Returns:
-            The call's result, and the new or changed entries of mutable collections.
+        Returns the call's result, and the new or changed entries of mutable collections.
         """
 
     def trains(self, collection: str) -> bool:
@@ -205,10 +198,7 @@ def rebox(before: Any, value: Any) -> Any:
 def check_variables(
     name: str, wanted: Mapping[Path, Any], given: Mapping[Path, Any], shapes: bool = True
 ) -> None:
-    """Checks that given variables match a layer's.
-
-    Args:
-        wanted: objects with a shape, by collection and path.
+    """Checks that given variables match a layer's, objects with a shape by collection and path.
 
     Raises LayerVariablesError if one is missing, or has another shape.
     """
@@ -258,8 +248,7 @@ def model_of(x: object, *args: object, **kwargs: object) -> Model:
             hierarchy, or a config that makes one. Also a hierarchy config, a pair of an Equinox
             layer and its state, a result of `haiku.transform`, or a `Model`.
 
-    Raises:
-        UnknownLayerError: if `x` is something else, or arguments were given without a class.
+    Raises UnknownLayerError if `x` is something else, or arguments were given without a class.
     """
     if (args or kwargs) and not isinstance(x, type):
         raise errors.UnknownLayerError(

@@ -202,8 +202,7 @@ _SET_BY_MODE = ("deterministic",)
 def lazy_init(fn: ModuleOrMethod, *args: Any, **kwargs: Any) -> ModuleOrMethod:
     """Makes the variables of other libraries' layers in a module by calling it; returns `fn`.
 
-    Raises:
-        TransformArgumentError: if `fn` is neither an NNX module nor a method of one.
+    Raises TransformArgumentError if `fn` is neither an NNX module nor a method of one.
 
     >>> model = nnx.Sequential(ToNNX(nn.Dense(4), nnx.Rngs(0)), ToNNX(nn.Dense(2), nnx.Rngs(1)))
     >>> lazy_init(model, jnp.ones((1, 3))).layers[1].kernel.shape
@@ -541,14 +540,7 @@ class InNNX(ToNNX):
         mutable: Filter | None = None,
         **kwargs: object,
     ) -> Any:
-        """Calls the layer.
-
-        Args:
-            rngs: streams in place of the module's own.
-            method: the method to call, by default the layer itself.
-            mutable: the collections that may change, by default those of the module.
-            **kwargs: of the layer; `training` overrides `deterministic`.
-        """
+        """Calls the layer; for the arguments see `ToNNX`. `training` overrides `deterministic`."""
         mutable = self.to_nnx__mutable if mutable is None else mutable
         how = {"rngs": rngs, "method": method, "mutable": mutable}
         return super().__call__(*args, **how, **self._with_mode(kwargs))
@@ -566,8 +558,7 @@ def as_nnx(x: object, /, *args: object, rngs: RngsLike = None, **kwargs: object)
             unchanged.
         rngs: `Rngs` or a key, from which the layer's keys are drawn.
 
-    Raises:
-        UnknownLayerError: if the library of `x` is unknown.
+    Raises UnknownLayerError if the library of `x` is unknown.
 
     >>> layer = as_nnx(nn.Dense(2), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((1, 3)))
     >>> layer.kernel.shape, layer(jnp.ones((4, 3))).shape

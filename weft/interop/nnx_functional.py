@@ -132,12 +132,10 @@ class Functional(Generic[M]):
         return state
 
     def apply(self, *states: object) -> Any:
-        """Returns a callable like the module, on the given state or its parts.
+        """Returns a callable like the module, on the given state or its parts; see `nnx.call`.
 
-        See `nnx.call`: calls return the result, and the new description and state.
-
-        Raises:
-            GraphStructureError: before `init`.
+        Calls return the result, and the new description and state. Raises GraphStructureError
+        before `init`.
         """
         if self.graphdef is None:
             raise GraphStructureError(

@@ -138,12 +138,10 @@ def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> nnx.Variable[Any]:
 
     Args:
         col: the collection; an unknown name makes a new kind of variable.
-        x: the value, or a box with it.
         lay_out: whether the value is new and gets the layout of its metadata.
 
-    Raises:
-        LayerVariablesError: if it is the box of a variable of another kind, or of a class that
-            cannot become metadata.
+    Raises LayerVariablesError if `x` is the box of a variable of another kind, or of a class that
+    cannot become metadata.
     """
     kind = nnx.variable_type_from_name(col, allow_register=True)
     if not is_axis_metadata(x):
@@ -174,10 +172,6 @@ def with_partitioning(
     Args:
         names: for each axis of the value a mesh axis, a tuple of them, or None.
         mesh: the mesh; by default that of `jax.set_mesh`.
-
-    >>> init = with_partitioning(jax.nn.initializers.ones, (None, "model"))
-    >>> init(jax.random.key(0), (4, 8)).metadata["out_sharding"]
-    (None, 'model')
     """
 
     @functools.wraps(fn)

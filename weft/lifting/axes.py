@@ -38,10 +38,8 @@ def enter_axis(
     """Returns the size of the mapped axes, and the units with forked keys and without the axis.
 
     The size is that after metadata hooks, which may change the shapes of values. At least
-    `at_least_keys` keys are forked from each.
-
-    Raises:
-        AxisSizeError: if sizes disagree, an axis does not exist, or the size is unknown.
+    `at_least_keys` keys are forked from each. Raises AxisSizeError if sizes disagree, an axis does
+    not exist, or the size is unknown.
     """
     entered = units.with_values(_with_axes(kind, pure_args, units, -1, metadata))
     n = _axis_size(kind, pure_args, entered, size, transformation)

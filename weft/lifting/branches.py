@@ -47,12 +47,10 @@ def switch(
     """Applies `jax.lax.switch` to functions that take carriers, as `call(index, *args)`.
 
     Args:
-        branches: functions of the same arguments, with results of the same structure.
         in_axes: a prefix of the arguments; only the filters of `Roles` are used.
         names: names of the branches in errors; by default "branch 0" and so on.
 
-    Raises:
-        BranchStructureError: if results or final states differ in structure, shape or dtype.
+    Raises BranchStructureError if results or final states differ in structure, shape or dtype.
     """
     pure = functools.partial(_run_switch, kind, names)
     chosen = jit_by_structure(tuple(branches), kind, pure)

@@ -254,8 +254,7 @@ def jit(
 def eval_shape(kind: Kind, fn: Callable[..., Any], *, in_axes: object = None) -> Callable[..., Any]:
     """Applies `jax.eval_shape` to a function that takes carriers; changed state becomes shapes.
 
-    Args:
-        in_axes: a prefix of the arguments; only the filters of `Roles` are used.
+    Of the `Roles` in `in_axes`, only the filters are used.
     """
 
     def call(*args: object) -> Any:
@@ -274,8 +273,7 @@ def checkify(
 ) -> Callable[..., tuple[Any, Any]]:
     """Applies `jax.experimental.checkify.checkify` to a function that takes carriers.
 
-    The result returns a checkify error and the result of `fn`. `errors` are the enabled checks, by
-    default `checkify.user_checks`.
+    `errors` are the enabled checks, by default `checkify.user_checks`.
     """
     from jax.experimental import checkify as jax_checkify  # imported only if used
 

@@ -167,11 +167,9 @@ class Kind(Protocol):
         return created
 
     def static_without_runs(self, static: Any, after: Any) -> Any:
-        """Returns the static half after a loop of no iterations.
+        """Returns the body's static half after a loop of no iterations.
 
-        Args:
-            static: that of the body.
-            after: that which the trace of the body has collected.
+        `after` is what the trace of the body has collected.
         """
         return after
 
@@ -213,12 +211,7 @@ class Kind(Protocol):
         return static
 
     def static_in_condition(self, static: Any, of_body: Any) -> Any:
-        """Returns the static half for the condition of a loop.
-
-        Args:
-            static: that of the call.
-            of_body: that of the body.
-        """
+        """Returns the static half, that of the call, for the condition of a loop."""
         return static
 
     def join(self, static: Any, statics: Sequence[Any]) -> Any:

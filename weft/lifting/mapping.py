@@ -192,9 +192,8 @@ def pmap(
     """Runs a function on several devices, each with one index of the mapped axes.
 
     Args:
-        in_axes, out_axes: see `vmap`, with axes from 0.
+        in_axes, out_axes, metadata: see `vmap`, with axes from 0.
         devices: by default as many of `jax.devices()` as needed.
-        metadata: passed to axis metadata that gains or loses the axis.
 
     Raises:
         AxisSizeError: if the mapped axes do not agree, or there are too few devices.

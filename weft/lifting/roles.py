@@ -37,12 +37,7 @@ Role = int | None | SpecialRole
 
 
 class Roles(tuple):
-    """`((filter, role), ...)` for the state of one carrier.
-
-    Example:
-        >>> Roles((("state", 0), ("prng_key", FORK)))
-        Roles((('state', 0), ('prng_key', FORK)))
-    """
+    """`((filter, role), ...)` for the state of one carrier."""
 
     @property
     def filters(self) -> tuple[Any, ...]:
@@ -71,8 +66,7 @@ def broadcast_roles(
 ) -> list[Any]:
     """Returns one role for each leaf of `tree`, from a pytree prefix called `what` in errors.
 
-    Raises:
-        RoleError: if `prefix` is not a prefix of `tree`.
+    Raises RoleError if `prefix` is not a prefix of `tree`.
     """
     flat: list[Any] = []
 

@@ -71,12 +71,10 @@ def scan(
         in_axes: a prefix of the arguments: CARRY, an axis, None, or `Roles` for a carrier.
         out_axes: a prefix of the results: CARRY or the axis along which they are stacked. The n-th
             CARRY result is the n-th CARRY argument of the next iteration.
-        length: number of iterations, if no argument determines it.
-        metadata: passed to axis metadata that gains or loses the axis.
         of_carriers: the roles of carriers to which `in_axes` gives None.
 
     Raises:
-        AxisSizeError: if the scanned axes do not agree.
+        AxisSizeError: if the scanned axes do not agree, or nothing determines the length.
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
         RoleError: for an unsupported role.
     """

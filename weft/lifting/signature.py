@@ -38,12 +38,6 @@ def named_after(
         pure: the function that JAX traces; changed and returned.
         leading: names of arguments of `pure` before those of `fn`. If None, the arguments are
             unrelated, and only the name and the source line are set.
-
-    Example:
-        >>> def train_step(state, batch): ...
-        >>> pure = named_after(train_step, lambda static, *args: None, leading=("static",))
-        >>> pure.__name__, str(inspect.signature(pure))
-        ('train_step', '(static, /, state, batch)')
     """
     copy_name(fn, pure)
     # JAX would otherwise follow `__wrapped__` to a signature that `pure` does not have.

@@ -325,12 +325,7 @@ def large_frame(fn: F) -> F:
 
 @large_frame
 def with_large_frame(fn: Callable[..., T], /, *args: object, **kwargs: object) -> T:
-    """Calls a function with room for all calls below it, see `large_frame`.
-
-    Example:
-        >>> with_large_frame(max, 1, 2)
-        2
-    """
+    """Calls a function with room for all calls below it, see `large_frame`."""
     return fn(*args, **kwargs)
 
 

@@ -87,8 +87,7 @@ def get_devices_for_topology(topology: str | None, topology_num_slices: int = 1)
           `USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS`, optionally after "tpu-"; None for the
           devices of this machine.
 
-    Raises:
-        TopologyError: if the topology is unknown, or its compiler is not installed.
+    Raises TopologyError if the topology is unknown, or its compiler is not installed.
     """
     if topology is None:
         return jax.devices()
@@ -174,9 +173,7 @@ def compile_trainer_programs(
 
     The config's mesh spans all devices of the topology; see `get_devices_for_topology`.
 
-    Raises:
-        TopologyError: if the topology is unknown.
-        MeshError: if the mesh does not fit the devices, or an array does not fit the mesh.
+    Raises MeshError if the mesh does not fit the devices, or an array does not fit the mesh.
     """
     devices = get_devices_for_topology(topology, topology_num_slices)
     trainer = trainer_config.clone().instantiate(parent=None, devices=devices)
@@ -194,14 +191,8 @@ def compile_inference_programs(
 ) -> dict[str, jax.stages.Compiled]:
     """Compiles a method of a trained model, without a checkpoint; returns it by the method's name.
 
-    Args:
-        inferencer_config: of an `InferenceRunner`; its mesh spans all devices of the topology.
-        input_batch_spec: a tree with the shapes and dtypes of a global batch, such as
-          `jax.ShapeDtypeStruct`s.
-
-    Raises:
-        TopologyError: if the topology is unknown.
-        MeshError: if the mesh does not fit the devices, or an array does not fit the mesh.
+    `input_batch_spec` is a tree with the shapes and dtypes of a global batch, such as
+    `jax.ShapeDtypeStruct`s. For topology and errors see `compile_trainer_programs`.
     """
     cfg = inferencer_config
     devices = get_devices_for_topology(topology, topology_num_slices)

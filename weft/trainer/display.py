@@ -126,11 +126,7 @@ class Meter:
 
 
 def scalar(summaries: Mapping[str, Any], name: str) -> Any:
-    """Returns the outermost summary of that name, or None.
-
-    >>> scalar({"decoder": {"loss": 1.0}, "learner": {"x": {"loss": 2.0}}}, "loss")
-    1.0
-    """
+    """Returns the outermost summary of that name, or None."""
     return next((level[name] for level in _scalars(summaries) if name in level), None)
 
 
@@ -474,11 +470,7 @@ def progress_texts(reading: Reading, max_step: float = math.inf) -> list[str]:
 
 
 def value_texts(reading: Reading) -> list[str]:
-    """Returns the loss, the model's metrics, the learning rate and the speed.
-
-    >>> value_texts(Reading(20, 2.5, {"model": {"accuracy": 0.5}}, "tokens", 12_345.6))
-    ['loss 2.500', 'accuracy 0.500', '12,346 tokens/s']
-    """
+    """Returns the loss, the model's metrics, the learning rate and the speed."""
     texts = metric_texts({"loss": reading.loss, **metrics(reading.summaries)})
     rate = scalar(reading.summaries.get("learner", {}), "learning_rate")
     if rate is not None:
@@ -524,31 +516,19 @@ def in_lines(texts: Iterable[str], width: int) -> list[str]:
 
 
 def duration_text(seconds: float) -> str:
-    """Formats seconds as `m:ss`, or `h:mm:ss`.
-
-    >>> duration_text(75), duration_text(3_675)
-    ('1:15', '1:01:15')
-    """
+    """Formats seconds as `m:ss`, or `h:mm:ss`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def bytes_text(size: float) -> str:
-    """Formats a number of bytes.
-
-    >>> bytes_text(999), bytes_text(12_300_000)
-    ('999 bytes', '12.3 MB')
-    """
+    """Formats a number of bytes, as "12.3 MB"."""
     return f"{size} bytes" if size < 1000 else with_unit(size, (" kB", " MB", " GB", " TB"))
 
 
 def with_unit(number: float, units: Sequence[str]) -> str:
-    """Formats a number of at least 1,000 with the unit of its power of 1,000.
-
-    >>> with_unit(12_340_000, ("k", "M"))
-    '12.3M'
-    """
+    """Formats a number of at least 1,000 with the unit of its power of 1,000, as "12.3M"."""
     power = 1
     while number >= 1000 ** (power + 1) and power < len(units):
         power += 1

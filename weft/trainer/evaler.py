@@ -98,12 +98,11 @@ class BestMetricEvalPolicy(BestMetric):
 class EarlyStopping(BestMetric):
     """Decides when to stop; its state is saved with the run.
 
-    Example:
-        >>> cfg = EarlyStopping.default_config().set(metric=EvalMetric("held_out", "loss"))
-        >>> stopping = cfg.set(patience=1).instantiate()
-        >>> [stopping(step=i, evaler_summaries={"held_out": {"loss": x}})
-        ...  for i, x in enumerate([2.0, 1.0, 1.5, 1.5])]
-        [False, False, False, True]
+    >>> cfg = EarlyStopping.default_config().set(metric=EvalMetric("held_out", "loss"))
+    >>> stopping = cfg.set(patience=1).instantiate()
+    >>> [stopping(step=i, evaler_summaries={"held_out": {"loss": x}})
+    ...  for i, x in enumerate([2.0, 1.0, 1.5, 1.5])]
+    [False, False, False, True]
     """
 
     @config_class
@@ -240,8 +239,7 @@ class SpmdEvaler(Module):
         Returns:
             A new key; the metrics by name, None without an evaluation; and the outputs or None.
 
-        Raises:
-            InputDatasetError: If the dataset has no batch.
+        Raises InputDatasetError if the dataset has no batch.
         """
         if not (force_run or self._eval_policy(step=step, train_summaries=train_summaries or {})):
             return prng_key, None, None

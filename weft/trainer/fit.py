@@ -79,11 +79,9 @@ class _Data:
         fn(self.name, self.fields)
 
     def input_config(self, *, seed: int = 0, counts_rows: bool = False) -> Input.Config:
-        """Returns the config of an input.
+        """Returns the config of an input; `seed` is for the order of arrays in training.
 
-        Args:
-            seed: Seed of the order of arrays in training.
-            counts_rows: Whether rows that fill up the last batch of arrays have weight 0.
+        With `counts_rows`, rows that fill up the last batch of arrays have weight 0.
         """
         if isinstance(self.values, Batches):
             return IterableInput.default_config().set(batches=self.values)
@@ -226,8 +224,7 @@ def fit(
             that returns one number per row, or a scalar; or None if the model is called with the
             batch, a dict, and returns `(loss, aux)`. With a loss, the model is called with the
             fields of the batch except the target: an array if there is one, else a dict.
-        epochs: Number of passes over the data.
-        steps: Number of batches, instead of `epochs`.
+        epochs, steps: Number of passes over the data, or of batches.
         batch_size: Rows of a batch over all devices; for arrays 32 by default.
         validation: Data in one of the same forms, evaluated after each epoch, or with `steps` ten
             times, and at the end. Rows that fill up the last batch do not count.
@@ -247,8 +244,6 @@ def fit(
         LossError: If a loss or metric is unknown, or does not fit the outputs.
         RunDirError: If `dir` belongs to a run with other arguments or other data.
 
-    >>> import numpy as np
-    >>> from weft import nnx
     >>> x = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
     >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
     >>> result = fit(model, (x, 2 * x + 1), "mse", epochs=50, learning_rate=0.1, progress=False)

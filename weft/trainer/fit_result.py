@@ -64,13 +64,9 @@ class FitState:
     _trainer: SpmdTrainer = dataclasses.field(repr=False)
 
     def predict(self, inputs: Any) -> Any:
-        """Returns the model's outputs as NumPy arrays, in evaluation mode.
+        """Returns the model's outputs for its inputs as NumPy arrays, in evaluation mode.
 
-        Args:
-            inputs: What the model is called with: an array, or a dict of arrays.
-
-        Raises:
-            FitError: If the model computes its own loss; call it with `variables` instead.
+        Raises FitError if the model computes its own loss; call it with `variables` instead.
         """
         if not isinstance(self._trainer.model, Supervised):
             raise FitError(
@@ -94,8 +90,7 @@ class FitState:
     def update(self, model: Any) -> None:
         """Sets the variables of an NNX module to the values of this state.
 
-        Raises:
-            LayerVariablesError: If it is not a module with these variables.
+        Raises LayerVariablesError if it is not a module with these variables.
         """
         adapter: Any = model_of(model)
         if not isinstance(adapter, NNXModel):

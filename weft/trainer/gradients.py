@@ -41,15 +41,11 @@ def forward_and_gradients(
 ) -> tuple[ForwardPass, NestedTensor]:
     """Runs `fn` and computes the gradients of its loss, inside an invocation.
 
-    Args:
-      trainable: whether to differentiate with respect to each parameter.
-
     Returns:
       The forward pass, and gradients in the structure of the parameters, with an
-      `optax.MaskedNode()` for each parameter that is not trained.
+      `optax.MaskedNode()` for each parameter that is not `trainable`.
 
-    Raises:
-      UntrainableParameterError: if a parameter to be trained has no floating-point dtype.
+    Raises UntrainableParameterError if a parameter to be trained has no floating-point dtype.
     """
     values = opt_param_values(opt_params)
     flags = jax.tree.leaves(trainable)
@@ -138,11 +134,6 @@ def with_minibatch_steps(
 
     Raises:
         GradientAccumulationError: If `steps` is below 1; when called, if the batch does not divide.
-
-    Example:
-        >>> from weft.config import config_for_function
-        >>> config_for_function(with_minibatch_steps).set(steps=4).steps
-        4
     """
     if steps < 1:
         raise GradientAccumulationError(

@@ -107,8 +107,7 @@ class InferenceRunner(Module):
 
         Attributes:
             mesh_shape: The number of devices along each axis of the mesh; one may be -1.
-            logical_axis_rules: Rules from logical axes to mesh axes, see `SpmdTrainer`.
-            rules_by_kind: Such rules for parameters or activations alone.
+            logical_axis_rules, rules_by_kind: See `SpmdTrainer`.
             inference_dtype: The dtype of the computation; None for the dtypes of the parameters.
             output_batch_partition_spec: The partitioning of outputs that have the rows of the
                 batch; other outputs are replicated.
@@ -195,10 +194,8 @@ class InferenceRunner(Module):
             method: Its name; it is called as `method(input_batch=batch, **kwargs)`.
             prng_key: The key for its randomness; None for the key of seed 0.
             drop_module_outputs: Whether to omit the module output at a path; by default all.
-            **kwargs: Further arguments of the method.
 
-        Raises:
-            InferenceError: If the model has no such method.
+        Raises InferenceError if the model has no such method.
         """
         if get_public_method(self.model, method) is None:
             names = [name for name in dir(type(self.model)) if not name.startswith("_")]
@@ -232,9 +229,9 @@ class InferenceRunner(Module):
         prng_key: Tensor | None = None,
         **kwargs: Any,
     ) -> Iterator[MethodRunner.Output]:
-        """Yields the outputs of a method of the model for batches, compiled for each shape.
+        """Yields the outputs of a method for batches, compiled for each shape.
 
-        Other arguments are those of `create_method_runner`, and of the method.
+        For the arguments see `create_method_runner`.
         """
         runner = self.create_method_runner(method=method, prng_key=prng_key, **kwargs)
         for batch in input_batches:
@@ -250,10 +247,7 @@ def method_program(
     drop_module_outputs: Callable[[str], bool] = lambda _: True,
     **kwargs: Any,
 ) -> Any:
-    """Returns a method of a model as a jitted function of a key, parameters and a batch.
-
-    The arguments are those of `InferenceRunner.create_method_runner`.
-    """
+    """Returns a method of a model as a jitted function of a key, parameters and a batch."""
     to_spec = cfg.output_batch_partition_spec.partition_spec(mesh)
 
     @jax.jit

@@ -177,8 +177,7 @@ class OutputRecordWriter(BaseOutputWriter):
     def write(self, *, input_batch: Nested[Any], output_batch: Nested[Any]) -> None:
         """Writes the records of a batch.
 
-        Raises:
-            InferenceError: If arrays have different numbers of rows, or an array has none.
+        Raises InferenceError if arrays have different numbers of rows, or an array has none.
         """
         batch = {"input_batch": input_batch, "output_batch": output_batch}
         local, is_first = _local_rows(to_state_dict(batch))

@@ -42,11 +42,7 @@ def pop_string_tensors(input_batch: dict[str, Any]) -> tuple[dict[str, Any], dic
 def merge_with_string_tensors(
     batch: dict[str, Any], string_tensors: dict[str, Any]
 ) -> dict[str, Any]:
-    """Inverts `pop_string_tensors`.
-
-    >>> merge_with_string_tensors({"of": {"x": 1}}, {"of": {"text": "a"}})
-    {'of': {'x': 1, 'text': 'a'}}
-    """
+    """Inverts `pop_string_tensors`."""
     return unflatten_dict({**flatten_dict(batch), **flatten_dict(string_tensors)})
 
 
@@ -75,8 +71,7 @@ class InferencePipeline(Module):
     def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
         """Creates the pipeline; further arguments are those of the runner, such as `devices`.
 
-        Raises:
-            InferenceError: If the input and the runner shard the rows of a batch differently.
+        Raises InferenceError if the input and the runner shard the rows of a batch differently.
         """
         super().__init__(cfg, parent=parent)
         self._add_child("runner", cfg.runner, **kwargs)
@@ -99,12 +94,7 @@ class InferencePipeline(Module):
     def run(self, **kwargs: Any) -> None:
         """Runs the method on all batches and writes the results.
 
-        Args:
-            **kwargs: For `InferenceRunner.create_method_runner`: `prng_key`, and further arguments
-                of the method.
-
-        Raises:
-            InferenceError: If the model has no such method.
+        For `kwargs` and errors see `InferenceRunner.create_method_runner`.
         """
         method = self.runner.create_method_runner(method=self.config.model_method, **kwargs)
         with (

@@ -54,26 +54,17 @@ from weft.typing import Nested, NestedTensor, T, Tensor
 
 
 class DynamicLossScale(Configurable):
-    """Scale of a learner's loss; its state is a dict of the scale and a count of steps.
-
-    Example:
-        >>> loss_scale = DynamicLossScale.default_config().set(initial_scale=8).instantiate()
-        >>> state = loss_scale.after(loss_scale.init(), is_finite=jnp.array(False))
-        >>> float(state["scale"])
-        4.0
-    """
+    """Scale of a learner's loss; its state is a dict of the scale and a count of steps."""
 
     @config_class
     class Config(Configurable.Config):
         """Configures a DynamicLossScale.
 
         Attributes:
-            initial_scale: scale of the first step.
             growth_factor: factor by which the scale grows; above 1.
             backoff_factor: factor by which it falls after a step whose gradients are not finite;
                 between 0 and 1.
             growth_interval: number of consecutive finite steps after which it grows.
-            minimum_scale: lower bound.
         """
 
         initial_scale: float = 2.0**15
@@ -165,20 +156,12 @@ class UpdateType(enum.Enum):
 
 
 def should_update_with_optimizers(update_type: UpdateType | None) -> bool:
-    """Returns whether optimizers update such a parameter; None means `NO_UPDATE`.
-
-    >>> should_update_with_optimizers(UpdateType.STATE_UPDATES)
-    False
-    """
+    """Returns whether optimizers update such a parameter; None means `NO_UPDATE`."""
     return update_type in (UpdateType.OPTIMIZERS, UpdateType.ALL_UPDATES)
 
 
 def should_apply_state_updates(update_type: UpdateType | None) -> bool:
-    """Returns whether in-place updates apply to such a parameter; None means `NO_UPDATE`.
-
-    >>> should_apply_state_updates(UpdateType.STATE_UPDATES)
-    True
-    """
+    """Returns whether in-place updates apply to such a parameter; None means `NO_UPDATE`."""
     return update_type in (UpdateType.STATE_UPDATES, UpdateType.ALL_UPDATES)
 
 

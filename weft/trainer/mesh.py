@@ -39,9 +39,7 @@ MeshShape = Sequence[int]
 class HybridMeshShape:
     """Shape of a mesh over several slices or hosts.
 
-    Each axis has the product of the number of devices within a slice or host, `ici_mesh_shape`, and
-    the number of slices or hosts, `dcn_mesh_shape`. One number of both may be -1, which fills in
-    the rest:
+    One number of both may be -1, which fills in the rest:
 
         HybridMeshShape(ici_mesh_shape=(1, 8), dcn_mesh_shape=(4, 1))    # 4 × 8, 4 slices of 8
     """
@@ -64,12 +62,10 @@ def build_mesh(
     One entry of the shape may be -1, which fills in the rest. Several TPU slices are placed along
     the first axis that their number divides.
 
-    Raises:
-        MeshError: if the shape does not fit the names or the devices.
+    Raises MeshError if the shape does not fit the names or the devices.
 
-    Example:
-        >>> build_mesh((-1, 1), ("data", "model")).axis_names
-        ('data', 'model')
+    >>> build_mesh((-1, 1), ("data", "model")).axis_names
+    ('data', 'model')
     """
     devices = jax.devices() if devices is None else devices
     names = tuple(mesh_axis_names)
@@ -89,8 +85,7 @@ def infer_mesh_shape(
 ) -> MeshShape | HybridMeshShape:
     """Returns a mesh shape with the entry -1 replaced, for all devices by default.
 
-    Raises:
-        MeshError: if the shape does not fit the number of devices.
+    Raises MeshError if the shape does not fit the number of devices.
 
     >>> infer_mesh_shape((2, -1), num_devices=8)
     (2, 4)
@@ -204,8 +199,7 @@ def select_mesh_config(trainer_config: InstantiableConfig, *, mesh_selector: str
     shape and related fields), or None to change nothing. The first rule whose expression matches
     the whole selector applies; without a match the config is unchanged.
 
-    Raises:
-        ConfigModifierError: if a modifier returns another config instead of changing this one.
+    Raises ConfigModifierError if a modifier returns another config instead of changing this one.
     """
     for pattern, rule in trainer_config.mesh_rules or ():
         if not re.fullmatch(pattern, mesh_selector):
@@ -256,10 +250,9 @@ AxisRules = Sequence[tuple[str, str | Sequence[str] | None]]
 class RulesByKind(Configurable):
     """Axis rules for one kind of array, which take precedence over those for all kinds.
 
-    Example:
-        >>> cfg = RulesByKind.default_config().set(parameters=[("fsdp", None)])
-        >>> cfg.instantiate().with_all([("fsdp", "data"), ("mlp", "model")]).parameters
-        (('fsdp', None), ('mlp', 'model'))
+    >>> cfg = RulesByKind.default_config().set(parameters=[("fsdp", None)])
+    >>> cfg.instantiate().with_all([("fsdp", "data"), ("mlp", "model")]).parameters
+    (('fsdp', None), ('mlp', 'model'))
     """
 
     @config_class

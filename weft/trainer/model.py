@@ -70,11 +70,9 @@ class LibraryModel(InHierarchy):
 def model_config(model: InstantiableConfig, batch: Callable[[], Any]) -> Any:
     """Returns the config of the layer to train.
 
-    Args:
-        model: the config of a hierarchy layer, which is returned unchanged, except that a
-            `Supervised` or `LibraryModel` gets the shapes; or of a class or function that makes a
-            module of any library.
-        batch: returns the shapes and dtypes of a batch; called if they are needed.
+    Other than a hierarchy layer's, `model` is the config of a class or function that makes a module
+    of any library; it, a `Supervised` and a `LibraryModel` get the shapes of a batch, which `batch`
+    returns.
     """
     if isinstance(model, Supervised.Config):
         return model.clone(batch_spec=batch())
@@ -180,8 +178,7 @@ def per_param_train_dtype_by_path(
         update_rules: Pairs of a pattern, which must match the whole path, such as "decoder/emb/.*",
             and a dtype, or None for the parameter's own; the first match counts.
 
-    Raises:
-        TrainDtypeError: When called, if a rule matches no parameter.
+    Raises TrainDtypeError when called, if a rule matches no parameter.
 
     >>> dtypes = per_param_train_dtype_by_path("bfloat16", update_rules=[(".*/scale", None)])
     >>> dtypes({"norm": {"scale": jnp.ones(2)}, "linear": {"weight": jnp.ones(2)}})
@@ -211,11 +208,7 @@ class _ByPath:
 
 
 def cast_floats(in_tree: T, to_dtype: DType | None) -> T:
-    """Casts floating-point arrays and `TensorSpec`s to a dtype; None leaves all unchanged.
-
-    >>> cast_floats({"x": jnp.ones(2), "n": jnp.arange(2)}, to_dtype="bfloat16")["x"].dtype
-    dtype(bfloat16)
-    """
+    """Casts floating-point arrays and `TensorSpec`s to a dtype; None leaves all unchanged."""
 
     def cast(x: Any) -> Any:
         is_spec = isinstance(x, TensorSpec)

@@ -56,9 +56,7 @@ def mesh_shape_from_axes(
 ) -> tuple[int, ...]:
     """Returns the mesh shape for sizes by name, in the order of `MESH_AXIS_NAMES`.
 
-    One size may be -1, for the remaining devices. The sizes are the numbers of pipeline stages, of
-    groups of devices with replicated parameters (`data`), of groups of experts, and of shards of
-    parameters (`fsdp`), of sequences, and of heads, hidden dimensions and the vocabulary (`model`).
+    One size may be -1, for the remaining devices. The axes are listed in the module docstring.
 
     >>> mesh_shape_from_axes(data=-1, fsdp=8)
     (1, -1, 1, 8, 1, 1)
@@ -73,12 +71,11 @@ class ParallelismModifier(ConfigModifier):
     library's layers, anywhere in the model. Optimizer state and gradients follow the parameters.
     Parameters of other layers are unchanged; `weft check` shows them.
 
-    Example:
-        >>> from weft.recipes.lm import lm_tiny
-        >>> modifier = ParallelismModifier.default_config().set(fsdp=4, model=2).instantiate()
-        >>> cfg = modifier(lm_tiny())
-        >>> cfg.mesh_shape, cfg.model.decoder.transformer.layer.feed_forward.linear1
-        ((1, 1, 1, 4, 1, 2), ...)
+    >>> from weft.recipes.lm import lm_tiny
+    >>> modifier = ParallelismModifier.default_config().set(fsdp=4, model=2).instantiate()
+    >>> cfg = modifier(lm_tiny())
+    >>> cfg.mesh_shape, cfg.model.decoder.transformer.layer.feed_forward.linear1
+    ((1, 1, 1, 4, 1, 2), ...)
     """
 
     @config_class

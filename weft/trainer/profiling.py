@@ -149,10 +149,9 @@ class Throughput(Configurable):
     ) -> dict[str, float]:
         """Records a dispatched step; returns values to report by name, none if it is not due.
 
-        Args:
-            outputs: Arrays that the step computes.
-            model: The module whose `forward(input_batch)` the step differentiates.
-            input_wait_seconds: Total time that the run has waited for batches so far.
+        `outputs` are arrays that the step computes; `model` is the module whose
+        `forward(input_batch)` it differentiates; `input_wait_seconds` is the time that the run has
+        waited for batches so far.
         """
         if not self.is_due(step):
             return {}
@@ -261,16 +260,10 @@ Flops = Counter[str | None]
 def count_flops(fn: Callable[..., Any], weights: object, *args: object) -> Flops:
     """Counts the floating-point operations of a function without running it.
 
-    Args:
-        fn: A function of arrays.
-        weights: Its first argument: a pytree of arrays, or their shapes as `jax.ShapeDtypeStruct`.
-        *args: The others.
+    `weights`, its first argument, is a pytree of arrays, or their shapes as `jax.ShapeDtypeStruct`.
+    Returns operations by the path of the weight, joined by `/`; under None those of products
+    without a weight. The body of a `while_loop` counts once; of a `cond` the costliest branch.
 
-    Returns:
-        Operations by the path of the weight, joined by `/`; under None those of products without a
-        weight. The body of a `while_loop` counts once; of a `cond` the costliest branch.
-
-    >>> import jax.numpy as jnp
     >>> count_flops(lambda w, x: x @ w["a"], {"a": jnp.zeros((3, 5))}, jnp.zeros((2, 3)))
     Counter({'a': 60})
     """
@@ -407,9 +400,9 @@ class StepTraces:
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[Callable[[Any], None]]:
-        """Surrounds a step.
+        """Surrounds a step; yields a function to call with its outputs.
 
-        Yields a function to call with the step's outputs, which it waits for if a trace ends here.
+        The function waits for them if a trace ends here.
         """
         if step in self._start_steps and self._last is None:
             directory = os.path.join(self._directory, f"trace/step_{step:08d}")

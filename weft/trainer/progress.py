@@ -52,13 +52,7 @@ class RunListener:
         """Handles the start; `resumed_from` is the step of a restored checkpoint, or None."""
 
     def on_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
-        """Handles a dispatched step.
-
-        Args:
-            step: counts from 1.
-            outputs: "loss" and "summaries" of the step.
-            batch: the input of the step.
-        """
+        """Handles a dispatched step; `step` counts from 1, `outputs` has "loss" and "summaries"."""
 
     def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
         """Handles the summaries of an evaler."""

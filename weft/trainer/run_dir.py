@@ -72,9 +72,8 @@ MAY_CHANGE = frozenset(
 def check_run_dir(cfg: ConfigBase) -> None:
     """Checks, without changes, that a run may use its directory.
 
-    Raises:
-        RunDirError: if the directory cannot be written, or has a checkpoint of another config or of
-            other data.
+    Raises RunDirError if the directory cannot be written, or has a checkpoint of another config or
+    of other data.
     """
     directory = Path(cfg.dir)
     check_writable(directory)
@@ -110,11 +109,8 @@ def check_run_dir(cfg: ConfigBase) -> None:
 def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> bool:
     """Creates the directory of a run and records its start; returns whether it was started before.
 
-    Args:
-        recipe: What made the config, as plain JSON values. It is signed together with the config.
-
-    Raises:
-        RunDirError: as `check_run_dir`.
+    The recipe that made the config is plain JSON values, signed together with the config. For
+    errors see `check_run_dir`.
     """
     check_run_dir(cfg)
     directory = Path(cfg.dir)

@@ -62,8 +62,7 @@ def polynomial(
     Between the two steps the value is `begin_value + (end_value - begin_value) * t**power`, where t
     grows from 0 to 1.
 
-    Raises:
-      ScheduleError: if `begin_step >= end_step`.
+    Raises ScheduleError if `begin_step >= end_step`.
 
     >>> float(polynomial(begin_value=1, end_step=4, end_value=3)(2))
     2.0
@@ -84,8 +83,7 @@ def exponential(
 
     Between the two steps the value changes by a constant factor per step.
 
-    Raises:
-      ScheduleError: if `begin_step >= end_step`, or if a value is not positive.
+    Raises ScheduleError if `begin_step >= end_step`, or if a value is not positive.
 
     >>> round(float(exponential(begin_value=1, end_step=4, end_value=0.01)(2)), 6)
     0.1
@@ -122,8 +120,7 @@ def inverse_sqrt(step: Tensor, warmup_steps: int = 1) -> Tensor:
 def stepwise(sub: Sequence[Schedule], start_step: Sequence[int]) -> ScheduleFn:
     """Concatenates schedules; those after the first begin at `start_step` and count from 0.
 
-    Raises:
-      ScheduleError: if the lengths do not match or the starts are not in order.
+    Raises ScheduleError if the lengths do not match or the starts are not in order.
 
     >>> [float(stepwise([1.0, 0.5, 0.25], [10, 20])(step)) for step in (9, 10, 20)]
     [1.0, 0.5, 0.25]
@@ -139,8 +136,7 @@ def segment_wise(segments: Sequence[Schedule], *, segment_steps: Sequence[int]) 
 
     Unlike with `stepwise`, a schedule of n steps includes the last of them, `schedule(n)`.
 
-    Raises:
-      ScheduleError: if the number of lengths does not match or one is negative.
+    Raises ScheduleError if the number of lengths does not match or one is negative.
 
     >>> warm = segment_wise([polynomial(end_step=4, end_value=1), 0.5], segment_steps=[4])
     >>> [float(warm(step)) for step in (1, 2, 4, 5)]
@@ -183,10 +179,8 @@ def adafactor(
     """Returns a linear warm-up, then `scale * step**decay_power`; both meet at `warmup_steps`.
 
     `step_offset` is added to the step, for the steps of an earlier run.
-    Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235 (the default power).
-
-    Raises:
-      ScheduleError: if `warmup_steps < 1`.
+    Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235 (the default power). Raises
+    ScheduleError if `warmup_steps < 1`.
 
     >>> [round(float(adafactor(warmup_steps=4)(step)), 6) for step in (0, 2, 4, 16)]
     [0.0, 0.25, 0.5, 0.25]
@@ -236,11 +230,8 @@ def ema_schedule(
     """Returns a moving average's decay that yields the plain mean during the warm-up.
 
     With `t = max(step - step_offset, 0)` the value is `t / (t + 1)` while `t < warmup_steps`, then
-    `decay`.
-
-    Raises:
-      ScheduleError: if `warmup_steps < 1`, for which the average would not start at the first
-        value.
+    `decay`. Raises ScheduleError if `warmup_steps < 1`: the average would not start at the first
+    value.
 
     >>> [round(float(ema_schedule(0.9, warmup_steps=3)(step)), 4) for step in range(4)]
     [0.0, 0.5, 0.6667, 0.9]
@@ -281,10 +272,7 @@ def linear_schedule_with_warmup(
     """Warms up linearly to `peak_lr`, then decays linearly to `end_value` at `max_step`.
 
     The warm-up starts at `begin_value`; `warmup_steps=0` disables it, and a number below 1 is a
-    share of `max_step`.
-
-    Raises:
-      ScheduleError: if `max_step` is not above `warmup_steps`.
+    share of `max_step`. Raises ScheduleError if `max_step` is not above `warmup_steps`.
 
     >>> schedule = linear_schedule_with_warmup(1.0, max_step=8, warmup_steps=4)
     >>> [float(schedule(step)) for step in (2, 4, 6, 8)]
@@ -309,13 +297,10 @@ def cosine_with_linear_warmup(
 ) -> ScheduleFn:
     """Warms up linearly to `peak_lr`, then decays by a cosine to `alpha * peak_lr` at `max_step`.
 
-    The warm-up starts at `begin_value`; `warmup_steps=0` disables it, and a number below 1 is a
-    share of `max_step`. The value is `peak_lr` until `decay_begin_step`, by default, and if it is
-    within the warm-up, the end of the warm-up.
+    For the warm-up see `linear_schedule_with_warmup`. The value is `peak_lr` until
+    `decay_begin_step`, by default, and if it is within the warm-up, the end of the warm-up. Raises
+    ScheduleError if `max_step` is not above the step at which the cosine begins.
     Source of the decay: Loshchilov and Hutter, https://arxiv.org/abs/1608.03983.
-
-    Raises:
-      ScheduleError: if `max_step` is not above the step at which the cosine begins.
 
     >>> schedule = cosine_with_linear_warmup(1.0, max_step=8, warmup_steps=4, alpha=0.5)
     >>> [round(float(schedule(step)), 4) for step in (2, 4, 6, 8)]
@@ -343,12 +328,9 @@ def warmup_stable_decay(
 ) -> ScheduleFn:
     """Warms up linearly to `peak_lr`, keeps it, then decays linearly to `alpha * peak_lr`.
 
-    The warm-up starts at `begin_value`; `warmup_steps=0` disables it, and a number below 1 is a
-    share of `max_step`. The decay lasts from `decay_begin_step` to `max_step`.
+    For the warm-up see `linear_schedule_with_warmup`. The decay lasts from `decay_begin_step` to
+    `max_step`. Raises ScheduleError if not `warmup_steps <= decay_begin_step < max_step`.
     Source: Hägele et al., https://arxiv.org/abs/2405.18392 (a constant rate with a cooldown).
-
-    Raises:
-      ScheduleError: if not `warmup_steps <= decay_begin_step < max_step`.
 
     >>> schedule = warmup_stable_decay(1.0, max_step=10, decay_begin_step=8, warmup_steps=4)
     >>> [float(schedule(step)) for step in (2, 4, 8, 9, 10)]

@@ -27,8 +27,7 @@ _LENGTH, _RATE = "max_step", "learning_rate"
 def learner_config(cfg: ConfigBase) -> Any:
     """Returns the learner of a trainer's config, with the length of all its schedules set.
 
-    Raises:
-        ScheduleError: if neither a schedule nor the trainer has a length.
+    Raises ScheduleError if neither a schedule nor the trainer has a length.
     """
     unset = _unset(cfg)
     if not unset:

@@ -20,11 +20,7 @@ _KEY_BYTES = 32
 
 
 def signed(record: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """Returns a record with a signature of itself and of a text, if the key can be stored.
-
-    Args:
-        record: Plain JSON values.
-    """
+    """Returns a record, of JSON values, signed together with a text if the key can be stored."""
     key = _read_key() or _make_key()
     return {**record, _SIGNATURE: _signature(key, record, text)} if key else dict(record)
 

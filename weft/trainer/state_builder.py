@@ -228,12 +228,9 @@ def initial_state(
     Args:
         builder: provides values; None to initialize all.
         init: initializes a whole state; compiled, it computes only the missing leaves.
-        prng_key: for `init`.
-        shardings: the layout of each array.
         interruptible: whether a stop request interrupts the compilation.
 
-    Raises:
-        StateBuilderError: if the builder's values do not match the state of the run.
+    Raises StateBuilderError if the builder's values do not match the state of the run.
     """
 
     def jit(fn: Callable[[Tensor], Any], layout: Any) -> Callable[[Tensor], Any]:
@@ -296,8 +293,7 @@ class BaseStateStorageBuilder(Builder):
         """Configures a BaseStateStorageBuilder.
 
         Attributes:
-            base_dir: directory of all checkpoints of a run.
-            step: None for the newest undamaged checkpoint.
+            step: None for the newest undamaged checkpoint in `base_dir`.
             validation: required similarity of the checkpoint and the requested leaves, within each
                 requested one of model, learner and PRNG key.
         """
@@ -427,10 +423,7 @@ class MergeStateSelection(enum.StrEnum):
 
 
 class MergeStateConverter(Converter):
-    """Converter that takes leaves from the storage by path, under the same or other names.
-
-    Only these leaves are read.
-    """
+    """Converter that reads only some leaves, by path, under the same or other names."""
 
     @config_class
     class Config(Converter.Config):
@@ -649,8 +642,7 @@ def traverse_and_set_target_state_parameters(
 
     A scope is the path of the layer in the model, with "/", or "" for the whole model.
 
-    Raises:
-        StateBuilderError: if a layer does not exist, or has other parameters.
+    Raises StateBuilderError if a layer does not exist, or has other parameters.
     """
     of_target = {p: x for p, x in flatten_state(target_state) if _within(p, target_scope)}
     of_source = {
@@ -671,11 +663,7 @@ def traverse_and_set_target_state_parameters(
 
 
 def is_dict(x: object, has_key: str | None = None) -> bool:
-    """Returns whether `x` is a dict, and has a key if one is given.
-
-    >>> is_dict({"weight": 1}, "weight"), is_dict({"bias": 1}, "weight"), is_dict([1])
-    (True, False, False)
-    """
+    """Returns whether `x` is a dict, and has a key if one is given."""
     return isinstance(x, dict) and (has_key is None or has_key in x)
 
 

@@ -65,11 +65,8 @@ def train_step(
     """Runs the model on a batch and lets the learner update its parameters.
 
     Args:
-        batch: as provided by the processes.
+        batch: as provided by the processes; `input_` dispatches it.
         model: returns a loss and auxiliary outputs from `forward(input_batch)`.
-        input_: the `Input`, which dispatches the batch.
-        model_specs: specs of the model's parameters.
-        gradient_specs: specs of their gradients.
         train_dtype: dtype of the computation, for all parameters or by path; None for that of each.
         with_gradients: whether to return the gradients that have to be finite.
 

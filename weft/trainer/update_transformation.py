@@ -148,9 +148,7 @@ class Updates(PyTreeNode):
     ) -> "Updates":
         """Masks the updates of parameters in the trees `fields`.
 
-        Args:
-          keep: a tree like `opt_params` that marks the parameters to keep, or a function that makes
-            one from `opt_params`.
+        `keep` is a tree like `opt_params` that marks the parameters to keep, or makes one from it.
         """
         kept = keep(self.opt_params) if callable(keep) else keep
         if "inplace_updates" in fields:

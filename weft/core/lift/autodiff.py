@@ -40,12 +40,9 @@ def vjp(
 ) -> tuple[Any, ...]:
     """Applies `jax.vjp` to `fn(scope, *primals)`.
 
-    Args:
-        fn: the function; with `has_aux` it returns a pair of its result and any auxiliary output.
-
     Returns:
         The result, a function from its cotangent to the gradients of the collections and of each
-        argument, and with `has_aux` the auxiliary output.
+        argument, and with `has_aux` the auxiliary output, which `fn` returns after its result.
     """
     _check_reduce_axes(reduce_axes)
     lifted = lifting.vjp(
@@ -143,17 +140,16 @@ def custom_vjp(
     The rule applies to the result and to variables that `fn` changes, whose later uses have no
     gradient. Unchanged variables keep their own gradients.
 
-    Example:
-        >>> from weft.core import init, lift, nn
-        >>> def forward(scope, x, features):
-        ...     return lift.vjp(lambda scope, x: nn.dense(scope, x, features), scope, x)
-        >>> def backward(features, pullback, cotangent):
-        ...     params, *rest = pullback(cotangent)
-        ...     return jax.tree.map(jax.numpy.sign, params), *rest
-        >>> dense = lift.custom_vjp(nn.dense, forward, backward, nondiff_argnums=(2,))
-        >>> y, _ = init(dense)(jax.random.key(0), jax.numpy.ones(3), 2)
-        >>> y.shape
-        (2,)
+    >>> from weft.core import init, lift, nn
+    >>> def forward(scope, x, features):
+    ...     return lift.vjp(lambda scope, x: nn.dense(scope, x, features), scope, x)
+    >>> def backward(features, pullback, cotangent):
+    ...     params, *rest = pullback(cotangent)
+    ...     return jax.tree.map(jax.numpy.sign, params), *rest
+    >>> dense = lift.custom_vjp(nn.dense, forward, backward, nondiff_argnums=(2,))
+    >>> y, _ = init(dense)(jax.random.key(0), jax.numpy.ones(3), 2)
+    >>> y.shape
+    (2,)
     """
     check_argnums("lift.custom_vjp", "nondiff_argnums", fn, nondiff_argnums)
 
@@ -188,15 +184,14 @@ def custom_jvp(
             of `fn` and its tangent; see `jvp`.
         nondiff_argnums: arguments without tangents; 0 is the scope.
 
-    Example:
-        >>> from weft.core import apply, lift
-        >>> def scaled(scope, x):
-        ...     return scope.get_variable("params", "scale") * x
-        >>> def rule(scope, primals, tangents, variable_tangents):
-        ...     return scaled(scope, *primals), 10.0 * tangents[0]
-        >>> f = apply(lift.custom_jvp(scaled, rule))
-        >>> jax.grad(lambda x: f({"params": {"scale": 2.0}}, x))(3.0)
-        Array(10., dtype=float32, weak_type=True)
+    >>> from weft.core import apply, lift
+    >>> def scaled(scope, x):
+    ...     return scope.get_variable("params", "scale") * x
+    >>> def rule(scope, primals, tangents, variable_tangents):
+    ...     return scaled(scope, *primals), 10.0 * tangents[0]
+    >>> f = apply(lift.custom_jvp(scaled, rule))
+    >>> jax.grad(lambda x: f({"params": {"scale": 2.0}}, x))(3.0)
+    Array(10., dtype=float32, weak_type=True)
     """
     check_argnums("lift.custom_jvp", "nondiff_argnums", fn, nondiff_argnums)
 

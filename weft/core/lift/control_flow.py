@@ -53,15 +53,13 @@ def scan(
         check_constancy_invariants: whether to count keys as if the body had run once before, as in
             Flax with True.
 
-    Example:
-        >>> import jax
-        >>> from weft.core import init, lift, nn
-        >>> def layer(scope, x, _):
-        ...     return nn.dense(scope, x, 4), None
-        >>> stack = lift.scan(layer, {"params": 0}, split_rngs={"params": True}, length=3)
-        >>> (y, _), variables = init(stack)(jax.random.key(0), jax.numpy.ones(4), None)
-        >>> variables["params"]["kernel"].shape
-        (3, 4, 4)
+    >>> from weft.core import init, lift, nn
+    >>> def layer(scope, x, _):
+    ...     return nn.dense(scope, x, 4), None
+    >>> stack = lift.scan(layer, {"params": 0}, split_rngs={"params": True}, length=3)
+    >>> (y, _), variables = init(stack)(jax.random.key(0), jax.numpy.ones(4), None)
+    >>> variables["params"]["kernel"].shape
+    (3, 4, 4)
     """
     first = ((variable_broadcast, None), (variable_carry, CARRY))
     lifted = lifting.scan(

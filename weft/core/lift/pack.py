@@ -45,15 +45,14 @@ def pack(
     Raises:
         TransformArgumentError: if `fn` gets unexpected keyword arguments or does not return a pair.
 
-    Example:
-        >>> from weft.core import init, nn
-        >>> def doubled(scope_fn, repack_fn, variable_groups, rng_groups, x):
-        ...     scope = scope_fn(variable_groups, rng_groups)
-        ...     return 2 * nn.dense(scope, x, 4), repack_fn(scope)
-        >>> packed = pack(doubled, (True,), (True,), (True,))
-        >>> y, _ = init(packed)(jax.random.key(0), jax.numpy.ones(3))
-        >>> y.shape
-        (4,)
+    >>> from weft.core import init, nn
+    >>> def doubled(scope_fn, repack_fn, variable_groups, rng_groups, x):
+    ...     scope = scope_fn(variable_groups, rng_groups)
+    ...     return 2 * nn.dense(scope, x, 4), repack_fn(scope)
+    >>> packed = pack(doubled, (True,), (True,), (True,))
+    >>> y, _ = init(packed)(jax.random.key(0), jax.numpy.ones(3))
+    >>> y.shape
+    (4,)
     """
     title = name or getattr(fn, "__name__", "pack")
     ins = [Select(where) for where in in_variable_filters]

@@ -146,12 +146,11 @@ def vmap(
         spmd_axis_name: mesh axis over which the new axis is laid out.
         metadata_params: passed to axis metadata that gains or loses the axis.
 
-    Example:
-        >>> from weft.core import init, lift, nn
-        >>> dense = lift.vmap(nn.dense, {"params": 0}, {"params": True}, in_axes=(0, None))
-        >>> y, variables = init(dense)(jax.random.key(0), jax.numpy.ones((5, 3)), 2)
-        >>> y.shape, variables["params"]["kernel"].shape
-        ((5, 2), (5, 3, 2))
+    >>> from weft.core import init, lift, nn
+    >>> dense = lift.vmap(nn.dense, {"params": 0}, {"params": True}, in_axes=(0, None))
+    >>> y, variables = init(dense)(jax.random.key(0), jax.numpy.ones((5, 3)), 2)
+    >>> y.shape, variables["params"]["kernel"].shape
+    ((5, 2), (5, 3, 2))
     """
     lifted = lifting.vmap(
         ScopeKind("vmap"),
@@ -390,16 +389,15 @@ def map_variables(
             the collections are mutable.
         mutable: whether `fn` may change the mapped collections.
 
-    Example:
-        >>> from weft.core import init, lift, nn
-        >>> def transposed(variables):
-        ...     return jax.tree.map(lambda x: x.T, variables)
-        >>> decode = lift.map_variables(nn.dense, "params", transposed)
-        >>> def tied(scope, x):
-        ...     hidden = nn.dense(scope, x, 2, bias=False)
-        ...     return decode(scope.rewound(), hidden, 3, bias=False)
-        >>> init(tied)(jax.random.key(0), jax.numpy.ones(3))[0].shape
-        (3,)
+    >>> from weft.core import init, lift, nn
+    >>> def transposed(variables):
+    ...     return jax.tree.map(lambda x: x.T, variables)
+    >>> decode = lift.map_variables(nn.dense, "params", transposed)
+    >>> def tied(scope, x):
+    ...     hidden = nn.dense(scope, x, 2, bias=False)
+    ...     return decode(scope.rewound(), hidden, 3, bias=False)
+    >>> init(tied)(jax.random.key(0), jax.numpy.ones(3))[0].shape
+    (3,)
     """
     kind = ScopeKind("map_variables")
 

@@ -233,12 +233,6 @@ def dot_product_attention(
     Raises:
         ArgumentShapeError: if the shapes do not match.
         ArgumentValueError: if an axis cannot be attended over.
-
-    Example:
-        >>> from weft.core import apply
-        >>> x = jnp.ones((1, 5, 2, 4))
-        >>> apply(dot_product_attention)({}, x, x, x).shape
-        (1, 5, 2, 4)
     """
     if key.shape[:-1] != value.shape[:-1] or query.shape[-2:] != key.shape[-2:]:
         raise ArgumentShapeError(
@@ -299,7 +293,7 @@ def multi_head_dot_product_attention(
     bias: bool = True,
     attention_fn: Callable[..., Array] = dot_product_attention,
 ) -> Float[Array, "batch *target out_features"]:
-    """Applies multi-head attention with projections.
+    """Applies multi-head attention; see `dot_product_attention` for the other arguments.
 
     Args:
         scope: has the scopes `query`, `key`, `value` and `out`, each with `kernel` and `bias`.
@@ -313,8 +307,6 @@ def multi_head_dot_product_attention(
         segmentation: segment ids; only positions of the same segment attend to each other.
         key_segmentation: see `key_padding_mask`.
         cache: whether to decode, with one position per call (`weft.core.nn.attention`).
-        broadcast_dropout, dropout_rng, dropout_rate, deterministic, precision: see
-        `dot_product_attention`.
         attention_fn: replaces `dot_product_attention`, with the same arguments.
 
     Raises:

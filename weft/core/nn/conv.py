@@ -53,11 +53,10 @@ def conv(
             channels are not divisible by the number of groups.
         ArgumentValueError: if the padding is unknown, or is named for a dilated input.
 
-    Example:
-        >>> from weft.core import init
-        >>> y, _ = init(conv)(jax.random.key(0), jnp.ones((1, 8, 8, 3)), 16, (3, 3), strides=(2, 2))
-        >>> y.shape
-        (1, 4, 4, 16)
+    >>> from weft.core import init
+    >>> y, _ = init(conv)(jax.random.key(0), jnp.ones((1, 8, 8, 3)), 16, (3, 3), strides=(2, 2))
+    >>> y.shape
+    (1, 4, 4, 16)
     """
     window = _window(inputs, kernel_size)
     if inputs.shape[-1] % feature_group_count:
@@ -118,12 +117,6 @@ def conv_transpose(
     Raises:
         ArgumentShapeError: if the number of spatial axes is not that of `kernel_size`.
         ArgumentValueError: if the padding is unknown.
-
-    Example:
-        >>> from weft.core import init
-        >>> y, _ = init(conv_transpose)(jax.random.key(0), jnp.ones((1, 4, 3)), 8, (3,), (2,))
-        >>> y.shape
-        (1, 8, 8)
     """
     window = _window(inputs, kernel_size)
     kernel = scope.param("kernel", kernel_init, (*window, inputs.shape[-1], features))

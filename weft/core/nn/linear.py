@@ -37,11 +37,10 @@ def dense(
     Args:
         scope: has `kernel`, shape `(input, features)`, and `bias`, shape `(features,)`.
 
-    Example:
-        >>> from weft.core import init
-        >>> y, variables = init(dense)(jax.random.key(0), jnp.ones((2, 3)), 4)
-        >>> y.shape, variables["params"]["kernel"].shape
-        ((2, 4), (3, 4))
+    >>> from weft.core import init
+    >>> y, variables = init(dense)(jax.random.key(0), jnp.ones((2, 3)), 4)
+    >>> y.shape, variables["params"]["kernel"].shape
+    ((2, 4), (3, 4))
     """
     kernel = scope.param("kernel", kernel_init, (inputs.shape[-1], features))
     added = scope.param("bias", bias_init, (features,)) if bias else None
@@ -80,12 +79,11 @@ def dense_general(
     Raises:
         ArgumentShapeError: if `batch_dims` are not the first axes.
 
-    Example:
-        >>> from weft.core import init
-        >>> x = jnp.ones((5, 2, 3))
-        >>> y, variables = init(dense_general)(jax.random.key(0), x, (4, 6), axis=(1, 2))
-        >>> y.shape, variables["params"]["kernel"].shape
-        ((5, 4, 6), (2, 3, 4, 6))
+    >>> from weft.core import init
+    >>> x = jnp.ones((5, 2, 3))
+    >>> y, variables = init(dense_general)(jax.random.key(0), x, (4, 6), axis=(1, 2))
+    >>> y.shape, variables["params"]["kernel"].shape
+    ((5, 4, 6), (2, 3, 4, 6))
     """
     features, axis, batch_dims = map(as_tuple, (features, axis, batch_dims))
     batch_dims = tuple(d % inputs.ndim for d in batch_dims)
@@ -125,13 +123,6 @@ class Embedding(struct.PyTreeNode):
 
     Attributes:
         table: one row for each id, shape `(num_embeddings, features)`.
-
-    Example:
-        >>> table = Embedding(jnp.eye(3))
-        >>> table.lookup(jnp.array([2])).tolist()
-        [[0.0, 0.0, 1.0]]
-        >>> table.attend(jnp.array([4.0, 5.0, 6.0])).tolist()
-        [4.0, 5.0, 6.0]
     """
 
     table: Any
@@ -162,11 +153,9 @@ def embedding(
     Args:
         scope: has `table`, shape `(num_embeddings, features)`.
 
-    Example:
-        >>> import jax
-        >>> from weft.core import init
-        >>> table, _ = init(embedding)(jax.random.key(0), 10, 4)
-        >>> table.lookup(jnp.array([3, 5])).shape
-        (2, 4)
+    >>> from weft.core import init
+    >>> table, _ = init(embedding)(jax.random.key(0), 10, 4)
+    >>> table.lookup(jnp.array([3, 5])).shape
+    (2, 4)
     """
     return Embedding(scope.param("table", init_fn, (num_embeddings, features)))

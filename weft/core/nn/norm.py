@@ -44,15 +44,14 @@ def batch_norm(
         axis_name: mapped axes to include in the statistics.
         axis_index_groups: see `jax.lax.pmean`.
 
-    Example:
-        >>> from weft.core import apply, init
-        >>> x = jnp.array([[1.0], [3.0]])
-        >>> y, variables = init(batch_norm)(jax.random.key(0), x)
-        >>> y.round(2).tolist()
-        [[-1.0], [1.0]]
-        >>> y, changed = apply(batch_norm, mutable=["batch_stats"])(variables, x, momentum=0.5)
-        >>> changed["batch_stats"]["mean"].tolist()
-        [1.0]
+    >>> from weft.core import apply, init
+    >>> x = jnp.array([[1.0], [3.0]])
+    >>> y, variables = init(batch_norm)(jax.random.key(0), x)
+    >>> y.round(2).tolist()
+    [[-1.0], [1.0]]
+    >>> y, changed = apply(batch_norm, mutable=["batch_stats"])(variables, x, momentum=0.5)
+    >>> changed["batch_stats"]["mean"].tolist()
+    [1.0]
     """
     features = sorted(canonical_axes(axis, x.ndim))
     reduced = tuple(a for a in range(x.ndim) if a not in features)
@@ -103,10 +102,9 @@ def layer_norm(
         scope: has `scale` and `bias`, of the size of the last axis.
         dtype: output dtype, unless that of `x` is wider.
 
-    Example:
-        >>> from weft.core import init
-        >>> init(layer_norm)(jax.random.key(0), jnp.array([1.0, 3.0]))[0].round(2).tolist()
-        [-1.0, 1.0]
+    >>> from weft.core import init
+    >>> init(layer_norm)(jax.random.key(0), jnp.array([1.0, 3.0]))[0].round(2).tolist()
+    [-1.0, 1.0]
     """
     shape = x.shape[-1:]
     y = functional.layer_norm(
@@ -141,11 +139,10 @@ def group_norm(
         ArgumentValueError: if not exactly one of `num_groups` and `group_size` is given, or it is
             not positive.
 
-    Example:
-        >>> from weft.core import init
-        >>> x = jnp.array([[1.0, 3.0, 5.0, 9.0]])
-        >>> init(group_norm)(jax.random.key(0), x, num_groups=2)[0].round(2).tolist()
-        [[-1.0, 1.0, -1.0, 1.0]]
+    >>> from weft.core import init
+    >>> x = jnp.array([[1.0, 3.0, 5.0, 9.0]])
+    >>> init(group_norm)(jax.random.key(0), x, num_groups=2)[0].round(2).tolist()
+    [[-1.0, 1.0, -1.0, 1.0]]
     """
     channels = x.shape[-1]
     num_groups = functional.number_of_groups(channels, num_groups, group_size)
@@ -175,12 +172,10 @@ def dropout(
         ArgumentValueError: if the rate is not in `[0, 1]`.
         InvalidRngError: if there is no key.
 
-    Example:
-        >>> import jax
-        >>> from weft.core import apply
-        >>> y = apply(dropout)({}, jnp.ones(100), 0.5, rngs={"dropout": jax.random.key(0)})
-        >>> sorted(set(y.tolist()))
-        [0.0, 2.0]
+    >>> from weft.core import apply
+    >>> y = apply(dropout)({}, jnp.ones(100), 0.5, rngs={"dropout": jax.random.key(0)})
+    >>> sorted(set(y.tolist()))
+    [0.0, 2.0]
     """
     if rate == 0.0 or deterministic:
         return inputs

@@ -97,10 +97,8 @@ def _family(settings: Settings) -> Family:
 def load_huggingface_params(folder: _PathLike, target: NestedTensor) -> NestedTensor:
     """Reads the parameters of a checkpoint, one at a time.
 
-    Args:
-        folder: see `huggingface_model_config`.
-        target: the parameters of that model, or their shapes; values get their dtypes and
-            shardings.
+    `target` has the parameters of `huggingface_model_config`, or their shapes; values get their
+    dtypes and shardings.
 
     Raises:
         WeightsReadError: if a file is missing or damaged.
@@ -239,8 +237,7 @@ def to_huggingface(
           and scaled embeddings are converted.
         max_position_embeddings: longest sequence, which rotary models do not define themselves.
 
-    Returns:
-        The files that were written.
+    Returns the files that were written.
 
     Raises:
         HuggingFaceConfigError: if no Hugging Face family computes the same; the message lists the

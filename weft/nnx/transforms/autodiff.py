@@ -55,8 +55,7 @@ def value_and_grad(
             decorator is returned.
         argnums: positions of the arguments to differentiate; for an object its `Param` variables,
             or those of a `DiffState(position, filter)`.
-        holomorphic: as for `jax.grad`, like `allow_int`.
-        reduce_axes: must be `()`, as for `jax.grad`.
+        holomorphic, allow_int: as for `jax.grad`; `reduce_axes` must be `()`.
 
     Returns:
         A function that returns the result of `f` and the gradients for `argnums`: for an object a
@@ -64,16 +63,13 @@ def value_and_grad(
             with all variables differentiated.
 
     Raises:
-        TransformArgumentError: if an argument does not exist, or `reduce_axes` is not `()`.
+        TransformArgumentError: if an argument does not exist.
         InconsistentAliasError: if a variable is differentiated in only one of its places.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
-        >>> loss, grads = nnx.value_and_grad(lambda m: m.w**2)(model)
-        >>> float(loss), float(grads.w[...])
-        (9.0, 6.0)
+    >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
+    >>> loss, grads = nnx.value_and_grad(lambda m: m.w**2)(model)
+    >>> float(loss), float(grads.w[...])
+    (9.0, 6.0)
     """
     return _differentiate(
         "value_and_grad",
@@ -101,15 +97,10 @@ def grad(
 ) -> Callable[..., Any]:
     """Returns the gradients of `value_and_grad`, with `has_aux` as a pair with the auxiliary value.
 
-    The parameters are those of `value_and_grad`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)), n=nnx.BatchStat(jnp.array(2.0)))
-        >>> grads = nnx.grad(lambda m: m.w * m.n, argnums=nnx.DiffState(0, nnx.BatchStat))(model)
-        >>> float(grads.n[...])
-        3.0
+    >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)), n=nnx.BatchStat(jnp.array(2.0)))
+    >>> grads = nnx.grad(lambda m: m.w * m.n, argnums=nnx.DiffState(0, nnx.BatchStat))(model)
+    >>> float(grads.n[...])
+    3.0
     """
     both = _differentiate(
         "grad",
@@ -144,7 +135,6 @@ def vjp(
     Args:
         f: returns arrays, with `graph=False` or `graph_updates=False` also objects, or with
             `has_aux` a pair of these and any value; without it, a decorator is returned.
-        reduce_axes: must be `()`, as for `jax.vjp`.
 
     Returns:
         The result of `f`, and a function from its cotangent to a tuple of gradients, one per
@@ -155,13 +145,10 @@ def vjp(
         CallMismatchError: if `f` returns an object with references, or the cotangent of objects has
             another structure.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> out, pullback = nnx.vjp(lambda w, x: w * x, nnx.Param(jnp.array(3.0)), 2.0)
-        >>> gradients = pullback(jnp.array(1.0))
-        >>> float(out), float(gradients[0][...]), float(gradients[1])
-        (6.0, 2.0, 3.0)
+    >>> out, pullback = nnx.vjp(lambda w, x: w * x, nnx.Param(jnp.array(3.0)), 2.0)
+    >>> gradients = pullback(jnp.array(1.0))
+    >>> float(out), float(gradients[0][...]), float(gradients[1])
+    (6.0, 2.0, 3.0)
     """
     if not primals:
         return functools.partial(vjp, f, has_aux=has_aux, reduce_axes=reduce_axes, **options)
@@ -199,8 +186,7 @@ def jvp(
     """Applies `jax.jvp` to a function of objects.
 
     Args:
-        f: returns arrays, with `graph=False` or `graph_updates=False` also objects, or with
-            `has_aux` a pair of these and any value; without it, a decorator is returned.
+        f: see `vjp`.
         tangents: one per primal; for an object a `State`, or an object of the same structure, with
             tangents of some or all of its variables.
 
@@ -212,13 +198,10 @@ def jvp(
         CallMismatchError: if the numbers of primals and tangents differ, or `f` returns an object
             with references.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
-        >>> out, tangent = nnx.jvp(lambda m: m.w**2, (model,), (nnx.state(model),))
-        >>> float(out), float(tangent)
-        (9.0, 18.0)
+    >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
+    >>> out, tangent = nnx.jvp(lambda m: m.w**2, (model,), (nnx.state(model),))
+    >>> float(out), float(tangent)
+    (9.0, 18.0)
     """
     if primals is MISSING:
         return functools.partial(jvp, f, has_aux=has_aux, **options)
@@ -509,12 +492,9 @@ def remat(
         static_argnums: positions of static, hashable arguments.
         policy: values to save, one of `jax.checkpoint_policies`.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> w = nnx.Param(jnp.array(2.0))
-        >>> float(nnx.grad(nnx.remat(lambda w, x: jnp.sin(w * x)))(w, 0.0)[...])
-        0.0
+    >>> w = nnx.Param(jnp.array(2.0))
+    >>> float(nnx.grad(nnx.remat(lambda w, x: jnp.sin(w * x)))(w, 0.0)[...])
+    0.0
     """
     static = StaticArguments("remat", "static_argnums", f, static_argnums)
     lifted = lifting.remat(

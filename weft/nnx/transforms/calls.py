@@ -284,15 +284,12 @@ def wrap_transformed(
     """Returns the transformed function that users call.
 
     Args:
-        transformation: its name.
-        fn: the user's function, which lends the result its name and parameters.
         call: takes a dict of the keyword-only arguments, then the positional arguments.
         specs: the parameters that hold the roles of arguments and of results.
         in_axes: roles of the arguments; a tuple may include omitted arguments with defaults.
         by_position: whether `call` takes the positional arguments alone, which have roles.
 
-    Raises:
-        TransformArgumentError: if `fn` is a bound method.
+    Raises TransformArgumentError if `fn` is a bound method.
     """
     check_unbound(transformation, fn)
     place = origin()

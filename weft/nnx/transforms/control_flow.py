@@ -55,7 +55,6 @@ def scan(
         f: the body; without it, a decorator is returned.
         length: number of iterations, if no argument determines it.
         reverse: whether to run from the last index to the first.
-        unroll: as for `jax.lax.scan`, like `_split_transpose`.
         in_axes: per argument `Carry`, an axis, or None to share it between iterations; for an
             object also `StateAxes`. With a shared key count (`RngCount`), each iteration draws the
             same keys, and the count keeps its value.
@@ -74,14 +73,11 @@ def scan(
         RoleError: if it changes shared state; without graph updates, a changed variable of an
             object shared with None is carried instead, as in Flax.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> layers = nnx.Dict(w=nnx.Param(jnp.array([1.0, 2.0, 3.0])))
-        >>> nnx.scan(lambda x, layer: x * layer.w, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
-        ...     jnp.array(1.0), layers
-        ... )
-        Array(6., dtype=float32)
+    >>> layers = nnx.Dict(w=nnx.Param(jnp.array([1.0, 2.0, 3.0])))
+    >>> nnx.scan(lambda x, layer: x * layer.w, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+    ...     jnp.array(1.0), layers
+    ... )
+    Array(6., dtype=float32)
     """
     pairs = _pairs(in_axes, out_axes)
     looped = functools.partial(
@@ -207,15 +203,12 @@ def while_loop(
             attributes and items, the same after each iteration, which are made before the loop.
         TransformArgumentError: if it returns another object than it received.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> counter = nnx.Dict(n=nnx.Variable(jnp.array(0)))
-        >>> def body(c):
-        ...     c.n[...] += 1
-        ...     return c
-        >>> nnx.while_loop(lambda c: c.n < 5, body, counter) is counter, int(counter.n)
-        (True, 5)
+    >>> counter = nnx.Dict(n=nnx.Variable(jnp.array(0)))
+    >>> def body(c):
+    ...     c.n[...] += 1
+    ...     return c
+    >>> nnx.while_loop(lambda c: c.n < 5, body, counter) is counter, int(counter.n)
+    (True, 5)
     """
     loop = lifting.while_loop(
         ObjectKind("while_loop", *resolve_graph_options(**options), is_loop=True),
@@ -244,22 +237,18 @@ def fori_loop(
     """Applies `jax.lax.fori_loop` to a carry that may contain objects.
 
     Args:
-        lower: the first index; `upper` is exclusive.
         body_fun: takes the index and the carry, and returns the next carry.
         unroll: number of iterations to unroll, if both bounds are Python numbers.
 
     Returns:
         The last carry, with the objects of `init_val`. For errors see `while_loop`.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> total = nnx.Variable(jnp.array(0))
-        >>> def body(i, total):
-        ...     total[...] += i
-        ...     return total
-        >>> int(nnx.fori_loop(0, 5, body, total))
-        10
+    >>> total = nnx.Variable(jnp.array(0))
+    >>> def body(i, total):
+    ...     total[...] += i
+    ...     return total
+    >>> int(nnx.fori_loop(0, 5, body, total))
+    10
     """
     loop = lifting.fori_loop(
         ObjectKind("fori_loop", *resolve_graph_options(**options), is_loop=True),
@@ -290,25 +279,19 @@ def cond(
 ) -> T:
     """Applies `jax.lax.cond` to functions of objects.
 
-    Args:
-        pred: whether to call `true_fun`.
-        true_fun: takes the operands.
-        false_fun: takes the operands; its result has the same structure.
+    Both take `operands` and return results of the same structure.
 
     Raises:
         BranchStructureError: if results or values of variables differ in structure, shape or dtype.
         BranchObjectsError: if the functions change references or static attributes differently,
             except for new attributes with variables or arrays, which are made for both.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> n = nnx.Variable(jnp.array(1))
-        >>> def double(n):
-        ...     n[...] *= 2
-        >>> nnx.cond(True, double, lambda n: None, n)
-        >>> int(n)
-        2
+    >>> n = nnx.Variable(jnp.array(1))
+    >>> def double(n):
+    ...     n[...] *= 2
+    >>> nnx.cond(True, double, lambda n: None, n)
+    >>> int(n)
+    2
     """
     kind = ObjectKind("cond", *resolve_graph_options(**options), is_branch=True)
     chosen = lifting.cond(kind, true_fun, false_fun)
@@ -325,14 +308,10 @@ def switch(
     *operands: object,
     **options: Unpack[GraphOptions],
 ) -> T:
-    """Applies `jax.lax.switch` to functions of objects.
+    """Applies `jax.lax.switch` to functions of objects, with results of the same structure.
 
-    Args:
-        index: index of the branch, clamped to the range of `branches`.
-        branches: functions of the operands, with results of the same structure.
-
-    Raises:
-        TransformArgumentError: if there is no branch. For other errors see `cond`.
+    The index is clamped to the range of `branches`. Raises TransformArgumentError if there is no
+    branch; for other errors see `cond`.
     """
     if not branches:
         raise TransformArgumentError("switch: there are no branches; give at least one function.")
@@ -347,8 +326,7 @@ def switch(
 def box_objects(given: object, returned: object) -> Any:
     """Returns the carry that a body returned, with leafless boxes in place of its objects.
 
-    Raises:
-        TransformArgumentError: if the returned objects differ from the given ones.
+    Raises TransformArgumentError if the returned objects differ from the given ones.
     """
     before = [x for x in jax.tree.leaves(given, is_leaf=is_object) if is_object(x)]
     leaves, tree = jax.tree_util.tree_flatten_with_path(returned, is_leaf=is_object)

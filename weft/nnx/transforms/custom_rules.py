@@ -117,8 +117,7 @@ class _RuleArguments:
     def to_groups(self, name: str, given: object) -> list[Any]:
         """Converts a rule's result, one value per argument, to groups of objects, then arrays.
 
-        Raises:
-            TransformArgumentError: if it does not fit the arguments.
+        Raises TransformArgumentError if it does not fit the arguments.
         """
         args = self._tree.unflatten(range(self._tree.num_leaves))
         if not isinstance(given, tuple | list) or len(given) != len(args):
@@ -371,27 +370,24 @@ def custom_vjp(
         nondiff_argnums: positions of arguments without a gradient, which `bwd` takes first, and
             `DiffState(position, filter)` for an object that is differentiated in part.
 
-    Returns:
-        The function, whose `defvjp(fwd, bwd)` sets the rule.
+    The function's `defvjp(fwd, bwd)` sets the rule.
 
     Raises:
         TransformArgumentError: when called without a rule, or when differentiated if the result of
             the rule does not fit the arguments.
 
-    Example:
-        >>> from weft import nnx
-        >>> @nnx.custom_vjp
-        ... def scaled(w, x):
-        ...     return w * x
-        >>> def fwd(w, x):
-        ...     return w * x, (w, x)
-        >>> def bwd(residuals, g):
-        ...     w, x = residuals
-        ...     _, out_g = g
-        ...     return nnx.Param(100 * out_g * x), out_g * w
-        >>> scaled.defvjp(fwd, bwd)
-        >>> float(nnx.grad(scaled)(nnx.Param(2.0), 3.0)[...])
-        300.0
+    >>> @nnx.custom_vjp
+    ... def scaled(w, x):
+    ...     return w * x
+    >>> def fwd(w, x):
+    ...     return w * x, (w, x)
+    >>> def bwd(residuals, g):
+    ...     w, x = residuals
+    ...     _, out_g = g
+    ...     return nnx.Param(100 * out_g * x), out_g * w
+    >>> scaled.defvjp(fwd, bwd)
+    >>> float(nnx.grad(scaled)(nnx.Param(2.0), 3.0)[...])
+    300.0
     """
     return CustomVjp(fun, nondiff_argnums, options)
 
@@ -405,25 +401,18 @@ def custom_jvp(
 ) -> Any:
     """Applies `jax.custom_jvp` to a function of objects; without one, returns a decorator.
 
-    Args:
-        nondiff_argnums: see `custom_vjp`.
+    The function's `defjvp(rule)` sets the rule; see `custom_vjp` for `nondiff_argnums`.
 
-    Returns:
-        The function, whose `defjvp(rule)` sets the rule.
+    Raises TransformArgumentError when called without a rule.
 
-    Raises:
-        TransformArgumentError: when called without a rule.
-
-    Example:
-        >>> from weft import nnx
-        >>> @nnx.custom_jvp
-        ... def square(w):
-        ...     return w[...] ** 2
-        >>> @square.defjvp
-        ... def rule(primals, tangents):
-        ...     (w,), (t,) = primals, tangents
-        ...     return w[...] ** 2, 100 * w[...] * t[...]
-        >>> float(nnx.grad(square)(nnx.Param(3.0))[...])
-        300.0
+    >>> @nnx.custom_jvp
+    ... def square(w):
+    ...     return w[...] ** 2
+    >>> @square.defjvp
+    ... def rule(primals, tangents):
+    ...     (w,), (t,) = primals, tangents
+    ...     return w[...] ** 2, 100 * w[...] * t[...]
+    >>> float(nnx.grad(square)(nnx.Param(3.0))[...])
+    300.0
     """
     return CustomJvp(fun, nondiff_argnums, options)

@@ -458,10 +458,8 @@ def jit(
         in_shardings: a sharding per argument, or a pytree prefix of shardings; for an object one
             for all its state, `StateSharding`, or the result of `nnx.prefix`.
         out_shardings: the same for the results.
-        static_argnums: positions of static, hashable arguments; `static_argnames`: their names.
-        donate_argnums: positions of arguments whose arrays and variables may be reused;
-            `donate_argnames`: their names.
-        keep_unused: as for `jax.jit`, like `device`, `backend` and `inline`.
+        static_argnums, static_argnames: static, hashable arguments.
+        donate_argnums, donate_argnames: arguments whose arrays and variables may be reused.
 
     Returns:
         The function, with `lower`, `trace` and `eval_shape` as in `jax.jit`.
@@ -470,16 +468,13 @@ def jit(
         CapturedObjectError: if `fun` returns an object that was not passed as an argument.
         TraceContextError: if it writes to such an object.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> model = nnx.Dict(w=nnx.Param(jnp.array(1.0)))
-        >>> @nnx.jit
-        ... def double(model):
-        ...     model.w[...] *= 2
-        >>> double(model)
-        >>> float(model.w[...])
-        2.0
+    >>> model = nnx.Dict(w=nnx.Param(jnp.array(1.0)))
+    >>> @nnx.jit
+    ... def double(model):
+    ...     model.w[...] *= 2
+    >>> double(model)
+    >>> float(model.w[...])
+    2.0
     """
     others = {"keep_unused": keep_unused, "inline": inline, "device": device, "backend": backend}
     check_unbound("jit", fun)
@@ -537,12 +532,9 @@ def jit_partial(fun: Callable[..., R], *partial_args: Any, **options: Any) -> Ji
     `options` are those of `nnx.jit`; they refer to all arguments, including bound ones. `lower` and
     `trace` take the other arguments, as the compiled function does.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> model = nnx.Dict(w=nnx.Param(jnp.array(2.0)))
-        >>> float(nnx.jit_partial(lambda model, x: model.w * x, model)(3.0))
-        6.0
+    >>> model = nnx.Dict(w=nnx.Param(jnp.array(2.0)))
+    >>> float(nnx.jit_partial(lambda model, x: model.w * x, model)(3.0))
+    6.0
     """
     return JitPartial(jit(fun, **options), *partial_args)
 
@@ -582,8 +574,7 @@ class CompiledCall:
     ) -> Any:
         """Calls the compiled program, writes the changed values, and returns the result.
 
-        Raises:
-            CompiledCallError: if the structure of an object or the number of arguments differs.
+        Raises CompiledCallError if the structure of an object or the number of arguments differs.
         """
         n_args = self._n_args - len(self._fixed)
         if len(args) != n_args or sorted(kwargs) != self._names:
@@ -630,14 +621,11 @@ def eval_shape(
     The shapes in variables carry the `NamedSharding` that their values would have over the mesh in
     their metadata, or else over that of `jax.set_mesh`.
 
-    Args:
-        f: the function; it gets copies of the objects, and objects that it creates hold shapes.
-        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
+    `f` gets copies of the objects, and objects that it creates hold shapes. For `graph` and
+    `graph_updates`, see `nnx.set_graph_mode` and `nnx.set_graph_updates`.
 
-    Example:
-        >>> from weft import nnx
-        >>> nnx.eval_shape(lambda: nnx.Dict(w=nnx.Param(jax.numpy.ones(3)))).w[...]
-        ShapeDtypeStruct(shape=(3,), dtype=float32)
+    >>> nnx.eval_shape(lambda: nnx.Dict(w=nnx.Param(jax.numpy.ones(3)))).w[...]
+    ShapeDtypeStruct(shape=(3,), dtype=float32)
     """
     check_unbound("eval_shape", f)
     kind = ObjectKind("eval_shape", *resolve_graph_options(graph, graph_updates))
@@ -664,18 +652,15 @@ def make_jaxpr(
 
     Args:
         f: the function; without it, a decorator is returned.
-        **options: see `nnx.set_graph_mode` and `nnx.set_graph_updates`.
         static_argnums: positions of static, hashable arguments.
 
     Returns:
         A function that returns the jaxpr of a call. Its inputs are the arrays among the arguments
         and the values of objects, ordered by attribute name; its outputs are the results of `f`.
 
-    Example:
-        >>> from weft import nnx
-        >>> w = nnx.Param(jax.numpy.float32(1.0))
-        >>> print(nnx.make_jaxpr(lambda w, x: w + x)(w, jax.numpy.float32(2.0)))
-        { lambda ; a:f32[] b:f32[]. let c:f32[] = add a b in (c,) }
+    >>> w = nnx.Param(jax.numpy.float32(1.0))
+    >>> print(nnx.make_jaxpr(lambda w, x: w + x)(w, jax.numpy.float32(2.0)))
+    { lambda ; a:f32[] b:f32[]. let c:f32[] = add a b in (c,) }
     """
     kind = ObjectKind("make_jaxpr", *resolve_graph_options(**options))
     static = StaticArguments("make_jaxpr", "static_argnums", f, static_argnums)
@@ -696,21 +681,16 @@ def checkify(
 ) -> Callable[P, tuple[Any, R]]:
     """Applies `jax.experimental.checkify.checkify` to a function of objects.
 
-    Args:
-        errors: enabled checks; None for `checkify.user_checks`.
-        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
+    The result returns a `checkify.Error` and the result of `f`. `errors` are the enabled checks, by
+    default `checkify.user_checks`; for `graph` and `graph_updates`, see `nnx.set_graph_mode` and
+    `nnx.set_graph_updates`.
 
-    Returns:
-        A function that returns a `checkify.Error` and the result of `f`.
-
-    Example:
-        >>> from jax.experimental import checkify
-        >>> from weft import nnx
-        >>> def positive(m):
-        ...     checkify.check(m.n > 0, "not positive")
-        >>> error, _ = nnx.checkify(positive)(nnx.Dict(n=nnx.Variable(jax.numpy.array(-1))))
-        >>> error.get().split(" (")[0]
-        'not positive'
+    >>> from jax.experimental import checkify
+    >>> def positive(m):
+    ...     checkify.check(m.n > 0, "not positive")
+    >>> error, _ = nnx.checkify(positive)(nnx.Dict(n=nnx.Variable(jax.numpy.array(-1))))
+    >>> error.get().split(" (")[0]
+    'not positive'
     """
     kind = ObjectKind("checkify", *resolve_graph_options(graph, graph_updates))
     return wrap_transformed(

@@ -355,8 +355,7 @@ def object_arguments(
 ) -> tuple[list[Any], list[Any]]:
     """Returns the arguments that are objects, with their positions, and those passed by name.
 
-    Raises:
-        TransformArgumentError: if one of them was declared static.
+    Raises TransformArgumentError if one of them was declared static.
     """
     at = [(i, x) for i, x in enumerate(args) if is_object(x)]
     names = sorted((name, x) for name, x in kwargs.items() if is_object(x))

@@ -67,13 +67,10 @@ def vmap(
         AxisSizeError: if the mapped axes do not agree.
         VariableAxisError: if a variable with the axis None differs between indices.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> a = nnx.Dict(w=nnx.Param(jnp.ones((2, 3))))
-        >>> b = nnx.Dict(w=nnx.Param(jnp.ones((3, 2))))
-        >>> nnx.vmap(lambda a, b: a.w @ b.w, in_axes=(1, 0))(a, b)
-        Array([2., 2., 2.], dtype=float32)
+    >>> a = nnx.Dict(w=nnx.Param(jnp.ones((2, 3))))
+    >>> b = nnx.Dict(w=nnx.Param(jnp.ones((3, 2))))
+    >>> nnx.vmap(lambda a, b: a.w @ b.w, in_axes=(1, 0))(a, b)
+    Array([2., 2., 2.], dtype=float32)
     """
     mapped = lifting.vmap(
         ObjectKind("vmap", *resolve_graph_options(**options)),
@@ -108,14 +105,11 @@ def pmap(
 
     Args:
         f: the function; without it, a decorator is returned.
-        axis_name: name of the mapped axis for collectives.
-        in_axes: as for `vmap`, with axes from 0.
-        out_axes: as for `vmap`.
+        in_axes, out_axes: as for `vmap`, with axes from 0.
         static_broadcasted_argnums: positions of static, hashable arguments.
         devices: by default as many of `jax.devices(backend)` as needed.
         axis_size: number of devices, if neither `devices` nor arguments determine it.
         donate_argnums: accepted for compatibility; no memory is donated.
-        transform_metadata: see `vmap`.
 
     Raises:
         AxisSizeError: if the mapped axes do not agree, or need more devices than available.
@@ -159,22 +153,18 @@ def shard_map(
             all its state, `StateSharding`, or the result of `nnx.prefix`.
         out_specs: the same for the results. Arguments keep their specifications.
         axis_names: the manual axes of the mesh; by default all.
-        check_vma: as for `jax.shard_map`.
 
     Raises:
         InconsistentAliasError: if one object is in two places with different specifications.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jax.sharding import Mesh, PartitionSpec as P
-        >>> from weft import nnx
-        >>> mesh = Mesh(jax.devices()[:1], ("data",))
-        >>> model = nnx.Dict(w=nnx.Param(jnp.ones(3)))
-        >>> f = nnx.shard_map(
-        ...     lambda m, x: m.w * x, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
-        ... )
-        >>> f(model, jnp.ones(3))
-        Array([1., 1., 1.], dtype=float32)
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> mesh = Mesh(jax.devices()[:1], ("data",))
+    >>> model = nnx.Dict(w=nnx.Param(jnp.ones(3)))
+    >>> f = nnx.shard_map(
+    ...     lambda m, x: m.w * x, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+    ... )
+    >>> f(model, jnp.ones(3))
+    Array([1., 1., 1.], dtype=float32)
     """
     mapped = lifting.shard_map(
         ObjectKind("shard_map", *resolve_graph_options(**options)),
@@ -206,20 +196,16 @@ def transform_metadata(
     it to the metadata of variables that `f` returns.
 
     Args:
-        f: the function; without it, a decorator is returned.
-        in_axes: as for `nnx.vmap`, like `out_axes`.
+        in_axes, out_axes: as for `nnx.vmap`.
         partition: name of the axis.
         **options: ignored; objects keep their references.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> @nnx.vmap(axis_size=3)
-        ... @nnx.transform_metadata(partition="layers")
-        ... def create():
-        ...     return nnx.Param(jnp.ones(4), out_sharding=("model",), eager_sharding=False)
-        >>> create().out_sharding
-        ('layers', 'model')
+    >>> @nnx.vmap(axis_size=3)
+    ... @nnx.transform_metadata(partition="layers")
+    ... def create():
+    ...     return nnx.Param(jnp.ones(4), out_sharding=("model",), eager_sharding=False)
+    >>> create().out_sharding
+    ('layers', 'model')
     """
     params = {PARTITION_NAME: partition}
     in_roles, out_roles = as_roles(in_axes), as_roles(out_axes)

@@ -175,8 +175,7 @@ class Grouping:
     def place(self, path: Path, leaf: object) -> tuple[int, int, int]:
         """Returns 0 for an argument or 1 for a result, and the indices of the object and group.
 
-        Raises:
-            StateFilterError: if no filter matches.
+        Raises StateFilterError if no filter matches.
         """
         part, i = path[:2]
         predicates: list[Predicate] = self._predicates[part][i]  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -558,9 +557,8 @@ class InitialGroups(NamedTuple):
 def initial_groups(made: list[Group | None], changes: CarryChanges | None) -> InitialGroups:
     """Returns the values with which a loop begins; see `weft.lifting.kind.Kind.initial_state`.
 
-    Raises:
-        LoopStructureError: if iterations compute a value from the previous one, which the first
-            iteration makes without one.
+    Raises LoopStructureError if iterations compute a value from the previous one, which the first
+    iteration makes without one.
     """
     groups: list[Group | None] = []
     needed: list[Group | None] = []

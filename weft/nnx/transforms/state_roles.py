@@ -41,11 +41,7 @@ class _StateFilters:
         return self._predicates
 
     def map_prefix(self, path: Path, variable: object) -> Any:
-        """Returns the role of a variable at a path.
-
-        Raises:
-            TransformArgumentError: if no filter matches.
-        """
+        """Returns the role of a variable at a path; raises TransformArgumentError without one."""
         for matches, (_, role) in zip(self._predicates, self._items, strict=True):
             if matches(path, variable):
                 return role
@@ -94,13 +90,10 @@ class StateAxes(_StateFilters):
         filter_axes: maps filters to an axis, None to share, or for a scan `Carry`; or a `State`
             with these in place of variables or of their values.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from weft import nnx
-        >>> model = nnx.Dict(w=nnx.Param(jnp.ones((2, 3))), n=nnx.BatchStat(jnp.array(1.0)))
-        >>> axes = nnx.StateAxes({nnx.Param: 1, ...: None})
-        >>> nnx.vmap(lambda m: m.w.sum() + m.n, in_axes=axes)(model)
-        Array([3., 3., 3.], dtype=float32)
+    >>> model = nnx.Dict(w=nnx.Param(jnp.ones((2, 3))), n=nnx.BatchStat(jnp.array(1.0)))
+    >>> axes = nnx.StateAxes({nnx.Param: 1, ...: None})
+    >>> nnx.vmap(lambda m: m.w.sum() + m.n, in_axes=axes)(model)
+    Array([3., 3., 3.], dtype=float32)
     """
 
     def __init__(self, filter_axes: Mapping[Filter, Any] | Iterable[tuple[Filter, Any]]):
@@ -122,11 +115,6 @@ class StateSharding(_StateFilters):
     Args:
         filter_sharding: maps filters to a sharding, or for `shard_map` a `PartitionSpec`; or a
             `State` with these in place of variables or of their values.
-
-    Example:
-        >>> from jax.sharding import PartitionSpec as P
-        >>> StateSharding({...: P("data")}).shardings
-        (P('data',),)
     """
 
     def __init__(self, filter_sharding: Mapping[Filter, Any] | Iterable[tuple[Filter, Any]]):
@@ -157,9 +145,8 @@ def _role(role: object) -> Any:
 def as_roles(prefix: object) -> Any:
     """Converts a prefix of arguments or results to roles of `weft.lifting`.
 
-    Args:
-        prefix: a pytree of axes or shardings, `Carry`, `StateAxes`, `StateSharding`, or objects
-            with axes in place of variables (see `nnx.prefix`).
+    `prefix` has axes or shardings, `Carry`, `StateAxes`, `StateSharding`, or objects with axes in
+    place of variables (see `nnx.prefix`).
     """
     if isinstance(prefix, list):
         prefix = tuple(prefix)

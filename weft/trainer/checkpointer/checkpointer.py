@@ -121,7 +121,7 @@ class BaseCheckpointer(Module):
         """Restores a state.
 
         Args:
-            step: The step; None for the newest.
+            step: None for the newest.
             state: The expected state: arrays or `jax.ShapeDtypeStruct`s with the target
                 shardings; Python values; savable objects, which are updated in place.
 
@@ -186,16 +186,14 @@ class DamagedCheckpoint:
 class Checkpointer(BaseCheckpointer):
     """Checkpointer that saves in the background and never restores a damaged checkpoint.
 
-    Example:
-        >>> import tempfile
-        >>> import numpy as np
-        >>> cfg = Checkpointer.default_config().set(name="checkpointer", dir=tempfile.mkdtemp())
-        >>> with cfg.instantiate(parent=None) as checkpointer:
-        ...     checkpointer.save(step=1, state={"w": np.arange(3.0), "epoch": 1})
-        ...     checkpointer.wait_until_finished()
-        ...     checkpointer.restore(state={"w": np.zeros(3), "epoch": 0})
-        True
-        (1, {'epoch': 1, 'w': array([0., 1., 2.])})
+    >>> import tempfile
+    >>> cfg = Checkpointer.default_config().set(name="checkpointer", dir=tempfile.mkdtemp())
+    >>> with cfg.instantiate(parent=None) as checkpointer:
+    ...     checkpointer.save(step=1, state={"w": np.arange(3.0), "epoch": 1})
+    ...     checkpointer.wait_until_finished()
+    ...     checkpointer.restore(state={"w": np.zeros(3), "epoch": 0})
+    True
+    (1, {'epoch': 1, 'w': array([0., 1., 2.])})
     """
 
     @config_class

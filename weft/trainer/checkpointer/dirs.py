@@ -33,20 +33,12 @@ _BEING_WRITTEN, _REPLACED, _BEING_REMOVED = ".tmp", ".old", ".trash"
 
 
 def build_step_dir(base_dir: str, *, step: int) -> str:
-    """Returns the directory of a step's checkpoint.
-
-    >>> build_step_dir("/run/checkpoints", step=200)
-    '/run/checkpoints/step_00000200'
-    """
+    """Returns the directory of a step's checkpoint, as `/run/checkpoints/step_00000200`."""
     return os.path.join(base_dir, f"{STEP_PREFIX}_{step:0{STEP_NUM_DIGITS}d}")
 
 
 def parse_step_from_dir(step_dir: str) -> int:
-    """Returns the step of a checkpoint's directory, or raises CheckpointNotFoundError.
-
-    >>> parse_step_from_dir("/run/checkpoints/step_00000200")
-    200
-    """
+    """Returns the step of a checkpoint's directory, or raises CheckpointNotFoundError."""
     name = os.path.basename(os.path.normpath(step_dir))
     match = _STEP_DIR.fullmatch(name)
     if match is None:
@@ -224,13 +216,7 @@ _FULL_DISK_TEXTS = (
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Returns whether an error, or one of its causes, reports a full disk or quota.
-
-    >>> is_disk_full(OSError(errno.ENOSPC, "No space left on device"))
-    True
-    >>> is_disk_full(PermissionError("not yours"))
-    False
-    """
+    """Returns whether an error, or one of its causes, reports a full disk or quota."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL_DISK_NUMBERS:
             return True

@@ -35,11 +35,7 @@ class PythonSavable(Protocol):
 def maybe_save_python_savables(value_map: Mapping[str, object], *, dir: str) -> None:
     """Writes the states of this process's savable objects, below a shared directory.
 
-    Args:
-        value_map: Values by path; those that are not savable are skipped.
-
-    Raises:
-        CheckpointStateError: If a state is neither JSON nor bytes.
+    Other values are skipped. Raises CheckpointStateError if a state is neither JSON nor bytes.
     """
     for path, value in value_map.items():
         if not isinstance(value, PythonSavable):

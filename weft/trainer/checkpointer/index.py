@@ -106,13 +106,9 @@ def is_key_dtype(dtype: DType) -> bool:
 
 
 def build_index(state: Nested[Any]) -> list[tuple[str, Entry]]:
-    """Returns the index of a state.
+    """Returns the index of a state: arrays, their shapes, Python values and savable objects.
 
-    Args:
-        state: A pytree of arrays, their shapes, Python values and savable objects.
-
-    Raises:
-        CheckpointStateError: If it holds a value of another type.
+    Raises CheckpointStateError if it holds a value of another type.
 
     >>> build_index({"step": 3, "w": np.zeros((2, 3), np.float32)})
     [('step', 3), ('w', {'shape': [2, 3], 'dtype': 'float32', 'spec': None})]
@@ -218,10 +214,9 @@ def check_state_structure(
     *,
     validation: CheckpointValidationType = CheckpointValidationType.EXACT,
 ) -> None:
-    """Checks that a checkpoint can be restored to a state, given the index of each.
+    """Raises CheckpointStructureError unless a checkpoint can be restored to a state.
 
-    Raises:
-        CheckpointStructureError: If they differ; names paths, shapes and dtypes on both sides.
+    Takes the index of each; the error names paths, shapes and dtypes on both sides.
     """
     saved, wanted = dict(ckpt_structure), dict(target_structure)
     missing = [path for path in wanted if path not in saved]

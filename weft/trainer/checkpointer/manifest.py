@@ -119,9 +119,7 @@ def find_damage(
 ) -> list[str]:
     """Returns one line per damaged file of a checkpoint.
 
-    Args:
-        step: The expected step; None to accept any.
-        except_below: Directory, with a trailing "/", whose files are not checked.
+    Any `step` is accepted if None. Files below `except_below`, which ends in "/", are not checked.
     """
     manifest = read_manifest(ckpt_dir, step=step)
     if isinstance(manifest, str):

@@ -79,8 +79,7 @@ def metric_value(
 ) -> float | None:
     """Returns the value of a metric; None if the evaler did not run after this step.
 
-    Raises:
-        CheckpointPolicyError: If the evaler does not report it; names the caller, `of`.
+    Raises CheckpointPolicyError, which names the caller, `of`, if the evaler does not report it.
     """
     evaler, name = metric
     if evaler not in evaler_summaries:
@@ -243,13 +242,7 @@ def kept_steps(
     every_n_seconds: float | None = None,
     best: KeepBest | None = None,
 ) -> set[int]:
-    """Returns the steps whose checkpoints are kept.
-
-    Args:
-        facts: facts of each step's manifest, by steps ascending.
-        last_n: number of the newest to keep.
-        every_n_steps: smallest distance in steps of others to keep; None for none.
-        every_n_seconds: smallest distance in time of others to keep; None for none.
+    """Returns the steps whose checkpoints are kept, given manifest facts by ascending step.
 
     >>> sorted(kept_steps({step: {} for step in range(10, 101, 10)}, last_n=2, every_n_steps=30))
     [10, 40, 70, 90, 100]

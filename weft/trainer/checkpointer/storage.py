@@ -81,10 +81,8 @@ class StateStorage(Configurable):
     ) -> None:
         """Begins to save a state. When it returns, the state may be changed or donated.
 
-        Args:
-            state: A pytree of arrays, Python values and savable objects.
-            ckpt_dir: An empty directory.
-            on_commit_callback: Called when everything is written. If it raises, the save failed.
+        `ckpt_dir` is empty. `on_commit_callback` is called when everything is written; if it
+        raises, the save failed.
         """
         raise NotImplementedError(type(self))
 

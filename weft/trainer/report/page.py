@@ -35,8 +35,7 @@ def write_report(directory: str) -> Path:
 def render_report(*directories: str) -> str:
     """Returns the report of a run, or a comparison of several, as HTML.
 
-    Raises:
-        RunDirError: if one is not the directory of a run.
+    Raises RunDirError if one is not the directory of a run.
     """
     runs = [read_results(directory) for directory in directories]
     return render_run(runs[0]) if len(runs) == 1 else render_comparison(_distinct(runs))

@@ -93,10 +93,7 @@ def reported(
 
     Afterwards the report is written, also if an error ended the run. Only the first process makes
     a display, and records.
-
-    Args:
-        directory: of the run.
-        progress: the display to use; True for one on the standard error, False for none.
+    `progress` is the display to use; True for one on the standard error, False for none.
     """
     is_first = jax.process_index() == 0
     display = progress if isinstance(progress, Display) else None

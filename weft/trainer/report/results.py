@@ -90,8 +90,7 @@ class Results:
 def read_results(directory: str) -> Results:
     """Returns the results in the directory of a run.
 
-    Raises:
-        RunDirError: if the directory is not that of a run, or its record is damaged.
+    Raises RunDirError if the directory is not that of a run, or its record is damaged.
     """
     config = Path(directory, CONFIG_FILE)
     record = read_record(directory)

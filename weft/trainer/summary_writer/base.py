@@ -164,17 +164,7 @@ class NoOpWriter(BaseWriter):
 
 
 class CompositeWriter(BaseWriter):
-    """Writer that forwards all calls to several writers.
-
-    Example:
-        >>> cfg = CompositeWriter.default_config().set(
-        ...     name="writer",
-        ...     dir="/tmp/run",
-        ...     writers={"quiet": NoOpWriter.default_config()},
-        ... )
-        >>> cfg.instantiate(parent=None).writers
-        [<NoOpWriter writer.quiet>]
-    """
+    """Writer that forwards all calls to several writers."""
 
     @config_class
     class Config(BaseWriter.Config):

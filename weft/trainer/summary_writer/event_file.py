@@ -115,10 +115,7 @@ text: Callable[[str, str], Any] = protos.text
 
 
 def histogram(tag: str, values: np.ndarray, bins: int = 30) -> Any:
-    """Returns the summary of a histogram of the finite values; None if there are none.
-
-    The `bins` buckets are of equal width.
-    """
+    """Returns a histogram of the finite values, in buckets of equal width; None without values."""
     flat = np.asarray(values, np.float64).reshape(-1)
     finite = flat[np.isfinite(flat)]
     return protos.histogram(tag, finite, bins) if finite.size else None
@@ -203,11 +200,10 @@ class SummaryWriter:
     Args:
         auto_flush: whether each value is in the file at once.
 
-    Example:
-        >>> import tempfile
-        >>> writer = SummaryWriter(tempfile.mkdtemp())
-        >>> writer.scalar("loss", 0.5, step=1)
-        >>> writer.close()
+    >>> import tempfile
+    >>> writer = SummaryWriter(tempfile.mkdtemp())
+    >>> writer.scalar("loss", 0.5, step=1)
+    >>> writer.close()
     """
 
     def __init__(self, log_dir: str, auto_flush: bool = True):

@@ -95,13 +95,6 @@ class SummaryWriter(PeriodicWriter):
         flushed afterwards. On processes other than the first, and while the disk fails, it yields
         None.
 
-        Example:
-            >>> import tempfile
-            >>> cfg = SummaryWriter.default_config().set(name="writer", dir=tempfile.mkdtemp())
-            >>> writer = cfg.instantiate(parent=None)
-            >>> with writer.as_default() as file:
-            ...     file.add(event_file.scalar("temperature", 21.5), step=1)
-            >>> writer.close()
         """
         if jax.process_index() == 0:
             self._write(lambda file: None)
@@ -219,10 +212,7 @@ def _drop_partial_line(file: IO[bytes]) -> None:
 
 
 def read_json_lines(path: str) -> list[dict[str, Any]]:
-    """Returns the lines of a `JsonLinesWriter`'s file or directory, except voided ones.
-
-    "nan" and infinities in `values` are floats again.
-    """
+    """Returns the lines of a `JsonLinesWriter`'s file or directory, except voided ones."""
     path = os.path.join(path, JSON_LINES_FILE) if os.path.isdir(path) else path
     records: list[dict[str, Any]] = []
     with open(path, "rb") as file:
