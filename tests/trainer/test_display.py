@@ -252,10 +252,10 @@ def test_display_keeps_values_for_the_summary():
 class Clock:
     """Advances a second at each look."""
 
-    now = 0.0
+    now, advance = 0.0, 1.0
 
     def __call__(self):
-        self.now += 1.0
+        self.now += self.advance
         return self.now
 
 
@@ -317,6 +317,18 @@ def test_pauses_are_excluded_from_speed():
     clock.now += 1000
     meter.pause()
     assert run(meter, range(6, 16)).per_second == pytest.approx(100.0)
+
+
+def test_steps_that_end_during_a_pause_have_no_speed():
+    clock, ready = Clock(), set(range(6))
+    meter = Meter(100, clock)
+    for step in range(1, 13):  # those from 6 are dispatched ahead
+        meter.on_step(step, {"loss": Loss(step, ready)}, BATCH)
+    clock.now += 1000
+    meter.pause()
+    ready |= set(range(100))
+    clock.advance = 1e-9  # reading them takes no time
+    assert meter.on_step(13, {"loss": Loss(13, ready)}, BATCH).per_second == pytest.approx(100.0)
 
 
 def test_loss_is_averaged_over_recent_steps():

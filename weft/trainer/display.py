@@ -7,6 +7,7 @@ a device.
 """
 
 import io
+import itertools
 import logging
 import math
 import sys
@@ -80,14 +81,17 @@ class Meter:
             self._per_step = next(iter(np.shape(fields[0])), 0)
         self._waiting.append((step, outputs))
         reading = None
-        while self._waiting and self._waiting[0][1]["loss"].is_ready():
-            reading = self._read()
+        ready = sum(
+            1 for _ in itertools.takewhile(lambda x: x[1]["loss"].is_ready(), self._waiting)
+        )
+        for left in reversed(range(ready)):
+            # Steps that are read at once do not tell how long one takes.
+            reading = self._read(timed=not left)
         return reading
 
     def last(self) -> Reading | None:
         """Waits for the newest step and returns its reading; None without a step."""
         while self._waiting:
-            # Steps that are read at once do not tell how long one takes.
             self._read(timed=False)
         return self._newest
 
