@@ -6,9 +6,9 @@ Examples in docstrings assume `import jax, optax, jax.numpy as jnp, numpy as np`
 `from weft import linen as nn, nnx`.
 """
 
-from weft._lazy import install_other_modules, lazy_exports
+from weft._lazy import install_finders, lazy_exports
 
 __version__ = "0.1.0"
 
-install_other_modules()
+install_finders()
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -62,15 +62,10 @@ def lazy_exports(
         if name not in offered:
             return _other_attribute(package, name)
         module, its_name = offered[name]
-        try:
-            if module != package and hasattr(found := importlib.import_module(module), its_name):
-                value = getattr(found, its_name)
-            else:
-                value = importlib.import_module(f"{module}.{its_name}")
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] not in _TRAIN_PACKAGES:
-                raise
-            raise _missing_extra(f"{package}.{name}", str(error.name), "train", error) from error
+        if module != package and hasattr(found := importlib.import_module(module), its_name):
+            value = getattr(found, its_name)
+        else:
+            value = importlib.import_module(f"{module}.{its_name}")
         vars(this)[name] = value  # the next use does not come here
         return value
 
@@ -250,9 +245,25 @@ def _execute(load: Callable[[types.ModuleType], None], module: types.ModuleType)
     vars(module).setdefault("__dir__", functools.partial(_other_names, module.__name__))
 
 
-def install_other_modules() -> None:
+def install_finders() -> None:
     """Makes modules importable by earlier names and those of Flax; called once, by `weft`."""
     sys.meta_path.insert(0, _OtherModules())  # pyright: ignore[reportArgumentType]
+    sys.meta_path.append(_MissingPackages())  # pyright: ignore[reportArgumentType]
+
+
+class _MissingPackages:
+    """Last finder, which finds nothing: it names the extra if a module of Weft needs a package."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name not in _TRAIN_PACKAGES:
+            return
+        frame = sys._getframe(1)
+        while frame.f_back and str(frame.f_globals.get("__name__")).startswith("importlib"):
+            frame = frame.f_back
+        importer = str(frame.f_globals.get("__name__"))
+        if importer.startswith("weft.") and importer != __name__:
+            error = ModuleNotFoundError(f"No module named {name!r}", name=name)
+            raise _missing_extra(importer, name, "train", error)
 
 
 def import_extra(module: str, extra: str, *, needed_by: str, package: str = "") -> Any:

@@ -130,15 +130,6 @@ def test_light_commands_do_not_import_jax():
     assert done.returncode == 0, done.stderr
 
 
-def test_missing_package_of_extra_is_reported(monkeypatch, capsys):
-    def command(arguments):
-        raise ModuleNotFoundError("No module named 'grain'", name="grain.python")
-
-    monkeypatch.setattr("weft.cli.arguments.list_recipes", command)
-    assert main(["recipes"]) == 2
-    assert "pip install 'weft[train]'" in capsys.readouterr().err
-
-
 def test_other_missing_module_propagates(monkeypatch):
     def command(arguments):
         raise ModuleNotFoundError("No module named 'nothing'", name="nothing")

@@ -1,5 +1,6 @@
 import inspect
 import re
+import sys
 import threading
 import traceback
 
@@ -118,7 +119,6 @@ def test_tree_has_names_paths_and_children():
     assert root.inner.parent is root
     assert root.path_to_descendant_module(root.inner.leaf) == ["inner", "leaf"]
     assert root.path_to_descendant_module(root) == []
-    assert repr(root) == "<Parent root of leaf, inner>"
 
 
 def test_side_outputs_are_nested_as_the_modules_are():
@@ -338,7 +338,7 @@ def test_functions_and_classes_may_create_children():
     root, _ = make(1)
     child = root._add_child("made", config_for_function(leaf).set(width=3))
     assert root.made is child and child.path() == "root.made"
-    with pytest.raises(ChildConfigError, match=r"makes <Leaf x>, which has another name or"):
+    with pytest.raises(ChildConfigError, match=r"makes the Leaf 'x', which has another name "):
         root._add_child("x", config_for_function(elsewhere))
     with pytest.raises(ChildConfigError, match="an object of type NoModule, which is not a Module"):
         root._add_child("x", config_for_class(NoModule))
@@ -488,10 +488,32 @@ def test_call_runs_forward():
         Module.default_config().set(name="m").instantiate(parent=None)(3)
 
 
-def test_treescope_draws_settings_and_children():
-    parent = Parent.default_config().set(name="root", deep=1).instantiate(parent=None)
-    inner = "inner=Parent(deep=0, leaf=Leaf(factor=2.0))"
+SHOWN = """\
+Parent(
+  deep=1,
+  leaf=Leaf(
+    factor=3.0
+  ),
+  inner=Parent(
+    deep=0,
+    leaf=Leaf()
+  )
+)"""
+
+
+def test_modules_are_shown_as_trees():
+    cfg = Parent.default_config().set(name="root", deep=1)
+    cfg.leaf.factor = 3.0
+    parent = cfg.instantiate(parent=None)
+    assert repr(parent) == SHOWN
+    inner = "inner=Parent(deep=0, leaf=Leaf())"
     text = re.sub(r"\s*\n\s*", " ", treescope.render_to_text(parent))
-    assert text == f"Parent( deep=1, leaf=Leaf(factor=2.0), {inner}, )"
+    assert text == f"Parent( deep=1, leaf=Leaf(factor=3.0), {inner}, )"
+    assert "treescope" in parent._repr_mimebundle_()["text/html"]
     text = treescope.render_to_text(parent.config)
     assert "deep=1" in text and "leaf=Config(" in text
+
+
+def test_notebooks_without_treescope_show_text(monkeypatch):
+    monkeypatch.setitem(sys.modules, "treescope", None)
+    assert make()[0]._repr_mimebundle_() == {}

@@ -63,8 +63,18 @@ def test_one_pod_per_process_and_joint_restart():
     assert job_spec["parallelism"] == job_spec["completions"] == 4
     assert job_spec["completionMode"] == "Indexed"
     assert (job_spec["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
-    assert spec["failurePolicy"] == {"maxRestarts": 2}
+    assert spec["failurePolicy"]["maxRestarts"] == 2
     assert container["command"] == ["weft", "train", "lm"]
+
+
+def test_wrong_command_is_not_restarted():
+    spec, job_spec, _, container = parts(job(max_tries=3).manifest())
+    (rule,) = job_spec["podFailurePolicy"]["rules"]
+    codes = {"containerName": container["name"], "operator": "In", "values": [2]}
+    assert rule == {"action": "FailJob", "onExitCodes": codes}
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert rule["action"] == "FailJobSet"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
 
 
 def test_pod_spec_follows_config():

@@ -50,6 +50,11 @@ def test_last_try_returns_exit_code(capsys):
     assert capsys.readouterr().err.count("restarting all processes") == 1
 
 
+def test_wrong_command_is_not_tried_again(capsys):
+    assert job("exit 2", num_processes=1, max_tries=3).run() == 2
+    assert "restarting" not in capsys.readouterr().err
+
+
 def test_logs_go_to_files(tmp_path, capsys):
     assert job("echo $JAX_PROCESS_ID", log_dir=str(tmp_path / "logs")).run() == 0
     printed = capsys.readouterr()

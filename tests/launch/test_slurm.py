@@ -142,6 +142,9 @@ def test_failed_job_is_requeued_up_to_max_tries(cluster):
     calls.unlink()
     assert run_script(script, SLURM_RESTART_COUNT="1").returncode == 75
     assert "requeue" not in calls.read_text()
+    wrong = job(max_tries=2, command=["bash", "-c", "exit 2"]).script()
+    assert run_script(wrong).returncode == 2
+    assert "requeue" not in calls.read_text()
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 import copy
 import dataclasses
 import pickle
+import re
 import typing
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import treescope
 
 from tests.linen.modules import KEY, Affine, Counter, X
 from weft import linen as nn
@@ -422,11 +424,15 @@ ShownModel(
     # attributes
     features = 2
     scale = 1.0
+    # params
+    kernel: float32[2,2]
   )
   last = Affine(
     # attributes
     features = 3
     scale = 1.0
+    # params
+    kernel: float32[2,3]
   )
 )"""
 
@@ -440,6 +446,15 @@ def test_bound_modules_are_shown_with_their_submodules():
     bound = ShownModel(Affine()).bind(ShownModel(Affine()).init(KEY, X))
     bound(X)
     assert module_repr(bound, step="  ") == BOUND
+
+
+def test_trees_in_notebooks_have_submodules_of_setup():
+    model = ShownModel(Affine())
+    text = treescope.render_to_text(model)
+    assert re.search(r"ShownModel\(\s*sizes=.*inner=Affine\(.*last=Affine\(features=3", text, re.S)
+    bound = model.bind(model.init(KEY, X))
+    assert re.search(r"last=Affine\(.*'kernel': .*\(2, 3\)", treescope.render_to_text(bound), re.S)
+    assert "treescope" in model._repr_mimebundle_()["text/html"]
 
 
 def test_unset_fields_are_not_shown():

@@ -76,10 +76,6 @@ def continue_without_output() -> None:
         sys.stdout.is_optional = True
 
 
-# Import names of the packages of the extra `train`.
-_TRAIN_PACKAGES = ("grain", "orbax", "safetensors", "tensorboardX", "tensorstore")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
@@ -108,14 +104,6 @@ def _run(argv: Sequence[str] | None, output: Output) -> int:
     except WeftError as error:
         _print_error(str(error))
         return error.exit_code
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _TRAIN_PACKAGES:
-            raise
-        _print_error(
-            f"this command needs the package {error.name!r}, which the extra `train` installs: "
-            "pip install 'weft[train]'"
-        )
-        return 2
     except KeyboardInterrupt:
         return 130
     except OSError as error:

@@ -5,6 +5,7 @@ axis, which is replicated and counts as a batch axis of the fans, and each copy 
 its own key. The subtree is a `VDict`, so that optimizers can separate the copies.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec
 from weft import errors
 from weft.config import REQUIRED, Configurable, Required, config_class, maybe_instantiate
 from weft.core.logical import names_to_mesh_axes
+from weft.core.tabulate import format_size
 from weft.functional.arrays import check_sizes
 from weft.hierarchy import transforms
 from weft.hierarchy.context import child_context, fold_in_name, set_current_context
@@ -287,6 +289,24 @@ class BaseLayer(Module):
                 fan_axes=spec.fan_axes or self._compute_fan_axes(name, spec),
             )
         return specs
+
+    def _shown_size(self) -> str:
+        # A layer that is wrong has a text too.
+        with contextlib.suppress(Exception):
+            specs = self.create_parameter_specs_recursively()
+            if jax.tree.leaves(specs):
+                shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), specs)
+                return f" # {format_size(shapes)}"
+        return ""
+
+    def _shown_parts(self) -> dict[str, Any]:
+        parts = super()._shown_parts()
+        with contextlib.suppress(Exception):
+            for name, spec in self._create_layer_parameter_specs().items():
+                dtype = jnp.dtype(spec.dtype or self.dtype()).name
+                axes = spec.mesh_axes if any(spec.partition_spec) else None
+                parts[name] = ParameterSpec(spec.shape, dtype, axes, is_state=spec.is_state)
+        return parts
 
     def _num_stacked(self, name: str) -> int | None:
         """Returns the number of stacked copies of a child's parameters; None if not stacked."""

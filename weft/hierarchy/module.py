@@ -19,6 +19,7 @@ import jax
 from weft import errors
 from weft._lazy import axlearn_hint
 from weft.config import REQUIRED, Configurable, Required, config_class
+from weft.core.display import join_lines, notebook_tree, render_tree
 from weft.core.tracebacks import hide_frames
 from weft.core.tracing import is_tracing
 from weft.hierarchy.context import (
@@ -237,18 +238,32 @@ class Module(Configurable):
             f"{name!r}. {errors.did_you_mean(name, attributes)}"
         )
 
+    def _shown_size(self) -> str:
+        """Returns the size of all parameters, as a comment in this module's text."""
+        return ""
+
+    def _shown_parts(self) -> dict[str, Any]:
+        """Returns what texts and trees show of this module, in order."""
+        kinds = int | float | str | tuple
+        defaults = dict(type(self).default_config().items())
+        settings = {
+            name: value
+            for name, value in self.config.items()
+            if name != "name" and isinstance(value, kinds) and value != defaults.get(name)
+        }
+        return settings | self._children
+
     def __repr__(self) -> str:
-        children = f" of {', '.join(self._children)}" if self._children else ""
-        return f"<{type(self).__name__} {self.path()}{children}>"
+        if "_children" not in vars(self):
+            return f"{type(self).__name__}(...)"
+        items = [f"{name}={value!r}" for name, value in self._shown_parts().items()]
+        return join_lines(f"{type(self).__name__}({self._shown_size()}", items, ")")
+
+    _repr_mimebundle_ = notebook_tree
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        """Shows own settings and the children in Treescope's trees."""
-        from treescope.repr_lib import render_object_constructor
-
-        kinds = int | float | str | tuple
-        settings = {k: v for k, v in self.config.items() if k != "name" and isinstance(v, kinds)}
-        attributes = settings | self._children
-        return render_object_constructor(type(self), attributes, path, subtree_renderer)
+        """Shows settings, parameters and children in Treescope's trees."""
+        return render_tree(self, self._shown_parts(), path, subtree_renderer)
 
     def _add_child(self, name: str, child_config: Any, **kwargs: object) -> "Module":
         """Creates a child.
@@ -293,7 +308,8 @@ class Module(Configurable):
             )
         if (child.parent, child.name) != (self, name):
             raise errors.ChildConfigError(
-                f"{wrong}it makes {child!r}, which has another name or parent. Pass both on: "
+                f"{wrong}it makes the {type(child).__name__} {child.path()!r}, which has another "
+                "name or parent. Pass both on: "
                 "`cfg.set(name=name).instantiate(parent=parent)`."
             )
         self._children[name] = child

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from weft.core.axis_rules import get_logical_axis_rules
+from weft.core.display import render_tree
 from weft.core.logical import mark_mesh_axes, names_to_mesh_axes
 from weft.core.spmd import axes_of, constrain, get_global_mesh
 from weft.errors import ParameterSpecError
@@ -26,7 +27,7 @@ def pad_axes(mesh_axes: Any, ndim: int) -> tuple[Any, ...]:
     return given + (None,) * (ndim - len(given))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TensorSpec:
     """Shape, dtype and sharding of an array.
 
@@ -42,6 +43,18 @@ class TensorSpec:
     mesh_axes: MeshAxes | PartitionSpec | None = None
     memory_kind: str | None = None
 
+    def _set_fields(self) -> dict[str, Any]:
+        """Returns the fields that differ from their defaults."""
+        fields = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return {f.name: value for f, value in fields if value is not f.default}
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self._set_fields().items())
+        return f"{type(self).__name__}({shown})"
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        return render_tree(self, self._set_fields(), path, subtree_renderer)
+
     @property
     def partition_spec(self) -> PartitionSpec:
         """Sharding as a PartitionSpec."""
@@ -53,7 +66,7 @@ class TensorSpec:
         return jax.sharding.NamedSharding(mesh, self.partition_spec, memory_kind=self.memory_kind)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ParameterSpec(TensorSpec):
     """Specification of a layer's parameter.
 

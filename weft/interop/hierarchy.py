@@ -1,5 +1,6 @@
 """Layers of the hierarchy in other models, and layers of other libraries in the hierarchy."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -253,6 +254,12 @@ class InHierarchy(BaseLayer):
         if self._variable_shapes is None:
             self._variable_shapes = flatten_dict(jax.eval_shape(self._make, jax.random.key(0)))
         return self._variable_shapes
+
+    def _shown_parts(self) -> dict[str, Any]:
+        parts = {"layer": self.config.layer, **super()._shown_parts()}
+        with contextlib.suppress(Exception):  # a layer that is wrong has a text too
+            parts |= self.create_parameter_specs_recursively()
+        return parts
 
     @nowrap
     def create_parameter_specs_recursively(self) -> dict[str, Any]:

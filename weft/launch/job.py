@@ -31,6 +31,9 @@ number of the signal.
 TRY_AGAIN = {STOPPED_EXIT_CODE: "75"}
 """Variables of processes that restart after a stop; 75 is the usual code of temporary failures."""
 
+USAGE_EXIT_CODE = 2
+"""Exit code for a wrong command, recipe or field, which another try would not mend."""
+
 HEARTBEAT_TIMEOUT = "WEFT_HEARTBEAT_TIMEOUT_SECONDS"
 """Seconds without a heartbeat after which a process is lost."""
 
@@ -59,8 +62,9 @@ class Job(Configurable):
             gpus_per_process: GPUs of each process; 0 for the CPU, or for devices that are requested
                 otherwise.
             env: variables for each process, in addition to the inherited ones.
-            max_tries: maximum number of starts of all processes. They restart when one fails;
-                training continues from its last checkpoint.
+            max_tries: maximum number of starts of all processes. They restart when one fails, other
+                than with exit code 2, for a wrong command; training continues from its last
+                checkpoint.
             grace_seconds: time to save after a request to stop.
             heartbeat_timeout_seconds: time without a heartbeat after which a process is lost. The
                 end of a process is noticed at once.

@@ -19,11 +19,19 @@ from typing import Any
 
 from weft.config import REQUIRED, Required, config_class
 from weft.errors import JobConfigError
-from weft.launch.job import COORDINATOR_ADDRESS, RENDEZVOUS_TOKEN, TRY_AGAIN, Job, check_text
+from weft.launch.job import (
+    COORDINATOR_ADDRESS,
+    RENDEZVOUS_TOKEN,
+    TRY_AGAIN,
+    USAGE_EXIT_CODE,
+    Job,
+    check_text,
+)
 
 _LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 _REPLICATED_JOB = "workers"
 _COORDINATOR_PORT = 8476
+_IS_USAGE_ERROR = {"containerName": "main", "operator": "In", "values": [USAGE_EXIT_CODE]}
 _LONGEST_NAME = 63
 # Kubernetes appends a hyphen and five letters to the name of a pod.
 _POD_SUFFIX = 6
@@ -101,6 +109,9 @@ class JobSetJob(Job):
             "completionMode": "Indexed",
             # Failed pods are not replaced individually: the others wait for the lost process.
             "backoffLimit": 0,
+            "podFailurePolicy": {
+                "rules": [{"action": "FailJob", "onExitCodes": _IS_USAGE_ERROR}],
+            },
             "template": {"spec": self._pod()},
         }
         labels = {"labels": dict(cfg.labels)} if cfg.labels else {}
@@ -110,7 +121,16 @@ class JobSetJob(Job):
             "metadata": {"name": cfg.name, **self._namespace(), **labels},
             "spec": {
                 "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-                "failurePolicy": {"maxRestarts": cfg.max_tries - 1},
+                "failurePolicy": {
+                    "maxRestarts": cfg.max_tries - 1,
+                    "rules": [
+                        {
+                            "name": "wrongCommand",
+                            "action": "FailJobSet",
+                            "onJobFailureReasons": ["PodFailurePolicy"],
+                        }
+                    ],
+                },
                 "replicatedJobs": [
                     {"name": _REPLICATED_JOB, "replicas": 1, "template": {"spec": job}}
                 ],

@@ -11,7 +11,13 @@ import sys
 
 from weft.config import config_class
 from weft.errors import JobConfigError
-from weft.launch.job import COORDINATOR_ADDRESS, PROCESS_ID, RENDEZVOUS_TOKEN, Job
+from weft.launch.job import (
+    COORDINATOR_ADDRESS,
+    PROCESS_ID,
+    RENDEZVOUS_TOKEN,
+    USAGE_EXIT_CODE,
+    Job,
+)
 from weft.launch.processes import Ended, Outcome, PrefixedLines, ProcessGroup
 
 
@@ -53,7 +59,7 @@ class LocalJob(Job):
             elif outcome.stopped_by is not None:
                 codes = ", ".join(f"process {e.index}: {e.code}" for e in sorted(outcome.ended))
                 _report(f"stopped by {outcome.stopped_by}; exit codes: {codes}")
-            if outcome.failed is None or not tries_left:
+            if outcome.failed is None or not tries_left or outcome.code == USAGE_EXIT_CODE:
                 break
             _report(f"restarting all processes; tries left after this one: {tries_left - 1}")
         return outcome.code

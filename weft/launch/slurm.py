@@ -10,7 +10,14 @@ from collections.abc import Sequence
 
 from weft.config import config_class
 from weft.errors import JobConfigError, MissingExtraError
-from weft.launch.job import COORDINATOR_ADDRESS, RENDEZVOUS_TOKEN, TRY_AGAIN, Job, check_text
+from weft.launch.job import (
+    COORDINATOR_ADDRESS,
+    RENDEZVOUS_TOKEN,
+    TRY_AGAIN,
+    USAGE_EXIT_CODE,
+    Job,
+    check_text,
+)
 
 # Drawn when the job starts, so that it is not stored in a file; srun passes it to the processes.
 _TOKEN_LINE = f'export {RENDEZVOUS_TOKEN}="$(od -An -N16 -tx1 /dev/urandom | tr -d " \\n")"'
@@ -122,8 +129,9 @@ class SlurmJob(Job):
             "code=$?",
         ]
         if cfg.max_tries > 1:
+            again = f"${{SLURM_RESTART_COUNT:-0}} < {cfg.max_tries - 1}"
             lines += [
-                f"if (( ${{SLURM_RESTART_COUNT:-0}} < {cfg.max_tries - 1} )); then",
+                f"if (( code != {USAGE_EXIT_CODE} && {again} )); then",
                 '  scontrol requeue "$SLURM_JOB_ID"',
                 "fi",
             ]

@@ -13,6 +13,7 @@ order is that of the names as text: the key "a" precedes "b", however the dict w
 index 10 precedes 2.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import enum
@@ -24,10 +25,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, dataclass_transf
 
 from weft import core, errors
 from weft.configurations import config
+from weft.core.display import notebook_tree, render_tree
 from weft.core.filters import Filter, union_filters
 from weft.core.frozen_dict import FrozenDict
 from weft.core.rngs import RngKeys
 from weft.core.scope import Scope
+from weft.core.tabulate import format_tree
 from weft.core.tracebacks import entry_point
 from weft.linen import summary
 from weft.linen.methods import wrap_methods
@@ -95,12 +98,24 @@ def module_repr(module: ModuleVariables, step: str = "    ") -> str:
     if shown := [(n, held[n]) for n in fields if n in names and n not in children]:
         lines.append("# attributes")
         lines += [f"{name} = {_shown(value, step)}" for name, value in shown]
+    for col, variables in _own_variables(module, children).items():
+        lines += [f"# {col}", format_tree(variables)]
     if children:
         lines.append("# children")
         lines += [f"{name} = {module_repr(child, step)}" for name, child in children.items()]
     if not lines:
         return f"{type(module).__name__}()"
     return "\n".join([f"{type(module).__name__}(", _moved("\n".join(lines), step), ")"])
+
+
+def _own_variables(
+    module: ModuleVariables, children: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Returns by collection the variables of a bound module, without those of known children."""
+    scope = vars(module).get("scope")
+    found = {} if scope is None else scope.variables()
+    own = {col: {k: v for k, v in tree.items() if k not in children} for col, tree in found.items()}
+    return {col: tree for col, tree in own.items() if tree}
 
 
 def _shown(value: object, step: str) -> str:
@@ -322,6 +337,20 @@ class Module(ModuleVariables):
 
     def __repr__(self) -> str:
         return module_repr(self)
+
+    _repr_mimebundle_ = notebook_tree
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        """Shows fields, variables and submodules, also those of `setup`, in Treescope's trees."""
+        module = self
+        with contextlib.suppress(Exception):  # `setup` may need inputs, or be wrong
+            module = self.bind({}) if self.scope is None else self
+            if module._state.setup_is_due:
+                module._run_setup()
+        held, children = vars(module), module._state.children
+        fields = {name: held[name] for name in self._field_names if name not in children}
+        shown = fields | _own_variables(module, children) | children
+        return render_tree(self, shown, path, subtree_renderer)
 
     # Copies.
 

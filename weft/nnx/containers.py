@@ -11,8 +11,9 @@ from typing import Any, SupportsIndex, TypeVar
 
 import jax
 
+from weft.core.display import join_lines
 from weft.errors import LayerCallError
-from weft.nnx.display import Enclosing, join_lines, mapping_repr, object_repr
+from weft.nnx.display import Enclosing, mapping_repr, object_repr
 from weft.nnx.module import Module
 from weft.nnx.pytree import MarkedValue, Pytree, is_data, register_container, tracked
 from weft.nnx.versions import RECORDING, Recording

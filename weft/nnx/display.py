@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from weft.core.display import join_lines
 from weft.core.tabulate import format_size, is_array
 
 Enclosing = frozenset[int]
@@ -50,14 +51,6 @@ def mapping_repr(name: str, items: Iterable[tuple[object, object]], inside: Encl
     """Returns the text of a mapping of class `name`, or of a dict if it is empty."""
     lines = [f"{key!r}: {object_repr(value, inside)}" for key, value in items]
     return join_lines(name + "({" if name else "{", lines, "})" if name else "}")
-
-
-def join_lines(start: str, items: list[str], end: str) -> str:
-    """Returns items on indented lines of their own, between `start` and `end`."""
-    if not items:
-        return start + end
-    inner = ",\n".join(items).replace("\n", "\n  ")
-    return f"{start}\n  {inner}\n{end}"
 
 
 def size_text(values: object) -> str:

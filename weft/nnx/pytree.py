@@ -18,10 +18,11 @@ from typing import Annotated, Any, Self, TypeVar, dataclass_transform, get_origi
 import jax
 import numpy as np
 
+from weft.core.display import join_lines, notebook_tree, render_tree
 from weft.core.tracing import current_trace
 from weft.errors import AttributeMarkError
 from weft.lifting.trace_cache import value_key
-from weft.nnx.display import Enclosing, join_lines, object_repr, size_text
+from weft.nnx.display import Enclosing, object_repr, size_text
 from weft.nnx.filters import Path
 from weft.nnx.variables import Variable
 from weft.nnx.versions import (
@@ -361,12 +362,12 @@ class Pytree:
     def __repr__(self) -> str:
         return object_repr(self)
 
+    _repr_mimebundle_ = notebook_tree
+
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         """Shows the attributes in Treescope's trees."""
-        from treescope.repr_lib import render_object_constructor
-
         attributes = {str(name): value for name, value in self._items()}
-        return render_object_constructor(type(self), attributes, path, subtree_renderer)
+        return render_tree(self, attributes, path, subtree_renderer)
 
 
 class Object(Pytree, pytree=False):

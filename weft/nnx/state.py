@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from weft.core.display import notebook_tree
 from weft.errors import StateFilterError, StatePathError, warn_deprecated
 from weft.nnx.display import Enclosing, mapping_repr, object_repr
 from weft.nnx.filters import Filter, Path, filters_text, grouped
@@ -96,6 +97,8 @@ class State(MutableMapping[Hashable, Any]):
 
     def __repr__(self) -> str:
         return object_repr(self)
+
+    _repr_mimebundle_ = notebook_tree
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         """Shows the values in Treescope's trees."""

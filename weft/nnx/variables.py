@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft import errors
+from weft.core.display import join_lines, notebook_tree, render_tree
 from weft.core.tracing import current_trace
-from weft.nnx.display import Enclosing, join_lines, object_repr, size_text, value_repr
+from weft.nnx.display import Enclosing, object_repr, size_text, value_repr
 from weft.nnx.eager_sharding import shard_new_value, with_out_sharding
 from weft.nnx.refs import initial_ref, is_in_ref, read_ref, to_ref, with_var_defaults, write_ref
 from weft.nnx.versions import RECORDING, STRUCTURE_VERSION, StaticValue, foreign_trace_error, origin
@@ -473,12 +474,12 @@ class Variable(Generic[A]):
     def __repr__(self) -> str:
         return object_repr(self)
 
+    _repr_mimebundle_ = notebook_tree
+
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         """Shows the value and the metadata in Treescope's trees."""
-        from treescope.repr_lib import render_object_constructor
-
         attributes = {"value": self._value, **self._metadata}
-        return render_object_constructor(type(self), attributes, path, subtree_renderer)
+        return render_tree(self, attributes, path, subtree_renderer)
 
 
 @object_repr.register
