@@ -3,14 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test fuzz mutate soak lint house bench docs
+.PHONY: help train test fuzz mutate soak lint house bench bench-gpu docs
 .NOTPARALLEL:
 
 help: ## this list
 	@echo "make TARGET [VARIABLE=value ...]"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 13
 
-train: .venv/.has-train ## train a recipe: the default one, or RECIPE=name; ARGS="path.to.field=value ..."
+train: .venv/.has-train $(DEVICE:%=.venv/.jax-%) ## train a recipe: the default one, or RECIPE=name; ARGS="path.to.field=value ..."; DEVICE=cuda12 for a GPU
 	@$(BIN)/weft train $(RECIPE) $(ARGS)
 
 test: .venv/.has-dev ## run every test and every example; ARGS="tests/config -x" for some of them
@@ -41,6 +41,9 @@ house: .venv/.has-dev ## measure the code base: call depth, imports, types, size
 bench: .venv/.has-bench ## measure against raw JAX and other libraries; ONLY="name ..." for some questions
 	@$(BIN)/python -m benchmarks $(ONLY)
 
+bench-gpu: .venv/.has-bench .venv/.jax-$(or $(DEVICE),cuda12) ## measure training and attention on a GPU; ONLY="name ..." for some questions
+	@$(BIN)/python -m benchmarks --gpu $(ONLY)
+
 docs: .venv/.has-docs ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -54,6 +57,13 @@ EXTRAS_docs := docs
 	@echo "Installing weft[$(EXTRAS_$*)] into .venv; the first time takes a few minutes."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint requirements.lock --editable '.[$(EXTRAS_$*)]'
+	@touch $@
+
+# JAX for an accelerator: jax[cuda12], jax[cuda13] or jax[tpu].
+.venv/.jax-%: requirements.lock | $(BIN)/python
+	@echo "Installing jax[$*] into .venv; it is large."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint requirements.lock 'jax[$*]'
 	@touch $@
 
 $(BIN)/python:

@@ -2,10 +2,12 @@
 
 python -m benchmarks                 # all questions
 python -m benchmarks nnx_dispatch    # one; a part of its name is enough
+python -m benchmarks --gpu           # the questions about GPUs, whose names begin with gpu_
 python -m benchmarks --page          # docs/performance.md again, from results.json
 """
 
 import difflib
+import subprocess
 import sys
 import time
 import traceback
@@ -23,19 +25,21 @@ QUESTIONS = sorted(
     for path in Path(__file__).parent.glob("*.py")
     if path.stem not in ("__init__", "__main__", "harness") and not path.stem.startswith("_")
 )
+_GPU = "gpu_"
 _WIDTH = 160  # without a terminal to tell the width
 
 
-def chosen(only: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the questions selected by name or part of one, and the names that match none."""
-    fitting = {word: [q for q in QUESTIONS if q == word] or _containing(word) for word in only}
+def chosen(only: list[str], gpu: bool = False) -> tuple[list[str], list[str]]:
+    """Returns the questions selected by name or part of one, and the names that match none.
+
+    Args:
+        gpu: selects among the questions about GPUs, and not among the others.
+    """
+    asked = [q for q in QUESTIONS if q.startswith(_GPU) == gpu]
+    fitting = {w: [q for q in asked if q == w] or [q for q in asked if w in q] for w in only}
     names = {name for names in fitting.values() for name in names}
     unknown = [word for word, names in fitting.items() if not names]
-    return [q for q in QUESTIONS if q in names or not only], unknown
-
-
-def _containing(word: str) -> list[str]:
-    return [question for question in QUESTIONS if word in question]
+    return [q for q in asked if q in names or not only], unknown
 
 
 def main(arguments: list[str]) -> int:
@@ -46,7 +50,11 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--page"]:
         console.print(*page.write(results.load()), sep="\n", markup=False)
         return 0
-    names, unknown = chosen(arguments)
+    gpu = arguments[:1] == ["--gpu"]
+    if gpu and not _has_gpu():
+        console.print("JAX finds no GPU here. Install jax[cuda12] beside Weft.", markup=False)
+        return 2
+    names, unknown = chosen(arguments[gpu:], gpu)
     if unknown:
         console.print(_no_question(unknown), markup=False)
         return 2
@@ -76,6 +84,12 @@ def main(arguments: list[str]) -> int:
         console.print(f"[red]Stopped in {stopped}[/]; what was answered before it is kept.")
         return 130
     return 1 if failures else 0
+
+
+def _has_gpu() -> bool:
+    # In a process of its own: this one would keep most of the GPU's memory.
+    program = "import jax; raise SystemExit(jax.default_backend() != 'gpu')"
+    return subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 def _no_question(unknown: list[str]) -> str:
