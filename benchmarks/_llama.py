@@ -3,14 +3,16 @@
 $ weft train benchmarks/_llama.py:llama_1b
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from weft.config import InstantiableConfig
 from weft.hierarchy import RematSpec
 from weft.interop.huggingface import FAMILIES
 from weft.interop.huggingface.settings import Settings
 from weft.recipes.lm import initializer, text_trainer_config
+from weft.trainer import SpmdTrainer
 
 # In the form of a config.json.
 LLAMA_1B = {
@@ -37,21 +39,22 @@ TINY = LLAMA_1B | {
 }
 
 
-def llama_1b(*, batch_size: int = 4, steps: int = 60) -> InstantiableConfig:
+def llama_1b(*, batch_size: int = 4, steps: int = 60) -> SpmdTrainer.Config:
     """Returns the large one, for a GPU of 80 GB."""
     return recipe(LLAMA_1B, sequence_length=4096, batch_size=batch_size, steps=steps)
 
 
 def recipe(
     settings: dict[str, object], *, sequence_length: int, batch_size: int, steps: int
-) -> InstantiableConfig:
+) -> SpmdTrainer.Config:
     """Returns the config of a run on the text of Python's standard library.
 
     The backward pass recomputes all of a layer but its matrix products.
     """
-    model = FAMILIES["llama"].read(Settings(settings)).set(param_init=initializer(variance=1.0))
-    layer = model.decoder.transformer.layer
-    layer.remat_spec = RematSpec(
+    model: Any = (
+        FAMILIES["llama"].read(Settings(settings)).set(param_init=initializer(variance=1.0))
+    )
+    model.decoder.transformer.layer.remat_spec = RematSpec(
         prevent_cse=False, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     )
     cfg = text_trainer_config(
@@ -66,5 +69,4 @@ def recipe(
         save_every=10**9,
     )
     cfg.train_dtype = jnp.bfloat16
-    cfg.throughput.every_n_steps = 10
     return cfg
