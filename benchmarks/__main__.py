@@ -52,7 +52,9 @@ def main(arguments: list[str]) -> int:
         return 0
     gpu = arguments[:1] == ["--gpu"]
     if gpu and not _has_gpu():
-        console.print("JAX finds no GPU here. Install jax[cuda12] beside Weft.", markup=False)
+        console.print(
+            "JAX finds no GPU here. Run make bench-gpu, which installs jax[cuda12].", markup=False
+        )
         return 2
     names, unknown = chosen(arguments[gpu:], gpu)
     if unknown:
