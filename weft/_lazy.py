@@ -272,8 +272,7 @@ def import_extra(module: str, extra: str, *, needed_by: str, package: str = "") 
     Args:
         package: Name of the package that has the module, if it differs.
 
-    Raises:
-        MissingExtraError: If it cannot be imported.
+    Raises MissingExtraError if it cannot be imported.
     """
     try:
         return importlib.import_module(module)

@@ -87,9 +87,8 @@ class _Distribution(Distribution):
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Replaces this process by Python with a program for which `flax` is Weft.
 
-    Raises:
-        AsFlaxError: If no program is named, or if Weft is not installed, so that Python does not
-            read the variable when it starts.
+    Raises AsFlaxError if no program is named, or if Weft is not installed, so that Python does not
+    read the variable when it starts.
     """
     program = ["-m", *arguments.module] if arguments.module else arguments.program
     if not arguments.module and not program:

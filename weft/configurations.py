@@ -61,8 +61,7 @@ class Config:
     def update(self, name_or_holder: str | FlagHolder[Any], value: object, /) -> None:
         """Sets a flag.
 
-        Raises:
-            UnknownFlagError: if the flag is unknown.
+        Raises UnknownFlagError if the flag is unknown.
         """
         name = name_or_holder if isinstance(name_or_holder, str) else name_or_holder.name
         if name not in vars(self):
@@ -97,9 +96,8 @@ def _flag(name: str, default: T, help: str, parse: Callable[[str], T]) -> FlagHo
 def bool_flag(name: str, *, default: bool, help: str) -> FlagHolder[bool]:
     """Defines a flag, and returns its handle.
 
-    Raises:
-        ArgumentValueError: if the flag is already defined, or the environment variable of its name
-            in capitals is not a boolean.
+    Raises ArgumentValueError if the flag is already defined, or the environment variable of its
+    name in capitals is not a boolean.
     """
     return _flag(name, default, help, lambda text: _parse_bool(name, text))
 

@@ -269,8 +269,7 @@ class Cursor(Generic[A]):
         Paths are relative to this cursor and joined by `/`; values include changes. The function is
         not called below replaced values.
 
-        Raises:
-            TraverseTreeError: if `update_fn` is not a function.
+        Raises TraverseTreeError if `update_fn` is not a function.
 
         >>> double = lambda path, value: 2 * value if path.endswith("b") else value
         >>> cursor({"a": {"b": 1, "c": 2}}).apply_update(double).build()
@@ -316,8 +315,7 @@ class Cursor(Generic[A]):
     def find_all(self, cond_fn: Callable[[str, Any], Any]) -> Iterator["Cursor[Any]"]:
         """Returns all places below where a condition is true, see `find`.
 
-        Raises:
-            TraverseTreeError: if `cond_fn` is not a function.
+        Raises TraverseTreeError if `cond_fn` is not a function.
 
         >>> c = cursor({"a": {"bias": 1, "scale": 2}, "b": {"bias": 3}})
         >>> for layer in c.find_all(lambda path, value: "bias" in value):

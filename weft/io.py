@@ -95,8 +95,7 @@ def makedirs(path: str) -> None:
 def copy(src: str, dst: str, overwrite: bool = False) -> None:
     """Copies a file.
 
-    Raises:
-        AlreadyExistsError: if `dst` exists, and `overwrite` is False.
+    Raises AlreadyExistsError if `dst` exists, and `overwrite` is False.
     """
     _run_unless_exists("copy", shutil.copy, src, dst, overwrite)
 

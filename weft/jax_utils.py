@@ -79,8 +79,7 @@ def partial_eval_by_shape(
         input_spec: for each input its shape, `(shape, dtype)` or `jax.ShapeDtypeStruct`; the dtype
             is float32 by default.
 
-    Raises:
-        ArgumentValueError: if a spec has another form.
+    Raises ArgumentValueError if a spec has another form.
 
     >>> partial_eval_by_shape(lambda x: (x, jnp.ones(x.shape[1:])), [((4, 2), "int32")])
     (ShapeDtypeStruct(shape=(4, 2), dtype=int32), Array([1., 1.], dtype=float32))
@@ -116,7 +115,6 @@ def prefetch_to_device(
         iterator: yields pytrees of arrays `(devices, ...)`.
         size: number of elements in flight; 2 lets copying and computing overlap.
         devices: by default all of this process.
-        axis_name: the name of the mesh axis over the devices.
 
     Raises:
         ArgumentValueError: if `size` is less than 1.
@@ -235,8 +233,7 @@ def pad_shard_unpad(
         static_argnames: the same by name.
         static_return: whether the result is not a batch either, such as metrics.
 
-    Raises:
-        ArgumentShapeError: when called, if batch sizes differ, or an array has no batch axis.
+    Raises ArgumentShapeError when called, if batch sizes differ, or an array has no batch axis.
 
     >>> predict = pad_shard_unpad(jax.pmap(lambda w, x: w * x, in_axes=(None, 0)))
     >>> predict(2.0, np.arange(3.0)).tolist()

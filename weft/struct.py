@@ -35,8 +35,7 @@ def dataclass(clz: type[T] | None = None, **kwargs: Any):
 
     Keyword arguments are those of `dataclasses.dataclass`; `frozen` is True by default.
 
-    Raises:
-        StructDefinitionError: if `clz` is not a class.
+    Raises StructDefinitionError if `clz` is not a class.
 
     >>> @dataclass
     ... class Point:

@@ -68,8 +68,6 @@ def flatten_dict(
 
     >>> flatten_dict({"a": {"b": 1, "c": {}}}, keep_empty_nodes=True)
     {('a', 'b'): 1, ('a', 'c'): _EmptyNode()}
-    >>> flatten_dict({"a": {"b": 1}}, sep="/")
-    {'a/b': 1}
     """
     check_mapping(xs, "flatten_dict")
     flat = {}
@@ -156,8 +154,7 @@ def _split_key(key: object, sep: str | None) -> Path:
 def path_aware_map(f: Callable[[Path, Any], Any], nested_dict: Mapping[Any, Any]) -> dict[Any, Any]:
     """Maps a function over the paths and leaves of a nested dict; empty dicts stay.
 
-    Raises:
-        NestedDictError: if `nested_dict` is not a mapping.
+    Raises NestedDictError if `nested_dict` is not a mapping.
 
     >>> path_aware_map(lambda path, x: x * (path[-1] == "w"), {"a": {"w": 2, "b": 3}})
     {'a': {'w': 2, 'b': 0}}
@@ -188,8 +185,7 @@ class Traversal(abc.ABC):
     def set(self, values: Iterable[Any], inputs: object) -> Any:
         """Returns a copy of `inputs` with the parts replaced by `values`, in order.
 
-        Raises:
-            TraversalError: if the numbers of parts and values differ.
+        Raises TraversalError if the numbers of parts and values differ.
         """
         values = list(values)
         rest = iter(values)

@@ -82,8 +82,7 @@ def get_recursively(x: Nested[Any], path: Path, separator: str = "/") -> Any:
 def set_recursively(x: dict[str, Any], *, value: object, path: Path, separator: str = "/") -> None:
     """Sets the value at a nonempty path of nested dicts, and creates missing dicts on the way.
 
-    Raises:
-        TreeMergeError: for an empty path, or one through a leaf.
+    Raises TreeMergeError for an empty path, or one through a leaf.
 
     >>> tree = {}
     >>> set_recursively(tree, value=1, path="layer/w")
@@ -184,8 +183,7 @@ def tree_merge(
 ) -> Nested[Any]:
     """Merges nested dicts; where both have a leaf, the result has `leaf_merge_fn(first, second)`.
 
-    Raises:
-        TreeMergeError: if one has a dict where the other has a leaf.
+    Raises TreeMergeError if one has a dict where the other has a leaf.
 
     >>> tree_merge({"a": 1}, secondary={"a": 2, "b": 3}, leaf_merge_fn=max)
     {'a': 2, 'b': 3}
@@ -211,8 +209,7 @@ def non_empty_leaf_merge_fn(primary: Any, secondary: Any) -> Any:
 
     It is a `leaf_merge_fn` of `tree_merge`.
 
-    Raises:
-        TreeMergeError: if neither is empty.
+    Raises TreeMergeError if neither is empty.
 
     >>> tree_merge({"b": None}, secondary={"b": 2}, leaf_merge_fn=non_empty_leaf_merge_fn)
     {'b': 2}
@@ -401,8 +398,7 @@ def check_numerics(x: Tensor, msg_fmt: str = "", **msg_kwargs: Any) -> Tensor:
     Args:
         msg_fmt: part of the error's message, to format with `msg_kwargs`.
 
-    Raises:
-        ArgumentValueError: if the array has NaN or infinities.
+    Raises ArgumentValueError if the array has NaN or infinities.
 
     >>> with numeric_checks():
     ...     print(check_numerics(jnp.ones(2), "the loss of step {step}", step=3))
@@ -423,8 +419,7 @@ _data_dir = contextvars.ContextVar[str | None]("data_dir", default=None)
 def set_data_dir(data_dir: str) -> Iterator[None]:
     """Sets what `get_data_dir` returns, until the block ends.
 
-    Raises:
-        ArgumentValueError: if an enclosing block or the variable DATA_DIR has another directory.
+    Raises ArgumentValueError if an enclosing block or the variable DATA_DIR has another directory.
     """
     if get_data_dir() not in (None, data_dir):
         raise ArgumentValueError(
@@ -463,8 +458,7 @@ def create_device_mesh(
 ) -> np.ndarray:
     """Returns an array of devices for `jax.sharding.Mesh`; see `weft.trainer.build_mesh`.
 
-    Raises:
-        MeshError: if the shape does not fit the devices.
+    Raises MeshError if the shape does not fit the devices.
     """
     sizes = mesh_shape.ici_mesh_shape if isinstance(mesh_shape, HybridMeshShape) else mesh_shape
     names = [f"axis{i}" for i in range(len(sizes))]

@@ -15,9 +15,8 @@ from weft.errors import CommandLineError, ConfigError
 from weft.recipes import find_recipe, named_trainer_configs, recorded_recipe
 from weft.trainer.mesh import select_mesh_config
 from weft.trainer.parallelism import MESH_AXIS_NAMES, ParallelismModifier
-from weft.trainer.run_dir import CONFIG_FILE, changes_of_run, read_record
+from weft.trainer.run_dir import CONFIG_FILE, changes_of_run, is_signed, read_record
 from weft.trainer.schedule_length import length_comments
-from weft.trainer.signatures import is_signed
 from weft.trainer.trainer import SpmdTrainer
 from weft.trainer.trainer_config_modifier import apply_config_modifiers
 
@@ -40,11 +39,8 @@ def load_config(
         recipe: The recipe whose modules a file or the config of a run may name. By default, a run
             that this user has started finds its recipe.
 
-    Raises:
-        UnknownConfigError: if there is no such recipe, file or directory.
-        RecipeError: if the recipe makes no config.
-        CommandLineError: if the directory is not a run's, or the file cannot be read.
-        ConfigError: for an invalid config text or override.
+    Raises UnknownConfigError, RecipeError, ConfigError or CommandLineError for what does not exist,
+    makes no config, is invalid, or cannot be read.
     """
     if _is_path(name):
         packages = find_recipe(recipe).packages() if recipe else ()
@@ -70,9 +66,8 @@ def load_run(
 ) -> SpmdTrainer.Config:
     """Loads the config of a run that will write to `dir`. Takes the arguments of `load_config`.
 
-    Raises:
-        CommandLineError: if only a file sets `dir`. Files may come from elsewhere, so the user has
-            to name the directory.
+    Raises CommandLineError if only a file sets `dir`. Files may come from elsewhere, so the user
+    has to name the directory.
     """
     config = load_config(name, overrides, allow=allow, recipe=recipe)
     named = any(override.partition("=")[0].strip() == "dir" for override in overrides)
@@ -195,8 +190,7 @@ def _parse(path: Path, text: str, allow: Sequence[str]) -> Any:
 def parse_mesh(text: str) -> dict[str, int]:
     """Parses sizes of mesh axes by name; one may be -1.
 
-    Raises:
-        CommandLineError: for any other format.
+    Raises CommandLineError for any other format.
 
     >>> parse_mesh("data=-1,model=2")
     {'data': -1, 'model': 2}

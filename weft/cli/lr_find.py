@@ -78,9 +78,8 @@ def find_learning_rate(
     or written to the run's directory. The search ends early when the loss is not finite or far
     above its best.
 
-    Raises:
-        LearningRateSearchError: If the arguments do not describe a sweep, the learner has no field
-            `learning_rate`, or the loss does not fall.
+    Raises LearningRateSearchError if the arguments do not describe a sweep, the learner has no
+    field `learning_rate`, or the loss does not fall.
     """
     if not 0 < min_rate < max_rate or num_steps < 10:
         raise LearningRateSearchError(

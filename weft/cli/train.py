@@ -141,8 +141,7 @@ def _run(
 def split_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
     """Splits the arguments of `weft train` into a recipe, by default the first, and overrides.
 
-    Raises:
-        CommandLineError: for two names.
+    Raises CommandLineError for two names.
 
     >>> split_arguments(["lm", "max_step=10"]), split_arguments(["seed=1"])
     (('lm', ['max_step=10']), ('lm', ['seed=1']))
@@ -305,8 +304,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
     Validates the recipe, its fields and the directory of a local run before anything is started,
     except for weights that may exist only on the pods' volume.
 
-    Raises:
-        WeftError: for invalid arguments.
+    Raises WeftError for invalid arguments.
     """
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     run_cfg = None

@@ -44,8 +44,7 @@ def restore_model(
     Args:
         step: The step of the checkpoint; None for the newest complete one.
 
-    Raises:
-        CheckpointNotFoundError: if the run has not saved yet.
+    Raises CheckpointNotFoundError if the run has not saved yet.
     """
     axes = cfg.mesh_axis_names
     mesh = build_mesh((1,) * len(axes), axes, jax.devices()[:1])
@@ -119,8 +118,7 @@ def generate(
         num_tokens: Maximum number of tokens; the model may end the text earlier.
         temperature: Divides the logits; 0 for greedy decoding.
 
-    Raises:
-        CommandLineError: if the model does not generate text, or a number is out of range.
+    Raises CommandLineError if the model does not generate text, or a number is out of range.
     """
     if not can_generate(model):
         raise CommandLineError(

@@ -61,8 +61,7 @@ def origin(config: values.ConfigNode, path: str | Sequence[Any]) -> Origin | Non
         path: a path, as in `ConfigBase.get_recursively`. Inside of a list, a dict or a record it
             refers to the enclosing field.
 
-    Raises:
-        UnknownFieldError: if the path does not exist.
+    Raises UnknownFieldError if the path does not exist.
     """
     values.get_path(config, path)
     owner, steps = values.split_path(config, path)
@@ -109,8 +108,7 @@ _set_slot = object.__setattr__
 class ConfigBase(values.ConfigNode):
     """Base of all config classes.
 
-    Raises:
-        MissingConfigClassDecoratorError: if the class lacks @config_class.
+    Raises MissingConfigClassDecoratorError if the class lacks @config_class.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_frozen", "_origins", "_path", "_source")
@@ -341,8 +339,7 @@ class ConfigBase(values.ConfigNode):
     def get_recursively(self, path: str | Sequence[str]) -> Any:
         """Returns the value at a path, a sequence of names or dotted (`model.layers[2].rate`).
 
-        Raises:
-            UnknownFieldError: if the path does not exist; names the part that does.
+        Raises UnknownFieldError if the path does not exist; names the part that does.
         """
         return values.get_path(self, path)
 

@@ -41,8 +41,7 @@ class InstantiableConfig(Generic[T], ConfigBase):
     def instantiate(self, **kwargs: object) -> T:
         """Creates the object; `kwargs` are further arguments, such as the `parent` of a module.
 
-        Raises:
-            RequiredFieldMissingError: if a field is still REQUIRED.
+        Raises RequiredFieldMissingError if a field is still REQUIRED.
         """
         raise NotImplementedError(type(self))
 
@@ -188,8 +187,7 @@ def get_named_trainer_config(config_name: str, *, config_module: str) -> Trainer
         config_module: dotted name of a module whose `named_trainer_configs()` returns a
             `TrainerConfigFn` by name.
 
-    Raises:
-        UnknownConfigError: if the module has no such recipe, or no recipes.
+    Raises UnknownConfigError if the module has no such recipe, or no recipes.
     """
     module = importlib.import_module(config_module)
     if not hasattr(module, "named_trainer_configs"):

@@ -15,13 +15,10 @@ resolve through modules to their own definitions, not to modules that they impor
 Each listed function was reviewed: `tests/config/test_effects.py` calls it with all kinds of
 arguments that a text can contain, and checks that it writes no files, starts no processes, opens no
 connections and reads no pickles. Not listed are whole modules, and functions that apply an argument
-to others (`map`, `jit`, `partial_eval`, `inject_hyperparams`) or load code. The tables are:
-
-- `VALUES`: harmless with any arguments, also in `functools.partial` and as targets of configs.
-- `TARGETS`: may only be configured (`config_for_function`, `config_for_class`), since they read
-  files that the text names, as data.
-- `RECORDS`: classes whose fields a text fills without a constructor, and number types.
-- `ENUMS`: classes whose members may be named.
+to others (`map`, `jit`, `partial_eval`, `inject_hyperparams`) or load code. The tables are `VALUES`
+(harmless with any arguments, also in `functools.partial` and as targets of configs), `TARGETS`
+(only to be configured, since they read files that the text names, as data), `RECORDS` (classes
+whose fields a text fills without a constructor, and number types), and `ENUMS`.
 """
 
 import enum

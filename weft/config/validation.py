@@ -46,10 +46,9 @@ def validate_config_field_name(name: str) -> None:
 def validate_config_field_value(value: object) -> None:
     """Checks that a config may hold a value and its nested values.
 
-    Raises:
-        InvalidConfigValueError: for an instance of a `Configurable`, and for runtime objects:
-            modules, open files, sockets, threads, processes, locks, queues, generators and
-            iterators, weak references, tracers; also for their methods, or a partial with one.
+    Raises InvalidConfigValueError for an instance of a `Configurable`, and for runtime objects:
+    modules, open files, sockets, threads, processes, locks, queues, generators and iterators, weak
+    references, tracers; also for their methods, or a partial with one.
     """
     check_value(value, path="")
 

@@ -98,8 +98,7 @@ def composite_rules(
 ) -> Rules:
     """Joins two sets of rules, the first with the higher priority.
 
-    Raises:
-        LogicalAxisError: if both have different rules for a name.
+    Raises LogicalAxisError if both have different rules for a name.
 
     >>> composite_rules([("embed", "data")], [("heads", "model")])
     (('embed', 'data'), ('heads', 'model'))

@@ -28,8 +28,7 @@ Filter = Union[bool, str, Collection[str], DenyList]  # noqa: UP007 - DenyList r
 def in_filter(filter_like: Filter, col: str) -> bool:
     """Returns whether a filter matches the name of a collection, PRNG stream or context field.
 
-    Raises:
-        InvalidFilterError: if `filter_like` is not a filter.
+    Raises InvalidFilterError if `filter_like` is not a filter.
 
     >>> in_filter(("params", "cache"), "cache")
     True
@@ -48,9 +47,8 @@ def in_filter(filter_like: Filter, col: str) -> bool:
 def filter_to_set(x: Filter) -> set[str]:
     """Returns the names that a filter lists.
 
-    Raises:
-        InvalidFilterError: if `x` is not a filter, contains a non-string, or is True or a DenyList,
-            whose names cannot be listed.
+    Raises InvalidFilterError if `x` is not a filter, contains a non-string, or is True or a
+    DenyList, whose names cannot be listed.
 
     >>> sorted(filter_to_set(("params", "cache")))
     ['cache', 'params']

@@ -186,8 +186,7 @@ def _check_dict(x: object, function: str) -> None:
 def copy(x: object, add_or_replace: Mapping[Any, Any] = _NOTHING) -> Any:
     """Returns a dict or FrozenDict with added or replaced entries; containers in a dict are copied.
 
-    Raises:
-        NestedDictError: if `x` is neither.
+    Raises NestedDictError if `x` is neither.
 
     >>> copy({"a": 1}, {"b": 2})
     {'a': 1, 'b': 2}
@@ -201,8 +200,7 @@ def copy(x: object, add_or_replace: Mapping[Any, Any] = _NOTHING) -> Any:
 def pop(x: object, key: object) -> tuple[Any, Any]:
     """Returns a dict or FrozenDict without an entry, and that entry's value.
 
-    Raises:
-        NestedDictError: if `x` is neither.
+    Raises NestedDictError if `x` is neither.
 
     >>> pop({"a": 1, "b": 2}, "a")
     ({'b': 2}, 1)

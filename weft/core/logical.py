@@ -232,8 +232,7 @@ def with_logical_constraint(
         fallback: handling of a name without a mesh axis; `RulesFallback.RAISE_ERROR` raises
             LogicalAxisError.
 
-    Raises:
-        MeshError: if the mesh lacks an axis, or there are more names than axes.
+    Raises MeshError if the mesh lacks an axis, or there are more names than axes.
 
     Warns:
         ShardingWarning: if the rules for two names conflict, or a mesh axis does not divide an

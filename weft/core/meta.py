@@ -158,8 +158,7 @@ def add_axis(tree: object, index: int, params: Mapping[Any, Any]) -> Any:
         params: parameters of the metadata, as `{PARTITION_NAME: "layers"}`. Without a name, the new
             axis of a `Partitioned` is not split.
 
-    Raises:
-        AxisMetadataError: if metadata cannot have an axis there; `path` is that of the value.
+    Raises AxisMetadataError if metadata cannot have an axis there; `path` is that of the value.
 
     >>> add_axis(Partitioned(1.0, ("data",)), 0, {PARTITION_NAME: "layers"}).names
     ('layers', 'data')
@@ -264,8 +263,7 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
         names: for each axis a mesh axis, a tuple of them, or None, as a tuple or `PartitionSpec`.
             Further axes are not split.
 
-    Raises:
-        AxisMetadataError: if `names` is not a sequence of names.
+    Raises AxisMetadataError if `names` is not a sequence of names.
 
     >>> box = Partitioned(jax.numpy.ones((4, 8)), (None, "data"))
     >>> box.get_partition_spec()

@@ -24,8 +24,7 @@ def partial_eval(fn: Callable[..., Any], *args: object, **kwargs: object) -> Any
         fn: the function, which is traced; only operations that its results need are computed.
         *args: pytrees whose leaves are arrays, `jax.ShapeDtypeStruct`, or static values.
 
-    Raises:
-        LazyInitError: if a result depends on the value of a `jax.ShapeDtypeStruct`.
+    Raises LazyInitError if a result depends on the value of a `jax.ShapeDtypeStruct`.
     """
     trace = _trace(fn, args, kwargs)
     unknown = _needs_unknown(trace)

@@ -55,8 +55,7 @@ def check_rules(
             take precedence.
         mesh: by default that of `jax.set_mesh`; without either, checks of the mesh are skipped.
 
-    Raises:
-        LogicalAxisError: if the rules, or the names of a variable, are invalid.
+    Raises LogicalAxisError if the rules, or the names of a variable, are invalid.
 
     >>> tree = {"w": LogicallyPartitioned(jax.numpy.ones(3), ("embed",))}
     >>> for finding in check_rules([("heads", "model")], tree):

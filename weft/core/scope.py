@@ -641,8 +641,7 @@ def lazy_init(
 ) -> Callable[..., Any]:
     """Returns a function that computes only the variables of `init`, for arrays or their shapes.
 
-    Raises:
-        LazyInitError: if an initial value depends on an input given only as a shape.
+    Raises LazyInitError if an initial value depends on an input given only as a shape.
 
     >>> def dense(scope, x):
     ...     kernel = scope.param("kernel", jax.nn.initializers.ones, (x.shape[-1], 2))

@@ -94,8 +94,7 @@ def constrain(value: object, spec: PartitionSpec, mesh: AnyMesh | None = None) -
         value: a pytree; leaves that are not arrays, such as `jax.ShapeDtypeStruct`, are unchanged.
         mesh: by default that of `get_global_mesh`; without either, `value` is unchanged.
 
-    Raises:
-        MeshError: if the mesh lacks an axis, or the layout has more axes than an array.
+    Raises MeshError if the mesh lacks an axis, or the layout has more axes than an array.
 
     Warns:
         ShardingWarning: if a mesh axis does not divide an array's axis, which then is not split.
@@ -256,8 +255,7 @@ def apply_rules(sharding: object, sharding_rules: AnyRules | None) -> Any:
 
     Names without a rule are unchanged; for values that are not shardings, the result is None.
 
-    Raises:
-        LogicalAxisError: if rules for a name differ from those of the context.
+    Raises LogicalAxisError if rules for a name differ from those of the context.
 
     >>> apply_rules(("embed", None), [("embed", "data")])
     P('data', None)

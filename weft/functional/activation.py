@@ -81,8 +81,7 @@ ACTIVATIONS: dict[str, ActivationFn] = {
 def get_activation_fn(name: str) -> ActivationFn:
     """Returns the activation function with the given name.
 
-    Raises:
-        UnknownActivationError: if `name` is not one of `ACTIVATIONS`.
+    Raises UnknownActivationError if `name` is not one of `ACTIVATIONS`.
 
     >>> get_activation_fn("nn.relu")(jnp.array([-1.0, 2.0])).tolist()
     [0.0, 2.0]

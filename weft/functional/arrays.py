@@ -94,8 +94,7 @@ def check_sizes(layer: str, **sizes: Any) -> None:
     Args:
         **sizes: by the names that users know.
 
-    Raises:
-        ArgumentValueError: naming the layer and the size.
+    Raises ArgumentValueError naming the layer and the size.
 
     >>> check_sizes("Dense", features=3, kernel_size=(2, 2), num_groups=None)
     """
@@ -120,11 +119,8 @@ def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool
         inexact: whether the dtype must be floating-point or complex; integers alone then promote
             to float32.
 
-    Raises:
-        ArgumentValueError: if `dtype` must be inexact but is not, or no dtype can be inferred.
+    Raises ArgumentValueError if `dtype` must be inexact but is not, or no dtype can be inferred.
 
-    >>> canonicalize_dtype(jnp.ones(2, jnp.bfloat16), 1)
-    dtype(bfloat16)
     >>> canonicalize_dtype(jnp.ones(2, jnp.int32)).name
     'float32'
     """

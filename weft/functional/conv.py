@@ -106,8 +106,7 @@ def conv_local(
         padding: `(left, right)` per spatial axis.
         precision: as in `jax.lax.conv_general_dilated_local`.
 
-    Raises:
-        ArgumentShapeError: if the weight's inputs do not match the window and channels.
+    Raises ArgumentShapeError if the weight's inputs do not match the window and channels.
 
     >>> x, weight = jnp.ones((1, 5, 2)), jnp.ones((3, 3 * 2, 4))
     >>> conv_local(x, weight, window=(3,), padding=((0, 0),)).shape
@@ -160,9 +159,7 @@ def conv_transpose(
         transpose_kernel: flips the window and swaps its channels, which makes this function the
             gradient of the convolution with `weight`.
 
-    Raises:
-        ArgumentShapeError: if the ranks or the channels do not match.
-        ArgumentValueError: if the padding is unknown.
+    For the errors see `conv`.
 
     >>> conv_transpose(jnp.ones((1, 5, 2)), jnp.ones((3, 2, 4)), strides=2).shape
     (1, 10, 4)

@@ -242,8 +242,7 @@ def compute_conv_paddings(
         anchor: position in the dilated window. Defaults to the number of positions padded on the
             left, so that the first output's anchor is the first input.
 
-    Raises:
-        ArgumentValueError: if the anchor is outside the window, or left of the default.
+    Raises ArgumentValueError if the anchor is outside the window, or left of the default.
 
     >>> in_paddings = jnp.array([[0, 0, 0, 1, 1, 1]])
     >>> compute_conv_paddings(in_paddings, window=3, stride=2, conv_padding="SAME").tolist()
@@ -270,8 +269,7 @@ def compute_conv_transpose_paddings(
     Like `compute_conv_paddings`. An anchor between two inputs counts as under the earlier one, so
     that each input decides for `stride` outputs.
 
-    Raises:
-        ArgumentValueError: if the anchor is outside the window, or left of the default.
+    Raises ArgumentValueError if the anchor is outside the window, or left of the default.
 
     >>> x = jnp.array([[0, 0, 1]])
     >>> compute_conv_transpose_paddings(x, window=3, stride=2, conv_padding="SAME").tolist()
@@ -381,13 +379,10 @@ def pad_conv_transpose(
     SAME.
 
     Args:
-        x, window, strides, dilation, padding: as in `pad_conv`.
         transpose_kernel: see `conv_transpose`; with CIRCULAR, moves a window's odd output to the
             other side.
 
-    Raises:
-        ArgumentShapeError: if there is not one number per spatial axis.
-        ArgumentValueError: if the padding is unknown or not supported here.
+    For the other arguments and errors see `pad_conv`.
 
     >>> x, zeros = pad_conv_transpose(
     ...     jnp.ones((1, 5, 2)), window=(3,), strides=(2,), padding="CIRCULAR", dilation=(1,))

@@ -28,8 +28,7 @@ def dropout(
         rate: in `[0, 1)`.
         mask: elements to keep, broadcastable to `x`, instead of a random mask.
 
-    Raises:
-        ArgumentValueError: if `rate` is not in `[0, 1)`, or both key and mask are missing.
+    Raises ArgumentValueError if `rate` is not in `[0, 1)`, or both key and mask are missing.
 
     >>> dropout(jnp.ones(4), rate=0.5, mask=jnp.array([True, False, True, False])).tolist()
     [2.0, 0.0, 2.0, 0.0]
@@ -89,8 +88,7 @@ def stochastic_depth(
 
     The mode `"row"` decides per example, `"batch"` once for all.
 
-    Raises:
-        ArgumentValueError: if `rate` is not in `[0, 1)`, or `mode` is unknown.
+    Raises ArgumentValueError if `rate` is not in `[0, 1)`, or `mode` is unknown.
     """
     if mode not in ("row", "batch"):
         raise ArgumentValueError(f"mode={mode!r} must be 'row' (each example) or 'batch' (all).")
@@ -141,8 +139,7 @@ def drop_tokens(
         rate: the fraction to remove, in `[0, 1)`; at least one token stays.
         num_cls_tokens: number of tokens at the front that always stay, and do not count.
 
-    Raises:
-        ArgumentValueError: if `rate` is not in `[0, 1)`.
+    Raises ArgumentValueError if `rate` is not in `[0, 1)`.
 
     >>> x = jnp.ones((2, 9, 3))
     >>> drop_tokens(x, rate=0.5, prng_key=jax.random.key(0), num_cls_tokens=1).shape

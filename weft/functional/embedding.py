@@ -37,8 +37,7 @@ def lookup(
         ids: negative ids count from the end.
         out_sharding: as in `jax.Array.at[].get`.
 
-    Raises:
-        ArgumentValueError: if NumPy ids do not fit into JAX's integers.
+    Raises ArgumentValueError if NumPy ids do not fit into JAX's integers.
 
     >>> lookup(jnp.array([[0.0, 1.0], [2.0, 3.0]]), jnp.array([1, 1, 0])).tolist()
     [[2.0, 3.0], [2.0, 3.0], [0.0, 1.0]]
@@ -52,8 +51,7 @@ def lookup(
 def as_ids(ids: Any) -> Array:
     """Returns ids as a JAX array, of 32 bits unless x64 is enabled.
 
-    Raises:
-        ArgumentValueError: if an id needs more bits; JAX would change its value.
+    Raises ArgumentValueError if an id needs more bits; JAX would change its value.
 
     >>> as_ids([3, 1]).tolist()
     [3, 1]
@@ -108,8 +106,7 @@ def sinusoidal_positions(
     The first `dim / 2` numbers are `sin(position / timescale)`, the others the cosines. Timescales,
     periods over 2π, run from `min_timescale` to `max_timescale`, both inclusive.
 
-    Raises:
-        ArgumentValueError: if `dim` is odd.
+    Raises ArgumentValueError if `dim` is odd.
 
     >>> sinusoidal_positions(jnp.array([0]), dim=4).tolist()
     [[0.0, 0.0, 1.0, 1.0]]
@@ -128,8 +125,7 @@ def rotary_sincos(
 
     Computed in float32, in which positions are exact up to 2²⁴.
 
-    Raises:
-        ArgumentValueError: if `dim`, the size of the vectors to rotate, is odd.
+    Raises ArgumentValueError if `dim`, the size of the vectors to rotate, is odd.
 
     >>> sin, cos = rotary_sincos(jnp.array([0, 1]), dim=4)
     >>> sin.shape, cos[0].tolist()
@@ -141,8 +137,7 @@ def rotary_sincos(
 def rotary_frequencies(dim: int, theta: float = 1e4) -> Float[Array, " half_dim"]:
     """Returns `theta ** (-2 i / dim)`, the rotation of each pair of dimensions per position.
 
-    Raises:
-        ArgumentValueError: if `dim`, the size of the vectors to rotate, is odd.
+    Raises ArgumentValueError if `dim`, the size of the vectors to rotate, is odd.
     """
     _require_even(dim)
     return theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
@@ -281,11 +276,9 @@ def yarn_frequencies(
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
 ) -> Float[Array, " half_dim"]:
-    """Returns the rotation of each pair of dimensions per position.
+    """Returns the rotation of each pair of dimensions per position; see `llama3_frequencies`.
 
     Args:
-        dim, theta: as in `rotary_frequencies`.
-        original_max_seq_length: the context length in training.
         scaling_factor: the ratio of the new to the original context length.
         extrapolation_factor: how far fast pairs keep their frequency; 0 divides all frequencies.
         beta_fast: pairs with more turns within the original context are fast.

@@ -66,8 +66,7 @@ def draw(
     `"truncated_normal"` is cut off at about 2.3 standard deviations: at 2 of the original, then
     widened to the standard deviation `scale`.
 
-    Raises:
-        ArgumentValueError: if the distribution is unknown.
+    Raises ArgumentValueError if the distribution is unknown.
     """
     if distribution not in DISTRIBUTIONS:
         raise ArgumentValueError(

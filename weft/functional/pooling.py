@@ -34,8 +34,7 @@ def pool(
         strides: step between windows along each axis; 1 by default.
         padding: a name, or `(left, right)` per spatial axis.
 
-    Raises:
-        ArgumentShapeError: if `window` does not have one size per spatial axis.
+    Raises ArgumentShapeError if `window` does not have one size per spatial axis.
 
     >>> pool(jnp.array([[[2.0], [3.0], [4.0]]]), 1.0, lax.mul, (2,)).ravel().tolist()
     [6.0, 12.0]

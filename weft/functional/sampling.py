@@ -49,8 +49,7 @@ def top_k_logits(
         k: number of logits to keep, at least 1.
         break_ties: whether to keep all logits equal to the k-th, or those of the smallest index.
 
-    Raises:
-        ArgumentValueError: if `k` is less than 1, or `break_ties` is unknown.
+    Raises ArgumentValueError if `k` is less than 1, or `break_ties` is unknown.
 
     >>> (top_k_logits(2)(jnp.array([1.0, 3.0, 2.0])) > NEG_INF).tolist()
     [False, True, True]

@@ -316,8 +316,7 @@ class BaseLayer(Module):
     def create_parameter_specs_recursively(self) -> dict[str, Any]:
         """Returns the specs of all parameters of the layer and below, nested as the state.
 
-        Raises:
-            ParameterSpecError: if a spec contradicts itself, naming the parameter.
+        Raises ParameterSpecError if a spec contradicts itself, naming the parameter.
         """
         specs: dict[str, Any] = dict(self._own_parameter_specs())
         for name, child in self._children.items():

@@ -420,8 +420,7 @@ def set_current_context(
 ) -> Iterator[InvocationContext]:
     """Makes `context` the current one until the block ends.
 
-    Raises:
-        ContextStackError: if `require_parent`, and the current context is not its parent.
+    Raises ContextStackError if `require_parent`, and the current context is not its parent.
     """
     current = current_context()
     if require_parent and current is not None and context.parent is not current:
@@ -444,8 +443,7 @@ def child_context(name: str, **kwargs: object) -> Iterator[InvocationContext]:
         **kwargs: as for `InvocationContext.add_child`; `module` for a module other than the child
             of that name.
 
-    Raises:
-        ModuleNameError: if the name is empty, or has a dot or a slash in it.
+    Raises ModuleNameError if the name is empty, or has a dot or a slash in it.
     """
     caller = require_context(f"child_context({name!r})")
     check_name(name, f"a context below {caller.path()}")

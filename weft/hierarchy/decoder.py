@@ -148,8 +148,7 @@ class DecodingLayer(config.Configurable):
             `chain(scale_by(0.7), top_k_logits(40))`; None samples from the model's distribution.
           stop_decoding_condition: when a sequence is complete; by default at `eos_token_id`.
 
-        Raises:
-          MissingPrngKeyError: if the invocation has no PRNG key.
+        Raises MissingPrngKeyError if the invocation has no PRNG key.
         """
         cfg = self.config
         prng_key = self._decoder.prng_key

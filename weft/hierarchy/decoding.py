@@ -227,8 +227,7 @@ class StopOnSubsequence(StopDecodingCondition):
 
         Tokens equal to `pad_value` are left out, as in an array of sequences of several lengths.
 
-        Raises:
-          ArgumentValueError: if there is no sequence, or an empty one.
+        Raises ArgumentValueError if there is no sequence, or an empty one.
         """
         seqs = [stopping_seqs] if isinstance(stopping_seqs, int | np.integer) else stopping_seqs
         seqs = [seqs] if all(isinstance(token, int | np.integer) for token in seqs) else seqs
@@ -448,8 +447,7 @@ def brevity_penalty_fn(
       bp_type: "t5" divides by `((5 + length) / 6)^alpha` (Wu et al., 2016,
         https://arxiv.org/abs/1609.08144, equation 14), "hf" by `length^alpha`.
 
-    Raises:
-      ArgumentValueError: for any other `bp_type`.
+    Raises ArgumentValueError for any other `bp_type`.
 
     >>> brevity_penalty_fn(alpha=1.0)(length=jnp.array(7), raw_scores=jnp.array(-6.0)).item()
     -3.0

@@ -505,8 +505,7 @@ class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
     ) -> qkv_linear.BaseQKVLinear.Output:
         """Projects; see `BaseQKVLinear.forward`.
 
-        Raises:
-          ArgumentValueError: if keys or values have an adapter but another input than queries.
+        Raises ArgumentValueError if keys or values have an adapter but another input than queries.
         """
         enabled = self.adapter.enabled()
         if (key is not None or value is not None) and enabled != ["query"]:

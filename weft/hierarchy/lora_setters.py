@@ -38,8 +38,7 @@ def set_lora_recursively(
     Args:
       alpha: their outputs are multiplied by `alpha / rank`.
 
-    Raises:
-      LayerConfigError: if there is no layer to adapt.
+    Raises LayerConfigError if there is no layer to adapt.
 
     >>> from weft.hierarchy.attention.transformer import TransformerLayer
     >>> cfg = TransformerLayer.default_config()

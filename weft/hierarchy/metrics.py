@@ -140,8 +140,7 @@ class MetricAccumulator(Configurable):
     def update(self, model_outputs: Mapping[str, Any]) -> None:
         """Adds the summaries of one more batch, in nested dicts as an invocation collects them.
 
-        Raises:
-            OutputConflictError: if a name is a dict in one batch and a value in another.
+        Raises OutputConflictError if a name is a dict in one batch and a value in another.
         """
         self._total = _accumulate(self._total, _as_weighted(model_outputs), path="")
 

@@ -380,8 +380,7 @@ class Module(Configurable):
     def get_shared_module(self, shared_module_or_name: Union["Module", str]) -> SharedModule:
         """Returns a module shared by this one or an ancestor, with its state in this invocation.
 
-        Raises:
-            InvalidDescendantError: if the module, or a module of this name, is not shared.
+        Raises InvalidDescendantError if the module, or a module of this name, is not shared.
         """
         shared = self.shared_modules()
         for name, module in shared.items():
@@ -443,8 +442,7 @@ class Module(Configurable):
     def add_summary(self, name: str, value: object) -> None:
         """Reports an array, `WeightedScalar`, `Summary` or nested dict of them for this step.
 
-        Raises:
-            OutputConflictError: if the name was used before in this invocation.
+        Raises OutputConflictError if the name was used before in this invocation.
         """
         for leaf in jax.tree.leaves(value, is_leaf=lambda v: hasattr(v, "validate")):
             if hasattr(leaf, "validate"):

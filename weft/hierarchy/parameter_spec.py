@@ -79,8 +79,7 @@ class ParameterSpec(TensorSpec):
             cache. Only the layer updates state; it is not differentiated, and optimizers and
             averages skip it.
 
-    Raises:
-        ParameterSpecError: if `mesh_axes` is longer than `shape`, or `factorization` not as long.
+    Raises ParameterSpecError if `mesh_axes` is longer than `shape`, or `factorization` not as long.
     """
 
     initializer: Initializer | None = None
@@ -186,8 +185,7 @@ def maybe_shard(x: Tensor, partition_spec: PartitionSpec | MeshAxes | None) -> T
       partition_spec: mesh axes of each axis, or logical names with rules in the context. Without
         it, or without a mesh, `x` is returned as it is.
 
-    Raises:
-      MeshError: if the mesh lacks an axis, or the spec has more axes than the array.
+    Raises MeshError if the mesh lacks an axis, or the spec has more axes than the array.
 
     Warns:
       ShardingWarning: if a mesh axis does not divide an axis of the array, which then is not split.

@@ -29,8 +29,7 @@ class Summary(struct.PyTreeNode):
     def validate(self) -> None:
         """Checks shapes and dtypes; called by `add_summary`, possibly on tracers.
 
-        Raises:
-            SummaryValueError: if a writer could not show the value.
+        Raises SummaryValueError if a writer could not show the value.
         """
 
 

@@ -178,8 +178,7 @@ def scan_in_context(
             those that replace the ones of the current context.
         child_name_prefix, merge_summaries: as for `propagate_repeated_output_collections`.
 
-    Raises:
-        ArgumentValueError: if `xs` has "x" and names other than "state" and "prng_key".
+    Raises ArgumentValueError if `xs` has "x" and names other than "state" and "prng_key".
     """
     context = require_context("scan_in_context")
     if isinstance(xs, Mapping) and "x" in xs:
@@ -237,9 +236,8 @@ def propagate_repeated_output_collections(
         merge_summaries: whether to add one summary for all iterations under the prefix alone:
             the mean of arrays, the sum of other summable values such as a `WeightedScalar`.
 
-    Raises:
-        OutputConflictError: if an output of that path is there already, such as from another loop
-            of the same prefix.
+    Raises OutputConflictError if an output of that path is there already, such as from another loop
+    of the same prefix.
     """
     target = target_output_collection
     summaries, state_updates, module_outputs = repeated_output_collection

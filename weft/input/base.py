@@ -53,8 +53,7 @@ def partition_by_path_rank(
         path_rank_to_partition: The rules; the first match applies. Of a `TensorSpec` in place of an
             array, they set the `mesh_axes`.
 
-    Raises:
-        InputDatasetError: When called, if no rule matches a leaf.
+    Raises InputDatasetError when called, if no rule matches a leaf.
 
     >>> partition = partition_by_path_rank({PathAndRank(".*_ids", 2): PartitionSpec("data")})
     >>> partition({"input_ids": np.zeros((2, 3))})["input_ids"].shape
@@ -142,8 +141,7 @@ class Input(Module):
     def batches(self, it: Iterable[Any]) -> Iterator[Nested[np.ndarray]]:
         """Yields this process's part of each global batch.
 
-        Raises:
-            InputReadError: If reading fails, in place of the failed batch.
+        Raises InputReadError if reading fails, in place of the failed batch.
         """
         iterator: Any = iter(it)
         while True:
@@ -175,8 +173,7 @@ class Input(Module):
     def element_spec(self) -> Nested[jax.ShapeDtypeStruct]:
         """Returns shapes and dtypes of the elements of `dataset()`. Reads one batch.
 
-        Raises:
-            InputDatasetError: If the dataset is empty.
+        Raises InputDatasetError if the dataset is empty.
         """
         return self._spec_of(self.dataset())
 

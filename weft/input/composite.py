@@ -32,8 +32,7 @@ class CompositeInput(Input):
     def _add_inputs(self, inputs: Mapping[str, InstantiableConfig]) -> dict[str, Input]:
         """Adds the inputs as children.
 
-        Raises:
-            InputDatasetError: If there is none, or one has its own dispatcher.
+        Raises InputDatasetError if there is none, or one has its own dispatcher.
         """
         if not inputs:
             raise InputDatasetError(

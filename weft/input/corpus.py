@@ -125,8 +125,7 @@ class Corpus:
     def split(self, split: Split) -> tuple[TextFile, ...]:
         """Returns the files of one part, in order.
 
-        Raises:
-            EmptyCorpusError: If the part has no files.
+        Raises EmptyCorpusError if the part has no files.
         """
         files = self._splits[split]
         if not files:
@@ -314,8 +313,7 @@ def ngram_baselines(corpus: Corpus, *, max_train_bytes: int = 32_000_000) -> Map
         max_train_bytes: Maximum number of training bytes to count, which suffice for trigrams of
             bytes.
 
-    Raises:
-        EmptyCorpusError: If a part of the corpus has no file.
+    Raises EmptyCorpusError if a part of the corpus has no file.
 
     >>> from weft.input.corpus import stdlib_corpus
     >>> result = ngram_baselines(stdlib_corpus(pattern="asyncio/*.py"))

@@ -56,9 +56,8 @@ def json_lines_dataset(paths: str | Sequence[str]) -> RecordDataset:
     Args:
         paths: Files and glob patterns; `.gz` files are decompressed.
 
-    Raises:
-        InputReadError: If a path or pattern matches no file, or a file cannot be read; on access,
-            with file, line and column, if a line is not JSON.
+    Raises InputReadError if a path or pattern matches no file, or a file cannot be read; on access,
+    with file, line and column, if a line is not JSON.
     """
     return RecordDataset(FileRecordSource(matching_files(paths), JsonLinesFile))
 

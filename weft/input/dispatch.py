@@ -39,8 +39,7 @@ from weft.typing import Nested, Tensor
 def current_mesh() -> Mesh:
     """Returns the mesh set by `jax.set_mesh`, else that of `with mesh:`.
 
-    Raises:
-        NoMeshError: If no mesh is set.
+    Raises NoMeshError if no mesh is set.
     """
     mesh = get_concrete_mesh()
     if mesh is None:
@@ -243,8 +242,7 @@ class InputDispatcher(BaseInputDispatcher):
     def __init__(self, cfg: Config, *, parent: Module | None):
         """Completes the config and validates its sizes and indices.
 
-        Raises:
-            InputDispatchError: If they contradict each other.
+        Raises InputDispatchError if they contradict each other.
         """
         complete: Any = cfg.clone()
         rows = complete.global_logical_batch_size
@@ -439,8 +437,7 @@ def blocks_by_process(
 ) -> dict[int, tuple[int, ...]]:
     """Groups the blocks of rows of all devices by process.
 
-    Raises:
-        InputDispatchError: If two processes share some of their blocks but not all.
+    Raises InputDispatchError if two processes share some of their blocks but not all.
 
     >>> blocks_by_process({"a": (0, 0), "b": (0, 1), "c": (1, 0), "d": (1, 1)}, "input")
     {0: (0, 1), 1: (0, 1)}

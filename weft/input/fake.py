@@ -177,8 +177,7 @@ def fake_source(
         spec: If set, converts examples to arrays of these dtypes and checks their shapes.
         shuffle_buffer_size: 0 disables shuffling. Other sizes shuffle all examples, by index.
 
-    Raises:
-        InputDatasetError: If an example has another shape.
+    Raises InputDatasetError if an example has another shape.
     """
     examples = list(examples)
     if spec is not None:

@@ -46,8 +46,7 @@ def cached_bytes(
     Returns:
         `UInt8[np.ndarray, "bytes"]`, read-only.
 
-    Raises:
-        InputReadError: If the cache folder cannot be written.
+    Raises InputReadError if the cache folder cannot be written.
     """
     if num_bytes is not None and num_bytes <= MAX_BYTES_IN_MEMORY:
         memory = io.BytesIO()

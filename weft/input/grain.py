@@ -64,8 +64,7 @@ class DispatchConfig:
 
     Sequences denote nested shards, outermost first.
 
-    Raises:
-        InputDispatchError: If an index is not below its number.
+    Raises InputDispatchError if an index is not below its number.
 
     >>> DispatchConfig(shard_index=1, num_shards=4)
     DispatchConfig(shard_index=(1,), num_shards=(4,))
@@ -156,8 +155,7 @@ def array_record_dataset(
         data_source_cls: Creates a source, with a length and items, from a path.
         seed: For the following transformations; None if they have their own seeds.
 
-    Raises:
-        InputReadError: If a file or record cannot be read; names both.
+    Raises InputReadError if a file or record cannot be read; names both.
     """
     files = [paths] if isinstance(paths, str) else list(paths)
     source = FileRecordSource(files, lambda path: data_source_cls(path, **data_source_cls_args))
@@ -198,8 +196,7 @@ def prefetch_dataset(
 def shard_dataset(ds: Dataset, dispatch_config: DispatchConfig) -> grain.MapDataset:
     """Selects every `num_shards`-th element, starting at `shard_index`.
 
-    Raises:
-        InputDatasetError: If `ds` is not a `MapDataset`.
+    Raises InputDatasetError if `ds` is not a `MapDataset`.
     """
     shard = _require_map_dataset(ds, "shard_dataset")
     for index, num in zip(*dispatch_config.levels(), strict=True):
@@ -212,9 +209,8 @@ def shard_dataset_with_proportion(
 ) -> grain.MapDataset:
     """Selects elements whose index modulo `period` is in `range(range_start, range_end)`.
 
-    Raises:
-        InputDatasetError: If the range is empty or not within the period, or `ds` is not a
-            `MapDataset`.
+    Raises InputDatasetError if the range is empty or not within the period, or `ds` is not a
+    `MapDataset`.
 
     >>> ds = shard_dataset_with_proportion(
     ...     grain.MapDataset.range(10), range_start=1, range_end=3, period=4)
@@ -238,8 +234,7 @@ def per_feed_batch(
     Args:
         global_batch_size: Rows over all processes that read.
 
-    Raises:
-        InputDispatchError: If the batch size does not divide.
+    Raises InputDispatchError if the batch size does not divide.
     """
     rows = feed_batch_size(global_batch_size, dispatch_config)
     return ds.batch(rows, **kwargs)
@@ -256,8 +251,7 @@ def check_batch_size(global_batch_size: int) -> None:
 def feed_batch_size(global_batch_size: int, dispatch_config: DispatchConfig) -> int:
     """Returns the number of rows of a global batch in one shard.
 
-    Raises:
-        InputDispatchError: If the batch size is not positive, or does not divide.
+    Raises InputDispatchError if the batch size is not positive, or does not divide.
     """
     check_batch_size(global_batch_size)
     num_feeds = math.prod(dispatch_config.levels()[1])
@@ -310,9 +304,8 @@ def pad_for_evaluation(
     Pads to a multiple of `per_feed_batch_size`. Pad before `shard_dataset`, to a multiple of the
     global batch: processes with shards of different lengths would deadlock.
 
-    Raises:
-        InputDatasetError: If `ds` has more than `max_num_examples`, like endless datasets; for an
-            iterable, when it reaches them.
+    Raises InputDatasetError if `ds` has more than `max_num_examples`, like endless datasets; for an
+    iterable, when it reaches them.
     """
     if isinstance(ds, grain.MapDataset):
         grain_datasets.check_num_examples(len(ds), max_num_examples)
@@ -379,8 +372,7 @@ def sample_from_datasets(*, sources: Sequence[Dataset], weights: Sequence[float]
         sources: Datasets; the mixture is an `IterDataset` unless all are `MapDataset`s.
         weights: One positive number per source.
 
-    Raises:
-        InputDatasetError: If the lengths differ or a weight is not positive.
+    Raises InputDatasetError if the lengths differ or a weight is not positive.
     """
     if len(sources) != len(weights) or not sources or any(w <= 0 for w in weights):
         raise InputDatasetError(

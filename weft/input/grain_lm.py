@@ -53,8 +53,7 @@ def text_to_lm_training_input(
         replace_newlines_with: A string, such as "<n>", for vocabularies without newlines. It counts
             as one byte.
 
-    Raises:
-        InputDatasetError: During iteration, if an example has no text.
+    Raises InputDatasetError during iteration, if an example has no text.
 
     >>> from weft.input.tokenizers import ByteTokenizer
     >>> ds = grain.MapDataset.source([{"text": "ab"}, {"text": "c"}])
@@ -100,9 +99,8 @@ def text_to_lm_eval_input(
         stride: Number of new targets in each window but the first; `max_len` by default.
         index_key: A field to copy to all windows of a text, such as the index of the text.
 
-    Raises:
-        InputDatasetError: During iteration, if an example has no text or the stride is out of
-            range.
+    Raises InputDatasetError during iteration, if an example has no text or the stride is out of
+    range.
 
     >>> from weft.input.tokenizers import ByteTokenizer
     >>> ds = grain.MapDataset.source([{"text": "abcd"}])

@@ -41,9 +41,8 @@ class Arrays(InMemory[dict[str, Any]]):
     The arrays are not copied: change them no more. Values may be nested dicts of arrays. Batches
     have JAX's dtypes: without `jax_enable_x64`, 64-bit numbers become 32-bit numbers.
 
-    Raises:
-        InputDatasetError: If there is no row, the numbers of rows differ, an array has no numbers,
-            or its integers need 64 bits.
+    Raises InputDatasetError if there is no row, the numbers of rows differ, an array has no
+    numbers, or its integers need 64 bits.
 
     >>> Arrays({"x": np.zeros((4, 2), np.float32), "label": [0, 1, 1, 0]}).num_rows
     4
@@ -223,8 +222,7 @@ class Batches(InMemory[Iterable[Any]]):
     Two are equal if their first batches have the same shapes and dtypes. In several processes, each
     has its own rows of the batches.
 
-    Raises:
-        InputDatasetError: If there is no batch.
+    Raises InputDatasetError if there is no batch.
     """
 
     def __init__(self, batches: Iterable[Any]):

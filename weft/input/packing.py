@@ -128,8 +128,7 @@ class PackedSequences:
     def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Returns several examples as one batch, with a first axis `batch`.
 
-        Raises:
-            IndexError: For an index out of range.
+        Raises IndexError for an index out of range.
         """
         if np.any((indices < 0) | (indices >= len(self))):
             raise IndexError(f"examples {indices.tolist()} of {len(self)}")

@@ -34,8 +34,7 @@ class LineFile:
     Args:
         path: A text file with lines ending in `\n` or `\r\n`; gzipped if its name ends with `.gz`.
 
-    Raises:
-        InputReadError: If it cannot be read.
+    Raises InputReadError if it cannot be read.
     """
 
     def __init__(self, path: str):
@@ -153,8 +152,7 @@ class JsonLinesFile(LineFile):
 def file_fingerprint(path: str) -> tuple[str, int, int]:
     """Returns the identity of a file's contents: real path, size and modification time.
 
-    Raises:
-        InputReadError: If the file does not exist.
+    Raises InputReadError if the file does not exist.
     """
     try:
         status = os.stat(path)

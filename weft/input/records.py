@@ -187,8 +187,7 @@ def matching_files(paths: str | Sequence[str]) -> list[str]:
     Args:
         paths: Files and glob patterns (`**` for any folders). The matches of a pattern are sorted.
 
-    Raises:
-        InputReadError: If one of them matches no file.
+    Raises InputReadError if one of them matches no file.
     """
     patterns = [paths] if isinstance(paths, str) else [str(path) for path in paths]
     if not patterns:

@@ -234,8 +234,7 @@ def lm_documents_source(
     Args:
         documents: A `grain.MapDataset` of dicts, such as those of `weft.input.datasets`; or
             several by name.
-        weights: Relative number of sequences from each of several, in training. Defaults to their
-            sizes.
+        weights: Relative number of sequences from each of several, in training, by default by size.
 
     Raises:
         EmptyCorpusError: If there are no documents, or no batch to train on.
@@ -273,8 +272,7 @@ def named_documents(
 ) -> Mapping[str, ConfigOr[Any]]:
     """Returns documents by name, unnamed ones as "documents".
 
-    Raises:
-        InputDatasetError: If the weights do not name the documents.
+    Raises InputDatasetError if the weights do not name the documents.
     """
     named = documents if isinstance(documents, Mapping) else {"documents": documents}
     if weights is not None and set(weights) != set(named):
@@ -301,12 +299,8 @@ def lm_stream_source(
     """Returns a source of batches that are packed during reading.
 
     Args:
-        documents: A `grain.MapDataset` of dicts, such as those of `weft.input.datasets`; or
-            several by name.
         weights: Relative number of documents from each of several, in training. Defaults to their
             sizes.
-        is_training: Whether documents are endless, reshuffled in each pass; or in order, once, with
-            padding in the last batch.
         split_documents: Whether a document may continue in the next example. If not, it is placed
             whole into the first example of the batch with enough room, with padding.
 

@@ -26,8 +26,7 @@ _LOG_SECONDS = 30.0
 def document_text(record: object, text_key: str) -> str | bytes:
     """Returns the text of a record.
 
-    Raises:
-        InputDatasetError: If the record has no such text.
+    Raises InputDatasetError if the record has no such text.
     """
     if not isinstance(record, Mapping):
         raise InputDatasetError(

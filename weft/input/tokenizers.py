@@ -299,8 +299,7 @@ def as_tokenizer(tokenizer: ConfigOr[Tokenizer] | str) -> Tokenizer:
     A path that ends in `.json` is that of a `HuggingFaceTokenizer`, one that ends in `.model` that
     of a `SentencePieceTokenizer`.
 
-    Raises:
-        TokenizerError: If the file cannot be loaded, or its name has another ending.
+    Raises TokenizerError if the file cannot be loaded, or its name has another ending.
 
     >>> as_tokenizer(ByteTokenizer()).vocab_size
     258

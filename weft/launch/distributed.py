@@ -45,8 +45,7 @@ class ProcessInfo(NamedTuple):
 def process_info(environ: Mapping[str, str]) -> ProcessInfo | None:
     """Returns the place of the process with these environment variables; None if it is alone.
 
-    Raises:
-        ProcessEnvironmentError: if the variables contradict each other.
+    Raises ProcessEnvironmentError if the variables contradict each other.
 
     >>> process_info({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_JOB_ID": "17",
     ...           "SLURM_STEP_NODELIST": "gpu[07-08],big1"})

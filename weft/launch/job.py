@@ -43,8 +43,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class Job(Configurable):
     """Command that runs as several processes.
 
-    Raises:
-        JobConfigError: for an invalid config.
+    Raises JobConfigError for an invalid config.
 
     >>> Job.default_config().set(name="lm", command=["weft", "train"]).instantiate().environment
     {'JAX_NUM_PROCESSES': '1'}

@@ -48,8 +48,7 @@ class LocalJob(Job):
 
         After a signal it is that of the processes: 143 after SIGTERM, where they save and stop.
 
-        Raises:
-            JobConfigError: if they cannot be started.
+        Raises JobConfigError if they cannot be started.
         """
         cfg = self.config
         for tries_left in reversed(range(cfg.max_tries)):
@@ -94,8 +93,7 @@ class LocalJob(Job):
     def process_environment(self, index: int, address: str) -> dict[str, str]:
         """Returns all environment variables of a process.
 
-        Raises:
-            JobConfigError: if there are too few GPUs.
+        Raises JobConfigError if there are too few GPUs.
         """
         devices = {"JAX_PLATFORMS": "cpu"}
         if self.config.gpus_per_process:

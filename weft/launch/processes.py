@@ -116,8 +116,7 @@ class ProcessGroup:
     def run(self) -> Outcome:
         """Starts the processes and waits for all to end.
 
-        Raises:
-            JobConfigError: if the program cannot be started, or a log cannot be written.
+        Raises JobConfigError if the program cannot be started, or a log cannot be written.
         """
         self._started = time.monotonic()
         try:

@@ -45,9 +45,9 @@ from weft.lifting.state_creation import (
     created_groups,
     final_results,
     groups_before_and_after,
+    undefined,
 )
 from weft.lifting.trace_cache import flatten_units, jit_by_structure, restore_unchanged
-from weft.lifting.undefined import undefined
 
 CarryStructures = tuple[Any, ...]
 

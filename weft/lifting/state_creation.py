@@ -16,8 +16,10 @@ body twice in each.
 
 State of a carrier that the outer body makes is missing in each trace, too. In the first trace of an
 outer loop, an inner one that creates only such state is traced once, and its results are undefined:
-they have types, no values. If the initial values of the outer loop depend on them, its first trace
-is repeated with all values.
+they have types, no values. The primitive `undefined` makes them depend on the inputs that the loop
+would read, also under `vmap` and in derivatives, so that results computed from them contain it; it
+cannot be evaluated or compiled. If the initial values of the outer loop depend on them, its first
+trace is repeated with all values.
 
 If no such state can be created, since all collections of the call are immutable, JAX traces the
 body directly.
@@ -33,14 +35,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.dtypes import float0
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, subjaxprs, unmapped_aval
+from jax.interpreters import ad, batching
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from weft.errors import CarryStructureError
 from weft.lifting.kind import Kind, PureResults, StateNode, Units
 from weft.lifting.roles import CARRY
 from weft.lifting.signature import named_after
-from weft.lifting.undefined import has_undefined, undefined
 
 
 class TracedFunction:
@@ -457,3 +460,55 @@ def groups_before_and_after(units: Units, results: PureResults) -> list[tuple[An
     ]
     after = [group for state_node in results.state_nodes for group in state_node.groups]
     return [(b, a, role) for (b, role), a in zip(before, after, strict=True)]
+
+
+_undefined = Primitive("undefined")
+_undefined.multiple_results = True
+
+
+def undefined(types: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Returns arrays of abstract values `types` that depend on all `inputs`."""
+    return _undefined.bind(*inputs, types=tuple(types)) if types else []
+
+
+def has_undefined(jaxpr: Any) -> bool:
+    """Returns whether an equation of a jaxpr, or of one inside, computes undefined arrays."""
+    return any(eqn.primitive is _undefined for eqn in jaxpr.eqns) or any(
+        map(has_undefined, subjaxprs(jaxpr))
+    )
+
+
+@_undefined.def_abstract_eval
+def _types(*_: Any, types: tuple[Any, ...]) -> tuple[Any, ...]:
+    return types
+
+
+def _batched(
+    inputs: Sequence[Any], axes: Sequence[int | None], *, types: tuple[Any, ...]
+) -> tuple[list[Any], list[int]]:
+    sizes = [x.shape[axis] for x, axis in zip(inputs, axes, strict=True) if axis is not None]
+    batched = [unmapped_aval(sizes[0], 0, aval) for aval in types]
+    return undefined(batched, inputs), [0] * len(types)
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, types: tuple[Any, ...]
+) -> tuple[list[Any], list[Any]]:
+    of_tangents = [aval.to_tangent_aval() for aval in types]
+    known = [t for t in tangents if not isinstance(t, ad.Zero)]
+    floats = [aval for aval in of_tangents if aval.dtype != float0]
+    rest = iter(undefined(floats, known))
+    zeros_or_undefined = [
+        ad.Zero(aval) if aval.dtype == float0 else next(rest) for aval in of_tangents
+    ]
+    return undefined(types, primals), zeros_or_undefined
+
+
+def _transposed(cotangents: Sequence[Any], *inputs: Any, types: tuple[Any, ...]) -> list[Any]:
+    known = [ct for ct in cotangents if not isinstance(ct, ad.Zero)]
+    return undefined([x.aval for x in inputs], known)
+
+
+batching.primitive_batchers[_undefined] = _batched
+ad.primitive_jvps[_undefined] = _jvp
+ad.primitive_transposes[_undefined] = _transposed

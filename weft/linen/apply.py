@@ -99,8 +99,7 @@ def share_scope(module: Module, other: Module) -> None:
 def merge_param(name: str, a: T | None, b: T | None) -> T:
     """Returns the one of two values that is not None: given in the constructor or in the call.
 
-    Raises:
-        ParameterGivenTwiceError: if both or neither are given; names the parameter `name`.
+    Raises ParameterGivenTwiceError if both or neither are given; names the parameter `name`.
 
     >>> merge_param("deterministic", None, True)
     True

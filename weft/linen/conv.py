@@ -113,9 +113,8 @@ class Conv(_Conv):
         conv_general_dilated_cls: factory that takes precedence over `conv_general_dilated`.
 
     >>> layer = Conv(16, (3, 3), strides=2)
-    >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((1, 8, 8, 3)))
-    >>> y.shape, variables["params"]["kernel"].shape
-    ((1, 4, 4, 16), (3, 3, 3, 16))
+    >>> layer.init_with_output(jax.random.key(0), jnp.ones((1, 8, 8, 3)))[0].shape
+    (1, 4, 4, 16)
     """
 
     @nowrap
@@ -225,9 +224,8 @@ class ConvTranspose(Module):
         preferred_element_type: dtype of the sum, see `jax.lax.conv_general_dilated`.
 
     >>> layer = ConvTranspose(8, 3, strides=2)
-    >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((1, 4, 3)))
-    >>> y.shape, variables["params"]["kernel"].shape
-    ((1, 8, 8), (3, 3, 8))
+    >>> layer.init_with_output(jax.random.key(0), jnp.ones((1, 4, 3)))[0].shape
+    (1, 8, 8)
     """
 
     features: int

@@ -259,12 +259,9 @@ class Embed(Module):
         promote_dtype: converts table and query to the output dtype.
 
     >>> layer = Embed(10, 4)
-    >>> ids = jnp.array([3, 5])
-    >>> vectors, variables = layer.init_with_output(jax.random.key(0), ids)
-    >>> vectors.shape
-    (2, 4)
-    >>> layer.apply(variables, vectors, method="attend").shape
-    (2, 10)
+    >>> vectors, variables = layer.init_with_output(jax.random.key(0), jnp.array([3, 5]))
+    >>> vectors.shape, layer.apply(variables, vectors, method="attend").shape
+    ((2, 4), (2, 10))
     """
 
     num_embeddings: int
@@ -284,8 +281,7 @@ class Embed(Module):
     def __call__(self, inputs: Int[Array, "*shape"]) -> Float[Array, "*shape features"]:
         """Returns the vectors of ids, NaN outside of the table; negative ids count from its end.
 
-        Raises:
-            ArgumentValueError: if the ids are not integers, or too large for JAX.
+        Raises ArgumentValueError if the ids are not integers, or too large for JAX.
         """
         inputs = functional.as_ids(inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
@@ -299,8 +295,7 @@ class Embed(Module):
     def attend(self, query: Float[Array, "*batch features"]) -> Float[Array, "*batch ids"]:
         """Returns the inner products of each query with every vector: logits of tied embeddings.
 
-        Raises:
-            ArgumentShapeError: if the query's size is not `features`.
+        Raises ArgumentShapeError if the query's size is not `features`.
         """
         if jnp.shape(query)[-1:] != (self.features,):
             raise ArgumentShapeError(

@@ -164,12 +164,8 @@ class Module(ModuleVariables):
     ...         self.decoder = nn.Dense(3)
     ...     def __call__(self, x):
     ...         return self.decoder(nn.relu(self.encoder(x)))
-    >>> model = Autoencoder(features=2)
-    >>> x = jnp.ones((5, 3))
-    >>> variables = model.init(jax.random.key(0), x)
-    >>> jax.tree.map(jnp.shape, variables["params"]["encoder"])
-    {'bias': (2,), 'kernel': (3, 2)}
-    >>> model.apply(variables, x).shape
+    >>> model, x = Autoencoder(features=2), jnp.ones((5, 3))
+    >>> model.apply(model.init(jax.random.key(0), x), x).shape
     (5, 3)
     """
 
@@ -505,8 +501,7 @@ class Module(ModuleVariables):
     ) -> dict[str, Any]:
         """Returns the variables of `init` without other computations, for arrays or their shapes.
 
-        Raises:
-            LazyInitError: if an initial value depends on an input given only as a shape.
+        Raises LazyInitError if an initial value depends on an input given only as a shape.
         """
         run, mutable, flags = Module._runner(self, "lazy_init", method, mutable, False)
         return core.lazy_init(run, mutable, flags)(rngs, *args, **kwargs)

@@ -196,8 +196,7 @@ class InstanceNorm(Module):
     ) -> Float[Array, " batch *shape"]:
         """Normalizes an input; see `LayerNorm` for the arguments.
 
-        Raises:
-            ArgumentValueError: if the first axis is in `feature_axes`.
+        Raises ArgumentValueError if the first axis is in `feature_axes`.
         """
         features, axes = norm.instance_norm_axes(self.feature_axes, x.shape)
         return _layer_norm(self, x, axes, features, mask)
@@ -311,8 +310,7 @@ class BatchNorm(Module):
             use_running_average: see the attribute; exactly one of the two must be set.
             mask: values that count in the statistics; all by default.
 
-        Raises:
-            ParameterGivenTwiceError: if `use_running_average` is given twice or not at all.
+        Raises ParameterGivenTwiceError if `use_running_average` is given twice or not at all.
         """
         use_average = merge_param(
             "use_running_average", self.use_running_average, use_running_average
@@ -373,8 +371,6 @@ class SpectralNorm(Module):
     >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 3)), update_stats=False)
     >>> sorted(variables["batch_stats"])
     ['layer_instance/kernel/sigma', 'layer_instance/kernel/u']
-    >>> y, updates = layer.apply(
-    ...     variables, jnp.ones((1, 3)), update_stats=True, mutable=["batch_stats"])
     """
 
     layer_instance: Module
@@ -392,8 +388,7 @@ class SpectralNorm(Module):
         Args:
             update_stats: whether to store the new `u` and `sigma`, as in training.
 
-        Raises:
-            ArgumentShapeError: if a parameter is not a matrix and `error_on_non_matrix` is set.
+        Raises ArgumentShapeError if a parameter is not a matrix and `error_on_non_matrix` is set.
         """
 
         def normalized(name: str, weight: Array) -> Array:
@@ -437,9 +432,6 @@ class WeightNorm(Module):
     >>> variables = nn.WeightNorm(nn.Dense(4)).init(jax.random.key(0), jnp.ones((1, 3)))
     >>> jax.tree.map(jnp.shape, variables["params"])["layer_instance/kernel/scale"]
     (4,)
-    >>> kernel = variables["params"]["layer_instance"]["kernel"]
-    >>> jnp.linalg.norm(kernel, axis=0).round(3).tolist()
-    [1.0, 1.0, 1.0, 1.0]
     """
 
     layer_instance: Module
@@ -455,8 +447,7 @@ class WeightNorm(Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the layer with the same arguments.
 
-        Raises:
-            ArgumentValueError: if a parameter lacks one of `feature_axes`.
+        Raises ArgumentValueError if a parameter lacks one of `feature_axes`.
         """
         return _call(self, self._normalized, args, kwargs)
 

@@ -108,8 +108,7 @@ class SimpleCell(_Cell):
 
     >>> cell, x = nn.SimpleCell(4), jnp.ones((2, 3))
     >>> carry = cell.initialize_carry(jax.random.key(0), x.shape)
-    >>> (carry, y), _ = cell.init_with_output(jax.random.key(1), carry, x)
-    >>> y.shape
+    >>> cell.init_with_output(jax.random.key(1), carry, x)[0][1].shape
     (2, 4)
     """
 
@@ -234,9 +233,8 @@ class LSTMCell(_MemoryCell, _GatedCell):
 
     >>> cell, x = nn.LSTMCell(4), jnp.ones((2, 3))
     >>> carry = cell.initialize_carry(jax.random.key(0), x.shape)
-    >>> ((c, h), y), _ = cell.init_with_output(jax.random.key(1), carry, x)
-    >>> c.shape, y.shape
-    ((2, 4), (2, 4))
+    >>> cell.init_with_output(jax.random.key(1), carry, x)[0][1].shape
+    (2, 4)
     """
 
     @compact
@@ -405,8 +403,7 @@ class RNN(Module):
         Returns:
             The outputs, or the last state and the outputs.
 
-        Raises:
-            ArgumentShapeError: if `seq_lengths` does not match the sequences.
+        Raises ArgumentShapeError if `seq_lengths` does not match the sequences.
         """
         return_carry = self.return_carry if return_carry is None else return_carry
         time_major = self.time_major if time_major is None else time_major

@@ -442,10 +442,7 @@ class ModuleVariables:
             init_fn: computes the first value from `init_args`.
             unbox: whether the value is shown without its axis metadata.
 
-        Raises:
-            CompactMethodError: if called in a method that is neither `setup` nor compact.
-            NameInUseError: if the name is taken in the module.
-            ScopeVariableNotFoundError: if the variable does not exist and cannot be created.
+        For errors see `param`, and ScopeVariableNotFoundError if it cannot be created.
 
         >>> class Counter(nn.Module):
         ...     @nn.compact

@@ -136,8 +136,7 @@ def tabulate(
         show_repeated: whether each call of a module has a line.
         console_kwargs, table_kwargs: for `rich.console.Console`, such as `width`, and
             `rich.table.Table`.
-        compute_flops: whether to count the FLOPs of each call.
-        compute_vjp_flops: whether to count the FLOPs of a gradient of each call.
+        compute_flops, compute_vjp_flops: whether to count the FLOPs of each call, of its gradient.
 
     >>> table = nn.tabulate(nn.Dense(2), jax.random.key(0), console_kwargs={"width": 80})
     >>> "6 (24 B)" in table(jax.numpy.ones((4, 2)))

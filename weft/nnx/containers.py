@@ -277,8 +277,7 @@ class Sequential(Module):
         *fns: functions and modules. A tuple is passed on as positional arguments, a dict as keyword
             arguments, and anything else as the only argument.
 
-    Raises:
-        LayerCallError: at the call, if one of them is not callable.
+    Raises LayerCallError at the call, if one of them is not callable.
 
     >>> Sequential(lambda x: (x, x + 1), lambda a, b: a * b)(2)
     6

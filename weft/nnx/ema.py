@@ -29,8 +29,7 @@ class EMA(Pytree):
     Attributes:
         params: averages, variables at the model's paths.
 
-    Raises:
-        AverageLeafError: if the filter matches an array that is not a variable.
+    Raises AverageLeafError if the filter matches an array that is not a variable.
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.zeros(2)))
     >>> ema = EMA(model, decay=0.75)
@@ -50,8 +49,7 @@ class EMA(Pytree):
     def update(self, updates: object) -> None:
         """Updates the averages: `average = decay * average + (1 - decay) * value`.
 
-        Raises:
-            AverageStructureError: if paths or shapes differ from those of the averages.
+        Raises AverageStructureError if paths or shapes differ from those of the averages.
         """
         given, averages = leaves_by_path(updates), dict(to_flat_state(self.params))
         matches = to_predicate(self.filter)

@@ -267,8 +267,7 @@ class Accuracy(Average):
 class MultiMetric(Metric):
     """Several metrics, updated together; each becomes an attribute.
 
-    Raises:
-        MetricArgumentError: if one is not a metric, or has the name of a method.
+    Raises MetricArgumentError if one is not a metric, or has the name of a method.
 
     >>> metrics = MultiMetric(loss=Average("loss"), size=Average("size"))
     >>> metrics.update(loss=1.0, size=4)
@@ -304,8 +303,7 @@ class MultiMetric(Metric):
 
         `mask` can map names of metrics to masks; the others then have none.
 
-        Raises:
-            MetricArgumentError: if such a mapping names an unknown metric.
+        Raises MetricArgumentError if such a mapping names an unknown metric.
         """
         metrics, masks = self._metrics(), updates.get("mask")
         if not isinstance(masks, Mapping):

@@ -112,8 +112,7 @@ class Module(Pytree):
             variable_type: class of the variable, or its name (see `variable_type_from_name`).
             reduce_fn: combines the stored value and the new one; by default appends to a tuple.
 
-        Raises:
-            GraphStructureError: if the attribute exists and is not such a variable.
+        Raises GraphStructureError if the attribute exists and is not such a variable.
         """
         there, kind = vars(self).get(name, _MISSING), _kind(variable_type)
         captured = vars(self).get(CAPTURED)
@@ -139,8 +138,7 @@ class Module(Pytree):
             name: name of the variable; the first call creates it.
             value: an array; use the returned one in its place.
 
-        Raises:
-            GraphStructureError: if the attribute exists and is not such a variable.
+        Raises GraphStructureError if the attribute exists and is not such a variable.
         """
         there, kind = vars(self).get(name, _MISSING), _kind(variable_type)
         captured = vars(self).get(CAPTURED)
@@ -172,8 +170,7 @@ class Module(Pytree):
     ) -> None:
         """Sets attributes of this module and its submodules that have them and match the filters.
 
-        Raises:
-            ModuleAttributeNotFoundError: if no module has one of them, if `raise_if_not_found`.
+        Raises ModuleAttributeNotFoundError if no module has one of them, if `raise_if_not_found`.
         """
         _set_attributes(self, filters, raise_if_not_found, attributes)
 
@@ -245,8 +242,7 @@ def with_attributes(
 
     The copy shares the variables.
 
-    Raises:
-        ModuleAttributeNotFoundError: if no module has one of them, if `raise_if_not_found`.
+    Raises ModuleAttributeNotFoundError if no module has one of them, if `raise_if_not_found`.
 
     >>> nnx.with_attributes(nnx.Dropout(0.5), deterministic=True).deterministic
     True
@@ -269,8 +265,7 @@ def view(
 
     The `set_view` of each module that `only` matches receives those arguments that it accepts.
 
-    Raises:
-        ModuleAttributeNotFoundError: if no module accepts one of them, if `raise_if_not_found`.
+    Raises ModuleAttributeNotFoundError if no module accepts one of them, if `raise_if_not_found`.
 
     >>> dropout = nnx.Dropout(0.5)
     >>> nnx.view(dropout, deterministic=True).deterministic, dropout.deterministic

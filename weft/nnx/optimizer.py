@@ -478,8 +478,7 @@ class TrainState(struct.PyTreeNode):
             grads: gradients, at the paths of the parameters; variables or arrays.
             **kwargs: other fields to replace.
 
-        Raises:
-            GradientStructureError: if paths or shapes of gradients and parameters differ.
+        Raises GradientStructureError if paths or shapes of gradients and parameters differ.
         """
         parameters = dict(to_flat_state(self.params))
         values = to_flat_state(gradients_like(parameters, grads, ...))

@@ -105,8 +105,7 @@ def data(value: object = _MISSING, /, **kwargs: object) -> Any:
 def static(value: object = _MISSING, /, **kwargs: object) -> Any:
     """Marks an attribute's value as static; without a value, returns such a `dataclasses.field`.
 
-    Raises:
-        AttributeMarkError: on assignment, if the value contains data.
+    Raises AttributeMarkError on assignment, if the value contains data.
 
     >>> class Layer(nnx.Module):
     ...     def __init__(self):

@@ -114,8 +114,7 @@ class RngStream(Draws):
         key: a key, a seed, or a stream to take the key of.
         tag: name of the stream, and tag of its variables.
 
-    Raises:
-        InvalidRngError: if the key is none of these.
+    Raises InvalidRngError if the key is none of these.
 
     >>> stream = RngStream(0, tag="dropout")
     >>> stream.uniform((2,)).shape, int(stream.count[...])
@@ -159,8 +158,7 @@ class Rngs(Draws):
             from names to seeds or keys.
         **rngs: seeds or keys of the other streams.
 
-    Raises:
-        RngStreamNotFoundError: on access to a missing stream without a default.
+    Raises RngStreamNotFoundError on access to a missing stream without a default.
 
     >>> rngs = Rngs(0, dropout=1)
     >>> rngs.params.normal((2,)).shape, rngs.dropout().shape
@@ -362,15 +360,13 @@ def split_rngs(
             during each call.
         only: filter of the streams, such as their name.
         squeeze: whether to drop the axis, of size 1.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`; if False, a copy is changed, which shares
-            everything but these streams.
+        graph, graph_updates: see `nnx.set_graph_mode` and `nnx.set_graph_updates`; without updates,
+            a copy is changed, which shares everything but these streams.
 
     Returns:
         Backups for `restore_rngs`, also a context manager that restores them on exit; or the copy.
 
-    Raises:
-        InvalidRngError: if `squeeze` is set and the size is not 1.
+    Raises InvalidRngError if `squeeze` is set and the size is not 1.
 
     >>> rngs = Rngs(0)
     >>> with split_rngs(rngs, splits=5):
@@ -434,8 +430,7 @@ def reseed(
             shape; or a function of path, new key and old key's shape that returns the key.
         **stream_keys: seeds, keys or streams by stream name; each stream receives its own key.
 
-    Raises:
-        InvalidRngError: for a split stream under "scalars_only", or an unknown policy.
+    Raises InvalidRngError for a split stream under "scalars_only", or an unknown policy.
 
     >>> rngs = Rngs(0, dropout=1)
     >>> reseed(rngs, dropout=2)

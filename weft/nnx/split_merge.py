@@ -52,8 +52,7 @@ def split(node: object, *filters: Filter, graph: bool | None = None) -> tuple[An
         node: object, or pytree of objects.
         *filters: one state each; without filters, one state with everything.
 
-    Raises:
-        StateFilterError: if no filter matches a value.
+    Raises StateFilterError if no filter matches a value.
 
     >>> graphdef, state = nnx.split(nnx.Dict(factor=nnx.Param(2.0)))
     >>> nnx.merge(graphdef, state).factor.get_value()
@@ -320,8 +319,7 @@ def set_metadata(node: object, /, *, only: Filter = Variable, **metadata: object
 class GraphState(State):
     """State, complete or partial, with the description of its object.
 
-    Raises:
-        ObjectArgumentError: if an argument has another type.
+    Raises ObjectArgumentError if an argument has another type.
 
     >>> whole = GraphState(*nnx.split(nnx.Dict(w=nnx.Param(1.0))))
     >>> nnx.merge(jax.tree.map(lambda x: x + 1, whole)).w.get_value()

@@ -115,8 +115,7 @@ def get_partition_spec(tree: object) -> Any:
     It is `out_sharding` after `sharding_rules` and `logical_axis_rules`; empty for an array without
     layout; None for values that are not arrays.
 
-    Raises:
-        LogicalAxisError: if rules are malformed, or a variable's contradict those of the context.
+    Raises LogicalAxisError if rules are malformed, or a variable's contradict those of the context.
 
     >>> w = nnx.Param(jnp.ones(4), out_sharding=("embed",), eager_sharding=False)
     >>> with logical_axis_rules([("embed", "data")]):

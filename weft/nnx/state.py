@@ -313,8 +313,7 @@ def to_flat_state(state: object) -> FlatState:
 def from_flat_state(flat_state: Any, *, cls: type[State] = State) -> State:
     """Returns a state of class `cls` from a mapping, or pairs of paths and values.
 
-    Raises:
-        StatePathError: if a path leads through a value.
+    Raises StatePathError if a path leads through a value.
     """
     items = flat_state.items() if isinstance(flat_state, Mapping) else flat_state
     nested: dict[Hashable, Any] = {}
@@ -349,8 +348,7 @@ def _split(flat: FlatState, filters: tuple[Filter, ...]) -> list[FlatState]:
 def split_state(state: object, first: Filter, /, *filters: Filter) -> Any:
     """Splits a state into one state per filter; a value goes to the first filter that matches.
 
-    Raises:
-        StateFilterError: if no filter matches a value.
+    Raises StateFilterError if no filter matches a value.
 
     >>> state = State({"a": nnx.Param(1), "b": nnx.Cache(2)})
     >>> params, rest = split_state(state, nnx.Param, ...)
@@ -400,8 +398,7 @@ def replace_by_pure_dict(
     Args:
         replace_fn: maps the present entry and a value to the new entry.
 
-    Raises:
-        StatePathError: if the state lacks a path of the dicts.
+    Raises StatePathError if the state lacks a path of the dicts.
     """
 
     def replaced(x: object, value: object) -> Any:

@@ -90,10 +90,9 @@ def tabulate(
     Args:
         *input_args: arguments of the method; `jax.ShapeDtypeStruct` may replace arrays.
         row_filter: selects calls to show; by default omits those of PRNG streams.
-        table_kwargs: passed to `rich.table.Table`.
-        column_kwargs: passed to each of its columns.
-        console_kwargs: passed to `rich.console.Console`, such as `width`.
-        compute_flops: whether to count the FLOPs of calls; `compute_vjp_flops` of their gradients.
+        table_kwargs, column_kwargs, console_kwargs: for `rich.table.Table`, its columns, and
+            `rich.console.Console`, such as `width`.
+        compute_flops, compute_vjp_flops: whether to count the FLOPs of calls, of their gradients.
 
     Raises:
         GraphStructureError: if `obj` is not an object.

@@ -22,20 +22,7 @@ def flatten_mapping(
     is_leaf: IsLeaf | None = None,
     sep: str | None = None,
 ) -> dict[Any, Any]:
-    """Flattens a nested mapping to leaves by path.
-
-    Args:
-        keep_empty_nodes: whether to keep empty mappings, as `empty_node`.
-        is_leaf: predicate of path and mapping, whether to treat it as a leaf.
-        sep: joins each path to a string, such as "a/b"; by default a path is a tuple.
-
-    Raises:
-        NestedDictError: if `xs` is not a mapping.
-        FlatDictError: if paths cannot be joined, or collide.
-
-    >>> flatten_mapping({"a": {"b": 1, "c": {}}}, keep_empty_nodes=True)
-    {('a', 'b'): 1, ('a', 'c'): _EmptyNode()}
-    """
+    """Flattens a nested mapping to leaves by path; see `weft.traverse_util.flatten_dict`."""
     return flatten_dict(xs, keep_empty_nodes, is_leaf, sep)
 
 

@@ -237,8 +237,7 @@ class Variable(Generic[A]):
     ) -> Any:
         """Returns all metadata as a new dict, or the entry `name`; `exclude_required` is ignored.
 
-        Raises:
-            VariableMetadataError: if there is no such entry, and no default.
+        Raises VariableMetadataError if there is no such entry, and no default.
         """
         if name is None:
             return dict(self._metadata)
@@ -283,8 +282,7 @@ class Variable(Generic[A]):
     def del_metadata(self, name: str) -> None:
         """Removes an entry.
 
-        Raises:
-            VariableMetadataError: if there is no such entry.
+        Raises VariableMetadataError if there is no such entry.
         """
         self.get_metadata(name)
         self.set_metadata({k: v for k, v in self._metadata.items() if k != name})
@@ -325,8 +323,7 @@ class Variable(Generic[A]):
     def copy_from(self, other: "Variable[A]") -> None:
         """Copies value and metadata from another variable of the same class.
 
-        Raises:
-            VariableTypeError: if its class differs.
+        Raises VariableTypeError if its class differs.
         """
         if type(other) is not type(self):
             raise errors.VariableTypeError(
@@ -689,8 +686,7 @@ def register_variable_name(name: str, typ: Any = _MISSING, *, overwrite: bool = 
     Args:
         typ: the class; if omitted, returns a class decorator.
 
-    Raises:
-        VariableTypeError: if the name is taken.
+    Raises VariableTypeError if the name is taken.
 
     >>> @register_variable_name("moving_averages")
     ... class MovingAverage(Variable): pass
@@ -719,8 +715,7 @@ def variable_type_from_name(
 
     With `allow_register`, creates a class, derived from `base`, for an unknown name.
 
-    Raises:
-        VariableTypeError: if the name is unknown.
+    Raises VariableTypeError if the name is unknown.
     """
     if name not in _TYPES:
         if not allow_register:
@@ -735,8 +730,7 @@ def variable_type_from_name(
 def variable_name_from_type(typ: type[Variable[Any]], /, *, allow_register: bool = False) -> str:
     """Returns the name of a kind of variable; with `allow_register`, registers the class name.
 
-    Raises:
-        VariableTypeError: if it has no name.
+    Raises VariableTypeError if it has no name.
     """
     for name, known in _TYPES.items():
         if known is typ:

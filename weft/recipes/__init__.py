@@ -107,8 +107,7 @@ def recorded_recipe(record: Mapping[str, Any]) -> Recipe:
 
     Warns if the code has changed since.
 
-    Raises:
-        RecipeError: if the file is not there any longer.
+    Raises RecipeError if the file is not there any longer.
     """
     recipe = Recipe(record["name"], "", record["function"], file=record["file"])
     file, function = recipe.file, recipe.function.partition(":")[2]

@@ -91,8 +91,7 @@ def digits_source(
         split: "train" for four fifths of the images, "held_out" for the others.
         global_batch_size, is_training, seed: As for `array_source`.
 
-    Raises:
-        MissingExtraError: If scikit-learn is not installed.
+    Raises MissingExtraError if scikit-learn is not installed.
     """
     image, label = _read(split)
     return array_source(

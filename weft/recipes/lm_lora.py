@@ -24,11 +24,9 @@ from weft.interop.huggingface import FAMILIES, huggingface_model_config, to_hugg
 from weft.interop.huggingface.settings import NO_PADDING, Settings
 from weft.recipes.lm import initializer, set_corpus, text_trainer_config
 from weft.serialization import TensorFiles
+from weft.trainer import ImportedWeightsBuilder, SpmdTrainer, UpdateType
 from weft.trainer.checkpointer.dirs import step_dirs
-from weft.trainer.learner import UpdateType
 from weft.trainer.run_dir import CHECKPOINTS_DIR
-from weft.trainer.state_builder import ImportedWeightsBuilder
-from weft.trainer.trainer import SpmdTrainer
 
 _BASE_DIR = "runs/lm-llama"
 _BASE = f"{_BASE_DIR}/huggingface"

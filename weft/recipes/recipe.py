@@ -46,8 +46,7 @@ class Recipe(NamedTuple):
     def __call__(self, data_dir: str | None = None, **kwargs: Any) -> "SpmdTrainer.Config":
         """Makes a fresh config; see `weft.config.TrainerConfigFn`.
 
-        Raises:
-            RecipeError: if an argument is missing, or the function does not return such a config.
+        Raises RecipeError if an argument is missing, or the function does not return such a config.
         """
         if data_dir is not None:
             kwargs["data_dir"] = data_dir
@@ -267,8 +266,7 @@ def _import_user_module(name: str, *, file: str = "", needed_by: str) -> ModuleT
         file: Absolute path of the module; "" if it is installed.
         needed_by: What to name in errors.
 
-    Raises:
-        RecipeError: if there is no such module, it raises an error, or its name is taken.
+    Raises RecipeError if there is no such module, it raises an error, or its name is taken.
     """
     root = _root_of(name, file)
     if file and not os.path.isfile(file):

@@ -211,8 +211,7 @@ def msgpack_serialize(pytree: object, in_place: bool = False) -> bytes:
         in_place: writes the converted arrays into `pytree` itself, so that arrays on devices can be
           freed one by one.
 
-    Raises:
-        UnserializableValueError: if a value cannot be converted to bytes.
+    Raises UnserializableValueError if a value cannot be converted to bytes.
 
     >>> msgpack_restore(msgpack_serialize({"w": np.arange(3)}))
     {'w': array([0, 1, 2])}
@@ -226,8 +225,7 @@ def msgpack_serialize(pytree: object, in_place: bool = False) -> bytes:
 def msgpack_restore(encoded_pytree: bytes) -> Any:
     """Returns the state dict of `msgpack_serialize`'s bytes, with NumPy arrays, perhaps read-only.
 
-    Raises:
-        DamagedBytesError: if the bytes are not in the format of `msgpack_serialize`.
+    Raises DamagedBytesError if the bytes are not in the format of `msgpack_serialize`.
     """
     import msgpack
 

@@ -111,8 +111,7 @@ def save_safetensors(
     Returns:
         The files that were written, an index last.
 
-    Raises:
-        WeightsWriteError: if the format cannot hold the tree, or the path is not such a file.
+    Raises WeightsWriteError if the format cannot hold the tree, or the path is not such a file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -222,8 +221,7 @@ class TensorFiles:
         path: a file `*.safetensors`, an index `*.safetensors.index.json`, or a folder that has
           `model.safetensors` or its index, or a single such file.
 
-    Raises:
-        WeightsReadError: if a file is missing or damaged.
+    Raises WeightsReadError if a file is missing or damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -278,8 +276,7 @@ class TensorFiles:
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Returns the values of a tensor, or of the part at `index`, a slice per axis.
 
-        Raises:
-            WeightsReadError: if NumPy lacks its dtype.
+        Raises WeightsReadError if NumPy lacks its dtype.
         """
         tensor = self.tensors[name]
         if tensor.dtype not in _DTYPES:

@@ -73,8 +73,7 @@ def register_serialization_state(
         ty_from_state_dict: takes a target and a state dict, returns a value like the target. It
           calls `from_state_dict` for nested values, with `name` for the path.
 
-    Raises:
-        SerializationHandlerError: if the type has a rule and `override` is False.
+    Raises SerializationHandlerError if the type has a rule and `override` is False.
     """
     if not override and (ty in _registry or _is_struct(ty)):
         raise SerializationHandlerError(
@@ -112,8 +111,7 @@ def to_state_dict(target: object) -> Any:
 
     Values of other types are leaves, returned unchanged.
 
-    Raises:
-        StateDictKeyError: if keys of a dict are equal as strings.
+    Raises StateDictKeyError if keys of a dict are equal as strings.
 
     >>> to_state_dict({"layers": [1.0, 2.0]})
     {'layers': {'0': 1.0, '1': 2.0}}
@@ -133,8 +131,7 @@ def from_state_dict(target: object, state: object, name: str = ".") -> Any:
         target: a tree of the state dict's structure; None returns the state dict.
         name: first or next part of the path in messages; "" adds nothing.
 
-    Raises:
-        StateDictMismatchError: if the structures differ; the message names the path.
+    Raises StateDictMismatchError if the structures differ; the message names the path.
 
     >>> from_state_dict([0, 0], {"0": 1, "1": 2})
     [1, 2]

@@ -432,8 +432,7 @@ def layer_times(directory: str, step: jax.stages.Compiled) -> dict[str, float]:
         directory: A run's directory, or that of one trace.
         step: The traced program, as `SpmdTrainer.compile_train_step` returns it.
 
-    Raises:
-        ProfilerTraceError: if there is no trace of the program.
+    Raises ProfilerTraceError if there is no trace of the program.
     """
     text = step.as_text() or ""
     layers, program = _layers_of_operations(text), text.split(",")[0].removeprefix("HloModule ")

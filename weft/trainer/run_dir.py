@@ -7,16 +7,25 @@
 A directory with a checkpoint belongs to the config that trained it. Fields that determine the
 resulting bits (model, learner, data, seed) must be the same at each start; duration, location and
 monitoring of the run may change. Without a checkpoint, the directory is free for any config.
+
+A record is signed, to tell what this user has written from what came from elsewhere. The key is in
+a file that only the user can read, `weft/key` in `$XDG_CONFIG_HOME` or `~/.config`, which the first
+signature makes. A machine with the same home directory has the same key.
 """
 
 import ast
+import contextlib
 import datetime
 import difflib
+import hashlib
+import hmac
 import itertools
 import json
 import os
 import platform
 import re
+import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,12 +37,13 @@ from weft.config import ConfigBase, diff, from_text, maybe_instantiate, to_text
 from weft.errors import ConfigError, RunDirError
 from weft.serialization.untrusted import read_json_file
 from weft.trainer.checkpointer.dirs import has_checkpoint
-from weft.trainer.signatures import signed
 from weft.trainer.trainer_config_modifier import find_values
 
 CONFIG_FILE = "config.txt"
 RECORD_FILE = "run.json"
 CHECKPOINTS_DIR = "checkpoints"
+_SIGNATURE = "signature"
+_KEY_BYTES = 32
 
 # Fields that do not affect the parameters after a given step.
 MAY_CHANGE = frozenset(
@@ -259,3 +269,61 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def signed(record: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Returns a record, of JSON values, signed together with a text if the key can be stored."""
+    key = _read_key() or _make_key()
+    return {**record, _SIGNATURE: _signature(key, record, text)} if key else dict(record)
+
+
+def is_signed(record: Mapping[str, Any], text: str) -> bool:
+    """Returns whether `signed` has made a record for this text, with the key of this user."""
+    key, signature = _read_key(), record.get(_SIGNATURE)
+    if key is None or not isinstance(signature, str):
+        return False
+    return hmac.compare_digest(_signature(key, record, text).encode(), signature.encode())
+
+
+def _signature(key: bytes, record: Mapping[str, Any], text: str) -> str:
+    facts = {name: value for name, value in record.items() if name != _SIGNATURE}
+    message = json.dumps([facts, text], sort_keys=True)
+    return hmac.new(key, message.encode(), hashlib.sha256).hexdigest()
+
+
+def _key_file() -> Path:
+    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(home if os.path.isabs(home) else os.devnull, "weft", "key")
+
+
+def _read_key() -> bytes | None:
+    """Returns the key, None if there is none that only this user can read."""
+    with contextlib.suppress(OSError), open(_key_file(), "rb") as file:
+        status = os.fstat(file.fileno())
+        key = file.read()
+        is_private = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+        return key if is_private and len(key) == _KEY_BYTES else None
+    return None
+
+
+def _make_key() -> bytes | None:
+    """Stores a new key, in place of one that others can read; returns None if that fails."""
+    file = _key_file()
+    temporary = file.with_name(f".key.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as opened:
+            opened.write(secrets.token_bytes(_KEY_BYTES))
+        if file.exists():
+            os.replace(temporary, file)
+        else:
+            os.link(temporary, file)  # fails if another process has just made one
+    except FileExistsError:
+        pass
+    except OSError:
+        return None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    return _read_key()

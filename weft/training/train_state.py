@@ -128,9 +128,6 @@ class DynamicScale(struct.PyTreeNode):
     >>> scale, finite, value, grad = scale.value_and_grad(loss)(jnp.ones(2, jnp.float16))
     >>> bool(finite), float(scale.scale)
     (False, 32768.0)
-    >>> scale, finite, value, grad = scale.value_and_grad(loss)(jnp.full(2, 0.5, jnp.float16))
-    >>> bool(finite), float(value), grad.tolist()
-    (True, 0.5, [1.0, 1.0])
     """
 
     growth_factor: float = struct.field(pytree_node=False, default=2.0)
@@ -203,11 +200,8 @@ class EarlyStopping(struct.PyTreeNode):
     >>> stopping = EarlyStopping(min_delta=0.1, patience=1)
     >>> for loss in (1.0, 0.5, 0.45, 0.6):
     ...     stopping = stopping.update(loss)
-    ...     print(stopping.best_metric, stopping.has_improved, stopping.should_stop)
-    1.0 True False
-    0.5 True False
-    0.5 False False
-    0.5 False True
+    >>> stopping.best_metric, stopping.has_improved, stopping.should_stop
+    (0.5, False, True)
     """
 
     min_delta: float = 0

@@ -76,8 +76,7 @@ def dense_general(
         kernel_init: initializer of the kernel as one matrix, of the products of its sizes.
         bias_init: initializer of the bias as one vector.
 
-    Raises:
-        ArgumentShapeError: if `batch_dims` are not the first axes.
+    Raises ArgumentShapeError if `batch_dims` are not the first axes.
 
     >>> from weft.core import init
     >>> x = jnp.ones((5, 2, 3))

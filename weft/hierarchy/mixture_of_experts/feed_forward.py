@@ -60,8 +60,7 @@ def get_outer_batch_from_mesh(
       mesh_shape: sizes of the axes, or a hybrid mesh shape with `ici_mesh_shape` and
         `dcn_mesh_shape`. If None, the result is None.
 
-    Raises:
-      ArgumentValueError: if the mesh has no such axis, or its size is not known.
+    Raises ArgumentValueError if the mesh has no such axis, or its size is not known.
 
     >>> axes = {"mesh_axis_names": ("data", "expert"), "outer_batch_axis_names": ("data",)}
     >>> get_outer_batch_from_mesh(**axes, mesh_shape=(4, 2))
@@ -189,9 +188,8 @@ class TransformerFeedForwardMoE(ResidualLayer):
           inputs: `Float[Array, "batch time input_dim"]`. Earlier tokens get slots first.
           paddings: `Bool[Array, "batch time"]`, True for tokens without experts and loss.
 
-        Raises:
-          ArgumentShapeError: if the tokens do not divide into the groups in training. Outside of
-            training, the number of groups is reduced.
+        Raises ArgumentShapeError if the tokens do not divide into the groups in training. Outside
+        of training, the number of groups is reduced.
         """
         self._add_tensor_stats("inputs", inputs)
         skipped, x = self._enter_branch(inputs)
@@ -299,8 +297,7 @@ def convert_dense_to_moe_parameters(
       Parameters for `initialize_parameters_recursively(..., prebuilt=...)` of the target. Those
       that the source lacks, such as router weights, are None and will be initialized.
 
-    Raises:
-      ParameterSpecError: if a parameter has no counterpart or another shape, naming it.
+    Raises ParameterSpecError if a parameter has no counterpart or another shape, naming it.
     """
     return _convert(source_parameters, target_parameter_specs, "")
 

@@ -94,13 +94,12 @@ class Conv(_Conv):
         mask: multiplied with the kernel; has its shape.
         conv_general_dilated: replaces `jax.lax.conv_general_dilated`.
 
-    Raises:
-        ArgumentShapeError: if the groups do not divide the channels, or the mask's shape is not the
-            kernel's.
+    Raises ArgumentShapeError if the groups do not divide the channels, or the mask's shape is not
+    the kernel's.
 
     >>> layer = Conv(3, 16, (3, 3), strides=2, rngs=nnx.Rngs(0))
-    >>> layer(jnp.ones((1, 8, 8, 3))).shape, layer.kernel.shape
-    ((1, 4, 4, 16), (3, 3, 3, 16))
+    >>> layer(jnp.ones((1, 8, 8, 3))).shape
+    (1, 4, 4, 16)
     """
 
     _: KW_ONLY
@@ -130,8 +129,7 @@ class Conv(_Conv):
             out_sharding: sharding of the output, which then has one batch axis, as in
                 `jax.lax.conv_general_dilated`.
 
-        Raises:
-            ArgumentValueError: if the padding is unknown or not applicable.
+        Raises ArgumentValueError if the padding is unknown or not applicable.
         """
         kernel, groups = self._masked_kernel(), self.feature_group_count
         window = self._check_input(inputs, kernel.shape[-2] * groups)
@@ -180,8 +178,7 @@ class ConvTranspose(_Conv):
         transpose_kernel: whether to compute the gradient of the convolution with this kernel, whose
             last axes then are `(out_features, in_features)`.
 
-    Raises:
-        ArgumentShapeError: if the mask's shape is not the kernel's.
+    Raises ArgumentShapeError if the mask's shape is not the kernel's.
 
     >>> layer = ConvTranspose(3, 8, 3, strides=2, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 4, 3))).shape, layer.kernel.shape
@@ -203,8 +200,7 @@ class ConvTranspose(_Conv):
     ) -> Num[Array, "*batch_out_spatial output"]:
         """Applies the convolution to an input with any number of batch axes.
 
-        Raises:
-            ArgumentValueError: if the padding is unknown.
+        Raises ArgumentValueError if the padding is unknown.
         """
         kernel = self._masked_kernel()
         window = self._check_input(inputs, kernel.shape[-1 if self.transpose_kernel else -2])

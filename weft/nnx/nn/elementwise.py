@@ -37,9 +37,6 @@ class Dropout(Module):
     >>> layer = Dropout(0.5, broadcast_dims=(1,), rngs=nnx.Rngs(dropout=0))
     >>> layer(jnp.ones((2, 3))).tolist()
     [[2.0, 2.0, 2.0], [0.0, 0.0, 0.0]]
-    >>> layer.eval()
-    >>> layer(jnp.ones((1, 3))).tolist()
-    [[1.0, 1.0, 1.0]]
     """
 
     rate: float
@@ -64,9 +61,8 @@ class Dropout(Module):
         Args:
             rngs: PRNG streams, one stream or a key to use instead of the layer's own stream.
 
-        Raises:
-            ArgumentValueError: if the rate is not in `[0, 1]`, or `broadcast_dims` are out of
-                range.
+        Raises ArgumentValueError if the rate is not in `[0, 1]`, or `broadcast_dims` are out of
+        range.
         """
         if parameters.resolve_mode(self, "deterministic", deterministic) or self.rate == 0:
             return inputs

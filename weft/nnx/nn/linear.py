@@ -246,8 +246,7 @@ class Einsum(KernelModule):
             einsum_str: overrides the subscripts for this call.
             out_sharding: sharding of the output, as in `jax.numpy.einsum`.
 
-        Raises:
-            ArgumentValueError: if the subscripts do not name two operands and a result.
+        Raises ArgumentValueError if the subscripts do not name two operands and a result.
         """
         subscripts = self.einsum_str if einsum_str is None else einsum_str
         x, kernel, bias = self._promoted(inputs, self.kernel[...])
@@ -337,8 +336,7 @@ class Embed(Module):
             inputs: ids; negative ones count from the end.
             out_sharding: sharding of the output, as in `jax.Array.at[].get`.
 
-        Raises:
-            ArgumentValueError: if the ids are not integers, or too large for JAX's integers.
+        Raises ArgumentValueError if the ids are not integers, or too large for JAX's integers.
         """
         inputs = functional.as_ids(inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
@@ -356,8 +354,7 @@ class Embed(Module):
 
         `out_sharding` is that of the output, as in `jax.lax.dot_general`.
 
-        Raises:
-            ArgumentShapeError: if the last axis of the query is not of size `features`.
+        Raises ArgumentShapeError if the last axis of the query is not of size `features`.
         """
         query, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
         if query.shape[-1:] != table.shape[-1:]:

@@ -41,8 +41,7 @@ class LoRA(Module):
         base_module: module called on the same input; by default nothing is added.
         b_initializer: initializer of `lora_b`; zeros, so that training starts from `base_module`.
 
-    Raises:
-        ArgumentValueError: if `base_module` is not callable.
+    Raises ArgumentValueError if `base_module` is not callable.
 
     >>> rngs = nnx.Rngs(0)
     >>> layer = LoRA(3, 2, 4, base_module=Linear(3, 4, rngs=rngs), rngs=rngs)

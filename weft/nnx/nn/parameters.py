@@ -82,11 +82,8 @@ def promote_dtype(
 ) -> tuple[Any, ...]:
     """Returns the arguments as arrays of one dtype.
 
-    Args:
-        args: arrays or numbers; None stays None.
-        dtype: the dtype; by default the one to which the arguments promote.
-        inexact: whether the dtype must be floating-point or complex; integers then promote to
-            float32.
+    They are arrays or numbers; None stays None. For `dtype` and `inexact` see
+    `weft.functional.canonicalize_dtype`.
 
     Raises ArgumentValueError if `dtype` must be inexact and is not, or there are no arrays to
     promote.

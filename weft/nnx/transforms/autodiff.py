@@ -141,9 +141,8 @@ def vjp(
             argument in the form of `value_and_grad`; with `has_aux` also the auxiliary value. The
             cotangent has the structure of the result, with objects for objects.
 
-    Raises:
-        CallMismatchError: if `f` returns an object with references, or the cotangent of objects has
-            another structure.
+    Raises CallMismatchError if `f` returns an object with references, or the cotangent of objects
+    has another structure.
 
     >>> out, pullback = nnx.vjp(lambda w, x: w * x, nnx.Param(jnp.array(3.0)), 2.0)
     >>> gradients = pullback(jnp.array(1.0))
@@ -194,9 +193,8 @@ def jvp(
         The result of `f` and its tangent, of the same structure; with `has_aux` also the auxiliary
             value.
 
-    Raises:
-        CallMismatchError: if the numbers of primals and tangents differ, or `f` returns an object
-            with references.
+    Raises CallMismatchError if the numbers of primals and tangents differ, or `f` returns an object
+    with references.
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
     >>> out, tangent = nnx.jvp(lambda m: m.w**2, (model,), (nnx.state(model),))

@@ -372,9 +372,8 @@ def custom_vjp(
 
     The function's `defvjp(fwd, bwd)` sets the rule.
 
-    Raises:
-        TransformArgumentError: when called without a rule, or when differentiated if the result of
-            the rule does not fit the arguments.
+    Raises TransformArgumentError when called without a rule, or when differentiated if the result
+    of the rule does not fit the arguments.
 
     >>> @nnx.custom_vjp
     ... def scaled(w, x):

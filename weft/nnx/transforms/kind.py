@@ -514,9 +514,8 @@ class ObjectKind(Kind):
 
         Unchanged values that the result does not contain keep their tangents in `of_inputs`.
 
-        Raises:
-            TransformArgumentError: if a tangent is an object where the result has none, or for a
-                value that the result does not have or the rule does not differentiate.
+        Raises TransformArgumentError if a tangent is an object where the result has none, or for a
+        value that the result does not have or the rule does not differentiate.
         """
         static: ChangedObjects | None = results.static.value
         numbers = [] if static is None else _result_numbers(static)

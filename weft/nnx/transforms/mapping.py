@@ -111,8 +111,7 @@ def pmap(
         axis_size: number of devices, if neither `devices` nor arguments determine it.
         donate_argnums: accepted for compatibility; no memory is donated.
 
-    Raises:
-        AxisSizeError: if the mapped axes do not agree, or need more devices than available.
+    Raises AxisSizeError if the mapped axes do not agree, or need more devices than available.
     """
     if devices is None and (backend is not None or axis_size is not None):
         devices = jax.devices(backend)[:axis_size]
@@ -154,8 +153,7 @@ def shard_map(
         out_specs: the same for the results. Arguments keep their specifications.
         axis_names: the manual axes of the mesh; by default all.
 
-    Raises:
-        InconsistentAliasError: if one object is in two places with different specifications.
+    Raises InconsistentAliasError if one object is in two places with different specifications.
 
     >>> from jax.sharding import Mesh, PartitionSpec as P
     >>> mesh = Mesh(jax.devices()[:1], ("data",))

@@ -156,8 +156,7 @@ def as_roles(prefix: object) -> Any:
 def as_axes(prefix: object, name: str, has_carry: bool = False) -> Any:
     """Converts a prefix of axes to roles of `weft.lifting`.
 
-    Raises:
-        TransformArgumentError: if an entry is not an axis, or a `Carry` without `has_carry`.
+    Raises TransformArgumentError if an entry is not an axis, or a `Carry` without `has_carry`.
     """
     roles = as_roles(prefix)
 

@@ -228,8 +228,7 @@ class SummaryWriter:
                 first axis.
             max_outputs: number of images to write.
 
-        Raises:
-            ArgumentShapeError: if `image` has another rank.
+        Raises ArgumentShapeError if `image` has another rank.
         """
         self._add(images(tag, _batch(image)[:max_outputs]), step)
 
