@@ -315,4 +315,16 @@ def test_max_train_bytes():
 
 def test_empty_held_out_part_fails():
     with pytest.raises(EmptyCorpusError, match="'held_out'"):
-        ngram_baselines(Corpus("one", (TextFile("3.py", b"text"),)))
+        ngram_baselines(Corpus("one", (TextFile("3.py", b"text"),), held_out_fraction=0.0))
+
+
+def test_ends_of_a_few_files_are_held_out():
+    text = "".join(f"Zeile {i}: Äpfel, Öl\n" for i in range(50)).encode()
+    one_line = "ä".encode() * 50
+    corpus = Corpus("few", (TextFile("a", text), TextFile("b", one_line), TextFile("c", b"")), 0.11)
+    train, held_out = corpus.split("train"), corpus.split("held_out")
+    assert [f.name for f in train] == [f.name for f in held_out] == ["a", "b"]
+    assert [x.text + y.text for x, y in zip(train, held_out, strict=True)] == [text, one_line]
+    assert all(file.text.decode() for file in (*train, *held_out))
+    assert train[0].text.endswith(b"\n") and len(train[1].text) == 90
+    assert corpus.num_bytes("held_out") / len(text + one_line) == pytest.approx(0.11, abs=0.02)

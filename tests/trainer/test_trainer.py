@@ -557,7 +557,8 @@ def test_lowered_step_names_modules_and_arguments(policy):
     program = Program(anomaly_policy=policy)
     ids = np.ones((2, 2), np.int32)
     with jax.set_mesh(program.mesh):
-        lowered = program.step.lower(program.state(), {"input_ids": ids, "target_labels": ids})
+        batch = {"input_ids": ids, "target_labels": ids}
+        lowered = program.step.trace(program.state(), batch).lower()
     text = lowered.as_text(debug_info=True)
     assert "module @jit_train_step" in text
     assert "model['linear']['weight']\"" in text and "\"batch['input_ids']\"" in text

@@ -25,7 +25,7 @@ class Tower(nnx.Module):
         self.dense = nnx.Linear(5, 1, kernel_init=init, rngs=rngs)
 
     def __call__(self, input_batch):
-        x = jnp.concatenate([self.embed(input_batch["ids"]), input_batch["x"]], axis=-1)
+        x = jnp.concatenate([self.embed(jnp.sort(input_batch["ids"])), input_batch["x"]], axis=-1)
         y = self.dense(x)
         if self.fault == "log":
             y = jnp.log(y - y)

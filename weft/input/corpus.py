@@ -65,6 +65,15 @@ class TextFile:
         return f"TextFile({self.name!r}, {len(self.text)} bytes)"
 
 
+def _cut(file: TextFile, held_out_fraction: float) -> tuple[TextFile, TextFile]:
+    """Returns a file without its end, cut before a line where there are several, and its end."""
+    text, end = file.text, max(1, int((1 - held_out_fraction) * len(file.text)))
+    end = text.rfind(b"\n", 0, end) + 1 or end
+    while end < len(text) and text[end] & 0xC0 == 0x80:  # within a character of UTF-8
+        end += 1
+    return TextFile(file.name, text[:end]), TextFile(file.name, text[end:])
+
+
 def is_held_out(name: str, fraction: float) -> bool:
     """Returns whether the file of this name belongs to the held-out part.
 
@@ -81,6 +90,9 @@ def is_held_out(name: str, fraction: float) -> bool:
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     """Files sorted by name, with a training and a held-out part.
+
+    Names decide which files are held out. If that leaves a part without a file, the end of each
+    file is held out.
 
     >>> corpus = Corpus("two", (TextFile("b", b"xy"), TextFile("a", b"z")), held_out_fraction=0.0)
     >>> corpus
@@ -117,10 +129,12 @@ class Corpus:
     @functools.cached_property
     def _splits(self) -> dict[Split, tuple[TextFile, ...]]:
         held_out = [is_held_out(file.name, self.held_out_fraction) for file in self.files]
-        return {
-            "train": tuple(f for f, out in zip(self.files, held_out, strict=True) if not out),
-            "held_out": tuple(f for f, out in zip(self.files, held_out, strict=True) if out),
-        }
+        train = tuple(f for f, out in zip(self.files, held_out, strict=True) if not out)
+        others = tuple(f for f, out in zip(self.files, held_out, strict=True) if out)
+        if self.files and not (train and others) and 0 < self.held_out_fraction < 1:
+            parts = [_cut(file, self.held_out_fraction) for file in self.files]
+            train, others = (tuple(f for f in part if f.text) for part in zip(*parts, strict=True))
+        return {"train": train, "held_out": others}
 
     def split(self, split: Split) -> tuple[TextFile, ...]:
         """Returns the files of one part, in order.

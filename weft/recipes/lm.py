@@ -174,11 +174,10 @@ def set_tokenizer(cfg: trainer.SpmdTrainer.Config, tokenizer: str | None) -> Non
     for input_cfg in (cfg.input, cfg.evalers["held_out"].input):
         input_cfg.source.tokenizer = tokenizer
     model: Any = cfg.model
-    model.decoder.set(
-        vocab_size=-(-loaded.vocab_size // 8) * 8,
-        eos_token_id=loaded.eos_id,
-        pad_token_id=loaded.pad_id,
-    )
+    owner = getattr(model, "decoder", model)
+    owner.set(vocab_size=-(-loaded.vocab_size // 8) * 8, pad_token_id=loaded.pad_id)
+    if hasattr(owner, "eos_token_id"):
+        owner.set(eos_token_id=loaded.eos_id)
 
 
 def _model(*, dim: int, num_layers: int, num_heads: int, context: int) -> Any:

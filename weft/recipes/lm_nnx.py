@@ -15,7 +15,7 @@ from weft import functional, nnx
 from weft.config import InstantiableConfig, config_for_class
 from weft.hierarchy.metrics import WeightedScalar
 from weft.input import ByteTokenizer
-from weft.recipes.lm import VOCAB_SIZE, text_trainer_config
+from weft.recipes.lm import VOCAB_SIZE, set_tokenizer, text_trainer_config
 
 AXIS_RULES = (
     ("layers", None),
@@ -28,6 +28,7 @@ AXIS_RULES = (
 
 def lm_nnx(
     data_dir: str | None = None,
+    tokenizer: str | None = None,
     *,
     learning_rate: float = 6e-3,
     batch_size: int = 16,
@@ -37,6 +38,7 @@ def lm_nnx(
 
     Args:
         data_dir: A folder to train on, as in `weft.recipes.lm.lm`.
+        tokenizer: As in `lm`.
         learning_rate: Highest learning rate, after the warm-up.
         batch_size: Sequences per step.
         steps: Number of steps, and length of the schedule.
@@ -53,6 +55,7 @@ def lm_nnx(
         eval_every=200,
         save_every=200,
     )
+    set_tokenizer(cfg, tokenizer)
     return cfg.set(logical_axis_rules=AXIS_RULES)
 
 
@@ -116,7 +119,10 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Language model that predicts each byte from the previous ones; arguments as for `Block`."""
+    """Language model that predicts each token from the previous ones.
+
+    Arguments are as for `Block`; `pad_token_id` is left out of the loss.
+    """
 
     def __init__(
         self,
@@ -125,11 +131,14 @@ class LanguageModel(nnx.Module):
         num_heads: int,
         hidden_dim: int,
         window: int,
+        vocab_size: int = VOCAB_SIZE,
+        pad_token_id: int = ByteTokenizer.pad_id,
         *,
         rngs: nnx.Rngs,
     ):
+        self.pad_token_id = pad_token_id
         named = nnx.with_partitioning(nnx.initializers.normal(dim**-0.5), ("vocab", "embed"))
-        self.embed = nnx.Embed(VOCAB_SIZE, dim, embedding_init=named, rngs=rngs)
+        self.embed = nnx.Embed(vocab_size, dim, embedding_init=named, rngs=rngs)
         # Each block adds to the residual stream twice; the sum of all has the variance of one.
         variance = 1 / (2 * num_layers)
 
@@ -150,9 +159,8 @@ class LanguageModel(nnx.Module):
         """
         logits = self.predict(input_batch)["logits"]
         labels = input_batch["target_labels"]
-        loss, aux = functional.cross_entropy(
-            logits, labels, live_targets=labels != ByteTokenizer.pad_id
-        )
+        live_targets = labels != self.pad_token_id
+        loss, aux = functional.cross_entropy(logits, labels, live_targets=live_targets)
         num_targets = aux["num_targets"]
         num_bytes = jnp.maximum(1, jnp.sum(input_batch["target_num_bytes"])).astype(jnp.float32)
         bits = jnp.sum(aux["per_target_loss"]) / math.log(2)

@@ -20,7 +20,7 @@ import numpy as np
 from weft.config import Configurable, config_class
 from weft.distributed.peers import join_first
 from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
-from weft.lifting.jit import Lowered
+from weft.lifting.jit import Traced
 from weft.trainer.first_nonfinite import UNKNOWN, NonfiniteSearch
 from weft.trainer.optimizers.base import path_name, tree_paths
 from weft.trainer.optimizers.clipping import norm_by_squares, tree_where
@@ -222,9 +222,9 @@ class AnomalyGuard:
         self._track = LossTrack(*map(np.asarray, track))
         return state, outputs
 
-    def lower(self, state: TrainerState, batch: NestedTensor) -> Lowered:
-        """Lowers the step, as `jax.jit(...).lower` does."""
-        return Lowered(self._jitted.lower((state, self._replicated_track()), batch), self._run)
+    def trace(self, state: TrainerState, batch: NestedTensor) -> Traced:
+        """Traces the step, as `jax.jit(...).trace` does."""
+        return Traced(self._jitted.trace((state, self._replicated_track()), batch), self._run)
 
     def _replicated_track(self) -> LossTrack:
         track = _NO_STEPS._replace(**{name: getattr(self._track, name) for name in _SAVED})

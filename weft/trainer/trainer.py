@@ -48,6 +48,7 @@ from weft.trainer.checkpointer.host_state import RunState
 from weft.trainer.display import Display
 from weft.trainer.evaler import EarlyStopping, SpmdEvaler, due_at_end, run_evalers
 from weft.trainer.learner import BaseLearner
+from weft.trainer.lookup_checks import check_lookups
 from weft.trainer.model import PerParamDType, model_config
 from weft.trainer.profiling import StepTraces, Throughput
 from weft.trainer.progress import (
@@ -362,8 +363,13 @@ class SpmdTrainer(Module):
                 input_batch = state_lib.batch_shapes(
                     self.input, self._batch_partition(), self._mesh
                 )
-            lowered = self._train_step.lower(trainer_state, input_batch)
+            lowered = self._lower_step(trainer_state, input_batch)
             return lowered.compile(compiler_options=compiler_options)
+
+    def _lower_step(self, state: TrainerState | None, batch: Nested[Any]) -> jax.stages.Lowered:
+        traced = self._train_step.trace(state, batch)
+        check_lookups(traced.jaxpr, state, batch, self.config)
+        return traced.lower()
 
     # The run.
 
@@ -485,7 +491,7 @@ class SpmdTrainer(Module):
                 with stop.next_batch(self._batches, doing, within_seconds=patience) as batch:
                     if patience is not None:  # the first step
                         stop.doing("compiling the step")
-                        stop.compile(self._train_step.lower(self._state, batch))
+                        stop.compile(self._lower_step(self.trainer_state, batch))
                         patience = None
                 with self._traces.around(step) as computes:
                     self._state, outputs = self._train_step(self._state, batch)
