@@ -79,7 +79,7 @@ def digests(run_dir, step):
     kept = {
         path: entry
         for path, entry in files.items()
-        if path.startswith("arrays/") and not re.search(r"/(_|array_metadatas|\.)", path)
+        if path.startswith("arrays/") and not re.search(r"/(_|\.)", path)
     }
     positions = {e["xxh3_128"] for p, e in files.items() if p.startswith("python/process")}
     return kept, positions

@@ -135,7 +135,7 @@ def bits(directory, step):
     values = {p: e for p, e in files.items() if p.startswith("arrays/") and "/_" not in p}
     values |= {p: e for p, e in files.items() if p.startswith("python/")}
     assert any("optimizer" in p for p in values) and any("ema" in p for p in values)
-    return {p: e for p, e in values.items() if "array_metadatas" not in p}
+    return values
 
 
 def test_repeatedly_killed_run_ends_bitwise_equal(server, tmp_path, capsys):

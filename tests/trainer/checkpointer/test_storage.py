@@ -262,6 +262,15 @@ def test_large_array_is_split_into_files_of_the_configured_size(tmp_path):
     storage.stop()
 
 
+def test_only_large_arrays_are_cut_among_devices_with_the_same_values(storage, tmp_path):
+    # JAX compiles a program for each slice that it cuts.
+    mesh = mesh_of(2, 1)
+    large = laid_out(jnp.zeros((2, 2**18)), mesh)
+    save(storage, tmp_path, {"small": laid_out(jnp.zeros((4, 3)), mesh), "large": large})
+    files = [path.name for path in sorted(tmp_path.glob("arrays/*/[0-9]*"))]
+    assert files == ["0.0", "1.0", "0.0"]
+
+
 def test_long_and_unusual_names(storage, tmp_path):
     names = ["x" * 300, "x" * 299 + "y", "..", "a.b", "a-b", "a", "ä ö", "%2E", "A", "-"]
     state = {name: jnp.array(float(i)) for i, name in enumerate(names)}

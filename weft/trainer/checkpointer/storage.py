@@ -50,6 +50,9 @@ Target = jax.ShapeDtypeStruct | np.ndarray | np.generic
 
 _READER_THREADS = 4
 _LATE_WRITES_SECONDS = 0.5
+# Devices with the same values each write a slice of them, unless it is smaller. To cut a slice, JAX
+# compiles a program for each shape and place.
+_MIN_SLICE_BYTES = 2**20
 _ALIGNMENT = 64  # JAX uses memory at such an address in place and copies any other
 
 
@@ -193,8 +196,14 @@ class OrbaxStateStorage(StateStorage):
         if not arrays:
             return []
         if self._handler is None:
+            handlers = self._ocp.type_handlers
+            of_jax = handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_MIN_SLICE_BYTES)
             self._handler = self._ocp.PyTreeCheckpointHandler(
-                use_ocdbt=False, use_compression=False
+                use_ocdbt=False,
+                use_compression=False,
+                type_handler_registry=handlers.create_type_handler_registry(
+                    (jax.Array, of_jax), (np.ndarray, handlers.NumpyHandler())
+                ),
             )
         os.makedirs(directory, exist_ok=True)
         args = self._ocp.SaveArgs(chunk_byte_size=self.config.max_chunk_bytes)
