@@ -15,7 +15,8 @@ from weft.functional.attention import (
     sigmoid_attention_probs as sigmoid_attention_probs, xl_attention_logits as xl_attention_logits,
 )
 from weft.functional.attention_mask import (
-    and_masks as and_masks, bool_to_bias as bool_to_bias, causal_mask as causal_mask,
+    and_masks as and_masks, AttentionMask as AttentionMask, bool_to_bias as bool_to_bias,
+    causal_mask as causal_mask,
     evaluate_mask as evaluate_mask, left_right_window_mask as left_right_window_mask,
     MaskFn as MaskFn, NEG_INF as NEG_INF, or_masks as or_masks, segment_mask as segment_mask,
     sliding_window_causal_mask as sliding_window_causal_mask,
@@ -51,6 +52,7 @@ from weft.functional.embedding import (
     sinusoidal_positions as sinusoidal_positions, yarn_frequencies as yarn_frequencies,
     yarn_magnitude as yarn_magnitude,
 )
+from weft.functional.fused_attention import AttentionImplementation as AttentionImplementation
 from weft.functional.initializers import draw as draw, fan_sizes as fan_sizes
 from weft.functional.linear import (
     broadcast_bias as broadcast_bias, dense as dense, dense_general as dense_general,

@@ -19,8 +19,15 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.arrays import to_ndim, without_none
-from weft.functional.attention_mask import bool_to_bias
+from weft.functional.attention_mask import (
+    AttentionMask,
+    MaskFn,
+    as_attention_mask,
+    bool_to_bias,
+)
 from weft.functional.dropout import dropout, keep_mask
+from weft.functional.embedding import alibi_bias
+from weft.functional.fused_attention import AttentionImplementation, fused_attention
 
 
 def dot_product_attention(
@@ -29,32 +36,64 @@ def dot_product_attention(
     value: Float[Array, "batch source kv_heads value_dim"],
     *,
     bias: Float[Array, "#batch #heads #target #source"] | None = None,
-    mask: Bool[Array, "#batch #heads #target #source"] | None = None,
+    alibi_slopes: Float[Array, " heads"] | None = None,
+    mask: Bool[Array, "#batch #heads #target #source"] | MaskFn | AttentionMask | None = None,
     scale: float | None = None,
     logit_cap: float | None = None,
     logit_sink: Float[Array, " heads"] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
     precision: lax.PrecisionLike = None,
+    implementation: AttentionImplementation | None = None,
 ) -> Float[Array, "batch target heads value_dim"]:
     """Returns `softmax(scale * query · key + bias) · value` (Vaswani et al., 2017).
 
     Args:
         bias: added to the logits, broadcastable to `(batch, heads, target, source)`.
-        mask: True where a query may attend, same shape as `bias`. A query with no True entry gets
-            the average of all values.
+        alibi_slopes: per head, by how much logits fall with the distance of positions, which are
+            those of `mask` (`alibi_bias`).
+        mask: True where a query may attend: an array of the same shape as `bias`, a function of
+            positions such as `causal_mask`, or an `AttentionMask`; the last two are not written
+            out for all pairs. A query with no True entry gets the average of all values.
         scale: the factor of the logits; by default `1 / sqrt(dim)`.
         logit_cap: squashes the logits to ±`logit_cap`, before bias and mask.
         logit_sink: per head, a logit without a value.
         precision: as in `jax.lax.dot_general`.
+        implementation: how to compute it (see `weft.functional.fused_attention`); None chooses by
+            device, lengths and arguments.
 
     Raises:
         ArgumentShapeError: if the number of query heads is not a multiple of that of key heads.
+        ArgumentValueError: if `implementation` cannot compute it.
 
     >>> x = jnp.ones((1, 3, 4, 2))
     >>> dot_product_attention(x, x[:, :, :2], x[:, :, :2]).shape
     (1, 3, 4, 2)
     """
+    _check_shared_heads(query, key)
+    structured = as_attention_mask(mask)
+    context = fused_attention(
+        implementation,
+        query,
+        key,
+        value,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        mask=structured,
+        scale=scale,
+        logit_cap=logit_cap,
+        logit_sink=logit_sink,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        precision=precision,
+    )
+    if context is not None:
+        return context
+    if alibi_slopes is not None:
+        falling = alibi_bias(alibi_slopes, *structured.positions(query.shape[1], key.shape[1]))
+        bias = falling if bias is None else bias + falling
+    if mask is not None:
+        mask = structured.to_array(query.shape[1], key.shape[1])
     logits = attention_logits(query, key, precision=precision)
     logits = logits * (query.shape[-1] ** -0.5 if scale is None else scale)
     if logit_cap is not None:
@@ -97,14 +136,20 @@ def attention_logits(
     )
     if heads == kv_heads:
         return jnp.einsum("...qhd,...khd->...hqk", query, key, **options)
+    _check_shared_heads(query, key)
+    query = query.reshape(*batch, target, kv_heads, heads // kv_heads, dim)
+    logits = jnp.einsum("...tkgd,...skd->...kgts", query, key, **options)
+    return logits.reshape(*batch, heads, target, source)
+
+
+def _check_shared_heads(query: Array, key: Array) -> None:
+    """Raises ArgumentShapeError unless the key heads divide the query heads."""
+    heads, kv_heads = query.shape[-2], key.shape[-2]
     if heads % kv_heads:
         raise ArgumentShapeError(
             f"{heads} heads of queries (shape {query.shape}) cannot share {kv_heads} heads of keys "
             f"(shape {key.shape}): the first must be a multiple of the second."
         )
-    query = query.reshape(*batch, target, kv_heads, heads // kv_heads, dim)
-    logits = jnp.einsum("...tkgd,...skd->...kgts", query, key, **options)
-    return logits.reshape(*batch, heads, target, source)
 
 
 def cap_logits(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:

@@ -3,7 +3,9 @@
 A mask function takes query and key positions, which broadcast against each other, and returns True
 where the query may attend to the key. `evaluate_mask` passes positions of the shapes `(batch,
 queries, 1)` and `(batch, 1, keys)`. It serves a single decoding step as well as a whole sequence,
-without a table of all pairs. A bias is added to the logits: 0 where the mask is True, else
+without a table of all pairs. Functions made here are equal if their arguments are, so that a jitted
+function that takes one as a static argument is not traced again. An `AttentionMask` adds positions
+and segment ids to a function. A bias is added to the logits: 0 where the mask is True, else
 `NEG_INF`.
 
 `make_attention_mask`, `make_causal_mask` and `combine_masks` are Flax's, for the `mask` of layers:
@@ -13,17 +15,19 @@ where a query may attend to a key.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from weft import struct
 from weft.errors import ArgumentShapeError
-from weft.functional.arrays import same_ndim
+from weft.functional.arrays import same_ndim, to_ndim
 from weft.typing import DType
 
 # Finite, so that a fully masked row has a softmax and a gradient; large enough that adding a
@@ -55,6 +59,25 @@ def sliding_window_causal_mask(sliding_window_size: int) -> MaskFn:
     return left_right_window_mask(sliding_window_size, 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Numbers of positions on the left and right that a position may attend to; None for all."""
+
+    left_context: int | None = None
+    right_context: int | None = None
+
+    def __call__(self, query_position: Array, key_position: Array) -> Array:
+        """Returns the mask, as `left_right_window_mask` does."""
+        query_position, key_position = same_ndim(query_position, key_position)
+        distance = query_position - key_position
+        inside = jnp.ones(jnp.shape(distance), bool)
+        if self.left_context is not None:
+            inside &= distance <= self.left_context
+        if self.right_context is not None:
+            inside &= distance >= -self.right_context
+        return inside
+
+
 def left_right_window_mask(left_context: int | None, right_context: int | None) -> MaskFn:
     """Lets each position attend to itself and to a number of positions on its left and right.
 
@@ -64,18 +87,7 @@ def left_right_window_mask(left_context: int | None, right_context: int | None) 
     >>> mask(jnp.arange(3)[:, None], jnp.arange(3)[None, :]).astype(int).tolist()
     [[1, 1, 0], [0, 1, 1], [0, 0, 1]]
     """
-
-    def mask(query_position, key_position):
-        query_position, key_position = same_ndim(query_position, key_position)
-        distance = query_position - key_position
-        inside = jnp.ones(jnp.shape(distance), bool)
-        if left_context is not None:
-            inside &= distance <= left_context
-        if right_context is not None:
-            inside &= distance >= -right_context
-        return inside
-
-    return mask
+    return Window(left_context, right_context)
 
 
 def truncated_key_mask(valid_k_len: Int[Array, "*#shape"] | int) -> MaskFn:
@@ -94,6 +106,18 @@ def truncated_key_mask(valid_k_len: Int[Array, "*#shape"] | int) -> MaskFn:
     return mask
 
 
+@dataclasses.dataclass(frozen=True)
+class _Joined:
+    """Mask function that is True where all, or any, of some others are."""
+
+    kind: Literal["and", "or"]
+    mask_fns: tuple[MaskFn, ...]
+
+    def __call__(self, query_position: Array, key_position: Array) -> Array:
+        masks = same_ndim(*(fn(query_position, key_position) for fn in self.mask_fns))
+        return functools.reduce(operator.and_ if self.kind == "and" else operator.or_, masks)
+
+
 def and_masks(*mask_fns: MaskFn) -> MaskFn:
     """Returns the mask that is True where all of the given masks are.
 
@@ -101,12 +125,7 @@ def and_masks(*mask_fns: MaskFn) -> MaskFn:
     >>> mask(jnp.arange(3)[:, None], jnp.arange(3)[None, :]).astype(int).tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     """
-
-    def mask(query_position, key_position):
-        masks = same_ndim(*(fn(query_position, key_position) for fn in mask_fns))
-        return functools.reduce(operator.and_, masks)
-
-    return mask
+    return _Joined("and", mask_fns)
 
 
 def or_masks(*mask_fns: MaskFn) -> MaskFn:
@@ -117,12 +136,102 @@ def or_masks(*mask_fns: MaskFn) -> MaskFn:
     >>> mask(jnp.arange(3)[:, None], jnp.arange(3)[None, :]).astype(int).tolist()
     [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
     """
+    return _Joined("or", mask_fns)
 
-    def mask(query_position, key_position):
-        masks = same_ndim(*(fn(query_position, key_position) for fn in mask_fns))
-        return functools.reduce(operator.or_, masks)
 
-    return mask
+def window_of(mask_fn: MaskFn | None) -> tuple[Window, bool]:
+    """Returns a window around all pairs of a mask, and whether the mask has all pairs within it.
+
+    >>> window_of(and_masks(causal_mask, left_right_window_mask(1, None)))
+    (Window(left_context=1, right_context=0), True)
+    >>> window_of(and_masks(causal_mask, truncated_key_mask(2)))
+    (Window(left_context=None, right_context=0), False)
+    """
+    if mask_fn is None:
+        return Window(), True
+    if mask_fn is causal_mask:
+        return Window(None, 0), True
+    if isinstance(mask_fn, Window):
+        return mask_fn, True
+    if not isinstance(mask_fn, _Joined):
+        return Window(), False
+    windows, exact = zip(*map(window_of, mask_fn.mask_fns), strict=True)
+    left, right = (
+        [getattr(window, name) for window in windows] for name in ("left_context", "right_context")
+    )
+    if mask_fn.kind == "and":
+        return Window(_smallest(left), _smallest(right)), all(exact)
+    widest = (None if None in sizes else max(sizes) for sizes in (left, right))
+    return Window(*widest), all(exact) and len(set(windows)) == 1
+
+
+def _smallest(contexts: list[int | None]) -> int | None:
+    return min((size for size in contexts if size is not None), default=None)
+
+
+class AttentionMask(struct.PyTreeNode):
+    """Mask of attention that is described instead of written out, a table of all pairs.
+
+    A query may attend to a key if `mask_fn` of their positions is True, both have the same segment
+    id, and `array` is True. What is None does not restrict.
+
+    Attributes:
+        mask_fn: function of positions, such as `causal_mask` (see the module's docstring).
+        query_positions: `Int[Array, "*#batch target"]`; None counts from 0.
+        key_positions: `Int[Array, "*#batch source"]`; None counts from 0.
+        query_segments: `Int[Array, "*#batch target"]`, ids of the segments of queries.
+        key_segments: `Int[Array, "*#batch source"]`; None for those of the queries.
+        array: `Bool[Array, "#batch #heads #target #source"]`, for what has no description.
+
+    >>> mask = AttentionMask(causal_mask, query_segments=jnp.array([[1, 1, 2]]))
+    >>> mask.to_array(3, 3).astype(int).tolist()
+    [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
+    """
+
+    mask_fn: MaskFn | None = struct.field(pytree_node=False, default=None)
+    query_positions: Any = None
+    key_positions: Any = None
+    query_segments: Any = None
+    key_segments: Any = None
+    array: Any = None
+
+    def to_array(self, target: int, source: int) -> Bool[Array, "#batch #heads #target #source"]:
+        """Returns the mask of all pairs of `target` queries and `source` keys.
+
+        Without any restriction its shape is `(1, 1, 1, 1)`.
+        """
+        masks: list[Array] = []
+        if self.mask_fn is not None:
+            masks.append(evaluate_mask(self.mask_fn, *self.positions(target, source)))
+        if self.query_segments is not None:
+            keys = self.query_segments if self.key_segments is None else self.key_segments
+            masks.append(segment_mask(self.query_segments, keys))
+        if self.array is not None:
+            masks.append(to_ndim(self.array, 4))
+        return functools.reduce(jnp.logical_and, same_ndim(*masks, jnp.ones((1,) * 4, bool)))
+
+    def positions(self, target: int, source: int) -> list[Int[Array, "#batch length"]]:
+        """Returns the positions of `target` queries and of `source` keys."""
+        given = ((target, self.query_positions), (source, self.key_positions))
+        return [jnp.atleast_2d(jnp.arange(n) if x is None else x) for n, x in given]
+
+    def restricted(self, mask_fn: MaskFn) -> AttentionMask:
+        """Returns the mask that is True where also a function of the same positions is."""
+        fn = mask_fn if self.mask_fn is None else and_masks(self.mask_fn, mask_fn)
+        return self.replace(mask_fn=fn)
+
+
+def as_attention_mask(mask: Array | MaskFn | AttentionMask | None) -> AttentionMask:
+    """Returns a mask, given as an array, as a function of positions, or as None, as an object.
+
+    >>> as_attention_mask(causal_mask).to_array(1, 2).tolist()
+    [[[[True, False]]]]
+    """
+    if isinstance(mask, AttentionMask):
+        return mask
+    if mask is None or callable(mask):
+        return AttentionMask(mask)
+    return AttentionMask(array=jnp.asarray(mask, bool))
 
 
 def evaluate_mask(
