@@ -6,7 +6,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from weft.errors import ArgumentShapeError, ArgumentValueError, WeftError
-from weft.functional import broadcast_bias, dense, dense_general, project, project_weight_axes
+from weft.functional import (
+    attend,
+    broadcast_bias,
+    dense,
+    dense_general,
+    project,
+    project_weight_axes,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -154,3 +161,44 @@ def test_bias_dtype_promotes_like_numpy(dtype, of_bias):
     x, weight, bias = jnp.ones((2, 3), dtype), jnp.ones((3, 2), dtype), jnp.ones(2, of_bias)
     y, expected = dense(x, weight, bias), dense(x, weight) + bias[None]
     assert y.dtype == expected.dtype and (y == expected).all()
+
+
+PRODUCTS = {
+    "dense": (lambda x, w: dense(x, w), (2, 5, 3), (3, 4)),
+    "dense_general": (lambda x, w: dense_general(x, w, axis=(2, 3)), (2, 5, 3, 2), (3, 2, 4, 6)),
+    "to heads": (lambda x, w: project("...d,dnh->...nh", x, w), (2, 5, 3), (3, 4, 6)),
+    "from heads": (lambda x, w: project("btnh,dnh->btd", x, w), (2, 5, 4, 6), (3, 4, 6)),
+    "attend": (lambda x, w: attend(w, x), (2, 5, 3), (7, 3)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_and_their_gradients_are_those_of_two_matrices_except_on_a_mesh(name):
+    # Otherwise XLA's CPU backend transposes gradients of outputs, see `functional/linear.py`.
+    fn, x_shape, w_shape = PRODUCTS[name]
+    x, w = jnp.array(array(*x_shape)), jnp.array(array(*w_shape))
+    # A new function for each trace, which `jit` cannot have in its cache.
+    loss = lambda: jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(fn(x, w))), (0, 1)))  # noqa: E731
+
+    def ranks(lowered):
+        dots = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+        assert len(dots) == 3
+        return {part.count("x") for line in dots for part in line.split("tensor<")[1:]}
+
+    merged = loss()
+    assert ranks(merged.lower(x, w)) == {2}
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))):
+        separate = loss()
+        assert max(ranks(separate.lower(x, w))) > 2
+        expected = separate(x, w)
+    for a, b in zip(merged(x, w), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_other_einsums_stay_as_they_are():
+    x, w = array(2, 5, 4), array(4, 3, 6)
+    y = project("btd,dnh->bnth", jnp.array(x), jnp.array(w))
+    np.testing.assert_allclose(y, np.einsum("btd,dnh->bnth", x, w), rtol=1e-5, atol=1e-5)
+    square = array(3, 3)
+    y = project("bti,ij->bj", jnp.array(array(2, 1, 3)), jnp.array(square))
+    assert y.shape == (2, 3)

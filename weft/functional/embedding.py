@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.arrays import to_ndim
+from weft.functional.linear import merges_axes, product_of_matrices
 
 RotaryLayout = Literal["interleaved", "half"]
 
@@ -85,13 +86,10 @@ def attend(
     >>> attend(jnp.eye(3), jnp.array([[1.0, 2.0, 3.0]])).tolist()
     [[1.0, 2.0, 3.0]]
     """
-    return jnp.dot(
-        x,
-        table.T,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-    )
+    options = {"precision": precision, "preferred_element_type": preferred_element_type}
+    if x.dtype == table.dtype and merges_axes(x, table, out_sharding):
+        return product_of_matrices(x, table, 1, 1, **options)
+    return jnp.dot(x, table.T, out_sharding=out_sharding, **options)
 
 
 def sinusoidal_positions(

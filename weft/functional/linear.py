@@ -2,11 +2,16 @@
 
 `dense` contracts the last axis, `dense_general` any axes, `project` any einsum. The result has the
 operands' promoted dtype unless `preferred_element_type` is set.
+
+On the CPU, the product is one of two matrices, with axes merged. For other products, XLA's CPU
+backend computes a weight's gradient from a transposed copy of the output's gradient, which took
+more time than the product itself.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,10 +102,56 @@ def dense_general(
     n_batch, n_leading = len(batch), len(leading)
     weight_batch, weight_axes = tuple(range(n_batch)), tuple(range(n_batch, n_leading))
     options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
+    options["precision"] = precision
     numbers = (axes, weight_axes), (batch, weight_batch)
-    # Looked up in each call, and not in a `jax.jit`, for libraries that replace it.
-    y = (dot_general or lax.dot_general)(x, weight, numbers, precision=precision, **options)
+    is_last = axes == tuple(range(x.ndim - len(axes), x.ndim)) and not batch
+    if dot_general is None and is_last and merges_axes(x, weight, out_sharding):
+        y = product_of_matrices(x, weight, len(axes), **options)
+    else:
+        # Looked up in each call, and not in a `jax.jit`, for libraries that replace it.
+        y = (dot_general or lax.dot_general)(x, weight, numbers, **options)
     return y if bias is None else add_bias(y, bias, n_batch)
+
+
+# Libraries of quantization replace these functions, or their code, and must see a layer's product.
+_PRODUCTS = [
+    (owner, name, getattr(owner, name), getattr(getattr(owner, name), "__code__", None))
+    for owner, name in ((lax, "dot_general"), (jnp, "einsum"), (jnp, "dot"))
+]
+
+
+def merges_axes(x: Array, weight: Array, out_sharding: Any = None) -> bool:
+    """Returns whether to compute a product by `product_of_matrices`.
+
+    Not over several devices, where an axis that is merged with another could not be sharded.
+    """
+    if x.ndim == weight.ndim == 2 or x.ndim < 2 or out_sharding is not None:
+        return False
+    if max(jax.sharding.get_abstract_mesh().size, jax.typeof(x).sharding.mesh.size) > 1:
+        return False
+    return jax.default_backend() == "cpu" and all(
+        getattr(owner, name) is product and getattr(product, "__code__", None) is code
+        for owner, name, product, code in _PRODUCTS
+    )
+
+
+def product_of_matrices(
+    x: Num[Array, "*input"], weight: Num[Array, "*weight"], n: int, first: int = 0, **options: Any
+) -> Num[Array, "*output"]:
+    """Contracts the last `n` axes of `x` with those of the weight from `first`: 0, or its last.
+
+    `options` are those of `jax.lax.dot_general`.
+
+    >>> product_of_matrices(jnp.ones((2, 3, 4, 5)), jnp.ones((4, 5, 6)), 2).shape
+    (2, 3, 6)
+    """
+    batch, contracted = x.shape[: x.ndim - n], x.shape[x.ndim - n :]
+    features = weight.shape[:first] if first else weight.shape[n:]
+    depth, width = math.prod(contracted), math.prod(features)
+    rows = lax.reshape(x, (math.prod(batch), depth))
+    matrix = lax.reshape(weight, (width, depth) if first else (depth, width))
+    numbers = ((1,), (1 if first else 0,)), ((), ())
+    return lax.reshape(lax.dot_general(rows, matrix, numbers, **options), (*batch, *features))
 
 
 def project(
@@ -131,8 +182,39 @@ def project(
     (3, 5, 8)
     """
     options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
-    y = (einsum or jnp.einsum)(subscripts, x, weight, precision=precision, **options)
+    options["precision"] = precision
+    contracted = None
+    if einsum is None and x.dtype == weight.dtype and merges_axes(x, weight, out_sharding):
+        contracted = _contracted_axes(subscripts, x.ndim, weight.ndim)
+    if contracted is not None:
+        y = product_of_matrices(x, weight, *contracted, **options)
+    else:
+        y = (einsum or jnp.einsum)(subscripts, x, weight, **options)
     return y if bias is None else add_bias(y, bias)
+
+
+@functools.lru_cache(maxsize=256)
+def _contracted_axes(subscripts: str, x_ndim: int, weight_ndim: int) -> tuple[int, int] | None:
+    """Returns how many last axes of `x` the weight contracts, and the first of them in the weight.
+
+    None unless this is the product of two matrices, up to the merging of neighbouring axes.
+    """
+    operands, arrow, result = subscripts.replace(" ", "").partition("->")
+    terms = operands.split(",")
+    if not arrow or len(terms) != 2 or "..." in terms[1]:
+        return None
+    try:
+        _, x = _labels(terms[0], x_ndim, subscripts)
+        _, weight = _labels(terms[1], weight_ndim, subscripts)
+        n = len(set(x) & set(weight))
+        _, out = _labels(result, x_ndim + weight_ndim - 2 * n, subscripts)
+    except ArgumentShapeError:
+        return None
+    for first in (0, weight_ndim - n):
+        kept = weight[:first] if first else weight[n:]
+        if n and x[-n:] == weight[first : first + n] and out == [*x[:-n], *kept]:
+            return n, first
+    return None
 
 
 def project_weight_axes(
