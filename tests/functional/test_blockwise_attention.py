@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tests.jaxprs import largest_array
 from weft.errors import ArgumentValueError
 from weft.functional import (
     alibi_slopes,
@@ -159,17 +160,6 @@ def test_dropout_drops_the_same_weights_in_both_passes():
         blockwise_attention(q, k, q, dropout_rate=rate)
 
 
-def sizes(jaxpr):
-    """Yields the sizes of all intermediate arrays, also of inner programs."""
-    for eqn in jaxpr.eqns:
-        yield from (var.aval.size for var in eqn.outvars if hasattr(var.aval, "size"))
-        for inner in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ):
-            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                yield from sizes(getattr(inner, "jaxpr", inner))
-
-
 def test_no_array_has_all_pairs():
     length = 4096
     q = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32)
@@ -181,8 +171,7 @@ def test_no_array_has_all_pairs():
         return dot_product_attention(x, x, x, **options).sum()
 
     def largest(implementation):
-        step = jax.grad(functools.partial(loss, implementation))
-        return max(sizes(jax.make_jaxpr(step)(q, ids).jaxpr))
+        return largest_array(jax.grad(functools.partial(loss, implementation)), q, ids)
 
     assert largest(None) < length**2 / 16  # chosen for so long a sequence
     assert largest("plain") == length**2

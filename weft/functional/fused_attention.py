@@ -61,6 +61,27 @@ class _KernelRefusal(Exception):
     """A kernel cannot compute this attention."""
 
 
+def is_plain(
+    implementation: AttentionImplementation | None, pairs: int, only_plain: str | None = None
+) -> bool:
+    """Returns whether attention of a number of pairs of queries and keys is to be the plain one.
+
+    Raises:
+        ArgumentValueError: as `fused_attention` does, except for what a kernel cannot compute.
+    """
+    if implementation not in (None, *get_args(AttentionImplementation)):
+        names = ", ".join(map(repr, get_args(AttentionImplementation)))
+        raise ArgumentValueError(
+            f"implementation={implementation!r} of attention; expected one of {names}, or None to "
+            "let device, lengths and arguments decide."
+        )
+    if implementation is None:
+        return only_plain is not None or pairs < _MANY_PAIRS
+    if implementation != "plain" and only_plain is not None:
+        raise _cannot(implementation, only_plain)
+    return implementation == "plain"
+
+
 def fused_attention(
     implementation: AttentionImplementation | None,
     query: Array,
@@ -88,19 +109,9 @@ def fused_attention(
     Raises:
         ArgumentValueError: if an implementation that is asked for cannot compute it.
     """
-    if implementation not in (None, *get_args(AttentionImplementation)):
-        names = ", ".join(map(repr, get_args(AttentionImplementation)))
-        raise ArgumentValueError(
-            f"implementation={implementation!r} of attention; expected one of {names}, or None to "
-            "let device, lengths and arguments decide."
-        )
     *batch, target, _, _ = query.shape
-    source = key.shape[-3]
-    few = implementation is None and (only_plain or target * source < _MANY_PAIRS)
-    if implementation == "plain" or few:
+    if is_plain(implementation, target * key.shape[-3], only_plain):
         return None
-    if implementation is not None and only_plain:
-        raise _cannot(implementation, only_plain)
     if len(batch) != 1:
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
         mask = jax.tree.map(lambda x: _merge_batch(x, batch, 1), mask.replace(array=None)).replace(

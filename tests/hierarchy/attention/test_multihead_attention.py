@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.jaxprs import largest_array
 from weft.config import REQUIRED
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.hierarchy.attention.bias import (
@@ -35,6 +36,7 @@ from weft.hierarchy.attention.qkv_linear import (
 from weft.hierarchy.attention.rope import RoFormerQKVLinear
 from weft.hierarchy.attention.scale_qk import PerDimScale, ScaleKey, ScaleQuery
 from weft.hierarchy.layers.normalization import RMSNorm
+from weft.hierarchy.layers.stochastic import Dropout
 from weft.hierarchy.module import functional as F
 
 DIM, HEADS, BATCH, LENGTH = 8, 4, 2, 6
@@ -177,6 +179,86 @@ def test_dropout_is_of_probabilities_and_in_training_only(filled, x):
     assert 0.3 < np.mean(kept) < 0.7
     np.testing.assert_allclose(dropped[kept], 2 * plain[kept], rtol=1e-5)
     np.testing.assert_array_equal(run(layer_with_dropout, state, x, **kwargs).probs, plain)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, WINDOW], ids=["causal", "window"])
+def test_blocks_compute_the_same(filled, x, mask):
+    fields = {
+        "cls": GroupedQueryAttention,
+        "input_linear": RoFormerQKVLinear.default_config().set(
+            rotary_value=False, input_linear=grouped()
+        ),
+        "mask": mask,
+        "logit_sink": True,
+        "atten_logit_cap": 3.0,
+    }
+    of = {name: attention(**fields, implementation=name) for name in ("plain", "blockwise")}
+    ids = jnp.array([[1, 1, 1, 2, 2, 0], [1] * 6])
+    bias = 0.3 * jnp.sin(jnp.arange(HEADS * LENGTH**2.0)).reshape(1, HEADS, LENGTH, LENGTH)
+    options = {"segment_ids": ids, "attention_logit_biases": bias}
+
+    def loss(name, state, x):
+        return jnp.sum(jnp.sin(run(of[name], state, x, **options).data))
+
+    state = filled(of["plain"])
+    grads = {
+        name: jax.value_and_grad(functools.partial(loss, name), (0, 1))(state, x) for name in of
+    }
+    plain, blocks = map(jax.tree.leaves, grads.values())
+    for a, b in zip(plain, blocks, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, SlidingWindowAttentionBias.default_config(700)])
+def test_long_sequences_have_no_array_of_all_pairs(mask):
+    length, layer = 4096, attention(mask=mask, num_heads=1, input_linear=rope())
+    shapes = jax.eval_shape(layer.initialize_parameters_recursively, jax.random.key(0))
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def loss(layer, state, x, ids):
+        inputs = {"query": x, "segment_ids": ids}
+        return jnp.sum(F(layer, jax.random.key(0), state, inputs, is_training=True)[0].data)
+
+    x = jax.ShapeDtypeStruct((1, length, DIM), jnp.float32)
+    step = jax.grad(functools.partial(loss, layer), (0, 1))
+    assert largest_array(step, shapes, x, ids) < length**2 / 16
+
+
+def test_dropout_in_blocks(filled, x):
+    layer = attention(dropout=Dropout.default_config().set(rate=0.5), implementation="blockwise")
+    state = filled(layer)
+    first, same, other = (
+        run(layer, state, x, is_training=True, prng_key=jax.random.key(i)).data for i in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(first, same)
+    assert (first != other).any()
+    np.testing.assert_allclose(
+        run(layer, state, x).data, run(attention(), state, x).data, rtol=1e-5, atol=1e-6
+    )
+
+
+class _OwnDropout(Dropout):
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    "layer, options, reason",
+    [
+        ({}, {"return_aux": ("probs",)}, "return_aux asks for the probabilities"),
+        (
+            {"cls": SigmoidAttention, "seq_len": 6},
+            {},
+            "SigmoidAttention has its own _compute_probs",
+        ),
+        ({"dropout": _OwnDropout.default_config()}, {"is_training": True}, "in its own way"),
+    ],
+    ids=["probs", "sigmoid", "dropout"],
+)
+def test_what_blocks_cannot_compute(filled, x, layer, options, reason):
+    layer = attention(**layer, implementation="blockwise")
+    with pytest.raises(ArgumentValueError, match=rf"attention: .*'blockwise' cannot.*{reason}"):
+        run(layer, filled(layer), x, **options)
 
 
 def test_grouped_heads_share_keys(filled, x):

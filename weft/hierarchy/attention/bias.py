@@ -24,7 +24,13 @@ from weft.config import REQUIRED, ConfigOr, Required, config_class
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import alibi_bias, alibi_slopes, and_masks, attention_mask, bool_to_bias
 from weft.functional.arrays import to_ndim
-from weft.functional.attention_mask import NEG_INF, MaskFn, causal_mask, sliding_window_causal_mask
+from weft.functional.attention_mask import (
+    NEG_INF,
+    AttentionMask,
+    MaskFn,
+    causal_mask,
+    sliding_window_causal_mask,
+)
 from weft.hierarchy.base_layer import BaseLayer
 from weft.typing import DType, Tensor
 
@@ -318,6 +324,39 @@ def split(bias: BaseAttentionBias, *cls: type[BaseAttentionBias]) -> tuple[Any, 
         parts.append(ZeroAttentionBias() if taken.bias is None else taken.bias)
         bias = taken.residual
     return (*parts, bias)
+
+
+def as_mask_and_bias(bias: BaseAttentionBias) -> tuple[AttentionMask, Tensor | None]:
+    """Returns a bias as a mask, described where its parts are, and the value of the other parts.
+
+    >>> bias = CausalAttentionBias(np.arange(3), np.arange(3)) + jnp.zeros((3, 3))
+    >>> mask, rest = as_mask_and_bias(bias)
+    >>> mask, rest.shape
+    (AttentionMask(mask_fn=<function causal_mask at ...>, query_positions=None, ...), (1, 1, 3, 3))
+    """
+    parts = bias._parts()
+    of_positions = [part for part in parts if isinstance(part, MaskFnAttentionBias)]
+    equal = [part for part in of_positions if _have_equal_positions([of_positions[0], part])]
+    segments = [part for part in parts if isinstance(part, SegmentIdAttentionBias)][:1]
+    rest = [part for part in parts if not any(part is known for known in [*equal, *segments])]
+    arrays: list[Any] = [part.bool_value() for part in rest if isinstance(part, BoolAttentionBias)]
+    others = [part for part in rest if not isinstance(part, BoolAttentionBias)]
+    mask = AttentionMask(array=functools.reduce(jnp.logical_and, arrays) if arrays else None)
+    if segments:
+        mask = mask.replace(query_segments=segments[0].segment_ids)
+    if equal:
+        first, *more = equal
+        mask_fn = and_masks(*(part.mask for part in equal)) if more else first.mask
+        positions = first.target_positions, first.source_positions
+        query, key = (None if _is_from_0(x) else x for x in positions)
+        mask = mask.replace(mask_fn=mask_fn, query_positions=query, key_positions=key)
+    return mask, CompositeAttentionBias(others).value()
+
+
+def _is_from_0(positions: Any) -> bool:
+    return isinstance(positions, np.ndarray) and np.array_equal(
+        positions.ravel(), np.arange(positions.shape[-1])
+    )
 
 
 def make_causal_biases(seq_len: int) -> Tensor:

@@ -19,12 +19,14 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from weft import functional
 from weft._lazy import AxlearnEnumType
 from weft.config import REQUIRED, ClassConfigBase, Required, config_class
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.functional.arrays import to_ndim
+from weft.functional.fused_attention import AttentionImplementation, fused_attention, is_plain
 from weft.hierarchy.attention import qkv_linear
 from weft.hierarchy.attention.bias import (
     BaseAttentionBias,
@@ -33,6 +35,7 @@ from weft.hierarchy.attention.bias import (
     MaskFnAttentionBias,
     SegmentIdAttentionBias,
     as_attention_bias,
+    as_mask_and_bias,
 )
 from weft.hierarchy.attention.kv_cache import BaseKVCache, KVCache, KVPages, KVState
 from weft.hierarchy.attention.scale_qk import BaseScaleQK, ScaleKey, ScaleQuery
@@ -87,6 +90,21 @@ def compute_gqa_context(probs: Tensor, v_proj: Tensor) -> Tensor:
     return functional.attention_context(probs, v_proj)
 
 
+# A subclass with its own one of these computes logits and probabilities of all pairs.
+_PARTS_OF_PLAIN = (
+    "_compute_attention",
+    "_compute_logits",
+    "_cap_logits",
+    "_compute_probs",
+    "_compute_context",
+)
+
+
+def _from_0(x: Tensor) -> np.ndarray:
+    """Returns positions that are known when tracing, so that a kernel can be told of a mask."""
+    return np.arange(x.shape[1], dtype=np.int32)[None]
+
+
 class MultiheadAttention(BaseLayer):
     """Multi-head attention (Vaswani et al., 2017)."""
 
@@ -107,6 +125,9 @@ class MultiheadAttention(BaseLayer):
           atten_logit_cap: bound c of c * tanh(logits / c); None for none.
           logit_sink: whether each head learns a logit of an extra key without a value, so that it
             may attend to nothing.
+          implementation: "plain", "blockwise", "cudnn" or "tokamax"
+            (`weft.functional.fused_attention`); None chooses by device, lengths and what is asked
+            for. Only "plain" computes probabilities, and logits or probabilities of subclasses.
           q_partition_spec, k_partition_spec, v_partition_spec: sharding of queries, keys and
             values, (batch, time, heads, per_head_dim).
           o_partition_spec: sharding of the output, (batch, time, dim).
@@ -130,6 +151,7 @@ class MultiheadAttention(BaseLayer):
         causal: bool | None = None
         atten_logit_cap: float | None = None
         logit_sink: bool | None = None
+        implementation: AttentionImplementation | None = None
         kv_cache: BaseKVCache.Config = KVCache.default_config()
         q_partition_spec: PartitionSpecType | None = None
         k_partition_spec: PartitionSpecType | None = None
@@ -265,12 +287,12 @@ class MultiheadAttention(BaseLayer):
           return_aux: optional outputs to return: "probs", "kv_state".
         """
         if query_positions is None:
-            query_positions = jnp.arange(query.shape[1])[None]
+            query_positions = _from_0(query)
         proj = self._project(query, key, value, kv_state, query_positions)
         if kv_state is not None:
             key_positions = kv_state.key_positions
         else:
-            key_positions = query_positions if key is None else jnp.arange(key.shape[1])[None]
+            key_positions = query_positions if key is None else _from_0(key)
         biases = as_attention_bias(attention_logit_biases)
         if segment_ids is not None:
             biases = biases + SegmentIdAttentionBias(segment_ids)
@@ -396,14 +418,17 @@ class MultiheadAttention(BaseLayer):
             biases = biases + self._mask.instantiate(
                 target_positions=query_positions, source_positions=key_positions
             )
-        context, probs = self._compute_attention(
-            q_proj=self._scale_query(q_proj, query_positions),
-            k_proj=k_proj,
-            v_proj=v_proj,
-            attention_logit_biases=biases,
-            query_positions=query_positions,
-            key_positions=key_positions,
-        )
+        q_proj, probs = self._scale_query(q_proj, query_positions), None
+        context = self._fused_attention(q_proj, k_proj, v_proj, biases, "probs" in aux)
+        if context is None:
+            context, probs = self._compute_attention(
+                q_proj=q_proj,
+                k_proj=k_proj,
+                v_proj=v_proj,
+                attention_logit_biases=biases,
+                query_positions=query_positions,
+                key_positions=key_positions,
+            )
         o_proj = self.o_proj(self._remat_name(context, "context"))
         o_proj = self._remat_name(maybe_shard(o_proj, cfg.o_partition_spec), "o_proj")
         self._add_tensor_stats("o_proj_outputs", o_proj)
@@ -415,6 +440,53 @@ class MultiheadAttention(BaseLayer):
 
     def _scale_query(self, q_proj: Tensor, positions: Tensor) -> Tensor:
         return self.scale_query(q_proj, positions=positions)
+
+    @nowrap
+    def _fused_attention(
+        self,
+        q_proj: Tensor,
+        k_proj: Tensor,
+        v_proj: Tensor,
+        biases: BaseAttentionBias,
+        wants_probs: bool,
+    ) -> Tensor | None:
+        """Returns the context, or None if it is to be computed from the logits of all pairs."""
+        cfg = self.config
+        rate = (self.dropout.config.rate if self.is_training else None) or 0.0
+        only_plain = None
+        if wants_probs:
+            only_plain = "return_aux asks for the probabilities"
+        elif changed := [
+            name
+            for name in _PARTS_OF_PLAIN
+            if getattr(type(self), name) is not getattr(MultiheadAttention, name)
+        ]:
+            only_plain = f"{type(self).__name__} has its own {changed[0]}"
+        elif self.is_training and type(self.dropout).forward is not Dropout.forward:
+            only_plain = f"{type(self.dropout).__name__} drops probabilities in its own way"
+        try:
+            if is_plain(cfg.implementation, q_proj.shape[1] * k_proj.shape[1], only_plain):
+                return None
+            mask, bias = as_mask_and_bias(biases)
+            key = None
+            if rate:
+                with child_context("dropout"):
+                    key = self.dropout.get_prng_key()
+            return fused_attention(
+                cfg.implementation,
+                q_proj,
+                k_proj,
+                v_proj,
+                mask=mask,
+                bias=bias,
+                scale=1.0,
+                logit_cap=cfg.atten_logit_cap,
+                logit_sink=self.parameters["sink"] if cfg.logit_sink else None,
+                dropout_rate=rate,
+                dropout_key=key,
+            )
+        except ArgumentValueError as error:
+            raise ArgumentValueError(f"{self.path()}: {error}") from error
 
     def _compute_attention(
         self,
