@@ -1,6 +1,6 @@
 """Connections between the processes of a run, for agreement and for notice of failures.
 
-A JAX collective waits forever for a late process and cannot name it. Each process therefore also
+A JAX collective waits forever for a straggler and cannot name it. Each process therefore also
 keeps a TCP connection to process 0, for lines of JSON:
 
     to process 0      {"at": 7, "request": null}    has reached the 7th point of agreement

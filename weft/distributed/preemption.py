@@ -1,4 +1,4 @@
-"""Graceful stop of a run by a signal, between two steps and after a checkpoint.
+"""Preemption: a graceful stop of a run by a signal, between two steps and after a checkpoint.
 
 A signal may come while the step is compiled or runs, is evaluated or saved, or while the run waits
 for input. A second thread does the work that would block the main thread in C++ for long, so that

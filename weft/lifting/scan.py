@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.extend.core import unmapped_aval
 
 from weft.errors import CarryStructureError, RoleError
-from weft.lifting import axes
+from weft.lifting import axes, state_creation
 from weft.lifting.kind import (
     CarryChanges,
     Kind,
@@ -38,15 +38,6 @@ from weft.lifting.kind import (
 )
 from weft.lifting.roles import CARRY, FORK, Role, Roles, changed_shared_message, is_role
 from weft.lifting.signature import named_after
-from weft.lifting.state_creation import (
-    CreatedState,
-    body_with_state,
-    collected_groups,
-    created_groups,
-    final_results,
-    groups_before_and_after,
-    undefined,
-)
 from weft.lifting.trace_cache import flatten_units, jit_by_structure, restore_unchanged
 
 CarryStructures = tuple[Any, ...]
@@ -90,13 +81,13 @@ def scan(
             return body.carry, [x[index] if x.shape[0] else _zeros_like_slice(x) for x in body.xs]
 
         make = functools.partial(LoopBody, kind, fn, out_axes, trees)
-        body, step, initial = body_with_state(kind, make, of_kind, units, first)
+        body, step, initial = state_creation.body_with_state(kind, make, of_kind, units, first)
         if step is None:
-            return final_results(kind, body.undefined_results(n), initial, body.end)
+            return state_creation.final_results(kind, body.undefined_results(n), initial, body.end)
         xs = body.xs if n else [x[:0] for x in body.xs]
         carry, ys = jax.lax.scan(named_after(fn, step), body.carry, xs, length=n, **options)
         results = body.results(carry, ys, runs=n > 0)
-        return final_results(kind, results, initial, body.end)
+        return state_creation.final_results(kind, results, initial, body.end)
 
     looped = jit_by_structure((fn,), (kind, out_axes, *options.values()), pure)
 
@@ -154,7 +145,7 @@ class LoopBody:
         self.xs, self._xs_tree = jax.tree.flatten(
             [_move_axis_to_front(v, r) for v, r in units.pairs() if _is_sliced(r)]
         )
-        self.created: CreatedState | None = None
+        self.created: state_creation.CreatedState | None = None
         self.used: tuple[Any, ...] = ()
 
     def inside(self, carry: list[Any], xs: object) -> Units:
@@ -168,15 +159,17 @@ class LoopBody:
         pure_args = units.pure_args(self.static)
         results = call_pure(self._kind, self.fn, pure_args, self._out_axes)
         returned = result_units(pure_args, results, self._out_axes)
-        self.collected, self.end = results.static, collected_groups(results)
-        new = created_groups(self._kind, units, results)
+        self.collected, self.end = results.static, state_creation.collected_groups(results)
+        new = state_creation.created_groups(self._kind, units, results)
         # Values that did not change complete the carried groups, which come first.
-        for i, (before, after, role) in enumerate(groups_before_and_after(units, results)):
+        for i, (before, after, role) in enumerate(
+            state_creation.groups_before_and_after(units, results)
+        ):
             if role is CARRY:
                 returned.values[i] = self._kind.union(before, after)
         if new is not None:
             leaves, tree = jax.tree.flatten(new)
-            self.created = CreatedState(tree, self.collected.value)
+            self.created = state_creation.CreatedState(tree, self.collected.value)
             given = {id(x): i for i, x in enumerate(jax.tree.leaves(units.values))}
             # Which input each leaf of the results is, or None.
             self._passed = [
@@ -261,7 +254,7 @@ class LoopBody:
             if flag is not False and not isinstance(x, jax.Ref)
         ]
         changed = [x for x, i in zip(types, self._passed, strict=True) if i is None]
-        rest = iter(undefined(changed, inputs))
+        rest = iter(state_creation.undefined(changed, inputs))
         leaves = iter([next(rest) if i is None else given[i] for i in self._passed])
         values = [tree.unflatten(itertools.islice(leaves, tree.num_leaves)) for tree in trees]
         return PureResults(self.collected, *self._returned.with_values(values).packed())

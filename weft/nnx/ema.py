@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from weft.errors import AverageLeafError, AverageStructureError
+from weft.functional.statistics import update_running_average
 from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.graph import build_graph, flatten_graph
 from weft.nnx.optimizer import leaves_by_path, raw_value, to_state_dict
@@ -80,8 +81,8 @@ class EMA(Pytree):
                 f"{shapes[0]}; update with the variables that the averages were made of."
             )
 
-        def mean(a: jax.Array, x: Any) -> jax.Array:
-            return jnp.asarray(self.decay * a + (1 - self.decay) * x, jnp.result_type(a))
+        def mean(a: Any, x: Any) -> jax.Array:
+            return update_running_average(jnp.asarray(a), x, decay=self.decay)
 
         return jax.tree.map(mean, average, value)
 

@@ -1,4 +1,4 @@
-"""Gradients of a forward pass's loss, of a whole batch or accumulated over parts of it.
+"""Gradients of a forward pass's loss, of a whole batch or with gradient accumulation.
 
 A batch that does not fit into memory at once is split into microbatches. A scan runs the forward
 and backward pass of each and sums their gradients, so that only the activations of one are in

@@ -5,8 +5,8 @@ Its call takes a batch and returns a loss and auxiliary outputs:
     loss, aux = model(input_batch)
 
 The trainer wraps a module of another library in a `LibraryModel` once the shapes of a batch are
-known. Its parameters, state, keys and axis names are then those of a hierarchy layer. The dtype of
-the computation is one for all parameters, or one per parameter.
+known. Its parameters, state, keys and axis names are then those of a hierarchy layer. For mixed
+precision, the dtype of the computation is one for all parameters, or one per parameter.
 """
 
 import contextlib

@@ -10,16 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
+from weft import errors
 from weft.core.tracebacks import hide_frames
-from weft.errors import (
-    CallMismatchError,
-    CapturedObjectError,
-    InconsistentAliasError,
-    LoopStructureError,
-    SharedObjectError,
-    StateFilterError,
-    TransformArgumentError,
-)
 from weft.lifting import CARRY, DIFF
 from weft.lifting.kind import Static
 from weft.lifting.signature import check_argnums, copy_name
@@ -145,7 +137,7 @@ def unmatched_error(x: object, path: Path, filters: Sequence[Any]) -> Exception:
     """Returns the error for a part of an object that matches no filter."""
     call = current_call()
     spec = call.specs[path[0]] if call is not None else "a filter"  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return StateFilterError(
+    return errors.StateFilterError(
         f"{_call_title()}: {spec} has no filter for {place_of(path)}, a {type(x).__name__}; its "
         f"filters are {filters_text(filters)}; add `...` as the last one."
         + (f" The line to change is {call.line}" if call is not None else "")
@@ -163,7 +155,7 @@ def inconsistent_alias_error(
         f"{specs[path[0]]} gives {_describe_role(role, is_derivative)} to {place_of(path)}"  # pyright: ignore[reportArgumentType, reportCallIssue]
         for path, role in (first, second)
     ]
-    return InconsistentAliasError(
+    return errors.InconsistentAliasError(
         f"{_call_title()}: the same {_describe_value(x)} is in two "
         f"places with different settings: {roles[0]}, and {roles[1]}. All aliases of a "
         "reference need the same setting; use one for both, or pass nnx.clone(...) in one "
@@ -173,7 +165,7 @@ def inconsistent_alias_error(
 
 def shared_object_error(x: object, first: Path, second: Path) -> Exception:
     """Returns the error for an object in two places where objects are plain pytrees."""
-    return SharedObjectError(
+    return errors.SharedObjectError(
         f"{_call_title()} with graph=False or "
         f"graph_updates=False: the same {_describe_value(x)} is at {place_of(first)} and at "
         f"{place_of(second)}; in this mode an object is a plain pytree without shared references. "
@@ -184,7 +176,7 @@ def shared_object_error(x: object, first: Path, second: Path) -> Exception:
 def captured_object_error(x: object, path: Path) -> Exception:
     """Returns the error for an outside object in the results or in an argument."""
     call = current_call()
-    return CapturedObjectError(
+    return errors.CapturedObjectError(
         f"{_call_title()}: {place_of(path)} is a {_describe_value(x)} that was created outside "
         f"and not "
         "passed as an argument, so it would come out as another object (an implicit clone)."
@@ -196,7 +188,7 @@ def captured_object_error(x: object, path: Path) -> Exception:
 
 def loop_change_error(path: Path, what: str) -> Exception:
     """Returns the error for an object that changed in a loop by more than its values."""
-    return LoopStructureError(
+    return errors.LoopStructureError(
         f"{_call_title('a loop')}: the body {what} at {place_of(path)}; objects "
         "that all iterations share or carry keep their attributes, references and static values, "
         "and only values of variables change. Create the attribute before the loop, with its value "
@@ -206,7 +198,7 @@ def loop_change_error(path: Path, what: str) -> Exception:
 
 def changed_creation_error(path: Path, what: str) -> Exception:
     """Returns the error for a part that a loop's body makes differently in later iterations."""
-    return LoopStructureError(
+    return errors.LoopStructureError(
         f"{_call_title('a loop')}: the body {what} at {place_of(path)} after the first iteration; "
         "a loop carries the attributes, items and static values that its first iteration leaves, "
         "and they are the same after each iteration. Make it only if it is missing "
@@ -218,7 +210,7 @@ def changed_creation_error(path: Path, what: str) -> Exception:
 def read_creation_error(path: Path | None) -> Exception:
     """Returns the error for a value that the body makes again from the one before."""
     at = "an attribute" if path is None else place_of(path)
-    return LoopStructureError(
+    return errors.LoopStructureError(
         f"{_call_title('a loop')}: the first iteration makes {at}, and later ones compute it from "
         "the value before, which the first iteration has not; create it before the loop, or in the "
         "body with its initial value if it is missing (if not hasattr(...)), and change it "
@@ -229,7 +221,7 @@ def read_creation_error(path: Path | None) -> Exception:
 def iteration_key_error(path: Path | None) -> Exception:
     """Returns the error for a variable made before a loop from keys of one iteration."""
     at = "a PRNG stream" if path is None else place_of(path)
-    return LoopStructureError(
+    return errors.LoopStructureError(
         f"{_call_title('a loop')}: the body makes an attribute whose initial value depends on "
         f"{at}, "
         "which differs between iterations; draw from a carried stream, or make the attribute "
@@ -307,7 +299,7 @@ def wrap_transformed(
                 if not by_position:
                     return call(kwargs, *args)
                 if kwargs:
-                    raise CallMismatchError(
+                    raise errors.CallMismatchError(
                         f"nnx.{transformation}: {', '.join(kwargs)} can only be passed by name, "
                         "but roles of arguments go by position; make it a positional parameter."
                     )
@@ -348,7 +340,7 @@ def check_unbound(transformation: str, fn: object) -> None:
     """Raises TransformArgumentError for a bound method, which would capture its object."""
     if inspect.ismethod(fn) and isinstance(fn.__self__, Pytree):
         owner, name = type(fn.__self__).__name__, fn.__name__
-        raise TransformArgumentError(
+        raise errors.TransformArgumentError(
             f"nnx.{transformation}: {name} is a bound method of a {owner}, which would not pass "
             f"through the transformation; transform {owner}.{name} and pass the object as its "
             f"first argument, or write @nnx.{transformation} above the method in the class."

@@ -22,6 +22,7 @@ from weft.errors import AxisMetadataError, BranchObjectsError, TransformArgument
 from weft.lifting import CARRY, DIFF, Kind, Roles
 from weft.lifting.kind import CarryChanges, PureResults, StateNode, is_state_node
 from weft.lifting.roles import changed_shared_message
+from weft.nnx import versions
 from weft.nnx.filters import Path
 from weft.nnx.graph import (
     Change,
@@ -46,25 +47,7 @@ from weft.nnx.rngs import RngCount, RngKey
 from weft.nnx.split_merge import state
 from weft.nnx.spmd import add_axis, has_axis_metadata, remove_axis
 from weft.nnx.state import from_flat_state, path_text, to_flat_state
-from weft.nnx.transforms.calls import (
-    argument_at,
-    captured_object_error,
-    inconsistent_alias_error,
-    iteration_key_error,
-    object_paths,
-    place_of,
-    place_of_value,
-    record_value_paths,
-    shared_object_error,
-)
-from weft.nnx.transforms.graph_diff import (
-    Difference,
-    NumberedGraph,
-    is_new_number,
-    new_number,
-    replaced_objects,
-    union_of_graphs,
-)
+from weft.nnx.transforms import calls, graph_diff
 from weft.nnx.transforms.object_state import (
     ChangedObjects,
     FilterRoles,
@@ -81,9 +64,7 @@ from weft.nnx.transforms.object_state import (
     describe_graph,
     first_paths,
     first_value,
-    has_unchanged_structure,
     initial_groups,
-    input_numbers,
     is_changed,
     is_differentiable,
     is_made_by_branch,
@@ -97,14 +78,6 @@ from weft.nnx.transforms.object_state import (
     with_created_objects,
 )
 from weft.nnx.variables import Variable, metadata_key
-from weft.nnx.versions import (
-    RECORDING,
-    Recording,
-    StaticSnapshot,
-    current_call,
-    foreign_trace_error,
-    is_hashable,
-)
 
 _MAX_CACHED_SPLITS = 64
 
@@ -186,7 +159,7 @@ class ObjectKind(Kind):
         owners = tuple(owner and (index[id(owner[0])], owner[1]) for owner in flat.owners)
         is_tracked = flat.is_tracked and not any(owners)
         changing = () if flat.is_tracked else mutable_static_values(flat)
-        numbers, records = range(len(places)), RECORDING.now is not None
+        numbers, records = range(len(places)), versions.RECORDING.now is not None
         static = StaticObjects(
             flat.graphdef, places, owners, is_tracked, changing, numbers, records
         )
@@ -207,7 +180,7 @@ class ObjectKind(Kind):
         self, carriers: Sequence[Any], filters: Sequence[FilterRoles]
     ) -> tuple[FlatGraph, StaticObjects] | None:
         static, wanted = self._split_cache.get(tuple(map(type, carriers)), (None, None))
-        recording = RECORDING.now
+        recording = versions.RECORDING.now
         if static is None or wanted != filters or static.records != (recording is not None):
             return None
         if recording is not None and recording.kept is not None:
@@ -233,9 +206,9 @@ class ObjectKind(Kind):
         if self._hoists_creation or static.records:
             of, counts = static.temporary, [x for x in objects if isinstance(x, RngCount)]
             kept = None if of is None else [x for i, x in enumerate(objects) if i not in of]
-            recording = Recording(counts, kept)
+            recording = versions.Recording(counts, kept)
         snapshots = snapshots if static.is_tracked else None
-        return InnerObjects(objects, values, metadata, snapshots, recording), list(carriers)
+        return InnerObjects(static, objects, values, metadata, snapshots, recording), list(carriers)
 
     @property
     def _hoists_creation(self) -> bool:
@@ -246,8 +219,8 @@ class ObjectKind(Kind):
         return contextlib.nullcontext() if inner.recording is None else inner.recording
 
     def note_result(self, result: object) -> None:
-        if (call := current_call()) is not None:
-            call.returned = object_paths(result, None)
+        if (call := versions.current_call()) is not None:
+            call.returned = calls.object_paths(result, None)
 
     def collect(
         self,
@@ -262,50 +235,46 @@ class ObjectKind(Kind):
         new_groups: list[Groups] = [tuple({} for _ in wanted) for wanted in new_filters]
         if not self.structure or (not new and inner.has_same_structure()):
             if self.is_loop and not inner.has_same_structure():
-                check_loop_values(static, carriers, filters, inner)
+                check_loop_values(inner, carriers, filters)
             shared: list[Path] = []
-            for n, (variable, _) in enumerate(
-                variables_and_values(static, inner.objects, inner.values)
-            ):
+            for n, (variable, _) in enumerate(inner.variables()):
                 if variable is not None and (self.has_rule or is_changed(variable, inner, n)):
                     i, g = static.places[n]
                     role = filters[i][g][1]
-                    is_added = self._add_value(groups[i][g], variable, None, role, inner, static, n)
+                    is_added = self._add_value(groups[i][g], variable, None, role, inner, n)
                     if is_added and self.is_loop and not self.structure and role is None:
                         shared.append(static.graphdef.paths[n])
             if shared:
-                text = changed_shared_message(self.transformation, place_of(shared[0]))
+                text = changed_shared_message(self.transformation, calls.place_of(shared[0]))
                 raise SharedStateChanged(text, shared)
             if not new:
-                record_value_paths(static.numbers, static.graphdef.paths)
+                calls.record_value_paths(static.numbers, static.graphdef.paths)
                 return static.unchanged(), groups, new_groups
             carriers = ()
         flat = flatten_graph((tuple(carriers), tuple(new)), with_metadata=False)
-        is_same = self.structure and has_unchanged_structure(flat, inner, static)
+        is_same = self.structure and inner.has_same_graph(flat)
         grouping = Grouping(filters, new_filters)
         if not is_same:
-            self._check_captured(flat, inner, static)
+            self._check_captured(flat, inner)
             self._check_aliases(flat, grouping)
         origin = {id(x): i for i, x in enumerate(inner.objects)}
         origins = tuple(origin.get(id(x)) for x in flat.objects)
-        instead = {} if is_same else self._replaced_objects(flat, origins, filters, inner, static)
-        keys, made = self._sort_into_groups(
-            (groups, new_groups), flat, grouping, inner, static, instead
-        )
+        instead = {} if is_same else self._replaced_objects(flat, origins, filters, inner)
+        keys, made = self._sort_into_groups((groups, new_groups), flat, grouping, inner, instead)
         if is_same:
             return static.unchanged(), groups, new_groups
         before, replaced, is_temporary = None, frozenset(), False
         if self.is_loop and self.structure:
             places = tuple(instead.get(i, o) for i, o in enumerate(origins))
-            found = NumberedGraph(flat.graphdef, places, keys)
+            found = graph_diff.NumberedGraph(flat.graphdef, places, keys)
             gained = check_loop_graph(static, flat, found, grouping.is_mapped, inner.recording)
             replaced = frozenset(_numbers_of(flat.graphdef, keys, instead))
             if gained:
                 before = with_created_objects(static, found, gained, made)
                 is_temporary = {i for i, _ in gained} <= (static.temporary or set())
-                add_key_counts(static, flat, inner, groups)
+                add_key_counts(inner, flat, groups)
         elif made and static.records and not self.is_branch:
-            add_key_counts(static, flat, inner, groups)
+            add_key_counts(inner, flat, groups)
         copies = None if flat.is_tracked else static_snapshot(flat.graphdef, static.graphdef)
         if static.origins is not None:
             origins = tuple(None if o is None else static.origins[o] for o in origins)
@@ -320,20 +289,19 @@ class ObjectKind(Kind):
         origins: Sequence[int | None],
         filters: Sequence[FilterRoles],
         inner: InnerObjects,
-        static: StaticObjects,
     ) -> dict[int, int]:
         """Returns new objects that a loop carries in the places of others: indices, and theirs."""
         recording = inner.recording
         if recording is None or not (self.is_loop and self.structure):
             return {}
-        known = input_numbers(inner, static)
+        static, known = inner.static, inner.numbers()
 
         def may_replace(part: VariableDef, before: int) -> bool:
             i, g = static.places[known[id(inner.objects[before])]]
             is_carried = filters[i][g][1] is CARRY
             return is_carried and is_recorded(flat.objects[part.index], recording)
 
-        return replaced_objects(static.graphdef, flat.graphdef, origins, may_replace)
+        return graph_diff.replaced_objects(static.graphdef, flat.graphdef, origins, may_replace)
 
     def _sort_into_groups(
         self,
@@ -341,22 +309,23 @@ class ObjectKind(Kind):
         flat: FlatGraph,
         grouping: Grouping,
         inner: InnerObjects,
-        static: StaticObjects,
         instead: dict[int, int],
     ) -> tuple[list[int], dict[int, tuple[int, int]]]:
         """Puts new and changed values into groups; returns all numbers, and places of new ones."""
-        known, recording = input_numbers(inner, static), inner.recording
+        static, recording, known = inner.static, inner.recording, inner.numbers()
         place = {id(flat.objects[i]): id(inner.objects[o]) for i, o in instead.items()}
         keys: list[int] = []
         made: dict[int, tuple[int, int]] = {}
-        record_value_paths(keys, flat.graphdef.paths)
+        calls.record_value_paths(keys, flat.graphdef.paths)
         for n, (path, leaf) in enumerate(zip(flat.graphdef.paths, flat.leaves, strict=True)):
             owner = flat.owners[n]
             x = id(leaf if owner is None else owner[0])
             x = place.get(x, x)
             at = known.get(x if owner is None else (x, owner[1]))
             if at is None:
-                key = new_number(path) if self._hoists_creation else len(inner.values) + n
+                key = (
+                    graph_diff.new_number(path) if self._hoists_creation else len(inner.values) + n
+                )
                 part, i, g = grouping.place(path, leaf)
                 groups[part][i][g][key] = leaf
                 if part == 0:
@@ -374,7 +343,7 @@ class ObjectKind(Kind):
                 if self.has_rule or is_changed(leaf, inner, at):
                     i, g = static.places[at]
                     role = grouping.wanted(i, g)[1]
-                    self._add_value(groups[0][i][g], leaf, owner, role, inner, static, at)
+                    self._add_value(groups[0][i][g], leaf, owner, role, inner, at)
             keys.append(key)
         return keys, made
 
@@ -385,7 +354,6 @@ class ObjectKind(Kind):
         owner: tuple[Any, Hashable] | None,
         role: Any,
         inner: InnerObjects,
-        static: StaticObjects,
         n: int,
     ) -> bool:
         """Adds an input value to a group if it has to come back; returns whether it has."""
@@ -398,20 +366,21 @@ class ObjectKind(Kind):
         is_shared = self.is_loop and self.structure and role is None
         if is_shared and (passed or isinstance(leaf, RngCount)):
             return False
-        group[static.numbers[n]] = leaf
+        number = inner.static.numbers[n]
+        group[number] = leaf
         if passed:
-            group[~static.numbers[n]] = None
+            group[~number] = None
         return True
 
-    def _check_captured(self, flat: FlatGraph, inner: InnerObjects, static: StaticObjects) -> None:
+    def _check_captured(self, flat: FlatGraph, inner: InnerObjects) -> None:
         here, inside = current_trace(), {id(x): i for i, x in enumerate(inner.objects)}
         for i, x in enumerate(flat.objects):
             if id(x) not in inside:
                 if trace_of(x) != here:
-                    raise captured_object_error(x, first_paths(flat.graphdef)[i])
+                    raise calls.captured_object_error(x, first_paths(flat.graphdef)[i])
             elif not self.structure:
-                paths = first_paths(static.graphdef), first_paths(flat.graphdef)
-                raise shared_object_error(x, paths[0][inside[id(x)]], paths[1][i])
+                paths = first_paths(inner.static.graphdef), first_paths(flat.graphdef)
+                raise calls.shared_object_error(x, paths[0][inside[id(x)]], paths[1][i])
 
     def _check_aliases(self, flat: FlatGraph, grouping: "Grouping") -> None:
         """Refuses objects that occur twice, where not allowed or with different roles."""
@@ -419,7 +388,7 @@ class ObjectKind(Kind):
         for index, path in flat.repeated:
             first = at_first[index]
             if not self.references or (not self.structure and path[0] == 1):
-                raise shared_object_error(flat.objects[index], first, path)
+                raise calls.shared_object_error(flat.objects[index], first, path)
             if grouping.is_same(first, path) or (self.is_result_free and path[0] == 1):
                 continue
             for leaf_path, leaf in zip(flat.graphdef.paths, flat.leaves, strict=True):
@@ -427,7 +396,7 @@ class ObjectKind(Kind):
                     other = (*path, *leaf_path[len(first) :])
                     roles = grouping.role(leaf_path, leaf), grouping.role(other, leaf)
                     if roles[0] != roles[1] or type(roles[0]) is not type(roles[1]):
-                        raise inconsistent_alias_error(
+                        raise calls.inconsistent_alias_error(
                             leaf, (leaf_path, roles[0]), (other, roles[1])
                         )
 
@@ -455,7 +424,7 @@ class ObjectKind(Kind):
             if trace_of(what) != here:
                 # A captured object keeps its values, as it does where it is only read.
                 if found.get(~n, n) is not None:
-                    raise foreign_trace_error(what)
+                    raise versions.foreign_trace_error(what)
                 captured.append(what)
                 del found[n]
         new: Sequence[Any] = ()
@@ -478,7 +447,7 @@ class ObjectKind(Kind):
                     note_passed(leaf, owner, value)
                 _write_value(leaf, owner, value)
         apply_changes(changes)
-        if static is not None and (recording := RECORDING.now) is not None:
+        if static is not None and (recording := versions.RECORDING.now) is not None:
             record_created(recording, static, objects, found, outer, self.is_branch)
         return list(new)
 
@@ -593,7 +562,7 @@ class ObjectKind(Kind):
     def created(self, before: Group, after: Group) -> Group | None:
         made: Group = {}
         for n, x in after.items():
-            if not is_new_number(n) or n in before:
+            if not graph_diff.is_new_number(n) or n in before:
                 continue
             now = x._value if isinstance(x, Variable) else x
             first = after.get(~n, now)
@@ -632,10 +601,10 @@ class ObjectKind(Kind):
                 if isinstance(x, RngKey):
                     is_used[n] = x._value is not False
                     if x._value is True and isinstance(role, int):
-                        raise iteration_key_error(static.path_of(n))
+                        raise calls.iteration_key_error(static.path_of(n))
 
         def continues(n: int) -> bool:
-            if is_new_number(n):
+            if graph_diff.is_new_number(n):
                 return True
             path = static.path_of(n)
             key = None if path is None else keys.get((*path[:-1], "key"))
@@ -658,7 +627,7 @@ class ObjectKind(Kind):
             result = {**result, **_passed_marks(result, ends)}
         if made is None:
             return result
-        new = {n: x for n, x in made.items() if is_new_number(n)}
+        new = {n: x for n, x in made.items() if graph_diff.is_new_number(n)}
         first = {~n: x._value if isinstance(x, Variable) else x for n, x in made.items() if n >= 0}
         return {**new, **result, **first}
 
@@ -685,7 +654,9 @@ class ObjectKind(Kind):
             return statics[0]
         graphs = [describe_graph(static, changed) for changed in statics]
         is_copied = any(changed is not None and changed.copies is not None for changed in statics)
-        one = None if is_copied else union_of_graphs(describe_graph(static, None), graphs)
+        one = (
+            None if is_copied else graph_diff.union_of_graphs(describe_graph(static, None), graphs)
+        )
         if one is not None:
             return ChangedObjects(one.graphdef, tuple(one.origins), tuple(one.numbers), None)
         others = [g for g, after in zip(graphs, statics, strict=True) if after != statics[0]]
@@ -693,8 +664,8 @@ class ObjectKind(Kind):
         found = (branch_difference(graphs[0], graph, may_lack) for may_lack, graph in pairs)
         raise self._branch_error(next(filter(None, found), None))
 
-    def _branch_error(self, found: Difference | None) -> Exception:
-        at = "an object" if found is None else place_of(found.path)
+    def _branch_error(self, found: graph_diff.Difference | None) -> Exception:
+        at = "an object" if found is None else calls.place_of(found.path)
         seen = ("changed", "unchanged") if found is None else found.seen
         return BranchObjectsError(
             f"nnx.{self.transformation}: {at} is {seen[0]} after one branch, and {seen[1]} after "
@@ -703,10 +674,10 @@ class ObjectKind(Kind):
         )
 
     def location(self, static: StaticObjects, carrier: int, path: jax.tree_util.KeyPath) -> str:
-        return place_of_value(static.path_of, path)
+        return calls.place_of_value(static.path_of, path)
 
     def argument(self, path: jax.tree_util.KeyPath) -> str:
-        return argument_at(path)
+        return calls.argument_at(path)
 
 
 def _passed_marks(result: Group, ends: Sequence[Group]) -> Group:
@@ -730,12 +701,12 @@ def _give_own_metadata(found: dict[int, Any], outer: FlatGraph) -> None:
         for n, x in found.items()
         if isinstance(x, Variable)
         for name, value in x._metadata.items()
-        if not is_hashable(value)
+        if not versions.is_hashable(value)
     ]
     if not at:
         return
     there = (x._metadata.values() for x in outer.leaves if isinstance(x, Variable))
-    made = StaticSnapshot([value for _, _, value in at], itertools.chain(*there)).made()
+    made = versions.StaticSnapshot([value for _, _, value in at], itertools.chain(*there)).made()
     for (n, name, _), value in zip(at, made, strict=True):
         found[n] = found[n].copy(_copy_ref=False, **{name: value})
 
@@ -776,7 +747,7 @@ def _check_not_returned(captured: Sequence[Any], new: Sequence[Any]) -> None:
     paths, found = first_paths(flat.graphdef), {id(x) for x in captured}
     for i, x in enumerate(flat.objects):
         if id(x) in found:
-            raise captured_object_error(x, paths[i])
+            raise calls.captured_object_error(x, paths[i])
 
 
 def _entries(groups: Iterable[Groups | None]) -> Iterator[tuple[int, Any]]:

@@ -25,19 +25,8 @@ from weft.core.tracing import current_trace
 from weft.lifting import CARRY
 from weft.lifting.kind import CarryChanges
 from weft.lifting.trace_cache import IdentityKey
+from weft.nnx import graph
 from weft.nnx.filters import Everything, OfType, Path, Predicate, to_predicate
-from weft.nnx.graph import (
-    ContainerKey,
-    FlatGraph,
-    GraphDef,
-    NodeDef,
-    NodeRef,
-    VariableDef,
-    flatten_graph,
-    leaf_defs,
-    leaf_owners,
-    unhashable_static_values,
-)
 from weft.nnx.pytree import Pytree, children, with_item
 from weft.nnx.transforms.calls import (
     changed_creation_error,
@@ -83,7 +72,7 @@ class StaticObjects(NamedTuple):
         temporary: in the first run of an enclosing loop, the indices of `temporary_objects`.
     """
 
-    graphdef: GraphDef
+    graphdef: graph.GraphDef
     places: tuple[tuple[int, int], ...]
     owners: tuple[tuple[int, Hashable] | None, ...]
     is_tracked: bool
@@ -118,7 +107,7 @@ class ChangedObjects(NamedTuple):
         is_temporary: whether only temporary objects have gained attributes.
     """
 
-    graphdef: GraphDef
+    graphdef: graph.GraphDef
     origins: tuple[int | None, ...]
     keys: tuple[int, ...]
     copies: StaticSnapshot | None
@@ -133,6 +122,7 @@ class InnerObjects(NamedTuple):
     `snapshots` are the initial parts of each object, if they show all changes.
     """
 
+    static: StaticObjects
     objects: list[Any]
     values: list[Any]
     metadata: list[Any]
@@ -145,8 +135,29 @@ class InnerObjects(NamedTuple):
             are_identical(x._snapshot(), look) for x, look in self.snapshots
         )
 
+    def has_same_graph(self, flat: graph.FlatGraph) -> bool:
+        """Returns whether references and static values are those of the arguments."""
+        now, before = flat.graphdef, self.static.graphdef
+        return (
+            are_identical(flat.objects, self.objects)
+            and now == before
+            and (not self.static.changing or _keeps_mutable_values(now, before))
+        )
 
-def temporary_objects(flat: FlatGraph) -> frozenset[int] | None:
+    def variables(self) -> Iterator[tuple[Variable[Any] | None, Any]]:
+        """Yields the variable of each value, or None for an attribute, and its initial value."""
+        return variables_and_values(self.static, self.objects, self.values)
+
+    def numbers(self) -> dict[Any, int]:
+        """Returns the numbers of the values, by variable, or by owner and attribute."""
+        known: dict[Any, int] = {}
+        pairs = zip(self.variables(), self.static.owners, strict=True)
+        for n, ((variable, _), owner) in enumerate(pairs):
+            known[id(variable) if owner is None else (id(self.objects[owner[0]]), owner[1])] = n
+        return known
+
+
+def temporary_objects(flat: graph.FlatGraph) -> frozenset[int] | None:
     """Returns the indices of objects that each iteration of an enclosing loop makes for itself.
 
     None outside of the first run of such a loop.
@@ -154,7 +165,7 @@ def temporary_objects(flat: FlatGraph) -> frozenset[int] | None:
     recording = RECORDING.now
     if recording is None or recording.kept is None or recording.trace != current_trace():
         return None
-    kept = flatten_graph((tuple(recording.kept), ()), with_metadata=False)
+    kept = graph.flatten_graph((tuple(recording.kept), ()), with_metadata=False)
     known = set(map(id, kept.objects))
     return frozenset(i for i, x in enumerate(flat.objects) if id(x) not in known)
 
@@ -199,7 +210,7 @@ class Grouping:
         part, i = path[:2]
         return [role for _, role in self._wanted[part][i]]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
-    def is_mapped(self, after: FlatGraph, path: Path) -> bool:
+    def is_mapped(self, after: graph.FlatGraph, path: Path) -> bool:
         at = zip(after.graphdef.paths, after.leaves, strict=True)
         roles = [self.role(p, leaf) for p, leaf in at if p[: len(path)] == path]
         return all(isinstance(role, int) for role in roles or self.roles(path))
@@ -216,15 +227,6 @@ def variables_and_values(
     variables = (x for x in objects if isinstance(x, Variable))
     for leaf, owner in zip(leaves, static.owners, strict=True):
         yield (next(variables) if owner is None else None), leaf
-
-
-def input_numbers(inner: InnerObjects, static: StaticObjects) -> dict[Any, int]:
-    """Returns the numbers of the input values, by variable, or by owner and attribute."""
-    known: dict[Any, int] = {}
-    for n, (variable, _) in enumerate(variables_and_values(static, inner.objects, inner.values)):
-        owner = static.owners[n]
-        known[id(variable) if owner is None else (id(inner.objects[owner[0]]), owner[1])] = n
-    return known
 
 
 def first_value(recording: Recording, leaf: Any, owner: tuple[Any, Hashable] | None) -> Any:
@@ -246,7 +248,7 @@ def is_made_by_branch(recording: Recording, leaf: Any, owner: tuple[Any, Hashabl
 
 
 def _name_and_keys(place: Hashable) -> tuple[Hashable, tuple[Hashable, ...]]:
-    return (place.name, place.keys) if isinstance(place, ContainerKey) else (place, ())
+    return (place.name, place.keys) if isinstance(place, graph.ContainerKey) else (place, ())
 
 
 def describe_graph(static: StaticObjects, changed: ChangedObjects | None) -> NumberedGraph:
@@ -317,36 +319,27 @@ def _passed_values(leaf: Any, owner: tuple[Any, Hashable] | None) -> tuple[Any, 
     return getattr(owner[0]._info, "passed", {}).get(owner[1])
 
 
-def has_unchanged_structure(flat: FlatGraph, inner: InnerObjects, static: StaticObjects) -> bool:
-    """Returns whether references and static values are those of the arguments."""
-    return (
-        are_identical(flat.objects, inner.objects)
-        and flat.graphdef == static.graphdef
-        and (not static.changing or _keeps_mutable_values(flat.graphdef, static.graphdef))
-    )
-
-
-def _keeps_mutable_values(now: GraphDef, before: GraphDef) -> bool:
+def _keeps_mutable_values(now: graph.GraphDef, before: graph.GraphDef) -> bool:
     """Returns whether no mutable static value replaces a different, possibly equal, input one."""
-    old, new = ([*mutable_parts((*unhashable_static_values(of),))] for of in (before, now))
+    old, new = ([*mutable_parts((*graph.unhashable_static_values(of),))] for of in (before, now))
     went_in = set(old)
     return all(a == b or a not in went_in for a, b in zip(new, old, strict=True))
 
 
-def static_snapshot(now: GraphDef, before: GraphDef) -> StaticSnapshot:
+def static_snapshot(now: graph.GraphDef, before: graph.GraphDef) -> StaticSnapshot:
     """Returns a snapshot of the mutable static values of a graph."""
-    unchanged = mutable_parts((*unhashable_static_values(before, is_unchanged=True),))
-    return StaticSnapshot(unhashable_static_values(now), [same.value for same in unchanged])
+    unchanged = mutable_parts((*graph.unhashable_static_values(before, is_unchanged=True),))
+    return StaticSnapshot(graph.unhashable_static_values(now), [same.value for same in unchanged])
 
 
-def first_paths(graphdef: GraphDef) -> dict[int, Path]:
+def first_paths(graphdef: graph.GraphDef) -> dict[int, Path]:
     """Returns the first path of each object."""
     paths: dict[int, Path] = {}
 
     def walk(part: object, path: Path) -> None:
-        if isinstance(part, VariableDef):
+        if isinstance(part, graph.VariableDef):
             paths[part.index] = path
-        elif isinstance(part, NodeDef):
+        elif isinstance(part, graph.NodeDef):
             if part.index is not None:
                 paths[part.index] = path
             for name, below in part.attributes:
@@ -379,7 +372,7 @@ def with_created_objects(
     """
     one = with_new_attributes(describe_graph(static, None), found, gained)
     places = {**dict(zip(static.numbers, static.places, strict=True)), **made}
-    owners = tuple(leaf_owners(one.graphdef))
+    owners = tuple(graph.leaf_owners(one.graphdef))
     outer, temporary = static.origins, static.temporary
     if temporary is not None:
         # New objects that others hold are found from those.
@@ -395,20 +388,12 @@ def with_created_objects(
     )
 
 
-def add_key_counts(
-    static: StaticObjects,
-    flat: FlatGraph,
-    inner: InnerObjects,
-    groups: Sequence[Groups],
-) -> None:
+def add_key_counts(inner: InnerObjects, flat: graph.FlatGraph, groups: Sequence[Groups]) -> None:
     """Adds the key counts at the time when the last variable was made to the groups."""
     if inner.recording is None:
         return
     new = [leaf for leaf in flat.leaves if leaf in inner.recording]
-    numbers = {
-        id(x): n
-        for n, (x, _) in enumerate(variables_and_values(static, inner.objects, inner.values))
-    }
+    static, numbers = inner.static, {id(x): n for n, (x, _) in enumerate(inner.variables())}
     for count, value in inner.recording.counts_after(new):
         n = numbers[id(count)]
         i, g = static.places[n]
@@ -420,15 +405,15 @@ def record_created(
     static: ChangedObjects,
     objects: Sequence[Any],
     found: dict[int, Any],
-    outer: FlatGraph,
+    outer: graph.FlatGraph,
     is_branch: bool,
 ) -> None:
     """Records what a transformation has made, with first values."""
     size = len(outer.leaves)
     counts = {id(outer.leaves[~n]): x for n, x in found.items() if ~size < n < 0 and x is not None}
-    owners = leaf_owners(static.graphdef)
-    for part, key, owner in zip(leaf_defs(static.graphdef), static.keys, owners, strict=True):
-        if isinstance(part, VariableDef) and static.origins[part.index] is None:
+    owners = graph.leaf_owners(static.graphdef)
+    for part, key, owner in zip(graph.leaf_defs(static.graphdef), static.keys, owners, strict=True):
+        if isinstance(part, graph.VariableDef) and static.origins[part.index] is None:
             made = objects[part.index]
             first = made._value if key < size else found.get(~key, made._value)
             recording.note(made, first, counts)
@@ -446,20 +431,17 @@ def record_created(
 
 
 def check_loop_values(
-    static: StaticObjects,
-    carriers: Sequence[Any],
-    filters: Sequence[FilterRoles],
-    inner: InnerObjects,
+    inner: InnerObjects, carriers: Sequence[Any], filters: Sequence[FilterRoles]
 ) -> None:
     """Refuses changes that a loop without graph updates would lose: all but values of variables.
 
     Changes of static values and new attributes of objects that the loop does not carry are dropped,
     as in every transformation without graph updates.
     """
-    flat = flatten_graph((tuple(carriers), ()), with_metadata=False)
-    now = dict(zip(flat.graphdef.paths, flat.leaves, strict=True))
-    values = variables_and_values(static, inner.objects, inner.values)
-    for n, (path, (variable, value)) in enumerate(zip(static.graphdef.paths, values, strict=True)):
+    flat = graph.flatten_graph((tuple(carriers), ()), with_metadata=False)
+    now, static = dict(zip(flat.graphdef.paths, flat.leaves, strict=True)), inner.static
+    pairs = zip(static.graphdef.paths, inner.variables(), strict=True)
+    for n, (path, (variable, value)) in enumerate(pairs):
         if variable is not None and now.get(path, variable) is not variable:
             raise loop_change_error(path, "replaces the variable")
         if variable is None and is_changed(leaf := now.get(path, value), inner, n):
@@ -468,7 +450,7 @@ def check_loop_values(
                 raise loop_change_error(path, "changes the array")
     grouping = Grouping(filters, ())
 
-    def is_dropped(_: FlatGraph, path: Path) -> bool:
+    def is_dropped(_: graph.FlatGraph, path: Path) -> bool:
         return not any(role is CARRY for role in grouping.roles(path))
 
     origin = {id(x): i for i, x in enumerate(inner.objects)}
@@ -479,9 +461,9 @@ def check_loop_values(
 
 def check_loop_graph(
     static: StaticObjects,
-    after: FlatGraph,
+    after: graph.FlatGraph,
     found: NumberedGraph,
-    may_change: Callable[[FlatGraph, Path], bool],
+    may_change: Callable[[graph.FlatGraph, Path], bool],
     recording: Recording | None,
 ) -> list[tuple[int, Hashable]]:
     """Refuses changes of the graph, except where `may_change` allows them.
@@ -498,9 +480,11 @@ def check_loop_graph(
     is_later = static.origins is not None  # the attributes were already made
 
     def compare(a: object, b: object, path: Path) -> None:
-        index = b.index if isinstance(b, NodeRef | NodeDef | VariableDef) else None
+        index = (
+            b.index if isinstance(b, graph.NodeRef | graph.NodeDef | graph.VariableDef) else None
+        )
         b_index = None if index is None else origins[index]
-        if isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type:
+        if isinstance(a, graph.NodeDef) and isinstance(b, graph.NodeDef) and a.type is b.type:
             is_same = a.index == b_index and (a.index is not None or a.marks == b.marks)
             if not is_same and not may_change(after, path):
                 raise refusal(path, "changes a reference or static value")
@@ -516,7 +500,7 @@ def check_loop_graph(
             for name in filter(new.__contains__, old):
                 compare(old[name], new[name], (*path, name))
             return
-        if isinstance(b, NodeRef | NodeDef | VariableDef):
+        if isinstance(b, graph.NodeRef | graph.NodeDef | graph.VariableDef):
             same = type(a) is type(b) and getattr(a, "index", None) == b_index
         else:
             same = a == b

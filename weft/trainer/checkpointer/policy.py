@@ -1,6 +1,6 @@
 """Policies that decide whether to save after a step, and which older checkpoints to keep.
 
-A checkpoint is kept if at least one of these rules keeps it:
+Garbage collection deletes the others. A checkpoint is kept if at least one of these rules keeps it:
 
     keep_last_n=2              the newest two
     keep_every_n_steps=1000    beginning with the oldest, each at least 1000 steps after the last
