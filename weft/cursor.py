@@ -15,20 +15,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkabl
 
 from weft import errors
 from weft.config import values
-from weft.core.frozen_dict import FrozenDict
-from weft.errors import CursorFindError, TraverseTreeError
-
-__all__ = [
-    "AccessType",
-    "Cursor",
-    "CursorFindError",
-    "FrozenDict",
-    "Indexable",
-    "ParentKey",
-    "TraverseTreeError",
-    "cursor",
-    "is_named_tuple",
-]
+from weft.core.frozen_dict import FrozenDict as FrozenDict
+from weft.errors import CursorFindError as CursorFindError
+from weft.errors import TraverseTreeError as TraverseTreeError
 
 A = TypeVar("A")
 

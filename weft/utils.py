@@ -19,26 +19,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as PartitionSpec
 
 from weft.config import ConfigOr, config_for_function
 from weft.core.spmd import constrain
 from weft.errors import ArgumentValueError, MissingStateError, TreeMergeError
 from weft.hierarchy.context import current_context
 from weft.hierarchy.context_kind import fork_key
-from weft.hierarchy.parameter_spec import TensorSpec
+from weft.hierarchy.parameter_spec import TensorSpec as TensorSpec
 from weft.input import dispatch
-from weft.input.dispatch import current_mesh, global_to_host_array, input_partition_spec
-from weft.struct import VDict, map_blocks
-from weft.trainer.inference import DataPartitionType
-from weft.trainer.mesh import HybridMeshShape, MeshShape, build_mesh, infer_mesh_shape
-from weft.trainer.model import (
-    cast_floats,
-    cast_floats_per_param,
-    per_param_train_dtype_by_path,
-)
-from weft.trainer.optimizers.base import tree_paths
-from weft.typing import DType, Nested, NestedTensor, Tensor
+from weft.input.dispatch import current_mesh
+from weft.input.dispatch import global_to_host_array as global_to_host_array
+from weft.input.dispatch import input_partition_spec as input_partition_spec
+from weft.struct import VDict as VDict
+from weft.struct import map_blocks as map_blocks
+from weft.trainer.inference import DataPartitionType as DataPartitionType
+from weft.trainer.mesh import HybridMeshShape as HybridMeshShape
+from weft.trainer.mesh import MeshShape as MeshShape
+from weft.trainer.mesh import build_mesh
+from weft.trainer.mesh import infer_mesh_shape as infer_mesh_shape
+from weft.trainer.model import cast_floats as cast_floats
+from weft.trainer.model import cast_floats_per_param as cast_floats_per_param
+from weft.trainer.model import per_param_train_dtype_by_path
+from weft.trainer.optimizers.base import tree_paths as tree_paths
+from weft.typing import DType
+from weft.typing import Nested as Nested
+from weft.typing import NestedTensor as NestedTensor
+from weft.typing import Tensor as Tensor
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -533,64 +540,3 @@ def _steps(path: Path, separator: str) -> list[str]:
 
 def _at(i: int, tree: Nested[Any]) -> Nested[Any]:
     return jax.tree.map(lambda x: x[i], tree)
-
-
-__all__ = [
-    "DataPartitionType",
-    "HybridMeshShape",
-    "MeshShape",
-    "Nested",
-    "NestedPartitionSpec",
-    "NestedTensor",
-    "PartitionSpec",
-    "PerParamFn",
-    "StackedKeyArray",
-    "Tensor",
-    "TensorSpec",
-    "VDict",
-    "as_numpy_array",
-    "as_tensor",
-    "canonicalize_per_param_dtype",
-    "cast_floats",
-    "cast_floats_per_param",
-    "check_numerics",
-    "check_param_shape_alignment",
-    "complete_partition_spec_tree",
-    "copy_recursively",
-    "count_model_params",
-    "create_device_mesh",
-    "data_partition_type_to_spec",
-    "expand_vdicts",
-    "flatten_items",
-    "get_data_dir",
-    "get_or_none",
-    "get_recursively",
-    "global_to_host_array",
-    "host_to_global_array",
-    "host_to_global_device_array",
-    "infer_mesh_shape",
-    "input_partition_spec",
-    "map_blocks",
-    "match_regex_rules",
-    "maybe_shard",
-    "non_empty_leaf_merge_fn",
-    "numeric_checks",
-    "per_param_dtype_by_path",
-    "prune_empty",
-    "prune_tree",
-    "register_per_param_settings",
-    "replicate_to_local_data",
-    "safe_not",
-    "sequence_mask",
-    "set_data_dir",
-    "set_recursively",
-    "shapes",
-    "split_prng_key",
-    "thread_stack_traces",
-    "tree_merge",
-    "tree_paths",
-    "validate_contains_paths",
-    "validate_float_dtype",
-    "vectorized_tree_map",
-    "with_sharding_constraint",
-]

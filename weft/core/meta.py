@@ -21,29 +21,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft import struct
-from weft.core.spmd import AnyMesh, constrain, get_global_mesh, global_mesh_defined
+from weft.core.spmd import AnyMesh, constrain
+from weft.core.spmd import get_global_mesh as get_global_mesh
+from weft.core.spmd import global_mesh_defined as global_mesh_defined
 from weft.errors import AxisMetadataError, PartitioningUnspecifiedError, PartitionNameError
 from weft.typing import MeshAxes
 
 A = TypeVar("A")
 B = TypeVar("B", bound="Partitioned")
 
-__all__ = [
-    "AxisMetadata",
-    "Partitioned",
-    "PARTITION_NAME",
-    "with_partitioning",
-    "unbox",
-    "replace_boxed",
-    "is_axis_metadata",
-    "map_axis_meta",
-    "add_axis",
-    "remove_axis",
-    "get_partition_spec",
-    "get_sharding",
-    "get_global_mesh",
-    "global_mesh_defined",
-]
 
 PARTITION_NAME = "partition_name"
 """The key of `metadata_params` for the name of the new axis of a `Partitioned`."""
@@ -314,8 +300,7 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
     def _position(self, index: int, rank: int) -> int:
         """Returns the index of an axis counted from the front.
 
-        `rank` is the number of axes of the value that `index` refers to, as far as the names
-        determine it.
+        `rank` is that of the value to which `index` refers, as far as the names determine it.
         """
         ndim = max((getattr(leaf, "ndim", 0) for leaf in jax.tree.leaves(self.value)), default=0)
         # Names may omit the last axes, and the value may or may not have the axis already, so the

@@ -461,9 +461,8 @@ class Scope:
     def _make(self, col: str, name: str, first_value: Callable[[], T]) -> T:
         """Sets a variable to its first value, computed in the scope's trace.
 
-        Inside of a JAX transformation that does not lift the scope, the value is computed outside,
-        so that the variable exists once; raises JaxTransformError if it depends on transformed
-        values.
+        Inside of a JAX transformation that does not lift the scope, that is outside, so that the
+        variable exists once; raises JaxTransformError if the value depends on transformed ones.
         """
         trace = self._store.trace()
         if self._store.trace == current_trace() or trace is None:

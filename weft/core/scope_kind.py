@@ -101,11 +101,9 @@ class _Root:
 
 @dataclasses.dataclass(frozen=True)
 class _Collected:
-    """Static part of a scope after the function.
+    """Static part of a scope after the function; `counts` is None for a scope below a root.
 
-    Attributes:
-        counts: numbers of drawn keys; None for a scope below a root.
-        left: the scope's `left_counts`, which do not distinguish results.
+    `left`, the scope's `left_counts`, does not distinguish results.
     """
 
     counts: FrozenCounts | None

@@ -318,10 +318,7 @@ class Module(Configurable):
     def _add_descendant(
         self, names: str | Sequence[str], child_config: Any, **kwargs: object
     ) -> "Module":
-        """Creates a child of a descendant; see `_add_child`.
-
-        Args:
-            names: path from this module to the new one, as a sequence or joined by dots.
+        """Creates a child of a descendant, by names or a path with dots; see `_add_child`.
 
         Raises InvalidDescendantError if a module on the path does not exist.
         """

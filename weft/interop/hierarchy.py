@@ -131,9 +131,7 @@ def _boxed(value: object, spec: ParameterSpec) -> Any:
 class _NamedAxes(Partitioned):
     """A parameter whose axes have names: mesh axes, or names that the context's rules map to some.
 
-    Attributes:
-        names: for each axis a name, a tuple of names, or None.
-        mesh: the mesh; by default that of `jax.set_mesh`.
+    The mesh is by default that of `jax.set_mesh`.
     """
 
     def unbox(self, apply_constraint: bool = True) -> Any:

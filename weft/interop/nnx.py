@@ -233,11 +233,9 @@ def initializing() -> Iterator[None]:
 
 
 class _AbstractModule(NamedTuple):
-    """A module without its values.
+    """A module without its values: its variables and arrays with shapes, by path.
 
-    Attributes:
-        leaves: its variables and arrays by path, with shapes in place of values.
-        keys: the values in PRNG streams, by path.
+    `keys` are the values in PRNG streams, by path.
     """
 
     graphdef: Any

@@ -304,10 +304,8 @@ def _change_streams(
 ) -> Any:
     """Gives streams new keys and restarts their counts, in place or in a copy of the object.
 
-    Streams whose new key is None are unchanged. A copy shares the other variables.
-
-    Returns:
-        The backups, or the copy.
+    Streams whose new key is None are unchanged. Returns the backups, or the copy, which shares the
+    other variables.
     """
     node, backups = node if in_place else clone(node, variables=False), []
     for path, stream in _streams(node, only):

@@ -15,10 +15,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft import errors
-from weft.core.meta import PARTITION_NAME, Partitioned
-from weft.core.spmd import AnyMesh, axes_of, get_global_mesh, logical_axis_rules, without_format
+from weft.core.meta import PARTITION_NAME as PARTITION_NAME
+from weft.core.meta import Partitioned
+from weft.core.spmd import AnyMesh, axes_of, get_global_mesh, without_format
+from weft.core.spmd import logical_axis_rules as logical_axis_rules
 from weft.nnx import eager_sharding
-from weft.nnx.eager_sharding import mesh_of, pspec_of, use_eager_sharding, using_eager_sharding
+from weft.nnx.eager_sharding import mesh_of, pspec_of
+from weft.nnx.eager_sharding import use_eager_sharding as use_eager_sharding
+from weft.nnx.eager_sharding import using_eager_sharding as using_eager_sharding
 from weft.nnx.graph import GraphDef, flatten_graph
 from weft.nnx.pytree import is_array
 from weft.nnx.split_merge import split
@@ -27,20 +31,6 @@ from weft.nnx.variables import Variable, with_metadata
 
 A = TypeVar("A")
 
-__all__ = [
-    "PARTITION_NAME",
-    "abstract_with_sharding",
-    "add_axis",
-    "get_abstract_model",
-    "get_named_sharding",
-    "get_partition_spec",
-    "get_var_pspec",
-    "logical_axis_rules",
-    "remove_axis",
-    "use_eager_sharding",
-    "using_eager_sharding",
-    "with_partitioning",
-]
 
 _REMOVED_AXES = {
     "out_sharding": "axes_that_left",

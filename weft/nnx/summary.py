@@ -49,12 +49,7 @@ class CallInfo:
 
 @dataclasses.dataclass
 class _Run:
-    """Records of a model run.
-
-    Attributes:
-        calls: calls, with the objects' paths.
-        open: paths of the objects whose methods are running.
-    """
+    """Records of a model run: calls, and paths of the objects whose methods are running."""
 
     counts: list[str]
     ids: dict[Path, int]

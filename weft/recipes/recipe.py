@@ -316,9 +316,7 @@ def _loaded_from(root: str) -> set[str]:
 def _report_failures(what: str, root: str) -> Iterator[None]:
     """Raises errors of the user's code with the line that caused them, and without Weft's lines.
 
-    Args:
-        what: Start of the message.
-        root: Directory of the user's code; "" if unknown.
+    A message starts with `what`; `root` is the directory of the code, "" if unknown.
     """
     try:
         yield

@@ -95,13 +95,7 @@ class _Data:
 
 
 def _read_data(data: Any, name: str, batch_size: int | None) -> _Data:
-    """Returns the data that `fit` was given as `name`.
-
-    Raises:
-        FitError: If it has none of the forms that `fit` takes, or its batches have a size already.
-        InputDatasetError: If it has no rows, rows of different numbers, or numbers that are not
-            finite.
-    """
+    """Returns the data that `fit` was given as `name`; for errors see `fit`."""
     checks: list[_Check] = []
     if isinstance(data, Arrays | Mapping) or type(data) is tuple:
         arrays = data if isinstance(data, Arrays) else Arrays(_fields(data, name))

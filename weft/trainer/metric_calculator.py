@@ -106,13 +106,10 @@ class BaseMetricCalculator(Module):
     ) -> Callable[[NestedTensor, Tensor, NestedTensor], tuple[Tensor, Any]]:
         """Returns a method of the model, compiled at its first call.
 
-        Args:
-            inputs: Maps a batch to the method's arguments, a tuple or a dict.
-            outputs: Maps the batch, the method's result and its side outputs to the outputs.
-
-        Returns:
-            A function of parameters, PRNG key and batch that returns the key for the next batch and
-            the outputs, replicated so that each process can read them.
+        `inputs` maps a batch to the method's arguments, a tuple or a dict; `outputs` maps the
+        batch, the method's result and its side outputs to the outputs. The result takes parameters,
+        PRNG key and batch, and returns the key for the next batch and the outputs, replicated so
+        that each process can read them.
         """
         # Checked now rather than at the first evaluation, which may be hours into training.
         if get_public_method(self._model, method) is None:

@@ -147,8 +147,7 @@ def _shapes(cfg: Model.Config) -> NestedTensor:
 class _TensorLocation:
     """A parameter of ours and its tensor of theirs, or the tensors of all layers.
 
-    Attributes:
-        layer: the layer number; None outside of layers, -1 where all are in one array.
+    `layer` is None outside of layers, -1 where all are in one array.
     """
 
     def __init__(self, entry: TensorMapping, leaf: Any, layer: int | None):

@@ -18,11 +18,7 @@ from weft.trainer.summary_writer.base import PeriodicWriter, processor_zero_only
 
 
 class _TrackerWriter(PeriodicWriter):
-    """Base of the writers to a tracker.
-
-    Attributes:
-        _tracker: Name of the package, and of the extra that installs it.
-    """
+    """Base of the writers to a tracker, the package `_tracker`, which an extra installs."""
 
     _needs_allow = True  # it opens connections
     _tracker: str
