@@ -184,18 +184,19 @@ def apply_rotary(
         )
     sin, cos = to_ndim(sin, x.ndim), to_ndim(cos, x.ndim)
     y = x.astype(jnp.promote_types(x.dtype, sin.dtype))
-    if layout == "interleaved":
-        first, second = y[..., ::2], y[..., 1::2]
-    elif layout == "half":
+    if layout == "half":
         first, second = jnp.split(y, 2, axis=-1)
-    else:
+        rotated = first * cos - second * sin, second * cos + first * sin
+        return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    if layout != "interleaved":
         raise ArgumentValueError(f"layout={layout!r} must be 'interleaved' or 'half'.")
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    if layout == "interleaved":
-        y = jnp.stack(rotated, axis=-1).reshape(x.shape)
-    else:
-        y = jnp.concatenate(rotated, axis=-1)
-    return y.astype(x.dtype)
+    # Without slices of every second number, whose gradient is a sum of padded arrays.
+    swapped = lax.rev(y.reshape(*y.shape[:-1], -1, 2), (y.ndim,)).reshape(y.shape)
+    cos, sin = (
+        jnp.stack(pair, axis=-1).reshape(*sin.shape[:-1], x.shape[-1])
+        for pair in ((cos, cos), (-sin, sin))
+    )
+    return (y * cos + swapped * sin).astype(x.dtype)
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, " heads"]:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from weft.config import REQUIRED, Required, config_class
@@ -64,6 +65,15 @@ class MultiheadInputLinear(BaseMultiheadLinear):
     _subscripts = "...d,dnh->...nh"
     _fan_axes = FanAxes(in_axis=0, out_axis=(1, 2))
     _bias_axes = slice(1, None)
+
+    def project_stacked(self, inputs: Tensor) -> list[Tensor]:
+        """Returns the projections of weights and biases that are stacked along a leading axis."""
+        weight = jnp.moveaxis(self.parameters["weight"], 0, 1)
+        bias = self.parameters["bias"] if self.config.bias else None
+        outputs = project("...d,dknh->...knh", inputs, weight, bias)
+        axis = outputs.ndim - 3
+        # The gradient of a split is a concatenation, but that of slices a sum of padded arrays.
+        return [x.squeeze(axis) for x in lax.split(outputs, (1,) * weight.shape[1], axis)]
 
 
 class MultiheadOutputLinear(BaseMultiheadLinear):
@@ -240,6 +250,8 @@ class FusedQKVLinear(BaseQKVLinear):
     def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
         inputs = self._inputs(query, key, value, kv_state)
         if key is None and value is None:
+            if type(self.qkv_proj) is MultiheadInputLinear:
+                return self.Output(*self.qkv_proj.project_stacked(query))
             with child_context("qkv_proj"):
                 project_all = transforms.vmap(self.qkv_proj.forward, in_axes=None, axis_size=3)
                 return self.Output(*project_all(query))
