@@ -205,6 +205,14 @@ def test_capped_logits_stay_within_the_cap():
     np.testing.assert_allclose(cap_logits(x, 5.0), 5 * np.tanh(np.array(x) / 5), rtol=1e-5)
 
 
+def test_capped_logits_of_half_precision_have_gradients():
+    # Their tangent rounds to 1 in bfloat16.
+    x = jnp.bfloat16(16.0)
+    assert cap_logits(x, 5.0).dtype == jnp.bfloat16
+    exact = jax.grad(lambda x: cap_logits(x, 5.0))(16.0)
+    np.testing.assert_allclose(jax.grad(lambda x: cap_logits(x, 5.0))(x), exact, rtol=1e-2)
+
+
 def test_indivisible_heads_are_rejected():
     q, k, v = map(jnp.array, qkv(heads=4, kv_heads=3))
     with pytest.raises(ArgumentShapeError, match=r"4 heads of queries .* 3 heads of keys"):

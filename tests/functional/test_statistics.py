@@ -130,3 +130,10 @@ def test_dtype_of_statistics(dtype, forced, as_it_is):
     x = jnp.ones(1, dtype)
     assert jnp.dtype(statistics_dtype(x)) == forced
     assert jnp.dtype(statistics_dtype(x, force_float32=False)) == as_it_is
+
+
+def test_segment_mean_of_half_precision_sums_in_float32():
+    x = jnp.linspace(1.0, 2.0, 4096, dtype=jnp.bfloat16)[None]
+    mean = segment_mean(x, segment_ids=jnp.ones(x.shape, int), axis=1)
+    assert mean.dtype == jnp.bfloat16
+    assert mean[0, 0] == x.astype(jnp.float32).mean().astype(jnp.bfloat16)

@@ -124,6 +124,78 @@ def test_parameter_depends_on_its_path():
     np.testing.assert_array_equal(alone["first"]["bias"], [0, 0])
 
 
+class Dtypes(BaseLayer):
+    """Layer that says in which dtypes it computes."""
+
+    def _create_layer_parameter_specs(self):
+        return {"w": ParameterSpec(()), "count": ParameterSpec((), is_state=True)}
+
+    def forward(self, x, ids):
+        w, count = self.parameters["w"], self.parameters["count"]
+        self.add_module_output("seen", [v.dtype.name for v in (x, ids, w, count)])
+        return x, ids
+
+
+class Nest(BaseLayer):
+    @config_class
+    class Config(BaseLayer.Config):
+        plain: Dtypes.Config = Dtypes.default_config()
+        own: Dtypes.Config = Dtypes.default_config()
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("plain", cfg.plain)
+        self._add_child("own", cfg.own)
+
+    def forward(self, x, ids):
+        x, ids = self.plain(x, ids=ids)
+        return self.own(x, ids)
+
+
+@pytest.mark.parametrize("remat", [None, RematSpec()])
+def test_layers_compute_in_their_compute_dtype(remat):
+    half = ["bfloat16", "int32", "bfloat16", "float32"]
+    full = ["float32", "int32", "float32", "float32"]
+
+    def run(**kwargs):
+        layer = Nest.default_config().set(name="nest", remat_spec=remat, **kwargs)
+        params = {name: {"w": jnp.ones(()), "count": jnp.ones(())} for name in ("plain", "own")}
+        (x, ids), outputs = functional(
+            layer.instantiate(parent=None),
+            jax.random.key(0),
+            params,
+            (jnp.ones(2), jnp.ones(2, jnp.int32)),
+            is_training=True,
+            drop_output_collections=(),
+        )
+        assert ids.dtype == jnp.int32
+        seen = outputs.module_outputs
+        return seen["plain"]["seen"], seen["own"]["seen"], x.dtype.name
+
+    own = Dtypes.default_config().set(compute_dtype=jnp.float32)
+    assert run() == (full, full, "float32")
+    assert run(compute_dtype="bfloat16") == (half, half, "bfloat16")
+    assert run(compute_dtype="bfloat16", output_dtype="float32") == (half, half, "float32")
+    # A layer inside has the last word, and returns what the layers around it compute in.
+    assert run(compute_dtype="bfloat16", own=own) == (half, full, "bfloat16")
+    kept = own.clone(output_dtype=jnp.float32)
+    assert run(compute_dtype="bfloat16", own=kept) == (half, full, "float32")
+    assert run(own=Dtypes.default_config().set(compute_dtype="bfloat16")) == (
+        full,
+        half,
+        "bfloat16",
+    )
+
+
+def test_gradients_have_the_dtype_of_the_parameters():
+    layer = make(compute_dtype=jnp.bfloat16)
+    params = layer.initialize_parameters_recursively(jax.random.key(0))
+    grads = jax.grad(lambda p: forward(layer, p, jnp.ones((3, 2)))[0].astype("float32").sum())(
+        params
+    )
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+
+
 def test_dtype_and_init_default_to_the_parent():
     init = DefaultInitializer.default_config().set(
         init_by_param_name={".*weight": ConstantInitializer.default_config().set(value=3.0)}

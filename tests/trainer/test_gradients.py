@@ -259,12 +259,12 @@ def test_accumulation_dtype_is_configurable():
 
     inputs = {"input_batch": {"x": np.float32([2048] + [1] * 7)}, "forward_key": None}
     grads = []
-    for dtype in (None, jnp.float32):
+    for dtype in (None, jnp.float16, jnp.float32):
         fn = with_minibatch_steps(steps=8, grad_dtype=dtype)(linear)
         params = {"w": jnp.float16(1)}
         grads.append(jax.grad(lambda p, f=fn: f(model_params=p, inputs=inputs).loss)(params)["w"])
     # Half precision has no number between 2048 and 2050.
-    assert [float(g) for g in grads] == [256.0, 257.0]
+    assert [float(g) for g in grads] == [257.0, 256.0, 257.0]
     assert {g.dtype for g in grads} == {jnp.dtype(jnp.float16)}
 
 

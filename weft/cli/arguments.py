@@ -494,7 +494,10 @@ def list_recipes(arguments: argparse.Namespace) -> int:
     """Prints the recipes, the default one first, or the arguments of one."""
     if arguments.recipe is not None:
         print(find_recipe(arguments.recipe).description())
-        print(f"Fields of its config, which can be set too: weft config show {arguments.recipe}")
+        print(
+            "Fields of its config, which can be set too, such as precision=bfloat16: weft config "
+            f"show {arguments.recipe}"
+        )
         return 0
     recipes = named_trainer_configs().values()
     width = max(len(recipe.name) for recipe in recipes)
@@ -503,5 +506,6 @@ def list_recipes(arguments: argparse.Namespace) -> int:
         print(f"{recipe.name:{width}}  {recipe.summary}{default}")
         names = " ".join(f"{name}=" for name in recipe.written_arguments())
         print(f"{'':{width}}  {names}".rstrip())
-    print("\nweft recipes NAME explains the arguments of one.")
+    print("\nweft recipes NAME explains the arguments of one. All take fields of their config too,")
+    print("such as max_step=100 and precision=bfloat16 (or mixed_bfloat16).")
     return 0

@@ -24,6 +24,7 @@ from weft.trainer.checkpointer.index import CheckpointValidationType
 from weft.trainer.display import bytes_text
 from weft.trainer.mesh import build_mesh, rules_of
 from weft.trainer.model import LibraryModel, build_model, cast_floats
+from weft.trainer.optimizers.base import at_least_float32
 from weft.trainer.run_dir import CHECKPOINTS_DIR, find_fields
 from weft.trainer.trainer import SpmdTrainer
 from weft.typing import NestedTensor, Tensor
@@ -56,11 +57,16 @@ def restore_model(
             validation=CheckpointValidationType.CONTAINS_STATE,
         ).instantiate(parent=None)
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        shapes = jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
+        averaged = getattr(getattr(cfg.learner, "ema", None), "decay", None) is not None
+
+        def kept(key: Tensor) -> NestedTensor:
+            params = model.initialize_parameters_recursively(key)
+            return at_least_float32(params) if averaged else params
+
+        shapes = jax.eval_shape(kept, jax.random.key(0))
         target = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
         )
-        averaged = getattr(getattr(cfg.learner, "ema", None), "decay", None) is not None
         wanted = {"learner": {"ema": {"ema": target}}} if averaged else {"model": target}
         restored, state = checkpointer.restore(step=step, state=wanted)
         checkpointer.stop()

@@ -85,6 +85,9 @@ from weft.functional.norm import (
 from weft.functional.pooling import (
     avg_pool as avg_pool, max_pool as max_pool, min_pool as min_pool, pool as pool,
 )
+from weft.functional.rounding import (
+    cast_floats as cast_floats, stochastic_round as stochastic_round,
+)
 from weft.functional.sampling import (
     chain as chain, LogitsToLogitsFn as LogitsToLogitsFn, sample_token as sample_token,
     scale_by as scale_by, top_k_logits as top_k_logits, top_p_logits as top_p_logits,

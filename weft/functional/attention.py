@@ -158,7 +158,8 @@ def cap_logits(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*sha
     >>> cap_logits(jnp.array([0.0, 1e6]), 50.0).tolist()
     [0.0, 50.0]
     """
-    return cap * jnp.tanh(logits / cap)
+    # In float32: where bfloat16 rounds the tangent to 1, its derivative would be 0.
+    return (cap * jnp.tanh(logits.astype(jnp.float32) / cap)).astype(logits.dtype)
 
 
 def attention_probs(

@@ -83,6 +83,8 @@ def segment_mean(
     [[0.5, 0.5, 2.5, 2.5]]
     """
     others = tuple(a for a in canonical_axes(axis, x.ndim) if a != 1)
+    dtype = x.dtype
+    x = x.astype(statistics_dtype(x))
     counts = jnp.ones(x.shape, x.dtype)
     if where is not None:
         counts = counts * where
@@ -94,7 +96,8 @@ def segment_mean(
         return jax.ops.segment_sum(values, ids, num_segments)[ids]
 
     totals = within(jnp.sum(x, others, keepdims=True), segment_ids)
-    return totals / jnp.maximum(within(jnp.sum(counts, others, keepdims=True), segment_ids), 1)
+    means = totals / jnp.maximum(within(jnp.sum(counts, others, keepdims=True), segment_ids), 1)
+    return cast(means, dtype if jnp.issubdtype(dtype, jnp.inexact) else None)
 
 
 def compute_mean_square_with_segment_ids(

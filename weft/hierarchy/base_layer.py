@@ -24,6 +24,7 @@ from weft.config import REQUIRED, Configurable, Required, config_class, maybe_in
 from weft.core.logical import names_to_mesh_axes
 from weft.core.tabulate import format_size
 from weft.functional.arrays import check_sizes
+from weft.functional.rounding import cast_floats
 from weft.hierarchy import transforms
 from weft.hierarchy.context import child_context, fold_in_name, set_current_context
 from weft.hierarchy.context_kind import fork_key
@@ -164,6 +165,7 @@ def _is_spec(x: object) -> bool:
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class ParameterNoise(Configurable):
@@ -221,12 +223,19 @@ class BaseLayer(Module):
 
         Attributes:
             dtype: of the parameters; None for that of the parent layer, float32 at the root.
+            compute_dtype: of the computation, to which the layer casts its floating-point inputs
+                and parameters, but not its state; None for that of the parent layer, at the root
+                for no cast. Softmaxes, norms and losses are computed in float32 nevertheless.
+            output_dtype: of the layer's floating-point outputs; None for the parent's
+                `compute_dtype` if this layer has one of its own.
             param_init: initializes the parameters; None for that of the parent layer.
             param_partition_spec: the mesh axes of the layer's main weight, one entry per axis.
             remat_spec: what to recompute in the backward pass; None keeps everything.
         """
 
         dtype: DType | None = None
+        compute_dtype: DType | None = None
+        output_dtype: DType | None = None
         param_init: DefaultInitializer.Config | None = None
         param_partition_spec: NestedParameterSpec | PartitionSpec | Any | None = None
         param_noise: ParameterNoise.Config | None = None
@@ -237,6 +246,7 @@ class BaseLayer(Module):
         super().__init__(cfg, parent=parent)
         self._param_init = maybe_instantiate(cfg.param_init)
         self._param_noise = maybe_instantiate(cfg.param_noise)
+        self._casts = cfg.compute_dtype is not None or cfg.output_dtype is not None
         if cfg.tensor_stats is not None:
             self._add_child("tensor_stats", cfg.tensor_stats)
 
@@ -246,6 +256,13 @@ class BaseLayer(Module):
         if self.config.dtype is not None:
             return self.config.dtype
         return self.parent.dtype() if isinstance(self.parent, BaseLayer) else jnp.float32
+
+    @nowrap
+    def compute_dtype(self) -> DType | None:
+        """Returns the dtype of the layer's computation; None for that of its inputs."""
+        if self.config.compute_dtype is not None:
+            return self.config.compute_dtype
+        return self.parent.compute_dtype() if isinstance(self.parent, BaseLayer) else None
 
     @nowrap
     def param_init(self) -> Any:
@@ -394,6 +411,18 @@ class BaseLayer(Module):
                 )
         return noisy if self._param_noise is None else self._param_noise.apply(prng_key, noisy)
 
+    @nowrap
+    def cast_parameters_recursively(self, params: NestedTensor) -> NestedTensor:
+        """Returns the parameters in the compute dtype of each layer, and state unchanged."""
+        cast: Any = copy.copy(params)  # a stack stays marked as one
+        for name, child in self._children.items():
+            if isinstance(child, BaseLayer) and name in cast:
+                cast[name] = child.cast_parameters_recursively(cast[name])
+        for name, spec in self._own_parameter_specs().items():
+            if name in cast and not spec.is_state:
+                cast[name] = cast_floats(cast[name], self.compute_dtype())
+        return cast
+
     @property
     def parameters(self) -> Parameters:
         """The layer's state in the current invocation."""
@@ -411,11 +440,32 @@ class BaseLayer(Module):
 
     def _in_context(self, method: Callable[..., R]) -> Callable[..., R]:
         spec = self.config.remat_spec
-        if spec is None or not self.is_training or getattr(method, "_weft_no_remat", False):
+        if spec is not None and self.is_training and not getattr(method, "_weft_no_remat", False):
+            method = transforms.remat(
+                method, prevent_cse=spec.prevent_cse, policy=maybe_instantiate(spec.policy)
+            )
+        return self._with_casts(method)
+
+    def _cast_inputs(self, inputs: T) -> T:
+        """Returns the inputs of a layer with a compute dtype of its own in this dtype."""
+        return cast_floats(inputs, self.compute_dtype())
+
+    def _with_casts(self, method: Callable[..., R]) -> Callable[..., R]:
+        if not self._casts:
             return method
-        return transforms.remat(
-            method, prevent_cse=spec.prevent_cse, policy=maybe_instantiate(spec.policy)
-        )
+        cfg, around = self.config, self.parent
+        output_dtype = cfg.output_dtype
+        if output_dtype is None and isinstance(around, BaseLayer):
+            output_dtype = around.compute_dtype()
+
+        def call(layer: BaseLayer, *args: object, **kwargs: object) -> R:
+            context = layer.get_invocation_context()
+            if cfg.compute_dtype is not None:
+                context.state = layer.cast_parameters_recursively(context.state)
+                args, kwargs = layer._cast_inputs((args, kwargs))
+            return cast_floats(method(layer, *args, **kwargs), output_dtype)
+
+        return call
 
     def _add_tensor_stats(self, name: str, value: Tensor) -> None:
         if "tensor_stats" in self._children:

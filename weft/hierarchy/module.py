@@ -406,6 +406,10 @@ class Module(Configurable):
 
     def _in_context(self, method: Callable[..., R]) -> Callable[..., R]:
         """Returns a method as it is called in its open context; subclasses may extend this."""
+        return self._with_casts(method)
+
+    def _with_casts(self, method: Callable[..., R]) -> Callable[..., R]:
+        """Returns a method that casts its inputs and outputs, also where it is a root's."""
         return method
 
     def get_invocation_context(self) -> InvocationContext:
@@ -516,8 +520,9 @@ def functional(
     try:
         with ActiveContext(context, None):
             fn = getattr(module, method)
+            # The module's context is open.
             if getattr(fn, "__self__", None) is module and hasattr(fn, "_weft_method"):
-                fn = functools.partial(fn._weft_method, module)  # its context is open
+                fn = functools.partial(module._with_casts(fn._weft_method), module)
             result = with_large_frame(fn, *args, **kwargs) if is_tracing() else fn(*args, **kwargs)
     except Exception as error:
         _add_path_note(error, module, method)

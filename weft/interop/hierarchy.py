@@ -21,6 +21,7 @@ from weft.core.partial_eval import partial_eval
 from weft.core.spmd import constrain
 from weft.core.tabulate import split_arrays
 from weft.errors import LayerInputsError, LayerMethodError, ParameterSpecError, UnknownLayerError
+from weft.functional.rounding import cast_floats
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, functional, get_public_method, nowrap
 from weft.interop import models
@@ -235,7 +236,7 @@ class InHierarchy(BaseLayer):
             ) from error
         dtype = self._configured_dtype()
         return {
-            col: _cast(entries, dtype) if dtype and self._model.trains(col) else entries
+            col: cast_floats(entries, dtype) if self._model.trains(col) else entries
             for col, entries in made.items()
             if col not in _OUTPUT_COLLECTIONS
         }
@@ -285,6 +286,13 @@ class InHierarchy(BaseLayer):
                 )
         values = {p: None if isinstance(x, ParameterSpec) else x for p, x in given.items()}
         return unflatten_dict({**state, **values})
+
+    @nowrap
+    def cast_parameters_recursively(self, params: Any) -> Any:
+        return {
+            col: cast_floats(x, self.compute_dtype()) if self._model.trains(col) else x
+            for col, x in params.items()
+        }
 
     def forward(self, *args: object, **kwargs: Any) -> Any:
         """Calls the layer, or its public method named `method`, with the given arguments.
@@ -337,12 +345,6 @@ def _string_path(path: Path) -> tuple[str, ...]:
 
 def _unboxed_values(variables: Mapping[str, Any]) -> dict[Path, Any]:
     return {_string_path(path): unbox(x) for path, x in flatten_dict(variables).items()}
-
-
-def _cast(tree: object, dtype: DType) -> Any:
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
 
 
 def _sown_value(value: object) -> Any:

@@ -63,6 +63,7 @@ from weft.trainer.optimizers.transformations import param_ema as param_ema
 from weft.trainer.parallelism import (
     mesh_shape_from_axes as mesh_shape_from_axes, ParallelismModifier as ParallelismModifier,
 )
+from weft.trainer.precision import Precision as Precision
 from weft.trainer.profiling import Throughput as Throughput
 from weft.trainer.progress import has_ended as has_ended, RunListener as RunListener
 from weft.trainer.schedule import cosine_with_linear_warmup as cosine_with_linear_warmup

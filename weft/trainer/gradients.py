@@ -126,7 +126,8 @@ def with_minibatch_steps(
     Args:
         steps: The number of microbatches; must divide the number of rows.
         metric_accumulator: Merges the summaries of the microbatches; a `MetricAccumulator` if None.
-        grad_dtype: The dtype of the gradient sum; None for the dtypes of the parameters.
+        grad_dtype: The dtype of the gradient sum; None for those of the parameters, at least
+            float32.
 
     Returns:
         A function from a forward function to a forward function. Only the loss of the result can be
@@ -198,7 +199,7 @@ class _Microbatches:
             for path, shape in _by_path(update_shapes).items()
         }
         grads = {
-            path: jnp.zeros_like(x, self.grad_dtype)
+            path: jnp.zeros_like(x, self.grad_dtype or jnp.promote_types(x.dtype, jnp.float32))
             for path, x in values.items()
             if path in trained
         }

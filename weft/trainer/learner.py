@@ -34,11 +34,20 @@ from weft.config import (
     config_for_function,
     maybe_instantiate,
 )
-from weft.errors import LossScaleError, UpdateRuleError, VariableStatError, did_you_mean
+from weft.errors import (
+    InvalidConfigValueError,
+    LossScaleError,
+    MissingPrngKeyError,
+    UpdateRuleError,
+    VariableStatError,
+    did_you_mean,
+)
 from weft.hierarchy.base_layer import NestedParameterSpec
+from weft.hierarchy.context import fold_in_name, set_current_context
 from weft.hierarchy.module import Module, nowrap
 from weft.trainer.gradients import forward_and_gradients
 from weft.trainer.optimizers import base, clipping, transformations
+from weft.trainer.precision import Precision, as_precision
 from weft.trainer.update_transformation import (
     BackwardOutputs,
     ForwardBackwardOutputs,
@@ -50,7 +59,7 @@ from weft.trainer.update_transformation import (
     mask_tree,
 )
 from weft.training.train_state import DynamicScale
-from weft.typing import Nested, NestedTensor, T, Tensor
+from weft.typing import DType, Nested, NestedTensor, T, Tensor
 
 
 class DynamicLossScale(Configurable):
@@ -212,10 +221,13 @@ class _OneForwardPassLearner(BaseLearner):
           ema: the moving average of all parameters, kept if its `decay` is not None.
           forward_fn_transformation: applied to the forward pass before it is differentiated, such
             as `with_minibatch_steps`, which accumulates gradients.
+          precision: dtypes of the optimizer's state, and the rounding of parameters; set by the
+            trainer to its own. None leaves both to the optimizer.
         """
 
         ema: InstantiableConfig = config_for_function(transformations.param_ema)
         forward_fn_transformation: ConfigOr[ForwardFnTransformation] | None = None
+        precision: str | Precision.Config | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -259,6 +271,7 @@ class _OneForwardPassLearner(BaseLearner):
     def _update_ema(self, opt_params: base.NestedOptParam, new_params: NestedTensor) -> None:
         if self._ema is not None:
             new = jax.tree.map(lambda p, x: dataclasses.replace(p, value=x), opt_params, new_params)
+            new = base.at_least_float32(new)
             _, ema_state = self._ema.update({}, self.state["ema"], new)
             self.add_state_update("ema", ema_state)
 
@@ -301,13 +314,14 @@ class Learner(_OneForwardPassLearner):
         super().__init__(cfg, parent=parent)
         self._add_child("optimizer", as_update_transformation(cfg.optimizer))
         self._loss_scale = maybe_instantiate(cfg.loss_scale)
+        self._precision = None if cfg.precision is None else as_precision(cfg.precision)
         self._stats = {name: variable_stat(name) for name in cfg.per_variable_stats}
 
     @nowrap
     def init(self, model_params: base.NestedOptParam) -> dict[str, Any]:
-        state = {"optimizer": self.optimizer.init(self._optimized(model_params))}
+        state = {"optimizer": self._of_optimizer(self.optimizer.init, model_params)}
         if self._ema is not None:
-            state["ema"] = self._ema.init(model_params)
+            state["ema"] = self._ema.init(base.at_least_float32(model_params))
         if self.config.ignore_undefined_loss:
             state["undefined_loss_count"] = jnp.zeros((), jnp.int32)
         if self._loss_scale is not None:
@@ -318,10 +332,10 @@ class Learner(_OneForwardPassLearner):
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
     ) -> dict[str, base.NestedOptStateSpec]:
-        optimized = self._optimized(model_param_specs)
-        specs = {"optimizer": self.optimizer.create_state_partition_specs(optimized)}
+        partition = self.optimizer.create_state_partition_specs
+        specs = {"optimizer": self._of_optimizer(partition, model_param_specs)}
         if self._ema is not None:
-            specs["ema"] = self._ema.partition(model_param_specs)
+            specs["ema"] = self._ema.partition(base.at_least_float32(model_param_specs))
         if self.config.ignore_undefined_loss:
             specs["undefined_loss_count"] = base.COUNT_SPEC
         if self._loss_scale is not None:
@@ -357,14 +371,49 @@ class Learner(_OneForwardPassLearner):
             self._matching(should_apply_state_updates, updates.opt_params),
             fields=("inplace_updates",),
         )
-        optimized = self.optimizer(
+        optimized = self._optimize(
             applied.mask(self.should_update_with_optimizers, fields=("opt_params", "delta_updates"))
         )
-        new_params = optimized.replace(opt_params=updates.opt_params).updated_values()
+        optimized = optimized.replace(opt_params=updates.opt_params)
+        rounding = None if self._precision is None else self._rounded_param
+        new_params = optimized.updated_values(rounding)
         self._update_ema(updates.opt_params, new_params)
         if self.config.ignore_undefined_loss or self._loss_scale is not None:
             new_params = self._unless_undefined(new_params, updates)
         return new_params
+
+    def _optimize(self, updates: Updates) -> Updates:
+        """Runs the optimizer, with a policy in float32 on numbers that are stored in fewer bits."""
+        if self._precision is None:
+            return self.optimizer(updates)
+        context, stored = self.get_invocation_context(), self.state["optimizer"]
+        state = {**self.state, "optimizer": base.at_least_float32(stored)}
+        with set_current_context(context.fork_with_outputs(state=state), require_parent=False):
+            optimized = self.optimizer(
+                updates.replace(
+                    opt_params=base.at_least_float32(updates.opt_params),
+                    delta_updates=base.at_least_float32(updates.delta_updates),
+                )
+            )
+        of_learner = context.get_state_updates()
+        of_learner["optimizer"] = self._precision.round_tree(
+            of_learner["optimizer"], stored, lambda: self._rounding_key("moments")
+        )
+        return optimized
+
+    def _rounded_param(self, path: str, x: Tensor, dtype: DType) -> Tensor:
+        assert self._precision is not None
+        return self._precision.round(
+            x, dtype, lambda: fold_in_name(self._rounding_key("params"), path)
+        )
+
+    def _rounding_key(self, what: str) -> Tensor:
+        if self.prng_key is None:
+            raise MissingPrngKeyError(
+                f"{self.path()} rounds stochastically, and the invocation has no PRNG key; pass "
+                "prng_key= to `functional`, or set stochastic_rounding=False of its precision."
+            )
+        return fold_in_name(self.prng_key, f"rounding of {what}")
 
     def _unless_undefined(self, new_params: NestedTensor, updates: Updates) -> NestedTensor:
         """Returns the new parameters; if undefined, restores the old state and parameters."""
@@ -391,6 +440,14 @@ class Learner(_OneForwardPassLearner):
             return wanted(next(kind for pattern, kind in rules if re.fullmatch(pattern, path)))
 
         return jax.tree.map(matches, base.tree_paths(tree))
+
+    def _of_optimizer(self, make: Callable[[Any], Any], params: Any) -> Any:
+        """Returns the optimizer's state, or its layout, for parameters or their specs."""
+        optimized = self._optimized(params)
+        if self._precision is None:
+            return make(optimized)
+        made = make(base.at_least_float32(optimized))
+        return self._precision.with_stored_moments(made, optimized)
 
     def _optimized(self, tree: Any) -> Any:
         return mask_tree(tree, keep=self.should_update_with_optimizers(tree))
@@ -432,7 +489,7 @@ class CompositeLearner(_OneForwardPassLearner):
         super().__init__(cfg, parent=parent)
         for name, learner in cfg.learners.items():
             self._check_learner(name, learner)
-            self._add_child(name, learner)
+            self._add_child(name, with_precision(learner, cfg.precision))
         for pattern, name in cfg.rules:
             if name not in cfg.learners:
                 raise UpdateRuleError(
@@ -463,7 +520,7 @@ class CompositeLearner(_OneForwardPassLearner):
             name: self.children[name].init(part) for name, part in self._parts(model_params).items()
         }
         if self._ema is not None:
-            state["ema"] = self._ema.init(model_params)
+            state["ema"] = self._ema.init(base.at_least_float32(model_params))
         return state
 
     @nowrap
@@ -475,7 +532,7 @@ class CompositeLearner(_OneForwardPassLearner):
             for name, part in self._parts(model_param_specs).items()
         }
         if self._ema is not None:
-            specs["ema"] = self._ema.partition(model_param_specs)
+            specs["ema"] = self._ema.partition(base.at_least_float32(model_param_specs))
         return specs
 
     @nowrap
@@ -538,6 +595,24 @@ def _merge_parts(tree: object, parts: Sequence[Any]) -> Any:
     """Returns a tree like `tree` with each leaf from the part that has it."""
     leaf_at = {path: x for part in parts for path, x in base.leaves_by_path(part).items()}
     return jax.tree_util.tree_map_with_path(lambda path, _: leaf_at[path], tree)
+
+
+def with_precision(learner: Any, precision: str | Precision.Config | None) -> Any:
+    """Returns the config of a learner with a policy for its dtypes; None leaves its own.
+
+    Raises:
+        InvalidConfigValueError: if the learner knows no policies.
+    """
+    if precision is None:
+        return learner
+    if "precision" not in learner.keys():  # noqa: SIM118 - a config is not a mapping
+        raise InvalidConfigValueError(
+            f"precision={precision!r:.80} also sets the dtypes of the learner's state, but "
+            f"{learner.klass.__name__} has no field 'precision'; expected a learner such as "
+            "weft.trainer.Learner. Set the dtypes of the model instead: `dtype` of its config, "
+            "and `train_dtype` of the trainer."
+        )
+    return learner.clone(precision=precision)
 
 
 _SAMPLES = 1024

@@ -27,9 +27,11 @@ from weft.errors import (
     WeftError,
     did_you_mean,
 )
+from weft.functional import cast_floats as arrays_cast
 from weft.hierarchy import BaseLayer, Module, TensorSpec, WeightedScalar, nowrap
 from weft.interop.hierarchy import InHierarchy
 from weft.trainer.optimizers.base import tree_paths
+from weft.trainer.precision import Precision, as_precision
 from weft.trainer.supervised import Supervised
 from weft.typing import DType, Nested, NestedTensor, T, Tensor
 
@@ -67,13 +69,22 @@ class LibraryModel(InHierarchy):
             return super()._make(key)
 
 
-def model_config(model: InstantiableConfig, batch: Callable[[], Any]) -> Any:
+def model_config(
+    model: InstantiableConfig,
+    batch: Callable[[], Any],
+    precision: str | Precision.Config | None = None,
+) -> Any:
     """Returns the config of the layer to train.
 
     Other than a hierarchy layer's, `model` is the config of a class or function that makes a module
     of any library; it, a `Supervised` and a `LibraryModel` get the shapes of a batch, which `batch`
-    returns.
+    returns. `precision` sets the dtypes of parameters and computation.
     """
+    config = _layer_config(model, batch)
+    return config if precision is None else as_precision(precision).model_config(config)
+
+
+def _layer_config(model: InstantiableConfig, batch: Callable[[], Any]) -> Any:
     if isinstance(model, Supervised.Config):
         return model.clone(batch_spec=batch())
     if isinstance(model, LibraryModel.Config) and model.inputs is REQUIRED:
@@ -94,7 +105,7 @@ def trained_model_config(trainer_config: ConfigBase) -> Any:
     def batch() -> Any:
         return trainer_config.input.clone(name="input").instantiate(parent=None).element_spec()
 
-    return model_config(trainer_config.model, batch)
+    return model_config(trainer_config.model, batch, trainer_config.precision)
 
 
 def build_model(trainer_config: ConfigBase) -> BaseLayer:
@@ -103,7 +114,10 @@ def build_model(trainer_config: ConfigBase) -> BaseLayer:
 
 
 def check_outputs(model: Module, outputs: object) -> tuple[Tensor, Any]:
-    """Returns loss and auxiliary outputs; raises a ModelOutputError without a scalar loss."""
+    """Returns the loss in at least float32 and auxiliary outputs.
+
+    Raises a ModelOutputError without a scalar loss.
+    """
     expected = "expected a pair of the loss, a scalar, and anything else: `return loss, aux`."
     if not (isinstance(outputs, tuple) and len(outputs) == 2):
         raise ModelOutputError(f"{model.path()} returned {_describe_value(outputs)}; {expected}")
@@ -112,7 +126,7 @@ def check_outputs(model: Module, outputs: object) -> tuple[Tensor, Any]:
         wrong = f"{model.path()} returned {_describe_value(loss)} as its loss; {expected}"
         is_unreduced = bool(getattr(loss, "shape", ()))
         raise ModelOutputError(wrong + " Take its mean: `loss.mean()`." if is_unreduced else wrong)
-    return loss, aux
+    return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)), aux
 
 
 def _describe_value(x: Any) -> str:
@@ -211,11 +225,10 @@ def cast_floats(in_tree: T, to_dtype: DType | None) -> T:
     """Casts floating-point arrays and `TensorSpec`s to a dtype; None leaves all unchanged."""
 
     def cast(x: Any) -> Any:
-        is_spec = isinstance(x, TensorSpec)
-        dtype = x.dtype if is_spec else jnp.result_type(x)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-            return x
-        return dataclasses.replace(x, dtype=to_dtype) if is_spec else x.astype(to_dtype)
+        if not isinstance(x, TensorSpec):
+            return arrays_cast(x, to_dtype)
+        is_float = x.dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
+        return dataclasses.replace(x, dtype=to_dtype) if is_float else x
 
     return in_tree if to_dtype is None else jax.tree.map(cast, in_tree)
 

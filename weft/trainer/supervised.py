@@ -16,6 +16,7 @@ from weft.config import REQUIRED, Required, config_class
 from weft.errors import LossError, did_you_mean
 from weft.functional import (
     absolute_error,
+    cast_floats,
     huber_error,
     sigmoid_cross_entropy,
     squared_error,
@@ -25,7 +26,7 @@ from weft.functional import cross_entropy as cross_entropy_of
 from weft.hierarchy import BaseModel, Module, WeightedScalar
 from weft.hierarchy.module import nowrap
 from weft.interop.hierarchy import as_hierarchy
-from weft.typing import Tensor
+from weft.typing import T, Tensor
 
 OutputFn = Callable[[Any, Any], Any]
 """Function of a model's outputs and the batch."""
@@ -154,9 +155,12 @@ class Supervised(BaseModel):
         fields = {k: v for k, v in batch.items() if k not in (self.config.target, ROW_WEIGHT)}
         return next(iter(fields.values())) if len(fields) == 1 else fields
 
+    def _cast_inputs(self, inputs: T) -> T:
+        return inputs  # targets and weights of rows stay as they are
+
     def predict(self, input_batch: Mapping[str, Any]) -> Any:
         """Returns the outputs of the model for a batch."""
-        return self.call_model(self._inputs(input_batch))
+        return self.call_model(cast_floats(self._inputs(input_batch), self.compute_dtype()))
 
     def call_model(self, inputs: Any) -> Any:
         """Returns the outputs of the model for its inputs."""

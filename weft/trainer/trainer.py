@@ -47,9 +47,10 @@ from weft.trainer.checkpointer.checkpointer import BaseCheckpointer, Checkpointe
 from weft.trainer.checkpointer.host_state import RunState
 from weft.trainer.display import Display
 from weft.trainer.evaler import EarlyStopping, SpmdEvaler, due_at_end, run_evalers
-from weft.trainer.learner import BaseLearner
+from weft.trainer.learner import BaseLearner, with_precision
 from weft.trainer.lookup_checks import check_lookups
 from weft.trainer.model import PerParamDType, model_config
+from weft.trainer.precision import Precision, as_precision
 from weft.trainer.profiling import StepTraces, Throughput
 from weft.trainer.progress import (
     EARLY_STOPPING,
@@ -110,8 +111,12 @@ class SpmdTrainer(Module):
                 pretrained parameters; None initializes it randomly.
             early_stopping: ends the run when the metric of an evaler no longer improves.
             throughput: reports speed, MFU and goodput under "throughput"; None for no report.
-            train_dtype: dtype of the model's computation; None for that of its parameters. May be a
-                function that returns one per parameter, such as `per_param_train_dtype_by_path`.
+            precision: policy for the dtypes of parameters, computation and the optimizer's moments:
+                "float32", "mixed_bfloat16", "bfloat16", or a `Precision.Config`; None for those of
+                the model and the optimizer.
+            train_dtype: dtype of the model's computation in training, instead of a policy's; None
+                for that of its parameters. May be a function that returns one per parameter, such
+                as `per_param_train_dtype_by_path`.
             log_every_n_steps: interval for logging the loss; None for never.
             watchdog_timeout_seconds: time without progress before all threads' stacks are printed.
             crash_on_hang_timeout_seconds: time without progress before the process is ended.
@@ -148,6 +153,7 @@ class SpmdTrainer(Module):
         summary_writer: BaseWriter.Config = SummaryWriter.default_config()
         early_stopping: EarlyStopping.Config | None = None
         throughput: Throughput.Config | None = Throughput.default_config()
+        precision: str | Precision.Config | None = None
         train_dtype: DType | ConfigOr[PerParamDType] | None = None
         log_every_n_steps: int | None = None
         watchdog_timeout_seconds: float | None = None
@@ -175,6 +181,14 @@ class SpmdTrainer(Module):
                 f"{self.path()}.max_step={cfg.max_step!r} is not a number of steps; expected an "
                 "int such as 1000, or math.inf for a run without end."
             )
+        policy = None if cfg.precision is None else as_precision(cfg.precision)
+        if policy is not None and None not in (policy.compute_dtype, cfg.train_dtype):
+            raise InvalidConfigValueError(
+                f"{self.path()} has both precision={cfg.precision!r:.80} and "
+                f"train_dtype={cfg.train_dtype!r:.80}, which both set the dtype of the "
+                "computation; leave one out, or set precision to a Precision.Config whose "
+                "compute_dtype is None."
+            )
         self._mesh = mesh_lib.build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
         self._rules = mesh_lib.rules_of(cfg)
         self._step = 0
@@ -187,8 +201,9 @@ class SpmdTrainer(Module):
         self._evalers: dict[str, SpmdEvaler] = {}
         with self.mesh():
             self._add_child("input", maybe_set_config(cfg.input, is_training=True))
-            self._add_child("model", model_config(cfg.model, self.input.element_spec))
-            self._add_child("learner", learner_config(cfg))
+            model = model_config(cfg.model, self.input.element_spec, cfg.precision)
+            self._add_child("model", model)
+            self._add_child("learner", with_precision(learner_config(cfg), cfg.precision))
             self._state_specs = state_lib.state_specs(self.model, self.learner, self._rules)
             self._shardings = state_lib.state_shardings(self._mesh, self._state_specs)
             checkpointer = cfg.checkpointer.set(dir=os.path.join(cfg.dir, CHECKPOINTS_DIR))

@@ -28,7 +28,7 @@ from weft.struct import PyTreeNode, field
 from weft.trainer.optimizers import base
 from weft.trainer.optimizers.clipping import tree_where
 from weft.traverse_util import unflatten_dict
-from weft.typing import Nested, NestedTensor, Tensor
+from weft.typing import DType, Nested, NestedTensor, Tensor
 
 
 class LearnerModule(Module):
@@ -155,8 +155,14 @@ class Updates(PyTreeNode):
             _check_inplace_updates(self)
         return self.replace(**{name: mask_tree(getattr(self, name), keep=kept) for name in fields})
 
-    def updated_values(self) -> NestedTensor:
+    def updated_values(
+        self,
+        round_sum: Callable[[str, Tensor, DType], Tensor] = lambda _, x, dtype: x.astype(dtype),
+    ) -> NestedTensor:
         """Adds deltas to the parameters, then applies in-place updates.
+
+        `round_sum` converts the sum of the parameter at a path and its delta to a dtype; None
+        rounds to the nearest number.
 
         Raises an InplaceUpdateError for an in-place update without a parameter, or of another
         shape.
@@ -169,7 +175,10 @@ class Updates(PyTreeNode):
             if path in inplace_at:
                 return jnp.asarray(inplace_at[path], param.dtype)
             if path in delta_at:
-                return (param.value + delta_at[path]).astype(param.dtype)
+                total = param.value + delta_at[path]
+                if round_sum is None:
+                    return total.astype(param.dtype)
+                return round_sum(base.path_name(path), total, param.dtype)
             return param.value
 
         return jax.tree_util.tree_map_with_path(updated, self.opt_params)

@@ -242,3 +242,11 @@ def test_invalid_input_error_names_the_layer():
     message = r"Embed with features=4 was given queries of shape \(2, 3\); expected \(\.\.\., 4\)"
     with pytest.raises(ArgumentShapeError, match=message):
         layer.attend(jnp.ones((2, 3)))
+
+
+def test_embed_has_the_dtype_of_its_table_unless_it_is_set():
+    ids, table = jnp.array([0]), jnp.ones((2, 2), jnp.bfloat16)
+    for dtype, expected in ((None, jnp.bfloat16), (jnp.float16, jnp.float16)):
+        layer = Embed(2, 2, dtype=dtype, rngs=nnx.Rngs(0))
+        layer.embedding = nnx.Param(table)
+        assert layer(ids).dtype == layer.attend(jnp.ones((1, 2))).dtype == expected

@@ -297,7 +297,7 @@ class Embed(Module):
     The parameter is `embedding`, shape `(num_embeddings, features)`.
 
     Args:
-        dtype: dtype of the output; by default that of the table.
+        dtype: dtype of the output; by default, and if it is `param_dtype`, that of the table.
         promote_dtype: casts table and query to `dtype`.
 
     >>> layer = Embed(10, 4, rngs=nnx.Rngs(0))
@@ -327,6 +327,10 @@ class Embed(Module):
         )
         self.dtype = self.embedding.dtype if self.dtype is None else self.dtype
 
+    def _output_dtype(self) -> DType | None:
+        # A trainer may compute with a table in another dtype than it was made in.
+        return self.embedding.dtype if self.dtype == self.param_dtype else self.dtype
+
     def __call__(
         self, inputs: Int[Array, "*shape"], out_sharding: Any = None
     ) -> Float[Array, "*shape features"]:
@@ -344,7 +348,8 @@ class Embed(Module):
                 f"Embed with num_embeddings={self.num_embeddings} was given ids of dtype "
                 f"{inputs.dtype}; expected integers: convert them with ids.astype(int)."
             )
-        (table,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype, inexact=False)
+        table, dtype = self.embedding[...], self._output_dtype()
+        (table,) = self.promote_dtype((table,), dtype=dtype, inexact=False)
         return functional.lookup(table, inputs, out_sharding=out_sharding)
 
     def attend(
@@ -356,7 +361,8 @@ class Embed(Module):
 
         Raises ArgumentShapeError if the last axis of the query is not of size `features`.
         """
-        query, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
+        table, dtype = self.embedding[...], self._output_dtype()
+        query, table = self.promote_dtype((query, table), dtype=dtype)
         if query.shape[-1:] != table.shape[-1:]:
             raise ArgumentShapeError(
                 f"Embed with features={self.features} was given queries of shape {query.shape}; "

@@ -180,15 +180,43 @@ def mirrored_partition(init: Callable[[Any], Any]) -> TransformPartitionSpecFn:
         shapes = jax.tree.map(abstract, param_specs)
 
         def laid_out(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> OptStateSpec:
-            suffixes = (path[i:] for i in range(len(path) + 1))  # the longest first
-            spec = next((spec_at[suffix] for suffix in suffixes if suffix in spec_at), None)
-            if spec is None or tuple(spec.shape) != leaf.shape:
+            spec = parameter_of(path, leaf, spec_at)
+            if spec is None:
                 return replicated(leaf.shape, leaf.dtype)
             return TensorSpec(shape=leaf.shape, dtype=leaf.dtype, mesh_axes=spec.mesh_axes)
 
         return jax.tree_util.tree_map_with_path(laid_out, jax.eval_shape(init, shapes))
 
     return partition
+
+
+def parameter_of(
+    path: tuple[Any, ...], leaf: Any, param_at: Mapping[tuple[Any, ...], Any]
+) -> Any | None:
+    """Returns the parameter that a leaf of an optimizer's state belongs to, as a moment does.
+
+    That is the one of the same shape whose path ends that of the leaf; None if there is none.
+    """
+    suffixes = (path[i:] for i in range(len(path) + 1))  # the longest first
+    param = next((param_at[suffix] for suffix in suffixes if suffix in param_at), None)
+    return None if param is None or tuple(param.shape) != tuple(leaf.shape) else param
+
+
+def with_dtype(x: Any, dtype: DType) -> Any:
+    """Returns an array, an `OptParam` or a `TensorSpec` in another dtype."""
+    if isinstance(x, OptParam):
+        return dataclasses.replace(x, value=x.value.astype(dtype))
+    return dataclasses.replace(x, dtype=dtype) if isinstance(x, TensorSpec) else x.astype(dtype)
+
+
+def at_least_float32(tree: Any) -> Any:
+    """Returns a tree of arrays, `OptParam`s or `TensorSpec`s with floats of at least float32."""
+
+    def widened(x: Any) -> Any:
+        is_short = jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
+        return with_dtype(x, jnp.float32) if is_short else x
+
+    return jax.tree.map(widened, tree)
 
 
 def with_partition_fn(

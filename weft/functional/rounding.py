@@ -1,0 +1,61 @@
+"""Conversion to fewer bits: of whole trees, and without bias by stochastic rounding.
+
+Rounding to the nearest number loses every update of a parameter that is smaller than half the
+distance to the next number: in bfloat16, with 8 significant bits, less than 1/512 of the parameter.
+Stochastic rounding keeps them on average: it rounds up with the probability that makes the
+expected result exact (Gupta et al., 2015).
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Key
+
+T = TypeVar("T")
+
+
+def cast_floats(tree: T, dtype: DTypeLike | None) -> T:
+    """Casts the floating-point arrays of a tree to a dtype; None leaves all unchanged.
+
+    >>> cast_floats({"x": jnp.ones(2), "n": 3}, "bfloat16")["x"].dtype
+    dtype(bfloat16)
+    """
+
+    def cast(x: object) -> object:
+        is_array = isinstance(x, jax.Array | np.ndarray)
+        return x.astype(dtype) if is_array and jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return tree if dtype is None else jax.tree.map(cast, tree)
+
+
+def stochastic_round(x: Float[Array, "*shape"], key: Key[Array, ""]) -> Float[Array, "*shape"]:
+    """Rounds float32 to one of the two nearest bfloat16 numbers, such that the mean is `x`.
+
+    A number that bfloat16 can represent is returned exactly, with its sign also for 0. Infinities
+    and NaN are kept, and a finite number never becomes infinite: those beyond the largest bfloat16
+    become that. The numbers drawn do not depend on how `x` is sharded.
+
+    Args:
+        x: converted to float32.
+        key: equal keys round equally.
+
+    >>> x = jnp.full(1000, 1 + 2**-10)  # between 1 and 1 + 2**-7
+    >>> rounded = stochastic_round(x, jax.random.key(0))
+    >>> sorted(set(rounded.tolist())), round(float(rounded.mean(dtype="float32")), 3)
+    ([1.0, 1.0078125], 1.001)
+    """
+    x = x.astype(jnp.float32)
+    # bfloat16 is the upper half of float32. Adding a random lower half to the bits, whose magnitude
+    # is ordered as the numbers are, carries into the upper half as often as it should.
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    bits += jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    rounded = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+    largest = jnp.finfo(jnp.bfloat16).max
+    rounded = jnp.where(jnp.isinf(rounded), jnp.copysign(largest, rounded), rounded)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
