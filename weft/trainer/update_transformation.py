@@ -156,8 +156,7 @@ class Updates(PyTreeNode):
         return self.replace(**{name: mask_tree(getattr(self, name), keep=kept) for name in fields})
 
     def updated_values(
-        self,
-        round_sum: Callable[[str, Tensor, DType], Tensor] = lambda _, x, dtype: x.astype(dtype),
+        self, round_sum: Callable[[str, Tensor, DType], Tensor] | None = None
     ) -> NestedTensor:
         """Adds deltas to the parameters, then applies in-place updates.
 
