@@ -115,8 +115,7 @@ def copy_recursively(
 ) -> Any:
     """Copies the value at a path of `source` to the same path of `target`, which it returns.
 
-    A target of None is a new dict; for an empty path the result is a copy of `source`. Arrays are
-    shared.
+    A target of None is a new dict; an empty path returns a copy of `source`, with shared arrays.
     """
     value = jax.tree.map(lambda leaf: leaf, get_recursively(source, path, separator))
     if not _steps(path, separator):

@@ -79,9 +79,8 @@ def continue_without_output() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
-    Returns:
-        The exit code: 0; 1 if a run fails or the output cannot be written; 2 for bad input; 128
-        plus the number of the signal that stopped the command, such as 130 for Ctrl-C.
+    Returns the exit code: 0; 1 if a run fails or the output cannot be written; 2 for bad input; 128
+    plus the number of the signal that stopped the command, such as 130 for Ctrl-C.
     """
     with contextlib.redirect_stdout(Output(sys.stdout)) as output:
         code = _run(argv, output)

@@ -31,8 +31,7 @@ def load_config(
     """Loads a config, and applies its modifiers.
 
     Args:
-        name: A recipe, see `weft.recipes.find_recipe`, the path of a config file, or a run's
-            directory.
+        name: A recipe (`weft.recipes.find_recipe`), a config file's path, or a run's directory.
         overrides: Strings `path=value`. If they name an argument of the recipe, such as
             `data_dir=texts`, they are passed to it.
         allow: Names that the text of a config may use, see `weft.config.from_text`.

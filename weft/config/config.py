@@ -5,8 +5,7 @@
     wide = cfg.clone(dim=64)                   # also a copy
 
 Configs form a tree, also through lists and dicts. For errors, a config stores its path from the
-root and the origin of each value: the source line that set it. Looking up the line takes about a
-microsecond.
+root and the origin of each value: the source line that set it, which takes a microsecond to find.
 
 Fields are in the instance's `__dict__`, everything else is in slots. A *view* (`_frozen_view`) is a
 config with read-only fields whose values are copied from another config on first access, which
@@ -328,8 +327,7 @@ class ConfigBase(values.ConfigNode):
         Args:
             visit_fn: called with path and value of each leaf.
             enter_fn: called with path and value of every node and the (path, value) pairs of its
-                children, None for a leaf. Returns the pairs to traverse instead; None makes the
-                node a leaf.
+                children, None for a leaf. Returns the pairs to traverse instead, or None for none.
             exit_fn: called with path and value of each inner node after its children.
         """
         values.visit(self, visit_fn=visit_fn, enter_fn=enter_fn, exit_fn=exit_fn)

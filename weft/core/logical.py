@@ -227,16 +227,14 @@ def with_logical_constraint(
     Without rules or a mesh, `x` is returned unchanged.
 
     Args:
-        logical_axis_resources: the names of its axes, or a prefix tree of them; None leaves a value
-            unchanged.
+        logical_axis_resources: names of its axes, or a prefix tree of them; None changes nothing.
         fallback: handling of a name without a mesh axis; `RulesFallback.RAISE_ERROR` raises
             LogicalAxisError.
 
     Raises MeshError if the mesh lacks an axis, or there are more names than axes.
 
     Warns:
-        ShardingWarning: if the rules for two names conflict, or a mesh axis does not divide an
-            axis.
+        ShardingWarning: if rules for two names conflict, or a mesh axis does not divide an axis.
 
     >>> with_logical_constraint(1.0, ("embed",), [("embed", "data")])
     1.0

@@ -573,9 +573,8 @@ def apply(
         fn: `fn(scope, *args, **kwargs)`.
         flags: see `Scope.get_flag`.
 
-    Returns:
-        `applied(variables, *args, rngs=None, **kwargs)`, which returns the result of `fn` and,
-        unless `mutable` is False, the mutable collections.
+    Returns `applied(variables, *args, rngs=None, **kwargs)`, which returns the result of `fn` and,
+    unless `mutable` is False, the mutable collections.
 
     Raises:
         ApplyScopeInvalidVariablesStructureError: if the variables have `params` inside of `params`.

@@ -68,8 +68,7 @@ class GracefulStop:
     Args:
         peers: the connections to the other processes; None for a single process.
         report: called with the current activity, and repeatedly while waiting for others.
-        patience_seconds: how much longer than another process one may take to restore or to
-            compile.
+        patience_seconds: how much longer than others a process may take to restore or to compile.
 
     >>> with GracefulStop() as stop:
     ...     signal.raise_signal(signal.SIGTERM)
@@ -291,8 +290,7 @@ _ACTIVE = ThreadStack[GracefulStop]()
 def stop_point(doing: str) -> None:
     """Raises StopRun if the run should stop, at a point in long work that all processes reach.
 
-    Do not catch it. Outside a run it does nothing. An evaluation has such a point before each
-    batch.
+    Do not catch it. Outside a run it does nothing. Evaluations have such a point before each batch.
     """
     if _ACTIVE.top is not None:
         _ACTIVE.top.check(doing)

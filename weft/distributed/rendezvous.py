@@ -65,8 +65,7 @@ def rendezvous(
             who reaches the address can join.
         heartbeat_timeout_seconds: time after which a silent process counts as gone.
 
-    Raises ProcessesNotReadyError if processes are missing, which the message lists, or this one is
-    refused.
+    Raises ProcessesNotReadyError, listing missing processes, or if this one is refused.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")

@@ -67,8 +67,7 @@ class Watchdog:
     """Context manager that prints all threads' stacks after a time without reports, and at SIGQUIT.
 
     Args:
-        timeout_seconds: time without a report before the stacks are printed, repeatedly; None for
-            never.
+        timeout_seconds: time without a report until the stacks are printed, repeatedly; or None.
         crash_after_seconds: time after which SIGABRT ends the process; None for never.
 
     Attributes:

@@ -8,8 +8,7 @@ from collections.abc import Iterable as _Iterable
 class WeftError(Exception):
     """Base of the errors that Weft raises on purpose.
 
-    Errors keep their message and attributes when pickled or copied, whatever their constructors
-    take.
+    Errors keep their message and attributes when pickled or copied, whatever constructors take.
 
     Attributes:
         exit_code: exit code of a command that ends with this error: 2 for bad input, 1 for a

@@ -116,8 +116,7 @@ def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool
     Args:
         *args: arrays or numbers; None is ignored.
         dtype: returned if given; by default the dtype that `args` promote to.
-        inexact: whether the dtype must be floating-point or complex; integers alone then promote
-            to float32.
+        inexact: whether the dtype must be floating-point or complex; integers alone give float32.
 
     Raises ArgumentValueError if `dtype` must be inexact but is not, or no dtype can be inferred.
 

@@ -375,12 +375,10 @@ def pad_conv_transpose(
 ) -> tuple[Num[Array, "*batch_padded channels"], Pairs]:
     """Returns the padded input of a transposed convolution, and the zeros to add around it.
 
-    CIRCULAR wraps outputs beyond one end to the other, and keeps `length * stride` outputs, like
-    SAME.
+    CIRCULAR wraps outputs past one end to the other, and keeps `length * stride`, as SAME does.
 
     Args:
-        transpose_kernel: see `conv_transpose`; with CIRCULAR, moves a window's odd output to the
-            other side.
+        transpose_kernel: see `conv_transpose`; with CIRCULAR, moves odd outputs to the other side.
 
     For the other arguments and errors see `pad_conv`.
 

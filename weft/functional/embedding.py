@@ -31,8 +31,7 @@ def lookup(
 ) -> Float[Array, "*shape dim"]:
     """Returns the rows of the table at the ids.
 
-    An id outside the table returns NaN, so that the error shows (the smallest integer in an integer
-    table).
+    An id outside returns NaN (in a table of integers the smallest one), so that the error shows.
 
     Args:
         ids: negative ids count from the end.
@@ -166,8 +165,7 @@ def apply_rotary(
     Args:
         x: the vectors. With heads, `(batch, time, heads, dim)`, sines and cosines need the axis of
             the heads as well: `sin[:, :, None]`.
-        sin, cos: of the angles, broadcastable to `x` except for the last axis, which is half as
-            long.
+        sin, cos: of the angles, broadcastable to `x` except for the last axis, half as long.
 
     Raises:
         ArgumentShapeError: if there are not half as many angles as dimensions.
@@ -251,8 +249,7 @@ def llama3_frequencies(
         original_max_seq_length: the context length before the extension.
         scaling_factor: divides the frequencies of slow pairs.
         low_freq_factor: pairs with fewer turns within the original context are slow.
-        high_freq_factor: pairs with more turns keep their frequency; those between are
-            interpolated.
+        high_freq_factor: pairs with more turns keep their frequency; it is interpolated between.
 
     >>> plain = rotary_frequencies(8, 1e4)
     >>> scaled = llama3_frequencies(8, 1e4, original_max_seq_length=100, scaling_factor=4.0)

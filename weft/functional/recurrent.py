@@ -57,8 +57,7 @@ def gru_step(
     """Returns the state of a gated recurrent unit (Cho et al., 2014).
 
     `n = act(in + gate(ir + hr) * hn)`, `h' = (1 - z) * n + z * h` with `z = gate(iz + hz)`.
-    `from_input` is `(ir, iz, in)`, the maps of the input; `from_state` `(hr, hz, hn)`, of the
-    state.
+    `from_input` is `(ir, iz, in)`, maps of the input; `from_state` `(hr, hz, hn)`, of the state.
 
     >>> zero, one = jnp.zeros(1), jnp.ones(1)
     >>> gru_step(one, (zero, zero, zero), (zero, zero, zero)).tolist()

@@ -82,8 +82,7 @@ def avg_pool(
 ) -> Num[Array, "*batch_out_spatial channels"]:
     """Returns the mean of each window. Arguments and errors as in `max_pool`.
 
-    `count_include_pad` counts padding as zeros. If False, the result of a half-precision input is
-    in float32.
+    `count_include_pad` counts padding as zeros. If False, half-precision inputs return float32.
 
     >>> x = jnp.arange(4.0).reshape(1, 4, 1)
     >>> avg_pool(x, (2,), strides=(2,)).ravel().tolist()

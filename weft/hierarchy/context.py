@@ -440,8 +440,7 @@ def child_context(name: str, **kwargs: object) -> Iterator[InvocationContext]:
     """Opens a child of the current context until the block ends.
 
     Args:
-        **kwargs: as for `InvocationContext.add_child`; `module` for a module other than the child
-            of that name.
+        **kwargs: as for `InvocationContext.add_child`; `module` unless it is the child so named.
 
     Raises ModuleNameError if the name is empty, or has a dot or a slash in it.
     """

@@ -67,9 +67,8 @@ class BaseDecoder(Protocol):
           max_sequence_length: the maximum length of the sequences; `length` if None.
           **kwargs: as for `extend_step`.
 
-        Returns:
-          The state, and the outputs at all positions of `input_ids`; those from `time_step` on are
-          undefined.
+        Returns the state, and the outputs at all positions of `input_ids`; those from `time_step`
+        on are undefined.
         """
         ...
 
@@ -87,8 +86,7 @@ class BaseDecoder(Protocol):
         Args:
           cached_states: from `init_states`, `prefill_states`, or the step before.
           input_batch: a dict with `input_ids`, `Int[Array, "batch step"]`.
-          segment_ids: `Int[Array, "batch step"]`: 0 for padding after a prompt; None for no
-            padding.
+          segment_ids: `Int[Array, "batch step"]`: 0 for padding after a prompt; or None.
           **kwargs: data and biases of cross attention.
 
         Returns:
@@ -343,9 +341,8 @@ class Decoder(BaseLayer):
           cross_attention_data: `Float[Array, "batch source dim"]`, for layers that attend to it.
           cross_attention_logit_biases: `Float[Array, "batch #heads #time source"]`.
 
-        Returns:
-          A dict of `logits`, `Float[Array, "batch time vocab"]`, and the `hidden_states` they are
-          computed from, `Float[Array, "batch time dim"]`.
+        Returns a dict of `logits`, `Float[Array, "batch time vocab"]`, and the `hidden_states` they
+        are computed from, `Float[Array, "batch time dim"]`.
         """
         segment_ids, positions = input_batch.get("input_segment_ids"), input_batch.get("positions")
         if cross_attention_data is not None:  # not every layer takes it
@@ -399,9 +396,8 @@ class Decoder(BaseLayer):
     ) -> Tensor | None:
         """Returns the bias of `attention_mask` for all layers; None if they mask by themselves.
 
-        The bias is `Float[Array, "batch #heads time time"]`. Arguments have the shape `Int[Array,
-        "batch time"]`; by default all that is not padding is one segment, and positions are counted
-        from 0.
+        The bias is `Float[Array, "batch #heads time time"]`. Arguments are `Int[Array, "batch
+        time"]`; by default all but padding is one segment, with positions from 0.
         """
         if "attention_mask" not in self.children:
             return None

@@ -279,8 +279,7 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
           num_kv_heads: the number of heads of keys and values, None for `num_heads`. If it differs
             and keys or values have an adapter, `lora_up` becomes a `LoraUpGroupedLinear` and keeps
             only its `param_init`.
-          enable_lora: which of "query", "key" and "value" have an adapter; omitted ones have
-            none.
+          enable_lora: which of "query", "key" and "value" have an adapter; omitted ones lack it.
         """
 
         num_heads: Required[int] = REQUIRED

@@ -155,8 +155,7 @@ class _Forward:
 class Module(Configurable):
     """Node of a tree of modules; calling it calls its `forward`.
 
-    A subclass declares fields in a nested `Config`, adds children in `__init__`, and defines
-    methods.
+    A subclass declares fields in a `Config`, adds children in `__init__`, and defines methods.
 
     >>> class Scale(Module):
     ...     @config_class
@@ -503,8 +502,7 @@ def functional(
         copy_args_tree: whether to copy the containers in `state` and `inputs`, so that the method
             cannot change the caller's.
 
-    Returns:
-        The method's result and an `OutputCollection` of side outputs.
+    Returns the method's result and an `OutputCollection` of side outputs.
     """
     if copy_args_tree:
         state, inputs = jax.tree.map(lambda x: x, (state, inputs))

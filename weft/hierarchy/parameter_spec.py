@@ -160,8 +160,7 @@ def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: object = None) 
 def with_leading_axis_name(spec: ParameterSpec, name: str) -> ParameterSpec:
     """Names the first axis of a spec and shards it by the rules of the context.
 
-    Without a rule for it, `name` is a mesh axis. Raises LogicalAxisError if another axis has this
-    name.
+    Without a rule, `name` is a mesh axis. Raises LogicalAxisError if another axis has this name.
     """
     (first,) = mark_mesh_axes((name,), get_logical_axis_rules())
     others = tuple(spec.logical_axes or spec.partition_spec)[1:]

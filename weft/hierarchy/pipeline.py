@@ -97,8 +97,7 @@ class BaseSchedule(Configurable):
           xs: values per step, arrays `(num_iterations, ...)`.
           **scan_kwargs: as for `weft.hierarchy.transforms.scan`.
 
-        Returns:
-          The outputs of the last stage, and the stacked values.
+        Returns the outputs of the last stage, and the stacked values.
         """
         raise NotImplementedError(type(self))
 
@@ -204,9 +203,8 @@ def transpose_to_pipeline_stage_inputs(
     Args:
       x: `Num[Array, "num_microbatches num_stages *shape"]`.
 
-    Returns:
-      `Num[Array, "num_microbatches+num_stages-1 num_stages *shape"]`: in step `t`, stage `n` works
-      on microbatch `t - n`; 0 for idle stages.
+    Returns `Num[Array, "num_microbatches+num_stages-1 num_stages *shape"]`: in step `t`, stage `n`
+    works on microbatch `t - n`; 0 for idle stages.
 
     >>> transpose_to_pipeline_stage_inputs(jnp.array([[1, 2], [3, 4]])).tolist()
     [[1, 0], [3, 2], [0, 4]]
@@ -225,9 +223,8 @@ def transpose_from_pipeline_stage_outputs(
     Args:
       x: `Num[Array, "num_microbatches+num_stages-1 num_stages *shape"]`.
 
-    Returns:
-      `Num[Array, "num_microbatches num_stages *shape"]`: for microbatch `m`, the result of stage
-      `n` in step `m + n`.
+    Returns `Num[Array, "num_microbatches num_stages *shape"]`: for microbatch `m`, the result of
+    stage `n` in step `m + n`.
 
     >>> transpose_from_pipeline_stage_outputs(jnp.array([[1, 0], [3, 2], [0, 4]])).tolist()
     [[1, 2], [3, 4]]

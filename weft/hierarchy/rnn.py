@@ -69,8 +69,7 @@ class BaseRNNCell(BaseLayer):
           inputs: `Float[Array, "batch input_dim"]`.
           cached_states: the state before, of `init_states` or the previous step.
 
-        Returns:
-          The state after and the output, `Float[Array, "batch output_dim"]`.
+        Returns the state after and the output, `Float[Array, "batch output_dim"]`.
         """
         raise NotImplementedError(type(self))
 

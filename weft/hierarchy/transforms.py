@@ -551,9 +551,8 @@ def value_and_grad(
 
     Derivatives are with respect to arguments; `vjp` also returns those of parameters.
 
-    Returns:
-        A function with the arguments of `fn`, to be called inside an invocation. It returns the
-        value, or with `has_aux` a pair of the value and the rest, and the gradients.
+    Returns a function with the arguments of `fn`, to be called inside an invocation. It returns the
+    value, or with `has_aux` a pair of the value and the rest, and the gradients.
     """
 
     def call(*args: object, **kwargs: object) -> tuple[Any, Any]:
@@ -600,9 +599,8 @@ _OWN_STATE_ROLES = Roles((("state", DIFF), (("prng_key", *OUTPUTS), None)))
 def vjp(fn: Callable[..., Any], *primals: object, has_aux: bool = False) -> tuple[Any, ...]:
     """Applies `jax.vjp` to a function that invokes modules, inside an invocation.
 
-    Returns:
-        The result, a function from its cotangent to the gradients of the current module's state and
-        of each argument, and with `has_aux` the rest.
+    Returns the result, a function from its cotangent to the gradients of the current module's state
+    and of each argument, and with `has_aux` the rest.
     """
     lifted = lifting.vjp(
         CONTEXT_KIND, with_packed_args(fn), wrt=(_STATE_ROLES, DIFF, None), has_aux=has_aux
@@ -627,11 +625,9 @@ def jvp(
     """Applies `jax.jvp` to a function that invokes modules, inside an invocation.
 
     Args:
-        state_tangents: of the current module's state, a dict like it; None where the state is
-            constant.
+        state_tangents: of the module's state, a dict like it; None where the state is constant.
 
-    Returns:
-        The result, its tangent, and with `has_aux` the auxiliary values.
+    Returns the result, its tangent, and with `has_aux` the auxiliary values.
     """
     of_state = () if state_tangents is None else ({"state": state_tangents},)
     lifted = lifting.jvp(
@@ -659,10 +655,9 @@ def custom_vjp(
         backward_fn: `backward_fn(*nondiff, residuals, cotangent)` returns the gradients of the
             current module's state and of each argument not in `nondiff_argnums`.
 
-    Returns:
-        A function with the arguments and results of `fn`, to be called inside an invocation.
-        Outputs come from `forward_fn` where derivatives are taken. It cannot call modules shared
-        from above the current one, since `backward_fn` could not return their gradients.
+    Returns a function with the arguments and results of `fn`, to be called inside an invocation.
+    Outputs come from `forward_fn` where derivatives are taken. It cannot call modules shared from
+    above the current one, since `backward_fn` could not return their gradients.
     """
 
     def call(*args: object) -> Any:
@@ -694,8 +689,7 @@ def custom_jvp(
         jvp_fn: `jvp_fn(*nondiff, primals, tangents, state_tangents)` returns the result of `fn` and
             its tangent; see `jvp`.
 
-    Returns:
-        A function with the arguments and results of `fn`; as for `custom_vjp`.
+    Returns a function with the arguments and results of `fn`; as for `custom_vjp`.
     """
 
     def call(*args: object) -> Any:

@@ -23,8 +23,7 @@ class CompositeInput(Input):
         """Configures a composite input.
 
         Attributes:
-            is_training: Whether the input is for training. Set in each of `inputs` that has such a
-                field.
+            is_training: Whether the input is for training; set in each of `inputs` with the field.
         """
 
         is_training: Required[bool] = REQUIRED

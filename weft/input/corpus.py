@@ -324,8 +324,7 @@ def ngram_baselines(corpus: Corpus, *, max_train_bytes: int = 32_000_000) -> Map
 
     Args:
         corpus: Tokens are bytes; files are separated by an end token, as in packed sequences.
-        max_train_bytes: Maximum number of training bytes to count, which suffice for trigrams of
-            bytes.
+        max_train_bytes: Maximum of training bytes to count, enough for trigrams of bytes.
 
     Raises EmptyCorpusError if a part of the corpus has no file.
 

@@ -123,8 +123,7 @@ def hugging_face_dataset(
     """Returns the rows of a dataset, as dicts of Python values.
 
     Args:
-        path: A folder written by `save_to_disk`, or a name for `datasets.load_dataset`, which may
-            download it.
+        path: A folder of `save_to_disk`, or a name that `datasets.load_dataset` may download.
         name: Configuration of a dataset that is not a folder.
         split: Split, such as `"train"`. None: the only one.
 

@@ -230,8 +230,7 @@ class InputDispatcher(BaseInputDispatcher):
                 that gives each process a multiple of its devices.
             num_physical_feeds: Defaults to the number of processes.
             physical_feed_index: Defaults to the index of this process.
-            logical_feed_indices: Physical feeds that read. Defaults to all, or to as many as there
-                are rows.
+            logical_feed_indices: Physical feeds that read; by default all, at most as many as rows.
         """
 
         global_physical_batch_size: int | None = None

@@ -221,8 +221,7 @@ def fake_text_source(
     """Returns a source of `batch_size` distinct texts, such as `{"text": "train text 0"}`.
 
     Args:
-        is_training: Whether to shuffle; also selects the first word of the texts, `train` or
-            `eval`.
+        is_training: Whether to shuffle; selects the first word of texts, `train` or `eval`, too.
     """
     mode = "train" if is_training else "eval"
     examples = [{text_field_name: f"{mode} text {i}"} for i in range(batch_size)]

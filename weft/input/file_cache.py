@@ -43,8 +43,7 @@ def cached_bytes(
             would be attributed to the cache folder.
         num_bytes: Approximate size. None: unknown, treated as large.
 
-    Returns:
-        `UInt8[np.ndarray, "bytes"]`, read-only.
+    Returns `UInt8[np.ndarray, "bytes"]`, read-only.
 
     Raises InputReadError if the cache folder cannot be written.
     """

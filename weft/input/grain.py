@@ -180,9 +180,8 @@ def prefetch_dataset(
     Args:
         multiprocessing_options: Number of workers. None or 0: only Grain's threads.
 
-    Returns:
-        A dataset whose iterators must be closed to end the workers. If `ds` is a `MapDataset`,
-        their states do not depend on the number of workers.
+    Returns a dataset whose iterators must be closed to end the workers. If `ds` is a `MapDataset`,
+    their states do not depend on the number of workers.
     """
     options = maybe_instantiate(multiprocessing_options)
     if options is None or options.num_workers == 0:
@@ -209,8 +208,7 @@ def shard_dataset_with_proportion(
 ) -> grain.MapDataset:
     """Selects elements whose index modulo `period` is in `range(range_start, range_end)`.
 
-    Raises InputDatasetError if the range is empty or not within the period, or `ds` is not a
-    `MapDataset`.
+    Raises InputDatasetError for an empty range, one not within the period, or no `MapDataset`.
 
     >>> ds = shard_dataset_with_proportion(
     ...     grain.MapDataset.range(10), range_start=1, range_end=3, period=4)
@@ -271,8 +269,7 @@ def unbatch(ds: Dataset, *, skip_empty_batch: bool = False) -> grain.IterDataset
     Args:
         skip_empty_batch: Whether to skip batches without rows, or to raise an error.
 
-    Returns:
-        A dataset whose iterator raises `InputDatasetError` for a batch that cannot be split.
+    Returns a dataset whose iterator raises `InputDatasetError` for a batch that cannot be split.
     """
     return grain_datasets.IterDataset(
         grain_datasets.UnbatchIterator, maybe_to_iter_dataset(ds), skip_empty_batch=skip_empty_batch

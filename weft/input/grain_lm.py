@@ -50,8 +50,7 @@ def text_to_lm_training_input(
             does, with its features.
         max_padding_fraction: The maximum fraction of padding in the last example of a window; one
             with more is dropped.
-        replace_newlines_with: A string, such as "<n>", for vocabularies without newlines. It counts
-            as one byte.
+        replace_newlines_with: Such as "<n>", for vocabularies without newlines; counts as one byte.
 
     Raises InputDatasetError during iteration, if an example has no text.
 
@@ -99,8 +98,7 @@ def text_to_lm_eval_input(
         stride: Number of new targets in each window but the first; `max_len` by default.
         index_key: A field to copy to all windows of a text, such as the index of the text.
 
-    Raises InputDatasetError during iteration, if an example has no text or the stride is out of
-    range.
+    Raises InputDatasetError during iteration, for a missing text or a stride out of range.
 
     >>> from weft.input.tokenizers import ByteTokenizer
     >>> ds = grain.MapDataset.source([{"text": "abcd"}])
@@ -133,9 +131,8 @@ def streaming_packing(
         ds: Dataset of dicts of `input_ids` and `target_labels`, `Int[np.ndarray, "tokens"]`, such
             as the result of `tokenize_turns`.
 
-    Returns:
-        A dataset of the features of `PackedSequences`, with `input_segment_ids` and
-        `input_positions`, which keep attention within a sequence.
+    Returns a dataset of the features of `PackedSequences`, with `input_segment_ids` and
+    `input_positions`, which keep attention within a sequence.
 
     >>> from weft.input.tokenizers import ByteTokenizer
     >>> rows = [{"input_ids": [1] * n, "target_labels": [2] * n} for n in (2, 1, 3)]

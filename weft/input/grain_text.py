@@ -78,8 +78,7 @@ def tokenize(
         vocab: The vocabulary of each field to tokenize; others are kept.
         with_eos: Whether to append `eos_id`.
 
-    Returns:
-        A dataset that raises `InputDatasetError` for an example without such a text.
+    Returns a dataset that raises `InputDatasetError` for an example without such a text.
 
     >>> import grain
     >>> from weft.input.tokenizers import ByteTokenizer
@@ -177,10 +176,8 @@ def tokenize_turns(
             precedes the content is not a target; what follows it is.
         learned_role: The role of the assistant.
 
-    Returns:
-        A dataset of dicts of `input_ids` and `target_labels`, `Int32["tokens"]`, where other
-        targets are `pad_id`. It raises `InputDatasetError` for an example without turns, or with
-        one of another role.
+    Returns a dataset of dicts of `input_ids` and `target_labels`, `Int32["tokens"]`, where other
+    targets are `pad_id`. Examples without turns, or of another role, raise `InputDatasetError`.
 
     >>> import grain
     >>> from weft.input.tokenizers import ByteTokenizer

@@ -44,8 +44,7 @@ class PackedSequences:
         target_labels: `Int32["length"]`, the token after each input, or `pad_id`.
         target_num_bytes: `Int32[""]`, bytes of text of the targets, without `eos_id` and `pad_id`.
             Bits per byte = summed cross-entropy / summed target_num_bytes / ln 2.
-        input_segment_ids: `Int32["length"]`, number of the document within the sequence, from 1; 0
-            for padding.
+        input_segment_ids: `Int32["length"]`, documents numbered from 1; 0 for padding.
         input_positions: `Int32["length"]`, positions within the segment.
 
     Args:

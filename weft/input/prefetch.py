@@ -79,8 +79,7 @@ class PrefetchingIterator:
     """Runs an iterator and a transformation of it ahead in a thread.
 
     The thread starts with the first `next`. An error of the source is raised in place of the failed
-    batch, and by every later `next`. Close it, or use it in a `with` block, to release its thread
-    and buffer.
+    batch and of all later ones. Close it, or use it in a `with` block, to release its thread.
 
     Args:
         source: The iterator that defines the position. Closed with this one if it has `close`.

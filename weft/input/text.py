@@ -299,8 +299,7 @@ def lm_stream_source(
     """Returns a source of batches that are packed during reading.
 
     Args:
-        weights: Relative number of documents from each of several, in training. Defaults to their
-            sizes.
+        weights: Relative number of documents from each of several, in training, by default by size.
         split_documents: Whether a document may continue in the next example. If not, it is placed
             whole into the first example of the batch with enough room, with padding.
 

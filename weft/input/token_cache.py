@@ -53,8 +53,7 @@ def tokenize_documents(
     Documents of known files, without mapped functions, are tokenized once, and large results are
     cached. Others are tokenized in memory at each start.
 
-    Returns:
-        `UInt16[np.ndarray, "stream"]`, or `UInt32` for more than 65,536 ids.
+    Returns `UInt16[np.ndarray, "stream"]`, or `UInt32` for more than 65,536 ids.
 
     Raises:
         EmptyCorpusError: If there are no documents.

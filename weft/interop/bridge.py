@@ -165,9 +165,8 @@ def default_name(cls: type) -> str:
 class Module(nnx.Module, metaclass=_ModuleMeta):
     """Base class of NNX modules in the style of Linen.
 
-    Annotated attributes are fields, as in a dataclass. In methods, submodules accept `name`, the
-    name of their attribute, and `parent=None`, with which they belong to the module that they are
-    assigned to.
+    Annotated attributes are fields, as in a dataclass. In methods, submodules accept `name`, that
+    of their attribute, and `parent=None`, to belong to the module that they are assigned to.
 
     Attributes:
         scope: set by `init` or `apply`; None outside of them.
@@ -376,8 +375,7 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
     ) -> Any:
         """Calls a method on variables; `rngs` and `method` as for `init`.
 
-        Returns its result; a pair of it and all collections, as of its end, unless `mutable` is
-        False.
+        Returns its result; in a pair with all collections, as of its end, unless `mutable=False`.
         """
         if not isinstance(rngs, nnx.Rngs):
             rngs = nnx.Rngs() if rngs is None else nnx.Rngs(rngs)

@@ -109,8 +109,7 @@ class HaikuModel(models.Model):
     """A Haiku module or transformed function.
 
     Args:
-        module: a result of `haiku.transform` or `haiku.transform_with_state`, or a class of
-            modules.
+        module: a result of `haiku.transform` or `transform_with_state`, or a class of modules.
     """
 
     def __init__(self, module: Any, *args: object, **kwargs: object):

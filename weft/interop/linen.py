@@ -158,8 +158,7 @@ def as_linen(
     Args:
         x: the layer, see `weft.interop.model_of`, or a class of layers. Modules of Linen are
             returned unchanged. If the layer holds arrays itself, `init` copies them.
-        training: whether the layer is called in training mode, a default for calls; None does not
-            set the mode.
+        training: whether the layer is in training mode, a default for calls; None sets no mode.
 
     Raises UnknownLayerError if the library of `x` is unknown.
 

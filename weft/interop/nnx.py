@@ -552,8 +552,7 @@ def as_nnx(x: object, /, *args: object, rngs: RngsLike = None, **kwargs: object)
     changes them in place, except parameters and sown values.
 
     Args:
-        x: the layer, see `weft.interop.model_of`, or a class of layers. Modules of NNX are returned
-            unchanged.
+        x: a layer, see `weft.interop.model_of`, or class of layers; NNX modules stay as they are.
         rngs: `Rngs` or a key, from which the layer's keys are drawn.
 
     Raises UnknownLayerError if the library of `x` is unknown.

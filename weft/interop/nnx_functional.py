@@ -4,8 +4,7 @@ The NNX module exists for one call. `init` makes it with keys of the Linen modul
 makes it again, computing only the initial values it needs, and sets the variables. Changes made by
 the call go back to the mutable collections.
 
-`functional` turns an NNX class into a pair of pure functions: `init` returns a state that `apply`
-takes.
+`functional` turns an NNX class into two pure functions: `init` returns the state for `apply`.
 """
 
 import dataclasses

@@ -58,12 +58,10 @@ class Job(Configurable):
         Attributes:
             name: name of the job, in logs and for the scheduler.
             command: the program and its arguments, the same for each process.
-            gpus_per_process: GPUs of each process; 0 for the CPU, or for devices that are requested
-                otherwise.
+            gpus_per_process: GPUs of each process; 0 for the CPU, or devices requested otherwise.
             env: variables for each process, in addition to the inherited ones.
-            max_tries: maximum number of starts of all processes. They restart when one fails, other
-                than with exit code 2, for a wrong command; training continues from its last
-                checkpoint.
+            max_tries: maximum number of starts of all processes. They restart when one fails, and
+                continue from the last checkpoint, except after exit code 2, for a wrong command.
             grace_seconds: time to save after a request to stop.
             heartbeat_timeout_seconds: time without a heartbeat after which a process is lost. The
                 end of a process is noticed at once.

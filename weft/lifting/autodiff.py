@@ -77,14 +77,11 @@ def value_and_grad(
 
     Args:
         fn: returns a scalar, or with `has_aux` a pair of a scalar and any auxiliary output.
-        wrt: a prefix of the arguments: DIFF to differentiate, None elsewhere, `Roles` for a
-            carrier.
+        wrt: a prefix of the arguments: DIFF to differentiate, else None; `Roles` for a carrier.
         holomorphic, allow_int: see `jax.grad`.
 
-    Returns:
-        A function that returns the result of `fn` and the gradients: a tree like the arguments,
-            with None for arguments without gradients and, for a carrier, a tuple with one entry per
-            group.
+    Returns a function that returns the result of `fn` and the gradients: a tree like the arguments,
+    with None for arguments without gradients and, for a carrier, a tuple with one entry per group.
     """
 
     def call(*args: object) -> tuple[Any, Any]:
@@ -115,9 +112,8 @@ def vjp(
 ) -> Callable[..., tuple[Any, ...]]:
     """Applies `jax.vjp` to a function that takes carriers; see `value_and_grad` for the arguments.
 
-    Returns:
-        A function that returns the result of `fn`, a function from its cotangent to gradients as in
-        `value_and_grad`, and with `has_aux` the auxiliary output.
+    Returns a function that returns the result of `fn`, a function from its cotangent to gradients
+    as in `value_and_grad`, and with `has_aux` the auxiliary output.
     """
 
     def call(*args: object) -> tuple[Any, ...]:
@@ -142,10 +138,9 @@ def jvp(
 ) -> Callable[..., tuple[Any, ...]]:
     """Applies `jax.jvp` to a function that takes carriers; see `value_and_grad` for the arguments.
 
-    Returns:
-        `call(args, tangents)`, where `tangents` has one tangent for each argument and group of
-        state with role DIFF, in order. It returns the result of `fn`, its tangent, and with
-        `has_aux` the auxiliary output.
+    Returns `call(args, tangents)`, where `tangents` has one tangent for each argument and group of
+    state with role DIFF, in order. It returns the result of `fn`, its tangent, and with `has_aux`
+    the auxiliary output.
     """
 
     def call(args: tuple[Any, ...], tangents: list[Any]) -> tuple[Any, ...]:

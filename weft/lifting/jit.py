@@ -230,8 +230,7 @@ def jit(
         of_carriers: filters of the crossing parts of each carrier; by default everything.
         in_shardings: a prefix of the arguments, one entry per argument.
         static_argnums: arguments that are hashable values, not arrays.
-        donate_argnums: arguments whose buffers, including those of carriers, may be reused for the
-            results.
+        donate_argnums: arguments, also carriers, whose buffers may be reused for the results.
         inline: whether an enclosing trace contains the function's operations instead of one call.
     """
     shardings: dict[str, Any] = {}

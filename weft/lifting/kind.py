@@ -159,9 +159,8 @@ class Kind(Protocol):
         Args:
             static: the static half.
             created: the entries of each group, or None; numbers are in place of arrays.
-            used: takes such entries, and returns each group with its role, and True in place of
-                each array on which they depend, False in place of the others. A shared group is as
-                it is.
+            used: takes such entries, and returns each group with its role, and in place of each
+                array whether they depend on it. A shared group is as it is.
             changes: changes by a run that finds the entries, once it is known.
         """
         return created
@@ -205,8 +204,7 @@ class Kind(Protocol):
     def static_after_creation(self, static: Any, before: Any, after: Any = None) -> Any:
         """Returns the static half for a run on state that another run has created.
 
-        `before` is the static half that the other run has collected, `after` that of this run, if
-        known.
+        `before` is what the other run has collected, `after` what this one has, if known.
         """
         return static
 
@@ -221,8 +219,7 @@ class Kind(Protocol):
     def location(self, static: Any, carrier: int, path: Any) -> str:
         """Returns the user's name for the location of an entry of a group, for errors.
 
-        `carrier` is the index of the group's carrier: input carriers come first, then returned
-        ones.
+        `carrier` is the index of the group's carrier; input carriers precede returned ones.
         """
         return f"the state{jax.tree_util.keystr(path)}"
 
@@ -329,8 +326,7 @@ def split_args(
         of_carriers: the roles of carriers to which `roles` gives None.
         call: the transformed function of `args`, for `Kind.create_outside`.
 
-    Returns:
-        A handle for `commit`, which stays outside, and the crossing values.
+    Returns a handle for `commit`, which stays outside, and the crossing values.
     """
     opaque = kind.carriers_are_leaves
     leaves, tree = jax.tree.flatten(args, is_leaf=None if opaque else kind.is_carrier)

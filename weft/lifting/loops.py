@@ -40,8 +40,7 @@ def while_loop(
 
     Args:
         body_fn: takes the arguments and returns the next values of the carried ones.
-        in_axes: a prefix of the arguments: CARRY or None, or `Roles` for a carrier, with FORK for
-            keys.
+        in_axes: a prefix of the arguments: CARRY, None, or `Roles` of a carrier, FORK for keys.
 
     Raises:
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.

@@ -103,8 +103,7 @@ def check_argnums(
 ) -> None:
     """Raises TransformArgumentError for positions of arguments that a function does not have.
 
-    `what` is the parameter with the positions. If the signature is unknown, any position is
-    allowed.
+    `what` is the parameter with the positions. An unknown signature allows any position.
     """
     numbers = as_tuple(argnums)
     try:

@@ -261,9 +261,8 @@ def body_with_state(
         make: returns the body, a `weft.lifting.scan.LoopBody`, for a static half and units.
         first: returns the arguments of the first run of such a body.
 
-    Returns:
-        The body, the function for the loop, and the created state of each group, or None. The
-        function is None if the results of the loop are undefined.
+    Returns the body, the function for the loop, and the created state of each group, or None. The
+    function is None if the results of the loop are undefined.
     """
     inside = kind.static_in_loop(static)
     if not may_create(kind, static, units):

@@ -5,8 +5,7 @@ call. Here, two functions are equal if they have the same code, and the values i
 defaults and globals are equal. A value that cannot be compared safely (a mutable array, a tracer, a
 mutable object) makes a function equal only to itself: recompiling is better than reusing another
 function's values. For loops and branches, tracers in closures are inputs of the trace instead.
-While a library replaces JAX's products, as for quantization, nothing is shared with traces from
-before.
+While a library replaces JAX's products, as for quantization, earlier traces are not shared.
 
 Outside of `jax.jit`, a loop or a branch runs in a `jax.jit` for this reason, with static values as
 structure; inside of another trace, this has no effect. An output that is an unchanged input is

@@ -24,8 +24,7 @@ def apply(
         fn: `fn(module, *args, **kwargs)`, called with a bound copy of `module`.
         mutable, capture_intermediates: see `Module.apply`.
 
-    Returns:
-        `applied(variables, *args, rngs=None, **kwargs)`.
+    Returns `applied(variables, *args, rngs=None, **kwargs)`.
 
     >>> twice = nn.apply(lambda dense, x: dense(dense(x)), nn.Dense(1, use_bias=False))
     >>> twice({"params": {"kernel": jax.numpy.full((1, 1), 3.0)}}, jax.numpy.ones(1)).tolist()

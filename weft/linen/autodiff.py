@@ -112,9 +112,8 @@ def vjp(
     Args:
         fn: the function; with `has_aux` it returns a pair of its result and any auxiliary output.
 
-    Returns:
-        The result, a function from its cotangent to the gradients of the module's collections and
-        of each argument, and with `has_aux` the auxiliary output.
+    Returns the result, a function from its cotangent to the gradients of the module's collections
+    and of each argument, and with `has_aux` the auxiliary output.
     """
     fn = unbound(fn)
     splitter, module_state, primals, _ = split_modules((fn,), mdl, primals)

@@ -100,8 +100,7 @@ class DenseGeneral(Module):
 
     The parameters are `kernel`, shape `(*batch_dims, *axis, *features)`, and `bias`, shape
     `(*batch_dims, *features)`, with `axis` and `batch_dims` in increasing order. The initializers
-    create them as a matrix `(batch * input, features)` and a vector. See `Dense` for the other
-    attributes.
+    create them as a matrix `(batch * input, features)` and a vector. For the rest see `Dense`.
 
     Attributes:
         features: sizes of the new axes, which come last.
@@ -254,8 +253,7 @@ class Embed(Module):
     The parameter `embedding`, shape `(num_embeddings, features)`, is an attribute of bound modules.
 
     Attributes:
-        dtype: output dtype; by default that of the table, in `attend` promoted from query and
-            table.
+        dtype: output dtype; by default that of the table, in `attend` promoted from query and it.
         promote_dtype: converts table and query to the output dtype.
 
     >>> layer = Embed(10, 4)

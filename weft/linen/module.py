@@ -428,15 +428,12 @@ class Module(ModuleVariables):
         Args:
             variables: the collections, as created by `init`.
             rngs: a key, or keys by stream name.
-            method: a method or its name, or a function that takes the module first; by default
-                `__call__`.
+            method: a method, its name, or a function of the module; by default `__call__`.
             mutable: collections that can be changed; they are also returned.
             capture_intermediates: whether to store the results of all `__call__` methods in the
-                collection `intermediates`; or a function of a module and a method name that selects
-                results.
+                collection `intermediates`; or a function of module and method name to select them.
 
-        Returns:
-            The result; unless `mutable` is False, in a pair with the mutable collections.
+        Returns the result; unless `mutable` is False, in a pair with the mutable collections.
 
         Raises:
             ApplyModuleInvalidMethodError: if `method` is not a method.

@@ -223,8 +223,7 @@ class LSTMCell(_MemoryCell, _GatedCell):
     """Long short-term memory cell, `functional.lstm_step` (Hochreiter and Schmidhuber, 1997).
 
     The submodules are `ii`, `if`, `ig`, `io` for the input and `hi`, `hf`, `hg`, `ho` for the
-    state: input gate, forget gate, candidate and output gate. See `SimpleCell` for the other
-    attributes.
+    state: input gate, forget gate, candidate and output gate. For the rest see `SimpleCell`.
 
     Attributes:
         activation_fn: activation of the candidate and of the output.
@@ -400,8 +399,7 @@ class RNN(Module):
             initial_carry: the first state; by default the cell's.
             seq_lengths: number of valid positions of each sequence; all by default.
 
-        Returns:
-            The outputs, or the last state and the outputs.
+        Returns the outputs, or the last state and the outputs.
 
         Raises ArgumentShapeError if `seq_lengths` does not match the sequences.
         """

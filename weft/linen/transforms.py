@@ -291,13 +291,11 @@ def scan(
     """Applies `jax.lax.scan` to a module class or a function `(module, carry, *xs) -> (carry, y)`.
 
     Args:
-        variable_axes: by filter of collections, the axis of the iterations' separate variables, see
-            `vmap`.
+        variable_axes: by filter of collections, the axis of separate variables, see `vmap`.
         variable_broadcast: collections that all iterations share.
         variable_carry: collections that each iteration passes to the next.
         split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
-        in_axes: the scanned axis of each of `xs`; `nn.broadcast` for values shared by all
-            iterations.
+        in_axes: the scanned axis of each of `xs`; `nn.broadcast` for values of all iterations.
         out_axes: the axis along which `y` is stacked.
         length: number of iterations, if no scanned value determines it.
         unroll, data_transform, check_constancy_invariants: see `weft.core.lift.scan`.
@@ -347,8 +345,7 @@ def remat_scan(
     See `scan` for the other arguments.
 
     Args:
-        lengths: lengths of the loops, the outermost first; `a * b` iterations store `a + b`
-            carries.
+        lengths: of the loops, the outermost first; `a * b` iterations store `a + b` carries.
         policy: selects further values to store, see `jax.checkpoint_policies`.
     """
     if not lengths:

@@ -40,9 +40,8 @@ def capture(
 
     Raises:
         ObjectArgumentError: if a kind is not a class of variables, or `fn` is not callable.
-        GraphStructureError: if `init` does not fit the modules, if two arguments sow at the same
-            path, or if a module merged inside a JAX transformation sows and its state is not
-            returned.
+        GraphStructureError: if `init` does not fit the modules, two arguments sow at the same path,
+            or a module merged inside a JAX transformation sows and its state is not returned.
 
     >>> class Double(nnx.Module):
     ...     def __call__(self, x):

@@ -450,8 +450,7 @@ def copies(leaves: Iterable[Any]) -> list[Any]:
 def call(graphdef_state: tuple[Any, ...], /) -> Any:
     """Calls a method of a split object, given as its description and states, purely.
 
-    Returns:
-        A proxy of the object; a call of it or its methods returns the result and the new pair.
+    Returns a proxy of the object; a call of it or its methods returns the result and the new pair.
 
     >>> class Counter(nnx.Module):
     ...     def __init__(self):
@@ -657,8 +656,7 @@ def build_graph(
     """Builds the graph of a description and values; returns the outermost object, and all by index.
 
     Args:
-        leaves: for each value a variable, which is copied with its `jax.Ref`, or a variable's
-            value.
+        leaves: for each value a variable, copied with its `jax.Ref`, or a variable's value.
         share: whether to use the given variables themselves.
         existing: objects to update by index; variables keep their values.
         known: objects of other descriptions that this one refers to, by index.

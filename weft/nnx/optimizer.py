@@ -149,8 +149,7 @@ class Optimizer(Pytree, Generic[M]):
         Args:
             grads: gradients, at the paths of the parameters: a state, nested dicts, or a model.
                 Those that `wrt` does not match are ignored.
-            **kwargs: extra arguments of the transformation, such as `value`, with values for
-                variables.
+            **kwargs: extra arguments of the transformation, such as `value`; variables give values.
 
         Raises:
             GradientStructureError: if paths or shapes of gradients and parameters differ.

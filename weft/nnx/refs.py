@@ -102,9 +102,8 @@ def initial_ref(
 ) -> Any:
     """Returns the value of a new variable as it is held.
 
-    If it has other leaves than arrays, `metadata` loses `ref` and `hijax`; `given` is the
-    explicitly passed part. Raises VariableArgumentError if it has such leaves, and `ref=True` was
-    given.
+    If it has other leaves than arrays, `metadata` loses `ref` and `hijax`. Raises
+    VariableArgumentError instead if `given`, the explicitly passed part, has `ref=True`.
     """
     leaves, structure = jax.tree.flatten(value)
     others = [x for x in leaves if not isinstance(x, _NUMERIC)]

@@ -211,8 +211,7 @@ def get_abstract_model(
 ) -> tuple[GraphDef, State]:
     """Traces `init_fn`, and returns the description and abstract state of its model.
 
-    The state consists of `jax.ShapeDtypeStruct`s with shardings, a target for restoring
-    checkpoints.
+    The state of `jax.ShapeDtypeStruct`s with shardings is a target for restoring checkpoints.
 
     Raises:
         MeshError: see `abstract_with_sharding`.

@@ -392,8 +392,7 @@ def path_of(x: object, depth: int = 8) -> str:
     """Returns the path to an object from an unowned one at most `depth` up, as "Model.layer.w".
 
     An object may have several owners and knows none of them, so this searches all live objects.
-    That is slow, and only for errors: the line that made an object is often the same for all layers
-    of a model.
+    Slow, only for errors: the line that made an object is often the same for all layers of a model.
     """
     name, seen = "", {id(x)}
     for _ in range(depth):

@@ -131,8 +131,7 @@ def prepare(cfg: SpmdTrainer.Config, train: Callable[[str, Any], SpmdTrainer | N
     """Creates the small Llama's checkpoint if a run needs it; returns whether the run can begin.
 
     Args:
-        train: Trains a recipe by its name and config, and returns the trainer; None if it was asked
-            to stop.
+        train: Trains a recipe by name and config, and returns the trainer, None if stopped.
     """
     builder: Any = cfg.init_state_builder
     path = builder.path

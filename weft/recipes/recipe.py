@@ -178,8 +178,7 @@ class Recipe(NamedTuple):
             train: Trains a recipe by its name and config, and returns the trainer; None if it was
                 asked to stop.
 
-        Returns:
-            Whether the run can begin.
+        Returns whether the run can begin.
         """
         if not self.preparation:
             return True

@@ -108,8 +108,7 @@ def save_safetensors(
         tree: see `tensor_names`.
         max_shard_bytes: largest size of a file's tensors, unless a single tensor is larger.
 
-    Returns:
-        The files that were written, an index last.
+    Returns the files that were written, an index last.
 
     Raises WeightsWriteError if the format cannot hold the tree, or the path is not such a file.
 

@@ -2,8 +2,7 @@
 
 The displays are listeners of the trainer. They print one-time events (the model, evaluations, the
 end) as lines. Per-step values are redrawn in place on a terminal and in a notebook, and printed
-every few seconds elsewhere. The displays read only values of finished steps, so they never wait for
-a device.
+every few seconds elsewhere. They read only values of finished steps, and never wait for a device.
 """
 
 import io

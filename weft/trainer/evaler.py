@@ -236,8 +236,7 @@ class SpmdEvaler(Module):
             train_summaries: The training summaries of this step, for the policy.
             force_run: Whether to evaluate regardless of the policy.
 
-        Returns:
-            A new key; the metrics by name, None without an evaluation; and the outputs or None.
+        Returns a new key; the metrics by name, None without an evaluation; and the outputs or None.
 
         Raises InputDatasetError if the dataset has no batch.
         """

@@ -11,8 +11,7 @@ the number of valid targets; 1 without such a summary. The result equals that of
 to rounding, if the loss is the mean that this summary describes and examples are independent. Batch
 statistics, balance losses over a batch, and random masks differ.
 
-Microbatch i has the rows i, i + steps, i + 2 * steps, ... of the batch, so that each device keeps
-its rows.
+Microbatch i has the rows i, i + steps, ... of the batch, so that each device keeps its rows.
 """
 
 import dataclasses
@@ -41,9 +40,8 @@ def forward_and_gradients(
 ) -> tuple[ForwardPass, NestedTensor]:
     """Runs `fn` and computes the gradients of its loss, inside an invocation.
 
-    Returns:
-      The forward pass, and gradients in the structure of the parameters, with an
-      `optax.MaskedNode()` for each parameter that is not `trainable`.
+    Returns the forward pass, and gradients in the structure of the parameters, with an
+    `optax.MaskedNode()` for each parameter that is not `trainable`.
 
     Raises UntrainableParameterError if a parameter to be trained has no floating-point dtype.
     """
@@ -129,9 +127,8 @@ def with_minibatch_steps(
         grad_dtype: The dtype of the gradient sum; None for those of the parameters, at least
             float32.
 
-    Returns:
-        A function from a forward function to a forward function. Only the loss of the result can be
-        differentiated, and its "aux" stacks those of the microbatches along a new first axis.
+    Returns a function from a forward function to a forward function. Only the loss of the result
+    can be differentiated, and its "aux" stacks those of the microbatches along a new first axis.
 
     Raises:
         GradientAccumulationError: If `steps` is below 1; when called, if the batch does not divide.

@@ -280,8 +280,7 @@ class Learner(_OneForwardPassLearner):
     """Learner with one optimizer.
 
     Its state has the entries "optimizer", "ema" if a moving average of the parameters is kept,
-    "undefined_loss_count" if steps with an undefined loss are skipped, and "loss_scale" if the loss
-    is scaled.
+    "undefined_loss_count" if undefined losses are skipped, and "loss_scale" if the loss is scaled.
     """
 
     @config_class
@@ -297,8 +296,7 @@ class Learner(_OneForwardPassLearner):
           enable_per_variable_summaries: whether to report statistics of each parameter and its
             gradient; or regular expressions of the paths to report.
           per_variable_stats: the statistics to report, listed in the module docstring.
-          ignore_undefined_loss: whether to skip and count steps whose loss or gradients are not
-            finite.
+          ignore_undefined_loss: whether to skip and count steps with an undefined loss or gradient.
           loss_scale: scale of the loss during differentiation, for half precision. Steps
             with gradients that are not finite change only the scale.
         """

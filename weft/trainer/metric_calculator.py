@@ -281,8 +281,7 @@ class CompositeMetricCalculator(BaseMetricCalculator):
         """Configures a CompositeMetricCalculator.
 
         Attributes:
-            metric_calculators: The calculators by name. Their metrics need different names; set
-                `prefix`.
+            metric_calculators: The calculators by name. `prefix` separates metrics of equal names.
             dependencies: Calculators that need the outputs of others.
         """
 

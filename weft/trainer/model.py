@@ -76,9 +76,9 @@ def model_config(
 ) -> Any:
     """Returns the config of the layer to train.
 
-    Other than a hierarchy layer's, `model` is the config of a class or function that makes a module
-    of any library; it, a `Supervised` and a `LibraryModel` get the shapes of a batch, which `batch`
-    returns. `precision` sets the dtypes of parameters and computation.
+    `model` is the config of a hierarchy layer, or of a class or function that makes a module of any
+    library; the latter, a `Supervised` and a `LibraryModel` get the shapes that `batch` returns.
+    `precision` sets the dtypes of parameters and computation.
     """
     config = _layer_config(model, batch)
     return config if precision is None else as_precision(precision).model_config(config)
@@ -187,8 +187,7 @@ def per_param_train_dtype_by_path(
     """Returns dtypes by regular expressions on parameters' paths, for a trainer's `train_dtype`.
 
     Args:
-        default_dtype: For parameters without a matching rule and for floats in a batch; None keeps
-            their own.
+        default_dtype: For parameters without a rule, and floats in a batch; None keeps their own.
         update_rules: Pairs of a pattern, which must match the whole path, such as "decoder/emb/.*",
             and a dtype, or None for the parameter's own; the first match counts.
 

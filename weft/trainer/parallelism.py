@@ -83,8 +83,7 @@ class ParallelismModifier(ConfigModifier):
         """Configures a ParallelismModifier, with axis sizes as for `mesh_shape_from_axes`.
 
         Attributes:
-            num_microbatches: number of parts of a batch in a pipeline; None for twice the number of
-                stages.
+            num_microbatches: parts of a batch in a pipeline; None for twice the number of stages.
         """
 
         pipeline: int = 1

@@ -63,8 +63,7 @@ class RunListener:
     def on_save_failed(self, step: int, error: CheckpointSaveError) -> None:
         """Handles a save that failed for lack of disk space; training continues.
 
-        `step` is the last step of the run; the error names the step, the cause and existing
-        checkpoints.
+        `step` is the run's last; the error names the step, the cause and existing checkpoints.
         """
 
     def on_end(self, step: int, reason: str) -> None:

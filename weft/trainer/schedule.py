@@ -230,8 +230,7 @@ def ema_schedule(
     """Returns a moving average's decay that yields the plain mean during the warm-up.
 
     With `t = max(step - step_offset, 0)` the value is `t / (t + 1)` while `t < warmup_steps`, then
-    `decay`. Raises ScheduleError if `warmup_steps < 1`: the average would not start at the first
-    value.
+    `decay`. Raises ScheduleError if `warmup_steps < 1`: an average starts at the first value.
 
     >>> [round(float(ema_schedule(0.9, warmup_steps=3)(step)), 4) for step in range(4)]
     [0.0, 0.5, 0.6667, 0.9]

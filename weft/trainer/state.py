@@ -2,8 +2,7 @@
 
 The specs of the model's parameters determine those of the learner's state, and all specs, by the
 rules of each kind of array, the shardings. Each device computes only its own shards of the initial
-state; no array is ever materialized whole. Batches are moved from the input onto the mesh ahead of
-the steps.
+state; no array is ever materialized whole. Batches are moved onto the mesh ahead of the steps.
 """
 
 import functools

@@ -70,8 +70,7 @@ def train_step(
         train_dtype: dtype of the computation, for all parameters or by path; None for that of each.
         with_gradients: whether to return the gradients that have to be finite.
 
-    Returns:
-        The new state, and a dict of "loss", "aux", "summaries" and optionally "gradients".
+    Returns the new state, and a dict of "loss", "aux", "summaries" and optionally "gradients".
     """
     next_key, noise_key, forward_key, learner_key = jax.random.split(state.prng_key, 4)
     batch = input_.dispatch_global_batch(batch)

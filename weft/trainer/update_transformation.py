@@ -163,8 +163,7 @@ class Updates(PyTreeNode):
         `round_sum` converts the sum of the parameter at a path and its delta to a dtype; None
         rounds to the nearest number.
 
-        Raises an InplaceUpdateError for an in-place update without a parameter, or of another
-        shape.
+        Raises InplaceUpdateError if the parameter of an in-place update is missing or differs.
         """
         _check_inplace_updates(self)
         delta_at = base.leaves_by_path(self.delta_updates)
@@ -214,8 +213,7 @@ class UpdateTransformation(LearnerModule):
 def set_state_update(module: Module, value: Any) -> None:
     """Sets the whole new state of a module, of any type.
 
-    State updates of a root are a dict; there a state of another type has the module's name as its
-    key.
+    State updates of a root are a dict, in which a state of another type has the module's name.
     """
     context = module.get_invocation_context()
     if isinstance(value, dict):
@@ -356,8 +354,7 @@ class ConditionalUpdateTransformation(UpdateTransformation):
     class Config(UpdateTransformation.Config):
         """Configures a ConditionalUpdateTransformation.
 
-        `update_schedule` is a function of the number of steps so far, or its config; None for
-        always.
+        `update_schedule` is a function of the steps so far, or its config; None for always.
         """
 
         inner: Required[InstantiableConfig] = REQUIRED

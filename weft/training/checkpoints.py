@@ -222,8 +222,7 @@ def save_checkpoint(
     Call it on one process. `save_checkpoint_multiprocess` saves arrays of several processes.
 
     Args:
-        ckpt_dir: created if needed. "" is the current directory, as for `pathlib`; `~` is not
-            expanded.
+        ckpt_dir: created if needed. "" is the current directory; `~` is not expanded.
         target: a tree, such as a `TrainState` or a dict of variables.
         step: must be larger than those of existing checkpoints.
         keep: number of newest checkpoints to keep, including this one; 0 keeps all.

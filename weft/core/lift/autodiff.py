@@ -40,9 +40,8 @@ def vjp(
 ) -> tuple[Any, ...]:
     """Applies `jax.vjp` to `fn(scope, *primals)`.
 
-    Returns:
-        The result, a function from its cotangent to the gradients of the collections and of each
-        argument, and with `has_aux` the auxiliary output, which `fn` returns after its result.
+    Returns the result, a function from its cotangent to the gradients of the collections and of
+    each argument, and with `has_aux` the auxiliary output, which `fn` returns after its result.
     """
     _check_reduce_axes(reduce_axes)
     lifted = lifting.vjp(
@@ -71,9 +70,8 @@ def value_and_grad(
 ) -> tuple[Any, ...]:
     """Applies `jax.value_and_grad` to `fn(scope, *primals)`, with gradients of each of `primals`.
 
-    Returns:
-        The scalar result of `fn`, with `has_aux` the auxiliary output, and a tuple with the
-        gradient of each argument: two or three values, unlike `weft.linen.value_and_grad` and JAX.
+    Returns the scalar result of `fn`, with `has_aux` the auxiliary output, and a tuple with the
+    gradient of each argument: two or three values, unlike `weft.linen.value_and_grad` and JAX.
     """
     _check_reduce_axes(reduce_axes)
     lifted = lifting.value_and_grad(
@@ -103,8 +101,7 @@ def jvp(
 ) -> tuple[Any, Any]:
     """Applies `jax.jvp` to `fn(scope, *primals)` and returns the result and its tangent.
 
-    `variable_tangents` are tangents of variables, by collection; for several scopes, a pytree of
-    such dicts.
+    `variable_tangents` are tangents by collection; for several scopes, a pytree of such dicts.
     """
     of_scopes = [
         # Tangents of variables not yet created are empty.

@@ -101,8 +101,7 @@ def remat_scan(
     """Applies nested scans with rematerialization to `body_fn(scope, carry) -> carry`.
 
     Args:
-        lengths: lengths of the loops, the outermost first; `a * b` iterations store `a + b`
-            carries.
+        lengths: of the loops, the outermost first; `a * b` iterations store `a + b` carries.
         policy: selects further values to store, see `jax.checkpoint_policies`.
         variable_axes: see `scan`, as for the others; a variable has a new axis for each loop.
     """

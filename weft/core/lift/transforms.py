@@ -297,9 +297,8 @@ def jit(
         donate_argnums: arguments whose buffers may be reused for the results.
         device: device to use instead of the arguments' device.
 
-    Returns:
-        The function. Its `explain_recompile()` describes the cause of a recompilation, and its
-        `lower` is that of `jax.jit`.
+    Returns the function. Its `explain_recompile()` describes the cause of a recompilation, and its
+    `lower` is that of `jax.jit`.
     """
     check_argnums("lift.jit", "static_argnums", fn, static_argnums)
     check_argnums("lift.jit", "donate_argnums", fn, donate_argnums)

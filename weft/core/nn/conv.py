@@ -111,8 +111,7 @@ def conv_transpose(
     Args:
         scope: has `kernel`, shape `(*kernel_size, input, features)`, and `bias`.
         strides: number of outputs per input position, per axis or for all axes; 1 by default.
-        padding: a name of `functional.conv_transpose_explicit_padding`, or `(left, right)` for each
-            spatial axis.
+        padding: see `functional.conv_transpose_explicit_padding`, or `(left, right)` per axis.
 
     Raises:
         ArgumentShapeError: if the number of spatial axes is not that of `kernel_size`.

@@ -136,8 +136,7 @@ def group_norm(
 
     Raises:
         ArgumentShapeError: if the channels are not divisible into equal groups.
-        ArgumentValueError: if not exactly one of `num_groups` and `group_size` is given, or it is
-            not positive.
+        ArgumentValueError: unless one of `num_groups` and `group_size` is given, and positive.
 
     >>> from weft.core import init
     >>> x = jnp.array([[1.0, 3.0, 5.0, 9.0]])

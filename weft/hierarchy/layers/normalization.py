@@ -254,8 +254,7 @@ class L2Norm(BaseLayer):
 class MovingAverage(BaseLayer):
     """Average of all values so far, optionally weighted towards recent ones.
 
-    Value number `n` has weight `max(1 / n, min_weight)`. The state `count` and `value` is updated
-    in training.
+    Value `n` has weight `max(1 / n, min_weight)`. Training updates the state `count` and `value`.
     """
 
     @config_class

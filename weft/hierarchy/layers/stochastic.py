@@ -87,9 +87,8 @@ class DropToken(BaseLayer):
 class GradientMonitor(BaseLayer):
     """Identity that makes the norm of the gradient at an activation visible to the learner.
 
-    It is the gradient of the parameter `gradient_norm`, which is not used otherwise. The learner
-    needs a `weft.trainer.GradientMonitorTransformation`, which reports it and keeps it from the
-    optimizer.
+    It is the gradient of the parameter `gradient_norm`, which is not used otherwise. Let a
+    `weft.trainer.GradientMonitorTransformation` report it and keep it from the optimizer.
     """
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:

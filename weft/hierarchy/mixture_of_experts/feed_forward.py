@@ -106,8 +106,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
           outer_batch: number of parts of a batch that each use all experts; see
             `get_outer_batch_from_mesh`.
           router_z_loss_weight: weight of the gating's loss on the size of logits.
-          corr_loss_weight: weight of the mean squared cosine between the router weights of two
-            experts.
+          corr_loss_weight: weight of the mean squared cosine between two experts' router weights.
           dim_to_mesh_axis_map: sharding of weights and activations by the letters of their axes, as
             in the module docstring. With one outer batch, groups take its mesh axes as well.
         """
@@ -293,9 +292,8 @@ def convert_dense_to_moe_parameters(
         layers may be stacked in another way, such as a `RepeatedTransformerLayer` of
         `StackedTransformerLayer`s in which the feed-forward layer of every second one has experts.
 
-    Returns:
-      Parameters for `initialize_parameters_recursively(..., prebuilt=...)` of the target. Those
-      that the source lacks, such as router weights, are None and will be initialized.
+    Returns parameters for `initialize_parameters_recursively(..., prebuilt=...)` of the target.
+    Those that the source lacks, such as router weights, are None and will be initialized.
 
     Raises ParameterSpecError if a parameter has no counterpart or another shape, naming it.
     """

@@ -47,8 +47,7 @@ def approx_max_k(
 
     Args:
       recall_target: the fraction of the largest to find.
-      reduction_input_size_override: the size for which to reach the target; -1 for that of the
-        axis.
+      reduction_input_size_override: size for which to reach the target; -1 for that of the axis.
       aggregate_to_topk: whether to return exactly k scores.
     """
     return functools.partial(
@@ -141,8 +140,7 @@ class BaseGating(BaseLayer):
         Attributes:
           combine_tensor: `Float[Array, "outer group token expert capacity"]`, the weight of each
             expert's slot in a token's output.
-          dispatch_tensor: `Bool[Array, "outer group token expert capacity"]`, the token in each
-            slot.
+          dispatch_tensor: `Bool[Array, "outer group token expert capacity"]`, each slot's token.
           load_balance_loss: a scalar, small if experts are equally loaded.
           router_z_loss: a scalar, small if logits are.
           seq_load_balance_loss: a scalar, the weighted mean loss per sequence, if requested.
@@ -481,8 +479,7 @@ class TopKBiasGating(TopKDropFreeGating):
     """Gating that balances the load by a bias per expert, without a loss (Wang et al., 2024).
 
     Experts are chosen by score plus bias, and weighted by the score. After each training step the
-    bias of experts with more than the mean load falls by `gating_update_rate`, that of others
-    rises.
+    bias of experts above the mean load falls by `gating_update_rate`, that of others rises.
     """
 
     @config_class

@@ -239,8 +239,7 @@ def to_huggingface(
     Returns the files that were written.
 
     Raises:
-        HuggingFaceConfigError: if no Hugging Face family computes the same; the message lists the
-          differences.
+        HuggingFaceConfigError: if no family of Hugging Face computes the same; lists differences.
         WeightsMismatchError: if the parameters are not those of the model.
     """
     with contextlib.suppress(AttributeError):  # a model of another kind, which is explained next

@@ -94,8 +94,7 @@ class Conv(_Conv):
         mask: multiplied with the kernel; has its shape.
         conv_general_dilated: replaces `jax.lax.conv_general_dilated`.
 
-    Raises ArgumentShapeError if the groups do not divide the channels, or the mask's shape is not
-    the kernel's.
+    Raises ArgumentShapeError if the groups do not divide the channels, or the mask does not fit.
 
     >>> layer = Conv(3, 16, (3, 3), strides=2, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 8, 8, 3))).shape

@@ -61,8 +61,7 @@ class Dropout(Module):
         Args:
             rngs: PRNG streams, one stream or a key to use instead of the layer's own stream.
 
-        Raises ArgumentValueError if the rate is not in `[0, 1]`, or `broadcast_dims` are out of
-        range.
+        Raises ArgumentValueError for a rate not in `[0, 1]`, or `broadcast_dims` out of range.
         """
         if parameters.resolve_mode(self, "deterministic", deterministic) or self.rate == 0:
             return inputs

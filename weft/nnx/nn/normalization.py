@@ -198,8 +198,7 @@ class GroupNorm(_AffineNorm):
     Args:
         num_features: number of channels, along the last axis.
         group_size: number of channels per group; requires `num_groups=None`.
-        reduction_axes: axes that share statistics, including the last; by default all but the
-            first.
+        reduction_axes: axes that share statistics, also the last; by default all but the first.
 
     The parameters and other arguments are those of `LayerNorm`.
 
@@ -295,9 +294,8 @@ class BatchNorm(_AffineNorm):
             `model.train()` and `model.eval()`; if None, calls must pass it.
         axis: feature axes, along which each position has its own statistics.
         momentum: decay of the averages per step.
-        axis_name: mapped or mesh axis over which the batch is sharded. All shards are normalized
-            with the statistics of the whole batch, in which each value that the masks include
-            counts once.
+        axis_name: mapped or mesh axis over which the batch is sharded. All shards use the
+            statistics of the whole batch, in which each value that the masks include counts once.
 
     The other arguments are those of `LayerNorm`.
 

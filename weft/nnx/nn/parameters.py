@@ -85,8 +85,7 @@ def promote_dtype(
     They are arrays or numbers; None stays None. For `dtype` and `inexact` see
     `weft.functional.canonicalize_dtype`.
 
-    Raises ArgumentValueError if `dtype` must be inexact and is not, or there are no arrays to
-    promote.
+    Raises ArgumentValueError for a `dtype` that must be inexact and is not, or without arrays.
 
     >>> x, bias = promote_dtype((jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float32)))
     >>> x.dtype.name, bias.dtype.name

@@ -303,8 +303,7 @@ class LSTMCell(_GatedMemoryCell):
     Args:
         activation_fn: activation of the candidate and of the output.
         bias_init: initializer of the biases, which the maps of the state have.
-        carry_init: initializer of the first memory and output, each with its own key; zeros by
-            default.
+        carry_init: initializer of the first memory and output, each with its own key; or zeros.
 
     The other arguments are those of `GRUCell`.
 
@@ -391,8 +390,7 @@ class RNN(Module):
         state_axes: for parts of the cell's state, by filter: `nnx.Carry`, None to share it between
             steps, or the axis of per-step state; by default all is carried.
         broadcast_rngs: filter of the cell's PRNG streams that yield the same keys at each step.
-        rngs: streams whose `carry` draws the first states; True for a stream of seed 0, False for
-            none.
+        rngs: streams whose `carry` draws first states; True for a stream of seed 0, False for none.
 
     Raises RngArgumentError if `rngs` has another type.
 
@@ -441,8 +439,7 @@ class RNN(Module):
             seq_lengths: number of valid positions per sequence; all by default.
             rngs: streams, or a stream, that draw the first state instead of the layer's own.
 
-        Returns:
-            The outputs, or the last state and the outputs.
+        Returns the outputs, or the last state and the outputs.
         """
         return_carry = self.return_carry if return_carry is None else return_carry
         time_major = self.time_major if time_major is None else time_major

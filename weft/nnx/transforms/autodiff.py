@@ -57,10 +57,9 @@ def value_and_grad(
             or those of a `DiffState(position, filter)`.
         holomorphic, allow_int: as for `jax.grad`; `reduce_axes` must be `()`.
 
-    Returns:
-        A function that returns the result of `f` and the gradients for `argnums`: for an object a
-            `State` of the differentiated variables; in tree mode an object of the same structure,
-            with all variables differentiated.
+    Returns a function that returns the result of `f` and the gradients for `argnums`: for an object
+    a `State` of the differentiated variables; in tree mode an object of the same structure, with
+    all variables differentiated.
 
     Raises:
         TransformArgumentError: if an argument does not exist.
@@ -136,10 +135,9 @@ def vjp(
         f: returns arrays, with `graph=False` or `graph_updates=False` also objects, or with
             `has_aux` a pair of these and any value; without it, a decorator is returned.
 
-    Returns:
-        The result of `f`, and a function from its cotangent to a tuple of gradients, one per
-            argument in the form of `value_and_grad`; with `has_aux` also the auxiliary value. The
-            cotangent has the structure of the result, with objects for objects.
+    Returns the result of `f`, and a function from its cotangent to a tuple of gradients, one per
+    argument in the form of `value_and_grad`; with `has_aux` also the auxiliary value. The cotangent
+    has the structure of the result, with objects for objects.
 
     Raises CallMismatchError if `f` returns an object with references, or the cotangent of objects
     has another structure.
@@ -189,9 +187,8 @@ def jvp(
         tangents: one per primal; for an object a `State`, or an object of the same structure, with
             tangents of some or all of its variables.
 
-    Returns:
-        The result of `f` and its tangent, of the same structure; with `has_aux` also the auxiliary
-            value.
+    Returns the result of `f` and its tangent, of the same structure; with `has_aux` also the
+    auxiliary value.
 
     Raises CallMismatchError if the numbers of primals and tangents differ, or `f` returns an object
     with references.

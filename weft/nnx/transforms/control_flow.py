@@ -194,8 +194,7 @@ def while_loop(
         cond_fun: takes the carry and returns whether to continue. Its changes are dropped.
         body_fun: takes the carry and returns the next one, with the same objects.
 
-    Returns:
-        The last carry, with the objects of `init_val`.
+    Returns the last carry, with the objects of `init_val`.
 
     Raises:
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
@@ -240,8 +239,7 @@ def fori_loop(
         body_fun: takes the index and the carry, and returns the next carry.
         unroll: number of iterations to unroll, if both bounds are Python numbers.
 
-    Returns:
-        The last carry, with the objects of `init_val`. For errors see `while_loop`.
+    Returns the last carry, with the objects of `init_val`. For errors see `while_loop`.
 
     >>> total = nnx.Variable(jnp.array(0))
     >>> def body(i, total):

@@ -257,8 +257,7 @@ class CustomVjp(_CustomRule):
         """Sets the rule.
 
         Args:
-            fwd: takes the arguments; returns the result and the residuals, a pytree of arrays and
-                objects.
+            fwd: takes the arguments; returns result and residuals, a pytree of arrays and objects.
             bwd: takes the arguments of `nondiff_argnums`, the residuals and `g`; returns a tuple
                 of gradients, one for each other argument, None for zeros: for an object a `State`
                 or an object of its class. `g` is a pair: cotangents of the arguments' state after

@@ -461,8 +461,7 @@ def jit(
         static_argnums, static_argnames: static, hashable arguments.
         donate_argnums, donate_argnames: arguments whose arrays and variables may be reused.
 
-    Returns:
-        The function, with `lower`, `trace` and `eval_shape` as in `jax.jit`.
+    Returns the function, with `lower`, `trace` and `eval_shape` as in `jax.jit`.
 
     Raises:
         CapturedObjectError: if `fun` returns an object that was not passed as an argument.

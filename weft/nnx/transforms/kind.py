@@ -85,8 +85,7 @@ _MAX_CACHED_SPLITS = 64
 class SharedStateChanged(Exception):
     """Ends the trace of a scan without graph updates whose body changes shared state.
 
-    `paths` lead from each object to its changed variables; `text` is for the error if those cannot
-    be carried.
+    `paths` lead from objects to changed variables; `text` is the error if these cannot be carried.
     """
 
     def __init__(self, text: str, paths: Sequence[Path]):

@@ -58,8 +58,7 @@ def vmap(
         axis_name: name of the new axis for collectives.
         axis_size: size of the new axis, if no argument determines it.
         spmd_axis_name: mesh axis over which the new axis is sharded.
-        transform_metadata: `{nnx.PARTITION_NAME: name}` names the new axis in the metadata of
-            variables.
+        transform_metadata: `{nnx.PARTITION_NAME: name}` names the new axis in variables' metadata.
 
     Raises:
         InconsistentAliasError: if one object is in two places with different axes.

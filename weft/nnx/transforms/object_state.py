@@ -8,8 +8,7 @@ changes are refused: in objects that all iterations of a loop share, and in capt
 
 A loop carries what its body makes, from the first values on: the graph after the first iteration
 must be that after every iteration. An object that takes the place of another one in each iteration
-counts as the same. `check_loop_graph` finds what was made, and refuses all other changes of the
-graph.
+counts as the same. `check_loop_graph` finds what was made, and refuses all other changes.
 """
 
 from __future__ import annotations
@@ -367,8 +366,7 @@ def with_created_objects(
 ) -> StaticObjects:
     """Returns the static half of objects that have gained attributes.
 
-    `gained` has numbers of objects and names of attributes; `made` the argument and group of each
-    new value.
+    `gained` has numbers of objects and attributes; `made` argument and group of each new value.
     """
     one = with_new_attributes(describe_graph(static, None), found, gained)
     places = {**dict(zip(static.numbers, static.places, strict=True)), **made}
@@ -471,8 +469,7 @@ def check_loop_graph(
     Args:
         found: the graph after, where an object that replaces another one has its number.
 
-    Returns:
-        The attributes to make before the loop: indices of their objects, and names.
+    Returns the attributes to make before the loop: indices of their objects, and names.
     """
     origins, gained = found.origins, []
     objects = ObjectTable.of(found)

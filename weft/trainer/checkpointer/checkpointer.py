@@ -105,8 +105,7 @@ class BaseCheckpointer(Module):
             evaler_summaries: Summaries of the evalers that ran after this step, by evaler name.
             force: Whether to save regardless of the policy, unless this step is already saved.
 
-        Returns:
-            Whether a save was started.
+        Returns whether a save was started.
 
         Raises:
             CheckpointSaveError: If this save cannot start, or an earlier one has failed since the
@@ -125,8 +124,7 @@ class BaseCheckpointer(Module):
             state: The expected state: arrays or `jax.ShapeDtypeStruct`s with the target
                 shardings; Python values; savable objects, which are updated in place.
 
-        Returns:
-            The step and the state; None and `state` itself if there is no checkpoint.
+        Returns the step and the state; None and `state` itself if there is no checkpoint.
 
         Raises:
             CheckpointNotFoundError: If there is none of this step.

@@ -387,9 +387,8 @@ class ArrayFiles:
         Args:
             targets: by name, NumPy arrays or objects with shape, dtype and sharding.
 
-        Returns:
-            The undamaged arrays by name; the paths of the files that were read; and one line for
-            each damaged array.
+        Returns the undamaged arrays by name; the paths of the files that were read; and one line
+        for each damaged array.
         """
         arrays, seen, faults = {}, set(), []
 

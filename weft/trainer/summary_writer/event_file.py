@@ -224,8 +224,7 @@ class SummaryWriter:
         """Writes images.
 
         Args:
-            image: uint8 or floats between 0 and 1, `(height, width, channels)`, or several along a
-                first axis.
+            image: uint8 or floats in [0, 1], `(height, width, channels)`, or a batch of these.
             max_outputs: number of images to write.
 
         Raises ArgumentShapeError if `image` has another rank.

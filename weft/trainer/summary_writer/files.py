@@ -92,8 +92,7 @@ class SummaryWriter(PeriodicWriter):
         """Yields the event file to code that makes its own protocol buffers.
 
         In the block, `file.add(proto, step)` writes one regardless of the interval; the file is
-        flushed afterwards. On processes other than the first, and while the disk fails, it yields
-        None.
+        flushed afterwards. It yields None on other processes, and while the disk fails.
 
         """
         if jax.process_index() == 0:

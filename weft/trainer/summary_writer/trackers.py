@@ -73,8 +73,7 @@ class WandBWriter(_TrackerWriter):
             resume: As in `wandb.init` for a run of the same id; "auto" continues it, like "allow".
             wandb_dir: Directory of wandb's own files; None for `dir`.
             wandb_settings_kwargs: Further arguments for `wandb.Settings`.
-            convert_2d_to_image: Whether to show arrays with two axes as images instead of
-                histograms.
+            convert_2d_to_image: Whether to show arrays with two axes as images, not histograms.
         """
 
         prefix: str | None = None
