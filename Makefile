@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test fuzz mutate soak lint house bench bench-gpu docs
+.PHONY: help train test fuzz mutate soak lint house bench bench-gpu docs docs-serve
 .NOTPARALLEL:
 
 help: ## this list
@@ -46,6 +46,9 @@ bench-gpu: .venv/.has-bench .venv/.jax-$(or $(DEVICE),cuda12) ## measure trainin
 
 docs: .venv/.has-docs ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: .venv/.has-docs ## show the documentation at http://127.0.0.1:8000 and follow its changes
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 # A stamp per set of extras: recreated when these, the lock or the package's own dependencies change.
 EXTRAS_train := train,examples
