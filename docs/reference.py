@@ -4,7 +4,7 @@ MkDocs calls `on_files` before it reads the pages; mkdocstrings puts in the docs
 """
 
 import ast
-from collections.abc import Callable
+import re
 from pathlib import Path
 
 import griffe
@@ -12,7 +12,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-# Modules that users import by name, beside the packages.
+# Modules that users import by name, next to the packages.
 MODULES = (
     "weft.errors",
     "weft.struct",
@@ -45,25 +45,25 @@ def pages() -> dict[str, str]:
     texts = {}
     for name, table in sorted(tables.items()):
         own = [public for public, original in table.items() if homes[original] == name]
-        own, made = _split(own, lambda x: _is_explained(sources[f"{name}.{x}".removeprefix("weft.")]))
+        package = sources[name.removeprefix("weft.")] if "." in name else sources
+        undocumented = [x for x in own if not _is_explained(package[x])]
         links = [f"[`{x}`][{homes[table[x]]}.{x}]" for x in table if homes[table[x]] != name]
-        links = sorted(links + [f"`{x}`" for x in made])
+        links = sorted(links + [f"`{x}`" for x in undocumented])
         texts[name] = "\n\n".join(
             [
                 f"# {name}",
                 f"::: {name}\n    options:\n      members: false\n      heading_level: 1\n"
                 "      show_root_heading: false\n      show_root_toc_entry: false",
                 *([f"Also here: {', '.join(links)}."] if links else []),
-                *(f"::: {name}.{public}" for public in sorted(own, key=str.lower)),
+                *(
+                    f"::: {table[x] if package[x].is_module else f'{name}.{x}'}"
+                    for x in sorted({*own} - {*undocumented}, key=str.lower)
+                ),
             ]
         )
     for name in MODULES:
         texts[name] = f"# {name}\n\n::: {name}\n    options:\n      show_root_heading: false\n"
     return texts
-
-
-def _split(names: list[str], condition: Callable[[str], bool]) -> tuple[list[str], list[str]]:
-    return [x for x in names if condition(x)], [x for x in names if not condition(x)]
 
 
 def _is_explained(thing: griffe.Object | griffe.Alias) -> bool:
@@ -72,6 +72,21 @@ def _is_explained(thing: griffe.Object | griffe.Alias) -> bool:
         return thing.docstring is not None
     except griffe.AliasResolutionError:
         return False
+
+
+class ExamplesAsCode(griffe.Extension):
+    """Shows examples of docstrings as code, which Markdown takes for quotations."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
+        """Changes a docstring as it is loaded."""
+        if obj.docstring is not None:
+            example = re.compile(r"^( *)>>> (?:.+\n?)+", re.MULTILINE)
+            obj.docstring.value = example.sub(_fenced, obj.docstring.value)
+
+
+def _fenced(example: re.Match[str]) -> str:
+    indent, text = example[1], example[0].rstrip("\n")
+    return f"{indent}```pycon\n{text}\n{indent}```\n"
 
 
 def packages() -> dict[str, Path]:
