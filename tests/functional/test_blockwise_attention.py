@@ -81,7 +81,7 @@ MASKS = {
         causal_mask, query_positions=SEGMENTS, key_positions=SEGMENTS[:1] * 2
     ),
     "array": SPARSE,
-    "all": AttentionMask(causal_mask, query_segments=SEGMENTS, array=SPARSE),
+    "all": AttentionMask(causal_mask, query_segments=SEGMENTS, arrays=(SPARSE, SPARSE[:, :, :1])),
 }
 
 
@@ -180,7 +180,7 @@ def test_no_array_has_all_pairs():
 def test_blocks_that_the_mask_excludes_are_skipped():
     def visited(mask, length=16):
         options = blocks._Options(
-            mask.mask_fn, 1.0, None, 0.0, False, None,
+            mask.mask_fn, 1.0, None, 0.0, False, True, None,
             blocks._Blocks(length, 4), blocks._Blocks(length, 4), False,
         )  # fmt: skip
         first, number = blocks._needed_keys(options, blocks._Given(mask, None))

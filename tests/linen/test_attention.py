@@ -1,8 +1,11 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.jaxprs import largest_array
 from tests.keys import draw
 from weft.errors import (
     ArgumentShapeError,
@@ -12,7 +15,12 @@ from weft.errors import (
     WeftError,
 )
 from weft.functional import attention_mask
-from weft.functional.attention_mask import make_causal_mask
+from weft.functional.attention_mask import (
+    AttentionMask,
+    causal_mask,
+    left_right_window_mask,
+    make_causal_mask,
+)
 from weft.linen.attention import (
     MultiHeadAttention,
     MultiHeadDotProductAttention,
@@ -246,3 +254,61 @@ def test_causal_padding_mask():
         attention_mask.make_causal_mask(valid), attention_mask.make_attention_mask(valid, valid)
     )
     assert mask[0, 0].tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 0]]
+
+
+def test_blocks_compute_the_same():
+    x, ids = draw(8, 2, 5, 8), jnp.array([[1, 1, 2, 2, 2], [1, 1, 1, 1, 2]])
+    mask = AttentionMask(causal_mask, query_segments=ids)
+
+    def loss(implementation, params, x):
+        layer = MultiHeadAttention(num_heads=2, implementation=implementation)
+        return (layer.apply(params, x, mask=mask) ** 2).sum()
+
+    params = MultiHeadAttention(num_heads=2).init(jax.random.key(0), x)
+    results = [
+        jax.jit(jax.value_and_grad(functools.partial(loss, name), (0, 1)))(params, x)
+        for name in ("plain", "blockwise")
+    ]
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_long_layer_has_no_array_of_all_pairs():
+    length, layer = 4096, MultiHeadAttention(num_heads=1)
+    x = jax.ShapeDtypeStruct((1, length, 8), jnp.float32)
+    params = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def loss(params, x):
+        return layer.apply(params, x, mask=causal_mask).sum()
+
+    assert largest_array(jax.grad(loss, (0, 1)), params, x) < length**2 / 16
+
+
+def test_what_blocks_cannot_compute():
+    def attend(query, key, value, mask=None):
+        return value
+
+    x = draw(8, 2, 5, 8)
+    layer = MultiHeadAttention(num_heads=2, implementation="blockwise")
+    with pytest.raises(ArgumentValueError, match=r"'blockwise' cannot .* sow_weights stores"):
+        layer.init(jax.random.key(0), x, sow_weights=True)
+    with pytest.raises(ArgumentValueError, match=r"cannot .* einsum_dot_general computes"):
+        dot_product_attention(
+            *[x[:, :, None]] * 3, implementation="blockwise", einsum_dot_general=jax.lax.dot_general
+        )
+    with pytest.raises(ArgumentValueError, match="attention_fn accepts no `implementation`"):
+        layer.clone(attention_fn=attend).init(jax.random.key(0), x)
+
+
+def test_a_structured_mask_in_decoding():
+    x, mask = draw(9, 2, 5, 8), left_right_window_mask(2, 0)
+    layer = MultiHeadAttention(num_heads=2)
+    variables = layer.init(jax.random.key(0), x)
+    whole = layer.apply(variables, x, mask=mask)
+    layer = layer.clone(decode=True)
+    cache = layer.init(jax.random.key(0), x)["cache"]
+    for i in range(5):
+        given = {**variables, "cache": cache}
+        step, new = layer.apply(given, x[:, i : i + 1], mask=mask, mutable="cache")
+        cache = new["cache"]
+        np.testing.assert_allclose(step[:, 0], whole[:, i], rtol=1e-5, atol=1e-6)

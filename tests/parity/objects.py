@@ -15,6 +15,9 @@ from tests.keys import draw
 OF_FLAX = ("eager_sharding", "hijax", "ref")
 
 
+ADDED = "implementation"  # of attention, which Flax does not let choose
+
+
 def same(program, tolerance=1e-5):
     """Runs `program(nnx)` on both.
 
@@ -46,7 +49,9 @@ def described(x):
         metadata = {k: described(v) for k, v in x.get_metadata().items() if k not in OF_FLAX}
         return type(x).__name__, metadata, described(x.get_raw_value())
     if isinstance(x, flax.nnx.Pytree | weft.nnx.Pytree):
-        attributes = {k: described(v) for k, v in vars(x).items() if not k.startswith("_")}
+        attributes = {
+            k: described(v) for k, v in vars(x).items() if not k.startswith("_") and k != ADDED
+        }
         return type(x).__name__, dict(sorted(attributes.items()))
     if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
         return "key", np.asarray(jax.random.key_data(x)).tolist()
@@ -79,7 +84,11 @@ def same_signature(name, method="__init__"):
 
     def parameters(nnx):
         signature = inspect.signature(getattr(getattr(nnx, name), method))
-        found = [(p.name, p.kind, _default(p.default)) for p in signature.parameters.values()]
+        found = [
+            (p.name, p.kind, _default(p.default))
+            for p in signature.parameters.values()
+            if p.name != ADDED
+        ]
         return sorted(found, key=lambda p: p[0] if p[1] is inspect.Parameter.KEYWORD_ONLY else "")
 
     assert parameters(flax.nnx) == parameters(weft.nnx)

@@ -9,7 +9,7 @@ in `attention_weights`: that doubles the memory of what is usually a model's lar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,11 @@ from weft.functional.attention_mask import (
 )
 from weft.functional.dropout import dropout, keep_mask
 from weft.functional.embedding import alibi_bias
-from weft.functional.fused_attention import AttentionImplementation, fused_attention
+from weft.functional.fused_attention import (
+    AttentionImplementation,
+    fused_attention,
+    is_plain,
+)
 
 
 def dot_product_attention(
@@ -401,6 +405,64 @@ def check_broadcastable(name: str, given: Array, full: tuple[int, ...]) -> None:
     if len(shape) > len(full) or any(n not in (1, m) for n, m in sizes):
         raise ArgumentShapeError(
             f"{name} has shape {shape}, which does not broadcast to that of the logits, {full}."
+        )
+
+
+def without_weights(
+    implementation: AttentionImplementation | None,
+    query: Float[Array, "*batch target heads dim"],
+    key: Float[Array, "*batch source kv_heads dim"],
+    value: Float[Array, "*batch source kv_heads value_dim"],
+    *,
+    bias: Float[Array, "..."] | None,
+    mask: AttentionMask,
+    dropout_rate: float,
+    dropout_rng: Key[Array, ""] | None,
+    broadcast_dropout: bool,
+    precision: lax.PrecisionLike,
+    only_plain: Mapping[str, bool],
+) -> Float[Array, "*batch target heads value_dim"] | None:
+    """Returns attention by an implementation without weights, or None if it is to have them.
+
+    Args:
+        only_plain: by its description, whether something is asked for that only weights allow.
+
+    Raises:
+        ArgumentShapeError: if bias or mask does not broadcast to the logits.
+        ArgumentValueError: if dropout has no key, or the implementation cannot compute it.
+    """
+    reasons = {**only_plain, f"dropout_rate={dropout_rate} drops all": dropout_rate == 1.0}
+    reason = next((text for text, is_so in reasons.items() if is_so), None)
+    *batch, target, heads, _ = query.shape
+    source = key.shape[-3]
+    if is_plain(implementation, target * source, reason):
+        return None
+    named = [("bias", bias)] if bias is not None else []
+    for name, x in [*named, *(("mask", x) for x in mask.arrays)]:
+        check_broadcastable(name, x, (*batch, heads, target, source))
+    return fused_attention(
+        implementation,
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        masked_gradient=False,  # as in `attention_weights`
+        precision=precision,
+    )
+
+
+def check_accepts_implementation(
+    implementation: str | None, accepted: Collection[str], layer: str
+) -> None:
+    """Raises ArgumentValueError if a layer's `attention_fn` lacks an option that is set."""
+    if implementation is not None and "implementation" not in accepted:
+        raise ArgumentValueError(
+            f"{layer} has implementation={implementation!r}, and its attention_fn accepts no "
+            "`implementation`; leave out one of them."
         )
 
 

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft import struct
 from weft.errors import ArgumentShapeError
-from weft.functional.arrays import same_ndim, to_ndim
+from weft.functional.arrays import same_ndim
 from weft.typing import DType
 
 # Finite, so that a fully masked row has a softmax and a gradient; large enough that adding a
@@ -173,7 +173,7 @@ class AttentionMask(struct.PyTreeNode):
     """Mask of attention that is described instead of written out, a table of all pairs.
 
     A query may attend to a key if `mask_fn` of their positions is True, both have the same segment
-    id, and `array` is True. What is None does not restrict.
+    id, and all `arrays` are True. What is None does not restrict.
 
     Attributes:
         mask_fn: function of positions, such as `causal_mask` (see the module's docstring).
@@ -181,7 +181,7 @@ class AttentionMask(struct.PyTreeNode):
         key_positions: `Int[Array, "*#batch source"]`; None counts from 0.
         query_segments: `Int[Array, "*#batch target"]`, ids of the segments of queries.
         key_segments: `Int[Array, "*#batch source"]`; None for those of the queries.
-        array: `Bool[Array, "#batch #heads #target #source"]`, for what has no description.
+        arrays: each `Bool[Array, "#batch #heads #target #source"]`, for what has no description.
 
     >>> mask = AttentionMask(causal_mask, query_segments=jnp.array([[1, 1, 2]]))
     >>> mask.to_array(3, 3).astype(int).tolist()
@@ -193,7 +193,7 @@ class AttentionMask(struct.PyTreeNode):
     key_positions: Any = None
     query_segments: Any = None
     key_segments: Any = None
-    array: Any = None
+    arrays: tuple[Any, ...] = ()
 
     def to_array(self, target: int, source: int) -> Bool[Array, "#batch #heads #target #source"]:
         """Returns the mask of all pairs of `target` queries and `source` keys.
@@ -206,8 +206,7 @@ class AttentionMask(struct.PyTreeNode):
         if self.query_segments is not None:
             keys = self.query_segments if self.key_segments is None else self.key_segments
             masks.append(segment_mask(self.query_segments, keys))
-        if self.array is not None:
-            masks.append(to_ndim(self.array, 4))
+        masks += self.arrays
         return functools.reduce(jnp.logical_and, same_ndim(*masks, jnp.ones((1,) * 4, bool)))
 
     def positions(self, target: int, source: int) -> list[Int[Array, "#batch length"]]:
@@ -221,6 +220,20 @@ class AttentionMask(struct.PyTreeNode):
         return self.replace(mask_fn=fn)
 
 
+def mask_of_step(
+    mask: Array | MaskFn | AttentionMask | None, index: Int[Array, ""], length: int
+) -> Array | None:
+    """Returns the mask of a decoding step, whose query is at `index`, as an array or None.
+
+    >>> mask_of_step(causal_mask, jnp.array(1), 3).tolist()
+    [[[[True, True, False]]]]
+    """
+    if mask is None or isinstance(mask, Array):
+        return mask
+    position = jnp.reshape(index, (1, 1))
+    return as_attention_mask(mask).replace(query_positions=position).to_array(1, length)
+
+
 def as_attention_mask(mask: Array | MaskFn | AttentionMask | None) -> AttentionMask:
     """Returns a mask, given as an array, as a function of positions, or as None, as an object.
 
@@ -231,7 +244,7 @@ def as_attention_mask(mask: Array | MaskFn | AttentionMask | None) -> AttentionM
         return mask
     if mask is None or callable(mask):
         return AttentionMask(mask)
-    return AttentionMask(array=jnp.asarray(mask, bool))
+    return AttentionMask(arrays=(jnp.asarray(mask, bool),))
 
 
 def evaluate_mask(

@@ -104,6 +104,7 @@ class _Options(NamedTuple):
     logit_cap: float | None
     dropout_rate: float
     broadcast_dropout: bool
+    masked_gradient: bool
     precision: Any
     queries: _Blocks
     keys: _Blocks
@@ -142,6 +143,7 @@ def blockwise_attention(
     dropout_rate: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
     broadcast_dropout: bool = False,
+    masked_gradient: bool = True,
     precision: lax.PrecisionLike = None,
     block_size: int | None = None,
 ) -> Float[Array, "batch target heads value_dim"]:
@@ -151,6 +153,8 @@ def blockwise_attention(
 
     Args:
         broadcast_dropout: whether all examples and heads share one dropout mask.
+        masked_gradient: whether the logits of masked keys have a gradient. It is not 0 for queries
+            without any key.
         block_size: number of queries and of keys in a block; by default 128 to 512, fewer for a
             larger batch and more heads.
 
@@ -174,6 +178,7 @@ def blockwise_attention(
         logit_cap,
         dropout_rate,
         broadcast_dropout,
+        masked_gradient,
         precision,
         _Blocks(target, min(block_size, target)),
         _Blocks(source, min(block_size, source)),
@@ -181,8 +186,7 @@ def blockwise_attention(
     )
     if mask.query_segments is not None and mask.key_segments is None:
         mask = mask.replace(key_segments=mask.query_segments)
-    if mask.array is not None:
-        mask = mask.replace(array=_with_groups(to_ndim(mask.array, 4), kv_heads))
+    mask = mask.replace(arrays=tuple(_with_groups(to_ndim(x, 4), kv_heads) for x in mask.arrays))
     arrays = _Arrays(
         _with_groups(jnp.moveaxis(query, 1, 2), kv_heads),
         jnp.moveaxis(key, 1, 2),
@@ -209,7 +213,7 @@ def _attends_to_itself(mask: AttentionMask, same_length: bool) -> bool:
     inside = all(n is None or n >= 0 for n in (window.left_context, window.right_context))
     same = mask.query_positions is mask.key_positions and same_length
     one_segment = mask.key_segments is None or mask.key_segments is mask.query_segments
-    return exact and inside and same and one_segment and mask.array is None
+    return exact and inside and same and one_segment and not mask.arrays
 
 
 def _with_groups(x: Any, kv_heads: int) -> Array:
@@ -243,7 +247,7 @@ def _forward(options: _Options, arrays: _Arrays, given: _Given) -> tuple[Array, 
         def of_keys(state: Any) -> Any:
             n, largest, total, context = state
             j = (first[i] + n) % keys.number
-            logits, _ = _logits(options, arrays, given, query, i, j)
+            logits, _, _ = _logits(options, arrays, given, query, i, j)
             new_largest = jnp.maximum(largest, logits.max(-1))
             weights = jnp.exp(logits - new_largest[..., None])
             shrink = jnp.exp(largest - new_largest)
@@ -293,13 +297,15 @@ def _backward(options: _Options, saved: Any, dout: Array) -> tuple[_Arrays, None
         def of_keys(n: Array, grads: _Arrays) -> _Arrays:
             j = (first[i] + n) % keys.number
             key, value = (keys.take(x, j, 2) for x in (arrays.key, arrays.value))
-            logits, slope = _logits(options, arrays, given, query, i, j)
+            logits, slope, allowed = _logits(options, arrays, given, query, i, j)
             weights = jnp.exp(logits - peak[..., None]) * part[..., None]
             dropped = _dropped(options, given, weights, i, j).astype(d.dtype)
             dvalue = _product(options, "bkgts,bkgtd->bksd", dropped, d)
             dweights = _product(options, "bkgtd,bksd->bkgts", d, value)
             dweights = _dropped(options, given, dweights, i, j)
             dlogits = weights * (dweights - of_out[..., None])
+            if not options.masked_gradient and allowed is not None:
+                dlogits = jnp.where(allowed, dlogits, 0)
             dbias, dslopes = grads.bias, grads.slopes
             if dbias is not None:
                 dbias = _add_block(options, dbias, dlogits, i, j)
@@ -365,8 +371,8 @@ def _needed_keys(options: _Options, given: _Given) -> tuple[Array, Array]:
 
 def _logits(
     options: _Options, arrays: _Arrays, given: _Given, query: Array, i: Array, j: Array
-) -> tuple[Array, Any]:
-    """Returns the logits of a block, and their derivative by the product of query and key."""
+) -> tuple[Array, Any, Array | None]:
+    """Returns the logits of a block, their derivative by the products, and the mask, if any."""
     queries, keys, cap = options.queries, options.keys, options.logit_cap
     key = keys.take(arrays.key, j, 2)
     logits = _product(options, "bkgtd,bksd->bkgts", query, key) * options.scale
@@ -379,10 +385,10 @@ def _logits(
         logits += keys.take(queries.take(arrays.bias, i, 3), j, 4).astype(jnp.float32)
     if arrays.slopes is not None:
         logits += _with_groups(_alibi(options, given, arrays.slopes, i, j), kv_heads)
-    allowed: list[Array] = []
+    masks: list[Array] = []
     if options.mask_fn is not None:
         positions = _positions(options, given, i, j)
-        allowed.append(_with_groups(evaluate_mask(options.mask_fn, *positions), kv_heads))
+        masks.append(_with_groups(evaluate_mask(options.mask_fn, *positions), kv_heads))
     if given.mask.query_segments is not None:
         segments = (
             blocks.take(jnp.atleast_2d(x), at, 1)
@@ -391,13 +397,15 @@ def _logits(
                 (keys, given.mask.key_segments, j),
             )
         )
-        allowed.append(_with_groups(segment_mask(*segments), kv_heads))
-    if given.mask.array is not None:
-        allowed.append(keys.take(queries.take(given.mask.array, i, 3), j, 4))
-    if allowed:
-        logits = jnp.where(functools.reduce(jnp.logical_and, allowed), logits, logits + NEG_INF)
+        masks.append(_with_groups(segment_mask(*segments), kv_heads))
+    masks += (keys.take(queries.take(x, i, 3), j, 4) for x in given.mask.arrays)
+    allowed = functools.reduce(jnp.logical_and, masks) if masks else None
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, logits + NEG_INF)
     new = keys.new(j)
-    return logits if new is None else jnp.where(to_ndim(new, 5), logits, -jnp.inf), slope
+    if new is not None:
+        logits = jnp.where(to_ndim(new, 5), logits, -jnp.inf)
+    return logits, slope, allowed
 
 
 def _add_block(options: _Options, dbias: Array, dlogits: Array, i: Array, j: Array) -> Array:

@@ -54,6 +54,7 @@ class _Call(NamedTuple):
     dropout_rate: float
     dropout_key: Array | None
     broadcast_dropout: bool
+    masked_gradient: bool
     precision: Any
 
 
@@ -65,6 +66,8 @@ def is_plain(
     implementation: AttentionImplementation | None, pairs: int, only_plain: str | None = None
 ) -> bool:
     """Returns whether attention of a number of pairs of queries and keys is to be the plain one.
+
+    `only_plain` is what is asked for, where only the plain implementation can do it.
 
     Raises:
         ArgumentValueError: as `fused_attention` does, except for what a kernel cannot compute.
@@ -97,30 +100,29 @@ def fused_attention(
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
     broadcast_dropout: bool = False,
+    masked_gradient: bool = True,
     precision: Any = None,
-    only_plain: str | None = None,
 ) -> Array | None:
     """Returns attention without logits of all pairs, or None if it is to be the plain one.
 
-    Arguments are those of `dot_product_attention`, with any number of axes of the batch, except for
-    `broadcast_dropout`, whether all examples and heads share one dropout mask, and `only_plain`:
-    what is asked for, where only the plain implementation can do it.
+    Arguments are those of `dot_product_attention`, with any number of axes of the batch, and
+    `broadcast_dropout` and `masked_gradient` of `blockwise_attention`.
 
     Raises:
         ArgumentValueError: if an implementation that is asked for cannot compute it.
     """
     *batch, target, _, _ = query.shape
-    if is_plain(implementation, target * key.shape[-3], only_plain):
+    if is_plain(implementation, target * key.shape[-3]):
         return None
     if len(batch) != 1:
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-        mask = jax.tree.map(lambda x: _merge_batch(x, batch, 1), mask.replace(array=None)).replace(
-            array=_merge_batch(mask.array, batch, 3)
-        )
+        arrays = tuple(_merge_batch(x, batch, 3) for x in mask.arrays)
+        mask = jax.tree.map(lambda x: _merge_batch(x, batch, 1), mask.replace(arrays=()))
+        mask = mask.replace(arrays=arrays)
     bias = _merge_batch(bias, batch, 3)
     call = _Call(
         query, key, value, mask, bias, alibi_slopes, scale, logit_cap or None, logit_sink,
-        dropout_rate, dropout_key, broadcast_dropout, precision,
+        dropout_rate, dropout_key, broadcast_dropout, masked_gradient, precision,
     )  # fmt: skip
     out = _computed(implementation, call)
     return out.reshape(*batch, *out.shape[1:])
@@ -204,12 +206,12 @@ def _cudnn(call: _Call) -> Array:
             "its values have the size of its keys": query.shape[-1] != value.shape[-1],
             "its windows are causal": window.right_context != 0 and window != Window(),
             "its biases and masks have a row per query and a column per key": any(
-                x is not None and x.shape[-2:] != all_pairs for x in (call.bias, call.mask.array)
+                x is not None and x.shape[-2:] != all_pairs for x in (call.bias, *call.mask.arrays)
             ),
             f"with a bias, its lengths are even, and they are {all_pairs}": odd,
         },
     )
-    mask = None if call.mask.array is None else to_ndim(call.mask.array, 4)
+    mask = call.mask.replace(mask_fn=None).to_array(1, 1) if call.mask.arrays else None
     try:
         return jax.nn.dot_product_attention(
             query, key, value, call.bias, mask,
@@ -231,7 +233,7 @@ def _tokamax(call: _Call) -> Array:
     )
     import tokamax  # pyright: ignore[reportMissingImports] - an extra
 
-    mask = None if call.mask.array is None else to_ndim(call.mask.array, 4)
+    mask = call.mask.replace(mask_fn=None).to_array(1, 1) if call.mask.arrays else None
     try:
         return tokamax.dot_product_attention(
             call.query, call.key, call.value, call.bias, mask,

@@ -23,7 +23,14 @@ from weft import functional
 from weft.errors import ArgumentValueError, warn_deprecated
 from weft.functional import attention
 from weft.functional.arrays import promote_dtype
-from weft.functional.attention_mask import combine_masks
+from weft.functional.attention_mask import (
+    AttentionMask,
+    MaskFn,
+    as_attention_mask,
+    combine_masks,
+    mask_of_step,
+)
+from weft.functional.fused_attention import AttentionImplementation
 from weft.functional.initializers import zeros_init
 from weft.linen.apply import merge_param
 from weft.linen.linear import DenseGeneral, DotGeneral, Initializer, default_kernel_init, path_of
@@ -99,7 +106,7 @@ def dot_product_attention(
     key: Float[Array, "*batch source heads dim"],
     value: Float[Array, "*batch source heads value_dim"],
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | MaskFn | AttentionMask | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: Any = None,
     dropout_rate: float = 0.0,
@@ -111,13 +118,21 @@ def dot_product_attention(
     einsum_dot_general: Callable[..., Array] | None = None,
     qk_attn_weights_einsum: Einsum | None = None,
     attn_weights_value_einsum: Einsum | None = None,
+    implementation: AttentionImplementation | None = None,
 ) -> Float[Array, "*batch target heads value_dim"]:
     """Returns the values averaged with the attention weights (Vaswani et al., 2017).
 
     See `dot_product_attention_weights` for the other arguments and errors.
 
     Args:
+        mask: as there; or a function of positions or an `AttentionMask`, which is not written out
+            for all pairs.
         attn_weights_value_einsum: einsum of weights and values; give both or neither.
+        implementation: how to compute it (see `weft.functional.fused_attention`); None chooses by
+            device, lengths and arguments. Only "plain" has weights to store and calls functions
+            that replace products.
+
+    Raises ArgumentValueError if `implementation` cannot compute it.
 
     >>> x = jnp.ones((1, 3, 2, 4))
     >>> dot_product_attention(x, x, x).shape
@@ -130,6 +145,27 @@ def dot_product_attention(
         )
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
     attention.check_attention_shapes(query, key, value)
+    context = attention.without_weights(
+        implementation,
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=as_attention_mask(mask),
+        dropout_rate=0.0 if deterministic else dropout_rate,
+        dropout_rng=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        only_plain={
+            "sow_weights stores the weights": module is not None,
+            "einsum_dot_general computes the products": einsum_dot_general is not None,
+            "an einsum is given": qk_attn_weights_einsum is not None,
+        },
+    )
+    if context is not None:
+        return context
+    if callable(mask) or isinstance(mask, AttentionMask):
+        mask = as_attention_mask(mask).to_array(query.shape[-3], key.shape[-3])
     weights = dot_product_attention_weights(
         query,
         key,
@@ -166,6 +202,8 @@ class MultiHeadDotProductAttention(Module):
         deterministic: disables dropout; set here or in the call.
         out_kernel_init, out_bias_init: by default `kernel_init` and `bias_init`.
         attention_fn: replaces `dot_product_attention`; receives the options among its parameters.
+        implementation: how `dot_product_attention` computes it: "plain", "blockwise", "cudnn" or
+            "tokamax" (see `weft.functional.fused_attention`); None chooses.
         decode: whether to use a cache, see the module docstring.
         normalize_qk: whether to apply a layer norm to queries and keys (Dehghani et al., 2023).
         qkv_dot_general, out_dot_general: used in `query`, `key` and `value`, and in `out`.
@@ -203,6 +241,7 @@ class MultiHeadDotProductAttention(Module):
     out_dot_general_cls: Callable[[], DotGeneral] | None = None
     qk_attn_weights_einsum_cls: Callable[[], Callable[..., Array]] | None = None
     attn_weights_value_einsum_cls: Callable[[], Callable[..., Array]] | None = None
+    implementation: AttentionImplementation | None = None
 
     @compact
     def __call__(
@@ -212,7 +251,7 @@ class MultiHeadDotProductAttention(Module):
         inputs_v: Float[Array, "*batch keys value_features"] | None = None,
         *,
         inputs_kv: Float[Array, "*batch keys key_features"] | None = None,
-        mask: Bool[Array, "#*batch #heads #queries #keys"] | None = None,
+        mask: Bool[Array, "#*batch #heads #queries #keys"] | MaskFn | AttentionMask | None = None,
         deterministic: bool | None = None,
         dropout_rng: Any = None,
         sow_weights: bool = False,
@@ -223,7 +262,8 @@ class MultiHeadDotProductAttention(Module):
             inputs_k: input of the keys; by default `inputs_q`.
             inputs_v: input of the values; by default `inputs_k`.
             inputs_kv: deprecated alternative to `inputs_k`, for both keys and values.
-            mask: nonzero where a query may attend to a key.
+            mask: nonzero where a query may attend to a key; a function of positions; or an
+                `AttentionMask`.
             deterministic: see the attribute; with dropout, exactly one of the two must be set.
             dropout_rng: key to use instead of the stream `dropout`.
             sow_weights: whether to store the weights before dropout, in `intermediates`.
@@ -273,6 +313,8 @@ class MultiHeadDotProductAttention(Module):
             "precision": self.precision,
             "force_fp32_for_softmax": self.force_fp32_for_softmax,
         }
+        if self.implementation is not None:
+            options["implementation"] = self.implementation
         x = self.attention_fn(query, key, value, **self._accepted(options, sow_weights))
         return dense(
             self.out_features or inputs_q.shape[-1],
@@ -318,8 +360,8 @@ class MultiHeadDotProductAttention(Module):
 
     @nowrap
     def _decode(
-        self, query: Array, key: Array, value: Array, mask: Array | None
-    ) -> tuple[Array, Array, Array | None]:
+        self, query: Array, key: Array, value: Array, mask: Array | MaskFn | AttentionMask | None
+    ) -> tuple[Array, Array, Array | MaskFn | AttentionMask | None]:
         begun = self.has_variable("cache", "cached_key")
         cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
         cached_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
@@ -331,6 +373,7 @@ class MultiHeadDotProductAttention(Module):
             *(query, key, value),
             layer=_shown(self),
         )
+        mask = mask_of_step(mask, index.value, keys.shape[-3])
         cached_key.value, cached_value.value, index.value = keys, values, index.value + 1
         return keys, values, combine_masks(mask, seen)
 
@@ -351,6 +394,7 @@ class MultiHeadDotProductAttention(Module):
         }
         if self.attention_fn is not dot_product_attention:
             known = inspect.signature(self.attention_fn).parameters
+            attention.check_accepts_implementation(self.implementation, known, _shown(self))
             options = {name: x for name, x in options.items() if name in known}
             einsums = {name: make for name, make in einsums.items() if name in known}
         options |= {name: make() for name, make in einsums.items() if make is not None}

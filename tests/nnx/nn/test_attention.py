@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.jaxprs import largest_array
 from tests.keys import draw
 from weft.errors import (
     ArgumentShapeError,
@@ -12,7 +13,14 @@ from weft.errors import (
     MissingModeError,
     RngArgumentError,
 )
-from weft.functional.attention_mask import combine_masks, make_causal_mask
+from weft.functional.attention_mask import (
+    AttentionMask,
+    as_attention_mask,
+    causal_mask,
+    combine_masks,
+    left_right_window_mask,
+    make_causal_mask,
+)
 from weft.nnx.module import Module, view
 from weft.nnx.nn.attention import (
     MultiHeadAttention,
@@ -314,3 +322,77 @@ def test_errors():
         dot_product_attention(Q, K, V, mask=jnp.ones((5, 8)))
     with pytest.raises(ArgumentValueError, match=r"dropout_rate=0.5 without dropout_rng: give a"):
         dot_product_attention(Q, K, V, dropout_rate=0.5)
+
+
+IDS = jnp.array([[1, 1, 2, 2, 2], [1, 1, 1, 1, 2]])
+
+
+def test_structured_masks_equal_arrays():
+    for mask in (causal_mask, AttentionMask(causal_mask, query_segments=IDS)):
+        array = as_attention_mask(mask).to_array(5, 5)
+        close(dot_product_attention(Q, Q, Q, mask=mask), dot_product_attention(Q, Q, Q, mask=array))
+
+
+def test_blocks_compute_the_same_in_a_layer():
+    x, first = draw(5, 3, 2, 5, 8), jnp.arange(5) < 4
+    mask = AttentionMask(left_right_window_mask(2, 1), query_segments=IDS, arrays=(first,))
+
+    def loss(x, implementation):
+        layer = MultiHeadAttention(
+            2, 8, num_kv_heads=1, decode=False, implementation=implementation, rngs=Rngs(0)
+        )
+        y = layer(x, mask=mask, is_causal=True)
+        return (y**2).sum()
+
+    step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    for a, b in zip(*(step(x, name) for name in ("plain", "blockwise")), strict=True):
+        close(a, b)
+
+
+def test_a_structured_mask_in_decoding():
+    x = draw(6, 2, 5, 8)
+    layer = MultiHeadAttention(2, 8, decode=False, rngs=Rngs(0))
+    whole = layer(x, mask=left_right_window_mask(2, 0))
+    layer.init_cache(x.shape)
+    for i in range(5):
+        step = layer(x[:, i : i + 1], mask=left_right_window_mask(2, 0), decode=True)
+        close(step[:, 0], whole[:, i])
+
+
+def test_a_long_layer_has_no_array_of_all_pairs():
+    length = 4096
+    x, ids = jax.ShapeDtypeStruct((1, length, 8), jnp.float32), jnp.zeros((1, length), jnp.int32)
+    layer = MultiHeadAttention(1, 8, decode=False, rngs=Rngs(0))
+    graphdef, params = split(layer)
+
+    def loss(params, x):
+        return merge(graphdef, params)(
+            x, mask=AttentionMask(query_segments=ids), is_causal=True
+        ).sum()
+
+    assert largest_array(jax.grad(loss, (0, 1)), params, x) < length**2 / 16
+
+
+def test_what_blocks_cannot_compute():
+    def attend(query, key, value, mask=None):
+        return value
+
+    x, options = draw(7, 2, 5, 8), {"implementation": "blockwise", "decode": False}
+    layer = MultiHeadAttention(2, 8, rngs=Rngs(0), **options)
+    with pytest.raises(ArgumentValueError, match=r"'blockwise' cannot .* sow_weights keeps"):
+        layer(x, sow_weights=True)
+    with pytest.raises(ArgumentShapeError, match=r"mask has shape \(5, 8\)"):
+        layer(x, mask=jnp.ones((5, 8)))
+    layer = MultiHeadAttention(2, 8, attention_fn=attend, rngs=Rngs(0), **options)
+    with pytest.raises(ArgumentValueError, match="attention_fn accepts no `implementation`"):
+        layer(x)
+
+
+def test_dropout_in_blocks_is_shared_as_asked():
+    options = {"dropout_rng": jax.random.key(0), "dropout_rate": 0.5, "implementation": "blockwise"}
+    identity = jnp.broadcast_to(jnp.eye(7)[:, None], (2, 7, 4, 7))
+    shared, own = (
+        dot_product_attention(Q, K, identity, broadcast_dropout=b, **options) != 0
+        for b in (True, False)
+    )
+    assert (shared == shared[:1, :, :1]).all() and (own != own[:1, :, :1]).any()

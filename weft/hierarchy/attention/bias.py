@@ -341,7 +341,7 @@ def as_mask_and_bias(bias: BaseAttentionBias) -> tuple[AttentionMask, Tensor | N
     rest = [part for part in parts if not any(part is known for known in [*equal, *segments])]
     arrays: list[Any] = [part.bool_value() for part in rest if isinstance(part, BoolAttentionBias)]
     others = [part for part in rest if not isinstance(part, BoolAttentionBias)]
-    mask = AttentionMask(array=functools.reduce(jnp.logical_and, arrays) if arrays else None)
+    mask = AttentionMask(arrays=tuple(arrays))
     if segments:
         mask = mask.replace(query_segments=segments[0].segment_ids)
     if equal:

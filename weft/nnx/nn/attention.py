@@ -21,7 +21,14 @@ from jaxtyping import Array, Bool, Float
 from weft import functional
 from weft.errors import ArgumentShapeError, ArgumentValueError, MissingCacheError
 from weft.functional import attention
-from weft.functional.attention_mask import combine_masks
+from weft.functional.attention_mask import (
+    AttentionMask,
+    MaskFn,
+    as_attention_mask,
+    combine_masks,
+    mask_of_step,
+)
+from weft.functional.fused_attention import AttentionImplementation
 from weft.functional.initializers import zeros
 from weft.nnx.module import Module
 from weft.nnx.nn import parameters
@@ -38,7 +45,7 @@ def dot_product_attention(
     key: Float[Array, "*batch source kv_heads dim"],
     value: Float[Array, "*batch source kv_heads value_dim"],
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | MaskFn | AttentionMask | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: Any = None,
     dropout_rate: float = 0.0,
@@ -48,6 +55,7 @@ def dot_product_attention(
     module: Module | None = None,
     promote_dtype: PromoteDtype = parameters.promote_dtype,
     is_causal: bool = False,
+    implementation: AttentionImplementation | None = None,
 ) -> Float[Array, "*batch target heads value_dim"]:
     """Returns `softmax(query · key / sqrt(dim) + bias) · value` (Vaswani et al., 2017).
 
@@ -55,7 +63,8 @@ def dot_product_attention(
         key: keys; if they have fewer heads, consecutive query heads share one (Ainslie et al.,
             2023).
         bias: added to the logits, broadcastable to `(*batch, heads, target, source)`.
-        mask: True, or nonzero, where a query may attend; broadcastable to the same shape.
+        mask: True, or nonzero, where a query may attend, broadcastable to the same shape; or a
+            function of positions or `AttentionMask`, which is not written out for all pairs.
         broadcast_dropout: whether all examples and heads share one dropout mask.
         deterministic: whether dropout is off.
         dtype: computation dtype; by default promoted from query, key and value.
@@ -63,10 +72,12 @@ def dot_product_attention(
         module: module that sows the weights, before dropout, as the `Intermediate`
             `attention_weights`.
         is_causal: whether queries attend only to keys at or before their position.
+        implementation: how to compute it (see `weft.functional.fused_attention`); None chooses by
+            device, lengths and arguments. Only "plain" has weights to sow.
 
     Raises:
         ArgumentShapeError: if the shapes do not match.
-        ArgumentValueError: if dropout has no key.
+        ArgumentValueError: if dropout has no key, or `implementation` cannot compute it.
 
     >>> x = jnp.ones((1, 3, 2, 4))
     >>> dot_product_attention(x, x[:, :, :1], x[:, :, :1]).shape
@@ -74,14 +85,31 @@ def dot_product_attention(
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     attention.check_attention_shapes(query, key, value, shared_heads=True)
+    structured = as_attention_mask(mask)
     if is_causal:
-        targets, sources = (jnp.arange(x.shape[-3]) for x in (query, key))
-        earlier = functional.causal_mask(targets[:, None], sources[None])
-        mask = earlier if mask is None else jnp.logical_and(*functional.same_ndim(mask, earlier))
+        structured = structured.restricted(functional.causal_mask)
+    dropout_rate = 0.0 if deterministic else dropout_rate
+    context = attention.without_weights(
+        implementation,
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=structured,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        only_plain={"sow_weights keeps the weights": module is not None},
+    )
+    if context is not None:
+        return context
+    if is_causal or callable(mask) or isinstance(mask, AttentionMask):
+        mask = structured.to_array(query.shape[-3], key.shape[-3])
     weights = attention.attention_weights(query, key, bias=bias, mask=mask, precision=precision)
     if module is not None:
         module.sow(Intermediate, "attention_weights", weights)
-    if dropout_rate != 0.0 and not deterministic:
+    if dropout_rate != 0.0:
         weights = attention.drop_attention_weights(
             weights, rate=dropout_rate, prng_key=dropout_rng, broadcast=broadcast_dropout
         )
@@ -105,6 +133,8 @@ class MultiHeadAttention(Module):
         out_bias_init: initializer of the bias of `out`; by default `bias_init`.
         attention_fn: computes the attention; receives those options of `dot_product_attention` that
             its signature names.
+        implementation: how `dot_product_attention` computes it: "plain", "blockwise", "cudnn" or
+            "tokamax" (see `weft.functional.fused_attention`); None chooses.
         decode: whether to use the cache; if None, calls must pass it.
         normalize_qk: whether to apply layer norms to queries and keys (Dehghani et al., 2023).
         qkv_promote_dtype: promotes inputs and parameters of `query`, `key` and `value`;
@@ -148,6 +178,7 @@ class MultiHeadAttention(Module):
     out_bias_init: InitVar[Initializer | None] = None
     use_bias: bool = True
     attention_fn: Callable[..., Array] = dot_product_attention
+    implementation: AttentionImplementation | None = None
     decode: bool | None = None
     normalize_qk: bool = False
     qkv_promote_dtype: PromoteDtype = parameters.promote_dtype
@@ -270,7 +301,7 @@ class MultiHeadAttention(Module):
         inputs_k: Float[Array, "*batch keys kv_features"] | None = None,
         inputs_v: Float[Array, "*batch keys kv_features"] | None = None,
         *,
-        mask: Bool[Array, "#*batch #heads #queries #keys"] | None = None,
+        mask: Bool[Array, "#*batch #heads #queries #keys"] | MaskFn | AttentionMask | None = None,
         deterministic: bool | None = None,
         rngs: Rngs | RngStream | Array | None = None,
         sow_weights: bool = False,
@@ -284,7 +315,8 @@ class MultiHeadAttention(Module):
         Args:
             inputs_k: input of the keys; by default `inputs_q`.
             inputs_v: input of the values; by default `inputs_k`.
-            mask: True, or nonzero, where a query may attend to a key.
+            mask: True, or nonzero, where a query may attend to a key; a function of positions; or
+                an `AttentionMask`.
             deterministic, decode: override the attributes.
             rngs: PRNG streams, one stream or a key to use instead of the layer's own stream.
             sow_weights: whether to sow the attention weights, before dropout, as the `Intermediate`
@@ -330,9 +362,12 @@ class MultiHeadAttention(Module):
             "module": self if sow_weights else None,
             "is_causal": is_causal,
         }
+        if self.implementation is not None:
+            options["implementation"] = self.implementation
         if self.attention_fn is not dot_product_attention:
             accepted = inspect.signature(self.attention_fn).parameters
             if all(p.kind is not p.VAR_KEYWORD for p in accepted.values()):
+                attention.check_accepts_implementation(self.implementation, accepted, self._shown())
                 options = {name: x for name, x in options.items() if name in accepted}
         return self.out(self.attention_fn(query, key, value, **options), out_sharding)
 
@@ -400,7 +435,7 @@ class MultiHeadAttention(Module):
                 )
 
     def _decode(
-        self, query: Array, key: Array, value: Array, mask: Array | None
+        self, query: Array, key: Array, value: Array, mask: Array | MaskFn | AttentionMask | None
     ) -> tuple[Array, Array, Array | None]:
         of_key, of_value, at = self.cached_key, self.cached_value, self.cache_index
         if of_key is None or of_value is None or at is None:
@@ -414,4 +449,5 @@ class MultiHeadAttention(Module):
         of_key.set_value(keys)
         of_value.set_value(values)
         at.set_value(index + 1)
+        mask = mask_of_step(mask, index, keys.shape[-3])
         return keys, values, combine_masks(mask, seen, dtype=jnp.bool_)
