@@ -386,8 +386,7 @@ class TraverseTree(Traversal):
 class ModelParamTraversal(Traversal):
     """Traversal of a nested dict's leaves that `filter_fn(path, leaf)` selects.
 
-    A path is a string such as "/dense/kernel". `iterate` and `update` raise NestedDictError if the
-    value is not a mapping.
+    Paths are as "/dense/kernel". `iterate` and `update` raise NestedDictError except on mappings.
 
     >>> kernels = ModelParamTraversal(lambda path, _: path.endswith("kernel"))
     >>> kernels.update(lambda x: 2 * x, {"dense": {"bias": 1, "kernel": 2}})

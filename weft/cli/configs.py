@@ -211,8 +211,7 @@ def on_mesh(
 
     Args:
         mesh: Sizes of mesh axes; other axes of the config get the size 1. If it names axes of
-            `ParallelismModifier` that the config lacks, the model is sharded over all of that
-            modifier's axes.
+            `ParallelismModifier` that the config lacks, all of its axes shard the model.
 
     Raises:
         CommandLineError: for unknown axes, or hardware without a rule.

@@ -75,8 +75,7 @@ def find_learning_rate(
     """Runs the first steps of a trainer's config with a growing learning rate.
 
     Every field `learning_rate` of the learner is replaced, in a copy. Nothing is evaluated, saved
-    or written to the run's directory. The search ends early when the loss is not finite or far
-    above its best.
+    or written to the run's directory. A loss that is not finite or far above its best ends it.
 
     Raises LearningRateSearchError if the arguments do not describe a sweep, the learner has no
     field `learning_rate`, or the loss does not fall.

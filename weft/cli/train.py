@@ -251,7 +251,6 @@ def _sample(trainer: SpmdTrainer, display: Display, step: int) -> list[dict[str,
 def _next_commands(
     cfg: SpmdTrainer.Config, arguments: Sequence[str], *, stopped: bool, is_saved: bool
 ) -> list[str]:
-    """Returns commands for the next steps, ready to be copied."""
     weft_command = program("weft")
     continued = list(arguments)
     if not stopped:

@@ -23,8 +23,7 @@ def register_validator(
     """Registers a validator of values of config fields.
 
     Args:
-        match_fn: returns whether the validator applies to a value. The last registered one that
-            matches is used.
+        match_fn: returns whether the validator applies to a value; the last registered match wins.
         validate_fn: raises `InvalidConfigValueError` for an invalid value.
     """
     _validators.append((match_fn, validate_fn))

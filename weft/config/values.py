@@ -107,19 +107,15 @@ class ConfigNode:
     _target: str | None = None
 
     def _fields(self) -> dict[str, Any]:
-        """Returns the fields by name, each with a `default()`."""
         raise NotImplementedError(type(self))
 
     def _field_values(self) -> dict[str, Any]:
-        """Returns the values by field name, sorted."""
         raise NotImplementedError(type(self))
 
     def _label(self) -> str:
-        """Returns the class name for errors."""
         raise NotImplementedError(type(self))
 
     def _copy_to(self, path: str) -> "ConfigNode":
-        """Returns a copy with the path `path`."""
         raise NotImplementedError(type(self))
 
 

@@ -4,8 +4,7 @@ Rules are a sequence of pairs `(name, mesh_axes)`, where `mesh_axes` is a mesh a
 them, or None for an unsplit axis, in the order of priority. An array uses each mesh axis once: a
 rule whose mesh axes are taken is skipped, and a later rule of the same name may apply instead.
 
-The rules of a context belong to its thread and to the cache key of `jax.jit`: other rules cause a
-recompilation.
+The rules of a context belong to its thread and to the cache key of `jax.jit`: others recompile.
 """
 
 import contextlib

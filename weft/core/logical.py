@@ -3,8 +3,7 @@
 A model names its axes, as `("embed", "heads")`; the rules of `weft.core.axis_rules` define their
 layout on a mesh. All rules are applied by `assign`, which returns for each axis the entry of the
 layout and the rules that were used or skipped. All functions raise LogicalAxisError for invalid
-names or rules and repeated names. Rules and meshes are by default those of the context and of
-`jax.set_mesh`.
+names or rules and repeated names. Defaults are the context's rules and the mesh of `jax.set_mesh`.
 """
 
 import enum
@@ -228,8 +227,7 @@ def with_logical_constraint(
 
     Args:
         logical_axis_resources: names of its axes, or a prefix tree of them; None changes nothing.
-        fallback: handling of a name without a mesh axis; `RulesFallback.RAISE_ERROR` raises
-            LogicalAxisError.
+        fallback: handling of a name without a mesh axis; `RAISE_ERROR` raises LogicalAxisError.
 
     Raises MeshError if the mesh lacks an axis, or there are more names than axes.
 

@@ -375,8 +375,7 @@ def _map_layouts(fn: Callable[[Any], Any], plain: object, tree: object) -> Any:
 def get_partition_spec(tree: object) -> Any:
     """Returns the layout of each value of a tree, in place of its outermost box.
 
-    An array has the `PartitionSpec` of a `Partitioned` among its boxes, or an empty one; other
-    leaves have None.
+    An array has the spec of a `Partitioned` among its boxes, or an empty one; other leaves None.
 
     >>> get_partition_spec({"w": Partitioned(jax.numpy.ones(2), ("data",)), "b": 3})
     {'b': None, 'w': P('data',)}

@@ -51,8 +51,7 @@ def check_rules(
     """Lists probable mistakes in rules for logical axes.
 
     Args:
-        tree: a pytree of boxed variables, or of their shapes from `jax.eval_shape`. Rules in a box
-            take precedence.
+        tree: boxed variables, or their shapes from `jax.eval_shape`. Rules in a box have priority.
         mesh: by default that of `jax.set_mesh`; without either, checks of the mesh are skipped.
 
     Raises LogicalAxisError if the rules, or the names of a variable, are invalid.

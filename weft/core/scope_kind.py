@@ -127,8 +127,7 @@ class ScopeKind(Kind):
     """Kind of `Scope`; see `weft.lifting.kind.Kind`.
 
     Attributes:
-        folds: whether PRNG streams restart inside from keys drawn outside, independently of the
-            scope's position.
+        folds: whether PRNG streams restart inside from keys drawn outside, whatever the position.
         counts_first_run: whether a loop counts keys as if its body had run once before.
         data_transform: maps groups of variables and of streams to those that are merged.
     """

@@ -1,7 +1,6 @@
 """The running JAX trace, the JAX transformation that started it, and stacks of each thread.
 
-Raw JAX transformations do not lift scopes. Errors name the transformation as the user called it,
-and Weft's replacement.
+Raw JAX transformations do not lift scopes. Errors name what the user called, and its replacement.
 
 Importing `jax.extend` is slow because it imports Pallas. The first call that needs the trace
 imports it and replaces `_find_top_trace`; later calls have no overhead.

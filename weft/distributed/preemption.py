@@ -62,8 +62,7 @@ class GracefulStop:
     """Context in which SIGTERM, SIGHUP and Ctrl-C stop the run instead of ending the process.
 
     A closed terminal sends SIGHUP; if it is ignored, as under `nohup`, it stays ignored. A second
-    Ctrl-C raises KeyboardInterrupt. Only the main thread can handle signals; in other threads
-    nothing is changed.
+    Ctrl-C raises KeyboardInterrupt. Only the main thread can handle signals; others change nothing.
 
     Args:
         peers: the connections to the other processes; None for a single process.

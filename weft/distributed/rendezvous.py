@@ -259,7 +259,6 @@ def _answer(connection: socket.socket, **message: str) -> None:
 def _join(
     addresses: Sequence[tuple[str, int]], index: int, count: int, token: str, timeout_seconds: float
 ) -> _Joined:
-    """Connects to process 0 and waits until it has all processes."""
     hello = {"process": index, "of": count, "token": token}
     hello |= {"host": socket.gethostname(), "pid": os.getpid()}
     deadline = time.monotonic() + timeout_seconds

@@ -11,8 +11,7 @@ class WeftError(Exception):
     Errors keep their message and attributes when pickled or copied, whatever constructors take.
 
     Attributes:
-        exit_code: exit code of a command that ends with this error: 2 for bad input, 1 for a
-            `RunFailedError`.
+        exit_code: exit code of a command with this error: 2 for bad input, 1 for `RunFailedError`.
     """
 
     exit_code = 2

@@ -353,8 +353,7 @@ def fp8_scaled_dot_general(
 
     Args:
         precision: has no effect.
-        lhs_scale, rhs_scale, grad_scale: the scales of the last step, shape `(1,)`, also of the
-            result's gradient.
+        lhs_scale, rhs_scale, grad_scale: the scales of the last step, shape `(1,)`.
         lhs_amax_history, rhs_amax_history, grad_amax_history: the histories, shape `(steps,)`.
         quantize_compute_type: the dtype in which operands are scaled.
     """

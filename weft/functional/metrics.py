@@ -218,7 +218,6 @@ def _by_score(scores: Array, labels: Array) -> Array:
 
 
 def _means(values: dict[str, Array], padding: Array | None) -> dict[str, Array]:
-    """Returns the means over queries that are not padding."""
     weights: Any = None if padding is None else ~padding
     return {
         name: (x * _weights(weights, x)).sum() / jnp.maximum(_weights(weights, x).sum(), 1)

@@ -42,8 +42,7 @@ def moments(
     """Returns mean and variance along `axis`, which stays with size 1.
 
     Args:
-        where: values that count, broadcastable to `x`; all by default. Without any, mean and
-            variance are 0.
+        where: values that count, broadcastable to `x`; by default all. Without any, moments are 0.
         axis_index_groups: groups of indices of that axis to combine, as in `jax.lax.psum`.
         fast: whether mean and variance come from one reduction.
         dtype: of the computation and the result; None for the dtype of `x`.

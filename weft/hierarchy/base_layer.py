@@ -347,8 +347,7 @@ class BaseLayer(Module):
     ) -> dict[str, Any]:
         """Initializes all parameters of the layer and its descendants.
 
-        The key of a parameter is `prng_key` with the names on its path folded in, independent of
-        the rest of the model.
+        A parameter's key is `prng_key` with its path folded in, whatever the rest of the model.
 
         Args:
             prebuilt: values to use instead, nested as the state; missing or None entries are

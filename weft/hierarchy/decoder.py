@@ -67,8 +67,7 @@ class BaseDecoder(Protocol):
           max_sequence_length: the maximum length of the sequences; `length` if None.
           **kwargs: as for `extend_step`.
 
-        Returns the state, and the outputs at all positions of `input_ids`; those from `time_step`
-        on are undefined.
+        Returns the state, and the outputs at all positions, undefined from `time_step` on.
         """
         ...
 
@@ -281,8 +280,7 @@ class Decoder(BaseLayer):
           lm_head: from vectors to logits; None for `emb.attend`.
           dropout_rate: of every Dropout below without a rate of its own.
           logits_forward_dtype: the dtype in which to compute logits; that of the vectors if None.
-          hidden_state_partition_spec: sharding of the vectors before and after the layers by batch,
-            time, dimensions.
+          hidden_state_partition_spec: sharding of the layers' inputs and outputs by batch and time.
         """
 
         vocab_size: Required[int] = REQUIRED

@@ -33,8 +33,7 @@ class TensorSpec:
 
     Attributes:
         dtype: None where a layer leaves it to its config.
-        mesh_axes: mesh axes of each axis, None for the last ones if there are fewer; None for a
-            replicated array.
+        mesh_axes: mesh axes of each axis; the last ones may be omitted. None is replicated.
         memory_kind: memory space such as "pinned_host"; None for device memory.
     """
 

@@ -127,8 +127,7 @@ class LSTMCell(BaseRNNCell):
           hidden_dim: size of the memory; None for `output_dim`.
           max_cell_value: bound of the absolute value of the memory; None for none.
           norm: normalization of all gates together before their activations (Ba et al., 2016).
-          output_proj: linear map from `hidden_dim` to `output_dim` (Sak et al., 2014); required
-            if they differ.
+          output_proj: linear map to `output_dim` (Sak et al., 2014), unless it is `hidden_dim`.
         """
 
         hidden_dim: int | None = None

@@ -7,8 +7,7 @@ instead of closing over them. Transformed functions must be called inside an inv
 - Parameters are mapped, shared, differentiated or sharded as the transformation specifies.
 - PRNG keys are those of the untransformed call, except that each index or iteration has its own.
 - Outputs are unchanged by `jit`, `remat`, derivatives, `checkify` and branches, and stacked along a
-  new axis 0 by `vmap`, `pmap`, `shard_map` and scans. `while_loop` and `fori_loop` refuse them, and
-  `eval_shape` drops them.
+  new axis 0 by `vmap`, `pmap`, `shard_map` and scans; loops refuse them, `eval_shape` drops them.
 """
 
 import contextlib
@@ -236,8 +235,7 @@ def propagate_repeated_output_collections(
         merge_summaries: whether to add one summary for all iterations under the prefix alone:
             the mean of arrays, the sum of other summable values such as a `WeightedScalar`.
 
-    Raises OutputConflictError if an output of that path is there already, such as from another loop
-    of the same prefix.
+    Raises OutputConflictError for an existing path, such as of another loop of the same prefix.
     """
     target = target_output_collection
     summaries, state_updates, module_outputs = repeated_output_collection
@@ -686,8 +684,7 @@ def custom_jvp(
     """Applies `jax.custom_jvp` to a function that invokes modules.
 
     Args:
-        jvp_fn: `jvp_fn(*nondiff, primals, tangents, state_tangents)` returns the result of `fn` and
-            its tangent; see `jvp`.
+        jvp_fn: `jvp_fn(*nondiff, primals, tangents, state_tangents)` returns what `jvp` does.
 
     Returns a function with the arguments and results of `fn`; as for `custom_vjp`.
     """

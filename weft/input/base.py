@@ -1,9 +1,8 @@
 """`Input`: the module that yields batches.
 
 A subclass defines the `dataset` of one process. From it, `batches` creates this process's part of
-each global batch, `partition_spec` shards the global batch over the mesh (see
-`weft.input.dispatch`), and `dispatch_global_batch` turns it into the model's batch inside the
-compiled step.
+each global batch, `partition_spec` shards the global batch (see `weft.input.dispatch`), and
+`dispatch_global_batch` turns it into the model's batch inside the compiled step.
 """
 
 import dataclasses

@@ -61,8 +61,6 @@ class ConcatenatedInput(CompositeInput):
 
     @config_class
     class Config(CompositeInput.Config):
-        """Configures a ConcatenatedInput."""
-
         inputs: Sequence[InstantiableConfig] = []
 
     def __init__(self, cfg: Config, *, parent: Module | None):
@@ -79,8 +77,6 @@ class ZipInput(CompositeInput):
 
     @config_class
     class Config(CompositeInput.Config):
-        """Configures a ZipInput."""
-
         inputs: dict[str, InstantiableConfig] = {}
 
     def __init__(self, cfg: Config, *, parent: Module | None):

@@ -91,8 +91,7 @@ def is_held_out(name: str, fraction: float) -> bool:
 class Corpus:
     """Files sorted by name, with a training and a held-out part.
 
-    Names decide which files are held out. If that leaves a part without a file, the end of each
-    file is held out.
+    Names decide which files are held out; if a part has none, the end of each file is held out.
 
     >>> corpus = Corpus("two", (TextFile("b", b"xy"), TextFile("a", b"z")), held_out_fraction=0.0)
     >>> corpus
@@ -305,8 +304,7 @@ class Baseline:
 
     Attributes:
         order: 1, 2 or 3.
-        nats_per_token: Mean cross-entropy over the targets, including ends of files, comparable to
-            a model's loss.
+        nats_per_token: Mean cross-entropy of targets, also ends of files; comparable to a loss.
         bits_per_byte: The total, per byte of text.
     """
 

@@ -68,8 +68,7 @@ def parquet_dataset(
     """Returns the rows of Parquet files, as dicts of Python values. Needs the extra `parquet`.
 
     Raises:
-        InputReadError: If a path or pattern matches no file, or a file is not a Parquet file or
-            lacks a column.
+        InputReadError: If a path matches no file, or a file is not Parquet or lacks a column.
         MissingExtraError: If pyarrow is not installed.
     """
     open_file = functools.partial(ParquetFile, columns=columns)

@@ -9,8 +9,7 @@ Input batches are sharded in four steps:
 
 Input dispatchers assign rows of a global batch to processes. A *feed* is the contribution of one
 process. The *logical* batch is the model's batch, read by the logical feeds. The *physical* batch
-enters the compiled step, where each process must contribute equally many rows; it may be larger,
-with padding rows.
+enters the compiled step: each process must contribute equally many rows, some of them padding.
 
     4 processes, global logical batch of 2, logical feeds 0 and 1
 
@@ -165,8 +164,6 @@ class BaseInputDispatcher(Module):
 
     @config_class
     class Config(Module.Config):
-        """Configures a BaseInputDispatcher."""
-
         global_logical_batch_size: Required[int] = REQUIRED
 
     @property

@@ -110,8 +110,6 @@ class FakeSeq2SeqInput(EmptyInput):
 
     @config_class
     class Config(EmptyInput.Config):
-        """Configures a FakeSeq2SeqInput."""
-
         target_length: int = 1024
 
     def _global_batch(self, rng: np.random.Generator) -> Nested[np.ndarray]:
@@ -131,8 +129,6 @@ class FakeSequenceClassificationInput(EmptyInput):
 
     @config_class
     class Config(EmptyInput.Config):
-        """Configures a FakeSequenceClassificationInput."""
-
         num_labels: int = 2
 
     def _global_batch(self, rng: np.random.Generator) -> Nested[np.ndarray]:

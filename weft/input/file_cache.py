@@ -2,8 +2,7 @@
 
 Small data is recomputed in memory at each start. Large data is written to the user's cache folder,
 under a hash of everything it depends on, and mapped into memory. Processes that need the same data
-wait for the one that computes it. Files are moved into place when complete, so a killed process
-leaves no partial file.
+wait for the one that computes it. Only complete files are moved into place.
 """
 
 import fcntl

@@ -111,8 +111,6 @@ class Input(input_base.Input):
 
     @config_class
     class Config(input_base.Input.Config):
-        """Configures an Input."""
-
         source: Required[ConfigOr[BuildDatasetFn]] = REQUIRED
 
     def __init__(self, cfg: Config, *, parent: Module | None):

@@ -46,10 +46,8 @@ def text_to_lm_training_input(
 
     Args:
         ds: Dataset of dicts with a `text`.
-        window_size: Number of texts in a window; None to pack whole texts, as `streaming_packing`
-            does, with its features.
-        max_padding_fraction: The maximum fraction of padding in the last example of a window; one
-            with more is dropped.
+        window_size: Texts in a window; None to pack whole texts, like `streaming_packing`.
+        max_padding_fraction: Maximum of padding in a window's last example, else it is dropped.
         replace_newlines_with: Such as "<n>", for vocabularies without newlines; counts as one byte.
 
     Raises InputDatasetError during iteration, if an example has no text.

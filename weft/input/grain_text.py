@@ -48,8 +48,6 @@ def with_regex_mapping(
 
 
 class _MappedTokenizer:
-    """Tokenizer of `with_regex_mapping`."""
-
     def __init__(self, vocab: Tokenizer, encode: Substitutions, decode: Substitutions):
         self._vocab, self._encode_mapping, self._decode_mapping = vocab, encode, decode
         self.eos_id, self.pad_id = vocab.eos_id, vocab.pad_id

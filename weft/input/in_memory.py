@@ -121,8 +121,7 @@ def array_source(
     """Returns a source of batches of arrays; batch k has the same rows for any number of processes.
 
     Args:
-        is_training: Whether the rows come in another order in each pass, without end, instead of
-            once and in order.
+        is_training: Whether rows come endlessly, in a new order in each pass, or once, in order.
         seed: Seed of the order in training.
         padding: Values, by name, of rows that fill up the last batch of an evaluation, such as
             `{"label": -1}`, by which a model can tell that they do not count. Other arrays are

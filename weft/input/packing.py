@@ -56,8 +56,7 @@ class PackedSequences:
         stride: Tokens from the start of a sequence to that of the next, from 1 to
             `sequence_length`, the default. If less, targets of earlier sequences are `pad_id`, so
             that each is still a target once, after at least `sequence_length - stride` inputs.
-        token_num_bytes: `Int[np.ndarray, "vocab"]`, bytes of text of each token. None: one, as for
-            `ByteTokenizer`.
+        token_num_bytes: `Int[np.ndarray, "vocab"]`, bytes of text of each token; None for one each.
 
     Raises:
         EmptyCorpusError: If there is no sequence.

@@ -1,8 +1,7 @@
 """Prefetching of batches in a second thread, with an exact position.
 
 The reader's own state is ahead of the training and would skip batches after a restart. Therefore
-each batch is queued with the reader's state after it, and the iterator's state is that of the last
-returned batch.
+each batch is queued with the state after it: the iterator's state is that of the last one returned.
 """
 
 import copy

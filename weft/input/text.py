@@ -167,11 +167,9 @@ def lm_text_source(
         is_training: Whether examples are endless, reshuffled in each pass; or in order, once, with
             padding in the last batch.
         tokenizer: May be the path of a tokenizer's file; see `as_tokenizer`.
-        segments: Whether examples have segment ids, which keep attention within documents; see
-            `PackedSequences`.
+        segments: Whether examples have segment ids, which keep attention within documents.
         max_examples: Maximum number of examples, evenly spaced over the text.
-        num_workers: Processes that create batches. Not needed for bytes: a batch of 32 takes less
-            than a millisecond.
+        num_workers: Processes that create batches. Bytes need none: a batch takes a millisecond.
 
     Raises:
         EmptyCorpusError: If there is no batch to train on, or nothing to evaluate.
@@ -232,8 +230,7 @@ def lm_documents_source(
     other arguments see `lm_text_source`.
 
     Args:
-        documents: A `grain.MapDataset` of dicts, such as those of `weft.input.datasets`; or
-            several by name.
+        documents: A `grain.MapDataset` of dicts (see `weft.input.datasets`), or several by name.
         weights: Relative number of sequences from each of several, in training, by default by size.
 
     Raises:
@@ -306,8 +303,7 @@ def lm_stream_source(
     Raises:
         EmptyCorpusError: If there are no documents.
         InputDatasetError: If the weights do not name the documents.
-        InputReadError: During iteration, if a document cannot be read, has no text, or is too long;
-            names the document.
+        InputReadError: During iteration, naming a document that is unreadable, empty or too long.
     """
     named = named_documents(documents, weights)
     loaded = as_tokenizer(tokenizer)

@@ -195,7 +195,6 @@ class _FileTokenizer:
         return sizes
 
     def _load(self, content: bytes) -> int:
-        """Loads the file and returns the number of its tokens."""
         raise NotImplementedError(type(self))
 
     def _token_id(self, token: str) -> int | None:

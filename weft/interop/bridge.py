@@ -519,8 +519,7 @@ def nnx_in_bridge_mdl(factory: Callable[[nnx.Rngs], M], name: str | None = None)
 def linen_in_bridge_mdl(linen_module: object, name: str | None = None) -> ToNNX:
     """Returns a Linen module as a submodule of the running bridge module.
 
-    `init` of the bridge module makes its variables. `name` and errors are as for
-    `nnx_in_bridge_mdl`.
+    `init` of the bridge module makes its variables. For the rest see `nnx_in_bridge_mdl`.
     """
     parent = _current_parent("linen_in_bridge_mdl")
     scope = parent._require_scope("the PRNG streams")

@@ -45,8 +45,7 @@ class ToLinen(linen.Module):
         Raises:
             RngStreamNotFoundError: at `init`, if the module needs a missing stream.
             InvalidRngError: if a key is drawn from a stream that `apply` was not given.
-            LayerVariablesError: if a variable is missing that cannot be made, or a parameter has
-                another shape.
+            LayerVariablesError: if a variable cannot be made, or a parameter has another shape.
         """
         scope: Any = self.scope
         rngs = draw_keys(self)

@@ -140,8 +140,7 @@ def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> nnx.Variable[Any]:
         col: the collection; an unknown name makes a new kind of variable.
         lay_out: whether the value is new and gets the layout of its metadata.
 
-    Raises LayerVariablesError if `x` is the box of a variable of another kind, or of a class that
-    cannot become metadata.
+    Raises LayerVariablesError for a box of another kind, or of a class that cannot be metadata.
     """
     kind = nnx.variable_type_from_name(col, allow_register=True)
     if not is_axis_metadata(x):

@@ -73,7 +73,6 @@ def process_info(environ: Mapping[str, str]) -> ProcessInfo | None:
 
 
 def _parse(values: Mapping[str, str]) -> ProcessInfo:
-    """Parses the variables, or raises ProcessEnvironmentError."""
     address = values[job.COORDINATOR_ADDRESS]
     if not re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}", address):
         raise ProcessEnvironmentError(

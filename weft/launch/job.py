@@ -7,8 +7,7 @@ The processes differ only in their environment, see `weft.launch.distributed`:
     JAX_PROCESS_ID             id of the process, from 0
     WEFT_RENDEZVOUS_TOKEN      secret of this start of the job, required to join it
 
-Each subclass supports one platform: it adds config fields, and starts the processes or writes the
-input of a scheduler.
+Each subclass supports one platform: it starts the processes or writes the input of a scheduler.
 """
 
 import re

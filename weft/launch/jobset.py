@@ -92,7 +92,6 @@ class JobSetJob(Job):
             )
 
     def _pod_name(self, index: int) -> str:
-        """Returns the DNS name of a pod, below that of the JobSet."""
         return f"{self.config.name}-{_REPLICATED_JOB}-0-{index}"
 
     @property

@@ -35,8 +35,7 @@ class LocalJob(Job):
         """Configures a LocalJob.
 
         Attributes:
-            log_dir: directory of one log file per process; None to print all lines here, prefixed
-                with the process id.
+            log_dir: directory of one log file per process; None to print lines here with their id.
             failure_grace_seconds: time for the other processes to exit after one failed.
         """
 

@@ -1,8 +1,7 @@
 """Branches: cond and switch.
 
 State that only some branches create gets its initial value before, from the first branch that
-creates it, and passes unchanged through the others. Every branch begins with the same state and the
-same counters.
+creates it, and passes unchanged through the others. All begin with equal state and counters.
 """
 
 from __future__ import annotations

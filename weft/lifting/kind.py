@@ -178,8 +178,7 @@ class Kind(Protocol):
         Args:
             created: the entries created before, with initial values, or None.
             result: the group, which may have initial values from each iteration of a loop.
-            ends: the groups that `collect` returned for the body or each branch, with True in
-                place of arrays.
+            ends: the groups after the body or each branch, with True in place of arrays.
         """
         return result
 

@@ -197,8 +197,7 @@ def pmap(
 
     Raises:
         AxisSizeError: if the mapped axes do not agree, or there are too few devices.
-        TransformArgumentError: under `jax.set_mesh` of a mesh with explicit axes, or inside
-            `shard_map` or `pmap`.
+        TransformArgumentError: for a mesh with explicit axes, or inside `shard_map` or `pmap`.
     """
     metadata = metadata or {}
 

@@ -1,8 +1,7 @@
 """Roles of groups of state and of arguments in a transformation.
 
 A role is an integer (mapped over that axis), `None` (shared by all), `CARRY` (passed from one
-iteration to the next), `DIFF` (differentiated) or `FORK` (PRNG keys, split into one per index of
-the new axis).
+iteration to the next), `DIFF` (differentiated) or `FORK` (PRNG keys, one per index of the axis).
 
 Roles are a pytree prefix of the arguments, as JAX's `in_axes`. For a carrier of state, `Roles`
 gives each group of the state its own role: an entry belongs to the first filter that matches, and

@@ -21,8 +21,7 @@ would read, also under `vmap` and in derivatives, so that results computed from 
 cannot be evaluated or compiled. If the initial values of the outer loop depend on them, its first
 trace is repeated with all values.
 
-If no such state can be created, since all collections of the call are immutable, JAX traces the
-body directly.
+If all collections of the call are immutable, nothing is created, and JAX traces the body directly.
 """
 
 from __future__ import annotations
@@ -335,8 +334,6 @@ def _body_with_state(
 
 
 class _DiscardedLoops(threading.local):
-    """The number of loops with undefined results in this thread."""
-
     count = 0
 
 

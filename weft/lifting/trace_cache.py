@@ -330,8 +330,6 @@ def with_large_frame(fn: Callable[..., T], /, *args: object, **kwargs: object) -
 
 @dataclasses.dataclass(frozen=True)
 class _Captured:
-    """Place of a tracer in a closure."""
-
     index: int
 
 

@@ -82,8 +82,7 @@ class _DotGeneral(Fp8DotGeneralBase):
 class Fp8DotGeneralOp(_DotGeneral):
     """Product of operands that are rounded to 8 bits and converted back.
 
-    The compiler may replace it by a product of 8 bits. Deprecated, as in Flax: use
-    `Fp8DirectDotGeneralOp`.
+    The compiler may use a product of 8 bits. Deprecated, as in Flax: use `Fp8DirectDotGeneralOp`.
     """
 
     def __post_init__(self) -> None:

@@ -9,8 +9,7 @@ A module in a field of another module, directly or in lists, dicts and those fie
 `struct.dataclass` that are children of its pytree, becomes its submodule when the other is bound,
 named by the attribute and its place in the containers. The original remains unbound: its copy is
 bound. A module in several places is one submodule, named by the first place. Within a container the
-order is that of the names as text: the key "a" precedes "b", however the dict was filled, and the
-index 10 precedes 2.
+order is that of the names as text: the key "a" precedes "b", and the index 10 precedes 2.
 """
 
 import contextlib

@@ -251,8 +251,7 @@ class LSTMCell(_MemoryCell, _GatedCell):
 class OptimizedLSTMCell(_MemoryCell, _GatedCell):
     """`LSTMCell` with the linear maps merged into one of the input and one of the state.
 
-    Two large multiplications are faster than eight small ones. Attributes, variables and values are
-    those of `LSTMCell`.
+    Two large multiplications are faster than eight small ones. For the rest see `LSTMCell`.
 
     >>> x = jnp.ones((2, 5, 3))
     >>> variables = nn.RNN(nn.OptimizedLSTMCell(4)).init(jax.random.key(0), x)

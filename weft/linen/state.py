@@ -534,8 +534,7 @@ class ModuleVariables:
             collection: collection of the zeros, created by `init`. If it is not given to `apply`,
                 the value is returned unchanged.
 
-        Raises PerturbationNotFoundError if the given collection lacks this variable, whose gradient
-        would be zero.
+        Raises PerturbationNotFoundError if the collection lacks this variable.
 
         >>> class Square(nn.Module):
         ...     def __call__(self, x):

@@ -134,8 +134,7 @@ def tabulate(
         rngs: see `Module.init`.
         depth: maximum depth of listed modules; variables of deeper ones count in the line above.
         show_repeated: whether each call of a module has a line.
-        console_kwargs, table_kwargs: for `rich.console.Console`, such as `width`, and
-            `rich.table.Table`.
+        console_kwargs, table_kwargs: for rich's `Console`, such as `width`, and its `Table`.
         compute_flops, compute_vjp_flops: whether to count the FLOPs of each call, of its gradient.
 
     >>> table = nn.tabulate(nn.Dense(2), jax.random.key(0), console_kwargs={"width": 80})

@@ -1,8 +1,7 @@
 """Variables whose arrays are in a `jax.Ref`, which JAX can write to in place.
 
 The caller of a transformed function sees its writes to such a variable, even one in the function's
-closure. In exchange, JAX must know all aliases: arguments may not share a reference, and a function
-may not return one.
+closure. In exchange, JAX must know all aliases: no references are shared or returned.
 """
 
 from __future__ import annotations

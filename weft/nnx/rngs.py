@@ -354,8 +354,7 @@ def split_rngs(
     """Splits the PRNG streams of an object along new leading axes, in place.
 
     Args:
-        node: object; if omitted, returns a decorator that splits the streams of the arguments
-            during each call.
+        node: object; if omitted, returns a decorator that splits streams of arguments in calls.
         only: filter of the streams, such as their name.
         squeeze: whether to drop the axis, of size 1.
         graph, graph_updates: see `nnx.set_graph_mode` and `nnx.set_graph_updates`; without updates,

@@ -175,8 +175,7 @@ class Recipe(NamedTuple):
         """Prepares the initial state of a run, such as a checkpoint that is trained first.
 
         Args:
-            train: Trains a recipe by its name and config, and returns the trainer; None if it was
-                asked to stop.
+            train: Trains a recipe by name and config, and returns the trainer, None if stopped.
 
         Returns whether the run can begin.
         """

@@ -208,8 +208,7 @@ def msgpack_serialize(pytree: object, in_place: bool = False) -> bytes:
 
     Args:
         pytree: nested dicts and lists of arrays, PRNG keys, numbers, strings and None.
-        in_place: writes the converted arrays into `pytree` itself, so that arrays on devices can be
-          freed one by one.
+        in_place: writes converted arrays into `pytree`, so that device arrays are freed in turn.
 
     Raises UnserializableValueError if a value cannot be converted to bytes.
 

@@ -103,8 +103,7 @@ def save_safetensors(
     """Writes a tree of arrays to a file, or to several if it is larger than `max_shard_bytes`.
 
     Args:
-        path: the file, such as "model.safetensors". Files of an earlier call are replaced, even if
-          their number differs.
+        path: the file, such as "model.safetensors"; all files of an earlier call are replaced.
         tree: see `tensor_names`.
         max_shard_bytes: largest size of a file's tensors, unless a single tensor is larger.
 

@@ -29,8 +29,6 @@ class FlaxPart:
 
 
 class _Path(threading.local):
-    """Current path in the tree, per thread."""
-
     def __init__(self) -> None:
         self.names: list[str] = []
 

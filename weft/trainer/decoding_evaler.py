@@ -128,8 +128,6 @@ class DecodingEvaler(SpmdEvaler):
 
     @config_class
     class Config(SpmdEvaler.Config):
-        """Configures a DecodingEvaler."""
-
         metric_calculator: SampleDecoding.Config = SampleDecoding.default_config()
 
     def eval_step(

@@ -330,8 +330,6 @@ class LineDisplay(Display):
 
 
 class _BlockDisplay(Display):
-    """Display with a block of a bar and numbers."""
-
     _reading: Reading | None = None
     _doing = "compiling the train step"
     _saved: int | None = None

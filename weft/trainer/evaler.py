@@ -112,8 +112,7 @@ class EarlyStopping(BestMetric):
         Attributes:
             metric: The metric to watch, such as `EvalMetric("held_out", "loss")`.
             mode: "min" if smaller is better, "max" if larger is.
-            patience: Number of consecutive evaluations without improvement that are allowed; the
-                next one ends the run.
+            patience: Consecutive evaluations without improvement that do not yet end the run.
             min_delta: Smallest change that counts as an improvement.
         """
 

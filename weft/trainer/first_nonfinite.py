@@ -277,8 +277,6 @@ class _OpenCall(NamedTuple):
 
 
 class _CallTracer:
-    """Names calls and passes them to an observer."""
-
     def __init__(self, observer: Observer):
         self._observer = observer
         self._open: list[_OpenCall] = []

@@ -127,8 +127,6 @@ def _length(data: Any) -> int | None:
 
 
 class _Mapped:
-    """Iterable with a function applied to each element."""
-
     def __init__(self, data: Iterable[Any], fn: Callable[[Any], Any]):
         self._data, self._fn = data, fn
 
@@ -363,7 +361,6 @@ def _model_config(
 
 
 def _layer(model: Any) -> Any:
-    """Returns the model as the value of a config."""
     if isinstance(model, Module):
         return model.config
     if isinstance(model, type | InstantiableConfig) or adapter_of(model).endswith("LinenModel"):

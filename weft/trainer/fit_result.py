@@ -166,13 +166,11 @@ def _best_step(cfg: ConfigBase, history: History) -> int | None:
 
 
 def _variables(trainer: SpmdTrainer, state: TrainerState) -> Any:
-    """Returns the variables of the model that the user gave."""
     is_inside = isinstance(trainer.model, Supervised)
     return state.model["model"] if is_inside else state.model
 
 
 def _read(cfg: ConfigBase, trainer: SpmdTrainer, step: int) -> TrainerState:
-    """Returns the parameters of a checkpoint."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trainer.trainer_state)
     layouts = jax.tree.map(lambda x: x.sharding, trainer.trainer_state)
     wanted = with_shardings(shapes, layouts)._replace(prng_key={}, learner={})

@@ -124,8 +124,7 @@ def with_minibatch_steps(
     Args:
         steps: The number of microbatches; must divide the number of rows.
         metric_accumulator: Merges the summaries of the microbatches; a `MetricAccumulator` if None.
-        grad_dtype: The dtype of the gradient sum; None for those of the parameters, at least
-            float32.
+        grad_dtype: The dtype of the sum; None for the parameters' dtypes, at least float32.
 
     Returns a function from a forward function to a forward function. Only the loss of the result
     can be differentiated, and its "aux" stacks those of the microbatches along a new first axis.

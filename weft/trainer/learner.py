@@ -71,8 +71,7 @@ class DynamicLossScale(Configurable):
 
         Attributes:
             growth_factor: factor by which the scale grows; above 1.
-            backoff_factor: factor by which it falls after a step whose gradients are not finite;
-                between 0 and 1.
+            backoff_factor: factor, below 1, after a step whose gradients are not finite.
             growth_interval: number of consecutive finite steps after which it grows.
         """
 

@@ -76,8 +76,7 @@ class BaseMetricCalculator(Module):
 
         By default this calls `self._run`, which a subclass sets to a result of `_jit_of_model`.
 
-        Returns a dict of "state", for the next batch, and "output", which is collected for
-        `get_summaries`.
+        Returns a dict of "state", for the next batch, and "output", for `get_summaries`.
         """
         prng_key, outputs = self._run(model_params, state["prng_key"], input_batch)
         # The host has room for the outputs of all batches.

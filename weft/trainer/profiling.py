@@ -90,8 +90,7 @@ class Throughput(Configurable):
             every_n_steps: Number of steps between two readings. A reading waits for its step; in
                 between, steps are dispatched ahead.
             tokens_field: The field of a batch whose elements are counted as tokens, if present.
-            peak_flops_per_device: For the MFU; None for `peak_flops_of` the device kind, without
-                MFU for unknown kinds.
+            peak_flops_per_device: For the MFU; None for `peak_flops_of` the device kind, if known.
         """
 
         every_n_steps: int = 100

@@ -59,8 +59,7 @@ def polynomial(
 ) -> ScheduleFn:
     """Interpolates from `begin_value` to `end_value` along a polynomial, constant before and after.
 
-    Between the two steps the value is `begin_value + (end_value - begin_value) * t**power`, where t
-    grows from 0 to 1.
+    Between, it is `begin_value + (end_value - begin_value) * t**power`; t grows from 0 to 1.
 
     Raises ScheduleError if `begin_step >= end_step`.
 

@@ -103,8 +103,7 @@ class ChainBuilder(Builder):
         """Configures a ChainBuilder.
 
         Attributes:
-            validation: how strictly the structures of the result and the input must agree; None
-                to skip the check.
+            validation: how strictly the structures of result and input must agree; None for not.
         """
 
         builders: Required[Sequence[Builder.Config]] = REQUIRED
@@ -194,8 +193,6 @@ class RestoreAndConvertBuilder(Builder):
 
     @config_class
     class Config(Builder.Config):
-        """Configures a RestoreAndConvertBuilder."""
-
         builder: Required[Builder.Config] = REQUIRED
         converter: Required[Converter.Config] = REQUIRED
 

@@ -121,8 +121,6 @@ class ChainConfigModifier(ConfigModifier):
 
     @config_class
     class Config(ConfigModifier.Config):
-        """Configures a ChainConfigModifier."""
-
         config_modifiers: Required[Sequence[ConfigOr[ConfigModifier]]] = REQUIRED
 
     def __init__(self, cfg: Config):
@@ -140,8 +138,6 @@ class MeshShapeModifier(ConfigModifier):
 
     @config_class
     class Config(ConfigModifier.Config):
-        """Configures a MeshShapeModifier."""
-
         mesh_shape: Required[MeshShape | HybridMeshShape] = REQUIRED
 
     def __call__(self, cfg: InstantiableConfig) -> Any:

@@ -228,8 +228,6 @@ class WrappedPartitionedGradientTransformation(UpdateTransformation):
 
     @config_class
     class Config(UpdateTransformation.Config):
-        """Configures a WrappedPartitionedGradientTransformation."""
-
         transformation: Required[
             ConfigOr[base.PartitionedGradientTransformation | optax.GradientTransformation]
         ] = REQUIRED

@@ -133,8 +133,6 @@ class PrefetchIterator:
 
 
 class _StatelessIterator:
-    """Iterator without a position."""
-
     def __init__(self, elements: Iterable[Any]):
         self._elements = iter(elements)
 

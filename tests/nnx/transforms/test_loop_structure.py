@@ -317,6 +317,20 @@ def test_variable_replaced_in_body_is_new():
     assert m.cache is not before and (float(m.cache), float(before)) == (4, 7)
 
 
+@pytest.mark.parametrize(("before", "after"), [("none", "part"), ("part", "none")])
+def test_slices_replace_static_values_by_objects(before, after):
+    values = {"none": lambda w: "none", "part": lambda w: nnx.Dict(w=nnx.Param(w))}
+    m = nnx.Dict(x=nnx.Param(jnp.arange(3.0)), child=values[before](jnp.ones(3)))
+
+    @nnx.scan(in_axes=0, out_axes=0)
+    def replace(m):
+        m.child = values[after](m.x + 1)
+        return 2 * m.x
+
+    assert replace(m).tolist() == [0, 2, 4]
+    assert m.child == "none" if after == "none" else m.child.w.tolist() == [1, 2, 3]
+
+
 def count(m, i):
     m.calls = getattr(m, "calls", 0) + 1
 

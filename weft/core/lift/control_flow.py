@@ -47,11 +47,9 @@ def scan(
         in_axes: the scanned axis of each of `xs`; `broadcast` for values shared by all iterations.
         out_axes: the axis along which `y` is stacked.
         length: number of iterations, if no scanned value determines it.
-        data_transform: maps the groups of variables and of PRNG streams of an iteration to those
-            that `fn` sees.
+        data_transform: maps groups of variables and PRNG streams to those that `fn` sees.
         metadata_params: passed to axis metadata that gains or loses the axis.
-        check_constancy_invariants: whether to count keys as if the body had run once before, as in
-            Flax with True.
+        check_constancy_invariants: whether to count keys as after a first run, as Flax with True.
 
     >>> from weft.core import init, lift, nn
     >>> def layer(scope, x, _):

@@ -71,8 +71,7 @@ def dense_general(
             `(*batch_dims, *features)`.
         features: sizes of the new axes, which come last.
         axis: axes to contract.
-        batch_dims: leading axes whose positions have separate parameters; they come first in the
-            result, in this order.
+        batch_dims: leading axes, also of the result, whose positions have separate parameters.
         kernel_init: initializer of the kernel as one matrix, of the products of its sizes.
         bias_init: initializer of the bias as one vector.
 

@@ -93,8 +93,7 @@ class BinaryClassificationMetric(BaseClassificationMetric):
         Args:
             logits: `Float[Array, "*batch"]` or `Float[Array, "*batch 1"]`, of being true.
             labels: `Int[Array, "*batch"]`, 1 for true and 0 for false.
-            soft_labels: `Float[Array, "*batch"]`, the probability of being true, for the loss in
-                place of the labels.
+            soft_labels: `Float[Array, "*batch"]`, probabilities of being true, for the loss alone.
         """
         logits = logits.reshape(labels.shape)
         mask = self._label_mask(labels)

@@ -101,8 +101,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
 
         Attributes:
           hidden_dim, activation: of an expert, as for `TransformerFeedForwardLayer`.
-          num_groups: number of groups per outer batch. More groups need less memory, but are more
-            likely to drop tokens.
+          num_groups: groups per outer batch. More need less memory, but may drop more tokens.
           outer_batch: number of parts of a batch that each use all experts; see
             `get_outer_batch_from_mesh`.
           router_z_loss_weight: weight of the gating's loss on the size of logits.

@@ -97,8 +97,7 @@ def _family(settings: Settings) -> Family:
 def load_huggingface_params(folder: _PathLike, target: NestedTensor) -> NestedTensor:
     """Reads the parameters of a checkpoint, one at a time.
 
-    `target` has the parameters of `huggingface_model_config`, or their shapes; values get their
-    dtypes and shardings.
+    `target` has the model's parameters, or their shapes; values get their dtypes and shardings.
 
     Raises:
         WeightsReadError: if a file is missing or damaged.

@@ -40,8 +40,7 @@ class Linear(KernelModule):
         dot_general: replaces `jax.lax.dot_general`.
         promote_dtype: casts input and parameters to `dtype`.
         preferred_element_type: accumulation dtype, as in `jax.lax.dot_general`.
-        kernel_metadata: metadata of the kernel's variable, such as `out_sharding`; `bias_metadata`
-            that of the bias.
+        kernel_metadata, bias_metadata: metadata of the variables, such as `out_sharding`.
 
     >>> layer = Linear(3, 4, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((2, 3))).shape, layer.kernel.shape

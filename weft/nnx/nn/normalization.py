@@ -145,8 +145,7 @@ class LayerNorm(_AffineNorm):
         num_features: number of features, along all `feature_axes`.
         dtype: dtype of the output; by default promoted from input and parameters.
         axis_name: mapped or mesh axis over which statistics are also averaged.
-        axis_index_groups: groups of indices of that axis that share statistics, as in
-            `jax.lax.psum`.
+        axis_index_groups: groups of its indices that share statistics, as in `jax.lax.psum`.
         use_fast_variance: whether to compute mean and variance in one reduction.
         promote_dtype: determines the dtype to which input and parameters promote.
 
@@ -450,8 +449,7 @@ class WeightNorm(Module):
     under the parameters' paths, or is None without scales.
 
     Args:
-        feature_axes: axes of a parameter along which each position has its own norm; None for one
-            norm per parameter.
+        feature_axes: axes along which each position has its own norm; None for one per parameter.
         use_scale: whether norms are learned; otherwise all norms are 1.
         epsilon, dtype: as for `SpectralNorm`.
         promote_dtype: casts a normalized weight to the dtype to which it is rounded.

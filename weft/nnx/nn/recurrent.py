@@ -193,8 +193,6 @@ class _LinearCell(RNNCellBase):
 
 
 class _OneStateCell(_LinearCell):
-    """Cell whose state is its output."""
-
     def initialize_carry(
         self,
         input_shape: tuple[int, ...],
@@ -548,8 +546,7 @@ class Bidirectional(Module):
 
     Args:
         backward_rnn: runs on the reverse; may be `forward_rnn`, to share parameters.
-        merge_fn: merges the two outputs, in the order of the inputs; by default concatenates them
-            along the last axis.
+        merge_fn: merges the two outputs, in the order of the inputs; concatenates by default.
         return_carry: whether to return both last states, as a pair, as well.
         time_major, rngs: see `RNN`; with `rngs=False`, each `RNN` uses its own.
 

@@ -190,8 +190,7 @@ def jvp(
     Returns the result of `f` and its tangent, of the same structure; with `has_aux` also the
     auxiliary value.
 
-    Raises CallMismatchError if the numbers of primals and tangents differ, or `f` returns an object
-    with references.
+    Raises CallMismatchError for another number of tangents, or a result with references.
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
     >>> out, tangent = nnx.jvp(lambda m: m.w**2, (model,), (nnx.state(model),))

@@ -99,8 +99,7 @@ class ChangedObjects(NamedTuple):
     Attributes:
         origins: for each object the index of the input one, None for a new one.
         keys: for each value the number of the input one, or a number after those.
-        copies: copies of new `unhashable_values`, for each caller; None if no static value or
-            metadata is mutable.
+        copies: copies of new `unhashable_values`, for each caller; None if nothing is mutable.
         before: if a loop's body made attributes, the static half for the body that finds them.
         replaced: numbers of input values whose variable or object was replaced by a new one.
         is_temporary: whether only temporary objects have gained attributes.

@@ -6,8 +6,7 @@
         step_00000300.tmp/      being written, or left by a process that was killed
 
 A `rename` creates the final name after every file is on the disk, and another `rename` removes it
-before the first file is deleted. A directory with a final name is therefore always complete; any
-fault in it is damage.
+before the first file is deleted. A directory with a final name is complete; any fault is damage.
 """
 
 import contextlib

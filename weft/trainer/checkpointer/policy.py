@@ -133,8 +133,6 @@ class AnyPolicy(Configurable):
 
     @config_class
     class Config(Configurable.Config):
-        """Configures an AnyPolicy."""
-
         policies: Required[Sequence[InstantiableConfig[CheckpointPolicy]]] = REQUIRED
 
     def __init__(self, config: Config):

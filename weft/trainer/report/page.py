@@ -326,7 +326,6 @@ def _chart(
 
 
 def _small_charts(charts: Mapping[str, Sequence[Series]]) -> str:
-    """Returns a grid of figures by title with one legend."""
     figures = "".join(_chart(title, series, is_small=True) for title, series in charts.items())
     return f'{_legend(s for of in charts.values() for s in of)}<div class="charts">{figures}</div>'
 

@@ -67,8 +67,6 @@ class BaseWriter(Module):
 
     @config_class
     class Config(Module.Config):
-        """Configures a BaseWriter."""
-
         dir: Required[str] = REQUIRED
 
     def __init__(self, cfg: Config, *, parent: Module | None):

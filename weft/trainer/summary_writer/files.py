@@ -36,8 +36,7 @@ class SummaryWriter(PeriodicWriter):
     """Writer of TensorBoard event files: scalars, histograms, texts, images and audio.
 
     A restarted run writes another file in the same directory. If it restored an earlier step than
-    the last one written, `log_checkpoint` makes TensorBoard discard the steps in between, such that
-    each step has one value.
+    the last one written, `log_checkpoint` makes TensorBoard discard the steps in between.
     """
 
     @config_class
@@ -125,7 +124,6 @@ class SummaryWriter(PeriodicWriter):
             self.flush()
 
     def _write(self, action: Callable[[EventFile], Any]) -> None:
-        """Runs an action on the event file, opening it if needed."""
         with self._errors_reported():
             try:
                 self._file = self._file or EventFile(self._dir)
@@ -161,8 +159,7 @@ _JSON_KINDS = ("ScalarSummary", "TextSummary")
 class JsonLinesWriter(PeriodicWriter):
     """Writer that appends one JSON object per line to `summaries.jsonl` in `dir`.
 
-    It ignores images, sound and arrays. Each line is flushed when the call returns, so it survives
-    the end of the process.
+    It ignores images, sound and arrays. Each line is flushed at once and survives the process.
     """
 
     Config = PeriodicWriter.Config
