@@ -145,7 +145,7 @@ def test_recipes_of_installed_packages(folder, monkeypatch, capsys):
     assert named_trainer_configs()["lm"].function == "weft.recipes.lm:lm"
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-4].split() == ["ours", "from", "own"] and "width=" in lines[-3].split()
+    assert lines[-5].split() == ["ours", "from", "own"] and "width=" in lines[-4].split()
 
 
 @pytest.mark.parametrize(

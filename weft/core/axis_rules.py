@@ -26,9 +26,6 @@ def checked_rules(rules: Iterable[Sequence[Any]] | None) -> Rules:
     """Returns rules as a hashable tuple of pairs of a name and its mesh axes; () for None.
 
     Raises LogicalAxisError if the rules do not have this form.
-
-    >>> checked_rules([["embed", ["data", "model"]], ["heads", None]])
-    (('embed', ('data', 'model')), ('heads', None))
     """
     if rules is None:
         return ()

@@ -222,8 +222,7 @@ def without_format(sharding: object) -> Any:
 def map_sharding(f: Callable[[Any], Any], sharding: object) -> Any:
     """Maps the entry of each axis of a sharding.
 
-    Returns a `NamedSharding` over the same mesh or a `PartitionSpec`; None if `sharding` is neither
-    of these nor a tuple.
+    Returns a `NamedSharding` over the same mesh or a `PartitionSpec`; None for other values.
 
     >>> map_sharding(str.upper, ("data", "model"))
     P('DATA', 'MODEL')

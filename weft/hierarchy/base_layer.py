@@ -213,8 +213,7 @@ class Parameters(dict[str, Any]):
 class BaseLayer(Module):
     """Module with parameters.
 
-    A subclass describes them in `_create_layer_parameter_specs` and reads them in its methods as
-    `self.parameters[name]`.
+    A subclass describes them in `_create_layer_parameter_specs` and reads `self.parameters[name]`.
     """
 
     @config_class

@@ -75,8 +75,7 @@ class ParameterSpec(TensorSpec):
         weight_decay_scale: factor of weight decay; None for 1.
         logical_axes: logical names of the axes, if rules derived `mesh_axes` from them.
         is_state: whether this is state rather than a parameter, such as moving statistics or a
-            cache. Only the layer updates state; it is not differentiated, and optimizers and
-            averages skip it.
+            cache. Only the layer updates state, which derivatives, optimizers and averages skip.
 
     Raises ParameterSpecError if `mesh_axes` is longer than `shape`, or `factorization` not as long.
     """

@@ -491,8 +491,7 @@ def switch(index: ArrayLike, branches: Sequence[Callable[..., Any]], *operands: 
 
     Args:
         branches: functions of `operands`, with results of the same structure. They add the same
-            summaries and module outputs. A state update made by only some of them leaves the state
-            unchanged in the others.
+            summaries and module outputs. A state update of only some of them changes no others.
 
     Raises:
         OutputConflictError: if a branch invokes a child that was invoked before.

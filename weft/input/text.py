@@ -23,8 +23,7 @@ advance. It returns the same features as `lm_documents_source`, but:
     before step 1       every document is read      nothing is read
     each process        reads its own rows          reads all documents, and keeps its own rows
 
-Since every process reads all documents, their states are equal, and a run may resume with another
-number of processes.
+Since every process reads all documents, their states are equal, whatever their number.
 """
 
 import functools
@@ -62,8 +61,7 @@ def sequence_batches(
         is_training: Whether sequences are endless, with each source reshuffled in each pass; or in
             order, once. Then their number must be a multiple of the batch.
         weights: Relative number of sequences of each source, in training. Defaults to their sizes.
-        num_workers: Processes that create batches. Usually 0: a batch of 32 sequences takes less
-            than a millisecond.
+        num_workers: Processes that create batches. Usually 0: a batch takes a millisecond.
 
     Raises:
         EmptyCorpusError: If there is no batch.

@@ -23,12 +23,10 @@ from weft.traverse_util import flatten_dict, unflatten_dict
 class EquinoxModel(models.Model):
     """An Equinox module.
 
-    Calls receive `key` if they accept one, and, for a stateful layer, the `state`, which they must
-    return after the result.
+    Calls receive `key` if accepted, and for a stateful layer `state`, which they return last.
 
     Args:
-        module: the module, or a pair of it and its state, whose arrays are the initial values; or a
-            class of modules.
+        module: the module, a pair of it and its state, with the initial values, or a class.
         **kwargs: for a class, except `key`.
     """
 

@@ -47,8 +47,7 @@ class ToNNX(nnx.Module):
     submodule's name. Its methods are those of the Linen module, called as by `method`.
 
     Args:
-        rngs: a key, or `Rngs` to fork. Each call draws one key of each stream; `default` replaces
-            a missing `params`.
+        rngs: a key, or `Rngs` to fork. Each call draws of each stream; `default` also as `params`.
 
     >>> layer = ToNNX(nn.Dense(2), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((1, 3)))
     >>> layer.kernel.shape

@@ -132,8 +132,7 @@ class Functional(Generic[M]):
     def apply(self, *states: object) -> Any:
         """Returns a callable like the module, on the given state or its parts; see `nnx.call`.
 
-        Calls return the result, and the new description and state. Raises GraphStructureError
-        before `init`.
+        Calls return the result, description and state. Raises GraphStructureError before `init`.
         """
         if self.graphdef is None:
             raise GraphStructureError(

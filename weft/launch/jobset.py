@@ -57,8 +57,7 @@ class JobSetJob(Job):
             labels: for example {"kueue.x-k8s.io/queue-name": "research"}.
             volume_claim: PersistentVolumeClaim that all pods mount, for the run's directory; its
                 access mode must be ReadWriteMany.
-            working_dir: working directory of the command; None for `mount_path` with a claim, and
-                the image's own without.
+            working_dir: of the command; by default `mount_path` with a claim, or the image's own.
         """
 
         image: Required[str] = REQUIRED

@@ -138,9 +138,8 @@ def jvp(
 ) -> Callable[..., tuple[Any, ...]]:
     """Applies `jax.jvp` to a function that takes carriers; see `value_and_grad` for the arguments.
 
-    Returns `call(args, tangents)`, where `tangents` has one tangent for each argument and group of
-    state with role DIFF, in order. It returns the result of `fn`, its tangent, and with `has_aux`
-    the auxiliary output.
+    Returns `call(args, tangents)`, with one tangent for each argument and group of state with role
+    DIFF, in order. It returns the result of `fn`, its tangent, and with `has_aux` the output.
     """
 
     def call(args: tuple[Any, ...], tangents: list[Any]) -> tuple[Any, ...]:

@@ -6,8 +6,7 @@ for i in range(length):
     ys.append(y)
 
 `CARRY` state and arguments are the carry, those with an axis are the `xs` (and returned as `ys`
-along that axis), `FORK` keys are split into one per iteration, and those with role None are shared
-by all iterations.
+along that axis), `FORK` keys are split into one per iteration; all iterations share the others.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ created before. Each function is first traced on the state of its first run:
 The innermost of d nested loops that all carry or share the state they create is thus traced d + 1
 times: the first trace of a loop contains both traces of the inner loop, and its second trace finds
 the state. The number does not depend on whether a model is initialized. State stacked along an axis
-needs no second trace; an inner loop that carries it finds it missing in each trace, and traces its
-body twice in each.
+needs no second trace; an inner loop that carries it traces its body twice in each.
 
 State of a carrier that the outer body makes is missing in each trace, too. In the first trace of an
 outer loop, an inner one that creates only such state is traced once, and its results are undefined:

@@ -9,8 +9,7 @@ While a library replaces JAX's products, as for quantization, earlier traces are
 
 Outside of `jax.jit`, a loop or a branch runs in a `jax.jit` for this reason, with static values as
 structure; inside of another trace, this has no effect. An output that is an unchanged input is
-replaced by the caller's value, so that surrounding transformations, which may share it, recognize
-it as unchanged.
+replaced by the caller's value, which surrounding transformations recognize as unchanged.
 
 Traces have large frames. CPython (since 3.11) allocates frames in chunks of 16 KB, enough for 60 to
 100 calls. A call that finds its chunk full allocates another one and frees it on return. If a trace

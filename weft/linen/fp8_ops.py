@@ -1,8 +1,7 @@
 """Products of 8 bits with delayed scaling, for `dot_general_cls` of layers.
 
 Scales and histories are variables of the collection `OVERWRITE_WITH_GRADIENT`. What `jax.grad`
-returns for them are their next values, see `weft.functional.fp8`: write them in place of an update
-of the optimizer.
+returns for them are their next values, see `weft.functional.fp8`, not gradients for an optimizer.
 
     >>> layer = nn.Dense(4, dot_general_cls=Fp8DirectDotGeneralOp)
     >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 3)))

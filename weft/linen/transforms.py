@@ -3,8 +3,7 @@
 A class becomes a subclass with lifted methods, which call those of the class. A function, or a
 method, takes a module or a tree of modules first. Each transformation corresponds to a function of
 `weft.core.lift`; `variables` and `rngs` select the collections and PRNG streams that a function
-sees. `methods` names the methods of a class to transform, by default `__call__`; a dict sets
-options by method.
+sees. `methods` names those of a class to transform, by default `__call__`; a dict has options.
 """
 
 import functools

@@ -304,8 +304,7 @@ def _change_streams(
 ) -> Any:
     """Gives streams new keys and restarts their counts, in place or in a copy of the object.
 
-    Streams whose new key is None are unchanged. Returns the backups, or the copy, which shares the
-    other variables.
+    Streams whose new key is None are unchanged. Returns backups, or a copy with other streams.
     """
     node, backups = node if in_place else clone(node, variables=False), []
     for path, stream in _streams(node, only):

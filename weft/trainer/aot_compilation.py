@@ -83,9 +83,8 @@ def get_devices_for_topology(topology: str | None, topology_num_slices: int = 1)
     """Returns the devices of a topology, for which programs can be compiled.
 
     Args:
-        topology: "cpu-N" for N virtual CPU devices, or a name of
-          `USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS`, optionally after "tpu-"; None for the
-          devices of this machine.
+        topology: "cpu-N" for N virtual CPU devices, or a name, or "tpu-" and a name, of
+          `USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS`; None for the devices of this machine.
 
     Raises TopologyError if the topology is unknown, or its compiler is not installed.
     """

@@ -491,11 +491,7 @@ def metric_texts(values: Mapping[str, float]) -> list[str]:
 
 
 def metric_text(value: float) -> str:
-    """Formats the value of a metric, with three digits.
-
-    >>> metric_text(1.5), metric_text(0.0123), metric_text(12_345.6)
-    ('1.500', '0.0123', '12,346')
-    """
+    """Formats the value of a metric, with three digits, as in `metric_texts`."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"

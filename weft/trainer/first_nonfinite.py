@@ -78,8 +78,7 @@ class NonfiniteSearch:
         """Returns the first module in the backward pass that makes a gradient undefined.
 
         For steps in which `first_module` finds none; the result has the same form. Also returns
-        the `undefined` parameters in the order of the backward pass. `undefined` and `trained` are
-        paths of parameters.
+        the paths of `undefined` parameters, in the order of the backward pass.
         """
         self._trained = frozenset(trained)
         found = self._first_failure(self._backward, state, batch)

@@ -55,8 +55,7 @@ class FitState:
     """State of a model after a step.
 
     Attributes:
-        variables: The model's variables: collections by name for Linen and NNX, the parameters of a
-            hierarchy layer.
+        variables: Collections by name for Linen and NNX; the parameters of a hierarchy layer.
     """
 
     step: int

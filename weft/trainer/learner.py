@@ -287,8 +287,7 @@ class Learner(_OneForwardPassLearner):
         """Configures a Learner.
 
         Attributes:
-          optimizer: config of a function that returns an optimizer, such as optax's, or of an
-            `UpdateTransformation`.
+          optimizer: config of a function that returns an optimizer or an `UpdateTransformation`.
           update_rules: pairs of a regular expression, which must match the whole path of a
             parameter, and its kind of updates; the first match counts. Without a match, a parameter
             gets all updates. State of layers (`ParameterSpec.is_state`) is never optimized.

@@ -82,8 +82,7 @@ MAY_CHANGE = frozenset(
 def check_run_dir(cfg: ConfigBase) -> None:
     """Checks, without changes, that a run may use its directory.
 
-    Raises RunDirError if the directory cannot be written, or has a checkpoint of another config or
-    of other data.
+    Raises RunDirError for a directory that cannot be written, or has another config's checkpoint.
     """
     directory = Path(cfg.dir)
     check_writable(directory)

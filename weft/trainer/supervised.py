@@ -100,8 +100,7 @@ class Supervised(BaseModel):
 
         Attributes:
             layer: The model, see `weft.interop.as_hierarchy`.
-            loss: The name of a loss, or a function of outputs and batch that returns a scalar or
-                one number per row.
+            loss: Name of a loss, or a function of outputs and batch: a scalar, or one per row.
             metrics: Such names or functions, by the name to report them as.
             target: The field of the batch that named losses and metrics compare the outputs with.
             batch_spec: Shapes and dtypes of a batch, set by the trainer.

@@ -1,8 +1,7 @@
 """Parts of all layers: parameters, the dtype of the computation, PRNG streams and modes.
 
 A mode is behavior that differs between training, evaluation and decoding: an attribute, set by
-`model.train()` and `model.eval()`, and an argument of the call, which overrides the attribute
-unless it is None.
+`model.train()` and `model.eval()`, and an argument of the call, which takes precedence.
 """
 
 from __future__ import annotations

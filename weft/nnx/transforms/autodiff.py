@@ -187,8 +187,7 @@ def jvp(
         tangents: one per primal; for an object a `State`, or an object of the same structure, with
             tangents of some or all of its variables.
 
-    Returns the result of `f` and its tangent, of the same structure; with `has_aux` also the
-    auxiliary value.
+    Returns the result of `f` and its tangent of the same structure, then any auxiliary value.
 
     Raises CallMismatchError for another number of tangents, or a result with references.
 

@@ -197,8 +197,7 @@ class ObjectTable:
     ) -> bool:
         """Returns whether an attribute can be made earlier: it has no existing objects.
 
-        Only what is always made may be a static value or an item of a list, which show that the
-        function has run.
+        Only what is always made may be a static value or an item of a list: they show a run.
         """
         attributes = dict(self.known[ident].attributes) if isinstance(ident, int) else {}
         if name not in attributes:

@@ -681,8 +681,7 @@ def checkify(
     """Applies `jax.experimental.checkify.checkify` to a function of objects.
 
     The result returns a `checkify.Error` and the result of `f`. `errors` are the enabled checks, by
-    default `checkify.user_checks`; for `graph` and `graph_updates`, see `nnx.set_graph_mode` and
-    `nnx.set_graph_updates`.
+    default `checkify.user_checks`. For `graph` and `graph_updates` see `nnx.eval_shape`.
 
     >>> from jax.experimental import checkify
     >>> def positive(m):

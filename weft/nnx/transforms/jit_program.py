@@ -2,8 +2,7 @@
 
 JAX does not receive objects that are arguments themselves, and receives an `ObjectRef` for objects
 in containers. Their values are two flat lists, the first of them donated. The outputs are the
-changed values with a note that identifies them, or, if more than values has changed, all results of
-`weft.lifting`.
+changed values with a note that identifies them, or all results if more than values has changed.
 """
 
 from __future__ import annotations

@@ -84,8 +84,7 @@ class StateStorage(Configurable):
     ) -> None:
         """Begins to save a state. When it returns, the state may be changed or donated.
 
-        `ckpt_dir` is empty. `on_commit_callback` is called when everything is written; if it
-        raises, the save failed.
+        `ckpt_dir` is empty. `on_commit_callback` runs at the end; if it raises, the save failed.
         """
         raise NotImplementedError(type(self))
 
@@ -387,8 +386,7 @@ class ArrayFiles:
         Args:
             targets: by name, NumPy arrays or objects with shape, dtype and sharding.
 
-        Returns the undamaged arrays by name; the paths of the files that were read; and one line
-        for each damaged array.
+        Returns the undamaged arrays by name, the files that were read, and a line for each damage.
         """
         arrays, seen, faults = {}, set(), []
 

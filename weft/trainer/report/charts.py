@@ -87,22 +87,14 @@ def finite(points: Sequence[Point]) -> list[Point]:
 
 
 def thin_out(points: Sequence[Point], at_most: int = _MAX_POINTS) -> list[Point]:
-    """Returns evenly selected points, including the first and the last.
-
-    >>> thin_out([(i, i) for i in range(10)], at_most=4)
-    [(0, 0), (3, 3), (6, 6), (9, 9)]
-    """
+    """Returns evenly selected points, including the first and the last."""
     if len(points) <= at_most:
         return list(points)
     return [points[i * (len(points) - 1) // (at_most - 1)] for i in range(at_most)]
 
 
 def smoothed(points: Sequence[Point], span: float = 0.05) -> list[Point]:
-    """Returns a moving average over about a fraction `span` of the points, from the first value.
-
-    >>> smoothed([(0, 1.0), (1, 2.0), (2, 3.0), (3, 3.0)], span=0.5)
-    [(0, 1.0), (1, 1.6666666666666667), (2, 2.4285714285714284), (3, 2.7333333333333334)]
-    """
+    """Returns a moving average over about a fraction `span` of the points, from the first value."""
     points = finite(points)
     decay = 1 - 1 / max(1.0, span * len(points))
     result, total, weight = [], 0.0, 0.0
@@ -113,11 +105,7 @@ def smoothed(points: Sequence[Point], span: float = 0.05) -> list[Point]:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Returns round numbers from below `low` to above `high`.
-
-    >>> ticks(0.3, 9.2, about=5)
-    [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
-    """
+    """Returns round numbers from below `low` to above `high`."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):  # averages of equal values differ that much
         spread = abs(low) * 0.1 or 1.0
         low, high = low - spread, high + spread
@@ -129,13 +117,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float, about: int) -> list[float]:
-    """Returns 1, 2 or 5 times powers of ten from below `low` to above `high`, both positive.
-
-    >>> log_ticks(0.3, 90.0, about=5)
-    [0.1, 1.0, 10.0, 100.0]
-    >>> log_ticks(2.1, 4.0, about=5)
-    [2.0, 5.0]
-    """
+    """Returns 1, 2 or 5 times powers of ten from below `low` to above `high`, both positive."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
     factors = (1, 2, 5) if last - first <= about / 3 else (1,)
     found = [round(f * 10.0**k, 12 - k) for k in range(first, last + 1) for f in factors]
