@@ -56,7 +56,9 @@ def test_training_continues_and_last_checkpoint_is_kept(small_disk, capfd):
     assert "step 4  NOT SAVED: the checkpoint of step 4 could not be saved" in err
     lines = [line for line in err.splitlines() if "NOT SAVED" in line]
     assert len(lines) == len(set(lines)), "one line for each save"
-    assert "Failed writing" not in "".join(lines), "no text of Orbax"
+    assert len(lines) == 2
+    for text in ("Failed writing", "Traceback", "Event loop", "exception was never retrieved"):
+        assert text not in err, "no text of Orbax, whose other writes end later"
     assert steps(small_disk)[-1] == 8
 
     # Without room at its end, the run resumes from there, and does not end as if all were well.

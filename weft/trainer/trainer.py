@@ -381,7 +381,7 @@ class SpmdTrainer(Module):
             lowered = self._lower_step(trainer_state, input_batch)
             return lowered.compile(compiler_options=compiler_options)
 
-    def _lower_step(self, state: TrainerState | None, batch: Nested[Any]) -> jax.stages.Lowered:
+    def _lower_step(self, state: Any, batch: Nested[Any]) -> jax.stages.Lowered:
         traced = self._train_step.trace(state, batch)
         check_lookups(traced.jaxpr, state, batch, self.config)
         return traced.lower()

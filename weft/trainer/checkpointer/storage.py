@@ -23,7 +23,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -42,6 +42,7 @@ from weft.trainer.checkpointer import host_state
 from weft.trainer.checkpointer import index as index_lib
 from weft.trainer.checkpointer.dirs import CommitGroup
 from weft.trainer.checkpointer.manifest import Manifest, has_manifest, read_manifest
+from weft.trainer.checkpointer.write_loops import write_loops
 from weft.typing import Nested
 
 Array = jax.Array | np.ndarray
@@ -49,7 +50,6 @@ Target = jax.ShapeDtypeStruct | np.ndarray | np.generic
 """What to read an array as: its shape, dtype, and sharding unless it is one of NumPy."""
 
 _READER_THREADS = 4
-_LATE_WRITES_SECONDS = 0.5
 # Devices with the same values each write a slice of them, unless it is smaller. To cut a slice, JAX
 # compiles a program for each shape and place.
 _MIN_SLICE_BYTES = 2**20
@@ -169,7 +169,7 @@ class OrbaxStateStorage(StateStorage):
 
         def save() -> None:
             try:
-                with processes.barrier(), _mute_orbax_errors():
+                with processes.barrier(), _quiet_writes():
                     python_dir = os.path.join(ckpt_dir, self._PYTHON)
                     host_state.maybe_save_python_savables(dict(leaves), dir=python_dir)
                     futures = self._start_write(arrays, os.path.join(ckpt_dir, self._ARRAYS))
@@ -210,7 +210,7 @@ class OrbaxStateStorage(StateStorage):
             self._path(os.path.abspath(directory)),
             args=self._ocp.args.PyTreeSave(arrays, save_args=dict.fromkeys(arrays, args)),
         )
-        return asyncio.run(_finish_all(saving)) or []
+        return asyncio.run(saving) or []
 
     def wait_until_finished(self) -> None:
         if self._thread is not None:
@@ -273,19 +273,6 @@ class OrbaxStateStorage(StateStorage):
             self._handler = None
 
 
-async def _finish_all(saving: Coroutine[Any, Any, Any]) -> Any:
-    """Awaits a save, and after its first error also its other writes, whose errors are dropped."""
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-    try:
-        return await saving
-    except BaseException:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.gather(*others, return_exceptions=True)
-        # Writes that no task awaits print a traceback when they end after the event loop.
-        await asyncio.sleep(_LATE_WRITES_SECONDS)
-        raise
-
-
 def _remove_partial(ckpt_dir: str) -> None:
     # After the first error, others are still being written, which recreates their directories.
     for seconds in (0, 0.1, 0.4):
@@ -294,16 +281,25 @@ def _remove_partial(ckpt_dir: str) -> None:
 
 
 @contextlib.contextmanager
-def _mute_orbax_errors() -> Iterator[None]:
-    """Keeps Orbax from logging an error three times with its traceback; it is also raised."""
+def _quiet_writes() -> Iterator[None]:
+    """Lets Orbax write without words of its own, and waits for its threads if it raises.
+
+    It logs an error three times with its traceback; it is also raised.
+    """
 
     def keep(record: logging.LogRecord) -> bool:
         return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
-    absl = logging.getLogger("absl")
+    absl, before = logging.getLogger("absl"), set(threading.enumerate())
     absl.addFilter(keep)
     try:
-        yield
+        with write_loops():
+            yield
+    except BaseException:
+        for thread in set(threading.enumerate()) - before:
+            if type(thread).__module__.startswith("orbax."):
+                thread.join()
+        raise
     finally:
         absl.removeFilter(keep)
 
