@@ -3,75 +3,37 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 
 import jax
 import numpy as np
 import pytest
 
-from tests.flags import xla_flags
+from tests.weft_process import (
+    PATIENCE_SECONDS,
+    finish,
+    newest_step,
+    wait_for_save,
+    weft_processes,
+)
 from weft.trainer.checkpointer import Checkpointer, CheckpointValidationType, read_state_spec
-from weft.trainer.checkpointer.dirs import step_dirs
 
 pytestmark = pytest.mark.long
 
-_WEFT = "import sys; from weft.cli import main; sys.exit(main())"
-_PATIENCE_SECONDS = 240.0
-
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """Returns environment variables for one device and a shared compilation cache."""
-    return {
-        **os.environ,
-        "XLA_FLAGS": xla_flags(),
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
+def compiled(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture
-def start(tmp_path, environment):
-    """Starts `weft train lm-tiny dir=NAME …`; whatever runs at the end is ended."""
-    processes = []
-
-    def start_training(name, *overrides):
-        process = subprocess.Popen(
-            [sys.executable, "-c", _WEFT, "train", "lm-tiny", f"dir={name}", *overrides],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        processes.append(process)
-        return process
-
-    yield start_training
-    for process in processes:
-        with process:
-            process.kill()
-
-
-def finish(process, code=0):
-    out, _ = process.communicate(timeout=_PATIENCE_SECONDS)
-    assert process.returncode == code, out
-    return out
-
-
-def wait_for_save(run_dir, process, *, after=0):
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while newest(run_dir) <= after:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def newest(run_dir):
-    return max(step_dirs(str(run_dir / "checkpoints")), default=0)
+def start(tmp_path, compiled):
+    """Starts `weft train lm-tiny dir=NAME …`, with a shared compilation cache."""
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": compiled,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    with weft_processes(tmp_path, **cache) as start:
+        yield lambda name, *words: start("train", "lm-tiny", f"dir={name}", *words)
 
 
 def saved_state(run_dir, step):
@@ -120,7 +82,7 @@ def test_interrupted_run_ends_bitwise_equal(start, tmp_path):
         (line,) = [line for line in out.splitlines() if line.startswith("stopped by")]
         step = int(line.split("after step ")[1].split()[0].replace(",", ""))
         assert line == f"stopped by {number.name} after step {step:,}, which is saved in cut"
-        assert newest(run_dir) == step
+        assert newest_step(run_dir) == step
         assert (run_dir / "report.html").is_file()
 
     last = f"max_step={step + 3}"
@@ -135,10 +97,10 @@ def test_run_saves_and_exits_after_losing_terminal(start, tmp_path):
     process = start("alone", "max_step=1000000", "checkpointer.save_policy.n=20", "evalers={}")
     wait_for_save(tmp_path / "alone", process)
     process.stdout.close()  # as of `weft train | head`
-    step = newest(tmp_path / "alone")
+    step = newest_step(tmp_path / "alone")
     wait_for_save(tmp_path / "alone", process, after=step)  # it continues; its end would print
     process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=_PATIENCE_SECONDS) == 129
-    step = newest(tmp_path / "alone")
+    assert process.wait(timeout=PATIENCE_SECONDS) == 129
+    step = newest_step(tmp_path / "alone")
     record = json.loads((tmp_path / "alone" / "run.json").read_text())
     assert record["end"] == {"step": step, "reason": "SIGHUP"}

@@ -1,21 +1,15 @@
 """What someone does who has a model and the page `docs/any-model.md`."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
-from tests.flags import xla_flags
 from tests.pages import ROOT, programs
+from tests.weft_process import finish, newest_step, wait_for_save, weft_processes
 from weft.trainer.checkpointer.dirs import step_dirs
 
 pytestmark = pytest.mark.long
-
-_PATIENCE_SECONDS = 300.0
 
 
 @pytest.fixture
@@ -30,39 +24,9 @@ def lab(tmp_path):
 
 
 @pytest.fixture
-def start(tmp_path, tmp_path_factory):
-    """Starts `weft` as a process of its own; whatever runs at the end is ended."""
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": xla_flags(),
-        "PYTHONPATH": str(ROOT),
-        "XDG_CONFIG_HOME": str(tmp_path / "settings"),
-    }
-    processes = []
-
-    def weft(cwd, *words):
-        command = [sys.executable, "-c", "import sys; from weft.cli import main; sys.exit(main())"]
-        process = subprocess.Popen(
-            [*command, *words],
-            cwd=cwd,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        processes.append(process)
-        return process
-
-    yield weft
-    for process in processes:
-        with process:
-            process.kill()
-
-
-def finish(process, *, code=0):
-    out, _ = process.communicate(timeout=_PATIENCE_SECONDS)
-    assert process.returncode == code, out
-    return out
+def start(tmp_path):
+    with weft_processes(XDG_CONFIG_HOME=str(tmp_path / "settings")) as start:
+        yield lambda cwd, *words: start(*words, cwd=cwd)
 
 
 def test_own_model_in_a_file(lab, start, tmp_path):
@@ -78,17 +42,13 @@ def test_own_model_in_a_file(lab, start, tmp_path):
     # Stopped by a signal, and resumed.
     saves = "checkpointer.save_policy.n=20"
     training = start(lab, "train", recipe, "width=32", "steps=1000000", saves)
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not step_dirs(f"{run}/checkpoints"):
-        assert training.poll() is None, training.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_save(run, training)
     training.send_signal(signal.SIGTERM)
     finish(training, code=143)
-    saved = list(step_dirs(f"{run}/checkpoints"))[-1]
+    saved = newest_step(run)
     out = finish(start(lab, "train", recipe, "width=32", f"steps={saved + 50}"))
     assert f"{saved + 50}" in out and (lab / "runs" / "my_model" / "report.html").exists()
-    assert list(step_dirs(f"{run}/checkpoints"))[-1] == saved + 50
+    assert newest_step(run) == saved + 50
 
     # From another directory, the run finds its recipe.
     shown = finish(start(elsewhere, "config", "show", run))

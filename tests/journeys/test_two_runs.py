@@ -8,21 +8,14 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
-from tests.flags import xla_flags
-from tests.pages import ROOT
+from tests.weft_process import finish, wait_for_save, weft_processes
 from weft.cli import main
-from weft.trainer.checkpointer.dirs import step_dirs
 
 pytestmark = pytest.mark.long
 
-_WEFT = "import sys; from weft.cli import main; sys.exit(main())"
-_PATIENCE_SECONDS = 240.0
 SHORT = ["lm-tiny", "max_step=1", "evalers={}", "model.decoder.transformer.num_layers=1"]
 
 MODELS = """
@@ -92,37 +85,8 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def start():
-    """Starts `weft …` as a process; whatever runs at the end is ended."""
-    processes = []
-
-    def start_command(*words):
-        env = {
-            **os.environ,
-            "XLA_FLAGS": xla_flags(),
-            "PYTHONPATH": str(ROOT),
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-c", _WEFT, *words],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        processes.append(process)
-        return process
-
-    yield start_command
-    for process in processes:
-        with process:
-            process.kill()
-
-
-def wait_for_save(directory, process):
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not step_dirs(f"{directory}/checkpoints"):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    with weft_processes() as start:
+        yield start
 
 
 def suggested(text):
@@ -154,8 +118,7 @@ def test_second_run_is_refused_and_the_first_one_continues(start, folder, capsys
             assert "resuming from step" in line
             break
     second.send_signal(signal.SIGTERM)
-    out, _ = second.communicate(timeout=_PATIENCE_SECONDS)
-    assert second.returncode == 143 and "stopped by SIGTERM after step" in out
+    assert "stopped by SIGTERM after step" in finish(second, 143)
     assert "run.lock" not in os.listdir("run")
     assert len(json.loads((folder / "run" / "run.json").read_text())["starts"]) == 2
 
@@ -197,8 +160,7 @@ def test_failed_runs_end_with_exit_code_1(folder, start, capsys):
     assert "weft: the loss after step 1 is nan" in capsys.readouterr().err
     # No checkpoint was saved, so the directory is free for another config.
     broken = start("train", "lines_model.py:broken")
-    out, _ = broken.communicate(timeout=_PATIENCE_SECONDS)
-    assert broken.returncode == 1
+    out = finish(broken, 1)
     assert 'raise ValueError("the mistake is here")' in out and "lines_model.py" in out
     assert main(["train", "lines_model.py:line"]) == 0
     assert main(["train", "lines_model.py:undefined"]) == 2  # now it belongs to that one

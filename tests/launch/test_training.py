@@ -3,21 +3,17 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.flags import xla_flags
+from tests.weft_process import PATIENCE_SECONDS, children, finish, weft_processes
 from weft.cli.configs import load_config
 from weft.trainer.progress import RunListener
 
 pytestmark = pytest.mark.long
 
-_PATIENCE_SECONDS = 120.0
 _OVERRIDES = [
     "evalers={}",
     "checkpointer.save_policy.n=5",
@@ -28,49 +24,9 @@ _EVERY_STEP = "summary_writer.writers.json_lines.write_every_n_steps=1"
 
 @pytest.fixture
 def launch(tmp_path):
-    """Starts `weft launch local -n 2 … lm-tiny dir=run …`; whatever runs at the end is ended."""
-    started = []
-    env = {
-        **os.environ,
-        "XLA_FLAGS": xla_flags(),
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-
-    def start(*words):
-        command = ["-m", "weft", "launch", "local", "-n", "2", *words, *_OVERRIDES, _EVERY_STEP]
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        with process:
-            for pid in children(process.pid):
-                os.kill(pid, signal.SIGKILL)
-            process.kill()
-
-
-def children(pid):
-    """Returns the child processes of a process, and their JAX process indices."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            environ = (path / "environ").read_bytes().split(b"\0") if parent == pid else []
-        except (OSError, IndexError):
-            continue  # it has ended
-        index = [e.partition(b"=")[2] for e in environ if e.startswith(b"JAX_PROCESS_ID=")]
-        if index:
-            found[int(path.name)] = int(index[0])
-    return found
+    """Starts `weft launch local -n 2 … lm-tiny dir=run …`."""
+    with weft_processes(tmp_path, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0") as start:
+        yield lambda *words: start("launch", "local", "-n", "2", *words, *_OVERRIDES, _EVERY_STEP)
 
 
 def saved_steps(run_dir):
@@ -80,17 +36,11 @@ def saved_steps(run_dir):
 
 
 def wait_for_step(run_dir, step, process):
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not any(found >= step for found in saved_steps(run_dir)):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def finish(process, code=0):
-    out, _ = process.communicate(timeout=_PATIENCE_SECONDS)
-    assert process.returncode == code, out
-    return out
 
 
 def losses(run_dir):

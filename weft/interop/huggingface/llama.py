@@ -108,6 +108,8 @@ def _write(cfg: Any) -> dict[str, Any]:
     qkv_bias, output_bias = qkv.input_linear.layer.bias, attention.output_linear.bias
     window = getattr(attention.mask, "sliding_window_size", None)
     own = {"attention_bias": qkv_bias, "mlp_bias": ff.linear1.bias}
+    if isinstance(ff.activation, str):
+        raise TypeError("the feed-forward layers of these models are gated")
     if window is not None:
         kind, own = "mistral", {"sliding_window": window + 1}
     elif qkv.query_scale is not None:
