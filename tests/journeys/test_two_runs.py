@@ -108,10 +108,14 @@ def test_second_run_is_refused_and_the_first_one_continues(start, folder, capsys
     assert "in use by a run" in capsys.readouterr().err
     assert os.listdir(folder) == ["run"]
     assert main(["inspect", "run"]) == 0  # which only reads
+    assert main(["report", "run"]) == 0
+    assert "not ended" in (folder / "run/report.html").read_text()
 
     first.kill()  # leaves no lock behind
     first.communicate()
     assert first.returncode == -signal.SIGKILL
+    assert main(["report", "run"]) == 0
+    assert "killed or lost: no end was written" in (folder / "run/report.html").read_text()
     second = start("train", "lm-tiny", "dir=run", "max_step=1000000", "evalers={}")
     for line in second.stdout:
         if line.startswith("run "):

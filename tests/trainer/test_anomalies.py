@@ -184,7 +184,19 @@ def test_error_names_step_module_and_parameters(tmp_path, fault, told):
     with pytest.raises(UndefinedLossException) as stopped:
         run(tmp_path, {3: fault}, on_undefined="stop")
     assert told in str(stopped.value)
-    assert "or skip such steps: anomaly_policy.on_undefined='skip'." in str(stopped.value)
+    first = (
+        "The batch has undefined numbers in x: look at the input first. Look then at the learning"
+    )
+    if fault != "nan":
+        first = "The first loss of the run was finite, so look first at the learning rate: lower it"
+    assert f"the last checkpoint predates it. {first}" in str(stopped.value)
+    assert "anomaly_policy.on_undefined='skip' skips such steps." in str(stopped.value)
+
+
+def test_first_step_gets_the_advice_of_a_first_loss(tmp_path):
+    with pytest.raises(UndefinedLossException, match=r"predates it\. The batch has undefined") as e:
+        run(tmp_path, {0: "nan"}, on_undefined="stop")
+    assert "learning rate" not in str(e.value)
 
 
 def test_undefined_gradient_with_a_finite_loss_is_named(tmp_path):

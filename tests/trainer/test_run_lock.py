@@ -44,6 +44,7 @@ def fast(monkeypatch):
     monkeypatch.setattr(lib, "_BEAT_SECONDS", 0.05)
     monkeypatch.setattr(lib, "_POLL_SECONDS", 0.1)
     monkeypatch.setattr(lib, "_SILENT_POLLS", 5)
+    monkeypatch.setattr(lib, "_POLLS_PER_MESSAGE", 2)
 
 
 @pytest.fixture
@@ -135,6 +136,7 @@ def test_owner_on_another_machine_is_watched(tmp_path, hold, caplog):
     with pytest.raises(RunDirError, match=f"pid {first.pid}"), run_lock(str(tmp_path)):
         pass
     assert "Waiting 0.5 s to see whether it is alive" in caplog.text
+    assert lib.is_in_use(str(tmp_path))
     first.send_signal(signal.SIGSTOP)
     with run_lock(str(tmp_path)) as lock:
         first.send_signal(signal.SIGCONT)
@@ -163,6 +165,10 @@ def test_record_of_another_machine_expires_whatever_its_time(tmp_path, caplog):
     start = time.monotonic()
     with run_lock(str(tmp_path)):
         assert time.monotonic() - start > 0.5
+        assert lib.is_in_use(str(tmp_path))
+    waits = [float(re.search("Waiting (.*) s to see", r.getMessage())[1]) for r in caplog.records]
+    assert waits == sorted(waits, reverse=True) and len(waits) > 1, "with the rest of the time"
+    assert not lib.is_in_use(str(tmp_path))
     assert caplog.records[0].levelno == logging.WARNING and "gpu07" in caplog.text
 
 

@@ -25,7 +25,11 @@ from weft.trainer.first_nonfinite import UNKNOWN, NonfiniteSearch
 from weft.trainer.optimizers.base import path_name, tree_paths
 from weft.trainer.optimizers.clipping import norm_by_squares, tree_where
 from weft.trainer.train_step import TrainerState
-from weft.trainer.undefined_loss import undefined_names
+from weft.trainer.undefined_loss import (
+    advice_for_first_step,
+    advice_for_later_step,
+    undefined_names,
+)
 from weft.typing import NestedTensor, PartitionSpec, Tensor
 
 logger = logging.getLogger(__name__)
@@ -187,8 +191,9 @@ class AnomalyGuard:
         *,
         shardings: TrainerState,
         mesh: jax.sharding.Mesh,
+        train_dtype: Any = None,
     ):
-        self._policy = policy
+        self._policy, self._train_dtype = policy, train_dtype
         self._search = NonfiniteSearch(step)
         self._gradient_names: list[str] = []
         self._replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
@@ -261,7 +266,7 @@ class AnomalyGuard:
         if not (track.undefined or track.spike):
             return False
         action = cfg.on_undefined if track.undefined else cfg.on_spike
-        text = self._describe(step, float(loss), state, batch)
+        text, module = self._describe(step, float(loss), state, batch)
         if action == "skip" and track.in_a_row < cfg.max_skips_in_a_row:
             logger.warning("%s The step is skipped; %d so far.", text, int(track.skipped))
             return False
@@ -280,17 +285,24 @@ class AnomalyGuard:
         elif action == "rewind":
             text += f" The run was already rewound {self._rewinds} times."
         error = UndefinedLossException if track.undefined else LossSpikeError
+        if track.undefined and not track.count and not np.isfinite(loss):
+            advice = advice_for_first_step(lambda: module, state, batch, self._train_dtype)
+        else:
+            advice = advice_for_later_step({}, batch)
         raise error(
-            f"{text} Its update was not applied; the last checkpoint predates it. Lower the "
-            "learning rate, clip gradients, inspect the batch, or skip such steps: "
-            f"anomaly_policy.{'on_undefined' if track.undefined else 'on_spike'}='skip'."
+            f"{text} Its update was not applied; the last checkpoint predates it. {advice} "
+            f"anomaly_policy.{'on_undefined' if track.undefined else 'on_spike'}='skip' skips such "
+            "steps."
         )
 
-    def _describe(self, step: int, loss: float, state: TrainerState, batch: NestedTensor) -> str:
+    def _describe(
+        self, step: int, loss: float, state: TrainerState, batch: NestedTensor
+    ) -> tuple[str, str | None]:
+        """Returns a text of a bad step, and its first module with an undefined output."""
         track = self._track
         if track.spike:
             mean = track.mean / (1 - self._policy.config.spike_decay ** max(track.count, 1))
-            return f"the loss of step {step} is {loss:.4g}, and was {mean:.4g} on average."
+            return f"the loss of step {step} is {loss:.4g}, and was {mean:.4g} on average.", None
         text = f"step {step} is undefined: its loss is {loss:g}."
         fields = undefined_names(batch)
         if fields:
@@ -305,7 +317,9 @@ class AnomalyGuard:
         leaves = _float_leaves(state)
         bad = [path for (path, _), is_bad in zip(leaves, track.bad_leaves, strict=True) if is_bad]
         names = [path_name(path[1:]) for path in bad if path[0].name == "model"]
-        return text + (f" Parameters undefined by its update: {_listed(names)}." if names else "")
+        if names:
+            text += f" Parameters undefined by its update: {_listed(names)}."
+        return text, module
 
     def _describe_gradients(self, state: TrainerState, batch: NestedTensor) -> str:
         names = self._gradient_names

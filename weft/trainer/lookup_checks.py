@@ -194,8 +194,8 @@ class _Frame:
         indices = self.argument(starts).known if table is not None else _Known()
         if table is not None and indices.value is not None:
             axes = eqn.params["dimension_numbers"].start_index_map
-            shape = jnp.shape(operand.aval)
-            yield _Lookup(table, shape, axes, eqn.params["slice_sizes"], indices)
+            aval: Any = operand.aval
+            yield _Lookup(table, aval.shape, axes, eqn.params["slice_sizes"], indices)
 
     def _lookups_in_loop(self, eqn: "JaxprEqn") -> Iterator[_Lookup]:
         body = eqn.params["jaxpr"].jaxpr

@@ -47,6 +47,9 @@ LOCK_FILE = "run.lock"
 _BEAT_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 _SILENT_POLLS = 60
+_POLLS_PER_MESSAGE = 10
+_LOOK_SECONDS = 0.05
+"""Time after which a lock that `is_in_use` held for its look is free again."""
 
 # Errors of `flock` on file systems without it.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -167,12 +170,12 @@ class RunLock:
             finally:
                 if fd >= 0:
                     os.close(fd)
-            if before is None:
+            if polls % _POLLS_PER_MESSAGE == 0:
                 logger.warning(
                     "dir=%r was last used by %s. Waiting %g s to see whether it is alive.",
                     self._given_dir,
                     owner or "an unknown run",
-                    _SILENT_POLLS * _POLL_SECONDS,
+                    (_SILENT_POLLS - polls) * _POLL_SECONDS,
                 )
             before, polls = state, polls + 1
             time.sleep(_POLL_SECONDS)
@@ -279,6 +282,24 @@ def run_lock(directory: str) -> Iterator[RunLock]:
         lock.release()
 
 
+def is_in_use(directory: str) -> bool:
+    """Returns whether a run is writing to a directory; on another machine, by its last beat."""
+    try:
+        fd = os.open(Path(directory, LOCK_FILE), os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        owner, (_, mtime) = _read(fd)
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if owner is not None and owner.machine == _machine():
+                return False
+        is_here = owner is not None and owner.machine == _machine()
+        return is_here or time.time() - mtime / 1e9 < _SILENT_POLLS * _POLL_SECONDS
+    finally:
+        os.close(fd)
+
+
 def move_aside(directory: str) -> str | None:
     """Renames the directory of a run to a free name; returns it, or None if there is no run.
 
@@ -316,15 +337,17 @@ def _machine() -> str:
 
 def _try_lock(fd: int) -> bool | None:
     """Returns whether the kernel's lock was free; None if the file system has no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return None
-        raise
+    for seconds in (_LOOK_SECONDS, 0):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(seconds)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return None
+            raise
+    return False
 
 
 def _read(fd: int) -> tuple[_Owner | None, tuple[bytes, int]]:

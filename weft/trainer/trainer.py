@@ -47,6 +47,7 @@ from weft.trainer.checkpointer.checkpointer import BaseCheckpointer, Checkpointe
 from weft.trainer.checkpointer.host_state import RunState
 from weft.trainer.display import Display
 from weft.trainer.evaler import EarlyStopping, SpmdEvaler, due_at_end, run_evalers
+from weft.trainer.first_nonfinite import NonfiniteSearch
 from weft.trainer.learner import BaseLearner, with_precision
 from weft.trainer.lookup_checks import check_lookups
 from weft.trainer.model import PerParamDType, model_config
@@ -542,10 +543,10 @@ class SpmdTrainer(Module):
                     return advice_for_later_step(outputs["summaries"], batch)
                 self._state = None  # frees its memory
                 self.init(first_key)
-                step_fn, dtype = self._train_step.__wrapped__, self.config.train_dtype
-                return advice_for_first_step(
-                    step_fn, self.trainer_state, batch, maybe_instantiate(dtype)
-                )
+                search = NonfiniteSearch(self._train_step.__wrapped__)
+                state, dtype = self.trainer_state, maybe_instantiate(self.config.train_dtype)
+                find_module = functools.partial(search.first_module, state, batch)
+                return advice_for_first_step(find_module, state, batch, dtype)
 
             check_loss(loss, step, look_first)
         return False
@@ -699,7 +700,8 @@ def jit_train_step(
     )
     if cfg.anomaly_policy is not None:
         policy = cfg.anomaly_policy.instantiate()
-        return AnomalyGuard(policy, step, shardings=shardings, mesh=mesh)
+        dtype = maybe_instantiate(cfg.train_dtype)
+        return AnomalyGuard(policy, step, shardings=shardings, mesh=mesh, train_dtype=dtype)
     layout = (shardings, None)
     return jax.jit(step, in_shardings=layout, out_shardings=layout, donate_argnums=0)
 

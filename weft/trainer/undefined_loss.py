@@ -16,7 +16,7 @@ import numpy as np
 
 from weft.errors import UndefinedLossException
 from weft.trainer.display import scalar
-from weft.trainer.first_nonfinite import UNKNOWN, NonfiniteSearch
+from weft.trainer.first_nonfinite import UNKNOWN
 from weft.trainer.model import cast_for_forward
 from weft.trainer.optimizers.base import path_name
 from weft.trainer.train_step import TrainerState, loss_is_finite
@@ -59,13 +59,16 @@ def advice_for_later_step(summaries: Mapping[str, Any], batch: NestedTensor) -> 
 
 
 def advice_for_first_step(
-    step: Callable[..., Any], state: TrainerState, batch: NestedTensor, train_dtype: Any
+    find_module: Callable[[], str | None],
+    state: TrainerState,
+    batch: NestedTensor,
+    train_dtype: Any,
 ) -> str:
     """Returns what to look at first if the first loss of a run is undefined.
 
     Args:
-        step: the step, not compiled.
-        state: the state before it.
+        find_module: returns the first module with an undefined output, see `NonfiniteSearch`.
+        state: the state before the step.
     """
     wrong_batch = _batch_text(batch)
     if wrong_batch:
@@ -76,7 +79,7 @@ def advice_for_first_step(
             f"Initial parameters are undefined: {', '.join(names[:3])}. Look first at their "
             "initializers, or at the weights that the run starts from."
         )
-    module = NonfiniteSearch(step).first_module(state, batch)
+    module = find_module()
     text = "The batch and the initial parameters are finite"
     if module not in (None, UNKNOWN):
         text += f"; the first module with an undefined output is {module}"

@@ -94,7 +94,10 @@ def _status(run: Results) -> str:
     if end is None and run.live:
         return "running"
     if end is None:
-        return f"at step {run.last_step:,}, not ended" if run.times else "no steps yet"
+        if not run.times:
+            return "no steps yet"
+        how = "not ended" if run.in_use else "killed or lost: no end was written"
+        return f"at step {run.last_step:,}, {how}"
     reason = end["reason"]
     is_error = ":" in reason
     how = _REASONS.get(reason, f"ended by {reason}" if is_error else f"stopped by {reason}")

@@ -16,6 +16,7 @@ from typing import Any
 from weft.errors import RunDirError
 from weft.trainer.report.charts import Point, finite
 from weft.trainer.run_dir import CONFIG_FILE, read_record
+from weft.trainer.run_lock import is_in_use
 from weft.trainer.summary_writer.event_file import SessionLog, read_events
 from weft.trainer.summary_writer.files import JSON_LINES_FILE, read_json_lines
 
@@ -35,6 +36,7 @@ class Results:
         times: Pairs of time, in seconds, and step of the summaries, sorted.
         config: The config as text.
         live: Rows of what the run does now; None for the files of a run.
+        in_use: Whether a process is writing to the run's directory.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Results:
     times: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     config: str = ""
     live: Mapping[str, str] | None = None
+    in_use: bool = False
 
     def train(self, name: str) -> list[Point]:
         """Returns the finite points of a training curve by the last name of its path."""
@@ -113,6 +116,7 @@ def read_results(directory: str) -> Results:
         curves={name: of for name, of in curves.items() if of},
         times=sorted(times),
         config=config.read_text() if config.exists() else "",
+        in_use=is_in_use(directory),
     )
 
 
