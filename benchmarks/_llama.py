@@ -6,7 +6,6 @@ $ weft train benchmarks/_llama.py:llama_1b
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from weft.hierarchy import RematSpec
 from weft.interop.huggingface import FAMILIES
@@ -68,5 +67,5 @@ def recipe(
         eval_every=10**9,
         save_every=10**9,
     )
-    cfg.train_dtype = jnp.bfloat16
+    cfg.precision = "mixed_bfloat16"
     return cfg
