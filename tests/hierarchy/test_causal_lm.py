@@ -1,14 +1,15 @@
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from weft.config import config_for_function
-from weft.errors import ArgumentShapeError, MetricsError
+from weft.errors import ArgumentShapeError, LayerConfigError, MetricsError
 from weft.functional.sampling import chain, scale_by, top_k_logits
 from weft.hierarchy.attention.bias import CausalAttentionBias
 from weft.hierarchy.attention.feed_forward import TransformerFeedForwardLayer
@@ -30,8 +31,9 @@ from weft.hierarchy.causal_lm import (
     residual_initializer_cfg,
     target_statistics,
 )
+from weft.hierarchy.decoder import LmHead
 from weft.hierarchy.decoding import StopOnMaxLength
-from weft.hierarchy.layers.embedding import ModalityVocabInfo
+from weft.hierarchy.layers.embedding import ModalityVocabInfo, TransformerTextEmbeddings
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import functional
 
@@ -231,23 +233,35 @@ def test_packed_sequences_score_separately():
     )
 
 
-def test_logits_in_chunks_give_the_same_loss_and_gradients():
+@functools.partial(jax.jit, static_argnums=0)
+def grads_of(model, state):
+    def loss(state):
+        (loss, aux), outputs = functional(model, None, state, (BATCH, True), is_training=False)
+        return loss, (aux, outputs.summaries)
+
+    return jax.value_and_grad(loss, has_aux=True)(state)
+
+
+TIED_AND_CAPPED = decoder_config()
+TIED_AND_CAPPED.emb.soft_cap_logits = 2.0
+
+
+@pytest.mark.parametrize(
+    ("decoder", "fields"),
+    [
+        (decoder_config(), {"scan_chunk": 2}),
+        (TIED_AND_CAPPED, {"vocab_chunk_size": 4}),
+        (decoder_config().set(lm_head=LmHead.default_config()), {"vocab_chunk_size": 5}),
+    ],
+    ids=["positions", "tied", "untied"],
+)
+def test_logits_in_chunks_give_the_same_loss_and_gradients(decoder, fields):
     metrics = metrics_config(z_loss_scale=0.01)
-    decoder = decoder_config()
-    whole, state = make(decoder, metrics=metrics)
-    chunked, _ = make(decoder, metrics=metrics, scan_chunk=2)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def grads_of(model, state):
-        def loss(state):
-            (loss, aux), outputs = functional(model, None, state, (BATCH, True), is_training=False)
-            return loss, (aux, outputs.summaries)
-
-        return jax.value_and_grad(loss, has_aux=True)(state)
-
+    whole, state = make(decoder, metrics=metrics, vocab_chunk_size=VOCAB)
+    chunked, _ = make(decoder, metrics=metrics, **fields)
     (loss, (aux, summaries)), grads = grads_of(whole, state)
     (chunked_loss, (chunked_aux, chunked_summaries)), chunked_grads = grads_of(chunked, state)
-    assert "logits" not in chunked_aux
+    assert ("logits" in chunked_aux) == ("vocab_chunk_size" in fields)
     np.testing.assert_allclose(
         chunked_aux["metrics"]["per_token_loss"], aux["metrics"]["per_token_loss"], rtol=1e-4
     )
@@ -258,6 +272,98 @@ def test_logits_in_chunks_give_the_same_loss_and_gradients():
     )
     logits, _ = call(chunked, state, method="extract_logits", input_batch=BATCH)
     np.testing.assert_allclose(logits, aux["logits"], rtol=1e-5, atol=1e-6)
+    scores, _ = call(chunked, state, method="score", input_batch=BATCH)
+    per_token = statistics_of(aux["logits"])["nll"]
+    np.testing.assert_allclose(scores["per_token_loss"], per_token, rtol=1e-4, atol=1e-6)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def loss_grads(model, state):
+    def loss(state):
+        return functional(model, None, state, (BATCH,), is_training=True)[0][0]
+
+    return jax.grad(loss)(state)
+
+
+def statistics_of(logits):
+    labels = BATCH["target_labels"]
+    return target_statistics(logits, labels, labels > 0)
+
+
+def test_large_vocabularies_are_computed_in_chunks_over_the_model_axis():
+    temporary, logits, text = compiled_on_mesh(2**12)
+    whole, _, text_of_whole = compiled_on_mesh(2**16)
+    assert temporary < whole - logits
+    pattern = rf"f32\[1,{LENGTH},(32768|65536)\]"  # logits of a device, and gathered ones
+    assert re.search(pattern, text_of_whole) and not re.search(pattern, text)
+
+
+def compiled_on_mesh(vocab_chunk_size):
+    """Returns temporary and logits' bytes per device, and the program of a training step."""
+    decoder = decoder_config(vocab_size=2**16)
+    decoder.emb.token_emb.param_partition_spec = ("model", None)
+    cfg = Model.default_config().set(name="model", decoder=decoder)
+    model = cfg.set(vocab_chunk_size=vocab_chunk_size).instantiate(parent=None)
+    state = model.create_parameter_specs_recursively()
+    with mesh(data=2, model=2):
+        devices = jax.sharding.get_mesh()
+        shapes = jax.tree.map(
+            lambda spec: jax.ShapeDtypeStruct(
+                spec.shape,
+                jnp.float32,
+                sharding=NamedSharding(devices, PartitionSpec(*spec.mesh_axes)),
+            ),
+            state,
+        )
+        compiled = loss_grads.lower(model, shapes).compile()
+    logits = BATCH["input_ids"].size // 2 * 2**16 // 2 * 4  # of a device, in bytes
+    return compiled.memory_analysis().temp_size_in_bytes, logits, compiled.as_text()
+
+
+class Doubled(LmHead):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def double(logits):
+    return 2 * logits
+
+
+@pytest.mark.parametrize("custom", ["lm_head", "modifier", "embedding", "method"])
+def test_other_computations_of_logits_keep_their_meaning(custom):
+    decoder, cls = decoder_config(), Model
+    if custom == "lm_head":
+        decoder.lm_head = Doubled.default_config()
+    elif custom == "modifier":
+        decoder.output_logits_modifier = double
+    elif custom == "embedding":
+
+        class Embeddings(TransformerTextEmbeddings):
+            def attend(self, x):
+                return 2 * super().attend(x)
+
+        decoder.emb = Embeddings.default_config().set(pos_emb=decoder.emb.pos_emb)
+    else:
+
+        class cls(Model):
+            def compute_logits(self, predictions):
+                return 2 * super().compute_logits(predictions)
+
+            def predict(self, input_batch):
+                predictions = super().predict(input_batch)
+                return {**predictions, "logits": 2 * predictions["logits"]}
+
+    cfg = cls.default_config().set(name="model", decoder=decoder, vocab_chunk_size=2)
+    model = cfg.instantiate(parent=None)
+    state = waves(model.create_parameter_specs_recursively())
+    (_, aux), _ = loss_and_aux(model, state)
+    expected = statistics_of(aux["logits"])["nll"]
+    np.testing.assert_allclose(aux["metrics"]["per_token_loss"], expected, rtol=1e-5)
+
+
+def test_chunks_are_of_positions_or_of_the_vocabulary():
+    with pytest.raises(LayerConfigError, match="scan_chunk=2 and vocab_chunk_size=3; set one"):
+        make(scan_chunk=2, vocab_chunk_size=3)
 
 
 def test_chunks_divide_the_sequence():

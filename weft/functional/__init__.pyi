@@ -58,6 +58,7 @@ from weft.functional.linear import (
     broadcast_bias as broadcast_bias, dense as dense, dense_general as dense_general,
     project as project, project_weight_axes as project_weight_axes,
 )
+from weft.functional.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from weft.functional.loss import (
     absolute_error as absolute_error, activation_flops as activation_flops,
     binary_cross_entropy as binary_cross_entropy, categorical_hinge_loss as categorical_hinge_loss,

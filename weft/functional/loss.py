@@ -6,6 +6,8 @@ Most functions return one number per example, for `weighted_mean`. `cross_entrop
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
@@ -53,29 +55,80 @@ def cross_entropy(
     >>> aux["per_target_loss"].round(3).tolist(), aux["num_targets"].item()
     ([0.693..., 0.0], 1.0)
     """
-    if not 0 <= label_smoothing <= 1 or z_loss_scale < 0:
-        raise ArgumentValueError(
-            f"cross_entropy got {label_smoothing=} and {z_loss_scale=}; expected a share between 0 "
-            "and 1, and a factor of at least 0."
-        )
+    check_factors("cross_entropy", label_smoothing, z_loss_scale)
+    statistics = logit_statistics(
+        logits,
+        target_labels,
+        label_smoothing=label_smoothing,
+        soft_target_labels=soft_target_labels,
+    )
+    return cross_entropy_of_statistics(
+        statistics,
+        target_labels,
+        classes=logits.shape[-1],
+        live_targets=live_targets,
+        z_loss_scale=z_loss_scale,
+        soft_target_labels=soft_target_labels,
+    )
+
+
+class LogitStatistics(NamedTuple):
+    """Numbers that cross entropies need from the logits of each target, in float32.
+
+    Attributes:
+        log_normalizer: the logarithm of the softmax's denominator.
+        expected: the mean of the logits, each weighted by the target's probability of the class.
+        likeliest: the class with the largest logit, the first of several; it has no gradient.
+    """
+
+    log_normalizer: Float[Array, "*batch"]
+    expected: Float[Array, "*batch"]
+    likeliest: Int[Array, "*batch"]
+
+
+def logit_statistics(
+    logits: Float[Array, "*batch classes"],
+    target_labels: Int[Array, "*batch"],
+    *,
+    label_smoothing: float = 0.0,
+    soft_target_labels: Float[Array, "*batch classes"] | None = None,
+) -> LogitStatistics:
+    """Computes the statistics of logits; the arguments are those of `cross_entropy`.
+
+    >>> logit_statistics(jnp.array([[0.0, 2.0]]), jnp.array([1])).expected.tolist()
+    [2.0]
+    """
     logits = logits.astype(jnp.float32)
-    classes = logits.shape[-1]
+    if soft_target_labels is not None:
+        expected = jnp.sum(soft_target_labels.astype(jnp.float32) * logits, axis=-1)
+    else:
+        # A comparison and a sum, not a gather: stays local if classes are sharded over devices.
+        hit = target_labels[..., None] == positions(logits.shape[-1], logits.ndim)
+        expected = jnp.sum(jnp.where(hit, logits, 0), axis=-1)
+        if label_smoothing:
+            expected += label_smoothing * (logits.mean(-1) - expected)
+    log_normalizer = jax.nn.logsumexp(logits, axis=-1)
+    return LogitStatistics(log_normalizer, expected, jnp.argmax(logits, axis=-1))
+
+
+def cross_entropy_of_statistics(
+    statistics: LogitStatistics,
+    target_labels: Int[Array, "*batch"],
+    *,
+    classes: int,
+    live_targets: Num[Array, "*batch"] | None = None,
+    z_loss_scale: float = 0.0,
+    soft_target_labels: Float[Array, "*batch classes"] | None = None,
+) -> tuple[Float[Array, ""], Aux]:
+    """Returns what `cross_entropy` returns for logits that have these statistics."""
     if live_targets is None:
         live_targets = (target_labels >= 0) & (target_labels < classes)
         if soft_target_labels is not None:
             live_targets &= jnp.any(soft_target_labels != 0, axis=-1)
     live = live_targets.astype(jnp.float32)
-    log_normalizer = jax.nn.logsumexp(logits, axis=-1)
-    if soft_target_labels is not None:
-        targets = soft_target_labels.astype(jnp.float32)
-        per_target = log_normalizer * targets.sum(-1) - jnp.sum(targets * logits, axis=-1)
-    else:
-        # A comparison and a sum, not a gather: stays local if classes are sharded over devices.
-        hit = target_labels[..., None] == positions(classes, logits.ndim)
-        expected = jnp.sum(jnp.where(hit, logits, 0), axis=-1)
-        if label_smoothing:
-            expected += label_smoothing * (logits.mean(-1) - expected)
-        per_target = log_normalizer - expected
+    log_normalizer, expected, likeliest = statistics
+    total = 1.0 if soft_target_labels is None else soft_target_labels.astype(jnp.float32).sum(-1)
+    per_target = log_normalizer * total - expected
     z_loss = jnp.square(log_normalizer)
     # Skipped without the factor: the square may overflow where the loss does not.
     with_z_loss = per_target + z_loss_scale * z_loss if z_loss_scale else per_target
@@ -85,12 +138,21 @@ def cross_entropy(
         "total_loss": loss,
         "cross_entropy_loss": weighted_mean(per_target, live)[0],
         "z_loss": weighted_mean(z_loss, live)[0],
-        "accuracy": weighted_mean(jnp.argmax(logits, axis=-1) == target_labels, live)[0],
+        "accuracy": weighted_mean(likeliest == target_labels, live)[0],
         "num_targets": num_targets,
         "per_target_loss": per_target_loss * live,
         "live_targets": live_targets,
     }
     return loss, aux
+
+
+def check_factors(function: str, label_smoothing: float, z_loss_scale: float) -> None:
+    """Raises ArgumentValueError unless these are a share and a factor, naming the function."""
+    if not 0 <= label_smoothing <= 1 or z_loss_scale < 0:
+        raise ArgumentValueError(
+            f"{function} got {label_smoothing=} and {z_loss_scale=}; expected a share between 0 "
+            "and 1, and a factor of at least 0."
+        )
 
 
 def binary_cross_entropy(

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from weft.config import REQUIRED, ConfigOr, Required, config_class
-from weft.errors import ArgumentShapeError, MetricsError, did_you_mean
-from weft.functional import LogitsToLogitsFn, cross_entropy
+from weft.errors import ArgumentShapeError, LayerConfigError, MetricsError, did_you_mean
+from weft.functional import LogitsToLogitsFn
+from weft.functional.loss import LogitStatistics, logit_statistics
 from weft.hierarchy import decoding, transforms
 from weft.hierarchy.attention.bias import CausalAttentionBias
 from weft.hierarchy.attention.stack import RepeatedTransformerLayer, StackedTransformerLayer
@@ -93,13 +94,20 @@ def target_statistics(
       negative log probability of the target, `log_normalizer`, the logarithm of the softmax's
       denominator, and `correct`, whether no token is likelier than the target.
     """
-    _, aux = cross_entropy(logits, target_labels, live_targets=live_targets)
-    log_normalizer = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
-    correct = jnp.argmax(logits, axis=-1) == target_labels
+    statistics = logit_statistics(logits, target_labels)
+    return _live_statistics(statistics, target_labels, live_targets)
+
+
+def _live_statistics(
+    statistics: LogitStatistics, target_labels: Tensor, live_targets: Tensor
+) -> dict[str, Tensor]:
+    """Returns `target_statistics` of logits that have these statistics."""
+    log_normalizer, expected, likeliest = statistics
+    live = live_targets.astype(jnp.float32)
     return {
-        "nll": aux["per_target_loss"],
+        "nll": jnp.where(live > 0, log_normalizer - expected, 0.0) * live,
         "log_normalizer": jnp.where(live_targets, log_normalizer, 0.0),
-        "correct": jnp.where(live_targets, correct, 0.0),
+        "correct": jnp.where(live_targets, likeliest == target_labels, 0.0),
     }
 
 
@@ -429,6 +437,11 @@ class Model(BaseModel):
           batch_axis_names: the mesh axes over which to shard examples; None to not shard inputs.
           scan_chunk: number of positions whose logits are in memory at once; None for all. They are
             recomputed in the backward pass.
+          vocab_chunk_size: number of tokens of the vocabulary, per device, whose logits are in
+            memory at once for the loss (see `linear_cross_entropy`). By default chosen by size, if
+            the vocabulary is large; set to `vocab_size` for all logits at once. Layers whose logits
+            are not a product with a weight compute all at once. The outputs still have `logits`,
+            which cost nothing if `jax.jit` finds them unused.
         """
 
         decoder: Decoder.Config = Decoder.default_config()
@@ -436,6 +449,7 @@ class Model(BaseModel):
         batch_axis_names: tuple[str, ...] | None = ("data",)
         seq_axis_names: tuple[str, ...] | None = None
         scan_chunk: int | None = None
+        vocab_chunk_size: int | None = None
 
     @classmethod
     def default_config(cls) -> Config:
@@ -444,6 +458,12 @@ class Model(BaseModel):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
+        if cfg.scan_chunk is not None and cfg.vocab_chunk_size is not None:
+            raise LayerConfigError(
+                f"{self.path()} has both scan_chunk={cfg.scan_chunk} and "
+                f"vocab_chunk_size={cfg.vocab_chunk_size}; set one of them, to compute logits in "
+                "chunks of positions or of the vocabulary."
+            )
         self._add_child("decoder", cfg.decoder)
         self._add_child("metrics", cfg.metrics)
 
@@ -483,18 +503,40 @@ class Model(BaseModel):
     def _compute_metrics(
         self, batch: dict[str, Any], predictions: dict[str, Any]
     ) -> tuple[WeightedScalar, dict[str, Any]]:
+        statistics = self._statistics_in_chunks(batch, predictions.get("hidden_states"))
         outputs = predictions
-        if self.config.scan_chunk is not None:
-            statistics = self._chunked_statistics(batch, predictions["hidden_states"])
+        if statistics is not None:
             outputs = {**predictions, "target_statistics": statistics}
         keep = self.metrics.filter_module_outputs
         module_outputs = filter_outputs(self.get_module_outputs(), keep)
         return self.metrics(batch, predict_outputs=outputs, module_outputs=module_outputs)
 
-    def _chunked_statistics(
-        self, batch: dict[str, Any], hidden_states: Tensor
-    ) -> dict[str, Tensor]:
-        """Returns `target_statistics` without all logits in memory at once."""
+    def _statistics_in_chunks(
+        self, batch: Mapping[str, Any], hidden_states: Tensor | None
+    ) -> dict[str, Tensor] | None:
+        """Returns `target_statistics` without all logits in memory at once, unless there are few.
+
+        None where they are to be computed from all logits.
+        """
+        if hidden_states is None:
+            return None
+        if self.config.scan_chunk is not None:
+            return self._scan_positions(batch, hidden_states)
+        if type(self).compute_logits is not Model.compute_logits:
+            return None
+        if self.decoder.compute_dtype() != self.compute_dtype():
+            return None
+        labels = batch["target_labels"]
+        with child_context("vocab_chunks", module=self.decoder):
+            statistics = self.decoder.target_statistics(
+                hidden_states, labels, chunk_size=self.config.vocab_chunk_size
+            )
+        if statistics is None:
+            return None
+        return _live_statistics(statistics, labels, batch["live_targets"])
+
+    def _scan_positions(self, batch: Mapping[str, Any], hidden_states: Tensor) -> dict[str, Tensor]:
+        """Returns `target_statistics`, computed from `scan_chunk` positions at a time."""
         chunk, length = self.config.scan_chunk, hidden_states.shape[1]
         if length % chunk:
             raise ArgumentShapeError(
@@ -556,9 +598,12 @@ class Model(BaseModel):
         These are `per_token_loss`, `Float[Array, "batch time"]`, 0 where a target does not count,
         and `live_targets`, `Bool[Array, "batch time"]`.
         """
-        labels = input_batch["target_labels"]
         mask = self._target_mask(input_batch)
-        statistics = target_statistics(self.extract_logits(input_batch), labels, mask)
+        batch = {**input_batch, "live_targets": mask}
+        predictions = self.predict(input_batch)
+        statistics = self._statistics_in_chunks(batch, predictions.get("hidden_states"))
+        if statistics is None:
+            statistics = target_statistics(predictions["logits"], batch["target_labels"], mask)
         return {"per_token_loss": statistics["nll"], "live_targets": mask}
 
     def sample_decode(

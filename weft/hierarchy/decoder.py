@@ -11,6 +11,7 @@ decoding, the prompts fill a cache, and the loops of `weft.hierarchy.decoding` e
                  last tokens ────┘
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -19,22 +20,26 @@ import jax.numpy as jnp
 
 from weft import config
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class, maybe_set_config
+from weft.core.logical import names_to_mesh_axes
+from weft.core.spmd import axes_of, get_global_mesh
 from weft.errors import MissingPrngKeyError
 from weft.functional import LogitsToLogitsFn, attend
 from weft.functional.arrays import without_none
+from weft.functional.linear_cross_entropy import linear_logit_statistics, num_chunks
+from weft.functional.loss import LogitStatistics
 from weft.hierarchy import decoding
 from weft.hierarchy.attention.bias import AttentionLogitBiasLayer
 from weft.hierarchy.attention.stack import BaseStackedTransformerLayer, StackedTransformerLayer
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.config_setters import set_dropout_rate_recursively
 from weft.hierarchy.context import child_context, require_context
-from weft.hierarchy.layers.embedding import BaseEmbedding, TransformerTextEmbeddings
+from weft.hierarchy.layers.embedding import BaseEmbedding, LinearHead, TransformerTextEmbeddings
 from weft.hierarchy.layers.normalization import LayerNorm
 from weft.hierarchy.layers.stochastic import Dropout
 from weft.hierarchy.module import Module
 from weft.hierarchy.param_init import FanAxes
 from weft.hierarchy.parameter_spec import maybe_shard
-from weft.typing import DType, MeshAxes, NestedTensor, Tensor
+from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Tensor
 
 
 class BaseDecoder(Protocol):
@@ -265,6 +270,11 @@ class LmHead(BaseLayer):
         """Maps `Float[Array, "*batch embedding_dim"]` to `Float[Array, "*batch vocab_size"]`."""
         return attend(self.parameters["weight"], x)
 
+    def linear_head(self) -> LinearHead | None:
+        """Returns the parameters of `forward`; None if a subclass computes something else."""
+        own = type(self).forward is LmHead.forward
+        return LinearHead(self.parameters["weight"]) if own else None
+
 
 class Decoder(BaseLayer):
     """Transformer over tokens, for whole sequences and for step-by-step decoding."""
@@ -384,6 +394,73 @@ class Decoder(BaseLayer):
         if self._output_logits_modifier is not None:
             logits = self._output_logits_modifier(logits)
         return logits
+
+    def linear_head(self) -> LinearHead | None:
+        """Returns the parameters from which `compute_logits` computes; None if it does more.
+
+        That is the case with an `output_logits_modifier`, and where a subclass, or an `lm_head` of
+        another class or with a `compute_dtype` of its own, computes the logits. The weight
+        is sharded by tokens, as the logits are.
+        """
+        own = type(self).compute_logits is Decoder.compute_logits
+        if not own or self._output_logits_modifier is not None:
+            return None
+        layer = self.lm_head if "lm_head" in self.children else self.emb
+        if not hasattr(layer, "linear_head") or layer.compute_dtype() != self.compute_dtype():
+            return None
+        with child_context("linear_head", module=layer):
+            head = layer.linear_head()
+        if head is None:
+            return None
+        return head._replace(weight=maybe_shard(head.weight, (self._logits_mesh_axes()[-1], None)))
+
+    def _logits_mesh_axes(self) -> PartitionSpec:
+        """Returns the mesh axes of the logits' three axes."""
+        return names_to_mesh_axes((*(self.config.logits_partition_spec or ()), *[None] * 3)[:3])
+
+    def target_statistics(
+        self, hidden_states: Tensor, target_labels: Tensor, *, chunk_size: int | None = None
+    ) -> LogitStatistics | None:
+        """Computes statistics of the logits of `hidden_states` in chunks of the vocabulary.
+
+        Args:
+          hidden_states: `Float[Array, "batch time dim"]`, as returned by `forward`.
+          target_labels: `Int[Array, "batch time"]`.
+          chunk_size: number of tokens, per device, whose logits are in memory at once; by default
+            chosen by size.
+
+        Returns:
+          None if all logits are to be computed at once: there are few, `chunk_size` is as large as
+          the vocabulary, or `linear_head` is None.
+        """
+        cfg, mesh = self.config, get_global_mesh()
+        batch, time, vocab = (
+            math.prod(mesh.shape.get(axis, 1) for axis in axes_of(entry)) if mesh else 1
+            for entry in self._logits_mesh_axes()
+        )
+        num_shards = vocab if cfg.vocab_size % vocab == 0 else 1  # as `maybe_shard` does
+        chunks = num_chunks(
+            target_labels.size // (batch * time),
+            cfg.vocab_size,
+            chunk_size=chunk_size,
+            num_shards=num_shards,
+        )
+        if chunks == 1:
+            return None
+        head = self.linear_head()
+        if head is None:
+            return None
+        x = hidden_states
+        if cfg.logits_forward_dtype is not None:
+            x = x.astype(cfg.logits_forward_dtype)
+        return linear_logit_statistics(
+            x,
+            head.weight,
+            target_labels,
+            logit_cap=head.logit_cap,
+            chunk_size=-(-cfg.vocab_size // (num_shards * chunks)),
+            num_shards=num_shards,
+        )
 
     def compute_attention_logit_biases(
         self,

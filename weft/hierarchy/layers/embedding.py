@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -21,6 +21,16 @@ from weft.hierarchy.module import Module
 from weft.hierarchy.param_init import normal_weights
 from weft.hierarchy.parameter_spec import maybe_shard
 from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Tensor
+
+
+class LinearHead(NamedTuple):
+    """Output layer whose logits are `x @ weight.T`, bounded by `cap_logits` if there is a cap.
+
+    From these, `linear_cross_entropy` computes a loss without all logits in memory.
+    """
+
+    weight: Tensor
+    logit_cap: float | None = None
 
 
 class Embedding(BaseLayer):
@@ -234,6 +244,10 @@ class BaseEmbedding(BaseLayer):
         """Returns inner products of `x`, `Float[Array, "batch time dim"]`, with all embeddings."""
         raise NotImplementedError(type(self))
 
+    def linear_head(self) -> LinearHead | None:
+        """Returns the parameters of `attend`; None, the default, if it does more than they say."""
+        return None
+
     def init_states(self, *, batch_size: int, dtype: DType) -> NestedTensor:
         """Returns the initial state of decoding; empty by default."""
         del batch_size, dtype
@@ -306,6 +320,14 @@ class TransformerTextEmbeddings(BaseEmbedding):
         logits = self.token_emb.attend(x)
         cap = self.config.soft_cap_logits
         return logits if not cap else cap_logits(logits, cap)
+
+    def linear_head(self) -> LinearHead | None:
+        own = type(self).attend is TransformerTextEmbeddings.attend
+        if not own or getattr(type(self.token_emb), "attend", None) is not Embedding.attend:
+            return None
+        if self.token_emb.compute_dtype() != self.compute_dtype():
+            return None
+        return LinearHead(self.token_emb.embeddings(), self.config.soft_cap_logits or None)
 
 
 @dataclasses.dataclass(frozen=True)

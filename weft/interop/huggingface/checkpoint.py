@@ -35,8 +35,8 @@ _PathLike = str | os.PathLike[str]
 # Parts of paths in a config that do not change what a trained model computes.
 _WITHOUT_EFFECT = re.compile(
     r"name|dtype|.*param_init|param_noise|.*partition_spec|remat_spec|tensor_stats|.*dropout\d?"
-    r"|dropout_rate|stochastic_depth|metrics|.*_axis_names|scan_chunk|kv_cache|decoding|add_.*"
-    r"|logits_forward_dtype|forward_dtype|scale_kv_before_cache_update"
+    r"|dropout_rate|stochastic_depth|metrics|.*_axis_names|scan_chunk|vocab_chunk_size|kv_cache"
+    r"|decoding|add_.*|logits_forward_dtype|forward_dtype|scale_kv_before_cache_update"
 )
 
 

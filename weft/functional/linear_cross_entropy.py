@@ -1,0 +1,343 @@
+"""Cross entropy of the classes of an output layer, without all of its logits in memory.
+
+The logits of a language model, tokens × vocabulary, are often its largest array. Their statistics
+are computed from one chunk of the vocabulary at a time, and the backward pass computes the logits
+of each chunk again:
+
+    forward:   logits = x · chunkᵀ   →   log-sum-exp, expected logit, likeliest class of the chunk
+    backward:  logits = x · chunkᵀ   →   d = ∂loss/∂logits   →   dx += d · chunk,  dchunk = dᵀ · x
+
+This costs one more matrix product, and saves writing and reading logits, their exponentials and
+their gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float, Int, Num
+
+from weft.errors import ArgumentValueError
+from weft.functional.attention import cap_logits
+from weft.functional.embedding import attend
+from weft.functional.loss import (
+    Aux,
+    LogitStatistics,
+    check_factors,
+    cross_entropy_of_statistics,
+    logit_statistics,
+)
+
+
+def linear_cross_entropy(
+    x: Float[Array, "*batch dim"],
+    weight: Float[Array, "classes dim"],
+    target_labels: Int[Array, "*batch"],
+    *,
+    bias: Float[Array, " classes"] | None = None,
+    logit_cap: float | None = None,
+    live_targets: Num[Array, "*batch"] | None = None,
+    z_loss_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    soft_target_labels: Float[Array, "*batch classes"] | None = None,
+    chunk_size: int | None = None,
+    num_shards: int = 1,
+) -> tuple[Float[Array, ""], Aux]:
+    """Returns `cross_entropy` of the logits `x @ weight.T + bias`, which are never whole in memory.
+
+    Logits are computed in float32, also from bfloat16. Many of them, from 16 MB on CPU and 2 GB on
+    other devices, are computed in chunks, which takes reverse-mode derivatives only.
+
+    Args:
+        weight: the vector of each class: an embedding's table, or the transposed kernel of a dense
+            layer.
+        logit_cap: bounds the logits by `cap_logits`.
+        chunk_size: the largest number of classes, in each shard, whose logits are in memory at
+            once; by default chosen by the number of targets. With a size of all classes, logits
+            are whole, and there are forward-mode derivatives (`jax.jvp`).
+        num_shards: the number of devices over which the classes of `weight` are sharded, so that
+            each works on its own and results are added up once.
+
+    The other arguments, and the results, are those of `cross_entropy`.
+
+    Raises:
+        ArgumentValueError: if a factor is out of range, `chunk_size` is not positive, or
+            `num_shards` does not divide the classes.
+
+    >>> x, table = jnp.ones((2, 3)), jnp.eye(4, 3)
+    >>> loss, aux = linear_cross_entropy(x, table, jnp.array([0, -1]), chunk_size=2)
+    >>> round(loss.item(), 4), aux["num_targets"].item()
+    (1.2142, 1.0)
+    """
+    check_factors("linear_cross_entropy", label_smoothing, z_loss_scale)
+    statistics = linear_logit_statistics(
+        x,
+        weight,
+        target_labels,
+        bias=bias,
+        logit_cap=logit_cap,
+        label_smoothing=label_smoothing,
+        soft_target_labels=soft_target_labels,
+        chunk_size=chunk_size,
+        num_shards=num_shards,
+    )
+    return cross_entropy_of_statistics(
+        statistics,
+        target_labels,
+        classes=weight.shape[0],
+        live_targets=live_targets,
+        z_loss_scale=z_loss_scale,
+        soft_target_labels=soft_target_labels,
+    )
+
+
+def linear_logit_statistics(
+    x: Float[Array, "*batch dim"],
+    weight: Float[Array, "classes dim"],
+    target_labels: Int[Array, "*batch"],
+    *,
+    bias: Float[Array, " classes"] | None = None,
+    logit_cap: float | None = None,
+    label_smoothing: float = 0.0,
+    soft_target_labels: Float[Array, "*batch classes"] | None = None,
+    chunk_size: int | None = None,
+    num_shards: int = 1,
+) -> LogitStatistics:
+    """Returns `logit_statistics` of the logits; see `linear_cross_entropy` for the arguments.
+
+    >>> table = jnp.array([[0.0], [2.0]])
+    >>> linear_logit_statistics(jnp.ones((1, 1)), table, jnp.array([0])).likeliest.tolist()
+    [1]
+    """
+    classes = weight.shape[0]
+    chunks = num_chunks(target_labels.size, classes, chunk_size=chunk_size, num_shards=num_shards)
+    if chunks == 1:
+        logits = attend(weight, x, preferred_element_type=jnp.float32)
+        logits = _finish_logits(logits, bias, logit_cap)
+        return logit_statistics(
+            logits,
+            target_labels,
+            label_smoothing=label_smoothing,
+            soft_target_labels=soft_target_labels,
+        )
+    in_shard = classes // num_shards
+    size = -(-in_shard // chunks)
+
+    def split(array: Array, axis: int) -> Array:
+        """Splits the axis of the classes into shards, chunks and the classes of a chunk."""
+        before, after = array.shape[:axis], array.shape[axis + 1 :]
+        array = array.reshape(*before, num_shards, in_shard, *after)
+        if padding := chunks * size - in_shard:
+            widths = [(0, padding if i == axis + 1 else 0) for i in range(array.ndim)]
+            array = jnp.pad(array, widths)
+        return array.reshape(*before, num_shards, chunks, size, *after)
+
+    head = _Head(
+        split(weight, 0),
+        None if bias is None else split(bias, 0),
+        None if soft_target_labels is None else split(soft_target_labels, target_labels.ndim),
+    )
+    options = _Options(classes, logit_cap, label_smoothing)
+    return _statistics(options, x, head, target_labels)
+
+
+def num_chunks(
+    num_targets: int, classes: int, *, chunk_size: int | None = None, num_shards: int = 1
+) -> int:
+    """Returns the number of chunks in which `linear_cross_entropy` computes; 1 for whole logits.
+
+    Raises:
+        ArgumentValueError: if `chunk_size` is not positive, or `num_shards` does not divide the
+            classes.
+
+    >>> num_chunks(1024, 32_000, chunk_size=500), num_chunks(1024, 300)
+    (64, 1)
+    """
+    if num_shards < 1 or classes % num_shards:
+        raise ArgumentValueError(
+            f"num_shards={num_shards} does not divide the {classes} classes of weight; expected "
+            "the number of devices over which they are sharded."
+        )
+    if chunk_size is not None and chunk_size < 1:
+        raise ArgumentValueError(
+            f"chunk_size={chunk_size} must be positive: the number of classes whose logits are in "
+            "memory at once; None to choose one."
+        )
+    in_shard = classes // num_shards
+    if chunk_size is not None:
+        least = -(-in_shard // chunk_size)
+    else:
+        # Measured: on CPU, chunks of 2 MB stay in the cache, and save time. Accelerators need
+        # larger products, and there only the memory is a gain.
+        logits = 2**19 if jax.default_backend() == "cpu" else 2**26
+        least = in_shard // max(256, logits // max(num_targets, 1))
+        if least < 8:
+            return 1
+    # Without a divisor, the last chunk is padded, for which the weight is copied.
+    divisors = (n for n in range(least, 2 * least + 1) if in_shard % n == 0)
+    return next(divisors, least)
+
+
+class _Options(NamedTuple):
+    classes: int
+    logit_cap: float | None
+    label_smoothing: float
+
+
+class _Head(NamedTuple):
+    """Arrays with an axis of the vocabulary, split into shards and chunks of equal size."""
+
+    weight: Float[Array, "shards chunks size dim"]
+    bias: Float[Array, "shards chunks size"] | None
+    soft_target_labels: Float[Array, "*batch shards chunks size"] | None
+
+    @property
+    def chunk_axes(self) -> _Head:
+        """The axis of the chunks of each array."""
+        soft = self.soft_target_labels
+        axes: Any = (1, None if self.bias is None else 1, None if soft is None else soft.ndim - 2)
+        return _Head(*axes)
+
+
+def _finish_logits(products: Array, bias: Array | None, cap: float | None) -> Array:
+    logits = products.astype(jnp.float32)
+    if bias is not None:
+        logits += bias.astype(jnp.float32).reshape(*[1] * (logits.ndim - bias.ndim), *bias.shape)
+    return logits if cap is None else cap_logits(logits, cap)
+
+
+def _chunk(
+    options: _Options, index: Array, x: Array, head: _Head, target_labels: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Computes the logits of a chunk of each shard.
+
+    Returns:
+        Logits, `Float[Array, "*batch shards size"]`, -inf in the padding, the targets'
+        probabilities, of the same shape, the ids of the classes, `Int[Array, "shards size"]`, and
+        the weight, `Float[Array, "shards size dim"]`, in the dtype of the products.
+    """
+    shards, chunks, size, _ = head.weight.shape
+    dtype = jnp.result_type(x, head.weight)
+
+    def at_index(array: Array, axis: int) -> Array:
+        return lax.dynamic_index_in_dim(array, index, axis, keepdims=False)
+
+    weight, bias, soft = jax.tree.map(at_index, head, head.chunk_axes)
+    weight = weight.astype(dtype)
+    products = _dot(x.astype(dtype), weight, ((x.ndim - 1,), (2,)))
+    logits = _finish_logits(products, bias, options.logit_cap)
+    in_shard = options.classes // shards
+    offset = index * size + jnp.arange(size)
+    ids = in_shard * jnp.arange(shards)[:, None] + offset[None]
+    if soft is not None:
+        probs = soft.astype(jnp.float32)
+    else:
+        hit = target_labels[..., None, None] == _after(ids, x.ndim - 1)
+        smoothing = options.label_smoothing
+        probs = jnp.where(hit, 1 - smoothing, 0) + smoothing / options.classes
+    if chunks * size != in_shard:
+        exists = _after((offset < in_shard)[None], x.ndim - 1)
+        logits, probs = jnp.where(exists, logits, -jnp.inf), jnp.where(exists, probs, 0)
+    return logits, probs, ids, weight
+
+
+def _after(x: Array, ndim: int) -> Array:
+    """Returns `x` with that many axes of size 1 before its own."""
+    return x.reshape(*[1] * ndim, *x.shape)
+
+
+def _dot(
+    a: Array,
+    b: Array,
+    contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+) -> Array:
+    """Returns a product that is summed in float32."""
+    dtype = jnp.promote_types(a.dtype, jnp.float32)
+    return lax.dot_general(a, b, (contracted, batch), preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _statistics(options: _Options, x: Array, head: _Head, target_labels: Array) -> LogitStatistics:
+    def of_chunk(carry: None, index: Array) -> tuple[None, tuple[Array, ...]]:
+        logits, probs, ids, _ = _chunk(options, index, x, head, target_labels)
+        largest = jnp.max(logits, axis=-1, keepdims=True)
+        # Faster on CPU than `argmax`, a reduction of two arrays.
+        first = jnp.where(logits == largest, _after(ids, x.ndim - 1), options.classes)
+        return carry, (
+            jax.nn.logsumexp(logits, axis=-1),
+            jnp.sum(jnp.where(probs == 0, 0, probs * logits), axis=-1),
+            largest[..., 0],
+            jnp.min(first, axis=-1),
+        )
+
+    _, parts = lax.scan(of_chunk, None, jnp.arange(head.weight.shape[1]))
+    log_normalizers, expected, largest, first = parts
+    over = (0, -1)  # chunks and shards
+    best = largest == jnp.max(largest, axis=over, keepdims=True)
+    return LogitStatistics(
+        jax.nn.logsumexp(log_normalizers, axis=over),
+        jnp.sum(expected, axis=over),
+        jnp.min(jnp.where(best, first, options.classes), axis=over),
+    )
+
+
+def _statistics_fwd(options, x, head, target_labels):
+    # The gradient of soft labels is as large as the logits, and rarely used.
+    soft = head.soft_target_labels
+    trained = (
+        head if soft is not None and soft.perturbed else head._replace(soft_target_labels=None)
+    )
+    x, head, target_labels, trained = jax.tree.map(
+        lambda argument: argument.value, (x, head, target_labels, trained)
+    )
+    statistics: Any = _statistics(options, x, head, target_labels)
+    return statistics, (x, head, target_labels, statistics.log_normalizer, trained)
+
+
+def _statistics_bwd(options, residuals, cotangents):
+    x, head, target_labels, log_normalizer, trained = residuals
+    d_log_normalizer, d_expected = (
+        jnp.zeros_like(log_normalizer) if isinstance(d, SymbolicZero) else d for d in cotangents[:2]
+    )
+    d_log_normalizer, d_expected, log_normalizer = (
+        array[..., None, None] for array in (d_log_normalizer, d_expected, log_normalizer)
+    )
+    batch = tuple(range(x.ndim - 1))
+
+    def of_chunk(carry, index):
+        dx, d_head = carry
+        logits, probs, _, weight = _chunk(options, index, x, head, target_labels)
+        d = d_log_normalizer * jnp.exp(logits - log_normalizer) + d_expected * probs
+        if options.logit_cap is not None:
+            # The derivative of tanh; 0 in the padding, whose logits are not capped.
+            d *= 1 - jnp.square(jnp.maximum(logits / options.logit_cap, -1))
+        products = d.astype(weight.dtype)
+        # Shards stay apart until the end, so that devices add up their sums once.
+        dx += _dot(products, weight, ((x.ndim,), (1,)), ((x.ndim - 1,), (0,)))
+        new = _Head(
+            _dot(products, x.astype(weight.dtype), (batch, batch)),
+            None if trained.bias is None else jnp.sum(d, axis=batch),
+            None if trained.soft_target_labels is None else d_expected * logits,
+        )
+
+        def write(whole: Array, part: Array, axis: int) -> Array:
+            part = part.astype(whole.dtype)
+            return lax.dynamic_update_index_in_dim(whole, part, index, axis)
+
+        d_head = jax.tree.map(write, d_head, new, trained.chunk_axes)
+        return (dx, d_head), None
+
+    shards, chunks = head.weight.shape[:2]
+    dtype = jnp.promote_types(jnp.result_type(x, head.weight), jnp.float32)
+    start = jnp.zeros((shards, *x.shape), dtype), jax.tree.map(jnp.zeros_like, trained)
+    (dx, d_head), _ = lax.scan(of_chunk, start, jnp.arange(chunks))
+    return dx.sum(0).astype(x.dtype), d_head, None
+
+
+_statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
