@@ -90,15 +90,7 @@ def _rows(places: np.ndarray, axes: list[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def collectives_of(hlo: str) -> list[Collective]:
-    """Returns the collectives in the HLO text of a program, from `jax.stages.Compiled.as_text`.
-
-    >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    >>> rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    >>> x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=rows)
-    >>> program = jax.jit(lambda x: x.sum()).lower(x).compile()
-    >>> [(c.kind, c.bytes, c.times) for c in collectives_of(program.as_text())][:1]
-    [('all-reduce', 4, 1)]
-    """
+    """Returns the collectives in the HLO text of a program, from `jax.stages.Compiled.as_text`."""
     bodies, entry = _computations(hlo)
     times, in_loop = _executions(bodies, entry)
     found = (

@@ -142,9 +142,6 @@ def split_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
     """Splits the arguments of `weft train` into a recipe, by default the first, and overrides.
 
     Raises CommandLineError for two names.
-
-    >>> split_arguments(["lm", "max_step=10"]), split_arguments(["seed=1"])
-    (('lm', ['max_step=10']), ('lm', ['seed=1']))
     """
     names = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]

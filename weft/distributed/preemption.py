@@ -383,11 +383,7 @@ def graceful_stop(
 
 
 def broadcast_from_first(number: int) -> int:
-    """Returns process 0's number, an int32.
-
-    >>> broadcast_from_first(3)
-    3
-    """
+    """Returns process 0's number, an int32."""
     if jax.process_count() == 1:
         return number
     barrier()
@@ -395,11 +391,7 @@ def broadcast_from_first(number: int) -> int:
 
 
 def max_over_processes(number: int) -> int:
-    """Returns the largest of all processes' numbers, which are int32.
-
-    >>> max_over_processes(3)
-    3
-    """
+    """Returns the largest of all processes' numbers, which are int32."""
     if jax.process_count() == 1:
         return number
     barrier()
@@ -407,12 +399,7 @@ def max_over_processes(number: int) -> int:
 
 
 class DelayedMax:
-    """Largest number of all processes, one call late, so that no step waits for it.
-
-    >>> later = DelayedMax()
-    >>> later(3), later(0)
-    (3, 0)
-    """
+    """Largest number of all processes, one call late, so that no step waits for it."""
 
     def __init__(self) -> None:
         self._pending: jax.Array | None = None  # result of the previous call

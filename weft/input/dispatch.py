@@ -434,9 +434,6 @@ def blocks_by_process(
     """Groups the blocks of rows of all devices by process.
 
     Raises InputDispatchError if two processes share some of their blocks but not all.
-
-    >>> blocks_by_process({"a": (0, 0), "b": (0, 1), "c": (1, 0), "d": (1, 1)}, "input")
-    {0: (0, 1), 1: (0, 1)}
     """
     by_process: dict[int, set[int]] = {}
     for process, block in held.values():

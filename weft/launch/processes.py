@@ -254,12 +254,7 @@ def last_lines(path: str) -> tuple[str, ...]:
 
 
 class PrefixedLines:
-    """Printer of lines of several processes, prefixed with the process id.
-
-    >>> say = PrefixedLines(12)
-    >>> say(3, "step 1")
-    [ 3] step 1
-    """
+    """Printer of lines of several processes, prefixed with the process id."""
 
     def __init__(self, num_processes: int):
         self._width = len(str(num_processes - 1))

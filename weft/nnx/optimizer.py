@@ -354,9 +354,6 @@ def leaves_by_path(tree: object, once: bool | None = None) -> dict[Path, Any]:
     """Returns the variables and other leaves of a model, a state or nested dicts, by path.
 
     With `once`, the default for objects, a repeated variable has only its first path.
-
-    >>> list(leaves_by_path({"a": {"b": 1.0}, "c": None}))
-    [('a', 'b')]
     """
     found: dict[Path, Any] = {}
     seen: set[int] = set()

@@ -67,15 +67,7 @@ ROTARY = Conversion(
 
 
 def input_heads(num_heads: int, *, rotary: bool = False) -> Conversion:
-    """Returns the change of a kernel `(heads × dim, model_dim)` to (perhaps rotary) heads.
-
-    >>> x = np.arange(8.0).reshape(4, 2)
-    >>> change = input_heads(1, rotary=True)
-    >>> change.to_weft(x)[:, 0].tolist()
-    [[0.0, 4.0, 2.0, 6.0], [1.0, 5.0, 3.0, 7.0]]
-    >>> bool((change.to_hf(change.to_weft(x)) == x).all())
-    True
-    """
+    """Returns the change of a kernel `(heads × dim, model_dim)` to (perhaps rotary) heads."""
     turn = ROTARY if rotary else IDENTITY
 
     def to_weft(x: Array) -> Any:

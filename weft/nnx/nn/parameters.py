@@ -152,11 +152,6 @@ def resolve_mode(layer: Module, name: str, given: bool | None) -> bool:
     """Returns the mode in which a layer is called: `given`, or else its attribute `name`.
 
     Raises MissingModeError if it is neither passed nor set.
-
-    >>> layer = nnx.Module()
-    >>> layer.deterministic = True
-    >>> resolve_mode(layer, "deterministic", None), resolve_mode(layer, "deterministic", False)
-    (True, False)
     """
     mode = getattr(layer, name) if given is None else given
     if mode is None:

@@ -148,11 +148,7 @@ def _read_values(folder: Path) -> Iterator[tuple[float, int, dict[str, float]]]:
 
 
 def named(values: Mapping[str, Any], name: str) -> Any:
-    """Returns the value of the shortest path that ends in a name, or None.
-
-    >>> named({"model/decoder/loss": 2, "model/loss": 1, "accuracy": 0}, "loss")
-    1
-    """
+    """Returns the value of the shortest path that ends in a name, or None."""
     paths = [path for path in values if path.rpartition("/")[2] == name]
     return values[min(paths, key=len)] if paths else None
 
