@@ -97,7 +97,11 @@ class TwoInputs(nn.Module):
         ({"loss": "mse", "data": (X, Y[:, 0])}, LossError, r"\(8, 3\) and the targets \(8,\)"),
         ({"data": {"image": X, "class": LABELS}}, LossError, "no field for them; name it"),
         ({"data": {"x": X, "y": LABELS}, "target": "z"}, LossError, "no field target='z'"),
-        ({"data": {"x": X, "y": LABELS, "row_weight": Y}}, InputDatasetError, "reserved name"),
+        (
+            {"data": {"x": X, "y": LABELS, "row_weight": Y}},
+            InputDatasetError,
+            r"'row_weight' has shape \(24, 1\) .*; expected the weight of each row",
+        ),
         ({"model": NoLoss()}, TypeError, r"missing 1 required positional argument: 'y'"),
         ({"model": NoLoss(), "loss": None}, ModelCallError, "requires more arguments"),
         ({"loss": None, "metrics": "accuracy"}, FitError, "metrics=.'accuracy'. without a loss"),
@@ -286,6 +290,34 @@ def test_best_state_is_kept_and_restored(tmp_path):
     assert again.history.train["step"].tolist() == list(range(1, 34))
     without = fit(steps=34, learning_rate=0.1, dir=str(tmp_path))
     assert without.best is without.last
+
+
+class Chain(nnx.Module):
+    def __init__(self, activation=nnx.relu, rate=0.0, seed=0):
+        self.linear, self.activation = linear(seed=seed), activation
+        self.dropout = nnx.Dropout(rate, rngs=nnx.Rngs(seed))
+
+    def __call__(self, x):
+        return self.dropout(self.activation(self.linear(x)))
+
+
+def test_an_object_of_another_structure_is_refused(tmp_path):
+    fit(Chain(), dir=str(tmp_path))
+    fit(Chain(seed=1), dir=str(tmp_path), steps=4)
+    for other in (Chain(nnx.tanh), Chain(rate=0.5)):
+        with pytest.raises(RunDirError, match=r"Chain with structure .*\n.*Chain with structure"):
+            fit(other, dir=str(tmp_path), steps=5)
+
+
+def test_rows_have_weights():
+    weights = np.where(np.arange(ROWS) < 8, 1.0, 0.0).astype(np.float32)
+    weighted = {"x": X, "y": Y, "row_weight": weights}
+    kwargs = {"loss": "mse", "batch_size": ROWS, "validation": weighted}
+    some = fit(linear(1), weighted, **kwargs)
+    alone = fit(linear(1), (X[:8], Y[:8]), "mse", validation=(X[:8], Y[:8]))
+    for of in ("train", "validation"):
+        losses = [getattr(result.history, of)["loss"] for result in (some, alone)]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 def test_a_run_is_resumed_on_the_same_data_only(tmp_path):

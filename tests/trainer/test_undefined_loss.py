@@ -30,7 +30,7 @@ class Tower(nnx.Module):
         if self.fault == "log":
             y = jnp.log(y - y)
         if self.fault == "half":  # XLA computes in float32 on a CPU
-            y = jax.lax.reduce_precision(y * 1e6, exponent_bits=5, mantissa_bits=10)
+            y = jax.lax.reduce_precision(y * jnp.float32(1e6), exponent_bits=5, mantissa_bits=10)
         return jnp.mean(y.astype(jnp.float32) ** 2), {}
 
 

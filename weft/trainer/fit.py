@@ -7,16 +7,20 @@ with where the arguments do not suffice.
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
+from weft import nnx
 from weft.config import REQUIRED, InMemory, InstantiableConfig, config_for_function
 from weft.errors import FitError, InputDatasetError, did_you_mean
 from weft.hierarchy import Module
@@ -88,7 +92,7 @@ class _Data:
         arrays, padding = self.values, None
         if counts_rows:
             ones = np.ones(arrays.num_rows, np.float32)
-            arrays, padding = Arrays({**arrays.value, ROW_WEIGHT: ones}), {ROW_WEIGHT: 0.0}
+            arrays, padding = Arrays({ROW_WEIGHT: ones, **arrays.value}), {ROW_WEIGHT: 0.0}
         return ArrayInput.default_config().set(
             arrays=arrays, global_batch_size=self.batch_size, seed=seed, padding=padding
         )
@@ -165,8 +169,11 @@ def _check_finite(name: str, fields: dict[str, Any]) -> None:
                 f"{name}: {field!r} has NaN or infinite numbers, the first in row {row}; drop or "
                 "replace these rows."
             )
-        if field == ROW_WEIGHT:
-            raise InputDatasetError(f"{name}: {field!r} is a reserved name; rename the field.")
+        if field == ROW_WEIGHT and (np.ndim(x) != 1 or np.min(x, initial=0) < 0):
+            raise InputDatasetError(
+                f"{name}: {field!r} has shape {np.shape(x)} and numbers from {np.min(x)}; expected "
+                "the weight of each row, 0 or more. Or rename the field."
+            )
 
 
 M = TypeVar("M")
@@ -210,7 +217,8 @@ def fit(
             its values and is updated in place; others are initialized by `seed`.
         data: Arrays as a pair `(x, y)` or a dict of equally long arrays; a Grain dataset; or an
             iterable of batches, each such a pair or dict. A Grain dataset has batches too, or
-            examples if `batch_size` is set. A pair is short for `{"x": x, "y": y}`.
+            examples if `batch_size` is set. A pair is short for `{"x": x, "y": y}`. A field
+            `row_weight` is the weight of each row in losses and metrics with a number per row.
         loss: "cross_entropy" (logits and integer labels), "binary_cross_entropy" (logits and
             probabilities), "mse", "mae" or "huber"; a function of the model's outputs and the batch
             that returns one number per row, or a scalar; or None if the model is called with the
@@ -366,7 +374,17 @@ def _layer(model: Any) -> Any:
     if isinstance(model, type | InstantiableConfig) or adapter_of(model).endswith("LinenModel"):
         return model
     name = f"{type(model).__module__}.{type(model).__qualname__}"
-    return InMemory(model, f"an object of type {name}")
+    return InMemory(model, f"an object of type {name}{_structure(model)}")
+
+
+def _structure(model: Any) -> str:
+    """Returns a digest of an NNX object's attributes, with the shapes of its variables' values."""
+    if not isinstance(model, nnx.Pytree):
+        return ""
+    graphdef, state = nnx.split(model)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), state)
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(nnx.merge(graphdef, shapes)))
+    return f" with structure {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def _only_target(fields: Mapping[str, Any]) -> str | None:
