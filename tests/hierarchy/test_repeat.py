@@ -244,6 +244,19 @@ def test_remat_is_in_the_loop(state):
     assert "checkpoint" not in jaxpr(module, is_training=False)
 
 
+def test_a_few_layers_are_unrolled_on_one_cpu(state):
+    def unrolls(module):
+        return f"unroll={module.config.num_layers}" in str(
+            jax.make_jaxpr(lambda s: run(module, s, X))(state)
+        )
+
+    assert unrolls(chain())
+    assert not unrolls(chain(unroll=1))
+    assert not unrolls(chain(layer={"remat_spec": RematSpec()}))
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+        assert not unrolls(chain())
+
+
 def test_gradients_match_loop(state):
     def loss(state):
         return (reference(state, X, [0.0] * 3)[0] ** 2).sum()

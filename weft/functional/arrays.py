@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -49,6 +50,11 @@ def positions(size: int, ndim: int) -> Num[Array, "*ones size"]:
     [[0, 1, 2]]
     """
     return to_ndim(jnp.arange(size), ndim)
+
+
+def on_one_cpu() -> bool:
+    """Returns whether programs run on the CPU, without a mesh of several devices."""
+    return jax.sharding.get_abstract_mesh().size <= 1 and jax.default_backend() == "cpu"
 
 
 def over_batch_axes(

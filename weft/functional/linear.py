@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.arrays import promote_dtype, without_none
+from weft.functional.arrays import on_one_cpu, promote_dtype, without_none
 from weft.functional.statistics import canonical_axes
 
 
@@ -127,9 +127,9 @@ def merges_axes(x: Array, weight: Array, out_sharding: Any = None) -> bool:
     """
     if x.ndim == weight.ndim == 2 or x.ndim < 2 or out_sharding is not None:
         return False
-    if max(jax.sharding.get_abstract_mesh().size, jax.typeof(x).sharding.mesh.size) > 1:
+    if not on_one_cpu() or jax.typeof(x).sharding.mesh.size > 1:
         return False
-    return jax.default_backend() == "cpu" and all(
+    return all(
         getattr(owner, name) is product and getattr(product, "__code__", None) is code
         for owner, name, product, code in _PRODUCTS
     )

@@ -16,12 +16,15 @@ import jax.numpy as jnp
 
 from weft import config
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class
+from weft.functional.arrays import on_one_cpu
 from weft.hierarchy import transforms
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.context import InvocationContext, OutputCollection
 from weft.hierarchy.module import Module
 from weft.struct import VDict
 from weft.typing import NestedTensor
+
+_MAX_UNROLLED = 4
 
 
 def drop_by_regex(rules: Sequence[str]) -> Callable[[str], bool]:
@@ -58,7 +61,9 @@ class Repeat(BaseLayer):
 
         Attributes:
           layer: the repeated layer. Its `remat_spec` applies to each iteration.
-          unroll: number of iterations per step of the loop; True for all, None for one.
+          unroll: number of iterations per step of the loop; True for all. None for one, or on one
+            CPU for all of up to 4 without `remat_spec`: a loop copies what its backward pass needs,
+            which took a fifth of a step, and so few layers compile as fast.
           drop_output: returns a predicate for paths of outputs to drop, such as
             "module_outputs/attention/probs". Default: all module outputs, since stacking them costs
             memory.
@@ -92,17 +97,20 @@ class Repeat(BaseLayer):
         return VDict(layer=jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state))
 
     def _scan_kwargs(self) -> dict[str, Any]:
-        spec, unroll, remat_kwargs = self.layer.config.remat_spec, self.config.unroll, None
+        cfg, spec, remat_kwargs = self.config, self.layer.config.remat_spec, None
+        unroll = cfg.unroll
+        if unroll is None:
+            unroll = cfg.num_layers <= _MAX_UNROLLED and spec is None and on_one_cpu()
         if spec is not None and self.is_training:
             # A loop separates its forward and backward pass; only without one could the compiler
             # merge recomputed values.
-            without_loop = unroll is True or (unroll or 1) >= self.config.num_layers
+            without_loop = unroll is True or (unroll or 1) >= cfg.num_layers
             remat_kwargs = {
                 "prevent_cse": spec.prevent_cse and without_loop,
                 "policy": config.maybe_instantiate(spec.policy),
             }
         return {
-            "unroll": 1 if unroll is None else unroll,
+            "unroll": unroll or 1,
             "remat_kwargs": remat_kwargs,
             "drop_output": self._drop_output,
         }
