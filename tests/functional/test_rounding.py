@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from weft.functional import cast_floats, stochastic_round
+from weft.functional import cast_floats, rounding, stochastic_round
 
 KEY = jax.random.key(0)
 
@@ -20,8 +20,8 @@ def bits_of(x):
 
 @pytest.mark.parametrize("bits", [0x3F801234, 0xBF80FFFF, 0x42C80001, 0x00004000, 0x80018000])
 def test_rounds_up_as_often_as_the_lower_bits_say(bits, monkeypatch):
-    every = jnp.arange(2**16, dtype=jnp.uint16)
-    monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: every)
+    every = jnp.arange(2**16, dtype=jnp.uint32)
+    monkeypatch.setattr(rounding, "_random_half", lambda key, shape: every)
     rounded = bits_of(stochastic_round(jnp.broadcast_to(from_bits(bits), 2**16), KEY))
     neighbors, counts = np.unique(rounded, return_counts=True)
     assert neighbors.tolist() == [bits >> 16, (bits >> 16) + 1]
@@ -34,6 +34,27 @@ def test_mean_is_unbiased():
     # Each error is at most 2**-7 of the number, and its deviation at most half of that.
     np.testing.assert_allclose(rounded.mean(0), x, rtol=5 * 2**-8 / 200, atol=0)
     assert len(np.unique(rounded)) == 8
+
+
+def test_bits_are_independent_of_each_other():
+    n = 2**18
+    x = jnp.full((2, n // 2), 1 + 2**-8)  # halfway between two numbers
+    ups = [
+        np.asarray(stochastic_round(x, jax.random.key(seed)) > 1).ravel() * 2.0 - 1
+        for seed in (0, 1)
+    ]
+    one, other = ups
+    for lag in (1, 2, 3, 64, n // 2):
+        assert abs(np.mean(one[lag:] * one[:-lag])) < 5 / np.sqrt(n - lag)
+    for of_other in (other, other[::-1], np.roll(other, 1)):
+        assert abs(np.mean(one * of_other)) < 5 / np.sqrt(n)
+    drawn = np.asarray(rounding._random_half(KEY, (n,)))
+    counts = np.bincount(drawn, minlength=2**16)
+    assert len(counts) == 2**16
+    # The deviation of the counts, whose mean is 4, is at most that of independent draws.
+    assert 1.8 < counts.std() < 2.2
+    for bit in range(16):
+        assert abs((drawn >> bit & 1).mean() - 0.5) < 5 / np.sqrt(4 * n)
 
 
 def test_representable_numbers_and_their_signs_stay():

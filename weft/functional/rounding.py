@@ -53,9 +53,28 @@ def stochastic_round(x: Float[Array, "*shape"], key: Key[Array, ""]) -> Float[Ar
     x = x.astype(jnp.float32)
     # bfloat16 is the upper half of float32. Adding a random lower half to the bits, whose magnitude
     # is ordered as the numbers are, carries into the upper half as often as it should.
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    bits += jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + _random_half(key, x.shape)
     rounded = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
     largest = jnp.finfo(jnp.bfloat16).max
     rounded = jnp.where(jnp.isinf(rounded), jnp.copysign(largest, rounded), rounded)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+
+
+def _random_half(key: Array, shape: tuple[int, ...]) -> Array:
+    """Returns 16 random bits for each element, by hashing its index with the key.
+
+    The arithmetic fuses with what uses it, where the generator of JAX would write arrays of twice
+    the size of the parameters. The hash is the finalizer of MurmurHash3 (Appleby, 2011), twice.
+    """
+    first, second = jax.random.bits(key, (2,), jnp.uint32)
+    index, stride = jnp.zeros(shape, jnp.uint32), 1
+    for axis in reversed(range(len(shape))):
+        index += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= shape[axis]
+    return _mixed(_mixed(index + first) ^ second) >> 16
+
+
+def _mixed(x: Array) -> Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
