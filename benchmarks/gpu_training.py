@@ -5,20 +5,20 @@ same sizes, compiled and with its fused attention. The last lines are the layers
 spends most of its time.
 """
 
+import statistics
 import tempfile
 import time
 from typing import Any
 
 import jax
 
-from benchmarks import _llama
+from benchmarks import _llama, _torch_llama
 from benchmarks.harness import Row, counted, row
 from weft.trainer import RunListener, SpmdTrainer
 from weft.trainer.profiling import forward_flops, layer_times, peak_flops_of
 
 # Ten steps compile and warm up; then each ten are a measurement, until the trace.
 EVERY, TRACED, LAYERS = 10, 171, 8
-_NO_TORCH = "PyTorch does not find the GPU: install its wheel for CUDA in place of that for the CPU"
 
 
 class _Steps(RunListener):
@@ -40,15 +40,17 @@ class _Steps(RunListener):
 
 def run() -> list[Row]:
     """A run of Weft, and then one of PyTorch."""
-    return measure(_llama.llama_1b(steps=TRACED + EVERY), device="cuda")
+    cfg = _llama.llama_1b(steps=TRACED + EVERY)
+    peak = peak_flops_of(jax.devices()[0].device_kind)
+    rows, seconds = measure(cfg, peak)
+    return rows[:1] + against_torch(_llama.LLAMA_1B, cfg, seconds, device="cuda") + rows[1:]
 
 
-def measure(cfg: SpmdTrainer.Config, device: str, peak: float | None = None) -> list[Row]:
-    """Returns the lines of a run.
+def measure(cfg: SpmdTrainer.Config, peak: float | None) -> tuple[list[Row], list[float]]:
+    """Returns the lines of a run, and the seconds of its steps.
 
     Args:
-        device: PyTorch's name of the device.
-        peak: Operations per second; None for the data sheet's.
+        peak: Operations per second of the device; None if unknown.
     """
     steps = _Steps()
     with tempfile.TemporaryDirectory() as directory:
@@ -57,28 +59,39 @@ def measure(cfg: SpmdTrainer.Config, device: str, peak: float | None = None) -> 
         compiled = trainer.compile_train_step()
         trainer.run(listener=steps, progress=False)
         layers = layer_times(directory, compiled)
-        state, batch = trainer.trainer_state, trainer.input.element_spec()
-        flops = 3 * forward_flops(trainer.model, state.model, batch)
-        del trainer, state  # PyTorch takes the memory
+        batch = trainer.input.element_spec()
+        flops = 3 * forward_flops(trainer.model, trainer.trainer_state.model, batch)
     seconds = steps.seconds()
-    peak = peak or peak_flops_of(jax.devices()[0].device_kind)
-    tokens = batch["input_ids"].size
-    rows = []
+    middle, rows = statistics.median(seconds), []
     if peak is not None:
-        floor = [flops / peak] * len(seconds)
-        shares = [0.45 * t / f for t, f in zip(seconds, floor, strict=True)]
-        rows.append(
-            row(
-                "a step of a Llama of 1.1B / one at 45 % of the peak",
-                (shares, seconds, [f / 0.45 for f in floor]),
-                at_most=1,
-                note=f"MFU {flops / peak / sorted(seconds)[len(seconds) // 2]:.2f}, "
-                f"{tokens / sorted(seconds)[len(seconds) // 2]:,.0f} tokens/s",
-            )
-        )
+        at_45 = flops / peak / 0.45
+        note = f"MFU {flops / peak / middle:.2f}, {batch['input_ids'].size / middle:,.0f} tokens/s"
+        measured = [x / at_45 for x in seconds], seconds, [at_45] * len(seconds)
+        question = "a step of a Llama of 1.1B / one at 45 % of the peak"
+        rows.append(row(question, measured, at_most=1, note=note))
     whole = sum(layers.values())
     rows += [
         counted(f"share of a step in {layer or 'no layer'}", time / whole, at_most=None)
         for layer, time in list(layers.items())[:LAYERS]
     ]
-    return rows
+    return rows, seconds
+
+
+def against_torch(
+    settings: dict[str, Any], cfg: Any, seconds: list[float], device: str
+) -> list[Row]:
+    """Returns the line that compares steps with those of PyTorch; none if it lacks the device."""
+    try:
+        by_torch = _torch_llama.step_seconds(
+            settings,
+            batch=cfg.input.source.global_batch_size,
+            length=cfg.input.source.sequence_length,
+            device=device,
+            steps=EVERY,
+            blocks=len(seconds),
+        )
+    except (ImportError, AssertionError, RuntimeError) as error:
+        print(f"PyTorch is left out: {error}. Install its wheel for CUDA.")
+        return []
+    measured = [x / y for x, y in zip(seconds, by_torch, strict=True)], seconds, by_torch
+    return [row("a step of a Llama of 1.1B / PyTorch, compiled", measured, at_most=1)]

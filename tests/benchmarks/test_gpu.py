@@ -20,14 +20,18 @@ def test_questions_about_gpus_are_asked_alone():
     assert all(name.startswith("gpu_") for name in program.chosen([], gpu=True)[0])
 
 
-def test_training_is_measured(monkeypatch):
+def test_training_is_measured(monkeypatch, capsys):
     monkeypatch.setattr(gpu_training, "EVERY", 1)
     monkeypatch.setattr(gpu_training, "TRACED", 5)
-    cfg = _llama.recipe(_llama.TINY, sequence_length=32, batch_size=8, steps=7)
-    speed, *layers = gpu_training.measure(cfg, device="none", peak=1e9)
+    cfg = _llama.recipe(
+        _llama.TINY | {"num_hidden_layers": 1}, sequence_length=16, batch_size=8, steps=7
+    )
+    (speed, *layers), seconds = gpu_training.measure(cfg, peak=1e9)
     assert speed.pairs == 3 and "MFU" in speed.note
     assert any("self_attention" in row.question for row in layers)
     assert 0.5 < sum(row.median for row in layers) <= 1.0
+    assert gpu_training.against_torch(_llama.TINY, cfg, seconds, device="cuda") == []
+    assert "PyTorch is left out: Torch not compiled with CUDA" in capsys.readouterr().out
 
 
 def test_the_step_for_a_gpu_calls_fused_attention(monkeypatch, tmp_path):
