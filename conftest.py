@@ -139,16 +139,11 @@ def _repeat_less_work():
     def kept(_, primitive, **params):
         return compiled(primitive, **params)
 
-    moves = _moves()
-
-    def callable_of(primitive, **params):
-        # While JAX checks leaks, it would compile x + 1 outside jit again in each call.
-        fn = kept(config.trace_context(), primitive, **params)
-        move = moves.get(primitive)
-        return fn if move is None else functools.partial(_moved, fn, move, params)
-
+    # While JAX checks leaks, it would compile x + 1 outside jit again in each call.
     util.register_cache(kept, "xla_primitive_callable")
-    dispatch.xla_primitive_callable = callable_of
+    dispatch.xla_primitive_callable = lambda primitive, **params: kept(
+        config.trace_context(), primitive, **params
+    )
 
     find = core.maybe_find_leaked_tracers
 
@@ -173,79 +168,6 @@ def _repeat_less_work():
         return of_thread.context
 
     mlir.make_ir_context = shared
-
-
-def _moves():
-    """Returns what NumPy does for the primitives that most often only move values outside jit.
-
-    JAX compiles one of these for each shape, in 12 ms; they are a quarter of all programs.
-    """
-    import numpy as np
-    from jax.extend.core import primitives
-
-    def broadcast_in_dim(x, *, shape, broadcast_dimensions, sharding):
-        size_of = dict(zip(broadcast_dimensions, x.shape, strict=True))
-        return np.broadcast_to(x.reshape([size_of.get(i, 1) for i in range(len(shape))]), shape)
-
-    def convert_element_type(x, *, new_dtype, weak_type, sharding):
-        kinds = x.dtype.kind, np.dtype(new_dtype).kind
-        assert not weak_type and kinds not in (("f", "i"), ("f", "u"), ("V", "i"), ("V", "u"))
-        return x.astype(new_dtype)
-
-    def dynamic_slice(x, *starts, slice_sizes):
-        assert len(starts) == len(slice_sizes) == x.ndim
-        begins = [
-            min(max(int(start), 0), n - size)
-            for start, n, size in zip(starts, x.shape, slice_sizes, strict=True)
-        ]
-        return x[tuple(slice(i, i + n) for i, n in zip(begins, slice_sizes, strict=True))]
-
-    def reshape(x, *, new_sizes, dimensions, sharding):
-        assert dimensions is None
-        return x.reshape(new_sizes)
-
-    def squeeze(x, *, dimensions):
-        return np.squeeze(x, dimensions)
-
-    return {
-        primitives.broadcast_in_dim_p: broadcast_in_dim,
-        primitives.convert_element_type_p: convert_element_type,
-        primitives.dynamic_slice_p: dynamic_slice,
-        primitives.reshape_p: reshape,
-        primitives.squeeze_p: squeeze,
-    }
-
-
-_MOVED = {"bool", "int32", "uint32", "float32", "float16", "bfloat16"}
-
-
-def _moved(compiled, move, params, *args):
-    """Moves plain values on the default device with `move`, and all else with `compiled`."""
-    import jax
-    import numpy as np
-    from jax._src import mesh
-    from jax._src.array import ArrayImpl
-
-    is_plain = (
-        params.get("sharding") is None
-        and mesh.get_concrete_mesh().empty
-        and mesh.thread_resources.env.physical_mesh.empty
-        and all(
-            hasattr(x, "dtype")
-            and x.dtype.name in _MOVED
-            and not getattr(x, "weak_type", False)
-            and (type(x) is not ArrayImpl or not (x._committed or x.is_deleted()))
-            for x in args
-            if type(x) is not int
-        )
-    )
-    if is_plain:
-        try:
-            # A copy: a view would share memory with an array that a test may donate.
-            return jax.device_put(np.array(move(*map(np.asarray, args), **params)))
-        except Exception:
-            pass  # JAX says what is wrong
-    return compiled(*args)
 
 
 def _share_programs():
