@@ -134,6 +134,12 @@ def test_moving_average_is_used(directory):
     trainer_cfg.learner.ema.decay = 0.9
     runner = runner_of(InferenceRunner.config_from_trainer(trainer_cfg).set(name="runner"))
     np.testing.assert_array_equal(runner.inference_runner_state.model["linear"]["weight"], 2 * W)
+    # It is in float32 also where the parameters are not.
+    trainer_cfg.precision = "bfloat16"
+    runner = runner_of(InferenceRunner.config_from_trainer(trainer_cfg).set(name="runner"))
+    weight = runner.inference_runner_state.model["linear"]["weight"]
+    np.testing.assert_array_equal(weight, (2 * W).astype(jnp.bfloat16))
+    assert weight.dtype == jnp.bfloat16
 
 
 def test_inference_dtype_is_configurable(directory):

@@ -47,6 +47,7 @@ from weft.trainer.checkpointer.index import (
 from weft.trainer.checkpointer.storage import OrbaxStateStorage, StateStorage
 from weft.trainer.mesh import build_mesh, named_sharding, rules_of
 from weft.trainer.model import build_model
+from weft.trainer.optimizers.base import at_least_float32
 from weft.trainer.state import parameter_specs, with_shardings
 from weft.trainer.train_step import TrainerState
 from weft.typing import T, Tensor
@@ -466,13 +467,16 @@ class EmaParamsConverter(Converter):
     """Converter that uses a run's moving average of parameters as the model's parameters."""
 
     def target_to_source(self, target: Builder.State) -> tuple[Builder.State, Any]:
-        averages = {"ema": {"ema": target.trainer_state.model}}
+        averages = {"ema": {"ema": at_least_float32(target.trainer_state.model)}}
         source = TrainerState(prng_key={}, model={}, learner=averages)
         return Builder.State(target.step, source), target
 
     def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
-        model = flatten_state({"model": source.trainer_state.learner["ema"]["ema"]})
-        return _with_values(aux, dict(model), source.step)
+        model = dict(flatten_state({"model": source.trainer_state.learner["ema"]["ema"]}))
+        for path, wanted in flatten_state({"model": aux.trainer_state.model}):
+            if path in model and model[path].dtype != wanted.dtype:
+                model[path] = model[path].astype(wanted.dtype)
+        return _with_values(aux, model, source.step)
 
 
 class BaseConverterFromPretrainedModel(Converter):

@@ -203,9 +203,11 @@ def parameter_of(
 
 
 def with_dtype(x: Any, dtype: DType) -> Any:
-    """Returns an array, an `OptParam` or a `TensorSpec` in another dtype."""
+    """Returns an array, its shape, an `OptParam` or a `TensorSpec` in another dtype."""
     if isinstance(x, OptParam):
         return dataclasses.replace(x, value=x.value.astype(dtype))
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=dtype)
     return dataclasses.replace(x, dtype=dtype) if isinstance(x, TensorSpec) else x.astype(dtype)
 
 
