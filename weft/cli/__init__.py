@@ -7,11 +7,12 @@ and the reason. A training continues and saves.
 """
 
 import contextlib
+import gc
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from weft.cli.arguments import parse_arguments
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit code: 0; 1 if a run fails or the output cannot be written; 2 for bad input; 128
     plus the number of the signal that stopped the command, such as 130 for Ctrl-C.
     """
-    with contextlib.redirect_stdout(Output(sys.stdout)) as output:
+    with contextlib.redirect_stdout(Output(sys.stdout)) as output, _fewer_garbage_collections():
         code = _run(argv, output)
         with contextlib.suppress(OSError):
             output.flush()
@@ -91,6 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     _print_error(f"the output cannot be written: {output.error.strerror}")
     return code or 1
+
+
+@contextlib.contextmanager
+def _fewer_garbage_collections() -> Iterator[None]:
+    # Imports and traces make many objects, few of them garbage in cycles.
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], 50_000), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _run(argv: Sequence[str] | None, output: Output) -> int:

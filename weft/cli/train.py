@@ -29,6 +29,7 @@ from weft.launch.jobset import JobSetJob
 from weft.launch.local import LocalJob
 from weft.launch.slurm import SlurmJob
 from weft.recipes import RECIPES, named_trainer_configs
+from weft.trainer.compilation import compilation_cache
 from weft.trainer.display import Display, make_display, metric_texts
 from weft.trainer.progress import has_ended
 from weft.trainer.report.page import write_report
@@ -71,6 +72,7 @@ def _train(arguments: argparse.Namespace) -> int:
     options = [word for option in chosen.items() if option[1] is not None for word in option]
     options += _options_for_texts(arguments)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(compilation_cache(cfg.compilation_cache_dir))
         with _suggested_commands(arguments):
             if arguments.fresh:
                 _move_aside(cfg.dir)

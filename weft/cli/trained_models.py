@@ -21,6 +21,7 @@ from weft.hierarchy import Module, functional, merge_adapters, without_lora
 from weft.input.tokenizers import Tokenizer, as_tokenizer, until_end
 from weft.serialization import save_safetensors
 from weft.trainer.checkpointer.index import CheckpointValidationType
+from weft.trainer.compilation import options_for_steps
 from weft.trainer.display import bytes_text
 from weft.trainer.mesh import build_mesh, rules_of
 from weft.trainer.model import LibraryModel, build_model, cast_floats
@@ -140,7 +141,9 @@ def generate(
     # A document begins with the end token of the previous one.
     ids = np.concatenate([[tokenizer.eos_id], tokenizer.encode(prompt.encode())])
     make = _decoder if hasattr(model, "sample_decode") else _predictor
-    sample = jax.jit(make(model, ids, num_tokens, temperature))
+    # A step per token, which is all that the model computes at once.
+    options = options_for_steps(jax.default_backend(), params, lambda: ids[:1], num_tokens)
+    sample = jax.jit(make(model, ids, num_tokens, temperature), compiler_options=options)
     # The result omits the first token.
     added = np.asarray(sample(params, jax.random.key(seed)))[len(ids) - 1 :]
     return tokenizer.decode(until_end(added, tokenizer))

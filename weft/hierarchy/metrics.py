@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Self
 
+import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
@@ -49,14 +50,19 @@ class WeightedSummary(WeightedValue):
     """
 
     def accumulate(self, other: Self) -> Self:
-        weight = self.weight + other.weight
-        # The mean of no examples is 0, and one that is NaN does not count.
-        total = sum(jnp.where(x.weight > 0, x.mean, 0) * x.weight for x in (self, other))
-        mean = jnp.where(weight > 0, total / jnp.maximum(weight, 1e-30), 0)
-        return type(self)(mean, weight)
+        return type(self)(*_merge_means(self.mean, self.weight, other.mean, other.weight))
 
     def __add__(self, other: Self) -> Self:
         return self.accumulate(other)
+
+
+@jax.jit
+def _merge_means(*means_and_weights: Tensor | float) -> tuple[Tensor, Tensor]:
+    mean, weight, *other = map(jnp.asarray, means_and_weights)
+    pairs, weights = ((mean, weight), other), weight + other[1]
+    # The mean of no examples is 0, and one that is NaN does not count.
+    total = sum(jnp.where(w > 0, x, 0) * w for x, w in pairs)
+    return jnp.where(weights > 0, total / jnp.maximum(weights, 1e-30), 0), weights
 
 
 class _ReducerSummary(MetricSummary):

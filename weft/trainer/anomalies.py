@@ -192,6 +192,7 @@ class AnomalyGuard:
         shardings: TrainerState,
         mesh: jax.sharding.Mesh,
         train_dtype: Any = None,
+        compiler_options: dict[str, Any] | None = None,
     ):
         self._policy, self._train_dtype = policy, train_dtype
         self._search = NonfiniteSearch(step)
@@ -214,7 +215,11 @@ class AnomalyGuard:
 
         layout = ((shardings, self._replicated), None)
         self._jitted = jax.jit(
-            train_step, in_shardings=layout, out_shardings=layout, donate_argnums=0
+            train_step,
+            in_shardings=layout,
+            out_shardings=layout,
+            donate_argnums=0,
+            compiler_options=compiler_options,
         )
 
     def __call__(self, state: TrainerState, batch: NestedTensor) -> tuple[Any, dict[str, Any]]:

@@ -31,6 +31,7 @@ from weft.input.in_memory import batch_dtype, checked_arrays, named_leaves
 from weft.interop.models import adapter_of, model_of
 from weft.interop.nnx import NNXModel
 from weft.trainer.checkpointer.policy import EvalMetric, KeepBest, every_n_steps_and_last_policy
+from weft.trainer.compilation import compilation_cache
 from weft.trainer.display import make_display
 from weft.trainer.evaler import SpmdEvaler, every_n_steps_policy
 from weft.trainer.fit_result import VALIDATION, FitResult, fit_result
@@ -192,6 +193,7 @@ _LEARNING_RATE = 1e-3
 _MAX_RECORDED_STEPS = 1000
 
 
+@compilation_cache(None)
 def fit(
     model: M,
     data: Data,

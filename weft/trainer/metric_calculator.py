@@ -27,6 +27,7 @@ from weft.hierarchy import BaseLayer, MetricAccumulator
 from weft.hierarchy.context import OutputCollection, filter_outputs, fold_in_name
 from weft.hierarchy.module import Module, functional, get_public_method
 from weft.input.dispatch import current_mesh
+from weft.trainer.compilation import count, options_for_evaluation
 from weft.trainer.model import cast_floats
 from weft.typing import DType, Nested, NestedTensor, Tensor
 
@@ -136,11 +137,18 @@ class BaseMetricCalculator(Module):
             return next_key, outputs(batch, result, collection)
 
         @functools.cache
-        def compiled_for(mesh: jax.sharding.Mesh) -> Callable[..., Any]:
-            jitted = jax.jit(eval_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        def compiled_for(mesh: jax.sharding.Mesh, size: int) -> Callable[..., Any]:
+            jitted = jax.jit(
+                eval_step,
+                out_shardings=NamedSharding(mesh, PartitionSpec()),
+                compiler_options=options_for_evaluation(mesh.devices.flat[0].platform, size),
+            )
             return InterruptibleJit(jitted, self.path())
 
-        return lambda params, prng_key, batch: compiled_for(current_mesh())(params, prng_key, batch)
+        def run(params: NestedTensor, prng_key: Tensor, batch: NestedTensor) -> tuple[Tensor, Any]:
+            return compiled_for(current_mesh(), count(params))(params, prng_key, batch)
+
+        return run
 
 
 class ModelSummaryAccumulator(BaseMetricCalculator):

@@ -220,6 +220,7 @@ def initial_state(
     shardings: TrainerState,
     *,
     interruptible: bool = False,
+    compiler_options: dict[str, Any] | None = None,
 ) -> TrainerState:
     """Returns the state of a new run.
 
@@ -232,7 +233,7 @@ def initial_state(
     """
 
     def jit(fn: Callable[[Tensor], Any], layout: Any) -> Callable[[Tensor], Any]:
-        jitted = jax.jit(fn, out_shardings=layout)
+        jitted = jax.jit(fn, out_shardings=layout, compiler_options=compiler_options)
         return InterruptibleJit(jitted, "the initial state") if interruptible else jitted
 
     draw = jit(init, shardings)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from weft.hierarchy import Module, NestedParameterSpec, functional
 from weft.input import Input
@@ -123,4 +123,4 @@ def train_step(
 
 def loss_is_finite(loss: Tensor) -> bool:
     """Returns whether a loss is finite; waits for the step that computes it."""
-    return bool(jnp.isfinite(loss))
+    return bool(np.isfinite(np.asarray(loss)))

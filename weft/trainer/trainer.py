@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from weft.config import (
     REQUIRED,
@@ -45,6 +44,7 @@ from weft.trainer import state as state_lib
 from weft.trainer.anomalies import AnomalyGuard, AnomalyPolicy
 from weft.trainer.checkpointer.checkpointer import BaseCheckpointer, Checkpointer
 from weft.trainer.checkpointer.host_state import RunState
+from weft.trainer.compilation import compilation_cache, options_for_init, options_for_steps
 from weft.trainer.display import Display
 from weft.trainer.evaler import EarlyStopping, SpmdEvaler, due_at_end, run_evalers
 from weft.trainer.first_nonfinite import NonfiniteSearch
@@ -132,7 +132,8 @@ class SpmdTrainer(Module):
                 Python, 0 for none; None for JAX's default.
             context_manager: entered around the whole run.
             compilation_cache_dir: directory that stores compiled programs for later processes; None
-                keeps JAX's setting.
+                for that of JAX's setting or else one in the user's cache directory, "" for none;
+                see `weft.trainer.compilation`.
             config_modifiers: change this config, in order, before the trainer is made from it.
         """
 
@@ -299,6 +300,9 @@ class SpmdTrainer(Module):
                 prng_key,
                 self._shardings,
                 interruptible=self._state is None,  # else a state would be replaced by a new one
+                compiler_options=options_for_init(
+                    self._mesh.devices.flat[0].platform, self._state_specs
+                ),
             )
         self._step, self._state = 0, state
 
@@ -698,37 +702,26 @@ def jit_train_step(
         gradient_specs=gradient_specs,
         train_dtype=maybe_instantiate(cfg.train_dtype),
     )
+    platform = mesh.devices.flat[0].platform
+    options = options_for_steps(platform, specs.model, input_.element_spec, cfg.max_step)
     if cfg.anomaly_policy is not None:
         policy = cfg.anomaly_policy.instantiate()
-        dtype = maybe_instantiate(cfg.train_dtype)
-        return AnomalyGuard(policy, step, shardings=shardings, mesh=mesh, train_dtype=dtype)
+        return AnomalyGuard(
+            policy,
+            step,
+            shardings=shardings,
+            mesh=mesh,
+            train_dtype=maybe_instantiate(cfg.train_dtype),
+            compiler_options=options,
+        )
     layout = (shardings, None)
-    return jax.jit(step, in_shardings=layout, out_shardings=layout, donate_argnums=0)
-
-
-@contextlib.contextmanager
-def compilation_cache(directory: str | None) -> Iterator[None]:
-    """Uses a directory as JAX's persistent compilation cache within the block.
-
-    Programs that compile within a second are not stored, unless JAX's setting
-    `jax_persistent_cache_min_compile_time_secs` differs. Several processes and runs may share a
-    directory. None leaves JAX's settings as they are.
-    """
-    if directory is None:
-        yield
-        return
-    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    _use_cache(directory)
-    try:
-        yield
-    finally:
-        _use_cache(before)
-
-
-def _use_cache(directory: str | None) -> None:
-    # The open cache belongs to the previous directory.
-    jax_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", directory)
+    return jax.jit(
+        step,
+        in_shardings=layout,
+        out_shardings=layout,
+        donate_argnums=0,
+        compiler_options=options,
+    )
 
 
 def aot_model_analysis(compiled: jax.stages.Compiled) -> str:

@@ -1,0 +1,167 @@
+"""The persistent cache of compiled programs, and the effort of the compiler."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from weft.trainer import compilation
+from weft.trainer.compilation import (
+    compilation_cache,
+    default_cache_dir,
+    options_for_evaluation,
+    options_for_init,
+    options_for_steps,
+)
+
+SETTINGS = (*compilation._DEFAULTS, "jax_compilation_cache_dir")
+
+
+@pytest.fixture
+def unset(monkeypatch, tmp_path):
+    """Sets JAX's settings as in a program without any, and the user's cache to a new directory."""
+    before = {name: jax.config.values[name] for name in SETTINGS}
+    values = {name: old for name, (old, _) in compilation._DEFAULTS.items()}
+    compilation._update({**values, "jax_compilation_cache_dir": None})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "platform", "linux")
+    yield tmp_path / "cache/weft/xla"
+    compilation._update(before)
+
+
+def compiled(number):
+    jax.jit(lambda x: jnp.sin(x) + number)(jnp.ones(3))
+
+
+def test_default_is_bounded_and_in_the_cache_of_the_user(unset):
+    with compilation_cache(None):
+        assert jax.config.jax_compilation_cache_dir == str(unset)
+        assert jax.config.jax_compilation_cache_max_size == compilation.MAX_CACHE_BYTES
+        compiled(17.5)
+    assert list(unset.glob("*-cache"))
+    assert jax.config.jax_compilation_cache_dir is None
+    assert jax.config.jax_compilation_cache_max_size == -1
+
+
+def test_relative_directory_of_the_user_is_ignored(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache_dir() == str(tmp_path / ".cache/weft/xla")
+
+
+def test_settings_of_the_user_are_kept(unset, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    with compilation_cache(None):
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+        assert jax.config.jax_compilation_cache_max_size == -1
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        with compilation_cache(None):
+            assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert not unset.exists()
+
+
+def test_empty_directory_means_none(tmp_path):
+    with compilation_cache(""):
+        assert jax.config.jax_compilation_cache_dir is None
+
+
+@pytest.mark.parametrize("why", ["a file", "full", "of others"])
+def test_directory_that_cannot_be_used_is_logged_once(unset, caplog, monkeypatch, why):
+    unset.parent.mkdir(parents=True)
+    if why == "a file":
+        unset.write_text("")
+    elif why == "full":
+        monkeypatch.setattr(compilation, "_LEAST_FREE_BYTES", 2**80)
+    else:
+        unset.mkdir()
+        unset.chmod(0o777)
+    with caplog.at_level(logging.WARNING), compilation_cache(None):
+        compiled(18.5)
+        assert jax.config.jax_compilation_cache_dir is None
+    (record,) = caplog.records
+    assert f"not kept in {unset}" in record.message
+    assert "compilation_cache_dir=''" in record.message
+
+
+def test_partial_programs_are_dropped(unset):
+    unset.mkdir(parents=True, mode=0o700)
+    for name in ("old-cache", "new-cache", "whole-cache", "whole-atime"):
+        (unset / name).write_bytes(b"12345678")
+    for name in ("old-cache", "whole-cache"):
+        os.utime(unset / name, (time.time() - 100,) * 2)
+    with compilation_cache(None):
+        pass
+    assert sorted(x.name for x in unset.iterdir()) == ["new-cache", "whole-atime", "whole-cache"]
+
+
+PROGRAM = """
+import jax, numpy as np, weft
+from weft import linen as nn
+seen = []
+jax.monitoring.register_event_listener(lambda name, **kwargs: seen.append(name))
+x = np.ones((8, 3), np.float32)
+weft.fit(nn.Dense(1), (x, x[:, :1]), loss="mse", steps=1, progress=False)
+names = ("compile_requests_use_cache", "cache_hits")
+print(*(seen.count(f"/jax/compilation_cache/{name}") for name in names))
+"""
+
+
+def test_second_process_compiles_nothing(tmp_path):
+    unset = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+    env = {k: v for k, v in os.environ.items() if k not in unset}
+    env |= {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    counts = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0 and "warn" not in done.stderr.lower(), done.stderr
+        counts.append([int(word) for word in done.stdout.split()])
+    (programs, found), (again, found_again) = counts
+    assert programs > found
+    assert again == found_again == programs
+
+
+SMALL, BATCH = {"w": jnp.zeros((10, 10))}, lambda: {"x": jnp.zeros((8, 32))}
+
+
+def test_little_work_is_compiled_without_optimizations():
+    options = options_for_steps("cpu", SMALL, BATCH, steps=60)
+    assert options is not None and options["xla_backend_optimization_level"] == 0
+    compiled_step = jax.jit(lambda x: x + 1, compiler_options=options)
+    assert compiled_step(1) == 2
+    assert options_for_init("cpu", SMALL) == options
+    evaluation = options_for_evaluation("cpu", 100)
+    assert evaluation is not None and evaluation["xla_backend_optimization_level"] == 1
+
+
+def test_much_work_is_compiled_as_usual():
+    large = {"w": jax.ShapeDtypeStruct((10_000, 10_000), "float32")}
+    assert options_for_steps("cpu", SMALL, BATCH, steps=1000) is None
+    assert options_for_steps("cpu", SMALL, BATCH, steps=float("inf")) is None
+    assert options_for_steps("cpu", large, BATCH, steps=1) is None
+    much = {"x": jax.ShapeDtypeStruct((10_000, 10_000), "float32")}
+    assert options_for_steps("cpu", SMALL, lambda: much, steps=1) is None
+    assert options_for_init("cpu", large) is None
+    assert options_for_evaluation("cpu", 10**8) is None
+    assert options_for_steps("gpu", SMALL, BATCH, steps=1) is None
+    assert options_for_evaluation("gpu", 100) is None
+
+
+def test_options_that_xla_does_not_know_are_left_out(monkeypatch):
+    monkeypatch.setattr(compilation, "_NO_OPTIMIZATIONS", {"xla_cpu_no_such_option": 1})
+    compilation._are_known.cache_clear()
+    try:
+        assert options_for_init("cpu", SMALL) is None
+    finally:
+        compilation._are_known.cache_clear()

@@ -1,0 +1,208 @@
+"""Compilation of a run's programs: the persistent cache, and how hard the compiler tries.
+
+A run keeps its compiled programs, so that the next start of the same config compiles nothing. On a
+CPU, programs with little to compute are compiled without optimizations: compiling the steps of a
+small model would take longer than all of its steps. What is compiled how depends on sizes and
+`max_step` alone, so an interrupted run still ends with the same bits.
+"""
+
+import contextlib
+import functools
+import glob
+import logging
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+logger = logging.getLogger(__name__)
+
+MAX_CACHE_BYTES = 2 * 2**30
+_LEAST_FREE_BYTES = 2**28
+# JAX's settings of the default cache, where the user has not chosen others.
+_DEFAULTS = {
+    "jax_compilation_cache_max_size": (-1, MAX_CACHE_BYTES),
+    "jax_persistent_cache_min_compile_time_secs": (1.0, 0.0),
+}
+
+
+def default_cache_dir() -> str:
+    """Returns the directory of compiled programs in the user's cache directory."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA", "")
+    elif sys.platform == "darwin":
+        base = os.path.expanduser("~/Library/Caches")
+    else:
+        base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification says to ignore a relative path.
+    return os.path.join(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "weft/xla")
+
+
+@contextlib.contextmanager
+def compilation_cache(directory: str | None) -> Iterator[None]:
+    """Uses a directory as JAX's persistent compilation cache within the block.
+
+    Several processes and runs may share a directory. A directory that cannot be written is logged,
+    and programs are then compiled as without one.
+
+    Args:
+        directory: None for the one of JAX's settings, such as `JAX_COMPILATION_CACHE_DIR`; if they
+            name none, for `default_cache_dir`, which holds 2 GiB of the programs used last. An
+            empty string for no cache. In a directory that is named here, programs that compile
+            within a second are not stored, unless JAX's setting
+            `jax_persistent_cache_min_compile_time_secs` differs.
+    """
+    settings: dict[str, Any] = {"jax_compilation_cache_dir": directory or None}
+    if directory is None:
+        if (
+            jax.config.values["jax_compilation_cache_dir"]
+            or not jax.config.values["jax_enable_compilation_cache"]
+        ):
+            yield
+            return
+        settings["jax_compilation_cache_dir"] = default_cache_dir()
+        unset = {k: new for k, (old, new) in _DEFAULTS.items() if jax.config.values[k] == old}
+        settings |= unset
+    used = settings["jax_compilation_cache_dir"]
+    if used and not _is_usable(used, is_own=directory is None):
+        settings = {"jax_compilation_cache_dir": None}
+    before = {name: jax.config.values[name] for name in settings}
+    _update(settings)
+    try:
+        with warnings.catch_warnings():
+            # A program that cannot be read or written is compiled as without a cache.
+            warnings.filterwarnings("ignore", r"Error \w+ persistent compilation cache entry")
+            yield
+    finally:
+        _update(before)
+
+
+def _update(settings: dict[str, Any]) -> None:
+    jax_cache.reset_cache()  # the open one belongs to the previous directory
+    for name, value in settings.items():
+        jax.config.update(name, value)
+
+
+def _is_usable(directory: str, *, is_own: bool) -> bool:
+    """Returns whether programs can be stored in a directory; logs a warning if not."""
+    if "://" in directory:
+        return True
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+        if is_own:
+            _check_owner(directory)
+            _drop_partial_entries(directory)
+        if shutil.disk_usage(directory).free < _LEAST_FREE_BYTES:
+            raise OSError("the disk is almost full")
+    except OSError as error:
+        logger.warning(
+            "Compiled programs are not kept in %s: %s. Name another directory with "
+            "compilation_cache_dir, or none with compilation_cache_dir=''.",
+            directory,
+            error,
+        )
+        return False
+    return True
+
+
+def _check_owner(directory: str) -> None:
+    # Programs are code: nobody else may have put them there.
+    status = os.stat(directory)
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+        raise OSError("others may write to it")
+
+
+def _drop_partial_entries(directory: str) -> None:
+    """Removes programs that a killed process or a full disk has left without their time of use.
+
+    With a bound of the size, JAX could store nothing after such a program.
+    """
+    for path in glob.glob(os.path.join(glob.escape(directory), "*-cache")):
+        with contextlib.suppress(FileNotFoundError):  # another process removes them too
+            is_whole = os.path.exists(path.removesuffix("-cache") + "-atime")
+            if not is_whole and time.time() - os.path.getmtime(path) > 60:
+                os.remove(path)
+
+
+# The effort of the compiler.
+
+_NO_OPTIMIZATIONS = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+_FEW_OPTIMIZATIONS = {**_NO_OPTIMIZATIONS, "xla_backend_optimization_level": 1}
+_SMALL_MODEL = 10**6
+_MOST_STEPS = 300
+# Measured with the recipe lm-tiny: what a program without optimizations takes longer, per parameter
+# and number of a batch, and per number of an initial state.
+_SECONDS_PER_PRODUCT = 1.6e-9
+_SECONDS_PER_INITIAL_NUMBER = 1e-7
+# A few seconds of compilation are saved.
+_MOST_SECONDS = 2.0
+
+
+def options_for_steps(
+    platform: str, params: object, batch: Callable[[], object], steps: float
+) -> dict[str, Any] | None:
+    """Returns the options for compiling a step that runs a number of times.
+
+    Args:
+        platform: of the devices, such as "cpu".
+        params: arrays, or anything with their `shape`.
+        batch: returns the arrays of a batch, or their shapes; called if few steps of a small model
+            run on a CPU.
+    """
+    seconds = _SECONDS_PER_PRODUCT * count(params) * steps
+    is_little = (
+        platform == "cpu"
+        and steps <= _MOST_STEPS
+        and seconds <= _MOST_SECONDS
+        and seconds * count(batch()) <= _MOST_SECONDS
+    )
+    return _options(platform, _NO_OPTIMIZATIONS, is_little)
+
+
+def options_for_init(platform: str, state: object) -> dict[str, Any] | None:
+    """Returns the options for compiling the initialization of a state."""
+    seconds = _SECONDS_PER_INITIAL_NUMBER * count(state)
+    return _options(platform, _NO_OPTIMIZATIONS, seconds <= _MOST_SECONDS)
+
+
+def options_for_evaluation(platform: str, parameters: int) -> dict[str, Any] | None:
+    """Returns the options for compiling an evaluation of an unknown number of batches."""
+    return _options(platform, _FEW_OPTIMIZATIONS, parameters <= _SMALL_MODEL)
+
+
+def count(tree: object) -> int:
+    """Returns the number of numbers in a tree of arrays or of their shapes.
+
+    >>> count({"a": jnp.zeros((2, 3)), "b": jax.ShapeDtypeStruct((4,), "int32")})
+    10
+    """
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+def _options(platform: str, options: dict[str, Any], is_little: bool) -> dict[str, Any] | None:
+    return options if is_little and platform == "cpu" and _are_known() else None
+
+
+@functools.cache
+def _are_known() -> bool:
+    """Returns whether this version of XLA has the options."""
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options=_NO_OPTIMIZATIONS)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
