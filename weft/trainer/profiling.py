@@ -3,6 +3,8 @@
     steps per second   between two readings, excluding evaluation and saving
     MFU                operations that the model needs, relative to the devices' peak
     input wait         seconds per step of waiting for its batch
+    device idle        fraction of the time between the end of a step and the dispatch of the next,
+                       over ten steps after a reading without an evaluation or a save between them
     goodput            fraction of the time since the first start of the run that went into steps
                        that were not lost
 
@@ -27,6 +29,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -67,6 +70,8 @@ _SLOW_INPUT = 0.1
 
 logger = logging.getLogger(__name__)
 _MAX_MARKS = 200
+# Steps in a sample of the time between them.
+_IDLE_STEPS = 10
 
 
 def peak_flops_of(device_kind: str) -> float | None:
@@ -77,6 +82,64 @@ def peak_flops_of(device_kind: str) -> float | None:
     """
     names = [name for name in PEAK_FLOPS if name in device_kind]
     return PEAK_FLOPS[max(names, key=len)] if names else None
+
+
+class IdleTime:
+    """Fraction of the time that devices wait for the host between two steps, in a sample of them.
+
+    A thread waits for each step of the sample, so that the time of its end is known without holding
+    up the next one. It waits in C++, and not at all between samples.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._starts: list[float] = []
+        self._ends: list[Future[float]] = []
+        self._waiter: ThreadPoolExecutor | None = None
+
+    def __bool__(self) -> bool:
+        """True while a sample is taken."""
+        return self._waiter is not None and len(self._ends) <= _IDLE_STEPS
+
+    def start(self) -> None:
+        """Starts a sample of the next steps."""
+        self.discard()
+        self._waiter = ThreadPoolExecutor(1, "weft-idle-time")
+
+    def discard(self) -> None:
+        """Ends the sample without a result."""
+        if self._waiter is not None:
+            self._waiter.shutdown(wait=False)
+        self._starts, self._ends, self._waiter = [], [], None
+
+    def restart(self) -> None:
+        """Starts the sample again, if one is taken: an evaluation or a save is not a step."""
+        if self._waiter is not None:
+            self.start()
+
+    def on_dispatch(self) -> None:
+        """Records the start of a step."""
+        self._starts.append(self._clock())
+
+    def on_dispatched(self, output: object) -> None:
+        """Records the end of a step when it has computed `output`."""
+        assert self._waiter is not None
+        self._ends.append(self._waiter.submit(self._ended, output))
+
+    def _ended(self, output: object) -> float:
+        jax.block_until_ready(output)
+        return self._clock()
+
+    def fraction(self) -> float | None:
+        """Ends a complete sample, and returns its fraction of idle time; None without one."""
+        if len(self._ends) <= _IDLE_STEPS:
+            return None
+        ends = [end.result() for end in self._ends]
+        gaps = (max(0.0, start - end) for end, start in zip(ends, self._starts[1:], strict=False))
+        total = ends[-1] - self._starts[0]
+        idle = sum(gaps)
+        self.discard()
+        return idle / total if total > 0 else None
 
 
 class Throughput(Configurable):
@@ -111,6 +174,7 @@ class Throughput(Configurable):
             )
         self._every_n_steps = config.every_n_steps
         self._clock, self._now = clock, now
+        self.idle = IdleTime(clock)
         self._start: tuple[int, float] | None = None  # step and time to count from
         self._paused = 0.0  # total seconds
         self._pause_began: float | None = None
@@ -122,6 +186,7 @@ class Throughput(Configurable):
     def start(self, directory: str, step: int) -> None:
         """Starts or resumes measuring after a step."""
         self._directory, self._start = directory, None
+        self.idle.discard()
         record = read_record(directory)
         starts = record.get("starts", [])
         self._first_start = (
@@ -155,6 +220,9 @@ class Throughput(Configurable):
         if not self.is_due(step):
             return {}
         jax.block_until_ready(outputs)
+        idle = self.idle.fraction()
+        if not self.idle:
+            self.idle.start()
         before, (steps, seconds) = self._start, self._read(step)
         waited, self._waited = self._waited, (step, input_wait_seconds)
         if before is None or seconds <= 0:
@@ -171,6 +239,8 @@ class Throughput(Configurable):
         if isinstance(batch, Mapping) and self.config.tokens_field in batch:
             tokens = jax.tree.leaves(batch[self.config.tokens_field])[0].size
             summaries["tokens_per_second"] = per_second * tokens
+        if idle is not None:
+            summaries["device_idle"] = idle
         utilization = self._utilization(per_second, batch, model, params)
         if utilization is not None:
             summaries["mfu"] = utilization
@@ -212,6 +282,7 @@ class Throughput(Configurable):
     def on_checkpoint(self, step: int, outputs: object) -> None:
         """Records in the run's directory the time of the steps up to a saved one."""
         jax.block_until_ready(outputs)
+        self.idle.restart()
         self._read(step)
         if jax.process_index():
             return

@@ -196,6 +196,9 @@ class SpmdTrainer(Module):
         self._step = 0
         self._state: TrainerState | None = None
         self._batches: PrefetchingIterator | None = None
+        self._unreported: Callable[[], None] | None = (
+            None  # the report of a step that may still run
+        )
         self._run_lock: RunLock | None = None
         self._shows_progress = False
         self._failed_saves = 0
@@ -513,24 +516,38 @@ class SpmdTrainer(Module):
                         stop.doing("compiling the step")
                         stop.compile(self._lower_step(self.trainer_state, batch))
                         patience = None
+                idle = self._throughput and self._throughput.idle
+                if idle:
+                    idle.on_dispatch()
                 with self._traces.around(step) as computes:
                     self._state, outputs = self._train_step(self._state, batch)
                     self._step = step
                     computes(outputs)
+                if idle:
+                    idle.on_dispatched(outputs["loss"])
+                self._report_waiting()
                 if self._must_rewind(outputs, batch, first_key):
                     self._rewind(first_key)
                     continue
                 listener.on_step(step, outputs, batch)
-                self._report(outputs, batch)
+                self._unreported = functools.partial(self._report, step, outputs, batch)
                 stop.doing(f"evaluating or saving after step {step}")
                 with self._throughput.paused() if self._throughput else contextlib.nullcontext():
                     if self._evalers:
                         evaler_summaries = self._run_evalers(outputs["summaries"], listener)
+                        if evaler_summaries and self._throughput:
+                            self._throughput.idle.restart()
                     if early is not None:
                         early(step=step, evaler_summaries=evaler_summaries)
                     self._save_if_due(evaler_summaries, listener)
         except StopRun as stopped:
+            self._report_waiting()
             return evaler_summaries, outputs, stopped
+        except Exception:
+            with contextlib.suppress(Exception):  # the first error counts
+                self._report_waiting()
+            raise
+        self._report_waiting()
         is_early = early is not None and early.should_stop
         stopped = StopRun(StopRequest("end", EARLY_STOPPING)) if is_early else None
         return evaler_summaries, outputs, stopped
@@ -555,8 +572,14 @@ class SpmdTrainer(Module):
             check_loss(loss, step, look_first)
         return False
 
-    def _report(self, outputs: dict[str, Any], batch: NestedTensor) -> None:
-        step, loss = self._step, outputs["loss"]
+    def _report_waiting(self) -> None:
+        """Reports the last step that was not; it waits for the step, while the next one runs."""
+        report, self._unreported = self._unreported, None
+        if report is not None:
+            report()
+
+    def _report(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
+        loss = outputs["loss"]
         summaries = {"loss": loss, **outputs["summaries"]}
         if self._throughput is not None and self._throughput.is_due(step):
             assert self._batches is not None
@@ -610,6 +633,7 @@ class SpmdTrainer(Module):
     def _save_if_due(self, evaler_summaries: dict[str, Any], listener: RunListener) -> None:
         try:
             if self.save_checkpoint(evaler_summaries):
+                self._report_waiting()  # a run that continues from here starts with the next step
                 self._on_saved(listener)
         except CheckpointSaveError as error:
             self._on_save_failed(error, listener)
@@ -645,6 +669,8 @@ class SpmdTrainer(Module):
 
     def _close(self, *exc_info: Any) -> None:
         self._traces.close()
+        if self._throughput is not None:
+            self._throughput.idle.discard()
         self._checkpointer.stop(has_exception=exc_info[0] is not None)
         self._batches = None
 
