@@ -15,6 +15,7 @@ import pytest
 from weft.errors import ProfilerTraceError, ThroughputError
 from weft.hierarchy.base_layer import BaseModel
 from weft.trainer.profiling import (
+    IdleTime,
     StepTraces,
     Throughput,
     count_flops,
@@ -340,3 +341,43 @@ def test_traced_time_is_counted_by_layer(tmp_path):
     other = jax.jit(lambda x: x + 1).lower(x).compile()
     with pytest.raises(ProfilerTraceError, match=r"no trace of .*start_trace_steps=\[10\]"):
         layer_times(str(tmp_path), other)
+
+
+class Output:
+    """Output of a step that ends at a time of the test's clock."""
+
+    def __init__(self, now, end):
+        self._now, self._end = now, end
+
+    def block_until_ready(self):
+        self._now[0] = self._end
+        return self
+
+
+def test_idle_time_counts_the_gaps_between_steps():
+    now = [0.0]
+    idle = IdleTime(lambda: now[0])
+    assert not idle
+    idle.start()
+    for i in range(11):
+        assert idle and idle.fraction() is None
+        now[0] = i  # dispatched one second apart
+        idle.on_dispatch()
+        idle.on_dispatched(Output(now, i + 0.75))
+        assert idle._ends[-1].result() == i + 0.75
+    assert not idle  # no further steps
+    assert idle.fraction() == pytest.approx(10 * 0.25 / 10.75)
+    assert idle.fraction() is None
+
+
+def test_evaluation_starts_the_sample_of_idle_time_again():
+    idle = IdleTime()
+    idle.restart()
+    assert not idle
+    idle.start()
+    idle.on_dispatch()
+    idle.on_dispatched(1.0)
+    idle.restart()
+    assert idle and not idle._ends
+    idle.discard()
+    assert not idle

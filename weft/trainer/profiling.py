@@ -98,7 +98,7 @@ class IdleTime:
         self._waiter: ThreadPoolExecutor | None = None
 
     def __bool__(self) -> bool:
-        """True while a sample is taken."""
+        """Returns whether a sample is being taken."""
         return self._waiter is not None and len(self._ends) <= _IDLE_STEPS
 
     def start(self) -> None:
