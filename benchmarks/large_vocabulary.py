@@ -105,8 +105,8 @@ def _compare(question: str, chunks: Any, whole: Any) -> Row:
         lambda: jax.block_until_ready(chunks()), lambda: jax.block_until_ready(whole())
     )
     why = (
-        "Chunks take four matrix products where whole logits take three: the backward pass computes "
-        "the logits again. At large dimensions the products outweigh what chunks save, and the "
+        "Chunks take four matrix products, whole logits three: the backward pass computes the "
+        "logits again. At large dimensions the products outweigh what chunks save, and the "
         "limit is 1.33."
     )
     return row(question, measured, at_most=1 / 0.9, why=why)

@@ -137,11 +137,11 @@ def linear_logit_statistics(
             array = jnp.pad(array, widths)
         return array.reshape(*before, num_shards, chunks, size, *after)
 
-    head = _Head(
-        split(weight, 0),
-        None if bias is None else split(bias, 0),
-        None if soft_target_labels is None else split(soft_target_labels, target_labels.ndim),
-    )
+    soft = soft_target_labels
+    if soft is not None:
+        # With the shards between other axes, XLA copies the labels.
+        soft = jnp.moveaxis(split(soft, target_labels.ndim), target_labels.ndim, 0)
+    head = _Head(split(weight, 0), None if bias is None else split(bias, 0), soft)
     options = _Options(classes, logit_cap, label_smoothing)
     return _statistics(options, x, head, target_labels)
 
@@ -194,7 +194,7 @@ class _Head(NamedTuple):
 
     weight: Float[Array, "shards chunks size dim"]
     bias: Float[Array, "shards chunks size"] | None
-    soft_target_labels: Float[Array, "*batch shards chunks size"] | None
+    soft_target_labels: Float[Array, "shards *batch chunks size"] | None
 
     @property
     def chunk_axes(self) -> _Head:
@@ -235,7 +235,7 @@ def _chunk(
     offset = index * size + jnp.arange(size)
     ids = in_shard * jnp.arange(shards)[:, None] + offset[None]
     if soft is not None:
-        probs = soft.astype(jnp.float32)
+        probs = jnp.moveaxis(soft, 0, -2).astype(jnp.float32)
     else:
         hit = target_labels[..., None, None] == _after(ids, x.ndim - 1)
         smoothing = options.label_smoothing
@@ -323,7 +323,9 @@ def _statistics_bwd(options, residuals, cotangents):
         new = _Head(
             _dot(products, x.astype(weight.dtype), (batch, batch)),
             None if trained.bias is None else jnp.sum(d, axis=batch),
-            None if trained.soft_target_labels is None else d_expected * logits,
+            None
+            if trained.soft_target_labels is None
+            else jnp.moveaxis(d_expected * logits, -2, 0),
         )
 
         def write(whole: Array, part: Array, axis: int) -> Array:

@@ -124,7 +124,8 @@ def cross_entropy_of_statistics(
     if live_targets is None:
         live_targets = (target_labels >= 0) & (target_labels < classes)
         if soft_target_labels is not None:
-            live_targets &= jnp.any(soft_target_labels != 0, axis=-1)
+            # The largest magnitude: XLA stores the comparison of each label for `any`.
+            live_targets &= jnp.max(jnp.abs(soft_target_labels), axis=-1) != 0
     live = live_targets.astype(jnp.float32)
     log_normalizer, expected, likeliest = statistics
     total = 1.0 if soft_target_labels is None else soft_target_labels.astype(jnp.float32).sum(-1)
