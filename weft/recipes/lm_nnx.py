@@ -113,8 +113,8 @@ class Block(nnx.Module):
             functional.apply_rotary(heads(linear), sin[:, None], cos[:, None])
             for linear in (self.query, self.key)
         )
-        mask = functional.sliding_window_causal_mask(self.window)(positions[:, None], positions)
-        y = functional.dot_product_attention(query, key, heads(self.value), mask=mask[None, None])
+        mask = functional.sliding_window_causal_mask(self.window)
+        y = functional.dot_product_attention(query, key, heads(self.value), mask=mask)
         return self.out(y.reshape(batch, time, dim))
 
 

@@ -1,13 +1,18 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.jaxprs import largest_array
 from tests.keys import quick_key
+from weft import functional
 from weft.core import apply, init
 from weft.core.nn import dot_product_attention, multi_head_dot_product_attention
 from weft.core.nn.attention import CacheEntry, attended_axes, causal, pairwise
 from weft.errors import ArgumentShapeError, ArgumentValueError, ModifyScopeVariableError
+from weft.functional import AttentionMask
 
 KEY = quick_key(0)
 X = np.random.default_rng(0).normal(size=(2, 6, 8)).astype(np.float32)
@@ -268,3 +273,26 @@ def test_bad_steps(whole):
     assert isinstance(entry, CacheEntry)
     with pytest.raises(ArgumentShapeError, match=r"cache of shape \(2, 5, 5\) .* and 1 length"):
         entry((2, 5, 5))
+
+
+def test_long_sequences_have_no_array_of_all_pairs():
+    length, ids = 4096, jnp.zeros((1, 4096), jnp.int32)
+    x = jax.ShapeDtypeStruct((1, length, 8), jnp.float32)
+
+    def attend(scope, x):
+        known = {"segmentation": ids, "padding_mask": ids == 0, "causal_mask": True}
+        return multi_head_dot_product_attention(scope, x, None, 1, **known)
+
+    variables = jax.eval_shape(lambda x: init(attend)(jax.random.key(0), x)[1], x)
+
+    def loss(variables, x):
+        return apply(attend)(variables, x).sum()
+
+    assert largest_array(jax.grad(loss, (0, 1)), variables, x) < length**2 / 16
+
+
+def test_blocks_compute_the_same():
+    q, mask = jnp.asarray(X).reshape(2, 6, 2, 4), AttentionMask(functional.causal_mask)
+    attend = functools.partial(apply(dot_product_attention), {}, q, q, q, mask=mask)
+    plain, blocks = (attend(implementation=name) for name in ("plain", "blockwise"))
+    np.testing.assert_allclose(blocks, plain, atol=1e-5)

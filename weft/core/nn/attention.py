@@ -28,8 +28,10 @@ from weft.core.nn.linear import Initializer, default_kernel_init, dense_general
 from weft.core.scope import Scope
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.arrays import as_tuple
-from weft.functional.attention import check_broadcastable
+from weft.functional.attention import check_broadcastable, without_weights
+from weft.functional.attention_mask import AttentionMask
 from weft.functional.dropout import keep_mask
+from weft.functional.fused_attention import AttentionImplementation
 
 Axes = tuple[int, ...]
 
@@ -218,6 +220,8 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     precision: lax.PrecisionLike = None,
+    mask: AttentionMask | None = None,
+    implementation: AttentionImplementation | None = None,
 ) -> Float[Array, "batch *target heads value_dim"]:
     """Returns `softmax(query · key / sqrt(dim) + bias) · value` over axes (Vaswani et al., 2017).
 
@@ -229,10 +233,14 @@ def dot_product_attention(
         axis: axes to attend over; by default all between batch and heads.
         broadcast_dropout: whether all examples and heads share a dropout mask.
         dropout_rng: key to use instead of the scope's.
+        mask: of the flattened attended axes; not written out for all pairs.
+        implementation: how to compute it (see `weft.functional.fused_attention`); None chooses by
+            device, lengths and arguments.
 
     Raises:
         ArgumentShapeError: if the shapes do not match.
-        ArgumentValueError: if an axis cannot be attended over.
+        ArgumentValueError: if an axis cannot be attended over, or `implementation` cannot compute
+            it.
     """
     if key.shape[:-1] != value.shape[:-1] or query.shape[-2:] != key.shape[-2:]:
         raise ArgumentShapeError(
@@ -250,20 +258,41 @@ def dot_product_attention(
 
     targets = tuple(query.shape[a] for a in axes)
     sources = tuple(key.shape[a] for a in axes)
-    logits = functional.attention_logits(flat(query), flat(key), precision=precision)
-    logits = logits * query.shape[-1] ** -0.5
     full = (*batch, query.shape[-2], *targets, *sources)
     if bias is not None:
         check_broadcastable("bias", bias, full)
-        logits = logits + jnp.broadcast_to(bias, full).reshape(logits.shape)
-    probs = jax.nn.softmax(logits)
-    if dropout_rate > 0.0 and not deterministic:
+    rng, dropout_rate = None, 0.0 if deterministic else dropout_rate
+    if dropout_rate > 0.0:
         rng = scope.make_rng("dropout") if dropout_rng is None else dropout_rng
-        shape = (*([1] * (len(batch) + 1)), *targets, *sources) if broadcast_dropout else full
-        mask = jnp.broadcast_to(keep_mask(rng, dropout_rate, shape), full).reshape(probs.shape)
-        probs = functional.dropout(probs, rate=dropout_rate, mask=mask)
     value = flat(value).astype(jnp.promote_types(dtype, value.dtype))
-    context = functional.attention_context(probs.astype(dtype), value, precision=precision)
+    of_heads = (math.prod(batch), query.shape[-2], math.prod(targets), math.prod(sources))
+    context = without_weights(
+        implementation,
+        flat(query),
+        flat(key),
+        value,
+        bias=None if bias is None else jnp.broadcast_to(bias, full).reshape(of_heads),
+        mask=AttentionMask() if mask is None else mask,
+        dropout_rate=dropout_rate,
+        dropout_rng=rng,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        only_plain={},
+    )
+    if context is None:
+        logits = functional.attention_logits(flat(query), flat(key), precision=precision)
+        logits = logits * query.shape[-1] ** -0.5
+        if bias is not None:
+            logits = logits + jnp.broadcast_to(bias, full).reshape(logits.shape)
+        if mask is not None:
+            logits = logits + functional.bool_to_bias(mask.to_array(*logits.shape[-2:]))
+        probs = jax.nn.softmax(logits)
+        if dropout_rate > 0.0:
+            shape = (*([1] * (len(batch) + 1)), *targets, *sources) if broadcast_dropout else full
+            keep = keep_mask(rng, dropout_rate, shape)
+            keep = jnp.broadcast_to(keep, full).reshape(probs.shape)
+            probs = functional.dropout(probs, rate=dropout_rate, mask=keep)
+        context = functional.attention_context(probs.astype(dtype), value, precision=precision)
     context = context.reshape(*batch, *targets, *context.shape[-2:])
     return jnp.transpose(context, tuple(order.index(a) for a in range(query.ndim)))
 
@@ -332,9 +361,13 @@ def multi_head_dot_product_attention(
         key, value, seen = decode(scope, query, key, value)
     segments = {"segmentation": segmentation, "key_segmentation": key_segmentation}
     padding = {"padding_mask": padding_mask, "key_padding_mask": key_padding_mask}
+    if attention_fn is dot_product_attention and not cache and len(axes) == query.ndim - 3:
+        options: dict[str, Any] = {"mask": _mask(query, key, axes, causal_mask, padding, segments)}
+    else:
+        options = {"bias": _bias(query, key, axes, seen, causal_mask, padding, segments)}
     context = scope.child(attention_fn)(
         query, key, value, dtype=dtype, axis=axes, precision=precision, dropout_rng=dropout_rng,
-        bias=_bias(query, key, axes, seen, causal_mask, padding, segments),
+        **options,
         dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout, deterministic=deterministic,
     )  # fmt: skip
     return project(scope.push("out"), context, out_features or inputs_q.shape[-1], axis=(-2, -1))
@@ -371,6 +404,41 @@ def _check_decoding(causal_mask: bool, axes: tuple[int, ...], ndim: int) -> None
             f"cache=True decodes over all axes between batch and features, which are 1 to "
             f"{ndim - 3} here, and attention_axis is {axes}: leave it out."
         )
+
+
+def _mask(
+    query: Array,
+    key: Array,
+    axes: tuple[int, ...],
+    causal_mask: bool,
+    padding: dict[str, Array | None],
+    segments: dict[str, Array | None],
+) -> AttentionMask:
+    """Returns the mask of attention over all axes, in the order of their flattened positions."""
+    if padding["padding_mask"] is None and padding["key_padding_mask"] is not None:
+        padding = {**padding, "padding_mask": jnp.ones(query.shape[:-2], bool)}
+
+    def flattened(named: dict[str, Array | None]) -> Any:
+        pair: Any = pairwise(lambda *both: both, named, query, key, axes)
+        if pair is None:
+            return None, None
+        return [
+            jnp.broadcast_to(x.reshape(len(x), *sizes), (len(x), *of.shape[1:-2])).reshape(
+                len(x), -1
+            )
+            for x, of, sizes in (
+                (pair[0], query, pair[0].shape[2 : 2 + len(axes)]),
+                (pair[1], key, pair[1].shape[2 + len(axes) :]),
+            )
+        ]
+
+    valid, valid_keys = flattened(padding)
+    ids, key_ids = flattened(segments)
+    arrays = ()
+    if valid is not None:
+        arrays = (valid[:, None, :, None] != 0, valid_keys[:, None, None, :] != 0)
+    fn = functional.causal_mask if causal_mask else None
+    return AttentionMask(fn, query_segments=ids, key_segments=key_ids, arrays=arrays)
 
 
 def _bias(
