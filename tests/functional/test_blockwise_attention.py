@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tests.jaxprs import largest_array
 from weft.errors import ArgumentValueError
@@ -230,6 +230,25 @@ def test_batch_and_heads_can_be_sharded():
     for x, y in zip(sharded, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
         assert x.sharding.spec[0] == "data" and x.sharding.spec[2] == "model"
+
+
+@pytest.mark.parametrize("kind", ["shard_map", "explicit mesh"])
+def test_in_programs_that_say_where_arrays_are(kind):
+    x = array(8, 11, H, D)
+
+    def grads(x):
+        mask = AttentionMask(causal_mask)
+        return jax.grad(lambda x: jnp.sum(blockwise_attention(x, x, x, mask=mask) ** 2))(x)
+
+    axis_type = AxisType.Explicit if kind == "explicit mesh" else AxisType.Auto
+    mesh, spec = jax.make_mesh((8,), ("data",), axis_types=(axis_type,)), PartitionSpec("data")
+    expected = jax.jit(grads)(x)
+    if kind == "shard_map":
+        sharded = jax.jit(jax.shard_map(grads, mesh=mesh, in_specs=spec, out_specs=spec))(x)
+    else:
+        with jax.set_mesh(mesh):
+            sharded = jax.jit(grads)(jax.device_put(x, NamedSharding(mesh, spec)))
+    np.testing.assert_allclose(sharded, expected, atol=1e-5)
 
 
 def test_forward_mode_says_what_to_use():

@@ -230,7 +230,6 @@ def _attend(options: _Options, arrays: _Arrays, given: _Given) -> Array:
 
 def _forward(options: _Options, arrays: _Arrays, given: _Given) -> tuple[Array, Any]:
     queries, keys, sink = options.queries, options.keys, arrays.sink
-    *heads, _ = rows = arrays.query.shape[:4]
     value_dim = arrays.value.shape[-1]
     first, needed = _needed_keys(options, given)
 
@@ -259,8 +258,8 @@ def _forward(options: _Options, arrays: _Arrays, given: _Given) -> tuple[Array, 
             )
             return n + 1, new_largest, total, context
 
-        block = (*heads, queries.size)
-        empty = jnp.full(block, _LOWEST), jnp.zeros(block), jnp.zeros((*block, value_dim))
+        zeros = _zeros_like(query[..., 0])
+        empty = zeros + _LOWEST, zeros, jnp.repeat(zeros[..., None], value_dim, -1)
         _, largest, total, context = lax.while_loop(unfinished, of_keys, (jnp.int32(0), *empty))
         if sink is not None:
             new_largest = jnp.maximum(largest, sink)
@@ -271,8 +270,9 @@ def _forward(options: _Options, arrays: _Arrays, given: _Given) -> tuple[Array, 
         new = (context, largest, 1 / total)
         return tuple(queries.put(x, i, 3, b) for x, b in zip(carry, new, strict=True)), None
 
-    out = jnp.zeros((*rows, value_dim), arrays.value.dtype)
-    carry: tuple[Array, ...] = (out, jnp.zeros(rows), jnp.zeros(rows))
+    zeros = _zeros_like(arrays.query[..., 0])
+    out = jnp.repeat(zeros[..., None], value_dim, -1).astype(arrays.value.dtype)
+    carry: tuple[Array, ...] = (out, zeros, zeros)
     (out, largest, share), _ = lax.scan(of_queries, carry, jnp.arange(queries.number))
     return out, (arrays, given, out, largest, share)
 
@@ -324,11 +324,11 @@ def _backward(options: _Options, saved: Any, dout: Array) -> tuple[_Arrays, None
                 dslopes,
             )
 
-        zeros = carry._replace(query=jnp.zeros(query.shape, jnp.float32))
+        zeros = carry._replace(query=_zeros_like(query))
         grads = lax.fori_loop(0, needed[i], of_keys, zeros)
         return grads._replace(query=queries.add(carry.query, i, 3, grads.query)), None
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), arrays._replace(sink=None))
+    zeros = jax.tree.map(_zeros_like, arrays._replace(sink=None))
     grads, _ = lax.scan(of_queries, zeros, jnp.arange(queries.number))
     if arrays.sink is not None:
         lost = jnp.exp(arrays.sink - largest) * share * delta
@@ -337,6 +337,11 @@ def _backward(options: _Options, saved: Any, dout: Array) -> tuple[_Arrays, None
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _zeros_like(x: Array) -> Array:
+    """Returns the start of a sum, on the devices and with the sharding of its terms."""
+    return jnp.zeros_like(x, jnp.float32)
 
 
 def _skips(options: _Options, given: _Given) -> bool:

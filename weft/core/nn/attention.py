@@ -261,7 +261,7 @@ def dot_product_attention(
     full = (*batch, query.shape[-2], *targets, *sources)
     if bias is not None:
         check_broadcastable("bias", bias, full)
-    rng, dropout_rate = None, 0.0 if deterministic else dropout_rate
+    dropout_rate, rng = 0.0 if deterministic else dropout_rate, dropout_rng
     if dropout_rate > 0.0:
         rng = scope.make_rng("dropout") if dropout_rng is None else dropout_rng
     value = flat(value).astype(jnp.promote_types(dtype, value.dtype))
@@ -289,6 +289,7 @@ def dot_product_attention(
         probs = jax.nn.softmax(logits)
         if dropout_rate > 0.0:
             shape = (*([1] * (len(batch) + 1)), *targets, *sources) if broadcast_dropout else full
+            assert rng is not None
             keep = keep_mask(rng, dropout_rate, shape)
             keep = jnp.broadcast_to(keep, full).reshape(probs.shape)
             probs = functional.dropout(probs, rate=dropout_rate, mask=keep)
@@ -419,7 +420,8 @@ def _mask(
         padding = {**padding, "padding_mask": jnp.ones(query.shape[:-2], bool)}
 
     def flattened(named: dict[str, Array | None]) -> Any:
-        pair: Any = pairwise(lambda *both: both, named, query, key, axes)
+        both: Any = lambda of_queries, of_keys: (of_queries, of_keys)  # noqa: E731
+        pair: Any = pairwise(both, named, query, key, axes)
         if pair is None:
             return None, None
         return [

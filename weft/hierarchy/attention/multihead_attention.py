@@ -286,18 +286,17 @@ class MultiheadAttention(BaseLayer):
           query_positions: `Int[Array, "#batch target"]`; None counts from 0.
           return_aux: optional outputs to return: "probs", "kv_state".
         """
-        if query_positions is None:
-            query_positions = _from_0(query)
-        proj = self._project(query, key, value, kv_state, query_positions)
+        positions: Any = _from_0(query) if query_positions is None else query_positions
+        proj = self._project(query, key, value, kv_state, positions)
         if kv_state is not None:
             key_positions = kv_state.key_positions
         else:
-            key_positions = query_positions if key is None else _from_0(key)
+            key_positions = positions if key is None else _from_0(key)
         biases = as_attention_bias(attention_logit_biases)
         if segment_ids is not None:
             biases = biases + SegmentIdAttentionBias(segment_ids)
         kv_state = KVState(proj.key, proj.value, key_positions)
-        return self._attend(proj.query, query_positions, kv_state, biases, return_aux)
+        return self._attend(proj.query, positions, kv_state, biases, return_aux)
 
     def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
         """Returns the initial state for decoding sequences of up to `max_len` positions."""
