@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-_PAD = 257
+PAD = 257
 
 
 def from_weft(params):
@@ -42,8 +42,11 @@ def _rotate(x):
     return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(x.shape)
 
 
-def logits(params, ids):
-    """Returns next-token logits [batch, time, vocab] of ids [batch, time]."""
+def logits(params, ids, unroll=False):
+    """Returns next-token logits [batch, time, vocab] of ids [batch, time].
+
+    With `unroll`, the layers are written out one after another, not in a loop.
+    """
     time, dim = ids.shape[1], params["embedding"].shape[1]
     mask = jnp.tril(jnp.ones((time, time), bool))
 
@@ -58,25 +61,32 @@ def logits(params, ids):
         return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None
 
     x = params["embedding"][ids] * dim**0.5
-    x, _ = jax.lax.scan(layer, x, params["layers"])
+    x, _ = jax.lax.scan(layer, x, params["layers"], unroll=unroll)
     return _rms_norm(x, params["final_norm"]) @ params["embedding"].T
 
 
-def make_step(peak_lr: float, max_step: int):
-    """Returns the optimizer, and a jitted step (params, state, batch) -> (params, state, loss)."""
-    schedule = optax.warmup_cosine_decay_schedule(
+def schedule(peak_lr: float, max_step: int):
+    """Returns the learning rate as a function of the number of updates before."""
+    of_step = optax.warmup_cosine_decay_schedule(
         0.0, peak_lr, max_step // 20, max_step, 0.1 * peak_lr
     )
+    return lambda count: of_step(count + 1)
+
+
+def make_step(peak_lr: float, max_step: int, unroll: bool = False):
+    """Returns the optimizer, and a jitted step (params, state, batch) -> (params, state, loss)."""
+    learning_rate = schedule(peak_lr, max_step)
     optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1)
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.1),
     )
 
     def loss_fn(params, batch):
         labels = batch["target_labels"]
         nll = optax.softmax_cross_entropy_with_integer_labels(
-            logits(params, batch["input_ids"]), labels
+            logits(params, batch["input_ids"], unroll), labels
         )
-        live = labels != _PAD
+        live = labels != PAD
         return jnp.sum(nll * live) / jnp.sum(live)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
