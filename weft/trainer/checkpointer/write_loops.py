@@ -34,7 +34,7 @@ class WriteLoop(asyncio.SelectorEventLoop):
             return None  # the result of a write that nobody awaits
 
 
-class _Policy(asyncio.AbstractEventLoopPolicy):
+class _Policy(asyncio.AbstractEventLoopPolicy):  # pyright: ignore[reportGeneralTypeIssues]
     """Policy that creates `WriteLoop`s; the current loops of threads are those of the one before.
 
     Attributes:
