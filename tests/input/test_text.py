@@ -59,7 +59,7 @@ def test_order_depends_on_seed():
 
 def test_each_pass_reshuffles_all_sequences():
     files = tuple(TextFile(f"{i + 3}.py", bytes([i]) * 63) for i in range(12))
-    source = make(corpus=Corpus("twelve", files)).source
+    source = make(corpus=Corpus("twelve", files, held_out_fraction=0.0)).source
     rows = [row for b in batches(source, 3) for row in b["input_ids"][:, 1].tolist()]
     assert sorted(rows[:12]) == sorted(rows[12:]) == list(range(12))
     assert rows[:12] != rows[12:]
@@ -143,7 +143,7 @@ def test_fields_are_set_by_path():
 
 
 def test_too_little_text_for_one_batch():
-    corpus = Corpus("short", (TextFile("3.py", b"x" * 200),))
+    corpus = Corpus("short", (TextFile("3.py", b"x" * 200),), held_out_fraction=0.0)
     with pytest.raises(EmptyCorpusError, match=r"'train' part of .*'short'.* has 3 sequences"):
         make(corpus=corpus)
 

