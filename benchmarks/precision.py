@@ -1,4 +1,4 @@
-"""What does training in bfloat16 cost in loss, and save in memory, compared with float32?
+"""What does training in fewer bits cost in loss, and save in memory, compared with float32?
 
 The learning rate is that of models a hundred times as large, where it matters how parameters are
 rounded: most steps are smaller than the distance from one number of bfloat16 to the next.
@@ -95,6 +95,8 @@ def run() -> list[Row]:
     half = {"bfloat16": ("bfloat16", 1.02)}
     others = {
         "mixed_bfloat16": ("mixed_bfloat16", 1.02),
+        "int8": ("int8", 1.02),
+        "fp8": ("fp8", 1.02),
         "bfloat16 rounded to the nearest": (_NEAREST, None),
     }
     return [*_losses("lm", {**half, **others}), *_losses("lm-nnx", half), *_memory()]

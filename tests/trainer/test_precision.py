@@ -116,6 +116,35 @@ def test_policies_hold_for_every_way_of_writing(kind, policy, tmp_path):
     assert operands_of_products(made.jaxpr) == {computed}
 
 
+@pytest.mark.parametrize(("policy", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
+def test_policies_of_8_bits_quantize_products_with_weights(policy, dtype, tmp_path):
+    trainer = trainer_of(config(tmp_path, MODELS["hierarchy"], precision=policy))
+    batch = {name: np.arange(2 * LENGTH).reshape(2, LENGTH) for name in BATCH}
+    with trainer.mesh():
+        state = trainer._new_state(jax.random.key(0))
+        assert floats((state.model, state.learner)) == {"float32"}
+        losses = []
+        for _ in range(20):
+            state, outputs = trainer._train_step(state, batch)
+            losses.append(float(outputs["loss"]))
+    assert losses[-1] < 0.8 * losses[0]
+
+    def operands(model):
+        built = build_model(config(tmp_path, model, precision=policy))
+        shapes = jax.eval_shape(built.initialize_parameters_recursively, jax.random.key(0))
+
+        def loss(params):
+            return functional(built, None, params, (batch,), is_training=False)[0][0]
+
+        return operands_of_products(jax.make_jaxpr(loss)(shapes).jaxpr)
+
+    # Logits by the table of embeddings are not quantized, nor is a layer that says so.
+    lm = lm_tiny().model
+    assert operands(lm) == {dtype, "float32"}
+    lm.decoder.transformer.quantization = "off"
+    assert operands(lm) == {"float32"}
+
+
 def test_layers_with_a_dtype_of_their_own_keep_it_and_their_moments(tmp_path):
     model = lm_tiny().model
     model.dtype = jnp.float16  # of the whole model, which a policy replaces
@@ -329,6 +358,13 @@ def test_mistakes_are_explained(tmp_path):
     def layer(name, parent):
         return Sum.default_config().set(name=name).instantiate(parent=parent)
 
+    for kind in ("linen", "nnx"):
+        of_library = config(tmp_path, MODELS[kind], precision="int8")
+        with pytest.raises(InvalidConfigValueError, match=r"(?s)dot_general=weft.functional.int8"):
+            trainer_of(of_library)
+    unknown = config(tmp_path, model.clone(quantization="int4"))
+    with pytest.raises(InvalidConfigValueError, match=r"quantization='int4'.*'int8', 'fp8', 'off'"):
+        trainer_of(unknown)
     made = config(tmp_path, config_for_function(layer), precision="mixed_bfloat16")
     with pytest.raises(InvalidConfigValueError, match="set dtype='float32' of the model, but"):
         trainer_of(made)

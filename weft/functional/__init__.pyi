@@ -86,6 +86,9 @@ from weft.functional.norm import (
 from weft.functional.pooling import (
     avg_pool as avg_pool, max_pool as max_pool, min_pool as min_pool, pool as pool,
 )
+from weft.functional.quantized_product import (
+    fp8_dot_general as fp8_dot_general, int8_dot_general as int8_dot_general,
+)
 from weft.functional.rounding import (
     cast_floats as cast_floats, stochastic_round as stochastic_round,
 )

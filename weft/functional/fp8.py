@@ -15,6 +15,7 @@ two such tensors by one of 8 bits. `quantized_dot` calls the product of 8 bits i
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
 
 import jax
@@ -260,7 +261,7 @@ def quantized_dot_bwd(dimension_numbers, preferred_element_type, res, g):
 quantized_dot.defvjp(quantized_dot_fwd, quantized_dot_bwd)
 
 
-class ProductOptions(TypedDict):
+class ProductOptions(TypedDict, total=False):
     """Options of `jax.lax.dot_general`."""
 
     precision: lax.PrecisionLike
@@ -274,11 +275,13 @@ def dot_general_transpose_lhs(
     *,
     dimension_numbers: DimensionNumbers,
     swap_ans: bool = False,
+    dot_general: Callable[..., Array] = lax.dot_general,
     **options: Unpack[ProductOptions],
 ) -> Array:
     """Returns the gradient of `dot_general(x, y)` with respect to `x`, given that of the result.
 
-    The dtypes may differ. With `swap_ans`, `g` is the gradient of `dot_general(y, x)`.
+    The dtypes may differ. With `swap_ans`, `g` is the gradient of `dot_general(y, x)`. `options`
+    are those of `dot_general`, which computes the gradient.
     """
     (x_contracted, y_contracted), (x_batch, y_batch) = dimension_numbers
     x_free = [a for a in range(x.ndim) if a not in (*x_contracted, *x_batch)]
@@ -286,7 +289,7 @@ def dot_general_transpose_lhs(
     start = len(x_batch) + (0 if swap_ans else len(x_free))
     g_of_y = range(start, start + len(y_free))
     numbers = (tuple(g_of_y), tuple(y_free)), (tuple(range(len(x_batch))), y_batch)
-    product = lax.dot_general(g, y, numbers, **options)
+    product = dot_general(g, y, numbers, **options)
     # Its last axes are the contracted ones, in the order of `y`.
     order = [*x_batch, *x_free, *(x_contracted[i] for i in np.argsort(y_contracted))]
     return lax.transpose(product, np.argsort(order))

@@ -162,6 +162,7 @@ def project(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    dot_general: Callable[..., Array] | None = None,
     einsum: Callable[..., Array] | None = None,
     out_sharding: Any = None,
 ) -> Num[Array, "*output"]:
@@ -174,6 +175,7 @@ def project(
         subscripts: of an einsum over `x` and `weight`.
         bias: broadcast against the result's last axes.
         precision, preferred_element_type, out_sharding: as in `jax.numpy.einsum`.
+        dot_general: replaces `jax.lax.dot_general` in `jax.numpy.einsum`.
         einsum: replaces `jax.numpy.einsum`; receives `preferred_element_type` and `out_sharding`
             only if they are set.
 
@@ -183,8 +185,14 @@ def project(
     """
     options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
     options["precision"] = precision
+    if dot_general is not None:
+        options["_dot_general"] = dot_general
     contracted = None
-    if einsum is None and x.dtype == weight.dtype and merges_axes(x, weight, out_sharding):
+    if (
+        einsum is dot_general is None
+        and x.dtype == weight.dtype
+        and merges_axes(x, weight, out_sharding)
+    ):
         contracted = _contracted_axes(subscripts, x.ndim, weight.ndim)
     if contracted is not None:
         y = product_of_matrices(x, weight, *contracted, **options)

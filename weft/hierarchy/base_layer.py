@@ -24,6 +24,7 @@ from weft.config import REQUIRED, Configurable, Required, config_class, maybe_in
 from weft.core.logical import names_to_mesh_axes
 from weft.core.tabulate import format_size
 from weft.functional.arrays import check_sizes
+from weft.functional.quantized_product import fp8_dot_general, int8_dot_general
 from weft.functional.rounding import cast_floats
 from weft.hierarchy import transforms
 from weft.hierarchy.context import child_context, fold_in_name, set_current_context
@@ -210,6 +211,9 @@ class Parameters(dict[str, Any]):
         )
 
 
+_PRODUCTS = {"int8": int8_dot_general, "fp8": fp8_dot_general, "off": None}
+
+
 class BaseLayer(Module):
     """Module with parameters.
 
@@ -225,6 +229,9 @@ class BaseLayer(Module):
             compute_dtype: of the computation, to which the layer casts its floating-point inputs
                 and parameters, but not its state; None for that of the parent layer, at the root
                 for no cast. Softmaxes, norms and losses are computed in float32 nevertheless.
+            quantization: of matrix products with the weights of linear layers, attention's
+                projections and experts: "int8" or "fp8", see `weft.functional.int8_dot_general`;
+                "off" for none, None for that of the parent layer.
             output_dtype: of the layer's floating-point outputs; None for the parent's
                 `compute_dtype` if this layer has one of its own.
             param_init: initializes the parameters; None for that of the parent layer.
@@ -235,6 +242,7 @@ class BaseLayer(Module):
         dtype: DType | None = None
         compute_dtype: DType | None = None
         output_dtype: DType | None = None
+        quantization: str | None = None
         param_init: DefaultInitializer.Config | None = None
         param_partition_spec: NestedParameterSpec | PartitionSpec | Any | None = None
         param_noise: ParameterNoise.Config | None = None
@@ -245,6 +253,12 @@ class BaseLayer(Module):
         super().__init__(cfg, parent=parent)
         self._param_init = maybe_instantiate(cfg.param_init)
         self._param_noise = maybe_instantiate(cfg.param_noise)
+        if cfg.quantization not in (None, *_PRODUCTS):
+            raise errors.InvalidConfigValueError(
+                f"{self.path()} has quantization={cfg.quantization!r}; expected one of "
+                f"{', '.join(map(repr, _PRODUCTS))}, or None for that of the layer around it. "
+                f"{errors.did_you_mean(str(cfg.quantization), _PRODUCTS)}"
+            )
         self._casts = cfg.compute_dtype is not None or cfg.output_dtype is not None
         if cfg.tensor_stats is not None:
             self._add_child("tensor_stats", cfg.tensor_stats)
@@ -262,6 +276,13 @@ class BaseLayer(Module):
         if self.config.compute_dtype is not None:
             return self.config.compute_dtype
         return self.parent.compute_dtype() if isinstance(self.parent, BaseLayer) else None
+
+    @nowrap
+    def dot_general(self) -> Callable[..., Tensor] | None:
+        """Returns the product with weights by the layer's quantization; None for JAX's own."""
+        if self.config.quantization is not None:
+            return _PRODUCTS[self.config.quantization]
+        return self.parent.dot_general() if isinstance(self.parent, BaseLayer) else None
 
     @nowrap
     def param_init(self) -> Any:

@@ -20,7 +20,13 @@ from weft.core.meta import Partitioned, is_axis_metadata, unbox
 from weft.core.partial_eval import partial_eval
 from weft.core.spmd import constrain
 from weft.core.tabulate import split_arrays
-from weft.errors import LayerInputsError, LayerMethodError, ParameterSpecError, UnknownLayerError
+from weft.errors import (
+    InvalidConfigValueError,
+    LayerInputsError,
+    LayerMethodError,
+    ParameterSpecError,
+    UnknownLayerError,
+)
 from weft.functional.rounding import cast_floats
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, functional, get_public_method, nowrap
@@ -215,6 +221,13 @@ class InHierarchy(BaseLayer):
                     "how they begin and are laid out. Leave it out, and give that layer its "
                     "initializers, with the names of their axes."
                 )
+        if self.dot_general() is not None:
+            raise InvalidConfigValueError(
+                f"{self.path()} is to quantize matrix products, but it is {self._model.name}, a "
+                "layer of another library, which computes them itself. Give its linear layers "
+                "dot_general=weft.functional.int8_dot_general or fp8_dot_general where they are "
+                "made; or set quantization='off' here."
+            )
         self._variable_shapes: dict[Path, Any] | None = None
 
     def _make(self, key: jax.Array) -> dict[str, Any]:

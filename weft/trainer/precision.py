@@ -4,7 +4,11 @@
     float32           float32      float32       float32
     mixed_bfloat16    float32      bfloat16      float32
     bfloat16          bfloat16     bfloat16      bfloat16
+    int8              float32      float32       float32
+    fp8               float32      float32       float32
 
+The last two quantize the matrix products with weights in the layers of the hierarchy, see
+`weft.functional.int8_dot_general` and `fp8_dot_general`; the rest of the computation is in float32.
 Whatever the policy, softmaxes, norms and losses are computed in float32, gradients of microbatches
 are summed in float32, and so is the update of parameters and moments: what is stored in bfloat16 is
 rounded once per step, stochastically.
@@ -19,6 +23,7 @@ import jax.numpy as jnp
 from weft.config import Configurable, config_class
 from weft.errors import InvalidConfigValueError, did_you_mean
 from weft.functional import stochastic_round
+from weft.functional.arrays import without_none
 from weft.hierarchy.context import fold_in_name
 from weft.trainer.optimizers import base
 from weft.typing import DType, T, Tensor
@@ -42,6 +47,8 @@ class Precision(Configurable):
                 with a `dtype` of their own keep it.
             compute_dtype: dtype to which the model casts parameters and floating-point inputs; None
                 for no cast. Layers with a `compute_dtype` of their own keep it.
+            quantization: of matrix products with weights, "int8" or "fp8"; None for that of the
+                model. Layers with a `quantization` of their own keep it.
             moment_dtype: dtype in which the optimizer's moments are stored, that is its arrays with
                 the shape of a parameter; None for that of the optimizer. Moments of layers with a
                 `dtype` of their own have at least that one's precision.
@@ -51,6 +58,7 @@ class Precision(Configurable):
 
         param_dtype: DType | None = None
         compute_dtype: DType | None = None
+        quantization: str | None = None
         moment_dtype: DType | None = None
         stochastic_rounding: bool = True
 
@@ -61,15 +69,18 @@ class Precision(Configurable):
         self.moment_dtype = _checked("moment_dtype", cfg.moment_dtype)
 
     def model_config(self, model: Any) -> Any:
-        """Returns the config of a model with this policy's dtypes of parameters and computation."""
-        dtypes = {"dtype": self.param_dtype, "compute_dtype": self.compute_dtype}
-        given = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
-        for name, dtype in given.items():
+        """Returns the config of a model with this policy's parameters and computation."""
+        given = without_none(
+            dtype=self.param_dtype,
+            compute_dtype=self.compute_dtype,
+            quantization=self.config.quantization,
+        )
+        for name, value in given.items():
             if name not in model.keys():  # noqa: SIM118 - a config is not a mapping
                 raise InvalidConfigValueError(
-                    f"precision is to set {name}={dtype!r} of the model, but {model!r:.80} has no "
+                    f"precision is to set {name}={value!r} of the model, but {model!r:.80} has no "
                     "such field; expected the config of a layer or of a library's module. Set "
-                    "the dtypes inside of the function that makes it."
+                    "it inside of the function that makes it."
                 )
         return model.clone(**given)
 
@@ -124,9 +135,14 @@ def _checked(name: str, dtype: DType | None) -> DType | None:
     )
 
 
-def _policy(param_dtype: str, compute_dtype: str) -> Precision.Config:
+def _policy(
+    param_dtype: str, compute_dtype: str, quantization: str | None = None
+) -> Precision.Config:
     return Precision.default_config().set(
-        param_dtype=param_dtype, compute_dtype=compute_dtype, moment_dtype=param_dtype
+        param_dtype=param_dtype,
+        compute_dtype=compute_dtype,
+        quantization=quantization,
+        moment_dtype=param_dtype,
     )
 
 
@@ -134,6 +150,8 @@ _POLICIES = {
     "float32": _policy("float32", "float32"),
     "mixed_bfloat16": _policy("float32", "bfloat16"),
     "bfloat16": _policy("bfloat16", "bfloat16"),
+    "int8": _policy("float32", "float32", "int8"),
+    "fp8": _policy("float32", "float32", "fp8"),
 }
 
 

@@ -56,7 +56,8 @@ class BaseMultiheadLinear(BaseLayer):
     def forward(self, inputs: Tensor) -> Tensor:
         """Projects the last axis or axes of `Float[Array, "batch time ..."]`."""
         bias = self.parameters["bias"] if self.config.bias else None
-        return project(self._subscripts, inputs, self.parameters["weight"], bias)
+        weight = self.parameters["weight"]
+        return project(self._subscripts, inputs, weight, bias, dot_general=self.dot_general())
 
 
 class MultiheadInputLinear(BaseMultiheadLinear):
@@ -70,7 +71,8 @@ class MultiheadInputLinear(BaseMultiheadLinear):
         """Returns the projections of weights and biases that are stacked along a leading axis."""
         weight = jnp.moveaxis(self.parameters["weight"], 0, 1)
         bias = self.parameters["bias"] if self.config.bias else None
-        outputs = project("...d,dknh->...knh", inputs, weight, bias)
+        dot_general = self.dot_general()
+        outputs = project("...d,dknh->...knh", inputs, weight, bias, dot_general=dot_general)
         axis = outputs.ndim - 3
         # The gradient of a split is a concatenation, but that of slices a sum of padded arrays.
         return [x.squeeze(axis) for x in lax.split(outputs, (1,) * weight.shape[1], axis)]

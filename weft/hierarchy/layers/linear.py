@@ -43,7 +43,8 @@ class Linear(BaseLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `Float[Array, "*batch input_dim"]` to `Float[Array, "*batch output_dim"]`."""
-        y = dense(x, self._weight(), self.parameters["bias"] if self.config.bias else None)
+        bias = self.parameters["bias"] if self.config.bias else None
+        y = dense(x, self._weight(), bias, dot_general=self.dot_general())
         self._add_tensor_stats("outputs", y)
         return maybe_shard(y, self.config.output_partition_spec)
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from weft import errors
 from weft.config import REQUIRED, FunctionConfigBase, Required, config_class
 from weft.core.spmd import axes_of
-from weft.functional import get_activation_fn
+from weft.functional import get_activation_fn, project
 from weft.functional.routing import decorrelation_loss
 from weft.hierarchy.attention.feed_forward import ResidualLayer
 from weft.hierarchy.base_layer import ParameterSpec
@@ -246,13 +246,14 @@ class TransformerFeedForwardMoE(ResidualLayer):
         named = zip(self._wi_names(), self._activations, strict=True)
         for i, (name, activation) in enumerate(named):
             weight = self.parameters[name].astype(slots.dtype)
-            y = self._shard(jnp.einsum("oegcm,emh->oegch", slots, weight), "oegch")
+            y = project("oegcm,emh->oegch", slots, weight, dot_general=self.dot_general())
+            y = self._shard(y, "oegch")
             y = activation(self._remat_name(y, f"linear1_{i}"))
             hidden = y if hidden is None else hidden * y
         if "dropout1" in self._children:
             hidden = self.dropout1(hidden)
         weight = self.parameters["wo_weight"].astype(slots.dtype)
-        return jnp.einsum("oegch,ehm->oegcm", hidden, weight)
+        return project("oegch,ehm->oegcm", hidden, weight, dot_general=self.dot_general())
 
     def _add_losses(self, output: BaseGating.Output) -> None:
         cfg = self.config
