@@ -113,8 +113,8 @@ class SpmdTrainer(Module):
             early_stopping: ends the run when the metric of an evaler no longer improves.
             throughput: reports speed, MFU and goodput under "throughput"; None for no report.
             precision: policy for the dtypes of parameters, computation and the optimizer's moments:
-                "float32", "mixed_bfloat16", "bfloat16", "int8", "fp8", or a `Precision.Config`; None for those of
-                the model and the optimizer.
+                "float32", "mixed_bfloat16", "bfloat16", "int8", "fp8", or a `Precision.Config`;
+                None for those of the model and the optimizer.
             train_dtype: dtype of the model's computation in training, instead of a policy's; None
                 for that of its parameters. May be a function that returns one per parameter, such
                 as `per_param_train_dtype_by_path`.
