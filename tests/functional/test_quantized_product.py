@@ -74,15 +74,21 @@ def test_gradients_are_close_to_those_of_full_precision(product, at_most):
         assert 0 < error < at_most * jnp.linalg.norm(of_16.astype(jnp.float32))
 
 
-def test_projections_keep_the_weight_second():
+@pytest.mark.parametrize(
+    ("subscripts", "shape"),
+    [("...i,iab->...ab", (6, 3, 7)), ("bkni,dni->bkd", (3, 2, 6)), ("bkni,nid->bknd", (2, 6, 3))],
+)
+def test_projections_keep_the_weight_second(subscripts, shape):
     # Its gradient is the one without rounding.
-    x, w = operands()[0], jnp.ones((6, 3, 7))
+    x, w = operands()[0], jnp.ones(shape)
 
     def loss(w, **kwargs):
-        return project("...i,iab->...ab", x, w, **kwargs).sum()
+        return project(subscripts, x, w, **kwargs).sum()
 
-    of_8 = jax.grad(loss)(w, dot_general=int8_dot_general)
-    np.testing.assert_allclose(of_8, jax.grad(loss)(w), rtol=1e-5)
+    of_8, expected = jax.grad(loss)(w, dot_general=int8_dot_general), jax.grad(loss)(w)
+    np.testing.assert_allclose(of_8, expected, rtol=1e-5, atol=1e-2)
+    values = [project(subscripts, x, w, dot_general=f) for f in (None, int8_dot_general)]
+    np.testing.assert_allclose(*values, rtol=0.05, atol=400)
 
 
 def test_undefined_numbers_stay_undefined():

@@ -175,7 +175,7 @@ def project(
         subscripts: of an einsum over `x` and `weight`.
         bias: broadcast against the result's last axes.
         precision, preferred_element_type, out_sharding: as in `jax.numpy.einsum`.
-        dot_general: replaces `jax.lax.dot_general` in `jax.numpy.einsum`.
+        dot_general: replaces `jax.lax.dot_general`, with the weight as its second operand.
         einsum: replaces `jax.numpy.einsum`; receives `preferred_element_type` and `out_sharding`
             only if they are set.
 
@@ -185,8 +185,6 @@ def project(
     """
     options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
     options["precision"] = precision
-    if dot_general is not None:
-        options["_dot_general"] = dot_general
     contracted = None
     if (
         einsum is dot_general is None
@@ -196,6 +194,11 @@ def project(
         contracted = _contracted_axes(subscripts, x.ndim, weight.ndim)
     if contracted is not None:
         y = product_of_matrices(x, weight, *contracted, **options)
+    elif dot_general is not None:
+        # In this order, the product of the einsum has the weight as its second operand.
+        operands, _, result = subscripts.partition("->")
+        swapped = ",".join(reversed(operands.split(",")))
+        y = jnp.einsum(f"{swapped}->{result}", weight, x, _dot_general=dot_general, **options)
     else:
         y = (einsum or jnp.einsum)(subscripts, x, weight, **options)
     return y if bias is None else add_bias(y, bias)

@@ -55,8 +55,8 @@ def int8_dot_general(
 
     >>> x, w = jnp.array([[1.0, 0.5], [100.0, 50.0]]), jnp.array([[1.0], [2.0]])
     >>> matrices = ((1,), (0,)), ((), ())
-    >>> int8_dot_general(x, w, matrices).round(1).tolist()
-    [[2.0, 2.0], [200.8, 200.8]]
+    >>> int8_dot_general(x, w, matrices).round().tolist()  # with 64 / 127 for 1 / 2
+    [[2.0], [202.0]]
     """
     dtype = _checked("int8_dot_general", lhs, rhs, preferred_element_type, out_sharding)
     y: Any = _int8(lhs, rhs, _as_tuples(dimension_numbers), precision)
