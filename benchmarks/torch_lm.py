@@ -19,6 +19,7 @@ import numpy as np
 from benchmarks import _raw_lm
 from benchmarks.harness import Row, row
 from weft.config import config_for_function
+from weft.hierarchy import SlidingWindowAttentionBias
 from weft.recipes import RECIPES
 from weft.trainer.checkpointer import every_n_steps_policy
 from weft.trainer.progress import RunListener
@@ -50,7 +51,8 @@ def _config(size: _Size, directory: str) -> Any:
     decoder = cfg.model.decoder
     # The width of other layers, and the initializers, follow from that of the decoder.
     decoder.dim, decoder.transformer.num_layers = size.dim, size.layers
-    decoder.transformer.layer.self_attention.attention.mask.sliding_window_size = size.context - 1
+    attention = decoder.transformer.layer.self_attention.attention
+    attention.mask = SlidingWindowAttentionBias.default_config(size.context - 1)
     cfg.input.source.set(sequence_length=size.context, global_batch_size=size.batch)
     never = config_for_function(every_n_steps_policy).set(n=10**9)
     cfg.checkpointer.save_policy = never

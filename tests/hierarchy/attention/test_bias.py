@@ -285,3 +285,15 @@ def test_adding_to_logits():
     got = apply_attention_logit_biases(logits, jnp.array([[0.0, NEG_INF]]))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got[0, 0, 0, 0], 1.0)
+
+
+def test_a_window_of_two_sizes_is_refused():
+    cfg = SlidingWindowAttentionBias.default_config(sliding_window_size=3)
+    cfg.sliding_window_size = 5
+    positions = {name: jnp.arange(4)[None] for name in ("target_positions", "source_positions")}
+    with pytest.raises(
+        ArgumentValueError, match=r"sliding_window_size=\(5, 0\).* mask with \(3, 0\)"
+    ):
+        cfg.set(**positions).instantiate()
+    cfg.mask.sliding_window_size = 5
+    assert cfg.set(**positions).instantiate().sliding_window_size == 5

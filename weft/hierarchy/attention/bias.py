@@ -254,6 +254,9 @@ class SlidingWindowAttentionBias(MaskFnAttentionBias):
 
     sliding_window_size: int = struct.field(pytree_node=False, kw_only=True)
 
+    def __post_init__(self) -> None:
+        _check_window(self, sliding_window_size=(self.sliding_window_size, 0))
+
     @classmethod
     def default_config(cls, sliding_window_size: int) -> Any:
         """Returns a config without positions, for the field `mask` of an attention layer."""
@@ -275,12 +278,28 @@ class LeftRightWindowAttentionBias(MaskFnAttentionBias):
     left_context: int | None = struct.field(pytree_node=False, kw_only=True)
     right_context: int | None = struct.field(pytree_node=False, kw_only=True)
 
+    def __post_init__(self) -> None:
+        _check_window(self, left_and_right_context=(self.left_context, self.right_context))
+
     @classmethod
     def default_config(cls, left_context: int | None, right_context: int | None) -> Any:
         """Returns a config without positions, for the field `mask` of an attention layer."""
         window = {"left_context": left_context, "right_context": right_context}
         mask = config.config_for_function(attention_mask.left_right_window_mask).set(**window)
         return config.config_for_class(cls).set(mask=mask, **window)
+
+
+def _check_window(bias: MaskFnAttentionBias, **sizes: tuple[int | None, int | None]) -> None:
+    """Raises ArgumentValueError unless the mask of a bias is the window that its fields name."""
+    ((name, window),) = sizes.items()
+    found, is_window = attention_mask.window_of(bias.mask)
+    of_mask = found.left_context, found.right_context
+    if is_window and of_mask != window:
+        raise ArgumentValueError(
+            f"{type(bias).__name__} has {name}={window} (positions before and after) and a mask "
+            f"with {of_mask}: set the sizes of both, or replace both by "
+            f"{type(bias).__name__}.default_config(...)."
+        )
 
 
 class SegmentIdAttentionBias(BoolAttentionBias):
