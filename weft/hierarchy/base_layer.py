@@ -259,6 +259,10 @@ class BaseLayer(Module):
                 f"{', '.join(map(repr, _PRODUCTS))}, or None for that of the layer around it. "
                 f"{errors.did_you_mean(str(cfg.quantization), _PRODUCTS)}"
             )
+        if cfg.quantization is not None:
+            self._dot_general = _PRODUCTS[cfg.quantization]
+        else:
+            self._dot_general = parent.dot_general() if isinstance(parent, BaseLayer) else None
         self._casts = cfg.compute_dtype is not None or cfg.output_dtype is not None
         if cfg.tensor_stats is not None:
             self._add_child("tensor_stats", cfg.tensor_stats)
@@ -280,9 +284,7 @@ class BaseLayer(Module):
     @nowrap
     def dot_general(self) -> Callable[..., Tensor] | None:
         """Returns the product with weights by the layer's quantization; None for JAX's own."""
-        if self.config.quantization is not None:
-            return _PRODUCTS[self.config.quantization]
-        return self.parent.dot_general() if isinstance(self.parent, BaseLayer) else None
+        return self._dot_general
 
     @nowrap
     def param_init(self) -> Any:
