@@ -1,8 +1,8 @@
 """How fast is a training step through `SpmdTrainer`, against plain JAX unrolled and PyTorch?
 
-All train the default recipe's model, and one of 3.2 M parameters, by AdamW from the same values on
-the same data, and must give the same losses. They run alternately inside of one run of the trainer:
-after each block of its steps, its listener runs a block of each of the others.
+All train the default recipe's model, and models of 0.1 to 10 M parameters, by AdamW from the same
+values on the same data, and must give the same losses. They run alternately inside of one run of
+the trainer: after each block of its steps, its listener runs a block of each of the others.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import _raw_lm
-from benchmarks.harness import Row, row
+from benchmarks.harness import Curve, Row, row
 from weft.config import config_for_function
 from weft.hierarchy import SlidingWindowAttentionBias
 from weft.recipes import RECIPES
@@ -29,7 +29,10 @@ PAIRS = 16
 
 @dataclasses.dataclass(frozen=True)
 class _Size:
-    """A model: its name, sizes, the steps of a block, and the highest ratio to each other one."""
+    """A model: its name, sizes, the steps of a block, and the highest ratio to each other one.
+
+    Without a name it is a point of the curve only.
+    """
 
     name: str
     dim: int
@@ -37,12 +40,18 @@ class _Size:
     batch: int
     context: int
     block: int
-    targets: dict[str, float]
+    targets: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def pairs(self) -> int:
+        return PAIRS if self.name else PAIRS // 2
 
 
 _SIZES = [
+    _Size("", 48, 3, 16, 128, 4),
     _Size("lm", 96, 3, 16, 128, 4, {"plain JAX, unrolled": 1 / 2, "PyTorch, compiled": 1 / 0.7}),
+    _Size("", 168, 3, 16, 128, 2),
     _Size("3.2 M parameters", 256, 4, 8, 256, 1, {"PyTorch, compiled": 1 / 0.8}),
+    _Size("", 456, 4, 8, 256, 1),
 ]
 
 
@@ -56,7 +65,7 @@ def _config(size: _Size, directory: str) -> Any:
     cfg.input.source.set(sequence_length=size.context, global_batch_size=size.batch)
     never = config_for_function(every_n_steps_policy).set(n=10**9)
     cfg.checkpointer.save_policy = never
-    steps = PAIRS * size.block
+    steps = size.pairs() * size.block
     cfg.learner.optimizer.inner.learning_rate.warmup_steps = steps // 20
     return cfg.set(dir=directory, max_step=steps, evalers={})
 
@@ -185,6 +194,7 @@ class _Alternating(RunListener):
     def on_start(self, trainer, resumed_from):
         cfg = trainer.config
         params = _raw_lm.from_weft(jax.tree.map(jnp.copy, trainer.trainer_state.model))
+        self.parameters = sum(x.size for x in jax.tree.leaves(params))
         peak_lr = cfg.learner.optimizer.inner.learning_rate.peak_lr
         schedule = _raw_lm.schedule(peak_lr, cfg.max_step)
         self.others = {
@@ -212,7 +222,8 @@ class _Alternating(RunListener):
         self.start = time.perf_counter()
 
 
-def _measured(size: _Size) -> list[Row]:
+def _measured(size: _Size) -> _Alternating:
+    """Returns the seconds of a step in each block but the first, which compiles."""
     listener = _Alternating(size)
     with tempfile.TemporaryDirectory() as directory:
         _config(size, directory).instantiate(parent=None).run(listener=listener)
@@ -220,19 +231,21 @@ def _measured(size: _Size) -> list[Row]:
     for name in losses.keys() - {"Weft", "products"}:
         np.testing.assert_allclose(losses[name][0], losses["Weft"][0], rtol=1e-4, err_msg=name)
         np.testing.assert_allclose(losses[name], losses["Weft"], rtol=2e-2, err_msg=name)
-    # The first block compiles.
-    times = {name: np.array(each[1:]) / size.block for name, each in listener.times.items()}
-    tokens = size.batch * size.context
-    rows = []
+    for name, seconds in listener.times.items():
+        listener.times[name] = [each / size.block for each in seconds[1:]]
+    return listener
+
+
+def _rows(size: _Size, times: dict[str, list[float]]) -> list[Row]:
+    tokens, rows = size.batch * size.context, []
     for name in times.keys() - {"Weft", "products"}:
         a, b = times["Weft"], times[name]
-        floor = statistics.median(times["products"] / b)
+        floor = statistics.median(np.divide(times["products"], b))
         rates = " against ".join(f"{tokens / statistics.median(t):,.0f}" for t in (a, b))
-        measured = (a / b).tolist(), a.tolist(), b.tolist()
         rows.append(
             row(
                 f"a step of {size.name} / {name}",
-                measured,
+                (np.divide(a, b).tolist(), a, b),
                 at_most=size.targets.get(name),
                 note=f"{rates} tokens/s; products of matrices alone {floor:.2g}",
                 why=f"XLA's products of matrices alone, forward and backward, take {floor:.2g}; "
@@ -242,6 +255,24 @@ def _measured(size: _Size) -> list[Row]:
     return sorted(rows, key=lambda each: each.question)
 
 
-def run() -> list[Row]:
+def _by_size(measured: list[_Alternating]) -> Curve:
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for each in measured:
+        tokens, millions = each.size.batch * each.size.context, round(each.parameters / 1e6, 2)
+        for name in each.times.keys() - {"products"}:
+            rate = tokens / statistics.median(each.times[name])
+            lines.setdefault(name, []).append((millions, rate))
+    said = [
+        f"{name}: from {points[0][1]:,.0f} tokens/s at {points[0][0]} M parameters to "
+        f"{points[-1][1]:,.0f} at {points[-1][0]} M"
+        for name, points in sorted(lines.items())
+    ]
+    title = "Training speed by the size of the model"
+    return Curve("tokens_by_size", title, "million parameters", "tokens/s", lines, said)
+
+
+def run() -> list[Row | Curve]:
     """Blocks of steps of the trainer against blocks of plain JAX and of PyTorch."""
-    return [each for size in _SIZES for each in _measured(size)]
+    measured = [_measured(size) for size in _SIZES]
+    rows = [line for each in measured if each.size.name for line in _rows(each.size, each.times)]
+    return [*rows, _by_size(measured)]
