@@ -87,7 +87,7 @@ def attend(
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
     if x.dtype == table.dtype and merges_axes(x, table, out_sharding):
-        return product_of_matrices(x, table, 1, 1, **options)
+        return product_of_matrices(x, table, None, 1, 1, **options)
     return jnp.dot(x, table.T, out_sharding=out_sharding, **options)
 
 

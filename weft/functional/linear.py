@@ -106,10 +106,9 @@ def dense_general(
     numbers = (axes, weight_axes), (batch, weight_batch)
     is_last = axes == tuple(range(x.ndim - len(axes), x.ndim)) and not batch
     if dot_general is None and is_last and merges_axes(x, weight, out_sharding):
-        y = product_of_matrices(x, weight, len(axes), **options)
-    else:
-        # Looked up in each call, and not in a `jax.jit`, for libraries that replace it.
-        y = (dot_general or lax.dot_general)(x, weight, numbers, **options)
+        return product_of_matrices(x, weight, bias, len(axes), **options)
+    # Looked up in each call, and not in a `jax.jit`, for libraries that replace it.
+    y = (dot_general or lax.dot_general)(x, weight, numbers, **options)
     return y if bias is None else add_bias(y, bias, n_batch)
 
 
@@ -135,14 +134,25 @@ def merges_axes(x: Array, weight: Array, out_sharding: Any = None) -> bool:
     )
 
 
+# One traced function, as `jnp.add` is, takes half as long to trace as two operations.
+_traced_once = functools.partial(jax.jit, inline=True)
+
+
+@functools.partial(
+    _traced_once, static_argnames=("n", "first", "precision", "preferred_element_type")
+)
 def product_of_matrices(
-    x: Num[Array, "*input"], weight: Num[Array, "*weight"], n: int, first: int = 0, **options: Any
+    x: Num[Array, "*input"],
+    weight: Num[Array, "*weight"],
+    bias: Num[Array, "*features"] | None,
+    n: int,
+    first: int = 0,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
 ) -> Num[Array, "*output"]:
     """Contracts the last `n` axes of `x` with those of the weight from `first`: 0, or its last.
 
-    `options` are those of `jax.lax.dot_general`.
-
-    >>> product_of_matrices(jnp.ones((2, 3, 4, 5)), jnp.ones((4, 5, 6)), 2).shape
+    >>> product_of_matrices(jnp.ones((2, 3, 4, 5)), jnp.ones((4, 5, 6)), None, 2).shape
     (2, 3, 6)
     """
     batch, contracted = x.shape[: x.ndim - n], x.shape[x.ndim - n :]
@@ -151,7 +161,9 @@ def product_of_matrices(
     rows = lax.reshape(x, (math.prod(batch), depth))
     matrix = lax.reshape(weight, (width, depth) if first else (depth, width))
     numbers = ((1,), (1 if first else 0,)), ((), ())
-    return lax.reshape(lax.dot_general(rows, matrix, numbers, **options), (*batch, *features))
+    y = lax.dot_general(rows, matrix, numbers, precision, preferred_element_type)
+    y = lax.reshape(y, (*batch, *features))
+    return y if bias is None else add_bias(y, bias)
 
 
 def project(
@@ -193,8 +205,8 @@ def project(
     ):
         contracted = _contracted_axes(subscripts, x.ndim, weight.ndim)
     if contracted is not None:
-        y = product_of_matrices(x, weight, *contracted, **options)
-    elif dot_general is not None:
+        return product_of_matrices(x, weight, bias, *contracted, **options)
+    if dot_general is not None:
         # In this order, the product of the einsum has the weight as its second operand.
         operands, _, result = subscripts.partition("->")
         swapped = ",".join(reversed(operands.split(",")))
@@ -272,8 +284,7 @@ def _labels(term: str, ndim: int, subscripts: str) -> tuple[int, list[str | int]
     return free, [*before, *range(free, 0, -1), *after]
 
 
-# One traced function, as `jnp.add` is, takes half as long to trace as two operations.
-@functools.partial(jax.jit, static_argnums=2, inline=True)
+@functools.partial(_traced_once, static_argnums=2)
 def add_bias(
     y: Num[Array, "*shape"], bias: Num[Array, "*batch_and_features"], n_batch: int = 0
 ) -> Num[Array, "*shape"]:
