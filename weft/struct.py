@@ -55,12 +55,23 @@ def dataclass(clz: type[T] | None = None, **kwargs: Any):
     if "_weft_struct" in vars(clz):
         return clz
     kwargs.setdefault("frozen", True)
+    if kwargs.get("eq", True) and "__eq__" not in vars(clz):
+        clz.__eq__ = _equal_fields
     made = dataclasses.dataclass(**kwargs)(clz)
     if not hasattr(made, "replace"):
         made.replace = dataclasses.replace  # pyright: ignore[reportAttributeAccessIssue]
     made._weft_struct = True  # pyright: ignore[reportAttributeAccessIssue]
     _register(made)
     return made
+
+
+def _equal_fields(self: Any, other: Any) -> bool:
+    """Compares as tuples do, in which the same array is equal to itself."""
+    if type(self) is not type(other):
+        return NotImplemented
+    names = [f.name for f in dataclasses.fields(self) if f.compare]
+    mine, its = ([getattr(x, name) for name in names] for x in (self, other))
+    return mine == its
 
 
 def child_names(cls: type) -> tuple[str, ...]:

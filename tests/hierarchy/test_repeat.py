@@ -224,7 +224,7 @@ def loss_and_grads(module, state):
         {"layer": {"remat_spec": RematSpec(policy=jax.checkpoint_policies.dots_saveable)}},
         {"layer": {"remat_spec": RematSpec()}, "unroll": True},
     ],
-    ids=str,
+    ids=["by two", "unrolled", "remat", "with a policy", "remat, unrolled"],
 )
 def test_unroll_and_remat_keep_values(state, fields):
     (expected, outputs), grads = loss_and_grads(chain(), state)

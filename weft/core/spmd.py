@@ -28,6 +28,7 @@ from weft.core.axis_rules import (
     set_logical_axis_rules,
 )
 from weft.errors import MeshError, NoMeshError, ShardingWarning
+from weft.functional.arrays import INLINE
 
 __all__ = [
     "apply_rules",
@@ -48,7 +49,7 @@ AnyMesh = Mesh | AbstractMesh
 
 # Outside of a compiled function, a constraint with an abstract mesh would reject arrays on a single
 # device, and one with a mesh would lose the layout over explicit axes.
-_constrained = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)
+_constrained = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=INLINE)
 
 
 with warnings.catch_warnings():

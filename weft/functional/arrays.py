@@ -22,6 +22,9 @@ from jaxtyping import Array, Num
 from weft.errors import ArgumentValueError
 from weft.typing import DType
 
+# `jax.jit(inline=)` that leaves no call in the jaxpr. Where JAX has more than one way, True does.
+INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+
 
 def to_ndim(x: Num[Array, "*shape"], ndim: int) -> Num[Array, "*ones_and_shape"]:
     """Returns `x` with axes of size 1 prepended, up to at least `ndim`; scalars stay scalars.

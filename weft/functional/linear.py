@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.arrays import on_one_cpu, promote_dtype, without_none
+from weft.functional.arrays import INLINE, on_one_cpu, promote_dtype, without_none
 from weft.functional.statistics import canonical_axes
 
 
@@ -135,7 +135,7 @@ def merges_axes(x: Array, weight: Array, out_sharding: Any = None) -> bool:
 
 
 # One traced function, as `jnp.add` is, takes half as long to trace as two operations.
-_traced_once = functools.partial(jax.jit, inline=True)
+_traced_once = functools.partial(jax.jit, inline=INLINE)
 
 
 @functools.partial(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import statistics
-from weft.functional.arrays import as_tuple, to_ndim
+from weft.functional.arrays import INLINE, as_tuple, to_ndim
 from weft.functional.statistics import Axes, canonical_axes, cast
 
 
@@ -238,7 +238,7 @@ def _normalize(
 
 # As `jnp.mean` and `jnp.var` are. Twenty operations by themselves take three times as long to
 # trace, and eight times as long to differentiate.
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8), inline=True)
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8), inline=INLINE)
 def _normalize_locally(
     x: Array,
     scale: Array | None,

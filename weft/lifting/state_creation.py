@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -199,9 +199,8 @@ def _passed_by_equation(eqn: Any) -> list[list[int] | None]:
         )
         return [None, *joined]
     if name == "scan":
-        size, first = params["num_carry"], params["num_consts"]
         passed = _passed_inputs(params["jaxpr"].jaxpr)
-        return _passed_by_loop(passed, first, size)
+        return _passed_by_loop(passed, *consts_and_carry(params))
     if name == "while":
         of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
         by_cond = _passed_inputs(params["cond_jaxpr"].jaxpr)[of_cond:]
@@ -215,6 +214,14 @@ def _passed_by_equation(eqn: Any) -> list[list[int] | None]:
     if inner is None or len(inner.invars) != len(eqn.invars):
         return [None] * len(eqn.invars)
     return _passed_inputs(inner)
+
+
+def consts_and_carry(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns how many inputs of a scan of JAX are constant, and how many the carry."""
+    if "ft_in" in params:  # since JAX 0.12
+        consts, carry, _ = map(len, params["ft_in"].unpack())
+        return consts, carry
+    return params["num_consts"], params["num_carry"]
 
 
 def _passed_by_loop(

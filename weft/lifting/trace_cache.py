@@ -35,6 +35,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from weft.functional.arrays import INLINE
 from weft.lifting.kind import Static, Units
 from weft.lifting.signature import named_after
 
@@ -399,7 +400,7 @@ def jit_by_structure(
             changed = [x for i, x in enumerate(results) if i not in kept]
             return changed, Static((tree, tuple(kept.items())))
 
-        return jax.jit(named_after(fns[-1], of_leaves), inline=True)
+        return jax.jit(named_after(fns[-1], of_leaves), inline=INLINE)
 
     as_given = LazyCached((fns, options), lambda: make(fns))
 

@@ -17,6 +17,7 @@ from jax.lax import GatherScatterMode
 from weft.config import ConfigBase
 from weft.errors import InputDatasetError, TokenizerError
 from weft.input.tokenizers import as_tokenizer
+from weft.lifting.state_creation import consts_and_carry
 from weft.trainer.optimizers.base import path_name
 from weft.trainer.run_dir import find_fields
 from weft.trainer.train_step import TrainerState
@@ -201,8 +202,8 @@ class _Frame:
         body = eqn.params["jaxpr"].jaxpr
         if not _has_lookups(body):
             return
-        num_consts = eqn.params["num_consts"]
-        first_row = num_consts + eqn.params["num_carry"]
+        num_consts, num_carry = consts_and_carry(eqn.params)
+        first_row = num_consts + num_carry
         outer = [self.argument(var) for var in eqn.invars]
         rows = [x.known for x in outer[first_row:]]
         varies = any(row.value is not None for row in rows)

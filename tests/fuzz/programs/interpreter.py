@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
+from weft.lifting.state_creation import consts_and_carry
+
 
 def interpreted(f: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `jax.jit(f)`, without a compiler."""
@@ -69,10 +71,9 @@ def scan(
     jaxpr: Any,
     length: int,
     reverse: bool,
-    num_consts: int,
-    num_carry: int,
-    **_: Any,
+    **params: Any,
 ) -> list[Any]:
+    num_consts, num_carry = consts_and_carry(params)
     consts, values = values[:num_consts], values[num_consts:]
     carry, xs = values[:num_carry], values[num_carry:]
     ys: list[Any] = [None] * length

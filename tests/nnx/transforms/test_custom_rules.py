@@ -1,5 +1,6 @@
 """Functions of objects with derivatives of their own."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -326,6 +327,10 @@ def test_unchanged_arrays_of_attributes_come_out_of_rules():
     assert model.array == 3
 
 
+def over_examples(f: Any) -> Any:
+    return nnx.vmap(f, in_axes=(None, 0))
+
+
 def scanned(axis: Any, **modes: Any) -> Any:
     return lambda f: nnx.scan(f, in_axes=(axis, 0), out_axes=0, **modes)
 
@@ -337,7 +342,7 @@ def scanned(axis: Any, **modes: Any) -> Any:
         (nnx.jit, 100 * 6 + 10),
         (nnx.remat, 100 * 6 + 10),
         (lambda f: lambda m, x: nnx.cond(True, f, f, m, x), 100 * 6 + 10),
-        (lambda f: nnx.vmap(f, in_axes=(None, 0)), 100 * 6 + 3 * 10),
+        (over_examples, 100 * 6 + 3 * 10),
         # A scan that shares the model begins each iteration with the values from before it.
         (scanned(None), 100 * 6 + 1),
         (lambda f: scanned(None)(nnx.remat(nnx.jit(f))), 100 * 6 + 1),
@@ -358,7 +363,13 @@ def test_values_that_rules_leave_inside_transformations(transform: Any, expected
     def loss(m: Held) -> jax.Array:
         return transform(f)(m, jnp.arange(1.0, 4)).sum() + m.w[...]
 
-    assert gradient(loss, Held())["w"] == expected
+    options = inspect.signature(jax.custom_vjp.defvjp).parameters
+    if transform is over_examples and "generic_batching" in options:
+        # JAX 0.12 refuses, since each example would add the gradient that the model has besides.
+        with pytest.raises(ValueError, match="shared across the batch"):
+            gradient(loss, Held())
+    else:
+        assert gradient(loss, Held())["w"] == expected
 
 
 def test_jitted_calls_in_shared_scans_only_read():

@@ -6,6 +6,7 @@ import pytest
 from weft import nnx
 from weft.errors import CarryStructureError, LoopStructureError, RoleError, SharedObjectError
 from weft.errors import TransformArgumentError as ArgumentError
+from weft.lifting.state_creation import consts_and_carry
 from weft.nnx import Carry
 
 MODES = pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
@@ -700,7 +701,7 @@ def test_only_changed_shared_variables_are_carried(depth, mode):
     graphdef, state = nnx.split(m)
     pure = jax.make_jaxpr(lambda state: loop(0.0, nnx.merge(graphdef, state)))(state)
     scans = [eqn for eqn in pure.eqns if eqn.primitive.name == "scan"]
-    assert [eqn.params["num_carry"] for eqn in scans] == [2]
+    assert [consts_and_carry(eqn.params)[1] for eqn in scans] == [2]
 
 
 @pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
