@@ -35,6 +35,7 @@ from weft.hierarchy.layers import Embedding, Linear
 from weft.input import Input
 from weft.input.fake import FakeLmInput
 from weft.recipes.lm import lm_tiny
+from weft.trainer import mesh
 from weft.trainer.anomalies import AnomalyPolicy
 from weft.trainer.checkpointer import CheckpointValidationType, every_n_steps_policy
 from weft.trainer.checkpointer.dirs import step_dirs
@@ -363,6 +364,24 @@ def test_initial_state_from_another_run(straight, tmp_path):
         source.model["decoder"]["transformer"],
     )
     assert all(not np.any(x) for x in jax.tree.leaves(found.learner))
+
+
+@pytest.mark.parametrize("chosen", ["", "JAX_PLATFORMS=cpu", "CUDA_VISIBLE_DEVICES="])
+def test_run_on_the_cpu_beside_a_gpu(chosen, tmp_path, monkeypatch, caplog):
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(mesh, "_GPU_FILES", str(tmp_path / "nvidia[0-9]*"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen.startswith("CUDA"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", "cpu" if chosen.startswith("JAX") else None)
+    try:
+        run(config(tmp_path / "run", max_step=0))
+    finally:
+        jax.config.update("jax_platforms", before)
+    command = f'-m pip install "jax[cuda12]=={jax.__version__}"'
+    assert caplog.text.count(command) == (not chosen)
+    assert ("This machine has a GPU, but this run uses the CPU" in caplog.text) == (not chosen)
 
 
 def test_nan_loss_ends_the_run(tmp_path):

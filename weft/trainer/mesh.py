@@ -11,8 +11,11 @@ and the learner's state take their names from the parameters.
 
 import copy
 import dataclasses
+import glob
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +36,9 @@ from weft.core.spmd import axes_of
 from weft.errors import ConfigModifierError, MeshError
 
 MeshShape = Sequence[int]
+
+# Exist where the driver of NVIDIA's GPUs runs.
+_GPU_FILES = "/dev/nvidia[0-9]*"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,3 +305,21 @@ def _with_priority(own: AxisRules, rules: AxisRules) -> Rules:
     first = checked_rules(own)
     known = {name for name, _ in first}
     return first + tuple(rule for rule in checked_rules(rules) if rule[0] not in known)
+
+
+def unused_gpu_note() -> str | None:
+    """Returns how to use the GPU of this machine if JAX has only the CPU, else None.
+
+    None also if `JAX_PLATFORMS` or `CUDA_VISIBLE_DEVICES` says so.
+    """
+    is_chosen = bool(jax.config.jax_platforms)  # pyright: ignore[reportAttributeAccessIssue]
+    if is_chosen or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    if jax.default_backend() != "cpu" or not glob.glob(_GPU_FILES):
+        return None
+    command = f'{sys.executable} -m pip install "jax[cuda12]=={jax.__version__}"'
+    return (
+        "This machine has a GPU, but this run uses the CPU: JAX has no CUDA plugin, or it does not "
+        f"start. Install it with\n  {command}\nor, in a checkout of Weft, train with\n  make train "
+        "DEVICE=cuda12\nSet JAX_PLATFORMS=cpu to use the CPU on purpose."
+    )

@@ -484,6 +484,8 @@ class SpmdTrainer(Module):
 
     def _begin(self, first_key: Tensor, started_before: bool, listener: RunListener) -> None:
         """Restores or creates the state, and reports the start."""
+        if note := mesh_lib.unused_gpu_note():
+            logger.warning(note)
         resumed_from = self.restore_checkpoint()
         if resumed_from is None:
             self.init(first_key)
