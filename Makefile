@@ -1,33 +1,40 @@
-# Every target makes .venv, or adds to it what it lacks. Versions come from requirements.lock.
+# Every target makes .venv, or adds to it what it lacks; another PYTHON has an environment of its own.
+# Versions come from the lock of its version, requirements-3.11.lock and so on.
 PYTHON ?= python3
-BIN := .venv/bin
+VERSIONS := 3.11 3.12 3.13
+version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(call version,$(PYTHON)))
+BIN := $(VENV)/bin
+VERSION := $(call version,$(firstword $(wildcard $(BIN)/python) $(PYTHON)))
+# A Python newer than all locks takes the newest.
+LOCK := $(firstword $(wildcard requirements-$(VERSION).lock) $(lastword $(VERSIONS:%=requirements-%.lock)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test fuzz mutate soak lint house bench bench-gpu docs docs-serve
+.PHONY: help train test fuzz mutate soak lint lock house bench bench-gpu docs docs-serve
 .NOTPARALLEL:
 
 help: ## this list
 	@echo "make TARGET [VARIABLE=value ...]"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 13
 
-train: .venv/.has-train $(DEVICE:%=.venv/.jax-%) ## train a recipe: the default one, or RECIPE=name; ARGS="path.to.field=value ..."; DEVICE=cuda12 for a GPU
+train: $(VENV)/.has-train $(DEVICE:%=$(VENV)/.jax-%) ## train a recipe: the default one, or RECIPE=name; ARGS="path.to.field=value ..."; DEVICE=cuda12 for a GPU
 	@$(BIN)/weft train $(RECIPE) $(ARGS)
 
-test: .venv/.has-dev ## run every test and every example; ARGS="tests/config -x" for some of them
+test: $(VENV)/.has-dev ## run every test and every example; ARGS="tests/config -x" for some of them
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
-fuzz: .venv/.has-dev ## search for defects with random cases; MINUTES=30 for each fuzzer, SEED=0, ONLY="name ..."
+fuzz: $(VENV)/.has-dev ## search for defects with random cases; MINUTES=30 for each fuzzer, SEED=0, ONLY="name ..."
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),0) $(ONLY)
 
-mutate: .venv/.has-dev ## change single expressions in changed files and run their tests; BASE=commit, FILES="...", COUNT=30, SEED=0
+mutate: $(VENV)/.has-dev ## change single expressions in changed files and run their tests; BASE=commit, FILES="...", COUNT=30, SEED=0
 	@$(BIN)/python -m tests.mutate --base $(or $(BASE),origin/main) --count $(or $(COUNT),30) \
 		--seed $(or $(SEED),0) $(FILES)
 
-soak: .venv/.has-dev ## kill a training process 60 times, or KILLS=n, and stop, freeze and hang several
+soak: $(VENV)/.has-dev ## kill a training process 60 times, or KILLS=n, and stop, freeze and hang several
 	@WEFT_SOAK_KILLS=$(or $(KILLS),60) $(BIN)/python -m pytest -q tests/trainer/test_kills.py tests/faults \
 		tests/config/test_effects.py
 
-lint: .venv/.has-dev ## check format, style, types, layers, English and line ends
+lint: $(VENV)/.has-dev ## check format, style, types, layers, English and line ends
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check --output-format concise .
 	@$(BIN)/pyright
@@ -35,20 +42,28 @@ lint: .venv/.has-dev ## check format, style, types, layers, English and line end
 	@$(BIN)/python -m tests.house.english
 	@! git grep -lI "$$(printf '\r')" || { echo "these files have CR line ends" >&2; exit 1; }
 
-house: .venv/.has-dev ## measure the code base: call depth, imports, types, sizes
+house: $(VENV)/.has-dev ## measure the code base: call depth, imports, types, sizes
 	@$(BIN)/python -m tests.house
 
-bench: .venv/.has-bench ## measure against raw JAX and other libraries; ONLY="name ..." for some questions
+bench: $(VENV)/.has-bench ## measure against raw JAX and other libraries; ONLY="name ..." for some questions
 	@$(BIN)/python -m benchmarks $(ONLY)
 
-bench-gpu: .venv/.has-bench .venv/.jax-$(or $(DEVICE),cuda12) ## measure training and attention on a GPU; ONLY="name ..." for some questions
+bench-gpu: $(VENV)/.has-bench $(VENV)/.jax-$(or $(DEVICE),cuda12) ## measure training and attention on a GPU; ONLY="name ..." for some questions
 	@$(BIN)/python -m benchmarks --gpu $(ONLY)
 
-docs: .venv/.has-docs ## build the documentation into site/
+docs: $(VENV)/.has-docs ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-docs-serve: .venv/.has-docs ## show the documentation at http://127.0.0.1:8000 and follow its changes
+docs-serve: $(VENV)/.has-docs ## show the documentation at http://127.0.0.1:8000 and follow its changes
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+lock: ## resolve each version's lock again with uv; ARGS=--upgrade for the newest of everything
+	@for version in $(VERSIONS); do \
+		lock=requirements-$$version.lock; \
+		uv pip compile --quiet --python-version $$version --all-extras --no-annotate $(ARGS) \
+			pyproject.toml -o $$lock && \
+		grep -vE '^(cuda|nvidia|triton)' $$lock >$$lock.new && mv $$lock.new $$lock || exit 1; \
+	done
 
 # A stamp per set of extras: recreated when these, the lock or the package's own dependencies change.
 EXTRAS_train := train,examples
@@ -56,20 +71,20 @@ EXTRAS_dev := train,text,parquet,hf,tfds,mlflow,wandb,launch,dev,parity,clients,
 EXTRAS_bench := train,text,bench
 EXTRAS_docs := docs
 
-.venv/.has-%: Makefile requirements.lock pyproject.toml | $(BIN)/python
-	@echo "Installing weft[$(EXTRAS_$*)] into .venv; the first time takes a few minutes."
+$(VENV)/.has-%: Makefile $(LOCK) pyproject.toml | $(BIN)/python
+	@echo "Installing weft[$(EXTRAS_$*)] into $(VENV); the first time takes a few minutes."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--constraint requirements.lock --editable '.[$(EXTRAS_$*)]'
+		--constraint $(LOCK) --editable '.[$(EXTRAS_$*)]'
 	@touch $@
 
 # JAX for an accelerator: jax[cuda12], jax[cuda13] or jax[tpu].
-.venv/.jax-%: requirements.lock | $(BIN)/python
-	@echo "Installing jax[$*] into .venv; it is large."
+$(VENV)/.jax-%: $(LOCK) | $(BIN)/python
+	@echo "Installing jax[$*] into $(VENV); it is large."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--constraint requirements.lock 'jax[$*]'
+		--constraint $(LOCK) 'jax[$*]'
 	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Weft needs Python 3.11 or newer; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@$(PYTHON) -m venv .venv
+	@$(PYTHON) -m venv $(VENV)
