@@ -32,7 +32,8 @@ def op_names(fn, *args):
     found = set(re.findall(r'op_name="([^"]*)"', text))
     for _ in range(3):
         found = {JAX_PARTS.sub(r"\2", name) for name in found}
-    of_jax = {"while", "body", "closed_call", "checkpoint", "rematted_computation", "pjit", ""}
+    of_jax = {"while", "body", "closed_call", "eval_jaxpr", "checkpoint", "pjit", ""}
+    of_jax |= {"rematted_computation"}
     return {"/".join(p for p in name.split("/") if p not in of_jax) for name in found}
 
 

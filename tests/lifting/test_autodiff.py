@@ -5,6 +5,7 @@ import pytest
 
 from tests.lifting.counting import BOXES, Box
 from weft.lifting import DIFF, Roles, custom_jvp, custom_vjp, grad, jvp, remat, value_and_grad
+from weft.lifting.trace_cache import value_key
 
 WRT = (Roles((("w", DIFF), (True, None))), None)
 
@@ -134,3 +135,26 @@ def test_policy_controls_recomputation():
     everything = saved(jax.checkpoint_policies.everything_saveable)
     nothing = saved(jax.checkpoint_policies.nothing_saveable)
     assert nothing > everything
+
+
+def policies():
+    of = jax.checkpoint_policies
+    return [
+        of.save_only_these_names("a", "b"),
+        of.save_any_names_but_these("a"),
+        of.save_from_both_policies(of.dots_saveable, of.save_only_these_names("a")),
+        of.save_and_offload_only_these_names(
+            names_which_can_be_saved=["a"],
+            names_which_can_be_offloaded=["b"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    ]
+
+
+def test_equal_policies_share_a_trace():
+    for policy, again in zip(policies(), policies(), strict=True):
+        assert value_key(policy) == value_key(again)
+    assert len({value_key(policy) for policy in policies()}) == 4
+    names = jax.checkpoint_policies.save_only_these_names
+    assert value_key(names("a")) != value_key(names("b"))

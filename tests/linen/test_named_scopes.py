@@ -83,8 +83,8 @@ CASES = {
         "Model/block/dense",
     ),
 }
-OF_JAX = {"checkpoint", "while", "body", "cond", "branch_0_fun", "branch_1_fun", "closed_call"}
-OF_JAX |= {"eval_jaxpr"}
+OF_JAX = {"checkpoint", "while", "body", "cond", "branch_0_fun", "branch_1_fun"}
+OF_JAX |= {"closed_call", "eval_jaxpr"}  # in JAX 0.10 and 0.12
 
 
 def paths(fn, *args):

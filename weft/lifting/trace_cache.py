@@ -199,7 +199,7 @@ def _function_key(fn: object, above: tuple[Any, ...]) -> Hashable:
     if fn in above:
         return "recursion", above.index(fn)
     above = (*above, fn)
-    # The globals of a library do not change.
+    # The globals of a library do not change, nor what its functions hold.
     is_library = is_library_function(fn)
     if not is_library and _assigned_outer_names(fn.__code__):
         raise _Incomparable  # differs after each run
@@ -207,6 +207,8 @@ def _function_key(fn: object, above: tuple[Any, ...]) -> Hashable:
         closure = [cell.cell_contents for cell in fn.__closure__ or ()]
     except ValueError:
         raise _Incomparable from None  # a name that has no value yet
+    if is_library:
+        closure = [frozenset(x) if isinstance(x, set) else x for x in closure]
     seen = fn.__globals__
     names = () if is_library else [name for name in _global_names(fn.__code__) if name in seen]
     # A wrapped function is also in the closure; a signature does not affect behavior.
@@ -292,7 +294,9 @@ def _constant_key(value: Any, above: tuple[Any, ...]) -> Hashable:
     if isinstance(value, _COMPARABLE_TYPES):
         return type(value), value
     if callable(value) and type(value).__module__.split(".")[0] in ("jax", "jaxlib", "numpy"):
-        return IdentityKey(value)  # jax.numpy.exp and the like
+        # `jax.numpy.exp` and the like, or a policy of `jax.checkpoint`.
+        own = type(value).__eq__ is not object.__eq__
+        return (type(value), value) if own else IdentityKey(value)
     if _is_frozen_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]  # pyright: ignore[reportArgumentType]
         fields = (getattr(value, name) for name in names)

@@ -569,5 +569,6 @@ def _layer_of(name: str) -> str:
 
 # Names that JAX adds for control flow, recomputation, and einsums.
 _NO_LAYER = (
-    r"$|(while|body|cond|scan|pjit|closed_call|checkpoint|rematted_computation|branch_\w+)$|.*->"
+    r"$|(while|body|cond|scan|pjit|closed_call|eval_jaxpr|checkpoint|rematted_computation|branch_\w+)"
+    r"$|.*->"
 )
