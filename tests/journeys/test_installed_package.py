@@ -1,6 +1,15 @@
-"""A package that registers recipes, as `docs/any-model.md` tells: it has nothing but its files."""
+"""Weft installed from its wheel, and a package that registers recipes with it.
 
+The latter is what `docs/any-model.md` tells: it has nothing but its files.
+"""
+
+import os
+import re
+import subprocess
 import sys
+import tarfile
+import tomllib
+import zipfile
 
 import pytest
 
@@ -48,3 +57,75 @@ def test_registered_recipe(installed, capsys):
     assert "unknown recipe 'digits-nte'. Did you mean 'digits-net' or" in err
     err = said(capsys, "train", "broken-net", code=2)
     assert "there is no module 'my_package.missing'" in err
+
+
+LOCK = ROOT / f"requirements-{sys.version_info.major}.{sys.version_info.minor}.lock"
+CUDA = re.compile(r"^(cuda|nvidia|triton|jax-cuda)", re.MULTILINE)
+
+
+def called(*command, code=0, **options):
+    """Returns what a command prints."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        **{"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        | options,
+    )
+    if "Temporary failure in name resolution" in done.stdout:
+        pytest.skip("needs the package index")
+    assert done.returncode == code, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    """The wheel and the sdist."""
+    made = tmp_path_factory.mktemp("packages")
+    called(sys.executable, "-m", "hatchling", "build", "-d", made)
+    return next(made.glob("*.whl")), next(made.glob("*.tar.gz"))
+
+
+@pytest.mark.long
+def test_packages_hold_what_is_tracked(packages):
+    wheel, sdist = packages
+    called(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
+    tracked = set(called("git", "ls-files").split("\n"))
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names <= {*tracked, "PKG-INFO"}
+    assert {"LICENSE", "README.md", "pyproject.toml", LOCK.name, "tests/pages.py"} <= names
+    of_weft = {name for name in tracked if name.startswith("weft/")}
+    assert of_weft <= names
+    installed = zipfile.ZipFile(wheel).namelist()
+    of_wheel = {name for name in installed if ".dist-info/" not in name}
+    assert of_wheel == of_weft - {"weft/weft_as_flax.pth"} | {"weft_as_flax.pth"}
+    assert {"weft/py.typed", "weft/moved_names.txt", "weft/__init__.pyi"} <= of_wheel
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in installed)
+
+
+@pytest.mark.long
+def test_wheel_without_extras(packages, tmp_path):
+    python = tmp_path / "venv/bin/python"
+    called(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    uv = [sys.executable, "-m", "uv", "--quiet"]
+    called(*uv, "pip", "install", "--python", python, "--constraint", LOCK, packages[0])
+    outside = {"cwd": tmp_path, "env": {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}}
+    for module in ("weft", "weft.linen", "weft.nnx", "weft.hierarchy", "weft.config"):
+        code = f"import time; t = time.time(); import {module}; print(time.time() - t)"
+        print(module, called(python, "-c", code, **outside))
+    text = called(python.with_name("weft"), "train", "lm", code=2, **outside)
+    assert "pip install 'weft[train]'" in text
+    assert "train" in called(python.with_name("weft"), "--help", **outside)
+
+
+@pytest.mark.long
+def test_extras_of_the_wheel_need_no_cuda(packages):
+    assert not CUDA.search(LOCK.read_text())
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    # Both have PyTorch, whose build for the CPU is not on every index.
+    chosen = extras["optional-dependencies"].keys() - {"parity", "bench"}
+    wanted = f"weft[{','.join(chosen)}] @ {packages[0].as_uri()}"
+    uv = [sys.executable, "-m", "uv", "--quiet", "pip", "compile", "--constraint", LOCK]
+    found = called(*uv, "--python", sys.executable, "-", input=wanted)
+    assert not CUDA.search(found)
+    locked = set(re.findall(r"^\S+==\S+", LOCK.read_text(), re.MULTILINE))
+    assert set(re.findall(r"^\S+==\S+", found, re.MULTILINE)) <= locked
