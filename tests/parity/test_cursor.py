@@ -1,6 +1,7 @@
 """Cursors, on Flax and on Weft."""
 
 import dataclasses
+import sys
 from typing import NamedTuple
 
 import flax.cursor
@@ -90,7 +91,10 @@ def test_named_errors(program):
         lambda cursor: cursor([1])[2],
         lambda cursor: cursor(Box(1)).z,
         lambda cursor: cursor(1)[0],
-        lambda cursor: cursor([1, 2])[0:1],
+        pytest.param(
+            lambda cursor: cursor([1, 2])[0:1],
+            marks=pytest.mark.skipif(sys.version_info >= (3, 12), reason="slices have a hash"),
+        ),
         lambda cursor: hash(cursor(1)),
     ],
 )

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.parity.linen import KEY, same_error
+from tests.parity.objects import IS_LATER_FLAX
 from tests.parity.test_linen_module import RNGS, X, affine, normal
 from tests.parity.test_linen_module_state import method
 
@@ -18,6 +19,8 @@ def program(fn):
 
 @pytest.mark.parametrize("case", PROGRAMS, ids=lambda case: case.__name__)
 def test_both_refuse(case):
+    if IS_LATER_FLAX and case is lazy_init_needs_a_value:
+        pytest.skip("later Flax takes zeros where the value is needed")
     assert len(same_error(case)) > 30
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.keys import draw
 from tests.parity.nnx_transforms import TREE, VALUES
-from tests.parity.objects import described, same
+from tests.parity.objects import IS_LATER_FLAX, described, same
 from weft import nnx as weft_nnx
 
 # Flax says of some of its names that they will go; what they do is compared all the same.
@@ -159,6 +159,7 @@ def test_optimizer_of_references(name, tx):
     same(program)
 
 
+@pytest.mark.skipif(IS_LATER_FLAX, reason="later Flax writes to no hijax variable inside of jit")
 def test_optimizer_of_pytrees_in_references():
     def program(nnx):
         pair = {"a": jnp.array(1.0), "b": (jnp.array([2.0, 3.0]),)}

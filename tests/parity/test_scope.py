@@ -14,6 +14,7 @@ import weft.core
 import weft.core.lift
 import weft.core.meta
 import weft.core.scope
+from tests.parity.objects import IS_LATER_FLAX
 
 flax_core = pytest.importorskip("flax.core")
 flax_lift = pytest.importorskip("flax.core.lift")
@@ -579,6 +580,8 @@ def bind_with_a_wrong_key(lib):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_agree(name):
+    if IS_LATER_FLAX and name == "lazy_init_that_needs_a_value":
+        pytest.skip("later Flax takes zeros where the value is needed")
     agree(PROGRAMS[name])
 
 

@@ -195,14 +195,21 @@ def count(tree: object) -> int:
 
 
 def _options(platform: str, options: dict[str, Any], is_little: bool) -> dict[str, Any] | None:
-    return options if is_little and platform == "cpu" and _are_known() else None
+    if not is_little or platform != "cpu":
+        return None
+    return {name: value for name, value in options.items() if name not in _unknown_options()}
 
 
 @functools.cache
-def _are_known() -> bool:
-    """Returns whether this version of XLA has the options."""
-    try:
-        jax.jit(lambda: 0).lower().compile(compiler_options=_NO_OPTIMIZATIONS)
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
+def _unknown_options() -> frozenset[str]:
+    """Returns the options that this version of XLA does not have; it names one at a time."""
+    unknown: set[str] = set()
+    while rest := {name: x for name, x in _NO_OPTIMIZATIONS.items() if name not in unknown}:
+        try:
+            jax.jit(lambda: 0).lower().compile(compiler_options=rest)
+        except jax.errors.JaxRuntimeError as error:
+            named = {name for name in rest if f"'{name}'" in str(error)}
+            unknown |= named or rest.keys()
+        else:
+            break
+    return frozenset(unknown)

@@ -347,6 +347,6 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     },
 }
 _CALLS = (
-    *("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "remat2"),
+    *("jit", "pjit", "closed_call", "eval_jaxpr", "core_call", "remat", "checkpoint", "remat2"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"),
 )
