@@ -69,7 +69,7 @@ lock: ## resolve each version's lock again with uv; ARGS=--upgrade for the newes
 EXTRAS_train := train,examples
 EXTRAS_dev := train,text,parquet,hf,tfds,mlflow,wandb,launch,dev,parity,clients,bench,examples
 EXTRAS_bench := train,text,bench
-EXTRAS_docs := docs
+EXTRAS_docs := train,text,examples,docs
 
 $(VENV)/.has-%: Makefile $(LOCK) pyproject.toml | $(BIN)/python
 	@echo "Installing weft[$(EXTRAS_$*)] into $(VENV); the first time takes a few minutes."
