@@ -103,13 +103,14 @@ class Faulty(EmptyInput):
 
 class Recorder(RunListener):
     def __init__(self):
-        self.losses, self.steps, self.saved = {}, [], []
+        self.losses, self.steps, self.saved, self.dispatched = {}, [], [], []
 
     def on_start(self, trainer, resumed_from):
-        self.resumed_from = resumed_from
+        self.trainer, self.resumed_from = trainer, resumed_from
 
     def on_step(self, step, outputs, batch):
         self.steps.append(step)
+        self.dispatched.append(self.trainer.step)
         self.losses[step] = float(outputs["loss"])
 
     def on_checkpoint(self, step):
@@ -267,9 +268,8 @@ def test_large_gradients_are_clipped_and_count_as_gradients(tmp_path):
 def test_large_loss_does_not_disable_spike_detection():
     policy = AnomalyPolicy.default_config().set(on_spike="skip", spike_stddevs=3.0).instantiate()
     state = TrainerState(prng_key=jnp.zeros(()), model={"w": jnp.ones(2)}, learner={})
-    track = LossTrack(0, 0.0, 0.0, 0, 0, False, False, (), ())
-    _, track = policy.apply_to_step(state, track, state, jnp.array(1e25))
-    assert not track.undefined and np.isfinite(track.square)
+    _, verdict = policy.apply_to_step(state, LossTrack(), state, jnp.array(1e25))
+    assert not verdict.undefined and np.isfinite(verdict.track.square)
 
 
 @pytest.fixture(scope="module")
@@ -336,6 +336,20 @@ def test_rewind_restores_the_state_but_not_the_data_position(tmp_path, caplog):
     again = run(tmp_path / "d", {5: "nan"}, save_every=4, on_undefined="rewind")
     assert again.recorder.resumed_from == 7
     assert_same(again, run_)
+
+
+@pytest.mark.parametrize("max_step", [4, 10])
+def test_bad_step_is_not_saved_if_a_save_is_due(tmp_path, max_step):
+    run_ = run(tmp_path, {3: "nan"}, save_every=4, max_step=max_step, on_undefined="rewind")
+    assert run_.recorder.steps == [1, 2, 3, *range(1, max_step + 1)]
+    assert run_.recorder.saved == [x for x in (4, 8, 10) if x <= max_step]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(weights(run_)))
+
+
+def test_next_step_runs_while_the_host_judges_the_last(tmp_path):
+    run_ = run(tmp_path, {}, max_step=6, save_every=4, on_undefined="skip")
+    # Before a save, it waits.
+    assert run_.recorder.dispatched == [2, 3, 4, 4, 6, 6]
 
 
 def test_too_many_rewinds_stop_the_run(tmp_path):

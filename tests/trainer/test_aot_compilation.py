@@ -12,13 +12,13 @@ from weft.recipes.lm import lm_tiny
 from weft.trainer.aot_compilation import (
     USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS,
     SystemCharacteristics,
+    aot_model_analysis,
     compile_inference_programs,
     compile_trainer_programs,
     get_devices_for_topology,
     reshape_devices,
 )
 from weft.trainer.inference import InferenceRunner
-from weft.trainer.trainer import aot_model_analysis
 
 needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 

@@ -37,6 +37,7 @@ from weft.input.fake import FakeLmInput
 from weft.recipes.lm import lm_tiny
 from weft.trainer import mesh
 from weft.trainer.anomalies import AnomalyPolicy
+from weft.trainer.aot_compilation import aot_model_analysis
 from weft.trainer.checkpointer import CheckpointValidationType, every_n_steps_policy
 from weft.trainer.checkpointer.dirs import step_dirs
 from weft.trainer.learner import Learner
@@ -51,7 +52,6 @@ from weft.trainer.state_builder import (
 )
 from weft.trainer.trainer import (
     SpmdTrainer,
-    aot_model_analysis,
     compilation_cache,
     jit_train_step,
     run_context,

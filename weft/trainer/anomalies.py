@@ -1,8 +1,9 @@
 """Detection and handling of steps with undefined numbers or a loss spike.
 
 The compiled step decides from the loss, the gradients, the new state and moving averages of
-earlier losses, so that all devices and processes agree. The update of a bad step is not applied.
-The policy decides what follows:
+earlier losses, so that all devices and processes agree. The update of a bad step is not applied,
+nor is that of the next one: the host reads the verdict on a step while the next one runs, and finds
+the state as the bad step left it. The policy decides what follows, with the same next batch:
 
     stop      the run ends with an error that names the step, the first module, the parameters
     skip      the step is counted, and training continues with the next batch
@@ -46,33 +47,52 @@ class LossTrack(NamedTuple):
         square: moving average of their squares.
         skipped: number of skipped steps.
         in_a_row: number of consecutive skipped steps up to now.
+        held: whether the last step was bad; the next one then changes nothing.
+    """
+
+    count: Any = np.int32(0)
+    mean: Any = np.float32(0)
+    square: Any = np.float32(0)
+    skipped: Any = np.int32(0)
+    in_a_row: Any = np.int32(0)
+    held: Any = np.False_
+
+
+class Verdict(NamedTuple):
+    """Judgment of the compiled step on itself.
+
+    Attributes:
+        track: statistics including this step.
+        undefined: whether the loss, a gradient or a new value of the state is undefined.
+        spike: whether the loss is a spike.
         bad_leaves: for each floating-point array of the state, whether it became undefined.
         bad_gradients: for each gradient that must be finite, whether it is not.
     """
 
-    count: Any
-    mean: Any
-    square: Any
-    skipped: Any
-    in_a_row: Any
+    track: LossTrack
     undefined: Any
     spike: Any
     bad_leaves: Any
     bad_gradients: Any
 
 
-_NO_STEPS = LossTrack(
-    *(np.int32(0), np.float32(0), np.float32(0), np.int32(0), np.int32(0)),
-    *(np.False_, np.False_, np.zeros(0, bool), np.zeros(0, bool)),
-)
+class Step(NamedTuple):
+    """A step that was dispatched: its number, what it returned and its batch."""
+
+    number: int
+    outputs: dict[str, Any]
+    batch: NestedTensor
+    verdict: Verdict | None = None
+
+
 _SAVED = LossTrack._fields[:5]
 
 
 class AnomalyPolicy(Configurable):
     """Policy for steps with undefined numbers or a loss spike.
 
-    With a policy, the host waits for each step before it starts the next one. Contradictory fields
-    raise AnomalyPolicyError.
+    The host reads the verdict on a step while the next one runs, and repeats that one after a bad
+    step. Contradictory fields raise AnomalyPolicyError.
 
     >>> cfg = AnomalyPolicy.default_config().set(on_undefined="skip", on_spike="rewind")
     >>> cfg.set(spike_stddevs=8.0).instantiate().config.max_rewinds
@@ -143,10 +163,11 @@ class AnomalyPolicy(Configurable):
         new_state: TrainerState,
         loss: Tensor,
         gradients: NestedTensor | None = None,
-    ) -> tuple[Any, LossTrack]:
-        """Returns the state and the track after a step; the old state if the step was bad.
+    ) -> tuple[Any, Verdict]:
+        """Returns the state after a step, and the verdict on it.
 
-        It is traced into the compiled step. `gradients` are those that must be finite.
+        It is traced into the compiled step. A step that is bad, or whose track is held, returns the
+        old state. `gradients` are those that must be finite.
         """
         cfg = self.config
         loss = loss.astype(jnp.float32)
@@ -156,8 +177,9 @@ class AnomalyPolicy(Configurable):
         bad_gradients = _undefined({} if gradients is None else gradients)
         undefined = ~jnp.isfinite(loss) | jnp.any(bad_leaves) | jnp.any(bad_gradients)
         spike = ~undefined & self._is_spike(loss, track)
-        bad = undefined | spike
+        bad = undefined | spike | track.held
         skipped = (undefined & (cfg.on_undefined == "skip")) | (spike & (cfg.on_spike == "skip"))
+        skipped &= ~jnp.asarray(track.held)
         kept = tree_where(~bad, new_state, state)
         # A bad step that is not skipped keeps its key, with which the diagnosis repeats it.
         key = jnp.where(bad & ~skipped, state.prng_key, new_state.prng_key)
@@ -168,17 +190,16 @@ class AnomalyPolicy(Configurable):
         def averaged(average: Tensor, x: Tensor) -> Tensor:
             return jnp.where(bad, average, cfg.spike_decay * average + (1 - cfg.spike_decay) * x)
 
-        return kept._replace(prng_key=key), LossTrack(
+        track = LossTrack(
             count=track.count + ~bad,
             mean=averaged(track.mean, loss),
             square=averaged(track.square, square),
             skipped=track.skipped + skipped,
             in_a_row=jnp.where(skipped, track.in_a_row + 1, 0),
-            undefined=undefined,
-            spike=spike,
-            bad_leaves=bad_leaves,
-            bad_gradients=bad_gradients,
+            held=bad,
         )
+        verdict = Verdict(track, undefined, spike, bad_leaves, bad_gradients)
+        return kept._replace(prng_key=key), verdict
 
 
 class AnomalyGuard:
@@ -198,47 +219,48 @@ class AnomalyGuard:
         self._search = NonfiniteSearch(step)
         self._gradient_names: list[str] = []
         self._replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
-        self._track = _NO_STEPS
+        self._track = LossTrack()
         self._rewinds = 0
 
-        def train_step(state_and_track: tuple[TrainerState, LossTrack], batch: NestedTensor) -> Any:
-            state, track = state_and_track
+        def train_step(state: TrainerState, track: LossTrack, batch: NestedTensor) -> Any:
             new_state, outputs = step(state, batch, with_gradients=True)
             gradients = outputs.pop("gradients")
             self._gradient_names = jax.tree.leaves(tree_paths(gradients))
-            state, track = policy.apply_to_step(state, track, new_state, outputs["loss"], gradients)
+            loss = outputs["loss"]
+            state, verdict = policy.apply_to_step(state, track, new_state, loss, gradients)
             outputs["summaries"] = {
                 **outputs["summaries"],
-                "anomalies": {"skipped_steps": track.skipped},
+                "anomalies": {"skipped_steps": verdict.track.skipped},
             }
-            return (state, track), outputs
+            return state, verdict, outputs
 
-        layout = ((shardings, self._replicated), None)
         self._jitted = jax.jit(
             train_step,
-            in_shardings=layout,
-            out_shardings=layout,
+            in_shardings=(shardings, self._replicated, None),
+            out_shardings=(shardings, self._replicated, None),
             donate_argnums=0,
             compiler_options=compiler_options,
         )
 
     def __call__(self, state: TrainerState, batch: NestedTensor) -> tuple[Any, dict[str, Any]]:
-        """Runs a step; a bad step returns the state unchanged."""
+        """Dispatches a step, which returns the state unchanged if it or the last one is bad.
+
+        Its outputs have a `verdict`, for `must_rewind`.
+        """
         return self._run(self._jitted, (state, batch), {})
 
     def _run(self, jitted: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         state, batch = args
-        (state, track), outputs = jitted((state, self._replicated_track()), batch, **kwargs)
-        self._track = LossTrack(*map(np.asarray, track))
-        return state, outputs
+        state, verdict, outputs = jitted(state, self._replicated_track(), batch, **kwargs)
+        self._track = verdict.track
+        return state, {**outputs, "verdict": verdict}
 
     def trace(self, state: TrainerState, batch: NestedTensor) -> Traced:
         """Traces the step, as `jax.jit(...).trace` does."""
-        return Traced(self._jitted.trace((state, self._replicated_track()), batch), self._run)
+        return Traced(self._jitted.trace(state, self._replicated_track(), batch), self._run)
 
     def _replicated_track(self) -> LossTrack:
-        track = _NO_STEPS._replace(**{name: getattr(self._track, name) for name in _SAVED})
-        return jax.device_put(track, self._replicated)
+        return jax.device_put(self._track, self._replicated)
 
     # The state, for checkpoints.
 
@@ -250,28 +272,31 @@ class AnomalyGuard:
     def set_state(self, state: dict[str, Any]) -> None:
         """Sets saved averages and counts; rewinds since the start of the process stay counted."""
         self._rewinds = max(self._rewinds, state["rewinds"])
-        saved = {name: np.asarray(state[name], getattr(_NO_STEPS, name).dtype) for name in _SAVED}
-        self._track = self._track._replace(**saved)
+        dtypes = {name: getattr(LossTrack(), name).dtype for name in _SAVED}
+        self._track = LossTrack(**{name: np.asarray(state[name], dtypes[name]) for name in _SAVED})
 
     # After a step.
 
-    def must_rewind(
-        self, step: int, loss: Tensor, state: TrainerState, batch: NestedTensor
-    ) -> bool:
-        """Returns whether to restore the last checkpoint, after a step that returned `state`.
+    def is_bad(self, step: Step) -> bool:
+        """Waits for a step, and returns whether it is bad."""
+        return step.verdict is not None and bool(step.verdict.track.held)
 
-        The data continues from its present position.
+    def must_rewind(self, step: Step, state: TrainerState) -> bool:
+        """Returns whether to restore the last checkpoint, after a bad step that returned `state`.
+
+        The next step may have been dispatched; it has changed nothing, and is to be repeated.
 
         Raises:
             UndefinedLossException: if the step is undefined and the policy is to stop, or its limit
                 of skips or rewinds is reached.
             LossSpikeError: the same for a spike.
         """
-        cfg, track = self._policy.config, self._track
-        if not (track.undefined or track.spike):
-            return False
-        action = cfg.on_undefined if track.undefined else cfg.on_spike
-        text, module = self._describe(step, float(loss), state, batch)
+        verdict = jax.device_get(step.verdict)
+        cfg, track, batch = self._policy.config, verdict.track, step.batch
+        loss = float(step.outputs["loss"])
+        self._track = track._replace(held=np.False_)
+        action = cfg.on_undefined if verdict.undefined else cfg.on_spike
+        text, module = self._describe(step.number, loss, state, batch, verdict)
         if action == "skip" and track.in_a_row < cfg.max_skips_in_a_row:
             logger.warning("%s The step is skipped; %d so far.", text, int(track.skipped))
             return False
@@ -289,23 +314,23 @@ class AnomalyGuard:
             text += f" {int(track.in_a_row)} consecutive steps were skipped."
         elif action == "rewind":
             text += f" The run was already rewound {self._rewinds} times."
-        error = UndefinedLossException if track.undefined else LossSpikeError
-        if track.undefined and not track.count and not np.isfinite(loss):
+        error = UndefinedLossException if verdict.undefined else LossSpikeError
+        if verdict.undefined and not track.count and not np.isfinite(loss):
             advice = advice_for_first_step(lambda: module, state, batch, self._train_dtype)
         else:
             advice = advice_for_later_step({}, batch)
+        field = "on_undefined" if verdict.undefined else "on_spike"
         raise error(
             f"{text} Its update was not applied; the last checkpoint predates it. {advice} "
-            f"anomaly_policy.{'on_undefined' if track.undefined else 'on_spike'}='skip' skips such "
-            "steps."
+            f"anomaly_policy.{field}='skip' skips such steps."
         )
 
     def _describe(
-        self, step: int, loss: float, state: TrainerState, batch: NestedTensor
+        self, step: int, loss: float, state: TrainerState, batch: NestedTensor, verdict: Verdict
     ) -> tuple[str, str | None]:
         """Returns a text of a bad step, and its first module with an undefined output."""
-        track = self._track
-        if track.spike:
+        track = verdict.track
+        if verdict.spike:
             mean = track.mean / (1 - self._policy.config.spike_decay ** max(track.count, 1))
             return f"the loss of step {step} is {loss:.4g}, and was {mean:.4g} on average.", None
         text = f"step {step} is undefined: its loss is {loss:g}."
@@ -318,17 +343,19 @@ class AnomalyGuard:
         elif np.isfinite(loss):
             text += " The outputs of all modules are finite."
         if np.isfinite(loss) and module in (None, UNKNOWN):
-            text += self._describe_gradients(state, batch)
+            text += self._describe_gradients(state, batch, verdict)
         leaves = _float_leaves(state)
-        bad = [path for (path, _), is_bad in zip(leaves, track.bad_leaves, strict=True) if is_bad]
+        bad = [path for (path, _), is_bad in zip(leaves, verdict.bad_leaves, strict=True) if is_bad]
         names = [path_name(path[1:]) for path in bad if path[0].name == "model"]
         if names:
             text += f" Parameters undefined by its update: {_listed(names)}."
         return text, module
 
-    def _describe_gradients(self, state: TrainerState, batch: NestedTensor) -> str:
+    def _describe_gradients(
+        self, state: TrainerState, batch: NestedTensor, verdict: Verdict
+    ) -> str:
         names = self._gradient_names
-        pairs = zip(names, self._track.bad_gradients, strict=True)
+        pairs = zip(names, verdict.bad_gradients, strict=True)
         bad = [name for name, is_bad in pairs if is_bad]
         if not bad:
             return " The gradients are finite too; the learner's update is not." if names else ""

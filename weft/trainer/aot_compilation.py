@@ -219,3 +219,17 @@ def compile_inference_programs(
         key = jax.eval_shape(lambda: jax.random.key(0))
         lowered = method_program(cfg, model, mesh, method=method).lower(key, params, batch)
         return {method: lowered.compile(compiler_options=compiler_options)}
+
+
+def aot_model_analysis(compiled: jax.stages.Compiled) -> str:
+    """Returns memory by purpose and floating-point operations of a compiled step."""
+    lines = []
+    memory = compiled.memory_analysis()
+    for name in ("argument", "output", "temp", "alias", "generated_code"):
+        size = getattr(memory, f"{name}_size_in_bytes", None)
+        if size is not None:
+            lines.append(f"{name.replace('_', ' ')}: {size / 2**20:.1f} MiB")
+    cost = compiled.cost_analysis() or {}
+    if "flops" in cost:
+        lines.append(f"floating-point operations: {cost['flops']:.3e}")
+    return "\n".join(lines)

@@ -296,21 +296,30 @@ def run_evalers(
     train_summaries: Mapping[str, Any] | None,
     listener: RunListener,
     forced: Collection[str] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Runs the evalers that are due, or only the `forced`; returns their summaries by name.
 
-    The policy of each evaler receives the summaries of those before it.
+    The policy of each evaler receives the summaries of those before it. `before` is called if one
+    is due, before it runs.
     """
     results: dict[str, Any] = {}
     for name, evaler in evalers.items():
-        if forced is not None and name not in forced:
+        summaries = {**(train_summaries or {}), "evalers": results}
+        if not (
+            evaler.eval_policy(step=step, train_summaries=summaries)
+            if forced is None
+            else name in forced
+        ):
             continue
+        if before is not None:
+            before()
         _, summaries, _ = evaler.eval_step(
             step,
             prng_key=prng_key,
             model_params=model_params,
-            train_summaries={**(train_summaries or {}), "evalers": results},
-            force_run=forced is not None,
+            train_summaries=summaries,
+            force_run=True,
         )
         if summaries is not None:
             results[name] = summaries

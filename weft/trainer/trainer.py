@@ -41,7 +41,7 @@ from weft.hierarchy import BaseLayer, Module, nowrap
 from weft.input import Input, PrefetchingIterator
 from weft.trainer import mesh as mesh_lib
 from weft.trainer import state as state_lib
-from weft.trainer.anomalies import AnomalyGuard, AnomalyPolicy
+from weft.trainer.anomalies import AnomalyGuard, AnomalyPolicy, Step
 from weft.trainer.checkpointer.checkpointer import BaseCheckpointer, Checkpointer
 from weft.trainer.checkpointer.host_state import RunState
 from weft.trainer.compilation import compilation_cache, options_for_init, options_for_steps
@@ -196,9 +196,8 @@ class SpmdTrainer(Module):
         self._step = 0
         self._state: TrainerState | None = None
         self._batches: PrefetchingIterator | None = None
-        self._unreported: Callable[[], None] | None = (
-            None  # the report of a step that may still run
-        )
+        self._unsettled: Step | None = None  # it may still run
+        self._settle: Callable[[], bool] = lambda: False  # set by a run
         self._run_lock: RunLock | None = None
         self._shows_progress = False
         self._failed_saves = 0
@@ -359,9 +358,18 @@ class SpmdTrainer(Module):
         """
         if self._run_lock is not None:
             self._run_lock.check()
-        state = self._to_save(self._batches, self.trainer_state)
+
+        def state() -> dict[str, Any]:
+            self._settle_first()
+            return self._to_save(self._batches, self.trainer_state)
+
+        # Only the own class is known to take a function.
+        is_lazy = isinstance(self._checkpointer, Checkpointer)
         return self._checkpointer.save(
-            step=self._step, state=state, evaler_summaries=evaler_summaries, force=force
+            step=self._step,
+            state=state if is_lazy else state(),
+            evaler_summaries=evaler_summaries,
+            force=force,
         )
 
     # The step.
@@ -504,65 +512,105 @@ class SpmdTrainer(Module):
         Returns the last evaluations, the outputs of the last step, and the reason to stop.
         """
         assert self._batches is not None
-        outputs: Any = None
+        step: Step | None = None
         evaler_summaries: dict[str, Any] = {}
         patience: float | None = self.config.readiness_timeout_seconds
         early = self._early_stopping
+        settle = self._settle = functools.partial(self._judge_and_report, listener, first_key)
         try:
-            while self._step < self._max_step and not (early and early.should_stop):
-                step = self._step + 1
-                stop.doing(f"waiting for the input of step {step}")
-                doing = f"running step {step}"
+            # The policy may rewind the last step.
+            while not self._is_done() or (settle() and not self._is_done()):
+                stop.doing(f"waiting for the input of step {self._step + 1}")
+                doing = f"running step {self._step + 1}"
                 with stop.next_batch(self._batches, doing, within_seconds=patience) as batch:
                     if patience is not None:  # the first step
                         stop.doing("compiling the step")
                         stop.compile(self._lower_step(self.trainer_state, batch))
                         patience = None
-                idle = self._throughput and self._throughput.idle
-                if idle:
-                    idle.on_dispatch()
-                with self._traces.around(step) as computes:
-                    self._state, outputs = self._train_step(self._state, batch)
-                    self._step = step
-                    computes(outputs)
-                if idle:
-                    idle.on_dispatched(outputs["loss"])
-                self._report_waiting()
-                if self._must_rewind(outputs, batch, first_key):
-                    self._rewind(first_key)
-                    continue
-                listener.on_step(step, outputs, batch)
-                self._unreported = functools.partial(self._report, step, outputs, batch)
-                stop.doing(f"evaluating or saving after step {step}")
+                step = self._dispatch(batch)
+                if settle():  # the step before was bad, so that this one has changed nothing
+                    step = self._dispatch(batch)
+                self._unsettled = step
+                if not isinstance(self._train_step, AnomalyGuard):
+                    listener.on_step(*step[:3])
+                stop.doing(f"evaluating or saving after step {step.number}")
                 with self._throughput.paused() if self._throughput else contextlib.nullcontext():
-                    if self._evalers:
-                        evaler_summaries = self._run_evalers(outputs["summaries"], listener)
-                        if evaler_summaries and self._throughput:
-                            self._throughput.idle.restart()
-                    if early is not None:
-                        early(step=step, evaler_summaries=evaler_summaries)
-                    self._save_if_due(evaler_summaries, listener)
+                    try:
+                        if self._evalers:
+                            evaler_summaries = self._run_evalers(
+                                step.outputs["summaries"], listener, before=self._settle_first
+                            )
+                            if evaler_summaries and self._throughput:
+                                self._throughput.idle.restart()
+                        if early is not None:
+                            early(step=step.number, evaler_summaries=evaler_summaries)
+                        self._save_if_due(evaler_summaries, listener)
+                    except _Rewound:
+                        continue
         except StopRun as stopped:
-            self._report_waiting()
-            return evaler_summaries, outputs, stopped
+            settle()
+            return evaler_summaries, step and step.outputs, stopped
         except Exception:
             with contextlib.suppress(Exception):  # the first error counts
-                self._report_waiting()
+                if self._unsettled is not None:
+                    self._report(self._unsettled)
             raise
-        self._report_waiting()
         is_early = early is not None and early.should_stop
         stopped = StopRun(StopRequest("end", EARLY_STOPPING)) if is_early else None
-        return evaler_summaries, outputs, stopped
+        return evaler_summaries, step and step.outputs, stopped
 
-    def _must_rewind(self, outputs: dict[str, Any], batch: NestedTensor, first_key: Tensor) -> bool:
-        """Returns whether the anomaly policy wants a rewind; raises if the loss ends the run."""
-        step, loss = self._step, outputs["loss"]
+    def _is_done(self) -> bool:
+        early = self._early_stopping
+        return self._step >= self._max_step or bool(early and early.should_stop)
+
+    def _dispatch(self, batch: NestedTensor) -> Step:
+        """Starts the next step."""
+        number, idle = self._step + 1, self._throughput and self._throughput.idle
+        if idle:
+            idle.on_dispatch()
+        with self._traces.around(number) as computes:
+            self._state, outputs = self._train_step(self._state, batch)
+            self._step = number
+            computes(outputs)
+        if idle:
+            idle.on_dispatched(outputs["loss"])
+        return Step(number, outputs, batch, outputs.pop("verdict", None))
+
+    def _judge_and_report(self, listener: RunListener, first_key: Tensor) -> bool:
+        """Judges and reports the last step that was not; it waits for it, while the next one runs.
+
+        Returns whether the anomaly policy handled it as a bad one.
+        """
+        step, self._unsettled = self._unsettled, None
+        if step is None:
+            return False
+        is_bad = False
         if isinstance(self._train_step, AnomalyGuard):
-            return self._train_step.must_rewind(step, loss, self.trainer_state, batch)
-        if self._checks_loss and (step == 1 or step % (self._log_every_n_steps or 10) == 0):
+            if is_bad := self._train_step.is_bad(step):
+                self._step = step.number
+                if self._train_step.must_rewind(step, self.trainer_state):
+                    self._rewind(first_key)
+                    return True
+            listener.on_step(*step[:3])
+        else:
+            self._check_loss(step, first_key)
+        self._report(step)
+        return is_bad
+
+    def _settle_first(self) -> None:
+        """Settles the last step before it is evaluated or saved; raises `_Rewound`."""
+        before = self._step
+        self._settle()
+        if self._step != before:
+            raise _Rewound
+
+    def _check_loss(self, step: Step, first_key: Tensor) -> None:
+        """Raises an error if the loss ends the run."""
+        number, outputs, batch, _ = step
+        if self._checks_loss and (number == 1 or number % (self._log_every_n_steps or 10) == 0):
 
             def look_first() -> str:
-                if step > 1:
+                if number > 1:
                     return advice_for_later_step(outputs["summaries"], batch)
                 self._state = None  # frees its memory
                 self.init(first_key)
@@ -571,31 +619,24 @@ class SpmdTrainer(Module):
                 find_module = functools.partial(search.first_module, state, batch)
                 return advice_for_first_step(find_module, state, batch, dtype)
 
-            check_loss(loss, step, look_first)
-        return False
+            check_loss(outputs["loss"], number, look_first)
 
-    def _report_waiting(self) -> None:
-        """Reports the last step that was not; it waits for the step, while the next one runs."""
-        report, self._unreported = self._unreported, None
-        if report is not None:
-            report()
-
-    def _report(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
-        loss = outputs["loss"]
-        summaries = {"loss": loss, **outputs["summaries"]}
-        if self._throughput is not None and self._throughput.is_due(step):
+    def _report(self, step: Step) -> None:
+        loss = step.outputs["loss"]
+        summaries = {"loss": loss, **step.outputs["summaries"]}
+        if self._throughput is not None and self._throughput.is_due(step.number):
             assert self._batches is not None
             summaries["throughput"] = self._throughput.on_step(
-                step,
+                step.number,
                 loss,
-                batch,
+                step.batch,
                 model=self.model,
                 params=self.trainer_state.model,
                 input_wait_seconds=self._batches.wait_seconds,
             )
-        self._write_summaries(step, summaries)
-        if self._log_every_n_steps and step % self._log_every_n_steps == 0:
-            logger.info("step %d: loss %.4f", step, float(loss))
+        self._write_summaries(step.number, summaries)
+        if self._log_every_n_steps and step.number % self._log_every_n_steps == 0:
+            logger.info("step %d: loss %.4f", step.number, float(loss))
 
     def _rewind(self, first_key: Tensor) -> None:
         """Returns to the last checkpoint, or to the start, but not in the data."""
@@ -621,6 +662,7 @@ class SpmdTrainer(Module):
         train_summaries: dict[str, Any] | None,
         listener: RunListener,
         forced: Collection[str] | None = None,
+        before: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         return run_evalers(
             self._evalers,
@@ -630,12 +672,12 @@ class SpmdTrainer(Module):
             train_summaries=train_summaries,
             listener=listener,
             forced=forced,
+            before=before,
         )
 
     def _save_if_due(self, evaler_summaries: dict[str, Any], listener: RunListener) -> None:
         try:
             if self.save_checkpoint(evaler_summaries):
-                self._report_waiting()  # a run that continues from here starts with the next step
                 self._on_saved(listener)
         except CheckpointSaveError as error:
             self._on_save_failed(error, listener)
@@ -675,6 +717,10 @@ class SpmdTrainer(Module):
             self._throughput.idle.discard()
         self._checkpointer.stop(has_exception=exc_info[0] is not None)
         self._batches = None
+
+
+class _Rewound(Exception):
+    """A step that was due for an evaluation or a save was bad, and the state is an earlier one."""
 
 
 @contextlib.contextmanager
@@ -750,17 +796,3 @@ def jit_train_step(
         donate_argnums=0,
         compiler_options=options,
     )
-
-
-def aot_model_analysis(compiled: jax.stages.Compiled) -> str:
-    """Returns memory by purpose and floating-point operations of a compiled step."""
-    lines = []
-    memory = compiled.memory_analysis()
-    for name in ("argument", "output", "temp", "alias", "generated_code"):
-        size = getattr(memory, f"{name}_size_in_bytes", None)
-        if size is not None:
-            lines.append(f"{name.replace('_', ' ')}: {size / 2**20:.1f} MiB")
-    cost = compiled.cost_analysis() or {}
-    if "flops" in cost:
-        lines.append(f"floating-point operations: {cost['flops']:.3e}")
-    return "\n".join(lines)
