@@ -8,7 +8,7 @@ Examples in docstrings assume `import jax, optax, jax.numpy as jnp, numpy as np`
 
 from weft._lazy import install_finders, lazy_exports
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 install_finders()
 __getattr__, __dir__, __all__ = lazy_exports(__name__)
