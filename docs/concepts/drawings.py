@@ -75,6 +75,7 @@ def places(
 
 
 def crossing(wide: bool) -> Drawing:
+    """Draws the five steps around a transformed function."""
     carriers = ("plain", ("# your carriers", "a scope, objects or a context"))
     changed = ("plain", ("# the same carriers", "with their new values"))
     split = ("weft", ("# 1  split", "`split_args` · `Kind.split`"))
@@ -127,6 +128,7 @@ def crossing(wide: bool) -> Drawing:
 
 
 def scopes(wide: bool) -> Drawing:
+    """Draws the tree of scopes of a call."""
     variables = ("# variables", "`{'params': {`", "`  'hidden': {…},`", "`  'out': {…}}}`")
     keys = ("# streams of keys", "`{'dropout': key}`")
     root = ("# root scope", "`/`")
@@ -181,6 +183,7 @@ def scopes(wide: bool) -> Drawing:
 
 
 def objects(wide: bool) -> Drawing:
+    """Draws a graph of objects, its description and its values."""
     graphdef = (
         "# `GraphDef`: static, hashable",
         "`0 Pair`",
@@ -227,9 +230,15 @@ def objects(wide: bool) -> Drawing:
 
 
 def contexts(wide: bool) -> Drawing:
+    """Draws the stack of contexts of a call."""
     stack = "the stack, while `hidden` runs"
-    call = "`functional(model, prng_key, state, inputs)`"
-    top = ("# context `model`", "`state`  all of it", "`prng_key`  yours", "`output_collection`  new")
+    call = "`functional(model, prng_key, state, inputs, …)`"
+    top = (
+        "# context `model`",
+        "`state`  all of it",
+        "`prng_key`  yours",
+        "`output_collection`  new",
+    )
     child = (
         "# context `model.hidden`",
         "`state`  `state['hidden']`",
@@ -271,7 +280,7 @@ def contexts(wide: bool) -> Drawing:
     d.box(188, 136, 112, 52, "# `out`", "`Linear`")
     for x in (116, 244):
         d.arrow((180, 100), (180, 118), (x, 118), (x, 136))
-    d.box(12, 224, 336, 52, "# `functional(model, prng_key,`", "# `state, inputs)`", kind="weft")
+    d.box(12, 224, 336, 52, "# `functional(model, prng_key,`", "# `state, inputs, …)`", kind="weft")
     d.region(12, 316, 336, 284, stack, "weft", at=324, anchor="end")
     d.arrow((48, 276), (48, 352), kind="state")
     d.text(60, 302, "one context for the root")
@@ -289,6 +298,7 @@ def contexts(wide: bool) -> Drawing:
 
 
 def layers(wide: bool) -> Drawing:
+    """Draws the packages by layer."""
     names = layer_names()
     assert names == list(LAYERS), "the contract has other layers"
     height = 37 if wide else 0
@@ -306,7 +316,9 @@ def layers(wide: bool) -> Drawing:
     for boxes, kind, text in rows:
         for line in boxes:
             x, space = 40.0, 356 if wide else 308
-            extra = (space - 6 * (len(line) - 1) - sum(text_width(f"`{n}`") for n in line)) / len(line)
+            extra = (space - 6 * (len(line) - 1) - sum(text_width(f"`{n}`") for n in line)) / len(
+                line
+            )
             for name in line:
                 width = text_width(f"`{name}`") + extra
                 d.box(x, y, width, 26, f"`{name}`", kind=kind)
@@ -349,6 +361,7 @@ def layer_names() -> list[tuple[str, ...]]:
 
 
 def batch(wide: bool) -> Drawing:
+    """Draws the parts of a step of a run."""
     read = (
         ("plain", ("# read", "`Input.dataset()`", "rows of this process")),
         ("plain", ("# pad", "`Input.batches()`", "if there is a dispatcher")),
@@ -379,6 +392,7 @@ def batch(wide: bool) -> Drawing:
 
 
 def checkpoint(wide: bool) -> Drawing:
+    """Draws a save, a restore and what may fail."""
     loop = (
         ("plain", ("# is a save due?", "`save_policy`")),
         ("plain", ("# finish the last save", "`Checkpointer.save`")),
