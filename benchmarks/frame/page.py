@@ -88,4 +88,4 @@ def _line(*cells: str) -> str:
 
 
 def _image(title: str, name: str) -> str:
-    return f"![{title}]({PLOTS.name}/{name}.png)"
+    return f"![{title}]({PLOTS.name}/{name}.svg)"

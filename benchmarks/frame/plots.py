@@ -1,5 +1,11 @@
-"""The plots of the page, drawn from what is kept: nothing is measured for them."""
+"""The plots of the page, drawn from what is kept: nothing is measured for them.
 
+They are SVG files in two sets of colors, for light and for dark pages.
+"""
+
+import io
+import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +18,39 @@ _COLORS: dict[str, str] = dict(
     zip(FAMILIES, ("#1b6ca8", "#d9822b", "#5a9367", "#8e5ea2", "#333333"), strict=True)
 )
 _MARKERS = {"Weft": "o", "Flax": "s", "Equinox": "^", "Haiku": "D"}
-_OTHER = "#999999"
-OVERVIEW = "overview"
+_OTHER, _INK, _GRID, _PAGE = "#999999", "#24292f", "#d8dee4", "#ffffff"
+_DARK = {
+    "#1b6ca8": "#62a5e6",
+    "#d9822b": "#e39b45",
+    "#5a9367": "#6cc283",
+    "#8e5ea2": "#c295d8",
+    "#333333": "#c9d1d9",
+    _OTHER: "#8b949e",
+    _INK: "#e6edf3",
+    _GRID: "#30363d",
+    _PAGE: "#161b22",
+}
+_FONTS = "'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "weft",  # the same file for the same numbers
+    "font.size": 11,
+    "figure.facecolor": _PAGE,
+    "axes.facecolor": _PAGE,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), _INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), _INK),
+}
+OVERVIEW, OVERHEAD = "overview", "overhead"
+# The questions of the overhead, which several libraries answer.
+_OF_OVERHEAD = (
+    "dispatch of a train step, 100 arrays",
+    "eager forward of an MLP of 8 layers of width 8",
+    "abstract init of 6 layers",
+    "trace 24 layers",
+    "trace 24 layers, each in a jit",
+    "trace a scan of 12 layers",
+    "trace vmap(scan(remat(block)))",
+)
 
 
 def relative_to_raw(answers: dict[str, Answer]) -> dict[str, list[tuple[str, Row]]]:
@@ -28,30 +65,57 @@ def relative_to_raw(answers: dict[str, Answer]) -> dict[str, list[tuple[str, Row
 
 
 def draw(answers: dict[str, Answer], folder: Path) -> list[Path]:
-    """Draws the overview and each curve into `folder`; plots of what is gone are removed."""
+    """Draws the overview, the overhead and each curve into `folder`.
+
+    The overhead has fewer questions and no targets, for the README, also in a layout for phones.
+    Plots of what is gone are removed.
+    """
+    import matplotlib as mpl
+
     folder.mkdir(parents=True, exist_ok=True)
-    curves = [curve for answer in answers.values() for curve in answer.curves]
-    made = [_draw_curve(curve, folder / f"{curve.name}.png") for curve in curves]
-    if subjects := relative_to_raw(answers):
-        made.append(_draw_overview(subjects, folder / f"{OVERVIEW}.png"))
-    for path in set(folder.glob("*.png")) - set(made):
+    with mpl.rc_context(_STYLE):  # pyright: ignore[reportArgumentType]
+        made = list(_draw_all(answers, folder))
+    for path in {*folder.glob("*.svg"), *folder.glob("*.png")} - {*made}:
         path.unlink()
     return made
+
+
+def _draw_all(answers: dict[str, Answer], folder: Path) -> Iterable[Path]:
+    for curve in (curve for answer in answers.values() for curve in answer.curves):
+        yield _draw_curve(curve, folder / f"{curve.name}.svg")
+    if subjects := relative_to_raw(answers):
+        yield _draw_subjects(subjects, folder / f"{OVERVIEW}.svg", ["target"])
+    if few := {name: subjects[name] for name in _OF_OVERHEAD if name in subjects}:
+        yield _draw_subjects(few, folder / f"{OVERHEAD}.svg")
+        yield _draw_subjects(few, folder / f"{OVERHEAD}-narrow.svg", narrow=True)
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
-    axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
+    axes.grid(True, which="major", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
 def _save(figure: Any, path: Path) -> Path:
-    figure.savefig(path, metadata={"Software": None})
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    text = re.sub(
+        r"<!DOCTYPE[^>]*>\s*|<metadata>.*?</metadata>\s*", "", file.getvalue(), flags=re.S
+    )
+    text = re.sub(r"'DejaVu Sans'[^;\"]*", _FONTS, text)
+    for light in _DARK:
+        text = text.replace(light, f"var(--{light[1:]})")
+    light, dark = (
+        "".join(f"--{name[1:]}:{color};" for name, color in of.items())
+        for of in (dict(zip(_DARK, _DARK, strict=True)), _DARK)
+    )
+    colors = f"svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}"
+    path.write_text(re.sub(r"<defs>", f"<style>{colors}</style>\n <defs>", text, count=1))
     return path
 
 
@@ -95,23 +159,40 @@ def _scale(axis: Any, values: list[float], ticks: list[float] | None = None) -> 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
 
 
-def _draw_overview(subjects: dict[str, list[tuple[str, Row]]], path: Path) -> Path:
-    figure, axes = _figure(9.0, 1.2 + 0.26 * len(subjects))
+def _draw_subjects(
+    subjects: dict[str, list[tuple[str, Row]]],
+    path: Path,
+    also: Collection[str] = (),
+    narrow: bool = False,
+) -> Path:
+    """Draws a line per subject; `also` may have "target". If narrow, the names are above."""
+    height = 1.3 + (0.5 if narrow else 0.28) * len(subjects)
+    figure, axes = _figure(5.0 if narrow else 9.0, height)
     handles: dict[str, Any] = {}
-    for y, lines in enumerate(subjects.values()):
-        for name, row in lines:
-            made = axes.plot(row.median, y, linestyle="", **{**_style(name), "markersize": 6})
+    for y, (subject, lines) in enumerate(subjects.items()):
+        # The library that is compared is drawn last, above the others.
+        for name, row in sorted(lines, key=lambda line: family(line[0]) == "Weft"):
+            made = axes.plot(row.median, y, linestyle="", **{**_style(name), "markersize": 7})
             handles.setdefault(family(name), made[0])
-            if row.at_most:
-                made = axes.plot(row.at_most, y, "|", color="black", markersize=13, zorder=4)
+            if row.at_most and "target" in also:
+                made = axes.plot(row.at_most, y, "|", color=_INK, markersize=13, zorder=4)
                 handles.setdefault("target", made[0])
+        if narrow:
+            box = {"facecolor": _PAGE, "linewidth": 0, "pad": 1.5}
+            of_axes = ("axes fraction", "data")
+            axes.annotate(subject, (0.01, y - 0.38), xycoords=of_axes, va="center", bbox=box)
     _scale(axes.xaxis, [row.median for lines in subjects.values() for _, row in lines])
-    axes.axvline(1, color=_COLORS["raw JAX"], linewidth=0.8)
-    axes.set_yticks(range(len(subjects)), list(subjects), fontsize="small")
-    axes.set_ylim(len(subjects) - 0.5, -0.5)
+    axes.axvline(1, color=_COLORS["raw JAX"], linewidth=1)
+    axes.set_yticks(range(len(subjects)), [""] * len(subjects) if narrow else list(subjects))
+    axes.set_ylim(len(subjects) - 0.5, -0.6 if narrow else -0.5)
     axes.set_xlabel("times of raw JAX (less is better)")
     shown = [name for name in (*_COLORS, "target") if name in handles]
     figure.legend(
-        [handles[name] for name in shown], shown, loc="outside upper center", ncols=6, frameon=False
+        [handles[name] for name in shown],
+        shown,
+        loc="outside upper center",
+        ncols=3 if narrow else 6,
+        frameon=False,
+        handletextpad=0.2,
     )
     return _save(figure, path)

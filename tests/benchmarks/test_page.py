@@ -51,7 +51,7 @@ def test_missed_target_is_explained_below_its_row():
         r"| a \| b, Weft / raw | 2 | 2 … 2 | 15 | ≤ 1 | explained [1] | 1 s against 1 s |" in text
     )
     assert "- [1] The floor is 2.\n" in text
-    assert "![Depth](performance/by_depth.png)\n\nDepth:\n\n- Weft: linear\n" in text
+    assert "![Depth](performance/by_depth.svg)\n\nDepth:\n\n- Weft: linear\n" in text
 
 
 @pytest.mark.parametrize(

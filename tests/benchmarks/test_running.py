@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -170,20 +171,21 @@ def test_page_shows_the_results_and_their_plots(two_runs):
     assert "### quick\n\nIs one number less than another?\n" in text
     assert "Nothing was measured yet" not in text
     for name in ("overview", "calls_by_leaves", "kept"):
-        assert f"](performance/{name}.png)" in text
-        image = (repository.root / "docs" / "performance" / f"{name}.png").read_bytes()
-        assert image.startswith(b"\x89PNG") and len(image) > 5000
+        assert f"](performance/{name}.svg)" in text
+        image = (repository.root / "docs" / "performance" / f"{name}.svg").read_text("utf-8")
+        assert ET.fromstring(image).tag.endswith("svg") and len(image) > 5000
+        assert "prefers-color-scheme:dark" in image and "#1b6ca8;--" in image
 
 
 def test_page_is_rewritten_without_measuring(two_runs):
     repository, _, _ = two_runs
     text, before = repository.page.read_text(encoding="utf-8"), repository.results()
-    (repository.root / "docs" / "performance" / "kept.png").unlink()
+    (repository.root / "docs" / "performance" / "kept.svg").unlink()
     shutil.copy(ROOT / "docs" / "performance.md", repository.page)
     assert repository.run("--page").returncode == 0
     assert repository.page.read_text(encoding="utf-8") == text
     assert repository.results() == before
-    assert (repository.root / "docs" / "performance" / "kept.png").exists()
+    assert (repository.root / "docs" / "performance" / "kept.svg").exists()
 
 
 def test_unknown_question_lists_available_ones(two_runs):
