@@ -7,6 +7,7 @@ import pytest
 
 from docs.concepts import drawings
 from docs.concepts.drawing import Drawing
+from docs.images import run
 from tests.pages import ROOT
 
 DOCS = ROOT / "docs"
@@ -22,6 +23,13 @@ def test_file_is_current(name, text):
     path = drawings.FOLDER / name
     assert path.read_text(encoding="utf-8") == text, "run python -m docs.concepts.drawings"
     assert ET.fromstring(text).get("width") in {"720", "360"}
+
+
+@pytest.mark.parametrize("name", run.COLUMNS)
+def test_picture_of_a_run_is_current(name):
+    text = (run.FOLDER / name).read_text(encoding="utf-8")
+    assert text == run.svg(run.COLUMNS[name]), "run python -m docs.images.run"
+    assert "440/600" in text
 
 
 def test_page_has_every_drawing():
