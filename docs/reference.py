@@ -1,6 +1,6 @@
 """Adds a page for each public package to the site: its names, from the table of `__init__.pyi`.
 
-MkDocs calls `on_files` before it reads the pages; mkdocstrings puts in the docstrings.
+MkDocs calls the hooks before it reads the pages; mkdocstrings puts in the docstrings.
 """
 
 import ast
@@ -25,6 +25,15 @@ MODULES = (
     "weft.trainer.profiling",
     "weft.functional.initializers",
 )
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Lists the pages under Reference, and drops sections that have none."""
+    names = sorted({*packages(), *MODULES})
+    for section in config.nav or []:
+        if "Reference" in section:
+            section["Reference"] = [{name: f"reference/{name}.md"} for name in names]
+    config.nav = [section for section in config.nav or [] if any(section.values())]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
