@@ -59,6 +59,7 @@ REQUIRED: Any = RequiredFieldValue()
 if TYPE_CHECKING:
     # Code reads required fields after they were set, so type checkers see the plain type.
     Required = Annotated[T, REQUIRED]
+    """`Required[int]`: an int, or not yet set."""
 else:
     Required = Union[T, RequiredFieldValue]  # noqa: UP007 - `T | X` has no subscript before 3.14
 """`Required[int]`: an int, or not yet set."""

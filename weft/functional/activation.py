@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from weft.errors import UnknownActivationError
 
 ActivationFn = Callable[[Array], Array]
+"""An activation function, applied to each element."""
 
 
 def linear(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -76,6 +77,7 @@ ACTIVATIONS: dict[str, ActivationFn] = {
     "jnp.square": jnp.square,
     "jnp.tanh": jnp.tanh,
 }
+"""Activation functions by name, for `get_activation_fn`."""
 
 
 def get_activation_fn(name: str) -> ActivationFn:

@@ -33,8 +33,10 @@ from weft.typing import DType
 # Finite, so that a fully masked row has a softmax and a gradient; large enough that adding a
 # float32 logit does not change it.
 NEG_INF = -1e15
+"""The bias of a position that is not attended to."""
 
 MaskFn = Callable[[Array, Array], Array]
+"""Maps positions of queries and keys, which broadcast, to whether they attend to each other."""
 
 
 def causal_mask(

@@ -40,9 +40,12 @@ from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.arrays import as_tuple
 
 NAMED_PADDINGS = ("SAME", "VALID", "CAUSAL")
+"""Names of paddings that `ConvPadding` allows."""
 LAX_PADDINGS = ("SAME", "VALID", "SAME_LOWER")
-ConvPadding = str | Sequence[Sequence[int]]  # one of the names, or (left, right) per spatial axis
+ConvPadding = str | Sequence[Sequence[int]]
+"""One of `NAMED_PADDINGS`, or `(left, right)` per spatial axis."""
 Padding = str | int | Sequence[int | Sequence[int]]
+"""A name, or for all or each of the spatial axes an integer or `(left, right)`."""
 Pairs = tuple[tuple[int, int], ...]
 
 

@@ -29,6 +29,7 @@ from weft.functional.attention_mask import AttentionMask, Window, window_of
 from weft.functional.blockwise_attention import blockwise_attention
 
 AttentionImplementation = Literal["plain", "blockwise", "cudnn", "tokamax"]
+"""Implementations of attention; see `dot_product_attention`."""
 
 # Pairs of a query and a key from which on blocks are faster than all logits at once
 # (benchmarks/attention.py).

@@ -18,6 +18,7 @@ from weft.functional.arrays import positions, to_ndim
 from weft.functional.attention_mask import NEG_INF
 
 LogitsToLogitsFn = Callable[[Array], Array]
+"""A change of logits before sampling."""
 
 
 def scale_by(

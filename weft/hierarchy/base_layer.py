@@ -373,7 +373,7 @@ class BaseLayer(Module):
 
         Args:
             prebuilt: values to use instead, nested as the state; missing or None entries are
-              initialized, and specs stand for values that exist elsewhere: the result is None.
+                initialized, and specs stand for values that exist elsewhere: the result is None.
 
         Raises:
             ParameterSpecError: if a prebuilt value has the wrong shape, or matches no parameter.

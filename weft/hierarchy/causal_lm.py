@@ -410,6 +410,7 @@ def metrics_config(
 
 
 TransformerStackConfig = StackedTransformerLayer.Config | RepeatedTransformerLayer.Config
+"""Configs of a stack of transformer layers."""
 
 
 class Model(BaseModel):

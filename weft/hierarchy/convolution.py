@@ -24,6 +24,7 @@ from weft.hierarchy.parameter_spec import maybe_shard, weight_and_bias_specs
 from weft.typing import MeshAxes, PartitionSpec, Tensor
 
 ConvPaddingType = functional.ConvPadding
+"""How a convolution pads: "SAME", "VALID" or "CAUSAL", or `(left, right)` per spatial axis."""
 
 
 class BaseConv(BaseLayer):

@@ -21,8 +21,11 @@ from weft.functional.initializers import DISTRIBUTIONS, draw, fan_sizes
 from weft.typing import DType, Shape, Tensor
 
 PARAM_REGEXP_WEIGHT = ".*weight$"
+"""Matches the paths of weights, in a `DefaultInitializer`."""
 PARAM_REGEXP_BIAS = ".*bias$"
+"""Matches the paths of biases."""
 PARAM_REGEXP_SCALE = ".*scale$"
+"""Matches the paths of scales."""
 
 Axes = int | Sequence[int]
 

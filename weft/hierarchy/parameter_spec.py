@@ -110,6 +110,7 @@ class ParameterSpec(TensorSpec):
 
 
 NestedParameterSpec = Nested[ParameterSpec]
+"""Specs of parameters, nested as the parameters."""
 
 
 def constant_spec(shape: Shape, value: float = 0.0, **kwargs: Any) -> ParameterSpec:

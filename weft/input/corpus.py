@@ -33,6 +33,7 @@ from weft.input.tokenizers import ByteTokenizer
 from weft.serialization.untrusted import invalid_text_reason, open_file
 
 Split = Literal["train", "held_out"]
+"""Parts of a corpus."""
 
 # Tests, platform-dependent files and files that some distributions package separately: without
 # them, the text of a Python version is nearly the same everywhere.

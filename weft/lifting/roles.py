@@ -30,7 +30,12 @@ class SpecialRole(enum.Enum):
         return self.value
 
 
-CARRY, DIFF, FORK = SpecialRole.CARRY, SpecialRole.DIFF, SpecialRole.FORK
+CARRY = SpecialRole.CARRY
+"""The role of what is passed from one iteration to the next."""
+DIFF = SpecialRole.DIFF
+"""The role of what is differentiated."""
+FORK = SpecialRole.FORK
+"""The role of PRNG keys, which become one per index of the axis."""
 
 Role = int | None | SpecialRole
 

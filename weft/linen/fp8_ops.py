@@ -117,6 +117,7 @@ class Fp8DirectDotGeneralOp(_DotGeneral):
 
 
 Fp8DotGeneral = Fp8DirectDotGeneralOp
+"""The same as `Fp8DirectDotGeneralOp`."""
 
 
 class Fp8Einsum(Fp8DotGeneralBase):

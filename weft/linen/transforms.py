@@ -403,6 +403,7 @@ def remat(
 
 
 checkpoint = remat
+"""The same as `remat`."""
 
 
 def jit(

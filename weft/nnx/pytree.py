@@ -80,7 +80,9 @@ class Mark:
 
 
 Data = Annotated[T, Mark(True)]
+"""Annotates an attribute whose value is data: `x: Data[Any]`. See `data`."""
 Static = Annotated[T, Mark(False)]
+"""Annotates an attribute whose value is static: `x: Static[int]`. See `static`."""
 
 
 def _mark(is_data: bool, value: object, kwargs: dict[str, Any]) -> Any:

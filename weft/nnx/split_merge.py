@@ -43,6 +43,7 @@ from weft.nnx.variables import Variable
 
 T = TypeVar("T")
 PureState = tuple[GraphDef[T], State]
+"""An object split in two, as `split` returns it."""
 
 
 def split(node: object, *filters: Filter, graph: bool | None = None) -> tuple[Any, ...]:
@@ -145,6 +146,7 @@ def state(node: object, *filters: Filter, graph: bool | None = None) -> Any:
 
 
 variables = state
+"""The same as `state`."""
 
 
 def graphdef(node: T, /, *, graph: bool | None = None) -> GraphDef[T]:

@@ -22,7 +22,8 @@ from weft.serialization.untrusted import is_possible_shape
 if TYPE_CHECKING:
     import msgpack  # otherwise where it is used: few programs write or read bytes
 
-MAX_CHUNK_SIZE = 2**30  # bytes; MessagePack ends at 2**32
+MAX_CHUNK_SIZE = 2**30
+"""Bytes of an array that are written at once; MessagePack ends at 2**32."""
 
 _CHUNKED = "__msgpack_chunked_array__"
 _PRNG_KEY = "__msgpack_prng_key__"

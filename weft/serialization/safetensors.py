@@ -217,7 +217,7 @@ class TensorFiles:
 
     Args:
         path: a file `*.safetensors`, an index `*.safetensors.index.json`, or a folder that has
-          `model.safetensors` or its index, or a single such file.
+            `model.safetensors` or its index, or a single such file.
 
     Raises WeightsReadError if a file is missing or damaged.
     """
@@ -332,7 +332,7 @@ def load_safetensors(
     Args:
         path: see `TensorFiles`.
         target: a tree of arrays or `jax.ShapeDtypeStruct` with exactly these tensors. Values get
-          the target's shardings, if any. None returns nested dicts of NumPy arrays.
+            the target's shardings, if any. None returns nested dicts of NumPy arrays.
         cast: whether to convert values to the target's dtypes if they differ.
 
     Raises:

@@ -69,7 +69,7 @@ def register_serialization_state(
     Args:
         ty_to_state_dict: returns a value's state dict; calls `to_state_dict` for nested values.
         ty_from_state_dict: takes a target and a state dict, returns a value like the target. It
-          calls `from_state_dict` for nested values, with `name` for the path.
+            calls `from_state_dict` for nested values, with `name` for the path.
 
     Raises SerializationHandlerError if the type has a rule and `override` is False.
     """

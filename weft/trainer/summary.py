@@ -25,6 +25,7 @@ SummaryKind = Literal[
     "ScalarSummary",
     "TextSummary",
 ]
+"""Kinds of summaries."""
 
 
 class FlatSummary(NamedTuple):

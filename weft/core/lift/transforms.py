@@ -275,6 +275,7 @@ def remat(
 
 
 checkpoint = remat
+"""The same as `remat`."""
 
 
 def jit(

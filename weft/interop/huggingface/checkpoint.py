@@ -232,7 +232,7 @@ def to_huggingface(
     Args:
         folder: created if missing; files of an earlier checkpoint are replaced.
         cfg: the config of a model that computes what one of the `FAMILIES` does; a fused projection
-          and scaled embeddings are converted.
+            and scaled embeddings are converted.
         max_position_embeddings: longest sequence, which rotary models do not define themselves.
 
     Returns the files that were written.

@@ -23,7 +23,9 @@ import jax
 from weft.errors import CheckpointNotFoundError, did_you_mean
 
 STEP_PREFIX = "step"
+"""What the name of a step's directory begins with."""
 STEP_NUM_DIGITS = 8
+"""Digits of the step in the name of its directory."""
 
 _BARRIER_SECONDS = 3600.0
 _POLL_SECONDS = 0.02

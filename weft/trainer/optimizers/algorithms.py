@@ -19,6 +19,7 @@ from weft.trainer.schedule import Schedule
 from weft.typing import DType, NestedTensor, Tensor
 
 ScaleByLionState = optax.ScaleByLionState
+"""State of Lion, from optax."""
 
 
 def sgd_optimizer(

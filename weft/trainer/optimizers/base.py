@@ -51,11 +51,15 @@ class OptParam:
 
 
 NestedOptParam = Nested[OptParam]
+"""Parameters as an optimizer sees them, nested as the model's."""
 OptStateSpec = TensorSpec
+"""Shape, dtype and sharding of an array of an optimizer's state."""
 NestedOptStateSpec = Any  # a pytree laid out as the optimizer's state, with OptStateSpec leaves
 
 TransformInitFn = Callable[[NestedOptParam], Any]
+"""Makes a transformation's state."""
 TransformPartitionSpecFn = Callable[[NestedParameterSpec], NestedOptStateSpec]
+"""Makes the specs of a transformation's state."""
 
 
 class TransformUpdateFn(Protocol):

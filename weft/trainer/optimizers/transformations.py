@@ -22,6 +22,7 @@ from weft.trainer.schedule import Schedule, ScheduleFn, as_schedule_fn
 from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
 
 PerParamScale = Callable[[base.NestedOptParam], Nested[Any]]
+"""Maps parameters to a scale for each."""
 
 logger = logging.getLogger(__name__)
 
