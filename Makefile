@@ -10,7 +10,7 @@ VERSION := $(call version,$(firstword $(wildcard $(BIN)/python) $(PYTHON)))
 LOCK := $(firstword $(wildcard requirements-$(VERSION).lock) $(lastword $(VERSIONS:%=requirements-%.lock)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test fuzz mutate soak lint lock house bench bench-gpu docs docs-serve
+.PHONY: help train test fuzz mutate soak lint lock house bench bench-gpu docs docs-serve docs-release
 .NOTPARALLEL:
 
 help: ## this list
@@ -51,11 +51,17 @@ bench: $(VENV)/.has-bench ## measure against raw JAX and other libraries; ONLY="
 bench-gpu: $(VENV)/.has-bench $(VENV)/.jax-$(or $(DEVICE),cuda12) ## measure training and attention on a GPU; ONLY="name ..." for some questions
 	@$(BIN)/python -m benchmarks --gpu $(ONLY)
 
-docs: $(VENV)/.has-docs ## build the documentation into site/
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+docs: $(VENV)/.has-docs ## build the documentation into site/, and check its links; REPOSITORY=https://... to link to
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@$(BIN)/python docs/check.py site
 
 docs-serve: $(VENV)/.has-docs ## show the documentation at http://127.0.0.1:8000 and follow its changes
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+docs-release: docs ## add the documentation of this version to those in the git branch `documentation`; RELEASE=0.2 to name it
+	@PATH="$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --branch documentation --update-aliases \
+		$(or $(RELEASE),$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' weft/__init__.py)) latest
+	@PATH="$(BIN):$$PATH" $(BIN)/mike set-default --branch documentation latest
 
 lock: ## resolve each version's lock again with uv; ARGS=--upgrade for the newest of everything
 	@for version in $(VERSIONS); do \

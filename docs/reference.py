@@ -4,7 +4,11 @@ MkDocs calls the hooks before it reads the pages; mkdocstrings puts in the docst
 """
 
 import ast
+import json
+import logging
 import re
+from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 
 import griffe
@@ -14,17 +18,32 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 # Modules that users import by name, next to the packages.
 MODULES = (
+    "weft.configurations",
+    "weft.core.frozen_dict",
+    "weft.core.meta",
+    "weft.cursor",
     "weft.errors",
+    "weft.functional.initializers",
+    "weft.io",
+    "weft.jax_utils",
+    "weft.linen.partitioning",
+    "weft.nnx.metrics",
+    "weft.nnx.traversals",
+    "weft.recipes",
     "weft.struct",
+    "weft.trainer.profiling",
+    "weft.training.checkpoints",
+    "weft.training.common_utils",
+    "weft.training.train_state",
     "weft.traverse_util",
     "weft.typing",
     "weft.utils",
-    "weft.jax_utils",
-    "weft.core.frozen_dict",
-    "weft.core.meta",
-    "weft.trainer.profiling",
-    "weft.functional.initializers",
 )
+# Classes whose subclasses are dataclasses without the decorator.
+DATACLASSES = {"weft.linen.module.Module", "weft.struct.PyTreeNode"}
+CONFIG = "weft.config.config.ConfigBase"
+
+log = logging.getLogger("mkdocs.hooks.reference")
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -43,31 +62,39 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Makes names that are explained elsewhere findable, each by an entry of its own."""
+    path = Path(config.site_dir, "search", "search_index.json")
+    index = json.loads(path.read_text(encoding="utf-8"))
+    listed = re.compile(r'<li id="(weft\.[\w.]+)">(.*?)</li>')
+    for page in sorted(Path(config.site_dir, "reference").glob("weft*.html")):
+        for name, text in listed.findall(page.read_text(encoding="utf-8")):
+            where = f"reference/{page.name}#{name}"
+            text = unescape(re.sub("<.*?>", "", text))
+            index["docs"].append({"location": where, "title": name, "text": text})
+    path.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
+
+
 def pages() -> dict[str, str]:
     """Returns the pages' texts by package. A name is explained in the innermost that exports it."""
-    sources = griffe.load("weft", search_paths=[ROOT], resolve_aliases=True)
-    tables = {name: names_of(path) for name, path in packages().items()}
+    sources = griffe.load("weft", search_paths=[ROOT])
+    tables = {name: names_of(path, sources) for name, path in packages().items()}
     homes: dict[str, str] = {}  # package, by the full name of the original
     for name in sorted(tables, key=lambda name: name.count("."), reverse=True):
         for original in tables[name].values():
-            homes.setdefault(original, name)
+            if original.startswith("weft.") and not _is_module(original):
+                homes.setdefault(original, name)
     texts = {}
     for name, table in sorted(tables.items()):
-        own = [public for public, original in table.items() if homes[original] == name]
-        package = sources[name.removeprefix("weft.")] if "." in name else sources
-        undocumented = [x for x in own if not _is_explained(package[x])]
-        links = [f"[`{x}`][{homes[table[x]]}.{x}]" for x in table if homes[table[x]] != name]
-        links = sorted(links + [f"`{x}`" for x in undocumented])
+        own = [public for public, original in table.items() if homes.get(original) == name]
+        others = sorted({*table} - {*own}, key=str.lower)
         texts[name] = "\n\n".join(
             [
                 f"# {name}",
                 f"::: {name}\n    options:\n      members: false\n      heading_level: 1\n"
                 "      show_root_heading: false\n      show_root_toc_entry: false",
-                *([f"Also here: {', '.join(links)}."] if links else []),
-                *(
-                    f"::: {table[x] if package[x].is_module else f'{name}.{x}'}"
-                    for x in sorted({*own} - {*undocumented}, key=str.lower)
-                ),
+                *(_explained(f"{name}.{x}", table[x]) for x in sorted(own, key=str.lower)),
+                *_list_of(name, {x: table[x] for x in others}, homes),
             ]
         )
     for name in MODULES:
@@ -75,27 +102,141 @@ def pages() -> dict[str, str]:
     return texts
 
 
-def _is_explained(thing: griffe.Object | griffe.Alias) -> bool:
-    """Returns whether it has a docstring; what `a, b = ...` defines is not found in the sources."""
-    try:
-        return thing.docstring is not None
-    except griffe.AliasResolutionError:
-        return False
+def _explained(name: str, original: str) -> str:
+    # Of a function and a module of one name, the table means the function.
+    if _is_module(name):
+        return f'<a id="{name}"></a>\n\n::: {original}\n    options:\n      heading: "{name}"'
+    return f"::: {name}"
 
 
-class ExamplesAsCode(griffe.Extension):
-    """Shows examples of docstrings as code, which Markdown takes for quotations."""
+def _list_of(package: str, names: dict[str, str], homes: dict[str, str]) -> list[str]:
+    """Returns a list of names that a package passes on, with links to where they are explained."""
+    if not names:
+        return []
+    items = []
+    for name, original in names.items():
+        if original in homes:
+            full = f"{homes[original]}.{original.rpartition('.')[2]}"
+            target = f'<autoref identifier="{full}">{full}</autoref>'
+        elif original.startswith("jax."):
+            address = f"https://docs.jax.dev/en/latest/_autosummary/{original}.html"
+            target = f'<a href="{address}">{original}</a>'
+        else:
+            target = f'<autoref identifier="{original}" optional>{original}</autoref>'
+        items.append(f'<li id="{package}.{name}"><code>{name}</code>: {target}</li>')
+    return ["## Names of other modules", f'<ul class="names">{"".join(items)}</ul>']
+
+
+class Docstrings(griffe.Extension):
+    """Shows examples as code, gives dataclasses their parameters, checks what docstrings name."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
-        """Changes a docstring as it is loaded."""
+        """Marks examples, which Markdown takes for quotations, as code."""
         if obj.docstring is not None:
             example = re.compile(r"^( *)>>> (?:.+\n?)+", re.MULTILINE)
             obj.docstring.value = example.sub(_fenced, obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: object) -> None:
+        """Changes the classes, whose bases are known once all is loaded."""
+        for thing in _all_in(pkg):
+            if isinstance(thing, griffe.Class):
+                _set_parameters(thing)
+        for thing in _all_in(pkg):
+            for name in _unknown_parameters(thing):
+                log.warning(f"{thing.path} explains {name}, which is none of its parameters.")
 
 
 def _fenced(example: re.Match[str]) -> str:
     indent, text = example[1], example[0].rstrip("\n")
     return f"{indent}```pycon\n{text}\n{indent}```\n"
+
+
+def _all_in(thing: griffe.Object) -> Iterator[griffe.Object]:
+    yield thing
+    for member in list(thing.members.values()):
+        if isinstance(member, griffe.Object):
+            yield from _all_in(member)
+
+
+def _set_parameters(cls: griffe.Class) -> None:
+    """Gives a class an `__init__` with its fields, where a base makes it a dataclass."""
+    mro = [cls, *_bases(cls)]
+    names = [base.path for base in mro]
+    is_config = CONFIG in names
+    if "__init__" in cls.members or not (is_config or DATACLASSES & {*names}):
+        return
+    fields: dict[str, griffe.Parameter] = {}
+    for base in reversed(mro):
+        for name, member in base.members.items():
+            if isinstance(member, griffe.Attribute) and _is_field(member, base):
+                fields[name] = _parameter(member, keyword=is_config or _is_keyword(member))
+    keyword = griffe.ParameterKind.keyword_only
+    this = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
+    ordered = [this, *sorted(fields.values(), key=lambda field: field.kind is keyword)]
+    init = griffe.Function("__init__", parameters=griffe.Parameters(*ordered), parent=cls)
+    cls.set_member("__init__", init)
+
+
+def _bases(cls: griffe.Class) -> list[griffe.Class]:
+    try:
+        return cls.mro()
+    except ValueError:
+        return []
+
+
+def _is_field(member: griffe.Attribute, cls: griffe.Class) -> bool:
+    if member.annotation is None or "instance-attribute" not in member.labels:
+        return False
+    methods = [x for x in cls.members.values() if isinstance(x, griffe.Function)]
+    inside = any(
+        f.lineno and f.lineno <= (member.lineno or 0) <= (f.endlineno or 0) for f in methods
+    )
+    return not inside and _arguments(member).get("init") != "False"
+
+
+def _arguments(member: griffe.Attribute) -> dict[str, str | griffe.Expr]:
+    """Returns the arguments of a `field(...)` that a field has as its value."""
+    call = member.value
+    if not isinstance(call, griffe.ExprCall) or not str(call.function).endswith("field"):
+        return {}
+    return {x.name: x.value for x in call.arguments if isinstance(x, griffe.ExprKeyword)}
+
+
+def _is_keyword(member: griffe.Attribute) -> bool:
+    return str(_arguments(member).get("kw_only")) == "True"
+
+
+def _parameter(member: griffe.Attribute, *, keyword: bool) -> griffe.Parameter:
+    arguments = _arguments(member)
+    default = arguments.get("default", None if arguments else member.value)
+    if "default_factory" in arguments:
+        default = griffe.ExprCall(function=arguments["default_factory"], arguments=[])
+    kind = griffe.ParameterKind
+    return griffe.Parameter(
+        member.name,
+        annotation=member.annotation,
+        kind=kind.keyword_only if keyword else kind.positional_or_keyword,
+        default=default,
+    )
+
+
+def _unknown_parameters(thing: griffe.Object) -> list[str]:
+    """Returns names under `Args:` that the signature lacks, where one line may explain several."""
+    if thing.docstring is None or not isinstance(thing, griffe.Function | griffe.Class):
+        return []
+    known = {parameter.name for parameter in thing.parameters}
+    if any(parameter.kind in _VARIADIC for parameter in thing.parameters):
+        return []
+    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", thing.docstring.value, re.MULTILINE)
+    if section is None:
+        return []
+    indent = len(section[1]) - len(section[1].lstrip(" "))
+    heads = re.findall(rf"^ {{{indent}}}([\w*][\w*, ]*):(?= )", section[1], re.MULTILINE)
+    names = [name.strip().lstrip("*") for head in heads for name in head.split(",")]
+    return [name for name in names if name not in known]
+
+
+_VARIADIC = (griffe.ParameterKind.var_keyword, griffe.ParameterKind.var_positional)
 
 
 def packages() -> dict[str, Path]:
@@ -104,15 +245,26 @@ def packages() -> dict[str, Path]:
     return {".".join(path.parent.relative_to(ROOT).parts): path for path in tables}
 
 
-def names_of(table: Path) -> dict[str, str]:
-    """Returns the full names of a table's originals by public name, without modules and JAX's."""
+def names_of(table: Path, sources: griffe.Module) -> dict[str, str]:
+    """Returns the full names of a table's originals by public name, without subpackages."""
+    package = ".".join(table.parent.relative_to(ROOT).parts)
     imports = [x for x in ast.parse(table.read_text()).body if isinstance(x, ast.ImportFrom)]
     names = {x.asname or x.name: f"{i.module}.{x.name}" for i in imports for x in i.names}
     return {
-        public: name
+        public: _imported(name, sources)
         for public, name in names.items()
-        if name.startswith("weft.") and name.count(".") > 1 and not _is_module(name)
+        if name != f"{package}.{public}"
     }
+
+
+def _imported(name: str, sources: griffe.Module) -> str:
+    """Returns the name that a module of Weft imports from elsewhere, or the name itself."""
+    inside = name.removeprefix("weft.")
+    if inside == name or _is_module(name):
+        return name
+    thing = sources[inside]
+    foreign = isinstance(thing, griffe.Alias) and not thing.target_path.startswith("weft.")
+    return thing.target_path if foreign else name
 
 
 def _is_module(name: str) -> bool:
