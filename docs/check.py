@@ -4,6 +4,7 @@ Each link leads to a file and an anchor of the site, no page loads anything from
 the search knows each public name.
 """
 
+import ast
 import json
 import posixpath
 import re
@@ -107,14 +108,16 @@ def unknown_to_search(site: Path, names: set[str]) -> list[str]:
 
 
 def public_names() -> set[str]:
-    """Returns the full public names in the tables of Weft's packages."""
+    """Returns the full public names in the tables of Weft's packages, without their modules."""
     root = Path(__file__).parents[1]
     names = set()
     for table in root.glob("weft/**/__init__.pyi"):
         package = ".".join(table.parent.relative_to(root).parts)
-        found = re.findall(r"\b\w+ as (\w+)", table.read_text(encoding="utf-8"))
-        names |= {f"{package}.{name}" for name in found}
-    return {name for name in names if not (root / name.replace(".", "/")).is_dir()}
+        for line in ast.parse(table.read_text(encoding="utf-8")).body:
+            for name in line.names if isinstance(line, ast.ImportFrom) else []:
+                if line.module != package or name.asname not in (None, name.name):
+                    names.add(f"{package}.{name.asname or name.name}")
+    return names
 
 
 def _is_elsewhere(address: str) -> bool:

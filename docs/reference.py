@@ -39,9 +39,11 @@ MODULES = (
     "weft.typing",
     "weft.utils",
 )
-# Classes whose subclasses are dataclasses without the decorator.
-DATACLASSES = {"weft.linen.module.Module", "weft.struct.PyTreeNode"}
+# Packages that the search shows before others with the same names.
+FIRST = {"weft.hierarchy.layers", "weft.linen", "weft.nnx", "weft.trainer"}
 CONFIG = "weft.config.config.ConfigBase"
+# Classes whose subclasses are dataclasses, and whether these take the arguments of the class too.
+DATACLASSES = {"weft.linen.module.Module": True, "weft.struct.PyTreeNode": False, CONFIG: False}
 
 log = logging.getLogger("mkdocs.hooks.reference")
 
@@ -66,7 +68,7 @@ def on_post_build(config: MkDocsConfig) -> None:
     """Makes names that are explained elsewhere findable, each by an entry of its own."""
     path = Path(config.site_dir, "search", "search_index.json")
     index = json.loads(path.read_text(encoding="utf-8"))
-    listed = re.compile(r'<li id="(weft\.[\w.]+)">(.*?)</li>')
+    listed = re.compile(r'<li id="(weft\.[\w.]+)">(.*?)</li>', re.DOTALL)
     for page in sorted(Path(config.site_dir, "reference").glob("weft*.html")):
         for name, text in listed.findall(page.read_text(encoding="utf-8")):
             where = f"reference/{page.name}#{name}"
@@ -79,18 +81,14 @@ def pages() -> dict[str, str]:
     """Returns the pages' texts by package. A name is explained in the innermost that exports it."""
     sources = griffe.load("weft", search_paths=[ROOT])
     tables = {name: names_of(path, sources) for name, path in packages().items()}
-    homes: dict[str, str] = {}  # package, by the full name of the original
-    for name in sorted(tables, key=lambda name: name.count("."), reverse=True):
-        for original in tables[name].values():
-            if original.startswith("weft.") and not _is_module(original):
-                homes.setdefault(original, name)
+    homes = homes_of(tables)
     texts = {}
     for name, table in sorted(tables.items()):
-        own = [public for public, original in table.items() if homes.get(original) == name]
+        own = [x for x, original in table.items() if homes.get(original) == f"{name}.{x}"]
         others = sorted({*table} - {*own}, key=str.lower)
         texts[name] = "\n\n".join(
             [
-                f"# {name}",
+                f"---\nsearch: {{boost: {2 if name in FIRST else 1}}}\n---\n# {name}",
                 f"::: {name}\n    options:\n      members: false\n      heading_level: 1\n"
                 "      show_root_heading: false\n      show_root_toc_entry: false",
                 *(_explained(f"{name}.{x}", table[x]) for x in sorted(own, key=str.lower)),
@@ -100,6 +98,16 @@ def pages() -> dict[str, str]:
     for name in MODULES:
         texts[name] = f"# {name}\n\n::: {name}\n    options:\n      show_root_heading: false\n"
     return texts
+
+
+def homes_of(tables: dict[str, dict[str, str]]) -> dict[str, str]:
+    """Returns the full public names, by those of the originals."""
+    homes: dict[str, str] = {}
+    for name in sorted(tables, key=lambda name: name.count("."), reverse=True):
+        for public, original in tables[name].items():
+            if original.startswith("weft.") and not _is_module(original):
+                homes.setdefault(original, f"{name}.{public}")
+    return homes
 
 
 def _explained(name: str, original: str) -> str:
@@ -116,7 +124,7 @@ def _list_of(package: str, names: dict[str, str], homes: dict[str, str]) -> list
     items = []
     for name, original in names.items():
         if original in homes:
-            full = f"{homes[original]}.{original.rpartition('.')[2]}"
+            full = homes[original]
             target = f'<autoref identifier="{full}">{full}</autoref>'
         elif original.startswith("jax."):
             address = f"https://docs.jax.dev/en/latest/_autosummary/{original}.html"
@@ -141,7 +149,10 @@ class Docstrings(griffe.Extension):
         for thing in _all_in(pkg):
             if isinstance(thing, griffe.Class):
                 _set_parameters(thing)
+        homes = homes_of({name: names_of(path, pkg) for name, path in packages().items()})
         for thing in _all_in(pkg):
+            if thing.docstring is not None:
+                thing.docstring.value = _linked(thing, homes)
             for name in _unknown_parameters(thing):
                 log.warning(f"{thing.path} explains {name}, which is none of its parameters.")
 
@@ -149,6 +160,42 @@ class Docstrings(griffe.Extension):
 def _fenced(example: re.Match[str]) -> str:
     indent, text = example[1], example[0].rstrip("\n")
     return f"{indent}```pycon\n{text}\n{indent}```\n"
+
+
+def _linked(thing: griffe.Object, homes: dict[str, str]) -> str:
+    """Returns the docstring of an object, with links at the public names in it."""
+    own = {*getattr(thing, "members", {})}
+    if isinstance(thing, griffe.Function | griffe.Class):
+        own |= {parameter.name for parameter in thing.parameters}
+
+    def link(code: re.Match[str]) -> str:
+        name = code[1]
+        # A plain word is more often an argument or an attribute.
+        if name in own or not re.search("[A-Z_.]", name):
+            return code[0]
+        first, _, rest = name.partition(".")
+        try:
+            path = thing.resolve(first)
+        except griffe.NameResolutionError:
+            return code[0]
+        public = _public(f"{path}.{rest}" if rest else path, homes)
+        if public is None or public == _public(thing.path, homes):
+            return code[0]
+        return f'<autoref identifier="{public}" optional><code>{name}</code></autoref>'
+
+    assert thing.docstring is not None
+    parts = re.split(r"(^ *```.*?^ *```\n|``.*?``)", thing.docstring.value, flags=re.M | re.S)
+    parts[::2] = [re.sub(r"(?<!`)`([A-Za-z_][\w.]*)`(?!`)", link, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _public(path: str, homes: dict[str, str]) -> str | None:
+    """Returns the name by which the reference explains an object, or a member of one."""
+    if path in homes or path in homes.values():
+        return homes.get(path, path)
+    parent, _, name = path.rpartition(".")
+    public = _public(parent, homes) if "." in parent else None
+    return f"{public}.{name}" if public else None
 
 
 def _all_in(thing: griffe.Object) -> Iterator[griffe.Object]:
@@ -160,16 +207,24 @@ def _all_in(thing: griffe.Object) -> Iterator[griffe.Object]:
 
 def _set_parameters(cls: griffe.Class) -> None:
     """Gives a class an `__init__` with its fields, where a base makes it a dataclass."""
+    if "__init__" in cls.members:
+        return
     mro = [cls, *_bases(cls)]
-    names = [base.path for base in mro]
-    is_config = CONFIG in names
-    if "__init__" in cls.members or not (is_config or DATACLASSES & {*names}):
+    # What has fields: subclasses of one of the roots. The root's own parameters come last.
+    root = next((i for i, base in enumerate(mro) if base.path in DATACLASSES), None)
+    if root is None:
         return
     fields: dict[str, griffe.Parameter] = {}
-    for base in reversed(mro):
+    for base in reversed(mro[:root]):
+        if mro[root] not in _bases(base):
+            continue
         for name, member in base.members.items():
-            if isinstance(member, griffe.Attribute) and _is_field(member, base):
-                fields[name] = _parameter(member, keyword=is_config or _is_keyword(member))
+            if isinstance(member, griffe.Attribute) and _is_field(member, base) and name != "klass":
+                is_keyword = mro[root].path == CONFIG or _is_keyword(member)
+                fields[name] = _parameter(member, keyword=is_keyword)
+    if DATACLASSES[mro[root].path]:
+        init = mro[root].members["__init__"]
+        fields |= {parameter.name: parameter for parameter in list(init.parameters)[1:]}
     keyword = griffe.ParameterKind.keyword_only
     this = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
     ordered = [this, *sorted(fields.values(), key=lambda field: field.kind is keyword)]
