@@ -82,7 +82,21 @@ def check_complete(config: ConfigBase, overrides: Mapping[str, object] | None = 
 
 
 class Configurable:
-    """Base of the classes whose objects are created from configs."""
+    """Base of the classes whose objects are created from configs.
+
+    A class declares its fields in a nested `Config` with the decorator `config_class`. An object
+    made by `instantiate` has them as `config`.
+
+    >>> from weft.config import Configurable, config_class
+    >>> class Greeter(Configurable):
+    ...     @config_class
+    ...     class Config(Configurable.Config):
+    ...         name: str = "world"
+    ...     def greet(self):
+    ...         return f"Hello, {self.config.name}!"
+    >>> Greeter.default_config().set(name="Ada").instantiate().greet()
+    'Hello, Ada!'
+    """
 
     class Config(InstantiableConfig[Any]):
         _target = "klass"

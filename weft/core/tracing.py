@@ -59,7 +59,7 @@ _eager: Any = None
 
 
 def current_trace() -> TraceState:
-    """Returns the running trace."""
+    """Returns a reference to the innermost trace of JAX that is running."""
     return weakref.ref(_find_top_trace(()))
 
 

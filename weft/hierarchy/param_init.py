@@ -215,7 +215,7 @@ def fans(shape: Shape, axes: FanAxes) -> dict[str, float]:
 
 
 class DefaultInitializer(Initializer):
-    """Initializer that goes by the parameter's name."""
+    """Initializer that chooses another one for each parameter, by its name."""
 
     @config_class
     class Config(Initializer.Config):

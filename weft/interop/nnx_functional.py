@@ -116,7 +116,7 @@ M = TypeVar("M")
 
 @dataclasses.dataclass
 class Functional(Generic[M]):
-    """A module to be made by `init`."""
+    """Class and arguments of an NNX module, which `init` makes and `apply` calls."""
 
     module_type: type[M]
     graphdef: nnx.GraphDef | None

@@ -47,7 +47,7 @@ class WithTag:
 
 @dataclasses.dataclass(frozen=True)
 class PathIn:
-    """Filter of some paths."""
+    """Filter that matches the values at certain paths."""
 
     paths: frozenset[Path]
 

@@ -747,7 +747,12 @@ def variable_name_from_type(typ: type[Variable[Any]], /, *, allow_register: bool
 
 @register_variable_name("params")
 class Param(Variable[A]):
-    """Trainable parameter."""
+    """Trainable parameter: what `nnx.grad` differentiates and optimizers update by default.
+
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> type(layer.kernel) is nnx.Param, layer.kernel.shape
+    (True, (2, 3))
+    """
 
     __slots__ = ()
 
@@ -768,7 +773,7 @@ class Cache(Variable[A]):
 
 @register_variable_name("intermediates")
 class Intermediate(Variable[A]):
-    """Sown value."""
+    """Value that a module stored by `sow`."""
 
     __slots__ = ()
 

@@ -54,7 +54,7 @@ from weft.typing import T, Tensor
 
 
 class Builder(Module):
-    """Base of the builders."""
+    """Base of what builds the initial state of a run, such as pretrained parameters."""
 
     class StateType(enum.Enum):
         """Types of the leaves of a state.

@@ -83,7 +83,12 @@ logger = logging.getLogger(__name__)
 
 
 class SpmdTrainer(Module):
-    """Trainer of a model on a mesh of devices."""
+    """Trainer of a model on a mesh of devices.
+
+    `run` initializes or restores the state, and then trains: steps in one compiled function, with
+    evaluations, checkpoints and summaries at the steps that their configs say. `weft train` runs
+    the config of a recipe; for data at hand, `weft.fit` makes the config from its arguments.
+    """
 
     _needs_allow = ("compilation_cache_dir", "status_port")  # programs are code
 

@@ -32,7 +32,7 @@ from weft.typing import Tensor
 
 
 class NormPosition(enum.Enum):
-    """Position of a norm."""
+    """Position of a norm in a residual block."""
 
     IN_NORM = "in_norm"
     """Before the branch."""
