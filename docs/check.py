@@ -47,6 +47,10 @@ class Page:
 
     def _add(self, tag: str, attributes: dict[str, str]) -> None:
         self.anchors.add(attributes.get("id", ""))
+        if "mermaid" in attributes.get("class", "").split():
+            self.loads.append(
+                "https://unpkg.com/mermaid"
+            )  # material draws it with a script from there
         if tag == "a":
             self.anchors.add(attributes.get("name", ""))
             self.links += [attributes["href"]] if "href" in attributes else []

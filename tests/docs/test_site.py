@@ -55,6 +55,7 @@ def test_check_accepts(site, html):
             '<script src="https://cdn.example.org/x.js"></script>',
             "loads https://cdn.example.org/x.js from the network",
         ),
+        ('<pre class="mermaid"></pre>', "loads https://unpkg.com/mermaid from the network"),
         (
             '<link rel="stylesheet" href="//fonts.example.org/x">',
             "loads //fonts.example.org/x from the network",
