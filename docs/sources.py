@@ -16,11 +16,16 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import get_lexer_for_filename
+from pygments.lexers import TextLexer, get_lexer_for_filename
+from pygments.util import ClassNotFound
 
 ROOT = Path(__file__).parents[1]
 # Pages that are the repository's files.
-ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+ROOT_PAGES = {
+    page: path
+    for page, path in {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}.items()
+    if not (ROOT / "docs" / page).exists()
+}
 _LINK = re.compile(r"(\]\()([^)#\s:]+)([^)\s]*\))")
 _PAGE = """---
 title: {path}
@@ -45,14 +50,14 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages of source files: the package, and what other pages link to."""
     for page, path in ROOT_PAGES.items():
-        if files.get_file_from_path(page) is None:
-            files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
     shown = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("weft/**/*.py")}
     for file in files.documentation_pages():
         for link in _LINK.findall(file.content_string):
             target = _target(file.src_uri, link[1])
             if target is not None and not target.startswith("docs/"):
                 shown.add(target)
+    shown -= {*ROOT_PAGES.values()}
     for path in sorted(shown):
         page = File.generated(config, f"source/{path}.md", content=_PAGE.format(path=path))
         page.inclusion = InclusionLevel.NOT_IN_NAV
@@ -94,8 +99,10 @@ def _target(page: str, link: str) -> str | None:
 
 def _highlighted(path: str) -> str:
     text = (ROOT / path).read_text(encoding="utf-8")
-    # Python's tables of names are stubs.
-    lexer = get_lexer_for_filename(path.removesuffix("i") if path.endswith(".pyi") else path)
+    try:
+        lexer = get_lexer_for_filename(path)
+    except ClassNotFound:
+        lexer = TextLexer()
     code = pygments.highlight(text, lexer, HtmlFormatter(nowrap=True)).rstrip("\n")
     lines = [
         f'<span id="L{n}"><a href="#L{n}" data-line="{n}"></a>{line}\n</span>'
