@@ -1,6 +1,8 @@
 """The fenced blocks of a page for people, and what its programs print.
 
 A `python` block is a program; the `text` block that follows it, if there is one, is what it prints.
+One with a title is a file: that of WEFT is run with the page's programs, and the others, such as
+the same program of another library, by `tests/parity/test_pages.py`.
 """
 
 import contextlib
@@ -13,12 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+WEFT = "with_weft.py"
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, its text, and how many lines of the page stand above it."""
+    """A fenced block: its language, title and text, and how many lines of the page precede it."""
 
     language: str
+    title: str | None
     text: str
     line: int
 
@@ -32,11 +36,22 @@ class Program(NamedTuple):
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    fences = re.finditer(r"^```(\w+)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [Block(f[1], f[2], text[: f.start(2)].count("\n")) for f in fences]
+    pattern = r'^```(\w+)(?: title="([^"\n]+)")?\n(.*?)^```$'
+    fences = re.finditer(pattern, text, flags=re.MULTILINE | re.DOTALL)
+    return [Block(f[1], f[2], f[3], text[: f.start(3)].count("\n")) for f in fences]
 
 
 def programs(page: Path) -> list[Program]:
+    """Returns the programs of a page that are run in order in one namespace."""
+    return [p for p in _all_programs(page) if p.block.title in (None, WEFT)]
+
+
+def files(page: Path) -> dict[str, Program]:
+    """Returns the programs of a page that have a title, by it."""
+    return {p.block.title: p for p in _all_programs(page) if p.block.title is not None}
+
+
+def _all_programs(page: Path) -> list[Program]:
     found = blocks(page)
     return [
         Program(block, after.text if after is not None and after.language == "text" else None)
