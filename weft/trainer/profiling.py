@@ -65,8 +65,10 @@ PEAK_FLOPS = {
     "B200": 2250e12,
 }
 _RECORD = "goodput"
-# Fraction of the time above which the input is reported as slow.
+# Fraction of the time above which the input is reported as slow, and the seconds lost before that:
+# no one has to tune the input of a run that lasts seconds.
 _SLOW_INPUT = 0.1
+_SLOW_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 _MAX_MARKS = 200
@@ -181,6 +183,7 @@ class Throughput(Configurable):
         self._productive = 0.0  # seconds of steps since the first start of the run
         self._flops: float | None = None  # of a step, once counted
         self._waited: tuple[int, float] = (0, 0.0)  # last report's step and total seconds
+        self._slow_seconds = 0.0  # total of readings with a slow input
         self._slow_logged = False
 
     def start(self, directory: str, step: int) -> None:
@@ -228,8 +231,9 @@ class Throughput(Configurable):
         if before is None or seconds <= 0:
             return {}
         per_second = steps / seconds
-        wait = (input_wait_seconds - waited[1]) / (step - waited[0])
-        self._warn_if_slow(step, wait, wait * per_second)
+        steps_waited = step - waited[0]
+        wait = (input_wait_seconds - waited[1]) / steps_waited
+        self._warn_if_slow(step, steps_waited, wait, wait * per_second)
         summaries = {
             "steps_per_second": per_second,
             "examples_per_second": per_second * jax.tree.leaves(batch)[0].shape[0],
@@ -246,8 +250,10 @@ class Throughput(Configurable):
             summaries["mfu"] = utilization
         return summaries
 
-    def _warn_if_slow(self, step: int, wait: float, share: float) -> None:
-        if share > _SLOW_INPUT and not self._slow_logged:
+    def _warn_if_slow(self, step: int, steps: int, wait: float, share: float) -> None:
+        if share > _SLOW_INPUT:
+            self._slow_seconds += steps * wait
+        if self._slow_seconds >= _SLOW_SECONDS and not self._slow_logged:
             self._slow_logged = True
             logger.warning(
                 "Up to step %d each step waited %.3g s for its input, %.0f %% of the time: the "
