@@ -120,11 +120,19 @@ def test_log_output_has_no_control_codes():
     text = play(LineDisplay(console(), "runs/x"))
     assert "\x1b" not in text and "\r" not in text
     assert "model      250,250 parameters, 1.0 MB" in text
-    assert "mesh data=1, model=1" in text
+    assert "devices    1 × cpu\n" in text
     assert "runs/x: a new run of 100 steps" in text
     assert "step 7  held_out: loss 1.500, bits per byte 2.200" in text
     first = "step 1/100  loss 3.000  accuracy 0.250  bits per byte 2.500  learning rate 0.004"
     assert first in text
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_only_axes_with_several_devices_are_shown():
+    shape, names = (1, 2, 1), ("pipeline", "data", "model")
+    with jax.set_mesh(jax.make_mesh(shape, names, devices=jax.devices()[:2])):
+        text = play(LineDisplay(console(), "runs/x"))
+    assert "devices    2 × cpu, mesh data=2\n" in text
 
 
 def test_frozen_parameters_are_told_apart():

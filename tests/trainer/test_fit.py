@@ -257,6 +257,12 @@ def test_kinds_of_models(model):
     assert result.history.validation == {}
 
 
+def test_layouts_may_name_any_axis_of_a_mesh():
+    axes = (("pipeline", "expert"), ("fsdp", "seq", "model"))
+    cfg = Linear.default_config().set(input_dim=4, output_dim=1, param_partition_spec=axes)
+    assert fit(cfg, (X, Y), "mse").last.predict(X).shape == Y.shape
+
+
 def test_several_inputs_are_a_dict():
     data = {"a": X, "b": X, "y": Y}
     result = fit(

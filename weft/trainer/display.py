@@ -224,9 +224,9 @@ class Display(RunListener):
             f"model      {self.parameters:,} parameters{some}, {bytes_text(sizes.bytes)}"
         )
         mesh = jax.sharding.get_abstract_mesh()
-        axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+        axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
         kind = jax.devices()[0].device_kind
-        self.print_line(f"devices    {mesh.size} × {kind}, mesh {axes}")
+        self.print_line(f"devices    {mesh.size} × {kind}{', mesh ' if axes else ''}{axes}")
         if resumed_from is None:
             text = "a new run" + (f" of {self._max_step:,} steps" if self._is_limited else "")
         elif resumed_from >= self._max_step:

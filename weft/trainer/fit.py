@@ -40,6 +40,7 @@ from weft.trainer.mesh import build_mesh
 from weft.trainer.model import LibraryModel, build_model
 from weft.trainer.optimizers.algorithms import adam_optimizer, adamw_optimizer, sgd_optimizer
 from weft.trainer.optimizers.base import as_partitioned
+from weft.trainer.parallelism import MESH_AXIS_NAMES, mesh_shape_from_axes
 from weft.trainer.progress import INPUT_ENDED, RunListener
 from weft.trainer.report.recorder import error_console
 from weft.trainer.summary_writer.files import JsonLinesWriter
@@ -261,8 +262,9 @@ def fit(
         model=_model_config(model, loss, _metrics(metrics), target, train),
         learner=Learner.default_config().set(optimizer=_optimizer(optimizer, learning_rate)),
         input=train.input_config(seed=seed),
-        mesh_shape=(-1,),
-        mesh_axis_names=("data",),
+        # The other axes are those that layouts of layers may name.
+        mesh_shape=mesh_shape_from_axes(data=-1),
+        mesh_axis_names=MESH_AXIS_NAMES,
     )
     _set_length(cfg, train, held_out, epochs, steps, is_kept=dir is not None)
     return _run(model, cfg, dir, progress)
