@@ -19,7 +19,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from nbclient import NotebookClient
 from nbconvert import MarkdownExporter
-from nbconvert.preprocessors import HighlightMagicsPreprocessor
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor, HighlightMagicsPreprocessor
 
 ROOT = Path(__file__).parents[1]
 TUTORIALS = ROOT / "docs" / "tutorials"
@@ -92,8 +92,9 @@ def executed(page: str) -> nbformat.NotebookNode:
 
 def shown(notebook: nbformat.NotebookNode, name: str) -> tuple[str, dict[str, bytes]]:
     """Returns the text of a tutorial's page, and its pictures by file name."""
+    joined = CoalesceStreamsPreprocessor(enabled=True)
     magics = HighlightMagicsPreprocessor(enabled=True)
-    exporter = MarkdownExporter(preprocessors=[magics], raw_template=TEMPLATE)
+    exporter = MarkdownExporter(preprocessors=[joined, magics], raw_template=TEMPLATE)
     text, resources = exporter.from_notebook_node(
         notebook, {"unique_key": name, "output_files_dir": f"{name}_files"}
     )
