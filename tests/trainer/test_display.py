@@ -239,9 +239,18 @@ def test_notebook_has_one_updating_output(cell):
     assert bundle["text/html"].startswith("<pre") and "runs/&lt;x&gt;" in bundle["text/html"]
 
 
-def test_display_type_follows_console():
-    assert isinstance(make_display(console(terminal=True), "d"), LiveDisplay)
+def test_display_type_follows_console(monkeypatch):
+    terminal = console(terminal=True)
+    monkeypatch.setattr(terminal.file, "isatty", lambda: True)
+    assert isinstance(make_display(terminal, "d"), LiveDisplay)
     assert isinstance(make_display(console(), "d"), LineDisplay)
+
+
+def test_pipe_with_forced_colors_gets_lines(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    pipe = Console(file=io.StringIO())
+    assert pipe.is_terminal
+    assert isinstance(make_display(pipe, "d"), LineDisplay)
 
 
 def test_resumed_run_reports_its_step():

@@ -179,7 +179,9 @@ def make_display(console: Console, dir: str | None) -> "Display":
     """
     if console.is_jupyter:
         return NotebookDisplay(console, dir)
-    live = console.is_terminal and not console.is_dumb_terminal
+    # With FORCE_COLOR, which notebooks and CI set for the commands that they run, a pipe is a terminal
+    # to rich; what is drawn again and again would be appended there.
+    live = console.is_interactive and console.file.isatty()
     return LiveDisplay(console, dir) if live else LineDisplay(console, dir)
 
 
