@@ -179,8 +179,8 @@ def make_display(console: Console, dir: str | None) -> "Display":
     """
     if console.is_jupyter:
         return NotebookDisplay(console, dir)
-    # With FORCE_COLOR, which notebooks and CI set for the commands that they run, a pipe is a terminal
-    # to rich; what is drawn again and again would be appended there.
+    # With FORCE_COLOR, which notebooks and CI set for commands, rich takes a pipe for a terminal;
+    # what is drawn again and again would be appended there.
     live = console.is_interactive and console.file.isatty()
     return LiveDisplay(console, dir) if live else LineDisplay(console, dir)
 
