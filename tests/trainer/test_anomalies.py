@@ -185,12 +185,12 @@ def test_error_names_step_module_and_parameters(tmp_path, fault, told):
     with pytest.raises(UndefinedLossException) as stopped:
         run(tmp_path, {3: fault}, on_undefined="stop")
     assert told in str(stopped.value)
-    first = (
-        "The batch has undefined numbers in x: look at the input first. Look then at the learning"
-    )
-    if fault != "nan":
-        first = "The first loss of the run was finite, so look first at the learning rate: lower it"
-    assert f"the last checkpoint predates it. {first}" in str(stopped.value)
+    first = {
+        "negative": "The first loss of the run was finite, so look first at the learning rate: low",
+        "zero": "Look there first for a root or norm of 0, whose derivative is infinite, and",
+        "nan": "The batch has undefined numbers in x: look at the input first. Look then at the le",
+    }
+    assert f"the last checkpoint predates it. {first[fault]}" in str(stopped.value)
     assert "anomaly_policy.on_undefined='skip' skips such steps." in str(stopped.value)
 
 
@@ -198,6 +198,13 @@ def test_first_step_gets_the_advice_of_a_first_loss(tmp_path):
     with pytest.raises(UndefinedLossException, match=r"predates it\. The batch has undefined") as e:
         run(tmp_path, {0: "nan"}, on_undefined="stop")
     assert "learning rate" not in str(e.value)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_undefined_gradients_of_the_first_step_are_not_due_to_the_learning_rate(tmp_path, step):
+    with pytest.raises(UndefinedLossException, match="derivative is infinite") as stopped:
+        run(tmp_path, {step: "zero"}, on_undefined="stop")
+    assert ("Look then at the learning rate" in str(stopped.value)) == (step > 0)
 
 
 def test_undefined_gradient_with_a_finite_loss_is_named(tmp_path):

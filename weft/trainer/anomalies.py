@@ -28,6 +28,7 @@ from weft.trainer.optimizers.clipping import norm_by_squares, tree_where
 from weft.trainer.train_step import TrainerState
 from weft.trainer.undefined_loss import (
     advice_for_first_step,
+    advice_for_gradients,
     advice_for_later_step,
     undefined_names,
 )

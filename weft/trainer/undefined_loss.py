@@ -3,7 +3,7 @@
 The first loss does not depend on the learning rate, since no update precedes it. Its causes are, in
 order of likelihood: the batch; initial parameters; ids outside of a table; the range of float16;
 logarithms, roots and divisions in the module with the first undefined output. If the first loss was
-finite, the learning rate comes first.
+finite, the learning rate comes first; but if only gradients are undefined, a derivative.
 """
 
 import re
@@ -55,6 +55,20 @@ def advice_for_later_step(summaries: Mapping[str, Any], batch: NestedTensor) -> 
     return (
         f"{first} at the learning rate{shown}: lower it, warm up for longer, or clip gradients by "
         "their norm."
+    )
+
+
+def advice_for_gradients(batch: NestedTensor, *, updated: bool) -> str:
+    """Returns what to look at first if the loss is finite, and gradients are not.
+
+    Args:
+        updated: whether an earlier update may be the cause.
+    """
+    return _batch_text(batch) or (
+        "Look there first for a root or norm of 0, whose derivative is infinite, and for a "
+        "logarithm, root or division whose undefined result `jnp.where` drops: its gradient stays "
+        "undefined, so replace what goes in."
+        + (" Look then at the learning rate." if updated else "")
     )
 
 
