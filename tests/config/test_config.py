@@ -3,6 +3,8 @@ import inspect
 import math
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import types
 
@@ -470,6 +472,17 @@ def test_origin_is_file_and_line():
     assert str(Origin("override")) == "override"
     assert str(Origin(os.path.abspath("recipes/lm.py"), 42)) == os.path.join("recipes", "lm.py:42")
     assert str(Origin("/far/away.py", 1)) == "/far/away.py:1"
+
+
+def test_origin_in_a_notebook_is_cell_and_line():
+    pytest.importorskip("IPython")
+    program = (
+        "import sys; from weft.config import Origin; "
+        "print(Origin(sys._getframe().f_code.co_filename, 3), Origin('/far/away.py', 1))"
+    )
+    ipython = [sys.executable, "-m", "IPython", "--no-banner", "--colors=nocolor", "-c", program]
+    done = subprocess.run(ipython, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["In[1]:3", "/far/away.py:1"]
 
 
 def test_equality_ignores_origins():

@@ -30,13 +30,17 @@ class Origin(NamedTuple):
     Attributes:
         file: path of the file, or a description such as "command line".
         line: line number; 0 if there are no lines.
+
+    Its text names a cell of a notebook as IPython does, `In[3]:1`.
     """
 
     file: str
     line: int = 0
 
     def __str__(self) -> str:
-        file = self.file
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        cell = shell.compile.format_code_name(self.file) if shell is not None else None
+        file = cell[1] if cell is not None else self.file
         if os.path.isabs(file):
             relative = os.path.relpath(file)
             file = file if relative.startswith("..") else relative
