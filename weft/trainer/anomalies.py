@@ -316,7 +316,9 @@ class AnomalyGuard:
         elif action == "rewind":
             text += f" The run was already rewound {self._rewinds} times."
         error = UndefinedLossException if verdict.undefined else LossSpikeError
-        if verdict.undefined and not track.count and not np.isfinite(loss):
+        if verdict.undefined and np.isfinite(loss) and np.any(verdict.bad_gradients):
+            advice = advice_for_gradients(batch, updated=bool(track.count))
+        elif verdict.undefined and not track.count and not np.isfinite(loss):
             advice = advice_for_first_step(lambda: module, state, batch, self._train_dtype)
         else:
             advice = advice_for_later_step({}, batch)

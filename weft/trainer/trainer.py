@@ -85,9 +85,8 @@ logger = logging.getLogger(__name__)
 class SpmdTrainer(Module):
     """Trainer of a model on a mesh of devices.
 
-    `run` initializes or restores the state, and then trains: steps in one compiled function, with
-    evaluations, checkpoints and summaries at the steps that their configs say. `weft train` runs
-    the config of a recipe; for data at hand, `weft.fit` makes the config from its arguments.
+    `run` initializes or restores the state and trains, with evaluations, checkpoints and summaries
+    at the steps that their configs say. `weft.fit` makes the config for data at hand.
     """
 
     _needs_allow = ("compilation_cache_dir", "status_port")  # programs are code
@@ -368,11 +367,10 @@ class SpmdTrainer(Module):
             self._settle_first()
             return self._to_save(self._batches, self.trainer_state)
 
-        # Only the own class is known to take a function.
-        is_lazy = isinstance(self._checkpointer, Checkpointer)
         return self._checkpointer.save(
             step=self._step,
-            state=state if is_lazy else state(),
+            # Another class need not take a function.
+            state=state if isinstance(self._checkpointer, Checkpointer) else state(),
             evaler_summaries=evaler_summaries,
             force=force,
         )
@@ -512,7 +510,7 @@ class SpmdTrainer(Module):
     def _run_steps(
         self, stop: GracefulStop, listener: RunListener, first_key: Tensor
     ) -> tuple[dict[str, Any], dict[str, Any] | None, StopRun | None]:
-        """Runs the remaining steps.
+        """Runs the remaining steps; an anomaly policy may rewind the last one.
 
         Returns the last evaluations, the outputs of the last step, and the reason to stop.
         """
@@ -523,7 +521,6 @@ class SpmdTrainer(Module):
         early = self._early_stopping
         settle = self._settle = functools.partial(self._judge_and_report, listener, first_key)
         try:
-            # The policy may rewind the last step.
             while not self._is_done() or (settle() and not self._is_done()):
                 stop.doing(f"waiting for the input of step {self._step + 1}")
                 doing = f"running step {self._step + 1}"
@@ -556,8 +553,8 @@ class SpmdTrainer(Module):
             settle()
             return evaler_summaries, step and step.outputs, stopped
         except Exception:
-            with contextlib.suppress(Exception):  # the first error counts
-                if self._unsettled is not None:
+            if self._unsettled is not None:
+                with contextlib.suppress(Exception):  # the first error counts
                     self._report(self._unsettled)
             raise
         is_early = early is not None and early.should_stop
