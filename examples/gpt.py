@@ -39,7 +39,7 @@ class Attention(nnx.Module):
             self.cache[...] = self.cache[...].at[:, :, positions].set(jnp.stack([key, value]))
             key, value = self.cache[...]
             key_positions = jnp.arange(key.shape[1])
-        distance = positions[:, None] - key_positions
+        distance = positions[:, None] - key_positions[None]
         mask = (distance >= 0) & (distance < LENGTH)
         y = nnx.dot_product_attention(query, key, value, mask=mask[None, None])
         return self.out(y.reshape(x.shape))

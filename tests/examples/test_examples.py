@@ -1,6 +1,6 @@
 """Each example runs from start to end, made short, and shows what it says it shows."""
 
-import ast
+import math
 import re
 import runpy
 
@@ -71,15 +71,6 @@ def test_ensemble_is_better_than_its_members(shown):
     assert of_all[1] < of_one[1]  # the negative log-likelihood
 
 
-def test_scanned_decoder_is_tabulated_and_learns(shown):
-    text = shown("scanned_transformer", "--steps", "15", "--layers", "2")
-    assert "blocks    │ Block " in text
-    assert "Total Parameters" in text
-    first, last = numbers(r"step +\d+  ([\d.]+) bits per byte", text)
-    assert last < first - 1.5
-    assert "by frequency alone" in text
-
-
 def test_digits_are_reconstructed(shown):
     text = shown("vae", "--epochs", "3", "--show")
     first, last = numbers(r"ELBO (-[\d.]+) nats", text)
@@ -99,35 +90,83 @@ def test_nnx_digits_classifier(shown):
     assert accuracies[-1] > 90
 
 
-def test_scanned_nnx_blocks_learn_and_generate(shown):
-    text = shown("nnx_transformer", "--steps", "15", "--layers", "2")
-    assert "'kernel': (2, 96, 384)" in text
-    first, last = numbers(r"step +\d+  ([\d.]+) bits per letter", text)
-    assert last < first - 1.5
-    written = [ast.literal_eval(line) for line in re.findall(r"it writes: (.*)", text)]
-    assert [len(line) for line in written] == [64, 64]
-    assert written[1].startswith("import ")
+def test_gpt_learns_and_generates(shown):
+    text = shown("gpt", "--steps", "25")
+    assert numbers(r"step +0  ([\d.]+)", text)[0] > 7
+    held_out, by_frequency = numbers(r"([\d.]+)(?: bits per letter;|$)", text.split("class ")[0])
+    assert held_out < by_frequency - 0.5
+    assert len(text.split("class ", 1)[1]) == 401
 
 
-def test_cached_decoding_equals_full_forward():
-    example = runpy.run_path(str(EXAMPLES / "nnx_transformer.py"))
-    model = example["Decoder"](2, rngs=nnx.Rngs(0))
-    letters = jax.random.randint(jax.random.key(1), (2, 5), 0, 128)
-    at_once = model(letters, jnp.arange(5))
-    writing = example["for_writing"](model, rows=2)
-    for i in range(5):
-        one = writing(letters[:, i : i + 1], jnp.array([i]))
-        np.testing.assert_allclose(one[:, 0], at_once[:, i], atol=1e-5)
+def test_cached_gpt_equals_full_forward():
+    example = runpy.run_path(str(EXAMPLES / "gpt.py"))
+    model = example["GPT"](rngs=nnx.Rngs(0))
+    letters = jax.random.randint(jax.random.key(1), (2, 7), 0, 128)
+    at_once = model(letters, jnp.arange(7))
+    cached = nnx.view(model)
+    cached.blocks.attention.cache = nnx.Cache(jnp.zeros((4, 2, 2, 9, 4, 24)))
+    parts = [
+        cached(letters[:, at], jnp.arange(7)[at]) for at in (slice(4), slice(4, 5), slice(5, 7))
+    ]
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), at_once, atol=1e-5)
+    assert model.blocks.attention.cache is None
 
 
 def test_lora_learns_odd_digits(shown):
-    text = shown("nnx_lora", "--steps", "250")
-    assert "2,344 numbers to train, 26,122 stay" in text
-    assert "are as they were: True" in text
+    text = shown("lora", "--steps", "250")
+    assert "2,344 values to train, 26,122 frozen" in text
+    assert "frozen weights unchanged: True" in text
     even, odd = numbers(r"even digits +([\d.]+)", text), numbers(r"odd digits +([\d.]+)", text)
     assert even[0] == even[2] > 90
     assert odd[0] == odd[2] < 10
     assert odd[1] > 90
+
+
+def test_ppo_balances_poles(shown):
+    text = shown("ppo", "--iterations", "10")
+    at_random, untrained, _, trained = numbers(r"up for +(\d+) of 500", text)
+    assert at_random < 30
+    assert untrained < 150
+    assert trained > 250
+
+
+def test_poles_move_by_the_published_equations():
+    """Two steps of a cart, worked out in Python."""
+    example = runpy.run_path(str(EXAMPLES / "ppo.py"))
+    x, velocity, angle, spin = 0.1, -0.2, 0.15, 0.4
+    carts = jnp.tile(jnp.array([x, velocity, angle, spin]), (64, 1))
+    for action in (1, 0):
+        force = 10 if action else -10
+        sin, cos = math.sin(angle), math.cos(angle)
+        turn = 9.8 * sin + cos * (-force - 0.1 * 0.5 * spin**2 * sin) / 1.1
+        turn /= 0.5 * (4 / 3 - 0.1 * cos**2 / 1.1)
+        acceleration = (force + 0.1 * 0.5 * (spin**2 * sin - turn * cos)) / 1.1
+        x, velocity = x + 0.02 * velocity, velocity + 0.02 * acceleration
+        angle, spin = angle + 0.02 * spin, spin + 0.02 * turn
+        carts, failed = example["push"](carts, jnp.full(64, action))
+        np.testing.assert_allclose(carts[0], [x, velocity, angle, spin], rtol=1e-5)
+        assert not failed.any()
+    far = jnp.array([[2.5, 0, 0, 0], [0, 0, 0.22, 0], [0, 0, -0.22, 0], [2.3, 0, 0.2, 0]])
+    np.testing.assert_array_equal(example["push"](far, 0)[1], [True, True, True, False])
+
+
+def test_edges_help_to_classify_digits(shown):
+    text = shown("graph_network", "--steps", "50")
+    assert "20 images with a label, 1,777 without" in text
+    _, alone, _, with_edges = numbers(r"without a label ([\d.]+)%", text)
+    assert 55 < alone < 75
+    assert with_edges > alone + 10
+
+
+@pytest.mark.long
+def test_processes_agree_on_parameters(shown, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    text = shown("multi_process", "--steps", "60")
+    accuracies = numbers(r"test accuracy ([\d.]+)%", text)
+    assert accuracies[-1] > 88
+    found = re.findall(r"process (\d): 32 of 64 rows, parameters (\w{12})", text)
+    assert sorted(number for number, _ in found) == ["0", "1"]
+    assert len({parameters for _, parameters in found}) == 1
 
 
 def test_gan_generates_digits(shown):
