@@ -1,9 +1,9 @@
-"""A language model gets eight experts in place of each feed-forward layer, by its config.
+"""Eight experts replace each feed-forward layer of a language model, by its config.
 
-`python examples/mixture_of_experts.py` takes two minutes on two cores and needs no download. The
-config of a dense model comes from the recipe `lm-tiny`, which reads Python code. One field of it is
-replaced: a router then sends each token to two of eight experts of half the size, for the same
-arithmetic per token with four times the parameters. A loss keeps the load of the experts balanced.
+`python examples/mixture_of_experts.py` takes two minutes on two cores and needs no download: the
+text is Python code. The config of the dense model is that of the recipe `lm-tiny`. With one field
+replaced, a router sends each token to two of eight experts of half the size: four times the weights
+for the same arithmetic per token. A loss keeps the experts equally loaded.
 """
 
 import argparse
@@ -21,14 +21,14 @@ EXPERTS = 8
 
 
 def dense(steps: int) -> trainer.SpmdTrainer.Config:
-    """Returns the recipe's config with a wider model."""
+    """Returns the recipe's config, with more text and larger batches."""
     cfg: Any = lm_tiny(steps=steps, batch_size=16)
     set_corpus(cfg, pattern="asyncio/*.py", held_out_fraction=0.1)
     return cfg
 
 
-def with_experts(steps: int, balance: float) -> trainer.SpmdTrainer.Config:
-    """Returns the same config, except for the feed-forward layers.
+def with_experts(steps: int, balance: float = 0.01) -> trainer.SpmdTrainer.Config:
+    """Returns the same config with experts.
 
     Args:
         balance: Weight of the loss that is small if all experts get equally many tokens.
@@ -46,8 +46,7 @@ def with_experts(steps: int, balance: float) -> trainer.SpmdTrainer.Config:
         gating=hierarchy.Top2Gating.default_config().set(
             train_capacity_factor=3.0, eval_capacity_factor=4.0
         ),
-        # Experts start like dense layers.
-        param_init=initializer(variance=1.0),
+        param_init=initializer(variance=1.0),  # each expert's weights are those of a dense layer
     )
     # The loop over layers passes the loss on, and the model adds it to its own.
     transformer.repeat.drop_output.rules = [r"module_outputs(?!.*/aux_loss$).*"]
@@ -55,35 +54,40 @@ def with_experts(steps: int, balance: float) -> trainer.SpmdTrainer.Config:
     return cfg.set(mesh_shape=(-1, 1, 1), mesh_axis_names=("data", "expert", "model"))
 
 
+def unbalanced(steps: int) -> trainer.SpmdTrainer.Config:
+    """Returns the config with experts, but without the loss on their load."""
+    return with_experts(steps, balance=0.0)
+
+
 def bars(load: np.ndarray) -> str:
-    """Returns a bar for the share of each expert; half the height is an equal share."""
-    heights = np.clip(np.asarray(load) * EXPERTS * 4, 0, 7.99).astype(int)
+    """Returns a bar for the load of each expert; half of the height is an equal share."""
+    heights = np.clip(np.asarray(load) * EXPERTS * 4, 0, 7).astype(int)
     return "".join("▁▂▃▄▅▆▇█"[height] for height in heights)
 
 
-def run(cfg: trainer.SpmdTrainer.Config) -> str:
-    """Trains, and returns the figures of the held-out files and the load of the experts."""
+def train(cfg: Any) -> str:
+    """Trains, and returns the results on held-out files and the load of each layer's experts."""
     with tempfile.TemporaryDirectory() as directory:
-        lm = cfg.set(dir=directory).instantiate(parent=None)
-        result: Any = lm.run(return_evaler_summaries=True, progress=False)["held_out"]
-    size = sum(x.size for x in jax.tree.leaves(lm.trainer_state.model))
-    text = f"{size:9,} parameters  {result['bits_per_byte'].mean:.3f} bits per byte"
-    for name, layer in result.get("decoder", {}).get("transformer", {}).get("repeat", {}).items():
-        gating = layer["feed_forward"]["gating"]
-        load = gating["expert_load"].mean
-        text += f"\n    {name} {bars(load)}  {load.min():5.1%} to {load.max():5.1%} per expert"
-        text += f", {gating['dropped_tokens']:.1%} of tokens without one"
+        run = cfg.set(dir=directory).instantiate(parent=None)
+        results: Any = run.run(return_evaler_summaries=True, progress=False)["held_out"]
+    size = sum(x.size for x in jax.tree.leaves(run.trainer_state.model))
+    text = f"{size:,} parameters, {results['bits_per_byte'].mean:.3f} bits per byte"
+    layers = results.get("decoder", {}).get("transformer", {}).get("repeat", {})
+    for name, summaries in layers.items():
+        load = summaries["feed_forward"]["gating"]["expert_load"].mean
+        text += f"\n  {name} {bars(load)}  {load.min():.0%} to {load.max():.0%} of the tokens"
     return text
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains without experts, with them, and with unbalanced ones."""
+    """Trains some models, and prints how well they predict and how loaded their experts are."""
+    configs = {"dense": dense, "experts": with_experts, "unbalanced": unbalanced}
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(configs), help=", ".join(configs))
     parser.add_argument("--steps", type=int, default=800)
-    steps = parser.parse_args(argv).steps
-    print(f"dense          {run(dense(steps))}", flush=True)
-    print(f"experts        {run(with_experts(steps, balance=0.01))}", flush=True)
-    print(f"not balanced   {run(with_experts(steps, balance=0.0))}", flush=True)
+    args = parser.parse_args(argv)
+    for name in args.models:
+        print(f"{name}: {train(configs[name](args.steps))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 
 from tests.pages import ROOT
 from weft import nnx
+from weft.config import diff
 
 EXAMPLES = ROOT / "examples"
 
@@ -156,6 +157,23 @@ def test_edges_help_to_classify_digits(shown):
     _, alone, _, with_edges = numbers(r"without a label ([\d.]+)%", text)
     assert 55 < alone < 75
     assert with_edges > alone + 10
+
+
+def test_experts_share_the_tokens(shown):
+    text = shown("mixture_of_experts", "experts", "--steps", "40")
+    (bits,) = numbers(r"([\d.]+) bits per byte", text)
+    assert bits < 4.5  # 4.7 by frequency alone
+    assert [len(bars) for bars in re.findall(r"layer\d (\S+)", text)] == [8, 8]
+    for least, most in re.findall(r"(\d+)% to (\d+)%", text):
+        assert int(least) <= 100 / 8 <= int(most) < 60
+
+
+def test_experts_replace_one_layer_of_the_config():
+    example = runpy.run_path(str(EXAMPLES / "mixture_of_experts.py"))
+    lines = str(diff(example["dense"](5), example["with_experts"](5))).splitlines()
+    changed = {re.split(r"[.\[:]", line.removeprefix("model."))[0] for line in lines}
+    assert changed == {"mesh_axis_names", "mesh_shape", "decoder", "metrics"}
+    assert sum("Layer.Config → " in line for line in lines) == 1
 
 
 @pytest.mark.long
