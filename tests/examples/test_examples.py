@@ -162,7 +162,7 @@ def test_edges_help_to_classify_digits(shown):
 def test_experts_share_the_tokens(shown):
     text = shown("mixture_of_experts", "experts", "--steps", "40")
     (bits,) = numbers(r"([\d.]+) bits per byte", text)
-    assert bits < 4.5  # 4.7 by frequency alone
+    assert bits < 4  # 4.3 by frequency alone
     assert [len(bars) for bars in re.findall(r"layer\d (\S+)", text)] == [8, 8]
     for least, most in re.findall(r"(\d+)% to (\d+)%", text):
         assert int(least) <= 100 / 8 <= int(most) < 60
