@@ -20,6 +20,7 @@ from mkdocs.structure.files import File, Files
 from nbclient import NotebookClient
 from nbconvert import MarkdownExporter
 from nbconvert.preprocessors import CoalesceStreamsPreprocessor, HighlightMagicsPreprocessor
+from traitlets.config import Config
 
 ROOT = Path(__file__).parents[1]
 TUTORIALS = ROOT / "docs" / "tutorials"
@@ -82,7 +83,11 @@ def executed(page: str) -> nbformat.NotebookNode:
             "MATPLOTLIBRC": str(TUTORIALS / "matplotlibrc"),
         }
         client = NotebookClient(
-            notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": folder}}
+            notebook,
+            timeout=600,
+            kernel_name="python3",
+            resources={"metadata": {"path": folder}},
+            config=Config(KernelManager={"transport": "ipc", "ip": f"{home}/kernel"}),
         )
         client.execute(env=environment)
     RESULTS.mkdir(parents=True, exist_ok=True)

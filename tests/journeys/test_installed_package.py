@@ -102,19 +102,72 @@ def test_packages_hold_what_is_tracked(packages):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in installed)
 
 
+@pytest.fixture
+def installed_wheel(packages, tmp_path):
+    """Returns a function that installs the wheel into an environment of its own.
+
+    It returns the environment's Python, and where to run it: not in the repository.
+    """
+
+    def install(*extras):
+        python = tmp_path / "venv/bin/python"
+        called(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+        wanted = f"weft[{','.join(extras)}] @ {packages[0].as_uri()}"
+        uv = [sys.executable, "-m", "uv", "--quiet", "pip", "install", "--constraint", LOCK]
+        called(*uv, "--python", python, wanted)
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        return python, {"cwd": tmp_path, "env": env}
+
+    return install
+
+
 @pytest.mark.long
-def test_wheel_without_extras(packages, tmp_path):
-    python = tmp_path / "venv/bin/python"
-    called(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
-    uv = [sys.executable, "-m", "uv", "--quiet"]
-    called(*uv, "pip", "install", "--python", python, "--constraint", LOCK, packages[0])
-    outside = {"cwd": tmp_path, "env": {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}}
+def test_wheel_without_extras(installed_wheel):
+    python, outside = installed_wheel()
     for module in ("weft", "weft.linen", "weft.nnx", "weft.hierarchy", "weft.config"):
         code = f"import time; t = time.time(); import {module}; print(time.time() - t)"
         print(module, called(python, "-c", code, **outside))
     text = called(python.with_name("weft"), "train", "lm", code=2, **outside)
     assert "pip install 'weft[train]'" in text
     assert "train" in called(python.with_name("weft"), "--help", **outside)
+
+
+@pytest.mark.long
+def test_wheel_with_what_training_needs(installed_wheel):
+    python, outside = installed_wheel("train")
+    text = called(python.with_name("weft"), "train", "lm-tiny", "max_step=1", "dir=run", **outside)
+    assert "step 1/1" in text
+    assert "step 1" in called(python.with_name("weft"), "inspect", "run", **outside)
+
+
+# What each extra is for. PyTorch, of `parity` and `bench`, has its build for the CPU elsewhere.
+USES = {
+    "text": "from tokenizers import Tokenizer; from sentencepiece import SentencePieceProcessor",
+    "parquet": "import pyarrow.parquet",
+    "hf": "import datasets",
+    "tfds": "import tensorflow_datasets",
+    "viz": "import treescope; treescope.render_to_html(weft.nnx.Rngs(0))",
+    "kernels": "import tokamax",
+    "launch": "import submitit",
+    "gcs": "import gcsfs",
+    "wandb": "import wandb",
+    "mlflow": "import mlflow",
+    "examples": "from sklearn.datasets import load_digits; load_digits()",
+    "docs": "import mkdocs, jupytext",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("extra", USES)
+def test_wheel_with_an_extra(installed_wheel, extra):
+    python, outside = installed_wheel(extra)
+    called(python, "-c", f"import weft; {USES[extra]}", **outside)
+
+
+def test_each_extra_is_tried():
+    tried = {*USES, "train", "dev", "parity", "clients", "bench"}  # the last four are for the tests
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extras["optional-dependencies"].keys() == tried
 
 
 @pytest.mark.long
