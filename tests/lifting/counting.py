@@ -20,6 +20,9 @@ class Box:
         self.arrays[name] = value
         self.writes += 1
 
+    def changes_since(self, before):
+        return Box(**{n: x for n, x in self.arrays.items() if x is not before.get(n)})
+
 
 def grouped(boxes, filters):
     return [group_collections(box.arrays, f) for box, f in zip(boxes, filters, strict=True)]
@@ -35,27 +38,25 @@ class BoxKind(Kind):
         return isinstance(x, Box)
 
     def split(self, carriers, filters):
-        groups = [
-            group_collections(box.arrays, f) for box, f in zip(carriers, filters, strict=True)
-        ]
-        return list(carriers), len(carriers), groups
+        return list(carriers), len(carriers), grouped(carriers, filters)
 
     def merge(self, static, groups):
-        return None, [Box(**ungrouped(g)) for g in groups]
+        before = [ungrouped(g) for g in groups]
+        return before, [Box(**arrays) for arrays in before]
 
     def collect(self, inner, static, carriers, filters, new, new_filters):
         counts = tuple(box.writes for box in carriers)
-        groups = [
-            group_collections(box.arrays, f) for box, f in zip(carriers, filters, strict=True)
-        ]
-        made = [group_collections(box.arrays, f) for box, f in zip(new, new_filters, strict=True)]
-        return counts, groups, made
+        changed = [box.changes_since(before) for box, before in zip(carriers, inner, strict=True)]
+        return counts, grouped(changed, filters), grouped(new, new_filters)
 
     def commit(self, outer, static, groups, new_groups):
         for box, writes, of_box in zip(outer, static, groups, strict=True):
             box.arrays.update(ungrouped(of_box))
             box.writes += writes
         return [Box(**ungrouped(g)) for g in new_groups]
+
+    def union(self, group, other):
+        return {**group, **other}
 
     def fork(self, group, n):
         for name, value in group.items():

@@ -35,9 +35,10 @@ def test_initial_run_creates_state():
             box.write("x", jnp.float32(1))
         return box.arrays["x"]
 
-    mapped = map_state(
-        BOXES, f, in_axes=(ROLES,), map_in=negated, initialize=lambda before, after: after
-    )
+    def join(before, after):
+        return tuple({**b, **a} for b, a in zip(before, after, strict=True))
+
+    mapped = map_state(BOXES, f, in_axes=(ROLES,), map_in=negated, initialize=join)
     assert mapped(box) == -1
     assert runs == [["y"], ["x", "y"]]
 

@@ -28,7 +28,8 @@ def test_kind_is_notified_of_removed_and_added_axes():
     kind = Labelled()
     box = Box(w=jnp.ones((2, 3)), b=jnp.ones(3))
     roles = Roles((("w", 1), (True, None)))
-    vmap(kind, lambda box: None, in_axes=(roles,), metadata={"name": "heads"})(box)
+    double = lambda box: box.write("w", 2 * box.arrays["w"])  # noqa: E731
+    vmap(kind, double, in_axes=(roles,), metadata={"name": "heads"})(box)
     assert kind.told == [(-1, ("w",), 1, {"name": "heads"}), (1, ("w",), 1, {"name": "heads"})]
 
 
