@@ -272,7 +272,9 @@ def to_huggingface(
 
 def _config_dict(cfg: object) -> tuple[Family, dict[str, Any]]:
     """Returns the family that computes what a model does, and its `config.json` content."""
-    for write in (LLAMA.write, GPT2.write, similar_settings):
+    # Some families share a function.
+    writers = dict.fromkeys(family.write for family in FAMILIES.values())
+    for write in (*writers, similar_settings):
         try:
             values = write(cfg)
         except (AttributeError, TypeError, IndexError):
