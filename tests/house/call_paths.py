@@ -4,6 +4,7 @@ import functools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 import jax
@@ -25,8 +26,10 @@ from weft.trainer.progress import RunListener
 from weft.trainer.trainer import SpmdTrainer
 
 WEFT = weft.__path__[0]
-# Weft's frames in the last path, as file:function, innermost first.
-_path: list[str] = []
+# A frame of Weft: its file, relative to the repository, and its function.
+Frame = tuple[str, str]
+# Weft's frames in the last path, innermost first.
+_path: list[Frame] = []
 
 
 def _record(caller: str) -> None:
@@ -38,7 +41,8 @@ def _record(caller: str) -> None:
         caller,
     ):
         if frame.f_code.co_filename.startswith(WEFT):
-            _path.append(f"{frame.f_code.co_filename}:{frame.f_code.co_name}")
+            file = Path(frame.f_code.co_filename).relative_to(Path(WEFT).parent).as_posix()
+            _path.append((file, frame.f_code.co_name))
         frame = frame.f_back
 
 
@@ -140,23 +144,23 @@ def _train(directory: str) -> int:
     return listener.counter.count
 
 
-def paths() -> Iterator[tuple[str, int]]:
-    """Yields each call path with its number of frames in Weft."""
+def paths() -> Iterator[tuple[str, list[Frame]]]:
+    """Yields each call path with its frames in Weft, outermost first."""
 
     _apply_linen(lambda module: linen.scan(linen.remat(module), length=2))
-    yield "nn.scan(nn.remat(Block)) in apply", len(_path)
+    yield "nn.scan(nn.remat(Block)) in apply", _path[::-1]
     _apply_linen(lambda module: linen.vmap(module, in_axes=(0, None)))
-    yield "nn.vmap(Module)", len(_path)
+    yield "nn.vmap(Module)", _path[::-1]
     _call_nnx(nnx.jit)
-    yield "nnx.jit, first call", len(_path)
+    yield "nnx.jit, first call", _path[::-1]
     _call_nnx(functools.partial(nnx.vmap, in_axes=(None, 0)))
-    yield "nnx.vmap(f)", len(_path)
+    yield "nnx.vmap(f)", _path[::-1]
     _call_repeat()
-    yield "Repeat to the child's forward", len(_path)
+    yield "Repeat to the child's forward", _path[::-1]
 
 
-def trainer() -> tuple[int, int]:
+def trainer() -> tuple[list[Frame], int]:
     """Returns the frames from `run` to the model's forward, and the calls in Weft of a step."""
     with tempfile.TemporaryDirectory() as directory:
         calls = _train(directory)
-    return len(_path), calls
+    return _path[::-1], calls
