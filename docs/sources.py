@@ -22,9 +22,10 @@ from pygments.util import ClassNotFound
 ROOT = Path(__file__).parents[1]
 # Pages that are the repository's files.
 ROOT_PAGES = {
-    page: path
-    for page, path in {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}.items()
-    if not (ROOT / "docs" / page).exists()
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "examples.md": "examples/README.md",
+    "security.md": "SECURITY.md",
 }
 _LINK = re.compile(r"(\]\()([^)#\s:]+)([^)\s]*\))")
 _PAGE = """---
@@ -92,7 +93,7 @@ def on_page_content(html: str, page: Page, **kwargs: object) -> str:
 
 def _target(page: str, link: str) -> str | None:
     """Returns the path of the repository's file a page links to, None where there is none."""
-    home = "" if page in ROOT_PAGES else posixpath.dirname(f"docs/{page}")
+    home = posixpath.dirname(ROOT_PAGES.get(page, f"docs/{page}"))
     path = posixpath.normpath(posixpath.join(home, link))
     return path if (ROOT / path).is_file() else None
 
