@@ -77,6 +77,16 @@ def test_indivisible_activations(capsys):
     assert "of a value of shape" in capsys.readouterr().out
 
 
+@needs_eight
+@pytest.mark.long
+def test_spinner_is_not_for_pipes_with_forced_colors(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["check", "lm-tiny", *TINY, "--mesh", "fsdp=4,model=2"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b[1m" in out and "times per step" in out
+    assert "compiling the train step" not in out
+
+
 def test_mesh_size_mismatch(capsys):
     assert main(["check", "lm-tiny", "--mesh", "data=3", "--devices", "1"]) == 2
     assert "needs 3 devices and there are 1" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -208,7 +209,9 @@ def _report_program(
         warnings.simplefilter("always", ShardingWarning)
         try:
             trainer = cfg.instantiate(parent=None, devices=devices)
-            with console.status("compiling the train step"):
+            # With FORCE_COLOR, which notebooks set, a pipe is a terminal to rich.
+            is_live = console.file.isatty()
+            with console.status("compiling the train step") if is_live else nullcontext():
                 compiled = trainer.compile_train_step()
         except (MeshError, BatchShardingError) as error:
             return [str(error)]
