@@ -501,8 +501,9 @@ def layer_times(directory: str, step: jax.stages.Compiled) -> dict[str, float]:
     """Returns the seconds that devices spent in each layer, per step of a trace, longest first.
 
     The forward and the backward pass of a layer count together, and a repeated layer counts once
-    for all its repetitions. An operation that XLA fused from several layers counts for the one with
-    most of its parts. The key "" has what no layer's name is known for.
+    for all its repetitions. An operation that XLA fused from several layers counts for one of them:
+    the one in its name, usually the last, or else the one with most of its parts. The key "" has
+    what no layer's name is known for.
 
     Args:
         directory: A run's directory, or that of one trace.
