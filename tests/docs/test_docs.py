@@ -44,7 +44,7 @@ def test_page_commands_parse(page):
 
 def test_navigation_names_every_page():
     lines = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").splitlines()
-    shown = {line.split(": ")[-1].removeprefix("- ").strip() for line in lines}
+    shown = {line.split(": ")[-1].strip().removeprefix("- ") for line in lines}
     assert not {page.relative_to(DOCS).as_posix() for page in PAGES} - shown
 
 
