@@ -1,8 +1,9 @@
 """A variational autoencoder of handwritten digits, with a PRNG stream of its own.
 
-`python examples/vae.py` takes half a minute on two cores; `--show` prints digits and what the model
-makes of them. What to look at: the encoder's noise comes from the stream `latent`, which `apply`
-is given a key for; parameters come from `params`. The images are scikit-learn's, 8 × 8 pixels.
+`python examples/vae.py` takes half a minute on two cores, and ends with drawings of digits that the
+model reconstructs and generates. What to look at: the encoder's noise comes from the stream
+`latent`, for which `apply` gets a key; initial parameters come from `params`. The images are
+scikit-learn's, 8 × 8 pixels, made black and white.
 """
 
 import argparse
@@ -21,7 +22,7 @@ BATCH = 64
 
 
 class VAE(nn.Module):
-    """A Gaussian code of each image, and the chance of ink for each pixel."""
+    """Encodes an image as a Gaussian, and decodes the chance of ink for each pixel."""
 
     latents: int = 8
 
@@ -35,18 +36,18 @@ class VAE(nn.Module):
         return self.decoder(mean + jnp.exp(log_std) * noise), mean, log_std
 
     def reconstruct(self, x):
-        """The chance of ink, decoded from the mean of the code."""
+        """Decodes the mean of the code."""
         mean, _ = jnp.split(self.encoder(x), 2, axis=-1)
         return nn.sigmoid(self.decoder(mean))
 
     def generate(self, n: int):
-        """The chance of ink in images that nobody wrote."""
+        """Decodes random codes, so that nobody wrote these digits."""
         codes = jax.random.normal(self.make_rng("latent"), (n, self.latents))
         return nn.sigmoid(self.decoder(codes))
 
 
 def loss_of(params, apply_fn, x, key):
-    """Minus the evidence lower bound in nats per image (Kingma and Welling, 2013)."""
+    """The negative evidence lower bound in nats per image (Kingma and Welling, 2013)."""
     logits, mean, log_std = apply_fn({"params": params}, x, rngs={"latent": key})
     log_likelihood = -optax.sigmoid_binary_cross_entropy(logits, x).sum(-1)
     divergence = 0.5 * (mean**2 + jnp.exp(2 * log_std) - 1 - 2 * log_std).sum(-1)
@@ -71,11 +72,10 @@ def drawn(images: np.ndarray) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains, and prints the evidence lower bound after some epochs."""
+    """Trains, and prints the evidence lower bound and digits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=60)
-    parser.add_argument("--show", action="store_true", help="print digits as text")
-    args = parser.parse_args(argv)
+    epochs = parser.parse_args(argv).epochs
 
     images = (load_digits().data / 16 > 0.5).astype(np.float32)
     rng = np.random.default_rng(0)
@@ -83,25 +83,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, key = VAE(), jax.random.key(0)
     params = model.init({"params": key, "latent": key}, train[:1])["params"]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(3e-3))
-    for epoch in range(1, args.epochs + 1):
+    for epoch in range(1, epochs + 1):
         order = rng.permutation(len(train))
         bounds = []
         for i in range(0, len(order) - BATCH + 1, BATCH):
             state, bound = train_step(state, train[order[i : i + BATCH]], key)
             bounds.append(bound)
-        if epoch in (1, args.epochs) or epoch % 10 == 0:
+        if epoch in (1, epochs) or epoch % 10 == 0:
             print(f"epoch {epoch:3}  ELBO {np.mean(bounds):.2f} nats per image", flush=True)
 
     bound = -jax.jit(loss_of, static_argnums=1)(state.params, model.apply, test, key)
     ink = train.mean(0).clip(1e-3, 1 - 1e-3)
     alone = (test * np.log(ink) + (1 - test) * np.log(1 - ink)).sum(1).mean()
     print(f"test images: ELBO {bound:.2f}; each pixel by itself {alone:.2f}")
-    if args.show:
-        variables = {"params": state.params}
-        made = model.apply(variables, test[:6], method="reconstruct")
-        new = model.apply(variables, 6, method="generate", rngs={"latent": key})
-        for title, of_title in {"digits": test[:6], "reconstructed": made, "made up": new}.items():
-            print(f"\n{title}\n{drawn(of_title)}")
+    variables = {"params": state.params}
+    pictures = {
+        "digits": test[:6],
+        "reconstructed": model.apply(variables, test[:6], method="reconstruct"),
+        "generated": model.apply(variables, 6, method="generate", rngs={"latent": key}),
+    }
+    for title, images in pictures.items():
+        print(f"\n{title}\n{drawn(images)}")
 
 
 if __name__ == "__main__":

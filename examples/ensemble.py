@@ -1,6 +1,6 @@
 """Eight small classifiers, trained side by side by one `nn.vmap`, are better than any of them.
 
-`python examples/ensemble_vmap.py` takes a few seconds. What to look at: the ensemble is a module
+`python examples/ensemble.py` takes a few seconds. What to look at: the ensemble is a module
 like any other. Its parameters have a leading axis of members, and `split_rngs` says that each
 member begins with parameters, and drops units, of its own. The data are scikit-learn's digits; few
 of them are trained on, so that a single member is often wrong and too sure of itself.
