@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = np.asarray(jax.jit(translate)(run.trainer_state.model, [held_out["source"]])[0])
     right = (found == held_out["target"]).all(1)
     for i, form in enumerate(FORMATS):
-        texts = [bytes(ids[ids > END]).decode() for ids in (held_out["source"][i], found[i])]
+        texts = ["".join(map(chr, ids[ids > END])) for ids in (held_out["source"][i], found[i])]
         print(f"{form:14} {right[i :: len(FORMATS)].mean():6.1%} right, as {' -> '.join(texts)}")
     print(f"{right.mean():.1%} of held-out days are right; none of them occurs in training")
 
