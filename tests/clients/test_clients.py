@@ -3,13 +3,18 @@
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from tests.python import run_python
 
+# bijx 1.3.2 imports what JAX 0.12 no longer has.
+TOO_OLD = {"bijx"} if jax.__version_info__ >= (0, 12) else set()
 # The extra `clients` has their packages.
-PROGRAMS = sorted(Path(__file__).with_name("programs").glob("*.py"))
+PROGRAMS = sorted(
+    path for path in Path(__file__).with_name("programs").glob("*.py") if path.stem not in TOO_OLD
+)
 
 # All in one process, which imports JAX once. It runs them by their paths, since their folder would
 # hide the packages of the same names.
