@@ -132,17 +132,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             losses.clear()
 
     asked = digits[test]
+    drawn = np.asarray(draw(average, np.concatenate([asked, np.arange(10)]), rngs))
     sets = {
         "training digits": images[train[:360]],
-        "drawn digits": np.asarray(draw(average, asked, rngs)),
+        "drawn digits": drawn[:360],
         "normal distributions": gaussians(images[train], digits[train], asked, rng),
     }
     for name, others in sets.items():
         print(f"{name:21} told apart from test digits {told_apart(images[test], others):.0%}")
     right = KNeighborsClassifier(3).fit(images, digits).score(sets["drawn digits"], asked)
     print(f"{right:.0%} are recognized as the digit that was asked for:")
-    for row in np.arange(10).reshape(2, 5):
-        print(drawing(np.asarray(draw(average, row, rngs))) + "\n")
+    print(drawing(drawn[-10:-5]), drawing(drawn[-5:]), sep="\n\n")
 
 
 if __name__ == "__main__":
