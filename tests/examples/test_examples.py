@@ -1,6 +1,6 @@
 """Each example runs from start to end, made short, and shows what it says it shows."""
 
-import ast
+import math
 import os
 import re
 import runpy
