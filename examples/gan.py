@@ -1,6 +1,6 @@
 """Two networks against each other: one draws digits, the other tells them from real ones.
 
-`python examples/gan.py` takes half a minute on two cores and needs no download: the images,
+`python examples/gan.py` takes 15 seconds on two cores and needs no download: the images,
 8 × 8 pixels each, come with scikit-learn. What to look at: two models and two optimizers go through
 one jitted function. Each gradient is that of one argument, so the other model stays as it is; and
 the noise comes from a stream that the generator holds.

@@ -1,6 +1,6 @@
 """A convolutional network with BatchNorm and Dropout classifies handwritten digits.
 
-`python examples/image_classifier.py` takes half a minute on two cores and needs no download: the
+`python examples/image_classifier.py` takes ten seconds on two cores and needs no download: the
 images, 8 × 8 pixels each, come with scikit-learn. What to look at: model, optimizer and metrics are
 objects that a jitted function changes, so there is no state to hand around; `nnx.view` gives the
 same variables in another mode.

@@ -140,9 +140,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     right = (found == held_out["target"]).all(1)
     for i, form in enumerate(FORMATS):
         texts = ["".join(map(chr, ids[ids > END])) for ids in (held_out["source"][i], found[i])]
-        print(
-            f"{form:14} {right[i :: len(FORMATS)].mean():6.1%} right, such as {' -> '.join(texts)}"
-        )
+        share = right[i :: len(FORMATS)].mean()
+        print(f"{form:14} {share:6.1%} right, such as {' -> '.join(texts)}")
     print(f"{right.mean():.1%} of the days are right; none of them occurs in training")
 
 

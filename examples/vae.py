@@ -1,6 +1,6 @@
 """A variational autoencoder of handwritten digits, with a PRNG stream of its own.
 
-`python examples/vae.py` takes half a minute on two cores, and ends with drawings of digits that the
+`python examples/vae.py` takes ten seconds on two cores, and ends with drawings of digits that the
 model reconstructs and generates. What to look at: the encoder's noise comes from the stream
 `latent`, for which `apply` gets a key; initial parameters come from `params`. The images are
 scikit-learn's, 8 × 8 pixels, made black and white.

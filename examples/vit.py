@@ -1,9 +1,9 @@
 """A vision transformer classifies handwritten digits, trained by `weft.fit` in one call.
 
-`python examples/vit.py` takes a minute on two cores. What to look at: the model is a plain module
-of Linen, without loss, metrics or optimizer. The data is a Grain dataset that moves each image at
-random, from which the transformer learns that neighboring pixels belong together. The images are
-scikit-learn's, 8 × 8 pixels, which the model reads as sixteen patches.
+`python examples/vit.py` takes half a minute on two cores. What to look at: the model is a plain
+module of Linen, without loss, metrics or optimizer. The data is a Grain dataset that moves each
+image at random, from which the transformer learns that neighboring pixels belong together. The
+images are scikit-learn's, 8 × 8 pixels, which the model reads as sixteen patches.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     chances = np.asarray(nn.softmax(result.last.predict(images[test])))
     unsure = chances.max(-1).argsort()[:5]
-    print("the images that it is least sure of:")
+    print("the images that it is least sure of, with its guesses:")
     print(drawing(images[test][unsure]))
     guesses = [
         f"{chances[i].argmax()} ({chances[i].max():.0%}), is {labels[test[i]]}" for i in unsure
