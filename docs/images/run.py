@@ -17,30 +17,30 @@ FOLDER = Path(__file__).parent
 COLUMNS = {"run.svg": 86, "run-narrow.svg": 44}
 LINES = (
     "$ weft train lm",
-    "weft 0.1.0, jax 0.10.2: training lm",
+    "weft 0.2.0, jax 0.10.2: training lm",
     "corpus     stdlib-3.11: 512 files, 9,835,483 bytes to train on, 154,584 held out",
     "unigram    loss 3.197, bits per byte 4.613",
     "bigram     loss 2.380, bits per byte 3.434",
     "trigram    loss 1.725, bits per byte 2.489",
     "model      357,792 parameters, 1.4 MB",
-    "devices    1 × cpu, mesh data=1, model=1",
+    "devices    1 × cpu",
     "run        runs/lm: a new run of 600 steps",
 )
 EVALUATIONS = {
-    200: {"loss": 1.739, "accuracy": 0.542, "bits_per_byte": 2.509, "perplexity": 5.692},
-    400: {"loss": 1.450, "accuracy": 0.615, "bits_per_byte": 2.091, "perplexity": 4.261},
+    200: {"loss": 1.736, "accuracy": 0.542, "bits_per_byte": 2.505, "perplexity": 5.677},
+    400: {"loss": 1.450, "accuracy": 0.612, "bits_per_byte": 2.092, "perplexity": 4.264},
 }
 STEP = Reading(
     step=440,
-    loss=1.490,
+    loss=1.492,
     summaries={
-        "model": {"accuracy": 0.582, "bits_per_byte": 2.295, "perplexity": 4.906},
+        "model": {"accuracy": 0.585, "bits_per_byte": 2.313, "perplexity": 4.970},
         "learner": {"learning_rate": 0.00158},
     },
     unit="tokens",
-    per_second=13_722,
-    elapsed=93,
-    seconds_left=32,
+    per_second=21_298,
+    elapsed=56,
+    seconds_left=20,
 )
 _ADVANCE, _LINE, _SIZE, _LEFT, _TOP = 7.8, 20, 13, 24, 44
 _STYLE = (
