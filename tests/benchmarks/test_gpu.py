@@ -31,7 +31,7 @@ def test_training_is_measured(monkeypatch, capsys):
     assert any("self_attention" in row.question for row in layers)
     assert 0.5 < sum(row.median for row in layers) <= 1.0
     assert gpu_training.against_torch(_llama.TINY, cfg, seconds, device="cuda") == []
-    assert "PyTorch is left out: Torch not compiled with CUDA" in capsys.readouterr().out
+    assert "PyTorch is left out: " in capsys.readouterr().out  # for the CPU, or none
 
 
 def test_the_step_for_a_gpu_calls_fused_attention(monkeypatch, tmp_path):
