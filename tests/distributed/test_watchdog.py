@@ -21,6 +21,16 @@ def test_blocked_call_times_out():
     assert said == ["x"]
 
 
+def test_error_at_the_end_of_the_interpreter_raises_nothing():
+    # In a thread of its own it would be printed, and Python 3.12 starts none there.
+    program = (
+        "import atexit; from weft.distributed.watchdog import print_error; "
+        "atexit.register(print_error, 'late')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) in ((0, "late\n"), (0, ""))
+
+
 def test_errors_are_printed_to_available_stderr(capfd, monkeypatch):
     print_error("frozen")
     assert capfd.readouterr().err == "frozen\n"

@@ -22,10 +22,14 @@ _PRINT_SECONDS = 1.0
 
 
 def call_with_timeout(call: Callable[..., object], *args: object, **kwargs: object) -> None:
-    """Runs a call that may block, such as `logger.error`, and continues after at most a second."""
+    """Runs a call that may block, such as `logger.error`, and continues after at most a second.
+
+    While the interpreter shuts down, Python starts no threads from 3.12 on; then it is left out.
+    """
     thread = threading.Thread(target=call, args=args, kwargs=kwargs, daemon=True)
-    thread.start()
-    thread.join(_PRINT_SECONDS)
+    with contextlib.suppress(RuntimeError):
+        thread.start()
+        thread.join(_PRINT_SECONDS)
 
 
 def print_error(text: str) -> None:
