@@ -30,9 +30,10 @@ AXLEARN = DOCS / "moving-from-axlearn.md"
 LOSSES_OF_AXLEARN = {0: 2.36263, 1: 2.17952, 2: 1.83180, 9: 0.59528, 29: 0.28650, 71: 0.02605}
 
 
-# NumPy 2 warns of how Keras does it.
+# NumPy 2 and JAX 0.12 warn of how Keras does it.
 reads_variables_of_keras = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation:DeprecationWarning"
+    "ignore:__array__ implementation:DeprecationWarning",
+    "ignore:Explicitly requested dtype int64:UserWarning",
 )
 
 
