@@ -369,8 +369,7 @@ class SpmdTrainer(Module):
 
         return self._checkpointer.save(
             step=self._step,
-            # Another class need not take a function.
-            state=state if isinstance(self._checkpointer, Checkpointer) else state(),
+            state=state if isinstance(self._checkpointer, Checkpointer) else state(),  # a user's
             evaler_summaries=evaler_summaries,
             force=force,
         )
@@ -553,9 +552,10 @@ class SpmdTrainer(Module):
             settle()
             return evaler_summaries, step and step.outputs, stopped
         except Exception:
-            if self._unsettled is not None:
+            last, self._unsettled = self._unsettled, None
+            if last is not None:
                 with contextlib.suppress(Exception):  # the first error counts
-                    self._report(self._unsettled)
+                    self._report(last)
             raise
         is_early = early is not None and early.should_stop
         stopped = StopRun(StopRequest("end", EARLY_STOPPING)) if is_early else None
