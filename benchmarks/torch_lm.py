@@ -2,15 +2,20 @@
 
 All train the default recipe's model, and models of 0.1 to 10 M parameters, by AdamW from the same
 values on the same data, and must give the same losses. They run alternately inside of one run of
-the trainer: after each block of its steps, its listener runs a block of each of the others.
+the trainer: after each block of its steps, its listener lets each of the others run a block. These
+wait in processes of their own, with the defaults of `malloc`, as they would run for their users;
+Weft's process has the settings of `weft train`.
 """
 
+import contextlib
 import dataclasses
+import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +23,7 @@ import numpy as np
 
 from benchmarks import _raw_lm
 from benchmarks.harness import Curve, Row, row
+from weft.cli import keep_freed_memory
 from weft.config import config_for_function
 from weft.hierarchy import SlidingWindowAttentionBias
 from weft.recipes import RECIPES
@@ -47,11 +53,11 @@ class _Size:
 
 
 _SIZES = [
-    _Size("", 48, 3, 16, 128, 4),
-    _Size("lm", 96, 3, 16, 128, 4, {"plain JAX, unrolled": 1 / 2, "PyTorch, compiled": 1 / 0.7}),
-    _Size("", 168, 3, 16, 128, 2),
-    _Size("3.2 M parameters", 256, 4, 8, 256, 1, {"PyTorch, compiled": 1 / 0.8}),
-    _Size("", 456, 4, 8, 256, 1),
+    _Size("", 48, 3, 16, 128, 16),
+    _Size("lm", 96, 3, 16, 128, 16, {"plain JAX, unrolled": 1 / 2, "PyTorch, compiled": 1 / 0.7}),
+    _Size("", 168, 3, 16, 128, 8),
+    _Size("3.2 M parameters", 256, 4, 8, 256, 3, {"PyTorch, compiled": 1 / 0.8}),
+    _Size("", 456, 4, 8, 256, 2),
 ]
 
 
@@ -68,6 +74,10 @@ def _config(size: _Size, directory: str) -> Any:
     steps = size.pairs() * size.block
     cfg.learner.optimizer.inner.learning_rate.warmup_steps = steps // 20
     return cfg.set(dir=directory, max_step=steps, evalers={})
+
+
+class _Trainable(Protocol):
+    def step(self, batch: dict[str, Any]) -> float: ...
 
 
 class TorchModel:
@@ -147,7 +157,6 @@ class _PlainJax:
         self.state = optimizer.init(self.params)
 
     def step(self, batch: dict[str, Any]) -> float:
-        batch = {name: batch[name] for name in ("input_ids", "target_labels")}
         self.params, self.state, loss = self.run(self.params, self.state, batch)
         return float(loss)
 
@@ -183,28 +192,68 @@ class _Products:
         return 0.0
 
 
+def _plain_jax(
+    size: _Size, params: dict[str, Any], peak_lr: float, max_step: int
+) -> dict[str, _Trainable]:
+    return {
+        "plain JAX, unrolled": _PlainJax(params, peak_lr, max_step),
+        "products": _Products(size, params),
+    }
+
+
+def _torch(
+    size: _Size, params: dict[str, Any], peak_lr: float, max_step: int
+) -> dict[str, _Trainable]:
+    schedule = _raw_lm.schedule(peak_lr, max_step)
+    return {
+        "PyTorch, eager": TorchModel(params, schedule, compiled=False),
+        "PyTorch, compiled": TorchModel(params, schedule, compiled=True),
+    }
+
+
+def _serve(connection: Connection, make: Callable[..., dict[str, _Trainable]], *args: Any) -> None:
+    """Runs blocks of steps until there are no more; sends their losses and seconds."""
+    trainables = make(*args)
+    connection.send(list(trainables))
+    while request := connection.recv():
+        name, batches = request
+        start = time.perf_counter()
+        losses = [trainables[name].step(batch) for batch in batches]
+        connection.send((losses, time.perf_counter() - start))
+
+
+@contextlib.contextmanager
+def _process(make: Callable[..., dict[str, _Trainable]], *args: Any) -> Iterator[Connection]:
+    """Yields a connection to a process that serves what `make` returns."""
+    context = multiprocessing.get_context("spawn")
+    connection, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, make, *args), daemon=True)
+    process.start()
+    yield connection
+    connection.send(None)
+    process.join()
+
+
 class _Alternating(RunListener):
     """Measures blocks of the trainer's steps, each followed by a block of each of the others."""
 
-    def __init__(self, size: _Size):
-        self.size = size
+    def __init__(self, size: _Size, stack: contextlib.ExitStack):
+        self.size, self.stack = size, stack
         self.times: dict[str, list[float]] = {"Weft": []}
         self.losses: dict[str, list[float]] = {"Weft": []}
+        self.others: dict[str, Connection] = {}
 
     def on_start(self, trainer, resumed_from):
         cfg = trainer.config
-        params = _raw_lm.from_weft(jax.tree.map(jnp.copy, trainer.trainer_state.model))
+        params = _raw_lm.from_weft(jax.tree.map(np.asarray, trainer.trainer_state.model))
         self.parameters = sum(x.size for x in jax.tree.leaves(params))
         peak_lr = cfg.learner.optimizer.inner.learning_rate.peak_lr
-        schedule = _raw_lm.schedule(peak_lr, cfg.max_step)
-        self.others = {
-            "plain JAX, unrolled": _PlainJax(params, peak_lr, cfg.max_step),
-            "PyTorch, eager": TorchModel(params, schedule, compiled=False),
-            "PyTorch, compiled": TorchModel(params, schedule, compiled=True),
-            "products": _Products(self.size, params),
-        }
-        for name in self.others:
-            self.times[name], self.losses[name] = [], []
+        for make in (_plain_jax, _torch):
+            process = _process(make, self.size, params, peak_lr, cfg.max_step)
+            connection = self.stack.enter_context(process)
+            for name in connection.recv():
+                self.others[name] = connection
+                self.times[name], self.losses[name] = [], []
         self.batches = iter(cfg.input.set(name="input").instantiate(parent=None).dataset())
         self.start = time.perf_counter()
 
@@ -214,18 +263,24 @@ class _Alternating(RunListener):
             return
         jax.block_until_ready(outputs)
         self.times["Weft"].append(time.perf_counter() - self.start)
-        batches = [next(self.batches) for _ in range(self.size.block)]
-        for name, other in self.others.items():
-            start = time.perf_counter()
-            self.losses[name] += [other.step(each) for each in batches]
-            self.times[name].append(time.perf_counter() - start)
+        names = ("input_ids", "target_labels")
+        batches = [
+            {name: np.asarray(batch[name]) for name in names}
+            for batch in (next(self.batches) for _ in range(self.size.block))
+        ]
+        for name, connection in self.others.items():
+            connection.send((name, batches))
+            losses, seconds = connection.recv()
+            self.losses[name] += losses
+            self.times[name].append(seconds)
         self.start = time.perf_counter()
 
 
 def _measured(size: _Size) -> _Alternating:
     """Returns the seconds of a step in each block but the first, which compiles."""
-    listener = _Alternating(size)
-    with tempfile.TemporaryDirectory() as directory:
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        listener = _Alternating(size, stack)
         _config(size, directory).instantiate(parent=None).run(listener=listener)
     losses = {name: np.array(listener.losses[name]) for name in listener.losses}
     for name in losses.keys() - {"Weft", "products"}:
@@ -273,6 +328,7 @@ def _by_size(measured: list[_Alternating]) -> Curve:
 
 def run() -> list[Row | Curve]:
     """Blocks of steps of the trainer against blocks of plain JAX and of PyTorch."""
+    keep_freed_memory()
     measured = [_measured(size) for size in _SIZES]
     rows = [line for each in measured if each.size.name for line in _rows(each.size, each.times)]
     return [*rows, _by_size(measured)]

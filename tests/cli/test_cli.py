@@ -1,6 +1,7 @@
 """The command line as a person meets it: help, wrong words, exit codes, a start without delay."""
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
@@ -128,6 +129,46 @@ def test_light_commands_do_not_import_jax():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the malloc of glibc")
+@pytest.mark.parametrize(
+    ("environment", "is_kept"),
+    [({}, True), ({"MALLOC_ARENA_MAX": "2"}, False), ({"JAX_PLATFORMS": "cuda"}, None)],
+)
+def test_freed_memory_is_kept_for_computations_on_cpus(environment, is_kept, tmp_path):
+    """A block of 100 MB, in a new thread as XLA's are, is cleared by the kernel once or each time.
+
+    With a plugin of an accelerator installed and wanted, `malloc` stays as it is.
+    """
+    if is_kept is None:
+        (tmp_path / "jax_plugins").mkdir()
+    program = """
+import resource, sys, threading
+from weft.cli import main
+
+main(["--version"])
+assert "jax" not in sys.modules
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    memory = bytearray(100_000_000)
+    memory[::4096] = memory[::4096]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def run():
+    first, second = faults(), faults()
+    print(first > 1000, second > 1000)
+
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+"""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd(), **environment}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=env, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.stdout.splitlines()[-1:] == [f"True {not is_kept}"], result.stderr
 
 
 def test_other_missing_module_propagates(monkeypatch):

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from weft import functional
+from weft import functional, nnx
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import (
+    AttentionMask,
     attention_context,
     attention_logits,
     attention_probs,
@@ -26,6 +27,7 @@ from weft.functional.attention import (
     attention_weights,
     check_attention_shapes,
     drop_attention_weights,
+    plain_attention,
 )
 
 RNG = np.random.default_rng(0)
@@ -418,3 +420,40 @@ def test_step_with_64_bits():
             assert keys.dtype == jnp.float32
             assert keys[0].ravel().tolist() == [0, 1, 0]
             assert seen[0].ravel().tolist() == [True, True, False]
+
+
+# Attention without weights.
+
+
+@pytest.mark.parametrize("masked_gradient", [True, False])
+def test_plain_attention_and_its_derivatives_equal_those_of_probabilities(masked_gradient):
+    q, k, v = qkv()
+    bias, mask = array(2, 4, 5, 6), RNG.random((2, 1, 5, 6)) < 0.7
+    mask[0, :, 2] = False
+
+    def of_probs(q, k, v, bias):
+        logits = attention_logits(q, k) * 8**-0.5 + bias
+        masked = logits + bool_to_bias(mask) if masked_gradient else jnp.where(mask, logits, -1e15)
+        return attention_context(jax.nn.softmax(masked, axis=-1), v)
+
+    def plain(q, k, v, bias):
+        structured = AttentionMask(arrays=(jnp.asarray(mask),))
+        return plain_attention(q, k, v, bias=bias, mask=structured, masked_gradient=masked_gradient)
+
+    tangents = tuple(np.roll(x, 1) for x in (q, k, v, bias))
+    for derive in (jax.jvp, lambda fn, x, t: jax.vjp(fn, *x)[1](fn(*x))):
+        expected, actual = (derive(fn, (q, k, v, bias), tangents) for fn in (of_probs, plain))
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_nnx_attention_is_the_same_with_and_without_weights(rate):
+    q = array(2, 5, 4, 8)
+    options = {"mask": RNG.random((2, 1, 5, 5)) < 0.7, "bias": array(1, 4, 5, 5)}
+    options |= {"dropout_rate": rate, "dropout_rng": jax.random.key(0)}
+    module = nnx.Module()  # it sows the weights
+    with_weights = nnx.dot_product_attention(q, q, q, module=module, **options)
+    np.testing.assert_allclose(
+        nnx.dot_product_attention(q, q, q, **options), with_weights, rtol=1e-5, atol=1e-6
+    )

@@ -8,6 +8,7 @@ in `attention_weights`: that doubles the memory of what is usually a model's lar
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 
@@ -20,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.arrays import to_ndim, without_none
 from weft.functional.attention_mask import (
+    NEG_INF,
     AttentionMask,
     MaskFn,
     as_attention_mask,
@@ -93,21 +95,75 @@ def dot_product_attention(
     )
     if context is not None:
         return context
+    drop = functools.partial(dropout, rate=dropout_rate, prng_key=dropout_key)
+    return plain_attention(
+        query,
+        key,
+        value,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        mask=structured,
+        scale=scale,
+        logit_cap=logit_cap,
+        logit_sink=logit_sink,
+        drop=drop if dropout_rate else None,
+        precision=precision,
+    )
+
+
+def plain_attention(
+    query: Float[Array, "*batch target heads dim"],
+    key: Float[Array, "*batch source kv_heads dim"],
+    value: Float[Array, "*batch source kv_heads value_dim"],
+    *,
+    bias: Float[Array, "..."] | None = None,
+    alibi_slopes: Float[Array, " heads"] | None = None,
+    mask: AttentionMask = AttentionMask(),  # noqa: B008 - immutable
+    scale: float | None = None,
+    logit_cap: float | None = None,
+    logit_sink: Float[Array, " heads"] | None = None,
+    drop: Callable[[Array], Array] | None = None,
+    masked_gradient: bool = True,
+    precision: lax.PrecisionLike = None,
+) -> Float[Array, "*batch target heads value_dim"]:
+    """Returns attention as `dot_product_attention` does, from the logits of all pairs.
+
+    The values are averaged with `exp(logit - largest)`, and the result is divided by the sum of
+    these weights. Neither pass computes an array of all pairs for the division, and the gradient
+    needs no sum over the source: it is that of the values, and of one number per query.
+
+    Args:
+        drop: sets weights to 0 and scales up the others.
+        masked_gradient: as in `blockwise_attention`.
+
+    >>> x = jnp.ones((1, 3, 4, 2))
+    >>> plain_attention(x, x, x).shape
+    (1, 3, 4, 2)
+    """
+    target, source = query.shape[-3], key.shape[-3]
     if alibi_slopes is not None:
-        falling = alibi_bias(alibi_slopes, *structured.positions(query.shape[1], key.shape[1]))
+        falling = alibi_bias(alibi_slopes, *mask.positions(target, source))
         bias = falling if bias is None else bias + falling
-    if mask is not None:
-        mask = structured.to_array(query.shape[1], key.shape[1])
-    logits = attention_logits(query, key, precision=precision)
-    logits = logits * (query.shape[-1] ** -0.5 if scale is None else scale)
+    # The product as it is now: libraries of quantization replace it while a model runs.
+    options = {"precision": precision, "dot_general": lax.dot_general}
+    logits = attention_logits(query, key, **options)
+    if scale != 1.0:
+        logits = logits * (query.shape[-1] ** -0.5 if scale is None else scale)
     if logit_cap is not None:
         logits = cap_logits(logits, logit_cap)
-    if mask is not None:
-        bias = bool_to_bias(mask) if bias is None else bias + bool_to_bias(mask)
-    probs = attention_probs(logits, bias, logit_sink=logit_sink)
-    if dropout_rate:
-        probs = dropout(probs, rate=dropout_rate, prng_key=dropout_key)
-    return attention_context(probs, value, precision=precision)
+    allowed = mask.to_array(target, source) if mask.restricts else None
+    if allowed is not None:
+        allowed = allowed.reshape(allowed.shape[-min(allowed.ndim, logits.ndim) :])
+        if masked_gradient:
+            bias = bool_to_bias(allowed) if bias is None else bias + bool_to_bias(allowed)
+    logits = _add_bias(logits, bias)
+    if allowed is not None and not masked_gradient:
+        logits = jnp.where(allowed, logits, NEG_INF)
+    weights, total = _weights_and_total(logits, logit_sink)
+    if drop is not None:
+        weights = drop(weights)
+    context = attention_context(weights, value, preferred_element_type=jnp.float32, **options)
+    return (context / jnp.moveaxis(total, -3, -2)).astype(value.dtype)
 
 
 def attention_logits(
@@ -183,10 +239,23 @@ def attention_probs(
     logits = _add_bias(logits, bias)
     if logit_sink is None:
         return jax.nn.softmax(logits, axis=-1)
-    sink = to_ndim(logit_sink.astype(jnp.float32)[:, None, None], logits.ndim)
-    largest = lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sink))
+    weights, total = _weights_and_total(logits, logit_sink)
+    return weights / total
+
+
+def _weights_and_total(
+    logits: Float[Array, "*batch heads target source"], logit_sink: Float[Array, " heads"] | None
+) -> tuple[Float[Array, "*batch heads target source"], Float[Array, "*batch heads target 1"]]:
+    """Returns `exp(logit - largest)`, and its sum over the source and the sink."""
+    largest = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    sink = None
+    if logit_sink is not None:
+        sink = to_ndim(logit_sink.astype(jnp.float32)[:, None, None], logits.ndim)
+        largest = jnp.maximum(largest, sink)
+    largest = lax.stop_gradient(largest)
     weights = jnp.exp(logits - largest)
-    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - largest))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, total if sink is None else total + jnp.exp(sink - largest)
 
 
 def attention_context(
@@ -194,11 +263,12 @@ def attention_context(
     value: Float[Array, "*#batch source kv_heads dim"],
     *,
     precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     dot_general: Callable[..., Array] | None = None,
 ) -> Float[Array, "*batch target heads dim"]:
-    """Returns the values averaged by the probabilities, in the dtype of the values.
+    """Returns the values averaged by the probabilities, by default in the dtype of the values.
 
-    `precision` and `dot_general` are those of `attention_logits`.
+    `precision`, `preferred_element_type` and `dot_general` are those of `attention_logits`.
 
     >>> attention_context(jnp.ones((7, 4, 3, 5)), jnp.ones((7, 5, 2, 6))).shape
     (7, 3, 4, 6)
@@ -206,7 +276,11 @@ def attention_context(
     *batch, heads, target, source = probs.shape
     kv_heads, dim = value.shape[-2:]
     probs = probs if probs.dtype == value.dtype else probs.astype(value.dtype)
-    options = without_none(_dot_general=dot_general, precision=precision)
+    options = without_none(
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        _dot_general=dot_general,
+    )
     if heads == kv_heads:
         return jnp.einsum("...hqk,...khd->...qhd", probs, value, **options)
     probs = probs.reshape(*batch, kv_heads, heads // kv_heads, target, source)
@@ -424,6 +498,8 @@ def without_weights(
 ) -> Float[Array, "*batch target heads value_dim"] | None:
     """Returns attention by an implementation without weights, or None if it is to have them.
 
+    The plain one has none in float32, where the softmax has the dtype of the logits.
+
     Args:
         only_plain: by its description, whether something is asked for that only weights allow.
 
@@ -435,11 +511,31 @@ def without_weights(
     reason = next((text for text, is_so in reasons.items() if is_so), None)
     *batch, target, heads, _ = query.shape
     source = key.shape[-3]
-    if is_plain(implementation, target * source, reason):
+    plain = is_plain(implementation, target * source, reason)
+    if plain and (reason is not None or query.dtype != jnp.float32):
         return None
     named = [("bias", bias)] if bias is not None else []
     for name, x in [*named, *(("mask", x) for x in mask.arrays)]:
         check_broadcastable(name, x, (*batch, heads, target, source))
+    masked_gradient = False  # as in `attention_weights`
+    if plain:
+        drop = functools.partial(
+            drop_attention_weights,
+            rate=dropout_rate,
+            prng_key=dropout_rng,
+            broadcast=broadcast_dropout,
+        )
+        return plain_attention(
+            query / math.sqrt(query.shape[-1]),
+            key,
+            value,
+            bias=bias,
+            mask=mask,
+            scale=1.0,
+            drop=drop if dropout_rate else None,
+            masked_gradient=masked_gradient,
+            precision=precision,
+        )
     return fused_attention(
         implementation,
         query,
@@ -450,7 +546,7 @@ def without_weights(
         dropout_rate=dropout_rate,
         dropout_key=dropout_rng,
         broadcast_dropout=broadcast_dropout,
-        masked_gradient=False,  # as in `attention_weights`
+        masked_gradient=masked_gradient,
         precision=precision,
     )
 

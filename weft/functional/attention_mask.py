@@ -211,6 +211,11 @@ class AttentionMask(struct.PyTreeNode):
         masks += self.arrays
         return functools.reduce(jnp.logical_and, same_ndim(*masks, jnp.ones((1,) * 4, bool)))
 
+    @property
+    def restricts(self) -> bool:
+        """True if some pair may be False."""
+        return bool(self.mask_fn or self.query_segments is not None or self.arrays)
+
     def positions(self, target: int, source: int) -> list[Int[Array, "#batch length"]]:
         """Returns the positions of `target` queries and of `source` keys."""
         given = ((target, self.query_positions), (source, self.key_positions))

@@ -267,7 +267,7 @@ def _statistics(options: _Options, x: Array, head: _Head, target_labels: Array) 
     def of_chunk(carry: None, index: Array) -> tuple[None, tuple[Array, ...]]:
         logits, probs, ids, _ = _chunk(options, index, x, head, target_labels)
         largest = jnp.max(logits, axis=-1, keepdims=True)
-        # Faster on CPU than `argmax`, a reduction of two arrays.
+        # As in `logit_statistics`.
         first = jnp.where(logits == largest, _after(ids, x.ndim - 1), options.classes)
         return carry, (
             jax.nn.logsumexp(logits, axis=-1),

@@ -99,16 +99,20 @@ def logit_statistics(
     [2.0]
     """
     logits = logits.astype(jnp.float32)
+    classes = positions(logits.shape[-1], logits.ndim)
     if soft_target_labels is not None:
         expected = jnp.sum(soft_target_labels.astype(jnp.float32) * logits, axis=-1)
     else:
         # A comparison and a sum, not a gather: stays local if classes are sharded over devices.
-        hit = target_labels[..., None] == positions(logits.shape[-1], logits.ndim)
+        hit = target_labels[..., None] == classes
         expected = jnp.sum(jnp.where(hit, logits, 0), axis=-1)
         if label_smoothing:
             expected += label_smoothing * (logits.mean(-1) - expected)
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)
-    return LogitStatistics(log_normalizer, expected, jnp.argmax(logits, axis=-1))
+    # Faster on CPUs than `argmax`, a reduction of two arrays.
+    is_largest = logits == jnp.max(logits, axis=-1, keepdims=True)
+    likeliest = jnp.min(jnp.where(is_largest, classes, logits.shape[-1]), axis=-1)
+    return LogitStatistics(log_normalizer, expected, likeliest)
 
 
 def cross_entropy_of_statistics(

@@ -26,6 +26,7 @@ from weft._lazy import AxlearnEnumType
 from weft.config import REQUIRED, ClassConfigBase, Required, config_class
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.functional.arrays import to_ndim
+from weft.functional.attention import plain_attention
 from weft.functional.fused_attention import AttentionImplementation, fused_attention, is_plain
 from weft.hierarchy.attention import qkv_linear
 from weft.hierarchy.attention.bias import (
@@ -449,7 +450,7 @@ class MultiheadAttention(BaseLayer):
         biases: BaseAttentionBias,
         wants_probs: bool,
     ) -> Tensor | None:
-        """Returns the context, or None if it is to be computed from the logits of all pairs."""
+        """Returns the context, or None if it is to be computed from probabilities."""
         cfg = self.config
         rate = (self.dropout.config.rate if self.is_training else None) or 0.0
         only_plain = None
@@ -464,8 +465,20 @@ class MultiheadAttention(BaseLayer):
         elif self.is_training and type(self.dropout).forward is not Dropout.forward:
             only_plain = f"{type(self.dropout).__name__} drops probabilities in its own way"
         try:
+            sink = self.parameters["sink"] if cfg.logit_sink else None
             if is_plain(cfg.implementation, q_proj.shape[1] * k_proj.shape[1], only_plain):
-                return None
+                if only_plain is not None:
+                    return None
+                return plain_attention(
+                    q_proj,
+                    k_proj,
+                    v_proj,
+                    bias=biases.value(),
+                    scale=1.0,
+                    logit_cap=cfg.atten_logit_cap or None,
+                    logit_sink=sink,
+                    drop=self.dropout if rate else None,
+                )
             mask, bias = as_mask_and_bias(biases)
             key = None
             if rate:
@@ -480,7 +493,7 @@ class MultiheadAttention(BaseLayer):
                 bias=bias,
                 scale=1.0,
                 logit_cap=cfg.atten_logit_cap,
-                logit_sink=self.parameters["sink"] if cfg.logit_sink else None,
+                logit_sink=sink,
                 dropout_rate=rate,
                 dropout_key=key,
             )
