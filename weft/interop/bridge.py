@@ -538,14 +538,11 @@ class _LinenModule(ToNNX):
         self.to_nnx__mutable = scope.mutable
         self.to_nnx__initializing = scope.initializing
 
-    def __call__(
-        self, *args: Any, mutable: Filter | None = None, method: Method = None, **kwargs: Any
-    ) -> Any:
+    def __call__(self, *args: Any, rngs: RngsLike = None, **kwargs: Any) -> Any:
         if self.to_nnx__initializing and not self._own_variables():
-            keys = self._keys(kwargs.pop("rngs", None))
-            return self._init_with_output(keys, args, {"method": method, **kwargs})
-        mutable = self.to_nnx__mutable if mutable is None else mutable
-        return super().__call__(*args, mutable=mutable, method=method, **kwargs)
+            kwargs.pop("mutable", None)
+            return self._init_with_output(self._keys(rngs), args, kwargs)
+        return super().__call__(*args, rngs=rngs, **kwargs)
 
 
 _LinenModule.__name__ = _LinenModule.__qualname__ = "ToNNX"

@@ -54,6 +54,8 @@ class ToNNX(nnx.Module):
     (3, 2)
     """
 
+    to_nnx__mutable: Filter = False
+
     def __init__(self, module: object, rngs: RngsLike = None):
         self.to_nnx__module = module
         if isinstance(rngs, nnx.Rngs):
@@ -79,7 +81,7 @@ class ToNNX(nnx.Module):
 
     def lazy_init(self, *args: Any, rngs: RngsLike = None, **kwargs: Any) -> Self:
         """Makes the variables and returns the module itself; arguments are those of a call."""
-        self._init_with_output(self._keys(rngs), args, kwargs)
+        self._init_with_output(self._keys(rngs), args, self._with_mode(kwargs))
         return self
 
     def _init_with_output(self, keys: Keys, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,18 +112,21 @@ class ToNNX(nnx.Module):
             mutable: the collections that the call may change, in place.
         """
         keys, model = self._keys(rngs), self._model
-        call: dict[str, Any] = {"method": method, **kwargs}
+        call: dict[str, Any] = {"method": method, **self._with_mode(kwargs)}
         if _lazy_init.done is not None:
             if not any(m is self for m in _lazy_init.done):
                 _lazy_init.done.append(self)
                 return self._init_with_output(keys, args, call)
             return model.apply(self._variables(), *args, rngs=keys, mutable=True, **call)[0]
-        out, changed = model.apply(
-            self._variables(), *args, rngs=keys, mutable=mutable or False, **call
-        )
+        mutable = (self.to_nnx__mutable if mutable is None else mutable) or False
+        out, changed = model.apply(self._variables(), *args, rngs=keys, mutable=mutable, **call)
         if changed:
             self._assign_variables(changed)
         return out
+
+    def _with_mode(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of a call, with the training mode if it is set."""
+        return kwargs
 
     def _keys(self, rngs: RngsLike) -> dict[str, Any]:
         if isinstance(rngs, Mapping):
@@ -140,10 +145,9 @@ class ToNNX(nnx.Module):
     # The attributes.
 
     def _own_variables(self) -> dict[Path, Any]:
-        names = [
-            n for n in vars(self) if not n.startswith(("_", _OWN_PREFIX)) and n not in _SET_BY_MODE
-        ]
-        return flatten_dict({name: vars(self)[name] for name in names})
+        own = {n: x for n, x in vars(self).items() if not n.startswith(("_", _OWN_PREFIX))}
+        own.pop("deterministic", None)  # the mode
+        return flatten_dict(own)
 
     def _variables(self) -> dict[str, Any]:
         found: dict[Path, Any] = {}
@@ -193,9 +197,6 @@ class ToNNX(nnx.Module):
                 entries[part] = {}  # stored as another object, a `Dict` of NNX
             entries = entries[part]
         entries[below[-1]] = variable
-
-
-_SET_BY_MODE = ("deterministic",)
 
 
 def lazy_init(fn: ModuleOrMethod, *args: Any, **kwargs: Any) -> ModuleOrMethod:
@@ -447,12 +448,7 @@ class NNXModel(Model):
         return self.boxes(self.collections(module))
 
     def init_wrapped_layers(
-        self,
-        module: object,
-        args: object,
-        kwargs: object,
-        method: Method,
-        training: bool | None = None,
+        self, module: Any, args: Any, kwargs: Any, method: Method, training: bool | None = None
     ) -> None:
         """Makes the variables of other libraries' layers in a new module, by calling it.
 
@@ -505,7 +501,7 @@ def _raw_value(leaf: Any) -> Any:
 class InNNX(ToNNX):
     """A layer of any library as a module of NNX.
 
-    `train()` and `eval()` of the surrounding model set its mode.
+    `train()` and `eval()` of the surrounding model set its mode; `training` in a call overrides it.
 
     Args:
         mutable: the collections that a call may change.
@@ -519,28 +515,12 @@ class InNNX(ToNNX):
         self.to_nnx__mutable = mutable
         self.deterministic: bool | None = None
 
-    def lazy_init(self, *args: object, rngs: RngsLike = None, **kwargs: object) -> Self:
-        return super().lazy_init(*args, rngs=rngs, **self._with_mode(kwargs))
-
     def _applies_layout(self, x: object) -> bool:
         return global_mesh_defined() or getattr(x, "mesh", None) is not None
 
     def _with_mode(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         has_mode = self.deterministic is not None
         return {"training": not self.deterministic, **kwargs} if has_mode else kwargs
-
-    def __call__(
-        self,
-        *args: object,
-        rngs: RngsLike = None,
-        method: Method = None,
-        mutable: Filter | None = None,
-        **kwargs: object,
-    ) -> Any:
-        """Calls the layer; for the arguments see `ToNNX`. `training` overrides `deterministic`."""
-        mutable = self.to_nnx__mutable if mutable is None else mutable
-        how = {"rngs": rngs, "method": method, "mutable": mutable}
-        return super().__call__(*args, **how, **self._with_mode(kwargs))
 
 
 def as_nnx(x: object, /, *args: object, rngs: RngsLike = None, **kwargs: object) -> nnx.Module:
