@@ -132,12 +132,9 @@ def from_huggingface(
     Arguments and errors are those of `huggingface_model_config` and `load_huggingface_params`.
     """
     cfg = huggingface_model_config(folder, dtype=dtype)
-    return cfg, load_huggingface_params(folder, _shapes(cfg))
-
-
-def _shapes(cfg: Model.Config) -> NestedTensor:
     model: Any = cfg.clone(name="model").instantiate(parent=None)
-    return jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
+    shapes = jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
+    return cfg, load_huggingface_params(folder, shapes)
 
 
 # Where each parameter is.

@@ -83,8 +83,7 @@ def head_biases(num_heads: int, *, rotary: bool = False) -> Conversion:
     """Returns the change of the bias `(heads × dim,)` of `input_heads`."""
     turn = ROTARY if rotary else IDENTITY
     return Conversion(
-        lambda x: turn.to_weft(x.reshape(num_heads, -1)),
-        lambda x: turn.to_hf(x).reshape(-1),
+        lambda x: turn.to_weft(x.reshape(num_heads, -1)), lambda x: turn.to_hf(x).reshape(-1)
     )
 
 

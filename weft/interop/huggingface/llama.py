@@ -100,43 +100,6 @@ def _read(s: Settings) -> Model.Config:
     return Model.default_config().set(decoder=decoder)
 
 
-def _write(cfg: Any) -> dict[str, Any]:
-    decoder = cfg.decoder
-    layer = decoder.transformer.layer
-    attention, ff = layer.self_attention.attention, layer.feed_forward
-    qkv = attention.input_linear
-    qkv_bias, output_bias = qkv.input_linear.layer.bias, attention.output_linear.bias
-    window = getattr(attention.mask, "sliding_window_size", None)
-    own = {"attention_bias": qkv_bias, "mlp_bias": ff.linear1.bias}
-    if isinstance(ff.activation, str):
-        raise TypeError("the feed-forward layers of these models are gated")
-    if window is not None:
-        kind, own = "mistral", {"sliding_window": window + 1}
-    elif qkv.query_scale is not None:
-        kind = "qwen3"
-    else:
-        kind = "qwen2" if qkv_bias and not output_bias else "llama"
-    if kind == "qwen2":
-        own = {}
-    return {
-        "model_type": kind,
-        "hidden_size": decoder.dim,
-        "intermediate_size": family.hidden_dim(ff, decoder.dim),
-        "num_hidden_layers": decoder.transformer.num_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": qkv.input_linear.num_kv_heads,
-        "head_dim": (attention.hidden_dim or decoder.dim) // attention.num_heads,
-        "hidden_act": family.activation_name(ff.activation[0]),
-        "rms_norm_eps": decoder.output_norm.eps,
-        "rope_parameters": rotary_settings(qkv.rope_pos_emb_layer),
-        "attention_dropout": family.dropout_rate(decoder, attention.dropout),
-        "tie_word_embeddings": decoder.lm_head is None,
-        "vocab_size": decoder.vocab_size,
-        **own,
-        **family.special_tokens(decoder),
-    }
-
-
 def similar_settings(cfg: Any) -> dict[str, Any]:
     """Returns settings with the sizes of any decoder with attention, to compare both."""
     decoder = cfg.decoder
@@ -144,8 +107,7 @@ def similar_settings(cfg: Any) -> dict[str, Any]:
     attention = layer.self_attention.attention
     window = getattr(attention.mask, "sliding_window_size", None)
     return {
-        "model_type": "llama" if window is None else "mistral",
-        "sliding_window": None if window is None else window + 1,
+        "model_type": "llama",
         "hidden_size": decoder.dim,
         "intermediate_size": family.hidden_dim(layer.feed_forward, decoder.dim),
         "num_hidden_layers": decoder.transformer.num_layers,
@@ -155,6 +117,33 @@ def similar_settings(cfg: Any) -> dict[str, Any]:
         "tie_word_embeddings": decoder.lm_head is None,
         "vocab_size": decoder.vocab_size,
         **family.special_tokens(decoder),
+        **({} if window is None else {"model_type": "mistral", "sliding_window": window + 1}),
+    }
+
+
+def _write(cfg: Any) -> dict[str, Any]:
+    decoder, values = cfg.decoder, similar_settings(cfg)
+    attention = decoder.transformer.layer.self_attention.attention
+    ff, qkv = decoder.transformer.layer.feed_forward, attention.input_linear
+    qkv_bias, output_bias = qkv.input_linear.layer.bias, attention.output_linear.bias
+    if isinstance(ff.activation, str):
+        raise TypeError("the feed-forward layers of these models are gated")
+    kind = values["model_type"]
+    if kind == "llama" and qkv.query_scale is not None:
+        kind = "qwen3"
+    elif kind == "llama" and qkv_bias and not output_bias:
+        kind = "qwen2"
+    own = {"attention_bias": qkv_bias, "mlp_bias": ff.linear1.bias}
+    return {
+        **values,
+        "model_type": kind,
+        "num_key_value_heads": qkv.input_linear.num_kv_heads,
+        "head_dim": (attention.hidden_dim or decoder.dim) // attention.num_heads,
+        "hidden_act": family.activation_name(ff.activation[0]),
+        "rms_norm_eps": decoder.output_norm.eps,
+        "rope_parameters": rotary_settings(qkv.rope_pos_emb_layer),
+        "attention_dropout": family.dropout_rate(decoder, attention.dropout),
+        **(own if kind in ("llama", "qwen3") else {}),
     }
 
 
