@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from weft import errors
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class
 from weft.config.configurable import needs_allow
 from weft.config.functions import CallConfig, ClassConfigBase
@@ -20,13 +21,6 @@ from weft.core.meta import Partitioned, is_axis_metadata, unbox
 from weft.core.partial_eval import partial_eval
 from weft.core.spmd import constrain
 from weft.core.tabulate import split_arrays
-from weft.errors import (
-    InvalidConfigValueError,
-    LayerInputsError,
-    LayerMethodError,
-    ParameterSpecError,
-    UnknownLayerError,
-)
 from weft.functional.rounding import cast_floats
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, functional, get_public_method, nowrap
@@ -77,7 +71,7 @@ class HierarchyModel(Model):
         method = "forward" if method in (None, "__call__") else method
         fn = get_public_method(self._layer, method)
         if fn is None:
-            raise LayerMethodError(
+            raise errors.LayerMethodError(
                 f"{self.name} has no method {method!r}; expected one such as 'forward'."
             )
         inputs = inspect.signature(fn).bind(*args, **kwargs).arguments if kwargs else args
@@ -161,13 +155,13 @@ def _check_is_layer(config: object, kwargs: Mapping[str, Any]) -> None:
     cls = config if isinstance(config, type) else getattr(config, "klass", type(config))
     kept = needs_allow(cls)
     if kept and not issubclass(cls, BaseLayer):
-        raise UnknownLayerError(
+        raise errors.UnknownLayerError(
             f"{cls.__name__} is not a layer: it acts outside of a model, such as by writing files; "
             "expected a subclass of BaseLayer, or a module that only computes."
         )
     set_here = {"klass", *(kept if isinstance(kept, frozenset) else ())} & set(kwargs)
     if set_here:
-        raise UnknownLayerError(
+        raise errors.UnknownLayerError(
             f"{cls.__name__} was given {', '.join(sorted(set_here))} by name; set it in the "
             "layer's config."
         )
@@ -211,18 +205,18 @@ class InHierarchy(BaseLayer):
         super().__init__(cfg, parent=parent)
         try:
             self._model = models.model_of(cfg.layer, *cfg.args, **cfg.kwargs)
-        except UnknownLayerError as error:
-            raise UnknownLayerError(f"{self.path()}: {error}") from error
+        except errors.UnknownLayerError as error:
+            raise errors.UnknownLayerError(f"{self.path()}: {error}") from error
         for name in ("param_init", "param_partition_spec"):
             if getattr(cfg, name) is not None:
-                raise ParameterSpecError(
+                raise errors.ParameterSpecError(
                     f"{self.path()} has {name}={getattr(cfg, name)!r:.80}, but its parameters are "
                     f"those of {self._model.name}, a layer of another library, which says itself "
                     "how they begin and are laid out. Leave it out, and give that layer its "
                     "initializers, with the names of their axes."
                 )
         if self.dot_general() is not None:
-            raise InvalidConfigValueError(
+            raise errors.InvalidConfigValueError(
                 f"{self.path()} is to quantize matrix products, but it is {self._model.name}, a "
                 "layer of another library, which computes them itself. Give its linear layers "
                 "dot_general=weft.functional.int8_dot_general or fp8_dot_general where they are "
@@ -242,7 +236,7 @@ class InHierarchy(BaseLayer):
         except TypeError as error:
             if inputs:
                 raise
-            raise LayerInputsError(
+            raise errors.LayerInputsError(
                 f"{self.path()} holds a {self._model.name}, whose parameters follow from what it "
                 f"is called with, and was given no inputs ({error}); say "
                 "weft.interop.as_hierarchy(layer, inputs=(jax.ShapeDtypeStruct(shape, dtype),))."
@@ -293,7 +287,7 @@ class InHierarchy(BaseLayer):
         for path, x in given.items():
             if path not in state or np.shape(x) != jnp.shape(state[path]):
                 there = ", ".join(f"{models.path_text(p)} {jnp.shape(v)}" for p, v in state.items())
-                raise ParameterSpecError(
+                raise errors.ParameterSpecError(
                     f"prebuilt has {models.path_text(path)!r} of shape {np.shape(x)} for "
                     f"{self.path()}, whose layer {self._model.name} has: {there}."
                 )
@@ -314,7 +308,7 @@ class InHierarchy(BaseLayer):
         """
         method = kwargs.get("method")
         if isinstance(method, str) and method.startswith("_") and method != "__call__":
-            raise LayerMethodError(
+            raise errors.LayerMethodError(
                 f"{self.path()} is to call {method!r} of a {self._model.name}; name one of its "
                 "public methods."
             )

@@ -63,8 +63,10 @@ class LinenModel(Model):
             out = self.module.apply(given, *args, rngs=streams, mutable=filtered, **kwargs)
         if mutable is False:
             return out, {}
-        out, changed = out
-        return out, _changed_entries(variables, self._from_library(changed))
+        out, after = out
+        old, new = flatten_dict(variables), flatten_dict(self._from_library(after))
+        changed = {p: v for p, v in new.items() if p not in old or old[p] is not v}
+        return out, unflatten_dict(changed)
 
     def _arguments(self, method: Method, kwargs: dict[str, Any], training: bool | None) -> Any:
         called = models.resolve_method(self.module, method, self.name)
@@ -81,13 +83,6 @@ class LinenModel(Model):
 
     def _from_library(self, variables: Mapping[str, Any]) -> Variables:
         return dict(variables)
-
-
-def _changed_entries(before: Mapping[str, Any], after: Mapping[str, Any]) -> Variables:
-    old = flatten_dict(before)
-    return unflatten_dict(
-        {p: v for p, v in flatten_dict(after).items() if p not in old or old[p] is not v}
-    )
 
 
 class InLinen(linen.Module):

@@ -101,13 +101,7 @@ def to_linen(
     {'params': {'bias': (2,), 'kernel': (3, 2)}}
     """
     return ToLinen(
-        nnx_class,
-        args,
-        FrozenDict(kwargs),
-        skip_rng,
-        metadata_fn,
-        abstract_init,
-        name=name,
+        nnx_class, args, FrozenDict(kwargs), skip_rng, metadata_fn, abstract_init, name=name
     )
 
 
