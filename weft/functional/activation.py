@@ -39,43 +39,22 @@ def squared_relu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jnp.square(jax.nn.relu(x))
 
 
+_OF_JAX = {
+    "nn": (
+        jax.nn,
+        "celu elu gelu glu hard_sigmoid hard_silu hard_swish hard_tanh identity leaky_relu "
+        "log_sigmoid log_softmax mish relu relu6 selu sigmoid silu soft_sign softmax softplus "
+        "sparse_plus squareplus standardize swish tanh",
+    ),
+    "jnp": (jnp, "abs cos exp sin square tanh"),
+}
 ACTIVATIONS: dict[str, ActivationFn] = {
-    "linear": linear,
-    "exact_gelu": exact_gelu,
-    "quick_gelu": quick_gelu,
-    "squared_relu": squared_relu,
-    "nn.celu": jax.nn.celu,
-    "nn.elu": jax.nn.elu,
-    "nn.gelu": jax.nn.gelu,
-    "nn.glu": jax.nn.glu,
-    "nn.hard_sigmoid": jax.nn.hard_sigmoid,
-    "nn.hard_silu": jax.nn.hard_silu,
-    "nn.hard_swish": jax.nn.hard_swish,
-    "nn.hard_tanh": jax.nn.hard_tanh,
-    "nn.identity": jax.nn.identity,
-    "nn.leaky_relu": jax.nn.leaky_relu,
-    "nn.log_sigmoid": jax.nn.log_sigmoid,
-    "nn.log_softmax": jax.nn.log_softmax,
-    "nn.mish": jax.nn.mish,
-    "nn.relu": jax.nn.relu,
-    "nn.relu6": jax.nn.relu6,
-    "nn.selu": jax.nn.selu,
-    "nn.sigmoid": jax.nn.sigmoid,
-    "nn.silu": jax.nn.silu,
-    "nn.soft_sign": jax.nn.soft_sign,
-    "nn.softmax": jax.nn.softmax,
-    "nn.softplus": jax.nn.softplus,
-    "nn.sparse_plus": jax.nn.sparse_plus,
-    "nn.squareplus": jax.nn.squareplus,
-    "nn.standardize": jax.nn.standardize,
-    "nn.swish": jax.nn.swish,
-    "nn.tanh": jax.nn.tanh,
-    "jnp.abs": jnp.abs,
-    "jnp.cos": jnp.cos,
-    "jnp.exp": jnp.exp,
-    "jnp.sin": jnp.sin,
-    "jnp.square": jnp.square,
-    "jnp.tanh": jnp.tanh,
+    **{fn.__name__: fn for fn in (linear, exact_gelu, quick_gelu, squared_relu)},
+    **{
+        f"{prefix}.{name}": getattr(module, name)
+        for prefix, (module, names) in _OF_JAX.items()
+        for name in names.split()
+    },
 }
 """Activation functions by name, for `get_activation_fn`."""
 
