@@ -42,6 +42,8 @@ from weft.functional.arrays import as_tuple
 NAMED_PADDINGS = ("SAME", "VALID", "CAUSAL")
 """Names of paddings that `ConvPadding` allows."""
 LAX_PADDINGS = ("SAME", "VALID", "SAME_LOWER")
+Sizes = Sequence[int]
+"""One number per spatial axis."""
 ConvPadding = str | Sequence[Sequence[int]]
 """One of `NAMED_PADDINGS`, or `(left, right)` per spatial axis."""
 Padding = str | int | Sequence[int | Sequence[int]]
@@ -60,7 +62,7 @@ def per_axis(sizes: int | Sequence[int] | None, n: int) -> tuple[int, ...]:
     return as_tuple(sizes) if np.ndim(sizes) else as_tuple(sizes) * n
 
 
-def conv_dilate_window(*, window: Sequence[int], dilation: Sequence[int] | None) -> tuple[int, ...]:
+def conv_dilate_window(*, window: Sizes, dilation: Sizes | None) -> tuple[int, ...]:
     """Returns the number of positions that the window spans along each axis.
 
     >>> conv_dilate_window(window=(3, 5), dilation=(2, 1))
@@ -72,11 +74,7 @@ def conv_dilate_window(*, window: Sequence[int], dilation: Sequence[int] | None)
 
 
 def conv_explicit_padding(
-    *,
-    window: Sequence[int],
-    strides: Sequence[int],
-    padding: ConvPadding,
-    dilation: Sequence[int] | None = None,
+    *, window: Sizes, strides: Sizes, padding: ConvPadding, dilation: Sizes | None = None
 ) -> Pairs:
     """Returns the `(left, right)` padding of each spatial axis.
 
@@ -107,13 +105,13 @@ def conv_explicit_padding(
 
 
 def lax_conv_padding(
-    in_shape: Sequence[int],
+    in_shape: Sizes,
     *,
-    window: Sequence[int],
-    strides: Sequence[int],
+    window: Sizes,
+    strides: Sizes,
     padding: ConvPadding,
-    dilation: Sequence[int] | None = None,
-) -> tuple[tuple[int, int], ...]:
+    dilation: Sizes | None = None,
+) -> Pairs:
     """Returns the `(left, right)` padding of each spatial axis, by the names of `jax.lax`.
 
     Args:
@@ -142,6 +140,7 @@ def lax_conv_padding(
         less, more = total // 2, -(-total // 2)
         return (less, more) if name == "SAME" else (more, less)
 
+    # `lax.padtype_to_pads` takes four times as long.
     span = conv_dilate_window(window=window, dilation=dilation)
     return tuple(map(pads, in_shape, span, strides))
 
@@ -149,10 +148,10 @@ def lax_conv_padding(
 def conv_output_shape(
     in_shape: Sequence[int | None],
     *,
-    window: Sequence[int],
-    strides: Sequence[int],
+    window: Sizes,
+    strides: Sizes,
     padding: ConvPadding,
-    dilation: Sequence[int] | None = None,
+    dilation: Sizes | None = None,
 ) -> tuple[int | None, ...]:
     """Returns the spatial shape of a convolution's output; unknown sizes (None) stay None.
 
@@ -169,12 +168,8 @@ def conv_output_shape(
 
 
 def conv_transpose_explicit_padding(
-    *,
-    window: Sequence[int],
-    strides: Sequence[int],
-    padding: ConvPadding,
-    dilation: Sequence[int] | None = None,
-) -> tuple[tuple[int, int], ...]:
+    *, window: Sizes, strides: Sizes, padding: ConvPadding, dilation: Sizes | None = None
+) -> Pairs:
     """Returns the padding of a transposed convolution, around the dilated input.
 
     VALID keeps every output that an input reaches. SAME and CAUSAL keep `stride` outputs per input:
@@ -206,10 +201,10 @@ def conv_transpose_explicit_padding(
 def conv_transpose_output_shape(
     in_shape: Sequence[int | None],
     *,
-    window: Sequence[int],
-    strides: Sequence[int],
+    window: Sizes,
+    strides: Sizes,
     padding: ConvPadding,
-    dilation: Sequence[int] | None = None,
+    dilation: Sizes | None = None,
 ) -> tuple[int | None, ...]:
     """Returns the spatial shape of a transposed convolution's output; None stays None.
 
@@ -316,11 +311,11 @@ TRANSPOSE_PADDINGS = ("VALID", "SAME", "SAME_LOWER", "CIRCULAR")
 def pad_conv(
     x: Num[Array, "*batch_spatial channels"],
     *,
-    window: Sequence[int],
-    strides: Sequence[int],
+    window: Sizes,
+    strides: Sizes,
     padding: Padding,
-    dilation: Sequence[int],
-    input_dilation: Sequence[int] | None = None,
+    dilation: Sizes,
+    input_dilation: Sizes | None = None,
 ) -> tuple[Num[Array, "*batch_padded channels"], Pairs]:
     """Returns the padded input of a convolution, and the zeros that the convolution must add.
 
@@ -370,10 +365,10 @@ def pad_conv(
 def pad_conv_transpose(
     x: Num[Array, "*batch_spatial channels"],
     *,
-    window: Sequence[int],
-    strides: Sequence[int],
+    window: Sizes,
+    strides: Sizes,
     padding: Padding,
-    dilation: Sequence[int],
+    dilation: Sizes,
     transpose_kernel: bool = False,
 ) -> tuple[Num[Array, "*batch_padded channels"], Pairs]:
     """Returns the padded input of a transposed convolution, and the zeros to add around it.
@@ -469,7 +464,7 @@ def _unknown_padding(
     )
 
 
-def _require_axes(x: Array, **sizes: Sequence[int]) -> None:
+def _require_axes(x: Array, **sizes: Sizes) -> None:
     n = len(sizes["window"])
     if x.ndim < n + 1 or any(len(value) != n for value in sizes.values()):
         shown = ", ".join(f"{name}={tuple(value)}" for name, value in sizes.items())
