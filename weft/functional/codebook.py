@@ -11,6 +11,9 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft.functional.arrays import positions, to_ndim
 
+OneHots = Float[Array, "batch time groups codes"]
+Paddings = Bool[Array, "batch time"] | Num[Array, "batch time"]
+
 
 def nearest_codes(
     x: Float[Array, "*batch groups dim"],
@@ -45,10 +48,7 @@ def codebook_entries(
     return codebook[ids, positions(codebook.shape[1], ids.ndim)]
 
 
-def code_shares(
-    onehots: Float[Array, "batch time groups codes"],
-    paddings: Bool[Array, "batch time"] | Num[Array, "batch time"],
-) -> Float[Array, "groups codes"]:
+def code_shares(onehots: OneHots, paddings: Paddings) -> Float[Array, "groups codes"]:
     """Returns the share of each entry among the choices that are not padding.
 
     >>> onehots = jax.nn.one_hot(jnp.array([[[0], [1], [1], [1]]]), 2)
@@ -60,10 +60,7 @@ def code_shares(
     return counts / jnp.maximum(1, jnp.sum(is_real))
 
 
-def compute_code_coverage(
-    onehots: Float[Array, "batch time groups codes"],
-    paddings: Bool[Array, "batch time"] | Num[Array, "batch time"],
-) -> Float[Array, ""]:
+def compute_code_coverage(onehots: OneHots, paddings: Paddings) -> Float[Array, ""]:
     """Returns the share of entries that were chosen at least once, the mean over groups.
 
     >>> onehots = jax.nn.one_hot(jnp.array([[[0], [2]]]), 4)
@@ -74,8 +71,7 @@ def compute_code_coverage(
 
 
 def compute_code_pplx(
-    onehots: Float[Array, "batch time groups codes"],
-    paddings: Bool[Array, "batch time"] | Num[Array, "batch time"],
+    onehots: OneHots, paddings: Paddings
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns perplexity and entropy, in nats, of the choices, each the mean over groups.
 

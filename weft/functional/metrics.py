@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int, Num
 
+Values = Num[Array, " n"]
 Weights = Num[Array, " n"] | Bool[Array, " n"] | None
+Scores = Float[Array, "queries items"]
+Labels = Num[Array, "queries items"]
+Mask = Bool[Array, " queries"] | None
 
 
 def confusion_matrix(
-    y_true: Int[Array, " n"],
-    y_pred: Int[Array, " n"],
-    *,
-    num_classes: int,
-    weights: Weights = None,
+    y_true: Int[Array, " n"], y_pred: Int[Array, " n"], *, num_classes: int, weights: Weights = None
 ) -> Float[Array, "classes classes"]:
     """Counts the examples of each true class (row) and predicted class (column).
 
@@ -31,12 +31,7 @@ def confusion_matrix(
 
 
 def precision_recall_f_score(
-    y_true: Num[Array, " n"],
-    y_pred: Num[Array, " n"],
-    *,
-    beta: float = 1.0,
-    eps: float = 1e-8,
-    weights: Weights = None,
+    y_true: Values, y_pred: Values, *, beta: float = 1.0, eps: float = 1e-8, weights: Weights = None
 ) -> dict[str, Array]:
     """Returns "precision", "recall" and "f_score" of the positive class of labels 0 and 1.
 
@@ -55,9 +50,7 @@ def precision_recall_f_score(
     return {"precision": precision, "recall": recall, "f_score": f_score}
 
 
-def roc_auc_score(
-    y_true: Num[Array, " n"], y_score: Num[Array, " n"], *, weights: Weights = None
-) -> Array:
+def roc_auc_score(y_true: Values, y_score: Values, *, weights: Weights = None) -> Array:
     """Returns the area under the ROC curve: how often a positive scores above a negative.
 
     Equal scores count one half. NaN if there are only positives or only negatives.
@@ -76,7 +69,7 @@ def roc_auc_score(
 
 
 def pearson_correlation(
-    x: Num[Array, " n"], y: Num[Array, " n"], *, weights: Weights = None, eps: float = 1e-8
+    x: Values, y: Values, *, weights: Weights = None, eps: float = 1e-8
 ) -> Array:
     """Returns the linear correlation; `eps` is added to the denominator.
 
@@ -91,9 +84,7 @@ def pearson_correlation(
     return covariance / (jnp.sqrt(of_x * of_y) + eps)
 
 
-def spearman_correlation(
-    x: Num[Array, " n"], y: Num[Array, " n"], *, mask: Weights = None, eps: float = 1e-8
-) -> Array:
+def spearman_correlation(x: Values, y: Values, *, mask: Weights = None, eps: float = 1e-8) -> Array:
     """Returns the correlation of ranks; equal values share the mean of their ranks.
 
     >>> round(spearman_correlation(jnp.array([1, 2, 3, 4]), jnp.array([1, 3, 2, 4])).item(), 4)
@@ -111,11 +102,7 @@ def spearman_correlation(
 
 
 def matthews_corrcoef(
-    y_true: Num[Array, " n"],
-    y_pred: Num[Array, " n"],
-    *,
-    weights: Weights = None,
-    eps: float = 1e-8,
+    y_true: Values, y_pred: Values, *, weights: Weights = None, eps: float = 1e-8
 ) -> Array:
     """Returns Matthews' correlation of labels 0 and 1, 0 if one of them is missing.
 
@@ -126,11 +113,7 @@ def matthews_corrcoef(
 
 
 def accuracy_at_k(
-    scores: Float[Array, "queries items"],
-    relevance_labels: Num[Array, "queries items"],
-    *,
-    top_ks: Sequence[int],
-    query_padding: Bool[Array, " queries"] | None = None,
+    scores: Scores, relevance_labels: Labels, *, top_ks: Sequence[int], query_padding: Mask = None
 ) -> dict[str, Array]:
     """Returns for each k, as "accuracy@k", how many queries have a relevant item in their first k.
 
@@ -141,12 +124,7 @@ def accuracy_at_k(
     return _means({f"accuracy@{k}": found[:, :k][:, -1] for k in top_ks}, query_padding)
 
 
-def average_rank(
-    scores: Float[Array, "queries items"],
-    relevance_labels: Num[Array, "queries items"],
-    *,
-    query_padding: Bool[Array, " queries"] | None = None,
-) -> Array:
+def average_rank(scores: Scores, relevance_labels: Labels, *, query_padding: Mask = None) -> Array:
     """Returns the mean position, from 1, of the first relevant item of queries that have one.
 
     >>> average_rank(jnp.array([[0.1, 0.9, 0.5]]), jnp.array([[0, 0, 1]])).item()
@@ -159,11 +137,7 @@ def average_rank(
 
 
 def average_precision_at_k(
-    scores: Float[Array, "queries items"],
-    relevance_labels: Num[Array, "queries items"],
-    *,
-    top_ks: Sequence[int],
-    query_padding: Bool[Array, " queries"] | None = None,
+    scores: Scores, relevance_labels: Labels, *, top_ks: Sequence[int], query_padding: Mask = None
 ) -> dict[str, Array]:
     """Returns for each k, as "map@k", the mean over queries of the average precision.
 
@@ -184,11 +158,7 @@ def average_precision_at_k(
 
 
 def ndcg_at_k(
-    scores: Float[Array, "queries items"],
-    relevance_labels: Num[Array, "queries items"],
-    *,
-    top_ks: Sequence[int],
-    query_padding: Bool[Array, " queries"] | None = None,
+    scores: Scores, relevance_labels: Labels, *, top_ks: Sequence[int], query_padding: Mask = None
 ) -> dict[str, Array]:
     """Returns for each k, as "ndcg@k", the mean normalized discounted cumulative gain.
 
