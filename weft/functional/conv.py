@@ -71,7 +71,7 @@ def conv(
     y = _conv_general(
         x,
         weight,
-        window_strides=strides,
+        strides=strides,
         padding=conv_shape.conv_explicit_padding(
             window=window, strides=strides, padding=padding, dilation=dilation
         ),
@@ -80,7 +80,7 @@ def conv(
         feature_group_count=groups,
         precision=precision,
         preferred_element_type=preferred_element_type,
-        conv_general_dilated=conv_general_dilated,
+        fn=conv_general_dilated,
         out_sharding=out_sharding,
     )
     return y if bias is None else add_bias(y, bias)
@@ -178,7 +178,7 @@ def conv_transpose(
     y = _conv_general(
         x,
         weight,
-        window_strides=(1,) * len(window),
+        strides=(1,) * len(window),
         padding=conv_shape.conv_transpose_explicit_padding(
             window=window, strides=strides, padding=padding, dilation=dilation
         ),
@@ -200,22 +200,14 @@ def _flip_kernel(weight: Array, groups: int) -> Array:
 
 
 def _conv_general(
-    x,
-    weight,
-    *,
-    window_strides,
-    padding,
-    preferred_element_type,
-    conv_general_dilated=None,
-    out_sharding=None,
-    **kwargs,
+    x, weight, *, strides, padding, preferred_element_type, fn=None, out_sharding=None, **kwargs
 ):
     if x.dtype != weight.dtype:
         x, weight = promote_dtype(x, weight, inexact=False)
     options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
     layout = _channels_last(x.ndim - 2)
-    return (conv_general_dilated or lax.conv_general_dilated)(
-        x, weight, window_strides, padding, dimension_numbers=layout, **options, **kwargs
+    return (fn or lax.conv_general_dilated)(
+        x, weight, strides, padding, dimension_numbers=layout, **options, **kwargs
     )
 
 

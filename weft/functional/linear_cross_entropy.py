@@ -23,15 +23,10 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Num
 
 from weft.errors import ArgumentValueError
+from weft.functional import loss
+from weft.functional.arrays import to_ndim
 from weft.functional.attention import cap_logits
 from weft.functional.embedding import attend
-from weft.functional.loss import (
-    Aux,
-    LogitStatistics,
-    check_factors,
-    cross_entropy_of_statistics,
-    logit_statistics,
-)
 
 
 def linear_cross_entropy(
@@ -47,7 +42,7 @@ def linear_cross_entropy(
     soft_target_labels: Float[Array, "*batch classes"] | None = None,
     chunk_size: int | None = None,
     num_shards: int = 1,
-) -> tuple[Float[Array, ""], Aux]:
+) -> tuple[Float[Array, ""], loss.Aux]:
     """Returns `cross_entropy` of the logits `x @ weight.T + bias`, which are never whole in memory.
 
     Logits are computed in float32, also from bfloat16. Many of them, from 16 MB on CPU and 2 GB on
@@ -74,7 +69,7 @@ def linear_cross_entropy(
     >>> round(loss.item(), 3), aux["num_targets"].item()
     (1.214, 1.0)
     """
-    check_factors("linear_cross_entropy", label_smoothing, z_loss_scale)
+    loss.check_factors("linear_cross_entropy", label_smoothing, z_loss_scale)
     statistics = linear_logit_statistics(
         x,
         weight,
@@ -86,7 +81,7 @@ def linear_cross_entropy(
         chunk_size=chunk_size,
         num_shards=num_shards,
     )
-    return cross_entropy_of_statistics(
+    return loss.cross_entropy_of_statistics(
         statistics,
         target_labels,
         classes=weight.shape[0],
@@ -107,7 +102,7 @@ def linear_logit_statistics(
     soft_target_labels: Float[Array, "*batch classes"] | None = None,
     chunk_size: int | None = None,
     num_shards: int = 1,
-) -> LogitStatistics:
+) -> loss.LogitStatistics:
     """Returns `logit_statistics` of the logits; see `linear_cross_entropy` for the arguments.
 
     >>> table = jnp.array([[0.0], [2.0]])
@@ -119,7 +114,7 @@ def linear_logit_statistics(
     if chunks == 1:
         logits = attend(weight, x, preferred_element_type=jnp.float32)
         logits = _finish_logits(logits, bias, logit_cap)
-        return logit_statistics(
+        return loss.logit_statistics(
             logits,
             target_labels,
             label_smoothing=label_smoothing,
@@ -183,6 +178,10 @@ def num_chunks(
     return next(divisors, least)
 
 
+_Axes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Axes of the two operands of a product."""
+
+
 class _Options(NamedTuple):
     classes: int
     logit_cap: float | None
@@ -207,7 +206,7 @@ class _Head(NamedTuple):
 def _finish_logits(products: Array, bias: Array | None, cap: float | None) -> Array:
     logits = products.astype(jnp.float32)
     if bias is not None:
-        logits += bias.astype(jnp.float32).reshape(*[1] * (logits.ndim - bias.ndim), *bias.shape)
+        logits += to_ndim(bias.astype(jnp.float32), logits.ndim)
     return logits if cap is None else cap_logits(logits, cap)
 
 
@@ -237,38 +236,30 @@ def _chunk(
     if soft is not None:
         probs = jnp.moveaxis(soft, 0, -2).astype(jnp.float32)
     else:
-        hit = target_labels[..., None, None] == _after(ids, x.ndim - 1)
+        hit = target_labels[..., None, None] == to_ndim(ids, x.ndim + 1)
         smoothing = options.label_smoothing
         probs = jnp.where(hit, 1 - smoothing, 0) + smoothing / options.classes
     if chunks * size != in_shard:
-        exists = _after((offset < in_shard)[None], x.ndim - 1)
+        exists = to_ndim(offset < in_shard, x.ndim + 1)
         logits, probs = jnp.where(exists, logits, -jnp.inf), jnp.where(exists, probs, 0)
     return logits, probs, ids, weight
 
 
-def _after(x: Array, ndim: int) -> Array:
-    """Returns `x` with that many axes of size 1 before its own."""
-    return x.reshape(*[1] * ndim, *x.shape)
-
-
-def _dot(
-    a: Array,
-    b: Array,
-    contracted: tuple[tuple[int, ...], tuple[int, ...]],
-    batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
-) -> Array:
+def _dot(a: Array, b: Array, contracted: _Axes, batch: _Axes = ((), ())) -> Array:
     """Returns a product that is summed in float32."""
     dtype = jnp.promote_types(a.dtype, jnp.float32)
     return lax.dot_general(a, b, (contracted, batch), preferred_element_type=dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _statistics(options: _Options, x: Array, head: _Head, target_labels: Array) -> LogitStatistics:
+def _statistics(
+    options: _Options, x: Array, head: _Head, target_labels: Array
+) -> loss.LogitStatistics:
     def of_chunk(carry: None, index: Array) -> tuple[None, tuple[Array, ...]]:
         logits, probs, ids, _ = _chunk(options, index, x, head, target_labels)
         largest = jnp.max(logits, axis=-1, keepdims=True)
         # As in `logit_statistics`.
-        first = jnp.where(logits == largest, _after(ids, x.ndim - 1), options.classes)
+        first = jnp.where(logits == largest, to_ndim(ids, x.ndim + 1), options.classes)
         return carry, (
             jax.nn.logsumexp(logits, axis=-1),
             jnp.sum(jnp.where(probs == 0, 0, probs * logits), axis=-1),
@@ -280,7 +271,7 @@ def _statistics(options: _Options, x: Array, head: _Head, target_labels: Array) 
     log_normalizers, expected, largest, first = parts
     over = (0, -1)  # chunks and shards
     best = largest == jnp.max(largest, axis=over, keepdims=True)
-    return LogitStatistics(
+    return loss.LogitStatistics(
         jax.nn.logsumexp(log_normalizers, axis=over),
         jnp.sum(expected, axis=over),
         jnp.min(jnp.where(best, first, options.classes), axis=over),

@@ -68,7 +68,8 @@ def max_pool(
     >>> max_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
     [1.0, 3.0]
     """
-    return pool(x, _lowest(x.dtype), lax.max, window, strides=strides, padding=padding)
+    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+    return pool(x, lowest, lax.max, window, strides=strides, padding=padding)
 
 
 def min_pool(
@@ -103,7 +104,3 @@ def avg_pool(
         return total / math.prod(window)
     ones = jnp.ones((1, *x.shape[1:-1], 1), x.dtype)
     return total / pool(ones, 0, lax.add, window, strides=strides, padding=padding)
-
-
-def _lowest(dtype: jnp.dtype) -> float:
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min

@@ -117,7 +117,7 @@ def _as_tuples(numbers: DimensionNumbers) -> DimensionNumbers:
 
 
 def _quantized(x: Array, dtype: DTypeLike, axes: Sequence[int] | None) -> tuple[Array, Array]:
-    """Returns `x` over a scale, in 8 bits, and the scale, which has size 1 in `axes` or in all."""
+    """Returns `x` over a scale, in 8 bits, and the scale, of size 1 in `axes`, or a scalar."""
     x = x.astype(jnp.float32)
     is_int = jnp.issubdtype(dtype, jnp.integer)
     largest = float((jnp.iinfo if is_int else jnp.finfo)(dtype).max)
@@ -125,7 +125,8 @@ def _quantized(x: Array, dtype: DTypeLike, axes: Sequence[int] | None) -> tuple[
     # Normal for the scale of zeros; NaN remains NaN.
     scale = jnp.maximum(amax / largest, jnp.finfo(jnp.float32).tiny)
     scaled = x / scale
-    return (jnp.round(scaled) if is_int else scaled).astype(dtype), scale
+    q = (jnp.round(scaled) if is_int else scaled).astype(dtype)
+    return q, scale.reshape(()) if axes is None else scale
 
 
 def _int8_product(lhs: Array, rhs: Array, numbers: DimensionNumbers) -> Float[Array, "*result"]:
@@ -189,22 +190,18 @@ def _fp8_fwd(lhs, rhs, numbers):
     q_lhs, lhs_scale = _quantized(lhs, jnp.float8_e4m3fn, None)
     q_rhs, rhs_scale = _quantized(rhs, jnp.float8_e4m3fn, None)
     y = lax.dot_general(q_lhs, q_rhs, numbers, preferred_element_type=jnp.float32)
-    y *= lhs_scale.reshape(()) * rhs_scale.reshape(())
+    y *= lhs_scale * rhs_scale
     # Empty arrays carry the operands' dtypes.
     empty = jnp.zeros(0, lhs.dtype), jnp.zeros(0, rhs.dtype)
-    return y, (q_lhs, lhs_scale.reshape(()), q_rhs, rhs_scale.reshape(()), empty)
+    return y, (q_lhs, lhs_scale, q_rhs, rhs_scale, empty)
 
 
 def _fp8_bwd(numbers, residuals, g):
     q_lhs, lhs_scale, q_rhs, rhs_scale, (like_lhs, like_rhs) = residuals
     q_g, scale = _quantized(g, jnp.float8_e5m2, None)
     options: Any = {"dimension_numbers": numbers, "preferred_element_type": jnp.float32}
-    of_lhs = dot_general_transpose_lhs(q_g, q_lhs, q_rhs, **options) * (
-        rhs_scale * scale.reshape(())
-    )
-    of_rhs = dot_general_transpose_rhs(q_g, q_lhs, q_rhs, **options) * (
-        lhs_scale * scale.reshape(())
-    )
+    of_lhs = dot_general_transpose_lhs(q_g, q_lhs, q_rhs, **options) * (rhs_scale * scale)
+    of_rhs = dot_general_transpose_rhs(q_g, q_lhs, q_rhs, **options) * (lhs_scale * scale)
     return of_lhs.astype(like_lhs.dtype), of_rhs.astype(like_rhs.dtype)
 
 

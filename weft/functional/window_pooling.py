@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Num
@@ -12,7 +11,7 @@ from jaxtyping import Array, Num
 from weft.errors import ArgumentShapeError
 from weft.functional import pooling
 from weft.functional.arrays import over_batch_axes
-from weft.functional.conv_shape import ConvPadding, lax_conv_padding
+from weft.functional.conv_shape import ConvPadding, Sizes, lax_conv_padding
 
 
 def max_pool(
@@ -66,10 +65,7 @@ def pool(
     >>> pool(jnp.full((1, 4, 1), 3.0), 1.0, jax.lax.mul, (2,), (2,), "VALID").ravel().tolist()
     [9.0, 9.0]
     """
-
-    def reduced(x: Array, window: Sequence[int], **kwargs: Any) -> Array:
-        return pooling.pool(x, init, reduce_fn, window, **kwargs)
-
+    reduced = functools.partial(pooling.pool, initial=init, reduce=reduce_fn)
     return _pool_batched(reduced, inputs, window_shape, strides, padding)
 
 
@@ -95,21 +91,15 @@ def avg_pool(
 
 
 def _pool_batched(
-    pool: Callable[..., Array],
-    inputs: Array,
-    window: Sequence[int],
-    strides: Sequence[int] | None,
-    padding: ConvPadding,
+    pool: Callable[..., Array], x: Array, window: Sizes, strides: Sizes | None, padding: ConvPadding
 ) -> Array:
-    first = inputs.ndim - len(window) - 1
+    first = x.ndim - len(window) - 1
     if first < 0:
         raise ArgumentShapeError(
             f"window_shape={tuple(window)} is for {len(window)} spatial axes, but the input has "
-            f"shape {inputs.shape}: before its channels there are {inputs.ndim - 1}."
+            f"shape {x.shape}: before its channels there are {x.ndim - 1}."
         )
-    spatial = inputs.shape[first:-1]
     strides = (1,) * len(window) if strides is None else tuple(strides)
-    pads = lax_conv_padding(spatial, window=window, strides=strides, padding=padding)
-    return over_batch_axes(
-        lambda x: pool(x, window, strides=strides, padding=pads), inputs, len(window) + 1
-    )
+    pads = lax_conv_padding(x.shape[first:-1], window=window, strides=strides, padding=padding)
+    pool = functools.partial(pool, window=window, strides=strides, padding=pads)
+    return over_batch_axes(pool, x, len(window) + 1)
