@@ -9,7 +9,6 @@ are optional: `data,model`, `('data', 'model')` and `[data, model]` are the same
 
 import collections.abc
 import enum
-import functools
 import sys
 import types
 import typing
@@ -22,7 +21,6 @@ from weft.config.text_parser import read_value
 from weft.config.text_writer import value_text
 from weft.errors import ConfigError, ConfigOverrideError, ConfigTypeError, UnknownFieldError
 
-_Number = TypeVar("_Number", float, complex)
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -65,12 +63,15 @@ def convert(text: str, hint: object, read: Callable[[str], Any], like: object = 
         )
     cls = origin or hint
     if cls in _SCALARS:
-        return _SCALARS[cls](text)
+        try:
+            return _SCALARS[cls](text)
+        except ValueError:
+            raise NoConversion from None
     if isinstance(cls, type) and issubclass(cls, enum.Enum):
         by_value = {str(member.value): member for member in cls}
         return _lookup_member(text.rpartition(".")[2], by_value | dict(cls.__members__))
     if cls in _CONTAINERS:
-        return _convert_items(text, _CONTAINERS[cls], cls, args, read)
+        return _convert_items(text, cls, args, read)
     if cls in (dict, collections.abc.Mapping, collections.abc.MutableMapping):
         key, value = args if len(args) == 2 else (Any, Any)
         return {convert(k, key, read): convert(v, value, read) for k, v in _split_pairs(text)}
@@ -133,17 +134,10 @@ def _to_int(text: str) -> int:
     try:
         return int(text, 0)
     except ValueError:
-        number = _to_number(float, text)  # 1e6 steps
+        number = float(text)  # 1e6 steps
         if not number.is_integer():
             raise NoConversion from None
         return int(number)
-
-
-def _to_number(cls: type[_Number], text: str) -> _Number:
-    try:
-        return cls(text)
-    except ValueError:
-        raise NoConversion from None
 
 
 def _to_str(text: str) -> str:
@@ -155,8 +149,8 @@ def _to_str(text: str) -> str:
 _SCALARS: dict[Any, Callable[[str], Any]] = {
     bool: _to_bool,
     int: _to_int,
-    float: functools.partial(_to_number, float),
-    complex: functools.partial(_to_number, complex),
+    float: float,
+    complex: complex,
     str: _to_str,
 }
 _SCALAR_ORDER = {int: 1, float: 2, complex: 3, bool: 4}  # 1 is a number, not a bool
@@ -171,9 +165,7 @@ _CONTAINERS: dict[Any, Callable[[list], Any]] = {
 }
 
 
-def _convert_items(
-    text: str, make: Callable[[list], Any], cls: object, args: tuple, read: Callable[[str], Any]
-) -> Any:
+def _convert_items(text: str, cls: Any, args: tuple, read: Callable[[str], Any]) -> Any:
     items = _split(_strip_brackets(text))
     if cls is tuple and args and args[-1] is not Ellipsis:
         if len(items) != len(args):
@@ -181,7 +173,8 @@ def _convert_items(
         hints = args
     else:
         hints = [args[0] if args else Any] * len(items)
-    return make([convert(item, hint, read) for item, hint in zip(items, hints, strict=True)])
+    converted = [convert(item, hint, read) for item, hint in zip(items, hints, strict=True)]
+    return _CONTAINERS[cls](converted)
 
 
 def _split_pairs(text: str) -> list[tuple[str, str]]:
@@ -236,11 +229,7 @@ Config = TypeVar("Config", bound=ConfigBase)
 
 
 def apply_overrides(
-    cfg: Config,
-    overrides: Iterable[str],
-    *,
-    allow: Sequence[str] = (),
-    source: str = "override",
+    cfg: Config, overrides: Iterable[str], *, allow: Sequence[str] = (), source: str = "override"
 ) -> Config:
     """Sets fields of a config, in path, from strings: all, or none if one is invalid.
 
