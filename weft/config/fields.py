@@ -12,6 +12,7 @@ any config that can be instantiated is accepted for an object or another config.
 """
 
 import collections.abc
+import contextlib
 import enum
 import functools
 import numbers
@@ -54,11 +55,8 @@ def _suggest_value(value: object, field: "Field") -> str:
     if isinstance(value, type) and hasattr(value, "default_config"):
         return f"Set the config of the class: {type_name(value)}.default_config()."
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             number = float(value)
-        except ValueError:
-            pass
-        else:
             for candidate in (int(number) if number.is_integer() else None, number):
                 if candidate is not None and matches_type(candidate, field.hint):
                     return f"Write {candidate!r} without quotes."
@@ -206,16 +204,6 @@ class Field:
         factory: creates the default of each config instead.
         accepts_configs: whether a config is accepted for any value, since it is instantiated first.
     """
-
-    __slots__ = (
-        "_default",
-        "_factory",
-        "_hint",
-        "accepts_configs",
-        "annotation",
-        "name",
-        "namespace",
-    )
 
     def __init__(
         self,

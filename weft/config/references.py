@@ -215,12 +215,7 @@ Use = Literal["value", "target", "partial", "record"]
 `config_for_class`, with bound arguments, or as a record.
 """
 
-_LISTED = {
-    "value": VALUES,
-    "target": VALUES | TARGETS,
-    "partial": VALUES,
-    "record": RECORDS,
-}
+_LISTED = {"value": VALUES, "target": VALUES | TARGETS, "partial": VALUES, "record": RECORDS}
 _MODULES = frozenset(
     module
     for name in VALUES | TARGETS | RECORDS | ENUMS
@@ -249,7 +244,8 @@ def reference_to(obj: object) -> str | None:
             return public_name(module, name)
     # Many libraries export definitions of private modules from public ones.
     package = module.partition(".")[0]
-    for public in sorted(_loaded_modules(package), key=lambda n: (n.count("."), n)):
+    loaded = [n for n in list(sys.modules) if _is_in_packages(n, (package,)) and not _is_private(n)]
+    for public in sorted(loaded, key=lambda n: (n.count("."), n)):
         for namespace in _namespaces(public):
             # Other objects have no name of their own.
             members = vars(_lookup_in_module(public, namespace))
@@ -258,14 +254,6 @@ def reference_to(obj: object) -> str | None:
                 if _lookup_in_module(public, [*namespace, candidate]) is obj:
                     return ".".join([public, *namespace, candidate])
     return None
-
-
-def _loaded_modules(package: str) -> list[str]:
-    return [
-        name
-        for name in list(sys.modules)
-        if name.partition(".")[0] == package and not _is_private(name)
-    ]
 
 
 def _namespaces(module: str) -> list[list[str]]:
@@ -355,7 +343,8 @@ def _refusal(found: Any, name: str, module: str, allow: Sequence[str], use: Use)
     home, _, last = name.rpartition(".")
     near = [entry for entry in known if entry.rpartition(".")[0] == home]
     if module and _is_in_packages(name, ("weft", *allow)):
-        near += [f"{module}.{n}" for n, x in vars(sys.modules[module]).items() if _is_public(n, x)]
+        members = vars(sys.modules[module]).items()
+        near += [f"{module}.{n}" for n, x in members if n[0] != "_" and _is_configurable(x)]
     elsewhere = [entry for entry in known if entry.rpartition(".")[2] == last]
     fix = (
         f" Did you mean {elsewhere[0]!r}?"
@@ -383,10 +372,6 @@ def _allow_hint(name: str) -> str:
         f"If you trust it, allow it: from_text(…, allow=({name!r},)), or --allow {name} on the "
         "command line."
     )
-
-
-def _is_public(name: str, found: object) -> bool:
-    return not name.startswith("_") and _is_configurable(found)
 
 
 def _split_reference(name: str, allow: Sequence[str]) -> tuple[str, list[str]]:

@@ -216,14 +216,12 @@ class Change(NamedTuple):
     after: Any
 
     def __str__(self) -> str:
-        if self.after is ABSENT:
-            return f"{self.path}: {_format_value(self.before)} → nothing"
-        if self.before is ABSENT:
-            return f"{self.path}: nothing → {_format_value(self.after)}"
         return f"{self.path}: {_format_value(self.before)} → {_format_value(self.after)}"
 
 
 def _format_value(value: object) -> str:
+    if value is ABSENT:
+        return "nothing"
     text = value._label() if isinstance(value, values.ConfigNode) else value_text(value)
     return text if len(text) <= 120 else text[:119] + "…"
 

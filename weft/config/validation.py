@@ -130,10 +130,7 @@ _KINDS_BY_NAME: dict[str, str] = {
             "selectors": "BaseSelector",
             "socketserver": "BaseServer",
         },
-        "an open file": {
-            "mmap": "mmap",
-            "tempfile": "_TemporaryFileWrapper TemporaryDirectory",
-        },
+        "an open file": {"mmap": "mmap", "tempfile": "_TemporaryFileWrapper TemporaryDirectory"},
         "a context variable": {"_contextvars": "ContextVar Token Context"},
         "a weak reference": {"weakref": "ReferenceType"},
         "an iterator": {
