@@ -100,17 +100,11 @@ class _Composite:
         )
 
 
-class _CompositeIterator:
+class _CompositeIterator(Iterator[Any]):
     """Iterator whose state consists of the states of its parts, if they have one."""
 
     def __init__(self, parts: Mapping[str, Any]):
         self._parts = dict(parts)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        raise NotImplementedError(type(self))
 
     def __getattr__(self, name: str) -> Any:
         # Present only if all parts can be saved, which marks the iterator as savable.

@@ -67,15 +67,12 @@ class FakeDataset:
         return FakeIterator(self._source, self._rows)
 
 
-class FakeIterator:
+class FakeIterator(Iterator[Nested[np.ndarray]]):
     """Iterator whose state is the number of batches it has returned."""
 
     def __init__(self, source: EmptyInput, rows: slice):
         self._source, self._rows = source, rows
         self._next_index = 0
-
-    def __iter__(self) -> Iterator[Nested[np.ndarray]]:
-        return self
 
     def __next__(self) -> Nested[np.ndarray]:
         if self._next_index == self._source.config.total_num_batches:

@@ -47,14 +47,11 @@ def savable_iterator(make: Callable[[], Iterable[Any]], name: str) -> SavableIte
     return CountingIterator(iterator, make)
 
 
-class CountingIterator:
+class CountingIterator(Iterator[Any]):
     """Iterator that counts its items, and reads them again to restore a count."""
 
     def __init__(self, iterator: Iterator[Any], make: Callable[[], Iterable[Any]]):
         self._iterator, self._make, self._count = iterator, make, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         item = next(self._iterator)
@@ -163,9 +160,7 @@ class PrefetchingIterator:
     def close(self) -> None:
         """Ends the thread and closes the source."""
         self._stop()
-        close = getattr(self._source, "close", None)
-        if close is not None:
-            close()
+        getattr(self._source, "close", lambda: None)()
 
     def _stop(self) -> None:
         if self._reader is not None:

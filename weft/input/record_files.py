@@ -20,6 +20,7 @@ import numpy as np
 from weft._lazy import import_extra
 from weft.errors import InputReadError
 from weft.input.file_cache import cached_bytes
+from weft.input.records import read_errors
 from weft.serialization.untrusted import open_file, parse_json
 
 _CHUNK = 16 * 2**20
@@ -207,12 +208,8 @@ class ParquetFile:
         parquet = import_extra(
             "pyarrow.parquet", "parquet", needed_by="reading Parquet", package="pyarrow"
         )
-        try:
+        with read_errors(f"{self.path} is not a Parquet file"):
             return parquet.ParquetFile(self.path)
-        except Exception as error:
-            raise InputReadError(
-                f"{self.path} is not a Parquet file: {type(error).__name__}: {error}"
-            ) from error
 
     @cached_property
     def _reader(self) -> Any:
@@ -236,13 +233,8 @@ class ParquetFile:
 
         rest = None
         for group in range(file.num_row_groups):
-            try:
+            with read_errors(f"row group {group} of {self.path} cannot be read"):
                 table = file.read_row_group(group, columns=self._columns)
-            except Exception as error:
-                raise InputReadError(
-                    f"row group {group} of {self.path} cannot be read: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
             table = table if rest is None else pa.concat_tables([rest, table])
             whole = len(table) // _ROWS_PER_BATCH * _ROWS_PER_BATCH
             rest = table.slice(whole)

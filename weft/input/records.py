@@ -8,10 +8,11 @@ mixing or batching name the record:
 """
 
 import bisect
+import contextlib
 import glob
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,17 @@ def describe_record(records: Records, index: int) -> str:
     return describe(index) if describe else f"record {index} of {records}"
 
 
+@contextlib.contextmanager
+def read_errors(fault: str) -> Iterator[None]:
+    """Converts errors of other libraries to InputReadError, with what cannot be done."""
+    try:
+        yield
+    except InputReadError:
+        raise
+    except Exception as error:
+        raise InputReadError(f"{fault}: {type(error).__name__}: {error}") from error
+
+
 class FileRecordSource:
     """Random-access source of files, whose errors name the file and the record.
 
@@ -48,15 +60,9 @@ class FileRecordSource:
         self._sources = []
         sizes = []
         for path in self._paths:
-            try:
+            with read_errors(f"cannot open {path}"):
                 self._sources.append(open_file(path))
                 sizes.append(len(self._sources[-1]))
-            except InputReadError:
-                raise
-            except Exception as error:
-                raise InputReadError(
-                    f"cannot open {path}: {type(error).__name__}: {error}"
-                ) from error
         self._ends = list(itertools.accumulate(sizes))
 
     def __len__(self) -> int:
