@@ -12,8 +12,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -52,13 +51,20 @@ def cached_bytes(
         return np.frombuffer(memory.getvalue(), np.uint8)
     folder = cache_folder() / kind
     path = folder / hashlib.sha256(repr(key).encode()).hexdigest()[:40]
-    with _explain_write_errors(path):
+    try:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            with _file_lock(path.with_suffix(".lock")):
+            # The lock is released when its process dies.
+            with open(path.with_suffix(".lock"), "wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 if not path.exists():
                     _write_file(path, make)
         return _open_memmap(str(path), np.uint8)
+    except OSError as error:
+        raise InputReadError(
+            f"cannot write {path} ({error.strerror or error}); make the folder writable, or "
+            "set XDG_CACHE_HOME to a writable one with enough space"
+        ) from error
 
 
 class _CachedMemmap(np.memmap):
@@ -92,22 +98,3 @@ def _write_file(path: Path, make: Callable[[BinaryIO], None]) -> None:
         raise
     seconds = time.monotonic() - start
     logger.info("made %s (%d bytes) in %.1f s", path, path.stat().st_size, seconds)
-
-
-@contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock, which is released when its process dies."""
-    with open(path, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def _explain_write_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputReadError(
-            f"cannot write {path} ({error.strerror or error}); make the folder writable, or "
-            "set XDG_CACHE_HOME to a writable one with enough space"
-        ) from error
