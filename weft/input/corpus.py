@@ -21,7 +21,7 @@ import hashlib
 import math
 import os
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -183,7 +183,7 @@ def stdlib_corpus(*, pattern: str = "**/*.py", held_out_fraction: float = 0.1) -
     found = _list_files(root, pattern, STDLIB_EXCLUDED)
     files = [TextFile(name, _read_text(path)) for name, path in found]
     name = f"stdlib-{sysconfig.get_python_version()}"
-    return _checked_corpus(name, files, held_out_fraction, [root], pattern)
+    return _checked(Corpus(name, tuple(files), held_out_fraction), [root], pattern)
 
 
 def folder_corpus(
@@ -228,17 +228,11 @@ def folder_corpus(
                 "or pass their common parent"
             )
         seen.add(file.name)
-    return _checked_corpus(roots[0].name if roots else "", files, held_out_fraction, roots, pattern)
+    name = roots[0].name if roots else ""
+    return _checked(Corpus(name, tuple(files), held_out_fraction), roots, pattern)
 
 
-def _checked_corpus(
-    name: str,
-    files: Iterable[TextFile],
-    held_out_fraction: float,
-    roots: Sequence[Path],
-    pattern: str,
-) -> Corpus:
-    corpus = Corpus(name, tuple(files), held_out_fraction)
+def _checked(corpus: Corpus, roots: Sequence[Path], pattern: str) -> Corpus:
     if not any(file.text for file in corpus.files):
         where = ", ".join(str(root) for root in roots) or "no path"
         missing = [str(root) for root in roots if not root.exists()]

@@ -97,10 +97,7 @@ def tokenize(
 
 
 def num_bytes(
-    ids: np.ndarray | Sequence[int],
-    *,
-    vocab: Tokenizer,
-    newlines_replaced_with: str | None = None,
+    ids: np.ndarray | Sequence[int], *, vocab: Tokenizer, newlines_replaced_with: str | None = None
 ) -> int:
     r"""Returns the number of bytes of text of some tokens; special and negative ones have none.
 

@@ -21,14 +21,8 @@ import numpy as np
 from weft.config import REQUIRED, ConfigOr, InMemory, Required, config_class, maybe_instantiate
 from weft.errors import InputDatasetError, did_you_mean
 from weft.hierarchy.module import Module, nowrap
+from weft.input import grain as grain_input
 from weft.input.base import Input
-from weft.input.grain import (
-    BuildDatasetFn,
-    DispatchConfig,
-    check_batch_size,
-    feed_batch_size,
-    maybe_to_iter_dataset,
-)
 from weft.input.prefetch import CountingIterator
 from weft.typing import Nested
 
@@ -117,7 +111,7 @@ def array_source(
     is_training: bool,
     seed: int = 0,
     padding: Mapping[str, float] | None = None,
-) -> BuildDatasetFn:
+) -> grain_input.BuildDatasetFn:
     """Returns a source of batches of arrays; batch k has the same rows for any number of processes.
 
     Args:
@@ -132,7 +126,7 @@ def array_source(
             several processes would share a smaller last batch.
         InputDispatchError: If `global_batch_size` is not positive.
     """
-    check_batch_size(global_batch_size)
+    grain_input.check_batch_size(global_batch_size)
     num_rows, last = arrays.num_rows, arrays.num_rows % global_batch_size
     for name in padding or ():
         if name not in arrays.value:
@@ -149,8 +143,8 @@ def array_source(
     def order(number: int) -> np.ndarray:
         return np.random.default_rng((seed, number)).permutation(num_rows)
 
-    def build_dataset(dispatch_config: DispatchConfig) -> grain.IterDataset:
-        rows = feed_batch_size(global_batch_size, dispatch_config)
+    def build_dataset(dispatch_config: grain_input.DispatchConfig) -> grain.IterDataset:
+        rows = grain_input.feed_batch_size(global_batch_size, dispatch_config)
         start = rows * dispatch_config.flat_index()
         if not is_training and last and padding is None and rows < global_batch_size:
             raise InputDatasetError(
@@ -168,7 +162,7 @@ def array_source(
             return take(positions if padding is not None else positions[positions < num_rows])
 
         ds = grain.MapDataset.range(num_batches).map(batch)
-        return maybe_to_iter_dataset(ds, read_options=_IN_STEP)
+        return grain_input.maybe_to_iter_dataset(ds, read_options=_IN_STEP)
 
     def take(indices: np.ndarray) -> dict[str, Any]:
         batch, is_padding = arrays.take(np.minimum(indices, num_rows - 1)), indices >= num_rows
@@ -211,7 +205,7 @@ class ArrayInput(Input):
 
     @nowrap
     def dataset(self) -> grain.IterDataset:
-        ds: Any = self._source(DispatchConfig(**self._feed_read_config()))
+        ds: Any = self._source(grain_input.DispatchConfig(**self._feed_read_config()))
         return ds
 
 
@@ -265,7 +259,7 @@ class IterableInput(Input):
     def dataset(self) -> Iterable[Nested[np.ndarray]]:
         batches: Batches = self.config.batches
         if isinstance(batches.value, grain.MapDataset | grain.IterDataset):
-            ds = maybe_to_iter_dataset(batches.value, read_options=_IN_STEP)
+            ds = grain_input.maybe_to_iter_dataset(batches.value, read_options=_IN_STEP)
             return grain.experimental.RepeatIterDataset(ds) if self.config.is_training else ds
         repeats = self.config.is_training and not batches.is_iterator
         make = functools.partial(_passes, batches.value, repeats)

@@ -189,21 +189,17 @@ def lm_text_source(
 
 
 def _packing(
-    tokenizer: Tokenizer,
-    sequence_length: int,
-    global_batch_size: int,
-    is_training: bool,
-    segments: bool,
+    tokenizer: Tokenizer, length: int, batch_size: int, is_training: bool, segments: bool
 ) -> Callable[..., PackedSequences]:
     """Returns `PackedSequences` with all arguments but the stream."""
-    grain_input.check_batch_size(global_batch_size)
+    grain_input.check_batch_size(batch_size)
     return functools.partial(
         PackedSequences,
-        sequence_length=sequence_length,
+        sequence_length=length,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
         drop_remainder=is_training,
-        pad_to_multiple_of=1 if is_training else global_batch_size,
+        pad_to_multiple_of=1 if is_training else batch_size,
         segments=segments,
         token_num_bytes=tokenizer.token_num_bytes,
     )
@@ -311,7 +307,7 @@ def lm_stream_source(
             raise EmptyCorpusError(f"{name} has no documents; pass files that contain records")
     limit = None if split_documents else sequence_length
 
-    def build_dataset(dispatch_config: grain_input.DispatchConfig) -> grain.IterDataset:
+    def build_dataset(dispatch_config: grain_input.DispatchConfig) -> grain_input.Dataset:
         # Mapped first, while errors can name the document.
         tokens = {
             name: one.map(_Tokenize(loaded, text_key, limit)) for name, one in datasets.items()
@@ -330,9 +326,7 @@ def lm_stream_source(
             )
         rows = grain_input.feed_batch_size(global_batch_size, dispatch_config)
         start = rows * dispatch_config.flat_index()
-        batches = grain_input.maybe_to_iter_dataset(
-            packed.batch(global_batch_size, drop_remainder=True)
-        )
+        batches = packed.batch(global_batch_size, drop_remainder=True)
         return batches.map(PairFeatures(loaded, slice(start, start + rows)))
 
     return build_dataset
