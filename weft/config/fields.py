@@ -160,11 +160,8 @@ def _matches_sequence(value: object, cls: type, args: tuple, configs: bool) -> b
 
 
 def _is_record(cls: type) -> bool:
-    return (
-        hasattr(cls, "__dataclass_fields__")
-        or hasattr(cls, "__attrs_attrs__")
-        or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
-    )
+    has_fields = hasattr(cls, "__dataclass_fields__") or hasattr(cls, "__attrs_attrs__")
+    return has_fields or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
 
 
 def type_name(hint: object) -> str:

@@ -98,48 +98,32 @@ _KINDS: tuple[tuple[tuple[type, ...], str], ...] = (
 )
 # By name, since few programs import these.
 _KINDS_BY_NAME: dict[str, str] = {
-    f"{module}.{name}": kind
-    for kind, modules in {
-        "a lock": {
-            "threading": "Condition Event Semaphore Barrier",
-            "multiprocessing.synchronize": "SemLock Condition Event Barrier",
-            "asyncio.locks": "Lock Event Condition Semaphore",
-        },
-        "a thread": {"threading": "Thread"},
-        "a process": {"multiprocessing.process": "BaseProcess", "subprocess": "Popen"},
-        "a pool of workers": {
-            "concurrent.futures._base": "Executor",
-            "multiprocessing.pool": "Pool",
-            "multiprocessing.managers": "BaseManager",
-        },
-        "a result that is awaited": {
-            "concurrent.futures._base": "Future",
-            "_asyncio": "Future Task",
-            "asyncio.events": "AbstractEventLoop",
-        },
-        "a queue": {
-            "queue": "Queue",
-            "_queue": "SimpleQueue",
-            "asyncio.queues": "Queue",
-            "multiprocessing.queues": "Queue SimpleQueue",
-        },
-        "a connection": {
-            "_socket": "socket",
-            "multiprocessing.connection": "_ConnectionBase Listener",
-            "sqlite3": "Connection Cursor",
-            "selectors": "BaseSelector",
-            "socketserver": "BaseServer",
-        },
-        "an open file": {"mmap": "mmap", "tempfile": "_TemporaryFileWrapper TemporaryDirectory"},
-        "a context variable": {"_contextvars": "ContextVar Token Context"},
-        "a weak reference": {"weakref": "ReferenceType"},
-        "an iterator": {
-            "builtins": "list_iterator tuple_iterator set_iterator dict_keyiterator "
-            "dict_valueiterator dict_itemiterator range_iterator str_ascii_iterator iterator",
-            "itertools": "count cycle repeat chain islice accumulate product",
-        },
+    name: kind
+    for kind, names in {
+        "a lock": "threading.Condition threading.Event threading.Semaphore threading.Barrier "
+        "multiprocessing.synchronize.SemLock multiprocessing.synchronize.Condition "
+        "multiprocessing.synchronize.Event multiprocessing.synchronize.Barrier "
+        "asyncio.locks.Lock asyncio.locks.Event asyncio.locks.Condition asyncio.locks.Semaphore",
+        "a thread": "threading.Thread",
+        "a process": "multiprocessing.process.BaseProcess subprocess.Popen",
+        "a pool of workers": "concurrent.futures._base.Executor multiprocessing.pool.Pool "
+        "multiprocessing.managers.BaseManager",
+        "a result that is awaited": "concurrent.futures._base.Future _asyncio.Future "
+        "_asyncio.Task asyncio.events.AbstractEventLoop",
+        "a queue": "queue.Queue _queue.SimpleQueue asyncio.queues.Queue "
+        "multiprocessing.queues.Queue multiprocessing.queues.SimpleQueue",
+        "a connection": "_socket.socket multiprocessing.connection._ConnectionBase "
+        "multiprocessing.connection.Listener sqlite3.Connection sqlite3.Cursor "
+        "selectors.BaseSelector socketserver.BaseServer",
+        "an open file": "mmap.mmap tempfile._TemporaryFileWrapper tempfile.TemporaryDirectory",
+        "a context variable": "_contextvars.ContextVar _contextvars.Token _contextvars.Context",
+        "a weak reference": "weakref.ReferenceType",
+        "an iterator": "builtins.list_iterator builtins.tuple_iterator builtins.set_iterator "
+        "builtins.dict_keyiterator builtins.dict_valueiterator builtins.dict_itemiterator "
+        "builtins.range_iterator builtins.str_ascii_iterator builtins.iterator itertools.count "
+        "itertools.cycle itertools.repeat itertools.chain itertools.islice itertools.accumulate "
+        "itertools.product",
     }.items()
-    for module, names in modules.items()
     for name in names.split()
 }
 

@@ -175,19 +175,8 @@ def join_path(path: str, suffix: str) -> str:
 
 
 IMMUTABLE = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type,
-    enum.Enum,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.ModuleType,
+    *(type(None), bool, int, float, complex, str, bytes, type, enum.Enum, types.ModuleType),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
 )
 # Arrays, dtypes, meshes, specs: immutable, and copies of arrays would use device memory.
 _SHARED_PACKAGES = frozenset({"jax", "jaxlib", "ml_dtypes"})

@@ -38,20 +38,9 @@ Split = Literal["train", "held_out"]
 # Tests, platform-dependent files and files that some distributions package separately: without
 # them, the text of a Python version is nearly the same everywhere.
 STDLIB_EXCLUDED = (
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "test",
-    "tests",
-    "idle_test",
-    "config-*",
-    "_sysconfigdata*",
-    "distutils",
-    "ensurepip",
-    "idlelib",
-    "lib2to3",
-    "tkinter",
-    "turtledemo",
+    *("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"),
+    *("config-*", "_sysconfigdata*"),
+    *("distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"),
 )
 
 

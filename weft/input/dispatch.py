@@ -268,11 +268,8 @@ class InputDispatcher(BaseInputDispatcher):
                 f"physical_feed_index={cfg.physical_feed_index} is not one of the "
                 f"num_physical_feeds={feeds} feeds; expected 0 to {feeds - 1}"
             )
-        if (
-            not indices
-            or len(set(indices)) != len(indices)
-            or not set(indices) <= set(range(feeds))
-        ):
+        distinct = set(indices)
+        if not indices or len(distinct) != len(indices) or not distinct <= set(range(feeds)):
             return (
                 f"logical_feed_indices={indices} must be at least one, and distinct, of the "
                 f"num_physical_feeds={feeds} feeds; choose from 0 to {feeds - 1}"

@@ -137,11 +137,8 @@ def parameter_names(fn: Callable[..., Any]) -> set[str]:
 
 
 _MODES = {
-    "training": True,
-    "train": True,
-    "is_training": True,
-    "deterministic": False,
-    "use_running_average": False,
+    **dict.fromkeys(("training", "train", "is_training"), True),
+    **dict.fromkeys(("deterministic", "use_running_average"), False),
 }
 
 
