@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from weft.core.filters import Filter, in_filter
 from weft.core.meta import unbox
-from weft.core.tabulate import is_array
+from weft.core.tabulate import is_array, split_arrays
 from weft.errors import LayerMethodError
 from weft.interop import models
 from weft.traverse_util import flatten_dict, unflatten_dict
@@ -77,9 +77,8 @@ class EquinoxModel(models.Model):
         expected = _array_leaves(*self._structure)
         values = {path: unbox(x) for path, x in flatten_dict(variables).items()}
         models.check_variables(self.name, expected, values)
-        arrays = iter([values[path] for path in expected])
-        leaves, tree = jax.tree.flatten(self._structure)
-        return tree.unflatten([next(arrays) if is_array(leaf) else leaf for leaf in leaves])
+        _, fill = split_arrays(self._structure)
+        return fill([values[path] for path in expected])
 
 
 def _array_leaves(module: object, state: object) -> dict[models.Path, Any]:

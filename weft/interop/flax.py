@@ -10,7 +10,7 @@ import jax
 
 from weft.core.filters import DenyList
 from weft.core.logical import LogicallyPartitioned
-from weft.core.meta import AxisMetadata, Partitioned, is_axis_metadata
+from weft.core.meta import AxisMetadata, Partitioned, map_axis_meta
 from weft.interop.linen import LinenModel
 from weft.interop.models import import_library
 from weft.interop.nnx import NNXModel
@@ -93,17 +93,11 @@ class FlaxLinenModel(LinenModel):
         return import_library("flax.core", "flax").DenyList(denied)
 
     def _to_library(self, variables):
-        return jax.tree.map(
-            lambda x: _to_flax(x) if is_axis_metadata(x) else x,
-            dict(variables),
-            is_leaf=is_axis_metadata,
-        )
+        return map_axis_meta(_to_flax, dict(variables))
 
     def _from_library(self, variables):
-        of_flax = import_library("flax.core.meta", "flax").is_axis_metadata
-        return jax.tree.map(
-            lambda x: _to_weft(x) if of_flax(x) else x, dict(variables), is_leaf=of_flax
-        )
+        meta = import_library("flax.core.meta", "flax")
+        return meta.map_axis_meta(_to_weft, dict(variables))
 
 
 class FlaxNNXModel(NNXModel):

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from weft.core.tabulate import split_arrays
 from weft.functional.rounding import cast_floats
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, functional, get_public_method, nowrap
+from weft.hierarchy.parameter_spec import pad_axes
 from weft.interop import models
 from weft.interop.models import Model, Path
 from weft.interop.variables import NNXMeta
@@ -90,14 +91,14 @@ class HierarchyModel(Model):
         if not isinstance(layer, BaseLayer):
             return {}
         state = layer.initialize_parameters_recursively(key)
-        updates = _shapes(
-            lambda state, key, *args, **kwargs: (
-                self._call(state, key, True, method, args, kwargs)[1].state_updates
-            ),
-            *(state, jax.random.key(0), *args),
-            **kwargs,
-        )
-        updated, specs = flatten_dict(updates), flatten_dict(self._specs())
+        arrays, fill = split_arrays((state, args, kwargs))
+
+        def state_updates(arrays: list[Any], key: jax.Array) -> Any:
+            state, args, kwargs = fill(arrays)
+            return self._call(state, key, True, method, args, kwargs)[1].state_updates
+
+        updated = flatten_dict(jax.eval_shape(state_updates, arrays, jax.random.key(0)))
+        specs = flatten_dict(self._specs())
         return unflatten_dict(
             {
                 ("state" if path in updated else "params", *path): _boxed(value, specs[path])
@@ -112,7 +113,10 @@ class HierarchyModel(Model):
         values = {tuple(path): unbox(x) for (_, *path), x in flatten_dict(given).items()}
         models.check_variables(self.name, flatten_dict(specs), values)
         key = models.single_key(rngs, "default", "dropout")
-        out, side = self._call(_nest_like(specs, values), key, training, method, args, kwargs)
+        state = jax.tree_util.tree_map_with_path(
+            lambda path, _: values[tuple(entry.key for entry in path)], specs
+        )
+        out, side = self._call(state, key, training, method, args, kwargs)
         found: dict[Path, Any] = {
             (places.get(path, "state"), *path): x
             for path, x in flatten_dict(side.state_updates).items()
@@ -140,16 +144,6 @@ class _NamedAxes(Partitioned):
         return constrain(self.value, layout, self.mesh) if apply_constraint else self.value
 
 
-def _nest_like(template: Mapping[str, Any], values: Mapping[Path, Any], path: Path = ()) -> Any:
-    made = {
-        name: _nest_like(below, values, (*path, name))
-        if isinstance(below, Mapping)
-        else values[(*path, name)]
-        for name, below in template.items()
-    }
-    return type(template)(made)  # pyright: ignore[reportCallIssue]
-
-
 def _check_is_layer(config: object, kwargs: Mapping[str, Any]) -> None:
     """Refuses modules that act outside of a run, and fields reserved for the layer's config."""
     cls = config if isinstance(config, type) else getattr(config, "klass", type(config))
@@ -165,16 +159,6 @@ def _check_is_layer(config: object, kwargs: Mapping[str, Any]) -> None:
             f"{cls.__name__} was given {', '.join(sorted(set_here))} by name; set it in the "
             "layer's config."
         )
-
-
-def _shapes(fn: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-    arrays, fill = split_arrays((args, kwargs))
-
-    def of_arrays(arrays: list[Any]) -> Any:
-        args, kwargs = fill(arrays)
-        return fn(*args, **kwargs)
-
-    return jax.eval_shape(of_arrays, arrays)
 
 
 class InHierarchy(BaseLayer):
@@ -384,13 +368,12 @@ def _spec(x: Any, *, is_state: bool) -> Any:
     scale = 0.0 if is_state else None
 
     def spec(value: Any) -> ParameterSpec:
-        axes = PartitionSpec(*layout, *[None] * (len(value.shape) - len(layout)))
         return ParameterSpec(
             shape=value.shape,
             dtype=value.dtype,
-            mesh_axes=axes,
+            mesh_axes=layout,
             weight_decay_scale=scale,
-            logical_axes=names + (None,) * (len(axes) - len(names)) if is_logical else None,
+            logical_axes=pad_axes(names, len(value.shape)) if is_logical else None,
             is_state=is_state,
         )
 

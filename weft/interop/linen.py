@@ -9,7 +9,7 @@ from weft.errors import UnknownLayerError
 from weft.interop import models
 from weft.interop.models import Keys, Method, Model, Variables
 from weft.linen.state import without_parent
-from weft.traverse_util import flatten_dict, unflatten_dict
+from weft.traverse_util import flatten_dict, path_aware_map, unflatten_dict
 
 
 def linen_streams(rngs: Keys) -> dict[str, Any]:
@@ -132,9 +132,7 @@ def store_variables(module: linen.Module, variables: Mapping[str, Any]) -> None:
 def rebox_all(before: Mapping[str, Any], changed: Mapping[str, Any]) -> Variables:
     """Returns changed variables in the boxes they were in before."""
     old = flatten_dict(before)
-    return unflatten_dict(
-        {path: models.rebox(old.get(path), v) for path, v in flatten_dict(changed).items()}
-    )
+    return path_aware_map(lambda path, x: models.rebox(old.get(path), x), changed)
 
 
 def as_linen(

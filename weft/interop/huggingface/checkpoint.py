@@ -153,10 +153,6 @@ class _TensorLocation:
         """Returns the layers, one tensor each."""
         return list(range(self.leaf.shape[0])) if self.layer == -1 else [self.layer]
 
-    def weft_shape(self) -> tuple[int, ...]:
-        """Returns the shape of one layer's parameter."""
-        return tuple(self.leaf.shape[1:] if self.layer == -1 else self.leaf.shape)
-
     def hf_values(self, layer: int | None) -> np.ndarray:
         """Returns the values of a tensor of theirs."""
         leaf = self.leaf[layer] if self.layer == -1 else self.leaf
@@ -164,7 +160,8 @@ class _TensorLocation:
 
     def hf_shape(self) -> jax.ShapeDtypeStruct:
         """Returns the shape of a tensor of theirs."""
-        own = jax.ShapeDtypeStruct(self.weft_shape(), self.leaf.dtype)
+        shape = self.leaf.shape[1:] if self.layer == -1 else self.leaf.shape
+        own = jax.ShapeDtypeStruct(shape, self.leaf.dtype)
         return jax.eval_shape(self.entry.change.to_hf, own)
 
 
