@@ -29,9 +29,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft.config import REQUIRED, Required, config_class
-from weft.core.spmd import get_concrete_mesh
+from weft.core.spmd import axes_of, get_concrete_mesh
 from weft.errors import BatchShardingError, InputDispatchError, NoMeshError
 from weft.hierarchy.module import Module, nowrap
+from weft.hierarchy.parameter_spec import pad_axes
 from weft.typing import Nested, Tensor
 
 
@@ -88,10 +89,8 @@ def host_to_global_device_array(
                 f"input batch: {_leaf_name(path)} has dtype {local.dtype}, which devices do not "
                 "support; drop it or encode it as numbers before the batch leaves the input"
             )
-        entries = tuple(partition)[: local.ndim]
-        sharding = NamedSharding(
-            mesh, PartitionSpec(*entries, *[None] * (local.ndim - len(entries)))
-        )
+        entries = pad_axes(tuple(partition)[: local.ndim], local.ndim)
+        sharding = NamedSharding(mesh, PartitionSpec(*entries))
         shape = _global_shape(_leaf_name(path), local.shape, sharding)
         return jax.make_array_from_process_local_data(sharding, local, shape)
 
@@ -120,14 +119,14 @@ def global_to_host_array(global_arrays: Nested[Tensor]) -> Nested[np.ndarray]:
 def _global_shape(name: str, local: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
     """Computes the global shape from this process's shape and its number of blocks per axis."""
     mesh, spec = sharding.mesh, sharding.spec
-    num_blocks = [math.prod(mesh.shape[axis] for axis in _entry_axes(entry)) for entry in spec]
+    num_blocks = [math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in spec]
     # With one element per block, indices are block numbers.
     indices = sharding.addressable_devices_indices_map(tuple(num_blocks)).values()
     shape = []
     for axis, size in enumerate(local):
         local_blocks = len({shard_start(index)[axis] for index in indices})
         if size % local_blocks:
-            axes = ", ".join(f"{a!r} of {mesh.shape[a]}" for a in _entry_axes(spec[axis]))
+            axes = ", ".join(f"{a!r} of {mesh.shape[a]}" for a in axes_of(spec[axis]))
             total, rest = size * num_blocks[axis] // local_blocks, num_blocks[axis]
             raise BatchShardingError(
                 f"input batch: axis {axis} of {name}, of size {total} over "
@@ -137,12 +136,6 @@ def _global_shape(name: str, local: tuple[int, ...], sharding: NamedSharding) ->
             )
         shape.append(size // local_blocks * num_blocks[axis])
     return tuple(shape)
-
-
-def _entry_axes(entry: str | Sequence[str] | None) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def shard_start(index: tuple[slice, ...] | None) -> tuple[int, ...]:
@@ -409,7 +402,7 @@ class SpmdInputDispatcher(BaseInputDispatcher):
     def _blocks_of_processes(self) -> dict[int, tuple[int, ...]]:
         mesh, spec = current_mesh(), self.config.partition_spec
         first = spec[0] if len(spec) else None
-        num_blocks = math.prod(mesh.shape[axis] for axis in _entry_axes(first))
+        num_blocks = math.prod(mesh.shape[axis] for axis in axes_of(first))
         size = self.config.global_logical_batch_size
         if size % num_blocks:
             raise InputDispatchError(
