@@ -309,9 +309,8 @@ def lm_stream_source(
 
     def build_dataset(dispatch_config: grain_input.DispatchConfig) -> grain_input.Dataset:
         # Mapped first, while errors can name the document.
-        tokens = {
-            name: one.map(_Tokenize(loaded, text_key, limit)) for name, one in datasets.items()
-        }
+        tokenize = functools.partial(_tokenize, loaded, text_key, limit)
+        tokens = {name: one.map(tokenize) for name, one in datasets.items()}
         packed = pack_pairs(
             grain_input.maybe_to_iter_dataset(
                 _mix_documents(tokens, weights, seed if is_training else None),
@@ -350,18 +349,15 @@ def _shuffle_and_mix(
     return grain_input.sample_from_datasets(sources=shuffled, weights=weights)  # pyright: ignore[reportReturnType]
 
 
-class _Tokenize:
-    """Converts a document to `next_token_pairs`; a class, so that it pickles for workers."""
-
-    def __init__(self, tokenizer: Tokenizer, text_key: str, limit: int | None):
-        self._tokenizer, self._text_key, self._limit = tokenizer, text_key, limit
-
-    def __call__(self, record: object) -> dict[str, np.ndarray]:
-        tokens = self._tokenizer.encode(document_text(record, self._text_key))
-        if self._limit is not None and len(tokens) >= self._limit:
-            raise InputDatasetError(
-                f"the document has {len(tokens) + 1} tokens with its end, more than "
-                f"sequence_length={self._limit}; leave it out, increase sequence_length, or "
-                "set split_documents=True"
-            )
-        return next_token_pairs(tokens, eos_id=self._tokenizer.eos_id)
+def _tokenize(
+    tokenizer: Tokenizer, text_key: str, limit: int | None, record: object
+) -> dict[str, np.ndarray]:
+    """Converts a document to `next_token_pairs`."""
+    tokens = tokenizer.encode(document_text(record, text_key))
+    if limit is not None and len(tokens) >= limit:
+        raise InputDatasetError(
+            f"the document has {len(tokens) + 1} tokens with its end, more than "
+            f"sequence_length={limit}; leave it out, increase sequence_length, or "
+            "set split_documents=True"
+        )
+    return next_token_pairs(tokens, eos_id=tokenizer.eos_id)
