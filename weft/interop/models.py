@@ -20,6 +20,7 @@ from weft.config import REQUIRED, ClassConfigBase, FunctionConfigBase, InMemory,
 from weft.core.filters import Filter
 from weft.core.meta import is_axis_metadata
 from weft.nnx.rngs import Rngs
+from weft.nnx.state import path_text
 from weft.nnx.versions import StaticValue
 
 Path = tuple[Any, ...]
@@ -178,11 +179,6 @@ def resolve_method(layer: object, method: Method, name: str) -> Callable[..., An
             f"{name} has no method {method!r}; there are: {', '.join(public) or 'none'}."
         )
     return found
-
-
-def path_text(path: Path) -> str:
-    """Formats a path for messages."""
-    return "/".join(map(str, path))
 
 
 def rebox(before: Any, value: Any) -> Any:
