@@ -297,14 +297,12 @@ def _child_hint(hint: Any, value: Any, step: Any) -> Any:
                 )
                 return Any if resolved is None else resolved
         return Any
-    container = dict if isinstance(value, dict) else collections.abc.Sequence
+    kind = collections.abc.Mapping if isinstance(value, dict) else collections.abc.Sequence
     for arm in [hint, *typing.get_args(hint)]:
         cls, args = typing.get_origin(arm), typing.get_args(arm)
-        if not isinstance(cls, type) or not args:
-            continue
-        if container is dict and issubclass(cls, collections.abc.Mapping):
-            return args[-1]
-        if container is not dict and issubclass(cls, collections.abc.Sequence):
+        if isinstance(cls, type) and issubclass(cls, kind) and args:
+            if isinstance(value, dict):
+                return args[-1]
             return args[step] if len(args) > abs(step) and args[-1] is not Ellipsis else args[0]
     return Any
 

@@ -15,7 +15,7 @@ from weft.config import REQUIRED, Required, config_class
 from weft.errors import InputDatasetError
 from weft.hierarchy.module import Module, nowrap
 from weft.input.base import Input
-from weft.input.grain import BuildDatasetFn, DispatchConfig, feed_batch_size, shard_dataset
+from weft.input.grain import BuildDatasetFn, DispatchConfig, feed_rows, shard_dataset
 from weft.typing import Nested
 
 
@@ -49,9 +49,7 @@ class EmptyInput(Input):
     @nowrap
     def dataset(self) -> "FakeDataset":
         part = DispatchConfig(**self._feed_read_config())
-        rows = feed_batch_size(self.config.global_batch_size, part)
-        first = rows * part.flat_index()
-        return FakeDataset(self, slice(first, first + rows))
+        return FakeDataset(self, feed_rows(self.config.global_batch_size, part))
 
     def _global_batch(self, rng: np.random.Generator) -> Nested[np.ndarray]:
         return {}

@@ -232,8 +232,7 @@ def per_feed_batch(
 
     Raises InputDispatchError if the batch size does not divide.
     """
-    rows = feed_batch_size(global_batch_size, dispatch_config)
-    return ds.batch(rows, **kwargs)
+    return ds.batch(feed_batch_size(global_batch_size, dispatch_config), **kwargs)
 
 
 def check_batch_size(global_batch_size: int) -> None:
@@ -259,6 +258,17 @@ def feed_batch_size(global_batch_size: int, dispatch_config: DispatchConfig) -> 
             "fewer logical_feed_indices"
         )
     return global_batch_size // num_feeds
+
+
+def feed_rows(global_batch_size: int, dispatch_config: DispatchConfig) -> slice:
+    """Returns the rows of a global batch that are in one shard; errors as in `feed_batch_size`.
+
+    >>> feed_rows(8, DispatchConfig(shard_index=1, num_shards=4))
+    slice(2, 4, None)
+    """
+    rows = feed_batch_size(global_batch_size, dispatch_config)
+    start = rows * dispatch_config.flat_index()
+    return slice(start, start + rows)
 
 
 def unbatch(ds: Dataset, *, skip_empty_batch: bool = False) -> grain.IterDataset:

@@ -144,9 +144,9 @@ def array_source(
         return np.random.default_rng((seed, number)).permutation(num_rows)
 
     def build_dataset(dispatch_config: grain_input.DispatchConfig) -> grain.IterDataset:
-        rows = grain_input.feed_batch_size(global_batch_size, dispatch_config)
-        start = rows * dispatch_config.flat_index()
-        if not is_training and last and padding is None and rows < global_batch_size:
+        rows = grain_input.feed_rows(global_batch_size, dispatch_config)
+        is_shared = rows != slice(0, global_batch_size)
+        if not is_training and last and padding is None and is_shared:
             raise InputDatasetError(
                 f"the last batch has {last} of {global_batch_size} rows, which several processes "
                 f"cannot share; set padding, or a batch size that divides {num_rows}."
@@ -154,7 +154,7 @@ def array_source(
         num_batches = sys.maxsize if is_training else -(-num_rows // global_batch_size)
 
         def batch(index: int) -> dict[str, Any]:
-            positions = index * global_batch_size + start + np.arange(rows)
+            positions = index * global_batch_size + np.arange(rows.start, rows.stop)
             if is_training:
                 passes, places = np.divmod(positions, num_rows)
                 orders = [order(number)[places[passes == number]] for number in np.unique(passes)]

@@ -89,15 +89,14 @@ def sequence_batches(
     all_sources = _SequenceMixture(sources)
 
     def build_dataset(dispatch_config: grain_input.DispatchConfig) -> grain.IterDataset:
-        rows = grain_input.feed_batch_size(global_batch_size, dispatch_config)
-        start = rows * dispatch_config.flat_index()
+        rows = grain_input.feed_rows(global_batch_size, dispatch_config)
         ds = grain_input.shard_dataset_with_proportion(
             all_sources.order(weights, seed if is_training else None),
-            range_start=start,
-            range_end=start + rows,
+            range_start=rows.start,
+            range_end=rows.stop,
             period=global_batch_size,
         )
-        ds = ds.batch(rows, drop_remainder=True).map(all_sources.take)
+        ds = ds.batch(rows.stop - rows.start, drop_remainder=True).map(all_sources.take)
         if num_workers:
             options = grain.MultiprocessingOptions(
                 num_workers=num_workers, per_worker_buffer_size=2
@@ -323,10 +322,9 @@ def lm_stream_source(
             packed = grain_input.pad_for_evaluation(
                 packed, per_feed_batch_size=global_batch_size, max_num_examples=sys.maxsize
             )
-        rows = grain_input.feed_batch_size(global_batch_size, dispatch_config)
-        start = rows * dispatch_config.flat_index()
+        rows = grain_input.feed_rows(global_batch_size, dispatch_config)
         batches = packed.batch(global_batch_size, drop_remainder=True)
-        return batches.map(PairFeatures(loaded, slice(start, start + rows)))
+        return batches.map(PairFeatures(loaded, rows))
 
     return build_dataset
 
