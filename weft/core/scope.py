@@ -16,59 +16,17 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.core
 
+from weft import errors
 from weft.configurations import config
 from weft.core import meta
-from weft.core.filters import (  # fmt: skip
-    DenyList,
-    Filter,
-    canonical,
-    filter_to_set,
-    group_collections,
-    in_filter,
-    intersect_filters,
-    is_filter_empty,
-    subtract_filters,
-    union_filters,
-)
+from weft.core.filters import Filter, canonical, in_filter
 from weft.core.frozen_dict import FrozenDict
 from weft.core.partial_eval import partial_eval
 from weft.core.rngs import Counts, LazyRng, Path, RngKeys, check_keys
 from weft.core.tracebacks import entry_point
 from weft.core.tracing import at_trace, current_trace, is_tracing, trace_error
 from weft.core.variable_store import VariableDict, VariableStore, copy_dicts
-from weft.errors import (
-    ApplyScopeInvalidVariablesStructureError,
-    ApplyScopeInvalidVariablesTypeError,
-    InvalidRngError,
-    InvalidScopeError,
-    ModifyScopeVariableError,
-    NameInUseError,
-    ScopeCollectionNotFound,
-    ScopeFlagNotFoundError,
-    ScopeNameError,
-    ScopeParamNotFoundError,
-    ScopeParamShapeError,
-    ScopeVariableNotFoundError,
-)
 from weft.lifting.trace_cache import with_large_frame
-
-__all__ = [
-    "DenyList",
-    "Scope",
-    "Variable",
-    "apply",
-    "bind",
-    "filter_to_set",
-    "group_collections",
-    "in_filter",
-    "init",
-    "intersect_filters",
-    "is_filter_empty",
-    "lazy_init",
-    "subtract_filters",
-    "union_filters",
-]
-
 
 V = TypeVar("V")
 MISSING: Any = object()
@@ -132,7 +90,7 @@ def check_shape(
     for found, wanted in zip(jax.tree.leaves(value), jax.tree.leaves(expected), strict=False):
         if jax.numpy.shape(found) != wanted.shape:
             found = jax.numpy.shape(found)
-            raise ScopeParamShapeError(name, scope.path_text, found, wanted.shape)
+            raise errors.ScopeParamShapeError(name, scope.path_text, found, wanted.shape)
 
 
 def _as_shape(x: Any) -> tuple[int, ...] | None:
@@ -263,9 +221,9 @@ class Scope:
         """Takes a name in a collection or, for None, among child scopes; raises if it is taken."""
         self._check_valid()
         if not isinstance(name, str):
-            raise ScopeNameError(name, self.path_text)
+            raise errors.ScopeNameError(name, self.path_text)
         if self.name_reserved(name, col):
-            raise NameInUseError(col or "scopes", name, self.path_text)
+            raise errors.NameInUseError(col or "scopes", name, self.path_text)
         self._reserved.setdefault(col, set()).add(name)
 
     def release(self, name: str, col: str | None = None) -> None:
@@ -400,7 +358,7 @@ class Scope:
         self._check_trace(f"{name!r} of the collection {col!r} is written to")
         if not self.is_mutable_collection(col):
             hint = self._hint(col, f"call apply(..., mutable=[{col!r}]), and let {{}} change it.")
-            raise ModifyScopeVariableError(col, name, self.path_text, hint)
+            raise errors.ModifyScopeVariableError(col, name, self.path_text, hint)
         self._store.put(col, self._below, name, value)
 
     def variable(
@@ -417,8 +375,8 @@ class Scope:
         if not self.has_variable(col, name):
             if init_fn is None or not self.is_mutable_collection(col):
                 if self.is_collection_empty(col):
-                    raise ScopeCollectionNotFound(col, name, self.path_text, self._hint(col))
-                raise ScopeVariableNotFoundError(name, col, self.path_text, self._near(col))
+                    raise errors.ScopeCollectionNotFound(col, name, self.path_text, self._hint(col))
+                raise errors.ScopeVariableNotFoundError(name, col, self.path_text, self._near(col))
             self._make(col, name, lambda: init_fn(*init_args, **init_kwargs))
         return Variable(self, col, name, unbox)
 
@@ -449,8 +407,8 @@ class Scope:
             if not self.is_mutable_collection("params"):
                 if self.is_collection_empty("params"):
                     hint = self._hint("params")
-                    raise ScopeCollectionNotFound("params", name, self.path_text, hint)
-                raise ScopeParamNotFoundError(name, self.path_text, self._near("params"))
+                    raise errors.ScopeCollectionNotFound("params", name, self.path_text, hint)
+                raise errors.ScopeParamNotFoundError(name, self.path_text, self._near("params"))
             value = self._make(
                 "params", name, lambda: init_fn(self.make_rng("params"), *init_args, **init_kwargs)
             )
@@ -498,7 +456,7 @@ class Scope:
         stream = name if self.has_rng(name) else "params"
         if not self.has_rng(stream):
             there = ", ".join(map(repr, self.rngs)) or "none"
-            raise InvalidRngError(
+            raise errors.InvalidRngError(
                 f"the scope {self.path_text!r} needs a key of the PRNG stream {name!r}, and the "
                 f"given streams are: {there}. Give a key: rngs={{{name!r}: key}}"
                 + (", and lift the stream." if self._store.lifted_by else ".")
@@ -517,12 +475,12 @@ class Scope:
     def get_flag(self, key: str, default: object = MISSING) -> Any:
         """Returns a flag's value; raises ScopeFlagNotFoundError if there is none and no default."""
         if key not in self.flags and default is MISSING:
-            raise ScopeFlagNotFoundError(key, self.path_text, sorted(self.flags))
+            raise errors.ScopeFlagNotFoundError(key, self.path_text, sorted(self.flags))
         return self.flags.get(key, default)
 
     def _check_valid(self) -> None:
         if self.invalid:
-            raise InvalidScopeError(self.path_text)
+            raise errors.InvalidScopeError(self.path_text)
 
     def _check_trace(self, what: str, why: str = "") -> None:
         if self._store.trace != current_trace():
@@ -556,7 +514,7 @@ def bind(
     """
     for col, entries in variables.items():
         if not isinstance(entries, Mapping):
-            raise ApplyScopeInvalidVariablesTypeError(entries, col)
+            raise errors.ApplyScopeInvalidVariablesTypeError(entries, col)
     if rngs is not None and not isinstance(rngs, Mapping):
         rngs = {"params": rngs}
     check_keys(rngs or {})
@@ -595,10 +553,10 @@ def apply(
         variables: VariableDict, *args: object, rngs: RngKeys = None, **kwargs: object
     ) -> Any:
         if not isinstance(variables, Mapping):
-            raise ApplyScopeInvalidVariablesTypeError(variables)
+            raise errors.ApplyScopeInvalidVariablesTypeError(variables)
         params = variables.get("params")
         if isinstance(params, Mapping) and "params" in params:
-            raise ApplyScopeInvalidVariablesStructureError(variables)
+            raise errors.ApplyScopeInvalidVariablesStructureError(variables)
         with bind(variables, rngs=rngs, mutable=mutable, flags=flags).temporary() as root:
             run = functools.partial(with_large_frame, fn) if is_tracing() else fn
             result = run(root, *args, **kwargs)

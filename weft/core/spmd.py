@@ -20,30 +20,13 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from weft.core.axis_rules import (
-    checked_rules,
-    composite_rules,
-    get_logical_axis_rules,
-    logical_axis_rules,
-    set_logical_axis_rules,
-)
+from weft.core.axis_rules import checked_rules
+from weft.core.axis_rules import composite_rules as composite_rules
+from weft.core.axis_rules import get_logical_axis_rules as get_logical_axis_rules
+from weft.core.axis_rules import logical_axis_rules as logical_axis_rules
+from weft.core.axis_rules import set_logical_axis_rules as set_logical_axis_rules
 from weft.errors import MeshError, NoMeshError, ShardingWarning
 from weft.functional.arrays import INLINE
-
-__all__ = [
-    "apply_rules",
-    "composite_rules",
-    "from_sharding_rules",
-    "get_logical_axis_rules",
-    "get_mesh",
-    "get_pspec",
-    "logical_axis_rules",
-    "map_sharding",
-    "set_logical_axis_rules",
-    "shard_value",
-    "without_format",
-]
-
 
 AnyMesh = Mesh | AbstractMesh
 

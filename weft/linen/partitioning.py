@@ -13,56 +13,28 @@ from jax.sharding import PartitionSpec
 
 from weft import struct
 from weft.core import lift, meta
-from weft.core.axis_rules import get_logical_axis_rules, logical_axis_rules, set_logical_axis_rules
-from weft.core.axis_rules import get_logical_axis_rules as get_axis_rules
-from weft.core.axis_rules import logical_axis_rules as axis_rules
-from weft.core.axis_rules import set_logical_axis_rules as set_axis_rules
+from weft.core.axis_rules import get_logical_axis_rules as get_logical_axis_rules
+from weft.core.axis_rules import logical_axis_rules as logical_axis_rules
+from weft.core.axis_rules import set_logical_axis_rules as set_logical_axis_rules
 from weft.core.filters import Filter, union_filters
 from weft.core.frozen_dict import FrozenDict, unfreeze
-from weft.core.lift import In as ScanIn
-from weft.core.lift import Out as ScanOut
 from weft.core.lift.transforms import VariableAxis, axis_number
-from weft.core.logical import (
-    LogicallyPartitioned,
-    RulesFallback,
-    logical_to_mesh,
-    logical_to_mesh_axes,
-    logical_to_mesh_sharding,
-    with_logical_constraint,
-    with_logical_partitioning,
-)
-from weft.core.logical import with_logical_constraint as with_sharding_constraint
+from weft.core.logical import LogicallyPartitioned as LogicallyPartitioned
+from weft.core.logical import RulesFallback as RulesFallback
+from weft.core.logical import logical_to_mesh as logical_to_mesh
+from weft.core.logical import logical_to_mesh_axes as logical_to_mesh_axes
+from weft.core.logical import logical_to_mesh_sharding as logical_to_mesh_sharding
+from weft.core.logical import with_logical_constraint as with_logical_constraint
+from weft.core.logical import with_logical_partitioning as with_logical_partitioning
 from weft.core.scope import Scope, Variable
 from weft.errors import AxisMetadataError, ModuleError
+from weft.lifting.signature import as_tuple
 from weft.linen import transforms
 from weft.linen.state import ModuleVariables, current_module
 
-__all__ = [
-    "AxisMetadata",
-    "LogicallyPartitioned",
-    "PartitionedVariable",
-    "RulesFallback",
-    "ScanIn",
-    "ScanOut",
-    "axis_rules",
-    "get_axis_names",
-    "get_axis_rules",
-    "get_logical_axis_rules",
-    "logical_axis_rules",
-    "logical_to_mesh",
-    "logical_to_mesh_axes",
-    "logical_to_mesh_sharding",
-    "param_with_axes",
-    "remat",
-    "scan_with_axes",
-    "set_axis_rules",
-    "set_logical_axis_rules",
-    "variable_with_axes",
-    "vmap_with_axes",
-    "with_logical_constraint",
-    "with_logical_partitioning",
-    "with_sharding_constraint",
-]
+ScanIn, ScanOut = lift.In, lift.Out
+axis_rules, get_axis_rules = logical_axis_rules, get_logical_axis_rules
+set_axis_rules, with_sharding_constraint = set_logical_axis_rules, with_logical_constraint
 
 
 class AxisMetadata(struct.PyTreeNode, meta.AxisMetadata):
@@ -91,8 +63,6 @@ class AxisMetadata(struct.PyTreeNode, meta.AxisMetadata):
         return self.replace(names=_map_names(added, self.names))
 
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
-        del params
-
         def removed(names: tuple[Any, ...]) -> tuple[Any, ...]:
             at = index % len(names)
             return (*names[:at], *names[at + 1 :])
@@ -354,16 +324,5 @@ def remat(
     >>> Dropout(0.5).apply({}, jnp.ones(3), True).tolist()
     [1.0, 1.0, 1.0]
     """
-    numbers = (static_argnums,) if isinstance(static_argnums, int) else static_argnums
-    return transforms.transformed(
-        "Core_remat_static",
-        lift.remat,
-        target,
-        methods,
-        variables=variables,
-        rngs=rngs,
-        concrete=concrete,
-        prevent_cse=prevent_cse,
-        static_argnums=tuple(n + 1 if n >= 0 else n for n in numbers),
-        policy=policy,
-    )
+    static_argnums = tuple(n + 1 if n >= 0 else n for n in as_tuple(static_argnums))
+    return transforms.transformed("Core_remat_static", lift.remat, **locals())

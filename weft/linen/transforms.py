@@ -2,8 +2,9 @@
 
 A class becomes a subclass with lifted methods, which call those of the class. A function, or a
 method, takes a module or a tree of modules first. Each transformation corresponds to a function of
-`weft.core.lift`; `variables` and `rngs` select the collections and PRNG streams that a function
-sees. `methods` names those of a class to transform, by default `__call__`; a dict has options.
+`weft.core.lift`, to which it passes its own arguments, `locals()`; `variables` and `rngs` select
+the collections and PRNG streams that a function sees. `methods` names those of a class to
+transform, by default `__call__`; a dict has options.
 """
 
 import functools
@@ -128,39 +129,13 @@ def _transform_function(
 Target = TypeVar("Target")
 
 
-def _pack_args(*args: object, **kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, kwargs
-
-
-def _unpack_args(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, kwargs
-
-
-def _pack_slices(carry: object, *xs: object) -> tuple[Any, tuple[Any, ...]]:
-    return carry, xs
-
-
-def _unpack_slices(carry: object, xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (carry, *xs), {}
-
-
 # The forms in which some functions of `weft.core.lift` pass arguments without wrappers.
+_PACKED_ARGS = (lambda *args, **kwargs: (args, kwargs), lambda args, kwargs: (args, kwargs))
+_PACKED_SLICES = (lambda carry, *xs: (carry, xs), lambda carry, xs: ((carry, *xs), {}))
 _PACKINGS = {
-    lift.scan: (_pack_slices, _unpack_slices),
-    **dict.fromkeys(
-        (
-            lift.vmap,
-            lift.pmap,
-            lift.shard_map,
-            lift.remat,
-            lift.checkify,
-            lift.fold_rngs,
-            lift.map_variables,
-        ),
-        (_pack_args, _unpack_args),
-    ),
+    **dict.fromkeys((lift.vmap, lift.pmap, lift.shard_map, lift.remat), _PACKED_ARGS),
+    **dict.fromkeys((lift.checkify, lift.fold_rngs, lift.map_variables), _PACKED_ARGS),
+    lift.scan: _PACKED_SLICES,
 }
 
 
@@ -192,20 +167,7 @@ def vmap(
     >>> jax.tree.map(jnp.shape, Ensemble(2).init(jax.random.key(0), jnp.ones(3)))
     {'params': {'bias': (5, 2), 'kernel': (5, 3, 2)}}
     """
-    return transformed(
-        "Vmap",
-        lift.vmap,
-        target,
-        methods,
-        variable_axes=variable_axes,
-        split_rngs=split_rngs,
-        in_axes=in_axes,
-        out_axes=out_axes,
-        axis_size=axis_size,
-        axis_name=axis_name,
-        spmd_axis_name=spmd_axis_name,
-        metadata_params=metadata_params,
-    )
+    return transformed("Vmap", lift.vmap, **locals())
 
 
 def pmap(
@@ -220,19 +182,7 @@ def pmap(
     methods: Methods = None,
 ) -> Target:
     """Applies `vmap` with one device for each index, by default the first of `jax.devices()`."""
-    return transformed(
-        "Pmap",
-        lift.pmap,
-        target,
-        methods,
-        variable_axes=variable_axes,
-        split_rngs=split_rngs,
-        in_axes=in_axes,
-        out_axes=out_axes,
-        axis_name=axis_name,
-        devices=devices,
-        metadata_params=metadata_params,
-    )
+    return transformed("Pmap", lift.pmap, **locals())
 
 
 def shard_map(
@@ -255,19 +205,7 @@ def shard_map(
         in_specs: a prefix of the arguments after the module.
         axis_names: mesh axes that the function sees; by default all.
     """
-    return transformed(
-        "Shard_map",
-        lift.shard_map,
-        target,
-        methods,
-        variable_specs=variable_specs,
-        split_rngs=split_rngs,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=axis_names,
-        check_vma=check_vma,
-    )
+    return transformed("Shard_map", lift.shard_map, **locals())
 
 
 def scan(
@@ -309,25 +247,7 @@ def scan(
     >>> variables["params"]["Dense_0"]["kernel"].shape
     (6, 4, 4)
     """
-    return transformed(
-        "Scan",
-        lift.scan,
-        target,
-        methods,
-        variable_axes=variable_axes,
-        variable_broadcast=variable_broadcast,
-        variable_carry=variable_carry,
-        split_rngs=split_rngs,
-        in_axes=in_axes,
-        out_axes=out_axes,
-        length=length,
-        reverse=reverse,
-        unroll=unroll,
-        _split_transpose=_split_transpose,
-        data_transform=data_transform,
-        metadata_params=metadata_params,
-        check_constancy_invariants=check_constancy_invariants,
-    )
+    return transformed("Scan", lift.scan, **locals())
 
 
 def remat_scan(
@@ -352,17 +272,8 @@ def remat_scan(
             f"remat_scan(lengths={lengths!r}) has no loops; give the length of each, the outer one "
             "first, as lengths=(4, 8) for 32 layers."
         )
-    return transformed(
-        "Remat_scan",
-        lift.remat_scan,
-        target,
-        lengths=tuple(lengths),
-        policy=policy,
-        variable_broadcast=variable_broadcast,
-        variable_carry=variable_carry,
-        variable_axes=variable_axes,
-        split_rngs=split_rngs,
-    )
+    lengths = tuple(lengths)
+    return transformed("Remat_scan", lift.remat_scan, **locals())
 
 
 # Execution.
@@ -388,18 +299,7 @@ def remat(
     >>> sorted(nn.remat(nn.Dense)(2).init(jax.random.key(0), jnp.ones(3))["params"])
     ['bias', 'kernel']
     """
-    return transformed(
-        "Checkpoint",
-        lift.remat,
-        target,
-        methods,
-        variables=variables,
-        rngs=rngs,
-        concrete=concrete,
-        prevent_cse=prevent_cse,
-        static_argnums=static_argnums,
-        policy=policy,
-    )
+    return transformed("Checkpoint", lift.remat, **locals())
 
 
 checkpoint = remat
@@ -427,19 +327,7 @@ def jit(
 
     A function's `explain_recompile()` describes what caused a recompilation.
     """
-    return transformed(
-        "Jit",
-        lift.jit,
-        target,
-        methods,
-        variables=variables,
-        rngs=rngs,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        donate_argnums=donate_argnums,
-        device=device,
-        backend=backend,
-    )
+    return transformed("Jit", lift.jit, **locals())
 
 
 def checkify(
@@ -463,15 +351,7 @@ def checkify(
     >>> error.get() is None
     False
     """
-    return transformed(
-        "Checkify",
-        lift.checkify,
-        target,
-        methods,
-        variables=variables,
-        rngs=rngs,
-        errors=errors,
-    )
+    return transformed("Checkify", lift.checkify, **locals())
 
 
 def fold_rngs(target: Target, variables: Filter = True, rngs: Filter = True) -> Target:
