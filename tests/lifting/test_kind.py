@@ -11,7 +11,6 @@ from weft.lifting.kind import (
     Units,
     call_pure,
     commit_results,
-    result_units,
     split_args,
 )
 from weft.lifting.roles import CARRY, Roles
@@ -91,7 +90,7 @@ def test_units_are_groups_and_other_leaves():
     box = Box(a=jnp.zeros(1), b=jnp.ones(1))
     roles = (Roles((("a", CARRY), ("b", 0))), None)
     _, pure_args = split_args(BOXES, (box, jnp.full(1, 2)), roles)
-    units = Units.of_pure_args(pure_args)
+    units = Units.of_pure_args(BOXES, pure_args)
     assert units.roles == [CARRY, 0, None]
     assert units.is_group == [True, True, False]
     assert jax.tree.structure(units.packed()) == jax.tree.structure(pure_args.packed)
@@ -103,7 +102,7 @@ def test_returned_carriers_keep_input_roles():
     box = Box(a=jnp.zeros(1))
     _, pure_args = split_args(BOXES, (box,), (Roles((("a", 3),)),))
     results = call_pure(BOXES, lambda box: (jnp.ones(2), Box(z=jnp.ones(1))), pure_args, (None, 1))
-    units = result_units(pure_args, results, (None, 1))
+    units = Units.of_pure_args(BOXES, pure_args).of_results(results, (None, 1))
     assert units.roles == [3, None, 1]
 
 

@@ -37,12 +37,11 @@ class _Differentiable:
         call: Callable[..., Any] | None = None,
     ):
         self.outer, pure_args = split_args(kind, args, wrt, "wrt", call=call)
-        units = Units.of_pure_args(pure_args)
+        units = Units.of_pure_args(kind, pure_args)
 
         def pure(diff: list[Any]) -> tuple[Any, PureResults]:
             """Returns the result, and all other outputs."""
-            inside = PureArgs(pure_args.static, units.with_role_replaced(DIFF, diff).packed())
-            results = call_pure(kind, fn, inside)
+            results = call_pure(kind, fn, units.with_role_replaced(DIFF, diff).pure_args())
             value, aux = results.packed if has_aux else (results.packed, None)
             return value, results._replace(packed=aux)
 
@@ -253,15 +252,14 @@ def _split_diff(
 ) -> tuple[Any, list[Any], list[Any], Any]:
     """Returns a call's differentiable values, the rest, and the pure function of both."""
     outer, pure_args = split_args(kind, args, wrt, "wrt", call=call)
-    units = Units.of_pure_args(pure_args)
+    units = Units.of_pure_args(kind, pure_args)
     diff = units.values_with_role(DIFF)
     rest = [None if role is DIFF else value for value, role in units.pairs()]
-    # Values that outlive the call hold no arrays of it.
-    empty, static = units.without_values(), pure_args.static
+    empty = units.without_values()  # values that outlive the call hold no arrays of it
 
     def run_with(fn: Callable[..., Any], diff: list[Any], rest: list[Any]) -> PureResults:
-        packed = empty.with_values(rest).with_role_replaced(DIFF, diff).packed()
-        return call_pure(kind, fn, PureArgs(static, packed))
+        inside = empty.with_values(rest).with_role_replaced(DIFF, diff)
+        return call_pure(kind, fn, inside.pure_args())
 
     return outer, diff, rest, run_with
 

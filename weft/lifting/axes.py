@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from weft.errors import AxisSizeError, RoleError
-from weft.lifting.kind import Kind, PureArgs, PureResults, StateNode, Units, result_units
+from weft.lifting.kind import PureResults, StateNode, Units
 from weft.lifting.roles import FORK, Roles, SpecialRole, is_role
 
 Metadata = dict[Any, Any]
@@ -27,8 +27,6 @@ def check_roles(units: Units, transformation: str, allowed: tuple[SpecialRole, .
 
 
 def enter_axis(
-    kind: Kind,
-    pure_args: PureArgs,
     units: Units,
     size: int | None,
     transformation: str,
@@ -41,35 +39,29 @@ def enter_axis(
     `at_least_keys` keys are forked from each. Raises AxisSizeError if sizes disagree, an axis does
     not exist, or the size is unknown.
     """
-    entered = units.with_values(_with_axes(kind, pure_args, units, -1, metadata))
-    n = _axis_size(kind, pure_args, entered, size, transformation)
+    entered = _with_axes(units, -1, metadata)
+    n = _axis_size(entered, size, transformation)
     return n, entered.with_values(
         [
-            kind.fork(value, max(n, at_least_keys)) if is_group and role is FORK else value
+            units.kind.fork(value, max(n, at_least_keys)) if is_group and role is FORK else value
             for (value, role), is_group in zip(entered.pairs(), entered.is_group, strict=True)
         ]
     )
 
 
-def _with_axes(
-    kind: Kind, pure_args: PureArgs, units: Units, sign: int, metadata: Metadata
-) -> list[Any]:
+def _with_axes(units: Units, sign: int, metadata: Metadata) -> Units:
     """Adds the axis to the metadata of the values (`sign` 1) or removes it (-1)."""
-    static, _ = pure_args.static.value
-    return [
-        kind.axis(static, carrier, sign, value, role, metadata)
-        if carrier is not None and isinstance(role, int)
-        else value
-        for (value, role), carrier in zip(units.pairs(), units.carriers, strict=True)
-    ]
+    return units.with_values(
+        [
+            units.kind.axis(units.static, carrier, sign, value, role, metadata)
+            if carrier is not None and isinstance(role, int)
+            else value
+            for (value, role), carrier in zip(units.pairs(), units.carriers, strict=True)
+        ]
+    )
 
 
-def _axis_size(
-    kind: Kind, pure_args: PureArgs, units: Units, size: int | None, transformation: str
-) -> int:
-    def name(i: int, number: int) -> str:
-        return units.location(kind, pure_args.static.value[0], i, number)
-
+def _axis_size(units: Units, size: int | None, transformation: str) -> int:
     # Names are slow to create for many values, so only errors do so.
     found = []
     for i, (value, role) in enumerate(units.pairs()):
@@ -79,7 +71,8 @@ def _axis_size(
             shape = np.shape(leaf)
             if not -len(shape) <= role < len(shape):
                 raise AxisSizeError(
-                    f"{transformation}: {name(i, number)} of shape {shape} has no axis {role}; "
+                    f"{transformation}: {units.location(i, number)} of shape {shape} has no axis "
+                    f"{role}; "
                     "give it an axis that it has, or None to share it."
                 )
             found.append((i, number, shape[role]))
@@ -90,29 +83,25 @@ def _axis_size(
         )
     if len(sizes) > 1:
         named = {} if size is None else {"the size given": size}
-        named |= {name(i, number): n for i, number, n in found}
+        named |= {units.location(i, number): n for i, number, n in found}
         shown = ", ".join(f"{at}: {n}" for at, n in named.items())
         raise AxisSizeError(f"{transformation}: the mapped axes have different sizes ({shown}).")
     return sizes.pop()
 
 
 def leave_axis(
-    kind: Kind, pure_args: PureArgs, results: PureResults, out_axes: object, metadata: Metadata
+    units: Units, results: PureResults, out_axes: object, metadata: Metadata
 ) -> PureResults:
     """Returns the results, with the axis added to their metadata."""
-    units = result_units(pure_args, results, out_axes)
-    units.values = _with_axes(kind, pure_args, units, 1, metadata)
-    return PureResults(results.static, *units.packed())
+    left = _with_axes(units.of_results(results, out_axes), 1, metadata)
+    return PureResults(results.static, *left.packed())
 
 
-def out_axes_of_results(
-    pure_args: PureArgs, out_axes: object, of_role: Callable[[Any], Any]
-) -> Any:
+def out_axes_of_results(units: Units, out_axes: object, of_role: Callable[[Any], Any]) -> Any:
     """Returns JAX's entry for each part of the results, as a prefix of the `PureResults`.
 
     Input carriers keep their roles; `out_axes` has those of the function's own results.
     """
-    _, flat = pure_args.static.value
 
     def of_state_node(roles: Roles) -> StateNode:
         return StateNode(tuple(map(of_role, roles.roles)))
@@ -122,5 +111,6 @@ def out_axes_of_results(
         out_axes,
         is_leaf=is_role,
     )
-    state_nodes = [of_state_node(role) for role in flat if isinstance(role, Roles)]
+    carried = (role for role in units.layout.flat_roles if isinstance(role, Roles))
+    state_nodes = [of_state_node(roles) for roles in carried]
     return PureResults(of_role(None), state_nodes, packed)

@@ -51,13 +51,11 @@ def switch(
 
     Raises BranchStructureError if results or final states differ in structure, shape or dtype.
     """
-    pure = functools.partial(_run_switch, kind, names)
-    chosen = jit_by_structure(tuple(branches), kind, pure)
+    chosen = jit_by_structure(tuple(branches), kind, functools.partial(_run_switch, names))
 
     def call(index: ArrayLike, *args: object) -> Any:
         outer, pure_args = split_args(kind, args, in_axes, call=functools.partial(call, index))
-        static, _ = pure_args.static.value
-        structure, leaves = flatten_units(static, Units.of_pure_args(pure_args))
+        structure, leaves = flatten_units(None, Units.of_pure_args(kind, pure_args))
         results = chosen(structure, leaves, index)
         return commit_results(kind, outer, restore_unchanged(leaves, results))
 
@@ -77,8 +75,8 @@ class _TracedBranch:
         end: the groups after the branch, without arrays.
     """
 
-    def __init__(self, kind: Kind, fn: Callable[..., Any], static: object, units: Units):
-        self.fn = fn
+    def __init__(self, fn: Callable[..., Any], units: Units):
+        self.fn, kind = fn, units.kind
         self.static: Static = Static(None)
         self.end: list[Any] = []
         self.changed: list[Any] = []
@@ -86,7 +84,7 @@ class _TracedBranch:
 
         def of_values(values: list[Any]) -> tuple[Any, ...]:
             inside = units.with_values(values)
-            results = call_pure(kind, fn, inside.pure_args(static))
+            results = call_pure(kind, fn, inside.pure_args())
             of_groups = groups_before_and_after(inside, results)
             made = [kind.created(before, after) for before, after, _ in of_groups]
             whole = [kind.union(before, after) for before, after, _ in of_groups]
@@ -110,21 +108,21 @@ class _TracedBranch:
 
 
 def _run_switch(
-    kind: Kind,
     names: Sequence[str] | None,
     branches: Sequence[Callable[..., Any]],
-    static: object,
+    _: None,
     units: Units,
     index: ArrayLike,
 ) -> PureResults:
-    traced = [_TracedBranch(kind, branch, static, units) for branch in branches]
+    kind = units.kind
+    traced = [_TracedBranch(branch, units) for branch in branches]
     names = names or [f"branch {i}" for i in range(len(branches))]
     _check_results(traced, names)
-    joined = kind.join(static, [branch.static.value for branch in traced])
+    joined = kind.join(units.static, [branch.static.value for branch in traced])
     first = dict.fromkeys(path for branch in traced for path in branch.created_at)
     changed = dict.fromkeys(path for branch in traced for path in (*branch.changed, *first))
     if len({frozenset((*branch.state_at, *first)) for branch in traced}) > 1:
-        _check_same_structure(kind, static, units, traced, names, first)
+        _check_same_structure(units, traced, names, first)
     # An initial value that all creating branches compute in the same way does not depend on the
     # taken branch, so it is not a result of the switch, which would vary with the index.
     makers = {path: [branch for branch in traced if path in branch.created_at] for path in first}
@@ -160,7 +158,7 @@ def _run_switch(
             index, of_branches, units.values, list(initial.values())
         )
     except TypeError:
-        _check_same_structure(kind, static, units, traced, names, first)
+        _check_same_structure(units, traced, names, first)
         raise  # it is the index that does not fit
     begun = {**initial, **dict(zip(chosen_first, begun, strict=True))}
     after = {**begun, **dict(zip(chosen, after, strict=True))}
@@ -249,16 +247,11 @@ def _check_results(traced: Sequence[_TracedBranch], names: Sequence[str]) -> Non
 
 
 def _check_same_structure(
-    kind: Kind,
-    static: object,
-    units: Units,
-    traced: Sequence[_TracedBranch],
-    names: Sequence[str],
-    made: dict[Any, None],
+    units: Units, traced: Sequence[_TracedBranch], names: Sequence[str], made: dict[Any, None]
 ) -> None:
     """Raises BranchStructureError if a branch's results differ from the first one's."""
-    by_place = [_types_by_location(kind, static, units, branch) for branch in traced]
-    passing = {units.location_in_groups(kind, static, path) for path in made}
+    by_place = [_types_by_location(units, branch) for branch in traced]
+    passing = {units.location_in_groups(path) for path in made}
     theirs = by_place[0]
     for name, ours in zip(names[1:], by_place[1:], strict=False):
         for at in sorted((ours.keys() ^ theirs.keys()) - passing):
@@ -269,7 +262,7 @@ def _check_same_structure(
             )
     # A branch that does not make something passes it on as it was made.
     passed = {
-        units.location_in_groups(kind, static, path): x
+        units.location_in_groups(path): x
         for branch in reversed(traced)
         for path, x in jax.tree_util.tree_leaves_with_path(branch.shapes[0])
     }
@@ -284,20 +277,17 @@ def _check_same_structure(
                 )
 
 
-def _types_by_location(
-    kind: Kind, static: object, units: Units, branch: _TracedBranch
-) -> dict[str, Any]:
+def _types_by_location(units: Units, branch: _TracedBranch) -> dict[str, Any]:
     _, whole, packed = branch.shapes
     found = {
-        units.location_in_groups(kind, static, path): x
-        for path, x in jax.tree_util.tree_leaves_with_path(whole)
+        units.location_in_groups(path): x for path, x in jax.tree_util.tree_leaves_with_path(whole)
     }
     returned = itertools.count(sum(size is not None for size in units.layout.sizes))
     for path, x in jax.tree_util.tree_leaves_with_path(packed, is_leaf=is_state_node):
         if is_state_node(x):
             carrier = next(returned)
             for inside, value in jax.tree_util.tree_leaves_with_path(x):
-                found[kind.location(static, carrier, inside[1:])] = value
+                found[units.kind.location(units.static, carrier, inside[1:])] = value
         else:
             found[f"the result{jax.tree_util.keystr(path)}"] = x
     return found

@@ -26,6 +26,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from weft.errors import ForkError, RoleError
 from weft.lifting.roles import FORK, Roles, broadcast_roles, carrier_roles, is_role
@@ -220,11 +221,11 @@ class Kind(Protocol):
 
         `carrier` is the index of the group's carrier; input carriers precede returned ones.
         """
-        return f"the state{jax.tree_util.keystr(path)}"
+        return f"the state{keystr(path)}"
 
     def argument(self, path: Any) -> str:
         """Returns an argument's name, or a part's, by its path among the arguments, for errors."""
-        return f"input {path[0].idx}{jax.tree_util.keystr(path[1:])}" if path else "the input"
+        return f"input {path[0].idx}{keystr(path[1:])}" if path else "the input"
 
 
 class CarryChanges(NamedTuple):
@@ -445,8 +446,13 @@ def commit_results(kind: Kind, outer: object, results: PureResults) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class UnitLayout:
-    """Positions of units in a packed tree, with their roles and the sizes of `StateNode`s."""
+    """Positions of units in a packed tree, with their roles and the sizes of `StateNode`s.
 
+    `static` is the static half of the kind.
+    """
+
+    kind: Kind = dataclasses.field(compare=False)
+    static: Hashable
     tree: Any
     sizes: tuple[int | None, ...]
     flat_roles: tuple[Any, ...]
@@ -478,6 +484,7 @@ class Units:
 
     def __init__(self, layout: UnitLayout, values: Sequence[Any]):
         self.layout, self.values = layout, list(values)
+        self.kind, self.static = layout.kind, layout.static
         self.roles, self.filters, self.carriers = layout.of_units
 
     @property
@@ -486,18 +493,28 @@ class Units:
         return [carrier is not None for carrier in self.carriers]
 
     @classmethod
-    def of_packed(cls, packed: object, flat_roles: Sequence[Any]) -> "Units":
+    def of_packed(
+        cls, kind: Kind, static: Any, packed: object, flat_roles: Sequence[Any]
+    ) -> "Units":
         leaves, tree = jax.tree.flatten(packed, is_leaf=is_state_node)
         sizes, values = [], []
         for leaf in leaves:
             is_carrier = is_state_node(leaf)
             sizes.append(len(leaf.groups) if is_carrier else None)
             values.extend(leaf.groups if is_carrier else (leaf,))
-        return cls(UnitLayout(tree, tuple(sizes), tuple(flat_roles)), values)
+        return cls(UnitLayout(kind, static, tree, tuple(sizes), tuple(flat_roles)), values)
 
     @classmethod
-    def of_pure_args(cls, pure_args: PureArgs) -> "Units":
-        return cls.of_packed(pure_args.packed, pure_args.static.value[1])
+    def of_pure_args(cls, kind: Kind, pure_args: PureArgs) -> "Units":
+        static, flat_roles = pure_args.static.value
+        return cls.of_packed(kind, static, pure_args.packed, flat_roles)
+
+    def of_results(self, results: PureResults, out_roles: object) -> "Units":
+        """Returns the units of the results of a call; input carriers keep their roles."""
+        carried = [role for role in self.layout.flat_roles if isinstance(role, Roles)]
+        out = broadcast_roles(out_roles, results.packed, is_state_node, "out_axes")
+        packed = results.state_nodes, results.packed
+        return Units.of_packed(self.kind, self.static, packed, [*carried, *out])
 
     def packed(self) -> Any:
         rest = iter(self.values)
@@ -508,9 +525,13 @@ class Units:
             ]
         )
 
-    def pure_args(self, static: object) -> PureArgs:
-        """Returns the crossing values, with the kind's static half."""
-        return PureArgs(Static((static, self.layout.flat_roles)), self.packed())
+    def pure_args(self) -> PureArgs:
+        """Returns the crossing values."""
+        return PureArgs(Static((self.static, self.layout.flat_roles)), self.packed())
+
+    def with_static(self, static: Any) -> "Units":
+        """Returns the same units with another static half of the kind."""
+        return Units(dataclasses.replace(self.layout, static=static), self.values)
 
     def with_values(self, values: Sequence[Any]) -> "Units":
         """Returns the same units with other values."""
@@ -520,33 +541,26 @@ class Units:
         """Returns the same units without values, for a function that outlives the call."""
         return self.with_values([None] * len(self.values))
 
-    def location(self, kind: Kind, static: object, i: int, leaf: int | None = None) -> str:
+    def location(self, i: int, leaf: int | None = None, of_results: bool = False) -> str:
         """Returns the location of the i-th value, or of its leaf with that number, for errors."""
         path = self._path(i, leaf)
         if (carrier := self.carriers[i]) is not None:
-            return kind.location(static, carrier, path)
-        return kind.argument(path)
+            return self.kind.location(self.static, carrier, path)
+        return f"the result{keystr(path[1:])}" if of_results else self.kind.argument(path)
 
-    def location_in_results(self, kind: Kind, static: object, i: int, leaf: int) -> str:
-        """Returns the location of a value in units of results, see `result_units`."""
-        path = self._path(i, leaf)
-        if (carrier := self.carriers[i]) is not None:
-            return kind.location(static, carrier, path)
-        return f"the result{jax.tree_util.keystr(path[1:])}"
-
-    def location_in_groups(self, kind: Kind, static: Any, path: Any) -> str:
+    def location_in_groups(self, path: Any) -> str:
         """Returns a location by its JAX path in a list of all groups, for errors."""
         carriers = [carrier for carrier in self.carriers if carrier is not None]
-        return kind.location(static, carriers[path[0].idx], path[1:])
+        return self.kind.location(self.static, carriers[path[0].idx], path[1:])
 
     def _path(self, i: int, leaf: int | None) -> tuple[Any, ...]:
         """Returns the JAX path of a group's entry in the group, of others in the packed tree."""
-        path = () if leaf is None else jax.tree_util.tree_leaves_with_path(self.values[i])[leaf][0]
+        path = () if leaf is None else tree_leaves_with_path(self.values[i])[leaf][0]
         if self.carriers[i] is not None:
             return path
         sizes = [1 if size is None else size for size in self.layout.sizes]
         n = next(n for n in range(len(sizes)) if sum(sizes[: n + 1]) > i)
-        at = jax.tree_util.tree_leaves_with_path(self.layout.tree.unflatten(range(len(sizes))))
+        at = tree_leaves_with_path(self.layout.tree.unflatten(range(len(sizes))))
         return (*at[n][0], *path)
 
     def pairs(self) -> Iterator[tuple[Any, Any]]:
@@ -568,11 +582,3 @@ class Units:
         for i, value in zip(self.indices_with_role(role), replacements, strict=True):
             values[i] = value
         return self.with_values(values)
-
-
-def result_units(pure_args: PureArgs, results: PureResults, out_roles: object) -> Units:
-    """Returns the units of the results; input carriers keep their roles."""
-    _, flat = pure_args.static.value
-    carried = [role for role in flat if isinstance(role, Roles)]
-    out = broadcast_roles(out_roles, results.packed, is_state_node, "out_axes")
-    return Units.of_packed((results.state_nodes, results.packed), [*carried, *out])

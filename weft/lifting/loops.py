@@ -47,20 +47,18 @@ def while_loop(
         RoleError: for an unsupported role, or a condition that reads references (`jax.Ref`).
     """
 
-    def pure(fns: Any, static: tuple[Any, CarryStructures], units: Units) -> PureResults:
-        (cond_fn, body_fn), (of_kind, trees) = fns, static
-        make = functools.partial(_WhileBody, kind, body_fn, CARRY, trees)
-        body, step, initial = body_with_state(
-            kind, make, of_kind, units, lambda body: (body.carry, jnp.int32(0))
-        )
+    def pure(fns: Any, trees: CarryStructures, units: Units) -> PureResults:
+        cond_fn, body_fn = fns
+        make = functools.partial(_WhileBody, body_fn, CARRY, trees)
+        body, step, initial = body_with_state(make, units, lambda body: (body.carry, jnp.int32(0)))
         if step is None:
             return final_results(kind, body.undefined_results(), initial, body.end)
 
         def is_on(state: tuple[Any, list[Any]]) -> Any:
             i, carry = state
-            of_condition = kind.static_in_condition(of_kind, body.static)
-            pure_args = body.inside(carry, i).pure_args(of_condition)
-            return call_pure(kind, cond_fn, pure_args).packed
+            of_condition = kind.static_in_condition(units.static, body.static)
+            inside = body.inside(carry, i).with_static(of_condition)
+            return call_pure(kind, cond_fn, inside.pure_args()).packed
 
         def iteration(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
             i, carry = state
@@ -81,14 +79,13 @@ def while_loop(
 
     def call(*args: object) -> Any:
         outer, pure_args = split_args(kind, args, in_axes, call=call)
-        units = Units.of_pure_args(pure_args)
+        units = Units.of_pure_args(kind, pure_args)
         axes.check_roles(units, "while_loop", (CARRY, FORK))
         if any(isinstance(role, int) for role in units.roles):
             raise RoleError("while_loop: its length is unknown, so it has no axis; give CARRY.")
 
-        static, _ = pure_args.static.value
-        of_call = static, carry_structures_of_args(in_axes, pure_args.packed)
-        structure, leaves = flatten_units(of_call, units)
+        trees = carry_structures_of_args(in_axes, pure_args.packed)
+        structure, leaves = flatten_units(trees, units)
         results = restore_unchanged(leaves, looped(structure, leaves))
         return commit_results(kind, outer, results)
 
@@ -102,7 +99,7 @@ class _WhileBody(LoopBody):
 
     def inside(self, carry: list[Any], xs: object) -> Units:
         folded = self._units.with_values(
-            [self._kind.fold(v, xs) if role is FORK else v for v, role in self._units.pairs()]
+            [self.kind.fold(v, xs) if role is FORK else v for v, role in self._units.pairs()]
         )
         return folded.with_role_replaced(CARRY, self._carried(carry))
 

@@ -27,7 +27,6 @@ from weft.lifting.kind import (
     call_pure,
     commit_results,
     is_state_node,
-    result_units,
     split_args,
 )
 from weft.lifting.roles import FORK
@@ -65,9 +64,9 @@ def vmap(
 
     def call(*args: object) -> Any:
         outer, pure_args = split_args(kind, args, in_axes, call=call)
-        units = Units.of_pure_args(pure_args)
+        units = Units.of_pure_args(kind, pure_args)
         axes.check_roles(units, "vmap", (FORK,))
-        n, entered = axes.enter_axis(kind, pure_args, units, axis_size, "vmap", metadata)
+        n, entered = axes.enter_axis(units, axis_size, "vmap", metadata)
 
         structure: list[Any] = []
 
@@ -79,9 +78,7 @@ def vmap(
         batched = jax.vmap(
             named_after(fn, mapped),
             in_axes=(units.with_values([0 if r is FORK else r for r in units.roles]).packed(),),
-            out_axes=axes.out_axes_of_results(
-                pure_args, out_axes, lambda r: None if r is FORK else r
-            ),
+            out_axes=axes.out_axes_of_results(units, out_axes, lambda r: None if r is FORK else r),
             axis_size=n,
             axis_name=axis_name,
             spmd_axis_name=spmd_axis_name,
@@ -91,36 +88,32 @@ def vmap(
         except ValueError as error:
             # JAX detects and locates it after the function ran.
             if found := re.search(r"out_axes(\..+?), got axis spec None but output", str(error)):
-                at = _location_of_result(kind, pure_args, out_axes, structure[0], found[1])
+                at = _location_of_result(units, out_axes, structure[0], found[1])
                 raise VariableAxisError(
                     f"vmap: {at} is declared to be the same for all, with the axis None, but "
                     "it differs from one index to the next; give it an axis. A variable that is "
                     "made of random numbers is the same for all if its PRNG stream is not split."
                 ) from None
             raise
-        return commit_results(
-            kind, outer, axes.leave_axis(kind, pure_args, results, out_axes, metadata)
-        )
+        return commit_results(kind, outer, axes.leave_axis(units, results, out_axes, metadata))
 
     return call
 
 
-def _location_of_result(
-    kind: Kind, pure_args: PureArgs, out_axes: Any, structure: Any, shown: str
-) -> str:
+def _location_of_result(units: Units, out_axes: Any, structure: Any, shown: str) -> str:
     results = structure.unflatten(range(structure.num_leaves))
     number = next(
         n
         for path, n in jax.tree_util.tree_leaves_with_path(results)
         if jax.tree_util.keystr(path) == shown
     )
-    units = result_units(pure_args, results, out_axes)
+    returned = units.of_results(results, out_axes)
     i, leaf = next(
         (i, jax.tree.leaves(value).index(number))
-        for i, value in enumerate(units.values)
+        for i, value in enumerate(returned.values)
         if number in jax.tree.leaves(value)
     )
-    return units.location_in_results(kind, pure_args.static.value[0], i, leaf)
+    return returned.location(i, leaf, of_results=True)
 
 
 def shard_map(
@@ -146,16 +139,15 @@ def shard_map(
 
     def call(*args: object) -> Any:
         outer, pure_args = split_args(kind, args, in_specs, "in_specs", call=call)
-        units = Units.of_pure_args(pure_args)
+        units = Units.of_pure_args(kind, pure_args)
 
         def of_device(packed: object) -> PureResults:
-            parts = Units.of_packed(packed, units.layout.flat_roles)
+            parts = Units.of_pure_args(kind, PureArgs(pure_args.static, packed))
             values = [
                 jax.tree.map(lambda x: x[0], value) if role is FORK else value
                 for value, role in parts.pairs()
             ]
-            local_args = PureArgs(pure_args.static, parts.with_values(values).packed())
-            return call_pure(kind, fn, local_args, out_specs)
+            return call_pure(kind, fn, parts.with_values(values).pure_args(), out_specs)
 
         mapped = jax.shard_map(
             named_after(fn, of_device),
@@ -165,15 +157,17 @@ def shard_map(
                     [PartitionSpec(names) if r is FORK else r for r in units.roles]
                 ).packed(),
             ),
-            out_specs=axes.out_axes_of_results(pure_args, out_specs, _spec_or_shared),
+            out_specs=axes.out_axes_of_results(
+                units, out_specs, lambda r: r if isinstance(r, PartitionSpec) else PartitionSpec()
+            ),
             axis_names=frozenset(names),
             check_vma=check_vma,
         )
 
-        def forked(group: object) -> Any:
-            return _shard_keys(kind.fork(group, n), mesh, names)
-
-        values = [forked(v) if role is FORK else v for v, role in units.pairs()]
+        values = [
+            _shard_keys(kind.fork(value, n), mesh, names) if role is FORK else value
+            for value, role in units.pairs()
+        ]
         return commit_results(kind, outer, mapped(units.with_values(values).packed()))
 
     return call
@@ -204,10 +198,10 @@ def pmap(
     def call(*args: object) -> Any:
         _check_context()
         outer, pure_args = split_args(kind, args, in_axes, call=call)
-        units = Units.of_pure_args(pure_args)
+        units = Units.of_pure_args(kind, pure_args)
         axes.check_roles(units, "pmap", (FORK,))
         size = None if devices is None else len(devices)
-        n, entered = axes.enter_axis(kind, pure_args, units, size, "pmap", metadata)
+        n, entered = axes.enter_axis(units, size, "pmap", metadata)
         there = jax.devices() if devices is None else devices
         if n > len(there):
             raise AxisSizeError(
@@ -218,9 +212,8 @@ def pmap(
 
         def of_device(values: list[Any]) -> PureResults:
             inside = [_squeeze_axis(*pair) for pair in zip(values, units.roles, strict=True)]
-            args = PureArgs(pure_args.static, units.with_values(inside).packed())
-            results = call_pure(kind, fn, args, out_axes)
-            returned = result_units(pure_args, results, out_axes)
+            results = call_pure(kind, fn, units.with_values(inside).pure_args(), out_axes)
+            returned = units.of_results(results, out_axes)
             outside = [_expand_axis(*pair) for pair in returned.pairs()]
             return PureResults(results.static, *returned.with_values(outside).packed())
 
@@ -228,16 +221,14 @@ def pmap(
             named_after(fn, of_device),
             mesh=mesh,
             in_specs=([_spec(role, axis_name) for role in units.roles],),
-            out_specs=axes.out_axes_of_results(pure_args, out_axes, lambda r: _spec(r, axis_name)),
+            out_specs=axes.out_axes_of_results(units, out_axes, lambda r: _spec(r, axis_name)),
             check_vma=False,
         )
         shardings = [NamedSharding(mesh, _spec(role, axis_name)) for role in units.roles]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             values = [_put_on_mesh(*pair) for pair in zip(entered.values, shardings, strict=True)]
             results = jax.jit(named_after(fn, mapped))(values)
-        return commit_results(
-            kind, outer, axes.leave_axis(kind, pure_args, results, out_axes, metadata)
-        )
+        return commit_results(kind, outer, axes.leave_axis(units, results, out_axes, metadata))
 
     return call
 
@@ -279,10 +270,6 @@ def _put_on_mesh(value: object, sharding: NamedSharding) -> Any:
         return jax.device_put(x, everywhere)
 
     return jax.tree.map(moved, value)
-
-
-def _spec_or_shared(role: object) -> PartitionSpec:
-    return role if isinstance(role, PartitionSpec) else PartitionSpec()
 
 
 def _spec(role: Any, axis_name: str) -> PartitionSpec:

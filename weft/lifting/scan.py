@@ -32,7 +32,6 @@ from weft.lifting.kind import (
     Units,
     call_pure,
     commit_results,
-    result_units,
     split_args,
 )
 from weft.lifting.roles import CARRY, FORK, Role, Roles, changed_shared_message, is_role
@@ -71,16 +70,16 @@ def scan(
     metadata = metadata or {}
     options = {"reverse": reverse, "unroll": unroll, "_split_transpose": split_transpose}
 
-    def pure(fns: Any, static: tuple[Any, int, CarryStructures], units: Units) -> PureResults:
-        (fn,), (of_kind, n, trees) = fns, static
+    def pure(fns: Any, static: tuple[int, CarryStructures], units: Units) -> PureResults:
+        (fn,), (n, trees) = fns, static
         index = n - 1 if reverse and n else 0
 
         def first(body: LoopBody) -> tuple[Any, Any]:
             # Even without iterations there are keys for one, and zeros for all other values.
             return body.carry, [x[index] if x.shape[0] else _zeros_like_slice(x) for x in body.xs]
 
-        make = functools.partial(LoopBody, kind, fn, out_axes, trees)
-        body, step, initial = state_creation.body_with_state(kind, make, of_kind, units, first)
+        make = functools.partial(LoopBody, fn, out_axes, trees)
+        body, step, initial = state_creation.body_with_state(make, units, first)
         if step is None:
             return state_creation.final_results(kind, body.undefined_results(n), initial, body.end)
         xs = body.xs if n else [x[:0] for x in body.xs]
@@ -92,19 +91,14 @@ def scan(
 
     def call(*args: object) -> Any:
         outer, pure_args = split_args(kind, args, in_axes, of_carriers=of_carriers, call=call)
-        units = Units.of_pure_args(pure_args)
+        units = Units.of_pure_args(kind, pure_args)
         axes.check_roles(units, "scan", (CARRY, FORK))
         # Even without iterations there are keys for one, see `first` above.
-        n, entered = axes.enter_axis(
-            kind, pure_args, units, length, "scan", metadata, at_least_keys=1
-        )
-        static, _ = pure_args.static.value
-        of_call = static, n, carry_structures_of_args(in_axes, pure_args.packed)
+        n, entered = axes.enter_axis(units, length, "scan", metadata, at_least_keys=1)
+        of_call = n, carry_structures_of_args(in_axes, pure_args.packed)
         structure, leaves = flatten_units(of_call, entered)
         results = restore_unchanged(leaves, looped(structure, leaves))
-        return commit_results(
-            kind, outer, axes.leave_axis(kind, pure_args, results, out_axes, metadata)
-        )
+        return commit_results(kind, outer, axes.leave_axis(units, results, out_axes, metadata))
 
     return call
 
@@ -127,16 +121,10 @@ class LoopBody:
     transformation = "scan"
 
     def __init__(
-        self,
-        kind: Kind,
-        fn: Callable[..., Any],
-        out_axes: object,
-        trees: CarryStructures,
-        static: object,
-        units: Units,
+        self, fn: Callable[..., Any], out_axes: object, trees: CarryStructures, units: Units
     ):
-        self.fn, self.static = fn, static
-        self._kind, self._out_axes, self._trees, self._units = kind, out_axes, trees, units
+        self.fn, self.kind, self.static = fn, units.kind, units.static
+        self._out_axes, self._trees, self._units = out_axes, trees, units
         leaves, self._carry_tree = jax.tree.flatten(units.values_with_role(CARRY))
         # JAX carries no references; all iterations use the same ones.
         self._refs = [x if isinstance(x, jax.Ref) else None for x in leaves]
@@ -155,17 +143,16 @@ class LoopBody:
     def __call__(self, carry: list[Any], xs: object) -> Any:
         """Returns the next carry and slices of the results, or created state."""
         units = self.inside(carry, xs)
-        pure_args = units.pure_args(self.static)
-        results = call_pure(self._kind, self.fn, pure_args, self._out_axes)
-        returned = result_units(pure_args, results, self._out_axes)
+        results = call_pure(self.kind, self.fn, units.pure_args(), self._out_axes)
+        returned = units.of_results(results, self._out_axes)
         self.collected, self.end = results.static, state_creation.collected_groups(results)
-        new = state_creation.created_groups(self._kind, units, results)
+        new = state_creation.created_groups(units, results)
         # Values that did not change complete the carried groups, which come first.
         for i, (before, after, role) in enumerate(
             state_creation.groups_before_and_after(units, results)
         ):
             if role is CARRY:
-                returned.values[i] = self._kind.union(before, after)
+                returned.values[i] = self.kind.union(before, after)
         if new is not None:
             leaves, tree = jax.tree.flatten(new)
             self.created = state_creation.CreatedState(tree, self.collected.value)
@@ -179,7 +166,10 @@ class LoopBody:
             results = zip(jax.tree.leaves(returned.values), self._passed, strict=True)
             self._returned = returned.with_values([_types(v) for v in returned.values])
             return leaves, [x for x, i in results if i is None]
-        self._check(units, returned, carry_structures(self._out_axes, results.packed))
+        _check_shared(self.transformation, units, returned)
+        _check_carry(self.transformation, units, returned)
+        after = carry_structures(self._out_axes, results.packed)
+        _check_carry_structures(self.transformation, self._trees, after)
         new_carry = _without_refs(jax.tree.leaves(returned.values_with_role(CARRY)))
         ys, self._ys_tree = jax.tree.flatten([v for v, r in returned.pairs() if _is_sliced(r)])
         returned.values = [v if role is None else None for v, role in returned.pairs()]
@@ -224,7 +214,7 @@ class LoopBody:
         """Returns the results of the loop; unchanged leaves of the carry are the initial values."""
         collected = self.collected
         if not runs:
-            after = self._kind.static_without_runs(self.static, collected.value)
+            after = self.kind.static_without_runs(self.static, collected.value)
             collected = type(collected)(after)
         carry = [
             b if is_same and isinstance(b, jax.Array) else a
@@ -257,12 +247,6 @@ class LoopBody:
         leaves = iter([next(rest) if i is None else given[i] for i in self._passed])
         values = [tree.unflatten(itertools.islice(leaves, tree.num_leaves)) for tree in trees]
         return PureResults(self.collected, *self._returned.with_values(values).packed())
-
-    def _check(self, units: Units, returned: Units, trees: CarryStructures) -> None:
-        kind, static, name = self._kind, self.static, self.transformation
-        _check_shared(name, kind, static, units, returned)
-        _check_carry(name, kind, static, units, returned)
-        _check_carry_structures(name, self._trees, trees)
 
 
 def carry_structures(prefix: object, packed: object) -> CarryStructures:
@@ -347,37 +331,25 @@ def _with_slices(units: Units, sliced: Sequence[Any], stacked: bool = False) -> 
     return units.with_values([pick(value, role) for value, role in units.pairs()])
 
 
-def _check_shared(
-    transformation: str, kind: Kind, static: object, units: Units, returned: Units
-) -> None:
+def _check_shared(transformation: str, units: Units, returned: Units) -> None:
     shared = {
         id(leaf) for value, role in units.pairs() if role is None for leaf in jax.tree.leaves(value)
     }
     for i, (value, role) in enumerate(returned.pairs()):
         for number, leaf in enumerate(jax.tree.leaves(value)) if role is None else ():
-            if not _is_same(leaf, shared):
-                at = returned.location_in_results(kind, static, i, number)
+            # Other values that are not of the trace existed before it.
+            if isinstance(leaf, jax.core.Tracer) and id(leaf) not in shared:
+                at = returned.location(i, number, of_results=True)
                 raise RoleError(changed_shared_message(transformation, at))
 
 
-def _is_same(leaf: object, shared: set[int]) -> bool:
-    """Returns whether a value is from outside or existed before the trace."""
-    return id(leaf) in shared or not isinstance(leaf, jax.core.Tracer)
-
-
-def _check_carry(
-    transformation: str,
-    kind: Kind,
-    static: object,
-    units: Units,
-    returned: Units,
-) -> None:
+def _check_carry(transformation: str, units: Units, returned: Units) -> None:
     """Raises CarryStructureError if the body returns a carry that differs from its input."""
     trees = [jax.tree.structure(of.values_with_role(CARRY)) for of in (units, returned)]
     if trees[0] != trees[1]:
         raise CarryStructureError(
             f"{transformation}: the body returns a carry of another structure than it was given: "
-            + (_first_difference(kind, static, units, returned) or _describe_structures(*trees))
+            + (_first_difference(units, returned) or _describe_structures(*trees))
         )
     carried = units.indices_with_role(CARRY)
     for i, before, after in zip(
@@ -388,35 +360,33 @@ def _check_carry(
             if isinstance(old, jax.Ref) and old is not new:
                 raise CarryStructureError(
                     f"{transformation}: the body replaces the reference at "
-                    f"{units.location(kind, static, i, number)}; write its value instead."
+                    f"{units.location(i, number)}; write its value instead."
                 )
             old_type, new_type = jax.typeof(old), jax.typeof(new)
             # Python numbers have weak types, which `jax.lax.scan` promotes.
             same_dtype = old_type.dtype == new_type.dtype or old_type.weak_type
             if old_type.shape != new_type.shape or not same_dtype:
                 raise CarryStructureError(
-                    f"{transformation}: the carry at {units.location(kind, static, i, number)} is "
-                    f"given as {old_type.str_short()} and returned as {new_type.str_short()}; a "
+                    f"{transformation}: the carry at {units.location(i, number)} is given as "
+                    f"{old_type.str_short()} and returned as {new_type.str_short()}; a "
                     "carry keeps its shape and dtype in every iteration."
                 )
 
 
-def _first_difference(kind: Kind, static: object, units: Units, returned: Units) -> str:
+def _first_difference(units: Units, returned: Units) -> str:
     """Describes entries that only one of two carries has; empty for other differences."""
     carried, after = units.indices_with_role(CARRY), returned.values_with_role(CARRY)
     if len(carried) != len(after):
         return ""
     both = units, units.with_role_replaced(CARRY, after)
     for i in carried:
-        mine, theirs = (_leaf_paths(of.values[i]) for of in both)
+        mine, theirs = (
+            [path for path, _ in jax.tree_util.tree_leaves_with_path(of.values[i])] for of in both
+        )
         for of, own, other, what in (
             (both[0], mine, theirs, "was given and is not returned"),
             (both[1], theirs, mine, "is returned and was not given"),
         ):
             if only := [number for number, path in enumerate(own) if path not in other]:
-                return f"{of.location(kind, static, i, only[0])} {what}."
+                return f"{of.location(i, only[0])} {what}."
     return ""
-
-
-def _leaf_paths(tree: object) -> list[Any]:
-    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

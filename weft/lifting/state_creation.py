@@ -254,28 +254,24 @@ class _UndefinedState(Exception):
 
 
 def body_with_state(
-    kind: Kind,
-    make: Callable[[Any, Units], Any],
-    static: object,
-    units: Units,
-    first: Callable[[Any], tuple[Any, ...]],
+    make: Callable[[Units], Any], units: Units, first: Callable[[Any], tuple[Any, ...]]
 ) -> tuple[Any, Callable[..., Any] | None, list[Any]]:
     """Returns a loop's body, after creating its state.
 
     Args:
-        make: returns the body, a `weft.lifting.scan.LoopBody`, for a static half and units.
+        make: returns the body, a `weft.lifting.scan.LoopBody`, for units.
         first: returns the arguments of the first run of such a body.
 
     Returns the body, the function for the loop, and the created state of each group, or None. The
     function is None if the results of the loop are undefined.
     """
-    inside = kind.static_in_loop(static)
-    if not may_create(kind, static, units):
-        body = make(inside, units)
-        if not (is_jit_disabled() and inside is not static):
+    inside = units.kind.static_in_loop(units.static)
+    if not may_create(units):
+        body = make(units.with_static(inside))
+        if not (is_jit_disabled() and inside is not units.static):
             return body, body, [None] * sum(units.is_group)
-    discarding = kind.static_in_first_run(inside)
-    run = functools.partial(_body_with_state, kind, make, static, units, first)
+    discarding = units.kind.static_in_first_run(inside)
+    run = functools.partial(_body_with_state, make, units, first)
     if discarding is inside:
         return run(inside)
     before = _DISCARDED.count
@@ -291,16 +287,15 @@ def body_with_state(
 
 
 def _body_with_state(
-    kind: Kind,
-    make: Callable[[Any, Units], Any],
-    static: object,
+    make: Callable[[Units], Any],
     units: Units,
     first: Callable[[Any], tuple[Any, ...]],
     inside: object,
     may_be_undefined: bool = True,
 ) -> tuple[Any, Callable[..., Any] | None, list[Any]]:
     """Returns the same; `inside` is the static half for the first run."""
-    body = make(inside, units)
+    kind, static, given = units.kind, units.static, units
+    body = make(units.with_static(inside))
     args = first(body)
     traced = TracedFunction(body.fn, body, *args)
     if body.created is None:
@@ -309,7 +304,7 @@ def _body_with_state(
         if not (is_jit_disabled() and inside is not static):
             return body, traced, [None] * sum(units.is_group)
         # The body runs in Python, so the results of its trace must be known before.
-        body = make(kind.static_in_loop(static, body.collected.value), units)
+        body = make(units.with_static(kind.static_in_loop(static, body.collected.value)))
         return body, body, [None] * sum(units.is_group)
     run = _CreatingRun(body, traced, args, may_be_undefined)
     begun = kind.initial_state(static, run.numbered, run.used)
@@ -318,24 +313,25 @@ def _body_with_state(
         _DISCARDED.count += 1
         body.used = jax.tree.unflatten(jax.tree.structure(args), traced.uses())
         return body, None, run.undefined(begun)
-    given, created = units, run.values(begun)
-    units = _with_created(kind, given, created)
+    created = run.values(begun)
+    units = _with_created(given, created)
     followed = kind.static_after_creation(static, body.created.static)
     is_counted = is_jit_disabled() and followed is not static
-    before, body = body.created.static, make(followed, units)
+    before, body = body.created.static, make(units.with_static(followed))
     if is_counted:
         TracedFunction(body.fn, body, *first(body))
         if body.created is None:
-            body = make(kind.static_after_creation(static, before, body.collected.value), units)
+            after = kind.static_after_creation(static, before, body.collected.value)
+            body = make(units.with_static(after))
 
     again = TracedFunction(body.fn, body, *first(body))
     if body.created is not None:
-        raise _created_later_error(body.transformation, kind, static, units, body.created.tree)
+        raise _created_later_error(body.transformation, units, body.created.tree)
     changes = body.changes(again.uses()[: len(body.carry)])
     settled = kind.initial_state(static, run.numbered, run.used, changes)
     if jax.tree.flatten(settled) != jax.tree.flatten(begun):
         created = run.values(settled)
-        body.restart(_with_created(kind, given, created))
+        body.restart(_with_created(given, created))
     return body, again, created
 
 
@@ -384,10 +380,10 @@ class _CreatingRun:
         return tree.unflatten(undefined(types, jax.tree.leaves(self._args)))
 
 
-def _with_created(kind: Kind, units: Units, created: list[Any]) -> Units:
+def _with_created(units: Units, created: list[Any]) -> Units:
     groups = iter(created)
     values = [
-        kind.union(value, new) if is_group and (new := next(groups)) is not None else value
+        units.kind.union(value, new) if is_group and (new := next(groups)) is not None else value
         for value, is_group in zip(units.values, units.is_group, strict=True)
     ]
     return units.with_values(values)
@@ -398,16 +394,18 @@ def _of_groups(units: Units) -> list[tuple[Any, Any]]:
     return [pair for pair, is_group in pairs if is_group]
 
 
-def may_create(kind: Kind, static: object, units: Units) -> bool:
+def may_create(units: Units) -> bool:
     """Returns whether a call may create state that must exist before it."""
+    parts = zip(units.is_group, units.roles, units.filters, strict=True)
     return any(
-        is_group and (role is None or role is CARRY) and kind.may_create(static, where)
-        for is_group, role, where in zip(units.is_group, units.roles, units.filters, strict=True)
+        is_group and (role is None or role is CARRY) and units.kind.may_create(units.static, where)
+        for is_group, role, where in parts
     )
 
 
-def created_groups(kind: Kind, units: Units, results: PureResults) -> list[Any] | None:
+def created_groups(units: Units, results: PureResults) -> list[Any] | None:
     """Returns the created state of each group that a loop carries or shares, or None."""
+    kind = units.kind
     made = [
         kind.created(before, after) if role is None or role is CARRY else None
         for before, after, role in groups_before_and_after(units, results)
@@ -416,13 +414,10 @@ def created_groups(kind: Kind, units: Units, results: PureResults) -> list[Any] 
     return made if is_new or kind.creates_structure(results.static.value) else None
 
 
-def _created_later_error(
-    transformation: str, kind: Kind, static: Any, units: Units, tree: Any
-) -> Exception:
+def _created_later_error(transformation: str, units: Units, tree: Any) -> Exception:
     path, _ = jax.tree_util.tree_leaves_with_path(tree.unflatten(range(tree.num_leaves)))[0]
-    at = units.location_in_groups(kind, static, path)
     return CarryStructureError(
-        f"{transformation}: {at} is made only where the body finds "
+        f"{transformation}: {units.location_in_groups(path)} is made only where the body finds "
         "the state that its first run has made; a loop begins with all carried state, so make it "
         "in the first run, too, or before the loop."
     )
