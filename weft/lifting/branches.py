@@ -162,7 +162,7 @@ def _run_switch(
         raise  # it is the index that does not fit
     begun = {**initial, **dict(zip(chosen_first, begun, strict=True))}
     after = {**begun, **dict(zip(chosen, after, strict=True))}
-    before = [v for v, is_group in zip(units.values, units.is_group, strict=True) if is_group]
+    before = [group for group, _ in units.groups()]
     made = functools.reduce(
         functools.partial(_union_groups, kind), [branch.created for branch in traced]
     )

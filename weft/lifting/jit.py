@@ -241,11 +241,11 @@ def jit(
     donated = tuple(i + 1 for i in as_tuple(donate_argnums))
     static = frozenset(as_tuple(static_argnums)), frozenset(as_tuple(static_argnames))
 
-    def make() -> _CompiledFunction:
-        return _CompiledFunction(
-            kind, fn, of_carriers, *static, donate_argnums=donated, inline=inline, **shardings
-        )
-
+    make = functools.partial(
+        _CompiledFunction,
+        *(kind, fn, of_carriers, *static),
+        **{"donate_argnums": donated, "inline": inline, **shardings},
+    )
     options = (kind, of_carriers, *static, donated, inline, in_shardings, out_shardings)
     return Jitted(LazyCached((fn, options), make))
 

@@ -567,6 +567,10 @@ class Units:
         """Yields each value with its role."""
         return zip(self.values, self.roles, strict=True)
 
+    def groups(self) -> list[tuple[Any, Any]]:
+        """Returns each group with its role."""
+        return [p for p, is_group in zip(self.pairs(), self.is_group, strict=True) if is_group]
+
     def values_with_role(self, role: object) -> list[Any]:
         """Returns the values with the role `role`, those of carriers first."""
         return [self.values[i] for i in self.indices_with_role(role)]

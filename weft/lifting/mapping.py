@@ -5,6 +5,7 @@ vmap, pmap and shard_map map over an axis; map_state changes the state that a fu
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -325,26 +326,20 @@ def map_state(
             initial = iter(map(initialize, before, _groups_of(results.state_nodes)))
             static, roles = pure_args.static.value
             static = Static((kind.static_after_creation(static, results.static.value), roles))
-            pure_args = PureArgs(
-                static, _map_state_nodes(lambda _: next(initial), pure_args.packed)
-            )
+            packed = _map_state_nodes(lambda _: next(initial), pure_args.packed)
+            pure_args = PureArgs(static, packed)
         found = _map_state_nodes(map_in, pure_args.packed)
         results = call_pure(kind, fn, pure_args._replace(packed=found))
         pairs = zip(_groups_of(found), _groups_of(results.state_nodes), strict=True)
         left = [StateNode(map_out(of, after, initializes)) for of, after in pairs]
         results = results._replace(state_nodes=left)
         # State created before the second run consists of initial values.
-        pairs = zip(
-            _flatten_groups(before), _flatten_groups(_groups_of(pure_args.packed)), strict=True
-        )
+        started = itertools.chain(*_groups_of(pure_args.packed))
+        pairs = zip(itertools.chain(*before), started, strict=True)
         made = [new if new is not old else None for old, new in pairs]
         return commit_results(kind, outer, final_results(kind, results, made))
 
     return call
-
-
-def _flatten_groups(of_carriers: list[Groups]) -> list[Any]:
-    return [group for groups in of_carriers for group in groups]
 
 
 def _groups_of(packed: object) -> list[Groups]:

@@ -179,18 +179,14 @@ class LoopBody:
 
     def changes(self, is_read: Sequence[bool]) -> CarryChanges:
         """Returns the changes by the last run, given which leaves of the carry it reads."""
-        changed, read = (
-            self._carried(flags, of_ref=lambda _: False)
-            for flags in ([not is_same for is_same in self.same], is_read)
-        )
-        carried = self._units.indices_with_role(CARRY)
-        of_groups = [
-            [dict(zip(carried, flags, strict=True)).get(i) for i in range(len(self._units.roles))]
-            for flags in (changed, read)
-        ]
-        is_group = self._units.is_group
-        changed, read = ([x for x, g in zip(of, is_group, strict=True) if g] for of in of_groups)
-        return CarryChanges(self.static, self.collected.value, changed, read)
+
+        def of_groups(flags: Sequence[bool]) -> list[Any]:
+            carried = self._carried(flags, of_ref=lambda _: False)
+            units = self._units.without_values().with_role_replaced(CARRY, carried)
+            return [group for group, _ in units.groups()]
+
+        changed = of_groups([not is_same for is_same in self.same])
+        return CarryChanges(self.static, self.collected.value, changed, of_groups(is_read))
 
     @property
     def has_refs(self) -> bool:

@@ -361,7 +361,7 @@ class _CreatingRun:
     def used(self, entries: list[Any]) -> list[tuple[Any, Any]]:
         """Returns each group with its role, and whether entries depend on its arrays."""
         wanted = jax.tree.leaves(entries)
-        return _of_groups(self._body.inside(*self._traced.used(wanted, *self._args)))
+        return self._body.inside(*self._traced.used(wanted, *self._args)).groups()
 
     def values(self, entries: list[Any]) -> list[Any]:
         """Returns numbered entries with their arrays."""
@@ -387,11 +387,6 @@ def _with_created(units: Units, created: list[Any]) -> Units:
         for value, is_group in zip(units.values, units.is_group, strict=True)
     ]
     return units.with_values(values)
-
-
-def _of_groups(units: Units) -> list[tuple[Any, Any]]:
-    pairs = zip(units.pairs(), units.is_group, strict=True)
-    return [pair for pair, is_group in pairs if is_group]
 
 
 def may_create(units: Units) -> bool:
@@ -450,13 +445,8 @@ def collected_groups(results: PureResults) -> list[Any]:
 
 def groups_before_and_after(units: Units, results: PureResults) -> list[tuple[Any, Any, Any]]:
     """Returns each group of the input carriers: before, after, and its role."""
-    before = [
-        (value, role)
-        for value, role, is_group in zip(units.values, units.roles, units.is_group, strict=True)
-        if is_group
-    ]
     after = [group for state_node in results.state_nodes for group in state_node.groups]
-    return [(b, a, role) for (b, role), a in zip(before, after, strict=True)]
+    return [(b, a, role) for (b, role), a in zip(units.groups(), after, strict=True)]
 
 
 _undefined = Primitive("undefined")

@@ -144,7 +144,7 @@ def _any_value_key(value: Any, above: tuple[Any, ...]) -> Hashable:
         return type(value), tuple((key(k), key(v)) for k, v in value.items())
     if isinstance(value, types.SimpleNamespace):
         return type(value), key(vars(value))
-    if _is_compared_by_fields(value):
+    if dataclasses.is_dataclass(value) and type(value).__eq__ is not object.__eq__:
         names = [field.name for field in dataclasses.fields(value)]
         return type(value), tuple(key(getattr(value, name)) for name in names)
     try:
@@ -167,22 +167,6 @@ def _pickled_key(value: object, key: Callable[[Any], Hashable]) -> Hashable:
     # The last two entries of the five are iterators over items.
     parts = [list(x) if isinstance(x, Iterator) else x for x in written]
     return type(value), tuple(map(key, parts))
-
-
-def _is_compared_by_fields(value: object) -> bool:
-    return (
-        dataclasses.is_dataclass(value)
-        and not isinstance(value, type)
-        and type(value).__eq__ is not object.__eq__
-    )
-
-
-def _is_frozen_dataclass(value: object) -> bool:
-    return (
-        dataclasses.is_dataclass(value)
-        and not isinstance(value, type)
-        and type(value).__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
-    )
 
 
 def _function_key(fn: object, above: tuple[Any, ...]) -> Hashable:
@@ -264,43 +248,37 @@ def _constant_key(value: Any, above: tuple[Any, ...]) -> Hashable:
     if kind is types.FunctionType:
         # A nested function is created again by each call of the outer one.
         fixed = value.__closure__ is None and "<locals>" not in value.__qualname__
-        return (
-            IdentityKey(value)
-            if fixed and is_library_function(value)
-            else _function_key(value, above)
-        )
+        if fixed and is_library_function(value):
+            return IdentityKey(value)
+        return _function_key(value, above)
     if isinstance(value, _PLAIN):
         return kind, value
     if isinstance(value, tuple):
-        return type(value), tuple([_constant_key(v, above) for v in value])
+        return kind, tuple([_constant_key(v, above) for v in value])
     if isinstance(value, _IMMUTABLE_TYPES):
         return IdentityKey(value)
     if isinstance(value, _FLOAT_TYPES):
-        return type(value), repr(value)  # distinguishes 0.0 and -0.0
+        return kind, repr(value)  # distinguishes 0.0 and -0.0
     if isinstance(value, np.generic):
-        return type(value), value.tobytes()
+        return kind, value.tobytes()
     if isinstance(value, frozenset):
-        return type(value), frozenset(_constant_key(v, above) for v in value)
+        return kind, frozenset(_constant_key(v, above) for v in value)
     # A function's values may change before its next run; other given values do not.
-    if not above and isinstance(value, list | set):
-        return type(value), tuple(_constant_key(v, above) for v in value)
-    if not above and isinstance(value, dict):
-        items = tuple((_constant_key(k, above), _constant_key(v, above)) for k, v in value.items())
-        return type(value), items
+    if not above and isinstance(value, list | set | dict):
+        items = value.items() if isinstance(value, dict) else value
+        return kind, tuple(_constant_key(item, above) for item in items)
     if isinstance(value, _BOUND_FUNCTION_TYPES):
         return _function_key(value, above)
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         return IdentityKey(value)
     if isinstance(value, _COMPARABLE_TYPES):
-        return type(value), value
-    if callable(value) and type(value).__module__.split(".")[0] in ("jax", "jaxlib", "numpy"):
+        return kind, value
+    if callable(value) and kind.__module__.split(".")[0] in ("jax", "jaxlib", "numpy"):
         # `jax.numpy.exp` and the like, or a policy of `jax.checkpoint`.
-        own = type(value).__eq__ is not object.__eq__
-        return (type(value), value) if own else IdentityKey(value)
-    if _is_frozen_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]  # pyright: ignore[reportArgumentType]
-        fields = (getattr(value, name) for name in names)
-        return type(value), tuple(_constant_key(field, above) for field in fields)
+        return IdentityKey(value) if kind.__eq__ is object.__eq__ else (kind, value)
+    if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen:
+        fields = [getattr(value, field.name) for field in dataclasses.fields(kind)]
+        return kind, tuple(_constant_key(field, above) for field in fields)
     raise _Incomparable
 
 

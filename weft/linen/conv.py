@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,26 +72,20 @@ class _Conv(Module):
         options = {"strides": strides, "padding": zeros, "dilation": dilation}
         spatial = padded.shape[padded.ndim - n - 1 : -1]
         spatial = tuple((s - 1) * d + 1 for s, d in zip(spatial, input_dilation, strict=True))
-        shapes = self._shapes(window, inputs.shape[-1], spatial, options)
+        *shapes, convolve = self._shapes(window, inputs.shape[-1], spatial, options)
         x, kernel, bias = parameters(self, padded, *shapes)
         options |= {"input_dilation": input_dilation, "precision": self.precision}
-        return functional.over_batch_axes(
-            lambda x: self._convolve(x, kernel, bias, window, options), x, n + 1
-        )
+        return functional.over_batch_axes(lambda x: convolve(x, kernel, bias, **options), x, n + 1)
 
     @nowrap
     @abc.abstractmethod
     def _shapes(
         self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
-    ) -> tuple[Shape, Shape]:
-        """Returns the shapes of kernel and bias, for an input of this padded spatial shape."""
+    ) -> tuple[Shape, Shape, Callable[..., Array]]:
+        """Returns the shapes of kernel and bias, and the function of an input with one batch axis.
 
-    @nowrap
-    @abc.abstractmethod
-    def _convolve(
-        self, x: Array, kernel: Array, bias: Array | None, window: Shape, options: dict[str, Any]
-    ) -> Array:
-        """Returns the convolution of an input with one batch axis."""
+        `spatial` is the spatial shape of the input, padded.
+        """
 
 
 class Conv(_Conv):
@@ -120,7 +115,7 @@ class Conv(_Conv):
     @nowrap
     def _shapes(
         self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
-    ) -> tuple[Shape, Shape]:
+    ) -> tuple[Shape, Shape, Callable[..., Array]]:
         groups = self.feature_group_count
         if channels % groups or self.features % groups:
             raise ArgumentShapeError(
@@ -128,16 +123,10 @@ class Conv(_Conv):
                 f"which the input's {channels} channels and the result's {self.features} can both "
                 "be divided."
             )
-        return (*window, channels // groups, self.features), (self.features,)
-
-    @nowrap
-    def _convolve(
-        self, x: Array, kernel: Array, bias: Array | None, window: Shape, options: dict[str, Any]
-    ) -> Array:
         make = self.conv_general_dilated_cls
         given = self.conv_general_dilated if make is None else make()
-        options = {**options, "conv_general_dilated": given}
-        return functional.conv(x, kernel, bias, groups=self.feature_group_count, **options)
+        convolve = functools.partial(functional.conv, groups=groups, conv_general_dilated=given)
+        return (*window, channels // groups, self.features), (self.features,), convolve
 
 
 class ConvLocal(_Conv):
@@ -158,7 +147,7 @@ class ConvLocal(_Conv):
     @nowrap
     def _shapes(
         self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
-    ) -> tuple[Shape, Shape]:
+    ) -> tuple[Shape, Shape, Callable[..., Array]]:
         needed = {
             "feature_group_count": 1,
             "conv_general_dilated": None,
@@ -171,14 +160,9 @@ class ConvLocal(_Conv):
                     f"{value}: only Conv can do otherwise."
                 )
         out = functional.conv_output_shape(spatial, window=window, **options)
-        shape = (*out, channels * math.prod(window), self.features)
-        return shape, (*out, self.features)  # pyright: ignore[reportReturnType] - no size is None
-
-    @nowrap
-    def _convolve(
-        self, x: Array, kernel: Array, bias: Array | None, window: Shape, options: dict[str, Any]
-    ) -> Array:
-        return functional.conv_local(x, kernel, bias, window=window, **options)
+        shape: Any = (*out, channels * math.prod(window), self.features)
+        bias_shape: Any = (*out, self.features)
+        return shape, bias_shape, functools.partial(functional.conv_local, window=window)
 
 
 def window_of(module: Any, inputs: Array) -> Shape:

@@ -101,7 +101,8 @@ def module_repr(module: ModuleVariables, step: str = "    ") -> str:
         lines += [f"{name} = {module_repr(child, step)}" for name, child in children.items()]
     if not lines:
         return f"{type(module).__name__}()"
-    return "\n".join([f"{type(module).__name__}(", _moved("\n".join(lines), step), ")"])
+    inner = "\n".join(step + line for line in "\n".join(lines).split("\n"))
+    return f"{type(module).__name__}(\n{inner}\n)"
 
 
 def _own_variables(
@@ -122,10 +123,6 @@ def _shown(value: object, step: str) -> str:
     if isinstance(value, Mapping) and not isinstance(value, dict):
         return repr(dict(value))
     return repr(value)
-
-
-def _moved(text: str, step: str) -> str:
-    return "\n".join(step + line for line in text.split("\n"))
 
 
 M = TypeVar("M", bound="Module")
@@ -556,7 +553,8 @@ class Module(ModuleVariables):
 
         With `show_repeated`, a module that is called again counts again.
         """
-        return summary.module_paths(self, rngs, show_repeated, mutable, args, kwargs)
+        calls, _ = summary.record_calls(self, rngs, args, kwargs, mutable, show_repeated)
+        return {"/".join(call.path): summary.without_transforms(call.module) for call in calls}
 
     def tabulate(
         self,

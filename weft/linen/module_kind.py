@@ -73,20 +73,7 @@ class ModuleDef:
         self.captured = captured
         self.options = options
         self._key = (
-            tuple(
-                (
-                    p.cls,
-                    tuple((name, _field_key(value)) for name, value in p.fields.items()),
-                    p.is_bound,
-                    p.path,
-                    p.in_compact,
-                    p.place,
-                    tuple(sorted(p.counters.items())),
-                    p.transform_tokens,
-                    frozenset(p.own_names.items()),
-                )
-                for p in specs
-            ),
+            tuple(map(_spec_key, specs)),
             jax.tree.structure(target),
             captured,
             tuple((name, value_key(value)) for name, value in options.items()),
@@ -99,6 +86,13 @@ class ModuleDef:
 
     def __hash__(self) -> int:
         return self._hash
+
+
+def _spec_key(p: _Spec) -> Hashable:
+    fields = tuple((name, _field_key(value)) for name, value in p.fields.items())
+    counters, own_names = tuple(sorted(p.counters.items())), frozenset(p.own_names.items())
+    compared = p.is_bound, p.path, p.in_compact, p.place, p.transform_tokens
+    return p.cls, fields, counters, own_names, compared
 
 
 def _field_key(value: object) -> Hashable:
@@ -146,9 +140,7 @@ class ModuleState:
                     made[i] = p.cls(scope, **fields)
                     return made[i]
                 made[i] = p.cls(**fields, parent=scope if p.is_bound else None, name=p.name)
-                made[i]._state.resume(
-                    made[i], p.in_compact, p.place, p.counters, p.transform_tokens, p.own_names
-                )
+                made[i]._state.resume(made[i], p)
             return made[i]
 
         for scope in self.scopes:
@@ -178,7 +170,7 @@ class ModuleSplitter:
         self._target = target
         self._token = token
         self._refs: dict[int, ModuleRef] = {}
-        self._specs: list[_Spec | None] = []
+        self.specs: list[Any] = []
 
     def ref(self, x: Module | Variable[Any]) -> ModuleRef:
         """Adds a module, with those in its fields, or a variable."""
@@ -186,8 +178,8 @@ class ModuleSplitter:
             self._refs[id(x)] = ref = ModuleRef(len(self.modules))
             self.modules.append(x)
             self.scopes.append(Scope({}) if x.scope is None else x.scope)
-            self._specs.append(None)
-            self._specs[ref.index] = self._spec(x)
+            self.specs.append(None)
+            self.specs[ref.index] = self._spec(x)
         return self._refs[id(x)]
 
     def _spec(self, x: Module | Variable[Any]) -> _Spec:
@@ -224,13 +216,6 @@ class ModuleSplitter:
         if not any(map(_crosses, leaves)):
             return tree
         return structure.unflatten([self.ref(x) if _crosses(x) else x for x in leaves])
-
-    def module_state(
-        self, target: object, captured: Sequence[tuple[ModuleRef, ...]], options: dict[str, Any]
-    ) -> ModuleState:
-        """Returns the module_state of all added modules."""
-        module_def = ModuleDef(self._specs, target, tuple(captured), options)  # pyright: ignore[reportArgumentType]
-        return ModuleState(module_def, self.scopes)
 
 
 def merge_modules(
@@ -370,10 +355,11 @@ def split_modules(
     splitter = ModuleSplitter(target, token)
     refs = splitter.refs(target)
     args, kwargs = splitter.refs((args, dict(kwargs)))
-    captured = [tuple(map(splitter.ref, captured_modules(fn))) for fn in fns]
+    captured = tuple(tuple(map(splitter.ref, captured_modules(fn))) for fn in fns)
     options = {name: value for name, value in kwargs.items() if _is_static_argument(value)}
     arrays = {name: value for name, value in kwargs.items() if name not in options}
-    return splitter, splitter.module_state(refs, captured, options), args, arrays
+    module_def = ModuleDef(splitter.specs, refs, captured, options)
+    return splitter, ModuleState(module_def, splitter.scopes), args, arrays
 
 
 def _is_static_argument(value: object) -> bool:

@@ -11,6 +11,8 @@ scales of a parameter are variables of the wrapper, named by the parameter's pat
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -97,12 +99,8 @@ class RMSNorm(Module):
         self, x: Float[Array, "*shape"], *, mask: Bool[Array, "*#shape"] | None = None
     ) -> Float[Array, "*shape"]:
         features = sorted(canonical_axes(self.feature_axes, x.ndim))
-        scale = None
-        if self.use_scale:
-            shape = tuple(x.shape[a] for a in features)
-            scale = self.param("scale", self.scale_init, shape, self.param_dtype)
-        scale = along(features, scale, x)
-        axes = self.reduction_axes
+        scale, _ = scale_and_bias(self, [x.shape[a] for a in features])
+        scale, axes = along(features, scale, x), self.reduction_axes
         return _normalized(self, functional.rms_norm, x, scale, axis=axes, where=mask)
 
 
@@ -245,9 +243,9 @@ def _normalized(
 def scale_and_bias(module: Any, shape: Sequence[int]) -> tuple[Array | None, Array | None]:
     """Returns the parameters `scale` and `bias` of a norm, or None where unused."""
     given = tuple(shape), module.param_dtype
+    has_bias = getattr(module, "use_bias", False)  # RMSNorm has none
     scale = module.param("scale", module.scale_init, *given) if module.use_scale else None
-    bias = module.param("bias", module.bias_init, *given) if module.use_bias else None
-    return scale, bias
+    return scale, module.param("bias", module.bias_init, *given) if has_bias else None
 
 
 def along(axes: Sequence[int], values: Array | None, x: Array) -> Array | None:
@@ -390,13 +388,10 @@ class SpectralNorm(Module):
 
         Raises ArgumentShapeError if a parameter is not a matrix and `error_on_non_matrix` is set.
         """
-
-        def normalized(name: str, weight: Array) -> Array:
-            return self._normalized(name, weight, update_stats)
-
+        normalized = functools.partial(self._normalized, update_stats)
         return _call(self, normalized, args, kwargs)
 
-    def _normalized(self, name: str, weight: Array, update_stats: bool) -> Array:
+    def _normalized(self, update_stats: bool, name: str, weight: Array) -> Array:
         if weight.ndim < 2 or self.n_steps < 1:
             return weight
         if weight.ndim > 2 and self.error_on_non_matrix:
@@ -457,9 +452,8 @@ class WeightNorm(Module):
             return weight
         scale = None
         if self.use_scale:
-            shape = tuple(
-                weight.shape[a] for a in norm.weight_features(weight.shape, self.feature_axes)
-            )
+            features = norm.weight_features(weight.shape, self.feature_axes)
+            shape = tuple(weight.shape[a] for a in features)
             scale = self.param(f"{name}/scale", self.scale_init, shape, self.param_dtype)
         y = norm.weight_norm(weight, scale, feature_axes=self.feature_axes, eps=self.epsilon)
         return y.astype(canonicalize_dtype(y, dtype=self.dtype))
@@ -483,10 +477,6 @@ def _call(
         }
 
     run = map_variables(
-        _run, "params", trans_in_fn=seen, init=module.is_initializing(), mutable=True
+        operator.call, "params", trans_in_fn=seen, init=module.is_initializing(), mutable=True
     )
     return run(layer, *args, **kwargs)
-
-
-def _run(layer: Module, *args: Any, **kwargs: Any) -> Any:
-    return layer(*args, **kwargs)

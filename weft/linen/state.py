@@ -313,26 +313,18 @@ class State:
         self._name_scopes |= {name}
         return self.at(scope.push(name, reuse=True))
 
-    def resume(
-        self,
-        module: "ModuleVariables",
-        in_compact: bool,
-        place: str | None,
-        counters: dict[str, int],
-        transform_tokens: frozenset[Any],
-        own_names: "Names",
-    ) -> None:
-        """Takes over the state of another copy of the module."""
+    def resume(self, module: "ModuleVariables", spec: Any) -> None:
+        """Takes over the state of another copy of the module, a `module_kind._Spec`."""
         scope: Any = module.scope
-        if own_names:
-            self.own_names = own_names
-            scope.take_names(own_names)
-        self.in_compact, self.transform_tokens = in_compact, transform_tokens
-        if place is not None:
-            self._name_scopes |= {place}
-            self._all_places().append((scope.push(place, reuse=True), dict(counters)))
-        elif counters:
-            self._places = [(None, dict(counters))]
+        if spec.own_names:
+            self.own_names = spec.own_names
+            scope.take_names(spec.own_names)
+        self.in_compact, self.transform_tokens = spec.in_compact, spec.transform_tokens
+        if spec.place is not None:
+            self._name_scopes |= {spec.place}
+            self._all_places().append((scope.push(spec.place, reuse=True), dict(spec.counters)))
+        elif spec.counters:
+            self._places = [(None, dict(spec.counters))]
 
 
 def untransformed(cls: Any) -> Any:

@@ -97,20 +97,8 @@ def _method(context: InterceptorContext) -> Callable[..., Any]:
     return wrap_method(compact(run))  # it may be a helper of a compact method
 
 
-def module_paths(
-    module: ModuleVariables,
-    rngs: RngKeys,
-    show_repeated: bool,
-    mutable: Filter,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Returns the result of `Module.module_paths`."""
-    calls, _ = record_calls(module, rngs, args, kwargs, mutable, show_repeated)
-    return {"/".join(call.path): _without_transforms(call.module) for call in calls}
-
-
-def _without_transforms(module: Any) -> Any:
+def without_transforms(module: Any) -> Any:
+    """Returns an unbound copy of a module, of its class before transformations."""
     fields = {name: getattr(module, name) for name in module._field_names}
     return untransformed(type(module))(**fields, parent=None)
 

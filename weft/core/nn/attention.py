@@ -346,11 +346,16 @@ def multi_head_dot_product_attention(
         dense_general, dtype=dtype, bias=bias, precision=precision, kernel_init=kernel_init,
         bias_init=bias_init,
     )  # fmt: skip
-    query, key, value = _projected(scope, project, inputs_q, inputs_kv, num_heads, qkv_features)
+    heads = _heads(qkv_features or inputs_q.shape[-1], num_heads)
+    inputs_kv = inputs_q if inputs_kv is None else inputs_kv
+    inputs = {"query": inputs_q, "key": inputs_kv, "value": inputs_kv}
+    query, key, value = (project(scope.push(name), x, heads) for name, x in inputs.items())
     axes, seen = attended_axes(query.ndim, attention_axis), None
     if cache:
         _check_decoding(causal_mask, axes, query.ndim)
         key, value, seen = decode(scope, query, key, value)
+    if padding_mask is None and key_padding_mask is not None:
+        padding_mask = jnp.ones(query.shape[:-2], bool)
     segments = {"segmentation": segmentation, "key_segmentation": key_segmentation}
     padding = {"padding_mask": padding_mask, "key_padding_mask": key_padding_mask}
     if attention_fn is dot_product_attention and not cache and len(axes) == query.ndim - 3:
@@ -365,24 +370,13 @@ def multi_head_dot_product_attention(
     return project(scope.push("out"), context, out_features or inputs_q.shape[-1], axis=(-2, -1))
 
 
-def _projected(
-    scope: Scope,
-    project: Callable[..., Array],
-    inputs_q: Array,
-    inputs_kv: Array | None,
-    num_heads: int,
-    qkv_features: int | None,
-) -> list[Array]:
-    inputs_kv = inputs_q if inputs_kv is None else inputs_kv
-    features = qkv_features or inputs_q.shape[-1]
+def _heads(features: int, num_heads: int) -> tuple[int, int]:
     if features % num_heads:
         raise ArgumentValueError(
             f"qkv_features={features} is not divisible by num_heads={num_heads}; give a "
             "multiple of it."
         )
-    heads = (num_heads, features // num_heads)
-    inputs = {"query": inputs_q, "key": inputs_kv, "value": inputs_kv}
-    return [project(scope.push(name), x, heads) for name, x in inputs.items()]
+    return num_heads, features // num_heads
 
 
 def _check_decoding(causal_mask: bool, axes: tuple[int, ...], ndim: int) -> None:
@@ -407,8 +401,6 @@ def _mask(
     segments: dict[str, Array | None],
 ) -> AttentionMask:
     """Returns the mask of attention over all axes, in the order of their flattened positions."""
-    if padding["padding_mask"] is None and padding["key_padding_mask"] is not None:
-        padding = {**padding, "padding_mask": jnp.ones(query.shape[:-2], bool)}
 
     def flattened(named: dict[str, Array | None]) -> Any:
         both: Any = lambda of_queries, of_keys: (of_queries, of_keys)  # noqa: E731
@@ -443,8 +435,6 @@ def _bias(
     padding: dict[str, Array | None],
     segments: dict[str, Array | None],
 ) -> Array | None:
-    if padding["padding_mask"] is None and padding["key_padding_mask"] is not None:
-        padding = {**padding, "padding_mask": jnp.ones(query.shape[:-2], bool)}
     if seen is not None and [x is None for x in segments.values()] == [False, True]:
         raise ArgumentValueError(
             "segmentation was given to a step of decoding without key_segmentation: give that of "

@@ -14,7 +14,7 @@ from weft import functional
 from weft.core.nn.linear import Initializer, default_kernel_init
 from weft.core.scope import Scope
 from weft.errors import ArgumentShapeError
-from weft.functional.arrays import as_tuple
+from weft.functional.arrays import as_tuple, promote_dtype
 
 Sizes = int | Sequence[int] | None
 
@@ -80,9 +80,7 @@ def conv(
     kernel = scope.param("kernel", kernel_init, shape)
     added = scope.param("bias", bias_init, (features,)) if bias else None
     return functional.conv(
-        jnp.asarray(padded, dtype),
-        jnp.asarray(kernel, dtype),
-        None if added is None else jnp.asarray(added, dtype),
+        *promote_dtype(padded, kernel, added, dtype=dtype, inexact=False),
         strides=strides,
         padding=pads,
         input_dilation=input_dilation,
@@ -121,9 +119,7 @@ def conv_transpose(
     kernel = scope.param("kernel", kernel_init, (*window, inputs.shape[-1], features))
     added = scope.param("bias", bias_init, (features,)) if bias else None
     return functional.conv_transpose(
-        jnp.asarray(inputs, dtype),
-        jnp.asarray(kernel, dtype),
-        None if added is None else jnp.asarray(added, dtype),
+        *promote_dtype(inputs, kernel, added, dtype=dtype, inexact=False),
         strides=functional.per_axis(strides, len(window)),
         padding=padding,
         dilation=functional.per_axis(kernel_dilation, len(window)),

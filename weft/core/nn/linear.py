@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Num
 from weft import functional, struct
 from weft.core.scope import Scope
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.arrays import as_tuple
+from weft.functional.arrays import as_tuple, promote_dtype
 from weft.functional.initializers import default_embed_init
 
 Initializer = Callable[..., Any]
@@ -44,12 +44,8 @@ def dense(
     """
     kernel = scope.param("kernel", kernel_init, (inputs.shape[-1], features))
     added = scope.param("bias", bias_init, (features,)) if bias else None
-    return functional.dense(
-        jnp.asarray(inputs, dtype),
-        jnp.asarray(kernel, dtype),
-        None if added is None else jnp.asarray(added, dtype),
-        precision=precision,
-    )
+    arrays = promote_dtype(inputs, kernel, added, dtype=dtype, inexact=False)
+    return functional.dense(*arrays, precision=precision)
 
 
 def dense_general(
@@ -106,14 +102,8 @@ def dense_general(
         shaped(kernel_init, (math.prod(contracted), n_out), (*contracted, *features)),
     )
     added = scope.param("bias", shaped(bias_init, (n_out,), features)) if bias else None
-    return functional.dense_general(
-        jnp.asarray(inputs, dtype),
-        jnp.asarray(kernel, dtype),
-        None if added is None else jnp.asarray(added, dtype),
-        axis=axis,
-        batch_axes=batch_dims,
-        precision=precision,
-    )
+    arrays = promote_dtype(inputs, kernel, added, dtype=dtype, inexact=False)
+    return functional.dense_general(*arrays, axis=axis, batch_axes=batch_dims, precision=precision)
 
 
 class Embedding(struct.PyTreeNode):
