@@ -321,10 +321,7 @@ class LogicallyPartitioned(Partitioned):
 
 
 def with_logical_partitioning(
-    fn: Callable[..., Any],
-    names: MeshAxes,
-    mesh: Mesh | None = None,
-    rules: AnyRules | None = None,
+    fn: Callable[..., Any], names: MeshAxes, mesh: Mesh | None = None, rules: AnyRules | None = None
 ) -> Callable[..., LogicallyPartitioned]:
     """Wraps an initializer to return a `LogicallyPartitioned`.
 

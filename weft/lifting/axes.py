@@ -27,11 +27,7 @@ def check_roles(units: Units, transformation: str, allowed: tuple[SpecialRole, .
 
 
 def enter_axis(
-    units: Units,
-    size: int | None,
-    transformation: str,
-    metadata: Metadata,
-    at_least_keys: int = 0,
+    units: Units, size: int | None, transformation: str, metadata: Metadata, at_least_keys: int = 0
 ) -> tuple[int, Units]:
     """Returns the size of the mapped axes, and the units with forked keys and without the axis.
 

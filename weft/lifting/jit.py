@@ -188,10 +188,7 @@ class _CompiledFunction:
         )
 
     def _split_args(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Callable[..., Any] | None = None,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any] | None = None
     ) -> tuple[Any, PureArgs]:
         if self._static_argnums and args:
             static = {i + len(args) if i < 0 else i for i in self._static_argnums}
@@ -264,11 +261,7 @@ def eval_shape(kind: Kind, fn: Callable[..., Any], *, in_axes: object = None) ->
 
 
 def checkify(
-    kind: Kind,
-    fn: Callable[..., Any],
-    *,
-    errors: Any = None,
-    in_axes: object = None,
+    kind: Kind, fn: Callable[..., Any], *, errors: Any = None, in_axes: object = None
 ) -> Callable[..., tuple[Any, Any]]:
     """Applies `jax.experimental.checkify.checkify` to a function that takes carriers.
 

@@ -121,13 +121,7 @@ class Kind(Protocol):
         raise ForkError(f"{type(self).__name__} has no PRNG keys to fork; share the group.")
 
     def axis(
-        self,
-        static: Any,
-        carrier: int,
-        sign: int,
-        group: Any,
-        axis: int,
-        metadata: dict[Any, Any],
+        self, static: Any, carrier: int, sign: int, group: Any, axis: int, metadata: dict[Any, Any]
     ) -> Any:
         """Adds (`sign` 1) or removes (-1) an axis in a group's axis metadata."""
         return group

@@ -28,11 +28,7 @@ from weft.typing import ArrayLike
 
 
 def while_loop(
-    kind: Kind,
-    cond_fn: Callable[..., Any],
-    body_fn: Callable[..., Any],
-    *,
-    in_axes: object,
+    kind: Kind, cond_fn: Callable[..., Any], body_fn: Callable[..., Any], *, in_axes: object
 ) -> Callable[..., Any]:
     """Applies `jax.lax.while_loop` to functions that take carriers.
 

@@ -241,10 +241,7 @@ def custom_vjp(
 
 
 def custom_jvp(
-    fn: Fn,
-    jvp_fn: Fn,
-    grad_vars: Filter = "params",
-    nondiff_argnums: Sequence[int] = (),
+    fn: Fn, jvp_fn: Fn, grad_vars: Filter = "params", nondiff_argnums: Sequence[int] = ()
 ) -> Fn:
     """Applies `jax.custom_jvp` to `fn(module, *args)`; see `custom_vjp` for captured modules.
 

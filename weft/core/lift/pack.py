@@ -6,13 +6,7 @@ from typing import Any
 
 import jax
 
-from weft.core.filters import (
-    Filter,
-    canonical,
-    group_collections,
-    intersect_filters,
-    union_filters,
-)
+from weft.core.filters import Filter, canonical, group_collections, intersect_filters, union_filters
 from weft.core.scope import Scope
 from weft.core.scope_kind import Group, ScopeKind, Select
 from weft.core.variable_store import copy_dicts

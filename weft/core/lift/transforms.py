@@ -333,12 +333,7 @@ def eval_shape(fn: Fn, variables: Filter = True, rngs: Filter = True) -> Fn:
     return with_unpacked_args(fn, lifted)
 
 
-def checkify(
-    fn: Fn,
-    variables: Filter = True,
-    rngs: Filter = True,
-    errors: object = None,
-) -> Fn:
+def checkify(fn: Fn, variables: Filter = True, rngs: Filter = True, errors: object = None) -> Fn:
     """Applies `jax.experimental.checkify.checkify` to `fn(scope, *args)`.
 
     The result returns a checkify error and the result of `fn`. `errors` are the enabled checks, by

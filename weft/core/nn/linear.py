@@ -98,8 +98,7 @@ def dense_general(
 
     n_out = math.prod(features)
     kernel = scope.param(
-        "kernel",
-        shaped(kernel_init, (math.prod(contracted), n_out), (*contracted, *features)),
+        "kernel", shaped(kernel_init, (math.prod(contracted), n_out), (*contracted, *features))
     )
     added = scope.param("bias", shaped(bias_init, (n_out,), features)) if bias else None
     arrays = promote_dtype(inputs, kernel, added, dtype=dtype, inexact=False)
@@ -131,10 +130,7 @@ class Embedding(struct.PyTreeNode):
 
 
 def embedding(
-    scope: Scope,
-    num_embeddings: int,
-    features: int,
-    init_fn: Initializer = default_embed_init,
+    scope: Scope, num_embeddings: int, features: int, init_fn: Initializer = default_embed_init
 ) -> Embedding:
     """Returns a learned table of vectors.
 
