@@ -67,10 +67,13 @@ def filter_to_set(x: Filter) -> set[str]:
     return set(x)
 
 
-def _parts(x: Filter) -> tuple[bool, frozenset[str]]:
-    """Returns whether a filter denies, and the names that it lists or denies."""
+def canonical(x: Filter) -> tuple[bool, frozenset[str]]:
+    """Returns whether a filter denies, and the names that it lists or denies.
+
+    The values are hashable, and equal for filters that match the same names.
+    """
     if isinstance(x, DenyList):
-        denies, names = _parts(x.deny)
+        denies, names = canonical(x.deny)
         return not denies, names
     return (True, frozenset()) if x is True else (False, frozenset(filter_to_set(x)))
 
@@ -79,11 +82,6 @@ def _whole(denies: bool, names: frozenset[str]) -> Filter:
     if denies:
         return DenyList(set(names)) if names else True
     return set(names) if names else False
-
-
-def canonical(x: Filter) -> Any:
-    """Returns a hashable value that is equal for filters that match the same names."""
-    return _parts(x)
 
 
 def from_canonical(parts: tuple[bool, frozenset[str]]) -> Filter:
@@ -97,7 +95,7 @@ def union_filters(a: Filter, b: Filter) -> Filter:
     >>> union_filters("params", DenyList(("params", "cache")))
     DenyList(deny={'cache'})
     """
-    (deny_a, names_a), (deny_b, names_b) = _parts(a), _parts(b)
+    (deny_a, names_a), (deny_b, names_b) = canonical(a), canonical(b)
     if deny_a and deny_b:
         return _whole(True, names_a & names_b)
     if deny_a:
@@ -120,7 +118,7 @@ def intersect_filters(a: Filter, b: Filter) -> Filter:
     >>> intersect_filters(DenyList("params"), ("params", "cache"))
     {'cache'}
     """
-    (deny_a, names_a), (deny_b, names_b) = _parts(a), _parts(b)
+    (deny_a, names_a), (deny_b, names_b) = canonical(a), canonical(b)
     if deny_a and deny_b:
         return _whole(True, names_a | names_b)
     if deny_a:
@@ -134,7 +132,7 @@ def is_filter_empty(filter_like: Filter) -> bool:
     >>> is_filter_empty(()), is_filter_empty(DenyList(True)), is_filter_empty("params")
     (True, True, False)
     """
-    return _parts(filter_like) == (False, frozenset())
+    return canonical(filter_like) == (False, frozenset())
 
 
 def group_collections(

@@ -169,20 +169,14 @@ def remove_axis(tree: object, index: int, params: Mapping[Any, Any]) -> Any:
     return _call_hooks(lambda box: box.remove_axis(index, params), tree)
 
 
-def _inner(box: AxisMetadata) -> list[Any]:
-    def is_inner(x: object) -> bool:
-        return is_axis_metadata(x) and x is not box
-
-    return list(filter(is_inner, jax.tree.leaves(box, is_leaf=is_inner)))
-
-
-def _replace_inner(box: AxisMetadata, inner: list[Any]) -> Any:
-    rest = iter(inner)
+def _open_inner(box: AxisMetadata) -> tuple[list[Any], Any, list[int]]:
+    """Returns a box's leaves and structure, and which leaves are inner boxes."""
 
     def is_inner(x: object) -> bool:
         return is_axis_metadata(x) and x is not box
 
-    return jax.tree.map(lambda x: next(rest) if is_inner(x) else x, box, is_leaf=is_inner)
+    leaves, structure = jax.tree.flatten(box, is_leaf=is_inner)
+    return leaves, structure, [i for i, x in enumerate(leaves) if is_inner(x)]
 
 
 def _is_unchanged(before: object, after: object) -> bool:
@@ -197,13 +191,13 @@ def _call_hooks(change: Callable[[Any], AxisMetadata], tree: object) -> Any:
 
     def call_inner(before: AxisMetadata, after: AxisMetadata) -> Any:
         """Calls the hooks of inner boxes, unless the hook of the outer box did."""
-        inner, inner_after = _inner(before), _inner(after)
-        if not inner or len(inner) != len(inner_after):
+        (old, _, at), (leaves, structure, at_after) = _open_inner(before), _open_inner(after)
+        if not at or len(at) != len(at_after):
             return after
-        pairs = zip(inner, inner_after, strict=True)
-        return _replace_inner(
-            after, [call(a) if _is_unchanged(b, a) else call_inner(b, a) for b, a in pairs]
-        )
+        for i, j in zip(at, at_after, strict=True):
+            is_unchanged = _is_unchanged(old[i], leaves[j])
+            leaves[j] = call(leaves[j]) if is_unchanged else call_inner(old[i], leaves[j])
+        return structure.unflatten(leaves)
 
     def at(path: Any, leaf: Any) -> Any:
         if not is_axis_metadata(leaf):

@@ -72,14 +72,17 @@ def check_rules(
         is_logical = isinstance(box, LogicallyPartitioned)
         own = box.rules if is_logical else None
         applied = own if own is not None else rules if is_logical else ()
-        axes = _assigned(box, is_logical, applied)
+        names_of_box = [AxisAssignment(name, name) for name in box.names]
+        axes = assign(box.names, applied) if is_logical else names_of_box
         findings += [Finding(kind, text, path) for kind, text in _about_names(axes, applied)]
         findings += [Finding(kind, text, path) for kind, text in _about_sizes(axes, box, mesh)]
         if is_logical and own is None:
             used |= {axis.rule for axis in axes if axis.rule is not None}
             passed.update(*(axis.passed for axis in axes))
             names |= {axis.name for axis in axes}
-    findings += _about_mesh_axes(rules, mesh)
+    for rule in rules if mesh is not None else ():
+        unknown = _unknown(axes_of(rule[1]), mesh, f"by the rule {rule!r} an axis")
+        findings += [Finding(kind, text) for kind, text in unknown]
     unused = [index for index in range(len(rules)) if index not in used]
     return findings + [_unused(rules[i], i in passed, names) for i in unused]
 
@@ -91,10 +94,6 @@ def _partitioned(tree: object) -> Iterator[tuple[str, Partitioned]]:
             yield where, leaf
         elif is_axis_metadata(leaf):
             yield from ((where, box) for _, box in _partitioned(leaf.unbox()))
-
-
-def _assigned(box: Partitioned, is_logical: bool, rules: Rules) -> list[AxisAssignment]:
-    return assign(box.names, rules) if is_logical else [AxisAssignment(n, n) for n in box.names]
 
 
 def _about_names(axes: list[AxisAssignment], rules: Rules) -> Iterator[tuple[FindingKind, str]]:
@@ -138,14 +137,6 @@ def _unknown(
                 f"{subject} is to be split over {name!r}, and the mesh has the axes "
                 f"{', '.join(map(repr, mesh.axis_names))}.",
             )
-
-
-def _about_mesh_axes(rules: Rules, mesh: AnyMesh | None) -> Iterator[Finding]:
-    if mesh is None:
-        return
-    for rule in rules:
-        for kind, text in _unknown(axes_of(rule[1]), mesh, f"by the rule {rule!r} an axis"):
-            yield Finding(kind, text)
 
 
 def _unused(rule: Rule, was_passed: bool, names: set[Any]) -> Finding:

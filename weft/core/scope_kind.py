@@ -115,13 +115,6 @@ class _Descendant(NamedTuple):
     path: Path
 
 
-class _Outer(NamedTuple):
-    """Scopes of a call, and their static parts."""
-
-    scopes: Sequence[Scope]
-    static: tuple[_Root | _Descendant, ...]
-
-
 @dataclasses.dataclass(frozen=True)
 class ScopeKind(Kind):
     """Kind of `Scope`; see `weft.lifting.kind.Kind`.
@@ -140,10 +133,6 @@ class ScopeKind(Kind):
 
     def group_filters(self, roles: Roles) -> tuple[Any, ...]:
         return tuple((_as_select(where), role) for where, role in roles)
-
-    def with_mutable(self, static: Any, mutable: Any) -> Any:
-        """Returns the static half of a scope with other mutable collections."""
-        return dataclasses.replace(static, mutable=mutable)
 
     def is_carrier(self, x: object) -> bool:
         return isinstance(x, Scope)
@@ -230,9 +219,9 @@ class ScopeKind(Kind):
                 )
             )
         static = tuple(statics)
-        return _Outer(carriers, static), static, groups
+        return (carriers, static), static, groups
 
-    def merge(self, static: tuple[_Root | _Descendant, ...], groups: Sequence[tuple[Group, ...]]):
+    def merge(self, static, groups):
         roots: dict[int, Scope] = {}
         for i, (fields, of_scope) in enumerate(zip(static, groups, strict=True)):
             if isinstance(fields, _Descendant):
@@ -294,7 +283,7 @@ class ScopeKind(Kind):
             scope.invalidate()
         return tuple(collected), groups, []
 
-    def commit(self, outer: _Outer, static, groups, new_groups):
+    def commit(self, outer, static, groups, new_groups):
         here = current_trace()
         scopes, before = outer
         for i, scope in enumerate(scopes):
@@ -329,15 +318,7 @@ class ScopeKind(Kind):
             streams={name: s.replace(rng=fn(s.rng)) for name, s in group.streams.items()}
         )
 
-    def axis(
-        self,
-        static: tuple[_Root | _Descendant, ...],
-        carrier: int,
-        sign: int,
-        group: Group,
-        axis: int,
-        metadata: dict[Any, Any],
-    ) -> Group:
+    def axis(self, static, carrier, sign, group, axis, metadata):
         change = meta.add_axis if sign > 0 else meta.remove_axis
 
         def changed(collections: dict[str, Any]) -> dict[str, Any]:
@@ -349,7 +330,7 @@ class ScopeKind(Kind):
 
         return group._replace(variables=changed(group.variables), made=changed(group.made))
 
-    def location(self, static: tuple[_Root | _Descendant, ...], carrier: int, path: Any) -> str:
+    def location(self, static, carrier, path) -> str:
         part, name, *below = path
         above = _path_of(static[carrier])
         if part.name == "streams":

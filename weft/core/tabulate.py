@@ -109,10 +109,10 @@ def flops(fn: Callable[..., Any], *args: object, with_vjp: bool = False) -> int:
     def run(args: Any) -> Any:
         return [x for x in jax.tree.leaves(fn(*args)) if is_array(x)]
 
-    def backward(args: object) -> Any:
-        floats, rest = _split_floats(args)
-        out, pullback = jax.vjp(lambda floats: run(_merge_floats(floats, rest)), floats)
-        return pullback(jax.tree.map(_cotangent, out))
+    def backward(args: Any) -> Any:
+        out, pullback = jax.vjp(run, args)
+        gradients = jax.tree.leaves(pullback(jax.tree.map(_cotangent, out)))
+        return [x for x in gradients if x.dtype != jax.dtypes.float0]
 
     cost: Any = jax.jit(backward if with_vjp else run).lower(args).cost_analysis() or {}
     return int(cost.get("flops", 0))
@@ -121,17 +121,6 @@ def flops(fn: Callable[..., Any], *args: object, with_vjp: bool = False) -> int:
 def _cotangent(x: Any) -> Any:
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
     return x if is_float else np.zeros(x.shape, jax.dtypes.float0)
-
-
-def _split_floats(tree: object) -> tuple[Any, Any]:
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
-    floats = jax.tree.map(lambda x: x if is_float(x) else None, tree)
-    return floats, jax.tree.map(lambda x: None if is_float(x) else x, tree)
-
-
-def _merge_floats(a: object, b: object) -> Any:
-    is_none = lambda x: x is None  # noqa: E731
-    return jax.tree.map(lambda x, y: y if x is None else x, a, b, is_leaf=is_none)
 
 
 def render_table(

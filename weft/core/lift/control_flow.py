@@ -60,11 +60,12 @@ def scan(
     (3, 4, 4)
     """
     first = ((variable_broadcast, None), (variable_carry, CARRY))
+    is_packed = takes_packed_args(fn)
     lifted = lifting.scan(
         ScopeKind(
             "scan", data_transform=data_transform, counts_first_run=check_constancy_invariants
         ),
-        fn if takes_packed_args(fn) else _with_packed_slices(fn),
+        fn if is_packed else lambda scope, carry, xs: fn(scope, carry, *xs),
         in_axes=(roles_of(variable_axes, split_rngs, *first), CARRY, without_broadcast(in_axes)),
         out_axes=(CARRY, without_broadcast(out_axes)),
         length=length,
@@ -73,7 +74,7 @@ def scan(
         split_transpose=_split_transpose,
         metadata=dict(metadata_params),
     )
-    if takes_packed_args(fn):
+    if is_packed:
         return lifted
 
     @functools.wraps(fn)
@@ -81,10 +82,6 @@ def scan(
         return lifted(scope, carry, xs)
 
     return call
-
-
-def _with_packed_slices(fn: Fn) -> Fn:
-    return lambda scope, carry, xs: fn(scope, carry, *xs)
 
 
 def remat_scan(
@@ -103,35 +100,16 @@ def remat_scan(
         policy: selects further values to store, see `jax.checkpoint_policies`.
         variable_axes: see `scan`, as for the others; a variable has a new axis for each loop.
     """
+    state = (variable_axes, variable_broadcast, variable_carry, split_rngs)
 
-    def body(scope: object, carry: object) -> tuple[Any, None]:
-        inner = body_fn
-        if len(lengths) > 1:
-            inner = remat_scan(
-                body_fn,
-                lengths[1:],
-                policy,
-                variable_broadcast,
-                variable_carry,
-                variable_axes,
-                split_rngs,
-            )
-        return inner(scope, carry), None
+    def looped(inner: Fn, length: int) -> Fn:
+        def body(scope: object, carry: object) -> tuple[Any, None]:
+            return inner(scope, carry), None
 
-    loop = scan(
-        remat(body, prevent_cse=False, policy=policy),
-        variable_axes,
-        variable_broadcast,
-        variable_carry,
-        split_rngs,
-        length=lengths[0],
-    )
+        loop = scan(remat(body, prevent_cse=False, policy=policy), *state, length=length)
+        return functools.wraps(body_fn)(lambda scope, carry: loop(scope, carry)[0])
 
-    @functools.wraps(body_fn)
-    def call(scope: object, carry: object) -> Any:
-        return loop(scope, carry)[0]
-
-    return call
+    return functools.reduce(looped, reversed(lengths), body_fn)
 
 
 def while_loop(

@@ -1,5 +1,6 @@
 """Transformations of functions of scopes with explicit groups of variables."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,15 +111,13 @@ class _PackedCall:
         self._made: list[list[Scope]] = []
 
     def scope_fn(self, variable_groups: Any, rng_groups: Any, mutable_filter: Filter = True) -> Any:
-        changeable: Filter = False
-        for where in self._outs:
-            changeable = union_filters(changeable, where)
+        changeable = functools.reduce(union_filters, self._outs, False)
         changeable = intersect_filters(changeable, mutable_filter)
         static = list(self._static)
         groups: list[tuple[Group, ...]] = [()] * len(static)
         for root, (i, mutable) in enumerate(zip(self._roots, self._mutable, strict=True)):
             inside = canonical(intersect_filters(mutable, changeable))
-            static[i] = self._kind.with_mutable(static[i], inside)
+            static[i] = dataclasses.replace(static[i], mutable=inside)
             of_vars = (Group(group[root], {}, {}) for group in variable_groups)
             groups[i] = (*of_vars, *(Group({}, group[root], {}) for group in rng_groups))
         _, inner = self._kind.merge(tuple(static), groups)
