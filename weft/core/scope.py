@@ -82,7 +82,9 @@ def check_shape(
 ) -> None:
     """Raises ScopeParamShapeError if a parameter's shape differs from its initializer's."""
     # Initializers return the shape that they are given; evaluating one costs half a millisecond.
-    if init_args and getattr(meta.unbox(value), "shape", None) == _as_shape(init_args[0]):
+    shape = init_args[0] if init_args else None
+    is_shape = isinstance(shape, tuple | list) and {int}.issuperset(map(type, shape))
+    if is_shape and getattr(meta.unbox(value), "shape", None) == tuple(shape):
         return
     expected = jax.eval_shape(
         lambda key: init_fn(key, *init_args, **init_kwargs), jax.random.key(0)
@@ -91,11 +93,6 @@ def check_shape(
         if jax.numpy.shape(found) != wanted.shape:
             found = jax.numpy.shape(found)
             raise errors.ScopeParamShapeError(name, scope.path_text, found, wanted.shape)
-
-
-def _as_shape(x: Any) -> tuple[int, ...] | None:
-    is_shape = isinstance(x, tuple | list) and {int}.issuperset(map(type, x))
-    return tuple(x) if is_shape else None
 
 
 T = TypeVar("T")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,40 +25,43 @@ from weft.lifting.signature import named_after
 from weft.lifting.trace_cache import LazyCached
 
 
-class _Differentiable:
-    """Call as a function of the values to differentiate, selected by `wrt`."""
+class _Call:
+    """Call as a function of the values to differentiate, selected by `wrt`, and of the rest."""
 
     def __init__(
-        self,
-        kind: Kind,
-        fn: Callable[..., Any],
-        args: object,
-        wrt: object,
-        has_aux: bool,
-        call: Callable[..., Any] | None = None,
+        self, kind: Kind, args: object, wrt: object, call: Callable[..., Any] | None = None
     ):
-        self.outer, pure_args = split_args(kind, args, wrt, "wrt", call=call)
+        self._kind = kind
+        self._outer, pure_args = split_args(kind, args, wrt, "wrt", call=call)
         units = Units.of_pure_args(kind, pure_args)
+        self.diff = units.values_with_role(DIFF)
+        self.rest = [None if role is DIFF else value for value, role in units.pairs()]
+        # Values that outlive the call hold no arrays of it.
+        self.units = units.without_values()
+        self.run = functools.partial(_run, self.units)
 
-        def pure(diff: list[Any]) -> tuple[Any, PureResults]:
-            """Returns the result, and all other outputs."""
-            results = call_pure(kind, fn, units.with_role_replaced(DIFF, diff).pure_args())
+    def pure(self, fn: Callable[..., Any], has_aux: bool) -> Callable[[list[Any]], Any]:
+        """Returns the function from `diff` to the result of `fn`, and all other outputs."""
+
+        def of_diff(diff: list[Any]) -> tuple[Any, PureResults]:
+            results = self.run(fn, diff, self.rest)
             value, aux = results.packed if has_aux else (results.packed, None)
             return value, results._replace(packed=aux)
 
-        self.units, self.pure, self._kind = units, named_after(fn, pure), kind
-
-    @property
-    def inputs(self) -> list[Any]:
-        return self.units.values_with_role(DIFF)
+        return named_after(fn, of_diff)
 
     def write_back(self, results: PureResults) -> Any:
-        return commit_results(self._kind, self.outer, results)
+        return commit_results(self._kind, self._outer, results)
+
+
+def _run(units: Units, fn: Callable[..., Any], diff: list[Any], rest: list[Any]) -> PureResults:
+    inside = units.with_values(rest).with_role_replaced(DIFF, diff)
+    return call_pure(units.kind, fn, inside.pure_args())
 
 
 def in_args_tree(units: Units, values: list[Any]) -> Any:
-    """Returns the values with role DIFF in the tree of the arguments, None elsewhere."""
-    by_unit = units.without_values().with_role_replaced(DIFF, values).packed()
+    """Returns values for the role DIFF in the tree of the arguments; `units` are without values."""
+    by_unit = units.with_role_replaced(DIFF, values).packed()
     return jax.tree.map(
         lambda x: x.groups if is_state_node(x) else x, by_unit, is_leaf=is_state_node
     )
@@ -84,11 +88,12 @@ def value_and_grad(
     """
 
     def call(*args: object) -> tuple[Any, Any]:
-        of_call = _Differentiable(kind, fn, args, wrt, has_aux, call)
+        of_call = _Call(kind, args, wrt, call)
+        pure = of_call.pure(fn, has_aux)
         differentiated = jax.value_and_grad(
-            of_call.pure, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
+            pure, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
         )
-        (value, results), grads = differentiated(of_call.inputs)
+        (value, results), grads = differentiated(of_call.diff)
         aux = of_call.write_back(results)
         return (value, aux) if has_aux else value, in_args_tree(of_call.units, grads)
 
@@ -116,14 +121,14 @@ def vjp(
     """
 
     def call(*args: object) -> tuple[Any, ...]:
-        of_call = _Differentiable(kind, fn, args, wrt, has_aux, call)
-        value, pullback, results = jax.vjp(of_call.pure, of_call.inputs, has_aux=True)
+        of_call = _Call(kind, args, wrt, call)
+        value, pullback, results = jax.vjp(of_call.pure(fn, has_aux), of_call.diff, has_aux=True)
         aux = of_call.write_back(results)
-        empty = of_call.units.without_values()
+        units = of_call.units
 
         def backward(pullback: Callable[[Any], Any], cotangent: object) -> Any:
             (grads,) = pullback(cotangent)
-            return in_args_tree(empty, grads)
+            return in_args_tree(units, grads)
 
         # A pytree of the residuals, so that it can leave a transformation.
         of_value = jax.tree_util.Partial(backward, pullback)
@@ -143,10 +148,9 @@ def jvp(
 
     def call(args: tuple[Any, ...], tangents: list[Any]) -> tuple[Any, ...]:
         # The tangents are of existing state, so none can be created before.
-        of_call = _Differentiable(kind, fn, args, wrt, has_aux)
-        value, tangent, results = jax.jvp(
-            of_call.pure, (of_call.inputs,), (tangents,), has_aux=True
-        )
+        of_call = _Call(kind, args, wrt)
+        pure = of_call.pure(fn, has_aux)
+        value, tangent, results = jax.jvp(pure, (of_call.diff,), (tangents,), has_aux=True)
         aux = of_call.write_back(results)
         return (value, tangent, aux) if has_aux else (value, tangent)
 
@@ -176,13 +180,14 @@ def custom_vjp(
     """
 
     def call(*args: object) -> Any:
-        outer, diff, rest, run_with = _split_diff(kind, args, wrt, call)
+        of_call = _Call(kind, args, wrt, call)
+        run = of_call.run
 
         def pure(diff: list[Any], rest: list[Any]) -> PureResults:
-            return run_with(fn, diff, rest)
+            return run(fn, diff, rest)
 
         def forward(diff: list[Any], rest: list[Any]) -> tuple[PureResults, Any]:
-            results = run_with(forward_fn, diff, rest)
+            results = run(forward_fn, diff, rest)
             value, residuals = results.packed
             return results._replace(packed=value), residuals
 
@@ -194,8 +199,10 @@ def custom_vjp(
         with_rule = jax.custom_vjp(named_after(fn, pure))
         with_rule.defvjp(named_after(forward_fn, forward), named_after(backward_fn, backward))
         # JAX fails to transpose a scan whose stacked result has None as its gradient.
-        fixed = jax.tree.map(lambda x: x if isinstance(x, jax.Ref) else stop_gradient(x), rest)
-        return commit_results(kind, outer, with_rule(diff, fixed))
+        fixed = jax.tree.map(
+            lambda x: x if isinstance(x, jax.Ref) else stop_gradient(x), of_call.rest
+        )
+        return of_call.write_back(with_rule(of_call.diff, fixed))
 
     return call
 
@@ -221,10 +228,11 @@ def custom_jvp(
     """
 
     def call(*args: Any) -> Any:
-        outer, diff, rest, run_with = _split_diff(kind, args, wrt, call)
+        of_call = _Call(kind, args, wrt, call)
+        run = of_call.run
 
         def pure(diff: list[Any], rest: list[Any]) -> PureResults:
-            return run_with(fn, diff, rest)
+            return run(fn, diff, rest)
 
         def rule(primals: Any, tangents: Any) -> tuple[PureResults, PureResults]:
             tangent: Any = None
@@ -234,7 +242,7 @@ def custom_jvp(
                 result, tangent = jvp_fn(tangents[0], *args)
                 return result
 
-            results = run_with(value, *primals)
+            results = run(value, *primals)
             if pack_tangent is not None:
                 return results, pack_tangent(results, tangent, tangents[0])
             zeros = jax.tree.map(zero_from_primal, results)
@@ -242,26 +250,9 @@ def custom_jvp(
 
         with_rule = jax.custom_jvp(named_after(fn, pure))
         with_rule.defjvp(named_after(jvp_fn, rule))
-        return commit_results(kind, outer, with_rule(diff, rest))
+        return of_call.write_back(with_rule(of_call.diff, of_call.rest))
 
     return call
-
-
-def _split_diff(
-    kind: Kind, args: object, wrt: object, call: Callable[..., Any]
-) -> tuple[Any, list[Any], list[Any], Any]:
-    """Returns a call's differentiable values, the rest, and the pure function of both."""
-    outer, pure_args = split_args(kind, args, wrt, "wrt", call=call)
-    units = Units.of_pure_args(kind, pure_args)
-    diff = units.values_with_role(DIFF)
-    rest = [None if role is DIFF else value for value, role in units.pairs()]
-    empty = units.without_values()  # values that outlive the call hold no arrays of it
-
-    def run_with(fn: Callable[..., Any], diff: list[Any], rest: list[Any]) -> PureResults:
-        inside = empty.with_values(rest).with_role_replaced(DIFF, diff)
-        return call_pure(kind, fn, inside.pure_args())
-
-    return outer, diff, rest, run_with
 
 
 def remat(

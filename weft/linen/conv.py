@@ -61,15 +61,10 @@ class _Conv(Module):
         n = len(window)
         sizes = (self.strides, self.kernel_dilation, self.input_dilation)
         strides, dilation, input_dilation = (functional.per_axis(size, n) for size in sizes)
-        padded, zeros = functional.pad_conv(
-            inputs,
-            window=window,
-            strides=strides,
-            padding=self.padding,
-            dilation=dilation,
-            input_dilation=input_dilation,
+        options: dict[str, Any] = {"strides": strides, "dilation": dilation}
+        padded, options["padding"] = functional.pad_conv(
+            inputs, window=window, padding=self.padding, input_dilation=input_dilation, **options
         )
-        options = {"strides": strides, "padding": zeros, "dilation": dilation}
         spatial = padded.shape[padded.ndim - n - 1 : -1]
         spatial = tuple((s - 1) * d + 1 for s, d in zip(spatial, input_dilation, strict=True))
         *shapes, convolve = self._shapes(window, inputs.shape[-1], spatial, options)
@@ -235,30 +230,21 @@ class ConvTranspose(Module):
         """Applies the convolution to an input with any number of batch axes; raises as `Conv`."""
         window = window_of(self, inputs)
         n = len(window)
-        strides = functional.per_axis(self.strides, n)
-        dilation = functional.per_axis(self.kernel_dilation, n)
-        padded, zeros = functional.pad_conv_transpose(
-            inputs,
-            window=window,
-            strides=strides,
-            padding=self.padding,
-            dilation=dilation,
-            transpose_kernel=self.transpose_kernel,
+        options: dict[str, Any] = {
+            "strides": functional.per_axis(self.strides, n),
+            "dilation": functional.per_axis(self.kernel_dilation, n),
+            "transpose_kernel": self.transpose_kernel,
+        }
+        padded, options["padding"] = functional.pad_conv_transpose(
+            inputs, window=window, padding=self.padding, **options
         )
+        options["preferred_element_type"] = self.preferred_element_type
         channels = (inputs.shape[-1], self.features)
         shape = (*window, *(reversed(channels) if self.transpose_kernel else channels))
         x, kernel, bias = parameters(self, padded, shape, (self.features,))
         return functional.over_batch_axes(
             lambda x: functional.conv_transpose(
-                x,
-                kernel,
-                bias,
-                strides=strides,
-                padding=zeros,
-                dilation=dilation,
-                transpose_kernel=self.transpose_kernel,
-                precision=self.precision,
-                preferred_element_type=self.preferred_element_type,
+                x, kernel, bias, precision=self.precision, **options
             ),
             x,
             n + 1,

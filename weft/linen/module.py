@@ -471,15 +471,8 @@ class Module(ModuleVariables):
         >>> jax.tree.map(jnp.shape, variables)
         {'params': {'bias': (2,), 'kernel': (3, 2)}}
         """
-        _check_instance(self, "init")
-        return self.init_with_output(
-            rngs,
-            *args,
-            method=method,
-            mutable=mutable,
-            capture_intermediates=capture_intermediates,
-            **kwargs,
-        )[1]
+        run, mutable, flags = Module._runner(self, "init", method, mutable, capture_intermediates)
+        return core.init(run, mutable, flags)(rngs, *args, **kwargs)[1]
 
     def lazy_init(
         self,
@@ -571,20 +564,9 @@ class Module(ModuleVariables):
         **kwargs: object,
     ) -> str:
         """Returns a table of a call's modules, inputs and outputs; see `weft.linen.tabulate`."""
-        tabulated = summary.tabulate(
-            self,
-            rngs,
-            depth=depth,
-            show_repeated=show_repeated,
-            mutable=mutable,
-            console_kwargs=console_kwargs,
-            table_kwargs=table_kwargs,
-            column_kwargs=column_kwargs,
-            compute_flops=compute_flops,
-            compute_vjp_flops=compute_vjp_flops,
-            **kwargs,
-        )
-        return tabulated(*args)
+        of_rich = console_kwargs, table_kwargs, column_kwargs
+        options = depth, show_repeated, mutable, *of_rich, compute_flops, compute_vjp_flops
+        return summary.tabulate(self, rngs, *options, **kwargs)(*args)
 
 
 @functools.lru_cache(maxsize=1024)

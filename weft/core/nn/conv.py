@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,29 +65,21 @@ def conv(
             f"the input has {inputs.shape[-1]} channels (shape {inputs.shape}), which cannot be "
             f"divided into feature_group_count={feature_group_count} groups."
         )
-    strides, dilation, input_dilation = (
-        functional.per_axis(sizes, len(window))
-        for sizes in (strides, kernel_dilation, input_dilation)
-    )
-    padded, pads = functional.pad_conv(
-        inputs,
-        window=window,
-        strides=strides,
-        padding=padding,
-        dilation=dilation,
-        input_dilation=input_dilation,
-    )
+    options: dict[str, Any] = {
+        "strides": functional.per_axis(strides, len(window)),
+        "dilation": functional.per_axis(kernel_dilation, len(window)),
+        "input_dilation": functional.per_axis(input_dilation, len(window)),
+    }
+    padded, pads = functional.pad_conv(inputs, window=window, padding=padding, **options)
     shape = (*window, inputs.shape[-1] // feature_group_count, features)
     kernel = scope.param("kernel", kernel_init, shape)
     added = scope.param("bias", bias_init, (features,)) if bias else None
     return functional.conv(
         *promote_dtype(padded, kernel, added, dtype=dtype, inexact=False),
-        strides=strides,
         padding=pads,
-        input_dilation=input_dilation,
-        dilation=dilation,
         groups=feature_group_count,
         precision=precision,
+        **options,
     )
 
 
