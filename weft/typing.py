@@ -13,6 +13,7 @@ P = ParamSpec("P")
 Options = ParamSpec("Options")
 _Transformation = Callable[Concatenate[Callable[..., Any], Options], Any]
 
+Fn = Callable[..., Any]
 Tensor = jax.Array
 Shape = Sequence[int]
 DType = Any  # whatever `jnp.dtype` accepts: a NumPy or ml_dtypes scalar type, a dtype, its name

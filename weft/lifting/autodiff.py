@@ -23,14 +23,13 @@ from weft.lifting.kind import (
 from weft.lifting.roles import DIFF
 from weft.lifting.signature import named_after
 from weft.lifting.trace_cache import LazyCached
+from weft.typing import Fn
 
 
 class _Call:
     """Call as a function of the values to differentiate, selected by `wrt`, and of the rest."""
 
-    def __init__(
-        self, kind: Kind, args: object, wrt: object, call: Callable[..., Any] | None = None
-    ):
+    def __init__(self, kind: Kind, args: object, wrt: object, call: Fn | None = None):
         self._kind = kind
         self._outer, pure_args = split_args(kind, args, wrt, "wrt", call=call)
         units = Units.of_pure_args(kind, pure_args)
@@ -40,7 +39,7 @@ class _Call:
         self.units = units.without_values()
         self.run = functools.partial(_run, self.units)
 
-    def pure(self, fn: Callable[..., Any], has_aux: bool) -> Callable[[list[Any]], Any]:
+    def pure(self, fn: Fn, has_aux: bool) -> Callable[[list[Any]], Any]:
         """Returns the function from `diff` to the result of `fn`, and all other outputs."""
 
         def of_diff(diff: list[Any]) -> tuple[Any, PureResults]:
@@ -54,7 +53,7 @@ class _Call:
         return commit_results(self._kind, self._outer, results)
 
 
-def _run(units: Units, fn: Callable[..., Any], diff: list[Any], rest: list[Any]) -> PureResults:
+def _run(units: Units, fn: Fn, diff: list[Any], rest: list[Any]) -> PureResults:
     inside = units.with_values(rest).with_role_replaced(DIFF, diff)
     return call_pure(units.kind, fn, inside.pure_args())
 
@@ -69,7 +68,7 @@ def in_args_tree(units: Units, values: list[Any]) -> Any:
 
 def value_and_grad(
     kind: Kind,
-    fn: Callable[..., Any],
+    fn: Fn,
     *,
     wrt: object,
     has_aux: bool = False,
@@ -100,7 +99,7 @@ def value_and_grad(
     return call
 
 
-def grad(kind: Kind, fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
+def grad(kind: Kind, fn: Fn, **kwargs: Any) -> Fn:
     """Returns the gradients of `value_and_grad`; with `has_aux`, and the auxiliary output."""
     both = value_and_grad(kind, fn, **kwargs)
 
@@ -112,7 +111,7 @@ def grad(kind: Kind, fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any
 
 
 def vjp(
-    kind: Kind, fn: Callable[..., Any], *, wrt: object, has_aux: bool = False
+    kind: Kind, fn: Fn, *, wrt: object, has_aux: bool = False
 ) -> Callable[..., tuple[Any, ...]]:
     """Applies `jax.vjp` to a function that takes carriers; see `value_and_grad` for the arguments.
 
@@ -138,7 +137,7 @@ def vjp(
 
 
 def jvp(
-    kind: Kind, fn: Callable[..., Any], *, wrt: object, has_aux: bool = False
+    kind: Kind, fn: Fn, *, wrt: object, has_aux: bool = False
 ) -> Callable[..., tuple[Any, ...]]:
     """Applies `jax.jvp` to a function that takes carriers; see `value_and_grad` for the arguments.
 
@@ -158,14 +157,8 @@ def jvp(
 
 
 def custom_vjp(
-    kind: Kind,
-    fn: Callable[..., Any],
-    forward_fn: Callable[..., Any],
-    backward_fn: Callable[..., Any],
-    *,
-    wrt: object,
-    of_state: bool = False,
-) -> Callable[..., Any]:
+    kind: Kind, fn: Fn, forward_fn: Fn, backward_fn: Fn, *, wrt: object, of_state: bool = False
+) -> Fn:
     """Applies `jax.custom_vjp` to a function that takes carriers.
 
     The state that `fn` changes comes from `forward_fn` when derivatives are taken.
@@ -209,12 +202,12 @@ def custom_vjp(
 
 def custom_jvp(
     kind: Kind,
-    fn: Callable[..., Any],
-    jvp_fn: Callable[..., Any],
+    fn: Fn,
+    jvp_fn: Fn,
     *,
     wrt: object,
     pack_tangent: Callable[[PureResults, Any, list[Any]], PureResults] | None = None,
-) -> Callable[..., Any]:
+) -> Fn:
     """Applies `jax.custom_jvp` to a function that takes carriers.
 
     The state that `fn` changes comes from `jvp_fn` when derivatives are taken.
@@ -257,12 +250,12 @@ def custom_jvp(
 
 def remat(
     kind: Kind,
-    fn: Callable[..., Any],
+    fn: Fn,
     *,
     prevent_cse: bool = True,
     policy: Callable[..., bool] | None = None,
     in_axes: object = None,
-) -> Callable[..., Any]:
+) -> Fn:
     """Applies `jax.checkpoint` to a function that takes carriers.
 
     `in_axes` is a prefix of the arguments, of whose `Roles` only the filters are used.

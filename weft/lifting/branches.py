@@ -33,16 +33,16 @@ from weft.lifting.state_creation import (
     groups_before_and_after,
 )
 from weft.lifting.trace_cache import flatten_units, jit_by_structure, restore_unchanged
-from weft.typing import ArrayLike
+from weft.typing import ArrayLike, Fn
 
 
 def switch(
     kind: Kind,
-    branches: Sequence[Callable[..., Any]],
+    branches: Sequence[Fn],
     *,
     in_axes: object = None,
     names: Sequence[str] | None = None,
-) -> Callable[..., Any]:
+) -> Fn:
     """Applies `jax.lax.switch` to functions that take carriers, as `call(index, *args)`.
 
     Args:
@@ -75,7 +75,7 @@ class _TracedBranch:
         end: the groups after the branch, without arrays.
     """
 
-    def __init__(self, fn: Callable[..., Any], units: Units):
+    def __init__(self, fn: Fn, units: Units):
         self.fn, kind = fn, units.kind
         self.static: Static = Static(None)
         self.end: list[Any] = []
@@ -108,11 +108,7 @@ class _TracedBranch:
 
 
 def _run_switch(
-    names: Sequence[str] | None,
-    branches: Sequence[Callable[..., Any]],
-    _: None,
-    units: Units,
-    index: ArrayLike,
+    names: Sequence[str] | None, branches: Sequence[Fn], _: None, units: Units, index: ArrayLike
 ) -> PureResults:
     kind = units.kind
     traced = [_TracedBranch(branch, units) for branch in branches]
@@ -216,13 +212,7 @@ def _initial_values(
     return [found.get(path) for path in first]
 
 
-def cond(
-    kind: Kind,
-    true_fun: Callable[..., Any],
-    false_fun: Callable[..., Any],
-    *,
-    in_axes: object = None,
-) -> Callable[..., Any]:
+def cond(kind: Kind, true_fun: Fn, false_fun: Fn, *, in_axes: object = None) -> Fn:
     """Applies `jax.lax.cond` as `call(pred, *args)` to functions of carriers; see `switch`."""
     chosen = switch(kind, (false_fun, true_fun), in_axes=in_axes, names=("false_fun", "true_fun"))
 

@@ -27,6 +27,7 @@ from weft.lifting.kind import (
 from weft.lifting.roles import Roles
 from weft.lifting.signature import as_tuple, named_after
 from weft.lifting.trace_cache import LazyCached, large_frame
+from weft.typing import Fn
 
 RunCompiled = Callable[[jax.stages.Compiled, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -140,7 +141,7 @@ class _CompiledFunction:
     def __init__(
         self,
         kind: Kind,
-        fn: Callable[..., Any],
+        fn: Fn,
         of_carriers: Roles | None,
         static_argnums: frozenset[int],
         static_argnames: frozenset[str],
@@ -168,7 +169,7 @@ class _CompiledFunction:
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
         return self._run(self._jitted, args, kwargs)
 
-    def _run(self, jitted: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _run(self, jitted: Fn, args: tuple[Any, ...], kwargs: Any) -> Any:
         call = functools.partial(self._run, jitted)
         outer, pure_args = self._split_args(args, kwargs, call)
         packed, packed_kwargs = pure_args.packed
@@ -188,7 +189,7 @@ class _CompiledFunction:
         )
 
     def _split_args(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any] | None = None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Fn | None = None
     ) -> tuple[Any, PureArgs]:
         if self._static_argnums and args:
             static = {i + len(args) if i < 0 else i for i in self._static_argnums}
@@ -211,7 +212,7 @@ def _unwrap_static(x: object) -> Any:
 
 def jit(
     kind: Kind,
-    fn: Callable[..., Any],
+    fn: Fn,
     *,
     of_carriers: Roles | None = None,
     in_shardings: Any = None,
@@ -247,7 +248,7 @@ def jit(
     return Jitted(LazyCached((fn, options), make))
 
 
-def eval_shape(kind: Kind, fn: Callable[..., Any], *, in_axes: object = None) -> Callable[..., Any]:
+def eval_shape(kind: Kind, fn: Fn, *, in_axes: object = None) -> Fn:
     """Applies `jax.eval_shape` to a function that takes carriers; changed state becomes shapes.
 
     Of the `Roles` in `in_axes`, only the filters are used.
@@ -261,7 +262,7 @@ def eval_shape(kind: Kind, fn: Callable[..., Any], *, in_axes: object = None) ->
 
 
 def checkify(
-    kind: Kind, fn: Callable[..., Any], *, errors: Any = None, in_axes: object = None
+    kind: Kind, fn: Fn, *, errors: Any = None, in_axes: object = None
 ) -> Callable[..., tuple[Any, Any]]:
     """Applies `jax.experimental.checkify.checkify` to a function that takes carriers.
 
@@ -280,5 +281,5 @@ def checkify(
     return call
 
 
-def _pure(kind: Kind, fn: Callable[..., Any]) -> Callable[[PureArgs], PureResults]:
+def _pure(kind: Kind, fn: Fn) -> Callable[[PureArgs], PureResults]:
     return named_after(fn, lambda pure_args: call_pure(kind, fn, pure_args))

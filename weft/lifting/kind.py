@@ -30,6 +30,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from weft.errors import ForkError, RoleError
 from weft.lifting.roles import FORK, Roles, broadcast_roles, carrier_roles, is_role
+from weft.typing import Fn
 
 _NO_CONTEXT = contextlib.nullcontext()
 
@@ -310,7 +311,7 @@ def split_args(
     roles: object,
     what: str = "in_axes",
     of_carriers: Roles | None = None,
-    call: Callable[..., Any] | None = None,
+    call: Fn | None = None,
 ) -> tuple[Any, PureArgs]:
     """Splits the carriers among `args` into groups, by their roles.
 
@@ -358,7 +359,7 @@ def split_args(
 
 
 def _call_with_others(
-    call: Callable[..., Any], tree: Any, leaves: list[Any], at: list[int], others: Sequence[Any]
+    call: Fn, tree: Any, leaves: list[Any], at: list[int], others: Sequence[Any]
 ) -> Any:
     replaced = list(leaves)
     for i, carrier in zip(at, others, strict=True):
@@ -367,11 +368,7 @@ def _call_with_others(
 
 
 def call_pure(
-    kind: Kind,
-    fn: Callable[..., Any],
-    pure_args: PureArgs,
-    out_roles: object = None,
-    has_kwargs: bool = False,
+    kind: Kind, fn: Fn, pure_args: PureArgs, out_roles: object = None, has_kwargs: bool = False
 ) -> PureResults:
     """Merges the carriers at the present trace level, calls `fn(*args)` and collects.
 

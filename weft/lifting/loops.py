@@ -10,7 +10,6 @@ while cond(carry):
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,12 +23,10 @@ from weft.lifting.scan import CarryStructures, LoopBody, carry_structures_of_arg
 from weft.lifting.signature import named_after
 from weft.lifting.state_creation import body_with_state, final_results
 from weft.lifting.trace_cache import flatten_units, jit_by_structure, restore_unchanged
-from weft.typing import ArrayLike
+from weft.typing import ArrayLike, Fn
 
 
-def while_loop(
-    kind: Kind, cond_fn: Callable[..., Any], body_fn: Callable[..., Any], *, in_axes: object
-) -> Callable[..., Any]:
+def while_loop(kind: Kind, cond_fn: Fn, body_fn: Fn, *, in_axes: object) -> Fn:
     """Applies `jax.lax.while_loop` to functions that take carriers.
 
     The result returns the last values of the carried arguments; changes by `cond_fn` are dropped.
@@ -104,11 +101,11 @@ def fori_loop(
     kind: Kind,
     lower: ArrayLike,
     upper: ArrayLike,
-    body_fn: Callable[..., Any],
+    body_fn: Fn,
     *,
     in_axes: object,
     unroll: int | bool | None = None,
-) -> Callable[..., Any]:
+) -> Fn:
     """Applies `jax.lax.fori_loop` to a function that takes carriers; see `while_loop`.
 
     Args:

@@ -33,11 +33,12 @@ from weft.lifting.kind import (
 from weft.lifting.roles import FORK
 from weft.lifting.signature import named_after
 from weft.lifting.state_creation import final_results
+from weft.typing import Fn
 
 
 def vmap(
     kind: Kind,
-    fn: Callable[..., Any],
+    fn: Fn,
     *,
     in_axes: object = 0,
     out_axes: object = 0,
@@ -45,7 +46,7 @@ def vmap(
     axis_name: Hashable = None,
     spmd_axis_name: Hashable = None,
     metadata: axes.Metadata | None = None,
-) -> Callable[..., Any]:
+) -> Fn:
     """Applies `jax.vmap` to a function that takes carriers.
 
     Args:
@@ -119,14 +120,14 @@ def _location_of_result(units: Units, out_axes: Any, structure: Any, shown: str)
 
 def shard_map(
     kind: Kind,
-    fn: Callable[..., Any],
+    fn: Fn,
     *,
     mesh: Mesh | jax.sharding.AbstractMesh,
     in_specs: object,
     out_specs: object,
     axis_names: frozenset[str] = frozenset(),
     check_vma: bool = True,
-) -> Callable[..., Any]:
+) -> Fn:
     """Applies `jax.shard_map` to a function that takes carriers.
 
     Args:
@@ -176,14 +177,14 @@ def shard_map(
 
 def pmap(
     kind: Kind,
-    fn: Callable[..., Any],
+    fn: Fn,
     *,
     axis_name: str = "devices",
     in_axes: object = 0,
     out_axes: object = 0,
     devices: Sequence[Any] | None = None,
     metadata: axes.Metadata | None = None,
-) -> Callable[..., Any]:
+) -> Fn:
     """Runs a function on several devices, each with one index of the mapped axes.
 
     Args:
@@ -296,14 +297,14 @@ Groups = tuple[Any, ...]
 
 def map_state(
     kind: Kind,
-    fn: Callable[..., Any],
+    fn: Fn,
     *,
     in_axes: object = None,
     map_in: Callable[[Groups], Groups] = lambda groups: groups,
     map_out: Callable[[Groups, Groups, bool], Groups] = lambda found, left, initializes: left,
     initialize: Callable[[Groups, Groups], Groups] | None = None,
     is_first: Callable[..., bool] = lambda *args: True,
-) -> Callable[..., Any]:
+) -> Fn:
     """Maps the state of carriers that a function sees.
 
     Args:

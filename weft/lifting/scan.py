@@ -37,13 +37,14 @@ from weft.lifting.kind import (
 from weft.lifting.roles import CARRY, FORK, Role, Roles, changed_shared_message, is_role
 from weft.lifting.signature import named_after
 from weft.lifting.trace_cache import flatten_units, jit_by_structure, restore_unchanged
+from weft.typing import Fn
 
 CarryStructures = tuple[Any, ...]
 
 
 def scan(
     kind: Kind,
-    fn: Callable[..., Any],
+    fn: Fn,
     *,
     in_axes: object,
     out_axes: object,
@@ -53,7 +54,7 @@ def scan(
     split_transpose: bool = False,
     metadata: axes.Metadata | None = None,
     of_carriers: Roles | None = None,
-) -> Callable[..., Any]:
+) -> Fn:
     """Applies `jax.lax.scan` to a function that takes carriers.
 
     Args:
@@ -120,9 +121,7 @@ class LoopBody:
 
     transformation = "scan"
 
-    def __init__(
-        self, fn: Callable[..., Any], out_axes: object, trees: CarryStructures, units: Units
-    ):
+    def __init__(self, fn: Fn, out_axes: object, trees: CarryStructures, units: Units):
         self.fn, self.kind, self.static = fn, units.kind, units.static
         self._out_axes, self._trees, self._units = out_axes, trees, units
         leaves, self._carry_tree = jax.tree.flatten(units.values_with_role(CARRY))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from weft.errors import TransformArgumentError
+from weft.typing import Fn
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Fn)
 T = TypeVar("T", int, str)
 
 _ANY_SIGNATURE = inspect.Signature(
@@ -25,11 +26,7 @@ _ANY_SIGNATURE = inspect.Signature(
 
 
 def named_after(
-    fn: Callable[..., Any],
-    pure: F,
-    *,
-    leading: Sequence[str] | None = None,
-    left_out: Collection[int | str] = (),
+    fn: Fn, pure: F, *, leading: Sequence[str] | None = None, left_out: Collection[int | str] = ()
 ) -> F:
     """Gives a function the name, the source line and the argument names of the user's function.
 
@@ -47,7 +44,7 @@ def named_after(
     return pure
 
 
-def copy_name(fn: Callable[..., Any], wrapper: F) -> F:
+def copy_name(fn: Fn, wrapper: F) -> F:
     """Gives a function the name and the source line of the function that it calls.
 
     The wrapper is changed and returned; it is still compared by value, see
@@ -67,7 +64,7 @@ def copy_name(fn: Callable[..., Any], wrapper: F) -> F:
 
 
 def _signature(
-    fn: Callable[..., Any], leading: Sequence[str], left_out: Collection[int | str]
+    fn: Fn, leading: Sequence[str], left_out: Collection[int | str]
 ) -> inspect.Signature:
     signature = signature_of(fn)
     if signature is _ANY_SIGNATURE:
@@ -84,7 +81,7 @@ def _signature(
     return inspect.Signature([*first, *kept])
 
 
-def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
+def signature_of(fn: Fn) -> inspect.Signature:
     """Returns the signature of a function, `(*args, **kwargs)` if it is unknown."""
     try:
         return inspect.signature(fn)
@@ -98,9 +95,7 @@ def as_tuple(arguments: T | Iterable[T]) -> tuple[T, ...]:
     return (arguments,) if is_one else tuple(arguments)  # pyright: ignore[reportReturnType, reportArgumentType]
 
 
-def check_argnums(
-    title: str, what: str, fn: Callable[..., Any], argnums: int | Iterable[int]
-) -> None:
+def check_argnums(title: str, what: str, fn: Fn, argnums: int | Iterable[int]) -> None:
     """Raises TransformArgumentError for positions of arguments that a function does not have.
 
     `what` is the parameter with the positions. An unknown signature allows any position.
@@ -116,7 +111,7 @@ def check_argnums(
 
 
 def resolve_argnums(
-    title: str, what: str, fn: Callable[..., Any], argnums: int | Iterable[int], args: Sequence[Any]
+    title: str, what: str, fn: Fn, argnums: int | Iterable[int], args: Sequence[Any]
 ) -> list[int]:
     """Returns positions among the arguments of a call, counted from 0; see `check_argnums`."""
     numbers = as_tuple(argnums)
@@ -125,7 +120,7 @@ def resolve_argnums(
 
 
 def _check_positions(
-    title: str, what: str, fn: Callable[..., Any], numbers: Iterable[int], n: int, has: str
+    title: str, what: str, fn: Fn, numbers: Iterable[int], n: int, has: str
 ) -> None:
     for number in numbers:
         if not -n <= number < n:

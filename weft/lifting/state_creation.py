@@ -42,6 +42,7 @@ from weft.errors import CarryStructureError
 from weft.lifting.kind import Kind, PureResults, StateNode, Units
 from weft.lifting.roles import CARRY
 from weft.lifting.signature import named_after
+from weft.typing import Fn
 
 
 class TracedFunction:
@@ -50,7 +51,7 @@ class TracedFunction:
     JAX sees the name of the user's function `named`.
     """
 
-    def __init__(self, named: Callable[..., Any], fn: Callable[..., Any], *args: object):
+    def __init__(self, named: Fn, fn: Fn, *args: object):
         self._fn = fn
         leaves, tree = jax.tree.flatten(args)
         trees: list[Any] = []
@@ -255,7 +256,7 @@ class _UndefinedState(Exception):
 
 def body_with_state(
     make: Callable[[Units], Any], units: Units, first: Callable[[Any], tuple[Any, ...]]
-) -> tuple[Any, Callable[..., Any] | None, list[Any]]:
+) -> tuple[Any, Fn | None, list[Any]]:
     """Returns a loop's body, after creating its state.
 
     Args:
@@ -292,7 +293,7 @@ def _body_with_state(
     first: Callable[[Any], tuple[Any, ...]],
     inside: object,
     may_be_undefined: bool = True,
-) -> tuple[Any, Callable[..., Any] | None, list[Any]]:
+) -> tuple[Any, Fn | None, list[Any]]:
     """Returns the same; `inside` is the static half for the first run."""
     kind, static, given = units.kind, units.static, units
     body = make(units.with_static(inside))

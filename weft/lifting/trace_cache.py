@@ -38,6 +38,7 @@ import numpy as np
 from weft.functional.arrays import INLINE
 from weft.lifting.kind import Static, Units
 from weft.lifting.signature import named_after
+from weft.typing import Fn
 
 T = TypeVar("T")
 F = TypeVar("F", bound=types.FunctionType)
@@ -60,7 +61,7 @@ class IdentityKey:
         return id(self.value)
 
 
-def _products() -> tuple[Callable[..., Any], ...]:
+def _products() -> tuple[Fn, ...]:
     return jax.lax.dot_general, jax.lax.conv_general_dilated, jnp.einsum, jnp.dot
 
 
@@ -354,7 +355,7 @@ def _take_tracers(fns: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
 
 
 def jit_by_structure(
-    fns: tuple[Callable[..., Any], ...], options: Any, pure: Callable[..., Any]
+    fns: tuple[Fn, ...], options: Any, pure: Fn
 ) -> Callable[..., tuple[list[Any], Static]]:
     """Returns `pure(fns, static, units, *arrays)`, traced once for equal structure.
 
@@ -363,7 +364,7 @@ def jit_by_structure(
     Tracers in the closures of `fns` are inputs of the trace.
     """
 
-    def make(fns: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
+    def make(fns: tuple[Fn, ...]) -> Fn:
         # Takes leaves instead of trees, since JAX flattens its arguments repeatedly.
         @large_frame
         def of_leaves(

@@ -4,7 +4,7 @@
 `self.method` is called as `method(module, ...)`, except for custom rules.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,8 @@ from weft.linen.module_kind import (
     split_modules,
     unbound,
 )
+from weft.typing import Fn
 
-Fn = Callable[..., Any]
 Path = tuple[str, ...]
 
 

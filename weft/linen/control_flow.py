@@ -4,15 +4,13 @@
 `self.method` is called as `method(module, ...)`, with the module inside of the transformation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.core import lift
 from weft.core.filters import Filter
 from weft.linen.module_kind import commit_counters, merge_modules, split_modules, unbound
-from weft.typing import ArrayLike
-
-Fn = Callable[..., Any]
+from weft.typing import ArrayLike, Fn
 
 
 def while_loop(

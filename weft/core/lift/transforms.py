@@ -16,8 +16,7 @@ from weft.errors import TransformArgumentError
 from weft.lifting import FORK, Roles
 from weft.lifting.kind import Static
 from weft.lifting.signature import as_tuple, check_argnums
-
-Fn = Callable[..., Any]
+from weft.typing import Fn
 
 
 class _Broadcast:
