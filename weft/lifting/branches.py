@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from weft.errors import BranchStructureError
+from weft.lifting import state_creation
 from weft.lifting.kind import (
     Kind,
     PureResults,
@@ -26,12 +27,6 @@ from weft.lifting.kind import (
     split_args,
 )
 from weft.lifting.signature import named_after
-from weft.lifting.state_creation import (
-    TracedFunction,
-    collected_groups,
-    final_results,
-    groups_before_and_after,
-)
 from weft.lifting.trace_cache import flatten_units, jit_by_structure, restore_unchanged
 from weft.typing import ArrayLike, Fn
 
@@ -85,17 +80,17 @@ class _TracedBranch:
         def of_values(values: list[Any]) -> tuple[Any, ...]:
             inside = units.with_values(values)
             results = call_pure(kind, fn, inside.pure_args())
-            of_groups = groups_before_and_after(inside, results)
+            of_groups = state_creation.groups_before_and_after(inside, results)
             made = [kind.created(before, after) for before, after, _ in of_groups]
             whole = [kind.union(before, after) for before, after, _ in of_groups]
             before = _by_path([before for before, _, _ in of_groups])
             after = _by_path(whole)
             self.changed = [p for p, x in after.items() if before.get(p) is not x]
             self.kept = {p for p, x in _by_path(made).items() if after.get(p) is x}
-            self.static, self.end = results.static, collected_groups(results)
+            self.static, self.end = results.static, state_creation.collected_groups(results)
             return made, whole, results.packed
 
-        self.traced = TracedFunction(fn, of_values, units.values)
+        self.traced = state_creation.TracedFunction(fn, of_values, units.values)
         self.shapes = self.traced.shapes
         count = itertools.count()
         numbers = jax.tree.map(lambda _: next(count), self.shapes)
@@ -174,7 +169,9 @@ def _run_switch(
     state_nodes = [StateNode(tuple(itertools.islice(rest, size))) for size in sizes]
     collected = type(traced[0].static)(joined)
     ends = (branch.end for branch in traced)
-    return final_results(kind, PureResults(collected, state_nodes, packed), made, *ends)
+    return state_creation.final_results(
+        kind, PureResults(collected, state_nodes, packed), made, *ends
+    )
 
 
 def _union_groups(kind: Kind, made: list[Any], more: list[Any]) -> list[Any]:

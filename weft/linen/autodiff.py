@@ -117,15 +117,9 @@ def vjp(
     """
     fn = unbound(fn)
     splitter, module_state, primals, _ = split_modules((fn,), mdl, primals)
+    options = {"has_aux": has_aux, "reduce_axes": reduce_axes, "variables": variables, "rngs": rngs}
     value, pullback, *aux = lift.vjp(
-        merge_modules(fn),
-        module_state,
-        *primals,
-        has_aux=has_aux,
-        reduce_axes=reduce_axes,
-        vjp_variables=vjp_variables,
-        variables=variables,
-        rngs=rngs,
+        merge_modules(fn), module_state, *primals, vjp_variables=vjp_variables, **options
     )
     commit_counters(splitter)
 

@@ -32,15 +32,9 @@ def while_loop(
     """
     cond_fn, body_fn = unbound(cond_fn), unbound(body_fn)
     splitter, module_state, (init,), _ = split_modules((body_fn, cond_fn), mdl, (init,))
-    result = lift.while_loop(
-        merge_modules(cond_fn, 1),
-        merge_modules(body_fn),
-        module_state,
-        init,
-        carry_variables,
-        broadcast_variables,
-        split_rngs,
-    )
+    fns = merge_modules(cond_fn, 1), merge_modules(body_fn)
+    state = carry_variables, broadcast_variables, split_rngs
+    result = lift.while_loop(*fns, module_state, init, *state)
     commit_counters(splitter)
     return result
 
@@ -62,16 +56,9 @@ def fori_loop(
 
     splitter, module_state, (init,), _ = split_modules((body_fn,), mdl, (init,))
     run = merge_modules(body)
-    result = lift.fori_loop(
-        lower,
-        upper,
-        lambda i, module_state, carry: run(module_state, i, carry),
-        module_state,
-        init,
-        carry_variables,
-        broadcast_variables,
-        split_rngs,
-    )
+    lifted: Fn = lambda i, module_state, carry: run(module_state, i, carry)  # noqa: E731
+    state = carry_variables, broadcast_variables, split_rngs
+    result = lift.fori_loop(lower, upper, lifted, module_state, init, *state)
     commit_counters(splitter)
     return result
 

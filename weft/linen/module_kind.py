@@ -195,18 +195,10 @@ class ModuleSplitter:
             tokens |= {self._token}
         if x.scope is None:
             return _Spec(type(x), fields, False, name_of(x), transform_tokens=tokens)
-        return _Spec(
-            type(x),
-            fields,
-            True,
-            name_of(x),
-            x.scope.path if type(x) in PATH_READERS else None,
-            state.in_compact,
-            state.place.name if state.place else None,
-            dict(state.counters),
-            tokens,
-            state.own_names,
-        )
+        path = x.scope.path if type(x) in PATH_READERS else None
+        place = state.place.name if state.place else None
+        running = state.in_compact, place, dict(state.counters), tokens, state.own_names
+        return _Spec(type(x), fields, True, name_of(x), path, *running)
 
     def refs(self, tree: Any) -> Any:
         """Returns a tree of arguments with refs in place of modules and variables."""

@@ -283,19 +283,10 @@ def vmap_with_axes(
     Args:
         partitioning_axis_names: the mapped axis's logical name, by collection with axis names.
     """
+    axes = {**variable_axes, **{f"{name}_axes": None for name in partitioning_axis_names}}
+    names = axis_name, spmd_axis_name
     mapped = transforms.vmap(
-        target,
-        variable_axes={
-            **variable_axes,
-            **{f"{name}_axes": None for name in partitioning_axis_names},
-        },
-        split_rngs=split_rngs,
-        in_axes=in_axes,
-        out_axes=out_axes,
-        axis_size=axis_size,
-        axis_name=axis_name,
-        spmd_axis_name=spmd_axis_name,
-        methods=methods,
+        target, axes, split_rngs, in_axes, out_axes, axis_size, *names, methods=methods
     )
     for name in [name for name in partitioning_axis_names if name in variable_axes]:
         params = {meta.PARTITION_NAME: partitioning_axis_names[name]}

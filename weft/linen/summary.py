@@ -16,12 +16,6 @@ from weft.core.filters import Filter
 from weft.core.rngs import RngKeys
 from weft.linen import state
 from weft.linen.methods import compact, wrap_method
-from weft.linen.state import (
-    ALL_BUT_INTERMEDIATES,
-    InterceptorContext,
-    ModuleVariables,
-    untransformed,
-)
 
 Path = tuple[str, ...]
 
@@ -30,7 +24,7 @@ Path = tuple[str, ...]
 class RecordedCall:
     """Recorded call of a method, with `jax.ShapeDtypeStruct` for arrays; `fn` is untransformed."""
 
-    module: ModuleVariables
+    module: state.ModuleVariables
     path: Path
     method: str
     args: tuple[Any, ...]
@@ -41,16 +35,16 @@ class RecordedCall:
 
     @property
     def title(self) -> str:
-        name = untransformed(type(self.module)).__name__
+        name = state.untransformed(type(self.module)).__name__
         return name if self.method == "__call__" else f"{name} ({self.method})"
 
 
 def record_calls(
-    module: ModuleVariables,
+    module: state.ModuleVariables,
     rngs: Any,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] = {},
-    mutable: Filter = ALL_BUT_INTERMEDIATES,
+    mutable: Filter = state.ALL_BUT_INTERMEDIATES,
     show_repeated: bool = False,
 ) -> tuple[list[RecordedCall], dict[str, Any]]:
     """Returns the calls that `init` of a module makes, in order, and the variables by shape.
@@ -61,7 +55,7 @@ def record_calls(
     seen: set[Path] = set()
 
     def watch(
-        next_fun: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext
+        next_fun: Callable[..., Any], args: Any, kwargs: Any, context: state.InterceptorContext
     ) -> Any:
         path = context.module._bound("the path was requested").path
         if context.method_name == "setup" or (path in seen and not show_repeated):
@@ -85,13 +79,13 @@ def record_calls(
     return calls, jax.eval_shape(initialize, arrays)
 
 
-def _method(context: InterceptorContext) -> Callable[..., Any]:
+def _method(context: state.InterceptorContext) -> Callable[..., Any]:
     fn = context.orig_method.__func__  # pyright: ignore[reportFunctionMemberAccess]
     if not context.module._state.in_compact:
         return wrap_method(fn)
 
     @functools.wraps(fn)
-    def run(module: ModuleVariables, *args: object, **kwargs: object) -> Any:
+    def run(module: state.ModuleVariables, *args: object, **kwargs: object) -> Any:
         return fn(module, *args, **kwargs)
 
     return wrap_method(compact(run))  # it may be a helper of a compact method
@@ -100,15 +94,15 @@ def _method(context: InterceptorContext) -> Callable[..., Any]:
 def without_transforms(module: Any) -> Any:
     """Returns an unbound copy of a module, of its class before transformations."""
     fields = {name: getattr(module, name) for name in module._field_names}
-    return untransformed(type(module))(**fields, parent=None)
+    return state.untransformed(type(module))(**fields, parent=None)
 
 
 def tabulate(
-    module: ModuleVariables,
+    module: state.ModuleVariables,
     rngs: RngKeys,
     depth: int | None = None,
     show_repeated: bool = False,
-    mutable: Filter = ALL_BUT_INTERMEDIATES,
+    mutable: Filter = state.ALL_BUT_INTERMEDIATES,
     console_kwargs: Mapping[str, Any] | None = None,
     table_kwargs: Mapping[str, Any] = {},
     column_kwargs: Mapping[str, Any] = {},

@@ -13,6 +13,8 @@ from weft.core.scope_kind import Group, ScopeKind, Select
 from weft.core.variable_store import copy_dicts
 from weft.errors import TransformArgumentError
 
+Filters = Sequence[Filter]
+
 
 def pack(
     fn: Callable[..., Any],
@@ -50,9 +52,7 @@ def pack(
     (4,)
     """
     title = name or getattr(fn, "__name__", "pack")
-    ins = [Select(where) for where in in_variable_filters]
-    rngs = [Select(rngs=where) for where in rng_filters]
-    kind = ScopeKind(title)
+    filters = in_variable_filters, out_variable_filters, rng_filters
 
     @functools.wraps(fn)
     def call(scope: object, *args: object, **kwargs: object) -> Any:
@@ -61,52 +61,38 @@ def pack(
                 f"{title}: it takes no arguments by name, and was given {sorted(kwargs)}; give "
                 "them by position, or make it with pack(..., enable_kwargs=True)."
             )
-        scopes, tree = jax.tree.flatten(scope, is_leaf=kind.is_carrier)
-        packed_call = _PackedCall(kind, scopes, tree, ins, rngs, out_variable_filters)
+        packed = _PackedCall(ScopeKind(title), scope, *filters)
         try:
-            pair = fn(
-                packed_call.scope_fn,
-                packed_call.repack_fn,
-                packed_call.variable_groups,
-                packed_call.rng_groups,
-                *args,
-                **kwargs,
-            )
+            pair = fn(packed.scope_fn, packed.repack_fn, *packed.groups, *args, **kwargs)
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise TransformArgumentError(
                     f"{title}: the function returned a {type(pair).__name__}; expected a pair of "
                     "its result and what repack_fn gave."
                 )
             result, changed = pair
-            packed_call.commit(changed)
+            packed.commit(changed)
         finally:
-            packed_call.end()
+            packed.end()
         return result
 
     return call
 
 
 class _PackedCall:
-    def __init__(
-        self,
-        kind: ScopeKind,
-        scopes: list[Scope],
-        tree: Any,
-        ins: list[Select],
-        rngs: list[Select],
-        outs: Sequence[Filter],
-    ):
-        self._kind, self._tree, self._outs = kind, tree, outs
-        self._filters = [tuple((where, None) for where in (*ins, *rngs))] * len(scopes)
+    """Call of `pack`; `groups` are the variable groups and the groups of PRNG streams."""
+
+    def __init__(self, kind: ScopeKind, scope: object, ins: Filters, outs: Filters, rngs: Filters):
+        self._kind, self._outs = kind, outs
+        scopes, self._tree = jax.tree.flatten(scope, is_leaf=kind.is_carrier)
+        selects = [*map(Select, ins), *(Select(rngs=where) for where in rngs)]
+        self._filters = [tuple((select, None) for select in selects)] * len(scopes)
         self._outer, self._static, groups = kind.split(scopes, self._filters)
         self._roots = [i for i, fields in enumerate(self._static) if hasattr(fields, "mutable")]
         self._mutable = [scopes[i].mutable for i in self._roots]
-        n = len(ins)
-        self.variable_groups = tuple(
-            tuple(copy_dicts(groups[i][k].variables) for i in self._roots) for k in range(n)
-        )
-        self.rng_groups = tuple(
-            tuple(groups[i][k].streams for i in self._roots) for k in range(n, n + len(rngs))
+        by_select = [[groups[i][k] for i in self._roots] for k in range(len(selects))]
+        self.groups = (
+            tuple(tuple(copy_dicts(g.variables) for g in of) for of in by_select[: len(ins)]),
+            tuple(tuple(g.streams for g in of) for of in by_select[len(ins) :]),
         )
         self._made: list[list[Scope]] = []
 
@@ -133,7 +119,7 @@ class _PackedCall:
 
     def commit(self, changed: Any) -> None:
         if not self._made:
-            self.scope_fn(self.variable_groups, self.rng_groups)
+            self.scope_fn(*self.groups)
         last = self._made[-1]
         collected, _, _ = self._kind.collect(None, self._static, last, self._filters, [], [])
         groups: list[tuple[Group, ...]] = [()] * len(self._static)
