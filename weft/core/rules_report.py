@@ -80,9 +80,10 @@ def check_rules(
             used |= {axis.rule for axis in axes if axis.rule is not None}
             passed.update(*(axis.passed for axis in axes))
             names |= {axis.name for axis in axes}
-    for rule in rules if mesh is not None else ():
-        unknown = _unknown(axes_of(rule[1]), mesh, f"by the rule {rule!r} an axis")
-        findings += [Finding(kind, text) for kind, text in unknown]
+    if mesh is not None:
+        for rule in rules:
+            unknown = _unknown(axes_of(rule[1]), mesh, f"by the rule {rule!r} an axis")
+            findings += [Finding(kind, text) for kind, text in unknown]
     unused = [index for index in range(len(rules)) if index not in used]
     return findings + [_unused(rules[i], i in passed, names) for i in unused]
 

@@ -82,7 +82,7 @@ def check_shape(
 ) -> None:
     """Raises ScopeParamShapeError if a parameter's shape differs from its initializer's."""
     # Initializers return the shape that they are given; evaluating one costs half a millisecond.
-    shape = init_args[0] if init_args else None
+    shape: Any = init_args[0] if init_args else None
     is_shape = isinstance(shape, tuple | list) and {int}.issuperset(map(type, shape))
     if is_shape and getattr(meta.unbox(value), "shape", None) == tuple(shape):
         return

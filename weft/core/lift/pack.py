@@ -99,7 +99,7 @@ class _PackedCall:
     def scope_fn(self, variable_groups: Any, rng_groups: Any, mutable_filter: Filter = True) -> Any:
         changeable = functools.reduce(union_filters, self._outs, False)
         changeable = intersect_filters(changeable, mutable_filter)
-        static = list(self._static)
+        static: list[Any] = list(self._static)
         groups: list[tuple[Group, ...]] = [()] * len(static)
         for root, (i, mutable) in enumerate(zip(self._roots, self._mutable, strict=True)):
             inside = canonical(intersect_filters(mutable, changeable))
