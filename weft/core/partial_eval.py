@@ -4,17 +4,17 @@ Unknown are arguments given only by shape, or all values that a JAX transformati
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
-from jax.interpreters.partial_eval import dce_jaxpr, dce_jaxpr_consts
+from jax.interpreters.partial_eval import dce_jaxpr_consts
 
+from weft.core.tabulate import is_array
 from weft.core.tracing import at_trace, is_tracing
 from weft.errors import LazyInitError
-from weft.lifting.state_creation import without_debugging
-
-_TRACED: Any = object()
+from weft.lifting.kind import Leaves
+from weft.lifting.state_creation import TracedFunction, without_debugging
 
 
 def partial_eval(fn: Callable[..., Any], *args: object, **kwargs: object) -> Any:
@@ -26,12 +26,12 @@ def partial_eval(fn: Callable[..., Any], *args: object, **kwargs: object) -> Any
 
     Raises LazyInitError if a result depends on the value of a `jax.ShapeDtypeStruct`.
     """
-    trace = _trace(fn, args, kwargs)
-    unknown = _needs_unknown(trace)
+    trace = _Trace(fn, args, kwargs)
+    unknown = trace.needs_unknown()
     if any(unknown):
         path = trace.paths[unknown.index(True)]
         raise LazyInitError(jax.tree_util.keystr(path, simple=True, separator="/"))
-    return _evaluate(trace, unknown)
+    return trace.evaluate(unknown)
 
 
 def partial_eval_or_shapes(fn: Callable[..., Any], *args: object, **kwargs: object) -> Any:
@@ -41,8 +41,8 @@ def partial_eval_or_shapes(fn: Callable[..., Any], *args: object, **kwargs: obje
     >>> partial_eval_or_shapes(lambda x, y: (x + y, y + 1), x, jax.numpy.float32(2))
     (ShapeDtypeStruct(shape=(2,), dtype=float32), Array(3., dtype=float32))
     """
-    trace = _trace(fn, args, kwargs)
-    return _evaluate(trace, _needs_unknown(trace))
+    trace = _Trace(fn, args, kwargs)
+    return trace.evaluate(trace.needs_unknown())
 
 
 def evaluate_outside(
@@ -56,13 +56,13 @@ def evaluate_outside(
         error: returns the exception for the path of a result that depends on a value which exists
             only in the present trace.
     """
-    inside = _trace(fn, (), {})
+    inside = _Trace(fn, (), {})
     every = range(len(inside.paths))
     values = _outputs_outside(trace, inside, every)
     if values is None:
         (path, *_) = (inside.paths[i] for i in every if not _outputs_outside(trace, inside, [i]))
         raise error(path)
-    return inside.restored(values)
+    return inside.results.filled(values)
 
 
 def _outputs_outside(
@@ -70,8 +70,9 @@ def _outputs_outside(
 ) -> list[Any] | None:
     """Returns some results, computed in an outer trace, or None if it does not have the inputs."""
     used = [i in outputs for i in range(len(inside.paths))]
-    jaxpr, used_consts, _ = dce_jaxpr_consts(inside.closed.jaxpr, used)
-    consts = [x for x, is_used in zip(inside.closed.consts, used_consts, strict=True) if is_used]
+    closed = without_debugging(inside.traced.closed)
+    jaxpr, used_consts, _ = dce_jaxpr_consts(closed.jaxpr, used)
+    consts = [x for x, is_used in zip(closed.consts, used_consts, strict=True) if is_used]
     with at_trace(trace):
         if not is_tracing() and any(isinstance(x, jax.core.Tracer) for x in consts):
             return None
@@ -82,64 +83,46 @@ def _outputs_outside(
             return None
 
 
-class _Trace(NamedTuple):
-    closed: Any
-    arrays: list[Any]
-    results: list[Any]
-    paths: list[Any]  # of the results in the trace
-    structure: Any
+class _Trace:
+    """Function that was traced once, with arrays or their shapes among its arguments.
 
-    def needs(self, used: list[bool]) -> tuple[Any, list[bool]]:
-        """Returns the computation of the used results, and which arrays it needs."""
-        jaxpr, inputs = dce_jaxpr(self.closed.jaxpr, used)
-        return jaxpr, inputs
+    Attributes:
+        results: the result, in which those in the trace can be replaced.
+        paths: their paths.
+    """
 
-    def restored(self, values: Sequence[Any]) -> Any:
-        """Returns the function's result, with values for those in the trace."""
-        rest = iter(values)
-        return self.structure.unflatten(next(rest) if x is _TRACED else x for x in self.results)
+    def __init__(self, fn: Callable[..., Any], args: object, kwargs: object):
+        given = Leaves.of((args, kwargs), is_array, None)
 
+        def of_arrays(*arrays: object) -> list[Any]:
+            args, kwargs = given.filled(arrays)
+            out = fn(*args, **kwargs)
+            paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(out)]
+            self.results = Leaves.of(out, lambda x: isinstance(x, jax.core.Tracer), None)
+            self.paths = [paths[i] for i in self.results.at]
+            traced = self.results.picked
+            for i in self.results.at:
+                self.results.every[i] = None  # tracers do not outlive their trace
+            return traced
 
-def _trace(fn: Callable[..., Any], args: object, kwargs: object) -> _Trace:
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    at = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
-    found: list[Any] = []
+        self.arrays = given.picked
+        self.traced = TracedFunction(fn, of_arrays, *self.arrays)
 
-    def of_arrays(*arrays: object) -> list[Any]:
-        all_leaves = list(leaves)
-        for i, array in zip(at, arrays, strict=True):
-            all_leaves[i] = array
-        args, kwargs = tree.unflatten(all_leaves)
-        with_paths, out = jax.tree_util.tree_flatten_with_path(fn(*args, **kwargs))
-        traced = [isinstance(x, jax.core.Tracer) for _, x in with_paths]
-        pairs = list(zip(with_paths, traced, strict=True))
-        results = [_TRACED if is_traced else x for (_, x), is_traced in pairs]
-        found[:] = [results, [path for (path, _), is_traced in pairs if is_traced], out]
-        return [x for (_, x), is_traced in pairs if is_traced]
+    def needs_unknown(self) -> list[bool]:
+        """Returns for each result in the trace whether it depends on unknown values."""
+        missing = [isinstance(x, jax.ShapeDtypeStruct) for x in self.arrays]
 
-    arrays = [leaves[i] for i in at]
-    with jax.disable_jit(False):
-        closed = without_debugging(jax.make_jaxpr(of_arrays)(*arrays))
-    return _Trace(closed, arrays, *found)
+        def needs_missing(outputs: Sequence[int]) -> bool:
+            used = self.traced.used(outputs, *self.arrays)
+            return any(n and m for n, m in zip(used, missing, strict=True))
 
+        every = range(len(self.paths))
+        is_any = needs_missing(every)
+        return [is_any and needs_missing([i]) for i in every]
 
-def _needs_unknown(trace: _Trace) -> list[bool]:
-    missing = [isinstance(x, jax.ShapeDtypeStruct) for x in trace.arrays]
-
-    def needs_missing(used: list[bool]) -> bool:
-        _, inputs = trace.needs(used)
-        return any(n and m for n, m in zip(inputs, missing, strict=True))
-
-    n = len(trace.paths)
-    if not needs_missing([True] * n):
-        return [False] * n
-    return [needs_missing([i == j for j in range(n)]) for i in range(n)]
-
-
-def _evaluate(trace: _Trace, unknown: list[bool]) -> Any:
-    jaxpr, inputs = trace.needs([not u for u in unknown])
-    given = [x for x, needed in zip(trace.arrays, inputs, strict=True) if needed]
-    # Constants are arrays of NumPy, which are mutable.
-    known = map(jax.numpy.asarray, jax.core.eval_jaxpr(jaxpr, trace.closed.consts, *given))
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in trace.closed.out_avals]
-    return trace.restored([s if u else next(known) for s, u in zip(shapes, unknown, strict=True)])
+    def evaluate(self, unknown: Sequence[bool]) -> Any:
+        """Returns the result, with shapes for unknown values."""
+        known = iter(self.traced.only([i for i, u in enumerate(unknown) if not u], *self.arrays))
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.traced.shapes]
+        pairs = zip(shapes, unknown, strict=True)
+        return self.results.filled([s if u else next(known) for s, u in pairs])

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft.core import meta
+from weft.lifting.kind import Leaves
 
 
 def to_shapes(tree: Any) -> Any:
@@ -35,16 +36,8 @@ def is_array(x: object) -> bool:
 
 def split_arrays(tree: object) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Returns the arrays of a tree, and a function that replaces them in the tree."""
-    leaves, structure = jax.tree.flatten(tree)
-    at = [i for i, x in enumerate(leaves) if is_array(x)]
-
-    def fill(arrays: Sequence[Any]) -> Any:
-        new = list(leaves)
-        for i, x in zip(at, arrays, strict=True):
-            new[i] = x
-        return structure.unflatten(new)
-
-    return [leaves[i] for i in at], fill
+    leaves = Leaves.of(tree, is_array, None)
+    return leaves.picked, leaves.filled
 
 
 def format_tree(value: Any) -> str:

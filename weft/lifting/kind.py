@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
@@ -305,6 +305,32 @@ class PureResults(NamedTuple):
     packed: Any
 
 
+class Leaves(NamedTuple):
+    """Leaves of a tree, of which those at the positions `at` can be replaced."""
+
+    every: list[Any]
+    structure: Any
+    at: list[int]
+
+    @classmethod
+    def of(
+        cls, tree: object, is_picked: Callable[[Any], bool], is_leaf: Callable[[Any], bool] | None
+    ) -> "Leaves":
+        every, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+        return cls(every, structure, [i for i, x in enumerate(every) if is_picked(x)])
+
+    @property
+    def picked(self) -> list[Any]:
+        return [self.every[i] for i in self.at]
+
+    def filled(self, values: Iterable[Any]) -> Any:
+        """Returns the tree with other values at these positions."""
+        every = list(self.every)
+        for i, x in zip(self.at, values, strict=True):
+            every[i] = x
+        return self.structure.unflatten(every)
+
+
 def split_args(
     kind: Kind,
     args: Any,
@@ -347,24 +373,12 @@ def split_args(
                 f"{what} gives {flat[i]!r} to a {type(leaf).__name__}, which carries no state; "
                 "give it an axis or None."
             )
-    wanted = [kind.group_filters(flat[i]) for i in at]
-    carriers = [leaves[i] for i in at]
+    wanted, given = [kind.group_filters(flat[i]) for i in at], Leaves(leaves, tree, at)
     if call is not None:
-        with_others = functools.partial(_call_with_others, call, tree, leaves, at)
-        kind.create_outside(carriers, wanted, with_others)
-    outer, static, groups = kind.split(carriers, wanted)
-    for i, group in zip(at, groups, strict=True):
-        leaves[i] = StateNode(group)
-    return outer, PureArgs(Static((static, tuple(flat))), tree.unflatten(leaves))
-
-
-def _call_with_others(
-    call: Fn, tree: Any, leaves: list[Any], at: list[int], others: Sequence[Any]
-) -> Any:
-    replaced = list(leaves)
-    for i, carrier in zip(at, others, strict=True):
-        replaced[i] = carrier
-    return call(*tree.unflatten(replaced))
+        kind.create_outside(given.picked, wanted, lambda others: call(*given.filled(others)))
+    outer, static, groups = kind.split(given.picked, wanted)
+    packed = given.filled(map(StateNode, groups))
+    return outer, PureArgs(Static((static, tuple(flat))), packed)
 
 
 def call_pure(
@@ -377,46 +391,36 @@ def call_pure(
     returns, a pytree prefix of its result.
     """
     static, flat = pure_args.static.value
-    leaves, tree = jax.tree.flatten(pure_args.packed, is_leaf=is_state_node)
-    at = [i for i, leaf in enumerate(leaves) if is_state_node(leaf)]
-    inner, carriers = kind.merge(static, [leaves[i].groups for i in at])
-    for i, carrier in zip(at, carriers, strict=True):
-        leaves[i] = carrier
-
-    args, kwargs = tree.unflatten(leaves), {}
+    given = Leaves.of(pure_args.packed, is_state_node, is_state_node)
+    inner, carriers = kind.merge(static, [state_node.groups for state_node in given.picked])
+    args, kwargs = given.filled(carriers), {}
     if has_kwargs:
         *args, kwargs = args
     with kind.call_context(inner):
         out = fn(*args, **kwargs)
 
-    out_leaves, out_tree = jax.tree.flatten(out, is_leaf=kind.is_carrier)
-    out_at = [i for i, leaf in enumerate(out_leaves) if kind.is_carrier(leaf)]
-    if out_at:
+    new = Leaves.of(out, kind.is_carrier, kind.is_carrier)
+    if new.at:
         kind.note_result(out)
-    out_flat = (
-        broadcast_roles(out_roles, out, kind.is_carrier, "out_axes")
-        if out_at or not is_role(out_roles)
-        else [None] * len(out_leaves)
-    )
+    out_flat = []
+    if new.at or not is_role(out_roles):
+        out_flat = broadcast_roles(out_roles, out, kind.is_carrier, "out_axes")
+    roles = [flat[i] for i in given.at]
     out_static, groups, new_groups = kind.collect(
         inner,
         static,
         carriers,
-        [kind.group_filters(flat[i]) for i in at],
-        [out_leaves[i] for i in out_at],
-        [kind.group_filters(carrier_roles(out_flat[i])) for i in out_at],
+        [kind.group_filters(of_carrier) for of_carrier in roles],
+        new.picked,
+        [kind.group_filters(carrier_roles(out_flat[i])) for i in new.at],
     )
-    for i, group in zip(out_at, new_groups, strict=True):
-        out_leaves[i] = StateNode(group)
     state_nodes = [
         # These keys are only for the new axis; the caller's keys are unchanged.
-        StateNode(
-            tuple(None if r is FORK else g for r, g in zip(flat[i].roles, group, strict=True))
-        )
-        for i, group in zip(at, groups, strict=True)
+        StateNode(tuple(None if r is FORK else g for r, g in zip(of.roles, group, strict=True)))
+        for of, group in zip(roles, groups, strict=True)
     ]
-    static_type = Static if out_at else StaticWithoutNew
-    return PureResults(static_type(out_static), state_nodes, out_tree.unflatten(out_leaves))
+    static_type = Static if new.at else StaticWithoutNew
+    return PureResults(static_type(out_static), state_nodes, new.filled(map(StateNode, new_groups)))
 
 
 def commit_results(kind: Kind, outer: object, results: PureResults) -> Any:
@@ -425,14 +429,9 @@ def commit_results(kind: Kind, outer: object, results: PureResults) -> Any:
     if type(results.static) is StaticWithoutNew:
         kind.commit(outer, static, groups, [])
         return results.packed
-    leaves, tree = jax.tree.flatten(results.packed, is_leaf=is_state_node)
-    at = [i for i, leaf in enumerate(leaves) if is_state_node(leaf)]
-    new = kind.commit(outer, static, groups, [leaves[i].groups for i in at])
-    if not at:
-        return results.packed
-    for i, carrier in zip(at, new, strict=True):
-        leaves[i] = carrier
-    return tree.unflatten(leaves)
+    new = Leaves.of(results.packed, is_state_node, is_state_node)
+    carriers = kind.commit(outer, static, groups, [node.groups for node in new.picked])
+    return new.filled(carriers) if new.at else results.packed
 
 
 @dataclasses.dataclass(frozen=True)

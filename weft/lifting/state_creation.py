@@ -48,7 +48,7 @@ from weft.typing import Fn
 class TracedFunction:
     """Function of pytrees of arrays that is traced once and evaluated repeatedly.
 
-    JAX sees the name of the user's function `named`.
+    JAX sees the name of the user's function `named`. `closed` is the jaxpr.
     """
 
     def __init__(self, named: Fn, fn: Fn, *args: object):
@@ -67,13 +67,13 @@ class TracedFunction:
             return [0 if n in self._refs else x for n, x in enumerate(outputs)]
 
         with jax.disable_jit(False):
-            self._closed = jax.make_jaxpr(named_after(named, of_leaves))(*leaves)
+            self.closed = jax.make_jaxpr(named_after(named, of_leaves))(*leaves)
         (self._tree,) = trees
 
     @property
     def shapes(self) -> Any:
         """Returns the result, with types in place of arrays."""
-        return self._with_refs(self._closed.out_avals, self._closed.in_avals)
+        return self._with_refs(self.closed.out_avals, self.closed.in_avals)
 
     def _with_refs(self, results: Sequence[Any], given: Sequence[Any]) -> Any:
         of = self._refs
@@ -83,9 +83,9 @@ class TracedFunction:
         """Returns the result. Without jit, runs the function again, so that it can be debugged."""
         if is_jit_disabled():
             return self._fn(*args)
-        consts = self._closed.consts
+        consts = self.closed.consts
         leaves = jax.tree.leaves(args)
-        return self._with_refs(jax.core.eval_jaxpr(self._closed.jaxpr, consts, *leaves), leaves)
+        return self._with_refs(jax.core.eval_jaxpr(self.closed.jaxpr, consts, *leaves), leaves)
 
     def used(self, outputs: Sequence[int], *args: object) -> tuple[Any, ...]:
         """Returns for each array of the arguments whether the given leaves depend on it."""
@@ -95,7 +95,7 @@ class TracedFunction:
     def _reduced(self, outputs: Sequence[int]) -> tuple[Any, list[bool]]:
         """Returns the trace of some leaves of the result, and which inputs it has."""
         wanted = set(outputs)
-        jaxpr = without_debugging(self._closed).jaxpr
+        jaxpr = without_debugging(self.closed).jaxpr
         return dce_jaxpr(jaxpr, [i in wanted for i in range(len(jaxpr.outvars))])
 
     def is_like(self, output: int, other: TracedFunction, of_other: int) -> bool:
@@ -105,10 +105,10 @@ class TracedFunction:
         jaxprs, or that use constants of different arrays, count as different.
         """
         (mine, inputs), (its, of_its) = self._reduced([output]), other._reduced([of_other])
-        consts = zip(self._closed.consts, other._closed.consts, strict=False)
+        consts = zip(self.closed.consts, other.closed.consts, strict=False)
         return (
             inputs == of_its
-            and len(self._closed.consts) == len(other._closed.consts)
+            and len(self.closed.consts) == len(other.closed.consts)
             and all(a is b for a, b in consts)
             and str(mine) == str(its)
         )
@@ -118,20 +118,20 @@ class TracedFunction:
 
         A value that an inner loop replaces in every iteration does not count.
         """
-        jaxpr, is_used = self._reduced(range(len(self._closed.out_avals)))
+        jaxpr, is_used = self._reduced(range(len(self.closed.out_avals)))
         rest = iter(_passed_inputs(jaxpr))
         return [of_leaf and next(rest) != [] for of_leaf in is_used]
 
     def is_undefined(self, outputs: Sequence[int] | None = None) -> bool:
         """Returns whether some leaves of the result, by default all, depend on undefined values."""
-        return has_undefined(self._closed.jaxpr if outputs is None else self._reduced(outputs)[0])
+        return has_undefined(self.closed.jaxpr if outputs is None else self._reduced(outputs)[0])
 
     def only(self, outputs: Sequence[int], *args: object) -> list[Any]:
         """Returns some leaves of the result, computed without the others."""
         jaxpr, inputs = self._reduced(outputs)
         wanted = set(outputs)
         leaves = [x for x, is_used in zip(jax.tree.leaves(args), inputs, strict=True) if is_used]
-        results = iter(jax.core.eval_jaxpr(jaxpr, self._closed.consts, *leaves))
+        results = iter(jax.core.eval_jaxpr(jaxpr, self.closed.consts, *leaves))
         # A constant of the trace would be no array, and a change of it would be computed by NumPy.
         found = {i: jnp.asarray(next(results)) for i in sorted(wanted)}
         return [found[i] for i in outputs]
