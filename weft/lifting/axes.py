@@ -68,8 +68,7 @@ def _axis_size(units: Units, size: int | None, transformation: str) -> int:
             if not -len(shape) <= role < len(shape):
                 raise AxisSizeError(
                     f"{transformation}: {units.location(i, number)} of shape {shape} has no axis "
-                    f"{role}; "
-                    "give it an axis that it has, or None to share it."
+                    f"{role}; give it an axis that it has, or None to share it."
                 )
             found.append((i, number, shape[role]))
     sizes = {n for *_, n in found} | ({size} if size is not None else set())

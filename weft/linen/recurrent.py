@@ -26,7 +26,7 @@ from weft.functional.arrays import promote_dtype
 from weft.functional.initializers import Initializer, lecun_normal, ones, orthogonal, zeros
 from weft.functional.recurrent import gru_step, lstm_step, mgu_step
 from weft.linen.conv import Conv
-from weft.linen.linear import Dense
+from weft.linen.linear import Dense, kernel_and_bias
 from weft.linen.methods import compact, nowrap
 from weft.linen.module import Module
 from weft.linen.transforms import scan
@@ -264,23 +264,19 @@ class OptimizedLSTMCell(_MemoryCell, _GatedCell):
     def __call__(self, carry: Carry, inputs: Input) -> tuple[Carry, State]:
         functional.check_sizes(type(self).__name__, features=self.features)
         c, h = carry
-        size, width = inputs.shape[-1], h.shape[-1]
-        params = functools.partial(_LinearParams, features=width, param_dtype=self.param_dtype)
-        of_input, of_state = self.kernel_init, self.recurrent_kernel_init
-        kernels = [params(kernel_init=of_input, name=f"i{g}")(size)[0] for g in GATES]
-        maps = [
-            params(kernel_init=of_state, bias_init=self.bias_init, name=f"h{g}")(width)
-            for g in GATES
-        ]
-        state_kernels, biases = zip(*maps, strict=True)
-        from_input = functional.dense(
-            *promote_dtype(inputs, jnp.concatenate(kernels, -1), dtype=self.dtype)
+        params = functools.partial(
+            _LinearParams, h.shape[-1], self.param_dtype, bias_init=self.bias_init
         )
-        from_state = functional.dense(
-            *promote_dtype(
-                h, jnp.concatenate(state_kernels, -1), jnp.concatenate(biases), dtype=self.dtype
-            )
-        )
+
+        def mapped(x: Array, gate: str, init: Initializer, use_bias: bool) -> Array:
+            maps = [params(init, use_bias, name=f"{gate}{g}")(x.shape[-1]) for g in GATES]
+            kernels, biases = zip(*maps, strict=True)
+            bias = jnp.concatenate(biases) if use_bias else None
+            kernel = jnp.concatenate(kernels, -1)
+            return functional.dense(*promote_dtype(x, kernel, bias, dtype=self.dtype))
+
+        from_input = mapped(inputs, "i", self.kernel_init, False)
+        from_state = mapped(h, "h", self.recurrent_kernel_init, True)
         gates = jnp.split(from_input + from_state, 4, -1)
         c, h = lstm_step(c, *gates, gate_fn=self.gate_fn, activation_fn=self.activation_fn)
         return (c, h), h
@@ -339,14 +335,12 @@ class _LinearParams(Module):
     features: int
     param_dtype: DType
     kernel_init: Initializer
-    bias_init: Initializer | None = None
+    use_bias: bool
+    bias_init: Initializer
 
     @compact
-    def __call__(self, size: int) -> tuple[Array, Any]:
-        kernel = self.param("kernel", self.kernel_init, (size, self.features), self.param_dtype)
-        if self.bias_init is None:
-            return kernel, None
-        return kernel, self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+    def __call__(self, size: int) -> tuple[Array, Array | None]:
+        return kernel_and_bias(self, (size, self.features), (self.features,))
 
 
 class RNN(Module):

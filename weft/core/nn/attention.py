@@ -257,16 +257,16 @@ def dot_product_attention(
 
     targets, sources = (tuple(x.shape[a] for a in axes) for x in (query, key))
     full = (*batch, query.shape[-2], *targets, *sources)
+    of_heads = (math.prod(batch), query.shape[-2], math.prod(targets), math.prod(sources))
     if bias is not None:
         check_broadcastable("bias", bias, full)
+        bias = jnp.broadcast_to(bias, full).reshape(of_heads)
     dropout_rate, rng = 0.0 if deterministic else dropout_rate, dropout_rng
     if dropout_rate > 0.0:
         rng = scope.make_rng("dropout") if dropout_rng is None else dropout_rng
     value = flat(value).astype(jnp.promote_types(dtype, value.dtype))
-    of_heads = (math.prod(batch), query.shape[-2], math.prod(targets), math.prod(sources))
     context = without_weights(
-        implementation, flat(query), flat(key), value,
-        bias=None if bias is None else jnp.broadcast_to(bias, full).reshape(of_heads),
+        implementation, flat(query), flat(key), value, bias=bias,
         mask=AttentionMask() if mask is None else mask, dropout_rate=dropout_rate, dropout_rng=rng,
         broadcast_dropout=broadcast_dropout, precision=precision, only_plain={},
     )  # fmt: skip
@@ -274,7 +274,7 @@ def dot_product_attention(
         logits = functional.attention_logits(flat(query), flat(key), precision=precision)
         logits *= query.shape[-1] ** -0.5
         if bias is not None:
-            logits = logits + jnp.broadcast_to(bias, full).reshape(logits.shape)
+            logits = logits + bias
         if mask is not None:
             logits = logits + functional.bool_to_bias(mask.to_array(*logits.shape[-2:]))
         probs = jax.nn.softmax(logits)
