@@ -122,7 +122,7 @@ def _run_switch(
         for path, of in makers.items()
         if len(traced) > 1 and _have_same_initial_value(path, of)
     }
-    initial = dict(zip(first, _initial_values(traced, units.values, first, fixed), strict=True))
+    initial = _initial_values(traced, units.values, first, fixed)
     chosen_first = [path for path in first if path not in fixed]
     chosen = [p for p in changed if p not in fixed or any(p not in of.kept for of in fixed[p])]
 
@@ -154,11 +154,10 @@ def _run_switch(
     begun = {**initial, **dict(zip(chosen_first, begun, strict=True))}
     after = {**begun, **dict(zip(chosen, after, strict=True))}
     before = [group for group, _ in units.groups()]
-    made = functools.reduce(
-        functools.partial(_union_groups, kind), [branch.created for branch in traced]
-    )
+    union = functools.partial(_union_groups, kind)
+    made = functools.reduce(union, [branch.created for branch in traced])
     # All groups as any branch leaves them, with entries that the branch does not create.
-    there = _union_groups(kind, _union_groups(kind, before, made), traced[0].state)
+    there = union(union(before, made), traced[0].state)
     found = _by_path(before)
     made, whole = (
         jax.tree_util.tree_map_with_path(lambda path, _, of=of: of[path], groups)
@@ -194,7 +193,7 @@ def _initial_values(
     values: list[Any],
     first: dict[Any, None],
     fixed: Collection[Any],
-) -> list[Any]:
+) -> dict[Any, Any]:
     """Returns initial values of entries from the first branch that creates each.
 
     Entries that all branches create, each with its own value, are None.
@@ -206,7 +205,7 @@ def _initial_values(
         if paths:
             computed = branch.traced.only([branch.created_at[path] for path in paths], values)
             found.update(zip(paths, computed, strict=True))
-    return [found.get(path) for path in first]
+    return {path: found.get(path) for path in first}
 
 
 def cond(kind: Kind, true_fun: Fn, false_fun: Fn, *, in_axes: object = None) -> Fn:
