@@ -236,6 +236,12 @@ def test_rules_of_a_box_can_be_hashed():
         box.replace(rules=[("batch",)])
 
 
+def test_factory_of_initializers_is_wrapped():
+    init = with_logical_partitioning(jax.nn.initializers.he_normal, ("embed", None))
+    box = init(jax.random.key(0), (4, 8))
+    assert (box.names, box.value.shape) == (("embed", None), (4, 8))
+
+
 def test_box_implements_axis_metadata():
     box = LogicallyPartitioned(jnp.ones((4, 8)), ("batch", "heads"), rules=RULES)
     told = meta.add_axis({"w": box}, 0, {meta.PARTITION_NAME: "layers"})["w"]

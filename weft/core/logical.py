@@ -7,7 +7,6 @@ names or rules and repeated names. Defaults are the context's rules and the mesh
 """
 
 import enum
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -17,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft import struct
 from weft.core.axis_rules import Rule, Rules, checked_rules, get_logical_axis_rules
-from weft.core.meta import Partitioned
+from weft.core.meta import Partitioned, boxed
 from weft.core.spmd import AnyMesh, axes_of, constrain, get_global_mesh
 from weft.errors import LogicalAxisError, ShardingWarning
 from weft.typing import MeshAxes
@@ -323,16 +322,10 @@ class LogicallyPartitioned(Partitioned):
 def with_logical_partitioning(
     fn: Callable[..., Any], names: MeshAxes, mesh: Mesh | None = None, rules: AnyRules | None = None
 ) -> Callable[..., LogicallyPartitioned]:
-    """Wraps an initializer to return a `LogicallyPartitioned`.
+    """Wraps an initializer, or a factory of initializers, to return a `LogicallyPartitioned`.
 
     >>> init = with_logical_partitioning(jax.nn.initializers.ones, ("embed", "heads"))
     >>> init(jax.random.key(0), (4, 8)).names
     ('embed', 'heads')
     """
-
-    @functools.wraps(fn)
-    def wrapper(*args: object, **kwargs: object) -> LogicallyPartitioned:
-        value = fn(*args, **kwargs)
-        return LogicallyPartitioned(value, names, mesh, rules)  # pyright: ignore[reportArgumentType]
-
-    return wrapper
+    return boxed(fn, LogicallyPartitioned, names, mesh, rules)

@@ -344,13 +344,18 @@ def with_partitioning(
     >>> init(jax.random.key(0), (4, 8)).names
     (None, 'data')
     """
+    return boxed(fn, Partitioned, names, mesh)
+
+
+def boxed(fn: Callable[..., Any], box: Callable[..., Any], *metadata: object) -> Callable[..., Any]:
+    """Wraps an initializer, or a factory of initializers, to return `box(value, *metadata)`."""
 
     @functools.wraps(fn)
-    def wrapper(*args: object, **kwargs: object) -> Partitioned:
+    def wrapper(*args: object, **kwargs: object) -> Any:
         value = fn(*args, **kwargs)
         if callable(value):
             value = fn()(*args, **kwargs)
-        return Partitioned(value, names, mesh)  # pyright: ignore[reportArgumentType]
+        return box(value, *metadata)
 
     return wrapper
 
