@@ -66,9 +66,8 @@ class Variable(Generic[V]):
 
     def __repr__(self) -> str:
         where = f"{self.collection}:{self.scope.path_text.rstrip('/')}/{self.name}"
-        value = (
-            "ended" if self.scope.invalid else self.scope.get_variable(self.collection, self.name)
-        )
+        scope = self.scope
+        value = "ended" if scope.invalid else scope.get_variable(self.collection, self.name)
         return f"Variable({where} = {value!r})"
 
 

@@ -357,11 +357,9 @@ def split_args(
         if not any(map(kind.is_carrier, of_types)):
             outer, static, _ = kind.split([], [])
             return outer, PureArgs(Static((static, (None,) * len(leaves))), args)
-    flat: list[Any] = (
-        [None] * len(leaves)
-        if roles is None
-        else broadcast_roles(roles, args, kind.is_carrier, what)
-    )
+    flat: list[Any] = [None] * len(leaves)
+    if roles is not None:
+        flat = broadcast_roles(roles, args, kind.is_carrier, what)
     at = []
     for i, leaf in enumerate(leaves):
         if kind.is_carrier(leaf):

@@ -93,6 +93,7 @@ def _prefix_mismatch(
 ) -> str:
     """Describes the first difference of a prefix and a tree; omits locations if `what` is ""."""
     of_results = what.startswith("out")
+    of_args = what and not of_results
     whole = "the result" if of_results else "the arguments"
     fix = "Give one entry for all, or one for each."
 
@@ -102,13 +103,7 @@ def _prefix_mismatch(
             return None
         place = whole if not path else f"{'the result' if of_results else 'args'}{path}"
         if of_x is None or type(role) is not type(x) or list(of_role) != list(of_x):
-            if (
-                what
-                and not path
-                and not of_results
-                and isinstance(role, tuple)
-                and of_x is not None
-            ):
+            if of_args and not path and isinstance(role, tuple) and of_x is not None:
                 return (
                     f"has {_with_count(of_role, 'entry', 'entries')}, and the call has "
                     f"{_with_count(of_x, 'argument', 'arguments')} by position. {fix}"

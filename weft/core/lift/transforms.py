@@ -69,13 +69,10 @@ def roles_of(
     axes: Mapping[Any, Any], rngs: Mapping[Any, bool], *first: tuple[Filter, Any]
 ) -> Roles:
     """Returns the roles of a scope's collections and streams."""
-    return Roles(
-        (
-            *((Select(where), role) for where, role in first),
-            *(_selected(where, axis) for where, axis in axes.items()),
-            *((Select(rngs=where), FORK if split else None) for where, split in rngs.items()),
-        )
-    )
+    own = [(Select(where), role) for where, role in first]
+    mapped = [_selected(where, axis) for where, axis in axes.items()]
+    streams = [(Select(rngs=where), FORK if split else None) for where, split in rngs.items()]
+    return Roles([*own, *mapped, *streams])
 
 
 def shared(variables: Filter, rngs: Filter) -> Roles:
@@ -209,12 +206,9 @@ def shard_map(
         axis_names: mesh axes that `fn` sees; by default all.
     """
     spec = jax.sharding.PartitionSpec()
-    roles = Roles(
-        (
-            *((Select(where), spec) for where, spec in variable_specs.items()),
-            *((Select(rngs=where), FORK if split else spec) for where, split in split_rngs.items()),
-        )
-    )
+    of_vars = [(Select(where), spec) for where, spec in variable_specs.items()]
+    of_rngs = [(Select(rngs=where), FORK if split else spec) for where, split in split_rngs.items()]
+    roles = Roles([*of_vars, *of_rngs])
     lifted = lifting.shard_map(
         ScopeKind("shard_map"),
         with_packed_args(fn),
