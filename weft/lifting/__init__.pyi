@@ -5,7 +5,6 @@ from weft.lifting.autodiff import (
 from weft.lifting.branches import cond as cond, switch as switch
 from weft.lifting.jit import checkify as checkify, eval_shape as eval_shape, jit as jit
 from weft.lifting.kind import Kind as Kind
-from weft.lifting.loops import fori_loop as fori_loop, while_loop as while_loop
 from weft.lifting.mapping import map_state as map_state, pmap as pmap, shard_map as shard_map, vmap as vmap
 from weft.lifting.roles import CARRY as CARRY, DIFF as DIFF, FORK as FORK, Roles as Roles
-from weft.lifting.scan import scan as scan
+from weft.lifting.scan import fori_loop as fori_loop, scan as scan, while_loop as while_loop

@@ -1,4 +1,4 @@
-"""Functions of scopes that are mapped, compiled, rematerialized, or see other variables."""
+"""Functions of scopes that are mapped, scanned, compiled, or see other variables."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from weft.core.filters import Filter, subtract_filters
 from weft.core.rngs import LazyRng
 from weft.core.scope_kind import Group, ScopeKind, Select
 from weft.errors import TransformArgumentError
-from weft.lifting import FORK, Roles
+from weft.lifting import CARRY, FORK, Roles
 from weft.lifting.kind import Static
 from weft.lifting.signature import as_tuple, check_argnums
 from weft.typing import Fn
@@ -269,6 +269,98 @@ def remat(
 
 checkpoint = remat
 """The same as `remat`."""
+
+
+def scan(
+    fn: Fn,
+    variable_axes: Mapping[Any, VariableAxis] = {},
+    variable_broadcast: Filter = False,
+    variable_carry: Filter = False,
+    split_rngs: Mapping[Any, bool] = {},
+    in_axes: object = 0,
+    out_axes: object = 0,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    _split_transpose: bool = False,
+    data_transform: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    metadata_params: Mapping[Any, Any] = {},
+    check_constancy_invariants: bool = True,
+) -> Fn:
+    """Applies `jax.lax.scan` to `fn(scope, carry, *xs) -> (carry, y)`.
+
+    Args:
+        variable_axes: by filter of collections, the axis of the iterations' separate variables, or
+            `In(axis)` or `Out(axis)` for variables that only enter or only leave.
+        variable_broadcast: collections that all iterations share.
+        variable_carry: collections that each iteration passes to the next.
+        split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
+        in_axes: the scanned axis of each of `xs`; `broadcast` for values shared by all iterations.
+        out_axes: the axis along which `y` is stacked.
+        length: number of iterations, if no scanned value determines it.
+        data_transform: maps groups of variables and PRNG streams to those that `fn` sees.
+        metadata_params: passed to axis metadata that gains or loses the axis.
+        check_constancy_invariants: whether to count keys as after a first run, as Flax with True.
+
+    >>> from weft.core import init, lift, nn
+    >>> def layer(scope, x, _):
+    ...     return nn.dense(scope, x, 4), None
+    >>> stack = lift.scan(layer, {"params": 0}, split_rngs={"params": True}, length=3)
+    >>> (y, _), variables = init(stack)(jax.random.key(0), jax.numpy.ones(4), None)
+    >>> variables["params"]["kernel"].shape
+    (3, 4, 4)
+    """
+    first = ((variable_broadcast, None), (variable_carry, CARRY))
+    is_packed = takes_packed_args(fn)
+    lifted = lifting.scan(
+        ScopeKind(
+            "scan", data_transform=data_transform, counts_first_run=check_constancy_invariants
+        ),
+        fn if is_packed else lambda scope, carry, xs: fn(scope, carry, *xs),
+        in_axes=(roles_of(variable_axes, split_rngs, *first), CARRY, without_broadcast(in_axes)),
+        out_axes=(CARRY, without_broadcast(out_axes)),
+        length=length,
+        reverse=reverse,
+        unroll=unroll,
+        split_transpose=_split_transpose,
+        metadata=dict(metadata_params),
+    )
+    if is_packed:
+        return lifted
+
+    @functools.wraps(fn)
+    def call(scope: object, carry: object, *xs: object) -> Any:
+        return lifted(scope, carry, xs)
+
+    return call
+
+
+def remat_scan(
+    body_fn: Fn,
+    lengths: Sequence[int],
+    policy: Callable[..., bool] | None = None,
+    variable_broadcast: Filter = False,
+    variable_carry: Filter = False,
+    variable_axes: Mapping[Any, VariableAxis] = {True: 0},
+    split_rngs: Mapping[Any, bool] = {True: True},
+) -> Fn:
+    """Applies nested scans with rematerialization to `body_fn(scope, carry) -> carry`.
+
+    Args:
+        lengths: of the loops, the outermost first; `a * b` iterations store `a + b` carries.
+        policy: selects further values to store, see `jax.checkpoint_policies`.
+        variable_axes: see `scan`, as for the others; a variable has a new axis for each loop.
+    """
+    state = (variable_axes, variable_broadcast, variable_carry, split_rngs)
+
+    def looped(inner: Fn, length: int) -> Fn:
+        def body(scope: object, carry: object) -> tuple[Any, None]:
+            return inner(scope, carry), None
+
+        loop = scan(remat(body, prevent_cse=False, policy=policy), *state, length=length)
+        return functools.wraps(body_fn)(lambda scope, carry: loop(scope, carry)[0])
+
+    return functools.reduce(looped, reversed(lengths), body_fn)
 
 
 def jit(
