@@ -27,7 +27,7 @@ from weft.lifting.kind import (
     split_args,
 )
 from weft.lifting.signature import named_after
-from weft.lifting.trace_cache import flatten_units, jit_by_structure, restore_unchanged
+from weft.lifting.trace_cache import jit_by_structure
 from weft.typing import ArrayLike, Fn
 
 
@@ -50,9 +50,8 @@ def switch(
 
     def call(index: ArrayLike, *args: object) -> Any:
         outer, pure_args = split_args(kind, args, in_axes, call=functools.partial(call, index))
-        structure, leaves = flatten_units(None, Units.of_pure_args(kind, pure_args))
-        results = chosen(structure, leaves, index)
-        return commit_results(kind, outer, restore_unchanged(leaves, results))
+        results = chosen(None, Units.of_pure_args(kind, pure_args), index)
+        return commit_results(kind, outer, results)
 
     return call
 

@@ -42,7 +42,7 @@ from weft.lifting.kind import (
 )
 from weft.lifting.roles import CARRY, FORK, Role, Roles, changed_shared_message, is_role
 from weft.lifting.signature import named_after
-from weft.lifting.trace_cache import flatten_units, jit_by_structure, restore_unchanged
+from weft.lifting.trace_cache import jit_by_structure
 from weft.typing import ArrayLike, Fn
 
 CarryStructures = tuple[Any, ...]
@@ -102,9 +102,7 @@ def scan(
         axes.check_roles(units, "scan", (CARRY, FORK))
         # Even without iterations there are keys for one, see `first` above.
         n, entered = axes.enter_axis(units, length, "scan", metadata, at_least_keys=1)
-        of_call = n, carry_structures_of_args(in_axes, pure_args.packed)
-        structure, leaves = flatten_units(of_call, entered)
-        results = restore_unchanged(leaves, looped(structure, leaves))
+        results = looped((n, carry_structures_of_args(in_axes, pure_args.packed)), entered)
         return commit_results(kind, outer, axes.leave_axis(units, results, out_axes, metadata))
 
     return call
@@ -446,9 +444,7 @@ def while_loop(kind: Kind, cond_fn: Fn, body_fn: Fn, *, in_axes: object) -> Fn:
         if any(isinstance(role, int) for role in units.roles):
             raise RoleError("while_loop: its length is unknown, so it has no axis; give CARRY.")
 
-        trees = carry_structures_of_args(in_axes, pure_args.packed)
-        structure, leaves = flatten_units(trees, units)
-        results = restore_unchanged(leaves, looped(structure, leaves))
+        results = looped(carry_structures_of_args(in_axes, pure_args.packed), units)
         return commit_results(kind, outer, results)
 
     return call

@@ -354,14 +354,14 @@ def _take_tracers(fns: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
     return (taken, found) if found else (fns, found)
 
 
-def jit_by_structure(
-    fns: tuple[Fn, ...], options: Any, pure: Fn
-) -> Callable[..., tuple[list[Any], Static]]:
-    """Returns `pure(fns, static, units, *arrays)`, traced once for equal structure.
+def jit_by_structure(fns: tuple[Fn, ...], options: Any, pure: Fn) -> Fn:
+    """Returns a function of `static, units, *arrays` that is traced once for equal structure.
 
-    The function takes the results of `flatten_units`, then `arrays`; `restore_unchanged` takes its
-    result. `fns` are the user's functions that `pure` calls, and `options` its other dependencies.
-    Tracers in the closures of `fns` are inputs of the trace.
+    It calls `pure(fns, static, units, *arrays)`, and returns unchanged inputs as given.
+
+    Args:
+        fns: the user's functions that `pure` calls; tracers in their closures are inputs.
+        options: other values on which `pure` depends.
     """
 
     def make(fns: tuple[Fn, ...]) -> Fn:
@@ -387,37 +387,28 @@ def jit_by_structure(
 
     as_given = LazyCached((fns, options), lambda: make(fns))
 
-    def call(structure: Static, leaves: list[Any], *arrays: object) -> tuple[list[Any], Static]:
+    def call(static: object, units: Units, *arrays: object) -> Any:
+        leaves, trees = [], []
+        for value, role in units.pairs():
+            of_value, tree = jax.tree.flatten(value)
+            leaves.extend(map(_ignore_static, of_value) if role is None else of_value)
+            trees.append(tree)
+        structure = Static((static, units.layout, tuple(trees)))
         taken, captured = _take_tracers(fns)
         traced = None
         if captured:
             with contextlib.suppress(_Incomparable):
                 traced = _cached((taken, options), lambda: make(taken))
         if traced is None:
-            return as_given.value(structure, leaves, [], *arrays)
-        return traced(structure, leaves, captured, *arrays)
+            traced, captured = as_given.value, []
+        changed, of_results = traced(structure, leaves, captured, *arrays)
+        tree, kept = of_results.value
+        own, others = dict(kept), iter(changed)
+        return tree.unflatten(
+            leaves[own[i]] if i in own else next(others) for i in range(tree.num_leaves)
+        )
 
     return call
-
-
-def flatten_units(static: object, units: Units) -> tuple[Static, list[Any]]:
-    """Returns the structure of a call and its leaves, for a function of `jit_by_structure`."""
-    leaves, trees = [], []
-    for value, role in units.pairs():
-        of_value, tree = jax.tree.flatten(value)
-        leaves.extend(map(_ignore_static, of_value) if role is None else of_value)
-        trees.append(tree)
-    return Static((static, units.layout, tuple(trees))), leaves
-
-
-def restore_unchanged(leaves: list[Any], results: tuple[list[Any], Static]) -> Any:
-    """Returns the result of a function of `jit_by_structure`, with unchanged leaves as given."""
-    changed, structure = results
-    tree, kept = structure.value
-    own, others = dict(kept), iter(changed)
-    return tree.unflatten(
-        leaves[own[i]] if i in own else next(others) for i in range(tree.num_leaves)
-    )
 
 
 @jax.tree_util.register_static
