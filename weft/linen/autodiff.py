@@ -14,13 +14,7 @@ import numpy as np
 from weft.core import lift
 from weft.core.filters import Filter, in_filter
 from weft.lifting.signature import check_argnums
-from weft.linen.module_kind import (
-    ModuleState,
-    commit_counters,
-    merge_modules,
-    split_modules,
-    unbound,
-)
+from weft.linen.module_kind import ModuleState, lifted_call, merge_modules, unbound
 from weft.typing import Fn
 
 Path = tuple[str, ...]
@@ -116,12 +110,11 @@ def vjp(
     and of each argument, and with `has_aux` the auxiliary output.
     """
     fn = unbound(fn)
-    splitter, module_state, primals, _ = split_modules((fn,), mdl, primals)
     options = {"has_aux": has_aux, "reduce_axes": reduce_axes, "variables": variables, "rngs": rngs}
-    value, pullback, *aux = lift.vjp(
-        merge_modules(fn), module_state, *primals, vjp_variables=vjp_variables, **options
-    )
-    commit_counters(splitter)
+    with lifted_call((fn,), mdl, primals) as (module_state, primals):
+        value, pullback, *aux = lift.vjp(
+            merge_modules(fn), module_state, *primals, vjp_variables=vjp_variables, **options
+        )
 
     def pulled_back(pullback: Fn, cotangent: object) -> tuple[Any, ...]:
         of_scopes, *of_primals = pullback(cotangent)
@@ -145,10 +138,9 @@ def value_and_grad(
         The scalar result (with `has_aux`, the pair) and a tuple with the gradient of each argument.
     """
     fn = unbound(fn)
-    splitter, module_state, primals, _ = split_modules((fn,), mdl, primals)
     options = {"has_aux": has_aux, "reduce_axes": reduce_axes, "variables": variables, "rngs": rngs}
-    *value, grads = lift.value_and_grad(merge_modules(fn), module_state, *primals, **options)
-    commit_counters(splitter)
+    with lifted_call((fn,), mdl, primals) as (module_state, primals):
+        *value, grads = lift.value_and_grad(merge_modules(fn), module_state, *primals, **options)
     return (tuple(value) if has_aux else value[0]), grads
 
 
@@ -174,15 +166,12 @@ def jvp(
             dicts. All other tangents are zero.
     """
     fn = unbound(fn)
-    splitter, module_state, primals, _ = split_modules((fn,), mdl, tuple(primals))
-    given = module_state.target_structure().flatten_up_to(variable_tangents)
-    cols = sorted({col for of_module in given for col in _nonempty_collections(of_module)})
-    of_scopes = _ZeroTangents(module_state, cols).filled(variable_tangents)
-    result = lift.jvp(
-        merge_modules(fn), module_state, primals, tangents, of_scopes, variables, rngs
-    )
-    commit_counters(splitter)
-    return result
+    with lifted_call((fn,), mdl, tuple(primals)) as (module_state, primals):
+        given = module_state.target_structure().flatten_up_to(variable_tangents)
+        cols = sorted({col for of_module in given for col in _nonempty_collections(of_module)})
+        of_scopes = _ZeroTangents(module_state, cols).filled(variable_tangents)
+        given = module_state, primals, tangents, of_scopes, variables, rngs
+        return lift.jvp(merge_modules(fn), *given)
 
 
 def custom_vjp(
@@ -215,21 +204,15 @@ def custom_vjp(
     check_argnums("linen.custom_vjp", "nondiff_argnums", fn, nondiff_argnums)
 
     def run(mdl: object, *args: object) -> Any:
-        fns = (fn, forward_fn)
-        splitter, module_state, args, _ = split_modules(fns, mdl, args)
-        zeros = _ZeroTangents(module_state, grad_vars)
-
         def backward(*args: object) -> tuple[Any, ...]:
             of_target, *of_args = backward_fn(*args)
             return zeros.filled(of_target), *of_args
 
-        options = {"grad_vars": grad_vars, "nondiff_argnums": nondiff_argnums}
-        lifted = lift.custom_vjp(
-            merge_modules(fn), merge_modules(forward_fn, 1), backward, **options
-        )
-        result = lifted(module_state, *args)
-        commit_counters(splitter)
-        return result
+        rule = merge_modules(forward_fn, 1), backward
+        lifted = lift.custom_vjp(merge_modules(fn), *rule, grad_vars, nondiff_argnums)
+        with lifted_call((fn, forward_fn), mdl, args) as (module_state, args):
+            zeros = _ZeroTangents(module_state, grad_vars)
+            return lifted(module_state, *args)
 
     return run
 
@@ -254,9 +237,6 @@ def custom_jvp(
     check_argnums("linen.custom_jvp", "nondiff_argnums", fn, nondiff_argnums)
 
     def run(mdl: object, *args: object) -> Any:
-        fns = (fn, jvp_fn)
-        splitter, module_state, args, _ = split_modules(fns, mdl, args)
-
         def rule(*args: Any) -> tuple[Any, Any]:
             *nondiff, inner, primals, tangents, of_scopes = args
 
@@ -266,9 +246,8 @@ def custom_jvp(
 
             return merge_modules(on_modules, 1)(inner)
 
-        options = {"grad_vars": grad_vars, "nondiff_argnums": nondiff_argnums}
-        result = lift.custom_jvp(merge_modules(fn), rule, **options)(module_state, *args)
-        commit_counters(splitter)
-        return result
+        lifted = lift.custom_jvp(merge_modules(fn), rule, grad_vars, nondiff_argnums)
+        with lifted_call((fn, jvp_fn), mdl, args) as (module_state, args):
+            return lifted(module_state, *args)
 
     return run

@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.core import lift
 from weft.core.filters import Filter
-from weft.linen.module_kind import commit_counters, merge_modules, split_modules, unbound
+from weft.linen.module_kind import lifted_call, merge_modules, unbound
 from weft.typing import ArrayLike, Fn
 
 
@@ -31,12 +31,10 @@ def while_loop(
         split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
     """
     cond_fn, body_fn = unbound(cond_fn), unbound(body_fn)
-    splitter, module_state, (init,), _ = split_modules((body_fn, cond_fn), mdl, (init,))
     fns = merge_modules(cond_fn, 1), merge_modules(body_fn)
     state = carry_variables, broadcast_variables, split_rngs
-    result = lift.while_loop(*fns, module_state, init, *state)
-    commit_counters(splitter)
-    return result
+    with lifted_call((body_fn, cond_fn), mdl, (init,)) as (module_state, (init,)):
+        return lift.while_loop(*fns, module_state, init, *state)
 
 
 def fori_loop(
@@ -54,13 +52,11 @@ def fori_loop(
     def body(mdl: object, i: object, carry: object) -> Any:
         return body_fn(i, mdl, carry)
 
-    splitter, module_state, (init,), _ = split_modules((body_fn,), mdl, (init,))
     run = merge_modules(body)
     lifted: Fn = lambda i, module_state, carry: run(module_state, i, carry)  # noqa: E731
     state = carry_variables, broadcast_variables, split_rngs
-    result = lift.fori_loop(lower, upper, lifted, module_state, init, *state)
-    commit_counters(splitter)
-    return result
+    with lifted_call((body_fn,), mdl, (init,)) as (module_state, (init,)):
+        return lift.fori_loop(lower, upper, lifted, module_state, init, *state)
 
 
 def cond(
@@ -88,11 +84,9 @@ def cond(
     ['one', 'other']
     """
     fns = (unbound(true_fun), unbound(false_fun))
-    splitter, module_state, operands, _ = split_modules(fns, mdl, operands)
     lifted = (merge_modules(fn, i) for i, fn in enumerate(fns))
-    result = lift.cond(pred, *lifted, module_state, *operands, variables=variables, rngs=rngs)
-    commit_counters(splitter)
-    return result
+    with lifted_call(fns, mdl, operands) as (module_state, operands):
+        return lift.cond(pred, *lifted, module_state, *operands, variables=variables, rngs=rngs)
 
 
 def switch(
@@ -105,8 +99,6 @@ def switch(
 ) -> Any:
     """Applies `jax.lax.switch` to functions `branch(module, *operands)`; see `cond`."""
     fns = tuple(map(unbound, branches))
-    splitter, module_state, operands, _ = split_modules(fns, mdl, operands)
     lifted = [merge_modules(fn, i) for i, fn in enumerate(fns)]
-    result = lift.switch(index, lifted, module_state, *operands, variables=variables, rngs=rngs)
-    commit_counters(splitter)
-    return result
+    with lifted_call(fns, mdl, operands) as (module_state, operands):
+        return lift.switch(index, lifted, module_state, *operands, variables=variables, rngs=rngs)

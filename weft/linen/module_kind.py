@@ -380,3 +380,16 @@ def commit_counters(splitter: ModuleSplitter) -> None:
         counters.setdefault(i, {})[name] = n
     for i, of_module in counters.items():
         splitter.modules[i]._state.update_counters(of_module)
+
+
+@contextlib.contextmanager
+def lifted_call(
+    fns: Sequence[Callable[..., Any]], target: object, args: tuple[Any, ...]
+) -> Iterator[tuple[ModuleState, Any]]:
+    """Enters a context for the call of a lifted function, with its first and its other arguments.
+
+    See `split_modules`.
+    """
+    splitter, module_state, args, _ = split_modules(fns, target, args)
+    yield module_state, args
+    commit_counters(splitter)
