@@ -306,7 +306,7 @@ class PureResults(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """Leaves of a tree, of which those at the positions `at` can be replaced."""
+    """Leaves of a tree; those at the positions `at` can be replaced."""
 
     every: list[Any]
     structure: Any
@@ -524,6 +524,10 @@ class Units:
     def with_values(self, values: Sequence[Any]) -> "Units":
         """Returns the same units with other values."""
         return Units(self.layout, values)
+
+    def mapped(self, fn: Callable[[Any, Any], Any]) -> "Units":
+        """Returns the same units with the values that `fn` returns for each value and its role."""
+        return self.with_values([fn(value, role) for value, role in self.pairs()])
 
     def without_values(self) -> "Units":
         """Returns the same units without values, for a function that outlives the call."""

@@ -79,7 +79,7 @@ def vmap(
 
         batched = jax.vmap(
             named_after(fn, mapped),
-            in_axes=(units.with_values([0 if r is FORK else r for r in units.roles]).packed(),),
+            in_axes=(units.mapped(lambda _, r: 0 if r is FORK else r).packed(),),
             out_axes=axes.out_axes_of_results(units, out_axes, lambda r: None if r is FORK else r),
             axis_size=n,
             axis_name=axis_name,
@@ -145,19 +145,16 @@ def shard_map(
 
         def of_device(packed: object) -> PureResults:
             parts = Units.of_pure_args(kind, PureArgs(pure_args.static, packed))
-            values = [
-                jax.tree.map(lambda x: x[0], value) if role is FORK else value
-                for value, role in parts.pairs()
-            ]
-            return call_pure(kind, fn, parts.with_values(values).pure_args(), out_specs)
+            local = parts.mapped(
+                lambda value, r: jax.tree.map(lambda x: x[0], value) if r is FORK else value
+            )
+            return call_pure(kind, fn, local.pure_args(), out_specs)
 
         mapped = jax.shard_map(
             named_after(fn, of_device),
             mesh=mesh,
             in_specs=(
-                units.with_values(
-                    [PartitionSpec(names) if r is FORK else r for r in units.roles]
-                ).packed(),
+                units.mapped(lambda _, r: PartitionSpec(names) if r is FORK else r).packed(),
             ),
             out_specs=axes.out_axes_of_results(
                 units, out_specs, lambda r: r if isinstance(r, PartitionSpec) else PartitionSpec()
@@ -166,11 +163,10 @@ def shard_map(
             check_vma=check_vma,
         )
 
-        values = [
-            _shard_keys(kind.fork(value, n), mesh, names) if role is FORK else value
-            for value, role in units.pairs()
-        ]
-        return commit_results(kind, outer, mapped(units.with_values(values).packed()))
+        entered = units.mapped(
+            lambda value, r: _shard_keys(kind.fork(value, n), mesh, names) if r is FORK else value
+        )
+        return commit_results(kind, outer, mapped(entered.packed()))
 
     return call
 
@@ -213,11 +209,10 @@ def pmap(
         mesh = Mesh(np.asarray(there[:n]), (axis_name,))
 
         def of_device(values: list[Any]) -> PureResults:
-            inside = [_squeeze_axis(*pair) for pair in zip(values, units.roles, strict=True)]
-            results = call_pure(kind, fn, units.with_values(inside).pure_args(), out_axes)
-            returned = units.of_results(results, out_axes)
-            outside = [_expand_axis(*pair) for pair in returned.pairs()]
-            return PureResults(results.static, *returned.with_values(outside).packed())
+            inside = units.with_values(values).mapped(_squeeze_axis)
+            results = call_pure(kind, fn, inside.pure_args(), out_axes)
+            returned = units.of_results(results, out_axes).mapped(_expand_axis)
+            return PureResults(results.static, *returned.packed())
 
         mapped = jax.shard_map(
             named_after(fn, of_device),

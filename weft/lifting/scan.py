@@ -167,7 +167,7 @@ class LoopBody:
                 for x in jax.tree.leaves(value)
             ]
             results = zip(jax.tree.leaves(returned.values), self._passed, strict=True)
-            self._returned = returned.with_values([_types(v) for v in returned.values])
+            self._returned = returned.mapped(lambda value, _: jax.tree.map(jax.typeof, value))
             return leaves, [x for x, i in results if i is None]
         _check_shared(self.transformation, units, returned)
         _check_carry(self.transformation, units, returned)
@@ -175,8 +175,7 @@ class LoopBody:
         _check_carry_structures(self.transformation, self._trees, after)
         new_carry = _without_refs(jax.tree.leaves(returned.values_with_role(CARRY)))
         ys, self._ys_tree = jax.tree.flatten([v for v, r in returned.pairs() if _is_sliced(r)])
-        returned.values = [v if role is None else None for v, role in returned.pairs()]
-        self._returned = returned
+        self._returned = returned.mapped(lambda value, role: value if role is None else None)
         self.same = [a is b for a, b in zip(carry, new_carry, strict=True)]
         return new_carry, ys
 
@@ -296,10 +295,6 @@ def _zeros_like_slice(x: Any) -> Any:
     return jnp.zeros_like(x, shape=x.shape[1:])
 
 
-def _types(value: Any) -> Any:
-    return jax.tree.map(jax.typeof, value)
-
-
 def _without_refs(leaves: Iterable[Any]) -> list[Any]:
     return [x for x in leaves if not isinstance(x, jax.Ref)]
 
@@ -327,7 +322,7 @@ def _with_slices(units: Units, sliced: Sequence[Any], stacked: bool = False) -> 
             return jax.tree.map(lambda y: jnp.moveaxis(y, 0, role), slice_)
         return slice_
 
-    return units.with_values([pick(value, role) for value, role in units.pairs()])
+    return units.mapped(pick)
 
 
 def _check_shared(transformation: str, units: Units, returned: Units) -> None:
@@ -456,9 +451,7 @@ class _WhileBody(LoopBody):
     transformation = "while_loop"
 
     def inside(self, carry: list[Any], xs: object) -> Units:
-        folded = self._units.with_values(
-            [self.kind.fold(v, xs) if role is FORK else v for v, role in self._units.pairs()]
-        )
+        folded = self._units.mapped(lambda v, role: self.kind.fold(v, xs) if role is FORK else v)
         return folded.with_role_replaced(CARRY, self._carried(carry))
 
 
