@@ -188,10 +188,7 @@ def _have_same_initial_value(path: object, makers: Sequence[_TracedBranch]) -> b
 
 
 def _initial_values(
-    traced: Sequence[_TracedBranch],
-    values: list[Any],
-    first: dict[Any, None],
-    fixed: Collection[Any],
+    traced: list[_TracedBranch], values: list[Any], first: dict[Any, None], fixed: Collection[Any]
 ) -> dict[Any, Any]:
     """Returns initial values of entries from the first branch that creates each.
 

@@ -143,8 +143,7 @@ class _CompiledFunction:
         kind: Kind,
         fn: Fn,
         of_carriers: Roles | None,
-        static_argnums: frozenset[int],
-        static_argnames: frozenset[str],
+        static: tuple[frozenset[int], frozenset[str]],
         **kwargs: Any,
     ):
         @large_frame
@@ -163,7 +162,7 @@ class _CompiledFunction:
         self._traces: list[CacheKey] = []
         self._kind = kind
         self._of_carriers = of_carriers
-        self._static_argnums, self._static_argnames = static_argnums, static_argnames
+        self._static_argnums, self._static_argnames = static
         self._jitted = jax.jit(named_after(fn, pure, leading=("static",)), **kwargs)
 
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
@@ -241,7 +240,7 @@ def jit(
 
     make = functools.partial(
         _CompiledFunction,
-        *(kind, fn, of_carriers, *static),
+        *(kind, fn, of_carriers, static),
         **{"donate_argnums": donated, "inline": inline, **shardings},
     )
     options = (kind, of_carriers, *static, donated, inline, in_shardings, out_shardings)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -254,9 +254,7 @@ class _UndefinedState(Exception):
     """Raised if initial values depend on undefined values."""
 
 
-def body_with_state(
-    make: Callable[[Units], Any], units: Units, first: Callable[[Any], tuple[Any, ...]]
-) -> tuple[Any, Fn | None, list[Any]]:
+def body_with_state(make: Fn, units: Units, first: Fn) -> tuple[Any, Fn | None, list[Any]]:
     """Returns a loop's body, after creating its state.
 
     Args:
@@ -288,11 +286,7 @@ def body_with_state(
 
 
 def _body_with_state(
-    make: Callable[[Units], Any],
-    units: Units,
-    first: Callable[[Any], tuple[Any, ...]],
-    inside: object,
-    may_be_undefined: bool = True,
+    make: Fn, units: Units, first: Fn, inside: object, may_be_undefined: bool = True
 ) -> tuple[Any, Fn | None, list[Any]]:
     """Returns the same; `inside` is the static half for the first run."""
     kind, static, given = units.kind, units.static, units

@@ -461,7 +461,7 @@ class WeightNorm(Module):
 
 def _call(
     module: Any,
-    normalized: Callable[[str, Float[Array, "*shape"]], Float[Array, "*shape"]],
+    normalized: Callable[[str, Array], Array],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:

@@ -34,6 +34,8 @@ from weft.functional.dropout import keep_mask
 from weft.functional.fused_attention import AttentionImplementation
 
 Axes = tuple[int, ...]
+Named = dict[str, Array | None]
+"""Values of the queries and of the keys, in this order, by the names of the user's arguments."""
 
 
 def attended_axes(ndim: int, axis: int | Sequence[int] | None) -> Axes:
@@ -74,7 +76,7 @@ def causal(
 
 def pairwise(
     combine: Callable[[Array, Array], Array],
-    named: dict[str, Array | None],
+    named: Named,
     query: Num[Array, "batch *targets_heads dim"],
     key: Num[Array, "batch *sources_heads dim"],
     axes: Axes,
@@ -379,7 +381,7 @@ def _heads(features: int, num_heads: int) -> tuple[int, int]:
     return num_heads, features // num_heads
 
 
-def _check_decoding(causal_mask: bool, axes: tuple[int, ...], ndim: int) -> None:
+def _check_decoding(causal_mask: bool, axes: Axes, ndim: int) -> None:
     if not causal_mask:
         raise ArgumentValueError(
             "cache=True without causal_mask=True: a position that is decoded cannot see later "
@@ -393,16 +395,11 @@ def _check_decoding(causal_mask: bool, axes: tuple[int, ...], ndim: int) -> None
 
 
 def _mask(
-    query: Array,
-    key: Array,
-    axes: tuple[int, ...],
-    causal_mask: bool,
-    padding: dict[str, Array | None],
-    segments: dict[str, Array | None],
+    query: Array, key: Array, axes: Axes, causal_mask: bool, padding: Named, segments: Named
 ) -> AttentionMask:
     """Returns the mask of attention over all axes, in the order of their flattened positions."""
 
-    def flattened(named: dict[str, Array | None]) -> Any:
+    def flattened(named: Named) -> Any:
         both: Any = lambda of_queries, of_keys: (of_queries, of_keys)  # noqa: E731
         pair: Any = pairwise(both, named, query, key, axes)
         if pair is None:
@@ -429,11 +426,11 @@ def _mask(
 def _bias(
     query: Array,
     key: Array,
-    axes: tuple[int, ...],
+    axes: Axes,
     seen: Array | None,
     causal_mask: bool,
-    padding: dict[str, Array | None],
-    segments: dict[str, Array | None],
+    padding: Named,
+    segments: Named,
 ) -> Array | None:
     if seen is not None and [x is None for x in segments.values()] == [False, True]:
         raise ArgumentValueError(
