@@ -91,24 +91,17 @@ def trace_error(
 
 # By the function of JAX that runs: what its user called.
 _NAMES = {
+    **{f"api.{name}": f"jax.{name}" for name in ("eval_shape", "jvp", "linearize", "vjp")},
+    **{f"conditionals.{name}": f"jax.lax.{name}" for name in ("cond", "switch")},
+    **{f"loops.{name}": f"jax.lax.{name}" for name in ("fori_loop", "map", "scan", "while_loop")},
     "ad_checkpoint.fun_remat": "jax.checkpoint",
-    "api.eval_shape": "jax.eval_shape",
     "api.grad_f": "jax.grad",
     "api.grad_f_aux": "jax.grad",
     "api.jacfun": "a Jacobian of JAX",
-    "api.jvp": "jax.jvp",
-    "api.linearize": "jax.linearize",
     "api.value_and_grad_f": "jax.value_and_grad",
-    "api.vjp": "jax.vjp",
     "api.vmap_f": "jax.vmap",
     "checkify.checked_fun": "checkify",
-    "conditionals.cond": "jax.lax.cond",
-    "conditionals.switch": "jax.lax.switch",
     "custom_derivatives.__call__": "a custom derivative of JAX",
-    "loops.fori_loop": "jax.lax.fori_loop",
-    "loops.map": "jax.lax.map",
-    "loops.scan": "jax.lax.scan",
-    "loops.while_loop": "jax.lax.while_loop",
     "pjit.cache_miss": "jax.jit",
     "shard_map.wrapped": "jax.shard_map",
 }

@@ -33,7 +33,7 @@ from weft.functional.attention_mask import (
 from weft.functional.fused_attention import AttentionImplementation
 from weft.functional.initializers import zeros_init
 from weft.linen.apply import merge_param
-from weft.linen.linear import DenseGeneral, DotGeneral, Initializer, default_kernel_init, path_of
+from weft.linen.linear import DenseGeneral, DotGeneral, Initializer, default_kernel_init
 from weft.linen.methods import compact, nowrap
 from weft.linen.module import Module
 from weft.linen.normalization import LayerNorm
@@ -322,14 +322,14 @@ class MultiHeadDotProductAttention(Module):
             warn_deprecated("inputs_kv", "give inputs_k, and inputs_v if it is another")
             if inputs_k is not None or inputs_v is not None:
                 raise ArgumentValueError(
-                    f"{_shown(self)} was given both inputs_kv and inputs_k or inputs_v; give "
+                    f"{self._shown} was given both inputs_kv and inputs_k or inputs_v; give "
                     "inputs_k, and inputs_v if it is another."
                 )
             inputs_k = both
         elif inputs_k is None:
             if inputs_v is not None:
                 raise ArgumentValueError(
-                    f"{_shown(self)} was given inputs_v without inputs_k; give inputs_k, which is "
+                    f"{self._shown} was given inputs_v without inputs_k; give inputs_k, which is "
                     "used for both where inputs_v is left out."
                 )
             inputs_k = inputs_q
@@ -340,7 +340,7 @@ class MultiHeadDotProductAttention(Module):
         features = self.qkv_features or inputs_q.shape[-1]
         if features % self.num_heads:
             raise ArgumentValueError(
-                f"{_shown(self)} has {features} features for queries, keys and values, not "
+                f"{self._shown} has {features} features for queries, keys and values, not "
                 f"divisible by num_heads={self.num_heads}; give qkv_features, a multiple "
                 "of it."
             )
@@ -359,7 +359,7 @@ class MultiHeadDotProductAttention(Module):
         keys, values, seen = attention.attention_cache_step(
             *(cached_key.value, cached_value.value, index.value),
             *(query, key, value),
-            layer=_shown(self),
+            layer=self._shown,
         )
         mask = mask_of_step(mask, index.value, keys.shape[-3])
         cached_key.value, cached_value.value, index.value = keys, values, index.value + 1
@@ -382,7 +382,7 @@ class MultiHeadDotProductAttention(Module):
         }
         if self.attention_fn is not dot_product_attention:
             known = inspect.signature(self.attention_fn).parameters
-            attention.check_accepts_implementation(self.implementation, known, _shown(self))
+            attention.check_accepts_implementation(self.implementation, known, self._shown)
             options = {name: x for name, x in options.items() if name in known}
             einsums = {name: make for name, make in einsums.items() if name in known}
         options |= {name: make() for name, make in einsums.items() if make is not None}
@@ -415,7 +415,3 @@ class SelfAttention(MultiHeadDotProductAttention):
             dropout_rng=dropout_rng,
             sow_weights=sow_weights,
         )
-
-
-def _shown(module: Module) -> str:
-    return f"{type(module).__name__} {path_of(module)}"
