@@ -35,7 +35,17 @@ from weft.linen.transforms import map_variables
 from weft.typing import DType
 
 
-class LayerNorm(Module):
+class _ScaleAndBias(Module):
+    epsilon: float = 1e-6
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    use_bias: bool = True
+    use_scale: bool = True
+    bias_init: Initializer = zeros
+    scale_init: Initializer = ones
+
+
+class LayerNorm(_ScaleAndBias):
     """Normalization of each position, `functional.layer_norm` (Ba et al., 2016).
 
     Attributes:
@@ -50,13 +60,6 @@ class LayerNorm(Module):
     ([-1.0, 1.0], {'params': {'bias': (2,), 'scale': (2,)}})
     """
 
-    epsilon: float = 1e-6
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-    use_bias: bool = True
-    use_scale: bool = True
-    bias_init: Initializer = zeros
-    scale_init: Initializer = ones
     reduction_axes: Axes = -1
     feature_axes: Axes = -1
     axis_name: str | None = None
@@ -165,7 +168,7 @@ class GroupNorm(Module):
         )
 
 
-class InstanceNorm(Module):
+class InstanceNorm(_ScaleAndBias):
     """Normalization of each channel in each example (Ulyanov et al., 2016).
 
     See `LayerNorm` for the attributes; all axes but the first and `feature_axes` share statistics.
@@ -175,13 +178,6 @@ class InstanceNorm(Module):
     [[[-1.0, -1.0], [1.0, 1.0]]]
     """
 
-    epsilon: float = 1e-6
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-    use_bias: bool = True
-    use_scale: bool = True
-    bias_init: Initializer = zeros
-    scale_init: Initializer = ones
     feature_axes: Axes = -1
     axis_name: str | None = None
     axis_index_groups: Sequence[Sequence[int]] | None = None
@@ -201,11 +197,7 @@ class InstanceNorm(Module):
 
 
 def _layer_norm(
-    module: LayerNorm | InstanceNorm,
-    x: Array,
-    axes: Axes,
-    features: Sequence[int],
-    mask: Array | None,
+    module: Any, x: Array, axes: Axes, features: Sequence[int], mask: Array | None
 ) -> Array:
     scale, bias = scale_and_bias(module, [x.shape[a] for a in features])
     return _normalized(
