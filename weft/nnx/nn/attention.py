@@ -20,14 +20,8 @@ from jaxtyping import Array, Bool, Float
 
 from weft import functional
 from weft.errors import ArgumentShapeError, ArgumentValueError, MissingCacheError
-from weft.functional import attention
-from weft.functional.attention_mask import (
-    AttentionMask,
-    MaskFn,
-    as_attention_mask,
-    combine_masks,
-    mask_of_step,
-)
+from weft.functional import attention, attention_mask
+from weft.functional.attention_mask import AttentionMask, MaskFn
 from weft.functional.fused_attention import AttentionImplementation
 from weft.functional.initializers import zeros
 from weft.nnx.module import Module
@@ -85,7 +79,7 @@ def dot_product_attention(
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     attention.check_attention_shapes(query, key, value, shared_heads=True)
-    structured = as_attention_mask(mask)
+    structured = attention_mask.as_attention_mask(mask)
     if is_causal:
         structured = structured.restricted(functional.causal_mask)
     dropout_rate = 0.0 if deterministic else dropout_rate
@@ -269,13 +263,8 @@ class MultiHeadAttention(Module):
         self.cache_index: Cache[Array] | None = None
 
     def _resolve_sizes(self) -> tuple[int, int, int, int]:
-        functional.check_sizes(
-            type(self).__name__,
-            num_heads=self.num_heads,
-            in_features=self.in_features,
-            qkv_features=self.qkv_features,
-            out_features=self.out_features,
-        )
+        sizes = "num_heads", "in_features", "qkv_features", "out_features"
+        parameters.check_sizes(self, *sizes)
         of_input = self.in_features
         self.qkv_features = of_input if self.qkv_features is None else self.qkv_features
         self.out_features = of_input if self.out_features is None else self.out_features
@@ -449,5 +438,5 @@ class MultiHeadAttention(Module):
         of_key.set_value(keys)
         of_value.set_value(values)
         at.set_value(index + 1)
-        mask = mask_of_step(mask, index, keys.shape[-3])
-        return keys, values, combine_masks(mask, seen, dtype=jnp.bool_)
+        mask = attention_mask.mask_of_step(mask, index, keys.shape[-3])
+        return keys, values, attention_mask.combine_masks(mask, seen, dtype=jnp.bool_)

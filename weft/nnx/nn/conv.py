@@ -11,6 +11,7 @@ from jaxtyping import Array, Num
 
 from weft import functional
 from weft.errors import ArgumentShapeError
+from weft.nnx.nn import parameters
 from weft.nnx.nn.parameters import KernelModule
 
 Sizes = int | Sequence[int] | None
@@ -29,12 +30,7 @@ class _Conv(KernelModule):
     mask: Num[Array, "*kernel"] | None = None
 
     def __post_init__(self, *init_vars: Any) -> None:
-        functional.check_sizes(
-            type(self).__name__,
-            in_features=self.in_features,
-            out_features=self.out_features,
-            kernel_size=self.kernel_size,
-        )
+        parameters.check_sizes(self, "in_features", "out_features", "kernel_size")
         self.kernel_size = window = functional.per_axis(self.kernel_size, 1)
         self.strides = _as_sizes(self.strides)
         self.kernel_dilation = _as_sizes(self.kernel_dilation)

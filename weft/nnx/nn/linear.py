@@ -54,8 +54,7 @@ class Linear(KernelModule):
     dot_general: DotGeneral = lax.dot_general
 
     def __post_init__(self, *init_vars: Any) -> None:
-        sizes = {"in_features": self.in_features, "out_features": self.out_features}
-        functional.check_sizes(type(self).__name__, **sizes)
+        parameters.check_sizes(self, "in_features", "out_features")
         shape = (self.in_features, self.out_features)
         self._make_parameters(shape, shape[1:] if self.use_bias else None, *init_vars)
 
@@ -122,8 +121,7 @@ class LinearGeneral(KernelModule):
     def __post_init__(
         self, kernel_init: Initializer, bias_init: Initializer, *init_vars: Any
     ) -> None:
-        sizes = {"in_features": self.in_features, "out_features": self.out_features}
-        functional.check_sizes(type(self).__name__, **sizes)
+        parameters.check_sizes(self, "in_features", "out_features")
         self.in_features = in_features = as_tuple(self.in_features)
         self.out_features = out_features = as_tuple(self.out_features)
         self.axis = as_tuple(self.axis)
@@ -234,10 +232,7 @@ class Einsum(KernelModule):
         self._make_parameters(kernel_shape, self.bias_shape, *init_vars)
 
     def __call__(
-        self,
-        inputs: Num[Array, "*input"],
-        einsum_str: str | None = None,
-        out_sharding: Any = None,
+        self, inputs: Num[Array, "*input"], einsum_str: str | None = None, out_sharding: Any = None
     ) -> Num[Array, "*output"]:
         """Applies the map.
 
@@ -318,8 +313,7 @@ class Embed(Module):
     def __post_init__(
         self, embedding_init: Initializer, rngs: Rngs, embedding_metadata: Metadata
     ) -> None:
-        sizes = {"num_embeddings": self.num_embeddings, "features": self.features}
-        functional.check_sizes(type(self).__name__, **sizes)
+        parameters.check_sizes(self, "num_embeddings", "features")
         shape, dtype = (self.num_embeddings, self.features), self.param_dtype
         self.embedding = parameters.new_param(
             embedding_init, rngs, shape, dtype, embedding_metadata

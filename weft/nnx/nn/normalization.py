@@ -48,7 +48,7 @@ class _ScaledNorm(Module):
     scale_metadata: InitVar[Metadata] = NO_METADATA
 
     def __post_init__(self, scale_init: Initializer, rngs: Rngs, scale_metadata: Metadata) -> None:
-        functional.check_sizes(type(self).__name__, num_features=self.num_features)
+        parameters.check_sizes(self, "num_features")
         self.scale = None
         if self.use_scale:
             shape, dtype = (self.num_features,), self.param_dtype

@@ -33,6 +33,12 @@ default_kernel_init = lecun_normal()
 NO_METADATA: Metadata = FrozenDict()
 
 
+def check_sizes(layer: Module, *names: str) -> None:
+    """Raises ArgumentValueError if an attribute is not a positive size, sizes of axes, or None."""
+    sizes = {name: getattr(layer, name) for name in names}
+    functional.check_sizes(type(layer).__name__, **sizes)
+
+
 def new_param(
     init: Initializer,
     rngs: Rngs,

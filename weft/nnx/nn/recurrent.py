@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from weft import functional
 from weft.errors import ArgumentShapeError, CellDefinitionError, InvalidRngError
 from weft.functional import recurrent
 from weft.functional.initializers import orthogonal, zeros
@@ -126,8 +125,7 @@ class _LinearCell(RNNCellBase):
         recurrent_kernel_metadata: Metadata,
         bias_metadata: Metadata,
     ) -> None:
-        sizes = {"in_features": self.in_features, "hidden_features": self.hidden_features}
-        functional.check_sizes(type(self).__name__, **sizes)
+        parameters.check_sizes(self, "in_features", "hidden_features")
         rngs, kept = self.rngs, None
         if keep_rngs:
             kept = parameters.fork_stream(rngs, "carry", type(self).__name__)
@@ -177,9 +175,8 @@ class _LinearCell(RNNCellBase):
         make: Initializer = given or zeros
         if stream is None and given is not None:
             raise InvalidRngError(
-                f"{name} draws its first state but has no PRNG stream; give "
-                "initialize_carry(..., rngs=nnx.Rngs(carry=0)), or make the cell with "
-                "keep_rngs=True."
+                f"{name} draws its first state but has no PRNG stream; give initialize_carry(..., "
+                "rngs=nnx.Rngs(carry=0)), or make the cell with keep_rngs=True."
             )
         if not (stream is None or isinstance(stream, RngStream)):
             raise parameters.invalid_rngs_error(rngs, name)
