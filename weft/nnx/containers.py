@@ -24,17 +24,18 @@ T = TypeVar("T")
 def _changing(name: str, of: type) -> Callable[..., Any]:
     """Returns a method of a list or dict that records the change and tracks new items."""
     method = getattr(of, name)
+    restore = list.extend if of is list else dict.update
 
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._info.check(self)
         before, marks = of(self), dict(self._info.marks)
         try:
-            self._unpack_marks()
+            _unpack_marks(self, of)
             result = method(self, *args, **kwargs)
-            self._pack_marks()
+            _pack_marks(self, of)
         except BaseException:
             of.clear(self)  # pyright: ignore[reportAttributeAccessIssue]
-            self.__class__._restore(self, before)
+            restore(self, before)
             self._info.marks = marks
             raise
         finally:
@@ -47,6 +48,22 @@ def _changing(name: str, of: type) -> Callable[..., Any]:
 
     changed.__name__ = name
     return changed
+
+
+def _unpack_marks(x: Any, of: Any) -> None:
+    """Puts the marks into the marked items, so that they change places with these."""
+    marks = x._info.marks
+    for key in [key for key in marks if of is dict or not isinstance(key, str)]:
+        of.__setitem__(x, key, MarkedValue(x[key], marks.pop(key)))
+
+
+def _pack_marks(x: Any, of: Any) -> None:
+    for key, item in x.items() if of is dict else enumerate(x):
+        new = item
+        if isinstance(item, MarkedValue):
+            new, x._info.marks[key] = item.of(x, key), item.is_data
+        if (new := tracked(new)) is not item:
+            of.__setitem__(x, key, new)
 
 
 _MOVES_ITEMS = ("insert", "pop", "clear", "reverse", "__delitem__", "__imul__")
@@ -106,22 +123,6 @@ class List(Module, list[T]):
         if isinstance(name, str):
             return Pytree._key(name)
         return jax.tree_util.SequenceKey(name)
-
-    _restore = list.extend
-
-    def _unpack_marks(self) -> None:
-        """Moves marks from items to a separate list, which is changed with the items."""
-        marks = self._info.marks
-        for i in [name for name in marks if not isinstance(name, str)]:
-            list.__setitem__(self, i, MarkedValue(self[i], marks.pop(i)))
-
-    def _pack_marks(self) -> None:
-        for i, item in enumerate(self):
-            new = item
-            if isinstance(item, MarkedValue):
-                new, self._info.marks[i] = item.of(self, i), item.is_data  # pyright: ignore[reportArgumentType]
-            if (new := tracked(new)) is not item:
-                list.__setitem__(self, i, new)
 
     def remove(self, value: T, /) -> None:
         """Removes the first item equal to a value."""
@@ -193,21 +194,6 @@ class Dict(Module, dict[Any, Any]):
     @staticmethod
     def _key(name: object) -> Any:
         return jax.tree_util.DictKey(name)
-
-    _restore = dict.update
-
-    def _unpack_marks(self) -> None:
-        marks = self._info.marks
-        for key in list(marks):
-            dict.__setitem__(self, key, MarkedValue(self[key], marks.pop(key)))
-
-    def _pack_marks(self) -> None:
-        for key, item in self.items():
-            new = item
-            if isinstance(item, MarkedValue):
-                new, self._info.marks[key] = item.of(self, key), item.is_data
-            if (new := tracked(new)) is not item:
-                dict.__setitem__(self, key, new)
 
     def setdefault(self, key: Any, default: object = None, /) -> Any:
         """Returns the value of `key`, which becomes `default` if there is none, as it is stored."""

@@ -217,22 +217,22 @@ class Rngs(Draws):
 
         `k` has the sizes, or sizes by filter; unmatched streams keep keys and restart counts.
         """
-        return self._each(lambda name, stream: _changed(stream, (name,), split=k))
+        return self._each(split=k)
 
     def broadcast(self, k: Sizes, /) -> "Rngs":
         """Returns the same streams for each index of new leading axes; `k` as for `split`."""
-        return self._each(lambda name, stream: _changed(stream, (name,), broadcast=k))
+        return self._each(broadcast=k)
 
     def fork(self, *, split: Sizes | None = None) -> "Rngs":
         """Returns independent streams, from one key of each; `split` is deprecated: see `split`."""
         if split is not None:
             warn_deprecated("fork(split=sizes)", "call split(sizes)")
-        return self._each(lambda name, stream: _changed(stream, (name,), split=split, fork=...))
+        return self._each(split=split, fork=...)
 
-    def _each(self, change: Callable[[str, RngStream], RngStream]) -> "Rngs":
+    def _each(self, **changes: Any) -> "Rngs":
         made = Rngs()
         for name, stream in self.items():
-            setattr(made, name, change(name, stream))
+            setattr(made, name, _changed(stream, (name,), **changes))
         return made
 
 
@@ -273,17 +273,10 @@ def _streams(node: object, only: Filter) -> list[tuple[Path, RngStream]]:
     ]
 
 
-class Backups(Sequence[tuple[RngStream, Any, Any]]):
+class Backups(tuple[tuple[RngStream, Any, Any], ...]):
     """Backups of streams before a split or fork; as a context, restores them."""
 
-    def __init__(self, backups: Sequence[tuple[RngStream, Any, Any]]):
-        self.backups = tuple(backups)
-
-    def __getitem__(self, i: int) -> Any:
-        return self.backups[i]
-
-    def __len__(self) -> int:
-        return len(self.backups)
+    __slots__ = ()
 
     def __enter__(self) -> "Backups":
         return self
@@ -299,9 +292,10 @@ def restore_rngs(backups: Sequence[tuple[RngStream, Any, Any]], /) -> None:
         stream.count.set_value(count)
 
 
-def _change_streams(
-    node: Any, in_place: bool, only: Filter, new_key: Callable[[Path, RngStream], jax.Array | None]
-) -> Any:
+NewKey = Callable[[Path, RngStream], jax.Array | None]
+
+
+def _change_streams(node: Any, in_place: bool, only: Filter, new_key: NewKey) -> Any:
     """Gives streams new keys and restarts their counts, in place or in a copy of the object.
 
     Streams whose new key is None are unchanged. Returns backups, or a copy with other streams.
@@ -324,11 +318,15 @@ def _restart(stream: RngStream, key: jax.Array) -> None:
     stream.count.set_value(jnp.zeros(key.shape, jnp.uint32))
 
 
-def _for_the_call(change: Callable[[Any], Any], in_place: bool) -> Callable[..., Any]:
+def _change_or_decorate(node: object, in_place: bool, only: Filter, new_key: NewKey) -> Any:
+    """Changes streams as `_change_streams`; without an object, those of the arguments of calls."""
+    if node is not None:
+        return _change_streams(node, in_place, only, new_key)
+
     def decorator(f: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(f)
         def call(*args: Any, **kwargs: Any) -> Any:
-            changed = change((args, kwargs))
+            changed = _change_streams((args, kwargs), in_place, only, new_key)
             if not in_place:
                 args, kwargs = changed
                 return f(*args, **kwargs)
@@ -379,10 +377,7 @@ def split_rngs(
         key = jax.random.split(stream(), splits)
         return key[0] if squeeze else key
 
-    def change(node: object) -> Any:
-        return _change_streams(node, in_place, only, new_key)
-
-    return _for_the_call(change, in_place) if node is None else change(node)
+    return _change_or_decorate(node, in_place, only, new_key)
 
 
 def fork_rngs(
@@ -405,10 +400,7 @@ def fork_rngs(
             return None
         return (stream.fork() if sizes is None else stream.split(sizes)).key.get_value()
 
-    def change(node: object) -> Any:
-        return _change_streams(node, in_place, ..., new_key)
-
-    return _for_the_call(change, in_place) if node is None else change(node)
+    return _change_or_decorate(node, in_place, ..., new_key)
 
 
 def reseed(
@@ -482,7 +474,4 @@ def with_rngs(
         key = _changed(stream, path, split, broadcast, fork).key.get_value()
         return None if key is stream.key.get_value() else key
 
-    def change(node: object) -> Any:
-        return _change_streams(node, False, only, new_key)
-
-    return _for_the_call(change, False) if node is None else change(node)
+    return _change_or_decorate(node, False, only, new_key)
