@@ -25,6 +25,7 @@ from weft.nnx.pytree import (
     Pytree,
     children,
     container_items,
+    holds_data,
     is_array,
     is_data,
     iter_graph,
@@ -167,6 +168,18 @@ def _parts(part: object) -> Iterator[Any]:
     if isinstance(part, NodeDef):
         for _, below in part.attributes:
             yield from _parts(below)
+
+
+def first_paths(graphdef: GraphDef) -> dict[int, Path]:
+    """Returns the first path of each object."""
+
+    def walk(part: object, path: Path) -> Iterator[tuple[int, Path]]:
+        if isinstance(part, NodeDef | VariableDef) and part.index is not None:
+            yield part.index, path
+        for name, below in part.attributes if isinstance(part, NodeDef) else ():
+            yield from walk(below, (*path, name))
+
+    return dict(walk(graphdef.root, ()))
 
 
 @dataclasses.dataclass
@@ -532,7 +545,9 @@ def recursive_map(
         if isinstance(x, Variable | Pytree):
             if id(x) not in made:
                 # Registered before its contents are mapped, so that cycles lead back to it.
-                made[id(x)] = new = _empty_copy(x)
+                made[id(x)] = new = (
+                    x.copy() if isinstance(x, Variable) else type(x)._from_items((), x._info.marks)
+                )
                 if isinstance(x, Pytree):
                     new._fill([(name, walk(v, (*path, name))) for name, v in x._items()])
                 made[id(x)] = f(path, new)
@@ -542,13 +557,6 @@ def recursive_map(
         return f(path, new)
 
     return walk(node, ())
-
-
-def _empty_copy(x: Variable[Any] | Pytree) -> Any:
-    return x.copy() if isinstance(x, Variable) else type(x)._from_items((), x._info.marks)
-
-
-_NO_OBJECTS: Mapping[int, Any] = MappingProxyType({})
 
 
 class Change(NamedTuple):
@@ -578,8 +586,8 @@ def plan_graph(
     graphdef: GraphDef,
     leaves: Iterable[Any],
     share: bool = False,
-    existing: Mapping[int, Any] = _NO_OBJECTS,
-    known: Mapping[int, Any] = _NO_OBJECTS,
+    existing: Mapping[int, Any] = _NOTHING,
+    known: Mapping[int, Any] = _NOTHING,
 ) -> tuple[Any, list[Any], list[Change]]:
     """Returns the results of `build_graph`, and the changes that are still to be made."""
     leaves = list(leaves)
@@ -650,8 +658,8 @@ def build_graph(
     graphdef: GraphDef,
     leaves: Iterable[Any],
     share: bool = False,
-    existing: Mapping[int, Any] = _NO_OBJECTS,
-    known: Mapping[int, Any] = _NO_OBJECTS,
+    existing: Mapping[int, Any] = _NOTHING,
+    known: Mapping[int, Any] = _NOTHING,
 ) -> tuple[Any, list[Any]]:
     """Builds the graph of a description and values; returns the outermost object, and all by index.
 
@@ -686,15 +694,9 @@ def check_pytree(pytree: object) -> None:
         )
     for path, x in iter_graph(pytree):
         for name, value in x._items() if isinstance(x, Pytree) else ():
-            if not x._is_data(name, value) and _has_data(value):
+            if not x._is_data(name, value) and holds_data(value):
                 raise AttributeMarkError(
                     f"{type(x).__name__} has a {type(value).__name__} with data in it at "
                     f"{path_text((*path, name))!r}, which is marked static; use nnx.data(value), "
                     "or remove arrays, variables and objects from it."
                 )
-
-
-def _has_data(value: object) -> bool:
-    if isinstance(value, Pytree) and isinstance(value, list | dict):
-        return any(_has_data(below) for _, below in value._items())
-    return is_data(value)

@@ -444,12 +444,12 @@ def describe_object(x: object) -> str:
 
 @dataclasses.dataclass
 class TransformCall:
-    """Call of a transformed function, for errors in the user's names.
+    """Call of a transformed function, open in its context, for errors in the user's names.
 
     Attributes:
         specs: the parameters that hold the roles of arguments and of results.
         names: names of `args`; by default those of the parameters of `fn`.
-        place: position that transforms the function.
+        place: position that transforms the function, by default the current one.
         given: places of the objects in the arguments of `fn`, if they differ from those in `args`.
             In words: the objects themselves belong to a trace that ends before the call does.
         returned: places of the objects in the result of `fn`.
@@ -463,7 +463,7 @@ class TransformCall:
     _: dataclasses.KW_ONLY
     names: list[str] | None = None
     named: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    place: Origin | None = None
+    place: Origin | None = dataclasses.field(default_factory=origin)
     given: list[str] | None = None
     returned: list[str] = dataclasses.field(default_factory=list)
     values: tuple[Sequence[int], Sequence[tuple[Hashable, ...]]] = ((), ())
@@ -482,9 +482,14 @@ class TransformCall:
         code = getattr(self.fn, "__code__", None)
         return source_text((code, 0)) if code is not None else self.title
 
+    def __enter__(self) -> None:
+        _OPEN.items.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        _OPEN.items.pop()
+
 
 _OPEN = ThreadStack[TransformCall]()
-open_call = _OPEN.push
 
 
 def current_call() -> TransformCall | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
@@ -18,19 +19,12 @@ from weft.nnx.graph import FlatGraph, GraphDef, VariableDef, build_graph, flatte
 from weft.nnx.settings import GraphOptions, resolve_graph_options
 from weft.nnx.split_merge import state
 from weft.nnx.state import from_flat_state, path_text, to_flat_state
-from weft.nnx.transforms.calls import (
-    MISSING,
-    P,
-    R,
-    StaticArguments,
-    optional_function,
-    with_kwargs_first,
-    wrap_transformed,
-)
+from weft.nnx.transforms import calls
+from weft.nnx.transforms.calls import MISSING, P, R, optional_function
 from weft.nnx.transforms.kind import ObjectKind, is_object
 from weft.nnx.transforms.state_roles import DiffState
 from weft.nnx.variables import Param, Variable
-from weft.nnx.versions import TransformCall, open_call, origin
+from weft.nnx.versions import TransformCall
 from weft.typing import as_grad, as_value_and_grad, same_signature
 
 Argnums = int | DiffState | Sequence[int | DiffState]
@@ -71,14 +65,7 @@ def value_and_grad(
     (9.0, 6.0)
     """
     return _differentiate(
-        "value_and_grad",
-        f,
-        options,
-        argnums=argnums,
-        has_aux=has_aux,
-        reduce_axes=reduce_axes,
-        holomorphic=holomorphic,
-        allow_int=allow_int,
+        "value_and_grad", f, options, argnums, has_aux, holomorphic, allow_int, reduce_axes
     )
 
 
@@ -101,16 +88,7 @@ def grad(
     >>> float(grads.n[...])
     3.0
     """
-    both = _differentiate(
-        "grad",
-        f,
-        options,
-        argnums=argnums,
-        has_aux=has_aux,
-        reduce_axes=reduce_axes,
-        holomorphic=holomorphic,
-        allow_int=allow_int,
-    )
+    both = _differentiate("grad", f, options, argnums, has_aux, holomorphic, allow_int, reduce_axes)
 
     @entry_point
     @functools.wraps(f)
@@ -152,7 +130,7 @@ def vjp(
     _refuse_reduce_axes("vjp", reduce_axes)
     kind = ObjectKind("vjp", *resolve_graph_options(**options), is_result_free=True)
     wanted = _DiffArguments("vjp", range(len(primals)), kind)
-    with open_call(TransformCall("vjp", f, primals, ("primals", "the result"), place=origin())):
+    with TransformCall("vjp", f, primals, ("primals", "the result")):
         fn = _with_object_results(kind, f, has_aux)
         lifted = lifting.vjp(kind, fn, wrt=wanted.roles(primals), has_aux=True)
         of_primals = wanted.of(primals)
@@ -165,7 +143,7 @@ def vjp(
     def pullback(backward: Any, cotangent: Any) -> tuple[Any, ...]:
         if structure is not None:
             cotangent = _cotangents_of_leaves(structure, cotangent)
-        return tuple(of_primals(backward(cotangent)))
+        return of_primals(backward(cotangent))
 
     of_cotangent = jax.tree_util.Partial(pullback, backward)
     return (out, of_cotangent, aux) if has_aux else (out, of_cotangent)
@@ -215,7 +193,7 @@ def jvp(
             value = of_objects[i][path[2:]]
             groups[i][n] = leaf.copy(value) if isinstance(leaf, Variable) else value
     of_arrays = [t for _, _, of_arg in pushed for t in of_arg]
-    with open_call(TransformCall("jvp", f, primals, ("primals", "the result"), place=origin())):
+    with TransformCall("jvp", f, primals, ("primals", "the result")):
         fn = _with_object_results(kind, f, has_aux)
         wrt = tuple(roles for roles, _, _ in pushed)
         lifted = lifting.jvp(kind, fn, wrt=wrt, has_aux=True)
@@ -317,40 +295,45 @@ def _refuse_object_results(name: str, f: Callable[..., Any], has_aux: bool) -> C
 def _differentiate(
     name: str,
     f: Callable[P, Any],
-    graph_options: GraphOptions,
-    *,
+    options: GraphOptions,
     argnums: Argnums,
     has_aux: bool,
+    holomorphic: bool,
+    allow_int: bool,
     reduce_axes: object,
-    **options: bool,
 ) -> Callable[P, Any]:
     _refuse_reduce_axes(name, reduce_axes)
-    kind = ObjectKind(name, *resolve_graph_options(**graph_options), is_result_free=True)
+    kind = ObjectKind(name, *resolve_graph_options(**options), is_result_free=True)
     wanted = _DiffArguments(name, argnums, kind)
 
     def call(kwargs: dict[str, Any], *args: object) -> tuple[Any, Any]:
         differentiate = lifting.value_and_grad(
             kind,
-            with_kwargs_first(_refuse_object_results(name, f, has_aux)),
+            calls.with_kwargs_first(_refuse_object_results(name, f, has_aux)),
             wrt=(None, *wanted.roles(args)),
             has_aux=has_aux,
-            **options,
+            holomorphic=holomorphic,
+            allow_int=allow_int,
         )
         # The call may move variables.
         of_args = wanted.of(args, (kwargs,))
         result, grads = differentiate(kwargs, *args)
-        return result, wanted.pick(of_args(grads[1:]))
+        return result, of_args(grads[1:])
 
-    return wrap_transformed(name, f, call, ("argnums", "the result"))
+    return calls.wrap_transformed(name, f, call, ("argnums", "the result"))
 
 
 class _DiffArguments:
     def __init__(self, name: str, argnums: Argnums, kind: ObjectKind):
         self._name, self._kind = name, kind
         self._is_one = isinstance(argnums, int | DiffState)
-        self._given = (argnums,) if isinstance(argnums, int | DiffState) else tuple(argnums)
-        for given in self._given:
-            if not isinstance(given, int | DiffState):
+        self._wanted: list[tuple[int, Predicate | None]] = []
+        for given in (argnums,) if isinstance(argnums, int | DiffState) else argnums:
+            if isinstance(given, DiffState):
+                self._wanted.append((given.argnum, to_predicate(given.filter)))
+            elif isinstance(given, int):
+                self._wanted.append((given, None))
+            else:
                 raise TransformArgumentError(
                     f"{name}: argnums has {given!r}; use positions of arguments, or "
                     "nnx.DiffState(position, filter)."
@@ -358,8 +341,7 @@ class _DiffArguments:
 
     def _by_position(self, n: int) -> dict[int, Predicate | None]:
         filters: dict[int, Predicate | None] = {}
-        for given in self._given:
-            number = given.argnum if isinstance(given, DiffState) else given
+        for number, where in self._wanted:
             if not -n <= number < n:
                 raise CallMismatchError(
                     f"{self._name}: argnums has {number}, but the function was called with {n} "
@@ -369,8 +351,7 @@ class _DiffArguments:
                 raise TransformArgumentError(
                     f"{self._name}: argnums has {number} twice; use each position once."
                 )
-            is_part = isinstance(given, DiffState)
-            filters[number % n] = to_predicate(given.filter) if is_part else None
+            filters[number % n] = where
         return filters
 
     def roles(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -393,8 +374,8 @@ class _DiffArguments:
 
     def of(
         self, args: tuple[Any, ...], before: tuple[Any, ...] = ()
-    ) -> Callable[[tuple[Any, ...]], list[Any]]:
-        """Returns a function from gradients of `weft.lifting` to those for users, per argument."""
+    ) -> Callable[[tuple[Any, ...]], Any]:
+        """Returns a function from gradients of `weft.lifting`, per argument, to those for users."""
         filters = self._by_position(len(args))
         found = [x for x in jax.tree.leaves((before, args), is_leaf=is_object) if is_object(x)]
         flat = flatten_graph((tuple(found), ()))
@@ -419,8 +400,7 @@ class _DiffArguments:
                 return items[0][1] if items else None
             return from_flat_state(items)
 
-        def to_user_gradients(grads: tuple[Any, ...]) -> list[Any]:
-            is_shape = lambda x: isinstance(x, _GradientStructure)  # noqa: E731
+        def to_user_gradients(grads: tuple[Any, ...]) -> Any:
             every: dict[int, Any] = {}
 
             def note(x: Any, gradient: Any) -> None:
@@ -428,34 +408,19 @@ class _DiffArguments:
                     every.update(gradient[0])
 
             for i in filters:
-                jax.tree.map(note, made[i], grads[i], is_leaf=is_shape)
-            return [
-                jax.tree.map(
-                    functools.partial(
-                        of_object, every, filters[i] is None and not self._kind.structure
-                    ),
-                    shape,
-                    gradient,
-                    is_leaf=is_shape,
-                )
-                if i in filters
-                else None
-                for i, (shape, gradient) in enumerate(zip(made, grads, strict=True))
-            ]
+                jax.tree.map(note, made[i], grads[i])
+            found = []
+            for i, where in filters.items():
+                is_whole = where is None and not self._kind.structure
+                of_arg = functools.partial(of_object, every, is_whole)
+                found.append(jax.tree.map(of_arg, made[i], grads[i]))
+            return found[0] if self._is_one else tuple(found)
 
         return to_user_gradients
 
-    def pick(self, of_args: Sequence[Any]) -> Any:
-        """Returns the items of `argnums` from one item per argument."""
-        n = len(of_args)
-        found = [
-            of_args[(given.argnum if isinstance(given, DiffState) else given) % n]
-            for given in self._given
-        ]
-        return found[0] if self._is_one else tuple(found)
 
-
-class _GradientStructure(NamedTuple):
+@dataclasses.dataclass
+class _GradientStructure:
     """The structure of an object, and the numbers of its values among those of all arguments."""
 
     graphdef: GraphDef
@@ -489,11 +454,13 @@ def remat(
     >>> float(nnx.grad(nnx.remat(lambda w, x: jnp.sin(w * x)))(w, 0.0)[...])
     0.0
     """
-    static = StaticArguments("remat", "static_argnums", f, static_argnums)
+    static = calls.StaticArguments("remat", "static_argnums", f, static_argnums)
     lifted = lifting.remat(
         ObjectKind("remat", *resolve_graph_options(**options)),
-        with_kwargs_first(static.fn),
+        calls.with_kwargs_first(static.fn),
         prevent_cse=prevent_cse,
         policy=policy,
     )
-    return wrap_transformed("remat", f, lambda kwargs, *args: lifted(kwargs, *static.wrapped(args)))
+    return calls.wrap_transformed(
+        "remat", f, lambda kwargs, *args: lifted(kwargs, *static.wrapped(args))
+    )

@@ -19,7 +19,7 @@ from weft.nnx.filters import Path, filters_text
 from weft.nnx.pytree import Pytree
 from weft.nnx.settings import GraphOptions
 from weft.nnx.variables import Variable
-from weft.nnx.versions import TransformCall, current_call, describe_object, open_call, origin
+from weft.nnx.versions import TransformCall, current_call, describe_object, origin
 
 MISSING: Any = object()
 P = ParamSpec("P")
@@ -27,9 +27,7 @@ R = TypeVar("R")
 
 
 def object_paths(
-    tree: object,
-    names: list[str] | None,
-    types: type | UnionType = Pytree | Variable,
+    tree: object, names: list[str] | None, types: type | UnionType = Pytree | Variable
 ) -> list[str]:
     """Returns the places of the objects in a tree, in words."""
     found = []
@@ -128,7 +126,8 @@ def _describe_role(role: object, is_derivative: bool) -> str:
     return "nnx.Carry" if role is CARRY else repr(role)
 
 
-def _call_title(fallback: str = "a transformation") -> str:
+def call_title(fallback: str = "a transformation") -> str:
+    """Returns the title of the open call, for errors."""
     call = current_call()
     return call.title if call is not None else fallback
 
@@ -138,7 +137,7 @@ def unmatched_error(x: object, path: Path, filters: Sequence[Any]) -> Exception:
     call = current_call()
     spec = call.specs[path[0]] if call is not None else "a filter"  # pyright: ignore[reportArgumentType, reportCallIssue]
     return errors.StateFilterError(
-        f"{_call_title()}: {spec} has no filter for {place_of(path)}, a {type(x).__name__}; its "
+        f"{call_title()}: {spec} has no filter for {place_of(path)}, a {type(x).__name__}; its "
         f"filters are {filters_text(filters)}; add `...` as the last one."
         + (f" The line to change is {call.line}" if call is not None else "")
     )
@@ -156,7 +155,7 @@ def inconsistent_alias_error(
         for path, role in (first, second)
     ]
     return errors.InconsistentAliasError(
-        f"{_call_title()}: the same {_describe_value(x)} is in two "
+        f"{call_title()}: the same {_describe_value(x)} is in two "
         f"places with different settings: {roles[0]}, and {roles[1]}. All aliases of a "
         "reference need the same setting; use one for both, or pass nnx.clone(...) in one "
         "place." + (f" The line to change is {call.line}" if call is not None else "")
@@ -166,7 +165,7 @@ def inconsistent_alias_error(
 def shared_object_error(x: object, first: Path, second: Path) -> Exception:
     """Returns the error for an object in two places where objects are plain pytrees."""
     return errors.SharedObjectError(
-        f"{_call_title()} with graph=False or "
+        f"{call_title()} with graph=False or "
         f"graph_updates=False: the same {_describe_value(x)} is at {place_of(first)} and at "
         f"{place_of(second)}; in this mode an object is a plain pytree without shared references. "
         "Pass nnx.clone(...) in one place, or set graph=True, graph_updates=True."
@@ -177,9 +176,8 @@ def captured_object_error(x: object, path: Path) -> Exception:
     """Returns the error for an outside object in the results or in an argument."""
     call = current_call()
     return errors.CapturedObjectError(
-        f"{_call_title()}: {place_of(path)} is a {_describe_value(x)} that was created outside "
-        f"and not "
-        "passed as an argument, so it would come out as another object (an implicit clone)."
+        f"{call_title()}: {place_of(path)} is a {_describe_value(x)} that was created outside and "
+        "not passed as an argument, so it would come out as another object (an implicit clone)."
         + (f" It {known}." if (known := describe_object(x)) else "")
         + " Pass it as an argument, or return "
         "nnx.clone(...) of it." + (f" The line to change is {call.line}" if call else "")
@@ -189,7 +187,7 @@ def captured_object_error(x: object, path: Path) -> Exception:
 def loop_change_error(path: Path, what: str) -> Exception:
     """Returns the error for an object that changed in a loop by more than its values."""
     return errors.LoopStructureError(
-        f"{_call_title('a loop')}: the body {what} at {place_of(path)}; objects "
+        f"{call_title('a loop')}: the body {what} at {place_of(path)}; objects "
         "that all iterations share or carry keep their attributes, references and static values, "
         "and only values of variables change. Create the attribute before the loop, with its value "
         "in a variable if it changes from one iteration to the next."
@@ -199,7 +197,7 @@ def loop_change_error(path: Path, what: str) -> Exception:
 def changed_creation_error(path: Path, what: str) -> Exception:
     """Returns the error for a part that a loop's body makes differently in later iterations."""
     return errors.LoopStructureError(
-        f"{_call_title('a loop')}: the body {what} at {place_of(path)} after the first iteration; "
+        f"{call_title('a loop')}: the body {what} at {place_of(path)} after the first iteration; "
         "a loop carries the attributes, items and static values that its first iteration leaves, "
         "and they are the same after each iteration. Make it only if it is missing "
         "(if not hasattr(...)), with its final structure, or keep the value in a variable, such as "
@@ -211,7 +209,7 @@ def read_creation_error(path: Path | None) -> Exception:
     """Returns the error for a value that the body makes again from the one before."""
     at = "an attribute" if path is None else place_of(path)
     return errors.LoopStructureError(
-        f"{_call_title('a loop')}: the first iteration makes {at}, and later ones compute it from "
+        f"{call_title('a loop')}: the first iteration makes {at}, and later ones compute it from "
         "the value before, which the first iteration has not; create it before the loop, or in the "
         "body with its initial value if it is missing (if not hasattr(...)), and change it "
         "in place in every iteration."
@@ -222,10 +220,9 @@ def iteration_key_error(path: Path | None) -> Exception:
     """Returns the error for a variable made before a loop from keys of one iteration."""
     at = "a PRNG stream" if path is None else place_of(path)
     return errors.LoopStructureError(
-        f"{_call_title('a loop')}: the body makes an attribute whose initial value depends on "
-        f"{at}, "
-        "which differs between iterations; draw from a carried stream, or make the attribute "
-        "before the loop."
+        f"{call_title('a loop')}: the body makes an attribute whose initial value depends on "
+        f"{at}, which differs between iterations; draw from a carried stream, or make the "
+        "attribute before the loop."
     )
 
 
@@ -293,9 +290,7 @@ def wrap_transformed(
                 args, kwargs = bind_positional(fn, args, kwargs)
             if isinstance(in_axes, tuple | list) and len(args) < len(in_axes):
                 args = _with_defaults(fn, args, len(in_axes))
-            with open_call(
-                TransformCall(transformation, fn, args, specs, named=kwargs, place=place)
-            ):
+            with TransformCall(transformation, fn, args, specs, named=kwargs, place=place):
                 if not by_position:
                     return call(kwargs, *args)
                 if kwargs:

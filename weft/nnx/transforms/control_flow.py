@@ -18,20 +18,14 @@ from weft.errors import RoleError, TransformArgumentError
 from weft.lifting import CARRY, Roles
 from weft.lifting.kind import Static
 from weft.lifting.signature import copy_name
+from weft.nnx.filters import PathIn
 from weft.nnx.settings import GraphOptions, resolve_graph_options
-from weft.nnx.transforms.calls import (
-    MISSING,
-    P,
-    R,
-    optional_function,
-    parameter_names,
-    with_graph_options,
-    wrap_transformed,
-)
-from weft.nnx.transforms.kind import ObjectKind, PathFilter, SharedStateChanged, is_object
+from weft.nnx.transforms import calls
+from weft.nnx.transforms.calls import MISSING, P, R, optional_function, with_graph_options
+from weft.nnx.transforms.kind import ObjectKind, SharedStateChanged, is_object
 from weft.nnx.transforms.state_roles import Carry, as_axes
 from weft.nnx.variables import Variable
-from weft.nnx.versions import TransformCall, current_call, open_call, origin
+from weft.nnx.versions import TransformCall
 from weft.typing import same_signature
 
 
@@ -97,7 +91,7 @@ def scan(
     def call_with_objects(*args: object) -> Any:
         return _map_carries(args, call(*args), pairs, unbox_objects)
 
-    return wrap_transformed("scan", f, call_with_objects, in_axes=in_axes, by_position=True)
+    return calls.wrap_transformed("scan", f, call_with_objects, in_axes=in_axes, by_position=True)
 
 
 def _with_changes_carried(looped: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
@@ -114,7 +108,7 @@ def _with_changes_carried(looped: Callable[..., Callable[..., Any]]) -> Callable
             if error.paths <= carried:
                 raise RoleError(error.text) from None
             carried |= error.paths
-        loop = looped(of_carriers=Roles(((PathFilter(carried), CARRY), (True, None))))
+        loop = looped(of_carriers=Roles(((PathIn(carried), CARRY), (True, None))))
         return call(*args)
 
     return call
@@ -215,11 +209,7 @@ def while_loop(
         _box_carries(body_fun, ((0, None),)),
         in_axes=CARRY,
     )
-    with open_call(
-        TransformCall(
-            "while_loop", body_fun, (init_val,), ("init_val", "the result"), place=origin()
-        )
-    ):
+    with TransformCall("while_loop", body_fun, (init_val,), ("init_val", "the result")):
         return unbox_objects(init_val, loop(init_val))
 
 
@@ -256,10 +246,8 @@ def fori_loop(
         in_axes=CARRY,
         unroll=unroll,
     )
-    specs, names = ("init_val", "the result"), parameter_names(body_fun)[1:]
-    with open_call(
-        TransformCall("fori_loop", body_fun, (init_val,), specs, names=names, place=origin())
-    ):
+    specs, names = ("init_val", "the result"), calls.parameter_names(body_fun)[1:]
+    with TransformCall("fori_loop", body_fun, (init_val,), specs, names=names):
         return unbox_objects(init_val, loop(init_val))
 
 
@@ -293,9 +281,7 @@ def cond(
     """
     kind = ObjectKind("cond", *resolve_graph_options(**options), is_branch=True)
     chosen = lifting.cond(kind, true_fun, false_fun)
-    with open_call(
-        TransformCall("cond", true_fun, operands, ("operands", "the result"), place=origin())
-    ):
+    with TransformCall("cond", true_fun, operands, ("operands", "the result")):
         return chosen(pred, *operands)
 
 
@@ -315,9 +301,7 @@ def switch(
         raise TransformArgumentError("switch: there are no branches; give at least one function.")
     kind = ObjectKind("switch", *resolve_graph_options(**options), is_branch=True)
     chosen = lifting.switch(kind, tuple(branches))
-    with open_call(
-        TransformCall("switch", branches[0], operands, ("operands", "the result"), place=origin())
-    ):
+    with TransformCall("switch", branches[0], operands, ("operands", "the result")):
         return chosen(index, *operands)
 
 
@@ -334,18 +318,18 @@ def box_objects(given: object, returned: object) -> Any:
         if is_object(x):
             if n >= len(before) or x is not before[n]:
                 raise TransformArgumentError(
-                    f"{_title()}: the carry{jax.tree_util.keystr(path)} is returned as another "
-                    f"{type(x).__name__} than the body received; change a carried object in place "
-                    "(nnx.update(model, state), variable[...] = value) and return the same "
-                    "object."
+                    f"{calls.call_title('a loop')}: the carry{jax.tree_util.keystr(path)} is "
+                    f"returned as another {type(x).__name__} than the body received; change a "
+                    "carried object in place (nnx.update(model, state), variable[...] = value) and "
+                    "return the same object."
                 )
             x = Static(n)
             n += 1
         boxed.append(x)
     if n < len(before):
         raise TransformArgumentError(
-            f"{_title()}: the body receives {len(before)} objects in its carry and returns {n}; "
-            "return each in its place."
+            f"{calls.call_title('a loop')}: the body receives {len(before)} objects in its carry "
+            f"and returns {n}; return each in its place."
         )
     return jax.tree.unflatten(tree, boxed)
 
@@ -358,8 +342,3 @@ def unbox_objects(given: object, returned: object) -> Any:
         returned,
         is_leaf=lambda x: isinstance(x, Static),
     )
-
-
-def _title() -> str:
-    call = current_call()
-    return call.title if call is not None else "a loop"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
@@ -17,38 +16,43 @@ from weft.core.tracebacks import entry_point
 from weft.errors import TransformArgumentError
 from weft.lifting import DIFF, Roles
 from weft.lifting.kind import Static
-from weft.lifting.signature import check_argnums, copy_name
+from weft.lifting.signature import check_argnums, copy_name, signature_of
 from weft.nnx.filters import Everything, to_predicate
 from weft.nnx.graph import build_graph, flatten_graph
 from weft.nnx.pytree import key_of
 from weft.nnx.settings import GraphOptions, resolve_graph_options
 from weft.nnx.split_merge import state
 from weft.nnx.state import from_flat_state, path_text, to_flat_state
-from weft.nnx.transforms.calls import (
-    MISSING,
-    bind_positional,
-    check_unbound,
-    optional_function,
-    parameter_names,
-)
+from weft.nnx.transforms import calls
+from weft.nnx.transforms.calls import MISSING, optional_function
 from weft.nnx.transforms.kind import ObjectKind, is_object
 from weft.nnx.transforms.state_roles import DiffState
-from weft.nnx.variables import Variable
-from weft.nnx.versions import TransformCall, open_call, origin
+from weft.nnx.variables import Variable, is_variable
+from weft.nnx.versions import TransformCall, origin
 
 NondiffArgnums = int | DiffState | Sequence[int | DiffState]
+# Binds the arguments without a gradient to a function.
+Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class _RuleArguments:
     def __init__(self, args: tuple[Any, ...], where: Sequence[Any]):
-        leaves, self._tree = jax.tree.flatten(args, is_leaf=is_object)
-        of_arg = [len(jax.tree.leaves(arg, is_leaf=is_object)) for arg in args]
-        filters = [where[i] for i, n in enumerate(of_arg) for _ in range(n)]
-        self._is_object = [is_object(x) for x in leaves]
-        self._is_variable = [isinstance(x, Variable) for x in leaves]
-        self._is_wanted = [to_predicate(f) if f is not None else Everything() for f in filters]
-        flat = flatten_graph((tuple(x for x in leaves if is_object(x)), ()))
-        self._graphdefs = [flatten_graph(x).graphdef if is_object(x) else None for x in leaves]
+        self._tree = jax.tree.structure(args, is_leaf=is_object)
+        given = [
+            (x, wanted)
+            for arg, wanted in zip(args, where, strict=True)
+            for x in jax.tree.leaves(arg, is_leaf=is_object)
+        ]
+        self._is_object = [is_object(x) for x, _ in given]
+        objects = [x for x, _ in given if is_object(x)]
+        self._graphdefs = [flatten_graph(x).graphdef for x in objects]
+        self._is_variable = [isinstance(x, Variable) for x in objects]
+        self._wanted = [
+            Everything() if wanted is None else to_predicate(wanted)
+            for x, wanted in given
+            if is_object(x)
+        ]
+        flat = flatten_graph((tuple(objects), ()))
         # Variables with shapes as values, as templates.
         self._leaves = [
             (path, x.copy(jax.tree.map(jax.typeof, x.get_raw_value())))
@@ -58,9 +62,9 @@ class _RuleArguments:
         ]
 
     def roles(self) -> Any:
+        of_objects = (Roles(((wanted, DIFF), (Everything(), None))) for wanted in self._wanted)
         return self._tree.unflatten(
-            Roles(((wanted, DIFF), (Everything(), None))) if is_object else DIFF
-            for is_object, wanted in zip(self._is_object, self._is_wanted, strict=True)
+            next(of_objects) if is_object else DIFF for is_object in self._is_object
         )
 
     def to_arguments(
@@ -72,7 +76,7 @@ class _RuleArguments:
         """
         of_objects, of_arrays = iter(range(len(groups))), iter(arrays or ())
         result = []
-        for at, is_object_here in enumerate(self._is_object):
+        for is_object_here in self._is_object:
             if not is_object_here:
                 result.append(next(of_arrays) if arrays is not None else None)
                 continue
@@ -82,10 +86,10 @@ class _RuleArguments:
                 for n, (path, leaf) in enumerate(self._leaves)
                 if path[1] == i
             }
-            if self._is_variable[at]:
+            if self._is_variable[i]:
                 result.append(next(iter(items.values()), None))
             elif is_whole:
-                graphdef: Any = self._graphdefs[at]
+                graphdef = self._graphdefs[i]
                 result.append(build_graph(graphdef, [items[p] for p in graphdef.paths])[0])
             else:
                 result.append(from_flat_state(items.items()))
@@ -110,7 +114,6 @@ class _RuleArguments:
 
             return jax.tree_util.tree_map_with_path(at, x, is_leaf=is_variable)
 
-        is_variable = lambda x: isinstance(x, Variable)  # noqa: E731
         given = self.to_arguments(groups, None, is_whole=True)
         return jax.tree.map(pruned, given, is_leaf=is_object)
 
@@ -136,20 +139,15 @@ class _RuleArguments:
                     is_leaf=lambda x: x is None,
                 )
         objects = [x for x, is_obj in zip(found, self._is_object, strict=True) if is_obj]
-        filters = [w for w, is_obj in zip(self._is_wanted, self._is_object, strict=True) if is_obj]
-        groups = [
-            self._group(name, i, value, wanted)
-            for i, (value, wanted) in enumerate(zip(objects, filters, strict=True))
-        ]
         arrays = [x for x, is_obj in zip(found, self._is_object, strict=True) if not is_obj]
-        return [*groups, *arrays]
+        return [*(self._group(name, i, value) for i, value in enumerate(objects)), *arrays]
 
-    def _group(self, name: str, i: int, value: Any, wanted: Any) -> dict[int, Any]:
+    def _group(self, name: str, i: int, value: Any) -> dict[int, Any]:
         found = to_flat_state(state(value) if is_object(value) else {} if value is None else value)
         by_path = {p: v.get_value() if isinstance(v, Variable) else v for p, v in found}
         group = {}
         for n, (path, leaf) in enumerate(self._leaves):
-            if path[1] != i or not wanted(path[2:], leaf):
+            if path[1] != i or not self._wanted[i](path[2:], leaf):
                 continue
             if path[2:] in by_path:
                 x = by_path.pop(path[2:])
@@ -162,13 +160,6 @@ class _RuleArguments:
                 "where the argument has no differentiated variable; remove it."
             )
         return group
-
-
-def _parameters_of(fn: Callable[..., Any]) -> frozenset[str]:
-    try:
-        return frozenset(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):
-        return frozenset()
 
 
 def _zeros_like(leaf: Any) -> Any:
@@ -185,12 +176,9 @@ class _CustomRule:
     name: str
 
     def __init__(
-        self,
-        fun: Callable[..., Any],
-        nondiff_argnums: NondiffArgnums,
-        options: GraphOptions,
+        self, fun: Callable[..., Any], nondiff_argnums: NondiffArgnums, options: GraphOptions
     ):
-        check_unbound(self.name, fun)
+        calls.check_unbound(self.name, fun)
         self._place = origin()
         functools.update_wrapper(self, fun)
         self._fun = fun
@@ -211,7 +199,7 @@ class _CustomRule:
     @entry_point
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
         if kwargs:
-            args, kwargs = bind_positional(self._fun, args, kwargs)
+            args, kwargs = calls.bind_positional(self._fun, args, kwargs)
         at = {i + len(args) if i < 0 else i for i in self._fixed}
         fixed = [args[i] for i in sorted(at)]
         others = tuple(x for i, x in enumerate(args) if i not in at)
@@ -226,16 +214,12 @@ class _CustomRule:
 
             return copy_name(fn, call)
 
-        names = [x for i, x in enumerate(parameter_names(self._fun)) if i not in at]
+        names = [x for i, x in enumerate(calls.parameter_names(self._fun)) if i not in at]
         specs = ("nondiff_argnums", "the result")
-        with open_call(
-            TransformCall(self.name, self._fun, others, specs, names=names, place=self._place)
-        ):
+        with TransformCall(self.name, self._fun, others, specs, names=names, place=self._place):
             return self._lifted(bound, fixed, _RuleArguments(others, where))(*others)
 
-    def _lifted(
-        self, bound: object, fixed: list[Any], objects: _RuleArguments
-    ) -> Callable[..., Any]:
+    def _lifted(self, bound: Bind, fixed: list[Any], objects: _RuleArguments) -> Callable[..., Any]:
         raise NotImplementedError
 
     def _require_rule(self, rule: object, method: str) -> Any:
@@ -271,12 +255,7 @@ class CustomVjp(_CustomRule):
         """
         self._rules = fwd, bwd
 
-    def _lifted(
-        self,
-        bound: Callable[[Callable[..., Any]], Callable[..., Any]],
-        fixed: list[Any],
-        objects: _RuleArguments,
-    ) -> Callable[..., Any]:
+    def _lifted(self, bound: Bind, fixed: list[Any], objects: _RuleArguments) -> Callable[..., Any]:
         fwd, bwd = self._require_rule(self._rules, "defvjp(fwd, bwd)")
 
         def forward(*others: Any) -> tuple[Any, Any]:
@@ -285,7 +264,7 @@ class CustomVjp(_CustomRule):
             values = [x.get_raw_value() if isinstance(x, Variable) else x for x in flat.leaves]
             return result, (Static(flat.graphdef), values)
 
-        takes_updates = "updates_g" in _parameters_of(bwd)
+        takes_updates = "updates_g" in signature_of(bwd).parameters
 
         def backward(
             residuals: Any,
@@ -333,12 +312,7 @@ class CustomJvp(_CustomRule):
         self._rule = jvp
         return jvp
 
-    def _lifted(
-        self,
-        bound: Callable[[Callable[..., Any]], Callable[..., Any]],
-        fixed: list[Any],
-        objects: _RuleArguments,
-    ) -> Callable[..., Any]:
+    def _lifted(self, bound: Bind, fixed: list[Any], objects: _RuleArguments) -> Callable[..., Any]:
         rule = self._require_rule(self._rule, "defjvp(rule)")
 
         def pushed(tangents: list[Any], *others: object) -> tuple[Any, Any]:

@@ -41,7 +41,7 @@ def first_difference(
         return may_lack(side, None if index is None else origins[side][index], name)
 
     def find(a: Any, b: Any, path: Path) -> Difference | None:
-        if _index(a) is not None and _index(b) is not None:
+        if index_of(a) is not None and index_of(b) is not None:
             known = [of[x.index] for of, x in zip(origins, (a, b), strict=True)]
             if known[0] != known[1]:
                 if None not in known:
@@ -49,7 +49,9 @@ def first_difference(
                 new, old = "a new object", "an existing object"
                 return Difference(path, (new, old) if known[0] is None else (old, new))
         if not (isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type):
-            return None if _without_index(a) == _without_index(b) else _part_difference(a, b, path)
+            if _without_index(a) == _without_index(b):
+                return None
+            return Difference(path, (_describe_part(a), _describe_part(b)))
         of_a, of_b = dict(a.attributes), dict(b.attributes)
         for name in {**of_a, **of_b}:
             if name not in of_a and not is_lacked(1, b, name):
@@ -68,19 +70,14 @@ def first_difference(
     return find(graphs[0].root, graphs[1].root, ())
 
 
-def _index(part: object) -> int | None:
-    return (
-        getattr(part, "index", None) if isinstance(part, NodeDef | VariableDef | NodeRef) else None
-    )
+def index_of(part: object) -> int | None:
+    """Returns the index of an object in a description; None for other parts."""
+    return part.index if isinstance(part, NodeDef | VariableDef | NodeRef) else None
 
 
 def _without_index(part: Any) -> Any:
     # Numbers are local to each graph; the caller has compared the objects.
-    return part if _index(part) is None else part._replace(index=0)
-
-
-def _part_difference(a: object, b: object, path: Path) -> Difference:
-    return Difference(path, (_describe_part(a), _describe_part(b)))
+    return part if index_of(part) is None else part._replace(index=0)
 
 
 def _describe_part(part: object) -> str:

@@ -19,18 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import (
-    Any,
-    Concatenate,
-    Generic,
-    ParamSpec,
-    Protocol,
-    Self,
-    TypeVar,
-    Unpack,
-    cast,
-    overload,
-)
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
 
 import jax
 
@@ -46,18 +35,8 @@ from weft.nnx.graph import FlatGraph, flat_graph_of_variables
 from weft.nnx.settings import GraphOptions, resolve_graph_options
 from weft.nnx.split_merge import as_abstract
 from weft.nnx.spmd import shard_shapes
-from weft.nnx.transforms.calls import (
-    MISSING,
-    P,
-    R,
-    StaticArguments,
-    check_unbound,
-    optional_function,
-    parameter_names,
-    path_suffix,
-    with_kwargs_first,
-    wrap_transformed,
-)
+from weft.nnx.transforms import calls
+from weft.nnx.transforms.calls import MISSING, P, R, optional_function
 from weft.nnx.transforms.graph_diff import first_difference
 from weft.nnx.transforms.jit_program import (
     MAY_HOLD_OBJECTS,
@@ -67,7 +46,6 @@ from weft.nnx.transforms.jit_program import (
     NestedObject,
     Program,
     SplitCall,
-    WrittenValues,
     contains_objects,
     has_objects,
     object_arguments,
@@ -77,7 +55,7 @@ from weft.nnx.transforms.jit_program import (
 from weft.nnx.transforms.kind import ObjectKind, is_object, mark_watched
 from weft.nnx.transforms.state_roles import as_roles
 from weft.nnx.variables import Variable
-from weft.nnx.versions import STRUCTURE_VERSION, TransformCall, open_call, origin
+from weft.nnx.versions import STRUCTURE_VERSION, TransformCall, origin
 from weft.typing import as_grad
 
 _set_value = Variable._value.__set__  # pyright: ignore[reportAttributeAccessIssue]
@@ -96,17 +74,8 @@ class _CachedCall:
     """
 
     __slots__ = (
-        "at",
-        "donated",
-        "jitted",
-        "kept",
-        "n_args",
-        "n_first",
-        "names",
-        "objects",
-        "program",
-        "trace",
-        "version",
+        "at", "donated", "jitted", "kept", "n_args", "n_first", "names", "objects", "program",
+        "trace", "version",
     )  # fmt: skip
 
     def __init__(
@@ -131,11 +100,6 @@ class _CachedCall:
             and all(i < len(args) and args[i] is ref() for i, ref in self.at)
             and all(name in kwargs and kwargs[name] is ref() for name, ref in self.names)
         )
-
-    def write(self, of_donated: list[Any], of_kept: list[Any], more: None, written: WrittenValues):
-        """Writes the values of a call that changed nothing but values."""
-        changed = (*self.donated, *(self.kept[i] for i in written.at))
-        any(map(_set_value, changed, (*of_donated, *of_kept)))
 
     def flat(self) -> FlatGraph:
         graphdef = self.program.layout.static.graphdef
@@ -226,12 +190,13 @@ class JitWrapped(Generic[P, R]):
                 self._drop_programs()
         if isinstance(call, FlatGraph):
             return program.finish(call, outputs)
-        *_, more, written = outputs
+        result, of_donated, of_kept, more, written = outputs
         is_noted = written.passed and is_tracing()
-        if more is None and not is_noted and call.trace is current_trace():
-            call.write(*outputs[1:])
-            return outputs[0]
-        return program.finish(call.flat(), outputs)
+        if more is not None or is_noted or call.trace is not current_trace():
+            return program.finish(call.flat(), outputs)
+        changed = (*call.donated, *(call.kept[i] for i in written.at))
+        any(map(_set_value, changed, (*of_donated, *of_kept)))
+        return result
 
     def _drop_programs(self) -> None:
         self._programs, self._fn_key = LazyCached(object(), dict), None
@@ -240,10 +205,7 @@ class JitWrapped(Generic[P, R]):
     def _inspect(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Program, "_CachedCall | FlatGraph", Sequence[Any], dict[str, Any]]:
-        at, names = object_arguments(self._options, args, kwargs)
-        positions, of_names = [i for i, _ in at], [name for name, _ in names]
-        rest = [x for i, x in enumerate(args) if i not in positions]
-        named = {k: x for k, x in kwargs.items() if k not in of_names}
+        at, names, rest, named = object_arguments(self._options, args, kwargs)
         if has_objects((rest, named)):
             # A call that only differs from the last one when traced costs more than a look.
             self._has_nested_objects, self._last = True, None
@@ -263,13 +225,11 @@ class JitWrapped(Generic[P, R]):
     def _split_call(
         self, split: Callable[..., SplitCall], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> SplitCall:
-        names = [*parameter_names(self._fn)[: len(args)]]
+        names = [*calls.parameter_names(self._fn)[: len(args)]]
         names += [*(f"args[{i}]" for i in range(len(names), len(args))), *sorted(kwargs)]
         every = (*args, *(x for _, x in sorted(kwargs.items())))
         specs = "in_shardings", "out_shardings"
-        with open_call(
-            TransformCall("jit", self._fn, every, specs, names=names, place=self._place)
-        ):
+        with TransformCall("jit", self._fn, every, specs, names=names, place=self._place):
             return split(self._options, args, kwargs)
 
     def _cached_call(
@@ -354,7 +314,7 @@ class JitWrapped(Generic[P, R]):
                     raise
                 is_first = False
                 self._drop_programs()
-        return Traced(traced, CompiledCall(program, self._options, args, kwargs, n_bound).run)
+        return Traced(traced, _compiled_call(program, self._options, args, kwargs, n_bound))
 
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Returns the result of a call with shapes in place of arrays; objects keep their state."""
@@ -423,7 +383,7 @@ class _Jit(Protocol[Options]):
 def _as_jit(
     transformation: Callable[Concatenate[Callable[..., Any], Options], Any],
 ) -> _Jit[Options]:
-    return cast(_Jit[Options], transformation)
+    return transformation  # pyright: ignore[reportReturnType]
 
 
 @_as_jit
@@ -476,7 +436,7 @@ def jit(
     2.0
     """
     others = {"keep_unused": keep_unused, "inline": inline, "device": device, "backend": backend}
-    check_unbound("jit", fun)
+    calls.check_unbound("jit", fun)
     kind = ObjectKind("jit", *resolve_graph_options(**options))
     static = _argnums_and_argnames(fun, "static", static_argnums, static_argnames)
     donated = _argnums_and_argnames(fun, "donate", donate_argnums, donate_argnames)
@@ -551,46 +511,41 @@ def cached_partial(
     return functools.partial(f, *cached_args)
 
 
-class CompiledCall:
-    """The call for which a function is compiled."""
+def _compiled_call(
+    program: Program,
+    options: JitOptions,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    n_bound: int,
+) -> Callable[[jax.stages.Compiled, tuple[Any, ...], dict[str, Any]], Any]:
+    """Returns the function that calls a compiled program, for calls like the given one.
 
-    def __init__(
-        self,
-        program: Program,
-        options: JitOptions,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        n_bound: int,
-    ):
-        self._program, self._options = program, options
-        self._n_args, static = len(args), options.static_argnums
-        self._fixed = {i: x for i, x in enumerate(args) if i < n_bound or i in static}
-        self._named = {k: x for k, x in kwargs.items() if k in options.static_argnames}
-        self._names = sorted(kwargs.keys() - self._named.keys())
+    It writes the changed values and returns the result. It raises CompiledCallError if the
+    structure of an object or the number of arguments differs.
+    """
+    n_args, static = len(args), options.static_argnums
+    fixed = {i: x for i, x in enumerate(args) if i < n_bound or i in static}
+    fixed_names = {k: x for k, x in kwargs.items() if k in options.static_argnames}
+    names = sorted(kwargs.keys() - fixed_names.keys())
 
-    def run(
-        self, compiled: jax.stages.Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Calls the compiled program, writes the changed values, and returns the result.
-
-        Raises CompiledCallError if the structure of an object or the number of arguments differs.
-        """
-        n_args = self._n_args - len(self._fixed)
-        if len(args) != n_args or sorted(kwargs) != self._names:
+    def run(compiled: jax.stages.Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) != n_args - len(fixed) or sorted(kwargs) != names:
             raise CompiledCallError(
-                f"a function compiled for {n_args} positional "
-                f"arguments and {self._names} by name is called with {len(args)} and "
-                f"{sorted(kwargs)}; pass them as to lower, without the static ones."
+                f"a function compiled for {n_args - len(fixed)} positional arguments and {names} "
+                f"by name is called with {len(args)} and {sorted(kwargs)}; pass them as to lower, "
+                "without the static ones."
             )
         rest = iter(args)
-        every = (self._fixed[i] if i in self._fixed else next(rest) for i in range(self._n_args))
-        call = split_nested_objects(self._options, tuple(every), {**kwargs, **self._named})
-        if call.layout != self._program.layout:
-            raise _structure_error(self._program.layout, call.layout)
-        given = [x for i, x in enumerate(call.rest) if i not in self._options.static_argnums]
-        named = {k: x for k, x in call.named.items() if k not in self._named}
-        outputs = compiled(*self._program.values_of(call.flat), *given, **named)
-        return self._program.finish(call.flat, outputs)
+        every = (fixed[i] if i in fixed else next(rest) for i in range(n_args))
+        call = split_nested_objects(options, tuple(every), {**kwargs, **fixed_names})
+        if call.layout != program.layout:
+            raise _structure_error(program.layout, call.layout)
+        given = [x for i, x in enumerate(call.rest) if i not in static]
+        named = {k: x for k, x in call.named.items() if k not in fixed_names}
+        outputs = compiled(*program.values_of(call.flat), *given, **named)
+        return program.finish(call.flat, outputs)
+
+    return run
 
 
 def _structure_error(before: CallLayout, now: CallLayout) -> CompiledCallError:
@@ -600,7 +555,7 @@ def _structure_error(before: CallLayout, now: CallLayout) -> CompiledCallError:
     where = "has other variables or other metadata"
     if difference is not None and len(difference.path) > 1:
         _, first, *below = difference.path
-        where = f"differs at object {first}{path_suffix(below)}"
+        where = f"differs at object {first}{calls.path_suffix(below)}"
     return CompiledCallError(
         f"a compiled function is called with objects unlike those it was compiled for: the new "
         f"argument {where}; pass objects of the same structure, or lower and compile it for these."
@@ -626,14 +581,12 @@ def eval_shape(
     >>> nnx.eval_shape(lambda: nnx.Dict(w=nnx.Param(jax.numpy.ones(3)))).w[...]
     ShapeDtypeStruct(shape=(3,), dtype=float32)
     """
-    check_unbound("eval_shape", f)
+    calls.check_unbound("eval_shape", f)
     kind = ObjectKind("eval_shape", *resolve_graph_options(graph, graph_updates))
     abstract_args, abstract_kwargs = as_abstract((args, kwargs))
-    call = with_kwargs_first(f)
+    call = calls.with_kwargs_first(f)
     specs = ("args", "the result")
-    with open_call(
-        TransformCall("eval_shape", f, abstract_args, specs, named=abstract_kwargs, place=origin())
-    ):
+    with TransformCall("eval_shape", f, abstract_args, specs, named=abstract_kwargs):
         result = lifting.eval_shape(kind, call)(abstract_kwargs, *abstract_args)
     shard_shapes(result)
     return result
@@ -662,14 +615,14 @@ def make_jaxpr(
     { lambda ; a:f32[] b:f32[]. let c:f32[] = add a b in (c,) }
     """
     kind = ObjectKind("make_jaxpr", *resolve_graph_options(**options))
-    static = StaticArguments("make_jaxpr", "static_argnums", f, static_argnums)
-    fn = with_kwargs_first(static.fn)
+    static = calls.StaticArguments("make_jaxpr", "static_argnums", f, static_argnums)
+    fn = calls.with_kwargs_first(static.fn)
 
     def call(kwargs: dict[str, Any], *args: object) -> Any:
         _, pure_args = split_args(kind, (kwargs, *static.wrapped(args)), None)
         return jax.make_jaxpr(lambda pure_args: call_pure(kind, fn, pure_args).packed)(pure_args)
 
-    return wrap_transformed("make_jaxpr", f, call)
+    return calls.wrap_transformed("make_jaxpr", f, call)
 
 
 def checkify(
@@ -691,6 +644,6 @@ def checkify(
     'not positive'
     """
     kind = ObjectKind("checkify", *resolve_graph_options(graph, graph_updates))
-    return wrap_transformed(
-        "checkify", f, lifting.checkify(kind, with_kwargs_first(f), errors=errors)
+    return calls.wrap_transformed(
+        "checkify", f, lifting.checkify(kind, calls.with_kwargs_first(f), errors=errors)
     )

@@ -7,6 +7,7 @@ changed values with a note that identifies them, or all results if more than val
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import operator
@@ -30,7 +31,7 @@ from weft.nnx.pytree import Pytree
 from weft.nnx.transforms.calls import key_suffix, object_paths, parameter_names
 from weft.nnx.transforms.kind import ObjectKind, is_object, trace_of
 from weft.nnx.variables import NO_METADATA, Variable, metadata_key
-from weft.nnx.versions import TransformCall, open_call
+from weft.nnx.versions import TransformCall
 
 _INDEX_OF_OBJECT, _PATH_BELOW = operator.itemgetter(1), operator.itemgetter(slice(2, None))
 MAY_HOLD_OBJECTS = (Pytree, Variable, dict, list, tuple)
@@ -50,20 +51,15 @@ class JitOptions(NamedTuple):
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
 class ObjectRef:
     """Placeholder for the object with an index in the arguments."""
 
-    def __init__(self, index: int):
-        self.index = index
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ObjectRef) and self.index == other.index
-
-    def __hash__(self) -> int:
-        return self.index
+    index: int
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
 class WrittenValues:
     """The values that come back.
 
@@ -71,18 +67,9 @@ class WrittenValues:
     `passed` the numbers of those that custom rules have returned unchanged.
     """
 
-    def __init__(self, at: tuple[int, ...], is_all: bool, passed: tuple[int, ...] = ()):
-        self.at, self.is_all, self.passed = at, is_all, passed
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, WrittenValues) and (self.at, self.is_all, self.passed) == (
-            other.at,
-            other.is_all,
-            other.passed,
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.at)
+    at: tuple[int, ...]
+    is_all: bool
+    passed: tuple[int, ...] = ()
 
 
 class NestedObject(Exception):
@@ -160,7 +147,7 @@ class ProgramSignature(inspect.Signature):
         roots = {x.index: name for name, x in arguments.items() if isinstance(x, ObjectRef)}
         if len(roots) < len(self._refs):
             for name, x in arguments.items():
-                for path, ref in jax.tree_util.tree_leaves_with_path(x, is_leaf=_is_ref):
+                for path, ref in jax.tree_util.tree_leaves_with_path(x, is_leaf=_is_ref_or_object):
                     if isinstance(ref, ObjectRef):
                         roots[ref.index] = name + jax.tree_util.keystr(path)
         # Without a loop in Python, since a model has many values.
@@ -185,17 +172,20 @@ class Program:
         if options.in_shardings is not None:
             self._shardings = [layout.roles[i][g][1] for i, g in layout.static.places]
 
+        numbers = *self.donated, *self.kept
+
         @large_frame
         def pure(donated: list[Any], kept: list[Any], /, *rest: object, **named: object) -> Any:
             if value_key(fn) != seen:
                 raise FunctionChanged
             self.n_traces += 1
-            values = self._merge_values(donated, kept)
+            of_numbers = dict(zip(numbers, (*donated, *kept), strict=True))
+            values = [of_numbers[n] for n in range(len(numbers))]
             args, kwargs, pure_args = self._pure_args(values, rest, named)
             given = object_paths(args, parameter_names(fn), ObjectRef)
             given += object_paths((*kwargs.values(),), [*kwargs], ObjectRef)
             specs = "in_shardings", "out_shardings"
-            with open_call(TransformCall("jit", fn, args, specs, given=given)):
+            with TransformCall("jit", fn, args, specs, given=given, place=None):
                 results = call_pure(
                     options.kind, fn, pure_args, options.out_shardings, has_kwargs=True
                 )
@@ -203,7 +193,6 @@ class Program:
 
         left_out, leading = (*layout.at, *layout.names), ("donated_state", "state")
         named_after(fn, pure, leading=leading, left_out=left_out)
-        numbers = *self.donated, *self.kept
         self._signature = ProgramSignature(inspect.signature(pure), fn, layout, numbers)
         pure.__signature__ = self._signature  # pyright: ignore[reportFunctionMemberAccess]
         self.jitted = jax.jit(pure, **self._jit_options(self._signature))
@@ -253,10 +242,6 @@ class Program:
         )
         roles = tuple(layout.roles[x.index] if isinstance(x, ObjectRef) else None for x in leaves)
         return (*args,), kwargs, PureArgs(Static((layout.static, roles)), packed)
-
-    def _merge_values(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-        values = dict(zip((*self.donated, *self.kept), (*donated, *kept), strict=True))
-        return [values[n] for n in range(len(values))]
 
     def _input_leaf(self, n: int, value: object) -> Any:
         """Returns a value as `weft.lifting` takes it, which makes plain variables itself."""
@@ -351,10 +336,10 @@ class SplitCall(NamedTuple):
 
 def object_arguments(
     options: JitOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], list[Any]]:
-    """Returns the arguments that are objects, with their positions, and those passed by name.
+) -> tuple[list[tuple[int, Any]], list[tuple[str, Any]], list[Any], dict[str, Any]]:
+    """Returns the objects by position and by name, and the other arguments.
 
-    Raises TransformArgumentError if one of them was declared static.
+    Raises TransformArgumentError if an object was passed for a static argument.
     """
     at = [(i, x) for i, x in enumerate(args) if is_object(x)]
     names = sorted((name, x) for name, x in kwargs.items() if is_object(x))
@@ -366,7 +351,9 @@ def object_arguments(
             "static_argnums or static_argnames; an object cannot be static, so remove the argument "
             "there, or pass its static part, such as nnx.graphdef(...)."
         )
-    return at, names
+    positions, of_names = [i for i, _ in at], [name for name, _ in names]
+    rest = [x for i, x in enumerate(args) if i not in positions]
+    return at, names, rest, {name: x for name, x in kwargs.items() if name not in of_names}
 
 
 def has_objects(x: object) -> bool:
@@ -390,20 +377,11 @@ def split_object_arguments(
     options: JitOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> SplitCall:
     """Inspects a call with objects only as arguments."""
-    at, names = object_arguments(options, args, kwargs)
+    at, names, rest, named = object_arguments(options, args, kwargs)
     shardings = _per_argument(options.in_shardings, len(args))
-    roles = [_roles(shardings[i]) for i, _ in at] + [_SHARED for _ in names]
-    donated = [i in options.donate_argnums for i, _ in at]
-    donated += [name in options.donate_argnames for name, _ in names]
-    positions, of_names = tuple(i for i, _ in at), tuple(name for name, _ in names)
-    rest = [x for i, x in enumerate(args) if i not in positions]
-    named = {name: x for name, x in kwargs.items() if name not in of_names}
-    objects = [x for _, x in (*at, *names)]
-    flat, static, _ = options.kind.split(objects, [options.kind.group_filters(r) for r in roles])
-    layout = CallLayout(
-        positions, of_names, len(args), static, tuple(roles), tuple(donated), _variable_defs(flat)
-    )
-    return SplitCall(flat, layout, rest, named, at, names)
+    objects = [(x, shardings[i], i in options.donate_argnums) for i, x in at]
+    objects += [(x, None, name in options.donate_argnames) for name, x in names]
+    return _split_call(options, len(args), objects, rest, named, at, names)
 
 
 def split_nested_objects(
@@ -411,9 +389,7 @@ def split_nested_objects(
 ) -> SplitCall:
     """Inspects a call with objects also in containers, where it puts refs."""
     shardings = _per_argument(options.in_shardings, len(args))
-    objects: list[Any] = []
-    roles: list[Roles] = []
-    donated: list[bool] = []
+    objects: list[tuple[Any, Any, bool]] = []
 
     def with_refs(arg: object, prefix: object, is_donated: bool) -> Any:
         leaves, tree = jax.tree.flatten(arg, is_leaf=is_object)
@@ -421,9 +397,7 @@ def split_nested_objects(
         for n, (x, role) in enumerate(zip(leaves, of_leaves, strict=True)):
             if is_object(x):
                 leaves[n] = ObjectRef(len(objects))
-                objects.append(x)
-                roles.append(_roles(role))
-                donated.append(is_donated)
+                objects.append((x, role, is_donated))
         return tree.unflatten(leaves)
 
     rest = [
@@ -438,11 +412,29 @@ def split_nested_objects(
         else with_refs(x, None, name in options.donate_argnames)
         for name, x in sorted(kwargs.items())
     }
-    flat, static, _ = options.kind.split(objects, [options.kind.group_filters(r) for r in roles])
-    layout = CallLayout(
-        (), (), len(args), static, tuple(roles), tuple(donated), _variable_defs(flat)
+    return _split_call(options, len(args), objects, rest, named)
+
+
+def _split_call(
+    options: JitOptions,
+    n_args: int,
+    objects: Sequence[tuple[Any, Any, bool]],
+    rest: list[Any],
+    named: dict[str, Any],
+    at: Sequence[tuple[int, Any]] = (),
+    names: Sequence[tuple[str, Any]] = (),
+) -> SplitCall:
+    """Splits objects, each given with its sharding and whether its values are donated."""
+    roles = tuple(_roles(sharding) for _, sharding, _ in objects)
+    filters = [options.kind.group_filters(r) for r in roles]
+    flat, static, _ = options.kind.split([x for x, _, _ in objects], filters)
+    made = tuple(
+        (type(x), metadata_key(x)) if isinstance(x, Variable) else None for x in flat.leaves
     )
-    return SplitCall(flat, layout, rest, named, (), ())
+    places = tuple(i for i, _ in at), tuple(name for name, _ in names)
+    donated = tuple(is_donated for *_, is_donated in objects)
+    layout = CallLayout(*places, n_args, static, roles, donated, made)
+    return SplitCall(flat, layout, rest, named, at, names)
 
 
 _SHARED = Roles(((Everything(), None),))
@@ -452,12 +444,6 @@ def _roles(role: object) -> Roles:
     if role is None:
         return _SHARED
     return role if isinstance(role, Roles) else Roles(((Everything(), role),))
-
-
-def _variable_defs(flat: FlatGraph) -> tuple[Any, ...]:
-    return tuple(
-        (type(x), metadata_key(x)) if isinstance(x, Variable) else None for x in flat.leaves
-    )
 
 
 def _shapes(x: object) -> Any:
@@ -484,9 +470,5 @@ def _as_node(role: object) -> Any:
     return StateNode(role.roles) if isinstance(role, Roles) else role
 
 
-def _is_ref(x: object) -> bool:
-    return isinstance(x, ObjectRef)
-
-
 def _is_ref_or_object(x: object) -> bool:
-    return _is_ref(x) or is_object(x)
+    return isinstance(x, ObjectRef) or is_object(x)

@@ -22,32 +22,15 @@ from weft.errors import AxisMetadataError, BranchObjectsError, TransformArgument
 from weft.lifting import CARRY, DIFF, Kind, Roles
 from weft.lifting.kind import CarryChanges, PureResults, StateNode, is_state_node
 from weft.lifting.roles import changed_shared_message
-from weft.nnx import versions
+from weft.nnx import graph, versions
 from weft.nnx.filters import Path
-from weft.nnx.graph import (
-    Change,
-    ContainerKey,
-    FlatGraph,
-    GraphDef,
-    VariableDef,
-    apply_changes,
-    build_graph,
-    check_changes,
-    flat_graph_of_variables,
-    flatten_graph,
-    leaf_defs,
-    leaf_owners,
-    matching_objects,
-    mutable_static_values,
-    plan_graph,
-    with_static_values,
-)
-from weft.nnx.pytree import Pytree, with_item
+from weft.nnx.graph import Change, ContainerKey, FlatGraph, GraphDef, VariableDef
+from weft.nnx.pytree import Pytree, is_object, with_item
 from weft.nnx.rngs import RngCount, RngKey
 from weft.nnx.split_merge import state
 from weft.nnx.spmd import add_axis, has_axis_metadata, remove_axis
 from weft.nnx.state import from_flat_state, path_text, to_flat_state
-from weft.nnx.transforms import calls, graph_diff
+from weft.nnx.transforms import calls, graph_diff, object_state
 from weft.nnx.transforms.object_state import (
     ChangedObjects,
     FilterRoles,
@@ -56,26 +39,6 @@ from weft.nnx.transforms.object_state import (
     Groups,
     InnerObjects,
     StaticObjects,
-    add_key_counts,
-    as_carried,
-    branch_difference,
-    check_loop_graph,
-    check_loop_values,
-    describe_graph,
-    first_paths,
-    first_value,
-    initial_groups,
-    is_changed,
-    is_differentiable,
-    is_made_by_branch,
-    is_passed,
-    is_recorded,
-    note_passed,
-    record_created,
-    static_snapshot,
-    temporary_objects,
-    variables_and_values,
-    with_created_objects,
 )
 from weft.nnx.variables import Variable, metadata_key
 
@@ -91,21 +54,6 @@ class SharedStateChanged(Exception):
     def __init__(self, text: str, paths: Sequence[Path]):
         super().__init__(text, paths)
         self.text, self.paths = text, frozenset(path[2:] for path in paths)
-
-
-@dataclasses.dataclass(frozen=True)
-class PathFilter:
-    """A filter of the values at some paths from their object."""
-
-    paths: frozenset[Path]
-
-    def __call__(self, path: Path, x: object) -> bool:
-        return path in self.paths
-
-
-def is_object(x: object) -> bool:
-    """Returns whether `x` is an object or a variable, identified by reference."""
-    return isinstance(x, Pytree | Variable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +97,7 @@ class ObjectKind(Kind):
     def _split_uncached(
         self, carriers: Sequence[Any], filters: Sequence[FilterRoles]
     ) -> tuple[FlatGraph, StaticObjects]:
-        flat = flatten_graph((tuple(carriers), ()), with_metadata=False)
+        flat = graph.flatten_graph((tuple(carriers), ()), with_metadata=False)
         grouping = Grouping(filters, ())
         self._check_aliases(flat, grouping)
         at = zip(flat.graphdef.paths, flat.leaves, strict=True)
@@ -157,12 +105,12 @@ class ObjectKind(Kind):
         index = {id(x): i for i, x in enumerate(flat.objects)}
         owners = tuple(owner and (index[id(owner[0])], owner[1]) for owner in flat.owners)
         is_tracked = flat.is_tracked and not any(owners)
-        changing = () if flat.is_tracked else mutable_static_values(flat)
+        changing = () if flat.is_tracked else graph.mutable_static_values(flat)
         numbers, records = range(len(places)), versions.RECORDING.now is not None
         static = StaticObjects(
             flat.graphdef, places, owners, is_tracked, changing, numbers, records
         )
-        if records and (temporary := temporary_objects(flat)) is not None:
+        if records and (temporary := object_state.temporary_objects(flat)) is not None:
             return flat, static._replace(temporary=temporary)
         if carriers and is_tracked and not flat.repeated and grouping.depends_only_on_structure:
             if len(self._split_cache) >= _MAX_CACHED_SPLITS:
@@ -185,18 +133,18 @@ class ObjectKind(Kind):
         if recording is not None and recording.kept is not None:
             return None
         _, known = static.graphdef.root.attributes[0]
-        objects = matching_objects([*enumerate(carriers)], known.attributes)
-        return (
-            None if objects is None else (flat_graph_of_variables(static.graphdef, objects), static)
-        )
+        objects = graph.matching_objects([*enumerate(carriers)], known.attributes)
+        if objects is None:
+            return None
+        return graph.flat_graph_of_variables(static.graphdef, objects), static
 
     def merge(self, static: StaticObjects, groups: Sequence[Groups]):
         at = zip(static.numbers, static.places, strict=True)
         leaves = [groups[i][g][n] for n, (i, g) in at]
-        (carriers, _), objects = build_graph(static.graphdef, leaves)
+        (carriers, _), objects = graph.build_graph(static.graphdef, leaves)
         held = [
             leaf if variable is None else variable
-            for variable, leaf in variables_and_values(static, objects, leaves)
+            for variable, leaf in object_state.variables_and_values(static, objects, leaves)
         ]
         values = [x._value if isinstance(x, Variable) else x for x in held]
         metadata = [x._metadata if isinstance(x, Variable) else None for x in held]
@@ -234,10 +182,10 @@ class ObjectKind(Kind):
         new_groups: list[Groups] = [tuple({} for _ in wanted) for wanted in new_filters]
         if not self.structure or (not new and inner.has_same_structure()):
             if self.is_loop and not inner.has_same_structure():
-                check_loop_values(inner, carriers, filters)
+                object_state.check_loop_values(inner, carriers, filters)
             shared: list[Path] = []
             for n, (variable, _) in enumerate(inner.variables()):
-                if variable is not None and (self.has_rule or is_changed(variable, inner, n)):
+                if variable is not None and (self.has_rule or inner.is_changed(variable, n)):
                     i, g = static.places[n]
                     role = filters[i][g][1]
                     is_added = self._add_value(groups[i][g], variable, None, role, inner, n)
@@ -250,7 +198,7 @@ class ObjectKind(Kind):
                 calls.record_value_paths(static.numbers, static.graphdef.paths)
                 return static.unchanged(), groups, new_groups
             carriers = ()
-        flat = flatten_graph((tuple(carriers), tuple(new)), with_metadata=False)
+        flat = graph.flatten_graph((tuple(carriers), tuple(new)), with_metadata=False)
         is_same = self.structure and inner.has_same_graph(flat)
         grouping = Grouping(filters, new_filters)
         if not is_same:
@@ -266,15 +214,17 @@ class ObjectKind(Kind):
         if self.is_loop and self.structure:
             places = tuple(instead.get(i, o) for i, o in enumerate(origins))
             found = graph_diff.NumberedGraph(flat.graphdef, places, keys)
-            gained = check_loop_graph(static, flat, found, grouping.is_mapped, inner.recording)
+            gained = object_state.check_loop_graph(
+                static, flat, found, grouping.is_mapped, inner.recording
+            )
             replaced = frozenset(_numbers_of(flat.graphdef, keys, instead))
             if gained:
-                before = with_created_objects(static, found, gained, made)
+                before = object_state.with_created_objects(static, found, gained, made)
                 is_temporary = {i for i, _ in gained} <= (static.temporary or set())
-                add_key_counts(inner, flat, groups)
+                inner.add_key_counts(flat, groups)
         elif made and static.records and not self.is_branch:
-            add_key_counts(inner, flat, groups)
-        copies = None if flat.is_tracked else static_snapshot(flat.graphdef, static.graphdef)
+            inner.add_key_counts(flat, groups)
+        copies = object_state.static_snapshot(flat, static.graphdef)
         if static.origins is not None:
             origins = tuple(None if o is None else static.origins[o] for o in origins)
         changed = ChangedObjects(
@@ -298,7 +248,7 @@ class ObjectKind(Kind):
         def may_replace(part: VariableDef, before: int) -> bool:
             i, g = static.places[known[id(inner.objects[before])]]
             is_carried = filters[i][g][1] is CARRY
-            return is_carried and is_recorded(flat.objects[part.index], recording)
+            return is_carried and object_state.is_recorded(flat.objects[part.index], recording)
 
         return graph_diff.replaced_objects(static.graphdef, flat.graphdef, origins, may_replace)
 
@@ -331,15 +281,16 @@ class ObjectKind(Kind):
                     made[key] = i, g
                 is_wanted = static.records or (part == 0 and self._hoists_creation)
                 if is_wanted and recording is not None and (owner or leaf in recording):
-                    first = first_value(recording, leaf, owner)
+                    noted = recording, leaf, owner
+                    first = object_state.first_value(*noted)
                     now = leaf._value if owner is None else leaf
                     # Branches return the same structure.
                     is_given = part == 1 and self.is_branch
-                    if first is not now or is_given or is_made_by_branch(recording, leaf, owner):
+                    if first is not now or is_given or object_state.is_made_by_branch(*noted):
                         groups[part][i][g][~key] = first
             else:
                 key = static.numbers[at]
-                if self.has_rule or is_changed(leaf, inner, at):
+                if self.has_rule or inner.is_changed(leaf, at):
                     i, g = static.places[at]
                     role = grouping.wanted(i, g)[1]
                     self._add_value(groups[0][i][g], leaf, owner, role, inner, at)
@@ -356,9 +307,9 @@ class ObjectKind(Kind):
         n: int,
     ) -> bool:
         """Adds an input value to a group if it has to come back; returns whether it has."""
-        passed = is_passed(leaf, owner, inner, n)
-        if self.has_rule and not passed and not is_changed(leaf, inner, n):
-            passed = self.structure and role is DIFF and is_differentiable(leaf)
+        passed = inner.is_passed(leaf, owner, n)
+        if self.has_rule and not passed and not inner.is_changed(leaf, n):
+            passed = self.structure and role is DIFF and object_state.is_differentiable(leaf)
             if not passed:
                 return False
         # Each iteration of a loop begins with the same shared values and key counts.
@@ -376,14 +327,14 @@ class ObjectKind(Kind):
         for i, x in enumerate(flat.objects):
             if id(x) not in inside:
                 if trace_of(x) != here:
-                    raise calls.captured_object_error(x, first_paths(flat.graphdef)[i])
+                    raise calls.captured_object_error(x, graph.first_paths(flat.graphdef)[i])
             elif not self.structure:
-                paths = first_paths(inner.static.graphdef), first_paths(flat.graphdef)
+                paths = graph.first_paths(inner.static.graphdef), graph.first_paths(flat.graphdef)
                 raise calls.shared_object_error(x, paths[0][inside[id(x)]], paths[1][i])
 
     def _check_aliases(self, flat: FlatGraph, grouping: "Grouping") -> None:
         """Refuses objects that occur twice, where not allowed or with different roles."""
-        at_first = first_paths(flat.graphdef) if flat.repeated else {}
+        at_first = graph.first_paths(flat.graphdef) if flat.repeated else {}
         for index, path in flat.repeated:
             first = at_first[index]
             if not self.references or (not self.structure and path[0] == 1):
@@ -434,20 +385,20 @@ class ObjectKind(Kind):
             existing = {i: outer.objects[o] for i, o in enumerate(static.origins) if o is not None}
             graphdef = static.graphdef
             if static.copies is not None:
-                graphdef = with_static_values(graphdef, static.copies.made())
-            (_, new), objects, changes = plan_graph(graphdef, leaves, existing=existing)
-            check_changes(changes)
+                graphdef = graph.with_static_values(graphdef, static.copies.made())
+            (_, new), objects, changes = graph.plan_graph(graphdef, leaves, existing=existing)
+            graph.check_changes(changes)
             if captured and new:
                 _check_not_returned(captured, new)
         # Nothing is refused from here on, so that either all changes are written or none.
         for n, leaf, owner, value in kept:
             if n in found:
                 if found.get(~n, n) is None:
-                    note_passed(leaf, owner, value)
+                    object_state.note_passed(leaf, owner, value)
                 _write_value(leaf, owner, value)
-        apply_changes(changes)
+        graph.apply_changes(changes)
         if static is not None and (recording := versions.RECORDING.now) is not None:
-            record_created(recording, static, objects, found, outer, self.is_branch)
+            object_state.record_created(recording, static, objects, found, outer, self.is_branch)
         return list(new)
 
     def cotangents(self, static: ChangedObjects | None, packed: object) -> Any:
@@ -471,7 +422,7 @@ class ObjectKind(Kind):
             if self.structure:
                 return from_flat_state(at.items())
             graphdef = GraphDef(results.attributes[i][1], list(at))
-            return build_graph(graphdef, at.values())[0]
+            return graph.build_graph(graphdef, at.values())[0]
 
         return jax.tree.map(unpacked, packed, is_leaf=is_state_node)
 
@@ -567,7 +518,7 @@ class ObjectKind(Kind):
             first = after.get(~n, now)
             if self.is_loop and ~n in after:
                 # A loop may have to begin with the last value.
-                begin = as_carried(first, now)
+                begin = object_state.as_carried(first, now)
                 if begin is not None:
                     made[~n] = now
                 first = now if begin is None else begin
@@ -591,9 +542,9 @@ class ObjectKind(Kind):
         changes: CarryChanges | None = None,
     ) -> list[Group | None]:
         keys = dict(zip(static.graphdef.paths, static.numbers, strict=True))
-        begun = initial_groups(made, changes)
+        begun, needed = object_state.initial_groups(made, changes)
         # Values that every iteration makes again need no keys of their own.
-        of_groups = used(begun.needed)
+        of_groups = used(needed)
         is_used: dict[int, bool] = {}
         for group, role in of_groups:
             for n, x in group.items():
@@ -610,8 +561,7 @@ class ObjectKind(Kind):
             return key is None or is_used.get(key, True)
 
         return [
-            None if of is None else {n: x for n, x in of.items() if continues(n)}
-            for of in begun.groups
+            None if of is None else {n: x for n, x in of.items() if continues(n)} for of in begun
         ]
 
     def union(self, group: Group, other: Group) -> Group:
@@ -651,22 +601,20 @@ class ObjectKind(Kind):
     def join(self, static: StaticObjects, statics: Sequence[ChangedObjects | None]) -> Any:
         if all(after == statics[0] for after in statics[1:]):
             return statics[0]
-        graphs = [describe_graph(static, changed) for changed in statics]
+        graphs = [(static if changed is None else changed).described() for changed in statics]
         is_copied = any(changed is not None and changed.copies is not None for changed in statics)
-        one = (
-            None if is_copied else graph_diff.union_of_graphs(describe_graph(static, None), graphs)
-        )
+        one = None if is_copied else graph_diff.union_of_graphs(static.described(), graphs)
         if one is not None:
             return ChangedObjects(one.graphdef, tuple(one.origins), tuple(one.numbers), None)
         others = [g for g, after in zip(graphs, statics, strict=True) if after != statics[0]]
-        pairs = [(may_lack, graph) for may_lack in (True, False) for graph in others]
-        found = (branch_difference(graphs[0], graph, may_lack) for may_lack, graph in pairs)
-        raise self._branch_error(next(filter(None, found), None))
-
-    def _branch_error(self, found: graph_diff.Difference | None) -> Exception:
-        at = "an object" if found is None else calls.place_of(found.path)
-        seen = ("changed", "unchanged") if found is None else found.seen
-        return BranchObjectsError(
+        pairs = [(may_lack, other) for may_lack in (True, False) for other in others]
+        found = (
+            object_state.branch_difference(graphs[0], other, may_lack) for may_lack, other in pairs
+        )
+        first = next(filter(None, found), None)
+        at = "an object" if first is None else calls.place_of(first.path)
+        seen = ("changed", "unchanged") if first is None else first.seen
+        raise BranchObjectsError(
             f"nnx.{self.transformation}: {at} is {seen[0]} after one branch, and {seen[1]} after "
             "another. All branches must leave the same structure, and may only differ in values of "
             "variables; make the same change in all of them, or before."
@@ -687,8 +635,8 @@ def _passed_marks(result: Group, ends: Sequence[Group]) -> Group:
 
 def _numbers_of(graphdef: GraphDef, keys: Sequence[int], objects: Collection[int]) -> Iterator[int]:
     """Yields the numbers of values in some of a graph's objects."""
-    owners = leaf_owners(graphdef)
-    for part, key, owner in zip(leaf_defs(graphdef), keys, owners, strict=True):
+    owners = graph.leaf_owners(graphdef)
+    for part, key, owner in zip(graph.leaf_defs(graphdef), keys, owners, strict=True):
         if (part.index if isinstance(part, VariableDef) else owner and owner[0]) in objects:
             yield key
 
@@ -727,10 +675,10 @@ def mark_watched(x: Pytree | Variable[Any]) -> bool:
 
 def _result_numbers(static: ChangedObjects) -> list[dict[Path, int]]:
     """Returns for each object in the results the numbers of its values, by path."""
-    (_, results), _ = build_graph(static.graphdef, map(np.asarray, static.keys))
+    (_, results), _ = graph.build_graph(static.graphdef, map(np.asarray, static.keys))
     found = []
     for x in results:
-        flat = flatten_graph(x, with_metadata=False)
+        flat = graph.flatten_graph(x, with_metadata=False)
         values = (leaf._value if isinstance(leaf, Variable) else leaf for leaf in flat.leaves)
         found.append(dict(zip(flat.graphdef.paths, map(int, values), strict=True)))
     return found
@@ -742,8 +690,8 @@ def _is_float0(x: object) -> bool:
 
 def _check_not_returned(captured: Sequence[Any], new: Sequence[Any]) -> None:
     """Refuses captured objects in results whose values come out of a rule."""
-    flat = flatten_graph(((), tuple(new)), with_metadata=False)
-    paths, found = first_paths(flat.graphdef), {id(x) for x in captured}
+    flat = graph.flatten_graph(((), tuple(new)), with_metadata=False)
+    paths, found = graph.first_paths(flat.graphdef), {id(x) for x in captured}
     for i, x in enumerate(flat.objects):
         if id(x) in found:
             raise calls.captured_object_error(x, paths[i])

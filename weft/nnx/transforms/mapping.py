@@ -18,15 +18,8 @@ from weft.nnx.filters import to_predicate
 from weft.nnx.graph import flatten_graph
 from weft.nnx.settings import GraphOptions, resolve_graph_options
 from weft.nnx.spmd import add_axis, name_next_axis, remove_axis
-from weft.nnx.transforms.calls import (
-    MISSING,
-    P,
-    R,
-    StaticArguments,
-    bind_positional,
-    optional_function,
-    wrap_transformed,
-)
+from weft.nnx.transforms import calls
+from weft.nnx.transforms.calls import MISSING, P, R, optional_function
 from weft.nnx.transforms.kind import ObjectKind, is_object
 from weft.nnx.transforms.state_roles import as_axes, as_roles
 from weft.nnx.variables import Variable
@@ -81,7 +74,7 @@ def vmap(
         spmd_axis_name=spmd_axis_name,
         metadata=dict(transform_metadata),
     )
-    return wrap_transformed("vmap", f, mapped, in_axes=in_axes, by_position=True)
+    return calls.wrap_transformed("vmap", f, mapped, in_axes=in_axes, by_position=True)
 
 
 @same_signature
@@ -114,7 +107,9 @@ def pmap(
     """
     if devices is None and (backend is not None or axis_size is not None):
         devices = jax.devices(backend)[:axis_size]
-    static = StaticArguments("pmap", "static_broadcasted_argnums", f, static_broadcasted_argnums)
+    static = calls.StaticArguments(
+        "pmap", "static_broadcasted_argnums", f, static_broadcasted_argnums
+    )
     mapped = lifting.pmap(
         ObjectKind("pmap", *resolve_graph_options(**options)),
         static.fn,
@@ -128,7 +123,7 @@ def pmap(
     def call(*args: object) -> Any:
         return mapped(*static.wrapped(args))
 
-    return wrap_transformed("pmap", f, call, in_axes=in_axes, by_position=True)
+    return calls.wrap_transformed("pmap", f, call, in_axes=in_axes, by_position=True)
 
 
 @same_signature
@@ -173,7 +168,7 @@ def shard_map(
         check_vma=check_vma,
     )
     specs = "in_specs", "out_specs"
-    return wrap_transformed("shard_map", f, mapped, specs, in_specs, by_position=True)
+    return calls.wrap_transformed("shard_map", f, mapped, specs, in_specs, by_position=True)
 
 
 @same_signature
@@ -209,7 +204,7 @@ def transform_metadata(
 
     @functools.wraps(f)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = bind_positional(f, args, kwargs) if kwargs else (args, kwargs)
+        args, kwargs = calls.bind_positional(f, args, kwargs) if kwargs else (args, kwargs)
         given = _mapped(args, in_roles, "in_axes")
         call = current_call()
         # A transformation of objects moves the axes itself, and only needs the name.

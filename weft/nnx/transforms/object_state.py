@@ -24,32 +24,13 @@ from weft.core.tracing import current_trace
 from weft.lifting import CARRY
 from weft.lifting.kind import CarryChanges
 from weft.lifting.trace_cache import IdentityKey
-from weft.nnx import graph
+from weft.nnx import graph, versions
 from weft.nnx.filters import Everything, OfType, Path, Predicate, to_predicate
 from weft.nnx.pytree import Pytree, children, with_item
-from weft.nnx.transforms.calls import (
-    changed_creation_error,
-    loop_change_error,
-    read_creation_error,
-    unmatched_error,
-)
-from weft.nnx.transforms.graph_diff import (
-    Difference,
-    NumberedGraph,
-    ObjectTable,
-    first_difference,
-    is_new_number,
-    with_new_attributes,
-)
+from weft.nnx.transforms import calls, graph_diff
+from weft.nnx.transforms.graph_diff import Difference, NumberedGraph, ObjectTable
 from weft.nnx.variables import Variable
-from weft.nnx.versions import (
-    RECORDING,
-    Recording,
-    StaticSnapshot,
-    StaticValue,
-    is_hashable,
-    mutable_parts,
-)
+from weft.nnx.versions import Recording, StaticSnapshot, StaticValue, is_hashable, mutable_parts
 
 Group = dict[int, Any]
 Groups = tuple[Group, ...]
@@ -87,6 +68,10 @@ class StaticObjects(NamedTuple):
             return self.graphdef.paths[number] if number < len(self.numbers) else None
         return dict(zip(self.numbers, self.graphdef.paths, strict=True)).get(number)
 
+    def described(self) -> NumberedGraph:
+        objects = graph.first_paths(self.graphdef)
+        return NumberedGraph(self.graphdef, range(len(objects)), self.numbers)
+
     def unchanged(self) -> "ChangedObjects | None":
         if self.origins is None:
             return None
@@ -112,6 +97,9 @@ class ChangedObjects(NamedTuple):
     before: StaticObjects | None = None
     replaced: frozenset[int] = frozenset()
     is_temporary: bool = False
+
+    def described(self) -> NumberedGraph:
+        return NumberedGraph(self.graphdef, self.origins, self.keys)
 
 
 class InnerObjects(NamedTuple):
@@ -154,13 +142,41 @@ class InnerObjects(NamedTuple):
             known[id(variable) if owner is None else (id(self.objects[owner[0]]), owner[1])] = n
         return known
 
+    def is_changed(self, leaf: object, n: int) -> bool:
+        """Returns whether a value, or a variable's metadata, differs from its initial one."""
+        before, now = self.values[n], leaf
+        if isinstance(leaf, Variable):
+            now = leaf._value
+            if leaf._metadata is not self.metadata[n]:
+                return True
+        return now is not before and not _is_same_value(before, now)
+
+    def is_passed(self, leaf: Any, owner: tuple[Any, Hashable] | None, n: int) -> bool:
+        """Returns whether custom rules alone have replaced the initial value."""
+        known = _passed_values(leaf, owner)
+        if known is None or (owner is None and leaf._metadata is not self.metadata[n]):
+            return False
+        now = leaf._value if owner is None else leaf
+        return _is_same_value(known[0], self.values[n]) and _is_same_value(known[1], now)
+
+    def add_key_counts(self, flat: graph.FlatGraph, groups: Sequence[Groups]) -> None:
+        """Adds the key counts at the time when the last variable was made to the groups."""
+        if self.recording is None:
+            return
+        new = [leaf for leaf in flat.leaves if leaf in self.recording]
+        numbers = {id(x): n for n, (x, _) in enumerate(self.variables())}
+        for count, value in self.recording.counts_after(new):
+            n = numbers[id(count)]
+            i, g = self.static.places[n]
+            groups[i][g][~self.static.numbers[n]] = value
+
 
 def temporary_objects(flat: graph.FlatGraph) -> frozenset[int] | None:
     """Returns the indices of objects that each iteration of an enclosing loop makes for itself.
 
     None outside of the first run of such a loop.
     """
-    recording = RECORDING.now
+    recording = versions.RECORDING.now
     if recording is None or recording.kept is None or recording.trace != current_trace():
         return None
     kept = graph.flatten_graph((tuple(recording.kept), ()), with_metadata=False)
@@ -192,7 +208,7 @@ class Grouping:
         for g, matches in enumerate(predicates):
             if type(matches) is Everything or matches(below, leaf):
                 return part, i, g  # pyright: ignore[reportReturnType]
-        raise unmatched_error(leaf, path, [where for where, _ in self._wanted[part][i]])  # pyright: ignore[reportCallIssue, reportArgumentType]
+        raise calls.unmatched_error(leaf, path, [where for where, _ in self._wanted[part][i]])  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     @property
     def depends_only_on_structure(self) -> bool:
@@ -249,26 +265,9 @@ def _name_and_keys(place: Hashable) -> tuple[Hashable, tuple[Hashable, ...]]:
     return (place.name, place.keys) if isinstance(place, graph.ContainerKey) else (place, ())
 
 
-def describe_graph(static: StaticObjects, changed: ChangedObjects | None) -> NumberedGraph:
-    """Returns the graph after a branch, or the input graph."""
-    if changed is not None:
-        return NumberedGraph(changed.graphdef, changed.origins, changed.keys)
-    return NumberedGraph(static.graphdef, range(len(first_paths(static.graphdef))), static.numbers)
-
-
 def are_identical(xs: list[Any], ys: list[Any]) -> bool:
     """Returns whether two lists hold the same objects."""
     return len(xs) == len(ys) and all(map(operator.is_, xs, ys))
-
-
-def is_changed(leaf: object, inner: InnerObjects, n: int) -> bool:
-    """Returns whether a value, or a variable's metadata, differs from its initial one."""
-    before, now = inner.values[n], leaf
-    if isinstance(leaf, Variable):
-        now = leaf._value
-        if leaf._metadata is not inner.metadata[n]:
-            return True
-    return now is not before and not _is_same_value(before, now)
 
 
 def _is_same_value(before: object, now: object) -> bool:
@@ -302,15 +301,6 @@ def note_passed(leaf: Any, owner: tuple[Any, Hashable] | None, value: Any) -> No
         info.passed = {**getattr(info, "passed", {}), owner[1]: (before, value)}
 
 
-def is_passed(leaf: Any, owner: tuple[Any, Hashable] | None, inner: InnerObjects, n: int) -> bool:
-    """Returns whether custom rules alone have replaced the initial value."""
-    known = _passed_values(leaf, owner)
-    if known is None or (owner is None and leaf._metadata is not inner.metadata[n]):
-        return False
-    now = leaf._value if owner is None else leaf
-    return _is_same_value(known[0], inner.values[n]) and _is_same_value(known[1], now)
-
-
 def _passed_values(leaf: Any, owner: tuple[Any, Hashable] | None) -> tuple[Any, Any] | None:
     if owner is None:
         return getattr(leaf, "_passed", None)
@@ -324,33 +314,19 @@ def _keeps_mutable_values(now: graph.GraphDef, before: graph.GraphDef) -> bool:
     return all(a == b or a not in went_in for a, b in zip(new, old, strict=True))
 
 
-def static_snapshot(now: graph.GraphDef, before: graph.GraphDef) -> StaticSnapshot:
-    """Returns a snapshot of the mutable static values of a graph."""
+def static_snapshot(flat: graph.FlatGraph, before: graph.GraphDef) -> StaticSnapshot | None:
+    """Returns a snapshot of the mutable static values of a graph, None if it cannot have any."""
+    if flat.is_tracked:
+        return None
     unchanged = mutable_parts((*graph.unhashable_static_values(before, is_unchanged=True),))
-    return StaticSnapshot(graph.unhashable_static_values(now), [same.value for same in unchanged])
-
-
-def first_paths(graphdef: graph.GraphDef) -> dict[int, Path]:
-    """Returns the first path of each object."""
-    paths: dict[int, Path] = {}
-
-    def walk(part: object, path: Path) -> None:
-        if isinstance(part, graph.VariableDef):
-            paths[part.index] = path
-        elif isinstance(part, graph.NodeDef):
-            if part.index is not None:
-                paths[part.index] = path
-            for name, below in part.attributes:
-                walk(below, (*path, name))
-
-    walk(graphdef.root, ())
-    return paths
+    now = graph.unhashable_static_values(flat.graphdef)
+    return StaticSnapshot(now, [same.value for same in unchanged])
 
 
 def branch_difference(a: NumberedGraph, b: NumberedGraph, may_lack: bool) -> Difference | None:
     """Returns the first difference; `may_lack` ignores attributes that can be made earlier."""
     tables = ObjectTable.of(a), ObjectTable.of(b)
-    return first_difference(
+    return graph_diff.first_difference(
         (a.graphdef, b.graphdef),
         (a.origins, b.origins),
         lambda side, ident, name: may_lack and tables[side].can_hoist(ident, name),
@@ -367,7 +343,7 @@ def with_created_objects(
 
     `gained` has numbers of objects and attributes; `made` argument and group of each new value.
     """
-    one = with_new_attributes(describe_graph(static, None), found, gained)
+    one = graph_diff.with_new_attributes(static.described(), found, gained)
     places = {**dict(zip(static.numbers, static.places, strict=True)), **made}
     owners = tuple(graph.leaf_owners(one.graphdef))
     outer, temporary = static.origins, static.temporary
@@ -383,18 +359,6 @@ def with_created_objects(
         origins=tuple(o if o is None or outer is None else outer[o] for o in one.origins),
         temporary=temporary,
     )
-
-
-def add_key_counts(inner: InnerObjects, flat: graph.FlatGraph, groups: Sequence[Groups]) -> None:
-    """Adds the key counts at the time when the last variable was made to the groups."""
-    if inner.recording is None:
-        return
-    new = [leaf for leaf in flat.leaves if leaf in inner.recording]
-    static, numbers = inner.static, {id(x): n for n, (x, _) in enumerate(inner.variables())}
-    for count, value in inner.recording.counts_after(new):
-        n = numbers[id(count)]
-        i, g = static.places[n]
-        groups[i][g][~static.numbers[n]] = value
 
 
 def record_created(
@@ -440,11 +404,11 @@ def check_loop_values(
     pairs = zip(static.graphdef.paths, inner.variables(), strict=True)
     for n, (path, (variable, value)) in enumerate(pairs):
         if variable is not None and now.get(path, variable) is not variable:
-            raise loop_change_error(path, "replaces the variable")
-        if variable is None and is_changed(leaf := now.get(path, value), inner, n):
+            raise calls.loop_change_error(path, "replaces the variable")
+        if variable is None and inner.is_changed(leaf := now.get(path, value), n):
             index, place = static.owners[n] or (0, None)
-            if not is_passed(leaf, (inner.objects[index], place), inner, n):
-                raise loop_change_error(path, "changes the array")
+            if not inner.is_passed(leaf, (inner.objects[index], place), n):
+                raise calls.loop_change_error(path, "changes the array")
     grouping = Grouping(filters, ())
 
     def is_dropped(_: graph.FlatGraph, path: Path) -> bool:
@@ -476,9 +440,7 @@ def check_loop_graph(
     is_later = static.origins is not None  # the attributes were already made
 
     def compare(a: object, b: object, path: Path) -> None:
-        index = (
-            b.index if isinstance(b, graph.NodeRef | graph.NodeDef | graph.VariableDef) else None
-        )
+        index = graph_diff.index_of(b)
         b_index = None if index is None else origins[index]
         if isinstance(a, graph.NodeDef) and isinstance(b, graph.NodeDef) and a.type is b.type:
             is_same = a.index == b_index and (a.index is not None or a.marks == b.marks)
@@ -497,16 +459,16 @@ def check_loop_graph(
                 compare(old[name], new[name], (*path, name))
             return
         if isinstance(b, graph.NodeRef | graph.NodeDef | graph.VariableDef):
-            same = type(a) is type(b) and getattr(a, "index", None) == b_index
+            same = type(a) is type(b) and graph_diff.index_of(a) == b_index
         else:
             same = a == b
         if not same and not may_change(after, path):
             if is_later and isinstance(a, StaticValue) and isinstance(b, StaticValue):
-                raise changed_creation_error(path, f"changes {a.value!r} to {b.value!r}")
+                raise calls.changed_creation_error(path, f"changes {a.value!r} to {b.value!r}")
             raise refusal(path, "changes a reference or static value")
 
     def refusal(path: Path, change: str) -> Exception:
-        return (changed_creation_error if is_later else loop_change_error)(path, change)
+        return (calls.changed_creation_error if is_later else calls.loop_change_error)(path, change)
 
     def is_made(ident: int | None, name: Hashable) -> bool:
         return (
@@ -527,15 +489,12 @@ def is_recorded(variable: Variable[Any], recording: Recording) -> bool:
     return is_static and not variable._is_in_ref() and variable in recording
 
 
-class InitialGroups(NamedTuple):
-    """The values with which a loop begins, and those of them that the loop reads."""
+def initial_groups(
+    made: list[Group | None], changes: CarryChanges | None
+) -> tuple[list[Group | None], list[Group | None]]:
+    """Returns the values with which a loop begins, and those of them that the loop reads.
 
-    groups: list[Group | None]
-    needed: list[Group | None]
-
-
-def initial_groups(made: list[Group | None], changes: CarryChanges | None) -> InitialGroups:
-    """Returns the values with which a loop begins; see `weft.lifting.kind.Kind.initial_state`.
+    See `weft.lifting.kind.Kind.initial_state`.
 
     Raises LoopStructureError if iterations compute a value from the previous one, which the first
     iteration makes without one.
@@ -552,17 +511,17 @@ def initial_groups(made: list[Group | None], changes: CarryChanges | None) -> In
             )
             of_body = changes.after
             replaced = frozenset() if of_body is None else of_body.replaced
-            for n in filter(is_new_number, begin):
+            for n in filter(graph_diff.is_new_number, begin):
                 if n not in is_changed and ~n in of:
                     x = begin[n]
                     begin[n] = x.copy(of[~n]) if isinstance(x, Variable) else of[~n]
                 elif n in is_changed & is_read and (n in replaced or ~n not in of):
-                    raise read_creation_error(changes.static.path_of(n))
+                    raise calls.read_creation_error(changes.static.path_of(n))
             unread = is_changed - is_read
         groups.append(begin)
-        new = filter(is_new_number, begin or ())
+        new = filter(graph_diff.is_new_number, begin or ())
         needed.append({n: (begin or {})[n] for n in new if n not in unread})
-    return InitialGroups(groups, needed)
+    return groups, needed
 
 
 def as_carried(first: Any, now: Any) -> Any:
