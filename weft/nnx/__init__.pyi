@@ -24,7 +24,6 @@ from weft.nnx.contexts import (
     to_tree as to_tree, update_context as update_context, UpdateContext as UpdateContext,
 )
 from weft.nnx.display import display as display
-from weft.nnx.ema import EMA as EMA
 from weft.nnx.filters import (
     All as All, Any as Any, Everything as Everything, Not as Not, Nothing as Nothing,
     OfType as OfType, PathContains as PathContains, PathIn as PathIn, WithTag as WithTag,
@@ -58,7 +57,7 @@ from weft.nnx.nn.recurrent import (
     SimpleCell as SimpleCell,
 )
 from weft.nnx.optimizer import (
-    ModelAndOptimizer as ModelAndOptimizer, OptArray as OptArray, Optimizer as Optimizer,
+    EMA as EMA, ModelAndOptimizer as ModelAndOptimizer, OptArray as OptArray, Optimizer as Optimizer,
     OptState as OptState, OptVariable as OptVariable, TrainState as TrainState,
 )
 from weft.nnx.pytree import (

@@ -21,10 +21,10 @@ from weft import errors
 from weft.core.tracing import ThreadStack
 from weft.nnx.filters import Filter, Path, filters_text, predicates
 from weft.nnx.graph import GraphDef, flatten_graph
-from weft.nnx.pytree import Pytree, key_of
+from weft.nnx.pytree import is_object, key_of
 from weft.nnx.split_merge import RefMap, flatten, unflatten
 from weft.nnx.state import FlatState, merge_state, path_text
-from weft.nnx.variables import Variable
+from weft.nnx.variables import is_variable
 
 
 @dataclasses.dataclass
@@ -54,13 +54,6 @@ class SplitContext:
                 "flatten was given filters and with_paths=False, but filters need the paths; omit "
                 "one of them."
             )
-        graphdef, flat = self._flat(node, with_paths)
-        if not filters:
-            return graphdef, flat
-        groups = flat.split(*filters)
-        return graphdef, *(groups if len(filters) > 1 else (groups,))
-
-    def _flat(self, node: object, with_paths: bool = True) -> tuple[GraphDef, Any]:
         update = current_update_context(self.ctxtag) if self.ctxtag is not None else None
         graphdef, flat = flatten(
             node,
@@ -70,7 +63,10 @@ class SplitContext:
         )
         if update is not None and update.static_cache is not None:
             graphdef = update.static_cache.setdefault(graphdef, graphdef)
-        return graphdef, flat
+        if not filters:
+            return graphdef, flat
+        groups = flat.split(*filters)
+        return graphdef, *(groups if len(filters) > 1 else (groups,))
 
 
 @dataclasses.dataclass
@@ -294,10 +290,6 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def _is_object(x: object) -> bool:
-    return isinstance(x, Pytree | Variable)
-
-
 def _is_node_states(x: object) -> bool:
     return isinstance(x, NodeStates)
 
@@ -341,13 +333,13 @@ def to_tree(
     >>> len(tree[0].state), len(tree[1]["again"].state), tree[1]["x"]
     (1, 0, 2)
     """
-    items, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_object)
-    values = _broadcast_prefix(prefix, tree, _is_object, len(items))
+    items, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_object)
+    values = _broadcast_prefix(prefix, tree, is_object, len(items))
     if check_aliasing and prefix is not _MISSING:
         _check_aliases([(path, s, x) for (path, x), s in zip(items, values, strict=True)])
     with split_context(ctxtag) as ctx:
         leaves = [
-            split_fn(ctx, path, s, x) if map_non_graph_nodes or _is_object(x) else x
+            split_fn(ctx, path, s, x) if map_non_graph_nodes or is_object(x) else x
             for (path, x), s in zip(items, values, strict=True)
         ]
     return structure.unflatten(leaves)
@@ -403,7 +395,7 @@ def _broadcast_prefix(
 def _check_aliases(items: list[tuple[Any, Any, Any]]) -> None:
     seen: dict[int, tuple[str, Any]] = {}
     for root, value, x in items:
-        if not _is_object(x):
+        if not is_object(x):
             continue
         flat = flatten_graph(x)
         for path, leaf in zip(flat.graphdef.paths, flat.leaves, strict=True):
@@ -414,8 +406,7 @@ def _check_aliases(items: list[tuple[Any, Any, Any]]) -> None:
             if before != here:
                 raise errors.InconsistentAliasError(
                     f"one {type(leaf).__name__} is at {there!r}, with {before!r}, and at "
-                    f"{where!r}, with {here!r}; give both the same, or nnx.clone(...) at one "
-                    "place."
+                    f"{where!r}, with {here!r}; give both the same, or nnx.clone(...) at one place."
                 )
 
 
@@ -439,7 +430,6 @@ def prefix(node: Any, filter_map: Any, /, *, graph: bool | None = None) -> Any:
     def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
         return value_at(tuple(map(key_of, path)), x)
 
-    is_variable = lambda x: isinstance(x, Variable)  # noqa: E731
     return jax.tree_util.tree_map_with_path(at, node, is_leaf=is_variable)
 
 

@@ -88,18 +88,15 @@ class Nothing:
         return False
 
 
+@dataclasses.dataclass(init=False, repr=False, unsafe_hash=True)
 class _Combined:
+    predicates: tuple[Predicate, ...]
+
     def __init__(self, *filters: Filter):
         self.predicates = tuple(to_predicate(f) for f in filters)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.predicates))})"
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.predicates == other.predicates  # pyright: ignore[reportAttributeAccessIssue]
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.predicates))
 
 
 class Any(_Combined):

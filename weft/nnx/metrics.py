@@ -249,8 +249,7 @@ class Accuracy(Average):
             classes = "(*batch) with a threshold" if self.threshold is not None else "(*batch, n)"
             raise MetricValueError(
                 f"Accuracy.update was given logits of shape {logits.shape} and labels of shape "
-                f"{labels.shape}; expected labels of shape (*batch) and logits of shape "
-                f"{classes}."
+                f"{labels.shape}; expected labels of shape (*batch) and logits of shape {classes}."
             )
         if not jnp.issubdtype(labels.dtype, jnp.integer):
             raise MetricValueError(

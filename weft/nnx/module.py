@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from weft.core.tracing import current_trace, is_tracing
+from weft.core.tracing import ThreadStack, current_trace, is_tracing
 from weft.errors import GraphStructureError, ModuleAttributeNotFoundError, warn_deprecated
 from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.pytree import Pytree, iter_children, iter_graph
@@ -35,14 +34,8 @@ def append_sown(xs: tuple[Any, ...], x: object) -> tuple[Any, ...]:
     return (*xs, x)
 
 
-class _RunningCalls(threading.local):
-    """Running module calls, each with the names of the modules that it holds, by id."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Pytree | None, dict[int, str]]] = [(None, {})]
-
-
-_RUNNING = _RunningCalls()
+# Running module calls, each with the names of the modules that it holds, by id.
+_RUNNING = ThreadStack[tuple[Pytree | None, dict[int, str]]]()
 
 
 def _call_in_named_scope(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,8 +43,8 @@ def _call_in_named_scope(fn: Callable[..., Any]) -> Callable[..., Any]:
     def in_scope(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not is_tracing():
             return fn(self, *args, **kwargs)
-        calls = _RUNNING.calls
-        above, names = calls[-1]
+        calls = _RUNNING.items
+        above, names = calls[-1] if calls else (None, {})
         if above is self:  # a base class's method
             return fn(self, *args, **kwargs)
         calls.append((self, _names_of(self)))

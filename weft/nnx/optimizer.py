@@ -1,8 +1,9 @@
-"""Optimizers: optax transformations with their state in variables, which update a model in place.
+"""Optimizers, which update a model in place, and moving averages of its variables.
 
-State per parameter is in variables with the parameter's metadata, so that it is sharded like the
-parameter, or by its `optimizer_sharding`; other state has no metadata. An update calls the
-transformation on plain arrays, and writes nothing if it raises.
+An optimizer is an optax transformation whose state is in variables: those of a parameter have its
+metadata, so that they are sharded like the parameter, or by its `optimizer_sharding`; other state
+has no metadata. An update calls the transformation on plain arrays, and writes nothing if it
+raises.
 
 A `State` can change unnoticed, so a call that remembers an object's structure would have to check
 it each time. Optimizers and averages keep their state per parameter in a `StateDict` instead.
@@ -22,13 +23,14 @@ from jax.sharding import Sharding
 
 from weft import errors, struct
 from weft.core.spmd import without_format
+from weft.functional.statistics import update_running_average
 from weft.nnx.containers import Dict, List
 from weft.nnx.eager_sharding import mesh_of, shard_new_value, with_out_sharding
 from weft.nnx.filters import Filter, Path, to_predicate
-from weft.nnx.graph import GraphDef
+from weft.nnx.graph import GraphDef, build_graph, flatten_graph
 from weft.nnx.pytree import Pytree, children, data_children, is_array, iter_graph, static
 from weft.nnx.refs import to_ref
-from weft.nnx.split_merge import as_pure
+from weft.nnx.split_merge import as_pure, state
 from weft.nnx.state import State, from_flat_state, path_text, to_flat_state
 from weft.nnx.update import update
 from weft.nnx.variables import Param, Variable
@@ -415,6 +417,95 @@ def _check_gradient(path: Path, parameter: object, gradient: object, wrt: Filter
             f"the gradient for {path_text(path)!r} has shape {size}, and the parameter {shape}; "
             "give the gradient of a scalar loss with respect to it."
         )
+
+
+class EMA(Pytree):
+    """Exponential moving average of each variable of a model.
+
+    Args:
+        params: model or state that provides the initial values.
+        decay: weight of the old average in an update; an array if it should change.
+
+    Attributes:
+        params: averages, variables at the model's paths.
+
+    Raises AverageLeafError if the filter matches an array that is not a variable.
+
+    >>> model = nnx.Dict(w=nnx.Param(jnp.zeros(2)))
+    >>> ema = EMA(model, decay=0.75)
+    >>> model.w[...] = 4.0
+    >>> ema.update(model)
+    >>> ema.apply_to(model).w.tolist()
+    [1.0, 1.0]
+    """
+
+    def __init__(
+        self, params: object, decay: float, *, only: Filter = ..., graph: bool | None = None
+    ):
+        self.decay = decay
+        self.filter = static(tuple(only) if isinstance(only, list) else only)
+        self.params = to_state_dict(state(params, self.filter), _average)
+
+    def update(self, updates: object) -> None:
+        """Updates the averages: `average = decay * average + (1 - decay) * value`.
+
+        Raises AverageStructureError if paths or shapes differ from those of the averages.
+        """
+        given, averages = leaves_by_path(updates), dict(to_flat_state(self.params))
+        matches = to_predicate(self.filter)
+        for path, x in given.items():
+            if path not in averages and matches(path, x):
+                raise errors.AverageStructureError(
+                    f"there is a value for {path_text(path)!r}, but no average; update with the "
+                    "variables that the averages were made of."
+                )
+        moved = [
+            (average, self._averaged(path, raw_value(average), given))
+            for path, average in averages.items()
+        ]
+        for average, value in moved:
+            average.set_raw_value(value)
+
+    def _averaged(self, path: Path, average: Any, given: dict[Path, Any]) -> Any:
+        if path not in given:
+            raise errors.AverageStructureError(
+                f"there is an average for {path_text(path)!r}, but no value; update with the "
+                "variables that the averages were made of."
+            )
+        value = raw_value(given[path])
+        shapes = [jax.tree.map(jnp.shape, tree) for tree in (average, value)]
+        if shapes[0] != shapes[1]:
+            raise errors.AverageStructureError(
+                f"the value for {path_text(path)!r} has shape {shapes[1]}, and its average "
+                f"{shapes[0]}; update with the variables that the averages were made of."
+            )
+
+        def mean(a: Any, x: Any) -> jax.Array:
+            return update_running_average(jnp.asarray(a), x, decay=self.decay)
+
+        return jax.tree.map(mean, average, value)
+
+    def apply_to(self, model: M) -> M:
+        """Returns a copy of the model with the averages as values; other variables are shared.
+
+        >>> model = nnx.Dict(w=nnx.Param(1.0))
+        >>> EMA(model, 0.5).apply_to(model).w is model.w
+        False
+        """
+        averages = dict(to_flat_state(self.params))
+        flat = flatten_graph(model)
+        pairs = zip(flat.graphdef.paths, flat.leaves, strict=True)
+        leaves = [averages.get(path, leaf) for path, leaf in pairs]
+        return build_graph(flat.graphdef, leaves, share=True)[0]
+
+
+def _average(path: Path, x: object) -> Any:
+    if not isinstance(x, Variable):
+        raise errors.AverageLeafError(
+            f"there is a {type(x).__name__} at {path_text(path)!r}, and only variables have "
+            "averages; make it a variable, or give only=nnx.Param."
+        )
+    return x.copy()
 
 
 class TrainState(struct.PyTreeNode):

@@ -55,7 +55,7 @@ class MarkedValue:
 
 
 def _check_static(owner: object, name: object, value: object, mark: bool | None) -> None:
-    if mark is False and _holds_data(value):
+    if mark is False and holds_data(value):
         raise AttributeMarkError(
             f"{type(owner).__name__}.{name} is static, and was given a {type(value).__name__}, "
             "which is or holds data; remove nnx.static, or give a value without arrays, "
@@ -63,12 +63,13 @@ def _check_static(owner: object, name: object, value: object, mark: bool | None)
         )
 
 
-def _holds_data(value: Any) -> bool:
+def holds_data(value: Any) -> bool:
+    """Returns whether a static value is or holds data; a `List` or `Dict` may be without."""
     if type(value) is tuple:
-        return any(map(_holds_data, value))
+        return any(map(holds_data, value))
     if type(value) in _CONTAINERS.values():
         marks = value._info.marks
-        return any(marks.get(name) or _holds_data(item) for name, item in value._items())
+        return any(marks.get(name) or holds_data(item) for name, item in value._items())
     return is_data(value)
 
 
@@ -209,7 +210,8 @@ class Pytree:
         inherited = [vars(base).get("_field_marks", {}) for base in reversed(cls.__mro__[1:])]
         cls._field_marks = {k: v for of in (*inherited, _class_marks(cls)) for k, v in of.items()}
         if pytree:
-            _register(cls)
+            unflatten = functools.partial(_unflatten, cls)
+            jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
 
     def _items(self) -> list[tuple[Hashable, Any]]:
         attributes = dict(vars(self))
@@ -433,12 +435,6 @@ def _unflatten(cls: type[Pytree], structure: _Structure, children: Iterable[Any]
     return cls._from_items(items, marks)
 
 
-def _register(cls: type[Pytree]) -> None:
-    jax.tree_util.register_pytree_with_keys(
-        cls, _flatten_with_keys, functools.partial(_unflatten, cls), _flatten
-    )
-
-
 _CONTAINERS: dict[type, Callable[[Any], Any]] = {}
 _TRACKED_TYPES: set[type] = {tuple, MarkedValue}
 
@@ -479,6 +475,11 @@ _FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType)
 def is_array(x: object) -> bool:
     """Returns whether a value is an array or abstract array."""
     return isinstance(x, _ARRAYS)
+
+
+def is_object(x: object) -> bool:
+    """Returns whether `x` is an object or a variable, identified by reference."""
+    return isinstance(x, Pytree | Variable)
 
 
 def children(x: object) -> list[tuple[Hashable, Any]]:

@@ -39,7 +39,7 @@ from weft.nnx.state import (
     split_state,
     to_flat_state,
 )
-from weft.nnx.variables import Variable
+from weft.nnx.variables import Variable, is_variable
 
 T = TypeVar("T")
 PureState = tuple[GraphDef[T], State]
@@ -201,9 +201,7 @@ def as_pure(tree: object) -> Any:
     [1, 2]
     """
     return jax.tree.map(
-        lambda x: x.get_value() if isinstance(x, Variable) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, Variable),
+        lambda x: x.get_value() if isinstance(x, Variable) else x, tree, is_leaf=is_variable
     )
 
 
@@ -441,9 +439,8 @@ def with_vars(
         _with_storage(x, wanted) if matches(path, x) else x
         for path, x in zip(flat.graphdef.paths, flat.leaves, strict=True)
     ]
-    for first, *others in (
-        [] if allow_duplicates or not wanted else _duplicate_variables(node, only)
-    ):
+    may_repeat = allow_duplicates or not wanted
+    for first, *others in [] if may_repeat else find_duplicates(node, only=matches):
         raise GraphStructureError(
             f"the variable at {path_text(first)!r} is also at "
             f"{', '.join(repr(path_text(path)) for path in others)}, but JAX accepts a reference "
@@ -457,10 +454,6 @@ def vars_as(node: Any, /, **options: Any) -> Any:
     """Returns `with_vars(node, **options)`; deprecated."""
     warn_deprecated("nnx.vars_as", "call nnx.with_vars")
     return with_vars(node, **options)
-
-
-def _duplicate_variables(node: object, only: Filter) -> list[Any]:
-    return find_duplicates(node, only=All(OfType(Variable), only))
 
 
 def _with_storage(variable: Variable[Any], wanted: dict[str, bool]) -> Variable[Any]:

@@ -27,15 +27,12 @@ from weft.nnx.graph import GraphDef, flatten_graph
 from weft.nnx.pytree import is_array
 from weft.nnx.split_merge import split
 from weft.nnx.state import State
-from weft.nnx.variables import Variable, with_metadata
+from weft.nnx.variables import Variable, is_variable, with_metadata
 
 A = TypeVar("A")
 
 
-_REMOVED_AXES = {
-    "out_sharding": "axes_that_left",
-    "optimizer_sharding": "optimizer_axes_that_left",
-}
+_REMOVED_AXES = {"out_sharding": "axes_that_left", "optimizer_sharding": "optimizer_axes_that_left"}
 """Metadata entries by layout, in which `remove_axis` stores what `add_axis` restores."""
 
 
@@ -59,22 +56,18 @@ def with_partitioning(
     return with_metadata(initializer, out_sharding=sharding, mesh=mesh, **metadata)
 
 
-def _is_variable(x: object) -> bool:
-    return isinstance(x, Variable)
-
-
 def _map_shardings(make: Callable[[PartitionSpec, Any], Any], tree: Any) -> Any:
     def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
         def plain(value: object) -> Any:
             is_kept = is_array(value) or isinstance(value, jax.Ref)
             return make(PartitionSpec(), path) if is_kept else None
 
-        if not _is_variable(x):
+        if not is_variable(x):
             return plain(x)
         spec = _pspec_at(path, x)
         return x.copy(jax.tree.map(plain, x._value) if spec is None else make(spec, path))
 
-    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=_is_variable)
+    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=is_variable)
 
 
 def _pspec_at(path: jax.tree_util.KeyPath, variable: Variable[Any]) -> PartitionSpec | None:
@@ -163,7 +156,7 @@ def abstract_with_sharding(tree: A, graph: bool | None = None) -> A:
     """
 
     def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
-        spec = _pspec_at(path, x) if _is_variable(x) else None
+        spec = _pspec_at(path, x) if is_variable(x) else None
         if spec is None:
             return x
         mesh = mesh_of(x._metadata)
@@ -174,7 +167,7 @@ def abstract_with_sharding(tree: A, graph: bool | None = None) -> A:
             )
         return _with_sharding(x, mesh, spec, path, keep=True)
 
-    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=_is_variable)
+    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=is_variable)
 
 
 def _with_sharding(
@@ -190,7 +183,7 @@ def _with_sharding(
         except errors.MeshError as error:
             raise errors.MeshError(f"the layout of {_path_text(path)!r}: {error}") from None
 
-    return x.copy(jax.tree.map(laid, x._value)) if _is_variable(x) else laid(x)
+    return x.copy(jax.tree.map(laid, x._value)) if is_variable(x) else laid(x)
 
 
 def shard_shapes(tree: object) -> None:
@@ -233,10 +226,10 @@ def get_abstract_model(
         state = jax.eval_shape(parts)
 
     def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
-        spec = _pspec_at(path, x) if _is_variable(x) else None
+        spec = _pspec_at(path, x) if is_variable(x) else None
         return _with_sharding(x, mesh, spec or PartitionSpec(), path)
 
-    state = jax.tree_util.tree_map_with_path(at, state, is_leaf=_is_variable)
+    state = jax.tree_util.tree_map_with_path(at, state, is_leaf=is_variable)
     return kept[0], state
 
 
@@ -298,17 +291,17 @@ def has_axis_metadata(variable: Variable[Any]) -> bool:
 def _update_axes(
     change: Callable[..., Any], tree: object, index: int, params: Mapping[Any, Any]
 ) -> Any:
-    if _is_variable(tree):
+    if is_variable(tree):
         return change(tree, index, params)
 
     def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
         try:
-            return change(x, index, params) if _is_variable(x) else x
+            return change(x, index, params) if is_variable(x) else x
         except errors.AxisMetadataError as error:
             error.path = "/".join(part for part in (_path_text(path), error.path) if part)
             raise
 
-    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=_is_variable)
+    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=is_variable)
 
 
 def _add(variable: Variable[Any], index: int, params: Mapping[Any, Any]) -> Variable[Any]:

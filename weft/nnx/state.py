@@ -227,10 +227,7 @@ def _flatten_state_with_keys(state: State) -> tuple[Any, tuple[Hashable, ...]]:
 
 
 jax.tree_util.register_pytree_with_keys(
-    State,
-    _flatten_state_with_keys,
-    _unflatten_state,
-    _flatten_state,
+    State, _flatten_state_with_keys, _unflatten_state, _flatten_state
 )
 
 

@@ -273,7 +273,8 @@ class Variable(Generic[A]):
             )
         changed = with_out_sharding(changed, type(self).__name__)
         object.__setattr__(self, "_metadata", changed)
-        self._changed()
+        if self._watched:
+            STRUCTURE_VERSION.end()
 
     def has_metadata(self, name: str) -> bool:
         """Returns whether there is an entry."""
@@ -286,10 +287,6 @@ class Variable(Generic[A]):
         """
         self.get_metadata(name)
         self.set_metadata({k: v for k, v in self._metadata.items() if k != name})
-
-    def _changed(self) -> None:
-        if self._watched:
-            STRUCTURE_VERSION.end()
 
     @classmethod
     def from_metadata(cls: builtins.type[V], value: object, attributes: Mapping[str, Any]) -> V:
@@ -327,9 +324,8 @@ class Variable(Generic[A]):
         """
         if type(other) is not type(self):
             raise errors.VariableTypeError(
-                f"{_describe(self)} cannot copy from a {type(other).__name__}; give a variable "
-                f"of its "
-                "own class."
+                f"{_describe(self)} cannot copy from a {type(other).__name__}; give a variable of "
+                "its own class."
             )
         self._check_writable()
         self._put(other._read())
@@ -485,6 +481,11 @@ def _(x: Variable, inside: Enclosing = frozenset()) -> str:
     items += [f"{name}={value!r}" for name, value in x._metadata.items()]
     size = size_text(x._value)
     return join_lines(f"{type(x).__name__}({' # ' + size if size else ''}", items, ")")
+
+
+def is_variable(x: object) -> bool:
+    """Returns whether `x` is a variable."""
+    return isinstance(x, Variable)
 
 
 _set_value = Variable._value.__set__  # pyright: ignore[reportAttributeAccessIssue]
@@ -656,18 +657,11 @@ def with_metadata(
     >>> nnx.Param(init(jax.random.key(0), (2,))).tag
     'head'
     """
+    hooks = (on_set_value, on_get_value, on_create_value, on_add_axis, on_remove_axis)
 
     @functools.wraps(initializer)
     def initialize(*args: object, **kwargs: object) -> VariableMetadata:
-        return VariableMetadata(
-            initializer(*args, **kwargs),
-            on_set_value,
-            on_get_value,
-            on_create_value,
-            on_add_axis,
-            on_remove_axis,
-            metadata,
-        )
+        return VariableMetadata(initializer(*args, **kwargs), *hooks, metadata)
 
     return initialize
 
