@@ -5,8 +5,8 @@ import pytest
 
 from weft import nnx
 from weft.errors import AverageLeafError, AverageStructureError
-from weft.nnx.ema import EMA
 from weft.nnx.graph import flatten_graph
+from weft.nnx.optimizer import EMA
 
 
 class Model(nnx.Module):
