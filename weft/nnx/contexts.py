@@ -398,7 +398,7 @@ def _check_aliases(items: list[tuple[Any, Any, Any]]) -> None:
         if not is_object(x):
             continue
         flat = flatten_graph(x)
-        for path, leaf in zip(flat.graphdef.paths, flat.leaves, strict=True):
+        for path, leaf in flat.items():
             of_leaf = getattr(value, "map_prefix", None)
             here = of_leaf(path, leaf) if of_leaf is not None else value
             where = path_text((*map(key_of, root), *path))

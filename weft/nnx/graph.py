@@ -182,6 +182,10 @@ def first_paths(graphdef: GraphDef) -> dict[int, Path]:
     return dict(walk(graphdef.root, ()))
 
 
+Owner = tuple[Any, Hashable] | None
+"""Object and attribute name of a value that is not a variable."""
+
+
 @dataclasses.dataclass
 class FlatGraph:
     """Graph split into description and values.
@@ -197,10 +201,14 @@ class FlatGraph:
 
     graphdef: GraphDef
     leaves: list[Any]
-    owners: list[tuple[Any, Hashable] | None]
+    owners: list[Owner]
     objects: list[Any]
     repeated: list[tuple[int, Path]]
     is_tracked: bool
+
+    def items(self) -> Iterator[tuple[Path, Any]]:
+        """Returns the values with their paths."""
+        return zip(self.graphdef.paths, self.leaves, strict=True)
 
 
 class _Flattener:
@@ -211,7 +219,7 @@ class _Flattener:
         self.objects: list[Any] = []
         self.repeated: list[tuple[int, Path]] = []
         self.leaves: list[Any] = []
-        self.owners: list[tuple[Any, Hashable] | None] = []
+        self.owners: list[Owner] = []
         self.paths: list[Path] = []
         self.is_tracked = True
 
@@ -498,8 +506,7 @@ class _MethodCaller:
             at = at[part[0]] if isinstance(part, list) else getattr(at, part)
         result = at(*args, **kwargs)
         flat = flatten_graph(root)
-        items = zip(flat.graphdef.paths, flat.leaves, strict=True)
-        return result, (flat.graphdef, from_flat_state(items))
+        return result, (flat.graphdef, from_flat_state(flat.items()))
 
 
 def find_duplicates(node: Any, /, *, only: Any = ...) -> list[list[Path]]:
@@ -544,11 +551,11 @@ def recursive_map(
     def walk(x: object, path: Path) -> Any:
         if isinstance(x, Variable | Pytree):
             if id(x) not in made:
+                is_variable = isinstance(x, Variable)
+                new: Any = x.copy() if is_variable else type(x)._from_items((), x._info.marks)
                 # Registered before its contents are mapped, so that cycles lead back to it.
-                made[id(x)] = new = (
-                    x.copy() if isinstance(x, Variable) else type(x)._from_items((), x._info.marks)
-                )
-                if isinstance(x, Pytree):
+                made[id(x)] = new
+                if not is_variable:
                     new._fill([(name, walk(v, (*path, name))) for name, v in x._items()])
                 made[id(x)] = f(path, new)
             return made[id(x)]

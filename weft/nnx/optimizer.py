@@ -261,11 +261,9 @@ def _check_parameters(opt_state: object, parameters: dict[Path, Any]) -> None:
     for _, x in iter_graph(opt_state):
         if isinstance(x, StateDict) and (paths := set(dict(to_flat_state(x)))) != set(parameters):
             path = sorted(paths ^ set(parameters), key=str)[0]
-            has, lacks = (
-                ("the optimizer", "the model")
-                if path in paths
-                else ("the model", "the state of the optimizer")
-            )
+            has, lacks = "the model", "the state of the optimizer"
+            if path in paths:
+                has, lacks = "the optimizer", "the model"
             raise errors.OptimizerStateError(
                 f"{has} has {path_text(path)!r} among the parameters and {lacks} does not; make "
                 "the optimizer for the model that it updates."
@@ -494,8 +492,7 @@ class EMA(Pytree):
         """
         averages = dict(to_flat_state(self.params))
         flat = flatten_graph(model)
-        pairs = zip(flat.graphdef.paths, flat.leaves, strict=True)
-        leaves = [averages.get(path, leaf) for path, leaf in pairs]
+        leaves = [averages.get(path, leaf) for path, leaf in flat.items()]
         return build_graph(flat.graphdef, leaves, share=True)[0]
 
 

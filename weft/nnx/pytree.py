@@ -36,6 +36,7 @@ from weft.nnx.versions import (
 )
 
 T = TypeVar("T")
+Items = Sequence[tuple[Any, Any]]
 _MISSING: Any = object()
 _NUMBERS = (int, float, complex)
 _VALUES = (Variable, jax.Array, np.ndarray)
@@ -256,7 +257,7 @@ class Pytree:
     def _put(self, name: Any, value: Any) -> None:
         vars(self)[name] = value
 
-    def _replace(self, items: Sequence[tuple[Any, Any]]) -> None:
+    def _replace(self, items: Items) -> None:
         """Replaces all attributes; unchanged ones remain visible to other threads throughout."""
         self._fill(items)
         for name in vars(self).keys() - {"_info", *(name for name, _ in items)}:
@@ -267,10 +268,7 @@ class Pytree:
         return None
 
     def _has_items(
-        self,
-        items: Sequence[tuple[Any, Any]],
-        marks: dict[str, bool],
-        order: Sequence[Hashable] | None,
+        self, items: Items, marks: dict[str, bool], order: Sequence[Hashable] | None
     ) -> bool:
         there = self._items()
         return (
@@ -281,10 +279,7 @@ class Pytree:
         )
 
     def _set_items(
-        self,
-        items: Sequence[tuple[Any, Any]],
-        marks: dict[str, bool],
-        order: Sequence[Hashable] | None = None,
+        self, items: Items, marks: dict[str, bool], order: Sequence[Hashable] | None = None
     ) -> None:
         there = self._items()
         self._info.marks = marks

@@ -16,7 +16,6 @@ import jax
 from weft.errors import GraphStructureError, ObjectArgumentError, warn_deprecated
 from weft.nnx.filters import All, Filter, OfType, Path, grouped, to_predicate
 from weft.nnx.graph import (
-    FlatGraph,
     GraphDef,
     VariableDef,
     build_graph,
@@ -60,15 +59,11 @@ def split(node: object, *filters: Filter, graph: bool | None = None) -> tuple[An
     2.0
     """
     flat = flatten_graph(node)
-    whole = from_flat_state(_items(flat))
+    whole = from_flat_state(flat.items())
     if not filters:
         return flat.graphdef, whole
     states = split_state(whole, *filters)
     return flat.graphdef, *(states if len(filters) > 1 else (states,))
-
-
-def _items(flat: FlatGraph) -> list[tuple[Path, Any]]:
-    return list(zip(flat.graphdef.paths, flat.leaves, strict=True))
 
 
 def merge(
@@ -140,7 +135,7 @@ def state(node: object, *filters: Filter, graph: bool | None = None) -> Any:
     >>> nnx.to_pure_dict(nnx.state(nnx.Dict(w=nnx.Param(1.0), n=nnx.Cache(2)), nnx.Param))
     {'w': 1.0}
     """
-    groups, _ = grouped(_items(flatten_graph(node)), filters or (...,))
+    groups, _ = grouped(flatten_graph(node).items(), filters or (...,))
     states = [from_flat_state(group) for group in groups]
     return states[0] if len(states) == 1 else tuple(states)
 
@@ -190,7 +185,7 @@ def map(
     `f` returns a variable, or the value of one; `recreate_variables` is ignored.
     """
     flat = flatten_graph(node)
-    leaves = [f(path, x) for path, x in zip(flat.graphdef.paths, flat.leaves, strict=True)]
+    leaves = [f(path, x) for path, x in flat.items()]
     return build_graph(flat.graphdef, copies(leaves), share=True)[0]
 
 
@@ -241,7 +236,7 @@ def flatten(
         there = {i: ref_outer_index[x] for i, x in new if x in ref_outer_index}
         graphdef = graphdef.with_outer_index(there)
     if with_paths:
-        return graphdef, FlatState(_items(flat), sort=False)
+        return graphdef, FlatState(flat.items(), sort=False)
     leaves = [x.get_raw_value() if isinstance(x, Variable) else x for x in flat.leaves]
     return graphdef, leaves
 
@@ -311,7 +306,7 @@ def set_metadata(node: object, /, *, only: Filter = Variable, **metadata: object
     """Sets metadata of an object's variables that `only` matches."""
     matches = to_predicate(only)
     flat = flatten_graph(node)
-    for path, x in zip(flat.graphdef.paths, flat.leaves, strict=True):
+    for path, x in flat.items():
         if isinstance(x, Variable) and matches(path, x):
             x.set_metadata(**metadata)
 
@@ -435,10 +430,7 @@ def with_vars(
     wanted = {name: value for name, value in asked.items() if value is not None}
     matches = to_predicate(All(OfType(Variable), only))
     flat = flatten_graph(node)
-    leaves = [
-        _with_storage(x, wanted) if matches(path, x) else x
-        for path, x in zip(flat.graphdef.paths, flat.leaves, strict=True)
-    ]
+    leaves = [_with_storage(x, wanted) if matches(path, x) else x for path, x in flat.items()]
     may_repeat = allow_duplicates or not wanted
     for first, *others in [] if may_repeat else find_duplicates(node, only=matches):
         raise GraphStructureError(

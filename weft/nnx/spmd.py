@@ -253,7 +253,7 @@ def add_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
     >>> add_axis(w, 0, {PARTITION_NAME: "layers"}).out_sharding
     ('layers', None, 'model')
     """
-    return _update_axes(_add, tree, index, transform_metadata)
+    return _update_axes("add_axis", tree, index, transform_metadata)
 
 
 def remove_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
@@ -269,7 +269,7 @@ def remove_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A
         AxisMetadataError: if the metadata has no such axis.
         TraceContextError: if a variable belongs to another trace.
     """
-    return _update_axes(_remove, tree, index, transform_metadata)
+    return _update_axes("remove_axis", tree, index, transform_metadata)
 
 
 def name_next_axis(variable: Variable[Any], name: str | None) -> None:
@@ -288,15 +288,13 @@ def has_axis_metadata(variable: Variable[Any]) -> bool:
     return bool(variable._metadata) or not is_plain
 
 
-def _update_axes(
-    change: Callable[..., Any], tree: object, index: int, params: Mapping[Any, Any]
-) -> Any:
+def _update_axes(change: str, tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
     if is_variable(tree):
-        return change(tree, index, params)
+        return _update_axis(change, tree, index, params)
 
     def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
         try:
-            return change(x, index, params) if is_variable(x) else x
+            return _update_axis(change, x, index, params) if is_variable(x) else x
         except errors.AxisMetadataError as error:
             error.path = "/".join(part for part in (_path_text(path), error.path) if part)
             raise
@@ -304,29 +302,22 @@ def _update_axes(
     return jax.tree_util.tree_map_with_path(at, tree, is_leaf=is_variable)
 
 
-def _add(variable: Variable[Any], index: int, params: Mapping[Any, Any]) -> Variable[Any]:
-    changed: dict[str, Any] = {}
-    for entry, axis in _entries(variable, params):
-        left = variable._metadata.get(_REMOVED_AXES.get(entry), ())
-        if entry in _REMOVED_AXES and axis is None and PARTITION_NAME not in params and left:
-            axis, changed[_REMOVED_AXES[entry]] = left[-1], left[:-1]
-        changed[entry] = _renamed(variable, entry, "add_axis", index, axis)
-    _change(variable, changed)
-    variable.add_axis(index, params.get(PARTITION_NAME))
-    return variable
-
-
-def _remove(variable: Variable[Any], index: int, params: Mapping[Any, Any]) -> Variable[Any]:
+def _update_axis(
+    change: str, variable: Variable[Any], index: int, params: Mapping[Any, Any]
+) -> Variable[Any]:
     changed: dict[str, Any] = {}
     for entry, axis in _entries(variable, params):
         if entry in _REMOVED_AXES and axis is None and PARTITION_NAME not in params:
             left = variable._metadata.get(_REMOVED_AXES[entry], ())
-            names = tuple(_spec(variable._metadata[entry]))
-            axis = names[index] if -len(names) <= index < len(names) else None
-            changed[_REMOVED_AXES[entry]] = (*left, axis)
-        changed[entry] = _renamed(variable, entry, "remove_axis", index, axis)
+            if change == "remove_axis":
+                names = tuple(_spec(variable._metadata[entry]))
+                axis = names[index] if -len(names) <= index < len(names) else None
+                changed[_REMOVED_AXES[entry]] = (*left, axis)
+            elif left:
+                axis, changed[_REMOVED_AXES[entry]] = left[-1], left[:-1]
+        changed[entry] = _renamed(variable, entry, change, index, axis)
     _change(variable, changed)
-    variable.remove_axis(index, params.get(PARTITION_NAME))
+    getattr(variable, change)(index, params.get(PARTITION_NAME))
     return variable
 
 

@@ -109,8 +109,8 @@ def pop(node: object, *filters: Filter) -> Any:
     if not filters:
         raise StateFilterError("pop needs a filter, such as nnx.pop(model, nnx.Intermediate).")
     flat = flatten_graph(node)
-    items = zip(flat.graphdef.paths, flat.leaves, strict=True)
-    groups, _ = grouped([item for item in items if isinstance(item[1], Variable)], filters)
+    items = [item for item in flat.items() if isinstance(item[1], Variable)]
+    groups, _ = grouped(items, filters)
     gone = {id(variable) for group in groups for _, variable in group}
     places = [
         (owner, name, path)

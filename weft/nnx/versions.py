@@ -382,10 +382,8 @@ def source_text(origin: Origin) -> str:
 
 def _line_number(origin: Origin) -> int:
     code, instruction = origin
-    for start, end, line in code.co_lines():
-        if start <= instruction < end and line is not None:
-            return line
-    return 0
+    line, *_ = [*code.co_positions()][instruction // 2]
+    return line or 0
 
 
 def path_of(x: object, depth: int = 8) -> str:

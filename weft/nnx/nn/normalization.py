@@ -343,13 +343,11 @@ class BatchNorm(_AffineNorm):
                 fast=self.use_fast_variance,
                 dtype=statistics_dtype(x),
             )
-            for variable, average, value in zip(
-                (self.mean, self.var), averages, (mean, var), strict=True
-            ):
+            for variable, value in ((self.mean, mean), (self.var, var)):
+                average = variable.get_value()
+                of_batch = value.reshape(average.shape)
                 variable.set_value(
-                    functional.update_running_average(
-                        average, value.reshape(average.shape), decay=self.momentum
-                    )
+                    functional.update_running_average(average, of_batch, decay=self.momentum)
                 )
         y = functional.batch_norm(
             cast(x, statistics_dtype(x)), mean, var, scale, bias, eps=self.epsilon, dtype=None

@@ -132,11 +132,9 @@ class KernelModule(Module):
     ) -> None:
         dtype = self.param_dtype
         self.kernel = new_param(kernel_init, rngs, kernel_shape, dtype, kernel_metadata)
-        self.bias = (
-            None
-            if bias_shape is None
-            else new_param(bias_init, rngs, bias_shape, dtype, bias_metadata)
-        )
+        self.bias = None
+        if bias_shape is not None:
+            self.bias = new_param(bias_init, rngs, bias_shape, dtype, bias_metadata)
 
     def _promoted(self, inputs: Array, kernel: Array) -> tuple[Array, Array, Array | None]:
         bias = None if self.bias is None else self.bias[...]

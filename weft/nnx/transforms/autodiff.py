@@ -182,20 +182,17 @@ def jvp(
             f"jvp: there are {len(primals)} primals and {n} tangents; pass one tangent per primal."
         )
     kind = ObjectKind("jvp", *resolve_graph_options(**options), is_result_free=True)
-    pushed = [_split_primal(*pair) for pair in zip(primals, tangents, strict=True)]
+    wrt, of_objects, of_arrays = _split_primals(tuple(primals), tuple(tangents))
     objects = [x for x in jax.tree.leaves(primals, is_leaf=is_object) if is_object(x)]
     flat = flatten_graph((tuple(objects), ()))
     groups: list[dict[int, Any]] = [{} for _ in objects]
-    of_objects = [t for _, of_arg, _ in pushed for t in of_arg]
-    for n, (path, leaf) in enumerate(zip(flat.graphdef.paths, flat.leaves, strict=True)):
+    for n, (path, leaf) in enumerate(flat.items()):
         i: Any = path[1]
         if path[2:] in of_objects[i]:
             value = of_objects[i][path[2:]]
             groups[i][n] = leaf.copy(value) if isinstance(leaf, Variable) else value
-    of_arrays = [t for _, _, of_arg in pushed for t in of_arg]
     with TransformCall("jvp", f, primals, ("primals", "the result")):
         fn = _with_object_results(kind, f, has_aux)
-        wrt = tuple(roles for roles, _, _ in pushed)
         lifted = lifting.jvp(kind, fn, wrt=wrt, has_aux=True)
         out, tangent, aux = lifted(primals, [*groups, *of_arrays])
     if isinstance(aux, _ObjectResult):
@@ -204,10 +201,12 @@ def jvp(
     return (out, tangent, aux) if has_aux else (out, tangent)
 
 
-def _split_primal(primal: object, tangent: object) -> tuple[Any, list[dict[Path, Any]], list[Any]]:
-    """Returns the roles in an argument, its objects' tangents by path, and its arrays' tangents."""
-    leaves, tree = jax.tree.flatten(primal, is_leaf=is_object)
-    found = tree.flatten_up_to(tangent)
+def _split_primals(
+    primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Any, list[dict[Path, Any]], list[Any]]:
+    """Returns the roles in the arguments, objects' tangents by path, and arrays' tangents."""
+    leaves, tree = jax.tree.flatten(primals, is_leaf=is_object)
+    found = tree.flatten_up_to(tangents)
     roles, of_objects, of_arrays = [], [], []
     for x, t in zip(leaves, found, strict=True):
         if not is_object(x):

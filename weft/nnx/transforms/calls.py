@@ -24,6 +24,8 @@ from weft.nnx.versions import TransformCall, current_call, describe_object, orig
 MISSING: Any = object()
 P = ParamSpec("P")
 R = TypeVar("R")
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
 def object_paths(
@@ -306,9 +308,7 @@ def wrap_transformed(
     return wrapper
 
 
-def bind_positional(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def bind_positional(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Returns the positional arguments and the keyword-only ones."""
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
@@ -351,7 +351,11 @@ class StaticArguments:
     def __init__(self, title: str, what: str, fn: Callable[..., Any], argnums: int | Sequence[int]):
         self._argnums = frozenset((argnums,) if isinstance(argnums, int) else argnums)
         check_argnums(f"nnx.{title}", what, fn, self._argnums)
-        self.fn = _unbox_arguments(fn) if self._argnums else fn
+
+        def unboxing(*args: object, **kwargs: object) -> Any:
+            return fn(*(x.value if isinstance(x, Static) else x for x in args), **kwargs)
+
+        self.fn = copy_name(fn, unboxing) if self._argnums else fn
 
     def wrapped(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the arguments, with boxes around the static ones."""
@@ -360,10 +364,3 @@ class StaticArguments:
         if (call := current_call()) is not None:
             call.args = boxed
         return boxed
-
-
-def _unbox_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def unboxing(*args: object, **kwargs: object) -> Any:
-        return fn(*(x.value if isinstance(x, Static) else x for x in args), **kwargs)
-
-    return copy_name(fn, unboxing)

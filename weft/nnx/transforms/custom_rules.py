@@ -26,6 +26,7 @@ from weft.nnx.state import from_flat_state, path_text, to_flat_state
 from weft.nnx.transforms import calls
 from weft.nnx.transforms.calls import MISSING, optional_function
 from weft.nnx.transforms.kind import ObjectKind, is_object
+from weft.nnx.transforms.object_state import Group, Groups
 from weft.nnx.transforms.state_roles import DiffState
 from weft.nnx.variables import Variable, is_variable
 from weft.nnx.versions import TransformCall, origin
@@ -58,7 +59,7 @@ class _RuleArguments:
             (path, x.copy(jax.tree.map(jax.typeof, x.get_raw_value())))
             if isinstance(x, Variable)
             else (path, jax.typeof(x))
-            for path, x in zip(flat.graphdef.paths, flat.leaves, strict=True)
+            for path, x in flat.items()
         ]
 
     def roles(self) -> Any:
@@ -68,7 +69,7 @@ class _RuleArguments:
         )
 
     def to_arguments(
-        self, groups: Sequence[dict[int, Any]], arrays: Sequence[Any] | None, is_whole: bool
+        self, groups: Sequence[Group], arrays: Sequence[Any] | None, is_whole: bool
     ) -> Any:
         """Returns values of objects (missing ones as zeros) and arrays in the arguments' tree.
 
@@ -95,7 +96,7 @@ class _RuleArguments:
                 result.append(from_flat_state(items.items()))
         return self._tree.unflatten(result)
 
-    def updates(self, groups: Sequence[dict[int, Any]]) -> Any:
+    def updates(self, groups: Sequence[Group]) -> Any:
         """Returns the tree of the arguments, with None for all but the variables in the groups."""
         keep = {
             (path[1], path[2:])
@@ -184,11 +185,8 @@ class _CustomRule:
         self._fun = fun
         modes = resolve_graph_options(**options)
         self._kind = ObjectKind(self.name, *modes, is_result_free=True, has_rule=True)
-        given = (
-            (nondiff_argnums,)
-            if isinstance(nondiff_argnums, int | DiffState)
-            else tuple(nondiff_argnums)
-        )
+        is_one = isinstance(nondiff_argnums, int | DiffState)
+        given = (nondiff_argnums,) if is_one else tuple(nondiff_argnums)
         self._fixed = frozenset(x for x in given if isinstance(x, int))
         check_argnums(f"nnx.{self.name}", "nondiff_argnums", fun, self._fixed)
         self._filters = {x.argnum: x.filter for x in given if isinstance(x, DiffState)}
@@ -267,10 +265,7 @@ class CustomVjp(_CustomRule):
         takes_updates = "updates_g" in signature_of(bwd).parameters
 
         def backward(
-            residuals: Any,
-            cotangent: Any,
-            of_state: Sequence[tuple[dict[int, Any], ...]],
-            collected: Any,
+            residuals: Any, cotangent: Any, of_state: Sequence[Groups], collected: Any
         ) -> list[Any]:
             graphdef, values = residuals
             g = self._kind.cotangents(collected, cotangent)

@@ -36,7 +36,7 @@ from weft.nnx.settings import GraphOptions, resolve_graph_options
 from weft.nnx.split_merge import as_abstract
 from weft.nnx.spmd import shard_shapes
 from weft.nnx.transforms import calls
-from weft.nnx.transforms.calls import MISSING, P, R, optional_function
+from weft.nnx.transforms.calls import MISSING, Args, Kwargs, P, R, optional_function
 from weft.nnx.transforms.graph_diff import first_difference
 from weft.nnx.transforms.jit_program import (
     MAY_HOLD_OBJECTS,
@@ -93,7 +93,7 @@ class _CachedCall:
         self.n_first = len(positions) if at_front else sys.maxsize
         self.n_args = call.layout.n_args
 
-    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def fits(self, args: Args, kwargs: Kwargs) -> bool:
         """Returns whether a call has the same objects in the same places."""
         return (
             self.version is STRUCTURE_VERSION.now
@@ -175,7 +175,7 @@ class JitWrapped(Generic[P, R]):
             hide_frames(error)
             raise
 
-    def _call_uncached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_uncached(self, args: Args, kwargs: Kwargs) -> Any:
         """Makes a call, by new programs if values that the function uses have changed."""
         is_first = True
         while True:
@@ -203,7 +203,7 @@ class JitWrapped(Generic[P, R]):
         self.forget()
 
     def _inspect(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: Args, kwargs: Kwargs
     ) -> tuple[Program, "_CachedCall | FlatGraph", Sequence[Any], dict[str, Any]]:
         at, names, rest, named = object_arguments(self._options, args, kwargs)
         if has_objects((rest, named)):
@@ -216,15 +216,13 @@ class JitWrapped(Generic[P, R]):
         return cached.program, cached, (*values, *rest), named
 
     def _inspect_uncached(
-        self, split: Callable[..., SplitCall], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, split: Callable[..., SplitCall], args: Args, kwargs: Kwargs
     ) -> tuple[Program, FlatGraph, Sequence[Any], dict[str, Any]]:
         call = self._split_call(split, args, kwargs)
         program = self._program(call.layout)
         return program, call.flat, (*program.values_of(call.flat), *call.rest), call.named
 
-    def _split_call(
-        self, split: Callable[..., SplitCall], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> SplitCall:
+    def _split_call(self, split: Callable[..., SplitCall], args: Args, kwargs: Kwargs) -> SplitCall:
         names = [*calls.parameter_names(self._fn)[: len(args)]]
         names += [*(f"args[{i}]" for i in range(len(names), len(args))), *sorted(kwargs)]
         every = (*args, *(x for _, x in sorted(kwargs.items())))
@@ -233,11 +231,7 @@ class JitWrapped(Generic[P, R]):
             return split(self._options, args, kwargs)
 
     def _cached_call(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        at: list[tuple[int, Any]],
-        names: list[tuple[str, Any]],
+        self, args: Args, kwargs: Kwargs, at: list[tuple[int, Any]], names: list[tuple[str, Any]]
     ) -> _CachedCall | None:
         """Returns the valid cached call, creating it if needed, or None if none is possible."""
         key = len(args), *((place, id(x)) for place, x in (*at, *names))
@@ -300,7 +294,7 @@ class JitWrapped(Generic[P, R]):
         """Traces a call as `jax.jit(...).trace`; objects keep their state."""
         return self._trace(args, kwargs)
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], n_bound: int = 0) -> Traced:
+    def _trace(self, args: Args, kwargs: Kwargs, n_bound: int = 0) -> Traced:
         is_first = True
         while True:
             try:
@@ -460,29 +454,18 @@ def _argnums_and_argnames(
         return frozenset(numbers), frozenset(names)
     by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     check_argnums("nnx.jit", f"{name}_argnums", fun, numbers)
-    _check_argnames(f"{name}_argnames", fun, parameters, names)
+    there = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for unknown in () if takes_any else names.difference(there):
+        raise TransformArgumentError(
+            f"nnx.jit({getattr(fun, '__name__', type(fun).__name__)}): {name}_argnames has "
+            f"{unknown!r}, but the function has the parameters {', '.join(there) or '(none)'}; use "
+            "names of these."
+        )
     numbers = {i % len(by_position) if i < 0 and by_position else i for i in numbers}
     by_name = {p.name: i for i, p in enumerate(by_position) if p.kind is p.POSITIONAL_OR_KEYWORD}
     more = {name for name, i in by_name.items() if i in numbers}
     return frozenset(numbers | {by_name[n] for n in names if n in by_name}), frozenset(names | more)
-
-
-def _check_argnames(
-    what: str,
-    fun: Callable[..., Any],
-    parameters: Sequence[inspect.Parameter],
-    names: Iterable[str],
-) -> None:
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    there = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
-    for unknown in names:
-        if unknown not in there:
-            raise TransformArgumentError(
-                f"nnx.jit({getattr(fun, '__name__', type(fun).__name__)}): {what} has {unknown!r}, "
-                f"but the function has the parameters {', '.join(there) or '(none)'}; use names "
-                "of these."
-            )
 
 
 def jit_partial(fun: Callable[..., R], *partial_args: Any, **options: Any) -> JitPartial[R]:
@@ -512,12 +495,8 @@ def cached_partial(
 
 
 def _compiled_call(
-    program: Program,
-    options: JitOptions,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    n_bound: int,
-) -> Callable[[jax.stages.Compiled, tuple[Any, ...], dict[str, Any]], Any]:
+    program: Program, options: JitOptions, args: Args, kwargs: Kwargs, n_bound: int
+) -> Callable[[jax.stages.Compiled, Args, Kwargs], Any]:
     """Returns the function that calls a compiled program, for calls like the given one.
 
     It writes the changed values and returns the result. It raises CompiledCallError if the
@@ -528,7 +507,7 @@ def _compiled_call(
     fixed_names = {k: x for k, x in kwargs.items() if k in options.static_argnames}
     names = sorted(kwargs.keys() - fixed_names.keys())
 
-    def run(compiled: jax.stages.Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(compiled: jax.stages.Compiled, args: Args, kwargs: Kwargs) -> Any:
         if len(args) != n_args - len(fixed) or sorted(kwargs) != names:
             raise CompiledCallError(
                 f"a function compiled for {n_args - len(fixed)} positional arguments and {names} "

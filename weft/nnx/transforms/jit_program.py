@@ -28,7 +28,7 @@ from weft.lifting.trace_cache import large_frame, value_key
 from weft.nnx.filters import Everything
 from weft.nnx.graph import FlatGraph
 from weft.nnx.pytree import Pytree
-from weft.nnx.transforms.calls import key_suffix, object_paths, parameter_names
+from weft.nnx.transforms.calls import Args, Kwargs, key_suffix, object_paths, parameter_names
 from weft.nnx.transforms.kind import ObjectKind, is_object, trace_of
 from weft.nnx.variables import NO_METADATA, Variable, metadata_key
 from weft.nnx.versions import TransformCall
@@ -291,13 +291,8 @@ class Program:
         new = {n: x._value if isinstance(x, Variable) else x for n, x in changed.items()}
         at = tuple(i for i, n in enumerate(self.kept) if n in new)
         donated = [new.get(n, values[n]) for n in self.donated]
-        return (
-            results.packed,
-            donated,
-            [new[self.kept[i]] for i in at],
-            None,
-            WrittenValues(at, True, tuple(n for n in new if ~n in new and n >= 0)),
-        )
+        written = WrittenValues(at, True, tuple(n for n in new if ~n in new and n >= 0))
+        return results.packed, donated, [new[self.kept[i]] for i in at], None, written
 
     def _constrain_outputs(self, state_nodes: list[StateNode], values: list[Any]) -> None:
         """Constrains all outputs to the input shardings, or each call would do it again."""
@@ -335,8 +330,8 @@ class SplitCall(NamedTuple):
 
 
 def object_arguments(
-    options: JitOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[tuple[int, Any]], list[tuple[str, Any]], list[Any], dict[str, Any]]:
+    options: JitOptions, args: Args, kwargs: Kwargs
+) -> tuple[list[tuple[int, Any]], list[tuple[str, Any]], list[Any], Kwargs]:
     """Returns the objects by position and by name, and the other arguments.
 
     Raises TransformArgumentError if an object was passed for a static argument.
@@ -373,9 +368,7 @@ def contains_objects(
     return False
 
 
-def split_object_arguments(
-    options: JitOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> SplitCall:
+def split_object_arguments(options: JitOptions, args: Args, kwargs: Kwargs) -> SplitCall:
     """Inspects a call with objects only as arguments."""
     at, names, rest, named = object_arguments(options, args, kwargs)
     shardings = _per_argument(options.in_shardings, len(args))
@@ -384,9 +377,7 @@ def split_object_arguments(
     return _split_call(options, len(args), objects, rest, named, at, names)
 
 
-def split_nested_objects(
-    options: JitOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> SplitCall:
+def split_nested_objects(options: JitOptions, args: Args, kwargs: Kwargs) -> SplitCall:
     """Inspects a call with objects also in containers, where it puts refs."""
     shardings = _per_argument(options.in_shardings, len(args))
     objects: list[tuple[Any, Any, bool]] = []

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from weft.lifting.kind import CarryChanges, PureResults, StateNode, is_state_nod
 from weft.lifting.roles import changed_shared_message
 from weft.nnx import graph, versions
 from weft.nnx.filters import Path
-from weft.nnx.graph import Change, ContainerKey, FlatGraph, GraphDef, VariableDef
+from weft.nnx.graph import Change, ContainerKey, FlatGraph, GraphDef, Owner, VariableDef
 from weft.nnx.pytree import Pytree, is_object, with_item
 from weft.nnx.rngs import RngCount, RngKey
 from weft.nnx.split_merge import state
@@ -34,6 +33,7 @@ from weft.nnx.transforms import calls, graph_diff, object_state
 from weft.nnx.transforms.object_state import (
     ChangedObjects,
     FilterRoles,
+    Filters,
     Group,
     Grouping,
     Groups,
@@ -78,6 +78,10 @@ class ObjectKind(Kind):
     is_branch: bool = False
     is_result_free: bool = False
     has_rule: bool = False
+    # Static halves by classes of objects; layers of a model often have equal structure.
+    _split_cache: dict[tuple[type, ...], tuple[StaticObjects, Filters]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def group_filters(self, roles: Roles) -> FilterRoles:
         return tuple(roles)
@@ -85,7 +89,7 @@ class ObjectKind(Kind):
     def is_carrier(self, x: object) -> bool:
         return is_object(x)
 
-    def split(self, carriers: Sequence[Any], filters: Sequence[FilterRoles]):
+    def split(self, carriers: Sequence[Any], filters: Filters):
         flat, static = self._split_from_cache(carriers, filters) or self._split_uncached(
             carriers, filters
         )
@@ -95,13 +99,12 @@ class ObjectKind(Kind):
         return flat, static, groups
 
     def _split_uncached(
-        self, carriers: Sequence[Any], filters: Sequence[FilterRoles]
+        self, carriers: Sequence[Any], filters: Filters
     ) -> tuple[FlatGraph, StaticObjects]:
         flat = graph.flatten_graph((tuple(carriers), ()), with_metadata=False)
         grouping = Grouping(filters, ())
         self._check_aliases(flat, grouping)
-        at = zip(flat.graphdef.paths, flat.leaves, strict=True)
-        places = tuple(grouping.place(path, leaf)[1:] for path, leaf in at)
+        places = tuple(grouping.place(path, leaf)[1:] for path, leaf in flat.items())
         index = {id(x): i for i, x in enumerate(flat.objects)}
         owners = tuple(owner and (index[id(owner[0])], owner[1]) for owner in flat.owners)
         is_tracked = flat.is_tracked and not any(owners)
@@ -118,13 +121,8 @@ class ObjectKind(Kind):
             self._split_cache[tuple(map(type, carriers))] = static, filters
         return flat, static
 
-    @functools.cached_property
-    def _split_cache(self) -> dict[tuple[type, ...], tuple[StaticObjects, Sequence[FilterRoles]]]:
-        """Static halves by classes of objects; layers of a model often have equal structure."""
-        return {}
-
     def _split_from_cache(
-        self, carriers: Sequence[Any], filters: Sequence[FilterRoles]
+        self, carriers: Sequence[Any], filters: Filters
     ) -> tuple[FlatGraph, StaticObjects] | None:
         static, wanted = self._split_cache.get(tuple(map(type, carriers)), (None, None))
         recording = versions.RECORDING.now
@@ -174,9 +172,9 @@ class ObjectKind(Kind):
         inner: InnerObjects,
         static: StaticObjects,
         carriers: Sequence[Any],
-        filters: Sequence[FilterRoles],
+        filters: Filters,
         new: Sequence[Any],
-        new_filters: Sequence[FilterRoles],
+        new_filters: Filters,
     ):
         groups: list[Groups] = [tuple({} for _ in wanted) for wanted in filters]
         new_groups: list[Groups] = [tuple({} for _ in wanted) for wanted in new_filters]
@@ -233,11 +231,7 @@ class ObjectKind(Kind):
         return changed, groups, new_groups
 
     def _replaced_objects(
-        self,
-        flat: FlatGraph,
-        origins: Sequence[int | None],
-        filters: Sequence[FilterRoles],
-        inner: InnerObjects,
+        self, flat: FlatGraph, origins: Sequence[int | None], filters: Filters, inner: InnerObjects
     ) -> dict[int, int]:
         """Returns new objects that a loop carries in the places of others: indices, and theirs."""
         recording = inner.recording
@@ -266,7 +260,7 @@ class ObjectKind(Kind):
         keys: list[int] = []
         made: dict[int, tuple[int, int]] = {}
         calls.record_value_paths(keys, flat.graphdef.paths)
-        for n, (path, leaf) in enumerate(zip(flat.graphdef.paths, flat.leaves, strict=True)):
+        for n, (path, leaf) in enumerate(flat.items()):
             owner = flat.owners[n]
             x = id(leaf if owner is None else owner[0])
             x = place.get(x, x)
@@ -298,13 +292,7 @@ class ObjectKind(Kind):
         return keys, made
 
     def _add_value(
-        self,
-        group: Group,
-        leaf: Any,
-        owner: tuple[Any, Hashable] | None,
-        role: Any,
-        inner: InnerObjects,
-        n: int,
+        self, group: Group, leaf: Any, owner: Owner, role: Any, inner: InnerObjects, n: int
     ) -> bool:
         """Adds an input value to a group if it has to come back; returns whether it has."""
         passed = inner.is_passed(leaf, owner, n)
@@ -341,7 +329,7 @@ class ObjectKind(Kind):
                 raise calls.shared_object_error(flat.objects[index], first, path)
             if grouping.is_same(first, path) or (self.is_result_free and path[0] == 1):
                 continue
-            for leaf_path, leaf in zip(flat.graphdef.paths, flat.leaves, strict=True):
+            for leaf_path, leaf in flat.items():
                 if leaf_path[: len(first)] == first:
                     other = (*path, *leaf_path[len(first) :])
                     roles = grouping.role(leaf_path, leaf), grouping.role(other, leaf)

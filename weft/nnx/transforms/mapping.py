@@ -232,7 +232,7 @@ def _mapped(tree: object, roles: object, what: str) -> dict[int, tuple[Variable[
             continue
         of_object: Roles = carrier_roles(role)
         flat = flatten_graph(x)
-        for path, leaf in zip(flat.graphdef.paths, flat.leaves, strict=True):
+        for path, leaf in flat.items():
             axis = next((r for where, r in of_object if to_predicate(where)(path, leaf)), None)
             if isinstance(leaf, Variable) and axis is not None and axis is not CARRY:
                 found.setdefault(id(leaf), (leaf, axis))

@@ -35,6 +35,7 @@ from weft.nnx.versions import Recording, StaticSnapshot, StaticValue, is_hashabl
 Group = dict[int, Any]
 Groups = tuple[Group, ...]
 FilterRoles = tuple[tuple[Any, Any], ...]
+Filters = Sequence[FilterRoles]
 
 
 class StaticObjects(NamedTuple):
@@ -64,8 +65,6 @@ class StaticObjects(NamedTuple):
 
     def path_of(self, number: int) -> Path | None:
         """Returns the path of an input value."""
-        if self.origins is None:
-            return self.graphdef.paths[number] if number < len(self.numbers) else None
         return dict(zip(self.numbers, self.graphdef.paths, strict=True)).get(number)
 
     def described(self) -> NumberedGraph:
@@ -151,7 +150,7 @@ class InnerObjects(NamedTuple):
                 return True
         return now is not before and not _is_same_value(before, now)
 
-    def is_passed(self, leaf: Any, owner: tuple[Any, Hashable] | None, n: int) -> bool:
+    def is_passed(self, leaf: Any, owner: graph.Owner, n: int) -> bool:
         """Returns whether custom rules alone have replaced the initial value."""
         known = _passed_values(leaf, owner)
         if known is None or (owner is None and leaf._metadata is not self.metadata[n]):
@@ -187,7 +186,7 @@ def temporary_objects(flat: graph.FlatGraph) -> frozenset[int] | None:
 class Grouping:
     """The groups of values, and the roles of these groups."""
 
-    def __init__(self, of_args: Sequence[FilterRoles], of_results: Sequence[FilterRoles]):
+    def __init__(self, of_args: Filters, of_results: Filters):
         self._wanted = of_args, of_results
         self._predicates: Any = [
             [[to_predicate(where) for where, _ in of_object] for of_object in of_part]
@@ -225,8 +224,7 @@ class Grouping:
         return [role for _, role in self._wanted[part][i]]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     def is_mapped(self, after: graph.FlatGraph, path: Path) -> bool:
-        at = zip(after.graphdef.paths, after.leaves, strict=True)
-        roles = [self.role(p, leaf) for p, leaf in at if p[: len(path)] == path]
+        roles = [self.role(p, leaf) for p, leaf in after.items() if p[: len(path)] == path]
         return all(isinstance(role, int) for role in roles or self.roles(path))
 
     def is_same(self, path: Path, other: Path) -> bool:
@@ -243,7 +241,7 @@ def variables_and_values(
         yield (next(variables) if owner is None else None), leaf
 
 
-def first_value(recording: Recording, leaf: Any, owner: tuple[Any, Hashable] | None) -> Any:
+def first_value(recording: Recording, leaf: Any, owner: graph.Owner) -> Any:
     """Returns the first value of a variable, or of an array in an attribute."""
     if owner is None:
         return recording.first_value(leaf)
@@ -254,7 +252,7 @@ def first_value(recording: Recording, leaf: Any, owner: tuple[Any, Hashable] | N
     return value
 
 
-def is_made_by_branch(recording: Recording, leaf: Any, owner: tuple[Any, Hashable] | None) -> bool:
+def is_made_by_branch(recording: Recording, leaf: Any, owner: graph.Owner) -> bool:
     """Returns whether only some branches have made a variable, or an array in an attribute."""
     if owner is None:
         return recording.is_of_branch(leaf)
@@ -283,7 +281,7 @@ def is_differentiable(leaf: object) -> bool:
     )
 
 
-def note_passed(leaf: Any, owner: tuple[Any, Hashable] | None, value: Any) -> None:
+def note_passed(leaf: Any, owner: graph.Owner, value: Any) -> None:
     """Notes, before `value` is written, that it is the present value out of a custom rule.
 
     A variable keeps both values in `_passed`, an object those of its arrays in `_info.passed`.
@@ -301,7 +299,7 @@ def note_passed(leaf: Any, owner: tuple[Any, Hashable] | None, value: Any) -> No
         info.passed = {**getattr(info, "passed", {}), owner[1]: (before, value)}
 
 
-def _passed_values(leaf: Any, owner: tuple[Any, Hashable] | None) -> tuple[Any, Any] | None:
+def _passed_values(leaf: Any, owner: graph.Owner) -> tuple[Any, Any] | None:
     if owner is None:
         return getattr(leaf, "_passed", None)
     return getattr(owner[0]._info, "passed", {}).get(owner[1])
@@ -391,16 +389,14 @@ def record_created(
                 recording.note_branch(x, name)
 
 
-def check_loop_values(
-    inner: InnerObjects, carriers: Sequence[Any], filters: Sequence[FilterRoles]
-) -> None:
+def check_loop_values(inner: InnerObjects, carriers: Sequence[Any], filters: Filters) -> None:
     """Refuses changes that a loop without graph updates would lose: all but values of variables.
 
     Changes of static values and new attributes of objects that the loop does not carry are dropped,
     as in every transformation without graph updates.
     """
     flat = graph.flatten_graph((tuple(carriers), ()), with_metadata=False)
-    now, static = dict(zip(flat.graphdef.paths, flat.leaves, strict=True)), inner.static
+    now, static = dict(flat.items()), inner.static
     pairs = zip(static.graphdef.paths, inner.variables(), strict=True)
     for n, (path, (variable, value)) in enumerate(pairs):
         if variable is not None and now.get(path, variable) is not variable:
