@@ -384,30 +384,24 @@ def _matches(
     return True
 
 
-def leaf_defs(graphdef: GraphDef) -> list[Any]:
-    """Returns the definitions of the values of a description."""
-    return [part for part in _parts(graphdef.root) if isinstance(part, VariableDef | LeafDef)]
+def leaf_defs(graphdef: GraphDef) -> Iterator[tuple[Any, tuple[int, Hashable] | None]]:
+    """Yields the definition of each value, the index of its object and its place there.
 
-
-def leaf_owners(graphdef: GraphDef) -> list[tuple[int, Hashable] | None]:
-    """Returns for each value of a description the index of its object, and its place there.
-
-    Variables have None.
+    Variables have None in place of the last two.
     """
-    found: list[Any] = []
 
-    def walk(part: object, owner: tuple[Any, Hashable]) -> None:
+    def walk(part: object, owner: Any) -> Iterator[tuple[Any, Any]]:
         if isinstance(part, VariableDef):
-            found.append(None)
+            yield part, None
         elif isinstance(part, LeafDef):
-            found.append(owner)
+            yield part, owner
         elif isinstance(part, NodeDef):
             for name, below in part.attributes:
                 is_object = part.index is not None
-                walk(below, (part.index, name) if is_object else _container_key(owner, name))
+                place = (part.index, name) if is_object else _container_key(owner, name)
+                yield from walk(below, place)
 
-    walk(graphdef.root, (None, ()))
-    return found
+    return walk(graphdef.root, (None, ()))
 
 
 def mutable_static_values(flat: FlatGraph) -> tuple[IdentityKey, ...]:

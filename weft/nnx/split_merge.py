@@ -272,7 +272,7 @@ def unflatten(
         existing,
         known=index_ref or {},
     )
-    for part, leaf in zip(leaf_defs(graphdef), leaves, strict=True):
+    for (part, _), leaf in zip(leaf_defs(graphdef), leaves, strict=True):
         variable = existing.get(part.index) if isinstance(part, VariableDef) else None
         if isinstance(variable, Variable) and variable is not leaf:
             is_variable = isinstance(leaf, Variable)

@@ -31,21 +31,22 @@ Kwargs = dict[str, Any]
 def object_paths(
     tree: object, names: list[str] | None, types: type | UnionType = Pytree | Variable
 ) -> list[str]:
-    """Returns the places of the objects in a tree, in words."""
-    found = []
+    """Returns the places of the objects in a tree, in words; `names` are those of its items."""
 
     def is_object(x: object) -> bool:
         return isinstance(x, types)
 
-    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_object):
-        if is_object(x):
-            first, rest = path[:1], path[1:] if names is not None else path
-            root = "the result"
-            if names is not None:
-                i = first[0].idx
-                root = names[i] if i < len(names) else f"args[{i}]"
-            found.append(root + jax.tree_util.keystr(rest))
-    return found
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_object)
+    return [_path_text(path, names) for path, x in leaves if is_object(x)]
+
+
+def _path_text(path: jax.tree_util.KeyPath, names: list[str] | None) -> str:
+    """Returns the user's notation of a JAX path in the result, or among arguments with names."""
+    if names is None:
+        return "the result" + jax.tree_util.keystr(path)
+    i = path[0].idx
+    name = names[i] if i < len(names) else f"args[{i}]"
+    return name + jax.tree_util.keystr(path[1:])
 
 
 def place_of(path: Path) -> str:
@@ -99,10 +100,8 @@ def place_of_value(path_of: Callable[[int], Path | None], path: jax.tree_util.Ke
 
 def argument_at(path: jax.tree_util.KeyPath) -> str:
     """Returns the user's notation of a JAX path among the arguments."""
-    call, i = current_call(), path[0].idx
-    names = [] if call is None else argument_names(call)
-    name = names[i] if i < len(names) else f"args[{i}]"
-    return name + jax.tree_util.keystr(path[1:])
+    call = current_call()
+    return _path_text(path, [] if call is None else argument_names(call))
 
 
 def argument_names(call: TransformCall) -> list[str]:

@@ -623,8 +623,7 @@ def _passed_marks(result: Group, ends: Sequence[Group]) -> Group:
 
 def _numbers_of(graphdef: GraphDef, keys: Sequence[int], objects: Collection[int]) -> Iterator[int]:
     """Yields the numbers of values in some of a graph's objects."""
-    owners = graph.leaf_owners(graphdef)
-    for part, key, owner in zip(graph.leaf_defs(graphdef), keys, owners, strict=True):
+    for (part, owner), key in zip(graph.leaf_defs(graphdef), keys, strict=True):
         if (part.index if isinstance(part, VariableDef) else owner and owner[0]) in objects:
             yield key
 

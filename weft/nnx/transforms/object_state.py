@@ -343,7 +343,7 @@ def with_created_objects(
     """
     one = graph_diff.with_new_attributes(static.described(), found, gained)
     places = {**dict(zip(static.numbers, static.places, strict=True)), **made}
-    owners = tuple(graph.leaf_owners(one.graphdef))
+    owners = tuple(owner for _, owner in graph.leaf_defs(one.graphdef))
     outer, temporary = static.origins, static.temporary
     if temporary is not None:
         # New objects that others hold are found from those.
@@ -370,8 +370,7 @@ def record_created(
     """Records what a transformation has made, with first values."""
     size = len(outer.leaves)
     counts = {id(outer.leaves[~n]): x for n, x in found.items() if ~size < n < 0 and x is not None}
-    owners = graph.leaf_owners(static.graphdef)
-    for part, key, owner in zip(graph.leaf_defs(static.graphdef), static.keys, owners, strict=True):
+    for (part, owner), key in zip(graph.leaf_defs(static.graphdef), static.keys, strict=True):
         if isinstance(part, graph.VariableDef) and static.origins[part.index] is None:
             made = objects[part.index]
             first = made._value if key < size else found.get(~key, made._value)
