@@ -283,11 +283,7 @@ class NodeStates:
         return dataclasses.replace(self, **updates)
 
 
-jax.tree_util.register_pytree_with_keys(
-    NodeStates,
-    lambda x: ([(jax.tree_util.GetAttrKey("states"), x.states)], (x._graphdef, x.metadata)),
-    lambda fixed, children: NodeStates(fixed[0], next(iter(children)), fixed[1]),
-)
+jax.tree_util.register_dataclass(NodeStates, ["states"], ["_graphdef", "metadata"])
 
 
 def _is_node_states(x: object) -> bool:

@@ -215,22 +215,14 @@ def get_abstract_model(
     >>> state.w.get_value().sharding.spec
     P('data',)
     """
-    kept: list[GraphDef] = []
-
-    def parts() -> State:
-        graphdef, state = split(init_fn())
-        kept.append(graphdef)
-        return state
-
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        state = jax.eval_shape(parts)
+        graphdef, state = jax.eval_shape(lambda: split(init_fn()))
 
     def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
         spec = _pspec_at(path, x) if is_variable(x) else None
         return _with_sharding(x, mesh, spec or PartitionSpec(), path)
 
-    state = jax.tree_util.tree_map_with_path(at, state, is_leaf=is_variable)
-    return kept[0], state
+    return graphdef, jax.tree_util.tree_map_with_path(at, state, is_leaf=is_variable)
 
 
 def add_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:

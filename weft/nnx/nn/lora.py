@@ -73,12 +73,8 @@ class LoRA(Module):
         a_metadata: Metadata,
         b_metadata: Metadata,
     ) -> None:
-        functional.check_sizes(
-            type(self).__name__,
-            in_features=self.in_features,
-            lora_rank=lora_rank,
-            out_features=self.out_features,
-        )
+        parameters.check_sizes(self, "in_features", "out_features")
+        functional.check_sizes(type(self).__name__, lora_rank=lora_rank)
         if self.base_module is not None and not callable(self.base_module):
             raise ArgumentValueError(
                 f"LoRA was given base_module={self.base_module!r}, which is not callable; expected "
@@ -135,12 +131,7 @@ class LoRALinear(Linear):
         b_metadata: Metadata = NO_METADATA,
         **kwargs: Any,
     ):
-        functional.check_sizes(
-            type(self).__name__,
-            in_features=in_features,
-            out_features=out_features,
-            lora_rank=lora_rank,
-        )
+        functional.check_sizes(type(self).__name__, lora_rank=lora_rank)
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
         self.lora = LoRA(
             in_features,

@@ -37,12 +37,12 @@ Streams = Rngs | RngStream | None
 State = Float[Array, "*batch state"]
 Input = Float[Array, "*batch input"]
 LSTMCarry = tuple[State, State]
-Shape = tuple[int, ...]
+InputShape = tuple[int, ...]
 
 LinearOfSize = Callable[[int], Linear]
 
 
-def recurrent_kernel_init(key: Array, shape: Shape, dtype: Any = jnp.float32) -> Array:
+def recurrent_kernel_init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
     """Draws an orthogonal matrix, in at least float32, and casts it to `dtype`."""
     wide = jnp.promote_types(dtype, jnp.float32)
     return orthogonal()(key, shape, wide).astype(dtype)
@@ -63,7 +63,7 @@ class RNNCellBase(Module):
     """
 
     def initialize_carry(
-        self, input_shape: Shape, rngs: Streams = None, carry_init: Initializer | None = None
+        self, input_shape: InputShape, rngs: Streams = None, carry_init: Initializer | None = None
     ) -> Any:
         """Returns the state before the first input.
 
@@ -157,7 +157,7 @@ class _LinearCell(RNNCellBase):
         raise NotImplementedError
 
     def _first_states(
-        self, n: int, input_shape: Shape, rngs: Streams, carry_init: Initializer | None
+        self, n: int, input_shape: InputShape, rngs: Streams, carry_init: Initializer | None
     ) -> list[Array]:
         """Returns the `n` arrays of a state before the first input, each drawn with its own key.
 
@@ -188,7 +188,7 @@ class _LinearCell(RNNCellBase):
 
 class _OneStateCell(_LinearCell):
     def initialize_carry(
-        self, input_shape: Shape, rngs: Streams = None, carry_init: Initializer | None = None
+        self, input_shape: InputShape, rngs: Streams = None, carry_init: Initializer | None = None
     ) -> State:
         return self._first_states(1, input_shape, rngs, carry_init)[0]
 
@@ -273,7 +273,7 @@ class _GatedMemoryCell(_LinearCell):
     _input_has_bias = False
 
     def initialize_carry(
-        self, input_shape: Shape, rngs: Streams = None, carry_init: Initializer | None = None
+        self, input_shape: InputShape, rngs: Streams = None, carry_init: Initializer | None = None
     ) -> LSTMCarry:
         c, h = self._first_states(2, input_shape, rngs, carry_init)
         return c, h
@@ -500,7 +500,7 @@ def _step_with_lengths(
     return (running, recurrent.within_lengths(running, kept, step, seq_lengths)), y
 
 
-def _time_axis(cell: RNNCellBase, shape: Shape, time_major: bool) -> int:
+def _time_axis(cell: RNNCellBase, shape: tuple[int, ...], time_major: bool) -> int:
     axis = len(shape) - (cell.num_feature_axes + 1)
     if axis < 0:
         raise ArgumentShapeError(
