@@ -108,9 +108,9 @@ def check_sizes(layer: str, **sizes: Any) -> None:
     >>> check_sizes("Dense", features=3, kernel_size=(2, 2), num_groups=None)
     """
     for name, value in sizes.items():
+        if type(value) is int and value > 0:  # fast path of most sizes
+            continue
         for size in value if isinstance(value, tuple | list) else (value,):
-            if type(size) is int and size > 0:
-                continue
             is_integer = isinstance(size, int | np.integer) and not isinstance(size, bool)
             if (is_integer and size <= 0) or isinstance(size, bool | float | complex | str):
                 raise ArgumentValueError(

@@ -35,8 +35,8 @@ NO_METADATA: Metadata = FrozenDict()
 
 def check_sizes(layer: Module, *names: str) -> None:
     """Raises ArgumentValueError if an attribute is not a positive size, sizes of axes, or None."""
-    sizes = {name: getattr(layer, name) for name in names}
-    functional.check_sizes(type(layer).__name__, **sizes)
+    sizes = zip(names, map(vars(layer).get, names), strict=True)
+    functional.check_sizes(type(layer).__name__, **dict(sizes))
 
 
 def new_param(
@@ -132,9 +132,11 @@ class KernelModule(Module):
     ) -> None:
         dtype = self.param_dtype
         self.kernel = new_param(kernel_init, rngs, kernel_shape, dtype, kernel_metadata)
-        self.bias = None
-        if bias_shape is not None:
-            self.bias = new_param(bias_init, rngs, bias_shape, dtype, bias_metadata)
+        self.bias = (
+            None
+            if bias_shape is None
+            else new_param(bias_init, rngs, bias_shape, dtype, bias_metadata)
+        )
 
     def _promoted(self, inputs: Array, kernel: Array) -> tuple[Array, Array, Array | None]:
         bias = None if self.bias is None else self.bias[...]

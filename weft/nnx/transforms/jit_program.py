@@ -416,14 +416,13 @@ def _split_call(
     names: Sequence[tuple[str, Any]] = (),
 ) -> SplitCall:
     """Splits objects, each given with its sharding and whether its values are donated."""
-    roles = tuple(_roles(sharding) for _, sharding, _ in objects)
-    filters = [options.kind.group_filters(r) for r in roles]
-    flat, static, _ = options.kind.split([x for x, _, _ in objects], filters)
+    carriers, shardings, donated = zip(*objects, strict=True) if objects else ((), (), ())
+    roles = tuple(map(_roles, shardings))
+    flat, static, _ = options.kind.split(carriers, [*map(options.kind.group_filters, roles)])
     made = tuple(
-        (type(x), metadata_key(x)) if isinstance(x, Variable) else None for x in flat.leaves
+        [(type(x), metadata_key(x)) if isinstance(x, Variable) else None for x in flat.leaves]
     )
-    places = tuple(i for i, _ in at), tuple(name for name, _ in names)
-    donated = tuple(is_donated for *_, is_donated in objects)
+    places = tuple([i for i, _ in at]), tuple([name for name, _ in names])
     layout = CallLayout(*places, n_args, static, roles, donated, made)
     return SplitCall(flat, layout, rest, named, at, names)
 

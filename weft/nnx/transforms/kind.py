@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -78,10 +79,6 @@ class ObjectKind(Kind):
     is_branch: bool = False
     is_result_free: bool = False
     has_rule: bool = False
-    # Static halves by classes of objects; layers of a model often have equal structure.
-    _split_cache: dict[tuple[type, ...], tuple[StaticObjects, Filters]] = dataclasses.field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def group_filters(self, roles: Roles) -> FilterRoles:
         return tuple(roles)
@@ -120,6 +117,12 @@ class ObjectKind(Kind):
                 self._split_cache.clear()
             self._split_cache[tuple(map(type, carriers))] = static, filters
         return flat, static
+
+    @functools.cached_property
+    def _split_cache(self) -> dict[tuple[type, ...], tuple[StaticObjects, Filters]]:
+        """Static halves by classes of objects; layers of a model often have equal structure."""
+        # Not a field, since kinds are compared by these.
+        return {}
 
     def _split_from_cache(
         self, carriers: Sequence[Any], filters: Filters
