@@ -140,9 +140,8 @@ class Optimizer(Pytree, Generic[M]):
         self.tx = static(tx)
         self.wrt = static(tuple(wrt) if isinstance(wrt, list) else wrt)
         parameters = {path: _plain(x) for path, x in _parameters(model, self.wrt).items()}
-        shapes = {
-            path: raw_value(x).shape for path, x in parameters.items() if is_array(raw_value(x))
-        }
+        values = {path: raw_value(x) for path, x in parameters.items()}
+        shapes = {path: x.shape for path, x in values.items() if is_array(x)}
         self.opt_state = to_opt_state(tx.init(from_flat_state(parameters)), shapes)
 
     def update(self, model: M, grads: object = _MISSING, /, **kwargs: object) -> Any:
@@ -292,13 +291,9 @@ def to_state_dict(tree: Any, make: Callable[[Path, Any], Any], path: Path = ()) 
     kind = type(tree)
     if kind is State:
         mapping = tree.raw_mapping
-        return StateDict(
-            {name: to_state_dict(value, make, (name,)) for name, value in mapping.items()}
-        )
+        return StateDict({name: to_state_dict(x, make, (name,)) for name, x in mapping.items()})
     if kind is dict:
-        return Dict(
-            {name: to_state_dict(value, make, (*path, name)) for name, value in tree.items()}
-        )
+        return Dict({name: to_state_dict(x, make, (*path, name)) for name, x in tree.items()})
     if kind is list:
         return List([to_state_dict(value, make, (*path, i)) for i, value in enumerate(tree)])
     below, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)

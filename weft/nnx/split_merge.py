@@ -265,13 +265,8 @@ def unflatten(
     leaves = leaves_of(graphdef, state)
     there = outer_index_outer_ref or {}
     existing = {i: there[outer] for i, outer in graphdef.outer if outer in there}
-    root, objects = build_graph(
-        graphdef,
-        copies(leaves) if copy_variables else leaves,
-        True,
-        existing,
-        known=index_ref or {},
-    )
+    values = copies(leaves) if copy_variables else leaves
+    root, objects = build_graph(graphdef, values, True, existing, known=index_ref or {})
     for (part, _), leaf in zip(leaf_defs(graphdef), leaves, strict=True):
         variable = existing.get(part.index) if isinstance(part, VariableDef) else None
         if isinstance(variable, Variable) and variable is not leaf:

@@ -193,15 +193,8 @@ def _row(call: CallInfo, x: Pytree, kinds: list[str], counts: list[str]) -> list
         lines = tables.format_tree(own[kind]) + "\n\n" if kind in own else ""
         cells.append(lines + tables.format_size(below[kind]) if kind in below else "")
     flops = [str(getattr(call, count)) for count in counts]
-    path = "/".join(map(str, call.path))
-    return [
-        path,
-        call.type.__name__,
-        call.inputs_repr,
-        tables.format_tree(call.outputs),
-        *flops,
-        *cells,
-    ]
+    path, outputs = "/".join(map(str, call.path)), tables.format_tree(call.outputs)
+    return [path, call.type.__name__, call.inputs_repr, outputs, *flops, *cells]
 
 
 def _with_layout(variable: Variable[Any]) -> Any:

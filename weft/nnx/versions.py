@@ -29,6 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from weft.core import tracing
 from weft.core.tracing import ThreadStack, current_trace
@@ -98,13 +99,7 @@ class ObjectInfo:
 
 
 # JAX classes that are hashed by value without defining `__hash__` themselves.
-_JAX_TYPES = (
-    jax.sharding.PartitionSpec,
-    jax.sharding.Mesh,
-    jax.sharding.AbstractMesh,
-    jax.sharding.Sharding,
-    jax.Device,
-)
+_JAX_TYPES = (PartitionSpec, Mesh, AbstractMesh, Sharding, jax.Device)
 IMMUTABLE_TYPES = (str, bytes, int, float, complex, type, np.dtype, np.generic, *_JAX_TYPES)
 
 

@@ -48,11 +48,7 @@ class _RuleArguments:
         objects = [x for x, _ in given if is_object(x)]
         self._graphdefs = [flatten_graph(x).graphdef for x in objects]
         self._is_variable = [isinstance(x, Variable) for x in objects]
-        self._wanted = [
-            Everything() if wanted is None else to_predicate(wanted)
-            for x, wanted in given
-            if is_object(x)
-        ]
+        self._wanted = [to_predicate(wanted) for x, wanted in given if is_object(x)]
         flat = flatten_graph((tuple(objects), ()))
         # Variables with shapes as values, as templates.
         self._leaves = [
@@ -201,7 +197,7 @@ class _CustomRule:
         at = {i + len(args) if i < 0 else i for i in self._fixed}
         fixed = [args[i] for i in sorted(at)]
         others = tuple(x for i, x in enumerate(args) if i not in at)
-        where = [self._filters.get(i) for i in range(len(args)) if i not in at]
+        where = [self._filters.get(i, ...) for i in range(len(args)) if i not in at]
 
         def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
             def call(*others: object) -> Any:

@@ -130,9 +130,7 @@ class ProgramSignature(inspect.Signature):
         self._refs = [*map(ObjectRef, range(len(layout.roles)))]
         self._paths = [*map(layout.static.graphdef.paths.__getitem__, numbers)]
 
-    def with_refs(
-        self, rest: Iterable[Any], named: dict[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
+    def with_refs(self, rest: Iterable[Any], named: Kwargs) -> tuple[list[Any], Kwargs]:
         """Returns the user's arguments, with a placeholder for each object."""
         args, refs = list(rest), iter(self._refs)
         for i in self._at:
@@ -274,9 +272,7 @@ class Program:
     def _outputs(self, results: PureResults, values: list[Any]) -> tuple[Any, ...]:
         """Returns the result, the values to write, and if more has changed all changes."""
         self._constrain_outputs(results.state_nodes, values)
-        changed = {
-            n: x for p in results.state_nodes for group in p.groups for n, x in group.items()
-        }
+        changed = {n: x for p in results.state_nodes for of in p.groups for n, x in of.items()}
         made = self.layout.made
         if results.static.value is not None or any(
             isinstance(x, Variable) and metadata_key(x) != made[n][1]  # pyright: ignore[reportOptionalSubscript]

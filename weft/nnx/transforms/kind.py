@@ -259,6 +259,7 @@ class ObjectKind(Kind):
     ) -> tuple[list[int], dict[int, tuple[int, int]]]:
         """Puts new and changed values into groups; returns all numbers, and places of new ones."""
         static, recording, known = inner.static, inner.recording, inner.numbers()
+        hoists = self._hoists_creation
         place = {id(flat.objects[i]): id(inner.objects[o]) for i, o in instead.items()}
         keys: list[int] = []
         made: dict[int, tuple[int, int]] = {}
@@ -269,14 +270,12 @@ class ObjectKind(Kind):
             x = place.get(x, x)
             at = known.get(x if owner is None else (x, owner[1]))
             if at is None:
-                key = (
-                    graph_diff.new_number(path) if self._hoists_creation else len(inner.values) + n
-                )
+                key = graph_diff.new_number(path) if hoists else len(inner.values) + n
                 part, i, g = grouping.place(path, leaf)
                 groups[part][i][g][key] = leaf
                 if part == 0:
                     made[key] = i, g
-                is_wanted = static.records or (part == 0 and self._hoists_creation)
+                is_wanted = static.records or (part == 0 and hoists)
                 if is_wanted and recording is not None and (owner or leaf in recording):
                     noted = recording, leaf, owner
                     first = object_state.first_value(*noted)
