@@ -120,9 +120,7 @@ class List(Module, list[T]):
 
     @staticmethod
     def _key(name: object) -> Any:
-        if isinstance(name, str):
-            return Pytree._key(name)
-        return jax.tree_util.SequenceKey(name)
+        return Pytree._key(name) if isinstance(name, str) else jax.tree_util.SequenceKey(name)
 
     def remove(self, value: T, /) -> None:
         """Removes the first item equal to a value."""

@@ -55,11 +55,9 @@ class SplitContext:
                 "one of them."
             )
         update = current_update_context(self.ctxtag) if self.ctxtag is not None else None
+        outer = update.inner_ref_outer_index if update is not None else None
         graphdef, flat = flatten(
-            node,
-            with_paths=with_paths,
-            ref_index=self.ref_index,
-            ref_outer_index=update.inner_ref_outer_index if update is not None else None,
+            node, with_paths=with_paths, ref_index=self.ref_index, ref_outer_index=outer
         )
         if update is not None and update.static_cache is not None:
             graphdef = update.static_cache.setdefault(graphdef, graphdef)

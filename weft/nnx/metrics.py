@@ -256,10 +256,7 @@ class Accuracy(Average):
                 f"Accuracy.update was given labels of dtype {labels.dtype}; give integers, such "
                 "as labels.astype(int)."
             )
-        if self.threshold is None:
-            predictions = logits.argmax(-1)
-        else:
-            predictions = logits > self.threshold
+        predictions = logits.argmax(-1) if self.threshold is None else logits > self.threshold
         super().update(mask, **{self.argname: predictions == labels})
 
 

@@ -227,9 +227,7 @@ class ObjectTable:
 def _can_be_hoisted(x: object) -> bool:
     if isinstance(x, _ObjectAt):
         return not isinstance(x.ident, int)
-    if isinstance(x, StaticValue):
-        return is_immutable(x.value)
-    return True
+    return not isinstance(x, StaticValue) or is_immutable(x.value)
 
 
 def replaced_objects(
