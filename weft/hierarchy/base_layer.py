@@ -132,20 +132,15 @@ def initialize_stacked(
                 f"{np.shape(value)}; expected a leading axis of {n}, one entry per copy of "
                 f"{layer.path()}."
             )
-    prebuilt_values = jax.tree.map(lambda x: None if _is_spec(x) else x, given)
-    specs = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype or float) if _is_spec(x) else None,
-        given,
-    )
+    leaves, tree = jax.tree.flatten(given)
+    prebuilt_values = [None if _is_spec(x) else x for x in leaves]
 
-    def initialize(key: Tensor, values: NestedTensor) -> NestedTensor:
-        both = jax.tree.map(
-            lambda spec, value: value if spec is None else spec,
-            specs,
-            values,
-            is_leaf=lambda x: x is None,
-        )
-        return layer.initialize_parameters_recursively(key, prebuilt=both)
+    def initialize(key: Tensor, values: list[Tensor | None]) -> NestedTensor:
+        both = [
+            jax.ShapeDtypeStruct(x.shape[1:], x.dtype or float) if value is None else value
+            for x, value in zip(leaves, values, strict=True)
+        ]
+        return layer.initialize_parameters_recursively(key, prebuilt=tree.unflatten(both))
 
     keys = fork_key(prng_key, n)
     if isinstance(prng_key, jax.core.Tracer):

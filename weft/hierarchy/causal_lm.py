@@ -348,8 +348,7 @@ class CompositeLossMetrics(BaseLossMetrics):
             )
         for name, metrics in cfg.metrics.items():
             self._add_child(name, metrics)
-        if cfg.loss_weights is not None:
-            self._add_child("loss_weights", cfg.loss_weights)
+        self._maybe_add_child("loss_weights", cfg.loss_weights)
 
     def forward(self, input_batch, *, predict_outputs, module_outputs):
         """Returns the loss and metrics; see `BaseLossMetrics.forward`.

@@ -364,7 +364,6 @@ class ContextStack(threading.local):
 
     def __init__(self):
         self.stack: list[InvocationContext] = []
-        self.thread_id = threading.get_ident()
 
 
 _contexts = ContextStack()

@@ -55,12 +55,10 @@ def fork_key(prng_key: Tensor, n: int) -> Any:
 def _shared_states(context: InvocationContext) -> dict[ModuleNode, Any]:
     """Returns the states of shared modules that are not below the context's own module."""
     module = context.module
-    shared = {} if module is None else module.shared_modules()
-    return {
-        m: context.state_of(m)
-        for m in shared.values()
-        if module is not None and module.find_descendant(m) is None
-    }
+    if module is None:
+        return {}
+    shared = module.shared_modules().values()
+    return {m: context.state_of(m) for m in shared if module.find_descendant(m) is None}
 
 
 class ContextKind(Kind):
@@ -97,13 +95,9 @@ class ContextKind(Kind):
         contexts = []
         for fields, of_context in zip(static, groups, strict=True):
             entries = _flatten_groups(of_context)
+            state, key = entries.get("state", {}), entries.get("prng_key")
             context = InvocationContext(
-                name=fields.name,
-                parent=None,
-                module=fields.module,
-                state=entries.get("state", {}),
-                is_training=fields.is_training,
-                prng_key=entries.get("prng_key"),
+                fields.name, None, fields.module, state, fields.is_training, key
             )
             states = entries.get("shared", [])
             context._shared_states = dict(zip(fields.shared, states, strict=False))

@@ -314,17 +314,14 @@ class Decoder(BaseLayer):
         super().__init__(cfg, parent=parent)
         cfg = cfg.clone()
         set_dropout_rate_recursively(cfg, cfg.dropout_rate, set_only_if_none=True)
-        if cfg.attention_mask is not None:
-            self._add_child("attention_mask", cfg.attention_mask)
+        self._maybe_add_child("attention_mask", cfg.attention_mask)
         self._add_child("emb", maybe_set_config(cfg.emb, dim=cfg.dim, vocab_size=cfg.vocab_size))
         self._add_child("transformer", cfg.transformer.set(input_dim=cfg.dim))
         if cfg.output_norm is not None:
             self._add_child("output_norm", maybe_set_config(cfg.output_norm, input_dim=cfg.dim))
         self._add_child("output_dropout", cfg.output_dropout)
-        if cfg.lm_head is not None:
-            self._add_child(
-                "lm_head", cfg.lm_head.set(vocab_size=cfg.vocab_size, embedding_dim=cfg.dim)
-            )
+        head_dims = {"vocab_size": cfg.vocab_size, "embedding_dim": cfg.dim}
+        self._maybe_add_child("lm_head", cfg.lm_head, **head_dims)
         self._decoding = cfg.decoding.set(
             pad_token_id=cfg.pad_token_id, eos_token_id=cfg.eos_token_id
         ).instantiate(decoder=self)
@@ -445,9 +442,7 @@ class Decoder(BaseLayer):
             chunk_size=chunk_size,
             num_shards=num_shards,
         )
-        if chunks == 1:
-            return None
-        head = self.linear_head()
+        head = self.linear_head() if chunks > 1 else None
         if head is None:
             return None
         x = hidden_states

@@ -38,9 +38,6 @@ from weft.typing import NestedTensor, Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
-# Module above this package that turns layers of other libraries, and functions, into configs of
-# children; imported when it is first needed.
-_CHILD_CONFIGS = "weft.interop.hierarchy"
 
 
 class Summable(Protocol):
@@ -289,7 +286,8 @@ class Module(Configurable):
         wrong = f"the child {name!r} of {self.path()} was given {child_config!r}; "
         config = child_config
         if not isinstance(config, Module.Config):
-            config = importlib.import_module(_CHILD_CONFIGS).as_child_config(config)
+            # Above this package, and only needed for other libraries' layers and for functions.
+            config = importlib.import_module("weft.interop.hierarchy").as_child_config(config)
         try:
             child = config.clone(name=name).instantiate(parent=self, **kwargs)
         except errors.UnknownLayerError as error:
@@ -313,6 +311,11 @@ class Module(Configurable):
             )
         self._children[name] = child
         return child
+
+    def _maybe_add_child(self, name: str, child_config: Any, **fields: object) -> None:
+        """Creates a child with these values of config fields, unless its config is None."""
+        if child_config is not None:
+            self._add_child(name, child_config.set(**fields))
 
     def _add_descendant(
         self, names: str | Sequence[str], child_config: Any, **kwargs: object
@@ -506,14 +509,7 @@ def functional(
     """
     if copy_args_tree:
         state, inputs = jax.tree.map(lambda x: x, (state, inputs))
-    context = InvocationContext(
-        name=module.name,
-        parent=None,
-        module=module,
-        state=state,
-        is_training=is_training,
-        prng_key=prng_key,
-    )
+    context = InvocationContext(module.name, None, module, state, is_training, prng_key)
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     try:
         with ActiveContext(context, None):

@@ -114,9 +114,7 @@ class GPipeSchedule(BaseSchedule):
     Each device holds the inputs and results of all microbatches.
     """
 
-    def scan(
-        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: Any
-    ) -> tuple[Any, Any]:
+    def scan(self, fn, *, carry, state, xs, **scan_kwargs):
         def body(work: Any, x: tuple[Any, Any]) -> tuple[Any, Any]:
             entering, x = x
             work = jax.tree.map(lambda a, b: _replace_stage(b, 0, a[None]), entering, work)
@@ -151,9 +149,7 @@ class StreamSchedule(BaseSchedule):
                 "GPipeSchedule."
             )
 
-    def scan(
-        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: Any
-    ) -> tuple[Any, Any]:
+    def scan(self, fn, *, carry, state, xs, **scan_kwargs):
         n, per_stage = self.num_stages, self.num_microbatches // self.num_stages
 
         def body(buffers: Any, x: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -21,24 +21,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from weft.config import (
-    REQUIRED,
-    ConfigOr,
-    InstantiableConfig,
-    Required,
-    config_class,
-    maybe_instantiate,
-)
+from weft import config, functional
+from weft.config import REQUIRED, ConfigOr, InstantiableConfig, Required, config_class
 from weft.errors import ArgumentShapeError
-from weft.functional import (
-    codebook_entries,
-    compute_code_coverage,
-    compute_code_pplx,
-    l2_normalize,
-    nearest_codes,
-    squared_error,
-    weighted_mean,
-)
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.linear import MultiLinear
 from weft.hierarchy.metrics import WeightedScalar
@@ -101,7 +86,7 @@ class BaseQuantizer(BaseLayer):
 
     def lookup(self, ids: Tensor) -> Output:
         """Returns the vectors of `ids`, `Int[Array, "*batch num_codebooks"]`; 0 for id -1."""
-        vectors = codebook_entries(self.parameters["codebook"], ids)
+        vectors = functional.codebook_entries(self.parameters["codebook"], ids)
         return self.Output(ids, jnp.where(ids[..., None] < 0, 0, vectors))
 
     def _padded(self, output: Output, paddings: Tensor | None) -> Output:
@@ -111,10 +96,10 @@ class BaseQuantizer(BaseLayer):
             paddings = jnp.zeros(ids.shape[:-1], jnp.bool_)
         is_padding = paddings.astype(jnp.bool_)[..., None]
         onehots = jax.nn.one_hot(ids, self.config.codebook_size)
-        pplx, entropy = compute_code_pplx(onehots, paddings)
+        pplx, entropy = functional.compute_code_pplx(onehots, paddings)
         num_frames = jnp.sum(~is_padding)
         self.add_summary("codebook/num_frames", num_frames)
-        coverage = compute_code_coverage(onehots, paddings)
+        coverage = functional.compute_code_coverage(onehots, paddings)
         for name, value in (("coverage", coverage), ("entropy", entropy), ("pplx", pplx)):
             self.add_summary(f"codebook/{name}", WeightedScalar(value, num_frames))
         return output._replace(
@@ -139,8 +124,10 @@ def quantize_by_nearest_neighbor(
     >>> quantize_by_nearest_neighbor(jnp.array([[[0.9]], [[1.1]]]), codebook=codebook).ids.tolist()
     [[0], [1]]
     """
-    ids = nearest_codes(inputs, codebook, metric=metric.value)
-    return BaseQuantizer.Output(ids, codebook_entries(codebook, ids).astype(inputs.dtype))
+    ids = functional.nearest_codes(inputs, codebook, metric=metric.value)
+    return BaseQuantizer.Output(
+        ids, functional.codebook_entries(codebook, ids).astype(inputs.dtype)
+    )
 
 
 class RandomVectorQuantizer(BaseQuantizer):
@@ -178,9 +165,9 @@ class RandomVectorQuantizer(BaseQuantizer):
         cfg = self.config
         x, codebook = self.rand_proj(inputs), self.parameters["codebook"]
         if cfg.normalize_inputs:
-            x = l2_normalize(x, eps=1e-12)
+            x = functional.l2_normalize(x, eps=1e-12)
         if cfg.normalize_codebook:
-            codebook = l2_normalize(codebook, eps=1e-12)
+            codebook = functional.l2_normalize(codebook, eps=1e-12)
         output = quantize_by_nearest_neighbor(x, codebook=codebook, metric=cfg.similarity_metric)
         return jax.lax.stop_gradient(self._padded(output, paddings))
 
@@ -211,8 +198,8 @@ class KmeansVectorQuantizer(BaseQuantizer):
         output = quantize_by_nearest_neighbor(x, codebook=self.parameters["codebook"])
         q, fixed = output.quantized_vectors, jax.lax.stop_gradient
         where = None if paddings is None else ~paddings.astype(jnp.bool_)[..., None, None]
-        kmeans_loss, _ = weighted_mean(squared_error(fixed(x), q), where)
-        commitment_loss, _ = weighted_mean(squared_error(x, fixed(q)), where)
+        kmeans_loss, _ = functional.weighted_mean(functional.squared_error(fixed(x), q), where)
+        commitment_loss, _ = functional.weighted_mean(functional.squared_error(x, fixed(q)), where)
         self.add_summary("kmeans_loss", kmeans_loss)
         self.add_summary("commitment_loss", commitment_loss)
         # The difference is 0, but its gradient is not.
@@ -244,7 +231,7 @@ class GumbelSoftmaxVectorQuantizer(BaseQuantizer):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._temperature: Any = maybe_instantiate(cfg.temperature_schedule)
+        self._temperature: Any = config.maybe_instantiate(cfg.temperature_schedule)
         dims = {"num_outputs": cfg.num_codebooks, "output_dim": cfg.codebook_size}
         self._add_child("input_proj", cfg.input_proj.set(input_dim=cfg.input_dim, **dims))
 

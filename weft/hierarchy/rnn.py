@@ -106,9 +106,7 @@ class IdentityCell(BaseRNNCell):
     def init_states(self, *, batch_size: int) -> NestedTensor:
         return {}
 
-    def extend_step(
-        self, *, inputs: Tensor, cached_states: NestedTensor
-    ) -> tuple[NestedTensor, Tensor]:
+    def extend_step(self, *, inputs, cached_states):
         return cached_states, inputs
 
 
@@ -149,11 +147,9 @@ class LSTMCell(BaseRNNCell):
         gates: dict[str, Any] = {"num_outputs": 4, "output_dim": hidden_dim}
         self._add_child("input_proj", cfg.input_proj.set(input_dim=cfg.input_dim, **gates))
         self._add_child("hidden_proj", cfg.hidden_proj.set(input_dim=output_dim, **gates))
-        if cfg.norm is not None:
-            self._add_child("norm", cfg.norm.set(input_dim=4 * hidden_dim))
-        if cfg.output_proj is not None:
-            dims = {"input_dim": hidden_dim, "output_dim": output_dim}
-            self._add_child("output_proj", cfg.output_proj.set(**dims))
+        self._maybe_add_child("norm", cfg.norm, input_dim=4 * hidden_dim)
+        dims = {"input_dim": hidden_dim, "output_dim": output_dim}
+        self._maybe_add_child("output_proj", cfg.output_proj, **dims)
 
     @nowrap
     def init_states(self, *, batch_size: int) -> NestedTensor:

@@ -24,13 +24,7 @@ from weft.config import REQUIRED, ConfigOr, Required, config_class
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import alibi_bias, alibi_slopes, and_masks, attention_mask, bool_to_bias
 from weft.functional.arrays import to_ndim
-from weft.functional.attention_mask import (
-    NEG_INF,
-    AttentionMask,
-    MaskFn,
-    causal_mask,
-    sliding_window_causal_mask,
-)
+from weft.functional.attention_mask import AttentionMask, MaskFn, causal_mask
 from weft.hierarchy.base_layer import BaseLayer
 from weft.typing import DType, Tensor
 
@@ -260,7 +254,7 @@ class SlidingWindowAttentionBias(MaskFnAttentionBias):
     @classmethod
     def default_config(cls, sliding_window_size: int) -> Any:
         """Returns a config without positions, for the field `mask` of an attention layer."""
-        mask = config.config_for_function(sliding_window_causal_mask)
+        mask = config.config_for_function(attention_mask.sliding_window_causal_mask)
         return config.config_for_class(cls).set(
             mask=mask.set(sliding_window_size=sliding_window_size),
             sliding_window_size=sliding_window_size,
@@ -389,7 +383,7 @@ def make_causal_biases(seq_len: int) -> Tensor:
 
 def make_sliding_window_causal_biases(seq_len: int, sliding_window_size: int) -> Tensor:
     """Returns the bias of attention to `sliding_window_size` positions before each."""
-    return _bias_from_mask(sliding_window_causal_mask(sliding_window_size), seq_len)
+    return _bias_from_mask(attention_mask.sliding_window_causal_mask(sliding_window_size), seq_len)
 
 
 def make_segment_mask(*, source_segments: Tensor, target_segments: Tensor) -> Tensor:
@@ -427,7 +421,7 @@ def compute_padding_biases(input_ids: Tensor, *, pad_token_id: int | None) -> Te
     [[[[True, False], [False, False]]]]
     """
     padding = jnp.zeros(input_ids.shape) if pad_token_id is None else input_ids == pad_token_id
-    bias = padding * NEG_INF
+    bias = padding * attention_mask.NEG_INF
     return bias[:, None, :, None] + bias[:, None, None, :]
 
 

@@ -180,8 +180,7 @@ class MultiheadAttention(BaseLayer):
         self._add_child("o_proj", cfg.output_linear.set(model_dim=self.output_dim(), **heads))
         self._add_child("dropout", cfg.dropout)
         self._add_child("scale_query", cfg.query_scale.set(per_head_dim=self.per_head_dim()))
-        if cfg.key_scale is not None:
-            self._add_child("scale_key", cfg.key_scale.set(per_head_dim=self.per_head_dim()))
+        self._maybe_add_child("scale_key", cfg.key_scale, per_head_dim=self.per_head_dim())
         self._shares_kv = cfg.input_linear.klass.is_kv_sharing(cfg.input_linear)
         if not self._shares_kv:
             self._add_child("kv_cache", cfg.kv_cache)

@@ -191,9 +191,7 @@ class RoFormerQKVLinear(BaseQKVLinear):
         self._add_child("rope_pos_emb_layer", cfg.rope_pos_emb_layer.set(dim=self._rotary_dim))
         self._add_child("i_proj", cfg.input_linear.set(**self._dims()))
         for name in ("query_scale", "key_scale"):
-            scale = getattr(cfg, name)
-            if scale is not None:
-                self._add_child(name, scale.set(per_head_dim=cfg.per_head_dim))
+            self._maybe_add_child(name, getattr(cfg, name), per_head_dim=cfg.per_head_dim)
 
     @property
     def num_kv_heads(self) -> int:

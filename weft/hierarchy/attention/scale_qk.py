@@ -4,6 +4,7 @@ Scaling queries by 1/sqrt(per_head_dim) is cheaper than scaling logits; keys may
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class, config_for_function
 from weft.functional import per_dim_scale
@@ -75,7 +76,29 @@ class BaseScaleQK(BaseLayer):
         raise NotImplementedError(type(self))
 
 
-class ScaleQuery(BaseScaleQK):
+class _NormAndScale(BaseScaleQK):
+    """Base of scales with a norm and a factor, the fields `norm` and `scale_factor`."""
+
+    @staticmethod
+    def default_scale_factor_config() -> InstantiableConfig[ScaleFn]:
+        """Returns the default of `scale_factor`."""
+        raise NotImplementedError
+
+    def __init__(self, cfg: Any, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        scale_factor = cfg.scale_factor or self.default_scale_factor_config()
+        self._scale = scale_factor.instantiate()(cfg.per_head_dim)
+        self._maybe_add_child("norm", cfg.norm, input_dim=cfg.per_head_dim)
+
+    def apply_norm(self, proj: Tensor) -> Tensor:
+        """Normalizes if a norm is configured."""
+        return proj if self.config.norm is None else self.norm(proj)
+
+    def apply_scale_factor(self, proj: Tensor) -> Tensor:
+        return proj * self._scale
+
+
+class ScaleQuery(_NormAndScale):
     """Norm, learned scale per dimension and factor of queries, in this order."""
 
     @config_class
@@ -88,35 +111,22 @@ class ScaleQuery(BaseScaleQK):
 
     @staticmethod
     def default_scale_factor_config() -> InstantiableConfig[ScaleFn]:
-        """Returns the default of `scale_factor`."""
         return config_for_function(pow_scale_fn).set(exp=-0.5)
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        scale_factor = cfg.scale_factor or self.default_scale_factor_config()
-        self._scale = scale_factor.instantiate()(cfg.per_head_dim)
-        if cfg.norm is not None:
-            self._add_child("norm", cfg.norm.set(input_dim=cfg.per_head_dim))
-        if cfg.per_dim_scale is not None:
-            self._add_child("per_dim_scale", cfg.per_dim_scale.set(dim=cfg.per_head_dim))
-
-    def apply_norm(self, proj: Tensor) -> Tensor:
-        """Normalizes if a norm is configured."""
-        return proj if self.config.norm is None else self.norm(proj)
+        self._maybe_add_child("per_dim_scale", cfg.per_dim_scale, dim=cfg.per_head_dim)
 
     def apply_per_dim_scale(self, proj: Tensor) -> Tensor:
         """Scales each dimension if a `per_dim_scale` is configured."""
         return proj if self.config.per_dim_scale is None else self.per_dim_scale(proj)
-
-    def apply_scale_factor(self, proj: Tensor) -> Tensor:
-        return proj * self._scale
 
     def forward(self, proj: Tensor, *, positions: Tensor | None) -> Tensor:
         del positions
         return self.apply_scale_factor(self.apply_per_dim_scale(self.apply_norm(proj)))
 
 
-class ScaleKey(BaseScaleQK):
+class ScaleKey(_NormAndScale):
     """Norm and factor of keys."""
 
     @config_class
@@ -128,17 +138,8 @@ class ScaleKey(BaseScaleQK):
 
     @staticmethod
     def default_scale_factor_config() -> InstantiableConfig[ScaleFn]:
-        """Returns the default of `scale_factor`."""
         return config_for_function(constant_scale_fn).set(value=1.0)
-
-    def __init__(self, cfg: Config, *, parent: Module | None):
-        super().__init__(cfg, parent=parent)
-        scale_factor = cfg.scale_factor or self.default_scale_factor_config()
-        self._scale = scale_factor.instantiate()(cfg.per_head_dim)
-        if cfg.norm is not None:
-            self._add_child("norm", cfg.norm.set(input_dim=cfg.per_head_dim))
 
     def forward(self, proj: Tensor, *, positions: Tensor | None) -> Tensor:
         del positions
-        proj = proj if self.config.norm is None else self.norm(proj)
-        return proj * self._scale
+        return self.apply_scale_factor(self.apply_norm(proj))

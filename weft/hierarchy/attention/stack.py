@@ -262,22 +262,13 @@ class SingleChildStack(BaseStackedTransformerLayer):
 
     _decoding_child: ClassVar[str]
 
-    def forward(self, data: Tensor, **layer_kwargs: object) -> Output:
-        child: Any = self.children[self._decoding_child]
-        return child(data, **layer_kwargs)
+    def forward(self, data, **kwargs):
+        return getattr(self, self._decoding_child)(data, **kwargs)
 
-    def extend_step(
-        self,
-        cached_states: dict[str, Any],
-        data: Tensor,
-        *,
-        is_prefill: bool = False,
-        **layer_kwargs: object,
-    ) -> tuple[NestedTensor, Output]:
+    def extend_step(self, cached_states, data, *, is_prefill=False, **kwargs):
         name = self._decoding_child
-        child: Any = self.children[name]
-        states, output = child.extend_step(
-            cached_states[name], data, is_prefill=is_prefill, **layer_kwargs
+        states, output = getattr(self, name).extend_step(
+            cached_states[name], data, is_prefill=is_prefill, **kwargs
         )
         return {name: states}, output
 

@@ -28,12 +28,7 @@ class TransformerAttentionLayer(ResidualLayer):
         source_dim: Required[int] = REQUIRED
         attention: InstantiableConfig = MultiheadAttention.default_config()
 
-    class Output(NamedTuple):
-        """Output of the layer, as `MultiheadAttention.Output`."""
-
-        data: Tensor
-        probs: Tensor | None = None
-        kv_state: KVState | None = None
+    Output = MultiheadAttention.Output
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -67,17 +62,16 @@ class TransformerAttentionLayer(ResidualLayer):
             another layer; None for `target`.
           target_positions: `Int[Array, "#batch target"]`; None counts from 0.
         """
-        _, output = self._forward_for_mode(
-            ForwardMode.FORWARD,
-            {},
-            target,
-            source,
+        skipped, x = self._enter_branch(target)
+        output = self.attention(
+            x,
+            **_source_kwargs(source),
             attention_logit_biases=attention_logit_biases,
             segment_ids=segment_ids,
             query_positions=target_positions,
             return_aux=return_aux,
         )
-        return output
+        return output._replace(data=self._leave_branch(skipped, output.data))
 
     def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
         """Returns the initial state of decoding; see `MultiheadAttention.init_states`."""
@@ -103,45 +97,28 @@ class TransformerAttentionLayer(ResidualLayer):
           target: `Float[Array, "batch step target_dim"]`.
           source: as for `forward`; None for the cache.
         """
-        step_kwargs = {"segment_ids": segment_ids, "page_pool": page_pool}
-        return self._forward_for_mode(
-            ForwardMode.of_step(is_prefill),
-            cached_states,
-            target,
-            source,
-            attention_logit_biases=attention_logit_biases,
-            return_aux=return_aux,
-            **({} if _is_array(source) else step_kwargs),
-        )
-
-    def _forward_for_mode(
-        self,
-        mode: ForwardMode,
-        cached_states: dict[str, Any],
-        target: Tensor,
-        source: Tensor | KVState | None,
-        **attention_kwargs: object,
-    ) -> tuple[dict[str, Any], Output]:
         skipped, x = self._enter_branch(target)
-        if isinstance(source, KVState):
-            attention_kwargs["kv_state"] = source
-        if mode is ForwardMode.FORWARD or _is_array(source):
-            key = source if _is_array(source) else None
-            output = self.attention(x, key=key, value=key, **attention_kwargs)
+        kwargs = _source_kwargs(source)
+        kwargs |= {"attention_logit_biases": attention_logit_biases, "return_aux": return_aux}
+        if "key" in kwargs:
+            output = self.attention(x, **kwargs)
         else:
             states, output = self.attention.extend_step(
                 cached_states["attention"],
                 x,
-                is_prefill=mode is ForwardMode.PREFILL,
-                **attention_kwargs,
+                is_prefill=is_prefill,
+                segment_ids=segment_ids,
+                page_pool=page_pool,
+                **kwargs,
             )
             cached_states = {**cached_states, "attention": states}
-        data = self._leave_branch(skipped, output.data)
-        return cached_states, self.Output(data, output.probs, output.kv_state)
+        return cached_states, output._replace(data=self._leave_branch(skipped, output.data))
 
 
-def _is_array(source: Tensor | KVState | None) -> bool:
-    return source is not None and not isinstance(source, KVState)
+def _source_kwargs(source: Tensor | KVState | None) -> dict[str, Any]:
+    if isinstance(source, KVState):
+        return {"kv_state": source}
+    return {} if source is None else {"key": source, "value": source}
 
 
 class BaseTransformerLayer(BaseLayer):
@@ -245,8 +222,7 @@ class TransformerLayer(BaseTransformerLayer):
         dim = cfg.input_dim
         self._add_child("self_attention", cfg.self_attention.set(target_dim=dim, source_dim=dim))
         self._add_child("feed_forward", cfg.feed_forward.set(input_dim=dim))
-        if cfg.cross_attention is not None:
-            self._add_child("cross_attention", cfg.cross_attention.set(target_dim=dim))
+        self._maybe_add_child("cross_attention", cfg.cross_attention, target_dim=dim)
 
     def _forward_for_mode(
         self,
@@ -418,18 +394,11 @@ class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
         self._add_child("layer", cfg.layer.set(input_dim=cfg.input_dim))
         self._add_child("adapter", cfg.adapter.set(input_dim=cfg.input_dim, hidden_dim=hidden_dim))
 
-    def forward(self, data: Tensor, **kwargs: Any) -> BaseTransformerLayer.Output:
+    def forward(self, data, **kwargs):
         output = self.layer(data, **kwargs)
         return output._replace(data=self.adapter(output.data))
 
-    def extend_step(
-        self,
-        cached_states: dict[str, Any],
-        data: Tensor,
-        *,
-        is_prefill: bool = False,
-        **kwargs: Any,
-    ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
+    def extend_step(self, cached_states, data, *, is_prefill=False, **kwargs):
         states, output = self.layer.extend_step(
             cached_states["layer"], data, is_prefill=is_prefill, **kwargs
         )

@@ -53,9 +53,7 @@ class ClassificationMetric(BaseClassificationMetric):
 
         label_smoothing: float = 0.0
 
-    def forward(
-        self, logits: Tensor, *, labels: Tensor, soft_labels: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, logits, *, labels, soft_labels=None):
         mask = self._label_mask(labels)
         loss, _ = functional.cross_entropy(
             logits,
@@ -85,9 +83,7 @@ class BinaryClassificationMetric(BaseClassificationMetric):
         num_classes: int = 2
         prediction_threshold: float = 0.5
 
-    def forward(
-        self, logits: Tensor, *, labels: Tensor, soft_labels: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, logits, *, labels, soft_labels=None):
         """Reports metrics and returns the loss, `Float[Array, ""]`.
 
         Args:
@@ -116,9 +112,7 @@ class BinaryClassificationMetric(BaseClassificationMetric):
 class CategoricalHingeLossMetric(BaseClassificationMetric):
     """Hinge loss; reports `loss` and `accuracy`."""
 
-    def forward(
-        self, logits: Tensor, *, labels: Tensor, soft_labels: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, logits, *, labels, soft_labels=None):
         mask = self._label_mask(labels)
         if soft_labels is None:
             soft_labels = jax.nn.one_hot(labels, self.config.num_classes)

@@ -178,10 +178,7 @@ class SinusoidalPositionalEmbedding(BaseLayer):
         """Embeds positions of any shape, as `sinusoidal_positional_embeddings` does."""
         cfg = self.config
         return sinusoidal_positional_embeddings(
-            positions,
-            dim=cfg.dim,
-            min_timescale=cfg.min_timescale,
-            max_timescale=cfg.max_timescale,
+            positions, dim=cfg.dim, min_timescale=cfg.min_timescale, max_timescale=cfg.max_timescale
         )
 
 
@@ -295,10 +292,8 @@ class TransformerTextEmbeddings(BaseEmbedding):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         self._add_child("token_emb", cfg.token_emb.set(dim=cfg.dim, num_embeddings=cfg.vocab_size))
-        if cfg.type_emb is not None:
-            self._add_child("type_emb", cfg.type_emb.set(dim=cfg.dim))
-        if cfg.pos_emb is not None:
-            self._add_child("pos_emb", cfg.pos_emb.set(dim=cfg.dim))
+        self._maybe_add_child("type_emb", cfg.type_emb, dim=cfg.dim)
+        self._maybe_add_child("pos_emb", cfg.pos_emb, dim=cfg.dim)
         if cfg.norm is not None:
             self._add_child("norm", maybe_set_config(cfg.norm, input_dim=cfg.dim))
         self._add_child("dropout", cfg.dropout)

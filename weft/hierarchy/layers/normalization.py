@@ -7,7 +7,7 @@ dtype of the input. `eps` is added to the variance, mean square or squared lengt
 
 import enum
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -38,6 +38,12 @@ class BaseNormalizationLayer(BaseLayer):
         """
         raise NotImplementedError(type(self))
 
+    _parameter_names: tuple[str, ...] = ()
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        initial = {"scale": 1.0, "bias": 0.0}
+        return {name: self._vector_spec(initial[name]) for name in self._parameter_names}
+
     def _vector_spec(self, value: float, **kwargs: Any) -> ParameterSpec:
         return ParameterSpec(
             shape=(self.config.input_dim,),
@@ -55,8 +61,6 @@ class LayerNormStateless(BaseNormalizationLayer):
         eps: float = 1e-8
         forward_dtype: DType | None = jnp.float32
 
-    _parameter_names: ClassVar[tuple[str, ...]] = ()
-
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
         del segment_ids  # every position has statistics of its own
         cfg = self.config
@@ -70,9 +74,6 @@ class LayerNorm(LayerNormStateless):
     """Layer normalization (https://arxiv.org/abs/1607.06450)."""
 
     _parameter_names = ("scale", "bias")
-
-    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        return {"scale": self._vector_spec(1.0), "bias": self._vector_spec(0.0)}
 
 
 class RMSNormStateless(BaseNormalizationLayer):
@@ -90,8 +91,6 @@ class RMSNormStateless(BaseNormalizationLayer):
         zero_centered: bool | None = None
         input_partition_spec: PartitionSpec | MeshAxes | None = None
         output_partition_spec: PartitionSpec | MeshAxes | None = None
-
-    _parameter_names: ClassVar[tuple[str, ...]] = ()
 
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
         del segment_ids  # every position has statistics of its own
@@ -111,9 +110,6 @@ class RMSNorm(RMSNormStateless):
     """Normalization by the root mean square (https://arxiv.org/abs/1910.07467)."""
 
     _parameter_names = ("scale",)
-
-    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        return {"scale": self._vector_spec(1.0)}
 
 
 class NormType(enum.Enum):
@@ -156,12 +152,7 @@ class GroupNorm(BaseNormalizationLayer):
                 f"num_groups={cfg.num_groups} equal groups; set num_groups to a divisor."
             )
         self._subtracts_mean = cfg.norm_type is not NormType.RMSNORM
-
-    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        specs = {"scale": self._vector_spec(1.0)}
-        if self._subtracts_mean:
-            specs["bias"] = self._vector_spec(0.0)
-        return specs
+        self._parameter_names = ("scale", "bias") if self._subtracts_mean else ("scale",)
 
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
         """Normalizes groups of channels of `x`, `Float[Array, "batch *spatial input_dim"]`.
@@ -171,8 +162,7 @@ class GroupNorm(BaseNormalizationLayer):
         cfg = self.config
         y = functional.group_norm(
             x,
-            self.parameters["scale"],
-            self.parameters["bias"] if self._subtracts_mean else None,
+            *(self.parameters[name] for name in self._parameter_names),
             num_groups=cfg.num_groups,
             axis=cfg.norm_axes,
             eps=cfg.eps,
@@ -199,15 +189,12 @@ class BatchNorm(BaseNormalizationLayer):
         eps: float = 1e-8
         forward_dtype: DType | None = jnp.float32
 
+    _parameter_names = ("scale", "bias")
+
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        moving: dict[str, Any] = {
-            "dtype": jnp.float32,
-            "weight_decay_scale": 0.0,
-            "is_state": True,
-        }
+        moving: dict[str, Any] = {"dtype": jnp.float32, "weight_decay_scale": 0.0, "is_state": True}
         return {
-            "scale": self._vector_spec(1.0),
-            "bias": self._vector_spec(0.0),
+            **super()._create_layer_parameter_specs(),
             "moving_mean": self._vector_spec(0.0, **moving),
             "moving_variance": self._vector_spec(1.0, **moving),
         }
@@ -230,7 +217,7 @@ class BatchNorm(BaseNormalizationLayer):
             for name, *averages in zip(names, old, statistics, strict=True):
                 average = functional.update_running_average(*averages, decay=cfg.decay)
                 self.add_state_update(name, average)
-        params = [self.parameters[name] for name in ("scale", "bias")]
+        params = [self.parameters[name] for name in self._parameter_names]
         y = functional.batch_norm(x, *statistics, *params, eps=cfg.eps, dtype=cfg.forward_dtype)
         self._add_tensor_stats("outputs", y)
         return y

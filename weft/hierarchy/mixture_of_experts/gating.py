@@ -8,7 +8,7 @@ drop tokens beyond it; `TopKDropFreeGating` and `TopKBiasGating` drop nothing. S
 import enum
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -256,8 +256,7 @@ class CapacityGating(BaseGating):
                 f"{self.path()}: a token chooses {self.num_choices()} of num_experts="
                 f"{cfg.num_experts} experts; expected at least 1, and at most num_experts."
             )
-        if cfg.adaptive_load_balance_loss is not None:
-            self._add_child("adaptive_load_balance_loss", cfg.adaptive_load_balance_loss)
+        self._maybe_add_child("adaptive_load_balance_loss", cfg.adaptive_load_balance_loss)
 
     @nowrap
     def num_choices(self) -> int:
@@ -371,15 +370,17 @@ class TopKGating(CapacityGating):
     def num_choices(self) -> int:
         return self.config.num_experts_per_token
 
+    _axes: ClassVar[str] = "ogsec"  # of `combine_tensor` and `dispatch_tensor`
+
     @classmethod
     def combine_tensor_shape(cls) -> str:
         """Returns the axes of `combine_tensor`, one letter per axis."""
-        return "ogsec"
+        return cls._axes
 
     @classmethod
     def dispatch_tensor_shape(cls) -> str:
         """Returns the axes of `dispatch_tensor`, one letter per axis."""
-        return "ogsec"
+        return cls._axes
 
     def forward(self, logits: Tensor, live: Tensor | None = None) -> BaseGating.Output:
         logits = self._cap_logits(logits)
@@ -418,13 +419,7 @@ class TopKDropFreeGating(TopKGating):
     weights and the indices of each token's experts, `[Array, "batch token k"]`.
     """
 
-    @classmethod
-    def combine_tensor_shape(cls) -> str:
-        return "bsk"
-
-    @classmethod
-    def dispatch_tensor_shape(cls) -> str:
-        return "bsk"
+    _axes = "bsk"
 
     def forward(
         self,
