@@ -14,8 +14,7 @@ from weft.cli import main
 from weft.cli.configs import load_config
 from weft.config import config_for_class, from_text, to_text
 from weft.hierarchy.causal_lm import Model
-from weft.hierarchy.lora import merge_adapters
-from weft.hierarchy.lora_setters import set_lora_recursively
+from weft.hierarchy.lora import merge_adapters, set_lora_recursively
 from weft.input.tokenizers import HuggingFaceTokenizer
 from weft.interop.huggingface import from_huggingface, huggingface_model_config
 from weft.trainer.run_dir import claim_run_dir

@@ -21,7 +21,7 @@ from weft.hierarchy.config_setters import (
 from weft.hierarchy.layers.linear import Linear
 from weft.hierarchy.layers.normalization import L2Norm, LayerNorm, RMSNorm
 from weft.hierarchy.layers.stochastic import Dropout
-from weft.hierarchy.lora_setters import set_lora_recursively
+from weft.hierarchy.lora import set_lora_recursively
 from weft.hierarchy.mixture_of_experts import ApproximateTokenDropFreeMoE
 from weft.hierarchy.module import functional as F
 

@@ -14,9 +14,9 @@ from weft.hierarchy.attention import (
 )
 from weft.hierarchy.attention.qkv_linear import QLinear
 from weft.hierarchy.layers import LayerNorm
-from weft.hierarchy.lora import merge_adapters
-from weft.hierarchy.lora_setters import (
+from weft.hierarchy.lora import (
     base_state,
+    merge_adapters,
     set_lora_recursively,
     with_base_state,
     without_lora,

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from weft.errors import OutputConflictError, SummaryValueError
 from weft.hierarchy.metrics import (
+    ImageSummary,
     MaxSummary,
     MetricAccumulator,
     MetricSummary,
@@ -16,7 +17,6 @@ from weft.hierarchy.metrics import (
     WeightedSummary,
     WeightedValue,
 )
-from weft.hierarchy.summary import ImageSummary
 
 
 @pytest.fixture

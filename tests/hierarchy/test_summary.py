@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from weft.errors import SummaryValueError
+from weft.hierarchy.metrics import AudioSummary, CallbackSummary, ImageSummary, Summary
 from weft.hierarchy.module import Module
 from weft.hierarchy.module import functional as F
-from weft.hierarchy.summary import AudioSummary, CallbackSummary, ImageSummary, Summary
 
 
 def double(x, *, plus):

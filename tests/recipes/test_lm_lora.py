@@ -13,8 +13,7 @@ from weft.cli.configs import load_config, run_config
 from weft.cli.trained_models import restore_model
 from weft.config import maybe_instantiate, to_text
 from weft.errors import HuggingFaceConfigError, WeightsReadError
-from weft.hierarchy.lora import merge_adapters
-from weft.hierarchy.lora_setters import base_state, without_lora
+from weft.hierarchy.lora import base_state, merge_adapters, without_lora
 from weft.input.tokenizers import HuggingFaceTokenizer
 from weft.interop.huggingface import from_huggingface, to_huggingface
 from weft.interop.huggingface.checkpoint import huggingface_model_config

@@ -25,7 +25,7 @@ from weft.errors import (
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.layers import Linear
 from weft.hierarchy.layers.embedding import LearnedPositionalEmbedding
-from weft.hierarchy.lora_setters import base_state, set_lora_recursively
+from weft.hierarchy.lora import base_state, set_lora_recursively
 from weft.input.fake import FakeLmInput
 from weft.interop.huggingface import huggingface_model_config, to_huggingface
 from weft.serialization import save_safetensors

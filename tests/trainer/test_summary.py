@@ -3,15 +3,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import weft.hierarchy.summary
-from weft.hierarchy.summary import AudioSummary, CallbackSummary, ImageSummary, Summary
+import weft.hierarchy.metrics
+from weft.hierarchy.metrics import AudioSummary, CallbackSummary, ImageSummary, Summary
 from weft.trainer import summary
 from weft.trainer.summary import due_summaries
 
 
 def test_trainer_and_layer_summaries_are_the_same():
     for name in summary.__all__:
-        assert getattr(summary, name) is getattr(weft.hierarchy.summary, name)
+        assert getattr(summary, name) is getattr(weft.hierarchy.metrics, name)
 
 
 class Doubled(Summary):

@@ -160,17 +160,15 @@ from weft.hierarchy.layers.stochastic import (
     StochasticDepth as StochasticDepth,
 )
 from weft.hierarchy.lora import (
-    BaseLoraAdapter as BaseLoraAdapter, LoraDownFusedLinear as LoraDownFusedLinear,
+    base_state as base_state, BaseLoraAdapter as BaseLoraAdapter, LoraDownFusedLinear as LoraDownFusedLinear,
     LoraDownMultiheadLinear as LoraDownMultiheadLinear, LoraFusedQKVAdapter as LoraFusedQKVAdapter,
     LoraFusedQKVLinear as LoraFusedQKVLinear, LoraLinear as LoraLinear,
     LoraLinearAdapter as LoraLinearAdapter,
     LoraMultiheadOutputAdapter as LoraMultiheadOutputAdapter,
     LoraMultiheadOutputLinear as LoraMultiheadOutputLinear, LoraUpFusedLinear as LoraUpFusedLinear,
     LoraUpGroupedLinear as LoraUpGroupedLinear, merge_adapters as merge_adapters,
-)
-from weft.hierarchy.lora_setters import (
-    base_state as base_state, set_lora_recursively as set_lora_recursively,
-    with_base_state as with_base_state, without_lora as without_lora,
+    set_lora_recursively as set_lora_recursively, with_base_state as with_base_state,
+    without_lora as without_lora,
 )
 from weft.hierarchy.loss import (
     asymmetric_contrastive_loss_from_features as asymmetric_contrastive_loss_from_features,
@@ -185,9 +183,10 @@ from weft.hierarchy.loss import (
     symmetric_contrastive_loss_from_logits as symmetric_contrastive_loss_from_logits,
 )
 from weft.hierarchy.metrics import (
+    AudioSummary as AudioSummary, CallbackSummary as CallbackSummary, ImageSummary as ImageSummary,
     MaxSummary as MaxSummary, MetricAccumulator as MetricAccumulator,
-    MetricSummary as MetricSummary, MinSummary as MinSummary, SumSummary as SumSummary,
-    WeightedScalar as WeightedScalar, WeightedSummary as WeightedSummary,
+    MetricSummary as MetricSummary, MinSummary as MinSummary, Summary as Summary,
+    SumSummary as SumSummary, WeightedScalar as WeightedScalar, WeightedSummary as WeightedSummary,
     WeightedValue as WeightedValue,
 )
 from weft.hierarchy.mixture_of_experts.drop_free import (
@@ -246,10 +245,6 @@ from weft.hierarchy.repeat import Repeat as Repeat
 from weft.hierarchy.rnn import (
     BaseRNNCell as BaseRNNCell, IdentityCell as IdentityCell, LSTMCell as LSTMCell,
     RepeatedRNNLayer as RepeatedRNNLayer, StackedRNNLayer as StackedRNNLayer,
-)
-from weft.hierarchy.summary import (
-    AudioSummary as AudioSummary, CallbackSummary as CallbackSummary, ImageSummary as ImageSummary,
-    Summary as Summary,
 )
 from weft.hierarchy.transforms import (
     propagate_repeated_output_collections as propagate_repeated_output_collections,

@@ -17,7 +17,7 @@ import numpy as np
 
 from weft.config import InstantiableConfig, config_for_class, from_text
 from weft.errors import HuggingFaceConfigError
-from weft.hierarchy.lora_setters import set_lora_recursively, without_lora
+from weft.hierarchy.lora import set_lora_recursively, without_lora
 from weft.input import ByteTokenizer
 from weft.input.tokenizers import HuggingFaceTokenizer
 from weft.interop.huggingface import FAMILIES, huggingface_model_config, to_huggingface

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.errors import CheckpointSaveError
-from weft.hierarchy.summary import Summary
+from weft.hierarchy.metrics import Summary
 from weft.trainer.progress import RunListener, has_ended
 from weft.trainer.schedule_length import schedule_notes
 from weft.trainer.train_step import opt_params

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft.hierarchy.summary import AudioSummary, CallbackSummary, ImageSummary, Summary
+from weft.hierarchy.metrics import AudioSummary, CallbackSummary, ImageSummary, Summary
 
 __all__ = ["AudioSummary", "CallbackSummary", "ImageSummary", "Summary"]
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.hierarchy.summary import AudioSummary, CallbackSummary, ImageSummary
+from weft.hierarchy.metrics import AudioSummary, CallbackSummary, ImageSummary
 from weft.trainer.summary_writer import CheckpointerAction, SummaryWriter, event_file
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.hierarchy.summary import ImageSummary
+from weft.hierarchy.metrics import ImageSummary
 from weft.trainer.summary_writer import JsonLinesWriter, read_json_lines
 from weft.trainer.summary_writer.base import CheckpointerAction
 from weft.trainer.summary_writer.files import JSON_LINES_FILE

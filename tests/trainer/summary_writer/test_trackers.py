@@ -10,7 +10,7 @@ import pytest
 
 from weft.config import config_for_function
 from weft.errors import MissingExtraError
-from weft.hierarchy.summary import AudioSummary, ImageSummary
+from weft.hierarchy.metrics import AudioSummary, ImageSummary
 from weft.recipes.lm import lm_tiny
 from weft.trainer.progress import RunListener
 from weft.trainer.summary_writer.trackers import MLflowWriter, WandBWriter
