@@ -365,9 +365,8 @@ class CompositeLossMetrics(BaseLossMetrics):
                 predict_outputs=predict_outputs,
                 module_outputs=filter_outputs(module_outputs, part.filter_module_outputs),
             )
-        weights = dict.fromkeys(parts, 1.0)
-        if cfg.loss_weights is not None:
-            weights = self.loss_weights(parts)
+        is_weighted = cfg.loss_weights is not None
+        weights = self.loss_weights(parts) if is_weighted else dict.fromkeys(parts, 1.0)
         kinds: dict[Any, WeightedScalar] = {}
         for name, (loss, _) in parts.items():
             part = getattr(self, name)
@@ -570,12 +569,8 @@ class Model(BaseModel):
           `hidden_states`, `Float[Array, "batch time dim"]`, for `compute_logits`.
         """
         batch = self._shard_batch(input_batch)
-        names = {
-            "input_ids": "input_ids",
-            "input_segment_ids": "input_segment_ids",
-            "input_positions": "positions",
-            "token_type_ids": "token_type_ids",
-        }
+        names = {k: k for k in ("input_ids", "input_segment_ids", "token_type_ids")}
+        names["input_positions"] = "positions"
         outputs = self.decoder({names[k]: x for k, x in batch.items() if k in names})
         if self.config.scan_chunk is not None:
             del outputs["logits"]

@@ -213,14 +213,11 @@ class InvocationContext:
     def child_view(self, name: str) -> "InvocationContext":
         """Returns the context of a child that is only on the path to a descendant."""
         if name not in self._child_views:
+            module, outputs = self._child_module(name), self.output_collection.child(name)
+            state = self.state.get(name, {})  # pyright: ignore[reportAttributeAccessIssue]
+            key = _ChildKey(self, name)
             self._child_views[name] = InvocationContext(
-                name,
-                self,
-                self._child_module(name),
-                self.state.get(name, {}),  # pyright: ignore[reportAttributeAccessIssue]
-                self.is_training,
-                _ChildKey(self, name),
-                self.output_collection.child(name),
+                name, self, module, state, self.is_training, key, outputs
             )
         return self._child_views[name]
 

@@ -338,7 +338,7 @@ class BaseConvTranspose(BaseConv):
     _out_paddings = staticmethod(functional.compute_conv_transpose_paddings)
 
 
-class Conv1DTranspose(BaseConvTranspose):
+class Conv1DTranspose(PaddedConv, BaseConvTranspose):
     """Transposed convolution over time, optionally of padded sequences."""
 
     @config_class
@@ -368,12 +368,8 @@ class Conv1DTranspose(BaseConvTranspose):
         `x` is `Float[Array, "batch time input_dim"]`; `paddings` None means it has none.
         """
         if paddings is None:
-            return super().forward(x), None
-        return convolve_with_paddings(super().forward, self.conv_paddings, x, paddings)
-
-    def conv_paddings(self, paddings: Tensor) -> Tensor:
-        """Returns the paddings of the output."""
-        return self._out_paddings(paddings, **time_axis(self))
+            return BaseConv.forward(self, x), None
+        return super().forward(x, paddings=paddings)
 
 
 class Conv2DTranspose(BaseConvTranspose):

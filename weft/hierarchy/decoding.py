@@ -63,9 +63,7 @@ def add_decoding_dim(
     return x if x.ndim == 0 else jnp.repeat(x[:, None], num_decodes, axis=1)
 
 
-def flatten_decoding_dim(
-    x: Shaped[Array, "batch decodes ..."],
-) -> Shaped[Array, "rows ..."]:
+def flatten_decoding_dim(x: Shaped[Array, "batch decodes ..."]) -> Shaped[Array, "rows ..."]:
     """Merges the first two axes; a scalar is unchanged."""
     return x if x.ndim == 0 else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 

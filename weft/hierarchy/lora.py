@@ -31,7 +31,6 @@ from weft.functional import project
 from weft.hierarchy import param_init
 from weft.hierarchy.attention import qkv_linear
 from weft.hierarchy.attention.feed_forward import TransformerFeedForwardLayer
-from weft.hierarchy.attention.kv_cache import KVState
 from weft.hierarchy.attention.multihead_attention import MultiheadAttention
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.config_setters import for_each_config, is_config_of
@@ -213,10 +212,14 @@ class BaseLoraAdapter(BaseLayer):
 
     def _add_maps(self) -> None:
         cfg = self.config
-        self._add_child(
-            "lora_down", cfg.lora_down.set(input_dim=cfg.input_dim, output_dim=cfg.rank)
-        )
+        self._add_child("lora_down", self._down())
         self._add_child("lora_up", cfg.lora_up.set(input_dim=cfg.rank, output_dim=cfg.output_dim))
+
+    def _down(self) -> Any:
+        """Returns the config of `lora_down`."""
+        return self.config.lora_down.set(
+            input_dim=self.config.input_dim, output_dim=self.config.rank
+        )
 
     @nowrap
     def scale(self) -> float:
@@ -265,15 +268,10 @@ class LoraMultiheadOutputAdapter(BaseLoraAdapter):
         cfg.lora_up.param_partition_spec = (None, None)
         return cfg
 
-    def _add_maps(self) -> None:
-        cfg = self.config
-        down = cfg.lora_down.set(
-            model_dim=cfg.rank,
-            num_heads=cfg.num_heads,
-            per_head_dim=cfg.input_dim // cfg.num_heads,
-        )
-        self._add_child("lora_down", down)
-        self._add_child("lora_up", cfg.lora_up.set(input_dim=cfg.rank, output_dim=cfg.output_dim))
+    def _down(self) -> Any:
+        cfg, heads = self.config, self.config.num_heads
+        per_head_dim = cfg.input_dim // heads
+        return cfg.lora_down.set(model_dim=cfg.rank, num_heads=heads, per_head_dim=per_head_dim)
 
 
 class LoraFusedQKVAdapter(BaseLoraAdapter):
@@ -502,15 +500,7 @@ class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
     def num_kv_heads(self) -> int:
         return self.layer.num_kv_heads
 
-    def forward(
-        self,
-        query: Tensor,
-        *,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        kv_state: KVState | None = None,
-        query_positions: Tensor | None = None,
-    ) -> qkv_linear.BaseQKVLinear.Output:
+    def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
         """Projects; see `BaseQKVLinear.forward`.
 
         Raises ArgumentValueError if keys or values have an adapter but another input than queries.

@@ -10,8 +10,8 @@ import functools
 import importlib
 import inspect
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, TypeVar, Union
 
 import jax
@@ -82,7 +82,7 @@ def _in_own_context(method: Callable[..., R]) -> Callable[..., R]:
         try:
             with ActiveContext(self._child_context_of(context), context):
                 fn = functools.partial(self._in_context(method), self)
-                for interceptor in _INTERCEPTORS.stack:
+                for interceptor in _INTERCEPTORS.get():
                     fn = _intercepted(interceptor, self, method.__name__, fn)
                 return fn(*args, **kwargs)
         except Exception as error:
@@ -98,22 +98,17 @@ Interceptor = Callable[["Module", str, Callable[..., Any], tuple[Any, ...], dict
 """Function of a module, a method's name, the method and its arguments; it calls the method."""
 
 
-class _Interceptors(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Interceptor] = []
-
-
-_INTERCEPTORS = _Interceptors()
+_INTERCEPTORS: ContextVar[tuple[Interceptor, ...]] = ContextVar("interceptors", default=())
 
 
 @contextlib.contextmanager
 def intercept_module_calls(interceptor: Interceptor) -> Iterator[None]:
     """Calls `interceptor` in place of method calls between modules while the context is open."""
-    _INTERCEPTORS.stack.append(interceptor)
+    token = _INTERCEPTORS.set((*_INTERCEPTORS.get(), interceptor))
     try:
         yield
     finally:
-        _INTERCEPTORS.stack.remove(interceptor)
+        _INTERCEPTORS.reset(token)
 
 
 def _intercepted(

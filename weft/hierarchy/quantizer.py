@@ -109,10 +109,7 @@ class BaseQuantizer(BaseLayer):
 
 
 def quantize_by_nearest_neighbor(
-    inputs: Tensor,
-    *,
-    codebook: Tensor,
-    metric: SimilarityMetric = SimilarityMetric.L2_DISTANCE,
+    inputs: Tensor, *, codebook: Tensor, metric: SimilarityMetric = SimilarityMetric.L2_DISTANCE
 ) -> BaseQuantizer.Output:
     """Returns the most similar entry of each codebook.
 

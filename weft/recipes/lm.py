@@ -195,15 +195,12 @@ def _model(*, dim: int, num_layers: int, num_heads: int, context: int) -> Any:
             ),
         ),
     )
-    layer.self_attention.attention.input_linear.input_linear.layer.bias = False
-    layer.self_attention.attention.output_linear.bias = False
     layer.feed_forward.set(
         norm=hierarchy.RMSNorm.default_config(),
         hidden_dim=hierarchy.scaled_hidden_dim(8 / 3),
         activation=("nn.silu", "linear"),
     )
-    layer.feed_forward.linear1.bias = False
-    layer.feed_forward.linear2.bias = False
+    hierarchy.set_bias_recursively(layer, False)
     # Each layer adds to the residual stream twice; the sum of all has the variance of one.
     for to_residual in (layer.self_attention.attention.output_linear, layer.feed_forward.linear2):
         to_residual.param_init = initializer(variance=1 / (2 * num_layers))

@@ -189,11 +189,43 @@ class Recipe(NamedTuple):
         return not self.function.startswith("weft.")
 
     def _root(self) -> str:
-        return _root_of(self.function.partition(":")[0], self.file)
+        """Returns the directory from which the module's file is imported; "" without a file."""
+        depth = self.function.partition(":")[0].count(".") + self.file.endswith("__init__.py")
+        return str(Path(self.file).parents[depth]) if self.file else ""
 
     def _import(self) -> ModuleType:
-        name = self.function.partition(":")[0]
-        return _import_user_module(name, file=self.file, needed_by=self.name)
+        """Imports the module, from its file unless it is installed.
+
+        A module that is loaded from a file has the name that `import` statements of its neighbors
+        use, such that its classes exist once and a config's text can name them.
+
+        Raises RecipeError if there is no such module, it raises an error, or its name is taken.
+        """
+        name, file, root = self.function.partition(":")[0], self.file, self._root()
+        if file and not os.path.isfile(file):
+            names = [path.name for path in Path(file).parent.glob("*.py")]
+            raise RecipeError(
+                f"{self.name}: there is no file {file}. {did_you_mean(Path(file).name, names)}"
+            )
+        if root and root not in sys.path:
+            sys.path.insert(0, root)
+            importlib.invalidate_caches()
+        with _report_failures(f"{self.name} cannot be imported", root):
+            try:
+                module = importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                    raise
+                raise RecipeError(
+                    f"{self.name}: there is no module {name!r}. Name a file, path/to/file.py, or "
+                    "a module in this directory or of an installed package."
+                ) from None
+        if file and not os.path.samefile(module.__file__ or os.devnull, file):
+            raise RecipeError(
+                f"{self.name}: {file} cannot be imported as {name!r}, because this is already the "
+                f"name of {module.__file__ or 'a module of Python'}. Rename the file."
+            )
+        return module
 
     def _function(self) -> Callable[..., Any]:
         module, name = self._import(), self.function.partition(":")[2]
@@ -252,52 +284,6 @@ def _description_of(name: str, docs: str) -> str:
 
 
 _NO_USER_CODE = (str(Path(weft.__file__).parent), "<frozen ", str(Path(contextlib.__file__).parent))
-
-
-def _import_user_module(name: str, *, file: str = "", needed_by: str) -> ModuleType:
-    """Imports a module, from its file unless it is installed.
-
-    A module that is loaded from a file has the name that `import` statements of its neighbors use,
-    such that its classes exist once and a config's text can name them.
-
-    Args:
-        file: Absolute path of the module; "" if it is installed.
-        needed_by: What to name in errors.
-
-    Raises RecipeError if there is no such module, it raises an error, or its name is taken.
-    """
-    root = _root_of(name, file)
-    if file and not os.path.isfile(file):
-        folder = Path(file).parent
-        names = [path.name for path in folder.glob("*.py")]
-        raise RecipeError(
-            f"{needed_by}: there is no file {file}. {did_you_mean(Path(file).name, names)}"
-        )
-    if root and root not in sys.path:
-        sys.path.insert(0, root)
-        importlib.invalidate_caches()
-    with _report_failures(f"{needed_by} cannot be imported", root):
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise
-            raise RecipeError(
-                f"{needed_by}: there is no module {name!r}. Name a file, path/to/file.py, or "
-                "a module in this directory or of an installed package."
-            ) from None
-    if file and not os.path.samefile(module.__file__ or os.devnull, file):
-        raise RecipeError(
-            f"{needed_by}: {file} cannot be imported as {name!r}, because this is already the name "
-            f"of {module.__file__ or 'a module of Python'}. Rename the file."
-        )
-    return module
-
-
-def _root_of(module: str, file: str) -> str:
-    """Returns the directory from which a module's file is imported; "" without a file."""
-    depth = module.count(".") + file.endswith("__init__.py")
-    return str(Path(file).parents[depth]) if file else ""
 
 
 def _loaded_from(root: str) -> set[str]:

@@ -67,9 +67,7 @@ class ForwardMode(enum.Enum, metaclass=AxlearnEnumType):
 
 
 def softmax_with_biases(
-    logits: Tensor,
-    attention_logit_biases: Tensor | None = None,
-    logit_sink: Tensor | None = None,
+    logits: Tensor, attention_logit_biases: Tensor | None = None, logit_sink: Tensor | None = None
 ) -> Tensor:
     """Computes `functional.attention_probs` in the dtype of the logits."""
     probs = functional.attention_probs(logits, attention_logit_biases, logit_sink=logit_sink)
@@ -666,9 +664,7 @@ class MultiheadAttentionXL(MultiheadAttention):
         with child_context("scale_query"):
             return self.scale_query.apply_per_dim_scale(self.scale_query.apply_norm(q_proj))
 
-    def _compute_logits(
-        self, q_proj: Tensor, k_proj: Tensor, *, query_positions: Tensor, key_positions: Tensor
-    ) -> Tensor:
+    def _compute_logits(self, q_proj, k_proj, *, query_positions, key_positions):
         u, v = self.parameters["u_bias"], self.parameters["v_bias"]
         length = k_proj.shape[1]
         distances = jnp.arange(length - 1, -length, -1)

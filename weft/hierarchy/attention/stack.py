@@ -161,9 +161,7 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
         names = [f"layer{i}" for i in range(self.config.num_layers)]
         return [(name, getattr(self, name)) for name in names]
 
-    def _forward_for_mode(
-        self, mode: ForwardMode, cached_states: dict[str, Any], data: Tensor, **layer_kwargs: Any
-    ) -> tuple[NestedTensor, Output]:
+    def _forward_for_mode(self, mode, cached_states, data, **layer_kwargs):
         cfg = self.config
         return_aux = layer_kwargs.get("return_aux")
         scanned = _pop_scanned(cfg.scan_kwargs, layer_kwargs)

@@ -240,55 +240,40 @@ class TransformerLayer(BaseTransformerLayer):
         return_aux: Collection[str] | None = None,
     ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
         self._check_cross_attention(cross_attention_data)
-        of_mode: dict[str, Any] = {"page_pool": page_pool}
+        kwargs = {
+            "source": self_attention_kv_state,
+            "attention_logit_biases": self_attention_logit_biases,
+            "segment_ids": target_segment_ids,
+            "return_aux": _part_return_aux(return_aux, "self_attention_"),
+        }
         if mode is ForwardMode.FORWARD:
-            of_mode = {"target_positions": target_positions}
-        states, self_attention = self._attend(
-            "self_attention",
-            mode,
-            cached_states,
-            target=data,
-            source=self_attention_kv_state,
-            attention_logit_biases=self_attention_logit_biases,
-            segment_ids=target_segment_ids,
-            return_aux=_part_return_aux(return_aux, "self_attention_"),
-            **of_mode,
-        )
+            self_attention = self.self_attention(
+                target=data, target_positions=target_positions, **kwargs
+            )
+        else:
+            states, self_attention = self.self_attention.extend_step(
+                cached_states["self_attention"],
+                data,
+                is_prefill=mode is ForwardMode.PREFILL,
+                page_pool=page_pool,
+                **kwargs,
+            )
+            cached_states = {**cached_states, "self_attention": states}
         data, cross_probs = self_attention.data, None
         if cross_attention_data is not None:
-            states, cross_attention = self._attend(
-                "cross_attention",
-                mode,
-                states,
+            cross_attention = self.cross_attention(
                 target=data,
                 source=cross_attention_data,
                 attention_logit_biases=cross_attention_logit_biases,
                 return_aux=_part_return_aux(return_aux, "cross_attention_"),
             )
             data, cross_probs = cross_attention.data, cross_attention.probs
-        return states, self.Output(
+        return cached_states, self.Output(
             data=self.feed_forward(data),
             self_attention_probs=self_attention.probs,
             self_attention_kv_state=self_attention.kv_state,
             cross_attention_probs=cross_probs,
         )
-
-    def _attend(
-        self,
-        name: str,
-        mode: ForwardMode,
-        states: dict[str, Any],
-        *,
-        target: Tensor,
-        **kwargs: object,
-    ) -> tuple[dict[str, Any], Any]:
-        layer = getattr(self, name)
-        if mode is ForwardMode.FORWARD:
-            return states, layer(target=target, **kwargs)
-        new, output = layer.extend_step(
-            states.get(name, {}), target, is_prefill=mode is ForwardMode.PREFILL, **kwargs
-        )
-        return ({**states, name: new} if name in states else states), output
 
     def _check_cross_attention(self, cross_attention_data: Tensor | None) -> None:
         has_layer = self.config.cross_attention is not None

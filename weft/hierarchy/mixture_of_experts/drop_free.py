@@ -100,7 +100,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
                 f"{self.config.input_dim})."
             )
         output = self.gating(
-            x.astype(jnp.float32) @ self.parameters["gate_weight"].astype(jnp.float32),
+            self._router_logits(x),
             seq_load_balance_loss_weight=self.config.seq_load_balance_loss_weight,
             live=live,
         )

@@ -48,10 +48,7 @@ DIM_TO_MESH_AXES: dict[str, PartitionSpec] = {
 
 
 def get_outer_batch_from_mesh(
-    *,
-    mesh_axis_names: Sequence[str],
-    outer_batch_axis_names: Sequence[str],
-    mesh_shape: Any,
+    *, mesh_axis_names: Sequence[str], outer_batch_axis_names: Sequence[str], mesh_shape: Any
 ) -> int | None:
     """Returns the number of outer batches: one for each part of a mesh that holds all experts.
 
@@ -215,7 +212,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
         sizes = self._group_sizes(math.prod(x.shape[:-1]))
         tokens = self._shard(x.reshape(*sizes, -1, x.shape[-1]), "ogsm")
         output = self.gating(
-            self._router_logits(tokens, "ogse"),
+            self._shard(self._router_logits(tokens), "ogse"),
             **({} if live is None else {"live": live.reshape(tokens.shape[:-1])}),
         )
         self._add_losses(output)
@@ -235,10 +232,9 @@ class TransformerFeedForwardMoE(ResidualLayer):
         )
         return combined.reshape(x.shape)
 
-    def _router_logits(self, tokens: Tensor, dims: str) -> Tensor:
+    def _router_logits(self, tokens: Tensor) -> Tensor:
         """Computes logits in float32, for stability (Fedus et al., 2022, section 2.4)."""
-        weight = self.parameters["gate_weight"].astype(jnp.float32)
-        return self._shard(tokens.astype(jnp.float32) @ weight, dims)
+        return tokens.astype(jnp.float32) @ self.parameters["gate_weight"].astype(jnp.float32)
 
     def _experts(self, slots: Tensor) -> Tensor:
         """Applies each expert to its slots, `(o e g c m)`."""

@@ -510,12 +510,7 @@ class TopKBiasGating(TopKDropFreeGating):
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         return {"gating_bias": constant_spec((self.config.num_experts,), dtype=jnp.float32)}
 
-    def forward(
-        self,
-        logits: Tensor,
-        seq_load_balance_loss_weight: float | None = None,
-        live: Tensor | None = None,
-    ) -> BaseGating.Output:
+    def forward(self, logits, seq_load_balance_loss_weight=None, live=None):
         cfg = self.config
         bias = self.parameters["gating_bias"]
 
