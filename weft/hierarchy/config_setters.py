@@ -159,13 +159,10 @@ def set_feed_forward_partition_specs(
 
 
 def _innermost_linear(cfg: Any) -> Any:
-    while True:
-        for name in ("input_linear", "layer"):
-            if hasattr(cfg, name):
-                cfg = getattr(cfg, name)
-                break
-        else:
-            return cfg
+    for name in ("input_linear", "layer"):
+        if hasattr(cfg, name):
+            return _innermost_linear(getattr(cfg, name))
+    return cfg
 
 
 def _set_expert_partition_specs(cfg: Any, *axis_names: AxisNames) -> None:

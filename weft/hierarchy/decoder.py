@@ -257,14 +257,9 @@ class LmHead(BaseLayer):
         return super().default_config().set(param_partition_spec=(None, "model"))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        cfg = self.config
-        return {
-            "weight": ParameterSpec(
-                shape=(cfg.vocab_size, cfg.embedding_dim),
-                mesh_axes=cfg.param_partition_spec,
-                fan_axes=FanAxes(in_axis=-1, out_axis=-2),
-            )
-        }
+        shape = (self.config.vocab_size, self.config.embedding_dim)
+        mesh_axes, fan_axes = self.config.param_partition_spec, FanAxes(in_axis=-1, out_axis=-2)
+        return {"weight": ParameterSpec(shape, mesh_axes=mesh_axes, fan_axes=fan_axes)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `Float[Array, "*batch embedding_dim"]` to `Float[Array, "*batch vocab_size"]`."""

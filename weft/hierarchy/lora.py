@@ -54,11 +54,18 @@ def _zeros_init() -> Any:
 class WeightOnlyLinear(BaseLayer):
     """Map with one weight and no bias. A subclass defines the weight's shape and the map."""
 
+    _sizes: ClassVar[tuple[str, ...]]  # config fields of the sizes of the weight's axes
+    _mesh_axes: ClassVar[tuple[str | None, ...]]
     _fan_axes: ClassVar[param_init.FanAxes]
     _subscripts: ClassVar[str]
 
+    @classmethod
+    def default_config(cls) -> BaseLayer.Config:
+        """Returns a config whose weight is sharded over the mesh axis "model", or replicated."""
+        return super().default_config().set(param_partition_spec=cls._mesh_axes)
+
     def _weight_shape(self) -> Shape:
-        raise NotImplementedError(type(self))
+        return tuple(getattr(self.config, name) for name in self._sizes)
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         weight = ParameterSpec(
@@ -89,17 +96,10 @@ class LoraDownFusedLinear(WeightOnlyLinear):
         output_dim: Required[int] = REQUIRED
         num_enabled: Required[int] = REQUIRED
 
+    _sizes = ("num_enabled", "input_dim", "output_dim")
+    _mesh_axes = (None, None, "model")
     _fan_axes = param_init.FanAxes(in_axis=1, out_axis=2, batch_axis=0)
     _subscripts = "btd,ndr->nbtr"
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config whose weight is sharded over the mesh axis "model" by outputs."""
-        return super().default_config().set(param_partition_spec=(None, None, "model"))
-
-    def _weight_shape(self) -> Shape:
-        cfg = self.config
-        return (cfg.num_enabled, cfg.input_dim, cfg.output_dim)
 
 
 class LoraUpFusedLinear(WeightOnlyLinear):
@@ -120,17 +120,10 @@ class LoraUpFusedLinear(WeightOnlyLinear):
         per_head_dim: Required[int] = REQUIRED
         num_enabled: Required[int] = REQUIRED
 
+    _sizes = ("num_enabled", "input_dim", "num_heads", "per_head_dim")
+    _mesh_axes = (None, None, "model", None)
     _fan_axes = param_init.FanAxes(in_axis=1, out_axis=(2, 3), batch_axis=0)
     _subscripts = "nbtr,nrkh->nbtkh"
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config whose weight is sharded over the mesh axis "model" by heads."""
-        return super().default_config().set(param_partition_spec=(None, None, "model", None))
-
-    def _weight_shape(self) -> Shape:
-        cfg = self.config
-        return (cfg.num_enabled, cfg.input_dim, cfg.num_heads, cfg.per_head_dim)
 
 
 class LoraUpGroupedLinear(WeightOnlyLinear):
@@ -148,13 +141,9 @@ class LoraUpGroupedLinear(WeightOnlyLinear):
         num_heads: Required[Sequence[int]] = REQUIRED
         per_head_dim: Required[int] = REQUIRED
 
+    _mesh_axes = (None, None, None)
     _fan_axes = param_init.FanAxes(in_axis=0, out_axis=(1, 2))
     _subscripts = "...r,rkh->...kh"
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config whose weight is replicated."""
-        return super().default_config().set(param_partition_spec=(None, None, None))
 
     def _weight_shape(self) -> Shape:
         cfg = self.config

@@ -351,19 +351,8 @@ def negative_cosine_similarity_loss(
     return _reduce(-similarity, live_targets, reduction), aux
 
 
-def flops_loss(
-    *,
-    embeddings: Float[Array, "*batch dim"],
-    paddings: Num[Array, "*batch"] | None = None,
-    sparsity_threshold: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Returns the cost of a search with sparse vectors, and their mean number of zeros.
-
-    See `functional.activation_flops`.
-    """
-    return functional.activation_flops(
-        embeddings, paddings=paddings, sparsity_threshold=sparsity_threshold
-    )
+flops_loss = functional.activation_flops
+"""Cost of a search with sparse vectors, and their mean number of zeros."""
 
 
 def ranking_pairwise_loss(

@@ -323,7 +323,7 @@ class Pipeline(Repeat):
             **self._scan_kwargs(),
         )
         outputs = jax.tree.map(transpose_from_pipeline_stage_outputs, inner.output_collection)
-        self._add_outputs(context, layer_context, self._reduce_microbatches(outputs))
+        self._add_outputs(layer_context, self._reduce_microbatches(outputs))
         stacked = jax.tree.map(
             lambda y: jax.vmap(_merge_microbatches, in_axes=1)(
                 transpose_from_pipeline_stage_outputs(y)

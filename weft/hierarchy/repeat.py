@@ -135,19 +135,12 @@ class Repeat(BaseLayer):
         result = transforms.scan(
             inner, fn, carry, xs, state_axis=0, length=self.config.num_layers, **self._scan_kwargs()
         )
-        self._add_outputs(context, layer_context, inner.output_collection)
+        self._add_outputs(layer_context, inner.output_collection)
         return Repeat.Output(*result)
 
-    def _add_outputs(
-        self,
-        context: InvocationContext,
-        layer_context: InvocationContext,
-        repeated: OutputCollection,
-    ) -> None:
+    def _add_outputs(self, layer_context: InvocationContext, repeated: OutputCollection) -> None:
+        outputs = self.get_invocation_context().output_collection
+        target = outputs._replace(state_updates=layer_context.output_collection.state_updates)
         transforms.propagate_repeated_output_collections(
-            repeated,
-            child_name_prefix="layer",
-            target_output_collection=context.output_collection._replace(
-                state_updates=layer_context.output_collection.state_updates
-            ),
+            repeated, child_name_prefix="layer", target_output_collection=target
         )

@@ -125,6 +125,9 @@ class BaseKVCache(BaseLayer):
     def _shard(self, x: Tensor) -> Tensor:
         return maybe_shard(x, self.config.kv_partition_spec)
 
+    def _write(self, cached: Tensor, at: tuple[Tensor, Tensor], new: Tensor) -> Tensor:
+        return self._shard(cached.at[at].set(new.astype(cached.dtype), mode="drop"))
+
     def _check_no_pages(self, page_pool: KVPages | None) -> None:
         if page_pool is not None:
             raise ArgumentValueError(
@@ -145,19 +148,11 @@ class KVCache(BaseKVCache):
         self._check_no_pages(page_pool)
         batch, max_len = cached_states["key"].shape[:2]
         at = _positions_to_write(k_proj, key_positions, unpadded_len, past_end=max_len)
-        rows = jnp.arange(batch)[:, None]
-        states = {
-            name: self._shard(
-                cached_states[name]
-                .at[rows, at]
-                .set(new.astype(cached_states[name].dtype), mode="drop")
-            )
-            for name, new in (("key", k_proj), ("value", v_proj))
-        }
-        return states, KVState(
-            k_proj=states["key"].astype(k_proj.dtype),
-            v_proj=states["value"].astype(v_proj.dtype),
-            key_positions=jnp.arange(max_len)[None],
+        at = (jnp.arange(batch)[:, None], at)
+        key = self._write(cached_states["key"], at, k_proj)
+        value = self._write(cached_states["value"], at, v_proj)
+        return {"key": key, "value": value}, KVState(
+            key.astype(k_proj.dtype), value.astype(v_proj.dtype), jnp.arange(max_len)[None]
         )
 
 
@@ -205,11 +200,8 @@ class SlidingWindowKVCache(BaseKVCache):
         states = {name: x[jnp.arange(batch)[:, None], last] for name, x in both.items()}
         for name in ("key", "value"):
             states[name] = self._shard(states[name])
-        return states, KVState(
-            k_proj=both["key"].astype(k_proj.dtype),
-            v_proj=both["value"].astype(v_proj.dtype),
-            key_positions=both["key_positions"],
-        )
+        key, value = both["key"].astype(k_proj.dtype), both["value"].astype(v_proj.dtype)
+        return states, KVState(key, value, both["key_positions"])
 
 
 class PagedKVCache(BaseKVCache):
@@ -261,18 +253,12 @@ class PagedKVCache(BaseKVCache):
         )
         rows = jnp.arange(indices.shape[0])[:, None]
         pages = indices.at[rows, at // size].get(mode="fill", fill_value=len(pool.key))
-
-        def written(pages_of: Tensor, new: Tensor) -> Tensor:
-            new = new.astype(pages_of.dtype)
-            return self._shard(pages_of.at[pages, at % size].set(new, mode="drop"))
-
+        at = (pages, at % size)
+        key, value = self._write(pool.key, at, k_proj), self._write(pool.value, at, v_proj)
         has_page = jnp.repeat(indices < len(pool.key), size, axis=1)
-        states = KVPages(written(pool.key, k_proj), written(pool.value, v_proj), indices)
-        return states, KVState(
-            k_proj=states.key.astype(k_proj.dtype),
-            v_proj=states.value.astype(v_proj.dtype),
-            key_positions=jnp.where(has_page, jnp.arange(indices.shape[1] * size), -1),
-            page_indices=indices,
+        key_positions = jnp.where(has_page, jnp.arange(indices.shape[1] * size), -1)
+        return KVPages(key, value, indices), KVState(
+            key.astype(k_proj.dtype), value.astype(v_proj.dtype), key_positions, indices
         )
 
     @nowrap

@@ -257,10 +257,9 @@ class FusedQKVLinear(BaseQKVLinear):
             with child_context("qkv_proj"):
                 project_all = transforms.vmap(self.qkv_proj.forward, in_axes=None, axis_size=3)
                 return self.Output(*project_all(query))
-        stacked = self.parameters["qkv_proj"]
         outputs = []
         for i, x in enumerate(inputs):
-            own = jax.tree.map(lambda p, i=i: p[i], dict(stacked))
+            own = jax.tree.map(lambda p, i=i: p[i], dict(self.parameters["qkv_proj"]))
             with child_context(f"{'qkv'[i]}_proj", module=self.qkv_proj, state=own):
                 outputs.append(self.qkv_proj(x))
         return self.Output(*outputs)

@@ -340,8 +340,7 @@ def save_and_offload_these_names_regex(
             return False
         if names_which_can_be_saved and re.fullmatch(names_which_can_be_saved, name):
             return True
-        offload = names_which_can_be_offloaded or ""
-        if not re.fullmatch(offload, name):
+        if not re.fullmatch(names_which_can_be_offloaded or "", name):
             return False
         return jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],

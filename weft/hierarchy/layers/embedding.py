@@ -80,11 +80,8 @@ class Embedding(BaseLayer):
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
-        return {
-            "weight": ParameterSpec(
-                shape=(cfg.num_embeddings, cfg.dim), mesh_axes=cfg.param_partition_spec
-            )
-        }
+        shape = (cfg.num_embeddings, cfg.dim)
+        return {"weight": ParameterSpec(shape, mesh_axes=cfg.param_partition_spec)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns vectors, `Float[Array, "*batch dim"]`, for `x`, `Int[Array, "*batch"]`.
