@@ -377,17 +377,13 @@ class BaseLayer(Module):
         remaining: dict[str, Any] = dict(prebuilt or {})
         state: dict[str, Any] = {}
         for name, spec in self._own_parameter_specs().items():
-            state[name] = self._initialize_parameter(
-                name, spec, prng_key, remaining.pop(name, None)
-            )
+            given = remaining.pop(name, None)
+            state[name] = self._initialize_parameter(name, spec, prng_key, given)
         for name, child in self._children.items():
             if isinstance(child, BaseLayer):
-                state[name] = initialize_stacked(
-                    child,
-                    self._num_stacked(name),
-                    fold_in_name(prng_key, name),
-                    prebuilt=remaining.pop(name, None),
-                )
+                key, given = fold_in_name(prng_key, name), remaining.pop(name, None)
+                n = self._num_stacked(name)
+                state[name] = initialize_stacked(child, n, key, prebuilt=given)
         if remaining:
             raise errors.ParameterSpecError(
                 f"prebuilt has {sorted(remaining)} for {self.path()}, which has no such parameters "
@@ -400,12 +396,9 @@ class BaseLayer(Module):
     ) -> Tensor | None:
         if prebuilt is None:
             assert spec.initializer is not None  # filled in by _own_parameter_specs
+            key, shape = fold_in_name(prng_key, name), tuple(spec.shape)
             return spec.initializer.initialize(
-                name,
-                prng_key=fold_in_name(prng_key, name),
-                shape=tuple(spec.shape),
-                dtype=spec.dtype,
-                axes=spec.fan_axes,
+                name, prng_key=key, shape=shape, dtype=spec.dtype, axes=spec.fan_axes
             )
         if tuple(np.shape(prebuilt)) != tuple(spec.shape):
             raise errors.ParameterSpecError(
@@ -422,9 +415,8 @@ class BaseLayer(Module):
         noisy: Any = copy.copy(params)  # a stack stays marked as one
         for name, child in self._children.items():
             if isinstance(child, BaseLayer) and name in noisy:
-                noisy[name] = child.apply_parameter_noise_recursively(
-                    fold_in_name(prng_key, name), noisy[name]
-                )
+                key = fold_in_name(prng_key, name)
+                noisy[name] = child.apply_parameter_noise_recursively(key, noisy[name])
         return noisy if self._param_noise is None else self._param_noise.apply(prng_key, noisy)
 
     @nowrap
@@ -457,9 +449,8 @@ class BaseLayer(Module):
     def _in_context(self, method: Callable[..., R]) -> Callable[..., R]:
         spec = self.config.remat_spec
         if spec is not None and self.is_training and not getattr(method, "_weft_no_remat", False):
-            method = transforms.remat(
-                method, prevent_cse=spec.prevent_cse, policy=maybe_instantiate(spec.policy)
-            )
+            policy = maybe_instantiate(spec.policy)
+            method = transforms.remat(method, prevent_cse=spec.prevent_cse, policy=policy)
         return self._with_casts(method)
 
     def _cast_inputs(self, inputs: T) -> T:

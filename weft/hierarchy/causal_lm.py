@@ -690,13 +690,11 @@ def gpt_decoder_config(
     """
     stack = stack_cfg.clone()
     layer: Any = stack.layer
-    layer.self_attention.attention.set(
-        num_heads=num_heads, mask=CausalAttentionBias.default_config()
-    )
+    attention = layer.self_attention.attention
+    attention.set(num_heads=num_heads, mask=CausalAttentionBias.default_config())
     layer.feed_forward.set(hidden_dim=4 * hidden_dim, activation=activation_function)
     residual = residual_initializer_cfg(num_layers)
-    layer.feed_forward.linear2.param_init = residual
-    layer.self_attention.attention.output_linear.param_init = residual
+    layer.feed_forward.linear2.param_init = attention.output_linear.param_init = residual
     if layer_remat is not None:
         layer.remat_spec = layer_remat
     pos_emb = LearnedPositionalEmbedding.default_config().set(

@@ -73,11 +73,8 @@ class ContextKind(Kind):
         statics, groups = [], []
         for context, context_filters in zip(carriers, filters, strict=True):
             shared = _shared_states(context)
-            entries = {
-                "state": context.state,
-                "prng_key": context.prng_key,
-                "shared": list(shared.values()),
-            }
+            states = list(shared.values())
+            entries = {"state": context.state, "prng_key": context.prng_key, "shared": states}
             groups.append(group_collections(entries, context_filters))
             statics.append(
                 _Static(

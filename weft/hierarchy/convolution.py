@@ -92,13 +92,8 @@ class BaseConv(BaseLayer):
         """Convolves `Float[Array, "batch *spatial input_dim"]`."""
         cfg, params, options = self.config, self.parameters, self._window_sizes()
         del options["window"]
-        y = self._conv(
-            x,
-            params["weight"],
-            params["bias"] if cfg.bias else None,
-            groups=cfg.num_input_dim_groups,
-            **options,
-        )
+        bias = params["bias"] if cfg.bias else None
+        y = self._conv(x, params["weight"], bias, groups=cfg.num_input_dim_groups, **options)
         self._add_tensor_stats("outputs", y)
         return y
 

@@ -207,11 +207,9 @@ class DecodingLayer(config.Configurable):
     ) -> dict[str, Any]:
         prefix: Tensor = input_batch["prefix"]
         time_step = decoding.infer_initial_time_step(prefix, pad_id=self.config.pad_token_id)
+        batch = {"input_ids": prefix}
         cache, _ = self._decoder.prefill_states(
-            time_step=time_step,
-            input_batch={"input_ids": prefix},
-            max_sequence_length=max_sequence_length,
-            **cross,
+            time_step=time_step, input_batch=batch, max_sequence_length=max_sequence_length, **cross
         )
         return {"inputs": prefix, "time_step": time_step, "cache": cache}
 
@@ -229,8 +227,9 @@ class DecodingLayer(config.Configurable):
         }
 
         def extend(ids: Tensor, cache: Any) -> tuple[Tensor, NestedTensor]:
+            batch = {"input_ids": ids}
             cache, outputs = self._decoder.extend_step(
-                cached_states=cache, input_batch={"input_ids": ids}, **cross
+                cached_states=cache, input_batch=batch, **cross
             )
             return log_probs_from_logits(outputs["logits"][:, -1], modifier), cache
 
@@ -431,11 +430,9 @@ class Decoder(BaseLayer):
             for entry in self._logits_mesh_axes()
         )
         num_shards = vocab if cfg.vocab_size % vocab == 0 else 1  # as `maybe_shard` does
+        num_targets = target_labels.size // (batch * time)
         chunks = num_chunks(
-            target_labels.size // (batch * time),
-            cfg.vocab_size,
-            chunk_size=chunk_size,
-            num_shards=num_shards,
+            num_targets, cfg.vocab_size, chunk_size=chunk_size, num_shards=num_shards
         )
         head = self.linear_head() if chunks > 1 else None
         if head is None:
@@ -470,9 +467,8 @@ class Decoder(BaseLayer):
             segment_ids = (input_ids != self.config.pad_token_id).astype(jnp.int32)
         if positions is None:
             positions = jnp.arange(input_ids.shape[1])[None]
-        return self.attention_mask(
-            segment_ids=segment_ids, positions=jnp.broadcast_to(positions, input_ids.shape)
-        )
+        positions = jnp.broadcast_to(positions, input_ids.shape)
+        return self.attention_mask(segment_ids=segment_ids, positions=positions)
 
     # Step by step.
 

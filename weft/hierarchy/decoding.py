@@ -550,12 +550,9 @@ def beam_search_decode(
     )
     nothing = jnp.full(sequences.shape[:2], NEG_INF, jnp.float32)
     merger_state = None if prefix_merger is None else prefix_merger.init_state(tokens=sequences)
+    # The hypotheses of a prompt are equal at first, so all but one start dead.
     live_scores, merger_state = _merge_prefixes(
-        # The hypotheses of a prompt are equal at first, so all but one start dead.
-        prefix_merger,
-        tokens_at(sequences, time_step),
-        nothing.at[:, 0].set(0.0),
-        merger_state,
+        prefix_merger, tokens_at(sequences, time_step), nothing.at[:, 0].set(0.0), merger_state
     )
     padding = ((0, 0), (0, last + 1 - inputs.shape[1]))
     state = _BeamState(

@@ -68,12 +68,8 @@ class WeightOnlyLinear(BaseLayer):
         return tuple(getattr(self.config, name) for name in self._sizes)
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        weight = ParameterSpec(
-            self._weight_shape(),
-            mesh_axes=self.config.param_partition_spec,
-            fan_axes=self._fan_axes,
-        )
-        return {"weight": weight}
+        shape, mesh_axes = self._weight_shape(), self.config.param_partition_spec
+        return {"weight": ParameterSpec(shape, mesh_axes=mesh_axes, fan_axes=self._fan_axes)}
 
     def forward(self, inputs: Tensor) -> Any:
         return project(self._subscripts, inputs, self.parameters["weight"])
@@ -206,9 +202,8 @@ class BaseLoraAdapter(BaseLayer):
 
     def _down(self) -> Any:
         """Returns the config of `lora_down`."""
-        return self.config.lora_down.set(
-            input_dim=self.config.input_dim, output_dim=self.config.rank
-        )
+        cfg = self.config
+        return cfg.lora_down.set(input_dim=cfg.input_dim, output_dim=cfg.rank)
 
     @nowrap
     def scale(self) -> float:

@@ -250,9 +250,8 @@ class DefaultInitializer(Initializer):
         )
 
     def initialize(self, name, *, prng_key, shape, dtype, axes=None):
-        return self._initializer_of(name).initialize(
-            name, prng_key=prng_key, shape=shape, dtype=dtype, axes=axes
-        )
+        init = self._initializer_of(name)
+        return init.initialize(name, prng_key=prng_key, shape=shape, dtype=dtype, axes=axes)
 
     def debug_string(self, *, name, shape=None, axes=None):
         return self._initializer_of(name).debug_string(name=name, shape=shape, axes=axes)

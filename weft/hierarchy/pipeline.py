@@ -160,9 +160,8 @@ class StreamSchedule(BaseSchedule):
             done, y = fn(shard_stages(work), x)
             done = shard_stages(done)
             # The first stage took its microbatch; the others move up, and the last result follows.
-            moved = jax.tree.map(
-                lambda p, d: _replace_stage(p, n - 1, d), _shift_stages(passing, -1), done
-            )
+            moved = _shift_stages(passing, -1)
+            moved = jax.tree.map(lambda m, d: _replace_stage(m, n - 1, d), moved, done)
             stream = jax.tree.map(lambda s, m: s.at[:, column].set(m), stream, moved)
             return (_shift_stages(done, 1), shard_stages(stream)), y
 

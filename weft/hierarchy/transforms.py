@@ -80,7 +80,7 @@ def vmap(
         state_axis: axis of the state to map over; None to share the state.
         **vmap_kwargs: `axis_size`, `axis_name`, `spmd_axis_name`.
     """
-    return _map_args(lifting.vmap, fn, state_axis, in_axes, out_axes=out_axes, **vmap_kwargs)
+    return _map_args(lifting.vmap, fn, state_axis, in_axes, out_axes, **vmap_kwargs)
 
 
 def _map_args(
@@ -88,6 +88,7 @@ def _map_args(
     fn: Callable[..., Any],
     state_axis: int | None,
     in_axes: object,
+    out_axes: object,
     **options: object,
 ) -> Callable[..., Any]:
     """Applies `lifting.vmap` or `lifting.pmap` to a function that invokes modules."""
@@ -95,7 +96,7 @@ def _map_args(
     def call(*args: object) -> Any:
         per_arg = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
         roles = (_mapped_roles(state_axis), *per_arg)
-        lifted = map_(CONTEXT_KIND, in_context(fn), in_axes=roles, **options)
+        lifted = map_(CONTEXT_KIND, in_context(fn), in_axes=roles, out_axes=out_axes, **options)
         return lifted(require_context(map_.__name__), *args)
 
     return named_after(fn, call, leading=())
@@ -139,14 +140,11 @@ def scan(
     named_after(fn, body)
     if remat_kwargs is not None:
         body = lifting.remat(CONTEXT_KIND, body, **{"prevent_cse": False, **remat_kwargs})
-    return lifting.scan(
-        CONTEXT_KIND,
-        body,
-        in_axes=(_mapped_roles(state_axis), CARRY, 0),
-        out_axes=(CARRY, 0),
-        length=length,
-        unroll=unroll,
-    )(context, carry, xs)
+    in_axes = (_mapped_roles(state_axis), CARRY, 0)
+    lifted = lifting.scan(
+        CONTEXT_KIND, body, in_axes=in_axes, out_axes=(CARRY, 0), length=length, unroll=unroll
+    )
+    return lifted(context, carry, xs)
 
 
 def _drop_outputs(outputs: dict[str, Any], path: str, drop: Callable[[str], bool]) -> None:
@@ -382,13 +380,7 @@ def pmap(
         devices: by default as many of `jax.devices()` as needed.
     """
     return _map_args(
-        lifting.pmap,
-        fn,
-        state_axis,
-        in_axes,
-        axis_name=axis_name,
-        out_axes=out_axes,
-        devices=devices,
+        lifting.pmap, fn, state_axis, in_axes, out_axes, axis_name=axis_name, devices=devices
     )
 
 
@@ -425,12 +417,8 @@ def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init_va
     Every iteration has the same state and its own PRNG key. Raises LoopOutputError if a function
     adds a summary, state update or module output, which the loop cannot collect per iteration.
     """
-    lifted = lifting.while_loop(
-        CONTEXT_KIND,
-        _refuse_outputs(cond_fn, "while_loop"),
-        _refuse_outputs(body_fn, "while_loop"),
-        in_axes=(_LOOP_ROLES, CARRY),
-    )
+    fns = [_refuse_outputs(fn, "while_loop") for fn in (cond_fn, body_fn)]
+    lifted = lifting.while_loop(CONTEXT_KIND, *fns, in_axes=(_LOOP_ROLES, CARRY))
     return lifted(require_context("while_loop"), init_val)
 
 
@@ -451,13 +439,9 @@ def fori_loop(
     def body(i: ArrayLike, context: InvocationContext, carry: Any) -> Any:
         return of_body(context, i, carry)
 
+    named_after(body_fn, body)
     lifted = lifting.fori_loop(
-        CONTEXT_KIND,
-        lower,
-        upper,
-        named_after(body_fn, body),
-        in_axes=(_LOOP_ROLES, CARRY),
-        unroll=unroll,
+        CONTEXT_KIND, lower, upper, body, in_axes=(_LOOP_ROLES, CARRY), unroll=unroll
     )
     return lifted(require_context("fori_loop"), init_val)
 
@@ -599,9 +583,8 @@ def vjp(fn: Callable[..., Any], *primals: object, has_aux: bool = False) -> tupl
     Returns the result, a function from its cotangent to the gradients of the current module's state
     and of each argument, and with `has_aux` the rest.
     """
-    lifted = lifting.vjp(
-        CONTEXT_KIND, with_packed_args(fn), wrt=(_STATE_ROLES, DIFF, None), has_aux=has_aux
-    )
+    wrt = (_STATE_ROLES, DIFF, None)
+    lifted = lifting.vjp(CONTEXT_KIND, with_packed_args(fn), wrt=wrt, has_aux=has_aux)
     value, pullback, *aux = lifted(require_context("vjp"), primals, {})
     return value, jax.tree_util.Partial(_apply_pullback, pullback), *aux
 
@@ -627,12 +610,8 @@ def jvp(
     Returns the result, its tangent, and with `has_aux` the auxiliary values.
     """
     of_state = () if state_tangents is None else ({"state": state_tangents},)
-    lifted = lifting.jvp(
-        CONTEXT_KIND,
-        with_packed_args(fn),
-        wrt=(_STATE_ROLES if of_state else None, DIFF, None),
-        has_aux=has_aux,
-    )
+    wrt = (_STATE_ROLES if of_state else None, DIFF, None)
+    lifted = lifting.jvp(CONTEXT_KIND, with_packed_args(fn), wrt=wrt, has_aux=has_aux)
     arguments = require_context("jvp"), tuple(primals), {}
     return lifted(arguments, [*of_state, *jax.tree.leaves(tuple(tangents))])
 

@@ -185,11 +185,8 @@ class SlidingWindowKVCache(BaseKVCache):
     ):
         self._check_no_pages(page_pool)
         batch, step = k_proj.shape[:2]
-        added = {
-            "key": k_proj,
-            "value": v_proj,
-            "key_positions": jnp.broadcast_to(key_positions, (batch, step)),
-        }
+        positions = jnp.broadcast_to(key_positions, (batch, step))
+        added = {"key": k_proj, "value": v_proj, "key_positions": positions}
         both = {
             name: jnp.concatenate([x, added[name].astype(x.dtype)], axis=1)
             for name, x in cached_states.items()
@@ -248,15 +245,14 @@ class PagedKVCache(BaseKVCache):
         """
         indices, size = cached_states.page_indices, self.config.page_size
         pool = cached_states if page_pool is None else page_pool
-        at = _positions_to_write(
-            k_proj, key_positions, unpadded_len, past_end=indices.shape[1] * size
-        )
+        length = indices.shape[1] * size
+        at = _positions_to_write(k_proj, key_positions, unpadded_len, past_end=length)
         rows = jnp.arange(indices.shape[0])[:, None]
         pages = indices.at[rows, at // size].get(mode="fill", fill_value=len(pool.key))
         at = (pages, at % size)
         key, value = self._write(pool.key, at, k_proj), self._write(pool.value, at, v_proj)
         has_page = jnp.repeat(indices < len(pool.key), size, axis=1)
-        key_positions = jnp.where(has_page, jnp.arange(indices.shape[1] * size), -1)
+        key_positions = jnp.where(has_page, jnp.arange(length), -1)
         return KVPages(key, value, indices), KVState(
             key.astype(k_proj.dtype), value.astype(v_proj.dtype), key_positions, indices
         )

@@ -430,9 +430,7 @@ class MultiheadAttention(BaseLayer):
         o_proj = self._remat_name(maybe_shard(o_proj, cfg.o_partition_spec), "o_proj")
         self._add_tensor_stats("o_proj_outputs", o_proj)
         return self.Output(
-            data=o_proj,
-            probs=probs if "probs" in aux else None,
-            kv_state=kv_state if "kv_state" in aux else None,
+            o_proj, probs if "probs" in aux else None, kv_state if "kv_state" in aux else None
         )
 
     def _scale_query(self, q_proj: Tensor, positions: Tensor) -> Tensor:

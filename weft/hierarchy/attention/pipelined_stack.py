@@ -148,11 +148,8 @@ class PipelinedTransformerLayer(stack.SingleChildStack):
                 "'data'; use RepeatedTransformerLayer."
             )
         stage: Any = cfg.stage
-        stage = stage.set(
-            input_dim=cfg.input_dim,
-            num_layers=cfg.num_layers // cfg.num_stages,
-            layer=self._with_input_dim(cfg.layer),
-        )
+        num_layers, layer = cfg.num_layers // cfg.num_stages, self._with_input_dim(cfg.layer)
+        stage = stage.set(input_dim=cfg.input_dim, num_layers=num_layers, layer=layer)
         self._add_child(
             "pipeline",
             cfg.pipeline.set(

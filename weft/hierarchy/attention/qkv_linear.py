@@ -125,11 +125,9 @@ class BaseQKVLinear(BaseLayer):
         return False
 
     def _add_projection(self, name: str, *, model_dim: int, num_heads: int) -> None:
-        cfg = self.config
-        self._add_child(
-            name,
-            cfg.layer.set(model_dim=model_dim, num_heads=num_heads, per_head_dim=cfg.per_head_dim),
-        )
+        dims = {"model_dim": model_dim, "num_heads": num_heads}
+        layer = self.config.layer.set(**dims, per_head_dim=self.config.per_head_dim)
+        self._add_child(name, layer)
 
     def _dims(self) -> dict[str, int]:
         """Returns the sizes that a layer around another projection passes on to it."""
@@ -283,9 +281,8 @@ class FusedGroupedQKVLinear(BaseGroupedQKVLinear):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         self._check_equal_dims("GroupedQKVLinear")
-        self._add_projection(
-            "qkv_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads + 2 * cfg.num_kv_heads
-        )
+        num_heads = cfg.num_heads + 2 * cfg.num_kv_heads
+        self._add_projection("qkv_proj", model_dim=cfg.query_dim, num_heads=num_heads)
 
     def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
         cfg = self.config

@@ -265,9 +265,8 @@ class SingleChildStack(BaseStackedTransformerLayer):
 
     def extend_step(self, cached_states, data, *, is_prefill=False, **kwargs):
         name = self._decoding_child
-        states, output = getattr(self, name).extend_step(
-            cached_states[name], data, is_prefill=is_prefill, **kwargs
-        )
+        child, states = getattr(self, name), cached_states[name]
+        states, output = child.extend_step(states, data, is_prefill=is_prefill, **kwargs)
         return {name: states}, output
 
 
@@ -288,15 +287,8 @@ class RepeatedTransformerLayer(SingleChildStack):
                 "a rate per layer, but repeated layers share one config; use "
                 "StackedTransformerLayer, or set the rate of layer's stochastic_depth."
             )
-        self._add_child(
-            "repeat",
-            cfg.repeat.set(
-                layer=self._with_input_dim(cfg.layer),
-                num_layers=cfg.num_layers,
-                carry=cfg.carry,
-                scan_kwargs=cfg.scan_kwargs,
-            ),
-        )
+        repeat = cfg.repeat.set(layer=self._with_input_dim(cfg.layer), num_layers=cfg.num_layers)
+        self._add_child("repeat", repeat.set(carry=cfg.carry, scan_kwargs=cfg.scan_kwargs))
 
 
 class RematRegexSavePatterns(enum.Enum):

@@ -190,9 +190,8 @@ class BaseTransformerLayer(BaseLayer):
           page_pool: for a `PagedKVCache`, a state whose pages to use; for a stack, with a leading
             axis of layers.
         """
-        return self._forward_for_mode(
-            ForwardMode.of_step(is_prefill), cached_states, data, **kwargs
-        )
+        mode = ForwardMode.of_step(is_prefill)
+        return self._forward_for_mode(mode, cached_states, data, **kwargs)
 
     def _forward_for_mode(
         self, mode: ForwardMode, cached_states: dict[str, Any], data: Tensor, **kwargs: Any
@@ -251,12 +250,9 @@ class TransformerLayer(BaseTransformerLayer):
                 target=data, target_positions=target_positions, **kwargs
             )
         else:
+            states, is_prefill = cached_states["self_attention"], mode is ForwardMode.PREFILL
             states, self_attention = self.self_attention.extend_step(
-                cached_states["self_attention"],
-                data,
-                is_prefill=mode is ForwardMode.PREFILL,
-                page_pool=page_pool,
-                **kwargs,
+                states, data, is_prefill=is_prefill, page_pool=page_pool, **kwargs
             )
             cached_states = {**cached_states, "self_attention": states}
         data, cross_probs = self_attention.data, None
@@ -335,12 +331,9 @@ class ParallelTransformerLayer(BaseTransformerLayer):
         if mode is ForwardMode.FORWARD:
             attention = self.self_attention(x, query_positions=target_positions, **kwargs)
         else:
+            states, is_prefill = cached_states["self_attention"], mode is ForwardMode.PREFILL
             states, attention = self.self_attention.extend_step(
-                cached_states["self_attention"],
-                x,
-                is_prefill=mode is ForwardMode.PREFILL,
-                page_pool=page_pool,
-                **kwargs,
+                states, x, is_prefill=is_prefill, page_pool=page_pool, **kwargs
             )
             cached_states = {"self_attention": states}
         return cached_states, self.Output(
@@ -384,7 +377,6 @@ class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
         return output._replace(data=self.adapter(output.data))
 
     def extend_step(self, cached_states, data, *, is_prefill=False, **kwargs):
-        states, output = self.layer.extend_step(
-            cached_states["layer"], data, is_prefill=is_prefill, **kwargs
-        )
+        states = cached_states["layer"]
+        states, output = self.layer.extend_step(states, data, is_prefill=is_prefill, **kwargs)
         return {"layer": states}, output._replace(data=self.adapter(output.data))

@@ -45,12 +45,9 @@ class BaseNormalizationLayer(BaseLayer):
         return {name: self._vector_spec(initial[name]) for name in self._parameter_names}
 
     def _vector_spec(self, value: float, **kwargs: Any) -> ParameterSpec:
-        return ParameterSpec(
-            shape=(self.config.input_dim,),
-            mesh_axes=self.config.param_partition_spec,
-            initializer=constant_initializer(value),
-            **kwargs,
-        )
+        shape, mesh_axes = (self.config.input_dim,), self.config.param_partition_spec
+        initializer = constant_initializer(value)
+        return ParameterSpec(shape, mesh_axes=mesh_axes, initializer=initializer, **kwargs)
 
 
 class LayerNormStateless(BaseNormalizationLayer):
@@ -252,11 +249,8 @@ class MovingAverage(BaseLayer):
         min_weight: Required[float] = REQUIRED
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        shapes = {"count": (), "value": tuple(self.config.shape)}
-        return {
-            name: constant_spec(shape, dtype=jnp.float32, is_state=True)
-            for name, shape in shapes.items()
-        }
+        shape, kind = tuple(self.config.shape), {"dtype": jnp.float32, "is_state": True}
+        return {"count": constant_spec((), **kind), "value": constant_spec(shape, **kind)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the average including `x`, an array of the configured shape."""

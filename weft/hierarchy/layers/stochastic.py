@@ -76,12 +76,8 @@ class DropToken(BaseLayer):
         cfg = self.config
         if not self.is_training or not cfg.rate:
             return x
-        return drop_tokens(
-            x,
-            rate=cfg.rate,
-            prng_key=self.require_prng_key("the removal of tokens"),
-            num_cls_tokens=cfg.num_cls_tokens,
-        )
+        key = self.require_prng_key("the removal of tokens")
+        return drop_tokens(x, rate=cfg.rate, prng_key=key, num_cls_tokens=cfg.num_cls_tokens)
 
 
 class GradientMonitor(BaseLayer):

@@ -99,17 +99,15 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
                 f"{self.path()}: inputs of shape {x.shape}; expected (batch, time, "
                 f"{self.config.input_dim})."
             )
+        seq_weight = self.config.seq_load_balance_loss_weight
         output = self.gating(
-            self._router_logits(x),
-            seq_load_balance_loss_weight=self.config.seq_load_balance_loss_weight,
-            live=live,
+            self._router_logits(x), seq_load_balance_loss_weight=seq_weight, live=live
         )
         self._add_losses(output)
         weights = [self.parameters[name] for name in (*self._wi_names(), "wo_weight")]
-        y, num_dropped = self._apply_sharded(
-            x, output.dispatch_tensor, output.combine_tensor, weights
-        )
-        self._report_dropped(num_dropped / output.dispatch_tensor.size)
+        experts, gates = output.dispatch_tensor, output.combine_tensor
+        y, num_dropped = self._apply_sharded(x, experts, gates, weights)
+        self._report_dropped(num_dropped / experts.size)
         return y
 
     def _report_dropped(self, share: Tensor) -> None:

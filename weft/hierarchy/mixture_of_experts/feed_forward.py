@@ -160,12 +160,10 @@ class TransformerFeedForwardMoE(ResidualLayer):
         m, e, h = cfg.input_dim, cfg.num_experts, self._hidden_dim
 
         def spec(shape: tuple[int, ...], dims: str, fan_axes: FanAxes) -> ParameterSpec:
-            factors = (None,) * (len(shape) - 2) + ("row", "col")
+            mesh_axes = cfg.dim_to_mesh_axis_map.get(dims)
+            factors = FactorizationSpec((None,) * (len(shape) - 2) + ("row", "col"))
             return ParameterSpec(
-                shape,
-                mesh_axes=cfg.dim_to_mesh_axis_map.get(dims),
-                factorization=FactorizationSpec(factors),
-                fan_axes=fan_axes,
+                shape, mesh_axes=mesh_axes, factorization=factors, fan_axes=fan_axes
             )
 
         of_expert = FanAxes(in_axis=1, out_axis=2, batch_axis=0)

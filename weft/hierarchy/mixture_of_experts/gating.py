@@ -293,16 +293,10 @@ class CapacityGating(BaseGating):
         sizes = {"num_experts": self.config.num_experts, "capacity": capacity}
         routed = routing.route(experts, gates, live=live, **sizes)
         over_capacity = routing.over_capacity(routed, live)
-        output = self.Output(
-            combine_tensor=self._remat_name(
-                routing.combine_tensor(routed, **sizes), "gate_weights"
-            ),
-            dispatch_tensor=self._remat_name(
-                routing.dispatch_tensor(routed, **sizes), "gate_assignment"
-            ),
-            load_balance_loss=self._scale_load_balance_loss(load_balance_loss, over_capacity),
-            router_z_loss=routing.router_z_loss(logits, live),
-        )
+        combine = self._remat_name(routing.combine_tensor(routed, **sizes), "gate_weights")
+        dispatch = self._remat_name(routing.dispatch_tensor(routed, **sizes), "gate_assignment")
+        loss = self._scale_load_balance_loss(load_balance_loss, over_capacity)
+        output = self.Output(combine, dispatch, loss, routing.router_z_loss(logits, live))
         self._report(output, experts, live, routed)
         return output
 
@@ -459,13 +453,11 @@ class TopKDropFreeGating(TopKGating):
             of_sequences = seq_weight * jnp.mean(routing.load_balance_loss(probs, experts, live))
             self.add_summary("seq_load_balance_loss", of_sequences)
         gates = gates if live is None else jnp.where(live[..., None], gates, 0.0)
-        output = self.Output(
-            combine_tensor=self._remat_name(gates, "gate_weights"),
-            dispatch_tensor=self._remat_name(experts, "gate_assignment"),
-            load_balance_loss=self._scale_load_balance_loss(loss, jnp.zeros(())),
-            router_z_loss=routing.router_z_loss(logits, live),
-            seq_load_balance_loss=of_sequences,
-        )
+        combine = self._remat_name(gates, "gate_weights")
+        dispatch = self._remat_name(experts, "gate_assignment")
+        loss = self._scale_load_balance_loss(loss, jnp.zeros(()))
+        z_loss = routing.router_z_loss(logits, live)
+        output = self.Output(combine, dispatch, loss, z_loss, of_sequences)
         self._report(output, experts, live)
         return output
 
