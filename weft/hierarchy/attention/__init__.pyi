@@ -1,4 +1,8 @@
 from weft.functional.attention import relative_to_absolute as rel_pos_to_abs_pos
+from weft.functional.attention_mask import (
+    causal_mask as causal_mask, NEG_INF as NEG_INF,
+    sliding_window_causal_mask as sliding_window_causal_mask,
+)
 from weft.hierarchy.attention.bias import (
     alibi_get_slopes as alibi_get_slopes,
     ALiBiAttentionLogitBiasLayer as ALiBiAttentionLogitBiasLayer,
@@ -6,7 +10,7 @@ from weft.hierarchy.attention.bias import (
     as_attention_bias as as_attention_bias, AttentionLogitBiasLayer as AttentionLogitBiasLayer,
     BaseAttentionBias as BaseAttentionBias, BiasAndResidual as BiasAndResidual,
     BoolAttentionBias as BoolAttentionBias, BoolTensorAttentionBias as BoolTensorAttentionBias,
-    causal_mask as causal_mask, CausalAttentionBias as CausalAttentionBias,
+    CausalAttentionBias as CausalAttentionBias,
     CausalAttentionLogitBiasLayer as CausalAttentionLogitBiasLayer,
     CompositeAttentionBias as CompositeAttentionBias,
     compute_padding_biases as compute_padding_biases,
@@ -14,9 +18,7 @@ from weft.hierarchy.attention.bias import (
     LeftRightWindowAttentionBias as LeftRightWindowAttentionBias,
     make_causal_biases as make_causal_biases, make_segment_mask as make_segment_mask,
     make_sliding_window_causal_biases as make_sliding_window_causal_biases,
-    MaskFnAttentionBias as MaskFnAttentionBias, NEG_INF as NEG_INF,
-    SegmentIdAttentionBias as SegmentIdAttentionBias,
-    sliding_window_causal_mask as sliding_window_causal_mask,
+    MaskFnAttentionBias as MaskFnAttentionBias, SegmentIdAttentionBias as SegmentIdAttentionBias,
     SlidingWindowAttentionBias as SlidingWindowAttentionBias,
     SymmetricALiBiAttentionLogitBiasLayer as SymmetricALiBiAttentionLogitBiasLayer,
     TensorAttentionBias as TensorAttentionBias, ZeroAttentionBias as ZeroAttentionBias,
