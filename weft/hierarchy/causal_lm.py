@@ -700,11 +700,9 @@ def gpt_decoder_config(
     pos_emb = LearnedPositionalEmbedding.default_config().set(
         shape=(max_position_embeddings,), param_init=normal_weights("fan_out")
     )
+    stack.set(num_layers=num_layers, layer=layer)
     cfg = Decoder.default_config().set(
-        transformer=stack.set(num_layers=num_layers, layer=layer),
-        dim=hidden_dim,
-        vocab_size=vocab_size,
-        dropout_rate=dropout_rate,
+        transformer=stack, dim=hidden_dim, vocab_size=vocab_size, dropout_rate=dropout_rate
     )
     cfg.emb.pos_emb = pos_emb
     set_layer_norm_eps_recursively(cfg, layer_norm_epsilon)

@@ -76,16 +76,9 @@ class ContextKind(Kind):
             states = list(shared.values())
             entries = {"state": context.state, "prng_key": context.prng_key, "shared": states}
             groups.append(group_collections(entries, context_filters))
-            statics.append(
-                _Static(
-                    context.name,
-                    context.module,
-                    context.is_training,
-                    tuple(shared),
-                    context.is_from_outer_trace(),
-                    context.path(),
-                )
-            )
+            is_foreign, path = context.is_from_outer_trace(), context.path()
+            fields = (context.name, context.module, context.is_training, tuple(shared))
+            statics.append(_Static(*fields, is_foreign, path))
         return list(carriers), tuple(statics), groups
 
     def merge(self, static: tuple[_Static, ...], groups: Sequence[tuple[dict[str, Any], ...]]):

@@ -161,9 +161,10 @@ class DecodingLayer(config.Configurable):
                 "with num_decodes=1."
             )
         cross = _cross_attention_kwargs(cross_attention_data, cross_attention_logit_biases)
+        modifier = config.maybe_instantiate(logits_modifier)
         return decoding.sample_decode(
             **self._prefill(input_batch, max_sequence_length, cross),
-            tokens_to_scores=self._tokens_to_scores(num_decodes, cross, logits_modifier),
+            tokens_to_scores=self._tokens_to_scores(num_decodes, cross, modifier),
             num_decodes=num_decodes,
             max_decode_len=max_sequence_length,
             stop_decoding_condition=stop_decoding_condition
@@ -214,13 +215,9 @@ class DecodingLayer(config.Configurable):
         return {"inputs": prefix, "time_step": time_step, "cache": cache}
 
     def _tokens_to_scores(
-        self,
-        num_decodes: int,
-        cross: dict[str, Any],
-        logits_modifier: config.ConfigOr[LogitsToLogitsFn] | None,
+        self, num_decodes: int, cross: dict[str, Any], logits_modifier: LogitsToLogitsFn | None
     ) -> Callable[[Tensor, NestedTensor], tuple[Tensor, NestedTensor]]:
         """Returns a pure function of tokens and cache, usable in a loop's body."""
-        modifier = config.maybe_instantiate(logits_modifier)
         cross = {
             name: decoding.flatten_decoding_dim(decoding.add_decoding_dim(x, num_decodes))
             for name, x in cross.items()
@@ -231,7 +228,7 @@ class DecodingLayer(config.Configurable):
             cache, outputs = self._decoder.extend_step(
                 cached_states=cache, input_batch=batch, **cross
             )
-            return log_probs_from_logits(outputs["logits"][:, -1], modifier), cache
+            return log_probs_from_logits(outputs["logits"][:, -1], logits_modifier), cache
 
         # A step's side outputs cannot leave the loop, and no caller needs them.
         pure = require_context("decoding").functional(extend)

@@ -418,16 +418,10 @@ class LoraMultiheadOutputLinear(AdaptedLinear):
         super().__init__(cfg, parent=parent)
         instead = "For other layers, use LoraLinear and LoraFusedQKVLinear."
         _check_layer_class(self, qkv_linear.MultiheadOutputLinear, instead)
-        layer = cfg.layer.set(
-            model_dim=cfg.model_dim, num_heads=cfg.num_heads, per_head_dim=cfg.per_head_dim
-        )
-        self._add_child("layer", layer)
-        adapter = cfg.adapter.set(
-            input_dim=cfg.num_heads * cfg.per_head_dim,
-            output_dim=cfg.model_dim,
-            num_heads=cfg.num_heads,
-        )
-        self._add_child("adapter", adapter)
+        layer = cfg.layer.set(model_dim=cfg.model_dim, num_heads=cfg.num_heads)
+        self._add_child("layer", layer.set(per_head_dim=cfg.per_head_dim))
+        adapter = cfg.adapter.set(output_dim=cfg.model_dim, num_heads=cfg.num_heads)
+        self._add_child("adapter", adapter.set(input_dim=cfg.num_heads * cfg.per_head_dim))
 
 
 class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
@@ -460,15 +454,9 @@ class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
                 "input_linear of that layer to a LoraFusedQKVLinear instead."
             )
         layer: Any = self._add_child("layer", cfg.layer.set(**self._dims()))
-        adapter: Any = self._add_child(
-            "adapter",
-            cfg.adapter.set(
-                input_dim=cfg.query_dim,
-                output_dim=cfg.num_heads * cfg.per_head_dim,
-                num_heads=cfg.num_heads,
-                num_kv_heads=layer.num_kv_heads,
-            ),
-        )
+        heads = {"num_heads": cfg.num_heads, "num_kv_heads": layer.num_kv_heads}
+        dims = {"input_dim": cfg.query_dim, "output_dim": cfg.num_heads * cfg.per_head_dim}
+        adapter: Any = self._add_child("adapter", cfg.adapter.set(**dims, **heads))
         of_keys = [name for name in adapter.enabled() if name != "query"]
         if of_keys and layer.is_kv_sharing(layer.config):
             raise LayerConfigError(

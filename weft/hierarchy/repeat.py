@@ -101,19 +101,16 @@ class Repeat(BaseLayer):
         unroll = cfg.unroll
         if unroll is None:
             unroll = cfg.num_layers <= _MAX_UNROLLED and spec is None and on_one_cpu()
+        unroll = unroll or 1
         if spec is not None and self.is_training:
             # A loop separates its forward and backward pass; only without one could the compiler
             # merge recomputed values.
-            without_loop = unroll is True or (unroll or 1) >= cfg.num_layers
+            without_loop = unroll is True or unroll >= cfg.num_layers
             remat_kwargs = {
                 "prevent_cse": spec.prevent_cse and without_loop,
                 "policy": config.maybe_instantiate(spec.policy),
             }
-        return {
-            "unroll": unroll or 1,
-            "remat_kwargs": remat_kwargs,
-            "drop_output": self._drop_output,
-        }
+        return {"unroll": unroll, "remat_kwargs": remat_kwargs, "drop_output": self._drop_output}
 
     def _run(
         self, fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any = None, *, xs: Any = None

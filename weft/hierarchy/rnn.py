@@ -85,12 +85,9 @@ class BaseRNNCell(BaseLayer):
         return self._scan(step, time_major_inputs)
 
     def _scan(self, step: Callable[[Any, Tensor], tuple[Any, Tensor]], xs: Tensor) -> Tensor:
+        states = self.init_states(batch_size=xs.shape[1])
         _, outputs = scan_in_context(
-            step,
-            carry=self.init_states(batch_size=xs.shape[1]),
-            xs=xs,
-            child_name_prefix="step",
-            merge_summaries=True,
+            step, carry=states, xs=xs, child_name_prefix="step", merge_summaries=True
         )
         return outputs
 

@@ -438,12 +438,7 @@ class MultiheadAttention(BaseLayer):
 
     @nowrap
     def _fused_attention(
-        self,
-        q_proj: Tensor,
-        k_proj: Tensor,
-        v_proj: Tensor,
-        biases: BaseAttentionBias,
-        wants_probs: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, biases: BaseAttentionBias, wants_probs: bool
     ) -> Tensor | None:
         """Returns the context, or None if it is to be computed from probabilities."""
         cfg = self.config
@@ -461,18 +456,13 @@ class MultiheadAttention(BaseLayer):
             only_plain = f"{type(self.dropout).__name__} drops probabilities in its own way"
         try:
             sink = self.parameters["sink"] if cfg.logit_sink else None
-            if is_plain(cfg.implementation, q_proj.shape[1] * k_proj.shape[1], only_plain):
+            cap = cfg.atten_logit_cap or None
+            if is_plain(cfg.implementation, q.shape[1] * k.shape[1], only_plain):
                 if only_plain is not None:
                     return None
+                drop, bias = self.dropout if rate else None, biases.value()
                 return plain_attention(
-                    q_proj,
-                    k_proj,
-                    v_proj,
-                    bias=biases.value(),
-                    scale=1.0,
-                    logit_cap=cfg.atten_logit_cap or None,
-                    logit_sink=sink,
-                    drop=self.dropout if rate else None,
+                    q, k, v, bias=bias, scale=1.0, logit_cap=cap, logit_sink=sink, drop=drop
                 )
             mask, bias = as_mask_and_bias(biases)
             key = None
@@ -481,13 +471,13 @@ class MultiheadAttention(BaseLayer):
                     key = self.dropout.get_prng_key()
             return fused_attention(
                 cfg.implementation,
-                q_proj,
-                k_proj,
-                v_proj,
+                q,
+                k,
+                v,
                 mask=mask,
                 bias=bias,
                 scale=1.0,
-                logit_cap=cfg.atten_logit_cap,
+                logit_cap=cap,
                 logit_sink=sink,
                 dropout_rate=rate,
                 dropout_key=key,
@@ -630,12 +620,8 @@ class MultiheadAttentionXL(MultiheadAttention):
             )
         dim = cfg.pos_emb_dim or cfg.query_dim
         self._add_child("relative_pos_emb", cfg.relative_pos_emb.set(dim=dim))
-        self._add_child(
-            "r_proj",
-            cfg.relative_pos_linear.set(
-                model_dim=dim, num_heads=cfg.num_heads, per_head_dim=self.per_head_dim()
-            ),
-        )
+        r_proj = cfg.relative_pos_linear.set(model_dim=dim, num_heads=cfg.num_heads)
+        self._add_child("r_proj", r_proj.set(per_head_dim=self.per_head_dim()))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         shape = (self.config.num_heads, self.per_head_dim())

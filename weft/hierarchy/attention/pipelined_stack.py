@@ -150,9 +150,5 @@ class PipelinedTransformerLayer(stack.SingleChildStack):
         stage: Any = cfg.stage
         num_layers, layer = cfg.num_layers // cfg.num_stages, self._with_input_dim(cfg.layer)
         stage = stage.set(input_dim=cfg.input_dim, num_layers=num_layers, layer=layer)
-        self._add_child(
-            "pipeline",
-            cfg.pipeline.set(
-                layer=stage, num_layers=cfg.num_stages, num_microbatches=cfg.num_microbatches
-            ),
-        )
+        pipeline = cfg.pipeline.set(layer=stage, num_layers=cfg.num_stages)
+        self._add_child("pipeline", pipeline.set(num_microbatches=cfg.num_microbatches))

@@ -33,15 +33,9 @@ class TransformerAttentionLayer(ResidualLayer):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         self._add_norms(cfg.target_dim)
-        self._add_child(
-            "attention",
-            cfg.attention.set(
-                query_dim=cfg.target_dim,
-                key_dim=cfg.source_dim,
-                value_dim=cfg.source_dim,
-                output_dim=cfg.target_dim,
-            ),
-        )
+        attention = cfg.attention.set(query_dim=cfg.target_dim, output_dim=cfg.target_dim)
+        attention.set(key_dim=cfg.source_dim, value_dim=cfg.source_dim)
+        self._add_child("attention", attention)
         self._add_dropouts()
 
     def forward(

@@ -55,12 +55,11 @@ class ClassificationMetric(BaseClassificationMetric):
 
     def forward(self, logits, *, labels, soft_labels=None):
         mask = self._label_mask(labels)
-        smoothing = self.config.label_smoothing
         loss, _ = functional.cross_entropy(
             logits,
             labels,
             live_targets=mask,
-            label_smoothing=smoothing,
+            label_smoothing=self.config.label_smoothing,
             soft_target_labels=soft_labels,
         )
         accuracy, _ = weighted_mean(jnp.argmax(logits, axis=-1) == labels, mask)

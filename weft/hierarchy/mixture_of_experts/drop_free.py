@@ -128,7 +128,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         of_tokens = _mesh_axes(tokens, 0) + _mesh_axes(tokens, 1)
 
         def on_device(*args: Tensor) -> tuple[Tensor, Tensor]:
-            y, num_dropped = self._apply_locally(*args, expert_axes=of_experts)
+            y, num_dropped = self._apply_locally(*args, axes=of_experts)
             total = jax.lax.psum(num_dropped, of_experts + of_tokens)
             return jax.lax.psum(y, hidden + of_experts), total
 
@@ -152,13 +152,14 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         experts: Tensor,
         gates: Tensor,
         *weights: Tensor,
-        expert_axes: tuple[str, ...] = (),
+        axes: tuple[str, ...] = (),
     ) -> tuple[Tensor, Tensor]:
+        """Applies experts to one device's tokens; `axes` are the mesh axes of experts."""
         k, num_experts = experts.shape[-1], weights[0].shape[0]
         tokens, flat = x.reshape(-1, x.shape[-1]), experts.reshape(-1, k)
         # Without mesh axes, this is device 0 of 1.
-        part = jax.lax.axis_index(expert_axes) if expert_axes else 0
-        parts = math.prod(jax.lax.axis_size(name) for name in expert_axes)
+        part = jax.lax.axis_index(axes) if axes else 0
+        parts = math.prod(jax.lax.axis_size(name) for name in axes)
         first = part * num_experts
         num_rows = self._num_rows(flat.size, parts)
         rows = sort_by_expert(flat, first=first, num_experts=num_experts, num_rows=num_rows)

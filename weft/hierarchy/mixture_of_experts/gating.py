@@ -282,12 +282,7 @@ class CapacityGating(BaseGating):
         return loss * self.adaptive_load_balance_loss(jnp.mean(over_capacity))
 
     def _route(
-        self,
-        logits: Tensor,
-        experts: Tensor,
-        gates: Tensor,
-        load_balance_loss: Tensor,
-        live: Tensor | None,
+        self, logits: Tensor, experts: Tensor, gates: Tensor, loss: Tensor, live: Tensor | None
     ) -> BaseGating.Output:
         capacity = self._capacity(logits.shape[-2])
         sizes = {"num_experts": self.config.num_experts, "capacity": capacity}
@@ -295,7 +290,7 @@ class CapacityGating(BaseGating):
         over_capacity = routing.over_capacity(routed, live)
         combine = self._remat_name(routing.combine_tensor(routed, **sizes), "gate_weights")
         dispatch = self._remat_name(routing.dispatch_tensor(routed, **sizes), "gate_assignment")
-        loss = self._scale_load_balance_loss(load_balance_loss, over_capacity)
+        loss = self._scale_load_balance_loss(loss, over_capacity)
         output = self.Output(combine, dispatch, loss, routing.router_z_loss(logits, live))
         self._report(output, experts, live, routed)
         return output
