@@ -323,12 +323,8 @@ class Pipeline(Repeat):
         )
         outputs = jax.tree.map(transpose_from_pipeline_stage_outputs, inner.output_collection)
         self._add_outputs(layer_context, self._reduce_microbatches(outputs))
-        stacked = jax.tree.map(
-            lambda y: jax.vmap(_merge_microbatches, in_axes=1)(
-                transpose_from_pipeline_stage_outputs(y)
-            ),
-            ys,
-        )
+        merge = jax.vmap(_merge_microbatches, in_axes=1)
+        stacked = jax.tree.map(lambda y: merge(transpose_from_pipeline_stage_outputs(y)), ys)
         return Repeat.Output(jax.tree.map(_merge_microbatches, carry), stacked)
 
     def _run_sequentially(self, fn: Callable[..., Any], carry: Any, *, xs: Any) -> Repeat.Output:
@@ -347,14 +343,10 @@ class Pipeline(Repeat):
         return jnp.moveaxis(x.reshape(-1, m, *x.shape[1:]), 1, 0)
 
     def _reduce_microbatches(self, outputs: OutputCollection) -> OutputCollection:
-        summaries = outputs.summaries
+        summaries, m = outputs.summaries, self.config.num_microbatches
         if jax.tree.leaves(summaries):
-            summaries = transforms.reduce_summaries(
-                [
-                    jax.tree.map(lambda x, i=i: x[i], summaries)
-                    for i in range(self.config.num_microbatches)
-                ]
-            )
+            parts = [jax.tree.map(lambda x, i=i: x[i], summaries) for i in range(m)]
+            summaries = transforms.reduce_summaries(parts)
         return OutputCollection(
             summaries,
             jax.tree.map(_reduce_state_update, outputs.state_updates),

@@ -80,14 +80,10 @@ class MultiLinear(BaseLayer):
         return super().default_config().set(param_partition_spec=(None, None, "model"))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        cfg = self.config
-        return weight_and_bias_specs(
-            cfg,
-            (cfg.input_dim, cfg.num_outputs, cfg.output_dim),
-            ("row", None, "col"),
-            bias_axes=slice(1, None),
-            fan_axes=FanAxes(in_axis=0, out_axis=(1, 2)),
-        )
+        cfg, factors = self.config, ("row", None, "col")
+        shape = (cfg.input_dim, cfg.num_outputs, cfg.output_dim)
+        axes = FanAxes(in_axis=0, out_axis=(1, 2))
+        return weight_and_bias_specs(cfg, shape, factors, bias_axes=slice(1, None), fan_axes=axes)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Applies every map to `Float[Array, "*batch input_dim"]`.

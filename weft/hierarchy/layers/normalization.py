@@ -44,6 +44,9 @@ class BaseNormalizationLayer(BaseLayer):
         initial = {"scale": 1.0, "bias": 0.0}
         return {name: self._vector_spec(initial[name]) for name in self._parameter_names}
 
+    def _scale_and_bias(self) -> list[Tensor]:
+        return [self.parameters[name] for name in self._parameter_names]
+
     def _vector_spec(self, value: float, **kwargs: Any) -> ParameterSpec:
         shape, mesh_axes = (self.config.input_dim,), self.config.param_partition_spec
         initializer = constant_initializer(value)
@@ -61,8 +64,8 @@ class LayerNormStateless(BaseNormalizationLayer):
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
         del segment_ids  # every position has statistics of its own
         cfg = self.config
-        parameters = [self.parameters[name] for name in self._parameter_names]
-        y = functional.layer_norm(x, *parameters, eps=cfg.eps, dtype=cfg.forward_dtype)
+        params = self._scale_and_bias()
+        y = functional.layer_norm(x, *params, eps=cfg.eps, dtype=cfg.forward_dtype)
         self._add_tensor_stats("outputs", y)
         return y
 
@@ -93,12 +96,8 @@ class RMSNormStateless(BaseNormalizationLayer):
         del segment_ids  # every position has statistics of its own
         cfg = self.config
         norm = functional.layer_norm if cfg.zero_centered else functional.rms_norm
-        y = norm(
-            maybe_shard(x, cfg.input_partition_spec),
-            *(self.parameters[name] for name in self._parameter_names),
-            eps=cfg.eps,
-            dtype=cfg.forward_dtype,
-        )
+        x = maybe_shard(x, cfg.input_partition_spec)
+        y = norm(x, *self._scale_and_bias(), eps=cfg.eps, dtype=cfg.forward_dtype)
         self._add_tensor_stats("outputs", y)
         return maybe_shard(y, cfg.output_partition_spec)
 
@@ -159,7 +158,7 @@ class GroupNorm(BaseNormalizationLayer):
         cfg = self.config
         y = functional.group_norm(
             x,
-            *(self.parameters[name] for name in self._parameter_names),
+            *self._scale_and_bias(),
             num_groups=cfg.num_groups,
             axis=cfg.norm_axes,
             eps=cfg.eps,
@@ -214,7 +213,7 @@ class BatchNorm(BaseNormalizationLayer):
             for name, *averages in zip(names, old, statistics, strict=True):
                 average = functional.update_running_average(*averages, decay=cfg.decay)
                 self.add_state_update(name, average)
-        params = [self.parameters[name] for name in self._parameter_names]
+        params = self._scale_and_bias()
         y = functional.batch_norm(x, *statistics, *params, eps=cfg.eps, dtype=cfg.forward_dtype)
         self._add_tensor_stats("outputs", y)
         return y
