@@ -289,7 +289,7 @@ class AuxLossMetrics(BaseLossMetrics):
         if regex is None:
             return WeightedScalar(jnp.float32(0), weight), {}
         by_path = {
-            "/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): value
+            jax.tree_util.keystr(path, simple=True, separator="/"): value
             for path, value in jax.tree_util.tree_leaves_with_path(module_outputs)
         }
         losses = [jnp.mean(value) for path, value in by_path.items() if re.fullmatch(regex, path)]

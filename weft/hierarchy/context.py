@@ -206,10 +206,6 @@ class InvocationContext:
         """
         return self._trace != current_trace() and is_tracing()
 
-    def mark_from_outer_trace(self) -> None:
-        """Makes this context foreign where the context it was derived from is."""
-        self._trace = None
-
     def child_view(self, name: str) -> "InvocationContext":
         """Returns the context of a child that is only on the path to a descendant."""
         if name not in self._child_views:

@@ -93,7 +93,7 @@ class ContextKind(Kind):
             context._shared_states = dict(zip(fields.shared, states, strict=False))
             context._path = fields.path
             if fields.is_from_outer_trace:
-                context.mark_from_outer_trace()
+                context._trace = None  # foreign, as the context that it was derived from
             contexts.append(context)
         return None, contexts
 

@@ -284,9 +284,7 @@ class Pipeline(Repeat):
         )
         return specs
 
-    def _run(
-        self, fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any = None, *, xs: Any = None
-    ) -> Repeat.Output:
+    def _run(self, fn, carry=None, *, xs=None):
         """Runs the pipeline.
 
         Args:
