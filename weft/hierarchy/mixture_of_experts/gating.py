@@ -373,28 +373,27 @@ class TopKGating(CapacityGating):
 
     def forward(self, logits: Tensor, live: Tensor | None = None) -> BaseGating.Output:
         logits = self._cap_logits(logits)
-        scores, experts, gates = self._choose(logits)
+        scores, experts, gates = self._choose(logits, live)
         loss = routing.load_balance_loss(_as_probs(scores), experts, live)
         return self._route(logits, experts, gates, loss, live)
 
-    def _choose(self, logits: Tensor, preference: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns scores of all experts, the chosen experts and their weights.
-
-        Experts are chosen by the function `preference` of the scores, by default the scores.
-        """
+    def _choose(self, logits: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns scores of all experts, the chosen experts and their weights."""
         k = self.config.num_experts_per_token
-        scores = self._score_fn(logits)
-        chosen_by = scores if preference is None else preference(scores)
+        scores = chosen_by = self._score_fn(logits)
         if self.config.noisy_gating is GateNoise.GUMBEL and self.is_training:
             key = self.require_prng_key("the noise")
             # The order of a softmax's scores is that of the logits.
-            noisy = self._score_fn(logits + jax.random.gumbel(key, logits.shape))
-            chosen_by = noisy if preference is None else preference(noisy)
-        _, experts = self._topk_fn(jax.lax.stop_gradient(chosen_by), k)
+            chosen_by = self._score_fn(logits + jax.random.gumbel(key, logits.shape))
+        _, experts = self._topk_fn(jax.lax.stop_gradient(self._preference(chosen_by)), k)
         gates = jnp.take_along_axis(scores, experts, axis=-1)
         if k > 1:
             gates = _as_probs(gates)
         return scores, experts, gates
+
+    def _preference(self, scores: Tensor) -> Tensor:
+        """Returns values whose largest are those of the experts to choose."""
+        return scores
 
 
 def _as_probs(scores: Tensor) -> Tensor:
@@ -425,27 +424,16 @@ class TopKDropFreeGating(TopKGating):
           live: `Bool[Array, "batch token"]`: which tokens count in losses; all by default.
         """
         logits = self._cap_logits(logits)
-        return self._route_drop_free(
-            logits, *self._choose(logits), seq_load_balance_loss_weight, live
-        )
-
-    def _route_drop_free(
-        self,
-        logits: Tensor,
-        scores: Tensor,
-        experts: Tensor,
-        gates: Tensor,
-        seq_weight: float | None,
-        live: Tensor | None,
-    ) -> BaseGating.Output:
+        scores, experts, gates = self._choose(logits, live)
         probs = _as_probs(scores)
         all_tokens = [
             None if x is None else x.reshape(-1, *x.shape[2:]) for x in (probs, experts, live)
         ]
         loss = routing.load_balance_loss(*all_tokens)  # pyright: ignore[reportArgumentType]
         of_sequences = None
-        if seq_weight is not None:
-            of_sequences = seq_weight * jnp.mean(routing.load_balance_loss(probs, experts, live))
+        if seq_load_balance_loss_weight is not None:
+            of_sequences = jnp.mean(routing.load_balance_loss(probs, experts, live))
+            of_sequences = seq_load_balance_loss_weight * of_sequences
             self.add_summary("seq_load_balance_loss", of_sequences)
         gates = gates if live is None else jnp.where(live[..., None], gates, 0.0)
         combine = self._remat_name(gates, "gate_weights")
@@ -497,26 +485,19 @@ class TopKBiasGating(TopKDropFreeGating):
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         return {"gating_bias": constant_spec((self.config.num_experts,), dtype=jnp.float32)}
 
-    def forward(self, logits, seq_load_balance_loss_weight=None, live=None):
-        cfg = self.config
-        bias = self.parameters["gating_bias"]
+    def _preference(self, scores: Tensor) -> Tensor:
+        groups, kept = self.config.num_group_of_experts, self.config.topk_group
+        biased = scores + to_ndim(self.parameters["gating_bias"], scores.ndim)
+        if groups == 1:
+            return biased
+        return routing.limit_to_groups(biased, num_groups=groups, num_kept=kept)
 
-        def preference(scores: Tensor) -> Tensor:
-            biased = scores + to_ndim(bias, scores.ndim)
-            if cfg.num_group_of_experts == 1:
-                return biased
-            return routing.limit_to_groups(
-                biased, num_groups=cfg.num_group_of_experts, num_kept=cfg.topk_group
-            )
-
-        logits = self._cap_logits(logits)
-        scores, experts, gates = self._choose(logits, preference)
+    def _choose(self, logits: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        cfg, bias = self.config, self.parameters["gating_bias"]
+        scores, experts, gates = super()._choose(logits, live)
         if self.is_training:
             where = None if live is None else jnp.broadcast_to(live[..., None], experts.shape)
             load = routing.choices_per_expert(experts, num_experts=cfg.num_experts, where=where)
             step = cfg.gating_update_rate * jnp.sign(jnp.mean(load) - load)
             self.add_state_update("gating_bias", jax.lax.stop_gradient(bias + step))
-        gates = gates * cfg.routed_scaling_factor
-        return self._route_drop_free(
-            logits, scores, experts, gates, seq_load_balance_loss_weight, live
-        )
+        return scores, experts, gates * cfg.routed_scaling_factor
