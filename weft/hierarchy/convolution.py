@@ -100,9 +100,7 @@ class BaseConv(BaseLayer):
     def _conv(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return functional.conv(x, *args, **kwargs)
 
-    def _out_spatial(self, in_spatial: Sequence[int | None]) -> tuple[int | None, ...]:
-        return functional.conv_output_shape(in_spatial, **self._window_sizes())
-
+    _out_sizes = staticmethod(functional.conv_output_shape)
     _out_paddings = staticmethod(functional.compute_conv_paddings)
 
     @nowrap
@@ -117,7 +115,8 @@ class BaseConv(BaseLayer):
                 f"{self.path()}: input_shape={tuple(input_shape)} must be (batch, "
                 f"{self._num_axes} spatial sizes, {self.config.input_dim} channels)."
             )
-        return [batch, *self._out_spatial(spatial), self.config.output_dim]
+        out_sizes = self._out_sizes(spatial, **self._window_sizes())
+        return [batch, *out_sizes, self.config.output_dim]
 
 
 class Conv1D(BaseConv):
@@ -201,31 +200,14 @@ def zero_padding(x: Tensor, paddings: Tensor) -> Tensor:
 
 
 def convolve_with_paddings(
-    convolve: Callable[[Tensor], Tensor],
-    conv_paddings: Callable[[Tensor], Tensor],
-    x: Tensor,
-    paddings: Tensor,
+    convolve: Callable[[Tensor], Tensor], x: Tensor, paddings: Tensor, out_paddings: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Convolves `x`, `Num[Array, "batch time *rest"]`, without its padding.
 
-    Returns the output and its paddings, which `conv_paddings` computes from `paddings`.
+    Returns the output and its paddings.
     """
     y = convolve(zero_padding(x, paddings))
-    out_paddings = conv_paddings(paddings)
     return zero_padding(y, out_paddings), out_paddings
-
-
-def time_axis(layer: BaseConv) -> dict[str, Any]:
-    """Returns a convolution's window along its first spatial axis, for `compute_conv_paddings`."""
-    sizes = layer._window_sizes()
-    padding = sizes["padding"]
-    return {
-        "window": sizes["window"][0],
-        "stride": sizes["strides"][0],
-        "conv_padding": padding if isinstance(padding, str) else padding[:1],
-        "dilation": sizes["dilation"][0],
-        "anchor": layer.config.anchor,
-    }
 
 
 class PaddedConv(BaseConv):
@@ -236,11 +218,20 @@ class PaddedConv(BaseConv):
 
         `x` is `Float[Array, "batch time *spatial input_dim"]`.
         """
-        return convolve_with_paddings(super().forward, self.conv_paddings, x, paddings)
+        return convolve_with_paddings(super().forward, x, paddings, self.conv_paddings(paddings))
 
     def conv_paddings(self, paddings: Tensor) -> Tensor:
-        """Returns the paddings of the output."""
-        return self._out_paddings(paddings, **time_axis(self))
+        """Returns the paddings of the output, by the window along the first spatial axis."""
+        sizes = self._window_sizes()
+        padding = sizes["padding"]
+        return self._out_paddings(
+            paddings,
+            window=sizes["window"][0],
+            stride=sizes["strides"][0],
+            conv_padding=padding if isinstance(padding, str) else padding[:1],
+            dilation=sizes["dilation"][0],
+            anchor=self.config.anchor,
+        )
 
 
 class Conv1DWithPadding(PaddedConv, Conv1D):
@@ -295,7 +286,7 @@ class StackOverTime(BaseLayer):
 
         `inputs` are `Float[Array, "batch time dim"]`.
         """
-        return convolve_with_paddings(self._stack, self.conv_paddings, inputs, paddings)
+        return convolve_with_paddings(self._stack, inputs, paddings, self.conv_paddings(paddings))
 
     def _stack(self, x: Tensor) -> Tensor:
         x = jnp.pad(x, ((0, 0), *self._explicit_padding(), (0, 0)))
@@ -327,9 +318,7 @@ class BaseConvTranspose(BaseConv):
     def _conv(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return functional.conv_transpose(x, *args, **kwargs)
 
-    def _out_spatial(self, in_spatial: Sequence[int | None]) -> tuple[int | None, ...]:
-        return functional.conv_transpose_output_shape(in_spatial, **self._window_sizes())
-
+    _out_sizes = staticmethod(functional.conv_transpose_output_shape)
     _out_paddings = staticmethod(functional.compute_conv_transpose_paddings)
 
 
