@@ -55,7 +55,7 @@ class WeightOnlyLinear(BaseLayer):
     """Map with one weight and no bias. A subclass defines the weight's shape and the map."""
 
     _sizes: ClassVar[tuple[str, ...]]  # config fields of the sizes of the weight's axes
-    _mesh_axes: ClassVar[tuple[str | None, ...]]
+    _mesh_axes: ClassVar[tuple[str | None, ...] | None] = None
     _fan_axes: ClassVar[param_init.FanAxes]
     _subscripts: ClassVar[str]
 
