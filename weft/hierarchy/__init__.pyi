@@ -160,7 +160,8 @@ from weft.hierarchy.layers.stochastic import (
     StochasticDepth as StochasticDepth,
 )
 from weft.hierarchy.lora import (
-    base_state as base_state, BaseLoraAdapter as BaseLoraAdapter, LoraDownFusedLinear as LoraDownFusedLinear,
+    base_state as base_state, BaseLoraAdapter as BaseLoraAdapter,
+    LoraDownFusedLinear as LoraDownFusedLinear,
     LoraDownMultiheadLinear as LoraDownMultiheadLinear, LoraFusedQKVAdapter as LoraFusedQKVAdapter,
     LoraFusedQKVLinear as LoraFusedQKVLinear, LoraLinear as LoraLinear,
     LoraLinearAdapter as LoraLinearAdapter,
