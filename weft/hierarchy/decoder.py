@@ -224,9 +224,8 @@ class DecodingLayer(config.Configurable):
         }
 
         def extend(ids: Tensor, cache: Any) -> tuple[Tensor, NestedTensor]:
-            batch = {"input_ids": ids}
             cache, outputs = self._decoder.extend_step(
-                cached_states=cache, input_batch=batch, **cross
+                cached_states=cache, input_batch={"input_ids": ids}, **cross
             )
             return log_probs_from_logits(outputs["logits"][:, -1], logits_modifier), cache
 
