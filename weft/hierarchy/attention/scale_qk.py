@@ -142,4 +142,4 @@ class ScaleKey(_NormAndScale):
 
     def forward(self, proj: Tensor, *, positions: Tensor | None) -> Tensor:
         del positions
-        return self.apply_scale_factor(self.apply_norm(proj))
+        return self.apply_norm(proj) * self._scale
