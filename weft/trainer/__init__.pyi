@@ -20,7 +20,7 @@ from weft.trainer.evaler import (
     EarlyStopping as EarlyStopping, EvalPolicy as EvalPolicy,
     every_n_steps_policy as eval_every_n_steps_policy, SpmdEvaler as SpmdEvaler,
 )
-from weft.trainer.fit_result import (
+from weft.trainer.fit import (
     FitResult as FitResult, FitState as FitState, History as History,
 )
 from weft.trainer.gradients import with_minibatch_steps as with_minibatch_steps

@@ -49,7 +49,7 @@ from weft.trainer.display import Display
 from weft.trainer.evaler import EarlyStopping, SpmdEvaler, due_at_end, run_evalers
 from weft.trainer.first_nonfinite import NonfiniteSearch
 from weft.trainer.learner import BaseLearner, with_precision
-from weft.trainer.lookup_checks import check_lookups
+from weft.trainer.lookup_checks import check_lookups, check_tokens
 from weft.trainer.model import PerParamDType, model_config
 from weft.trainer.precision import Precision, as_precision
 from weft.trainer.profiling import StepTraces, Throughput
@@ -68,7 +68,6 @@ from weft.trainer.schedule_length import learner_config, record_schedule_steps
 from weft.trainer.state_builder import Builder, initial_state
 from weft.trainer.summary_writer.base import BaseWriter, CheckpointerAction, closing_writers
 from weft.trainer.summary_writer.files import SummaryWriter
-from weft.trainer.token_checks import check_tokens
 from weft.trainer.train_step import TrainerState, train_step
 from weft.trainer.trainer_config_modifier import apply_config_modifiers
 from weft.trainer.undefined_loss import (

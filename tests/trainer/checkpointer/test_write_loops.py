@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from weft.trainer.checkpointer.write_loops import WriteLoop, write_loops
+from weft.trainer.checkpointer.storage import WriteLoop, write_loops
 
 
 def test_other_writes_end_before_the_loop_and_their_errors_are_dropped(caplog):
