@@ -471,7 +471,7 @@ def test_error_of_the_model_shows_the_users_frames(tmp_path, monkeypatch, caplog
 
 def test_status_page_shows_the_current_activity(tmp_path, caplog):
     cfg = lm_tiny().set(dir=str(tmp_path), status_port=0)
-    with run_context(cfg, None) as (stop, listener):
+    with run_context(cfg, RunListener()) as (stop, listener):
         assert isinstance(listener, RunListener)
         stop.doing("running step 7")
         url = caplog.messages[-1].split()[-1]
@@ -489,7 +489,7 @@ def test_missing_process_is_named_before_the_first_collective(tmp_path):
     with (
         pytest.raises(ProcessesNotReadyError, match=r"within 0\.3 s: process 1 of 2 .*starting"),
         use_peers(Peers(0, {1: here}, names, end_seconds=1e6)),
-        run_context(cfg, None),
+        run_context(cfg, RunListener()),
     ):
         raise AssertionError("the run continues without it")
 

@@ -474,20 +474,17 @@ class StepTraces:
         if python_tracer_level is not None:
             self._options.python_tracer_level = python_tracer_level
 
-    @contextlib.contextmanager
-    def around(self, step: int) -> Iterator[Callable[[Any], None]]:
-        """Surrounds a step; yields a function to call with its outputs.
-
-        The function waits for them if a trace ends here.
-        """
+    def before(self, step: int) -> None:
+        """Starts the trace that begins with a step, if any."""
         if step in self._start_steps and self._last is None:
             directory = os.path.join(self._directory, f"trace/step_{step:08d}")
             jax.profiler.start_trace(directory, profiler_options=self._options)
             self._last = step + self._n_steps - 1
-        results: list[Any] = []
-        yield results.append
+
+    def after(self, step: int, outputs: object) -> None:
+        """Ends the trace that ends with a step, if any, for whose outputs it then waits."""
         if self._last is not None and step >= self._last:
-            jax.block_until_ready(results)
+            jax.block_until_ready(outputs)
             self.close()
 
     def close(self) -> None:

@@ -566,14 +566,15 @@ class SpmdTrainer(Module):
 
     def _dispatch(self, batch: NestedTensor) -> Step:
         """Starts the next step."""
-        number, idle = self._step + 1, self._throughput and self._throughput.idle
-        if idle:
+        number = self._step + 1
+        idle = self._throughput.idle if self._throughput and self._throughput.idle else None
+        if idle is not None:
             idle.on_dispatch()
-        with self._traces.around(number) as computes:
-            self._state, outputs = self._train_step(self._state, batch)
-            self._step = number
-            computes(outputs)
-        if idle:
+        self._traces.before(number)
+        self._state, outputs = self._train_step(self._state, batch)
+        self._step = number
+        self._traces.after(number, outputs)
+        if idle is not None:
             idle.on_dispatched(outputs["loss"])
         return Step(number, outputs, batch, outputs.pop("verdict", None))
 
@@ -585,7 +586,7 @@ class SpmdTrainer(Module):
         step, self._unsettled = self._unsettled, None
         if step is None:
             return False
-        is_bad = False
+        is_bad, interval = False, self._log_every_n_steps or 10
         if isinstance(self._train_step, AnomalyGuard):
             if is_bad := self._train_step.is_bad(step):
                 self._step = step.number
@@ -593,7 +594,7 @@ class SpmdTrainer(Module):
                     self._rewind(first_key)
                     return True
             listener.on_step(*step[:3])
-        else:
+        elif self._checks_loss and (step.number == 1 or step.number % interval == 0):
             self._check_loss(step, first_key)
         self._report(step)
         return is_bad
@@ -608,19 +609,18 @@ class SpmdTrainer(Module):
     def _check_loss(self, step: Step, first_key: Tensor) -> None:
         """Raises an error if the loss ends the run."""
         number, outputs, batch, _ = step
-        if self._checks_loss and (number == 1 or number % (self._log_every_n_steps or 10) == 0):
 
-            def look_first() -> str:
-                if number > 1:
-                    return advice_for_later_step(outputs["summaries"], batch)
-                self._state = None  # frees its memory
-                self.init(first_key)
-                search = NonfiniteSearch(self._train_step.__wrapped__)
-                state, dtype = self.trainer_state, maybe_instantiate(self.config.train_dtype)
-                find_module = functools.partial(search.first_module, state, batch)
-                return advice_for_first_step(find_module, state, batch, dtype)
+        def look_first() -> str:
+            if number > 1:
+                return advice_for_later_step(outputs["summaries"], batch)
+            self._state = None  # frees its memory
+            self.init(first_key)
+            search = NonfiniteSearch(self._train_step.__wrapped__)
+            state, dtype = self.trainer_state, maybe_instantiate(self.config.train_dtype)
+            find_module = functools.partial(search.first_module, state, batch)
+            return advice_for_first_step(find_module, state, batch, dtype)
 
-            check_loss(outputs["loss"], number, look_first)
+        check_loss(outputs["loss"], number, look_first)
 
     def _report(self, step: Step) -> None:
         loss = step.outputs["loss"]
@@ -726,7 +726,7 @@ class _Rewound(Exception):
 
 @contextlib.contextmanager
 def run_context(
-    cfg: ConfigBase, listener: RunListener | None, step: Callable[[], int] = lambda: 0
+    cfg: ConfigBase, listener: RunListener, step: Callable[[], int] = lambda: 0
 ) -> Iterator[tuple[GracefulStop, RunListener]]:
     """Supervises a run while open; ends quietly if asked to stop before or after its steps.
 
@@ -742,13 +742,13 @@ def run_context(
         # Wait for all processes before the first collective, which would block without a message.
         # A request to stop is handled before the first step.
         stop.agreed("preparing the state", within_seconds=cfg.readiness_timeout_seconds)
-        listeners = RunListeners([status] if listener is None else [listener, status])
+        listener = listener if status is None else RunListeners([listener, status])
         try:
-            yield stop, listeners
+            yield stop, listener
         except StopRun as stopped:  # nothing to save, or already saved
             if stopped.error is not None:
                 raise stopped.error from None
-            listeners.on_end(step(), stopped.request.text)
+            listener.on_end(step(), stopped.request.text)
 
 
 def jit_train_step(

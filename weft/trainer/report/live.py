@@ -259,14 +259,14 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def status_page(port: int | None, watchdog: Watchdog) -> Iterator[RunListener]:
+def status_page(port: int | None, watchdog: Watchdog) -> Iterator[RunStatus | None]:
     """Serves the page while open, and yields the listener that it needs.
 
-    Port 0 is any free port, None serves no page; with several processes, each uses the next port.
+    Port 0 is any free port; with several processes, each uses the next one. None serves no page.
     Raises a StatusPageError if the server cannot listen on the port.
     """
     if port is None:
-        yield RunListener()
+        yield None
         return
     status = RunStatus(watchdog)
 
