@@ -513,11 +513,7 @@ def _steps(train: _Data, epochs: int) -> int:
 
 
 def _model_config(
-    model: Any,
-    loss: NameOrFn | None,
-    metrics: dict[str, NameOrFn],
-    target: str | None,
-    data: _Data,
+    model: Any, loss: NameOrFn | None, metrics: dict[str, NameOrFn], target: str | None, data: _Data
 ) -> Any:
     layer = _layer(model)
     if loss is not None:

@@ -313,7 +313,6 @@ class Learner(_OneForwardPassLearner):
         self._precision = None if cfg.precision is None else as_precision(cfg.precision)
         self._stats = {name: variable_stat(name) for name in cfg.per_variable_stats}
 
-    @nowrap
     def init(self, model_params: base.NestedOptParam) -> dict[str, Any]:
         state = {"optimizer": self._of_optimizer(self.optimizer.init, model_params)}
         if self._ema is not None:
@@ -324,7 +323,6 @@ class Learner(_OneForwardPassLearner):
             state["loss_scale"] = self._loss_scale.init()
         return state
 
-    @nowrap
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
     ) -> dict[str, base.NestedOptStateSpec]:
@@ -338,11 +336,9 @@ class Learner(_OneForwardPassLearner):
             specs["loss_scale"] = self._loss_scale.partition()
         return specs
 
-    @nowrap
     def handles_undefined_loss(self) -> bool:
         return self.config.ignore_undefined_loss
 
-    @nowrap
     def handles_undefined_gradients(
         self, state: Mapping[str, Any], model_params: base.NestedOptParam
     ) -> Nested[bool]:
@@ -353,7 +349,6 @@ class Learner(_OneForwardPassLearner):
         )
         return jax.tree.map(lambda _: handles, model_params)
 
-    @nowrap
     def should_update_with_optimizers(self, model_params: base.NestedOptParam) -> Nested[bool]:
         return jax.tree.map(
             lambda matches, param: matches and not getattr(param, "is_state", False),
@@ -510,7 +505,6 @@ class CompositeLearner(_OneForwardPassLearner):
                 "one loss, which has none; train with one Learner and `update_rules`."
             )
 
-    @nowrap
     def init(self, model_params: base.NestedOptParam) -> dict[str, Any]:
         state = {
             name: self.children[name].init(part) for name, part in self._parts(model_params).items()
@@ -519,7 +513,6 @@ class CompositeLearner(_OneForwardPassLearner):
             state["ema"] = self._ema.init(base.at_least_float32(model_params))
         return state
 
-    @nowrap
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
     ) -> dict[str, base.NestedOptStateSpec]:
@@ -531,11 +524,9 @@ class CompositeLearner(_OneForwardPassLearner):
             specs["ema"] = self._ema.partition(base.at_least_float32(model_param_specs))
         return specs
 
-    @nowrap
     def handles_undefined_loss(self) -> bool:
         return all(learner.handles_undefined_loss() for learner in self.children.values())
 
-    @nowrap
     def handles_undefined_gradients(
         self, state: Mapping[str, Any], model_params: base.NestedOptParam
     ) -> Nested[bool]:
@@ -545,7 +536,6 @@ class CompositeLearner(_OneForwardPassLearner):
         ]
         return _merge_parts(model_params, parts)
 
-    @nowrap
     def should_update_with_optimizers(self, model_params: base.NestedOptParam) -> Nested[bool]:
         parts = [
             self.children[name].should_update_with_optimizers(part)

@@ -183,10 +183,7 @@ def _named(tree: object) -> list[tuple[Any, Any]]:
 
 
 def _text(
-    lookup: "_Lookup",
-    values: Mapping[str, np.ndarray | None],
-    batch: NestedTensor,
-    cfg: ConfigBase,
+    lookup: "_Lookup", values: Mapping[str, np.ndarray | None], batch: NestedTensor, cfg: ConfigBase
 ) -> str:
     names = sorted(lookup.indices.fields)
     if names:

@@ -28,7 +28,7 @@ from weft.errors import (
     did_you_mean,
 )
 from weft.functional import cast_floats as arrays_cast
-from weft.hierarchy import BaseLayer, Module, TensorSpec, WeightedScalar, nowrap
+from weft.hierarchy import BaseLayer, Module, TensorSpec, WeightedScalar
 from weft.interop.hierarchy import InHierarchy
 from weft.trainer.optimizers.base import tree_paths
 from weft.trainer.precision import Precision, as_precision
@@ -54,7 +54,6 @@ class LibraryModel(InHierarchy):
         return loss, aux
 
     @property
-    @nowrap
     def predicts(self) -> bool:
         """True if the module has a method `predict`."""
         return self._model.has_method("predict")

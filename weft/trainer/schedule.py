@@ -72,11 +72,7 @@ def polynomial(
 
 
 def exponential(
-    *,
-    begin_step: int = 0,
-    begin_value: float = 0,
-    end_step: int = 1,
-    end_value: float = 0,
+    *, begin_step: int = 0, begin_value: float = 0, end_step: int = 1, end_value: float = 0
 ) -> ScheduleFn:
     """Interpolates from `begin_value` to `end_value` exponentially, constant before and after.
 

@@ -14,12 +14,7 @@ import numpy as np
 
 from weft.core.axis_rules import Rules, logical_axis_rules
 from weft.hierarchy import BaseLayer, NestedParameterSpec, TensorSpec
-from weft.input import (
-    Input,
-    PrefetchingIterator,
-    host_to_global_device_array,
-    savable_iterator,
-)
+from weft.input import Input, PrefetchingIterator, host_to_global_device_array, savable_iterator
 from weft.trainer.learner import BaseLearner
 from weft.trainer.mesh import KindRules, check_divides, named_sharding
 from weft.trainer.train_step import TrainerState, opt_params

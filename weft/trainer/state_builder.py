@@ -306,10 +306,7 @@ class BaseStateStorageBuilder(Builder):
     ) -> Builder.State:
         validation = self.config.validation
         cfg = Checkpointer.default_config().set(
-            name="checkpointer",
-            dir=base_dir,
-            storage=storage,
-            validation=validation.allowing_more,
+            name="checkpointer", dir=base_dir, storage=storage, validation=validation.allowing_more
         )
         wanted = state.trainer_state
         with cfg.instantiate(parent=None) as checkpointer:
@@ -326,9 +323,7 @@ class BaseStateStorageBuilder(Builder):
                 )
         built = {path for path, leaf in flatten_state(wanted) if is_array(leaf)}
         return Builder.State(
-            step=found,
-            trainer_state=TrainerState(**restored),
-            built_keys=state.built_keys | built,
+            step=found, trainer_state=TrainerState(**restored), built_keys=state.built_keys | built
         )
 
 

@@ -81,10 +81,7 @@ LOSSES: dict[str, OutputFn] = {
     "mae": _same_shape(absolute_error),
     "huber": _same_shape(huber_error),
 }
-METRICS: dict[str, OutputFn] = {
-    "accuracy": _accuracy,
-    **{name: LOSSES[name] for name in LOSSES},
-}
+METRICS: dict[str, OutputFn] = {"accuracy": _accuracy, **{name: LOSSES[name] for name in LOSSES}}
 
 
 class Supervised(BaseModel):
@@ -125,7 +122,6 @@ class Supervised(BaseModel):
             )
         self._add_child("model", as_hierarchy(cfg.layer, inputs=(self._inputs(cfg.batch_spec),)))
 
-    @nowrap
     def _function(self, kind: str, fn: str | OutputFn, named: Mapping[str, OutputFn]) -> OutputFn:
         if not isinstance(fn, str):
             return fn
@@ -149,7 +145,6 @@ class Supervised(BaseModel):
 
         return of_targets
 
-    @nowrap
     def _inputs(self, batch: Mapping[str, Any]) -> Any:
         fields = {k: v for k, v in batch.items() if k not in (self.config.target, ROW_WEIGHT)}
         return next(iter(fields.values())) if len(fields) == 1 else fields
@@ -188,7 +183,6 @@ class Supervised(BaseModel):
         dims = [self._values(name, fn, outputs, batch).ndim for name, fn in fns.items()]
         return all(dims)
 
-    @nowrap
     def _values(self, name: str, fn: OutputFn, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
         rows = len(jax.tree.leaves(batch)[0])
         try:
@@ -208,7 +202,6 @@ class Supervised(BaseModel):
             )
         return values
 
-    @nowrap
     def _mean(
         self, name: str, fn: OutputFn, outputs: Any, batch: Mapping[str, Any]
     ) -> WeightedScalar:

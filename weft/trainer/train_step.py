@@ -111,10 +111,7 @@ def train_step(
         model=results.backward_outputs.updated_params,
         learner=collection.state_updates,
     )
-    summaries = {
-        "model": of_model.output_collection.summaries,
-        "learner": collection.summaries,
-    }
+    summaries = {"model": of_model.output_collection.summaries, "learner": collection.summaries}
     outputs = {"loss": of_model.loss, "aux": of_model.aux, "summaries": summaries}
     if with_gradients:
         outputs["gradients"] = results.backward_outputs.gradients

@@ -53,13 +53,7 @@ from weft.trainer.lookup_checks import check_lookups, check_tokens
 from weft.trainer.model import PerParamDType, model_config
 from weft.trainer.precision import Precision, as_precision
 from weft.trainer.profiling import StepTraces, Throughput
-from weft.trainer.progress import (
-    EARLY_STOPPING,
-    MAX_STEP,
-    RunListener,
-    RunListeners,
-    has_ended,
-)
+from weft.trainer.progress import EARLY_STOPPING, MAX_STEP, RunListener, RunListeners, has_ended
 from weft.trainer.report.live import status_page
 from weft.trainer.report.recorder import reported
 from weft.trainer.run_dir import CHECKPOINTS_DIR, claim_run_dir
@@ -70,11 +64,7 @@ from weft.trainer.summary_writer.base import BaseWriter, CheckpointerAction, clo
 from weft.trainer.summary_writer.files import SummaryWriter
 from weft.trainer.train_step import TrainerState, train_step
 from weft.trainer.trainer_config_modifier import apply_config_modifiers
-from weft.trainer.undefined_loss import (
-    advice_for_first_step,
-    advice_for_later_step,
-    check_loss,
-)
+from weft.trainer.undefined_loss import advice_for_first_step, advice_for_later_step, check_loss
 from weft.trainer.update_transformation import LearnerModule
 from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
 
@@ -791,9 +781,5 @@ def jit_train_step(
         )
     layout = (shardings, None)
     return jax.jit(
-        step,
-        in_shardings=layout,
-        out_shardings=layout,
-        donate_argnums=0,
-        compiler_options=options,
+        step, in_shardings=layout, out_shardings=layout, donate_argnums=0, compiler_options=options
     )

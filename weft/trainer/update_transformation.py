@@ -236,11 +236,9 @@ class WrappedPartitionedGradientTransformation(UpdateTransformation):
         super().__init__(cfg, parent=parent)
         self._transformation = base.as_partitioned(cfg.transformation)
 
-    @nowrap
     def init(self, model_params: base.NestedOptParam) -> Any:
         return self._transformation.init(model_params)
 
-    @nowrap
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
     ) -> base.NestedOptStateSpec:
@@ -269,11 +267,9 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
 
         rules: Required[Sequence[str]] = REQUIRED
 
-    @nowrap
     def init(self, model_params: base.NestedOptParam) -> Any:
         return super().init(self._optimized(model_params))
 
-    @nowrap
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
     ) -> base.NestedOptStateSpec:
@@ -363,11 +359,9 @@ class ConditionalUpdateTransformation(UpdateTransformation):
         self._add_child("inner", as_update_transformation(cfg.inner))
         self._update_schedule = maybe_instantiate(cfg.update_schedule)
 
-    @nowrap
     def init(self, model_params: base.NestedOptParam) -> Any:
         return {"inner": self.inner.init(model_params), "step": jnp.zeros((), jnp.int32)}
 
-    @nowrap
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
     ) -> base.NestedOptStateSpec:
@@ -389,8 +383,7 @@ class ConditionalUpdateTransformation(UpdateTransformation):
             lambda delta: jnp.where(should_update, delta, 0), transformed.delta_updates
         )
         return transformed.replace(
-            delta_updates=deltas,
-            inplace_updates=self._unless(should_update, transformed, updates),
+            delta_updates=deltas, inplace_updates=self._unless(should_update, transformed, updates)
         )
 
     def _unless(self, should_update: Tensor, transformed: Updates, updates: Updates) -> Any:

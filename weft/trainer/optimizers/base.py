@@ -103,9 +103,7 @@ def opt_param_values(params: NestedOptParam) -> NestedTensor:
 
 
 def tree_paths(
-    tree: Nested[object],
-    separator: str = "/",
-    is_leaf: Callable[[Any], bool] | None = None,
+    tree: Nested[object], separator: str = "/", is_leaf: Callable[[Any], bool] | None = None
 ) -> Nested[str]:
     """Returns a tree like `tree` with the path of each leaf, such as "decoder/emb/weight".
 

@@ -145,12 +145,7 @@ class _Frame:
     """Mapping from values to positions on the drawing."""
 
     def __init__(
-        self,
-        width: int,
-        height: int,
-        x_ticks: list[float],
-        y_ticks: list[float],
-        is_log: bool,
+        self, width: int, height: int, x_ticks: list[float], y_ticks: list[float], is_log: bool
     ):
         self.x_ticks, self.y_ticks = x_ticks, y_ticks
         self.left, self.right = _MARGIN_LEFT, width - _MARGIN_RIGHT
