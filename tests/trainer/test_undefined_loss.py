@@ -10,9 +10,9 @@ from weft.config import config_for_class, config_for_function
 from weft.errors import UndefinedLossException
 from weft.input import ArrayInput, Arrays
 from weft.trainer import Learner, SpmdTrainer
+from weft.trainer.anomalies import check_loss
 from weft.trainer.optimizers import sgd_optimizer
 from weft.trainer.summary_writer.base import NoOpWriter
-from weft.trainer.undefined_loss import check_loss
 
 
 class Tower(nnx.Module):

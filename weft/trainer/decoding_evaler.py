@@ -9,7 +9,6 @@ Samples depend only on parameters, prompts and the run's key, so a resumed run r
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -149,13 +148,9 @@ class DecodingEvaler(SpmdEvaler):
             train_summaries=train_summaries,
             force_run=force_run,
         )
-        if outputs is not None:
-            self._write(step, self.metric_calculator.texts(outputs))
+        if outputs is not None and jax.process_index() == 0:
+            path = Path(self.summary_writer.config.dir, f"step_{step:08d}.jsonl")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            samples = self.metric_calculator.texts(outputs)
+            write_atomically(path, "".join(json.dumps(sample) + "\n" for sample in samples))
         return next_key, summaries, outputs if return_aux else None
-
-    def _write(self, step: int, samples: list[dict[str, Any]]) -> None:
-        if jax.process_index():
-            return
-        path = Path(self.summary_writer.config.dir, f"step_{step:08d}.jsonl")
-        os.makedirs(path.parent, exist_ok=True)
-        write_atomically(path, "".join(json.dumps(sample) + "\n" for sample in samples))

@@ -122,7 +122,7 @@ class NonfiniteSearch:
             return result
 
         with trace_calls(check):
-            _, outputs = self._step(state, batch, learner=_make_learner(ForwardOnlyLearner))
+            _, outputs = self._step(state, batch, learner=_idle_learner(None))
         _check(jnp.isfinite(outputs["loss"]), f"{_ROOT}, in its loss")
 
     def _run_backward(self, state: TrainerState, batch: NestedTensor) -> None:
@@ -137,10 +137,8 @@ class NonfiniteSearch:
                 open_calls.pop()
             return _check_gradients(result, f"{open_calls[-1]}, after {call.path}")
 
-        learner = _make_learner(BackwardOnlyLearner)
-        learner.trained = self._trained
         with trace_calls(check):
-            self._step(state, batch, learner=learner)
+            self._step(state, batch, learner=_idle_learner(self._trained))
 
 
 def _jit_with_checks(run: Callable[..., None]) -> jax.stages.Wrapped:
@@ -185,39 +183,34 @@ def _count_common_names(module: str, parameter: str) -> int:
     return best
 
 
-def _make_learner(kind: type[Module]) -> Any:
-    return kind.default_config().set(name="learner").instantiate(parent=None)
+class _IdleLearner(Module):
+    """Substitute for a learner that changes nothing.
 
+    Attributes:
+        trained: paths of the parameters to differentiate; None runs the forward pass only.
+    """
 
-class ForwardOnlyLearner(Module):
-    """Substitute for a learner that runs the forward pass only."""
-
-    def forward_and_backward(
-        self, *, fn: ForwardFn, inputs: NestedTensor, opt_params: NestedOptParam
-    ) -> ForwardBackwardOutputs:
-        values = opt_param_values(opt_params)
-        return ForwardBackwardOutputs(
-            forward_outputs=fn(model_params=values, inputs=inputs),
-            backward_outputs=BackwardOutputs(updated_params=values),
-        )
-
-
-class BackwardOnlyLearner(Module):
-    """Substitute for a learner that differentiates and changes nothing."""
-
-    trained: frozenset[str] = frozenset()
+    trained: frozenset[str] | None = None
 
     def forward_and_backward(
         self, *, fn: ForwardFn, inputs: NestedTensor, opt_params: NestedOptParam
     ) -> ForwardBackwardOutputs:
-        trainable = jax.tree.map(lambda path: path in self.trained, tree_paths(opt_params))
-        forward_pass, _ = forward_and_gradients(
-            fn, inputs=inputs, opt_params=opt_params, trainable=trainable
-        )
-        return ForwardBackwardOutputs(
-            forward_outputs=forward_pass.outputs,
-            backward_outputs=BackwardOutputs(updated_params=opt_param_values(opt_params)),
-        )
+        values, trained = opt_param_values(opt_params), self.trained
+        if trained is None:
+            outputs = fn(model_params=values, inputs=inputs)
+        else:
+            trainable = jax.tree.map(lambda path: path in trained, tree_paths(opt_params))
+            forward_pass, _ = forward_and_gradients(
+                fn, inputs=inputs, opt_params=opt_params, trainable=trainable
+            )
+            outputs = forward_pass.outputs
+        return ForwardBackwardOutputs(outputs, BackwardOutputs(updated_params=values))
+
+
+def _idle_learner(trained: frozenset[str] | None) -> _IdleLearner:
+    learner = _IdleLearner.default_config().set(name="learner").instantiate(parent=None)
+    learner.trained = trained
+    return learner
 
 
 _PATH_ATTRIBUTE = "_place_in_model"

@@ -46,7 +46,6 @@ from weft.trainer.parallelism import MESH_AXIS_NAMES, mesh_shape_from_axes
 from weft.trainer.progress import INPUT_ENDED, RunListener
 from weft.trainer.report.recorder import error_console
 from weft.trainer.run_dir import CHECKPOINTS_DIR
-from weft.trainer.state import with_shardings
 from weft.trainer.state_builder import Builder, TensorStoreStateStorageBuilder
 from weft.trainer.summary_writer.files import JsonLinesWriter, read_json_lines
 from weft.trainer.supervised import ROW_WEIGHT, OutputFn, Supervised
@@ -115,10 +114,8 @@ class FitState:
     def _predict(self) -> Any:
         def predict(variables: Any, inputs: Any) -> Any:
             model: Any = self._trainer.model
-            key, state = jax.random.key(0), {"model": variables}
-            return functional(model, key, state, (inputs,), method="call_model", is_training=False)[
-                0
-            ]
+            call = {"method": "call_model", "is_training": False}
+            return functional(model, jax.random.key(0), {"model": variables}, (inputs,), **call)[0]
 
         return jax.jit(predict)
 
@@ -175,7 +172,11 @@ def _series(directory: str) -> dict[str, np.ndarray]:
         return {}
     by_step: dict[int, dict[str, float]] = {}
     for record in read_json_lines(directory):
-        values = {_RENAMED.get(k, k.removeprefix("model/")): v for k, v in _numbers(record)}
+        values = {
+            _RENAMED.get(path, path.removeprefix("model/")): value
+            for path, value in record.get("values", {}).items()
+            if isinstance(value, int | float)
+        }
         if values:
             by_step.setdefault(record["step"], {}).update(values)
     names = {name for values in by_step.values() for name in values if "/" not in name}
@@ -184,10 +185,6 @@ def _series(directory: str) -> dict[str, np.ndarray]:
         for name in sorted(names)
     }
     return {"step": np.array(list(by_step), int), **columns}
-
-
-def _numbers(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    return [(k, v) for k, v in record.get("values", {}).items() if isinstance(v, int | float)]
 
 
 def _best_step(cfg: ConfigBase, history: History) -> int | None:
@@ -206,9 +203,11 @@ def _variables(trainer: SpmdTrainer, state: TrainerState) -> Any:
 
 
 def _read(cfg: ConfigBase, trainer: SpmdTrainer, step: int) -> TrainerState:
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trainer.trainer_state)
-    layouts = jax.tree.map(lambda x: x.sharding, trainer.trainer_state)
-    wanted = with_shardings(shapes, layouts)._replace(prng_key={}, learner={})
+    model = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        trainer.trainer_state.model,
+    )
+    wanted = TrainerState(prng_key={}, model=model, learner={})
     reader = TensorStoreStateStorageBuilder.default_config().set(
         name="best",
         base_dir=os.path.join(cfg.dir, CHECKPOINTS_DIR),
@@ -283,7 +282,8 @@ def _read_data(data: Any, name: str, batch_size: int | None) -> _Data:
                 f"fit got batch_size={batch_size}, but {name} is a {type(data).__name__}, an "
                 "iterable of batches, which have their sizes; leave batch_size out."
             )
-        batches = Batches(_Mapped(data, lambda batch: _batch(batch, name, checks)).same_kind())
+        mapped = map if isinstance(data, Iterator) else _Mapped
+        batches = Batches(mapped(lambda batch: _batch(batch, name, checks), data))
         found = _Data(name, batches, None, _length(data), checks)
     else:
         raise FitError(f"{name} is a {type(data).__name__}; expected {_FORMS}.")
@@ -296,15 +296,13 @@ def _length(data: Any) -> int | None:
 
 
 class _Mapped:
-    def __init__(self, data: Iterable[Any], fn: Callable[[Any], Any]):
-        self._data, self._fn = data, fn
+    """The results of a function for the items of an iterable, each time that it is iterated."""
+
+    def __init__(self, fn: Callable[[Any], Any], data: Iterable[Any]):
+        self._fn, self._data = fn, data
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._fn, self._data)
-
-    def same_kind(self) -> Iterable[Any]:
-        """Returns an iterator for an iterator, which comes once, else this object."""
-        return iter(self) if iter(self._data) is self._data else self
 
 
 def _fields(data: Any, name: str) -> dict[str, Any]:
@@ -518,7 +516,8 @@ def _model_config(
     layer = _layer(model)
     if loss is not None:
         cfg = Supervised.default_config().set(layer=layer, loss=loss, metrics=metrics)
-        return cfg.set(target=target or _only_target(data.fields))
+        found = [name for name in _TARGETS if name in data.fields]
+        return cfg.set(target=target or (found[0] if len(found) == 1 else None))
     if metrics or target:
         given = f"metrics={list(metrics)}" if metrics else f"target={target!r}"
         raise FitError(
@@ -547,11 +546,6 @@ def _structure(model: Any) -> str:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), state)
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(nnx.merge(graphdef, shapes)))
     return f" with structure {hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def _only_target(fields: Mapping[str, Any]) -> str | None:
-    found = [name for name in _TARGETS if name in fields]
-    return found[0] if len(found) == 1 else None
 
 
 def _metrics(

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from weft.config import REQUIRED, Required, config_class, maybe_set_config
+from weft.core.spmd import axes_of
 from weft.distributed.preemption import batches_until_stopped
 from weft.errors import InferenceError
 from weft.hierarchy.module import Module
@@ -24,7 +25,6 @@ from weft.input.dispatch import LOGICAL_ROW_KEY
 from weft.trainer.inference import InferenceRunner
 from weft.trainer.inference_output import BaseOutputWriter, OutputRecordWriter
 from weft.traverse_util import flatten_dict, unflatten_dict
-from weft.typing import PartitionSpec
 
 
 def pop_string_tensors(input_batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -82,13 +82,18 @@ class InferencePipeline(Module):
 
     def _check_rows(self) -> None:
         partition_type = self.runner.config.input_batch_partition_spec
-        read = self.input.partition_spec
-        placed = partition_type.partition_spec(jax.sharding.get_mesh())
-        if _row_axes(read) != _row_axes(placed):
+        read, placed = (
+            axes_of(spec[0] if len(spec) else None)
+            for spec in (
+                self.input.partition_spec,
+                partition_type.partition_spec(jax.sharding.get_mesh()),
+            )
+        )
+        if read != placed:
             raise InferenceError(
-                f"{self.path()}: the input shards the rows of a batch over {_row_axes(read)}, the "
-                f"runner, by input_batch_partition_spec={partition_type}, over "
-                f"{_row_axes(placed)}. Set one of them to that of the other."
+                f"{self.path()}: the input shards the rows of a batch over {read}, the runner, by "
+                f"input_batch_partition_spec={partition_type}, over {placed}. Set one of them to "
+                "that of the other."
             )
 
     def run(self, **kwargs: Any) -> None:
@@ -113,10 +118,3 @@ class InferencePipeline(Module):
                     output_batch=result.output_batch,
                 )
         self.output_writer.flush()
-
-
-def _row_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    rows = spec[0] if len(spec) else None
-    if rows is None:
-        return ()
-    return (rows,) if isinstance(rows, str) else tuple(rows)

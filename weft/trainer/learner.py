@@ -434,14 +434,11 @@ class Learner(_OneForwardPassLearner):
 
     def _of_optimizer(self, make: Callable[[Any], Any], params: Any) -> Any:
         """Returns the optimizer's state, or its layout, for parameters or their specs."""
-        optimized = self._optimized(params)
+        optimized = mask_tree(params, keep=self.should_update_with_optimizers(params))
         if self._precision is None:
             return make(optimized)
         made = make(base.at_least_float32(optimized))
         return self._precision.with_stored_moments(made, optimized)
-
-    def _optimized(self, tree: Any) -> Any:
-        return mask_tree(tree, keep=self.should_update_with_optimizers(tree))
 
     def _add_per_variable_summaries(self, updates: Updates) -> None:
         chosen = self.config.enable_per_variable_summaries

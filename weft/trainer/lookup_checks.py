@@ -28,7 +28,7 @@ from weft.errors import InputDatasetError, TokenizerError
 from weft.hierarchy import LearnedPositionalEmbedding
 from weft.input.tokenizers import Tokenizer, as_tokenizer
 from weft.lifting.state_creation import consts_and_carry
-from weft.trainer.optimizers.base import path_name
+from weft.trainer.optimizers.base import leaves_by_path, path_name
 from weft.trainer.run_dir import find_fields
 from weft.trainer.train_step import TrainerState
 from weft.trainer.trainer_config_modifier import find_values
@@ -54,7 +54,8 @@ def check_tokens(cfg: ConfigBase) -> None:
     fields = find_fields("tokenizer", cfg)
     own_first = sorted(fields, key=lambda path: not path.startswith("input."))
     tokenizers = {path: as_tokenizer(fields[path]) for path in own_first}
-    vocabularies = find_values(cfg.model, _is_size)
+    sizes = find_fields("vocab_size", cfg.model)
+    vocabularies = {path: size for path, size in sizes.items() if isinstance(size, int)}
     if vocabularies:
         # If there are several, those of text are the larger ones.
         field = max(vocabularies, key=lambda path: vocabularies[path])
@@ -64,10 +65,6 @@ def check_tokens(cfg: ConfigBase) -> None:
             _check_vocabulary(path, tokenizer, field, vocabularies[field], special)
     _check_equal(tokenizers)
     _check_lengths(cfg)
-
-
-def _is_size(path: str, value: object) -> bool:
-    return path.rpartition(".")[2] == "vocab_size" and isinstance(value, int)
 
 
 def _special_ids(model: Any, field: str) -> Mapping[str, int]:
@@ -151,15 +148,15 @@ def check_lookups(
         InputDatasetError: if the batch has an id, or the model a position, without a row.
         TokenizerError: if a tokenizer has.
     """
-    paths, fields = _named(state), _named(batch)
+    paths, fields = leaves_by_path(state), leaves_by_path(batch)
     num_other = len(program.jaxpr.invars) - len(paths) - len(fields)
-    tables = [path_name(p[1:]) if p[0].name == "model" else None for p, _ in paths]
-    arguments = [_Argument(table=table) for table in tables] + [_Argument()] * num_other
-    shapes = {path_name(path): x for path, x in fields}
+    tables = [path_name(p[1:]) if p[0].name == "model" else None for p in paths]
+    arguments = [_Known(table=table) for table in tables] + [_Known()] * num_other
+    shapes = {path_name(path): x for path, x in fields.items()}
     values = {name: _integers(x) for name, x in shapes.items()}
 
     def first_wrong(values: Mapping[str, np.ndarray | None]) -> "_Lookup | None":
-        given = [_Argument(_Known(x, frozenset([name]))) for name, x in values.items()]
+        given = [_Known(x, frozenset([name])) for name, x in values.items()]
         frame = _Frame(program.jaxpr, [*arguments, *given], program.consts)
         return next((x for x in frame.lookups() if x.is_wrong()), None)
 
@@ -178,10 +175,6 @@ def check_lookups(
             )
 
 
-def _named(tree: object) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_flatten_with_path(tree)[0]
-
-
 def _text(
     lookup: "_Lookup", values: Mapping[str, np.ndarray | None], batch: NestedTensor, cfg: ConfigBase
 ) -> str:
@@ -194,7 +187,7 @@ def _text(
             f"Give the table more rows, or the input ids from 0 to {lookup.rows - 1}."
         )
     low, high = lookup.range()
-    fields = [(path_name(path), x.shape) for path, x in _named(batch)]
+    fields = [(path_name(path), x.shape) for path, x in leaves_by_path(batch).items()]
     sequences = [f"{name} of shape {shape}" for name, shape in fields if high + 1 in shape[1:]]
     lengths = find_fields("sequence_length", cfg.input).items()
     longer = [path for path, n in lengths if isinstance(n, int) and n > lookup.rows]
@@ -225,16 +218,16 @@ def _integers(x: Any) -> np.ndarray | None:
 
 
 class _Known(NamedTuple):
-    """Value, None if it is unknown, and the fields of the batch that it depends on."""
+    """Knowledge of a variable of a program.
+
+    Attributes:
+        value: None if it is unknown.
+        fields: those of the batch that the value depends on.
+        table: path of the parameter that the variable is.
+    """
 
     value: Any = None
     fields: frozenset[str] = frozenset()
-
-
-class _Argument(NamedTuple):
-    """Argument of a program: a known value, or a table, by its path."""
-
-    known: _Known = _Known()
     table: str | None = None
 
 
@@ -272,11 +265,11 @@ class _Lookup(NamedTuple):
 class _Frame:
     """Call of a program: values of its variables, each computed when it is needed."""
 
-    def __init__(self, jaxpr: "Jaxpr", arguments: Sequence[_Argument], consts: Sequence[Any] = ()):
+    def __init__(self, jaxpr: "Jaxpr", arguments: Sequence[_Known], consts: Sequence[Any] = ()):
         self._jaxpr = jaxpr
-        self._found: dict[Any, _Argument] = dict(zip(jaxpr.invars, arguments, strict=True))
+        self._found: dict[Any, _Known] = dict(zip(jaxpr.invars, arguments, strict=True))
         for var, x in zip(jaxpr.constvars, consts, strict=False):
-            self._found[var] = _Argument(_Known(_constant(x)))
+            self._found[var] = _Known(_constant(x))
         self._equations = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self._inner: dict[int, _Frame] = {}
 
@@ -296,8 +289,7 @@ class _Frame:
             return
         operand, starts = eqn.invars
         table = self.argument(operand).table
-        indices = self.argument(starts).known if table is not None else _Known()
-        if table is not None and indices.value is not None:
+        if table is not None and (indices := self.argument(starts)).value is not None:
             axes = eqn.params["dimension_numbers"].start_index_map
             aval: Any = operand.aval
             yield _Lookup(table, aval.shape, axes, eqn.params["slice_sizes"], indices)
@@ -309,28 +301,24 @@ class _Frame:
         num_consts, num_carry = consts_and_carry(eqn.params)
         first_row = num_consts + num_carry
         outer = [self.argument(var) for var in eqn.invars]
-        rows = [x.known for x in outer[first_row:]]
+        carry, rows = outer[num_consts:first_row], outer[first_row:]
         varies = any(row.value is not None for row in rows)
         for i in range(min(eqn.params["length"], _ITERATIONS if varies else 1)):
             at = -1 - i if eqn.params["reverse"] else i
-            given = [
-                x if x.known.value is None else x._replace(known=_row(x.known, at))
-                for x in outer[first_row:]
-            ]
-            carry = outer[num_consts:first_row]
-            before = carry if i == 0 else [_Argument()] * len(carry)
+            given = [x if x.value is None else x._replace(value=x.value[at]) for x in rows]
+            before = carry if i == 0 else [_Known()] * len(carry)
             yield from _Frame(body, [*outer[:num_consts], *before, *given]).lookups()
 
-    def argument(self, var: Any) -> _Argument:
+    def argument(self, var: Any) -> _Known:
         """Returns what is known of a variable."""
         if hasattr(var, "val"):
-            return _Argument(_Known(np.asarray(var.val)))
+            return _Known(np.asarray(var.val))
         if var not in self._found:
             eqn = self._equations[var]
             self._found[var] = self._computed(eqn, list(eqn.outvars).index(var))
         return self._found[var]
 
-    def _computed(self, eqn: "JaxprEqn", output: int) -> _Argument:
+    def _computed(self, eqn: "JaxprEqn", output: int) -> _Known:
         if _called(eqn) is not None:
             inner = self._inner_frame(eqn)
             return inner.argument(inner._jaxpr.outvars[output])
@@ -339,11 +327,11 @@ class _Frame:
             return self.argument(eqn.invars[output])
         inputs = [self.argument(var) for var in eqn.invars] if name in _RULES else []
         table = inputs[0].table if name in _UNCHANGED else None
-        if name not in _RULES or any(x.known.value is None for x in inputs):
-            return _Argument(table=table)
+        if name not in _RULES or any(x.value is None for x in inputs):
+            return _Known(table=table)
         with np.errstate(all="ignore"):
-            value = _RULES[name](*(x.known.value for x in inputs), **eqn.params)
-        return _Argument(_Known(value, frozenset().union(*(x.known.fields for x in inputs))))
+            value = _RULES[name](*(x.value for x in inputs), **eqn.params)
+        return _Known(value, frozenset().union(*(x.fields for x in inputs)))
 
     def _inner_frame(self, eqn: "JaxprEqn") -> "_Frame":
         if id(eqn) not in self._inner:
@@ -366,10 +354,6 @@ def _has_lookups(jaxpr: "Jaxpr") -> bool:
 
     names = (eqn.primitive.name for eqn in jaxpr.eqns)
     return "gather" in names or any(map(_has_lookups, subjaxprs(jaxpr)))
-
-
-def _row(known: _Known, at: int) -> _Known:
-    return known._replace(value=known.value[at])
 
 
 def _constant(x: Any) -> np.ndarray | None:
@@ -405,13 +389,9 @@ def _of_arrays(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *xs, **_: fn(*xs)
 
 
-def _same(x: np.ndarray, **_: Any) -> np.ndarray:
-    return x
-
-
 _UNCHANGED = ("convert_element_type", "copy", "copy_p", "reshard", "sharding_constraint")
 _RULES: Mapping[str, Callable[..., Any]] = {
-    **dict.fromkeys(_UNCHANGED, _same),
+    **dict.fromkeys(_UNCHANGED, lambda x, **_: x),
     "convert_element_type": lambda x, *, new_dtype, **_: x.astype(new_dtype),
     "reshape": lambda x, *, new_sizes, **_: x.reshape(new_sizes),
     "squeeze": lambda x, *, dimensions: x.squeeze(dimensions),

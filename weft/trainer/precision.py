@@ -135,23 +135,17 @@ def _checked(name: str, dtype: DType | None) -> DType | None:
     )
 
 
-def _policy(
-    param_dtype: str, compute_dtype: str, quantization: str | None = None
-) -> Precision.Config:
-    return Precision.default_config().set(
-        param_dtype=param_dtype,
-        compute_dtype=compute_dtype,
-        quantization=quantization,
-        moment_dtype=param_dtype,
-    )
-
-
 _POLICIES = {
-    "float32": _policy("float32", "float32"),
-    "mixed_bfloat16": _policy("float32", "bfloat16"),
-    "bfloat16": _policy("bfloat16", "bfloat16"),
-    "int8": _policy("float32", "float32", "int8"),
-    "fp8": _policy("float32", "float32", "fp8"),
+    name: Precision.default_config().set(
+        param_dtype=stored, compute_dtype=computed, quantization=quantization, moment_dtype=stored
+    )
+    for name, stored, computed, quantization in (
+        ("float32", "float32", "float32", None),
+        ("mixed_bfloat16", "float32", "bfloat16", None),
+        ("bfloat16", "bfloat16", "bfloat16", None),
+        ("int8", "float32", "float32", "int8"),
+        ("fp8", "float32", "float32", "fp8"),
+    )
 }
 
 

@@ -370,15 +370,17 @@ def _count(jaxpr: "Jaxpr", sources: list[str | None]) -> tuple[Flops, list[str |
 def _count_equation(
     equation: "JaxprEqn", sources: list[str | None]
 ) -> tuple[Flops, list[str | None]]:
+    from jax.extend.core import jaxprs_in_params
+
     name, params = equation.primitive.name, equation.params
     computed: list[str | None] = [None] * len(equation.outvars)
     if name in _PRODUCTS:
         source = next((s for s in sources if s is not None), None)
         return Counter({source: _PRODUCTS[name](equation)}), computed
-    inner = [jaxpr for value in params.values() for jaxpr in _jaxprs(value)]
+    inner = list(jaxprs_in_params(params))
     if not inner:
         # With a single array operand, such as a cast, transpose or slice, a weight stays a weight.
-        arrays = [s for v, s in zip(equation.invars, sources, strict=True) if not _is_scalar(v)]
+        arrays = [s for v, s in zip(equation.invars, sources, strict=True) if v.aval.shape]
         return Counter(), arrays * len(computed) if len(arrays) == 1 else computed
     counted = [_count(jaxpr, _of_body(name, jaxpr, sources)) for jaxpr in inner]
     if name == "cond":
@@ -419,18 +421,6 @@ _PRODUCTS: dict[str, Callable[[Any], int]] = {
 
 def _size(equation: Any) -> int:
     return math.prod(equation.outvars[0].aval.shape)
-
-
-def _is_scalar(variable: Any) -> bool:
-    return not variable.aval.shape
-
-
-def _jaxprs(value: object) -> list[Any]:
-    """Returns the jaxprs in a parameter of an equation, open or closed, alone or in a sequence."""
-    if isinstance(value, tuple | list):
-        return [jaxpr for item in value for jaxpr in _jaxprs(item)]
-    value = getattr(value, "jaxpr", value)
-    return [value] if hasattr(value, "eqns") else []
 
 
 _DEFAULT_STEPS = 3

@@ -106,16 +106,9 @@ class RunLock:
                 "from the last checkpoint."
             )
 
-    def __enter__(self) -> "RunLock":
-        self.acquire()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.release()
-
     # Taking the directory.
 
-    def acquire(self) -> None:
+    def __enter__(self) -> "RunLock":
         """Takes the directory, and creates it if it is missing.
 
         Raises:
@@ -133,17 +126,18 @@ class RunLock:
             os.pwrite(self._fd, data, 0)
             os.ftruncate(self._fd, len(data))
             os.fsync(self._fd)
-        except OSError as error:
+        except BaseException as error:
             self.release()
-            if isinstance(error, RunDirError):
-                raise
-            raise unwritable_error(directory, error) from error
-        except BaseException:
-            self.release()
+            if isinstance(error, OSError) and not isinstance(error, RunDirError):
+                raise unwritable_error(directory, error) from error
             raise
         _OPEN.add(self)
         self._seen = -math.inf
         self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
 
     def _wait_for_file(self) -> int:
         """Returns the open lock file, as soon as it has no living owner."""
@@ -273,13 +267,8 @@ def run_lock(directory: str) -> Iterator[RunLock]:
             yield held
             return
     lock = RunLock(directory)
-    if jax.process_index() == 0:
-        lock.acquire()
-    try:
-        with _HELD.push(lock):
-            yield lock
-    finally:
-        lock.release()
+    with lock if jax.process_index() == 0 else contextlib.nullcontext(), _HELD.push(lock):
+        yield lock
 
 
 def is_in_use(directory: str) -> bool:

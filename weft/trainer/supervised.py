@@ -81,7 +81,7 @@ LOSSES: dict[str, OutputFn] = {
     "mae": _same_shape(absolute_error),
     "huber": _same_shape(huber_error),
 }
-METRICS: dict[str, OutputFn] = {"accuracy": _accuracy, **{name: LOSSES[name] for name in LOSSES}}
+METRICS: dict[str, OutputFn] = {"accuracy": _accuracy, **LOSSES}
 
 
 class Supervised(BaseModel):

@@ -41,7 +41,14 @@ from weft.hierarchy import BaseLayer, Module, nowrap
 from weft.input import Input, PrefetchingIterator
 from weft.trainer import mesh as mesh_lib
 from weft.trainer import state as state_lib
-from weft.trainer.anomalies import AnomalyGuard, AnomalyPolicy, Step
+from weft.trainer.anomalies import (
+    AnomalyGuard,
+    AnomalyPolicy,
+    Step,
+    advice_for_first_step,
+    advice_for_later_step,
+    check_loss,
+)
 from weft.trainer.checkpointer.checkpointer import BaseCheckpointer, Checkpointer
 from weft.trainer.checkpointer.host_state import RunState
 from weft.trainer.compilation import compilation_cache, options_for_init, options_for_steps
@@ -64,7 +71,6 @@ from weft.trainer.summary_writer.base import BaseWriter, CheckpointerAction, clo
 from weft.trainer.summary_writer.files import SummaryWriter
 from weft.trainer.train_step import TrainerState, train_step
 from weft.trainer.trainer_config_modifier import apply_config_modifiers
-from weft.trainer.undefined_loss import advice_for_first_step, advice_for_later_step, check_loss
 from weft.trainer.update_transformation import LearnerModule
 from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
 

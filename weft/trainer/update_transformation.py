@@ -289,7 +289,7 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
         }
         return optimized.replace(
             opt_params=updates.opt_params,
-            inplace_updates=_with_leaves(updates.inplace_updates, replacements),
+            inplace_updates=_nested(base.leaves_by_path(updates.inplace_updates) | replacements),
         )
 
     def _replaces(self, path: str) -> bool:
@@ -382,19 +382,14 @@ class ConditionalUpdateTransformation(UpdateTransformation):
         deltas = jax.tree.map(
             lambda delta: jnp.where(should_update, delta, 0), transformed.delta_updates
         )
-        return transformed.replace(
-            delta_updates=deltas, inplace_updates=self._unless(should_update, transformed, updates)
-        )
-
-    def _unless(self, should_update: Tensor, transformed: Updates, updates: Updates) -> Any:
-        """Returns in-place updates that keep parameters in skipped steps."""
+        # In skipped steps, in-place updates keep the parameters.
         values = base.leaves_by_path(updates.param_values())
         before = values | base.leaves_by_path(updates.inplace_updates)
-        leaves = {
+        inplace = {
             path: jnp.where(should_update, value, before[path])
             for path, value in base.leaves_by_path(transformed.inplace_updates).items()
         }
-        return _with_leaves({}, leaves)
+        return transformed.replace(delta_updates=deltas, inplace_updates=_nested(inplace))
 
 
 def as_update_transformation(cfg: InstantiableConfig) -> UpdateTransformation.Config:
@@ -404,6 +399,5 @@ def as_update_transformation(cfg: InstantiableConfig) -> UpdateTransformation.Co
     return WrappedPartitionedGradientTransformation.default_config().set(transformation=cfg)
 
 
-def _with_leaves(tree: object, leaves: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
-    merged = {**base.leaves_by_path(tree), **leaves}
-    return unflatten_dict({tuple(part.key for part in path): x for path, x in merged.items()})
+def _nested(leaves: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
+    return unflatten_dict({tuple(part.key for part in path): x for path, x in leaves.items()})

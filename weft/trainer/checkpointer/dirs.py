@@ -205,23 +205,15 @@ class CommitGroup:
 
 
 _FULL_DISK_NUMBERS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# Texts of array storage in place of Python's errno.
-_FULL_DISK_TEXTS = (
-    "ENOSPC",
-    "EDQUOT",
-    "EFBIG",
-    "No space left",
-    "quota exceeded",
-    "File too large",
-)
+# In messages of array storage in place of Python's errno.
+_FULL_DISK_TEXT = re.compile("ENOSPC|EDQUOT|EFBIG|No space left|quota exceeded|File too large")
 
 
 def is_disk_full(error: BaseException | None) -> bool:
     """Returns whether an error, or one of its causes, reports a full disk or quota."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL_DISK_NUMBERS:
-            return True
-        if any(text in str(error) for text in _FULL_DISK_TEXTS):
+        has_number = isinstance(error, OSError) and error.errno in _FULL_DISK_NUMBERS
+        if has_number or _FULL_DISK_TEXT.search(str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False
