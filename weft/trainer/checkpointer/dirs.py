@@ -164,13 +164,13 @@ class CommitGroup:
             yield
             return
         os.makedirs(self._dir, exist_ok=True)
-        Path(self._file(self._index, "writing")).touch()
+        self._file(self._index, "writing").touch()
         try:
             yield
         except BaseException as error:
-            own = self._file(self._index, "writing")
-            with contextlib.suppress(OSError), open(own, "w", encoding="utf-8") as file:
-                file.write(f"{type(error).__name__}: {error}")
+            text = f"{type(error).__name__}: {error}"
+            with contextlib.suppress(OSError):
+                self._file(self._index, "writing").write_text(text, encoding="utf-8")
             # The first process may have failed too, and removed everything.
             with contextlib.suppress(OSError):
                 self._rename("full" if is_disk_full(error) else "failed")
@@ -182,19 +182,19 @@ class CommitGroup:
             self._wait_for(other)
         shutil.rmtree(self._dir)
 
-    def _file(self, index: int, state: str) -> str:
-        return os.path.join(self._dir, f"{index}.{state}")
+    def _file(self, index: int, state: str) -> Path:
+        return Path(self._dir, f"{index}.{state}")
 
     def _rename(self, state: str) -> None:
         os.rename(self._file(self._index, "writing"), self._file(self._index, state))
 
     def _wait_for(self, other: int) -> None:
         deadline = time.monotonic() + _BARRIER_SECONDS
-        while not os.path.exists(self._file(other, "written")):
+        while not self._file(other, "written").exists():
             for state, number in (("full", errno.ENOSPC), ("failed", errno.EIO)):
-                if os.path.exists(self._file(other, state)):
-                    with open(self._file(other, state), encoding="utf-8") as file:
-                        reason = file.read() or os.strerror(number)
+                file = self._file(other, state)
+                if file.exists():
+                    reason = file.read_text(encoding="utf-8") or os.strerror(number)
                     raise OSError(number, f"process {other} of {self._count}: {reason}")
             if time.monotonic() > deadline:
                 raise TimeoutError(

@@ -7,6 +7,7 @@ import base64
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import quote
 
@@ -54,8 +55,7 @@ def maybe_save_python_savables(value_map: Mapping[str, object], *, dir: str) -> 
             ) from None
         file = _file(dir, path, jax.process_index(), jax.process_count())
         os.makedirs(os.path.dirname(file), exist_ok=True)
-        with open(file, "w", encoding="utf-8") as f:
-            f.write(text)
+        Path(file).write_text(text, encoding="utf-8")
 
 
 def maybe_restore_python_savables(value_map: Mapping[str, object], *, dir: str) -> None:

@@ -28,20 +28,16 @@ def global_norm(updates: NestedTensor) -> Tensor:
 
 def norm_by_squares(updates: NestedTensor) -> Tensor:
     """Returns the norm in one pass over the updates; infinite if a sum of squares is."""
-    return optax.tree.norm(jax.tree.map(_at_least_float32, updates))
+    return optax.tree.norm(base.at_least_float32(updates))
 
 
 def _norm_by_shares(updates: NestedTensor) -> Tensor:
     """Returns the norm relative to the largest absolute value, at most the largest float."""
-    updates = jax.tree.map(_at_least_float32, updates)
+    updates = base.at_least_float32(updates)
     largest = optax.tree.norm(updates, ord="inf")
     norm = largest * optax.tree.norm(jax.tree.map(lambda u: u / largest, updates))
     norm = jnp.minimum(norm, jnp.finfo(norm.dtype).max)
     return jnp.where(jnp.isfinite(largest), norm, largest)
-
-
-def _at_least_float32(update: Tensor) -> Tensor:
-    return update.astype(jnp.promote_types(update.dtype, jnp.float32))
 
 
 def scaled(updates: NestedTensor, factor: Tensor) -> NestedTensor:

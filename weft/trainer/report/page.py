@@ -121,8 +121,8 @@ def _facts(run: Results) -> dict[str, str]:
 
 def _loss_section(run: Results) -> str:
     train = run.train("loss")
-    series = [] if not train else [Series("each step", train, faint=True)]
-    series += [Series("train, averaged", smoothed(train))] if train else []
+    averaged = Series("train, averaged", smoothed(train))
+    series = [Series("each step", train, faint=True), averaged] if train else []
     series += _eval_series(run, "loss")
     if not series:
         return "<section><h2>Loss</h2><p>No summaries were written yet.</p></section>"
