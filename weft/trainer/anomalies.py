@@ -218,11 +218,10 @@ class AnomalyGuard:
         self,
         policy: AnomalyPolicy,
         step: Callable[..., tuple[Any, dict[str, Any]]],
-        *,
         shardings: TrainerState,
         mesh: jax.sharding.Mesh,
-        train_dtype: Any = None,
-        compiler_options: dict[str, Any] | None = None,
+        train_dtype: Any,
+        compiler_options: dict[str, Any] | None,
     ):
         self._policy, self._train_dtype = policy, train_dtype
         self._search = NonfiniteSearch(step)

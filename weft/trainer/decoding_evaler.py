@@ -32,7 +32,7 @@ from weft.input.tokenizers import Tokenizer, as_tokenizer, until_end
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.metric_calculator import BaseMetricCalculator
 from weft.trainer.run_dir import write_atomically
-from weft.typing import Nested, NestedTensor, Tensor
+from weft.typing import NestedTensor, Tensor
 
 
 class SampleDecoding(BaseMetricCalculator):
@@ -129,28 +129,9 @@ class DecodingEvaler(SpmdEvaler):
     class Config(SpmdEvaler.Config):
         metric_calculator: SampleDecoding.Config = SampleDecoding.default_config()
 
-    def eval_step(
-        self,
-        step: int,
-        *,
-        prng_key: Tensor,
-        model_params: NestedTensor,
-        return_aux: bool = False,
-        train_summaries: dict[str, Any] | None = None,
-        force_run: bool = False,
-    ) -> tuple[Tensor, dict[str, Any] | None, list[Nested[Any]] | None]:
-        """Samples if the policy wants this step; see `SpmdEvaler.eval_step`."""
-        next_key, summaries, outputs = super().eval_step(
-            step,
-            prng_key=prng_key,
-            model_params=model_params,
-            return_aux=True,
-            train_summaries=train_summaries,
-            force_run=force_run,
-        )
-        if outputs is not None and jax.process_index() == 0:
+    def _on_outputs(self, step: int, outputs: list[Any]) -> None:
+        if jax.process_index() == 0:
             path = Path(self.summary_writer.config.dir, f"step_{step:08d}.jsonl")
             path.parent.mkdir(parents=True, exist_ok=True)
             samples = self.metric_calculator.texts(outputs)
             write_atomically(path, "".join(json.dumps(sample) + "\n" for sample in samples))
-        return next_key, summaries, outputs if return_aux else None

@@ -265,7 +265,11 @@ class SpmdEvaler(Module):
         )
         self.summary_writer(step, summaries)
         self.summary_writer.flush()
+        self._on_outputs(step, outputs)
         return next_key, summaries, outputs if return_aux else None
+
+    def _on_outputs(self, step: int, outputs: list[Any]) -> None:
+        """Handles the calculator's outputs for each batch of an evaluation."""
 
     def _global_batches(self) -> Generator[NestedTensor]:
         input_: Input = self.input
@@ -293,7 +297,7 @@ def run_evalers(
     step: int,
     prng_key: Tensor,
     model_params: NestedTensor,
-    train_summaries: Mapping[str, Any] | None,
+    train_summaries: Mapping[str, Any] | None = None,
     listener: RunListener,
     forced: Collection[str] | None = None,
     before: Callable[[], None] | None = None,

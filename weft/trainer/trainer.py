@@ -15,7 +15,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -479,7 +479,7 @@ class SpmdTrainer(Module):
             wanted = set(self._evalers if all_names else return_evaler_summaries or ())
             if has_ended(reason):
                 missing = (due_at_end(self._evalers) | wanted) - evaler_summaries.keys()
-                evaler_summaries |= self._run_evalers(None, listener, forced=missing)
+                evaler_summaries |= self._run_evalers(listener, forced=missing)
             listener.on_end(self._step, reason)
             if not return_evaler_summaries:
                 return outputs and {"loss": outputs["loss"], "aux": outputs["aux"]}
@@ -534,7 +534,9 @@ class SpmdTrainer(Module):
                     try:
                         if self._evalers:
                             evaler_summaries = self._run_evalers(
-                                step.outputs["summaries"], listener, before=self._settle_first
+                                listener,
+                                train_summaries=step.outputs["summaries"],
+                                before=self._settle_first,
                             )
                             if evaler_summaries and self._throughput:
                                 self._throughput.idle.restart()
@@ -654,22 +656,14 @@ class SpmdTrainer(Module):
                 checkpoints, state=self._state, action=CheckpointerAction.RESTORE, step=self._step
             )
 
-    def _run_evalers(
-        self,
-        train_summaries: dict[str, Any] | None,
-        listener: RunListener,
-        forced: Collection[str] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> dict[str, Any]:
+    def _run_evalers(self, listener: RunListener, **which: Any) -> dict[str, Any]:
         return run_evalers(
             self._evalers,
             step=self._step,
             prng_key=jax.random.fold_in(self.trainer_state.prng_key, 0),
             model_params=self.model_params_for_eval(),
-            train_summaries=train_summaries,
             listener=listener,
-            forced=forced,
-            before=before,
+            **which,
         )
 
     def _save_if_due(self, evaler_summaries: dict[str, Any], listener: RunListener) -> None:
@@ -776,15 +770,8 @@ def jit_train_step(
     platform = mesh.devices.flat[0].platform
     options = options_for_steps(platform, specs.model, input_.element_spec, cfg.max_step)
     if cfg.anomaly_policy is not None:
-        policy = cfg.anomaly_policy.instantiate()
-        return AnomalyGuard(
-            policy,
-            step,
-            shardings=shardings,
-            mesh=mesh,
-            train_dtype=maybe_instantiate(cfg.train_dtype),
-            compiler_options=options,
-        )
+        policy, dtype = cfg.anomaly_policy.instantiate(), maybe_instantiate(cfg.train_dtype)
+        return AnomalyGuard(policy, step, shardings, mesh, dtype, options)
     layout = (shardings, None)
     return jax.jit(
         step, in_shardings=layout, out_shardings=layout, donate_argnums=0, compiler_options=options
