@@ -15,6 +15,7 @@ computed here from the batch, with NumPy, for those lookups whose indices follow
 the batch and from shapes alone. Nothing is compiled.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -410,20 +411,15 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "select_n": _of_arrays(lambda which, *cases: np.choose(which, cases)),
     "clamp": _of_arrays(lambda low, x, high: np.clip(x, low, high)),
     **{
+        name: _of_arrays(getattr(operator, name))
+        for name in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne")
+    },
+    **{
         name: _of_arrays(fn)
         for name, fn in {
-            "add": np.add,
-            "sub": np.subtract,
-            "mul": np.multiply,
             "rem": np.fmod,
             "max": np.maximum,
             "min": np.minimum,
-            "lt": np.less,
-            "le": np.less_equal,
-            "gt": np.greater,
-            "ge": np.greater_equal,
-            "eq": np.equal,
-            "ne": np.not_equal,
             "and": np.bitwise_and,
             "or": np.bitwise_or,
             "not": np.invert,

@@ -48,33 +48,14 @@ _KEY_BYTES = 32
 # Fields that do not affect the parameters after a given step.
 MAY_CHANGE = frozenset(
     {
-        "name",
-        "dir",
-        "max_step",
-        "mesh_shape",
-        "mesh_axis_names",
-        "mesh_rules",
-        "batch_axis_names",
-        "evalers",
-        "checkpointer",
-        "summary_writer",
-        "log_every_n_steps",
-        "watchdog_timeout_seconds",
-        "crash_on_hang_timeout_seconds",
-        "readiness_timeout_seconds",
-        "status_port",
+        *("name", "dir", "max_step", "evalers", "checkpointer", "summary_writer"),
+        *("mesh_shape", "mesh_axis_names", "mesh_rules", "batch_axis_names"),
+        *("log_every_n_steps", "throughput", "status_port", "compilation_cache_dir"),
+        *("watchdog_timeout_seconds", "crash_on_hang_timeout_seconds", "readiness_timeout_seconds"),
         # Changed to get past the step at which a run has stopped.
-        "anomaly_policy",
-        "early_stopping",
-        "throughput",
-        "compilation_cache_dir",
-        "config_modifiers",
-        "start_trace_steps",
-        "n_steps_for_each_trace",
-        "start_trace_process_indices",
-        "host_tracer_level",
-        "python_tracer_level",
-        "context_manager",
+        *("anomaly_policy", "early_stopping"),
+        *("start_trace_steps", "n_steps_for_each_trace", "start_trace_process_indices"),
+        *("host_tracer_level", "python_tracer_level", "context_manager", "config_modifiers"),
     }
 )
 
