@@ -317,13 +317,8 @@ def forward_flops(model: Module, params: NestedTensor, batch: NestedTensor) -> i
     """
 
     def forward(params: NestedTensor, batch: NestedTensor) -> Any:
-        (loss, _), _ = functional(
-            model,
-            prng_key=jax.random.key(0),
-            state=params,
-            inputs={"input_batch": batch},
-            is_training=True,
-        )
+        key, inputs = jax.random.key(0), {"input_batch": batch}
+        (loss, _), _ = functional(model, key, params, inputs, is_training=True)
         return loss
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch))

@@ -16,9 +16,9 @@ import jax
 from weft.config import REQUIRED, ConfigBase
 from weft.errors import ScheduleError
 from weft.trainer.checkpointer.dirs import step_dirs
-from weft.trainer.run_dir import CHECKPOINTS_DIR, read_record, update_record
+from weft.trainer.run_dir import CHECKPOINTS_DIR, find_fields, read_record, update_record
 from weft.trainer.schedule import as_schedule_fn
-from weft.trainer.trainer_config_modifier import find_values, outermost
+from weft.trainer.trainer_config_modifier import outermost
 
 _RECORD = "schedule_steps"
 _LENGTH, _RATE = "max_step", "learning_rate"
@@ -58,11 +58,7 @@ def record_schedule_steps(cfg: ConfigBase) -> None:
 
 
 def _unset(cfg: ConfigBase) -> list[str]:
-    return list(find_values(cfg.learner, lambda path, x: _named(path, _LENGTH) and x is REQUIRED))
-
-
-def _named(path: str, name: str) -> bool:
-    return path.rpartition(".")[2] == name
+    return [path for path, x in find_fields(_LENGTH, cfg.learner).items() if x is REQUIRED]
 
 
 def length_comments(cfg: ConfigBase) -> list[str]:
@@ -78,9 +74,9 @@ def schedule_notes(cfg: ConfigBase) -> list[str]:
     That is a schedule that ends before the run, or that keeps a length other than `max_step`.
     """
     unset, learner = _unset(cfg), learner_config(cfg)
+    lengths = {p: n for p, n in find_fields(_LENGTH, learner).items() if isinstance(n, int)}
     notes = []
-    for path, rate in outermost(find_values(learner, lambda path, _: _named(path, _RATE))).items():
-        lengths = find_values(learner, lambda p, x: _named(p, _LENGTH) and isinstance(x, int))
+    for path, rate in outermost(find_fields(_RATE, learner)).items():
         inside = {p: steps for p, steps in lengths.items() if p.startswith(f"{path}.")}
         if not inside or max(inside.values()) == cfg.max_step:
             continue

@@ -468,11 +468,8 @@ class EmaParamsConverter(Converter):
         return Builder.State(target.step, source), target
 
     def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
-        model = dict(flatten_state({"model": source.trainer_state.learner["ema"]["ema"]}))
-        for path, wanted in flatten_state({"model": aux.trainer_state.model}):
-            if path in model and model[path].dtype != wanted.dtype:
-                model[path] = model[path].astype(wanted.dtype)
-        return _with_values(aux, model, source.step)
+        averages = flatten_state({"model": source.trainer_state.learner["ema"]["ema"]})
+        return _with_values(aux, dict(averages), source.step)
 
 
 class BaseConverterFromPretrainedModel(Converter):

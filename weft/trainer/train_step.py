@@ -82,11 +82,7 @@ def train_step(
         params = keep_state_uncast(params, cast, model_specs)
         with explain_call_errors(model, batch):
             outputs, collection = functional(
-                model,
-                prng_key=inputs["forward_key"],
-                state=params,
-                inputs={"input_batch": batch},
-                is_training=True,
+                model, inputs["forward_key"], params, {"input_batch": batch}, is_training=True
             )
         loss, aux = check_outputs(model, outputs)
         return ForwardOutputs(loss=loss, aux=aux, output_collection=collection)
