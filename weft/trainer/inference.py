@@ -59,6 +59,7 @@ class DataPartitionType(enum.Enum):
         return PartitionSpec(names) if names else PartitionSpec()
 
 
+@dataclasses.dataclass(repr=False, eq=False)
 class MethodRunner:
     """Compiled method of a model; created by `InferenceRunner.create_method_runner`."""
 
@@ -78,17 +79,10 @@ class MethodRunner:
         module_outputs: Any
         summaries: Any
 
-    def __init__(
-        self,
-        run: Callable[[Tensor, NestedTensor], tuple[Tensor, Any, Any, Any]],
-        to_devices: Callable[[Any], NestedTensor],
-        mesh: Callable[[], contextlib.AbstractContextManager],
-        prng_key: Tensor,
-    ):
-        self._run = run
-        self._to_devices = to_devices
-        self._mesh = mesh
-        self._prng_key = prng_key
+    _run: Callable[[Tensor, NestedTensor], tuple[Tensor, Any, Any, Any]]
+    _to_devices: Callable[[Any], NestedTensor]
+    _mesh: Callable[[], contextlib.AbstractContextManager]
+    _prng_key: Tensor
 
     def __call__(self, input_batch: NestedTensor) -> "MethodRunner.Output":
         """Runs the method on host arrays with the rows of this process."""

@@ -23,13 +23,20 @@ import jax
 
 from weft.config import ConfigBase, config_class
 from weft.hierarchy.module import Module
-from weft.trainer.summary import FlatSummary
+from weft.trainer.summary import SummaryKind
 from weft.trainer.summary_writer import event_file
 from weft.trainer.summary_writer.base import CheckpointerAction, PeriodicWriter, processor_zero_only
 from weft.trainer.summary_writer.event_file import EventFile
 from weft.typing import Nested
 
 _DEFAULT_FLUSH_SECONDS = 120.0
+_PROTOS: dict[SummaryKind, Callable[..., Any]] = {
+    "AudioSummary": event_file.audio,
+    "HistogramSummary": event_file.histogram,
+    "ImageSummary": event_file.images,
+    "ScalarSummary": event_file.scalar,
+    "TextSummary": event_file.text,
+}
 
 
 class SummaryWriter(PeriodicWriter):
@@ -64,7 +71,11 @@ class SummaryWriter(PeriodicWriter):
 
     @processor_zero_only
     def __call__(self, step: int, values: dict[str, Any]) -> None:
-        self._add(step, [_to_proto(shown) for shown in self._due(step, values)])
+        protos = []
+        for path, kind, value, sample_rate in self._due(step, values):
+            rate = () if sample_rate is None else (sample_rate,)
+            protos.append(_PROTOS[kind](path, value, *rate))
+        self._add(step, protos)
 
     @processor_zero_only
     def log_config(self, config: ConfigBase, step: int = 0) -> None:
@@ -136,20 +147,6 @@ class SummaryWriter(PeriodicWriter):
         file, self._file = self._file, None
         if file is not None:
             file.close()
-
-
-def _to_proto(shown: FlatSummary) -> Any:
-    match shown.kind:
-        case "ScalarSummary":
-            return event_file.scalar(shown.path, shown.value)
-        case "TextSummary":
-            return event_file.text(shown.path, shown.value)
-        case "HistogramSummary":
-            return event_file.histogram(shown.path, shown.value)
-        case "ImageSummary":
-            return event_file.images(shown.path, shown.value)
-        case _:
-            return event_file.audio(shown.path, shown.value, shown.sample_rate or 0)
 
 
 JSON_LINES_FILE = "summaries.jsonl"
