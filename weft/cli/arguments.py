@@ -17,6 +17,26 @@ _RECIPE = (
 )
 
 
+_SUMMARIES = {
+    "train": "train a recipe, or continue a run",
+    "launch": "train with several processes: on this machine, with Slurm, or with Kubernetes",
+    "local": "start the processes on this machine",
+    "slurm": "print a script for sbatch, or submit it",
+    "k8s": "print a JobSet manifest for kubectl",
+    "recipes": "list the recipes, the default one first",
+    "show": "print a config as text that Weft can read",
+    "diff": "print the differences between two configs; exit code 1 if there are any",
+    "sample": "generate text from a trained run",
+    "inspect": "print the contents of a run's checkpoints, without loading them",
+    "report": "write the report of a run, or a comparison of several, as one HTML page",
+    "export": "write a run's parameters as safetensors, or as a Hugging Face checkpoint",
+    "tabulate": "print the model as a table, without allocating its arrays",
+    "check": "compile a recipe for a mesh, and print its sharding; exit code 1 if it does not fit",
+    "lr-find": "suggest a learning rate, from a short run with increasing rates",
+    "run-as-flax": "run a program that imports flax on Weft, without editing it",
+}
+
+
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments of a command; `command` is the function that runs it, `module:function`.
 
@@ -37,6 +57,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             train.epilog = f"{train.epilog}\nArguments of {find_recipe(name).description()}\n"
     arguments, rest = parser.parse_known_args(argv)
     arguments.words = list(argv)
+    if "allow" in arguments:
+        arguments.trust = {"allow": arguments.allow, "recipe": arguments.made_by}
     if rest:
         # argparse does not accept positional arguments after an option.
         words = getattr(arguments, "overrides", getattr(arguments, "recipe_and_overrides", None))
@@ -79,9 +101,7 @@ def _build_parser() -> tuple[argparse.ArgumentParser, _Commands]:
     commands = parser.add_subparsers(metavar="COMMAND")
     _add_train(commands)
     _add_launch(commands)
-    recipes = _add(
-        commands, "recipes", "arguments:list_recipes", "list the recipes, the default one first"
-    )
+    recipes = _add(commands, "recipes", "arguments:list_recipes")
     recipes.add_argument(
         "recipe", nargs="?", metavar="RECIPE", help="list the arguments of this recipe"
     )
@@ -90,20 +110,18 @@ def _build_parser() -> tuple[argparse.ArgumentParser, _Commands]:
     _add_inspect(commands)
     _add_report(commands)
     _add_export(commands)
-    _add_tabulate(commands)
+    _add_config_arguments(_add(commands, "tabulate", "tabulate:run"))
     _add_check(commands)
     _add_lr_find(commands)
     _add_run_as_flax(commands)
     return parser, commands
 
 
-def _add(
-    commands: _Commands, name: str, function: str, summary: str, **kwargs: Any
-) -> argparse.ArgumentParser:
+def _add(commands: _Commands, name: str, function: str, **kwargs: Any) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name,
-        help=summary,
-        description=_sentence(summary),
+        help=_SUMMARIES[name],
+        description=_sentence(name),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **kwargs,
     )
@@ -111,8 +129,8 @@ def _add(
     return parser
 
 
-def _sentence(summary: str) -> str:
-    return summary[0].upper() + summary[1:] + "."
+def _sentence(name: str) -> str:
+    return f"{_SUMMARIES[name][0].upper()}{_SUMMARIES[name][1:]}."
 
 
 def _add_dir(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +142,7 @@ def _add_recipe_and_overrides(parser: argparse.ArgumentParser, text: str) -> Non
     parser.add_argument(
         "recipe_and_overrides", nargs="*", metavar="RECIPE path.to.field=value", help=text
     )
+    _add_trust(parser)
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,6 +153,7 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="path.to.field=value",
         help="sets a field of the config by its dotted path",
     )
+    _add_trust(parser)
 
 
 def _add_trust(parser: argparse.ArgumentParser) -> None:
@@ -160,7 +180,6 @@ def _add_train(commands: _Commands) -> None:
         commands,
         "train",
         "train:run",
-        "train a recipe, or continue a run",
         usage="weft train [-h] [--fresh] [--mesh AXIS=SIZE,...] [--allow NAME] [RECIPE] "
         "[path.to.field=value ...]",
         epilog="Examples:\n"
@@ -179,7 +198,6 @@ def _add_train(commands: _Commands) -> None:
     )
     _add_fresh(train)
     _add_mesh(train)
-    _add_trust(train)
 
 
 def _add_fresh(parser: argparse.ArgumentParser) -> None:
@@ -191,13 +209,13 @@ def _add_fresh(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_launch(commands: _Commands) -> None:
-    summary = "train with several processes: on this machine, with Slurm, or with Kubernetes"
-    launch = commands.add_parser("launch", help=summary, description=_sentence(summary))
+    launch = commands.add_parser(
+        "launch", help=_SUMMARIES["launch"], description=_sentence("launch")
+    )
     places = launch.add_subparsers(metavar="WHERE", required=True)
     local = _add_place(
         places,
         "local",
-        "start the processes on this machine",
         fields="  gpus_per_process=1        GPUs per process; default 0, for the CPU\n"
         "  log_dir=logs              one log file per process, instead of output here\n"
         "  failure_grace_seconds=5   time for the others to exit after one failed\n",
@@ -210,7 +228,6 @@ def _add_launch(commands: _Commands) -> None:
     slurm = _add_place(
         places,
         "slurm",
-        "print a script for sbatch, or submit it",
         fields="  nodes=2                   number of nodes; default one per process\n"
         "  gpus_per_process=8  cpus_per_process=32  memory_per_node=400G\n"
         "  time=8:00:00  partition=gpu  account=lab  output=%x-%j.log\n"
@@ -230,7 +247,6 @@ def _add_launch(commands: _Commands) -> None:
     _add_place(
         places,
         "k8s",
-        "print a JobSet manifest for kubectl",
         fields="  image=registry/weft:1     container image; required\n"
         "  volume_claim=runs  mount_path=/runs    a directory shared by all pods\n"
         "  working_dir=/runs         working directory; defaults to mount_path\n"
@@ -245,13 +261,12 @@ def _add_launch(commands: _Commands) -> None:
 
 
 def _add_place(
-    places: _Commands, name: str, summary: str, *, fields: str, epilog: str, examples: Sequence[str]
+    places: _Commands, name: str, *, fields: str, epilog: str, examples: Sequence[str]
 ) -> argparse.ArgumentParser:
     place = _add(
         places,
         name,
         "train:launch",
-        summary,
         usage=f"weft launch {name} [-h] -n N [--job FIELD=VALUE ...] "
         "[--allow NAME] [RECIPE] [path.to.field=value ...]",
         epilog="Job fields, each set with --job:\n"
@@ -283,16 +298,13 @@ def _add_place(
         help="sets a field of the job, see below; repeatable",
     )
     _add_recipe_and_overrides(place, "as in `weft train`; after all options")
-    _add_trust(place)
     return place
 
 
 def _add_config(commands: _Commands) -> None:
     config = commands.add_parser("config", help="show a config, or compare two")
     actions = config.add_subparsers(metavar="ACTION", required=True)
-    show = _add(
-        actions, "show", "configs:show_or_diff", "print a config as text that Weft can read"
-    )
+    show = _add(actions, "show", "configs:show_or_diff")
     show.set_defaults(action="show")
     _add_config_arguments(show)
     show.add_argument(
@@ -301,23 +313,15 @@ def _add_config(commands: _Commands) -> None:
     show.add_argument(
         "--origin", action="store_true", help="append to each field the line that set it"
     )
-    diff = _add(
-        actions,
-        "diff",
-        "configs:show_or_diff",
-        "print the differences between two configs; exit code 1 if there are any",
-    )
+    diff = _add(actions, "diff", "configs:show_or_diff")
     diff.set_defaults(action="diff")
     for name in ("a", "b"):
         diff.add_argument(name, metavar=name.upper(), help=_RECIPE)
-    _add_trust(show)
     _add_trust(diff)
 
 
 def _add_sample(commands: _Commands) -> None:
-    sample = _add(
-        commands, "sample", "trained_models:print_sample", "generate text from a trained run"
-    )
+    sample = _add(commands, "sample", "trained_models:print_sample")
     _add_dir(sample)
     sample.add_argument("--prompt", default="", help="start of the text")
     for name, default, text in (
@@ -332,12 +336,7 @@ def _add_sample(commands: _Commands) -> None:
 
 
 def _add_inspect(commands: _Commands) -> None:
-    inspect = _add(
-        commands,
-        "inspect",
-        "inspect:run",
-        "print the contents of a run's checkpoints, without loading them",
-    )
+    inspect = _add(commands, "inspect", "inspect:run")
     _add_dir(inspect)
     inspect.add_argument(
         "--verify",
@@ -351,7 +350,6 @@ def _add_report(commands: _Commands) -> None:
         commands,
         "report",
         "inspect:write_report",
-        "write the report of a run, or a comparison of several, as one HTML page",
         epilog="Examples:\n"
         "  weft report runs/lm\n"
         "  weft report runs/lm runs/wide --out wide.html\n"
@@ -371,7 +369,6 @@ def _add_export(commands: _Commands) -> None:
         commands,
         "export",
         "trained_models:export",
-        "write a run's parameters as safetensors, or as a Hugging Face checkpoint",
         epilog="Examples:\n"
         "  weft export runs/lm --to lm.safetensors\n"
         "  weft export runs/lm-lora --to checkpoints/lm-lora\n"
@@ -405,23 +402,11 @@ def _add_export(commands: _Commands) -> None:
     _add_trust(export)
 
 
-def _add_tabulate(commands: _Commands) -> None:
-    tabulate = _add(
-        commands,
-        "tabulate",
-        "tabulate:run",
-        "print the model as a table, without allocating its arrays",
-    )
-    _add_config_arguments(tabulate)
-    _add_trust(tabulate)
-
-
 def _add_lr_find(commands: _Commands) -> None:
     find = _add(
         commands,
         "lr-find",
         "lr_find:run",
-        "suggest a learning rate, from a short run with increasing rates",
         usage="weft lr-find [-h] [--min RATE] [--max RATE] [--steps N] [--allow NAME] [RECIPE] "
         "[path.to.field=value ...]",
     )
@@ -434,7 +419,6 @@ def _add_lr_find(commands: _Commands) -> None:
         )
     find.add_argument("--steps", type=int, default=100, help="number of steps (%(default)s)")
     _add_recipe_and_overrides(find, "as in `weft train`; after all options")
-    _add_trust(find)
 
 
 def _add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -456,13 +440,11 @@ def _add_check(commands: _Commands) -> None:
         commands,
         "check",
         "check:run",
-        "compile a recipe for a mesh, and print its sharding; exit code 1 if it does not fit",
         epilog="Examples:\n"
         "  weft check lm --mesh fsdp=4,model=2\n"
         "  weft check lm --mesh data=-1,model=4 --devices v5p-128 --slices 2\n",
     )
     _add_config_arguments(check)
-    _add_trust(check)
     _add_mesh(check)
     check.add_argument(
         "--devices",
@@ -480,7 +462,6 @@ def _add_run_as_flax(commands: _Commands) -> None:
         commands,
         "run-as-flax",
         "",
-        "run a program that imports flax on Weft, without editing it",
         usage="weft run-as-flax [-h] (SCRIPT | -m MODULE) [ARGUMENT ...]",
     )
     program.set_defaults(command="weft.as_flax:run")

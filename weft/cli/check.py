@@ -1,14 +1,13 @@
 """`weft check`: the sharding of a recipe, compiled for a mesh of devices that may be absent."""
 
 import argparse
-import itertools
 import math
 import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -19,7 +18,7 @@ from rich.text import Text
 from weft.cli.collectives import Collective, collectives_of
 from weft.cli.configs import load_config, on_mesh
 from weft.cli.layout_report import ArrayLayout, array_layouts, is_conflict, rule_findings
-from weft.cli.tables import layout_text, table_console, tree_table
+from weft.cli.tables import layout_text, table_console, tree_lines, tree_table
 from weft.core.axis_rules import Rules
 from weft.errors import BatchShardingError, MeshError, ShardingWarning
 from weft.hierarchy.parameter_spec import TensorSpec
@@ -36,9 +35,7 @@ from weft.typing import DType, Nested
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints layouts, memory and collectives of a recipe; returns 1 if it does not fit the mesh."""
-    cfg = load_config(
-        arguments.recipe, arguments.overrides, allow=arguments.allow, recipe=arguments.made_by
-    )
+    cfg = load_config(arguments.recipe, arguments.overrides, **arguments.trust)
     cfg = on_mesh(cfg, selector=arguments.mesh_selector, mesh=arguments.mesh)
     devices = get_devices_for_topology(_topology(arguments.devices, cfg), arguments.slices)
     mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
@@ -140,43 +137,22 @@ def _layout_tables(title: str, layouts: Sequence[ArrayLayout]) -> Iterator[Rende
     reasons = list(dict.fromkeys(layout.reason for layout in layouts if layout.reason))
     columns = ["array", "layout", "by", "per device"]
     table = tree_table(title, columns if reasons else columns[:2] + columns[3:], columns[2:])
-    for row in _rows(layouts):
-        name = Text("  " * row.depth + row.name)
-        if row.layout is None:
-            table.add_row(name)
+    for _, name, layout in tree_lines((layout.path, layout) for layout in layouts):
+        if layout is None:
+            table.add_row(Text(name))
             continue
-        layout = row.layout
         by = [str(reasons.index(layout.reason) + 1) if layout.reason else ""] if reasons else []
         array = f"{_dtype_text(layout.dtype)}[{','.join(map(str, layout.shape))}]"
         text = layout_text(layout.spec).replace(", ", ",") or "on every device"
         problems = [Text(problem, style="bold red") for problem in layout.problems]
         cell = Group(Text(text), *problems)
-        table.add_row(name, array, cell, *by, bytes_text(layout.bytes_per_device))
+        table.add_row(Text(name), array, cell, *by, bytes_text(layout.bytes_per_device))
     yield table
     if reasons:
         legend = tree_table("by", ["source of the layout"], numbers=[])
         for number, reason in enumerate(reasons, 1):
             legend.add_row(str(number), Text(reason))
         yield legend
-
-
-class _Row(NamedTuple):
-    name: str
-    depth: int
-    layout: ArrayLayout | None
-
-
-def _rows(layouts: Iterable[ArrayLayout]) -> Iterator[_Row]:
-    """Yields a line for each array, below a line for its module."""
-    before: list[str] = []
-    for layout in layouts:
-        *above, name = layout.path.split("/")
-        pairs = zip(above, before, strict=False)
-        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        for depth in range(same, len(above)):
-            yield _Row(above[depth], depth, None)
-        yield _Row(name, len(above), layout)
-        before = above
 
 
 def _dtype_text(dtype: DType) -> str:

@@ -244,20 +244,12 @@ def on_mesh(
 def show_or_diff(arguments: argparse.Namespace) -> int:
     """Prints a config, or the differences between two."""
     if arguments.action == "show":
-        config = load_config(
-            arguments.recipe,
-            arguments.overrides,
-            allow=arguments.allow,
-            recipe=arguments.made_by,
-        )
+        config = load_config(arguments.recipe, arguments.overrides, **arguments.trust)
         print(to_text(config, omit_defaults=not arguments.defaults, origins=arguments.origin))
         for comment in length_comments(config):
             print(comment)
         return 0
-    a, b = (
-        load_config(name, allow=arguments.allow, recipe=arguments.made_by)
-        for name in (arguments.a, arguments.b)
-    )
+    a, b = (load_config(name, **arguments.trust) for name in (arguments.a, arguments.b))
     changes = diff(a, b)
     print(changes)
     return 1 if changes else 0

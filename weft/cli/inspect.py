@@ -5,17 +5,18 @@ checks every file of every checkpoint. `report` writes the page of a run or of s
 """
 
 import argparse
+import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from rich.console import Console
 
 from weft.cli.configs import run_directory
-from weft.cli.tables import layout_text, shape_text, table_console, tree_table
+from weft.cli.tables import layout_text, shape_text, table_console, tree_lines, tree_table
 from weft.errors import CheckpointNotFoundError, CommandLineError
 from weft.trainer.checkpointer.dirs import list_files, step_dirs
 from weft.trainer.checkpointer.index import Entry, Index, read_index_file
@@ -23,21 +24,6 @@ from weft.trainer.checkpointer.manifest import find_damage, has_manifest
 from weft.trainer.display import bytes_text
 from weft.trainer.report.page import REPORT_FILE, render_report
 from weft.trainer.run_dir import CHECKPOINTS_DIR, write_atomically
-from weft.traverse_util import unflatten_dict
-
-
-class Row(NamedTuple):
-    """Line of the tree.
-
-    Attributes:
-        depth: Number of names above it.
-        entry: Its entry in the index; None for an inner name.
-    """
-
-    name: str
-    depth: int
-    entry: Entry | None
-    bytes: int
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,8 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"step {step:,}  {directory}  {bytes_text(size)}{state}", soft_wrap=True)
     step, directory = list(found.items())[-1]
     table = tree_table(f"step {step:,}", ["shape", "dtype", "layout", "bytes"], numbers=["bytes"])
-    for row in tree_rows(read_index_file(directory)):
-        table.add_row("  " * row.depth + row.name, *_cells(row.entry), f"{row.bytes:,}")
+    index = read_index_file(directory)
+    sizes = _sizes(index)
+    for path, name, entry in tree_lines(index):
+        table.add_row(name, *_cells(entry), f"{sizes[path]:,}")
     console.print(table)
     return 0
 
@@ -89,31 +77,23 @@ def _size_of_files(directory: str) -> int:
     return sum(os.path.getsize(os.path.join(directory, f)) for f in list_files(directory))
 
 
-def tree_rows(index: Index) -> Iterator[Row]:
-    """Yields the lines of the tree of a checkpoint.
+def _sizes(index: Index) -> Counter[str]:
+    """Returns the bytes of each array, and of all arrays below each name above them.
 
-    >>> index = [("model/w", {"shape": [2, 3], "dtype": "float32", "spec": None})]
-    >>> [(row.name, row.depth, row.bytes) for row in tree_rows(index)]
-    [('model', 0, 24), ('w', 1, 24)]
+    >>> _sizes([("model/w", {"shape": [2, 3], "dtype": "float32", "spec": None})])
+    Counter({'model': 24, 'model/w': 24})
     """
-    yield from _rows(unflatten_dict({path: (entry,) for path, entry in index}, sep="/"), 0)
-
-
-def _rows(node: Mapping[str, Any], depth: int) -> Iterator[Row]:
-    for name, child in node.items():
-        if isinstance(child, tuple):
-            entry, size = child[0], 0
-            if isinstance(entry, Mapping) and "shape" in entry:
-                # A PRNG key, such as key<fry>, is two words.
-                is_key = entry["dtype"].startswith("key<")
-                size = 8 if is_key else jnp.dtype(entry["dtype"]).itemsize
-                size *= math.prod(entry["shape"])
-            yield Row(name, depth, entry, size)
-        else:
-            below = list(_rows(child, depth + 1))
-            total = sum(row.bytes for row in below if row.depth == depth + 1)
-            yield Row(name, depth, None, total)
-            yield from below
+    sizes: Counter[str] = Counter()
+    for path, entry in index:
+        size = 0
+        if isinstance(entry, Mapping) and "shape" in entry:
+            # A PRNG key, such as key<fry>, is two words.
+            is_key = entry["dtype"].startswith("key<")
+            size = 8 if is_key else jnp.dtype(entry["dtype"]).itemsize
+            size *= math.prod(entry["shape"])
+        for name in itertools.accumulate(path.split("/"), "{}/{}".format):
+            sizes[name] += size
+    return sizes
 
 
 def _cells(entry: Entry | None) -> tuple[str, str, str]:

@@ -182,7 +182,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the loss per learning rate, and the rate at which it falls fastest."""
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     search = find_learning_rate(
-        load_config(recipe, overrides, allow=arguments.allow, recipe=arguments.made_by),
+        load_config(recipe, overrides, **arguments.trust),
         min_rate=arguments.min,
         max_rate=arguments.max,
         num_steps=arguments.steps,

@@ -1,13 +1,16 @@
 """Tables on standard output, which scripts can split by columns."""
 
+import itertools
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from weft.trainer.display import with_unit
+
+T = TypeVar("T")
 
 # A pipe has no width; this suffices for the paths of deep models.
 _WIDTH_OF_PIPES = 200
@@ -34,6 +37,28 @@ def tree_table(title: str, columns: Sequence[str], numbers: Sequence[str]) -> Ta
         right = column in numbers
         table.add_column(column, justify="right" if right else "left", no_wrap=right)
     return table
+
+
+def tree_lines(leaves: Iterable[tuple[str, T]]) -> Iterator[tuple[str, str, T | None]]:
+    """Yields the path, the indented name and the leaf of each line of a tree.
+
+    The leaf of a name above others is None.
+
+    >>> for line in tree_lines([("model/w", 1), ("model/b", 2), ("step", 3)]):
+    ...     print(line)
+    ('model', 'model', None)
+    ('model/w', '  w', 1)
+    ('model/b', '  b', 2)
+    ('step', 'step', 3)
+    """
+    before: list[str] = []
+    for path, leaf in leaves:
+        names = path.split("/")
+        places = list(itertools.accumulate(names, "{}/{}".format))
+        for depth, (name, place) in enumerate(zip(names, places, strict=True)):
+            if place not in before:
+                yield place, "  " * depth + name, leaf if place == path else None
+        before = places
 
 
 def shape_text(shape: Iterable[int]) -> str:

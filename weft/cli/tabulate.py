@@ -37,9 +37,7 @@ class Row(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table of a recipe's model."""
-    cfg = load_config(
-        arguments.recipe, arguments.overrides, allow=arguments.allow, recipe=arguments.made_by
-    )
+    cfg = load_config(arguments.recipe, arguments.overrides, **arguments.trust)
     model = build_model(cfg)
     specs = parameter_specs(model, rules_of(cfg).parameters)
     flops = forward_flops(cfg, model, specs)

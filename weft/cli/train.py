@@ -63,11 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     chosen = {"--mesh-selector": arguments.mesh_selector, "--mesh": arguments.mesh}
-    cfg = on_mesh(
-        load_run(recipe, overrides, allow=arguments.allow, recipe=arguments.made_by),
-        selector=arguments.mesh_selector,
-        mesh=arguments.mesh,
-    )
+    cfg = load_run(recipe, overrides, **arguments.trust)
+    cfg = on_mesh(cfg, selector=arguments.mesh_selector, mesh=arguments.mesh)
     made_by = recipe_of_run(recipe, overrides, recipe=arguments.made_by)
     options = [word for option in chosen.items() if option[1] is not None for word in option]
     options += _options_for_texts(arguments)
@@ -307,7 +304,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     run_cfg = None
     try:
-        run_cfg = load_run(recipe, overrides, allow=arguments.allow, recipe=arguments.made_by)
+        run_cfg = load_run(recipe, overrides, **arguments.trust)
     except WeightsReadError as error:
         if arguments.where != "k8s":
             raise

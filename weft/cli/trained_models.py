@@ -83,7 +83,7 @@ def restore_model(
 
 def print_sample(arguments: argparse.Namespace) -> int:
     """Prints a prompt and its continuation."""
-    cfg = run_config(arguments.dir, allow=arguments.allow, recipe=arguments.made_by)
+    cfg = run_config(arguments.dir, **arguments.trust)
     tokenizer = find_tokenizer(cfg)
     if tokenizer is None:
         raise CommandLineError(
@@ -208,7 +208,7 @@ def export(arguments: argparse.Namespace) -> int:
     """Writes safetensors, or a checkpoint that transformers loads, and prints the files' names."""
     from weft.interop.huggingface import to_huggingface
 
-    cfg = run_config(arguments.dir, allow=arguments.allow, recipe=arguments.made_by)
+    cfg = run_config(arguments.dir, **arguments.trust)
     _check_export(arguments)
     model: Any
     model, params = restore_model(cfg, step=arguments.step)
