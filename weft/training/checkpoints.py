@@ -91,10 +91,7 @@ def _with_arrays(state: object, path: str, layouts: Mapping[str, Any] | None) ->
 
 
 def _read_zarr(directory: str, sharding: jax.sharding.Sharding, step: str) -> jax.Array:
-    try:
-        import tensorstore
-    except ImportError as error:
-        raise _missing(directory, "tensorstore", error) from error
+    tensorstore = import_extra("tensorstore", "train", needed_by=f"the checkpoint {directory!r}")
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": os.path.abspath(directory)}}
 
     def result(future: Any) -> Any:
@@ -103,18 +100,17 @@ def _read_zarr(directory: str, sharding: jax.sharding.Sharding, step: str) -> ja
         except ValueError as error:
             raise errors.MPARestoreDataCorruptedError(step, directory) from error
 
-    stored = result(tensorstore.open(spec, read=True))  # pyright: ignore[reportAttributeAccessIssue]
+    stored = result(tensorstore.open(spec, read=True))
     return jax.make_array_from_callback(
         stored.shape, sharding, lambda index: result(stored[index].read())
     )
 
 
-def _import_orbax(path: str) -> Any:
-    try:
-        import orbax.checkpoint as ocp
-    except ImportError as error:
-        raise _missing(path, "orbax-checkpoint", error) from error
-    return ocp
+def _import_orbax(path: str | None = None) -> Any:
+    needed_by = __name__ if path is None else f"the checkpoint {path!r}"
+    return import_extra(
+        "orbax.checkpoint", "train", needed_by=needed_by, package="orbax-checkpoint"
+    )
 
 
 def _orbax_checkpointer(path: str, given: Any) -> contextlib.AbstractContextManager[Any]:
@@ -165,13 +161,6 @@ def _with_empty_nodes(state: object, target: object) -> Any:
 def _damaged(path: str, why: str) -> errors.DamagedCheckpointError:
     return errors.DamagedCheckpointError(
         f"the checkpoint {path!r} cannot be read ({why}). Copy it again, or restore another one."
-    )
-
-
-def _missing(path: str, package: str, error: ImportError) -> errors.MissingExtraError:
-    return errors.MissingExtraError(
-        f"the checkpoint {path!r} needs the package {package}, which cannot be "
-        f"imported ({error}). Install it with `pip install 'weft[train]'`."
     )
 
 
@@ -494,10 +483,6 @@ def _remove(path: str) -> None:
             os.remove(part)
 
 
-def _orbax() -> Any:
-    return import_extra("orbax.checkpoint", "train", needed_by=__name__, package="orbax-checkpoint")
-
-
 def is_multi_device_array(value: object) -> bool:
     """Returns whether devices hold different parts of an array.
 
@@ -513,7 +498,7 @@ def save_args_from_target(target: object) -> Any:
     >>> jax.tree.map(lambda args: type(args).__name__, save_args_from_target({"w": np.ones(2)}))
     {'w': 'SaveArgs'}
     """
-    ocp = _orbax()
+    ocp = _import_orbax()
     return jax.tree.map(lambda _: ocp.SaveArgs(), target)
 
 
@@ -529,7 +514,7 @@ def restore_args_from_target(target: object, mesh: Mesh | None = None) -> Any:
     >>> args["w"].dtype.name, args["n"].restore_type.__name__
     ('float32', 'int')
     """
-    ocp = _orbax()
+    ocp = _import_orbax()
 
     def layout(leaf: object) -> Any:
         sharding = getattr(leaf, "sharding", None)
@@ -552,5 +537,5 @@ def maybe_construct_transformations(target: object, transforms: Any | None) -> A
     if transforms is not None:
         return transforms
     flat = traverse_util.flatten_dict(to_state_dict(target), keep_empty_nodes=True, sep="/")
-    keep = _orbax().Transform(use_fallback=True)
+    keep = _import_orbax().Transform(use_fallback=True)
     return {path: keep for path, leaf in flat.items() if leaf is None}
