@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from weft import struct
 from weft.errors import SerializationHandlerError, StateDictKeyError, StateDictMismatchError
 
 
@@ -221,17 +222,12 @@ def _namedtuple_from_state(xs: Any, state: Any) -> Any:
     return type(xs)(*(from_state_dict(getattr(xs, f), state[f], name=f) for f in xs._fields))
 
 
-def _data_fields(xs: Any) -> list[str]:
-    fields = dataclasses.fields(xs)
-    return [f.name for f in fields if f.init and f.metadata.get("pytree_node", True)]
-
-
 def _struct_to_state(xs: object) -> dict[str, Any]:
-    return _children_to_state((name, getattr(xs, name)) for name in _data_fields(xs))
+    return _children_to_state((name, getattr(xs, name)) for name in struct.child_names(type(xs)))
 
 
 def _struct_from_state(xs: Any, state: Mapping[str, Any]) -> Any:
-    names = _data_fields(xs)
+    names = list(struct.child_names(type(xs)))
     _check_keys(names, state, f"the struct {type(xs).__name__}")
     made = {name: from_state_dict(getattr(xs, name), state[name], name=name) for name in names}
     return dataclasses.replace(xs, **made)

@@ -5,6 +5,7 @@ Use `weft.input.PrefetchingIterator`, on which it is based, if the position must
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from weft.errors import ArgumentShapeError, ArgumentValueError, warn_deprecated
 from weft.functional.arrays import positions
-from weft.input.prefetch import PrefetchingIterator
+from weft.input.prefetch import CountingIterator, PrefetchingIterator
 
 Step = int | jax.Array
 Schedule = Callable[[Step], float | jax.Array]
@@ -109,7 +110,9 @@ class PrefetchIterator:
                 "more."
             )
         self.buffer_size = buffer_size
-        self._elements = PrefetchingIterator(_StatelessIterator(data_iter), buffer_size=buffer_size)
+        # `chain` leaves the iterator's own `close` to the caller; the count is not used.
+        elements = CountingIterator(itertools.chain(data_iter), lambda: data_iter)
+        self._elements = PrefetchingIterator(elements, buffer_size=buffer_size)
         self._closed = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -130,23 +133,6 @@ class PrefetchIterator:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-class _StatelessIterator:
-    def __init__(self, elements: Iterable[Any]):
-        self._elements = iter(elements)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self._elements)
-
-    def get_state(self) -> None:
-        return None
-
-    def set_state(self, state: object) -> None:
-        del state
 
 
 def _with_warmup(schedule: Schedule, steps_per_epoch: int, warmup_length: float) -> Schedule:
