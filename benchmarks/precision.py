@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks._lm_linen import LanguageModel
 from benchmarks.harness import Row, counted
+from weft.config import config_for_class
 from weft.recipes import find_recipe
 from weft.trainer import Precision, RunListener
 
@@ -32,7 +34,10 @@ class _Losses(RunListener):
 
 
 def _config(recipe: str, precision: str | Precision.Config, directory: str) -> Any:
-    cfg, _ = find_recipe(recipe).config(_ARGUMENTS)
+    in_linen = recipe == "lm-linen"
+    cfg, _ = find_recipe("lm-nnx" if in_linen else recipe).config(_ARGUMENTS)
+    if in_linen:
+        cfg.model = config_for_class(LanguageModel)
     return cfg.set(dir=directory, evalers={}, precision=precision)
 
 
@@ -92,11 +97,14 @@ def _memory() -> list[Row]:
 
 def run() -> list[Row]:
     """Trains the recipes in each policy, and counts bytes of state and of compiled steps."""
-    half = {"bfloat16": ("bfloat16", 1.02)}
+    policies = {name: (name, 1.02) for name in ("bfloat16", "int8", "fp8")}
     others = {
         "mixed_bfloat16": ("mixed_bfloat16", 1.02),
-        "int8": ("int8", 1.02),
-        "fp8": ("fp8", 1.02),
         "bfloat16 rounded to the nearest": (_NEAREST, None),
     }
-    return [*_losses("lm", {**half, **others}), *_losses("lm-nnx", half), *_memory()]
+    return [
+        *_losses("lm", {**policies, **others}),
+        *_losses("lm-nnx", policies),
+        *_losses("lm-linen", policies),
+        *_memory(),
+    ]

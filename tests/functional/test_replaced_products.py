@@ -1,12 +1,17 @@
-"""Products of JAX that a library replaces: layers call the replacement, in their caller's trace."""
+"""Products of JAX that a library replaces: layers call the replacement, in their caller's trace.
+
+The default product of linear maps: the layers that take it, and those that have their own.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft import functional, nnx
+from tests.keys import quick_key
+from weft import functional, hierarchy, nnx
 from weft import linen as nn
+from weft.functional import default_dot_general, fp8_dot_general, int8_dot_general
 
 X = jnp.arange(24.0).reshape(2, 3, 4)
 KERNEL = jnp.arange(8.0).reshape(4, 2)
@@ -74,3 +79,162 @@ def test_in_a_loop_of_objects_that_was_traced_before(monkeypatch):
         replaced.setattr(jax.lax, "dot_general", lambda *a, **k: 2 * product(*a, **k))
         np.testing.assert_allclose(run(X, layers), 8 * plain, rtol=1e-5)
     np.testing.assert_array_equal(run(X, layers), plain)
+
+
+# The default product of linear maps.
+
+Y = jax.device_put(np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32))
+
+
+def of_linen(make):
+    def outputs(**kwargs):
+        layer = make(**kwargs)
+        variables = nn.Module.init(make(), quick_key(0), Y)
+        return lambda: layer.apply(variables, Y)
+
+    return outputs
+
+
+def of_nnx(make):
+    def outputs(**kwargs):
+        layer = make(rngs=nnx.Rngs(0), **kwargs)
+        return lambda: layer(Y)
+
+    return outputs
+
+
+def attention_of(make):
+    """Returns a function that makes an attention layer with one product for all projections."""
+
+    def layer(dot_general=None, **kwargs):
+        return make(qkv_dot_general=dot_general, out_dot_general=dot_general, **kwargs)
+
+    return layer
+
+
+def of_hierarchy(dot_general=None):
+    quantization = None if dot_general is None else dot_general.__name__.split("_")[0]
+    cfg = hierarchy.Linear.default_config().set(name="linear", input_dim=4, output_dim=8)
+    layer = cfg.set(quantization=quantization).instantiate(parent=None)
+    state = layer.initialize_parameters_recursively(jax.random.key(0))
+    return lambda: hierarchy.functional(layer, None, state, (Y,), is_training=False)[0]
+
+
+def of_project(subscripts, make):
+    def outputs(dot_general=None):
+        layer, kernel = make()
+        return lambda: (
+            layer() if dot_general is None
+            else functional.project(subscripts, Y, kernel, dot_general=dot_general)
+        )  # fmt: skip
+
+    return outputs
+
+
+def linen_einsum():
+    layer = nn.Einsum((4, 8), "bti,io->bto", use_bias=False)
+    variables = layer.init(quick_key(0), Y)
+    return lambda: layer.apply(variables, Y), variables["params"]["kernel"]
+
+
+def nnx_einsum():
+    layer = nnx.Einsum("bti,io->bto", (4, 8), rngs=nnx.Rngs(0))
+    return lambda: layer(Y), layer.kernel[...]
+
+
+LINEAR = {
+    "Dense": of_linen(lambda **k: nn.Dense(8, **k)),
+    "DenseGeneral": of_linen(lambda **k: nn.DenseGeneral((2, 4), (-1,), (0,), **k)),
+    "Einsum": of_project("bti,io->bto", linen_einsum),
+    "attention of Linen": of_linen(
+        attention_of(lambda **k: nn.MultiHeadDotProductAttention(2, **k))
+    ),
+    "Linear": of_nnx(lambda **k: nnx.Linear(4, 8, **k)),
+    "LinearGeneral": of_nnx(lambda **k: nnx.LinearGeneral((3, 4), 8, axis=(1, 2), **k)),
+    "Einsum of NNX": of_project("bti,io->bto", nnx_einsum),
+    "attention of NNX": of_nnx(
+        attention_of(lambda **k: nnx.MultiHeadAttention(2, 4, decode=False, **k))
+    ),
+    "hierarchy": of_hierarchy,
+}
+
+
+@pytest.mark.parametrize("product", [int8_dot_general, fp8_dot_general])
+@pytest.mark.parametrize("layer", LINEAR)
+def test_linear_layers_take_the_default(layer, product):
+    run, by_hand = LINEAR[layer](), LINEAR[layer](dot_general=product)
+    with default_dot_general(product):
+        y = run()
+        with default_dot_general(None):
+            plain = run()
+    np.testing.assert_array_equal(y, by_hand())
+    np.testing.assert_array_equal(plain, run())
+    assert (y != plain).any()
+
+
+UNCHANGED = {
+    "of their own": of_linen(lambda: nn.Dense(8, dot_general=jax.lax.dot_general)),
+    "by a factory": of_linen(lambda: nn.Dense(8, dot_general_cls=lambda: jax.lax.dot_general)),
+    "einsum_op": of_nnx(
+        lambda rngs: nnx.Einsum(
+            "bti,io->bto", (4, 8), einsum_op=lambda *a, **k: jnp.einsum(*a, **k), rngs=rngs
+        )
+    ),
+    "integers": lambda: lambda: functional.dense(Y.astype(int), KERNEL.astype(int)),
+    "complex": of_linen(lambda: nn.Dense(8, param_dtype=jnp.complex64)),
+    "Conv": of_linen(lambda: nn.Conv(8, (3,))),
+    "attend": lambda: lambda: functional.attend(KERNEL.T, Y),
+    "attention": lambda: lambda: functional.dot_product_attention(*[Y[:, None]] * 3),
+    "norm": of_nnx(lambda rngs: nnx.LayerNorm(4, rngs=rngs)),
+}
+
+
+@pytest.mark.parametrize("layer", UNCHANGED)
+def test_the_default_leaves_other_products_alone(layer):
+    run = UNCHANGED[layer]()
+    with default_dot_general(int8_dot_general):
+        y = run()
+    np.testing.assert_array_equal(y, run())
+
+
+@pytest.mark.parametrize("name", ["scan", "remat", "jit"])
+def test_the_default_in_a_transformation_that_was_traced_before(name):
+    model, _ = transformed(name)
+    variables = model.init(quick_key(0), Y, None)
+
+    @jax.jit
+    def grads(variables):
+        def loss(variables):
+            return jnp.square(model.apply(variables, Y, None)[0]).sum()
+
+        return jax.grad(loss)(variables)
+
+    plain = grads(variables)
+    found = []
+    for product in (int8_dot_general, fp8_dot_general, int8_dot_general):
+        with default_dot_general(product):
+            found.append(grads(variables))
+    found.append(grads(variables))
+    kernels = [np.asarray(jax.tree.leaves(x)[0]) for x in (plain, *found)]
+    same = [[bool((x == y).all()) for x in kernels] for y in kernels]
+    numbers = [0, 1, 2, 1, 0]  # of the products, in the order of the calls
+    assert same == [[x == y for x in numbers] for y in numbers]
+
+
+def test_the_default_in_a_loop_of_objects_that_was_traced_before():
+    def layers(dot_general=jax.lax.dot_general):
+        return nnx.vmap(lambda rngs: nnx.Linear(4, 4, dot_general=dot_general, rngs=rngs))(
+            nnx.Rngs(0).split(3)
+        )
+
+    @nnx.jit
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    @nnx.remat
+    def run(x, layer):
+        return layer(x)
+
+    plain = run(Y, layers())
+    decorated = default_dot_general(int8_dot_general)(run)
+    for _ in range(2):
+        np.testing.assert_array_equal(decorated(Y, layers()), run(Y, layers(int8_dot_general)))
+    np.testing.assert_array_equal(run(Y, layers()), plain)

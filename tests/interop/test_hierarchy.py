@@ -16,12 +16,14 @@ from weft.config import REQUIRED, Required, config_class, config_for_class, conf
 from weft.core.axis_rules import logical_axis_rules
 from weft.core.meta import unbox
 from weft.errors import (
+    InvalidConfigValueError,
     LayerInputsError,
     LayerMethodError,
     LayerVariablesError,
     ParameterSpecError,
     UnknownLayerError,
 )
+from weft.functional import default_dot_general, int8_dot_general
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.layers.linear import Linear
 from weft.hierarchy.layers.normalization import BatchNorm
@@ -380,6 +382,50 @@ def test_layer_names_in_linen_follow_the_rules():
         again = jax.jit(layer.apply)(variables, x)
     np.testing.assert_array_equal(y, again)
     assert linen.get_partition_spec(variables)["params"]["weight"] == P("in", "data")
+
+
+QUANTIZED = {
+    "linen": (linen.Dense(2), linen.Dense(2, dot_general=int8_dot_general)),
+    "nnx": tuple(
+        config_for_class(nnx.Linear).set(in_features=3, out_features=2, dot_general=product)
+        for product in (jax.lax.dot_general, int8_dot_general)
+    ),
+}
+
+
+@pytest.mark.parametrize("library", QUANTIZED)
+def test_quantization_of_a_parent_holds_for_linear_layers(library):
+    plain, by_hand = QUANTIZED[library]
+    outputs = {}
+    state = None
+    for name, guest, outer, own in (
+        ("plain", plain, None, None),
+        ("by hand", by_hand, None, None),
+        ("of the parent", plain, "int8", None),
+        ("of its own", plain, "fp8", "int8"),
+        ("off", plain, "int8", "off"),
+    ):
+        cfg = as_hierarchy(guest, inputs=SHAPE).set(quantization=own)
+        parent = Parent.default_config().set(name="parent", inner=cfg, quantization=outer)
+        layer = parent.instantiate(parent=None)
+        state = state or layer.initialize_parameters_recursively(KEY)
+        outputs[name] = run(layer, state)[0]
+        inner, _ = functional(layer.inner, KEY, state["inner"], (X,), is_training=False)
+        np.testing.assert_array_equal(inner, outputs[name])
+    with default_dot_general(int8_dot_general):  # of the caller, which the layer ends
+        outputs["off here"] = run(layer, state)[0]
+    np.testing.assert_array_equal(outputs["of the parent"], outputs["by hand"])
+    np.testing.assert_array_equal(outputs["of its own"], outputs["by hand"])
+    np.testing.assert_array_equal(outputs["off"], outputs["plain"])
+    np.testing.assert_array_equal(outputs["off here"], outputs["plain"])
+    assert (outputs["by hand"] != outputs["plain"]).any()
+
+
+@over({"flax": DENSE["flax-linen"], "equinox": DENSE["equinox"], "haiku": DENSE["haiku"]})
+def test_quantization_of_other_libraries_is_refused(make):
+    with pytest.raises(InvalidConfigValueError, match=r"guest is to quantize .*'off' here"):
+        layer_of((as_hierarchy(*make(), inputs=SHAPE),), quantization="int8")
+    layer_of((as_hierarchy(*make(), inputs=SHAPE),), quantization="off")
 
 
 class Adapted(nnx.Module):

@@ -19,10 +19,12 @@ from weft.errors import (
     FitError,
     InputDatasetError,
     InputReadError,
+    InvalidConfigValueError,
     LossError,
     ModelCallError,
     RunDirError,
 )
+from weft.functional import default_dot_general, int8_dot_general
 from weft.hierarchy import BaseModel, Linear, WeightedScalar
 
 ROWS, CLASSES = 24, 3
@@ -68,6 +70,7 @@ class TwoInputs(nn.Module):
     [
         ({"steps": None}, FitError, "epochs=None and steps=None; expected one of the two"),
         ({"epochs": 2}, FitError, "epochs=2 and steps=3; expected one of the two"),
+        ({"precision": "int4"}, InvalidConfigValueError, "'int4' is not a policy.*'int8'"),
         ({"steps": 0}, FitError, "steps=0; expected 1 or more"),
         ({"loss": "crossentropy"}, LossError, "no loss 'crossentropy'.*'cross_entropy'"),
         ({"metrics": "acuracy"}, LossError, "no metric 'acuracy'.*'accuracy'"),
@@ -255,6 +258,41 @@ def test_kinds_of_models(model):
     np.testing.assert_allclose(result.best.predict(X), Y, atol=0.3)
     assert result.best is result.last
     assert result.history.validation == {}
+
+
+@pytest.mark.parametrize("make", [linear, lambda: nn.Dense(CLASSES)], ids=["nnx", "linen"])
+def test_precision_holds_in_the_run_and_for_predictions(make, tmp_path):
+    model = make()
+    result = fit(model, precision="int8", dir=str(tmp_path / "a"), validation=(X, LABELS))
+    outputs = result.last.predict(X)
+    with default_dot_general(int8_dot_general):
+        np.testing.assert_array_equal(call(model, result, X), outputs)
+    assert (call(model, result, X) != outputs).any()
+    other = fit(make(), validation=(X, LABELS)).history
+    for of in ("train", "validation"):
+        ours, theirs = (getattr(history, of)["loss"] for history in (result.history, other))
+        assert (ours != theirs).all()
+        np.testing.assert_allclose(ours, theirs, rtol=0.02)
+    resumed = fit(
+        make(), precision="int8", dir=str(tmp_path / "a"), validation=(X, LABELS), steps=6
+    )
+    whole = fit(make(), precision="int8", steps=6)
+    assert resumed.history.train["loss"].tolist() == whole.history.train["loss"].tolist()
+    with pytest.raises(RunDirError, match=r"precision: - 'int8'\n  precision: \+ 'fp8'"):
+        fit(make(), precision="fp8", dir=str(tmp_path / "a"), validation=(X, LABELS))
+
+
+def call(model, result, x):
+    if isinstance(model, nnx.Module):
+        return model(x)
+    return model.apply(result.last.variables, x)
+
+
+def test_parameters_in_fewer_bits():
+    model = linear()
+    result = fit(model, precision="bfloat16")
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.bfloat16)}
+    assert result.last.predict(X).dtype == jnp.bfloat16
 
 
 def test_layouts_may_name_any_axis_of_a_mesh():

@@ -1,5 +1,6 @@
 """Policies of dtypes: in the trainer for every way of writing, and in a learner by itself."""
 
+import flax.nnx
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from weft.errors import (
     MissingPrngKeyError,
     RunDirError,
 )
+from weft.functional import default_dot_general, fp8_dot_general, int8_dot_general
 from weft.hierarchy import BaseModel, Linear, WeightedScalar, functional
 from weft.hierarchy.context import new_output_collection
 from weft.hierarchy.parameter_spec import ParameterSpec
@@ -83,6 +85,7 @@ MODELS = {
     "linen": config_for_class(LinenLM),
     "nnx": config_for_class(NNXLM),
 }
+PRODUCTS = {"int8": int8_dot_general, "fp8": fp8_dot_general}
 POLICIES = {
     "float32": ("float32", "float32"),
     "mixed_bfloat16": ("float32", "bfloat16"),
@@ -117,8 +120,9 @@ def test_policies_hold_for_every_way_of_writing(kind, policy, tmp_path):
 
 
 @pytest.mark.parametrize(("policy", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
-def test_policies_of_8_bits_quantize_products_with_weights(policy, dtype, tmp_path):
-    trainer = trainer_of(config(tmp_path, MODELS["hierarchy"], precision=policy))
+@pytest.mark.parametrize("kind", MODELS)
+def test_policies_of_8_bits_quantize_products_with_weights(kind, policy, dtype, tmp_path):
+    trainer = trainer_of(config(tmp_path, MODELS[kind], precision=policy))
     batch = {name: np.arange(2 * LENGTH).reshape(2, LENGTH) for name in BATCH}
     with trainer.mesh():
         state = trainer._new_state(jax.random.key(0))
@@ -129,6 +133,23 @@ def test_policies_of_8_bits_quantize_products_with_weights(policy, dtype, tmp_pa
             losses.append(float(outputs["loss"]))
     assert losses[-1] < 0.8 * losses[0]
 
+    def logits(trainer, **kwargs):
+        outputs, _ = functional(trainer.model, None, state.model, (batch,), **kwargs)
+        return np.asarray(outputs[1]["logits"])
+
+    # Of the same state, in float32 and in 8 bits.
+    plain = trainer_of(config(tmp_path / "plain", MODELS[kind]))
+    in_8_bits = logits(trainer, is_training=False)
+    np.testing.assert_array_equal(in_8_bits, logits(trainer, is_training=True))
+    assert (in_8_bits != logits(plain, is_training=False)).any()
+    with default_dot_general(PRODUCTS[policy]):
+        np.testing.assert_array_equal(in_8_bits, logits(plain, is_training=False))
+
+
+@pytest.mark.parametrize(("policy", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
+def test_tables_of_embeddings_and_layers_that_are_off_are_not_quantized(policy, dtype, tmp_path):
+    batch = {name: np.arange(2 * LENGTH).reshape(2, LENGTH) for name in BATCH}
+
     def operands(model):
         built = build_model(config(tmp_path, model, precision=policy))
         shapes = jax.eval_shape(built.initialize_parameters_recursively, jax.random.key(0))
@@ -138,7 +159,7 @@ def test_policies_of_8_bits_quantize_products_with_weights(policy, dtype, tmp_pa
 
         return operands_of_products(jax.make_jaxpr(loss)(shapes).jaxpr)
 
-    # Logits by the table of embeddings are not quantized, nor is a layer that says so.
+    # Logits are by the table of embeddings.
     lm = lm_tiny().model
     assert operands(lm) == {dtype, "float32"}
     lm.decoder.transformer.quantization = "off"
@@ -358,10 +379,9 @@ def test_mistakes_are_explained(tmp_path):
     def layer(name, parent):
         return Sum.default_config().set(name=name).instantiate(parent=parent)
 
-    for kind in ("linen", "nnx"):
-        of_library = config(tmp_path, MODELS[kind], precision="int8")
-        with pytest.raises(InvalidConfigValueError, match=r"(?s)dot_general=weft.functional.int8"):
-            trainer_of(of_library)
+    of_flax = config_for_class(flax.nnx.Linear).set(in_features=2, out_features=2)
+    with pytest.raises(InvalidConfigValueError, match=r"(?s)dot_general=weft.functional.int8"):
+        trainer_of(config(tmp_path, of_flax, precision="int8"))
     unknown = config(tmp_path, model.clone(quantization="int4"))
     with pytest.raises(InvalidConfigValueError, match=r"quantization='int4'.*'int8', 'fp8', 'off'"):
         trainer_of(unknown)
@@ -371,5 +391,5 @@ def test_mistakes_are_explained(tmp_path):
 
 
 def test_every_recipe_takes_a_policy():
-    cfg = load_config("lm-nnx", ["precision=mixed_bfloat16"])
-    assert cfg.precision == "mixed_bfloat16"
+    cfg = load_config("lm-nnx", ["precision=int8"])
+    assert cfg.precision == "int8"

@@ -55,8 +55,8 @@ from weft.functional.embedding import (
 from weft.functional.fused_attention import AttentionImplementation as AttentionImplementation
 from weft.functional.initializers import draw as draw, fan_sizes as fan_sizes
 from weft.functional.linear import (
-    broadcast_bias as broadcast_bias, dense as dense, dense_general as dense_general,
-    project as project, project_weight_axes as project_weight_axes,
+    broadcast_bias as broadcast_bias, default_dot_general as default_dot_general, dense as dense,
+    dense_general as dense_general, project as project, project_weight_axes as project_weight_axes,
 )
 from weft.functional.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from weft.functional.loss import (

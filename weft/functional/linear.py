@@ -3,6 +3,8 @@
 `dense` contracts the last axis, `dense_general` any axes, `project` any einsum. The result has the
 operands' promoted dtype unless `preferred_element_type` is set.
 
+`default_dot_general` replaces the product of all linear maps, such as by one of 8 bits.
+
 On the CPU, the product is one of two matrices, with axes merged. For other products, XLA's CPU
 backend computes a weight's gradient from a transposed copy of the output's gradient, which took
 more time than the product itself.
@@ -10,9 +12,10 @@ more time than the product itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +27,55 @@ from jaxtyping import Array, Num
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.arrays import INLINE, on_one_cpu, promote_dtype, without_none
 from weft.functional.statistics import canonical_axes
+
+# Part of the keys of JAX's caches of traces. Traces from before it was made do not count, so the
+# module that holds Weft's own traces imports this one.
+_context = jax.make_user_context()
+_DOT_GENERAL = lax.dot_general
+
+
+@contextlib.contextmanager
+def default_dot_general(dot_general: Callable[..., Array] | None) -> Iterator[None]:
+    """Replaces `jax.lax.dot_general` in linear maps without a `dot_general` of their own.
+
+    A context or a decorator, in all ways of writing a model. Linear maps are layers such as
+    `linen.Dense`, `nnx.Linear` and `hierarchy.Linear`, `Einsum`, the projections of attention and
+    recurrent cells, and `dense`, `dense_general` and `project`, if the operands are real
+    floating-point numbers. Embeddings, convolutions and attention's scores are not.
+
+    `jax.jit` traces a function again for another product. Backward passes follow from the product
+    of the forward pass.
+
+    Args:
+        dot_general: called with the weight as its second operand, such as
+            `weft.functional.int8_dot_general`. None ends the replacement.
+
+    >>> def zeros(x, weight, *args, **kwargs):
+    ...     return 0 * jax.lax.dot_general(x, weight, *args, **kwargs)
+    >>> with default_dot_general(zeros):
+    ...     dense(jnp.ones((1, 3)), jnp.ones((3, 2)), jnp.ones(2)).tolist()
+    [[1.0, 1.0]]
+    """
+    with _context(dot_general):
+        yield
+
+
+def current_dot_general() -> Callable[..., Array] | None:
+    """Returns the product of `default_dot_general`, or None."""
+    return _context.value
+
+
+def _product(
+    given: Callable[..., Array] | None, x: Array, weight: Array
+) -> Callable[..., Array] | None:
+    """Returns the product to use, None for JAX's own."""
+    if given is None:
+        given = _context.value
+        if given is None or not all(
+            jnp.issubdtype(operand.dtype, jnp.floating) for operand in (x, weight)
+        ):
+            return None
+    return None if given is _DOT_GENERAL else given
 
 
 def dense(
@@ -40,7 +92,7 @@ def dense(
 
     Args:
         precision, preferred_element_type, out_sharding: as in `jax.lax.dot_general`.
-        dot_general: replaces `jax.lax.dot_general`.
+        dot_general: replaces `jax.lax.dot_general`; see `default_dot_general`.
 
     Raises:
         ArgumentShapeError: if the contracted axes differ in size.
@@ -104,6 +156,7 @@ def dense_general(
     options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
     options["precision"] = precision
     numbers = (axes, weight_axes), (batch, weight_batch)
+    dot_general = _product(dot_general, x, weight)
     is_last = axes == tuple(range(x.ndim - len(axes), x.ndim)) and not batch
     if dot_general is None and is_last and merges_axes(x, weight, out_sharding):
         return product_of_matrices(x, weight, bias, len(axes), **options)
@@ -198,12 +251,10 @@ def project(
     options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
     options["precision"] = precision
     contracted = None
-    if (
-        einsum is dot_general is None
-        and x.dtype == weight.dtype
-        and merges_axes(x, weight, out_sharding)
-    ):
-        contracted = _contracted_axes(subscripts, x.ndim, weight.ndim)
+    if einsum is None:
+        dot_general = _product(dot_general, x, weight)
+        if dot_general is None and x.dtype == weight.dtype and merges_axes(x, weight, out_sharding):
+            contracted = _contracted_axes(subscripts, x.ndim, weight.ndim)
     if contracted is not None:
         return product_of_matrices(x, weight, bias, *contracted, **options)
     if dot_general is not None:

@@ -206,7 +206,7 @@ class Parameters(dict[str, Any]):
         )
 
 
-_PRODUCTS = {"int8": int8_dot_general, "fp8": fp8_dot_general, "off": None}
+_PRODUCTS = {"int8": int8_dot_general, "fp8": fp8_dot_general, "off": jax.lax.dot_general}
 
 
 class BaseLayer(Module):
@@ -226,7 +226,8 @@ class BaseLayer(Module):
                 for no cast. Softmaxes, norms and losses are computed in float32 nevertheless.
             quantization: of matrix products with the weights of linear layers, attention's
                 projections and experts: "int8" or "fp8", see `weft.functional.int8_dot_general`;
-                "off" for none, None for that of the parent layer.
+                "off" for none, None for that of the parent layer. It holds for modules of Linen
+                and NNX inside, as `weft.functional.default_dot_general`.
             output_dtype: of the layer's floating-point outputs; None for the parent's
                 `compute_dtype` if this layer has one of its own.
             param_init: initializes the parameters; None for that of the parent layer.
@@ -278,7 +279,7 @@ class BaseLayer(Module):
 
     @nowrap
     def dot_general(self) -> Callable[..., Tensor] | None:
-        """Returns the product with weights by the layer's quantization; None for JAX's own."""
+        """Returns the product with weights by the layer's quantization; None if it has none."""
         return self._dot_general
 
     @nowrap

@@ -78,6 +78,8 @@ def _to_flax(box: AxisMetadata) -> Any:
 class FlaxLinenModel(LinenModel):
     """A module of Flax Linen; see `LinenModel`."""
 
+    quantizes = False
+
     @staticmethod
     def _without_parent() -> Any:
         return contextlib.nullcontext()
@@ -102,6 +104,8 @@ class FlaxLinenModel(LinenModel):
 
 class FlaxNNXModel(NNXModel):
     """A module of Flax NNX; see `NNXModel`."""
+
+    quantizes = False
 
     def __init__(self, module: object, *args: object, **kwargs: object):
         super().__init__(module, *args, **kwargs)

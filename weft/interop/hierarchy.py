@@ -21,6 +21,7 @@ from weft.core.meta import Partitioned, is_axis_metadata, unbox
 from weft.core.partial_eval import partial_eval
 from weft.core.spmd import constrain
 from weft.core.tabulate import split_arrays
+from weft.functional.linear import default_dot_general
 from weft.functional.rounding import cast_floats
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, functional, get_public_method, nowrap
@@ -42,6 +43,8 @@ class HierarchyModel(Model):
     Args:
         config: of the layer, or a class of layers.
     """
+
+    quantizes = True
 
     def __init__(self, config: Any, **kwargs: Any):
         _check_is_layer(config, kwargs)
@@ -199,7 +202,7 @@ class InHierarchy(BaseLayer):
                     "how they begin and are laid out. Leave it out, and give that layer its "
                     "initializers, with the names of their axes."
                 )
-        if self.dot_general() is not None:
+        if self.dot_general() not in (None, jax.lax.dot_general) and not self._model.quantizes:
             raise errors.InvalidConfigValueError(
                 f"{self.path()} is to quantize matrix products, but it is {self._model.name}, a "
                 "layer of another library, which computes them itself. Give its linear layers "
@@ -303,7 +306,7 @@ class InHierarchy(BaseLayer):
             self._model.name, {_string_path(p): unbox(x) for p, x in wanted.items()}, given
         )
         trained = {col for col, *_ in real.values() if self._model.trains(col)}
-        with use_eager_sharding(False):
+        with use_eager_sharding(False), self._quantized():
             out, changed = self._model.apply(
                 unflatten_dict({real[path]: x for path, x in given.items() if path in real}),
                 *args,
@@ -314,6 +317,10 @@ class InHierarchy(BaseLayer):
             )
         self._add_outputs(_unboxed_values(changed), real)
         return out
+
+    def _quantized(self) -> contextlib.AbstractContextManager[None]:
+        own = self.dot_general()
+        return contextlib.nullcontext() if own is None else default_dot_general(own)
 
     def _add_outputs(self, changed: dict[Path, Any], known: Mapping[Path, Any]) -> None:
         updates = unflatten_dict({path: x for path, x in changed.items() if path in known})

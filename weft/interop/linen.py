@@ -24,6 +24,8 @@ def linen_streams(rngs: Keys) -> dict[str, Any]:
 class LinenModel(Model):
     """A Linen module, or a class of modules with its arguments."""
 
+    quantizes = True
+
     def __init__(self, module: Any, *args: object, **kwargs: object):
         with self._without_parent():
             made = module(*args, **kwargs) if isinstance(module, type) else module

@@ -37,7 +37,12 @@ class Model(abc.ABC):
     """Base class for layers of a library, as pure functions.
 
     Models with equal attributes are equal, so that they share traces.
+
+    Attributes:
+        quantizes: whether linear layers follow `weft.functional.default_dot_general`.
     """
+
+    quantizes = False
 
     @property
     def name(self) -> str:

@@ -257,6 +257,7 @@ class NNXModel(Model):
     """
 
     nnx: Any = nnx
+    quantizes = True
 
     def __init__(self, module: Any, *args: object, **kwargs: Any):
         self.module, self.args, self.kwargs = module, args, kwargs

@@ -49,7 +49,7 @@ class Dense(Module):
     Attributes:
         dtype: dtype of the computation; by default promoted from input and parameters.
         promote_dtype: converts input and parameters to the dtype of the computation.
-        dot_general: replaces `jax.lax.dot_general`.
+        dot_general: replaces `jax.lax.dot_general`, see `weft.functional.default_dot_general`.
         dot_general_cls: factory that takes precedence over `dot_general`; called with the layer.
 
     >>> y, variables = Dense(4).init_with_output(jax.random.key(0), jnp.ones((2, 3)))

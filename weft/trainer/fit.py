@@ -43,6 +43,7 @@ from weft.trainer.model import LibraryModel, build_model
 from weft.trainer.optimizers.algorithms import adam_optimizer, adamw_optimizer, sgd_optimizer
 from weft.trainer.optimizers.base import as_partitioned
 from weft.trainer.parallelism import MESH_AXIS_NAMES, mesh_shape_from_axes
+from weft.trainer.precision import Precision
 from weft.trainer.progress import INPUT_ENDED, RunListener
 from weft.trainer.report.recorder import error_console
 from weft.trainer.run_dir import CHECKPOINTS_DIR
@@ -368,6 +369,7 @@ def fit(
     optimizer: str | optax.GradientTransformation | InstantiableConfig[Any] = "adam",
     learning_rate: float | Callable[[Any], Any] | InstantiableConfig[Any] | None = None,
     target: str | None = None,
+    precision: str | Precision.Config | None = None,
     seed: int = 0,
     dir: str | None = None,
     progress: bool = True,
@@ -396,6 +398,9 @@ def fit(
         learning_rate: Rate of a named optimizer, 0.001 by default, or a schedule.
         target: Field that named losses compare with the outputs; by default the one named y, label,
             labels, target or targets.
+        precision: Policy for the dtypes of parameters, computation and the optimizer's moments:
+            "float32", "mixed_bfloat16", "bfloat16", "int8", "fp8", or the config of a policy. It
+            holds in this run and for `FitState.predict`, and not when the model is called itself.
         seed: Seed of parameters, noise and the order of arrays.
         dir: Directory for checkpoints and the record of the run. A run whose directory has a
             checkpoint resumes. None keeps nothing on disk.
@@ -422,6 +427,7 @@ def fit(
         model=_model_config(model, loss, _metrics(metrics), target, train),
         learner=Learner.default_config().set(optimizer=_optimizer(optimizer, learning_rate)),
         input=train.input_config(seed=seed),
+        precision=precision,
         # The other axes are those that layouts of layers may name.
         mesh_shape=mesh_shape_from_axes(data=-1),
         mesh_axis_names=MESH_AXIS_NAMES,

@@ -7,8 +7,8 @@
     int8              float32      float32       float32
     fp8               float32      float32       float32
 
-The last two quantize the matrix products with weights in the layers of the hierarchy, see
-`weft.functional.int8_dot_general` and `fp8_dot_general`; the rest of the computation is in float32.
+The last two quantize the matrix products with weights, see `weft.functional.int8_dot_general` and
+`fp8_dot_general`; the rest of the computation is in float32.
 Whatever the policy, softmaxes, norms and losses are computed in float32, gradients of microbatches
 are summed in float32, and so is the update of parameters and moments: what is stored in bfloat16 is
 rounded once per step, stochastically.

@@ -154,10 +154,11 @@ class Supervised(BaseModel):
 
     def predict(self, input_batch: Mapping[str, Any]) -> Any:
         """Returns the outputs of the model for a batch."""
-        return self.call_model(cast_floats(self._inputs(input_batch), self.compute_dtype()))
+        return self.call_model(self._inputs(input_batch))
 
     def call_model(self, inputs: Any) -> Any:
         """Returns the outputs of the model for its inputs."""
+        inputs = cast_floats(inputs, self.compute_dtype())
         try:
             return self.model(inputs)
         except Exception as error:

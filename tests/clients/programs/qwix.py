@@ -24,13 +24,38 @@ class NNXNet(nnx.Module):
         return self.last(nnx.relu(self.first(x)))
 
 
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = nn.MultiHeadDotProductAttention(2)(x)
+        y = nn.relu(nn.DenseGeneral((2, 4))(y))
+        return x + nn.Einsum((2, 4, 4), "btni,nio->bto")(y), None
+
+
+class LinenBlocks(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        axes = {"variable_axes": {"params": 0, "quant_stats": 0}, "split_rngs": {"params": True}}
+        return nn.scan(nn.remat(LinenBlock), length=2, **axes)()(x, None)[0][..., :3]
+
+
+class NNXBlocks(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
+        self.up = nnx.LinearGeneral(4, (2, 4), rngs=rngs)
+        self.down = nnx.Einsum("btni,nio->bto", (2, 4, 3), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(self.attention(x))))
+
+
 x = jax.random.normal(jax.random.key(0), (2, 6, 4))
 y = jnp.sin(x[..., :3])
 rules = [qwix.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
 
 
-def linen():
-    net = qwix.quantize_model(LinenNet(), qwix.QtProvider(rules))
+def linen(model):
+    net = qwix.quantize_model(model, qwix.QtProvider(rules))
     params = net.init(jax.random.key(1), x)["params"]
 
     def loss_fn(params):
@@ -41,14 +66,14 @@ def linen():
         loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         losses.append(float(loss))
-    ptq = qwix.quantize_model(LinenNet(), qwix.PtqProvider(rules))
+    ptq = qwix.quantize_model(model, qwix.PtqProvider(rules))
     shapes = jax.eval_shape(ptq.init, jax.random.key(1), x)["params"]
     quantized = qwix.quantize_params(params, shapes)
     return losses, ptq.apply({"params": quantized}, x).tolist()
 
 
-def objects():
-    net = qwix.quantize_model(NNXNet(nnx.Rngs(0)), qwix.QtProvider(rules), x)
+def objects(model):
+    net = qwix.quantize_model(model(nnx.Rngs(0)), qwix.QtProvider(rules), x)
     optimizer = nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param)
 
     @nnx.jit
@@ -58,7 +83,7 @@ def objects():
         return loss
 
     losses = [float(step(net, optimizer)) for _ in range(3)]
-    quantized = qwix.quantize_model(NNXNet(nnx.Rngs(0)), qwix.PtqProvider(rules), x)
+    quantized = qwix.quantize_model(model(nnx.Rngs(0)), qwix.PtqProvider(rules), x)
     return losses, quantized(x).tolist()
 
 
@@ -69,4 +94,5 @@ def lora():
     return net(x).tolist(), jax.tree.map(lambda a: list(a.shape), added)
 
 
-print(json.dumps([linen(), objects(), lora()]))
+results = [linen(LinenNet()), linen(LinenBlocks()), objects(NNXNet), objects(NNXBlocks), lora()]
+print(json.dumps(results))

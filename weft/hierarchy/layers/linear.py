@@ -91,7 +91,7 @@ class MultiLinear(BaseLayer):
         Returns `Float[Array, "*batch num_outputs output_dim"]`.
         """
         bias = self.parameters["bias"] if self.config.bias else None
-        y = dense_general(inputs, self.parameters["weight"], bias)
+        y = dense_general(inputs, self.parameters["weight"], bias, dot_general=self.dot_general())
         self._add_tensor_stats("outputs", y)
         return y
 

@@ -37,7 +37,7 @@ class Linear(KernelModule):
     Args:
         dtype: computation dtype; by default promoted from input and parameters.
         precision: precision of the product, as in `jax.lax.dot_general`.
-        dot_general: replaces `jax.lax.dot_general`.
+        dot_general: replaces `jax.lax.dot_general`, see `weft.functional.default_dot_general`.
         promote_dtype: casts input and parameters to `dtype`.
         preferred_element_type: accumulation dtype, as in `jax.lax.dot_general`.
         kernel_metadata, bias_metadata: metadata of the variables, such as `out_sharding`.
@@ -75,7 +75,7 @@ class Linear(KernelModule):
             bias,
             precision=self.precision,
             preferred_element_type=self.preferred_element_type,
-            dot_general=self.dot_general,
+            dot_general=None if self.dot_general is lax.dot_general else self.dot_general,
             out_sharding=out_sharding,
         )
 
@@ -257,7 +257,7 @@ class Einsum(KernelModule):
                 bias,
                 precision=self.precision,
                 preferred_element_type=self.preferred_element_type,
-                einsum=self.einsum_op,
+                einsum=None if self.einsum_op is jnp.einsum else self.einsum_op,
                 out_sharding=out_sharding,
             )
         except (TypeError, ValueError) as error:
