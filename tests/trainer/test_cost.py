@@ -77,7 +77,7 @@ def tracing(make, n):
 COSTS = {
     "hierarchy": (of_hierarchy, 1480, 50_600, 118, 152),
     "linen": (of_linen, 1290, 32_600, 113, 146),
-    "nnx": (of_nnx, 2590, 72_800, 111, 145),
+    "nnx": (of_nnx, 2590, 72_800, 115, 149),
 }
 
 

@@ -28,10 +28,9 @@ from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.arrays import INLINE, on_one_cpu, promote_dtype, without_none
 from weft.functional.statistics import canonical_axes
 
-# Part of the keys of JAX's caches of traces. Traces from before it was made do not count, so the
-# module that holds Weft's own traces imports this one.
-_context = jax.make_user_context()
-_DOT_GENERAL = lax.dot_general
+# Part of the keys of JAX's caches of traces. A new context invalidates all earlier traces, so the
+# module of Weft's own traces, which every way of writing models imports, imports this one.
+dot_general_context = jax.make_user_context()
 
 
 @contextlib.contextmanager
@@ -56,26 +55,16 @@ def default_dot_general(dot_general: Callable[..., Array] | None) -> Iterator[No
     ...     dense(jnp.ones((1, 3)), jnp.ones((3, 2)), jnp.ones(2)).tolist()
     [[1.0, 1.0]]
     """
-    with _context(dot_general):
+    with dot_general_context(dot_general):
         yield
 
 
-def current_dot_general() -> Callable[..., Array] | None:
-    """Returns the product of `default_dot_general`, or None."""
-    return _context.value
-
-
-def _product(
-    given: Callable[..., Array] | None, x: Array, weight: Array
-) -> Callable[..., Array] | None:
-    """Returns the product to use, None for JAX's own."""
-    if given is None:
-        given = _context.value
-        if given is None or not all(
-            jnp.issubdtype(operand.dtype, jnp.floating) for operand in (x, weight)
-        ):
-            return None
-    return None if given is _DOT_GENERAL else given
+def _default_product(x: Array, weight: Array) -> Callable[..., Array] | None:
+    default = dot_general_context.value
+    if default is None:
+        return None
+    is_real = all(jnp.issubdtype(operand.dtype, jnp.floating) for operand in (x, weight))
+    return default if is_real else None
 
 
 def dense(
@@ -156,7 +145,8 @@ def dense_general(
     options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
     options["precision"] = precision
     numbers = (axes, weight_axes), (batch, weight_batch)
-    dot_general = _product(dot_general, x, weight)
+    if dot_general is None:
+        dot_general = _default_product(x, weight)
     is_last = axes == tuple(range(x.ndim - len(axes), x.ndim)) and not batch
     if dot_general is None and is_last and merges_axes(x, weight, out_sharding):
         return product_of_matrices(x, weight, bias, len(axes), **options)
@@ -251,8 +241,8 @@ def project(
     options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
     options["precision"] = precision
     contracted = None
-    if einsum is None:
-        dot_general = _product(dot_general, x, weight)
+    if einsum is dot_general is None:
+        dot_general = _default_product(x, weight)
         if dot_general is None and x.dtype == weight.dtype and merges_axes(x, weight, out_sharding):
             contracted = _contracted_axes(subscripts, x.ndim, weight.ndim)
     if contracted is not None:

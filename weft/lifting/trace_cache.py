@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft.functional.arrays import INLINE
-from weft.functional.linear import current_dot_general
+from weft.functional.linear import dot_general_context
 from weft.lifting.kind import Static, Units
 from weft.lifting.signature import named_after
 from weft.typing import Fn
@@ -74,12 +74,11 @@ _CODES = tuple(fn.__code__ for fn in _PRODUCTS[:3])
 def _replaced_products() -> tuple[IdentityKey, ...]:
     """Returns the identity of the products if one of JAX's is replaced now, as for quantization."""
     now: tuple[Any, ...] = _products()
-    default = current_dot_general()
     if now == _PRODUCTS:
         now = now[0].__code__, now[1].__code__, now[2].__code__
-        if now == _CODES and default is None:
+        if now == _CODES and dot_general_context.value is None:
             return ()
-    return tuple(map(IdentityKey, (*now, default)))
+    return tuple(map(IdentityKey, (*now, dot_general_context.value)))
 
 
 _MAX_CACHED = 512

@@ -26,27 +26,31 @@ class NNXNet(nnx.Module):
 
 class LinenBlock(nn.Module):
     @nn.compact
-    def __call__(self, x, _=None):
+    def __call__(self, x):
         y = nn.MultiHeadDotProductAttention(2)(x)
         y = nn.relu(nn.DenseGeneral((2, 4))(y))
-        return x + nn.Einsum((2, 4, 4), "btni,nio->bto")(y), None
+        return x + nn.Einsum((2, 4, 4), "btni,nio->bto")(y)
 
 
 class LinenBlocks(nn.Module):
     @nn.compact
     def __call__(self, x):
-        axes = {"variable_axes": {"params": 0, "quant_stats": 0}, "split_rngs": {"params": True}}
-        return nn.scan(nn.remat(LinenBlock), length=2, **axes)()(x, None)[0][..., :3]
+        return nn.remat(LinenBlock)()(x)[..., :3]
+
+
+class ScannedBlocks(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.remat_scan(LinenBlock, lengths=(2,))()(x)[..., :3]
 
 
 class NNXBlocks(nnx.Module):
     def __init__(self, rngs):
-        self.attention = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
         self.up = nnx.LinearGeneral(4, (2, 4), rngs=rngs)
         self.down = nnx.Einsum("btni,nio->bto", (2, 4, 3), rngs=rngs)
 
     def __call__(self, x):
-        return self.down(nnx.relu(self.up(self.attention(x))))
+        return self.down(nnx.relu(self.up(x)))
 
 
 x = jax.random.normal(jax.random.key(0), (2, 6, 4))
@@ -54,7 +58,7 @@ y = jnp.sin(x[..., :3])
 rules = [qwix.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
 
 
-def linen(model):
+def train_linen(model):
     net = qwix.quantize_model(model, qwix.QtProvider(rules))
     params = net.init(jax.random.key(1), x)["params"]
 
@@ -66,10 +70,15 @@ def linen(model):
         loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         losses.append(float(loss))
+    return losses
+
+
+def serve_linen(model):
+    params = model.init(jax.random.key(1), x)["params"]
     ptq = qwix.quantize_model(model, qwix.PtqProvider(rules))
     shapes = jax.eval_shape(ptq.init, jax.random.key(1), x)["params"]
     quantized = qwix.quantize_params(params, shapes)
-    return losses, ptq.apply({"params": quantized}, x).tolist()
+    return ptq.apply({"params": quantized}, x).tolist()
 
 
 def objects(model):
@@ -94,5 +103,6 @@ def lora():
     return net(x).tolist(), jax.tree.map(lambda a: list(a.shape), added)
 
 
-results = [linen(LinenNet()), linen(LinenBlocks()), objects(NNXNet), objects(NNXBlocks), lora()]
-print(json.dumps(results))
+linen = [train_linen(model()) for model in (LinenNet, LinenBlocks, ScannedBlocks)]
+linen += [serve_linen(model()) for model in (LinenNet, LinenBlocks)]
+print(json.dumps([linen, objects(NNXNet), objects(NNXBlocks), lora()]))
