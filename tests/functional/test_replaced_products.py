@@ -227,14 +227,21 @@ def test_the_default_in_a_loop_of_objects_that_was_traced_before():
             nnx.Rngs(0).split(3)
         )
 
-    @nnx.jit
+    traces = []
+
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     @nnx.remat
-    def run(x, layer):
+    def scanned(x, layer):
         return layer(x)
+
+    @nnx.jit
+    def run(x, layers):
+        traces.append(1)
+        return scanned(x, layers)
 
     plain = run(Y, layers())
     decorated = default_dot_general(int8_dot_general)(run)
     for _ in range(2):
         np.testing.assert_array_equal(decorated(Y, layers()), run(Y, layers(int8_dot_general)))
     np.testing.assert_array_equal(run(Y, layers()), plain)
+    assert len(traces) == 3

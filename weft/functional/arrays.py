@@ -25,6 +25,10 @@ from weft.typing import DType
 # `jax.jit(inline=)` that leaves no call in the jaxpr. Where JAX has more than one way, True does.
 INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
+# Product of `weft.functional.default_dot_general`, in the keys of JAX's caches of traces. A new
+# context invalidates all earlier traces, so it is made where every way of writing begins.
+dot_general_context = jax.make_user_context()
+
 
 def to_ndim(x: Num[Array, "*shape"], ndim: int) -> Num[Array, "*ones_and_shape"]:
     """Returns `x` with axes of size 1 prepended, up to at least `ndim`; scalars stay scalars.

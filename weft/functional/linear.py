@@ -25,12 +25,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.arrays import INLINE, on_one_cpu, promote_dtype, without_none
+from weft.functional.arrays import (
+    INLINE,
+    dot_general_context,
+    on_one_cpu,
+    promote_dtype,
+    without_none,
+)
 from weft.functional.statistics import canonical_axes
-
-# Part of the keys of JAX's caches of traces. A new context invalidates all earlier traces, so the
-# module of Weft's own traces, which every way of writing models imports, imports this one.
-dot_general_context = jax.make_user_context()
 
 
 @contextlib.contextmanager

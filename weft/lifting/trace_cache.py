@@ -5,8 +5,7 @@ call. Here, two functions are equal if they have the same code, and the values i
 defaults and globals are equal. A value that cannot be compared safely (a mutable array, a tracer, a
 mutable object) makes a function equal only to itself: recompiling is better than reusing another
 function's values. For loops and branches, tracers in closures are inputs of the trace instead.
-While a library or `weft.functional.default_dot_general` replaces JAX's products, as for
-quantization, earlier traces are not shared.
+While a library replaces JAX's products, as for quantization, earlier traces are not shared.
 
 Outside of `jax.jit`, a loop or a branch runs in a `jax.jit` for this reason, with static values as
 structure; inside of another trace, this has no effect. An output that is an unchanged input is
@@ -37,7 +36,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft.functional.arrays import INLINE
-from weft.functional.linear import dot_general_context
 from weft.lifting.kind import Static, Units
 from weft.lifting.signature import named_after
 from weft.typing import Fn
@@ -72,13 +70,13 @@ _CODES = tuple(fn.__code__ for fn in _PRODUCTS[:3])
 
 
 def _replaced_products() -> tuple[IdentityKey, ...]:
-    """Returns the identity of the products if one of JAX's is replaced now, as for quantization."""
+    """Returns the identity of JAX's products if a library of quantization replaces one now."""
     now: tuple[Any, ...] = _products()
     if now == _PRODUCTS:
         now = now[0].__code__, now[1].__code__, now[2].__code__
-        if now == _CODES and dot_general_context.value is None:
+        if now == _CODES:
             return ()
-    return tuple(map(IdentityKey, (*now, dot_general_context.value)))
+    return tuple(map(IdentityKey, now))
 
 
 _MAX_CACHED = 512
