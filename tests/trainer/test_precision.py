@@ -80,6 +80,17 @@ def operands_of_products(jaxpr):
     return found
 
 
+def dtypes_of_model(cfg):
+    """Returns the dtypes of parameters, and of the operands of products in a forward pass."""
+    model = build_model(cfg)
+    shapes = jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
+
+    def loss(params, batch):
+        return functional(model, jax.random.key(0), params, (batch,), is_training=False)[0][0]
+
+    return floats(shapes), operands_of_products(jax.make_jaxpr(loss)(shapes, BATCH).jaxpr)
+
+
 MODELS = {
     "hierarchy": HierarchyLM.default_config(),
     "linen": config_for_class(LinenLM),
@@ -106,22 +117,20 @@ def test_policies_hold_for_every_way_of_writing(kind, policy, tmp_path):
         assert floats(before_or_after.learner) == {stored}
     assert outputs["loss"].dtype == jnp.float32
     # The model that is evaluated, sampled from and exported is the same.
-    model = build_model(config(tmp_path, MODELS[kind], precision=policy))
-    shapes = jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
-    assert floats(shapes) == {stored}
-
-    def forward(params, batch):
-        return functional(model, jax.random.key(0), params, (batch,), is_training=False)[0][1][
-            "logits"
-        ]
-
-    made = jax.make_jaxpr(forward)(shapes, BATCH)
-    assert operands_of_products(made.jaxpr) == {computed}
+    params, operands = dtypes_of_model(config(tmp_path, MODELS[kind], precision=policy))
+    assert (params, operands) == ({stored}, {computed})
 
 
-@pytest.mark.parametrize(("policy", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
 @pytest.mark.parametrize("kind", MODELS)
-def test_policies_of_8_bits_quantize_products_with_weights(kind, policy, dtype, tmp_path):
+def test_products_in_8_bits_and_the_rest_in_bfloat16(kind, tmp_path):
+    policy = Precision.default_config().set(compute_dtype="bfloat16", quantization="int8")
+    params, operands = dtypes_of_model(config(tmp_path, MODELS[kind], precision=policy))
+    assert (params, operands) == ({"float32"}, {"int8", "bfloat16"})
+
+
+@pytest.mark.parametrize("policy", PRODUCTS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_policies_of_8_bits_quantize_products_with_weights(kind, policy, tmp_path):
     trainer = trainer_of(config(tmp_path, MODELS[kind], precision=policy))
     batch = {name: np.arange(2 * LENGTH).reshape(2, LENGTH) for name in BATCH}
     with trainer.mesh():
@@ -148,16 +157,8 @@ def test_policies_of_8_bits_quantize_products_with_weights(kind, policy, dtype, 
 
 @pytest.mark.parametrize(("policy", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
 def test_tables_of_embeddings_and_layers_that_are_off_are_not_quantized(policy, dtype, tmp_path):
-    batch = {name: np.arange(2 * LENGTH).reshape(2, LENGTH) for name in BATCH}
-
     def operands(model):
-        built = build_model(config(tmp_path, model, precision=policy))
-        shapes = jax.eval_shape(built.initialize_parameters_recursively, jax.random.key(0))
-
-        def loss(params):
-            return functional(built, None, params, (batch,), is_training=False)[0][0]
-
-        return operands_of_products(jax.make_jaxpr(loss)(shapes).jaxpr)
+        return dtypes_of_model(config(tmp_path, model, precision=policy))[1]
 
     # Logits are by the table of embeddings.
     lm = lm_tiny().model
