@@ -19,6 +19,8 @@ from weft.input.tokenizers import HuggingFaceTokenizer
 from weft.interop.huggingface import from_huggingface, huggingface_model_config
 from weft.trainer.run_dir import claim_run_dir
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 TOKENIZER = {
     "version": "1.0",
     "added_tokens": [],

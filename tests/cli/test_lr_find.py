@@ -13,6 +13,8 @@ from weft.recipes.lm import lm_tiny
 from weft.trainer.learner import Learner
 from weft.trainer.optimizers import sgd_optimizer
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 def test_table_has_a_bar_for_each_rate_and_marks_the_suggestion():
     search = LearningRateSearch(

@@ -21,6 +21,8 @@ from weft.input import ByteTokenizer
 from weft.trainer.model import LibraryModel
 from weft.trainer.run_dir import claim_run_dir
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 @pytest.fixture
 def save(tmp_path, monkeypatch):

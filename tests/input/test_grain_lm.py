@@ -19,6 +19,8 @@ from weft.input.tokenizers import ByteTokenizer
 from weft.trainer import Learner, SpmdTrainer
 from weft.trainer.optimizers import adamw_optimizer
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 VOCAB = ByteTokenizer()
 EOS, PAD = VOCAB.eos_id, VOCAB.pad_id
 

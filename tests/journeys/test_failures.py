@@ -9,6 +9,8 @@ from tests.pages import ROOT
 from tests.weft_process import finish, weft_processes
 from weft.cli import main
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 OWN_MODEL = """
 import jax.numpy as jnp
 import numpy as np

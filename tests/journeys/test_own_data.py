@@ -11,6 +11,8 @@ import pytest
 from weft.cli import main
 from weft.interop.huggingface import from_huggingface
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 TRAIN = ("train", "lm-tiny", "data_dir=notes.jsonl", "dir=run")
 SIZE = 300  # of the vocabulary in the file, to which the end and the padding add one id each
 

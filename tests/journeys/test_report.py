@@ -23,6 +23,8 @@ from weft.trainer import Learner, RunListener, SpmdEvaler, SpmdTrainer
 from weft.trainer.evaler import every_n_steps_policy
 from weft.trainer.optimizers import sgd_optimizer
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 class Logistic(nn.Module):
     scale: float = 1.0

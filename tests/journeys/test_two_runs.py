@@ -14,7 +14,7 @@ import pytest
 from tests.weft_process import finish, wait_for_save, weft_processes
 from weft.cli import main
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_device")]
 
 SHORT = ["lm-tiny", "max_step=1", "evalers={}", "model.decoder.transformer.num_layers=1"]
 

@@ -14,6 +14,8 @@ from weft.config import to_text
 from weft.errors import ConfigError, RecipeError
 from weft.trainer.run_dir import claim_run_dir, is_signed, read_record, signed
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 OWN = """
 from weft.config import config_for_class
 from weft.input.fake import FakeLmInput
