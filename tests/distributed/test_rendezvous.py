@@ -66,9 +66,9 @@ def test_all_meet_and_address_is_released(address):
 
 
 def test_missing_processes_are_named(address):
-    for error in together(address, [(0, 4), (2, 4)], timeout=2.5):
+    for error in together(address, [(0, 4), (2, 4)], timeout=1.5):
         assert isinstance(error, ProcessesNotReadyError)
-        assert str(error).startswith(f"processes 1, 3 of 4 did not come to {address} within 2.5 s.")
+        assert str(error).startswith(f"processes 1, 3 of 4 did not come to {address} within 1.5 s.")
         assert "Present: process 0 of 4 (host " in str(error) and "process 2 of 4" in str(error)
 
 
@@ -184,7 +184,7 @@ def test_restarted_process_retakes_its_place(address, caplog):
 
 
 def test_missing_list_is_truncated(address):
-    with first_of(address, 300, timeout=4.0):
+    with first_of(address, 300, timeout=2.0):
         here = [come(address, i, 300, i) for i in range(1, 40)]
         for connection in here:
             with connection, connection.makefile() as lines:

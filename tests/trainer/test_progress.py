@@ -236,7 +236,8 @@ def test_loopback_names_are_accepted(served):
 
 
 @pytest.mark.long
-def test_silent_clients_hold_few_threads_briefly(served):
+def test_silent_clients_hold_few_threads_briefly(served, monkeypatch):
+    monkeypatch.setattr("weft.trainer.report.live._CONNECTION_SECONDS", 1.0)
     url = served[0]
     address = ("127.0.0.1", int(url.rpartition(":")[2]))
     before = threading.active_count()
