@@ -13,8 +13,11 @@ import zipfile
 
 import pytest
 
+from tests.flags import xla_flags
 from tests.pages import ROOT, programs
 from weft.cli import main
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 FILES = {
     "my_package-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n",
@@ -102,66 +105,68 @@ def test_packages_hold_what_is_tracked(packages):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in installed)
 
 
-@pytest.fixture
-def installed_wheel(packages, tmp_path):
-    """Returns a function that installs the wheel into an environment of its own.
+# What each extra is for: the packages that it has to name, and code that needs them. PyTorch, of
+# `parity` and `bench`, has its build for the CPU elsewhere.
+USES = {
+    "text": (
+        "tokenizers sentencepiece",
+        "from tokenizers import Tokenizer; from sentencepiece import SentencePieceProcessor",
+    ),
+    "parquet": ("pyarrow", "find('pyarrow')"),
+    "hf": ("datasets", "find('datasets')"),
+    "tfds": ("tensorflow-datasets", "find('tensorflow_datasets')"),
+    "viz": ("treescope", "import treescope; treescope.render_to_html(weft.nnx.Rngs(0))"),
+    "kernels": ("tokamax", "find('tokamax')"),
+    "launch": ("submitit", "find('submitit')"),
+    "gcs": ("gcsfs", "find('gcsfs')"),
+    "wandb": ("wandb", "find('wandb')"),
+    "mlflow": ("mlflow-skinny", "find('mlflow')"),
+    "examples": ("scikit-learn", "from sklearn.datasets import load_digits; load_digits()"),
+    "docs": ("mkdocs-material jupytext", "find('mkdocs'), find('jupytext')"),
+}
+# Imports none of those that other tests import, which takes long where no bytecode is yet.
+FIND = """
+import importlib.util, weft
+def find(name): assert importlib.util.find_spec(name), name
+"""
 
-    It returns the environment's Python, and where to run it: not in the repository.
-    """
+
+@pytest.mark.long
+def test_wheel_and_its_extras(packages, tmp_path):
+    """It is installed into an environment of its own, and run outside of the repository."""
+    environment, outside = tmp_path / "venv", {"cwd": tmp_path}
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    outside["env"] = env | {"XLA_FLAGS": xla_flags()}
+    called(sys.executable, "-m", "venv", "--without-pip", environment)
+    python, weft = environment / "bin/python", environment / "bin/weft"
 
     def install(*extras):
-        python = tmp_path / "venv/bin/python"
-        called(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
         wanted = f"weft[{','.join(extras)}] @ {packages[0].as_uri()}"
         uv = [sys.executable, "-m", "uv", "--quiet", "pip", "install", "--constraint", LOCK]
         called(*uv, "--python", python, wanted)
-        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        return python, {"cwd": tmp_path, "env": env}
 
-    return install
-
-
-@pytest.mark.long
-def test_wheel_without_extras(installed_wheel):
-    python, outside = installed_wheel()
+    install()
     for module in ("weft", "weft.linen", "weft.nnx", "weft.hierarchy", "weft.config"):
         code = f"import time; t = time.time(); import {module}; print(time.time() - t)"
         print(module, called(python, "-c", code, **outside))
-    text = called(python.with_name("weft"), "train", "lm", code=2, **outside)
+    text = called(weft, "train", "lm", code=2, **outside)
     assert "pip install 'weft[train]'" in text
-    assert "train" in called(python.with_name("weft"), "--help", **outside)
+    assert "train" in called(weft, "--help", **outside)
 
-
-@pytest.mark.long
-def test_wheel_with_what_training_needs(installed_wheel):
-    python, outside = installed_wheel("train")
-    text = called(python.with_name("weft"), "train", "lm-tiny", "max_step=1", "dir=run", **outside)
+    install("train")
+    text = called(weft, "train", "lm-tiny", "max_step=1", "dir=run", **outside)
     assert "step 1/1" in text
-    assert "step 1" in called(python.with_name("weft"), "inspect", "run", **outside)
+    assert "step 1" in called(weft, "inspect", "run", **outside)
+
+    install(*USES)
+    called(python, "-c", FIND + "\n".join(use for _, use in USES.values()), **outside)
 
 
-# What each extra is for. PyTorch, of `parity` and `bench`, has its build for the CPU elsewhere.
-USES = {
-    "text": "from tokenizers import Tokenizer; from sentencepiece import SentencePieceProcessor",
-    "parquet": "import pyarrow.parquet",
-    "hf": "import datasets",
-    "tfds": "import tensorflow_datasets",
-    "viz": "import treescope; treescope.render_to_html(weft.nnx.Rngs(0))",
-    "kernels": "import tokamax",
-    "launch": "import submitit",
-    "gcs": "import gcsfs",
-    "wandb": "import wandb",
-    "mlflow": "import mlflow",
-    "examples": "from sklearn.datasets import load_digits; load_digits()",
-    "docs": "import mkdocs, jupytext",
-}
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("extra", USES)
-def test_wheel_with_an_extra(installed_wheel, extra):
-    python, outside = installed_wheel(extra)
-    called(python, "-c", f"import weft; {USES[extra]}", **outside)
+def test_extra_names_its_packages(extra):
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {re.match(r"[\w-]+", text)[0] for text in wanted["optional-dependencies"][extra]}
+    assert set(USES[extra][0].split()) <= named
 
 
 def test_each_extra_is_tried():
