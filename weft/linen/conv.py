@@ -67,14 +67,14 @@ class _Conv(Module):
         )
         spatial = padded.shape[padded.ndim - n - 1 : -1]
         spatial = tuple((s - 1) * d + 1 for s, d in zip(spatial, input_dilation, strict=True))
-        *shapes, convolve = self._shapes(window, inputs.shape[-1], spatial, options)
+        *shapes, convolve = self._shapes_and_function(window, inputs.shape[-1], spatial, options)
         x, kernel, bias = parameters(self, padded, *shapes)
         options |= {"input_dilation": input_dilation, "precision": self.precision}
         return functional.over_batch_axes(lambda x: convolve(x, kernel, bias, **options), x, n + 1)
 
     @nowrap
     @abc.abstractmethod
-    def _shapes(
+    def _shapes_and_function(
         self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
     ) -> tuple[Shape, Shape, Callable[..., Array]]:
         """Returns the shapes of kernel and bias, and the function of an input with one batch axis.
@@ -108,7 +108,7 @@ class Conv(_Conv):
     """
 
     @nowrap
-    def _shapes(
+    def _shapes_and_function(
         self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
     ) -> tuple[Shape, Shape, Callable[..., Array]]:
         groups = self.feature_group_count
@@ -140,7 +140,7 @@ class ConvLocal(_Conv):
     """
 
     @nowrap
-    def _shapes(
+    def _shapes_and_function(
         self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
     ) -> tuple[Shape, Shape, Callable[..., Array]]:
         needed = {
@@ -238,14 +238,11 @@ class ConvTranspose(Module):
         padded, options["padding"] = functional.pad_conv_transpose(
             inputs, window=window, padding=self.padding, **options
         )
+        options["precision"] = self.precision
         options["preferred_element_type"] = self.preferred_element_type
         channels = (inputs.shape[-1], self.features)
         shape = (*window, *(reversed(channels) if self.transpose_kernel else channels))
         x, kernel, bias = parameters(self, padded, shape, (self.features,))
         return functional.over_batch_axes(
-            lambda x: functional.conv_transpose(
-                x, kernel, bias, precision=self.precision, **options
-            ),
-            x,
-            n + 1,
+            lambda x: functional.conv_transpose(x, kernel, bias, **options), x, n + 1
         )
