@@ -24,6 +24,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -221,22 +222,13 @@ class GracefulStop:
         JAX caches the result for the later call. An abandoned compilation cannot be ended and
         continues in its thread; see `still_compiling`.
         """
-        done, failure = threading.Event(), []
-
-        def work() -> None:
-            try:
-                lowered.compile()
-            except BaseException as error:  # raised in the main thread
-                failure.append(error)
-            finally:
-                done.set()
-
-        threading.Thread(target=work, name=_COMPILE_THREAD).start()
-        while not done.wait(_POLL_SECONDS):
+        executor = futures.ThreadPoolExecutor(1, thread_name_prefix=_COMPILE_THREAD)
+        compiled = executor.submit(lowered.compile)
+        executor.shutdown(wait=False)
+        while not futures.wait([compiled], _POLL_SECONDS).done:
             if self.stop_requested:
                 return
-        if failure:
-            raise failure[0]
+        compiled.result()
 
     def compile_on_all(self, lowered: jax.stages.Lowered, name: str) -> StopRun | None:
         """Compiles a program; all processes meet afterwards, or as soon as one requests to stop.
@@ -280,7 +272,7 @@ class InterruptibleJit:
 
 def still_compiling() -> bool:
     """Returns whether an abandoned compilation is running, which delays the end of the process."""
-    return any(thread.name == _COMPILE_THREAD for thread in threading.enumerate())
+    return any(thread.name.startswith(_COMPILE_THREAD) for thread in threading.enumerate())
 
 
 _ACTIVE = ThreadStack[GracefulStop]()
