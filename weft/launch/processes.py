@@ -8,6 +8,7 @@ if it is killed, the kernel asks them to stop.
 
 import collections
 import contextlib
+import dataclasses
 import os
 import queue
 import shutil
@@ -80,6 +81,7 @@ def end_with_parent(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _UNTIL_PARENT_ENDS, str(os.getpid()), *command]
 
 
+@dataclasses.dataclass(eq=False, repr=False)  # an environment may have secrets
 class ProcessGroup:
     """Runs one command as several processes.
 
@@ -90,25 +92,18 @@ class ProcessGroup:
         failure_grace_seconds: time to exit after another process failed.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
-        *,
-        say: Callable[[int, str], None],
-        log_paths: Sequence[str] | None = None,
-        grace_seconds: float,
-        failure_grace_seconds: float,
-    ):
-        self._command = list(command)
-        self._environments = environments
-        self._say = say
-        self._log_paths = log_paths
-        self._grace_seconds = grace_seconds
-        self._failure_grace_seconds = failure_grace_seconds
+    command: Sequence[str]
+    environments: Sequence[Mapping[str, str]]
+    _: dataclasses.KW_ONLY
+    say: Callable[[int, str], None]
+    log_paths: Sequence[str] | None = None
+    grace_seconds: float
+    failure_grace_seconds: float
+
+    def __post_init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
-        self._lines = [collections.deque[str](maxlen=LAST_LINES) for _ in environments]
+        self._lines = [collections.deque[str](maxlen=LAST_LINES) for _ in self.environments]
         self._ends: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
         self._stopped_by: str | None = None
         self._deadline: float | None = None
@@ -121,7 +116,7 @@ class ProcessGroup:
         self._started = time.monotonic()
         try:
             with handle_stop_signals(self._on_signal):
-                for index in range(len(self._environments)):
+                for index in range(len(self.environments)):
                     self._start(index)
                 return self._wait()
         finally:
@@ -132,15 +127,15 @@ class ProcessGroup:
     def _start(self, index: int) -> None:
         with contextlib.ExitStack() as stack:
             output: int | BinaryIO = subprocess.PIPE
-            if self._log_paths is not None:
-                output = stack.enter_context(_open_log(self._log_paths[index]))
+            if self.log_paths is not None:
+                output = stack.enter_context(_open_log(self.log_paths[index]))
             try:
-                path = self._environments[index].get("PATH")
-                if shutil.which(self._command[0], path=path) is None:
-                    raise FileNotFoundError(f"there is no program {self._command[0]!r}")
+                path = self.environments[index].get("PATH")
+                if shutil.which(self.command[0], path=path) is None:
+                    raise FileNotFoundError(f"there is no program {self.command[0]!r}")
                 process = subprocess.Popen(
-                    end_with_parent(self._command),
-                    env=dict(self._environments[index]),
+                    end_with_parent(self.command),
+                    env=dict(self.environments[index]),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -148,7 +143,7 @@ class ProcessGroup:
                 )
             except OSError as error:
                 raise JobConfigError(
-                    f"command={self._command!r} cannot be started: {error}. Name a program on "
+                    f"command={list(self.command)!r} cannot be started: {error}. Name a program on "
                     "the PATH."
                 ) from error
         self._processes.append(process)
@@ -170,7 +165,7 @@ class ProcessGroup:
             for line in pipe:
                 text = line.decode(errors="replace").rstrip("\r\n")
                 self._lines[index].append(text)
-                self._say(index, text)
+                self.say(index, text)
 
     # Waiting.
 
@@ -191,7 +186,7 @@ class ProcessGroup:
                     failed = None if stopped_by else ended[-1]
                     self._stopped_by = stopped_by
                     self._forward_signal(signal.SIGTERM)  # asks the others to stop
-                grace = self._grace_seconds if stopped_by else self._failure_grace_seconds
+                grace = self.grace_seconds if stopped_by else self.failure_grace_seconds
                 self._end_within(grace)
         return Outcome(tuple(ended), failed, self._stopped_by)
 
@@ -204,8 +199,8 @@ class ProcessGroup:
         if code < 0:
             code, name = 128 - code, signal.Signals(-code).name
         lines = tuple(self._lines[index])
-        if self._log_paths is not None:
-            lines = last_lines(self._log_paths[index])
+        if self.log_paths is not None:
+            lines = last_lines(self.log_paths[index])
         return Ended(index, process.pid, code, name, moment - self._started, lines)
 
     def _end_within(self, seconds: float) -> None:
@@ -225,7 +220,7 @@ class ProcessGroup:
         # The terminal was closed: the processes should save and stop.
         forwarded = signal.SIGTERM if number == signal.SIGHUP else number
         self._stopped_by = self._stopped_by or forwarded.name
-        self._end_within(self._grace_seconds)
+        self._end_within(self.grace_seconds)
         self._forward_signal(forwarded)
 
 
