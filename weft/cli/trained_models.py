@@ -163,12 +163,7 @@ def _decoder(model: Module, ids: np.ndarray, num_tokens: int, temperature: float
 
     def sample(params: NestedTensor, key: Tensor) -> Tensor:
         outputs, _ = functional(
-            model,
-            prng_key=key,
-            state=params,
-            inputs=inputs,
-            method="sample_decode",
-            is_training=False,
+            model, key, params, inputs, method="sample_decode", is_training=False
         )
         return outputs.sequences[0, 0]
 
@@ -182,13 +177,9 @@ def _predictor(model: Module, ids: np.ndarray, num_tokens: int, temperature: flo
     def sample(params: NestedTensor, key: Tensor) -> Tensor:
         def add(at: Tensor, carry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
             tokens, key = carry
+            inputs = {"input_batch": {"input_ids": tokens[None]}}
             outputs, _ = functional(
-                model,
-                prng_key=None,
-                state=params,
-                inputs={"input_batch": {"input_ids": tokens[None]}},
-                method="predict",
-                is_training=False,
+                model, None, params, inputs, method="predict", is_training=False
             )
             key, draw = jax.random.split(key)
             logits = modify(outputs["logits"][0, at][None])[0]

@@ -236,17 +236,8 @@ def save_checkpoint(
     ([2, 3], [1.0, 1.0])
     """
     if orbax_checkpointer is not None or config.flax_use_orbax_checkpointing:
-        return save_checkpoint_multiprocess(
-            ckpt_dir,
-            target,
-            step,
-            prefix,
-            keep,
-            overwrite,
-            keep_every_n_steps,
-            async_manager,
-            orbax_checkpointer,
-        )
+        options = prefix, keep, overwrite, keep_every_n_steps, async_manager, orbax_checkpointer
+        return save_checkpoint_multiprocess(ckpt_dir, target, step, *options)
     step, path = _new_checkpoint(ckpt_dir, step, prefix, overwrite)
     state = to_state_dict(target)
     arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
