@@ -2,13 +2,7 @@
 
 import subprocess
 
-import jax
 import pytest
-
-_DEVICES = {
-    name: getattr(jax, name)
-    for name in ("devices", "local_devices", "device_count", "local_device_count")
-}
 
 
 @pytest.fixture(scope="module")
@@ -17,19 +11,30 @@ def one_device():
 
     A run on all eight virtual devices compiles and takes its steps for several times as long.
     """
+    import jax
+
     only = jax.devices()[:1]
     with pytest.MonkeyPatch.context() as patch:
-        for name in _DEVICES:
-            found = 1 if name.endswith("count") else only
-            patch.setattr(jax, name, lambda *args, found=found, **kwargs: found)
-        yield
+        for name in ("devices", "local_devices"):
+            patch.setattr(jax, name, lambda *args, **kwargs: only)
+        for name in ("device_count", "local_device_count"):
+            patch.setattr(jax, name, lambda *args, **kwargs: 1)
+        yield patch
 
 
 @pytest.fixture
-def all_devices(monkeypatch):
+def all_devices(one_device):
     """Lets a test of such a module see all devices."""
-    for name, function in _DEVICES.items():
-        monkeypatch.setattr(jax, name, function)
+    import jax
+
+    replaced = {
+        name: getattr(jax, name)
+        for name in ("devices", "local_devices", "device_count", "local_device_count")
+    }
+    one_device.undo()
+    yield
+    for name, function in replaced.items():
+        one_device.setattr(jax, name, function)
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from weft.cli.train import program, run, split_arguments
 from weft.trainer.display import make_display
 from weft.trainer.run_dir import claim_run_dir
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 TINY = ["train", "lm-tiny"]
 
 eight_devices = pytest.mark.skipif(jax.device_count() != 8, reason="needs eight devices")
@@ -49,6 +51,7 @@ def folder(tmp_path, monkeypatch):
         ("input.source.sequence_length=1000000", "add text or reduce sequence_length"),
     ],
 )
+@pytest.mark.usefixtures("all_devices")
 def test_invalid_input_exits_with_code_2(override, message, folder, capsys):
     (folder / "file").write_text("kept")
     assert main([*TINY, override]) == 2
@@ -167,6 +170,7 @@ def test_suggested_programs_are_on_path(tmp_path, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 devices")
+@pytest.mark.usefixtures("all_devices")
 def test_run_resumes_on_another_mesh(folder, capsys):
     small = [*TINY, "dir=over", "model.decoder.transformer.num_layers=1", "evalers={}"]
     assert main([*small, "max_step=1"]) == 0

@@ -10,6 +10,8 @@ import pytest
 from tests.pages import ROOT, blocks, programs, run_in_order
 from weft.cli.arguments import parse_arguments
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 # Errors and origins name these pages relative to the root; the others write to tmp_path.
@@ -21,6 +23,17 @@ NAMED = (
     "moving-from-pytorch.md",
 )
 
+# They train, and nothing in them depends on the number of devices.
+TRAINING = (
+    "any-model",
+    "index",
+    "launching",
+    "moving-from-axlearn",
+    "moving-from-keras",
+    "summary-writer",
+    "training",
+)
+
 
 def named(pages):
     return pytest.mark.parametrize(
@@ -29,7 +42,9 @@ def named(pages):
 
 
 @named([page for page in PAGES if programs(page) and page.parent.name != "tutorials"])
-def test_page_output_matches(page, monkeypatch, tmp_path):
+def test_page_output_matches(page, monkeypatch, tmp_path, request):
+    if page.stem not in TRAINING:
+        request.getfixturevalue("all_devices")
     monkeypatch.chdir(ROOT if page.name in NAMED else tmp_path)
     for said, printed in run_in_order(page, monkeypatch):
         assert printed == said

@@ -5,7 +5,7 @@ import textwrap
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_device")]
 
 IMPORTS = """\
 import numpy as np

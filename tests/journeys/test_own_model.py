@@ -2,14 +2,16 @@
 
 import json
 import signal
+import sys
 
 import pytest
 
 from tests.pages import ROOT, programs
 from tests.weft_process import finish, newest_step, wait_for_save, weft_processes
+from weft.cli import main
 from weft.trainer.checkpointer.dirs import step_dirs
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_device")]
 
 
 @pytest.fixture
@@ -29,40 +31,58 @@ def start(tmp_path):
         yield lambda cwd, *words: start(*words, cwd=cwd)
 
 
-def test_own_model_in_a_file(lab, start, tmp_path):
+@pytest.fixture
+def said(monkeypatch, tmp_path, capsys):
+    """Runs a command that only reads in this process, which forgets the file; what it prints."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+
+    def run(cwd, *words, code=0):
+        paths = sys.path[:]
+        monkeypatch.chdir(cwd)
+        try:
+            assert main(list(words)) == code
+        finally:
+            sys.path[:] = paths
+            sys.modules.pop("my_model", None)
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_own_model_in_a_file(lab, start, said, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     run = str(lab / "runs" / "my_model")
     recipe = "my_model.py:recipe"
 
-    assert "width=64" in finish(start(lab, "recipes", recipe))
-    assert "hidden" in finish(start(lab, "tabulate", recipe, "width=32"))
+    assert "width=64" in said(lab, "recipes", recipe)
+    assert "hidden" in said(lab, "tabulate", recipe, "width=32")
     assert "8 virtual CPU devices" in finish(start(lab, "check", recipe, "--mesh", "data=8"))
 
     # Stopped by a signal, and resumed.
-    saves = "checkpointer.save_policy.n=20"
+    saves = "checkpointer.save_policy.n=5"
     training = start(lab, "train", recipe, "width=32", "steps=1000000", saves)
     wait_for_save(run, training)
     training.send_signal(signal.SIGTERM)
     finish(training, code=143)
     saved = newest_step(run)
-    out = finish(start(lab, "train", recipe, "width=32", f"steps={saved + 50}"))
-    assert f"{saved + 50}" in out and (lab / "runs" / "my_model" / "report.html").exists()
-    assert newest_step(run) == saved + 50
+    out = finish(start(lab, "train", recipe, "width=32", f"steps={saved + 5}"))
+    assert f"{saved + 5}" in out and (lab / "runs" / "my_model" / "report.html").exists()
+    assert newest_step(run) == saved + 5
 
     # From another directory, the run finds its recipe.
-    shown = finish(start(elsewhere, "config", "show", run))
+    shown = said(elsewhere, "config", "show", run)
     assert "config_for_class(my_model.Net)" in shown and "width=32" in shown
-    changes = finish(start(elsewhere, "config", "diff", run, f"{lab}/{recipe}"), code=1)
+    changes = said(elsewhere, "config", "diff", run, f"{lab}/{recipe}", code=1)
     assert "model.width: 32 → 64" in changes
-    finish(start(elsewhere, "export", run, "--to", "net.safetensors"))
+    said(elsewhere, "export", run, "--to", "net.safetensors")
     assert (elsewhere / "net.safetensors").exists()
-    finish(start(elsewhere, "train", run, f"max_step={saved + 60}"))
+    finish(start(elsewhere, "train", run, f"max_step={saved + 8}"))
     record = json.loads((lab / "runs" / "my_model" / "run.json").read_text())
-    assert record["recipe"]["words"][-1] == f"max_step={saved + 60}"
+    assert record["recipe"]["words"][-1] == f"max_step={saved + 8}"
 
 
 def test_own_model_on_two_processes(lab, start):
-    words = ["-n", "2", "my_model.py:recipe", "dir=runs/two", "steps=40"]
+    words = ["-n", "2", "my_model.py:recipe", "dir=runs/two", "steps=4"]
     finish(start(lab, "launch", "local", *words))
-    assert list(step_dirs(f"{lab}/runs/two/checkpoints")) == [40]
+    assert list(step_dirs(f"{lab}/runs/two/checkpoints")) == [4]

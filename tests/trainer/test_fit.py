@@ -27,6 +27,8 @@ from weft.errors import (
 from weft.functional import default_dot_general, int8_dot_general
 from weft.hierarchy import BaseModel, Linear, WeightedScalar
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 ROWS, CLASSES = 24, 3
 X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
 LABELS = np.arange(ROWS) % CLASSES
@@ -117,6 +119,7 @@ class TwoInputs(nn.Module):
         ({"validation": iter([(X, LABELS)]), "batch_size": None}, FitError, "comes once"),
     ],
 )
+@pytest.mark.usefixtures("all_devices")
 def test_mistakes_are_refused_before_the_first_step(change, error, message, monkeypatch):
     monkeypatch.setattr("weft.trainer.trainer.SpmdTrainer.run", None)
     with pytest.raises(error, match=message):
@@ -198,6 +201,7 @@ def scalar(out, batch):
 @pytest.mark.parametrize(
     ("loss", "rows", "batch_size"), [("cross_entropy", 21, 8), (per_row, 21, 8), (scalar, 24, 16)]
 )
+@pytest.mark.usefixtures("all_devices")
 def test_validation_is_over_all_rows(loss, rows, batch_size):
     """The last batch is padded, or smaller for a loss that is a scalar."""
     held_out = (X[:rows], LABELS[:rows])
@@ -353,6 +357,7 @@ def test_an_object_of_another_structure_is_refused(tmp_path):
             fit(other, dir=str(tmp_path), steps=5)
 
 
+@pytest.mark.usefixtures("all_devices")
 def test_rows_have_weights():
     weights = np.where(np.arange(ROWS) < 8, 1.0, 0.0).astype(np.float32)
     weighted = {"x": X, "y": Y, "row_weight": weights}
