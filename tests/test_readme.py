@@ -8,9 +8,12 @@ import sys
 
 import pytest
 
+from tests.flags import xla_flags
 from tests.pages import ROOT, blocks, programs
 from weft.cli import main
 from weft.recipes import RECIPES
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 README = ROOT / "README.md"
 PROGRAMS = programs(README)
@@ -30,12 +33,14 @@ def test_first_commands_are_the_ones_that_ci_runs():
 
 
 @pytest.mark.long
-def test_other_commands_run_in_order(tmp_path, monkeypatch, capfd):
+def test_other_commands_run_in_order(tmp_path, monkeypatch, capfd, request):
     monkeypatch.chdir(tmp_path)
     _, *rest = (commands(block) for block in blocks(README) if block.language == "console")
     for command in (command for block in rest for command in block):
         program, *words = shlex.split(command)
         assert program == "weft"
+        if words[0] == "check":
+            request.getfixturevalue("all_devices")
         assert main(words) == 0, f"{command}: {capfd.readouterr()}"
 
 
@@ -60,7 +65,7 @@ def test_program_output_matches_readme(program, tmp_path):
         [sys.executable, str(path)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": search},
+        env={**os.environ, "XLA_FLAGS": xla_flags(), "PYTHONPATH": search},
         check=False,
     )
     assert run.returncode == 0, run.stderr

@@ -69,7 +69,7 @@ def _bytes(leaf):
 def test_interrupted_run_ends_bitwise_equal(start, tmp_path):
     run_dir = tmp_path / "cut"
     same = ["evalers={}", "learner.optimizer.inner.learning_rate.max_step=60"]
-    endless = ["max_step=1000000", "checkpointer.save_policy.n=20", *same]
+    endless = ["max_step=1000000", "checkpointer.save_policy.n=5", *same]
 
     # Asked to stop: it saves where it stops each time, and the next start resumes from there.
     step = 0
@@ -94,7 +94,7 @@ def test_interrupted_run_ends_bitwise_equal(start, tmp_path):
 
 
 def test_run_saves_and_exits_after_losing_terminal(start, tmp_path):
-    process = start("alone", "max_step=1000000", "checkpointer.save_policy.n=20", "evalers={}")
+    process = start("alone", "max_step=1000000", "checkpointer.save_policy.n=5", "evalers={}")
     wait_for_save(tmp_path / "alone", process)
     process.stdout.close()  # as of `weft train | head`
     step = newest_step(tmp_path / "alone")

@@ -70,7 +70,7 @@ def test_two_processes_are_killed_and_resumed_as_one(launch, tmp_path):
     wait_for_step(run_dir, 5, process)
     (second,) = [pid for pid, index in children(process.pid).items() if index == 1]
     os.kill(second, signal.SIGKILL)
-    wait_for_step(run_dir, max(saved_steps(run_dir)) + 10, process)
+    wait_for_step(run_dir, max(saved_steps(run_dir)) + 5, process)
 
     # On a stop request both stop after the same step, which is saved.
     process.send_signal(signal.SIGTERM)
