@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from sklearn.datasets import load_digits
 
 from weft import linen as nn
 from weft.cli import main
@@ -40,6 +39,8 @@ class Logistic(nn.Module):
 
 
 def images(is_training: bool):
+    from sklearn.datasets import load_digits  # slow, and every collection would import it
+
     data = load_digits()
     rows = range(256) if is_training else range(256, 320)
     examples = [
