@@ -38,7 +38,7 @@ def test_killed_process_is_named(start, killed, variables):
 
 
 def test_four_processes_stop_resume_and_detect_freeze(start):
-    processes = start("waiting", "stepping", num=4, WEFT_HEARTBEAT_TIMEOUT_SECONDS="12")
+    processes = start("waiting", "stepping", num=4, WEFT_HEARTBEAT_TIMEOUT_SECONDS="8")
     processes[3].wait_for("here waiting")
     processes[3].send(signal.SIGTERM)
     done = [process.done() for process in processes]
@@ -63,7 +63,7 @@ def test_process_missing_at_first_step_is_named(start):
     for process in (first, second):
         assert ends(process, now) == 1
         assert (
-            f"weft: not ready within 8 s: process 2 of 3 (host {socket.gethostname()}, pid "
+            f"weft: not ready within 5 s: process 2 of 3 (host {socket.gethostname()}, pid "
             f"{absent.pid}), which is waiting for the input of step 1. All others were waiting. "
             "If it is not frozen, its log has the stacks of its threads."
         ) in process.told
@@ -77,7 +77,7 @@ def test_wait_for_unstarted_process_is_bounded(start):
     assert ends(first, time.monotonic()) == 1
     assert (
         "weft: process 0 of 2 waited for the other processes of its run, and some did not come "
-        "within 8 s."
+        "within 5 s."
     ) in first.told
     assert ends(absent, time.monotonic()) != 0
 
@@ -88,7 +88,7 @@ def test_process_hanging_in_restore_is_named(start):
     now = time.monotonic()
     assert ends(first, now) == 1
     assert (
-        f"weft: not ready within 8 s: process 1 of 2 (host {socket.gethostname()}, pid "
+        f"weft: not ready within 5 s: process 1 of 2 (host {socket.gethostname()}, pid "
         f"{hanging.pid}), which is restoring the checkpoint. All others were waiting."
     ) in first.told
     assert ends(hanging, now) != 0

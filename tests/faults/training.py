@@ -4,6 +4,7 @@ It says "here FAULT" where the fault may come, and "done {…}" as JSON after ea
 """
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft.config import config_class, config_for_function
+from weft.distributed import peers
 from weft.distributed.preemption import still_compiling
 from weft.errors import InputReadError
 from weft.hierarchy.base_layer import BaseModel, ParameterSpec
@@ -27,6 +29,9 @@ from weft.trainer.learner import Learner
 from weft.trainer.optimizers import sgd_optimizer
 from weft.trainer.progress import RunListener
 from weft.trainer.trainer import SpmdTrainer
+
+# A process ends by force this soon after another is gone, not after ten seconds.
+vars(peers)["Peers"] = functools.partial(peers.Peers, end_seconds=4.0)
 
 fault = ""
 told = set()
@@ -211,9 +216,9 @@ def main():
                     cfg.model.unrolled = 1000
                     threading.Thread(target=report_compilation, daemon=True).start()
                 if fault in ("absent", "unstarted") or "restoring" in faults:
-                    cfg.readiness_timeout_seconds = 8.0
+                    cfg.readiness_timeout_seconds = 5.0
                 if fault == "hanging":
-                    cfg.crash_on_hang_timeout_seconds = 10.0
+                    cfg.crash_on_hang_timeout_seconds = 6.0
                 trainers[kind] = cfg.instantiate(parent=None)
             trainer, listener = trainers[kind], Listener()
             if fault == "unstarted" and jax.process_index() == jax.process_count() - 1:
