@@ -9,7 +9,6 @@ are laid out differently in Weft: after a module's name come the names that lead
 import ast
 import enum
 import functools
-import importlib
 import importlib.util
 import opcode
 import pkgutil

@@ -8,7 +8,6 @@ itself, so classes and functions are the same objects under both names. Three wa
 """
 
 import argparse
-import importlib
 import importlib.util
 import logging
 import multiprocessing

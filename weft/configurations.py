@@ -10,8 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from weft.errors import ArgumentValueError, FlagWarning, UnknownFlagError
-from weft.errors._base import did_you_mean
+from weft.errors import ArgumentValueError, FlagWarning, UnknownFlagError, _base
 
 T = TypeVar("T")
 
@@ -48,7 +47,7 @@ class Config:
     """
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"unknown flag {name!r}. {did_you_mean(name, vars(self))}")
+        raise AttributeError(f"unknown flag {name!r}. {_base.did_you_mean(name, vars(self))}")
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"set a flag by config.update({name!r}, {value!r}).")
@@ -65,7 +64,7 @@ class Config:
         """
         name = name_or_holder if isinstance(name_or_holder, str) else name_or_holder.name
         if name not in vars(self):
-            raise UnknownFlagError(f"unknown flag {name!r}. {did_you_mean(name, vars(self))}")
+            raise UnknownFlagError(f"unknown flag {name!r}. {_base.did_you_mean(name, vars(self))}")
         if value != vars(self)[name] and (reason := _UNUSED.pop(name, None)):
             warnings.warn(f"the flag {name} changes nothing: {reason}.", FlagWarning, stacklevel=2)
         vars(self)[name] = value

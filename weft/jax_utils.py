@@ -104,10 +104,7 @@ def _shape_struct(spec: Any) -> jax.ShapeDtypeStruct:
 
 
 def prefetch_to_device(
-    iterator: Iterable[Any],
-    size: int,
-    devices: Sequence[Any] | None = None,
-    axis_name: str = _AXIS,
+    iterator: Iterable[Any], size: int, devices: Sequence[Any] | None = None, axis_name: str = _AXIS
 ) -> Iterator[Any]:
     """Copies an iterator's elements to the devices ahead of time.
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
-from jax.tree_util import DictKey
 
 from weft.errors import AbstractPyTreeNodeError, StructDefinitionError
 
@@ -144,7 +143,7 @@ class VDict(dict[str, Any]):
 
     def tree_flatten_with_keys(self):
         keys = tuple(sorted(self))
-        return [(DictKey(key), self[key]) for key in keys], keys
+        return [(jax.tree_util.DictKey(key), self[key]) for key in keys], keys
 
     @classmethod
     def tree_unflatten(cls, keys: tuple[str, ...], children: Iterable[Any]) -> "VDict":

@@ -6,7 +6,6 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeGuard, TypeVar, Un
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -32,7 +31,7 @@ Array = jax.Array | Any
 PRNGKey = jax.Array
 PRNGFoldable = int | str
 RNGSequences = dict[str, PRNGKey]
-Dtype = DTypeLike | Any
+Dtype = jax.typing.DTypeLike | Any
 Key = Hashable
 Path = str
 PathParts = tuple[Key, ...]

@@ -21,9 +21,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as PartitionSpec
 
-from weft.config import ConfigOr, config_for_function
+from weft import config, errors, trainer
 from weft.core.spmd import constrain
-from weft.errors import ArgumentValueError, MissingStateError, TreeMergeError
 from weft.hierarchy.context import current_context
 from weft.hierarchy.context_kind import fork_key
 from weft.hierarchy.parameter_spec import TensorSpec as TensorSpec
@@ -36,11 +35,9 @@ from weft.struct import map_blocks as map_blocks
 from weft.trainer.inference import DataPartitionType as DataPartitionType
 from weft.trainer.mesh import HybridMeshShape as HybridMeshShape
 from weft.trainer.mesh import MeshShape as MeshShape
-from weft.trainer.mesh import build_mesh
 from weft.trainer.mesh import infer_mesh_shape as infer_mesh_shape
 from weft.trainer.model import cast_floats as cast_floats
 from weft.trainer.model import cast_floats_per_param as cast_floats_per_param
-from weft.trainer.model import per_param_train_dtype_by_path
 from weft.trainer.optimizers.base import tree_paths as tree_paths
 from weft.typing import DType
 from weft.typing import Nested as Nested
@@ -79,7 +76,7 @@ def get_recursively(x: Nested[Any], path: Path, separator: str = "/") -> Any:
         if not isinstance(x, Mapping) or name not in x:
             at = separator.join(steps[:i]) or "the root"
             has = ", ".join(map(repr, x)) if isinstance(x, Mapping) else f"a {type(x).__name__}"
-            raise MissingStateError(
+            raise errors.MissingStateError(
                 f"there is no {separator.join(steps)!r}: {at} has {has or 'no entries'}."
             )
         x = x[name]
@@ -99,7 +96,7 @@ def set_recursively(x: dict[str, Any], *, value: object, path: Path, separator: 
     steps = _steps(path, separator)
     for i, name in enumerate(steps):
         if not isinstance(x, dict):
-            raise TreeMergeError(
+            raise errors.TreeMergeError(
                 f"{separator.join(steps[:i])!r} is a {type(x).__name__}, so nothing can be set "
                 f"at {separator.join(steps)!r}; give a path through dicts."
             )
@@ -107,7 +104,7 @@ def set_recursively(x: dict[str, Any], *, value: object, path: Path, separator: 
             x[name] = value
             return
         x = x.setdefault(name, {})
-    raise TreeMergeError("the path is empty; name at least one entry to set.")
+    raise errors.TreeMergeError("the path is empty; name at least one entry to set.")
 
 
 def copy_recursively(
@@ -182,10 +179,7 @@ def prune_empty(in_tree: Nested[T]) -> Nested[T]:
 
 
 def tree_merge(
-    primary: Nested[Any],
-    *,
-    secondary: Nested[Any],
-    leaf_merge_fn: Callable[[Any, Any], Any],
+    primary: Nested[Any], *, secondary: Nested[Any], leaf_merge_fn: Callable[[Any, Any], Any]
 ) -> Nested[Any]:
     """Merges nested dicts; where both have a leaf, the result has `leaf_merge_fn(first, second)`.
 
@@ -198,7 +192,7 @@ def tree_merge(
     if dicts == (False, False):
         return copy.deepcopy(leaf_merge_fn(primary, secondary))
     if not all(dicts):
-        raise TreeMergeError(
+        raise errors.TreeMergeError(
             f"tree_merge: a dict meets a leaf: {primary!r:.80} and {secondary!r:.80}; merge trees "
             "of the same structure."
         )
@@ -223,7 +217,7 @@ def non_empty_leaf_merge_fn(primary: Any, secondary: Any) -> Any:
     if _is_empty(primary):
         return secondary
     if not _is_empty(secondary):
-        raise TreeMergeError(
+        raise errors.TreeMergeError(
             f"both trees have a value for one leaf: {primary!r:.80} and {secondary!r:.80}; give "
             "one of them None."
         )
@@ -275,19 +269,19 @@ def per_param_dtype_by_path(
     update_rules: Sequence[tuple[str, DType | None]] | None = None,
 ) -> PerParamFn[DType | None]:
     """Returns dtypes by regular expressions on paths; see `per_param_train_dtype_by_path`."""
-    return per_param_train_dtype_by_path(default_dtype, update_rules=update_rules or ())
+    return trainer.per_param_train_dtype_by_path(default_dtype, update_rules=update_rules or ())
 
 
 def canonicalize_per_param_dtype(
-    param_dtype: DType | ConfigOr[PerParamFn[DType | None]] | None,
-) -> ConfigOr[PerParamFn[DType | None]]:
+    param_dtype: DType | config.ConfigOr[PerParamFn[DType | None]] | None,
+) -> config.ConfigOr[PerParamFn[DType | None]]:
     """Returns a function of parameters, or its config, unchanged; for a dtype, the config of one.
 
     >>> canonicalize_per_param_dtype("bfloat16").instantiate()({"w": jnp.ones(2)})
     {'w': 'bfloat16'}
     """
     if param_dtype is None or isinstance(param_dtype, str | type | np.dtype):
-        return config_for_function(per_param_dtype_by_path).set(default_dtype=param_dtype)
+        return config.config_for_function(per_param_dtype_by_path).set(default_dtype=param_dtype)
     return param_dtype  # pyright: ignore[reportReturnType]
 
 
@@ -310,7 +304,7 @@ def register_per_param_settings(
 def validate_float_dtype(dtype: DType) -> None:
     """Raises an ArgumentValueError unless a dtype is a floating-point one."""
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{jnp.dtype(dtype)} is not a floating-point dtype; expected one such as float32 or "
             "bfloat16."
         )
@@ -411,7 +405,7 @@ def check_numerics(x: Tensor, msg_fmt: str = "", **msg_kwargs: Any) -> Tensor:
     [1. 1.]
     """
     if _numeric_checks.get() and not bool(jnp.all(jnp.isfinite(x))):
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{msg_fmt.format(**msg_kwargs) or 'an array'} is not finite: {x}. Find its cause with "
             "`jax.debug_nans`."
         )
@@ -428,7 +422,7 @@ def set_data_dir(data_dir: str) -> Iterator[None]:
     Raises ArgumentValueError if an enclosing block or the variable DATA_DIR has another directory.
     """
     if get_data_dir() not in (None, data_dir):
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"set_data_dir({data_dir!r}) contradicts {get_data_dir()!r} of an enclosing block or "
             "of the environment variable DATA_DIR; set only one of them."
         )
@@ -468,7 +462,7 @@ def create_device_mesh(
     """
     sizes = mesh_shape.ici_mesh_shape if isinstance(mesh_shape, HybridMeshShape) else mesh_shape
     names = [f"axis{i}" for i in range(len(sizes))]
-    return build_mesh(mesh_shape, names, devices).devices
+    return trainer.build_mesh(mesh_shape, names, devices).devices
 
 
 def maybe_shard(x: NestedTensor, partition_spec: PartitionSpec | None) -> NestedTensor:

@@ -15,31 +15,28 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from weft.cli import configs, tables
 from weft.cli.collectives import Collective, collectives_of
-from weft.cli.configs import load_config, on_mesh
 from weft.cli.layout_report import ArrayLayout, array_layouts, is_conflict, rule_findings
-from weft.cli.tables import layout_text, table_console, tree_lines, tree_table
 from weft.core.axis_rules import Rules
 from weft.errors import BatchShardingError, MeshError, ShardingWarning
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.input import Input
+from weft.trainer import SpmdTrainer, display, schedule_length
 from weft.trainer.aot_compilation import get_devices_for_topology
-from weft.trainer.display import bytes_text
 from weft.trainer.mesh import HybridMeshShape, build_mesh, over_slices, rules_of
 from weft.trainer.model import build_model
-from weft.trainer.schedule_length import learner_config
 from weft.trainer.state import batch_partition, parameter_specs, state_specs
-from weft.trainer.trainer import SpmdTrainer
 from weft.typing import DType, Nested
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints layouts, memory and collectives of a recipe; returns 1 if it does not fit the mesh."""
-    cfg = load_config(arguments.recipe, arguments.overrides, **arguments.trust)
-    cfg = on_mesh(cfg, selector=arguments.mesh_selector, mesh=arguments.mesh)
+    cfg = configs.load_config(arguments.recipe, arguments.overrides, **arguments.trust)
+    cfg = configs.on_mesh(cfg, selector=arguments.mesh_selector, mesh=arguments.mesh)
     devices = get_devices_for_topology(_topology(arguments.devices, cfg), arguments.slices)
     mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
-    console = table_console()
+    console = tables.table_console()
     sizes = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1] or ["1 device"]
     device = mesh.devices.flat[0]
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
@@ -68,7 +65,7 @@ def _topology(devices: str | None, cfg: SpmdTrainer.Config) -> str | None:
 
 def _report_layouts(console: Console, cfg: SpmdTrainer.Config, mesh: Mesh) -> list[str]:
     model = build_model(cfg)
-    learner = learner_config(cfg).set(name="learner").instantiate(parent=None)
+    learner = schedule_length.learner_config(cfg).set(name="learner").instantiate(parent=None)
     sizes, rules = dict(mesh.shape), rules_of(cfg)
     specs = state_specs(model, learner, rules)
     params = array_layouts(specs.model, sizes, model=model, rules=rules.parameters)
@@ -136,20 +133,20 @@ def _layout_tables(title: str, layouts: Sequence[ArrayLayout]) -> Iterator[Rende
     """Yields a table of the arrays, and one of the numbered reasons in its last column."""
     reasons = list(dict.fromkeys(layout.reason for layout in layouts if layout.reason))
     columns = ["array", "layout", "by", "per device"]
-    table = tree_table(title, columns if reasons else columns[:2] + columns[3:], columns[2:])
-    for _, name, layout in tree_lines((layout.path, layout) for layout in layouts):
+    table = tables.tree_table(title, columns if reasons else columns[:2] + columns[3:], columns[2:])
+    for _, name, layout in tables.tree_lines((layout.path, layout) for layout in layouts):
         if layout is None:
             table.add_row(Text(name))
             continue
         by = [str(reasons.index(layout.reason) + 1) if layout.reason else ""] if reasons else []
         array = f"{_dtype_text(layout.dtype)}[{','.join(map(str, layout.shape))}]"
-        text = layout_text(layout.spec).replace(", ", ",") or "on every device"
+        text = tables.layout_text(layout.spec).replace(", ", ",") or "on every device"
         problems = [Text(problem, style="bold red") for problem in layout.problems]
         cell = Group(Text(text), *problems)
-        table.add_row(Text(name), array, cell, *by, bytes_text(layout.bytes_per_device))
+        table.add_row(Text(name), array, cell, *by, display.bytes_text(layout.bytes_per_device))
     yield table
     if reasons:
-        legend = tree_table("by", ["source of the layout"], numbers=[])
+        legend = tables.tree_table("by", ["source of the layout"], numbers=[])
         for number, reason in enumerate(reasons, 1):
             legend.add_row(str(number), Text(reason))
         yield legend
@@ -166,11 +163,11 @@ def _dtype_text(dtype: DType) -> str:
 
 
 def _totals(kinds: dict[str, list[ArrayLayout]]) -> Table:
-    table = tree_table("", ["in all", "per device"], numbers=["in all", "per device"])
+    table = tables.tree_table("", ["in all", "per device"], numbers=["in all", "per device"])
     for name, layouts in kinds.items():
         whole = sum(layout.bytes for layout in layouts)
         held = sum(layout.bytes_per_device for layout in layouts)
-        table.add_row(name, bytes_text(whole), bytes_text(held))
+        table.add_row(name, display.bytes_text(whole), display.bytes_text(held))
     return table
 
 
@@ -225,16 +222,16 @@ def _collectives_table(collectives: Iterable[Collective], mesh_shape: dict[str, 
         total[0] += collective.times
         total[1] += collective.times * collective.bytes
     columns = ["over", "", "times per step", "bytes per device"]
-    table = tree_table("collective", columns, numbers=columns[2:])
+    table = tables.tree_table("collective", columns, numbers=columns[2:])
     for key, (times, size) in sorted(totals.items(), key=lambda item: -item[1][1]):
-        table.add_row(*key, f"{times:,}", bytes_text(size))
+        table.add_row(*key, f"{times:,}", display.bytes_text(size))
     if not totals:
         table.add_row("none")
     return table
 
 
 def _memory_table(memory: Any) -> Table:
-    table = tree_table("memory per device", ["bytes"], numbers=["bytes"])
+    table = tables.tree_table("memory per device", ["bytes"], numbers=["bytes"])
     if memory is None:
         table.add_row("unknown for this kind of device")
         return table
@@ -245,8 +242,8 @@ def _memory_table(memory: Any) -> Table:
         "program": memory.generated_code_size_in_bytes,
     }
     for name, size in parts.items():
-        table.add_row(name, bytes_text(size))
-    table.add_row("in all", bytes_text(sum(parts.values())))
+        table.add_row(name, display.bytes_text(size))
+    table.add_row("in all", display.bytes_text(sum(parts.values())))
     return table
 
 

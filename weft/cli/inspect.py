@@ -18,9 +18,8 @@ from rich.console import Console
 from weft.cli.configs import run_directory
 from weft.cli.tables import layout_text, shape_text, table_console, tree_lines, tree_table
 from weft.errors import CheckpointNotFoundError, CommandLineError
-from weft.trainer.checkpointer.dirs import list_files, step_dirs
+from weft.trainer.checkpointer import dirs, manifest
 from weft.trainer.checkpointer.index import Entry, Index, read_index_file
-from weft.trainer.checkpointer.manifest import find_damage, has_manifest
 from weft.trainer.display import bytes_text
 from weft.trainer.report.page import REPORT_FILE, render_report
 from weft.trainer.run_dir import CHECKPOINTS_DIR, write_atomically
@@ -32,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not os.path.isdir(run):
         raise CommandLineError(f"{run!r} is not a directory. Name the directory of a run.")
     base_dir = os.path.join(run, CHECKPOINTS_DIR)
-    found = step_dirs(base_dir)
+    found = dirs.step_dirs(base_dir)
     if not found:
         raise CheckpointNotFoundError(
             f"there is no checkpoint in {base_dir!r}. Name the directory of a run that has saved."
@@ -42,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _verify(found, console)
     for step, directory in found.items():
         size = _size_of_files(directory)
-        state = "" if has_manifest(directory) else "  incomplete: its manifest is missing"
+        state = "" if manifest.has_manifest(directory) else "  incomplete: its manifest is missing"
         console.print(f"step {step:,}  {directory}  {bytes_text(size)}{state}", soft_wrap=True)
     step, directory = list(found.items())[-1]
     table = tree_table(f"step {step:,}", ["shape", "dtype", "layout", "bytes"], numbers=["bytes"])
@@ -58,9 +57,9 @@ def _verify(found: Mapping[int, str], console: Console) -> int:
     """Prints whether each checkpoint is intact, and names every damaged file."""
     num_damaged = 0
     for step, directory in found.items():
-        damage = find_damage(directory, step=step)
+        damage = manifest.find_damage(directory, step=step)
         num_damaged += bool(damage)
-        num_files, size = len(list_files(directory)), bytes_text(_size_of_files(directory))
+        num_files, size = len(dirs.list_files(directory)), bytes_text(_size_of_files(directory))
         state = "DAMAGED" if damage else f"intact: {num_files:,} files, {size}"
         console.print(f"step {step:,}  {directory}  {state}", soft_wrap=True)
         for line in damage:
@@ -74,7 +73,7 @@ def _verify(found: Mapping[int, str], console: Console) -> int:
 
 
 def _size_of_files(directory: str) -> int:
-    return sum(os.path.getsize(os.path.join(directory, f)) for f in list_files(directory))
+    return sum(os.path.getsize(os.path.join(directory, f)) for f in dirs.list_files(directory))
 
 
 def _sizes(index: Index) -> Counter[str]:

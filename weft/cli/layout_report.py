@@ -13,12 +13,9 @@ import jax
 import jax.numpy as jnp
 
 import weft
-from weft.config import origin
-from weft.core import logical
-from weft.core.axis_rules import Rules
+from weft import config, hierarchy
+from weft.core import axis_rules, logical, spmd
 from weft.core.rules_report import Finding, FindingKind, check_rules
-from weft.core.spmd import axes_of
-from weft.hierarchy import Module, ParameterSpec, TensorSpec
 from weft.typing import Nested, PartitionSpec
 
 
@@ -51,8 +48,8 @@ def array_layouts(
     specs: Nested[object],
     mesh_shape: Mapping[str, int],
     *,
-    model: Module | None = None,
-    rules: Rules = (),
+    model: hierarchy.Module | None = None,
+    rules: axis_rules.Rules = (),
 ) -> list[ArrayLayout]:
     """Returns the layouts of the arrays that a tree of specs describes.
 
@@ -62,7 +59,7 @@ def array_layouts(
     """
     found = []
     for path, spec in jax.tree_util.tree_leaves_with_path(specs):
-        if not isinstance(spec, TensorSpec):
+        if not isinstance(spec, hierarchy.TensorSpec):
             continue
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         # Of a PRNG key only the shape is known, that of its two words.
@@ -87,41 +84,41 @@ def array_layouts(
 
 
 def _parts(entry: str | Sequence[str] | None, mesh_shape: Mapping[str, int]) -> int:
-    return math.prod(mesh_shape.get(name, 1) for name in axes_of(entry))
+    return math.prod(mesh_shape.get(name, 1) for name in spmd.axes_of(entry))
 
 
-def _problems(spec: TensorSpec, mesh_shape: Mapping[str, int]) -> Iterator[str]:
+def _problems(spec: hierarchy.TensorSpec, mesh_shape: Mapping[str, int]) -> Iterator[str]:
     for axis, (size, entry) in enumerate(zip(spec.shape, spec.partition_spec, strict=False)):
-        unknown = [name for name in axes_of(entry) if name not in mesh_shape]
+        unknown = [name for name in spmd.axes_of(entry) if name not in mesh_shape]
         if unknown:
             yield (
                 f"axis {axis} is sharded over {', '.join(map(repr, unknown))}, but the mesh has "
                 f"the axes {', '.join(map(repr, mesh_shape))}"
             )
         elif size % _parts(entry, mesh_shape):
-            sizes = {name: mesh_shape[name] for name in axes_of(entry) if mesh_shape[name] > 1}
+            sizes = {name: mesh_shape[name] for name in spmd.axes_of(entry) if mesh_shape[name] > 1}
             over = " × ".join(f"{name}={n}" for name, n in sizes.items())
             yield f"axis {axis} of size {size} does not divide over {over}"
 
 
-def _fired(axes: Sequence[Any], spec: PartitionSpec, rules: Rules) -> str:
+def _fired(axes: Sequence[Any], spec: PartitionSpec, rules: axis_rules.Rules) -> str:
     """Returns for each logical name the mesh axes that a rule assigned."""
     texts = []
     for name, entry in zip(axes, spec, strict=True):
         name = "×".join(name) if isinstance(name, tuple) else name
         of_name = [given for rule, given in rules if rule == name]
-        if not isinstance(name, str) or (not of_name and name == "×".join(axes_of(entry))):
+        if not isinstance(name, str) or (not of_name and name == "×".join(spmd.axes_of(entry))):
             continue  # no name, or a mesh axis
         if entry is not None:
-            texts.append(f"{name} → {'×'.join(axes_of(entry))}")
+            texts.append(f"{name} → {'×'.join(spmd.axes_of(entry))}")
         elif None in of_name or not of_name:
             texts.append(f"{name} → -" if of_name else f"{name} has no rule")
         else:
-            texts.append(f"{name} → - ({'×'.join(axes_of(of_name[0]))} is taken)")
+            texts.append(f"{name} → - ({'×'.join(spmd.axes_of(of_name[0]))} is taken)")
     return ", ".join(texts)
 
 
-def _set_at(model: Module | None, path: str) -> str:
+def _set_at(model: hierarchy.Module | None, path: str) -> str:
     if model is None:
         return ""
     for name in path.split("/"):
@@ -129,7 +126,7 @@ def _set_at(model: Module | None, path: str) -> str:
             break
         model = model.children[name]
     has_layout = "param_partition_spec" in model.config.keys()  # noqa: SIM118
-    line = origin(model.config, "param_partition_spec") if has_layout else None
+    line = config.origin(model.config, "param_partition_spec") if has_layout else None
     if line is None:
         return ""
     file, package = Path(line.file), Path(weft.__file__).parent
@@ -139,7 +136,7 @@ def _set_at(model: Module | None, path: str) -> str:
 
 
 def rule_findings(
-    specs: Nested[object], rules: Rules, mesh_shape: Mapping[str, int]
+    specs: Nested[object], rules: axis_rules.Rules, mesh_shape: Mapping[str, int]
 ) -> list[Finding]:
     """Returns findings about rules for logical axes, see `weft.core.rules_report`.
 
@@ -147,7 +144,7 @@ def rule_findings(
     """
     boxes, in_tuples = {}, set()
     for path, spec in jax.tree_util.tree_leaves_with_path(specs):
-        axes = spec.logical_axes if isinstance(spec, ParameterSpec) else None
+        axes = spec.logical_axes if isinstance(spec, hierarchy.ParameterSpec) else None
         if not axes:
             continue
         if logical.names_to_mesh_axes(axes, rules) == spec.partition_spec:

@@ -19,16 +19,10 @@ from typing import Any
 import jax.numpy as jnp
 from rich.table import Table
 
-from weft.cli.configs import load_config
-from weft.cli.tables import table_console
-from weft.cli.train import split_arguments
+from weft.cli import configs, tables, train
 from weft.config import config_for_function
 from weft.errors import LearningRateSearchError
-from weft.trainer.checkpointer.checkpointer import BaseCheckpointer
-from weft.trainer.progress import RunListener
-from weft.trainer.schedule import ScheduleFn
-from weft.trainer.summary_writer.base import NoOpWriter
-from weft.trainer.trainer import SpmdTrainer
+from weft.trainer import BaseCheckpointer, NoOpWriter, RunListener, SpmdTrainer, schedule
 from weft.trainer.trainer_config_modifier import apply_config_modifiers, find_values, outermost
 from weft.typing import Nested, Tensor
 
@@ -54,7 +48,7 @@ class LearningRateSearch:
     fields: list[str]
 
 
-def exponential_sweep(*, min_rate: float, max_rate: float, num_steps: int) -> ScheduleFn:
+def exponential_sweep(*, min_rate: float, max_rate: float, num_steps: int) -> schedule.ScheduleFn:
     """Returns a schedule that grows by equal factors from step 1 to step `num_steps`.
 
     >>> rate = exponential_sweep(min_rate=1e-4, max_rate=1.0, num_steps=5)
@@ -180,14 +174,14 @@ _BAR = 40
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the loss per learning rate, and the rate at which it falls fastest."""
-    recipe, overrides = split_arguments(arguments.recipe_and_overrides)
+    recipe, overrides = train.split_arguments(arguments.recipe_and_overrides)
     search = find_learning_rate(
-        load_config(recipe, overrides, **arguments.trust),
+        configs.load_config(recipe, overrides, **arguments.trust),
         min_rate=arguments.min,
         max_rate=arguments.max,
         num_steps=arguments.steps,
     )
-    console = table_console()
+    console = tables.table_console()
     console.print(loss_table(search))
     console.print(
         f"The loss falls fastest at a learning rate of {search.suggestion:.2g}, a good first "

@@ -9,15 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft.cli import tables
-from weft.cli.configs import load_config
+from weft.cli import configs, tables
 from weft.hierarchy import Module, ParameterSpec, functional
-from weft.trainer.display import bytes_text
-from weft.trainer.mesh import rules_of
+from weft.trainer import SpmdTrainer, display, mesh, state
 from weft.trainer.model import build_model
 from weft.trainer.profiling import Flops, count_flops
-from weft.trainer.state import parameter_specs
-from weft.trainer.trainer import SpmdTrainer
 from weft.typing import Nested, NestedTensor
 
 
@@ -37,9 +33,9 @@ class Row(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table of a recipe's model."""
-    cfg = load_config(arguments.recipe, arguments.overrides, **arguments.trust)
+    cfg = configs.load_config(arguments.recipe, arguments.overrides, **arguments.trust)
     model = build_model(cfg)
-    specs = parameter_specs(model, rules_of(cfg).parameters)
+    specs = state.parameter_specs(model, mesh.rules_of(cfg).parameters)
     flops = forward_flops(cfg, model, specs)
     columns = ["class", "parameters", "FLOPs", "shape", "dtype", "layout"]
     table = tables.tree_table("module", columns, numbers=["parameters", "FLOPs"])
@@ -95,7 +91,7 @@ def _totals(specs: Nested[ParameterSpec], flops: Flops) -> Iterator[str]:
     size = sum(math.prod(s.shape) * _dtype(s).itemsize for s in leaves)
     of_state = _values([spec for spec in leaves if spec.is_state])
     state_text = f", and {of_state:,} values of state" if of_state else ""
-    yield f"{_values(leaves) - of_state:,} parameters{state_text}, {bytes_text(size)}"
+    yield f"{_values(leaves) - of_state:,} parameters{state_text}, {display.bytes_text(size)}"
     of_activations = ""
     if flops[None]:
         count = tables.count_text(flops[None])

@@ -16,26 +16,16 @@ import jax
 from rich.console import Console
 
 import weft
-from weft.cli import continue_without_output
-from weft.cli.configs import load_run, on_mesh, recipe_of_run
-from weft.cli.trained_models import can_generate, find_tokenizer, generate
-from weft.config import apply_overrides, maybe_instantiate
+from weft import cli, config, errors, recipes
+from weft.cli import configs, trained_models
 from weft.distributed.preemption import still_compiling
-from weft.errors import CommandLineError, RunDirError, RunDirInUseError, WeightsReadError
 from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
-from weft.launch.distributed import joined_processes
+from weft.launch import JobSetJob, LocalJob, SlurmJob, joined_processes
 from weft.launch.job import STOPPED_EXIT_CODE, Job
-from weft.launch.jobset import JobSetJob
-from weft.launch.local import LocalJob
-from weft.launch.slurm import SlurmJob
-from weft.recipes import RECIPES, named_trainer_configs
-from weft.trainer.compilation import compilation_cache
+from weft.trainer import SpmdTrainer, compilation, has_ended, run_dir
 from weft.trainer.display import Display, make_display, metric_texts
-from weft.trainer.progress import has_ended
 from weft.trainer.report.page import write_report
-from weft.trainer.run_dir import check_run_dir, find_fields, read_record, update_record
 from weft.trainer.run_lock import RunLock, move_aside, run_lock
-from weft.trainer.trainer import SpmdTrainer
 
 _SAMPLE_TOKENS = 256
 _SAMPLE_TEMPERATURE = 0.8
@@ -43,10 +33,10 @@ _SAMPLE_TEMPERATURE = 0.8
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, or continues a run; as one of several processes if the environment defines them."""
-    continue_without_output()
+    cli.continue_without_output()
     with joined_processes() as place:
         if place is not None and arguments.fresh:
-            raise CommandLineError(
+            raise errors.CommandLineError(
                 "--fresh is for a run that you start yourself: a scheduler that restarts this "
                 "process would move its own run aside. Move the directory away before, or choose "
                 "another one with dir=runs/name."
@@ -63,19 +53,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     chosen = {"--mesh-selector": arguments.mesh_selector, "--mesh": arguments.mesh}
-    cfg = load_run(recipe, overrides, **arguments.trust)
-    cfg = on_mesh(cfg, selector=arguments.mesh_selector, mesh=arguments.mesh)
-    made_by = recipe_of_run(recipe, overrides, recipe=arguments.made_by)
+    cfg = configs.load_run(recipe, overrides, **arguments.trust)
+    cfg = configs.on_mesh(cfg, selector=arguments.mesh_selector, mesh=arguments.mesh)
+    made_by = configs.recipe_of_run(recipe, overrides, recipe=arguments.made_by)
     options = [word for option in chosen.items() if option[1] is not None for word in option]
     options += _options_for_texts(arguments)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(compilation_cache(cfg.compilation_cache_dir))
+        stack.enter_context(compilation.compilation_cache(cfg.compilation_cache_dir))
         with _suggested_commands(arguments):
             if arguments.fresh:
                 _move_aside(cfg.dir)
             stack.enter_context(run_lock(cfg.dir))
-            check_run_dir(cfg)
-        named = named_trainer_configs().get(recipe)
+            run_dir.check_run_dir(cfg)
+        named = recipes.named_trainer_configs().get(recipe)
         stopped: list[str] = []
         if named is not None and not named.prepare(cfg, functools.partial(_train_base, stopped)):
             return _stopped_code(stopped[0])
@@ -92,12 +82,12 @@ def _suggested_commands(arguments: argparse.Namespace) -> Iterator[None]:
     """Adds commands that work to an error about the directory of the run."""
     try:
         yield
-    except RunDirError as error:
+    except errors.RunDirError as error:
         if error.free_dir is None:
             raise
         words = [w for w in arguments.words if w.partition("=")[0].strip() != "dir"]
         commands = {"": [*words, f"dir={error.free_dir}"]}
-        if not isinstance(error, RunDirInUseError) and not arguments.fresh:
+        if not isinstance(error, errors.RunDirInUseError) and not arguments.fresh:
             where = 2 if words[0] == "launch" else 1
             fresh = [*arguments.words[:where], "--fresh", *arguments.words[where:]]
             commands["or, to move the old run aside and start again:"] = fresh
@@ -113,7 +103,7 @@ def _move_aside(directory: str) -> None:
 
 def _train_base(stopped: list[str], recipe: str, cfg: SpmdTrainer.Config) -> SpmdTrainer | None:
     """Trains what a run starts from; returns the trainer, or None if it was stopped by a signal."""
-    check_run_dir(cfg)
+    run_dir.check_run_dir(cfg)
     trainer, display, baselines = _run(recipe, cfg)
     assert display.ended is not None
     if not has_ended(display.ended[1]):
@@ -145,11 +135,11 @@ def split_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
     names = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if len(names) > 1:
-        raise CommandLineError(
+        raise errors.CommandLineError(
             f"{names[1]!r} is neither the only recipe nor of the form path=value. Write it as "
             f"weft train {names[0]} path.to.field=value."
         )
-    return names[0] if names else RECIPES[0].name, overrides
+    return names[0] if names else recipes.RECIPES[0].name, overrides
 
 
 # Output before training.
@@ -158,8 +148,8 @@ def split_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
 def _print_corpus(cfg: SpmdTrainer.Config, display: Display) -> Mapping[str, Baseline]:
     """Prints the corpus, and the losses of count-based models on its held-out part."""
     baselines: Mapping[str, Baseline] = {}
-    for corpus_cfg in find_fields("corpus", cfg.input).values():
-        corpus = maybe_instantiate(corpus_cfg)
+    for corpus_cfg in run_dir.find_fields("corpus", cfg.input).values():
+        corpus = config.maybe_instantiate(corpus_cfg)
         if not isinstance(corpus, Corpus):
             continue
         record = corpus.record()
@@ -167,7 +157,7 @@ def _print_corpus(cfg: SpmdTrainer.Config, display: Display) -> Mapping[str, Bas
             f"corpus     {record['name']}: {record['files']:,} files, "
             f"{record['train_bytes']:,} bytes to train on, {record['held_out_bytes']:,} held out"
         )
-        if isinstance(find_tokenizer(cfg), ByteTokenizer):
+        if isinstance(trained_models.find_tokenizer(cfg), ByteTokenizer):
             baselines = ngram_baselines(corpus)
             for name, baseline in baselines.items():
                 values = {"loss": baseline.nats_per_token, "bits_per_byte": baseline.bits_per_byte}
@@ -191,14 +181,14 @@ def _conclude(
         "baselines": {
             name: {"nats_per_token": b.nats_per_token, "bits_per_byte": b.bits_per_byte}
             for name, b in baselines.items()
-        },
+        }
     }
     stopped = not has_ended(reason)
     if not stopped:
         _compare_with_baselines(display, baselines)
         facts["samples"] = _sample(trainer, display, step)
     if jax.process_index() == 0:
-        update_record(cfg.dir, **facts)
+        run_dir.update_record(cfg.dir, **facts)
         write_report(cfg.dir)
     commands = _next_commands(cfg, arguments, stopped=stopped, is_saved=display.is_saved)
     display.print_line("\n" + "\n".join(commands))
@@ -225,11 +215,11 @@ def _compare_with_baselines(display: Display, baselines: Mapping[str, Baseline])
 
 def _sample(trainer: SpmdTrainer, display: Display, step: int) -> list[dict[str, Any]]:
     """Prints generated text, if the model can_generate any, with the texts of earlier runs."""
-    tokenizer = find_tokenizer(trainer.config)
-    if tokenizer is None or not can_generate(trainer.model):
+    tokenizer = trained_models.find_tokenizer(trainer.config)
+    if tokenizer is None or not trained_models.can_generate(trainer.model):
         return []
     with trainer.mesh():
-        text = generate(
+        text = trained_models.generate(
             trainer.model,
             trainer.model_params_for_eval(),
             tokenizer=tokenizer,
@@ -239,7 +229,7 @@ def _sample(trainer: SpmdTrainer, display: Display, step: int) -> list[dict[str,
             seed=trainer.config.seed,
         )
     display.print_line(f"\nUnprompted text from the model:\n\n{text}")
-    earlier = read_record(trainer.config.dir).get("samples", [])
+    earlier = run_dir.read_record(trainer.config.dir).get("samples", [])
     sample = {"step": step, "prompt": "", "text": text}
     return [*(s for s in earlier if s["step"] != step), sample]
 
@@ -256,7 +246,7 @@ def _next_commands(
         f"{program('tensorboard')} --logdir {shlex.quote(cfg.dir)}",
         f"{weft_command} train {shlex.join(continued)}",
     ]
-    if is_saved and find_tokenizer(cfg) is not None:
+    if is_saved and trained_models.find_tokenizer(cfg) is not None:
         commands.append(f"{weft_command} sample {shlex.quote(cfg.dir)} --prompt 'def '")
     return commands
 
@@ -276,7 +266,7 @@ def launch(arguments: argparse.Namespace) -> int:
     """Runs the processes, or prints the input of a scheduler."""
     job = make_job(arguments)
     if isinstance(job, LocalJob):
-        continue_without_output()
+        cli.continue_without_output()
         return job.run()
     if isinstance(job, SlurmJob) and arguments.submit:
         print(job.submit())
@@ -304,8 +294,8 @@ def make_job(arguments: argparse.Namespace) -> Job:
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     run_cfg = None
     try:
-        run_cfg = load_run(recipe, overrides, **arguments.trust)
-    except WeightsReadError as error:
+        run_cfg = configs.load_run(recipe, overrides, **arguments.trust)
+    except errors.WeightsReadError as error:
         if arguments.where != "k8s":
             raise
         print(
@@ -319,13 +309,13 @@ def make_job(arguments: argparse.Namespace) -> Job:
         command=[*program, "train", *_options_for_texts(arguments), recipe, *overrides],
         num_processes=arguments.num_processes,
     )
-    job = apply_overrides(cfg, arguments.job, source="--job").instantiate()
+    job = config.apply_overrides(cfg, arguments.job, source="--job").instantiate()
     if here and run_cfg is not None:
         with _suggested_commands(arguments):
             if arguments.fresh:
                 _move_aside(run_cfg.dir)
             with RunLock(run_cfg.dir):
-                check_run_dir(run_cfg)
+                run_dir.check_run_dir(run_cfg)
     return job
 
 

@@ -12,22 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import weft
+from weft import config, errors, serialization, trainer
 from weft.cli.configs import run_config
-from weft.config import to_text
 from weft.core.axis_rules import logical_axis_rules
-from weft.errors import CheckpointNotFoundError, CommandLineError
 from weft.functional import scale_by
 from weft.hierarchy import Module, functional, merge_adapters, without_lora
 from weft.input.tokenizers import Tokenizer, as_tokenizer, until_end
-from weft.serialization import save_safetensors
-from weft.trainer.checkpointer.index import CheckpointValidationType
+from weft.trainer import display, run_dir
 from weft.trainer.compilation import options_for_steps
-from weft.trainer.display import bytes_text
 from weft.trainer.mesh import build_mesh, rules_of
 from weft.trainer.model import LibraryModel, build_model, cast_floats
 from weft.trainer.optimizers.base import at_least_float32
-from weft.trainer.run_dir import CHECKPOINTS_DIR, find_fields
-from weft.trainer.trainer import SpmdTrainer
 from weft.typing import NestedTensor, Tensor
 
 Sampler = Callable[[NestedTensor, Tensor], Tensor]
@@ -37,7 +32,7 @@ _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 def restore_model(
-    cfg: SpmdTrainer.Config, *, step: int | None = None
+    cfg: trainer.SpmdTrainer.Config, *, step: int | None = None
 ) -> tuple[Module, dict[str, Any]]:
     """Builds the model of a run and restores its parameters on one device.
 
@@ -54,8 +49,8 @@ def restore_model(
         model = build_model(cfg)
         checkpointer = cfg.checkpointer.set(
             name="checkpointer",
-            dir=os.path.join(cfg.dir, CHECKPOINTS_DIR),
-            validation=CheckpointValidationType.CONTAINS_STATE,
+            dir=os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR),
+            validation=trainer.CheckpointValidationType.CONTAINS_STATE,
         ).instantiate(parent=None)
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         averaged = getattr(getattr(cfg.learner, "ema", None), "decay", None) is not None
@@ -72,7 +67,7 @@ def restore_model(
         restored, state = checkpointer.restore(step=step, state=wanted)
         checkpointer.stop()
     if restored is None:
-        raise CheckpointNotFoundError(
+        raise errors.CheckpointNotFoundError(
             f"the run in {cfg.dir!r} has not saved a checkpoint yet. Train it longer."
         )
     return model, state["learner"]["ema"]["ema"] if averaged else state["model"]
@@ -86,7 +81,7 @@ def print_sample(arguments: argparse.Namespace) -> int:
     cfg = run_config(arguments.dir, **arguments.trust)
     tokenizer = find_tokenizer(cfg)
     if tokenizer is None:
-        raise CommandLineError(
+        raise errors.CommandLineError(
             f"the run in {arguments.dir!r} reads no text: its input has no tokenizer."
         )
     model, params = restore_model(cfg)
@@ -103,9 +98,9 @@ def print_sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def find_tokenizer(cfg: SpmdTrainer.Config) -> Tokenizer | None:
+def find_tokenizer(cfg: trainer.SpmdTrainer.Config) -> Tokenizer | None:
     """Returns the tokenizer of the input of a trainer's config, or None."""
-    found = find_fields("tokenizer", cfg.input)
+    found = run_dir.find_fields("tokenizer", cfg.input)
     return as_tokenizer(next(iter(found.values()))) if found else None
 
 
@@ -128,13 +123,13 @@ def generate(
     Raises CommandLineError if the model does not generate text, or a number is out of range.
     """
     if not can_generate(model):
-        raise CommandLineError(
+        raise errors.CommandLineError(
             f"{type(model).__name__} generates no text. Sample from a run of a language model: "
             "one of the hierarchy, or one with a method `predict(input_batch)` that returns "
             "the `logits` for `input_ids`."
         )
     if num_tokens < 1 or temperature < 0:
-        raise CommandLineError(
+        raise errors.CommandLineError(
             f"--tokens={num_tokens} --temperature={temperature:g}: expected at least one "
             "token, and a temperature of 0 or more."
         )
@@ -211,12 +206,12 @@ def export(arguments: argparse.Namespace) -> int:
     max_shard_bytes = int(arguments.max_file_gb * 1e9)
     if to_file:
         # Describes the model, so that the file is useful without the run.
-        metadata = {"weft": weft.__version__, "model": to_text(model_cfg)}
-        files = save_safetensors(
+        metadata = {"weft": weft.__version__, "model": config.to_text(model_cfg)}
+        files = serialization.save_safetensors(
             arguments.to, params, metadata=metadata, max_shard_bytes=max_shard_bytes
         )
     else:
-        lengths = find_fields("sequence_length", cfg.input).values()
+        lengths = run_dir.find_fields("sequence_length", cfg.input).values()
         files = to_huggingface(
             arguments.to,
             model_cfg,
@@ -226,30 +221,30 @@ def export(arguments: argparse.Namespace) -> int:
         )
         files += _copy_tokenizer(cfg, Path(arguments.to))
     for file in files:
-        print(f"{file}  {bytes_text(file.stat().st_size)}")
+        print(f"{file}  {display.bytes_text(file.stat().st_size)}")
     return 0
 
 
 def _check_export(arguments: argparse.Namespace) -> None:
     if arguments.dtype is not None and arguments.dtype not in _FLOATS:
-        raise CommandLineError(
+        raise errors.CommandLineError(
             f"--dtype={arguments.dtype!r} is not one of {', '.join(_FLOATS)}. Write --dtype "
             "bfloat16."
         )
     if not arguments.max_file_gb > 0:
-        raise CommandLineError(
+        raise errors.CommandLineError(
             f"--max-file-gb={arguments.max_file_gb:g} is too small; expected more than 0."
         )
     if Path(arguments.to).is_file() and not arguments.to.endswith(".safetensors"):
-        raise CommandLineError(
+        raise errors.CommandLineError(
             f"--to={arguments.to!r} is a file. Name a folder for a Hugging Face checkpoint, or a "
             "file that ends in .safetensors."
         )
 
 
-def _copy_tokenizer(cfg: SpmdTrainer.Config, folder: Path) -> list[Path]:
+def _copy_tokenizer(cfg: trainer.SpmdTrainer.Config, folder: Path) -> list[Path]:
     """Copies the tokenizer's file if transformers can read it."""
-    tokenizers = find_fields("tokenizer", cfg.input).values()
+    tokenizers = run_dir.find_fields("tokenizer", cfg.input).values()
     paths = [t if isinstance(t, str) else getattr(t, "path", None) for t in tokenizers]
     source = Path(next((path for path in paths if isinstance(path, str)), ""))
     if source.name != "tokenizer.json":

@@ -18,9 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 from weft._lazy import axlearn_hint
-from weft.config import values
+from weft.config import validation, values
 from weft.config.fields import Field, check_type, fields_of_class
-from weft.config.validation import check_value
 from weft.errors import FrozenConfigError, UnknownFieldError, did_you_mean
 
 
@@ -147,7 +146,7 @@ class ConfigBase(values.ConfigNode):
                 f"{self._label()} is frozen, because an object was created from it: cannot set "
                 f"{path!r} to {value!r:.80}. Change a copy: cfg = self.config.clone({name}=…)."
             )
-        check_value(value, path)
+        validation.check_value(value, path)
         check_type(value, field, path, label=self._label())
         self.__dict__[name] = values.copy_value(value, path)
         self._record_origin(name)

@@ -18,10 +18,9 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from weft.config import values
+from weft.config import validation, values
 from weft.config.configurable import Configurable, InstantiableConfig, check_complete
 from weft.config.fields import Field, check_reserved_name, define_fields, is_instantiable
-from weft.config.validation import validate_config_field_name
 from weft.errors import InvalidConfigClassError, InvalidConfigNameError, InvalidConfigValueError
 
 if TYPE_CHECKING:
@@ -228,7 +227,7 @@ def _make_fields(target: Callable, config_type: type) -> dict[str, Field]:
     for name, parameter in _parameters(target, config_type).items():
         if name.startswith("_") and parameter.default is not parameter.empty:
             continue  # private
-        validate_config_field_name(name)
+        validation.validate_config_field_name(name)
         check_reserved_name(name, config_type, what=f"{_callable_name(target)} has a parameter")
         if name == target_name:
             raise InvalidConfigNameError(

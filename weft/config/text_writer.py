@@ -20,9 +20,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from weft.config import values
+from weft.config import references, values
 from weft.config.config import Origin
-from weft.config.references import reference_to
 
 _WIDTH = 96
 _LITERALS = (type(None), bool, int, float, str, bytes)
@@ -59,7 +58,7 @@ class _Writer:
 
     def _name(self, obj: object) -> str | None:
         if id(obj) not in self.names:
-            self.names[id(obj)] = reference_to(obj)
+            self.names[id(obj)] = references.reference_to(obj)
         return self.names[id(obj)]
 
     def write(self, value: Any, indent: int = 0) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from weft.errors import LogicalAxisError
 
@@ -53,7 +52,7 @@ def _checked_rule(rule: Any) -> Rule:
     if isinstance(axes, list):
         axes = tuple(axes)
     each = axes if isinstance(axes, tuple) else (axes,)
-    is_single = axes is None or axes is PartitionSpec.UNCONSTRAINED
+    is_single = axes is None or axes is jax.sharding.PartitionSpec.UNCONSTRAINED
     if not is_single and not all(isinstance(a, str) for a in each):
         raise LogicalAxisError(
             f"the rule for {name!r} gives it the mesh axes {axes!r}; expected a name, a tuple of "

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
-from jax.tree_util import DictKey
 
 from weft.errors import FrozenDictMutationError, NestedDictError
 from weft.serialization import state_dicts
@@ -119,7 +118,7 @@ class FrozenDict(Mapping[K, V]):
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         keys = tuple(sorted(self._dict))  # pyright: ignore[reportArgumentType]
-        return tuple((DictKey(key), self._dict[key]) for key in keys), keys
+        return tuple((jax.tree_util.DictKey(key), self._dict[key]) for key in keys), keys
 
     @classmethod
     def tree_unflatten(cls, keys: Iterable[K], values: Iterable[V]) -> "FrozenDict[K, V]":

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple, Self
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from weft import struct
+from weft import errors, struct
+from weft.core import meta, spmd
 from weft.core.axis_rules import Rule, Rules, checked_rules, get_logical_axis_rules
-from weft.core.meta import Partitioned, boxed
-from weft.core.spmd import AnyMesh, axes_of, constrain, get_global_mesh
-from weft.errors import LogicalAxisError, ShardingWarning
 from weft.typing import MeshAxes
 
 AnyRules = Iterable[Sequence[Any]]
@@ -57,12 +55,12 @@ def assign(names: Iterable[Any], rules: Rules) -> list[AxisAssignment]:
         AxisAssignment(name, None if isinstance(name, str) else name) for name in _checked(names)
     ]
     where = {axis.name: i for i, axis in enumerate(axes) if isinstance(axis.name, str)}
-    taken = {mesh_axis for axis in axes for mesh_axis in axes_of(axis.entry)}
+    taken = {mesh_axis for axis in axes for mesh_axis in spmd.axes_of(axis.entry)}
     for index, (name, mesh_axes) in enumerate(rules):
         if name not in where or axes[where[name]].rule is not None:
             continue
         axis = axes[where[name]]
-        wanted = set(axes_of(mesh_axes))
+        wanted = set(spmd.axes_of(mesh_axes))
         if wanted & taken:
             axes[where[name]] = axis._replace(passed=(*axis.passed, index))
         else:
@@ -73,7 +71,7 @@ def assign(names: Iterable[Any], rules: Rules) -> list[AxisAssignment]:
 
 def _checked(names: object) -> list[Any]:
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise LogicalAxisError(
+        raise errors.LogicalAxisError(
             f"{names!r} was given for the names of an array's axes; expected one entry for each "
             f"axis. For one axis write ({names!r},)."
         )
@@ -81,14 +79,14 @@ def _checked(names: object) -> list[Any]:
     for name in names:
         is_tuple = isinstance(name, tuple) and all(isinstance(part, str) for part in name)
         if not (name is None or name is _FREE or isinstance(name, str) or is_tuple):
-            raise LogicalAxisError(
+            raise errors.LogicalAxisError(
                 f"{name!r} in {tuple(names)} is not a name of an axis; expected a logical name, a "
                 "tuple of mesh axes, or None."
             )
     texts = [name for name in names if isinstance(name, str)]
     twice = sorted({name for name in texts if texts.count(name) > 1})
     if twice:
-        raise LogicalAxisError(
+        raise errors.LogicalAxisError(
             f"the logical axis {', '.join(map(repr, twice))} is there more than once in "
             f"{tuple(names)}, and one array can be split only once over a mesh axis; give each of "
             "its axes another name, or None."
@@ -101,9 +99,9 @@ def conflict_message(axis: AxisAssignment, axes: Sequence[AxisAssignment], rules
     rule: Rule = rules[axis.passed[0]]
     holders = [
         f"{mesh_axis!r} is used by {other.name!r}"
-        for mesh_axis in axes_of(rule[1])
+        for mesh_axis in spmd.axes_of(rule[1])
         for other in axes
-        if mesh_axis in axes_of(other.entry)
+        if mesh_axis in spmd.axes_of(other.entry)
     ]
     return (
         f"in {tuple(a.name for a in axes)} the rule {rule!r} conflicts with another, as "
@@ -164,7 +162,7 @@ def mark_mesh_axes(names: Iterable[Any], rules: Rules) -> list[Any]:
             return name if name in meant else (name,)
         if not isinstance(name, tuple | list):
             return name
-        parts = [axis for part in name for axis in axes_of(meant.get(part, part))]
+        parts = [axis for part in name for axis in spmd.axes_of(meant.get(part, part))]
         return tuple(dict.fromkeys(parts)) or None
 
     return [entry(name) for name in names]
@@ -186,7 +184,7 @@ def logical_to_mesh(tree: object, rules: AnyRules | None = None) -> Any:
 
     def convert(x: Any) -> Any:
         if not _are_names(x):
-            raise LogicalAxisError(
+            raise errors.LogicalAxisError(
                 f"the logical names of an array's axes are a {type(x).__name__}: "
                 f"{x!r}; expected a PartitionSpec. For boxed variables, call get_partition_spec "
                 "first."
@@ -217,7 +215,7 @@ def with_logical_constraint(
     x: object,
     logical_axis_resources: object,
     rules: AnyRules | None = None,
-    mesh: AnyMesh | None = None,
+    mesh: spmd.AnyMesh | None = None,
     fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
 ) -> Any:
     """Lays out a value over a mesh by the logical names of its axes.
@@ -251,28 +249,28 @@ def with_logical_constraint(
 
 
 def _constrain(
-    x: Any, names: Any, rules: Rules, mesh: AnyMesh | None, fallback: RulesFallback
+    x: Any, names: Any, rules: Rules, mesh: spmd.AnyMesh | None, fallback: RulesFallback
 ) -> Any:
     axes = assign(names, rules)
     nothing = [axis.name for axis in axes if isinstance(axis.name, str) and axis.rule is None]
     if nothing and fallback is RulesFallback.RAISE_ERROR:
         lost = [conflict_message(axis, axes, rules) for axis in axes if axis.is_unassigned]
-        raise LogicalAxisError(
+        raise errors.LogicalAxisError(
             f"no rule gave a mesh axis to {', '.join(map(repr, nothing))} in {tuple(names)}; add "
             f"a rule, as ({nothing[0]!r}, None) for an axis that is not split."
             + "".join(f" And {text}" for text in lost)
         )
     if nothing and fallback is RulesFallback.NO_CONSTRAINT:
         return x
-    if mesh is None and get_global_mesh() is None:
+    if mesh is None and spmd.get_global_mesh() is None:
         return x
     for axis in axes:
         if axis.is_unassigned:
-            warnings.warn(conflict_message(axis, axes, rules), ShardingWarning, stacklevel=2)
-    return constrain(x, PartitionSpec(*(axis.entry for axis in axes)), mesh)
+            warnings.warn(conflict_message(axis, axes, rules), errors.ShardingWarning, stacklevel=2)
+    return spmd.constrain(x, PartitionSpec(*(axis.entry for axis in axes)), mesh)
 
 
-class LogicallyPartitioned(Partitioned):
+class LogicallyPartitioned(meta.Partitioned):
     """Value with a logical name for each of its axes.
 
     `unbox` lays the value out by the rules over `mesh`, or over the mesh of `jax.set_mesh`.
@@ -304,7 +302,7 @@ class LogicallyPartitioned(Partitioned):
         """Returns the layout of the value over a mesh; raises LogicalAxisError without rules."""
         rules = _rules_or_context(self.rules)
         if not rules:
-            raise LogicalAxisError(
+            raise errors.LogicalAxisError(
                 f"the names {self.names!r} are logical, and there are no rules that say which mesh "
                 "axes they stand for; ask inside of logical_axis_rules(rules)."
             )
@@ -328,4 +326,4 @@ def with_logical_partitioning(
     >>> init(jax.random.key(0), (4, 8)).names
     ('embed', 'heads')
     """
-    return boxed(fn, LogicallyPartitioned, names, mesh, rules)
+    return meta.boxed(fn, LogicallyPartitioned, names, mesh, rules)

@@ -18,7 +18,6 @@ from typing import Any, Generic, Self, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft import struct
 from weft.core.spmd import AnyMesh, constrain
@@ -258,7 +257,7 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
 
     def __post_init__(self):
         names = checked_names(self.names)
-        if not isinstance(self.names, PartitionSpec):
+        if not isinstance(self.names, jax.sharding.PartitionSpec):
             object.__setattr__(self, "names", names)
 
     def unbox(self, apply_constraint: bool = True) -> A:
@@ -313,13 +312,13 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
     def _padded(self, length: int) -> tuple[Any, ...]:
         return (*self.names, *[None] * (length - len(self.names)))
 
-    def get_partition_spec(self) -> PartitionSpec:
+    def get_partition_spec(self) -> jax.sharding.PartitionSpec:
         """Returns the names as a `PartitionSpec`."""
-        return PartitionSpec(*self.names)
+        return jax.sharding.PartitionSpec(*self.names)
 
-    def get_sharding(self, mesh: Mesh) -> NamedSharding:
+    def get_sharding(self, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
         """Returns the layout of the value over a mesh."""
-        return NamedSharding(mesh, self.get_partition_spec())
+        return jax.sharding.NamedSharding(mesh, self.get_partition_spec())
 
     def to_nnx_metadata(self) -> dict[str, Any]:
         """Returns the fields as metadata of a variable, with `names` as `out_sharding`."""
@@ -332,7 +331,7 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
 
 
 def with_partitioning(
-    fn: Callable[..., Any], names: MeshAxes, mesh: Mesh | None = None
+    fn: Callable[..., Any], names: MeshAxes, mesh: jax.sharding.Mesh | None = None
 ) -> Callable[..., Partitioned]:
     """Wraps an initializer to return a `Partitioned`.
 
@@ -379,15 +378,15 @@ def get_partition_spec(tree: object) -> Any:
     >>> get_partition_spec({"w": Partitioned(jax.numpy.ones(2), ("data",)), "b": 3})
     {'b': None, 'w': P('data',)}
     """
-    return _map_layouts(lambda box: box.get_partition_spec(), PartitionSpec(), tree)
+    return _map_layouts(lambda box: box.get_partition_spec(), jax.sharding.PartitionSpec(), tree)
 
 
-def get_sharding(tree: object, mesh: Mesh) -> Any:
+def get_sharding(tree: object, mesh: jax.sharding.Mesh) -> Any:
     """Returns the layouts of `get_partition_spec` as `NamedSharding`s over a mesh.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> get_sharding(Partitioned(jax.numpy.ones(2), ("data",)), mesh).spec
     P('data',)
     """
-    plain = NamedSharding(mesh, PartitionSpec())
+    plain = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return _map_layouts(lambda box: box.get_sharding(mesh), plain, tree)

@@ -6,15 +6,12 @@ Unknown are arguments given only by shape, or all values that a JAX transformati
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.core
 from jax.interpreters.partial_eval import dce_jaxpr_consts
 
-from weft.core.tabulate import is_array
-from weft.core.tracing import at_trace, is_tracing
+from weft.core import tabulate, tracing
 from weft.errors import LazyInitError
-from weft.lifting.kind import Leaves
-from weft.lifting.state_creation import TracedFunction, without_debugging
+from weft.lifting import kind, state_creation
 
 
 def partial_eval(fn: Callable[..., Any], *args: object, **kwargs: object) -> Any:
@@ -70,11 +67,11 @@ def _outputs_outside(
 ) -> list[Any] | None:
     """Returns some results, computed in an outer trace, or None if it does not have the inputs."""
     used = [i in outputs for i in range(len(inside.paths))]
-    closed = without_debugging(inside.traced.closed)
+    closed = state_creation.without_debugging(inside.traced.closed)
     jaxpr, used_consts, _ = dce_jaxpr_consts(closed.jaxpr, used)
     consts = [x for x, is_used in zip(closed.consts, used_consts, strict=True) if is_used]
-    with at_trace(trace):
-        if not is_tracing() and any(isinstance(x, jax.core.Tracer) for x in consts):
+    with tracing.at_trace(trace):
+        if not tracing.is_tracing() and any(isinstance(x, jax.core.Tracer) for x in consts):
             return None
         try:
             # Constants are arrays of NumPy, which are mutable.
@@ -92,13 +89,13 @@ class _Trace:
     """
 
     def __init__(self, fn: Callable[..., Any], args: object, kwargs: object):
-        given = Leaves.of((args, kwargs), is_array, None)
+        given = kind.Leaves.of((args, kwargs), tabulate.is_array, None)
 
         def of_arrays(*arrays: object) -> list[Any]:
             args, kwargs = given.filled(arrays)
             out = fn(*args, **kwargs)
             paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(out)]
-            self.results = Leaves.of(out, lambda x: isinstance(x, jax.core.Tracer), None)
+            self.results = kind.Leaves.of(out, lambda x: isinstance(x, jax.core.Tracer), None)
             self.paths = [paths[i] for i in self.results.at]
             traced = self.results.picked
             for i in self.results.at:
@@ -106,7 +103,7 @@ class _Trace:
             return traced
 
         self.arrays = given.picked
-        self.traced = TracedFunction(fn, of_arrays, *self.arrays)
+        self.traced = state_creation.TracedFunction(fn, of_arrays, *self.arrays)
 
     def needs_unknown(self) -> list[bool]:
         """Returns for each result in the trace whether it depends on unknown values."""

@@ -24,15 +24,13 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
-import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from weft import struct
+from weft import errors, struct
 from weft.configurations import config
-from weft.errors import InvalidRngError
 
 Path = tuple[str, ...]
 Key = tuple[Path, str]
@@ -66,7 +64,7 @@ class LoopKeyNumber:
         skipped = 0
         for loop, key in self.loops:
             if loop.draws is None:
-                raise InvalidRngError(
+                raise errors.InvalidRngError(
                     "a PRNG key is drawn in jax.ensure_compile_time_eval() in the body of a loop, "
                     "whose keys are known only after it was traced; draw it outside of that."
                 )
@@ -149,7 +147,7 @@ def check_keys(rngs: Mapping[str, Any]) -> None:
     for stream, key in rngs.items():
         if not is_key(key):
             given = f"{key.dtype}{key.shape}" if hasattr(key, "shape") else repr(key)
-            raise InvalidRngError(
+            raise errors.InvalidRngError(
                 f"the PRNG stream {stream!r} was given {given}; expected a key, such as "
                 "jax.random.key(0), or a dict of keys by the name of their stream."
             )

@@ -13,18 +13,15 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-import jax
 import jax.core
 
 from weft import errors
 from weft.configurations import config
-from weft.core import meta
+from weft.core import meta, tracebacks, tracing
 from weft.core.filters import Filter, canonical, in_filter
 from weft.core.frozen_dict import FrozenDict
 from weft.core.partial_eval import partial_eval
 from weft.core.rngs import Counts, LazyRng, Path, RngKeys, check_keys
-from weft.core.tracebacks import entry_point
-from weft.core.tracing import at_trace, current_trace, is_tracing, trace_error
 from weft.core.variable_store import VariableDict, VariableStore, copy_dicts
 from weft.lifting.trace_cache import with_large_frame
 
@@ -419,7 +416,7 @@ class Scope:
         variable exists once; raises JaxTransformError if the value depends on transformed ones.
         """
         trace = self._store.trace()
-        if self._store.trace == current_trace() or trace is None:
+        if self._store.trace == tracing.current_trace() or trace is None:
             value = first_value()
             self.put_variable(col, name, value)
             return value
@@ -427,15 +424,15 @@ class Scope:
             f"the first value of {name!r} of the collection {col!r} depends on what is transformed"
         )
         try:
-            with at_trace(trace):
+            with tracing.at_trace(trace):
                 value = first_value()
-                leaks = not is_tracing() and any(map(_is_tracer, jax.tree.leaves(value)))
+                leaks = not tracing.is_tracing() and any(map(_is_tracer, jax.tree.leaves(value)))
                 if not leaks:
                     self.put_variable(col, name, value)
         except jax.errors.UnexpectedTracerError as error:
-            raise trace_error(what, self.path_text) from error
+            raise tracing.trace_error(what, self.path_text) from error
         if leaks:
-            raise trace_error(what, self.path_text)
+            raise tracing.trace_error(what, self.path_text)
         return value
 
     # PRNG streams and flags.
@@ -479,8 +476,8 @@ class Scope:
             raise errors.InvalidScopeError(self.path_text)
 
     def _check_trace(self, what: str, why: str = "") -> None:
-        if self._store.trace != current_trace():
-            raise trace_error(what, self.path_text, why)
+        if self._store.trace != tracing.current_trace():
+            raise tracing.trace_error(what, self.path_text, why)
 
     def _hint(self, col: str, if_lifted: str = "") -> str:
         if not (by := self._store.lifted_by) or in_filter(self._store.lifts, col):
@@ -543,7 +540,7 @@ def apply(
     (3, {'state': {'calls': 3}})
     """
 
-    @entry_point
+    @tracebacks.entry_point
     @functools.wraps(fn)
     def applied(
         variables: VariableDict, *args: object, rngs: RngKeys = None, **kwargs: object
@@ -554,7 +551,7 @@ def apply(
         if isinstance(params, Mapping) and "params" in params:
             raise errors.ApplyScopeInvalidVariablesStructureError(variables)
         with bind(variables, rngs=rngs, mutable=mutable, flags=flags).temporary() as root:
-            run = functools.partial(with_large_frame, fn) if is_tracing() else fn
+            run = functools.partial(with_large_frame, fn) if tracing.is_tracing() else fn
             result = run(root, *args, **kwargs)
             if mutable is False:
                 return result
@@ -578,7 +575,7 @@ def init(
     (6.0, {'params': {'factor': 2.0}})
     """
 
-    @entry_point
+    @tracebacks.entry_point
     @functools.wraps(fn)
     def initialize(rngs: RngKeys, *args: object, **kwargs: object) -> Any:
         keys = rngs if isinstance(rngs, Mapping) else {"params": rngs}

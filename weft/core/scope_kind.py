@@ -15,7 +15,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 
-from weft.core import meta
+from weft import errors, lifting
+from weft.core import frozen_dict, meta, partial_eval
+from weft.core import rngs as rngs_lib
 from weft.core.filters import (
     Filter,
     canonical,
@@ -26,24 +28,10 @@ from weft.core.filters import (
     is_filter_empty,
     union_filters,
 )
-from weft.core.frozen_dict import FrozenDict
-from weft.core.partial_eval import evaluate_outside
-from weft.core.rngs import (
-    Counts,
-    CreatedScopes,
-    FrozenCounts,
-    LazyRng,
-    Path,
-    counts_after_creation,
-    counts_for_loop,
-    max_by_key,
-    max_counts,
-)
+from weft.core.rngs import Counts, CreatedScopes, FrozenCounts, LazyRng, Path
 from weft.core.scope import Scope
 from weft.core.tracing import TraceState, current_trace, trace_error
 from weft.core.variable_store import Entry, VariableStore, is_same
-from weft.errors import ForkError, ReturnedScopeError, RoleError
-from weft.lifting import CARRY, Kind, Roles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +75,7 @@ class _Root:
     """
 
     mutable: Any
-    flags: FrozenDict
+    flags: frozen_dict.FrozenDict
     counts: FrozenCounts
     lifts: Any
     carried: Any
@@ -116,7 +104,7 @@ class _Descendant(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ScopeKind(Kind):
+class ScopeKind(lifting.Kind):
     """Kind of `Scope`; see `weft.lifting.kind.Kind`.
 
     Attributes:
@@ -131,7 +119,7 @@ class ScopeKind(Kind):
     data_transform: Callable[[Any, Any], tuple[Any, Any]] | None = None
     carriers_are_leaves: ClassVar[bool] = True
 
-    def group_filters(self, roles: Roles) -> tuple[Any, ...]:
+    def group_filters(self, roles: lifting.Roles) -> tuple[Any, ...]:
         return tuple((_as_select(where), role) for where, role in roles)
 
     def is_carrier(self, x: object) -> bool:
@@ -168,7 +156,7 @@ class ScopeKind(Kind):
             below = _find_ancestor(carriers, i)
             if below is not None:
                 if filters[below.root] != wanted:
-                    raise RoleError(
+                    raise errors.RoleError(
                         f"{self.transformation}: the scope {scope.path_text!r} is below "
                         f"{carriers[below.root].path_text!r}, which is lifted otherwise; lift both "
                         "in the same way."
@@ -204,7 +192,7 @@ class ScopeKind(Kind):
                     scope.flags,
                     counts,
                     canonical(lifts),
-                    _collections_with_role(wanted, CARRY),
+                    _collections_with_role(wanted, lifting.CARRY),
                     _collections_with_role(wanted, None),
                     # Missing variables of mutable collections are created inside.
                     frozenset(
@@ -260,7 +248,7 @@ class ScopeKind(Kind):
 
     def collect(self, inner, static, carriers, filters, new, new_filters):
         if new:
-            raise ReturnedScopeError(self.transformation, new[0].path_text)
+            raise errors.ReturnedScopeError(self.transformation, new[0].path_text)
         collected: list[_Collected] = []
         groups = []
         for scope, fields, wanted in zip(carriers, static, filters, strict=True):
@@ -310,7 +298,7 @@ class ScopeKind(Kind):
 
     def _map_keys(self, group: Group, fn: Any) -> Group:
         if group.variables:
-            raise ForkError(
+            raise errors.ForkError(
                 f"{self.transformation}: the collections {sorted(group.variables)} are not PRNG "
                 "streams and cannot be split; give them an axis."
             )
@@ -365,7 +353,7 @@ class ScopeKind(Kind):
         if not self.counts_first_run:
             return static
         return tuple(
-            dataclasses.replace(s, counts=counts_for_loop(s.counts, end and end.counts))
+            dataclasses.replace(s, counts=rngs_lib.counts_for_loop(s.counts, end and end.counts))
             if isinstance(s, _Root)
             else s
             for s, end in zip(static, after or (None,) * len(static), strict=True)
@@ -373,7 +361,11 @@ class ScopeKind(Kind):
 
     def static_after_creation(self, static, before, after=None):
         def counts(fields: _Root, made: FrozenCounts, known: FrozenCounts | None) -> FrozenCounts:
-            counts = made if self.counts_first_run else counts_after_creation(fields.counts, made)
+            counts = (
+                made
+                if self.counts_first_run
+                else rngs_lib.counts_after_creation(fields.counts, made)
+            )
             return dataclasses.replace(counts, draws=known and known.draws)
 
         return tuple(
@@ -387,8 +379,8 @@ class ScopeKind(Kind):
         return tuple(
             _Collected(
                 of_scope[0].counts
-                and functools.reduce(max_counts, (branch.counts for branch in of_scope)),
-                functools.reduce(max_by_key, (branch.left for branch in of_scope)),
+                and functools.reduce(rngs_lib.max_counts, (branch.counts for branch in of_scope)),
+                functools.reduce(rngs_lib.max_by_key, (branch.left for branch in of_scope)),
             )
             for of_scope in zip(*statics, strict=True)
         )
@@ -484,7 +476,7 @@ def _create_outside(
         variable = f"the first value of {name!r} of the collection {col!r}"
         return trace_error(f"{variable} depends on what is transformed", store.where(where))
 
-    computed = evaluate_outside(running, values, error)
+    computed = partial_eval.evaluate_outside(running, values, error)
     for (store, (col, where, name)), value in zip(created, computed, strict=True):
         store.put(col, where, name, value)
     for scope in carriers:

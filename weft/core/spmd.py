@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
 import jax.interpreters.pxla
 import numpy as np
 from jax.experimental.layout import Format

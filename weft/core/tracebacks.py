@@ -5,8 +5,6 @@ errors. The user's frames and calls of Weft's layers remain. JAX's setting
 `jax_traceback_filtering="off"` keeps all frames.
 """
 
-from __future__ import annotations
-
 import functools
 import pathlib
 import traceback

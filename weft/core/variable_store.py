@@ -6,12 +6,10 @@ from typing import Any
 
 import jax
 
-from weft.core.filters import Filter, in_filter
-from weft.core.rngs import Path
-from weft.core.tracing import current_trace
+from weft.core import filters, rngs, tracing
 from weft.errors import ScopeTreeError
 
-Entry = tuple[str, Path, str]
+Entry = tuple[str, rngs.Path, str]
 """A variable's collection, scope and name."""
 
 VariableDict = Mapping[str, Mapping[str, Any]]
@@ -35,30 +33,30 @@ class VariableStore:
         made: initial values of created variables, nested as in `collections`.
     """
 
-    def __init__(self, variables: VariableDict, mutable: Filter, path: Path = ()):
+    def __init__(self, variables: VariableDict, mutable: filters.Filter, path: rngs.Path = ()):
         self.collections: dict[str, Any] = {
-            col: to_dicts(entries) if in_filter(mutable, col) else entries
+            col: to_dicts(entries) if filters.in_filter(mutable, col) else entries
             for col, entries in variables.items()
         }
         self._path = path
         self.lifted_by = ""
-        self.lifts: Filter = True
+        self.lifts: filters.Filter = True
         self.given: frozenset[str] = frozenset()
         self.has_run = False
         self.is_complete = False
-        self.trace = current_trace()
+        self.trace = tracing.current_trace()
         self.made: dict[str, Any] = {}
         self._made: set[Entry] = set()
         self._written: dict[Entry, Any] = {}
 
-    def copy(self, mutable: Filter) -> "VariableStore":
+    def copy(self, mutable: filters.Filter) -> "VariableStore":
         """Returns a store of the present trace with the same variables, none of them created."""
         store = VariableStore(self.collections, mutable, self._path)
         store.lifted_by, store.lifts, store.given = self.lifted_by, self.lifts, self.given
         store.has_run = self.has_run
         return store
 
-    def entries(self, col: str, path: Path) -> Mapping[str, Any]:
+    def entries(self, col: str, path: rngs.Path) -> Mapping[str, Any]:
         """Returns a collection's entries in one scope; raises ScopeTreeError for a value."""
         found = self.collections.get(col, _EMPTY)
         for depth, name in enumerate(path):
@@ -67,7 +65,7 @@ class VariableStore:
                 raise ScopeTreeError(col, self.where(path[: depth + 1]), found)
         return found
 
-    def put(self, col: str, path: Path, name: str, value: object) -> None:
+    def put(self, col: str, path: rngs.Path, name: str, value: object) -> None:
         self.entries(col, path)
         entries = _descend(self.collections, col, path)
         if name not in entries:
@@ -96,13 +94,13 @@ class VariableStore:
         """Returns the created variables, in a fixed order."""
         return sorted(self._made)
 
-    def where(self, path: Path) -> str:
+    def where(self, path: rngs.Path) -> str:
         """Returns the location of a scope as text, for errors."""
         return "/" + "/".join((*self._path, *path))
 
-    def created_in(self, where: Filter) -> set[Path]:
+    def created_in(self, where: filters.Filter) -> set[rngs.Path]:
         """Returns the scopes in which variables of some collections were created."""
-        return {path for col, path, _ in self._made if in_filter(where, col)}
+        return {path for col, path, _ in self._made if filters.in_filter(where, col)}
 
 
 def is_same(before: object, now: object) -> bool:
@@ -113,7 +111,7 @@ def is_same(before: object, now: object) -> bool:
     return old_tree == new_tree and all(map(operator.is_, old, new))
 
 
-def _descend(collections: dict[str, Any], col: str, path: Path) -> dict[str, Any]:
+def _descend(collections: dict[str, Any], col: str, path: rngs.Path) -> dict[str, Any]:
     entries = collections.setdefault(col, {})
     for name in path:
         entries = entries.setdefault(name, {})

@@ -34,9 +34,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft.core.tracing import ThreadStack
+from weft.distributed import rendezvous, watchdog
 from weft.distributed.peers import Peers, StopRequest, current_peers, use_peers
-from weft.distributed.rendezvous import connect_peers
-from weft.distributed.watchdog import handle_stop_signals
 from weft.errors import LossSpikeError, ProcessLostError, UndefinedLossException
 from weft.input import PrefetchingIterator
 
@@ -96,7 +95,7 @@ class GracefulStop:
                 raise KeyboardInterrupt
             self.signal_name = number.name
 
-        self._exit.enter_context(handle_stop_signals(on_signal))
+        self._exit.enter_context(watchdog.handle_stop_signals(on_signal))
         _ACTIVE.items.append(self)
         return self
 
@@ -357,7 +356,7 @@ def graceful_stop(
     with contextlib.ExitStack() as stack:
         peers = current_peers()
         if peers is None:
-            peers = connect_peers(readiness_timeout_seconds)
+            peers = rendezvous.connect_peers(readiness_timeout_seconds)
             if peers is not None:
                 stack.enter_context(use_peers(peers))
         try:

@@ -26,8 +26,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from weft.distributed import peers
-from weft.distributed.watchdog import print_error
+from weft.distributed import peers, watchdog
 from weft.errors import ProcessesNotReadyError
 
 _HELLO_SECONDS = 5.0
@@ -119,7 +118,7 @@ def _broadcast(value: list | None, timeout_seconds: float) -> list:
 
 
 def _exit_on_timeout(timeout_seconds: float) -> None:
-    print_error(
+    watchdog.print_error(
         f"weft: process {jax.process_index()} of {jax.process_count()} waited for the other "
         f"processes of its run, and some did not come within {timeout_seconds:g} s. Look for the "
         "cause in their logs. JAX cannot tell which ones are missing; "

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
@@ -37,7 +36,7 @@ def to_ndim(x: Num[Array, "*shape"], ndim: int) -> Num[Array, "*ones_and_shape"]
     ((1, 3), ())
     """
     x = jnp.asarray(x)
-    return lax.expand_dims(x, range(ndim - x.ndim)) if 0 < x.ndim < ndim else x
+    return jax.lax.expand_dims(x, range(ndim - x.ndim)) if 0 < x.ndim < ndim else x
 
 
 def same_ndim(*xs: Num[Array, "..."]) -> list[Num[Array, "..."]]:

@@ -14,26 +14,14 @@ from collections.abc import Callable, Collection, Mapping
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional import attention_mask, embedding
 from weft.functional.arrays import to_ndim, without_none
-from weft.functional.attention_mask import (
-    NEG_INF,
-    AttentionMask,
-    MaskFn,
-    as_attention_mask,
-    bool_to_bias,
-)
+from weft.functional.attention_mask import AttentionMask, MaskFn
 from weft.functional.dropout import dropout, keep_mask
-from weft.functional.embedding import alibi_bias
-from weft.functional.fused_attention import (
-    AttentionImplementation,
-    fused_attention,
-    is_plain,
-)
+from weft.functional.fused_attention import AttentionImplementation, fused_attention, is_plain
 
 
 def dot_product_attention(
@@ -49,7 +37,7 @@ def dot_product_attention(
     logit_sink: Float[Array, " heads"] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
-    precision: lax.PrecisionLike = None,
+    precision: jax.lax.PrecisionLike = None,
     implementation: AttentionImplementation | None = None,
 ) -> Float[Array, "batch target heads value_dim"]:
     """Returns `softmax(scale * query · key + bias) · value` (Vaswani et al., 2017).
@@ -77,7 +65,7 @@ def dot_product_attention(
     (1, 3, 4, 2)
     """
     _check_shared_heads(query, key)
-    structured = as_attention_mask(mask)
+    structured = attention_mask.as_attention_mask(mask)
     context = fused_attention(
         implementation,
         query,
@@ -124,7 +112,7 @@ def plain_attention(
     logit_sink: Float[Array, " heads"] | None = None,
     drop: Callable[[Array], Array] | None = None,
     masked_gradient: bool = True,
-    precision: lax.PrecisionLike = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch target heads value_dim"]:
     """Returns attention as `dot_product_attention` does, from the logits of all pairs.
 
@@ -142,10 +130,10 @@ def plain_attention(
     """
     target, source = query.shape[-3], key.shape[-3]
     if alibi_slopes is not None:
-        falling = alibi_bias(alibi_slopes, *mask.positions(target, source))
+        falling = embedding.alibi_bias(alibi_slopes, *mask.positions(target, source))
         bias = falling if bias is None else bias + falling
     # The product as it is now: libraries of quantization replace it while a model runs.
-    options = {"precision": precision, "dot_general": lax.dot_general}
+    options = {"precision": precision, "dot_general": jax.lax.dot_general}
     logits = attention_logits(query, key, **options)
     if scale != 1.0:
         logits = logits * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -155,10 +143,14 @@ def plain_attention(
     if allowed is not None:
         allowed = allowed.reshape(allowed.shape[-min(allowed.ndim, logits.ndim) :])
         if masked_gradient:
-            bias = bool_to_bias(allowed) if bias is None else bias + bool_to_bias(allowed)
+            bias = (
+                attention_mask.bool_to_bias(allowed)
+                if bias is None
+                else bias + attention_mask.bool_to_bias(allowed)
+            )
     logits = _add_bias(logits, bias)
     if allowed is not None and not masked_gradient:
-        logits = jnp.where(allowed, logits, NEG_INF)
+        logits = jnp.where(allowed, logits, attention_mask.NEG_INF)
     weights, total = _weights_and_total(logits, logit_sink)
     if drop is not None:
         weights = drop(weights)
@@ -170,8 +162,8 @@ def attention_logits(
     query: Float[Array, "*batch target heads dim"],
     key: Float[Array, "*#batch source kv_heads dim"],
     *,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = jnp.float32,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = jnp.float32,
     dot_general: Callable[..., Array] | None = None,
 ) -> Float[Array, "*batch heads target source"]:
     """Returns the inner products of all queries and keys.
@@ -190,9 +182,7 @@ def attention_logits(
     *batch, target, heads, dim = query.shape
     source, kv_heads = key.shape[-3:-1]
     options = without_none(
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        _dot_general=dot_general,
+        precision=precision, preferred_element_type=preferred_element_type, _dot_general=dot_general
     )
     if heads == kv_heads:
         return jnp.einsum("...qhd,...khd->...hqk", query, key, **options)
@@ -252,7 +242,7 @@ def _weights_and_total(
     if logit_sink is not None:
         sink = to_ndim(logit_sink.astype(jnp.float32)[:, None, None], logits.ndim)
         largest = jnp.maximum(largest, sink)
-    largest = lax.stop_gradient(largest)
+    largest = jax.lax.stop_gradient(largest)
     weights = jnp.exp(logits - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     return weights, total if sink is None else total + jnp.exp(sink - largest)
@@ -262,8 +252,8 @@ def attention_context(
     probs: Float[Array, "*batch heads target source"],
     value: Float[Array, "*#batch source kv_heads dim"],
     *,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
     dot_general: Callable[..., Array] | None = None,
 ) -> Float[Array, "*batch target heads dim"]:
     """Returns the values averaged by the probabilities, by default in the dtype of the values.
@@ -277,9 +267,7 @@ def attention_context(
     kv_heads, dim = value.shape[-2:]
     probs = probs if probs.dtype == value.dtype else probs.astype(value.dtype)
     options = without_none(
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        _dot_general=dot_general,
+        precision=precision, preferred_element_type=preferred_element_type, _dot_general=dot_general
     )
     if heads == kv_heads:
         return jnp.einsum("...hqk,...khd->...qhd", probs, value, **options)
@@ -368,7 +356,7 @@ def attention_weights(
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | None = None,
     float32_softmax: bool = False,
-    precision: lax.PrecisionLike = None,
+    precision: jax.lax.PrecisionLike = None,
     dot_general: Callable[..., Array] | None = None,
     einsum: Callable[..., Array] | None = None,
 ) -> Float[Array, "*batch heads target source"]:
@@ -493,7 +481,7 @@ def without_weights(
     dropout_rate: float,
     dropout_rng: Key[Array, ""] | None,
     broadcast_dropout: bool,
-    precision: lax.PrecisionLike,
+    precision: jax.lax.PrecisionLike,
     only_plain: Mapping[str, bool],
 ) -> Float[Array, "*batch target heads value_dim"] | None:
     """Returns attention by an implementation without weights, or None if it is to have them.
@@ -596,7 +584,7 @@ def attention_cache_step(
             "at a time, and the batch that the cache was made with."
         )
     keys, values = (
-        lax.dynamic_update_slice_in_dim(cached, new.astype(cached.dtype), index, len(batch))
+        jax.lax.dynamic_update_slice_in_dim(cached, new.astype(cached.dtype), index, len(batch))
         for cached, new in ((cached_key, key), (cached_value, value))
     )
     seen = jnp.broadcast_to(jnp.arange(length) <= index, (*batch, 1, 1, length))

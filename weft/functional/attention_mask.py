@@ -25,8 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from weft import struct
-from weft.errors import ArgumentShapeError
+from weft import errors, struct
 from weft.functional.arrays import same_ndim
 from weft.typing import DType
 
@@ -316,7 +315,7 @@ def make_attention_mask(
     [[[1, 1, 0], [1, 1, 0], [0, 0, 0]]]
     """
     if not jnp.ndim(query_input) or not jnp.ndim(key_input):
-        raise ArgumentShapeError(
+        raise errors.ArgumentShapeError(
             f"query_input and key_input have the shapes {jnp.shape(query_input)} and "
             f"{jnp.shape(key_input)}; expected (*batch, length)."
         )
@@ -356,7 +355,7 @@ def combine_masks(
     if not given:
         return None
     if len({np.ndim(mask) for mask in given}) > 1:
-        raise ArgumentShapeError(
+        raise errors.ArgumentShapeError(
             f"the masks have the shapes {[np.shape(mask) for mask in given]}; expected the same "
             "number of axes, with size 1 where a mask is the same for all."
         )

@@ -27,22 +27,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Key
 
 from weft.errors import ArgumentValueError
+from weft.functional import attention_mask, embedding
 from weft.functional.arrays import to_ndim
-from weft.functional.attention_mask import (
-    NEG_INF,
-    AttentionMask,
-    MaskFn,
-    Window,
-    evaluate_mask,
-    segment_mask,
-    window_of,
-)
 from weft.functional.dropout import dropout, keep_mask
-from weft.functional.embedding import alibi_bias
 
 # Logits of a block, over batch and heads. More do not fit into the cache of a core; with fewer, the
 # loop itself takes a noticeable part of the time.
@@ -74,7 +64,7 @@ class _Blocks(NamedTuple):
         """Returns a block of an array, or all of an axis of size 1."""
         if x.shape[axis] == 1:
             return x
-        return lax.dynamic_slice_in_dim(x, self.start(i), self.size, axis)
+        return jax.lax.dynamic_slice_in_dim(x, self.start(i), self.size, axis)
 
     def add(self, x: Array, i: Any, axis: int, block: Array) -> Array:
         """Adds to a block of an array."""
@@ -84,7 +74,7 @@ class _Blocks(NamedTuple):
         """Sets a block of an array, or all of an axis of size 1."""
         if x.shape[axis] == 1:
             return block
-        return lax.dynamic_update_slice_in_dim(x, block, self.start(i), axis)
+        return jax.lax.dynamic_update_slice_in_dim(x, block, self.start(i), axis)
 
     def bounds(self, x: Array | None) -> tuple[Any, Any]:
         """Returns the smallest and largest value in each block; None means positions."""
@@ -99,7 +89,7 @@ class _Blocks(NamedTuple):
 class _Options(NamedTuple):
     """Options of a call, known when it is traced."""
 
-    mask_fn: MaskFn | None
+    mask_fn: attention_mask.MaskFn | None
     scale: float
     logit_cap: float | None
     dropout_rate: float
@@ -125,7 +115,7 @@ class _Arrays(NamedTuple):
 class _Given(NamedTuple):
     """Arrays without gradients."""
 
-    mask: AttentionMask
+    mask: attention_mask.AttentionMask
     dropout_key: Array | None
 
 
@@ -136,7 +126,7 @@ def blockwise_attention(
     *,
     bias: Float[Array, "#batch #heads #target #source"] | None = None,
     alibi_slopes: Float[Array, " heads"] | None = None,
-    mask: AttentionMask = AttentionMask(),  # noqa: B008 - immutable
+    mask: attention_mask.AttentionMask = attention_mask.AttentionMask(),  # noqa: B008 - immutable
     scale: float | None = None,
     logit_cap: float | None = None,
     logit_sink: Float[Array, " heads"] | None = None,
@@ -144,7 +134,7 @@ def blockwise_attention(
     dropout_key: Key[Array, ""] | None = None,
     broadcast_dropout: bool = False,
     masked_gradient: bool = True,
-    precision: lax.PrecisionLike = None,
+    precision: jax.lax.PrecisionLike = None,
     block_size: int | None = None,
 ) -> Float[Array, "batch target heads value_dim"]:
     """Returns attention as `dot_product_attention` does, in memory linear in the lengths.
@@ -207,9 +197,9 @@ def blockwise_attention(
     return jnp.moveaxis(out.reshape(batch, heads, target, value.shape[-1]), 2, 1)
 
 
-def _attends_to_itself(mask: AttentionMask, same_length: bool) -> bool:
+def _attends_to_itself(mask: attention_mask.AttentionMask, same_length: bool) -> bool:
     """Returns whether the mask lets each query attend to the key at its own place."""
-    window, exact = window_of(mask.mask_fn)
+    window, exact = attention_mask.window_of(mask.mask_fn)
     inside = all(n is None or n >= 0 for n in (window.left_context, window.right_context))
     same = mask.query_positions is mask.key_positions and same_length
     one_segment = mask.key_segments is None or mask.key_segments is mask.query_segments
@@ -240,7 +230,7 @@ def _forward(options: _Options, arrays: _Arrays, given: _Given) -> tuple[Array, 
             n, largest, *_ = state
             if options.never_empty or not _skips(options, given):
                 return n < needed[i]
-            empty = jnp.any(largest <= NEG_INF / 2)
+            empty = jnp.any(largest <= attention_mask.NEG_INF / 2)
             return (n < needed[i]) | (empty & (n < keys.number))
 
         def of_keys(state: Any) -> Any:
@@ -260,7 +250,7 @@ def _forward(options: _Options, arrays: _Arrays, given: _Given) -> tuple[Array, 
 
         zeros = _zeros_like(query[..., 0])
         empty = zeros + _LOWEST, zeros, jnp.repeat(zeros[..., None], value_dim, -1)
-        _, largest, total, context = lax.while_loop(unfinished, of_keys, (jnp.int32(0), *empty))
+        _, largest, total, context = jax.lax.while_loop(unfinished, of_keys, (jnp.int32(0), *empty))
         if sink is not None:
             new_largest = jnp.maximum(largest, sink)
             shrink = jnp.exp(largest - new_largest)
@@ -273,7 +263,7 @@ def _forward(options: _Options, arrays: _Arrays, given: _Given) -> tuple[Array, 
     zeros = _zeros_like(arrays.query[..., 0])
     out = jnp.repeat(zeros[..., None], value_dim, -1).astype(arrays.value.dtype)
     carry: tuple[Array, ...] = (out, zeros, zeros)
-    (out, largest, share), _ = lax.scan(of_queries, carry, jnp.arange(queries.number))
+    (out, largest, share), _ = jax.lax.scan(of_queries, carry, jnp.arange(queries.number))
     return out, (arrays, given, out, largest, share)
 
 
@@ -284,7 +274,7 @@ def _backward(options: _Options, saved: Any, dout: Array) -> tuple[_Arrays, None
     delta = jnp.sum(dout.astype(jnp.float32) * out, -1)
     if not options.never_empty and _skips(options, given):
         smallest, _ = queries.bounds(largest.min((0, 1, 2)))
-        needed = jnp.where(smallest <= NEG_INF / 2, keys.number, needed)
+        needed = jnp.where(smallest <= attention_mask.NEG_INF / 2, keys.number, needed)
 
     def of_queries(carry: _Arrays, i: Array):
         query, d, peak, part, of_out = (
@@ -325,11 +315,11 @@ def _backward(options: _Options, saved: Any, dout: Array) -> tuple[_Arrays, None
             )
 
         zeros = carry._replace(query=_zeros_like(query))
-        grads = lax.fori_loop(0, needed[i], of_keys, zeros)
+        grads = jax.lax.fori_loop(0, needed[i], of_keys, zeros)
         return grads._replace(query=queries.add(carry.query, i, 3, grads.query)), None
 
     zeros = jax.tree.map(_zeros_like, arrays._replace(sink=None))
-    grads, _ = lax.scan(of_queries, zeros, jnp.arange(queries.number))
+    grads, _ = jax.lax.scan(of_queries, zeros, jnp.arange(queries.number))
     if arrays.sink is not None:
         lost = jnp.exp(arrays.sink - largest) * share * delta
         grads = grads._replace(sink=-jnp.sum(lost, (0, 3))[None, ..., None])
@@ -346,14 +336,14 @@ def _zeros_like(x: Array) -> Array:
 
 def _skips(options: _Options, given: _Given) -> bool:
     """Returns whether the mask can exclude whole blocks."""
-    window, _ = window_of(options.mask_fn)
-    return window != Window() or given.mask.query_segments is not None
+    window, _ = attention_mask.window_of(options.mask_fn)
+    return window != attention_mask.Window() or given.mask.query_segments is not None
 
 
 def _needed_keys(options: _Options, given: _Given) -> tuple[Array, Array]:
     """Returns, for each block of queries, the first block of keys to visit and how many follow."""
     queries, keys, mask = options.queries, options.keys, given.mask
-    window, _ = window_of(options.mask_fn)
+    window, _ = attention_mask.window_of(options.mask_fn)
     needed = np.ones((queries.number, keys.number), bool)
 
     def compared(of_queries: Array | None, of_keys: Array | None) -> list[Any]:
@@ -393,7 +383,9 @@ def _logits(
     masks: list[Array] = []
     if options.mask_fn is not None:
         positions = _positions(options, given, i, j)
-        masks.append(_with_groups(evaluate_mask(options.mask_fn, *positions), kv_heads))
+        masks.append(
+            _with_groups(attention_mask.evaluate_mask(options.mask_fn, *positions), kv_heads)
+        )
     if given.mask.query_segments is not None:
         segments = (
             blocks.take(jnp.atleast_2d(x), at, 1)
@@ -402,11 +394,11 @@ def _logits(
                 (keys, given.mask.key_segments, j),
             )
         )
-        masks.append(_with_groups(segment_mask(*segments), kv_heads))
+        masks.append(_with_groups(attention_mask.segment_mask(*segments), kv_heads))
     masks += (keys.take(queries.take(x, i, 3), j, 4) for x in given.mask.arrays)
     allowed = functools.reduce(jnp.logical_and, masks) if masks else None
     if allowed is not None:
-        logits = jnp.where(allowed, logits, logits + NEG_INF)
+        logits = jnp.where(allowed, logits, logits + attention_mask.NEG_INF)
     new = keys.new(j)
     if new is not None:
         logits = jnp.where(to_ndim(new, 5), logits, -jnp.inf)
@@ -437,7 +429,7 @@ def _positions(options: _Options, given: _Given, i: Array, j: Array) -> list[Arr
 
 
 def _alibi(options: _Options, given: _Given, slopes: Array, i: Array, j: Array) -> Array:
-    return alibi_bias(slopes, *_positions(options, given, i, j))
+    return embedding.alibi_bias(slopes, *_positions(options, given, i, j))
 
 
 def _dropped(options: _Options, given: _Given, x: Array, i: Array, j: Array) -> Array:

@@ -16,9 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError
-from weft.functional import conv_shape
+from weft.functional import conv_shape, linear
 from weft.functional.arrays import promote_dtype, without_none
-from weft.functional.linear import add_bias
 
 
 def conv(
@@ -83,7 +82,7 @@ def conv(
         fn=conv_general_dilated,
         out_sharding=out_sharding,
     )
-    return y if bias is None else add_bias(y, bias)
+    return y if bias is None else linear.add_bias(y, bias)
 
 
 def conv_local(
@@ -132,7 +131,7 @@ def conv_local(
         dimension_numbers=_channels_last(n),
         precision=precision,
     )
-    return y if bias is None else add_bias(y, bias)
+    return y if bias is None else linear.add_bias(y, bias)
 
 
 def conv_transpose(
@@ -188,7 +187,7 @@ def conv_transpose(
         precision=precision,
         preferred_element_type=preferred_element_type,
     )
-    return y if bias is None else add_bias(y, bias)
+    return y if bias is None else linear.add_bias(y, bias)
 
 
 def _flip_kernel(weight: Array, groups: int) -> Array:

@@ -15,13 +15,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.arrays import to_ndim
-from weft.functional.linear import merges_axes, product_of_matrices
+from weft.functional import arrays, linear
 
 RotaryLayout = Literal["interleaved", "half"]
 
@@ -74,8 +71,8 @@ def attend(
     table: Float[Array, "vocab dim"],
     x: Float[Array, "*batch dim"],
     *,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> Float[Array, "*batch vocab"]:
     """Returns the inner product of `x` with every row: the logits of a model with tied embeddings.
@@ -86,8 +83,8 @@ def attend(
     [[1.0, 2.0, 3.0]]
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
-    if x.dtype == table.dtype and merges_axes(x, table, out_sharding):
-        return product_of_matrices(x, table, None, 1, 1, **options)
+    if x.dtype == table.dtype and linear.merges_axes(x, table, out_sharding):
+        return linear.product_of_matrices(x, table, None, 1, 1, **options)
     return jnp.dot(x, table.T, out_sharding=out_sharding, **options)
 
 
@@ -144,7 +141,7 @@ def sincos(
     positions: Num[Array, "*shape"], frequencies: Float[Array, " half_dim"]
 ) -> tuple[Float[Array, "*shape half_dim"], Float[Array, "*shape half_dim"]]:
     """Returns sine and cosine of the angles `position * frequency`, in float32."""
-    frequencies = to_ndim(frequencies, positions.ndim + 1)
+    frequencies = arrays.to_ndim(frequencies, positions.ndim + 1)
     angles = positions.astype(jnp.float32)[..., None] * frequencies
     return jnp.sin(angles), jnp.cos(angles)
 
@@ -180,7 +177,7 @@ def apply_rotary(
             f"x has {x.shape[-1]} dimensions (shape {x.shape}), so there must be "
             f"{x.shape[-1] / 2:g} angles, but sin has shape {sin.shape}."
         )
-    sin, cos = to_ndim(sin, x.ndim), to_ndim(cos, x.ndim)
+    sin, cos = arrays.to_ndim(sin, x.ndim), arrays.to_ndim(cos, x.ndim)
     y = x.astype(jnp.promote_types(x.dtype, sin.dtype))
     if layout == "half":
         first, second = jnp.split(y, 2, axis=-1)
@@ -189,7 +186,7 @@ def apply_rotary(
     if layout != "interleaved":
         raise ArgumentValueError(f"layout={layout!r} must be 'interleaved' or 'half'.")
     # Without slices of every second number, whose gradient is a sum of padded arrays.
-    swapped = lax.rev(y.reshape(*y.shape[:-1], -1, 2), (y.ndim,)).reshape(y.shape)
+    swapped = jax.lax.rev(y.reshape(*y.shape[:-1], -1, 2), (y.ndim,)).reshape(y.shape)
     cos, sin = (
         jnp.stack(pair, axis=-1).reshape(*sin.shape[:-1], x.shape[-1])
         for pair in ((cos, cos), (-sin, sin))
@@ -225,7 +222,7 @@ def alibi_bias(
     [[[[-1.0, -0.5, -0.0]]]]
     """
     distance = jnp.abs(query_positions[:, None, :, None] - key_positions[:, None, None, :])
-    return to_ndim(-slopes[:, None, None], distance.ndim) * distance
+    return arrays.to_ndim(-slopes[:, None, None], distance.ndim) * distance
 
 
 def _require_even(dim: int) -> None:

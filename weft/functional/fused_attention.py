@@ -11,8 +11,6 @@ others by the first of "cudnn", "tokamax" and "blockwise" that can, on its devic
 cannot compute is logged once.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import logging

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax.nn.initializers import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 from jax.nn.initializers import Initializer, ones, variance_scaling, zeros
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from weft.errors import ArgumentValueError
@@ -55,7 +54,7 @@ def fan_sizes(
 def draw(
     prng_key: Key[Array, ""],
     shape: Sequence[int],
-    dtype: DTypeLike = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     *,
     distribution: Distribution,
     scale: float,

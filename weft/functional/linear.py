@@ -20,19 +20,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.arrays import (
-    INLINE,
-    dot_general_context,
-    on_one_cpu,
-    promote_dtype,
-    without_none,
-)
-from weft.functional.statistics import canonical_axes
+from weft.functional import arrays, statistics
 
 
 @contextlib.contextmanager
@@ -57,12 +48,12 @@ def default_dot_general(dot_general: Callable[..., Array] | None) -> Iterator[No
     ...     dense(jnp.ones((1, 3)), jnp.ones((3, 2)), jnp.ones(2)).tolist()
     [[1.0, 1.0]]
     """
-    with dot_general_context(dot_general):
+    with arrays.dot_general_context(dot_general):
         yield
 
 
 def _default_product(x: Array, weight: Array) -> Callable[..., Array] | None:
-    default = dot_general_context.value
+    default = arrays.dot_general_context.value
     if default is None:
         return None
     is_real = all(jnp.issubdtype(operand.dtype, jnp.floating) for operand in (x, weight))
@@ -74,8 +65,8 @@ def dense(
     weight: Num[Array, "input output"],
     bias: Num[Array, " output"] | None = None,
     *,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
     dot_general: Callable[..., Array] | None = None,
     out_sharding: Any = None,
 ) -> Num[Array, "*batch output"]:
@@ -109,8 +100,8 @@ def dense_general(
     *,
     axis: int | Sequence[int] = -1,
     batch_axes: int | Sequence[int] = (),
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
     dot_general: Callable[..., Array] | None = None,
     out_sharding: Any = None,
 ) -> Num[Array, "*output"]:
@@ -131,8 +122,8 @@ def dense_general(
     >>> dense_general(jnp.ones((3, 5, 8)), heads).shape
     (3, 5, 4, 2)
     """
-    axes = canonical_axes(axis, x.ndim)
-    batch = canonical_axes(batch_axes, x.ndim)
+    axes = statistics.canonical_axes(axis, x.ndim)
+    batch = statistics.canonical_axes(batch_axes, x.ndim)
     leading = batch + axes
     expected = tuple(x.shape[a] for a in leading)
     if weight.shape[: len(leading)] != expected:
@@ -141,10 +132,12 @@ def dense_general(
             f"the axes {leading} of x, whose shape is {x.shape}."
         )
     if x.dtype != weight.dtype:
-        x, weight = promote_dtype(x, weight, inexact=False)
+        x, weight = arrays.promote_dtype(x, weight, inexact=False)
     n_batch, n_leading = len(batch), len(leading)
     weight_batch, weight_axes = tuple(range(n_batch)), tuple(range(n_batch, n_leading))
-    options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
+    options = arrays.without_none(
+        preferred_element_type=preferred_element_type, out_sharding=out_sharding
+    )
     options["precision"] = precision
     numbers = (axes, weight_axes), (batch, weight_batch)
     if dot_general is None:
@@ -153,14 +146,14 @@ def dense_general(
     if dot_general is None and is_last and merges_axes(x, weight, out_sharding):
         return product_of_matrices(x, weight, bias, len(axes), **options)
     # Looked up in each call, and not in a `jax.jit`, for libraries that replace it.
-    y = (dot_general or lax.dot_general)(x, weight, numbers, **options)
+    y = (dot_general or jax.lax.dot_general)(x, weight, numbers, **options)
     return y if bias is None else add_bias(y, bias, n_batch)
 
 
 # Libraries of quantization replace these functions, or their code, and must see a layer's product.
 _PRODUCTS = [
     (owner, name, getattr(owner, name), getattr(getattr(owner, name), "__code__", None))
-    for owner, name in ((lax, "dot_general"), (jnp, "einsum"), (jnp, "dot"))
+    for owner, name in ((jax.lax, "dot_general"), (jnp, "einsum"), (jnp, "dot"))
 ]
 
 
@@ -171,7 +164,7 @@ def merges_axes(x: Array, weight: Array, out_sharding: Any = None) -> bool:
     """
     if x.ndim == weight.ndim == 2 or x.ndim < 2 or out_sharding is not None:
         return False
-    if not on_one_cpu() or jax.typeof(x).sharding.mesh.size > 1:
+    if not arrays.on_one_cpu() or jax.typeof(x).sharding.mesh.size > 1:
         return False
     return all(
         getattr(owner, name) is product and getattr(product, "__code__", None) is code
@@ -180,7 +173,7 @@ def merges_axes(x: Array, weight: Array, out_sharding: Any = None) -> bool:
 
 
 # One traced function, as `jnp.add` is, takes half as long to trace as two operations.
-_traced_once = functools.partial(jax.jit, inline=INLINE)
+_traced_once = functools.partial(jax.jit, inline=arrays.INLINE)
 
 
 @functools.partial(
@@ -192,8 +185,8 @@ def product_of_matrices(
     bias: Num[Array, "*features"] | None,
     n: int,
     first: int = 0,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> Num[Array, "*output"]:
     """Contracts the last `n` axes of `x` with those of the weight from `first`: 0, or its last.
 
@@ -203,11 +196,11 @@ def product_of_matrices(
     batch, contracted = x.shape[: x.ndim - n], x.shape[x.ndim - n :]
     features = weight.shape[:first] if first else weight.shape[n:]
     depth, width = math.prod(contracted), math.prod(features)
-    rows = lax.reshape(x, (math.prod(batch), depth))
-    matrix = lax.reshape(weight, (width, depth) if first else (depth, width))
+    rows = jax.lax.reshape(x, (math.prod(batch), depth))
+    matrix = jax.lax.reshape(weight, (width, depth) if first else (depth, width))
     numbers = ((1,), (1 if first else 0,)), ((), ())
-    y = lax.dot_general(rows, matrix, numbers, precision, preferred_element_type)
-    y = lax.reshape(y, (*batch, *features))
+    y = jax.lax.dot_general(rows, matrix, numbers, precision, preferred_element_type)
+    y = jax.lax.reshape(y, (*batch, *features))
     return y if bias is None else add_bias(y, bias)
 
 
@@ -217,8 +210,8 @@ def project(
     weight: Num[Array, "*weight"],
     bias: Num[Array, "*features"] | None = None,
     *,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
     dot_general: Callable[..., Array] | None = None,
     einsum: Callable[..., Array] | None = None,
     out_sharding: Any = None,
@@ -240,7 +233,9 @@ def project(
     >>> project("btnh,dnh->btd", jnp.ones((3, 5, 4, 2)), weight).shape
     (3, 5, 8)
     """
-    options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
+    options = arrays.without_none(
+        preferred_element_type=preferred_element_type, out_sharding=out_sharding
+    )
     options["precision"] = precision
     contracted = None
     if einsum is dot_general is None:
@@ -337,7 +332,7 @@ def add_bias(
     [[2.0, 3.0], [4.0, 5.0]]
     """
     missing = range(n_batch, n_batch + y.ndim - bias.ndim)
-    return y + lax.expand_dims(bias, missing) if missing else y + bias
+    return y + jax.lax.expand_dims(bias, missing) if missing else y + bias
 
 
 def broadcast_bias(
@@ -349,4 +344,4 @@ def broadcast_bias(
     (1, 3, 1, 2)
     """
     missing = [axis for axis in range(ndim) if axis not in axes]
-    return lax.expand_dims(bias, missing) if bias.ndim < ndim else bias
+    return jax.lax.expand_dims(bias, missing) if bias.ndim < ndim else bias

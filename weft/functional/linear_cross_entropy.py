@@ -18,15 +18,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Num
 
 from weft.errors import ArgumentValueError
-from weft.functional import loss
-from weft.functional.arrays import to_ndim
-from weft.functional.attention import cap_logits
-from weft.functional.embedding import attend
+from weft.functional import arrays, attention, embedding, loss
 
 
 def linear_cross_entropy(
@@ -112,7 +108,7 @@ def linear_logit_statistics(
     classes = weight.shape[0]
     chunks = num_chunks(target_labels.size, classes, chunk_size=chunk_size, num_shards=num_shards)
     if chunks == 1:
-        logits = attend(weight, x, preferred_element_type=jnp.float32)
+        logits = embedding.attend(weight, x, preferred_element_type=jnp.float32)
         logits = _finish_logits(logits, bias, logit_cap)
         return loss.logit_statistics(
             logits,
@@ -206,8 +202,8 @@ class _Head(NamedTuple):
 def _finish_logits(products: Array, bias: Array | None, cap: float | None) -> Array:
     logits = products.astype(jnp.float32)
     if bias is not None:
-        logits += to_ndim(bias.astype(jnp.float32), logits.ndim)
-    return logits if cap is None else cap_logits(logits, cap)
+        logits += arrays.to_ndim(bias.astype(jnp.float32), logits.ndim)
+    return logits if cap is None else attention.cap_logits(logits, cap)
 
 
 def _chunk(
@@ -224,7 +220,7 @@ def _chunk(
     dtype = jnp.result_type(x, head.weight)
 
     def at_index(array: Array, axis: int) -> Array:
-        return lax.dynamic_index_in_dim(array, index, axis, keepdims=False)
+        return jax.lax.dynamic_index_in_dim(array, index, axis, keepdims=False)
 
     weight, bias, soft = jax.tree.map(at_index, head, head.chunk_axes)
     weight = weight.astype(dtype)
@@ -236,11 +232,11 @@ def _chunk(
     if soft is not None:
         probs = jnp.moveaxis(soft, 0, -2).astype(jnp.float32)
     else:
-        hit = target_labels[..., None, None] == to_ndim(ids, x.ndim + 1)
+        hit = target_labels[..., None, None] == arrays.to_ndim(ids, x.ndim + 1)
         smoothing = options.label_smoothing
         probs = jnp.where(hit, 1 - smoothing, 0) + smoothing / options.classes
     if chunks * size != in_shard:
-        exists = to_ndim(offset < in_shard, x.ndim + 1)
+        exists = arrays.to_ndim(offset < in_shard, x.ndim + 1)
         logits, probs = jnp.where(exists, logits, -jnp.inf), jnp.where(exists, probs, 0)
     return logits, probs, ids, weight
 
@@ -248,7 +244,7 @@ def _chunk(
 def _dot(a: Array, b: Array, contracted: _Axes, batch: _Axes = ((), ())) -> Array:
     """Returns a product that is summed in float32."""
     dtype = jnp.promote_types(a.dtype, jnp.float32)
-    return lax.dot_general(a, b, (contracted, batch), preferred_element_type=dtype)
+    return jax.lax.dot_general(a, b, (contracted, batch), preferred_element_type=dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -259,7 +255,7 @@ def _statistics(
         logits, probs, ids, _ = _chunk(options, index, x, head, target_labels)
         largest = jnp.max(logits, axis=-1, keepdims=True)
         # As in `logit_statistics`.
-        first = jnp.where(logits == largest, to_ndim(ids, x.ndim + 1), options.classes)
+        first = jnp.where(logits == largest, arrays.to_ndim(ids, x.ndim + 1), options.classes)
         return carry, (
             jax.nn.logsumexp(logits, axis=-1),
             jnp.sum(jnp.where(probs == 0, 0, probs * logits), axis=-1),
@@ -267,7 +263,7 @@ def _statistics(
             jnp.min(first, axis=-1),
         )
 
-    _, parts = lax.scan(of_chunk, None, jnp.arange(head.weight.shape[1]))
+    _, parts = jax.lax.scan(of_chunk, None, jnp.arange(head.weight.shape[1]))
     log_normalizers, expected, largest, first = parts
     over = (0, -1)  # chunks and shards
     best = largest == jnp.max(largest, axis=over, keepdims=True)
@@ -321,7 +317,7 @@ def _statistics_bwd(options, residuals, cotangents):
 
         def write(whole: Array, part: Array, axis: int) -> Array:
             part = part.astype(whole.dtype)
-            return lax.dynamic_update_index_in_dim(whole, part, index, axis)
+            return jax.lax.dynamic_update_index_in_dim(whole, part, index, axis)
 
         d_head = jax.tree.map(write, d_head, new, trained.chunk_axes)
         return (dx, d_head), None
@@ -329,7 +325,7 @@ def _statistics_bwd(options, residuals, cotangents):
     shards, chunks = head.weight.shape[:2]
     dtype = jnp.promote_types(jnp.result_type(x, head.weight), jnp.float32)
     start = jnp.zeros((shards, *x.shape), dtype), jax.tree.map(jnp.zeros_like, trained)
-    (dx, d_head), _ = lax.scan(of_chunk, start, jnp.arange(chunks))
+    (dx, d_head), _ = jax.lax.scan(of_chunk, start, jnp.arange(chunks))
     return dx.sum(0).astype(x.dtype), d_head, None
 
 

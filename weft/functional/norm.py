@@ -11,13 +11,11 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional import statistics
-from weft.functional.arrays import INLINE, as_tuple, to_ndim
+from weft.functional import arrays, statistics
 from weft.functional.statistics import Axes, canonical_axes, cast
 
 
@@ -123,7 +121,7 @@ def group_norm(
         if subtract_mean:
             y = y - statistics.segment_mean(y, segment_ids=segment_ids, axis=axes, where=where)
         square = statistics.segment_mean(y * y, segment_ids=segment_ids, axis=axes, where=where)
-        y = y * lax.rsqrt(square + eps)
+        y = y * jax.lax.rsqrt(square + eps)
     else:
         options = subtract_mean, fast_variance, None, axis_name, axis_index_groups
         y = _normalize(y, None, None, where, axes, eps, *options)
@@ -177,8 +175,8 @@ def batch_norm(
     >>> batch_norm(jnp.array([[5.0]]), jnp.array([1.0]), jnp.array([4.0]), eps=0.0).tolist()
     [[2.0]]
     """
-    mean, variance = (to_ndim(cast(s, dtype), x.ndim) for s in (mean, variance))
-    y = (cast(x, dtype) - mean) * lax.rsqrt(variance + eps)
+    mean, variance = (arrays.to_ndim(cast(s, dtype), x.ndim) for s in (mean, variance))
+    y = (cast(x, dtype) - mean) * jax.lax.rsqrt(variance + eps)
     return _affine(y, scale, bias, x.dtype)
 
 
@@ -190,7 +188,7 @@ def l2_normalize(
     >>> l2_normalize(jnp.array([0.0, 2.0])).tolist()
     [0.0, 1.0]
     """
-    return x * lax.rsqrt(jnp.sum(jnp.square(x), axis, keepdims=True) + eps)
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis, keepdims=True) + eps)
 
 
 def normalize_sum(x: Num[Array, "*shape"], eps: float = 1e-8, axis: Axes = -1) -> Array:
@@ -238,7 +236,7 @@ def _normalize(
 
 # As `jnp.mean` and `jnp.var` are. Twenty operations by themselves take three times as long to
 # trace, and eight times as long to differentiate.
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8), inline=INLINE)
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8), inline=arrays.INLINE)
 def _normalize_locally(
     x: Array,
     scale: Array | None,
@@ -259,8 +257,8 @@ def _normalize_locally(
 
 
 def _divide_by_root(x: Array, square: Array, eps: float) -> Array:
-    factor = lax.rsqrt(lax.add(square, statistics.constant(eps, square)))
-    return lax.mul(x, factor) if factor.dtype == x.dtype else x * factor
+    factor = jax.lax.rsqrt(jax.lax.add(square, statistics.constant(eps, square)))
+    return jax.lax.mul(x, factor) if factor.dtype == x.dtype else x * factor
 
 
 def _affine(y: Array, scale: Array | None, bias: Array | None, dtype: DTypeLike) -> Array:
@@ -274,7 +272,7 @@ def _affine(y: Array, scale: Array | None, bias: Array | None, dtype: DTypeLike)
 def _match_operand(x: Array, y: Array) -> Array:
     """Returns a scale or bias with the dtype and number of axes of the other operand."""
     x = cast(x, y.dtype)
-    return x if x.ndim == y.ndim else lax.expand_dims(x, range(y.ndim - x.ndim))
+    return x if x.ndim == y.ndim else jax.lax.expand_dims(x, range(y.ndim - x.ndim))
 
 
 def group_norm_axes(reduction_axes: Axes | None, shape: Sequence[int]) -> tuple[int, ...]:
@@ -353,7 +351,7 @@ def weight_features(shape: Sequence[int], feature_axes: Axes | None) -> tuple[in
     """
     if feature_axes is None:
         return ()
-    axes = as_tuple(feature_axes)
+    axes = arrays.as_tuple(feature_axes)
     if any(not -len(shape) <= a < len(shape) for a in axes):
         raise ArgumentValueError(
             f"feature_axes={feature_axes} are not all axes of a weight of shape {tuple(shape)}."
@@ -388,12 +386,12 @@ def spectral_norm(
     if n_steps < 1:
         raise ArgumentValueError(f"n_steps={n_steps}: expected at least one step of the iteration.")
     matrix = weight.reshape(-1, weight.shape[-1])
-    fixed = lax.stop_gradient(matrix)
+    fixed = jax.lax.stop_gradient(matrix)
     v = u
     for _ in range(n_steps):
         v = l2_normalize(u @ fixed.T, eps, None)
         u = l2_normalize(v @ fixed, eps, None)
-    u, v = lax.stop_gradient((u, v))
+    u, v = jax.lax.stop_gradient((u, v))
     sigma = (v @ matrix @ u.T)[0, 0]
     # A weight of zeros stays zero.
     return weight / jnp.where(sigma != 0, sigma, 1), u, sigma

@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -36,7 +35,7 @@ def int8_dot_general(
     lhs: Float[Array, "*lhs"],
     rhs: Float[Array, "*rhs"],
     dimension_numbers: DimensionNumbers,
-    precision: lax.PrecisionLike = None,
+    precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> Float[Array, "*result"]:
@@ -67,7 +66,7 @@ def fp8_dot_general(
     lhs: Float[Array, "*lhs"],
     rhs: Float[Array, "*rhs"],
     dimension_numbers: DimensionNumbers,
-    precision: lax.PrecisionLike = None,
+    precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> Float[Array, "*result"]:
@@ -134,26 +133,26 @@ def _int8_product(lhs: Array, rhs: Array, numbers: DimensionNumbers) -> Float[Ar
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers
     q_lhs, lhs_scale = _quantized(lhs, jnp.int8, lhs_contracted)
     q_rhs, rhs_scale = _quantized(rhs, jnp.int8, rhs_contracted)
-    y = lax.dot_general(q_lhs, q_rhs, numbers, preferred_element_type=jnp.int32)
+    y = jax.lax.dot_general(q_lhs, q_rhs, numbers, preferred_element_type=jnp.int32)
     n_batch = len(lhs_batch)
     n_lhs = lhs.ndim - n_batch - len(lhs_contracted)
     n_rhs = rhs.ndim - n_batch - len(rhs_contracted)
     lhs_scale = _result_axes(lhs_scale, lhs_batch, lhs_contracted)
     rhs_scale = _result_axes(rhs_scale, rhs_batch, rhs_contracted)
-    lhs_scale = lax.expand_dims(lhs_scale, range(y.ndim - n_rhs, y.ndim))
-    rhs_scale = lax.expand_dims(rhs_scale, range(n_batch, n_batch + n_lhs))
+    lhs_scale = jax.lax.expand_dims(lhs_scale, range(y.ndim - n_rhs, y.ndim))
+    rhs_scale = jax.lax.expand_dims(rhs_scale, range(n_batch, n_batch + n_lhs))
     return y.astype(jnp.float32) * lhs_scale * rhs_scale
 
 
 def _result_axes(scale: Array, batch: Sequence[int], contracted: Sequence[int]) -> Array:
     free = [a for a in range(scale.ndim) if a not in (*batch, *contracted)]
     shape = [scale.shape[a] for a in (*batch, *free)]
-    return lax.transpose(scale, (*batch, *free, *contracted)).reshape(shape)
+    return jax.lax.transpose(scale, (*batch, *free, *contracted)).reshape(shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _int8(
-    lhs: Array, rhs: Array, numbers: DimensionNumbers, precision: lax.PrecisionLike
+    lhs: Array, rhs: Array, numbers: DimensionNumbers, precision: jax.lax.PrecisionLike
 ) -> Float[Array, "*result"]:
     return _int8_product(lhs, rhs, numbers)
 
@@ -189,7 +188,7 @@ def _fp8(lhs: Array, rhs: Array, numbers: DimensionNumbers) -> Float[Array, "*re
 def _fp8_fwd(lhs, rhs, numbers):
     q_lhs, lhs_scale = _quantized(lhs, jnp.float8_e4m3fn, None)
     q_rhs, rhs_scale = _quantized(rhs, jnp.float8_e4m3fn, None)
-    y = lax.dot_general(q_lhs, q_rhs, numbers, preferred_element_type=jnp.float32)
+    y = jax.lax.dot_general(q_lhs, q_rhs, numbers, preferred_element_type=jnp.float32)
     y *= lhs_scale * rhs_scale
     # Empty arrays carry the operands' dtypes.
     empty = jnp.zeros(0, lhs.dtype), jnp.zeros(0, rhs.dtype)

@@ -13,14 +13,12 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 T = TypeVar("T")
 
 
-def cast_floats(tree: T, dtype: DTypeLike | None) -> T:
+def cast_floats(tree: T, dtype: jax.typing.DTypeLike | None) -> T:
     """Casts the floating-point arrays of a tree to a dtype; None leaves all unchanged.
 
     >>> cast_floats({"x": jnp.ones(2), "n": 3}, "bfloat16")["x"].dtype
@@ -53,8 +51,8 @@ def stochastic_round(x: Float[Array, "*shape"], key: Key[Array, ""]) -> Float[Ar
     x = x.astype(jnp.float32)
     # bfloat16 is the upper half of float32. Adding a random lower half to the bits, whose magnitude
     # is ordered as the numbers are, carries into the upper half as often as it should.
-    bits = lax.bitcast_convert_type(x, jnp.uint32) + _random_half(key, x.shape)
-    rounded = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + _random_half(key, x.shape)
+    rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
     largest = jnp.finfo(jnp.bfloat16).max
     rounded = jnp.where(jnp.isinf(rounded), jnp.copysign(largest, rounded), rounded)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
@@ -69,7 +67,7 @@ def _random_half(key: Array, shape: tuple[int, ...]) -> Array:
     first, second = jax.random.bits(key, (2,), jnp.uint32)
     index, stride = jnp.zeros(shape, jnp.uint32), 1
     for axis in reversed(range(len(shape))):
-        index += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
+        index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
         stride *= shape[axis]
     return _mixed(_mixed(index + first) ^ second) >> 16
 

@@ -10,7 +10,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from weft.errors import ArgumentValueError
@@ -61,7 +60,7 @@ def top_k_logits(
         raise ArgumentValueError(f"break_ties={break_ties!r} must be 'all' or 'smallest_index'.")
 
     def modify(logits):
-        values, index = lax.top_k(logits, min(k, logits.shape[-1]))
+        values, index = jax.lax.top_k(logits, min(k, logits.shape[-1]))
         if break_ties == "all":
             return jnp.where(logits >= values[..., -1:], logits, NEG_INF)
         tokens = positions(logits.shape[-1], index.ndim + 1)

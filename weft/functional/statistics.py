@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 Axes = int | Sequence[int]
@@ -37,7 +36,7 @@ def moments(
     axis_name: str | Sequence[str] | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     fast: bool = True,
-    dtype: DTypeLike | None = jnp.float32,
+    dtype: jax.typing.DTypeLike | None = jnp.float32,
 ) -> tuple[Float[Array, "*reduced"], Float[Array, "*reduced"]]:
     """Returns mean and variance along `axis`, which stays with size 1.
 
@@ -242,12 +241,12 @@ def _at_least_one(count: Array | float) -> Array | float:
     return count if isinstance(count, float) else jnp.maximum(count, 1)
 
 
-def cast(x: Array, dtype: DTypeLike | None) -> Array:
+def cast(x: Array, dtype: jax.typing.DTypeLike | None) -> Array:
     """Returns `x` in that dtype; unchanged for None."""
     return x if dtype is None or x.dtype == dtype else x.astype(dtype)
 
 
-def statistics_dtype(x: Array, force_float32: bool = True) -> DTypeLike:
+def statistics_dtype(x: Array, force_float32: bool = True) -> jax.typing.DTypeLike:
     """Returns the dtype for statistics of `x`: at least float32 if forced.
 
     >>> statistics_dtype(jnp.ones(1, jnp.bfloat16)).name

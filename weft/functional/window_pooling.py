@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError
-from weft.functional import pooling
-from weft.functional.arrays import over_batch_axes
+from weft.functional import arrays, pooling
 from weft.functional.conv_shape import ConvPadding, Sizes, lax_conv_padding
 
 
@@ -102,4 +101,4 @@ def _pool_batched(
     strides = (1,) * len(window) if strides is None else tuple(strides)
     pads = lax_conv_padding(x.shape[first:-1], window=window, strides=strides, padding=padding)
     pool = functools.partial(pool, window=window, strides=strides, padding=pads)
-    return over_batch_axes(pool, x, len(window) + 1)
+    return arrays.over_batch_axes(pool, x, len(window) + 1)

@@ -12,32 +12,20 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from weft import errors
-from weft.config import REQUIRED, Configurable, Required, config_class, maybe_instantiate
-from weft.core.logical import names_to_mesh_axes
-from weft.core.tabulate import format_size
-from weft.functional.arrays import check_sizes
-from weft.functional.quantized_product import fp8_dot_general, int8_dot_general
-from weft.functional.rounding import cast_floats
-from weft.hierarchy import transforms
+from weft import config, errors, struct
+from weft.core import logical, tabulate
+from weft.functional import cast_floats, check_sizes, fp8_dot_general, int8_dot_general
+from weft.hierarchy import context_kind, parameter_spec, transforms
 from weft.hierarchy.context import child_context, fold_in_name, set_current_context
-from weft.hierarchy.context_kind import fork_key
 from weft.hierarchy.module import Module, get_public_method, nowrap
 from weft.hierarchy.param_init import DefaultInitializer, FanAxes
-from weft.hierarchy.parameter_spec import (
-    NestedParameterSpec,
-    ParameterSpec,
-    TensorSpec,
-    with_leading_axis,
-)
-from weft.struct import VDict
+from weft.hierarchy.parameter_spec import NestedParameterSpec, ParameterSpec, TensorSpec
 from weft.typing import DType, NestedTensor, Tensor
 
 
@@ -65,7 +53,7 @@ class TensorMaxAbs(TensorStats):
 class CompositeTensorStats(TensorStats):
     """Reports several statistics."""
 
-    @config_class
+    @config.config_class
     class Config(TensorStats.Config):
         """Configures CompositeTensorStats.
 
@@ -92,7 +80,7 @@ class CompositeTensorStats(TensorStats):
 class DefaultTensorStats(CompositeTensorStats):
     """Reports the root mean square and the maximum absolute value."""
 
-    @config_class
+    @config.config_class
     class Config(CompositeTensorStats.Config):
         """Configures DefaultTensorStats."""
 
@@ -108,7 +96,7 @@ def stacked_parameter_specs(layer: "BaseLayer", n: int | None) -> dict[str, Any]
     specs = layer.create_parameter_specs_recursively()
     if n is None:
         return specs
-    return VDict(jax.tree.map(lambda spec: with_leading_axis(spec, n), specs))
+    return struct.VDict(jax.tree.map(lambda spec: parameter_spec.with_leading_axis(spec, n), specs))
 
 
 def initialize_stacked(
@@ -142,17 +130,17 @@ def initialize_stacked(
         ]
         return layer.initialize_parameters_recursively(key, prebuilt=tree.unflatten(both))
 
-    keys = fork_key(prng_key, n)
+    keys = context_kind.fork_key(prng_key, n)
     if isinstance(prng_key, jax.core.Tracer):
         # A loop compiles for one copy, in 0.4 x the compile time of vmap.
-        return VDict(
+        return struct.VDict(
             jax.lax.map(lambda key_and_values: initialize(*key_and_values), (keys, prebuilt_values))
         )
     # Outside of a compiled function, a loop would be recompiled at each call.
     drawn = [
         initialize(keys[i], jax.tree.map(lambda x, i=i: x[i], prebuilt_values)) for i in range(n)
     ]
-    return VDict(jax.tree.map(lambda *copies: jnp.stack(copies), *drawn))
+    return struct.VDict(jax.tree.map(lambda *copies: jnp.stack(copies), *drawn))
 
 
 def _is_spec(x: object) -> bool:
@@ -164,7 +152,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class ParameterNoise(Configurable):
+class ParameterNoise(config.Configurable):
     """Perturbation of a layer's parameters before each training step."""
 
     def apply(self, prng_key: Tensor, params: NestedTensor) -> NestedTensor:
@@ -215,7 +203,7 @@ class BaseLayer(Module):
     A subclass describes them in `_create_layer_parameter_specs` and reads `self.parameters[name]`.
     """
 
-    @config_class
+    @config.config_class
     class Config(Module.Config):
         """Configures a BaseLayer.
 
@@ -247,8 +235,8 @@ class BaseLayer(Module):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._param_init = maybe_instantiate(cfg.param_init)
-        self._param_noise = maybe_instantiate(cfg.param_noise)
+        self._param_init = config.maybe_instantiate(cfg.param_init)
+        self._param_noise = config.maybe_instantiate(cfg.param_noise)
         if cfg.quantization not in (None, *_PRODUCTS):
             raise errors.InvalidConfigValueError(
                 f"{self.path()} has quantization={cfg.quantization!r}; expected one of "
@@ -307,7 +295,7 @@ class BaseLayer(Module):
             check_sizes(f"{path}.{name}", shape=tuple(spec.shape))
             names = tuple(spec.partition_spec)
             try:
-                mesh_axes = names_to_mesh_axes(names)
+                mesh_axes = logical.names_to_mesh_axes(names)
             except errors.LogicalAxisError as error:
                 raise errors.LogicalAxisError(f"{self.path()}.{name}: {error}") from None
             if name in self._children:
@@ -331,7 +319,7 @@ class BaseLayer(Module):
             specs = self.create_parameter_specs_recursively()
             if jax.tree.leaves(specs):
                 shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), specs)
-                return f" # {format_size(shapes)}"
+                return f" # {tabulate.format_size(shapes)}"
         return ""
 
     def _shown_parts(self) -> dict[str, Any]:
@@ -450,7 +438,7 @@ class BaseLayer(Module):
     def _in_context(self, method: Callable[..., R]) -> Callable[..., R]:
         spec = self.config.remat_spec
         if spec is not None and self.is_training and not getattr(method, "_weft_no_remat", False):
-            policy = maybe_instantiate(spec.policy)
+            policy = config.maybe_instantiate(spec.policy)
             method = transforms.remat(method, prevent_cse=spec.prevent_cse, policy=policy)
         return self._with_casts(method)
 
@@ -507,14 +495,14 @@ class RedirectToSharedModule(BaseLayer):
     as output layer, whose `forward` is the embedding's `attend`.
     """
 
-    @config_class
+    @config.config_class
     class Config(BaseLayer.Config):
         """Configures a RedirectToSharedModule.
 
         `method_map` maps methods of this layer to those of the shared module; empty is `forward`.
         """
 
-        shared_module: Required[str] = REQUIRED
+        shared_module: config.Required[str] = config.REQUIRED
         method_map: dict[str, str] = {}
 
     def __init__(self, cfg: Config, *, parent: Module | None):

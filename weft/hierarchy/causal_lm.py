@@ -16,16 +16,12 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from weft.config import REQUIRED, ConfigOr, Required, config_class
+from weft import config, functional
 from weft.errors import ArgumentShapeError, LayerConfigError, MetricsError, did_you_mean
-from weft.functional import LogitsToLogitsFn
 from weft.functional.loss import LogitStatistics, logit_statistics
-from weft.hierarchy import decoding, transforms
+from weft.hierarchy import base_layer, config_setters, context, decoding, transforms
 from weft.hierarchy.attention.bias import CausalAttentionBias
 from weft.hierarchy.attention.stack import RepeatedTransformerLayer, StackedTransformerLayer
-from weft.hierarchy.base_layer import BaseLayer, BaseModel, RematSpec
-from weft.hierarchy.config_setters import set_layer_norm_eps_recursively
-from weft.hierarchy.context import child_context, filter_outputs
 from weft.hierarchy.decoder import Decoder
 from weft.hierarchy.layers.embedding import LearnedPositionalEmbedding, ModalityVocabInfo
 from weft.hierarchy.layers.normalization import LayerNorm
@@ -54,7 +50,7 @@ class Perplexity(WeightedScalar):
         return type(self)(jnp.exp(total.mean), total.weight)
 
 
-class BaseLossMetrics(BaseLayer):
+class BaseLossMetrics(base_layer.BaseLayer):
     """Layer that computes a loss and metrics. A subclass defines `forward`."""
 
     @nowrap
@@ -124,7 +120,7 @@ def _num_targets(input_batch: Mapping[str, Any]) -> Tensor:
 class CrossEntropyLossMetrics(BaseLossMetrics):
     """Cross entropy of the targets, and metrics derived from it."""
 
-    @config_class
+    @config.config_class
     class Config(BaseLossMetrics.Config):
         """Configures a CrossEntropyLossMetrics.
 
@@ -189,7 +185,7 @@ class ModalityLossMetrics(CrossEntropyLossMetrics):
     ...     modalities={"text": text, "image": image}, loss_weights={"image": 0.5})
     """
 
-    @config_class
+    @config.config_class
     class Config(CrossEntropyLossMetrics.Config):
         """Configures a ModalityLossMetrics.
 
@@ -199,7 +195,7 @@ class ModalityLossMetrics(CrossEntropyLossMetrics):
           loss_weights: factors of the losses by name; 1 for others.
         """
 
-        modalities: Required[dict[str, ModalityVocabInfo | str]] = REQUIRED
+        modalities: config.Required[dict[str, ModalityVocabInfo | str]] = config.REQUIRED
         loss_weights: dict[str, float] = {}
 
     def __init__(self, cfg: Config, *, parent: Module | None):
@@ -268,7 +264,7 @@ class ModalityLossMetrics(CrossEntropyLossMetrics):
 class AuxLossMetrics(BaseLossMetrics):
     """Mean of losses computed inside modules, such as a router's load balance."""
 
-    @config_class
+    @config.config_class
     class Config(BaseLossMetrics.Config):
         """Configures an AuxLossMetrics.
 
@@ -323,7 +319,7 @@ class CompositeLossMetrics(BaseLossMetrics):
     means of different classes, and each `AuxLossMetrics`, are added.
     """
 
-    @config_class
+    @config.config_class
     class Config(BaseLossMetrics.Config):
         """Configures a CompositeLossMetrics.
 
@@ -335,7 +331,7 @@ class CompositeLossMetrics(BaseLossMetrics):
             instead of nesting them by part.
         """
 
-        metrics: Required[dict[str, BaseLossMetrics.Config]] = REQUIRED
+        metrics: config.Required[dict[str, BaseLossMetrics.Config]] = config.REQUIRED
         loss_weights: CompositeLossWeights.Config | None = None
         flatten_metrics: bool | None = None
 
@@ -363,7 +359,7 @@ class CompositeLossMetrics(BaseLossMetrics):
             parts[name] = part(
                 input_batch,
                 predict_outputs=predict_outputs,
-                module_outputs=filter_outputs(module_outputs, part.filter_module_outputs),
+                module_outputs=context.filter_outputs(module_outputs, part.filter_module_outputs),
             )
         is_weighted = cfg.loss_weights is not None
         weights = self.loss_weights(parts) if is_weighted else dict.fromkeys(parts, 1.0)
@@ -411,7 +407,7 @@ TransformerStackConfig = StackedTransformerLayer.Config | RepeatedTransformerLay
 """Configs of a stack of transformer layers."""
 
 
-class Model(BaseModel):
+class Model(base_layer.BaseModel):
     """Causal language model.
 
     A batch is a dict of
@@ -428,8 +424,8 @@ class Model(BaseModel):
       token_type_ids: optional, `Int[Array, "batch time"]`, for an embedding of types.
     """
 
-    @config_class
-    class Config(BaseModel.Config):
+    @config.config_class
+    class Config(base_layer.BaseModel.Config):
         """Configures a Model.
 
         Attributes:
@@ -507,7 +503,7 @@ class Model(BaseModel):
         if statistics is not None:
             outputs = {**predictions, "target_statistics": statistics}
         keep = self.metrics.filter_module_outputs
-        module_outputs = filter_outputs(self.get_module_outputs(), keep)
+        module_outputs = context.filter_outputs(self.get_module_outputs(), keep)
         return self.metrics(batch, predict_outputs=outputs, module_outputs=module_outputs)
 
     def _statistics_in_chunks(
@@ -526,7 +522,7 @@ class Model(BaseModel):
         if self.decoder.compute_dtype() != self.compute_dtype():
             return None
         labels = batch["target_labels"]
-        with child_context("vocab_chunks", module=self.decoder):
+        with context.child_context("vocab_chunks", module=self.decoder):
             statistics = self.decoder.target_statistics(
                 hidden_states, labels, chunk_size=self.config.vocab_chunk_size
             )
@@ -555,7 +551,7 @@ class Model(BaseModel):
             return carry, target_statistics(logits, labels, mask)
 
         xs = (hidden_states, batch["target_labels"], batch["live_targets"])
-        with child_context("scan_chunk", module=self):
+        with context.child_context("scan_chunk", module=self):
             _, statistics = transforms.scan_in_context(
                 of_chunk, carry=None, xs=jax.tree.map(to_chunks, xs), remat_kwargs={}
             )
@@ -578,7 +574,7 @@ class Model(BaseModel):
 
     def compute_logits(self, predictions: Mapping[str, Any]) -> Tensor:
         """Returns logits, `Float[Array, "batch time vocab"]`, from the output of `predict`."""
-        with child_context("compute_logits", module=self.decoder):
+        with context.child_context("compute_logits", module=self.decoder):
             return self.decoder.compute_logits(predictions)
 
     def extract_logits(self, input_batch: Mapping[str, Any]) -> Tensor:
@@ -607,7 +603,7 @@ class Model(BaseModel):
         *,
         num_decodes: int = 1,
         max_sequence_length: int | None = None,
-        logits_modifier: ConfigOr[LogitsToLogitsFn] | None = None,
+        logits_modifier: config.ConfigOr[functional.LogitsToLogitsFn] | None = None,
         stop_decoding_condition: decoding.StopDecodingCondition | None = None,
     ) -> decoding.SampleOutputs:
         """Samples continuations of prompts; see `DecodingLayer.sample_decode`.
@@ -615,7 +611,7 @@ class Model(BaseModel):
         Prompts are `input_batch["prefix"]`, padded with the decoder's `pad_token_id`; results are
         as long if `max_sequence_length` is None.
         """
-        with child_context("sample_decode", module=self.decoder):
+        with context.child_context("sample_decode", module=self.decoder):
             return self.decoder.sample_decode(
                 input_batch=input_batch,
                 max_sequence_length=max_sequence_length or input_batch["prefix"].shape[1],
@@ -637,7 +633,7 @@ class Model(BaseModel):
         Prompts and lengths are as for `sample_decode`. By default the likeliest hypotheses win,
         which tend to be short; a `brevity_penalty_fn` corrects scores for lengths.
         """
-        with child_context("beam_search_decode", module=self.decoder):
+        with context.child_context("beam_search_decode", module=self.decoder):
             return self.decoder.beam_search_decode(
                 input_batch=input_batch,
                 max_sequence_length=max_sequence_length or input_batch["prefix"].shape[1],
@@ -679,7 +675,7 @@ def gpt_decoder_config(
     activation_function: str = "nn.relu",
     layer_norm_epsilon: float = 1e-8,
     dropout_rate: float = 0.0,
-    layer_remat: RematSpec | None = None,
+    layer_remat: base_layer.RematSpec | None = None,
 ) -> Decoder.Config:
     """Returns a config of a decoder as in GPT-2 (Radford et al., 2019), with tied embeddings.
 
@@ -705,5 +701,5 @@ def gpt_decoder_config(
         transformer=stack, dim=hidden_dim, vocab_size=vocab_size, dropout_rate=dropout_rate
     )
     cfg.emb.pos_emb = pos_emb
-    set_layer_norm_eps_recursively(cfg, layer_norm_epsilon)
+    config_setters.set_layer_norm_eps_recursively(cfg, layer_norm_epsilon)
     return cfg

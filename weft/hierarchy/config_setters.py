@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft.config import REQUIRED, ConfigBase, InstantiableConfig
-from weft.hierarchy.attention.multihead_attention import MultiheadAttention
-from weft.hierarchy.attention.transformer import TransformerLayer
+from weft.hierarchy.attention import multihead_attention, transformer
 from weft.hierarchy.layers.normalization import BaseNormalizationLayer, LayerNormStateless
 from weft.hierarchy.layers.stochastic import Dropout
 from weft.typing import PartitionSpec
@@ -106,7 +105,7 @@ AxisNames = str | Sequence[str] | None
 
 
 def set_attention_partition_specs(
-    cfg: MultiheadAttention.Config,
+    cfg: multihead_attention.MultiheadAttention.Config,
     *,
     batch_axis_names: AxisNames = ("data", "fsdp"),
     fsdp_axis_names: AxisNames = "fsdp",
@@ -188,7 +187,7 @@ def _set_expert_partition_specs(cfg: Any, *axis_names: AxisNames) -> None:
 
 
 def set_double_shard_weights_config(
-    cfg: TransformerLayer.Config | Sequence[TransformerLayer.Config],
+    cfg: transformer.TransformerLayer.Config | Sequence[transformer.TransformerLayer.Config],
     *,
     batch_axis_names: AxisNames = ("data", "fsdp"),
     fsdp_axis_names: AxisNames = "fsdp",

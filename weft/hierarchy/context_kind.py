@@ -12,16 +12,11 @@ from typing import Any
 import jax
 from jax.tree_util import KeyPath
 
+from weft import errors, lifting
 from weft.core.filters import group_collections
-from weft.errors import OutputConflictError
-from weft.hierarchy.context import (
-    InvocationContext,
-    ModuleNode,
-    OutputCollection,
-    set_current_context,
-)
-from weft.lifting import Kind
-from weft.lifting.signature import named_after
+from weft.hierarchy import context as context_lib
+from weft.hierarchy.context import InvocationContext, ModuleNode, OutputCollection
+from weft.lifting import signature
 from weft.typing import ArrayLike, Tensor
 
 OUTPUTS = OutputCollection._fields
@@ -61,7 +56,7 @@ def _shared_states(context: InvocationContext) -> dict[ModuleNode, Any]:
     return {m: context.state_of(m) for m in shared if module.find_descendant(m) is None}
 
 
-class ContextKind(Kind):
+class ContextKind(lifting.Kind):
     """Kind of `InvocationContext`; see `weft.lifting.kind.Kind`."""
 
     carriers_are_leaves = True
@@ -117,7 +112,7 @@ class ContextKind(Kind):
             for name, entries in _flatten_groups(of_context).items():
                 present = getattr(context.output_collection, name)
                 if twice := sorted(present.keys() & entries.keys()):
-                    raise OutputConflictError(
+                    raise errors.OutputConflictError(
                         f"{twice} are added twice to the {name} of {context.path()}, the second "
                         "time inside of a transformed function; use other names there."
                     )
@@ -189,10 +184,10 @@ def in_context(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `fn` with an additional first argument: the context to run in."""
 
     def call(context: InvocationContext, *args: object, **kwargs: object) -> Any:
-        with set_current_context(context, require_parent=False):
+        with context_lib.set_current_context(context, require_parent=False):
             return fn(*args, **kwargs)
 
-    return named_after(fn, call, leading=("context",))
+    return signature.named_after(fn, call, leading=("context",))
 
 
 def with_packed_args(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,4 +196,4 @@ def with_packed_args(fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(context: InvocationContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return in_context(fn)(context, *args, **kwargs)
 
-    return named_after(fn, call)
+    return signature.named_after(fn, call)

@@ -14,13 +14,11 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from weft import functional
+from weft import errors, functional
 from weft.config import REQUIRED, Required, config_class
-from weft.errors import ArgumentShapeError, LayerConfigError
+from weft.hierarchy import param_init, parameter_spec
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, nowrap
-from weft.hierarchy.param_init import FanAxes
-from weft.hierarchy.parameter_spec import maybe_shard, weight_and_bias_specs
 from weft.typing import MeshAxes, PartitionSpec, Tensor
 
 ConvPaddingType = functional.ConvPadding
@@ -64,7 +62,7 @@ class BaseConv(BaseLayer):
         for name in ("input_dim", "output_dim"):
             size = getattr(cfg, name, groups)
             if size % groups:
-                raise LayerConfigError(
+                raise errors.LayerConfigError(
                     f"{self.path()}: {name}={size} is not divisible by "
                     f"num_input_dim_groups={groups}; change one of them."
                 )
@@ -79,7 +77,7 @@ class BaseConv(BaseLayer):
         cfg = self.config
         shape = (*self._window_sizes()["window"], *self._channels())
         factors = (None,) * self._num_axes + ("row", "col")
-        specs = weight_and_bias_specs(cfg, shape, factors, bias_axes=slice(-1, None))
+        specs = parameter_spec.weight_and_bias_specs(cfg, shape, factors, bias_axes=slice(-1, None))
         if cfg.bias:  # also if the weight's last axis is that of inputs
             specs["bias"] = dataclasses.replace(specs["bias"], shape=(cfg.output_dim,))
         return specs
@@ -111,7 +109,7 @@ class BaseConv(BaseLayer):
         """
         batch, *spatial, channels = input_shape
         if len(spatial) != self._num_axes or channels not in (None, self.config.input_dim):
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"{self.path()}: input_shape={tuple(input_shape)} must be (batch, "
                 f"{self._num_axes} spatial sizes, {self.config.input_dim} channels)."
             )
@@ -153,8 +151,8 @@ class Conv1D(BaseConv):
 
         Returns `Float[Array, "batch out_time output_dim"]`.
         """
-        y = super().forward(maybe_shard(x, self.config.input_partition_spec))
-        return maybe_shard(y, self.config.output_partition_spec)
+        y = super().forward(parameter_spec.maybe_shard(x, self.config.input_partition_spec))
+        return parameter_spec.maybe_shard(y, self.config.output_partition_spec)
 
 
 class Conv2D(BaseConv):
@@ -388,9 +386,9 @@ class Conv2DTranspose(BaseConvTranspose):
             return super()._channels()
         return cfg.output_dim // cfg.num_input_dim_groups, cfg.input_dim
 
-    def _compute_fan_axes(self, name: str, spec: ParameterSpec) -> FanAxes | None:
+    def _compute_fan_axes(self, name: str, spec: ParameterSpec) -> param_init.FanAxes | None:
         if name == "weight" and self.config.transpose_kernel:
-            return FanAxes(in_axis=-1, out_axis=-2)
+            return param_init.FanAxes(in_axis=-1, out_axis=-2)
         return super()._compute_fan_axes(name, spec)
 
 

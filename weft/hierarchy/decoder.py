@@ -18,24 +18,16 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from weft import config
+from weft import config, errors
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class, maybe_set_config
 from weft.core.logical import names_to_mesh_axes
 from weft.core.spmd import axes_of, get_global_mesh
-from weft.errors import MissingPrngKeyError
-from weft.functional import LogitsToLogitsFn, attend
-from weft.functional.arrays import without_none
+from weft.functional import LogitsToLogitsFn, arrays, attend, loss
 from weft.functional.linear_cross_entropy import linear_logit_statistics, num_chunks
-from weft.functional.loss import LogitStatistics
-from weft.hierarchy import decoding
+from weft.hierarchy import base_layer, config_setters, context, decoding
 from weft.hierarchy.attention.bias import AttentionLogitBiasLayer
 from weft.hierarchy.attention.stack import BaseStackedTransformerLayer, StackedTransformerLayer
-from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
-from weft.hierarchy.config_setters import set_dropout_rate_recursively
-from weft.hierarchy.context import child_context, require_context
-from weft.hierarchy.layers.embedding import BaseEmbedding, LinearHead, TransformerTextEmbeddings
-from weft.hierarchy.layers.normalization import LayerNorm
-from weft.hierarchy.layers.stochastic import Dropout
+from weft.hierarchy.layers import embedding, normalization, stochastic
 from weft.hierarchy.module import Module
 from weft.hierarchy.param_init import FanAxes
 from weft.hierarchy.parameter_spec import maybe_shard
@@ -155,7 +147,7 @@ class DecodingLayer(config.Configurable):
         cfg = self.config
         prng_key = self._decoder.prng_key
         if prng_key is None:
-            raise MissingPrngKeyError(
+            raise errors.MissingPrngKeyError(
                 "sample_decode draws random tokens and the invocation has no PRNG key; pass "
                 "prng_key= to `functional`, or decode the likeliest tokens by beam_search_decode "
                 "with num_decodes=1."
@@ -230,19 +222,19 @@ class DecodingLayer(config.Configurable):
             return log_probs_from_logits(outputs["logits"][:, -1], logits_modifier), cache
 
         # A step's side outputs cannot leave the loop, and no caller needs them.
-        pure = require_context("decoding").functional(extend)
+        pure = context.require_context("decoding").functional(extend)
         return lambda ids, cache: pure(ids, cache)[0]
 
 
 def _cross_attention_kwargs(data: Tensor | None, biases: Tensor | None) -> dict[str, Tensor]:
-    return without_none(cross_attention_data=data, cross_attention_logit_biases=biases)
+    return arrays.without_none(cross_attention_data=data, cross_attention_logit_biases=biases)
 
 
-class LmHead(BaseLayer):
+class LmHead(base_layer.BaseLayer):
     """Output layer with its own vector for each token, not tied to the embedding."""
 
     @config_class
-    class Config(BaseLayer.Config):
+    class Config(base_layer.BaseLayer.Config):
         vocab_size: Required[int] = REQUIRED
         embedding_dim: Required[int] = REQUIRED
 
@@ -251,26 +243,26 @@ class LmHead(BaseLayer):
         """Returns a config whose weight is sharded over the mesh axis "model" by dimensions."""
         return super().default_config().set(param_partition_spec=(None, "model"))
 
-    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+    def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
         shape = (self.config.vocab_size, self.config.embedding_dim)
         mesh_axes, fan_axes = self.config.param_partition_spec, FanAxes(in_axis=-1, out_axis=-2)
-        return {"weight": ParameterSpec(shape, mesh_axes=mesh_axes, fan_axes=fan_axes)}
+        return {"weight": base_layer.ParameterSpec(shape, mesh_axes=mesh_axes, fan_axes=fan_axes)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `Float[Array, "*batch embedding_dim"]` to `Float[Array, "*batch vocab_size"]`."""
         return attend(self.parameters["weight"], x)
 
-    def linear_head(self) -> LinearHead | None:
+    def linear_head(self) -> embedding.LinearHead | None:
         """Returns the parameters of `forward`; None if a subclass computes something else."""
         own = type(self).forward is LmHead.forward
-        return LinearHead(self.parameters["weight"]) if own else None
+        return embedding.LinearHead(self.parameters["weight"]) if own else None
 
 
-class Decoder(BaseLayer):
+class Decoder(base_layer.BaseLayer):
     """Transformer over tokens, for whole sequences and for step-by-step decoding."""
 
     @config_class
-    class Config(BaseLayer.Config):
+    class Config(base_layer.BaseLayer.Config):
         """Configures a Decoder.
 
         Attributes:
@@ -286,10 +278,10 @@ class Decoder(BaseLayer):
         vocab_size: Required[int] = REQUIRED
         dim: Required[int] = REQUIRED
         attention_mask: AttentionLogitBiasLayer.Config | None = None
-        emb: BaseEmbedding.Config = TransformerTextEmbeddings.default_config()
+        emb: embedding.BaseEmbedding.Config = embedding.TransformerTextEmbeddings.default_config()
         transformer: BaseStackedTransformerLayer.Config = StackedTransformerLayer.default_config()
-        output_norm: InstantiableConfig | None = LayerNorm.default_config()
-        output_dropout: Dropout.Config = Dropout.default_config()
+        output_norm: InstantiableConfig | None = normalization.LayerNorm.default_config()
+        output_dropout: stochastic.Dropout.Config = stochastic.Dropout.default_config()
         lm_head: InstantiableConfig | None = None
         dropout_rate: float = 0.0
         pad_token_id: int = 0
@@ -303,7 +295,7 @@ class Decoder(BaseLayer):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         cfg = cfg.clone()
-        set_dropout_rate_recursively(cfg, cfg.dropout_rate, set_only_if_none=True)
+        config_setters.set_dropout_rate_recursively(cfg, cfg.dropout_rate, set_only_if_none=True)
         self._maybe_add_child("attention_mask", cfg.attention_mask)
         self._add_child("emb", maybe_set_config(cfg.emb, dim=cfg.dim, vocab_size=cfg.vocab_size))
         self._add_child("transformer", cfg.transformer.set(input_dim=cfg.dim))
@@ -375,14 +367,14 @@ class Decoder(BaseLayer):
         if "lm_head" in self.children:
             logits = self.lm_head(x)
         else:
-            with child_context("emb_attend", module=self.emb):
+            with context.child_context("emb_attend", module=self.emb):
                 logits = self.emb.attend(x)
         logits = maybe_shard(logits, cfg.logits_partition_spec)
         if self._output_logits_modifier is not None:
             logits = self._output_logits_modifier(logits)
         return logits
 
-    def linear_head(self) -> LinearHead | None:
+    def linear_head(self) -> embedding.LinearHead | None:
         """Returns the parameters from which `compute_logits` computes; None if it does more.
 
         That is the case with an `output_logits_modifier`, and where a subclass, or an `lm_head` of
@@ -395,7 +387,7 @@ class Decoder(BaseLayer):
         layer = self.lm_head if "lm_head" in self.children else self.emb
         if not hasattr(layer, "linear_head") or layer.compute_dtype() != self.compute_dtype():
             return None
-        with child_context("linear_head", module=layer):
+        with context.child_context("linear_head", module=layer):
             head = layer.linear_head()
         if head is None:
             return None
@@ -407,7 +399,7 @@ class Decoder(BaseLayer):
 
     def target_statistics(
         self, hidden_states: Tensor, target_labels: Tensor, *, chunk_size: int | None = None
-    ) -> LogitStatistics | None:
+    ) -> loss.LogitStatistics | None:
         """Computes statistics of the logits of `hidden_states` in chunks of the vocabulary.
 
         Args:
@@ -547,7 +539,7 @@ class Decoder(BaseLayer):
         floats = {
             x.dtype for x in jax.tree.leaves(self.state) if jnp.issubdtype(x.dtype, jnp.floating)
         }
-        with child_context("init_states", module=self):
+        with context.child_context("init_states", module=self):
             states = self.init_states(
                 batch_size=batch_size,
                 max_sequence_length=max_sequence_length or length,
@@ -575,4 +567,4 @@ class Decoder(BaseLayer):
 
 def _embedding_inputs(batch: Mapping[str, Any], positions: Tensor | None) -> dict[str, Any]:
     types = batch.get("token_type_ids")
-    return without_none(inputs=batch["input_ids"], positions=positions, token_type_ids=types)
+    return arrays.without_none(inputs=batch["input_ids"], positions=positions, token_type_ids=types)

@@ -28,10 +28,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from weft import struct
-from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft import errors, struct
 from weft.hierarchy.attention.kv_cache import KVPages
-from weft.struct import map_blocks
 from weft.typing import NestedTensor, Tensor
 
 NEG_INF = -1.0e7
@@ -86,7 +84,7 @@ def expand_cache(cache: NestedTensor, num_decodes: int) -> NestedTensor:
             return x.take(jnp.repeat(jnp.arange(len(x.page_indices)), num_decodes))
         return flatten_decoding_dim(add_decoding_dim(x, num_decodes))
 
-    return map_blocks(expand, cache, is_leaf=_is_pages)
+    return struct.map_blocks(expand, cache, is_leaf=_is_pages)
 
 
 def gather_cache(cache: NestedTensor, hypotheses: Int[Array, "batch decodes"]) -> NestedTensor:
@@ -99,7 +97,7 @@ def gather_cache(cache: NestedTensor, hypotheses: Int[Array, "batch decodes"]) -
             return x.take(rows)
         return x if x.ndim == 0 else x[rows]
 
-    return map_blocks(gather, cache, is_leaf=_is_pages)
+    return struct.map_blocks(gather, cache, is_leaf=_is_pages)
 
 
 def _is_pages(x: object) -> bool:
@@ -132,10 +130,10 @@ def initial_sequences(
       ArgumentValueError: if `num_decodes` is not positive.
     """
     if num_decodes < 1:
-        raise ArgumentValueError(f"num_decodes={num_decodes}; expected at least 1.")
+        raise errors.ArgumentValueError(f"num_decodes={num_decodes}; expected at least 1.")
     length = inputs.shape[1]
     if length > max_decode_len + 1:
-        raise ArgumentShapeError(
+        raise errors.ArgumentShapeError(
             f"inputs of shape {inputs.shape} are longer than max_decode_len={max_decode_len} "
             f"allows, which is {max_decode_len + 1} with the first token; "
             f"raise max_decode_len to {length - 1} or more."
@@ -184,7 +182,7 @@ def run_loop(
     if kind == "lax":
         return lax.while_loop(cond, body, state)
     if kind != "python":
-        raise ArgumentValueError(f"loop={kind!r}; expected 'lax' or 'python'.")
+        raise errors.ArgumentValueError(f"loop={kind!r}; expected 'lax' or 'python'.")
     while cond(state):
         state = body(state)
     return state
@@ -234,7 +232,7 @@ class StopOnSubsequence(StopDecodingCondition):
             for seq in seqs
         ]
         if not all(self._seqs):
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"stopping_seqs={stopping_seqs} has an empty sequence; expected token ids, such "
                 "as [[7, 8], [9]]."
             )
@@ -274,7 +272,7 @@ class CompositeDecodingCondition(StopDecodingCondition):
     def __init__(self, conditions: Sequence[StopDecodingCondition]):
         """Creates the condition; raises ArgumentValueError if there are no conditions."""
         if not conditions:
-            raise ArgumentValueError("conditions is empty; expected at least one condition.")
+            raise errors.ArgumentValueError("conditions is empty; expected at least one condition.")
         self._conditions = tuple(conditions)
 
     def __call__(self, *, index, sequences, prefix_len):
@@ -451,7 +449,7 @@ def brevity_penalty_fn(
     -3.0
     """
     if bp_type not in ("t5", "hf"):
-        raise ArgumentValueError(f"bp_type={bp_type!r}; expected 't5' or 'hf'.")
+        raise errors.ArgumentValueError(f"bp_type={bp_type!r}; expected 't5' or 'hf'.")
 
     def penalize(*, length: Tensor, raw_scores: Tensor) -> Tensor:
         size = jnp.asarray(length, jnp.float32)
@@ -607,7 +605,7 @@ def _beam_step(
     )
     vocab = log_probs.shape[-1]
     if not 0 <= eos_id < vocab:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"eos_id={eos_id} is not in the vocabulary of {vocab} tokens that tokens_to_scores "
             f"scores; expected 0 <= eos_id < {vocab}."
         )

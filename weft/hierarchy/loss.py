@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from weft import functional
-from weft.errors import ArgumentValueError
+from weft import errors, functional
 from weft.hierarchy.metrics import WeightedScalar
 from weft.typing import Tensor
 
@@ -190,7 +189,7 @@ def large_margin_cosine_loss(
       ArgumentValueError: unless exactly one of `labels` and `soft_labels` is given.
     """
     if (labels is None) == (soft_labels is None):
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             "large_margin_cosine_loss needs the right classes once: pass either labels or "
             "soft_labels."
         )

@@ -7,14 +7,12 @@ summary writer renders each `value()`. An evaler first merges those of all batch
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from weft import struct
+from weft import errors, struct
 from weft.config import Configurable
-from weft.errors import OutputConflictError, SummaryValueError
 from weft.typing import NestedTensor, Tensor
 
 
@@ -55,13 +53,13 @@ class ImageSummary(Summary):
     def validate(self) -> None:
         shape, dtype = self._value.shape, self._value.dtype
         if len(shape) not in (3, 4) or shape[-1] not in (1, 3, 4):
-            raise SummaryValueError(
+            raise errors.SummaryValueError(
                 f"ImageSummary got an array of shape {tuple(shape)}; expected [batch, height, "
                 "width, channels] or [height, width, channels] with 1, 3 or 4 channels. Write "
                 "`x[..., None]` for gray images without a channel axis."
             )
         if dtype != jnp.uint8 and not jnp.issubdtype(dtype, jnp.floating):
-            raise SummaryValueError(
+            raise errors.SummaryValueError(
                 f"ImageSummary got an array of {dtype}; expected uint8, or floats between 0 and 1. "
                 "Write `x.astype('uint8')`."
             )
@@ -86,7 +84,7 @@ class AudioSummary(Summary):
     def validate(self) -> None:
         shape, dtype = self._value.shape, self._value.dtype
         if len(shape) not in (2, 3) or not jnp.issubdtype(dtype, jnp.floating):
-            raise SummaryValueError(
+            raise errors.SummaryValueError(
                 f"AudioSummary got an array of shape {tuple(shape)} and {dtype}; expected floats "
                 "between -1 and 1, [batch, time, channels] or [time, channels]. Write "
                 "`x[..., None]` for a mono signal without a channel axis."
@@ -129,12 +127,12 @@ class WeightedValue(MetricSummary):
         """Checks that the weight is not negative and has the shape of the mean, or none."""
         mean, weight = np.shape(self.mean), np.shape(self.weight)
         if weight not in ((), mean):
-            raise SummaryValueError(
+            raise errors.SummaryValueError(
                 f"{type(self).__name__} has a mean of shape {mean} and a weight of shape {weight}; "
                 "expected the same shape, or a single weight."
             )
         if not isinstance(self.weight, jax.core.Tracer) and np.any(np.asarray(self.weight) < 0):
-            raise SummaryValueError(
+            raise errors.SummaryValueError(
                 f"{type(self).__name__} has the weight {self.weight}; expected at least 0."
             )
 
@@ -217,7 +215,7 @@ class WeightedScalar(WeightedSummary):
         """Checks also that the mean is a single number."""
         super().validate()
         if np.ndim(self.mean):
-            raise SummaryValueError(
+            raise errors.SummaryValueError(
                 f"{type(self).__name__} has a mean of shape {np.shape(self.mean)}; expected a "
                 "single number. Write `WeightedSummary` for arrays."
             )
@@ -273,7 +271,7 @@ def _as_numbers(value: object) -> Any:
 
 def _accumulate(total: Any, new: Any, path: str) -> Any:
     if isinstance(total, Mapping) != isinstance(new, Mapping):
-        raise OutputConflictError(
+        raise errors.OutputConflictError(
             f"the summary {path!r} is a dict in one batch and a value in another; rename one "
             "of them."
         )

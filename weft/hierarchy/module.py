@@ -19,20 +19,10 @@ import jax
 from weft import errors
 from weft._lazy import axlearn_hint
 from weft.config import REQUIRED, Configurable, Required, config_class
-from weft.core.display import join_lines, notebook_tree, render_tree
-from weft.core.tracebacks import hide_frames
+from weft.core import display, tracebacks
 from weft.core.tracing import is_tracing
-from weft.hierarchy.context import (
-    ActiveContext,
-    InvocationContext,
-    ModuleNode,
-    OutputCollection,
-    check_name,
-    current_context,
-    drop_empty,
-    require_context,
-    side_effect_error,
-)
+from weft.hierarchy import context as context_lib
+from weft.hierarchy.context import InvocationContext, OutputCollection, current_context
 from weft.lifting.trace_cache import with_large_frame
 from weft.typing import NestedTensor, Tensor
 
@@ -80,7 +70,7 @@ def _in_own_context(method: Callable[..., R]) -> Callable[..., R]:
             _add_axlearn_note(error, method.__name__, kwargs)
             raise
         try:
-            with ActiveContext(self._child_context_of(context), context):
+            with context_lib.ActiveContext(self._child_context_of(context), context):
                 fn = functools.partial(self._in_context(method), self)
                 for interceptor in _INTERCEPTORS.get():
                     fn = _intercepted(interceptor, self, method.__name__, fn)
@@ -191,7 +181,9 @@ class Module(Configurable):
 
     def __init__(self, cfg: Config, *, parent: "Module | None"):
         super().__init__(cfg)
-        check_name(cfg.name, "a root" if parent is None else f"a child of {parent.path()}")
+        context_lib.check_name(
+            cfg.name, "a root" if parent is None else f"a child of {parent.path()}"
+        )
         self._name = cfg.name
         self._parent = parent
         self._children: dict[str, Module] = {}
@@ -248,13 +240,13 @@ class Module(Configurable):
         if "_children" not in vars(self):
             return f"{type(self).__name__}(...)"
         items = [f"{name}={value!r}" for name, value in self._shown_parts().items()]
-        return join_lines(f"{type(self).__name__}({self._shown_size()}", items, ")")
+        return display.join_lines(f"{type(self).__name__}({self._shown_size()}", items, ")")
 
-    _repr_mimebundle_ = notebook_tree
+    _repr_mimebundle_ = display.notebook_tree
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         """Shows settings, parameters and children in Treescope's trees."""
-        return render_tree(self, self._shown_parts(), path, subtree_renderer)
+        return display.render_tree(self, self._shown_parts(), path, subtree_renderer)
 
     def _add_child(self, name: str, child_config: Any, **kwargs: object) -> "Module":
         """Creates a child.
@@ -271,7 +263,7 @@ class Module(Configurable):
             ModuleNameError: if the name is empty or contains a dot or a slash.
             ChildConfigError: if `child_config` does not make a module of this name and parent.
         """
-        check_name(name, f"a child of {self.path()}")
+        context_lib.check_name(name, f"a child of {self.path()}")
         if name in self._children or name in self.__dict__ or hasattr(type(self), name):
             raise errors.ChildNameConflictError(
                 f"{self.path()} already has "
@@ -331,7 +323,7 @@ class Module(Configurable):
             module = module._children[step]
         return module._add_child(name, child_config, **kwargs)
 
-    def find_descendant(self, module: ModuleNode) -> list[str] | None:
+    def find_descendant(self, module: context_lib.ModuleNode) -> list[str] | None:
         """Returns the names from this module to `module`, or None if it is not below this one."""
         names: list[str] = []
         at: Any = module
@@ -411,7 +403,7 @@ class Module(Configurable):
 
     def get_invocation_context(self) -> InvocationContext:
         """Returns the current context, or raises NoContextError outside of an invocation."""
-        return require_context(f"the context of {self.path()}")
+        return context_lib.require_context(f"the context of {self.path()}")
 
     @property
     def is_training(self) -> bool:
@@ -427,7 +419,7 @@ class Module(Configurable):
         context = self.get_invocation_context()
         key = context.prng_key
         if key is not None and context.is_from_outer_trace():
-            raise side_effect_error(
+            raise context_lib.side_effect_error(
                 context, "the PRNG key is read", "every index or iteration would draw the same"
             )
         return key
@@ -507,7 +499,7 @@ def functional(
     context = InvocationContext(module.name, None, module, state, is_training, prng_key)
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     try:
-        with ActiveContext(context, None):
+        with context_lib.ActiveContext(context, None):
             fn = getattr(module, method)
             # The module's context is open.
             if getattr(fn, "__self__", None) is module and hasattr(fn, "_weft_method"):
@@ -515,11 +507,11 @@ def functional(
             result = with_large_frame(fn, *args, **kwargs) if is_tracing() else fn(*args, **kwargs)
     except Exception as error:
         _add_path_note(error, module, method)
-        hide_frames(error)
+        tracebacks.hide_frames(error)
         raise
     outputs = context.output_collection
     for part in (outputs.summaries, outputs.module_outputs):
-        drop_empty(part)
+        context_lib.drop_empty(part)
     return result, OutputCollection(
         **{k: {} if k in drop_output_collections else v for k, v in outputs._asdict().items()}
     )

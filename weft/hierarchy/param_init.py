@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from weft import config
+from weft import config, errors
 from weft.config import REQUIRED, Configurable, InstantiableConfig, Required, config_class
-from weft.errors import ParameterInitError
 from weft.functional.arrays import as_tuple
 from weft.functional.initializers import DISTRIBUTIONS, draw, fan_sizes
 from weft.typing import DType, Shape, Tensor
@@ -101,7 +100,7 @@ class Initializer(Configurable):
         axes: FanAxes | None = None,
     ) -> Tensor:
         """Returns an initial value of the parameter `name` of a layer, drawn with its own key."""
-        raise ParameterInitError(
+        raise errors.ParameterInitError(
             f"{type(self).__name__} does not define `initialize`, which {name!r} needs."
         )
 
@@ -171,11 +170,11 @@ class WeightInitializer(Initializer):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         if cfg.distribution not in DISTRIBUTIONS:
-            raise ParameterInitError(
+            raise errors.ParameterInitError(
                 f"distribution={cfg.distribution!r} is unknown; expected one of {DISTRIBUTIONS}."
             )
         if cfg.fan not in (None, "fan_in", "fan_out", "fan_avg"):
-            raise ParameterInitError(
+            raise errors.ParameterInitError(
                 f"fan={cfg.fan!r} is unknown; expected 'fan_in', 'fan_out', 'fan_avg' or None."
             )
 
@@ -188,7 +187,7 @@ class WeightInitializer(Initializer):
         if cfg.fan is None:
             return cfg.scale
         if axes is None:
-            raise ParameterInitError(
+            raise errors.ParameterInitError(
                 f"{name!r} of shape {tuple(shape)} has no fan axes, which fan={cfg.fan!r} needs; "
                 "set `fan_axes=FanAxes(in_axis=..., out_axis=...)` in its ParameterSpec."
             )
@@ -243,7 +242,7 @@ class DefaultInitializer(Initializer):
         for regex, initializer in self._rules.items():
             if re.fullmatch(regex, name):
                 return initializer
-        raise ParameterInitError(
+        raise errors.ParameterInitError(
             f"no initializer for a parameter named {name!r}; expected a name that matches one of "
             f"{list(self._rules)}. Set `initializer` in its ParameterSpec, or add a rule: "
             f"`param_init.init_by_param_name={{{name!r}: ...}}`."
@@ -289,7 +288,7 @@ class PerGroupInitializer(Initializer):
     def initialize(self, name, *, prng_key, shape, dtype, axes=None):
         n = self.config.num_groups
         if not shape or shape[-1] % n:
-            raise ParameterInitError(
+            raise errors.ParameterInitError(
                 f"{name!r} of shape {tuple(shape)} cannot be drawn in {n} groups; its last axis "
                 "must be a multiple of num_groups."
             )

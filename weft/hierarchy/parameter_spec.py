@@ -6,10 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from weft.core.axis_rules import get_logical_axis_rules
-from weft.core.display import render_tree
-from weft.core.logical import mark_mesh_axes, names_to_mesh_axes
-from weft.core.spmd import axes_of, constrain, get_global_mesh
+from weft.core import axis_rules, display, logical, spmd
 from weft.errors import ParameterSpecError
 from weft.hierarchy.param_init import FanAxes, Initializer, constant_initializer, fans
 from weft.typing import DType, MeshAxes, Nested, Shape, Tensor
@@ -52,7 +49,7 @@ class TensorSpec:
         return f"{type(self).__name__}({shown})"
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        return render_tree(self, self._set_fields(), path, subtree_renderer)
+        return display.render_tree(self, self._set_fields(), path, subtree_renderer)
 
     @property
     def partition_spec(self) -> PartitionSpec:
@@ -150,7 +147,7 @@ def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: object = None) 
         spec,
         shape=(size, *spec.shape),
         mesh_axes=PartitionSpec(mesh_axis, *spec.partition_spec),
-        logical_axes=spec.logical_axes and (axes_of(mesh_axis) or None, *spec.logical_axes),
+        logical_axes=spec.logical_axes and (spmd.axes_of(mesh_axis) or None, *spec.logical_axes),
         factorization=factors,
         fan_axes=prepended,
     )
@@ -161,14 +158,14 @@ def with_leading_axis_name(spec: ParameterSpec, name: str) -> ParameterSpec:
 
     Without a rule, `name` is a mesh axis. Raises LogicalAxisError if another axis has this name.
     """
-    (first,) = mark_mesh_axes((name,), get_logical_axis_rules())
+    (first,) = logical.mark_mesh_axes((name,), axis_rules.get_logical_axis_rules())
     others = tuple(spec.logical_axes or spec.partition_spec)[1:]
-    mesh_axes = names_to_mesh_axes((first, *others))
-    if names_to_mesh_axes((None, *others))[1:] != spec.partition_spec[1:]:
+    mesh_axes = logical.names_to_mesh_axes((first, *others))
+    if logical.names_to_mesh_axes((None, *others))[1:] != spec.partition_spec[1:]:
         # The spec is sharded by other rules; those of the context take precedence.
-        entry = names_to_mesh_axes((first,))[0]
-        taken = {axis for other in spec.partition_spec[1:] for axis in axes_of(other)}
-        entry = None if taken & set(axes_of(entry)) else entry
+        entry = logical.names_to_mesh_axes((first,))[0]
+        taken = {axis for other in spec.partition_spec[1:] for axis in spmd.axes_of(other)}
+        entry = None if taken & set(spmd.axes_of(entry)) else entry
         mesh_axes = PartitionSpec(entry, *spec.partition_spec[1:])
     is_named = spec.logical_axes is not None or isinstance(first, str)
     return dataclasses.replace(
@@ -189,13 +186,13 @@ def maybe_shard(x: Tensor, partition_spec: PartitionSpec | MeshAxes | None) -> T
       ShardingWarning: if a mesh axis does not divide an axis of the array, which then is not split.
         Axes of size 1, such as a single decoding position, are not split without a warning.
     """
-    mesh = get_global_mesh()
+    mesh = spmd.get_global_mesh()
     if partition_spec is None or mesh is None:
         return x
     mesh_axes = set(mesh.axis_names)
     sizes = (*x.shape, *[0] * len(partition_spec))
     entries = [
-        None if size == 1 and mesh_axes.issuperset(axes_of(entry)) else entry
-        for entry, size in zip(names_to_mesh_axes(partition_spec), sizes, strict=False)
+        None if size == 1 and mesh_axes.issuperset(spmd.axes_of(entry)) else entry
+        for entry, size in zip(logical.names_to_mesh_axes(partition_spec), sizes, strict=False)
     ]
-    return constrain(x, PartitionSpec(*entries))
+    return spmd.constrain(x, PartitionSpec(*entries))

@@ -19,16 +19,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import KeyPath
 
 from weft.config import REQUIRED, Configurable, Required, config_class
 from weft.core.logical import names_to_mesh_axes
 from weft.core.spmd import axes_of, constrain, get_global_mesh
 from weft.errors import ArgumentShapeError, LayerConfigError
-from weft.hierarchy import transforms
+from weft.hierarchy import parameter_spec, transforms
 from weft.hierarchy.context import InvocationContext, OutputCollection
 from weft.hierarchy.module import Module, nowrap
-from weft.hierarchy.parameter_spec import maybe_shard, with_leading_axis_name
 from weft.hierarchy.repeat import Repeat
 from weft.typing import PartitionSpec, Tensor
 
@@ -207,7 +205,7 @@ def transpose_to_pipeline_stage_inputs(
     n = x.shape[1]
     padded = jnp.concatenate([x, jnp.zeros((n - 1, *x.shape[1:]), x.dtype)])
     shifted = jax.vmap(lambda x, by: jnp.roll(x, by, axis=0), in_axes=(1, 0), out_axes=1)
-    return maybe_shard(shifted(padded, jnp.arange(n)), partition_spec)
+    return parameter_spec.maybe_shard(shifted(padded, jnp.arange(n)), partition_spec)
 
 
 def transpose_from_pipeline_stage_outputs(
@@ -226,7 +224,7 @@ def transpose_from_pipeline_stage_outputs(
     """
     steps, n = x.shape[:2]
     shifted = jax.vmap(lambda x, by: jnp.roll(x, -by, axis=0), in_axes=(1, 0), out_axes=1)
-    return maybe_shard(shifted(x, jnp.arange(n))[: steps - n + 1], partition_spec)
+    return parameter_spec.maybe_shard(shifted(x, jnp.arange(n))[: steps - n + 1], partition_spec)
 
 
 class Pipeline(Repeat):
@@ -280,7 +278,7 @@ class Pipeline(Repeat):
         """Returns the specs, with the axis of stages named "pipeline"."""
         specs = super().create_parameter_specs_recursively()
         specs["layer"] = jax.tree.map(
-            lambda spec: with_leading_axis_name(spec, PIPELINE_AXIS), specs["layer"]
+            lambda spec: parameter_spec.with_leading_axis_name(spec, PIPELINE_AXIS), specs["layer"]
         )
         return specs
 
@@ -360,7 +358,7 @@ def _reduce_state_update(x: Tensor) -> Tensor:
     return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[-1]
 
 
-def _move_stages_first(path: KeyPath, x: Tensor) -> Tensor:
+def _move_stages_first(path: jax.tree_util.KeyPath, x: Tensor) -> Tensor:
     """Moves the axis of stages first, or averages a loss over microbatches."""
     # A stage that is a loop has a loss per layer.
     if x.ndim == 2 or str(getattr(path[-1], "key", "")).endswith("loss"):

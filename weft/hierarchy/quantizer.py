@@ -21,15 +21,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from weft import config, functional
+from weft import config, errors, functional
 from weft.config import REQUIRED, ConfigOr, InstantiableConfig, Required, config_class
-from weft.errors import ArgumentShapeError
+from weft.hierarchy import metrics, param_init, parameter_spec
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.linear import MultiLinear
-from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import Module, nowrap
-from weft.hierarchy.param_init import gaussian_initializer
-from weft.hierarchy.parameter_spec import constant_spec
 from weft.typing import Tensor
 
 
@@ -72,7 +69,7 @@ class BaseQuantizer(BaseLayer):
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
         shape = (cfg.codebook_size, cfg.num_codebooks, cfg.codebook_dim)
-        initializer = gaussian_initializer(std=1.0) if cfg.param_init is None else None
+        initializer = param_init.gaussian_initializer(std=1.0) if cfg.param_init is None else None
         mesh_axes = cfg.param_partition_spec
         return {"codebook": ParameterSpec(shape, mesh_axes=mesh_axes, initializer=initializer)}
 
@@ -101,7 +98,7 @@ class BaseQuantizer(BaseLayer):
         self.add_summary("codebook/num_frames", num_frames)
         coverage = functional.compute_code_coverage(onehots, paddings)
         for name, value in (("coverage", coverage), ("entropy", entropy), ("pplx", pplx)):
-            self.add_summary(f"codebook/{name}", WeightedScalar(value, num_frames))
+            self.add_summary(f"codebook/{name}", metrics.WeightedScalar(value, num_frames))
         return output._replace(
             ids=jnp.where(is_padding, -1, ids),
             quantized_vectors=jnp.where(is_padding[..., None], 0, vectors),
@@ -187,7 +184,7 @@ class KmeansVectorQuantizer(BaseQuantizer):
     def forward(self, inputs: Tensor, paddings: Tensor | None = None) -> BaseQuantizer.Output:
         cfg = self.config
         if inputs.shape[-1] != cfg.num_codebooks * cfg.codebook_dim:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"{self.path()}: inputs of shape {inputs.shape}; expected a last axis of "
                 f"num_codebooks * codebook_dim = {cfg.num_codebooks * cfg.codebook_dim}."
             )
@@ -233,7 +230,7 @@ class GumbelSoftmaxVectorQuantizer(BaseQuantizer):
         self._add_child("input_proj", cfg.input_proj.set(input_dim=cfg.input_dim, **dims))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        step = constant_spec((), value=0, dtype=jnp.int32, is_state=True)
+        step = parameter_spec.constant_spec((), value=0, dtype=jnp.int32, is_state=True)
         return {**super()._create_layer_parameter_specs(), "step": step}
 
     def forward(self, inputs: Tensor, paddings: Tensor | None = None) -> BaseQuantizer.Output:

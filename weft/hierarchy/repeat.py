@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from weft import config
-from weft.config import REQUIRED, InstantiableConfig, Required, config_class
+from weft import config, struct
 from weft.functional.arrays import on_one_cpu
 from weft.hierarchy import transforms
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.context import InvocationContext, OutputCollection
 from weft.hierarchy.module import Module
-from weft.struct import VDict
 from weft.typing import NestedTensor
 
 _MAX_UNROLLED = 4
@@ -55,7 +53,7 @@ class Repeat(BaseLayer):
     30.0
     """
 
-    @config_class
+    @config.config_class
     class Config(BaseLayer.Config):
         """Configures a Repeat.
 
@@ -69,10 +67,10 @@ class Repeat(BaseLayer):
             memory.
         """
 
-        layer: Required[InstantiableConfig] = REQUIRED
-        num_layers: Required[int] = REQUIRED
+        layer: config.Required[config.InstantiableConfig] = config.REQUIRED
+        num_layers: config.Required[int] = config.REQUIRED
         unroll: bool | int | None = None
-        drop_output: InstantiableConfig[Callable[[str], bool]] = config.config_for_function(
+        drop_output: config.InstantiableConfig[Callable[[str], bool]] = config.config_for_function(
             drop_by_regex
         ).set(rules=["module_outputs.*"])
 
@@ -94,7 +92,7 @@ class Repeat(BaseLayer):
         """Returns the stacked decoding states of all iterations."""
         n = self.config.num_layers
         state = self.layer.init_states(**kwargs)
-        return VDict(layer=jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state))
+        return struct.VDict(layer=jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state))
 
     def _scan_kwargs(self) -> dict[str, Any]:
         cfg, spec, remat_kwargs = self.config, self.layer.config.remat_spec, None

@@ -14,15 +14,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from weft import errors, struct
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class
-from weft.errors import LayerConfigError
 from weft.functional.recurrent import lstm_step
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.layers.linear import Linear, MultiLinear
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.repeat import Repeat
 from weft.hierarchy.transforms import scan_in_context
-from weft.struct import VDict
 from weft.typing import NestedTensor, Tensor
 
 
@@ -136,7 +135,7 @@ class LSTMCell(BaseRNNCell):
         super().__init__(cfg, parent=parent)
         hidden_dim, output_dim = cfg.hidden_dim or self.output_dim, self.output_dim
         if hidden_dim != output_dim and cfg.output_proj is None:
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: hidden_dim={hidden_dim} differs from output_dim={output_dim}; set "
                 "output_proj, such as Linear.default_config().set(bias=False)."
             )
@@ -232,7 +231,7 @@ class RNNRepeat(Repeat):
             return x, state
 
         x, states = self._run(step, inputs, xs=cached_states["layer"])
-        return VDict(layer=states), x
+        return struct.VDict(layer=states), x
 
 
 class RepeatedRNNLayer(BaseRNNCell):
@@ -268,7 +267,7 @@ class RepeatedRNNLayer(BaseRNNCell):
 
 def _check_output_dim(cell: BaseRNNCell, given: int | None, expected: int) -> None:
     if given not in (None, expected):
-        raise LayerConfigError(
+        raise errors.LayerConfigError(
             f"{cell.path()}: output_dim={given}, but the outputs of this {type(cell).__name__} "
             f"have the size {expected}; set output_dim to {expected} or None."
         )

@@ -21,14 +21,7 @@ import numpy as np
 
 from weft import lifting
 from weft.errors import ArgumentValueError, LoopOutputError, OutputConflictError
-from weft.hierarchy.context import (
-    InvocationContext,
-    OutputCollection,
-    current_context,
-    drop_empty,
-    require_context,
-    set_current_context,
-)
+from weft.hierarchy import context as context_lib
 from weft.hierarchy.context_kind import CONTEXT_KIND, OUTPUTS, in_context, with_packed_args
 from weft.lifting import CARRY, DIFF, FORK, Roles
 from weft.lifting.signature import as_tuple, check_argnums, named_after, resolve_argnums
@@ -59,7 +52,7 @@ def remat(fn: Callable[..., Any], **remat_kwargs: Any) -> Callable[..., Any]:
             return fn(*args, **kwargs)
 
         lifted = lifting.remat(CONTEXT_KIND, in_context(of_arrays), **remat_kwargs)
-        return lifted(require_context("remat"), *arrays)
+        return lifted(context_lib.require_context("remat"), *arrays)
 
     return call
 
@@ -97,13 +90,13 @@ def _map_args(
         per_arg = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
         roles = (_mapped_roles(state_axis), *per_arg)
         lifted = map_(CONTEXT_KIND, in_context(fn), in_axes=roles, out_axes=out_axes, **options)
-        return lifted(require_context(map_.__name__), *args)
+        return lifted(context_lib.require_context(map_.__name__), *args)
 
     return named_after(fn, call, leading=())
 
 
 def scan(
-    context: InvocationContext,
+    context: context_lib.InvocationContext,
     fn: Callable[..., tuple[Carry, Any]],
     carry: Carry,
     xs: Any,
@@ -125,12 +118,12 @@ def scan(
         drop_output: predicate for paths of outputs to drop, such as `module_outputs/layer/x`.
     """
     # The named scope of the current context is already open.
-    caller = current_context()
+    caller = context_lib.current_context()
     is_child = caller is not None and context.parent is caller
 
-    def body(context: InvocationContext, carry: Carry, x: object) -> tuple[Carry, Any]:
+    def body(context: context_lib.InvocationContext, carry: Carry, x: object) -> tuple[Carry, Any]:
         scope = jax.named_scope(context.name) if is_child else contextlib.nullcontext()
-        with scope, set_current_context(context, require_parent=False):
+        with scope, context_lib.set_current_context(context, require_parent=False):
             result = fn(carry, x)
         if drop_output is not None:
             for kind, outputs in context.output_collection._asdict().items():
@@ -177,7 +170,7 @@ def scan_in_context(
 
     Raises ArgumentValueError if `xs` has "x" and names other than "state" and "prng_key".
     """
-    context = require_context("scan_in_context")
+    context = context_lib.require_context("scan_in_context")
     if isinstance(xs, Mapping) and "x" in xs:
         if other := xs.keys() - {"x", "state", "prng_key"}:
             raise ArgumentValueError(
@@ -209,18 +202,18 @@ def _with_context_fields(fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(carry: Any, xs: Mapping[str, Any]) -> Any:
         fields = dict(xs)
         x = fields.pop("x")
-        context = require_context("scan_in_context").fork_with_outputs(**fields)
-        with set_current_context(context, require_parent=False):
+        context = context_lib.require_context("scan_in_context").fork_with_outputs(**fields)
+        with context_lib.set_current_context(context, require_parent=False):
             return fn(carry, x)
 
     return named_after(fn, call)
 
 
 def propagate_repeated_output_collections(
-    repeated_output_collection: OutputCollection,
+    repeated_output_collection: context_lib.OutputCollection,
     *,
     child_name_prefix: str,
-    target_output_collection: OutputCollection,
+    target_output_collection: context_lib.OutputCollection,
     merge_summaries: bool = False,
 ) -> None:
     """Adds the outputs of a loop's iterations to those of the enclosing invocation.
@@ -311,7 +304,7 @@ def jit(
     )
 
     def call(*args: object, **kwargs: object) -> Any:
-        return lifted(require_context("jit"), *args, **kwargs)
+        return lifted(context_lib.require_context("jit"), *args, **kwargs)
 
     return named_after(fn, call, leading=())
 
@@ -341,7 +334,7 @@ def shard_map(
         (("state", state_spec), ("prng_key", FORK), ("shared", SHARED), (OUTPUTS, of_devices))
     )
 
-    def of_device(context: InvocationContext, *args: object) -> Any:
+    def of_device(context: context_lib.InvocationContext, *args: object) -> Any:
         result = in_context(fn)(context, *args)
         for part in context.output_collection:
             part.update(jax.tree.map(lambda x: jnp.asarray(x)[None], part))
@@ -359,7 +352,7 @@ def shard_map(
             axis_names=axis_names,
             check_vma=check_vma,
         )
-        return lifted(require_context("shard_map"), *args)
+        return lifted(context_lib.require_context("shard_map"), *args)
 
     return named_after(fn, call, leading=())
 
@@ -393,7 +386,7 @@ def checkify(fn: Callable[..., Any], errors: object = None) -> Callable[..., tup
     lifted = lifting.checkify(CONTEXT_KIND, with_packed_args(fn), errors=errors)
 
     def call(*args: object, **kwargs: object) -> tuple[Any, Any]:
-        return lifted(require_context("checkify"), args, kwargs)
+        return lifted(context_lib.require_context("checkify"), args, kwargs)
 
     return named_after(fn, call, leading=())
 
@@ -405,7 +398,7 @@ def eval_shape(fn: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """
     inputs = Roles(((("state", "prng_key", "shared"), None),))
     lifted = lifting.eval_shape(CONTEXT_KIND, with_packed_args(fn), in_axes=(inputs, None, None))
-    return lifted(require_context("eval_shape"), args, kwargs)
+    return lifted(context_lib.require_context("eval_shape"), args, kwargs)
 
 
 _LOOP_ROLES = Roles((("prng_key", FORK), (True, None)))
@@ -419,7 +412,7 @@ def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init_va
     """
     fns = [_refuse_outputs(fn, "while_loop") for fn in (cond_fn, body_fn)]
     lifted = lifting.while_loop(CONTEXT_KIND, *fns, in_axes=(_LOOP_ROLES, CARRY))
-    return lifted(require_context("while_loop"), init_val)
+    return lifted(context_lib.require_context("while_loop"), init_val)
 
 
 def fori_loop(
@@ -436,18 +429,18 @@ def fori_loop(
     """
     of_body = _refuse_outputs(body_fn, "fori_loop")
 
-    def body(i: ArrayLike, context: InvocationContext, carry: Any) -> Any:
+    def body(i: ArrayLike, context: context_lib.InvocationContext, carry: Any) -> Any:
         return of_body(context, i, carry)
 
     named_after(body_fn, body)
     lifted = lifting.fori_loop(
         CONTEXT_KIND, lower, upper, body, in_axes=(_LOOP_ROLES, CARRY), unroll=unroll
     )
-    return lifted(require_context("fori_loop"), init_val)
+    return lifted(context_lib.require_context("fori_loop"), init_val)
 
 
 def _refuse_outputs(fn: Callable[..., Any], loop: str) -> Callable[..., Any]:
-    def call(context: InvocationContext, *args: object) -> Any:
+    def call(context: context_lib.InvocationContext, *args: object) -> Any:
         result = in_context(fn)(context, *args)
         for kind, outputs in context.output_collection._asdict().items():
             for path, _ in jax.tree_util.tree_leaves_with_path(outputs):
@@ -492,11 +485,11 @@ def _switch(
     operands: tuple[Any, ...],
     names: tuple[str, ...] | None,
 ) -> Any:
-    context = require_context(name)
+    context = context_lib.require_context(name)
     called: set[str] = set()
 
     def in_branch(branch: Callable[..., Any]) -> Callable[..., Any]:
-        def call(inner: InvocationContext, *operands: object) -> Any:
+        def call(inner: context_lib.InvocationContext, *operands: object) -> Any:
             result = in_context(branch)(inner, *operands)
             # Entries without outputs differ between branches and are not part of the result.
             outputs = inner.output_collection
@@ -508,7 +501,7 @@ def _switch(
                     "call: `with child_context('another_name', module=...)`."
                 )
             for part in outputs:
-                drop_empty(part)
+                context_lib.drop_empty(part)
             return result
 
         return named_after(branch, call)
@@ -546,7 +539,7 @@ def value_and_grad(
             holomorphic=holomorphic,
             allow_int=allow_int,
         )
-        value, (_, grads, _) = lifted(require_context("value_and_grad"), args, kwargs)
+        value, (_, grads, _) = lifted(context_lib.require_context("value_and_grad"), args, kwargs)
         return value, grads[at[0]] if isinstance(argnums, int) else tuple(grads[i] for i in at)
 
     return named_after(fn, call, leading=())
@@ -585,7 +578,7 @@ def vjp(fn: Callable[..., Any], *primals: object, has_aux: bool = False) -> tupl
     """
     wrt = (_STATE_ROLES, DIFF, None)
     lifted = lifting.vjp(CONTEXT_KIND, with_packed_args(fn), wrt=wrt, has_aux=has_aux)
-    value, pullback, *aux = lifted(require_context("vjp"), primals, {})
+    value, pullback, *aux = lifted(context_lib.require_context("vjp"), primals, {})
     return value, jax.tree_util.Partial(_apply_pullback, pullback), *aux
 
 
@@ -612,7 +605,7 @@ def jvp(
     of_state = () if state_tangents is None else ({"state": state_tangents},)
     wrt = (_STATE_ROLES if of_state else None, DIFF, None)
     lifted = lifting.jvp(CONTEXT_KIND, with_packed_args(fn), wrt=wrt, has_aux=has_aux)
-    arguments = require_context("jvp"), tuple(primals), {}
+    arguments = context_lib.require_context("jvp"), tuple(primals), {}
     return lifted(arguments, [*of_state, *jax.tree.leaves(tuple(tangents))])
 
 
@@ -651,7 +644,7 @@ def custom_vjp(
             named_after(backward_fn, backward),
             wrt=(_OWN_STATE_ROLES, DIFF),
         )
-        return lifted(require_context("custom_vjp"), diff)
+        return lifted(context_lib.require_context("custom_vjp"), diff)
 
     return named_after(fn, call, leading=())
 
@@ -671,7 +664,9 @@ def custom_jvp(
         at = resolve_argnums("custom_jvp", "nondiff_argnums", fn, nondiff_argnums, args)
         nondiff, diff, join_args = _split_at(args, at)
 
-        def rule(tangents: list[Any], context: InvocationContext, diff: tuple[Any, ...]) -> Any:
+        def rule(
+            tangents: list[Any], context: context_lib.InvocationContext, diff: tuple[Any, ...]
+        ) -> Any:
             of_state, *of_args = tangents
             of_args = jax.tree.structure(diff).unflatten(of_args)
             return in_context(jvp_fn)(context, *nondiff, diff, of_args, of_state["state"])
@@ -682,7 +677,7 @@ def custom_jvp(
             named_after(jvp_fn, rule),
             wrt=(_OWN_STATE_ROLES, DIFF),
         )
-        return lifted(require_context("custom_jvp"), diff)
+        return lifted(context_lib.require_context("custom_jvp"), diff)
 
     return named_after(fn, call, leading=())
 

@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec
 from weft.config import ConfigOr, config_class, maybe_instantiate
 from weft.core.spmd import get_global_mesh
 from weft.errors import InputDatasetError, InputReadError
-from weft.hierarchy.module import Module, nowrap
-from weft.hierarchy.parameter_spec import TensorSpec
+from weft.hierarchy import Module, TensorSpec, nowrap
 from weft.input.dispatch import BaseInputDispatcher, input_partition_spec
 from weft.typing import Nested, Tensor
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.config import REQUIRED, InstantiableConfig, Required, config_class
-from weft.errors import InputDatasetError
+from weft import config, errors
 from weft.hierarchy.module import Module, nowrap
 from weft.input.base import Input
 from weft.typing import Nested
@@ -18,7 +17,7 @@ from weft.typing import Nested
 class CompositeInput(Input):
     """Base of composite inputs, whose children each read their own part of the data."""
 
-    @config_class
+    @config.config_class
     class Config(Input.Config):
         """Configures a composite input.
 
@@ -26,15 +25,15 @@ class CompositeInput(Input):
             is_training: Whether the input is for training; set in each of `inputs` with the field.
         """
 
-        is_training: Required[bool] = REQUIRED
+        is_training: config.Required[bool] = config.REQUIRED
 
-    def _add_inputs(self, inputs: Mapping[str, InstantiableConfig]) -> dict[str, Input]:
+    def _add_inputs(self, inputs: Mapping[str, config.InstantiableConfig]) -> dict[str, Input]:
         """Adds the inputs as children.
 
         Raises InputDatasetError if there is none, or one has its own dispatcher.
         """
         if not inputs:
-            raise InputDatasetError(
+            raise errors.InputDatasetError(
                 f"{self.path()}: inputs is empty, so there are no batches; add at least one input"
             )
         added: Any = {}
@@ -43,7 +42,7 @@ class CompositeInput(Input):
             if hasattr(child, "is_training"):
                 child.is_training = self.config.is_training
             if child.input_dispatcher is not None:
-                raise InputDatasetError(
+                raise errors.InputDatasetError(
                     f"{self.path()}: {name!r} has an input_dispatcher; the batches are "
                     f"dispatched together: set it in {type(self).__name__} instead"
                 )
@@ -59,9 +58,9 @@ class ConcatenatedInput(CompositeInput):
     All inputs but the last must be finite.
     """
 
-    @config_class
+    @config.config_class
     class Config(CompositeInput.Config):
-        inputs: Sequence[InstantiableConfig] = []
+        inputs: Sequence[config.InstantiableConfig] = []
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -75,9 +74,9 @@ class ConcatenatedInput(CompositeInput):
 class ZipInput(CompositeInput):
     """Dicts with one batch of each input; ends with the first input that ends."""
 
-    @config_class
+    @config.config_class
     class Config(CompositeInput.Config):
-        inputs: dict[str, InstantiableConfig] = {}
+        inputs: dict[str, config.InstantiableConfig] = {}
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

@@ -28,8 +28,7 @@ from typing import Any, Literal
 import numpy as np
 
 from weft.errors import CorpusReadError, EmptyCorpusError
-from weft.input.packing import token_stream
-from weft.input.tokenizers import ByteTokenizer
+from weft.input import packing, tokenizers
 from weft.serialization.untrusted import invalid_text_reason, open_file
 
 Split = Literal["train", "held_out"]
@@ -318,7 +317,7 @@ def ngram_baselines(corpus: Corpus, *, max_train_bytes: int = 32_000_000) -> Map
     train = _corpus_tokens(corpus, "train")[: max_train_bytes + 1]
     held_out = _corpus_tokens(corpus, "held_out")
     num_tokens, num_bytes = len(held_out) - 1, corpus.num_bytes("held_out")
-    nats = ngram_nats(train, held_out, vocab_size=ByteTokenizer.eos_id + 1)
+    nats = ngram_nats(train, held_out, vocab_size=tokenizers.ByteTokenizer.eos_id + 1)
     return {
         ORDER_NAMES[order]: Baseline(
             order=order,
@@ -362,9 +361,9 @@ def ngram_nats(train: np.ndarray, held_out: np.ndarray, *, vocab_size: int) -> d
 
 
 def _corpus_tokens(corpus: Corpus, split: Split) -> np.ndarray:
-    tokenizer = ByteTokenizer()
+    tokenizer = tokenizers.ByteTokenizer()
     documents = (tokenizer.encode(file.text) for file in corpus.split(split))
-    return token_stream(documents, eos_id=tokenizer.eos_id)
+    return packing.token_stream(documents, eos_id=tokenizer.eos_id)
 
 
 def _encode_ngrams(tokens: np.ndarray, order: int, vocab_size: int) -> np.ndarray:

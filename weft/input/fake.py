@@ -11,8 +11,7 @@ import grain
 import jax
 import numpy as np
 
-from weft.config import REQUIRED, Required, config_class
-from weft.errors import InputDatasetError
+from weft import config, errors
 from weft.hierarchy.module import Module, nowrap
 from weft.input.base import Input
 from weft.input.grain import BuildDatasetFn, DispatchConfig, feed_rows, shard_dataset
@@ -22,7 +21,7 @@ from weft.typing import Nested
 class EmptyInput(Input):
     """Batches without arrays, for steps that create their own data."""
 
-    @config_class
+    @config.config_class
     class Config(Input.Config):
         """Configures an EmptyInput or a subclass.
 
@@ -32,8 +31,8 @@ class EmptyInput(Input):
             max_token_id: Exclusive upper bound of token ids.
         """
 
-        is_training: Required[bool] = REQUIRED
-        global_batch_size: Required[int] = REQUIRED
+        is_training: config.Required[bool] = config.REQUIRED
+        global_batch_size: config.Required[int] = config.REQUIRED
         total_num_batches: int | None = None
         source_length: int = 1024
         max_token_id: int = 2048
@@ -41,7 +40,7 @@ class EmptyInput(Input):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         if not cfg.is_training and cfg.total_num_batches is None:
-            raise InputDatasetError(
+            raise errors.InputDatasetError(
                 f"{self.path()}: an evaluation must end, but total_num_batches=None is "
                 "endless; set total_num_batches"
             )
@@ -103,7 +102,7 @@ class FakeLmInput(EmptyInput):
 class FakeSeq2SeqInput(EmptyInput):
     """Random pairs of sequences: `source/input_ids`, `target/input_ids`, `target_labels`."""
 
-    @config_class
+    @config.config_class
     class Config(EmptyInput.Config):
         target_length: int = 1024
 
@@ -122,7 +121,7 @@ class FakeSeq2SeqInput(EmptyInput):
 class FakeSequenceClassificationInput(EmptyInput):
     """Random sequences with labels: `input_ids`, `target_labels`."""
 
-    @config_class
+    @config.config_class
     class Config(EmptyInput.Config):
         num_labels: int = 2
 
@@ -187,7 +186,7 @@ def _cast(example: Nested[Any], spec: Nested[jax.ShapeDtypeStruct], index: int) 
         array = np.asarray(value, leaf_spec.dtype)
         if array.shape != tuple(leaf_spec.shape):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise InputDatasetError(
+            raise errors.InputDatasetError(
                 f"example {index}: {name!r} has shape {array.shape}, the spec says "
                 f"{tuple(leaf_spec.shape)}; change one of them"
             )

@@ -19,20 +19,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-import grain
 import grain.experimental
 import jax
 import numpy as np
 
-from weft.config import (
-    REQUIRED,
-    ConfigOr,
-    Required,
-    config_class,
-    config_for_class,
-    maybe_instantiate,
-)
-from weft.errors import InputDatasetError, InputDispatchError
+from weft import config, errors
 from weft.hierarchy.module import Module, nowrap
 from weft.input import base as input_base
 from weft.input import grain_datasets
@@ -47,7 +38,7 @@ SequenceOr = Sequence[T] | T
 ExampleToExampleFn = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 PadExampleFn = Callable[[Any], Any]
 
-GRAIN_READ_OPTIONS = config_for_class(grain.ReadOptions)
+GRAIN_READ_OPTIONS = config.config_for_class(grain.ReadOptions)
 # Grain's default of 500 elements would be many batches, with much memory and a slow start. Here
 # each thread has one batch in progress and one ready.
 _BATCHES_AHEAD = grain.ReadOptions(num_threads=16, prefetch_buffer_size=32)
@@ -81,7 +72,7 @@ class DispatchConfig:
             )
         index, num = self.levels()
         if len(index) != len(num) or not all(0 <= i < n for i, n in zip(index, num, strict=True)):
-            raise InputDispatchError(
+            raise errors.InputDispatchError(
                 f"shard_index={index} does not fit num_shards={num}; expected one index from 0 "
                 "to num_shards - 1 for each number"
             )
@@ -109,13 +100,13 @@ class BuildDatasetFn(Protocol):
 class Input(input_base.Input):
     """Input whose source builds a Grain dataset."""
 
-    @config_class
+    @config.config_class
     class Config(input_base.Input.Config):
-        source: Required[ConfigOr[BuildDatasetFn]] = REQUIRED
+        source: config.Required[config.ConfigOr[BuildDatasetFn]] = config.REQUIRED
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._source: BuildDatasetFn = maybe_instantiate(cfg.source)
+        self._source: BuildDatasetFn = config.maybe_instantiate(cfg.source)
 
     @property
     def source(self) -> BuildDatasetFn:
@@ -162,16 +153,18 @@ def array_record_dataset(
 
 
 def maybe_to_iter_dataset(
-    ds: Dataset, *, read_options: ConfigOr[grain.ReadOptions] = GRAIN_READ_OPTIONS
+    ds: Dataset, *, read_options: config.ConfigOr[grain.ReadOptions] = GRAIN_READ_OPTIONS
 ) -> grain.IterDataset:
     """Converts to an `IterDataset`, unless `ds` is one."""
     if isinstance(ds, grain.MapDataset):
-        return ds.to_iter_dataset(maybe_instantiate(read_options))
+        return ds.to_iter_dataset(config.maybe_instantiate(read_options))
     return ds
 
 
 def prefetch_dataset(
-    ds: Dataset, *, multiprocessing_options: ConfigOr[grain.MultiprocessingOptions] | None = None
+    ds: Dataset,
+    *,
+    multiprocessing_options: config.ConfigOr[grain.MultiprocessingOptions] | None = None,
 ) -> grain.IterDataset:
     """Reads ahead in worker processes, keeping the order.
 
@@ -181,7 +174,7 @@ def prefetch_dataset(
     Returns a dataset whose iterators must be closed to end the workers. If `ds` is a `MapDataset`,
     their states do not depend on the number of workers.
     """
-    options = maybe_instantiate(multiprocessing_options)
+    options = config.maybe_instantiate(multiprocessing_options)
     if options is None or options.num_workers == 0:
         return maybe_to_iter_dataset(ds)
     if isinstance(ds, grain.MapDataset):
@@ -214,7 +207,7 @@ def shard_dataset_with_proportion(
     [1, 2, 5, 6, 9]
     """
     if not 0 <= range_start < range_end <= period:
-        raise InputDatasetError(
+        raise errors.InputDatasetError(
             f"range {range_start} to {range_end} is empty or not within the period {period}; "
             "expected 0 <= range_start < range_end <= period"
         )
@@ -238,7 +231,7 @@ def per_feed_batch(
 def check_batch_size(global_batch_size: int) -> None:
     """Raises an InputDispatchError unless the number is positive."""
     if global_batch_size < 1:
-        raise InputDispatchError(
+        raise errors.InputDispatchError(
             f"global_batch_size={global_batch_size} is not a number of rows; expected 1 or more."
         )
 
@@ -251,7 +244,7 @@ def feed_batch_size(global_batch_size: int, dispatch_config: DispatchConfig) -> 
     check_batch_size(global_batch_size)
     num_feeds = math.prod(dispatch_config.levels()[1])
     if global_batch_size % num_feeds:
-        raise InputDispatchError(
+        raise errors.InputDispatchError(
             f"global_batch_size={global_batch_size} does not divide over {num_feeds} processes "
             "that read; use a multiple, such as "
             f"{-(-global_batch_size // num_feeds) * num_feeds}, or set an InputDispatcher with "
@@ -380,7 +373,7 @@ def sample_from_datasets(*, sources: Sequence[Dataset], weights: Sequence[float]
     Raises InputDatasetError if the lengths differ or a weight is not positive.
     """
     if len(sources) != len(weights) or not sources or any(w <= 0 for w in weights):
-        raise InputDatasetError(
+        raise errors.InputDatasetError(
             f"{len(sources)} sources cannot be mixed with weights={list(weights)}; pass one "
             "positive weight for each of at least one source"
         )
@@ -400,7 +393,7 @@ def _copy_dicts(example: object) -> Any:
 
 def _require_map_dataset(ds: Dataset, name: str) -> grain.MapDataset:
     if not isinstance(ds, grain.MapDataset):
-        raise InputDatasetError(
+        raise errors.InputDatasetError(
             f"{name} accesses elements by index, which {type(ds).__name__} does not support; "
             "call it on the MapDataset, before to_iter_dataset()"
         )

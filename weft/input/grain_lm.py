@@ -13,14 +13,12 @@ before. The sources of `weft.input.text` also resume with other numbers of proce
 from collections.abc import Mapping
 from typing import Any
 
-import grain
 import grain.experimental
 import numpy as np
 
 from weft.config import ConfigOr, maybe_instantiate
+from weft.input import grain_text, packing
 from weft.input.grain import Dataset, RaggedTensor, maybe_to_iter_dataset, unbatch
-from weft.input.grain_text import count_num_bytes, tokenize, with_regex_mapping
-from weft.input.packing import PackedSequences, token_stream
 from weft.input.tokenizers import Tokenizer
 
 # Documents are small: with Grain's default of 500 windows ahead, a start would take minutes.
@@ -189,23 +187,23 @@ class PairFeatures:
 def _tokenize_text(ds: Dataset, vocab: Tokenizer, newlines: str) -> Dataset:
     if newlines != "\n":
         escaped = newlines.replace("\\", "\\\\")
-        vocab = with_regex_mapping(vocab, encode_mapping=[("\n", escaped)])
-    return tokenize(ds, vocab={"text": vocab})
+        vocab = grain_text.with_regex_mapping(vocab, encode_mapping=[("\n", escaped)])
+    return grain_text.tokenize(ds, vocab={"text": vocab})
 
 
 def _correct_num_bytes(ds: grain.IterDataset, vocab: Tokenizer, newlines: str) -> grain.IterDataset:
     if newlines == "\n":
         return ds
     keys = {"input_key": "target_labels", "output_key": "target_num_bytes"}
-    counted = count_num_bytes(ds, vocab=vocab, newlines_replaced_with=newlines, **keys)
+    counted = grain_text.count_num_bytes(ds, vocab=vocab, newlines_replaced_with=newlines, **keys)
     return maybe_to_iter_dataset(counted)
 
 
 def _sequences(
     documents: list[np.ndarray], vocab: Tokenizer, max_len: int, *, stride: int | None = None
-) -> PackedSequences:
-    return PackedSequences(
-        token_stream(documents, eos_id=vocab.eos_id),
+) -> packing.PackedSequences:
+    return packing.PackedSequences(
+        packing.token_stream(documents, eos_id=vocab.eos_id),
         sequence_length=max_len,
         eos_id=vocab.eos_id,
         pad_id=vocab.pad_id,

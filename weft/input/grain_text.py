@@ -14,8 +14,7 @@ import numpy as np
 
 from weft.config import ConfigOr, maybe_instantiate
 from weft.errors import InputDatasetError, did_you_mean
-from weft.input.grain import Dataset
-from weft.input.token_cache import document_text
+from weft.input import grain, token_cache
 from weft.input.tokenizers import Tokenizer
 
 Substitutions = Sequence[tuple[str, str]]
@@ -68,8 +67,8 @@ def _substitute(mapping: Substitutions, text: str) -> str:
 
 
 def tokenize(
-    ds: Dataset, *, vocab: Mapping[str, ConfigOr[Tokenizer]], with_eos: bool = False
-) -> Dataset:
+    ds: grain.Dataset, *, vocab: Mapping[str, ConfigOr[Tokenizer]], with_eos: bool = False
+) -> grain.Dataset:
     """Replaces texts in examples by their tokens, `Int32["tokens"]`.
 
     Args:
@@ -89,7 +88,7 @@ def tokenize(
     def fn(example: Mapping[str, Any]) -> dict[str, Any]:
         tokens = {}
         for key, one in loaded.items():
-            ids = one.encode(document_text(example, key))
+            ids = one.encode(token_cache.document_text(example, key))
             tokens[key] = np.append(ids, np.int32(one.eos_id)) if with_eos else ids
         return {**example, **tokens}
 
@@ -121,13 +120,13 @@ def num_bytes(
 
 
 def count_num_bytes(
-    ds: Dataset,
+    ds: grain.Dataset,
     *,
     input_key: str,
     vocab: ConfigOr[Tokenizer],
     output_key: str,
     newlines_replaced_with: str | None = None,
-) -> Dataset:
+) -> grain.Dataset:
     """Adds the `num_bytes` of a field of tokens to examples, as `Int32[""]`.
 
     Args:
@@ -151,12 +150,12 @@ def count_num_bytes(
 
 
 def tokenize_turns(
-    ds: Dataset,
+    ds: grain.Dataset,
     *,
     vocab: ConfigOr[Tokenizer],
     templates: Mapping[str, str] = TURN_TEMPLATES,
     learned_role: str = "assistant",
-) -> Dataset:
+) -> grain.Dataset:
     r"""Tokenizes conversations, with the turns of the assistant as the only targets.
 
     An example has `messages`, a list of dicts of `role` and `content`; or a `prompt`, of the role

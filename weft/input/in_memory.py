@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import grain
 import grain.experimental
 import jax
 import numpy as np

@@ -38,15 +38,13 @@ import numpy as np
 from weft.config import ConfigOr, config_for_class, config_for_function, maybe_instantiate
 from weft.errors import EmptyCorpusError, InputDatasetError
 from weft.input import grain as grain_input
+from weft.input import grain_lm, packing, token_cache
 from weft.input.corpus import Corpus, Split, stdlib_corpus
-from weft.input.grain_lm import PairFeatures, next_token_pairs, pack_pairs
-from weft.input.packing import PackedSequences, token_stream
-from weft.input.token_cache import document_text, tokenize_documents
 from weft.input.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer
 
 
 def sequence_batches(
-    sources: Sequence[PackedSequences],
+    sources: Sequence[packing.PackedSequences],
     *,
     global_batch_size: int,
     is_training: bool,
@@ -111,7 +109,7 @@ def sequence_batches(
 class _SequenceMixture:
     """Sequences of several sources under one index, where those of one source are adjacent."""
 
-    def __init__(self, sources: Sequence[PackedSequences]):
+    def __init__(self, sources: Sequence[packing.PackedSequences]):
         self._sources = list(sources)
         self._starts = np.concatenate([[0], np.cumsum([len(source) for source in sources])])
 
@@ -176,7 +174,7 @@ def lm_text_source(
     loaded = as_tokenizer(tokenizer)
     documents = (loaded.encode(file.text) for file in corpus.split(split))
     pack = _packing(loaded, sequence_length, global_batch_size, is_training, segments)
-    stream = token_stream(documents, eos_id=loaded.eos_id)
+    stream = packing.token_stream(documents, eos_id=loaded.eos_id)
     return sequence_batches(
         [pack(stream, max_examples=max_examples)],
         global_batch_size=global_batch_size,
@@ -189,11 +187,11 @@ def lm_text_source(
 
 def _packing(
     tokenizer: Tokenizer, length: int, batch_size: int, is_training: bool, segments: bool
-) -> Callable[..., PackedSequences]:
+) -> Callable[..., packing.PackedSequences]:
     """Returns `PackedSequences` with all arguments but the stream."""
     grain_input.check_batch_size(batch_size)
     return functools.partial(
-        PackedSequences,
+        packing.PackedSequences,
         sequence_length=length,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
@@ -243,7 +241,7 @@ def lm_documents_source(
     loaded = as_tokenizer(tokenizer)
     pack = _packing(loaded, sequence_length, global_batch_size, is_training, segments)
     sources = [
-        pack(tokenize_documents(maybe_instantiate(dataset), loaded, text_key=text_key))
+        pack(token_cache.tokenize_documents(maybe_instantiate(dataset), loaded, text_key=text_key))
         for dataset in named.values()
     ]
     return sequence_batches(
@@ -310,7 +308,7 @@ def lm_stream_source(
         # Mapped first, while errors can name the document.
         tokenize = functools.partial(_tokenize, loaded, text_key, limit)
         tokens = {name: one.map(tokenize) for name, one in datasets.items()}
-        packed = pack_pairs(
+        packed = grain_lm.pack_pairs(
             grain_input.maybe_to_iter_dataset(
                 _mix_documents(tokens, weights, seed if is_training else None),
                 read_options=grain.ReadOptions(num_threads, 8 * num_threads),
@@ -324,7 +322,7 @@ def lm_stream_source(
             )
         rows = grain_input.feed_rows(global_batch_size, dispatch_config)
         batches = packed.batch(global_batch_size, drop_remainder=True)
-        return batches.map(PairFeatures(loaded, rows))
+        return batches.map(grain_lm.PairFeatures(loaded, rows))
 
     return build_dataset
 
@@ -351,11 +349,11 @@ def _tokenize(
     tokenizer: Tokenizer, text_key: str, limit: int | None, record: object
 ) -> dict[str, np.ndarray]:
     """Converts a document to `next_token_pairs`."""
-    tokens = tokenizer.encode(document_text(record, text_key))
+    tokens = tokenizer.encode(token_cache.document_text(record, text_key))
     if limit is not None and len(tokens) >= limit:
         raise InputDatasetError(
             f"the document has {len(tokens) + 1} tokens with its end, more than "
             f"sequence_length={limit}; leave it out, increase sequence_length, or "
             "set split_documents=True"
         )
-    return next_token_pairs(tokens, eos_id=tokenizer.eos_id)
+    return grain_lm.next_token_pairs(tokens, eos_id=tokenizer.eos_id)

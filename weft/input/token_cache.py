@@ -13,9 +13,8 @@ from typing import BinaryIO
 import numpy as np
 
 from weft.errors import EmptyCorpusError, InputDatasetError, InputReadError
-from weft.input.file_cache import cached_bytes
+from weft.input import file_cache, tokenizers
 from weft.input.records import Records, describe_record
-from weft.input.tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ def document_text(record: object, text_key: str) -> str | bytes:
 
 
 def tokenize_documents(
-    documents: Records, tokenizer: Tokenizer, *, text_key: str = "text"
+    documents: Records, tokenizer: tokenizers.Tokenizer, *, text_key: str = "text"
 ) -> np.ndarray:
     """Computes the `weft.input.packing.token_stream` of a dataset.
 
@@ -78,12 +77,12 @@ def tokenize_documents(
                 out.write(tokens.astype(dtype).tobytes())
                 out.write(eos)
 
-    tokens = cached_bytes("tokens", (data, ids, text_key), tokenize, num_bytes=num_bytes)
+    tokens = file_cache.cached_bytes("tokens", (data, ids, text_key), tokenize, num_bytes=num_bytes)
     return tokens.view(dtype)
 
 
 def _batches_of_tokens(
-    documents: Records, tokenizer: Tokenizer, text_key: str
+    documents: Records, tokenizer: tokenizers.Tokenizer, text_key: str
 ) -> Iterator[Sequence[np.ndarray]]:
     """Tokenizes many documents at a time, as some tokenizers use all cores for them."""
     encode_batch = getattr(tokenizer, "encode_batch", None)
@@ -112,7 +111,7 @@ def _batches_of_tokens(
 
 
 def _raise_for_document(
-    documents: Records, tokenizer: Tokenizer, text_key: str, indices: range
+    documents: Records, tokenizer: tokenizers.Tokenizer, text_key: str, indices: range
 ) -> None:
     for index in indices:
         record = documents[index]

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 import jax
 import jax.numpy as jnp
 
-from weft import errors, nnx
+from weft import errors, nnx, traverse_util
 from weft.core.filters import Filter
 from weft.core.meta import is_axis_metadata, unbox
 from weft.interop.models import Method, Path, RngsLike, path_text, resolve_method
 from weft.interop.nnx import NNXModel, ToNNX
 from weft.interop.variables import collection_of, to_linen_var, to_nnx_var
-from weft.traverse_util import flatten_dict, unflatten_dict
 
 __path__: list[str] = []  # its modules of earlier versions are found in the table of moved names
 
@@ -220,7 +219,7 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         if isinstance(self.scope, Scope):
             there = vars(self).get(name)
             if isinstance(there, nnx.Pytree) and name not in self.scope.given:
-                self.scope.given[name] = unflatten_dict(_module_variables(there))
+                self.scope.given[name] = traverse_util.unflatten_dict(_module_variables(there))
         self.set_attr_priority(name, AttrPriority.INIT_PARENT)
         setattr(self, name, child)
 
@@ -404,7 +403,7 @@ def _names_of_bases(cls: type) -> set[str]:
 
 def _given_variables(module: Module, variables: Mapping[str, Any]) -> dict[Any, Any]:
     found: dict[Path, Any] = {}
-    for (col, *rest), x in flatten_dict(variables).items():
+    for (col, *rest), x in traverse_util.flatten_dict(variables).items():
         path = tuple(rest)
         if path in found:
             raise errors.LayerVariablesError(
@@ -412,7 +411,7 @@ def _given_variables(module: Module, variables: Mapping[str, Any]) -> dict[Any, 
                 "module of NNX has one attribute of a name; leave one of them out."
             )
         found[path] = x if col == _ARRAYS else to_nnx_var(col, x, lay_out=False)
-    return unflatten_dict(found)
+    return traverse_util.unflatten_dict(found)
 
 
 _ARRAYS = "arrays"
@@ -456,7 +455,7 @@ def _unused_given(module: object) -> dict[Path, Any]:
         (*path, *below): leaf
         for path, x in nnx.iter_graph(module)
         if isinstance(x, Module) and isinstance(x.scope, Scope)
-        for below, leaf in flatten_dict(x.scope.given).items()
+        for below, leaf in traverse_util.flatten_dict(x.scope.given).items()
     }
 
 
@@ -472,7 +471,7 @@ def to_collections(leaves: Mapping[Path, Any]) -> dict[str, Any]:
             found[collection_of(type(leaf)), *path] = to_linen_var(leaf)
         else:
             found[_ARRAYS, *path] = leaf
-    return unflatten_dict(found)
+    return traverse_util.unflatten_dict(found)
 
 
 M = TypeVar("M")
@@ -511,7 +510,7 @@ def nnx_in_bridge_mdl(factory: Callable[[nnx.Rngs], M], name: str | None = None)
     model = NNXModel(lambda rngs: factory(rngs))
     keys = {stream: draw() for stream, draw in scope.rngs.items()}
     name = name or default_name(model.module_type(keys))
-    given = to_collections(flatten_dict(scope.given.pop(name, {})))
+    given = to_collections(traverse_util.flatten_dict(scope.given.pop(name, {})))
     made = model.merge_values(given, keys, mutable=False)[0]
     return _attach_child(parent, name, made)
 

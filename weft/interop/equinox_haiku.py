@@ -12,12 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from weft.core.filters import Filter, in_filter
-from weft.core.meta import unbox
-from weft.core.tabulate import is_array, split_arrays
-from weft.errors import LayerMethodError
+from weft import errors, traverse_util
+from weft.core import filters, meta, tabulate
 from weft.interop import models
-from weft.traverse_util import flatten_dict, unflatten_dict
 
 
 class EquinoxModel(models.Model):
@@ -56,7 +53,7 @@ class EquinoxModel(models.Model):
 
     def init(self, rngs, *args, training=None, method=None, **kwargs):
         key = models.single_key(rngs, "params", "default")
-        return unflatten_dict(_array_leaves(*self._make(key)))
+        return traverse_util.unflatten_dict(_array_leaves(*self._make(key)))
 
     def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
         eqx = models.import_library("equinox", "equinox")
@@ -75,27 +72,27 @@ class EquinoxModel(models.Model):
 
     def _fill_structure(self, variables: Mapping[str, Any]) -> tuple[Any, Any]:
         expected = _array_leaves(*self._structure)
-        values = {path: unbox(x) for path, x in flatten_dict(variables).items()}
+        values = {path: meta.unbox(x) for path, x in traverse_util.flatten_dict(variables).items()}
         models.check_variables(self.name, expected, values)
-        _, fill = split_arrays(self._structure)
+        _, fill = tabulate.split_arrays(self._structure)
         return fill([values[path] for path in expected])
 
 
 def _array_leaves(module: object, state: object) -> dict[models.Path, Any]:
     found: dict[models.Path, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(module):
-        if is_array(leaf):
+        if tabulate.is_array(leaf):
             is_parameter = jnp.issubdtype(leaf.dtype, jnp.inexact)
             names = [jax.tree_util.keystr((part,), simple=True) for part in path]
             found[("params" if is_parameter else "constants", *names)] = leaf
     for i, leaf in enumerate(jax.tree.leaves(state)):
-        if is_array(leaf):
+        if tabulate.is_array(leaf):
             found["state", str(i)] = leaf
     return found
 
 
-def _changed_state(before: list[Any], after: object, mutable: Filter) -> models.Variables:
-    if not in_filter(mutable, "state"):
+def _changed_state(before: list[Any], after: object, mutable: filters.Filter) -> models.Variables:
+    if not filters.in_filter(mutable, "state"):
         return {}
     pairs = zip(before, jax.tree.leaves(after), strict=True)
     changed = {str(i): new for i, (old, new) in enumerate(pairs) if new is not old}
@@ -132,7 +129,7 @@ class HaikuModel(models.Model):
             pair = hk.transform_with_state(run)
             return pair.init, pair.apply, models.add_mode(called, kwargs, training)  # pyright: ignore[reportArgumentType]
         if method not in (None, "__call__"):
-            raise LayerMethodError(
+            raise errors.LayerMethodError(
                 f"a transformed function of Haiku was asked for its method {method!r}; it has "
                 "none, so transform the method itself."
             )
@@ -152,20 +149,20 @@ class HaikuModel(models.Model):
         params, state = (_join_module_path(variables.get(col, {})) for col in ("params", "state"))
         key = models.single_key(rngs, "default", "dropout")
         out, after = apply(params, state, key, *args, **kwargs)
-        changed = _nest_by_module_path(after) if in_filter(mutable, "state") else {}
+        changed = _nest_by_module_path(after) if filters.in_filter(mutable, "state") else {}
         return out, {"state": changed} if changed else {}
 
 
 def _nest_by_module_path(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[models.Path, Any] = {}
     for module, values in tree.items():
-        for path, value in flatten_dict(values).items():
+        for path, value in traverse_util.flatten_dict(values).items():
             found[(*module.split("/"), *path)] = value
-    return unflatten_dict(found)
+    return traverse_util.unflatten_dict(found)
 
 
 def _join_module_path(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for (*module, name), value in flatten_dict(tree).items():
-        found.setdefault("/".join(module), {})[name] = unbox(value)
+    for (*module, name), value in traverse_util.flatten_dict(tree).items():
+        found.setdefault("/".join(module), {})[name] = meta.unbox(value)
     return found

@@ -8,21 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
+from weft import config as config_lib
 from weft import errors
-from weft.config import REQUIRED, InstantiableConfig, Required, config_class
+from weft.config import functions
 from weft.config.configurable import needs_allow
-from weft.config.functions import CallConfig, ClassConfigBase
+from weft.core import filters, logical, meta, spmd, tabulate
 from weft.core.axis_rules import composite_rules, get_logical_axis_rules
-from weft.core.filters import DenyList, in_filter
-from weft.core.logical import LogicallyPartitioned, logical_to_mesh_axes, names_to_mesh_axes
-from weft.core.meta import Partitioned, is_axis_metadata, unbox
 from weft.core.partial_eval import partial_eval
-from weft.core.spmd import constrain
-from weft.core.tabulate import split_arrays
-from weft.functional.linear import default_dot_general
-from weft.functional.rounding import cast_floats
+from weft.functional import cast_floats, default_dot_general
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, functional, get_public_method, nowrap
 from weft.hierarchy.parameter_spec import pad_axes
@@ -50,7 +44,7 @@ class HierarchyModel(Model):
         _check_is_layer(config, kwargs)
         made = config.default_config() if isinstance(config, type) else config  # pyright: ignore[reportAttributeAccessIssue]
         self.config = made.clone(**kwargs)
-        is_named = self.config.name is not REQUIRED
+        is_named = self.config.name is not config_lib.REQUIRED
         named = self.config if is_named else self.config.clone(name="layer")
         self._layer: Module = named.instantiate(parent=None)
 
@@ -94,7 +88,7 @@ class HierarchyModel(Model):
         if not isinstance(layer, BaseLayer):
             return {}
         state = layer.initialize_parameters_recursively(key)
-        arrays, fill = split_arrays((state, args, kwargs))
+        arrays, fill = tabulate.split_arrays((state, args, kwargs))
 
         def state_updates(arrays: list[Any], key: jax.Array) -> Any:
             state, args, kwargs = fill(arrays)
@@ -113,7 +107,7 @@ class HierarchyModel(Model):
         specs = self._specs()
         given = {col: variables.get(col, {}) for col in ("params", "state")}
         places = {tuple(path): col for (col, *path) in flatten_dict(given)}
-        values = {tuple(path): unbox(x) for (_, *path), x in flatten_dict(given).items()}
+        values = {tuple(path): meta.unbox(x) for (_, *path), x in flatten_dict(given).items()}
         models.check_variables(self.name, flatten_dict(specs), values)
         key = models.single_key(rngs, "default", "dropout")
         state = jax.tree_util.tree_map_with_path(
@@ -127,7 +121,7 @@ class HierarchyModel(Model):
         for col in ("summaries", "module_outputs"):
             found.update(((col, *path), x) for path, x in flatten_dict(getattr(side, col)).items())
         return out, unflatten_dict(
-            {path: x for path, x in found.items() if in_filter(mutable, path[0])}
+            {path: x for path, x in found.items() if filters.in_filter(mutable, path[0])}
         )
 
 
@@ -136,15 +130,15 @@ def _boxed(value: object, spec: ParameterSpec) -> Any:
     return _NamedAxes(value, names) if any(names) else value
 
 
-class _NamedAxes(Partitioned):
+class _NamedAxes(meta.Partitioned):
     """A parameter whose axes have names: mesh axes, or names that the context's rules map to some.
 
     The mesh is by default that of `jax.set_mesh`.
     """
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        layout = names_to_mesh_axes(self.names)
-        return constrain(self.value, layout, self.mesh) if apply_constraint else self.value
+        layout = logical.names_to_mesh_axes(self.names)
+        return spmd.constrain(self.value, layout, self.mesh) if apply_constraint else self.value
 
 
 def _check_is_layer(config: object, kwargs: Mapping[str, Any]) -> None:
@@ -173,7 +167,7 @@ class InHierarchy(BaseLayer):
     their initialization and layout.
     """
 
-    @config_class
+    @config_lib.config_class
     class Config(BaseLayer.Config):
         """Configures an InHierarchy.
 
@@ -183,10 +177,10 @@ class InHierarchy(BaseLayer):
             inputs: of a call: arrays or `jax.ShapeDtypeStruct`.
         """
 
-        layer: Required[Any] = REQUIRED
+        layer: config_lib.Required[Any] = config_lib.REQUIRED
         args: tuple = ()
         kwargs: dict[str, Any] = {}
-        inputs: Required[tuple] = REQUIRED
+        inputs: config_lib.Required[tuple] = config_lib.REQUIRED
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -303,7 +297,7 @@ class InHierarchy(BaseLayer):
         state: Any = self.state
         given, real = flatten_dict(state), {_string_path(path): path for path in wanted}
         models.check_variables(
-            self._model.name, {_string_path(p): unbox(x) for p, x in wanted.items()}, given
+            self._model.name, {_string_path(p): meta.unbox(x) for p, x in wanted.items()}, given
         )
         trained = {col for col, *_ in real.values() if self._model.trains(col)}
         with use_eager_sharding(False), self._quantized():
@@ -311,7 +305,7 @@ class InHierarchy(BaseLayer):
                 unflatten_dict({real[path]: x for path, x in given.items() if path in real}),
                 *args,
                 rngs={} if self.prng_key is None else {"default": self.prng_key},
-                mutable=DenyList(tuple(trained)),
+                mutable=filters.DenyList(tuple(trained)),
                 training=self.is_training,
                 **kwargs,
             )
@@ -342,7 +336,7 @@ def _string_path(path: Path) -> tuple[str, ...]:
 
 
 def _unboxed_values(variables: Mapping[str, Any]) -> dict[Path, Any]:
-    return {_string_path(path): unbox(x) for path, x in flatten_dict(variables).items()}
+    return {_string_path(path): meta.unbox(x) for path, x in flatten_dict(variables).items()}
 
 
 def _sown_value(value: object) -> Any:
@@ -358,20 +352,20 @@ def _names(x: object) -> tuple[Any, ...]:
     if isinstance(x, NNXMeta):
         names = x.metadata.get("out_sharding")
         return tuple(getattr(names, "spec", names) or ())
-    return tuple(getattr(x, "get_partition_spec", tuple)()) if is_axis_metadata(x) else ()
+    return tuple(getattr(x, "get_partition_spec", tuple)()) if meta.is_axis_metadata(x) else ()
 
 
-def _layout(x: object) -> PartitionSpec:
+def _layout(x: object) -> jax.sharding.PartitionSpec:
     names = _names(x)
-    if isinstance(x, LogicallyPartitioned):
-        return logical_to_mesh_axes(names, x.rules) or PartitionSpec()
+    if isinstance(x, logical.LogicallyPartitioned):
+        return logical.logical_to_mesh_axes(names, x.rules) or jax.sharding.PartitionSpec()
     own = x.metadata.get("sharding_rules") if isinstance(x, NNXMeta) else None
-    return names_to_mesh_axes(names, composite_rules(get_logical_axis_rules(), own))
+    return logical.names_to_mesh_axes(names, composite_rules(get_logical_axis_rules(), own))
 
 
 def _spec(x: Any, *, is_state: bool) -> Any:
     layout, names = _layout(x), _names(x)
-    is_logical = isinstance(x, LogicallyPartitioned) or tuple(layout) != names
+    is_logical = isinstance(x, logical.LogicallyPartitioned) or tuple(layout) != names
     scale = 0.0 if is_state else None
 
     def spec(value: Any) -> ParameterSpec:
@@ -384,7 +378,7 @@ def _spec(x: Any, *, is_state: bool) -> Any:
             is_state=is_state,
         )
 
-    return jax.tree.map(spec, unbox(x))
+    return jax.tree.map(spec, meta.unbox(x))
 
 
 def as_hierarchy(x: object, /, *args: object, inputs: object = (), **kwargs: object) -> Any:
@@ -414,8 +408,8 @@ def as_hierarchy(x: object, /, *args: object, inputs: object = (), **kwargs: obj
     return InHierarchy.default_config().set(layer=x, args=args, kwargs=kwargs, inputs=inputs)
 
 
-def as_child_config(x: Any) -> InstantiableConfig:
+def as_child_config(x: Any) -> config_lib.InstantiableConfig:
     """Returns the config of a child that is not the config of a module, see `Module._add_child`."""
-    is_layer = isinstance(x, ClassConfigBase) and models.adapter_of(x.klass)
-    makes_module = isinstance(x, CallConfig) and {"name", "parent"} <= set(x.keys())
+    is_layer = isinstance(x, functions.ClassConfigBase) and models.adapter_of(x.klass)
+    makes_module = isinstance(x, functions.CallConfig) and {"name", "parent"} <= set(x.keys())
     return x if makes_module and not is_layer else as_hierarchy(x)

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from weft import linen
+from weft import errors, linen
 from weft.core.filters import Filter
-from weft.errors import UnknownLayerError
 from weft.interop import models
 from weft.interop.models import Keys, Method, Model, Variables
 from weft.linen.state import without_parent
@@ -30,7 +29,7 @@ class LinenModel(Model):
         with self._without_parent():
             made = module(*args, **kwargs) if isinstance(module, type) else module
             if not isinstance(made, self._base_class()):
-                raise UnknownLayerError(
+                raise errors.UnknownLayerError(
                     f"a module of Linen was to be used, and a {type(made).__name__} was given; "
                     "give one, or let weft.interop.model_of say what it is."
                 )

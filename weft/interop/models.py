@@ -17,8 +17,7 @@ import jax
 
 from weft import errors
 from weft.config import REQUIRED, ClassConfigBase, FunctionConfigBase, InMemory, InstantiableConfig
-from weft.core.filters import Filter
-from weft.core.meta import is_axis_metadata
+from weft.core import filters, meta
 from weft.nnx.rngs import Rngs
 from weft.nnx.state import path_text
 from weft.nnx.versions import StaticValue
@@ -76,7 +75,7 @@ class Model(abc.ABC):
         variables: Mapping[str, Any],
         *args: object,
         rngs: Keys,
-        mutable: Filter,
+        mutable: filters.Filter,
         training: bool | None = None,
         method: str | None = None,
         **kwargs: object,
@@ -188,7 +187,7 @@ def resolve_method(layer: object, method: Method, name: str) -> Callable[..., An
 
 def rebox(before: Any, value: Any) -> Any:
     """Puts a value into the box of the one before it, if any."""
-    if is_axis_metadata(before) and not is_axis_metadata(value):
+    if meta.is_axis_metadata(before) and not meta.is_axis_metadata(value):
         return before.replace_boxed(value)
     return value
 

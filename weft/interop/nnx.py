@@ -12,14 +12,10 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 
-from weft import nnx
+from weft import errors, nnx
+from weft.core import meta, partial_eval, tabulate
 from weft.core.filters import DenyList, Filter, in_filter
-from weft.core.meta import global_mesh_defined, unbox
-from weft.core.partial_eval import partial_eval_or_shapes
-from weft.core.tabulate import to_shapes
-from weft.errors import InvalidRngError, LayerVariablesError, TransformArgumentError
-from weft.interop import models
-from weft.interop.linen import LinenModel
+from weft.interop import linen, models
 from weft.interop.models import Keys, Method, Model, Path, RngsLike, Variables
 from weft.interop.variables import collection_of, to_linen_var, to_nnx_var
 from weft.linen.state import without_parent
@@ -77,7 +73,7 @@ class ToNNX(nnx.Module):
     @property
     def _model(self) -> Model:
         module = self.to_nnx__module
-        return module if isinstance(module, Model) else LinenModel(module)
+        return module if isinstance(module, Model) else linen.LinenModel(module)
 
     def lazy_init(self, *args: Any, rngs: RngsLike = None, **kwargs: Any) -> Self:
         """Makes the variables and returns the module itself; arguments are those of a call."""
@@ -138,7 +134,7 @@ class ToNNX(nnx.Module):
         keys = {}
         for name, stream in [] if rngs is None else rngs.items():
             # Streams that this module's model was not given are none of the Linen module either.
-            with contextlib.suppress(InvalidRngError):
+            with contextlib.suppress(errors.InvalidRngError):
                 keys[name] = stream()
         return keys
 
@@ -153,7 +149,7 @@ class ToNNX(nnx.Module):
         found: dict[Path, Any] = {}
         for path, x in self._own_variables().items():
             if not isinstance(x, nnx.Variable):
-                raise LayerVariablesError(
+                raise errors.LayerVariablesError(
                     f"{type(self).__name__} of {self._model.name} has the attribute "
                     f"{models.path_text(path)!r} of type {type(x).__name__}, which is in no "
                     "collection; make it a variable, such as nnx.Param."
@@ -172,7 +168,7 @@ class ToNNX(nnx.Module):
             path, kind = tuple(rest), nnx.variable_type_from_name(col, allow_register=True)
             before: Any = new.get(path, there.get(path))
             if path in new or (before is not None and type(before) is not kind):
-                raise LayerVariablesError(
+                raise errors.LayerVariablesError(
                     f"{self._model.name} has a variable {models.path_text(path)!r} in the "
                     f"collections {collection_of(type(before))!r} and {col!r}, and a module of "
                     "NNX has one attribute of a name; rename one of them."
@@ -210,7 +206,7 @@ def lazy_init(fn: ModuleOrMethod, *args: Any, **kwargs: Any) -> ModuleOrMethod:
     """
     of = fn if isinstance(fn, nnx.Module) else getattr(getattr(fn, "func", fn), "__self__", None)
     if not isinstance(of, nnx.Module) or not callable(fn):
-        raise TransformArgumentError(
+        raise errors.TransformArgumentError(
             f"lazy_init was given {fn!r}; give a module of NNX that can be called, or a method of "
             "one, such as model.encode."
         )
@@ -342,7 +338,7 @@ class NNXModel(Model):
         def build(rngs: Keys) -> list[Any]:
             graphdef, leaves = self._leaves(self.make(rngs))
             shapes = {
-                path: self._with_value(leaf, to_shapes(_raw_value(leaf)))
+                path: self._with_value(leaf, tabulate.to_shapes(_raw_value(leaf)))
                 for path, leaf in leaves.items()
             }
             found[:] = [graphdef, shapes]
@@ -357,7 +353,7 @@ class NNXModel(Model):
             streams = {"default": jax.random.key(0), **rngs}
             values = build(streams)
         else:
-            values = partial_eval_or_shapes(build, streams)
+            values = partial_eval.partial_eval_or_shapes(build, streams)
         paths = [path for path, leaf in found[1].items() if self._is_key(leaf)]
         return _AbstractModule(found[0], found[1], dict(zip(paths, values, strict=True)))
 
@@ -384,7 +380,7 @@ class NNXModel(Model):
         if missing and all(in_filter(mutable, path[0]) for path in missing):
             first = self.collections(self.make(rngs))
             made = {path: first[path] for path in missing}
-        values = {path: unbox(x) for path, x in given.items()}
+        values = {path: meta.unbox(x) for path, x in given.items()}
         values.update((path, _raw_value(x)) for path, x in made.items())
         models.check_variables(self.name, wanted, values, shapes=False)
         parameters = {p: _raw_value(x) for p, x in wanted.items() if p[0] == "params"}
@@ -408,7 +404,7 @@ class NNXModel(Model):
         there, name = ", ".join(map(repr, rngs)) or "none", self.name
 
         def refuse(*_: object) -> Any:
-            raise InvalidRngError(
+            raise errors.InvalidRngError(
                 f"{name} draws a key from a PRNG stream that it was not given; it was given: "
                 f"{there}. Give one for each stream that it draws from, such as "
                 "rngs={'dropout': key}, or let the layer not draw."
@@ -439,7 +435,7 @@ class NNXModel(Model):
             )
 
     def _new(self, col: str, value: object) -> Any:
-        return to_nnx_var(col, value) if col != "arrays" else unbox(value)
+        return to_nnx_var(col, value) if col != "arrays" else meta.unbox(value)
 
     # Using it.
 
@@ -517,7 +513,7 @@ class InNNX(ToNNX):
         self.deterministic: bool | None = None
 
     def _applies_layout(self, x: object) -> bool:
-        return global_mesh_defined() or getattr(x, "mesh", None) is not None
+        return meta.global_mesh_defined() or getattr(x, "mesh", None) is not None
 
     def _with_mode(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         has_mode = self.deterministic is not None

@@ -12,9 +12,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from weft import linen, nnx
+from weft import errors, linen, nnx
 from weft.core.frozen_dict import FrozenDict
-from weft.errors import GraphStructureError, RngStreamNotFoundError
 from weft.interop.linen import draw_keys, rebox_all, store_variables
 from weft.interop.models import Keys, Method
 from weft.interop.nnx import NNXModel
@@ -69,7 +68,7 @@ class ToLinen(linen.Module):
     def _make_module(self, model: NNXModel, rngs: Keys) -> Any:
         try:
             return model.make(rngs)
-        except RngStreamNotFoundError as error:
+        except errors.RngStreamNotFoundError as error:
             error.add_note(
                 f"{model.name} is made by a module of Linen, whose streams are its own: give "
                 "`init` a key for each, as in init({'params': key, 'dropout': other_key}, ...)."
@@ -129,7 +128,7 @@ class Functional(Generic[M]):
         Calls return the result, description and state. Raises GraphStructureError before `init`.
         """
         if self.graphdef is None:
-            raise GraphStructureError(
+            raise errors.GraphStructureError(
                 f"the structure of {self.module_type.__name__} is known after `init` was called; "
                 "call it once before `apply`."
             )

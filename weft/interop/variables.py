@@ -12,21 +12,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
 
-from weft import nnx
-from weft.core.meta import AxisMetadata, Partitioned, is_axis_metadata
-from weft.core.spmd import constrain, get_pspec
-from weft.errors import LayerVariablesError, VariableTypeError
+from weft import errors, nnx, serialization
+from weft.core import meta, spmd
 from weft.nnx.versions import StaticValue
-from weft.serialization import from_state_dict, register_serialization_state, to_state_dict
 
 _BOX = "linen_meta_type"
 """The metadata entry with the class of the box that the other entries came from."""
 
 
 @dataclasses.dataclass(frozen=True)
-class NNXMeta(AxisMetadata):
+class NNXMeta(meta.AxisMetadata):
     """A value in a Linen collection with the metadata of its NNX variable.
 
     Attributes:
@@ -53,7 +49,7 @@ class NNXMeta(AxisMetadata):
         """Returns the value, sharded over the mesh of the metadata or of `jax.set_mesh`, if any."""
         if not self._names:
             return self.value
-        return constrain(self.value, self.get_partition_spec(), self.metadata.get("mesh"))
+        return spmd.constrain(self.value, self.get_partition_spec(), self.metadata.get("mesh"))
 
     def replace_boxed(self, val: object) -> Self:
         return self.replace(value=val)
@@ -64,17 +60,17 @@ class NNXMeta(AxisMetadata):
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
         return self._renamed(lambda names: names.remove_axis(index, params))
 
-    def _renamed(self, change: Callable[[Partitioned], Partitioned]) -> Self:
+    def _renamed(self, change: Callable[[meta.Partitioned], meta.Partitioned]) -> Self:
         if self._names is None:
             return self
         names = getattr(self._names, "spec", self._names)
-        changed = change(Partitioned(self.value, tuple(names))).names
+        changed = change(meta.Partitioned(self.value, tuple(names))).names
         return self.replace(metadata={**self.metadata, "out_sharding": changed})
 
-    def get_partition_spec(self) -> PartitionSpec:
+    def get_partition_spec(self) -> jax.sharding.PartitionSpec:
         """Returns the layout of the metadata, by its rules and those of the context."""
-        spec = get_pspec(self._names, self.metadata.get("sharding_rules"))
-        return PartitionSpec() if spec is None else spec
+        spec = spmd.get_pspec(self._names, self.metadata.get("sharding_rules"))
+        return jax.sharding.PartitionSpec() if spec is None else spec
 
     def to_nnx_variable(self) -> nnx.Variable[Any]:
         """Returns the NNX variable."""
@@ -97,11 +93,11 @@ def _register() -> None:
         made,
         lambda box: ([box.value], static(box)),
     )
-    register_serialization_state(
+    serialization.register_serialization_state(
         NNXMeta,
-        lambda box: {"value": to_state_dict(box.value)},
+        lambda box: {"value": serialization.to_state_dict(box.value)},
         lambda box, state: box.replace(
-            value=from_state_dict(box.value, state["value"], name="value")
+            value=serialization.from_state_dict(box.value, state["value"], name="value")
         ),
     )
 
@@ -111,10 +107,10 @@ _register()
 
 def collection_of(kind: type[nnx.Variable[Any]]) -> str:
     """Returns the collection of a kind of variable: its registered name or its class's."""
-    with contextlib.suppress(VariableTypeError):
+    with contextlib.suppress(errors.VariableTypeError):
         return nnx.variable_name_from_type(kind)
     # Where another class of this name was there before, the collection is the same.
-    with contextlib.suppress(VariableTypeError):
+    with contextlib.suppress(errors.VariableTypeError):
         nnx.register_variable_name(kind.__name__, kind)
     return kind.__name__
 
@@ -143,17 +139,17 @@ def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> nnx.Variable[Any]:
     Raises LayerVariablesError for a box of another kind, or of a class that cannot be metadata.
     """
     kind = nnx.variable_type_from_name(col, allow_register=True)
-    if not is_axis_metadata(x):
+    if not meta.is_axis_metadata(x):
         return kind(x)
     if isinstance(x, NNXMeta):
         if collection_of(x.var_type) != col:
-            raise LayerVariablesError(
+            raise errors.LayerVariablesError(
                 f"the collection {col!r} has an NNXMeta of a {x.var_type.__name__}, whose "
                 f"collection is {collection_of(x.var_type)!r}; put it there."
             )
         return x.to_nnx_variable()
     if not hasattr(x, "to_nnx_metadata"):
-        raise LayerVariablesError(
+        raise errors.LayerVariablesError(
             f"the collection {col!r} has a {type(x).__name__}, which cannot become the metadata "
             "of a variable; give its class the methods to_nnx_metadata and from_nnx_metadata, as "
             "Partitioned has them."
@@ -164,7 +160,7 @@ def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> nnx.Variable[Any]:
 
 
 def with_partitioning(
-    fn: Callable[..., Any], names: object, mesh: Mesh | None = None
+    fn: Callable[..., Any], names: object, mesh: jax.sharding.Mesh | None = None
 ) -> Callable[..., nnx.VariableMetadata]:
     """Returns an initializer for bridge modules whose values have a layout.
 
@@ -175,7 +171,7 @@ def with_partitioning(
 
     @functools.wraps(fn)
     def initialize(*args: object, **kwargs: object) -> nnx.VariableMetadata:
-        metadata = {"out_sharding": names, "mesh": mesh, _BOX: Partitioned}
+        metadata = {"out_sharding": names, "mesh": mesh, _BOX: meta.Partitioned}
         return nnx.VariableMetadata(fn(*args, **kwargs), metadata=metadata)
 
     return initialize

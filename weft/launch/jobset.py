@@ -19,25 +19,18 @@ from typing import Any
 
 from weft.config import REQUIRED, Required, config_class
 from weft.errors import JobConfigError
-from weft.launch.job import (
-    COORDINATOR_ADDRESS,
-    RENDEZVOUS_TOKEN,
-    TRY_AGAIN,
-    USAGE_EXIT_CODE,
-    Job,
-    check_text,
-)
+from weft.launch import job as job_lib
 
 _LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 _REPLICATED_JOB = "workers"
 _COORDINATOR_PORT = 8476
-_IS_USAGE_ERROR = {"containerName": "main", "operator": "In", "values": [USAGE_EXIT_CODE]}
+_IS_USAGE_ERROR = {"containerName": "main", "operator": "In", "values": [job_lib.USAGE_EXIT_CODE]}
 _LONGEST_NAME = 63
 # Kubernetes appends a hyphen and five letters to the name of a pod.
 _POD_SUFFIX = 6
 
 
-class JobSetJob(Job):
+class JobSetJob(job_lib.Job):
     """Processes as Kubernetes pods.
 
     >>> cfg = JobSetJob.default_config().set(name="lm", command=["weft", "train", "lm"])
@@ -46,7 +39,7 @@ class JobSetJob(Job):
     """
 
     @config_class
-    class Config(Job.Config):
+    class Config(job_lib.Job.Config):
         """Configures a JobSetJob.
 
         Attributes:
@@ -74,10 +67,12 @@ class JobSetJob(Job):
         cfg, where = self.config, f"JobSetJob {self.config.name!r}"
         expected = "lowercase letters, digits and hyphens, not starting or ending with a hyphen"
         for field in ("name", "namespace", "volume_claim"):
-            check_text(where, field, getattr(cfg, field), _LABEL, expected)
-        check_text(where, "image", cfg.image, r"\S+", "the name of an image, without spaces")
+            job_lib.check_text(where, field, getattr(cfg, field), _LABEL, expected)
+        job_lib.check_text(
+            where, "image", cfg.image, r"\S+", "the name of an image, without spaces"
+        )
         for field in ("mount_path", "working_dir"):
-            check_text(where, field, getattr(cfg, field), r"/[^\s:]+", "an absolute path")
+            job_lib.check_text(where, field, getattr(cfg, field), r"/[^\s:]+", "an absolute path")
         too_long = len(self._pod_name(cfg.num_processes - 1)) + _POD_SUFFIX - _LONGEST_NAME
         if too_long > 0:
             raise JobConfigError(
@@ -107,9 +102,7 @@ class JobSetJob(Job):
             "completionMode": "Indexed",
             # Failed pods are not replaced individually: the others wait for the lost process.
             "backoffLimit": 0,
-            "podFailurePolicy": {
-                "rules": [{"action": "FailJob", "onExitCodes": _IS_USAGE_ERROR}],
-            },
+            "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": _IS_USAGE_ERROR}]},
             "template": {"spec": self._pod()},
         }
         labels = {"labels": dict(cfg.labels)} if cfg.labels else {}
@@ -159,9 +152,9 @@ class JobSetJob(Job):
             resources["nvidia.com/gpu"] = str(cfg.gpus_per_process)
         variables = {
             **self.environment,
-            COORDINATOR_ADDRESS: self.coordinator_address,
+            job_lib.COORDINATOR_ADDRESS: self.coordinator_address,
             # A preempted pod that saved has not finished, which exit code 0 would claim.
-            **TRY_AGAIN,
+            **job_lib.TRY_AGAIN,
         }
         token = {"secretKeyRef": {"name": self._secret_name, "key": "token"}}
         container: dict[str, Any] = {
@@ -170,7 +163,7 @@ class JobSetJob(Job):
             "command": list(cfg.command),
             "env": [
                 *({"name": name, "value": value} for name, value in variables.items()),
-                {"name": RENDEZVOUS_TOKEN, "valueFrom": token},
+                {"name": job_lib.RENDEZVOUS_TOKEN, "valueFrom": token},
             ],
             "ports": [{"containerPort": _COORDINATOR_PORT}],
         }

@@ -9,15 +9,8 @@ import secrets
 import socket
 import sys
 
-from weft.config import config_class
-from weft.errors import JobConfigError
-from weft.launch.job import (
-    COORDINATOR_ADDRESS,
-    PROCESS_ID,
-    RENDEZVOUS_TOKEN,
-    USAGE_EXIT_CODE,
-    Job,
-)
+from weft import config, errors
+from weft.launch.job import COORDINATOR_ADDRESS, PROCESS_ID, RENDEZVOUS_TOKEN, USAGE_EXIT_CODE, Job
 from weft.launch.processes import Ended, Outcome, PrefixedLines, ProcessGroup
 
 
@@ -30,7 +23,7 @@ class LocalJob(Job):
     0
     """
 
-    @config_class
+    @config.config_class
     class Config(Job.Config):
         """Configures a LocalJob.
 
@@ -111,7 +104,7 @@ class LocalJob(Job):
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         visible = visible or [str(i) for i in range(needed)]
         if len(visible) < needed:
-            raise JobConfigError(
+            raise errors.JobConfigError(
                 f"{self._where('gpus_per_process')}={cfg.gpus_per_process} for "
                 f"num_processes={cfg.num_processes} needs {needed} GPUs, but "
                 f"CUDA_VISIBLE_DEVICES={','.join(visible)} has {len(visible)}. Request fewer."

@@ -10,21 +10,14 @@ from collections.abc import Sequence
 
 from weft.config import config_class
 from weft.errors import JobConfigError, MissingExtraError
-from weft.launch.job import (
-    COORDINATOR_ADDRESS,
-    RENDEZVOUS_TOKEN,
-    TRY_AGAIN,
-    USAGE_EXIT_CODE,
-    Job,
-    check_text,
-)
+from weft.launch import job
 
 # Drawn when the job starts, so that it is not stored in a file; srun passes it to the processes.
-_TOKEN_LINE = f'export {RENDEZVOUS_TOKEN}="$(od -An -N16 -tx1 /dev/urandom | tr -d " \\n")"'
+_TOKEN_LINE = f'export {job.RENDEZVOUS_TOKEN}="$(od -An -N16 -tx1 /dev/urandom | tr -d " \\n")"'
 _TIME = r"\d+|\d+:\d\d(:\d\d)?|\d+-\d\d?(:\d\d){0,2}"
 
 
-class SlurmJob(Job):
+class SlurmJob(job.Job):
     """Processes on the nodes of a Slurm cluster.
 
     >>> cfg = SlurmJob.default_config().set(name="lm", command=["weft", "train", "lm"])
@@ -33,7 +26,7 @@ class SlurmJob(Job):
     """
 
     @config_class
-    class Config(Job.Config):
+    class Config(job.Job.Config):
         """Configures a SlurmJob.
 
         Attributes:
@@ -66,12 +59,12 @@ class SlurmJob(Job):
         where = f"SlurmJob {cfg.name!r}"
         one_word = "one word, since a directive of sbatch ends at a space"
         for field in ("name", "partition", "account", "output", "memory_per_node"):
-            check_text(where, field, getattr(cfg, field), r"[^\s'\"\\]+", one_word)
+            job.check_text(where, field, getattr(cfg, field), r"[^\s'\"\\]+", one_word)
         for name, value in cfg.sbatch.items():
-            check_text(where, "sbatch", name, r"[a-z][a-z0-9-]*", "names, as in --name=value")
-            check_text(where, f"sbatch[{name!r}]", value, r"[^\s'\"\\]*", one_word)
+            job.check_text(where, "sbatch", name, r"[a-z][a-z0-9-]*", "names, as in --name=value")
+            job.check_text(where, f"sbatch[{name!r}]", value, r"[^\s'\"\\]*", one_word)
         expected = "Slurm's time format: 90 (minutes), 8:00:00 or 2-12:00:00"
-        check_text(where, "time", cfg.time, _TIME, expected)
+        job.check_text(where, "time", cfg.time, _TIME, expected)
         both = sorted(self._own_directives().keys() & cfg.sbatch.keys())
         if both:
             raise JobConfigError(
@@ -118,7 +111,7 @@ class SlurmJob(Job):
             *self._exports(),
             "# The processes meet on the first node; Slurm tells each of them which one it is.",
             'first_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"',
-            f'export {COORDINATOR_ADDRESS}="$first_node:$((61440 + SLURM_JOB_ID % 4096))"',
+            f'export {job.COORDINATOR_ADDRESS}="$first_node:$((61440 + SLURM_JOB_ID % 4096))"',
             _TOKEN_LINE,
             "",
         ]
@@ -131,7 +124,7 @@ class SlurmJob(Job):
         if cfg.max_tries > 1:
             again = f"${{SLURM_RESTART_COUNT:-0}} < {cfg.max_tries - 1}"
             lines += [
-                f"if (( code != {USAGE_EXIT_CODE} && {again} )); then",
+                f"if (( code != {job.USAGE_EXIT_CODE} && {again} )); then",
                 '  scontrol requeue "$SLURM_JOB_ID"',
                 "fi",
             ]
@@ -144,7 +137,7 @@ class SlurmJob(Job):
         return ["--kill-on-bad-exit=1", *of_cores]
 
     def _exports(self) -> list[str]:
-        again = TRY_AGAIN if self.config.max_tries > 1 else {}
+        again = job.TRY_AGAIN if self.config.max_tries > 1 else {}
         variables = {**self.environment, **again}
         return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 

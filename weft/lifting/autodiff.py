@@ -7,22 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.custom_derivatives import zero_from_primal
-from jax.lax import stop_gradient
 
-from weft.lifting.kind import (
-    Kind,
-    PureArgs,
-    PureResults,
-    Units,
-    call_pure,
-    commit_results,
-    is_state_node,
-    split_args,
-)
-from weft.lifting.roles import DIFF
+from weft.lifting import kind as kind_lib
+from weft.lifting import roles, trace_cache
+from weft.lifting.kind import Kind, PureArgs, PureResults, Units
 from weft.lifting.signature import named_after
-from weft.lifting.trace_cache import LazyCached
 from weft.typing import Fn
 
 
@@ -31,10 +20,10 @@ class _Call:
 
     def __init__(self, kind: Kind, args: object, wrt: object, call: Fn | None = None):
         self._kind = kind
-        self._outer, pure_args = split_args(kind, args, wrt, "wrt", call=call)
+        self._outer, pure_args = kind_lib.split_args(kind, args, wrt, "wrt", call=call)
         units = Units.of_pure_args(kind, pure_args)
-        self.diff = units.values_with_role(DIFF)
-        self.rest = [None if role is DIFF else value for value, role in units.pairs()]
+        self.diff = units.values_with_role(roles.DIFF)
+        self.rest = [None if role is roles.DIFF else value for value, role in units.pairs()]
         # Values that outlive the call hold no arrays of it.
         self.units = units.without_values()
         self.run = functools.partial(_run, self.units)
@@ -50,19 +39,21 @@ class _Call:
         return named_after(fn, of_diff)
 
     def write_back(self, results: PureResults) -> Any:
-        return commit_results(self._kind, self._outer, results)
+        return kind_lib.commit_results(self._kind, self._outer, results)
 
 
 def _run(units: Units, fn: Fn, diff: list[Any], rest: list[Any]) -> PureResults:
-    inside = units.with_values(rest).with_role_replaced(DIFF, diff)
-    return call_pure(units.kind, fn, inside.pure_args())
+    inside = units.with_values(rest).with_role_replaced(roles.DIFF, diff)
+    return kind_lib.call_pure(units.kind, fn, inside.pure_args())
 
 
 def in_args_tree(units: Units, values: list[Any]) -> Any:
     """Returns values for the role DIFF in the tree of the arguments; `units` are without values."""
-    by_unit = units.with_role_replaced(DIFF, values).packed()
+    by_unit = units.with_role_replaced(roles.DIFF, values).packed()
     return jax.tree.map(
-        lambda x: x.groups if is_state_node(x) else x, by_unit, is_leaf=is_state_node
+        lambda x: x.groups if kind_lib.is_state_node(x) else x,
+        by_unit,
+        is_leaf=kind_lib.is_state_node,
     )
 
 
@@ -193,7 +184,7 @@ def custom_vjp(
         with_rule.defvjp(named_after(forward_fn, forward), named_after(backward_fn, backward))
         # JAX fails to transpose a scan whose stacked result has None as its gradient.
         fixed = jax.tree.map(
-            lambda x: x if isinstance(x, jax.Ref) else stop_gradient(x), of_call.rest
+            lambda x: x if isinstance(x, jax.Ref) else jax.lax.stop_gradient(x), of_call.rest
         )
         return of_call.write_back(with_rule(of_call.diff, fixed))
 
@@ -238,7 +229,7 @@ def custom_jvp(
             results = run(value, *primals)
             if pack_tangent is not None:
                 return results, pack_tangent(results, tangent, tangents[0])
-            zeros = jax.tree.map(zero_from_primal, results)
+            zeros = jax.tree.map(jax.custom_derivatives.zero_from_primal, results)
             return results, zeros._replace(packed=tangent)
 
         with_rule = jax.custom_jvp(named_after(fn, pure))
@@ -263,14 +254,14 @@ def remat(
 
     def make() -> Callable[[PureArgs], PureResults]:
         def pure(pure_args: PureArgs) -> PureResults:
-            return call_pure(kind, fn, pure_args)
+            return kind_lib.call_pure(kind, fn, pure_args)
 
         return jax.checkpoint(named_after(fn, pure), prevent_cse=prevent_cse, policy=policy)  # pyright: ignore[reportArgumentType]
 
-    traced = LazyCached((fn, kind, prevent_cse, policy), make)
+    traced = trace_cache.LazyCached((fn, kind, prevent_cse, policy), make)
 
     def call(*args: object) -> Any:
-        outer, pure_args = split_args(kind, args, in_axes, call=call)
-        return commit_results(kind, outer, traced.value(pure_args))
+        outer, pure_args = kind_lib.split_args(kind, args, in_axes, call=call)
+        return kind_lib.commit_results(kind, outer, traced.value(pure_args))
 
     return call

@@ -14,19 +14,9 @@ from typing import Any
 import jax
 
 from weft.errors import BranchStructureError
-from weft.lifting import state_creation
-from weft.lifting.kind import (
-    Kind,
-    PureResults,
-    StateNode,
-    Static,
-    Units,
-    call_pure,
-    commit_results,
-    is_state_node,
-    split_args,
-)
-from weft.lifting.signature import named_after
+from weft.lifting import kind as kind_lib
+from weft.lifting import signature, state_creation
+from weft.lifting.kind import Kind, PureResults, StateNode, Static, Units
 from weft.lifting.trace_cache import jit_by_structure
 from weft.typing import ArrayLike, Fn
 
@@ -49,9 +39,11 @@ def switch(
     chosen = jit_by_structure(tuple(branches), kind, functools.partial(_run_switch, names))
 
     def call(index: ArrayLike, *args: object) -> Any:
-        outer, pure_args = split_args(kind, args, in_axes, call=functools.partial(call, index))
+        outer, pure_args = kind_lib.split_args(
+            kind, args, in_axes, call=functools.partial(call, index)
+        )
         results = chosen(None, Units.of_pure_args(kind, pure_args), index)
-        return commit_results(kind, outer, results)
+        return kind_lib.commit_results(kind, outer, results)
 
     return call
 
@@ -78,7 +70,7 @@ class _TracedBranch:
 
         def of_values(values: list[Any]) -> tuple[Any, ...]:
             inside = units.with_values(values)
-            results = call_pure(kind, fn, inside.pure_args())
+            results = kind_lib.call_pure(kind, fn, inside.pure_args())
             of_groups = state_creation.groups_before_and_after(inside, results)
             made = [kind.created(before, after) for before, after, _ in of_groups]
             whole = [kind.union(before, after) for before, after, _ in of_groups]
@@ -140,7 +132,7 @@ def _run_switch(
                 jax.tree.map(leaves.__getitem__, branch.returned),
             )
 
-        return named_after(branch.fn, of_values)
+        return signature.named_after(branch.fn, of_values)
 
     of_branches = [one(branch) for branch in traced]
     try:
@@ -219,7 +211,9 @@ def _by_path(of_groups: list[Any]) -> dict[Any, Any]:
 
 
 def _check_results(traced: Sequence[_TracedBranch], names: Sequence[str]) -> None:
-    trees = [jax.tree.structure(branch.shapes[2], is_leaf=is_state_node) for branch in traced]
+    trees = [
+        jax.tree.structure(branch.shapes[2], is_leaf=kind_lib.is_state_node) for branch in traced
+    ]
     for name, tree in zip(names[1:], trees[1:], strict=False):
         if tree != trees[0]:
             raise BranchStructureError(
@@ -265,8 +259,8 @@ def _types_by_location(units: Units, branch: _TracedBranch) -> dict[str, Any]:
         units.location_in_groups(path): x for path, x in jax.tree_util.tree_leaves_with_path(whole)
     }
     returned = itertools.count(sum(size is not None for size in units.layout.sizes))
-    for path, x in jax.tree_util.tree_leaves_with_path(packed, is_leaf=is_state_node):
-        if is_state_node(x):
+    for path, x in jax.tree_util.tree_leaves_with_path(packed, is_leaf=kind_lib.is_state_node):
+        if kind_lib.is_state_node(x):
             carrier = next(returned)
             for inside, value in jax.tree_util.tree_leaves_with_path(x):
                 found[units.kind.location(units.static, carrier, inside[1:])] = value

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from weft.lifting import roles, trace_cache
 from weft.lifting.kind import (
     Kind,
     PureArgs,
@@ -24,9 +25,7 @@ from weft.lifting.kind import (
     commit_results,
     split_args,
 )
-from weft.lifting.roles import Roles
 from weft.lifting.signature import as_tuple, named_after
-from weft.lifting.trace_cache import LazyCached, large_frame
 from weft.typing import Fn
 
 RunCompiled = Callable[[jax.stages.Compiled, tuple[Any, ...], dict[str, Any]], Any]
@@ -122,7 +121,7 @@ def _fields_of(x: Any) -> dict[str, Any] | None:
 class Jitted:
     """Function of carriers under `jax.jit`, as returned by `jit`."""
 
-    def __init__(self, shared: "LazyCached[_CompiledFunction]"):
+    def __init__(self, shared: "trace_cache.LazyCached[_CompiledFunction]"):
         self._shared = shared
 
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
@@ -142,11 +141,11 @@ class _CompiledFunction:
         self,
         kind: Kind,
         fn: Fn,
-        of_carriers: Roles | None,
+        of_carriers: roles.Roles | None,
         static: tuple[frozenset[int], frozenset[str]],
         **kwargs: Any,
     ):
-        @large_frame
+        @trace_cache.large_frame
         def pure(static: Any, *packed: Any, **packed_kwargs: Any) -> PureResults:
             self._traces = [
                 *self._traces[-1:],
@@ -213,7 +212,7 @@ def jit(
     kind: Kind,
     fn: Fn,
     *,
-    of_carriers: Roles | None = None,
+    of_carriers: roles.Roles | None = None,
     in_shardings: Any = None,
     out_shardings: object = None,
     static_argnums: int | Sequence[int] = (),
@@ -244,7 +243,7 @@ def jit(
         **{"donate_argnums": donated, "inline": inline, **shardings},
     )
     options = (kind, of_carriers, *static, donated, inline, in_shardings, out_shardings)
-    return Jitted(LazyCached((fn, options), make))
+    return Jitted(trace_cache.LazyCached((fn, options), make))
 
 
 def eval_shape(kind: Kind, fn: Fn, *, in_axes: object = None) -> Fn:

@@ -16,8 +16,6 @@ pytree without leaves, and thus of JAX's cache keys. Only `commit` changes the c
 failed transfer has no effect.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -148,7 +146,7 @@ class Kind(Protocol):
         static: Any,
         created: list[Any],
         used: Callable[[list[Any]], Sequence[tuple[Any, Any]]],
-        changes: CarryChanges | None = None,
+        changes: "CarryChanges | None" = None,
     ) -> list[Any]:
         """Returns the entries with which a loop begins, of those that `created` returned, by group.
 

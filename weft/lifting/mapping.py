@@ -10,29 +10,16 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from weft.errors import AxisSizeError, TransformArgumentError, VariableAxisError
-from weft.lifting import axes
-from weft.lifting.kind import (
-    Kind,
-    PureArgs,
-    PureResults,
-    StateNode,
-    Static,
-    Units,
-    call_pure,
-    commit_results,
-    is_state_node,
-    split_args,
-)
+from weft.lifting import axes, signature, state_creation
+from weft.lifting import kind as kind_lib
+from weft.lifting.kind import Kind, PureArgs, PureResults, StateNode, Static, Units
 from weft.lifting.roles import FORK
-from weft.lifting.signature import named_after
-from weft.lifting.state_creation import final_results
 from weft.typing import Fn
 
 
@@ -65,7 +52,7 @@ def vmap(
     metadata = metadata or {}
 
     def call(*args: object) -> Any:
-        outer, pure_args = split_args(kind, args, in_axes, call=call)
+        outer, pure_args = kind_lib.split_args(kind, args, in_axes, call=call)
         units = Units.of_pure_args(kind, pure_args)
         axes.check_roles(units, "vmap", (FORK,))
         n, entered = axes.enter_axis(units, axis_size, "vmap", metadata)
@@ -73,12 +60,12 @@ def vmap(
         structure: list[Any] = []
 
         def mapped(packed: object) -> PureResults:
-            results = call_pure(kind, fn, PureArgs(pure_args.static, packed), out_axes)
+            results = kind_lib.call_pure(kind, fn, PureArgs(pure_args.static, packed), out_axes)
             structure[:] = [jax.tree.structure(results)]
             return results
 
         batched = jax.vmap(
-            named_after(fn, mapped),
+            signature.named_after(fn, mapped),
             in_axes=(units.mapped(lambda _, r: 0 if r is FORK else r).packed(),),
             out_axes=axes.out_axes_of_results(units, out_axes, lambda r: None if r is FORK else r),
             axis_size=n,
@@ -97,7 +84,9 @@ def vmap(
                     "made of random numbers is the same for all if its PRNG stream is not split."
                 ) from None
             raise
-        return commit_results(kind, outer, axes.leave_axis(units, results, out_axes, metadata))
+        return kind_lib.commit_results(
+            kind, outer, axes.leave_axis(units, results, out_axes, metadata)
+        )
 
     return call
 
@@ -140,7 +129,7 @@ def shard_map(
     n = int(np.prod([mesh.shape[name] for name in names]))
 
     def call(*args: object) -> Any:
-        outer, pure_args = split_args(kind, args, in_specs, "in_specs", call=call)
+        outer, pure_args = kind_lib.split_args(kind, args, in_specs, "in_specs", call=call)
         units = Units.of_pure_args(kind, pure_args)
 
         def of_device(packed: object) -> PureResults:
@@ -148,10 +137,10 @@ def shard_map(
             local = parts.mapped(
                 lambda value, r: jax.tree.map(lambda x: x[0], value) if r is FORK else value
             )
-            return call_pure(kind, fn, local.pure_args(), out_specs)
+            return kind_lib.call_pure(kind, fn, local.pure_args(), out_specs)
 
         mapped = jax.shard_map(
-            named_after(fn, of_device),
+            signature.named_after(fn, of_device),
             mesh=mesh,
             in_specs=(
                 units.mapped(lambda _, r: PartitionSpec(names) if r is FORK else r).packed(),
@@ -166,7 +155,7 @@ def shard_map(
         entered = units.mapped(
             lambda value, r: _shard_keys(kind.fork(value, n), mesh, names) if r is FORK else value
         )
-        return commit_results(kind, outer, mapped(entered.packed()))
+        return kind_lib.commit_results(kind, outer, mapped(entered.packed()))
 
     return call
 
@@ -195,7 +184,7 @@ def pmap(
 
     def call(*args: object) -> Any:
         _check_context()
-        outer, pure_args = split_args(kind, args, in_axes, call=call)
+        outer, pure_args = kind_lib.split_args(kind, args, in_axes, call=call)
         units = Units.of_pure_args(kind, pure_args)
         axes.check_roles(units, "pmap", (FORK,))
         size = None if devices is None else len(devices)
@@ -210,12 +199,12 @@ def pmap(
 
         def of_device(values: list[Any]) -> PureResults:
             inside = units.with_values(values).mapped(_squeeze_axis)
-            results = call_pure(kind, fn, inside.pure_args(), out_axes)
+            results = kind_lib.call_pure(kind, fn, inside.pure_args(), out_axes)
             returned = units.of_results(results, out_axes).mapped(_expand_axis)
             return PureResults(results.static, *returned.packed())
 
         mapped = jax.shard_map(
-            named_after(fn, of_device),
+            signature.named_after(fn, of_device),
             mesh=mesh,
             in_specs=([_spec(role, axis_name) for role in units.roles],),
             out_specs=axes.out_axes_of_results(units, out_axes, lambda r: _spec(r, axis_name)),
@@ -224,8 +213,10 @@ def pmap(
         shardings = [NamedSharding(mesh, _spec(role, axis_name)) for role in units.roles]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             values = [_put_on_mesh(*pair) for pair in zip(entered.values, shardings, strict=True)]
-            results = jax.jit(named_after(fn, mapped))(values)
-        return commit_results(kind, outer, axes.leave_axis(units, results, out_axes, metadata))
+            results = jax.jit(signature.named_after(fn, mapped))(values)
+        return kind_lib.commit_results(
+            kind, outer, axes.leave_axis(units, results, out_axes, metadata)
+        )
 
     return call
 
@@ -313,19 +304,19 @@ def map_state(
     """
 
     def call(*args: object) -> Any:
-        outer, pure_args = split_args(kind, args, in_axes, call=call)
+        outer, pure_args = kind_lib.split_args(kind, args, in_axes, call=call)
         before = _groups_of(pure_args.packed)
         initializes = False
         if initialize is not None and is_first(*args):
             initializes = True
-            results = call_pure(kind, fn, pure_args)
+            results = kind_lib.call_pure(kind, fn, pure_args)
             initial = iter(map(initialize, before, _groups_of(results.state_nodes)))
             static, roles = pure_args.static.value
             static = Static((kind.static_after_creation(static, results.static.value), roles))
             packed = _map_state_nodes(lambda _: next(initial), pure_args.packed)
             pure_args = PureArgs(static, packed)
         found = _map_state_nodes(map_in, pure_args.packed)
-        results = call_pure(kind, fn, pure_args._replace(packed=found))
+        results = kind_lib.call_pure(kind, fn, pure_args._replace(packed=found))
         pairs = zip(_groups_of(found), _groups_of(results.state_nodes), strict=True)
         left = [StateNode(map_out(of, after, initializes)) for of, after in pairs]
         results = results._replace(state_nodes=left)
@@ -333,17 +324,21 @@ def map_state(
         started = itertools.chain(*_groups_of(pure_args.packed))
         pairs = zip(itertools.chain(*before), started, strict=True)
         made = [new if new is not old else None for old, new in pairs]
-        return commit_results(kind, outer, final_results(kind, results, made))
+        return kind_lib.commit_results(
+            kind, outer, state_creation.final_results(kind, results, made)
+        )
 
     return call
 
 
 def _groups_of(packed: object) -> list[Groups]:
-    leaves = jax.tree.leaves(packed, is_leaf=is_state_node)
-    return [leaf.groups for leaf in leaves if is_state_node(leaf)]
+    leaves = jax.tree.leaves(packed, is_leaf=kind_lib.is_state_node)
+    return [leaf.groups for leaf in leaves if kind_lib.is_state_node(leaf)]
 
 
 def _map_state_nodes(fn: Callable[[Groups], Groups], tree: object) -> Any:
     return jax.tree.map(
-        lambda x: StateNode(fn(x.groups)) if is_state_node(x) else x, tree, is_leaf=is_state_node
+        lambda x: StateNode(fn(x.groups)) if kind_lib.is_state_node(x) else x,
+        tree,
+        is_leaf=kind_lib.is_state_node,
     )

@@ -22,27 +22,16 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
 import jax.core
 import jax.numpy as jnp
 from jax.extend.core import unmapped_aval
 
 from weft.errors import CarryStructureError, RoleError
-from weft.lifting import axes, state_creation
-from weft.lifting.kind import (
-    CarryChanges,
-    Kind,
-    PureResults,
-    StateNode,
-    Static,
-    Units,
-    call_pure,
-    commit_results,
-    split_args,
-)
+from weft.lifting import axes, state_creation, trace_cache
+from weft.lifting import kind as kind_lib
+from weft.lifting.kind import CarryChanges, Kind, PureResults, StateNode, Static, Units
 from weft.lifting.roles import CARRY, FORK, Role, Roles, changed_shared_message, is_role
 from weft.lifting.signature import named_after
-from weft.lifting.trace_cache import jit_by_structure
 from weft.typing import ArrayLike, Fn
 
 CarryStructures = tuple[Any, ...]
@@ -94,16 +83,20 @@ def scan(
         results = body.results(carry, ys, runs=n > 0)
         return state_creation.final_results(kind, results, initial, body.end)
 
-    looped = jit_by_structure((fn,), (kind, out_axes, *options.values()), pure)
+    looped = trace_cache.jit_by_structure((fn,), (kind, out_axes, *options.values()), pure)
 
     def call(*args: object) -> Any:
-        outer, pure_args = split_args(kind, args, in_axes, of_carriers=of_carriers, call=call)
+        outer, pure_args = kind_lib.split_args(
+            kind, args, in_axes, of_carriers=of_carriers, call=call
+        )
         units = Units.of_pure_args(kind, pure_args)
         axes.check_roles(units, "scan", (CARRY, FORK))
         # Even without iterations there are keys for one, see `first` above.
         n, entered = axes.enter_axis(units, length, "scan", metadata, at_least_keys=1)
         results = looped((n, carry_structures_of_args(in_axes, pure_args.packed)), entered)
-        return commit_results(kind, outer, axes.leave_axis(units, results, out_axes, metadata))
+        return kind_lib.commit_results(
+            kind, outer, axes.leave_axis(units, results, out_axes, metadata)
+        )
 
     return call
 
@@ -146,7 +139,7 @@ class LoopBody:
     def __call__(self, carry: list[Any], xs: object) -> Any:
         """Returns the next carry and slices of the results, or created state."""
         units = self.inside(carry, xs)
-        results = call_pure(self.kind, self.fn, units.pure_args(), self._out_axes)
+        results = kind_lib.call_pure(self.kind, self.fn, units.pure_args(), self._out_axes)
         returned = units.of_results(results, self._out_axes)
         self.collected, self.end = results.static, state_creation.collected_groups(results)
         new = state_creation.created_groups(units, results)
@@ -413,7 +406,7 @@ def while_loop(kind: Kind, cond_fn: Fn, body_fn: Fn, *, in_axes: object) -> Fn:
             i, carry = state
             of_condition = kind.static_in_condition(units.static, body.static)
             inside = body.inside(carry, i).with_static(of_condition)
-            return call_pure(kind, cond_fn, inside.pure_args()).packed
+            return kind_lib.call_pure(kind, cond_fn, inside.pure_args()).packed
 
         def iteration(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
             i, carry = state
@@ -430,17 +423,17 @@ def while_loop(kind: Kind, cond_fn: Fn, body_fn: Fn, *, in_axes: object) -> Fn:
         _, carry = jax.lax.while_loop(is_on, iteration, start)
         return state_creation.final_results(kind, body.results(carry, []), initial, body.end)
 
-    looped = jit_by_structure((cond_fn, body_fn), kind, pure)
+    looped = trace_cache.jit_by_structure((cond_fn, body_fn), kind, pure)
 
     def call(*args: object) -> Any:
-        outer, pure_args = split_args(kind, args, in_axes, call=call)
+        outer, pure_args = kind_lib.split_args(kind, args, in_axes, call=call)
         units = Units.of_pure_args(kind, pure_args)
         axes.check_roles(units, "while_loop", (CARRY, FORK))
         if any(isinstance(role, int) for role in units.roles):
             raise RoleError("while_loop: its length is unknown, so it has no axis; give CARRY.")
 
         results = looped(carry_structures_of_args(in_axes, pure_args.packed), units)
-        return commit_results(kind, outer, results)
+        return kind_lib.commit_results(kind, outer, results)
 
     return call
 

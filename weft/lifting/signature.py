@@ -4,8 +4,6 @@ JAX traces a pure function in place of the user's. Logs, profiles and dumps show
 messages its arguments and source line, so it takes all three from the user's function.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Collection, Iterable, Sequence

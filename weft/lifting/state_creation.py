@@ -30,7 +30,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.core
 import jax.numpy as jnp
 from jax.dtypes import float0

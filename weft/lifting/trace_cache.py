@@ -30,7 +30,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np

@@ -16,22 +16,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from weft import functional
-from weft.errors import ArgumentValueError, warn_deprecated
-from weft.functional import attention
-from weft.functional.arrays import promote_dtype
-from weft.functional.attention_mask import (
-    AttentionMask,
-    MaskFn,
-    as_attention_mask,
-    combine_masks,
-    mask_of_step,
+from weft import errors, functional
+from weft.functional import (
+    AttentionImplementation,
+    attention,
+    attention_mask,
+    initializers,
+    promote_dtype,
 )
-from weft.functional.fused_attention import AttentionImplementation
-from weft.functional.initializers import zeros_init
+from weft.functional.attention_mask import AttentionMask, MaskFn, combine_masks
 from weft.linen.apply import merge_param
 from weft.linen.linear import DenseGeneral, DotGeneral, Initializer, default_kernel_init
 from weft.linen.methods import compact, nowrap
@@ -52,7 +47,7 @@ def dot_product_attention_weights(
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     dtype: DType | None = None,
-    precision: lax.PrecisionLike = None,
+    precision: jax.lax.PrecisionLike = None,
     module: Module | None = None,
     force_fp32_for_softmax: bool = False,
     einsum_dot_general: Callable[..., Array] | None = None,
@@ -112,7 +107,7 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     dtype: DType | None = None,
-    precision: lax.PrecisionLike = None,
+    precision: jax.lax.PrecisionLike = None,
     module: Module | None = None,
     force_fp32_for_softmax: bool = False,
     einsum_dot_general: Callable[..., Array] | None = None,
@@ -139,7 +134,7 @@ def dot_product_attention(
     (1, 3, 2, 4)
     """
     if (qk_attn_weights_einsum is None) != (attn_weights_value_einsum is None):
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             "one of qk_attn_weights_einsum and attn_weights_value_einsum was given; give both, or "
             "none."
         )
@@ -151,7 +146,7 @@ def dot_product_attention(
         key,
         value,
         bias=bias,
-        mask=as_attention_mask(mask),
+        mask=attention_mask.as_attention_mask(mask),
         dropout_rate=0.0 if deterministic else dropout_rate,
         dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout,
@@ -165,7 +160,7 @@ def dot_product_attention(
     if context is not None:
         return context
     if callable(mask) or isinstance(mask, AttentionMask):
-        mask = as_attention_mask(mask).to_array(query.shape[-3], key.shape[-3])
+        mask = attention_mask.as_attention_mask(mask).to_array(query.shape[-3], key.shape[-3])
     weights = dot_product_attention_weights(
         query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic,
         query.dtype, precision, module, force_fp32_for_softmax, einsum_dot_general,
@@ -214,10 +209,10 @@ class MultiHeadDotProductAttention(Module):
     broadcast_dropout: bool = True
     dropout_rate: float = 0.0
     deterministic: bool | None = None
-    precision: lax.PrecisionLike = None
+    precision: jax.lax.PrecisionLike = None
     kernel_init: Initializer = default_kernel_init
     out_kernel_init: Initializer | None = None
-    bias_init: Initializer = zeros_init()
+    bias_init: Initializer = initializers.zeros_init()
     out_bias_init: Initializer | None = None
     use_bias: bool = True
     attention_fn: Callable[..., Array] = dot_product_attention
@@ -319,16 +314,16 @@ class MultiHeadDotProductAttention(Module):
         self, inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None, both: Array | None
     ) -> tuple[Array, Array]:
         if both is not None:
-            warn_deprecated("inputs_kv", "give inputs_k, and inputs_v if it is another")
+            errors.warn_deprecated("inputs_kv", "give inputs_k, and inputs_v if it is another")
             if inputs_k is not None or inputs_v is not None:
-                raise ArgumentValueError(
+                raise errors.ArgumentValueError(
                     f"{self._shown} was given both inputs_kv and inputs_k or inputs_v; give "
                     "inputs_k, and inputs_v if it is another."
                 )
             inputs_k = both
         elif inputs_k is None:
             if inputs_v is not None:
-                raise ArgumentValueError(
+                raise errors.ArgumentValueError(
                     f"{self._shown} was given inputs_v without inputs_k; give inputs_k, which is "
                     "used for both where inputs_v is left out."
                 )
@@ -339,7 +334,7 @@ class MultiHeadDotProductAttention(Module):
     def _head_features(self, inputs_q: Array) -> int:
         features = self.qkv_features or inputs_q.shape[-1]
         if features % self.num_heads:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"{self._shown} has {features} features for queries, keys and values, not "
                 f"divisible by num_heads={self.num_heads}; give qkv_features, a multiple "
                 "of it."
@@ -361,7 +356,7 @@ class MultiHeadDotProductAttention(Module):
             *(query, key, value),
             layer=self._shown,
         )
-        mask = mask_of_step(mask, index.value, keys.shape[-3])
+        mask = attention_mask.mask_of_step(mask, index.value, keys.shape[-3])
         cached_key.value, cached_value.value, index.value = keys, values, index.value + 1
         return keys, values, combine_masks(mask, seen)
 
@@ -407,7 +402,7 @@ class SelfAttention(MultiHeadDotProductAttention):
         dropout_rng: Any = None,
         sow_weights: bool = False,
     ) -> Float[Array, "*batch length out_features"]:
-        warn_deprecated("SelfAttention", "call MultiHeadDotProductAttention with inputs_q")
+        errors.warn_deprecated("SelfAttention", "call MultiHeadDotProductAttention with inputs_q")
         return super().__call__(
             inputs_q,
             mask=mask,

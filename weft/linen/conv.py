@@ -12,13 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num
 
-from weft import functional
-from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft import errors, functional
 from weft.functional.arrays import promote_dtype
 from weft.functional.initializers import zeros_init
-from weft.linen import linear
+from weft.linen import linear, methods
 from weft.linen.linear import Initializer, PromoteDtype, path_of
-from weft.linen.methods import compact, nowrap
 from weft.linen.module import Module
 from weft.typing import DType
 
@@ -45,7 +43,7 @@ class _Conv(Module):
     conv_general_dilated: Callable[..., Array] | None = None
     conv_general_dilated_cls: Callable[[], Callable[..., Array]] | None = None
 
-    @compact
+    @methods.compact
     def __call__(
         self, inputs: Num[Array, "*batch_spatial input"]
     ) -> Num[Array, "*batch_out_spatial features"]:
@@ -72,7 +70,7 @@ class _Conv(Module):
         options |= {"input_dilation": input_dilation, "precision": self.precision}
         return functional.over_batch_axes(lambda x: convolve(x, kernel, bias, **options), x, n + 1)
 
-    @nowrap
+    @methods.nowrap
     @abc.abstractmethod
     def _shapes_and_function(
         self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
@@ -107,13 +105,13 @@ class Conv(_Conv):
     (1, 4, 4, 16)
     """
 
-    @nowrap
+    @methods.nowrap
     def _shapes_and_function(
         self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
     ) -> tuple[Shape, Shape, Callable[..., Array]]:
         groups = self.feature_group_count
         if channels % groups or self.features % groups:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"Conv {path_of(self)} has feature_group_count={groups}; expected a number by "
                 f"which the input's {channels} channels and the result's {self.features} can both "
                 "be divided."
@@ -139,7 +137,7 @@ class ConvLocal(_Conv):
     ((1, 6, 4), {'bias': (6, 4), 'kernel': (6, 6, 4)})
     """
 
-    @nowrap
+    @methods.nowrap
     def _shapes_and_function(
         self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
     ) -> tuple[Shape, Shape, Callable[..., Array]]:
@@ -150,7 +148,7 @@ class ConvLocal(_Conv):
         }
         for name, value in needed.items():
             if getattr(self, name) != value:
-                raise ArgumentValueError(
+                raise errors.ArgumentValueError(
                     f"ConvLocal {path_of(self)} has {name}={getattr(self, name)!r}; expected "
                     f"{value}: only Conv can do otherwise."
                 )
@@ -166,7 +164,7 @@ def window_of(module: Any, inputs: Array) -> Shape:
     functional.check_sizes(name, features=module.features, kernel_size=module.kernel_size)
     window = functional.per_axis(module.kernel_size, 1)
     if inputs.ndim < len(window) + 1:
-        raise ArgumentShapeError(
+        raise errors.ArgumentShapeError(
             f"{name} {path_of(module)} has kernel_size={module.kernel_size}, for "
             f"{len(window)} spatial axes; expected an input with that many axes before its "
             f"channels, but its shape is {inputs.shape}."
@@ -178,7 +176,7 @@ def parameters(module: Any, x: Array, kernel_shape: Shape, bias_shape: Shape) ->
     """Returns the input, the masked kernel and the bias or None, in the computation's dtype."""
     mask = module.mask
     if mask is not None and mask.shape != kernel_shape:
-        raise ArgumentShapeError(
+        raise errors.ArgumentShapeError(
             f"{type(module).__name__} {path_of(module)} has a mask of shape {mask.shape}; expected "
             f"the kernel's, {kernel_shape}."
         )
@@ -223,7 +221,7 @@ class ConvTranspose(Module):
     promote_dtype: PromoteDtype = promote_dtype
     preferred_element_type: DType | None = None
 
-    @compact
+    @methods.compact
     def __call__(
         self, inputs: Num[Array, "*batch_spatial input"]
     ) -> Num[Array, "*batch_out_spatial features"]:

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from weft import functional
-from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft import errors, functional
 from weft.functional.dropout import keep_mask
 from weft.linen.apply import merge_param
 from weft.linen.linear import path_of
@@ -108,7 +107,7 @@ class Sequential(Module):
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, Sequence):
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"Sequential was given layers={type(self.layers).__name__}(...); expected a list "
                 "of layers: Sequential([layer])."
             )
@@ -117,7 +116,7 @@ class Sequential(Module):
     @compact
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.layers:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"Sequential {path_of(self)} has no layers; expected at least one."
             )
         first, *others = self.layers
@@ -157,7 +156,7 @@ class BatchApply:
         shapes = [jnp.shape(x) for x in leaves]
         batch = next((shape[:n] for shape in shapes if len(shape) >= n), None)
         if batch is None:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"BatchApply merges {n} axes, but no argument has that many: the shapes are "
                 f"{shapes}."
             )
@@ -167,7 +166,7 @@ class BatchApply:
 
         def unflat(y: Any) -> Any:
             if jnp.shape(y)[:1] != (math.prod(batch),):
-                raise ArgumentShapeError(
+                raise errors.ArgumentShapeError(
                     f"BatchApply's function returned an array of shape {jnp.shape(y)}; expected "
                     f"its first axis to have size {math.prod(batch)}, for the batch axes {batch}."
                 )

@@ -8,11 +8,9 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
-from weft import functional
-from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft import errors, functional
 from weft.functional.arrays import as_tuple, promote_dtype
 from weft.functional.initializers import default_embed_init, lecun_normal, zeros_init
 from weft.linen.apply import merge_param
@@ -61,7 +59,7 @@ class Dense(Module):
     use_bias: bool = True
     dtype: DType | None = None
     param_dtype: DType = jnp.float32
-    precision: lax.PrecisionLike = None
+    precision: jax.lax.PrecisionLike = None
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = zeros_init()
     promote_dtype: PromoteDtype = promote_dtype
@@ -79,7 +77,7 @@ class Dense(Module):
         functional.check_sizes(type(self).__name__, features=self.features)
         shape = jnp.shape(inputs)
         if not shape:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"Dense {path_of(self)} maps the last axis of its input, which has none: its shape "
                 "is ()."
             )
@@ -120,7 +118,7 @@ class DenseGeneral(Module):
     param_dtype: DType = jnp.float32
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = zeros_init()
-    precision: lax.PrecisionLike = None
+    precision: jax.lax.PrecisionLike = None
     promote_dtype: PromoteDtype = promote_dtype
     dot_general: DotGeneral | None = None
     dot_general_cls: Callable[[], DotGeneral] | None = None
@@ -164,13 +162,13 @@ class DenseGeneral(Module):
         axis = sorted(a + ndim if a < 0 else a for a in as_tuple(self.axis))
         batch_dims = sorted(as_tuple(self.batch_dims))
         if batch_dims != list(range(len(batch_dims))):
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"DenseGeneral {path_of(self)} has batch_dims={self.batch_dims}; expected the "
                 f"first axes, {tuple(range(len(batch_dims)))}: move the others with jnp.moveaxis."
             )
         known = range(len(batch_dims), ndim)
         if len(set(axis)) != len(axis) or not all(a in known for a in axis):
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"DenseGeneral {path_of(self)} has axis={self.axis}; expected different axes of "
                 f"the input, whose shape is {sizes}, that are none of batch_dims={self.batch_dims}."
             )
@@ -198,7 +196,7 @@ class Einsum(Module):
     use_bias: bool = True
     dtype: DType | None = None
     param_dtype: DType = jnp.float32
-    precision: lax.PrecisionLike = None
+    precision: jax.lax.PrecisionLike = None
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = zeros_init()
     promote_dtype: PromoteDtype = promote_dtype
@@ -283,7 +281,7 @@ class Embed(Module):
         """
         inputs = functional.as_ids(inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"Embed {path_of(self)} was given ids of dtype {inputs.dtype}; expected "
                 "integers: convert them with ids.astype(int)."
             )
@@ -296,7 +294,7 @@ class Embed(Module):
         Raises ArgumentShapeError if the query's size is not `features`.
         """
         if jnp.shape(query)[-1:] != (self.features,):
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"Embed {path_of(self)} has vectors of size {self.features}; expected queries of "
                 f"shape (..., {self.features}), but theirs is {jnp.shape(query)}."
             )

@@ -13,13 +13,7 @@ import jax
 
 from weft.core.filters import in_filter
 from weft.errors import CallCompactUnboundModuleError, CallSetupUnboundModuleError
-from weft.linen.state import (
-    RUNNING,
-    ModuleVariables,
-    call_interceptors,
-    name_of,
-    named_call_enabled,
-)
+from weft.linen import state as state_lib
 
 F = TypeVar("F", bound=Callable[..., Any])
 _NO_CONTEXT = contextlib.nullcontext()
@@ -58,7 +52,7 @@ def compact_name_scope(fun: F) -> F:
     """
 
     @functools.wraps(fun)
-    def scoped(self: ModuleVariables, *args: object, **kwargs: object) -> Any:
+    def scoped(self: state_lib.ModuleVariables, *args: object, **kwargs: object) -> Any:
         with self._state.name_scope(self, fun.__name__):
             return fun(self, *args, **kwargs)
 
@@ -75,7 +69,7 @@ def nowrap(fun: F) -> F:
     return fun
 
 
-def wrap_methods(cls: type[ModuleVariables], fields: Collection[str]) -> None:
+def wrap_methods(cls: type[state_lib.ModuleVariables], fields: Collection[str]) -> None:
     """Wraps the methods that a module class itself defines, except for functions in fields."""
     for name, value in list(vars(cls).items()):
         if name in fields or (name.startswith("__") and name != "__call__"):
@@ -89,11 +83,11 @@ def wrap_methods(cls: type[ModuleVariables], fields: Collection[str]) -> None:
 
 def _wrap_setup(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
-    def setup(self: ModuleVariables) -> None:
+    def setup(self: state_lib.ModuleVariables) -> None:
         if self.scope is None:
             raise CallSetupUnboundModuleError(type(self).__name__)
-        if RUNNING.interceptors and self._state.in_setup:
-            call_interceptors(fn, self, (), {})
+        if state_lib.RUNNING.interceptors and self._state.in_setup:
+            state_lib.call_interceptors(fn, self, (), {})
         else:
             fn(self)
 
@@ -104,12 +98,12 @@ def _wrap_getter(getter: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a property's getter so that modules created in it belong to the module."""
 
     @functools.wraps(getter)
-    def get(self: ModuleVariables) -> Any:
-        RUNNING.module_stack.append(self)
+    def get(self: state_lib.ModuleVariables) -> Any:
+        state_lib.RUNNING.module_stack.append(self)
         try:
             return getter(self)
         finally:
-            RUNNING.module_stack.pop()
+            state_lib.RUNNING.module_stack.pop()
 
     return get
 
@@ -122,7 +116,7 @@ def wrap_method(fn: Callable[..., Any]) -> Callable[..., Any]:
     name = fn.__name__
 
     @functools.wraps(fn)
-    def call(self: ModuleVariables, *args: object, **kwargs: object) -> Any:
+    def call(self: state_lib.ModuleVariables, *args: object, **kwargs: object) -> Any:
         state = self._state
         scope = self.scope
         if scope is None:
@@ -134,21 +128,21 @@ def wrap_method(fn: Callable[..., Any]) -> Callable[..., Any]:
         begins = is_compact and not state.in_compact
         if begins:
             state.begin_compact(self, name)
-        RUNNING.module_stack.append(self)
+        state_lib.RUNNING.module_stack.append(self)
         try:
             with (
                 _named_scope(self, name),
                 state.at() if is_compact and state.place else _NO_CONTEXT,
             ):
-                if RUNNING.interceptors:
-                    result = call_interceptors(fn, self, args, kwargs)
+                if state_lib.RUNNING.interceptors:
+                    result = state_lib.call_interceptors(fn, self, args, kwargs)
                 else:
                     result = fn(self, *args, **kwargs)
             if scope is not None and "capture" in scope.flags:
                 _capture(self, name, result)
             return result
         finally:
-            RUNNING.module_stack.pop()
+            state_lib.RUNNING.module_stack.pop()
             if begins:
                 state.in_compact = False
 
@@ -156,14 +150,14 @@ def wrap_method(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _named_scope(module: ModuleVariables, method: str) -> Any:
-    if module.scope is None or not named_call_enabled():
+def _named_scope(module: state_lib.ModuleVariables, method: str) -> Any:
+    if module.scope is None or not state_lib.named_call_enabled():
         return _NO_CONTEXT
-    shown = name_of(module) or type(module).__name__
+    shown = state_lib.name_of(module) or type(module).__name__
     return jax.named_scope(shown if method == "__call__" else f"{shown}.{method}")
 
 
-def _capture(module: ModuleVariables, method: str, result: object) -> None:
+def _capture(module: state_lib.ModuleVariables, method: str, result: object) -> None:
     wanted = module.scope.flags["capture"]  # pyright: ignore[reportOptionalMemberAccess]
     asked = method == "__call__" if wanted is True else wanted(module, method)
     if asked and in_filter(module.scope.mutable, "intermediates"):  # pyright: ignore[reportOptionalMemberAccess]

@@ -22,28 +22,14 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, dataclass_transform
 
-from weft import core, errors
+from weft import core, errors, struct
 from weft.configurations import config
-from weft.core.display import notebook_tree, render_tree
+from weft.core import FrozenDict, Scope, display, tracebacks
 from weft.core.filters import Filter, union_filters
-from weft.core.frozen_dict import FrozenDict
 from weft.core.rngs import RngKeys
-from weft.core.scope import Scope
-from weft.core.tracebacks import entry_point
-from weft.linen import summary
-from weft.linen.methods import wrap_methods
-from weft.linen.state import (
-    ALL_BUT_INTERMEDIATES,
-    RUNNING,
-    ModuleVariables,
-    NameField,
-    SetupProgress,
-    State,
-    current_module,
-    name_of,
-    without_parent,
-)
-from weft.struct import child_names
+from weft.linen import methods, summary
+from weft.linen import state as state_lib
+from weft.linen.state import RUNNING
 
 
 def map_submodules(
@@ -65,7 +51,7 @@ def map_submodules(
     if isinstance(value, Mapping) and isinstance(value, dict | FrozenDict):
         items = _map_items(fn, value.items(), is_leaf, at)
         return FrozenDict(zip(value, items, strict=True))
-    names, holder = child_names(type(value)), cast(Any, value)
+    names, holder = struct.child_names(type(value)), cast(Any, value)
     before = [getattr(value, name) for name in names]
     items = _map_items(fn, zip(names, before, strict=True), is_leaf, at)
     changed = {n: a for n, a, b in zip(names, items, before, strict=True) if a is not b}
@@ -86,7 +72,7 @@ def _map_items(
     return mapped
 
 
-def module_repr(module: ModuleVariables, step: str = "    ") -> str:
+def module_repr(module: state_lib.ModuleVariables, step: str = "    ") -> str:
     """Returns the text of a module, as in Flax, each level indented by `step`."""
     held = vars(module)
     fields = [f.name for f in dataclasses.fields(cast(Any, module)) if f.repr and f.name in held]
@@ -106,7 +92,7 @@ def module_repr(module: ModuleVariables, step: str = "    ") -> str:
 
 
 def _own_variables(
-    module: ModuleVariables, children: Mapping[str, Any]
+    module: state_lib.ModuleVariables, children: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Returns by collection the variables of a bound module, without those of known children."""
     scope = vars(module).get("scope")
@@ -139,7 +125,7 @@ class CurrentModule(enum.Enum):
 
 @dataclass_transform(field_specifiers=(dataclasses.field,))
 @dataclasses.dataclass(repr=False)
-class Module(ModuleVariables):
+class Module(state_lib.ModuleVariables):
     """Base class of all modules; each subclass is a dataclass of its annotated fields.
 
     Attributes:
@@ -182,17 +168,17 @@ class Module(ModuleVariables):
         if not has_hash:
             cls.__hash__ = _hash
         fields = dataclasses.fields(cls)
-        wrap_methods(cls, {f.name for f in fields})
+        methods.wrap_methods(cls, {f.name for f in fields})
         init = [f.name for f in fields if f.init]
         cls._field_names = tuple(name for name in init if name not in ("parent", "name"))
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
-        set_(self, "_state", State())
+        set_(self, "_state", state_lib.State())
         set_(self, "scope", None)
         parent = self.parent
         if parent is CurrentModule.MODULE:
-            parent = current_module()
+            parent = state_lib.current_module()
             set_(self, "parent", parent)
         if isinstance(parent, Scope):
             self._state.adopted = {}
@@ -217,11 +203,11 @@ class Module(ModuleVariables):
     def _adopt_fields(self, child: "Module") -> None:
         """Attaches a submodule created in one of this module's methods."""
         state = self._state
-        if state.in_setup and name_of(child) is None:
+        if state.in_setup and state_lib.name_of(child) is None:
             return  # the attribute that it is assigned to names it
         if not (state.in_setup or state.names_submodules):
             raise errors.AssignSubModuleError(type(child).__name__, self._shown)
-        self._attach(child, name_of(child) or state.next_name(type(child).__name__))
+        self._attach(child, state_lib.name_of(child) or state.next_name(type(child).__name__))
 
     def _attach(self, child: "Module", name: str) -> None:
         scope: Any = self._state.place or self.scope
@@ -266,25 +252,25 @@ class Module(ModuleVariables):
             # `getattr` of the module itself would run its `setup`.
             default = getattr(type(self), _KEEPS_NAMES, config.flax_preserve_adopted_names)
             keep = vars(self).get(_KEEPS_NAMES, default)
-            self._attach(adopted[id(module)][1], (keep and name_of(module)) or name)
+            self._attach(adopted[id(module)][1], (keep and state_lib.name_of(module)) or name)
         return adopted[id(module)][1]
 
     def _run_setup(self) -> None:
         state = self._state
         scope: Any = self.scope
         if type(self).setup is not Module.setup:
-            state.setup = SetupProgress.RUNS
+            state.setup = state_lib.SetupProgress.RUNS
             RUNNING.module_stack.append(self)
             scope.free_names(state.own_names)
             try:
                 self.setup()
             except BaseException:
-                state.setup = SetupProgress.DUE
+                state.setup = state_lib.SetupProgress.DUE
                 raise
             finally:
                 RUNNING.module_stack.pop()
                 scope.take_names(state.own_names)
-        state.setup = SetupProgress.DONE
+        state.setup = state_lib.SetupProgress.DONE
         if not state.own_names and (names := scope.names()):
             state.own_names = names
 
@@ -327,7 +313,7 @@ class Module(ModuleVariables):
     def __repr__(self) -> str:
         return module_repr(self)
 
-    _repr_mimebundle_ = notebook_tree
+    _repr_mimebundle_ = display.notebook_tree
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         """Shows fields, variables and submodules, also those of `setup`, in Treescope's trees."""
@@ -339,7 +325,7 @@ class Module(ModuleVariables):
         held, children = vars(module), module._state.children
         fields = {name: held[name] for name in self._field_names if name not in children}
         shown = fields | _own_variables(module, children) | children
-        return render_tree(self, shown, path, subtree_renderer)
+        return display.render_tree(self, shown, path, subtree_renderer)
 
     # Copies.
 
@@ -366,7 +352,7 @@ class Module(ModuleVariables):
             copies = {} if _deep_clone is True else _deep_clone
             copied = functools.partial(_deep_copy, copies=copies, reset_names=_reset_names)
             fields = {n: map_submodules(copied, v, is_module) for n, v in fields.items()}
-        name = None if _reset_names else name_of(self)
+        name = None if _reset_names else state_lib.name_of(self)
         return type(self)(**{**fields, "parent": parent, "name": name, **updates})
 
     def copy(
@@ -405,7 +391,7 @@ class Module(ModuleVariables):
             raise errors.CallUnbindOnUnboundModuleError(type(self).__name__)
         return self.clone(_deep_clone=True, _reset_names=True), self.variables
 
-    @entry_point
+    @tracebacks.entry_point
     def apply(
         self,
         variables: Mapping[str, Any],
@@ -435,13 +421,13 @@ class Module(ModuleVariables):
         run, mutable, flags = Module._runner(self, "apply", method, mutable, capture_intermediates)
         return core.apply(run, mutable, flags)(variables, *args, rngs=rngs, **kwargs)
 
-    @entry_point
+    @tracebacks.entry_point
     def init_with_output(
         self,
         rngs: RngKeys,
         *args: object,
         method: "str | Callable[..., Any] | None" = None,
-        mutable: Filter = ALL_BUT_INTERMEDIATES,
+        mutable: Filter = state_lib.ALL_BUT_INTERMEDIATES,
         capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
         **kwargs: object,
     ) -> tuple[Any, dict[str, Any]]:
@@ -451,13 +437,13 @@ class Module(ModuleVariables):
         )
         return core.init(run, mutable, flags)(rngs, *args, **kwargs)
 
-    @entry_point
+    @tracebacks.entry_point
     def init(
         self,
         rngs: RngKeys,
         *args: object,
         method: "str | Callable[..., Any] | None" = None,
-        mutable: Filter = ALL_BUT_INTERMEDIATES,
+        mutable: Filter = state_lib.ALL_BUT_INTERMEDIATES,
         capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
         **kwargs: object,
     ) -> dict[str, Any]:
@@ -479,7 +465,7 @@ class Module(ModuleVariables):
         rngs: RngKeys,
         *args: object,
         method: "str | Callable[..., Any] | None" = None,
-        mutable: Filter = ALL_BUT_INTERMEDIATES,
+        mutable: Filter = state_lib.ALL_BUT_INTERMEDIATES,
         **kwargs: object,
     ) -> dict[str, Any]:
         """Returns the variables of `init` without other computations, for arrays or their shapes.
@@ -506,7 +492,7 @@ class Module(ModuleVariables):
         def run(scope: Scope, *args: object, **kwargs: object) -> Any:
             module = self._with_scope(scope)
             try:
-                with without_parent():
+                with state_lib.without_parent():
                     return call(module, *args, **kwargs)
             finally:
                 module._end_scope()
@@ -539,7 +525,7 @@ class Module(ModuleVariables):
         rngs: RngKeys,
         *args: object,
         show_repeated: bool = False,
-        mutable: Filter = ALL_BUT_INTERMEDIATES,
+        mutable: Filter = state_lib.ALL_BUT_INTERMEDIATES,
         **kwargs: object,
     ) -> "dict[str, Module]":
         """Returns unbound copies of the modules that `init` uses, by path.
@@ -555,7 +541,7 @@ class Module(ModuleVariables):
         *args: object,
         depth: int | None = None,
         show_repeated: bool = False,
-        mutable: Filter = ALL_BUT_INTERMEDIATES,
+        mutable: Filter = state_lib.ALL_BUT_INTERMEDIATES,
         console_kwargs: Mapping[str, Any] | None = None,
         table_kwargs: Mapping[str, Any] = {},
         column_kwargs: Mapping[str, Any] = {},
@@ -619,7 +605,11 @@ def _hash(self: Module) -> int:
         )
     try:
         return hash(
-            (type(self), name_of(self), *(getattr(self, name) for name in self._field_names))
+            (
+                type(self),
+                state_lib.name_of(self),
+                *(getattr(self, name) for name in self._field_names),
+            )
         )
     except TypeError as error:
         raise TypeError(f"{self!r} has no hash: one of its fields has none ({error}).") from error
@@ -628,4 +618,4 @@ def _hash(self: Module) -> int:
 # `typing.get_type_hints` of a subclass's `__init__` looks for names where the subclass is defined.
 Module.__dataclass_fields__["parent"].type = Module | Scope | CurrentModule | None
 Module.__hash__ = _hash
-Module.name = NameField()  # pyright: ignore[reportAttributeAccessIssue]
+Module.name = state_lib.NameField()  # pyright: ignore[reportAttributeAccessIssue]

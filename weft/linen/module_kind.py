@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from weft import errors
+from weft import errors, struct
 from weft.core.frozen_dict import FrozenDict
 from weft.core.scope import Names, Scope, Variable
 from weft.lifting.trace_cache import IdentityKey, value_key
 from weft.linen.module import Module, is_module, map_submodules
 from weft.linen.state import PATH_READERS, RUNNING, name_of
-from weft.struct import child_names
 
 
 @jax.tree_util.register_static
@@ -273,7 +272,7 @@ def captured_modules(fn: object) -> list[Module]:
         if isinstance(value, Module):
             if value.scope is not None:
                 found[id(value)] = value
-        elif (isinstance(value, _CONTAINER_TYPES) or child_names(type(value))) and id(
+        elif (isinstance(value, _CONTAINER_TYPES) or struct.child_names(type(value))) and id(
             value
         ) not in seen:
             seen.add(id(value))
@@ -291,7 +290,7 @@ def _references_of(fn: object) -> Sequence[Any]:
     if isinstance(fn, MethodType):
         return fn.__func__, fn.__self__
     if not isinstance(fn, FunctionType):
-        return [getattr(fn, name) for name in child_names(type(fn))]
+        return [getattr(fn, name) for name in struct.child_names(type(fn))]
     held = []
     for cell in fn.__closure__ or ():
         try:

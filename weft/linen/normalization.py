@@ -18,13 +18,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from weft import functional
-from weft.errors import ArgumentShapeError
-from weft.functional import norm
-from weft.functional.arrays import canonicalize_dtype
+from weft import errors, functional
+from weft.functional import canonicalize_dtype, norm
 from weft.functional.initializers import Initializer, normal, ones, zeros
 from weft.functional.statistics import Axes, canonical_axes, cast, statistics_dtype
 from weft.linen.apply import merge_param
@@ -37,8 +34,8 @@ from weft.typing import DType
 
 class _ScaleAndBias(Module):
     epsilon: float = 1e-6
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
+    dtype: jax.typing.DTypeLike | None = None
+    param_dtype: jax.typing.DTypeLike = jnp.float32
     use_bias: bool = True
     use_scale: bool = True
     bias_init: Initializer = zeros
@@ -86,8 +83,8 @@ class RMSNorm(Module):
     """
 
     epsilon: float = 1e-6
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
+    dtype: jax.typing.DTypeLike | None = None
+    param_dtype: jax.typing.DTypeLike = jnp.float32
     use_scale: bool = True
     scale_init: Initializer = ones
     reduction_axes: Axes = -1
@@ -124,8 +121,8 @@ class GroupNorm(Module):
     num_groups: int | None = 32
     group_size: int | None = None
     epsilon: float = 1e-6
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
+    dtype: jax.typing.DTypeLike | None = None
+    param_dtype: jax.typing.DTypeLike = jnp.float32
     use_bias: bool = True
     use_scale: bool = True
     bias_init: Initializer = zeros
@@ -275,8 +272,8 @@ class BatchNorm(Module):
     axis: int | Sequence[int] = -1
     momentum: float = 0.99
     epsilon: float = 1e-5
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
+    dtype: jax.typing.DTypeLike | None = None
+    param_dtype: jax.typing.DTypeLike = jnp.float32
     use_bias: bool = True
     use_scale: bool = True
     bias_init: Initializer = zeros
@@ -387,7 +384,7 @@ class SpectralNorm(Module):
         if weight.ndim < 2 or self.n_steps < 1:
             return weight
         if weight.ndim > 2 and self.error_on_non_matrix:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"the parameter {name} has shape {weight.shape} and is not a matrix; set "
                 "error_on_non_matrix=False to take all axes but the last as its rows."
             )

@@ -11,13 +11,12 @@ from typing import Any, Self
 
 from jax.sharding import PartitionSpec
 
-from weft import struct
-from weft.core import lift, meta
+from weft import errors, struct
+from weft.core import FrozenDict, lift, meta, unfreeze
 from weft.core.axis_rules import get_logical_axis_rules as get_logical_axis_rules
 from weft.core.axis_rules import logical_axis_rules as logical_axis_rules
 from weft.core.axis_rules import set_logical_axis_rules as set_logical_axis_rules
 from weft.core.filters import Filter, union_filters
-from weft.core.frozen_dict import FrozenDict, unfreeze
 from weft.core.lift.transforms import VariableAxis, axis_number
 from weft.core.logical import LogicallyPartitioned as LogicallyPartitioned
 from weft.core.logical import RulesFallback as RulesFallback
@@ -27,7 +26,6 @@ from weft.core.logical import logical_to_mesh_sharding as logical_to_mesh_shardi
 from weft.core.logical import with_logical_constraint as with_logical_constraint
 from weft.core.logical import with_logical_partitioning as with_logical_partitioning
 from weft.core.scope import Scope, Variable
-from weft.errors import AxisMetadataError, ModuleError
 from weft.lifting.signature import as_tuple
 from weft.linen import transforms
 from weft.linen.state import ModuleVariables, current_module
@@ -173,7 +171,7 @@ def variable_with_axes(
 def _running(module: ModuleVariables | None, name: str) -> ModuleVariables:
     module = current_module() if module is None else module
     if module is None:
-        raise ModuleError(
+        raise errors.ModuleError(
             f"{name!r} was created where no module's method runs; give its module, as module=."
         )
     return module
@@ -184,13 +182,13 @@ def _note_axes(
 ) -> None:
     try:
         new = AxisMetadata(_map_names(meta.checked_names, axes))
-    except AxisMetadataError as error:
+    except errors.AxisMetadataError as error:
         error.path = "/".join((*module.path, name))
         raise
 
     def agreed(before: AxisMetadata | None, _: AxisMetadata) -> AxisMetadata:
         if before not in (None, new):
-            raise AxisMetadataError(
+            raise errors.AxisMetadataError(
                 f"{name!r} of {'/'.join(module.path) or 'the outermost module'} was given axes="
                 f"{new.names}, and has the names {before.names}; give the same, or create its "
                 f"collection {collection}_axes again."
@@ -220,7 +218,7 @@ def get_axis_names(axes_metadata: object) -> FrozenDict:
             return {
                 key.removesuffix("_axes"): layouts(tree[key], (*path, str(key))) for key in tree
             }
-        raise AxisMetadataError(
+        raise errors.AxisMetadataError(
             f"{'/'.join(path) or 'the collection'} is {tree!r}; expected AxisMetadata, as "
             "param_with_axes leaves it."
         )

@@ -18,11 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from weft import functional
-from weft.core.filters import Filter
-from weft.core.frozen_dict import FrozenDict
-from weft.core.lift import broadcast
-from weft.functional import recurrent
-from weft.functional.arrays import promote_dtype
+from weft.core import FrozenDict, broadcast, filters
+from weft.functional import promote_dtype, recurrent
 from weft.functional.initializers import Initializer, lecun_normal, ones, orthogonal, zeros
 from weft.functional.recurrent import gru_step, lstm_step, mgu_step
 from weft.linen.conv import Conv
@@ -369,8 +366,8 @@ class RNN(Module):
     keep_order: bool = False
     unroll: int = 1
     variable_axes: Mapping[Any, Any] = FrozenDict()
-    variable_broadcast: Filter = "params"
-    variable_carry: Filter = False
+    variable_broadcast: filters.Filter = "params"
+    variable_carry: filters.Filter = False
     split_rngs: Mapping[Any, bool] = FrozenDict({"params": False})
 
     def __call__(

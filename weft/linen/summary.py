@@ -14,8 +14,7 @@ import jax
 from weft.core import tabulate as tables
 from weft.core.filters import Filter
 from weft.core.rngs import RngKeys
-from weft.linen import state
-from weft.linen.methods import compact, wrap_method
+from weft.linen import methods, state
 
 Path = tuple[str, ...]
 
@@ -82,13 +81,13 @@ def record_calls(
 def _method(context: state.InterceptorContext) -> Callable[..., Any]:
     fn = context.orig_method.__func__  # pyright: ignore[reportFunctionMemberAccess]
     if not context.module._state.in_compact:
-        return wrap_method(fn)
+        return methods.wrap_method(fn)
 
     @functools.wraps(fn)
     def run(module: state.ModuleVariables, *args: object, **kwargs: object) -> Any:
         return fn(module, *args, **kwargs)
 
-    return wrap_method(compact(run))  # it may be a helper of a compact method
+    return methods.wrap_method(methods.compact(run))  # it may be a helper of a compact method
 
 
 def without_transforms(module: Any) -> Any:

@@ -17,9 +17,8 @@ from weft.core import lift, meta
 from weft.core.filters import Filter
 from weft.core.lift.transforms import VariableAxis
 from weft.errors import TransformArgumentError, TransformTargetError
+from weft.lifting import signature, trace_cache
 from weft.lifting.jit import Lowered
-from weft.lifting.signature import check_argnums
-from weft.lifting.trace_cache import cached_for_equal_functions
 from weft.linen.module import Module
 from weft.linen.module_kind import TransformToken, commit_counters, merge_modules, split_modules
 from weft.linen.state import named_call_enabled, untransformed
@@ -71,7 +70,7 @@ def _transform_class(
         return subclass(cls, prefix, lifted)
 
     # A class that each call transforms again is one class, so that it is compiled once.
-    return cached_for_equal_functions(("class", prefix, build, cls, chosen), make)
+    return trace_cache.cached_for_equal_functions(("class", prefix, build, cls, chosen), make)
 
 
 def subclass(cls: type[Module], prefix: str, methods: dict[str, Any]) -> type[Module]:
@@ -89,7 +88,7 @@ def _transform_function(
     token: TransformToken | None = None,
 ) -> Callable[..., Any]:
     for what in ("static_argnums", "donate_argnums"):
-        check_argnums(f"linen.{prefix.lower()}", what, fn, options.get(what, ()))
+        signature.check_argnums(f"linen.{prefix.lower()}", what, fn, options.get(what, ()))
     pack, unpack = _PACKINGS.get(build, (None, None))
     lifted = build(merge_modules(fn, unpack=unpack), **options)
 
@@ -453,7 +452,7 @@ def named_call(class_fn: Target, force: bool = True) -> Target:
     target: Any = class_fn
     if isinstance(target, type) and issubclass(target, Module):
         make = lambda: subclass(target, "", {"__call__": named(target.__call__)})  # noqa: E731
-        return cached_for_equal_functions(("named", target, force), make)  # pyright: ignore[reportReturnType]
+        return trace_cache.cached_for_equal_functions(("named", target, force), make)  # pyright: ignore[reportReturnType]
     if isinstance(target, Module) or not callable(target):
         raise TransformTargetError(target)
     return named(target)  # pyright: ignore[reportReturnType]

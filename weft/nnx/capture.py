@@ -9,13 +9,11 @@ from typing import Any
 import jax
 
 from weft.errors import GraphStructureError, ObjectArgumentError
+from weft.nnx import intercept, pytree, versions
 from weft.nnx.filters import Path
-from weft.nnx.intercept import intercept_calls, iter_objects, stop_intercepting
 from weft.nnx.module import CAPTURED, SownValues, append_sown
-from weft.nnx.pytree import Pytree
 from weft.nnx.state import State, from_flat_state, path_text, to_flat_state
 from weft.nnx.variables import Variable
-from weft.nnx.versions import STRUCTURE_VERSION
 
 _Kinds = tuple[type[Variable[Any]], ...]
 
@@ -64,7 +62,7 @@ def capture(
             f"capture was given a {type(fn).__name__}, which is not callable; give a function, a "
             "module with a __call__, or a method."
         )
-    owner: Any = fn if isinstance(fn, Pytree) else getattr(fn, "__self__", None)
+    owner: Any = fn if isinstance(fn, pytree.Pytree) else getattr(fn, "__self__", None)
     function: Any = fn
 
     def captured(*args: object, **kwargs: object) -> Any:
@@ -88,11 +86,11 @@ class _CapturedModules:
 
     def __init__(self, roots: list[Any], kinds: _Kinds, init: Any, outputs: Any):
         self._kinds = kinds
-        self._modules: list[tuple[int, Path, Pytree]] = []
+        self._modules: list[tuple[int, Path, pytree.Pytree]] = []
         self._before: list[Any] = []
         seen: set[int] = set()
         for i, root in enumerate(roots):
-            for path, x in iter_objects(root):
+            for path, x in intercept.iter_objects(root):
                 if id(x) not in seen:
                     seen.add(id(x))
                     self._modules.append((i, path, x))
@@ -101,7 +99,7 @@ class _CapturedModules:
             self._before.append(vars(x).get(CAPTURED))
             _set_captured(x, SownValues(kinds, outputs, first.get(path, {})))
             if outputs is not None:
-                intercept_calls(x, _sow_output)
+                intercept.intercept_calls(x, _sow_output)
 
     def states(self) -> Iterator[State]:
         """Yields the collected values, by kind."""
@@ -137,25 +135,25 @@ class _CapturedModules:
     def close(self) -> None:
         """Restores the modules."""
         for (_, _, x), before in zip(self._modules, self._before, strict=True):
-            stop_intercepting(x)
+            intercept.stop_intercepting(x)
             _set_captured(x, before)
 
 
-def _set_captured(x: Pytree, captured: SownValues | None) -> None:
+def _set_captured(x: pytree.Pytree, captured: SownValues | None) -> None:
     # Not by setattr, so that modules of another trace, in a function's closure, can sow.
     if captured is None:
         vars(x).pop(CAPTURED, None)
     else:
         vars(x)[CAPTURED] = captured
     if x._info.watched:
-        STRUCTURE_VERSION.end()
+        versions.STRUCTURE_VERSION.end()
 
 
 def _remove_captured(result: object) -> None:
-    is_object = lambda x: isinstance(x, Pytree)  # noqa: E731
+    is_object = lambda x: isinstance(x, pytree.Pytree)  # noqa: E731
     for root in jax.tree.leaves(result, is_leaf=is_object):
-        for _, x in iter_objects(root) if is_object(root) else ():
-            stop_intercepting(x)
+        for _, x in intercept.iter_objects(root) if is_object(root) else ():
+            intercept.stop_intercepting(x)
             _set_captured(x, None)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.core
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec

@@ -5,8 +5,6 @@ a function of path and value, `...` or True (everything), None or False (nothing
 alternative filters. `Not`, `All` and `Any` combine them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import EllipsisType

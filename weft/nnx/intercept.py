@@ -12,23 +12,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from weft.core.tracing import ThreadStack
-from weft.nnx.containers import Dict, List
-from weft.nnx.graph import Path
+from weft.nnx import containers, graph, versions
 from weft.nnx.module import Module
 from weft.nnx.pytree import Pytree, iter_graph
-from weft.nnx.versions import STRUCTURE_VERSION
 
 Interceptor = Callable[[Any, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Function of the object, a method's name, the method and its arguments, which calls the method."""
 
 _INTERCEPTED = "_intercepted_as"
-_BASE_CLASSES = (Pytree, Module, List, Dict)
+_BASE_CLASSES = (Pytree, Module, containers.List, containers.Dict)
 
 
-def iter_objects(node: object) -> Iterator[tuple[Path, Pytree]]:
+def iter_objects(node: object) -> Iterator[tuple[graph.Path, Pytree]]:
     """Yields the objects in a tree that have user-defined methods, with their paths."""
     for path, x in iter_graph(node):
-        if isinstance(x, Pytree) and type(x) is not List and not isinstance(x, dict):
+        if isinstance(x, Pytree) and type(x) is not containers.List and not isinstance(x, dict):
             yield path, x
 
 
@@ -79,7 +77,7 @@ def visit_model(model: Pytree) -> None:
 def _set_class(x: Pytree, cls: type) -> None:
     object.__setattr__(x, "__class__", cls)
     if x._info.watched:
-        STRUCTURE_VERSION.end()
+        versions.STRUCTURE_VERSION.end()
 
 
 def _intercepted_class(cls: type, observer: Interceptor) -> type:

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from weft import struct
-from weft.errors import MetricArgumentError, MetricMethodError, MetricValueError
+from weft import errors, struct
 from weft.nnx.filters import Filter
 from weft.nnx.pytree import Pytree
 from weft.nnx.split_merge import split
@@ -66,8 +65,8 @@ class Metric(Pytree):
         return split(self, *filters)
 
 
-def _unwritten(metric: Metric, method: str) -> MetricMethodError:
-    return MetricMethodError(
+def _unwritten(metric: Metric, method: str) -> errors.MetricMethodError:
+    return errors.MetricMethodError(
         f"{type(metric).__name__} does not define {method}; a metric defines __init__, update, "
         "compute and reset."
     )
@@ -75,13 +74,13 @@ def _unwritten(metric: Metric, method: str) -> MetricMethodError:
 
 def _argument(metric: Metric, name: str, given: dict[str, Any]) -> Any:
     if name not in given:
-        raise MetricArgumentError(
+        raise errors.MetricArgumentError(
             f"{type(metric).__name__}.update needs the keyword argument {name!r}, and was given "
             f"{', '.join(map(repr, given)) or 'none'}; call metric.update({name}=...)."
         )
     value = given[name]
     if not isinstance(value, jax.Array | np.ndarray | Variable | int | float | np.generic):
-        raise MetricArgumentError(
+        raise errors.MetricArgumentError(
             f"{type(metric).__name__}.update was given {name}={value!r}; give an array or a number."
         )
     return jnp.asarray(value)
@@ -137,7 +136,7 @@ def _mask(metric: Metric, given: object, values: Array) -> Bool[Array, "..."]:
         m in (1, n) for m, n in zip(mask.shape[::-1], values.shape[::-1], strict=False)
     )
     if not fits:
-        raise MetricValueError(
+        raise errors.MetricValueError(
             f"{type(metric).__name__}.update was given a mask of shape {mask.shape} for values of "
             f"shape {values.shape}; give one that can be broadcast to them."
         )
@@ -221,7 +220,7 @@ class Accuracy(Average):
     def __init__(self, threshold: float | None = None, argname: str = "values"):
         super().__init__(argname)
         if threshold is not None and not isinstance(threshold, float):
-            raise MetricArgumentError(
+            raise errors.MetricArgumentError(
                 f"threshold is {threshold!r}, a {type(threshold).__name__}; give a float, or None "
                 "for the class of the largest logit."
             )
@@ -247,12 +246,12 @@ class Accuracy(Average):
         batch = logits.shape if self.threshold is not None else logits.shape[:-1]
         if labels.shape != batch:
             classes = "(*batch) with a threshold" if self.threshold is not None else "(*batch, n)"
-            raise MetricValueError(
+            raise errors.MetricValueError(
                 f"Accuracy.update was given logits of shape {logits.shape} and labels of shape "
                 f"{labels.shape}; expected labels of shape (*batch) and logits of shape {classes}."
             )
         if not jnp.issubdtype(labels.dtype, jnp.integer):
-            raise MetricValueError(
+            raise errors.MetricValueError(
                 f"Accuracy.update was given labels of dtype {labels.dtype}; give integers, such "
                 "as labels.astype(int)."
             )
@@ -274,12 +273,12 @@ class MultiMetric(Metric):
     def __init__(self, **metrics: object):
         for name, metric in metrics.items():
             if not all(hasattr(metric, method) for method in ("update", "compute", "reset")):
-                raise MetricArgumentError(
+                raise errors.MetricArgumentError(
                     f"the metric {name!r} is {metric!r}, which lacks the methods update, compute "
                     "and reset; give a metric, such as nnx.metrics.Average()."
                 )
             if hasattr(MultiMetric, name):
-                raise MetricArgumentError(
+                raise errors.MetricArgumentError(
                     f"a metric was given the name {name!r}, which is a method of MultiMetric; "
                     "use another name."
                 )
@@ -305,7 +304,7 @@ class MultiMetric(Metric):
         if not isinstance(masks, Mapping):
             masks = dict.fromkeys(metrics, masks) if "mask" in updates else {}
         elif unknown := [name for name in masks if name not in metrics]:
-            raise MetricArgumentError(
+            raise errors.MetricArgumentError(
                 f"MultiMetric.update was given a mask for {', '.join(map(repr, unknown))}; the "
                 f"metrics are {', '.join(map(repr, metrics)) or '(none)'}."
             )

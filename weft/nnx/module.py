@@ -19,11 +19,10 @@ import jax.numpy as jnp
 
 from weft.core.tracing import ThreadStack, current_trace, is_tracing
 from weft.errors import GraphStructureError, ModuleAttributeNotFoundError, warn_deprecated
+from weft.nnx import split_merge, versions
 from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.pytree import Pytree, iter_children, iter_graph
-from weft.nnx.split_merge import clone
 from weft.nnx.variables import Perturbation, Variable, variable_type_from_name
-from weft.nnx.versions import RECORDING
 
 T = TypeVar("T")
 _MISSING: Any = object()
@@ -115,7 +114,7 @@ class Module(Pytree):
             initial = init_fn()
             made = kind(reduce_fn(initial, value))
             setattr(self, name, made)
-            if (recording := RECORDING.now) is not None:
+            if (recording := versions.RECORDING.now) is not None:
                 recording.note(made, initial)  # with which a loop begins
             return True
         _check_type(self, name, there, kind)
@@ -240,7 +239,7 @@ def with_attributes(
     >>> nnx.with_attributes(nnx.Dropout(0.5), deterministic=True).deterministic
     True
     """
-    made = clone(node, variables=False)
+    made = split_merge.clone(node, variables=False)
     _set_attributes(made, (only,), raise_if_not_found, attributes)
     return made
 
@@ -264,7 +263,7 @@ def view(
     >>> nnx.view(dropout, deterministic=True).deterministic, dropout.deterministic
     (True, False)
     """
-    made = clone(node, variables=False)
+    made = split_merge.clone(node, variables=False)
     taken = [(m, _taken(m, kwargs)) for _, m in _with_views(made, only)]
     missing = set(kwargs).difference(*(names for _, names in taken))
     if missing and raise_if_not_found:

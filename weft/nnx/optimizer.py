@@ -19,18 +19,16 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
 
 from weft import errors, struct
 from weft.core.spmd import without_format
 from weft.functional.statistics import update_running_average
+from weft.nnx import refs, split_merge
 from weft.nnx.containers import Dict, List
 from weft.nnx.eager_sharding import mesh_of, shard_new_value, with_out_sharding
 from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.graph import GraphDef, build_graph, flatten_graph
 from weft.nnx.pytree import Pytree, children, data_children, is_array, iter_graph, static
-from weft.nnx.refs import to_ref
-from weft.nnx.split_merge import as_pure, state
 from weft.nnx.state import State, from_flat_state, path_text, to_flat_state
 from weft.nnx.update import update
 from weft.nnx.variables import Param, Variable
@@ -85,11 +83,11 @@ def to_opt_state(tree: object, shapes: Mapping[Path, tuple[int, ...]] | None = N
         shape, axes = getattr(value, "shape", None), without_format(metadata.get("out_sharding"))
         if axes is not None and path in shapes and shape not in (None, shapes[path]):
             del metadata["out_sharding"]
-            if shape[1:] == shapes[path] and not isinstance(axes, Sharding):
+            if shape[1:] == shapes[path] and not isinstance(axes, jax.sharding.Sharding):
                 metadata["out_sharding"] = (None, *axes)  # history over the last steps
         if own is not None and "out_sharding" in metadata:
             value = shard_new_value(value, metadata, "OptVariable")
-        return OptVariable.from_metadata(to_ref(value, metadata), metadata)
+        return OptVariable.from_metadata(refs.to_ref(value, metadata), metadata)
 
     return to_state_dict(tree, make)
 
@@ -169,7 +167,7 @@ class Optimizer(Pytree, Generic[M]):
         _check_mutable(parameters)
         given = gradients_like(parameters, grads, self.wrt)
         try:
-            updates, after = self.tx.update(given, before, params, **as_pure(kwargs))
+            updates, after = self.tx.update(given, before, params, **split_merge.as_pure(kwargs))
         except (TypeError, ValueError):
             _check_parameters(self.opt_state, parameters)
             raise
@@ -437,7 +435,7 @@ class EMA(Pytree):
     ):
         self.decay = decay
         self.filter = static(tuple(only) if isinstance(only, list) else only)
-        self.params = to_state_dict(state(params, self.filter), _average)
+        self.params = to_state_dict(split_merge.state(params, self.filter), _average)
 
     def update(self, updates: object) -> None:
         """Updates the averages: `average = decay * average + (1 - decay) * value`.

@@ -11,15 +11,11 @@ from typing import Any
 
 import jax
 
+from weft.core import meta, tracing
 from weft.core import tabulate as tables
-from weft.core.meta import Partitioned
-from weft.core.tracing import ThreadStack
 from weft.errors import GraphStructureError, ModuleAttributeNotFoundError
-from weft.nnx.filters import Path
+from weft.nnx import filters, pytree, rngs, split_merge
 from weft.nnx.intercept import intercept_calls, iter_objects, original_class
-from weft.nnx.pytree import Pytree, iter_graph
-from weft.nnx.rngs import Rngs, RngStream
-from weft.nnx.split_merge import merge, split
 from weft.nnx.variables import Variable
 
 _PLACE = "_place"
@@ -40,7 +36,7 @@ class CallInfo:
     object_id: int
     call_order: int
     type: type
-    path: Path
+    path: filters.Path
     inputs_repr: str
     outputs: Any
     flops: int | None = None
@@ -52,19 +48,19 @@ class _Run:
     """Records of a model run: calls, and paths of the objects whose methods are running."""
 
     counts: list[str]
-    ids: dict[Path, int]
-    calls: list[tuple[Path, CallInfo]] = dataclasses.field(default_factory=list)
-    open: list[Path] = dataclasses.field(default_factory=list)
+    ids: dict[filters.Path, int]
+    calls: list[tuple[filters.Path, CallInfo]] = dataclasses.field(default_factory=list)
+    open: list[filters.Path] = dataclasses.field(default_factory=list)
     token: object = dataclasses.field(default_factory=object)
-    seen: set[Path] = dataclasses.field(default_factory=set)
+    seen: set[filters.Path] = dataclasses.field(default_factory=set)
 
 
-_RUNS = ThreadStack[_Run | None]()
+_RUNS = tracing.ThreadStack[_Run | None]()
 
 
 def without_streams(call: CallInfo) -> bool:
     """Returns whether a call is not of a PRNG stream."""
-    return not issubclass(call.type, Rngs | RngStream)
+    return not issubclass(call.type, rngs.Rngs | rngs.RngStream)
 
 
 def tabulate(
@@ -97,7 +93,7 @@ def tabulate(
     >>> "kernel: float32[3,2]" in tabulate(layer, x, console_kwargs={"width": 80})
     True
     """
-    if not isinstance(obj, Pytree):
+    if not isinstance(obj, pytree.Pytree):
         raise GraphStructureError(
             f"tabulate was given a {type(obj).__name__}; give an nnx.Module or nnx.Pytree."
         )
@@ -121,14 +117,14 @@ def tabulate(
 
 
 def _call_abstractly(
-    obj: Pytree, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: _Run
+    obj: pytree.Pytree, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: _Run
 ) -> None:
-    graphdef, state = split(obj)
+    graphdef, state = split_merge.split(obj)
     arrays, fill = tables.split_arrays((state, args, kwargs))
 
     def call(arrays: list[Any]) -> Any:
         state, args, kwargs = fill(arrays)
-        copy = merge(graphdef, state, copy=True)
+        copy = split_merge.merge(graphdef, state, copy=True)
         for path, x in list(iter_objects(copy)):
             # Unique per run: calls compiled in an earlier run would not be recorded again.
             vars(x)[_PLACE] = (run.token, path)
@@ -148,7 +144,7 @@ def _note(
     if run is None or path is None or run.open[-1:] == [path]:
         return method(*args, **kwargs)
     where = path if name == "__call__" else (*path, name)
-    before = tables.to_shapes(split(x)) if run.counts else ()
+    before = tables.to_shapes(split_merge.split(x)) if run.counts else ()
     call = None
     if where not in run.seen:
         run.seen.add(where)
@@ -176,13 +172,13 @@ def _flops(
 
     def run(arrays: list[Any]) -> Any:
         state, args, kwargs = fill(arrays)
-        return getattr(merge(graphdef, state, copy=True), name)(*args, **kwargs)
+        return getattr(split_merge.merge(graphdef, state, copy=True), name)(*args, **kwargs)
 
     with _RUNS.push(None):
         return tables.flops(run, arrays, with_vjp=vjp)
 
 
-def _row(call: CallInfo, x: Pytree, kinds: list[str], counts: list[str]) -> list[str]:
+def _row(call: CallInfo, x: pytree.Pytree, kinds: list[str], counts: list[str]) -> list[str]:
     own: dict[str, dict[str, Any]] = {}
     for name, value in x._items():
         if isinstance(value, Variable):
@@ -200,12 +196,12 @@ def _row(call: CallInfo, x: Pytree, kinds: list[str], counts: list[str]) -> list
 def _with_layout(variable: Variable[Any]) -> Any:
     names = variable.get_metadata("out_sharding", None)
     value = tables.to_shapes(variable.get_raw_value())
-    return Partitioned(value, names) if isinstance(names, tuple) and names else value
+    return meta.Partitioned(value, names) if isinstance(names, tuple) and names else value
 
 
 def _by_kind(x: object) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
-    for _, variable in iter_graph(x):
+    for _, variable in pytree.iter_graph(x):
         if isinstance(variable, Variable):
             found.setdefault(_kind(variable), []).append(variable.get_raw_value())
     return found

@@ -1,7 +1,5 @@
 """Flat versions of nested mappings, from `weft.traverse_util`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

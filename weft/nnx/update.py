@@ -1,7 +1,5 @@
 """In-place changes of objects: update from a state, and removal of variables."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -9,14 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from weft import config, errors, functional
+from weft import input as input_lib
 from weft import linen as nn
-from weft.config import InstantiableConfig, config_for_class, config_for_function
-from weft.errors import MissingExtraError
-from weft.functional import cross_entropy
 from weft.hierarchy.metrics import WeightedScalar
-from weft.input.corpus import Split
-from weft.input.grain import BuildDatasetFn, Input
-from weft.input.in_memory import Arrays, array_source
+from weft.input import grain
 from weft.recipes.lm import trainer_config
 
 _NUM_CLASSES = 10
@@ -29,7 +26,7 @@ def digits(
     learning_rate: float = 5e-3,
     batch_size: int = 64,
     steps: int = 220,
-) -> InstantiableConfig:
+) -> config.InstantiableConfig:
     """Returns a config that reaches 97 % on unseen images in half a minute on two cores.
 
     Args:
@@ -41,7 +38,7 @@ def digits(
     del data_dir
     cfg = trainer_config(
         "runs/digits",
-        model=config_for_class(Classifier).set(features=(32, 64)),
+        model=config.config_for_class(Classifier).set(features=(32, 64)),
         train_input=_images("train", global_batch_size=batch_size),
         held_out_input=_images("held_out", global_batch_size=2 * batch_size),
         max_step=steps,
@@ -75,7 +72,7 @@ class Classifier(nn.Module):
         logits = nn.Dense(_NUM_CLASSES, kernel_init=init)(x.reshape(len(x), -1))
 
         label = input_batch["label"]
-        loss, aux = cross_entropy(logits, label)
+        loss, aux = functional.cross_entropy(logits, label)
         right = jnp.sum(jnp.argmax(logits, axis=-1) == label) / jnp.maximum(1, aux["num_targets"])
         self.sow("summaries", "loss", WeightedScalar(loss, aux["num_targets"]))
         self.sow("summaries", "accuracy", WeightedScalar(right, aux["num_targets"]))
@@ -83,8 +80,8 @@ class Classifier(nn.Module):
 
 
 def digits_source(
-    *, split: Split, global_batch_size: int, is_training: bool, seed: int = 0
-) -> BuildDatasetFn:
+    *, split: input_lib.Split, global_batch_size: int, is_training: bool, seed: int = 0
+) -> grain.BuildDatasetFn:
     """Returns a source of batches of images in [0, 1] and their labels.
 
     Args:
@@ -94,8 +91,8 @@ def digits_source(
     Raises MissingExtraError if scikit-learn is not installed.
     """
     image, label = _read(split)
-    return array_source(
-        Arrays({"image": image, "label": label}),
+    return input_lib.array_source(
+        input_lib.Arrays({"image": image, "label": label}),
         global_batch_size=global_batch_size,
         is_training=is_training,
         seed=seed,
@@ -103,18 +100,18 @@ def digits_source(
     )
 
 
-def _images(split: Split, *, global_batch_size: int) -> Any:
-    source = config_for_function(digits_source).set(
+def _images(split: input_lib.Split, *, global_batch_size: int) -> Any:
+    source = config.config_for_function(digits_source).set(
         split=split, global_batch_size=global_batch_size, is_training=split == "train"
     )
-    return Input.default_config().set(source=source)
+    return grain.Input.default_config().set(source=source)
 
 
-def _read(split: Split) -> tuple[np.ndarray, np.ndarray]:
+def _read(split: input_lib.Split) -> tuple[np.ndarray, np.ndarray]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise MissingExtraError(
+        raise errors.MissingExtraError(
             f"the images of the recipe digits come with scikit-learn, which cannot be imported "
             f"({error}). Install it with `pip install 'weft[examples]'`."
         ) from error

@@ -15,18 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from weft.config import InstantiableConfig, config_for_class, from_text
-from weft.errors import HuggingFaceConfigError
+from weft import config, errors, serialization
 from weft.hierarchy.lora import set_lora_recursively, without_lora
-from weft.input import ByteTokenizer
-from weft.input.tokenizers import HuggingFaceTokenizer
+from weft.input import ByteTokenizer, HuggingFaceTokenizer
 from weft.interop.huggingface import FAMILIES, huggingface_model_config, to_huggingface
 from weft.interop.huggingface.settings import NO_PADDING, Settings
 from weft.recipes.lm import initializer, set_corpus, text_trainer_config
-from weft.serialization import TensorFiles
-from weft.trainer import ImportedWeightsBuilder, SpmdTrainer, UpdateType
+from weft.trainer import ImportedWeightsBuilder, SpmdTrainer, UpdateType, run_dir
 from weft.trainer.checkpointer.dirs import step_dirs
-from weft.trainer.run_dir import CHECKPOINTS_DIR
 
 _BASE_DIR = "runs/lm-llama"
 _BASE = f"{_BASE_DIR}/huggingface"
@@ -52,7 +48,7 @@ def lm_llama(
     learning_rate: float = 6e-3,
     batch_size: int = 16,
     steps: int = 300,
-) -> InstantiableConfig:
+) -> config.InstantiableConfig:
     """Returns a small byte-level Llama, which trains in a minute on two cores.
 
     Args:
@@ -85,7 +81,7 @@ def lm_lora(
     learning_rate: float = 5e-3,
     batch_size: int = 16,
     steps: int = 200,
-) -> InstantiableConfig:
+) -> config.InstantiableConfig:
     """Returns a recipe for low-rank adapters on all layers of an imported, frozen causal LM.
 
     Args:
@@ -135,7 +131,7 @@ def prepare(cfg: SpmdTrainer.Config, train: Callable[[str, Any], SpmdTrainer | N
     """
     builder: Any = cfg.init_state_builder
     path = builder.path
-    saved = step_dirs(os.path.join(cfg.dir, CHECKPOINTS_DIR))
+    saved = step_dirs(os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR))
     if path != _BASE or saved or Path(path, "config.json").exists():
         return True
     base: Any = lm_llama()
@@ -161,16 +157,16 @@ def _export(path: str, model: Any, trainer: SpmdTrainer) -> None:
 def _model_of(base: str) -> Any:
     if not base.endswith(".safetensors"):
         return huggingface_model_config(base)
-    with TensorFiles(base) as files:
+    with serialization.TensorFiles(base) as files:
         text = files.metadata().get("model")
     if text is None:
-        raise HuggingFaceConfigError(
+        raise errors.HuggingFaceConfigError(
             f"{base!r} does not name its model. Use a file written by `weft export`, or the folder "
             "of a Hugging Face checkpoint."
         )
-    model: Any = from_text(text, source=base)
+    model: Any = config.from_text(text, source=base)
     if without_lora(model) != model:
-        raise HuggingFaceConfigError(
+        raise errors.HuggingFaceConfigError(
             f"{base!r} has adapters in addition to its weights. Export it with --merge, which adds "
             "them to the weights."
         )
@@ -183,7 +179,7 @@ def _tokenizer_of(base: str, model: Any) -> Any:
     path = Path(base if Path(base).is_dir() else Path(base).parent, "tokenizer.json")
     if not path.exists():
         if decoder.vocab_size != _LLAMA["vocab_size"]:
-            raise HuggingFaceConfigError(
+            raise errors.HuggingFaceConfigError(
                 f"there is no {str(path)!r}, and the vocabulary of {decoder.vocab_size} tokens is "
                 "not that of bytes. Put the model's tokenizer.json there."
             )
@@ -195,7 +191,7 @@ def _tokenizer_of(base: str, model: Any) -> Any:
     loaded = tokenizers.Tokenizer.from_file(str(path))
     eos, pad = decoder.eos_token_id, decoder.pad_token_id
     if eos == NO_PADDING:
-        raise HuggingFaceConfigError(
+        raise errors.HuggingFaceConfigError(
             f"the config of the checkpoint {base!r} has no eos_token_id, which separates "
             "documents. Add it to config.json."
         )
@@ -204,6 +200,6 @@ def _tokenizer_of(base: str, model: Any) -> Any:
         special = {eos, *loaded.get_added_tokens_decoder()}
         pad = max(set(range(min(decoder.vocab_size, loaded.get_vocab_size()))) - special)
     decoder.pad_token_id = pad
-    return config_for_class(HuggingFaceTokenizer).set(
+    return config.config_for_class(HuggingFaceTokenizer).set(
         path=str(path), eos_token=loaded.id_to_token(eos), pad_token=loaded.id_to_token(pad)
     )

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from weft import functional, nnx
-from weft.config import InstantiableConfig, config_for_class
+from weft import config, functional, nnx
 from weft.hierarchy.metrics import WeightedScalar
 from weft.input import ByteTokenizer
 from weft.recipes.lm import VOCAB_SIZE, set_tokenizer, text_trainer_config
@@ -33,7 +32,7 @@ def lm_nnx(
     learning_rate: float = 6e-3,
     batch_size: int = 16,
     steps: int = 600,
-) -> InstantiableConfig:
+) -> config.InstantiableConfig:
     """Returns an NNX language model that trains in minutes on two cores.
 
     Args:
@@ -46,7 +45,7 @@ def lm_nnx(
     cfg = text_trainer_config(
         "runs/lm-nnx",
         data_dir,
-        model=config_for_class(LanguageModel).set(
+        model=config.config_for_class(LanguageModel).set(
             dim=96, num_layers=3, num_heads=4, hidden_dim=256, window=127
         ),
         batch_size=batch_size,

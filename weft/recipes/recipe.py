@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import hashlib
-import importlib
 import importlib.util
 import inspect
 import os

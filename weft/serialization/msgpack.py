@@ -14,10 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft import serialization
-from weft.errors import DamagedBytesError, UnserializableValueError
-from weft.serialization.state_dicts import from_state_dict, is_prng_key, to_state_dict
-from weft.serialization.untrusted import is_possible_shape
+from weft import errors, serialization
+from weft.serialization import state_dicts, untrusted
 
 if TYPE_CHECKING:
     import msgpack  # otherwise where it is used: few programs write or read bytes
@@ -40,12 +38,12 @@ def _to_numpy(x: object, path: tuple[str, ...]) -> np.ndarray:
     try:
         array = np.asarray(x)
     except (TypeError, RuntimeError) as error:
-        raise UnserializableValueError(
+        raise errors.UnserializableValueError(
             f"the array at {_path_text(*path)} has no values to write: {error}"
         ) from error
     dtype = array.dtype
     if dtype.hasobject or dtype.names or dtype.type is np.void or isinstance(x, np.ma.MaskedArray):
-        raise UnserializableValueError(
+        raise errors.UnserializableValueError(
             f"the array at {_path_text(*path)} is a {type(x).__name__} of dtype {dtype}, which "
             "has no form as bytes here; give arrays of numbers, of booleans or of strings."
         )
@@ -58,7 +56,7 @@ def _to_msgpack(x: Any, path: tuple[str, ...], in_place: bool) -> Any:
         made = x if in_place else {}
         for key, value in x.items():
             if key is not None and type(key) not in (str, bytes, int, float, bool):
-                raise UnserializableValueError(
+                raise errors.UnserializableValueError(
                     f"the key {key!r} of the dict at {_path_text(*path)} is a "
                     f"{type(key).__name__}; use to_bytes or to_state_dict, which make strings of "
                     "keys."
@@ -70,7 +68,7 @@ def _to_msgpack(x: Any, path: tuple[str, ...], in_place: bool) -> Any:
         if in_place:
             x[:] = entries
         return entries
-    if is_prng_key(x):
+    if state_dicts.is_prng_key(x):
         return _key_parts(x, path)
     if isinstance(x, jax.Array | np.ndarray):
         return _chunked(_to_numpy(x, path))
@@ -78,13 +76,13 @@ def _to_msgpack(x: Any, path: tuple[str, ...], in_place: bool) -> Any:
         _to_numpy(x, path)
         return x
     if type(x) is int and not -(2**63) <= x < 2**64:
-        raise UnserializableValueError(
+        raise errors.UnserializableValueError(
             f"the integer {x} at {_path_text(*path)} does not fit into 64 bits; store it as a "
             "string."
         )
     if x is None or type(x) in (str, bytes, bytearray, memoryview, int, float, bool, complex):
         return x
-    raise UnserializableValueError(
+    raise errors.UnserializableValueError(
         f"the value at {_path_text(*path)} is a {type(x).__name__}, which has no form as bytes; "
         "give arrays, numbers and strings in dicts, use to_bytes for trees of other types, and "
         "register_serialization_state for types of your own."
@@ -94,7 +92,7 @@ def _to_msgpack(x: Any, path: tuple[str, ...], in_place: bool) -> Any:
 def _key_parts(key: jax.Array, path: tuple[str, ...]) -> dict[str, Any]:
     impl = jax.random.key_impl(key)
     if not isinstance(impl, str):
-        raise UnserializableValueError(
+        raise errors.UnserializableValueError(
             f"the PRNG key at {_path_text(*path)} is of the implementation {impl}, which has no "
             "name to be read back by; store jax.random.key_data(key)."
         )
@@ -145,7 +143,7 @@ def _parse_dtype(name: object) -> np.dtype:
 def _shape_of(value: object, dtype: np.dtype, num_elements: int) -> tuple[int, ...]:
     if not (isinstance(value, list | tuple) and all(type(n) is int and n >= 0 for n in value)):
         raise ValueError(f"{value!r} is not the shape of an array")
-    if not is_possible_shape(value, dtype.itemsize) or math.prod(value) != num_elements:
+    if not untrusted.is_possible_shape(value, dtype.itemsize) or math.prod(value) != num_elements:
         raise ValueError(f"an array of the shape {list(value)} is not made of {num_elements} items")
     return tuple(value)
 
@@ -234,7 +232,7 @@ def msgpack_restore(encoded_pytree: bytes) -> Any:
     # TypeError: a list as the key of a dict. The rest is for `msgpack`, which has an error for each
     # way in which bytes can end.
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise DamagedBytesError(
+        raise errors.DamagedBytesError(
             f"the {len(encoded_pytree)} bytes are not what msgpack_serialize writes: {error}. "
             "Look whether the file was written and read as a whole, in binary mode."
         ) from error
@@ -247,7 +245,7 @@ def to_bytes(target: object) -> bytes:
         StateDictKeyError: if keys of a dict are equal as strings.
         UnserializableValueError: if a leaf cannot be converted to bytes.
     """
-    return msgpack_serialize(to_state_dict(target), in_place=False)
+    return msgpack_serialize(state_dicts.to_state_dict(target), in_place=False)
 
 
 def from_bytes(target: object, encoded_bytes: bytes) -> Any:
@@ -263,4 +261,4 @@ def from_bytes(target: object, encoded_bytes: bytes) -> Any:
     >>> from_bytes((0, 0.0), to_bytes((1, 2.0)))
     (1, 2.0)
     """
-    return from_state_dict(target, msgpack_restore(encoded_bytes))
+    return state_dicts.from_state_dict(target, msgpack_restore(encoded_bytes))

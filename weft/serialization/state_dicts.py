@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft import struct
-from weft.errors import SerializationHandlerError, StateDictKeyError, StateDictMismatchError
+from weft import errors, struct
 
 
 class FlaxPart:
@@ -75,7 +74,7 @@ def register_serialization_state(
     Raises SerializationHandlerError if the type has a rule and `override` is False.
     """
     if not override and (ty in _registry or _is_struct(ty)):
-        raise SerializationHandlerError(
+        raise errors.SerializationHandlerError(
             f"{ty.__name__!r} already has a rule for its state dict; give override=True to replace "
             "it."
         )
@@ -172,8 +171,8 @@ def _check_keys(wanted: list[str], state: object, what: str, extra_allowed: bool
     raise _mismatch(what, "; ".join(said))
 
 
-def _mismatch(what: str, why: str) -> StateDictMismatchError:
-    return StateDictMismatchError(
+def _mismatch(what: str, why: str) -> errors.StateDictMismatchError:
+    return errors.StateDictMismatchError(
         f"the state dict does not fit {what} of the target at {current_path()!r}: {why}. Make the "
         "target as the saved one was made, or change the state dict to the target's structure."
     )
@@ -183,7 +182,7 @@ def _dict_to_state(xs: dict[Any, Any]) -> dict[str, Any]:
     names = [str(key) for key in xs]
     if len(set(names)) < len(names):
         same = sorted({name for name in names if names.count(name) > 1})
-        raise StateDictKeyError(
+        raise errors.StateDictKeyError(
             f"keys of the dict at {current_path()!r} are equal as strings: {_quoted(same)}; a "
             "state dict has string keys, so rename one of the keys."
         )

@@ -29,8 +29,7 @@ from weft.config import Configurable, config_class
 from weft.distributed.peers import join_first
 from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
 from weft.lifting.jit import Traced
-from weft.trainer.display import scalar
-from weft.trainer.first_nonfinite import UNKNOWN, NonfiniteSearch
+from weft.trainer import display, first_nonfinite
 from weft.trainer.model import cast_for_forward
 from weft.trainer.optimizers.base import leaves_by_path, path_name, tree_paths
 from weft.trainer.optimizers.clipping import norm_by_squares, tree_where
@@ -224,7 +223,7 @@ class AnomalyGuard:
         compiler_options: dict[str, Any] | None,
     ):
         self._policy, self._train_dtype = policy, train_dtype
-        self._search = NonfiniteSearch(step)
+        self._search = first_nonfinite.NonfiniteSearch(step)
         self._gradient_names: list[str] = []
         self._replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
         self._track = LossTrack()
@@ -352,7 +351,7 @@ class AnomalyGuard:
             text += f" The first module with an undefined output is {module}."
         elif np.isfinite(loss):
             text += " The outputs of all modules are finite."
-        if np.isfinite(loss) and module in (None, UNKNOWN):
+        if np.isfinite(loss) and module in (None, first_nonfinite.UNKNOWN):
             text += self._describe_gradients(state, batch, verdict)
         leaves = _float_leaves(state)
         bad = [path for (path, _), is_bad in zip(leaves, verdict.bad_leaves, strict=True) if is_bad]
@@ -425,7 +424,7 @@ def check_loss(loss: Tensor, step: int, look_first: Callable[[], str] | None = N
 
 def advice_for_later_step(summaries: Mapping[str, Any], batch: NestedTensor) -> str:
     """Returns what to look at first if the first loss of the run was finite."""
-    wrong_batch, rate = _batch_text(batch), scalar(summaries, "learning_rate")
+    wrong_batch, rate = _batch_text(batch), display.scalar(summaries, "learning_rate")
     first = "The first loss of the run was finite, so look first"
     if wrong_batch:
         first = f"{wrong_batch} Look then"
@@ -473,7 +472,7 @@ def advice_for_first_step(
         )
     module = find_module()
     text = "The batch and the initial parameters are finite"
-    if module not in (None, UNKNOWN):
+    if module not in (None, first_nonfinite.UNKNOWN):
         text += f"; the first module with an undefined output is {module}"
     if module is not None and re.search(r", a (Embed|Embedding) \(", module):
         ranges = ", ".join(f"{name} from {low} to {high}" for name, low, high in _ids(batch))

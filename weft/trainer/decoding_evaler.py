@@ -16,22 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from weft.config import (
-    REQUIRED,
-    ConfigOr,
-    InstantiableConfig,
-    Required,
-    config_class,
-    config_for_function,
-    maybe_instantiate,
-)
-from weft.errors import DecodingEvalError
-from weft.functional import scale_by
+from weft import config, errors, functional
 from weft.hierarchy.module import Module
 from weft.input.tokenizers import Tokenizer, as_tokenizer, until_end
-from weft.trainer.evaler import SpmdEvaler
+from weft.trainer import evaler, run_dir
 from weft.trainer.metric_calculator import BaseMetricCalculator
-from weft.trainer.run_dir import write_atomically
 from weft.typing import NestedTensor, Tensor
 
 
@@ -41,7 +30,7 @@ class SampleDecoding(BaseMetricCalculator):
     Its output for a batch is a dict of `prompts` and `sampled`, `Int[Array, "batch ..."]`.
     """
 
-    @config_class
+    @config.config_class
     class Config(BaseMetricCalculator.Config):
         """Configures a SampleDecoding.
 
@@ -55,22 +44,24 @@ class SampleDecoding(BaseMetricCalculator):
             num_shown: Number of texts to show as summaries.
         """
 
-        tokenizer: Required[ConfigOr[Tokenizer] | str] = REQUIRED
+        tokenizer: config.Required[config.ConfigOr[Tokenizer] | str] = config.REQUIRED
         prompt_length: int = 16
         num_tokens: int = 64
-        logits_modifier: InstantiableConfig = config_for_function(scale_by).set(temperature=1.0)
+        logits_modifier: config.InstantiableConfig = config.config_for_function(
+            functional.scale_by
+        ).set(temperature=1.0)
         prompt_field: str = "input_ids"
         num_shown: int = 2
 
     def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
         super().__init__(cfg, parent=parent, **kwargs)
         if cfg.prompt_length < 1 or cfg.num_tokens < 1:
-            raise DecodingEvalError(
+            raise errors.DecodingEvalError(
                 f"{self.path()}: prompt_length={cfg.prompt_length} and num_tokens={cfg.num_tokens};"
                 " expected at least one token of each."
             )
         self._tokenizer = as_tokenizer(cfg.tokenizer)
-        modifier = maybe_instantiate(cfg.logits_modifier)
+        modifier = config.maybe_instantiate(cfg.logits_modifier)
         self._run = self._jit_of_model(
             "sample_decode",
             inputs=lambda batch: {
@@ -89,7 +80,7 @@ class SampleDecoding(BaseMetricCalculator):
         tokens = batch.get(cfg.prompt_field)
         if tokens is None or tokens.shape[1] < cfg.prompt_length:
             found = "the field is missing" if tokens is None else f"it has {tokens.shape[1]}"
-            raise DecodingEvalError(
+            raise errors.DecodingEvalError(
                 f"{self.path()}: prompts are the first prompt_length={cfg.prompt_length} tokens of "
                 f"{cfg.prompt_field!r}, but {found}. The batch has {', '.join(sorted(batch))}."
             )
@@ -122,11 +113,11 @@ class SampleDecoding(BaseMetricCalculator):
         return samples
 
 
-class DecodingEvaler(SpmdEvaler):
+class DecodingEvaler(evaler.SpmdEvaler):
     """Evaler that samples from the model and writes the texts to a file per evaluation."""
 
-    @config_class
-    class Config(SpmdEvaler.Config):
+    @config.config_class
+    class Config(evaler.SpmdEvaler.Config):
         metric_calculator: SampleDecoding.Config = SampleDecoding.default_config()
 
     def _on_outputs(self, step: int, outputs: list[Any]) -> None:
@@ -134,4 +125,4 @@ class DecodingEvaler(SpmdEvaler):
             path = Path(self.summary_writer.config.dir, f"step_{step:08d}.jsonl")
             path.parent.mkdir(parents=True, exist_ok=True)
             samples = self.metric_calculator.texts(outputs)
-            write_atomically(path, "".join(json.dumps(sample) + "\n" for sample in samples))
+            run_dir.write_atomically(path, "".join(json.dumps(sample) + "\n" for sample in samples))

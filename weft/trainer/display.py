@@ -25,9 +25,7 @@ from rich.text import Text
 
 from weft.errors import CheckpointSaveError
 from weft.hierarchy.metrics import Summary
-from weft.trainer.progress import RunListener, has_ended
-from weft.trainer.schedule_length import schedule_notes
-from weft.trainer.train_step import opt_params
+from weft.trainer import progress, schedule_length, train_step
 
 _WINDOW = 50
 _FEWEST = 5
@@ -185,7 +183,7 @@ def make_display(console: Console, dir: str | None) -> "Display":
     return LiveDisplay(console, dir) if live else LineDisplay(console, dir)
 
 
-class Display(RunListener):
+class Display(progress.RunListener):
     """Base of the displays. Use it in a `with` block.
 
     Attributes:
@@ -236,7 +234,7 @@ class Display(RunListener):
         else:
             text = f"resuming from step {resumed_from:,}"
         self.print_line(f"run        {f'{self._dir}: ' if self._dir else ''}{text}")
-        for note in schedule_notes(trainer.config):
+        for note in schedule_length.schedule_notes(trainer.config):
             self.print_line(f"schedule   {note}")
 
     def on_step(self, step: int, outputs: dict[str, Any], batch: Any) -> None:
@@ -262,7 +260,7 @@ class Display(RunListener):
         reading = self._meter.last() if self._has_started else None
         if reading is not None:
             self._show(reading, last=True)
-        if not has_ended(reason):
+        if not progress.has_ended(reason):
             when = "before there was anything to save"
             if self.is_saved:
                 saved = f", which is saved in {self._dir}" if self._dir else ""
@@ -303,7 +301,7 @@ class Sizes(NamedTuple):
 
 def parameter_sizes(trainer: Any) -> Sizes:
     """Returns the size of a trainer's model."""
-    params = opt_params(trainer.trainer_state.model, trainer.trainer_state_specs.model)
+    params = train_step.opt_params(trainer.trainer_state.model, trainer.trainer_state_specs.model)
     trained = trainer.learner.should_update_with_optimizers(params)
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(trained), strict=True)
     kept = [(param.value, is_trained) for param, is_trained in pairs if not param.is_state]

@@ -14,19 +14,9 @@ from typing import Any, Protocol
 
 import jax
 
-from weft.config import (
-    REQUIRED,
-    Configurable,
-    InstantiableConfig,
-    Required,
-    config_class,
-    config_for_function,
-    maybe_instantiate,
-    maybe_set_config,
-)
+from weft import config as config_lib
+from weft import errors, hierarchy
 from weft.distributed.preemption import batches_until_stopped
-from weft.errors import EarlyStoppingError, InputDatasetError
-from weft.hierarchy import BaseLayer, Module
 from weft.input import Input, host_to_global_device_array
 from weft.trainer.checkpointer.policy import BestMetric, EvalMetric
 from weft.trainer.inference_output import BaseOutputWriter
@@ -56,21 +46,21 @@ def every_n_steps_policy(
     return lambda *, step, train_summaries: step == max_step or (step >= min_step and step % n == 0)
 
 
-class AtEndPolicy(Configurable):
+class AtEndPolicy(config_lib.Configurable):
     """Policy that evaluates at the end of a run: its last step, the end of its data, an early stop.
 
     A run that a signal stops has not ended; it continues later.
     """
 
-    @config_class
-    class Config(Configurable.Config):
+    @config_lib.config_class
+    class Config(config_lib.Configurable.Config):
         """Configures an AtEndPolicy; the policy `also` selects evaluations before the end."""
 
-        also: InstantiableConfig[EvalPolicy] | None = None
+        also: config_lib.InstantiableConfig[EvalPolicy] | None = None
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self._also: EvalPolicy | None = maybe_instantiate(config.also)
+        self._also: EvalPolicy | None = config_lib.maybe_instantiate(config.also)
 
     def __call__(self, *, step: int, train_summaries: dict[str, Any]) -> bool:
         return bool(self._also and self._also(step=step, train_summaries=train_summaries))
@@ -79,8 +69,8 @@ class AtEndPolicy(Configurable):
 class BestMetricEvalPolicy(BestMetric):
     """Policy that evaluates when the metric of an earlier evaler has its best value so far."""
 
-    @config_class
-    class Config(Configurable.Config):
+    @config_lib.config_class
+    class Config(config_lib.Configurable.Config):
         """Configures a BestMetricEvalPolicy.
 
         Attributes:
@@ -88,7 +78,7 @@ class BestMetricEvalPolicy(BestMetric):
             mode: "max" if larger is better, "min" if smaller is.
         """
 
-        metric: Required[EvalMetric] = REQUIRED
+        metric: config_lib.Required[EvalMetric] = config_lib.REQUIRED
         mode: str = "min"
 
     def __call__(self, *, step: int, train_summaries: dict[str, Any]) -> bool:
@@ -105,8 +95,8 @@ class EarlyStopping(BestMetric):
     [False, False, False, True]
     """
 
-    @config_class
-    class Config(Configurable.Config):
+    @config_lib.config_class
+    class Config(config_lib.Configurable.Config):
         """Configures an EarlyStopping.
 
         Attributes:
@@ -116,7 +106,7 @@ class EarlyStopping(BestMetric):
             min_delta: Smallest change that counts as an improvement.
         """
 
-        metric: Required[EvalMetric] = REQUIRED
+        metric: config_lib.Required[EvalMetric] = config_lib.REQUIRED
         mode: str = "min"
         patience: int = 0
         min_delta: float = 0.0
@@ -124,7 +114,7 @@ class EarlyStopping(BestMetric):
     def __init__(self, config: Config):
         super().__init__(config, name="early_stopping")
         if config.patience < 0 or config.min_delta < 0:
-            raise EarlyStoppingError(
+            raise errors.EarlyStoppingError(
                 f"early_stopping got patience={config.patience} and min_delta={config.min_delta:g};"
                 " expected numbers that are not negative."
             )
@@ -139,7 +129,7 @@ class EarlyStopping(BestMetric):
         """Raises EarlyStoppingError if the run's evalers do not include that of the metric."""
         name = self.config.metric[0]
         if name not in evalers:
-            raise EarlyStoppingError(
+            raise errors.EarlyStoppingError(
                 f"early_stopping uses the evaler {name!r}, which the run does not have; it has "
                 f"{', '.join(evalers) or 'none'}. Set early_stopping.metric to one of these, or "
                 "add it to evalers."
@@ -162,11 +152,11 @@ class EarlyStopping(BestMetric):
         self._count = state["count"]
 
 
-class SpmdEvaler(Module):
+class SpmdEvaler(hierarchy.Module):
     """Evaler of the trainer's model on the current mesh."""
 
-    @config_class
-    class Config(Module.Config):
+    @config_lib.config_class
+    class Config(hierarchy.Module.Config):
         """Configures a SpmdEvaler.
 
         Attributes:
@@ -178,11 +168,13 @@ class SpmdEvaler(Module):
                 written below the directory of the summary writer.
         """
 
-        input: Required[Input.Config] = REQUIRED
-        eval_policy: InstantiableConfig[EvalPolicy] = config_for_function(every_n_steps_policy)
+        input: config_lib.Required[Input.Config] = config_lib.REQUIRED
+        eval_policy: config_lib.InstantiableConfig[EvalPolicy] = config_lib.config_for_function(
+            every_n_steps_policy
+        )
         metric_calculator: BaseMetricCalculator.Config = ModelSummaryAccumulator.default_config()
         eval_dtype: DType | None = None
-        summary_writer: InstantiableConfig = SummaryWriter.default_config()
+        summary_writer: config_lib.InstantiableConfig = SummaryWriter.default_config()
         output_writer: BaseOutputWriter.Config | None = None
         trace_at_iters: Sequence[int] = []
 
@@ -190,13 +182,13 @@ class SpmdEvaler(Module):
         self,
         cfg: Config,
         *,
-        parent: Module | None,
-        model: BaseLayer,
+        parent: hierarchy.Module | None,
+        model: hierarchy.BaseLayer,
         model_param_partition_specs: Nested[PartitionSpec],
     ):
         super().__init__(cfg, parent=parent)
-        self._eval_policy: EvalPolicy = maybe_instantiate(cfg.eval_policy)
-        self._add_child("input", maybe_set_config(cfg.input, is_training=False))
+        self._eval_policy: EvalPolicy = config_lib.maybe_instantiate(cfg.eval_policy)
+        self._add_child("input", config_lib.maybe_set_config(cfg.input, is_training=False))
         calculator = cfg.metric_calculator
         if calculator.eval_dtype is None:
             calculator = calculator.clone(eval_dtype=cfg.eval_dtype)
@@ -254,7 +246,7 @@ class SpmdEvaler(Module):
                 if "output_writer" in self.children:
                     self.output_writer.write(input_batch=batch, output_batch=result["output"])
         if not outputs:
-            raise InputDatasetError(
+            raise errors.InputDatasetError(
                 f"{self.path()}: the dataset has no batch to evaluate on; it needs at least as "
                 "many examples as a batch has, or padding."
             )

@@ -21,19 +21,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
+from weft import errors, linen, nnx
 from weft.distributed.peers import ThreadStack
 from weft.distributed.preemption import compile_unless_stopped
-from weft.errors import ProcessesNotReadyError, ProcessLostError
 from weft.hierarchy.context import ModuleNode, current_context
 from weft.hierarchy.module import Module, intercept_module_calls
-from weft.linen import intercept_methods
 from weft.nnx.intercept import intercept_calls, iter_objects, original_class, visiting
-from weft.nnx.pytree import Pytree
-from weft.nnx.rngs import Rngs, RngStream
-from weft.nnx.variables import Variable
-from weft.trainer.gradients import forward_and_gradients
+from weft.trainer import gradients, train_step
 from weft.trainer.optimizers.base import NestedOptParam, opt_param_values, tree_paths
-from weft.trainer.train_step import TrainerState
 from weft.trainer.update_transformation import BackwardOutputs, ForwardBackwardOutputs, ForwardFn
 from weft.typing import NestedTensor, T, Tensor
 
@@ -60,7 +55,7 @@ class NonfiniteSearch:
         self._ended_calls: list[str] = []
         self._trained: frozenset[str] = frozenset()
 
-    def first_module(self, state: TrainerState, batch: NestedTensor) -> str | None:
+    def first_module(self, state: train_step.TrainerState, batch: NestedTensor) -> str | None:
         """Returns the first module, in the order in which calls end, with an undefined output.
 
         Minus infinity does not count, since masks use it. The result is path, class and method,
@@ -70,7 +65,7 @@ class NonfiniteSearch:
 
     def first_gradient(
         self,
-        state: TrainerState,
+        state: train_step.TrainerState,
         batch: NestedTensor,
         undefined: Sequence[str],
         trained: Collection[str],
@@ -91,7 +86,7 @@ class NonfiniteSearch:
         return found, sorted(undefined, key=used, reverse=True)
 
     def _first_failure(
-        self, checked: jax.stages.Wrapped, state: TrainerState, batch: NestedTensor
+        self, checked: jax.stages.Wrapped, state: train_step.TrainerState, batch: NestedTensor
     ) -> str | None:
         try:
             if checked not in self._compiled:
@@ -104,14 +99,14 @@ class NonfiniteSearch:
                     return UNKNOWN
                 self._compiled.add(checked)
             text = checked(state, batch)[0].get()
-        except (ProcessLostError, ProcessesNotReadyError):
+        except (errors.ProcessLostError, errors.ProcessesNotReadyError):
             raise
         except Exception as failure:  # such as an operation that cannot be checked
             logger.warning("the search for the undefined module failed: %s", failure)
             return UNKNOWN
         return None if text is None else text.partition(" (`check` failed)")[0]
 
-    def _run_forward(self, state: TrainerState, batch: NestedTensor) -> None:
+    def _run_forward(self, state: train_step.TrainerState, batch: NestedTensor) -> None:
         self._ended_calls.clear()
 
         def check(call: ModuleCall, method: Method, args: Args, kwargs: Kwargs) -> Any:
@@ -125,7 +120,7 @@ class NonfiniteSearch:
             _, outputs = self._step(state, batch, learner=_idle_learner(None))
         _check(jnp.isfinite(outputs["loss"]), f"{_ROOT}, in its loss")
 
-    def _run_backward(self, state: TrainerState, batch: NestedTensor) -> None:
+    def _run_backward(self, state: train_step.TrainerState, batch: NestedTensor) -> None:
         open_calls = [_ROOT]
 
         def check(call: ModuleCall, method: Method, args: Args, kwargs: Kwargs) -> Any:
@@ -168,7 +163,7 @@ def _check_gradients(tree: T, name: str) -> T:
     return jax.tree.map(
         lambda x: same(x) if _is_floating(x) else x,
         tree,
-        is_leaf=lambda x: isinstance(x, Pytree | Variable),  # which have an identity
+        is_leaf=lambda x: isinstance(x, nnx.Pytree | nnx.Variable),  # which have an identity
     )
 
 
@@ -200,7 +195,7 @@ class _IdleLearner(Module):
             outputs = fn(model_params=values, inputs=inputs)
         else:
             trainable = jax.tree.map(lambda path: path in trained, tree_paths(opt_params))
-            forward_pass, _ = forward_and_gradients(
+            forward_pass, _ = gradients.forward_and_gradients(
                 fn, inputs=inputs, opt_params=opt_params, trainable=trainable
             )
             outputs = forward_pass.outputs
@@ -241,7 +236,7 @@ def trace_calls(observer: Observer) -> Iterator[None]:
     tracer = _CallTracer(observer)
     with contextlib.ExitStack() as stack:
         stack.enter_context(intercept_module_calls(tracer.on_hierarchy_call))
-        stack.enter_context(intercept_methods(tracer.on_linen_call))
+        stack.enter_context(linen.intercept_methods(tracer.on_linen_call))
         # A model with modules of these libraries has imported them.
         if "flax.linen" in sys.modules:
             stack.enter_context(sys.modules["flax.linen"].intercept_methods(tracer.on_linen_call))
@@ -310,10 +305,10 @@ class _CallTracer:
         call = ModuleCall(_join_path(prefix, *parts), type(module).__name__, context.method_name)
         return self.see(call, next_fun, args, kwargs, prefix=prefix)
 
-    def on_nnx_model(self, model: Pytree) -> None:
+    def on_nnx_model(self, model: nnx.Pytree) -> None:
         prefix = self._innermost_path()
         for path, x in list(iter_objects(model)):
-            if not isinstance(x, Rngs | RngStream):
+            if not isinstance(x, nnx.Rngs | nnx.RngStream):
                 vars(x)[_PATH_ATTRIBUTE] = _join_path(prefix, *path)
                 intercept_calls(x, _on_nnx_call)
 

@@ -21,38 +21,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from weft import nnx
+from weft import nnx, traverse_util
 from weft.config import REQUIRED, ConfigBase, InMemory, InstantiableConfig, config_for_function
 from weft.errors import FitError, InputDatasetError, did_you_mean
-from weft.hierarchy import Module
-from weft.hierarchy.module import functional
-from weft.input import ArrayInput, Arrays, Batches, Input, IterableInput
+from weft.hierarchy import Module, functional
+from weft.input import ArrayInput, Arrays, Batches, Input, IterableInput, in_memory
 from weft.input.grain import DispatchConfig, per_feed_batch, shard_dataset
-from weft.input.in_memory import batch_dtype, checked_arrays, named_leaves
 from weft.interop.models import adapter_of, model_of
 from weft.interop.nnx import NNXModel
-from weft.trainer.checkpointer.checkpointer import Checkpointer
-from weft.trainer.checkpointer.index import CheckpointValidationType
-from weft.trainer.checkpointer.policy import EvalMetric, KeepBest, every_n_steps_and_last_policy
-from weft.trainer.compilation import compilation_cache
+from weft.trainer import compilation, evaler, mesh, parallelism, run_dir, state_builder, train_step
+from weft.trainer.checkpointer import checkpointer, index, policy
 from weft.trainer.display import make_display
-from weft.trainer.evaler import SpmdEvaler, every_n_steps_policy
 from weft.trainer.learner import Learner
-from weft.trainer.mesh import build_mesh
 from weft.trainer.model import LibraryModel, build_model
 from weft.trainer.optimizers.algorithms import adam_optimizer, adamw_optimizer, sgd_optimizer
 from weft.trainer.optimizers.base import as_partitioned
-from weft.trainer.parallelism import MESH_AXIS_NAMES, mesh_shape_from_axes
 from weft.trainer.precision import Precision
 from weft.trainer.progress import INPUT_ENDED, RunListener
 from weft.trainer.report.recorder import error_console
-from weft.trainer.run_dir import CHECKPOINTS_DIR
-from weft.trainer.state_builder import Builder, TensorStoreStateStorageBuilder
 from weft.trainer.summary_writer.files import JsonLinesWriter, read_json_lines
 from weft.trainer.supervised import ROW_WEIGHT, OutputFn, Supervised
-from weft.trainer.train_step import TrainerState
 from weft.trainer.trainer import SpmdTrainer
-from weft.traverse_util import flatten_dict, unflatten_dict
 
 _BATCH_SIZE = 32
 _FORMS = (
@@ -133,8 +122,8 @@ class FitState:
             )
         nnx = adapter.nnx
         paths = {tuple(map(str, path)): path for path in adapter.collections(model)}
-        values = {paths.get(p, p): x for p, x in flatten_dict(self.variables).items()}
-        updated, *_ = adapter.merge_values(unflatten_dict(values), {}, False)
+        values = {paths.get(p, p): x for p, x in traverse_util.flatten_dict(self.variables).items()}
+        updated, *_ = adapter.merge_values(traverse_util.unflatten_dict(values), {}, False)
         nnx.update(model, nnx.state(updated, lambda path, x: not isinstance(x, nnx.RngState)))
 
 
@@ -192,31 +181,33 @@ def _best_step(cfg: ConfigBase, history: History) -> int | None:
     losses = history.validation.get("loss")
     if losses is None:
         return None
-    saved = Checkpointer.checkpoint_steps(os.path.join(cfg.dir, CHECKPOINTS_DIR))
+    saved = checkpointer.Checkpointer.checkpoint_steps(
+        os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR)
+    )
     known = dict(zip(history.validation["step"].tolist(), losses.tolist(), strict=True))
     best = min(((known[step], -step) for step in saved if step in known), default=None)
     return None if best is None else -best[1]
 
 
-def _variables(trainer: SpmdTrainer, state: TrainerState) -> Any:
+def _variables(trainer: SpmdTrainer, state: train_step.TrainerState) -> Any:
     is_inside = isinstance(trainer.model, Supervised)
     return state.model["model"] if is_inside else state.model
 
 
-def _read(cfg: ConfigBase, trainer: SpmdTrainer, step: int) -> TrainerState:
+def _read(cfg: ConfigBase, trainer: SpmdTrainer, step: int) -> train_step.TrainerState:
     model = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
         trainer.trainer_state.model,
     )
-    wanted = TrainerState(prng_key={}, model=model, learner={})
-    reader = TensorStoreStateStorageBuilder.default_config().set(
+    wanted = train_step.TrainerState(prng_key={}, model=model, learner={})
+    reader = state_builder.TensorStoreStateStorageBuilder.default_config().set(
         name="best",
-        base_dir=os.path.join(cfg.dir, CHECKPOINTS_DIR),
+        base_dir=os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR),
         step=step,
-        validation=CheckpointValidationType.CONTAINS_STATE,
+        validation=index.CheckpointValidationType.CONTAINS_STATE,
     )
     with trainer.mesh():
-        return reader.instantiate(parent=None)(Builder.State(0, wanted)).trainer_state
+        return reader.instantiate(parent=None)(state_builder.Builder.State(0, wanted)).trainer_state
 
 
 @dataclasses.dataclass
@@ -319,14 +310,14 @@ def _fields(data: Any, name: str) -> dict[str, Any]:
 
 
 def _batch(batch: Any, name: str, checks: list[_Check]) -> dict[str, Any]:
-    fields = checked_arrays(_fields(batch, f"a batch of {name}"))
+    fields = in_memory.checked_arrays(_fields(batch, f"a batch of {name}"))
     for check in checks:
         check(f"a batch of {name}", fields)
-    return jax.tree.map(lambda x: x.astype(batch_dtype(x), copy=False), fields)
+    return jax.tree.map(lambda x: x.astype(in_memory.batch_dtype(x), copy=False), fields)
 
 
 def _check_finite(name: str, fields: dict[str, Any]) -> None:
-    for field, x in named_leaves(fields).items():
+    for field, x in in_memory.named_leaves(fields).items():
         if np.issubdtype(x.dtype, np.inexact) and not np.isfinite(x).all():
             row = int(np.argwhere(~np.isfinite(x))[0][0])
             raise InputDatasetError(
@@ -355,7 +346,7 @@ _LEARNING_RATE = 1e-3
 _MAX_RECORDED_STEPS = 1000
 
 
-@compilation_cache(None)
+@compilation.compilation_cache(None)
 def fit(
     model: M,
     data: Data,
@@ -429,8 +420,8 @@ def fit(
         input=train.input_config(seed=seed),
         precision=precision,
         # The other axes are those that layouts of layers may name.
-        mesh_shape=mesh_shape_from_axes(data=-1),
-        mesh_axis_names=MESH_AXIS_NAMES,
+        mesh_shape=parallelism.mesh_shape_from_axes(data=-1),
+        mesh_axis_names=parallelism.MESH_AXIS_NAMES,
     )
     _set_length(cfg, train, held_out, epochs, steps, is_kept=dir is not None)
     return _run(model, cfg, dir, progress)
@@ -462,7 +453,7 @@ def _set_length(
         _add_validation(cfg, held_out, every, counts_rows)
     elif not is_kept:
         every = steps  # no checkpoint but the last is of use
-    cfg.checkpointer.save_policy = config_for_function(every_n_steps_and_last_policy).set(
+    cfg.checkpointer.save_policy = config_for_function(policy.every_n_steps_and_last_policy).set(
         n=every, max_step=steps
     )
 
@@ -596,7 +587,7 @@ def _check_model(cfg: Any, datasets: Sequence[_Data]) -> bool:
         return outputs
 
     spec = cfg.input.clone(name="input").instantiate(parent=None).element_spec()
-    with jax.set_mesh(build_mesh(cfg.mesh_shape, cfg.mesh_axis_names)):
+    with jax.set_mesh(mesh.build_mesh(cfg.mesh_shape, cfg.mesh_axis_names)):
         layer: Any = build_model(cfg)
         outputs = jax.eval_shape(outputs_of, jax.random.key(0), spec)
     target, names = cfg.model.target, {cfg.model.loss, *cfg.model.metrics.values()}
@@ -638,14 +629,14 @@ def _add_validation(cfg: Any, data: _Data, every: int, counts_rows: bool) -> Non
             "list of its batches."
         )
     cfg.evalers = {
-        VALIDATION: SpmdEvaler.default_config().set(
+        VALIDATION: evaler.SpmdEvaler.default_config().set(
             input=data.input_config(counts_rows=counts_rows),
-            eval_policy=config_for_function(every_n_steps_policy).set(
+            eval_policy=config_for_function(evaler.every_n_steps_policy).set(
                 n=every, max_step=cfg.max_step
             ),
             summary_writer=JsonLinesWriter.default_config(),
         )
     }
-    cfg.checkpointer.keep_best = KeepBest.default_config().set(
-        metric=EvalMetric(VALIDATION, "loss"), mode="min"
+    cfg.checkpointer.keep_best = policy.KeepBest.default_config().set(
+        metric=policy.EvalMetric(VALIDATION, "loss"), mode="min"
     )

@@ -22,14 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from weft.config import InstantiableConfig
+from weft import config, errors
 from weft.core.spmd import constrain
-from weft.errors import GradientAccumulationError, UntrainableParameterError
+from weft.hierarchy import MetricAccumulator, NestedParameterSpec, ParameterSpec, WeightedSummary
 from weft.hierarchy.context import OutputCollection, require_context
-from weft.hierarchy.metrics import MetricAccumulator, WeightedSummary
-from weft.hierarchy.parameter_spec import NestedParameterSpec, ParameterSpec
 from weft.trainer.optimizers.base import NestedOptParam, opt_param_values, path_name
 from weft.trainer.update_transformation import ForwardFn, ForwardOutputs, ForwardPass
 from weft.typing import DType, Nested, NestedTensor, PartitionSpec, T, Tensor
@@ -51,7 +48,7 @@ def forward_and_gradients(
     leaves = [leaf for _, leaf in leaves_with_paths]
     for (path, leaf), is_trained in zip(leaves_with_paths, flags, strict=True):
         if is_trained and not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise UntrainableParameterError(
+            raise errors.UntrainableParameterError(
                 f"the parameter {path_name(path)!r} of dtype {leaf.dtype} has no gradients; "
                 "exclude it "
                 f"from training: `update_rules=[({path_name(path)!r}, UpdateType.STATE_UPDATES), "
@@ -112,7 +109,7 @@ ByPath = dict[str, Any]
 def with_minibatch_steps(
     *,
     steps: int,
-    metric_accumulator: InstantiableConfig | None = None,
+    metric_accumulator: config.InstantiableConfig | None = None,
     grad_dtype: DType | None = None,
 ) -> Callable[[ForwardFn], ForwardFn]:
     """Returns a transformation that runs a forward pass over microbatches, one after another.
@@ -133,7 +130,7 @@ def with_minibatch_steps(
         GradientAccumulationError: If `steps` is below 1; when called, if the batch does not divide.
     """
     if steps < 1:
-        raise GradientAccumulationError(
+        raise errors.GradientAccumulationError(
             f"with_minibatch_steps got steps={steps}; expected 1 or more microbatches."
         )
 
@@ -155,7 +152,7 @@ class _Microbatches:
 
     fn: ForwardFn
     steps: int
-    metric_accumulator: InstantiableConfig
+    metric_accumulator: config.InstantiableConfig
     grad_dtype: DType | None
 
     def differentiable(self) -> Callable[[Any, Any], ForwardOutputs]:
@@ -248,7 +245,7 @@ class _Microbatches:
 def _cut(inputs: object, steps: int) -> dict[str, Any]:
     """Returns the inputs of all microbatches, stacked on a first axis."""
     if not isinstance(inputs, dict) or "input_batch" not in inputs:
-        raise GradientAccumulationError(
+        raise errors.GradientAccumulationError(
             f"with_minibatch_steps(steps={steps}) got inputs of the forward pass without an "
             "'input_batch' to split. Make the inputs a dict with this key."
         )
@@ -257,7 +254,7 @@ def _cut(inputs: object, steps: int) -> dict[str, Any]:
         if jnp.ndim(x) == 0:
             return jnp.broadcast_to(x, (steps,))
         if x.shape[0] % steps:
-            raise GradientAccumulationError(
+            raise errors.GradientAccumulationError(
                 f"input_batch/{path_name(path)} has {x.shape[0]} rows, which cannot be split into "
                 f"steps={steps} microbatches of equal size. Set steps to a divisor of "
                 f"{x.shape[0]}, or the batch size to a multiple of {steps}."
@@ -285,7 +282,7 @@ def _of_loss_alone(cotangents: ForwardOutputs) -> Tensor:
     others = cotangents.replace(loss=None)
     for path, cotangent in jax.tree_util.tree_leaves_with_path(others, is_leaf=_is_zero):
         if not _is_zero(cotangent):
-            raise GradientAccumulationError(
+            raise errors.GradientAccumulationError(
                 f"{path_name(path)} of a forward pass over microbatches was differentiated; only "
                 "its loss can be. Add the required term to the model's loss."
             )
@@ -305,8 +302,8 @@ def _at(tree: T, i: int) -> T:
 
 
 def _is_primal(x: object) -> bool:
-    return isinstance(x, CustomVJPPrimal)
+    return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
 
 
 def _is_zero(x: object) -> bool:
-    return isinstance(x, SymbolicZero)
+    return isinstance(x, jax.custom_derivatives.SymbolicZero)

@@ -18,21 +18,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from weft.config import REQUIRED, ConfigBase, Required, config_class
+from weft import config, errors, traverse_util
 from weft.core.axis_rules import logical_axis_rules
-from weft.errors import InferenceError, did_you_mean
 from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.module import Module, functional, get_public_method
 from weft.input import host_to_global_device_array
-from weft.trainer import state_builder
+from weft.trainer import parallelism, run_dir, state_builder
 from weft.trainer.checkpointer.index import CheckpointValidationType
 from weft.trainer.mesh import AxisRules, MeshShape, RulesByKind, build_mesh, rules_of
 from weft.trainer.model import cast_floats, trained_model_config
-from weft.trainer.parallelism import BATCH_AXIS_NAMES
-from weft.trainer.run_dir import CHECKPOINTS_DIR
 from weft.trainer.state import parameter_specs, state_shardings
 from weft.trainer.train_step import TrainerState
-from weft.traverse_util import flatten_dict, unflatten_dict
 from weft.typing import DType, NestedTensor, PartitionSpec, Tensor
 
 
@@ -55,7 +51,7 @@ class DataPartitionType(enum.Enum):
             return PartitionSpec()
         names = mesh.axis_names
         if self is DataPartitionType.BATCH:
-            names = tuple(name for name in names if name in BATCH_AXIS_NAMES)
+            names = tuple(name for name in names if name in parallelism.BATCH_AXIS_NAMES)
         return PartitionSpec(names) if names else PartitionSpec()
 
 
@@ -95,7 +91,7 @@ class MethodRunner:
 class InferenceRunner(Module):
     """Runs methods of a model whose parameters come from a checkpoint."""
 
-    @config_class
+    @config.config_class
     class Config(Module.Config):
         """Configures an InferenceRunner.
 
@@ -107,11 +103,11 @@ class InferenceRunner(Module):
                 batch; other outputs are replicated.
         """
 
-        mesh_shape: Required[MeshShape] = REQUIRED
-        mesh_axis_names: Required[Sequence[str]] = REQUIRED
+        mesh_shape: config.Required[MeshShape] = config.REQUIRED
+        mesh_axis_names: config.Required[Sequence[str]] = config.REQUIRED
         logical_axis_rules: AxisRules = []
         rules_by_kind: RulesByKind.Config = RulesByKind.default_config()
-        model: Required[BaseModel.Config] = REQUIRED
+        model: config.Required[BaseModel.Config] = config.REQUIRED
         inference_dtype: DType | None = None
         input_batch_partition_spec: DataPartitionType = DataPartitionType.FULL
         output_batch_partition_spec: DataPartitionType = DataPartitionType.BATCH
@@ -122,12 +118,12 @@ class InferenceRunner(Module):
         )
 
     @classmethod
-    def config_from_trainer(cls, trainer_cfg: ConfigBase) -> Config:
+    def config_from_trainer(cls, trainer_cfg: config.ConfigBase) -> Config:
         """Returns the config of a runner with the model, mesh and newest checkpoint of a run.
 
         If the learner keeps a moving average of the parameters, the runner uses the average.
         """
-        checkpoints = os.path.join(trainer_cfg.dir, CHECKPOINTS_DIR)
+        checkpoints = os.path.join(trainer_cfg.dir, run_dir.CHECKPOINTS_DIR)
         builder: Any = cls.default_config().init_state_builder.set(base_dir=checkpoints)
         if getattr(getattr(trainer_cfg.learner, "ema", None), "decay", None) is not None:
             builder = state_builder.RestoreAndConvertBuilder.default_config().set(
@@ -193,10 +189,10 @@ class InferenceRunner(Module):
         """
         if get_public_method(self.model, method) is None:
             names = [name for name in dir(type(self.model)) if not name.startswith("_")]
-            raise InferenceError(
+            raise errors.InferenceError(
                 f"{self.path()} cannot run {method!r}: the model, a "
                 f"{type(self.model).__name__}, has no such method. "
-                f"{did_you_mean(method, names)}"
+                f"{errors.did_you_mean(method, names)}"
             )
         cfg = self.config
         from_spec = cfg.input_batch_partition_spec.partition_spec(self._mesh)
@@ -260,11 +256,11 @@ def method_program(
         rows = {x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
         kept = {
             path: x
-            for path, x in flatten_dict(collection.module_outputs).items()
+            for path, x in traverse_util.flatten_dict(collection.module_outputs).items()
             if not drop_module_outputs("/".join(map(str, path)))
         }
         laid_out = jax.tree.map(lambda x: _constrain_rows(x, rows, to_spec, mesh), output)
-        return next_key, laid_out, unflatten_dict(kept), collection.summaries
+        return next_key, laid_out, traverse_util.unflatten_dict(kept), collection.summaries
 
     return inference_step
 

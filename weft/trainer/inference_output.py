@@ -19,16 +19,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from weft.config import REQUIRED, ConfigOr, Required, config_class, maybe_instantiate
-from weft.errors import InferenceError
+from weft import config, errors, serialization
 from weft.hierarchy.module import Module
-from weft.input.dispatch import (
-    LOGICAL_ROW_KEY,
-    blocks_by_process,
-    global_to_host_array,
-    shard_start,
-)
-from weft.serialization import to_state_dict
+from weft.input import dispatch
 from weft.traverse_util import flatten_dict
 from weft.typing import Nested
 
@@ -54,7 +47,7 @@ class BaseOutputWriter(Module):
 class BaseRecordSink(Module):
     """Base class of sinks of records. A subclass defines `write` and `flush`."""
 
-    @config_class
+    @config.config_class
     class Config(Module.Config):
         """Configures a BaseRecordSink.
 
@@ -63,7 +56,7 @@ class BaseRecordSink(Module):
                 replaced, optionally with a format: `out/record-{process_index:05d}.jsonl`.
         """
 
-        output_path: Required[str] = REQUIRED
+        output_path: config.Required[str] = config.REQUIRED
 
     _needs_allow = ("output_path",)  # a program sets it
 
@@ -71,7 +64,7 @@ class BaseRecordSink(Module):
         super().__init__(cfg, parent=parent)
         place = {"process_index": jax.process_index(), "process_count": jax.process_count()}
         if jax.process_count() > 1 and "{process_index" not in cfg.output_path:
-            raise InferenceError(
+            raise errors.InferenceError(
                 f"{self.path()}: all {jax.process_count()} processes would write to output_path="
                 f"{cfg.output_path!r}; add their index, such as "
                 "'out/record-{process_index:05d}-of-{process_count:05d}'."
@@ -79,7 +72,7 @@ class BaseRecordSink(Module):
         try:
             self._output_path = Path(cfg.output_path.format(**place))
         except (KeyError, IndexError, ValueError) as error:
-            raise InferenceError(
+            raise errors.InferenceError(
                 f"{self.path()}: output_path={cfg.output_path!r} is not a format of "
                 f"{' and '.join(place)}: {type(error).__name__}: {error}"
             ) from error
@@ -158,7 +151,7 @@ class OutputRecordWriter(BaseOutputWriter):
     `InputDispatcher` has added by none.
     """
 
-    @config_class
+    @config.config_class
     class Config(BaseOutputWriter.Config):
         """Configures an OutputRecordWriter.
 
@@ -167,11 +160,11 @@ class OutputRecordWriter(BaseOutputWriter):
         """
 
         sink: BaseRecordSink.Config = JsonlExampleRecordSink.default_config()
-        converter: ConfigOr[OutputConverter] | None = None
+        converter: config.ConfigOr[OutputConverter] | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._converter: OutputConverter | None = maybe_instantiate(cfg.converter)
+        self._converter: OutputConverter | None = config.maybe_instantiate(cfg.converter)
         self._add_child("sink", cfg.sink)
 
     def write(self, *, input_batch: Nested[Any], output_batch: Nested[Any]) -> None:
@@ -180,10 +173,10 @@ class OutputRecordWriter(BaseOutputWriter):
         Raises InferenceError if arrays have different numbers of rows, or an array has none.
         """
         batch = {"input_batch": input_batch, "output_batch": output_batch}
-        local, is_first = _local_rows(to_state_dict(batch))
+        local, is_first = _local_rows(serialization.to_state_dict(batch))
         if not is_first:
             return
-        logical_row = local["input_batch"].pop(LOGICAL_ROW_KEY, None)
+        logical_row = local["input_batch"].pop(dispatch.LOGICAL_ROW_KEY, None)
         if logical_row is not None:
             local = jax.tree.map(lambda x: x[logical_row >= 0], local)
         records: Any = {"input": local["input_batch"], "output": local["output_batch"]}
@@ -192,7 +185,7 @@ class OutputRecordWriter(BaseOutputWriter):
         leaves, tree = jax.tree.flatten(records)
         if len({np.shape(x)[:1] for x in leaves}) > 1 or not all(map(np.ndim, leaves)):
             shapes = {"/".join(path): np.shape(x) for path, x in flatten_dict(records).items()}
-            raise InferenceError(
+            raise errors.InferenceError(
                 f"{self.path()}: records need arrays with equally many rows, one per example, but "
                 f"the shapes are {shapes}; set a converter that returns those to write."
             )
@@ -221,13 +214,13 @@ def _local_rows(batch: dict[str, Any]) -> tuple[dict[str, Any], bool]:
             return np.asarray(x)
         has_rows = x.ndim and x.shape[0] == num_rows
         sharding = rows if has_rows else NamedSharding(mesh, PartitionSpec())
-        return global_to_host_array(jax.device_put(x, sharding))
+        return dispatch.global_to_host_array(jax.device_put(x, sharding))
 
     held = {
-        device: (device.process_index, shard_start(index)[0])
+        device: (device.process_index, dispatch.shard_start(index)[0])
         for device, index in rows.devices_indices_map((num_rows,)).items()
     }
-    blocks = blocks_by_process(held, "the batch")
+    blocks = dispatch.blocks_by_process(held, "the batch")
     mine = jax.process_index()
     first = min(process for process, block in blocks.items() if block == blocks[mine])
     return jax.tree.map(local, batch), first == mine

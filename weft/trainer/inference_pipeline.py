@@ -15,13 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from weft.config import REQUIRED, Required, config_class, maybe_set_config
+from weft import config, errors
+from weft import input as input_lib
 from weft.core.spmd import axes_of
 from weft.distributed.preemption import batches_until_stopped
-from weft.errors import InferenceError
 from weft.hierarchy.module import Module
-from weft.input import Input
-from weft.input.dispatch import LOGICAL_ROW_KEY
+from weft.input import dispatch
 from weft.trainer.inference import InferenceRunner
 from weft.trainer.inference_output import BaseOutputWriter, OutputRecordWriter
 from weft.traverse_util import flatten_dict, unflatten_dict
@@ -53,7 +52,7 @@ class InferencePipeline(Module):
     the input, and leave padding out by the writer's `converter`.
     """
 
-    @config_class
+    @config.config_class
     class Config(Module.Config):
         """Configures an InferencePipeline.
 
@@ -63,9 +62,9 @@ class InferencePipeline(Module):
             model_method: Name of the method; it is called as `method(input_batch=batch)`.
         """
 
-        input: Required[Input.Config] = REQUIRED
-        runner: Required[InferenceRunner.Config] = REQUIRED
-        model_method: Required[str] = REQUIRED
+        input: config.Required[input_lib.Input.Config] = config.REQUIRED
+        runner: config.Required[InferenceRunner.Config] = config.REQUIRED
+        model_method: config.Required[str] = config.REQUIRED
         output_writer: BaseOutputWriter.Config = OutputRecordWriter.default_config()
 
     def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
@@ -77,7 +76,7 @@ class InferencePipeline(Module):
         self._add_child("runner", cfg.runner, **kwargs)
         self._add_child("output_writer", cfg.output_writer)
         with self.runner.mesh():
-            self._add_child("input", maybe_set_config(cfg.input, is_training=False))
+            self._add_child("input", config.maybe_set_config(cfg.input, is_training=False))
             self._check_rows()
 
     def _check_rows(self) -> None:
@@ -90,7 +89,7 @@ class InferencePipeline(Module):
             )
         )
         if read != placed:
-            raise InferenceError(
+            raise errors.InferenceError(
                 f"{self.path()}: the input shards the rows of a batch over {read}, the runner, by "
                 f"input_batch_partition_spec={partition_type}, over {placed}. Set one of them to "
                 "that of the other."
@@ -110,8 +109,8 @@ class InferencePipeline(Module):
         ):
             for batch in batches:
                 numbers, kept = pop_string_tensors(batch)
-                if LOGICAL_ROW_KEY in numbers:
-                    kept[LOGICAL_ROW_KEY] = numbers.pop(LOGICAL_ROW_KEY)
+                if dispatch.LOGICAL_ROW_KEY in numbers:
+                    kept[dispatch.LOGICAL_ROW_KEY] = numbers.pop(dispatch.LOGICAL_ROW_KEY)
                 result = method(numbers)
                 self.output_writer.write(
                     input_batch=merge_with_string_tensors(result.input_batch, kept),

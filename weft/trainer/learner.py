@@ -24,24 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from weft.config import (
-    REQUIRED,
-    ConfigOr,
-    Configurable,
-    InstantiableConfig,
-    Required,
-    config_class,
-    config_for_function,
-    maybe_instantiate,
-)
-from weft.errors import (
-    InvalidConfigValueError,
-    LossScaleError,
-    MissingPrngKeyError,
-    UpdateRuleError,
-    VariableStatError,
-    did_you_mean,
-)
+from weft import config, errors
 from weft.hierarchy.base_layer import NestedParameterSpec
 from weft.hierarchy.context import fold_in_name, set_current_context
 from weft.hierarchy.module import Module, nowrap
@@ -62,11 +45,11 @@ from weft.training.train_state import DynamicScale
 from weft.typing import DType, Nested, NestedTensor, T, Tensor
 
 
-class DynamicLossScale(Configurable):
+class DynamicLossScale(config.Configurable):
     """Scale of a learner's loss; its state is a dict of the scale and a count of steps."""
 
-    @config_class
-    class Config(Configurable.Config):
+    @config.config_class
+    class Config(config.Configurable.Config):
         """Configures a DynamicLossScale.
 
         Attributes:
@@ -96,7 +79,7 @@ class DynamicLossScale(Configurable):
         )
         for name, holds, expected in expectations:
             if not holds:
-                raise LossScaleError(
+                raise errors.LossScaleError(
                     f"loss_scale.{name}={getattr(cfg, name):g}; expected {expected}."
                 )
 
@@ -212,7 +195,7 @@ class BaseLearner(LearnerModule):
 class _OneForwardPassLearner(BaseLearner):
     """Base of learners that differentiate one forward pass, and may average the parameters."""
 
-    @config_class
+    @config.config_class
     class Config(BaseLearner.Config):
         """Configures the forward pass and the moving average.
 
@@ -224,14 +207,14 @@ class _OneForwardPassLearner(BaseLearner):
             trainer to its own. None leaves both to the optimizer.
         """
 
-        ema: InstantiableConfig = config_for_function(transformations.param_ema)
-        forward_fn_transformation: ConfigOr[ForwardFnTransformation] | None = None
+        ema: config.InstantiableConfig = config.config_for_function(transformations.param_ema)
+        forward_fn_transformation: config.ConfigOr[ForwardFnTransformation] | None = None
         precision: str | Precision.Config | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         self._ema = None if cfg.ema.decay is None else base.as_partitioned(cfg.ema)
-        self._forward_fn_transformation = maybe_instantiate(cfg.forward_fn_transformation)
+        self._forward_fn_transformation = config.maybe_instantiate(cfg.forward_fn_transformation)
         self._loss_scale: DynamicLossScale | None = None
 
     def forward_and_backward(
@@ -282,7 +265,7 @@ class Learner(_OneForwardPassLearner):
     "undefined_loss_count" if undefined losses are skipped, and "loss_scale" if the loss is scaled.
     """
 
-    @config_class
+    @config.config_class
     class Config(_OneForwardPassLearner.Config):
         """Configures a Learner.
 
@@ -299,7 +282,7 @@ class Learner(_OneForwardPassLearner):
             with gradients that are not finite change only the scale.
         """
 
-        optimizer: Required[InstantiableConfig] = REQUIRED
+        optimizer: config.Required[config.InstantiableConfig] = config.REQUIRED
         update_rules: Sequence[tuple[str, UpdateType | None]] = []
         enable_per_variable_summaries: bool | list[str] = False
         per_variable_stats: Sequence[str] = ("rms",)
@@ -309,7 +292,7 @@ class Learner(_OneForwardPassLearner):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         self._add_child("optimizer", as_update_transformation(cfg.optimizer))
-        self._loss_scale = maybe_instantiate(cfg.loss_scale)
+        self._loss_scale = config.maybe_instantiate(cfg.loss_scale)
         self._precision = None if cfg.precision is None else as_precision(cfg.precision)
         self._stats = {name: variable_stat(name) for name in cfg.per_variable_stats}
 
@@ -400,7 +383,7 @@ class Learner(_OneForwardPassLearner):
 
     def _rounding_key(self, what: str) -> Tensor:
         if self.prng_key is None:
-            raise MissingPrngKeyError(
+            raise errors.MissingPrngKeyError(
                 f"{self.path()} rounds stochastically, and the invocation has no PRNG key; pass "
                 "prng_key= to `functional`, or set stochastic_rounding=False of its precision."
             )
@@ -462,7 +445,7 @@ class CompositeLearner(_OneForwardPassLearner):
     Its state has an entry for each learner, and "ema" if it averages the parameters.
     """
 
-    @config_class
+    @config.config_class
     class Config(_OneForwardPassLearner.Config):
         """Configures a CompositeLearner.
 
@@ -470,7 +453,7 @@ class CompositeLearner(_OneForwardPassLearner):
         and the name of its learner; the first match counts. Each parameter must match one.
         """
 
-        rules: Required[Sequence[tuple[str, str]]] = REQUIRED
+        rules: config.Required[Sequence[tuple[str, str]]] = config.REQUIRED
         learners: Mapping[str, BaseLearner.Config] = {}
 
     def __init__(self, cfg: Config, *, parent: Module | None):
@@ -480,24 +463,24 @@ class CompositeLearner(_OneForwardPassLearner):
             self._add_child(name, with_precision(learner, cfg.precision))
         for pattern, name in cfg.rules:
             if name not in cfg.learners:
-                raise UpdateRuleError(
+                raise errors.UpdateRuleError(
                     f"the rule ({pattern!r}, {name!r}) names no learner of {self.path()}. "
-                    f"{did_you_mean(name, cfg.learners)}"
+                    f"{errors.did_you_mean(name, cfg.learners)}"
                 )
 
     def _check_learner(self, name: str, learner: BaseLearner.Config) -> None:
         if name == "ema":
-            raise UpdateRuleError(
+            raise errors.UpdateRuleError(
                 "a learner cannot be named 'ema', which is the name of the moving average of the "
                 "parameters. Choose another name."
             )
         if getattr(learner, "forward_fn_transformation", None) is not None:
-            raise UpdateRuleError(
+            raise errors.UpdateRuleError(
                 f"the learner {name!r} has a forward_fn_transformation, but all learners of "
                 f"{self.path()} share one forward pass; set it there."
             )
         if getattr(learner, "loss_scale", None) is not None:
-            raise UpdateRuleError(
+            raise errors.UpdateRuleError(
                 f"the learner {name!r} has a loss_scale, but all learners of {self.path()} share "
                 "one loss, which has none; train with one Learner and `update_rules`."
             )
@@ -566,7 +549,7 @@ class CompositeLearner(_OneForwardPassLearner):
         for pattern, name in self.config.rules:
             if re.fullmatch(pattern, path):
                 return name
-        raise UpdateRuleError(
+        raise errors.UpdateRuleError(
             f"no rule of {self.path()} matches the parameter {path!r}, so no learner would update "
             "it; the patterns, which must match the whole path, are "
             f"{[pattern for pattern, _ in self.config.rules]}. Add a last rule "
@@ -589,7 +572,7 @@ def with_precision(learner: Any, precision: str | Precision.Config | None) -> An
     if precision is None:
         return learner
     if "precision" not in learner.keys():  # noqa: SIM118 - a config is not a mapping
-        raise InvalidConfigValueError(
+        raise errors.InvalidConfigValueError(
             f"precision={precision!r:.80} also sets the dtypes of the learner's state, but "
             f"{learner.klass.__name__} has no field 'precision'; expected a learner such as "
             "weft.trainer.Learner. Set the dtypes of the model instead: `dtype` of its config, "
@@ -604,9 +587,9 @@ _SAMPLES = 1024
 def variable_stat(name: str) -> Callable[[Tensor], Tensor]:
     """Returns the function that computes a statistic, or raises a VariableStatError."""
     if name not in _STATS:
-        raise VariableStatError(
+        raise errors.VariableStatError(
             f"per_variable_stats names {name!r}, which is not a statistic. "
-            f"{did_you_mean(name, _STATS)}"
+            f"{errors.did_you_mean(name, _STATS)}"
         )
     return _STATS[name]
 

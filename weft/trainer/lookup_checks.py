@@ -22,16 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.lax import GatherScatterMode
 
 from weft.config import ConfigBase
 from weft.errors import InputDatasetError, TokenizerError
 from weft.hierarchy import LearnedPositionalEmbedding
 from weft.input.tokenizers import Tokenizer, as_tokenizer
 from weft.lifting.state_creation import consts_and_carry
+from weft.trainer import run_dir, train_step
 from weft.trainer.optimizers.base import leaves_by_path, path_name
-from weft.trainer.run_dir import find_fields
-from weft.trainer.train_step import TrainerState
 from weft.trainer.trainer_config_modifier import find_values
 from weft.typing import NestedTensor
 
@@ -52,10 +50,10 @@ def check_tokens(cfg: ConfigBase) -> None:
             tokenizer than the training.
         InputDatasetError: if a sequence is longer than the model's table of positions.
     """
-    fields = find_fields("tokenizer", cfg)
+    fields = run_dir.find_fields("tokenizer", cfg)
     own_first = sorted(fields, key=lambda path: not path.startswith("input."))
     tokenizers = {path: as_tokenizer(fields[path]) for path in own_first}
-    sizes = find_fields("vocab_size", cfg.model)
+    sizes = run_dir.find_fields("vocab_size", cfg.model)
     vocabularies = {path: size for path, size in sizes.items() if isinstance(size, int)}
     if vocabularies:
         # If there are several, those of text are the larger ones.
@@ -126,7 +124,7 @@ def _check_lengths(cfg: ConfigBase) -> None:
     if not tables:
         return
     field, table = max(tables.items(), key=lambda item: item[1].shape[0])
-    for path, length in find_fields("sequence_length", cfg).items():
+    for path, length in run_dir.find_fields("sequence_length", cfg).items():
         if isinstance(length, int) and length > table.shape[0] and not path.startswith("model."):
             raise InputDatasetError(
                 f"{path}={length} is longer than the model's table of positions, "
@@ -136,7 +134,7 @@ def _check_lengths(cfg: ConfigBase) -> None:
 
 
 def check_lookups(
-    program: "ClosedJaxpr", state: TrainerState, batch: NestedTensor, cfg: ConfigBase
+    program: "ClosedJaxpr", state: train_step.TrainerState, batch: NestedTensor, cfg: ConfigBase
 ) -> None:
     """Checks the lookups of a step in parameters.
 
@@ -164,7 +162,7 @@ def check_lookups(
     lookup = first_wrong(values)
     if lookup is not None:
         raise InputDatasetError(_text(lookup, values, batch, cfg))
-    for path, tokenizer in find_fields("tokenizer", cfg.input).items():
+    for path, tokenizer in run_dir.find_fields("tokenizer", cfg.input).items():
         size = as_tokenizer(tokenizer).vocab_size
         ids = {n: np.full(x.shape, size - 1) for n, x in shapes.items() if n == "input_ids"}
         lookup = first_wrong({**values, **ids})
@@ -190,7 +188,7 @@ def _text(
     low, high = lookup.range()
     fields = [(path_name(path), x.shape) for path, x in leaves_by_path(batch).items()]
     sequences = [f"{name} of shape {shape}" for name, shape in fields if high + 1 in shape[1:]]
-    lengths = find_fields("sequence_length", cfg.input).items()
+    lengths = run_dir.find_fields("sequence_length", cfg.input).items()
     longer = [path for path, n in lengths if isinstance(n, int) and n > lookup.rows]
     shorter = [f"input.{path}={lookup.rows}" for path in longer] or ["shorten the sequences"]
     return (
@@ -286,7 +284,7 @@ class _Frame:
 
     def _lookup(self, eqn: "JaxprEqn") -> Iterator[_Lookup]:
         # Only who writes mode="clip" gets this mode, and means it.
-        if eqn.params["mode"] == GatherScatterMode.CLIP:
+        if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
             return
         operand, starts = eqn.invars
         table = self.argument(operand).table

@@ -23,16 +23,8 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
-from weft.config import (
-    ConfigBase,
-    ConfigModifier,
-    Configurable,
-    InstantiableConfig,
-    config_class,
-    maybe_instantiate,
-)
-from weft.core.axis_rules import Rules, checked_rules
-from weft.core.spmd import axes_of
+from weft import config
+from weft.core import axis_rules, spmd
 from weft.errors import ConfigModifierError, MeshError
 
 MeshShape = Sequence[int]
@@ -55,7 +47,7 @@ class HybridMeshShape:
 
 
 # Regular expressions for hardware, and mesh shapes or modifiers for it; see `select_mesh_config`.
-MeshRules = Sequence[tuple[str, MeshShape | HybridMeshShape | ConfigModifier.Config | None]]
+MeshRules = Sequence[tuple[str, MeshShape | HybridMeshShape | config.ConfigModifier.Config | None]]
 
 
 def build_mesh(
@@ -198,7 +190,7 @@ def _groups(
     )
 
 
-def select_mesh_config(trainer_config: InstantiableConfig, *, mesh_selector: str) -> None:
+def select_mesh_config(trainer_config: config.InstantiableConfig, *, mesh_selector: str) -> None:
     """Adapts a trainer config in place to hardware, such as "tpu-v5e-256", by its `mesh_rules`.
 
     A rule is a pair of a regular expression and a mesh shape, a config modifier (which sets a mesh
@@ -210,8 +202,8 @@ def select_mesh_config(trainer_config: InstantiableConfig, *, mesh_selector: str
     for pattern, rule in trainer_config.mesh_rules or ():
         if not re.fullmatch(pattern, mesh_selector):
             continue
-        modifier = maybe_instantiate(rule)
-        if not isinstance(modifier, ConfigModifier):
+        modifier = config.maybe_instantiate(rule)
+        if not isinstance(modifier, config.ConfigModifier):
             if rule is not None:
                 trainer_config.mesh_shape = copy.copy(rule)
         elif modifier(trainer_config) is not trainer_config:
@@ -227,7 +219,7 @@ def check_divides(path: str, shape: Sequence[int], sharding: jax.sharding.NamedS
     """Raises a MeshError for an axis that is not divisible, or a mesh axis that is missing."""
     sizes = dict(sharding.mesh.shape)
     for i, entry in enumerate(sharding.spec):
-        names = axes_of(entry)
+        names = spmd.axes_of(entry)
         parts = math.prod(sizes[name] for name in names)
         if shape[i] % parts:
             raise MeshError(
@@ -241,7 +233,7 @@ def named_sharding(
     mesh: jax.sharding.Mesh, spec: jax.sharding.PartitionSpec, path: str
 ) -> jax.sharding.NamedSharding:
     """Returns the sharding of an array; raises a MeshError for axes that the mesh does not have."""
-    names = {name for entry in spec for name in axes_of(entry)}
+    names = {name for entry in spec for name in spmd.axes_of(entry)}
     if unknown := sorted(names - set(mesh.axis_names)):
         raise MeshError(
             f"{path} is laid out as {spec}, but the mesh has no axis {unknown}; it has "
@@ -253,7 +245,7 @@ def named_sharding(
 AxisRules = Sequence[tuple[str, str | Sequence[str] | None]]
 
 
-class RulesByKind(Configurable):
+class RulesByKind(config.Configurable):
     """Axis rules for one kind of array, which take precedence over those for all kinds.
 
     >>> cfg = RulesByKind.default_config().set(parameters=[("fsdp", None)])
@@ -261,8 +253,8 @@ class RulesByKind(Configurable):
     (('fsdp', None), ('mlp', 'model'))
     """
 
-    @config_class
-    class Config(Configurable.Config):
+    @config.config_class
+    class Config(config.Configurable.Config):
         """Configures a RulesByKind with pairs of a name and the mesh axis or axes for it, or None.
 
         Attributes:
@@ -290,21 +282,21 @@ class RulesByKind(Configurable):
 class KindRules(NamedTuple):
     """Complete rules of each kind, with the fields of `RulesByKind.Config`."""
 
-    parameters: Rules = ()
-    optimizer: Rules = ()
-    gradients: Rules = ()
-    activations: Rules = ()
+    parameters: axis_rules.Rules = ()
+    optimizer: axis_rules.Rules = ()
+    gradients: axis_rules.Rules = ()
+    activations: axis_rules.Rules = ()
 
 
-def rules_of(cfg: ConfigBase) -> KindRules:
+def rules_of(cfg: config.ConfigBase) -> KindRules:
     """Returns the rules from a config's `logical_axis_rules` and `rules_by_kind`."""
     return cfg.rules_by_kind.instantiate().with_all(cfg.logical_axis_rules)
 
 
-def _with_priority(own: AxisRules, rules: AxisRules) -> Rules:
-    first = checked_rules(own)
+def _with_priority(own: AxisRules, rules: AxisRules) -> axis_rules.Rules:
+    first = axis_rules.checked_rules(own)
     known = {name for name, _ in first}
-    return first + tuple(rule for rule in checked_rules(rules) if rule[0] not in known)
+    return first + tuple(rule for rule in axis_rules.checked_rules(rules) if rule[0] not in known)
 
 
 def unused_gpu_note() -> str | None:

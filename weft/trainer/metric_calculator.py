@@ -11,20 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from weft.config import (
-    REQUIRED,
-    ConfigOr,
-    InstantiableConfig,
-    Required,
-    config_class,
-    maybe_instantiate,
-)
+from weft import config, errors, hierarchy
 from weft.distributed.preemption import InterruptibleJit
-from weft.errors import MetricCalculatorError, did_you_mean
-from weft.hierarchy import BaseLayer, MetricAccumulator
-from weft.hierarchy.context import OutputCollection, filter_outputs, fold_in_name
+from weft.hierarchy import context
 from weft.hierarchy.module import Module, functional, get_public_method
 from weft.input.dispatch import current_mesh
 from weft.trainer.compilation import count, options_for_evaluation
@@ -40,7 +30,7 @@ class BaseMetricCalculator(Module):
         model_param_partition_specs: Partition specs of its parameters, nested like them.
     """
 
-    @config_class
+    @config.config_class
     class Config(Module.Config):
         """Configures a BaseMetricCalculator.
 
@@ -59,8 +49,8 @@ class BaseMetricCalculator(Module):
         cfg: Config,
         *,
         parent: Module | None,
-        model: BaseLayer,
-        model_param_partition_specs: Nested[PartitionSpec],
+        model: hierarchy.BaseLayer,
+        model_param_partition_specs: Nested[jax.sharding.PartitionSpec],
     ):
         super().__init__(cfg, parent=parent)
         self._model = model
@@ -102,7 +92,7 @@ class BaseMetricCalculator(Module):
         method: str,
         *,
         inputs: Callable[[Any], Any],
-        outputs: Callable[[Any, Any, OutputCollection], Any],
+        outputs: Callable[[Any, Any, context.OutputCollection], Any],
     ) -> Callable[[NestedTensor, Tensor, NestedTensor], tuple[Tensor, Any]]:
         """Returns a method of the model, compiled at its first call.
 
@@ -114,10 +104,10 @@ class BaseMetricCalculator(Module):
         # Checked now rather than at the first evaluation, which may be hours into training.
         if get_public_method(self._model, method) is None:
             names = [name for name in dir(type(self._model)) if not name.startswith("_")]
-            raise MetricCalculatorError(
+            raise errors.MetricCalculatorError(
                 f"{self.path()} is to call {method!r} of the model, but "
                 f"{type(self._model).__name__} has no such method. "
-                f"{did_you_mean(method, names)}"
+                f"{errors.did_you_mean(method, names)}"
             )
 
         def eval_step(params: NestedTensor, prng_key: Tensor, batch: NestedTensor) -> Any:
@@ -140,7 +130,7 @@ class BaseMetricCalculator(Module):
         def compiled_for(mesh: jax.sharding.Mesh, size: int) -> Callable[..., Any]:
             jitted = jax.jit(
                 eval_step,
-                out_shardings=NamedSharding(mesh, PartitionSpec()),
+                out_shardings=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()),
                 compiler_options=options_for_evaluation(mesh.devices.flat[0].platform, size),
             )
             return InterruptibleJit(jitted, self.path())
@@ -154,7 +144,7 @@ class BaseMetricCalculator(Module):
 class ModelSummaryAccumulator(BaseMetricCalculator):
     """Metric calculator that accumulates the summaries of the model itself."""
 
-    @config_class
+    @config.config_class
     class Config(BaseMetricCalculator.Config):
         """Configures a ModelSummaryAccumulator.
 
@@ -167,19 +157,19 @@ class ModelSummaryAccumulator(BaseMetricCalculator):
 
         model_method: str = "forward"
         model_method_kwargs: dict[str, Any] = {}
-        metric_accumulator: InstantiableConfig = MetricAccumulator.default_config()
-        filter_module_outputs: ConfigOr[Callable[[str], bool]] | None = None
+        metric_accumulator: config.InstantiableConfig = hierarchy.MetricAccumulator.default_config()
+        filter_module_outputs: config.ConfigOr[Callable[[str], bool]] | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
         super().__init__(cfg, parent=parent, **kwargs)
-        self._accumulator: MetricAccumulator = cfg.metric_accumulator.instantiate()
-        keep = maybe_instantiate(cfg.filter_module_outputs) or (lambda path: False)
+        self._accumulator: hierarchy.MetricAccumulator = cfg.metric_accumulator.instantiate()
+        keep = config.maybe_instantiate(cfg.filter_module_outputs) or (lambda path: False)
         self._run = self._jit_of_model(
             cfg.model_method,
             inputs=lambda batch: {"input_batch": batch, **cfg.model_method_kwargs},
             outputs=lambda batch, result, collection: (
                 collection.summaries,
-                filter_outputs(collection.module_outputs, keep),
+                context.filter_outputs(collection.module_outputs, keep),
             ),
         )
 
@@ -213,7 +203,7 @@ class GlobalMetricCalculator(BaseMetricCalculator):
     A subclass defines `_calculate_metrics`. Batches and predictions are gathered on each host.
     """
 
-    @config_class
+    @config.config_class
     class Config(BaseMetricCalculator.Config):
         """Configures a GlobalMetricCalculator.
 
@@ -238,9 +228,9 @@ class GlobalMetricCalculator(BaseMetricCalculator):
         if field is None:
             return input_batch
         if field not in input_batch:
-            raise MetricCalculatorError(
+            raise errors.MetricCalculatorError(
                 f"{self.path()}: the batch has no field predict_input_field={field!r}. "
-                f"{did_you_mean(field, input_batch)}"
+                f"{errors.did_you_mean(field, input_batch)}"
             )
         return input_batch[field]  # pyright: ignore[reportIndexIssue]
 
@@ -277,13 +267,13 @@ class CompositeMetricCalculator(BaseMetricCalculator):
 
         def __new__(cls, src: str, dst: str, dst_key: str | None = None, **other: object) -> Any:
             if other:
-                raise MetricCalculatorError(
+                raise errors.MetricCalculatorError(
                     f"a Dependency has no {', '.join(map(repr, other))}; it has src, dst and "
                     "dst_key, which is the field of the batch for the output. Write dst_key=...."
                 )
             return super().__new__(cls, src, dst, dst_key)
 
-    @config_class
+    @config.config_class
     class Config(BaseMetricCalculator.Config):
         """Configures a CompositeMetricCalculator.
 
@@ -292,7 +282,9 @@ class CompositeMetricCalculator(BaseMetricCalculator):
             dependencies: Calculators that need the outputs of others.
         """
 
-        metric_calculators: Required[Mapping[str, BaseMetricCalculator.Config]] = REQUIRED
+        metric_calculators: config.Required[Mapping[str, BaseMetricCalculator.Config]] = (
+            config.REQUIRED
+        )
         dependencies: Sequence["CompositeMetricCalculator.Dependency"] | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
@@ -309,15 +301,15 @@ class CompositeMetricCalculator(BaseMetricCalculator):
         for dependency in self.config.dependencies or ():
             for name in (dependency.src, dependency.dst):
                 if name not in needs:
-                    raise MetricCalculatorError(
+                    raise errors.MetricCalculatorError(
                         f"{self.path()}: the dependency {dependency} names {name!r}, which is not "
-                        f"one of the metric_calculators. {did_you_mean(name, needs)}"
+                        f"one of the metric_calculators. {errors.did_you_mean(name, needs)}"
                     )
             needs[dependency.dst].append(dependency.src)
         try:
             return list(TopologicalSorter(needs).static_order())
         except CycleError as error:
-            raise MetricCalculatorError(
+            raise errors.MetricCalculatorError(
                 f"{self.path()}: the dependencies form a cycle: "
                 f"{' -> '.join(error.args[1])}. Remove one of them."
             ) from None
@@ -325,7 +317,7 @@ class CompositeMetricCalculator(BaseMetricCalculator):
     def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> dict[str, Any]:
         return {
             name: calculator.init_state(
-                prng_key=fold_in_name(prng_key, name), model_params=model_params
+                prng_key=context.fold_in_name(prng_key, name), model_params=model_params
             )
             for name, calculator in self._calculators.items()
         }
@@ -357,7 +349,7 @@ class CompositeMetricCalculator(BaseMetricCalculator):
                 all_forward_outputs=[outputs[name] for outputs in all_forward_outputs],
             )
             if twice := sorted(together.keys() & summaries.keys()):
-                raise MetricCalculatorError(
+                raise errors.MetricCalculatorError(
                     f"{calculator.path()} reports {twice}, which another calculator also reports; "
                     f"give it a prefix: prefix={name!r}."
                 )

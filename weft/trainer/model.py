@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from weft import functional, hierarchy
 from weft.config import REQUIRED, ConfigBase, FunctionConfigBase, InstantiableConfig
 from weft.errors import (
     BatchFieldError,
@@ -27,8 +28,6 @@ from weft.errors import (
     WeftError,
     did_you_mean,
 )
-from weft.functional import cast_floats as arrays_cast
-from weft.hierarchy import BaseLayer, Module, TensorSpec, WeightedScalar
 from weft.interop.hierarchy import InHierarchy
 from weft.trainer.optimizers.base import tree_paths
 from weft.trainer.precision import Precision, as_precision
@@ -50,7 +49,7 @@ class LibraryModel(InHierarchy):
         if "loss" not in self.get_invocation_context().get_summaries():
             fields = jax.tree.leaves(input_batch)
             rows = fields[0].shape[0] if fields else 1
-            self.add_summary("loss", WeightedScalar(loss, rows))
+            self.add_summary("loss", hierarchy.WeightedScalar(loss, rows))
         return loss, aux
 
     @property
@@ -88,7 +87,7 @@ def _layer_config(model: InstantiableConfig, batch: Callable[[], Any]) -> Any:
         return model.clone(batch_spec=batch())
     if isinstance(model, LibraryModel.Config) and model.inputs is REQUIRED:
         return model.clone(inputs=(batch(),))
-    if isinstance(model, Module.Config) or _makes_a_layer(model):
+    if isinstance(model, hierarchy.Module.Config) or _makes_a_layer(model):
         return model
     return LibraryModel.default_config().set(layer=model, inputs=(batch(),))
 
@@ -107,12 +106,12 @@ def trained_model_config(trainer_config: ConfigBase) -> Any:
     return model_config(trainer_config.model, batch, trainer_config.precision)
 
 
-def build_model(trainer_config: ConfigBase) -> BaseLayer:
+def build_model(trainer_config: ConfigBase) -> hierarchy.BaseLayer:
     """Builds the model of a trainer config without the trainer, from its `model` and `input`."""
     return trained_model_config(trainer_config).set(name="model").instantiate(parent=None)
 
 
-def check_outputs(model: Module, outputs: object) -> tuple[Tensor, Any]:
+def check_outputs(model: hierarchy.Module, outputs: object) -> tuple[Tensor, Any]:
     """Returns the loss in at least float32 and auxiliary outputs.
 
     Raises a ModelOutputError without a scalar loss.
@@ -137,7 +136,7 @@ def _describe_value(x: Any) -> str:
 
 
 @contextlib.contextmanager
-def explain_call_errors(model: Module, batch: Mapping[str, Any]) -> Iterator[None]:
+def explain_call_errors(model: hierarchy.Module, batch: Mapping[str, Any]) -> Iterator[None]:
     """Raises a BatchFieldError or ModelCallError if a model needs other fields or arguments.
 
     Errors that are not Weft's get a note that says what the model was called with.
@@ -170,7 +169,7 @@ def explain_call_errors(model: Module, batch: Mapping[str, Any]) -> Iterator[Non
         raise
 
 
-def _called_with(model: Module, batch: Mapping[str, Any]) -> str:
+def _called_with(model: hierarchy.Module, batch: Mapping[str, Any]) -> str:
     return f"{model.path()} was called with a batch, a dict of {', '.join(map(str, batch))}."
 
 
@@ -223,8 +222,8 @@ def cast_floats(in_tree: T, to_dtype: DType | None) -> T:
     """Casts floating-point arrays and `TensorSpec`s to a dtype; None leaves all unchanged."""
 
     def cast(x: Any) -> Any:
-        if not isinstance(x, TensorSpec):
-            return arrays_cast(x, to_dtype)
+        if not isinstance(x, hierarchy.TensorSpec):
+            return functional.cast_floats(x, to_dtype)
         is_float = x.dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
         return dataclasses.replace(x, dtype=to_dtype) if is_float else x
 

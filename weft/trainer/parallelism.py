@@ -19,9 +19,7 @@ https://arxiv.org/abs/2205.05198 (seq).
 
 from typing import Any
 
-from weft import hierarchy
-from weft.config import ConfigBase, ConfigModifier, InstantiableConfig, config_class
-from weft.errors import ConfigModifierError
+from weft import config, errors, hierarchy
 from weft.hierarchy import causal_lm, config_setters
 from weft.trainer.trainer_config_modifier import find_values, outermost
 from weft.typing import PartitionSpec
@@ -64,7 +62,7 @@ def mesh_shape_from_axes(
     return (pipeline, data, expert, fsdp, seq, model)
 
 
-class ParallelismModifier(ConfigModifier):
+class ParallelismModifier(config.ConfigModifier):
     """Config modifier that shards a trainer's transformer over a mesh with axes `MESH_AXIS_NAMES`.
 
     It sets the mesh and the shardings of the batch and of the parameters and activations of the
@@ -78,8 +76,8 @@ class ParallelismModifier(ConfigModifier):
     ((1, 1, 1, 4, 1, 2), ...)
     """
 
-    @config_class
-    class Config(ConfigModifier.Config):
+    @config.config_class
+    class Config(config.ConfigModifier.Config):
         """Configures a ParallelismModifier, with axis sizes as for `mesh_shape_from_axes`.
 
         Attributes:
@@ -94,12 +92,12 @@ class ParallelismModifier(ConfigModifier):
         model: int = 1
         num_microbatches: int | None = None
 
-    def __call__(self, cfg: InstantiableConfig) -> Any:
+    def __call__(self, cfg: config.InstantiableConfig) -> Any:
         stages = self.config.pipeline
         if stages != 1:
             _into_stages(cfg.model, stages, self.config.num_microbatches or 2 * stages)
         if not _lay_out(cfg.model):
-            raise ConfigModifierError(
+            raise errors.ConfigModifierError(
                 f"{type(self).__name__} finds no attention or feed-forward layer of weft.hierarchy "
                 "in the trainer's `model` to shard over the mesh. Set the partition specs of the "
                 "model's own layers with `PartitionSpecModifier`."
@@ -112,12 +110,12 @@ class ParallelismModifier(ConfigModifier):
         )
 
 
-def _into_stages(model: ConfigBase, num_stages: int, num_microbatches: int) -> None:
+def _into_stages(model: config.ConfigBase, num_stages: int, num_microbatches: int) -> None:
     kinds = (hierarchy.RepeatedTransformerLayer, hierarchy.StackedTransformerLayer)
     # Those inside another one are parts of a stage.
     stacks = outermost(find_values(model, lambda path, x: config_setters.is_config_of(x, kinds)))
     if num_stages < 1 or not stacks:
-        raise ConfigModifierError(
+        raise errors.ConfigModifierError(
             f"ParallelismModifier cannot make a pipeline of pipeline={num_stages} stages: expected "
             "a positive number, and a RepeatedTransformerLayer or StackedTransformerLayer in the "
             "trainer's `model`."
@@ -134,7 +132,7 @@ def _into_stages(model: ConfigBase, num_stages: int, num_microbatches: int) -> N
         model.set_recursively(path, value=pipelined)
 
 
-def _lay_out(model: ConfigBase) -> bool:
+def _lay_out(model: config.ConfigBase) -> bool:
     """Sets the layouts of a model's layers; returns whether any belongs to a transformer."""
     has_layers = False
     layers = find_values(model, lambda path, x: config_setters.is_config_of(x, hierarchy.Module))
@@ -157,7 +155,7 @@ def _lay_out(model: ConfigBase) -> bool:
     return has_layers
 
 
-def _lay_out_around(cfg: ConfigBase) -> None:
+def _lay_out_around(cfg: config.ConfigBase) -> None:
     """Sets the layout of a language model's parts around its attention and feed-forward layers."""
     if issubclass(cfg.klass, hierarchy.Embedding):
         # The table is gathered over fsdp where it is used, like a layer's weights.

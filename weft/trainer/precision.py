@@ -20,16 +20,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from weft.config import Configurable, config_class
+from weft import config, functional
 from weft.errors import InvalidConfigValueError, did_you_mean
-from weft.functional import stochastic_round
-from weft.functional.arrays import without_none
+from weft.functional import arrays
 from weft.hierarchy.context import fold_in_name
 from weft.trainer.optimizers import base
 from weft.typing import DType, T, Tensor
 
 
-class Precision(Configurable):
+class Precision(config.Configurable):
     """Policy for the dtypes of a trainer's numbers.
 
     Example:
@@ -38,8 +37,8 @@ class Precision(Configurable):
         ('float32', 'bfloat16')
     """
 
-    @config_class
-    class Config(Configurable.Config):
+    @config.config_class
+    class Config(config.Configurable.Config):
         """Configures a Precision.
 
         Attributes:
@@ -70,7 +69,7 @@ class Precision(Configurable):
 
     def model_config(self, model: Any) -> Any:
         """Returns the config of a model with this policy's parameters and computation."""
-        given = without_none(
+        given = arrays.without_none(
             dtype=self.param_dtype,
             compute_dtype=self.compute_dtype,
             quantization=self.config.quantization,
@@ -109,7 +108,7 @@ class Precision(Configurable):
     def round(self, x: Tensor, dtype: DType, key: Callable[[], Tensor]) -> Tensor:
         """Rounds an array to a dtype, with a key that is made if needed."""
         if self.config.stochastic_rounding and dtype == jnp.bfloat16 != x.dtype:
-            return stochastic_round(x, key())
+            return functional.stochastic_round(x, key())
         return x.astype(dtype)
 
     def round_tree(self, tree: T, stored: T, key: Callable[[], Tensor]) -> T:

@@ -17,12 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from weft.config import InstantiableConfig, maybe_instantiate
-from weft.errors import ScheduleError
+from weft import config, errors
 from weft.typing import Tensor
 
 ScheduleFn = Callable[[Any], Any]  # from a step to a value, both numbers or scalar arrays
-Schedule = float | Tensor | ScheduleFn | InstantiableConfig
+Schedule = float | Tensor | ScheduleFn | config.InstantiableConfig
 
 
 def as_schedule_fn(s: Schedule | None) -> ScheduleFn:
@@ -33,7 +32,7 @@ def as_schedule_fn(s: Schedule | None) -> ScheduleFn:
     >>> as_schedule_fn(0.1)(7)
     0.1
     """
-    made: Any = maybe_instantiate(s)
+    made: Any = config.maybe_instantiate(s)
     if made is None:
         made = 1.0
     if callable(made):
@@ -42,7 +41,7 @@ def as_schedule_fn(s: Schedule | None) -> ScheduleFn:
         not isinstance(made, int | float | np.generic | np.ndarray | jax.Array)
         or np.ndim(made) != 0
     ):
-        raise ScheduleError(
+        raise errors.ScheduleError(
             "a schedule is a number, a function from step to number, or a config of one; got "
             f"{made!r} of type {type(made).__name__}."
         )
@@ -84,7 +83,7 @@ def exponential(
     0.1
     """
     if begin_value <= 0 or end_value <= 0:
-        raise ScheduleError(
+        raise errors.ScheduleError(
             "exponential multiplies by a constant factor per step, so both values must be "
             f"positive; got begin_value={begin_value} and end_value={end_value}."
         )
@@ -96,7 +95,7 @@ def exponential(
 
 def _fraction_between(name: str, begin_step: int, end_step: int) -> ScheduleFn:
     if begin_step >= end_step:
-        raise ScheduleError(
+        raise errors.ScheduleError(
             f"{name} moves between two different steps; got begin_step={begin_step}, which is not "
             f"below end_step={end_step}."
         )
@@ -122,7 +121,7 @@ def stepwise(sub: Sequence[Schedule], start_step: Sequence[int]) -> ScheduleFn:
     """
     _check_boundaries("stepwise", "start_step", len(sub), start_step)
     if list(start_step) != sorted(start_step):
-        raise ScheduleError(f"stepwise needs start_step in order; got {list(start_step)}.")
+        raise errors.ScheduleError(f"stepwise needs start_step in order; got {list(start_step)}.")
     return optax.join_schedules([as_schedule_fn(s) for s in sub], list(start_step))
 
 
@@ -139,7 +138,7 @@ def segment_wise(segments: Sequence[Schedule], *, segment_steps: Sequence[int]) 
     """
     _check_boundaries("segment_wise", "segment_steps", len(segments), segment_steps)
     if any(steps < 0 for steps in segment_steps):
-        raise ScheduleError(
+        raise errors.ScheduleError(
             f"segment_wise needs lengths of at least 0; got segment_steps={list(segment_steps)}."
         )
     first, *others = map(as_schedule_fn, segments)
@@ -158,7 +157,7 @@ def _check_boundaries(
     name: str, argument: str, num_schedules: int, boundaries: Sequence[int]
 ) -> None:
     if num_schedules != len(boundaries) + 1:
-        raise ScheduleError(
+        raise errors.ScheduleError(
             f"{name} needs one entry of {argument} between each two schedules; got {num_schedules} "
             f"schedules and {len(boundaries)} entries, expected {max(num_schedules - 1, 0)}."
         )
@@ -241,7 +240,7 @@ def ema_schedule(
 
 def _check_positive(name: str, warmup_steps: int) -> None:
     if warmup_steps < 1:
-        raise ScheduleError(f"{name} needs warmup_steps of at least 1; got {warmup_steps}.")
+        raise errors.ScheduleError(f"{name} needs warmup_steps of at least 1; got {warmup_steps}.")
 
 
 def constant_with_linear_warmup(
@@ -332,7 +331,7 @@ def warmup_stable_decay(
     """
     warmup_steps = _whole_steps(warmup_steps, max_step)
     if decay_begin_step < warmup_steps:
-        raise ScheduleError(
+        raise errors.ScheduleError(
             "warmup_stable_decay needs decay_begin_step at or after the warm-up; got "
             f"decay_begin_step={decay_begin_step} and warmup_steps={warmup_steps}."
         )
@@ -350,7 +349,7 @@ def _whole_steps(warmup_steps: int | float, max_step: int) -> int:
 
 def _steps_between(name: str, what: str, begin: int, max_step: int) -> int:
     if max_step <= begin:
-        raise ScheduleError(
+        raise errors.ScheduleError(
             f"{name} needs max_step above {what} ({begin}); got max_step={max_step}"
         )
     return max_step - begin

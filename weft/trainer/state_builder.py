@@ -27,23 +27,14 @@ from typing import Any
 
 import jax
 
+from weft import errors, serialization
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class, maybe_instantiate
 from weft.core.spmd import get_concrete_mesh
 from weft.distributed.preemption import InterruptibleJit, barrier_after
-from weft.errors import StateBuilderError
 from weft.hierarchy import Module, base_state, with_base_state
 from weft.interop.huggingface import load_huggingface_params
-from weft.serialization import load_safetensors
+from weft.trainer.checkpointer import dirs, index
 from weft.trainer.checkpointer.checkpointer import Checkpointer
-from weft.trainer.checkpointer.dirs import not_found_error, parse_step_from_dir
-from weft.trainer.checkpointer.index import (
-    CheckpointValidationType,
-    build_index,
-    check_state_structure,
-    flatten_state,
-    is_array,
-    read_index_file,
-)
 from weft.trainer.checkpointer.storage import OrbaxStateStorage, StateStorage
 from weft.trainer.mesh import build_mesh, named_sharding, rules_of
 from weft.trainer.model import build_model
@@ -108,7 +99,7 @@ class ChainBuilder(Builder):
         """
 
         builders: Required[Sequence[Builder.Config]] = REQUIRED
-        validation: CheckpointValidationType | None = CheckpointValidationType.EXACT
+        validation: index.CheckpointValidationType | None = index.CheckpointValidationType.EXACT
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -120,12 +111,14 @@ class ChainBuilder(Builder):
         return needs_tensors(*(builder.input_state_type() for builder in self._builders))
 
     def __call__(self, state: Builder.State) -> Builder.State:
-        before = build_index(state.trainer_state)
+        before = index.build_index(state.trainer_state)
         for builder in self._builders:
             state = builder(state)
         validation = self.config.validation
         if validation is not None:
-            check_state_structure(build_index(state.trainer_state), before, validation=validation)
+            index.check_state_structure(
+                index.build_index(state.trainer_state), before, validation=validation
+            )
         return state
 
 
@@ -244,12 +237,15 @@ def initial_state(
     state = draw(prng_key) if drawn_first else specs
     with barrier_after("building the first state"):
         built = builder(Builder.State(step=0, trainer_state=state))
-    values, wanted = dict(flatten_state(built.trainer_state)), dict(flatten_state(specs))
+    values, wanted = (
+        dict(index.flatten_state(built.trainer_state)),
+        dict(index.flatten_state(specs)),
+    )
     missing = set() if drawn_first else wanted.keys() - built.built_keys
     _check_built(builder, values, wanted, missing)
 
     def draw_missing(prng_key: Tensor) -> dict[str, Any]:
-        return {path: x for path, x in flatten_state(init(prng_key)) if path in missing}
+        return {path: x for path, x in index.flatten_state(init(prng_key)) if path in missing}
 
     if missing:
         layouts = {path: wanted[path].sharding for path in missing}
@@ -268,7 +264,7 @@ def _check_built(
         ):
             continue
         got = "nothing" if value is None else f"{type(value).__name__} {_shown(value)}"
-        raise StateBuilderError(
+        raise errors.StateBuilderError(
             f"{builder.path()}, a {type(builder).__name__}, lists {path!r} as built and returns "
             f"{got}, but the run needs an array of {_shown(spec)}. Convert it with a converter, "
             "or omit it from `built_keys` to initialize it."
@@ -299,7 +295,7 @@ class BaseStateStorageBuilder(Builder):
 
         base_dir: str | None = None
         step: int | None = None
-        validation: CheckpointValidationType = CheckpointValidationType.EXACT
+        validation: index.CheckpointValidationType = index.CheckpointValidationType.EXACT
 
     def _read(
         self, state: Builder.State, base_dir: str, step: int | None, storage: StateStorage.Config
@@ -312,16 +308,16 @@ class BaseStateStorageBuilder(Builder):
         with cfg.instantiate(parent=None) as checkpointer:
             found, restored = checkpointer.restore(step=step, state=wanted._asdict())
             if found is None:
-                raise not_found_error(base_dir)
+                raise dirs.not_found_error(base_dir)
             if not validation.allows_more:
-                asked = {path.split("/")[0] for path, _ in flatten_state(wanted)}
-                saved = read_index_file(checkpointer.ckpt_dir(found))
-                check_state_structure(
+                asked = {path.split("/")[0] for path, _ in index.flatten_state(wanted)}
+                saved = index.read_index_file(checkpointer.ckpt_dir(found))
+                index.check_state_structure(
                     [(path, entry) for path, entry in saved if path.split("/")[0] in asked],
-                    build_index(wanted),
+                    index.build_index(wanted),
                     validation=validation,
                 )
-        built = {path for path, leaf in flatten_state(wanted) if is_array(leaf)}
+        built = {path for path, leaf in index.flatten_state(wanted) if index.is_array(leaf)}
         return Builder.State(
             step=found, trainer_state=TrainerState(**restored), built_keys=state.built_keys | built
         )
@@ -343,14 +339,14 @@ class TensorStoreStateStorageBuilder(BaseStateStorageBuilder):
     def __call__(self, state: Builder.State) -> Builder.State:
         cfg = self.config
         if (cfg.dir is None) == (cfg.base_dir is None):
-            raise StateBuilderError(
+            raise errors.StateBuilderError(
                 f"{self.path()} got dir={cfg.dir!r} and base_dir={cfg.base_dir!r}; expected one of "
                 "the two: `dir` of one checkpoint, or `base_dir` of all checkpoints of a run."
             )
         if cfg.dir is None:
             return self._read(state, cfg.base_dir, cfg.step, cfg.storage)
         base_dir = os.path.dirname(os.path.normpath(cfg.dir))
-        return self._read(state, base_dir, parse_step_from_dir(cfg.dir), cfg.storage)
+        return self._read(state, base_dir, dirs.parse_step_from_dir(cfg.dir), cfg.storage)
 
 
 class OrbaxStateBuilder(BaseStateStorageBuilder):
@@ -359,7 +355,7 @@ class OrbaxStateBuilder(BaseStateStorageBuilder):
     def __call__(self, state: Builder.State) -> Builder.State:
         cfg = self.config
         if cfg.base_dir is None:
-            raise StateBuilderError(
+            raise errors.StateBuilderError(
                 f"{self.path()}: base_dir is None; expected the directory of all checkpoints of a "
                 "run, such as 'runs/lm/checkpoints'."
             )
@@ -388,7 +384,7 @@ def import_weights(path: str, params: dict[str, Any]) -> dict[str, Any]:
     if (Path(path) / "config.json").exists():
         base = load_huggingface_params(path, target)
     else:
-        base = load_safetensors(path, target, cast=True)
+        base = serialization.load_safetensors(path, target, cast=True)
     return with_base_state(params, base)
 
 
@@ -404,7 +400,7 @@ class ImportedWeightsBuilder(Builder):
     def __call__(self, state: Builder.State) -> Builder.State:
         params: Any = state.trainer_state.model
         built = state.trainer_state._replace(model=import_weights(self.config.path, params))
-        leaves = flatten_state({"model": built.model})
+        leaves = index.flatten_state({"model": built.model})
         read = {path for path, leaf in leaves if isinstance(leaf, jax.Array)}
         return dataclasses.replace(state, trainer_state=built, built_keys=state.built_keys | read)
 
@@ -433,10 +429,10 @@ class MergeStateConverter(Converter):
         selection_regexes: list[tuple[str, str | MergeStateSelection]] = []
 
     def target_to_source(self, target: Builder.State) -> tuple[Builder.State, Any]:
-        leaves = dict(flatten_state(target.trainer_state))
+        leaves = dict(index.flatten_state(target.trainer_state))
         taken = {path: at for path in leaves if (at := self._source_path(path)) is not None}
         if not taken:
-            raise StateBuilderError(
+            raise errors.StateBuilderError(
                 f"{self.path()}: no path of the state matches one of selection_regexes="
                 f"{self.config.selection_regexes!r}; there are {', '.join(list(leaves)[:5])}, … "
                 "Write expressions for whole paths."
@@ -455,7 +451,7 @@ class MergeStateConverter(Converter):
 
     def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
         target, taken = aux
-        read = dict(flatten_state(source.trainer_state))
+        read = dict(index.flatten_state(source.trainer_state))
         return _with_values(target, {path: read[at] for path, at in taken.items()}, source.step)
 
 
@@ -468,7 +464,7 @@ class EmaParamsConverter(Converter):
         return Builder.State(target.step, source), target
 
     def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
-        averages = flatten_state({"model": source.trainer_state.learner["ema"]["ema"]})
+        averages = index.flatten_state({"model": source.trainer_state.learner["ema"]["ema"]})
         return _with_values(aux, dict(averages), source.step)
 
 
@@ -501,7 +497,7 @@ class BaseConverterFromPretrainedModel(Converter):
         if cfg.mesh_shape is not None:
             mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names or trainer_cfg.mesh_axis_names)
         model: Any = build_model(trainer_cfg)
-        specs = dict(flatten_state(parameter_specs(model, rules_of(trainer_cfg).parameters)))
+        specs = dict(index.flatten_state(parameter_specs(model, rules_of(trainer_cfg).parameters)))
         shaped = {
             path: jax.ShapeDtypeStruct(
                 spec.shape, spec.dtype, sharding=named_sharding(mesh, spec.partition_spec, path)
@@ -535,12 +531,12 @@ class ModelStateScopeConverter(BaseConverterFromPretrainedModel):
 
     def target_to_source(self, target: Builder.State) -> tuple[Builder.State, Any]:
         whole, aux = super().target_to_source(target)
-        leaves = dict(flatten_state(whole.trainer_state))
+        leaves = dict(index.flatten_state(whole.trainer_state))
         kept = {}
         for scope in self.scopes.values():
             inside = {p: x for p, x in leaves.items() if _within(p, f"model/{scope}".rstrip("/"))}
             if not inside:
-                raise StateBuilderError(
+                raise errors.StateBuilderError(
                     f"{self.path()}: the model of source_trainer_config has no layer {scope!r}; "
                     f"its parameters are {', '.join(list(leaves)[:5])}, … Use such a path, without "
                     "'model/'."
@@ -550,7 +546,7 @@ class ModelStateScopeConverter(BaseConverterFromPretrainedModel):
 
     def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
         model = aux.trainer_state.model
-        before = dict(flatten_state({"model": model}))
+        before = dict(index.flatten_state({"model": model}))
         for target_scope, source_scope in self.scopes.items():
             model = traverse_and_set_target_state_parameters(
                 target_state=model,
@@ -558,7 +554,7 @@ class ModelStateScopeConverter(BaseConverterFromPretrainedModel):
                 source_params=source.trainer_state.model,
                 source_scope=source_scope,
             )
-        after = dict(flatten_state({"model": model}))
+        after = dict(index.flatten_state({"model": model}))
         set_ = {path: x for path, x in after.items() if x is not before[path]}
         return _with_values(aux, set_, source.step)
 
@@ -583,13 +579,13 @@ class PosEmbeddingConverter(BaseConverterFromPretrainedModel):
     def __init__(self, cfg: Config, *, parent: Any):
         super().__init__(cfg, parent=parent)
         if cfg.strategy not in ("truncate", "interpolate"):
-            raise StateBuilderError(
+            raise errors.StateBuilderError(
                 f"{self.path()}: strategy={cfg.strategy!r}; expected 'truncate' or 'interpolate'."
             )
 
     def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
-        wanted = dict(flatten_state({"model": aux.trainer_state.model}))
-        read = dict(flatten_state({"model": source.trainer_state.model}))
+        wanted = dict(index.flatten_state({"model": aux.trainer_state.model}))
+        read = dict(index.flatten_state({"model": source.trainer_state.model}))
         values = {
             path: self._fitted(path, value, wanted[path].shape) if path in wanted else value
             for path, value in read.items()
@@ -602,7 +598,7 @@ class PosEmbeddingConverter(BaseConverterFromPretrainedModel):
         if self.config.strategy == "interpolate":
             return jax.image.resize(value, shape, "linear")
         if any(n > m for n, m in zip(shape, value.shape, strict=True)):
-            raise StateBuilderError(
+            raise errors.StateBuilderError(
                 f"{self.path()}: {path!r} is {list(value.shape)} in the checkpoint and "
                 f"{list(shape)} here; 'truncate' only shortens tables. Use 'interpolate'."
             )
@@ -620,8 +616,8 @@ class PruneEmaStateBuilder(Builder):
         ema = of_state.learner.get("ema")
         if ema is None:
             return state
-        known = {path for path, _ in flatten_state(of_state.model)}
-        leaves = {p: x for p, x in flatten_state(ema.ema) if p in known}
+        known = {path for path, _ in index.flatten_state(of_state.model)}
+        leaves = {p: x for p, x in index.flatten_state(ema.ema) if p in known}
         pruned = ema._replace(ema=_nested({f"model/{p}": x for p, x in leaves.items()}, "").model)
         learner = {**of_state.learner, "ema": pruned}
         kept = {f"learner/ema/ema/{path}" for path in leaves}
@@ -638,21 +634,21 @@ def traverse_and_set_target_state_parameters(
 
     Raises StateBuilderError if a layer does not exist, or has other parameters.
     """
-    of_target = {p: x for p, x in flatten_state(target_state) if _within(p, target_scope)}
+    of_target = {p: x for p, x in index.flatten_state(target_state) if _within(p, target_scope)}
     of_source = {
         f"{target_scope}/{path.removeprefix(source_scope).lstrip('/')}".strip("/"): x
-        for path, x in flatten_state(source_params)
+        for path, x in index.flatten_state(source_params)
         if _within(path, source_scope)
     }
     differ = sorted(of_target.keys() ^ of_source.keys())
     if differ or not of_target:
         where = f"{target_scope or 'the model'} (from {source_scope or 'the whole'})"
-        raise StateBuilderError(
+        raise errors.StateBuilderError(
             f"{where} has other parameters than the source"
             + (f": {', '.join(differ[:5])} are on one side only" if differ else ": none at all")
             + ". Name layers of the same class and config."
         )
-    leaves = [of_source.get(path, x) for path, x in flatten_state(target_state)]
+    leaves = [of_source.get(path, x) for path, x in index.flatten_state(target_state)]
     return jax.tree.unflatten(jax.tree.structure(target_state), leaves)
 
 
@@ -674,7 +670,7 @@ def _nested(leaves: Mapping[str, Any], where: str) -> TrainerState:
         for part in above:
             node = node.setdefault(part, {})
         if path.split("/")[0] not in TrainerState._fields or (above and name in node):
-            raise StateBuilderError(
+            raise errors.StateBuilderError(
                 f"{where}: {path!r} is not a path of a state, or is requested twice; expected one "
                 f"that begins with one of {', '.join(TrainerState._fields)}."
             )
@@ -684,12 +680,12 @@ def _nested(leaves: Mapping[str, Any], where: str) -> TrainerState:
 
 def _with_values(target: Builder.State, values: Mapping[str, Any], step: int) -> Builder.State:
     """Returns the target with some leaves replaced, each in its dtype and layout there."""
-    wanted = flatten_state(target.trainer_state)
+    wanted = index.flatten_state(target.trainer_state)
     known = dict(wanted)
     for path, value in values.items():
         if path not in known or tuple(value.shape) != tuple(known[path].shape):
             here = "nothing" if path not in known else list(known[path].shape)
-            raise StateBuilderError(
+            raise errors.StateBuilderError(
                 f"{path!r} is {list(value.shape)} in the checkpoint, of "
                 f"{math.prod(value.shape):,} elements, and {here} in this run. Select parts with "
                 "the same shapes in both, or convert it."

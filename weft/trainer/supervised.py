@@ -12,19 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from weft.config import REQUIRED, Required, config_class
-from weft.errors import LossError, did_you_mean
-from weft.functional import (
-    absolute_error,
-    cast_floats,
-    huber_error,
-    sigmoid_cross_entropy,
-    squared_error,
-    weighted_mean,
-)
-from weft.functional import cross_entropy as cross_entropy_of
-from weft.hierarchy import BaseModel, Module, WeightedScalar
-from weft.hierarchy.module import nowrap
+from weft import config, errors, functional, hierarchy
 from weft.interop.hierarchy import as_hierarchy
 from weft.typing import T, Tensor
 
@@ -41,7 +29,7 @@ def _same_shape(fn: Callable[[Tensor, Tensor], Tensor]) -> OutputFn:
             hint = ""
             if outputs.shape == (*targets.shape, 1):
                 hint = " Give the targets that axis, `y[:, None]`, or let the model drop it."
-            raise LossError(
+            raise errors.LossError(
                 f"the outputs have shape {outputs.shape} and the targets {targets.shape}; expected "
                 f"equal shapes, since broadcasting would compare each with every other.{hint}"
             )
@@ -53,13 +41,13 @@ def _same_shape(fn: Callable[[Tensor, Tensor], Tensor]) -> OutputFn:
 def _of_classes(fn: Callable[[Tensor, Tensor], Tensor]) -> OutputFn:
     def checked(outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape[:-1] != targets.shape or not outputs.ndim:
-            raise LossError(
+            raise errors.LossError(
                 f"the outputs have shape {outputs.shape} and the targets {targets.shape}; expected "
                 "logits of each class along the last axis, and one label for each row: outputs of "
                 f"shape {(*targets.shape, 'classes')}."
             )
         if not jnp.issubdtype(targets.dtype, jnp.integer):
-            raise LossError(
+            raise errors.LossError(
                 f"the targets have dtype {targets.dtype}; expected integers, the right classes. "
                 'Convert them, `y.astype("int32")`, or take "mse" for real numbers.'
             )
@@ -75,24 +63,24 @@ def _accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, OutputFn] = {
-    "cross_entropy": _of_classes(lambda x, y: cross_entropy_of(x, y)[1]["per_target_loss"]),
-    "binary_cross_entropy": _same_shape(sigmoid_cross_entropy),
-    "mse": _same_shape(squared_error),
-    "mae": _same_shape(absolute_error),
-    "huber": _same_shape(huber_error),
+    "cross_entropy": _of_classes(lambda x, y: functional.cross_entropy(x, y)[1]["per_target_loss"]),
+    "binary_cross_entropy": _same_shape(functional.sigmoid_cross_entropy),
+    "mse": _same_shape(functional.squared_error),
+    "mae": _same_shape(functional.absolute_error),
+    "huber": _same_shape(functional.huber_error),
 }
 METRICS: dict[str, OutputFn] = {"accuracy": _accuracy, **LOSSES}
 
 
-class Supervised(BaseModel):
+class Supervised(hierarchy.BaseModel):
     """Layer that computes a loss and metrics from the outputs of a model of any library.
 
     The model is called with the fields of the batch other than the target: with the array itself if
     there is only one, else with a dict of them.
     """
 
-    @config_class
-    class Config(BaseModel.Config):
+    @config.config_class
+    class Config(hierarchy.BaseModel.Config):
         """Configures a Supervised.
 
         Attributes:
@@ -103,22 +91,22 @@ class Supervised(BaseModel):
             batch_spec: Shapes and dtypes of a batch, set by the trainer.
         """
 
-        layer: Required[Any] = REQUIRED
-        loss: Required[str | OutputFn] = REQUIRED
+        layer: config.Required[Any] = config.REQUIRED
+        loss: config.Required[str | OutputFn] = config.REQUIRED
         metrics: dict[str, str | OutputFn] = {}
         target: str | None = None
-        batch_spec: Required[Any] = REQUIRED
+        batch_spec: config.Required[Any] = config.REQUIRED
 
-    def __init__(self, cfg: Config, *, parent: Module | None):
+    def __init__(self, cfg: Config, *, parent: hierarchy.Module | None):
         super().__init__(cfg, parent=parent)
         self._loss = self._function("loss", cfg.loss, LOSSES)
         self._metrics = {
             name: self._function("metric", x, METRICS) for name, x in cfg.metrics.items()
         }
         if cfg.target is not None and cfg.target not in cfg.batch_spec:
-            raise LossError(
+            raise errors.LossError(
                 f"the batch has no field target={cfg.target!r}. "
-                f"{did_you_mean(cfg.target, cfg.batch_spec)}"
+                f"{errors.did_you_mean(cfg.target, cfg.batch_spec)}"
             )
         self._add_child("model", as_hierarchy(cfg.layer, inputs=(self._inputs(cfg.batch_spec),)))
 
@@ -126,17 +114,17 @@ class Supervised(BaseModel):
         if not isinstance(fn, str):
             return fn
         if fn not in named:
-            raise LossError(f"there is no {kind} {fn!r}. {did_you_mean(fn, named)}")
+            raise errors.LossError(f"there is no {kind} {fn!r}. {errors.did_you_mean(fn, named)}")
         target = self.config.target
         if target is None:
-            raise LossError(
+            raise errors.LossError(
                 f"the {kind} {fn!r} compares outputs with targets, but the data has no field for "
                 "them; name it with target=…, or pass data as a pair (x, y)."
             )
 
         def of_targets(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
             if not hasattr(outputs, "shape"):
-                raise LossError(
+                raise errors.LossError(
                     f"the model returned a {type(outputs).__name__}, and the {kind} {fn!r} is that "
                     "of an array; pass a function of outputs and batch instead."
                 )
@@ -158,7 +146,7 @@ class Supervised(BaseModel):
 
     def call_model(self, inputs: Any) -> Any:
         """Returns the outputs of the model for its inputs."""
-        inputs = cast_floats(inputs, self.compute_dtype())
+        inputs = functional.cast_floats(inputs, self.compute_dtype())
         try:
             return self.model(inputs)
         except Exception as error:
@@ -177,7 +165,7 @@ class Supervised(BaseModel):
             self.add_summary(name, self._mean(name, fn, outputs, input_batch))
         return jnp.asarray(loss.mean), {}
 
-    @nowrap
+    @hierarchy.nowrap
     def is_per_row(self, outputs: Any, batch: Mapping[str, Any]) -> bool:
         """Returns whether loss and metrics all return one number per row."""
         fns = {"loss": self._loss, **self._metrics}
@@ -188,7 +176,7 @@ class Supervised(BaseModel):
         rows = len(jax.tree.leaves(batch)[0])
         try:
             values = jnp.asarray(fn(outputs, batch), dtype=jnp.float32)
-        except LossError:
+        except errors.LossError:
             raise
         except Exception as error:
             error.add_note(
@@ -197,7 +185,7 @@ class Supervised(BaseModel):
             )
             raise
         if values.shape not in ((), (rows,)):
-            raise LossError(
+            raise errors.LossError(
                 f"{name} returned shape {values.shape} for a batch of {rows} rows; expected a "
                 f"scalar, or one number per row, ({rows},)."
             )
@@ -205,13 +193,13 @@ class Supervised(BaseModel):
 
     def _mean(
         self, name: str, fn: OutputFn, outputs: Any, batch: Mapping[str, Any]
-    ) -> WeightedScalar:
+    ) -> hierarchy.WeightedScalar:
         values, weights = self._values(name, fn, outputs, batch), batch.get(ROW_WEIGHT)
         if weights is None:
-            return WeightedScalar(values.mean(), len(jax.tree.leaves(batch)[0]))
+            return hierarchy.WeightedScalar(values.mean(), len(jax.tree.leaves(batch)[0]))
         if not values.ndim:
-            raise LossError(
+            raise errors.LossError(
                 f"{name} returned a scalar, which includes the rows that fill up the batch; "
                 "expected one number per row."
             )
-        return WeightedScalar(*weighted_mean(values, weights))
+        return hierarchy.WeightedScalar(*functional.weighted_mean(values, weights))

@@ -20,58 +20,39 @@ from typing import Any, Literal
 
 import jax
 
-from weft.config import (
-    REQUIRED,
-    ConfigBase,
-    ConfigModifier,
-    ConfigOr,
-    InstantiableConfig,
-    Required,
-    config_class,
-    maybe_instantiate,
-    maybe_set_config,
-)
-from weft.core.axis_rules import logical_axis_rules
-from weft.core.tracebacks import entry_point
-from weft.distributed.peers import StopRequest
-from weft.distributed.preemption import GracefulStop, StopRun, barrier_after, graceful_stop
+from weft import config, errors
+from weft.core import axis_rules, tracebacks
+from weft.distributed import peers, preemption
 from weft.distributed.watchdog import Watchdog
-from weft.errors import CheckpointSaveError, InvalidConfigValueError
 from weft.hierarchy import BaseLayer, Module, nowrap
 from weft.input import Input, PrefetchingIterator
+from weft.trainer import (
+    anomalies,
+    display,
+    first_nonfinite,
+    lookup_checks,
+    profiling,
+    run_dir,
+    state_builder,
+    update_transformation,
+)
 from weft.trainer import mesh as mesh_lib
 from weft.trainer import state as state_lib
-from weft.trainer.anomalies import (
-    AnomalyGuard,
-    AnomalyPolicy,
-    Step,
-    advice_for_first_step,
-    advice_for_later_step,
-    check_loss,
-)
 from weft.trainer.checkpointer.checkpointer import BaseCheckpointer, Checkpointer
 from weft.trainer.checkpointer.host_state import RunState
 from weft.trainer.compilation import compilation_cache, options_for_init, options_for_steps
-from weft.trainer.display import Display
 from weft.trainer.evaler import EarlyStopping, SpmdEvaler, due_at_end, run_evalers
-from weft.trainer.first_nonfinite import NonfiniteSearch
 from weft.trainer.learner import BaseLearner, with_precision
-from weft.trainer.lookup_checks import check_lookups, check_tokens
 from weft.trainer.model import PerParamDType, model_config
 from weft.trainer.precision import Precision, as_precision
-from weft.trainer.profiling import StepTraces, Throughput
 from weft.trainer.progress import EARLY_STOPPING, MAX_STEP, RunListener, RunListeners, has_ended
-from weft.trainer.report.live import status_page
-from weft.trainer.report.recorder import reported
-from weft.trainer.run_dir import CHECKPOINTS_DIR, claim_run_dir
+from weft.trainer.report import live, recorder
 from weft.trainer.run_lock import RunLock, run_lock
 from weft.trainer.schedule_length import learner_config, record_schedule_steps
-from weft.trainer.state_builder import Builder, initial_state
 from weft.trainer.summary_writer.base import BaseWriter, CheckpointerAction, closing_writers
 from weft.trainer.summary_writer.files import SummaryWriter
 from weft.trainer.train_step import TrainerState, train_step
 from weft.trainer.trainer_config_modifier import apply_config_modifiers
-from weft.trainer.update_transformation import LearnerModule
 from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
 
 logger = logging.getLogger(__name__)
@@ -86,7 +67,7 @@ class SpmdTrainer(Module):
 
     _needs_allow = ("compilation_cache_dir", "status_port")  # programs are code
 
-    @config_class
+    @config.config_class
     class Config(Module.Config):
         """Configures a SpmdTrainer.
 
@@ -136,55 +117,57 @@ class SpmdTrainer(Module):
             config_modifiers: change this config, in order, before the trainer is made from it.
         """
 
-        dir: Required[str] = REQUIRED
-        model: Required[InstantiableConfig] = REQUIRED
-        learner: Required[BaseLearner.Config] = REQUIRED
-        input: Required[Input.Config] = REQUIRED
+        dir: config.Required[str] = config.REQUIRED
+        model: config.Required[config.InstantiableConfig] = config.REQUIRED
+        learner: config.Required[BaseLearner.Config] = config.REQUIRED
+        input: config.Required[Input.Config] = config.REQUIRED
         max_step: int | float = math.inf
         seed: int = 0
-        mesh_shape: Required[mesh_lib.MeshShape | mesh_lib.HybridMeshShape] = REQUIRED
-        mesh_axis_names: Required[Sequence[str]] = REQUIRED
+        mesh_shape: config.Required[mesh_lib.MeshShape | mesh_lib.HybridMeshShape] = config.REQUIRED
+        mesh_axis_names: config.Required[Sequence[str]] = config.REQUIRED
         mesh_rules: mesh_lib.MeshRules | None = None
         batch_axis_names: str | Sequence[str] | None = "data"
         logical_axis_rules: mesh_lib.AxisRules = []
         rules_by_kind: mesh_lib.RulesByKind.Config = mesh_lib.RulesByKind.default_config()
         evalers: dict[str, SpmdEvaler.Config] = {}
         checkpointer: BaseCheckpointer.Config = Checkpointer.default_config()
-        init_state_builder: Builder.Config | None = None
+        init_state_builder: state_builder.Builder.Config | None = None
         summary_writer: BaseWriter.Config = SummaryWriter.default_config()
         early_stopping: EarlyStopping.Config | None = None
-        throughput: Throughput.Config | None = Throughput.default_config()
+        throughput: profiling.Throughput.Config | None = profiling.Throughput.default_config()
         precision: str | Precision.Config | None = None
-        train_dtype: DType | ConfigOr[PerParamDType] | None = None
+        train_dtype: DType | config.ConfigOr[PerParamDType] | None = None
         log_every_n_steps: int | None = None
         watchdog_timeout_seconds: float | None = None
         crash_on_hang_timeout_seconds: float | None = None
         readiness_timeout_seconds: float = 1800
         status_port: int | None = None
-        anomaly_policy: AnomalyPolicy.Config | None = None
+        anomaly_policy: anomalies.AnomalyPolicy.Config | None = None
         start_trace_steps: Sequence[int] = []
         n_steps_for_each_trace: int | None = None
         start_trace_process_indices: Literal["all"] | Sequence[int] = [0]
         host_tracer_level: int | None = None
         python_tracer_level: int | None = None
-        context_manager: ConfigOr[Callable[[], contextlib.AbstractContextManager]] | None = None
+        context_manager: config.ConfigOr[Callable[[], contextlib.AbstractContextManager]] | None = (
+            None
+        )
         compilation_cache_dir: str | None = None
-        config_modifiers: Sequence[ConfigOr[ConfigModifier]] = []
+        config_modifiers: Sequence[config.ConfigOr[config.ConfigModifier]] = []
 
         def instantiate(self, **kwargs: Any) -> "SpmdTrainer":
             return Module.Config.instantiate(apply_config_modifiers(self), **kwargs)
 
     def __init__(self, cfg: Config, *, parent: Module | None, devices: Sequence[Any] | None = None):
         super().__init__(cfg, parent=parent)
-        check_tokens(cfg)
+        lookup_checks.check_tokens(cfg)
         if not (isinstance(cfg.max_step, int) or cfg.max_step == math.inf) or cfg.max_step < 0:
-            raise InvalidConfigValueError(
+            raise errors.InvalidConfigValueError(
                 f"{self.path()}.max_step={cfg.max_step!r} is not a number of steps; expected an "
                 "int such as 1000, or math.inf for a run without end."
             )
         policy = None if cfg.precision is None else as_precision(cfg.precision)
         if policy is not None and None not in (policy.compute_dtype, cfg.train_dtype):
-            raise InvalidConfigValueError(
+            raise errors.InvalidConfigValueError(
                 f"{self.path()} has both precision={cfg.precision!r:.80} and "
                 f"train_dtype={cfg.train_dtype!r:.80}, which both set the dtype of the "
                 "computation; leave one out, or set precision to a Precision.Config whose "
@@ -195,7 +178,7 @@ class SpmdTrainer(Module):
         self._step = 0
         self._state: TrainerState | None = None
         self._batches: PrefetchingIterator | None = None
-        self._unsettled: Step | None = None  # it may still run
+        self._unsettled: anomalies.Step | None = None  # it may still run
         self._settle: Callable[[], bool] = lambda: False  # set by a run
         self._run_lock: RunLock | None = None
         self._shows_progress = False
@@ -203,13 +186,13 @@ class SpmdTrainer(Module):
         self._max_step, self._log_every_n_steps = cfg.max_step, cfg.log_every_n_steps
         self._evalers: dict[str, SpmdEvaler] = {}
         with self.mesh():
-            self._add_child("input", maybe_set_config(cfg.input, is_training=True))
+            self._add_child("input", config.maybe_set_config(cfg.input, is_training=True))
             model = model_config(cfg.model, self.input.element_spec, cfg.precision)
             self._add_child("model", model)
             self._add_child("learner", with_precision(learner_config(cfg), cfg.precision))
             self._state_specs = state_lib.state_specs(self.model, self.learner, self._rules)
             self._shardings = state_lib.state_shardings(self._mesh, self._state_specs)
-            checkpointer = cfg.checkpointer.set(dir=os.path.join(cfg.dir, CHECKPOINTS_DIR))
+            checkpointer = cfg.checkpointer.set(dir=os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR))
             self._checkpointer: Any = self._add_child("checkpointer", checkpointer)
             if cfg.init_state_builder is not None:
                 self._add_child("init_state_builder", cfg.init_state_builder)
@@ -233,14 +216,14 @@ class SpmdTrainer(Module):
             shardings=self._shardings,
         )
         self._checks_loss = not self.learner.handles_undefined_loss()
-        self._throughput: Throughput | None = maybe_instantiate(cfg.throughput)
-        self._early_stopping: EarlyStopping | None = maybe_instantiate(cfg.early_stopping)
+        self._throughput: profiling.Throughput | None = config.maybe_instantiate(cfg.throughput)
+        self._early_stopping: EarlyStopping | None = config.maybe_instantiate(cfg.early_stopping)
         if self._early_stopping is not None:
             self._early_stopping.check(cfg.evalers)
         policies = {f"evalers/{name}": x.eval_policy for name, x in self._evalers.items()}
         policies |= {"early_stopping": self._early_stopping, "anomalies": self._train_step}
         self._run_state = RunState(policies)
-        self._traces = StepTraces(
+        self._traces = profiling.StepTraces(
             cfg.dir,
             cfg.start_trace_steps,
             cfg.n_steps_for_each_trace,
@@ -255,7 +238,7 @@ class SpmdTrainer(Module):
     @contextlib.contextmanager
     def mesh(self) -> Iterator[None]:
         """Enters the trainer's mesh and its rules for activations."""
-        with jax.set_mesh(self._mesh), logical_axis_rules(self._rules.activations):
+        with jax.set_mesh(self._mesh), axis_rules.logical_axis_rules(self._rules.activations):
             yield
 
     @property
@@ -295,7 +278,7 @@ class SpmdTrainer(Module):
         The key is for the parameters and all steps.
         """
         with self.mesh():
-            state = initial_state(
+            state = state_builder.initial_state(
                 self.children.get("init_state_builder"),  # pyright: ignore[reportArgumentType]
                 self._new_state,
                 prng_key,
@@ -333,7 +316,7 @@ class SpmdTrainer(Module):
         if there is no checkpoint.
         """
         with self.mesh(), contextlib.ExitStack() as stack:
-            stack.enter_context(barrier_after("restoring the checkpoint"))
+            stack.enter_context(preemption.barrier_after("restoring the checkpoint"))
             batches = self._batches or stack.enter_context(self._open_batches())
             shapes = jax.eval_shape(self._new_state, jax.random.key(0))
             target = state_lib.with_shardings(shapes, self._shardings)
@@ -396,7 +379,7 @@ class SpmdTrainer(Module):
 
     def _lower_step(self, state: Any, batch: Nested[Any]) -> jax.stages.Lowered:
         traced = self._train_step.trace(state, batch)
-        check_lookups(traced.jaxpr, state, batch, self.config)
+        lookup_checks.check_lookups(traced.jaxpr, state, batch, self.config)
         return traced.lower()
 
     # The run.
@@ -408,14 +391,14 @@ class SpmdTrainer(Module):
         return self.trainer_state.model if not jax.tree.leaves(ema) else ema
 
     @nowrap
-    @entry_point
+    @tracebacks.entry_point
     def run(
         self,
         prng_key: Tensor | None = None,
         *,
         return_evaler_summaries: bool | set[str] | None = None,
         listener: RunListener | None = None,
-        progress: bool | Display = True,
+        progress: bool | display.Display = True,
         recipe: Mapping[str, Any] | None = None,
     ) -> dict[str, Any] | None:
         """Trains until `max_step`, the end of the data, or a signal to stop.
@@ -452,15 +435,15 @@ class SpmdTrainer(Module):
             state_lib.check_batches(self.input, self._batch_partition())
         with contextlib.ExitStack() as stack:
             self._run_lock = stack.enter_context(run_lock(cfg.dir))
-            started_before = claim_run_dir(cfg, recipe)
+            started_before = run_dir.claim_run_dir(cfg, recipe)
             record_schedule_steps(cfg)
-            listener = stack.enter_context(reported(cfg.dir, progress, listener))
+            listener = stack.enter_context(recorder.reported(cfg.dir, progress, listener))
             self._shows_progress = bool(progress) and jax.process_index() == 0
             writers = [self.summary_writer, *(x.summary_writer for x in self._evalers.values())]
             stack.enter_context(closing_writers(writers))
             stop, listener = stack.enter_context(run_context(cfg, listener, lambda: self._step))
             if cfg.context_manager is not None:
-                stack.enter_context(maybe_instantiate(cfg.context_manager)())
+                stack.enter_context(config.maybe_instantiate(cfg.context_manager)())
             stack.enter_context(self.mesh())
             stack.enter_context(compilation_cache(cfg.compilation_cache_dir))
             self._batches = stack.enter_context(self._open_batches())
@@ -502,14 +485,14 @@ class SpmdTrainer(Module):
         listener.on_start(self, resumed_from)
 
     def _run_steps(
-        self, stop: GracefulStop, listener: RunListener, first_key: Tensor
-    ) -> tuple[dict[str, Any], dict[str, Any] | None, StopRun | None]:
+        self, stop: preemption.GracefulStop, listener: RunListener, first_key: Tensor
+    ) -> tuple[dict[str, Any], dict[str, Any] | None, preemption.StopRun | None]:
         """Runs the remaining steps; an anomaly policy may rewind the last one.
 
         Returns the last evaluations, the outputs of the last step, and the reason to stop.
         """
         assert self._batches is not None
-        step: Step | None = None
+        step: anomalies.Step | None = None
         evaler_summaries: dict[str, Any] = {}
         patience: float | None = self.config.readiness_timeout_seconds
         early = self._early_stopping
@@ -527,7 +510,7 @@ class SpmdTrainer(Module):
                 if settle():  # the step before was bad, so that this one has changed nothing
                     step = self._dispatch(batch)
                 self._unsettled = step
-                if not isinstance(self._train_step, AnomalyGuard):
+                if not isinstance(self._train_step, anomalies.AnomalyGuard):
                     listener.on_step(*step[:3])
                 stop.doing(f"evaluating or saving after step {step.number}")
                 with self._throughput.paused() if self._throughput else contextlib.nullcontext():
@@ -545,7 +528,7 @@ class SpmdTrainer(Module):
                         self._save_if_due(evaler_summaries, listener)
                     except _Rewound:
                         continue
-        except StopRun as stopped:
+        except preemption.StopRun as stopped:
             settle()
             return evaler_summaries, step and step.outputs, stopped
         except Exception:
@@ -555,14 +538,14 @@ class SpmdTrainer(Module):
                     self._report(last)
             raise
         is_early = early is not None and early.should_stop
-        stopped = StopRun(StopRequest("end", EARLY_STOPPING)) if is_early else None
+        stopped = preemption.StopRun(peers.StopRequest("end", EARLY_STOPPING)) if is_early else None
         return evaler_summaries, step and step.outputs, stopped
 
     def _is_done(self) -> bool:
         early = self._early_stopping
         return self._step >= self._max_step or bool(early and early.should_stop)
 
-    def _dispatch(self, batch: NestedTensor) -> Step:
+    def _dispatch(self, batch: NestedTensor) -> anomalies.Step:
         """Starts the next step."""
         number = self._step + 1
         idle = self._throughput.idle if self._throughput and self._throughput.idle else None
@@ -574,7 +557,7 @@ class SpmdTrainer(Module):
         self._traces.after(number, outputs)
         if idle is not None:
             idle.on_dispatched(outputs["loss"])
-        return Step(number, outputs, batch, outputs.pop("verdict", None))
+        return anomalies.Step(number, outputs, batch, outputs.pop("verdict", None))
 
     def _judge_and_report(self, listener: RunListener, first_key: Tensor) -> bool:
         """Judges and reports the last step that was not; it waits for it, while the next one runs.
@@ -585,7 +568,7 @@ class SpmdTrainer(Module):
         if step is None:
             return False
         is_bad, interval = False, self._log_every_n_steps or 10
-        if isinstance(self._train_step, AnomalyGuard):
+        if isinstance(self._train_step, anomalies.AnomalyGuard):
             if is_bad := self._train_step.is_bad(step):
                 self._step = step.number
                 if self._train_step.must_rewind(step, self.trainer_state):
@@ -604,23 +587,23 @@ class SpmdTrainer(Module):
         if self._step != before:
             raise _Rewound
 
-    def _check_loss(self, step: Step, first_key: Tensor) -> None:
+    def _check_loss(self, step: anomalies.Step, first_key: Tensor) -> None:
         """Raises an error if the loss ends the run."""
         number, outputs, batch, _ = step
 
         def look_first() -> str:
             if number > 1:
-                return advice_for_later_step(outputs["summaries"], batch)
+                return anomalies.advice_for_later_step(outputs["summaries"], batch)
             self._state = None  # frees its memory
             self.init(first_key)
-            search = NonfiniteSearch(self._train_step.__wrapped__)
-            state, dtype = self.trainer_state, maybe_instantiate(self.config.train_dtype)
+            search = first_nonfinite.NonfiniteSearch(self._train_step.__wrapped__)
+            state, dtype = self.trainer_state, config.maybe_instantiate(self.config.train_dtype)
             find_module = functools.partial(search.first_module, state, batch)
-            return advice_for_first_step(find_module, state, batch, dtype)
+            return anomalies.advice_for_first_step(find_module, state, batch, dtype)
 
-        check_loss(outputs["loss"], number, look_first)
+        anomalies.check_loss(outputs["loss"], number, look_first)
 
-    def _report(self, step: Step) -> None:
+    def _report(self, step: anomalies.Step) -> None:
         loss = step.outputs["loss"]
         summaries = {"loss": loss, **step.outputs["summaries"]}
         if self._throughput is not None and self._throughput.is_due(step.number):
@@ -650,7 +633,7 @@ class SpmdTrainer(Module):
             self._throughput.start(self.config.dir, self._step)
 
     def _discard_later_summaries(self) -> None:
-        checkpoints = os.path.join(self.config.dir, CHECKPOINTS_DIR)
+        checkpoints = os.path.join(self.config.dir, run_dir.CHECKPOINTS_DIR)
         for reporter in (self, *self._evalers.values()):
             reporter.summary_writer.log_checkpoint(
                 checkpoints, state=self._state, action=CheckpointerAction.RESTORE, step=self._step
@@ -670,7 +653,7 @@ class SpmdTrainer(Module):
         try:
             if self.save_checkpoint(evaler_summaries):
                 self._on_saved(listener)
-        except CheckpointSaveError as error:
+        except errors.CheckpointSaveError as error:
             self._on_save_failed(error, listener)
 
     def _save_last(self, listener: RunListener) -> None:
@@ -681,7 +664,7 @@ class SpmdTrainer(Module):
 
         try:
             is_new = save()
-        except CheckpointSaveError as error:  # of this save or of an earlier one
+        except errors.CheckpointSaveError as error:  # of this save or of an earlier one
             self._on_save_failed(error, listener)
             is_new = save()
         if is_new:
@@ -692,7 +675,7 @@ class SpmdTrainer(Module):
             self._throughput.on_checkpoint(self._step, self._state)
         listener.on_checkpoint(self._step)
 
-    def _on_save_failed(self, error: CheckpointSaveError, listener: RunListener) -> None:
+    def _on_save_failed(self, error: errors.CheckpointSaveError, listener: RunListener) -> None:
         """Reports that the disk is full; raises other errors."""
         if not error.lacks_room:
             raise error
@@ -716,8 +699,8 @@ class _Rewound(Exception):
 
 @contextlib.contextmanager
 def run_context(
-    cfg: ConfigBase, listener: RunListener, step: Callable[[], int] = lambda: 0
-) -> Iterator[tuple[GracefulStop, RunListener]]:
+    cfg: config.ConfigBase, listener: RunListener, step: Callable[[], int] = lambda: 0
+) -> Iterator[tuple[preemption.GracefulStop, RunListener]]:
     """Supervises a run while open; ends quietly if asked to stop before or after its steps.
 
     Yields the object that decides when to stop, and the listener for the run. `step` returns the
@@ -726,8 +709,8 @@ def run_context(
     limits = (cfg.watchdog_timeout_seconds, cfg.crash_on_hang_timeout_seconds)
     with (
         Watchdog(*limits) as watchdog,
-        status_page(cfg.status_port, watchdog) as status,
-        graceful_stop(watchdog.report, cfg.readiness_timeout_seconds) as stop,
+        live.status_page(cfg.status_port, watchdog) as status,
+        preemption.graceful_stop(watchdog.report, cfg.readiness_timeout_seconds) as stop,
     ):
         # Wait for all processes before the first collective, which would block without a message.
         # A request to stop is handled before the first step.
@@ -735,17 +718,17 @@ def run_context(
         listener = listener if status is None else RunListeners([listener, status])
         try:
             yield stop, listener
-        except StopRun as stopped:  # nothing to save, or already saved
+        except preemption.StopRun as stopped:  # nothing to save, or already saved
             if stopped.error is not None:
                 raise stopped.error from None
             listener.on_end(step(), stopped.request.text)
 
 
 def jit_train_step(
-    cfg: ConfigBase,
+    cfg: config.ConfigBase,
     *,
     model: BaseLayer,
-    learner: LearnerModule,
+    learner: update_transformation.LearnerModule,
     input_: Input,
     mesh: jax.sharding.Mesh,
     specs: TrainerState,
@@ -765,13 +748,13 @@ def jit_train_step(
         input_=input_,
         model_specs=specs.model,
         gradient_specs=gradient_specs,
-        train_dtype=maybe_instantiate(cfg.train_dtype),
+        train_dtype=config.maybe_instantiate(cfg.train_dtype),
     )
     platform = mesh.devices.flat[0].platform
     options = options_for_steps(platform, specs.model, input_.element_spec, cfg.max_step)
     if cfg.anomaly_policy is not None:
-        policy, dtype = cfg.anomaly_policy.instantiate(), maybe_instantiate(cfg.train_dtype)
-        return AnomalyGuard(policy, step, shardings, mesh, dtype, options)
+        policy, dtype = cfg.anomaly_policy.instantiate(), config.maybe_instantiate(cfg.train_dtype)
+        return anomalies.AnomalyGuard(policy, step, shardings, mesh, dtype, options)
     layout = (shardings, None)
     return jax.jit(
         step, in_shardings=layout, out_shardings=layout, donate_argnums=0, compiler_options=options

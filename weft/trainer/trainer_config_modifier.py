@@ -35,8 +35,7 @@ from weft.config import (
 from weft.config.configurable import needs_allow
 from weft.errors import ConfigModifierError, UnknownFieldError, did_you_mean
 from weft.hierarchy import BaseLayer, MetricAccumulator, Module, RematSpec
-from weft.trainer.gradients import with_minibatch_steps
-from weft.trainer.mesh import HybridMeshShape, MeshShape
+from weft.trainer import gradients, mesh
 from weft.typing import MeshAxes, PartitionSpec, T
 
 
@@ -138,7 +137,7 @@ class MeshShapeModifier(ConfigModifier):
 
     @config_class
     class Config(ConfigModifier.Config):
-        mesh_shape: Required[MeshShape | HybridMeshShape] = REQUIRED
+        mesh_shape: Required[mesh.MeshShape | mesh.HybridMeshShape] = REQUIRED
 
     def __call__(self, cfg: InstantiableConfig) -> Any:
         return cfg.set(mesh_shape=self.config.mesh_shape)
@@ -269,7 +268,7 @@ class GradientAccumulationModifier(ConfigModifier):
     def __call__(self, cfg: InstantiableConfig) -> Any:
         own = self.config
         learner = _config_at(self, cfg, "learner")
-        transformation = config_for_function(with_minibatch_steps).set(
+        transformation = config_for_function(gradients.with_minibatch_steps).set(
             steps=own.grad_acc_steps, metric_accumulator=own.metric_accumulator
         )
         _set_field(self, learner, "learner", "forward_fn_transformation", transformation)

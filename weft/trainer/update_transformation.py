@@ -13,20 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from weft.config import (
-    REQUIRED,
-    ConfigOr,
-    InstantiableConfig,
-    Required,
-    config_class,
-    maybe_instantiate,
-)
-from weft.errors import InplaceUpdateError, did_you_mean
+from weft import config, errors, struct
 from weft.hierarchy.base_layer import NestedParameterSpec, ParameterSpec
 from weft.hierarchy.module import Module, OutputCollection, nowrap
-from weft.struct import PyTreeNode, field
-from weft.trainer.optimizers import base
-from weft.trainer.optimizers.clipping import tree_where
+from weft.trainer.optimizers import base, clipping
 from weft.traverse_util import unflatten_dict
 from weft.typing import DType, Nested, NestedTensor, Tensor
 
@@ -49,7 +39,7 @@ class LearnerModule(Module):
         )
 
 
-class ForwardOutputs(PyTreeNode):
+class ForwardOutputs(struct.PyTreeNode):
     """Outputs of a forward pass: loss, auxiliary outputs, and side outputs of the model.
 
     State updates among the side outputs become in-place updates.
@@ -68,16 +58,16 @@ class ForwardFn(Protocol):
         ...
 
 
-class ForwardPass(PyTreeNode):
+class ForwardPass(struct.PyTreeNode):
     """Forward pass that was run, with all that is needed to run it again."""
 
-    forward_fn: ForwardFn = field(pytree_node=False)
+    forward_fn: ForwardFn = struct.field(pytree_node=False)
     inputs: Any
     model_params: Any
     outputs: ForwardOutputs
 
 
-class BackwardOutputs(PyTreeNode):
+class BackwardOutputs(struct.PyTreeNode):
     """Outputs of the backward pass and the update.
 
     `gradients` are those that have to be finite, without parameters for which the learner skips
@@ -88,7 +78,7 @@ class BackwardOutputs(PyTreeNode):
     gradients: Any = None
 
 
-class ForwardBackwardOutputs(PyTreeNode):
+class ForwardBackwardOutputs(struct.PyTreeNode):
     """Results of one step of a learner."""
 
     forward_outputs: ForwardOutputs
@@ -107,7 +97,7 @@ def mask_tree(tree: object, *, keep: Nested[bool], mask_value: object = optax.Ma
     )
 
 
-class Updates(PyTreeNode):
+class Updates(struct.PyTreeNode):
     """Updates of a model's parameters. Masked leaves are `optax.MaskedNode()`.
 
     Attributes:
@@ -119,8 +109,8 @@ class Updates(PyTreeNode):
 
     opt_params: base.NestedOptParam
     delta_updates: Any
-    inplace_updates: Any = field(default_factory=dict)
-    forward_pass: Mapping[str, ForwardPass] = field(default_factory=dict)
+    inplace_updates: Any = struct.field(default_factory=dict)
+    forward_pass: Mapping[str, ForwardPass] = struct.field(default_factory=dict)
 
     def param_values(self) -> NestedTensor:
         """Returns the arrays of the parameters."""
@@ -187,13 +177,13 @@ def _check_inplace_updates(updates: Updates) -> None:
     for path, value in base.leaves_by_path(updates.inplace_updates).items():
         if path not in param_at:
             name, names = base.path_name(path), [base.path_name(known) for known in param_at]
-            raise InplaceUpdateError(
+            raise errors.InplaceUpdateError(
                 f"the state update {name!r} is not for a parameter; a layer may only update what "
                 "its `_create_layer_parameter_specs` names. "
-                f"{did_you_mean(name, names)}"
+                f"{errors.did_you_mean(name, names)}"
             )
         if jnp.shape(value) != tuple(param_at[path].shape):
-            raise InplaceUpdateError(
+            raise errors.InplaceUpdateError(
                 f"the state update of {base.path_name(path)!r} has shape {jnp.shape(value)}, but "
                 f"the parameter has {tuple(param_at[path].shape)}."
             )
@@ -226,11 +216,11 @@ def set_state_update(module: Module, value: Any) -> None:
 class WrappedPartitionedGradientTransformation(UpdateTransformation):
     """Update transformation that applies an optimizer to deltas, not to in-place updates."""
 
-    @config_class
+    @config.config_class
     class Config(UpdateTransformation.Config):
-        transformation: Required[
-            ConfigOr[base.PartitionedGradientTransformation | optax.GradientTransformation]
-        ] = REQUIRED
+        transformation: config.Required[
+            config.ConfigOr[base.PartitionedGradientTransformation | optax.GradientTransformation]
+        ] = config.REQUIRED
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -258,14 +248,14 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
     For statistics that a backward pass computes, such as the scales of 8-bit floating point.
     """
 
-    @config_class
+    @config.config_class
     class Config(WrappedPartitionedGradientTransformation.Config):
         """Configures an OverrideInplaceUpdateTransformation.
 
         A parameter is replaced if its whole path matches one of the regular expressions `rules`.
         """
 
-        rules: Required[Sequence[str]] = REQUIRED
+        rules: config.Required[Sequence[str]] = config.REQUIRED
 
     def init(self, model_params: base.NestedOptParam) -> Any:
         return super().init(self._optimized(model_params))
@@ -308,7 +298,7 @@ class GradientMonitorTransformation(OverrideInplaceUpdateTransformation):
     `activation_gradient_norm/{path}` of each layer `weft.hierarchy.layers.GradientMonitor`.
     """
 
-    @config_class
+    @config.config_class
     class Config(OverrideInplaceUpdateTransformation.Config):
         """Configures a GradientMonitorTransformation.
 
@@ -344,20 +334,20 @@ class GradientMonitorTransformation(OverrideInplaceUpdateTransformation):
 class ConditionalUpdateTransformation(UpdateTransformation):
     """Update transformation that skips some steps, with zero deltas and unchanged state."""
 
-    @config_class
+    @config.config_class
     class Config(UpdateTransformation.Config):
         """Configures a ConditionalUpdateTransformation.
 
         `update_schedule` is a function of the steps so far, or its config; None for always.
         """
 
-        inner: Required[InstantiableConfig] = REQUIRED
-        update_schedule: ConfigOr[Callable[[Any], Any]] | None = None
+        inner: config.Required[config.InstantiableConfig] = config.REQUIRED
+        update_schedule: config.ConfigOr[Callable[[Any], Any]] | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         self._add_child("inner", as_update_transformation(cfg.inner))
-        self._update_schedule = maybe_instantiate(cfg.update_schedule)
+        self._update_schedule = config.maybe_instantiate(cfg.update_schedule)
 
     def init(self, model_params: base.NestedOptParam) -> Any:
         return {"inner": self.inner.init(model_params), "step": jnp.zeros((), jnp.int32)}
@@ -378,7 +368,7 @@ class ConditionalUpdateTransformation(UpdateTransformation):
         self.add_summary("should_update", should_update)
         # Optimizers are elementwise: a select fuses with them, a conditional would not.
         states = self.get_invocation_context().get_state_updates()
-        states["inner"] = tree_where(should_update, states["inner"], self.state["inner"])
+        states["inner"] = clipping.tree_where(should_update, states["inner"], self.state["inner"])
         deltas = jax.tree.map(
             lambda delta: jnp.where(should_update, delta, 0), transformed.delta_updates
         )
@@ -392,7 +382,7 @@ class ConditionalUpdateTransformation(UpdateTransformation):
         return transformed.replace(delta_updates=deltas, inplace_updates=_nested(inplace))
 
 
-def as_update_transformation(cfg: InstantiableConfig) -> UpdateTransformation.Config:
+def as_update_transformation(cfg: config.InstantiableConfig) -> UpdateTransformation.Config:
     """Returns the config of an update transformation, made from that of an optimizer if needed."""
     if isinstance(cfg, UpdateTransformation.Config):
         return cfg

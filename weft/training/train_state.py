@@ -18,11 +18,9 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jaxtyping import Array, Bool
 
-from weft import struct
-from weft.errors import TrainStateError
+from weft import errors, struct
 from weft.functional.fp8 import OVERWRITE_WITH_GRADIENT
 
 
@@ -54,7 +52,7 @@ class TrainState(struct.PyTreeNode):
         overwrites = _has_overwrites(self.params)
         if overwrites != _has_overwrites(grads):
             with_it, without = ("params", "grads") if overwrites else ("grads", "params")
-            raise TrainStateError(
+            raise errors.TrainStateError(
                 f"{with_it} have the collection {OVERWRITE_WITH_GRADIENT!r}, but {without} do not; "
                 "differentiate with respect to all of state.params, and create the state with all "
                 "of these collections."
@@ -93,7 +91,7 @@ def _optimizer_params(tree: Any) -> Any:
     if not _has_overwrites(tree):
         return tree
     if "params" not in tree:
-        raise TrainStateError(
+        raise errors.TrainStateError(
             f"params have the collections {list(tree)}; in addition to {OVERWRITE_WITH_GRADIENT!r} "
             "expected 'params', with the parameters that the optimizer updates."
         )
@@ -164,7 +162,7 @@ class DynamicScale(struct.PyTreeNode):
             grad, result = grad_fn(*args, **kwargs)
             grad = jax.tree.map(self._unscaled, grad)
             if axis_name is not None:
-                grad = lax.pmean(grad, axis_name)
+                grad = jax.lax.pmean(grad, axis_name)
             finite = jnp.array(True)
             for g in jax.tree.leaves(grad):
                 finite &= jnp.all(jnp.isfinite(g))

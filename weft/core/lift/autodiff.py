@@ -6,14 +6,12 @@ from typing import Any
 
 import jax
 
-from weft import lifting
+from weft import errors, lifting
 from weft.core.filters import Filter
 from weft.core.lift.transforms import Fn
 from weft.core.scope import Scope
 from weft.core.scope_kind import Group, ScopeKind, Select
-from weft.errors import TransformArgumentError
-from weft.lifting import DIFF, Roles
-from weft.lifting.signature import check_argnums
+from weft.lifting import DIFF, Roles, signature
 
 
 def _wrt(of_diff: Filter, variables: Filter, rngs: Filter) -> tuple[Roles, Any]:
@@ -148,7 +146,7 @@ def custom_vjp(
     >>> y.shape
     (2,)
     """
-    check_argnums("lift.custom_vjp", "nondiff_argnums", fn, nondiff_argnums)
+    signature.check_argnums("lift.custom_vjp", "nondiff_argnums", fn, nondiff_argnums)
 
     @functools.wraps(fn)
     def call(scope: object, *args: object) -> Any:
@@ -187,7 +185,7 @@ def custom_jvp(
     >>> jax.grad(lambda x: f({"params": {"scale": 2.0}}, x))(3.0)
     Array(10., dtype=float32, weak_type=True)
     """
-    check_argnums("lift.custom_jvp", "nondiff_argnums", fn, nondiff_argnums)
+    signature.check_argnums("lift.custom_jvp", "nondiff_argnums", fn, nondiff_argnums)
 
     @functools.wraps(fn)
     def call(scope: object, *args: object) -> Any:
@@ -239,7 +237,7 @@ def _structure_of_scopes(scope: object) -> Any:
 
 def _check_reduce_axes(reduce_axes: object) -> None:
     if reduce_axes:
-        raise TransformArgumentError(
+        raise errors.TransformArgumentError(
             f"reduce_axes={reduce_axes!r}: JAX no longer reduces over axes automatically; sum the "
             "gradients with jax.lax.psum."
         )

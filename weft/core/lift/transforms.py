@@ -13,9 +13,8 @@ from weft.core.filters import Filter, subtract_filters
 from weft.core.rngs import LazyRng
 from weft.core.scope_kind import Group, ScopeKind, Select
 from weft.errors import TransformArgumentError
-from weft.lifting import CARRY, FORK, Roles
+from weft.lifting import CARRY, FORK, Roles, signature
 from weft.lifting.kind import Static
-from weft.lifting.signature import as_tuple, check_argnums
 from weft.typing import Fn
 
 
@@ -242,8 +241,8 @@ def remat(
             "remat(concrete=True): JAX no longer computes concrete values in it; name the "
             "arguments that have to be concrete in static_argnums."
         )
-    check_argnums("lift.remat", "static_argnums", fn, static_argnums)
-    static = as_tuple(static_argnums)
+    signature.check_argnums("lift.remat", "static_argnums", fn, static_argnums)
+    static = signature.as_tuple(static_argnums)
     packed = with_packed_args(fn)
 
     @functools.wraps(packed)
@@ -386,8 +385,8 @@ def jit(
     Returns the function. Its `explain_recompile()` describes the cause of a recompilation, and its
     `lower` is that of `jax.jit`.
     """
-    check_argnums("lift.jit", "static_argnums", fn, static_argnums)
-    check_argnums("lift.jit", "donate_argnums", fn, donate_argnums)
+    signature.check_argnums("lift.jit", "static_argnums", fn, static_argnums)
+    signature.check_argnums("lift.jit", "donate_argnums", fn, donate_argnums)
     lifted = lifting.jit(
         ScopeKind("jit", folds=True),
         fn,

@@ -19,19 +19,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from weft import functional, struct
+from weft import errors, functional, struct
 from weft.core.nn.linear import Initializer, default_kernel_init, dense_general
 from weft.core.scope import Scope
-from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional import AttentionImplementation, AttentionMask, attention
 from weft.functional.arrays import as_tuple
-from weft.functional.attention import check_broadcastable, without_weights
-from weft.functional.attention_mask import AttentionMask
 from weft.functional.dropout import keep_mask
-from weft.functional.fused_attention import AttentionImplementation
 
 Axes = tuple[int, ...]
 Named = dict[str, Array | None]
@@ -51,7 +47,7 @@ def attended_axes(ndim: int, axis: int | Sequence[int] | None) -> Axes:
         return tuple(range(1, ndim - 2))
     axes = as_tuple(axis)
     if not all(1 <= a < ndim - 2 for a in axes) or len(set(axes)) != len(axes):
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"axis={axis}: attention goes over different axes between the batch and the heads, "
             f"which are 1 to {ndim - 3} here."
         )
@@ -97,7 +93,7 @@ def pairwise(
     if of_query is None and of_key is None:
         return None
     if of_query is None:
-        raise ArgumentValueError(f"{key_name} was given without {name}: give both.")
+        raise errors.ArgumentValueError(f"{key_name} was given without {name}: give both.")
     if of_key is None:
         of_key, key_name = of_query, f"{name}, also for the keys as there is no {key_name},"
     lay_out = functools.partial(_broadcast_mask, axes=axes)
@@ -112,7 +108,7 @@ def _broadcast_mask(name: str, known: Array, of: Array, place: int, *, axes: Axe
         n in (1, m) for n, m in zip(x.shape, expected, strict=True)
     )
     if not fits:
-        raise ArgumentShapeError(
+        raise errors.ArgumentShapeError(
             f"{name} has shape {known.shape}; expected {expected}, or with an axis of size 1 after "
             "them."
         )
@@ -152,7 +148,7 @@ class CacheEntry(struct.PyTreeNode):
             ArgumentShapeError: if the number of lengths differs.
         """
         if len(shape) != self.key.ndim - 2:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"a cache of shape {tuple(shape)} was requested; expected the size of the batch "
                 f"and {self.key.ndim - 3} length(s)."
             )
@@ -184,7 +180,7 @@ def decode(
         return key, value, None
     cached: CacheEntry = entry.value
     if not isinstance(cached, CacheEntry):
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"the cache of {scope.path_text!r} has a {type(cached).__name__} as its entry; "
             "expected the CacheEntry that a first call with cache=True makes."
         )
@@ -193,7 +189,7 @@ def decode(
     for x, of_cache in ((query, cached.key), (key, cached.key), (value, cached.value)):
         expected = (batch, *ones, *of_cache.shape[-2:])
         if x.shape != expected:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"a step of decoding in {scope.path_text!r} has heads of shape {x.shape}, and the "
                 f"cache expects {expected}: give one position at a time, and its batch."
             )
@@ -201,7 +197,7 @@ def decode(
     at = jnp.unravel_index(cached.i % n, lengths)
     start = tuple(jnp.int32(a) for a in (0, *at, 0, 0))
     keys, values = (
-        lax.dynamic_update_slice(into, x.astype(into.dtype), start)
+        jax.lax.dynamic_update_slice(into, x.astype(into.dtype), start)
         for into, x in ((cached.key, key), (cached.value, value))
     )
     entry.value = CacheEntry(keys, values, cached.i + 1)
@@ -221,7 +217,7 @@ def dot_product_attention(
     dropout_rng: Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    precision: lax.PrecisionLike = None,
+    precision: jax.lax.PrecisionLike = None,
     mask: AttentionMask | None = None,
     implementation: AttentionImplementation | None = None,
 ) -> Float[Array, "batch *target heads value_dim"]:
@@ -244,7 +240,7 @@ def dot_product_attention(
         ArgumentValueError: if the axes cannot be attended over, or not by `implementation`.
     """
     if key.shape[:-1] != value.shape[:-1] or query.shape[-2:] != key.shape[-2:]:
-        raise ArgumentShapeError(
+        raise errors.ArgumentShapeError(
             f"query {query.shape}, key {key.shape} and value {value.shape}: key and value must "
             "agree but in the last axis, query and key in the last two."
         )
@@ -261,13 +257,13 @@ def dot_product_attention(
     full = (*batch, query.shape[-2], *targets, *sources)
     of_heads = (math.prod(batch), query.shape[-2], math.prod(targets), math.prod(sources))
     if bias is not None:
-        check_broadcastable("bias", bias, full)
+        attention.check_broadcastable("bias", bias, full)
         bias = jnp.broadcast_to(bias, full).reshape(of_heads)
     dropout_rate, rng = 0.0 if deterministic else dropout_rate, dropout_rng
     if dropout_rate > 0.0:
         rng = scope.make_rng("dropout") if dropout_rng is None else dropout_rng
     value = flat(value).astype(jnp.promote_types(dtype, value.dtype))
-    context = without_weights(
+    context = attention.without_weights(
         implementation, flat(query), flat(key), value, bias=bias,
         mask=AttentionMask() if mask is None else mask, dropout_rate=dropout_rate, dropout_rng=rng,
         broadcast_dropout=broadcast_dropout, precision=precision, only_plain={},
@@ -310,7 +306,7 @@ def multi_head_dot_product_attention(
     dropout_rng: Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    precision: lax.PrecisionLike = None,
+    precision: jax.lax.PrecisionLike = None,
     kernel_init: Initializer = default_kernel_init,
     bias_init: Initializer = jax.nn.initializers.zeros,
     bias: bool = True,
@@ -374,7 +370,7 @@ def multi_head_dot_product_attention(
 
 def _heads(features: int, num_heads: int) -> tuple[int, int]:
     if features % num_heads:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"qkv_features={features} is not divisible by num_heads={num_heads}; give a "
             "multiple of it."
         )
@@ -383,12 +379,12 @@ def _heads(features: int, num_heads: int) -> tuple[int, int]:
 
 def _check_decoding(causal_mask: bool, axes: Axes, ndim: int) -> None:
     if not causal_mask:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             "cache=True without causal_mask=True: a position that is decoded cannot see later "
             "ones, so give both."
         )
     if axes != tuple(range(1, ndim - 2)):
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"cache=True decodes over all axes between batch and features, which are 1 to "
             f"{ndim - 3} here, and attention_axis is {axes}: leave it out."
         )
@@ -433,7 +429,7 @@ def _bias(
     segments: Named,
 ) -> Array | None:
     if seen is not None and [x is None for x in segments.values()] == [False, True]:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             "segmentation was given to a step of decoding without key_segmentation: give that of "
             "all positions of the cache."
         )

@@ -7,14 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
-from weft import functional
+from weft import errors, functional
 from weft.core.nn.linear import Initializer, default_kernel_init
 from weft.core.scope import Scope
-from weft.errors import ArgumentShapeError
 from weft.functional.arrays import as_tuple, promote_dtype
 
 Sizes = int | Sequence[int] | None
@@ -31,8 +28,8 @@ def conv(
     kernel_dilation: Sizes = None,
     feature_group_count: int = 1,
     bias: bool = True,
-    dtype: DTypeLike = jnp.float32,
-    precision: lax.PrecisionLike = None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    precision: jax.lax.PrecisionLike = None,
     kernel_init: Initializer = default_kernel_init,
     bias_init: Initializer = jax.nn.initializers.zeros,
 ) -> Num[Array, "batch *out_spatial features"]:
@@ -61,7 +58,7 @@ def conv(
     """
     window = _window(inputs, kernel_size)
     if inputs.shape[-1] % feature_group_count:
-        raise ArgumentShapeError(
+        raise errors.ArgumentShapeError(
             f"the input has {inputs.shape[-1]} channels (shape {inputs.shape}), which cannot be "
             f"divided into feature_group_count={feature_group_count} groups."
         )
@@ -92,8 +89,8 @@ def conv_transpose(
     padding: functional.ConvPadding = "SAME",
     kernel_dilation: Sizes = None,
     bias: bool = True,
-    dtype: DTypeLike = jnp.float32,
-    precision: lax.PrecisionLike = None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    precision: jax.lax.PrecisionLike = None,
     kernel_init: Initializer = default_kernel_init,
     bias_init: Initializer = jax.nn.initializers.zeros,
 ) -> Num[Array, "batch *out_spatial features"]:
@@ -123,7 +120,7 @@ def conv_transpose(
 def _window(inputs: Array, kernel_size: int | Sequence[int]) -> tuple[int, ...]:
     window = as_tuple(kernel_size)
     if inputs.ndim != len(window) + 2:
-        raise ArgumentShapeError(
+        raise errors.ArgumentShapeError(
             f"kernel_size {window} is for {len(window)} spatial axes, so the input must have "
             f"{len(window) + 2}: batch, space, channels. Its shape is {inputs.shape}."
         )

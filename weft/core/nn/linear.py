@@ -8,13 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
-from weft import functional, struct
+from weft import errors, functional, struct
 from weft.core.scope import Scope
-from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.arrays import as_tuple, promote_dtype
 from weft.functional.initializers import default_embed_init
 
@@ -27,8 +24,8 @@ def dense(
     inputs: Num[Array, "*batch input"],
     features: int,
     bias: bool = True,
-    dtype: DTypeLike = jnp.float32,
-    precision: lax.PrecisionLike = None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    precision: jax.lax.PrecisionLike = None,
     kernel_init: Initializer = default_kernel_init,
     bias_init: Initializer = jax.nn.initializers.zeros,
 ) -> Num[Array, "*batch features"]:
@@ -55,10 +52,10 @@ def dense_general(
     axis: int | Sequence[int] = -1,
     batch_dims: int | Sequence[int] = (),
     bias: bool = True,
-    dtype: DTypeLike = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     kernel_init: Initializer = default_kernel_init,
     bias_init: Initializer = jax.nn.initializers.zeros,
-    precision: lax.PrecisionLike = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Num[Array, "*output"]:
     """Applies a linear map of any axes to any number of axes; see `dense` for the other arguments.
 
@@ -82,7 +79,7 @@ def dense_general(
     features, axis, batch_dims = map(as_tuple, (features, axis, batch_dims))
     batch_dims = tuple(d % inputs.ndim for d in batch_dims)
     if set(batch_dims) != set(range(len(batch_dims))):
-        raise ArgumentShapeError(
+        raise errors.ArgumentShapeError(
             f"batch_dims is {batch_dims}; expected the first axes of the input, "
             f"{tuple(range(len(batch_dims)))}: move the others with jnp.moveaxis."
         )
@@ -118,7 +115,7 @@ class Embedding(struct.PyTreeNode):
         """Returns the rows of integer ids, NaN for ids outside of the table."""
         indices = jnp.asarray(indices)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"an Embedding was given ids of dtype {indices.dtype}; expected integers: "
                 "convert them with ids.astype(int)."
             )

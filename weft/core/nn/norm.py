@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from weft import functional
@@ -25,7 +24,7 @@ def batch_norm(
     axis: int | Sequence[int] = -1,
     momentum: float = 0.99,
     epsilon: float = 1e-5,
-    dtype: DTypeLike = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     bias: bool = True,
     scale: bool = True,
     bias_init: Initializer = zeros,
@@ -90,7 +89,7 @@ def layer_norm(
     scope: Scope,
     x: Float[Array, "*shape"],
     epsilon: float = 1e-6,
-    dtype: DTypeLike = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     bias: bool = True,
     scale: bool = True,
     bias_init: Initializer = zeros,
@@ -122,7 +121,7 @@ def group_norm(
     num_groups: int | None = 32,
     group_size: int | None = None,
     epsilon: float = 1e-6,
-    dtype: DTypeLike = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     bias: bool = True,
     scale: bool = True,
     bias_init: Initializer = zeros,

@@ -13,15 +13,12 @@ import operator
 from collections.abc import Sequence
 from typing import Any, Generic, Self, TypeVar
 
-import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from weft import config, struct
+from weft import config, errors, struct
 from weft._lazy import axlearn_hint
-from weft.config import REQUIRED, ConfigOr, Required, config_class
-from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import alibi_bias, alibi_slopes, and_masks, attention_mask, bool_to_bias
 from weft.functional.arrays import to_ndim
 from weft.functional.attention_mask import AttentionMask, MaskFn, causal_mask
@@ -69,7 +66,7 @@ class BaseAttentionBias(struct.PyTreeNode):
         """Returns one bias of this class equal to the sum; raises ArgumentValueError if none is."""
         if len(biases) == 1:
             return biases[0]
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{len(biases)} biases of the class {cls.__name__} cannot be combined into one; add "
             "them up, or `split` by a more general class."
         )
@@ -174,7 +171,7 @@ class BoolTensorAttentionBias(BoolAttentionBias):
           ArgumentValueError: if it is not boolean.
         """
         if tensor.dtype != jnp.bool_:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"a mask of the dtype {tensor.dtype} was given; expected bool, True where "
                 "attending is allowed. For a bias, use TensorAttentionBias."
             )
@@ -202,7 +199,7 @@ class MaskFnAttentionBias(BoolAttentionBias):
     source_positions: Tensor
 
     @classmethod
-    def default_config(cls, mask: ConfigOr[MaskFn]) -> Any:
+    def default_config(cls, mask: config.ConfigOr[MaskFn]) -> Any:
         """Returns a config without positions, for the field `mask` of an attention layer."""
         return config.config_for_class(cls).set(mask=mask)
 
@@ -289,7 +286,7 @@ def _check_window(bias: MaskFnAttentionBias, **sizes: tuple[int | None, int | No
     found, is_window = attention_mask.window_of(bias.mask)
     of_mask = found.left_context, found.right_context
     if is_window and of_mask != window:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{type(bias).__name__} has {name}={window} (positions before and after) and a mask "
             f"with {of_mask}: set the sizes of both, or replace both by "
             f"{type(bias).__name__}.default_config(...)."
@@ -401,7 +398,7 @@ def _bias_from_mask(mask: MaskFn, seq_len: int) -> Tensor:
 
 def _add_heads_axis(tensor: Tensor) -> Tensor:
     if tensor.ndim not in (2, 3, 4):
-        raise ArgumentShapeError(
+        raise errors.ArgumentShapeError(
             f"an attention bias has the shape {tensor.shape}; expected (batch, heads, target, "
             "source), (batch, target, source) or (target, source)."
         )
@@ -474,9 +471,9 @@ class CausalAttentionLogitBiasLayer(AttentionLogitBiasLayer):
 class ALiBiAttentionLogitBiasLayer(CausalAttentionLogitBiasLayer):
     """Layer for causal attention whose logits fall with distance, with one slope per head."""
 
-    @config_class
+    @config.config_class
     class Config(CausalAttentionLogitBiasLayer.Config):
-        num_heads: Required[int] = REQUIRED
+        num_heads: config.Required[int] = config.REQUIRED
 
     def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
         falling = alibi_bias(alibi_slopes(self.config.num_heads), positions, positions)
@@ -486,9 +483,9 @@ class ALiBiAttentionLogitBiasLayer(CausalAttentionLogitBiasLayer):
 class SymmetricALiBiAttentionLogitBiasLayer(FullAttentionLogitBiasLayer):
     """Layer for bidirectional attention whose logits fall with distance, one slope per head."""
 
-    @config_class
+    @config.config_class
     class Config(FullAttentionLogitBiasLayer.Config):
-        num_heads: Required[int] = REQUIRED
+        num_heads: config.Required[int] = config.REQUIRED
 
     def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
         falling = alibi_bias(alibi_slopes(self.config.num_heads), positions, positions)

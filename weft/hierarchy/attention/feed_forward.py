@@ -18,16 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from weft import config
+from weft import config, errors, functional
 from weft.config import REQUIRED, FunctionConfigBase, InstantiableConfig, Required, config_class
-from weft.errors import LayerConfigError
-from weft.functional import get_activation_fn
-from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy import base_layer, parameter_spec
+from weft.hierarchy.layers import normalization, stochastic
 from weft.hierarchy.layers.linear import Linear
-from weft.hierarchy.layers.normalization import LayerNorm
-from weft.hierarchy.layers.stochastic import Dropout, StochasticDepth
 from weft.hierarchy.module import Module
-from weft.hierarchy.parameter_spec import constant_spec
 from weft.typing import Tensor
 
 
@@ -55,7 +51,7 @@ _NORMS: dict[str, dict[NormPosition, str]] = {
 }
 
 
-class ResidualLayer(BaseLayer):
+class ResidualLayer(base_layer.BaseLayer):
     """Base of layers with a skip connection.
 
     A subclass adds norms with `_add_norms` and dropouts with `_add_dropouts`, and computes its
@@ -63,7 +59,7 @@ class ResidualLayer(BaseLayer):
     """
 
     @config_class
-    class Config(BaseLayer.Config):
+    class Config(base_layer.BaseLayer.Config):
         """Configures a ResidualLayer.
 
         Attributes:
@@ -76,16 +72,16 @@ class ResidualLayer(BaseLayer):
 
         structure: str = "prenorm"
         norm: InstantiableConfig | dict[NormPosition, InstantiableConfig] = (
-            LayerNorm.default_config()
+            normalization.LayerNorm.default_config()
         )
-        dropout: InstantiableConfig = Dropout.default_config()
-        stochastic_depth: InstantiableConfig = StochasticDepth.default_config()
+        dropout: InstantiableConfig = stochastic.Dropout.default_config()
+        stochastic_depth: InstantiableConfig = stochastic.StochasticDepth.default_config()
         residual_gate_init: float | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         if cfg.structure not in _NORMS:
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: structure={cfg.structure!r} is unknown; expected one of "
                 f"{', '.join(_NORMS)}."
             )
@@ -97,12 +93,12 @@ class ResidualLayer(BaseLayer):
         norms: Any = cfg.norm if isinstance(cfg.norm, dict) else dict.fromkeys(norm_names, cfg.norm)
         by_choice = cfg.structure == "v2"
         if by_choice and not isinstance(cfg.norm, dict):
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: structure='v2' needs a dict of norms by position, such as "
                 "{NormPosition.IN_NORM: RMSNorm.default_config()}, but norm is one config."
             )
         if not by_choice and norms.keys() != norm_names.keys():
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: structure={cfg.structure!r} has norms at "
                 f"{', '.join(map(str, norm_names))}, but norm has {', '.join(map(str, norms))}."
             )
@@ -117,11 +113,11 @@ class ResidualLayer(BaseLayer):
         self._add_child("dropout" if hidden is None else "dropout2", self.config.dropout)
         self._add_child("stochastic_depth", self.config.stochastic_depth)
 
-    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+    def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
         init = self.config.residual_gate_init
         if init is None:
             return {}
-        return {"residual_gate_theta": constant_spec((), init, mesh_axes=())}
+        return {"residual_gate_theta": parameter_spec.constant_spec((), init, mesh_axes=())}
 
     def _normalize(self, position: NormPosition, x: Tensor) -> Tensor:
         return getattr(self, self._norms[position])(x) if position in self._norms else x
@@ -198,7 +194,7 @@ class TransformerFeedForwardLayer(ResidualLayer):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         if unknown := set(cfg.add_value_rms_norm_summary) - {"linear1_outputs", "linear2_outputs"}:
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: add_value_rms_norm_summary has {sorted(unknown)}; expected "
                 "'linear1_outputs' or 'linear2_outputs'."
             )
@@ -236,7 +232,7 @@ class TransformerFeedForwardLayer(ResidualLayer):
         for i, (linear, activation) in enumerate(self._activations.items()):
             y = self._remat_name(getattr(self, linear)(x), f"linear1_{i}")
             self._report("linear1_outputs" if i == 0 else f"linear1_{i}_outputs", y)
-            y = get_activation_fn(activation)(y)
+            y = functional.get_activation_fn(activation)(y)
             if self.config.add_dead_neuron_summary:
                 largest = jnp.max(jnp.abs(y), axis=tuple(range(y.ndim - 1)))
                 self.add_summary(f"dead_neurons/{i}_{activation}", jnp.sum(largest == 0))

@@ -16,12 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from weft import struct
-from weft.config import REQUIRED, Required, config_class
-from weft.errors import ArgumentValueError
-from weft.hierarchy.base_layer import BaseLayer
+from weft import config, errors, struct
+from weft.hierarchy import base_layer, parameter_spec
 from weft.hierarchy.module import nowrap
-from weft.hierarchy.parameter_spec import maybe_shard
 from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Shape, Tensor
 
 
@@ -68,11 +65,11 @@ class KVPages(struct.PyTreeNode):
         return KVPages(copied(self.key), copied(self.value), _consecutive(indices.shape))
 
 
-class BaseKVCache(BaseLayer):
+class BaseKVCache(base_layer.BaseLayer):
     """Base of the caches of keys and values."""
 
-    @config_class
-    class Config(BaseLayer.Config):
+    @config.config_class
+    class Config(base_layer.BaseLayer.Config):
         """Configures a BaseKVCache.
 
         Attributes:
@@ -123,14 +120,14 @@ class BaseKVCache(BaseLayer):
         return self._shard(jnp.zeros(shape, self.config.cache_dtype or dtype))
 
     def _shard(self, x: Tensor) -> Tensor:
-        return maybe_shard(x, self.config.kv_partition_spec)
+        return parameter_spec.maybe_shard(x, self.config.kv_partition_spec)
 
     def _write(self, cached: Tensor, at: tuple[Tensor, Tensor], new: Tensor) -> Tensor:
         return self._shard(cached.at[at].set(new.astype(cached.dtype), mode="drop"))
 
     def _check_no_pages(self, page_pool: KVPages | None) -> None:
         if page_pool is not None:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"{self.path()} is a {type(self).__name__}, which has no pages, but a page_pool "
                 "was passed; omit it, or set kv_cache to PagedKVCache.default_config()."
             )
@@ -162,14 +159,14 @@ class SlidingWindowKVCache(BaseKVCache):
     A step also returns its own keys and values, so that its first query has the whole window.
     """
 
-    @config_class
+    @config.config_class
     class Config(BaseKVCache.Config):
         """Configures a SlidingWindowKVCache.
 
         It keeps `cached_kv_length` positions, at least the `sliding_window_size` of the mask.
         """
 
-        cached_kv_length: Required[int] = REQUIRED
+        cached_kv_length: config.Required[int] = config.REQUIRED
 
     def init_states(self, shape: Shape, *, dtype: DType) -> NestedTensor:
         """Returns an empty cache; the number of positions in `shape` does not matter."""
@@ -211,7 +208,7 @@ class PagedKVCache(BaseKVCache):
     >>> states = states.replace(page_indices=jnp.array([[0, 2], [1, 3]]))  # 3: no page
     """
 
-    @config_class
+    @config.config_class
     class Config(BaseKVCache.Config):
         """Configures a PagedKVCache.
 
@@ -220,7 +217,7 @@ class PagedKVCache(BaseKVCache):
             `page_indices`; None gives each sequence pages for all its positions.
         """
 
-        page_size: Required[int] = REQUIRED
+        page_size: config.Required[int] = config.REQUIRED
         num_pages: int | None = None
 
     def init_states(self, shape: Shape, *, dtype: DType) -> KVPages:

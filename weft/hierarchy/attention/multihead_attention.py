@@ -21,29 +21,17 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from weft import functional
+from weft import errors, functional
 from weft._lazy import AxlearnEnumType
 from weft.config import REQUIRED, ClassConfigBase, Required, config_class
-from weft.errors import ArgumentValueError, LayerConfigError
-from weft.functional.arrays import to_ndim
-from weft.functional.attention import plain_attention
+from weft.functional import arrays, attention
 from weft.functional.fused_attention import AttentionImplementation, fused_attention, is_plain
-from weft.hierarchy.attention import qkv_linear
-from weft.hierarchy.attention.bias import (
-    BaseAttentionBias,
-    BoolTensorAttentionBias,
-    CausalAttentionBias,
-    MaskFnAttentionBias,
-    SegmentIdAttentionBias,
-    as_attention_bias,
-    as_mask_and_bias,
-)
+from weft.hierarchy.attention import bias as bias_lib
+from weft.hierarchy.attention import qkv_linear, scale_qk
 from weft.hierarchy.attention.kv_cache import BaseKVCache, KVCache, KVPages, KVState
-from weft.hierarchy.attention.scale_qk import BaseScaleQK, ScaleKey, ScaleQuery
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.context import child_context
-from weft.hierarchy.layers.embedding import SinusoidalPositionalEmbedding
-from weft.hierarchy.layers.stochastic import Dropout
+from weft.hierarchy.layers import embedding, stochastic
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.parameter_spec import constant_spec, maybe_shard
 from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Tensor
@@ -142,11 +130,11 @@ class MultiheadAttention(BaseLayer):
         output_linear: qkv_linear.MultiheadOutputLinear.Config = (
             qkv_linear.MultiheadOutputLinear.default_config()
         )
-        query_scale: BaseScaleQK.Config = ScaleQuery.default_config()
-        key_scale: BaseScaleQK.Config | None = ScaleKey.default_config()
+        query_scale: scale_qk.BaseScaleQK.Config = scale_qk.ScaleQuery.default_config()
+        key_scale: scale_qk.BaseScaleQK.Config | None = scale_qk.ScaleKey.default_config()
         scale_kv_before_cache_update: bool | None = None
-        dropout: Dropout.Config = Dropout.default_config()
-        mask: ClassConfigBase[MaskFnAttentionBias] | None = None
+        dropout: stochastic.Dropout.Config = stochastic.Dropout.default_config()
+        mask: ClassConfigBase[bias_lib.MaskFnAttentionBias] | None = None
         causal: bool | None = None
         atten_logit_cap: float | None = None
         logit_sink: bool | None = None
@@ -185,14 +173,14 @@ class MultiheadAttention(BaseLayer):
         self._mask = cfg.mask
         if cfg.causal:
             if cfg.mask is not None:
-                raise LayerConfigError(
+                raise errors.LayerConfigError(
                     f"{self.path()}: causal=True and mask are both set; causal=True already sets "
                     "a mask, so set only one of them."
                 )
-            self._mask = CausalAttentionBias.default_config()
+            self._mask = bias_lib.CausalAttentionBias.default_config()
         self._check_window()
         if self.i_proj.num_kv_heads != self.num_kv_heads:
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: {type(self.i_proj).__name__} makes {self.i_proj.num_kv_heads} "
                 f"key heads for num_heads={cfg.num_heads}; use GroupedQueryAttention, in which "
                 "query heads share key heads."
@@ -204,14 +192,14 @@ class MultiheadAttention(BaseLayer):
         if self._mask is None or length is None or self._shares_kv:
             return
         values = dict(self._mask.items())
-        if issubclass(self._mask.klass, CausalAttentionBias):
+        if issubclass(self._mask.klass, bias_lib.CausalAttentionBias):
             window = None
         elif "sliding_window_size" in values or "left_context" in values:
             window = values.get("sliding_window_size", values.get("left_context"))
         else:
             return
         if window is None or window > length:
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: kv_cache keeps cached_kv_length={length} positions, but the mask "
                 f"lets a position attend to {'all' if window is None else window} before it; set "
                 "mask=SlidingWindowAttentionBias.default_config(sliding_window_size="
@@ -233,7 +221,7 @@ class MultiheadAttention(BaseLayer):
         """Returns the size of a head, or raises LayerConfigError if it is not an integer."""
         hidden_dim, num_heads = self.hidden_dim(), self.config.num_heads
         if hidden_dim % num_heads:
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: num_heads={num_heads} does not divide the hidden dimension "
                 f"{hidden_dim}; set hidden_dim to a multiple, or change num_heads."
             )
@@ -245,14 +233,14 @@ class MultiheadAttention(BaseLayer):
         return self.config.num_heads
 
     @staticmethod
-    def default_query_scale_config() -> BaseScaleQK.Config:
+    def default_query_scale_config() -> scale_qk.BaseScaleQK.Config:
         """Returns the default of `query_scale`."""
-        return ScaleQuery.default_config()
+        return scale_qk.ScaleQuery.default_config()
 
     @staticmethod
-    def default_key_scale_config() -> BaseScaleQK.Config:
+    def default_key_scale_config() -> scale_qk.BaseScaleQK.Config:
         """Returns the default of `key_scale`."""
-        return ScaleKey.default_config()
+        return scale_qk.ScaleKey.default_config()
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         if not self.config.logit_sink:
@@ -266,7 +254,7 @@ class MultiheadAttention(BaseLayer):
         key: Tensor | None = None,
         value: Tensor | None = None,
         kv_state: KVState | None = None,
-        attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        attention_logit_biases: bias_lib.BaseAttentionBias | Tensor | None = None,
         segment_ids: Tensor | None = None,
         query_positions: Tensor | None = None,
         return_aux: Collection[str] | None = None,
@@ -290,9 +278,9 @@ class MultiheadAttention(BaseLayer):
             key_positions = kv_state.key_positions
         else:
             key_positions = positions if key is None else _from_0(key)
-        biases = as_attention_bias(attention_logit_biases)
+        biases = bias_lib.as_attention_bias(attention_logit_biases)
         if segment_ids is not None:
-            biases = biases + SegmentIdAttentionBias(segment_ids)
+            biases = biases + bias_lib.SegmentIdAttentionBias(segment_ids)
         kv_state = KVState(proj.key, proj.value, key_positions)
         return self._attend(proj.query, positions, kv_state, biases, return_aux)
 
@@ -314,7 +302,7 @@ class MultiheadAttention(BaseLayer):
         value: Tensor | None = None,
         kv_state: KVState | None = None,
         segment_ids: Tensor | None = None,
-        attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        attention_logit_biases: bias_lib.BaseAttentionBias | Tensor | None = None,
         return_aux: Collection[str] | None = None,
         page_pool: KVPages | None = None,
     ) -> tuple[NestedTensor, Output]:
@@ -355,12 +343,12 @@ class MultiheadAttention(BaseLayer):
         assert kv_state is not None
         key_positions = kv_state.key_positions
         filled = (key_positions >= 0) & (key_positions < states["time_step"][:, None])
-        biases = as_attention_bias(attention_logit_biases)
+        biases = bias_lib.as_attention_bias(attention_logit_biases)
         if not is_prefill and (bias := biases.value()) is not None:
             # A cache may hold only some positions.
             at = key_positions[:, None, None]
-            biases = as_attention_bias(jnp.take_along_axis(bias, at, axis=-1, mode="clip"))
-        biases = biases + BoolTensorAttentionBias.from_tensor(filled[:, None, None])
+            biases = bias_lib.as_attention_bias(jnp.take_along_axis(bias, at, axis=-1, mode="clip"))
+        biases = biases + bias_lib.BoolTensorAttentionBias.from_tensor(filled[:, None, None])
         return states, self._attend(proj.query, positions, kv_state, biases, return_aux)
 
     def _project(
@@ -398,13 +386,13 @@ class MultiheadAttention(BaseLayer):
         q_proj: Tensor,
         query_positions: Tensor,
         kv_state: KVState,
-        biases: BaseAttentionBias,
+        biases: bias_lib.BaseAttentionBias,
         return_aux: Collection[str] | None,
     ) -> Output:
         cfg = self.config
         aux = set(return_aux or ())
         if unknown := aux - {"probs", "kv_state"}:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"{self.path()}: unknown return_aux {sorted(unknown)}; expected 'probs' or "
                 "'kv_state'."
             )
@@ -438,7 +426,7 @@ class MultiheadAttention(BaseLayer):
 
     @nowrap
     def _fused_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, biases: BaseAttentionBias, wants_probs: bool
+        self, q: Tensor, k: Tensor, v: Tensor, biases: bias_lib.BaseAttentionBias, wants_probs: bool
     ) -> Tensor | None:
         """Returns the context, or None if it is to be computed from probabilities."""
         cfg = self.config
@@ -452,7 +440,7 @@ class MultiheadAttention(BaseLayer):
             if getattr(type(self), name) is not getattr(MultiheadAttention, name)
         ]:
             only_plain = f"{type(self).__name__} has its own {changed[0]}"
-        elif self.is_training and type(self.dropout).forward is not Dropout.forward:
+        elif self.is_training and type(self.dropout).forward is not stochastic.Dropout.forward:
             only_plain = f"{type(self.dropout).__name__} drops probabilities in its own way"
         try:
             sink = self.parameters["sink"] if cfg.logit_sink else None
@@ -461,10 +449,10 @@ class MultiheadAttention(BaseLayer):
                 if only_plain is not None:
                     return None
                 drop, bias = self.dropout if rate else None, biases.value()
-                return plain_attention(
+                return attention.plain_attention(
                     q, k, v, bias=bias, scale=1.0, logit_cap=cap, logit_sink=sink, drop=drop
                 )
-            mask, bias = as_mask_and_bias(biases)
+            mask, bias = bias_lib.as_mask_and_bias(biases)
             key = None
             if rate:
                 with child_context("dropout"):
@@ -482,8 +470,8 @@ class MultiheadAttention(BaseLayer):
                 dropout_rate=rate,
                 dropout_key=key,
             )
-        except ArgumentValueError as error:
-            raise ArgumentValueError(f"{self.path()}: {error}") from error
+        except errors.ArgumentValueError as error:
+            raise errors.ArgumentValueError(f"{self.path()}: {error}") from error
 
     def _compute_attention(
         self,
@@ -491,7 +479,7 @@ class MultiheadAttention(BaseLayer):
         q_proj: Tensor,
         k_proj: Tensor,
         v_proj: Tensor,
-        attention_logit_biases: BaseAttentionBias,
+        attention_logit_biases: bias_lib.BaseAttentionBias,
         query_positions: Tensor,
         key_positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -551,7 +539,7 @@ class SigmoidAttention(MultiheadAttention):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         if cfg.logit_sink:
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: logit_sink applies to a softmax only; leave it unset, since a "
                 "sigmoid can attend to nothing without it."
             )
@@ -593,8 +581,8 @@ class MultiheadAttentionXL(MultiheadAttention):
         """
 
         pos_emb_dim: int | None = None
-        relative_pos_emb: SinusoidalPositionalEmbedding.Config = (
-            SinusoidalPositionalEmbedding.default_config()
+        relative_pos_emb: embedding.SinusoidalPositionalEmbedding.Config = (
+            embedding.SinusoidalPositionalEmbedding.default_config()
         )
         relative_pos_linear: MultiheadRelativePositionLinear.Config = (
             MultiheadRelativePositionLinear.default_config().set(bias=False)
@@ -614,7 +602,7 @@ class MultiheadAttentionXL(MultiheadAttention):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         if self._shares_kv:
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: relative positions need the layer's own keys; use an "
                 "input_linear that projects to keys."
             )
@@ -636,7 +624,7 @@ class MultiheadAttentionXL(MultiheadAttention):
         """
         given = {"key": key, "value": value, "query_positions": kwargs.get("query_positions")}
         if wrong := [name for name, x in given.items() if x is not None]:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"{self.path()}: {', '.join(wrong)} given, but MultiheadAttentionXL is self "
                 "attention with positions from 0; omit the argument or use MultiheadAttention."
             )
@@ -657,10 +645,10 @@ class MultiheadAttentionXL(MultiheadAttention):
             logits = xl_attention_logits(q_proj, k_proj, r_proj, u, v)
         else:
             # A decoding step has few queries, each with its own position.
-            by_distance = functional.attention_logits(q_proj + to_ndim(v, 4), r_proj[None])
+            by_distance = functional.attention_logits(q_proj + arrays.to_ndim(v, 4), r_proj[None])
             at = length - 1 - (query_positions[:, :, None] - key_positions[:, None, :])
             logits = functional.attention_logits(
-                q_proj + to_ndim(u, 4), k_proj
+                q_proj + arrays.to_ndim(u, 4), k_proj
             ) + jnp.take_along_axis(by_distance, at[:, None], axis=-1, mode="clip")
         if self.config.scale_position is self.ScalePosition.LOGIT:
             with child_context("scale_logits", module=self.scale_query):

@@ -6,16 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from weft.config import REQUIRED, Required, config_class
-from weft.errors import LayerConfigError
+from weft import config, errors, struct
 from weft.functional.arrays import without_none
-from weft.hierarchy.attention import stack
-from weft.hierarchy.attention.bias import as_attention_bias
-from weft.hierarchy.attention.kv_cache import KVPages
+from weft.hierarchy.attention import bias, kv_cache, stack
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.module import Module
 from weft.hierarchy.pipeline import Pipeline
-from weft.struct import VDict
 from weft.typing import NestedTensor, Tensor
 
 # Optional outputs of stages, with axes of layers and rows.
@@ -32,7 +28,7 @@ class TransformerPipeline(Pipeline):
         batch = data.shape[0]
         for name in layer_kwargs:
             if name.endswith("_logit_biases") and layer_kwargs[name] is not None:
-                layer_kwargs[name] = as_attention_bias(layer_kwargs[name])  # it has four axes
+                layer_kwargs[name] = bias.as_attention_bias(layer_kwargs[name])  # it has four axes
         leaves, tree = jax.tree.flatten(layer_kwargs)
         # Arrays with a row per example move with the rows; others are shared.
         with_rows = [jnp.shape(x)[:1] == (batch,) for x in leaves]
@@ -64,12 +60,12 @@ class TransformerPipeline(Pipeline):
         cached_states: dict[str, Any],
         data: Tensor,
         *,
-        page_pool: KVPages | None = None,
+        page_pool: kv_cache.KVPages | None = None,
         **kwargs: object,
     ) -> tuple[NestedTensor, stack.Output]:
         """Applies the stages in sequence; `page_pool` has leading axes of stages and of layers."""
 
-        def stage(data: Tensor, own: tuple[Any, KVPages | None]) -> tuple[Tensor, Any]:
+        def stage(data: Tensor, own: tuple[Any, kv_cache.KVPages | None]) -> tuple[Tensor, Any]:
             state, page_pool = own
             given = without_none(page_pool=page_pool)
             state, output = self.layer.extend_step(state, data, **given, **kwargs)
@@ -77,7 +73,7 @@ class TransformerPipeline(Pipeline):
 
         xs = (cached_states["layer"], page_pool)
         data, (states, rest) = self._run_sequentially(stage, data, xs=xs)
-        return VDict(layer=states), _merge_stages(data, rest)
+        return struct.VDict(layer=states), _merge_stages(data, rest)
 
 
 def _map_probs(fn: Callable[[Tensor], Tensor], output: stack.Output) -> dict[str, Any]:
@@ -111,7 +107,7 @@ class PipelinedTransformerLayer(stack.SingleChildStack):
     ((2, 8, 16), ('pipeline', None, 'model'))
     """
 
-    @config_class
+    @config.config_class
     class Config(stack.BaseStackedTransformerLayer.Config):
         """Configures a PipelinedTransformerLayer.
 
@@ -121,8 +117,8 @@ class PipelinedTransformerLayer(stack.SingleChildStack):
           stage: stack of one stage's layers, each with the config `layer`.
         """
 
-        num_stages: Required[int] = REQUIRED
-        num_microbatches: Required[int] = REQUIRED
+        num_stages: config.Required[int] = config.REQUIRED
+        num_microbatches: config.Required[int] = config.REQUIRED
         stage: BaseLayer.Config = stack.StackedTransformerLayer.default_config()
         pipeline: TransformerPipeline.Config = TransformerPipeline.default_config()
 
@@ -131,19 +127,19 @@ class PipelinedTransformerLayer(stack.SingleChildStack):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         if cfg.num_stages < 1 or cfg.num_layers % cfg.num_stages:
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: num_layers={cfg.num_layers} is not a multiple of num_stages="
                 f"{cfg.num_stages}; set num_stages to a divisor."
             )
         for name in ("peak_stochastic_depth_rate", "scan_kwargs"):
             if getattr(cfg, name):
-                raise LayerConfigError(
+                raise errors.LayerConfigError(
                     f"{self.path()}: {name}={getattr(cfg, name)} makes layers differ, but the "
                     "stages of a pipeline must be equal; use StackedTransformerLayer."
                 )
         carry = tuple(cfg.carry or ("data",))
         if carry != ("data",):
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: carry={carry}, but stages of a pipeline pass on only "
                 "'data'; use RepeatedTransformerLayer."
             )

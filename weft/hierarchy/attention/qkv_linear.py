@@ -10,34 +10,29 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec
 
 from weft.config import REQUIRED, Required, config_class
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.functional import project
-from weft.hierarchy import transforms
+from weft.hierarchy import base_layer, context, param_init, transforms
 from weft.hierarchy.attention.kv_cache import KVState
-from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
-from weft.hierarchy.context import child_context
 from weft.hierarchy.module import Module
-from weft.hierarchy.param_init import FanAxes
 from weft.hierarchy.parameter_spec import maybe_shard, weight_and_bias_specs
 from weft.typing import Tensor
 
 
-class BaseMultiheadLinear(BaseLayer):
+class BaseMultiheadLinear(base_layer.BaseLayer):
     """Base of linear maps between the model dimension and the heads."""
 
     @config_class
-    class Config(BaseLayer.Config):
+    class Config(base_layer.BaseLayer.Config):
         model_dim: Required[int] = REQUIRED
         num_heads: Required[int] = REQUIRED
         per_head_dim: Required[int] = REQUIRED
         bias: bool = True
 
     _subscripts: ClassVar[str]
-    _fan_axes: ClassVar[FanAxes]
+    _fan_axes: ClassVar[param_init.FanAxes]
     _bias_axes: ClassVar[slice]  # the axes of the weight that the bias has
 
     @classmethod
@@ -45,12 +40,14 @@ class BaseMultiheadLinear(BaseLayer):
         """Returns a config that shards heads over the mesh axis "model"."""
         return super().default_config().set(param_partition_spec=(None, "model", None))
 
-    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+    def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
         cfg = self.config
         shape = (cfg.model_dim, cfg.num_heads, cfg.per_head_dim)
         return weight_and_bias_specs(cfg, shape, ("row", None, "col"), bias_axes=self._bias_axes)
 
-    def _compute_fan_axes(self, name: str, spec: ParameterSpec) -> FanAxes | None:
+    def _compute_fan_axes(
+        self, name: str, spec: base_layer.ParameterSpec
+    ) -> param_init.FanAxes | None:
         return self._fan_axes if name == "weight" else None
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -64,7 +61,7 @@ class MultiheadInputLinear(BaseMultiheadLinear):
     """Projection from the model dimension to the heads."""
 
     _subscripts = "...d,dnh->...nh"
-    _fan_axes = FanAxes(in_axis=0, out_axis=(1, 2))
+    _fan_axes = param_init.FanAxes(in_axis=0, out_axis=(1, 2))
     _bias_axes = slice(1, None)
 
     def project_stacked(self, inputs: Tensor) -> list[Tensor]:
@@ -75,25 +72,25 @@ class MultiheadInputLinear(BaseMultiheadLinear):
         outputs = project("...d,dknh->...knh", inputs, weight, bias, dot_general=dot_general)
         axis = outputs.ndim - 3
         # The gradient of a split is a concatenation, but that of slices a sum of padded arrays.
-        return [x.squeeze(axis) for x in lax.split(outputs, (1,) * weight.shape[1], axis)]
+        return [x.squeeze(axis) for x in jax.lax.split(outputs, (1,) * weight.shape[1], axis)]
 
 
 class MultiheadOutputLinear(BaseMultiheadLinear):
     """Projection from the heads to the model dimension, still the weight's first axis."""
 
     _subscripts = "...nh,dnh->...d"
-    _fan_axes = FanAxes(in_axis=(1, 2), out_axis=0)
+    _fan_axes = param_init.FanAxes(in_axis=(1, 2), out_axis=0)
     _bias_axes = slice(1)
 
 
 _DIMS = ("query_dim", "key_dim", "value_dim", "num_heads", "per_head_dim")
 
 
-class BaseQKVLinear(BaseLayer):
+class BaseQKVLinear(base_layer.BaseLayer):
     """Base of projections to queries, keys and values."""
 
     @config_class
-    class Config(BaseLayer.Config):
+    class Config(base_layer.BaseLayer.Config):
         """Configures a BaseQKVLinear with the sizes of the vectors to project."""
 
         query_dim: Required[int] = REQUIRED
@@ -183,9 +180,9 @@ class QKVLinear(BaseQKVLinear):
         """Configures a QKVLinear; `layer` is the config of each projection."""
 
         layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
-        query_partition_spec: PartitionSpec | None = None
-        key_partition_spec: PartitionSpec | None = None
-        value_partition_spec: PartitionSpec | None = None
+        query_partition_spec: jax.sharding.PartitionSpec | None = None
+        key_partition_spec: jax.sharding.PartitionSpec | None = None
+        value_partition_spec: jax.sharding.PartitionSpec | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -252,13 +249,13 @@ class FusedQKVLinear(BaseQKVLinear):
         if key is None and value is None:
             if type(self.qkv_proj) is MultiheadInputLinear:
                 return self.Output(*self.qkv_proj.project_stacked(query))
-            with child_context("qkv_proj"):
+            with context.child_context("qkv_proj"):
                 project_all = transforms.vmap(self.qkv_proj.forward, in_axes=None, axis_size=3)
                 return self.Output(*project_all(query))
         outputs = []
         for i, x in enumerate(inputs):
             own = jax.tree.map(lambda p, i=i: p[i], dict(self.parameters["qkv_proj"]))
-            with child_context(f"{'qkv'[i]}_proj", module=self.qkv_proj, state=own):
+            with context.child_context(f"{'qkv'[i]}_proj", module=self.qkv_proj, state=own):
                 outputs.append(self.qkv_proj(x))
         return self.Output(*outputs)
 
@@ -276,7 +273,7 @@ class FusedGroupedQKVLinear(BaseGroupedQKVLinear):
 
         num_kv_heads: Required[int] = REQUIRED
         layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
-        output_partition_spec: PartitionSpec | None = None
+        output_partition_spec: jax.sharding.PartitionSpec | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

@@ -7,11 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from weft import functional
-from weft.config import REQUIRED, Required, config_class
-from weft.errors import ArgumentShapeError, ArgumentValueError, LayerConfigError
-from weft.hierarchy.attention.qkv_linear import BaseQKVLinear, QKVLinear
-from weft.hierarchy.attention.scale_qk import BaseScaleQK
+from weft import config, errors, functional
+from weft.hierarchy.attention import qkv_linear, scale_qk
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.module import Module, nowrap
 from weft.typing import Tensor
@@ -20,11 +17,11 @@ from weft.typing import Tensor
 class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
     """Sines and cosines of rotary angles."""
 
-    @config_class
+    @config.config_class
     class Config(BaseLayer.Config):
         """Configures a RoFormerSinusoidalPositionalEmbedding of even size `dim`."""
 
-        dim: Required[int] = REQUIRED
+        dim: config.Required[int] = config.REQUIRED
         theta: float = 10000.0
 
     @nowrap
@@ -34,14 +31,14 @@ class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
 
     def _positions(self, positions: Tensor | None, max_seq_len: int | None) -> Tensor:
         if positions is not None and max_seq_len is not None:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"{self.path()} was given positions of shape {positions.shape} and "
                 f"max_seq_len={max_seq_len}; expected only one of them."
             )
         if positions is not None:
             return positions
         if max_seq_len is None:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"{self.path()} needs positions, or max_seq_len for positions from 0."
             )
         return self.default_query_positions(max_seq_len)
@@ -66,14 +63,14 @@ class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
 class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
     """Rotary embedding for contexts longer than in training (Peng et al., 2023)."""
 
-    @config_class
+    @config.config_class
     class Config(RoFormerSinusoidalPositionalEmbedding.Config):
         """Configures a YaRNSinusoidalPositionalEmbedding; see `functional.yarn_frequencies`.
 
         `attn_factor` is a factor of queries and keys, on top of that derived from `scaling_factor`.
         """
 
-        original_max_seq_length: Required[int] = REQUIRED
+        original_max_seq_length: config.Required[int] = config.REQUIRED
         scaling_factor: float = 1.0
         extrapolation_factor: float = 1.0
         attn_factor: float = 1.0
@@ -109,11 +106,11 @@ class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
 class Llama3SinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
     """Rotary embedding of Llama 3.1 for contexts longer than in initial training."""
 
-    @config_class
+    @config.config_class
     class Config(RoFormerSinusoidalPositionalEmbedding.Config):
         """Configures a Llama3SinusoidalPositionalEmbedding; see `functional.llama3_frequencies`."""
 
-        original_max_seq_length: Required[int] = REQUIRED
+        original_max_seq_length: config.Required[int] = config.REQUIRED
         scaling_factor: float = 8.0
         low_freq_factor: float = 1.0
         high_freq_factor: float = 4.0
@@ -157,11 +154,11 @@ def _rotate(x: Tensor, sinusoidal_pos: Tensor) -> Tensor:
     return turned if dim == x.shape[-1] else jnp.concatenate([turned, x[..., dim:]], axis=-1)
 
 
-class RoFormerQKVLinear(BaseQKVLinear):
+class RoFormerQKVLinear(qkv_linear.BaseQKVLinear):
     """Rotates the queries and keys of another projection layer."""
 
-    @config_class
-    class Config(BaseQKVLinear.Config):
+    @config.config_class
+    class Config(qkv_linear.BaseQKVLinear.Config):
         """Configures a RoFormerQKVLinear.
 
         Attributes:
@@ -172,10 +169,10 @@ class RoFormerQKVLinear(BaseQKVLinear):
         rope_pos_emb_layer: RoFormerSinusoidalPositionalEmbedding.Config = (
             RoFormerSinusoidalPositionalEmbedding.default_config()
         )
-        input_linear: BaseQKVLinear.Config = QKVLinear.default_config()
-        rotary_value: Required[bool] = REQUIRED
-        query_scale: BaseScaleQK.Config | None = None
-        key_scale: BaseScaleQK.Config | None = None
+        input_linear: qkv_linear.BaseQKVLinear.Config = qkv_linear.QKVLinear.default_config()
+        rotary_value: config.Required[bool] = config.REQUIRED
+        query_scale: scale_qk.BaseScaleQK.Config | None = None
+        key_scale: scale_qk.BaseScaleQK.Config | None = None
         partial_rope_factor: float | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
@@ -183,7 +180,7 @@ class RoFormerQKVLinear(BaseQKVLinear):
         factor = 1.0 if cfg.partial_rope_factor is None else cfg.partial_rope_factor
         self._rotary_dim = int(cfg.per_head_dim * factor)
         if not 0 < factor <= 1 or self._rotary_dim % 2:
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: partial_rope_factor={factor} of per_head_dim={cfg.per_head_dim} "
                 f"rotates {self._rotary_dim} dimensions; expected a factor in (0, 1] and an even "
                 "number of dimensions."
@@ -209,7 +206,7 @@ class RoFormerQKVLinear(BaseQKVLinear):
         if query_positions is None:
             query_positions = self.rope_pos_emb_layer.default_query_positions(query.shape[1])
         if q.shape[1] != k.shape[1] and kv_state is None:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"{self.path()} rotates keys by the positions of the queries, but there are "
                 f"{q.shape[1]} queries and {k.shape[1]} keys; use QKVLinear for cross attention."
             )

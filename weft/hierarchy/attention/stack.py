@@ -17,16 +17,12 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
-from weft import config
-from weft.config import REQUIRED, InstantiableConfig, Required, config_class
-from weft.errors import LayerConfigError
-from weft.functional import get_stochastic_depth_linear_rate
+from weft import config, errors, functional, struct
 from weft.hierarchy.attention.multihead_attention import ForwardMode
 from weft.hierarchy.attention.transformer import BaseTransformerLayer, TransformerLayer
 from weft.hierarchy.base_layer import RematSpec
 from weft.hierarchy.module import Module
 from weft.hierarchy.repeat import Repeat
-from weft.struct import VDict
 from weft.typing import DType, NestedTensor, Tensor
 
 Output = BaseTransformerLayer.Output
@@ -56,7 +52,7 @@ def update_data_with_skip_connection(skip_connections: dict[int, int]) -> Update
 class BaseStackedTransformerLayer(BaseTransformerLayer):
     """Base of stacks of transformer layers."""
 
-    @config_class
+    @config.config_class
     class Config(BaseTransformerLayer.Config):
         """Configures a BaseStackedTransformerLayer.
 
@@ -68,7 +64,7 @@ class BaseStackedTransformerLayer(BaseTransformerLayer):
           scan_kwargs: arguments with a leading axis of layers, in addition to `page_pool`.
         """
 
-        num_layers: Required[int] = REQUIRED
+        num_layers: config.Required[int] = config.REQUIRED
         layer: BaseTransformerLayer.Config | None = TransformerLayer.default_config()
         peak_stochastic_depth_rate: float | None = None
         carry: Sequence[str] | None = None
@@ -77,19 +73,19 @@ class BaseStackedTransformerLayer(BaseTransformerLayer):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         if cfg.layer is None:
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: layer is None; set the config of its layers, such as "
                 "TransformerLayer.default_config()."
             )
         if cfg.carry is not None and "data" not in cfg.carry:
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: carry={tuple(cfg.carry)} lacks 'data', which each layer "
                 "passes to the next."
             )
 
     def _with_input_dim(self, layer: Any) -> Any:
-        if layer.input_dim not in (REQUIRED, self.config.input_dim):
-            raise LayerConfigError(
+        if layer.input_dim not in (config.REQUIRED, self.config.input_dim):
+            raise errors.LayerConfigError(
                 f"{self.path()}: layer.input_dim={layer.input_dim} differs from input_dim="
                 f"{self.config.input_dim} of the stack; set only that of the stack."
             )
@@ -116,14 +112,14 @@ def _select_outputs(output: Output, return_aux: Collection[str] | None) -> Outpu
 class StackedTransformerLayer(BaseStackedTransformerLayer):
     """Stack with one child per layer: "layer0", "layer1", and so on."""
 
-    @config_class
+    @config.config_class
     class Config(BaseStackedTransformerLayer.Config):
         """Configures a StackedTransformerLayer; `layer` may be a list with one config per layer."""
 
         layer: BaseTransformerLayer.Config | Sequence[BaseTransformerLayer.Config] | None = (
             TransformerLayer.default_config()
         )
-        data_merger: InstantiableConfig[UpdateDataFn] | None = None
+        data_merger: config.InstantiableConfig[UpdateDataFn] | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -131,7 +127,7 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
         if not isinstance(layers, list | tuple):
             layers = [layers.clone() for _ in range(cfg.num_layers)]
         if len(layers) != cfg.num_layers:
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: layer has {len(layers)} configs, but num_layers={cfg.num_layers}; "
                 "give one config per layer, or one for all."
             )
@@ -144,7 +140,7 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
 
     def _set_stochastic_depth_rate(self, layer: Any, index: int) -> None:
         cfg = self.config
-        rate = get_stochastic_depth_linear_rate(
+        rate = functional.get_stochastic_depth_linear_rate(
             cfg.peak_stochastic_depth_rate, stage_order=index + 1, num_stages=cfg.num_layers
         )
         for name in ("self_attention", "cross_attention", "feed_forward"):
@@ -207,7 +203,7 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
 class TransformerRepeat(Repeat):
     """Loop of a repeated stack."""
 
-    @config_class
+    @config.config_class
     class Config(Repeat.Config):
         """Configures a TransformerRepeat; see the stack for both fields."""
 
@@ -231,7 +227,7 @@ class TransformerRepeat(Repeat):
             return self.layer.extend_step(state, **kwargs)
 
         states, output = self._loop(apply, cached_states["layer"], data, **layer_kwargs)
-        return VDict(layer=states), output
+        return struct.VDict(layer=states), output
 
     def _loop(
         self, apply: Callable[..., tuple[Any, Output]], states: object, data: Tensor, **kwargs: Any
@@ -273,7 +269,7 @@ class SingleChildStack(BaseStackedTransformerLayer):
 class RepeatedTransformerLayer(SingleChildStack):
     """Stack with one child in a loop, whose parameters have a leading axis of layers."""
 
-    @config_class
+    @config.config_class
     class Config(BaseStackedTransformerLayer.Config):
         repeat: Repeat.Config = TransformerRepeat.default_config()
 
@@ -282,7 +278,7 @@ class RepeatedTransformerLayer(SingleChildStack):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         if cfg.peak_stochastic_depth_rate:
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: peak_stochastic_depth_rate={cfg.peak_stochastic_depth_rate} sets "
                 "a rate per layer, but repeated layers share one config; use "
                 "StackedTransformerLayer, or set the rate of layer's stochastic_depth."

@@ -7,21 +7,19 @@ Labels outside `[0, num_classes)` count neither in losses nor in metrics. All me
 import jax
 import jax.numpy as jnp
 
-from weft import functional
-from weft.config import REQUIRED, InstantiableConfig, Required, config_class
+from weft import config, functional
 from weft.functional import weighted_mean
-from weft.hierarchy.base_layer import BaseLayer
-from weft.hierarchy.metrics import WeightedScalar
+from weft.hierarchy import base_layer, metrics
 from weft.hierarchy.module import Module
 from weft.typing import NestedTensor, Tensor
 
 
-class BaseClassificationMetric(BaseLayer):
+class BaseClassificationMetric(base_layer.BaseLayer):
     """Base of the layers that compute a loss from logits and report metrics."""
 
-    @config_class
-    class Config(BaseLayer.Config):
-        num_classes: Required[int] = REQUIRED
+    @config.config_class
+    class Config(base_layer.BaseLayer.Config):
+        num_classes: config.Required[int] = config.REQUIRED
 
     def forward(
         self, logits: Tensor, *, labels: Tensor, soft_labels: Tensor | None = None
@@ -41,13 +39,13 @@ class BaseClassificationMetric(BaseLayer):
 
     def _report(self, mask: Tensor, **means: Tensor) -> None:
         for name, mean in means.items():
-            self.add_summary(name, WeightedScalar(mean, mask.sum()))
+            self.add_summary(name, metrics.WeightedScalar(mean, mask.sum()))
 
 
 class ClassificationMetric(BaseClassificationMetric):
     """Cross entropy; reports `loss`, `perplexity` and `accuracy`."""
 
-    @config_class
+    @config.config_class
     class Config(BaseClassificationMetric.Config):
         """Configures a ClassificationMetric; `label_smoothing` is shared by all classes."""
 
@@ -73,7 +71,7 @@ class BinaryClassificationMetric(BaseClassificationMetric):
     Reports `loss`, `accuracy`, and for the class "true" `precision`, `recall` and `f_score`.
     """
 
-    @config_class
+    @config.config_class
     class Config(BaseClassificationMetric.Config):
         """Configures a BinaryClassificationMetric.
 
@@ -103,9 +101,9 @@ class BinaryClassificationMetric(BaseClassificationMetric):
         recall, num_true = weighted_mean(predicted, mask * true)
         f_score, weight = weighted_mean(predicted & true, mask * (predicted * 0.5 + true * 0.5))
         self._report(mask, loss=loss, accuracy=accuracy)
-        self.add_summary("precision", WeightedScalar(precision, num_predicted))
-        self.add_summary("recall", WeightedScalar(recall, num_true))
-        self.add_summary("f_score", WeightedScalar(f_score, weight))
+        self.add_summary("precision", metrics.WeightedScalar(precision, num_predicted))
+        self.add_summary("recall", metrics.WeightedScalar(recall, num_true))
+        self.add_summary("f_score", metrics.WeightedScalar(f_score, weight))
         return loss
 
 
@@ -122,16 +120,16 @@ class CategoricalHingeLossMetric(BaseClassificationMetric):
         return loss
 
 
-class BaseClassificationHead(BaseLayer):
+class BaseClassificationHead(base_layer.BaseLayer):
     """Base of the layers that map a backbone's features to logits. A subclass defines `forward`."""
 
-    @config_class
-    class Config(BaseLayer.Config):
+    @config.config_class
+    class Config(base_layer.BaseLayer.Config):
         """Configures a BaseClassificationHead; `metric` computes the loss."""
 
-        input_dim: Required[int] = REQUIRED
-        num_classes: Required[int] = REQUIRED
-        metric: InstantiableConfig = ClassificationMetric.default_config()
+        input_dim: config.Required[int] = config.REQUIRED
+        num_classes: config.Required[int] = config.REQUIRED
+        metric: config.InstantiableConfig = ClassificationMetric.default_config()
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

@@ -11,9 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from weft import functional
+from weft import errors, functional
 from weft.config import REQUIRED, Required, config_class
-from weft.errors import LayerConfigError
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module
 from weft.hierarchy.param_init import constant_initializer
@@ -143,7 +142,7 @@ class GroupNorm(BaseNormalizationLayer):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         if cfg.input_dim % cfg.num_groups:
-            raise LayerConfigError(
+            raise errors.LayerConfigError(
                 f"{self.path()}: input_dim={cfg.input_dim} cannot be split into "
                 f"num_groups={cfg.num_groups} equal groups; set num_groups to a divisor."
             )

@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 
 from weft.config import config_class
-from weft.functional import drop_tokens, dropout, stochastic_depth
-from weft.functional.statistics import with_gradient_norm
+from weft.functional import drop_tokens, dropout, statistics, stochastic_depth
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import nowrap
 from weft.hierarchy.parameter_spec import constant_spec
@@ -92,4 +91,4 @@ class GradientMonitor(BaseLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns `x`, an array of any shape."""
-        return with_gradient_norm(x, self.parameters["gradient_norm"])
+        return statistics.with_gradient_norm(x, self.parameters["gradient_norm"])

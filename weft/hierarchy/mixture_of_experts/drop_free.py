@@ -61,7 +61,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
             "ehm": PartitionSpec(None, "model", None),
         }
         output_dim_to_partition_spec: dict[str, PartitionSpec | None] = {
-            "bsm": PartitionSpec("data", None, None),
+            "bsm": PartitionSpec("data", None, None)
         }
         gmm_backend: GMMBackend | None = None
         tiling: InstantiableConfig | tuple[int, int, int] | None = None

@@ -21,17 +21,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from weft import errors
-from weft.config import REQUIRED, FunctionConfigBase, Required, config_class
+from weft import config, errors
 from weft.core.spmd import axes_of
-from weft.functional import get_activation_fn, project
-from weft.functional.routing import decorrelation_loss
+from weft.functional import get_activation_fn, project, routing
+from weft.hierarchy import base_layer, param_init, parameter_spec
 from weft.hierarchy.attention.feed_forward import ResidualLayer
-from weft.hierarchy.base_layer import ParameterSpec
 from weft.hierarchy.mixture_of_experts.gating import BaseGating, Top2Gating
 from weft.hierarchy.module import Module
-from weft.hierarchy.param_init import FanAxes
-from weft.hierarchy.parameter_spec import FactorizationSpec, maybe_shard
 from weft.typing import PartitionSpec, Tensor
 
 # Default sharding of arrays, by the letters of their axes.
@@ -92,7 +88,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
     own loss with `metrics_config(aux_loss_regex=".*/aux_loss")`.
     """
 
-    @config_class
+    @config.config_class
     class Config(ResidualLayer.Config):
         """Configures a TransformerFeedForwardMoE.
 
@@ -107,11 +103,11 @@ class TransformerFeedForwardMoE(ResidualLayer):
             in the module docstring. With one outer batch, groups take its mesh axes as well.
         """
 
-        input_dim: Required[int] = REQUIRED
-        hidden_dim: Required[int | FunctionConfigBase] = REQUIRED
+        input_dim: config.Required[int] = config.REQUIRED
+        hidden_dim: config.Required[int | config.FunctionConfigBase] = config.REQUIRED
         activation: str | tuple[str, str] = "nn.relu"
-        num_experts: Required[int] = REQUIRED
-        num_groups: Required[int] = REQUIRED
+        num_experts: config.Required[int] = config.REQUIRED
+        num_groups: config.Required[int] = config.REQUIRED
         outer_batch: int = 1
         gating: BaseGating.Config = Top2Gating.default_config()
         load_balance_loss_weight: float = 0.01
@@ -155,21 +151,23 @@ class TransformerFeedForwardMoE(ResidualLayer):
         n = len(self._activations)
         return ["wi_weight"] if n == 1 else [f"wi_{i}_weight" for i in range(n)]
 
-    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+    def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
         cfg = self.config
         m, e, h = cfg.input_dim, cfg.num_experts, self._hidden_dim
 
-        def spec(shape: tuple[int, ...], dims: str, fan_axes: FanAxes) -> ParameterSpec:
+        def spec(
+            shape: tuple[int, ...], dims: str, fan_axes: param_init.FanAxes
+        ) -> base_layer.ParameterSpec:
             mesh_axes = cfg.dim_to_mesh_axis_map.get(dims)
-            factors = FactorizationSpec((None,) * (len(shape) - 2) + ("row", "col"))
-            return ParameterSpec(
+            factors = parameter_spec.FactorizationSpec((None,) * (len(shape) - 2) + ("row", "col"))
+            return base_layer.ParameterSpec(
                 shape, mesh_axes=mesh_axes, factorization=factors, fan_axes=fan_axes
             )
 
-        of_expert = FanAxes(in_axis=1, out_axis=2, batch_axis=0)
+        of_expert = param_init.FanAxes(in_axis=1, out_axis=2, batch_axis=0)
         return {
             **super()._create_layer_parameter_specs(),
-            "gate_weight": spec((m, e), "me", FanAxes(in_axis=0, out_axis=1)),
+            "gate_weight": spec((m, e), "me", param_init.FanAxes(in_axis=0, out_axis=1)),
             **{name: spec((e, m, h), "emh", of_expert) for name in self._wi_names()},
             "wo_weight": spec((e, h, m), "ehm", of_expert),
         }
@@ -255,7 +253,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
         if cfg.router_z_loss_weight:
             loss = loss + cfg.router_z_loss_weight * output.router_z_loss
         if cfg.corr_loss_weight:
-            corr_loss = decorrelation_loss(self.parameters["gate_weight"])
+            corr_loss = routing.decorrelation_loss(self.parameters["gate_weight"])
             self.add_summary("corr_loss", corr_loss)
             loss = loss + cfg.corr_loss_weight * corr_loss
         if output.seq_load_balance_loss is not None:
@@ -272,7 +270,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
         return PartitionSpec(*(a or None for a in axes))
 
     def _shard(self, x: Tensor, dims: str) -> Tensor:
-        return maybe_shard(x, self._partition_spec(dims, x.shape[0]))
+        return parameter_spec.maybe_shard(x, self._partition_spec(dims, x.shape[0]))
 
 
 def convert_dense_to_moe_parameters(

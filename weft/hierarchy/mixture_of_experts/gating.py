@@ -15,11 +15,9 @@ import jax.numpy as jnp
 
 from weft.config import REQUIRED, ConfigOr, Required, config_class, maybe_instantiate
 from weft.errors import LayerConfigError
-from weft.functional import cap_logits, routing
-from weft.functional.arrays import to_ndim
-from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.functional import cap_logits, routing, to_ndim
+from weft.hierarchy import base_layer, metrics
 from weft.hierarchy.layers.normalization import MovingAverage
-from weft.hierarchy.metrics import WeightedSummary
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.parameter_spec import constant_spec, maybe_shard
 from weft.typing import DType, PartitionSpec, Tensor
@@ -68,7 +66,7 @@ class GateNoise(enum.Enum):
     """Gumbel noise: draws experts with the router's probabilities, without replacement."""
 
 
-class AdaptiveLoadBalanceLoss(BaseLayer):
+class AdaptiveLoadBalanceLoss(base_layer.BaseLayer):
     """Factor of the load-balancing loss that grows while too many tokens are dropped.
 
     Its logarithm rises by `log_step` in each step while the moving average of the dropped fraction
@@ -76,7 +74,7 @@ class AdaptiveLoadBalanceLoss(BaseLayer):
     """
 
     @config_class
-    class Config(BaseLayer.Config):
+    class Config(base_layer.BaseLayer.Config):
         """Configures an AdaptiveLoadBalanceLoss.
 
         Attributes:
@@ -100,7 +98,7 @@ class AdaptiveLoadBalanceLoss(BaseLayer):
             )
         self._add_child("value_average", cfg.moving_average)
 
-    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+    def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
         return {"log_scale": constant_spec((), dtype=jnp.float32)}
 
     def forward(self, value: Tensor) -> Tensor:
@@ -118,7 +116,7 @@ class AdaptiveLoadBalanceLoss(BaseLayer):
         return factor
 
 
-class BaseGating(BaseLayer):
+class BaseGating(base_layer.BaseLayer):
     """Layer that chooses experts. A subclass defines `forward`.
 
     Summaries: `load_balance_loss`, `router_z_loss`, `expert_load`, each expert's share of choices,
@@ -129,7 +127,7 @@ class BaseGating(BaseLayer):
     """
 
     @config_class
-    class Config(BaseLayer.Config):
+    class Config(base_layer.BaseLayer.Config):
         """Configures a BaseGating; the surrounding layer sets `num_experts`."""
 
         num_experts: Required[int] = REQUIRED
@@ -207,7 +205,7 @@ class BaseGating(BaseLayer):
         choices = routing.choices_per_expert(experts, num_experts=num_experts, where=where)
         total = jnp.sum(choices)
         load = choices / jnp.maximum(1, total)
-        self.add_summary("expert_load", WeightedSummary(load, total))
+        self.add_summary("expert_load", metrics.WeightedSummary(load, total))
         self.add_summary("dispatch_entropy", jnp.sum(jax.scipy.special.entr(load)))
         if routed is None:
             return
@@ -215,7 +213,7 @@ class BaseGating(BaseLayer):
             self.add_summary(f"over_capacity_{i + 1}", share)
         kept = routing.choices_per_expert(experts, num_experts=num_experts, where=routed.kept)
         over_capacity = (choices - kept) / jnp.maximum(1, choices)
-        self.add_summary("expert_over_capacity", WeightedSummary(over_capacity, choices))
+        self.add_summary("expert_over_capacity", metrics.WeightedSummary(over_capacity, choices))
         self.add_summary("dropped_tokens", routing.dropped_tokens(routed, live))
 
 
@@ -482,7 +480,7 @@ class TopKBiasGating(TopKDropFreeGating):
                 f"{self.num_choices()}; expected 1 to {groups} groups with as many experts."
             )
 
-    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+    def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
         return {"gating_bias": constant_spec((self.config.num_experts,), dtype=jnp.float32)}
 
     def _preference(self, scores: Tensor) -> Tensor:

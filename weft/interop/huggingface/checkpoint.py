@@ -14,16 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft import hierarchy
-from weft.config import diff
-from weft.errors import HuggingFaceConfigError, WeightsMismatchError, WeightsReadError
+from weft import config, errors, hierarchy
 from weft.hierarchy.causal_lm import Model
 from weft.interop.huggingface.family import Family, TensorMapping, hidden_dim
 from weft.interop.huggingface.gpt2 import GPT2
 from weft.interop.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3, similar_settings
 from weft.interop.huggingface.settings import Settings
-from weft.serialization import safetensors
-from weft.serialization.untrusted import read_json_file
+from weft.serialization import safetensors, untrusted
 from weft.typing import DType, NestedTensor, Tensor
 
 FAMILIES: Mapping[str, Family] = {f.model_type: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)}
@@ -70,11 +67,11 @@ def huggingface_model_config(
 def _settings(folder: _PathLike) -> Settings:
     path = Path(folder) / CONFIG
     try:
-        values = read_json_file(path)
+        values = untrusted.read_json_file(path)
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
-        raise WeightsReadError(
+        raise errors.WeightsReadError(
             f"{str(path)!r} cannot be read ({error}). Name the folder of a Hugging Face checkpoint."
         ) from error
     return Settings(values, str(path))
@@ -87,7 +84,7 @@ def _family(settings: Settings) -> Family:
     quantization = settings.values.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise HuggingFaceConfigError(
+        raise errors.HuggingFaceConfigError(
             f"the weights of {settings.source} are quantized ({method or 'by an unknown method'}), "
             "and plain ones can be read. Choose the checkpoint that they were made from."
         )
@@ -185,7 +182,7 @@ def _tensor_locations(
     lacking = entries.keys() - {place.entry.weft_name for place in places}
     if unknown or lacking:
         named = ", ".join(sorted(unknown)[:8]) or "none"
-        raise WeightsMismatchError(
+        raise errors.WeightsMismatchError(
             f"the parameters are not those of the {family.model_type} of {settings.source}: it "
             f"lacks {named}, and has {', '.join(sorted(lacking)[:8]) or 'none'} besides. Make the "
             "model from huggingface_model_config, and merge adapters first."
@@ -284,7 +281,7 @@ def _config_dict(cfg: object) -> tuple[Family, dict[str, Any]]:
     else:
         kind = getattr(cfg, "klass", type(cfg))
         why = f": it is a {kind.__qualname__}, and they are causal LMs of weft.hierarchy. "
-    raise HuggingFaceConfigError(
+    raise errors.HuggingFaceConfigError(
         f"no model of the types {', '.join(FAMILIES)} computes what this one does{why}"
         "Export it as safetensors, which every model can."
     )
@@ -298,7 +295,7 @@ def _differences(cfg: Any, rebuilt: Any) -> list[Any]:
     stack.layer.feed_forward.hidden_dim = hidden_dim(stack.layer.feed_forward, ours.decoder.dim)
     changes = [
         change
-        for change in diff(ours, rebuilt)
+        for change in config.diff(ours, rebuilt)
         if not any(_WITHOUT_EFFECT.fullmatch(part) for part in re.split(r"[.\[\]]+", change.path))
     ]
     # Of a layer of another class, not its fields.

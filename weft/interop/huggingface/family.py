@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from weft import hierarchy
-from weft.errors import HuggingFaceConfigError
+from weft import errors, hierarchy
 from weft.hierarchy.causal_lm import Model
 from weft.interop.huggingface.settings import ACTIVATIONS, NO_PADDING, Settings
 
@@ -172,7 +171,7 @@ def activation_name(activation: str) -> str:
     """
     names = {weft_name: hf_name for hf_name, weft_name in reversed(ACTIVATIONS.items())}
     if activation not in names:
-        raise HuggingFaceConfigError(
+        raise errors.HuggingFaceConfigError(
             f"the activation {activation!r} has no name in Hugging Face's configs; there are "
             f"{', '.join(sorted(names))}."
         )

@@ -4,16 +4,15 @@ from typing import Any
 
 from weft import hierarchy
 from weft.hierarchy.causal_lm import Model
-from weft.interop.huggingface import family
-from weft.interop.huggingface.settings import MAX_LAYERS, Settings
+from weft.interop.huggingface import family, settings
 
 
-def _read(s: Settings) -> Model.Config:
+def _read(s: settings.Settings) -> Model.Config:
     s.require("scale_attn_weights", True)
     s.require("scale_attn_by_inverse_layer_idx", False)
     s.require("add_cross_attention", False)
     s.require("tie_word_embeddings", True)
-    dim, num_layers = s.size("n_embd"), s.size("n_layer", most=MAX_LAYERS)
+    dim, num_layers = s.size("n_embd"), s.size("n_layer", most=settings.MAX_LAYERS)
     heads = s.size("n_head")
     if dim % heads:
         raise s.refusal("n_head", heads, f"divides n_embd={dim}")
@@ -65,7 +64,7 @@ def _write(cfg: Any) -> dict[str, Any]:
     }
 
 
-def _entries(s: Settings) -> list[family.TensorMapping]:
+def _entries(s: settings.Settings) -> list[family.TensorMapping]:
     heads = s.size("n_head")
     attention, ff = "self_attention.attention", "feed_forward"
     return [

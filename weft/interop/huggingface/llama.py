@@ -8,11 +8,9 @@ qwen3     norms of queries and keys, before they are rotated
 
 from typing import Any, NamedTuple
 
-from weft import hierarchy
-from weft.config import config_for_function
+from weft import config, hierarchy
 from weft.hierarchy.causal_lm import Model
-from weft.interop.huggingface import family
-from weft.interop.huggingface.settings import MAX_LAYERS, Settings, rotary_settings
+from weft.interop.huggingface import family, settings
 
 
 class _Variant(NamedTuple):
@@ -26,7 +24,7 @@ class _Variant(NamedTuple):
     kv_heads: int
 
 
-def _variant(s: Settings) -> _Variant:
+def _variant(s: settings.Settings) -> _Variant:
     kind, heads, dim = s.get("model_type"), s.size("num_attention_heads"), s.size("hidden_size")
     bias = kind == "qwen2" or (kind != "mistral" and s.flag("attention_bias", False))
     head_dim = s.size("head_dim", 128 if kind == "qwen3" else max(dim // heads, 1))
@@ -45,7 +43,7 @@ def _variant(s: Settings) -> _Variant:
     )
 
 
-def _mask(s: Settings) -> Any:
+def _mask(s: settings.Settings) -> Any:
     if s.get("model_type") != "mistral" or s.values.get("sliding_window", 0) is None:
         return hierarchy.CausalAttentionBias.default_config()
     # Theirs counts the position itself.
@@ -53,7 +51,7 @@ def _mask(s: Settings) -> Any:
     return hierarchy.SlidingWindowAttentionBias.default_config(sliding_window_size=window)
 
 
-def _read(s: Settings) -> Model.Config:
+def _read(s: settings.Settings) -> Model.Config:
     s.require("use_sliding_window", False)
     kinds = s.get("layer_types", [])
     if not isinstance(kinds, list):
@@ -72,7 +70,7 @@ def _read(s: Settings) -> Model.Config:
     qkv.input_linear.layer.bias = v.qkv_bias
     if v.qk_norm:
         # Before the rotation; the scale of the logits comes after it, in the attention.
-        one = config_for_function(hierarchy.constant_scale_fn).set(value=1.0)
+        one = config.config_for_function(hierarchy.constant_scale_fn).set(value=1.0)
         qkv.query_scale = hierarchy.ScaleQuery.default_config().set(norm=norm, scale_factor=one)
         qkv.key_scale = hierarchy.ScaleKey.default_config().set(norm=norm)
     layer = hierarchy.TransformerLayer.default_config()
@@ -93,7 +91,7 @@ def _read(s: Settings) -> Model.Config:
         activation=(s.activation("hidden_act", "silu"), "linear"),
     )
     layer.feed_forward.linear1.bias = layer.feed_forward.linear2.bias = v.mlp_bias
-    num_layers = s.size("num_hidden_layers", most=MAX_LAYERS)
+    num_layers = s.size("num_hidden_layers", most=settings.MAX_LAYERS)
     decoder = family.decoder_config(s, layer, num_layers=num_layers, dim=dim, norm=norm)
     if not s.flag("tie_word_embeddings", False):
         decoder.lm_head = hierarchy.LmHead.default_config()
@@ -141,13 +139,13 @@ def _write(cfg: Any) -> dict[str, Any]:
         "head_dim": (attention.hidden_dim or decoder.dim) // attention.num_heads,
         "hidden_act": family.activation_name(ff.activation[0]),
         "rms_norm_eps": decoder.output_norm.eps,
-        "rope_parameters": rotary_settings(qkv.rope_pos_emb_layer),
+        "rope_parameters": settings.rotary_settings(qkv.rope_pos_emb_layer),
         "attention_dropout": family.dropout_rate(decoder, attention.dropout),
         **(own if kind in ("llama", "qwen3") else {}),
     }
 
 
-def _entries(s: Settings) -> list[family.TensorMapping]:
+def _entries(s: settings.Settings) -> list[family.TensorMapping]:
     v, heads = _variant(s), s.size("num_attention_heads")
     attention, ff = "self_attention.attention", "feed_forward"
     qkv = f"{attention}.i_proj"

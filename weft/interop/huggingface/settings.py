@@ -4,9 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from weft import hierarchy
-from weft.errors import HuggingFaceConfigError
-from weft.functional import yarn_magnitude
+from weft import errors, functional, hierarchy
 
 ACTIVATIONS = {
     **{"silu": "nn.silu", "swish": "nn.silu", "relu": "nn.relu", "gelu": "exact_gelu"},
@@ -37,7 +35,7 @@ class Settings:
         if value is not None:
             return value
         if not default:
-            raise HuggingFaceConfigError(
+            raise errors.HuggingFaceConfigError(
                 f"{self.source} lacks {name!r}, which a model of the type "
                 f"{self.values.get('model_type')!r} has. Add it, or copy the file again."
             )
@@ -70,9 +68,9 @@ class Settings:
         if value is not None and value not in allowed:
             raise self.refusal(name, value, f"can be {' or '.join(map(repr, allowed))}")
 
-    def refusal(self, name: str, value: object, can: str) -> HuggingFaceConfigError:
+    def refusal(self, name: str, value: object, can: str) -> errors.HuggingFaceConfigError:
         """Returns the error about an unsupported setting; `can` is like "can be 1"."""
-        return HuggingFaceConfigError(
+        return errors.HuggingFaceConfigError(
             f"{self.source} has {name}={value!r}, which has no counterpart in Weft: {name} {can}. "
             "Choose another checkpoint, or convert this one first."
         )
@@ -127,7 +125,7 @@ def _linear(rope: Settings, length: int) -> Any:
         original_max_seq_length=1,
         scaling_factor=factor,
         extrapolation_factor=0.0,
-        attn_factor=1 / yarn_magnitude(factor),
+        attn_factor=1 / functional.yarn_magnitude(factor),
     )
 
 
@@ -136,7 +134,7 @@ def _yarn(rope: Settings, length: int) -> Any:
         rope.require(name)
     rope.require("truncate", True)
     factor = rope.number("factor", least=_LEAST_FACTOR)
-    magnitude = yarn_magnitude(factor)
+    magnitude = functional.yarn_magnitude(factor)
     return hierarchy.YaRNSinusoidalPositionalEmbedding.default_config().set(
         original_max_seq_length=length,
         scaling_factor=factor,
@@ -175,7 +173,7 @@ def rotary_settings(cfg: hierarchy.RoFormerSinusoidalPositionalEmbedding.Config)
         }
     elif isinstance(cfg, hierarchy.YaRNSinusoidalPositionalEmbedding.Config):
         factor = float(cfg.scaling_factor)
-        attention = yarn_magnitude(factor, cfg.attn_factor)
+        attention = functional.yarn_magnitude(factor, cfg.attn_factor)
         values["factor"] = factor
         if cfg.extrapolation_factor == 0 and math.isclose(attention, 1.0):
             values["rope_type"] = "linear"

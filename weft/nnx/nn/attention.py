@@ -18,12 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from weft import functional
-from weft.errors import ArgumentShapeError, ArgumentValueError, MissingCacheError
-from weft.functional import attention, attention_mask
+from weft import errors, functional
+from weft.functional import attention, attention_mask, fused_attention, initializers
 from weft.functional.attention_mask import AttentionMask, MaskFn
-from weft.functional.fused_attention import AttentionImplementation
-from weft.functional.initializers import zeros
 from weft.nnx.module import Module
 from weft.nnx.nn import parameters
 from weft.nnx.nn.linear import DotGeneral, LinearGeneral
@@ -49,7 +46,7 @@ def dot_product_attention(
     module: Module | None = None,
     promote_dtype: PromoteDtype = parameters.promote_dtype,
     is_causal: bool = False,
-    implementation: AttentionImplementation | None = None,
+    implementation: fused_attention.AttentionImplementation | None = None,
 ) -> Float[Array, "*batch target heads value_dim"]:
     """Returns `softmax(query · key / sqrt(dim) + bias) · value` (Vaswani et al., 2017).
 
@@ -168,11 +165,11 @@ class MultiHeadAttention(Module):
     precision: lax.PrecisionLike = None
     kernel_init: InitVar[Initializer] = parameters.default_kernel_init
     out_kernel_init: InitVar[Initializer | None] = None
-    bias_init: InitVar[Initializer] = zeros
+    bias_init: InitVar[Initializer] = initializers.zeros
     out_bias_init: InitVar[Initializer | None] = None
     use_bias: bool = True
     attention_fn: Callable[..., Array] = dot_product_attention
-    implementation: AttentionImplementation | None = None
+    implementation: fused_attention.AttentionImplementation | None = None
     decode: bool | None = None
     normalize_qk: bool = False
     qkv_promote_dtype: PromoteDtype = parameters.promote_dtype
@@ -271,13 +268,13 @@ class MultiHeadAttention(Module):
         self.num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         self.in_kv_features = of_input if self.in_kv_features is None else self.in_kv_features
         if self.qkv_features % self.num_heads:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"MultiHeadAttention has {self.qkv_features} features for queries, keys and "
                 f"values, which num_heads={self.num_heads} does not divide; give qkv_features, a "
                 "multiple of num_heads."
             )
         if self.num_heads % self.num_kv_heads:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"MultiHeadAttention was given num_heads={self.num_heads} and "
                 f"num_kv_heads={self.num_kv_heads}; expected num_heads to be a multiple of "
                 "num_kv_heads."
@@ -320,7 +317,7 @@ class MultiHeadAttention(Module):
         """
         if inputs_k is None:
             if inputs_v is not None:
-                raise ArgumentValueError(
+                raise errors.ArgumentValueError(
                     f"{self._shown()} was given inputs_v without inputs_k; give inputs_k, which "
                     "serves as both if inputs_v is omitted."
                 )
@@ -370,7 +367,7 @@ class MultiHeadAttention(Module):
             ArgumentShapeError: if the shape has no length and features.
         """
         if len(input_shape) < 2:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"{self._shown()} cannot make a cache for an input of shape {tuple(input_shape)}; "
                 f"expected (*batch, length, {self.in_features})."
             )
@@ -395,7 +392,7 @@ class MultiHeadAttention(Module):
             ArgumentValueError: if only one of `batch_size` and `max_length` is given.
         """
         if (batch_size is None) != (max_length is None):
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"{self._shown()} was given batch_size={batch_size} and max_length={max_length} "
                 "for a cache; give both, or neither for no new cache."
             )
@@ -418,7 +415,7 @@ class MultiHeadAttention(Module):
         }
         for name, (x, features) in expected.items():
             if x.ndim < 2 or x.shape[-1] != features:
-                raise ArgumentShapeError(
+                raise errors.ArgumentShapeError(
                     f"{self._shown()}, in_kv_features={self.in_kv_features} was given {name} of "
                     f"shape {x.shape}; expected (*batch, length, {features})."
                 )
@@ -428,7 +425,7 @@ class MultiHeadAttention(Module):
     ) -> tuple[Array, Array, Array | None]:
         of_key, of_value, at = self.cached_key, self.cached_value, self.cache_index
         if of_key is None or of_value is None or at is None:
-            raise MissingCacheError(self._shown(), self.in_features)
+            raise errors.MissingCacheError(self._shown(), self.in_features)
         index = at.get_value()
         keys, values, seen = attention.attention_cache_step(
             *(of_key.get_value(), of_value.get_value(), index),

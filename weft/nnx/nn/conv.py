@@ -9,16 +9,14 @@ from typing import Any
 from jax import lax
 from jaxtyping import Array, Num
 
-from weft import functional
-from weft.errors import ArgumentShapeError
+from weft import errors, functional
 from weft.nnx.nn import parameters
-from weft.nnx.nn.parameters import KernelModule
 
 Sizes = int | Sequence[int] | None
 
 
 @dataclass(repr=False, eq=False)
-class _Conv(KernelModule):
+class _Conv(parameters.KernelModule):
     in_features: int
     out_features: int
     kernel_size: int | Sequence[int]
@@ -46,7 +44,7 @@ class _Conv(KernelModule):
 
     def _check_mask(self, shape: tuple[int, ...]) -> None:
         if self.mask is not None and self.mask.shape != shape:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"{type(self).__name__} with in_features={self.in_features}, "
                 f"out_features={self.out_features} and kernel_size={self.kernel_size} has a mask "
                 f"of shape {self.mask.shape}; expected the kernel's shape, {shape}."
@@ -60,7 +58,7 @@ class _Conv(KernelModule):
     def _check_input(self, inputs: Array, channels: int) -> tuple[int, ...]:
         window = functional.per_axis(self.kernel_size, 1)
         if inputs.ndim < len(window) + 1 or inputs.shape[-1] != channels:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"{type(self).__name__} with in_features={self.in_features} and "
                 f"kernel_size={window} was given an input of shape {inputs.shape}; expected "
                 f"(..., *spatial, {channels}) with {len(window)} spatial axes."
@@ -109,7 +107,7 @@ class Conv(_Conv):
     def _kernel_channels(self) -> tuple[int, int]:
         groups = self.feature_group_count
         if self.in_features % groups or self.out_features % groups:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"Conv was given feature_group_count={groups}; expected a divisor of both "
                 f"in_features={self.in_features} and out_features={self.out_features}."
             )

@@ -12,11 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
-from weft import functional
+from weft import errors, functional
 from weft.core.frozen_dict import FrozenDict
-from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.arrays import as_tuple
-from weft.functional.initializers import default_embed_init
+from weft.functional import arrays, initializers
 from weft.nnx.module import Module
 from weft.nnx.nn import parameters
 from weft.nnx.nn.parameters import NO_METADATA, Initializer, KernelModule, Metadata, PromoteDtype
@@ -64,7 +62,7 @@ class Linear(KernelModule):
         """Applies the map; `out_sharding` is the output's, as in `jax.lax.dot_general`."""
         x, kernel, bias = self._promoted(inputs, self.kernel[...])
         if x.shape[-1:] != kernel.shape[:1]:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"{type(self).__name__} with in_features={self.in_features} and "
                 f"out_features={self.out_features} was given an input of shape {x.shape}; expected "
                 f"(..., {kernel.shape[0]})."
@@ -122,9 +120,9 @@ class LinearGeneral(KernelModule):
         self, kernel_init: Initializer, bias_init: Initializer, *init_vars: Any
     ) -> None:
         parameters.check_sizes(self, "in_features", "out_features")
-        self.in_features = in_features = as_tuple(self.in_features)
-        self.out_features = out_features = as_tuple(self.out_features)
-        self.axis = as_tuple(self.axis)
+        self.in_features = in_features = arrays.as_tuple(self.in_features)
+        self.out_features = out_features = arrays.as_tuple(self.out_features)
+        self.axis = arrays.as_tuple(self.axis)
         self.batch_axis = FrozenDict(self.batch_axis)
         self._check_sizes()
         batch = tuple(self.batch_axis[i] for i in range(len(self.batch_axis)))
@@ -138,14 +136,14 @@ class LinearGeneral(KernelModule):
         )
 
     def _check_sizes(self) -> None:
-        if len(as_tuple(self.in_features)) != len(as_tuple(self.axis)):
-            raise ArgumentShapeError(
+        if len(arrays.as_tuple(self.in_features)) != len(arrays.as_tuple(self.axis)):
+            raise errors.ArgumentShapeError(
                 f"LinearGeneral was given in_features={self.in_features} and axis={self.axis}; "
                 "expected one size for each axis."
             )
         first = range(len(self.batch_axis))
         if set(self.batch_axis) != set(first):
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"LinearGeneral was given batch_axis={dict(self.batch_axis)}; expected sizes of "
                 f"the first axes, {tuple(first)}: move other axes there with jnp.moveaxis."
             )
@@ -156,7 +154,7 @@ class LinearGeneral(KernelModule):
         """Applies the map; `out_sharding` is the output's, as in `jax.lax.dot_general`."""
         x, kernel, bias = self._promoted(inputs, self.kernel[...])
         batch_axes = tuple(range(len(self.batch_axis)))
-        axis = tuple(sorted(a + x.ndim if a < 0 else a for a in as_tuple(self.axis)))
+        axis = tuple(sorted(a + x.ndim if a < 0 else a for a in arrays.as_tuple(self.axis)))
         self._check_input(x.shape, kernel.shape, batch_axes + axis)
         given = self.dot_general if self.dot_general_cls is None else self.dot_general_cls()
         return functional.dense_general(
@@ -177,7 +175,7 @@ class LinearGeneral(KernelModule):
         known = all(0 <= a < len(shape) for a in leading) and len(set(leading)) == len(leading)
         if not known or tuple(shape[a] for a in leading) != kernel[: len(leading)]:
             batch = f", batch_axis={dict(self.batch_axis)}" if self.batch_axis else ""
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"LinearGeneral with in_features={self.in_features}, axis={self.axis}{batch} and "
                 f"out_features={self.out_features} was given an input of shape {shape}; expected "
                 f"the sizes {kernel[: len(leading)]} of its axes {leading}."
@@ -225,8 +223,8 @@ class Einsum(KernelModule):
     einsum_op: Callable[..., Array] = jnp.einsum
 
     def __post_init__(self, *init_vars: Any) -> None:
-        self.kernel_shape = kernel_shape = as_tuple(self.kernel_shape)
-        self.bias_shape = None if self.bias_shape is None else as_tuple(self.bias_shape)
+        self.kernel_shape = kernel_shape = arrays.as_tuple(self.kernel_shape)
+        self.bias_shape = None if self.bias_shape is None else arrays.as_tuple(self.bias_shape)
         _check_parameters(self.einsum_str, kernel_shape, self.bias_shape)
         self.einsum_str = self.einsum_str.replace(" ", "")
         self._make_parameters(kernel_shape, self.bias_shape, *init_vars)
@@ -263,7 +261,7 @@ class Einsum(KernelModule):
         except (TypeError, ValueError) as error:
             if self.einsum_op is not jnp.einsum:
                 raise
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"Einsum {subscripts!r} with a kernel of shape {kernel.shape} was given an "
                 f"input of shape {x.shape}: {error}"
             ) from error
@@ -277,7 +275,7 @@ def _check_parameters(
     axes, _, _ = functional.project_weight_axes(subscripts, len(named), len(kernel_shape))
     expected = tuple(kernel_shape[axis] for axis in axes)
     if bias_shape is not None and math.prod(bias_shape) != math.prod(expected):
-        raise ArgumentShapeError(
+        raise errors.ArgumentShapeError(
             f"Einsum {subscripts!r} with kernel_shape={kernel_shape} was given "
             f"bias_shape={bias_shape}; expected {expected}, the sizes of those axes of the "
             "kernel that the result has."
@@ -305,7 +303,7 @@ class Embed(Module):
     _: KW_ONLY
     dtype: DType | None = None
     param_dtype: DType = jnp.float32
-    embedding_init: InitVar[Initializer] = default_embed_init
+    embedding_init: InitVar[Initializer] = initializers.default_embed_init
     promote_dtype: PromoteDtype = parameters.promote_dtype
     rngs: InitVar[Rngs]
     embedding_metadata: InitVar[Metadata] = NO_METADATA
@@ -337,7 +335,7 @@ class Embed(Module):
         """
         inputs = functional.as_ids(inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"Embed with num_embeddings={self.num_embeddings} was given ids of dtype "
                 f"{inputs.dtype}; expected integers: convert them with ids.astype(int)."
             )
@@ -357,7 +355,7 @@ class Embed(Module):
         table, dtype = self.embedding[...], self._output_dtype()
         query, table = self.promote_dtype((query, table), dtype=dtype)
         if query.shape[-1:] != table.shape[-1:]:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"Embed with features={self.features} was given queries of shape {query.shape}; "
                 f"expected (..., {table.shape[-1]})."
             )

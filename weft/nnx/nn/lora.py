@@ -9,8 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Num
 
-from weft import functional
-from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft import errors, functional
 from weft.functional.initializers import he_uniform, zeros
 from weft.nnx.module import Module
 from weft.nnx.nn import parameters
@@ -76,7 +75,7 @@ class LoRA(Module):
         parameters.check_sizes(self, "in_features", "out_features")
         functional.check_sizes(type(self).__name__, lora_rank=lora_rank)
         if self.base_module is not None and not callable(self.base_module):
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"LoRA was given base_module={self.base_module!r}, which is not callable; expected "
                 "a module with a __call__, or None."
             )
@@ -90,7 +89,7 @@ class LoRA(Module):
         """Applies the map; `base_module` receives the keyword arguments too."""
         given, a, b = self.promote_dtype((x, self.lora_a[...], self.lora_b[...]), dtype=self.dtype)
         if given.shape[-1:] != a.shape[:1]:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"LoRA with in_features={self.in_features} and out_features={self.out_features} "
                 f"was given an input of shape {given.shape}; expected (..., {a.shape[0]})."
             )

@@ -15,10 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from weft import functional
-from weft.errors import ArgumentShapeError
-from weft.functional import norm
-from weft.functional.arrays import canonicalize_dtype
+from weft import errors, functional
+from weft.functional import canonicalize_dtype, norm
 from weft.functional.initializers import normal, ones, zeros
 from weft.functional.statistics import Axes, canonical_axes, cast, statistics_dtype
 from weft.nnx.filters import Filter, Path, PathContains, to_predicate
@@ -86,7 +84,7 @@ class _ScaledNorm(Module):
             return None
         size = math.prod(x.shape[a] for a in axes)
         if size != self.num_features:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"{type(self).__name__} with num_features={self.num_features} was given an input "
                 f"of shape {x.shape}, whose features (axis {', '.join(map(str, axes))}) are "
                 f"{size}; make the layer with num_features={size}, or set its feature axis."
@@ -237,7 +235,7 @@ class GroupNorm(_AffineNorm):
         axes = norm.group_norm_axes(self.reduction_axes, x.shape)
         num_groups, group_size = self.num_groups or 1, self.group_size or 1
         if x.shape[-1] != num_groups * group_size:
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"GroupNorm with {num_groups} groups of {group_size} channels was given an input "
                 f"of shape {x.shape}; expected (..., {num_groups * group_size})."
             )
@@ -425,7 +423,7 @@ class SpectralNorm(Module):
         weight = param.get_value()
         if weight.ndim > 2 and self.error_on_non_matrix:
             name = type(self.layer_instance).__name__
-            raise ArgumentShapeError(
+            raise errors.ArgumentShapeError(
                 f"the parameter {'/'.join(map(str, path))} of the {name} in a SpectralNorm has "
                 f"shape {weight.shape} and is not a matrix; give "
                 "error_on_non_matrix=False to take all axes but the last as its rows."

@@ -4,21 +4,16 @@ A mode is behavior that differs between training, evaluation and decoding: an at
 `model.train()` and `model.eval()`, and an argument of the call, which takes precedence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from weft import functional
+from weft import errors, functional
 from weft.core.frozen_dict import FrozenDict
-from weft.errors import ArgumentValueError, InvalidRngError, MissingModeError, RngArgumentError
 from weft.functional.initializers import lecun_normal, zeros
 from weft.nnx.module import Module
 from weft.nnx.rngs import Rngs, RngStream
@@ -69,7 +64,7 @@ def params_key(rngs: Rngs) -> jax.Array:
     Raises InvalidRngError if `rngs` is not `Rngs`.
     """
     if not isinstance(rngs, Rngs):
-        raise InvalidRngError(
+        raise errors.InvalidRngError(
             f"a layer was given rngs={rngs!r} to draw its parameters; expected streams, such as "
             "rngs=nnx.Rngs(0)."
         )
@@ -83,7 +78,7 @@ class PromoteDtype(Protocol):
 
 
 def promote_dtype(
-    args: Sequence[Any], /, *, dtype: DTypeLike | None = None, inexact: bool = True
+    args: Sequence[Any], /, *, dtype: jax.typing.DTypeLike | None = None, inexact: bool = True
 ) -> tuple[Any, ...]:
     """Returns the arguments as arrays of one dtype.
 
@@ -111,7 +106,7 @@ class KernelModule(Module):
     _: KW_ONLY
     dtype: DType | None = None
     param_dtype: DType = jnp.float32
-    precision: lax.PrecisionLike = None
+    precision: jax.lax.PrecisionLike = None
     kernel_init: InitVar[Initializer] = default_kernel_init
     bias_init: InitVar[Initializer] = zeros
     promote_dtype: PromoteDtype = promote_dtype
@@ -151,7 +146,7 @@ def first_from(*args: T | None, error_msg: str) -> T:
     for arg in args:
         if arg is not None:
             return arg
-    raise ArgumentValueError(error_msg)
+    raise errors.ArgumentValueError(error_msg)
 
 
 def resolve_mode(layer: Module, name: str, given: bool | None) -> bool:
@@ -161,7 +156,7 @@ def resolve_mode(layer: Module, name: str, given: bool | None) -> bool:
     """
     mode = getattr(layer, name) if given is None else given
     if mode is None:
-        raise MissingModeError(type(layer).__name__, name)
+        raise errors.MissingModeError(type(layer).__name__, name)
     return mode
 
 
@@ -184,7 +179,7 @@ def draw_key(rngs: Rngs | RngStream | jax.Array | None, name: str, layer: str) -
     if isinstance(rngs, jax.Array):
         return rngs
     if rngs is None:
-        raise InvalidRngError(
+        raise errors.InvalidRngError(
             f"{layer} applies dropout but has no PRNG stream; give it rngs=nnx.Rngs({name}=0) "
             "when it is made or called, or call it with deterministic=True."
         )
@@ -210,9 +205,9 @@ def fork_stream(rngs: object, name: str, layer: str) -> RngStream | None:
     return rngs.fork()
 
 
-def invalid_rngs_error(rngs: object, layer: str) -> RngArgumentError:
+def invalid_rngs_error(rngs: object, layer: str) -> errors.RngArgumentError:
     """Returns the error about `rngs` of a wrong type."""
-    return RngArgumentError(
+    return errors.RngArgumentError(
         f"{layer} was given rngs={rngs!r}; expected PRNG streams such as nnx.Rngs(0), one stream, "
         "or, in a call, a key."
     )

@@ -18,15 +18,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from weft.errors import ArgumentShapeError, CellDefinitionError, InvalidRngError
-from weft.functional import recurrent
-from weft.functional.initializers import orthogonal, zeros
+from weft.functional import initializers, recurrent
 from weft.functional.recurrent import gru_step, lstm_step
-from weft.nnx.filters import Filter, Path
+from weft.nnx import filters, pytree
 from weft.nnx.module import Module
 from weft.nnx.nn import parameters
 from weft.nnx.nn.linear import Linear
 from weft.nnx.nn.parameters import NO_METADATA, Initializer, Metadata, PromoteDtype
-from weft.nnx.pytree import iter_graph
 from weft.nnx.rngs import Rngs, RngStream, split_rngs
 from weft.nnx.transforms.control_flow import scan
 from weft.nnx.transforms.state_roles import Carry, StateAxes
@@ -45,7 +43,7 @@ LinearOfSize = Callable[[int], Linear]
 def recurrent_kernel_init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
     """Draws an orthogonal matrix, in at least float32, and casts it to `dtype`."""
     wide = jnp.promote_types(dtype, jnp.float32)
-    return orthogonal()(key, shape, wide).astype(dtype)
+    return initializers.orthogonal()(key, shape, wide).astype(dtype)
 
 
 class RNNCellBase(Module):
@@ -99,7 +97,7 @@ class _LinearCell(RNNCellBase):
     activation_fn: Activation = jnp.tanh
     kernel_init: InitVar[Initializer] = parameters.default_kernel_init
     recurrent_kernel_init: InitVar[Initializer] = recurrent_kernel_init
-    bias_init: InitVar[Initializer] = zeros
+    bias_init: InitVar[Initializer] = initializers.zeros
     dtype: DType | None = None
     param_dtype: DType = jnp.float32
     carry_init: Initializer | None = None
@@ -169,7 +167,7 @@ class _LinearCell(RNNCellBase):
         streams = self.rngs if rngs is None else rngs
         stream = streams.carry if isinstance(streams, Rngs) else streams
         given = carry_init or self.carry_init
-        make: Initializer = given or zeros
+        make: Initializer = given or initializers.zeros
         if stream is None and given is not None:
             raise InvalidRngError(
                 f"{name} draws its first state but has no PRNG stream; give initialize_carry(..., "
@@ -395,7 +393,7 @@ class RNN(Module):
     keep_order: bool = False
     unroll: int = 1
     state_axes: Mapping[Any, Any] | StateAxes | None = None
-    broadcast_rngs: Filter = None
+    broadcast_rngs: filters.Filter = None
     rngs: Rngs | RngStream | bool | None = True
 
     def __post_init__(self) -> None:
@@ -457,7 +455,7 @@ class RNN(Module):
             step = _step
             if backups:
                 streams = {id(stream) for stream, *_ in backups}
-                paths = (path for path, x in iter_graph(self.cell) if id(x) in streams)
+                paths = (path for path, x in pytree.iter_graph(self.cell) if id(x) in streams)
                 step = functools.partial(_step_with_same_keys, tuple(paths))
             loop = functools.partial(
                 scan, out_axes=(Carry, axis), reverse=reverse, unroll=self.unroll
@@ -478,9 +476,9 @@ def _step(cell: RNNCellBase, carry: Any, x: Array) -> tuple[Any, Any]:
 
 
 def _step_with_same_keys(
-    paths: tuple[Path, ...], cell: RNNCellBase, carry: Any, x: Array
+    paths: tuple[filters.Path, ...], cell: RNNCellBase, carry: Any, x: Array
 ) -> tuple[Any, Any]:
-    for path, stream in iter_graph(cell):
+    for path, stream in pytree.iter_graph(cell):
         if path in paths:
             stream.count.set_value(jnp.zeros_like(stream.count.get_value()))
     return cell(carry, x)

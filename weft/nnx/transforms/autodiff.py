@@ -9,22 +9,17 @@ from typing import Any, NamedTuple, Unpack
 
 import jax
 
-from weft import lifting
+from weft import errors, lifting
 from weft.core.tracebacks import entry_point
-from weft.errors import CallMismatchError, TransformArgumentError, TransformOptionError
-from weft.lifting import DIFF, Roles
-from weft.lifting.signature import copy_name
+from weft.lifting import DIFF, Roles, signature
+from weft.nnx import graph, settings, split_merge, versions
 from weft.nnx.filters import Everything, OfType, Path, PathIn, Predicate, to_predicate
-from weft.nnx.graph import FlatGraph, GraphDef, VariableDef, build_graph, flatten_graph
-from weft.nnx.settings import GraphOptions, resolve_graph_options
-from weft.nnx.split_merge import state
 from weft.nnx.state import from_flat_state, path_text, to_flat_state
 from weft.nnx.transforms import calls
 from weft.nnx.transforms.calls import MISSING, P, R, optional_function
 from weft.nnx.transforms.kind import ObjectKind, is_object
 from weft.nnx.transforms.state_roles import DiffState
 from weft.nnx.variables import Param, Variable
-from weft.nnx.versions import TransformCall
 from weft.typing import as_grad, as_value_and_grad, same_signature
 
 Argnums = int | DiffState | Sequence[int | DiffState]
@@ -40,7 +35,7 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
     reduce_axes: tuple[Any, ...] = (),
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> Callable[..., Any]:
     """Applies `jax.value_and_grad` to a function of objects.
 
@@ -79,7 +74,7 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
     reduce_axes: tuple[Any, ...] = (),
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> Callable[..., Any]:
     """Returns the gradients of `value_and_grad`, with `has_aux` as a pair with the auxiliary value.
 
@@ -105,7 +100,7 @@ def vjp(
     *primals: object,
     has_aux: bool = False,
     reduce_axes: tuple[Any, ...] = (),
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> Any:
     """Applies `jax.vjp` to a function of objects.
 
@@ -128,9 +123,9 @@ def vjp(
     if not primals:
         return functools.partial(vjp, f, has_aux=has_aux, reduce_axes=reduce_axes, **options)
     _refuse_reduce_axes("vjp", reduce_axes)
-    kind = ObjectKind("vjp", *resolve_graph_options(**options), is_result_free=True)
+    kind = ObjectKind("vjp", *settings.resolve_graph_options(**options), is_result_free=True)
     wanted = _DiffArguments("vjp", range(len(primals)), kind)
-    with TransformCall("vjp", f, primals, ("primals", "the result")):
+    with versions.TransformCall("vjp", f, primals, ("primals", "the result")):
         fn = _with_object_results(kind, f, has_aux)
         lifted = lifting.vjp(kind, fn, wrt=wanted.roles(primals), has_aux=True)
         of_primals = wanted.of(primals)
@@ -156,7 +151,7 @@ def jvp(
     tangents: tuple[Any, ...] = MISSING,
     *,
     has_aux: bool = False,
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> Any:
     """Applies `jax.jvp` to a function of objects.
 
@@ -178,20 +173,20 @@ def jvp(
         return functools.partial(jvp, f, has_aux=has_aux, **options)
     if tangents is MISSING or len(primals) != len(tangents):
         n = 0 if tangents is MISSING else len(tangents)
-        raise CallMismatchError(
+        raise errors.CallMismatchError(
             f"jvp: there are {len(primals)} primals and {n} tangents; pass one tangent per primal."
         )
-    kind = ObjectKind("jvp", *resolve_graph_options(**options), is_result_free=True)
+    kind = ObjectKind("jvp", *settings.resolve_graph_options(**options), is_result_free=True)
     wrt, of_objects, of_arrays = _split_primals(tuple(primals), tuple(tangents))
     objects = [x for x in jax.tree.leaves(primals, is_leaf=is_object) if is_object(x)]
-    flat = flatten_graph((tuple(objects), ()))
+    flat = graph.flatten_graph((tuple(objects), ()))
     groups: list[dict[int, Any]] = [{} for _ in objects]
     for n, (path, leaf) in enumerate(flat.items()):
         i: Any = path[1]
         if path[2:] in of_objects[i]:
             value = of_objects[i][path[2:]]
             groups[i][n] = leaf.copy(value) if isinstance(leaf, Variable) else value
-    with TransformCall("jvp", f, primals, ("primals", "the result")):
+    with versions.TransformCall("jvp", f, primals, ("primals", "the result")):
         fn = _with_object_results(kind, f, has_aux)
         lifted = lifting.jvp(kind, fn, wrt=wrt, has_aux=True)
         out, tangent, aux = lifted(primals, [*groups, *of_arrays])
@@ -213,11 +208,11 @@ def _split_primals(
             roles.append(DIFF)
             of_arrays.append(t)
             continue
-        items = to_flat_state(state(t) if is_object(t) else t)
+        items = to_flat_state(split_merge.state(t) if is_object(t) else t)
         by_path = {p: v.get_value() if isinstance(v, Variable) else v for p, v in items}
-        if unknown := by_path.keys() - set(flatten_graph(x).graphdef.paths):
+        if unknown := by_path.keys() - set(graph.flatten_graph(x).graphdef.paths):
             at = ", ".join(sorted(repr(path_text(path)) for path in unknown))
-            raise CallMismatchError(
+            raise errors.CallMismatchError(
                 f"jvp: the tangent of a {type(x).__name__} is a {type(t).__name__} with a value "
                 f"at {at}, where the primal has no variable; pass an object of its structure, or "
                 "a State with tangents of its variables."
@@ -229,7 +224,7 @@ def _split_primals(
 
 def _refuse_reduce_axes(name: str, reduce_axes: object) -> None:
     if reduce_axes != ():
-        raise TransformOptionError(
+        raise errors.TransformOptionError(
             f"{name}: reduce_axes={reduce_axes!r}, which JAX no longer supports; omit it, and sum "
             "over the axes inside the function, as with jax.lax.psum."
         )
@@ -259,13 +254,13 @@ def _with_object_results(
             raise _object_result_error(kind.transformation, ", or set graph=False")
         return jax.tree.leaves(value), _ObjectResult(value, aux)
 
-    return copy_name(f, of_leaves)
+    return signature.copy_name(f, of_leaves)
 
 
 def _cotangents_of_leaves(structure: Any, cotangent: object) -> list[Any]:
     leaves, found = jax.tree.flatten(cotangent)
     if found != structure:
-        raise CallMismatchError(
+        raise errors.CallMismatchError(
             f"vjp: the result of the function has the structure {structure}, and the cotangent "
             f"{found}; pass a cotangent of the same structure, such as the result of jax.tree.map "
             "over the result."
@@ -273,8 +268,8 @@ def _cotangents_of_leaves(structure: Any, cotangent: object) -> list[Any]:
     return leaves
 
 
-def _object_result_error(name: str, more: str = "") -> CallMismatchError:
-    return CallMismatchError(
+def _object_result_error(name: str, more: str = "") -> errors.CallMismatchError:
+    return errors.CallMismatchError(
         f"{name}: the function returns an object where its result is differentiated; "
         f"return arrays, and the object as the auxiliary value with has_aux=True{more}."
     )
@@ -288,13 +283,13 @@ def _refuse_object_results(name: str, f: Callable[..., Any], has_aux: bool) -> C
             raise _object_result_error(name)
         return result
 
-    return copy_name(f, checked)
+    return signature.copy_name(f, checked)
 
 
 def _differentiate(
     name: str,
     f: Callable[P, Any],
-    options: GraphOptions,
+    options: settings.GraphOptions,
     argnums: Argnums,
     has_aux: bool,
     holomorphic: bool,
@@ -302,7 +297,7 @@ def _differentiate(
     reduce_axes: object,
 ) -> Callable[P, Any]:
     _refuse_reduce_axes(name, reduce_axes)
-    kind = ObjectKind(name, *resolve_graph_options(**options), is_result_free=True)
+    kind = ObjectKind(name, *settings.resolve_graph_options(**options), is_result_free=True)
     wanted = _DiffArguments(name, argnums, kind)
 
     def call(kwargs: dict[str, Any], *args: object) -> tuple[Any, Any]:
@@ -333,7 +328,7 @@ class _DiffArguments:
             elif isinstance(given, int):
                 self._wanted.append((given, None))
             else:
-                raise TransformArgumentError(
+                raise errors.TransformArgumentError(
                     f"{name}: argnums has {given!r}; use positions of arguments, or "
                     "nnx.DiffState(position, filter)."
                 )
@@ -342,12 +337,12 @@ class _DiffArguments:
         filters: dict[int, Predicate | None] = {}
         for number, where in self._wanted:
             if not -n <= number < n:
-                raise CallMismatchError(
+                raise errors.CallMismatchError(
                     f"{self._name}: argnums has {number}, but the function was called with {n} "
                     "positional arguments; use positions of these."
                 )
             if number % n in filters:
-                raise TransformArgumentError(
+                raise errors.TransformArgumentError(
                     f"{self._name}: argnums has {number} twice; use each position once."
                 )
             filters[number % n] = where
@@ -377,13 +372,13 @@ class _DiffArguments:
         """Returns a function from gradients of `weft.lifting`, per argument, to those for users."""
         filters = self._by_position(len(args))
         found = [x for x in jax.tree.leaves((before, args), is_leaf=is_object) if is_object(x)]
-        flat = flatten_graph((tuple(found), ()))
+        flat = graph.flatten_graph((tuple(found), ()))
         paths, numbers = flat.graphdef.paths, {key: n for n, key in enumerate(_identities(flat))}
 
         def shape_of(x: object) -> Any:
             if not is_object(x):
                 return 0
-            own = flatten_graph(x)
+            own = graph.flatten_graph(x)
             return _GradientStructure(own.graphdef, tuple(numbers[key] for key in _identities(own)))
 
         made = [jax.tree.map(shape_of, arg, is_leaf=is_object) for arg in args]
@@ -393,9 +388,9 @@ class _DiffArguments:
                 return gradient
             if is_whole:
                 # Each object gets its own copy of a shared gradient.
-                return build_graph(x.graphdef, [every[n] for n in x.numbers])[0]
+                return graph.build_graph(x.graphdef, [every[n] for n in x.numbers])[0]
             items = [(paths[n][2:], leaf) for n, leaf in gradient[0].items()]
-            if x.graphdef.root.__class__ is VariableDef:
+            if x.graphdef.root.__class__ is graph.VariableDef:
                 return items[0][1] if items else None
             return from_flat_state(items)
 
@@ -422,11 +417,11 @@ class _DiffArguments:
 class _GradientStructure:
     """The structure of an object, and the numbers of its values among those of all arguments."""
 
-    graphdef: GraphDef
+    graphdef: graph.GraphDef
     numbers: tuple[int, ...]
 
 
-def _identities(flat: FlatGraph) -> list[Any]:
+def _identities(flat: graph.FlatGraph) -> list[Any]:
     """Returns the identity of each value: the variable, or the owner and the attribute."""
     at = zip(flat.leaves, flat.owners, strict=True)
     return [id(leaf) if owner is None else (id(owner[0]), owner[1]) for leaf, owner in at]
@@ -440,7 +435,7 @@ def remat(
     prevent_cse: bool = True,
     static_argnums: int | Sequence[int] = (),
     policy: Callable[..., bool] | None = None,
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> Callable[..., Any]:
     """Applies `jax.checkpoint` to a function of objects; without one, returns a decorator.
 
@@ -455,7 +450,7 @@ def remat(
     """
     static = calls.StaticArguments("remat", "static_argnums", f, static_argnums)
     lifted = lifting.remat(
-        ObjectKind("remat", *resolve_graph_options(**options)),
+        ObjectKind("remat", *settings.resolve_graph_options(**options)),
         calls.with_kwargs_first(static.fn),
         prevent_cse=prevent_cse,
         policy=policy,

@@ -10,14 +10,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from weft import errors
+from weft import errors, lifting
 from weft.core.tracebacks import hide_frames
-from weft.lifting import CARRY, DIFF
-from weft.lifting.kind import Static
+from weft.lifting import kind
 from weft.lifting.signature import check_argnums, copy_name
+from weft.nnx import pytree, settings
 from weft.nnx.filters import Path, filters_text
-from weft.nnx.pytree import Pytree
-from weft.nnx.settings import GraphOptions
 from weft.nnx.variables import Variable
 from weft.nnx.versions import TransformCall, current_call, describe_object, origin
 
@@ -29,7 +27,7 @@ Kwargs = dict[str, Any]
 
 
 def object_paths(
-    tree: object, names: list[str] | None, types: type | UnionType = Pytree | Variable
+    tree: object, names: list[str] | None, types: type | UnionType = pytree.Pytree | Variable
 ) -> list[str]:
     """Returns the places of the objects in a tree, in words; `names` are those of its items."""
 
@@ -123,8 +121,8 @@ def _describe_value(x: object) -> str:
 
 def _describe_role(role: object, is_derivative: bool) -> str:
     if is_derivative:
-        return "a gradient" if role is DIFF else "no gradient"
-    return "nnx.Carry" if role is CARRY else repr(role)
+        return "a gradient" if role is lifting.DIFF else "no gradient"
+    return "nnx.Carry" if role is lifting.CARRY else repr(role)
 
 
 def call_title(fallback: str = "a transformation") -> str:
@@ -150,7 +148,7 @@ def inconsistent_alias_error(
     """Returns the error for a value with two roles, each a pair of its path and the role."""
     call = current_call()
     specs = call.specs if call is not None else ("in_axes", "out_axes")
-    is_derivative = any(role is DIFF for _, role in (first, second))
+    is_derivative = any(role is lifting.DIFF for _, role in (first, second))
     roles = [
         f"{specs[path[0]]} gives {_describe_role(role, is_derivative)} to {place_of(path)}"  # pyright: ignore[reportArgumentType, reportCallIssue]
         for path, role in (first, second)
@@ -237,7 +235,7 @@ def with_graph_options(fn: Callable[P, R], function: str | None = None) -> Calla
     parameters = list(signature.parameters.values())[:-1]
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=note)
-        for name, note in GraphOptions.__annotations__.items()
+        for name, note in settings.GraphOptions.__annotations__.items()
     ]
     names = frozenset(p.name for p in (*parameters, *options))
 
@@ -332,7 +330,7 @@ def with_kwargs_first(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_unbound(transformation: str, fn: object) -> None:
     """Raises TransformArgumentError for a bound method, which would capture its object."""
-    if inspect.ismethod(fn) and isinstance(fn.__self__, Pytree):
+    if inspect.ismethod(fn) and isinstance(fn.__self__, pytree.Pytree):
         owner, name = type(fn.__self__).__name__, fn.__name__
         raise errors.TransformArgumentError(
             f"nnx.{transformation}: {name} is a bound method of a {owner}, which would not pass "
@@ -352,14 +350,14 @@ class StaticArguments:
         check_argnums(f"nnx.{title}", what, fn, self._argnums)
 
         def unboxing(*args: object, **kwargs: object) -> Any:
-            return fn(*(x.value if isinstance(x, Static) else x for x in args), **kwargs)
+            return fn(*(x.value if isinstance(x, kind.Static) else x for x in args), **kwargs)
 
         self.fn = copy_name(fn, unboxing) if self._argnums else fn
 
     def wrapped(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the arguments, with boxes around the static ones."""
         at = {i + len(args) if i < 0 else i for i in self._argnums}
-        boxed = tuple(Static(x) if i in at else x for i, x in enumerate(args))
+        boxed = tuple(kind.Static(x) if i in at else x for i, x in enumerate(args))
         if (call := current_call()) is not None:
             call.args = boxed
         return boxed

@@ -15,17 +15,14 @@ import jax
 
 from weft import lifting
 from weft.errors import RoleError, TransformArgumentError
-from weft.lifting import CARRY, Roles
+from weft.lifting import signature
 from weft.lifting.kind import Static
-from weft.lifting.signature import copy_name
-from weft.nnx.filters import PathIn
-from weft.nnx.settings import GraphOptions, resolve_graph_options
+from weft.nnx import filters, settings, versions
 from weft.nnx.transforms import calls
 from weft.nnx.transforms.calls import MISSING, P, R, optional_function, with_graph_options
 from weft.nnx.transforms.kind import ObjectKind, SharedStateChanged, is_object
 from weft.nnx.transforms.state_roles import Carry, as_axes
 from weft.nnx.variables import Variable
-from weft.nnx.versions import TransformCall
 from weft.typing import same_signature
 
 
@@ -41,7 +38,7 @@ def scan(
     in_axes: object = (Carry, 0),
     out_axes: object = (Carry, 0),
     transform_metadata: Mapping[Any, Any] = MappingProxyType({}),
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> Callable[P, R]:
     """Applies `jax.lax.scan` to a function of objects.
 
@@ -76,7 +73,7 @@ def scan(
     pairs = _pairs(in_axes, out_axes)
     looped = functools.partial(
         lifting.scan,
-        ObjectKind("scan", *resolve_graph_options(**options), is_loop=True),
+        ObjectKind("scan", *settings.resolve_graph_options(**options), is_loop=True),
         _box_carries(f, pairs),
         in_axes=as_axes(in_axes, "in_axes", has_carry=True),
         out_axes=as_axes(out_axes, "out_axes", has_carry=True),
@@ -108,7 +105,9 @@ def _with_changes_carried(looped: Callable[..., Callable[..., Any]]) -> Callable
             if error.paths <= carried:
                 raise RoleError(error.text) from None
             carried |= error.paths
-        loop = looped(of_carriers=Roles(((PathIn(carried), CARRY), (True, None))))
+        loop = looped(
+            of_carriers=lifting.Roles(((filters.PathIn(carried), lifting.CARRY), (True, None)))
+        )
         return call(*args)
 
     return call
@@ -151,7 +150,7 @@ def _box_carries(f: Callable[..., Any], pairs: _Pairs) -> Callable[..., Any]:
     def body(*args: object) -> Any:
         return _map_carries(args, f(*args), pairs, box_objects)
 
-    return copy_name(f, body)
+    return signature.copy_name(f, body)
 
 
 def _map_carries(
@@ -180,7 +179,7 @@ def while_loop(
     cond_fun: Callable[[T], Any],
     body_fun: Callable[[T], T],
     init_val: T,
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> T:
     """Applies `jax.lax.while_loop` to a carry that may contain objects.
 
@@ -204,12 +203,12 @@ def while_loop(
     (True, 5)
     """
     loop = lifting.while_loop(
-        ObjectKind("while_loop", *resolve_graph_options(**options), is_loop=True),
+        ObjectKind("while_loop", *settings.resolve_graph_options(**options), is_loop=True),
         lambda carry: _as_value(cond_fun(carry)),
         _box_carries(body_fun, ((0, None),)),
-        in_axes=CARRY,
+        in_axes=lifting.CARRY,
     )
-    with TransformCall("while_loop", body_fun, (init_val,), ("init_val", "the result")):
+    with versions.TransformCall("while_loop", body_fun, (init_val,), ("init_val", "the result")):
         return unbox_objects(init_val, loop(init_val))
 
 
@@ -221,7 +220,7 @@ def fori_loop(
     init_val: T,
     *,
     unroll: int | bool | None = None,
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> T:
     """Applies `jax.lax.fori_loop` to a carry that may contain objects.
 
@@ -239,15 +238,15 @@ def fori_loop(
     10
     """
     loop = lifting.fori_loop(
-        ObjectKind("fori_loop", *resolve_graph_options(**options), is_loop=True),
+        ObjectKind("fori_loop", *settings.resolve_graph_options(**options), is_loop=True),
         _as_value(lower),
         _as_value(upper),
         _box_carries(body_fun, ((1, None),)),
-        in_axes=CARRY,
+        in_axes=lifting.CARRY,
         unroll=unroll,
     )
     specs, names = ("init_val", "the result"), calls.parameter_names(body_fun)[1:]
-    with TransformCall("fori_loop", body_fun, (init_val,), specs, names=names):
+    with versions.TransformCall("fori_loop", body_fun, (init_val,), specs, names=names):
         return unbox_objects(init_val, loop(init_val))
 
 
@@ -261,7 +260,7 @@ def cond(
     true_fun: Callable[..., T],
     false_fun: Callable[..., T],
     *operands: object,
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> T:
     """Applies `jax.lax.cond` to functions of objects.
 
@@ -279,9 +278,9 @@ def cond(
     >>> int(n)
     2
     """
-    kind = ObjectKind("cond", *resolve_graph_options(**options), is_branch=True)
+    kind = ObjectKind("cond", *settings.resolve_graph_options(**options), is_branch=True)
     chosen = lifting.cond(kind, true_fun, false_fun)
-    with TransformCall("cond", true_fun, operands, ("operands", "the result")):
+    with versions.TransformCall("cond", true_fun, operands, ("operands", "the result")):
         return chosen(pred, *operands)
 
 
@@ -290,7 +289,7 @@ def switch(
     index: object,
     branches: Sequence[Callable[..., T]],
     *operands: object,
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> T:
     """Applies `jax.lax.switch` to functions of objects, with results of the same structure.
 
@@ -299,9 +298,9 @@ def switch(
     """
     if not branches:
         raise TransformArgumentError("switch: there are no branches; give at least one function.")
-    kind = ObjectKind("switch", *resolve_graph_options(**options), is_branch=True)
+    kind = ObjectKind("switch", *settings.resolve_graph_options(**options), is_branch=True)
     chosen = lifting.switch(kind, tuple(branches))
-    with TransformCall("switch", branches[0], operands, ("operands", "the result")):
+    with versions.TransformCall("switch", branches[0], operands, ("operands", "the result")):
         return chosen(index, *operands)
 
 

@@ -11,27 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft import lifting
+from weft import errors, lifting
 from weft.core.tracebacks import entry_point
-from weft.errors import TransformArgumentError
-from weft.lifting import DIFF, Roles
-from weft.lifting.kind import Static
-from weft.lifting.signature import check_argnums, copy_name, signature_of
+from weft.lifting import DIFF, Roles, kind, signature
+from weft.nnx import graph, pytree
 from weft.nnx.filters import Everything, to_predicate
-from weft.nnx.graph import build_graph, flatten_graph
-from weft.nnx.pytree import key_of
 from weft.nnx.settings import GraphOptions, resolve_graph_options
 from weft.nnx.split_merge import state
 from weft.nnx.state import from_flat_state, path_text, to_flat_state
-from weft.nnx.transforms import calls
-from weft.nnx.transforms.calls import MISSING, optional_function
+from weft.nnx.transforms import calls, object_state, state_roles
 from weft.nnx.transforms.kind import ObjectKind, is_object
-from weft.nnx.transforms.object_state import Group, Groups
-from weft.nnx.transforms.state_roles import DiffState
 from weft.nnx.variables import Variable, is_variable
 from weft.nnx.versions import TransformCall, origin
 
-NondiffArgnums = int | DiffState | Sequence[int | DiffState]
+NondiffArgnums = int | state_roles.DiffState | Sequence[int | state_roles.DiffState]
 # Binds the arguments without a gradient to a function.
 Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -46,10 +39,10 @@ class _RuleArguments:
         ]
         self._is_object = [is_object(x) for x, _ in given]
         objects = [x for x, _ in given if is_object(x)]
-        self._graphdefs = [flatten_graph(x).graphdef for x in objects]
+        self._graphdefs = [graph.flatten_graph(x).graphdef for x in objects]
         self._is_variable = [isinstance(x, Variable) for x in objects]
         self._wanted = [to_predicate(wanted) for x, wanted in given if is_object(x)]
-        flat = flatten_graph((tuple(objects), ()))
+        flat = graph.flatten_graph((tuple(objects), ()))
         # Variables with shapes as values, as templates.
         self._leaves = [
             (path, x.copy(jax.tree.map(jax.typeof, x.get_raw_value())))
@@ -65,7 +58,7 @@ class _RuleArguments:
         )
 
     def to_arguments(
-        self, groups: Sequence[Group], arrays: Sequence[Any] | None, is_whole: bool
+        self, groups: Sequence[object_state.Group], arrays: Sequence[Any] | None, is_whole: bool
     ) -> Any:
         """Returns values of objects (missing ones as zeros) and arrays in the arguments' tree.
 
@@ -87,12 +80,12 @@ class _RuleArguments:
                 result.append(next(iter(items.values()), None))
             elif is_whole:
                 graphdef = self._graphdefs[i]
-                result.append(build_graph(graphdef, [items[p] for p in graphdef.paths])[0])
+                result.append(graph.build_graph(graphdef, [items[p] for p in graphdef.paths])[0])
             else:
                 result.append(from_flat_state(items.items()))
         return self._tree.unflatten(result)
 
-    def updates(self, groups: Sequence[Group]) -> Any:
+    def updates(self, groups: Sequence[object_state.Group]) -> Any:
         """Returns the tree of the arguments, with None for all but the variables in the groups."""
         keep = {
             (path[1], path[2:])
@@ -107,7 +100,7 @@ class _RuleArguments:
             i = next(numbers)
 
             def at(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-                return leaf if (i, tuple(map(key_of, path))) in keep else None
+                return leaf if (i, tuple(map(pytree.key_of, path))) in keep else None
 
             return jax.tree_util.tree_map_with_path(at, x, is_leaf=is_variable)
 
@@ -122,7 +115,7 @@ class _RuleArguments:
         args = self._tree.unflatten(range(self._tree.num_leaves))
         if not isinstance(given, tuple | list) or len(given) != len(args):
             n = len(given) if isinstance(given, tuple | list) else 1
-            raise TransformArgumentError(
+            raise errors.TransformArgumentError(
                 f"{name}: the rule returns {n} values for {len(args)} arguments; return a tuple "
                 "with one per argument, None for no gradient."
             )
@@ -152,7 +145,7 @@ class _RuleArguments:
             else:
                 group[n] = _zeros_like(leaf)
         if by_path:
-            raise TransformArgumentError(
+            raise errors.TransformArgumentError(
                 f"{name}: the rule returns a gradient at {path_text(next(iter(by_path)))!r}, "
                 "where the argument has no differentiated variable; remove it."
             )
@@ -181,11 +174,11 @@ class _CustomRule:
         self._fun = fun
         modes = resolve_graph_options(**options)
         self._kind = ObjectKind(self.name, *modes, is_result_free=True, has_rule=True)
-        is_one = isinstance(nondiff_argnums, int | DiffState)
+        is_one = isinstance(nondiff_argnums, int | state_roles.DiffState)
         given = (nondiff_argnums,) if is_one else tuple(nondiff_argnums)
         self._fixed = frozenset(x for x in given if isinstance(x, int))
-        check_argnums(f"nnx.{self.name}", "nondiff_argnums", fun, self._fixed)
-        self._filters = {x.argnum: x.filter for x in given if isinstance(x, DiffState)}
+        signature.check_argnums(f"nnx.{self.name}", "nondiff_argnums", fun, self._fixed)
+        self._filters = {x.argnum: x.filter for x in given if isinstance(x, state_roles.DiffState)}
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -206,7 +199,7 @@ class _CustomRule:
                 every = (next(given) if i in at else next(rest) for i in range(len(args)))
                 return fn(*every, **kwargs)
 
-            return copy_name(fn, call)
+            return signature.copy_name(fn, call)
 
         names = [x for i, x in enumerate(calls.parameter_names(self._fun)) if i not in at]
         specs = ("nondiff_argnums", "the result")
@@ -218,7 +211,7 @@ class _CustomRule:
 
     def _require_rule(self, rule: object, method: str) -> Any:
         if rule is None:
-            raise TransformArgumentError(
+            raise errors.TransformArgumentError(
                 f"nnx.{self.name}({getattr(self._fun, '__name__', self._fun)}) has no rule; call "
                 f"f.{method} first."
             )
@@ -254,14 +247,14 @@ class CustomVjp(_CustomRule):
 
         def forward(*others: Any) -> tuple[Any, Any]:
             result, residuals = bound(fwd)(*others)
-            flat = flatten_graph(residuals)
+            flat = graph.flatten_graph(residuals)
             values = [x.get_raw_value() if isinstance(x, Variable) else x for x in flat.leaves]
-            return result, (Static(flat.graphdef), values)
+            return result, (kind.Static(flat.graphdef), values)
 
-        takes_updates = "updates_g" in signature_of(bwd).parameters
+        takes_updates = "updates_g" in signature.signature_of(bwd).parameters
 
         def backward(
-            residuals: Any, cotangent: Any, of_state: Sequence[Groups], collected: Any
+            residuals: Any, cotangent: Any, of_state: Sequence[object_state.Groups], collected: Any
         ) -> list[Any]:
             graphdef, values = residuals
             g = self._kind.cotangents(collected, cotangent)
@@ -271,14 +264,14 @@ class CustomVjp(_CustomRule):
                 g = objects.to_arguments(groups, None, is_whole=False), g
             elif takes_updates:
                 more = {"updates_g": objects.updates(groups)}
-            given = bwd(*fixed, build_graph(graphdef.value, values)[0], g, **more)
+            given = bwd(*fixed, graph.build_graph(graphdef.value, values)[0], g, **more)
             return objects.to_groups(self.name, given)
 
         return lifting.custom_vjp(
             self._kind,
             bound(self._fun),
-            copy_name(fwd, forward),
-            copy_name(bwd, backward),
+            signature.copy_name(fwd, forward),
+            signature.copy_name(bwd, backward),
             wrt=objects.roles(),
             of_state=True,
         )
@@ -315,15 +308,15 @@ class CustomJvp(_CustomRule):
         return lifting.custom_jvp(
             self._kind,
             bound(self._fun),
-            copy_name(rule, pushed),
+            signature.copy_name(rule, pushed),
             wrt=objects.roles(),
             pack_tangent=self._kind.tangents,
         )
 
 
-@optional_function
+@calls.optional_function
 def custom_vjp(
-    fun: Callable[..., Any] = MISSING,
+    fun: Callable[..., Any] = calls.MISSING,
     *,
     nondiff_argnums: NondiffArgnums = (),
     **options: Unpack[GraphOptions],
@@ -355,9 +348,9 @@ def custom_vjp(
     return CustomVjp(fun, nondiff_argnums, options)
 
 
-@optional_function
+@calls.optional_function
 def custom_jvp(
-    fun: Callable[..., Any] = MISSING,
+    fun: Callable[..., Any] = calls.MISSING,
     *,
     nondiff_argnums: NondiffArgnums = (),
     **options: Unpack[GraphOptions],

@@ -24,20 +24,16 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 import jax
 
 from weft import lifting
-from weft.core.tracebacks import entry_point, hide_frames
-from weft.core.tracing import TraceState, current_trace, is_tracing
+from weft.core import tracebacks, tracing
 from weft.errors import CompiledCallError, TransformArgumentError
 from weft.lifting.jit import Lowered, Traced
 from weft.lifting.kind import call_pure, split_args
 from weft.lifting.signature import check_argnums
 from weft.lifting.trace_cache import LazyCached, value_key
+from weft.nnx import settings, split_merge, spmd, versions
 from weft.nnx.graph import FlatGraph, flat_graph_of_variables
-from weft.nnx.settings import GraphOptions, resolve_graph_options
-from weft.nnx.split_merge import as_abstract
-from weft.nnx.spmd import shard_shapes
-from weft.nnx.transforms import calls
+from weft.nnx.transforms import calls, graph_diff, state_roles
 from weft.nnx.transforms.calls import MISSING, Args, Kwargs, P, R, optional_function
-from weft.nnx.transforms.graph_diff import first_difference
 from weft.nnx.transforms.jit_program import (
     MAY_HOLD_OBJECTS,
     CallLayout,
@@ -53,9 +49,7 @@ from weft.nnx.transforms.jit_program import (
     split_object_arguments,
 )
 from weft.nnx.transforms.kind import ObjectKind, is_object, mark_watched
-from weft.nnx.transforms.state_roles import as_roles
 from weft.nnx.variables import Variable
-from weft.nnx.versions import STRUCTURE_VERSION, TransformCall, origin
 from weft.typing import as_grad
 
 _set_value = Variable._value.__set__  # pyright: ignore[reportAttributeAccessIssue]
@@ -82,7 +76,7 @@ class _CachedCall:
         self, program: Program, version: object, call: SplitCall, forget: Callable[[object], None]
     ):
         self.program, self.jitted, self.version = program, program.jitted, version
-        self.trace = current_trace()
+        self.trace = tracing.current_trace()
         self.donated = [call.flat.leaves[n] for n in program.donated]
         self.kept = [call.flat.leaves[n] for n in program.kept]
         self.at = [(i, weakref.ref(x, forget)) for i, x in call.at]
@@ -96,7 +90,7 @@ class _CachedCall:
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
         """Returns whether a call has the same objects in the same places."""
         return (
-            self.version is STRUCTURE_VERSION.now
+            self.version is versions.STRUCTURE_VERSION.now
             and all(i < len(args) and args[i] is ref() for i, ref in self.at)
             and all(name in kwargs and kwargs[name] is ref() for name, ref in self.names)
         )
@@ -115,12 +109,12 @@ class JitWrapped(Generic[P, R]):
     def __init__(self, fn: Callable[P, R], options: JitOptions):
         copied = () if is_object(fn) else functools.WRAPPER_UPDATES
         functools.update_wrapper(self, fn, updated=copied)
-        self._fn, self._options, self._place = fn, options, origin()
+        self._fn, self._options, self._place = fn, options, versions.origin()
         # Functions that are equal by value share their programs.
         self._programs: LazyCached[dict[CallLayout, Program]] = LazyCached((fn, options), dict)
         self._fn_key: Hashable = None
         # For objects of a trace without a cached call, the trace of their last call.
-        self._cached_calls: dict[Hashable, _CachedCall | TraceState] = {}
+        self._cached_calls: dict[Hashable, _CachedCall | tracing.TraceState] = {}
         self._last: _CachedCall | None = None
         self._has_nested_objects = False
 
@@ -130,7 +124,7 @@ class JitWrapped(Generic[P, R]):
             # The code from here on is the overhead of a call.
             if (
                 cached is None
-                or cached.version is not STRUCTURE_VERSION.now
+                or cached.version is not versions.STRUCTURE_VERSION.now
                 or kwargs
                 or len(args) < cached.n_first
             ):
@@ -159,8 +153,8 @@ class JitWrapped(Generic[P, R]):
                 cached = None
             if cached is None:
                 return self._call_uncached(args, kwargs)
-            is_here = cached.trace is current_trace()
-            if more is not None or not is_here or (written.passed and is_tracing()):
+            is_here = cached.trace is tracing.current_trace()
+            if more is not None or not is_here or (written.passed and tracing.is_tracing()):
                 outputs = result, of_donated, of_kept, more, written
                 return cached.program.finish(cached.flat(), outputs)
             # `any` visits all, since each call returns None.
@@ -172,7 +166,7 @@ class JitWrapped(Generic[P, R]):
                 any(map(_set_value, changed, of_kept))
             return result  # pyright: ignore[reportReturnType]
         except Exception as error:
-            hide_frames(error)
+            tracebacks.hide_frames(error)
             raise
 
     def _call_uncached(self, args: Args, kwargs: Kwargs) -> Any:
@@ -191,8 +185,8 @@ class JitWrapped(Generic[P, R]):
         if isinstance(call, FlatGraph):
             return program.finish(call, outputs)
         result, of_donated, of_kept, more, written = outputs
-        is_noted = written.passed and is_tracing()
-        if more is not None or is_noted or call.trace is not current_trace():
+        is_noted = written.passed and tracing.is_tracing()
+        if more is not None or is_noted or call.trace is not tracing.current_trace():
             return program.finish(call.flat(), outputs)
         changed = (*call.donated, *(call.kept[i] for i in written.at))
         any(map(_set_value, changed, (*of_donated, *of_kept)))
@@ -227,7 +221,7 @@ class JitWrapped(Generic[P, R]):
         names += [*(f"args[{i}]" for i in range(len(names), len(args))), *sorted(kwargs)]
         every = (*args, *(x for _, x in sorted(kwargs.items())))
         specs = "in_shardings", "out_shardings"
-        with TransformCall("jit", self._fn, every, specs, names=names, place=self._place):
+        with versions.TransformCall("jit", self._fn, every, specs, names=names, place=self._place):
             return split(self._options, args, kwargs)
 
     def _cached_call(
@@ -237,13 +231,13 @@ class JitWrapped(Generic[P, R]):
         key = len(args), *((place, id(x)) for place, x in (*at, *names))
         cached = self._cached_calls.get(key)
         if not isinstance(cached, _CachedCall) or not cached.fits(args, kwargs):
-            here = current_trace()
-            if is_tracing() and cached != here:
+            here = tracing.current_trace()
+            if tracing.is_tracing() and cached != here:
                 # Most objects of a trace are called once, too rarely for a cached call.
                 self._store_cached_call(key, here)
                 return None
             while True:
-                version = STRUCTURE_VERSION.now
+                version = versions.STRUCTURE_VERSION.now
                 split = self._split_call(split_object_arguments, args, kwargs)
                 if not split.is_cacheable:
                     return None
@@ -253,11 +247,11 @@ class JitWrapped(Generic[P, R]):
             program, forget = self._program(split.layout), self._forget_callback(key)
             cached = _CachedCall(program, version, split, forget)
             self._store_cached_call(key, cached)
-            STRUCTURE_VERSION.dependents[id(self)] = self
+            versions.STRUCTURE_VERSION.dependents[id(self)] = self
         self._last = None if self._has_nested_objects else cached
         return cached
 
-    def _store_cached_call(self, key: Hashable, call: _CachedCall | TraceState) -> None:
+    def _store_cached_call(self, key: Hashable, call: _CachedCall | tracing.TraceState) -> None:
         self._cached_calls[key] = call
         for old in list(self._cached_calls)[:-_MAX_CACHED_CALLS]:
             self._cached_calls.pop(old, None)
@@ -395,7 +389,7 @@ def jit(
     device: object = None,
     backend: str | None = None,
     inline: bool = False,
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> JitWrapped[P, R]:
     """Applies `jax.jit` to a function of objects, at the cost of `jax.jit`.
 
@@ -431,11 +425,11 @@ def jit(
     """
     others = {"keep_unused": keep_unused, "inline": inline, "device": device, "backend": backend}
     calls.check_unbound("jit", fun)
-    kind = ObjectKind("jit", *resolve_graph_options(**options))
+    kind = ObjectKind("jit", *settings.resolve_graph_options(**options))
     static = _argnums_and_argnames(fun, "static", static_argnums, static_argnames)
     donated = _argnums_and_argnames(fun, "donate", donate_argnums, donate_argnames)
     given = tuple((name, value) for name, value in others.items() if value)
-    shardings = as_roles(in_shardings), as_roles(out_shardings)
+    shardings = state_roles.as_roles(in_shardings), state_roles.as_roles(out_shardings)
     return JitWrapped(fun, JitOptions(kind, *shardings, *static, *donated, given))
 
 
@@ -530,7 +524,7 @@ def _compiled_call(
 def _structure_error(before: CallLayout, now: CallLayout) -> CompiledCallError:
     every = range(sys.maxsize)
     graphs = before.static.graphdef, now.static.graphdef
-    difference = first_difference(graphs, (every, every))
+    difference = graph_diff.first_difference(graphs, (every, every))
     where = "has other variables or other metadata"
     if difference is not None and len(difference.path) > 1:
         _, first, *below = difference.path
@@ -541,7 +535,7 @@ def _structure_error(before: CallLayout, now: CallLayout) -> CompiledCallError:
     )
 
 
-@entry_point
+@tracebacks.entry_point
 def eval_shape(
     f: Callable[..., R],
     *args: object,
@@ -561,13 +555,13 @@ def eval_shape(
     ShapeDtypeStruct(shape=(3,), dtype=float32)
     """
     calls.check_unbound("eval_shape", f)
-    kind = ObjectKind("eval_shape", *resolve_graph_options(graph, graph_updates))
-    abstract_args, abstract_kwargs = as_abstract((args, kwargs))
+    kind = ObjectKind("eval_shape", *settings.resolve_graph_options(graph, graph_updates))
+    abstract_args, abstract_kwargs = split_merge.as_abstract((args, kwargs))
     call = calls.with_kwargs_first(f)
     specs = ("args", "the result")
-    with TransformCall("eval_shape", f, abstract_args, specs, named=abstract_kwargs):
+    with versions.TransformCall("eval_shape", f, abstract_args, specs, named=abstract_kwargs):
         result = lifting.eval_shape(kind, call)(abstract_kwargs, *abstract_args)
-    shard_shapes(result)
+    spmd.shard_shapes(result)
     return result
 
 
@@ -577,7 +571,7 @@ def make_jaxpr(
     f: Callable[P, Any] = MISSING,
     *,
     static_argnums: int | Sequence[int] = (),
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> Callable[P, Any]:
     """Applies `jax.make_jaxpr` to a function of objects, which keep their state.
 
@@ -593,7 +587,7 @@ def make_jaxpr(
     >>> print(nnx.make_jaxpr(lambda w, x: w + x)(w, jax.numpy.float32(2.0)))
     { lambda ; a:f32[] b:f32[]. let c:f32[] = add a b in (c,) }
     """
-    kind = ObjectKind("make_jaxpr", *resolve_graph_options(**options))
+    kind = ObjectKind("make_jaxpr", *settings.resolve_graph_options(**options))
     static = calls.StaticArguments("make_jaxpr", "static_argnums", f, static_argnums)
     fn = calls.with_kwargs_first(static.fn)
 
@@ -622,7 +616,7 @@ def checkify(
     >>> error.get().split(" (")[0]
     'not positive'
     """
-    kind = ObjectKind("checkify", *resolve_graph_options(graph, graph_updates))
+    kind = ObjectKind("checkify", *settings.resolve_graph_options(graph, graph_updates))
     return calls.wrap_transformed(
         "checkify", f, lifting.checkify(kind, calls.with_kwargs_first(f), errors=errors)
     )

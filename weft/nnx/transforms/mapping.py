@@ -8,22 +8,15 @@ from types import MappingProxyType
 from typing import Any, Unpack
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 
 from weft import lifting
 from weft.core.meta import PARTITION_NAME
-from weft.lifting import CARRY, Roles
 from weft.lifting.roles import broadcast_roles, carrier_roles
+from weft.nnx import graph, settings, spmd, versions
 from weft.nnx.filters import to_predicate
-from weft.nnx.graph import flatten_graph
-from weft.nnx.settings import GraphOptions, resolve_graph_options
-from weft.nnx.spmd import add_axis, name_next_axis, remove_axis
-from weft.nnx.transforms import calls
+from weft.nnx.transforms import calls, kind, state_roles
 from weft.nnx.transforms.calls import MISSING, P, R, optional_function
-from weft.nnx.transforms.kind import ObjectKind, is_object
-from weft.nnx.transforms.state_roles import as_axes, as_roles
 from weft.nnx.variables import Variable
-from weft.nnx.versions import current_call
 from weft.typing import same_signature
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
@@ -40,7 +33,7 @@ def vmap(
     axis_size: int | None = None,
     spmd_axis_name: object = None,
     transform_metadata: Mapping[Any, Any] = _NONE,
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> Callable[P, R]:
     """Applies `jax.vmap` to a function of objects; without one, returns a decorator.
 
@@ -65,10 +58,10 @@ def vmap(
     Array([2., 2., 2.], dtype=float32)
     """
     mapped = lifting.vmap(
-        ObjectKind("vmap", *resolve_graph_options(**options)),
+        kind.ObjectKind("vmap", *settings.resolve_graph_options(**options)),
         f,
-        in_axes=as_axes(in_axes, "in_axes"),
-        out_axes=as_axes(out_axes, "out_axes"),
+        in_axes=state_roles.as_axes(in_axes, "in_axes"),
+        out_axes=state_roles.as_axes(out_axes, "out_axes"),
         axis_size=axis_size,
         axis_name=axis_name,
         spmd_axis_name=spmd_axis_name,
@@ -91,7 +84,7 @@ def pmap(
     axis_size: int | None = None,
     donate_argnums: int | Sequence[int] = (),
     transform_metadata: Mapping[Any, Any] = _NONE,
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> Callable[P, R]:
     """Maps a function of objects over devices, one index of the mapped axes per device.
 
@@ -111,11 +104,11 @@ def pmap(
         "pmap", "static_broadcasted_argnums", f, static_broadcasted_argnums
     )
     mapped = lifting.pmap(
-        ObjectKind("pmap", *resolve_graph_options(**options)),
+        kind.ObjectKind("pmap", *settings.resolve_graph_options(**options)),
         static.fn,
         axis_name="devices" if axis_name is None else axis_name,
-        in_axes=as_axes(in_axes, "in_axes"),
-        out_axes=as_axes(out_axes, "out_axes"),
+        in_axes=state_roles.as_axes(in_axes, "in_axes"),
+        out_axes=state_roles.as_axes(out_axes, "out_axes"),
         devices=devices,
         metadata=dict(transform_metadata),
     )
@@ -131,12 +124,12 @@ def pmap(
 def shard_map(
     f: Callable[P, R] = MISSING,
     *,
-    mesh: Mesh | AbstractMesh,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     in_specs: object,
     out_specs: object,
     axis_names: frozenset[str] | set[str] = frozenset(),
     check_vma: bool = True,
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> Callable[P, R]:
     """Applies `jax.shard_map` to a function of objects.
 
@@ -159,11 +152,11 @@ def shard_map(
     Array([1., 1., 1.], dtype=float32)
     """
     mapped = lifting.shard_map(
-        ObjectKind("shard_map", *resolve_graph_options(**options)),
+        kind.ObjectKind("shard_map", *settings.resolve_graph_options(**options)),
         f,
         mesh=mesh,
-        in_specs=as_roles(in_specs),
-        out_specs=as_roles(out_specs),
+        in_specs=state_roles.as_roles(in_specs),
+        out_specs=state_roles.as_roles(out_specs),
         axis_names=frozenset(axis_names),
         check_vma=check_vma,
     )
@@ -179,7 +172,7 @@ def transform_metadata(
     in_axes: Any = 0,
     out_axes: Any = 0,
     partition: str | None,
-    **options: Unpack[GraphOptions],
+    **options: Unpack[settings.GraphOptions],
 ) -> Callable[P, R]:
     """Returns `f` with the mapped axis removed from the metadata of its variables.
 
@@ -200,40 +193,40 @@ def transform_metadata(
     ('layers', 'model')
     """
     params = {PARTITION_NAME: partition}
-    in_roles, out_roles = as_roles(in_axes), as_roles(out_axes)
+    in_roles, out_roles = state_roles.as_roles(in_axes), state_roles.as_roles(out_axes)
 
     @functools.wraps(f)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = calls.bind_positional(f, args, kwargs) if kwargs else (args, kwargs)
         given = _mapped(args, in_roles, "in_axes")
-        call = current_call()
+        call = versions.current_call()
         # A transformation of objects moves the axes itself, and only needs the name.
         is_inside = call is not None and call.fn is wrapper
         for variable, axis in () if is_inside else given.values():
-            remove_axis(variable, axis, params)
+            spmd.remove_axis(variable, axis, params)
         result = f(*args, **kwargs)
         made = _mapped(result, out_roles, "out_axes")
         made = {key: item for key, item in made.items() if key not in given}
         for variable, axis in (made if is_inside else {**given, **made}).values():
             if is_inside:
-                name_next_axis(variable, partition)
+                spmd.name_next_axis(variable, partition)
             else:
-                add_axis(variable, axis, params)
+                spmd.add_axis(variable, axis, params)
         return result
 
     return wrapper
 
 
 def _mapped(tree: object, roles: object, what: str) -> dict[int, tuple[Variable[Any], int]]:
-    leaves = jax.tree.leaves(tree, is_leaf=is_object)
+    leaves = jax.tree.leaves(tree, is_leaf=kind.is_object)
     found: dict[int, tuple[Variable[Any], int]] = {}
-    for x, role in zip(leaves, broadcast_roles(roles, tree, is_object, what), strict=True):
-        if not is_object(x):
+    for x, role in zip(leaves, broadcast_roles(roles, tree, kind.is_object, what), strict=True):
+        if not kind.is_object(x):
             continue
-        of_object: Roles = carrier_roles(role)
-        flat = flatten_graph(x)
+        of_object: lifting.Roles = carrier_roles(role)
+        flat = graph.flatten_graph(x)
         for path, leaf in flat.items():
             axis = next((r for where, r in of_object if to_predicate(where)(path, leaf)), None)
-            if isinstance(leaf, Variable) and axis is not None and axis is not CARRY:
+            if isinstance(leaf, Variable) and axis is not None and axis is not lifting.CARRY:
                 found.setdefault(id(leaf), (leaf, axis))
     return found

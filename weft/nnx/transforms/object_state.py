@@ -21,9 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from weft.core.tracing import current_trace
-from weft.lifting import CARRY
-from weft.lifting.kind import CarryChanges
-from weft.lifting.trace_cache import IdentityKey
+from weft.lifting import CARRY, kind, trace_cache
 from weft.nnx import graph, versions
 from weft.nnx.filters import Everything, OfType, Path, Predicate, to_predicate
 from weft.nnx.pytree import Pytree, children, with_item
@@ -57,7 +55,7 @@ class StaticObjects(NamedTuple):
     places: tuple[tuple[int, int], ...]
     owners: tuple[tuple[int, Hashable] | None, ...]
     is_tracked: bool
-    changing: tuple[IdentityKey, ...]
+    changing: tuple[trace_cache.IdentityKey, ...]
     numbers: Sequence[int]
     records: bool
     origins: tuple[int | None, ...] | None = None
@@ -485,7 +483,7 @@ def is_recorded(variable: Variable[Any], recording: Recording) -> bool:
 
 
 def initial_groups(
-    made: list[Group | None], changes: CarryChanges | None
+    made: list[Group | None], changes: kind.CarryChanges | None
 ) -> tuple[list[Group | None], list[Group | None]]:
     """Returns the values with which a loop begins, and those of them that the loop reads.
 

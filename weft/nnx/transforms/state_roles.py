@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from weft.errors import TransformArgumentError
-from weft.lifting import CARRY, Roles
+from weft import errors, lifting
 from weft.lifting.roles import is_role
 from weft.nnx.filters import Filter, Path, PathIn, predicates, to_predicate
 from weft.nnx.pytree import Pytree, data_children
@@ -45,13 +44,13 @@ class _StateFilters:
         for matches, (_, role) in zip(self._predicates, self._items, strict=True):
             if matches(path, variable):
                 return role
-        raise TransformArgumentError(
+        raise errors.TransformArgumentError(
             f"no filter of {self!r} matches the {type(variable).__name__} at {path!r}; add `...` "
             "as the last one."
         )
 
     @property
-    def roles(self) -> Roles:
+    def roles(self) -> lifting.Roles:
         """The roles for `weft.lifting`."""
         roles = (_role(what) for _, what in self._items)
         return _RolesByFilter(self, zip(self._predicates, roles, strict=True))
@@ -71,7 +70,7 @@ def _name(x: object) -> str:
     return "..." if x is ... else x.__name__ if isinstance(x, type) else repr(x)
 
 
-class _RolesByFilter(Roles):
+class _RolesByFilter(lifting.Roles):
     source: _StateFilters
 
     def __new__(cls, source: _StateFilters, items: Iterable[tuple[Any, Any]]) -> "_RolesByFilter":
@@ -139,7 +138,7 @@ class DiffState:
 
 
 def _role(role: object) -> Any:
-    return CARRY if role is Carry else role
+    return lifting.CARRY if role is Carry else role
 
 
 def as_roles(prefix: object) -> Any:
@@ -161,13 +160,13 @@ def as_axes(prefix: object, name: str, has_carry: bool = False) -> Any:
     roles = as_roles(prefix)
 
     def check(role: object) -> None:
-        for one in role.roles if isinstance(role, Roles) else (role,):
-            if one is CARRY and not has_carry:
-                raise TransformArgumentError(
+        for one in role.roles if isinstance(role, lifting.Roles) else (role,):
+            if one is lifting.CARRY and not has_carry:
+                raise errors.TransformArgumentError(
                     f"{name} has a Carry, which only loops support; use an axis or None."
                 )
-            if not (one is None or one is CARRY or isinstance(one, int)):
-                raise TransformArgumentError(
+            if not (one is None or one is lifting.CARRY or isinstance(one, int)):
+                raise errors.TransformArgumentError(
                     f"{name} has {one!r}, a {type(one).__name__}, where an axis is expected; use "
                     "an integer, or None for an argument that is not mapped."
                 )
@@ -186,14 +185,14 @@ def _as_role(x: object) -> Any:
     if isinstance(x, Pytree):
         return _roles_of_object(x)
     if isinstance(x, Variable):
-        raise TransformArgumentError(
+        raise errors.TransformArgumentError(
             f"a {type(x).__name__} is given where an axis or a sharding is expected; replace it "
             "by the axis or sharding of the whole variable."
         )
     return _role(x)
 
 
-def _roles_of_object(prefix: Pytree) -> Roles:
+def _roles_of_object(prefix: Pytree) -> lifting.Roles:
     by_role: dict[Hashable, list[Path]] = {}
 
     def walk(x: object, path: Path) -> None:
@@ -206,7 +205,7 @@ def _roles_of_object(prefix: Pytree) -> Roles:
             by_role.setdefault(_role(x), []).append(path)
 
     walk(prefix, ())
-    return Roles(_by_paths(by_role))
+    return lifting.Roles(_by_paths(by_role))
 
 
 def _by_paths(by_value: Mapping[Hashable, Iterable[Path]]) -> list[tuple[PathIn, Any]]:

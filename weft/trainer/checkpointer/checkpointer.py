@@ -18,15 +18,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from weft.config import (
-    REQUIRED,
-    ConfigOr,
-    InstantiableConfig,
-    Required,
-    config_class,
-    config_for_function,
-    maybe_instantiate,
-)
+from weft import config
 from weft.distributed.preemption import broadcast_from_first, max_over_processes
 from weft.errors import CheckpointPolicyError, CheckpointSaveError, DamagedCheckpointError
 from weft.hierarchy.module import Module, nowrap
@@ -47,18 +39,18 @@ class BaseCheckpointer(Module):
 
     _needs_allow = ("dir",)  # a trainer sets it
 
-    @config_class
+    @config.config_class
     class Config(Module.Config):
         """Configures a BaseCheckpointer; `dir` is the directory of all checkpoints of the run."""
 
-        dir: Required[str] = REQUIRED
-        save_policy: InstantiableConfig[policy_lib.CheckpointPolicy] = config_for_function(
-            policy_lib.every_n_steps_policy
+        dir: config.Required[str] = config.REQUIRED
+        save_policy: config.InstantiableConfig[policy_lib.CheckpointPolicy] = (
+            config.config_for_function(policy_lib.every_n_steps_policy)
         )
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._save_policy: policy_lib.CheckpointPolicy = maybe_instantiate(cfg.save_policy)
+        self._save_policy: policy_lib.CheckpointPolicy = config.maybe_instantiate(cfg.save_policy)
 
     def __enter__(self) -> "BaseCheckpointer":
         return self
@@ -151,9 +143,9 @@ RestoreStateFilter = Callable[[Nested[Any]], Nested[Any]]
 _POLICY_STATE = "save_policy.json"
 
 
-def drop_learner_optimizer_cfg() -> InstantiableConfig[RestoreStateFilter]:
+def drop_learner_optimizer_cfg() -> config.InstantiableConfig[RestoreStateFilter]:
     """Returns the config of a filter that omits the optimizer state, to change the optimizer."""
-    return config_for_function(drop_learner_optimizer)
+    return config.config_for_function(drop_learner_optimizer)
 
 
 def drop_learner_optimizer() -> RestoreStateFilter:
@@ -194,7 +186,7 @@ class Checkpointer(BaseCheckpointer):
     (1, {'epoch': 1, 'w': array([0., 1., 2.])})
     """
 
-    @config_class
+    @config.config_class
     class Config(BaseCheckpointer.Config):
         """Configures a Checkpointer.
 
@@ -221,9 +213,9 @@ class Checkpointer(BaseCheckpointer):
         gc_loop_interval_seconds: float = 0
         storage: StateStorage.Config = OrbaxStateStorage.default_config()
         validation: index_lib.CheckpointValidationType | None = None
-        index_writer: ConfigOr[index_lib.IndexFileWriter] | None = None
+        index_writer: config.ConfigOr[index_lib.IndexFileWriter] | None = None
         summary_writer: SummaryWriter.Config | None = None
-        restore_state_filter: InstantiableConfig[RestoreStateFilter] | None = None
+        restore_state_filter: config.InstantiableConfig[RestoreStateFilter] | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -233,12 +225,14 @@ class Checkpointer(BaseCheckpointer):
                 "continues from the last checkpoint."
             )
         self._storage: StateStorage = cfg.storage.instantiate()
-        self._index_writer = maybe_instantiate(cfg.index_writer) or index_lib.write_index_file
-        self._filter = maybe_instantiate(cfg.restore_state_filter)
+        self._index_writer = (
+            config.maybe_instantiate(cfg.index_writer) or index_lib.write_index_file
+        )
+        self._filter = config.maybe_instantiate(cfg.restore_state_filter)
         self._keep_best = None if cfg.keep_best is None else cfg.keep_best.instantiate()
         if cfg.summary_writer is not None:
             writer = cfg.summary_writer
-            writer = writer if writer.dir is not REQUIRED else writer.clone(dir=cfg.dir)
+            writer = writer if writer.dir is not config.REQUIRED else writer.clone(dir=cfg.dir)
             self._add_child("summary_writer", writer)
         self._saving: int | None = None  # the step of the save in progress
         self._last_step: int | None = None  # saved or restored, so it need not be saved again

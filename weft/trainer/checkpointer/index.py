@@ -15,12 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft.config import similar_names
-from weft.errors import CheckpointStateError, CheckpointStructureError, DamagedCheckpointError
+from weft import config, errors, traverse_util
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.serialization.untrusted import read_json_file
 from weft.trainer.checkpointer.host_state import PythonSavable
-from weft.traverse_util import unflatten_dict
 from weft.typing import DType, Nested, PartitionSpec
 
 INDEX = "index"
@@ -83,7 +81,7 @@ def flatten_state(state: Nested[Any]) -> list[tuple[str, Any]]:
     paths = [path for path, _ in named]
     if len(set(paths)) != len(paths):
         twice = next(path for i, path in enumerate(paths) if path in paths[:i])
-        raise CheckpointStateError(
+        raise errors.CheckpointStateError(
             f"the state has two leaves with the path {twice!r}; a name may contain '/'. "
             "Rename one of them."
         )
@@ -127,7 +125,7 @@ def _entry(path: str, leaf: object) -> Entry:
         }
     if isinstance(leaf, bool | int | float | str):
         return leaf
-    raise CheckpointStateError(
+    raise errors.CheckpointStateError(
         f"the state holds an object of type {type(leaf).__qualname__} at {path!r}; a checkpoint "
         "takes arrays, Python numbers and strings, and objects with `get_state` and `set_state`."
     )
@@ -160,7 +158,7 @@ def read_index_file(ckpt_dir: str) -> list[tuple[str, Entry]]:
             raise ValueError(f"it has version {content['version']}, not {_VERSION}")
         return [(str(path), entry) for path, entry in content["index"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpointError(
+        raise errors.DamagedCheckpointError(
             f"{path!r} cannot be read as the index of a checkpoint ({error}). "
             "Restore another step, or use the version of Weft that wrote it.",
             damage=[f"{INDEX}: cannot be read ({error})"],
@@ -178,7 +176,7 @@ def read_state_spec(ckpt_dir: str) -> Nested[Any]:
         for path, entry in read_index_file(ckpt_dir)
         if not isinstance(entry, Mapping) or "shape" in entry
     }
-    return unflatten_dict(leaves, sep="/")
+    return traverse_util.unflatten_dict(leaves, sep="/")
 
 
 def _tensor_spec(entry: Mapping[str, Any]) -> TensorSpec:
@@ -240,7 +238,7 @@ def check_state_structure(
     )
 
     def describe_missing(path: str) -> str:
-        similar = similar_names(path, unused)
+        similar = config.similar_names(path, unused)
         hint = f" Did you mean {similar[0]!r}?" if similar else ""
         return f"state {_entry_text(wanted[path])}, not in the checkpoint.{hint}"
 
@@ -253,7 +251,7 @@ def check_state_structure(
     else:
         kind = ("CONTAINS_STATE" if extra else "EXACT") + ("_UP_TO_DTYPE" if dtypes else "")
         lines.append(f"To restore it nevertheless, set the checkpointer's validation to {kind!r}.")
-    raise CheckpointStructureError("\n".join(lines))
+    raise errors.CheckpointStructureError("\n".join(lines))
 
 
 def _list_some(paths: list[str], describe: Callable[[str], str]) -> list[str]:

@@ -13,14 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from weft.config import (
-    REQUIRED,
-    Configurable,
-    InstantiableConfig,
-    Required,
-    config_class,
-    maybe_instantiate,
-)
+from weft import config as config_lib
 from weft.distributed.preemption import DelayedMax
 from weft.errors import CheckpointPolicyError, did_you_mean
 from weft.trainer.checkpointer.host_state import RunState
@@ -100,17 +93,17 @@ def check_mode(mode: str | None, *, of: str) -> int:
     return 1 if mode == "max" else -1
 
 
-class EverySecondsPolicy(Configurable):
+class EverySecondsPolicy(config_lib.Configurable):
     """Policy that saves when some time has passed since the last save or the start of the run.
 
     With several processes, the first clock that reaches it decides; all save after the next step.
     """
 
-    @config_class
-    class Config(Configurable.Config):
+    @config_lib.config_class
+    class Config(config_lib.Configurable.Config):
         """Configures an EverySecondsPolicy; after `seconds`, the current step completes first."""
 
-        seconds: Required[float] = REQUIRED
+        seconds: config_lib.Required[float] = config_lib.REQUIRED
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -128,16 +121,20 @@ class EverySecondsPolicy(Configurable):
         return is_due
 
 
-class AnyPolicy(Configurable):
+class AnyPolicy(config_lib.Configurable):
     """Policy that saves when at least one of several policies does."""
 
-    @config_class
-    class Config(Configurable.Config):
-        policies: Required[Sequence[InstantiableConfig[CheckpointPolicy]]] = REQUIRED
+    @config_lib.config_class
+    class Config(config_lib.Configurable.Config):
+        policies: config_lib.Required[Sequence[config_lib.InstantiableConfig[CheckpointPolicy]]] = (
+            config_lib.REQUIRED
+        )
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self._policies: list[CheckpointPolicy] = [maybe_instantiate(p) for p in config.policies]
+        self._policies: list[CheckpointPolicy] = [
+            config_lib.maybe_instantiate(p) for p in config.policies
+        ]
         states = RunState({str(i): policy for i, policy in enumerate(self._policies)})
         self.get_state, self.set_state = states.get_state, states.set_state
 
@@ -146,7 +143,7 @@ class AnyPolicy(Configurable):
         return any(decisions)  # all are called, since some count steps
 
 
-class BestMetric(Configurable):
+class BestMetric(config_lib.Configurable):
     """Base of policies for steps at which a metric improves on its best value so far.
 
     The best value is saved with the run. The config of a subclass has `metric` and `mode`.
@@ -185,25 +182,25 @@ class BestMetric(Configurable):
 class BestMetricPolicy(BestMetric):
     """Policy that saves when a metric improves on its best value so far, also across restarts."""
 
-    @config_class
-    class Config(Configurable.Config):
+    @config_lib.config_class
+    class Config(config_lib.Configurable.Config):
         """Configures a BestMetricPolicy; `mode` is "max" if larger is better, else "min"."""
 
-        metric: Required[EvalMetric] = REQUIRED
+        metric: config_lib.Required[EvalMetric] = config_lib.REQUIRED
         mode: str | None = "max"
 
     def __call__(self, *, step: int, evaler_summaries: dict[str, Any]) -> bool:
         return bool(self.improves(step, evaler_summaries))
 
 
-class KeepBest(Configurable):
+class KeepBest(config_lib.Configurable):
     """Rule that keeps the checkpoints with the best values of a metric.
 
     Only checkpoints at whose step the evaler ran qualify: run both at the same steps.
     """
 
-    @config_class
-    class Config(Configurable.Config):
+    @config_lib.config_class
+    class Config(config_lib.Configurable.Config):
         """Configures a KeepBest.
 
         Attributes:
@@ -211,7 +208,7 @@ class KeepBest(Configurable):
             n: Number of checkpoints to keep.
         """
 
-        metric: Required[EvalMetric] = REQUIRED
+        metric: config_lib.Required[EvalMetric] = config_lib.REQUIRED
         mode: str = "max"
         n: int = 1
 

@@ -38,9 +38,8 @@ from weft.distributed.preemption import max_over_processes
 from weft.errors import CheckpointStateError, DamagedCheckpointError
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.serialization.untrusted import parse_json
-from weft.trainer.checkpointer import host_state
+from weft.trainer.checkpointer import dirs, host_state
 from weft.trainer.checkpointer import index as index_lib
-from weft.trainer.checkpointer.dirs import CommitGroup
 from weft.trainer.checkpointer.manifest import Manifest, has_manifest, read_manifest
 from weft.typing import Nested
 
@@ -163,7 +162,7 @@ class OrbaxStateStorage(StateStorage):
         leaves = index_lib.flatten_state(state)
         index = index_lib.build_index(state)
         arrays = {_array_name(path): _to_save(path, leaf) for path, leaf in leaves if _stored(leaf)}
-        processes = CommitGroup(ckpt_dir)
+        processes = dirs.CommitGroup(ckpt_dir)
         copied = threading.Event()  # the state may change from now on
 
         def save() -> None:

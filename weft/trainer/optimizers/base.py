@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from weft.config import InstantiableConfig, maybe_instantiate
-from weft.errors import TransformationTypeError
+from weft import config, errors
 from weft.hierarchy.base_layer import NestedParameterSpec
 from weft.hierarchy.module import current_context
 from weft.hierarchy.parameter_spec import FactorizationSpec, TensorSpec
@@ -89,7 +88,7 @@ class PartitionedGradientTransformation(NamedTuple):
 
 
 TransformationLike = (
-    PartitionedGradientTransformation | optax.GradientTransformation | InstantiableConfig
+    PartitionedGradientTransformation | optax.GradientTransformation | config.InstantiableConfig
 )
 
 
@@ -244,12 +243,12 @@ def as_partitioned(transformation: TransformationLike) -> PartitionedGradientTra
 
     Raises a TransformationTypeError for other values.
     """
-    made = maybe_instantiate(transformation)
+    made = config.maybe_instantiate(transformation)
     if isinstance(made, PartitionedGradientTransformation):
         return made
     if isinstance(made, optax.GradientTransformation):
         return with_partition_fn(made, mirrored_partition(made.init))
-    raise TransformationTypeError(
+    raise errors.TransformationTypeError(
         "an optimizer is a PartitionedGradientTransformation, an optax.GradientTransformation, or "
         f"a config of one; got {made!r} of type {type(made).__name__}."
     )

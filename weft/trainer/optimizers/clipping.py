@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from weft.config import maybe_instantiate
-from weft.errors import OptimizerArgumentError
+from weft import config, errors
 from weft.hierarchy.base_layer import NestedParameterSpec
 from weft.struct import VDict, map_blocks
 from weft.trainer.optimizers import base
@@ -206,11 +205,11 @@ def skip_and_clip_by_global_norm(
       OptimizerArgumentError: if `drop_norm` is a function and `grad_norm_ema_decay` is None.
     """
     transformation = base.as_partitioned(inner)
-    limit: Any = maybe_instantiate(drop_norm)
+    limit: Any = config.maybe_instantiate(drop_norm)
     norms = None
     if callable(limit):
         if grad_norm_ema_decay is None:
-            raise OptimizerArgumentError(
+            raise errors.OptimizerArgumentError(
                 "skip_and_clip_by_global_norm was given a function as drop_norm, but no "
                 "grad_norm_ema_decay for the statistics that the function needs; set for example "
                 "grad_norm_ema_decay=0.99."

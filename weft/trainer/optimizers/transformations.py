@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from weft.config import maybe_instantiate
+from weft import config, struct
 from weft.functional.arrays import to_ndim
-from weft.hierarchy.base_layer import NestedParameterSpec, ParameterSpec
-from weft.hierarchy.parameter_spec import FactorizationSpec, TensorSpec
-from weft.struct import map_blocks
+from weft.hierarchy import base_layer, parameter_spec
 from weft.trainer.optimizers import base
 from weft.trainer.schedule import Schedule, ScheduleFn, as_schedule_fn
 from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
@@ -117,7 +115,7 @@ def scale_update_per_param(
     per_param_scale: PerParamScale,
 ) -> base.PartitionedGradientTransformation:
     """Multiplies each update by the scale of its parameter; accepts the function or its config."""
-    scale_fn = maybe_instantiate(per_param_scale)
+    scale_fn = config.maybe_instantiate(per_param_scale)
     return base.stateless(
         lambda updates, params: jax.tree.map(lambda u, s: u * s, updates, scale_fn(params))
     )
@@ -133,7 +131,7 @@ def scale_by_param_block_rms(min_scale: float = 1e-3) -> base.PartitionedGradien
         return update * optax.safe_root_mean_squares(value, min_scale)
 
     return base.stateless(
-        lambda updates, params: map_blocks(scaled, updates, base.opt_param_values(params))
+        lambda updates, params: struct.map_blocks(scaled, updates, base.opt_param_values(params))
     )
 
 
@@ -155,7 +153,7 @@ def scale_by_trust_ratio(
         return trust_ratio.update(update, optax.EmptyState(), value)[0]
 
     return base.stateless(
-        lambda updates, params: map_blocks(scaled, updates, base.opt_param_values(params))
+        lambda updates, params: struct.map_blocks(scaled, updates, base.opt_param_values(params))
     )
 
 
@@ -194,7 +192,7 @@ def add_decayed_weights(
       per_param_scale: function, or a config of one, that returns factors for parameters whose layer
         sets no `weight_decay_scale`.
     """
-    scale_fn = maybe_instantiate(per_param_scale)
+    scale_fn = config.maybe_instantiate(per_param_scale)
     learning_rate_fn = as_schedule_fn(learning_rate)
     counts = learning_rate_exponent is not None
 
@@ -224,7 +222,7 @@ def l2_regularizer(
     """
     if not regularizer_weight:
         return base.identity()
-    scale_fn = maybe_instantiate(per_param_scale)
+    scale_fn = config.maybe_instantiate(per_param_scale)
     return base.stateless(
         lambda updates, params: _with_decay(updates, params, regularizer_weight, scale_fn)
     )
@@ -321,20 +319,20 @@ def ema(
         updates = jax.tree.map(lambda x, u: (x / correction).astype(u.dtype), averages, updates)
         return updates, EmaState(count, new_ema, new_scale)
 
-    def partition_fn(param_specs: NestedParameterSpec) -> EmaState:
+    def partition_fn(param_specs: base_layer.NestedParameterSpec) -> EmaState:
         specs = jax.tree.map(spec_of, param_specs), jax.tree.map(scale_spec_of, param_specs)
         return EmaState(base.COUNT_SPEC, *specs)
 
-    def spec_of(x: ParameterSpec | Tensor) -> base.OptStateSpec:
+    def spec_of(x: base_layer.ParameterSpec | Tensor) -> base.OptStateSpec:
         dtype = x.dtype if accumulator_dtype is None else accumulator_dtype
-        return TensorSpec(x.shape, dtype, getattr(x, "mesh_axes", None))
+        return parameter_spec.TensorSpec(x.shape, dtype, getattr(x, "mesh_axes", None))
 
-    def scale_spec_of(x: ParameterSpec | Tensor) -> base.OptStateSpec:
+    def scale_spec_of(x: base_layer.ParameterSpec | Tensor) -> base.OptStateSpec:
         spec = spec_of(x)
         if not jnp.issubdtype(jnp.dtype(spec.dtype), jnp.integer):
             return base.replicated((1,), jnp.float32)
         mesh_axes = None if spec.mesh_axes is None else spec.mesh_axes[1:]
-        return TensorSpec(spec.shape[1:], jnp.float32, mesh_axes)
+        return parameter_spec.TensorSpec(spec.shape[1:], jnp.float32, mesh_axes)
 
     return base.PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
 
@@ -394,7 +392,7 @@ def param_ema(*, decay: Schedule | None = None) -> base.PartitionedGradientTrans
         )
         return updates, ParamEmaState(optax.safe_increment(state.count), averages)
 
-    def partition_fn(param_specs: NestedParameterSpec) -> ParamEmaState:
+    def partition_fn(param_specs: base_layer.NestedParameterSpec) -> ParamEmaState:
         return ParamEmaState(base.COUNT_SPEC, base.copy_partition(param_specs))
 
     return base.PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
@@ -435,7 +433,7 @@ def scale_by_factored_rms(
     """
     decay_fn = as_schedule_fn(decay)
 
-    def row_and_col(spec: FactorizationSpec | None) -> tuple[int, int] | None:
+    def row_and_col(spec: parameter_spec.FactorizationSpec | None) -> tuple[int, int] | None:
         if not factored or spec is None or not {"row", "col"} <= set(spec.axes):
             return None
         return spec.axes.index("row"), spec.axes.index("col")
@@ -462,7 +460,7 @@ def scale_by_factored_rms(
         updates = jax.tree.map(lambda u, s: s[0], updates, steps)
         return updates, _state(count, moments)
 
-    def partition_fn(param_specs: NestedParameterSpec) -> optax.FactoredState:
+    def partition_fn(param_specs: base_layer.NestedParameterSpec) -> optax.FactoredState:
         specs = jax.tree.map(
             lambda s: _moment_spec(s, s.partition_spec, row_and_col(s.factorization)), param_specs
         )
@@ -482,18 +480,18 @@ def _state(count: Any, moments: Nested[_Moment]) -> optax.FactoredState:
 
 
 def _moment_spec(
-    param: base.OptParam | ParameterSpec,
+    param: base.OptParam | base_layer.ParameterSpec,
     mesh_axes: PartitionSpec | None,
     axes: tuple[int, int] | None,
 ) -> _Moment:
     shape = tuple(param.shape)
     unused = base.replicated((1,), jnp.float32)
     if axes is None:
-        return _Moment(unused, unused, TensorSpec(shape, jnp.float32, mesh_axes))
+        return _Moment(unused, unused, parameter_spec.TensorSpec(shape, jnp.float32, mesh_axes))
 
-    def without(axis: int) -> TensorSpec:
+    def without(axis: int) -> parameter_spec.TensorSpec:
         layout = None if mesh_axes is None else (*mesh_axes[:axis], *mesh_axes[axis + 1 :])
-        return TensorSpec((*shape[:axis], *shape[axis + 1 :]), jnp.float32, layout)
+        return parameter_spec.TensorSpec((*shape[:axis], *shape[axis + 1 :]), jnp.float32, layout)
 
     return _Moment(without(axes[0]), without(axes[1]), unused)
 

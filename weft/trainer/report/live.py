@@ -31,8 +31,7 @@ import jax
 
 from weft.distributed.watchdog import Watchdog
 from weft.errors import CheckpointSaveError, StatusPageError, WeftError
-from weft.trainer.display import Meter, Reading, duration_text, outermost_scalars
-from weft.trainer.progress import RunListener, RunningTrainer
+from weft.trainer import display, progress
 from weft.trainer.report.page import page, run_body
 from weft.trainer.report.results import TRAIN_SUMMARIES, Curves, Results, read_results
 from weft.typing import NestedTensor
@@ -61,7 +60,7 @@ setInterval(async () => {
 </script>"""
 
 
-class RunStatus(RunListener):
+class RunStatus(progress.RunListener):
     """Listener that records the status of a run for other threads."""
 
     def __init__(self, watchdog: Watchdog):
@@ -73,11 +72,11 @@ class RunStatus(RunListener):
         self._values: list[tuple[int, Mapping[str, Any]]] = []
         self._every_n_steps = 1
         self._evals: dict[str, list[tuple[int, dict[str, float]]]] = {}
-        self._meter = Meter(math.inf)
-        self._reading: Reading | None = None
+        self._meter = display.Meter(math.inf)
+        self._reading: display.Reading | None = None
         self._results = Results("a run that starts")
 
-    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> None:
+    def on_start(self, trainer: progress.RunningTrainer, resumed_from: int | None) -> None:
         directory, max_step = trainer.config.dir, trainer.config.max_step
         self._facts |= {
             "name": trainer.path(),
@@ -87,7 +86,7 @@ class RunStatus(RunListener):
             "resumed_from": resumed_from,
             "last_checkpoint": resumed_from,
         }
-        self._meter = Meter(max_step)
+        self._meter = display.Meter(max_step)
         self._results = Results(Path(directory).absolute().name)
         # Other machines may not see the directory.
         with contextlib.suppress(OSError, WeftError):
@@ -99,13 +98,13 @@ class RunStatus(RunListener):
         self._moments.append(time.monotonic())
         self._reading = self._meter.on_step(step, outputs, batch) or self._reading
         if step % self._every_n_steps == 0:
-            metrics = outermost_scalars(outputs.get("summaries", {}))
+            metrics = display.outermost_scalars(outputs.get("summaries", {}))
             self._values.append((step, {**metrics, "loss": outputs["loss"]}))
         if len(self._values) > _MAX_POINTS:
             self._values, self._every_n_steps = self._values[::2], 2 * self._every_n_steps
 
     def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
-        values = {key: float(value) for key, value in outermost_scalars(summaries).items()}
+        values = {key: float(value) for key, value in display.outermost_scalars(summaries).items()}
         self._evals.setdefault(name, []).append((step, values))
 
     def on_checkpoint(self, step: int) -> None:
@@ -177,9 +176,9 @@ class RunStatus(RunListener):
         status, reading = self.snapshot(), self._reading
         of_all = f" of {status['max_step']:,}" if status.get("max_step") else ""
         facts = {"step": f"{status['step']:,}{of_all}", "now": status["doing"]}
-        facts["elapsed"] = duration_text(status["seconds_running"])
+        facts["elapsed"] = display.duration_text(status["seconds_running"])
         if status["seconds_left"] is not None:
-            facts["remaining"] = duration_text(status["seconds_left"])
+            facts["remaining"] = display.duration_text(status["seconds_left"])
         if reading is not None and reading.per_second is not None:
             facts["speed"] = f"{reading.per_second:,.0f} {reading.unit}/s"
         elif status["steps_per_second"] is not None:

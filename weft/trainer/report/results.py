@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import RunDirError
+from weft.trainer import run_dir, run_lock
 from weft.trainer.report.charts import Point, finite
-from weft.trainer.run_dir import CONFIG_FILE, read_record
-from weft.trainer.run_lock import is_in_use
 from weft.trainer.summary_writer.event_file import SessionLog, read_events
 from weft.trainer.summary_writer.files import JSON_LINES_FILE, read_json_lines
 
@@ -95,8 +94,8 @@ def read_results(directory: str) -> Results:
 
     Raises RunDirError if the directory is not that of a run, or its record is damaged.
     """
-    config = Path(directory, CONFIG_FILE)
-    record = read_record(directory)
+    config = Path(directory, run_dir.CONFIG_FILE)
+    record = run_dir.read_record(directory)
     curves: dict[str, Curves] = {}
     times = []
     for folder in _summary_folders(directory):
@@ -107,7 +106,7 @@ def read_results(directory: str) -> Results:
                 of_reporter.setdefault(name, []).append((step, value))
     if not (config.exists() or record or curves):
         raise RunDirError(
-            f"{directory!r} is not the directory of a run: it has no {CONFIG_FILE} and no "
+            f"{directory!r} is not the directory of a run: it has no {run_dir.CONFIG_FILE} and no "
             f"{SUMMARIES_DIR}. Give the `dir` of a run, such as runs/lm."
         )
     return Results(
@@ -116,7 +115,7 @@ def read_results(directory: str) -> Results:
         curves={name: of for name, of in curves.items() if of},
         times=sorted(times),
         config=config.read_text() if config.exists() else "",
-        in_use=is_in_use(directory),
+        in_use=run_lock.is_in_use(directory),
     )
 
 

@@ -26,7 +26,6 @@ from weft.hierarchy.module import Module
 from weft.trainer.summary import SummaryKind
 from weft.trainer.summary_writer import event_file
 from weft.trainer.summary_writer.base import CheckpointerAction, PeriodicWriter, processor_zero_only
-from weft.trainer.summary_writer.event_file import EventFile
 from weft.typing import Nested
 
 _DEFAULT_FLUSH_SECONDS = 120.0
@@ -61,7 +60,7 @@ class SummaryWriter(PeriodicWriter):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._file: EventFile | None = None
+        self._file: event_file.EventFile | None = None
         self._max_queue = cfg.max_queue
         self._flush_seconds = (
             _DEFAULT_FLUSH_SECONDS if cfg.flush_ms is None else cfg.flush_ms / 1000
@@ -98,7 +97,7 @@ class SummaryWriter(PeriodicWriter):
         self._add(step, [event_file.scalar(name, value)])
 
     @contextlib.contextmanager
-    def as_default(self) -> Iterator[EventFile | None]:
+    def as_default(self) -> Iterator[event_file.EventFile | None]:
         """Yields the event file to code that makes its own protocol buffers.
 
         In the block, `file.add(proto, step)` writes one regardless of the interval; the file is
@@ -113,7 +112,7 @@ class SummaryWriter(PeriodicWriter):
     @processor_zero_only
     def flush(self) -> None:
         if self._file is not None:
-            self._write(EventFile.flush)
+            self._write(event_file.EventFile.flush)
             self._waiting = 0
             self._last_flush = time.monotonic()
 
@@ -134,10 +133,10 @@ class SummaryWriter(PeriodicWriter):
         if self._waiting > self._max_queue or is_old:
             self.flush()
 
-    def _write(self, action: Callable[[EventFile], Any]) -> None:
+    def _write(self, action: Callable[[event_file.EventFile], Any]) -> None:
         with self._errors_reported():
             try:
-                self._file = self._file or EventFile(self._dir)
+                self._file = self._file or event_file.EventFile(self._dir)
                 action(self._file)
             except OSError:
                 self._drop_file()  # it may end within a record; the next file is complete
