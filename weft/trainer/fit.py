@@ -162,9 +162,10 @@ def _series(directory: str) -> dict[str, np.ndarray]:
         return {}
     by_step: dict[int, dict[str, float]] = {}
     for record in read_json_lines(directory):
+        reported: dict[str, Any] = record.get("values", {})
         values = {
             _RENAMED.get(path, path.removeprefix("model/")): value
-            for path, value in record.get("values", {}).items()
+            for path, value in reported.items()
             if isinstance(value, int | float)
         }
         if values:

@@ -375,7 +375,8 @@ def _count_equation(
     inner = list(jaxprs_in_params(params))
     if not inner:
         # With a single array operand, such as a cast, transpose or slice, a weight stays a weight.
-        arrays = [s for v, s in zip(equation.invars, sources, strict=True) if v.aval.shape]
+        pairs = zip(equation.invars, sources, strict=True)
+        arrays = [source for v, source in pairs if getattr(v.aval, "shape", ())]
         return Counter(), arrays * len(computed) if len(arrays) == 1 else computed
     counted = [_count(jaxpr, _of_body(name, jaxpr, sources)) for jaxpr in inner]
     if name == "cond":
