@@ -88,6 +88,9 @@ class _Trace:
         paths: their paths.
     """
 
+    results: kind.Leaves
+    paths: list[jax.tree_util.KeyPath]
+
     def __init__(self, fn: Callable[..., Any], args: object, kwargs: object):
         given = kind.Leaves.of((args, kwargs), tabulate.is_array, None)
 

@@ -39,7 +39,7 @@ def test_object_refs_and_written_values_compare_by_value():
 
 def test_objects_among_the_arguments():
     m, n = Model(), Model()
-    at, names, rest, named = object_arguments(options(), (1.0, m, [n]), {"z": n, "a": m, "b": 2})
+    at, names, _, _ = object_arguments(options(), (1.0, m, [n]), {"z": n, "a": m, "b": 2})
     assert at == [(1, m)] and [name for name, _ in names] == ["a", "z"]
     assert has_objects([1, {"a": m}]) and has_objects(m.a) and not has_objects([1, None])
     with pytest.raises(TransformArgumentError, match="remove the argument there"):
