@@ -34,6 +34,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Else each operation of a program names all frames of the stack where it was traced: a tenth of the
+# time, and a program that two tests trace is two programs.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "1")
 # Users run Weft with it, and the first layer that adds axes silently would stop their program.
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
@@ -187,23 +190,20 @@ def _share_programs():
         compiled = functools.partial(
             compile_one, backend, module, devices, options, callbacks, *args
         )
-        is_shared = not (
-            callbacks
-            or getattr(of_thread, "is_ahead", False)
-            or compilation_cache_dir.value != directory  # the test counts its files
-        )
-        if not is_shared:
+        if callbacks or compilation_cache_dir.value != directory:  # the test counts its files
             return compiled()
-        text = io.BytesIO()
+        is_ahead = getattr(of_thread, "is_ahead", False)
+        operation, text = module.operation, io.BytesIO()
         with module.context:
-            operation = module.operation.clone()
-            operation.attributes["sym_name"] = ir.StringAttr.get("shared")
-            passes = passmanager.PassManager.parse("builtin.module(strip-debuginfo)")
-            passes.run(operation)
+            if not is_ahead:
+                operation = operation.clone()
+                operation.attributes["sym_name"] = ir.StringAttr.get("shared")
+                passes = passmanager.PassManager.parse("builtin.module(strip-debuginfo)")
+                passes.run(operation)
             operation.write_bytecode(file=text)
         digest = hashlib.sha256(text.getvalue()).digest()
         ids = tuple(device.id for device in devices.flat)
-        key = backend, digest, options.SerializeAsString(), ids
+        key = backend, digest, options.SerializeAsString(), ids, is_ahead
         program = programs.get(key)
         if program is None:
             program = compiled()
@@ -212,8 +212,8 @@ def _share_programs():
             programs[key] = program
         return program
 
-    def compile_alone(lowered, *args, **kwargs):
-        """Compiles for the caller alone, who may read the names and lines in the program."""
+    def compile_with_names(lowered, *args, **kwargs):
+        """Compiles for callers who may read the names and lines in the program, if these agree."""
         of_thread.is_ahead = True
         try:
             return compile_ahead(lowered, *args, **kwargs)
@@ -221,7 +221,7 @@ def _share_programs():
             of_thread.is_ahead = False
 
     compiler.compile_or_get_cached = compile_shared
-    stages.Lowered.compile = compile_alone  # pyright: ignore[reportAttributeAccessIssue]
+    stages.Lowered.compile = compile_with_names  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _traces_in_two_threads() -> int:
