@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ def _config(size: _Size, directory: str) -> Any:
 
 
 class _Trainable(Protocol):
-    def step(self, batch: dict[str, Any]) -> float: ...
+    def step(self, batch: dict[str, Any]) -> SupportsFloat: ...
 
 
 class TorchModel:
@@ -131,7 +131,7 @@ class TorchModel:
         logits = norm(x, self.final_norm) @ self.embedding.T
         return fn.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_raw_lm.PAD)
 
-    def step(self, batch: dict[str, Any]) -> float:
+    def step(self, batch: dict[str, Any]) -> SupportsFloat:
         """Trains on a batch of NumPy arrays; returns the loss."""
         torch = self.torch
         ids, labels = (
@@ -145,7 +145,7 @@ class TorchModel:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
         self.optimizer.step()
-        return loss.item()
+        return loss.detach()
 
 
 class _PlainJax:
@@ -156,9 +156,9 @@ class _PlainJax:
         optimizer, self.run = _raw_lm.make_step(peak_lr, max_step, unroll=True)
         self.state = optimizer.init(self.params)
 
-    def step(self, batch: dict[str, Any]) -> float:
+    def step(self, batch: dict[str, Any]) -> SupportsFloat:
         self.params, self.state, loss = self.run(self.params, self.state, batch)
-        return float(loss)
+        return loss
 
 
 class _Products:
@@ -187,7 +187,7 @@ class _Products:
 
         self.run = lambda: jax.block_until_ready(products(operands, results))
 
-    def step(self, batch: dict[str, Any]) -> float:
+    def step(self, batch: dict[str, Any]) -> SupportsFloat:
         self.run()
         return 0.0
 
@@ -218,7 +218,7 @@ def _serve(connection: Connection, make: Callable[..., dict[str, _Trainable]], *
     while request := connection.recv():
         name, batches = request
         start = time.perf_counter()
-        losses = [trainables[name].step(batch) for batch in batches]
+        losses = list(map(float, [trainables[name].step(batch) for batch in batches]))
         connection.send((losses, time.perf_counter() - start))
 
 
@@ -277,7 +277,7 @@ class _Alternating(RunListener):
 
 
 def _measured(size: _Size) -> _Alternating:
-    """Returns the seconds of a step in each block but the first, which compiles."""
+    """Runs the blocks; returns the seconds of a step in each but the first, which compiles."""
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         listener = _Alternating(size, stack)

@@ -457,3 +457,55 @@ def test_nnx_attention_is_the_same_with_and_without_weights(rate):
     np.testing.assert_allclose(
         nnx.dot_product_attention(q, q, q, **options), with_weights, rtol=1e-5, atol=1e-6
     )
+
+
+def test_attention_without_keys_is_0():
+    q, k = array(1, 2, 1, 4), array(1, 0, 1, 4)
+    assert dot_product_attention(q, k, k).tolist() == [[[[0.0] * 4], [[0.0] * 4]]]
+
+
+def test_scale_may_be_traced():
+    q, k, v = qkv()
+    scaled = jax.jit(lambda scale: dot_product_attention(q, k, v, scale=scale))(0.3)
+    np.testing.assert_allclose(scaled, dot_product_attention(q, k, v, scale=0.3), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_of_half_precision_are_those_of_probabilities(dtype):
+    """Gradients of weights that are not divided yet would underflow."""
+    q, k, v, cotangent = (jnp.asarray(array(1, 90, 1, 8) * 0.1, dtype) for _ in range(4))
+
+    def of_probs(q, k, v):
+        return attention_context(attention_probs(attention_logits(q, k) * 8**-0.5), v)
+
+    expected, actual = (
+        jax.vjp(fn, q, k, v)[1](cotangent) for fn in (of_probs, dot_product_attention)
+    )
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32))
+
+
+@pytest.mark.parametrize("implementation", ["plain", "blockwise"])
+def test_masks_have_all_axes_of_the_batch(implementation):
+    """Segments and positions of each of 2 × 2 sequences, against each sequence alone."""
+    q = array(2, 2, 3, 2, 4)
+    segments = jnp.asarray(RNG.integers(0, 2, (2, 2, 3)))
+    positions = jnp.asarray(RNG.integers(0, 3, (2, 2, 3)))
+
+    def attend(q, segments, positions):
+        mask = AttentionMask(causal_mask, positions, positions, segments)
+        return nnx.dot_product_attention(q, q, q, mask=mask, implementation=implementation)
+
+    together = attend(q, segments, positions)
+    for i in np.ndindex(2, 2):
+        alone = attend(q[i][None], segments[i][None], positions[i][None])[0]
+        np.testing.assert_allclose(together[i], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_queries_whose_keys_are_masked_or_padded_attend_to_all():
+    """As with weights: a bias of the lowest number does not push a query to masked keys."""
+    q = array(1, 3, 1, 4)
+    bias = jnp.full((1, 1, 3, 3), jnp.finfo(jnp.float32).min)
+    actual = nnx.dot_product_attention(q, q, q, bias=bias, mask=causal_mask)
+    expected = nnx.dot_product_attention(q, q, q, bias=bias, mask=causal_mask, module=nnx.Module())
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)

@@ -3,7 +3,7 @@
 Reads the arguments and reports errors. A command's module is imported on demand, so that
 `weft --help` does not wait for JAX. After a failed write to the standard output, a command that
 only prints ends: with its own code if the reader, such as `head`, closed the pipe, else with code 1
-and the reason. A training continues and saves.
+and the reason. A training continues and saves. On CPUs, `malloc` keeps freed memory.
 """
 
 import contextlib

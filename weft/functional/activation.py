@@ -20,7 +20,7 @@ ActivationFn = Callable[[Array], Array]
 
 
 def linear(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns `x`."""
+    """Returns `x`: the identity, not a linear map."""
     return x
 
 

@@ -116,9 +116,9 @@ def plain_attention(
 ) -> Float[Array, "*batch target heads value_dim"]:
     """Returns attention as `dot_product_attention` does, from the logits of all pairs.
 
-    The values are averaged with `exp(logit - largest)`, and the result is divided by the sum of
-    these weights. Neither pass computes an array of all pairs for the division, and the gradient
-    needs no sum over the source: it is that of the values, and of one number per query.
+    In float32, the values are averaged with `exp(logit - largest)`, and the result is divided by
+    the sum of these weights. Neither pass divides an array of all pairs, and the gradient needs no
+    sum over one: only products with the values, and a number per query.
 
     Args:
         drop: sets weights to 0 and scales up the others.
@@ -129,33 +129,35 @@ def plain_attention(
     (1, 3, 4, 2)
     """
     target, source = query.shape[-3], key.shape[-3]
-    if alibi_slopes is not None:
-        falling = embedding.alibi_bias(alibi_slopes, *mask.positions(target, source))
-        bias = falling if bias is None else bias + falling
     # The product as it is now: libraries of quantization replace it while a model runs.
     options = {"precision": precision, "dot_general": jax.lax.dot_general}
     logits = attention_logits(query, key, **options)
-    if scale != 1.0:
+    is_scaled = isinstance(scale, float) and scale == 1.0
+    if not is_scaled:
         logits = logits * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if logit_cap is not None:
+    if logit_cap:
         logits = cap_logits(logits, logit_cap)
-    allowed = mask.to_array(target, source) if mask.restricts else None
-    if allowed is not None:
+    if alibi_slopes is not None:
+        logits = _add_bias(
+            logits, embedding.alibi_bias(alibi_slopes, *mask.positions(target, source))
+        )
+    logits = _add_bias(logits, bias)
+    if mask.restricts:
+        allowed = mask.to_array(target, source)
         allowed = allowed.reshape(allowed.shape[-min(allowed.ndim, logits.ndim) :])
         if masked_gradient:
-            bias = (
-                attention_mask.bool_to_bias(allowed)
-                if bias is None
-                else bias + attention_mask.bool_to_bias(allowed)
-            )
-    logits = _add_bias(logits, bias)
-    if allowed is not None and not masked_gradient:
-        logits = jnp.where(allowed, logits, attention_mask.NEG_INF)
+            logits = _add_bias(logits, attention_mask.bool_to_bias(allowed))
+        else:
+            logits = jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
     weights, total = _weights_and_total(logits, logit_sink)
+    # In few bits, as weights are rounded to the dtype of the values, so would their gradients be.
+    divides_last = value.dtype == jnp.float32 and source > 0
+    if not divides_last:
+        weights = weights / total
     if drop is not None:
         weights = drop(weights)
-    context = attention_context(weights, value, preferred_element_type=jnp.float32, **options)
-    return (context / jnp.moveaxis(total, -3, -2)).astype(value.dtype)
+    context = attention_context(weights, value, **options)
+    return context / jnp.moveaxis(total, -3, -2) if divides_last else context
 
 
 def attention_logits(
@@ -470,7 +472,7 @@ def check_broadcastable(name: str, given: Array, full: tuple[int, ...]) -> None:
         )
 
 
-def without_weights(
+def attention_without_weights(
     implementation: AttentionImplementation | None,
     query: Float[Array, "*batch target heads dim"],
     key: Float[Array, "*batch source kv_heads dim"],
@@ -484,9 +486,9 @@ def without_weights(
     precision: jax.lax.PrecisionLike,
     only_plain: Mapping[str, bool],
 ) -> Float[Array, "*batch target heads value_dim"] | None:
-    """Returns attention by an implementation without weights, or None if it is to have them.
+    """Returns attention, or None if its weights must be computed.
 
-    The plain one has none in float32, where the softmax has the dtype of the logits.
+    Those of other dtypes than float32 must be for the plain implementation, as they are rounded.
 
     Args:
         only_plain: by its description, whether something is asked for that only weights allow.

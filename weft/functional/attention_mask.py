@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft import errors, struct
-from weft.functional.arrays import same_ndim
+from weft.functional.arrays import same_ndim, to_ndim
 from weft.typing import DType
 
 # Finite, so that a fully masked row has a softmax and a gradient; large enough that adding a
@@ -257,30 +257,29 @@ def evaluate_mask(
     mask_fn: MaskFn,
     query_positions: Int[Array, "*#batch target"],
     key_positions: Int[Array, "*#batch source"],
-) -> Bool[Array, "batch heads target source"]:
+) -> Bool[Array, "*batch heads target source"]:
     """Returns the mask of all pairs of positions, with axes for batch and heads.
 
     >>> evaluate_mask(causal_mask, jnp.array([[2], [0]]), jnp.arange(3)[None]).astype(int).tolist()
     [[[[1, 1, 1]]], [[[1, 0, 0]]]]
     """
     query_positions, key_positions = jnp.atleast_2d(query_positions, key_positions)
-    return _with_heads(mask_fn(query_positions[:, :, None], key_positions[:, None, :]))
-
-
-def _with_heads(mask: Bool[Array, "*batch target source"]) -> Bool[Array, "batch heads t s"]:
-    return mask if mask.ndim == 4 else mask[..., None, :, :].reshape(-1, 1, *mask.shape[-2:])
+    mask = mask_fn(query_positions[..., :, None], key_positions[..., None, :])
+    has_heads = mask.ndim > query_positions.ndim + 1
+    return mask if has_heads else mask[..., None, :, :]
 
 
 def segment_mask(
     query_segments: Int[Array, "*batch target"], key_segments: Int[Array, "*batch source"]
-) -> Bool[Array, "batch 1 target source"]:
+) -> Bool[Array, "*batch 1 target source"]:
     """Lets each position attend to the positions of its own segment.
 
     >>> ids = jnp.array([[1, 1, 2]])
     >>> segment_mask(ids, ids).astype(int).tolist()
     [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
     """
-    return _with_heads(query_segments[..., :, None] == key_segments[..., None, :])
+    mask = (query_segments[..., :, None] == key_segments[..., None, :])[..., None, :, :]
+    return to_ndim(mask, max(mask.ndim, 4))
 
 
 def bool_to_bias(mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -86,7 +86,7 @@ def stochastic_depth(
 ) -> Float[Array, " batch *rest"]:
     """Zeros a residual branch with probability `rate`, or scales it up (Huang et al., 2016).
 
-    The mode `"row"` decides per example, `"batch"` once for all.
+    Also called drop path. The mode `"row"` decides per example, `"batch"` once for all.
 
     Raises ArgumentValueError if `rate` is not in `[0, 1)`, or `mode` is unknown.
     """

@@ -64,7 +64,7 @@ class _KernelRefusal(Exception):
 def is_plain(
     implementation: AttentionImplementation | None, pairs: int, only_plain: str | None = None
 ) -> bool:
-    """Returns whether attention of a number of pairs of queries and keys is to be the plain one.
+    """Returns whether the plain implementation computes attention of a number of pairs.
 
     `only_plain` is what is asked for, where only the plain implementation can do it.
 

@@ -78,7 +78,8 @@ class LogitStatistics(NamedTuple):
     Attributes:
         log_normalizer: the logarithm of the softmax's denominator.
         expected: the mean of the logits, each weighted by the target's probability of the class.
-        likeliest: the class with the largest logit, the first of several; it has no gradient.
+        likeliest: the class with the largest logit, the first of several, without a gradient; the
+            number of classes if a logit is NaN.
     """
 
     log_normalizer: Float[Array, "*batch"]

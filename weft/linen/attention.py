@@ -140,7 +140,7 @@ def dot_product_attention(
         )
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
     attention.check_attention_shapes(query, key, value)
-    context = attention.without_weights(
+    context = attention.attention_without_weights(
         implementation,
         query,
         key,

@@ -407,7 +407,7 @@ class SpmdTrainer(Module):
         there.
 
         Args:
-            prng_key: seed of a new run.
+            prng_key: key of a new run, instead of that of `seed`.
             return_evaler_summaries: names of evalers to run at the end, or True for all.
             listener: receives the events of the run.
             progress: whether the first process shows the progress on the standard error: drawn in

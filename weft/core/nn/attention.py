@@ -263,7 +263,7 @@ def dot_product_attention(
     if dropout_rate > 0.0:
         rng = scope.make_rng("dropout") if dropout_rng is None else dropout_rng
     value = flat(value).astype(jnp.promote_types(dtype, value.dtype))
-    context = attention.without_weights(
+    context = attention.attention_without_weights(
         implementation, flat(query), flat(key), value, bias=bias,
         mask=AttentionMask() if mask is None else mask, dropout_rate=dropout_rate, dropout_rng=rng,
         broadcast_dropout=broadcast_dropout, precision=precision, only_plain={},

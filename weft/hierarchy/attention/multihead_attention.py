@@ -404,7 +404,7 @@ class MultiheadAttention(BaseLayer):
                 target_positions=query_positions, source_positions=key_positions
             )
         q_proj, probs = self._scale_query(q_proj, query_positions), None
-        context = self._fused_attention(q_proj, k_proj, v_proj, biases, "probs" in aux)
+        context = self._attention_without_probs(q_proj, k_proj, v_proj, biases, "probs" in aux)
         if context is None:
             context, probs = self._compute_attention(
                 q_proj=q_proj,
@@ -425,10 +425,10 @@ class MultiheadAttention(BaseLayer):
         return self.scale_query(q_proj, positions=positions)
 
     @nowrap
-    def _fused_attention(
+    def _attention_without_probs(
         self, q: Tensor, k: Tensor, v: Tensor, biases: bias_lib.BaseAttentionBias, wants_probs: bool
     ) -> Tensor | None:
-        """Returns the context, or None if it is to be computed from probabilities."""
+        """Returns the context, or None if the probabilities must be computed."""
         cfg = self.config
         rate = (self.dropout.config.rate if self.is_training else None) or 0.0
         only_plain = None

@@ -80,7 +80,7 @@ def dot_product_attention(
     if is_causal:
         structured = structured.restricted(functional.causal_mask)
     dropout_rate = 0.0 if deterministic else dropout_rate
-    context = attention.without_weights(
+    context = attention.attention_without_weights(
         implementation,
         query,
         key,
