@@ -30,9 +30,6 @@ from weft.trainer.optimizers import sgd_optimizer
 from weft.trainer.progress import RunListener
 from weft.trainer.trainer import SpmdTrainer
 
-# A process ends by force this soon after another is gone, not after ten seconds.
-vars(peers)["Peers"] = functools.partial(peers.Peers, end_seconds=4.0)
-
 fault = ""
 told = set()
 state_is_there = threading.Event()
@@ -206,6 +203,8 @@ def joined():
 def main():
     global fault
     directory, *faults = sys.argv[1:]
+    # A process ends by force this soon after another is gone, not after ten seconds.
+    vars(peers)["Peers"] = functools.partial(peers.Peers, end_seconds=4.0)
     with joined():
         trainers = {}
         for fault in faults:

@@ -182,7 +182,7 @@ def test_each_layer(run_of, of_calls, of_instructions):
 
 @pytest.mark.parametrize(
     ("run_of", "of_calls", "of_instructions"),
-    [(traced, 968, 28000), (traced_in_jits, 1064, 33000), (scanned, 2054, 59600)],
+    [(traced, 968, 28000), (traced_in_jits, 1064, 33000), (scanned, 2054, 59800)],
     ids=["traced", "traced in jits of their own", "scanned"],
 )
 def test_whole_trace(run_of, of_calls, of_instructions):

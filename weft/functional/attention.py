@@ -22,6 +22,7 @@ from weft.functional.arrays import to_ndim, without_none
 from weft.functional.attention_mask import AttentionMask, MaskFn
 from weft.functional.dropout import dropout, keep_mask
 from weft.functional.fused_attention import AttentionImplementation, fused_attention, is_plain
+from weft.functional.linear import products_are_replaced
 
 
 def dot_product_attention(
@@ -129,9 +130,7 @@ def plain_attention(
     (1, 3, 4, 2)
     """
     target, source = query.shape[-3], key.shape[-3]
-    # The product as it is now: libraries of quantization replace it while a model runs.
-    options = {"precision": precision, "dot_general": jax.lax.dot_general}
-    logits = attention_logits(query, key, **options)
+    logits = attention_logits(query, key, precision=precision)
     is_scaled = isinstance(scale, float) and scale == 1.0
     if not is_scaled:
         logits = logits * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -156,7 +155,7 @@ def plain_attention(
         weights = weights / total
     if drop is not None:
         weights = drop(weights)
-    context = attention_context(weights, value, **options)
+    context = attention_context(weights, value, precision=precision)
     return context / jnp.moveaxis(total, -3, -2) if divides_last else context
 
 
@@ -488,7 +487,8 @@ def attention_without_weights(
 ) -> Float[Array, "*batch target heads value_dim"] | None:
     """Returns attention, or None if its weights must be computed.
 
-    Those of other dtypes than float32 must be for the plain implementation, as they are rounded.
+    For the plain implementation they must be in dtypes other than float32, to which they are
+    rounded, and where a library replaces the products, to which they would be other operands.
 
     Args:
         only_plain: by its description, whether something is asked for that only weights allow.
@@ -502,7 +502,8 @@ def attention_without_weights(
     *batch, target, heads, _ = query.shape
     source = key.shape[-3]
     plain = is_plain(implementation, target * source, reason)
-    if plain and (reason is not None or query.dtype != jnp.float32):
+    needs_weights = reason is not None or query.dtype != jnp.float32 or products_are_replaced()
+    if plain and needs_weights:
         return None
     named = [("bias", bias)] if bias is not None else []
     for name, x in [*named, *(("mask", x) for x in mask.arrays)]:

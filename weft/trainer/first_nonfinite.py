@@ -178,7 +178,7 @@ def _count_common_names(module: str, parameter: str) -> int:
     return best
 
 
-class _IdleLearner(Module):
+class IdleLearner(Module):
     """Substitute for a learner that changes nothing.
 
     Attributes:
@@ -202,8 +202,8 @@ class _IdleLearner(Module):
         return ForwardBackwardOutputs(outputs, BackwardOutputs(updated_params=values))
 
 
-def _idle_learner(trained: frozenset[str] | None) -> _IdleLearner:
-    learner = _IdleLearner.default_config().set(name="learner").instantiate(parent=None)
+def _idle_learner(trained: frozenset[str] | None) -> IdleLearner:
+    learner = IdleLearner.default_config().set(name="learner").instantiate(parent=None)
     learner.trained = trained
     return learner
 
