@@ -34,4 +34,5 @@ def ask(name: str) -> Answer:
 def _answer(name: str) -> Answer:
     module = importlib.import_module(f"benchmarks.{name}")
     words = " ".join((module.__doc__ or "").split("\n\n")[0].split())
-    return Answer.of(words, results.here(), with_large_frame(module.run))
+    rows = with_large_frame(module.run)  # before a device is used, for settings of the process
+    return Answer.of(words, results.here(), rows)
