@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,37 +68,21 @@ def dot_product_attention(
     """
     _check_shared_heads(query, key)
     structured = attention_mask.as_attention_mask(mask)
-    context = fused_attention(
-        implementation,
-        query,
-        key,
-        value,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        mask=structured,
-        scale=scale,
-        logit_cap=logit_cap,
-        logit_sink=logit_sink,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        precision=precision,
-    )
+    options: dict[str, Any] = {
+        "bias": bias,
+        "alibi_slopes": alibi_slopes,
+        "mask": structured,
+        "scale": scale,
+        "logit_cap": logit_cap,
+        "logit_sink": logit_sink,
+        "precision": precision,
+    }
+    dropped = {"dropout_rate": dropout_rate, "dropout_key": dropout_key}
+    context = fused_attention(implementation, query, key, value, **options, **dropped)
     if context is not None:
         return context
     drop = functools.partial(dropout, rate=dropout_rate, prng_key=dropout_key)
-    return plain_attention(
-        query,
-        key,
-        value,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        mask=structured,
-        scale=scale,
-        logit_cap=logit_cap,
-        logit_sink=logit_sink,
-        drop=drop if dropout_rate else None,
-        precision=precision,
-    )
+    return plain_attention(query, key, value, **options, drop=drop if dropout_rate else None)
 
 
 def plain_attention(
@@ -131,8 +116,8 @@ def plain_attention(
     """
     target, source = query.shape[-3], key.shape[-3]
     logits = attention_logits(query, key, precision=precision)
-    is_scaled = isinstance(scale, float) and scale == 1.0
-    if not is_scaled:
+    is_one = isinstance(scale, float) and scale == 1.0  # it may be traced
+    if not is_one:
         logits = logits * (query.shape[-1] ** -0.5 if scale is None else scale)
     if logit_cap:
         logits = cap_logits(logits, logit_cap)
@@ -143,6 +128,7 @@ def plain_attention(
     logits = _add_bias(logits, bias)
     if mask.restricts:
         allowed = mask.to_array(target, source)
+        # It has four axes at least, logits without axes of a batch three.
         allowed = allowed.reshape(allowed.shape[-min(allowed.ndim, logits.ndim) :])
         if masked_gradient:
             logits = _add_bias(logits, attention_mask.bool_to_bias(allowed))
@@ -508,38 +494,29 @@ def attention_without_weights(
     named = [("bias", bias)] if bias is not None else []
     for name, x in [*named, *(("mask", x) for x in mask.arrays)]:
         check_broadcastable(name, x, (*batch, heads, target, source))
-    masked_gradient = False  # as in `attention_weights`
-    if plain:
-        drop = functools.partial(
-            drop_attention_weights,
-            rate=dropout_rate,
-            prng_key=dropout_rng,
-            broadcast=broadcast_dropout,
-        )
-        return plain_attention(
-            query / math.sqrt(query.shape[-1]),
+    options: dict[str, Any] = {
+        "bias": bias,
+        "mask": mask,
+        "masked_gradient": False,  # as in `attention_weights`
+        "precision": precision,
+    }
+    if not plain:
+        return fused_attention(
+            implementation,
+            query,
             key,
             value,
-            bias=bias,
-            mask=mask,
-            scale=1.0,
-            drop=drop if dropout_rate else None,
-            masked_gradient=masked_gradient,
-            precision=precision,
+            dropout_rate=dropout_rate,
+            dropout_key=dropout_rng,
+            broadcast_dropout=broadcast_dropout,
+            **options,
         )
-    return fused_attention(
-        implementation,
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_rng,
-        broadcast_dropout=broadcast_dropout,
-        masked_gradient=masked_gradient,
-        precision=precision,
+    drop = functools.partial(
+        drop_attention_weights, rate=dropout_rate, prng_key=dropout_rng, broadcast=broadcast_dropout
     )
+    query = query / math.sqrt(query.shape[-1])
+    drop = drop if dropout_rate else None
+    return plain_attention(query, key, value, scale=1.0, drop=drop, **options)
 
 
 def check_accepts_implementation(
