@@ -29,7 +29,7 @@ from weft.config import REQUIRED, ConfigBase, InstantiableConfig, Required, conf
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.functional import project
 from weft.hierarchy import param_init
-from weft.hierarchy.attention import qkv_linear
+from weft.hierarchy.attention import kv_cache, qkv_linear
 from weft.hierarchy.attention.feed_forward import TransformerFeedForwardLayer
 from weft.hierarchy.attention.multihead_attention import MultiheadAttention
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
@@ -472,7 +472,15 @@ class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
     def num_kv_heads(self) -> int:
         return self.layer.num_kv_heads
 
-    def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
+    def forward(
+        self,
+        query: Tensor,
+        *,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        kv_state: kv_cache.KVState | None = None,
+        query_positions: Tensor | None = None,
+    ) -> qkv_linear.BaseQKVLinear.Output:
         """Projects; see `BaseQKVLinear.forward`.
 
         Raises ArgumentValueError if keys or values have an adapter but another input than queries.

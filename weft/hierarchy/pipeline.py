@@ -112,7 +112,9 @@ class GPipeSchedule(BaseSchedule):
     Each device holds the inputs and results of all microbatches.
     """
 
-    def scan(self, fn, *, carry, state, xs, **scan_kwargs):
+    def scan(
+        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: Any
+    ) -> tuple[Any, Any]:
         def body(work: Any, x: tuple[Any, Any]) -> tuple[Any, Any]:
             entering, x = x
             work = jax.tree.map(lambda a, b: _replace_stage(b, 0, a[None]), entering, work)
@@ -147,7 +149,9 @@ class StreamSchedule(BaseSchedule):
                 "GPipeSchedule."
             )
 
-    def scan(self, fn, *, carry, state, xs, **scan_kwargs):
+    def scan(
+        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: Any
+    ) -> tuple[Any, Any]:
         n, per_stage = self.num_stages, self.num_microbatches // self.num_stages
 
         def body(buffers: Any, x: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -282,7 +286,9 @@ class Pipeline(Repeat):
         )
         return specs
 
-    def _run(self, fn, carry=None, *, xs=None):
+    def _run(
+        self, fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any = None, *, xs: Any = None
+    ) -> Repeat.Output:
         """Runs the pipeline.
 
         Args:

@@ -102,7 +102,9 @@ class IdentityCell(BaseRNNCell):
     def init_states(self, *, batch_size: int) -> NestedTensor:
         return {}
 
-    def extend_step(self, *, inputs, cached_states):
+    def extend_step(
+        self, *, inputs: Tensor, cached_states: NestedTensor
+    ) -> tuple[NestedTensor, Tensor]:
         return cached_states, inputs
 
 

@@ -140,8 +140,15 @@ class KVCache(BaseKVCache):
         return {name: self._zeros(shape, dtype) for name in ("key", "value")}
 
     def extend_step(
-        self, cached_states, *, k_proj, v_proj, key_positions, unpadded_len=None, page_pool=None
-    ):
+        self,
+        cached_states: dict[str, Any],
+        *,
+        k_proj: Tensor,
+        v_proj: Tensor,
+        key_positions: Tensor,
+        unpadded_len: Tensor | None = None,
+        page_pool: KVPages | None = None,
+    ) -> tuple[NestedTensor, KVState]:
         self._check_no_pages(page_pool)
         batch, max_len = cached_states["key"].shape[:2]
         at = _positions_to_write(k_proj, key_positions, unpadded_len, past_end=max_len)
@@ -178,8 +185,15 @@ class SlidingWindowKVCache(BaseKVCache):
         }
 
     def extend_step(
-        self, cached_states, *, k_proj, v_proj, key_positions, unpadded_len=None, page_pool=None
-    ):
+        self,
+        cached_states: dict[str, Any],
+        *,
+        k_proj: Tensor,
+        v_proj: Tensor,
+        key_positions: Tensor,
+        unpadded_len: Tensor | None = None,
+        page_pool: KVPages | None = None,
+    ) -> tuple[NestedTensor, KVState]:
         self._check_no_pages(page_pool)
         batch, step = k_proj.shape[:2]
         positions = jnp.broadcast_to(key_positions, (batch, step))
@@ -232,8 +246,15 @@ class PagedKVCache(BaseKVCache):
         return KVPages(self._zeros(pages, dtype), self._zeros(pages, dtype), indices)
 
     def extend_step(
-        self, cached_states, *, k_proj, v_proj, key_positions, unpadded_len=None, page_pool=None
-    ):
+        self,
+        cached_states: KVPages,
+        *,
+        k_proj: Tensor,
+        v_proj: Tensor,
+        key_positions: Tensor,
+        unpadded_len: Tensor | None = None,
+        page_pool: KVPages | None = None,
+    ) -> tuple[KVPages, KVState]:
         """Writes some positions and returns all pages; see `BaseKVCache.extend_step`.
 
         `page_pool` is the state whose pages to write to and to read, such as those of the sequences

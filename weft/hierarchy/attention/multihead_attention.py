@@ -636,7 +636,9 @@ class MultiheadAttentionXL(MultiheadAttention):
         with child_context("scale_query"):
             return self.scale_query.apply_per_dim_scale(self.scale_query.apply_norm(q_proj))
 
-    def _compute_logits(self, q_proj, k_proj, *, query_positions, key_positions):
+    def _compute_logits(
+        self, q_proj: Tensor, k_proj: Tensor, *, query_positions: Tensor, key_positions: Tensor
+    ) -> Tensor:
         u, v = self.parameters["u_bias"], self.parameters["v_bias"]
         length = k_proj.shape[1]
         distances = jnp.arange(length - 1, -length, -1)

@@ -309,7 +309,15 @@ class QLinear(BaseQKVLinear):
     def is_kv_sharing(cls, cfg: BaseQKVLinear.Config) -> bool:
         return True
 
-    def forward(self, query, *, kv_state, key=None, value=None, query_positions=None):
+    def forward(
+        self,
+        query: Tensor,
+        *,
+        kv_state: KVState,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        query_positions: Tensor | None = None,
+    ) -> BaseQKVLinear.Output:
         """Projects to queries; keys and values are those of `kv_state`.
 
         Raises:

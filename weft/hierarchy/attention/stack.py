@@ -157,7 +157,9 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
         names = [f"layer{i}" for i in range(self.config.num_layers)]
         return [(name, getattr(self, name)) for name in names]
 
-    def _forward_for_mode(self, mode, cached_states, data, **layer_kwargs):
+    def _forward_for_mode(
+        self, mode: ForwardMode, cached_states: dict[str, Any], data: Tensor, **layer_kwargs: Any
+    ) -> tuple[NestedTensor, Output]:
         cfg = self.config
         return_aux = layer_kwargs.get("return_aux")
         scanned = _pop_scanned(cfg.scan_kwargs, layer_kwargs)
@@ -256,10 +258,12 @@ class SingleChildStack(BaseStackedTransformerLayer):
 
     _decoding_child: ClassVar[str]
 
-    def forward(self, data, **kwargs):
+    def forward(self, data: Tensor, **kwargs) -> Output:
         return getattr(self, self._decoding_child)(data, **kwargs)
 
-    def extend_step(self, cached_states, data, *, is_prefill=False, **kwargs):
+    def extend_step(
+        self, cached_states: dict[str, Any], data: Tensor, *, is_prefill: bool = False, **kwargs
+    ) -> tuple[NestedTensor, Output]:
         name = self._decoding_child
         child, states = getattr(self, name), cached_states[name]
         states, output = child.extend_step(states, data, is_prefill=is_prefill, **kwargs)

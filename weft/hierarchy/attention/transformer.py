@@ -366,11 +366,18 @@ class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
         self._add_child("layer", cfg.layer.set(input_dim=cfg.input_dim))
         self._add_child("adapter", cfg.adapter.set(input_dim=cfg.input_dim, hidden_dim=hidden_dim))
 
-    def forward(self, data, **kwargs):
+    def forward(self, data: Tensor, **kwargs: Any) -> BaseTransformerLayer.Output:
         output = self.layer(data, **kwargs)
         return output._replace(data=self.adapter(output.data))
 
-    def extend_step(self, cached_states, data, *, is_prefill=False, **kwargs):
+    def extend_step(
+        self,
+        cached_states: dict[str, Any],
+        data: Tensor,
+        *,
+        is_prefill: bool = False,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
         states = cached_states["layer"]
         states, output = self.layer.extend_step(states, data, is_prefill=is_prefill, **kwargs)
         return {"layer": states}, output._replace(data=self.adapter(output.data))

@@ -51,7 +51,9 @@ class ClassificationMetric(BaseClassificationMetric):
 
         label_smoothing: float = 0.0
 
-    def forward(self, logits, *, labels, soft_labels=None):
+    def forward(
+        self, logits: Tensor, *, labels: Tensor, soft_labels: Tensor | None = None
+    ) -> Tensor:
         mask = self._label_mask(labels)
         loss, _ = functional.cross_entropy(
             logits,
@@ -81,7 +83,9 @@ class BinaryClassificationMetric(BaseClassificationMetric):
         num_classes: int = 2
         prediction_threshold: float = 0.5
 
-    def forward(self, logits, *, labels, soft_labels=None):
+    def forward(
+        self, logits: Tensor, *, labels: Tensor, soft_labels: Tensor | None = None
+    ) -> Tensor:
         """Reports metrics and returns the loss, `Float[Array, ""]`.
 
         Args:
@@ -110,7 +114,9 @@ class BinaryClassificationMetric(BaseClassificationMetric):
 class CategoricalHingeLossMetric(BaseClassificationMetric):
     """Hinge loss; reports `loss` and `accuracy`."""
 
-    def forward(self, logits, *, labels, soft_labels=None):
+    def forward(
+        self, logits: Tensor, *, labels: Tensor, soft_labels: Tensor | None = None
+    ) -> Tensor:
         mask = self._label_mask(labels)
         if soft_labels is None:
             soft_labels = jax.nn.one_hot(labels, self.config.num_classes)
