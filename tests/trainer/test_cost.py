@@ -75,9 +75,9 @@ def tracing(make, n):
 # For each further layer of the decoder, in Weft: calls and instructions; equations of the jaxpr,
 # operations of the program.
 COSTS = {
-    "hierarchy": (of_hierarchy, 1480, 50_600, 120, 154),
-    "linen": (of_linen, 1290, 32_600, 117, 156),
-    "nnx": (of_nnx, 2590, 72_800, 118, 151),
+    "hierarchy": (of_hierarchy, 1480, 50_600, 119, 153),
+    "linen": (of_linen, 1290, 32_600, 113, 153),
+    "nnx": (of_nnx, 2590, 72_800, 115, 149),
 }
 
 

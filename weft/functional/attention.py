@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import attention_mask, embedding
-from weft.functional.arrays import to_ndim, without_none
+from weft.functional.arrays import INLINE, to_ndim, without_none
 from weft.functional.attention_mask import AttentionMask, MaskFn
 from weft.functional.dropout import dropout, keep_mask
 from weft.functional.fused_attention import AttentionImplementation, fused_attention, is_plain
@@ -142,7 +142,7 @@ def plain_attention(
     if drop is not None:
         weights = drop(weights)
     context = attention_context(weights, value, precision=precision)
-    return context / jnp.moveaxis(total, -3, -2) if divides_last else context
+    return _divided(context, total) if divides_last else context
 
 
 def attention_logits(
@@ -220,6 +220,8 @@ def attention_probs(
     return weights / total
 
 
+# Traced once, as `jax.nn.softmax` is.
+@functools.partial(jax.jit, inline=INLINE)
 def _weights_and_total(
     logits: Float[Array, "*batch heads target source"], logit_sink: Float[Array, " heads"] | None
 ) -> tuple[Float[Array, "*batch heads target source"], Float[Array, "*batch heads target 1"]]:
@@ -233,6 +235,13 @@ def _weights_and_total(
     weights = jnp.exp(logits - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     return weights, total if sink is None else total + jnp.exp(sink - largest)
+
+
+@functools.partial(jax.jit, inline=INLINE)
+def _divided(
+    context: Float[Array, "*batch target heads dim"], total: Float[Array, "*batch heads target 1"]
+) -> Float[Array, "*batch target heads dim"]:
+    return context / jnp.moveaxis(total, -3, -2)
 
 
 def attention_context(

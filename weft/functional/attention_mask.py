@@ -207,8 +207,10 @@ class AttentionMask(struct.PyTreeNode):
         if self.query_segments is not None:
             keys = self.query_segments if self.key_segments is None else self.key_segments
             masks.append(segment_mask(self.query_segments, keys))
-        masks += self.arrays
-        return functools.reduce(jnp.logical_and, same_ndim(*masks, jnp.ones((1,) * 4, bool)))
+        masks += (jnp.asarray(x, bool) for x in self.arrays)
+        ndim = max([4, *map(jnp.ndim, masks)])
+        masks = [to_ndim(x, ndim) for x in masks] or [jnp.ones((1,) * 4, bool)]
+        return functools.reduce(jnp.logical_and, masks)
 
     @property
     def restricts(self) -> bool:
