@@ -206,7 +206,7 @@ def product_of_matrices(
     numbers = ((1,), (1 if first else 0,)), ((), ())
     y = jax.lax.dot_general(rows, matrix, numbers, precision, preferred_element_type)
     y = jax.lax.reshape(y, (*batch, *features))
-    return y if bias is None else add_bias(y, bias)
+    return y if bias is None else _plus_bias(y, bias)
 
 
 def project(
@@ -336,8 +336,14 @@ def add_bias(
     >>> add_bias(jnp.ones((2, 3, 2)), jnp.array([[1.0, 2.0], [3.0, 4.0]]), 1)[:, 0].tolist()
     [[2.0, 3.0], [4.0, 5.0]]
     """
+    return _plus_bias(y, bias, n_batch)
+
+
+def _plus_bias(y: Array, bias: Array, n_batch: int = 0) -> Array:
     missing = range(n_batch, n_batch + y.ndim - bias.ndim)
-    return y + jax.lax.expand_dims(bias, missing) if missing else y + bias
+    bias = jax.lax.expand_dims(bias, missing) if missing else bias
+    # `+` is traced for longer, since it promotes.
+    return jax.lax.add(y, bias) if y.dtype == bias.dtype != bool else y + bias
 
 
 def broadcast_bias(

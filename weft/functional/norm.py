@@ -263,9 +263,9 @@ def _divide_by_root(x: Array, square: Array, eps: float) -> Array:
 
 def _affine(y: Array, scale: Array | None, bias: Array | None, dtype: DTypeLike) -> Array:
     if scale is not None:
-        y = y * _match_operand(scale, y)
+        y = jax.lax.mul(y, _match_operand(scale, y))
     if bias is not None:
-        y = y + _match_operand(bias, y)
+        y = jax.lax.add(y, _match_operand(bias, y))
     return cast(y, dtype)
 
 
