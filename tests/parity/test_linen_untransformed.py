@@ -135,8 +135,13 @@ def lifted_inside(nn, lifted, around):
     return y, variables, Model().apply(variables, X, rngs=rngs)
 
 
-@pytest.mark.parametrize("around", RAW)
-@pytest.mark.parametrize("lifted", lifted_functions(weft_nn))
+@pytest.mark.parametrize(
+    ("lifted", "around"),
+    [
+        *((lifted, around) for lifted in lifted_functions(weft_nn) for around in ("vmap", "scan")),
+        *(("vmap", around) for around in RAW if around not in ("vmap", "scan")),
+    ],
+)
 def test_lifted_functions_create_equal_variables(lifted, around):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
