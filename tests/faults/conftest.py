@@ -1,6 +1,8 @@
 """Starts `training.py` as real processes, waits for where a fault comes, reads what they say."""
 
 import contextlib
+import functools
+import inspect
 import json
 import os
 import queue
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,7 @@ class Server:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._ordering = threading.Lock()
         self._started = queue.SimpleQueue()
         self.codes = {}
         self.changed = threading.Condition()
@@ -54,8 +58,9 @@ class Server:
                     self.changed.notify_all()
 
     def start(self, **order):
-        print(json.dumps(order), file=self._popen.stdin, flush=True)
-        return self._started.get(timeout=PATIENCE_SECONDS)
+        with self._ordering:
+            print(json.dumps(order), file=self._popen.stdin, flush=True)
+            return self._started.get(timeout=PATIENCE_SECONDS)
 
     def close(self):
         with self._popen as popen:
@@ -129,29 +134,72 @@ def server():
     server.close()
 
 
-@pytest.fixture
-def start(tmp_path, server):
+class Starter:
     """Starts processes that train together; those that are left at the end are killed."""
-    started = []
 
-    def start_processes(*faults, num=2, **variables):
+    def __init__(self, server, directory):
+        self._server, self._directory, self._started = server, directory, []
+
+    def __call__(self, *faults, num=2, **variables):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{s.getsockname()[1]}"
-        env = server.env | {
+        env = self._server.env | {
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_NUM_PROCESSES": str(num),
             **variables,
         }
-        count = len(started)
         for i in range(num):
             env["JAX_PROCESS_ID"] = str(i)
-            directory = tmp_path / f"process_{count + i}"
-            started.append(Process(server, [tmp_path / "run", *faults], env, directory))
-        return started[count:]
+            directory = self._directory / f"process_{len(self._started)}"
+            arguments = [self._directory / "run", *faults]
+            self._started.append(Process(self._server, arguments, env, directory))
+        return self._started[-num:]
 
-    yield start_processes
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            process.send(signal.SIGKILL)
-        process.code()
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        for process in self._started:
+            with contextlib.suppress(ProcessLookupError):
+                process.send(signal.SIGKILL)
+            process.code()
+
+
+# Held until processes are where a fault comes, so that their start does not slow down others'.
+starting = threading.Lock()
+
+
+def concurrent(scenario):
+    """Makes a test of a function of `start`; all of a module run at the same time, as most wait."""
+
+    @functools.wraps(scenario)
+    def test(scenarios, request, **params):
+        scenarios[request.node.nodeid].result()
+
+    names = [name for name in inspect.signature(scenario).parameters if name != "start"]
+    test.__signature__ = inspect.Signature(
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+        for name in ("scenarios", "request", *names)
+    )
+    return test
+
+
+@pytest.fixture(scope="module")
+def scenarios(request, server, tmp_path_factory):
+    """Runs the scenarios of all tests of a module that were selected, each in a thread."""
+    items = [
+        item
+        for item in request.session.items
+        if item.path == request.path
+        and "scenarios" in item.fixturenames
+        and (SOAKING or not item.get_closest_marker("soak"))
+    ]
+
+    def run(item):
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        with Starter(server, tmp_path_factory.mktemp("scenario")) as start:
+            item.function.__wrapped__(start, **params)
+
+    with futures.ThreadPoolExecutor(len(items)) as pool:
+        yield {item.nodeid: pool.submit(run, item) for item in items}

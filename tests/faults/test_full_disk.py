@@ -7,7 +7,7 @@ from weft.errors import CheckpointSaveError
 from weft.trainer.checkpointer import Checkpointer
 from weft.trainer.progress import RunListener
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_device")]
 
 
 class Filler(RunListener):

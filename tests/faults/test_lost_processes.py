@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from tests.faults.conftest import concurrent, starting
+
 pytestmark = pytest.mark.long
 
 BOUND_SECONDS = 40.0
@@ -18,28 +20,11 @@ def ends(process, since):
     return code
 
 
-# Joined by Weft, and by a program that knows JAX alone.
-@pytest.mark.parametrize(
-    ("killed", "variables"),
-    [
-        pytest.param(1, {"JOINED_BY_JAX": "1"}, id="the last, joined by JAX"),
-        pytest.param(0, {}, id="the first", marks=pytest.mark.soak),
-        pytest.param(1, {}, id="the last", marks=pytest.mark.soak),
-    ],
-)
-def test_killed_process_is_named(start, killed, variables):
-    processes = start("stepping", **variables)
-    processes[1].wait_for("here stepping")
-    victim, other = processes[killed], processes[1 - killed]
-    victim.send(signal.SIGKILL)
-    assert ends(other, time.monotonic()) not in (0, -signal.SIGKILL)
-    assert f"process {killed} of 2 (host " in other.told and f"pid {victim.pid})" in other.told
-    assert "has ended without notice, killed or crashed" in other.told
-
-
+@concurrent
 def test_four_processes_stop_resume_and_detect_freeze(start):
-    processes = start("waiting", "stepping", num=4, WEFT_HEARTBEAT_TIMEOUT_SECONDS="8")
-    processes[3].wait_for("here waiting")
+    with starting:
+        processes = start("waiting", "stepping", num=4, WEFT_HEARTBEAT_TIMEOUT_SECONDS="8")
+        processes[3].wait_for("here waiting")
     processes[3].send(signal.SIGTERM)
     done = [process.done() for process in processes]
     ((step, reason),) = {tuple(d["ended"]) for d in done}
@@ -56,9 +41,32 @@ def test_four_processes_stop_resume_and_detect_freeze(start):
         assert frozen in process.told
 
 
+# Joined by Weft, and by a program that knows JAX alone.
+@pytest.mark.parametrize(
+    ("killed", "variables"),
+    [
+        pytest.param(1, {"JOINED_BY_JAX": "1"}, id="the last, joined by JAX"),
+        pytest.param(0, {}, id="the first", marks=pytest.mark.soak),
+        pytest.param(1, {}, id="the last", marks=pytest.mark.soak),
+    ],
+)
+@concurrent
+def test_killed_process_is_named(start, killed, variables):
+    with starting:
+        processes = start("stepping", **variables)
+        processes[1].wait_for("here stepping")
+    victim, other = processes[killed], processes[1 - killed]
+    victim.send(signal.SIGKILL)
+    assert ends(other, time.monotonic()) not in (0, -signal.SIGKILL)
+    assert f"process {killed} of 2 (host " in other.told and f"pid {victim.pid})" in other.told
+    assert "has ended without notice, killed or crashed" in other.told
+
+
+@concurrent
 def test_process_missing_at_first_step_is_named(start):
-    first, second, absent = start("absent", num=3)
-    absent.wait_for("here absent")
+    with starting:
+        first, second, absent = start("absent", num=3)
+        absent.wait_for("here absent")
     now = time.monotonic()
     for process in (first, second):
         assert ends(process, now) == 1
@@ -71,9 +79,11 @@ def test_process_missing_at_first_step_is_named(start):
     assert "in _disturb" in absent.told  # where it is
 
 
+@concurrent
 def test_wait_for_unstarted_process_is_bounded(start):
-    first, absent = start("unstarted", JOINED_BY_JAX="1")
-    absent.wait_for("here unstarted")
+    with starting:
+        first, absent = start("unstarted", JOINED_BY_JAX="1")
+        absent.wait_for("here unstarted")
     assert ends(first, time.monotonic()) == 1
     assert (
         "weft: process 0 of 2 waited for the other processes of its run, and some did not come "
@@ -82,9 +92,11 @@ def test_wait_for_unstarted_process_is_bounded(start):
     assert ends(absent, time.monotonic()) != 0
 
 
+@concurrent
 def test_process_hanging_in_restore_is_named(start):
-    first, hanging = start("ending", "restoring")
-    hanging.wait_for("here restoring")
+    with starting:
+        first, hanging = start("ending", "restoring")
+        hanging.wait_for("here restoring")
     now = time.monotonic()
     assert ends(first, now) == 1
     assert (
@@ -95,9 +107,11 @@ def test_process_hanging_in_restore_is_named(start):
     assert "in restore_from_dir" in hanging.told  # where it is
 
 
+@concurrent
 def test_failed_input_saves_on_all_and_is_named(start):
-    first, second = start("failing")
-    steps = [process.done() for process in (first, second)]
+    with starting:
+        first, second = start("failing")
+        steps = [process.done() for process in (first, second)]
     assert [s["steps"] for s in steps] == [[s["saved"][0]] for s in steps]
     assert steps[0]["saved"] == steps[1]["saved"] != []
     now = time.monotonic()
@@ -108,9 +122,11 @@ def test_failed_input_saves_on_all_and_is_named(start):
     assert failure in first.told and "The training up to this point is saved." in first.told
 
 
+@concurrent
 def test_hanging_process_prints_stack_and_is_named(start):
-    first, second = start("hanging")
-    second.wait_for("here hanging")
+    with starting:
+        first, second = start("hanging")
+        second.wait_for("here hanging")
     now = time.monotonic()
     assert ends(second, now) == -signal.SIGABRT
     assert "No progress for" in second.told and "while waiting for the input of" in second.told

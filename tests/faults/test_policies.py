@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from tests.faults.conftest import concurrent
+
 pytestmark = pytest.mark.long
 
 # Of a save that is under way, and of a machine that is busy.
@@ -20,6 +22,7 @@ def done(processes, phase):
     return told[0] | {name: max(t[name] for t in told) for name in beside}
 
 
+@concurrent
 def test_processes_agree_and_abandon_compilers(start):
     processes = start("policies")
     first = done(processes, "policies")

@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from tests.faults.conftest import concurrent
+
 pytestmark = pytest.mark.long
 
 # Of a step, a batch or a save that is under way, and of a machine that is busy.
@@ -44,6 +46,7 @@ PHASES = ["stepping", "evaluating", "waiting", "saving", "compiling"]
         pytest.param(4, PHASES, id="4", marks=pytest.mark.soak),
     ],
 )
+@concurrent
 def test_all_processes_stop_in_each_phase(start, num, phases):
     processes = start(*phases, num=num)
     before = {"steps": []}

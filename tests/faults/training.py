@@ -20,6 +20,7 @@ from weft.distributed import peers
 from weft.distributed.preemption import still_compiling
 from weft.errors import InputReadError
 from weft.hierarchy.base_layer import BaseModel, ParameterSpec
+from weft.input import prefetch
 from weft.input.fake import EmptyInput, FakeDataset, FakeIterator
 from weft.launch.distributed import joined_processes
 from weft.trainer.checkpointer import Checkpointer, OrbaxStateStorage
@@ -126,7 +127,7 @@ class SlowStorage(OrbaxStateStorage):
         def slow(**committed):
             if fault == "saving":
                 report_phase("saving")
-                time.sleep(1.0)
+                time.sleep(0.6)
             on_commit_callback(**committed)
 
         super().save_to_dir(on_commit_callback=slow, **kwargs)
@@ -205,6 +206,8 @@ def main():
     directory, *faults = sys.argv[1:]
     # A process ends by force this soon after another is gone, not after ten seconds.
     vars(peers)["Peers"] = functools.partial(peers.Peers, end_seconds=4.0)
+    # Nor does a stop wait ten seconds for the thread that waits for its input.
+    vars(prefetch)["_CLOSE_TIMEOUT_SECONDS"] = 0.5
     with joined():
         trainers = {}
         for fault in faults:
