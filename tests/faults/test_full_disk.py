@@ -2,9 +2,10 @@
 
 import pytest
 
-from weft.cli.configs import load_config
+from tests.faults import training
+from weft.config import config_for_function
 from weft.errors import CheckpointSaveError
-from weft.trainer.checkpointer import Checkpointer
+from weft.trainer.checkpointer import Checkpointer, OrbaxStateStorage, every_n_steps_policy
 from weft.trainer.progress import RunListener
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_device")]
@@ -33,9 +34,13 @@ class Filler(RunListener):
 
 
 def run(disk, filler, max_step):
-    words = [f"dir={disk / 'run'}", f"max_step={max_step}", "evalers={}"]
-    words += ["checkpointer.save_policy.n=2", "checkpointer.asynchronous=False"]
-    trainer = load_config("lm-tiny", words).instantiate(parent=None)
+    cfg = training.config(str(disk / "run"), max_step=max_step).set(evalers={})
+    cfg.checkpointer.set(
+        save_policy=config_for_function(every_n_steps_policy).set(n=2),
+        asynchronous=False,
+        storage=OrbaxStateStorage.default_config(),
+    )
+    trainer = cfg.instantiate(parent=None)
     trainer.run(listener=filler)
 
 
