@@ -206,6 +206,7 @@ def trainer(directory, max_step):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("one_device")
 def test_trainer_takes_two_steps_on_turns_and_resumes(tmp_path):
     whole = trainer(tmp_path / "whole", 2).run()
     assert trainer(tmp_path / "parts", 1).run()["loss"] > whole["loss"] > 0

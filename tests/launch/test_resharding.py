@@ -5,14 +5,15 @@ one process has both or each of two has one. Over other meshes sums are taken in
 float32 rounds otherwise; then values agree to a tolerance.
 """
 
-import os
 import re
-import sys
 
 import jax
 import numpy as np
 import pytest
 
+from tests.flags import xla_flags
+from tests.pages import ROOT
+from tests.weft_process import WEFT
 from weft.cli.configs import load_config
 from weft.launch.local import LocalJob
 from weft.trainer.checkpointer.dirs import step_dirs
@@ -29,15 +30,6 @@ _WORDS = [
     "model.decoder.transformer.layer.self_attention.attention.num_heads=4",
     "checkpointer.save_policy.n=1000000",
 ]
-
-_SCRIPT = """
-import sys
-from weft.cli.configs import load_config
-from weft.launch.distributed import joined_processes
-
-with joined_processes():
-    load_config("lm-tiny", sys.argv[1:]).instantiate(parent=None).run()
-"""
 
 
 class Begin(RunListener):
@@ -61,14 +53,14 @@ def train(run_dir, max_step, mesh):
     return begin, on_host(trainer.trainer_state)
 
 
-def train_as_two(run_dir, max_step, monkeypatch):
+def train_as_two(run_dir, max_step):
     """Trains in two processes with a device each."""
-    flags = re.sub(r"(device_count=)\d+", r"\g<1>1", os.environ["XLA_FLAGS"])
-    monkeypatch.setenv("XLA_FLAGS", flags)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
     words = [f"dir={run_dir}", f"max_step={max_step}", "mesh_shape=(2, 1)", *_WORDS]
     cfg = LocalJob.default_config().set(
-        name="two", command=[sys.executable, "-c", _SCRIPT, *words], num_processes=2
+        name="two",
+        command=[*WEFT, "train", "lm-tiny", *words],
+        num_processes=2,
+        env={"XLA_FLAGS": xla_flags(), "PYTHONPATH": str(ROOT)},
     )
     assert cfg.instantiate().run() == 0
 
@@ -92,9 +84,11 @@ def uncut(tmp_path_factory):
     return directory, train(directory, 6, (2, 1))[1]
 
 
-def test_run_resumes_on_two_and_one_process_bitwise_equal(uncut, tmp_path, monkeypatch):
+def test_run_resumes_on_two_and_one_process_bitwise_equal(uncut, tmp_path, capfd):
     train(tmp_path, 2, (2, 1))
-    train_as_two(tmp_path, 4, monkeypatch)
+    train_as_two(tmp_path, 4)
+    out = capfd.readouterr().out
+    assert "resuming from step 2" in out and "Unprompted text from the model" in out
     begin, _ = train(tmp_path, 6, (2, 1))
     assert begin.step == 4
     arrays, positions = digests(tmp_path, 6)

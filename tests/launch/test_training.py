@@ -1,4 +1,4 @@
-"""Real processes train one model: they are killed, stopped, started again, and become one."""
+"""Real processes train one model: they are killed, started again, stopped, and become one."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.weft_process import PATIENCE_SECONDS, children, finish, weft_processe
 from weft.cli.configs import load_config
 from weft.trainer.progress import RunListener
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_device")]
 
 _OVERRIDES = [
     "evalers={}",
@@ -84,16 +84,12 @@ def test_two_processes_are_killed_and_resumed_as_one(launch, tmp_path):
     # One speaks for all.
     assert not [line for line in out.splitlines() if line.startswith("[1] step")]
 
-    # They go on, to the end.
-    out = finish(launch("lm-tiny", "dir=run", f"max_step={stopped + 3}"))
-    assert f"resuming from step {stopped}" in out and "Unprompted text from the model" in out
-    starts = json.loads((run_dir / "run.json").read_text())["starts"]
-    assert [start["processes"] for start in starts] == [2, 2, 2]
-
     # One process resumes from a checkpoint of two.
-    assert train_here(run_dir, stopped + 5) == stopped + 3
+    assert train_here(run_dir, stopped + 2) == stopped
+    starts = json.loads((run_dir / "run.json").read_text())["starts"]
+    assert [start["processes"] for start in starts] == [2, 2, 1]
     together = losses(run_dir)
-    assert together.keys() == set(range(1, stopped + 6))
+    assert together.keys() == set(range(1, stopped + 3))
     # Two processes match one: the parts of a batch add up to the batch.
     train_here(tmp_path / "alone", 3)
     alone = losses(tmp_path / "alone")
