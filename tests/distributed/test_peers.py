@@ -14,10 +14,16 @@ import time
 import pytest
 
 from tests.sockets import all_from, connected, full_pipe, reading
+from weft.distributed import peers as peers_lib
 from weft.distributed.peers import Peers, StopRequest, current_peers, use_peers
 from weft.errors import ProcessesNotReadyError, ProcessLostError
 
 NAMES = {i: f"process {i} of 3 (host h, pid {i})" for i in range(3)}
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch):
+    monkeypatch.setattr(peers_lib, "_ACTIVITY_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -172,7 +178,7 @@ def test_connections_disable_nagle(three):
 def test_late_process_is_named_and_prints_stacks(three, capfd):
     lines = three()
     lines[2].doing = "compiling the step"
-    time.sleep(1.5)  # it is reported soon, whatever the time between heartbeats
+    time.sleep(0.5)  # it is reported soon, whatever the time between heartbeats
     calls = [lambda c=c: c.agree(go_on, within_seconds=0.5) for c in lines[:2]]
     for error in at_once(*calls):
         assert isinstance(error, ProcessesNotReadyError)
@@ -246,7 +252,7 @@ def keep_sending(connection):
 
 
 def test_last_message_arrives_despite_unread_data(alone):
-    for _ in range(3):
+    for _ in range(2):
         _, frozen, other = alone(0, 1, 2, heartbeat_timeout_seconds=0.2)
         heard = reading(other)
         threading.Thread(target=keep_sending, args=(other,)).start()
@@ -481,7 +487,7 @@ def test_suspension_of_all_is_not_a_lost_heartbeat():
                 assert process.stdout.readline() == "ready\n"
                 send(connection, alive="waiting")
                 process.send_signal(signal.SIGSTOP)
-                time.sleep(2.5)
+                time.sleep(1.5)
                 process.send_signal(signal.SIGCONT)
                 time.sleep(0.3)
                 send(connection, at=1, request=None, within=None, waits=False)

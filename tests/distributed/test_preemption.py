@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.sockets import connected
+from weft.distributed import peers as peers_lib
 from weft.distributed import preemption
 from weft.distributed.peers import Peers
 from weft.distributed.preemption import (
@@ -194,7 +195,7 @@ def test_nested_batches_end_fail_and_stop():
             signal.raise_signal(signal.SIGTERM)
             while not stop.stop_requested:
                 time.sleep(0.01)
-            threading.Timer(1.0, busy.__exit__).start()  # a source that is closed is waited for
+            threading.Timer(0.3, busy.__exit__).start()  # a source that is closed is waited for
 
         threading.Timer(0.2, ask_to_stop).start()
         with pytest.raises(StopRun, match="SIGTERM"):
@@ -303,8 +304,9 @@ class Lost:
 
 
 @pytest.fixture
-def two():
+def two(monkeypatch):
     """Yields the lines between two processes, both ends here."""
+    monkeypatch.setattr(peers_lib, "_ACTIVITY_SECONDS", 0.1)
     here, there = connected()
     names = {i: f"process {i} of 2" for i in range(2)}
     ends = [Peers(0, {1: here}, names, end_seconds=1e6)]
@@ -321,7 +323,7 @@ def test_late_process_is_named_with_its_barrier(two, monkeypatch):
     told, restored = [], threading.Event()
 
     def the_other():
-        with GracefulStop(two[1], patience_seconds=1.5), pytest.raises(ProcessesNotReadyError):
+        with GracefulStop(two[1], patience_seconds=1.0), pytest.raises(ProcessesNotReadyError):
             with barrier_after("restoring"):
                 pass
             with barrier_after("restoring"):
@@ -329,14 +331,14 @@ def test_late_process_is_named_with_its_barrier(two, monkeypatch):
 
     thread = threading.Thread(target=the_other)
     thread.start()
-    with GracefulStop(two[0], told.append, patience_seconds=1.5) as stop:
+    with GracefulStop(two[0], told.append, patience_seconds=1.0) as stop:
         stop.doing("preparing the state")
         with barrier_after("restoring"):
             assert two[0].doing == "restoring"
         assert two[0].doing == told[-1] == "preparing the state"
         monkeypatch.setattr(jax, "process_count", lambda: 2)  # where JAX would wait without end
         with (
-            pytest.raises(ProcessesNotReadyError, match=r"1\.5 s: process 1 of 2, which is restor"),
+            pytest.raises(ProcessesNotReadyError, match=r"1 s: process 1 of 2, which is restor"),
             barrier_after("restoring"),
         ):
             broadcast_from_first(3)
@@ -348,7 +350,7 @@ def test_late_process_is_named_with_its_barrier(two, monkeypatch):
 def test_late_process_is_awaited_without_limit(two):
     def the_other():
         with GracefulStop(two[1], patience_seconds=0.1):
-            time.sleep(1.0)
+            time.sleep(0.5)
             barrier()
 
     thread = threading.Thread(target=the_other)

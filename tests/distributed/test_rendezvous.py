@@ -78,33 +78,6 @@ def test_without_process_0_the_address_is_named(address):
     assert "Check in its log whether it runs" in str(error)
 
 
-def test_duplicates_and_strangers_are_rejected(address):
-    def stranger():
-        host, _, port = address.rpartition(":")
-        for text in (b"GET / HTTP/1.1\r\n\r\n", json.dumps({"token": "?"}).encode() + b"\n"):
-            while True:
-                try:
-                    with socket.create_connection((host, int(port))) as s:
-                        s.sendall(text)
-                        s.recv(10)
-                    break
-                except ConnectionRefusedError:
-                    pass
-                except ConnectionError:
-                    break
-
-    thread = threading.Thread(target=stranger)
-    thread.start()
-    found = together(address, [(0, 3), (1, 3), (1, 3)], timeout=3.0)
-    thread.join()
-    texts = sorted(map(str, found[1:]))
-    assert texts[0].startswith("process 1 of 3 came to a run of 3 processes, in which process 1 of")
-    assert texts[0].endswith("is there already. Give each process its own number.")
-    assert str(found[0]) == texts[1] and texts[1].startswith("process 2 of 3 did not come")
-    found = together(address, [(0, 2), (1, 5)], timeout=1.5)
-    assert "process 1 of 5 came to a run of 2 processes. Give each" in str(found[1])
-
-
 @contextlib.contextmanager
 def first_of(address, count, timeout=20.0, token=""):
     """Process 0 in a thread; gives where to connect, and what it found at the end."""
@@ -147,6 +120,24 @@ def come(address, index, of, pid, **more):
     return connection
 
 
+def test_duplicates_and_strangers_are_rejected(address):
+    def refused(*hello):
+        with come(address, *hello) as connection, connection.makefile() as lines:
+            return json.loads(lines.readline())["refused"]
+
+    with first_of(address, 3), come(address, 1, 3, 7) as ours:
+        for text in (b"GET / HTTP/1.1\r\n\r\n", json.dumps({"token": "?"}).encode() + b"\n"):
+            with connected(address) as stranger:
+                stranger.sendall(text)
+                assert stranger.recv(10) == b""
+        told = refused(1, 3, 8)
+        assert told.startswith("process 1 of 3 came to a run of 3 processes, in which process 1 of")
+        assert told.endswith("is there already. Give each process its own number.")
+        assert "process 2 of 5 came to a run of 3 processes. Give each" in refused(2, 5, 9)
+        with come(address, 2, 3, 10) as last:
+            assert b"welcome" in ours.recv(1000) and b"welcome" in last.recv(1000)
+
+
 def test_silent_connections_do_not_block(address):
     started = time.monotonic()
     with contextlib.ExitStack() as stack, first_of(address, 2):
@@ -183,14 +174,16 @@ def test_restarted_process_retakes_its_place(address, caplog):
                 found[0].agree(lambda: None)
 
 
-def test_missing_list_is_truncated(address):
-    with first_of(address, 300, timeout=2.0):
-        here = [come(address, i, 300, i) for i in range(1, 40)]
-        for connection in here:
+def test_missing_list_is_truncated_and_host_names_are_escaped(address):
+    hello = {"host": "h\x1b[2J\nweft: process 2 \ud800"}
+    with first_of(address, 300, timeout=2.0) as found:
+        here = [come(address, i, 300, i) for i in range(2, 40)]
+        for connection in (come(address, 1, 300, 7, **hello), *here):
             with connection, connection.makefile() as lines:
                 told = json.loads(lines.readline())["refused"]
             assert told.startswith("processes 40, 41, ") and "55 and 244 more of 300" in told
             assert "process 15 of 300 (host h, pid 15) and 24 more" in told
+    assert "(host h\\x1b[2J\n    weft: process 2 \\ud800, pid 7)" in str(found[0])
 
 
 def test_processes_with_the_token_meet(address):
@@ -229,17 +222,6 @@ def test_many_strangers_do_not_block(address):
         assert strangers[0].recv(10) == b""  # dropped for the sake of those that came later
         with come(address, 1, 2, 7) as ours:
             assert b"welcome" in ours.recv(1000)
-
-
-def test_host_names_of_processes_are_escaped(address):
-    hello = {"host": "h\x1b[2J\nweft: process 2 \ud800"}
-    with (
-        first_of(address, 3, timeout=2.0) as found,
-        come(address, 1, 3, 7, **hello) as there,
-        there.makefile() as lines,
-    ):
-        assert "refused" in lines.readline()
-    assert "(host h\\x1b[2J\n    weft: process 2 \\ud800, pid 7)" in str(found[0])
 
 
 def test_single_process_has_no_peers():

@@ -1,3 +1,5 @@
+import contextlib
+import itertools
 import signal
 import subprocess
 import sys
@@ -7,14 +9,16 @@ import time
 import pytest
 
 from tests.sockets import full_pipe
+from weft.distributed import watchdog
 from weft.distributed.watchdog import Watchdog, call_with_timeout, dump_stacks, print_error
 
 
-def test_blocked_call_times_out():
+def test_blocked_call_times_out(monkeypatch):
+    monkeypatch.setattr(watchdog, "_PRINT_SECONDS", 0.2)
     free = threading.Event()
     started = time.monotonic()
     call_with_timeout(free.wait)
-    assert 0.9 < time.monotonic() - started < 10
+    assert 0.19 < time.monotonic() - started < 10
     free.set()
     said = []
     call_with_timeout(said.append, "x")
@@ -58,67 +62,63 @@ def test_stacks_include_all_threads_and_caller():
 
 
 HANG = """
-import logging, sys, threading, time
-from weft.distributed.watchdog import Watchdog
+import logging, threading
+from weft.distributed import watchdog
+watchdog._PRINT_SECONDS = 0.2
 logging.basicConfig()
-def stuck_in_here(): time.sleep(float(sys.argv[1]))
+def stuck_in_here(): threading.Event().wait()
 threading.Thread(target=stuck_in_here, daemon=True).start()
-with Watchdog({timeout}, {crash}) as watchdog:
+with watchdog.Watchdog({timeout}, {crash}) as watchdog:
     watchdog.report("running step 7")
-    time.sleep(float(sys.argv[1]))
+    print(1, flush=True)
+    input()
 print("ended")
 """
 
 
-def hang(timeout, crash, seconds):
-    script = HANG.format(timeout=timeout, crash=crash)
-    return subprocess.run(
-        [sys.executable, "-c", script, str(seconds)], capture_output=True, text=True, check=False
-    )
-
-
-@pytest.mark.long
-def test_hang_prints_every_threads_stack():
-    done = hang(0.4, None, 2.5)
-    assert done.returncode == 0
-    assert "while running step 7. The stacks of all threads:" in done.stderr
-    assert "in stuck_in_here" in done.stderr
-    assert "ended" in done.stdout
-
-
-@pytest.mark.long
-def test_long_hang_ends_the_process():
-    done = hang(None, 0.4, 30)
-    assert done.returncode == -signal.SIGABRT
-    assert "in stuck_in_here" in done.stderr
-
-
-@pytest.mark.long
-def test_it_ends_with_full_stderr():
-    script = HANG.format(timeout=0.2, crash=0.4)
-    with (
-        full_pipe() as pipe,
-        subprocess.Popen([sys.executable, "-c", script, "30"], stderr=pipe) as process,
-    ):
+@contextlib.contextmanager
+def hanging(timeout, crash, stderr=subprocess.PIPE):
+    """Yields a process that hangs until it reads a line."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HANG.format(timeout=timeout, crash=crash)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "1\n"
         try:
-            assert process.wait(timeout=25) == -signal.SIGABRT
+            yield process
         finally:
             process.kill()
 
 
 @pytest.mark.long
+def test_hang_prints_every_threads_stack():
+    with hanging(0.2, None) as process:
+        told = itertools.takewhile(lambda line: "in stuck_in_here" not in line, process.stderr)
+        assert "while running step 7. The stacks of all threads:" in "".join(told)
+        out, _ = process.communicate("\n", timeout=60)
+    assert (process.returncode, out) == (0, "ended\n")
+
+
+@pytest.mark.long
+def test_long_hang_ends_the_process():
+    with hanging(None, 0.4) as process:
+        told = process.stderr.read()
+        assert process.wait(timeout=60) == -signal.SIGABRT
+    assert "in stuck_in_here" in told
+
+
+@pytest.mark.long
+def test_it_ends_with_full_stderr():
+    with full_pipe() as pipe, hanging(0.2, 0.4, stderr=pipe) as process:
+        assert process.wait(timeout=25) == -signal.SIGABRT
+
+
+@pytest.mark.long
 def test_signal_prints_stacks():
-    script = HANG.format(timeout=None, crash=None).replace(
-        "time.sleep(float(sys.argv[1]))\nprint", "print(1, flush=True); input()\nprint"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, "30"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout.readline() == "1\n"
+    with hanging(None, None) as process:
         process.send_signal(signal.SIGQUIT)
         out, told = process.communicate("\n", timeout=60)
     assert (process.returncode, out) == (0, "ended\n")

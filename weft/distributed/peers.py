@@ -233,7 +233,7 @@ class Peers:
         """Reads until this process ends and the others have closed their side."""
         buffers = dict.fromkeys(self._connections, b"")
         pulse, beat, sent = self._heartbeat_timeout / 4, 0.0, None
-        pause, looked = min(pulse, 1.0), time.monotonic()
+        pause, looked = min(pulse, _ACTIVITY_SECONDS), time.monotonic()
         while self._open or not self._is_ending:
             for key, _ in selector.select(pause):
                 lines = self._read(key.data, buffers)
