@@ -330,7 +330,6 @@ class Peers:
                 "All others were waiting. If it is not frozen, its log has the stacks of its "
                 "threads."
             )
-            self._broadcast({"over": text, "late": True, "missing": missing})
             self._fail(text, late=True, missing=missing)
         elif missing and min(waited, now - self._late_logged_at) > _LATE_LOG_SECONDS:
             self._late_logged_at = now
@@ -397,20 +396,19 @@ class Peers:
 
     def _on_lost(self, index: int, how: str) -> None:
         self._lost.add(index)
-        if self._is_ending:
-            return
         text = f"{self._names[index]} {how.rstrip('.')}. This process cannot continue without it."
-        if self._id == 0:
-            self._broadcast({"over": text, "late": False})
         self._fail(text, late=False)
 
     def _fail(self, text: str, *, late: bool, missing: Collection[int] = ()) -> None:
         """Ends this process: by an error in its main thread, or by force after a while.
 
-        The force is needed even after the error, since at exit JAX waits for all processes.
+        Process 0 notifies the others first. The force is needed even after the error, since at exit
+        JAX waits for all processes.
         """
+        if self._id == 0 and not self._is_ending:
+            self._broadcast({"over": text, "late": late, "missing": list(missing)})
         with self._changed:
-            if self._failure is not None or self._has_left:
+            if self._is_ending:
                 return
             seconds = self._end_seconds * (_EARLIER_FACTOR if self._id else 1)
             timer = threading.Timer(seconds, self._force_exit, args=(text,))
@@ -526,16 +524,13 @@ _PEERS = ThreadStack[Peers]()
 @contextlib.contextmanager
 def use_peers(peers: Peers) -> Iterator[Peers]:
     """Makes connections available to the runs of this thread, and closes them after the block."""
-    _PEERS.items.append(peers)
-    try:
-        yield peers
-    except BaseException as error:
-        peers.leave(f"{type(error).__name__}: {error}")
-        raise
-    else:
+    with _PEERS.push(peers):
+        try:
+            yield peers
+        except BaseException as error:
+            peers.leave(f"{type(error).__name__}: {error}")
+            raise
         peers.leave()
-    finally:
-        _PEERS.items.pop()
 
 
 def current_peers() -> Peers | None:

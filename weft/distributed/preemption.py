@@ -96,11 +96,10 @@ class GracefulStop:
             self.signal_name = number.name
 
         self._exit.enter_context(watchdog.handle_stop_signals(on_signal))
-        _ACTIVE.items.append(self)
+        self._exit.enter_context(_ACTIVE.push(self))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        _ACTIVE.items.remove(self)
         self._exit.close()
 
     # Agreeing.

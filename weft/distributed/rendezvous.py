@@ -133,7 +133,8 @@ def _accept_all(
     """Waits until all others have joined."""
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
-        acceptor = stack.enter_context(_Acceptor(server, count, token, selector))
+        acceptor = _Acceptor(server, count, token, selector)
+        stack.callback(acceptor.close)
         deadline = time.monotonic() + timeout_seconds
         while len(acceptor.names) < count:
             left = deadline - time.monotonic()
@@ -169,10 +170,7 @@ class _Acceptor:
         server.setblocking(False)
         selector.register(server, selectors.EVENT_READ, server)
 
-    def __enter__(self) -> "_Acceptor":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
+    def close(self) -> None:
         for connection in (*self._pending, *self.connections.values()):
             connection.close()
 

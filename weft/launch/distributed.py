@@ -92,14 +92,9 @@ def _parse(values: Mapping[str, str]) -> ProcessInfo:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
-    job_id = environ.get("SLURM_JOB_ID", "")
-    try:
-        num, index, nodes = (
-            environ[f"SLURM_{n}"] for n in ("STEP_NUM_TASKS", "PROCID", "STEP_NODELIST")
-        )
-    except KeyError:
-        return None
-    if not job_id.isdigit():
+    names = ("JOB_ID", "STEP_NUM_TASKS", "PROCID", "STEP_NODELIST")
+    job_id, num, index, nodes = (environ.get(f"SLURM_{name}", "") for name in names)
+    if not (job_id.isdigit() and num and index and nodes):
         return None
     address = f"{first_host(nodes)}:{slurm_port(int(job_id))}"
     return {job.NUM_PROCESSES: num, job.PROCESS_ID: index, job.COORDINATOR_ADDRESS: address}
