@@ -42,7 +42,9 @@ def test_zipped_documents(folder):
     assert text_dataset("*.txt.gz")[0] == {"text": b"one\ntwo"}
     assert text_dataset("*.txt.gz", document="line")[1] == {"text": b"two"}
     (folder / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo")[:-9])
-    with pytest.raises(InputReadError, match=r"^cannot read a\.txt\.gz \(Compressed file ended"):
+    with pytest.raises(
+        InputReadError, match=r"^cannot read a\.txt\.gz: EOFError: Compressed file ended"
+    ):
         _ = text_dataset("a.txt.gz")[0]
 
 
@@ -63,7 +65,9 @@ def test_map_errors_name_the_record(folder):
 def test_removed_file(folder):
     documents = text_dataset("?.txt")
     os.remove("b.txt")
-    with pytest.raises(InputReadError, match=r"^cannot read b\.txt \(No such file .*leave it out"):
+    with pytest.raises(
+        InputReadError, match=r"^cannot read b\.txt: FileNotFoundError: .*No such file"
+    ):
         _ = documents[1]
 
 

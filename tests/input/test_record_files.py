@@ -113,7 +113,7 @@ def test_truncated_gzip_file(tmp_path):
     path = write(tmp_path / "a.txt.gz", b"one\ntwo\n" * 1000)
     (tmp_path / "a.txt.gz").write_bytes((tmp_path / "a.txt.gz").read_bytes()[:-12])
     with pytest.raises(
-        InputReadError, match=rf"{path} cannot be decompressed: Compressed file ended"
+        InputReadError, match=rf"{path} cannot be decompressed: EOFError: Compressed file ended"
     ):
         len(LineFile(path))
 

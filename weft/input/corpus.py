@@ -252,7 +252,7 @@ def _documents(name: str, path: Path, text_key: str) -> list[TextFile]:
         return [TextFile(name, _read_text(path))]
     # Local import, so that a corpus of text does not need Grain.
     from weft.input.datasets import json_lines_dataset, parquet_dataset
-    from weft.input.token_cache import document_text
+    from weft.input.file_cache import document_text
 
     def text(record: object) -> bytes:
         found = document_text(record, text_key)

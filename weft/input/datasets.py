@@ -16,14 +16,19 @@ Datasets of Hugging Face's `datasets` need the extra `hf`, those of TensorFlow D
 import functools
 import gzip
 import os
-import zlib
 from collections.abc import Sequence
 from typing import Literal
 
 from weft._lazy import import_extra
 from weft.errors import InputReadError
 from weft.input.record_files import JsonLinesFile, LineFile, ParquetFile, file_fingerprint
-from weft.input.records import FileRecordSource, LibraryRecordSource, RecordDataset, matching_files
+from weft.input.records import (
+    FileRecordSource,
+    LibraryRecordSource,
+    RecordDataset,
+    matching_files,
+    read_errors,
+)
 from weft.serialization.untrusted import invalid_text_reason, open_file
 
 
@@ -44,10 +49,8 @@ def text_dataset(
     >>> documents.describe(0).endswith("json/__init__.py"), len(documents[0]["text"]) > 1000
     (True, True)
     """
-    files = matching_files(paths)
-    return RecordDataset(
-        FileRecordSource(files, _TextLines) if document == "line" else _WholeFiles(files)
-    )
+    open_file = _TextLines if document == "line" else _WholeFile
+    return RecordDataset(FileRecordSource(matching_files(paths), open_file))
 
 
 def json_lines_dataset(paths: str | Sequence[str]) -> RecordDataset:
@@ -75,32 +78,22 @@ def parquet_dataset(
     return RecordDataset(FileRecordSource(matching_files(paths), open_file))
 
 
-class _WholeFiles:
-    def __init__(self, paths: Sequence[str]):
-        self._paths = list(paths)
-        self._states = [file_fingerprint(path) for path in self._paths]
-        self.fingerprint = ("files", *self._states)
-        self.num_bytes = sum(size for _, size, _ in self._states)
+class _WholeFile:
+    def __init__(self, path: str):
+        self.fingerprint = file_fingerprint(path)
+        self._path, self.num_bytes = path, self.fingerprint[1]
 
     def __len__(self) -> int:
-        return len(self._paths)
-
-    def __repr__(self) -> str:
-        return f"{len(self)} files"
+        return 1
 
     def __getitem__(self, index: int) -> dict[str, bytes]:
-        path = self._paths[index]
-        try:
-            with open_file(path) as file:
-                data = file.read()
-            data = gzip.decompress(data) if path.endswith(".gz") else data
-        except (OSError, EOFError, zlib.error) as error:
-            what = getattr(error, "strerror", None) or error
-            raise InputReadError(f"cannot read {path} ({what}); fix it, or leave it out") from error
+        with open_file(self._path) as file:
+            data = file.read()
+        data = gzip.decompress(data) if self._path.endswith(".gz") else data
         return _text_record(data, self, index)
 
     def describe(self, index: int) -> str:
-        return self._paths[index]
+        return self._path
 
 
 class _TextLines(LineFile):
@@ -108,7 +101,7 @@ class _TextLines(LineFile):
         return _text_record(self.line(index), self, index)
 
 
-def _text_record(data: bytes, source: _WholeFiles | _TextLines, index: int) -> dict[str, bytes]:
+def _text_record(data: bytes, source: _WholeFile | _TextLines, index: int) -> dict[str, bytes]:
     """Returns a text as a record with the key `text`, like JSON and Parquet records."""
     fault = invalid_text_reason(data)
     if fault is not None:
@@ -132,15 +125,11 @@ def hugging_face_dataset(
     """
     datasets = import_extra("datasets", "hf", needed_by="hugging_face_dataset")
     saved = os.path.isdir(path) and {"state.json", "dataset_dict.json"} & set(os.listdir(path))
-    try:
+    with read_errors(f"cannot load the dataset {path!r}, split {split!r}"):
         if saved:
             found = datasets.load_from_disk(path)
         else:
             found = datasets.load_dataset(path, name, split=split)
-    except Exception as error:
-        raise InputReadError(
-            f"cannot load the dataset {path!r}, split {split!r}: {type(error).__name__}: {error}"
-        ) from error
     title = path if split is None else f"{split} of {path}"
     if isinstance(found, dict):
         if split is None and len(found) == 1:

@@ -200,7 +200,9 @@ class BaseInputDispatcher(Module):
         self, logical_feed_shapes: Nested[jax.ShapeDtypeStruct]
     ) -> Nested[jax.ShapeDtypeStruct]:
         """Returns the shapes of `logical_to_physical_batch`."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), logical_feed_shapes)
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), logical_feed_shapes)
+        batch = self.logical_to_physical_batch(zeros)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
     @nowrap
     def physical_to_logical_batch(self, global_physical_batch: Nested[Tensor]) -> Nested[Tensor]:
@@ -344,18 +346,6 @@ class InputDispatcher(BaseInputDispatcher):
                 row[:size] = index * size + np.arange(size)
             physical[LOGICAL_ROW_KEY] = row
         return physical
-
-    @nowrap
-    def logical_to_physical_shapes(
-        self, logical_feed_shapes: Nested[jax.ShapeDtypeStruct]
-    ) -> Nested[jax.ShapeDtypeStruct]:
-        rows = self.feed_physical_batch_size
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), logical_feed_shapes
-        )
-        if not self._is_identity:
-            shapes[LOGICAL_ROW_KEY] = jax.ShapeDtypeStruct((rows,), np.int32)
-        return shapes
 
     @nowrap
     def physical_to_logical_batch(self, global_physical_batch: Nested[Tensor]) -> Nested[Tensor]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from weft.config import ConfigOr, maybe_instantiate
 from weft.errors import InputDatasetError, did_you_mean
-from weft.input import grain, token_cache
+from weft.input import file_cache, grain
 from weft.input.tokenizers import Tokenizer
 
 Substitutions = Sequence[tuple[str, str]]
@@ -88,7 +88,7 @@ def tokenize(
     def fn(example: Mapping[str, Any]) -> dict[str, Any]:
         tokens = {}
         for key, one in loaded.items():
-            ids = one.encode(token_cache.document_text(example, key))
+            ids = one.encode(file_cache.document_text(example, key))
             tokens[key] = np.append(ids, np.int32(one.eos_id)) if with_eos else ids
         return {**example, **tokens}
 

@@ -10,6 +10,7 @@ Sequence i reads `stream[i * n : i * n + n + 1]`, so every token but the first `
 exactly once. Sequences are independent, so an iterator's state is one integer.
 """
 
+import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
@@ -36,6 +37,7 @@ def token_stream(documents: Iterable[np.ndarray], *, eos_id: int) -> np.ndarray:
     return np.concatenate(parts, dtype=np.min_scalar_type(largest), casting="unsafe")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class PackedSequences:
     """Random-access source of language-model examples, cut from a token stream.
 
@@ -68,57 +70,46 @@ class PackedSequences:
     (2, [3, 0, 0, 0], [9, 0, 0, 0])
     """
 
-    def __init__(
-        self,
-        stream: np.ndarray,
-        *,
-        sequence_length: int,
-        eos_id: int,
-        pad_id: int,
-        drop_remainder: bool = False,
-        pad_to_multiple_of: int = 1,
-        segments: bool = False,
-        max_examples: int | None = None,
-        stride: int | None = None,
-        token_num_bytes: np.ndarray | None = None,
-    ):
-        self._stream = stream
-        self._length = sequence_length
-        self._stride = sequence_length if stride is None else stride
-        self._eos_id = eos_id
-        self._pad_id = pad_id
-        self._segments = segments
-        self._token_num_bytes = token_num_bytes
-        if not 1 <= self._stride <= sequence_length:
+    stream: np.ndarray
+    _: dataclasses.KW_ONLY
+    sequence_length: int
+    eos_id: int
+    pad_id: int
+    drop_remainder: bool = False
+    pad_to_multiple_of: int = 1
+    segments: bool = False
+    max_examples: int | None = None
+    stride: int | None = None
+    token_num_bytes: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        self._stride = self.sequence_length if self.stride is None else self.stride
+        if not 1 <= self._stride <= self.sequence_length:
             raise InputDatasetError(
-                f"windows of {sequence_length} tokens cannot have stride={stride}; use a number "
-                f"from 1 to {sequence_length}"
+                f"windows of {self.sequence_length} tokens cannot have stride={self.stride}; use a "
+                f"number from 1 to {self.sequence_length}"
             )
-        num_targets = len(stream) - 1
+        num_targets = len(self.stream) - 1
         # The first sequence has `overlap` more new targets than the others.
-        overlap = sequence_length - self._stride
+        overlap = self.sequence_length - self._stride
         whole, rest = divmod(max(num_targets - overlap, 0), self._stride)
         partial = rest or (not whole and num_targets > 0)
-        available = whole if drop_remainder or not partial else whole + 1
+        available = whole if self.drop_remainder or not partial else whole + 1
         if available < 1:
             raise EmptyCorpusError(
-                f"{max(num_targets, 0)} tokens do not fill one sequence of {sequence_length}; "
+                f"{max(num_targets, 0)} tokens do not fill one sequence of {self.sequence_length}; "
                 "add text or reduce sequence_length"
             )
         self._available = available
-        self._num_examples = min(available, max_examples or available)
-        self._num_padded = -(-self._num_examples // pad_to_multiple_of) * pad_to_multiple_of
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens per example."""
-        return self._length
+        self._num_examples = min(available, self.max_examples or available)
+        multiple = self.pad_to_multiple_of
+        self._num_padded = -(-self._num_examples // multiple) * multiple
 
     def __len__(self) -> int:
         return self._num_padded
 
     def __repr__(self) -> str:
-        return f"PackedSequences({len(self)} of {self._length} tokens)"
+        return f"PackedSequences({len(self)} of {self.sequence_length} tokens)"
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         return {name: rows[0] for name, rows in self.take(np.array([index])).items()}
@@ -131,30 +122,30 @@ class PackedSequences:
         if np.any((indices < 0) | (indices >= len(self))):
             raise IndexError(f"examples {indices.tolist()} of {len(self)}")
         starts = indices * self._available // self._num_examples * self._stride
-        starts = np.where(indices < self._num_examples, starts, len(self._stream))
-        at = starts[:, None] + np.arange(self._length + 1)
-        tokens = np.take(self._stream, at, mode="clip").astype(np.int32)
-        tokens[at >= len(self._stream)] = self._pad_id
+        starts = np.where(indices < self._num_examples, starts, len(self.stream))
+        at = starts[:, None] + np.arange(self.sequence_length + 1)
+        tokens = np.take(self.stream, at, mode="clip").astype(np.int32)
+        tokens[at >= len(self.stream)] = self.pad_id
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         # The stream's last token is only a target; as an input it would predict padding.
-        inputs = np.where(targets == self._pad_id, self._pad_id, inputs)
-        overlap = self._length - self._stride
-        targets[starts > 0, :overlap] = self._pad_id
-        text = (targets != self._pad_id) & (targets != self._eos_id)
-        if self._token_num_bytes is not None:
-            text = np.where(text, self._token_num_bytes[targets], 0)
+        inputs = np.where(targets == self.pad_id, self.pad_id, inputs)
+        overlap = self.sequence_length - self._stride
+        targets[starts > 0, :overlap] = self.pad_id
+        text = (targets != self.pad_id) & (targets != self.eos_id)
+        if self.token_num_bytes is not None:
+            text = np.where(text, self.token_num_bytes[targets], 0)
         batch = {
             "input_ids": inputs,
             "target_labels": targets,
             "target_num_bytes": np.sum(text, axis=1, dtype=np.int32),
         }
-        return batch | self._segment_features(inputs) if self._segments else batch
+        return batch | self._segment_features(inputs) if self.segments else batch
 
     def _segment_features(self, inputs: np.ndarray) -> dict[str, np.ndarray]:
-        starts = inputs == self._eos_id
+        starts = inputs == self.eos_id
         starts[:, 0] = True  # a sequence may begin inside a document
-        live = inputs != self._pad_id
-        index = np.arange(self._length, dtype=np.int32)
+        live = inputs != self.pad_id
+        index = np.arange(self.sequence_length, dtype=np.int32)
         segment_start = np.maximum.accumulate(np.where(starts, index, 0), axis=1)
         return {
             "input_segment_ids": np.where(live, np.cumsum(starts, axis=1, dtype=np.int32), 0),

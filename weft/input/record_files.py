@@ -10,7 +10,6 @@ import gzip
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, BinaryIO
@@ -96,11 +95,8 @@ class LineFile:
             return None
 
         def unpack(out: BinaryIO) -> None:
-            with gzip.open(self.path) as packed:
-                try:
-                    shutil.copyfileobj(packed, out, _CHUNK)
-                except (OSError, EOFError, zlib.error) as error:
-                    raise InputReadError(f"{self.path} cannot be decompressed: {error}") from error
+            with read_errors(f"{self.path} cannot be decompressed"), gzip.open(self.path) as packed:
+                shutil.copyfileobj(packed, out, _CHUNK)
 
         num_bytes = _GZIP_FACTOR * self.num_bytes
         return cached_bytes("unpacked", self.fingerprint, unpack, num_bytes=num_bytes)

@@ -9,6 +9,7 @@ mixing or batching name the record:
 
 import bisect
 import contextlib
+import dataclasses
 import glob
 import itertools
 import os
@@ -106,37 +107,29 @@ class FileRecordSource:
         return file, index - (self._ends[file - 1] if file else 0)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LibraryRecordSource:
     """Rows of another library's dataset, with names for errors."""
 
-    def __init__(
-        self,
-        rows: Records,
-        *,
-        unit: str,
-        title: str,
-        fingerprint: tuple | None,
-        num_bytes: int | None,
-    ):
-        self._rows, self._unit, self._title = rows, unit, title
-        self.fingerprint, self.num_bytes = fingerprint, num_bytes
+    rows: Records
+    _: dataclasses.KW_ONLY
+    unit: str
+    title: str
+    fingerprint: tuple | None
+    num_bytes: int | None
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __repr__(self) -> str:
-        return f"{len(self)} {self._unit}s of {self._title}"
+        return f"{len(self)} {self.unit}s of {self.title}"
 
     def __getitem__(self, index: int) -> Any:
-        try:
-            return self._rows[index]
-        except Exception as error:
-            raise InputReadError(
-                f"cannot read {self.describe(index)}: {type(error).__name__}: {error}"
-            ) from error
+        with read_errors(f"cannot read {self.describe(index)}"):
+            return self.rows[index]
 
     def describe(self, index: int) -> str:
-        return f"{self._unit} {index} of {self._title}"
+        return f"{self.unit} {index} of {self.title}"
 
 
 class RecordDataset(grain.MapDataset):

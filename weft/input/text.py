@@ -37,8 +37,8 @@ import numpy as np
 
 from weft.config import ConfigOr, config_for_class, config_for_function, maybe_instantiate
 from weft.errors import EmptyCorpusError, InputDatasetError
+from weft.input import file_cache, grain_lm, packing
 from weft.input import grain as grain_input
-from weft.input import grain_lm, packing, token_cache
 from weft.input.corpus import Corpus, Split, stdlib_corpus
 from weft.input.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer
 
@@ -217,7 +217,7 @@ def lm_documents_source(
 ) -> grain_input.BuildDatasetFn:
     """Returns a source of batches of `PackedSequences`, from documents with random access.
 
-    All documents are tokenized once, before the first batch; see `weft.input.token_cache`. For
+    All documents are tokenized once, before the first batch; see `weft.input.file_cache`. For
     other arguments see `lm_text_source`.
 
     Args:
@@ -241,7 +241,7 @@ def lm_documents_source(
     loaded = as_tokenizer(tokenizer)
     pack = _packing(loaded, sequence_length, global_batch_size, is_training, segments)
     sources = [
-        pack(token_cache.tokenize_documents(maybe_instantiate(dataset), loaded, text_key=text_key))
+        pack(file_cache.tokenize_documents(maybe_instantiate(dataset), loaded, text_key=text_key))
         for dataset in named.values()
     ]
     return sequence_batches(
@@ -349,7 +349,7 @@ def _tokenize(
     tokenizer: Tokenizer, text_key: str, limit: int | None, record: object
 ) -> dict[str, np.ndarray]:
     """Converts a document to `next_token_pairs`."""
-    tokens = tokenizer.encode(token_cache.document_text(record, text_key))
+    tokens = tokenizer.encode(file_cache.document_text(record, text_key))
     if limit is not None and len(tokens) >= limit:
         raise InputDatasetError(
             f"the document has {len(tokens) + 1} tokens with its end, more than "

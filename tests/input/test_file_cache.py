@@ -13,10 +13,14 @@ import numpy as np
 import pytest
 
 from weft.errors import EmptyCorpusError, InputReadError
-from weft.input import file_cache, token_cache
+from weft.input import file_cache
 from weft.input.datasets import json_lines_dataset
-from weft.input.file_cache import cache_folder, cached_bytes
-from weft.input.token_cache import document_text, tokenize_documents
+from weft.input.file_cache import (
+    cache_folder,
+    cached_bytes,
+    document_text,
+    tokenize_documents,
+)
 from weft.input.tokenizers import ByteTokenizer
 
 
@@ -50,7 +54,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("batch", [1, 10, 10**6])
 def test_tokens_are_independent_of_tokenization_batch(monkeypatch, batch):
-    monkeypatch.setattr(token_cache, "_BATCH_CHARACTERS", batch)
+    monkeypatch.setattr(file_cache, "_BATCH_CHARACTERS", batch)
     documents = grain.MapDataset.source([{"text": t} for t in ("a bb", "", "ccc", "dd e")])
     tokens = tokenize_documents(documents, Words())
     assert tokens.tolist() == [0, 1, 2, 0, 0, 3, 0, 2, 1, 0]
@@ -61,10 +65,10 @@ def test_tokens_are_independent_of_tokenization_batch(monkeypatch, batch):
 def test_progress_is_logged_every_thirty_seconds(monkeypatch, caplog):
     moments = iter([0.0, 20.0, 31.0, 31.0, 50.0, 70.0, 70.0])
     clock = types.SimpleNamespace(monotonic=lambda: next(moments))
-    monkeypatch.setattr(token_cache, "time", clock)
-    monkeypatch.setattr(token_cache, "_BATCH_CHARACTERS", 1)
+    monkeypatch.setattr(file_cache, "time", clock)
+    monkeypatch.setattr(file_cache, "_BATCH_CHARACTERS", 1)
     documents = grain.MapDataset.source([{"text": t} for t in ("a", "b", "c", "d")])
-    with caplog.at_level("INFO", "weft.input.token_cache"):
+    with caplog.at_level("INFO", "weft.input.file_cache"):
         tokenize_documents(documents, Words())
     assert [m for m in caplog.messages if "of 4" in m] == [
         "tokenized 2 of 4 documents",
