@@ -105,11 +105,10 @@ class JobSetJob(job_lib.Job):
             "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": _IS_USAGE_ERROR}]},
             "template": {"spec": self._pod()},
         }
-        labels = {"labels": dict(cfg.labels)} if cfg.labels else {}
         return {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
-            "metadata": {"name": cfg.name, **self._namespace(), **labels},
+            "metadata": self._metadata(cfg.name, labels=dict(cfg.labels)),
             "spec": {
                 "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
                 "failurePolicy": {
@@ -128,9 +127,8 @@ class JobSetJob(job_lib.Job):
             },
         }
 
-    def _namespace(self) -> dict[str, str]:
-        namespace = self.config.namespace
-        return {} if namespace is None else {"namespace": namespace}
+    def _metadata(self, name: str, **more: Any) -> dict[str, Any]:
+        return _without_empty({"name": name, "namespace": self.config.namespace, **more})
 
     @property
     def _secret_name(self) -> str:
@@ -141,7 +139,7 @@ class JobSetJob(job_lib.Job):
         return {
             "apiVersion": "v1",
             "kind": "Secret",
-            "metadata": {"name": self._secret_name, **self._namespace()},
+            "metadata": self._metadata(self._secret_name),
             "stringData": {"token": secrets.token_hex(16)},
         }
 
@@ -157,7 +155,8 @@ class JobSetJob(job_lib.Job):
             **job_lib.TRY_AGAIN,
         }
         token = {"secretKeyRef": {"name": self._secret_name, "key": "token"}}
-        container: dict[str, Any] = {
+        claim = cfg.volume_claim
+        container = {
             "name": "main",
             "image": cfg.image,
             "command": list(cfg.command),
@@ -166,29 +165,29 @@ class JobSetJob(job_lib.Job):
                 {"name": job_lib.RENDEZVOUS_TOKEN, "valueFrom": token},
             ],
             "ports": [{"containerPort": _COORDINATOR_PORT}],
-        }
-        pod: dict[str, Any] = {
-            "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": round(cfg.grace_seconds),
-            "containers": [container],
-        }
-        if resources:
             # Requests default to the limits.
-            container["resources"] = {"limits": resources}
-        if cfg.node_selector:
-            pod["nodeSelector"] = dict(cfg.node_selector)
-        working_dir = cfg.working_dir or (cfg.volume_claim and cfg.mount_path)
-        if working_dir:
-            container["workingDir"] = working_dir
-        if cfg.volume_claim is not None:
-            container["volumeMounts"] = [{"name": "runs", "mountPath": cfg.mount_path}]
-            claim = {"claimName": cfg.volume_claim}
-            pod["volumes"] = [{"name": "runs", "persistentVolumeClaim": claim}]
-        return pod
+            "resources": resources and {"limits": resources},
+            "workingDir": cfg.working_dir or (claim and cfg.mount_path),
+            "volumeMounts": claim and [{"name": "runs", "mountPath": cfg.mount_path}],
+        }
+        return _without_empty(
+            {
+                "restartPolicy": "Never",
+                "terminationGracePeriodSeconds": round(cfg.grace_seconds),
+                "containers": [_without_empty(container)],
+                "nodeSelector": dict(cfg.node_selector),
+                "volumes": claim
+                and [{"name": "runs", "persistentVolumeClaim": {"claimName": claim}}],
+            }
+        )
 
     def yaml(self) -> str:
         """Returns the Secret and the manifest, for `kubectl apply -f -`."""
         return f"{to_yaml(self.secret())}\n---\n{to_yaml(self.manifest())}\n"
+
+
+def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value not in (None, {})}
 
 
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")

@@ -106,17 +106,15 @@ class SlurmJob(job.Job):
         lines = ["#!/bin/bash"]
         for name, value in self.directives().items():
             lines.append(f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}")
-        lines += ["", "set -eo pipefail", *cfg.setup, ""]
         lines += [
+            *("", "set -eo pipefail", *cfg.setup, ""),
             *self._exports(),
             "# The processes meet on the first node; Slurm tells each of them which one it is.",
             'first_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"',
             f'export {job.COORDINATOR_ADDRESS}="$first_node:$((61440 + SLURM_JOB_ID % 4096))"',
             _TOKEN_LINE,
             "",
-        ]
-        # Without --export, the variables above would depend on the cluster's defaults.
-        lines += [
+            # Without --export, the variables above would depend on the cluster's defaults.
             f"srun {' '.join(self._srun_options())} --label --export=ALL "
             f"{shlex.join(cfg.command)} && exit 0",
             "code=$?",
