@@ -276,13 +276,17 @@ def still_compiling() -> bool:
 _ACTIVE = ThreadStack[GracefulStop]()
 
 
+def _current() -> GracefulStop:
+    """Returns that of the current run, or one that changes nothing."""
+    return _ACTIVE.top or GracefulStop()
+
+
 def stop_point(doing: str) -> None:
     """Raises StopRun if the run should stop, at a point in long work that all processes reach.
 
     Do not catch it. Outside a run it does nothing. Evaluations have such a point before each batch.
     """
-    if _ACTIVE.top is not None:
-        _ACTIVE.top.check(doing)
+    _current().check(doing)
 
 
 def compile_unless_stopped(lowered: jax.stages.Lowered, name: str) -> bool:
@@ -297,17 +301,14 @@ def compile_unless_stopped(lowered: jax.stages.Lowered, name: str) -> bool:
     return stop is None
 
 
-@contextlib.contextmanager
-def barrier_after(doing: str) -> Iterator[None]:
+def barrier_after(doing: str) -> contextlib.AbstractContextManager[None]:
     """Applies `GracefulStop.barrier_after` of the current run, if there is one."""
-    with contextlib.nullcontext() if _ACTIVE.top is None else _ACTIVE.top.barrier_after(doing):
-        yield
+    return _current().barrier_after(doing)
 
 
 def barrier() -> None:
     """Waits for all processes of a run, before work that would hang without one of them."""
-    if _ACTIVE.top is not None:
-        _ACTIVE.top.barrier()
+    _current().barrier()
 
 
 @contextlib.contextmanager

@@ -42,7 +42,8 @@ GRAIN_READ_OPTIONS = config.config_for_class(grain.ReadOptions)
 # Grain's default of 500 elements would be many batches, with much memory and a slow start. Here
 # each thread has one batch in progress and one ready.
 _BATCHES_AHEAD = grain.ReadOptions(num_threads=16, prefetch_buffer_size=32)
-_ONE_BATCH = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+# For sources that are fast, or read ahead of the step by the trainer.
+IN_STEP = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
 class RaggedTensor(list):
@@ -124,7 +125,7 @@ class Input(input_base.Input):
 
     @nowrap
     def element_spec(self) -> Nested[jax.ShapeDtypeStruct]:
-        return self._spec_of(maybe_to_iter_dataset(self._batches(), read_options=_ONE_BATCH))
+        return self._spec_of(maybe_to_iter_dataset(self._batches(), read_options=IN_STEP))
 
     @nowrap
     def _batches(self) -> Dataset:

@@ -25,8 +25,6 @@ from weft.input.base import Input
 from weft.input.prefetch import CountingIterator
 from weft.typing import Nested
 
-_IN_STEP = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-
 
 class Arrays(InMemory[dict[str, Any]]):
     """Arrays in memory with one row per example, by name; two are equal if all values are.
@@ -161,7 +159,7 @@ def array_source(
             return take(positions if padding is not None else positions[positions < num_rows])
 
         ds = grain.MapDataset.range(num_batches).map(batch)
-        return grain_input.maybe_to_iter_dataset(ds, read_options=_IN_STEP)
+        return grain_input.maybe_to_iter_dataset(ds, read_options=grain_input.IN_STEP)
 
     def take(indices: np.ndarray) -> dict[str, Any]:
         batch, is_padding = arrays.take(np.minimum(indices, num_rows - 1)), indices >= num_rows
@@ -258,7 +256,7 @@ class IterableInput(Input):
     def dataset(self) -> Iterable[Nested[np.ndarray]]:
         batches: Batches = self.config.batches
         if isinstance(batches.value, grain.MapDataset | grain.IterDataset):
-            ds = grain_input.maybe_to_iter_dataset(batches.value, read_options=_IN_STEP)
+            ds = grain_input.maybe_to_iter_dataset(batches.value, read_options=grain_input.IN_STEP)
             return grain.experimental.RepeatIterDataset(ds) if self.config.is_training else ds
         repeats = self.config.is_training and not batches.is_iterator
         make = functools.partial(_passes, batches.value, repeats)

@@ -71,7 +71,7 @@ class CountingIterator(Iterator[Any]):
         getattr(self._iterator, "close", lambda: None)()
 
 
-class PrefetchingIterator:
+class PrefetchingIterator(Iterator[Any]):
     """Runs an iterator and a transformation of it ahead in a thread.
 
     The thread starts with the first `next`. An error of the source is raised in place of the failed
@@ -112,9 +112,6 @@ class PrefetchingIterator:
         self._state = copy.deepcopy(source.get_state())
         self._reader: _ReaderThread | None = None
         self.wait_seconds = 0.0
-
-    def __iter__(self) -> "PrefetchingIterator":
-        return self
 
     def __next__(self) -> Any:
         self.ready()

@@ -101,7 +101,7 @@ def sequence_batches(
             )
             return grain_input.prefetch_dataset(ds, multiprocessing_options=options)
         # No threads, because the trainer reads ahead in its own.
-        return grain_input.maybe_to_iter_dataset(ds, read_options=grain.ReadOptions(0, 0))
+        return grain_input.maybe_to_iter_dataset(ds, read_options=grain_input.IN_STEP)
 
     return build_dataset
 
