@@ -407,7 +407,9 @@ def test_use_peers_sets_current_and_sends_error(alone):
 
 STUCK = """
 import ctypes, socket, sys, time
+from weft.distributed import watchdog
 from weft.distributed.peers import Peers
+watchdog._PRINT_SECONDS = 0.2
 connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 Peers(1, {0: connection}, {0: "process 0 of 2 (host h, pid 7)"}, end_seconds=0.3)
 print("ready", flush=True)

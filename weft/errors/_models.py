@@ -61,9 +61,6 @@ class JaxTransformError(ScopeError, RuntimeError):
 class InvalidRngError(ScopeError, ValueError):
     """A PRNG stream is missing, or a key is not a PRNG key."""
 
-    def __init__(self, msg: str):
-        super().__init__(msg)
-
 
 class NameInUseError(ScopeError, ValueError):
     """A name in a scope or module is used twice."""
