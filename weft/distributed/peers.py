@@ -22,6 +22,7 @@ delivered, so an ending process keeps reading until the others have closed their
 """
 
 import contextlib
+import copy
 import json
 import logging
 import math
@@ -104,8 +105,7 @@ class Peers:
         self._released_point = 0
         self._agreed_request: StopRequest | None = None
         self._pending_request: StopRequest | None = None
-        self._failure: str | None = None
-        self._late_failure: str | None = None
+        self._failure: ProcessLostError | ProcessesNotReadyError | None = None
         self._has_left = False
         self._open = set(self._connections)  # those whose side is not closed
         self.doing = "starting"
@@ -179,10 +179,8 @@ class Peers:
 
     def check(self) -> None:
         """Raises ProcessLostError if a process is gone, ProcessesNotReadyError if it was late."""
-        if self._late_failure is not None:
-            raise ProcessesNotReadyError(self._late_failure)
         if self._failure is not None:
-            raise ProcessLostError(self._failure)
+            raise copy.copy(self._failure)
 
     def raise_cause(self, error: BaseException, patience_seconds: float = 2.0) -> None:
         """Raises the loss of another process as the cause of an error, once it is noticed."""
@@ -190,10 +188,8 @@ class Peers:
             self._changed.wait_for(
                 lambda: self._stops_on_error or self._failure is not None, patience_seconds
             )
-        try:
-            self.check()
-        except (ProcessLostError, ProcessesNotReadyError) as reason:
-            raise reason from error
+        if self._failure is not None:
+            raise copy.copy(self._failure) from error
 
     def leave(self, why: str | None = None, *, patience_seconds: float = _LEAVE_SECONDS) -> None:
         """Announces the end of this process, with its error, and waits until the others know.
@@ -416,7 +412,7 @@ class Peers:
             timer.start()
             if self._id in missing:  # before the main thread continues
                 print_error(dump_stacks())
-            self._failure, self._late_failure = text, text if late else None
+            self._failure = (ProcessesNotReadyError if late else ProcessLostError)(text)
             self._changed.notify_all()
         logger.error("%s", text)
 
