@@ -1,17 +1,14 @@
 """The README's commands are those that CI runs, and its programs print what it says they print."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
-from tests.flags import xla_flags
-from tests.pages import ROOT, blocks, programs
+from tests.pages import ROOT, blocks, programs, run_in_order
 from weft.cli import main
-from weft.recipes import RECIPES
+from weft.cli.arguments import parse_arguments
+from weft.recipes import RECIPES, find_recipe
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -33,14 +30,17 @@ def test_first_commands_are_the_ones_that_ci_runs():
 
 
 @pytest.mark.long
-def test_other_commands_run_in_order(tmp_path, monkeypatch, capfd, request):
+def test_other_commands_run_in_order(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     _, *rest = (commands(block) for block in blocks(README) if block.language == "console")
     for command in (command for block in rest for command in block):
         program, *words = shlex.split(command)
         assert program == "weft"
-        if words[0] == "check":
-            request.getfixturevalue("all_devices")
+        if words[0] in ("check", "lr-find"):  # tests/cli runs them on the same recipe
+            arguments = parse_arguments(words)
+            recipe = getattr(arguments, "recipe", None) or arguments.recipe_and_overrides[0]
+            assert find_recipe(recipe) in RECIPES
+            continue
         assert main(words) == 0, f"{command}: {capfd.readouterr()}"
 
 
@@ -56,17 +56,7 @@ def test_every_program_has_expected_output():
     assert all(program.printed for program in PROGRAMS)
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=[f"program{n + 1}" for n in range(len(PROGRAMS))])
-def test_program_output_matches_readme(program, tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(program.block.text, encoding="utf-8")
-    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    run = subprocess.run(
-        [sys.executable, str(path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "XLA_FLAGS": xla_flags(), "PYTHONPATH": search},
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == program.printed
+def test_program_output_matches_readme(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for said, printed in run_in_order(README, monkeypatch):
+        assert printed == said
