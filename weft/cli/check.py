@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli import configs, tables
+from weft.cli import configs
 from weft.cli.collectives import Collective, collectives_of
 from weft.cli.layout_report import ArrayLayout, array_layouts, is_conflict, rule_findings
 from weft.core.axis_rules import Rules
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     cfg = configs.on_mesh(cfg, selector=arguments.mesh_selector, mesh=arguments.mesh)
     devices = get_devices_for_topology(_topology(arguments.devices, cfg), arguments.slices)
     mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
-    console = tables.table_console()
+    console = display.table_console()
     sizes = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1] or ["1 device"]
     device = mesh.devices.flat[0]
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
@@ -133,20 +133,22 @@ def _layout_tables(title: str, layouts: Sequence[ArrayLayout]) -> Iterator[Rende
     """Yields a table of the arrays, and one of the numbered reasons in its last column."""
     reasons = list(dict.fromkeys(layout.reason for layout in layouts if layout.reason))
     columns = ["array", "layout", "by", "per device"]
-    table = tables.tree_table(title, columns if reasons else columns[:2] + columns[3:], columns[2:])
-    for _, name, layout in tables.tree_lines((layout.path, layout) for layout in layouts):
+    table = display.tree_table(
+        title, columns if reasons else columns[:2] + columns[3:], columns[2:]
+    )
+    for _, name, layout in display.tree_lines((layout.path, layout) for layout in layouts):
         if layout is None:
             table.add_row(Text(name))
             continue
         by = [str(reasons.index(layout.reason) + 1) if layout.reason else ""] if reasons else []
         array = f"{_dtype_text(layout.dtype)}[{','.join(map(str, layout.shape))}]"
-        text = tables.layout_text(layout.spec).replace(", ", ",") or "on every device"
+        text = display.layout_text(layout.spec).replace(", ", ",") or "on every device"
         problems = [Text(problem, style="bold red") for problem in layout.problems]
         cell = Group(Text(text), *problems)
         table.add_row(Text(name), array, cell, *by, display.bytes_text(layout.bytes_per_device))
     yield table
     if reasons:
-        legend = tables.tree_table("by", ["source of the layout"], numbers=[])
+        legend = display.tree_table("by", ["source of the layout"], numbers=[])
         for number, reason in enumerate(reasons, 1):
             legend.add_row(str(number), Text(reason))
         yield legend
@@ -163,7 +165,7 @@ def _dtype_text(dtype: DType) -> str:
 
 
 def _totals(kinds: dict[str, list[ArrayLayout]]) -> Table:
-    table = tables.tree_table("", ["in all", "per device"], numbers=["in all", "per device"])
+    table = display.tree_table("", ["in all", "per device"], numbers=["in all", "per device"])
     for name, layouts in kinds.items():
         whole = sum(layout.bytes for layout in layouts)
         held = sum(layout.bytes_per_device for layout in layouts)
@@ -222,7 +224,7 @@ def _collectives_table(collectives: Iterable[Collective], mesh_shape: dict[str, 
         total[0] += collective.times
         total[1] += collective.times * collective.bytes
     columns = ["over", "", "times per step", "bytes per device"]
-    table = tables.tree_table("collective", columns, numbers=columns[2:])
+    table = display.tree_table("collective", columns, numbers=columns[2:])
     for key, (times, size) in sorted(totals.items(), key=lambda item: -item[1][1]):
         table.add_row(*key, f"{times:,}", display.bytes_text(size))
     if not totals:
@@ -231,7 +233,7 @@ def _collectives_table(collectives: Iterable[Collective], mesh_shape: dict[str, 
 
 
 def _memory_table(memory: Any) -> Table:
-    table = tables.tree_table("memory per device", ["bytes"], numbers=["bytes"])
+    table = display.tree_table("memory per device", ["bytes"], numbers=["bytes"])
     if memory is None:
         table.add_row("unknown for this kind of device")
         return table

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from weft.cli.configs import run_directory
-from weft.cli.tables import layout_text, shape_text, table_console, tree_lines, tree_table
 from weft.errors import CheckpointNotFoundError, CommandLineError
+from weft.trainer import display
 from weft.trainer.checkpointer import dirs, manifest
 from weft.trainer.checkpointer.index import Entry, Index, read_index_file
-from weft.trainer.display import bytes_text
 from weft.trainer.report.page import REPORT_FILE, render_report
 from weft.trainer.run_dir import CHECKPOINTS_DIR, write_atomically
 
@@ -36,18 +35,22 @@ def run(arguments: argparse.Namespace) -> int:
         raise CheckpointNotFoundError(
             f"there is no checkpoint in {base_dir!r}. Name the directory of a run that has saved."
         )
-    console = table_console()
+    console = display.table_console()
     if arguments.verify:
         return _verify(found, console)
     for step, directory in found.items():
         size = _size_of_files(directory)
         state = "" if manifest.has_manifest(directory) else "  incomplete: its manifest is missing"
-        console.print(f"step {step:,}  {directory}  {bytes_text(size)}{state}", soft_wrap=True)
+        console.print(
+            f"step {step:,}  {directory}  {display.bytes_text(size)}{state}", soft_wrap=True
+        )
     step, directory = list(found.items())[-1]
-    table = tree_table(f"step {step:,}", ["shape", "dtype", "layout", "bytes"], numbers=["bytes"])
+    table = display.tree_table(
+        f"step {step:,}", ["shape", "dtype", "layout", "bytes"], numbers=["bytes"]
+    )
     index = read_index_file(directory)
     sizes = _sizes(index)
-    for path, name, entry in tree_lines(index):
+    for path, name, entry in display.tree_lines(index):
         table.add_row(name, *_cells(entry), f"{sizes[path]:,}")
     console.print(table)
     return 0
@@ -59,7 +62,10 @@ def _verify(found: Mapping[int, str], console: Console) -> int:
     for step, directory in found.items():
         damage = manifest.find_damage(directory, step=step)
         num_damaged += bool(damage)
-        num_files, size = len(dirs.list_files(directory)), bytes_text(_size_of_files(directory))
+        num_files, size = (
+            len(dirs.list_files(directory)),
+            display.bytes_text(_size_of_files(directory)),
+        )
         state = "DAMAGED" if damage else f"intact: {num_files:,} files, {size}"
         console.print(f"step {step:,}  {directory}  {state}", soft_wrap=True)
         for line in damage:
@@ -102,7 +108,7 @@ def _cells(entry: Entry | None) -> tuple[str, str, str]:
         return repr(entry), type(entry).__name__, ""
     if "savable" in entry:
         return "", entry["savable"], ""
-    return shape_text(entry["shape"]), entry["dtype"], layout_text(entry["spec"])
+    return display.shape_text(entry["shape"]), entry["dtype"], display.layout_text(entry["spec"])
 
 
 COMPARISON_FILE = "comparison.html"

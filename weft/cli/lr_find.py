@@ -19,10 +19,10 @@ from typing import Any
 import jax.numpy as jnp
 from rich.table import Table
 
-from weft.cli import configs, tables, train
+from weft.cli import configs, train
 from weft.config import config_for_function
 from weft.errors import LearningRateSearchError
-from weft.trainer import BaseCheckpointer, NoOpWriter, RunListener, SpmdTrainer, schedule
+from weft.trainer import BaseCheckpointer, NoOpWriter, RunListener, SpmdTrainer, display, schedule
 from weft.trainer.trainer_config_modifier import apply_config_modifiers, find_values, outermost
 from weft.typing import Nested, Tensor
 
@@ -181,7 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_rate=arguments.max,
         num_steps=arguments.steps,
     )
-    console = tables.table_console()
+    console = display.table_console()
     console.print(loss_table(search))
     console.print(
         f"The loss falls fastest at a learning rate of {search.suggestion:.2g}, a good first "

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft.cli import configs, tables
+from weft.cli import configs
 from weft.hierarchy import Module, ParameterSpec, functional
 from weft.trainer import SpmdTrainer, display, mesh, state
 from weft.trainer.model import build_model
@@ -38,15 +38,15 @@ def run(arguments: argparse.Namespace) -> int:
     specs = state.parameter_specs(model, mesh.rules_of(cfg).parameters)
     flops = forward_flops(cfg, model, specs)
     columns = ["class", "parameters", "FLOPs", "shape", "dtype", "layout"]
-    table = tables.tree_table("module", columns, numbers=["parameters", "FLOPs"])
+    table = display.tree_table("module", columns, numbers=["parameters", "FLOPs"])
     for row in rows("", model, specs):
         depth = row.path.count("/") + bool(row.path)
         name = "  " * depth + (row.path.rpartition("/")[2] or model.name)
         here = sum(n for path, n in flops.items() if _within(path, row.path))
         table.add_row(
-            name, row.kind, f"{_values(row.specs):,}", tables.count_text(here), *_cells(row)
+            name, row.kind, f"{_values(row.specs):,}", display.count_text(here), *_cells(row)
         )
-    console = tables.table_console()
+    console = display.table_console()
     console.print(table)
     for line in _totals(specs, flops):
         console.print(line, soft_wrap=True)
@@ -94,10 +94,10 @@ def _totals(specs: Nested[ParameterSpec], flops: Flops) -> Iterator[str]:
     yield f"{_values(leaves) - of_state:,} parameters{state_text}, {display.bytes_text(size)}"
     of_activations = ""
     if flops[None]:
-        count = tables.count_text(flops[None])
+        count = display.count_text(flops[None])
         of_activations = f"including {count} for products of activations, as in attention; "
     yield (
-        f"{tables.count_text(flops.total())} FLOPs for the loss of an example, {of_activations}"
+        f"{display.count_text(flops.total())} FLOPs for the loss of an example, {of_activations}"
         "a training step takes about three times as many"
     )
 
@@ -107,9 +107,9 @@ def _cells(row: Row) -> tuple[str, str, str]:
         return "", "", ""
     (spec,) = row.specs
     return (
-        tables.shape_text(spec.shape),
+        display.shape_text(spec.shape),
         _dtype(spec).name,
-        tables.layout_text(spec.partition_spec),
+        display.layout_text(spec.partition_spec),
     )
 
 

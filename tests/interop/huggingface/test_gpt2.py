@@ -1,7 +1,7 @@
 import pytest
 
 from weft.errors import HuggingFaceConfigError
-from weft.interop.huggingface.gpt2 import GPT2
+from weft.interop.huggingface.causal_lms import GPT2
 from weft.interop.huggingface.settings import Settings
 
 # As published; omitted settings have their defaults.

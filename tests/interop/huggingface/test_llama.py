@@ -1,7 +1,7 @@
 import pytest
 
 from weft.errors import HuggingFaceConfigError
-from weft.interop.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from weft.interop.huggingface.causal_lms import LLAMA, MISTRAL, QWEN2, QWEN3
 from weft.interop.huggingface.settings import Settings
 
 # As published by their makers, but for the sizes.

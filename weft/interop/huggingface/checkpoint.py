@@ -16,9 +16,8 @@ import numpy as np
 
 from weft import config, errors, hierarchy
 from weft.hierarchy.causal_lm import Model
+from weft.interop.huggingface.causal_lms import GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, similar_settings
 from weft.interop.huggingface.family import Family, TensorMapping, hidden_dim
-from weft.interop.huggingface.gpt2 import GPT2
-from weft.interop.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3, similar_settings
 from weft.interop.huggingface.settings import Settings
 from weft.serialization import safetensors, untrusted
 from weft.typing import DType, NestedTensor, Tensor

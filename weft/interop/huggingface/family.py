@@ -12,14 +12,11 @@ so query and key kernels get their dimensions permuted; inner products do not ch
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from weft import errors, hierarchy
 from weft.hierarchy.causal_lm import Model
 from weft.interop.huggingface.settings import ACTIVATIONS, NO_PADDING, Settings
-
-Array = np.ndarray | jax.Array
 
 
 class Conversion(NamedTuple):
@@ -69,13 +66,10 @@ def input_heads(num_heads: int, *, rotary: bool = False) -> Conversion:
     """Returns the change of a kernel `(heads × dim, model_dim)` to (perhaps rotary) heads."""
     turn = ROTARY if rotary else IDENTITY
 
-    def to_weft(x: Array) -> Any:
-        return turn.to_weft(x.T.reshape(x.shape[1], num_heads, -1))
-
-    def to_hf(x: Array) -> Any:
-        return turn.to_hf(x).reshape(x.shape[0], -1).T
-
-    return Conversion(to_weft, to_hf)
+    return Conversion(
+        lambda x: turn.to_weft(x.T.reshape(x.shape[1], num_heads, -1)),
+        lambda x: turn.to_hf(x).reshape(x.shape[0], -1).T,
+    )
 
 
 def head_biases(num_heads: int, *, rotary: bool = False) -> Conversion:
@@ -141,16 +135,11 @@ def decoder_config(
 
     `dim` is the model dimension, and `norm` follows the last layer.
     """
-    stack = hierarchy.RepeatedTransformerLayer.default_config().set(
-        num_layers=num_layers, layer=layer
-    )
-    return hierarchy.Decoder.default_config().set(
-        vocab_size=s.size("vocab_size"),
-        dim=dim,
-        transformer=stack,
-        output_norm=norm,
-        **s.special_tokens(),
-    )
+    transformer = hierarchy.RepeatedTransformerLayer.default_config()
+    transformer.set(num_layers=num_layers, layer=layer)
+    decoder = hierarchy.Decoder.default_config().set(dim=dim, output_norm=norm)
+    tokens = s.special_tokens()
+    return decoder.set(vocab_size=s.size("vocab_size"), transformer=transformer, **tokens)
 
 
 def special_tokens(decoder: object) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""Llama, Mistral, Qwen: rotary positions, RMSNorm before each branch, gated feed-forward layers.
+"""The families of causal LMs: what `config.json` says of each, and its tensors.
 
-llama     biases of all projections, or of none
-mistral   attention within a window; no biases
-qwen2     biases of queries, keys and values
-qwen3     norms of queries and keys, before they are rotated
+gpt2      learned positions, LayerNorm, tied embeddings (Radford et al., 2019)
+llama     rotary positions, RMSNorm, gated feed-forward layers; biases of all projections, or none
+mistral   as Llama, with attention within a window; no biases
+qwen2     as Llama, with biases of queries, keys and values
+qwen3     as Llama, with norms of queries and keys, before they are rotated
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +12,94 @@ from typing import Any, NamedTuple
 from weft import config, hierarchy
 from weft.hierarchy.causal_lm import Model
 from weft.interop.huggingface import family, settings
+
+
+def _read_gpt2(s: settings.Settings) -> Model.Config:
+    s.require("scale_attn_weights", True)
+    s.require("scale_attn_by_inverse_layer_idx", False)
+    s.require("add_cross_attention", False)
+    s.require("tie_word_embeddings", True)
+    dim, num_layers = s.size("n_embd"), s.size("n_layer", most=settings.MAX_LAYERS)
+    heads = s.size("n_head")
+    if dim % heads:
+        raise s.refusal("n_head", heads, f"divides n_embd={dim}")
+    norm = hierarchy.LayerNorm.default_config().set(eps=s.number("layer_norm_epsilon", 1e-5))
+    layer = hierarchy.TransformerLayer.default_config()
+    layer.self_attention.set(
+        norm=norm,
+        dropout=s.dropout("resid_pdrop", 0.1),
+        attention=hierarchy.MultiheadAttention.default_config().set(
+            num_heads=heads,
+            mask=hierarchy.CausalAttentionBias.default_config(),
+            input_linear=hierarchy.FusedQKVLinear.default_config(),
+            dropout=s.dropout("attn_pdrop", 0.1),
+        ),
+    )
+    layer.feed_forward.set(
+        norm=norm,
+        hidden_dim=s.size("n_inner", 4 * dim),
+        activation=s.activation("activation_function", "gelu_new"),
+        dropout=s.dropout("resid_pdrop", 0.1),
+        hidden_dropout=hierarchy.Dropout.default_config().set(rate=0.0),
+    )
+    decoder = family.decoder_config(s, layer, num_layers=num_layers, dim=dim, norm=norm)
+    decoder.emb.pos_emb = hierarchy.LearnedPositionalEmbedding.default_config().set(
+        shape=(s.size("n_positions", 1024),)
+    )
+    decoder.emb.dropout = s.dropout("embd_pdrop", 0.1)
+    return Model.default_config().set(decoder=decoder)
+
+
+def _write_gpt2(cfg: Any) -> dict[str, Any]:
+    decoder = cfg.decoder
+    layer = decoder.transformer.layer
+    return {
+        "model_type": "gpt2",
+        "n_embd": decoder.dim,
+        "n_layer": decoder.transformer.num_layers,
+        "n_head": layer.self_attention.attention.num_heads,
+        "n_inner": family.hidden_dim(layer.feed_forward, decoder.dim),
+        "n_positions": decoder.emb.pos_emb.shape[0],
+        "vocab_size": decoder.vocab_size,
+        "activation_function": family.activation_name(layer.feed_forward.activation),
+        "layer_norm_epsilon": decoder.output_norm.eps,
+        "tie_word_embeddings": True,
+        **family.special_tokens(decoder),
+        "attn_pdrop": family.dropout_rate(decoder, layer.self_attention.attention.dropout),
+        "embd_pdrop": family.dropout_rate(decoder, decoder.emb.dropout),
+        "resid_pdrop": family.dropout_rate(decoder, layer.self_attention.dropout),
+    }
+
+
+def _gpt2_entries(s: settings.Settings) -> list[family.TensorMapping]:
+    attention, ff = "self_attention.attention", "feed_forward"
+    heads, same = s.size("n_head"), family.IDENTITY
+    fused = family.fused_heads_of_conv(heads), family.fused_head_biases(heads)
+    linear: tuple[tuple[Any, ...], ...] = (
+        ("wte", "decoder.emb.token_emb"),
+        ("wpe", "decoder.emb.pos_emb", family.POSITIONS),
+        ("h.{}.attn.c_attn", f"{attention}.i_proj.qkv_proj", *fused),
+        ("h.{}.attn.c_proj", f"{attention}.o_proj", family.output_heads_of_conv(heads), same),
+        ("h.{}.mlp.c_fc", f"{ff}.linear1", same, same),
+        ("h.{}.mlp.c_proj", f"{ff}.linear2", same, same),
+    )
+    return [
+        *(entry for row in linear for entry in family.linear_entries(*row)),
+        *family.norm_entries("ln_f", "decoder.output_norm", bias=True),
+        *family.norm_entries("h.{}.ln_1", "self_attention.norm", bias=True),
+        *family.norm_entries("h.{}.ln_2", f"{ff}.norm", bias=True),
+    ]
+
+
+GPT2 = family.Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    prefix="transformer.",
+    read=_read_gpt2,
+    write=_write_gpt2,
+    entries=_gpt2_entries,
+    extra_allowed=r"lm_head\.weight|h\.\d+\.attn\.(masked_)?bias",
+)
 
 
 class _Variant(NamedTuple):
@@ -33,14 +122,8 @@ def _variant(s: settings.Settings) -> _Variant:
     kv_heads = s.size("num_key_value_heads", {"llama": heads, "mistral": 8}.get(kind, 32))
     if heads % kv_heads:
         raise s.refusal("num_key_value_heads", kv_heads, f"divides num_attention_heads={heads}")
-    return _Variant(
-        qkv_bias=bias,
-        output_bias=bias and kind != "qwen2",
-        mlp_bias=kind == "llama" and s.flag("mlp_bias", False),
-        qk_norm=kind == "qwen3",
-        head_dim=head_dim,
-        kv_heads=kv_heads,
-    )
+    mlp_bias = kind == "llama" and s.flag("mlp_bias", False)
+    return _Variant(bias, bias and kind != "qwen2", mlp_bias, kind == "qwen3", head_dim, kv_heads)
 
 
 def _mask(s: settings.Settings) -> Any:
@@ -159,21 +242,16 @@ def _entries(s: settings.Settings) -> list[family.TensorMapping]:
         entries += family.linear_entries("lm_head", "decoder.lm_head")
     for name, count in (("q_proj", heads), ("k_proj", v.kv_heads), ("v_proj", v.kv_heads)):
         rotary = name != "v_proj"
-        entries += family.linear_entries(
-            f"layers.{{}}.self_attn.{name}",
-            f"{qkv}.i_proj.{name}",
-            family.input_heads(count, rotary=rotary),
-            family.head_biases(count, rotary=rotary) if v.qkv_bias else None,
-        )
+        biases = family.head_biases(count, rotary=rotary) if v.qkv_bias else None
+        kernel = family.input_heads(count, rotary=rotary)
+        hf_name, weft_name = f"layers.{{}}.self_attn.{name}", f"{qkv}.i_proj.{name}"
+        entries += family.linear_entries(hf_name, weft_name, kernel, biases)
     for name, scale in (("q_norm", "query_scale"), ("k_norm", "key_scale")) if v.qk_norm else ():
         hf_name, weft_name = f"layers.{{}}.self_attn.{name}.weight", f"{qkv}.{scale}.norm.scale"
         entries.append(family.TensorMapping(hf_name, weft_name, family.ROTARY))
-    entries += family.linear_entries(
-        "layers.{}.self_attn.o_proj",
-        f"{attention}.o_proj",
-        family.output_heads(heads),
-        family.IDENTITY if v.output_bias else None,
-    )
+    kernel, bias = family.output_heads(heads), family.IDENTITY if v.output_bias else None
+    hf_name, weft_name = "layers.{}.self_attn.o_proj", f"{attention}.o_proj"
+    entries += family.linear_entries(hf_name, weft_name, kernel, bias)
     bias = family.IDENTITY if v.mlp_bias else None
     for name, layer in (("gate", "linear1_0"), ("up", "linear1_1"), ("down", "linear2")):
         hf_name, weft_name = f"layers.{{}}.mlp.{name}_proj", f"{ff}.{layer}"
@@ -181,19 +259,15 @@ def _entries(s: settings.Settings) -> list[family.TensorMapping]:
     return entries
 
 
-def _family(model_type: str, architecture: str) -> family.Family:
-    return family.Family(
-        model_type=model_type,
-        architecture=architecture,
+LLAMA, MISTRAL, QWEN2, QWEN3 = (
+    family.Family(
+        model_type=name.lower(),
+        architecture=f"{name}ForCausalLM",
         prefix="model.",
         read=_read,
         write=_write,
         entries=_entries,
         extra_allowed=r"lm_head\.weight|.*rotary_emb\.inv_freq",
     )
-
-
-LLAMA = _family("llama", "LlamaForCausalLM")
-MISTRAL = _family("mistral", "MistralForCausalLM")
-QWEN2 = _family("qwen2", "Qwen2ForCausalLM")
-QWEN3 = _family("qwen3", "Qwen3ForCausalLM")
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+)
