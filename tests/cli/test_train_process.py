@@ -24,16 +24,11 @@ from weft.trainer.checkpointer import Checkpointer, CheckpointValidationType, re
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("compiled"))
-
-
 @pytest.fixture
-def start(tmp_path, compiled):
+def start(tmp_path):
     """Starts `weft train lm-tiny dir=NAME …`, with a shared compilation cache."""
     cache = {
-        "JAX_COMPILATION_CACHE_DIR": compiled,
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     with weft_processes(tmp_path, **cache) as start:
@@ -80,24 +75,31 @@ for name in ("cut", "whole"):
 """
 
 
-def test_interrupted_run_ends_bitwise_equal(start, tmp_path):
+def test_interrupted_run_continues_and_ends_bitwise_equal(start, tmp_path):
     run_dir = tmp_path / "cut"
     same = ["evalers={}", "learner.optimizer.inner.learning_rate.max_step=60"]
     endless = ["max_step=1000000", "checkpointer.save_policy.n=5", *same]
 
-    # Asked to stop: it saves where it stops each time, and the next start resumes from there.
-    step = 0
-    for number in (signal.SIGTERM, signal.SIGINT):
-        process = start("cut", *endless)
-        wait_for_save(run_dir, process, after=step)
-        process.send_signal(number)
-        out = finish(process, 128 + number)
-        assert (f"resuming from step {step:,}" in out) == bool(step)
-        (line,) = [line for line in out.splitlines() if line.startswith("stopped by")]
-        step = int(line.split("after step ")[1].split()[0].replace(",", ""))
-        assert line == f"stopped by {number.name} after step {step:,}, which is saved in cut"
-        assert newest_step(run_dir) == step
-        assert (run_dir / "report.html").is_file()
+    # Asked to stop, it saves where it stops.
+    process = start("cut", *endless)
+    wait_for_save(run_dir, process)
+    process.send_signal(signal.SIGTERM)
+    (line,) = [line for line in finish(process, 143).splitlines() if line.startswith("stopped by")]
+    step = int(line.split("after step ")[1].split()[0].replace(",", ""))
+    assert line == f"stopped by SIGTERM after step {step:,}, which is saved in cut"
+    assert newest_step(run_dir) == step
+    assert (run_dir / "report.html").is_file()
+
+    # The next start continues from there, without a reader, as of `weft train | head`, too.
+    process = start("cut", *endless)
+    wait_for_save(run_dir, process, after=step)
+    process.stdout.close()
+    wait_for_save(run_dir, process, after=newest_step(run_dir))  # its end would print
+    process.send_signal(signal.SIGHUP)  # the terminal is gone
+    assert process.wait(timeout=PATIENCE_SECONDS) == 129
+    step = newest_step(run_dir)
+    record = json.loads((run_dir / "run.json").read_text())
+    assert record["end"] == {"step": step, "reason": "SIGHUP"}
 
     finished = subprocess.run(
         [sys.executable, "-c", FINISH, f"max_step={step + 3}", *same],
@@ -107,18 +109,6 @@ def test_interrupted_run_ends_bitwise_equal(start, tmp_path):
         text=True,
     )
     assert finished.returncode == 0, finished.stderr
+    assert f"resuming from step {step:,}" in finished.stderr
     whole, cut = (saved_state(tmp_path / name, step + 3) for name in ("whole", "cut"))
     assert len(whole) > 20 and whole == cut
-
-
-def test_run_saves_and_exits_after_losing_terminal(start, tmp_path):
-    process = start("alone", "max_step=1000000", "checkpointer.save_policy.n=5", "evalers={}")
-    wait_for_save(tmp_path / "alone", process)
-    process.stdout.close()  # as of `weft train | head`
-    step = newest_step(tmp_path / "alone")
-    wait_for_save(tmp_path / "alone", process, after=step)  # it continues; its end would print
-    process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=PATIENCE_SECONDS) == 129
-    step = newest_step(tmp_path / "alone")
-    record = json.loads((tmp_path / "alone" / "run.json").read_text())
-    assert record["end"] == {"step": step, "reason": "SIGHUP"}

@@ -44,7 +44,6 @@ def digits(
         max_step=steps,
         peak_lr=learning_rate,
         eval_every=110,
-        save_every=110,
     )
     return cfg.set(logical_axis_rules=(("features", "model"),))
 

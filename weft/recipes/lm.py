@@ -32,7 +32,7 @@ def trainer_config(
     max_step: int,
     peak_lr: float,
     eval_every: int,
-    save_every: int,
+    save_every: int | None = None,
 ) -> trainer.SpmdTrainer.Config:
     """Returns a config with AdamW, a warm-up and a cosine decay on a mesh of data and model.
 
@@ -41,7 +41,7 @@ def trainer_config(
         held_out_input: Data to evaluate on; it must end.
         peak_lr: The learning rate after the warm-up.
         eval_every: Number of steps between evaluations.
-        save_every: Number of steps between checkpoints.
+        save_every: Number of steps between checkpoints; defaults to that between evaluations.
     """
     optimizer = config_for_function(trainer.adamw_optimizer).set(
         learning_rate=config_for_function(trainer.cosine_with_linear_warmup).set(
@@ -58,7 +58,8 @@ def trainer_config(
         summary_writer=_writer(every_n_steps=1),
     )
     checkpointer = trainer.Checkpointer.default_config().set(
-        save_policy=config_for_function(every_n_steps_policy).set(n=save_every), keep_last_n=2
+        save_policy=config_for_function(every_n_steps_policy).set(n=save_every or eval_every),
+        keep_last_n=2,
     )
     return trainer.SpmdTrainer.default_config().set(
         name="trainer",
@@ -112,18 +113,16 @@ def lm(
         batch_size: Sequences per step.
         steps: Number of steps, and length of the schedule.
     """
-    cfg = text_trainer_config(
+    return text_trainer_config(
         "runs/lm",
         data_dir,
+        tokenizer,
         model=_model(dim=96, num_layers=3, num_heads=4, context=128),
         batch_size=batch_size,
         max_step=steps,
         peak_lr=learning_rate,
         eval_every=200,
-        save_every=200,
     )
-    set_tokenizer(cfg, tokenizer)
-    return cfg
 
 
 def lm_tiny(
@@ -146,6 +145,7 @@ def lm_tiny(
     cfg = text_trainer_config(
         "runs/lm-tiny",
         data_dir,
+        tokenizer,
         model=_model(dim=24, num_layers=2, num_heads=2, context=32),
         sequence_length=32,
         batch_size=batch_size,
@@ -156,7 +156,6 @@ def lm_tiny(
     )
     if data_dir is None:
         set_corpus(cfg, pattern="json/*.py", held_out_fraction=0.3)
-    set_tokenizer(cfg, tokenizer)
     return cfg
 
 
@@ -166,7 +165,7 @@ def set_corpus(cfg: trainer.SpmdTrainer.Config, **fields: object) -> None:
         input_cfg.source.corpus.set(**fields)
 
 
-def set_tokenizer(cfg: trainer.SpmdTrainer.Config, tokenizer: str | None) -> None:
+def _set_tokenizer(cfg: trainer.SpmdTrainer.Config, tokenizer: str | None) -> None:
     """Sets the tokenizer to train and evaluate with, and the ids of the model; None for bytes."""
     if tokenizer is None:
         return
@@ -232,6 +231,7 @@ def _weight(*, variance: float) -> hierarchy.WeightInitializer.Config:
 def text_trainer_config(
     directory: str,
     data_dir: str | None,
+    tokenizer: str | None = None,
     *,
     model: InstantiableConfig,
     sequence_length: int = 128,
@@ -261,7 +261,7 @@ def text_trainer_config(
         )
         return Input.default_config().set(source=source)
 
-    return trainer_config(
+    cfg = trainer_config(
         directory,
         model=model,
         train_input=text("train", batch_size),
@@ -269,6 +269,8 @@ def text_trainer_config(
         peak_lr=peak_lr,
         **training,
     )
+    _set_tokenizer(cfg, tokenizer)
+    return cfg
 
 
 _NUM_LAYERS = 3
@@ -294,14 +296,13 @@ def lm_moe(
     cfg = text_trainer_config(
         "runs/lm-moe",
         data_dir,
+        tokenizer,
         model=_moe_model(),
         batch_size=batch_size,
         max_step=steps,
         peak_lr=learning_rate,
         eval_every=200,
-        save_every=200,
     )
-    set_tokenizer(cfg, tokenizer)
     return cfg.set(mesh_shape=(-1, 1, 1), mesh_axis_names=("data", "expert", "model"))
 
 

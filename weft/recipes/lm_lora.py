@@ -67,7 +67,6 @@ def lm_llama(
         max_step=steps,
         peak_lr=learning_rate,
         eval_every=150,
-        save_every=150,
     )
     if data_dir is None:
         set_corpus(cfg, pattern="[!e]*.py")
@@ -108,7 +107,6 @@ def lm_lora(
         max_step=steps,
         peak_lr=learning_rate,
         eval_every=100,
-        save_every=100,
     )
     cfg.learner.update_rules = [
         (".*/adapter/.*", UpdateType.ALL_UPDATES),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from weft import config, functional, nnx
 from weft.hierarchy.metrics import WeightedScalar
 from weft.input import ByteTokenizer
-from weft.recipes.lm import VOCAB_SIZE, set_tokenizer, text_trainer_config
+from weft.recipes.lm import VOCAB_SIZE, text_trainer_config
 
 AXIS_RULES = (
     ("layers", None),
@@ -45,6 +45,7 @@ def lm_nnx(
     cfg = text_trainer_config(
         "runs/lm-nnx",
         data_dir,
+        tokenizer,
         model=config.config_for_class(LanguageModel).set(
             dim=96, num_layers=3, num_heads=4, hidden_dim=256, window=127
         ),
@@ -52,9 +53,7 @@ def lm_nnx(
         max_step=steps,
         peak_lr=learning_rate,
         eval_every=200,
-        save_every=200,
     )
-    set_tokenizer(cfg, tokenizer)
     return cfg.set(logical_axis_rules=AXIS_RULES)
 
 

@@ -437,8 +437,11 @@ def test_damaged_file_is_named_and_other_arrays_are_read(checkpoint, harm):
 
 
 UNCHECKED = {
-    "short": (lambda d: (d / "1.0").write_bytes(b"123"), "1.0: has 3 bytes instead of 24"),
-    "gone": (lambda d: (d / "1.0").unlink(), "1.0: cannot be read"),
+    "short": (
+        lambda d: (d / "1.0").write_bytes(b"123"),
+        "1.0: has 3 bytes, where the array takes 24",
+    ),
+    "gone": (lambda d: (d / "1.0").unlink(), "1.0: is missing"),
     "no header": (
         lambda d: (d / ".zarray").write_text("{}"),
         ".zarray: does not describe an array",

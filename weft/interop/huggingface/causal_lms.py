@@ -75,14 +75,14 @@ def _gpt2_entries(s: settings.Settings) -> list[family.TensorMapping]:
     attention, ff = "self_attention.attention", "feed_forward"
     heads, same = s.size("n_head"), family.IDENTITY
     fused = family.fused_heads_of_conv(heads), family.fused_head_biases(heads)
-    linear: tuple[tuple[Any, ...], ...] = (
+    linear: list[tuple[Any, ...]] = [
         ("wte", "decoder.emb.token_emb"),
         ("wpe", "decoder.emb.pos_emb", family.POSITIONS),
         ("h.{}.attn.c_attn", f"{attention}.i_proj.qkv_proj", *fused),
         ("h.{}.attn.c_proj", f"{attention}.o_proj", family.output_heads_of_conv(heads), same),
         ("h.{}.mlp.c_fc", f"{ff}.linear1", same, same),
         ("h.{}.mlp.c_proj", f"{ff}.linear2", same, same),
-    )
+    ]
     return [
         *(entry for row in linear for entry in family.linear_entries(*row)),
         *family.norm_entries("ln_f", "decoder.output_norm", bias=True),

@@ -46,20 +46,9 @@ class Manifest:
 
     def damage_of(self, path: str, into: memoryview | None = None) -> str | None:
         """Returns the damage of one of `files`, or None; fills a buffer of its exact size."""
-        entry, full_path = self.files.get(path), os.path.join(self._dir, path)
-        if entry is None:
+        if path not in self.files:
             return "is not in the manifest"
-        try:
-            size = os.path.getsize(full_path)
-            if size != entry["size"]:
-                return f"has {size} bytes instead of {entry['size']}"
-            if into is not None and len(into) != size:
-                return f"has {size} bytes, where the array takes {len(into)}"
-            return None if _digest_of_file(full_path, into) == entry[_DIGEST] else _CHANGED
-        except FileNotFoundError:
-            return "is missing"
-        except OSError as error:
-            return f"cannot be read ({error})"
+        return find_file_damage(os.path.join(self._dir, path), into, self.files[path])
 
     def damage_of_all(self, paths: Iterable[str]) -> list[str]:
         """Returns one line for each damaged file."""
@@ -129,6 +118,27 @@ def find_damage(
         for path in sorted(manifest.files)
         if except_below is None or not path.startswith(except_below)
     )
+
+
+def find_file_damage(
+    path: str, into: memoryview | None, expected: Mapping[str, Any] | None = None
+) -> str | None:
+    """Returns the damage of a file, or None, and leaves its content in a buffer of its exact size.
+
+    `expected` is its entry in a manifest.
+    """
+    try:
+        size = os.path.getsize(path)
+        if expected is not None and size != expected["size"]:
+            return f"has {size} bytes instead of {expected['size']}"
+        if into is not None and len(into) != size:
+            return f"has {size} bytes, where the array takes {len(into)}"
+        digest = _digest_of_file(path, into)
+        return _CHANGED if expected is not None and digest != expected[_DIGEST] else None
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error})"
 
 
 def _digest_of_file(path: str, into: memoryview | None = None) -> str:

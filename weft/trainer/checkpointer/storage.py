@@ -40,7 +40,12 @@ from weft.hierarchy.parameter_spec import TensorSpec
 from weft.serialization.untrusted import parse_json
 from weft.trainer.checkpointer import dirs, host_state
 from weft.trainer.checkpointer import index as index_lib
-from weft.trainer.checkpointer.manifest import Manifest, has_manifest, read_manifest
+from weft.trainer.checkpointer.manifest import (
+    Manifest,
+    find_file_damage,
+    has_manifest,
+    read_manifest,
+)
 from weft.typing import Nested
 
 Array = jax.Array | np.ndarray
@@ -558,24 +563,12 @@ class _Reader:
         if manifest is not None:
             fault = manifest.damage_of(path, into)
         else:
-            fault = _read_unchecked(os.path.join(self._files.ckpt_dir, path), into)
+            fault = find_file_damage(os.path.join(self._files.ckpt_dir, path), into)
         if fault is not None:
             raise self._fault(name, fault)
 
     def _fault(self, name: str, fault: str) -> ArrayFileError:
         return ArrayFileError(f"{self._path(name)}: {fault}")
-
-
-def _read_unchecked(path: str, into: memoryview) -> str | None:
-    try:
-        with open(path, "rb", buffering=0) as file:
-            read = at = file.readinto(into) if len(into) else 0
-            while read and at < len(into):
-                read = file.readinto(into[at:])
-                at += read
-    except OSError as error:
-        return f"cannot be read ({error})"
-    return None if at == len(into) else f"has {at} bytes instead of {len(into)}"
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -278,6 +278,20 @@ def stateless(
     )
 
 
+def starting_at_zero(
+    update_fn: TransformUpdateFn, specs_of: Callable[[Any], Any]
+) -> PartitionedGradientTransformation:
+    """Creates a transformation whose state is zero before the first step.
+
+    `specs_of` returns the specs of the state, from the parameters or from their specs.
+    """
+
+    def init_fn(params: NestedOptParam) -> Any:
+        return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs_of(params))
+
+    return PartitionedGradientTransformation(init_fn, update_fn, specs_of)
+
+
 def identity() -> PartitionedGradientTransformation:
     """Returns a transformation that leaves updates unchanged."""
     return stateless(lambda updates, params: updates)

@@ -17,7 +17,7 @@ from weft.functional.arrays import to_ndim
 from weft.hierarchy import base_layer, parameter_spec
 from weft.trainer.optimizers import base
 from weft.trainer.schedule import Schedule, ScheduleFn, as_schedule_fn
-from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
+from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Shape, Tensor
 
 PerParamScale = Callable[[base.NestedOptParam], Nested[Any]]
 """Maps parameters to a scale for each."""
@@ -51,11 +51,7 @@ def scale_by_schedule(
         updates = jax.tree.map(lambda u: u * step_size, updates)
         return updates, optax.ScaleByScheduleState(step)
 
-    return base.PartitionedGradientTransformation(
-        init=lambda params: optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)),
-        update=update_fn,
-        partition=lambda param_specs: optax.ScaleByScheduleState(base.COUNT_SPEC),
-    )
+    return base.starting_at_zero(update_fn, lambda _: optax.ScaleByScheduleState(base.COUNT_SPEC))
 
 
 def scale_from_learning_rate(learning_rate: Schedule, *, flip_sign: bool = True) -> ScheduleFn:
@@ -194,7 +190,6 @@ def add_decayed_weights(
     """
     scale_fn = config.maybe_instantiate(per_param_scale)
     learning_rate_fn = as_schedule_fn(learning_rate)
-    counts = learning_rate_exponent is not None
 
     def update_fn(
         updates: NestedTensor, state: AddDecayedWeightsState, params: base.NestedOptParam
@@ -205,11 +200,8 @@ def add_decayed_weights(
             rate = rate * learning_rate_fn(state.count) ** learning_rate_exponent
         return _with_decay(updates, params, rate, scale_fn), state
 
-    return base.PartitionedGradientTransformation(
-        init=lambda params: AddDecayedWeightsState(jnp.zeros((), jnp.int32) if counts else None),
-        update=update_fn,
-        partition=lambda param_specs: AddDecayedWeightsState(base.COUNT_SPEC if counts else None),
-    )
+    count = None if learning_rate_exponent is None else base.COUNT_SPEC
+    return base.starting_at_zero(update_fn, lambda _: AddDecayedWeightsState(count))
 
 
 def l2_regularizer(
@@ -294,12 +286,6 @@ def ema(
     """
     decay_fn = as_schedule_fn(decay)
 
-    def init_fn(params: base.NestedOptParam) -> EmaState:
-        values = base.opt_param_values(params)
-        specs = jax.tree.map(spec_of, values), jax.tree.map(scale_spec_of, values)
-        zeros = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
-        return EmaState(jnp.zeros((), jnp.int32), *zeros)
-
     def update_fn(
         updates: NestedTensor, state: EmaState, params: base.NestedOptParam
     ) -> tuple[NestedTensor, EmaState]:
@@ -319,22 +305,22 @@ def ema(
         updates = jax.tree.map(lambda x, u: (x / correction).astype(u.dtype), averages, updates)
         return updates, EmaState(count, new_ema, new_scale)
 
-    def partition_fn(param_specs: base_layer.NestedParameterSpec) -> EmaState:
-        specs = jax.tree.map(spec_of, param_specs), jax.tree.map(scale_spec_of, param_specs)
+    def specs_of(params: Any) -> EmaState:
+        specs = jax.tree.map(spec_of, params), jax.tree.map(scale_spec_of, params)
         return EmaState(base.COUNT_SPEC, *specs)
 
-    def spec_of(x: base_layer.ParameterSpec | Tensor) -> base.OptStateSpec:
+    def spec_of(x: base_layer.ParameterSpec | base.OptParam) -> base.OptStateSpec:
         dtype = x.dtype if accumulator_dtype is None else accumulator_dtype
         return parameter_spec.TensorSpec(x.shape, dtype, getattr(x, "mesh_axes", None))
 
-    def scale_spec_of(x: base_layer.ParameterSpec | Tensor) -> base.OptStateSpec:
+    def scale_spec_of(x: base_layer.ParameterSpec | base.OptParam) -> base.OptStateSpec:
         spec = spec_of(x)
         if not jnp.issubdtype(jnp.dtype(spec.dtype), jnp.integer):
             return base.replicated((1,), jnp.float32)
         mesh_axes = None if spec.mesh_axes is None else spec.mesh_axes[1:]
         return parameter_spec.TensorSpec(spec.shape[1:], jnp.float32, mesh_axes)
 
-    return base.PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
+    return base.starting_at_zero(update_fn, specs_of)
 
 
 def _from_accumulator(kept: Tensor, scale: Tensor) -> Tensor:
@@ -438,13 +424,6 @@ def scale_by_factored_rms(
             return None
         return spec.axes.index("row"), spec.axes.index("col")
 
-    def init_fn(params: base.NestedOptParam) -> optax.FactoredState:
-        specs = jax.tree.map(
-            lambda p: _moment_spec(p, None, row_and_col(p.factorization_spec)), params
-        )
-        zeros = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
-        return _state(jnp.zeros((), jnp.int32), zeros)
-
     def update_fn(
         updates: NestedTensor, state: optax.FactoredState, params: base.NestedOptParam
     ) -> tuple[NestedTensor, optax.FactoredState]:
@@ -460,13 +439,14 @@ def scale_by_factored_rms(
         updates = jax.tree.map(lambda u, s: s[0], updates, steps)
         return updates, _state(count, moments)
 
-    def partition_fn(param_specs: base_layer.NestedParameterSpec) -> optax.FactoredState:
-        specs = jax.tree.map(
-            lambda s: _moment_spec(s, s.partition_spec, row_and_col(s.factorization)), param_specs
-        )
-        return _state(base.COUNT_SPEC, specs)
+    def moment_spec(param: base.OptParam | base_layer.ParameterSpec) -> _Moment:
+        if isinstance(param, base.OptParam):
+            return _moment_spec(param.shape, None, row_and_col(param.factorization_spec))
+        return _moment_spec(param.shape, param.partition_spec, row_and_col(param.factorization))
 
-    return base.PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
+    return base.starting_at_zero(
+        update_fn, lambda params: _state(base.COUNT_SPEC, jax.tree.map(moment_spec, params))
+    )
 
 
 def _state(count: Any, moments: Nested[_Moment]) -> optax.FactoredState:
@@ -480,11 +460,8 @@ def _state(count: Any, moments: Nested[_Moment]) -> optax.FactoredState:
 
 
 def _moment_spec(
-    param: base.OptParam | base_layer.ParameterSpec,
-    mesh_axes: PartitionSpec | None,
-    axes: tuple[int, int] | None,
+    shape: Shape, mesh_axes: PartitionSpec | None, axes: tuple[int, int] | None
 ) -> _Moment:
-    shape = tuple(param.shape)
     unused = base.replicated((1,), jnp.float32)
     if axes is None:
         return _Moment(unused, unused, parameter_spec.TensorSpec(shape, jnp.float32, mesh_axes))
