@@ -19,41 +19,34 @@ from weft.recipes.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-RECIPES = (
-    Recipe(
+# Of each, the module and a summary.
+_RECIPES = {
+    "lm": (
         "lm",
         "a byte-level Transformer on the text of Python's standard library: minutes on two cores",
-        "weft.recipes.lm:lm",
     ),
-    Recipe(
-        "lm-tiny",
-        "the same with steps of milliseconds: to try things out",
-        "weft.recipes.lm:lm_tiny",
-    ),
-    Recipe(
-        "lm-moe",
-        "the default recipe with a mixture of experts in each layer",
-        "weft.recipes.lm:lm_moe",
-    ),
-    Recipe(
-        "lm-nnx",
-        "the default recipe's model as an NNX module, on the same data",
-        "weft.recipes.lm_nnx:lm_nnx",
-    ),
-    Recipe(
+    "lm-tiny": ("lm", "the same with steps of milliseconds: to try things out"),
+    "lm-moe": ("lm", "the default recipe with a mixture of experts in each layer"),
+    "lm-nnx": ("lm_nnx", "the default recipe's model as an NNX module, on the same data"),
+    "digits": (
         "digits",
         "a Linen convolutional network with BatchNorm on scikit-learn's digits: half a minute",
-        "weft.recipes.digits:digits",
     ),
-    Recipe(
-        "lm-llama", "a small byte-level Llama: the base of lm-lora", "weft.recipes.lm_lora:lm_llama"
-    ),
-    Recipe(
-        "lm-lora",
+    "lm-llama": ("lm_lora", "a small byte-level Llama: the base of lm-lora"),
+    "lm-lora": (
+        "lm_lora",
         "low-rank adapters on an imported checkpoint: base=PATH, or that of lm-llama",
-        "weft.recipes.lm_lora:lm_lora",
-        "weft.recipes.lm_lora:prepare",
     ),
+}
+_PREPARATIONS = {"lm-lora": "weft.recipes.lm_lora:prepare"}
+RECIPES = tuple(
+    Recipe(
+        name,
+        summary,
+        f"weft.recipes.{module}:{name.replace('-', '_')}",
+        _PREPARATIONS.get(name, ""),
+    )
+    for name, (module, summary) in _RECIPES.items()
 )
 
 

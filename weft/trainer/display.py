@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from rich.text import Text
 from weft.errors import CheckpointSaveError
 from weft.hierarchy.metrics import Summary
 from weft.trainer import progress, schedule_length, train_step
+from weft.typing import T
 
 _WINDOW = 50
 _FEWEST = 5
@@ -533,8 +534,6 @@ def with_unit(number: float, units: Sequence[str]) -> str:
 
 
 # Tables on standard output, which scripts can split by columns.
-
-T = TypeVar("T")
 
 # A pipe has no width; this suffices for the paths of deep models.
 _WIDTH_OF_PIPES = 200

@@ -22,12 +22,12 @@ from weft import config
 from weft.distributed.preemption import broadcast_from_first, max_over_processes
 from weft.errors import CheckpointPolicyError, CheckpointSaveError, DamagedCheckpointError
 from weft.hierarchy.module import Module, nowrap
-from weft.serialization.untrusted import read_json_file
 from weft.trainer.checkpointer import dirs, manifest
 from weft.trainer.checkpointer import index as index_lib
 from weft.trainer.checkpointer import policy as policy_lib
 from weft.trainer.checkpointer.host_state import PythonSavable
 from weft.trainer.checkpointer.storage import OrbaxStateStorage, StateStorage
+from weft.trainer.summary_writer.base import with_dir
 from weft.trainer.summary_writer.files import CheckpointerAction, SummaryWriter
 from weft.typing import Nested
 
@@ -225,15 +225,12 @@ class Checkpointer(BaseCheckpointer):
                 "continues from the last checkpoint."
             )
         self._storage: StateStorage = cfg.storage.instantiate()
-        self._index_writer = (
-            config.maybe_instantiate(cfg.index_writer) or index_lib.write_index_file
-        )
+        writer = config.maybe_instantiate(cfg.index_writer)
+        self._index_writer = writer or index_lib.write_index_file
         self._filter = config.maybe_instantiate(cfg.restore_state_filter)
         self._keep_best = None if cfg.keep_best is None else cfg.keep_best.instantiate()
         if cfg.summary_writer is not None:
-            writer = cfg.summary_writer
-            writer = writer if writer.dir is not config.REQUIRED else writer.clone(dir=cfg.dir)
-            self._add_child("summary_writer", writer)
+            self._add_child("summary_writer", with_dir(cfg.summary_writer, cfg.dir))
         self._saving: int | None = None  # the step of the save in progress
         self._last_step: int | None = None  # saved or restored, so it need not be saved again
         self._last_removal = -float("inf")
@@ -356,10 +353,8 @@ class Checkpointer(BaseCheckpointer):
     def _save_error(self, step: int, error: BaseException) -> CheckpointSaveError:
         complete = ", ".join(map(str, self.checkpoint_steps(self.config.dir))) or "none"
         lacks_room = dirs.is_disk_full(error)
-        why, mend = (
-            f"{type(error).__name__}: {error}",
-            "Free disk space, or make the directory writable",
-        )
+        why = f"{type(error).__name__}: {error}"
+        mend = "Free disk space, or make the directory writable"
         if lacks_room:
             process = re.search(r"process \d+ of \d+: ", str(error))
             why = f"{process[0] if process else ''}the disk, or a quota of it, is full"
@@ -497,13 +492,4 @@ def _read_policy_state(ckpt_dir: str) -> dict[str, Any] | None:
     path = os.path.join(ckpt_dir, _POLICY_STATE)
     if not os.path.exists(path):
         return None
-    try:
-        content = read_json_file(path)
-        if not isinstance(content, dict):
-            raise ValueError("it is not a dict")
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpointError(
-            f"{path!r} cannot be read as the state of a policy ({error}).",
-            damage=[f"{_POLICY_STATE}: cannot be read ({error})"],
-        ) from error
-    return content
+    return dirs.read_json(path, _POLICY_STATE, "the state of a policy", lambda x: dict(**x))

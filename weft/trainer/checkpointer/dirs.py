@@ -15,12 +15,15 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from weft.errors import CheckpointNotFoundError, did_you_mean
+from weft.errors import CheckpointNotFoundError, DamagedCheckpointError, did_you_mean
+from weft.serialization.untrusted import read_json_file
+from weft.typing import T
 
 STEP_PREFIX = "step"
 """What the name of a step's directory begins with."""
@@ -136,6 +139,21 @@ def fsync(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_json(path: str, name: str, what: str, parse: Callable[[Any], T]) -> T:
+    """Returns what `parse` makes of a JSON file of a checkpoint, `name` within it.
+
+    Raises DamagedCheckpointError if the file cannot be read, or `parse` raises.
+    """
+    try:
+        return parse(read_json_file(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpointError(
+            f"{path!r} cannot be read as {what} ({type(error).__name__}: {error}). Restore another "
+            "checkpoint, or use the version of Weft that wrote it.",
+            damage=[f"{name}: cannot be read ({error})"],
+        ) from error
 
 
 class CommitGroup:

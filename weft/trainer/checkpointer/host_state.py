@@ -14,8 +14,8 @@ from urllib.parse import quote
 import jax
 import numpy as np
 
-from weft.errors import CheckpointStateError, CheckpointStructureError, DamagedCheckpointError
-from weft.serialization.untrusted import read_json_file
+from weft.errors import CheckpointStateError, CheckpointStructureError
+from weft.trainer.checkpointer import dirs
 
 _BYTES = "base64"
 
@@ -92,17 +92,13 @@ def _read(path: str, directory: str) -> dict[str, Any]:
 
 
 def _load(file: str) -> dict[str, Any]:
-    try:
-        content = read_json_file(file)
-        if not (isinstance(content, dict) and content.keys() & {_BYTES, "state"}):
-            raise ValueError(f"it holds neither {_BYTES!r} nor 'state'")
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpointError(
-            f"{file!r} cannot be read as the state of an object ({type(error).__name__}: {error}). "
-            "Restore another checkpoint.",
-            damage=[f"python/{'/'.join(file.split(os.sep)[-2:])}: cannot be read ({error})"],
-        ) from error
-    return content
+    def check(content: Any) -> dict[str, Any]:
+        if isinstance(content, dict) and content.keys() & {_BYTES, "state"}:
+            return content
+        raise ValueError(f"it holds neither {_BYTES!r} nor 'state'")
+
+    name = f"python/{'/'.join(file.split(os.sep)[-2:])}"
+    return dirs.read_json(file, name, "the state of an object", check)
 
 
 def _file(directory: str, path: str, process: int, count: int) -> str:

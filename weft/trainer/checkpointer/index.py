@@ -17,7 +17,7 @@ import numpy as np
 
 from weft import config, errors, traverse_util
 from weft.hierarchy.parameter_spec import TensorSpec
-from weft.serialization.untrusted import read_json_file
+from weft.trainer.checkpointer import dirs
 from weft.trainer.checkpointer.host_state import PythonSavable
 from weft.typing import DType, Nested, PartitionSpec
 
@@ -151,18 +151,14 @@ def write_index_file(*, ckpt_dir: str, index: Index) -> None:
 
 def read_index_file(ckpt_dir: str) -> list[tuple[str, Entry]]:
     """Reads the index of a checkpoint; raises DamagedCheckpointError if it is malformed."""
-    path = os.path.join(ckpt_dir, INDEX)
-    try:
-        content = read_json_file(path)
+
+    def entries(content: Any) -> list[tuple[str, Entry]]:
         if content["version"] != _VERSION:
             raise ValueError(f"it has version {content['version']}, not {_VERSION}")
         return [(str(path), entry) for path, entry in content["index"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise errors.DamagedCheckpointError(
-            f"{path!r} cannot be read as the index of a checkpoint ({error}). "
-            "Restore another step, or use the version of Weft that wrote it.",
-            damage=[f"{INDEX}: cannot be read ({error})"],
-        ) from error
+
+    path = os.path.join(ckpt_dir, INDEX)
+    return dirs.read_json(path, INDEX, "the index of a checkpoint", entries)
 
 
 def read_state_spec(ckpt_dir: str) -> Nested[Any]:

@@ -122,6 +122,11 @@ class BaseWriter(Module):
             self._is_refused = False
 
 
+def with_dir(cfg: BaseWriter.Config, directory: str) -> BaseWriter.Config:
+    """Returns the config of a writer that writes to a directory, unless it has its own."""
+    return cfg.clone(dir=directory) if cfg.dir is REQUIRED else cfg
+
+
 class PeriodicWriter(BaseWriter):
     """Base of the writers that show summaries only at some steps."""
 
@@ -172,10 +177,9 @@ class CompositeWriter(BaseWriter):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._writers = []
-        for name, writer in cfg.writers.items():
-            writer = writer if writer.dir is not REQUIRED else writer.clone(dir=cfg.dir)
-            self._writers.append(self._add_child(name, writer))
+        self._writers = [
+            self._add_child(name, with_dir(writer, cfg.dir)) for name, writer in cfg.writers.items()
+        ]
 
     @property
     def writers(self) -> list[BaseWriter]:
