@@ -388,14 +388,11 @@ def check_tensors(
     cast: bool = False,
     extra_allowed: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Checks that files have exactly the wanted tensors.
+    """Raises WeightsMismatchError unless files have exactly the wanted tensors.
 
     Args:
         wanted: arrays or their shapes, by name.
         extra_allowed: returns whether the files may have another tensor.
-
-    Raises:
-        WeightsMismatchError: otherwise.
     """
     there = files.tensors
     missing = [name for name in wanted if name not in there]

@@ -189,8 +189,7 @@ def adafactor_optimizer(
       factored: whether to factor second moments of parameters whose spec allows it.
       apply_scale_by_trust_ratio: whether to finally scale updates by the trust ratio.
 
-    Raises:
-      OptimizerArgumentError: if `weight_decay` is given without its exponent.
+    Raises OptimizerArgumentError if `weight_decay` is given without its exponent.
     """
     parts = [transformations.scale_by_factored_rms(b2, factored=factored, eps=eps)]
     if clipping_threshold is not None:
@@ -359,14 +358,11 @@ def _scale_by_averages(
     eps_square: float,
     clip: base.PartitionedGradientTransformation,
 ) -> base.PartitionedGradientTransformation:
-    def init_fn(params: base.NestedOptParam) -> AdastarState:
-        averages = (
-            None
-            if decay is None
-            else jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-            for decay, _ in (gradient_average, square_average, update_average)
-        )
-        return AdastarState(jnp.zeros((), jnp.int32), *averages)
+    def specs_of(params: Any) -> AdastarState:
+        specs = jax.tree.map(lambda param: base.spec_like(param, jnp.float32), params)
+        decays = gradient_average[0], square_average[0], update_average[0]
+        averages = (None if decay is None else specs for decay in decays)
+        return AdastarState(base.COUNT_SPEC, *averages)
 
     def update_fn(
         updates: NestedTensor, state: AdastarState, params: base.NestedOptParam
@@ -380,9 +376,7 @@ def _scale_by_averages(
         smoothed, update_ema = _averaged(raw, state.update_ema, update_average, count)
         return smoothed, AdastarState(count, gradient_ema, square_ema, update_ema)
 
-    return base.PartitionedGradientTransformation(
-        init_fn, update_fn, base.mirrored_partition(init_fn)
-    )
+    return base.starting_at_zero(update_fn, specs_of)
 
 
 def _averaged(
@@ -415,8 +409,7 @@ def offload_optimizer(
       offload_src: memory in which the optimizer computes: "device" or "pinned_host".
       offload_dst: memory that holds the state between steps, as above.
 
-    Raises:
-      OptimizerArgumentError: if a memory is unknown.
+    Raises OptimizerArgumentError if a memory is unknown.
     """
     inner = base.as_partitioned(optimizer)
     to_src = _move_to("offload_src", offload_src, pattern)

@@ -72,9 +72,8 @@ class TransformUpdateFn(Protocol):
         Args:
           params: before the update.
 
-        Returns:
-          The new updates, which after the last transformation are added to the parameters, and the
-          state.
+        Returns the new updates, which after the last transformation are added to the parameters,
+        and the state.
         """
         ...
 
@@ -136,6 +135,11 @@ def report(name: str, value: jax.typing.ArrayLike) -> None:
 def replicated(shape: Shape, dtype: DType) -> OptStateSpec:
     """Returns the spec of a replicated array."""
     return TensorSpec(shape=tuple(shape), dtype=dtype, mesh_axes=(None,) * len(shape))
+
+
+def spec_like(param: Any, dtype: DType) -> OptStateSpec:
+    """Returns the spec of an array laid out like a parameter, given that or its spec."""
+    return TensorSpec(param.shape, dtype, getattr(param, "mesh_axes", None))
 
 
 # Any, since it takes the place of an array in states.

@@ -201,8 +201,7 @@ def skip_and_clip_by_global_norm(
       grad_norm_ema_decay: decay of the statistics; required if `drop_norm` is a function.
       eps: added to the norm before dividing by it.
 
-    Raises:
-      OptimizerArgumentError: if `drop_norm` is a function and `grad_norm_ema_decay` is None.
+    Raises OptimizerArgumentError if `drop_norm` is a function and `grad_norm_ema_decay` is None.
     """
     transformation = base.as_partitioned(inner)
     limit: Any = config.maybe_instantiate(drop_norm)

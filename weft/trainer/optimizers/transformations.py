@@ -310,8 +310,7 @@ def ema(
         return EmaState(base.COUNT_SPEC, *specs)
 
     def spec_of(x: base_layer.ParameterSpec | base.OptParam) -> base.OptStateSpec:
-        dtype = x.dtype if accumulator_dtype is None else accumulator_dtype
-        return parameter_spec.TensorSpec(x.shape, dtype, getattr(x, "mesh_axes", None))
+        return base.spec_like(x, x.dtype if accumulator_dtype is None else accumulator_dtype)
 
     def scale_spec_of(x: base_layer.ParameterSpec | base.OptParam) -> base.OptStateSpec:
         spec = spec_of(x)

@@ -177,7 +177,7 @@ class CompositeWriter(BaseWriter):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._writers = [
+        self._writers: list[Any] = [
             self._add_child(name, with_dir(writer, cfg.dir)) for name, writer in cfg.writers.items()
         ]
 

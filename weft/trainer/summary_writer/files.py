@@ -102,7 +102,6 @@ class SummaryWriter(PeriodicWriter):
 
         In the block, `file.add(proto, step)` writes one regardless of the interval; the file is
         flushed afterwards. It yields None on other processes, and while the disk fails.
-
         """
         if jax.process_index() == 0:
             self._write(lambda file: None)
