@@ -36,9 +36,9 @@ def test_other_commands_run_in_order(tmp_path, monkeypatch, capfd):
     for command in (command for block in rest for command in block):
         program, *words = shlex.split(command)
         assert program == "weft"
-        if words[0] in ("check", "lr-find"):  # tests/cli runs them on the same recipe
-            arguments = parse_arguments(words)
-            recipe = getattr(arguments, "recipe", None) or arguments.recipe_and_overrides[0]
+        arguments = parse_arguments(words)
+        if words[0] in ("check", "lr-find", "sample"):  # tests/cli runs them on the same recipe
+            recipe, *_ = getattr(arguments, "recipe_and_overrides", ["lm-tiny"])
             assert find_recipe(recipe) in RECIPES
             continue
         assert main(words) == 0, f"{command}: {capfd.readouterr()}"

@@ -192,10 +192,7 @@ def test_ctrl_c_before_a_run_ends_without_a_traceback(monkeypatch, capsys):
 QUICK = [["recipes"], ["--help"]]  # one that returns, and one that argparse ends
 
 
-def commands(slow):
-    """Returns the quick commands and one that imports JAX, a different one for each output."""
-    slow = pytest.param(slow.split(), marks=pytest.mark.long)
-    return pytest.mark.parametrize("argv", [*QUICK, slow], ids=" ".join)
+quick = pytest.mark.parametrize("argv", QUICK, ids=" ".join)
 
 
 def run_with(argv, redirection):
@@ -206,18 +203,24 @@ def run_with(argv, redirection):
     return done.returncode, done.stderr
 
 
-@commands("config show lm-tiny")
+@quick
 def test_closed_pipe_is_not_an_error(argv):
     assert run_with(argv, "> >(exec true)") == (0, "")
 
 
-@commands("tabulate lm-tiny")
+@pytest.mark.parametrize(
+    "argv", [*QUICK, pytest.param(["tabulate", "lm-tiny"], marks=pytest.mark.long)], ids=" ".join
+)
 def test_output_error_is_reported_in_one_line(argv):
     message = "weft: the output cannot be written: No space left on device\n"
     assert run_with(argv, ">/dev/full") == (1, message)
 
 
-@commands("launch slurm -n 2 lm")
+@pytest.mark.parametrize(
+    "argv",
+    [*QUICK, pytest.param(["launch", "slurm", "-n", "2", "lm"], marks=pytest.mark.long)],
+    ids=" ".join,
+)
 def test_closed_stdout_is_not_an_error(argv):
     assert run_with(argv, ">&-") == (0, "")
 
