@@ -31,7 +31,6 @@ from weft.config import (
     InvalidConfigClassError,
     InvalidConfigNameError,
     InvalidConfigValueError,
-    MissingConfigClassDecoratorError,
     NonConfigFieldError,
     Required,
     UnknownFieldError,
@@ -146,20 +145,22 @@ def test_non_config_class():
             dim: int = 1
 
 
-def test_missing_decorator():
-    class Config(Base):
-        extra: int = 1
-
-    with pytest.raises(MissingConfigClassDecoratorError) as error:
-        Config()
-    assert "Write @config_class above `class Config`" in str(error.value)
-
+def test_decorator_may_be_left_out():
     class Layer(Configurable):
         class Config(Configurable.Config):
             dim: int = 1
 
-    with pytest.raises(MissingConfigClassDecoratorError, match=r"Layer\.Config is not decorated"):
-        Layer.default_config()
+    class Wide(Layer):
+        class Config(Layer.Config):
+            dim: int = 2
+            depth: int = 3
+
+    assert repr(Layer.default_config()).endswith("Layer.Config(dim=1)")
+    assert repr(Wide.default_config()).endswith("Wide.Config(depth=3, dim=2)")
+    with pytest.raises(NonConfigFieldError, match="defines 'dim' without an annotation"):
+
+        class Config(ConfigBase):
+            dim = 8
 
 
 def bad_method():

@@ -32,7 +32,6 @@ from weft.errors import (
     InvalidConfigClassError as InvalidConfigClassError,
     InvalidConfigNameError as InvalidConfigNameError,
     InvalidConfigValueError as InvalidConfigValueError,
-    MissingConfigClassDecoratorError as MissingConfigClassDecoratorError,
     NonConfigFieldError as NonConfigFieldError,
     RequiredFieldMissingError as RequiredFieldMissingError, similar_names as similar_names,
     UnknownConfigError as UnknownConfigError, UnknownFieldError as UnknownFieldError,

@@ -15,11 +15,11 @@ makes `self.config` cheap to read.
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, dataclass_transform
 
 from weft._lazy import axlearn_hint
 from weft.config import validation, values
-from weft.config.fields import Field, check_type, fields_of_class
+from weft.config.fields import Field, check_type, define_fields
 from weft.errors import FrozenConfigError, UnknownFieldError, did_you_mean
 
 
@@ -107,16 +107,18 @@ def _one_line(value: Any, *, all_fields: bool) -> str:
 _set_slot = object.__setattr__
 
 
+@dataclass_transform(kw_only_default=True)
 class ConfigBase(values.ConfigNode):
-    """Base of all config classes.
-
-    Raises MissingConfigClassDecoratorError if the class lacks @config_class.
-    """
+    """Base of all config classes. The annotated names in the body of a subclass are its fields."""
 
     __slots__ = ("__dict__", "__weakref__", "_frozen", "_origins", "_path", "_source")
     __hash__ = None  # type: ignore[assignment]  # configs are mutable
 
     __config_fields__: "dict[str, Field]" = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__config_fields__ = define_fields(cls)
 
     def __init__(self, **kwargs: object):
         self._init_slots()
@@ -131,7 +133,7 @@ class ConfigBase(values.ConfigNode):
         _set_slot(self, "_source", None)
 
     def _fields(self) -> dict[str, Field]:
-        return fields_of_class(type(self))
+        return type(self).__config_fields__
 
     def _field_values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in sorted(self._fields())}

@@ -1,7 +1,6 @@
 """`Configurable`: base of classes whose objects are created from configs.
 
     class Linear(Configurable):
-        @config_class
         class Config(Configurable.Config):
             dim: Required[int] = REQUIRED
 
@@ -19,7 +18,6 @@ from typing import Any, Generic, Protocol, TypeVar, Union
 
 from weft import errors
 from weft.config.config import ConfigBase
-from weft.config.fields import define_fields
 from weft.config.validation import check_value, register_validator
 from weft.config.values import REQUIRED, join_path
 
@@ -45,8 +43,6 @@ class InstantiableConfig(Generic[T], ConfigBase):
         """
         raise NotImplementedError(type(self))
 
-
-define_fields(InstantiableConfig)
 
 ConfigOr = Union[T, InstantiableConfig[T]]  # noqa: UP007 - `T | X` cannot be subscripted before 3.14
 """`ConfigOr[Schedule]`: a schedule or its config. See `maybe_instantiate`."""
@@ -84,12 +80,11 @@ def check_complete(config: ConfigBase, overrides: Mapping[str, object] | None = 
 class Configurable:
     """Base of the classes whose objects are created from configs.
 
-    A class declares its fields in a nested `Config` with the decorator `config_class`. An object
-    made by `instantiate` has them as `config`.
+    A class declares its fields in a nested `Config`. An object made by `instantiate` has them as
+    `config`.
 
-    >>> from weft.config import Configurable, config_class
+    >>> from weft.config import Configurable
     >>> class Greeter(Configurable):
-    ...     @config_class
     ...     class Config(Configurable.Config):
     ...         name: str = "world"
     ...     def greet(self):
@@ -101,13 +96,11 @@ class Configurable:
     class Config(InstantiableConfig[Any]):
         _target = "klass"
 
-        klass: type[Any]
+        klass: type[Any] = REQUIRED
 
         def instantiate(self, **kwargs: object) -> Any:
             check_complete(self)
             return self.klass(self, **kwargs)
-
-    define_fields(Config)
 
     # Fields that the text of a config may set only if its reader allows this class, such as output
     # paths; True for all, for classes with effects outside of a run's directory. See
@@ -132,9 +125,7 @@ class Configurable:
 
         A subclass without a `Config` of its own uses that of its parent.
 
-        Raises:
-            MissingConfigClassDecoratorError: if `Config` lacks @config_class.
-            InvalidConfigClassError: if `Config` does not derive from `Configurable.Config`.
+        Raises InvalidConfigClassError if `Config` does not derive from `Configurable.Config`.
         """
         config_type: Any = cls.Config  # pyright: ignore[reportAttributeAccessIssue]
         if not (isinstance(config_type, type) and issubclass(config_type, Configurable.Config)):

@@ -1,6 +1,6 @@
-"""`@config_class`: turns an annotated class into a config class.
+"""Fields of config classes: the annotated names in the body of a class that derives from one.
 
-Each annotated name in the class body is a field. Its value is the default, copied for each config;
+Each annotated name is a field. Its value is the default, copied for each config;
 without a value, the field is REQUIRED. Subclasses inherit fields and may redeclare them with
 another type or default. Config classes hold fields only; behavior belongs to the configured object.
 
@@ -20,7 +20,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, TypeVar, dataclass_transform, overload
+from typing import Any, TypeVar, overload
 
 from weft import errors
 from weft.config.validation import check_value, validate_config_field_name
@@ -236,29 +236,16 @@ class Field:
 def config_class(cls: C, **kwargs: object) -> C: ...
 @overload
 def config_class(cls: None = None, **kwargs: object) -> Callable[[C], C]: ...
-@dataclass_transform(kw_only_default=True)
 def config_class(cls: object = None, **kwargs: object) -> Any:
-    """Turns a class whose body declares fields into a config class.
+    """Checks that a class derives from a config, which makes it a config class, as in AXLearn.
 
     Args:
-        cls: a subclass of `ConfigBase`, usually of the parent class's `Config`.
         **kwargs: new defaults of inherited fields, such as `@config_class(bias=False)`.
 
     Raises:
         InvalidConfigClassError: if `cls` does not derive from `ConfigBase`.
-        InvalidConfigNameError: for a field name that is private, or that `ConfigBase` uses.
         InvalidConfigValueError: for a default that a config cannot hold.
-        NonConfigFieldError: for a method, a property or a value without annotation.
         UnknownFieldError: for a new default of an unknown field.
-
-    >>> from weft.config import Configurable, REQUIRED, Required, config_class
-    >>> class Linear(Configurable):
-    ...     @config_class
-    ...     class Config(Configurable.Config):
-    ...         dim: Required[int] = REQUIRED
-    ...         bias: bool = True
-    >>> Linear.default_config().set(dim=8)
-    Linear.Config(bias=True, dim=8)
     """
     if cls is None:
         return functools.partial(config_class, **kwargs)
@@ -268,12 +255,29 @@ def config_class(cls: object = None, **kwargs: object) -> Any:
             "Write `class Config(Parent.Config):` inside of a Configurable, or derive from "
             "ConfigBase."
         )
-    _check_body(cls)
-    return define_fields(cls, **kwargs)
+    fields: dict[str, Field] = vars(cls)["__config_fields__"]
+    for name, default in kwargs.items():
+        if name not in fields:
+            raise errors.UnknownFieldError(
+                f"@config_class({name}=…) of {_class_name(cls)}: there is no such field to set a "
+                f"default for. {errors.did_you_mean(name, fields)}"
+            )
+        _check_default(default, cls, name)
+        inherited = fields[name]
+        fields[name] = Field(name, inherited.annotation, inherited.namespace, default=default)
+    return cls
 
 
-def define_fields(cls: Any, **defaults: Any) -> Any:
-    """Implements `config_class`, without its checks of the body."""
+def define_fields(cls: type) -> dict[str, Field]:
+    """Returns the fields of a new config class by name: those of its bases and of its body.
+
+    Raises:
+        InvalidConfigNameError: for a field name that is private, or that `ConfigBase` uses.
+        InvalidConfigValueError: for a default that a config cannot hold.
+        NonConfigFieldError: for a method, a property or a value without annotation.
+    """
+    if not cls.__module__.startswith("weft.config."):
+        _check_body(cls)
     fields: dict[str, Field] = {}
     for base in reversed(cls.__mro__[1:]):
         fields |= vars(base).get("__config_fields__", {})
@@ -288,17 +292,7 @@ def define_fields(cls: Any, **defaults: Any) -> Any:
         if name in vars(cls):
             # Instances hold the values; a class attribute would hide that one is unset.
             delattr(cls, name)
-    for name, default in defaults.items():
-        if name not in fields:
-            raise errors.UnknownFieldError(
-                f"@config_class({name}=…) of {_class_name(cls)}: there is no such field to set a "
-                f"default for. {errors.did_you_mean(name, fields)}"
-            )
-        _check_default(default, cls, name)
-        inherited = fields[name]
-        fields[name] = Field(name, inherited.annotation, inherited.namespace, default=default)
-    cls.__config_fields__ = fields
-    return cls
+    return fields
 
 
 def _check_default(default: object, cls: type, name: str) -> None:
@@ -321,20 +315,6 @@ def class_annotations(cls: type) -> dict[str, Any]:
 
         return annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF)
     return dict(vars(cls).get("__annotations__", {}))
-
-
-def fields_of_class(cls: type) -> dict[str, Field]:
-    """Returns the fields of a config class by name.
-
-    Raises MissingConfigClassDecoratorError if the class itself lacks @config_class.
-    """
-    table = cls.__dict__.get("__config_fields__")
-    if table is None:
-        raise errors.MissingConfigClassDecoratorError(
-            f"{_class_name(cls)} is not decorated with @config_class, so its fields are unknown. "
-            f"Write @config_class above `class {cls.__name__}` in {cls.__module__}."
-        )
-    return table
 
 
 _METHOD_KINDS = (types.FunctionType, classmethod, staticmethod, property, functools.cached_property)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft.config import validation, values
 from weft.config.configurable import Configurable, InstantiableConfig, check_complete
-from weft.config.fields import Field, check_reserved_name, define_fields, is_instantiable
+from weft.config.fields import Field, check_reserved_name, is_instantiable
 from weft.errors import InvalidConfigClassError, InvalidConfigNameError, InvalidConfigValueError
 
 if TYPE_CHECKING:
@@ -132,10 +132,6 @@ class ClassConfigBase(CallConfig[T]):
     klass: type[T]
 
 
-for _cls in (CallConfig, FunctionConfigBase, ClassConfigBase):
-    define_fields(_cls)
-
-
 def config_for_function(fn: Callable[..., T]) -> Any:
     """Creates a config of a function, whose fields are its parameters.
 
@@ -153,7 +149,7 @@ def config_for_function(fn: Callable[..., T]) -> Any:
     """
     if not callable(fn) or isinstance(fn, values.ConfigNode):
         raise InvalidConfigValueError(f"config_for_function takes a function, but got {fn!r:.80}.")
-    return FunctionConfigBase(fn)
+    return FunctionConfigBase(fn)  # pyright: ignore[reportCallIssue]  # its `__init__` is inherited
 
 
 def config_for_class(cls: type[T]) -> Any:
@@ -174,7 +170,7 @@ def config_for_class(cls: type[T]) -> Any:
             f"{_callable_name(cls)} is a Configurable, so it has its own config class. Write "
             f"{_callable_name(cls)}.default_config()."
         )
-    return ClassConfigBase(cls)
+    return ClassConfigBase(cls)  # pyright: ignore[reportCallIssue]
 
 
 def maybe_instantiate(x: Any) -> Any:

@@ -353,10 +353,6 @@ class UnknownConfigError(ConfigError, KeyError):
     """A module has no trainer config of that name."""
 
 
-class MissingConfigClassDecoratorError(ConfigError, TypeError):
-    """A config class lacks the decorator `@config_class`."""
-
-
 class NonConfigFieldError(ConfigError, ValueError):
     """A config class defines something that is not a field, such as a method."""
 
