@@ -53,7 +53,6 @@ class TensorMaxAbs(TensorStats):
 class CompositeTensorStats(TensorStats):
     """Reports several statistics."""
 
-    @config.config_class
     class Config(TensorStats.Config):
         """Configures CompositeTensorStats.
 
@@ -80,7 +79,6 @@ class CompositeTensorStats(TensorStats):
 class DefaultTensorStats(CompositeTensorStats):
     """Reports the root mean square and the maximum absolute value."""
 
-    @config.config_class
     class Config(CompositeTensorStats.Config):
         """Configures DefaultTensorStats."""
 
@@ -203,7 +201,6 @@ class BaseLayer(Module):
     A subclass describes them in `_create_layer_parameter_specs` and reads `self.parameters[name]`.
     """
 
-    @config.config_class
     class Config(Module.Config):
         """Configures a BaseLayer.
 
@@ -495,7 +492,6 @@ class RedirectToSharedModule(BaseLayer):
     as output layer, whose `forward` is the embedding's `attend`.
     """
 
-    @config.config_class
     class Config(BaseLayer.Config):
         """Configures a RedirectToSharedModule.
 

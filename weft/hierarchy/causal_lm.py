@@ -120,7 +120,6 @@ def _num_targets(input_batch: Mapping[str, Any]) -> Tensor:
 class CrossEntropyLossMetrics(BaseLossMetrics):
     """Cross entropy of the targets, and metrics derived from it."""
 
-    @config.config_class
     class Config(BaseLossMetrics.Config):
         """Configures a CrossEntropyLossMetrics.
 
@@ -185,7 +184,6 @@ class ModalityLossMetrics(CrossEntropyLossMetrics):
     ...     modalities={"text": text, "image": image}, loss_weights={"image": 0.5})
     """
 
-    @config.config_class
     class Config(CrossEntropyLossMetrics.Config):
         """Configures a ModalityLossMetrics.
 
@@ -264,7 +262,6 @@ class ModalityLossMetrics(CrossEntropyLossMetrics):
 class AuxLossMetrics(BaseLossMetrics):
     """Mean of losses computed inside modules, such as a router's load balance."""
 
-    @config.config_class
     class Config(BaseLossMetrics.Config):
         """Configures an AuxLossMetrics.
 
@@ -319,7 +316,6 @@ class CompositeLossMetrics(BaseLossMetrics):
     means of different classes, and each `AuxLossMetrics`, are added.
     """
 
-    @config.config_class
     class Config(BaseLossMetrics.Config):
         """Configures a CompositeLossMetrics.
 
@@ -424,7 +420,6 @@ class Model(base_layer.BaseModel):
       token_type_ids: optional, `Int[Array, "batch time"]`, for an embedding of types.
     """
 
-    @config.config_class
     class Config(base_layer.BaseModel.Config):
         """Configures a Model.
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from weft import errors, functional
-from weft.config import REQUIRED, Required, config_class
+from weft.config import REQUIRED, Required
 from weft.hierarchy import param_init, parameter_spec
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, nowrap
@@ -32,7 +32,6 @@ class BaseConv(BaseLayer):
     inherits parameters and `output_shape`.
     """
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a BaseConv.
 
@@ -125,7 +124,6 @@ class Conv1D(BaseConv):
     [None, 9, 4]
     """
 
-    @config_class
     class Config(BaseConv.Config):
         """Configures a Conv1D; specs that are None leave layouts to the compiler.
 
@@ -158,7 +156,6 @@ class Conv1D(BaseConv):
 class Conv2D(BaseConv):
     """Convolution over height and width."""
 
-    @config_class
     class Config(BaseConv.Config):
         """Configures a Conv2D as a Conv1D, with sizes per axis; for "CAUSAL", time is the first."""
 
@@ -176,7 +173,6 @@ class Conv2D(BaseConv):
 class Conv3D(BaseConv):
     """Convolution over three axes, such as those of a video or a volume."""
 
-    @config_class
     class Config(BaseConv.Config):
         """Configures a Conv3D; fields as in `Conv2D.Config`."""
 
@@ -235,7 +231,6 @@ class PaddedConv(BaseConv):
 class Conv1DWithPadding(PaddedConv, Conv1D):
     """Convolution over time for padded sequences."""
 
-    @config_class
     class Config(Conv1D.Config):
         """Configures a Conv1DWithPadding.
 
@@ -249,7 +244,6 @@ class Conv1DWithPadding(PaddedConv, Conv1D):
 class Conv2DWith1DPadding(PaddedConv, Conv2D):
     """Convolution over time and another axis for padded sequences."""
 
-    @config_class
     class Config(Conv2D.Config):
         """Configures a Conv2DWith1DPadding; for `anchor` see `Conv1DWithPadding`."""
 
@@ -259,7 +253,6 @@ class Conv2DWith1DPadding(PaddedConv, Conv2D):
 class StackOverTime(BaseLayer):
     """Layer without parameters that concatenates consecutive vectors into fewer, larger ones."""
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a StackOverTime.
 
@@ -323,7 +316,6 @@ class BaseConvTranspose(BaseConv):
 class Conv1DTranspose(PaddedConv, BaseConvTranspose):
     """Transposed convolution over time, optionally of padded sequences."""
 
-    @config_class
     class Config(BaseConvTranspose.Config):
         """Configures a Conv1DTranspose.
 
@@ -357,7 +349,6 @@ class Conv1DTranspose(PaddedConv, BaseConvTranspose):
 class Conv2DTranspose(BaseConvTranspose):
     """Transposed convolution over height and width."""
 
-    @config_class
     class Config(BaseConvTranspose.Config):
         """Configures a Conv2DTranspose as a Conv1DTranspose, with sizes per axis.
 
@@ -395,7 +386,6 @@ class Conv2DTranspose(BaseConvTranspose):
 class Conv2DTransposeWith1DPadding(PaddedConv, Conv2DTranspose):
     """Transposed convolution over time and another axis for padded sequences."""
 
-    @config_class
     class Config(Conv2DTranspose.Config):
         """Configures a Conv2DTransposeWith1DPadding; for `anchor` see `Conv1DWithPadding`."""
 
@@ -405,7 +395,6 @@ class Conv2DTransposeWith1DPadding(PaddedConv, Conv2DTranspose):
 class Conv3DTranspose(BaseConvTranspose):
     """Transposed convolution over three axes."""
 
-    @config_class
     class Config(BaseConvTranspose.Config):
         """Configures a Conv3DTranspose; fields as in `Conv2DTranspose.Config`."""
 
@@ -422,7 +411,6 @@ class Conv3DTranspose(BaseConvTranspose):
 class MaxPool2D(BaseLayer):
     """Max pooling without padding."""
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a MaxPool2D; both fields have one entry per axis."""
 
@@ -451,7 +439,6 @@ class SqueezeExcitation(BaseLayer):
     With `se_ratio=0` and no `num_reduced_filters`, it is the identity.
     """
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a SqueezeExcitation.
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from weft import config, errors
-from weft.config import REQUIRED, InstantiableConfig, Required, config_class, maybe_set_config
+from weft.config import REQUIRED, InstantiableConfig, Required, maybe_set_config
 from weft.core.logical import names_to_mesh_axes
 from weft.core.spmd import axes_of, get_global_mesh
 from weft.functional import LogitsToLogitsFn, arrays, attend, loss
@@ -109,7 +109,6 @@ def log_probs_from_logits(
 class DecodingLayer(config.Configurable):
     """Decoding methods of a decoder, without state of their own."""
 
-    @config_class
     class Config(config.Configurable.Config):
         pad_token_id: Required[int] = REQUIRED
         eos_token_id: Required[int] = REQUIRED
@@ -233,7 +232,6 @@ def _cross_attention_kwargs(data: Tensor | None, biases: Tensor | None) -> dict[
 class LmHead(base_layer.BaseLayer):
     """Output layer with its own vector for each token, not tied to the embedding."""
 
-    @config_class
     class Config(base_layer.BaseLayer.Config):
         vocab_size: Required[int] = REQUIRED
         embedding_dim: Required[int] = REQUIRED
@@ -261,7 +259,6 @@ class LmHead(base_layer.BaseLayer):
 class Decoder(base_layer.BaseLayer):
     """Transformer over tokens, for whole sequences and for step-by-step decoding."""
 
-    @config_class
     class Config(base_layer.BaseLayer.Config):
         """Configures a Decoder.
 

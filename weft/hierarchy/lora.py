@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from weft.config import REQUIRED, ConfigBase, InstantiableConfig, Required, config_class
+from weft.config import REQUIRED, ConfigBase, InstantiableConfig, Required
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.functional import project
 from weft.hierarchy import param_init
@@ -84,7 +84,6 @@ class LoraDownFusedLinear(WeightOnlyLinear):
     Parameters: `weight` of shape (num_enabled, input_dim, output_dim).
     """
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a LoraDownFusedLinear: `num_enabled` maps to the rank, `output_dim`."""
 
@@ -107,7 +106,6 @@ class LoraUpFusedLinear(WeightOnlyLinear):
     Parameters: `weight` of shape (num_enabled, input_dim, num_heads, per_head_dim).
     """
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a LoraUpFusedLinear: `num_enabled` maps from the rank, `input_dim`."""
 
@@ -129,7 +127,6 @@ class LoraUpGroupedLinear(WeightOnlyLinear):
     concatenated, and replicated, since their sum may not be divisible.
     """
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a LoraUpGroupedLinear: maps from the rank, `input_dim`, to `num_heads`."""
 
@@ -166,7 +163,6 @@ class LoraDownMultiheadLinear(qkv_linear.MultiheadOutputLinear):
 class BaseLoraAdapter(BaseLayer):
     """Base of the adapters of linear layers. A subclass sets the dimensions of its children."""
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures an adapter; see the formula in the module docstring.
 
@@ -238,7 +234,6 @@ class LoraLinearAdapter(BaseLoraAdapter):
 class LoraMultiheadOutputAdapter(BaseLoraAdapter):
     """Adapter of a `MultiheadOutputLinear`."""
 
-    @config_class
     class Config(BaseLoraAdapter.Config):
         """Configures a LoraMultiheadOutputAdapter; the `num_heads` heads share `input_dim`."""
 
@@ -261,7 +256,6 @@ class LoraMultiheadOutputAdapter(BaseLoraAdapter):
 class LoraFusedQKVAdapter(BaseLoraAdapter):
     """Adapter of projections to queries, keys and values."""
 
-    @config_class
     class Config(BaseLoraAdapter.Config):
         """Configures a LoraFusedQKVAdapter.
 
@@ -376,7 +370,6 @@ class LoraLinear(AdaptedLinear):
     ((8, 6), (8, 2))
     """
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a LoraLinear; set `rank` and `alpha` of `adapter`."""
 
@@ -400,7 +393,6 @@ class LoraLinear(AdaptedLinear):
 class LoraMultiheadOutputLinear(AdaptedLinear):
     """`MultiheadOutputLinear` with an adapter, for `output_linear` of an attention layer."""
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a LoraMultiheadOutputLinear; set `rank` and `alpha` of `adapter`."""
 
@@ -430,7 +422,6 @@ class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
     In a `RoFormerQKVLinear` this is the `input_linear`, since the adapter applies before rotation.
     """
 
-    @config_class
     class Config(qkv_linear.BaseQKVLinear.Config):
         """Configures a LoraFusedQKVLinear.
 

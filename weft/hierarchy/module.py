@@ -18,7 +18,7 @@ import jax
 
 from weft import errors
 from weft._lazy import axlearn_hint
-from weft.config import REQUIRED, Configurable, Required, config_class
+from weft.config import REQUIRED, Configurable, Required
 from weft.core import display, tracebacks
 from weft.core.tracing import is_tracing
 from weft.hierarchy import context as context_lib
@@ -140,13 +140,11 @@ class Module(Configurable):
     A subclass declares fields in a `Config`, adds children in `__init__`, and defines methods.
 
     >>> class Scale(Module):
-    ...     @config_class
     ...     class Config(Module.Config):
     ...         factor: Required[float] = REQUIRED
     ...     def forward(self, x):
     ...         return self.config.factor * x
     >>> class Twice(Module):
-    ...     @config_class
     ...     class Config(Module.Config):
     ...         inner: Scale.Config = Scale.default_config()
     ...     def __init__(self, cfg, *, parent):
@@ -159,7 +157,6 @@ class Module(Configurable):
     6.0
     """
 
-    @config_class
     class Config(Configurable.Config):
         """Configures a Module.
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from weft import config, errors
-from weft.config import REQUIRED, Configurable, InstantiableConfig, Required, config_class
+from weft.config import REQUIRED, Configurable, InstantiableConfig, Required
 from weft.functional.arrays import as_tuple
 from weft.functional.initializers import DISTRIBUTIONS, draw, fan_sizes
 from weft.typing import DType, Shape, Tensor
@@ -114,7 +114,6 @@ class Initializer(Configurable):
 class ConstantInitializer(Initializer):
     """Initializer with a constant."""
 
-    @config_class
     class Config(Initializer.Config):
         """Configures a ConstantInitializer; `value` is a number or an array that broadcasts."""
 
@@ -130,7 +129,6 @@ class ConstantInitializer(Initializer):
 class GaussianInitializer(Initializer):
     """Initializer with independent normal values."""
 
-    @config_class
     class Config(Initializer.Config):
         """Configures a GaussianInitializer; a `mean` of None is 0."""
 
@@ -153,7 +151,6 @@ class WeightInitializer(Initializer):
     For fan_in see He et al., https://arxiv.org/abs/1502.01852; for fan_avg Glorot and Bengio, 2010.
     """
 
-    @config_class
     class Config(Initializer.Config):
         """Configures a WeightInitializer.
 
@@ -216,7 +213,6 @@ def fans(shape: Shape, axes: FanAxes) -> dict[str, float]:
 class DefaultInitializer(Initializer):
     """Initializer that chooses another one for each parameter, by its name."""
 
-    @config_class
     class Config(Initializer.Config):
         """Configures a DefaultInitializer.
 
@@ -274,7 +270,6 @@ class PerGroupInitializer(Initializer):
     For fused projections, so that each has the variance of a separate weight.
     """
 
-    @config_class
     class Config(Initializer.Config):
         """Configures a PerGroupInitializer; `num_groups` must divide the last axis."""
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from weft.config import REQUIRED, Configurable, Required, config_class
+from weft.config import REQUIRED, Configurable, Required
 from weft.core.logical import names_to_mesh_axes
 from weft.core.spmd import axes_of, constrain, get_global_mesh
 from weft.errors import ArgumentShapeError, LayerConfigError
@@ -63,7 +63,6 @@ def shard_stages(x: object) -> Any:
 class BaseSchedule(Configurable):
     """Base of schedules. A subclass defines `scan`."""
 
-    @config_class
     class Config(Configurable.Config):
         """Configures a BaseSchedule; the pipeline sets both fields."""
 
@@ -246,7 +245,6 @@ class Pipeline(Repeat):
     (3, 4, 4)
     """
 
-    @config_class
     class Config(Repeat.Config):
         """Configures a Pipeline.
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from weft.config import REQUIRED, InstantiableConfig, Required, config_class
+from weft.config import REQUIRED, InstantiableConfig, Required
 from weft.errors import LayerConfigError
 from weft.functional.arrays import positions
 from weft.hierarchy.attention.bias import BoolTensorAttentionBias
@@ -22,7 +22,6 @@ from weft.typing import Tensor
 class BasePoolingLayer(BaseLayer):
     """Base of poolings of tokens. A subclass defines `forward`."""
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a BasePoolingLayer with `num_outputs` vectors of size `output_dim`."""
 
@@ -62,7 +61,6 @@ class AttentionPooling(BasePoolingLayer):
     Parameter: `query_weight` of shape (num_outputs, output_dim).
     """
 
-    @config_class
     class Config(BasePoolingLayer.Config):
         cross_attention: InstantiableConfig = TransformerAttentionLayer.default_config()
         feed_forward: InstantiableConfig = TransformerFeedForwardLayer.default_config()
@@ -102,7 +100,6 @@ class AttentionPooling(BasePoolingLayer):
 class AveragePooling(BasePoolingLayer):
     """Mean of the tokens that are not padding; 0 if all are."""
 
-    @config_class
     class Config(BasePoolingLayer.Config):
         """Configures an AveragePooling; `eps` is added to the number of tokens."""
 
@@ -155,7 +152,6 @@ class LastNTokenPooling(BasePoolingLayer):
 class PoolingWithProjection(BasePoolingLayer):
     """Pooling followed by a linear map."""
 
-    @config_class
     class Config(BasePoolingLayer.Config):
         """Configures a PoolingWithProjection; `pooler` keeps the size `input_dim`.
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from weft import config, errors, functional
-from weft.config import REQUIRED, ConfigOr, InstantiableConfig, Required, config_class
+from weft.config import REQUIRED, ConfigOr, InstantiableConfig, Required
 from weft.hierarchy import metrics, param_init, parameter_spec
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.linear import MultiLinear
@@ -42,7 +42,6 @@ class SimilarityMetric(enum.Enum):
 class BaseQuantizer(BaseLayer):
     """Base of quantizers. A subclass defines `forward`."""
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a BaseQuantizer; see the module docstring.
 
@@ -130,7 +129,6 @@ class RandomVectorQuantizer(BaseQuantizer):
     Its ids are targets for self-supervised learning (BEST-RQ: Chiu et al., 2022).
     """
 
-    @config_class
     class Config(BaseQuantizer.Config):
         """Configures a RandomVectorQuantizer.
 
@@ -175,7 +173,6 @@ class KmeansVectorQuantizer(BaseQuantizer):
     summaries, `kmeans_loss` and `commitment_loss`.
     """
 
-    @config_class
     class Config(BaseQuantizer.Config):
         """Configures a KmeansVectorQuantizer; `beta` is the weight of the commitment loss."""
 
@@ -210,7 +207,6 @@ class GumbelSoftmaxVectorQuantizer(BaseQuantizer):
     The state `step` counts the training steps.
     """
 
-    @config_class
     class Config(BaseQuantizer.Config):
         """Configures a GumbelSoftmaxVectorQuantizer.
 

@@ -53,7 +53,6 @@ class Repeat(BaseLayer):
     30.0
     """
 
-    @config.config_class
     class Config(BaseLayer.Config):
         """Configures a Repeat.
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from weft import errors, struct
-from weft.config import REQUIRED, InstantiableConfig, Required, config_class
+from weft.config import REQUIRED, InstantiableConfig, Required
 from weft.functional.recurrent import lstm_step
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.layers.linear import Linear, MultiLinear
@@ -41,7 +41,6 @@ class BaseRNNCell(BaseLayer):
     [0.0, 1.0, 3.0, 6.0]
     """
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a BaseRNNCell; `output_dim` None is `input_dim`."""
 
@@ -115,7 +114,6 @@ class LSTMCell(BaseRNNCell):
     and output gate, `norm` and `output_proj`. The state is the memory `c` and the output `m`.
     """
 
-    @config_class
     class Config(BaseRNNCell.Config):
         """Configures an LSTMCell.
 
@@ -178,7 +176,6 @@ class LSTMCell(BaseRNNCell):
 class StackedRNNLayer(BaseRNNCell):
     """Stack of cells "layer0", "layer1", and so on; the outputs of each are inputs of the next."""
 
-    @config_class
     class Config(BaseRNNCell.Config):
         """Configures a StackedRNNLayer; each cell gets its `input_dim` from the one before."""
 
@@ -239,7 +236,6 @@ class RNNRepeat(Repeat):
 class RepeatedRNNLayer(BaseRNNCell):
     """Stack of equal cells whose parameters have a leading axis, in the child "repeat"."""
 
-    @config_class
     class Config(BaseRNNCell.Config):
         """Configures a RepeatedRNNLayer of `num_layers` cells that keep the size of their input."""
 

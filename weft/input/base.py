@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from weft.config import ConfigOr, config_class, maybe_instantiate
+from weft.config import ConfigOr, maybe_instantiate
 from weft.core.spmd import get_global_mesh
 from weft.errors import InputDatasetError, InputReadError
 from weft.hierarchy import Module, TensorSpec, nowrap
@@ -85,7 +85,6 @@ def partition_by_path_rank(
 class Input(Module):
     """Base of all inputs; iterates over `batches`. Subclasses define `dataset`."""
 
-    @config_class
     class Config(Module.Config):
         """Configures an Input.
 

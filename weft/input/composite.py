@@ -17,7 +17,6 @@ from weft.typing import Nested
 class CompositeInput(Input):
     """Base of composite inputs, whose children each read their own part of the data."""
 
-    @config.config_class
     class Config(Input.Config):
         """Configures a composite input.
 
@@ -58,7 +57,6 @@ class ConcatenatedInput(CompositeInput):
     All inputs but the last must be finite.
     """
 
-    @config.config_class
     class Config(CompositeInput.Config):
         inputs: Sequence[config.InstantiableConfig] = []
 
@@ -74,7 +72,6 @@ class ConcatenatedInput(CompositeInput):
 class ZipInput(CompositeInput):
     """Dicts with one batch of each input; ends with the first input that ends."""
 
-    @config.config_class
     class Config(CompositeInput.Config):
         inputs: dict[str, config.InstantiableConfig] = {}
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from weft.config import REQUIRED, Required, config_class
+from weft.config import REQUIRED, Required
 from weft.core.spmd import axes_of, get_concrete_mesh
 from weft.errors import BatchShardingError, InputDispatchError, NoMeshError
 from weft.hierarchy.module import Module, nowrap
@@ -155,7 +155,6 @@ LOGICAL_ROW_KEY = "_logical_row"
 class BaseInputDispatcher(Module):
     """Interface of the dispatcher of an `Input`."""
 
-    @config_class
     class Config(Module.Config):
         global_logical_batch_size: Required[int] = REQUIRED
 
@@ -213,7 +212,6 @@ class BaseInputDispatcher(Module):
 class InputDispatcher(BaseInputDispatcher):
     """Dispatcher where some processes read, and all contribute equally many rows."""
 
-    @config_class
     class Config(BaseInputDispatcher.Config):
         """Configures an InputDispatcher.
 
@@ -366,7 +364,6 @@ class SpmdInputDispatcher(BaseInputDispatcher):
     mesh set by `jax.set_mesh`.
     """
 
-    @config_class
     class Config(BaseInputDispatcher.Config):
         """Configures a SpmdInputDispatcher.
 

@@ -21,7 +21,6 @@ from weft.typing import Nested
 class EmptyInput(Input):
     """Batches without arrays, for steps that create their own data."""
 
-    @config.config_class
     class Config(Input.Config):
         """Configures an EmptyInput or a subclass.
 
@@ -102,7 +101,6 @@ class FakeLmInput(EmptyInput):
 class FakeSeq2SeqInput(EmptyInput):
     """Random pairs of sequences: `source/input_ids`, `target/input_ids`, `target_labels`."""
 
-    @config.config_class
     class Config(EmptyInput.Config):
         target_length: int = 1024
 
@@ -121,7 +119,6 @@ class FakeSeq2SeqInput(EmptyInput):
 class FakeSequenceClassificationInput(EmptyInput):
     """Random sequences with labels: `input_ids`, `target_labels`."""
 
-    @config.config_class
     class Config(EmptyInput.Config):
         num_labels: int = 2
 

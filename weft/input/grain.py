@@ -101,7 +101,6 @@ class BuildDatasetFn(Protocol):
 class Input(input_base.Input):
     """Input whose source builds a Grain dataset."""
 
-    @config.config_class
     class Config(input_base.Input.Config):
         source: config.Required[config.ConfigOr[BuildDatasetFn]] = config.REQUIRED
 

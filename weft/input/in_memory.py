@@ -17,7 +17,7 @@ import grain.experimental
 import jax
 import numpy as np
 
-from weft.config import REQUIRED, ConfigOr, InMemory, Required, config_class, maybe_instantiate
+from weft.config import REQUIRED, ConfigOr, InMemory, Required, maybe_instantiate
 from weft.errors import InputDatasetError, did_you_mean
 from weft.hierarchy.module import Module, nowrap
 from weft.input import grain as grain_input
@@ -175,7 +175,6 @@ def array_source(
 class ArrayInput(Input):
     """Input over arrays in memory, see `array_source`."""
 
-    @config_class
     class Config(Input.Config):
         """Configures an ArrayInput; the fields are the arguments of `array_source`.
 
@@ -237,7 +236,6 @@ class IterableInput(Input):
     Training repeats it, unless it is an iterator, which is used up after one pass.
     """
 
-    @config_class
     class Config(Input.Config):
         """Configures an IterableInput.
 

@@ -167,7 +167,6 @@ class InHierarchy(BaseLayer):
     their initialization and layout.
     """
 
-    @config_lib.config_class
     class Config(BaseLayer.Config):
         """Configures an InHierarchy.
 

@@ -13,7 +13,7 @@ Each subclass supports one platform: it starts the processes or writes the input
 import re
 from collections.abc import Sequence
 
-from weft.config import REQUIRED, Configurable, Required, config_class
+from weft.config import REQUIRED, Configurable, Required
 from weft.errors import JobConfigError
 
 COORDINATOR_ADDRESS = "JAX_COORDINATOR_ADDRESS"
@@ -50,7 +50,6 @@ class Job(Configurable):
 
     _needs_allow = True  # it runs commands
 
-    @config_class
     class Config(Configurable.Config):
         """Configures a Job.
 

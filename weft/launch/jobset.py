@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.config import REQUIRED, Required, config_class
+from weft.config import REQUIRED, Required
 from weft.errors import JobConfigError
 from weft.launch import job as job_lib
 
@@ -38,7 +38,6 @@ class JobSetJob(job_lib.Job):
     'JobSet'
     """
 
-    @config_class
     class Config(job_lib.Job.Config):
         """Configures a JobSetJob.
 

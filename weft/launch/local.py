@@ -9,7 +9,7 @@ import secrets
 import socket
 import sys
 
-from weft import config, errors
+from weft import errors
 from weft.launch.job import COORDINATOR_ADDRESS, PROCESS_ID, RENDEZVOUS_TOKEN, USAGE_EXIT_CODE, Job
 from weft.launch.processes import Ended, Outcome, PrefixedLines, ProcessGroup
 
@@ -23,7 +23,6 @@ class LocalJob(Job):
     0
     """
 
-    @config.config_class
     class Config(Job.Config):
         """Configures a LocalJob.
 

@@ -8,7 +8,6 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 
-from weft.config import config_class
 from weft.errors import JobConfigError, MissingExtraError
 from weft.launch import job
 
@@ -25,7 +24,6 @@ class SlurmJob(job.Job):
     #SBATCH --job-name=lm
     """
 
-    @config_class
     class Config(job.Job.Config):
         """Configures a SlurmJob.
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft.config import Configurable, config_class
+from weft.config import Configurable
 from weft.distributed.peers import join_first
 from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
 from weft.lifting.jit import Traced
@@ -107,7 +107,6 @@ class AnomalyPolicy(Configurable):
     3
     """
 
-    @config_class
     class Config(Configurable.Config):
         """Configures an AnomalyPolicy.
 

@@ -30,7 +30,6 @@ class SampleDecoding(BaseMetricCalculator):
     Its output for a batch is a dict of `prompts` and `sampled`, `Int[Array, "batch ..."]`.
     """
 
-    @config.config_class
     class Config(BaseMetricCalculator.Config):
         """Configures a SampleDecoding.
 
@@ -116,7 +115,6 @@ class SampleDecoding(BaseMetricCalculator):
 class DecodingEvaler(evaler.SpmdEvaler):
     """Evaler that samples from the model and writes the texts to a file per evaluation."""
 
-    @config.config_class
     class Config(evaler.SpmdEvaler.Config):
         metric_calculator: SampleDecoding.Config = SampleDecoding.default_config()
 

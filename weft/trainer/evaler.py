@@ -52,7 +52,6 @@ class AtEndPolicy(config_lib.Configurable):
     A run that a signal stops has not ended; it continues later.
     """
 
-    @config_lib.config_class
     class Config(config_lib.Configurable.Config):
         """Configures an AtEndPolicy; the policy `also` selects evaluations before the end."""
 
@@ -69,7 +68,6 @@ class AtEndPolicy(config_lib.Configurable):
 class BestMetricEvalPolicy(BestMetric):
     """Policy that evaluates when the metric of an earlier evaler has its best value so far."""
 
-    @config_lib.config_class
     class Config(config_lib.Configurable.Config):
         """Configures a BestMetricEvalPolicy.
 
@@ -95,7 +93,6 @@ class EarlyStopping(BestMetric):
     [False, False, False, True]
     """
 
-    @config_lib.config_class
     class Config(config_lib.Configurable.Config):
         """Configures an EarlyStopping.
 
@@ -155,7 +152,6 @@ class EarlyStopping(BestMetric):
 class SpmdEvaler(hierarchy.Module):
     """Evaler of the trainer's model on the current mesh."""
 
-    @config_lib.config_class
     class Config(hierarchy.Module.Config):
         """Configures a SpmdEvaler.
 

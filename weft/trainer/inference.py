@@ -91,7 +91,6 @@ class MethodRunner:
 class InferenceRunner(Module):
     """Runs methods of a model whose parameters come from a checkpoint."""
 
-    @config.config_class
     class Config(Module.Config):
         """Configures an InferenceRunner.
 

@@ -47,7 +47,6 @@ class BaseOutputWriter(Module):
 class BaseRecordSink(Module):
     """Base class of sinks of records. A subclass defines `write` and `flush`."""
 
-    @config.config_class
     class Config(Module.Config):
         """Configures a BaseRecordSink.
 
@@ -151,7 +150,6 @@ class OutputRecordWriter(BaseOutputWriter):
     `InputDispatcher` has added by none.
     """
 
-    @config.config_class
     class Config(BaseOutputWriter.Config):
         """Configures an OutputRecordWriter.
 

@@ -52,7 +52,6 @@ class InferencePipeline(Module):
     the input, and leave padding out by the writer's `converter`.
     """
 
-    @config.config_class
     class Config(Module.Config):
         """Configures an InferencePipeline.
 

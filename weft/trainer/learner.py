@@ -48,7 +48,6 @@ from weft.typing import DType, Nested, NestedTensor, T, Tensor
 class DynamicLossScale(config.Configurable):
     """Scale of a learner's loss; its state is a dict of the scale and a count of steps."""
 
-    @config.config_class
     class Config(config.Configurable.Config):
         """Configures a DynamicLossScale.
 
@@ -195,7 +194,6 @@ class BaseLearner(LearnerModule):
 class _OneForwardPassLearner(BaseLearner):
     """Base of learners that differentiate one forward pass, and may average the parameters."""
 
-    @config.config_class
     class Config(BaseLearner.Config):
         """Configures the forward pass and the moving average.
 
@@ -265,7 +263,6 @@ class Learner(_OneForwardPassLearner):
     "undefined_loss_count" if undefined losses are skipped, and "loss_scale" if the loss is scaled.
     """
 
-    @config.config_class
     class Config(_OneForwardPassLearner.Config):
         """Configures a Learner.
 
@@ -445,7 +442,6 @@ class CompositeLearner(_OneForwardPassLearner):
     Its state has an entry for each learner, and "ema" if it averages the parameters.
     """
 
-    @config.config_class
     class Config(_OneForwardPassLearner.Config):
         """Configures a CompositeLearner.
 

@@ -253,7 +253,6 @@ class RulesByKind(config.Configurable):
     (('fsdp', None), ('mlp', 'model'))
     """
 
-    @config.config_class
     class Config(config.Configurable.Config):
         """Configures a RulesByKind with pairs of a name and the mesh axis or axes for it, or None.
 

@@ -30,7 +30,6 @@ class BaseMetricCalculator(Module):
         model_param_partition_specs: Partition specs of its parameters, nested like them.
     """
 
-    @config.config_class
     class Config(Module.Config):
         """Configures a BaseMetricCalculator.
 
@@ -144,7 +143,6 @@ class BaseMetricCalculator(Module):
 class ModelSummaryAccumulator(BaseMetricCalculator):
     """Metric calculator that accumulates the summaries of the model itself."""
 
-    @config.config_class
     class Config(BaseMetricCalculator.Config):
         """Configures a ModelSummaryAccumulator.
 
@@ -203,7 +201,6 @@ class GlobalMetricCalculator(BaseMetricCalculator):
     A subclass defines `_calculate_metrics`. Batches and predictions are gathered on each host.
     """
 
-    @config.config_class
     class Config(BaseMetricCalculator.Config):
         """Configures a GlobalMetricCalculator.
 
@@ -273,7 +270,6 @@ class CompositeMetricCalculator(BaseMetricCalculator):
                 )
             return super().__new__(cls, src, dst, dst_key)
 
-    @config.config_class
     class Config(BaseMetricCalculator.Config):
         """Configures a CompositeMetricCalculator.
 

@@ -76,7 +76,6 @@ class ParallelismModifier(config.ConfigModifier):
     ((1, 1, 1, 4, 1, 2), ...)
     """
 
-    @config.config_class
     class Config(config.ConfigModifier.Config):
         """Configures a ParallelismModifier, with axis sizes as for `mesh_shape_from_axes`.
 

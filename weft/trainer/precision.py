@@ -37,7 +37,6 @@ class Precision(config.Configurable):
         ('float32', 'bfloat16')
     """
 
-    @config.config_class
     class Config(config.Configurable.Config):
         """Configures a Precision.
 

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
-from weft.config import Configurable, config_class
+from weft.config import Configurable
 from weft.errors import ProfilerTraceError, ThroughputError
 from weft.hierarchy.module import Module, functional
 from weft.trainer.run_dir import read_record, update_record
@@ -147,7 +147,6 @@ class IdleTime:
 class Throughput(Configurable):
     """Measurement of a run's steps, with a monotonic clock and the time of day, in seconds."""
 
-    @config_class
     class Config(Configurable.Config):
         """Configures a Throughput.
 

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 
 from weft import errors, serialization
-from weft.config import REQUIRED, InstantiableConfig, Required, config_class, maybe_instantiate
+from weft.config import REQUIRED, InstantiableConfig, Required, maybe_instantiate
 from weft.core.spmd import get_concrete_mesh
 from weft.distributed.preemption import InterruptibleJit, barrier_after
 from weft.hierarchy import Module, base_state, with_base_state
@@ -90,7 +90,6 @@ def needs_tensors(*types: Builder.StateType) -> Builder.StateType:
 class ChainBuilder(Builder):
     """Builder that applies several builders in turn."""
 
-    @config_class
     class Config(Builder.Config):
         """Configures a ChainBuilder.
 
@@ -141,7 +140,6 @@ class Converter(Module):
 class ChainConverter(Converter):
     """Converter that applies several converters in turn, from the stored form to the target."""
 
-    @config_class
     class Config(Converter.Config):
         """Configures a ChainConverter, from the converter of the stored form to the last."""
 
@@ -185,7 +183,6 @@ class RestoreAndConvertBuilder(Builder):
         )
     """
 
-    @config_class
     class Config(Builder.Config):
         builder: Required[Builder.Config] = REQUIRED
         converter: Required[Converter.Config] = REQUIRED
@@ -283,7 +280,6 @@ def clone_tree(in_tree: T) -> T:
 class BaseStateStorageBuilder(Builder):
     """Base class of builders that read a checkpoint."""
 
-    @config_class
     class Config(Builder.Config):
         """Configures a BaseStateStorageBuilder.
 
@@ -326,7 +322,6 @@ class BaseStateStorageBuilder(Builder):
 class TensorStoreStateStorageBuilder(BaseStateStorageBuilder):
     """Builder that reads a checkpoint of a `Checkpointer`."""
 
-    @config_class
     class Config(BaseStateStorageBuilder.Config):
         """Configures a TensorStoreStateStorageBuilder.
 
@@ -391,7 +386,6 @@ def import_weights(path: str, params: dict[str, Any]) -> dict[str, Any]:
 class ImportedWeightsBuilder(Builder):
     """Builder that reads the parameters of a checkpoint; see `import_weights`."""
 
-    @config_class
     class Config(Builder.Config):
         """Configures an ImportedWeightsBuilder; see `import_weights` for `path`."""
 
@@ -415,7 +409,6 @@ class MergeStateSelection(enum.StrEnum):
 class MergeStateConverter(Converter):
     """Converter that reads only some leaves, by path, under the same or other names."""
 
-    @config_class
     class Config(Converter.Config):
         r"""Configures a MergeStateConverter.
 
@@ -471,7 +464,6 @@ class EmaParamsConverter(Converter):
 class BaseConverterFromPretrainedModel(Converter):
     """Base class of converters from the model of another trainer's config."""
 
-    @config_class
     class Config(Converter.Config):
         """Configures a BaseConverterFromPretrainedModel.
 
@@ -510,7 +502,6 @@ class BaseConverterFromPretrainedModel(Converter):
 class ModelStateScopeConverter(BaseConverterFromPretrainedModel):
     """Converter that takes the model of another run, or some of its layers under any names."""
 
-    @config_class
     class Config(BaseConverterFromPretrainedModel.Config):
         """Configures a ModelStateScopeConverter.
 
@@ -566,7 +557,6 @@ class PosEmbeddingConverter(BaseConverterFromPretrainedModel):
     which their shapes differ.
     """
 
-    @config_class
     class Config(BaseConverterFromPretrainedModel.Config):
         """Configures a PosEmbeddingConverter.
 

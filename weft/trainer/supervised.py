@@ -79,7 +79,6 @@ class Supervised(hierarchy.BaseModel):
     there is only one, else with a dict of them.
     """
 
-    @config.config_class
     class Config(hierarchy.BaseModel.Config):
         """Configures a Supervised.
 

@@ -67,7 +67,6 @@ class SpmdTrainer(Module):
 
     _needs_allow = ("compilation_cache_dir", "status_port")  # programs are code
 
-    @config.config_class
     class Config(Module.Config):
         """Configures a SpmdTrainer.
 

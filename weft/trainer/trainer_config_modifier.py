@@ -28,7 +28,6 @@ from weft.config import (
     Configurable,
     InstantiableConfig,
     Required,
-    config_class,
     config_for_function,
     maybe_instantiate,
 )
@@ -118,7 +117,6 @@ def apply_config_modifiers(cfg: InstantiableConfig) -> Any:
 class ChainConfigModifier(ConfigModifier):
     """Config modifier that applies several modifiers in order."""
 
-    @config_class
     class Config(ConfigModifier.Config):
         config_modifiers: Required[Sequence[ConfigOr[ConfigModifier]]] = REQUIRED
 
@@ -135,7 +133,6 @@ class ChainConfigModifier(ConfigModifier):
 class MeshShapeModifier(ConfigModifier):
     """Config modifier that sets the mesh shape."""
 
-    @config_class
     class Config(ConfigModifier.Config):
         mesh_shape: Required[mesh.MeshShape | mesh.HybridMeshShape] = REQUIRED
 
@@ -146,7 +143,6 @@ class MeshShapeModifier(ConfigModifier):
 class RematSpecModifier(ConfigModifier):
     """Config modifier that sets the rematerialization of layers."""
 
-    @config_class
     class Config(ConfigModifier.Config):
         """Configures a RematSpecModifier.
 
@@ -166,7 +162,6 @@ class RematSpecModifier(ConfigModifier):
 class PartitionSpecModifier(ConfigModifier):
     """Config modifier that sets the sharding of parameters or activations."""
 
-    @config_class
     class Config(ConfigModifier.Config):
         """Configures a PartitionSpecModifier.
 
@@ -190,7 +185,6 @@ class PartitionSpecModifier(ConfigModifier):
 class ModuleConfigModifier(ConfigModifier):
     """Config modifier that replaces one config by another."""
 
-    @config_class
     class Config(ConfigModifier.Config):
         """Configures a ModuleConfigModifier.
 
@@ -215,7 +209,6 @@ class ReplaceLayerConfigModifier(ConfigModifier):
     except for those in `exclude_keys`.
     """
 
-    @config_class
     class Config(ConfigModifier.Config):
         """Configures a ReplaceLayerConfigModifier.
 
@@ -258,7 +251,6 @@ class ReplaceLayerConfigModifier(ConfigModifier):
 class GradientAccumulationModifier(ConfigModifier):
     """Config modifier that splits each batch into microbatches, which run one after another."""
 
-    @config_class
     class Config(ConfigModifier.Config):
         """Configures a GradientAccumulationModifier, which also combines the summaries."""
 

@@ -216,7 +216,6 @@ def set_state_update(module: Module, value: Any) -> None:
 class WrappedPartitionedGradientTransformation(UpdateTransformation):
     """Update transformation that applies an optimizer to deltas, not to in-place updates."""
 
-    @config.config_class
     class Config(UpdateTransformation.Config):
         transformation: config.Required[
             config.ConfigOr[base.PartitionedGradientTransformation | optax.GradientTransformation]
@@ -248,7 +247,6 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
     For statistics that a backward pass computes, such as the scales of 8-bit floating point.
     """
 
-    @config.config_class
     class Config(WrappedPartitionedGradientTransformation.Config):
         """Configures an OverrideInplaceUpdateTransformation.
 
@@ -298,7 +296,6 @@ class GradientMonitorTransformation(OverrideInplaceUpdateTransformation):
     `activation_gradient_norm/{path}` of each layer `weft.hierarchy.layers.GradientMonitor`.
     """
 
-    @config.config_class
     class Config(OverrideInplaceUpdateTransformation.Config):
         """Configures a GradientMonitorTransformation.
 
@@ -334,7 +331,6 @@ class GradientMonitorTransformation(OverrideInplaceUpdateTransformation):
 class ConditionalUpdateTransformation(UpdateTransformation):
     """Update transformation that skips some steps, with zero deltas and unchanged state."""
 
-    @config.config_class
     class Config(UpdateTransformation.Config):
         """Configures a ConditionalUpdateTransformation.
 

@@ -471,7 +471,6 @@ class CausalAttentionLogitBiasLayer(AttentionLogitBiasLayer):
 class ALiBiAttentionLogitBiasLayer(CausalAttentionLogitBiasLayer):
     """Layer for causal attention whose logits fall with distance, with one slope per head."""
 
-    @config.config_class
     class Config(CausalAttentionLogitBiasLayer.Config):
         num_heads: config.Required[int] = config.REQUIRED
 
@@ -483,7 +482,6 @@ class ALiBiAttentionLogitBiasLayer(CausalAttentionLogitBiasLayer):
 class SymmetricALiBiAttentionLogitBiasLayer(FullAttentionLogitBiasLayer):
     """Layer for bidirectional attention whose logits fall with distance, one slope per head."""
 
-    @config.config_class
     class Config(FullAttentionLogitBiasLayer.Config):
         num_heads: config.Required[int] = config.REQUIRED
 

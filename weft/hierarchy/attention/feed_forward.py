@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from weft import config, errors, functional
-from weft.config import REQUIRED, FunctionConfigBase, InstantiableConfig, Required, config_class
+from weft.config import REQUIRED, FunctionConfigBase, InstantiableConfig, Required
 from weft.hierarchy import base_layer, parameter_spec
 from weft.hierarchy.layers import normalization, stochastic
 from weft.hierarchy.layers.linear import Linear
@@ -58,7 +58,6 @@ class ResidualLayer(base_layer.BaseLayer):
     branch between `_enter_branch` and `_leave_branch`.
     """
 
-    @config_class
     class Config(base_layer.BaseLayer.Config):
         """Configures a ResidualLayer.
 
@@ -160,7 +159,6 @@ class TransformerFeedForwardLayer(ResidualLayer):
     Gated means `linear2(activation0(linear1_0(x)) * activation1(linear1_1(x)))` (Shazeer, 2020).
     """
 
-    @config_class
     class Config(ResidualLayer.Config):
         """Configures a TransformerFeedForwardLayer.
 

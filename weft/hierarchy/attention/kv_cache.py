@@ -68,7 +68,6 @@ class KVPages(struct.PyTreeNode):
 class BaseKVCache(base_layer.BaseLayer):
     """Base of the caches of keys and values."""
 
-    @config.config_class
     class Config(base_layer.BaseLayer.Config):
         """Configures a BaseKVCache.
 
@@ -166,7 +165,6 @@ class SlidingWindowKVCache(BaseKVCache):
     A step also returns its own keys and values, so that its first query has the whole window.
     """
 
-    @config.config_class
     class Config(BaseKVCache.Config):
         """Configures a SlidingWindowKVCache.
 
@@ -222,7 +220,6 @@ class PagedKVCache(BaseKVCache):
     >>> states = states.replace(page_indices=jnp.array([[0, 2], [1, 3]]))  # 3: no page
     """
 
-    @config.config_class
     class Config(BaseKVCache.Config):
         """Configures a PagedKVCache.
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from weft import errors, functional
 from weft._lazy import AxlearnEnumType
-from weft.config import REQUIRED, ClassConfigBase, Required, config_class
+from weft.config import REQUIRED, ClassConfigBase, Required
 from weft.functional import arrays, attention
 from weft.functional.fused_attention import AttentionImplementation, fused_attention, is_plain
 from weft.hierarchy.attention import bias as bias_lib
@@ -95,7 +95,6 @@ def _from_0(x: Tensor) -> Any:
 class MultiheadAttention(BaseLayer):
     """Multi-head attention (Vaswani et al., 2017)."""
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a MultiheadAttention.
 
@@ -523,7 +522,6 @@ class GroupedQueryAttention(MultiheadAttention):
 class SigmoidAttention(MultiheadAttention):
     """Attention with sigmoid probabilities, independent for each key (Ramapuram et al., 2024)."""
 
-    @config_class
     class Config(MultiheadAttention.Config):
         """Configures a SigmoidAttention.
 
@@ -572,7 +570,6 @@ class MultiheadAttentionXL(MultiheadAttention):
         QUERY = 1
         """On the queries, before adding `u` and `v`."""
 
-    @config_class
     class Config(MultiheadAttention.Config):
         """Configures a MultiheadAttentionXL.
 

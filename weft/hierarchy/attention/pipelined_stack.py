@@ -107,7 +107,6 @@ class PipelinedTransformerLayer(stack.SingleChildStack):
     ((2, 8, 16), ('pipeline', None, 'model'))
     """
 
-    @config.config_class
     class Config(stack.BaseStackedTransformerLayer.Config):
         """Configures a PipelinedTransformerLayer.
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from weft.config import REQUIRED, Required, config_class
+from weft.config import REQUIRED, Required
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.functional import project
 from weft.hierarchy import base_layer, context, param_init, transforms
@@ -24,7 +24,6 @@ from weft.typing import Tensor
 class BaseMultiheadLinear(base_layer.BaseLayer):
     """Base of linear maps between the model dimension and the heads."""
 
-    @config_class
     class Config(base_layer.BaseLayer.Config):
         model_dim: Required[int] = REQUIRED
         num_heads: Required[int] = REQUIRED
@@ -89,7 +88,6 @@ _DIMS = ("query_dim", "key_dim", "value_dim", "num_heads", "per_head_dim")
 class BaseQKVLinear(base_layer.BaseLayer):
     """Base of projections to queries, keys and values."""
 
-    @config_class
     class Config(base_layer.BaseLayer.Config):
         """Configures a BaseQKVLinear with the sizes of the vectors to project."""
 
@@ -175,7 +173,6 @@ class BaseQKVLinear(base_layer.BaseLayer):
 class QKVLinear(BaseQKVLinear):
     """Three separate projections."""
 
-    @config_class
     class Config(BaseQKVLinear.Config):
         """Configures a QKVLinear; `layer` is the config of each projection."""
 
@@ -220,7 +217,6 @@ class BaseGroupedQKVLinear(BaseQKVLinear):
 class GroupedQKVLinear(BaseGroupedQKVLinear, QKVLinear):
     """Three separate projections, with fewer heads of keys and values (Ainslie et al., 2023)."""
 
-    @config_class
     class Config(QKVLinear.Config):
         """Configures a GroupedQKVLinear; `num_kv_heads` divides `num_heads`."""
 
@@ -230,7 +226,6 @@ class GroupedQKVLinear(BaseGroupedQKVLinear, QKVLinear):
 class FusedQKVLinear(BaseQKVLinear):
     """Single projection whose weight `(3, model_dim, num_heads, per_head_dim)` holds all three."""
 
-    @config_class
     class Config(BaseQKVLinear.Config):
         """Configures a FusedQKVLinear; `layer` is the config of one of three projections."""
 
@@ -263,7 +258,6 @@ class FusedQKVLinear(BaseQKVLinear):
 class FusedGroupedQKVLinear(BaseGroupedQKVLinear):
     """Single projection to the concatenated heads of queries, keys and values."""
 
-    @config_class
     class Config(BaseQKVLinear.Config):
         """Configures a FusedGroupedQKVLinear.
 
@@ -297,7 +291,6 @@ class FusedGroupedQKVLinear(BaseGroupedQKVLinear):
 class QLinear(BaseQKVLinear):
     """Projection to queries only; keys and values come from another layer."""
 
-    @config_class
     class Config(BaseQKVLinear.Config):
         layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
 

@@ -17,7 +17,6 @@ from weft.typing import Tensor
 class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
     """Sines and cosines of rotary angles."""
 
-    @config.config_class
     class Config(BaseLayer.Config):
         """Configures a RoFormerSinusoidalPositionalEmbedding of even size `dim`."""
 
@@ -63,7 +62,6 @@ class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
 class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
     """Rotary embedding for contexts longer than in training (Peng et al., 2023)."""
 
-    @config.config_class
     class Config(RoFormerSinusoidalPositionalEmbedding.Config):
         """Configures a YaRNSinusoidalPositionalEmbedding; see `functional.yarn_frequencies`.
 
@@ -106,7 +104,6 @@ class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
 class Llama3SinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
     """Rotary embedding of Llama 3.1 for contexts longer than in initial training."""
 
-    @config.config_class
     class Config(RoFormerSinusoidalPositionalEmbedding.Config):
         """Configures a Llama3SinusoidalPositionalEmbedding; see `functional.llama3_frequencies`."""
 
@@ -157,7 +154,6 @@ def _rotate(x: Tensor, sinusoidal_pos: Tensor) -> Tensor:
 class RoFormerQKVLinear(qkv_linear.BaseQKVLinear):
     """Rotates the queries and keys of another projection layer."""
 
-    @config.config_class
     class Config(qkv_linear.BaseQKVLinear.Config):
         """Configures a RoFormerQKVLinear.
 

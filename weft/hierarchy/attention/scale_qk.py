@@ -6,7 +6,7 @@ Scaling queries by 1/sqrt(per_head_dim) is cheaper than scaling logits; keys may
 from collections.abc import Callable
 from typing import Any
 
-from weft.config import REQUIRED, InstantiableConfig, Required, config_class, config_for_function
+from weft.config import REQUIRED, InstantiableConfig, Required, config_for_function
 from weft.functional import per_dim_scale
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module
@@ -43,7 +43,6 @@ def pow_scale_fn(exp: float) -> ScaleFn:
 class PerDimScale(BaseLayer):
     """Learned positive factor for each dimension, initially 1."""
 
-    @config_class
     class Config(BaseLayer.Config):
         dim: Required[int] = REQUIRED
 
@@ -64,7 +63,6 @@ class PerDimScale(BaseLayer):
 class BaseScaleQK(BaseLayer):
     """Base of scales of queries or keys."""
 
-    @config_class
     class Config(BaseLayer.Config):
         per_head_dim: Required[int] = REQUIRED
 
@@ -101,7 +99,6 @@ class _NormAndScale(BaseScaleQK):
 class ScaleQuery(_NormAndScale):
     """Norm, learned scale per dimension and factor of queries, in this order."""
 
-    @config_class
     class Config(BaseScaleQK.Config):
         """Configures a ScaleQuery; `scale_factor` None is `per_head_dim ** -0.5`."""
 
@@ -129,7 +126,6 @@ class ScaleQuery(_NormAndScale):
 class ScaleKey(_NormAndScale):
     """Norm and factor of keys."""
 
-    @config_class
     class Config(BaseScaleQK.Config):
         """Configures a ScaleKey; `scale_factor` None is 1."""
 

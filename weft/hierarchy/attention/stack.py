@@ -52,7 +52,6 @@ def update_data_with_skip_connection(skip_connections: dict[int, int]) -> Update
 class BaseStackedTransformerLayer(BaseTransformerLayer):
     """Base of stacks of transformer layers."""
 
-    @config.config_class
     class Config(BaseTransformerLayer.Config):
         """Configures a BaseStackedTransformerLayer.
 
@@ -112,7 +111,6 @@ def _select_outputs(output: Output, return_aux: Collection[str] | None) -> Outpu
 class StackedTransformerLayer(BaseStackedTransformerLayer):
     """Stack with one child per layer: "layer0", "layer1", and so on."""
 
-    @config.config_class
     class Config(BaseStackedTransformerLayer.Config):
         """Configures a StackedTransformerLayer; `layer` may be a list with one config per layer."""
 
@@ -205,7 +203,6 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
 class TransformerRepeat(Repeat):
     """Loop of a repeated stack."""
 
-    @config.config_class
     class Config(Repeat.Config):
         """Configures a TransformerRepeat; see the stack for both fields."""
 
@@ -273,7 +270,6 @@ class SingleChildStack(BaseStackedTransformerLayer):
 class RepeatedTransformerLayer(SingleChildStack):
     """Stack with one child in a loop, whose parameters have a leading axis of layers."""
 
-    @config.config_class
     class Config(BaseStackedTransformerLayer.Config):
         repeat: Repeat.Config = TransformerRepeat.default_config()
 

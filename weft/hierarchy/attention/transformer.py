@@ -7,7 +7,7 @@ All layers can be applied to a whole sequence (`forward`), or in decoding (`init
 from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
-from weft.config import REQUIRED, InstantiableConfig, Required, config_class
+from weft.config import REQUIRED, InstantiableConfig, Required
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.hierarchy.attention.bias import BaseAttentionBias
 from weft.hierarchy.attention.feed_forward import ResidualLayer, TransformerFeedForwardLayer
@@ -22,7 +22,6 @@ from weft.typing import DType, NestedTensor, Tensor
 class TransformerAttentionLayer(ResidualLayer):
     """Attention with a skip connection."""
 
-    @config_class
     class Config(ResidualLayer.Config):
         target_dim: Required[int] = REQUIRED
         source_dim: Required[int] = REQUIRED
@@ -118,7 +117,6 @@ def _source_kwargs(source: Tensor | KVState | None) -> dict[str, Any]:
 class BaseTransformerLayer(BaseLayer):
     """Base of layers, and stacks of layers, that keep the shape of their input."""
 
-    @config_class
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED
 
@@ -200,7 +198,6 @@ def _part_return_aux(return_aux: Collection[str] | None, part: str) -> set[str]:
 class TransformerLayer(BaseTransformerLayer):
     """Self attention, optional cross attention and a feed-forward layer."""
 
-    @config_class
     class Config(BaseTransformerLayer.Config):
         """Configures a TransformerLayer; without `cross_attention`, it attends only to itself."""
 
@@ -282,7 +279,6 @@ class TransformerLayer(BaseTransformerLayer):
 class ParallelTransformerLayer(BaseTransformerLayer):
     """`x + attention(norm(x)) + feed_forward(norm(x))` (Wang and Komatsuzaki, 2021)."""
 
-    @config_class
     class Config(BaseTransformerLayer.Config):
         """Configures a ParallelTransformerLayer; `feed_forward` has no norm and skip connection."""
 
@@ -343,7 +339,6 @@ class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
     To fine-tune a model, train the adapters and freeze the rest.
     """
 
-    @config_class
     class Config(BaseTransformerLayer.Config):
         """Configures the adapter: its hidden dimension is `bottleneck_ratio` times `input_dim`."""
 

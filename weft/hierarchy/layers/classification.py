@@ -17,7 +17,6 @@ from weft.typing import NestedTensor, Tensor
 class BaseClassificationMetric(base_layer.BaseLayer):
     """Base of the layers that compute a loss from logits and report metrics."""
 
-    @config.config_class
     class Config(base_layer.BaseLayer.Config):
         num_classes: config.Required[int] = config.REQUIRED
 
@@ -45,7 +44,6 @@ class BaseClassificationMetric(base_layer.BaseLayer):
 class ClassificationMetric(BaseClassificationMetric):
     """Cross entropy; reports `loss`, `perplexity` and `accuracy`."""
 
-    @config.config_class
     class Config(BaseClassificationMetric.Config):
         """Configures a ClassificationMetric; `label_smoothing` is shared by all classes."""
 
@@ -73,7 +71,6 @@ class BinaryClassificationMetric(BaseClassificationMetric):
     Reports `loss`, `accuracy`, and for the class "true" `precision`, `recall` and `f_score`.
     """
 
-    @config.config_class
     class Config(BaseClassificationMetric.Config):
         """Configures a BinaryClassificationMetric.
 
@@ -129,7 +126,6 @@ class CategoricalHingeLossMetric(BaseClassificationMetric):
 class BaseClassificationHead(base_layer.BaseLayer):
     """Base of the layers that map a backbone's features to logits. A subclass defines `forward`."""
 
-    @config.config_class
     class Config(base_layer.BaseLayer.Config):
         """Configures a BaseClassificationHead; `metric` computes the loss."""
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from weft.config import REQUIRED, InstantiableConfig, Required, config_class, maybe_set_config
+from weft.config import REQUIRED, InstantiableConfig, Required, maybe_set_config
 from weft.errors import LayerConfigError
 from weft.functional import attend, cap_logits, lookup, sinusoidal_positions
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
@@ -46,7 +46,6 @@ class Embedding(BaseLayer):
         UNIT = "unit"
         CONSTANT = "constant"
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures an Embedding; specs that are None leave layouts to the compiler.
 
@@ -115,7 +114,6 @@ class SeparableSpaceTimePositionalEmbedding(BaseLayer):
     Position `p` has the time `p // n` and the place `p % n`, with `n = num_spatial_embeddings`.
     """
 
-    @config_class
     class Config(BaseLayer.Config):
         dim: Required[int] = REQUIRED
         spatial_embeddings: InstantiableConfig = Embedding.default_config()
@@ -163,7 +161,6 @@ def sinusoidal_positional_embeddings(
 class SinusoidalPositionalEmbedding(BaseLayer):
     """Sines and cosines of positions at geometric timescales (Vaswani et al., 2017)."""
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a SinusoidalPositionalEmbedding; timescales are periods divided by 2π."""
 
@@ -182,7 +179,6 @@ class SinusoidalPositionalEmbedding(BaseLayer):
 class LearnedPositionalEmbedding(BaseLayer):
     """Table with an embedding for each position."""
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a LearnedPositionalEmbedding; `shape` may have several axes of positions."""
 
@@ -221,7 +217,6 @@ class BaseEmbedding(BaseLayer):
     `extend_step`, for decoding.
     """
 
-    @config_class
     class Config(BaseLayer.Config):
         dim: Required[int] = REQUIRED
 
@@ -267,7 +262,6 @@ class BaseEmbedding(BaseLayer):
 class TransformerTextEmbeddings(BaseEmbedding):
     """Sum of the embeddings of token ids, and optionally of types and positions."""
 
-    @config_class
     class Config(BaseEmbedding.Config):
         """Configures a TransformerTextEmbeddings.
 
@@ -353,7 +347,6 @@ class ModalityEmbedding(BaseEmbedding):
     Parameter: `weight` of shape (vocab_size, dim).
     """
 
-    @config_class
     class Config(BaseEmbedding.Config):
         """Configures a ModalityEmbedding; specs that are None leave layouts to the compiler."""
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from weft.config import REQUIRED, Required, config_class
+from weft.config import REQUIRED, Required
 from weft.functional import dense, dense_general, l2_normalize
 from weft.hierarchy.base_layer import BaseLayer, ParameterNoise, ParameterSpec
 from weft.hierarchy.param_init import FanAxes
@@ -22,7 +22,6 @@ class Linear(BaseLayer):
     (2, 3)
     """
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a Linear; without an `output_partition_spec` the compiler chooses."""
 
@@ -65,7 +64,6 @@ class MultiLinear(BaseLayer):
     Parameters: `weight` of shape (input_dim, num_outputs, output_dim), and `bias`.
     """
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a MultiLinear of `num_outputs` maps, each to `output_dim`."""
 
@@ -99,7 +97,6 @@ class MultiLinear(BaseLayer):
 class VariationalNoise(ParameterNoise):
     """Independent normal noise on every parameter (Graves, 2011)."""
 
-    @config_class
     class Config(ParameterNoise.Config):
         """Configures a VariationalNoise with the standard deviation `vn_std`; 0 adds nothing."""
 

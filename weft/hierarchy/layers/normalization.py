@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from weft import errors, functional
-from weft.config import REQUIRED, Required, config_class
+from weft.config import REQUIRED, Required
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module
 from weft.hierarchy.param_init import constant_initializer
@@ -23,7 +23,6 @@ from weft.typing import DType, MeshAxes, PartitionSpec, Tensor
 class BaseNormalizationLayer(BaseLayer):
     """Base of layers that normalize vectors of a fixed size."""
 
-    @config_class
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED
 
@@ -55,7 +54,6 @@ class BaseNormalizationLayer(BaseLayer):
 class LayerNormStateless(BaseNormalizationLayer):
     """Layer normalization without parameters."""
 
-    @config_class
     class Config(BaseNormalizationLayer.Config):
         eps: float = 1e-8
         forward_dtype: DType | None = jnp.float32
@@ -78,7 +76,6 @@ class LayerNorm(LayerNormStateless):
 class RMSNormStateless(BaseNormalizationLayer):
     """Normalization by the root mean square, without parameters."""
 
-    @config_class
     class Config(BaseNormalizationLayer.Config):
         """Configures a RMSNormStateless; specs that are None leave layouts to the compiler.
 
@@ -117,7 +114,6 @@ class NormType(enum.Enum):
 class GroupNorm(BaseNormalizationLayer):
     """Normalization of groups of channels (https://arxiv.org/abs/1803.08494)."""
 
-    @config_class
     class Config(BaseNormalizationLayer.Config):
         """Configures a GroupNorm.
 
@@ -176,7 +172,6 @@ class BatchNorm(BaseNormalizationLayer):
     `moving_mean` and `moving_variance`, which is used outside of training.
     """
 
-    @config_class
     class Config(BaseNormalizationLayer.Config):
         """Configures a BatchNorm; `decay` is the weight of the old moving average."""
 
@@ -221,7 +216,6 @@ class BatchNorm(BaseNormalizationLayer):
 class L2Norm(BaseLayer):
     """Scales vectors to unit length."""
 
-    @config_class
     class Config(BaseLayer.Config):
         eps: float = 1e-8
         forward_dtype: DType | None = jnp.float32
@@ -239,7 +233,6 @@ class MovingAverage(BaseLayer):
     Value `n` has weight `max(1 / n, min_weight)`. Training updates the state `count` and `value`.
     """
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a MovingAverage of arrays of `shape`; `min_weight` 0 is the plain mean."""
 

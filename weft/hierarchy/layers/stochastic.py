@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 
-from weft.config import config_class
 from weft.functional import drop_tokens, dropout, statistics, stochastic_depth
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import nowrap
@@ -13,7 +12,6 @@ from weft.typing import Tensor
 class Dropout(BaseLayer):
     """Layer that zeros random elements in training and scales up the others."""
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a Dropout; `rate` None or 0 drops nothing."""
 
@@ -35,7 +33,6 @@ class Dropout(BaseLayer):
 class StochasticDepth(BaseLayer):
     """Layer that drops a residual branch at random in training, or scales it up."""
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a StochasticDepth.
 
@@ -59,7 +56,6 @@ class StochasticDepth(BaseLayer):
 class DropToken(BaseLayer):
     """Layer that removes random tokens from each example in training, which shortens it."""
 
-    @config_class
     class Config(BaseLayer.Config):
         """Configures a DropToken.
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from weft._lazy import AxlearnEnumType
-from weft.config import InstantiableConfig, config_class, maybe_instantiate
+from weft.config import InstantiableConfig, maybe_instantiate
 from weft.core.spmd import axes_of, get_global_mesh
 from weft.errors import ArgumentShapeError, LayerConfigError
 from weft.functional.routing import sort_by_expert
@@ -35,7 +35,6 @@ class GMMBackend(enum.Enum, metaclass=AxlearnEnumType):
 class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
     """Mixture of experts in which each token reaches every expert it chose."""
 
-    @config_class
     class Config(TransformerFeedForwardMoE.Config):
         """Configures a TransformerFeedForwardDropFreeMoE.
 
@@ -207,7 +206,6 @@ class ApproximateTokenDropFreeMoE(TransformerFeedForwardDropFreeMoE):
     `expert_parallel_capacity / n` of the choices and drops the excess; one device drops nothing.
     """
 
-    @config_class
     class Config(TransformerFeedForwardDropFreeMoE.Config):
         """Configures an ApproximateTokenDropFreeMoE; `expert_parallel_capacity` is at least 1."""
 

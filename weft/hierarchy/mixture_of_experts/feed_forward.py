@@ -88,7 +88,6 @@ class TransformerFeedForwardMoE(ResidualLayer):
     own loss with `metrics_config(aux_loss_regex=".*/aux_loss")`.
     """
 
-    @config.config_class
     class Config(ResidualLayer.Config):
         """Configures a TransformerFeedForwardMoE.
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from weft.config import REQUIRED, ConfigOr, Required, config_class, maybe_instantiate
+from weft.config import REQUIRED, ConfigOr, Required, maybe_instantiate
 from weft.errors import LayerConfigError
 from weft.functional import cap_logits, routing, to_ndim
 from weft.hierarchy import base_layer, metrics
@@ -73,7 +73,6 @@ class AdaptiveLoadBalanceLoss(base_layer.BaseLayer):
     of choices is above `max_value`, and falls by as much while it is below `min_value`.
     """
 
-    @config_class
     class Config(base_layer.BaseLayer.Config):
         """Configures an AdaptiveLoadBalanceLoss.
 
@@ -126,7 +125,6 @@ class BaseGating(base_layer.BaseLayer):
     were dropped, and `dropped_tokens`, the share of tokens without an expert.
     """
 
-    @config_class
     class Config(base_layer.BaseLayer.Config):
         """Configures a BaseGating; the surrounding layer sets `num_experts`."""
 
@@ -220,7 +218,6 @@ class BaseGating(base_layer.BaseLayer):
 class CapacityGating(BaseGating):
     """Gating with a maximum number of tokens per expert."""
 
-    @config_class
     class Config(BaseGating.Config):
         """Configures a gating with capacities.
 
@@ -297,7 +294,6 @@ class CapacityGating(BaseGating):
 class Top2Gating(CapacityGating):
     """Gating by the two likeliest experts, weighted by probabilities (Lepikhin et al., 2021)."""
 
-    @config_class
     class Config(CapacityGating.Config):
         """Configures a Top2Gating.
 
@@ -333,7 +329,6 @@ class TopKGating(CapacityGating):
     score as weight, so that the router learns from it (Fedus et al., 2022).
     """
 
-    @config_class
     class Config(CapacityGating.Config):
         """Configures a TopKGating.
 
@@ -450,7 +445,6 @@ class TopKBiasGating(TopKDropFreeGating):
     bias of experts above the mean load falls by `gating_update_rate`, that of others rises.
     """
 
-    @config_class
     class Config(TopKDropFreeGating.Config):
         """Configures a TopKBiasGating.
 

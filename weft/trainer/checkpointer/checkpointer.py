@@ -39,7 +39,6 @@ class BaseCheckpointer(Module):
 
     _needs_allow = ("dir",)  # a trainer sets it
 
-    @config.config_class
     class Config(Module.Config):
         """Configures a BaseCheckpointer; `dir` is the directory of all checkpoints of the run."""
 
@@ -186,7 +185,6 @@ class Checkpointer(BaseCheckpointer):
     (1, {'epoch': 1, 'w': array([0., 1., 2.])})
     """
 
-    @config.config_class
     class Config(BaseCheckpointer.Config):
         """Configures a Checkpointer.
 

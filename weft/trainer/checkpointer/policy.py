@@ -99,7 +99,6 @@ class EverySecondsPolicy(config_lib.Configurable):
     With several processes, the first clock that reaches it decides; all save after the next step.
     """
 
-    @config_lib.config_class
     class Config(config_lib.Configurable.Config):
         """Configures an EverySecondsPolicy; after `seconds`, the current step completes first."""
 
@@ -124,7 +123,6 @@ class EverySecondsPolicy(config_lib.Configurable):
 class AnyPolicy(config_lib.Configurable):
     """Policy that saves when at least one of several policies does."""
 
-    @config_lib.config_class
     class Config(config_lib.Configurable.Config):
         policies: config_lib.Required[Sequence[config_lib.InstantiableConfig[CheckpointPolicy]]] = (
             config_lib.REQUIRED
@@ -182,7 +180,6 @@ class BestMetric(config_lib.Configurable):
 class BestMetricPolicy(BestMetric):
     """Policy that saves when a metric improves on its best value so far, also across restarts."""
 
-    @config_lib.config_class
     class Config(config_lib.Configurable.Config):
         """Configures a BestMetricPolicy; `mode` is "max" if larger is better, else "min"."""
 
@@ -199,7 +196,6 @@ class KeepBest(config_lib.Configurable):
     Only checkpoints at whose step the evaler ran qualify: run both at the same steps.
     """
 
-    @config_lib.config_class
     class Config(config_lib.Configurable.Config):
         """Configures a KeepBest.
 

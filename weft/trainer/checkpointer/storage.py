@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft.config import Configurable, config_class
+from weft.config import Configurable
 from weft.core.spmd import get_concrete_mesh
 from weft.distributed.preemption import max_over_processes
 from weft.errors import CheckpointStateError, DamagedCheckpointError
@@ -130,7 +130,6 @@ class OrbaxStateStorage(StateStorage):
     processes; each reads only what its devices need.
     """
 
-    @config_class
     class Config(StateStorage.Config):
         """Configures an OrbaxStateStorage.
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from weft.config import REQUIRED, ConfigBase, Required, config_class
+from weft.config import REQUIRED, ConfigBase, Required
 from weft.hierarchy.module import Module
 from weft.trainer.summary import FlatSummary, SummaryKind, due_summaries
 from weft.typing import Nested
@@ -65,7 +65,6 @@ class BaseWriter(Module):
 
     _needs_allow = ("dir",)  # a trainer sets it
 
-    @config_class
     class Config(Module.Config):
         dir: Required[str] = REQUIRED
 
@@ -130,7 +129,6 @@ def with_dir(cfg: BaseWriter.Config, directory: str) -> BaseWriter.Config:
 class PeriodicWriter(BaseWriter):
     """Base of the writers that show summaries only at some steps."""
 
-    @config_class
     class Config(BaseWriter.Config):
         """Configures a PeriodicWriter.
 
@@ -169,7 +167,6 @@ class NoOpWriter(BaseWriter):
 class CompositeWriter(BaseWriter):
     """Writer that forwards all calls to several writers."""
 
-    @config_class
     class Config(BaseWriter.Config):
         """Configures a CompositeWriter; a writer without a `dir` writes in the composite's."""
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import jax
 
-from weft.config import ConfigBase, config_class
+from weft.config import ConfigBase
 from weft.hierarchy.module import Module
 from weft.trainer.summary import SummaryKind
 from weft.trainer.summary_writer import event_file
@@ -45,7 +45,6 @@ class SummaryWriter(PeriodicWriter):
     the last one written, `log_checkpoint` makes TensorBoard discard the steps in between.
     """
 
-    @config_class
     class Config(PeriodicWriter.Config):
         """Configures a SummaryWriter.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weft._lazy import import_extra
-from weft.config import REQUIRED, ConfigBase, config_class
+from weft.config import REQUIRED, ConfigBase
 from weft.config.config import value_repr
 from weft.hierarchy.module import Module
 from weft.trainer.summary import FlatSummary
@@ -60,7 +60,6 @@ class WandBWriter(_TrackerWriter):
 
     _tracker = "wandb"
 
-    @config_class
     class Config(PeriodicWriter.Config):
         """Configures a WandBWriter.
 
@@ -172,7 +171,6 @@ class MLflowWriter(_TrackerWriter):
 
     _tracker = "mlflow"
 
-    @config_class
     class Config(PeriodicWriter.Config):
         """Configures an MLflowWriter.
 
