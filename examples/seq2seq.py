@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft import hierarchy, trainer
-from weft.config import InstantiableConfig, config_class, config_for_function
+from weft.config import InstantiableConfig, config_for_function
 from weft.hierarchy.causal_lm import gpt_decoder_config
 from weft.input import ArrayInput, Arrays
 
@@ -27,7 +27,6 @@ PAD, END, LETTERS, LONGEST = 0, 1, 128, 32
 class EncoderDecoder(hierarchy.BaseModel):
     """Predicts a target text, letter by letter, from all of a source text."""
 
-    @config_class
     class Config(hierarchy.BaseModel.Config):
         encoder: InstantiableConfig = hierarchy.StackedTransformerLayer.default_config()
         decoder: hierarchy.Decoder.Config = hierarchy.Decoder.default_config()
