@@ -9,7 +9,7 @@ from typing import Any
 import jax.core
 from jax.interpreters.partial_eval import dce_jaxpr_consts
 
-from weft.core import tabulate, tracing
+from weft.core import display, tracing
 from weft.errors import LazyInitError
 from weft.lifting import kind, state_creation
 
@@ -92,7 +92,7 @@ class _Trace:
     paths: list[jax.tree_util.KeyPath]
 
     def __init__(self, fn: Callable[..., Any], args: object, kwargs: object):
-        given = kind.Leaves.of((args, kwargs), tabulate.is_array, None)
+        given = kind.Leaves.of((args, kwargs), display.is_array, None)
 
         def of_arrays(*arrays: object) -> list[Any]:
             args, kwargs = given.filled(arrays)

@@ -17,7 +17,7 @@ import jax.core
 
 from weft import errors
 from weft.configurations import config
-from weft.core import meta, tracebacks, tracing
+from weft.core import meta, tracing
 from weft.core.filters import Filter, canonical, in_filter
 from weft.core.frozen_dict import FrozenDict
 from weft.core.partial_eval import partial_eval
@@ -540,7 +540,7 @@ def apply(
     (3, {'state': {'calls': 3}})
     """
 
-    @tracebacks.entry_point
+    @tracing.entry_point
     @functools.wraps(fn)
     def applied(
         variables: VariableDict, *args: object, rngs: RngKeys = None, **kwargs: object
@@ -575,7 +575,7 @@ def init(
     (6.0, {'params': {'factor': 2.0}})
     """
 
-    @tracebacks.entry_point
+    @tracing.entry_point
     @functools.wraps(fn)
     def initialize(rngs: RngKeys, *args: object, **kwargs: object) -> Any:
         keys = rngs if isinstance(rngs, Mapping) else {"params": rngs}

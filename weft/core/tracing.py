@@ -1,20 +1,30 @@
-"""The running JAX trace, the JAX transformation that started it, and stacks of each thread.
+"""Running traces of JAX, and tracebacks of errors without Weft's internal frames.
 
 Raw JAX transformations do not lift scopes. Errors name what the user called, and its replacement.
 
 Importing `jax.extend` is slow because it imports Pallas. The first call that needs the trace
 imports it and replaces `_find_top_trace`; later calls have no overhead.
+
+Entry points remove Weft's frames between the user's call and the user's function from tracebacks,
+as JAX hides its own. The user's frames and calls of Weft's layers remain. JAX's setting
+`jax_traceback_filtering="off"` keeps all frames.
 """
 
 import contextlib
+import functools
+import pathlib
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Generic
+from types import FrameType, TracebackType
+from typing import Any, Generic, ParamSpec, TypeVar
 
+import jax
 import jax.core
 
+from weft.configurations import config
 from weft.errors import JaxTransformError
 from weft.typing import T
 
@@ -148,3 +158,61 @@ def lifted_names(of_jax: str) -> tuple[str, ...]:
     (('scan',), ('jvp',))
     """
     return _OTHER_NAMES.get(of_jax) or tuple(filter(None, (of_jax.rpartition(".")[2],)))
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_WEFT = str(pathlib.Path(__file__).parent.parent) + "/"
+_EXCLUDED: list[str] = []  # more files whose frames are hidden
+# Classes with methods like these that are not layers.
+_MACHINERY = ("core/", "lifting/", "nnx/transforms/", "linen/methods.py")
+_OF_LAYERS = ("__call__", "forward")
+
+
+def hide_frames(error: BaseException) -> None:
+    """Removes Weft's frames from an error's traceback, which must begin in the caller."""
+    filtering = jax.config.jax_traceback_filtering  # pyright: ignore[reportAttributeAccessIssue]
+    if filtering == "off" or not config.flax_filter_frames:
+        return
+    shown: TracebackType | None = None
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if not _is_internal(frame):
+            shown = TracebackType(shown, frame, frame.f_lasti, line)
+    error.__traceback__ = shown
+
+
+def entry_point(fn: Callable[P, R]) -> Callable[P, R]:
+    """Decorates an entry point to raise errors without Weft's frames."""
+
+    @functools.wraps(fn)
+    def entered(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
+
+    return entered
+
+
+def hide_flax_in_tracebacks() -> None:
+    """Hides internal frames, the default: sets the flag `flax_filter_frames`."""
+    config.update("flax_filter_frames", True)
+
+
+def show_flax_in_tracebacks() -> None:
+    """Shows all frames in tracebacks: unsets the flag `flax_filter_frames`."""
+    config.update("flax_filter_frames", False)
+
+
+def register_exclusion(path: str) -> None:
+    """Hides the frames of a file, too, in tracebacks."""
+    _EXCLUDED.append(path)
+
+
+def _is_internal(frame: FrameType) -> bool:
+    code = frame.f_code
+    if not code.co_filename.startswith(_WEFT):
+        return code.co_filename in _EXCLUDED
+    is_machinery = code.co_filename.removeprefix(_WEFT).startswith(_MACHINERY)
+    return is_machinery or code.co_name not in _OF_LAYERS

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from weft import config, errors, struct
-from weft.core import logical, tabulate
+from weft.core import display, logical
 from weft.functional import cast_floats, check_sizes, fp8_dot_general, int8_dot_general
 from weft.hierarchy import context_kind, parameter_spec, transforms
 from weft.hierarchy.context import child_context, fold_in_name, set_current_context
@@ -316,7 +316,7 @@ class BaseLayer(Module):
             specs = self.create_parameter_specs_recursively()
             if jax.tree.leaves(specs):
                 shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), specs)
-                return f" # {tabulate.format_size(shapes)}"
+                return f" # {display.format_size(shapes)}"
         return ""
 
     def _shown_parts(self) -> dict[str, Any]:

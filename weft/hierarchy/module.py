@@ -19,7 +19,7 @@ import jax
 from weft import errors
 from weft._lazy import axlearn_hint
 from weft.config import REQUIRED, Configurable, Required
-from weft.core import display, tracebacks
+from weft.core import display, tracing
 from weft.core.tracing import is_tracing
 from weft.hierarchy import context as context_lib
 from weft.hierarchy.context import InvocationContext, OutputCollection, current_context
@@ -504,7 +504,7 @@ def functional(
             result = with_large_frame(fn, *args, **kwargs) if is_tracing() else fn(*args, **kwargs)
     except Exception as error:
         _add_path_note(error, module, method)
-        tracebacks.hide_frames(error)
+        tracing.hide_frames(error)
         raise
     outputs = context.output_collection
     for part in (outputs.summaries, outputs.module_outputs):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from weft import errors, traverse_util
-from weft.core import filters, meta, tabulate
+from weft.core import display, filters, meta
 from weft.interop import models
 
 
@@ -74,19 +74,19 @@ class EquinoxModel(models.Model):
         expected = _array_leaves(*self._structure)
         values = {path: meta.unbox(x) for path, x in traverse_util.flatten_dict(variables).items()}
         models.check_variables(self.name, expected, values)
-        _, fill = tabulate.split_arrays(self._structure)
+        _, fill = display.split_arrays(self._structure)
         return fill([values[path] for path in expected])
 
 
 def _array_leaves(module: object, state: object) -> dict[models.Path, Any]:
     found: dict[models.Path, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(module):
-        if tabulate.is_array(leaf):
+        if display.is_array(leaf):
             is_parameter = jnp.issubdtype(leaf.dtype, jnp.inexact)
             names = [jax.tree_util.keystr((part,), simple=True) for part in path]
             found[("params" if is_parameter else "constants", *names)] = leaf
     for i, leaf in enumerate(jax.tree.leaves(state)):
-        if tabulate.is_array(leaf):
+        if display.is_array(leaf):
             found["state", str(i)] = leaf
     return found
 

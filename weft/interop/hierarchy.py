@@ -13,7 +13,7 @@ from weft import config as config_lib
 from weft import errors
 from weft.config import functions
 from weft.config.configurable import needs_allow
-from weft.core import filters, logical, meta, spmd, tabulate
+from weft.core import display, filters, logical, meta, spmd
 from weft.core.axis_rules import composite_rules, get_logical_axis_rules
 from weft.core.partial_eval import partial_eval
 from weft.functional import cast_floats, default_dot_general
@@ -88,7 +88,7 @@ class HierarchyModel(Model):
         if not isinstance(layer, BaseLayer):
             return {}
         state = layer.initialize_parameters_recursively(key)
-        arrays, fill = tabulate.split_arrays((state, args, kwargs))
+        arrays, fill = display.split_arrays((state, args, kwargs))
 
         def state_updates(arrays: list[Any], key: jax.Array) -> Any:
             state, args, kwargs = fill(arrays)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import jax
 
 from weft import errors, nnx
-from weft.core import meta, partial_eval, tabulate
+from weft.core import display, meta, partial_eval
 from weft.core.filters import DenyList, Filter, in_filter
 from weft.interop import linen, models
 from weft.interop.models import Keys, Method, Model, Path, RngsLike, Variables
@@ -338,7 +338,7 @@ class NNXModel(Model):
         def build(rngs: Keys) -> list[Any]:
             graphdef, leaves = self._leaves(self.make(rngs))
             shapes = {
-                path: self._with_value(leaf, tabulate.to_shapes(_raw_value(leaf)))
+                path: self._with_value(leaf, display.to_shapes(_raw_value(leaf)))
                 for path, leaf in leaves.items()
             }
             found[:] = [graphdef, shapes]

@@ -42,7 +42,7 @@ from weft.linen.autodiff import (
     custom_jvp as custom_jvp, custom_vjp as custom_vjp, grad as grad, jvp as jvp,
     value_and_grad as value_and_grad, vjp as vjp,
 )
-from weft.linen.control_flow import (
+from weft.linen.transforms import (
     cond as cond, fori_loop as fori_loop, switch as switch, while_loop as while_loop,
 )
 from weft.linen.conv import Conv as Conv, ConvLocal as ConvLocal, ConvTranspose as ConvTranspose

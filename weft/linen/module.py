@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, dataclass_transf
 
 from weft import core, errors, struct
 from weft.configurations import config
-from weft.core import FrozenDict, Scope, display, tracebacks
+from weft.core import FrozenDict, Scope, display, tracing
 from weft.core.filters import Filter, union_filters
 from weft.core.rngs import RngKeys
 from weft.linen import methods, summary
@@ -391,7 +391,7 @@ class Module(state_lib.ModuleVariables):
             raise errors.CallUnbindOnUnboundModuleError(type(self).__name__)
         return self.clone(_deep_clone=True, _reset_names=True), self.variables
 
-    @tracebacks.entry_point
+    @tracing.entry_point
     def apply(
         self,
         variables: Mapping[str, Any],
@@ -421,7 +421,7 @@ class Module(state_lib.ModuleVariables):
         run, mutable, flags = Module._runner(self, "apply", method, mutable, capture_intermediates)
         return core.apply(run, mutable, flags)(variables, *args, rngs=rngs, **kwargs)
 
-    @tracebacks.entry_point
+    @tracing.entry_point
     def init_with_output(
         self,
         rngs: RngKeys,
@@ -437,7 +437,7 @@ class Module(state_lib.ModuleVariables):
         )
         return core.init(run, mutable, flags)(rngs, *args, **kwargs)
 
-    @tracebacks.entry_point
+    @tracing.entry_point
     def init(
         self,
         rngs: RngKeys,

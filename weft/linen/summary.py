@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from weft.core import tabulate as tables
+from weft.core import display as tables
 from weft.core.filters import Filter
 from weft.core.rngs import RngKeys
 from weft.linen import methods, state

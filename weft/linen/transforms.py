@@ -5,6 +5,9 @@ method, takes a module or a tree of modules first. Each transformation correspon
 `weft.core.lift`, to which it passes its own arguments, `locals()`; `variables` and `rngs` select
 the collections and PRNG streams that a function sees. `methods` names those of a class to
 transform, by default `__call__`; a dict has options.
+
+Loops and branches over functions call a bound method `self.method` as `method(module, ...)`, with
+the module inside of the transformation.
 """
 
 import functools
@@ -20,8 +23,16 @@ from weft.errors import TransformArgumentError, TransformTargetError
 from weft.lifting import signature, trace_cache
 from weft.lifting.jit import Lowered
 from weft.linen.module import Module
-from weft.linen.module_kind import TransformToken, commit_counters, merge_modules, split_modules
+from weft.linen.module_kind import (
+    TransformToken,
+    commit_counters,
+    lifted_call,
+    merge_modules,
+    split_modules,
+    unbound,
+)
 from weft.linen.state import named_call_enabled, untransformed
+from weft.typing import ArrayLike, Fn
 
 Methods = str | Collection[str] | Mapping[str, Mapping[str, Any]] | None
 Build = Callable[..., Callable[..., Any]]
@@ -456,3 +467,94 @@ def named_call(class_fn: Target, force: bool = True) -> Target:
     if isinstance(target, Module) or not callable(target):
         raise TransformTargetError(target)
     return named(target)  # pyright: ignore[reportReturnType]
+
+
+def while_loop(
+    cond_fn: Fn,
+    body_fn: Fn,
+    mdl: object,
+    init: object,
+    carry_variables: Filter = False,
+    broadcast_variables: Filter = True,
+    split_rngs: Mapping[Any, bool] = {},
+) -> Any:
+    """Applies `jax.lax.while_loop` to functions of a module and returns the last carry.
+
+    Args:
+        cond_fn: `cond_fn(module, carry)` returns whether to continue; it changes no variables.
+        body_fn: `body_fn(module, carry)` returns the next carry.
+        carry_variables: collections that the body may change.
+        split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
+    """
+    cond_fn, body_fn = unbound(cond_fn), unbound(body_fn)
+    fns = merge_modules(cond_fn, 1), merge_modules(body_fn)
+    state = carry_variables, broadcast_variables, split_rngs
+    with lifted_call((body_fn, cond_fn), mdl, (init,)) as (module_state, (init,)):
+        return lift.while_loop(*fns, module_state, init, *state)
+
+
+def fori_loop(
+    lower: ArrayLike,
+    upper: ArrayLike,
+    body_fn: Fn,
+    mdl: object,
+    init: object,
+    carry_variables: Filter = False,
+    broadcast_variables: Filter = True,
+    split_rngs: Mapping[Any, bool] = {},
+) -> Any:
+    """Applies `jax.lax.fori_loop` to `body_fn(i, module, carry)`; see `while_loop`."""
+
+    def body(mdl: object, i: object, carry: object) -> Any:
+        return body_fn(i, mdl, carry)
+
+    run = merge_modules(body)
+    lifted: Fn = lambda i, module_state, carry: run(module_state, i, carry)  # noqa: E731
+    state = carry_variables, broadcast_variables, split_rngs
+    with lifted_call((body_fn,), mdl, (init,)) as (module_state, (init,)):
+        return lift.fori_loop(lower, upper, lifted, module_state, init, *state)
+
+
+def cond(
+    pred: ArrayLike,
+    true_fun: Fn,
+    false_fun: Fn,
+    mdl: object,
+    *operands: object,
+    variables: Filter = True,
+    rngs: Filter = True,
+) -> Any:
+    """Applies `jax.lax.cond` to functions of a module.
+
+    Args:
+        false_fun: as `true_fun`, with a result of the same structure. Variables that only one of
+            them creates are created for both.
+        rngs: PRNG streams that both functions see; both draw the same keys.
+
+    >>> class Routed(nn.Module):
+    ...     def setup(self):
+    ...         self.one, self.other = nn.Dense(2), nn.Dense(2)
+    ...     def __call__(self, x, first):
+    ...         return nn.cond(first, lambda m, x: m.one(x), lambda m, x: m.other(x), self, x)
+    >>> sorted(Routed().init(jax.random.key(0), jnp.ones(3), True)["params"])
+    ['one', 'other']
+    """
+    fns = (unbound(true_fun), unbound(false_fun))
+    lifted = (merge_modules(fn, i) for i, fn in enumerate(fns))
+    with lifted_call(fns, mdl, operands) as (module_state, operands):
+        return lift.cond(pred, *lifted, module_state, *operands, variables=variables, rngs=rngs)
+
+
+def switch(
+    index: ArrayLike,
+    branches: Sequence[Fn],
+    mdl: object,
+    *operands: object,
+    variables: Filter = True,
+    rngs: Filter = True,
+) -> Any:
+    """Applies `jax.lax.switch` to functions `branch(module, *operands)`; see `cond`."""
+    fns = tuple(map(unbound, branches))
+    lifted = [merge_modules(fn, i) for i, fn in enumerate(fns)]
+    with lifted_call(fns, mdl, operands) as (module_state, operands):
+        return lift.switch(index, lifted, module_state, *operands, variables=variables, rngs=rngs)

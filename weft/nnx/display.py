@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from weft.core.display import join_lines
-from weft.core.tabulate import format_size, is_array
+from weft.core.display import format_size, is_array, join_lines
 
 Enclosing = frozenset[int]
 """Ids of the objects around a value, so that a cycle ends."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
+from weft.core import display as tables
 from weft.core import meta, tracing
-from weft.core import tabulate as tables
 from weft.errors import GraphStructureError, ModuleAttributeNotFoundError
 from weft.nnx import filters, pytree, rngs, split_merge
 from weft.nnx.intercept import intercept_calls, iter_objects, original_class

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import jax
 
 from weft import config, errors
-from weft.core import axis_rules, tracebacks
+from weft.core import axis_rules, tracing
 from weft.distributed import peers, preemption
 from weft.distributed.watchdog import Watchdog
 from weft.hierarchy import BaseLayer, Module, nowrap
@@ -390,7 +390,7 @@ class SpmdTrainer(Module):
         return self.trainer_state.model if not jax.tree.leaves(ema) else ema
 
     @nowrap
-    @tracebacks.entry_point
+    @tracing.entry_point
     def run(
         self,
         prng_key: Tensor | None = None,

@@ -2,7 +2,7 @@ from weft.core.lift.autodiff import (
     custom_jvp as custom_jvp, custom_vjp as custom_vjp, grad as grad, jvp as jvp,
     value_and_grad as value_and_grad, vjp as vjp,
 )
-from weft.core.lift.control_flow import (
+from weft.core.lift.transforms import (
     cond as cond, fori_loop as fori_loop, switch as switch, while_loop as while_loop,
 )
 from weft.core.lift.pack import pack as pack

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Unpack
 import jax
 
 from weft import errors, lifting
-from weft.core.tracebacks import entry_point
+from weft.core.tracing import entry_point
 from weft.lifting import DIFF, Roles, signature
 from weft.nnx import graph, settings, split_merge, versions
 from weft.nnx.filters import Everything, OfType, Path, PathIn, Predicate, to_predicate

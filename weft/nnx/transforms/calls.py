@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from weft import errors, lifting
-from weft.core.tracebacks import hide_frames
+from weft.core.tracing import hide_frames
 from weft.lifting import kind
 from weft.lifting.signature import check_argnums, copy_name
 from weft.nnx import pytree, settings

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft import errors, lifting
-from weft.core.tracebacks import entry_point
+from weft.core.tracing import entry_point
 from weft.lifting import DIFF, Roles, kind, signature
 from weft.nnx import graph, pytree
 from weft.nnx.filters import Everything, to_predicate

@@ -24,7 +24,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 import jax
 
 from weft import lifting
-from weft.core import tracebacks, tracing
+from weft.core import tracing
 from weft.errors import CompiledCallError, TransformArgumentError
 from weft.lifting.jit import Lowered, Traced
 from weft.lifting.kind import call_pure, split_args
@@ -166,7 +166,7 @@ class JitWrapped(Generic[P, R]):
                 any(map(_set_value, changed, of_kept))
             return result  # pyright: ignore[reportReturnType]
         except Exception as error:
-            tracebacks.hide_frames(error)
+            tracing.hide_frames(error)
             raise
 
     def _call_uncached(self, args: Args, kwargs: Kwargs) -> Any:
@@ -535,7 +535,7 @@ def _structure_error(before: CallLayout, now: CallLayout) -> CompiledCallError:
     )
 
 
-@tracebacks.entry_point
+@tracing.entry_point
 def eval_shape(
     f: Callable[..., R],
     *args: object,
