@@ -60,6 +60,7 @@ class Watch:
         self.seen: list[str] = []
         self._open_before = frozenset(map(int, os.listdir("/dev/fd")))
         sys.addaudithook(self._hook)
+        signal.signal(signal.SIGALRM, _stop_call)
         # `importlib.import_module` raises no event.
         sys.meta_path.insert(0, self)  # pyright: ignore[reportArgumentType]
 
@@ -94,11 +95,12 @@ class Watch:
         self.seen, self.is_on = [], True
         result = None
         try:
-            with _limited(self.seconds):
-                result = call()
+            signal.setitimer(signal.ITIMER_REAL, self.seconds)
+            result = call()
         except (Exception, Stopped):
             pass
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             self.is_on = False
         return self.seen, result
 
@@ -121,17 +123,8 @@ class _TooLong(Exception):
     pass
 
 
-@contextlib.contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise _TooLong
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+def _stop_call(*_: object) -> NoReturn:
+    raise _TooLong
 
 
 class _Detonates:
@@ -221,6 +214,8 @@ class Search:
 
         for value in (spy, [spy], {"a": spy}, (spy, spy)):
             self.pair(name, fn, "a spy", value)
+            if called:
+                break
         return bool(called)
 
     def pair(self, name: str, fn: Callable, other: str, value: Any) -> None:
@@ -244,11 +239,10 @@ class Search:
         from weft.config.references import resolve_reference
         from weft.errors import ConfigError
 
-        cls = resolve_reference(name)
-        fields = [f for f, _ in cls.default_config().items() if f != "klass"]
-        values = [repr(v) for v in (self.path, self.pickle, "planted_module", [self.path])]
-        for value in values:
-            every = ", ".join(f"{f}={value}" for f in fields if self._fits(name, f, value))
+        default = resolve_reference(name).default_config()
+        fields = [f for f, _ in default.items() if f != "klass"]
+        for value in (self.path, self.pickle, "planted_module", [self.path]):
+            every = ", ".join(f"{f}={value!r}" for f in fields if _fits(default, f, value))
             for text in (f"{name}.Config({every})", f"{name}.Config({every}, name='x')"):
                 try:
                     cfg = from_text(text)
@@ -259,14 +253,15 @@ class Search:
                 if callable(made):
                     self.try_call(name, functools.partial(made, 1, {"a": 1.0}))
 
-    def _fits(self, name: str, field: str, value: str) -> bool:
-        from weft.config import ConfigError, from_text
 
-        try:
-            from_text(f"{name}.Config({field}={value})")
-        except ConfigError:
-            return False
-        return True
+def _fits(cfg: Any, field: str, value: Any) -> bool:
+    from weft.errors import ConfigError
+
+    try:
+        cfg.set(**{field: value})
+    except ConfigError:
+        return False
+    return True
 
 
 @functools.cache
@@ -318,6 +313,18 @@ def _resolve(name: str) -> Any:
     raise LookupError(name)
 
 
+def _once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that keeps what it gave for arguments with the same text."""
+    known: dict[str, Any] = {}
+
+    def call(*args: Any) -> Any:
+        if repr(args) not in known:
+            known[repr(args)] = fn(*args)
+        return known[repr(args)]
+
+    return call
+
+
 def _search_callables(
     search: Search, callables: Sequence[str], names: Sequence[str], *, of_names: int = 1
 ) -> list[str]:
@@ -350,7 +357,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     _import_weft()
     from weft.config.references import TARGETS, VALUES
+    from weft.input import corpus
 
+    if options.quick:  # a hundred calls read the standard library's text
+        corpus._list_files = _once(corpus._list_files)
+        corpus._documents = _once(corpus._documents)
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
