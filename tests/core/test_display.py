@@ -29,8 +29,7 @@ def test_texts():
 def test_sizes():
     assert display.format_size({"x": jnp.ones((500, 1)), "n": 3}) == "500 (2.0 KB)"
     assert (
-        display.format_size(jax.random.key(0)) == "1 (8 B)"
-        and display.format_size([]) == "0 (0 B)"
+        display.format_size(jax.random.key(0)) == "1 (8 B)" and display.format_size([]) == "0 (0 B)"
     )
 
 

@@ -1,6 +1,6 @@
 """Transformations of JAX itself around modules, which hand no scope through."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,12 @@ MAKERS = {
 }
 
 
+@cache
+def plain_model(cls, call):
+    """Returns a module without a transformation of JAX, and its variables."""
+    return cls(call), cls(call).init(KEY, X)
+
+
 # These call a function once; where it makes a layer or a variable, that has one name.
 ONCE = ("vmap", "jit", "jvp", "checkpoint", "scan", "switch", "shard_map", "vmap in jit")
 
@@ -70,12 +76,12 @@ ONCE = ("vmap", "jit", "jvp", "checkpoint", "scan", "switch", "shard_map", "vmap
 )
 def test_variables_are_created_in_raw_transforms(raw, made, outer):
     cls, call = MAKERS[made]
-    plain = cls(call)
+    plain, created = plain_model(cls, call)
     wrapped = cls(around(raw, call))
     init = wrapped.init if outer == "eager" else jax.jit(wrapped.init)
     with jax.checking_leaks():
         variables = init(KEY, X)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), variables, plain.init(KEY, X))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), variables, created)
     # A second call has other variables, and no trace of the first one.
     other = jax.tree.map(lambda v: v + 1, variables)
     for given in (variables, other):
@@ -154,17 +160,17 @@ LIFTED = {
     ("raw", "lifted", "outer"),
     [(raw, "scan", "eager") for raw in ONCE if raw != "vmap"]
     + [("vmap", lifted, "eager") for lifted in LIFTED]
-    + [("jit", lifted, "eager") for lifted in LIFTED]
+    + [("jit", lifted, "eager") for lifted in ("jit", "switch", "while_loop", "map_variables")]
     + [("vmap in jit", lifted, "jit") for lifted in ("scan", "jit", "switch")]
     + [("scan", "remat", "jit"), ("while_loop", "shared scan", "eager")],
 )
 def test_lifted_functions_create_variables_once(raw, lifted, outer):
-    plain = Compact(LIFTED[lifted])
+    plain, created = plain_model(Compact, LIFTED[lifted])
     wrapped = Compact(around(raw, LIFTED[lifted]))
     init = wrapped.init if outer == "eager" else jax.jit(wrapped.init)
     with jax.checking_leaks():
         variables = init(KEY, X)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), variables, plain.init(KEY, X))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), variables, created)
     other = jax.tree.map(lambda v: v + 1, variables)
     expected = Compact(around(raw, lambda module, x: plain.apply(other, x))).apply({}, X)
     np.testing.assert_allclose(wrapped.apply(other, X), expected, rtol=1e-6)
