@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.keys import quick_key
 from weft import errors
 from weft.core import AxisMetadata, FrozenDict, apply, bind, freeze, init, lazy_init, lift
 from weft.core.filters import DenyList
@@ -19,7 +20,7 @@ from weft.errors import (
     ScopeVariableNotFoundError,
 )
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 NORMAL = jax.nn.initializers.normal()
 VARIABLES = {"params": {"a": 1.0, "dense": {"b": 2.0}}, "state": {"x": 3}}
 
@@ -316,7 +317,7 @@ def test_params_stream_is_the_default():
         (3, "3"),
         (None, "None"),
         (jnp.ones(2), r"float32\(2,\)"),
-        (jax.random.split(KEY), r"key<fry>\(2,\)"),
+        (jax.random.split(jax.random.key(0)), r"key<fry>\(2,\)"),
     ],
 )
 def test_invalid_key(key, shown):

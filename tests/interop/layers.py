@@ -6,13 +6,13 @@ import flax.nnx
 import haiku
 import jax
 
-from tests.keys import draw
+from tests.keys import draw, quick_key
 from weft import linen, nnx
 from weft.config import config_for_class
 from weft.hierarchy.layers.linear import Linear
 from weft.hierarchy.layers.normalization import BatchNorm
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 X = draw(1, 4, 3)
 SHAPE = jax.ShapeDtypeStruct((4, 3), "float32")
 normal = jax.nn.initializers.normal(1.0)

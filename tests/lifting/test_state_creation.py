@@ -2,14 +2,14 @@
 
 import types
 
-import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.keys import quick_key
 from weft.core import apply, init, lift
 from weft.errors import RoleError
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 
 
 def count(scope, carry):

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from tests.keys import draw
+from tests.keys import draw, quick_key
 from weft.linen.methods import compact
 from weft.linen.module import Module
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 X = draw(1, 3, 2)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.jaxprs import largest_array
-from tests.keys import draw
+from tests.keys import draw, quick_key
 from weft.errors import (
     ArgumentShapeError,
     ArgumentValueError,
@@ -31,7 +31,7 @@ from weft.linen.attention import (
 from weft.linen.methods import compact
 from weft.linen.module import Module
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 X = draw(1, 2, 5, 8)
 OTHER = draw(2, 2, 7, 6)
 

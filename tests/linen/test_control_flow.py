@@ -3,10 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import quick_key
 from weft import linen as nn
 from weft.errors import BranchStructureError, CarryStructureError, InvalidRngError
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 X = jnp.arange(6.0).reshape(2, 3)
 
 

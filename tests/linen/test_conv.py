@@ -3,13 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.keys import draw
+from tests.keys import draw, quick_key
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.linen import conv
 from weft.linen.conv import Conv, ConvLocal, ConvTranspose
 from weft.linen.layers import Sequential
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 X = draw(0, 2, 6, 3)
 
 

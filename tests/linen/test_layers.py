@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import quick_key
 from weft import linen
 from weft.errors import (
     ArgumentShapeError,
@@ -93,7 +94,7 @@ def test_invalid_rate(rate):
         Dropout(rate, deterministic=False).apply({}, ONES, rngs=RNGS)
 
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 INPUTS = jnp.arange(24.0).reshape(2, 3, 4)
 
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.keys import draw
+from tests.keys import draw, quick_key
 from weft.errors import ArgumentShapeError, ArgumentValueError, ParameterGivenTwiceError
 from weft.functional import arrays as mathematics
 from weft.linen import linear
@@ -11,7 +11,7 @@ from weft.linen.linear import Dense, DenseGeneral, Einsum, Embed
 from weft.linen.methods import compact
 from weft.linen.module import Module
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 X = draw(0, 2, 3, 4)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import quick_key
 from weft import linen as nn
 from weft.errors import (
     TransformArgumentError,
@@ -16,7 +17,7 @@ from weft.errors import (
     UnboundModuleError,
 )
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 X = jnp.arange(6.0).reshape(2, 3)
 
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.keys import draw
+from tests.keys import draw, quick_key
 from weft.errors import (
     ArgumentShapeError,
     ArgumentValueError,
@@ -22,7 +22,7 @@ from weft.linen.normalization import (
     WeightNorm,
 )
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 X = draw(0, 4, 5, 6) * 3 + 2
 
 

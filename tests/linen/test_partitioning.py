@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from tests.keys import quick_key
 from weft.core.frozen_dict import FrozenDict
 from weft.core.meta import PARTITION_NAME
 from weft.errors import AxisMetadataError, ModuleError
@@ -11,7 +12,7 @@ from weft.linen.linear import Dense
 from weft.linen.methods import compact
 from weft.linen.module import Module
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 X = jnp.ones((2, 3))
 ones = jax.nn.initializers.ones
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.keys import draw
+from tests.keys import draw, quick_key
 from weft.errors import ArgumentShapeError
 from weft.linen.recurrent import (
     RNN,
@@ -17,7 +17,7 @@ from weft.linen.recurrent import (
     SimpleCell,
 )
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 X = draw(0, 2, 3)
 
 

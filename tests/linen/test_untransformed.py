@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import quick_key
 from tests.raw_transformations import RAW
 from weft import linen as nn
 from weft.errors import JaxTransformError
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 X = jnp.arange(1.0, 5.0).reshape(2, 2) / 10
 BIASES = {"kernel_init": nn.initializers.normal(), "bias_init": nn.initializers.normal()}
 

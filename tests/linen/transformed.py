@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.keys import quick_key
 from weft import linen as nn
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 X = jnp.arange(6.0).reshape(2, 3)
 SPLIT = {"params": True}
 

@@ -3,10 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import quick_key
 from weft.core import apply, init, lift, nn
 from weft.errors import TransformArgumentError
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 VARIABLES = {"params": {"w": jnp.float32(2)}, "state": {"n": jnp.int32(0)}}
 
 

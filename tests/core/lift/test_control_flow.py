@@ -372,7 +372,7 @@ def test_gradients_through_a_fori_loop():
     assert gradient == 12
 
 
-BRANCH_KEY = jax.random.key(0)
+BRANCH_KEY = quick_key(0)
 
 
 def draw(scope, x):

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.keys import quick_key
 from weft.core import apply, bind, init
 from weft.core.lift.pack import pack
 from weft.core.rngs import LazyRng
@@ -14,7 +15,7 @@ from weft.errors import (
     TransformArgumentError,
 )
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 VARIABLES = {"params": {"w": jnp.arange(3.0)}, "state": {"x": 1.0}, "cache": {"y": 2.0}}
 
 

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import checkify as jax_checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tests.keys import draw
+from tests.keys import draw, quick_key
 from weft.core import DenyList, apply, broadcast, init, lift, meta, nn
 from weft.core.lift.transforms import roles_of, shared, without_broadcast
 from weft.core.scope_kind import Select
@@ -43,7 +43,7 @@ def test_broadcast_is_none():
     assert repr(broadcast) == "broadcast"
 
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 X = draw(0, 4, 3)
 needs_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 

@@ -3,12 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.keys import draw
+from tests.keys import draw, quick_key
 from weft.core import apply, init
 from weft.core.nn import conv, conv_transpose, dense, dense_general, embedding
 from weft.errors import ArgumentShapeError, ArgumentValueError
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 
 
 def test_linear_map_of_the_last_axis():

@@ -3,12 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.keys import draw
+from tests.keys import draw, quick_key
 from weft.core import apply, init
 from weft.core.nn import batch_norm, dropout, group_norm, layer_norm
 from weft.errors import ArgumentShapeError, ArgumentValueError, InvalidRngError
 
-KEY = jax.random.key(0)
+KEY = quick_key(0)
 X = 3 + 2 * draw(0, 8, 5, 6)
 
 
