@@ -78,15 +78,12 @@ def canonical(x: Filter) -> tuple[bool, frozenset[str]]:
     return (True, frozenset()) if x is True else (False, frozenset(filter_to_set(x)))
 
 
-def _whole(denies: bool, names: frozenset[str]) -> Filter:
+def from_canonical(parts: tuple[bool, frozenset[str]]) -> Filter:
+    """Inverts `canonical`, up to filters that match the same names."""
+    denies, names = parts
     if denies:
         return DenyList(set(names)) if names else True
     return set(names) if names else False
-
-
-def from_canonical(parts: tuple[bool, frozenset[str]]) -> Filter:
-    """Inverts `canonical`, up to filters that match the same names."""
-    return _whole(*parts)
 
 
 def union_filters(a: Filter, b: Filter) -> Filter:
@@ -97,10 +94,10 @@ def union_filters(a: Filter, b: Filter) -> Filter:
     """
     (deny_a, names_a), (deny_b, names_b) = canonical(a), canonical(b)
     if deny_a and deny_b:
-        return _whole(True, names_a & names_b)
-    if deny_a:
-        return _whole(True, names_a - names_b)
-    return _whole(True, names_b - names_a) if deny_b else _whole(False, names_a | names_b)
+        return from_canonical((True, names_a & names_b))
+    if deny_a or deny_b:
+        return from_canonical((True, names_a - names_b if deny_a else names_b - names_a))
+    return from_canonical((False, names_a | names_b))
 
 
 def subtract_filters(a: Filter, b: Filter) -> Filter:
@@ -118,12 +115,8 @@ def intersect_filters(a: Filter, b: Filter) -> Filter:
     >>> intersect_filters(DenyList("params"), ("params", "cache"))
     {'cache'}
     """
-    (deny_a, names_a), (deny_b, names_b) = canonical(a), canonical(b)
-    if deny_a and deny_b:
-        return _whole(True, names_a | names_b)
-    if deny_a:
-        return _whole(False, names_b - names_a)
-    return _whole(False, names_a - names_b) if deny_b else _whole(False, names_a & names_b)
+    denies, names = canonical(union_filters(DenyList(a), DenyList(b)))
+    return from_canonical((not denies, names))
 
 
 def is_filter_empty(filter_like: Filter) -> bool:

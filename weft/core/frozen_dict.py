@@ -224,15 +224,11 @@ def pretty_repr(x: object, num_spaces: int = 4) -> str:
     return _lines(x, num_spaces)
 
 
-def _to_state_dict(frozen: FrozenDict[Any, Any]) -> dict[str, Any]:
-    return state_dicts.to_state_dict(frozen.unfreeze())
-
-
-def _from_state_dict(frozen: FrozenDict[Any, Any], state: object) -> FrozenDict[Any, Any]:
-    return FrozenDict(state_dicts.from_state_dict(frozen.unfreeze(), state, name=""))
-
-
-state_dicts.register_serialization_state(FrozenDict, _to_state_dict, _from_state_dict)
+state_dicts.register_serialization_state(
+    FrozenDict,
+    lambda frozen: state_dicts.to_state_dict(frozen.unfreeze()),
+    lambda frozen, state: freeze(state_dicts.from_state_dict(frozen.unfreeze(), state, name="")),
+)
 
 
 FrozenVariableDict = FrozenDict[str, Mapping[str, Any]]

@@ -9,9 +9,8 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 
 import jax
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 from weft import errors, nnx, traverse_util
 from weft.core.filters import Filter
 from weft.core.meta import is_axis_metadata, unbox
+from weft.core.tracing import ThreadStack
 from weft.interop.models import Method, Path, RngsLike, path_text, resolve_method
 from weft.interop.nnx import NNXModel, ToNNX
 from weft.interop.variables import collection_of, to_linen_var, to_nnx_var
@@ -69,17 +69,12 @@ class ModuleStackEntry:
     type_counter: Counter[type] = dataclasses.field(default_factory=Counter)
 
 
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.entries: list[ModuleStackEntry] = []
-
-
-_stack = _Stack()
+_stack = ThreadStack[ModuleStackEntry]()
 
 
 def current_context() -> ModuleStackEntry | None:
     """Returns the innermost running module's entry, or None."""
-    return _stack.entries[-1] if _stack.entries else None
+    return _stack.top
 
 
 def current_module() -> "Module | None":
@@ -88,14 +83,11 @@ def current_module() -> "Module | None":
     return None if context is None else context.module
 
 
-@contextlib.contextmanager
-def enter_module(module: "Module", in_compact: bool = False) -> Iterator[ModuleStackEntry]:
+def enter_module(
+    module: "Module", in_compact: bool = False
+) -> contextlib.AbstractContextManager[ModuleStackEntry]:
     """Enters a method of a module."""
-    _stack.entries.append(ModuleStackEntry(module, in_compact))
-    try:
-        yield _stack.entries[-1]
-    finally:
-        _stack.entries.pop()
+    return _stack.push(ModuleStackEntry(module, in_compact))
 
 
 F = TypeVar("F", bound=Callable[..., Any])

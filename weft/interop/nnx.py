@@ -5,9 +5,8 @@ The variables of such a layer are attributes of a `ToNNX`, for a Linen module, o
 
 import contextlib
 import functools
-import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
@@ -15,6 +14,7 @@ import jax
 from weft import errors, nnx
 from weft.core import display, meta, partial_eval
 from weft.core.filters import DenyList, Filter, in_filter
+from weft.core.tracing import ThreadStack
 from weft.interop import linen, models
 from weft.interop.models import Keys, Method, Model, Path, RngsLike, Variables
 from weft.interop.variables import collection_of, to_linen_var, to_nnx_var
@@ -24,16 +24,6 @@ from weft.traverse_util import flatten_dict, unflatten_dict
 
 ModuleOrMethod = TypeVar("ModuleOrMethod")
 _OWN_PREFIX = "to_nnx__"
-
-
-class _LazyInit(threading.local):
-    """The modules that the running `lazy_init` has initialized; None outside of any."""
-
-    def __init__(self) -> None:
-        self.done: list[ToNNX] | None = None
-
-
-_lazy_init = _LazyInit()
 
 
 class ToNNX(nnx.Module):
@@ -109,9 +99,9 @@ class ToNNX(nnx.Module):
         """
         keys, model = self._keys(rngs), self._model
         call: dict[str, Any] = {"method": method, **self._with_mode(kwargs)}
-        if _lazy_init.done is not None:
-            if not any(m is self for m in _lazy_init.done):
-                _lazy_init.done.append(self)
+        if (initialized := _INITIALIZED.top) is not None:
+            if not any(m is self for m in initialized):
+                initialized.append(self)
                 return self._init_with_output(keys, args, call)
             return model.apply(self._variables(), *args, rngs=keys, mutable=True, **call)[0]
         mutable = (self.to_nnx__mutable if mutable is None else mutable) or False
@@ -213,19 +203,13 @@ def lazy_init(fn: ModuleOrMethod, *args: Any, **kwargs: Any) -> ModuleOrMethod:
     if isinstance(fn, ToNNX):
         fn.lazy_init(*args, **kwargs)
         return fn  # pyright: ignore[reportReturnType]
-    with initializing():
+    with _INITIALIZED.push([]):
         fn(*args, **kwargs)
     return fn
 
 
-@contextlib.contextmanager
-def initializing() -> Iterator[None]:
-    """Lets the first call of each `ToNNX` make its variables."""
-    before, _lazy_init.done = _lazy_init.done, []
-    try:
-        yield
-    finally:
-        _lazy_init.done = before
+# The modules that the running `lazy_init` has initialized: each makes its variables once.
+_INITIALIZED = ThreadStack[list[ToNNX]]()
 
 
 class _AbstractModule(NamedTuple):
@@ -455,7 +439,7 @@ class NNXModel(Model):
         if all(x._own_variables() for x in graph if isinstance(x, ToNNX)):
             return
         before = [(x, x.get_raw_value()) for x in graph if isinstance(x, nnx.Variable)]
-        with initializing():
+        with _INITIALIZED.push([]):
             self.call(module, args, kwargs, method, training)
         for variable, value in before:
             variable.set_raw_value(value)

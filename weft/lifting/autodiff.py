@@ -167,9 +167,6 @@ def custom_vjp(
         of_call = _Call(kind, args, wrt, call)
         run = of_call.run
 
-        def pure(diff: list[Any], rest: list[Any]) -> PureResults:
-            return run(fn, diff, rest)
-
         def forward(diff: list[Any], rest: list[Any]) -> tuple[PureResults, Any]:
             results = run(forward_fn, diff, rest)
             value, residuals = results.packed
@@ -180,7 +177,7 @@ def custom_vjp(
             more = (groups, static) if of_state else ()
             return list(backward_fn(residuals, cotangents.packed, *more)), None
 
-        with_rule = jax.custom_vjp(named_after(fn, pure))
+        with_rule = jax.custom_vjp(named_after(fn, lambda diff, rest: run(fn, diff, rest)))
         with_rule.defvjp(named_after(forward_fn, forward), named_after(backward_fn, backward))
         # JAX fails to transpose a scan whose stacked result has None as its gradient.
         fixed = jax.tree.map(
@@ -215,9 +212,6 @@ def custom_jvp(
         of_call = _Call(kind, args, wrt, call)
         run = of_call.run
 
-        def pure(diff: list[Any], rest: list[Any]) -> PureResults:
-            return run(fn, diff, rest)
-
         def rule(primals: Any, tangents: Any) -> tuple[PureResults, PureResults]:
             tangent: Any = None
 
@@ -232,7 +226,7 @@ def custom_jvp(
             zeros = jax.tree.map(jax.custom_derivatives.zero_from_primal, results)
             return results, zeros._replace(packed=tangent)
 
-        with_rule = jax.custom_jvp(named_after(fn, pure))
+        with_rule = jax.custom_jvp(named_after(fn, lambda diff, rest: run(fn, diff, rest)))
         with_rule.defjvp(named_after(jvp_fn, rule))
         return of_call.write_back(with_rule(of_call.diff, of_call.rest))
 

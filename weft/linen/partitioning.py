@@ -243,25 +243,14 @@ def scan_with_axes(
     methods: Any = None,
 ) -> Any:
     """Applies `weft.linen.scan`, and adds the scanned axis to the names of axes."""
-    names = {f"{name}_axes": variable_axes.get(name) for name in axes_collections}
+    options = locals()
+    names = {f"{name}_axes": variable_axes.get(name) for name in options.pop("axes_collections")}
     mapped = {name: axis for name, axis in names.items() if axis is not None}
-    return transforms.transformed(
-        "Map_variables" * len(mapped) + "Scan",  # the class names of Flax, which name submodules
-        lift.scan,
-        target,
-        methods,
-        variable_axes={**variable_axes, **mapped},
-        variable_broadcast=union_filters(variable_broadcast, [n for n in names if n not in mapped]),
-        variable_carry=variable_carry,
-        split_rngs=split_rngs,
-        in_axes=in_axes,
-        out_axes=out_axes,
-        length=length,
-        reverse=reverse,
-        unroll=unroll,
-        data_transform=data_transform,
-        metadata_params={meta.PARTITION_NAME: axis_name},
-    )
+    shared = union_filters(variable_broadcast, [name for name in names if name not in mapped])
+    options |= {"variable_axes": {**variable_axes, **mapped}, "variable_broadcast": shared}
+    options["metadata_params"] = {meta.PARTITION_NAME: options.pop("axis_name")}
+    # The class names of Flax, which name submodules.
+    return transforms.transformed("Map_variables" * len(mapped) + "Scan", lift.scan, **options)
 
 
 def vmap_with_axes(

@@ -399,19 +399,9 @@ def map_variables(
     >>> Tied().init_with_output(jax.random.key(0), jnp.ones(3))[0].shape
     (3,)
     """
-    return transformed(
-        "Map_variables",
-        lift.map_variables,
-        target,
-        methods,
-        mapped_collections=mapped_collections,
-        map_in_fn=trans_in_fn,
-        map_out_fn=trans_out_fn,
-        init=init,
-        mutable=mutable,
-        rngs=rngs,
-        variables=variables,
-    )
+    options = locals()
+    options |= {f"map_{way}_fn": options.pop(f"trans_{way}_fn") for way in ("in", "out")}
+    return transformed("Map_variables", lift.map_variables, **options)
 
 
 def add_metadata_axis(

@@ -1,4 +1,7 @@
-"""Functions of scopes that are mapped, scanned, compiled, chosen, or see other variables."""
+"""Functions of scopes that are mapped, scanned, compiled, chosen, or see other variables.
+
+Arguments that are not described here are those of the functions of `weft.linen` with these names.
+"""
 
 import dataclasses
 import functools
@@ -106,6 +109,12 @@ def with_packed_args(fn: Fn) -> Fn:
     return call
 
 
+def _lifted(transform: Fn, fn: Fn, **options: Any) -> Fn:
+    """Applies a transformation of `weft.lifting`, which takes packed arguments, to `fn`."""
+    kind = ScopeKind(transform.__name__)
+    return with_unpacked_args(fn, transform(kind, with_packed_args(fn), **options))
+
+
 def with_unpacked_args(fn: Fn, lifted: Fn) -> Fn:
     """Inverts `with_packed_args`: takes the arguments as `fn` does."""
     if takes_packed_args(fn):
@@ -129,17 +138,7 @@ def vmap(
     spmd_axis_name: Hashable = None,
     metadata_params: Mapping[Any, Any] = {},
 ) -> Fn:
-    """Applies `jax.vmap` to `fn(scope, *args)`.
-
-    Args:
-        variable_axes: by filter of collections, the mapped axis, or None for shared variables;
-            `In(axis)` or `Out(axis)` for variables that only enter or only leave.
-        split_rngs: by filter of PRNG streams, whether each index has its own keys.
-        in_axes: see `jax.vmap`, for `args`; keyword arguments are mapped over axis 0.
-        axis_size: size of the new axis, if no mapped value determines it.
-        axis_name: name of the new axis for collectives.
-        spmd_axis_name: mesh axis over which the new axis is laid out.
-        metadata_params: passed to axis metadata that gains or loses the axis.
+    """Applies `jax.vmap` to `fn(scope, *args)`; keyword arguments are mapped over axis 0.
 
     >>> from weft.core import init, lift, nn
     >>> dense = lift.vmap(nn.dense, {"params": 0}, {"params": True}, in_axes=(0, None))
@@ -147,9 +146,9 @@ def vmap(
     >>> y.shape, variables["params"]["kernel"].shape
     ((5, 2), (5, 3, 2))
     """
-    lifted = lifting.vmap(
-        ScopeKind("vmap"),
-        with_packed_args(fn),
+    return _lifted(
+        lifting.vmap,
+        fn,
         in_axes=(roles_of(variable_axes, split_rngs), in_axes, 0),
         out_axes=out_axes,
         axis_size=axis_size,
@@ -157,7 +156,6 @@ def vmap(
         spmd_axis_name=spmd_axis_name,
         metadata=dict(metadata_params),
     )
-    return with_unpacked_args(fn, lifted)
 
 
 def pmap(
@@ -174,16 +172,15 @@ def pmap(
 
     Mapped axes count from 0. Raises AxisSizeError if there are fewer devices than indices.
     """
-    lifted = lifting.pmap(
-        ScopeKind("pmap"),
-        with_packed_args(fn),
+    return _lifted(
+        lifting.pmap,
+        fn,
         in_axes=(roles_of(variable_axes, split_rngs), in_axes, 0),
         out_axes=out_axes,
         axis_name=axis_name,
         devices=devices,
         metadata=dict(metadata_params),
     )
-    return with_unpacked_args(fn, lifted)
 
 
 def shard_map(
@@ -197,27 +194,20 @@ def shard_map(
     axis_names: frozenset[str] = frozenset(),
     check_vma: bool = True,
 ) -> Fn:
-    """Applies `jax.shard_map` to `fn(scope, *args)`.
-
-    Args:
-        variable_specs: by filter of collections, the `PartitionSpec` of the variables.
-        split_rngs: by filter of PRNG streams, whether each device has its own keys.
-        axis_names: mesh axes that `fn` sees; by default all.
-    """
+    """Applies `jax.shard_map` to `fn(scope, *args)`."""
     spec = jax.sharding.PartitionSpec()
     of_vars = [(Select(where), spec) for where, spec in variable_specs.items()]
     of_rngs = [(Select(rngs=where), FORK if split else spec) for where, split in split_rngs.items()]
     roles = Roles([*of_vars, *of_rngs])
-    lifted = lifting.shard_map(
-        ScopeKind("shard_map"),
-        with_packed_args(fn),
+    return _lifted(
+        lifting.shard_map,
+        fn,
         mesh=mesh,
         in_specs=(roles, in_specs, spec),
         out_specs=out_specs,
         axis_names=axis_names,
         check_vma=check_vma,
     )
-    return with_unpacked_args(fn, lifted)
 
 
 def remat(
@@ -229,13 +219,7 @@ def remat(
     static_argnums: int | Sequence[int] = (),
     policy: Callable[..., bool] | None = None,
 ) -> Fn:
-    """Applies `jax.checkpoint` to `fn(scope, *args)`; `concrete` must be False.
-
-    Args:
-        prevent_cse: see `jax.checkpoint`; False inside a scan.
-        static_argnums: arguments that are hashable values, not arrays; 0 is the scope.
-        policy: selects values to store, see `jax.checkpoint_policies`.
-    """
+    """Applies `jax.checkpoint` to `fn(scope, *args)`; `concrete` must be False."""
     if concrete:
         raise TransformArgumentError(
             "remat(concrete=True): JAX no longer computes concrete values in it; name the "
@@ -289,16 +273,7 @@ def scan(
     """Applies `jax.lax.scan` to `fn(scope, carry, *xs) -> (carry, y)`.
 
     Args:
-        variable_axes: by filter of collections, the axis of the iterations' separate variables, or
-            `In(axis)` or `Out(axis)` for variables that only enter or only leave.
-        variable_broadcast: collections that all iterations share.
-        variable_carry: collections that each iteration passes to the next.
-        split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
-        in_axes: the scanned axis of each of `xs`; `broadcast` for values shared by all iterations.
-        out_axes: the axis along which `y` is stacked.
-        length: number of iterations, if no scanned value determines it.
         data_transform: maps groups of variables and PRNG streams to those that `fn` sees.
-        metadata_params: passed to axis metadata that gains or loses the axis.
         check_constancy_invariants: whether to count keys as after a first run, as Flax with True.
 
     >>> from weft.core import init, lift, nn
@@ -345,10 +320,7 @@ def remat_scan(
 ) -> Fn:
     """Applies nested scans with rematerialization to `body_fn(scope, carry) -> carry`.
 
-    Args:
-        lengths: of the loops, the outermost first; `a * b` iterations store `a + b` carries.
-        policy: selects further values to store, see `jax.checkpoint_policies`.
-        variable_axes: see `scan`, as for the others; a variable has a new axis for each loop.
+    A variable has a new axis for each loop.
     """
     state = (variable_axes, variable_broadcast, variable_carry, split_rngs)
 
@@ -376,11 +348,6 @@ def jit(
 
     The position of the scope does not matter, and a new `fn` with the same code and equal captured
     values is not recompiled. PRNG streams restart inside, from a key drawn outside.
-
-    Args:
-        static_argnums: arguments that are hashable values, not arrays; 0 is the scope.
-        donate_argnums: arguments whose buffers may be reused for the results.
-        device: device to use instead of the arguments' device.
 
     Returns the function. Its `explain_recompile()` describes the cause of a recompilation, and its
     `lower` is that of `jax.jit`.
@@ -412,9 +379,7 @@ def jit(
 
 def eval_shape(fn: Fn, variables: Filter = True, rngs: Filter = True) -> Fn:
     """Applies `jax.eval_shape` to `fn(scope, *args)`; changed variables become shapes."""
-    in_axes = (shared(variables, rngs), None, None)
-    lifted = lifting.eval_shape(ScopeKind("eval_shape"), with_packed_args(fn), in_axes=in_axes)
-    return with_unpacked_args(fn, lifted)
+    return _lifted(lifting.eval_shape, fn, in_axes=(shared(variables, rngs), None, None))
 
 
 def checkify(fn: Fn, variables: Filter = True, rngs: Filter = True, errors: object = None) -> Fn:
@@ -424,10 +389,7 @@ def checkify(fn: Fn, variables: Filter = True, rngs: Filter = True, errors: obje
     default `checkify.user_checks`.
     """
     in_axes = (shared(variables, rngs), None, None)
-    lifted = lifting.checkify(
-        ScopeKind("checkify"), with_packed_args(fn), errors=errors, in_axes=in_axes
-    )
-    return with_unpacked_args(fn, lifted)
+    return _lifted(lifting.checkify, fn, errors=errors, in_axes=in_axes)
 
 
 def named_call(fn: Fn, name: str | None = None) -> Fn:
@@ -461,12 +423,7 @@ def map_variables(
 ) -> Fn:
     """Maps the variables that `fn(scope, *args)` sees.
 
-    Args:
-        map_in_fn: maps the dict of those collections to the one that `fn` sees.
-        map_out_fn: maps the dict that `fn` leaves to the one to store.
-        init: whether `fn` first runs on the unmapped collections, to create missing variables if
-            the collections are mutable.
-        mutable: whether `fn` may change the mapped collections.
+    `map_in_fn` and `map_out_fn` are `trans_in_fn` and `trans_out_fn` there.
 
     >>> from weft.core import init, lift, nn
     >>> def transposed(variables):
@@ -555,15 +512,7 @@ def while_loop(
     broadcast_variables: Filter = True,
     split_rngs: Mapping[Any, bool] = {},
 ) -> Any:
-    """Applies `jax.lax.while_loop` to functions of a scope and returns the last carry.
-
-    Args:
-        cond_fn: `cond_fn(scope, carry)` returns whether to continue; it changes no variables.
-        body_fn: `body_fn(scope, carry)` returns the next carry.
-        carry_variables: collections that the body may change.
-        broadcast_variables: collections that all iterations share.
-        split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
-    """
+    """Applies `jax.lax.while_loop` to functions of a scope and returns the last carry."""
     roles = roles_of({}, split_rngs, (carry_variables, CARRY), (broadcast_variables, None))
     kind = ScopeKind("while_loop", counts_first_run=False)
     loop = lifting.while_loop(kind, cond_fn, body_fn, in_axes=(roles, CARRY))
