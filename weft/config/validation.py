@@ -52,12 +52,8 @@ def validate_config_field_value(value: object) -> None:
     check_value(value, path="")
 
 
-def check_value(value: object, path: str) -> None:
-    """Checks like `validate_config_field_value`, with the path in the error."""
-    _check_nested(value, path, ())
-
-
-def _check_nested(value: object, path: str, ancestors: tuple[int, ...]) -> None:
+def check_value(value: object, path: str, ancestors: tuple[int, ...] = ()) -> None:
+    """Checks like `validate_config_field_value` below `ancestors`, with the path in the error."""
     if isinstance(value, ConfigNode):
         return  # its fields were checked when set
     for match_fn, validate_fn in reversed(_validators):
@@ -85,7 +81,7 @@ def _check_nested(value: object, path: str, ancestors: tuple[int, ...]) -> None:
         for key in value:
             _check_leaf(key, path)
     for suffix, child in children:
-        _check_nested(child, join_path(path, suffix), (*ancestors, id(value)))
+        check_value(child, join_path(path, suffix), (*ancestors, id(value)))
 
 
 _KINDS: tuple[tuple[tuple[type, ...], str], ...] = (

@@ -107,17 +107,12 @@ class ConfigNode:
     # The field with the configured class or function.
     _target: str | None = None
 
-    def _fields(self) -> dict[str, Any]:
-        raise NotImplementedError(type(self))
+    if TYPE_CHECKING:  # defined by `ConfigBase`
 
-    def _field_values(self) -> dict[str, Any]:
-        raise NotImplementedError(type(self))
-
-    def _label(self) -> str:
-        raise NotImplementedError(type(self))
-
-    def _copy_to(self, path: str) -> "ConfigNode":
-        raise NotImplementedError(type(self))
+        def _fields(self) -> dict[str, Any]: ...
+        def _field_values(self) -> dict[str, Any]: ...
+        def _label(self) -> str: ...
+        def _copy_to(self, path: str) -> "ConfigNode": ...
 
 
 def is_named_tuple(x: object) -> bool:
