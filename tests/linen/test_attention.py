@@ -36,6 +36,7 @@ X = draw(1, 2, 5, 8)
 OTHER = draw(2, 2, 7, 6)
 
 
+@jax.jit
 def reference(params, x, other, mask=None):
     def project(name, x):
         return (
@@ -55,9 +56,9 @@ def reference(params, x, other, mask=None):
 
 def test_matches_reference():
     layer = MultiHeadDotProductAttention(2, qkv_features=6, out_features=3)
-    y, variables = layer.init_with_output(KEY, X, OTHER)
+    y, variables = jax.jit(layer.init_with_output)(KEY, X, OTHER)
     np.testing.assert_allclose(y, reference(variables["params"], X, OTHER), rtol=1e-5, atol=1e-5)
-    y, variables = SelfAttention(4).init_with_output(KEY, X, make_causal_mask(X[..., 0]))
+    y, variables = jax.jit(SelfAttention(4).init_with_output)(KEY, X, make_causal_mask(X[..., 0]))
     mask = jnp.tril(jnp.ones((5, 5), bool))
     np.testing.assert_allclose(y, reference(variables["params"], X, X, mask), rtol=1e-5, atol=1e-5)
 
@@ -264,7 +265,7 @@ def test_blocks_compute_the_same():
         layer = MultiHeadAttention(num_heads=2, implementation=implementation)
         return (layer.apply(params, x, mask=mask) ** 2).sum()
 
-    params = MultiHeadAttention(num_heads=2).init(jax.random.key(0), x)
+    params = MultiHeadAttention(num_heads=2).init(KEY, x)
     results = [
         jax.jit(jax.value_and_grad(functools.partial(loss, name), (0, 1)))(params, x)
         for name in ("plain", "blockwise")
@@ -276,7 +277,7 @@ def test_blocks_compute_the_same():
 def test_a_long_layer_has_no_array_of_all_pairs():
     length, layer = 4096, MultiHeadAttention(num_heads=1)
     x = jax.ShapeDtypeStruct((1, length, 8), jnp.float32)
-    params = jax.eval_shape(layer.init, jax.random.key(0), x)
+    params = jax.eval_shape(layer.init, KEY, x)
 
     def loss(params, x):
         return layer.apply(params, x, mask=causal_mask).sum()
@@ -291,22 +292,22 @@ def test_what_blocks_cannot_compute():
     x = draw(8, 2, 5, 8)
     layer = MultiHeadAttention(num_heads=2, implementation="blockwise")
     with pytest.raises(ArgumentValueError, match=r"'blockwise' cannot .* sow_weights stores"):
-        layer.init(jax.random.key(0), x, sow_weights=True)
+        layer.init(KEY, x, sow_weights=True)
     with pytest.raises(ArgumentValueError, match=r"cannot .* einsum_dot_general computes"):
         dot_product_attention(
             *[x[:, :, None]] * 3, implementation="blockwise", einsum_dot_general=jax.lax.dot_general
         )
     with pytest.raises(ArgumentValueError, match="attention_fn accepts no `implementation`"):
-        layer.clone(attention_fn=attend).init(jax.random.key(0), x)
+        layer.clone(attention_fn=attend).init(KEY, x)
 
 
 def test_a_structured_mask_in_decoding():
     x, mask = draw(9, 2, 5, 8), left_right_window_mask(2, 0)
     layer = MultiHeadAttention(num_heads=2)
-    variables = layer.init(jax.random.key(0), x)
+    variables = layer.init(KEY, x)
     whole = layer.apply(variables, x, mask=mask)
     layer = layer.clone(decode=True)
-    cache = layer.init(jax.random.key(0), x)["cache"]
+    cache = layer.init(KEY, x)["cache"]
     for i in range(5):
         given = {**variables, "cache": cache}
         step, new = layer.apply(given, x[:, i : i + 1], mask=mask, mutable="cache")

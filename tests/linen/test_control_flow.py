@@ -351,7 +351,7 @@ class Noted(nn.Module):
         return x, None
 
 
-@pytest.mark.parametrize("depth", range(1, 7))
+@pytest.mark.parametrize("depth", [1, 2, 4])
 def test_each_scan_carrying_new_state_adds_one_trace(depth):
     program = Noted
     for _ in range(depth):

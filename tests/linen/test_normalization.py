@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,7 +140,7 @@ def test_batch_shards_are_weighted_by_count():
     def apply(x, mask):
         return layer.apply(variables, x, mask=mask, mutable=["batch_stats"])[1]["batch_stats"]
 
-    stats = jax.vmap(apply, axis_name="parts")(parts, mask)
+    stats = jax.jit(jax.vmap(apply, axis_name="parts"))(parts, mask)
     counted = np.concatenate([BATCH[:1], BATCH[4:]])
     for part in range(2):
         batch_close(stats["mean"][part], counted.mean((0, 1)))
@@ -173,8 +175,9 @@ def test_spectral_norm_power_iteration():
     variables = layer.init(KEY, INPUTS, update_stats=False)
     kernel = 3 * jax.random.normal(KEY, (6, 5))
     variables["params"]["layer_instance"]["kernel"] = kernel
+    step = jax.jit(functools.partial(layer.apply, update_stats=True, mutable=["batch_stats"]))
     for _ in range(50):
-        y, updates = layer.apply(variables, INPUTS, update_stats=True, mutable=["batch_stats"])
+        y, updates = step(variables, INPUTS)
         variables = {**variables, **updates}
     sigma = np.linalg.svd(kernel, compute_uv=False)[0]
     stats = variables["batch_stats"]

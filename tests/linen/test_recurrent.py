@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,12 +158,13 @@ def test_time_major():
 
 def test_both_directions():
     layer = Bidirectional(RNN(SimpleCell(4)), RNN(SimpleCell(4)), merge_fn=lambda *both: both)
-    variables = layer.init(KEY, SEQUENCE)
-    (last, first), (y, z) = layer.apply(variables, SEQUENCE, seq_lengths=LENGTHS, return_carry=True)
+    variables = jax.jit(layer.init)(KEY, SEQUENCE)
+    apply = jax.jit(functools.partial(layer.apply, return_carry=True))
+    (last, first), (y, z) = apply(variables, SEQUENCE, seq_lengths=LENGTHS)
     np.testing.assert_allclose(last[0], y[0, 2])
     np.testing.assert_allclose(first, z[:, 0])
     back = RNN(SimpleCell(4), reverse=True, keep_order=True)
-    alone = back.apply(
+    alone = jax.jit(back.apply)(
         {"params": variables["params"]["backward_rnn"]}, SEQUENCE, seq_lengths=LENGTHS
     )
     np.testing.assert_allclose(z, alone)
