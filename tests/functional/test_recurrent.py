@@ -1,3 +1,5 @@
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from weft.functional.recurrent import (
     gru_step,
     lstm_step,
     mgu_step,
+    run_layer,
     within_lengths,
 )
 
@@ -81,6 +84,31 @@ def test_one_sequence_and_many_batch_axes():
     flipped = flip_sequences(many, lengths, axis=2)
     assert flipped[0, 2].tolist() == [2, 1, 0, 3]
     assert flipped[1, 0].tolist() == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_layers_return_the_states_at_the_ends(reverse):
+    def cell(carry, x):
+        new = {"sum": carry["sum"] + x, "count": carry["count"] + 1}
+        return new, new["sum"]
+
+    cell.num_feature_axes = 1
+    layer = types.SimpleNamespace(
+        cell=cell, return_carry=True, time_major=False, reverse=reverse, keep_order=True
+    )
+
+    def loop(step, carry, xs, axis, reverse):
+        xs = jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), xs)
+        carry, y = jax.lax.scan(lambda c, x: step(cell, c, x), carry, xs, reverse=reverse)
+        return carry, jnp.moveaxis(y, 0, axis)
+
+    first = {"sum": jnp.zeros((3, 1)), "count": jnp.zeros(3)}
+    x = jnp.array([[1.0, 2, 3, 4]] * 3)[..., None]
+    names = ("return_carry", "time_major", "reverse", "keep_order")
+    carry, y = run_layer(layer, loop, None, x, first, jnp.array([0, 1, 3]), **dict.fromkeys(names))
+    assert carry["count"].tolist() == [0, 1, 3]
+    assert carry["sum"].ravel().tolist() == [0, 1, 6]
+    assert y[2, :3].ravel().tolist() == ([6, 5, 3] if reverse else [1, 3, 6])
 
 
 def test_states_stay_after_sequence_end():

@@ -118,6 +118,65 @@ def flip_sequences(
     return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - index.ndim)), axis)
 
 
+def run_layer(
+    layer: Any,
+    loop: Callable[..., tuple[Any, Any]],
+    first_carry: Callable[[tuple[int, ...]], Any],
+    inputs: Num[Array, "*batch_time_features"],
+    initial_carry: Any,
+    seq_lengths: Int[Array, "*batch"] | None,
+    **overrides: bool | None,
+) -> Any:
+    """Returns the outputs of a layer's cell over sequences, or its last state and the outputs.
+
+    Args:
+        layer: has the attributes `cell`, `return_carry`, `time_major`, `reverse` and `keep_order`.
+        loop: `loop(step, carry, xs, axis, reverse)` scans `step(cell, carry, x) -> (carry, y)`.
+        first_carry: returns the first state of inputs of that shape, if there is no
+            `initial_carry`.
+        **overrides: the last four attributes; None for the layer's.
+
+    Raises ArgumentShapeError if the inputs have too few axes, or the lengths do not match them.
+    """
+    names = ("return_carry", "time_major", "reverse", "keep_order")
+    return_carry, time_major, reverse, keep_order = (
+        getattr(layer, name) if overrides[name] is None else overrides[name] for name in names
+    )
+    axis = inputs.ndim - (layer.cell.num_feature_axes + 1)
+    if axis < 0:
+        raise ArgumentShapeError(
+            f"an RNN was given an input of shape {inputs.shape}; {type(layer.cell).__name__} takes "
+            f"{layer.cell.num_feature_axes} feature axes, in addition to the time axis."
+        )
+    axis = 0 if time_major else axis
+    flips = reverse and seq_lengths is not None
+    if seq_lengths is not None:
+        check_lengths(inputs.shape, seq_lengths, axis)
+    if initial_carry is None:
+        initial_carry = first_carry((*inputs.shape[:axis], *inputs.shape[axis + 1 :]))
+    if flips:
+        inputs = flip_sequences(inputs, seq_lengths, axis=axis)
+    if seq_lengths is not None and return_carry:
+        state = initial_carry, initial_carry, jnp.int32(0), jnp.asarray(seq_lengths)
+        (_, carry, *_), outputs = loop(_valid_step, state, inputs, axis, False)
+    else:
+        carry, outputs = loop(_step, initial_carry, inputs, axis, reverse and not flips)
+    if reverse and keep_order == flips:
+        outputs = jax.tree.map(lambda y: flip_sequences(y, seq_lengths, axis=axis), outputs)
+    return (carry, outputs) if return_carry else outputs
+
+
+def _step(cell: Any, carry: Any, x: Array) -> tuple[Any, Any]:
+    return cell(carry, x)
+
+
+def _valid_step(cell: Any, carry: tuple[Any, ...], x: Array) -> tuple[tuple[Any, ...], Any]:
+    """Computes a step of all sequences, keeping the final state of those that have ended."""
+    running, kept, step, seq_lengths = carry
+    running, y = cell(running, x)
+    return (running, within_lengths(running, kept, step, seq_lengths), step + 1, seq_lengths), y
+
+
 def within_lengths(
     new: Any, old: Any, step: Int[Array, ""], seq_lengths: Int[Array, "*batch"]
 ) -> Any:
@@ -138,6 +197,11 @@ def within_lengths(
         return jnp.where(runs.reshape(runs.shape + (1,) * (new.ndim - runs.ndim)), new, old)
 
     return jax.tree.map(choose, new, old)
+
+
+def concatenate(a: Array, b: Array) -> Array:
+    """Returns the outputs of two directions, concatenated along the last axis."""
+    return jnp.concatenate([a, b], -1)
 
 
 def check_lengths(shape: tuple[int, ...], seq_lengths: Array, axis: int) -> None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from weft import functional
-from weft.core import FrozenDict, broadcast, filters
+from weft.core import FrozenDict, filters
 from weft.functional import promote_dtype, recurrent
 from weft.functional.initializers import Initializer, lecun_normal, ones, orthogonal, zeros
 from weft.functional.recurrent import gru_step, lstm_step, mgu_step
@@ -393,59 +393,29 @@ class RNN(Module):
 
         Raises ArgumentShapeError if `seq_lengths` does not match the sequences.
         """
-        return_carry = self.return_carry if return_carry is None else return_carry
-        time_major = self.time_major if time_major is None else time_major
-        reverse = self.reverse if reverse is None else reverse
-        keep_order = self.keep_order if keep_order is None else keep_order
-        axis = 0 if time_major else inputs.ndim - (self.cell.num_feature_axes + 1)
-        if seq_lengths is not None:
-            recurrent.check_lengths(inputs.shape, seq_lengths, axis)
-        if initial_carry is None:
+
+        def first_carry(shape: tuple[int, ...]) -> Any:
             key = jax.random.key(0) if init_key is None else init_key
-            shape = (*inputs.shape[:axis], *inputs.shape[axis + 1 :])
-            initial_carry = self.cell.initialize_carry(key, shape)
-        flips = reverse and seq_lengths is not None
-        if flips:
-            inputs = recurrent.flip_sequences(inputs, seq_lengths, axis=axis)
-        loop = functools.partial(
-            scan,
-            variable_axes=self.variable_axes,
-            variable_broadcast=self.variable_broadcast,
-            variable_carry=self.variable_carry,
-            split_rngs=self.split_rngs,
-            out_axes=axis,
-            reverse=reverse and not flips,
-            unroll=self.unroll,
-        )
-        if return_carry and seq_lengths is not None:
-            steps = jnp.arange(inputs.shape[axis])
-            (_, carry), outputs = loop(_step_of_lengths, in_axes=(axis, 0, broadcast))(
-                self.cell, (initial_carry, initial_carry), inputs, steps, seq_lengths
+            return self.cell.initialize_carry(key, shape)
+
+        def loop(step: Any, carry: Any, xs: Any, axis: int, reverse: bool) -> tuple[Any, Any]:
+            run = scan(
+                step,
+                variable_axes=self.variable_axes,
+                variable_broadcast=self.variable_broadcast,
+                variable_carry=self.variable_carry,
+                split_rngs=self.split_rngs,
+                in_axes=axis,
+                out_axes=axis,
+                reverse=reverse,
+                unroll=self.unroll,
             )
-        else:
-            carry, outputs = loop(_step, in_axes=axis)(self.cell, initial_carry, inputs)
-        if reverse and keep_order == flips:
-            outputs = jax.tree.map(
-                lambda y: recurrent.flip_sequences(y, seq_lengths, axis=axis), outputs
-            )
-        return (carry, outputs) if return_carry else outputs
+            return run(self.cell, carry, xs)
 
-
-def _step(cell: RNNCellBase, carry: Any, x: Array) -> tuple[Any, Any]:
-    return cell(carry, x)
-
-
-def _step_of_lengths(
-    cell: RNNCellBase, carry: tuple[Any, Any], x: Array, step: Array, seq_lengths: Array
-) -> tuple[tuple[Any, Any], Any]:
-    """Computes a step of all sequences, keeping the final state of those that have ended."""
-    running, kept = carry
-    running, y = cell(running, x)
-    return (running, recurrent.within_lengths(running, kept, step, seq_lengths)), y
-
-
-def _concatenate(a: Array, b: Array) -> Array:
-    return jnp.concatenate([a, b], -1)
+        return recurrent.run_layer(
+            self, loop, first_carry, inputs, initial_carry, seq_lengths, return_carry=return_carry,
+            time_major=time_major, reverse=reverse, keep_order=keep_order,
+        )  # fmt: skip
 
 
 class Bidirectional(Module):
@@ -464,7 +434,7 @@ class Bidirectional(Module):
 
     forward_rnn: RNN
     backward_rnn: RNN
-    merge_fn: Callable[[Any, Any], Any] = _concatenate
+    merge_fn: Callable[[Any, Any], Any] = recurrent.concatenate
     time_major: bool = False
     return_carry: bool = False
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from weft.errors import ArgumentShapeError, CellDefinitionError, InvalidRngError
+from weft.errors import CellDefinitionError, InvalidRngError
 from weft.functional import initializers, recurrent
 from weft.functional.recurrent import gru_step, lstm_step
 from weft.nnx import filters, pytree
@@ -425,87 +425,41 @@ class RNN(Module):
 
         Returns the outputs, or the last state and the outputs.
         """
-        return_carry = self.return_carry if return_carry is None else return_carry
-        time_major = self.time_major if time_major is None else time_major
-        reverse = self.reverse if reverse is None else reverse
-        keep_order = self.keep_order if keep_order is None else keep_order
-        axis = _time_axis(self.cell, inputs.shape, time_major)
-        if seq_lengths is not None:
-            recurrent.check_lengths(inputs.shape, seq_lengths, axis)
-        if initial_carry is None:
-            shape = (*inputs.shape[:axis], *inputs.shape[axis + 1 :])
+
+        def first_carry(shape: tuple[int, ...]) -> Any:
             streams = _resolve_rngs(self, rngs)
             stream = streams.carry.fork() if isinstance(streams, Rngs) else streams
-            initial_carry = self.cell.initialize_carry(shape, stream)
-        flips = reverse and seq_lengths is not None
-        if flips:
-            inputs = recurrent.flip_sequences(inputs, seq_lengths, axis=axis)
-        lengths = seq_lengths if return_carry else None
-        carry, outputs = self._looped(initial_carry, inputs, lengths, axis, reverse and not flips)
-        if reverse and keep_order == flips:
-            outputs = jax.tree.map(
-                lambda y: recurrent.flip_sequences(y, seq_lengths, axis=axis), outputs
-            )
-        return (carry, outputs) if return_carry else outputs
+            return self.cell.initialize_carry(shape, stream)
 
-    def _looped(
-        self, carry: Any, inputs: Array, seq_lengths: Array | None, axis: int, reverse: bool
-    ) -> tuple[Any, Any]:
+        return recurrent.run_layer(
+            self, self._loop, first_carry, inputs, initial_carry, seq_lengths,
+            return_carry=return_carry, time_major=time_major, reverse=reverse,
+            keep_order=keep_order,
+        )  # fmt: skip
+
+    def _loop(self, step: Any, carry: Any, xs: Any, axis: int, reverse: bool) -> tuple[Any, Any]:
         with split_rngs(self.cell, splits=1, only=self.broadcast_rngs, squeeze=True) as backups:
-            step = _step
             if backups:
                 streams = {id(stream) for stream, *_ in backups}
                 paths = (path for path, x in pytree.iter_graph(self.cell) if id(x) in streams)
-                step = functools.partial(_step_with_same_keys, tuple(paths))
-            loop = functools.partial(
-                scan, out_axes=(Carry, axis), reverse=reverse, unroll=self.unroll
+                step = functools.partial(_step_with_same_keys, tuple(paths), step)
+            run = scan(
+                step,
+                in_axes=(self.state_axes, Carry, axis),
+                out_axes=(Carry, axis),
+                reverse=reverse,
+                unroll=self.unroll,
             )
-            if seq_lengths is None:
-                return loop(step, in_axes=(self.state_axes, Carry, axis))(self.cell, carry, inputs)
-            run = loop(
-                functools.partial(_step_with_lengths, step),
-                in_axes=(self.state_axes, Carry, axis, 0, None),
-            )
-            steps = jnp.arange(inputs.shape[axis])
-            (_, carry), outputs = run(self.cell, (carry, carry), inputs, steps, seq_lengths)
-            return carry, outputs
-
-
-def _step(cell: RNNCellBase, carry: Any, x: Array) -> tuple[Any, Any]:
-    return cell(carry, x)
+            return run(self.cell, carry, xs)
 
 
 def _step_with_same_keys(
-    paths: tuple[filters.Path, ...], cell: RNNCellBase, carry: Any, x: Array
+    paths: tuple[filters.Path, ...], step: Any, cell: RNNCellBase, carry: Any, x: Array
 ) -> tuple[Any, Any]:
     for path, stream in pytree.iter_graph(cell):
         if path in paths:
             stream.count.set_value(jnp.zeros_like(stream.count.get_value()))
-    return cell(carry, x)
-
-
-def _step_with_lengths(
-    step_of: Callable[..., tuple[Any, Any]],
-    cell: RNNCellBase,
-    carry: tuple[Any, Any],
-    x: Array,
-    step: Array,
-    seq_lengths: Array,
-) -> tuple[tuple[Any, Any], Any]:
-    """Applies a step to all sequences, and keeps the state that each had where it ended."""
-    running, kept = carry
-    running, y = step_of(cell, running, x)
-    return (running, recurrent.within_lengths(running, kept, step, seq_lengths)), y
-
-
-def _time_axis(cell: RNNCellBase, shape: tuple[int, ...], time_major: bool) -> int:
-    axis = len(shape) - (cell.num_feature_axes + 1)
-    if axis < 0:
-        raise ArgumentShapeError(
-            f"an RNN was given an input of shape {shape}; {type(cell).__name__} takes "
-            f"{cell.num_feature_axes} feature axes, in addition to the time axis."
-        )
-    return 0 if time_major else axis
+    return step(cell, carry, x)
 
 
 def _own_stream(layer: Module, rngs: Any) -> RngStream | None:
@@ -520,10 +474,6 @@ def _resolve_rngs(layer: Any, rngs: Any) -> Any:
     if not isinstance(rngs, Rngs | RngStream):
         raise parameters.invalid_rngs_error(rngs, type(layer).__name__)
     return rngs
-
-
-def _concatenate(a: Array, b: Array) -> Array:
-    return jnp.concatenate([a, b], -1)
 
 
 @dataclass(repr=False, eq=False)
@@ -547,7 +497,7 @@ class Bidirectional(Module):
     forward_rnn: RNN
     backward_rnn: RNN
     _: KW_ONLY
-    merge_fn: Callable[[Any, Any], Any] = _concatenate
+    merge_fn: Callable[[Any, Any], Any] = recurrent.concatenate
     time_major: bool = False
     return_carry: bool = False
     rngs: Rngs | RngStream | bool | None = True
